@@ -1,0 +1,23 @@
+# How _core.so and _ext.so are named, placed and closed.
+
+# Makes `target` the package library torch_ckpt/<name>.so, which exports only
+# what cmake/<name>.map lists. Without the map weak libstdc++ and json symbols
+# leak out and may be bound across libraries built by other compilers.
+function(torch_ckpt_package_library target name)
+  if(CMAKE_LIBRARY_OUTPUT_DIRECTORY)
+    set(folder ${CMAKE_LIBRARY_OUTPUT_DIRECTORY})
+  else()
+    set(folder ${PROJECT_SOURCE_DIR}/torch_ckpt)
+  endif()
+  set(map ${PROJECT_SOURCE_DIR}/cmake/${name}.map)
+  set_target_properties(
+    ${target}
+    PROPERTIES PREFIX ""
+               OUTPUT_NAME ${name}
+               LIBRARY_OUTPUT_DIRECTORY ${folder}
+               LINK_DEPENDS ${map}
+               # CMake's own run path would name build folders.
+               SKIP_BUILD_RPATH ON)
+  target_link_options(${target} PRIVATE "LINKER:--version-script=${map}"
+                      "LINKER:-Bsymbolic-functions")
+endfunction()

@@ -1,0 +1,38 @@
+# core_tests: all of tests/cpp in one binary, over the very objects of _core.so.
+
+find_package(GTest QUIET)
+if(NOT GTest_FOUND)
+  message(FATAL_ERROR "The C++ tests need GoogleTest. Type: apt-get install "
+                      "libgtest-dev (or set GTest_ROOT)")
+endif()
+
+add_executable(
+  core_tests
+  $<TARGET_OBJECTS:core>
+  tests/cpp/os_directory_test.cc
+  tests/cpp/os_fault_test.cc
+  tests/cpp/os_file_test.cc
+  tests/cpp/os_lock_test.cc
+  tests/cpp/runtime_arena_test.cc
+  tests/cpp/runtime_crc32c_test.cc
+  tests/cpp/runtime_jobs_test.cc
+  tests/cpp/runtime_workers_test.cc
+  tests/cpp/format_catalog_test.cc
+  tests/cpp/format_dtype_test.cc
+  tests/cpp/format_hf_index_test.cc
+  tests/cpp/format_manifest_test.cc
+  tests/cpp/format_names_test.cc
+  tests/cpp/format_safetensors_test.cc
+  tests/cpp/format_sharding_info_test.cc
+  tests/cpp/plan_cover_test.cc
+  tests/cpp/plan_layout_test.cc
+  tests/cpp/plan_mesh_test.cc
+  tests/cpp/plan_ranges_test.cc
+  tests/cpp/plan_runs_test.cc)
+target_include_directories(core_tests PRIVATE csrc)
+target_link_libraries(
+  core_tests PRIVATE torch_ckpt_options nlohmann_headers GTest::gtest
+                     GTest::gtest_main Threads::Threads ${CMAKE_DL_LIBS})
+
+enable_testing()
+add_test(NAME core_tests COMMAND core_tests)
