@@ -54,7 +54,7 @@ def find_torch(floor: str) -> Path:
         too_old = f"; the one in {folder} is too old"
     raise SystemExit(
         f"torch_ckpt is built against an installed torch >= {floor}, and none was found"
-        f"{too_old}. Type: pip install 'torch>={floor}' (any CPU or CUDA build) and try again; or set "
+        f"{too_old}. Type: pip install 'torch>={floor}' (a CPU or a CUDA build), or set "
         "TORCH_CKPT_TORCH to the folder of an installed torch package."
     )
 
