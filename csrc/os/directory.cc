@@ -1,0 +1,346 @@
+#include "os/directory.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "os/call.h"
+
+namespace torch_ckpt {
+namespace {
+
+using internal::SystemCall;
+
+constexpr mode_t kFileMode = 0666;  // the kernel takes the umask off
+constexpr mode_t kDirectoryMode = 0777;
+
+// A C string would end at a NUL and name another file.
+Status CheckPath(const std::string& path) {
+  if (path.empty()) return InvalidArgument("the path is empty");
+  if (path.find('\0') != std::string::npos) {
+    return InvalidArgument("the path has a NUL byte in it");
+  }
+  return {};
+}
+
+// A name of this directory, so that none can lead out of it.
+Status CheckName(const Directory& directory, const std::string& name) {
+  if (name.empty() || name == "." || name == ".." ||
+      name.find('/') != std::string::npos ||
+      name.find('\0') != std::string::npos) {
+    return InvalidArgument("'" + name + "' is not the name of a file")
+        .WithFile(directory.path());
+  }
+  return {};
+}
+
+int OpenAt(int at, const char* name, const std::string& path, int flags) {
+  return SystemCall("openat", path, [&] {
+    return openat(at, name, flags | O_CLOEXEC, kFileMode);
+  });
+}
+
+// An existing file is opened without blocking, so that a FIFO under a file's
+// name cannot hang the reader; the flag goes again once the file is known to be
+// a regular one, since some network file systems act on it.
+Status CheckOpened(const File& file) {
+  auto info = file.Stat();
+  if (!info.ok()) return info.status();
+  if (!info->is_regular) {
+    return Corrupt(info->is_directory ? "is a directory, not a file"
+                                      : "is not a regular file")
+        .WithFile(file.path());
+  }
+  const int flags = SystemCall("fcntl", file.path(),
+                               [&] { return fcntl(file.fd(), F_GETFL); });
+  if (flags < 0) return Status::Io(errno, "fcntl", file.path());
+  if (SystemCall("fcntl", file.path(), [&] {
+        return fcntl(file.fd(), F_SETFL, flags & ~O_NONBLOCK);
+      }) < 0) {
+    return Status::Io(errno, "fcntl", file.path());
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<Directory> Directory::Open(const std::string& path) {
+  TC_RETURN_IF_ERROR(CheckPath(path));
+  const int fd = OpenAt(AT_FDCWD, path.c_str(), path, O_RDONLY | O_DIRECTORY);
+  if (fd < 0) return Status::Io(errno, "openat", path);
+  Directory directory;
+  directory.file_ = File(fd, path);
+  return directory;
+}
+
+Status Directory::Create(const std::string& path) {
+  TC_RETURN_IF_ERROR(CheckPath(path));
+  if (SystemCall("mkdirat", path, [&] {
+        return mkdirat(AT_FDCWD, path.c_str(), kDirectoryMode);
+      }) == 0) {
+    return {};
+  }
+  const int error = errno;
+  if (error == EEXIST) {
+    struct stat st;
+    if (SystemCall("fstatat", path, [&] {
+          return fstatat(AT_FDCWD, path.c_str(), &st, 0);
+        }) < 0) {
+      return Status::Io(errno, "fstatat", path);
+    }
+    if (S_ISDIR(st.st_mode)) return {};
+    return Status::Io(ENOTDIR, "mkdirat", path);
+  }
+  return Status::Io(error, "mkdirat", path);
+}
+
+Status Directory::CreateAll(const std::string& path) {
+  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(path));
+  Status status = Create(absolute);
+  if (status.sys_errno() != ENOENT || absolute == "/") return status;
+  const std::string parent = ParentPath(absolute);
+  TC_RETURN_IF_ERROR(CreateAll(parent));
+  TC_RETURN_IF_ERROR(Create(absolute));
+  // Whoever commits into `path` syncs `path` and its parent, not what is above:
+  // the names made on the way are made durable here.
+  TC_ASSIGN_OR_RETURN(const Directory above, Open(parent));
+  return above.Sync();
+}
+
+std::string Directory::Join(const std::string& name) const {
+  const std::string& base = path();
+  if (base.empty() || base.back() == '/') return base + name;
+  return base + "/" + name;
+}
+
+Result<File> Directory::OpenFile(const std::string& name,
+                                 OpenOptions options) const {
+  TC_RETURN_IF_ERROR(CheckName(*this, name));
+  const std::string joined = Join(name);
+  int flags = options.write ? O_RDWR : O_RDONLY;
+  if (options.direct) flags |= O_DIRECT;
+  flags |= options.create_new ? O_CREAT | O_EXCL | O_NOFOLLOW : O_NONBLOCK;
+  const int fd = OpenAt(this->fd(), name.c_str(), joined, flags);
+  if (fd < 0) {
+    const int error = errno;
+    if (!options.direct || error != EINVAL) {
+      return Status::Io(error, "openat", joined);
+    }
+    // Linux looks at O_DIRECT after it has made the file; without this the
+    // buffered try that follows would find the name taken.
+    if (options.create_new) {
+      TC_RETURN_IF_ERROR(Unlink(name, /*missing_ok=*/true));
+    }
+    return Unsupported("the file system refuses direct I/O").WithFile(joined);
+  }
+  File file(fd, joined);
+  if (!options.create_new) TC_RETURN_IF_ERROR(CheckOpened(file));
+  return file;
+}
+
+Result<Directory> Directory::OpenDirectory(const std::string& name) const {
+  TC_RETURN_IF_ERROR(CheckName(*this, name));
+  const std::string joined = Join(name);
+  const int child = OpenAt(fd(), name.c_str(), joined, O_RDONLY | O_DIRECTORY);
+  if (child < 0) return Status::Io(errno, "openat", joined);
+  Directory directory;
+  directory.file_ = File(child, joined);
+  return directory;
+}
+
+Status Directory::MakeDirectory(const std::string& name) const {
+  TC_RETURN_IF_ERROR(CheckName(*this, name));
+  const std::string joined = Join(name);
+  if (SystemCall("mkdirat", joined, [&] {
+        return mkdirat(fd(), name.c_str(), kDirectoryMode);
+      }) < 0) {
+    return Status::Io(errno, "mkdirat", joined);
+  }
+  return {};
+}
+
+Result<std::optional<FileInfo>> Directory::StatName(
+    const std::string& name) const {
+  TC_RETURN_IF_ERROR(CheckName(*this, name));
+  const std::string joined = Join(name);
+  struct stat st;
+  if (SystemCall("fstatat", joined,
+                 [&] { return fstatat(fd(), name.c_str(), &st, 0); }) < 0) {
+    if (errno == ENOENT) return std::optional<FileInfo>();
+    return Status::Io(errno, "fstatat", joined);
+  }
+  return std::optional<FileInfo>(internal::ToFileInfo(st));
+}
+
+Result<std::vector<std::string>> Directory::List() const {
+  // An open of its own: the position that getdents moves belongs to the open
+  // directory, and this one may be listed by several threads.
+  const int own = OpenAt(fd(), ".", path(), O_RDONLY | O_DIRECTORY);
+  if (own < 0) return Status::Io(errno, "openat", path());
+  const File listing(own, path());
+  std::vector<std::string> names;
+  alignas(dirent64) std::array<char, 32768> buffer;
+  for (;;) {
+    const long got = SystemCall("getdents", path(), [&] {
+      return syscall(SYS_getdents64, own, buffer.data(), buffer.size());
+    });
+    if (got < 0) return Status::Io(errno, "getdents", path());
+    if (got == 0) break;
+    for (size_t at = 0; at < static_cast<size_t>(got);) {
+      const auto* entry = reinterpret_cast<const dirent64*>(buffer.data() + at);
+      at += entry->d_reclen;
+      const char* name =
+          buffer.data() + at - entry->d_reclen + offsetof(dirent64, d_name);
+      if (std::strcmp(name, ".") != 0 && std::strcmp(name, "..") != 0) {
+        names.emplace_back(name);
+      }
+    }
+  }
+  std::sort(names.begin(), names.end());
+  // A directory that changes meanwhile may be told twice on network file
+  // systems.
+  names.erase(std::unique(names.begin(), names.end()), names.end());
+  return names;
+}
+
+Status Directory::Unlink(const std::string& name, bool missing_ok) const {
+  TC_RETURN_IF_ERROR(CheckName(*this, name));
+  const std::string joined = Join(name);
+  if (SystemCall("unlinkat", joined,
+                 [&] { return unlinkat(fd(), name.c_str(), 0); }) < 0 &&
+      !(missing_ok && errno == ENOENT)) {
+    return Status::Io(errno, "unlinkat", joined);
+  }
+  return {};
+}
+
+Status Directory::RemoveDirectory(const std::string& name,
+                                  bool missing_ok) const {
+  TC_RETURN_IF_ERROR(CheckName(*this, name));
+  const std::string joined = Join(name);
+  if (SystemCall("rmdir", joined,
+                 [&] { return unlinkat(fd(), name.c_str(), AT_REMOVEDIR); }) <
+          0 &&
+      !(missing_ok && errno == ENOENT)) {
+    return Status::Io(errno, "rmdir", joined);
+  }
+  return {};
+}
+
+// Over NFS a rename whose answer was lost is sent again and then says ENOENT,
+// although it happened: a caller that must know looks at both names.
+Status Directory::Rename(const std::string& from, const Directory& to,
+                         const std::string& to_name) const {
+  TC_RETURN_IF_ERROR(CheckName(*this, from));
+  TC_RETURN_IF_ERROR(CheckName(to, to_name));
+  const std::string source = Join(from), target = to.Join(to_name);
+  if (SystemCall("renameat", source, target, [&] {
+        return renameat(fd(), from.c_str(), to.fd(), to_name.c_str());
+      }) < 0) {
+    return Status::Io(errno, "renameat to '" + target + "'", source);
+  }
+  return {};
+}
+
+Status Directory::RenameNoReplace(const std::string& from, const Directory& to,
+                                  const std::string& to_name) const {
+  TC_RETURN_IF_ERROR(CheckName(*this, from));
+  TC_RETURN_IF_ERROR(CheckName(to, to_name));
+  const std::string source = Join(from), target = to.Join(to_name);
+  if (SystemCall("renameat2", source, target, [&] {
+        return renameat2(fd(), from.c_str(), to.fd(), to_name.c_str(),
+                         RENAME_NOREPLACE);
+      }) == 0) {
+    return {};
+  }
+  if (errno == EEXIST || errno == ENOTEMPTY) {
+    return Conflict("exists already, so '" + source + "' was not renamed to it")
+        .WithFile(target);
+  }
+  // NFS and many FUSE file systems know no flags.
+  if (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP) {
+    return Unsupported("the file system cannot rename without replacing")
+        .WithFile(target);
+  }
+  return Status::Io(errno, "renameat2 to '" + target + "'", source);
+}
+
+Status Directory::Sync() const { return file_.Sync(); }
+
+Result<std::string> Directory::ReadFile(const std::string& name,
+                                        uint64_t max_bytes) const {
+  TC_ASSIGN_OR_RETURN(const File file, OpenFile(name, {}));
+  TC_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
+  if (info.bytes > max_bytes) {
+    return Corrupt("has " + std::to_string(info.bytes) +
+                   " bytes, more than the " + std::to_string(max_bytes) +
+                   " that it may have")
+        .WithFile(file.path());
+  }
+  std::string text(info.bytes, '\0');
+  TC_RETURN_IF_ERROR(file.ReadExact(
+      {reinterpret_cast<std::byte*>(text.data()), text.size()}, 0));
+  return text;
+}
+
+Status Directory::WriteFile(const std::string& name,
+                            const std::string& text) const {
+  TC_ASSIGN_OR_RETURN(File file,
+                      OpenFile(name, {.write = true, .create_new = true}));
+  Status status = file.WriteAll(AsBytes(text), 0);
+  if (status.ok()) status = file.Sync();
+  Status closed = file.Close();
+  if (status.ok()) status = std::move(closed);
+  // A part of a file must not be found under this name; the first error is the
+  // one worth telling.
+  if (!status.ok()) (void)Unlink(name, /*missing_ok=*/true);
+  return status;
+}
+
+Result<std::string> AbsolutePath(const std::string& path) {
+  TC_RETURN_IF_ERROR(CheckPath(path));
+  std::string full = path;
+  if (full.front() != '/') {
+    const std::unique_ptr<char, decltype(&free)> cwd(getcwd(nullptr, 0), &free);
+    if (cwd == nullptr) return Status::Io(errno, "getcwd", path);
+    full = std::string(cwd.get()) + "/" + full;
+  }
+  std::string clean;
+  for (size_t at = 0; at < full.size();) {
+    const size_t end = std::min(full.find('/', at), full.size());
+    const std::string part = full.substr(at, end - at);
+    if (!part.empty() && part != ".") clean += "/" + part;
+    at = end + 1;
+  }
+  if (clean.empty()) return std::string("/");
+  if (BaseName(clean) != "..") return clean;
+  // What ".." leads to has a name only when links are followed, and callers
+  // need the name and the parent of what they get.
+  const std::unique_ptr<char, decltype(&free)> real(
+      realpath(clean.c_str(), nullptr), &free);
+  if (real == nullptr) return Status::Io(errno, "realpath", path);
+  return std::string(real.get());
+}
+
+std::string ParentPath(const std::string& absolute) {
+  const size_t slash = absolute.rfind('/');
+  if (slash == std::string::npos || slash == 0) return "/";
+  return absolute.substr(0, slash);
+}
+
+std::string BaseName(const std::string& absolute) {
+  return absolute.substr(absolute.rfind('/') + 1);
+}
+
+}  // namespace torch_ckpt

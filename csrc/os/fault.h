@@ -1,0 +1,39 @@
+// Fault points: one before every system call that os/ makes.
+//
+// Compiled in with TORCH_CKPT_FAULTS (developer and test builds), otherwise
+// FaultPoint is empty. A test installs a hook, or a process is started with
+//   TORCH_CKPT_FAULTS="<op>:<n>:<action>[,...]"
+// op is the call ("openat", "pwrite", "fsync", "renameat", "*"), n counts its
+// calls in this process from 1, action is an errno name ("ENOSPC"), "short"
+// (the call moves half the bytes) or "kill" (SIGKILL to the process).
+#pragma once
+
+#include <functional>
+#include <string>
+
+namespace torch_ckpt {
+
+struct FaultAction {
+  int sys_errno = 0;      // fail the call with this errno
+  bool short_count = false;
+};
+
+struct FaultSite {
+  const char* op;
+  const std::string& path;   // what it is done to
+  const std::string& path2;  // rename target; else empty
+};
+
+#ifdef TORCH_CKPT_FAULTS
+FaultAction FaultPoint(const char* op, const std::string& path,
+                       const std::string& path2 = {});
+// Replaces the hook; null removes it. Called from any thread that does I/O.
+void SetFaultHook(std::function<FaultAction(const FaultSite&)> hook);
+#else
+inline FaultAction FaultPoint(const char*, const std::string&,
+                              const std::string& = {}) {
+  return {};
+}
+#endif
+
+}  // namespace torch_ckpt

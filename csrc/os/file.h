@@ -1,0 +1,59 @@
+// Files. Every system call on a file goes through here: EINTR is retried,
+// short counts are continued, a write of 0 bytes is ENOSPC, and every error
+// names operation and path. A failed fsync is never retried.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <sys/uio.h>
+
+#include "base/bytes.h"
+#include "base/status.h"
+
+namespace torch_ckpt {
+
+struct FileInfo {
+  uint64_t bytes = 0;
+  uint64_t device = 0, inode = 0;
+  bool is_directory = false, is_regular = false;
+};
+
+// An open file descriptor and the path it was opened by. Movable, not copyable.
+// The const members may be called from several threads at once. The destructor
+// closes without a check: call Close() where a write must be known to be good.
+class File {
+ public:
+  File() = default;
+  File(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
+  File(File&& o) noexcept;
+  File& operator=(File&& o) noexcept;
+  ~File();
+
+  bool valid() const { return fd_ >= 0; }
+  int fd() const { return fd_; }
+  const std::string& path() const { return path_; }
+
+  Result<FileInfo> Stat() const;
+  // Exactly out.size() bytes; the end of the file before that is kCorrupt
+  // ("file ends at byte N").
+  Status ReadExact(MutableByteSpan out, uint64_t offset) const;
+  // Up to out.size() bytes that the page cache holds (RWF_NOWAIT); 0 when it
+  // holds none or the file system cannot tell. Never blocks on the disk.
+  Result<uint64_t> ReadCached(MutableByteSpan out, uint64_t offset) const;
+  Status WriteAll(ByteSpan data, uint64_t offset) const;
+  // Reserves blocks so that ENOSPC comes now. True when the file system did
+  // it, false when it cannot (that is no error).
+  Result<bool> Allocate(uint64_t bytes) const;
+  Status Truncate(uint64_t bytes) const;
+  Status Sync() const;      // fsync
+  Status SyncData() const;  // fdatasync
+  // Drops clean cached pages of the range (POSIX_FADV_DONTNEED); best effort.
+  void DropCache(uint64_t offset, uint64_t bytes) const;
+  Status Close();
+
+ private:
+  int fd_ = -1;
+  std::string path_;
+};
+
+}  // namespace torch_ckpt

@@ -1,0 +1,109 @@
+#include "os/probe.h"
+
+#include <fcntl.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstdio>
+
+#include "os/call.h"
+
+namespace torch_ckpt {
+namespace {
+
+using internal::SystemCall;
+
+// struct statx as the kernel has it since 6.1. The C library's may be older
+// and lack the two alignments, hence this copy and the raw call.
+struct KernelStatx {
+  uint32_t mask;
+  std::array<uint32_t, 37> other;
+  uint32_t direct_memory_alignment;
+  uint32_t direct_offset_alignment;
+  std::array<uint64_t, 12> spare;
+};
+static_assert(offsetof(KernelStatx, direct_memory_alignment) == 0x98);
+static_assert(sizeof(KernelStatx) == 0x100);
+
+constexpr unsigned kStatxDirectAlignment = 0x2000;  // STATX_DIOALIGN
+
+struct Magic {
+  uint64_t number;
+  const char* name;
+};
+
+// From statfs(2) and linux/magic.h, and for the cluster file systems from
+// their own documentation.
+constexpr Magic kMagics[] = {
+    {0xef53, "ext4"},      {0x58465342, "xfs"},       {0x9123683e, "btrfs"},
+    {0x01021994, "tmpfs"}, {0x6969, "nfs"},           {0x0bd00bd0, "lustre"},
+    {0x47504653, "gpfs"},  {0x19830326, "beegfs"},    {0x00c36400, "ceph"},
+    {0x65735546, "fuse"},  {0x794c7630, "overlayfs"}, {0x2fc12fc1, "zfs"},
+    {0xff534d42, "cifs"},  {0xfe534d42, "smb2"},      {0xf2f52010, "f2fs"},
+    {0x01021997, "9p"},    {0x858458f6, "ramfs"},     {0xca451a4e, "bcachefs"},
+    {0x7461636f, "ocfs2"}, {0x01161970, "gfs2"},      {0xaad7aaea, "panfs"},
+    {0x5346414f, "afs"},   {0x73717368, "squashfs"},  {0x4d44, "vfat"},
+    {0x2011bab0, "exfat"},
+};
+
+// Whether the same file opens with O_DIRECT; a second open, since the flag of
+// the first one belongs to everybody who uses it.
+bool OpensDirect(const File& file) {
+  const std::string link = "/proc/self/fd/" + std::to_string(file.fd());
+  const int fd = SystemCall("openat", file.path(), [&] {
+    return openat(AT_FDCWD, link.c_str(),
+                  O_RDONLY | O_DIRECT | O_CLOEXEC | O_NONBLOCK);
+  });
+  // EINVAL is the refusal; without a readable /proc nothing is known, and
+  // buffered I/O is the answer that is always right.
+  if (fd < 0) return false;
+  const File closes(fd, file.path());
+  return true;
+}
+
+}  // namespace
+
+Result<DirectIo> ProbeDirectIo(const File& file) {
+  DirectIo direct;
+  KernelStatx st{};
+  const long result = SystemCall("statx", file.path(), [&] {
+    return syscall(SYS_statx, file.fd(), "", AT_EMPTY_PATH,
+                   kStatxDirectAlignment, &st);
+  });
+  // ENOSYS and EPERM: an old kernel, or a sandbox that does not know the call.
+  if (result < 0 && errno != ENOSYS && errno != EPERM) {
+    return Status::Io(errno, "statx", file.path());
+  }
+  if (result < 0 || (st.mask & kStatxDirectAlignment) == 0) {
+    direct.supported = OpensDirect(file);
+    return direct;
+  }
+  direct.supported = st.direct_memory_alignment != 0;
+  if (direct.supported) {
+    direct.memory_alignment = st.direct_memory_alignment;
+    direct.offset_alignment = st.direct_offset_alignment;
+  }
+  return direct;
+}
+
+Result<std::string> FileSystemName(int fd, const std::string& path) {
+  struct statfs st;
+  if (SystemCall("fstatfs", path, [&] { return fstatfs(fd, &st); }) < 0) {
+    return Status::Io(errno, "fstatfs", path);
+  }
+  // f_type is signed on some platforms; the magic numbers have 32 bits.
+  const uint64_t number = static_cast<uint32_t>(st.f_type);
+  for (const Magic& magic : kMagics) {
+    if (magic.number == number) return std::string(magic.name);
+  }
+  std::array<char, 16> text;
+  std::snprintf(text.data(), text.size(), "0x%08x",
+                static_cast<unsigned>(number));
+  return std::string(text.data());
+}
+
+}  // namespace torch_ckpt

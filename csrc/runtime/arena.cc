@@ -1,0 +1,300 @@
+#include "runtime/arena.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <condition_variable>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "base/checked.h"
+#include "os/fault.h"
+#include "runtime/jobs.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14
+#endif
+
+namespace torch_ckpt {
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+
+void Unmap(std::byte* data, size_t size) {
+  // Fails only for a range that is not page-aligned, which none is.
+  (void)munmap(data, size);
+}
+
+// Makes every page present now, when a thread that is not the trainer's waits,
+// and not one by one in the middle of a copy.
+bool Populate(std::byte* data, size_t size) {
+  while (madvise(data, size, MADV_POPULATE_WRITE) != 0) {
+    if (errno == EINTR) continue;
+    if (errno != EINVAL && errno != ENOSYS && errno != EPERM) return false;
+    // A kernel without the call.
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    for (size_t at = 0; at < size; at += page) {
+      *const_cast<volatile std::byte*>(data + at) = std::byte{0};
+    }
+    return true;
+  }
+  return true;
+}
+
+Result<std::byte*> Map(size_t size) {
+  // One huge page more, cut off again at both ends, gives the alignment.
+  const size_t extra = size + kHugePage;
+  void* raw = MAP_FAILED;
+  const FaultAction fault = FaultPoint("mmap", std::string());
+  if (fault.sys_errno != 0) {
+    errno = fault.sys_errno;
+  } else {
+    raw = mmap(nullptr, extra, PROT_READ | PROT_WRITE,
+               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  }
+  if (raw == MAP_FAILED) {
+    return Exhausted(
+        "the system gives no memory: " +
+        Status::Io(errno, "mmap of " + std::to_string(extra) + " bytes", {})
+            .message());
+  }
+  auto* const begin = static_cast<std::byte*>(raw);
+  const auto address = reinterpret_cast<uintptr_t>(begin);
+  const size_t head = RoundUp(address, kHugePage) - address;
+  if (head != 0) Unmap(begin, head);
+  std::byte* const data = begin + head;
+  if (kHugePage != head) Unmap(data + size, kHugePage - head);
+  // Speed only: kernels without huge pages say EINVAL.
+  (void)madvise(data, size, MADV_HUGEPAGE);
+  // A child that only wants to exec must not copy page tables of gigabytes,
+  // and device DMA must not meet copy-on-write pages.
+  if (madvise(data, size, MADV_DONTFORK) != 0 || !Populate(data, size)) {
+    const int error = errno;
+    Unmap(data, size);
+    return Exhausted(
+        "the system gives no memory: " +
+        Status::Io(error, "madvise of " + std::to_string(size) + " bytes", {})
+            .message());
+  }
+  return data;
+}
+
+}  // namespace
+
+// Idle memory is kept by address, and neighbours are joined, so that what came
+// back in small pieces can go out again as a large one. A lease takes just the
+// bytes that it needs from an idle region: leased bytes are always the sum of
+// the rounded requests, and whoever plans within the budget never waits on
+// waste.
+struct Arena::Impl {
+  mutable std::mutex mutex;
+  std::condition_variable returned;
+  std::map<std::byte*, size_t> idle;
+  uint64_t budget = 0, mapped = 0, leased = 0, peak_mapped = 0;
+
+  uint64_t mapping = 0;  // counted in mapped, but not there yet
+
+  // All below REQUIRE: mutex is held.
+
+  // What the budget leaves once every idle region is unmapped.
+  uint64_t Room() const {
+    const uint64_t taken = leased + mapping;
+    return budget > taken ? budget - taken : 0;
+  }
+
+  // The end of the smallest idle region that is large enough; null if none is.
+  std::byte* TakeIdle(size_t size) {
+    auto best = idle.end();
+    for (auto it = idle.begin(); it != idle.end(); ++it) {
+      if (it->second >= size &&
+          (best == idle.end() || it->second < best->second)) {
+        best = it;
+      }
+    }
+    if (best == idle.end()) return nullptr;
+    best->second -= size;
+    std::byte* const data = best->first + best->second;
+    if (best->second == 0) idle.erase(best);
+    return data;
+  }
+
+  void PutIdle(std::byte* data, size_t size) {
+    auto next = idle.lower_bound(data);
+    if (next != idle.end() && data + size == next->first) {
+      size += next->second;
+      next = idle.erase(next);
+    }
+    if (next != idle.begin()) {
+      auto before = std::prev(next);
+      if (before->first + before->second == data) {
+        before->second += size;
+        return;
+      }
+    }
+    idle.emplace_hint(next, data, size);
+  }
+
+  // Unmaps at least min(bytes, all) of idle memory, the smallest regions first:
+  // large ones are the most useful.
+  void UnmapIdle(uint64_t bytes) {
+    while (bytes > 0 && !idle.empty()) {
+      auto smallest = idle.begin();
+      for (auto it = idle.begin(); it != idle.end(); ++it) {
+        if (it->second < smallest->second) smallest = it;
+      }
+      const size_t part =
+          std::min<uint64_t>(smallest->second, RoundUp(bytes, kHugePage));
+      smallest->second -= part;
+      Unmap(smallest->first + smallest->second, part);
+      if (smallest->second == 0) idle.erase(smallest);
+      mapped -= part;
+      bytes -= std::min<uint64_t>(bytes, part);
+    }
+  }
+
+  void ShrinkToBudget() {
+    if (mapped > budget) UnmapIdle(mapped - budget);
+  }
+};
+
+ArenaLease::ArenaLease(ArenaLease&& o) noexcept
+    : arena_(std::exchange(o.arena_, nullptr)),
+      data_(std::exchange(o.data_, nullptr)),
+      size_(std::exchange(o.size_, 0)) {}
+
+ArenaLease& ArenaLease::operator=(ArenaLease&& o) noexcept {
+  if (this != &o) {
+    Release();
+    arena_ = std::exchange(o.arena_, nullptr);
+    data_ = std::exchange(o.data_, nullptr);
+    size_ = std::exchange(o.size_, 0);
+  }
+  return *this;
+}
+
+ArenaLease::~ArenaLease() { Release(); }
+
+void ArenaLease::Release() {
+  Arena* const arena = std::exchange(arena_, nullptr);
+  std::byte* const data = std::exchange(data_, nullptr);
+  const size_t size = std::exchange(size_, 0);
+  // In a forked child the memory is not there and the mutex may never be free.
+  if (arena == nullptr || InForkedChild()) return;
+  Arena::Impl& impl = *arena->impl_;
+  std::lock_guard<std::mutex> lock(impl.mutex);
+  impl.leased -= size;
+  try {
+    impl.PutIdle(data, size);
+  } catch (const std::bad_alloc&) {  // no memory for the note of it
+    Unmap(data, size);
+    impl.mapped -= size;
+  }
+  impl.ShrinkToBudget();
+  impl.returned.notify_all();
+}
+
+Arena& Arena::Process() {
+  static Arena* const arena = new Arena(kDefaultArenaBudget);
+  return *arena;
+}
+
+Arena::Arena(uint64_t budget_bytes) : impl_(new Impl) {
+  impl_->budget = budget_bytes;
+}
+
+Arena::~Arena() {
+  Trim();
+  delete impl_;
+}
+
+Result<ArenaLease> Arena::Lease(size_t bytes,
+                                std::chrono::milliseconds patience) {
+  using Clock = std::chrono::steady_clock;
+  if (InForkedChild()) {
+    return Unsupported(
+        "the host arena belongs to the parent of this forked process; start "
+        "workers with the 'spawn' or 'forkserver' method");
+  }
+  if (bytes > std::numeric_limits<size_t>::max() - 2 * kHugePage) {
+    return Exhausted("no machine has " + std::to_string(bytes) + " bytes");
+  }
+  const size_t size = RoundUp(std::max<size_t>(bytes, 1), kHugePage);
+  // Bounded, since now() + milliseconds::max() would overflow.
+  const auto deadline = Clock::now() + std::min<std::chrono::milliseconds>(
+                                           patience, std::chrono::hours(8760));
+
+  ArenaLease lease;
+  std::unique_lock<std::mutex> lock(impl_->mutex);
+  for (bool last_look = false;;) {
+    if (size > impl_->budget) {
+      return Exhausted("a buffer of " + std::to_string(size) +
+                       " bytes is more than the host memory budget of " +
+                       std::to_string(impl_->budget) + " bytes");
+    }
+    lease.data_ = impl_->TakeIdle(size);
+    if (lease.data_ != nullptr) {
+      impl_->leased += size;
+      break;
+    }
+    if (size <= impl_->Room()) {
+      const uint64_t after = impl_->mapped + size;
+      if (after > impl_->budget) impl_->UnmapIdle(after - impl_->budget);
+      impl_->mapped += size;
+      impl_->mapping += size;
+      impl_->peak_mapped = std::max(impl_->peak_mapped, impl_->mapped);
+      // Populating takes long; the budget is reserved, so others may go on.
+      lock.unlock();
+      auto fresh = Map(size);
+      lock.lock();
+      impl_->mapping -= size;
+      if (!fresh.ok()) {
+        impl_->mapped -= size;
+        impl_->returned.notify_all();
+        return fresh.status();
+      }
+      lease.data_ = *fresh;
+      impl_->leased += size;
+      break;
+    }
+    if (last_look) {
+      return Exhausted(
+          "no buffer of " + std::to_string(size) +
+          " bytes came free in time: " + std::to_string(impl_->leased) +
+          " of the host memory budget of " + std::to_string(impl_->budget) +
+          " bytes are in use");
+    }
+    last_look =
+        impl_->returned.wait_until(lock, deadline) == std::cv_status::timeout;
+  }
+  lease.arena_ = this;
+  lease.size_ = size;
+  return lease;
+}
+
+void Arena::SetBudget(uint64_t bytes) {
+  if (InForkedChild()) return;
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->budget = bytes;
+  impl_->ShrinkToBudget();
+  impl_->returned.notify_all();  // there may be more room, or none at all
+}
+
+ArenaStats Arena::Stats() const {
+  if (InForkedChild()) return {};
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  return {impl_->budget, impl_->mapped, impl_->leased, impl_->peak_mapped};
+}
+
+void Arena::Trim() {
+  if (InForkedChild()) return;
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->UnmapIdle(std::numeric_limits<uint64_t>::max() - kHugePage);
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,69 @@
+// The process-wide host arena: reused, pre-faulted, huge-page memory.
+//
+// Fresh memory costs more than a disk write, so buffers are leased here and
+// come back instead of being freed. One budget bounds the bytes that are
+// mapped; regions are MADV_DONTFORK. All functions may be called from any
+// thread. A forked child must not use the arena: Lease() refuses there.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+
+#include "base/bytes.h"
+#include "base/status.h"
+
+namespace torch_ckpt {
+
+class Arena;
+
+// A leased region, aligned to 2 MiB, contents undefined. Goes back on
+// destruction or Release(). Movable, not copyable.
+class ArenaLease {
+ public:
+  ArenaLease() = default;
+  ArenaLease(ArenaLease&& o) noexcept;
+  ArenaLease& operator=(ArenaLease&& o) noexcept;
+  ~ArenaLease();
+  std::byte* data() const { return data_; }
+  size_t size() const { return size_; }
+  MutableByteSpan span() const { return {data_, size_}; }
+  explicit operator bool() const { return data_ != nullptr; }
+  void Release();
+
+ private:
+  friend class Arena;
+  Arena* arena_ = nullptr;
+  std::byte* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+struct ArenaStats {
+  uint64_t budget = 0, mapped = 0, leased = 0, peak_mapped = 0;
+};
+
+class Arena {
+ public:
+  static Arena& Process();  // never destroyed
+  explicit Arena(uint64_t budget_bytes);
+  ~Arena();  // REQUIRES: no lease is out
+
+  // At least `bytes` (rounded up to 2 MiB), pre-faulted. Idle regions are
+  // reused first, unmapped to make room second. When the budget is used up:
+  // waits up to `patience`, then kExhausted. More than the whole budget is
+  // kExhausted at once.
+  Result<ArenaLease> Lease(size_t bytes, std::chrono::milliseconds patience);
+  // A smaller budget takes effect as leases come back.
+  void SetBudget(uint64_t bytes);
+  ArenaStats Stats() const;
+  void Trim();  // unmaps every idle region
+
+ private:
+  friend class ArenaLease;
+  struct Impl;
+  Impl* impl_;
+};
+
+inline constexpr uint64_t kDefaultArenaBudget = uint64_t{256} << 20;
+
+}  // namespace torch_ckpt

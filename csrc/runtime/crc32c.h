@@ -1,0 +1,18 @@
+// CRC-32C (Castagnoli), with the CPU's instruction where there is one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace torch_ckpt {
+
+// The CRC of the bytes that gave `crc` followed by these; start with 0.
+uint32_t Crc32c(uint32_t crc, const void* data, size_t bytes);
+// The CRC of A||B from those of A and B; B is `b_bytes` long.
+uint32_t Crc32cCombine(uint32_t a, uint32_t b, uint64_t b_bytes);
+
+// For tests: the table fallback, and the name of what Crc32c uses.
+uint32_t Crc32cPortable(uint32_t crc, const void* data, size_t bytes);
+const char* Crc32cImplementation();
+
+}  // namespace torch_ckpt

@@ -1,0 +1,116 @@
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "runtime/crc32c.h"
+
+namespace torch_ckpt {
+namespace {
+
+std::vector<unsigned char> RandomBytes(size_t n, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<unsigned char> bytes(n);
+  for (auto& b : bytes) b = static_cast<unsigned char>(random());
+  return bytes;
+}
+
+// One bit at a time, from the definition.
+uint32_t Bitwise(const unsigned char* p, size_t n) {
+  uint32_t crc = 0xffffffff;
+  for (size_t i = 0; i < n; ++i) {
+    crc ^= p[i];
+    for (int bit = 0; bit < 8; ++bit) {
+      crc = (crc >> 1) ^ ((crc & 1) != 0 ? 0x82f63b78u : 0u);
+    }
+  }
+  return ~crc;
+}
+
+TEST(Crc32c, KnownValues) {
+  // The check value, and the vectors of RFC 3720, B.4.
+  EXPECT_EQ(Crc32c(0, "123456789", 9), 0xe3069283u);
+  EXPECT_EQ(Crc32c(0, "", 0), 0u);
+  const std::string zeros(32, '\0'), ones(32, '\xff');
+  EXPECT_EQ(Crc32c(0, zeros.data(), 32), 0x8a9136aau);
+  EXPECT_EQ(Crc32c(0, ones.data(), 32), 0x62a8ab43u);
+  std::string up(32, 0), down(32, 0);
+  for (size_t i = 0; i < 32; ++i) {
+    up[i] = static_cast<char>(i);
+    down[i] = static_cast<char>(31 - i);
+  }
+  EXPECT_EQ(Crc32c(0, up.data(), 32), 0x46dd794eu);
+  EXPECT_EQ(Crc32cPortable(0, down.data(), 32), 0x113fdb5cu);
+}
+
+TEST(Crc32c, PortableAgreesWithTheDefinition) {
+  const auto data = RandomBytes(300, 1);
+  for (size_t n = 0; n <= data.size(); ++n) {
+    ASSERT_EQ(Crc32cPortable(0, data.data(), n), Bitwise(data.data(), n)) << n;
+  }
+}
+
+TEST(Crc32c, EveryLengthAgreesWithPortable) {
+  const auto data = RandomBytes(4096 + 64, 2);
+  for (size_t n = 0; n <= 4096; ++n) {
+    const unsigned char* p = data.data() + n % 64;
+    ASSERT_EQ(Crc32c(0, p, n), Crc32cPortable(0, p, n)) << n;
+  }
+}
+
+TEST(Crc32c, EveryAlignmentAgreesWithPortable) {
+  const auto data = RandomBytes(40000, 3);
+  for (size_t at = 0; at < 64; ++at) {
+    for (size_t n : {0, 7, 8, 255, 511, 512, 767, 768, 1023, 4096, 12287, 12288,
+                     12289, 39900}) {
+      const uint32_t start = static_cast<uint32_t>(at * 2654435761u);
+      ASSERT_EQ(Crc32c(start, data.data() + at, n),
+                Crc32cPortable(start, data.data() + at, n))
+          << at << " " << n;
+    }
+  }
+}
+
+TEST(Crc32c, GoesOnWhereItStopped) {
+  const auto data = RandomBytes(20000, 4);
+  const uint32_t whole = Crc32c(0, data.data(), data.size());
+  for (size_t cut = 0; cut <= data.size(); cut += 997) {
+    const uint32_t first = Crc32c(0, data.data(), cut);
+    EXPECT_EQ(Crc32c(first, data.data() + cut, data.size() - cut), whole);
+    const uint32_t second = Crc32c(0, data.data() + cut, data.size() - cut);
+    EXPECT_EQ(Crc32cCombine(first, second, data.size() - cut), whole);
+  }
+}
+
+TEST(Crc32c, CombinesOverHugeLengths) {
+  // A zero block's digest over n + m zero bytes, built in two ways.
+  const std::string zeros(1 << 16, '\0');
+  uint32_t crc = Crc32c(0, zeros.data(), zeros.size());
+  uint64_t bytes = zeros.size();
+  std::vector<uint32_t> doubled{crc};
+  for (int i = 0; i < 44; ++i) {  // up to 2^60 bytes
+    crc = Crc32cCombine(crc, crc, bytes);
+    bytes *= 2;
+    doubled.push_back(crc);
+  }
+  const uint32_t left = Crc32cCombine(
+      doubled[40], Crc32cCombine(doubled[30], doubled[3], uint64_t{1} << 19),
+      (uint64_t{1} << 46) + (uint64_t{1} << 19));
+  const uint32_t right =
+      Crc32cCombine(Crc32cCombine(doubled[40], doubled[30], uint64_t{1} << 46),
+                    doubled[3], uint64_t{1} << 19);
+  EXPECT_EQ(left, right);
+  EXPECT_EQ(doubled[2], Crc32c(0, std::string(1 << 18, '\0').data(), 1 << 18));
+}
+
+TEST(Crc32c, NamesItsImplementation) {
+  const std::string name = Crc32cImplementation();
+  EXPECT_TRUE(name == "vpclmulqdq" || name == "sse4.2" || name == "armv8-crc" ||
+              name == "portable")
+      << name;
+}
+
+}  // namespace
+}  // namespace torch_ckpt
