@@ -1,0 +1,37 @@
+#include "format/catalog.h"
+
+namespace torch_ckpt {
+
+uint32_t Catalog::AddFile(CatalogFile file) {
+  files_.push_back(std::move(file));
+  return static_cast<uint32_t>(files_.size() - 1);
+}
+
+Result<uint32_t> Catalog::AddEntry(CatalogEntry entry) {
+  const auto id = static_cast<uint32_t>(entries_.size());
+  if (!by_name_.emplace(entry.name, id).second) {
+    return Corrupt("the name stands twice in the catalog")
+        .WithTensor(std::move(entry.name));
+  }
+  entries_.push_back(std::move(entry));
+  placements_.emplace_back();
+  return id;
+}
+
+Status Catalog::AddPlacement(uint32_t entry, const Placement& placement) {
+  const CatalogEntry& e = entries_[entry];
+  if (!Inside(placement.box, e.shape)) {
+    return Corrupt("box " + placement.box.ToString() + " is not inside shape " +
+                   e.shape.ToString())
+        .WithTensor(e.name);
+  }
+  placements_[entry].push_back(placement);
+  return {};
+}
+
+int64_t Catalog::Find(std::string_view name) const {
+  const auto found = by_name_.find(std::string(name));
+  return found == by_name_.end() ? -1 : static_cast<int64_t>(found->second);
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,88 @@
+// Catalog: the content of a checkpoint, whichever format it came from.
+//
+// A tensor has a name, dtype and global shape; its placements say where the
+// bytes of its boxes are. Within a placement bytes are in row-major order of
+// the box at `offset` of the file (that is what files hold; placements in
+// memory carry their own strides, see plan/runs.h).
+//
+// A Catalog is built once and then immutable; const access is thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/box.h"
+#include "base/bytes.h"
+#include "base/status.h"
+#include "format/dtype.h"
+
+namespace torch_ckpt {
+
+enum class EntryKind : uint8_t { kTensor = 0, kAlias = 1, kObject = 2 };
+
+// Two owners of one element are an error; replicas may repeat an owner's box.
+enum class PlacementRole : uint8_t { kOwner = 0, kReplica = 1 };
+
+// What an element without a placement holds. kNone: it is an error.
+enum class FillPolicy : uint8_t { kNone = 0 };
+
+struct CatalogFile {
+  std::string name;  // basename in the checkpoint directory
+  std::string id;    // 32 hex digits; empty in directories that are not ours
+  uint64_t bytes = 0;
+};
+
+struct Placement {
+  uint32_t file = 0;  // index into Catalog::files()
+  PlacementRole role = PlacementRole::kOwner;
+  uint64_t offset = 0;  // of the first byte, from the start of the file
+  Box box;
+};
+
+struct CatalogEntry {
+  std::string name;
+  EntryKind kind = EntryKind::kTensor;
+  Dtype storage_dtype = Dtype::kU8;  // of the bytes on disk
+  Dtype logical_dtype = Dtype::kU8;  // what they mean; differs after a cast
+  FillPolicy fill = FillPolicy::kNone;
+  Dims shape;
+  std::string alias_of;  // kAlias only
+  // The state-dict path as JSON text, e.g. ["model","layers",0]; empty when
+  // the path is just (name,). Source of DCP's planner_data.
+  std::string path;
+};
+
+class Catalog {
+ public:
+  // Building. Ids are positions. AddEntry refuses a second entry of one name.
+  uint32_t AddFile(CatalogFile file);
+  Result<uint32_t> AddEntry(CatalogEntry entry);
+  // REQUIRES: entry and placement.file exist. Checks that box is Inside shape.
+  Status AddPlacement(uint32_t entry, const Placement& placement);
+
+  const std::vector<CatalogFile>& files() const { return files_; }
+  const std::vector<CatalogEntry>& entries() const { return entries_; }
+  // -1 when there is none.
+  int64_t Find(std::string_view name) const;
+  const std::vector<Placement>& placements(uint32_t entry) const {
+    return placements_[entry];
+  }
+
+ private:
+  std::vector<CatalogFile> files_;
+  std::vector<CatalogEntry> entries_;
+  std::vector<std::vector<Placement>> placements_;
+  std::unordered_map<std::string, uint32_t> by_name_;
+};
+
+// The catalog file: "TCKPTCAT", version, LEB128 varints and length-prefixed
+// strings, CRC-32C at the end (docs/format.md). Decoding checks everything:
+// arbitrary bytes give an error, bounded memory, never a crash.
+std::string EncodeCatalog(const Catalog& catalog);
+Result<Catalog> DecodeCatalog(ByteSpan bytes);
+
+}  // namespace torch_ckpt

@@ -1,0 +1,146 @@
+#include "format/hf_index.h"
+
+#include <cmath>
+#include <string_view>
+
+#include "format/json.h"
+#include "format/names.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr size_t kMaxIndexBytes = size_t{512} << 20;
+constexpr size_t kMaxIndexNames = 10'000'000;
+constexpr int kIndexDepth = 16;  // of keys that are skipped
+
+class IndexHandler final : public JsonHandler {
+ public:
+  explicit IndexHandler(HfIndex* out) : out_(out) {}
+  bool has_weight_map() const { return has_weight_map_; }
+
+  bool OnKey(std::string&& key) override {
+    if (skip_depth_ > 0) return true;
+    if (depth_ == 1) {
+      part_ = key == "metadata"     ? Part::kMetadata
+              : key == "weight_map" ? Part::kWeightMap
+                                    : Part::kOther;
+      return true;
+    }
+    if (part_ == Part::kMetadata) {
+      is_total_size_ = key == "total_size";
+      return true;
+    }
+    if (out_->weight_map.size() >= kMaxIndexNames)
+      return Fail(Unsupported("more names than this build reads"));
+    out_->weight_map.emplace_back(std::move(key), std::string());
+    return true;
+  }
+  bool OnString(std::string&& text) override {
+    if (Skipping()) return true;
+    if (depth_ != 2 || part_ != Part::kWeightMap)
+      return Refuse("unexpected string");
+    const auto count = out_->weight_map.size();
+    const bool same = count > 1 && out_->weight_map[count - 2].second == text;
+    if (!same) {
+      Status status = CheckFileName(text);
+      if (status.ok() && !text.ends_with(kDataSuffix))
+        status = Corrupt("a file name in the index is not *.safetensors");
+      if (!status.ok()) {
+        return Fail(
+            std::move(status).WithTensor(out_->weight_map.back().first));
+      }
+    }
+    out_->weight_map.back().second = std::move(text);
+    return true;
+  }
+  bool OnUnsigned(uint64_t value) override {
+    if (Skipping()) return true;
+    if (!AtTotalSize()) return Refuse("unexpected number");
+    out_->total_size = value;
+    return true;
+  }
+  // Writers that count bits in floating point made indexes with a total_size
+  // such as 26906.0 or 125.5, and those are on the Hub. It is only a hint.
+  bool OnOtherNumber(double value) override {
+    if (Skipping()) return true;
+    constexpr double kLimit = 9.2e18;
+    if (!AtTotalSize() || std::isnan(value) || value < 0 || value > kLimit)
+      return Refuse("total_size is no number of bytes");
+    out_->total_size = static_cast<uint64_t>(value);
+    return true;
+  }
+  bool OnBool(bool) override {
+    return Skipping() || Refuse("unexpected true or false");
+  }
+  bool OnNull() override {
+    if (Skipping() || (depth_ == 1 && part_ == Part::kMetadata)) return true;
+    return Refuse("unexpected null");
+  }
+  bool OnBeginObject() override { return Begin(/*object=*/true); }
+  bool OnEndObject() override { return End(); }
+  bool OnBeginArray() override { return Begin(/*object=*/false); }
+  bool OnEndArray() override { return End(); }
+
+ private:
+  enum class Part { kMetadata, kWeightMap, kOther };
+
+  bool AtTotalSize() const {
+    return depth_ == 2 && part_ == Part::kMetadata && is_total_size_;
+  }
+  // True when the value at hand belongs to a key that we do not know.
+  bool Skipping() const {
+    return skip_depth_ > 0 || (depth_ == 1 && part_ == Part::kOther) ||
+           (depth_ == 2 && part_ == Part::kMetadata && !is_total_size_);
+  }
+  bool Begin(bool object) {
+    if (depth_ > 0 && Skipping()) {
+      ++skip_depth_;
+      return true;
+    }
+    if (!object || depth_ == 2)
+      return Refuse(object ? "unexpected object" : "unexpected array");
+    if (++depth_ == 2 && part_ == Part::kWeightMap) has_weight_map_ = true;
+    return true;
+  }
+  bool End() {
+    --(skip_depth_ > 0 ? skip_depth_ : depth_);
+    return true;
+  }
+
+  HfIndex* out_;
+  bool has_weight_map_ = false;
+  int depth_ = 0;       // of the objects that we read
+  int skip_depth_ = 0;  // below them
+  Part part_ = Part::kOther;
+  bool is_total_size_ = false;
+};
+
+}  // namespace
+
+Result<HfIndex> ParseHfIndex(ByteSpan text) {
+  if (text.size() > kMaxIndexBytes)
+    return Unsupported("the index is larger than 512 MiB");
+  HfIndex out;
+  IndexHandler handler(&out);
+  TC_RETURN_IF_ERROR(ParseJson(AsText(text), kIndexDepth, &handler));
+  if (!handler.has_weight_map()) return Corrupt("the index has no weight_map");
+  return out;
+}
+
+std::string BuildHfIndex(const HfIndex& index) {
+  std::string out = "{\n  \"metadata\": {\n    \"total_size\": ";
+  AppendUnsigned(&out, index.total_size);
+  out += "\n  },\n  \"weight_map\": {";
+  bool first = true;
+  for (const auto& [name, file] : index.weight_map) {
+    out += first ? "\n    " : ",\n    ";
+    first = false;
+    AppendJsonString(&out, name);
+    out += ": ";
+    AppendJsonString(&out, file);
+  }
+  out += first ? "}\n}" : "\n  }\n}";
+  return out;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,23 @@
+// model.safetensors.index.json: {"metadata": {...}, "weight_map": {fqn: file}}
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/status.h"
+
+namespace torch_ckpt {
+
+struct HfIndex {
+  uint64_t total_size = 0;  // bytes of tensor data; 0 when absent
+  std::vector<std::pair<std::string, std::string>> weight_map;  // fqn, file
+};
+
+// Strict: no duplicate keys, plain file names only, strings where strings are
+// due. Other keys of "metadata" are ignored. Caps: 512 MiB, 10 M names.
+Result<HfIndex> ParseHfIndex(ByteSpan text);
+std::string BuildHfIndex(const HfIndex& index);  // two-space indent, as stock
+
+}  // namespace torch_ckpt

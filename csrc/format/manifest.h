@@ -1,0 +1,64 @@
+// torch_ckpt.json: the commit mark. Written last; readers use only what it
+// names. The journal (commit.json) holds the manifest that is being committed
+// plus what the replay must do.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/status.h"
+
+namespace torch_ckpt {
+
+inline constexpr int kManifestVersion = 1;
+
+// Digests cover a file in segments: cut at every multiple of kSegmentBytes
+// from the start of the file. CRC-32C values combine, so any writer boundary
+// may be used while writing.
+inline constexpr uint64_t kSegmentBytes = uint64_t{1} << 20;
+
+enum class FileRole : uint8_t { kData, kObjects, kCatalog, kIndex, kExtra };
+
+struct ManifestFile {
+  std::string name;
+  std::string id;  // 32 hex digits
+  FileRole role = FileRole::kData;
+  uint64_t bytes = 0;
+  std::vector<uint32_t> crc32c;  // one per segment, ceil(bytes / segment)
+};
+
+struct Manifest {
+  std::string save_id;
+  int64_t world_size = 1;
+  std::vector<ManifestFile> files;
+
+  const ManifestFile* Find(std::string_view name) const;
+};
+
+// One rename of the replay: staging/<from> -> target/<to>.
+struct JournalRename {
+  std::string from, to;
+};
+
+struct Journal {
+  Manifest manifest;
+  std::vector<JournalRename> renames;
+  std::vector<std::string> removes;  // names in the target, of the old manifest
+};
+
+// docs/format.md has the layout. One file per line; the last line is the CRC of
+// all text before it, so that any altered bit is seen. REQUIRES: what Parse
+// checks; it is not checked here.
+std::string EncodeManifest(const Manifest& manifest);
+// Strict: versions, names (CheckFileName), ids, segment counts, no duplicates,
+// no unknown keys. A manifest of a newer version is kUnsupported.
+Result<Manifest> ParseManifest(ByteSpan text);
+std::string EncodeJournal(const Journal& journal);
+// As ParseManifest; besides, every rename leads to a file of the manifest, and
+// nothing is removed that the manifest names.
+Result<Journal> ParseJournal(ByteSpan text);
+
+}  // namespace torch_ckpt

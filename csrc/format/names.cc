@@ -1,0 +1,174 @@
+#include "format/names.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <utility>
+#include <vector>
+
+namespace torch_ckpt {
+namespace {
+
+constexpr size_t kMaxFileNameBytes = 255;  // NAME_MAX of every Linux fs
+constexpr size_t kIdBytes = 16;
+
+std::string Padded(int64_t value) {
+  std::string digits = std::to_string(value);
+  if (digits.size() < 5) digits.insert(0, 5 - digits.size(), '0');
+  return digits;
+}
+
+// For messages: an untrusted name without what could upset a terminal.
+std::string Quoted(std::string_view name) {
+  std::string out = "'";
+  for (char c : name.substr(0, 80)) {
+    const auto byte = static_cast<unsigned char>(c);
+    out += byte < 0x20 || byte >= 0x7f ? '?' : c;
+  }
+  return out + (name.size() > 80 ? "...'" : "'");
+}
+
+// Length of the UTF-8 sequence at `p`, 0 when it is none (overlong forms,
+// surrogates and values above U+10FFFF are none).
+size_t SequenceLength(const unsigned char* p, size_t left) {
+  const unsigned char lead = p[0];
+  if (lead < 0x80) return 1;
+  size_t length = 0;
+  unsigned char low = 0x80, high = 0xbf;  // of the second byte
+  if (lead >= 0xc2 && lead <= 0xdf) {
+    length = 2;
+  } else if (lead >= 0xe0 && lead <= 0xef) {
+    length = 3;
+    if (lead == 0xe0) low = 0xa0;
+    if (lead == 0xed) high = 0x9f;
+  } else if (lead >= 0xf0 && lead <= 0xf4) {
+    length = 4;
+    if (lead == 0xf0) low = 0x90;
+    if (lead == 0xf4) high = 0x8f;
+  }
+  if (length == 0 || left < length) return 0;
+  if (p[1] < low || p[1] > high) return 0;
+  for (size_t i = 2; i < length; ++i) {
+    if (p[i] < 0x80 || p[i] > 0xbf) return 0;
+  }
+  return length;
+}
+
+}  // namespace
+
+std::string ShardFileName(int64_t rank, int64_t index, int64_t count) {
+  return "shard-" + Padded(rank + 1) + "-" + FinalFileName(index, count);
+}
+
+std::string FinalFileName(int64_t index, int64_t count) {
+  return "model-" + Padded(index) + "-of-" + Padded(count) +
+         std::string(kDataSuffix);
+}
+
+std::string ObjectFileName(int64_t rank) {
+  return "objects-" + Padded(rank + 1) + ".json";
+}
+
+Status CheckFileName(std::string_view name) {
+  const auto refuse = [&](const char* why) {
+    return Corrupt("file name " + Quoted(name) + " " + why);
+  };
+  if (name.empty()) return refuse("is empty");
+  if (name.size() > kMaxFileNameBytes) return refuse("is too long");
+  if (name.front() == '.') return refuse("starts with a dot");
+  for (char c : name) {
+    if (c == '/' || c == '\\' || c == ':')
+      return refuse("is not a plain name in the directory");
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte < 0x20 || byte == 0x7f) return refuse("holds a control character");
+  }
+  if (!IsUtf8(name)) return refuse("is not UTF-8");
+  return {};
+}
+
+Status CheckTensorName(std::string_view name) {
+  const auto refuse = [&](const char* why) {
+    return InvalidArgument("tensor name " + Quoted(name) + " " + why);
+  };
+  if (name.size() > kMaxNameBytes) return refuse("is too long");
+  if (name.find('\0') != std::string_view::npos) return refuse("holds a NUL");
+  if (name == "__metadata__") return refuse("is reserved by safetensors");
+  if (!IsUtf8(name)) return refuse("is not UTF-8");
+  return {};
+}
+
+bool IsUtf8(std::string_view text) {
+  const auto* p = reinterpret_cast<const unsigned char*>(text.data());
+  for (size_t i = 0; i < text.size();) {
+    const size_t length = SequenceLength(p + i, text.size() - i);
+    if (length == 0) return false;
+    i += length;
+  }
+  return true;
+}
+
+std::optional<std::string_view> FindDuplicate(
+    std::span<const std::string_view> names) {
+  constexpr size_t kFew = 8;  // an entry of a header has three keys
+  if (names.size() <= kFew) {
+    for (size_t i = 1; i < names.size(); ++i) {
+      for (size_t j = 0; j < i; ++j) {
+        if (names[i] == names[j]) return names[i];
+      }
+    }
+    return std::nullopt;
+  }
+  // Sorted by hash, then by name: names chosen to collide cost a comparison
+  // more, not a quadratic search.
+  using Item = std::pair<size_t, std::string_view>;
+  std::vector<Item> items;
+  items.reserve(names.size());
+  for (std::string_view name : names)
+    items.emplace_back(std::hash<std::string_view>()(name), name);
+  std::sort(items.begin(), items.end());
+  const auto twin = std::adjacent_find(items.begin(), items.end());
+  if (twin == items.end()) return std::nullopt;
+  return twin->second;
+}
+
+std::string StagedName(std::string_view name, std::string_view file_id) {
+  std::string out(name);
+  out += '.';
+  out += file_id;
+  return out;
+}
+
+std::string NewId() {
+  // The one system call outside os/: it touches no file, and giving it a
+  // wrapper there would turn the rooms' order around.
+  std::array<unsigned char, kIdBytes> raw;
+  if (getentropy(raw.data(), raw.size()) != 0) {
+    // Only a kernel older than 3.17 gets here (16 bytes are never refused).
+    std::random_device device;
+    for (size_t i = 0; i < raw.size(); i += sizeof(unsigned)) {
+      const unsigned word = device();
+      std::memcpy(raw.data() + i, &word, sizeof word);
+    }
+  }
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string id;
+  id.reserve(2 * kIdBytes);
+  for (unsigned char byte : raw) {
+    id += kDigits[byte >> 4];
+    id += kDigits[byte & 15];
+  }
+  return id;
+}
+
+bool IsId(std::string_view text) {
+  return text.size() == 2 * kIdBytes &&
+         std::all_of(text.begin(), text.end(), [](char c) {
+           return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
+         });
+}
+
+}  // namespace torch_ckpt

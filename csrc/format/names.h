@@ -1,0 +1,53 @@
+// File names: building stock ones, and refusing dangerous ones. And what may
+// be the name of a tensor.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "base/status.h"
+
+namespace torch_ckpt {
+
+inline constexpr std::string_view kManifestName = "torch_ckpt.json";
+inline constexpr std::string_view kCatalogName = "torch_ckpt.catalog";
+inline constexpr std::string_view kIndexName = "model.safetensors.index.json";
+inline constexpr std::string_view kJournalName = "commit.json";
+inline constexpr std::string_view kStageSuffix = ".torch_ckpt-stage";
+inline constexpr std::string_view kDataSuffix = ".safetensors";
+
+// Of a tensor's name, and of every key in a JSON text that is read.
+inline constexpr size_t kMaxNameBytes = 65535;
+
+// Ranks count from 0, indices from 1.
+std::string ShardFileName(int64_t rank, int64_t index, int64_t count);
+std::string FinalFileName(int64_t index, int64_t count);
+std::string ObjectFileName(int64_t rank);
+
+// A plain basename: not empty, at most 255 bytes of UTF-8, no '/', '\\', ':' or
+// NUL, no leading '.', no control characters. Every name that comes out of a
+// JSON file passes here before it is opened. kCorrupt otherwise.
+Status CheckFileName(std::string_view name);
+
+// UTF-8 without NUL, at most kMaxNameBytes, not "__metadata__" (which a
+// safetensors header cannot say). kInvalidArgument otherwise.
+Status CheckTensorName(std::string_view name);
+
+bool IsUtf8(std::string_view text);
+
+// The first name found that occurs twice. O(n log n) whatever the names are.
+// The result views what `names` views.
+std::optional<std::string_view> FindDuplicate(
+    std::span<const std::string_view> names);
+
+// "<name>.<file id>": a data file in staging; never ends in .safetensors.
+std::string StagedName(std::string_view name, std::string_view file_id);
+// 128 random bits from the kernel as 32 lower-case hex digits.
+std::string NewId();
+bool IsId(std::string_view text);
+
+}  // namespace torch_ckpt

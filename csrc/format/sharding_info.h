@@ -1,0 +1,57 @@
+// What a data file says about itself in __metadata__:
+//
+//   "torch_ckpt.file_id"        32 lower-case hex digits, the first key of a
+//                               file of ours, so that it stands in the first
+//                               4 KiB and is checked without parsing
+//   "format"                    "pt"
+//   "DCP_VERSION"               "1.0"
+//   "DCP_SHARDING_INFO"         {fqn: {"saved_offsets": [int, ...]}}, as stock
+//   "torch_ckpt.global_shapes"  {fqn: [int, ...]}: what stock leaves out; only
+//                               for tensors that are not whole in this file
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/box.h"
+#include "base/bytes.h"
+#include "base/status.h"
+#include "format/safetensors.h"
+
+namespace torch_ckpt {
+
+inline constexpr std::string_view kFileIdKey = "torch_ckpt.file_id";
+inline constexpr std::string_view kGlobalShapesKey = "torch_ckpt.global_shapes";
+inline constexpr std::string_view kShardingInfoKey = "DCP_SHARDING_INFO";
+
+struct ShardEntry {
+  std::string name;
+  Dims offsets;
+  // Parsed: absent when the file cannot tell (shards that stock wrote).
+  // Building: set for the tensors that are not whole in this file.
+  std::optional<Dims> global_shape;
+};
+
+struct ShardingInfo {
+  std::string file_id;              // empty when the file is not ours
+  bool has_sharding_info = false;   // false: whole tensors at offset 0
+  std::vector<ShardEntry> entries;  // in the order of header.tensors
+};
+
+// Reads and checks the keys above against the tensors of the header: every
+// name exists, ranks agree, offsets are non-negative, box inside global shape.
+Result<ShardingInfo> ParseShardingInfo(const SafetensorsHeader& header);
+
+// The metadata of a file of ours. `entries` match the tensors of the file;
+// `sharded` false writes neither sharding key (final Hugging Face files).
+std::vector<std::pair<std::string, std::string>> BuildFileMetadata(
+    std::string_view file_id, const std::vector<ShardEntry>& entries,
+    bool sharded);
+
+// The file id in the first bytes of a file of ours, or empty.
+std::string PeekFileId(ByteSpan first_bytes);
+
+}  // namespace torch_ckpt
