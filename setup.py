@@ -15,6 +15,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
@@ -27,6 +28,15 @@ def tool(name: str, package: str) -> str:
     return found
 
 
+class CleanBuildPy(build_py):
+    """Starts from an empty folder: setuptools would ship modules that are gone."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 class CMakeBuild(build_ext):
     """Builds both shared libraries with one CMake run."""
 
@@ -36,6 +46,10 @@ class CMakeBuild(build_ext):
                 "torch_ckpt needs a C++20 compiler (g++ >= 11) and found none. "
                 "Type: apt-get install g++ (or set CXX)"
             )
+        headers = [sys.executable, str(ROOT / "cmake/find_headers.py"), "torch"]
+        found = subprocess.run(headers, capture_output=True, text=True)
+        if found.returncode != 0:
+            raise SystemExit(found.stderr.strip())
         # setuptools makes editable builds in temporary folders; a fixed tree
         # keeps `cmake --build build/dev` incremental.
         editable = self.editable_mode
@@ -72,5 +86,9 @@ class PlatformWheel(bdist_wheel):
 
 setup(
     ext_modules=[Extension("torch_ckpt._core", []), Extension("torch_ckpt._ext", [])],
-    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
+    cmdclass={
+        "build_py": CleanBuildPy,
+        "build_ext": CMakeBuild,
+        "bdist_wheel": PlatformWheel,
+    },
 )

@@ -2,7 +2,6 @@
 # build isolation pip deletes the environment they were in, so that a cached
 # path would break the next build.
 
-set(CMAKE_FIND_PACKAGE_PREFER_CONFIG TRUE)
 find_package(Python COMPONENTS Interpreter REQUIRED)
 
 # Sets ${out} to the last line that cmake/find_headers.py prints for `what`;
@@ -10,7 +9,7 @@ find_package(Python COMPONENTS Interpreter REQUIRED)
 function(torch_ckpt_find_headers what out)
   execute_process(
     COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/find_headers.py
-            ${what} ${ARGN}
+            ${what}
     OUTPUT_VARIABLE found
     ERROR_VARIABLE advice
     RESULT_VARIABLE code

@@ -20,4 +20,8 @@ function(torch_ckpt_package_library target name)
                SKIP_BUILD_RPATH ON)
   target_link_options(${target} PRIVATE "LINKER:--version-script=${map}"
                       "LINKER:-Bsymbolic-functions")
+  if(name STREQUAL "_core" AND NOT TORCH_CKPT_SANITIZE)
+    # A source that is missing from the list fails here, not at import.
+    target_link_options(${target} PRIVATE "LINKER:--no-undefined")
+  endif()
 endfunction()

@@ -4,17 +4,19 @@
 # puts c10 and torch_cuda on link lines. One binary serves every torch from the
 # floor on, CPU or CUDA, because it asks only for the C shims of that floor.
 
-set(TORCH_CKPT_TORCH_FLOOR 2.10) # the same as in pyproject.toml (test_package.py)
-
-torch_ckpt_find_headers(torch torch_include ${TORCH_CKPT_TORCH_FLOOR})
+torch_ckpt_find_headers(torch torch_include)
 message(STATUS "torch headers: ${torch_include}")
 
-# 2.10 -> 0x020a000000000000: one byte major, one byte minor, then zeros.
-string(REPLACE "." ";" floor_parts ${TORCH_CKPT_TORCH_FLOOR})
-list(GET floor_parts 0 floor_major)
-list(GET floor_parts 1 floor_minor)
-math(EXPR floor_hex "(${floor_major} << 56) | (${floor_minor} << 48)"
+# The floor has one home, pyproject.toml: "torch>=2.10" -> 0x020a000000000000,
+# that is one byte major, one byte minor, then zeros.
+file(STRINGS pyproject.toml floor_line REGEX "^dependencies = .*\"torch>=")
+string(REGEX MATCH "torch>=([0-9]+)\\.([0-9]+)" floor "${floor_line}")
+if(NOT floor)
+  message(FATAL_ERROR "pyproject.toml names no oldest torch")
+endif()
+math(EXPR floor_hex "(${CMAKE_MATCH_1} << 56) | (${CMAKE_MATCH_2} << 48)"
      OUTPUT_FORMAT HEXADECIMAL)
+message(STATUS "torch floor: ${floor} (${floor_hex})")
 
 # A stand-in with the soname libtorch.so gives _ext.so its DT_NEEDED entry; at
 # run time `import torch` has loaded the real one, which the loader matches by

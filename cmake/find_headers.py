@@ -1,12 +1,13 @@
 """Print where the headers of torch or nlohmann_json are. Called by CMake.
 
-Usage: find_headers.py torch FLOOR | find_headers.py nlohmann_json
+Usage: find_headers.py torch | find_headers.py nlohmann_json
 
 torch is looked up without importing it, in this order: $TORCH_CKPT_TORCH (the
 `torch` package folder), the running interpreter's path, the interpreter's own
 site-packages (pip's build isolation hides them from sys.path but sysconfig
-still names them), and $VIRTUAL_ENV (what `uv pip` targets). Exit code 1 with
-one line of advice on stderr when nothing fits.
+still names them), and $VIRTUAL_ENV (what `uv pip` targets). It must be at least
+the version that pyproject.toml asks for. Exit code 1 with one line of advice on
+stderr when nothing fits.
 """
 
 from __future__ import annotations
@@ -39,9 +40,18 @@ def version_of(torch: Path) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def find_torch(floor: str) -> Path:
-    """The include folder of a torch that is at least `floor`, or SystemExit."""
-    major, minor = (int(part) for part in floor.split("."))
+def torch_floor() -> tuple[int, int]:
+    """The oldest torch that pyproject.toml accepts."""
+    project = Path(__file__).resolve().parent.parent / "pyproject.toml"
+    match = re.search(r'"torch>=(\d+)\.(\d+)"', project.read_text(encoding="utf-8"))
+    if match is None:
+        raise SystemExit(f"{project} names no oldest torch")
+    return int(match[1]), int(match[2])
+
+
+def find_torch() -> Path:
+    """The include folder of a torch that is at least the floor, or SystemExit."""
+    floor = torch_floor()
     named = os.environ.get("TORCH_CKPT_TORCH")
     too_old = ""
     for folder in [Path(named)] if named else package_folders("torch"):
@@ -49,12 +59,13 @@ def find_torch(floor: str) -> Path:
             if (folder / "version.py").is_file():
                 too_old = f"; the one in {folder} is too old"
             continue
-        if version_of(folder) >= (major, minor):
+        if version_of(folder) >= floor:
             return folder / "include"
         too_old = f"; the one in {folder} is too old"
+    wanted = f"{floor[0]}.{floor[1]}"
     raise SystemExit(
-        f"torch_ckpt is built against an installed torch >= {floor}, and none was found"
-        f"{too_old}. Type: pip install 'torch>={floor}' (a CPU or a CUDA build), or set "
+        f"torch_ckpt is built against an installed torch >= {wanted}, and none was found"
+        f"{too_old}. Type: pip install 'torch>={wanted}' (a CPU or a CUDA build), or set "
         "TORCH_CKPT_TORCH to the folder of an installed torch package."
     )
 
@@ -72,4 +83,4 @@ def find_nlohmann_json() -> Path:
 
 
 if __name__ == "__main__":
-    print(find_torch(sys.argv[2]) if sys.argv[1] == "torch" else find_nlohmann_json())
+    print(find_torch() if sys.argv[1] == "torch" else find_nlohmann_json())

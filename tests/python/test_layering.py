@@ -1,0 +1,155 @@
+"""The rooms of csrc use only rooms before them; torch stays behind its doors.
+
+The order is the one in CONTRIBUTING.md. The checkers are functions over text,
+so that the last tests can show that each of them does find a breach.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("base", "os", "runtime", "format", "plan", "engine", "capi", "ops")
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/|^Python\.h$")
+STABLE_HEADER = re.compile(r"^torch/(csrc/stable|headeronly|csrc/inductor/aoti_torch/c)/")
+
+
+def include_breaches(room: str, text: str) -> Iterator[str]:
+    """What the #include lines of a file in `csrc/<room>` break, in words."""
+    for bracket, name in INCLUDE.findall(text):
+        if TORCH_HEADER.match(name):
+            if room != "ops":
+                yield f"{name}: torch headers belong to ops"
+            elif not STABLE_HEADER.match(name):
+                yield f"{name}: not part of the stable ABI"
+        elif bracket == '"':
+            target = name.split("/")[0]
+            if target not in ROOMS or "/" not in name:
+                yield f"{name}: includes are written from csrc/ on, as room/file.h"
+            elif ROOMS.index(target) > ROOMS.index(room):
+                yield f"{name}: {room} may not use {target}"
+
+
+def uses_torch_ops(tree: ast.AST) -> bool:
+    """Whether the code says `torch.ops` in any form."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "ops":
+            if isinstance(node.value, ast.Name) and node.value.id == "torch":
+                return True
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = {alias.name for alias in node.names}
+            if node.module.startswith("torch.ops") or (node.module == "torch" and "ops" in names):
+                return True
+        elif isinstance(node, ast.Import) and any(
+            alias.name == "torch._ops" or alias.name.startswith("torch.ops") for alias in node.names
+        ):
+            return True
+    return False
+
+
+def imported_modules(tree: ast.Module) -> set[str]:
+    """The top-level names of all absolute imports, wherever they stand."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def core_sources() -> list[Path]:
+    return sorted((ROOT / "csrc").rglob("*.h")) + sorted((ROOT / "csrc").rglob("*.cc"))
+
+
+def python_sources() -> list[Path]:
+    return sorted((ROOT / "torch_ckpt").rglob("*.py"))
+
+
+def test_no_room_includes_a_later_one() -> None:
+    breaches = [
+        f"{path.relative_to(ROOT)}: {breach}"
+        for path in core_sources()
+        for breach in include_breaches(path.parent.name, path.read_text(encoding="utf-8"))
+    ]
+    assert core_sources(), "no sources found"
+    assert not breaches, "\n".join(breaches)
+
+
+def test_every_source_lies_in_a_room() -> None:
+    assert {path.parent.parent for path in core_sources()} == {ROOT / "csrc"}
+    assert {path.parent.name for path in core_sources()} <= set(ROOMS)
+
+
+def test_only_ext_says_torch_ops() -> None:
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in python_sources()
+        if uses_torch_ops(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert users <= {"torch_ckpt/_ext.py"}
+
+
+def test_the_ctypes_door_works_without_torch() -> None:
+    # Merge, verify and describe run in processes that never import torch.
+    path = ROOT / "torch_ckpt/_core.py"
+    assert "torch" not in imported_modules(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def test_python_never_unpickles() -> None:
+    # Reading a checkpoint must not run code. Only the leaves that are no tensors
+    # have a door for it, and it opens for callers who asked.
+    for path in python_sources():
+        if path.parent.name == "objects":
+            continue
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"pickle\.(load|Unpickler)|torch\.load\(", text), path
+
+
+def test_every_source_is_built() -> None:
+    listed: set[str] = set()
+    for file in [ROOT / "CMakeLists.txt", *(ROOT / "cmake").glob("*.cmake")]:
+        listed |= set(re.findall(r"(?:csrc|tests)/\w+/\w+\.cc", file.read_text(encoding="utf-8")))
+    present = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("csrc", "tests")
+        for path in (ROOT / folder).rglob("*.cc")
+    }
+    assert sorted(present - listed) == [], "not in CMake's lists"
+    assert sorted(listed - present) == [], "listed, but not there"
+
+
+def test_the_checker_finds_an_upward_include() -> None:
+    assert list(include_breaches("os", '#include "plan/runs.h"\n'))
+    assert list(include_breaches("os", '  #  include "ops/register.h"\n'))
+    assert not list(include_breaches("plan", '#include "base/box.h"\n#include <vector>\n'))
+
+
+def test_the_checker_finds_torch_in_the_core() -> None:
+    stable = "#include <torch/csrc/stable/library.h>\n"
+    assert list(include_breaches("engine", stable))
+    assert not list(include_breaches("ops", stable))
+    assert list(include_breaches("ops", "#include <ATen/ATen.h>\n"))
+    assert list(include_breaches("ops", "#include <torch/extension.h>\n"))
+    assert list(include_breaches("runtime", "#include <Python.h>\n"))
+
+
+def test_the_checker_finds_relative_includes() -> None:
+    assert list(include_breaches("os", '#include "file.h"\n'))
+    assert list(include_breaches("os", '#include "../os/file.h"\n'))
+
+
+def test_the_checker_finds_torch_ops() -> None:
+    assert uses_torch_ops(ast.parse("import torch\ntorch.ops.dcp_ext.version()"))
+    assert uses_torch_ops(ast.parse("from torch import ops"))
+    assert uses_torch_ops(ast.parse("import torch.ops"))
+    assert not uses_torch_ops(ast.parse("import torch\nself.ops.append(1)"))
+
+
+def test_the_checker_reads_imports() -> None:
+    tree = ast.parse("import torch.nn\nfrom os import path\nfrom . import jobs")
+    assert imported_modules(tree) == {"torch", "os"}

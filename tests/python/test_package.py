@@ -1,0 +1,172 @@
+"""The wheel and the source package: what is in them, and that they install.
+
+The slow test builds as a user's `pip install` does: from the source package, in
+pip's build isolation, into a fresh environment whose torch is found by its
+headers only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import torch_ckpt
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def run(
+    command: Sequence[str | Path], cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end; fails the test with all its output."""
+    unwanted = ("PYTHONPATH", "TORCH_CKPT_CMAKE_ARGS", "TORCH_CKPT_BUILD_DIR", "LD_PRELOAD")
+    env = {key: value for key, value in os.environ.items() if key not in unwanted}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**env, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source package, made from this tree."""
+    out = tmp_path_factory.mktemp("sdist")
+    # Metadata goes to the temporary folder, so that the tree stays as it is.
+    run([sys.executable, "setup.py", "-q", "egg_info", "--egg-base", out, "sdist", "-d", out])
+    return next(out.glob("*.tar.gz"))
+
+
+def modules() -> set[str]:
+    """Every Python file of the package, as a wheel names it."""
+    return {path.relative_to(ROOT).as_posix() for path in (ROOT / "torch_ckpt").rglob("*.py")}
+
+
+def test_version_is_the_one_of_pyproject() -> None:
+    match = re.search(r'^version = "(.*)"$', PYPROJECT, re.MULTILINE)
+    assert match is not None and match[1] == torch_ckpt.__version__
+
+
+def test_dependencies_are_few_and_never_pull_a_torch_into_the_build() -> None:
+    requires = re.search(r"^requires = \[(.*)\]$", PYPROJECT, re.MULTILINE)
+    assert requires is not None and "torch" not in requires[1]
+    needed = re.search(r"^dependencies = \[(.*)\]$", PYPROJECT, re.MULTILINE)
+    assert needed is not None and needed[1] == '"torch>=2.10", "click>=8.1"'
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    folders = {path.parent for path in (ROOT / "torch_ckpt").rglob("*.py")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_sdist_holds_all_that_a_build_needs(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in ("csrc", "cmake", "tests/cpp"):
+        files = {p for p in (ROOT / folder).rglob("*") if p.is_file() and p.suffix != ".pyc"}
+        assert {path.relative_to(ROOT).as_posix() for path in files} - names == set()
+    assert {"CMakeLists.txt", "setup.py", "pyproject.toml", "LICENSE", "README.md"} <= names
+    assert modules() <= names
+    assert [name for name in names if name.endswith((".so", ".pyc", ".o"))] == []
+
+
+def fresh_environment(folder: Path) -> Path:
+    """A virtual environment that sees the torch of this one, and no torch_ckpt.
+
+    A link makes torch's headers findable where pip installs to; a .pth line
+    makes its dependencies importable without running this environment's own
+    .pth files, which would bring the editable torch_ckpt along.
+    """
+    run([sys.executable, "-m", "venv", folder])
+    site = next(folder.glob("lib/python3*/site-packages"))
+    here = Path(sysconfig.get_path("purelib"))
+    (site / "torch").symlink_to(here / "torch")
+    (site / "dependencies.pth").write_text(f"{here}\n", encoding="utf-8")
+    return folder / "bin/python"
+
+
+@pytest.mark.slow
+def test_install_from_sdist_in_build_isolation(sdist: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    source = next((tmp_path / "source").iterdir())
+    python = fresh_environment(tmp_path / "venv")
+    # Lets ccache reuse objects although the folder is new each time.
+    cache = {"CCACHE_BASEDIR": str(source), "CCACHE_NOHASHDIR": "1"}
+    wheels = tmp_path / "wheels"
+    pip = [python, "-m", "pip"]
+    run([*pip, "wheel", "-q", "--no-deps", "-w", wheels, source], cwd=tmp_path, **cache)
+    # The second build meets what the first one has left behind: paths of an
+    # isolated environment that is gone, and a module that is gone too.
+    stale = next((source / "build").glob("lib*/torch_ckpt")) / "stale.py"
+    stale.write_text("gone = True\n", encoding="utf-8")
+    run([*pip, "wheel", "-q", "--no-deps", "-w", wheels, source], cwd=tmp_path, **cache)
+
+    (wheel,) = wheels.iterdir()
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name == f"torch_ckpt-{torch_ckpt.__version__}-py310-none-{platform}.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    libraries = {"torch_ckpt/_core.so", "torch_ckpt/_ext.so"}
+    assert names == modules() | libraries | {"torch_ckpt/py.typed"}
+
+    run([*pip, "install", "-q", "--no-deps", "--no-index", wheel], cwd=tmp_path)
+    out = run([python, ROOT / "tests/python/round_trip.py"], cwd=tmp_path).stdout
+    assert str(tmp_path / "venv") in out, "the round trip used another torch_ckpt"
+    run([tmp_path / "venv/bin/torch-ckpt", "--help"], cwd=tmp_path)
+
+
+def test_a_missing_torch_is_one_clear_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "cmake/find_headers.py", "torch"],
+        env={"TORCH_CKPT_TORCH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "pip install 'torch>=2.10'" in done.stderr
+
+
+def test_a_torch_that_is_too_old_is_named(tmp_path: Path) -> None:
+    (tmp_path / "version.py").write_text("__version__ = '2.9.1'\n", encoding="utf-8")
+    header = tmp_path / "include/torch/csrc/stable/library.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    done = subprocess.run(
+        [sys.executable, ROOT / "cmake/find_headers.py", "torch"],
+        env={"TORCH_CKPT_TORCH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and f"the one in {tmp_path} is too old" in done.stderr
+
+
+def test_a_missing_compiler_is_one_clear_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "-b", tmp_path, "-t", tmp_path],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("torch_ckpt needs a C++20 compiler")
