@@ -14,9 +14,11 @@ target_compile_options(
 target_link_libraries(core_fuzzed PUBLIC torch_ckpt_options nlohmann_headers
                                          Threads::Threads ${CMAKE_DL_LIBS})
 
+add_custom_target(fuzz_targets)
 function(torch_ckpt_fuzz_target source)
   get_filename_component(name ${source} NAME_WE)
   add_executable(${name} ${source})
+  add_dependencies(fuzz_targets ${name})
   target_link_libraries(${name} PRIVATE core_fuzzed)
   target_link_options(${name} PRIVATE -fsanitize=fuzzer,address,undefined)
 endfunction()
