@@ -1,0 +1,27 @@
+// Proof that boxes tile a region: no hole, no overlap.
+#pragma once
+
+#include <vector>
+
+#include "base/box.h"
+#include "base/status.h"
+
+namespace torch_ckpt {
+
+// Ok when the boxes lie inside `region`, do not overlap and cover all of it.
+// kIncomplete names one missing box, kConflict two overlapping ones (with
+// their positions in `boxes`), kInvalidArgument a box of another rank or one
+// that reaches outside. Empty boxes are ignored. About n log n for the grids
+// that sharding makes; never quadratic on one-dimensional cuts. The volume of
+// `region` fits in int64 unless it is empty; any numbers do for the boxes,
+// sizes below 0 included (they count as empty).
+Status ProveTiling(const Box& region, const std::vector<Box>& boxes);
+
+// Like ProveTiling, but boxes may overlap (replicas) and may reach outside.
+// kExhausted when they overlap in so many ways that the proof would take long.
+Status ProveCover(const Box& region, const std::vector<Box>& boxes);
+
+// kConflict naming a pair that overlaps, or ok.
+Status ProveDisjoint(const std::vector<Box>& boxes);
+
+}  // namespace torch_ckpt

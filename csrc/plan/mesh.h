@@ -1,0 +1,44 @@
+// Placements by rule: a device mesh and one placement per mesh dimension, the
+// way torch.distributed.tensor describes a DTensor, expanded to true boxes.
+#pragma once
+
+#include <vector>
+
+#include "base/box.h"
+#include "base/status.h"
+
+namespace torch_ckpt {
+
+enum class PlacementKind : uint8_t { kReplicate, kShard, kStridedShard };
+
+struct MeshPlacement {
+  PlacementKind kind = PlacementKind::kReplicate;
+  int dim = 0;                // tensor dimension, for the two shard kinds
+  int64_t split_factor = 1;   // _StridedShard only
+};
+
+struct MeshRule {
+  Dims mesh;                              // sizes of the mesh dimensions
+  std::vector<MeshPlacement> placements;  // one per mesh dimension
+};
+
+// The boxes of a tensor of `shape` that the rank at `coordinate` holds, in the
+// order in which their elements stand in the local tensor along each dimension
+// (a box's place in local memory is `local_offset`). Adjacent boxes are merged.
+// Uneven sizes split as torch.chunk does: ceil(n / k) rows, trailing ranks
+// short or empty. kInvalidArgument for a rule that torch would refuse (negative
+// dimensions included: torch counts them from the front before it gets here),
+// kExhausted for one that makes more than 2^20 boxes on a rank.
+struct LocalBox {
+  Box box;
+  Dims local_offset;  // element offsets in the local tensor
+};
+Result<std::vector<LocalBox>> ExpandRule(const Dims& shape,
+                                         const MeshRule& rule,
+                                         const Dims& coordinate);
+
+// The shape of the local tensor at `coordinate`.
+Result<Dims> LocalShape(const Dims& shape, const MeshRule& rule,
+                        const Dims& coordinate);
+
+}  // namespace torch_ckpt

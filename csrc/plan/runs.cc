@@ -1,0 +1,335 @@
+#include "plan/runs.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
+
+namespace torch_ckpt {
+namespace {
+
+struct Loop {
+  int64_t count;
+  int64_t src_stride;
+  int64_t dst_stride;
+};
+
+// Outermost first: descending src stride, so that src is read ascending. A src
+// stride of 0 (an expanded tensor) goes outermost: innermost it would break up
+// the contiguous bytes.
+bool Before(const Loop& a, const Loop& b) {
+  const bool a_repeats = a.src_stride == 0, b_repeats = b.src_stride == 0;
+  if (a_repeats != b_repeats) return a_repeats;
+  if (a.src_stride != b.src_stride) return a.src_stride > b.src_stride;
+  return a.dst_stride > b.dst_stride;
+}
+
+bool Folds(const Loop& outer, const Loop& inner) {
+  return outer.src_stride == inner.src_stride * inner.count &&
+         outer.dst_stride == inner.dst_stride * inner.count;
+}
+
+uint64_t Span(const Run& run, const std::array<int64_t, kMaxDims>& stride) {
+  uint64_t span = run.bytes;
+  for (size_t l = 0; l < static_cast<size_t>(run.loops); ++l) {
+    span += static_cast<uint64_t>((run.count[l] - 1) * stride[l]);
+  }
+  return span;
+}
+
+// The two innermost loops, with the position of their first copy.
+struct Plane {
+  int64_t rows, cols;
+  int64_t src_row, src_col;
+  int64_t dst_row, dst_col;
+  size_t bytes;
+};
+using CopyPlane = void (*)(const Plane&, const std::byte*, std::byte*);
+
+void CopyLong(const Plane& p, const std::byte* src, std::byte* dst) {
+  for (int64_t r = 0; r < p.rows; ++r, src += p.src_row, dst += p.dst_row) {
+    const std::byte* s = src;
+    std::byte* d = dst;
+    for (int64_t c = 0; c < p.cols; ++c, s += p.src_col, d += p.dst_col) {
+      std::memcpy(d, s, p.bytes);
+    }
+  }
+}
+
+// Any length from kHalf to 2 * kHalf as two copies that may overlap: cheaper
+// than the call of memcpy.
+template <size_t kHalf>
+void CopyShort(const Plane& p, const std::byte* src, std::byte* dst) {
+  const size_t tail = p.bytes - kHalf;
+  for (int64_t r = 0; r < p.rows; ++r, src += p.src_row, dst += p.dst_row) {
+    const std::byte* s = src;
+    std::byte* d = dst;
+    for (int64_t c = 0; c < p.cols; ++c, s += p.src_col, d += p.dst_col) {
+      std::array<std::byte, kHalf> head_bytes, tail_bytes;
+      std::memcpy(head_bytes.data(), s, kHalf);
+      std::memcpy(tail_bytes.data(), s + tail, kHalf);
+      std::memcpy(d, head_bytes.data(), kHalf);
+      std::memcpy(d + tail, tail_bytes.data(), kHalf);
+    }
+  }
+}
+
+template <size_t kSize>
+void CopyElements(const Plane& p, const std::byte* src, std::byte* dst) {
+  for (int64_t r = 0; r < p.rows; ++r, src += p.src_row, dst += p.dst_row) {
+    const std::byte* s = src;
+    std::byte* d = dst;
+    for (int64_t c = 0; c < p.cols; ++c, s += p.src_col, d += p.dst_col) {
+      std::memcpy(d, s, kSize);
+    }
+  }
+}
+
+// A transpose: columns are close together in src, rows in dst. Blocks of a
+// cache line's width go through a small buffer, so that each line of either
+// side is used up at once, whatever the strides (powers of two map all rows of
+// a block to one cache set).
+template <size_t kSize>
+void TransposeElements(const Plane& p, const std::byte* src, std::byte* dst) {
+  constexpr int64_t kSide = std::max<int64_t>(64 / kSize, 8);
+  std::array<std::byte, kSide * kSide * kSize> block;
+  for (int64_t r0 = 0; r0 < p.rows; r0 += kSide) {
+    const int64_t rows = std::min(kSide, p.rows - r0);
+    for (int64_t c0 = 0; c0 < p.cols; c0 += kSide) {
+      const int64_t cols = std::min(kSide, p.cols - c0);
+      const std::byte* s = src + r0 * p.src_row + c0 * p.src_col;
+      std::byte* d = dst + r0 * p.dst_row + c0 * p.dst_col;
+      std::byte* b = block.data();
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t c = 0; c < cols; ++c) {
+          std::memcpy(b + (c * kSide + r) * static_cast<int64_t>(kSize),
+                      s + r * p.src_row + c * p.src_col, kSize);
+        }
+      }
+      for (int64_t c = 0; c < cols; ++c) {
+        for (int64_t r = 0; r < rows; ++r) {
+          std::memcpy(d + r * p.dst_row + c * p.dst_col,
+                      b + (c * kSide + r) * static_cast<int64_t>(kSize), kSize);
+        }
+      }
+    }
+  }
+}
+
+CopyPlane ChooseCopy(uint64_t bytes) {
+  switch (bytes) {
+    case 1:
+      return CopyElements<1>;
+    case 2:
+      return CopyElements<2>;
+    case 4:
+      return CopyElements<4>;
+    case 8:
+      return CopyElements<8>;
+    case 16:
+      return CopyElements<16>;
+    default:
+      break;
+  }
+  if (bytes < 4) return CopyShort<2>;
+  if (bytes < 8) return CopyShort<4>;
+  if (bytes < 16) return CopyShort<8>;
+  if (bytes <= 32) return CopyShort<16>;
+  if (bytes <= 64) return CopyShort<32>;
+  return CopyLong;
+}
+
+CopyPlane ChooseTranspose(uint64_t bytes) {
+  switch (bytes) {
+    case 1:
+      return TransposeElements<1>;
+    case 2:
+      return TransposeElements<2>;
+    case 4:
+      return TransposeElements<4>;
+    case 8:
+      return TransposeElements<8>;
+    case 16:
+      return TransposeElements<16>;
+    default:
+      return nullptr;
+  }
+}
+
+// Moves the loop that is densest in dst next to the innermost one, which is
+// densest in src. False when the innermost is the densest on both sides.
+bool PairForTranspose(Run* run) {
+  const size_t last = static_cast<size_t>(run->loops) - 1;
+  size_t densest = last;
+  for (size_t l = 0; l < last; ++l) {
+    if (run->dst_stride[l] < run->dst_stride[densest]) densest = l;
+  }
+  if (densest == last) return false;
+  for (size_t l = densest; l + 1 < last; ++l) {
+    std::swap(run->count[l], run->count[l + 1]);
+    std::swap(run->src_stride[l], run->src_stride[l + 1]);
+    std::swap(run->dst_stride[l], run->dst_stride[l + 1]);
+  }
+  return true;
+}
+
+// Calls `copy` for every iteration of the loops outside the innermost two.
+void ForEachPlane(const Run& run, CopyPlane copy, const std::byte* src,
+                  std::byte* dst) {
+  const size_t loops = static_cast<size_t>(run.loops);
+  const size_t last = loops - 1;
+  Plane plane{1,
+              run.count[last],
+              0,
+              run.src_stride[last],
+              0,
+              run.dst_stride[last],
+              static_cast<size_t>(run.bytes)};
+  if (loops >= 2) {
+    plane.rows = run.count[last - 1];
+    plane.src_row = run.src_stride[last - 1];
+    plane.dst_row = run.dst_stride[last - 1];
+  }
+  std::array<int64_t, kMaxDims> at{};
+  while (true) {
+    copy(plane, src, dst);
+    size_t l = loops > 2 ? loops - 2 : 0;
+    while (l > 0) {
+      --l;
+      if (++at[l] < run.count[l]) {
+        src += run.src_stride[l];
+        dst += run.dst_stride[l];
+        break;
+      }
+      at[l] = 0;
+      src -= (run.count[l] - 1) * run.src_stride[l];
+      dst -= (run.count[l] - 1) * run.dst_stride[l];
+      if (l == 0) return;
+    }
+    if (loops <= 2) return;
+  }
+}
+
+}  // namespace
+
+uint64_t Run::Iterations() const {
+  uint64_t n = 1;
+  for (size_t l = 0; l < static_cast<size_t>(loops); ++l) {
+    n *= static_cast<uint64_t>(count[l]);
+  }
+  return n;
+}
+
+uint64_t Run::SrcSpan() const { return Span(*this, src_stride); }
+uint64_t Run::DstSpan() const { return Span(*this, dst_stride); }
+
+Dims DenseStrides(const Dims& sizes, int64_t unit_bytes) {
+  Dims strides = Dims::Filled(sizes.size(), 0);
+  // Unsigned: the strides of an empty box may wrap, and nobody uses them.
+  uint64_t stride = static_cast<uint64_t>(unit_bytes);
+  for (int d = sizes.size() - 1; d >= 0; --d) {
+    strides[d] = static_cast<int64_t>(stride);
+    stride *= static_cast<uint64_t>(std::max<int64_t>(sizes[d], 1));
+  }
+  return strides;
+}
+
+Box Intersect(const Box& a, const Box& b) {
+  const Box none = {a.offsets, Dims::Filled(a.rank(), 0)};
+  Box out = none;
+  for (int d = 0; d < a.rank(); ++d) {
+    // Written with differences: sums of numbers from outside may overflow.
+    const int64_t begin = std::max(a.offsets[d], b.offsets[d]);
+    const uint64_t skip_a =
+        static_cast<uint64_t>(begin) - static_cast<uint64_t>(a.offsets[d]);
+    const uint64_t skip_b =
+        static_cast<uint64_t>(begin) - static_cast<uint64_t>(b.offsets[d]);
+    const uint64_t size_a = static_cast<uint64_t>(a.sizes[d]);
+    const uint64_t size_b = static_cast<uint64_t>(b.sizes[d]);
+    if (skip_a >= size_a || skip_b >= size_b) return none;
+    out.offsets[d] = begin;
+    out.sizes[d] =
+        static_cast<int64_t>(std::min(size_a - skip_a, size_b - skip_b));
+  }
+  return out;
+}
+
+bool MakeRun(const StridedBox& src, const StridedBox& dst, int64_t unit_bytes,
+             Run* out) {
+  const Box both = Intersect(src.box, dst.box);
+  Run run;
+  run.src = src.base;
+  run.dst = dst.base;
+  run.bytes = static_cast<uint64_t>(unit_bytes);
+  std::array<Loop, kMaxDims> loops;
+  int n = 0;
+  for (int d = 0; d < both.rank(); ++d) {
+    if (both.sizes[d] == 0) return false;
+    run.src += static_cast<uint64_t>((both.offsets[d] - src.box.offsets[d]) *
+                                     src.strides[d]);
+    run.dst += static_cast<uint64_t>((both.offsets[d] - dst.box.offsets[d]) *
+                                     dst.strides[d]);
+    if (both.sizes[d] == 1) continue;
+    loops[static_cast<size_t>(n++)] = {both.sizes[d], src.strides[d],
+                                       dst.strides[d]};
+  }
+  std::stable_sort(loops.begin(), loops.begin() + n, Before);
+  // Innermost first, each loop is folded into the bytes, then into the loop
+  // inside it.
+  const Loop unit = {1, unit_bytes, unit_bytes};
+  Loop inner = unit;
+  bool contiguous = true;
+  std::array<Loop, kMaxDims> kept;  // innermost first
+  int kept_n = 0;
+  for (int i = n - 1; i >= 0; --i) {
+    const Loop& loop = loops[static_cast<size_t>(i)];
+    if (Folds(loop, inner)) {
+      inner.count *= loop.count;
+      continue;
+    }
+    if (contiguous) {
+      run.bytes *= static_cast<uint64_t>(inner.count);
+      contiguous = false;
+    } else {
+      kept[static_cast<size_t>(kept_n++)] = inner;
+    }
+    inner = loop;
+  }
+  if (contiguous) {
+    run.bytes *= static_cast<uint64_t>(inner.count);
+  } else {
+    kept[static_cast<size_t>(kept_n++)] = inner;
+  }
+  run.loops = kept_n;
+  for (int i = 0; i < kept_n; ++i) {
+    const Loop& loop = kept[static_cast<size_t>(kept_n - 1 - i)];
+    const size_t at = static_cast<size_t>(i);
+    run.count[at] = loop.count;
+    run.src_stride[at] = loop.src_stride;
+    run.dst_stride[at] = loop.dst_stride;
+  }
+  *out = run;
+  return true;
+}
+
+void CopyRun(const Run& run, const std::byte* src_base, uint64_t src_origin,
+             std::byte* dst_base, uint64_t dst_origin) {
+  const std::byte* src = src_base + (run.src - src_origin);
+  std::byte* dst = dst_base + (run.dst - dst_origin);
+  if (run.loops == 0) {
+    std::memcpy(dst, src, static_cast<size_t>(run.bytes));
+    return;
+  }
+  if (run.loops >= 2 && run.bytes <= 16) {
+    if (const CopyPlane transpose = ChooseTranspose(run.bytes)) {
+      Run paired = run;
+      if (PairForTranspose(&paired)) {
+        ForEachPlane(paired, transpose, src, dst);
+        return;
+      }
+    }
+  }
+  ForEachPlane(run, ChooseCopy(run.bytes), src, dst);
+}
+
+}  // namespace torch_ckpt
