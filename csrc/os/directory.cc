@@ -170,6 +170,19 @@ Status Directory::MakeDirectory(const std::string& name) const {
   return {};
 }
 
+Result<bool> Directory::IsLink(const std::string& name) const {
+  TC_RETURN_IF_ERROR(CheckName(*this, name));
+  const std::string joined = Join(name);
+  struct stat st;
+  if (SystemCall("fstatat", joined, [&] {
+        return fstatat(fd(), name.c_str(), &st, AT_SYMLINK_NOFOLLOW);
+      }) < 0) {
+    if (errno == ENOENT) return false;
+    return Status::Io(errno, "fstatat", joined);
+  }
+  return S_ISLNK(st.st_mode);
+}
+
 Result<std::optional<FileInfo>> Directory::StatName(
     const std::string& name) const {
   TC_RETURN_IF_ERROR(CheckName(*this, name));

@@ -36,6 +36,8 @@ class Directory {
   Status MakeDirectory(const std::string& name) const;  // EEXIST is an error
   // nullopt when there is no such name; follows links.
   Result<std::optional<FileInfo>> StatName(const std::string& name) const;
+  // Whether the name itself is a symbolic link; false when there is none.
+  Result<bool> IsLink(const std::string& name) const;
   Result<FileInfo> Stat() const { return file_.Stat(); }
   // All names but "." and "..", sorted.
   Result<std::vector<std::string>> List() const;

@@ -240,36 +240,42 @@ TC_FOLD_TARGET uint32_t UpdateFolding(uint32_t crc, const unsigned char* p,
 
 struct Implementation {
   Update update;
-  const char* name;
+  const char* name;  // null: no such entry
 };
 
-Implementation Choose() {
+// What this CPU can run, the fastest first, the portable one last.
+using Implementations = std::array<Implementation, 3>;
+Implementations Detect() {
+  Implementations found{};
+  size_t count = 0;
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool sse = __builtin_cpu_supports("sse4.2") != 0;
   if (sse && __builtin_cpu_supports("pclmul") &&
       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("vpclmulqdq")) {
-    return {UpdateFolding, "vpclmulqdq"};
+    found[count++] = {UpdateFolding, "vpclmulqdq"};
   }
-  if (sse) return {UpdateInstruction, "sse4.2"};
+  if (sse) found[count++] = {UpdateInstruction, "sse4.2"};
 #elif defined(__aarch64__)
   if ((getauxval(AT_HWCAP) & HWCAP_CRC32) != 0) {
-    return {UpdateInstruction, "armv8-crc"};
+    found[count++] = {UpdateInstruction, "armv8-crc"};
   }
 #endif
-  return {UpdatePortable, "portable"};
+  found[count] = {UpdatePortable, "portable"};
+  return found;
 }
 
-const Implementation& Chosen() {
-  static const Implementation chosen = Choose();
-  return chosen;
+const Implementations& Detected() {
+  static const Implementations detected = Detect();
+  return detected;
 }
 
 }  // namespace
 
 uint32_t Crc32c(uint32_t crc, const void* data, size_t bytes) {
-  return ~Chosen().update(~crc, static_cast<const unsigned char*>(data), bytes);
+  return ~Detected()[0].update(~crc, static_cast<const unsigned char*>(data),
+                               bytes);
 }
 
 uint32_t Crc32cPortable(uint32_t crc, const void* data, size_t bytes) {
@@ -280,6 +286,15 @@ uint32_t Crc32cCombine(uint32_t a, uint32_t b, uint64_t b_bytes) {
   return Multiply(Power(kX8, b_bytes), a) ^ b;
 }
 
-const char* Crc32cImplementation() { return Chosen().name; }
+std::optional<uint32_t> Crc32cBy(std::string_view implementation, uint32_t crc,
+                                 const void* data, size_t bytes) {
+  for (const Implementation& one : Detected()) {
+    if (one.name == nullptr || implementation != one.name) continue;
+    return ~one.update(~crc, static_cast<const unsigned char*>(data), bytes);
+  }
+  return std::nullopt;
+}
+
+const char* Crc32cImplementation() { return Detected()[0].name; }
 
 }  // namespace torch_ckpt

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <string_view>
 
 namespace torch_ckpt {
 
@@ -14,5 +16,9 @@ uint32_t Crc32cCombine(uint32_t a, uint32_t b, uint64_t b_bytes);
 // For tests: the table fallback, and the name of what Crc32c uses.
 uint32_t Crc32cPortable(uint32_t crc, const void* data, size_t bytes);
 const char* Crc32cImplementation();
+// For tests: by the named implementation ("portable", "sse4.2", "vpclmulqdq",
+// "armv8-crc"); nullopt where this CPU or build does not have it.
+std::optional<uint32_t> Crc32cBy(std::string_view implementation, uint32_t crc,
+                                 const void* data, size_t bytes);
 
 }  // namespace torch_ckpt

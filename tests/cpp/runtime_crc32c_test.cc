@@ -52,26 +52,50 @@ TEST(Crc32c, PortableAgreesWithTheDefinition) {
   }
 }
 
-TEST(Crc32c, EveryLengthAgreesWithPortable) {
+// Every implementation that the CPU has, not only the one that is chosen.
+class Crc32cBySuite : public ::testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    if (!Crc32cBy(GetParam(), 0, "", 0)) {
+      GTEST_SKIP() << "not on this CPU";
+    }
+  }
+  uint32_t Run(uint32_t crc, const void* data, size_t n) {
+    return *Crc32cBy(GetParam(), crc, data, n);
+  }
+};
+
+TEST_P(Crc32cBySuite, EveryLengthAgreesWithPortable) {
   const auto data = RandomBytes(4096 + 64, 2);
   for (size_t n = 0; n <= 4096; ++n) {
     const unsigned char* p = data.data() + n % 64;
-    ASSERT_EQ(Crc32c(0, p, n), Crc32cPortable(0, p, n)) << n;
+    ASSERT_EQ(Run(0, p, n), Crc32cPortable(0, p, n)) << n;
   }
 }
 
-TEST(Crc32c, EveryAlignmentAgreesWithPortable) {
+TEST_P(Crc32cBySuite, EveryAlignmentAgreesWithPortable) {
   const auto data = RandomBytes(40000, 3);
   for (size_t at = 0; at < 64; ++at) {
     for (size_t n : {0, 7, 8, 255, 511, 512, 767, 768, 1023, 4096, 12287, 12288,
                      12289, 39900}) {
       const uint32_t start = static_cast<uint32_t>(at * 2654435761u);
-      ASSERT_EQ(Crc32c(start, data.data() + at, n),
+      ASSERT_EQ(Run(start, data.data() + at, n),
                 Crc32cPortable(start, data.data() + at, n))
           << at << " " << n;
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(All, Crc32cBySuite,
+                         ::testing::Values("sse4.2", "vpclmulqdq", "armv8-crc",
+                                           "portable"),
+                         [](const auto& name) {
+                           std::string text = name.param;
+                           std::erase_if(text, [](char c) {
+                             return c == '.' || c == '-';
+                           });
+                           return text;
+                         });
 
 TEST(Crc32c, GoesOnWhereItStopped) {
   const auto data = RandomBytes(20000, 4);

@@ -1,0 +1,198 @@
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "os/fault.h"
+#include "runtime/arena.h"
+
+namespace torch_ckpt {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr size_t kMiB = size_t{1} << 20;
+constexpr milliseconds kNow{0};
+
+TEST(Arena, LeasesAlignedWritableMemory) {
+  Arena arena(16 * kMiB);
+  auto lease = arena.Lease(3 * kMiB, kNow);
+  ASSERT_TRUE(lease.ok()) << lease.status().ToString();
+  EXPECT_EQ(lease->size(), 4 * kMiB);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(lease->data()) % (2 * kMiB), 0u);
+  std::memset(lease->data(), 1, lease->size());
+  EXPECT_EQ(arena.Stats().leased, 4 * kMiB);
+  EXPECT_EQ(arena.Lease(0, kNow)->size(), 2 * kMiB);
+  EXPECT_EQ(arena.Stats().peak_mapped, 6 * kMiB);
+}
+
+TEST(Arena, ReusesWhatCameBack) {
+  Arena arena(16 * kMiB);
+  std::byte* first = nullptr;
+  {
+    auto lease = arena.Lease(8 * kMiB, kNow);
+    ASSERT_TRUE(lease.ok());
+    first = lease->data();
+  }
+  EXPECT_EQ(arena.Stats().leased, 0u);
+  EXPECT_EQ(arena.Stats().mapped, 8 * kMiB);
+  // Small leases take parts of the large region, and nothing is wasted on
+  // them: four of them fill it, and joined again they serve a large one.
+  {
+    std::vector<ArenaLease> parts;
+    for (int i = 0; i < 4; ++i) {
+      auto part = arena.Lease(2 * kMiB, kNow);
+      ASSERT_TRUE(part.ok());
+      EXPECT_GE(part->data(), first);
+      EXPECT_LT(part->data(), first + 8 * kMiB);
+      parts.push_back(std::move(part).value());
+    }
+    EXPECT_EQ(arena.Stats().mapped, 8 * kMiB);
+    std::swap(parts[0], parts[2]);  // another order of coming back
+  }
+  auto whole = arena.Lease(8 * kMiB, kNow);
+  ASSERT_TRUE(whole.ok());
+  EXPECT_EQ(whole->data(), first);
+  EXPECT_EQ(arena.Stats().peak_mapped, 8 * kMiB);
+}
+
+TEST(Arena, UnmapsIdleMemoryToMakeRoom) {
+  Arena arena(8 * kMiB);
+  auto low = arena.Lease(2 * kMiB, kNow);
+  auto mid = arena.Lease(2 * kMiB, kNow);
+  auto high = arena.Lease(4 * kMiB, kNow);
+  ASSERT_TRUE(low.ok() && mid.ok() && high.ok());
+  low->Release();
+  high->Release();
+  auto large = arena.Lease(6 * kMiB, kNow);
+  ASSERT_TRUE(large.ok()) << large.status().ToString();
+  EXPECT_EQ(arena.Stats().mapped, 8 * kMiB);
+  EXPECT_EQ(arena.Stats().leased, 8 * kMiB);
+  std::memset(mid->data(), 2, mid->size());
+  std::memset(large->data(), 3, large->size());
+}
+
+TEST(Arena, RefusesWhatCanNeverFit) {
+  Arena arena(4 * kMiB);
+  const auto start = std::chrono::steady_clock::now();
+  for (size_t bytes : {6 * kMiB, SIZE_MAX, SIZE_MAX / 2}) {
+    EXPECT_EQ(arena.Lease(bytes, milliseconds::max()).status().kind(),
+              ErrorKind::kExhausted);
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+}
+
+TEST(Arena, WaitsUntilItsPatienceEnds) {
+  Arena arena(4 * kMiB);
+  auto lease = arena.Lease(4 * kMiB, kNow);
+  ASSERT_TRUE(lease.ok());
+  const auto start = std::chrono::steady_clock::now();
+  const Status status = arena.Lease(1, milliseconds(30)).status();
+  EXPECT_EQ(status.kind(), ErrorKind::kExhausted);
+  EXPECT_GE(std::chrono::steady_clock::now() - start, milliseconds(30));
+  EXPECT_EQ(arena.Stats().leased, 4 * kMiB);
+}
+
+TEST(Arena, AWaiterGetsWhatComesBack) {
+  Arena arena(4 * kMiB);
+  auto lease = arena.Lease(4 * kMiB, kNow);
+  ASSERT_TRUE(lease.ok());
+  std::thread other([&] {
+    auto waited = arena.Lease(2 * kMiB, milliseconds::max());
+    EXPECT_TRUE(waited.ok()) << waited.status().ToString();
+  });
+  std::this_thread::sleep_for(milliseconds(20));
+  lease->Release();
+  lease->Release();  // does nothing
+  other.join();
+  EXPECT_EQ(arena.Stats().leased, 0u);
+}
+
+TEST(Arena, ASmallerBudgetTakesEffectAsLeasesComeBack) {
+  Arena arena(8 * kMiB);
+  auto a = arena.Lease(4 * kMiB, kNow);
+  auto b = arena.Lease(4 * kMiB, kNow);
+  ASSERT_TRUE(a.ok() && b.ok());
+  arena.SetBudget(4 * kMiB);
+  EXPECT_EQ(arena.Stats().mapped, 8 * kMiB);
+  EXPECT_FALSE(arena.Lease(1, kNow).ok());
+  a->Release();
+  EXPECT_EQ(arena.Stats().mapped, 4 * kMiB);
+  EXPECT_FALSE(arena.Lease(1, kNow).ok());
+  b->Release();
+  EXPECT_TRUE(arena.Lease(1, kNow).ok());
+  arena.Trim();
+  EXPECT_EQ(arena.Stats().mapped, 0u);
+  EXPECT_EQ(arena.Stats().budget, 4 * kMiB);
+}
+
+TEST(Arena, ThreadsNeverShareMemoryNorPassTheBudget) {
+  Arena arena(16 * kMiB);
+  std::vector<std::thread> threads;
+  for (int t = 1; t <= 4; ++t) {
+    threads.emplace_back([&arena, t] {
+      std::mt19937 random(static_cast<unsigned>(t));
+      for (int i = 0; i < 60; ++i) {
+        auto lease =
+            arena.Lease((random() % 4 + 1) * kMiB, milliseconds::max());
+        ASSERT_TRUE(lease.ok()) << lease.status().ToString();
+        const auto mark = static_cast<std::byte>(t);
+        for (size_t at = 0; at < lease->size(); at += 4096) {
+          lease->data()[at] = mark;
+        }
+        std::this_thread::yield();
+        for (size_t at = 0; at < lease->size(); at += 4096) {
+          ASSERT_EQ(lease->data()[at], mark);
+        }
+        if (i % 16 == 0) arena.Trim();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(arena.Stats().leased, 0u);
+  EXPECT_LE(arena.Stats().peak_mapped, 16 * kMiB);
+}
+
+TEST(Arena, RefusesInAForkedChild) {
+  Arena arena(8 * kMiB);
+  auto lease = arena.Lease(1, kNow);
+  ASSERT_TRUE(lease.ok());
+  const pid_t child = fork();
+  if (child == 0) {
+    const Status status = arena.Lease(1, kNow).status();
+    lease->Release();  // must neither hang nor touch the memory
+    arena.Trim();
+    _exit(status.kind() == ErrorKind::kUnsupported ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  lease->data()[0] = std::byte{1};
+}
+
+TEST(Arena, TheProcessHasOne) {
+  EXPECT_EQ(&Arena::Process(), &Arena::Process());
+  EXPECT_EQ(Arena::Process().Stats().budget, kDefaultArenaBudget);
+}
+
+#ifdef TORCH_CKPT_FAULTS
+TEST(Arena, NoMemoryIsAnErrorThatLeavesTheBudgetWhole) {
+  Arena arena(8 * kMiB);
+  SetFaultHook(
+      [](const FaultSite&) -> FaultAction { return {.sys_errno = ENOMEM}; });
+  const Status status = arena.Lease(8 * kMiB, kNow).status();
+  SetFaultHook(nullptr);
+  EXPECT_EQ(status.kind(), ErrorKind::kExhausted);
+  EXPECT_EQ(arena.Stats().mapped, 0u);
+  EXPECT_TRUE(arena.Lease(8 * kMiB, kNow).ok());
+}
+#endif
+
+}  // namespace
+}  // namespace torch_ckpt
