@@ -1,0 +1,38 @@
+// Views of bytes and little-endian integers.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace torch_ckpt {
+
+static_assert(std::endian::native == std::endian::little,
+              "safetensors data is little-endian and is never swapped here");
+
+using ByteSpan = std::span<const std::byte>;
+using MutableByteSpan = std::span<std::byte>;
+
+inline ByteSpan AsBytes(std::string_view s) {
+  return {reinterpret_cast<const std::byte*>(s.data()), s.size()};
+}
+inline std::string_view AsText(ByteSpan b) {
+  return {reinterpret_cast<const char*>(b.data()), b.size()};
+}
+
+inline uint64_t LoadU64(const std::byte* p) {
+  uint64_t v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void AppendU64(std::string* out, uint64_t v) {
+  char raw[sizeof v];
+  std::memcpy(raw, &v, sizeof v);
+  out->append(raw, sizeof v);
+}
+
+}  // namespace torch_ckpt

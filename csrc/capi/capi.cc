@@ -1,0 +1,68 @@
+#include "capi/capi.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "capi/requests.h"
+
+namespace torch_ckpt::capi {
+namespace {
+
+Result<Json> Dispatch(const char* request, size_t size) {
+  if (InForkedChild()) {
+    return Unsupported(
+        "this process was forked after torch_ckpt was loaded; its threads and "
+        "locks did not come along. Start workers with the 'spawn' method");
+  }
+  const Json parsed =
+      Json::parse(request, request + size, nullptr, /*allow_exceptions=*/false);
+  if (!parsed.is_object()) {
+    return InvalidArgument("the request is not a JSON object");
+  }
+  TC_ASSIGN_OR_RETURN(const std::string op, GetString(parsed, "op"));
+  const Handler handler = FindHandler(op);
+  if (!handler) return InvalidArgument("unknown request '" + op + "'");
+  return handler(parsed);
+}
+
+// No exception may cross the C boundary.
+std::string Respond(const char* request, size_t size) {
+  Status status;
+  try {
+    Result<Json> result = Dispatch(request, size);
+    if (result.ok()) {
+      // Names from disk are valid UTF-8; a path need not be.
+      return Json{{"ok", *std::move(result)}}.dump(
+          -1, ' ', true, Json::error_handler_t::replace);
+    }
+    status = result.status();
+  } catch (const std::bad_alloc&) {
+    status = Exhausted("out of memory");
+  } catch (const std::exception& error) {
+    status = Internal(error.what());
+  }
+  return ErrorJson(status).dump(-1, ' ', true,
+                                Json::error_handler_t::replace);
+}
+
+}  // namespace
+}  // namespace torch_ckpt::capi
+
+extern "C" {
+
+char* torch_ckpt_call(const char* request, size_t size) {
+  try {
+    const std::string response = torch_ckpt::capi::Respond(request, size);
+    char* copy = static_cast<char*>(std::malloc(response.size() + 1));
+    if (copy) std::memcpy(copy, response.c_str(), response.size() + 1);
+    return copy;
+  } catch (...) {  // no memory even for the error
+    return nullptr;
+  }
+}
+
+void torch_ckpt_free(char* response) { std::free(response); }
+
+const char* torch_ckpt_version(void) { return TORCH_CKPT_VERSION; }
+}

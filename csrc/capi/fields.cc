@@ -1,0 +1,131 @@
+#include <array>
+#include <optional>
+
+#include "capi/requests.h"
+
+namespace torch_ckpt::capi {
+namespace {
+
+constexpr std::array<std::pair<FileRole, const char*>, 5> kRoles = {{
+    {FileRole::kData, "data"},
+    {FileRole::kObjects, "objects"},
+    {FileRole::kCatalog, "catalog"},
+    {FileRole::kIndex, "index"},
+    {FileRole::kExtra, "extra"},
+}};
+
+Status Missing(const char* field, const char* type) {
+  return InvalidArgument(std::string("the request needs '") + field +
+                         "' (" + type + ")");
+}
+
+}  // namespace
+
+Result<std::string> GetString(const Json& request, const char* field) {
+  const auto it = request.find(field);
+  if (it == request.end() || !it->is_string()) return Missing(field, "string");
+  return it->get<std::string>();
+}
+
+Result<int64_t> GetInt(const Json& request, const char* field,
+                       std::optional<int64_t> otherwise) {
+  const auto it = request.find(field);
+  if (it != request.end() && it->is_number_integer()) {
+    return it->get<int64_t>();
+  }
+  if (otherwise && (it == request.end() || it->is_null())) return *otherwise;
+  return Missing(field, "integer");
+}
+
+bool GetBool(const Json& request, const char* field, bool otherwise) {
+  const auto it = request.find(field);
+  return it != request.end() && it->is_boolean() ? it->get<bool>() : otherwise;
+}
+
+Result<Dims> GetDims(const Json& value) {
+  if (!value.is_array() || value.size() > kMaxDims) {
+    return Unsupported("a shape is a list of at most " +
+                       std::to_string(kMaxDims) + " integers");
+  }
+  Dims dims;
+  for (const Json& item : value) {
+    if (!item.is_number_integer()) {
+      return InvalidArgument("a shape holds integers only");
+    }
+    dims.push_back(item.get<int64_t>());
+  }
+  return dims;
+}
+
+Json DimsJson(const Dims& dims) {
+  Json out = Json::array();
+  for (int64_t d : dims) out.push_back(d);
+  return out;
+}
+
+Json ErrorJson(const Status& status) {
+  return {{"error",
+           {{"kind", ErrorKindName(status.kind())},
+            {"message", status.message()},
+            {"errno", status.sys_errno()},
+            {"file", status.file()},
+            {"tensor", status.tensor()}}}};
+}
+
+OutputOptions OutputOptionsOf(const Json& request) {
+  OutputOptions options;
+  options.workers =
+      static_cast<int>(GetInt(request, "workers", options.workers)
+                           .ok()
+                           ? *GetInt(request, "workers", options.workers)
+                           : options.workers);
+  options.sync = GetBool(request, "sync", true);
+  options.direct = GetBool(request, "direct", true);
+  return options;
+}
+
+std::string CrcHex(const std::vector<uint32_t>& crc32c) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  text.reserve(crc32c.size() * 8);
+  for (uint32_t crc : crc32c) {
+    for (int shift = 28; shift >= 0; shift -= 4) {
+      text += kDigits[(crc >> shift) & 15];
+    }
+  }
+  return text;
+}
+
+Result<std::vector<uint32_t>> ParseCrcHex(const std::string& text) {
+  if (text.size() % 8 != 0) return InvalidArgument("a digest is cut short");
+  std::vector<uint32_t> crc32c(text.size() / 8, 0);
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    uint32_t digit = 0;
+    if (c >= '0' && c <= '9') {
+      digit = static_cast<uint32_t>(c - '0');
+    } else if (c >= 'a' && c <= 'f') {
+      digit = static_cast<uint32_t>(c - 'a' + 10);
+    } else {
+      return InvalidArgument("a digest is not hexadecimal");
+    }
+    crc32c[i / 8] = crc32c[i / 8] << 4 | digit;
+  }
+  return crc32c;
+}
+
+const char* RoleName(FileRole role) {
+  for (const auto& [value, name] : kRoles) {
+    if (value == role) return name;
+  }
+  return "extra";
+}
+
+Result<FileRole> RoleFromName(const std::string& name) {
+  for (const auto& [value, text] : kRoles) {
+    if (name == text) return value;
+  }
+  return InvalidArgument("unknown file role '" + name + "'");
+}
+
+}  // namespace torch_ckpt::capi

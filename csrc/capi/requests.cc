@@ -1,0 +1,157 @@
+#include "capi/requests.h"
+
+#include <array>
+#include <map>
+
+#include "engine/checkpoint.h"
+#include "engine/verify_job.h"
+#include "plan/mesh.h"
+#include "runtime/arena.h"
+#include "runtime/crc32c.h"
+
+namespace torch_ckpt::capi {
+namespace {
+
+Result<Json> DescribeRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, OpenCheckpoint(path));
+  const Catalog& catalog = checkpoint->catalog();
+  Json names = Json::array(), kinds = Json::array(), dtypes = Json::array(),
+       shapes = Json::array(), paths = Json::array(), parts = Json::array();
+  const bool with_parts = GetBool(request, "placements", false);
+  for (size_t i = 0; i < catalog.entries().size(); ++i) {
+    const CatalogEntry& entry = catalog.entries()[i];
+    names.push_back(entry.name);
+    kinds.push_back(static_cast<int>(entry.kind));
+    dtypes.push_back(DtypeName(entry.storage_dtype));
+    shapes.push_back(DimsJson(entry.shape));
+    paths.push_back(entry.path.empty() ? Json() : Json(entry.path));
+    if (with_parts || entry.kind == EntryKind::kObject) {
+      Json of_entry = Json::array();
+      for (const Placement& p : catalog.placements(static_cast<uint32_t>(i))) {
+        of_entry.push_back({{"file", p.file},
+                            {"offset", p.offset},
+                            {"offsets", DimsJson(p.box.offsets)},
+                            {"sizes", DimsJson(p.box.sizes)}});
+      }
+      parts.push_back(std::move(of_entry));
+    } else {
+      parts.push_back(nullptr);
+    }
+  }
+  Json files = Json::array();
+  for (const CatalogFile& file : catalog.files()) {
+    files.push_back(
+        {{"name", file.name}, {"id", file.id}, {"bytes", file.bytes}});
+  }
+  Json manifest_files = Json::array();
+  if (checkpoint->manifest()) {
+    for (const ManifestFile& file : checkpoint->manifest()->files) {
+      manifest_files.push_back({{"name", file.name},
+                                {"role", RoleName(file.role)},
+                                {"bytes", file.bytes}});
+    }
+  }
+  return Json{{"source", CheckpointSourceName(checkpoint->source())},
+              {"save_id", checkpoint->save_id()},
+              {"world_size", checkpoint->manifest()
+                                 ? Json(checkpoint->manifest()->world_size)
+                                 : Json()},
+              {"files", std::move(files)},
+              {"manifest_files", std::move(manifest_files)},
+              {"names", std::move(names)},
+              {"kinds", std::move(kinds)},
+              {"dtypes", std::move(dtypes)},
+              {"shapes", std::move(shapes)},
+              {"paths", std::move(paths)},
+              {"placements", std::move(parts)}};
+}
+
+Result<Json> VerifyRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
+  TC_ASSIGN_OR_RETURN(const int64_t workers, GetInt(request, "workers", 2));
+  TC_ASSIGN_OR_RETURN(const auto job, JobOf(request, JobKind::kVerify));
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, OpenCheckpoint(path));
+  TC_ASSIGN_OR_RETURN(
+      const VerifyReport report,
+      RunVerifyJob(checkpoint, static_cast<int>(workers), job.get()));
+  return Json{{"bytes", report.bytes}, {"files", report.files}};
+}
+
+Result<Json> ExpandRuleRequest(const Json& request) {
+  const Json missing;
+  const auto field = [&](const char* name) -> const Json& {
+    const auto it = request.find(name);
+    return it == request.end() ? missing : *it;
+  };
+  TC_ASSIGN_OR_RETURN(const Dims shape, GetDims(field("shape")));
+  TC_ASSIGN_OR_RETURN(const Dims coordinate, GetDims(field("coordinate")));
+  MeshRule rule;
+  TC_ASSIGN_OR_RETURN(rule.mesh, GetDims(field("mesh")));
+  for (const Json& item : field("placements")) {
+    TC_ASSIGN_OR_RETURN(const std::string kind, GetString(item, "kind"));
+    MeshPlacement placement;
+    if (kind == "shard" || kind == "strided_shard") {
+      TC_ASSIGN_OR_RETURN(const int64_t dim, GetInt(item, "dim"));
+      placement.dim = static_cast<int>(dim);
+      placement.kind = PlacementKind::kShard;
+      if (kind == "strided_shard") {
+        placement.kind = PlacementKind::kStridedShard;
+        TC_ASSIGN_OR_RETURN(placement.split_factor,
+                            GetInt(item, "split_factor"));
+      }
+    } else if (kind != "replicate") {
+      return InvalidArgument("unknown placement '" + kind + "'");
+    }
+    rule.placements.push_back(placement);
+  }
+  TC_ASSIGN_OR_RETURN(const std::vector<LocalBox> boxes,
+                      ExpandRule(shape, rule, coordinate));
+  Json out = Json::array();
+  for (const LocalBox& box : boxes) {
+    out.push_back({{"offsets", DimsJson(box.box.offsets)},
+                   {"sizes", DimsJson(box.box.sizes)},
+                   {"local_offset", DimsJson(box.local_offset)}});
+  }
+  return Json{{"boxes", std::move(out)}};
+}
+
+Result<Json> ArenaRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const int64_t budget, GetInt(request, "budget", -1));
+  if (budget >= 0) Arena::Process().SetBudget(static_cast<uint64_t>(budget));
+  if (GetBool(request, "trim", false)) Arena::Process().Trim();
+  const ArenaStats stats = Arena::Process().Stats();
+  return Json{{"budget", stats.budget},
+              {"mapped", stats.mapped},
+              {"leased", stats.leased},
+              {"peak_mapped", stats.peak_mapped},
+              {"crc32c", Crc32cImplementation()}};
+}
+
+}  // namespace
+
+Handler FindHandler(const std::string& op) {
+  static const std::map<std::string, Handler> handlers = {
+      {"arena", ArenaRequest},
+      {"begin_save", BeginSaveRequest},
+      {"commit_save", CommitSaveRequest},
+      {"describe", DescribeRequest},
+      {"end_save", EndSaveRequest},
+      {"expand_rule", ExpandRuleRequest},
+      {"job_cancel", JobCancelRequest},
+      {"job_create", JobCreateRequest},
+      {"job_free", JobFreeRequest},
+      {"job_poll", JobPollRequest},
+      {"join_save", JoinSaveRequest},
+      {"merge", MergeRequest},
+      {"merge_begin", MergeBeginRequest},
+      {"merge_commit", MergeCommitRequest},
+      {"merge_part", MergePartRequest},
+      {"recover", RecoverRequest},
+      {"verify", VerifyRequest},
+  };
+  const auto it = handlers.find(op);
+  return it == handlers.end() ? nullptr : it->second;
+}
+
+}  // namespace torch_ckpt::capi

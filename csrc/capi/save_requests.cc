@@ -1,0 +1,95 @@
+#include "capi/requests.h"
+#include "capi/sessions.h"
+#include "engine/commit.h"
+
+namespace torch_ckpt::capi {
+namespace {
+
+Result<CommitFile> ParseFile(const Json& item) {
+  CommitFile file;
+  TC_ASSIGN_OR_RETURN(file.staged, GetString(item, "staged"));
+  TC_ASSIGN_OR_RETURN(file.file.name, GetString(item, "name"));
+  TC_ASSIGN_OR_RETURN(file.file.id, GetString(item, "id"));
+  TC_ASSIGN_OR_RETURN(const std::string role, GetString(item, "role"));
+  TC_ASSIGN_OR_RETURN(file.file.role, RoleFromName(role));
+  TC_ASSIGN_OR_RETURN(const int64_t bytes, GetInt(item, "bytes"));
+  file.file.bytes = static_cast<uint64_t>(bytes);
+  TC_ASSIGN_OR_RETURN(const std::string crc, GetString(item, "crc32c"));
+  TC_ASSIGN_OR_RETURN(file.file.crc32c, ParseCrcHex(crc));
+  return file;
+}
+
+Result<CommitRequest> ParseCommit(const Json& request) {
+  CommitRequest commit;
+  TC_ASSIGN_OR_RETURN(commit.world_size, GetInt(request, "world_size", 1));
+  commit.write_index = GetBool(request, "index", false);
+  commit.keep_previous = GetBool(request, "keep_previous", false);
+  for (const Json& item : request.value("files", Json::array())) {
+    TC_ASSIGN_OR_RETURN(CommitFile file, ParseFile(item));
+    commit.files.push_back(std::move(file));
+  }
+  for (const Json& item : request.value("objects", Json::array())) {
+    ObjectEntry object;
+    TC_ASSIGN_OR_RETURN(object.name, GetString(item, "name"));
+    TC_ASSIGN_OR_RETURN(object.file, GetString(item, "file"));
+    commit.objects.push_back(std::move(object));
+  }
+  const auto paths = request.find("paths");
+  if (paths != request.end() && paths->is_object()) {
+    for (const auto& [name, path] : paths->items()) {
+      commit.paths.emplace_back(name, path.dump());
+    }
+  }
+  return commit;
+}
+
+}  // namespace
+
+Result<Json> BeginSaveRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
+  TC_ASSIGN_OR_RETURN(SaveSession begun,
+                      BeginSave(path, GetBool(request, "overwrite", true)));
+  auto session = std::make_unique<SaveSession>(std::move(begun));
+  Json out = {{"staging", session->place().path},
+              {"fresh", session->place().fresh},
+              {"save_id", session->save_id()}};
+  out["session"] = KeepSession(std::move(session));
+  return out;
+}
+
+Result<Json> JoinSaveRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
+  TC_ASSIGN_OR_RETURN(const JoinedSave joined, JoinSave(path));
+  return Json{{"staging", joined.staging}, {"save_id", joined.save_id}};
+}
+
+Result<Json> CommitSaveRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
+  TC_ASSIGN_OR_RETURN(const CommitRequest commit, ParseCommit(request));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
+  Result<Manifest> manifest = CommitSave(session.get(), commit);
+  if (!manifest.ok()) {
+    ReturnSession(id, std::move(session));
+    return manifest.status();
+  }
+  uint64_t bytes = 0;
+  for (const ManifestFile& file : manifest->files) bytes += file.bytes;
+  return Json{{"save_id", manifest->save_id},
+              {"files", manifest->files.size()},
+              {"bytes", bytes}};
+}
+
+Result<Json> EndSaveRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
+  session.reset();
+  return Json::object();
+}
+
+Result<Json> RecoverRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
+  TC_ASSIGN_OR_RETURN(const bool acted, RecoverDirectory(path));
+  return Json{{"recovered", acted}};
+}
+
+}  // namespace torch_ckpt::capi

@@ -1,0 +1,26 @@
+// From the headers of data files to a proved catalog.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "engine/header_io.h"
+#include "format/catalog.h"
+
+namespace torch_ckpt {
+
+struct NamedHeader {
+  std::string name;  // final basename
+  FileHeader file;
+};
+
+// Adds the tensors of all files. The global shape of a tensor is what files of
+// ours say; in files that do not say it, the hull of the boxes (so that a
+// missing tail cannot be seen there: docs/format.md). Then proves that the
+// boxes of every tensor tile it. Errors: kConflict for shards that disagree in
+// dtype or shape or overlap, kIncomplete for a hole; both name tensor and
+// file. Files whose tensors are listed twice are the usual cause of kConflict:
+// shards of an earlier save beside newer ones.
+Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files);
+
+}  // namespace torch_ckpt

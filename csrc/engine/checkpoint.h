@@ -1,0 +1,67 @@
+// A checkpoint directory, opened for reading.
+//
+// Opening never writes. Three kinds of directory are understood:
+//   1. with our manifest (torch_ckpt.json, or the journal of a commit that is
+//      not replayed yet): only what it names is read;
+//   2. with a complete model.safetensors.index.json: the files it names;
+//   3. with .safetensors files only: all of them, by their headers.
+// For 2 and 3 every header is parsed and every tensor is proved to be tiled by
+// its boxes; for 1 that was done before the commit, and the sizes of all files
+// are compared here.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "format/catalog.h"
+#include "format/manifest.h"
+#include "os/directory.h"
+
+namespace torch_ckpt {
+
+enum class CheckpointSource { kManifest, kIndex, kHeaders };
+const char* CheckpointSourceName(CheckpointSource source);
+
+// Immutable after OpenCheckpoint; const access is thread-safe.
+class Checkpoint {
+ public:
+  const std::string& path() const { return directory_.path(); }
+  CheckpointSource source() const { return source_; }
+  const Catalog& catalog() const { return catalog_; }
+  // Null for directories without a manifest.
+  const Manifest* manifest() const {
+    return manifest_ ? &*manifest_ : nullptr;
+  }
+  std::string save_id() const { return manifest_ ? manifest_->save_id : ""; }
+
+  // Opens a file of the checkpoint by its final name, wherever a commit has
+  // left it, after comparing size and file id with the catalog and manifest.
+  // kIncomplete when it is not there, kCorrupt when it is another file.
+  Result<File> OpenFile(const std::string& name, bool direct) const;
+  // A whole file with its digests checked. For files of the manifest.
+  Result<std::string> ReadWhole(const std::string& name) const;
+
+ private:
+  friend Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
+      const std::string& path);
+  Status LoadCommitted(const std::string& manifest_text, bool journal);
+  Status LoadForeign();
+
+  Directory directory_;
+  Directory staging_;  // valid while a journal stands
+  std::map<std::string, std::string> staged_;  // final name -> name in staging
+  CheckpointSource source_ = CheckpointSource::kHeaders;
+  std::optional<Manifest> manifest_;
+  Catalog catalog_;
+};
+
+// Errors: kIncomplete when there is no checkpoint or a part of it is missing,
+// kConflict while it is being replaced (after five tries), kCorrupt.
+Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
+    const std::string& path);
+
+inline constexpr uint64_t kMaxManifestBytes = uint64_t{1} << 30;
+
+}  // namespace torch_ckpt

@@ -1,0 +1,304 @@
+#include "engine/commit.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <map>
+#include <set>
+
+#include "engine/build_catalog.h"
+#include "engine/checkpoint.h"
+#include "engine/journal.h"
+#include "engine/output_files.h"
+#include "format/hf_index.h"
+#include "format/names.h"
+#include "runtime/crc32c.h"
+#include "runtime/workers.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr int kHeaderThreads = 4;
+
+Result<Catalog> CatalogOfStaged(const Directory& staging,
+                                const CommitRequest& request) {
+  std::vector<const CommitFile*> data;
+  std::set<std::string_view> names;
+  for (const CommitFile& file : request.files) {
+    TC_RETURN_IF_ERROR(CheckFileName(file.file.name));
+    TC_RETURN_IF_ERROR(CheckFileName(file.staged));
+    if (!names.insert(file.file.name).second) {
+      return Conflict("two ranks wrote a file of this name")
+          .WithFile(file.file.name);
+    }
+    if (file.file.role == FileRole::kData) data.push_back(&file);
+  }
+  std::vector<NamedHeader> headers(data.size());
+  TC_RETURN_IF_ERROR(ForEachItem(
+      kHeaderThreads, static_cast<int64_t>(data.size()), nullptr,
+      [&](int64_t item, int) -> Status {
+        const CommitFile& file = *data[static_cast<size_t>(item)];
+        NamedHeader& out = headers[static_cast<size_t>(item)];
+        TC_ASSIGN_OR_RETURN(const File opened,
+                            staging.OpenFile(file.staged, {}));
+        TC_ASSIGN_OR_RETURN(out.file, ReadFileHeader(opened));
+        out.name = file.file.name;
+        if (out.file.sharding.file_id != file.file.id ||
+            out.file.header.file_bytes != file.file.bytes) {
+          return Corrupt("is not the file that its rank has written")
+              .WithFile(opened.path());
+        }
+        return {};
+      }));
+  Result<Catalog> built = BuildCatalog(headers);
+  if (!built.ok()) return built;
+  // Once more with objects and paths, which headers do not know.
+  Catalog catalog;
+  std::map<std::string_view, uint32_t> file_ids;
+  for (const CatalogFile& file : built->files()) {
+    const uint32_t id = catalog.AddFile(file);
+    file_ids[built->files()[id].name] = id;
+  }
+  for (const CommitFile& file : request.files) {
+    if (file.file.role == FileRole::kData) continue;
+    TC_ASSIGN_OR_RETURN(const auto info, staging.StatName(file.staged));
+    if (!info || info->bytes != file.file.bytes) {
+      return Incomplete("is not in staging as its rank has written it")
+          .WithFile(file.file.name);
+    }
+    if (file.file.role == FileRole::kObjects) {
+      file_ids[file.file.name] = catalog.AddFile(
+          {file.file.name, file.file.id, file.file.bytes});
+    }
+  }
+  std::map<std::string_view, std::string_view> paths(request.paths.begin(),
+                                                     request.paths.end());
+  const auto path_of = [&](const std::string& name) {
+    const auto it = paths.find(name);
+    return it == paths.end() ? std::string() : std::string(it->second);
+  };
+  for (size_t i = 0; i < built->entries().size(); ++i) {
+    CatalogEntry entry = built->entries()[i];
+    entry.path = path_of(entry.name);
+    TC_ASSIGN_OR_RETURN(const uint32_t id, catalog.AddEntry(std::move(entry)));
+    for (const Placement& p : built->placements(static_cast<uint32_t>(i))) {
+      TC_RETURN_IF_ERROR(catalog.AddPlacement(id, p));
+    }
+  }
+  for (const ObjectEntry& object : request.objects) {
+    const auto file = file_ids.find(object.file);
+    if (file == file_ids.end()) {
+      return InvalidArgument("names the objects file " + object.file +
+                             ", which nobody wrote")
+          .WithTensor(object.name);
+    }
+    CatalogEntry entry;
+    entry.name = object.name;
+    entry.kind = EntryKind::kObject;
+    entry.path = path_of(object.name);
+    TC_ASSIGN_OR_RETURN(const uint32_t id, catalog.AddEntry(std::move(entry)));
+    Placement placement;
+    placement.file = file->second;
+    TC_RETURN_IF_ERROR(catalog.AddPlacement(id, placement));
+  }
+  return catalog;
+}
+
+std::string IndexText(const Catalog& catalog) {
+  HfIndex index;
+  for (size_t i = 0; i < catalog.entries().size(); ++i) {
+    const CatalogEntry& entry = catalog.entries()[i];
+    if (entry.kind != EntryKind::kTensor) continue;
+    const Placement& p = catalog.placements(static_cast<uint32_t>(i))[0];
+    index.weight_map.emplace_back(entry.name, catalog.files()[p.file].name);
+    Result<uint64_t> bytes = ByteSize(entry.storage_dtype, entry.shape);
+    index.total_size += bytes.ok() ? *bytes : 0;
+  }
+  std::sort(index.weight_map.begin(), index.weight_map.end());
+  return BuildHfIndex(index);
+}
+
+// Writes a small file of the commit itself into staging.
+Result<CommitFile> AddFile(const Directory& staging, std::string_view name,
+                           FileRole role, const std::string& text) {
+  CommitFile file;
+  file.file.name = std::string(name);
+  file.file.id = NewId();
+  file.file.role = role;
+  file.file.bytes = text.size();
+  for (uint64_t at = 0; at < text.size(); at += kSegmentBytes) {
+    file.file.crc32c.push_back(Crc32c(
+        0, text.data() + at, std::min(kSegmentBytes, text.size() - at)));
+  }
+  file.staged = StagedName(name, file.file.id);
+  TC_RETURN_IF_ERROR(staging.WriteFile(file.staged, text));
+  return file;
+}
+
+// What the manifest in T names now; empty without one.
+Result<Manifest> PreviousManifest(const Directory& target) {
+  Result<std::string> text =
+      target.ReadFile(std::string(kManifestName), kMaxManifestBytes);
+  if (!text.ok()) {
+    if (text.status().sys_errno() == ENOENT) return Manifest();
+    return text.status();
+  }
+  Result<Manifest> parsed = ParseManifest(AsBytes(*text));
+  if (!parsed.ok()) {
+    return parsed.status().WithFile(target.Join(std::string(kManifestName)));
+  }
+  return parsed;
+}
+
+Status CommitExisting(SaveSession* session, const CommitRequest& request,
+                      const std::vector<CommitFile>& files,
+                      Manifest* manifest) {
+  const Directory& staging = session->directory();
+  TC_ASSIGN_OR_RETURN(const Directory target,
+                      Directory::Open(session->place().target));
+  TC_ASSIGN_OR_RETURN(const Manifest previous, PreviousManifest(target));
+  Journal journal;
+  for (const ManifestFile& old : previous.files) {
+    if (manifest->Find(old.name)) continue;
+    if (request.keep_previous && old.role != FileRole::kCatalog &&
+        old.role != FileRole::kIndex) {
+      manifest->files.push_back(old);
+    } else {
+      journal.removes.push_back(old.name);
+    }
+  }
+  for (const CommitFile& file : files) {
+    journal.renames.push_back({file.staged, file.file.name});
+  }
+  journal.manifest = *manifest;
+  bool reached = false;
+  TC_RETURN_IF_ERROR(WriteJournal(staging, target, journal, &reached));
+  TC_RETURN_IF_ERROR(ReplayJournal(staging, target));
+  TC_RETURN_IF_ERROR(EmptyDirectory(staging));
+  TC_RETURN_IF_ERROR(target.RemoveDirectory(std::string(kStageSuffix), true));
+  return target.Sync();
+}
+
+// Ok(true) when committed, Ok(false) when T was filled meanwhile and staging
+// has moved into it.
+Result<bool> CommitFresh(SaveSession* session,
+                         const std::vector<CommitFile>& files,
+                         const Manifest& manifest) {
+  const Directory& staging = session->directory();
+  const StagingPlace& place = session->place();
+  TC_ASSIGN_OR_RETURN(const Directory parent,
+                      Directory::Open(ParentPath(place.target)));
+  const std::string name = BaseName(place.target);
+  TC_ASSIGN_OR_RETURN(const StagingPlace now, LocateStaging(place.target));
+  if (!now.fresh) return false;
+  for (const CommitFile& file : files) {
+    TC_RETURN_IF_ERROR(staging.Rename(file.staged, staging, file.file.name));
+  }
+  TC_RETURN_IF_ERROR(staging.WriteFile(std::string(kManifestName),
+                                       EncodeManifest(manifest)));
+  TC_ASSIGN_OR_RETURN(const auto entries, staging.List());
+  for (const std::string& entry : entries) {
+    if (entry != kManifestName && !manifest.Find(entry)) {
+      TC_RETURN_IF_ERROR(staging.Unlink(entry, true));
+    }
+  }
+  TC_RETURN_IF_ERROR(staging.Sync());
+  TC_ASSIGN_OR_RETURN(const auto there, parent.StatName(name));
+  Status renamed;
+  if (!there) {
+    renamed = parent.RenameNoReplace(BaseName(place.path), parent, name);
+    if (renamed.kind() == ErrorKind::kUnsupported) {
+      renamed = parent.Rename(BaseName(place.path), parent, name);
+    }
+  } else {
+    renamed = parent.Rename(BaseName(place.path), parent, name);
+  }
+  if (renamed.ok()) {
+    // From here on ending the session must not clean: staging is T now.
+    session->Finish();
+    TC_RETURN_IF_ERROR(parent.Sync());  // the commit point
+    return true;
+  }
+  if (renamed.kind() != ErrorKind::kConflict &&
+      renamed.sys_errno() != ENOTEMPTY && renamed.sys_errno() != EEXIST) {
+    return renamed;
+  }
+  // Back to staged names, for the journal.
+  for (const CommitFile& file : files) {
+    TC_RETURN_IF_ERROR(staging.Rename(file.file.name, staging, file.staged));
+  }
+  TC_RETURN_IF_ERROR(staging.Unlink(std::string(kManifestName), true));
+  return false;
+}
+
+}  // namespace
+
+Result<Manifest> CommitSave(SaveSession* session,
+                            const CommitRequest& request) {
+  const Directory& staging = session->directory();
+  TC_ASSIGN_OR_RETURN(const Catalog catalog,
+                      CatalogOfStaged(staging, request));
+  std::vector<CommitFile> files = request.files;
+  TC_ASSIGN_OR_RETURN(CommitFile catalog_file,
+                      AddFile(staging, kCatalogName, FileRole::kCatalog,
+                              EncodeCatalog(catalog)));
+  files.push_back(std::move(catalog_file));
+  if (request.write_index) {
+    TC_ASSIGN_OR_RETURN(CommitFile index,
+                        AddFile(staging, kIndexName, FileRole::kIndex,
+                                IndexText(catalog)));
+    files.push_back(std::move(index));
+  }
+  Manifest manifest;
+  manifest.save_id = session->save_id();
+  manifest.world_size = request.world_size;
+  for (const CommitFile& file : files) manifest.files.push_back(file.file);
+  bool committed = false;
+  if (session->place().fresh) {
+    TC_ASSIGN_OR_RETURN(committed, CommitFresh(session, files, manifest));
+    if (!committed) {
+      // T has filled meanwhile: go on inside it.
+      TC_RETURN_IF_ERROR(session->MoveInside());
+    }
+  }
+  if (!committed) {
+    TC_RETURN_IF_ERROR(CommitExisting(session, request, files, &manifest));
+  }
+  session->Finish();
+  return manifest;
+}
+
+Result<bool> RecoverDirectory(const std::string& target) {
+  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
+  bool acted = false;
+  const std::string parent_path = ParentPath(absolute);
+  const std::string sibling =
+      "." + BaseName(absolute) + std::string(kStageSuffix);
+  struct Place {
+    std::string parent, name;
+    bool journal;
+  };
+  for (const Place& place :
+       {Place{absolute, std::string(kStageSuffix), true},
+        Place{parent_path, sibling, false}}) {
+    Result<Directory> parent = Directory::Open(place.parent);
+    if (!parent.ok()) {
+      if (parent.status().sys_errno() == ENOENT) continue;
+      return parent.status();
+    }
+    TC_ASSIGN_OR_RETURN(const auto info, parent->StatName(place.name));
+    if (!info) continue;
+    Result<DirectoryLock> lock =
+        DirectoryLock::Acquire(parent->Join(place.name));
+    if (!lock.ok()) return lock.status();
+    if (place.journal) {
+      TC_RETURN_IF_ERROR(ReplayJournal(lock->directory(), *parent));
+    }
+    TC_RETURN_IF_ERROR(EmptyDirectory(lock->directory()));
+    TC_RETURN_IF_ERROR(parent->RemoveDirectory(place.name, true));
+    TC_RETURN_IF_ERROR(parent->Sync());
+    acted = true;
+  }
+  return acted;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,236 @@
+#include "engine/merge_job.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "engine/input_digests.h"
+#include "engine/open_files.h"
+#include "plan/ranges.h"
+#include "plan/runs.h"
+#include "runtime/arena.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr std::chrono::minutes kPatience{10};
+constexpr uint64_t kScratchBytes = kPieceBytes + 2 * 4096;
+
+struct SourceRun {
+  uint32_t file;
+  Run run;  // src: file offset; dst: offset in the output buffer
+};
+
+bool DenseSource(const Run& run) { return run.SrcSpan() == run.TotalBytes(); }
+
+}  // namespace
+
+class Merger {
+ public:
+  Merger(const MergePlan& plan, int workers)
+      : plan_(plan),
+        files_(plan.checkpoint_),
+        digests_(workers),
+        scratch_(static_cast<size_t>(workers)),
+        runs_(static_cast<size_t>(workers)) {}
+
+  Status Fill(size_t output, uint64_t offset, MutableByteSpan out,
+              int worker) {
+    const MergePlan::Layout& layout = plan_.layouts_[output];
+    auto extent = std::upper_bound(
+        layout.extents.begin(), layout.extents.end(), offset,
+        [](uint64_t at, const MergePlan::Extent& e) { return at < e.end; });
+    std::vector<SourceRun>& runs = runs_[static_cast<size_t>(worker)];
+    runs.clear();
+    const uint64_t end = offset + out.size();
+    for (uint64_t at = offset; at < end; at = extent->end, ++extent) {
+      const uint64_t from = at - extent->begin;
+      const uint64_t to = std::min(end, extent->end) - extent->begin;
+      const uint64_t dst = at - offset;
+      switch (extent->kind) {
+        case MergePlan::Extent::kHeader:
+          std::memcpy(out.data() + dst, layout.header.data() + from,
+                      to - from);
+          break;
+        case MergePlan::Extent::kFile: {
+          Run run;
+          run.src = from;
+          run.dst = dst;
+          run.bytes = to - from;
+          runs.push_back({extent->index, run});
+          break;
+        }
+        case MergePlan::Extent::kTensor:
+          TC_RETURN_IF_ERROR(PlanRange(extent->index, from, to, dst, &runs));
+          break;
+      }
+    }
+    return Execute(out, worker);
+  }
+
+  Status CheckInputs() {
+    return plan_.options_.verify
+               ? digests_.Check(*plan_.checkpoint_, &files_)
+               : Status();
+  }
+
+ private:
+  // Runs for bytes [from, to) of the tensor, in row-major order of the whole.
+  Status PlanRange(uint32_t entry_id, uint64_t from, uint64_t to, uint64_t dst,
+                   std::vector<SourceRun>* runs) {
+    const Catalog& catalog = plan_.checkpoint_->catalog();
+    const CatalogEntry& entry = catalog.entries()[entry_id];
+    TC_ASSIGN_OR_RETURN(
+        const UnitView whole,
+        InUnits(entry.storage_dtype, entry.shape, Box::Whole(entry.shape)));
+    const auto unit = static_cast<uint64_t>(whole.unit_bytes);
+    const Dims strides = DenseStrides(whole.shape, whole.unit_bytes);
+    // A piece may cut an element only where the layout is not aligned to it
+    // (3-byte units): such edges are read as bytes of the one placement.
+    if (from % unit != 0 || to % unit != 0) {
+      return PlanBytes(entry, entry_id, from, to, dst, runs);
+    }
+    const std::vector<Box> boxes =
+        BoxesOfRange(whole.shape, static_cast<int64_t>(from / unit),
+                     static_cast<int64_t>(to / unit));
+    for (const Placement& placement : catalog.placements(entry_id)) {
+      if (placement.role == PlacementRole::kReplica) continue;
+      TC_ASSIGN_OR_RETURN(
+          const UnitView stored,
+          InUnits(entry.storage_dtype, entry.shape, placement.box));
+      const StridedBox src{stored.box, placement.offset,
+                           DenseStrides(stored.box.sizes, stored.unit_bytes)};
+      for (const Box& box : boxes) {
+        uint64_t linear = 0;
+        for (int d = 0; d < box.rank(); ++d) {
+          linear += static_cast<uint64_t>(box.offsets[d] * strides[d]);
+        }
+        Run run;
+        if (MakeRun(src, {box, dst + linear - from, strides},
+                    whole.unit_bytes, &run)) {
+          runs->push_back({placement.file, run});
+        }
+      }
+    }
+    return {};
+  }
+
+  // The same, byte by byte, for a tensor that is whole in one file.
+  Status PlanBytes(const CatalogEntry& entry, uint32_t entry_id, uint64_t from,
+                   uint64_t to, uint64_t dst, std::vector<SourceRun>* runs) {
+    const auto& placements = plan_.checkpoint_->catalog().placements(entry_id);
+    if (placements.size() != 1) {
+      return Unsupported(std::string("a sharded ") +
+                         DtypeName(entry.storage_dtype) +
+                         " tensor cannot be cut at this place")
+          .WithTensor(entry.name);
+    }
+    Run run;
+    run.src = placements[0].offset + from;
+    run.dst = dst;
+    run.bytes = to - from;
+    runs->push_back({placements[0].file, run});
+    return {};
+  }
+
+  // Reads file by file in ascending order; runs that stand one after another
+  // in a file are fetched together.
+  Status Execute(MutableByteSpan out, int worker) {
+    std::vector<SourceRun>& runs = runs_[static_cast<size_t>(worker)];
+    std::sort(runs.begin(), runs.end(),
+              [](const SourceRun& a, const SourceRun& b) {
+                return a.file != b.file ? a.file < b.file
+                                        : a.run.src < b.run.src;
+              });
+    for (size_t i = 0; i < runs.size();) {
+      size_t last = i + 1;
+      uint64_t hi = runs[i].run.src + runs[i].run.SrcSpan();
+      if (DenseSource(runs[i].run)) {
+        while (last < runs.size() && runs[last].file == runs[i].file &&
+               runs[last].run.src == hi && DenseSource(runs[last].run) &&
+               hi + runs[last].run.SrcSpan() - runs[i].run.src <=
+                   kPieceBytes) {
+          hi += runs[last].run.SrcSpan();
+          ++last;
+        }
+      }
+      TC_RETURN_IF_ERROR(Fetch(&runs[i], last - i, hi, out, worker));
+      i = last;
+    }
+    return {};
+  }
+
+  Status Fetch(const SourceRun* group, size_t count, uint64_t hi,
+               MutableByteSpan out, int worker) {
+    const uint32_t file = group->file;
+    const uint64_t lo = group->run.src;
+    TC_ASSIGN_OR_RETURN(const auto source, files_.Get(file));
+    if (count == 1 && group->run.loops == 0) {
+      std::byte* into = out.data() + group->run.dst;
+      TC_ASSIGN_OR_RETURN(const uint64_t cached,
+                          source->ReadCached({into, hi - lo}, lo));
+      if (cached == hi - lo) {
+        digests_.Add(worker, file, lo, into, hi - lo);
+        return {};
+      }
+    }
+    ArenaLease& scratch = scratch_[static_cast<size_t>(worker)];
+    if (!scratch) {
+      TC_ASSIGN_OR_RETURN(scratch,
+                          Arena::Process().Lease(kScratchBytes, kPatience));
+    }
+    if (hi - lo > kPieceBytes) {
+      // A strided source that spans more than fits: window by window.
+      digests_.Touch(worker, file, lo, hi);
+      Status status;
+      SplitBySrcSpan(group->run, kPieceBytes, [&](const Run& part) {
+        if (status.ok()) status = FetchWindow(*source, part, out, &scratch);
+      });
+      return status;
+    }
+    TC_ASSIGN_OR_RETURN(const std::byte* bytes,
+                        source->Read(lo, hi, scratch.span()));
+    if (count > 1 || DenseSource(group->run)) {
+      digests_.Add(worker, file, lo, bytes, hi - lo);
+    } else {
+      digests_.Touch(worker, file, lo, hi);
+    }
+    for (size_t i = 0; i < count; ++i) {
+      CopyRun(group[i].run, bytes, lo, out.data(), 0);
+    }
+    return {};
+  }
+
+  Status FetchWindow(const SourceFile& source, const Run& run,
+                     MutableByteSpan out, ArenaLease* scratch) {
+    TC_ASSIGN_OR_RETURN(
+        const std::byte* bytes,
+        source.Read(run.src, run.src + run.SrcSpan(), scratch->span()));
+    CopyRun(run, bytes, run.src, out.data(), 0);
+    return {};
+  }
+
+  const MergePlan& plan_;
+  OpenFiles files_;
+  InputDigests digests_;
+  std::vector<ArenaLease> scratch_;
+  std::vector<std::vector<SourceRun>> runs_;
+};
+
+Result<std::vector<std::vector<uint32_t>>> RunMergeJob(
+    const MergePlan& plan, const Directory& staging, bool existing,
+    PieceRange range, Job* job) {
+  Merger merger(plan, std::max(1, plan.options().output.workers));
+  TC_ASSIGN_OR_RETURN(
+      auto digests,
+      WriteOutputs(staging, plan.outputs(), plan.options().output, existing,
+                   range, job,
+                   [&](size_t file, uint64_t offset, MutableByteSpan out,
+                       int worker) {
+                     return merger.Fill(file, offset, out, worker);
+                   }));
+  TC_RETURN_IF_ERROR(merger.CheckInputs());
+  return digests;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,177 @@
+#include "engine/output_files.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "base/checked.h"
+#include "runtime/arena.h"
+#include "runtime/crc32c.h"
+#include "runtime/workers.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr uint64_t kBlock = 4096;
+// Files below this are cheaper through the page cache.
+constexpr uint64_t kMinDirect = uint64_t{1} << 20;
+constexpr std::chrono::minutes kPatience{10};
+
+uint64_t Pieces(uint64_t bytes) {
+  return std::max<uint64_t>(1, (bytes + kPieceBytes - 1) / kPieceBytes);
+}
+
+struct Output {
+  File file;
+  bool direct = false;
+  std::atomic<uint64_t> left{0};  // pieces of this call not yet written
+};
+
+Result<File> OpenOutput(const Directory& staging, const OutputSpec& spec,
+                        bool existing, bool want_direct, bool* direct) {
+  OpenOptions options{.write = true, .create_new = !existing,
+                      .direct = want_direct && spec.bytes >= kMinDirect};
+  *direct = options.direct;
+  Result<File> file = staging.OpenFile(spec.staged, options);
+  if (file.ok() || file.status().kind() != ErrorKind::kUnsupported ||
+      !options.direct) {
+    return file;
+  }
+  // Refused by open(2) itself; some kernels create the file all the same.
+  *direct = options.direct = false;
+  TC_RETURN_IF_ERROR(existing ? Status()
+                              : staging.Unlink(spec.staged, true));
+  return staging.OpenFile(spec.staged, options);
+}
+
+Status FinishOutput(const OutputSpec& spec, const OutputOptions& options,
+                    Output* output) {
+  // Direct writes are whole blocks: cut what the last one had too much. In an
+  // existing file every rank cuts to the same size.
+  TC_RETURN_IF_ERROR(output->file.Truncate(spec.bytes));
+  if (options.sync) TC_RETURN_IF_ERROR(output->file.Sync());
+  return output->file.Close();
+}
+
+Status WritePiece(const OutputSpec& spec, Output* output, uint64_t begin,
+                  MutableByteSpan piece, uint64_t bytes, size_t file,
+                  int worker, const FillFn& fill, uint64_t fill_bytes,
+                  std::vector<uint32_t>* digests) {
+  for (uint64_t at = 0; at < bytes; at += kSegmentBytes) {
+    const uint64_t size = std::min(kSegmentBytes, bytes - at);
+    if (at % fill_bytes == 0) {
+      const uint64_t wanted = std::min(fill_bytes, bytes - at);
+      TC_RETURN_IF_ERROR(
+          fill(file, begin + at, piece.subspan(at, wanted), worker));
+    }
+    (*digests)[(begin + at) / kSegmentBytes] =
+        Crc32c(0, piece.data() + at, size);
+  }
+  uint64_t length = bytes;
+  if (output->direct) {
+    length = RoundUp(bytes, kBlock);
+    std::memset(piece.data() + bytes, 0, length - bytes);
+  }
+  Status status = output->file.WriteAll(piece.first(length), begin);
+  if (status.sys_errno() == EINVAL && output->direct) {
+    return Unsupported("direct I/O is refused in the middle of the file")
+        .WithFile(spec.staged);
+  }
+  return status;
+}
+
+}  // namespace
+
+uint64_t PieceCount(const std::vector<OutputSpec>& files) {
+  uint64_t count = 0;
+  for (const OutputSpec& file : files) count += Pieces(file.bytes);
+  return count;
+}
+
+Status CreateOutputs(const Directory& staging,
+                     const std::vector<OutputSpec>& files) {
+  for (const OutputSpec& spec : files) {
+    TC_ASSIGN_OR_RETURN(File file, staging.OpenFile(
+        spec.staged, {.write = true, .create_new = true}));
+    TC_ASSIGN_OR_RETURN(const bool reserved, file.Allocate(spec.bytes));
+    if (!reserved) TC_RETURN_IF_ERROR(file.Truncate(spec.bytes));
+    TC_RETURN_IF_ERROR(file.Close());
+  }
+  return {};
+}
+
+Result<std::vector<std::vector<uint32_t>>> WriteOutputs(
+    const Directory& staging, const std::vector<OutputSpec>& files,
+    const OutputOptions& options, bool existing, PieceRange range, Job* job,
+    const FillFn& fill) {
+  struct Item {
+    size_t file;
+    uint64_t begin;
+  };
+  std::vector<Item> items;
+  std::vector<Output> outputs(files.size());
+  std::vector<std::vector<uint32_t>> digests(files.size());
+  uint64_t position = 0;
+  for (size_t f = 0; f < files.size(); ++f) {
+    digests[f].resize((files[f].bytes + kSegmentBytes - 1) / kSegmentBytes);
+    for (uint64_t p = 0; p < Pieces(files[f].bytes); ++p, ++position) {
+      if (position < range.first || position >= range.last) continue;
+      items.push_back({f, p * kPieceBytes});
+      ++outputs[f].left;
+      job->AddTotal(std::min(kPieceBytes, files[f].bytes - p * kPieceBytes));
+    }
+  }
+  const auto run = [&]() -> Status {
+    for (size_t f = 0; f < files.size(); ++f) {
+      if (outputs[f].left == 0) continue;
+      TC_ASSIGN_OR_RETURN(outputs[f].file,
+                          OpenOutput(staging, files[f], existing,
+                                     options.direct, &outputs[f].direct));
+      if (!existing && files[f].bytes > 0) {
+        // ENOSPC now and not at the last byte.
+        TC_RETURN_IF_ERROR(
+            outputs[f].file.Allocate(files[f].bytes).status());
+      }
+    }
+    const int workers = static_cast<int>(std::min<uint64_t>(
+        static_cast<uint64_t>(std::max(1, options.workers)), items.size()));
+    std::vector<ArenaLease> buffers(static_cast<size_t>(std::max(1, workers)));
+    return ForEachItem(
+        workers, static_cast<int64_t>(items.size()), job,
+        [&](int64_t i, int worker) -> Status {
+          const Item& item = items[static_cast<size_t>(i)];
+          const OutputSpec& spec = files[item.file];
+          Output* output = &outputs[item.file];
+          ArenaLease& buffer = buffers[static_cast<size_t>(worker)];
+          if (!buffer) {
+            TC_ASSIGN_OR_RETURN(
+                buffer, Arena::Process().Lease(kPieceBytes, kPatience));
+          }
+          const uint64_t bytes =
+              std::min(kPieceBytes, spec.bytes - item.begin);
+          TC_RETURN_IF_ERROR(WritePiece(spec, output, item.begin,
+                                        buffer.span(), bytes, item.file,
+                                        worker, fill, options.fill_bytes,
+                                        &digests[item.file]));
+          job->AddDone(bytes);
+          if (--output->left == 0) {
+            return FinishOutput(spec, options, output);
+          }
+          return {};
+        });
+  };
+  Status status = run();
+  if (!status.ok()) {
+    for (size_t f = 0; f < files.size() && !existing; ++f) {
+      // Best effort: the next save wipes the staging directory anyway, and
+      // the first error is the one to report.
+      if (PieceRange().last == range.last) {
+        (void)staging.Unlink(files[f].staged, true);
+      }
+    }
+    return status;
+  }
+  return digests;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,199 @@
+#include "engine/read_job.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+
+#include "base/checked.h"
+#include "engine/open_files.h"
+#include "engine/read_plan.h"
+#include "plan/clip.h"
+#include "runtime/arena.h"
+#include "runtime/crc32c.h"
+#include "runtime/workers.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr std::chrono::minutes kPatience{10};
+// Without digests: needed ranges closer than this are read as one.
+constexpr uint64_t kMergeGap = uint64_t{64} << 10;
+constexpr uint64_t kScratchBytes = kCellBytes + 2 * 4096;
+
+struct Range {
+  uint64_t lo, hi;
+};
+
+// Copies what `run` has in [lo, hi) from `bytes`, which hold that range.
+void Deliver(const Run& run, uint64_t lo, uint64_t hi, const std::byte* bytes,
+             std::vector<Run>* parts) {
+  parts->clear();
+  ClipRun(run, lo, hi, parts);
+  for (const Run& part : *parts) {
+    CopyRun(part, bytes, lo, reinterpret_cast<std::byte*>(part.dst), part.dst);
+  }
+}
+
+// One cell at a time, on one thread.
+class CellReader {
+ public:
+  CellReader(const SourceFile& file, const ManifestFile* digests,
+             uint64_t file_bytes, MutableByteSpan scratch)
+      : file_(file),
+        digests_(digests),
+        file_bytes_(file_bytes),
+        scratch_(scratch) {}
+
+  Status Read(const ReadCell& cell) {
+    for (const Range& range : Ranges(cell)) {
+      TC_RETURN_IF_ERROR(ReadRange(cell, range));
+    }
+    return {};
+  }
+  uint64_t bytes_read() const { return read_; }
+  uint64_t bytes_verified() const { return verified_; }
+
+ private:
+  // What to read: whole segments when they are verified, else what is needed
+  // with small gaps filled.
+  std::vector<Range> Ranges(const ReadCell& cell) const {
+    std::vector<Range> ranges;
+    const uint64_t gap = digests_ ? 0 : kMergeGap;
+    for (const Run& run : cell.runs) {
+      Range range{run.src, run.src + run.SrcSpan()};
+      if (digests_) {
+        range.lo = RoundDown(range.lo, kSegmentBytes);
+        range.hi = std::min(RoundUp(range.hi, kSegmentBytes), file_bytes_);
+      }
+      if (!ranges.empty() && range.lo <= ranges.back().hi + gap) {
+        ranges.back().hi = std::max(ranges.back().hi, range.hi);
+      } else {
+        ranges.push_back(range);
+      }
+    }
+    return ranges;
+  }
+
+  Status Check(uint64_t lo, const std::byte* bytes, uint64_t size) {
+    if (!digests_) return {};
+    verified_ += size;
+    if (Crc32c(0, bytes, size) == digests_->crc32c[lo / kSegmentBytes]) {
+      return {};
+    }
+    return Corrupt("bytes " + std::to_string(lo) + " to " +
+                   std::to_string(lo + size) +
+                   " do not match their CRC-32C: the file was altered or the "
+                   "disk returned wrong data")
+        .WithFile(file_.path());
+  }
+
+  // The run that fills all of [lo, hi) by itself with contiguous memory.
+  static const Run* Sole(const ReadCell& cell, uint64_t lo, uint64_t hi) {
+    for (const Run& run : cell.runs) {
+      if (run.src > lo) break;
+      if (run.loops == 0 && run.src + run.bytes >= hi) return &run;
+    }
+    return nullptr;
+  }
+
+  Status ReadRange(const ReadCell& cell, const Range& range) {
+    for (uint64_t lo = range.lo; lo < range.hi;) {
+      const uint64_t hi =
+          std::min(RoundDown(lo, kSegmentBytes) + kSegmentBytes, range.hi);
+      const Run* sole = Sole(cell, lo, hi);
+      std::byte* into =
+          sole ? reinterpret_cast<std::byte*>(sole->dst) + (lo - sole->src)
+               : scratch_.data();
+      TC_ASSIGN_OR_RETURN(const uint64_t cached,
+                          file_.ReadCached({into, hi - lo}, lo));
+      if (cached < hi - lo) return ReadRest(cell, {lo, range.hi});
+      read_ += hi - lo;
+      TC_RETURN_IF_ERROR(Check(lo, into, hi - lo));
+      if (!sole) DeliverAll(cell, lo, hi, into);
+      lo = hi;
+    }
+    return {};
+  }
+
+  // The page cache gave out: one large read for what is left.
+  Status ReadRest(const ReadCell& cell, const Range& range) {
+    TC_ASSIGN_OR_RETURN(const std::byte* bytes,
+                        file_.Read(range.lo, range.hi, scratch_));
+    read_ += range.hi - range.lo;
+    for (uint64_t lo = range.lo; lo < range.hi;) {
+      const uint64_t hi =
+          std::min(RoundDown(lo, kSegmentBytes) + kSegmentBytes, range.hi);
+      const std::byte* at = bytes + (lo - range.lo);
+      TC_RETURN_IF_ERROR(Check(lo, at, hi - lo));
+      DeliverAll(cell, lo, hi, at);
+      lo = hi;
+    }
+    return {};
+  }
+
+  void DeliverAll(const ReadCell& cell, uint64_t lo, uint64_t hi,
+                  const std::byte* bytes) {
+    for (const Run& run : cell.runs) {
+      if (run.src >= hi) break;
+      Deliver(run, lo, hi, bytes, &parts_);
+    }
+  }
+
+  const SourceFile& file_;
+  const ManifestFile* digests_;
+  const uint64_t file_bytes_;
+  const MutableByteSpan scratch_;
+  std::vector<Run> parts_;
+  uint64_t read_ = 0, verified_ = 0;
+};
+
+}  // namespace
+
+Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
+                              const ReadPlan& plan,
+                              const std::vector<TargetTensor>& targets,
+                              Job* job) {
+  TC_ASSIGN_OR_RETURN(const std::vector<ReadCell> cells,
+                      PlanReads(*checkpoint, plan.items, targets));
+  ReadReport report;
+  for (const ReadCell& cell : cells) {
+    for (const Run& run : cell.runs) report.bytes_needed += run.TotalBytes();
+  }
+  job->AddTotal(report.bytes_needed);
+  OpenFiles files(checkpoint);
+  const auto& catalog_files = checkpoint->catalog().files();
+  const Manifest* manifest = checkpoint->manifest();
+  const int workers = static_cast<int>(
+      std::min<size_t>(static_cast<size_t>(std::max(1, plan.workers)),
+                       std::max<size_t>(1, cells.size())));
+  std::vector<ArenaLease> scratch(static_cast<size_t>(workers));
+  std::atomic<uint64_t> read{0}, verified{0};
+  TC_RETURN_IF_ERROR(ForEachItem(
+      workers, static_cast<int64_t>(cells.size()), job,
+      [&](int64_t i, int worker) -> Status {
+        const ReadCell& cell = cells[static_cast<size_t>(i)];
+        ArenaLease& lease = scratch[static_cast<size_t>(worker)];
+        if (!lease) {
+          TC_ASSIGN_OR_RETURN(
+              lease, Arena::Process().Lease(kScratchBytes, kPatience));
+        }
+        TC_ASSIGN_OR_RETURN(const auto file, files.Get(cell.file));
+        const CatalogFile& named = catalog_files[cell.file];
+        CellReader reader(
+            *file,
+            plan.verify && manifest ? manifest->Find(named.name) : nullptr,
+            named.bytes, lease.span());
+        TC_RETURN_IF_ERROR(reader.Read(cell));
+        read += reader.bytes_read();
+        verified += reader.bytes_verified();
+        uint64_t done = 0;
+        for (const Run& run : cell.runs) done += run.TotalBytes();
+        job->AddDone(done);
+        return {};
+      }));
+  report.bytes_read = read;
+  report.bytes_verified = verified;
+  return report;
+}
+
+}  // namespace torch_ckpt

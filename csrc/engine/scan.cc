@@ -1,0 +1,151 @@
+#include "engine/scan.h"
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "engine/build_catalog.h"
+#include "format/hf_index.h"
+#include "format/names.h"
+#include "runtime/workers.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr int kScanThreads = 4;
+constexpr uint64_t kMaxIndexBytes = uint64_t{512} << 20;
+
+Result<std::vector<NamedHeader>> ReadHeaders(
+    const Directory& directory, const std::vector<std::string>& names) {
+  std::vector<NamedHeader> headers(names.size());
+  TC_RETURN_IF_ERROR(ForEachItem(
+      kScanThreads, static_cast<int64_t>(names.size()), nullptr,
+      [&](int64_t item, int) -> Status {
+        const auto i = static_cast<size_t>(item);
+        TC_ASSIGN_OR_RETURN(const File file, directory.OpenFile(names[i], {}));
+        TC_ASSIGN_OR_RETURN(headers[i].file, ReadFileHeader(file));
+        headers[i].name = names[i];
+        return {};
+      }));
+  return headers;
+}
+
+// The index and the headers of its files must name the same tensors.
+Status CheckIndex(const HfIndex& index, const Catalog& catalog) {
+  for (const auto& [name, file] : index.weight_map) {
+    const int64_t id = catalog.Find(name);
+    if (id < 0) {
+      return Incomplete("the index says it is in " + file +
+                        ", which does not hold it")
+          .WithTensor(name);
+    }
+    bool found = false;
+    for (const Placement& p : catalog.placements(static_cast<uint32_t>(id))) {
+      found = found || catalog.files()[p.file].name == file;
+    }
+    if (!found) {
+      return Conflict("the index says it is in " + file +
+                      ", it is in another file")
+          .WithTensor(name);
+    }
+  }
+  return {};
+}
+
+// Shards beside an index: left over from a consolidation in place, or stale.
+Status CheckAgree(const Catalog& final_files, const Catalog& shards) {
+  for (const CatalogEntry& shard : shards.entries()) {
+    const int64_t id = final_files.Find(shard.name);
+    if (id < 0) {
+      return Conflict("is in the shards of the directory but not in its index")
+          .WithTensor(shard.name);
+    }
+    const CatalogEntry& entry =
+        final_files.entries()[static_cast<size_t>(id)];
+    if (entry.storage_dtype != shard.storage_dtype ||
+        !(entry.shape == shard.shape)) {
+      return Conflict("differs between the indexed files (" +
+                      std::string(DtypeName(entry.storage_dtype)) + " " +
+                      entry.shape.ToString() + ") and the shards (" +
+                      DtypeName(shard.storage_dtype) + " " +
+                      shard.shape.ToString() + ")")
+          .WithTensor(shard.name);
+    }
+  }
+  return {};
+}
+
+bool IsDataName(const std::string& name) {
+  return name.size() > kDataSuffix.size() && name.ends_with(kDataSuffix) &&
+         name[0] != '.';
+}
+
+}  // namespace
+
+Result<ScanResult> ScanDirectory(const Directory& directory) {
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
+  std::vector<std::string> data;
+  std::copy_if(names.begin(), names.end(), std::back_inserter(data),
+               IsDataName);
+  if (data.empty()) {
+    std::string hint;
+    if (std::find(names.begin(), names.end(), "sharded") != names.end()) {
+      hint = "; its subdirectory 'sharded' may hold one";
+    }
+    return Incomplete("holds no checkpoint: neither " +
+                      std::string(kManifestName) +
+                      " nor any .safetensors file" + hint)
+        .WithFile(directory.path());
+  }
+  std::vector<std::string> indexed;
+  std::optional<HfIndex> index;
+  if (std::binary_search(names.begin(), names.end(), kIndexName)) {
+    const std::string index_name(kIndexName);
+    TC_ASSIGN_OR_RETURN(const std::string text,
+                        directory.ReadFile(index_name, kMaxIndexBytes));
+    Result<HfIndex> parsed = ParseHfIndex(AsBytes(text));
+    if (!parsed.ok()) {
+      return parsed.status().WithFile(directory.Join(index_name));
+    }
+    index = std::move(parsed).value();
+    std::set<std::string> wanted;
+    for (const auto& [name, file] : index->weight_map) wanted.insert(file);
+    indexed.assign(wanted.begin(), wanted.end());
+  }
+  std::vector<std::string> missing;
+  std::set_difference(indexed.begin(), indexed.end(), data.begin(),
+                      data.end(), std::back_inserter(missing));
+  std::vector<std::string> others;
+  std::set_difference(data.begin(), data.end(), indexed.begin(),
+                      indexed.end(), std::back_inserter(others));
+  if (index && !missing.empty() && others.empty()) {
+    return Incomplete("is named by " + std::string(kIndexName) +
+                      " and is missing")
+        .WithFile(directory.Join(missing[0]));
+  }
+  ScanResult result;
+  result.by_index = index && missing.empty() && !indexed.empty();
+  TC_ASSIGN_OR_RETURN(
+      const std::vector<NamedHeader> headers,
+      ReadHeaders(directory, result.by_index ? indexed : data));
+  Result<Catalog> catalog = BuildCatalog(headers);
+  if (!catalog.ok()) return catalog.status().WithFile(directory.path());
+  result.catalog = std::move(catalog).value();
+  if (result.by_index) {
+    Status status = CheckIndex(*index, result.catalog);
+    if (status.ok() && !others.empty()) {
+      TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> shards,
+                          ReadHeaders(directory, others));
+      Result<Catalog> shard_catalog = BuildCatalog(shards);
+      if (!shard_catalog.ok()) {
+        return shard_catalog.status().WithFile(directory.path());
+      }
+      status = CheckAgree(result.catalog, *shard_catalog);
+    }
+    if (!status.ok()) return std::move(status).WithFile(directory.path());
+  }
+  return result;
+}
+
+}  // namespace torch_ckpt

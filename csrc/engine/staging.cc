@@ -1,0 +1,209 @@
+#include "engine/staging.h"
+
+#include <cerrno>
+#include <optional>
+
+#include "engine/journal.h"
+#include "format/names.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr uint64_t kMaxIdBytes = 64;
+constexpr int kLockTries = 8;
+
+std::string SiblingPath(const std::string& target) {
+  const std::string parent = ParentPath(target);
+  return (parent == "/" ? "" : parent) + "/." + BaseName(target) +
+         std::string(kStageSuffix);
+}
+
+// Absent (nullopt), or what stat says of the path itself.
+Result<std::optional<FileInfo>> StatPath(const std::string& path) {
+  Result<Directory> parent = Directory::Open(ParentPath(path));
+  if (!parent.ok()) {
+    if (parent.status().sys_errno() == ENOENT) {
+      return std::optional<FileInfo>();
+    }
+    return parent.status();
+  }
+  return parent->StatName(BaseName(path));
+}
+
+// True when T can be replaced by renaming a sibling onto it.
+Result<bool> CanRenameOnto(const std::string& target) {
+  TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info, StatPath(target));
+  if (!info) return true;
+  if (!info->is_directory) {
+    return InvalidArgument("is not a directory").WithFile(target);
+  }
+  TC_ASSIGN_OR_RETURN(const Directory directory, Directory::Open(target));
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
+  if (!names.empty()) return false;
+  // An empty mount point or a link cannot be renamed onto.
+  TC_ASSIGN_OR_RETURN(const Directory parent,
+                      Directory::Open(ParentPath(target)));
+  TC_ASSIGN_OR_RETURN(const FileInfo of_parent, parent.Stat());
+  TC_ASSIGN_OR_RETURN(const bool link, parent.IsLink(BaseName(target)));
+  return of_parent.device == info->device && !link;
+}
+
+Status RefuseExisting(const Directory& target) {
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, target.List());
+  for (const std::string& name : names) {
+    if (name == kManifestName || name == kIndexName ||
+        name.ends_with(kDataSuffix)) {
+      return Conflict("holds a checkpoint (" + name +
+                      ") and overwrite is False")
+          .WithFile(target.path());
+    }
+  }
+  return {};
+}
+
+// A sibling left by a first save that died before T was filled by others.
+Status RemoveStaleSibling(const std::string& target) {
+  const std::string sibling = SiblingPath(target);
+  TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info, StatPath(sibling));
+  if (!info) return {};
+  Result<DirectoryLock> lock = DirectoryLock::Acquire(sibling);
+  if (!lock.ok()) return lock.status();
+  TC_RETURN_IF_ERROR(EmptyDirectory(lock->directory()));
+  TC_ASSIGN_OR_RETURN(const Directory parent,
+                      Directory::Open(ParentPath(target)));
+  return parent.RemoveDirectory(BaseName(sibling), true);
+}
+
+}  // namespace
+
+Result<StagingPlace> LocateStaging(const std::string& target) {
+  StagingPlace place;
+  TC_ASSIGN_OR_RETURN(place.target, AbsolutePath(target));
+  if (BaseName(place.target).empty()) {
+    return InvalidArgument("cannot be a checkpoint").WithFile(place.target);
+  }
+  TC_ASSIGN_OR_RETURN(place.fresh, CanRenameOnto(place.target));
+  place.path = place.fresh
+                   ? SiblingPath(place.target)
+                   : place.target + "/" + std::string(kStageSuffix);
+  return place;
+}
+
+Status EmptyDirectory(const Directory& directory, std::string_view keep) {
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
+  for (const std::string& name : names) {
+    if (name == keep) continue;
+    TC_ASSIGN_OR_RETURN(const auto info, directory.StatName(name));
+    if (info && info->is_directory) {
+      TC_ASSIGN_OR_RETURN(const Directory inner,
+                          directory.OpenDirectory(name));
+      TC_ASSIGN_OR_RETURN(const auto files, inner.List());
+      for (const std::string& file : files) {
+        TC_RETURN_IF_ERROR(inner.Unlink(file, true));
+      }
+      TC_RETURN_IF_ERROR(directory.RemoveDirectory(name, true));
+    } else {
+      TC_RETURN_IF_ERROR(directory.Unlink(name, true));
+    }
+  }
+  return {};
+}
+
+Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
+  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
+  TC_RETURN_IF_ERROR(Directory::CreateAll(ParentPath(absolute)));
+  // A commit may move or remove the directory between our look and our lock:
+  // then look again.
+  for (int attempt = 0; attempt < kLockTries; ++attempt) {
+    TC_ASSIGN_OR_RETURN(StagingPlace place, LocateStaging(absolute));
+    TC_RETURN_IF_ERROR(Directory::Create(place.path));
+    Result<DirectoryLock> lock = DirectoryLock::Acquire(place.path);
+    if (!lock.ok()) {
+      if (lock.status().sys_errno() == ENOENT) continue;
+      if (lock.status().kind() == ErrorKind::kConflict) {
+        return Conflict("another save into this directory is in progress (" +
+                        lock.status().message() + ")")
+            .WithFile(absolute);
+      }
+      return lock.status();
+    }
+    TC_ASSIGN_OR_RETURN(const FileInfo held, lock->directory().Stat());
+    TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> now,
+                        StatPath(place.path));
+    TC_ASSIGN_OR_RETURN(const StagingPlace again, LocateStaging(absolute));
+    if (!now || now->inode != held.inode || now->device != held.device ||
+        again.path != place.path) {
+      continue;
+    }
+    SaveSession session;
+    session.place_ = place;
+    session.lock_ = std::move(*lock);
+    const Directory& staging = session.directory();
+    if (!place.fresh) {
+      TC_ASSIGN_OR_RETURN(const Directory directory,
+                          Directory::Open(absolute));
+      TC_RETURN_IF_ERROR(ReplayJournal(staging, directory));
+      if (!overwrite) TC_RETURN_IF_ERROR(RefuseExisting(directory));
+      TC_RETURN_IF_ERROR(RemoveStaleSibling(absolute));
+    }
+    TC_RETURN_IF_ERROR(EmptyDirectory(staging, kLockFileName));
+    session.save_id_ = NewId();
+    TC_RETURN_IF_ERROR(
+        staging.WriteFile(std::string(kSaveIdName), session.save_id_));
+    return session;
+  }
+  return Conflict("its staging directory keeps changing: another save is in "
+                  "progress")
+      .WithFile(absolute);
+}
+
+Result<JoinedSave> JoinSave(const std::string& target) {
+  TC_ASSIGN_OR_RETURN(const StagingPlace place, LocateStaging(target));
+  const std::string inner = place.target + "/" + std::string(kStageSuffix);
+  for (const std::string& path : {place.path, inner}) {
+    Result<Directory> staging = Directory::Open(path);
+    if (!staging.ok()) continue;
+    Result<std::string> id =
+        staging->ReadFile(std::string(kSaveIdName), kMaxIdBytes);
+    if (id.ok() && IsId(*id)) return JoinedSave{path, *id};
+  }
+  return Incomplete(
+             "the staging directory that the coordinator made cannot be seen "
+             "here: every rank must see the same file system under this path")
+      .WithFile(place.target);
+}
+
+SaveSession::~SaveSession() {
+  if (!lock_.held()) return;
+  // Not committed. A journal past the commit point stays for the replay; any
+  // other leftover goes now, or, where that fails, with the next save.
+  Result<std::optional<FileInfo>> journal =
+      directory().StatName(std::string(kJournalName));
+  if (!journal.ok() || *journal) return;
+  (void)EmptyDirectory(directory());
+  Result<Directory> parent = Directory::Open(ParentPath(place_.path));
+  if (parent.ok()) {
+    (void)parent->RemoveDirectory(BaseName(place_.path), true);
+  }
+}
+
+void SaveSession::Finish() { lock_.Release(); }
+
+Status SaveSession::MoveInside() {
+  TC_ASSIGN_OR_RETURN(const Directory parent,
+                      Directory::Open(ParentPath(place_.path)));
+  TC_ASSIGN_OR_RETURN(const Directory target, Directory::Open(place_.target));
+  const std::string name(kStageSuffix);
+  // The lock is on the directory itself and moves with it.
+  Status moved = parent.RenameNoReplace(BaseName(place_.path), target, name);
+  if (moved.kind() == ErrorKind::kConflict) {
+    return Conflict("another save into this directory is in progress")
+        .WithFile(place_.target);
+  }
+  TC_RETURN_IF_ERROR(std::move(moved));
+  place_.path = place_.target + "/" + name;
+  place_.fresh = false;
+  return {};
+}
+
+}  // namespace torch_ckpt

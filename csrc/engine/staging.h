@@ -1,0 +1,76 @@
+// The staging directory of a save, and who may use it.
+//
+//   target T absent, or empty on the file system of its parent:
+//       parent/.<name>.torch_ckpt-stage, renamed onto T by the commit
+//   otherwise:
+//       T/.torch_ckpt-stage, whose files the commit moves into T
+//
+// The name is a function of T, so that every rank finds it, and a save that
+// died is found and removed by the next one. The coordinator holds the lock on
+// the directory from BeginSave until the commit or the end of the session.
+#pragma once
+
+#include <string>
+
+#include "os/directory.h"
+#include "os/lock.h"
+
+namespace torch_ckpt {
+
+struct StagingPlace {
+  std::string target;  // absolute
+  std::string path;    // absolute
+  bool fresh = false;  // the commit renames the directory itself
+};
+
+// Where a save into `target` stages, as things stand now.
+Result<StagingPlace> LocateStaging(const std::string& target);
+
+// A save in progress; coordinator only. Destroying it without a commit removes
+// the staging directory. Movable. Not for use from two threads at once.
+class SaveSession {
+ public:
+  SaveSession(SaveSession&&) = default;
+  SaveSession& operator=(SaveSession&&) = default;
+  ~SaveSession();
+
+  const StagingPlace& place() const { return place_; }
+  const Directory& directory() const { return lock_.directory(); }
+  const std::string& save_id() const { return save_id_; }
+  // The commit is through: nothing is left to clean.
+  void Finish();
+  // Moves a fresh staging directory into the target, which was filled by
+  // others since. kConflict when a save inside the target is in progress.
+  Status MoveInside();
+
+ private:
+  friend Result<SaveSession> BeginSave(const std::string& target,
+                                       bool overwrite);
+  SaveSession() = default;
+  StagingPlace place_;
+  DirectoryLock lock_;
+  std::string save_id_;
+};
+
+// Locks the staging directory, replays a commit that was interrupted after its
+// commit point, removes what a dead save left, and writes the save id for the
+// other ranks. Creates missing parents of `target`. kConflict when another
+// save holds the lock, or when overwrite is false and T holds a checkpoint.
+Result<SaveSession> BeginSave(const std::string& target, bool overwrite);
+
+// For every other rank: the staging directory that the coordinator has made
+// and the id of its save. kIncomplete, saying that the path is not shared,
+// when it cannot be seen from here.
+struct JoinedSave {
+  std::string staging;
+  std::string save_id;
+};
+Result<JoinedSave> JoinSave(const std::string& target);
+
+// Removes every entry of `directory` but `keep` (one level of subdirectories
+// deep).
+Status EmptyDirectory(const Directory& directory, std::string_view keep = {});
+
+inline constexpr std::string_view kSaveIdName = "save_id";
+
+}  // namespace torch_ckpt

@@ -1,0 +1,22 @@
+// The verify job: does every byte of a checkpoint match its digest?
+#pragma once
+
+#include <memory>
+
+#include "engine/checkpoint.h"
+#include "runtime/jobs.h"
+
+namespace torch_ckpt {
+
+struct VerifyReport {
+  uint64_t bytes = 0;
+  uint64_t files = 0;
+};
+
+// Reads all files that the manifest names and compares every segment. Opening
+// the checkpoint has compared names, sizes and ids; a directory without a
+// manifest has no digests and is kUnsupported. kCorrupt names the file.
+Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
+                                  int workers, Job* job);
+
+}  // namespace torch_ckpt

@@ -1,0 +1,212 @@
+#include "engine/write_job.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "format/names.h"
+#include "plan/layout.h"
+#include "plan/ranges.h"
+#include "plan/runs.h"
+
+namespace torch_ckpt {
+namespace {
+
+// A stretch of a file: header text or a source.
+struct Extent {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+  const SourceTensor* source = nullptr;  // null: header text
+  bool dense = false;
+};
+
+struct FileLayout {
+  std::string header;
+  std::vector<Extent> extents;  // ascending, without gaps
+};
+
+bool IsDense(const SourceTensor& source) {
+  int64_t expected = source.element_bytes;
+  for (int d = source.sizes.size() - 1; d >= 0; --d) {
+    if (source.sizes[d] == 0) return true;
+    if (source.sizes[d] != 1 && source.strides[d] != expected) return false;
+    expected *= source.sizes[d];
+  }
+  return true;
+}
+
+uint64_t SourceBytes(const SourceTensor& source) {
+  return static_cast<uint64_t>(source.sizes.Product()) *
+         static_cast<uint64_t>(source.element_bytes);
+}
+
+Status CheckSource(const WriteTensor& tensor, const SourceTensor& source) {
+  TC_ASSIGN_OR_RETURN(const uint64_t bytes,
+                      ByteSize(tensor.dtype, tensor.shape));
+  if (bytes != SourceBytes(source)) {
+    return InvalidArgument(
+        "has " + std::to_string(SourceBytes(source)) + " bytes in memory, a " +
+        DtypeName(tensor.dtype) + " box of " + tensor.shape.ToString() +
+        " takes " + std::to_string(bytes));
+  }
+  if (!Inside({tensor.offsets, tensor.shape}, tensor.global_shape)) {
+    return InvalidArgument("box " +
+                           Box{tensor.offsets, tensor.shape}.ToString() +
+                           " is not inside the global shape " +
+                           tensor.global_shape.ToString());
+  }
+  return {};
+}
+
+Result<FileLayout> LayOutData(const WriteFile& file, const std::string& id,
+                              const std::vector<SourceTensor>& sources) {
+  std::vector<SafetensorsEntry> entries;
+  for (const WriteTensor& tensor : file.tensors) {
+    Status checked = tensor.source < sources.size()
+                         ? CheckSource(tensor, sources[tensor.source])
+                         : InvalidArgument("has no source");
+    if (!checked.ok()) return std::move(checked).WithTensor(tensor.name);
+    entries.push_back({tensor.name, tensor.dtype, tensor.shape, 0, 0});
+  }
+  const std::vector<uint32_t> order = LayOutFile(&entries);
+  std::vector<ShardEntry> shards;
+  for (uint32_t position : order) {
+    const WriteTensor& tensor = file.tensors[position];
+    if (!file.sharded && !(tensor.shape == tensor.global_shape)) {
+      return InvalidArgument("is a part " +
+                             Box{tensor.offsets, tensor.shape}.ToString() +
+                             " of " + tensor.global_shape.ToString() +
+                             "; a final file holds whole tensors: use "
+                             "save_distributed=True")
+          .WithTensor(tensor.name);
+    }
+    shards.push_back({tensor.name, tensor.offsets,
+                      tensor.shape == tensor.global_shape
+                          ? std::nullopt
+                          : std::optional<Dims>(tensor.global_shape)});
+  }
+  FileLayout layout;
+  TC_ASSIGN_OR_RETURN(layout.header,
+                      BuildSafetensorsHeader(
+                          BuildFileMetadata(id, shards, file.sharded),
+                          entries));
+  layout.extents.push_back({0, layout.header.size(), nullptr, true});
+  for (size_t i = 0; i < order.size(); ++i) {
+    if (entries[i].begin == entries[i].end) continue;
+    const SourceTensor& source = sources[file.tensors[order[i]].source];
+    layout.extents.push_back({layout.header.size() + entries[i].begin,
+                              layout.header.size() + entries[i].end, &source,
+                              IsDense(source)});
+  }
+  return layout;
+}
+
+Result<FileLayout> LayOutRaw(const WriteFile& file,
+                             const std::vector<SourceTensor>& sources) {
+  FileLayout layout;
+  uint64_t at = 0;
+  for (size_t index : file.raw) {
+    if (index >= sources.size()) return InvalidArgument("has no source");
+    const SourceTensor& source = sources[index];
+    const uint64_t bytes = SourceBytes(source);
+    if (bytes == 0) continue;
+    layout.extents.push_back({at, at + bytes, &source, IsDense(source)});
+    at += bytes;
+  }
+  return layout;
+}
+
+// Elements of a strided source, in row-major order, from byte `begin` of that
+// order on.
+void GatherElements(const SourceTensor& source, uint64_t begin,
+                    MutableByteSpan out) {
+  const auto unit = static_cast<uint64_t>(source.element_bytes);
+  const Dims order = DenseStrides(source.sizes, source.element_bytes);
+  for (const Box& box :
+       BoxesOfRange(source.sizes, static_cast<int64_t>(begin / unit),
+                    static_cast<int64_t>((begin + out.size()) / unit))) {
+    StridedBox src{box, 0, source.strides};
+    StridedBox dst{box, 0, order};
+    for (int d = 0; d < box.rank(); ++d) {
+      src.base += static_cast<uint64_t>(box.offsets[d] * source.strides[d]);
+      dst.base += static_cast<uint64_t>(box.offsets[d] * order[d]);
+    }
+    Run run;
+    if (MakeRun(src, dst, source.element_bytes, &run)) {
+      CopyRun(run, source.data, 0, out.data(), begin);
+    }
+  }
+}
+
+// Copies bytes [begin, begin + out.size()) of the extent.
+void CopyExtent(const FileLayout& layout, const Extent& extent, uint64_t begin,
+                MutableByteSpan out) {
+  if (!extent.source) {
+    std::memcpy(out.data(), layout.header.data() + begin, out.size());
+    return;
+  }
+  const SourceTensor& source = *extent.source;
+  if (extent.dense) {
+    std::memcpy(out.data(), source.data + begin, out.size());
+    return;
+  }
+  // A segment may cut an element (3-byte units, odd offsets): gather whole
+  // elements and take the part.
+  const auto unit = static_cast<uint64_t>(source.element_bytes);
+  const uint64_t first = begin / unit * unit;
+  const uint64_t last = (begin + out.size() + unit - 1) / unit * unit;
+  if (first == begin && last == begin + out.size()) {
+    GatherElements(source, begin, out);
+    return;
+  }
+  std::vector<std::byte> whole(last - first);
+  GatherElements(source, first, whole);
+  std::memcpy(out.data(), whole.data() + (begin - first), out.size());
+}
+
+}  // namespace
+
+Result<std::vector<WrittenFile>> RunWriteJob(
+    const WritePlan& plan, const std::vector<SourceTensor>& sources,
+    Job* job) {
+  TC_ASSIGN_OR_RETURN(const Directory staging, Directory::Open(plan.staging));
+  std::vector<FileLayout> layouts;
+  std::vector<OutputSpec> specs;
+  for (const WriteFile& file : plan.files) {
+    TC_RETURN_IF_ERROR(CheckFileName(file.name));
+    const std::string id = NewId();
+    Result<FileLayout> layout = file.role == FileRole::kData
+                                    ? LayOutData(file, id, sources)
+                                    : LayOutRaw(file, sources);
+    if (!layout.ok()) return layout.status().WithFile(file.name);
+    layouts.push_back(std::move(layout).value());
+    const std::vector<Extent>& extents = layouts.back().extents;
+    specs.push_back({file.name, StagedName(file.name, id), id, file.role,
+                     extents.empty() ? 0 : extents.back().end});
+  }
+  const FillFn fill = [&](size_t file, uint64_t offset, MutableByteSpan out,
+                          int) -> Status {
+    const FileLayout& layout = layouts[file];
+    auto extent = std::upper_bound(
+        layout.extents.begin(), layout.extents.end(), offset,
+        [](uint64_t at, const Extent& e) { return at < e.end; });
+    while (!out.empty()) {
+      const uint64_t size = std::min<uint64_t>(out.size(),
+                                               extent->end - offset);
+      CopyExtent(layout, *extent, offset - extent->begin, out.first(size));
+      out = out.subspan(size);
+      offset += size;
+      ++extent;
+    }
+    return {};
+  };
+  TC_ASSIGN_OR_RETURN(auto digests,
+                      WriteOutputs(staging, specs, plan.options,
+                                   /*existing=*/false, {}, job, fill));
+  std::vector<WrittenFile> written;
+  for (size_t f = 0; f < specs.size(); ++f) {
+    written.push_back({specs[f], std::move(digests[f])});
+  }
+  return written;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,57 @@
+// The write job: tensors of this rank's memory into files in staging.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/output_files.h"
+#include "format/sharding_info.h"
+
+namespace torch_ckpt {
+
+// Bytes in this process. `strides` are bytes per element step of each
+// dimension; dense row-major sources are recognised. The caller keeps the
+// memory alive and unchanged until the job has returned.
+struct SourceTensor {
+  const std::byte* data = nullptr;
+  Dims sizes;
+  Dims strides;
+  int64_t element_bytes = 1;
+};
+
+struct WriteTensor {
+  std::string name;
+  Dtype dtype = Dtype::kU8;
+  Dims shape;             // of this box, in elements of dtype
+  Dims offsets;           // in the global tensor
+  Dims global_shape;
+  size_t source = 0;      // index into the sources
+};
+
+struct WriteFile {
+  std::string name;
+  FileRole role = FileRole::kData;
+  bool sharded = false;   // sharding keys in the header
+  std::vector<WriteTensor> tensors;  // kData
+  std::vector<size_t> raw;  // any other role: these sources, one after another
+};
+
+struct WritePlan {
+  std::string staging;  // directory
+  std::vector<WriteFile> files;
+  OutputOptions options;
+};
+
+struct WrittenFile {
+  OutputSpec spec;
+  std::vector<uint32_t> crc32c;
+};
+
+// Blocks until every file is written and synced, or fails and has unlinked
+// them. Checks that sources match shapes and dtypes. Errors name file and
+// tensor. Progress and cancellation through `job`.
+Result<std::vector<WrittenFile>> RunWriteJob(
+    const WritePlan& plan, const std::vector<SourceTensor>& sources, Job* job);
+
+}  // namespace torch_ckpt

@@ -1,0 +1,125 @@
+// read: boxes of a checkpoint into tensors. crc32c: a digest of a tensor.
+//
+// Plan of read:
+//   {"path": directory, "save_id": str or absent, "job": id or 0,
+//    "workers": int, "verify": bool,
+//    "names": [fqn], "offsets": [[int] or null], "files": {"i": name}}
+// Item i goes into targets[i]: the box of the target's size at `offsets` (null:
+// zeros) of the global tensor, or, where "files" has i, that whole file. With a
+// save_id the read fails if the checkpoint has been replaced since.
+#include "capi/requests.h"
+#include "engine/read_job.h"
+#include "ops/tensors.h"
+#include "runtime/crc32c.h"
+
+namespace torch_ckpt::ops {
+namespace {
+
+Result<ReadItem> ParseItem(const Json& plan, size_t i,
+                           const Checkpoint& checkpoint,
+                           const TargetTensor& target) {
+  ReadItem item;
+  item.target = i;
+  const Json& name = plan["names"][i];
+  if (!name.is_string()) return InvalidArgument("the plan's 'names' hold text");
+  item.name = name.get<std::string>();
+  const auto files = plan.find("files");
+  if (files != plan.end() && files->is_object()) {
+    const auto file = files->find(std::to_string(i));
+    if (file != files->end() && file->is_string()) {
+      item.file = file->get<std::string>();
+      return item;
+    }
+  }
+  item.box.sizes = target.sizes;
+  const int64_t entry = checkpoint.catalog().Find(item.name);
+  if (entry >= 0) {
+    const Dtype dtype = checkpoint.catalog()
+                            .entries()[static_cast<size_t>(entry)]
+                            .storage_dtype;
+    if (DtypeBits(dtype) < 8 && !item.box.sizes.empty()) {
+      item.box.sizes[item.box.sizes.size() - 1] *= DtypeUnit(dtype).elements;
+    }
+  }
+  TC_ASSIGN_OR_RETURN(const auto offsets, DimsAt(plan, "offsets", i));
+  item.box.offsets =
+      offsets ? *offsets : Dims::Filled(item.box.sizes.size(), 0);
+  return item;
+}
+
+Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
+           int64_t* report) {
+  TC_ASSIGN_OR_RETURN(const std::string path, capi::GetString(plan, "path"));
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, OpenCheckpoint(path));
+  const std::string save_id = plan.value("save_id", std::string());
+  if (!save_id.empty() && save_id != checkpoint->save_id()) {
+    return Conflict("was replaced by another save since its metadata was read")
+        .WithFile(path);
+  }
+  const auto names = plan.find("names");
+  if (names == plan.end() || !names->is_array() ||
+      names->size() != tensors.size()) {
+    return InvalidArgument("the plan names " +
+                           std::to_string(names == plan.end() ? 0
+                                                              : names->size()) +
+                           " items for " + std::to_string(tensors.size()) +
+                           " targets");
+  }
+  ReadPlan read_plan;
+  TC_ASSIGN_OR_RETURN(const int64_t workers,
+                      capi::GetInt(plan, "workers", read_plan.workers));
+  read_plan.workers = static_cast<int>(workers);
+  read_plan.verify = capi::GetBool(plan, "verify", true);
+  std::vector<TargetTensor> targets;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(tensors[i]));
+    targets.push_back({const_cast<std::byte*>(memory.data), memory.sizes,
+                       memory.strides, memory.element_bytes});
+    TC_ASSIGN_OR_RETURN(ReadItem item, ParseItem(plan, i, *checkpoint,
+                                                 targets.back()));
+    read_plan.items.push_back(std::move(item));
+  }
+  TC_ASSIGN_OR_RETURN(const ReadReport done,
+                      RunReadJob(checkpoint, read_plan, targets, job));
+  job->SetResult(Json{{"bytes_needed", done.bytes_needed},
+                      {"bytes_read", done.bytes_read},
+                      {"bytes_verified", done.bytes_verified}}
+                     .dump());
+  report[0] = 1;
+  report[1] = static_cast<int64_t>(done.bytes_needed);
+  report[2] = static_cast<int64_t>(done.bytes_read);
+  report[3] = static_cast<int64_t>(done.bytes_verified);
+  return {};
+}
+
+}  // namespace
+
+void read(std::vector<Tensor> targets, Tensor plan, Tensor report) {
+  Result<int64_t*> values = ReportOf(report);
+  ThrowIfError(values.status());
+  Result<Json> parsed = ParsePlanTensor(plan);
+  ThrowIfError(parsed.status());
+  Result<std::shared_ptr<Job>> job = JobOfPlan(*parsed, JobKind::kRead);
+  ThrowIfError(job.status());
+  Status status = Run(targets, *parsed, job->get(), *values);
+  if (!status.ok()) ThrowIfError((*job)->Fail(std::move(status)));
+}
+
+void crc32c(Tensor data, Tensor report) {
+  Result<int64_t*> values = ReportOf(report);
+  ThrowIfError(values.status());
+  Result<SourceTensor> source = SourceOf(data);
+  ThrowIfError(source.status());
+  int64_t dense = source->element_bytes;
+  for (int d = source->sizes.size() - 1; d >= 0; --d) {
+    if (source->sizes[d] > 1 && source->strides[d] != dense) {
+      ThrowIfError(InvalidArgument("the tensor is not contiguous"));
+    }
+    dense *= source->sizes[d];
+  }
+  (*values)[1] = static_cast<int64_t>(
+      torch_ckpt::Crc32c(0, source->data, static_cast<size_t>(dense)));
+  (*values)[0] = 1;
+}
+
+}  // namespace torch_ckpt::ops

@@ -1,0 +1,35 @@
+// All schemas of torch.ops.dcp_ext in one block, all kernels in another.
+//
+// Ops that touch memory exist for the CPU key only, so that tracing with fake
+// tensors never touches a file, and mutate `report`, so that no compiler drops
+// or repeats them.
+#include <string>
+
+#include "ops/tensors.h"
+
+namespace torch_ckpt::ops {
+namespace {
+
+std::string version() { return TORCH_CKPT_VERSION; }
+
+}  // namespace
+}  // namespace torch_ckpt::ops
+
+STABLE_TORCH_LIBRARY_FRAGMENT(dcp_ext, library) {
+  library.def("version() -> str");
+  library.def(
+      "write(Tensor[] tensors, Tensor plan, Tensor(a!) report) -> ()");
+  library.def(
+      "read(Tensor(a!)[] targets, Tensor plan, Tensor(b!) report) -> ()");
+  library.def("crc32c(Tensor data, Tensor(a!) report) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CompositeExplicitAutograd, library) {
+  library.impl("version", TORCH_BOX(&torch_ckpt::ops::version));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CPU, library) {
+  library.impl("write", TORCH_BOX(&torch_ckpt::ops::write));
+  library.impl("read", TORCH_BOX(&torch_ckpt::ops::read));
+  library.impl("crc32c", TORCH_BOX(&torch_ckpt::ops::crc32c));
+}

@@ -1,0 +1,110 @@
+#include "ops/tensors.h"
+
+#include <stdexcept>
+
+namespace torch_ckpt::ops {
+
+void ThrowIfError(const Status& status) {
+  if (status.ok()) return;
+  if (status.kind() == ErrorKind::kInvalidArgument) {
+    throw std::invalid_argument(status.ToString());
+  }
+  throw std::runtime_error(status.ToString());
+}
+
+Result<Json> ParsePlanTensor(const Tensor& plan) {
+  TC_ASSIGN_OR_RETURN(const SourceTensor bytes, SourceOf(plan));
+  if (bytes.element_bytes != 1 || bytes.sizes.size() != 1 ||
+      (bytes.sizes[0] > 1 && bytes.strides[0] != 1)) {
+    return InvalidArgument("the plan is not a dense uint8 tensor");
+  }
+  const auto* text = reinterpret_cast<const char*>(bytes.data);
+  Json parsed = Json::parse(text, text + bytes.sizes[0], nullptr,
+                            /*allow_exceptions=*/false);
+  if (!parsed.is_object()) {
+    return InvalidArgument("the plan is not a JSON object");
+  }
+  return parsed;
+}
+
+Result<int64_t*> ReportOf(Tensor& report) {
+  TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(report));
+  if (memory.element_bytes != 8 || memory.sizes.size() != 1 ||
+      memory.sizes[0] < kReportSize || memory.strides[0] != 8) {
+    return InvalidArgument("the report is not a dense int64 tensor of at least " +
+                           std::to_string(kReportSize) + " elements");
+  }
+  auto* values = static_cast<int64_t*>(report.mutable_data_ptr());
+  std::fill_n(values, kReportSize, 0);
+  return values;
+}
+
+Result<SourceTensor> SourceOf(const Tensor& tensor) {
+  if (!tensor.is_cpu()) {
+    return Unsupported("a tensor is not in host memory");
+  }
+  const int64_t rank = tensor.dim();
+  if (rank > kMaxDims) {
+    return Unsupported("a tensor has " + std::to_string(rank) +
+                       " dimensions, at most " + std::to_string(kMaxDims) +
+                       " are supported");
+  }
+  // scalar_type() throws for dtypes newer than the floor; the size of an
+  // element is all that is needed, and known for every one.
+  int32_t dtype = 0;
+  if (aoti_torch_get_dtype(tensor.get(), &dtype) != 0) {
+    return Internal("a tensor has no dtype");
+  }
+  SourceTensor source;
+  source.element_bytes =
+      static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  int64_t count = 1;
+  for (int64_t d = 0; d < rank; ++d) {
+    const auto i = static_cast<size_t>(d);
+    source.sizes.push_back(sizes[i]);
+    source.strides.push_back(strides[i] * source.element_bytes);
+    count *= sizes[i];
+  }
+  source.data = static_cast<const std::byte*>(tensor.data_ptr());
+  if (count > 0 && !source.data) {
+    return InvalidArgument("a tensor has no memory (meta or fake tensor?)");
+  }
+  return source;
+}
+
+Result<std::shared_ptr<Job>> JobOfPlan(const Json& plan, JobKind kind) {
+  const auto id = plan.find("job");
+  if (id == plan.end() || !id->is_number_integer() || *id == 0) {
+    return std::make_shared<Job>(kind);
+  }
+  return JobRegistry::Process().Find(id->get<int64_t>());
+}
+
+Result<std::optional<Dims>> DimsAt(const Json& plan, const char* column,
+                                   size_t i) {
+  const auto it = plan.find(column);
+  if (it == plan.end() || it->is_null()) return std::optional<Dims>();
+  if (!it->is_array() || i >= it->size()) {
+    return InvalidArgument(std::string("the plan's '") + column +
+                           "' is too short");
+  }
+  const Json& item = (*it)[i];
+  if (item.is_null()) return std::optional<Dims>();
+  Dims dims;
+  if (!item.is_array() || item.size() > kMaxDims) {
+    return InvalidArgument(std::string("the plan's '") + column +
+                           "' holds something else than shapes");
+  }
+  for (const Json& value : item) {
+    if (!value.is_number_integer()) {
+      return InvalidArgument(std::string("the plan's '") + column +
+                             "' holds something else than integers");
+    }
+    dims.push_back(value.get<int64_t>());
+  }
+  return std::optional<Dims>(dims);
+}
+
+}  // namespace torch_ckpt::ops

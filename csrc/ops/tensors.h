@@ -1,0 +1,56 @@
+// From torch tensors and plan bytes to the engine's types.
+//
+// The plan of an op is a uint8 tensor that holds UTF-8 JSON: names and paths
+// never cross as `str`, which costs a fresh copy and, up to torch 2.13, leaks.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string_view>
+
+#include "engine/write_job.h"
+#include "runtime/jobs.h"
+
+namespace torch_ckpt::ops {
+
+using Json = nlohmann::json;
+using torch::stable::Tensor;
+
+// The report of every data op: int64, at least this many elements.
+//   [0] 1 when the op has done its work, 0 otherwise
+//   [1] bytes of data that were asked for
+//   [2] bytes that went through the disk or the page cache
+//   [3] bytes that were compared with a digest (read), files (write)
+inline constexpr int64_t kReportSize = 4;
+
+// The only throw of the extension: std::runtime_error with the text of the
+// status (std::invalid_argument for a caller's mistake), after keeping the
+// status in the job, where Python finds its parts.
+void ThrowIfError(const Status& status);
+
+Result<Json> ParsePlanTensor(const Tensor& plan);
+Result<int64_t*> ReportOf(Tensor& report);
+
+// Memory of a dense or strided CPU tensor. kUnsupported for other devices and
+// for more than kMaxDims dimensions.
+Result<SourceTensor> SourceOf(const Tensor& tensor);
+
+// The job that plan["job"] names, or a private one.
+Result<std::shared_ptr<Job>> JobOfPlan(const Json& plan, JobKind kind);
+
+// Element `i` of a column of shapes; nullopt when the column or the element is
+// null.
+Result<std::optional<Dims>> DimsAt(const Json& plan, const char* column,
+                                   size_t i);
+
+// The ops. write_ops.cc:
+void write(std::vector<Tensor> tensors, Tensor plan, Tensor report);
+// read_ops.cc:
+void read(std::vector<Tensor> targets, Tensor plan, Tensor report);
+void crc32c(Tensor data, Tensor report);
+
+}  // namespace torch_ckpt::ops

@@ -1,0 +1,71 @@
+#include "plan/clip.h"
+
+#include <algorithm>
+
+namespace torch_ckpt {
+namespace {
+
+// The run without its first `level` loops, at index 0 of each.
+Run Inner(const Run& run, int level) {
+  Run inner = run;
+  inner.loops = run.loops - level;
+  for (int i = 0; i < inner.loops; ++i) {
+    const auto to = static_cast<size_t>(i);
+    const auto from = static_cast<size_t>(i + level);
+    inner.count[to] = run.count[from];
+    inner.src_stride[to] = run.src_stride[from];
+    inner.dst_stride[to] = run.dst_stride[from];
+  }
+  return inner;
+}
+
+void Shift(Run* run, uint64_t steps, int64_t src_stride, int64_t dst_stride) {
+  run->src += steps * static_cast<uint64_t>(src_stride);
+  run->dst += steps * static_cast<uint64_t>(dst_stride);
+}
+
+}  // namespace
+
+void ClipRun(const Run& run, uint64_t lo, uint64_t hi, std::vector<Run>* out) {
+  const uint64_t end = run.src + run.SrcSpan();
+  if (end <= lo || run.src >= hi) return;
+  if (run.src >= lo && end <= hi) {
+    out->push_back(run);
+    return;
+  }
+  if (run.loops == 0) {
+    Run part = run;
+    const uint64_t from = std::max(run.src, lo);
+    part.src = from;
+    part.dst = run.dst + (from - run.src);
+    part.bytes = std::min(end, hi) - from;
+    out->push_back(part);
+    return;
+  }
+  const Run inner = Inner(run, 1);
+  const uint64_t span = inner.SrcSpan();
+  const auto stride = static_cast<uint64_t>(run.src_stride[0]);
+  const auto count = static_cast<uint64_t>(run.count[0]);
+  // Slice i stands at [src + i * stride, src + i * stride + span).
+  const uint64_t first_touched = lo <= run.src ? 0 : (lo - run.src) / stride;
+  for (uint64_t i = first_touched; i < count;) {
+    const uint64_t begin = run.src + i * stride;
+    if (begin >= hi) break;
+    if (begin >= lo && begin + span <= hi) {
+      const uint64_t whole =
+          std::min(count - i, (hi - begin - span) / stride + 1);
+      Run part = whole == 1 ? inner : run;
+      if (whole > 1) part.count[0] = static_cast<int64_t>(whole);
+      Shift(&part, i, run.src_stride[0], run.dst_stride[0]);
+      out->push_back(part);
+      i += whole;
+    } else {
+      Run part = inner;
+      Shift(&part, i, run.src_stride[0], run.dst_stride[0]);
+      ClipRun(part, lo, hi, out);
+      ++i;
+    }
+  }
+}
+
+}  // namespace torch_ckpt
