@@ -1,0 +1,116 @@
+"""The training script that run.py starts under torchrun: one process per rank.
+
+It goes on from the newest whole checkpoint below ``--root`` if there is one, saves asynchronously
+every ``save_every`` steps, and at the end writes the finished model for Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from checkpoints import directory_of, files_in, latest_whole
+from corpus import digest
+from export import export_model
+from worker import Worker, joined
+
+import torch_ckpt
+
+
+class Saver:
+    """Asynchronous saves, one at a time; an error of a save is raised by the next call."""
+
+    def __init__(self, worker: Worker, root: Path) -> None:
+        self._worker = worker
+        self._root = root
+        self._last: tuple[int, float, float, list[float], Future[Any]] | None = None
+
+    def start(self) -> None:
+        """Starts to save the current state and returns as soon as training may go on."""
+        self.wait()
+        step = self._worker.state.step
+        self._worker.report("save started", step=step)
+        begin = time.perf_counter()
+        future = torch_ckpt.async_save(
+            {"app": self._worker.state},
+            checkpoint_id=directory_of(self._root, step),
+            process_group=self._worker.saves,
+        )
+        blocked = time.perf_counter() - begin
+        ended: list[float] = []
+        future.add_done_callback(lambda _: ended.append(time.perf_counter()))
+        self._last = (step, begin, blocked, ended, future)
+
+    def wait(self) -> None:
+        """Waits until the last save is on disk; raises its error if it failed."""
+        if self._last is None:
+            return
+        step, begin, blocked, ended, future = self._last
+        future.result()
+        self._last = None
+        _, size = files_in(directory_of(self._root, step))
+        seconds = (ended[0] if ended else time.perf_counter()) - begin
+        self._worker.report("saved", step=step, blocked=blocked, seconds=seconds, bytes=size)
+
+
+def train_step(worker: Worker) -> tuple[float, str]:
+    """Trains on the next global batch; returns its mean loss per token and its digest."""
+    state = worker.state
+    batch = state.batches.next()
+    share = batch.shape[0] // worker.world
+    mine = batch[worker.rank * share : (worker.rank + 1) * share]
+    logits = state.model(input_ids=mine[:, :-1], use_cache=False).logits
+    total = F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten(), reduction="sum")
+    loss = total / batch[:, 1:].numel()
+    loss.backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.scheduler.step()
+    state.step += 1
+    # float64: the reported number adds no rounding of its own.
+    whole_loss = loss.detach().double()
+    dist.all_reduce(whole_loss)
+    return whole_loss.item(), digest(batch)
+
+
+def run(worker: Worker, root: Path, save: bool, export: Path | None) -> None:
+    settings, state = worker.settings, worker.state
+    saver = Saver(worker, root)
+    newest = latest_whole(root)
+    if newest is not None:
+        torch_ckpt.load({"app": state}, checkpoint_id=newest, process_group=worker.saves)
+        worker.report("resumed", step=state.step, checkpoint=newest.name)
+    while state.step < settings.steps:
+        rate = state.scheduler.get_last_lr()[0]
+        begin = time.perf_counter()
+        loss, data = train_step(worker)
+        seconds = time.perf_counter() - begin
+        worker.report("step", step=state.step, loss=loss, rate=rate, data=data, seconds=seconds)
+        if save and state.step % settings.save_every == 0:
+            saver.start()
+    saver.wait()
+    if export is not None:
+        export_model(worker, export)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--events", type=Path, required=True)
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--export", type=Path)
+    args = parser.parse_args()
+    with joined(args.work, args.events) as worker:
+        run(worker, args.root, not args.no_save, args.export)
+
+
+if __name__ == "__main__":
+    torch.set_num_interop_threads(1)
+    main()
