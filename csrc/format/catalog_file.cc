@@ -129,6 +129,8 @@ Status ReadPlacement(Reader* in, uint32_t entry, Catalog* out) {
     const auto sizes = in->Sizes(e.shape.size());
     if (!offsets || !sizes) return Malformed("a box");
     placement.box = {*offsets, *sizes};
+    if (placement.box == Box::Whole(e.shape))
+      return Malformed("a whole box that is not marked as one");
   }
   const auto bytes = ByteSize(e.storage_dtype, placement.box.sizes);
   if (!bytes.ok()) return Malformed("the size of a box");

@@ -209,7 +209,8 @@ Status CheckWritable(
   std::vector<std::string_view> names;
   names.reserve(std::max(metadata.size(), tensors.size()));
   for (const auto& [key, value] : metadata) {
-    TC_RETURN_IF_ERROR(CheckTensorName(key));
+    // A key may be called "__metadata__"; the other rules are the same.
+    if (key != kMetadataKey) TC_RETURN_IF_ERROR(CheckTensorName(key));
     if (!IsUtf8(value))
       return InvalidArgument("metadata '" + key + "' is not UTF-8");
     names.push_back(key);

@@ -1,0 +1,233 @@
+#include <gtest/gtest.h>
+
+#include "format/manifest.h"
+#include "runtime/crc32c.h"
+
+namespace torch_ckpt {
+namespace {
+
+const std::string kIdA(32, 'a'), kIdB(32, 'b');
+
+Manifest Sample() {
+  Manifest m;
+  m.save_id = kIdA;
+  m.world_size = 4;
+  m.files = {
+      {"m.safetensors", kIdA, FileRole::kData, kSegmentBytes + 1, {1, 0xABC}},
+      {"empty.safetensors", kIdB, FileRole::kData, 0, {}},
+      {"objects-00001.json", kIdB, FileRole::kObjects, 5, {0xFFFFFFFF}},
+      {"torch_ckpt.catalog", kIdB, FileRole::kCatalog, kSegmentBytes, {7}},
+      {"model.safetensors.index.json", kIdB, FileRole::kIndex, 9, {8}},
+      {"extra.bin", kIdB, FileRole::kExtra, 1, {9}}};
+  return m;
+}
+Journal SampleJournal() {
+  Journal j;
+  j.manifest = Sample();
+  j.renames = {{"m.safetensors." + kIdA, "m.safetensors"},
+               {"extra.bin." + kIdB, "extra.bin"}};
+  j.removes = {"old.safetensors"};
+  return j;
+}
+
+// Puts the right checksum under an edited text.
+std::string Resealed(std::string text) {
+  const size_t at = text.rfind("\"crc32c\": \"");
+  const uint32_t crc = Crc32c(0, text.data(), at);
+  char digits[9];
+  std::snprintf(digits, sizeof digits, "%08x", crc);
+  return text.replace(at + 11, 8, digits);
+}
+std::string Edited(std::string text, std::string_view from,
+                   std::string_view to) {
+  const size_t at = text.find(from);
+  EXPECT_NE(at, std::string::npos) << from;
+  return Resealed(text.replace(at, from.size(), to));
+}
+ErrorKind Kind(std::string_view text) {
+  return ParseManifest(AsBytes(text)).status().kind();
+}
+ErrorKind JournalKind(const Journal& journal) {
+  return ParseJournal(AsBytes(EncodeJournal(journal))).status().kind();
+}
+
+void ExpectEqual(const Manifest& a, const Manifest& b) {
+  EXPECT_EQ(a.save_id, b.save_id);
+  EXPECT_EQ(a.world_size, b.world_size);
+  ASSERT_EQ(a.files.size(), b.files.size());
+  for (size_t i = 0; i < a.files.size(); ++i) {
+    EXPECT_EQ(a.files[i].name, b.files[i].name);
+    EXPECT_EQ(a.files[i].id, b.files[i].id);
+    EXPECT_EQ(a.files[i].role, b.files[i].role);
+    EXPECT_EQ(a.files[i].bytes, b.files[i].bytes);
+    EXPECT_EQ(a.files[i].crc32c, b.files[i].crc32c);
+  }
+}
+
+TEST(ManifestFormat, GoldenText) {
+  Manifest m;
+  m.save_id = kIdA;
+  m.files = {{"m.safetensors", kIdB, FileRole::kData, 3, {0x1A2B}}};
+  EXPECT_EQ(EncodeManifest(m), Resealed("{\n"
+                                        "\"format\": \"torch_ckpt\",\n"
+                                        "\"version\": 1,\n"
+                                        "\"save_id\": \"" +
+                                        kIdA +
+                                        "\",\n"
+                                        "\"world_size\": 1,\n"
+                                        "\"segment_bytes\": 1048576,\n"
+                                        "\"files\": [\n"
+                                        "{\"name\": \"m.safetensors\", "
+                                        "\"id\": \"" +
+                                        kIdB +
+                                        "\", \"role\": \"data\", "
+                                        "\"bytes\": 3, "
+                                        "\"crc32c\": \"00001a2b\"}\n"
+                                        "],\n"
+                                        "\"crc32c\": \"00000000\"\n"
+                                        "}\n"));
+}
+
+TEST(ManifestFormat, RoundTrip) {
+  const std::string text = EncodeManifest(Sample());
+  const auto parsed = ParseManifest(AsBytes(text));
+  ASSERT_TRUE(parsed.ok()) << parsed.status().ToString();
+  ExpectEqual(*parsed, Sample());
+  EXPECT_EQ(EncodeManifest(*parsed), text);
+  EXPECT_EQ(parsed->Find("extra.bin")->bytes, 1u);
+  EXPECT_EQ(parsed->Find("other"), nullptr);
+  Manifest none;
+  none.save_id = kIdA;
+  EXPECT_EQ(Kind(EncodeManifest(none)), ErrorKind::kOk);
+}
+
+TEST(ManifestFormat, EveryAlteredByteAndEveryCutIsSeen) {
+  const std::string text = EncodeManifest(Sample());
+  for (size_t i = 0; i < text.size(); ++i) {
+    for (int bit : {0, 1, 5}) {
+      std::string bad = text;
+      bad[i] = static_cast<char>(bad[i] ^ (1 << bit));
+      EXPECT_NE(Kind(bad), ErrorKind::kOk) << i;
+    }
+    EXPECT_NE(Kind(text.substr(0, i)), ErrorKind::kOk) << i;
+  }
+  EXPECT_NE(Kind(text + " "), ErrorKind::kOk);
+}
+
+TEST(ManifestFormat, Versions) {
+  const std::string text = EncodeManifest(Sample());
+  const auto newer =
+      ParseManifest(AsBytes(Edited(text, "\"version\": 1", "\"version\": 2")));
+  EXPECT_EQ(newer.status().kind(), ErrorKind::kUnsupported);
+  EXPECT_NE(newer.status().message().find("written by a newer torch_ckpt"),
+            std::string::npos);
+  // Whatever else a newer version says.
+  EXPECT_EQ(Kind("{\"format\":\"torch_ckpt\",\"version\":9,\"x\":[[[[[["),
+            ErrorKind::kUnsupported);
+  EXPECT_EQ(Kind(Edited(text, "\"version\": 1", "\"version\": 0")),
+            ErrorKind::kCorrupt);
+  EXPECT_EQ(Kind(Edited(text, "\"torch_ckpt\"", "\"other\"")),
+            ErrorKind::kCorrupt);
+  EXPECT_EQ(Kind(EncodeJournal(SampleJournal())), ErrorKind::kCorrupt);
+  EXPECT_FALSE(ParseJournal(AsBytes(text)).ok());
+}
+
+TEST(ManifestFormat, RefusesEdits) {
+  const std::string text = EncodeManifest(Sample());
+  struct {
+    const char *from, *to;
+  } const edits[] = {
+      {"\"world_size\": 4", "\"world_size\": 0"},
+      {"\"world_size\": 4", "\"world_size\": -4"},
+      {"\"world_size\": 4", "\"world_size\": 4.0"},
+      {"\"world_size\": 4", "\"world_size\": 99999999999"},
+      {"\"world_size\": 4", "\"world_size\": \"4\""},
+      {"\"world_size\": 4", "\"world_size\": 4, \"new\": 1"},
+      {"\"world_size\": 4,\n", ""},
+      {"\"world_size\": 4", "\"world_size\": 4, \"world_size\": 4"},
+      {"\"format\": \"torch_ckpt\",\n", ""},
+      {"\"version\": 1,\n", ""},
+      {"\"save_id\": \"aaaa", "\"save_id\": \"AAAA"},
+      {"\"save_id\": \"aaaa", "\"save_id\": \"aaa"},
+      {"\"name\": \"m.safetensors\"", "\"name\": \"../m.safetensors\""},
+      {"\"name\": \"m.safetensors\"", "\"name\": \"m.bin\""},
+      {"\"name\": \"m.safetensors\"", "\"name\": \"empty.safetensors\""},
+      {"\"name\": \"extra.bin\"", "\"name\": \"torch_ckpt.json\""},
+      {"\"name\": \"extra.bin\"", "\"name\": \"commit.json\""},
+      {"\"name\": \"extra.bin\"", "\"name\": 7"},
+      {"\"name\": \"extra.bin\", ", ""},
+      {"\"id\": \"bbbb", "\"id\": \"bbb"},
+      {"\"role\": \"extra\"", "\"role\": \"catalog\""},
+      {"\"role\": \"extra\"", "\"role\": \"index\""},
+      {"\"role\": \"extra\"", "\"role\": \"other\""},
+      {"\"bytes\": 5", "\"bytes\": 0"},
+      {"\"bytes\": 5", "\"bytes\": 1048577"},
+      {"\"bytes\": 5", "\"bytes\": 18446744073709551615"},
+      {"\"bytes\": 5", "\"bytes\": 18446744073709551616"},
+      {"\"bytes\": 5", "\"bytes\": null"},
+      {"\"crc32c\": \"ffffffff\"", "\"crc32c\": \"FFFFFFFF\""},
+      {"\"crc32c\": \"ffffffff\"", "\"crc32c\": \"fffffff\""},
+      {"\"crc32c\": \"ffffffff\"", "\"crc32c\": \"fffffffg\""},
+      {"\"crc32c\": \"ffffffff\"", "\"crc32c\": \"-fffffff\""},
+      {"\"crc32c\": \"ffffffff\"", "\"crc32c\": \"\""},
+      {"\"crc32c\": \"ffffffff\"", "\"crc32c\": 1"},
+      {"\"crc32c\": \"ffffffff\"", "\"crc32c\": [\"ffffffff\"]"},
+      {"\"files\": [", "\"files\": [[],"},
+      {"\"files\": [", "\"files\": [1,"},
+      {"\"files\": [", "\"files\": [{},"},
+  };
+  for (const auto& e : edits) {
+    EXPECT_EQ(Kind(Edited(text, e.from, e.to)), ErrorKind::kCorrupt)
+        << e.from << " -> " << e.to;
+  }
+  EXPECT_EQ(Kind(Edited(text, "1048576,", "8388608,")),
+            ErrorKind::kUnsupported);
+  EXPECT_EQ(Kind(""), ErrorKind::kCorrupt);
+  EXPECT_EQ(Kind("{}"), ErrorKind::kCorrupt);
+}
+
+TEST(JournalFormat, RoundTrip) {
+  const std::string text = EncodeJournal(SampleJournal());
+  const auto parsed = ParseJournal(AsBytes(text));
+  ASSERT_TRUE(parsed.ok()) << parsed.status().ToString();
+  ExpectEqual(parsed->manifest, Sample());
+  ASSERT_EQ(parsed->renames.size(), 2u);
+  EXPECT_EQ(parsed->renames[1].from, "extra.bin." + kIdB);
+  EXPECT_EQ(parsed->renames[1].to, "extra.bin");
+  EXPECT_EQ(parsed->removes, SampleJournal().removes);
+  EXPECT_EQ(EncodeJournal(*parsed), text);
+}
+
+TEST(JournalFormat, EveryAlteredByteIsSeen) {
+  const std::string text = EncodeJournal(SampleJournal());
+  for (size_t i = 0; i < text.size(); ++i) {
+    std::string bad = text;
+    bad[i] = static_cast<char>(bad[i] ^ 2);
+    EXPECT_FALSE(ParseJournal(AsBytes(bad)).ok()) << i;
+  }
+}
+
+TEST(JournalFormat, RefusesAReplayThatDoesHarm) {
+  EXPECT_EQ(JournalKind(SampleJournal()), ErrorKind::kOk);
+  const auto with = [](auto change) {
+    Journal j = SampleJournal();
+    change(&j);
+    return JournalKind(j);
+  };
+  const ErrorKind kBad = ErrorKind::kCorrupt;
+  EXPECT_EQ(with([](Journal* j) { j->removes.push_back("m.safetensors"); }),
+            kBad);
+  EXPECT_EQ(with([](Journal* j) { j->removes.push_back("torch_ckpt.json"); }),
+            kBad);
+  EXPECT_EQ(with([](Journal* j) { j->removes.push_back("../x"); }), kBad);
+  EXPECT_EQ(with([](Journal* j) { j->removes.push_back("old.safetensors"); }),
+            kBad);
+  EXPECT_EQ(with([](Journal* j) { j->renames[0].to = "config.json"; }), kBad);
+  EXPECT_EQ(with([](Journal* j) { j->renames[0].to = "extra.bin"; }), kBad);
+  EXPECT_EQ(with([](Journal* j) { j->renames[0].from = "a/b"; }), kBad);
+  EXPECT_EQ(with([](Journal* j) { j->renames[0].from = j->renames[1].from; }),
+            kBad);
+}
+
+}  // namespace
+}  // namespace torch_ckpt

@@ -1,0 +1,117 @@
+#include <gtest/gtest.h>
+
+#include <set>
+#include <vector>
+
+#include "format/names.h"
+
+namespace torch_ckpt {
+namespace {
+
+TEST(FormatNames, StockNames) {
+  EXPECT_EQ(ShardFileName(0, 1, 3),
+            "shard-00001-model-00001-of-00003.safetensors");
+  EXPECT_EQ(ShardFileName(123456, 2, 100000),
+            "shard-123457-model-00002-of-100000.safetensors");
+  EXPECT_EQ(FinalFileName(2, 10), "model-00002-of-00010.safetensors");
+  EXPECT_EQ(ObjectFileName(7), "objects-00008.json");
+}
+
+TEST(FormatNames, FileNamesThatAreRefused) {
+  const std::vector<std::string> bad = {
+      "",
+      ".",
+      "..",
+      "../x",
+      "a/b",
+      "/etc/passwd",
+      "a\\b",
+      "..\\x",
+      "C:\\x",
+      "C:x",
+      "x:stream",
+      ".hidden",
+      std::string("a\0b", 3),
+      std::string(1, '\0'),
+      "a\nb",
+      "a\rb",
+      "a\x1b[2J",
+      "a\x7f",
+      "\xFF",
+      "\xC0\xAF",  // an overlong '/'
+      std::string(256, 'a'),
+  };
+  for (const std::string& name : bad)
+    EXPECT_EQ(CheckFileName(name).kind(), ErrorKind::kCorrupt) << name;
+}
+
+TEST(FormatNames, FileNamesThatAreTaken) {
+  for (const std::string& name :
+       {std::string("a"), std::string("model-00001-of-00002.safetensors"),
+        std::string("a b"), std::string("a..b"), std::string("\xC3\xA9"),
+        std::string(255, 'a')})
+    EXPECT_TRUE(CheckFileName(name).ok()) << name;
+}
+
+TEST(FormatNames, MessagesShowNoControlCharacters) {
+  const Status status = CheckFileName("a\x1b[2J");
+  EXPECT_EQ(status.message().find('\x1b'), std::string::npos);
+}
+
+TEST(FormatNames, TensorNames) {
+  EXPECT_TRUE(CheckTensorName("").ok());
+  EXPECT_TRUE(CheckTensorName("../a/b\n").ok());
+  EXPECT_TRUE(CheckTensorName(std::string(kMaxNameBytes, 'a')).ok());
+  for (const std::string& name :
+       {std::string("__metadata__"), std::string("a\0", 2),
+        std::string("\xED\xA0\x80"), std::string(kMaxNameBytes + 1, 'a')})
+    EXPECT_EQ(CheckTensorName(name).kind(), ErrorKind::kInvalidArgument);
+}
+
+TEST(FormatNames, Utf8) {
+  for (const char* good :
+       {"", "a", "\x7f", "\xC2\x80", "\xE0\xA0\x80", "\xED\x9F\xBF",
+        "\xEE\x80\x80", "\xEF\xBF\xBF", "\xF0\x90\x80\x80", "\xF4\x8F\xBF\xBF"})
+    EXPECT_TRUE(IsUtf8(good));
+  for (const char* bad :
+       {"\x80", "\xC1\xBF", "\xC2", "\xC2\x41", "\xE0\x9F\xBF", "\xE2\x82",
+        "\xED\xA0\x80", "\xF0\x8F\xBF\xBF", "\xF4\x90\x80\x80",
+        "\xF5\x80\x80\x80", "a\xE2\x28\xA1"})
+    EXPECT_FALSE(IsUtf8(bad));
+}
+
+TEST(FormatNames, FindDuplicate) {
+  std::vector<std::string> text;
+  for (int i = 0; i < 1000; ++i) text.push_back(std::to_string(i));
+  for (size_t n : {size_t{0}, size_t{1}, size_t{8}, size_t{9}, size_t{1000}}) {
+    std::vector<std::string_view> names(text.begin(),
+                                        text.begin() + static_cast<long>(n));
+    EXPECT_EQ(FindDuplicate(names), std::nullopt);
+    if (n == 0) continue;
+    names.push_back(names[n / 2]);
+    EXPECT_EQ(FindDuplicate(names), names[n / 2]);
+  }
+}
+
+TEST(FormatNames, Ids) {
+  std::set<std::string> ids;
+  for (int i = 0; i < 100; ++i) {
+    const std::string id = NewId();
+    EXPECT_TRUE(IsId(id)) << id;
+    ids.insert(id);
+  }
+  EXPECT_EQ(ids.size(), 100u);
+  const std::string id(32, 'a');
+  EXPECT_TRUE(IsId(id));
+  EXPECT_FALSE(IsId(id + "a"));
+  EXPECT_FALSE(IsId(id.substr(1)));
+  EXPECT_FALSE(IsId(std::string(32, 'A')));
+  EXPECT_FALSE(IsId(std::string(32, 'g')));
+  const std::string staged = StagedName("m.safetensors", id);
+  EXPECT_EQ(staged, "m.safetensors." + id);
+  EXPECT_FALSE(staged.ends_with(kDataSuffix));
+  EXPECT_TRUE(CheckFileName(staged).ok());
+}
+
+}  // namespace
+}  // namespace torch_ckpt
