@@ -1,0 +1,155 @@
+"""The command ``python -m benchmarks [ROW...]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+
+from benchmarks import environment, report
+from benchmarks.contender import ROWS
+from benchmarks.program import LimitsError, LimitsProgram
+from benchmarks.run_row import MEMORY_STATES, Record
+from benchmarks.summary import summarise
+
+RESULTS = environment.REPOSITORY / "docs" / "benchmark_results.md"
+SPACE_AT_FULL_SIZE = 16 << 30  # four inputs of a load row, one output, the limits' files
+WIDTH = 150
+Number = TypeVar("Number", int, float)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the rows and reports; 1 if a contender failed, 2 if nothing could be run."""
+    options = _parser().parse_args(arguments)
+    import benchmarks.rows  # noqa: F401  registers the rows; imports torch
+
+    if options.list:
+        sys.stdout.write("".join(f"{name}\n" for name in ROWS))
+        return 0
+    unknown = [word for word in options.rows if not any(n.startswith(word) for n in ROWS)]
+    if unknown:
+        return _refuse(f"no row begins with {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    parent = Path(options.directory or tempfile.gettempdir()).resolve()
+    needed = int(SPACE_AT_FULL_SIZE * options.scale)
+    if shutil.disk_usage(parent).free < needed:
+        return _refuse(
+            f"{parent} has less than {needed / 1e9:.1f} GB free; name another --directory"
+        )
+    terminal = Console()
+    # A file or a pipe has no width of its own, and tables in 80 columns cannot be read.
+    console = terminal if terminal.is_terminal else Console(width=WIDTH)
+    facts = environment.describe(parent)
+    if facts["file system"].startswith(("tmpfs", "ramfs")):
+        sys.stderr.write("the directory is in memory, not on a disk: name another --directory\n")
+    with tempfile.TemporaryDirectory(prefix="benchmarks-", dir=parent) as made:
+        try:
+            records = _run(options, Path(made))
+        except LimitsError as error:
+            return _refuse(str(error))
+    if options.jsonl:
+        lines = [{"kind": "environment", **facts}, *records]
+        Path(options.jsonl).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = summarise(records)
+    report.print_report(console, facts, rows)
+    if options.write_docs:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(report.markdown(facts, options.rounds, _command(options), rows))
+        console.print(f"wrote docs/{RESULTS.name}", highlight=False)
+    return 1 if any(row.failures for row in rows) else 0
+
+
+def _run(options: argparse.Namespace, directory: Path) -> list[Record]:
+    """Runs each row in a process of its own, first with memory as it is, then touched."""
+    program = LimitsProgram.build(directory)
+    memory_states = MEMORY_STATES if options.memory == "both" else (options.memory,)
+    records: list[Record] = []
+    for name in ROWS:
+        if options.rows and not any(name.startswith(word) for word in options.rows):
+            continue
+        for memory in memory_states:
+            work, lines = directory / "work", directory / "records"
+            work.mkdir()
+            words = [sys.executable, "-m", "benchmarks.run_row", name, "--memory", memory]
+            words += ["--rounds", str(options.rounds), "--scale", str(options.scale)]
+            words += ["--directory", str(work), "--program", str(program.path)]
+            words += ["--records", str(lines)]
+            status = subprocess.run(words, cwd=environment.REPOSITORY).returncode
+            if lines.exists():
+                records += [json.loads(line) for line in lines.read_text().splitlines()]
+                lines.unlink()
+            if status != 0:
+                reason = f"its process ended with status {status}"
+                records.append(
+                    {
+                        "kind": "failed",
+                        "row": name,
+                        "memory": memory,
+                        "contender": "the row",
+                        "reason": reason,
+                    }
+                )
+            shutil.rmtree(work)
+    return records
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measures torch_ckpt, its rivals and the machine."
+    )
+    parser.add_argument(
+        "rows", nargs="*", help="beginnings of row names; all rows if none is given"
+    )
+    parser.add_argument("--list", action="store_true", help="print the row names")
+    parser.add_argument("--rounds", type=_positive(int), default=5, help="default %(default)s")
+    parser.add_argument(
+        "--scale", type=_positive(float), default=1.0, help="part of the full size, 1 if not given"
+    )
+    parser.add_argument(
+        "--memory",
+        choices=[*MEMORY_STATES, "both"],
+        default="both",
+        help="whether free memory is touched before each run (default %(default)s)",
+    )
+    parser.add_argument("--directory", help="where to write; a temporary directory if not given")
+    parser.add_argument("--jsonl", help="also write every measurement to this file")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="write docs/benchmark_results.md anew"
+    )
+    return parser
+
+
+def _positive(kind: Callable[[str], Number]) -> Callable[[str], Number]:
+    def parse(text: str) -> Number:
+        value = kind(text)
+        if not value > 0:
+            raise ValueError(text)
+        return value
+
+    return parse
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command that was given, with paths left out."""
+    words = ["python -m benchmarks", *options.rows]
+    words += [f"--rounds {options.rounds}", f"--scale {options.scale:g}"]
+    words += [f"--memory {options.memory}", "--write-docs"]
+    if options.directory:
+        words.append("--directory DIRECTORY")
+    return " ".join(words)
+
+
+def _refuse(reason: str) -> int:
+    sys.stderr.write(f"python -m benchmarks: {reason}\n")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What takes part in a benchmark: contenders, and the rows that put them side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.program import LimitsProgram, Timing
+
+Role = Literal["rival", "ours", "limit"]
+
+
+def nothing() -> None:
+    """The default of the steps that a contender does not need."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One way to do a row's job. Only ``run`` is timed; the other steps happen around it."""
+
+    name: str
+    role: Role
+    run: Callable[[], Timing | None]
+    """Does the job. A limit returns the timing that its own program took."""
+    before: Callable[[], None] = nothing
+    check: Callable[[], None] = nothing
+    """Called after ``run`` in round 1; raises if the bytes are not the right ones."""
+    after: Callable[[], None] = nothing
+    """Removes what ``run`` made, also after a failure."""
+    planner: str = "-"
+    nesting: str = "-"
+    skip: str = ""
+    """Why this contender cannot run here; empty if it can."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A job, its size and who does it."""
+
+    title: str
+    bytes: int
+    tensors: int
+    contenders: list[Contender]
+    limit: str
+    """The name of the contender that is the physical limit of this job; empty if none."""
+    per_tensor: bool = False
+    """Show microseconds per tensor, less the limit's own if there is one, instead of GB/s."""
+    close: Callable[[], None] = nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a row is built from."""
+
+    directory: Path
+    """An existing directory on the disk to measure; a row leaves nothing in it."""
+    scale: float
+    """1.0 is the full size."""
+    program: LimitsProgram
+
+
+RowBuilder = Callable[[Context], Row]
+ROWS: dict[str, RowBuilder] = {}
+
+
+def row(name: str) -> Callable[[RowBuilder], RowBuilder]:
+    """Registers the builder of the row ``name``."""
+
+    def register(builder: RowBuilder) -> RowBuilder:
+        if name in ROWS:
+            raise ValueError(f"two rows are named {name}")
+        ROWS[name] = builder
+        return builder
+
+    return register

@@ -1,0 +1,87 @@
+"""Small pieces that several rows share: imports that may fail, limits, safetensors reading."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from benchmarks import files
+from benchmarks.contender import Contender, Context
+from benchmarks.program import Timing
+from benchmarks.states import State
+
+STOCK_PLANNER = "stock"
+OUR_PLANNER = "torch_ckpt"
+
+
+def why_not_ours(*names: str) -> str:
+    """Why our contenders cannot run: empty if torch_ckpt imports and has these names."""
+    try:
+        package = importlib.import_module("torch_ckpt")
+    except ImportError as error:
+        return f"torch_ckpt cannot be imported: {error}"
+    missing = [name for name in names if not hasattr(package, name)]
+    return f"torch_ckpt has no {', '.join(missing)}" if missing else ""
+
+
+def ours(name: str) -> Any:
+    """An attribute of torch_ckpt, looked up late, so that rivals run without it."""
+    return getattr(importlib.import_module("torch_ckpt"), name)
+
+
+def quiet() -> None:
+    """Silences what DCP says about running without process groups."""
+    warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+
+
+def read_safetensors(directory: Path, names: Iterable[str]) -> State:
+    """Whole tensors from the safetensors files below ``directory``, by the safetensors package."""
+    wanted = set(names)
+    found: State = {}
+    for path in files.files_in(directory):
+        if path.suffix != ".safetensors":
+            continue
+        with safe_open(path, framework="pt") as file:
+            for name in wanted.intersection(file.keys()):
+                found[name] = file.get_tensor(name)
+    return found
+
+
+def limit(name: str, time: Callable[[], Timing], remove: Path | None = None) -> Contender:
+    """A contender that asks limits.cc; ``remove`` is the file that it leaves."""
+
+    def after() -> None:
+        if remove is not None:
+            files.remove(remove)
+
+    return Contender(name=name, role="limit", run=time, after=after)
+
+
+FRESH = "O_DIRECT write, fresh file"
+RECYCLED = "O_DIRECT write, recycled file"
+COLD_READ = "O_DIRECT read, cold"
+WARM_READ = "warm read, 2 threads"
+
+
+def write_limit(context: Context, name: str, mode: str, bytes_: int) -> Contender:
+    """The disk's own time to store ``bytes_``: 8 MiB pieces and fdatasync."""
+    path = context.directory / f"limit-{mode}"
+    return limit(name, lambda: context.program.time("write", path, bytes_, mode), path)
+
+
+def warm_read_limit(context: Context, threads: int, paths: list[Path]) -> Contender:
+    """The page cache's own time to hand over these files."""
+    name = WARM_READ if threads == 2 else "warm read, 1 thread"
+    return limit(name, lambda: context.program.time("read_warm", threads, *paths))
+
+
+def cold_read_limit(context: Context, paths: list[Path]) -> Contender:
+    """The disk's own time to hand over these files."""
+    return limit(COLD_READ, lambda: context.program.time("read_cold", *paths))

@@ -1,0 +1,8 @@
+"""Imports every file of rows, in the order of the report; a new file is added here."""
+
+# ruff: noqa: F401, I001
+from benchmarks import row_limits
+from benchmarks import row_save
+from benchmarks import row_load
+from benchmarks import row_consolidate
+from benchmarks import row_load_plan

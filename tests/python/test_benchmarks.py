@@ -1,0 +1,328 @@
+"""The benchmarks at tiny sizes: every row runs, wrong bytes are found, figures add up.
+
+No test looks at how long anything took.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import benchmarks.rows  # noqa: E402, F401
+from benchmarks import environment, files, rivals, shards, states  # noqa: E402
+from benchmarks.contender import ROWS, Contender, Context, Row  # noqa: E402
+from benchmarks.program import LimitsError, LimitsProgram, MemoryWatcher  # noqa: E402
+from benchmarks.report import contender_cells, markdown, number, ratio_cells  # noqa: E402
+from benchmarks.run_row import run_row  # noqa: E402
+from benchmarks.summary import summarise  # noqa: E402
+
+SCALE = 0.0005
+REFUSED = "Invalid argument"  # what O_DIRECT gets where the file system has none
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> LimitsProgram:
+    return LimitsProgram.build(tmp_path_factory.mktemp("program"))
+
+
+@pytest.fixture
+def context(program: LimitsProgram, tmp_path: Path) -> Context:
+    work = tmp_path / "work"
+    work.mkdir()
+    return Context(work, SCALE, program)
+
+
+def run(
+    name: str, context: Context, memory: Any = "as-is", rounds: int = 1
+) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
+    run_row(name, context, memory, rounds, records.append)
+    return records
+
+
+def failures(records: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{record['contender']}: {record['reason']}"
+        for record in records
+        if record["kind"] == "failed"
+        and not (record["role"] == "limit" and REFUSED in record["reason"])
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_every_row_runs_and_leaves_nothing(name: str, context: Context) -> None:
+    records = run(name, context)
+    assert failures(records) == []
+    assert [record["kind"] for record in records].count("row") == 1
+    measured = {record["contender"] for record in records if record["kind"] == "measured"}
+    skipped = {record["contender"] for record in records if record["kind"] == "skipped"}
+    assert measured and not measured & skipped
+    assert list(context.directory.iterdir()) == []
+
+
+def test_ours_take_part_where_torch_ckpt_is_whole(context: Context) -> None:
+    names = ["save", "load", "HuggingFaceStorageWriter", "HuggingFaceStorageReader"]
+    reason = rivals.why_not_ours(*names, "consolidate_safetensors_files")
+    if reason:
+        pytest.skip(reason)
+    for name, builder in ROWS.items():
+        if name == "limits":
+            continue
+        row = builder(context)
+        row.close()
+        ours = [contender for contender in row.contenders if contender.role == "ours"]
+        assert ours and not any(contender.skip for contender in ours)
+
+
+def fake_row(context: Context, contenders: list[Contender], monkeypatch: Any, **more: Any) -> None:
+    made = Row(title="fake", bytes=1000, tensors=10, contenders=contenders, limit="disk", **more)
+    monkeypatch.setitem(ROWS, "fake", lambda _: made)
+
+
+def test_a_contender_with_wrong_bytes_fails(context: Context, monkeypatch: Any) -> None:
+    right = {"a": torch.arange(4, dtype=torch.float32)}
+    wrong = {"a": right["a"].clone()}
+    wrong["a"][3] += 1
+    removed = []
+    contender = Contender(
+        name="liar",
+        role="rival",
+        run=lambda: None,
+        check=lambda: states.check_equal(right, wrong),
+        after=lambda: removed.append(True),
+    )
+    fake_row(context, [contender], monkeypatch)
+    records = run("fake", context, rounds=3)
+    assert failures(records) == ["liar: ValueError: a has other bytes than were saved"]
+    assert removed == [True]  # left out of the later rounds
+    assert summarise(records)[0].failures == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({}, "a is missing"),
+        ({"a": torch.zeros(2)}, "not torch.float32"),
+        ({"a": torch.zeros(4, dtype=torch.int32)}, "not torch.float32"),
+    ],
+)
+def test_check_equal_names_the_tensor(found: states.State, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        states.check_equal({"a": torch.zeros(4)}, found)
+
+
+def test_check_equal_compares_bytes_not_values() -> None:
+    nan = torch.tensor([float("nan")])
+    states.check_equal({"a": nan}, {"a": nan.clone()})
+    with pytest.raises(ValueError, match="other bytes"):
+        states.check_equal({"a": torch.tensor([0.0])}, {"a": torch.tensor([-0.0])})
+
+
+def test_each_round_starts_with_another_contender(context: Context, monkeypatch: Any) -> None:
+    order: list[str] = []
+    contenders = [
+        Contender(name=name, role="rival", run=lambda name=name: order.append(name))
+        for name in "abc"
+    ]
+    fake_row(context, contenders, monkeypatch)
+    run("fake", context, rounds=3)
+    assert "".join(order) == "abcbcacab"
+
+
+def test_memory_held_by_ours_counts_in_every_round(context: Context, monkeypatch: Any) -> None:
+    size = 64 << 20
+    kept: list[bytearray] = []
+
+    def keep() -> None:
+        if not kept:
+            kept.append(bytearray(size))
+            kept[0][::4096] = b"x" * (size // 4096)
+
+    def borrow() -> None:
+        held = bytearray(size)
+        held[::4096] = b"x" * (size // 4096)
+        time.sleep(0.05)  # ten samples long
+
+    fake_row(
+        context,
+        [
+            Contender(name="keeps", role="ours", run=keep),
+            Contender(name="borrows", role="rival", run=borrow),
+            Contender(name="idle", role="rival", run=lambda: None),
+        ],
+        monkeypatch,
+    )
+    records = [record for record in run("fake", context, rounds=2) if record["kind"] == "measured"]
+    extra = {(r["contender"], r["round"]): r["extra_memory"] for r in records}
+    for key in (("keeps", 1), ("keeps", 2), ("borrows", 1), ("borrows", 2)):
+        assert size * 0.9 < extra[key] < size * 1.5, key
+    assert extra["idle", 1] < size * 0.5 and extra["idle", 2] < size * 0.5
+
+
+def record(contender: str, role: str, round_: int, seconds: float) -> dict[str, Any]:
+    return {
+        "kind": "measured",
+        "row": "fake",
+        "memory": "as-is",
+        "contender": contender,
+        "role": role,
+        "planner": "stock",
+        "nesting": "flat",
+        "round": round_,
+        "seconds": seconds,
+        "bytes": 1_000_000_000,
+        "cpu_seconds": 0.5,
+        "machine_cpu_seconds": 0.75,
+        "extra_memory": round_,
+    }
+
+
+def example(per_tensor: bool) -> list[dict[str, Any]]:
+    row = {
+        "kind": "row",
+        "row": "fake",
+        "memory": "as-is",
+        "title": "fake",
+        "bytes": 1_000_000_000,
+        "tensors": 1000,
+        "limit": "disk",
+        "per_tensor": per_tensor,
+    }
+    seconds = {"slow": ("rival", 4.0, 8.0, 5.0), "ours": ("ours", 2.0, 1.0, 1.0)}
+    seconds["disk"] = ("limit", 1.0, 0.5, 0.5)
+    measured = [
+        record(name, str(role), i + 1, float(taken))
+        for name, (role, *values) in seconds.items()
+        for i, taken in enumerate(values)
+    ]
+    return [row, *measured]
+
+
+def test_summary_pairs_rounds() -> None:
+    (row,) = summarise(example(per_tensor=False))
+    slow, ours, disk = row.contenders
+    assert dataclasses.astuple(slow.speed) == (0.2, 0.125, 0.25)
+    assert dataclasses.astuple(ours.of_limit) == (0.5, 0.5, 0.5)
+    assert disk.of_limit is None
+    assert ours.cpu == 0.5 and ours.machine_cpu == 0.75 and ours.extra_memory == 3
+    (ratio,) = row.ratios
+    assert (ratio.ours, ratio.rival) == ("ours", "slow")
+    assert dataclasses.astuple(ratio.times) == (5.0, 2.0, 2.0)
+
+
+def test_summary_per_tensor_subtracts_the_limit_of_the_same_round() -> None:
+    (row,) = summarise(example(per_tensor=True))
+    ours = next(contender for contender in row.contenders if contender.role == "ours")
+    assert dataclasses.astuple(ours.speed) == (500.0, 1000.0, 1000.0)
+    assert ours.cpu == 500.0
+
+
+def test_summary_per_tensor_without_a_limit_is_the_whole_time() -> None:
+    records = example(per_tensor=True)
+    records[0]["limit"] = ""
+    (row,) = summarise(records)
+    ours = next(contender for contender in row.contenders if contender.role == "ours")
+    assert dataclasses.astuple(ours.speed) == (1000.0, 2000.0, 2000.0)
+    assert ours.of_limit is None
+
+
+def test_report_shows_every_contender_and_every_reason() -> None:
+    skipped = {**record("absent", "ours", 1, 1.0), "kind": "skipped", "reason": "not here"}
+    rows = summarise([*example(per_tensor=False), skipped])
+    cells = contender_cells(rows[0])
+    assert [line[0] for line in cells.lines] == ["slow", "ours", "limit: disk"]
+    assert all(len(line) == len(cells.head) for line in cells.lines)
+    assert ratio_cells(rows[0]).lines == [["slow", "5.00x (2.00x)"]]
+    text = markdown({"CPU": "a|b"}, 3, "python -m benchmarks", rows)
+    assert "| slow | stock | flat | 0.20 | 0.12 | 0.25 |" in text
+    assert "| CPU | a\\|b |" in text and "- absent skipped: not here" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(123.4, "123"), (12.34, "12.3"), (1.234, "1.23"), (0.0123, "0.012"), (-4.56, "-4.56")],
+)
+def test_number(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_states_have_the_sizes_they_claim() -> None:
+    llama = states.llama_1b(1.0)
+    assert len(llama) == 146
+    assert states.total_bytes(llama, torch.bfloat16) == 2_471_628_800
+    experts = states.mixture_of_experts(1.0)
+    assert len(experts) == 18_867
+    assert round(states.total_bytes(experts, torch.bfloat16) / 1e9, 2) == 0.96
+    assert states.sample_names("abc") == ["a", "b", "c"]
+    names = states.sample_names([str(i) for i in range(1000)])
+    assert len(set(names)) == 20 and {"0", "999"} <= set(names)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_stock_dcp_reads_the_shards(tmp_path: Path, dim: int) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    state = states.random_state({"a": (5, 6), "b": (7,), "c": (1, 8)}, torch.float32)
+    shards.write_shards(state, tmp_path / "sharded", 3, dim)
+    assert len(files.files_in(tmp_path / "sharded")) == 3
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path / "sharded")), no_dist=True)
+    states.check_equal(state, found)
+
+
+def test_limits_program_says_what_is_wrong(program: LimitsProgram, tmp_path: Path) -> None:
+    with pytest.raises(LimitsError, match="unknown command nonsense"):
+        program.time("nonsense")
+    with pytest.raises(LimitsError, match="No such file"):
+        program.time("read_warm", 1, tmp_path / "absent")
+    with pytest.raises(LimitsError, match="too few arguments"):
+        program.time("memcpy")
+
+
+def test_watcher_sees_memory_that_is_gone_again(program: LimitsProgram) -> None:
+    with MemoryWatcher(program) as watcher:
+        start = watcher.begin()
+        held = torch.ones(64 << 20, dtype=torch.uint8)
+        peak = watcher.end()
+        del held
+    assert peak - start > 60 << 20
+
+
+def test_no_compiler_is_one_clear_line(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(LimitsError, match="need the C.. compiler no-such-compiler"):
+        LimitsProgram.build(tmp_path)
+
+
+def test_command(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    command = [sys.executable, "-m", "benchmarks", "load_plan", "--scale", str(SCALE)]
+    command += ["--rounds", "1", "--memory", "touched", "--directory", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--jsonl", str(lines)],
+        cwd=environment.REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "DCP HF reader" in done.stdout
+    kinds = [json.loads(line)["kind"] for line in lines.read_text().splitlines()]
+    assert kinds[:2] == ["environment", "row"] and "measured" in kinds
+    assert list(tmp_path.iterdir()) == [lines]
+
+
+def test_command_refuses_an_unknown_row() -> None:
+    from benchmarks.__main__ import main
+
+    assert main(["no_such_row"]) == 2
