@@ -14,7 +14,7 @@
 namespace torch_ckpt {
 
 struct FaultAction {
-  int sys_errno = 0;      // fail the call with this errno
+  int sys_errno = 0;  // fail the call with this errno
   bool short_count = false;
 };
 

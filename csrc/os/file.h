@@ -3,9 +3,10 @@
 // names operation and path. A failed fsync is never retried.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <cstdint>
 #include <string>
-#include <sys/uio.h>
 
 #include "base/bytes.h"
 #include "base/status.h"

@@ -178,7 +178,7 @@ TEST(Arena, RefusesInAForkedChild) {
 
 TEST(Arena, TheProcessHasOne) {
   EXPECT_EQ(&Arena::Process(), &Arena::Process());
-  EXPECT_EQ(Arena::Process().Stats().budget, kDefaultArenaBudget);
+  EXPECT_GT(Arena::Process().Stats().budget, 0u);
 }
 
 #ifdef TORCH_CKPT_FAULTS
