@@ -23,3 +23,8 @@ function(torch_ckpt_fuzz_target source)
   target_link_options(${name} PRIVATE -fsanitize=fuzzer,address,undefined)
 endfunction()
 
+torch_ckpt_fuzz_target(tests/fuzz/catalog_fuzz.cc)
+torch_ckpt_fuzz_target(tests/fuzz/header_fuzz.cc)
+torch_ckpt_fuzz_target(tests/fuzz/hf_index_fuzz.cc)
+torch_ckpt_fuzz_target(tests/fuzz/manifest_fuzz.cc)
+torch_ckpt_fuzz_target(tests/fuzz/sharding_info_fuzz.cc)
