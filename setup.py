@@ -85,7 +85,10 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("torch_ckpt._core", []), Extension("torch_ckpt._ext", [])],
+    ext_modules=[
+        Extension("torch_ckpt.libtorch_ckpt_core", []),
+        Extension("torch_ckpt.libtorch_ckpt_ext", []),
+    ],
     cmdclass={
         "build_py": CleanBuildPy,
         "build_ext": CMakeBuild,

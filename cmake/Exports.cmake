@@ -1,4 +1,4 @@
-# How _core.so and _ext.so are named, placed and closed.
+# How libtorch_ckpt_core.so and libtorch_ckpt_ext.so are named, placed and closed.
 
 # Makes `target` the package library torch_ckpt/<name>.so, which exports only
 # what cmake/<name>.map lists. Without the map weak libstdc++ and json symbols
@@ -20,7 +20,7 @@ function(torch_ckpt_package_library target name)
                SKIP_BUILD_RPATH ON)
   target_link_options(${target} PRIVATE "LINKER:--version-script=${map}"
                       "LINKER:-Bsymbolic-functions")
-  if(name STREQUAL "_core" AND NOT TORCH_CKPT_SANITIZE)
+  if(name STREQUAL "libtorch_ckpt_core" AND NOT TORCH_CKPT_SANITIZE)
     # A source that is missing from the list fails here, not at import.
     target_link_options(${target} PRIVATE "LINKER:--no-undefined")
   endif()

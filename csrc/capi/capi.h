@@ -1,4 +1,4 @@
-// The C door of _core.so: JSON in, JSON out, no torch.
+// The C door of libtorch_ckpt_core.so: JSON in, JSON out, no torch.
 //
 // A request is {"op": name, ...}. The response is {"ok": {...}} or
 // {"error": {"kind", "message", "errno", "file", "tensor"}}. Every function may

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <utility>
 
 namespace torch_ckpt {
 namespace {
@@ -85,6 +86,11 @@ void CopyElements(const Plane& p, const std::byte* src, std::byte* dst) {
   }
 }
 
+template <size_t kSize>
+struct Element {
+  std::array<std::byte, kSize> bytes;
+};
+
 // A transpose: columns are close together in src, rows in dst. Blocks of a
 // cache line's width go through a small buffer, so that each line of either
 // side is used up at once, whatever the strides (powers of two map all rows of
@@ -92,24 +98,38 @@ void CopyElements(const Plane& p, const std::byte* src, std::byte* dst) {
 template <size_t kSize>
 void TransposeElements(const Plane& p, const std::byte* src, std::byte* dst) {
   constexpr int64_t kSide = std::max<int64_t>(64 / kSize, 8);
-  std::array<std::byte, kSide * kSide * kSize> block;
+  using Line = std::array<Element<kSize>, kSide>;
+  constexpr int64_t kDense = kSize;
+  std::array<Line, kSide> block;  // a line per column
   for (int64_t r0 = 0; r0 < p.rows; r0 += kSide) {
     const int64_t rows = std::min(kSide, p.rows - r0);
     for (int64_t c0 = 0; c0 < p.cols; c0 += kSide) {
       const int64_t cols = std::min(kSide, p.cols - c0);
       const std::byte* s = src + r0 * p.src_row + c0 * p.src_col;
       std::byte* d = dst + r0 * p.dst_row + c0 * p.dst_col;
-      std::byte* b = block.data();
+      const bool full = rows == kSide && cols == kSide;
+      if (full && p.src_col == kDense && p.dst_row == kDense) {
+        for (size_t r = 0; r < kSide; ++r, s += p.src_row) {
+          for (size_t c = 0; c < kSide; ++c) {
+            std::memcpy(&block[c][r], s + c * kSize, kSize);
+          }
+        }
+        for (size_t c = 0; c < kSide; ++c, d += p.dst_col) {
+          std::memcpy(d, &block[c], sizeof(Line));
+        }
+        continue;
+      }
       for (int64_t r = 0; r < rows; ++r) {
         for (int64_t c = 0; c < cols; ++c) {
-          std::memcpy(b + (c * kSide + r) * static_cast<int64_t>(kSize),
+          std::memcpy(&block[static_cast<size_t>(c)][static_cast<size_t>(r)],
                       s + r * p.src_row + c * p.src_col, kSize);
         }
       }
       for (int64_t c = 0; c < cols; ++c) {
         for (int64_t r = 0; r < rows; ++r) {
           std::memcpy(d + r * p.dst_row + c * p.dst_col,
-                      b + (c * kSide + r) * static_cast<int64_t>(kSize), kSize);
+                      &block[static_cast<size_t>(c)][static_cast<size_t>(r)],
+                      kSize);
         }
       }
     }

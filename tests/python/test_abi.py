@@ -17,7 +17,7 @@ import torch
 import torch_ckpt
 
 PACKAGE = Path(torch_ckpt.__file__).parent
-CORE, EXT = PACKAGE / "_core.so", PACKAGE / "_ext.so"
+CORE, EXT = PACKAGE / "libtorch_ckpt_core.so", PACKAGE / "libtorch_ckpt_ext.so"
 FLOOR = (2, 10)
 SYSTEM_LIBRARIES = {
     "libstdc++.so.6",
@@ -149,7 +149,7 @@ def test_needed_libraries() -> None:
         return {name for name in names if not SANITIZER_LIBRARIES.match(name)}
 
     assert needed(CORE) == set()
-    assert needed(EXT) == {"_core.so", "libtorch.so"}
+    assert needed(EXT) == {"libtorch_ckpt_core.so", "libtorch.so"}
 
 
 def test_run_paths_name_no_folder_of_the_build() -> None:

@@ -122,7 +122,7 @@ def test_install_from_sdist_in_build_isolation(sdist: Path, tmp_path: Path) -> N
     assert wheel.name == f"torch_ckpt-{torch_ckpt.__version__}-py310-none-{platform}.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    libraries = {"torch_ckpt/_core.so", "torch_ckpt/_ext.so"}
+    libraries = {"torch_ckpt/libtorch_ckpt_core.so", "torch_ckpt/libtorch_ckpt_ext.so"}
     assert names == modules() | libraries | {"torch_ckpt/py.typed"}
 
     run([*pip, "install", "-q", "--no-deps", "--no-index", wheel], cwd=tmp_path)
