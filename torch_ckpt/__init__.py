@@ -1,0 +1,92 @@
+"""torch_ckpt: torch.distributed.checkpoint on a C++ engine, in ordinary safetensors.
+
+    from torch_ckpt import HuggingFaceStorageWriter, HuggingFaceStorageReader
+
+are drop-ins for the classes of the same name in torch.distributed.checkpoint; `save`, `async_save`
+and `load` are its calls with our planners and clean-up around them.
+
+Names that need torch are imported on first use, so that the command line starts without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as _installed_version
+from typing import TYPE_CHECKING, Any
+
+from torch_ckpt.errors import (
+    CancelledError,
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    ExhaustedError,
+    IncompleteError,
+    InternalError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from torch_ckpt.consolidate import (
+        consolidate_safetensors_files,
+        consolidate_safetensors_files_on_every_rank,
+    )
+    from torch_ckpt.dcp.api import async_save, load, save
+    from torch_ckpt.dcp.per_rank import PerRank
+    from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
+    from torch_ckpt.dcp.reader import HuggingFaceStorageReader
+    from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
+
+try:
+    __version__ = _installed_version("torch_ckpt")
+except PackageNotFoundError:  # a checkout on the path that was never installed
+    __version__ = "0.0.0"
+
+_LAZY = {
+    "HuggingFaceStorageReader": "torch_ckpt.dcp.reader",
+    "HuggingFaceStorageWriter": "torch_ckpt.dcp.writer",
+    "LoadPlanner": "torch_ckpt.dcp.planner",
+    "PerRank": "torch_ckpt.dcp.per_rank",
+    "SavePlanner": "torch_ckpt.dcp.planner",
+    "async_save": "torch_ckpt.dcp.api",
+    "consolidate_safetensors_files": "torch_ckpt.consolidate",
+    "consolidate_safetensors_files_on_every_rank": "torch_ckpt.consolidate",
+    "load": "torch_ckpt.dcp.api",
+    "save": "torch_ckpt.dcp.api",
+}
+
+__all__ = [
+    "CancelledError",
+    "CheckpointError",
+    "ConflictError",
+    "CorruptError",
+    "ExhaustedError",
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
+    "IncompleteError",
+    "InternalError",
+    "InvalidArgumentError",
+    "LoadPlanner",
+    "PerRank",
+    "SavePlanner",
+    "UnsupportedError",
+    "async_save",
+    "consolidate_safetensors_files",
+    "consolidate_safetensors_files_on_every_rank",
+    "load",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'torch_ckpt' has no attribute '{name}'")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

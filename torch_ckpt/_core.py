@@ -1,0 +1,56 @@
+"""The ctypes door to libtorch_ckpt_core.so: everything that works without torch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import pathlib
+from typing import Any
+
+from torch_ckpt.errors import error_from
+
+_PATH = pathlib.Path(__file__).with_name("libtorch_ckpt_core.so")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(_PATH))
+    except OSError as error:
+        raise ImportError(
+            f"torch_ckpt's native library could not be loaded ({error}); "
+            "reinstall it, or run ./dev build in a checkout"
+        ) from error
+    library.torch_ckpt_call.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+    library.torch_ckpt_call.restype = ctypes.c_void_p
+    library.torch_ckpt_free.argtypes = [ctypes.c_void_p]
+    library.torch_ckpt_free.restype = None
+    library.torch_ckpt_version.argtypes = []
+    library.torch_ckpt_version.restype = ctypes.c_char_p
+    return library
+
+
+def version() -> str:
+    """The version of the native library, "major.minor.patch"."""
+    return str(_library().torch_ckpt_version().decode())
+
+
+def call(request: dict[str, Any]) -> Any:
+    """Run a request of the core (csrc/capi/requests.cc lists them) and return its result.
+
+    Blocks without holding the GIL. Raises a CheckpointError of the kind that the core reports, or
+    OSError for a failed system call.
+    """
+    library = _library()
+    text = json.dumps(request).encode()
+    response = library.torch_ckpt_call(text, len(text))
+    if response is None:
+        raise MemoryError("no memory for the answer of torch_ckpt's core")
+    try:
+        answer = json.loads(ctypes.string_at(response))
+    finally:
+        library.torch_ckpt_free(response)
+    if "error" in answer:
+        raise error_from(answer["error"])
+    return answer["ok"]

@@ -1,0 +1,74 @@
+"""torch.ops.dcp_ext: the only file that says torch.ops.
+
+The names here are those of the ops and of the C++ functions behind them (csrc/ops).
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_ckpt import _core
+from torch_ckpt.jobs import Job
+
+_PATH = pathlib.Path(__file__).with_name("libtorch_ckpt_ext.so")
+
+# A second copy of the library (an installed one beside a checkout) would end the process.
+if not hasattr(torch.ops.dcp_ext, "version"):
+    _core.version()  # loads libtorch_ckpt_core.so, or says why it cannot
+    torch.ops.load_library(str(_PATH))
+
+
+def plan_tensor(plan: dict[str, Any]) -> torch.Tensor:
+    """The plan argument of an op: UTF-8 JSON in a uint8 tensor."""
+    return torch.frombuffer(bytearray(json.dumps(plan).encode()), dtype=torch.uint8)
+
+
+def new_report() -> torch.Tensor:
+    """The report argument of an op: int64[4], see csrc/ops/tensors.h."""
+    return torch.zeros(4, dtype=torch.int64)
+
+
+def write(tensors: Sequence[torch.Tensor], plan: dict[str, Any], job: Job) -> dict[str, Any]:
+    """Write CPU tensors into files of a staging directory (csrc/ops/write_ops.cc has the plan).
+
+    Blocks, with the GIL released, until the files are synced. Returns {"files": [...]}. Raises a
+    CheckpointError or OSError that names file and tensor; then the files are gone again.
+    """
+    return _run(torch.ops.dcp_ext.write, tensors, plan, job)
+
+
+def read(targets: Sequence[torch.Tensor], plan: dict[str, Any], job: Job) -> dict[str, Any]:
+    """Read boxes of a checkpoint into CPU tensors (csrc/ops/read_ops.cc has the plan).
+
+    Blocks with the GIL released. Returns {"bytes_needed", "bytes_read", "bytes_verified"}. Raises a
+    CheckpointError or OSError; then targets may be partly filled.
+    """
+    return _run(torch.ops.dcp_ext.read, targets, plan, job)
+
+
+def crc32c(data: torch.Tensor) -> int:
+    """CRC-32C of the bytes of a contiguous CPU tensor."""
+    report = new_report()
+    torch.ops.dcp_ext.crc32c(data, report)
+    return int(report[1])
+
+
+def _run(
+    op: Any, tensors: Sequence[torch.Tensor], plan: dict[str, Any], job: Job
+) -> dict[str, Any]:
+    plan = {**plan, "job": job.id}
+    blob, report = plan_tensor(plan), new_report()
+    try:
+        job.run(lambda: op(list(tensors), blob, report))
+    except (RuntimeError, ValueError):
+        error = job.error()
+        if error is None:
+            raise
+        raise error from None
+    result: dict[str, Any] = job.result()
+    return result

@@ -1,0 +1,85 @@
+"""What the coordinator makes of all ranks' reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_ckpt.errors import ConflictError, InvalidArgumentError
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What one rank has written into staging.
+
+    files: {"staged", "name", "id", "role", "bytes", "crc32c", "group"} each.
+    objects: fqns of the leaves in its objects file.
+    """
+
+    rank: int
+    save_id: str
+    files: list[dict[str, Any]]
+    objects: list[str]
+
+
+def commit_request(
+    metadata: Metadata,
+    results: list[list[Any]],
+    save_id: str,
+    *,
+    distributed: bool,
+    file_count: int,
+) -> dict[str, Any]:
+    """The request that commits `results`, one list per rank (csrc/engine/commit.h).
+
+    `file_count` is the number of final files that the mapping asks for. Raises ConflictError when a rank wrote for another save than `save_id`.
+    """
+    reports = [report for of_rank in results for report in of_rank]
+    files: list[dict[str, Any]] = []
+    groups: list[tuple[int, int, dict[str, Any]]] = []
+    objects = []
+    for report in reports:
+        if not isinstance(report, RankReport):
+            raise InvalidArgumentError(
+                f"a rank's write result is a {type(report).__name__}, not what write_data returned"
+            )
+        if report.save_id != save_id:
+            raise ConflictError(
+                "wrote for another save into the same directory", rank=report.rank
+            )
+        for file in report.files:
+            group = file.pop("group", None)
+            if group is None:
+                files.append(file)
+            else:
+                groups.append((group, report.rank, file))
+        objects += [
+            {"name": name, "file": f"objects-{report.rank + 1:05}.json"} for name in report.objects
+        ]
+    # Final files hold whole tensors, so each rank that has some of an index writes its own file.
+    # Where only one does (rank 0, as a rule) the numbers are those of the mapping.
+    groups.sort(key=lambda group: group[:2])
+    plain = len({index for index, _, _ in groups}) == len(groups)
+    count = file_count if plain else len(groups)
+    for number, (index, _, file) in enumerate(groups, start=1):
+        file["name"] = f"model-{index if plain else number:05}-of-{count:05}.safetensors"
+        files.append(file)
+    return {
+        "world_size": len(results),
+        "files": files,
+        "objects": objects,
+        "paths": state_dict_paths(metadata),
+        "index": not distributed,
+    }
+
+
+def state_dict_paths(metadata: Metadata) -> dict[str, list[Any]]:
+    """{fqn: path} where flattening has joined a path; paths are lists of str and int."""
+    paths = {}
+    for fqn, path in (metadata.planner_data or {}).items():
+        if isinstance(path, tuple) and path != (fqn,):
+            if all(isinstance(part, (str, int)) for part in path):
+                paths[fqn] = list(path)
+    return paths

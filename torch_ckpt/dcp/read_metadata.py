@@ -1,0 +1,89 @@
+"""DCP's Metadata from what the core says of a directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._hf_utils import _HFStorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torch_ckpt.dtypes import PACKED, TORCH_DTYPES
+from torch_ckpt.errors import UnsupportedError
+
+TENSOR, OBJECT = 0, 2  # EntryKind in csrc/format/catalog.h
+
+
+def _torch_sizes(sizes: list[int], packed: int) -> torch.Size:
+    """Header sizes as torch counts them: packed elements are one."""
+    if packed > 1 and sizes:
+        sizes = [*sizes[:-1], sizes[-1] // packed]
+    return torch.Size(sizes)
+
+
+def metadata_of(
+    described: dict[str, Any], path: str, load_id: str, *, chunks: bool
+) -> Metadata:
+    """`described` is the answer of the core's "describe"; with `chunks` it has placements."""
+    state: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    planner_data: dict[str, Any] = {}
+    properties: dict[torch.dtype, TensorProperties] = {}
+    files = [os.path.join(path, file["name"]) for file in described["files"]]
+    columns = zip(
+        described["names"],
+        described["kinds"],
+        described["dtypes"],
+        described["shapes"],
+        described["paths"],
+        described["placements"],
+        strict=True,
+    )
+    for name, kind, dtype_name, shape, json_path, placements in columns:
+        planner_data[name] = (name,) if json_path is None else tuple(json.loads(json_path))
+        if kind == OBJECT:
+            state[name] = BytesStorageMetadata()
+            storage[MetadataIndex(name)] = files[placements[0]["file"]]
+            continue
+        dtype = TORCH_DTYPES.get(dtype_name)
+        if dtype is None:
+            raise UnsupportedError(
+                f"has dtype {dtype_name}, which this torch does not have", file=path, tensor=name
+            )
+        packed = PACKED.get(dtype_name, 1)
+        size = _torch_sizes(shape, packed)
+        if chunks:
+            parts = [
+                (
+                    torch.Size(_torch_sizes(part["offsets"], packed)),
+                    _torch_sizes(part["sizes"], packed),
+                    files[part["file"]],
+                )
+                for part in placements
+            ]
+        else:
+            parts = [(torch.Size([0] * len(size)), size, path)]
+        if dtype not in properties:
+            properties[dtype] = TensorProperties(dtype=dtype)
+        state[name] = TensorStorageMetadata(
+            properties=properties[dtype],
+            size=size,
+            chunks=[ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in parts],
+        )
+        for offsets, sizes, file in parts:
+            storage[MetadataIndex(name, offsets)] = _HFStorageInfo(file, sizes, dtype)
+    metadata = Metadata(
+        state_dict_metadata=state, planner_data=planner_data, storage_data=storage
+    )
+    metadata.storage_meta = StorageMeta(load_id=load_id)
+    return metadata

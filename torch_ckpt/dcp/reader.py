@@ -1,0 +1,107 @@
+"""HuggingFaceStorageReader: DCP's StorageReader protocol on the engine."""
+
+from __future__ import annotations
+
+import os
+
+from torch.distributed.checkpoint import HuggingFaceStorageReader as StockReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from torch_ckpt import _core
+from torch_ckpt.dcp.read_metadata import metadata_of
+from torch_ckpt.dcp.read_objects import ObjectReader
+from torch_ckpt.dcp.read_tensors import TensorReader
+from torch_ckpt.errors import CheckpointError, with_rank
+
+
+class HuggingFaceStorageReader(StockReader):
+    """Reads our directories, stock shards, consolidated files and Hub directories.
+
+    The positional arguments are those of
+    `torch.distributed.checkpoint.HuggingFaceStorageReader`:
+
+    path: the checkpoint directory.
+    thread_count: threads that read, at least two.
+
+    Keyword-only arguments of ours:
+
+    verify: compare every segment (1 MiB of a file) that is read with its CRC-32C. Directories that
+        are not ours have no digests.
+    strict_dtype: refuse a target whose dtype is not the stored one.
+    allow_pickle: unpickle leaves that were saved with allow_pickle. Never do that with a checkpoint
+        that you do not trust.
+
+    A subclass that overrides `_process_read_request(f, req, planner)` is handed one request per
+    stored shard with an open `safetensors.safe_open` file, as with stock.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        thread_count: int = 1,
+        *,
+        verify: bool = True,
+        strict_dtype: bool = False,
+        allow_pickle: bool = False,
+    ) -> None:
+        super().__init__(path=os.fspath(path), thread_count=thread_count)
+        self.verify = verify
+        self.strict_dtype = strict_dtype
+        self.allow_pickle = allow_pickle
+        # What read_metadata saw: a load fails if the checkpoint is replaced in between.
+        self._save_id = ""
+
+    def _reads_by_request(self) -> bool:
+        own = type(self)._process_read_request
+        return own is not StockReader._process_read_request
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        self._save_id = ""
+
+    # No **kwargs here: DCP would retry a rank that failed without collectives, and hang the others.
+    def read_metadata(self) -> Metadata:
+        """The names, shapes, dtypes and paths of the checkpoint.
+
+        Presents each tensor as one chunk, since the engine resolves the stored boxes; to a subclass
+        with its own `_process_read_request` as the stored chunks. Raises IncompleteError,
+        CorruptError, ConflictError or OSError for a directory that cannot be loaded whole.
+        """
+        by_request = self._reads_by_request()
+        described = _core.call(
+            {"op": "describe", "path": os.fspath(self.path), "placements": by_request}
+        )
+        self._save_id = described["save_id"]
+        return metadata_of(described, os.fspath(self.path), self.load_id, chunks=by_request)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the planner's tensors and objects. Coverage is proved before a byte is copied."""
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        path = os.fspath(self.path)
+        workers = max(2, self.thread_count)
+        try:
+            if tensors and self._reads_by_request():
+                super().read_data(LoadPlan(tensors), planner)
+            elif tensors:
+                strict = self.strict_dtype or bool(getattr(planner, "strict_dtype", False))
+                TensorReader(
+                    path,
+                    self._save_id,
+                    workers=workers,
+                    verify=self.verify,
+                    strict_dtype=strict,
+                ).read(tensors, planner)
+            if objects:
+                ObjectReader(
+                    path, self._save_id, verify=self.verify, allow_pickle=self.allow_pickle
+                ).read(objects, planner)
+        except (CheckpointError, OSError) as error:
+            if self.rank is None:
+                raise
+            raise with_rank(error, self.rank) from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

@@ -1,0 +1,247 @@
+"""HuggingFaceStorageWriter: DCP's StorageWriter protocol on the engine.
+
+What travels between ranks is one `RankReport` each, through DCP's own gather of write results.
+Nothing that a rank needs is in `storage_data`: with cached plans a rank writes by the plan of an
+earlier save. The staging directory is a function of the path, and its `save_id` file tells every
+rank which save it is part of.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import HuggingFaceStorageWriter as StockWriter
+from torch.distributed.checkpoint._hf_utils import SHARDED_DIR_NAME
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torch_ckpt import _core, _ext
+from torch_ckpt.dcp.commit import RankReport, commit_request
+from torch_ckpt.dcp.write_files import FilePlan, collect_objects, collect_tensors, data_files
+from torch_ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedError, with_rank
+from torch_ckpt.jobs import Job, SaveSession
+
+# A copy overlaps a write only with a second thread.
+MIN_WORKERS = 2
+
+
+class HuggingFaceStorageWriter(StockWriter):
+    """Writes sharded or final safetensors, all or nothing.
+
+    The positional arguments are those of
+    `torch.distributed.checkpoint.HuggingFaceStorageWriter`:
+
+    path: the checkpoint directory. It appears (or its new content does) when the save is whole.
+    fqn_to_index_mapping: fqn to index of its file, from 1; every saved tensor must be in it.
+    thread_count: threads that write this rank's files, at least two.
+    save_distributed: every rank writes its own shards. False: final files of whole tensors.
+    enable_consolidation: with save_distributed, shards go to path/sharded and final files to path;
+        without it the files are final already and nothing more is done.
+    thread_count_consolidation: threads that merge, at least two.
+
+    Keyword-only arguments of ours:
+
+    overwrite: False refuses a directory that holds a checkpoint (ConflictError).
+    sync_files: False leaves durability to the kernel; a crash of the machine may then lose the save.
+    direct_io: False writes through the page cache.
+    strict: consolidation with a mapping that does not fit the tensors is an error.
+    allow_pickle: leaves that typed JSON cannot say are pickled instead of refused.
+
+    Raises, from the save: CheckpointError kinds and OSError, naming file and tensor.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        fqn_to_index_mapping: dict[str, int] | None = None,
+        thread_count: int = 1,
+        save_distributed: bool = False,
+        enable_consolidation: bool = False,
+        thread_count_consolidation: int = 1,
+        *,
+        overwrite: bool = True,
+        sync_files: bool = True,
+        direct_io: bool = True,
+        strict: bool = True,
+        allow_pickle: bool = False,
+    ) -> None:
+        super().__init__(
+            path=os.fspath(path),
+            fqn_to_index_mapping=fqn_to_index_mapping,
+            thread_count=thread_count,
+            save_distributed=save_distributed,
+            enable_consolidation=enable_consolidation,
+            thread_count_consolidation=thread_count_consolidation,
+        )
+        self.overwrite = overwrite
+        self.sync_files = sync_files
+        self.direct_io = direct_io
+        self.strict = strict
+        self.allow_pickle = allow_pickle
+        self.is_coordinator = False
+        self._session: SaveSession | None = None
+        self._place(os.fspath(path))
+
+    def _place(self, path: str) -> None:
+        """Shards and output follow the checkpoint id together."""
+        self.path = Path(path)
+        self.consolidated_output_path = None
+        if self.enable_consolidation:
+            self.consolidated_output_path = str(self.path)
+            if self.save_distributed:
+                self.path = self.path / SHARDED_DIR_NAME
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Process-based async save pickles the writer; a session lives in one process.
+        return {**self.__dict__, "_session": None}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, into `checkpoint_id` where given. Twice with one id is fine."""
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self._place(os.fspath(checkpoint_id))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self.is_coordinator = is_coordinator
+        self._end_session()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse here, before anything is on disk, what could not be written."""
+        if not self.use_collectives:
+            raise UnsupportedError(
+                "saving without collectives (use_collectives=False) needs a commit for every rank, "
+                "which this version does not have"
+            )
+        mapping = self.fqn_to_index_mapping
+        if mapping is not None:
+            for item in plan.items:
+                if item.type != WriteItemType.BYTE_IO and item.index.fqn not in mapping:
+                    raise InvalidArgumentError(
+                        "is not in fqn_to_index_mapping", tensor=item.index.fqn, rank=self.rank
+                    )
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Coordinator: lock the staging directory and clear what a dead save left."""
+        self._session = SaveSession(os.path.abspath(self.path), overwrite=self.overwrite)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items into staging. The future holds one RankReport."""
+        file_queue: queue.Queue[Any] = queue.Queue()
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        mapping = self.fqn_to_index_mapping
+        buckets = self._split_by_storage_plan(mapping, tensors) if tensors else {}
+        for index, items in buckets.items():
+            file_queue.put((index, str(index), items))
+        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        if objects:
+            file_queue.put((None, "objects", objects))
+        return self._write_data(planner, file_queue)
+
+    def _write_data(
+        self, planner: SavePlanner, file_queue: queue.Queue[Any]
+    ) -> Future[list[WriteResult]]:
+        rank = self.rank or 0
+        buckets: dict[int, list[WriteItem]] = {}
+        objects: list[WriteItem] = []
+        while not file_queue.empty():
+            index, _, items = file_queue.get_nowait()
+            if index is None:
+                objects = items
+            else:
+                buckets[index] = items
+        done: Future[list[WriteResult]] = Future()
+        if not buckets and not objects:
+            done.set_result([])
+            return done
+        try:
+            report = self._write_files(planner, buckets, objects, rank)
+        except (CheckpointError, OSError) as error:
+            raise with_rank(error, rank) from error
+        done.set_result([report])  # type: ignore[list-item]
+        return done
+
+    def _write_files(
+        self,
+        planner: SavePlanner,
+        buckets: dict[int, list[WriteItem]],
+        objects: list[WriteItem],
+        rank: int,
+    ) -> RankReport:
+        if self._session is not None:
+            staging, save_id = self._session.staging, self._session.save_id
+        else:
+            joined = _core.call({"op": "join_save", "path": os.path.abspath(self.path)})
+            staging, save_id = joined["staging"], joined["save_id"]
+        sources: list[torch.Tensor] = []
+        files: list[FilePlan] = []
+        for index, items in buckets.items():
+            tensors = collect_tensors(planner, items)
+            files += data_files(
+                tensors, index, self._file_count(), rank, distributed=self.save_distributed, sources=sources
+            )
+        names: list[str] = []
+        if objects:
+            names, object_files = collect_objects(
+                planner, objects, rank, sources, allow_pickle=self.allow_pickle
+            )
+            files += object_files
+        plan = {
+            "staging": staging,
+            "workers": max(MIN_WORKERS, self.thread_count),
+            "sync": self.sync_files,
+            "direct": self.direct_io,
+            "files": [file.request for file in files],
+        }
+        with Job("write") as job:
+            result = _ext.write(sources, plan, job)
+        written = result["files"]
+        for file, entry in zip(files, written, strict=True):
+            entry["group"] = file.group
+        return RankReport(rank, save_id, written, names)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Coordinator: commit, then consolidate where that was asked for."""
+        session, self._session = self._session, None
+        if session is None:
+            raise InvalidArgumentError("finish was called on a writer that has not begun a save")
+        try:
+            request = commit_request(
+                metadata,
+                results,
+                session.save_id,
+                distributed=self.save_distributed,
+                file_count=self._file_count(),
+            )
+        except BaseException:
+            session.end()
+            raise
+        session.commit(request)
+        if self.save_distributed and self.consolidated_output_path is not None:
+            from torch_ckpt.consolidate import consolidate_safetensors_files
+
+            consolidate_safetensors_files(
+                str(self.path),
+                self.consolidated_output_path,
+                self.fqn_to_index_mapping,
+                num_threads=self.thread_count_consolidation,
+                strict=self.strict,
+            )
+
+    def _file_count(self) -> int:
+        mapping = self.fqn_to_index_mapping
+        return max(mapping.values(), default=1) if mapping else 1
+
+    def _end_session(self) -> None:
+        """Give up a save that failed on another rank, of which DCP does not tell the writer."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.end()

@@ -1,0 +1,112 @@
+"""Errors. One class per kind of failure; a failed system call is an OSError.
+
+Every error names what it can: file, tensor (its fqn) and rank. All of them survive pickling, since
+DCP sends them between ranks and processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class CheckpointError(Exception):
+    """Base of everything that torch_ckpt raises on purpose, except OSError.
+
+    Attributes: `message` (without the names), `file`, `tensor` and `rank` (None where unknown).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        tensor: str | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.file = file or None
+        self.tensor = tensor or None
+        self.rank = rank
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f"rank {self.rank}: "
+        where += f"{self.file}: " if self.file else ""
+        where += f"tensor '{self.tensor}': " if self.tensor else ""
+        return where + self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
+
+
+class InvalidArgumentError(CheckpointError, ValueError):
+    """The caller asked for something that makes no sense."""
+
+
+class CorruptError(CheckpointError):
+    """Bytes on disk break the format, or do not match their digest."""
+
+
+class IncompleteError(CheckpointError):
+    """A checkpoint, a file, a tensor or a part of one is missing."""
+
+
+class ConflictError(CheckpointError):
+    """Overlapping shards, a lost race, or a directory that is being replaced."""
+
+
+class UnsupportedError(CheckpointError):
+    """Legal, but not something that this build or file system can do."""
+
+
+class CancelledError(CheckpointError):
+    """The job was cancelled."""
+
+
+class ExhaustedError(CheckpointError):
+    """A memory budget or another limit was hit."""
+
+
+class InternalError(CheckpointError):
+    """A bug in torch_ckpt. Please report it."""
+
+
+_KINDS: dict[str, type[CheckpointError]] = {
+    "invalid_argument": InvalidArgumentError,
+    "corrupt": CorruptError,
+    "incomplete": IncompleteError,
+    "conflict": ConflictError,
+    "unsupported": UnsupportedError,
+    "cancelled": CancelledError,
+    "exhausted": ExhaustedError,
+    "internal": InternalError,
+}
+
+
+def _rebuild(kind: type[CheckpointError], args: Any, state: dict[str, Any]) -> CheckpointError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def error_from(fields: dict[str, Any]) -> CheckpointError | OSError:
+    """The exception for an error of the core: {"kind", "message", "errno", "file", "tensor"}."""
+    if fields["kind"] == "io":
+        message = fields["message"]
+        if fields["tensor"]:
+            message = f"tensor '{fields['tensor']}': {message}"
+        return OSError(fields["errno"], message, fields["file"] or None)
+    kind = _KINDS.get(fields["kind"], InternalError)
+    return kind(fields["message"], file=fields["file"], tensor=fields["tensor"])
+
+
+def with_rank(error: BaseException, rank: int) -> BaseException:
+    """The same error, saying on which rank it happened."""
+    if isinstance(error, CheckpointError):
+        if error.rank is None:
+            error.rank = rank
+        return error
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, f"rank {rank}: {error.strerror}", error.filename)
+    return error

@@ -1,0 +1,149 @@
+"""Owners of native jobs and save sessions: ids on the inside, context managers on the outside.
+
+A native id never enters pickled state, and a leaked owner frees what it holds.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torch_ckpt import _core
+from torch_ckpt.errors import CheckpointError, error_from
+
+
+class Job:
+    """A piece of native work: progress, cancellation, first error and result.
+
+    `kind` is "write", "read", "merge" or "verify". Use as a context manager. All methods may be
+    called from any thread while the work runs in another.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.id: int = _core.call({"op": "job_create", "kind": kind})["job"]
+        self._finalizer = weakref.finalize(self, _free_job, self.id)
+        self._finalizer.atexit = False
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._finalizer()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a native job cannot be pickled")
+
+    def _poll(self) -> dict[str, Any]:
+        state: dict[str, Any] = _core.call({"op": "job_poll", "job": self.id})
+        return state
+
+    def progress(self) -> tuple[int, int]:
+        """(bytes done, bytes in all); the second is 0 before planning is through."""
+        state = self._poll()
+        return state["done"], state["total"]
+
+    def cancel(self) -> None:
+        """Ask the job to stop; its call then raises CancelledError."""
+        _core.call({"op": "job_cancel", "job": self.id})
+
+    def error(self) -> CheckpointError | OSError | None:
+        """What the job failed with, or None."""
+        fields = self._poll()["error"]
+        return None if fields is None else error_from(fields)
+
+    def result(self) -> Any:
+        """What the op behind the job returned."""
+        return self._poll()["result"]
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Call `work`, a blocking native call under this job.
+
+        On the main thread it runs on another one, so that Ctrl-C cancels it instead of waiting.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return work()
+        outcome: dict[str, Any] = {}
+
+        def call() -> None:
+            try:
+                outcome["value"] = work()
+            except BaseException as error:
+                outcome["error"] = error
+
+        thread = threading.Thread(target=call, name="torch_ckpt-job", daemon=True)
+        thread.start()
+        try:
+            thread.join()
+        except BaseException:
+            self.cancel()
+            thread.join()
+            raise
+        if "error" in outcome:
+            raise outcome["error"]
+        return outcome["value"]
+
+
+class SaveSession:
+    """The coordinator's hold on a staging directory, from planning to the commit.
+
+    DCP gives a writer no call when a save fails elsewhere. So a session remembers the thread that
+    began it: that thread beginning another save, or being gone, means that this save is over.
+    """
+
+    _open: dict[str, weakref.ref[SaveSession]] = {}
+    _mutex = threading.Lock()
+
+    def __init__(self, path: str, *, overwrite: bool) -> None:
+        """Begin a save into directory `path`. Raises ConflictError when another one is going on."""
+        self.path = path
+        self._thread = threading.current_thread()
+        with SaveSession._mutex:
+            earlier_ref = SaveSession._open.get(path)
+            earlier = earlier_ref() if earlier_ref is not None else None
+            if earlier is not None and earlier._is_over():
+                earlier.end()
+            answer = _core.call({"op": "begin_save", "path": path, "overwrite": overwrite})
+            self.id: int = answer["session"]
+            self.staging: str = answer["staging"]
+            self.save_id: str = answer["save_id"]
+            self._finalizer = weakref.finalize(self, _end_session, self.id)
+            self._finalizer.atexit = False
+            SaveSession._open[path] = weakref.ref(self)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a save session cannot be pickled")
+
+    def _is_over(self) -> bool:
+        return self._thread is threading.current_thread() or not self._thread.is_alive()
+
+    def commit(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Commit what `request` names (csrc/engine/commit.h). On failure the session ends."""
+        try:
+            answer: dict[str, Any] = _core.call(
+                {"op": "commit_save", "session": self.id, **request}
+            )
+        except BaseException:
+            self.end()
+            raise
+        self._finalizer.detach()
+        return answer
+
+    def end(self) -> None:
+        """Give up: remove the staging directory and release its lock. Twice is fine."""
+        self._finalizer()
+
+
+def _free_job(job: int) -> None:
+    _core.call({"op": "job_free", "job": job})
+
+
+def _end_session(session: int) -> None:
+    _core.call({"op": "end_save", "session": session})
