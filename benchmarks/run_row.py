@@ -118,7 +118,8 @@ def _record(kind: str, row: str, memory: Memory, contender: Contender, **more: A
 
 def _say(error: Exception, context: Context) -> str:
     text = f"{type(error).__name__}: {error}"
-    return text.replace(str(context.directory), "DIRECTORY")
+    text = text.replace(str(context.directory), "DIRECTORY")
+    return text.replace(f"{environment.REPOSITORY}/", "")
 
 
 def main(arguments: list[str]) -> int:
