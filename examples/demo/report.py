@@ -36,7 +36,7 @@ class Report:
         self.console.rule(f"[bold]{self._part}. {escape(title)}", align="left")
 
     def note(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def check(self, name: str, passed: bool, detail: str) -> None:
         """Records a check and prints it at once."""
