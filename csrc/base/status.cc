@@ -22,12 +22,11 @@ const char* ErrorKindName(ErrorKind kind) {
 
 Status Status::Io(int sys_errno, const std::string& operation,
                   std::string file) {
-  // strerrordesc_np is thread-safe and independent of the locale.
-  const char* text = strerrordesc_np(sys_errno);
-  Status status(ErrorKind::kIo, operation + " failed: " +
-                                    (text ? text : "unknown error") +
-                                    " [errno " + std::to_string(sys_errno) +
-                                    "]");
+  // The GNU form: thread-safe, and may return a static text.
+  char buffer[128];
+  const char* text = strerror_r(sys_errno, buffer, sizeof buffer);
+  Status status(ErrorKind::kIo, operation + " failed: " + text + " [errno " +
+                                    std::to_string(sys_errno) + "]");
   status.sys_errno_ = sys_errno;
   status.file_ = std::move(file);
   return status;

@@ -162,7 +162,12 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
   job->AddTotal(report.bytes_needed);
   OpenFiles files(checkpoint);
   const auto& catalog_files = checkpoint->catalog().files();
-  const Manifest* manifest = checkpoint->manifest();
+  std::vector<const ManifestFile*> digests(catalog_files.size(), nullptr);
+  if (plan.verify && checkpoint->manifest()) {
+    for (size_t f = 0; f < catalog_files.size(); ++f) {
+      digests[f] = checkpoint->manifest()->Find(catalog_files[f].name);
+    }
+  }
   const int workers = static_cast<int>(
       std::min<size_t>(static_cast<size_t>(std::max(1, plan.workers)),
                        std::max<size_t>(1, cells.size())));
@@ -178,11 +183,8 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
               lease, Arena::Process().Lease(kScratchBytes, kPatience));
         }
         TC_ASSIGN_OR_RETURN(const auto file, files.Get(cell.file));
-        const CatalogFile& named = catalog_files[cell.file];
-        CellReader reader(
-            *file,
-            plan.verify && manifest ? manifest->Find(named.name) : nullptr,
-            named.bytes, lease.span());
+        CellReader reader(*file, digests[cell.file],
+                          catalog_files[cell.file].bytes, lease.span());
         TC_RETURN_IF_ERROR(reader.Read(cell));
         read += reader.bytes_read();
         verified += reader.bytes_verified();
