@@ -143,6 +143,56 @@ TEST_F(RandomBoxes, OverlappingHeapsAgreeWithCells) {
   }
 }
 
+// Pinwheels cannot be cut anywhere, so only the sweep finds their overlaps.
+TEST_F(RandomBoxes, InterlockedBoxesAgreeWithCells) {
+  for (int round = 0; round < 4000; ++round) {
+    SCOPED_TRACE(round);
+    const Box region = Box::Whole({Pick(5, 14), Pick(5, 14)});
+    Boxes boxes;
+    Box core = region;
+    while (core.sizes[0] >= 3 && core.sizes[1] >= 3) {
+      const int64_t r = core.offsets[0], h = core.sizes[0];
+      const int64_t c = core.offsets[1], w = core.sizes[1];
+      const int64_t r1 = Pick(1, h - 2), r2 = Pick(r1 + 1, h - 1);
+      const int64_t c1 = Pick(1, w - 2), c2 = Pick(c1 + 1, w - 1);
+      boxes.push_back({{r, c}, {r1, c2}});
+      boxes.push_back({{r, c + c2}, {r2, w - c2}});
+      boxes.push_back({{r + r2, c + c1}, {h - r2, w - c1}});
+      boxes.push_back({{r + r1, c}, {h - r1, c1}});
+      core = {{r + r1, c + c1}, {r2 - r1, c2 - c1}};
+    }
+    boxes.push_back(core);
+    std::shuffle(boxes.begin(), boxes.end(), rng_);
+    ASSERT_TRUE(ProveTiling(region, boxes).ok());
+    ASSERT_TRUE(ProveCover(region, boxes).ok());
+    Box& victim = boxes[static_cast<size_t>(
+        Pick(0, static_cast<int64_t>(boxes.size()) - 1))];
+    const int d = static_cast<int>(Pick(0, 1));
+    switch (Pick(0, 3)) {
+      case 0:
+        ++victim.sizes[d];
+        break;
+      case 1:
+        --victim.offsets[d];
+        ++victim.sizes[d];
+        break;
+      case 2:
+        --victim.sizes[d];
+        break;
+      default: {  // one cell, anywhere
+        const Box cell = {
+            {Pick(0, region.sizes[0] - 1), Pick(0, region.sizes[1] - 1)},
+            {1, 1}};
+        boxes.push_back(cell);
+      }
+    }
+    const Counts truth = Oracle(region, boxes);
+    EXPECT_EQ(ProveCover(region, boxes).kind(),
+              truth.hole ? ErrorKind::kIncomplete : ErrorKind::kOk);
+    EXPECT_EQ(ProveDisjoint(boxes).ok(), !truth.overlap);
+  }
+}
+
 TEST(ProveTiling, NamesTheBoxes) {
   const Box region = Box::Whole({4, 6});
   Status status = ProveTiling(region, {{{0, 0}, {2, 6}}, {{2, 0}, {2, 3}}});
