@@ -1,4 +1,4 @@
-# How libtorch_ckpt_core.so and libtorch_ckpt_ext.so are named, placed and closed.
+# How the two libraries are named, placed and closed.
 
 # Makes `target` the package library torch_ckpt/<name>.so, which exports only
 # what cmake/<name>.map lists. Without the map weak libstdc++ and json symbols

@@ -1,4 +1,4 @@
-# core_tests: all of tests/cpp in one binary, over the very objects of libtorch_ckpt_core.so.
+# core_tests: all of tests/cpp in one binary, over the very objects of the core.
 
 find_package(GTest QUIET)
 if(NOT GTest_FOUND)

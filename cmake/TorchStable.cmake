@@ -18,8 +18,8 @@ math(EXPR floor_hex "(${CMAKE_MATCH_1} << 56) | (${CMAKE_MATCH_2} << 48)"
      OUTPUT_FORMAT HEXADECIMAL)
 message(STATUS "torch floor: ${floor} (${floor_hex})")
 
-# A stand-in with the soname libtorch.so gives libtorch_ckpt_ext.so its DT_NEEDED entry; at
-# run time `import torch` has loaded the real one, which the loader matches by
+# A stand-in with the soname libtorch.so gives the extension its DT_NEEDED entry;
+# at run time `import torch` has loaded the real one, which the loader matches by
 # soname. So no path to a torch is stored, and torch's libraries need not be
 # there when we build.
 set(stub_source ${CMAKE_CURRENT_BINARY_DIR}/stub/libtorch.cc)

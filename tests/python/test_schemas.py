@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torch_ckpt
+import torch_ckpt._ext
 
 SCHEMAS = {
     "version": "dcp_ext::version() -> str",
