@@ -1,0 +1,166 @@
+"""The coordinator's part of planning a save: who writes what, the metadata, and the proof that the
+pieces of every tensor fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import _validate_global_plan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from torch_ckpt.dcp.items import ZEROS
+
+logger = logging.getLogger(__name__)
+
+
+def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
+    """Leave each item that several ranks offer with one of them.
+
+    A tensor's box goes to the rank with the fewest bytes so far (the lowest rank if
+    `to_lowest_rank`), an object to the lowest rank that offers it, so that which of several
+    differing values is kept does not depend on sizes.
+    """
+    if len(plans) == 1:
+        return plans
+    holders: dict[tuple[str, Any], list[int]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            index = item.index
+            key = (index.fqn, index.offset)
+            ranks = holders.get(key)
+            if ranks is None:
+                holders[key] = [rank]
+            elif ranks[-1] != rank:
+                ranks.append(rank)
+    load = [0] * len(plans)
+    chosen: dict[tuple[str, Any], int] = {}
+    for plan in plans:
+        for item in plan.items:
+            index = item.index
+            key = (index.fqn, index.offset)
+            if key in chosen:
+                continue
+            ranks = holders[key]
+            data = item.tensor_data
+            if data is None or to_lowest_rank:
+                rank = ranks[0]
+            else:
+                rank = ranks[0] if len(ranks) == 1 else min(ranks, key=load.__getitem__)
+            if data is not None:
+                load[rank] += math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+            chosen[key] = rank
+    return [
+        dataclasses.replace(
+            plan,
+            items=[
+                item for item in plan.items if chosen[item.index.fqn, item.index.offset] == rank
+            ],
+        )
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def assemble(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Build the metadata of `plans` and give every shard its position among its tensor's chunks.
+
+    Raises ValueError where ranks disagree on a tensor, and where chunks overlap, leave the tensor
+    or do not cover it.
+    """
+    entries: dict[str, Any] = {}
+    to_prove: dict[str, TensorStorageMetadata] = {}
+    new_plans = []
+    for plan in plans:
+        items: list[WriteItem] = []
+        changed = False
+        for item in plan.items:
+            index = item.index
+            fqn = index.fqn
+            data = item.tensor_data
+            entry = entries.get(fqn)
+            if data is None:
+                if entry is not None:
+                    raise ValueError(f"{fqn}: planned more than once")
+                entries[fqn] = BytesStorageMetadata()
+                items.append(item)
+                continue
+            chunk = data.chunk
+            if entry is None:
+                entry = TensorStorageMetadata(data.properties, data.size, [chunk])
+                entries[fqn] = entry
+                position = 0
+                # One chunk that is the whole tensor proves itself.
+                if chunk.sizes != data.size or chunk.offsets != ZEROS[len(chunk.offsets)]:
+                    to_prove[fqn] = entry
+            else:
+                _check_same_tensor(fqn, entry, item)
+                position = len(entry.chunks)
+                entry.chunks.append(chunk)
+                to_prove[fqn] = entry
+            if index.index != position:
+                index = MetadataIndex(fqn, index.offset, position)
+                item = WriteItem(index, item.type, item.bytes_io_data, data)
+                changed = True
+            items.append(item)
+        new_plans.append(dataclasses.replace(plan, items=items) if changed else plan)
+    if to_prove:
+        _prove(new_plans, to_prove)
+    return new_plans, Metadata(entries)
+
+
+def _check_same_tensor(fqn: str, entry: Any, item: WriteItem) -> None:
+    data = item.tensor_data
+    if (
+        data is None
+        or item.type != WriteItemType.SHARD
+        or not isinstance(entry, TensorStorageMetadata)
+    ):
+        raise ValueError(f"{fqn}: planned more than once")
+    if data.size != entry.size or data.properties.dtype != entry.properties.dtype:
+        raise ValueError(
+            f"{fqn}: ranks disagree: shape {list(entry.size)} and {entry.properties.dtype} on one, "
+            f"shape {list(data.size)} and {data.properties.dtype} on another"
+        )
+
+
+def _prove(plans: list[SavePlan], tensors: dict[str, TensorStorageMetadata]) -> None:
+    # list[str] of errors since torch 2.13, a bool (True: valid) before.
+    errors: Any = _validate_global_plan(plans, Metadata(dict(tensors)))
+    if errors is True or errors == []:
+        return
+    summary = "; ".join(errors) if isinstance(errors, list) else "see the warnings logged above"
+    if len(summary) > 500:
+        summary = summary[:500] + "... (truncated)"
+    raise ValueError(f"Failed to validate global plan: {summary}")
+
+
+def warn_of_differences(digests: list[dict[str, bytes]]) -> list[str]:
+    """Log one warning for each object leaf whose digest differs between ranks; return their fqns.
+
+    `digests` has one {fqn: digest} per rank; the value of the lowest rank is the one written.
+    """
+    first: dict[str, tuple[int, bytes]] = {}
+    differing: dict[str, int] = {}
+    for rank, of_rank in enumerate(digests):
+        for fqn, digest in of_rank.items():
+            known = first.setdefault(fqn, (rank, digest))
+            if known[1] != digest:
+                differing.setdefault(fqn, rank)
+    for fqn, rank in differing.items():
+        logger.warning(
+            "%s: this value differs between ranks %d and %d; rank %d's is saved. "
+            "Wrap it in torch_ckpt.PerRank to keep every rank's own.",
+            fqn,
+            first[fqn][0],
+            rank,
+            first[fqn][0],
+        )
+    return list(differing)

@@ -1,0 +1,121 @@
+"""Write and read items for leaves of a state dict, the way stock's planners make them, but one item
+per true box of a DTensor and as little work per tensor as the stock types allow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    ReadItem,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_chunk_list,
+    _create_write_items,
+    create_read_items_for_chunk_list,
+)
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt.dcp.boxes import local_boxes
+from torch_ckpt.errors import InvalidArgumentError
+
+# An offset of zeros per number of dimensions: shared, since torch.Size is immutable.
+ZEROS = tuple(torch.Size((0,) * ndim) for ndim in range(65))
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_NO_SIZE = torch.Size((0,))
+
+
+def write_items(fqn: str, value: Any) -> list[WriteItem]:
+    """The items by which this rank offers to write `value`."""
+    kind = type(value)
+    if kind in PLAIN_TENSORS:
+        size = value.size()
+        offsets = ZEROS[len(size)]
+        # The index hint (position among the tensor's chunks) is 0 for a tensor in one piece, so
+        # that the global plan need not replace the item. pin_memory is deprecated, never read.
+        return [
+            WriteItem(
+                MetadataIndex(fqn, offsets, 0),
+                WriteItemType.TENSOR,
+                None,
+                TensorWriteData(
+                    ChunkStorageMetadata(offsets, size),
+                    TensorProperties(value.dtype, value.layout, value.requires_grad),
+                    size,
+                ),
+            )
+        ]
+    if isinstance(value, DTensor):
+        local = value._local_tensor
+        if hasattr(local, "__create_write_items__"):  # a local tensor that knows its own boxes
+            return list(_create_write_items(fqn, value))
+        size = value.size()
+        return [
+            WriteItem(
+                MetadataIndex(fqn, box.offsets, position),
+                WriteItemType.SHARD,
+                None,
+                TensorWriteData(
+                    ChunkStorageMetadata(box.offsets, box.sizes),
+                    TensorProperties(local.dtype, local.layout, value.requires_grad),
+                    size,
+                ),
+            )
+            for position, box in enumerate(local_boxes(value, fqn))
+        ]
+    if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
+        return list(_create_write_items(fqn, value))
+    return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
+
+
+def object_read_item(fqn: str) -> ReadItem:
+    index = MetadataIndex(fqn)
+    return ReadItem(LoadItemType.BYTE_IO, index, _NO_SIZE, index, _NO_SIZE, _NO_SIZE)
+
+
+def read_items(
+    fqn: str, saved: TensorStorageMetadata | BytesStorageMetadata, target: Any
+) -> list[ReadItem]:
+    """The items that fill `target` from what was saved as `fqn`.
+
+    Raises InvalidArgumentError naming the fqn, what the target expects, and what was found.
+    """
+    if isinstance(saved, BytesStorageMetadata):
+        return [object_read_item(fqn)]
+    if not isinstance(target, torch.Tensor):
+        raise InvalidArgumentError(
+            f"{fqn}: the target expects an object (it has a {type(target).__name__}), the "
+            f"checkpoint has a tensor of shape {list(saved.size)} and {saved.properties.dtype}"
+        )
+    size = target.size()
+    if size != saved.size:
+        raise InvalidArgumentError(
+            f"Size mismatch between saved {saved.size} and current: {size} for {fqn}: the target "
+            f"expects shape {list(size)}, the checkpoint has {list(saved.size)}"
+        )
+    kind = type(target)
+    if kind in PLAIN_TENSORS:
+        chunks = saved.chunks
+        zeros = ZEROS[len(size)]
+        if len(chunks) == 1 and chunks[0].sizes == size:
+            index = MetadataIndex(fqn, zeros, 0)
+            return [ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, size)]
+        local_chunks = [ChunkStorageMetadata(zeros, size)]
+    elif isinstance(target, DTensor) and not hasattr(target._local_tensor, "__create_chunk_list__"):
+        local_chunks = [
+            ChunkStorageMetadata(box.offsets, box.sizes) for box in local_boxes(target, fqn)
+        ]
+    else:
+        local_chunks = list(_create_chunk_list(target))
+    return list(create_read_items_for_chunk_list(fqn, saved, local_chunks))

@@ -1,0 +1,49 @@
+"""Values that every rank has its own of: random states, data loader positions."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# "<path>.__rank_3_of_8__": the fqn under which rank 3 of 8 writes its value of the leaf at <path>.
+_PART = re.compile(r"__rank_(\d+)_of_(\d+)__")
+
+
+class PerRank:
+    """Marks a leaf of a state dict whose value differs from rank to rank on purpose.
+
+    Each rank's own `value` is written, and loaded back into `value` of the PerRank that stands at
+    the same place in the target, on the same rank of as many ranks. The value is a tensor, or any
+    object that the objects file can say; it is not flattened. Needs torch_ckpt's planners.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+    def __getstate__(self) -> Any:
+        return (self.value,)
+
+    def __setstate__(self, state: Any) -> None:
+        (self.value,) = state
+
+
+def rank_part(rank: int, world_size: int) -> str:
+    """The last component of the fqn of one rank's value."""
+    return f"__rank_{rank}_of_{world_size}__"
+
+
+def saved_world_sizes(fqn: str, saved: Any) -> list[int]:
+    """The world sizes for which `saved`, a collection of fqns, has per-rank values of `fqn`."""
+    prefix = f"{fqn}."
+    sizes = set()
+    for name in saved:
+        if name.startswith(prefix):
+            part = _PART.fullmatch(name, len(prefix))
+            if part is not None:
+                sizes.add(int(part[2]))
+    return sorted(sizes)
