@@ -49,15 +49,9 @@ Result<Catalog> CatalogOfStaged(const Directory& staging,
         }
         return {};
       }));
-  Result<Catalog> built = BuildCatalog(headers);
-  if (!built.ok()) return built;
-  // Once more with objects and paths, which headers do not know.
-  Catalog catalog;
-  std::map<std::string_view, uint32_t> file_ids;
-  for (const CatalogFile& file : built->files()) {
-    const uint32_t id = catalog.AddFile(file);
-    file_ids[built->files()[id].name] = id;
-  }
+  TC_ASSIGN_OR_RETURN(Catalog catalog, BuildCatalog(headers));
+  // Objects and paths, which headers do not know.
+  std::map<std::string_view, uint32_t> object_files;
   for (const CommitFile& file : request.files) {
     if (file.file.role == FileRole::kData) continue;
     TC_ASSIGN_OR_RETURN(const auto info, staging.StatName(file.staged));
@@ -66,27 +60,13 @@ Result<Catalog> CatalogOfStaged(const Directory& staging,
           .WithFile(file.file.name);
     }
     if (file.file.role == FileRole::kObjects) {
-      file_ids[file.file.name] = catalog.AddFile(
+      object_files[file.file.name] = catalog.AddFile(
           {file.file.name, file.file.id, file.file.bytes});
     }
   }
-  std::map<std::string_view, std::string_view> paths(request.paths.begin(),
-                                                     request.paths.end());
-  const auto path_of = [&](const std::string& name) {
-    const auto it = paths.find(name);
-    return it == paths.end() ? std::string() : std::string(it->second);
-  };
-  for (size_t i = 0; i < built->entries().size(); ++i) {
-    CatalogEntry entry = built->entries()[i];
-    entry.path = path_of(entry.name);
-    TC_ASSIGN_OR_RETURN(const uint32_t id, catalog.AddEntry(std::move(entry)));
-    for (const Placement& p : built->placements(static_cast<uint32_t>(i))) {
-      TC_RETURN_IF_ERROR(catalog.AddPlacement(id, p));
-    }
-  }
   for (const ObjectEntry& object : request.objects) {
-    const auto file = file_ids.find(object.file);
-    if (file == file_ids.end()) {
+    const auto file = object_files.find(object.file);
+    if (file == object_files.end()) {
       return InvalidArgument("names the objects file " + object.file +
                              ", which nobody wrote")
           .WithTensor(object.name);
@@ -94,11 +74,14 @@ Result<Catalog> CatalogOfStaged(const Directory& staging,
     CatalogEntry entry;
     entry.name = object.name;
     entry.kind = EntryKind::kObject;
-    entry.path = path_of(object.name);
     TC_ASSIGN_OR_RETURN(const uint32_t id, catalog.AddEntry(std::move(entry)));
     Placement placement;
     placement.file = file->second;
     TC_RETURN_IF_ERROR(catalog.AddPlacement(id, placement));
+  }
+  for (const auto& [name, path] : request.paths) {
+    const int64_t id = catalog.Find(name);
+    if (id >= 0) catalog.SetPath(static_cast<uint32_t>(id), path);
   }
   return catalog;
 }

@@ -61,6 +61,10 @@ class Catalog {
   // Building. Ids are positions. AddEntry refuses a second entry of one name.
   uint32_t AddFile(CatalogFile file);
   Result<uint32_t> AddEntry(CatalogEntry entry);
+  // REQUIRES: the entry exists.
+  void SetPath(uint32_t entry, std::string path) {
+    entries_[entry].path = std::move(path);
+  }
   // REQUIRES: entry and placement.file exist. Checks that box is Inside shape.
   Status AddPlacement(uint32_t entry, const Placement& placement);
 

@@ -75,11 +75,10 @@ def commit_request(
     }
 
 
-def state_dict_paths(metadata: Metadata) -> dict[str, list[Any]]:
-    """{fqn: path} where flattening has joined a path; paths are lists of str and int."""
-    paths = {}
-    for fqn, path in (metadata.planner_data or {}).items():
-        if isinstance(path, tuple) and path != (fqn,):
-            if all(isinstance(part, (str, int)) for part in path):
-                paths[fqn] = list(path)
-    return paths
+def state_dict_paths(metadata: Metadata) -> dict[str, Any]:
+    """{fqn: path} where flattening has joined a path; paths are tuples of str and int."""
+    return {
+        fqn: path
+        for fqn, path in (metadata.planner_data or {}).items()
+        if type(path) is tuple and (len(path) != 1 or path[0] != fqn)
+    }

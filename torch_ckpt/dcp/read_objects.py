@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torch_ckpt import _core, _ext
+from torch_ckpt import _ext
 from torch_ckpt.dcp.read_metadata import OBJECT
 from torch_ckpt.dcp.write_files import RAW_LEAVES
 from torch_ckpt.errors import CorruptError, IncompleteError
@@ -19,14 +19,17 @@ from torch_ckpt.objects import ObjectFile
 class ObjectReader:
     """Reads the object items of one plan; each objects file once."""
 
-    def __init__(self, path: str, save_id: str, *, verify: bool, allow_pickle: bool) -> None:
+    def __init__(
+        self, path: str, described: dict[str, Any], *, verify: bool, allow_pickle: bool
+    ) -> None:
+        """`described` is the core's answer to "describe"; it names the save to read from."""
         self.path = path
-        self.save_id = save_id
+        self.described = described
         self.verify = verify
         self.allow_pickle = allow_pickle
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        described = _core.call({"op": "describe", "path": self.path})
+        described = self.described
         files = described["files"]
         sizes = {file["name"]: file["bytes"] for file in files}
         holder = {
@@ -49,7 +52,7 @@ class ObjectReader:
         target = torch.empty(size, dtype=torch.uint8)
         plan = {
             "path": self.path,
-            "save_id": self.save_id,
+            "save_id": self.described["save_id"],
             "verify": self.verify,
             "names": [name],
             "files": {"0": name},

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torch_ckpt import _core, _ext
+from torch_ckpt import _ext
 from torch_ckpt.dtypes import PACKED, TORCH_DTYPES, widens
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import Job
@@ -29,17 +30,23 @@ class TensorReader:
     """Reads the tensor items of one plan."""
 
     def __init__(
-        self, path: str, save_id: str, *, workers: int, verify: bool, strict_dtype: bool
+        self,
+        path: str,
+        described: dict[str, Any],
+        *,
+        workers: int,
+        verify: bool,
+        strict_dtype: bool,
     ) -> None:
+        """`described` is the core's answer to "describe"; it names the save to read from."""
         self.path = path
-        self.save_id = save_id
+        self.described = described
         self.workers = workers
         self.verify = verify
         self.strict_dtype = strict_dtype
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        described = _core.call({"op": "describe", "path": self.path})
-        dtypes = dict(zip(described["names"], described["dtypes"], strict=True))
+        dtypes = dict(zip(self.described["names"], self.described["dtypes"], strict=True))
         direct: list[_Request] = []
         indirect: list[_Request] = []
         for item in items:
@@ -78,7 +85,7 @@ class TensorReader:
             return
         plan = {
             "path": self.path,
-            "save_id": self.save_id,
+            "save_id": self.described["save_id"],
             "workers": self.workers,
             "verify": self.verify,
             "names": [request.item.storage_index.fqn for request in requests],
@@ -124,11 +131,14 @@ def _in_place(request: _Request) -> bool:
         and target.layout == torch.strided
         and not target.is_conj()
         and not target.is_neg()
-        and all(
-            stride > 0 or size <= 1
-            for stride, size in zip(target.stride(), target.shape, strict=True)
-        )
         and target.dim() <= 8
+        and (
+            target.is_contiguous()
+            or all(
+                stride > 0 or size <= 1
+                for stride, size in zip(target.stride(), target.shape, strict=True)
+            )
+        )
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from torch.distributed.checkpoint import HuggingFaceStorageReader as StockReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -12,7 +13,9 @@ from torch.futures import Future
 from torch_ckpt import _core
 from torch_ckpt.dcp.read_metadata import metadata_of
 from torch_ckpt.dcp.read_objects import ObjectReader
+from torch_ckpt.dcp.read_requests import check_filled
 from torch_ckpt.dcp.read_tensors import TensorReader
+from torch_ckpt.dcp.stock_planner import check_read_boxes
 from torch_ckpt.errors import CheckpointError, with_rank
 
 
@@ -51,7 +54,7 @@ class HuggingFaceStorageReader(StockReader):
         self.strict_dtype = strict_dtype
         self.allow_pickle = allow_pickle
         # What read_metadata saw: a load fails if the checkpoint is replaced in between.
-        self._save_id = ""
+        self._described: dict[str, Any] | None = None
 
     def _reads_by_request(self) -> bool:
         own = type(self)._process_read_request
@@ -59,7 +62,21 @@ class HuggingFaceStorageReader(StockReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(checkpoint_id)
-        self._save_id = ""
+        self._described = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_described": None}
+
+    def _describe(self) -> dict[str, Any]:
+        if self._described is None:
+            self._described = _core.call(
+                {
+                    "op": "describe",
+                    "path": os.fspath(self.path),
+                    "placements": self._reads_by_request(),
+                }
+            )
+        return self._described
 
     # No **kwargs here: DCP would retry a rank that failed without collectives, and hang the others.
     def read_metadata(self) -> Metadata:
@@ -69,12 +86,13 @@ class HuggingFaceStorageReader(StockReader):
         with its own `_process_read_request` as the stored chunks. Raises IncompleteError,
         CorruptError, ConflictError or OSError for a directory that cannot be loaded whole.
         """
-        by_request = self._reads_by_request()
-        described = _core.call(
-            {"op": "describe", "path": os.fspath(self.path), "placements": by_request}
+        self._described = None
+        return metadata_of(
+            self._describe(),
+            os.fspath(self.path),
+            self.load_id,
+            chunks=self._reads_by_request(),
         )
-        self._save_id = described["save_id"]
-        return metadata_of(described, os.fspath(self.path), self.load_id, chunks=by_request)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors and objects. Coverage is proved before a byte is copied."""
@@ -83,20 +101,22 @@ class HuggingFaceStorageReader(StockReader):
         path = os.fspath(self.path)
         workers = max(2, self.thread_count)
         try:
+            check_read_boxes(planner, tensors)
             if tensors and self._reads_by_request():
+                check_filled(tensors, planner, path)
                 super().read_data(LoadPlan(tensors), planner)
             elif tensors:
                 strict = self.strict_dtype or bool(getattr(planner, "strict_dtype", False))
                 TensorReader(
                     path,
-                    self._save_id,
+                    self._describe(),
                     workers=workers,
                     verify=self.verify,
                     strict_dtype=strict,
                 ).read(tensors, planner)
             if objects:
                 ObjectReader(
-                    path, self._save_id, verify=self.verify, allow_pickle=self.allow_pickle
+                    path, self._describe(), verify=self.verify, allow_pickle=self.allow_pickle
                 ).read(objects, planner)
         except (CheckpointError, OSError) as error:
             if self.rank is None:
