@@ -40,7 +40,8 @@ from torch_ckpt.dcp.flatten import (
     merge_structures,
     rebuild,
 )
-from torch_ckpt.dcp.planner import LoadPlanner, PerRank, SavePlanner, paused_gc
+from torch_ckpt.dcp.planner import LoadPlanner, PerRank, SavePlanner
+from torch_ckpt.dcp.planning import paused_gc
 from torch_ckpt.errors import CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
 
 

@@ -25,15 +25,26 @@ from torch.distributed.checkpoint.planner_helpers import (
     _create_write_items,
     create_read_items_for_chunk_list,
 )
+from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.dcp.boxes import local_boxes
+from torch_ckpt.dcp.boxes import local_boxes, local_part
 from torch_ckpt.errors import InvalidArgumentError
 
 # An offset of zeros per number of dimensions: shared, since torch.Size is immutable.
 ZEROS = tuple(torch.Size((0,) * ndim) for ndim in range(65))
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _NO_SIZE = torch.Size((0,))
+
+
+def dtensor_part(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
+    """The local data of the box of `tensor` at `index`."""
+    if hasattr(tensor._local_tensor, "__get_tensor_shard__"):
+        return find_state_dict_object({index.fqn: tensor}, index)  # type: ignore[no-any-return]
+    for box in local_boxes(tensor, index.fqn):
+        if index.offset is None or box.offsets == index.offset:
+            return local_part(tensor, box)
+    raise ValueError(f"{index.fqn}: this rank has no box at offset {index.offset}")
 
 
 def write_items(fqn: str, value: Any) -> list[WriteItem]:

@@ -7,20 +7,11 @@ cannot be given back here (an enum class that is not imported, a pickle) an Unsu
 
 from __future__ import annotations
 
-import base64
-import binascii
 import collections
-import ctypes
-import datetime
-import decimal
 import enum
-import fractions
 import functools
-import io
 import math
 import pickle
-import re
-import uuid
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -28,13 +19,10 @@ from typing import Any
 
 import torch
 
+from torch_ckpt.objects.decode_values import ValueDecoder
 from torch_ckpt.objects.types import (
-    DTYPES,
     FACTORIES,
-    LAYOUTS,
     MAX_DEPTH,
-    MEMORY_FORMATS,
-    PATHS,
     TAG,
     CorruptObjectError,
     UnsupportedObjectError,
@@ -42,26 +30,14 @@ from torch_ckpt.objects.types import (
     is_namedtuple_class,
 )
 
-_HEX_INT = re.compile(r"-?0x[0-9a-f]+")
-_NUMPY_CODE = re.compile(
-    r"[<>|=](b1|[iu][1248]|[qQ]|f(2|4|8|12|16)|c(8|16|24|32)|[SU][0-9]{1,9}"
-    r"|[mM]8(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
-)
 _warned_classes: set[str] = set()
 
 
-class Decoder:
+class Decoder(ValueDecoder):
     """Decodes one leaf after another against one side file. Not for several threads.
 
     Side bytes may be used once in total, so that a small file cannot expand into much memory.
     """
-
-    def __init__(self, side: bytes | memoryview, allow_pickle: bool, path: str = "") -> None:
-        self.path = path
-        self._side = memoryview(side)
-        self._side_left = len(self._side)
-        self._allow_pickle = allow_pickle
-        self._depth = 0
 
     def decode(self, value: Any) -> Any:
         """Return the object that `value` describes. Raises ObjectError."""
@@ -82,21 +58,6 @@ class Decoder:
         if kind in _PLAIN:
             return value
         raise self.fail(f"a value of type {kind.__name__}")
-
-    def _unicode(self, text: str) -> str:
-        """Text that JSON says; surrogates have a tag of their own."""
-        if not text.isascii():
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError:
-                raise self.fail("text with a surrogate") from None
-        return text
-
-    def fail(self, why: str) -> CorruptObjectError:
-        return CorruptObjectError(f"{self.path or '(object)'}: malformed object: {why}")
-
-    def _unsupported(self, why: str) -> UnsupportedObjectError:
-        return UnsupportedObjectError(f"{self.path or '(object)'}: {why}")
 
     def _enter(self) -> None:
         self._depth += 1
@@ -162,82 +123,6 @@ class Decoder:
         self._depth -= 1
         return out
 
-    def _ints(self, value: Any, count: int | None = None) -> list[int]:
-        if type(value) is not list or any(type(item) is not int for item in value):
-            raise self.fail("expected a list of integers")
-        if count is not None and len(value) != count:
-            raise self.fail(f"expected {count} integers, found {len(value)}")
-        return value
-
-    def _text(self, value: Any) -> str:
-        text = self.decode(value) if type(value) is dict else value
-        if type(text) is not str:
-            raise self.fail(f"expected text, found {type(text).__name__}")
-        return text
-
-    def _big_ints(self, value: Any, count: int) -> list[int]:
-        items = self._items(value)
-        return self._ints(items, count)
-
-    def _bytes(self, value: dict[str, Any]) -> bytes:
-        if "b" in value:
-            text = value["b"]
-            if type(text) is not str:
-                raise self.fail("inline bytes that are not text")
-            try:
-                return base64.b64decode(text.encode("ascii"), validate=True)
-            except (binascii.Error, UnicodeEncodeError) as error:
-                raise self.fail("inline bytes that are not base64") from error
-        offset, size = self._ints(value["at"], 2)
-        if offset < 0 or size < 0 or offset + size > len(self._side):
-            raise self.fail(
-                f"bytes [{offset}, {offset + size}) of a side file of {len(self._side)} bytes"
-            )
-        self._side_left -= size
-        if self._side_left < 0:
-            raise self.fail("side file bytes used more than once")
-        return bytes(self._side[offset : offset + size])
-
-    def _shape(self, value: Any, itemsize: int, nbytes: int) -> list[int]:
-        """Check that a shape describes exactly `nbytes` before anything is allocated for it."""
-        shape = self._ints(value)
-        if len(shape) > 64 or any(not 0 <= size < 2**63 for size in shape):
-            raise self.fail(f"shape {shape!r:.200}")
-        if math.prod(shape) * itemsize != nbytes:
-            raise self.fail(f"shape {shape} of {itemsize}-byte elements with {nbytes} bytes")
-        return shape
-
-    # Scalars.
-
-    def _int(self, value: dict[str, Any]) -> int:
-        text = value["v"]
-        if type(text) is not str or not _HEX_INT.fullmatch(text):
-            raise self.fail("an integer that is not hexadecimal text")
-        return int(text, 16)
-
-    def _float(self, value: dict[str, Any]) -> float:
-        if value["v"] not in ("nan", "inf", "-inf"):
-            raise self.fail("a special float that is none of nan, inf, -inf")
-        return float(value["v"])
-
-    def _str(self, value: dict[str, Any]) -> str:
-        return bytes.fromhex(value["v"]).decode("utf-8", "surrogatepass")
-
-    def _complex(self, value: dict[str, Any]) -> complex:
-        parts = self._items(value["v"])
-        if len(parts) != 2 or any(type(part) is not float for part in parts):
-            raise self.fail("a complex number that is not two floats")
-        return complex(parts[0], parts[1])
-
-    def _bytearray(self, value: dict[str, Any]) -> bytearray:
-        return bytearray(self._bytes(value))
-
-    def _bytesio(self, value: dict[str, Any]) -> io.BytesIO:
-        position = self._ints([value["p"]])[0]
-        stream = io.BytesIO(self._bytes(value))
-        stream.seek(position)
-        return stream
-
     # Containers.
 
     def _tuple(self, value: dict[str, Any]) -> tuple[Any, ...]:
@@ -298,97 +183,6 @@ class Decoder:
 
     def _size(self, value: dict[str, Any]) -> torch.Size:
         return torch.Size(self._ints(value["v"]))
-
-    # Standard library values.
-
-    def _zone(self, value: Any) -> datetime.timezone | None:
-        if value is None:
-            return None
-        if type(value) is not dict or set(value) != {"offset", "name"}:
-            raise self.fail("a time zone")
-        offset = datetime.timedelta(microseconds=self._ints([value["offset"]])[0])
-        if value["name"] is None:
-            return datetime.timezone(offset)
-        return datetime.timezone(offset, self._text(value["name"]))
-
-    def _datetime(self, value: dict[str, Any]) -> datetime.datetime:
-        *parts, fold = self._ints(value["v"], 8)
-        return datetime.datetime(*parts, tzinfo=self._zone(value["tz"]), fold=fold)  # type: ignore[arg-type,misc]
-
-    def _time(self, value: dict[str, Any]) -> datetime.time:
-        *parts, fold = self._ints(value["v"], 5)
-        return datetime.time(*parts, tzinfo=self._zone(value["tz"]), fold=fold)  # type: ignore[arg-type,misc]
-
-    def _date(self, value: dict[str, Any]) -> datetime.date:
-        return datetime.date(*self._ints(value["v"], 3))
-
-    def _timedelta(self, value: dict[str, Any]) -> datetime.timedelta:
-        return datetime.timedelta(*self._ints(value["v"], 3))
-
-    def _path_object(self, value: dict[str, Any]) -> Any:
-        return PATHS[value["t"]](self._text(value["v"]))
-
-    def _uuid(self, value: dict[str, Any]) -> uuid.UUID:
-        return uuid.UUID(hex=self._text(value["v"]))
-
-    def _decimal(self, value: dict[str, Any]) -> decimal.Decimal:
-        return decimal.Decimal(self._text(value["v"]))
-
-    def _fraction(self, value: dict[str, Any]) -> fractions.Fraction:
-        numerator, denominator = self._big_ints(value["v"], 2)
-        return fractions.Fraction(numerator, denominator)
-
-    # torch and numpy values.
-
-    def _dtype(self, value: dict[str, Any]) -> torch.dtype:
-        return DTYPES[value["v"]]
-
-    def _device(self, value: dict[str, Any]) -> torch.device:
-        return torch.device(self._text(value["v"]))
-
-    def _layout(self, value: dict[str, Any]) -> torch.layout:
-        return LAYOUTS[value["v"]]
-
-    def _memory_format(self, value: dict[str, Any]) -> torch.memory_format:
-        return MEMORY_FORMATS[value["v"]]
-
-    def _tensor(self, value: dict[str, Any]) -> torch.Tensor:
-        dtype, requires_grad = DTYPES[value["t"]], value["g"]
-        if type(requires_grad) is not bool:
-            raise self.fail("a tensor whose requires_grad is not true or false")
-        data = self._bytes(value)
-        shape = self._shape(value["s"], dtype.itemsize, len(data))
-        tensor = torch.empty(shape, dtype=dtype)
-        if data:
-            ctypes.memmove(tensor.data_ptr(), data, len(data))
-        if value[TAG] == "parameter":
-            return torch.nn.Parameter(tensor, requires_grad)
-        return tensor.requires_grad_(requires_grad) if requires_grad else tensor
-
-    def _numpy_dtype(self, value: Any) -> tuple[Any, Any]:
-        if type(value) is not str or not _NUMPY_CODE.fullmatch(value):
-            raise self.fail(f"numpy type code {value!r:.100}")
-        try:
-            import numpy
-        except ImportError as error:
-            raise self._unsupported("this value needs numpy, which is not installed") from error
-        return numpy, numpy.dtype(value)
-
-    def _npscalar(self, value: dict[str, Any]) -> Any:
-        numpy, dtype = self._numpy_dtype(value["t"])
-        data = self._bytes(value)
-        self._shape([], dtype.itemsize, len(data))
-        if not data:  # an empty numpy.str_ or numpy.bytes_; numpy.ndarray has no such element
-            return dtype.type()
-        return numpy.ndarray((), dtype, data)[()]
-
-    def _ndarray(self, value: dict[str, Any]) -> Any:
-        numpy, dtype = self._numpy_dtype(value["t"])
-        if value["o"] not in ("C", "F"):
-            raise self.fail("an array whose order is neither C nor F")
-        data = self._bytes(value)
-        shape = self._shape(value["s"], dtype.itemsize, len(data))
-        return numpy.ndarray(shape, dtype, bytearray(data), order=value["o"])
 
     # What needs a class or an opt-in.
 

@@ -1,0 +1,243 @@
+"""LoadPlanner: stock's, which fills the target in place whatever its keys and containers are."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict_v_2_3
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _init_state_dict
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt.dcp.flatten import (
+    STRUCTURE_FQN,
+    Flat,
+    Structure,
+    check_structure,
+    empty_container,
+    rebuild,
+)
+from torch_ckpt.dcp.items import PLAIN_TENSORS, dtensor_part, read_items
+from torch_ckpt.dcp.per_rank import PerRank, rank_part, saved_world_sizes
+from torch_ckpt.dcp.planning import paused_gc, world_of
+from torch_ckpt.errors import IncompleteError, InvalidArgumentError
+
+logger = logging.getLogger(__name__)
+
+
+def _saved_structure(metadata: Metadata) -> Structure | None:
+    """The structure, where the checkpoint has one and the reader has put it among the paths."""
+    value = (metadata.planner_data or {}).get(STRUCTURE_FQN)
+    return check_structure(value) if isinstance(value, dict) else None
+
+
+class MissingKeyError(IncompleteError, RuntimeError):
+    """The target has a leaf that the checkpoint has not. Stock raises RuntimeError."""
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Stock's arguments, and keyword-only ones:
+
+    strict_dtype: carried for the storage reader: refuse any cast.
+    rebuild: an empty target is filled with everything the checkpoint has, nested as it was saved.
+        dcp.load hands over a copy of its target, so take the result from `original_state_dict`.
+    rank, world_size: whose PerRank values are loaded; the default group's if not given.
+
+    A storage reader of torch_ckpt gives objects to `load_object`; `load_bytes`, for other readers,
+    takes what torch.save wrote and reads it as stock does. Pickles.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        strict_dtype: bool = False,
+        rebuild: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        self.strict_dtype = strict_dtype
+        self.rebuild = rebuild
+        self._rank = rank
+        self._world_size = world_size
+        self._slots: dict[str, tuple[Any, Any]] | None = None
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        if self.rebuild and not state_dict and metadata is not None:
+            with paused_gc():
+                state_dict.update(self._rebuilt(metadata))
+        if not self.flatten_state_dict:
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+            self._slots = None
+            return
+        rank, world_size = world_of(self._rank, self._world_size)
+        with paused_gc():
+            flat = Flat(state_dict, rank, world_size, slots=True)
+            if flat.has_meta:
+                _init_state_dict(state_dict)
+                flat = Flat(state_dict, rank, world_size, slots=True)
+        self.original_state_dict = state_dict
+        self.state_dict, self.mappings, self._slots = flat.values, flat.paths, flat.slots
+        if flat.has_sharded_tensor and self.flatten_sharded_tensors:
+            self.state_dict = _flatten_sharded_tensors(flat.values)
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def _rebuilt(self, metadata: Metadata) -> dict[Any, Any]:
+        """A state dict for everything in `metadata`, with new tensors and None for objects."""
+        paths = metadata.planner_data or {}
+        structure = _saved_structure(metadata)
+        rank, world_size = world_of(self._rank, self._world_size)
+        per_rank = {
+            f"{'.'.join(map(str, path))}.": tuple(path)
+            for path in (structure["per_rank"] if structure is not None else ())
+        }
+        values: dict[str, Any] = {}
+        own_paths = {fqn: path for fqn, path in paths.items() if fqn != STRUCTURE_FQN}
+        for fqn, saved in metadata.state_dict_metadata.items():
+            if fqn == STRUCTURE_FQN:
+                continue
+            value = None
+            if isinstance(saved, TensorStorageMetadata):
+                value = torch.empty(saved.size, dtype=saved.properties.dtype)
+            prefix, _, part = fqn.rpartition(".")
+            path = per_rank.get(f"{prefix}.")
+            if path is not None and part.startswith("__rank_"):
+                values.setdefault(prefix, PerRank())
+                own_paths[prefix] = path
+                if part == rank_part(rank, world_size):
+                    values[prefix].value = value
+            else:
+                values[fqn] = value
+        return rebuild(values, own_paths, structure)
+
+    def create_local_plan(self) -> LoadPlan:
+        if self.metadata is None:
+            raise InvalidArgumentError("set_up_planner was not given the checkpoint's metadata")
+        saved = self.metadata.state_dict_metadata
+        if self._slots is None:
+            return super().create_local_plan()
+        missing = [fqn for fqn in self.state_dict if fqn not in saved]
+        if missing and self._is_old_format():
+            return super().create_local_plan()
+        with paused_gc():
+            for fqn in missing:
+                self._settle_missing(fqn)
+            items: list[ReadItem] = []
+            for fqn, value in self.state_dict.items():
+                entry = saved.get(fqn)
+                if entry is not None:
+                    if isinstance(entry, BytesStorageMetadata) and isinstance(value, torch.Tensor):
+                        logger.warning(
+                            "%s: the target has a tensor, the checkpoint an object, which will "
+                            "take its place",
+                            fqn,
+                        )
+                    items += read_items(fqn, entry, value)
+        return LoadPlan(items)
+
+    def _is_old_format(self) -> bool:
+        """Whether the checkpoint names leaves as torch up to 2.3 did. If so, stock loads it."""
+        assert self.metadata is not None
+        saved, current = self.metadata.state_dict_metadata, self.state_dict
+        found = False
+
+        def visit(path: tuple[Any, ...], value: Any) -> None:
+            nonlocal found
+            name = ".".join(map(str, path))
+            found |= name in saved and name not in current and type(value) is not PerRank
+
+        traverse_state_dict_v_2_3(self.original_state_dict, visit)
+        if not found:
+            return False
+        self._slots = None
+        return True
+
+    def _settle_missing(self, fqn: str) -> None:
+        """A target leaf that the checkpoint has no entry for: settle it, skip it, or raise."""
+        assert self.metadata is not None and self._slots is not None
+        container, key = self._slots[fqn]
+        empty = empty_container(_saved_structure(self.metadata), self.mappings[fqn])
+        if empty is not None and not isinstance(container, PerRank):
+            container[key] = empty
+            return
+        per_rank = isinstance(container, PerRank)
+        path = fqn.rpartition(".")[0] if per_rank else fqn
+        sizes = saved_world_sizes(path, self.metadata.state_dict_metadata)
+        _, world_size = world_of(self._rank, self._world_size)
+        if per_rank and sizes:
+            raise InvalidArgumentError(
+                f"{path}: this per-rank value was saved by {sizes[0]} ranks and cannot be loaded "
+                f"by {world_size}; load with as many ranks, or leave it out of the target"
+            )
+        if self.allow_partial_load:
+            return
+        hint = ""
+        if per_rank and path in self.metadata.state_dict_metadata:
+            hint = " It was saved as one value for all ranks, not as PerRank."
+        elif sizes:
+            hint = " It was saved as PerRank; put a PerRank there in the target."
+        raise MissingKeyError(f"Missing key in checkpoint state_dict: {path}.{hint}")
+
+    def load_object(self, read_item: ReadItem, obj: Any) -> None:
+        """Put the loaded object `obj` where `read_item` says. Once per object; in any thread."""
+        fqn = read_item.dest_index.fqn
+        if self._slots is None:
+            if self.flatten_state_dict:  # names of torch up to 2.3
+                set_element(self.original_state_dict, self.mappings[fqn], obj)
+            else:
+                self.state_dict[fqn] = obj
+            return
+        container, key = self._slots[fqn]
+        if isinstance(container, PerRank):
+            container.value = obj
+            return
+        try:
+            container[key] = obj
+        except TypeError as error:
+            raise InvalidArgumentError(
+                f"{fqn}: the target's {type(container).__name__} does not take new values"
+            ) from error
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        if self._slots is None:
+            super().load_bytes(read_item, value)
+            return
+        # Stock's own way with what a stock storage reader brings; ours never comes here.
+        stock = DefaultLoadPlanner(flatten_state_dict=False)
+        stock.state_dict = {}
+        stock.load_bytes(read_item, value)
+        self.load_object(read_item, stock.state_dict[read_item.dest_index.fqn])
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        value = self.state_dict[index.fqn]
+        if type(value) in PLAIN_TENSORS:
+            return value
+        if isinstance(value, DTensor):
+            return dtensor_part(value, index)
+        return find_state_dict_object(self.state_dict, index)  # type: ignore[no-any-return]
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.size() == read_item.lengths:
+            return tensor
+        return super().transform_tensor(read_item, tensor)  # type: ignore[no-any-return]

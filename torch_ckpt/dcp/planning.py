@@ -1,0 +1,38 @@
+"""What both planners use: the collector paused, and which rank this is."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def paused_gc() -> Iterator[None]:
+    """Keep the cyclic garbage collector off inside the block.
+
+    At its end what was made counts as old: freeze and unfreeze move all objects to the oldest
+    generation without looking at them. Otherwise the first allocation afterwards would walk a
+    plan's every object, which takes as long as making them.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        if gc.get_freeze_count() == 0:  # else unfreeze would undo the trainer's own freeze
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
+
+
+def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

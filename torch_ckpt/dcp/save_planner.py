@@ -1,0 +1,189 @@
+"""SavePlanner: stock's, exact about boxes, keys, containers and values of single ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import _compare_save_plans
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt.dcp.flatten import (
+    DIGESTS_KEY,
+    STRUCTURE_FQN,
+    Flat,
+    Structure,
+    describe_structure,
+    merge_structures,
+)
+from torch_ckpt.dcp.global_plan import assemble, dedup_plans, warn_of_differences
+from torch_ckpt.dcp.items import PLAIN_TENSORS, dtensor_part, write_items
+from torch_ckpt.dcp.per_rank import rank_part
+from torch_ckpt.dcp.planning import paused_gc, world_of
+from torch_ckpt.objects import ObjectError, object_digest
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Stock's arguments, and keyword-only ones:
+
+    keep_structure: write the leaf "torch_ckpt.structure" where the names of the leaves do not say
+        the containers (keys that are not str, empty ones, OrderedDict, ...).
+    rank, world_size: what PerRank values are saved under; the default group's if not given.
+
+    Pickles. Raises InvalidArgumentError where two leaves get one name.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+        *,
+        keep_structure: bool = True,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            flatten_state_dict,
+            flatten_sharded_tensors,
+            dedup_replicated_tensors,
+            dedup_save_to_lowest_rank,
+            enable_plan_caching,
+        )
+        self.keep_structure = keep_structure
+        self._rank = rank
+        self._world_size = world_size
+        # What this rank's state dict has, and, on the coordinator, what is written for all.
+        self._structure: Structure | None = None
+        self._written_structure: Structure | None = None
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self.is_coordinator = is_coordinator
+        self._structure = None
+        if not self.flatten_state_dict:
+            if self.flatten_sharded_tensors:
+                state_dict = _flatten_sharded_tensors(state_dict)
+            self.state_dict = state_dict
+            return
+        with paused_gc():
+            flat = Flat(state_dict, *world_of(self._rank, self._world_size))
+            if flat.structured and self.keep_structure:
+                self._structure = describe_structure(state_dict)
+            self.mappings = flat.paths
+            self.state_dict = flat.values
+            if flat.has_sharded_tensor and self.flatten_sharded_tensors:
+                self.state_dict = _flatten_sharded_tensors(flat.values)
+
+    def create_local_plan(self) -> SavePlan:
+        with paused_gc():
+            items: list[WriteItem] = []
+            for fqn, value in self.state_dict.items():
+                items += write_items(fqn, value)
+            plan = SavePlan(items, planner_data=self._planner_data())
+        self.plan = plan
+        if not self._enable_plan_caching:
+            return plan
+        cached = self._cached_save_plan.get(self._cached_plans_key)
+        if cached is not None and _same_plan(plan, cached):
+            return SavePlan([], usable=False)
+        self._pending_local_plan = plan
+        return plan
+
+    def _planner_data(self) -> dict[str, Any] | None:
+        """The paths, as stock has them, and beside them what the coordinator is to compare."""
+        if not self.flatten_state_dict:
+            return None
+        data: dict[str, Any] = dict(self.mappings)
+        if self._structure is not None:
+            data[STRUCTURE_FQN] = self._structure
+        rank, world_size = world_of(self._rank, self._world_size)
+        if world_size > 1:
+            data[DIGESTS_KEY] = self._digests(rank_part(rank, world_size))
+        return data
+
+    def _digests(self, own_part: str) -> dict[str, bytes]:
+        digests = {}
+        for fqn, value in self.state_dict.items():
+            if isinstance(value, torch.Tensor) or fqn.endswith(own_part):
+                continue
+            try:
+                digests[fqn] = object_digest(value, fqn)
+            except ObjectError:
+                continue  # whether it can be written at all is for the storage writer to say
+        return digests
+
+    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
+        return dedup_plans(all_plans, self.dedup_save_to_lowest_rank)
+
+    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        with paused_gc():
+            plans, metadata = assemble(self._dedup_save_plans(all_plans))
+            if not self.flatten_state_dict:
+                return plans, metadata
+            structures = []
+            merged: dict[str, Any] = {}
+            for plan in reversed(plans):  # as stock: the lowest rank's path holds
+                merged.update(plan.planner_data or {})
+                structures.append((plan.planner_data or {}).get(STRUCTURE_FQN))
+            merged.pop(DIGESTS_KEY, None)
+            merged.pop(STRUCTURE_FQN, None)
+            structure = merge_structures(reversed(structures))
+            if structure is not None:
+                # Not in state_dict_metadata: stock planners must not take it for a leaf.
+                merged[STRUCTURE_FQN] = structure
+                item = WriteItem(MetadataIndex(STRUCTURE_FQN), WriteItemType.BYTE_IO)
+                plans = [dataclasses.replace(plans[0], items=[*plans[0].items, item]), *plans[1:]]
+            metadata.planner_data = merged
+        return plans, metadata
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        # A plan that is not usable stands for a cached one, whose digests are of an earlier save.
+        if len(all_plans) > 1 and all(plan.usable for plan in all_plans):
+            digests = [(plan.planner_data or {}).get(DIGESTS_KEY, {}) for plan in all_plans]
+            warn_of_differences(digests)
+        plans, metadata = super().create_global_plan(all_plans)
+        self._written_structure = (metadata.planner_data or {}).get(STRUCTURE_FQN)
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan: SavePlan = super().finish_plan(new_plan)
+        pending = self.__dict__.pop("_pending_local_plan", None)
+        if pending is not None:  # torch before 2.13 does not promote it
+            self._cached_save_plan[self._cached_plans_key] = pending
+        return plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict.get(index.fqn)
+        if type(value) in PLAIN_TENSORS:
+            return value
+        if isinstance(value, DTensor):
+            return dtensor_part(value, index)
+        if index.fqn == STRUCTURE_FQN and index.fqn not in self.state_dict:
+            return self._written_structure
+        return find_state_dict_object(self.state_dict, index)
+
+
+def _same_plan(plan: SavePlan, cached: SavePlan) -> bool:
+    """Stock's comparison, which knows neither dtypes nor the structure."""
+    if not _compare_save_plans(plan, cached):
+        return False
+    for item, other in zip(plan.items, cached.items, strict=True):
+        data, other_data = item.tensor_data, other.tensor_data
+        if data is not None and other_data is not None:
+            if data.properties.dtype != other_data.properties.dtype:
+                return False
+    new, old = plan.planner_data or {}, cached.planner_data or {}
+    return bool(new.get(STRUCTURE_FQN) == old.get(STRUCTURE_FQN))
