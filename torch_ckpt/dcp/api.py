@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import planner as stock_planner
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
 from torch_ckpt.dcp.reader import HuggingFaceStorageReader
@@ -19,7 +21,14 @@ from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 _PathLike = str | os.PathLike[str]
+
+
+def _eager(function: F) -> F:
+    """I/O is never traced: torch.compile breaks the graph here."""
+    disabled: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def _writer(writer: Any, checkpoint_id: _PathLike | None) -> Any:
@@ -30,36 +39,35 @@ def _writer(writer: Any, checkpoint_id: _PathLike | None) -> Any:
     return HuggingFaceStorageWriter(checkpoint_id, save_distributed=True)
 
 
-def _first_failure(error: CheckpointException) -> BaseException:
-    """The failure of the lowest rank, as itself: `except CheckpointError` and `except OSError`
-    catch it, which they do not catch a CheckpointException (that is no Exception)."""
+def _first_failure(error: CheckpointException, reader: Any) -> BaseException:
+    """The failure of the lowest rank, as itself, so that `except Exception` catches it (it does
+    not catch a CheckpointException) and its kind, errno and file are there."""
     rank = min(error.failures)
     cause = error.failures[rank][0]
-    if isinstance(cause, (CheckpointError, OSError)):
-        return with_rank(cause, rank)
-    return error
+    if isinstance(cause, AssertionError):
+        # DCP reports an error of read_metadata as the text of an AssertionError.
+        own = getattr(reader, "metadata_error", None)
+        cause = own if own is not None else CheckpointError(str(cause), rank=rank)
+    return with_rank(cause, rank)
 
 
-def _checked(call: Callable[[], T]) -> T:
+def _checked(call: Callable[[], T], reader: Any = None) -> T:
     try:
         with warnings.catch_warnings():
             # Single-process use is intended where no process group was made.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             return call()
     except CheckpointException as error:
-        first = _first_failure(error)
-        if first is error:
-            raise
-        raise first from error
+        raise _first_failure(error, reader) from error
 
 
-@torch.compiler.disable
+@_eager
 def save(
     state_dict: dict[str, Any],
     *,
     checkpoint_id: _PathLike | None = None,
-    storage_writer: dcp.StorageWriter | None = None,
-    planner: dcp.SavePlanner | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: stock_planner.SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
@@ -72,8 +80,8 @@ def save(
     """
     writer = _writer(storage_writer, checkpoint_id)
     try:
-        return _checked(
-            lambda: dcp.save(
+        metadata: Metadata = _checked(
+            lambda: state_dict_saver.save(
                 state_dict,
                 checkpoint_id=checkpoint_id,
                 storage_writer=writer,
@@ -83,17 +91,18 @@ def save(
                 use_collectives=use_collectives,
             )
         )
+        return metadata
     finally:
         _end(writer)
 
 
-@torch.compiler.disable
+@_eager
 def async_save(
     state_dict: dict[str, Any],
     *,
     checkpoint_id: _PathLike | None = None,
-    storage_writer: dcp.StorageWriter | None = None,
-    planner: dcp.SavePlanner | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: stock_planner.SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> Any:
@@ -104,7 +113,7 @@ def async_save(
     """
     writer = _writer(storage_writer, checkpoint_id)
     return _checked(
-        lambda: dcp.async_save(
+        lambda: state_dict_saver.async_save(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_writer=writer,
@@ -115,13 +124,13 @@ def async_save(
     )
 
 
-@torch.compiler.disable
+@_eager
 def load(
     state_dict: dict[str, Any],
     *,
     checkpoint_id: _PathLike | None = None,
-    storage_reader: dcp.StorageReader | None = None,
-    planner: dcp.LoadPlanner | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: stock_planner.LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
@@ -135,14 +144,15 @@ def load(
         storage_reader = HuggingFaceStorageReader(checkpoint_id)
     reader = storage_reader
     _checked(
-        lambda: dcp.load(
+        lambda: state_dict_loader.load(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_reader=reader,
             planner=planner or LoadPlanner(),
             process_group=process_group,
             no_dist=no_dist,
-        )
+        ),
+        reader,
     )
 
 

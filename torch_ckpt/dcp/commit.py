@@ -34,7 +34,8 @@ def commit_request(
 ) -> dict[str, Any]:
     """The request that commits `results`, one list per rank (csrc/engine/commit.h).
 
-    `file_count` is the number of final files that the mapping asks for. Raises ConflictError when a rank wrote for another save than `save_id`.
+    `file_count` is the number of final files that the mapping asks for. Raises ConflictError when
+    a rank wrote for another save than `save_id`.
     """
     reports = [report for of_rank in results for report in of_rank]
     files: list[dict[str, Any]] = []

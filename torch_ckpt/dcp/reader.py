@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from torch.distributed.checkpoint import HuggingFaceStorageReader as StockReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as StockReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
@@ -55,6 +55,8 @@ class HuggingFaceStorageReader(StockReader):
         self.allow_pickle = allow_pickle
         # What read_metadata saw: a load fails if the checkpoint is replaced in between.
         self._described: dict[str, Any] | None = None
+        # DCP keeps only the text of an error of read_metadata; torch_ckpt.load raises this one.
+        self.metadata_error: Exception | None = None
 
     def _reads_by_request(self) -> bool:
         own = type(self)._process_read_request
@@ -86,13 +88,17 @@ class HuggingFaceStorageReader(StockReader):
         with its own `_process_read_request` as the stored chunks. Raises IncompleteError,
         CorruptError, ConflictError or OSError for a directory that cannot be loaded whole.
         """
-        self._described = None
-        return metadata_of(
-            self._describe(),
-            os.fspath(self.path),
-            self.load_id,
-            chunks=self._reads_by_request(),
-        )
+        self._described, self.metadata_error = None, None
+        try:
+            return metadata_of(
+                self._describe(),
+                os.fspath(self.path),
+                self.load_id,
+                chunks=self._reads_by_request(),
+            )
+        except (CheckpointError, OSError) as error:
+            self.metadata_error = error
+            raise
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors and objects. Coverage is proved before a byte is copied."""

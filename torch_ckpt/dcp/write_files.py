@@ -138,7 +138,7 @@ class RawBytes:
 
 def _leaf(planner: SavePlanner, item: WriteItem) -> Any:
     """The object of a leaf: itself where the planner leaves pickling to stock's default."""
-    kind = type(planner)
+    kind: Any = type(planner)
     if (
         isinstance(planner, DefaultSavePlanner)
         and kind.resolve_data is DefaultSavePlanner.resolve_data
