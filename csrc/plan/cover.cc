@@ -131,7 +131,8 @@ class OverlapFinder {
   // near ones are compared with the next box.
   Pair Sweep(Items items) const {
     if (rank_ == 0) return Named(items[0], items[1]);
-    const auto [along, across] = MostDistinct(items);
+    const Axes axes = ChooseAxes(items);
+    const int along = axes.along, across = axes.across;
     SortByBegin(boxes_, along, items);
     int64_t longest = 0;
     for (size_t i : items) {
@@ -154,27 +155,46 @@ class OverlapFinder {
       if (__builtin_sub_overflow(Begin(box, across), longest, &reach)) {
         reach = std::numeric_limits<int64_t>::min();
       }
-      for (auto it = active.upper_bound(reach);
-           it != active.end() && it->first < End(box, across); ++it) {
+      for (auto it = active.lower_bound(End(box, across));
+           it != active.begin();) {
+        --it;
+        if (it->first <= reach) break;
         if (Overlap(it->second, i)) return Named(it->second, i);
+        if (axes.flat) break;  // the kept ones before this one end before it
       }
       endings.emplace(End(box, along), active.emplace(Begin(box, across), i));
     }
     return std::nullopt;
   }
 
-  std::pair<int, int> MostDistinct(Items items) const {
+  // The two dimensions with the most distinct begins, leaving aside those in
+  // which all items overlap.
+  struct Axes {
+    int along = 0;
+    int across = 0;
+    bool flat = true;  // all items overlap in the other dimensions
+  };
+  Axes ChooseAxes(Items items) const {
     std::vector<std::pair<size_t, int>> distinct;  // count, dimension
     for (int d = 0; d < rank_; ++d) {
       std::vector<int64_t> begins;
       begins.reserve(items.size());
-      for (size_t i : items) begins.push_back(Begin(boxes_[i], d));
+      int64_t first_end = std::numeric_limits<int64_t>::max();
+      for (size_t i : items) {
+        begins.push_back(Begin(boxes_[i], d));
+        first_end = std::min(first_end, End(boxes_[i], d));
+      }
       std::sort(begins.begin(), begins.end());
+      if (begins.back() < first_end) continue;
       const auto end = std::unique(begins.begin(), begins.end());
       distinct.emplace_back(static_cast<size_t>(end - begins.begin()), d);
     }
     std::sort(distinct.begin(), distinct.end(), std::greater<>());
-    return {distinct[0].second, distinct[rank_ > 1 ? 1 : 0].second};
+    Axes axes;
+    if (!distinct.empty()) axes.along = axes.across = distinct[0].second;
+    if (distinct.size() > 1) axes.across = distinct[1].second;
+    axes.flat = distinct.size() <= 2;
+    return axes;
   }
 
   static Pair Named(size_t a, size_t b) {

@@ -143,11 +143,12 @@ TEST_F(RandomBoxes, OverlappingHeapsAgreeWithCells) {
   }
 }
 
-// Pinwheels cannot be cut anywhere, so only the sweep finds their overlaps.
+// Pinwheels cannot be cut anywhere, so only the sweep finds their overlaps. In
+// three dimensions some of the boxes are cut in two along the third.
 TEST_F(RandomBoxes, InterlockedBoxesAgreeWithCells) {
   for (int round = 0; round < 4000; ++round) {
     SCOPED_TRACE(round);
-    const Box region = Box::Whole({Pick(5, 14), Pick(5, 14)});
+    Box region = Box::Whole({Pick(5, 14), Pick(5, 14)});
     Boxes boxes;
     Box core = region;
     while (core.sizes[0] >= 3 && core.sizes[1] >= 3) {
@@ -162,12 +163,25 @@ TEST_F(RandomBoxes, InterlockedBoxesAgreeWithCells) {
       core = {{r + r1, c + c1}, {r2 - r1, c2 - c1}};
     }
     boxes.push_back(core);
+    if (Pick(0, 1)) {
+      region.offsets.push_back(0);
+      region.sizes.push_back(3);
+      for (size_t i = boxes.size(); i-- > 0;) {
+        boxes[i].offsets.push_back(0);
+        boxes[i].sizes.push_back(3);
+        if (Pick(0, 1)) continue;
+        const int64_t at = Pick(1, 2);
+        boxes.push_back(boxes[i]);
+        boxes.back().sizes[2] = boxes[i].offsets[2] = at;
+        boxes[i].sizes[2] = 3 - at;
+      }
+    }
     std::shuffle(boxes.begin(), boxes.end(), rng_);
     ASSERT_TRUE(ProveTiling(region, boxes).ok());
     ASSERT_TRUE(ProveCover(region, boxes).ok());
     Box& victim = boxes[static_cast<size_t>(
         Pick(0, static_cast<int64_t>(boxes.size()) - 1))];
-    const int d = static_cast<int>(Pick(0, 1));
+    const int d = static_cast<int>(Pick(0, region.rank() - 1));
     switch (Pick(0, 3)) {
       case 0:
         ++victim.sizes[d];
@@ -180,9 +194,10 @@ TEST_F(RandomBoxes, InterlockedBoxesAgreeWithCells) {
         --victim.sizes[d];
         break;
       default: {  // one cell, anywhere
-        const Box cell = {
-            {Pick(0, region.sizes[0] - 1), Pick(0, region.sizes[1] - 1)},
-            {1, 1}};
+        Box cell = {region.offsets, Dims::Filled(region.rank(), 1)};
+        for (int k = 0; k < region.rank(); ++k) {
+          cell.offsets[k] = Pick(0, region.sizes[k] - 1);
+        }
         boxes.push_back(cell);
       }
     }
@@ -282,6 +297,23 @@ TEST_P(ManyBoxes, AreProvedQuickly) {
   boxes.push_back(region);  // on top of everything
   EXPECT_EQ(ProveTiling(region, boxes).kind(), ErrorKind::kConflict);
   EXPECT_TRUE(ProveCover(region, boxes).ok());
+  const std::chrono::duration<double> took =
+      std::chrono::steady_clock::now() - start;
+  EXPECT_LT(took.count(), 20) << "seconds";
+}
+
+TEST(ProveTiling, StaircaseIsNotQuadratic) {
+  // Each box but peels one row or column off the rest.
+  const int64_t n = 50'000;
+  Boxes boxes;
+  for (int64_t i = 0; i < n; ++i) {
+    boxes.push_back({{i, 0, i}, {1, 4, n - i}});
+    if (i + 1 < n) boxes.push_back({{i + 1, 0, i}, {n - i - 1, 4, 1}});
+  }
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_TRUE(ProveTiling(Box::Whole({n, 4, n}), boxes).ok());
+  boxes.back().sizes[2] = 2;
+  EXPECT_FALSE(ProveTiling(Box::Whole({n, 4, n}), boxes).ok());
   const std::chrono::duration<double> took =
       std::chrono::steady_clock::now() - start;
   EXPECT_LT(took.count(), 20) << "seconds";
