@@ -28,15 +28,14 @@ from torch_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch_ckpt.consolidate import (
-        consolidate_safetensors_files,
-        consolidate_safetensors_files_on_every_rank,
-    )
+    from torch_ckpt.checkpoint import Checkpoint
+    from torch_ckpt.consolidate import consolidate_safetensors_files_on_every_rank
     from torch_ckpt.dcp.api import async_save, load, save
     from torch_ckpt.dcp.per_rank import PerRank
     from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
     from torch_ckpt.dcp.reader import HuggingFaceStorageReader
     from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
+    from torch_ckpt.merge import consolidate_safetensors_files
 
 try:
     __version__ = _installed_version("torch_ckpt")
@@ -44,13 +43,14 @@ except PackageNotFoundError:  # a checkout on the path that was never installed
     __version__ = "0.0.0"
 
 _LAZY = {
+    "Checkpoint": "torch_ckpt.checkpoint",
     "HuggingFaceStorageReader": "torch_ckpt.dcp.reader",
     "HuggingFaceStorageWriter": "torch_ckpt.dcp.writer",
     "LoadPlanner": "torch_ckpt.dcp.planner",
     "PerRank": "torch_ckpt.dcp.per_rank",
     "SavePlanner": "torch_ckpt.dcp.planner",
     "async_save": "torch_ckpt.dcp.api",
-    "consolidate_safetensors_files": "torch_ckpt.consolidate",
+    "consolidate_safetensors_files": "torch_ckpt.merge",
     "consolidate_safetensors_files_on_every_rank": "torch_ckpt.consolidate",
     "load": "torch_ckpt.dcp.api",
     "save": "torch_ckpt.dcp.api",
@@ -58,6 +58,7 @@ _LAZY = {
 
 __all__ = [
     "CancelledError",
+    "Checkpoint",
     "CheckpointError",
     "ConflictError",
     "CorruptError",

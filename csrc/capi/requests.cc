@@ -1,10 +1,12 @@
 #include "capi/requests.h"
 
-#include <array>
+#include <cerrno>
 #include <map>
 
 #include "engine/checkpoint.h"
 #include "engine/verify_job.h"
+#include "format/names.h"
+#include "os/directory.h"
 #include "plan/mesh.h"
 #include "runtime/arena.h"
 #include "runtime/crc32c.h"
@@ -12,12 +14,48 @@
 namespace torch_ckpt::capi {
 namespace {
 
+Json ManifestFilesJson(const Manifest& manifest) {
+  Json files = Json::array();
+  for (const ManifestFile& file : manifest.files) {
+    files.push_back({{"name", file.name},
+                     {"role", RoleName(file.role)},
+                     {"bytes", file.bytes}});
+  }
+  return files;
+}
+
+// What the manifest names, without a look at those files: a checkpoint that is
+// damaged can be removed too.
+Result<Json> ManifestRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
+  Result<Directory> directory = Directory::Open(path);
+  if (!directory.ok()) {
+    if (directory.status().sys_errno() != ENOENT) return directory.status();
+    return Incomplete("there is no such directory").WithFile(path);
+  }
+  const std::string name(kManifestName);
+  Result<std::string> text = directory->ReadFile(name, kMaxManifestBytes);
+  if (!text.ok()) {
+    if (text.status().sys_errno() != ENOENT) return text.status();
+    return Incomplete("holds no checkpoint of torch_ckpt: there is no " + name)
+        .WithFile(path);
+  }
+  Result<Manifest> manifest = ParseManifest(AsBytes(*text));
+  if (!manifest.ok()) {
+    return manifest.status().WithFile(directory->Join(name));
+  }
+  return Json{{"save_id", manifest->save_id},
+              {"world_size", manifest->world_size},
+              {"files", ManifestFilesJson(*manifest)}};
+}
+
 Result<Json> DescribeRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
   TC_ASSIGN_OR_RETURN(const auto checkpoint, OpenCheckpoint(path));
   const Catalog& catalog = checkpoint->catalog();
   Json names = Json::array(), kinds = Json::array(), dtypes = Json::array(),
-       shapes = Json::array(), paths = Json::array(), parts = Json::array();
+       shapes = Json::array(), paths = Json::array(), parts = Json::array(),
+       sizes = Json::array();
   const bool with_parts = GetBool(request, "placements", false);
   for (size_t i = 0; i < catalog.entries().size(); ++i) {
     const CatalogEntry& entry = catalog.entries()[i];
@@ -25,6 +63,8 @@ Result<Json> DescribeRequest(const Json& request) {
     kinds.push_back(static_cast<int>(entry.kind));
     dtypes.push_back(DtypeName(entry.storage_dtype));
     shapes.push_back(DimsJson(entry.shape));
+    const Result<uint64_t> size = ByteSize(entry.storage_dtype, entry.shape);
+    sizes.push_back(entry.kind == EntryKind::kTensor && size.ok() ? *size : 0);
     paths.push_back(entry.path.empty() ? Json() : Json(entry.path));
     if (with_parts || entry.kind == EntryKind::kObject) {
       Json of_entry = Json::array();
@@ -44,25 +84,18 @@ Result<Json> DescribeRequest(const Json& request) {
     files.push_back(
         {{"name", file.name}, {"id", file.id}, {"bytes", file.bytes}});
   }
-  Json manifest_files = Json::array();
-  if (checkpoint->manifest()) {
-    for (const ManifestFile& file : checkpoint->manifest()->files) {
-      manifest_files.push_back({{"name", file.name},
-                                {"role", RoleName(file.role)},
-                                {"bytes", file.bytes}});
-    }
-  }
+  const Manifest* manifest = checkpoint->manifest();
   return Json{{"source", CheckpointSourceName(checkpoint->source())},
               {"save_id", checkpoint->save_id()},
-              {"world_size", checkpoint->manifest()
-                                 ? Json(checkpoint->manifest()->world_size)
-                                 : Json()},
+              {"world_size", manifest ? Json(manifest->world_size) : Json()},
               {"files", std::move(files)},
-              {"manifest_files", std::move(manifest_files)},
+              {"manifest_files",
+               manifest ? ManifestFilesJson(*manifest) : Json::array()},
               {"names", std::move(names)},
               {"kinds", std::move(kinds)},
               {"dtypes", std::move(dtypes)},
               {"shapes", std::move(shapes)},
+              {"bytes", std::move(sizes)},
               {"paths", std::move(paths)},
               {"placements", std::move(parts)}};
 }
@@ -143,6 +176,7 @@ Handler FindHandler(const std::string& op) {
       {"job_free", JobFreeRequest},
       {"job_poll", JobPollRequest},
       {"join_save", JoinSaveRequest},
+      {"manifest", ManifestRequest},
       {"merge", MergeRequest},
       {"merge_begin", MergeBeginRequest},
       {"merge_commit", MergeCommitRequest},

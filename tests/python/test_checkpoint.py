@@ -1,0 +1,297 @@
+"""Checkpoint: describe, verify, recover and remove a directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import torch_ckpt
+from torch_ckpt import Checkpoint
+from torch_ckpt.checkpoint import ObjectInfo, Placement
+from torch_ckpt.jobs import SaveSession
+
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+
+
+def state() -> dict[str, Any]:
+    return {
+        "model": {
+            "w": torch.randn(700, 513),
+            "b": torch.randn(7).bfloat16(),
+            "s": torch.tensor(3.5),
+        },
+        "step": 7,
+    }
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "c"
+    torch_ckpt.save(state(), checkpoint_id=path)
+    return path
+
+
+@pytest.fixture
+def path(saved: Path, tmp_path: Path) -> Path:
+    """A copy that the test may break."""
+    return Path(shutil.copytree(saved, tmp_path / "c"))
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def kill_in_replay(path: Path) -> None:
+    """Leave `path` as a kill right behind the commit point of a save over it does."""
+    other = path.parent / "other"
+    torch_ckpt.save({"new": torch.arange(5)}, checkpoint_id=other)
+    code = (
+        "import sys; from torch_ckpt.merge import consolidate_safetensors_files as merge; "
+        "merge(sys.argv[1], sys.argv[2], None)"
+    )
+    # The first rename makes the journal count, the second moves the first file in.
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(other), str(path)],
+        env={**os.environ, "TORCH_CKPT_FAULTS": "renameat:2:kill"},
+        check=False,
+    )
+    if done.returncode == 0:
+        pytest.skip("this build has no fault points")
+    assert done.returncode == -signal.SIGKILL
+    assert (path / ".torch_ckpt-stage/commit.json").exists()
+
+
+def test_describe_names_everything(path: Path) -> None:
+    described = Checkpoint(path).describe()
+    assert described.source == "manifest"
+    assert described.world_size == 1
+    assert described.save_id is not None and len(described.save_id) == 32
+    assert {(file.name, file.role) for file in described.files} == {
+        (SHARD, "data"),
+        ("objects-00001.json", "objects"),
+        ("torch_ckpt.catalog", "catalog"),
+    }
+    for file in described.files:
+        assert file.bytes == (path / file.name).stat().st_size
+    tensors = {tensor.name: tensor for tensor in described.tensors}
+    assert set(tensors) == {"model.w", "model.b", "model.s"}
+    w = tensors["model.w"]
+    assert (w.dtype, w.shape, w.bytes, w.path) == ("F32", (700, 513), 700 * 513 * 4, ("model", "w"))
+    (placement,) = w.placements
+    assert placement == Placement(SHARD, placement.offset, (0, 0), (700, 513))
+    assert tensors["model.b"].dtype == "BF16"
+    assert tensors["model.s"].shape == ()
+    assert described.objects == (ObjectInfo("step", "objects-00001.json", ("step",)),)
+
+
+def test_placements_point_at_the_bytes(path: Path) -> None:
+    tensors = {"a": torch.arange(5, dtype=torch.int64), "b": torch.arange(9, dtype=torch.int32)}
+    torch_ckpt.save(tensors, checkpoint_id=path)
+    for tensor in Checkpoint(path).describe().tensors:
+        (placement,) = tensor.placements
+        data = (path / placement.file).read_bytes()[placement.offset :][: tensor.bytes]
+        assert torch.equal(
+            torch.frombuffer(bytearray(data), dtype=tensors[tensor.name].dtype),
+            tensors[tensor.name],
+        )
+
+
+def test_describe_of_a_directory_of_others(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    described = Checkpoint(tmp_path).describe()
+    assert (described.source, described.save_id, described.world_size) == ("headers", None, None)
+    assert [(file.name, file.role) for file in described.files] == [("model.safetensors", "data")]
+    assert [tensor.path for tensor in described.tensors] == [("x",)]
+
+
+def test_describe_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(torch_ckpt.IncompleteError, match="no such directory"):
+        Checkpoint(tmp_path / "absent").describe()
+    with pytest.raises(torch_ckpt.IncompleteError, match="holds no checkpoint"):
+        Checkpoint(tmp_path).describe()
+
+
+def test_verify_reads_every_byte(path: Path) -> None:
+    files = Checkpoint(path).describe().files
+    report = Checkpoint(path).verify()
+    assert report.files == len(files)
+    assert report.bytes == sum(file.bytes for file in files)
+
+
+@pytest.mark.parametrize("at", [-1, 1 << 20, 5000])
+def test_verify_finds_one_flipped_bit(path: Path, at: int) -> None:
+    flip(path / SHARD, at)
+    with pytest.raises(torch_ckpt.CorruptError) as caught:
+        Checkpoint(path).verify()
+    assert caught.value.file == str(path / SHARD)
+
+
+def test_verify_tells_its_progress(path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    report = Checkpoint(path).verify(progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (report.bytes, report.bytes)
+
+
+def test_an_error_of_the_callback_comes_out(path: Path) -> None:
+    def fail(done: int, total: int) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Checkpoint(path).verify(progress=fail)
+
+
+def test_verify_needs_digests(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(torch_ckpt.UnsupportedError, match="no manifest"):
+        Checkpoint(tmp_path).verify()
+
+
+def test_recover_has_nothing_to_do(path: Path) -> None:
+    before = sorted(os.listdir(path))
+    assert Checkpoint(path).recover() is False
+    assert sorted(os.listdir(path)) == before
+
+
+def test_recover_removes_what_a_dead_save_left(path: Path) -> None:
+    stages = [path / ".torch_ckpt-stage", path.parent / ".c.torch_ckpt-stage"]
+    for stage in stages:
+        stage.mkdir()
+        (stage / "half").write_bytes(b"x")
+    assert Checkpoint(path).recover() is True
+    assert not any(stage.exists() for stage in stages)
+    Checkpoint(path).verify()
+
+
+def test_recover_finishes_a_committed_save(path: Path) -> None:
+    kill_in_replay(path)
+    # Readers understand the journal as it stands.
+    assert [tensor.name for tensor in Checkpoint(path).describe().tensors] == ["new"]
+    assert Checkpoint(path).recover() is True
+    assert [tensor.name for tensor in Checkpoint(path).describe().tensors] == ["new"]
+    Checkpoint(path).verify()
+    assert not (path / ".torch_ckpt-stage").exists()
+    assert not (path / SHARD).exists()
+
+
+def test_remove_takes_the_directory_too(path: Path) -> None:
+    names = sorted(os.listdir(path))
+    report = Checkpoint(path).remove()
+    assert sorted(report.removed) == names
+    assert report.removed[0] == "torch_ckpt.json"
+    assert (report.left, report.directory_removed) == ((), True)
+    assert not path.exists()
+
+
+def test_remove_keeps_what_is_not_ours(path: Path) -> None:
+    (path / "config.json").write_text("{}")
+    (path / "notes").mkdir()
+    (path / "other.safetensors").write_bytes(b"")
+    report = Checkpoint(path).remove()
+    assert report.left == ("config.json", "notes", "other.safetensors")
+    assert not report.directory_removed
+    assert sorted(os.listdir(path)) == list(report.left)
+
+
+def test_remove_follows_no_link(path: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (path / SHARD).rename(outside)
+    (path / SHARD).symlink_to(outside)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match="symbolic link"):
+        Checkpoint(link).remove()
+    assert (path / "torch_ckpt.json").exists()
+    Checkpoint(path).remove()
+    assert outside.exists() and not path.exists()
+
+
+def test_remove_of_a_damaged_checkpoint(path: Path) -> None:
+    (path / SHARD).unlink()
+    report = Checkpoint(path).remove()
+    assert SHARD not in report.removed
+    assert report.directory_removed
+
+
+def test_remove_keeps_a_directory_of_a_name_in_the_manifest(path: Path) -> None:
+    (path / SHARD).unlink()
+    (path / SHARD).mkdir()
+    assert Checkpoint(path).remove().left == (SHARD,)
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_remove_refuses_what_has_no_manifest(tmp_path: Path, make: bool) -> None:
+    target = tmp_path / "x"
+    if make:
+        target.mkdir()
+        save_file({"x": torch.zeros(2)}, target / "model.safetensors")
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(torch_ckpt.IncompleteError):
+        Checkpoint(target).remove()
+    assert sorted(os.listdir(tmp_path)) == before
+    assert not make or os.listdir(target) == ["model.safetensors"]
+
+
+def test_remove_refuses_an_altered_manifest(path: Path) -> None:
+    flip(path / "torch_ckpt.json", 40)
+    before = sorted(os.listdir(path))
+    with pytest.raises(torch_ckpt.CorruptError):
+        Checkpoint(path).remove()
+    assert sorted(os.listdir(path)) == before
+
+
+def test_remove_waits_for_no_save(path: Path) -> None:
+    session = SaveSession(str(path), overwrite=True)
+    try:
+        for act in (Checkpoint(path).remove, Checkpoint(path).recover):
+            with pytest.raises(torch_ckpt.ConflictError):
+                act()
+    finally:
+        session.end()
+    Checkpoint(path).verify()
+
+
+def test_remove_of_an_interrupted_commit(path: Path) -> None:
+    kill_in_replay(path)
+    report = Checkpoint(path).remove()
+    assert "model-00001-of-00001.safetensors" in report.removed
+    assert not path.exists()
+
+
+def test_killed_while_removing_is_no_checkpoint(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = os.unlink
+
+    def killed(name: str, **where: int) -> None:
+        if name != "torch_ckpt.json":
+            raise KeyboardInterrupt
+        unlink(name, **where)
+
+    monkeypatch.setattr(os, "unlink", killed)
+    with pytest.raises(KeyboardInterrupt):
+        Checkpoint(path).remove()
+    monkeypatch.undo()
+    assert (path / SHARD).exists() and not (path / "torch_ckpt.json").exists()
+    # The lock is free again.
+    torch_ckpt.save({"new": torch.zeros(3)}, checkpoint_id=path)
+
+
+def test_no_torch_is_needed(path: Path) -> None:
+    code = (
+        "import sys, torch_ckpt; torch_ckpt.Checkpoint(sys.argv[1]).verify(); "
+        "torch_ckpt.consolidate_safetensors_files(sys.argv[1], sys.argv[1] + '-out', None); "
+        "torch_ckpt.Checkpoint(sys.argv[1]).remove(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    assert not path.exists()

@@ -1,0 +1,294 @@
+"""The torch-ckpt command: reports, exit statuses, errors in one line."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+import torch_ckpt
+from torch_ckpt.cli import cli
+from torch_ckpt.cli.output import error_line, fields_of, format_bytes
+
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+STATE = {"w": torch.arange(3000.0).reshape(60, 50), "b": torch.ones(5), "step": 3}
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "c"
+    torch_ckpt.save(STATE, checkpoint_id=path)
+    return path
+
+
+@pytest.fixture
+def path(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "c"))
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def test_inspect(path: Path) -> None:
+    done = run("inspect", path)
+    assert done.exit_code == 0, done.stderr
+    for word in (SHARD, "2 tensors", "1 other leaf", "F32", "written by torch_ckpt"):
+        assert word in done.stdout
+    assert "[60, 50]" not in done.stdout
+    done = run("inspect", "--tensors", path)
+    assert "w  F32[60, 50]  11.7 KiB, 1 box" in done.stdout
+    assert "step  in objects-00001.json" in done.stdout
+
+
+def test_inspect_json(path: Path) -> None:
+    fields = json.loads(run("inspect", "--json", path).stdout)
+    assert fields["tensor_count"] == 2
+    assert fields["tensor_bytes"] == 60 * 50 * 4 + 5 * 4
+    assert "tensors" not in fields
+    fields = json.loads(run("inspect", "--json", "--tensors", path).stdout)
+    assert {tensor["name"]: tensor["shape"] for tensor in fields["tensors"]} == {
+        "w": [60, 50],
+        "b": [5],
+    }
+
+
+def test_verify(path: Path) -> None:
+    done = run("verify", path)
+    assert done.exit_code == 0 and "all digests match" in done.stdout
+    assert run("verify", "--quiet", path).output == ""
+    assert json.loads(run("verify", "--json", path).stdout)["files"] == 3
+
+
+def test_a_corrupt_file_is_named_in_one_line(path: Path) -> None:
+    flip(path / SHARD, -1)
+    done = run("verify", path)
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"torch-ckpt: corrupt: {path / SHARD}: ")
+    assert "CRC-32C" in line and line.endswith(
+        "(restore the file from a copy, or use another checkpoint)"
+    )
+    done = run("verify", "--json", path)
+    assert done.exit_code == 1
+    error = json.loads(done.stdout)["error"]
+    assert (error["kind"], error["file"]) == ("corrupt", str(path / SHARD))
+
+
+def test_incomplete_is_3(path: Path, tmp_path: Path) -> None:
+    (path / SHARD).unlink()
+    for command in ("inspect", "verify"):
+        done = run(command, path)
+        assert done.exit_code == 3 and SHARD in done.stderr
+    assert run("inspect", tmp_path / "absent").exit_code == 3
+    assert run("consolidate", path, tmp_path / "out").exit_code == 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hole_is_3_and_names_the_tensor(tmp_path: Path) -> None:
+    sharding = json.dumps({"w": {"saved_offsets": [4]}})
+    metadata = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": sharding}
+    save_file(
+        {"w": torch.zeros(4)},
+        tmp_path / "shard-00002-model-00001-of-00001.safetensors",
+        metadata=metadata,
+    )
+    done = run("inspect", tmp_path)
+    assert done.exit_code == 3
+    assert "tensor 'w'" in done.stderr
+
+
+def test_quiet_still_says_errors(path: Path) -> None:
+    flip(path / SHARD, -1)
+    assert "corrupt" in run("verify", "--quiet", path).stderr
+
+
+def test_recover(path: Path) -> None:
+    assert "nothing to do" in run("recover", path).stdout
+    (path / ".torch_ckpt-stage").mkdir()
+    assert json.loads(run("recover", "--json", path).stdout)["recovered"] is True
+    assert not (path / ".torch_ckpt-stage").exists()
+
+
+def test_consolidate(path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run("consolidate", path, out)
+    assert done.exit_code == 0, done.stderr
+    loaded = load_file(out / "model-00001-of-00001.safetensors")
+    assert torch.equal(loaded["w"], STATE["w"]) and torch.equal(loaded["b"], STATE["b"])
+    assert run("verify", out).exit_code == 0
+
+
+def test_consolidate_by_mapping(path: Path, tmp_path: Path) -> None:
+    mapping = tmp_path / "mapping.json"
+    mapping.write_text('{"w": 2}')
+    out = tmp_path / "out"
+    done = run("consolidate", path, out, "--mapping", mapping)
+    assert done.exit_code == 3 and "tensor 'b'" in done.stderr and not out.exists()
+    done = run("consolidate", path, out, "--mapping", mapping, "--no-strict", "--no-verify")
+    assert done.exit_code == 0, done.stderr
+    assert list(load_file(out / "model-00002-of-00002.safetensors")) == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (
+            ("model-00002-of-00002.safetensors", "model-00001-of-00002.safetensors"),
+            {"w": 2, "b": 1},
+        ),
+        (("b.safetensors", "a.safetensors"), {"w": 2, "b": 1}),
+        (("model.safetensors", "model.safetensors"), {"w": 1, "b": 1}),
+    ],
+)
+def test_consolidate_by_index(
+    path: Path, tmp_path: Path, names: tuple[str, str], expected: dict[str, int]
+) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"metadata": {}, "weight_map": dict(zip("wb", names, strict=True))})
+    )
+    out = tmp_path / "out"
+    for source in (index, tmp_path):  # the file, or its directory
+        done = run("consolidate", path, out, "--index", source)
+        assert done.exit_code == 0, done.stderr
+    written = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {name: int(file.split("-")[1]) for name, file in written.items()} == expected
+
+
+def test_wrong_usage_is_2(path: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    for text in ("{", "[]", '{"w": "1"}', '{"w": true}'):
+        bad.write_text(text)
+        assert run("consolidate", path, tmp_path / "out", "--mapping", bad).exit_code == 2
+        assert run("consolidate", path, tmp_path / "out", "--index", bad).exit_code == 2
+    bad.write_text('{"w": 0, "b": 1}')
+    assert run("consolidate", path, tmp_path / "out", "--mapping", bad).exit_code == 2
+    both = ("--mapping", bad, "--index", bad)
+    assert run("consolidate", path, tmp_path / "out", *both).exit_code == 2
+    assert run("consolidate", path).exit_code == 2
+    assert run("nonsense").exit_code == 2
+    assert run("verify", path, "--threads", "0").exit_code == 2
+
+
+def test_a_failed_system_call_is_1(path: Path) -> None:
+    target = path / SHARD / "out"  # below a file
+    done = run("consolidate", path, target)
+    assert done.exit_code == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("torch-ckpt: io: ") and SHARD in line
+
+
+def test_error_lines_hold_every_name_in_one_line() -> None:
+    error = torch_ckpt.CorruptError("broken\nbadly", file="/a\tb", tensor="x.y", rank=3)
+    fields, status = fields_of(error)
+    assert status == 1
+    assert error_line(fields).startswith("corrupt: rank 3: /a?b: tensor 'x.y': broken?badly (")
+    for kind, status in ((torch_ckpt.IncompleteError, 3), (torch_ckpt.InvalidArgumentError, 2)):
+        assert fields_of(kind("x"))[1] == status
+    for other in (OSError(28, "No space left on device", "/f"), MemoryError(), ImportError("gone")):
+        fields, status = fields_of(other)
+        assert status == 1 and fields["message"] and fields["next"]
+
+
+def test_sizes_in_words() -> None:
+    sizes = (0, 1023, 1024, 1536, 5 << 30)
+    assert [format_bytes(size) for size in sizes] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 KiB",
+        "5.0 GiB",
+    ]
+
+
+def test_starts_without_torch_and_without_bars(path: Path, tmp_path: Path) -> None:
+    # What makes a command start in a tenth of a second and not in two.
+    code = (
+        "import sys\nfrom torch_ckpt.cli import cli\n"
+        "cli(sys.argv[1:], standalone_mode=False)\n"
+        "assert not {'torch', 'rich', 'tqdm', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    for arguments in (("inspect", path), ("verify", path), ("consolidate", path, tmp_path / "out")):
+        subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+
+def test_as_a_module(path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_ckpt", "inspect", str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert SHARD in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize("bars", ["rich", "tqdm", "none"])
+def test_progress_is_drawn_on_a_terminal_only(path: Path, bars: str) -> None:
+    hidden = {"rich": (), "tqdm": ("rich",), "none": ("rich", "tqdm")}[bars]
+    code = (
+        f"import sys\nfor name in {hidden!r}: sys.modules[name] = None\n"
+        "from torch_ckpt.cli import main\nmain()"
+    )
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "verify", str(path)],
+            stdout=subprocess.PIPE,
+            stderr=slave,
+            text=True,
+            check=True,
+            env={**os.environ, "TERM": "xterm"},
+        )
+        os.set_blocking(master, False)
+        try:
+            drawn = os.read(master, 65536).decode()
+        except BlockingIOError:
+            drawn = ""
+    finally:
+        os.close(master)
+        os.close(slave)
+    assert "all digests match" in done.stdout
+    assert ("verifying" in drawn) == (bars != "none")
+
+
+def test_under_torchrun_all_ranks_merge(path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    launch = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+        *("-m", "torch_ckpt", "consolidate", "--json"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, str(path), str(out)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()  # one report, not one a rank
+    assert json.loads(line)["files"] == 2
+    loaded = load_file(out / "model-00001-of-00001.safetensors")
+    assert torch.equal(loaded["w"], STATE["w"])
+    assert run("verify", out).exit_code == 0

@@ -1,0 +1,266 @@
+"""A checkpoint directory as an object: what is in it, is it whole, repair it, remove it.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch_ckpt import _core
+from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.jobs import Job, SaveSession
+from torch_ckpt.progress import Progress, run_job
+
+_MANIFEST = "torch_ckpt.json"
+_OBJECT = 2  # EntryKind in csrc/format/catalog.h
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file of a checkpoint. `role` is "data", "objects", "catalog", "index" or "extra"."""
+
+    name: str
+    role: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one box of a tensor is stored: its bytes, row-major, from byte `offset` of `file` on.
+
+    `offsets` and `sizes` say which box of the global tensor, in elements.
+    """
+
+    file: str
+    offset: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A stored tensor: safetensors dtype name, global shape in elements, bytes of the whole.
+
+    `path` is where it stands in the nested state dict; (name,) where that is not known.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    path: tuple[str | int, ...]
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """A stored leaf that is no tensor, and the objects file that holds it."""
+
+    name: str
+    file: str
+    path: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a checkpoint holds.
+
+    source: "manifest" for a directory that torch_ckpt wrote; "index" (model.safetensors.index.json)
+        or "headers" (all .safetensors files) for any other.
+    save_id, world_size: of the save; None without a manifest.
+    """
+
+    path: str
+    source: Literal["manifest", "index", "headers"]
+    save_id: str | None
+    world_size: int | None
+    files: tuple[FileInfo, ...]
+    tensors: tuple[TensorInfo, ...]
+    objects: tuple[ObjectInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Files and bytes whose digests were compared and found right."""
+
+    files: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveReport:
+    """Names that were removed from the directory, and names that are still in it.
+
+    directory_removed: whether the directory itself was left empty and so is gone too.
+    """
+
+    removed: tuple[str, ...]
+    left: tuple[str, ...]
+    directory_removed: bool
+
+
+class Checkpoint:
+    """The checkpoint in directory `path`.
+
+    Holds no descriptor and no native handle: every method looks at the directory anew. Methods may
+    be called from any thread. All raise CheckpointError kinds or OSError that name the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(path)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.path!r})"
+
+    def describe(self) -> Description:
+        """What the checkpoint holds. Reads no tensor data and writes nothing.
+
+        With a manifest the size of every file and the id of every data file are compared; without
+        one every header is parsed and every tensor is proved to be whole. Raises IncompleteError
+        when there is no checkpoint or a part of it is missing, CorruptError, ConflictError for
+        overlapping shards or while it is being replaced, OSError.
+        """
+        answer = _core.call({"op": "describe", "path": self.path, "placements": True})
+        tensors, objects = _entries(answer)
+        if answer["source"] == "manifest":
+            files = tuple(FileInfo(**file) for file in answer["manifest_files"])
+        else:
+            files = tuple(FileInfo(file["name"], "data", file["bytes"]) for file in answer["files"])
+        return Description(
+            path=self.path,
+            source=answer["source"],
+            save_id=answer["save_id"] or None,
+            world_size=answer["world_size"],
+            files=files,
+            tensors=tensors,
+            objects=objects,
+        )
+
+    def verify(self, workers: int = 2, progress: Progress | None = None) -> VerifyReport:
+        """Compare every byte of every file with its digest.
+
+        workers: threads. progress: called with bytes done and bytes in all, about ten times a
+        second. Raises CorruptError that names the file and the bytes; UnsupportedError for a
+        directory without a manifest, which has no digests; and what `describe` raises.
+        """
+        with Job("verify") as job:
+            request = {"op": "verify", "path": self.path, "workers": workers, "job": job.id}
+            answer = run_job(job, lambda: _core.call(request), progress)
+        return VerifyReport(answer["files"], answer["bytes"])
+
+    def recover(self) -> bool:
+        """Finish a commit that was interrupted, and remove what dead saves have left.
+
+        Every save does this first; between saves it only tidies up, since readers understand an
+        interrupted commit as it stands. True when there was something to do. Raises ConflictError
+        while a save is in progress.
+        """
+        return bool(_core.call({"op": "recover", "path": self.path})["recovered"])
+
+    def remove(self) -> RemoveReport:
+        """Delete the checkpoint: the manifest first, then only the files that it names.
+
+        Whatever else is in the directory stays and is reported, and the directory with it. After
+        a kill half way the directory is no checkpoint of torch_ckpt any more. A damaged checkpoint
+        can be removed too, as long as its manifest is whole. No link is followed: a name that is
+        a link is unlinked itself, and `path` must not be one.
+
+        Raises IncompleteError for a directory without a manifest (nothing says which files belong
+        to a checkpoint there), ConflictError while a save into it is in progress.
+        """
+        if os.path.islink(self.path):
+            raise InvalidArgumentError(
+                "is a symbolic link; remove the checkpoint that it points to", file=self.path
+            )
+        self.recover()
+        # Before the lock, which would create a directory that does not exist.
+        _core.call({"op": "manifest", "path": self.path})
+        with _locked(self.path):
+            # Read under the lock: no save can replace what we are about to remove.
+            names = [
+                file["name"] for file in _core.call({"op": "manifest", "path": self.path})["files"]
+            ]
+            removed = _unlink_all(self.path, names)
+        return _remove_directory(self.path, removed)
+
+
+def _path(name: str, text: str | None) -> tuple[str | int, ...]:
+    return (name,) if text is None else tuple(json.loads(text))
+
+
+def _entries(answer: dict[str, Any]) -> tuple[tuple[TensorInfo, ...], tuple[ObjectInfo, ...]]:
+    files = [file["name"] for file in answer["files"]]
+    columns = ("names", "kinds", "dtypes", "shapes", "bytes", "paths", "placements")
+    tensors, objects = [], []
+    for name, kind, dtype, shape, size, path, parts in zip(
+        *(answer[column] for column in columns), strict=True
+    ):
+        if kind == _OBJECT:
+            objects.append(ObjectInfo(name, files[parts[0]["file"]], _path(name, path)))
+            continue
+        placements = tuple(
+            Placement(
+                files[part["file"]], part["offset"], tuple(part["offsets"]), tuple(part["sizes"])
+            )
+            for part in parts
+        )
+        tensors.append(TensorInfo(name, dtype, tuple(shape), size, _path(name, path), placements))
+    return tuple(tensors), tuple(objects)
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Hold the lock that saves into `path` take."""
+    session = SaveSession(path, overwrite=True)
+    try:
+        yield
+    finally:
+        session.end()
+
+
+@contextlib.contextmanager
+def _directory(path: str) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _unlink_all(path: str, names: list[str]) -> list[str]:
+    """Unlink the manifest, durably, and then `names`; returns those that were there.
+
+    `names` are plain names, without a separator: the core has refused any other.
+    """
+    removed = [_MANIFEST]
+    with _directory(path) as fd:
+        os.unlink(_MANIFEST, dir_fd=fd)
+        os.fsync(fd)
+        for name in names:
+            try:
+                os.unlink(name, dir_fd=fd)
+            except (FileNotFoundError, IsADirectoryError):
+                continue  # gone already, or somebody's directory: that is reported as left
+            removed.append(name)
+        os.fsync(fd)
+    return removed
+
+
+def _remove_directory(path: str, removed: list[str]) -> RemoveReport:
+    gone = False
+    # Kept where it holds files of others, is a mount point, or stands in a directory that we may
+    # not write. The checkpoint is gone all the same, and the report says what is left.
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+        gone = True
+    if gone:
+        with _directory(os.path.dirname(path)) as fd:
+            os.fsync(fd)
+    left = [] if gone else sorted(os.listdir(path))
+    return RemoveReport(tuple(removed), tuple(left), gone)

@@ -1,0 +1,28 @@
+"""The torch-ckpt command. Works without torch, except under torchrun."""
+
+from __future__ import annotations
+
+import click
+
+import torch_ckpt
+from torch_ckpt.cli.consolidate import consolidate
+from torch_ckpt.cli.inspect import inspect
+from torch_ckpt.cli.verify import recover, verify
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(torch_ckpt.__version__, prog_name="torch-ckpt")
+def cli() -> None:
+    """Checkpoints of torch.distributed.checkpoint in safetensors: look, check, repair, merge.
+
+    Exit status: 0 done, 1 corrupt or failed, 2 wrong usage, 3 incomplete.
+    """
+
+
+for _command in (consolidate, inspect, verify, recover):
+    cli.add_command(_command)
+
+
+def main() -> None:
+    """Entry point; leaves by SystemExit."""
+    cli(prog_name="torch-ckpt")

@@ -1,0 +1,52 @@
+"""torch-ckpt verify and recover."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from torch_ckpt.checkpoint import Checkpoint
+from torch_ckpt.cli.output import Output, count, format_bytes, with_output
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@click.option(
+    "--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Reading threads."
+)
+@with_output
+def verify(path: str, threads: int, output: Output) -> None:
+    """Compare every byte of the checkpoint in directory PATH with its digest.
+
+    Only directories that torch_ckpt wrote have digests.
+    """
+    checkpoint = Checkpoint(path)
+    with output.progress("verifying") as progress:
+        report = checkpoint.verify(workers=threads, progress=progress)
+    output.report(
+        {"path": checkpoint.path, **dataclasses.asdict(report)},
+        lambda: (
+            f"{checkpoint.path}: {count(report.files, 'file')}, {format_bytes(report.bytes)}: "
+            "all digests match"
+        ),
+    )
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@with_output
+def recover(path: str, output: Output) -> None:
+    """Finish an interrupted save into directory PATH, or remove what it left.
+
+    Every save does this first; this command is for directories that no save will come to.
+    """
+    checkpoint = Checkpoint(path)
+    acted = checkpoint.recover()
+    output.report(
+        {"path": checkpoint.path, "recovered": acted},
+        lambda: (
+            f"{checkpoint.path}: "
+            + ("recovered" if acted else "nothing to do, no save was interrupted")
+        ),
+    )
