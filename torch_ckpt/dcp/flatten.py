@@ -111,8 +111,9 @@ class Flat:
             paths[fqn] = (*path, name)
             if slots is not None:
                 slots[fqn] = (container, key)
-                if isinstance(value, torch.Tensor) and value.is_meta:
-                    self.has_meta = True
+                # A ShardedTensor of several local shards has no is_meta, nor an __init_tensor__.
+                if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor):
+                    self.has_meta |= value.is_meta
 
     def _per_rank(self, fqn: str, leaf: PerRank, path: Path) -> None:
         if isinstance(leaf.value, (DTensor, ShardedTensor, PerRank)):

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageWriter as StockWriter
 from torch.distributed.checkpoint._hf_utils import SHARDED_DIR_NAME
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.commit import RankReport, commit_request
+from torch_ckpt.dcp.stock_planner import check_written_boxes
 from torch_ckpt.dcp.write_files import FilePlan, collect_objects, collect_tensors, data_files
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedError, with_rank
 from torch_ckpt.jobs import Job, SaveSession
@@ -48,7 +49,7 @@ class HuggingFaceStorageWriter(StockWriter):
     Keyword-only arguments of ours:
 
     overwrite: False refuses a directory that holds a checkpoint (ConflictError).
-    sync_files: False leaves durability to the kernel; a crash of the machine may then lose the save.
+    sync_files: False leaves durability to the kernel; a machine that crashes may lose the save.
     direct_io: False writes through the page cache.
     strict: consolidation with a mapping that does not fit the tensors is an error.
     allow_pickle: leaves that typed JSON cannot say are pickled instead of refused.
@@ -184,9 +185,15 @@ class HuggingFaceStorageWriter(StockWriter):
         sources: list[torch.Tensor] = []
         files: list[FilePlan] = []
         for index, items in buckets.items():
+            check_written_boxes(planner, items)
             tensors = collect_tensors(planner, items)
             files += data_files(
-                tensors, index, self._file_count(), rank, distributed=self.save_distributed, sources=sources
+                tensors,
+                index,
+                self._file_count(),
+                rank,
+                distributed=self.save_distributed,
+                sources=sources,
             )
         names: list[str] = []
         if objects:

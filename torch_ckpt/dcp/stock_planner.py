@@ -1,0 +1,66 @@
+"""Below a planner that is not ours: refuse the DTensors that it does not understand.
+
+torch's planners take a rank's part of a DTensor for one interval of the tensor. Where it is several
+(a lone `_StridedShard`, uneven shards nested in one dimension) they would save and load it in the
+wrong places without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt.dcp.boxes import LocalBox, local_boxes
+from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
+from torch_ckpt.errors import UnsupportedError
+
+
+def check_written_boxes(planner: Any, items: list[WriteItem]) -> None:
+    """Raise UnsupportedError, naming the tensor, for an item that is not a box of its DTensor."""
+    if isinstance(planner, SavePlanner):
+        return
+    for item, boxes in _of_dtensors(planner, [(item.index, item) for item in items]):
+        chunk = item.tensor_data.chunk if item.tensor_data is not None else None
+        if chunk is None or not boxes:
+            continue
+        if len(boxes) > 1 or chunk.offsets != boxes[0].offsets or chunk.sizes != boxes[0].sizes:
+            _refuse(planner, item.index.fqn, len(boxes), "saves", "torch_ckpt.SavePlanner")
+
+
+def check_read_boxes(planner: Any, items: list[ReadItem]) -> None:
+    """The same for the targets of a load."""
+    if isinstance(planner, LoadPlanner):
+        return
+    for item, boxes in _of_dtensors(planner, [(item.dest_index, item) for item in items]):
+        if not boxes:
+            continue
+        if len(boxes) > 1 or item.dest_index.offset != boxes[0].offsets:
+            _refuse(planner, item.dest_index.fqn, len(boxes), "loads", "torch_ckpt.LoadPlanner")
+
+
+def _of_dtensors(
+    planner: Any, items: list[tuple[MetadataIndex, Any]]
+) -> Iterator[tuple[Any, tuple[LocalBox, ...]]]:
+    state_dict = getattr(planner, "state_dict", None)
+    if not isinstance(state_dict, dict):
+        return
+    for index, item in items:
+        value = state_dict.get(index.fqn)
+        # A local tensor with a protocol of its own says its boxes by itself.
+        if isinstance(value, DTensor) and not hasattr(
+            value._local_tensor, "__create_write_items__"
+        ):
+            yield item, local_boxes(value, index.fqn)
+
+
+def _refuse(planner: Any, fqn: str, boxes: int, verb: str, ours: str) -> None:
+    part = f"{boxes} separate boxes" if boxes > 1 else "another box than the planner says"
+    raise UnsupportedError(
+        f"this rank's part of it is {part}; {type(planner).__name__} {verb} one at the wrong "
+        f"place. Use {ours}",
+        tensor=fqn,
+    )
