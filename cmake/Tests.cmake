@@ -28,7 +28,12 @@ add_executable(
   tests/cpp/plan_layout_test.cc
   tests/cpp/plan_mesh_test.cc
   tests/cpp/plan_ranges_test.cc
-  tests/cpp/plan_runs_test.cc)
+  tests/cpp/plan_runs_test.cc
+  tests/cpp/engine_crash_test.cc
+  tests/cpp/engine_merge_job_test.cc
+  tests/cpp/engine_read_job_test.cc
+  tests/cpp/engine_scan_test.cc
+  tests/cpp/engine_write_job_test.cc)
 target_include_directories(core_tests PRIVATE csrc)
 target_link_libraries(
   core_tests PRIVATE torch_ckpt_options nlohmann_headers GTest::gtest
