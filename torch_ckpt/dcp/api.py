@@ -61,6 +61,13 @@ def _checked(call: Callable[[], T], reader: Any = None) -> T:
         raise _first_failure(error, reader) from error
 
 
+def _ranks(group: dist.ProcessGroup | None, no_dist: bool = False) -> dict[str, int]:
+    """What PerRank values are saved and loaded under: this rank among those of the group."""
+    if no_dist or not dist.is_available() or not dist.is_initialized():
+        return {"rank": 0, "world_size": 1}
+    return {"rank": dist.get_rank(group), "world_size": dist.get_world_size(group)}
+
+
 @_eager
 def save(
     state_dict: dict[str, Any],
@@ -85,7 +92,7 @@ def save(
                 state_dict,
                 checkpoint_id=checkpoint_id,
                 storage_writer=writer,
-                planner=planner or SavePlanner(),
+                planner=planner or SavePlanner(**_ranks(process_group, no_dist)),
                 process_group=process_group,
                 no_dist=no_dist,
                 use_collectives=use_collectives,
@@ -117,7 +124,7 @@ def async_save(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_writer=writer,
-            planner=planner or SavePlanner(),
+            planner=planner or SavePlanner(**_ranks(process_group, options.get("no_dist", False))),
             process_group=process_group,
             **options,
         )
@@ -148,7 +155,7 @@ def load(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_reader=reader,
-            planner=planner or LoadPlanner(),
+            planner=planner or LoadPlanner(**_ranks(process_group, no_dist)),
             process_group=process_group,
             no_dist=no_dist,
         ),

@@ -27,26 +27,37 @@ class ObjectReader:
         self.described = described
         self.verify = verify
         self.allow_pickle = allow_pickle
+        self._holders: dict[str, str] | None = None  # fqn to objects file
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        described = self.described
-        files = described["files"]
-        sizes = {file["name"]: file["bytes"] for file in files}
-        holder = {
-            name: files[parts[0]["file"]]["name"]
-            for name, kind, parts in zip(
-                described["names"], described["kinds"], described["placements"], strict=True
-            )
-            if kind == OBJECT
-        }
+        """Give every item's object to the planner."""
         wanted: dict[str, list[ReadItem]] = {}
         for item in items:
-            fqn = item.storage_index.fqn
-            if fqn not in holder:
-                raise IncompleteError("is not in the checkpoint", file=self.path, tensor=fqn)
-            wanted.setdefault(holder[fqn], []).append(item)
+            wanted.setdefault(self._file_of(item.storage_index.fqn), []).append(item)
         for name, of_file in wanted.items():
-            self._deliver(name, of_file, sizes, planner)
+            objects, raw = self._load(name, [item.storage_index.fqn for item in of_file])
+            for item in of_file:
+                fqn = item.storage_index.fqn
+                _give(planner, item, objects[fqn], raw=fqn in raw)
+
+    def read_one(self, fqn: str) -> Any:
+        """The object of one leaf."""
+        return self._load(self._file_of(fqn), [fqn])[0][fqn]
+
+    def _file_of(self, fqn: str) -> str:
+        described = self.described
+        if self._holders is None:
+            self._holders = {
+                name: described["files"][parts[0]["file"]]["name"]
+                for name, kind, parts in zip(
+                    described["names"], described["kinds"], described["placements"], strict=True
+                )
+                if kind == OBJECT
+            }
+        holder = self._holders.get(fqn)
+        if holder is None:
+            raise IncompleteError("is not in the checkpoint", file=self.path, tensor=fqn)
+        return holder
 
     def _bytes(self, name: str, size: int) -> bytes:
         target = torch.empty(size, dtype=torch.uint8)
@@ -62,26 +73,21 @@ class ObjectReader:
         # Not target.numpy(): torch does not need numpy, and neither do we.
         return bytes(target.untyped_storage())
 
-    def _deliver(
-        self, name: str, items: list[ReadItem], sizes: dict[str, int], planner: LoadPlanner
-    ) -> None:
+    def _load(self, name: str, fqns: list[str]) -> tuple[dict[str, Any], set[str]]:
+        """The objects of one file, and the names of those that a user's planner has packed."""
+        sizes = {file["name"]: file["bytes"] for file in self.described["files"]}
         file = ObjectFile(self._bytes(name, sizes[name]), name=f"{self.path}/{name}")
         side_name = name.removesuffix(".json") + ".bin"
         if file.side_bytes and side_name not in sizes:
             raise CorruptError("its side file is not in the checkpoint", file=file.name)
         side = self._bytes(side_name, sizes[side_name]) if file.side_bytes else b""
         stored = set(file.fqns())
-        names = [item.storage_index.fqn for item in items]
-        if RAW_LEAVES in stored:
-            names.append(RAW_LEAVES)
+        names = [*fqns, RAW_LEAVES] if RAW_LEAVES in stored else fqns
         for fqn in names:
             if fqn not in stored:
                 raise CorruptError("is not in its objects file", file=file.name, tensor=fqn)
         objects = file.load(names, side=side, allow_pickle=self.allow_pickle)
-        raw = set(objects.get(RAW_LEAVES, ()))
-        for item in items:
-            fqn = item.storage_index.fqn
-            _give(planner, item, objects[fqn], raw=fqn in raw)
+        return objects, set(objects.get(RAW_LEAVES, ()))
 
 
 def _give(planner: LoadPlanner, item: ReadItem, value: Any, *, raw: bool) -> None:

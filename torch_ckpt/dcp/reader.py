@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from torch_ckpt import _core
+from torch_ckpt.dcp.flatten import STRUCTURE_FQN
 from torch_ckpt.dcp.read_metadata import metadata_of
 from torch_ckpt.dcp.read_objects import ObjectReader
 from torch_ckpt.dcp.read_requests import check_filled
@@ -90,15 +91,26 @@ class HuggingFaceStorageReader(StockReader):
         """
         self._described, self.metadata_error = None, None
         try:
-            return metadata_of(
+            metadata = metadata_of(
                 self._describe(),
                 os.fspath(self.path),
                 self.load_id,
                 chunks=self._reads_by_request(),
             )
+            self._take_structure(metadata)
+            return metadata
         except (CheckpointError, OSError) as error:
             self.metadata_error = error
             raise
+
+    def _take_structure(self, metadata: Metadata) -> None:
+        """The leaf in which SavePlanner keeps the containers is no leaf of the user's."""
+        if metadata.state_dict_metadata.pop(STRUCTURE_FQN, None) is None:
+            return
+        reader = ObjectReader(
+            os.fspath(self.path), self._describe(), verify=self.verify, allow_pickle=False
+        )
+        metadata.planner_data[STRUCTURE_FQN] = reader.read_one(STRUCTURE_FQN)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors and objects. Coverage is proved before a byte is copied."""
