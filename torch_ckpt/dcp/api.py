@@ -61,11 +61,11 @@ def _checked(call: Callable[[], T], reader: Any = None) -> T:
         raise _first_failure(error, reader) from error
 
 
-def _ranks(group: dist.ProcessGroup | None, no_dist: bool = False) -> dict[str, int]:
-    """What PerRank values are saved and loaded under: this rank among those of the group."""
+def _ranks(group: dist.ProcessGroup | None, no_dist: bool = False) -> tuple[int, int]:
+    """What PerRank values are saved and loaded under: this rank, and how many the group has."""
     if no_dist or not dist.is_available() or not dist.is_initialized():
-        return {"rank": 0, "world_size": 1}
-    return {"rank": dist.get_rank(group), "world_size": dist.get_world_size(group)}
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 @_eager
@@ -86,13 +86,14 @@ def save(
     left, and what stood there before still loads.
     """
     writer = _writer(storage_writer, checkpoint_id)
+    rank, world_size = _ranks(process_group, no_dist)
     try:
         metadata: Metadata = _checked(
             lambda: state_dict_saver.save(
                 state_dict,
                 checkpoint_id=checkpoint_id,
                 storage_writer=writer,
-                planner=planner or SavePlanner(**_ranks(process_group, no_dist)),
+                planner=planner or SavePlanner(rank=rank, world_size=world_size),
                 process_group=process_group,
                 no_dist=no_dist,
                 use_collectives=use_collectives,
@@ -119,12 +120,13 @@ def async_save(
     what stock returns; its future raises what `save` would.
     """
     writer = _writer(storage_writer, checkpoint_id)
+    rank, world_size = _ranks(process_group, options.get("no_dist", False))
     return _checked(
         lambda: state_dict_saver.async_save(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_writer=writer,
-            planner=planner or SavePlanner(**_ranks(process_group, options.get("no_dist", False))),
+            planner=planner or SavePlanner(rank=rank, world_size=world_size),
             process_group=process_group,
             **options,
         )
@@ -150,12 +152,13 @@ def load(
             raise InvalidArgumentError("load needs a checkpoint_id or a storage_reader")
         storage_reader = HuggingFaceStorageReader(checkpoint_id)
     reader = storage_reader
+    rank, world_size = _ranks(process_group, no_dist)
     _checked(
         lambda: state_dict_loader.load(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_reader=reader,
-            planner=planner or LoadPlanner(**_ranks(process_group, no_dist)),
+            planner=planner or LoadPlanner(rank=rank, world_size=world_size),
             process_group=process_group,
             no_dist=no_dist,
         ),
