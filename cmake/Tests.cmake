@@ -15,6 +15,7 @@ add_executable(
   tests/cpp/os_lock_test.cc
   tests/cpp/runtime_arena_test.cc
   tests/cpp/runtime_crc32c_test.cc
+  tests/cpp/runtime_cuda_driver_test.cc
   tests/cpp/runtime_jobs_test.cc
   tests/cpp/runtime_workers_test.cc
   tests/cpp/format_catalog_test.cc
@@ -24,20 +25,34 @@ add_executable(
   tests/cpp/format_names_test.cc
   tests/cpp/format_safetensors_test.cc
   tests/cpp/format_sharding_info_test.cc
+  tests/cpp/plan_clip_test.cc
   tests/cpp/plan_cover_test.cc
   tests/cpp/plan_layout_test.cc
   tests/cpp/plan_mesh_test.cc
   tests/cpp/plan_ranges_test.cc
   tests/cpp/plan_runs_test.cc
+  tests/cpp/engine_commit_test.cc
   tests/cpp/engine_crash_test.cc
+  tests/cpp/engine_cuda_test.cc
   tests/cpp/engine_merge_job_test.cc
+  tests/cpp/engine_parts_test.cc
+  tests/cpp/engine_random_test.cc
   tests/cpp/engine_read_job_test.cc
   tests/cpp/engine_scan_test.cc
-  tests/cpp/engine_write_job_test.cc)
+  tests/cpp/engine_verify_job_test.cc
+  tests/cpp/engine_write_job_test.cc
+  tests/cpp/fake_cuda.cc)
 target_include_directories(core_tests PRIVATE csrc)
 target_link_libraries(
   core_tests PRIVATE torch_ckpt_options nlohmann_headers GTest::gtest
                      GTest::gtest_main Threads::Threads ${CMAKE_DL_LIBS})
+
+# Loaded by the tests as the CUDA driver is by the core.
+add_library(fake_cuda MODULE tests/cpp/fake_cuda.cc)
+target_link_libraries(fake_cuda PRIVATE torch_ckpt_options)
+add_dependencies(core_tests fake_cuda)
+target_compile_definitions(
+  core_tests PRIVATE TORCH_CKPT_FAKE_CUDA="$<TARGET_FILE:fake_cuda>")
 
 enable_testing()
 add_test(NAME core_tests COMMAND core_tests)
