@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,12 +16,14 @@ class RankReport:
 
     files: {"staged", "name", "id", "role", "bytes", "crc32c", "group"} each.
     objects: fqns of the leaves in its objects file.
+    digests: of the leaves that are no tensors, where the planner does not compare them.
     """
 
     rank: int
     save_id: str
     files: list[dict[str, Any]]
     objects: list[str]
+    digests: dict[str, bytes] = field(default_factory=dict)
 
 
 def commit_request(
@@ -46,7 +48,7 @@ def commit_request(
             raise InvalidArgumentError(
                 f"a rank's write result is a {type(report).__name__}, not what write_data returned"
             )
-        if report.save_id != save_id:
+        if report.files and report.save_id != save_id:
             raise ConflictError(
                 "wrote for another save into the same directory", rank=report.rank
             )

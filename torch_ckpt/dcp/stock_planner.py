@@ -1,22 +1,30 @@
-"""Below a planner that is not ours: refuse the DTensors that it does not understand.
+"""What a planner that is not ours does not see.
 
 torch's planners take a rank's part of a DTensor for one interval of the tensor. Where it is several
 (a lone `_StridedShard`, uneven shards nested in one dimension) they would save and load it in the
-wrong places without a word.
+wrong places without a word: refused here. And of a leaf that every rank has they keep one rank's
+value, whatever the others': here that is said.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.boxes import LocalBox, local_boxes
+from torch_ckpt.dcp.commit import RankReport
 from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
 from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.objects import ObjectError, object_digest
+
+logger = logging.getLogger(__name__)
 
 
 def check_written_boxes(planner: Any, items: list[WriteItem]) -> None:
@@ -64,3 +72,42 @@ def _refuse(planner: Any, fqn: str, boxes: int, verb: str, ours: str) -> None:
         f"place. Use {ours}",
         tensor=fqn,
     )
+
+
+def leaf_digests(planner: Any) -> dict[str, bytes]:
+    """{fqn: digest} of leaves that are no tensors. Our planner compares them while planning."""
+    state_dict = getattr(planner, "state_dict", None)
+    if isinstance(planner, SavePlanner) or not isinstance(state_dict, dict):
+        return {}
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    digests = {}
+    for fqn, value in state_dict.items():
+        if isinstance(value, torch.Tensor):
+            continue
+        try:
+            digests[fqn] = object_digest(value, fqn)
+        except ObjectError:
+            continue  # whether it can be written at all is said where it is written
+    return digests
+
+
+def warn_of_differing_leaves(reports: list[RankReport]) -> None:
+    """Log one warning for each leaf whose digest differs between ranks."""
+    written = {fqn: report.rank for report in reports for fqn in report.objects}
+    seen: dict[str, tuple[int, bytes]] = {}
+    warned = set()
+    for report in reports:
+        for fqn, digest in report.digests.items():
+            rank, first = seen.setdefault(fqn, (report.rank, digest))
+            if digest == first or fqn in warned or fqn not in written:
+                continue
+            warned.add(fqn)
+            logger.warning(
+                "%s: this value differs between ranks %d and %d; rank %d's is saved. "
+                "Use torch_ckpt.SavePlanner and torch_ckpt.PerRank to keep every rank's own.",
+                fqn,
+                rank,
+                report.rank,
+                written[fqn],
+            )

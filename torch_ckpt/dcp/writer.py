@@ -23,7 +23,11 @@ from torch.futures import Future
 
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.commit import RankReport, commit_request
-from torch_ckpt.dcp.stock_planner import check_written_boxes
+from torch_ckpt.dcp.stock_planner import (
+    check_written_boxes,
+    leaf_digests,
+    warn_of_differing_leaves,
+)
 from torch_ckpt.dcp.write_files import FilePlan, collect_objects, collect_tensors, data_files
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedError, with_rank
 from torch_ckpt.jobs import Job, SaveSession
@@ -160,13 +164,17 @@ class HuggingFaceStorageWriter(StockWriter):
             else:
                 buckets[index] = items
         done: Future[list[WriteResult]] = Future()
-        if not buckets and not objects:
+        digests = leaf_digests(planner)
+        if not buckets and not objects and not digests:
             done.set_result([])
             return done
-        try:
-            report = self._write_files(planner, buckets, objects, rank)
-        except (CheckpointError, OSError) as error:
-            raise with_rank(error, rank) from error
+        report = RankReport(rank, "", [], [])
+        if buckets or objects:
+            try:
+                report = self._write_files(planner, buckets, objects, rank)
+            except (CheckpointError, OSError) as error:
+                raise with_rank(error, rank) from error
+        report.digests = digests
         done.set_result([report])  # type: ignore[list-item]
         return done
 
@@ -231,6 +239,7 @@ class HuggingFaceStorageWriter(StockWriter):
         except BaseException:
             session.end()
             raise
+        warn_of_differing_leaves([report for of_rank in results for report in of_rank])  # type: ignore[misc]
         session.commit(request)
         if self.save_distributed and self.consolidated_output_path is not None:
             from torch_ckpt.consolidate import consolidate_safetensors_files

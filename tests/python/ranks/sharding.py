@@ -1,0 +1,199 @@
+"""Saving and loading DTensors of every layout, in every mode of the writer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import listing
+from ranks.layouts import check, layouts, odd_nesting, several_boxes, state, whole
+from ranks.run import Context, cases, everywhere, raised
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+import torch_ckpt
+from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+CASES, case = cases()
+
+
+def mapping(table: dict[str, Any]) -> dict[str, int]:
+    return {name: 1 + number % 3 for number, name in enumerate(table)}
+
+
+def files_hold(folder: Path, table: dict[str, Any], files: int) -> None:
+    """The final files in `folder` hold every whole tensor."""
+    found: dict[str, torch.Tensor] = {}
+    names = sorted(file.name for file in folder.glob("model-*.safetensors"))
+    assert names == [f"model-{n + 1:05}-of-{files:05}.safetensors" for n in range(files)], names
+    for name in names:
+        found.update(load_file(folder / name))
+    assert set(found) == set(table), set(found) ^ set(table)
+    for name, layout in table.items():
+        assert torch.equal(found[name], whole(name, layout.shape)), name
+
+
+def through(context: Context, *, ours: bool, reader: Any = None, **options: Any) -> None:
+    table = layouts(context.world)
+    if ours:
+        table = {**table, **several_boxes(context.world)}
+    if options.pop("mapped", False):
+        options["fqn_to_index_mapping"] = mapping(table)
+    path = context.folder / "checkpoint"
+    writer = HuggingFaceStorageWriter(path, save_distributed=True, **options)
+    save_planner = torch_ckpt.SavePlanner() if ours else None
+    dcp.save(state(table), storage_writer=writer, planner=save_planner)
+    target = state(table, blank=True)
+    load_planner = torch_ckpt.LoadPlanner() if ours else None
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(path), planner=load_planner)
+    check(target, table)
+    if options.get("enable_consolidation"):
+        if context.rank == 0:
+            files_hold(path, table, 3 if options.get("fqn_to_index_mapping") else 1)
+        shards = path / "sharded"
+        target = state(table, blank=True)
+        dcp.load(target, storage_reader=HuggingFaceStorageReader(shards), planner=load_planner)
+        check(target, table)
+    # Stock reads what we write, where its planner knows the layout.
+    if not ours:
+        target = state(table, blank=True)
+        dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+        check(target, table)
+
+
+@case
+def stock_planner(context: Context) -> None:
+    through(context, ours=False)
+
+
+@case
+def stock_planner_mapping(context: Context) -> None:
+    through(context, ours=False, mapped=True)
+
+
+@case
+def stock_planner_consolidation(context: Context) -> None:
+    through(context, ours=False, enable_consolidation=True)
+
+
+@case
+def our_planner(context: Context) -> None:
+    through(context, ours=True)
+
+
+@case
+def our_planner_mapping_consolidation(context: Context) -> None:
+    through(context, ours=True, mapped=True, enable_consolidation=True, thread_count=2)
+
+
+@case
+def save_and_load(context: Context) -> None:
+    """The calls of ours, without a writer or a reader."""
+    table = {**layouts(context.world), **several_boxes(context.world)}
+    torch_ckpt.save(state(table), checkpoint_id=context.folder / "c")
+    target = state(table, blank=True)
+    torch_ckpt.load(target, checkpoint_id=context.folder / "c")
+    check(target, table)
+
+
+@case
+def stock_planner_is_never_wrong_in_silence(context: Context) -> None:
+    """What stock's planner cannot say is refused by name, or comes back right."""
+    table = {**several_boxes(context.world), **odd_nesting(context.world)}
+    for name, layout in table.items():
+        path = context.folder / name
+        one = {name: layout}
+        source = state(one)
+        try:
+            dcp.save(
+                source,
+                storage_writer=HuggingFaceStorageWriter(path, save_distributed=True),
+            )
+            refused = ""
+        except BaseException as error:
+            refused = str(error)
+        assert not refused or name in refused, refused
+        assert len(set(everywhere(bool(refused)))) == 1
+        if refused:
+            assert not [entry for entry in listing(path) if "shard" in entry]
+            continue
+        for kind in (torch_ckpt.LoadPlanner, dcp.DefaultLoadPlanner):
+            target = state(one, blank=True)
+            refused = ""
+            try:
+                dcp.load(target, storage_reader=HuggingFaceStorageReader(path), planner=kind())
+            except BaseException as error:
+                refused = str(error)
+            assert not any(everywhere(refused)) or (f"'{name}'" in refused and "Use torch" in refused)
+            if not refused:
+                check(target, one)
+
+
+@case
+def odd_nesting_with_our_planner(context: Context) -> None:
+    table = odd_nesting(context.world)
+    torch_ckpt.save(state(table), checkpoint_id=context.folder / "c")
+    target = state(table, blank=True)
+    torch_ckpt.load(target, checkpoint_id=context.folder / "c")
+    check(target, table)
+
+
+@case
+def several_boxes_are_not_loaded_below_the_stock_planner(context: Context) -> None:
+    table = several_boxes(context.world)
+    torch_ckpt.save(state(table), checkpoint_id=context.folder / "saved")
+    raised(
+        lambda: dcp.load(
+            state(table, blank=True),
+            storage_reader=HuggingFaceStorageReader(context.folder / "saved"),
+        ),
+        "'strided'",
+        "torch_ckpt.LoadPlanner",
+    )
+    # Into whole tensors even stock's planner and reader are right.
+    for kind in (HuggingFaceStorageReader, dcp.HuggingFaceStorageReader):
+        target = {name: torch.zeros(layout.shape) for name, layout in table.items()}
+        dcp.load(target, storage_reader=kind(str(context.folder / "saved")))
+        for name, layout in table.items():
+            assert torch.equal(target[name], whole(name, layout.shape)), name
+
+
+@case
+def into_whole_tensors(context: Context) -> None:
+    table = {**layouts(context.world), **several_boxes(context.world)}
+    path = context.folder / "c"
+    torch_ckpt.save(state(table), checkpoint_id=path)
+    for planner in (None, torch_ckpt.LoadPlanner()):
+        target = {name: torch.full(layout.shape, -1.0) for name, layout in table.items()}
+        dcp.load(target, storage_reader=HuggingFaceStorageReader(path), planner=planner)
+        for name, layout in table.items():
+            assert torch.equal(target[name], whole(name, layout.shape)), name
+
+
+@case
+def every_dtype(context: Context) -> None:
+    """Shards of every dtype that collectives of this test need not know."""
+    from checkpoints import DTYPES, bits, sample
+    from ranks.layouts import mesh_of
+    from torch.distributed.tensor import Shard
+
+    mesh = mesh_of((context.world,))
+    wholes = {str(dtype): sample(dtype, 2 * context.world, 5) for dtype in DTYPES}
+
+    def make(source: torch.Tensor) -> DTensor:
+        local = source[2 * context.rank : 2 * context.rank + 2].clone()
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+    path = context.folder / "c"
+    writer = HuggingFaceStorageWriter(path, save_distributed=True, enable_consolidation=True)
+    dcp.save({name: make(value) for name, value in wholes.items()}, storage_writer=writer)
+    for folder in (path, path / "sharded"):
+        target = {
+            name: make(torch.zeros(value.shape, dtype=torch.uint8).to(value.dtype))
+            for name, value in wholes.items()
+        }
+        dcp.load(target, storage_reader=HuggingFaceStorageReader(folder))
+        for name, value in wholes.items():
+            assert bits(target[name].to_local()) == bits(make(value).to_local()), name

@@ -1,0 +1,40 @@
+"""Everything that needs several processes: the cases are in ranks/, one launch runs many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from launch import run_ranks
+from ranks import saving, sharding
+
+MODULES = {"sharding": sharding, "saving": saving}
+LAUNCHES = [("sharding", 2), ("sharding", 4), ("saving", 2), ("saving", 4)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Outcomes of a launch, run when its first case is asked for."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done: dict[tuple[str, int], dict[str, str]] = {}
+
+    def outcome(module: str, world: int) -> dict[str, str]:
+        if (module, world) not in done:
+            done[module, world] = run_ranks(module, world, folder)
+        return done[module, world]
+
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("module", "world", "case"),
+    [
+        pytest.param(module, world, case, id=f"{module}-{world}-{case}")
+        for module, world in LAUNCHES
+        for case in MODULES[module].CASES
+    ],
+)
+def test_case(results: Any, module: str, world: int, case: str) -> None:
+    outcome = results(module, world)
+    assert case in outcome, outcome.get("", "the launch ended before this case")
+    assert outcome[case] == "ok", outcome[case]
