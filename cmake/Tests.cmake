@@ -40,8 +40,7 @@ add_executable(
   tests/cpp/engine_read_job_test.cc
   tests/cpp/engine_scan_test.cc
   tests/cpp/engine_verify_job_test.cc
-  tests/cpp/engine_write_job_test.cc
-  tests/cpp/fake_cuda.cc)
+  tests/cpp/engine_write_job_test.cc)
 target_include_directories(core_tests PRIVATE csrc)
 target_link_libraries(
   core_tests PRIVATE torch_ckpt_options nlohmann_headers GTest::gtest
