@@ -1,0 +1,83 @@
+"""What the README shows works when pasted."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(
+    r"<!-- example: begin -->\n```(\w*)\n(.*?)```\n<!-- example: end -->", README, re.DOTALL
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a reader would paste; the examples use each other's files."""
+    return tmp_path_factory.mktemp("readme")
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_examples_run(folder: Path) -> None:
+    python = [text for language, text in EXAMPLES if language == "python"]
+    assert len(python) == 2
+    assert "VerifyReport(files=" in run([sys.executable, "-c", python[0]], folder)
+    run([sys.executable, "-c", python[1]], folder)
+    assert (folder / "model" / "model-00001-of-00001.safetensors").exists()
+
+    commands = [text for language, text in EXAMPLES if not language]
+    assert len(commands) == 1
+    for line in commands[0].splitlines():
+        program, *arguments = line.split()
+        assert program == "torch-ckpt"
+        assert run([sys.executable, "-m", "torch_ckpt", *arguments], folder)
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if link.startswith("http") or link == "docs/benchmark_results.md":
+                continue
+            if page.parent.name == "docs" and link == "benchmark_results.md":
+                continue  # made by ./dev bench --write-docs
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_argument_is_told() -> None:
+    import inspect
+
+    import torch_ckpt
+
+    for item in (
+        torch_ckpt.HuggingFaceStorageWriter,
+        torch_ckpt.HuggingFaceStorageReader,
+        torch_ckpt.consolidate_safetensors_files,
+        torch_ckpt.consolidate_safetensors_files_on_every_rank,
+        torch_ckpt.save,
+        torch_ckpt.load,
+    ):
+        for name in inspect.signature(item).parameters:
+            assert f"`{name}`" in README or name in ("state_dict", "options", "progress"), name
+
+
+def test_design_names_files_that_exist() -> None:
+    text = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"\b((?:\w+/)?\w+\.(?:cc|py))\b", text))
+    assert len(names) > 25
+    present = [
+        path.as_posix()
+        for top in ("csrc", "torch_ckpt", "tests")
+        for path in (ROOT / top).rglob("*.*")
+    ]
+    for name in names:
+        assert any(path.endswith(f"/{name}") for path in present), name
