@@ -1,6 +1,8 @@
 #include "engine/checkpoint.h"
 
+#include <algorithm>
 #include <array>
+#include <cerrno>
 #include <chrono>
 #include <thread>
 
@@ -29,18 +31,100 @@ Status CheckDigests(const ManifestFile& file, ByteSpan bytes) {
   return {};
 }
 
+// What says which files count: a journal while it stands, else the manifest.
+struct Committed {
+  std::optional<std::string> text;  // nullopt: neither
+  bool journal = false;
+  Directory staging;  // of the journal
+};
+
+Result<Committed> ReadCommitted(const Directory& directory) {
+  Committed out;
+  Result<Directory> staging =
+      directory.OpenDirectory(std::string(kStageSuffix));
+  if (staging.ok()) {
+    Result<std::string> read =
+        staging->ReadFile(std::string(kJournalName), kMaxManifestBytes);
+    if (read.ok()) {
+      out.text = std::move(read).value();
+      out.journal = true;
+      out.staging = std::move(staging).value();
+      return out;
+    }
+    if (read.status().sys_errno() != ENOENT) return read.status();
+  } else if (staging.status().sys_errno() != ENOENT) {
+    return staging.status();
+  }
+  Result<std::string> read =
+      directory.ReadFile(std::string(kManifestName), kMaxManifestBytes);
+  if (read.ok()) {
+    out.text = std::move(read).value();
+  } else if (read.status().sys_errno() != ENOENT) {
+    return read.status();
+  }
+  return out;
+}
+
+Result<std::string> SaveIdOf(const Committed& committed) {
+  if (!committed.text) return std::string();
+  if (committed.journal) {
+    TC_ASSIGN_OR_RETURN(const Journal journal,
+                        ParseJournal(AsBytes(*committed.text)));
+    return journal.manifest.save_id;
+  }
+  TC_ASSIGN_OR_RETURN(const Manifest manifest,
+                      ParseManifest(AsBytes(*committed.text)));
+  return manifest.save_id;
+}
+
+// The size agrees; the id tells a file of another save with that size.
+Status CheckFileId(const File& file, uint64_t bytes, const std::string& id) {
+  std::array<std::byte, kPeekBytes> first;
+  const uint64_t peek = std::min<uint64_t>(kPeekBytes, bytes);
+  TC_RETURN_IF_ERROR(file.ReadExact(MutableByteSpan(first).first(peek), 0));
+  if (PeekFileId(ByteSpan(first).first(peek)) == id) return {};
+  return Corrupt("belongs to another save").WithFile(file.path());
+}
+
 }  // namespace
 
 const char* CheckpointSourceName(CheckpointSource source) {
   switch (source) {
-    case CheckpointSource::kManifest: return "manifest";
-    case CheckpointSource::kIndex: return "index";
-    case CheckpointSource::kHeaders: return "headers";
+    case CheckpointSource::kManifest:
+      return "manifest";
+    case CheckpointSource::kIndex:
+      return "index";
+    case CheckpointSource::kHeaders:
+      return "headers";
   }
   return "headers";
 }
 
+Status Checkpoint::CheckCurrent() const {
+  TC_ASSIGN_OR_RETURN(const Committed now, ReadCommitted(directory_));
+  TC_ASSIGN_OR_RETURN(const std::string id, SaveIdOf(now));
+  if (id == save_id()) return {};
+  return Conflict("is being replaced by a save").WithFile(path());
+}
+
+Status Checkpoint::Explain(Status status) const {
+  if (status.kind() != ErrorKind::kCorrupt &&
+      status.kind() != ErrorKind::kIncomplete) {
+    return status;
+  }
+  const Status current = CheckCurrent();
+  if (current.kind() != ErrorKind::kConflict) return status;
+  return Conflict(current.message() + ": " + status.ToString())
+      .WithFile(path());
+}
+
 Result<File> Checkpoint::OpenFile(const std::string& name, bool direct) const {
+  Result<File> file = FindFile(name, direct);
+  if (!file.ok()) return Explain(file.status());
+  return file;
+}
+
+Result<File> Checkpoint::FindFile(const std::string& name, bool direct) const {
   const ManifestFile* listed = manifest_ ? manifest_->Find(name) : nullptr;
   if (manifest_ && !listed) {
     return Internal("is not named by the manifest").WithFile(name);
@@ -57,13 +141,33 @@ Result<File> Checkpoint::OpenFile(const std::string& name, bool direct) const {
       if (file.status().sys_errno() == ENOENT) continue;
       return file.status();
     }
-    if (!listed) return file;
     TC_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
-    if (info.bytes != listed->bytes) {
+    if (listed) {
+      if (info.bytes != listed->bytes) {
+        return Corrupt("has " + std::to_string(info.bytes) +
+                       " bytes, the manifest says " +
+                       std::to_string(listed->bytes))
+            .WithFile(file->path());
+      }
+      if (!direct && listed->role == FileRole::kData) {
+        TC_RETURN_IF_ERROR(CheckFileId(*file, info.bytes, listed->id));
+      }
+      return file;
+    }
+    const auto scanned =
+        std::find_if(catalog_.files().begin(), catalog_.files().end(),
+                     [&name](const CatalogFile& f) { return f.name == name; });
+    if (scanned == catalog_.files().end()) {
+      return Internal("is not a file of the checkpoint").WithFile(name);
+    }
+    if (info.bytes != scanned->bytes) {
       return Corrupt("has " + std::to_string(info.bytes) +
-                     " bytes, the manifest says " +
-                     std::to_string(listed->bytes))
+                     " bytes, when its header was read it had " +
+                     std::to_string(scanned->bytes))
           .WithFile(file->path());
+    }
+    if (!direct) {
+      TC_RETURN_IF_ERROR(CheckFileId(*file, info.bytes, scanned->id));
     }
     return file;
   }
@@ -80,7 +184,7 @@ Result<std::string> Checkpoint::ReadWhole(const std::string& name) const {
   TC_RETURN_IF_ERROR(file.ReadExact(
       {reinterpret_cast<std::byte*>(text.data()), text.size()}, 0));
   Status digests = CheckDigests(*listed, AsBytes(text));
-  if (!digests.ok()) return digests;
+  if (!digests.ok()) return Explain(std::move(digests));
   return text;
 }
 
@@ -97,18 +201,8 @@ Status Checkpoint::LoadCommitted(const std::string& text, bool journal) {
   }
   const ManifestFile* catalog = nullptr;
   for (const ManifestFile& file : manifest_->files) {
-    TC_ASSIGN_OR_RETURN(File opened, OpenFile(file.name, false));
+    TC_RETURN_IF_ERROR(OpenFile(file.name, false).status());
     if (file.role == FileRole::kCatalog) catalog = &file;
-    if (file.role != FileRole::kData) continue;
-    // The size agrees; the id tells a file of another save with that size.
-    std::array<std::byte, kPeekBytes> first;
-    const uint64_t peek = std::min<uint64_t>(kPeekBytes, file.bytes);
-    TC_RETURN_IF_ERROR(
-        opened.ReadExact(MutableByteSpan(first).first(peek), 0));
-    if (PeekFileId(ByteSpan(first).first(peek)) != file.id) {
-      return Corrupt("belongs to another save than the manifest")
-          .WithFile(opened.path());
-    }
   }
   if (!catalog) return Corrupt("the manifest names no catalog");
   TC_ASSIGN_OR_RETURN(const std::string bytes, ReadWhole(catalog->name));
@@ -126,8 +220,8 @@ Status Checkpoint::LoadCommitted(const std::string& text, bool journal) {
 
 Status Checkpoint::LoadForeign() {
   TC_ASSIGN_OR_RETURN(ScanResult scan, ScanDirectory(directory_));
-  source_ = scan.by_index ? CheckpointSource::kIndex
-                          : CheckpointSource::kHeaders;
+  source_ =
+      scan.by_index ? CheckpointSource::kIndex : CheckpointSource::kHeaders;
   catalog_ = std::move(scan.catalog);
   return {};
 }
@@ -135,7 +229,7 @@ Status Checkpoint::LoadForeign() {
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
     const std::string& path) {
   Status last;
-  std::string last_text;
+  std::optional<std::string> last_text;
   bool changed = false;
   for (int attempt = 0; attempt < kTries; ++attempt) {
     if (attempt > 0) {
@@ -151,38 +245,24 @@ Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
     }
     checkpoint->directory_ = std::move(directory).value();
     const Directory& dir = checkpoint->directory_;
-    // The journal first: while it stands it is the manifest.
-    std::string text;
-    bool journal = false;
-    Result<Directory> staging = dir.OpenDirectory(std::string(kStageSuffix));
-    if (staging.ok()) {
-      Result<std::string> read =
-          staging->ReadFile(std::string(kJournalName), kMaxManifestBytes);
-      if (read.ok()) {
-        text = std::move(read).value();
-        journal = true;
-        checkpoint->staging_ = std::move(staging).value();
-      } else if (read.status().sys_errno() != ENOENT) {
-        return read.status();
-      }
-    } else if (staging.status().sys_errno() != ENOENT) {
-      return staging.status();
-    }
-    if (!journal) {
-      Result<std::string> read =
-          dir.ReadFile(std::string(kManifestName), kMaxManifestBytes);
-      if (read.ok()) {
-        text = std::move(read).value();
-      } else if (read.status().sys_errno() != ENOENT) {
-        return read.status();
-      }
-    }
-    if (text.empty() && attempt == 0 && !journal) {
+    TC_ASSIGN_OR_RETURN(Committed committed, ReadCommitted(dir));
+    const std::optional<std::string> text = std::move(committed.text);
+    if (!text) {
       Status status = checkpoint->LoadForeign();
-      if (!status.ok()) return status;
-      return std::shared_ptr<const Checkpoint>(std::move(checkpoint));
+      // A save may have committed over these files meanwhile: then what was
+      // read may be a mixture.
+      TC_ASSIGN_OR_RETURN(const Committed again, ReadCommitted(dir));
+      if (!again.text) {
+        if (!status.ok()) return status;
+        return std::shared_ptr<const Checkpoint>(std::move(checkpoint));
+      }
+      last = Conflict("a save has begun to replace it");
+      changed = true;
+      continue;
     }
-    Status status = checkpoint->LoadCommitted(text, journal);
+    checkpoint->staging_ = std::move(committed.staging);
+    const bool journal = committed.journal;
+    Status status = checkpoint->LoadCommitted(*text, journal);
     if (status.ok()) {
       return std::shared_ptr<const Checkpoint>(std::move(checkpoint));
     }
@@ -191,14 +271,13 @@ Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
     if (attempt > 0 && text != last_text) changed = true;
     if (attempt > 0 && text == last_text && !journal) break;
     last = std::move(status);
-    last_text = std::move(text);
+    last_text = text;
   }
   if (changed) {
     return Conflict("is being replaced by a save: " + last.ToString())
         .WithFile(path);
   }
-  return std::move(last).WithFile(
-      path + "/" + std::string(kManifestName));
+  return std::move(last).WithFile(path + "/" + std::string(kManifestName));
 }
 
 }  // namespace torch_ckpt

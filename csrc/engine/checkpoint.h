@@ -37,17 +37,26 @@ class Checkpoint {
   std::string save_id() const { return manifest_ ? manifest_->save_id : ""; }
 
   // Opens a file of the checkpoint by its final name, wherever a commit has
-  // left it, after comparing size and file id with the catalog and manifest.
-  // kIncomplete when it is not there, kCorrupt when it is another file.
+  // left it, after comparing its size and, for data files, its file id (not
+  // with `direct`, which needs aligned memory: compare the inode) with manifest
+  // or headers. kIncomplete when it is not there, kCorrupt when it is another
+  // file, kConflict when that is so because another save stands there by now.
   Result<File> OpenFile(const std::string& name, bool direct) const;
   // A whole file with its digests checked. For files of the manifest.
   Result<std::string> ReadWhole(const std::string& name) const;
+  // What a failed read of this checkpoint means: files that are missing or
+  // wrong because another save stands there by now are kConflict ("is being
+  // replaced"); any other status comes back as it is.
+  Status Explain(Status status) const;
+  // kConflict when another save stands there by now.
+  Status CheckCurrent() const;
 
  private:
   friend Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
       const std::string& path);
   Status LoadCommitted(const std::string& manifest_text, bool journal);
   Status LoadForeign();
+  Result<File> FindFile(const std::string& name, bool direct) const;
 
   Directory directory_;
   Directory staging_;  // valid while a journal stands

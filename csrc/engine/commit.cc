@@ -132,6 +132,15 @@ Result<Manifest> PreviousManifest(const Directory& target) {
   return parsed;
 }
 
+// Whether readers will take what is about to be committed: afterwards it would
+// be too late.
+Status CheckEncoding(const Journal& journal) {
+  const Status status = ParseJournal(AsBytes(EncodeJournal(journal))).status();
+  if (status.ok()) return {};
+  return InvalidArgument("the files to commit make no valid manifest: " +
+                         status.ToString());
+}
+
 Status CommitExisting(SaveSession* session, const CommitRequest& request,
                       const std::vector<CommitFile>& files,
                       Manifest* manifest) {
@@ -153,11 +162,19 @@ Status CommitExisting(SaveSession* session, const CommitRequest& request,
     journal.renames.push_back({file.staged, file.file.name});
   }
   journal.manifest = *manifest;
+  TC_RETURN_IF_ERROR(CheckEncoding(journal));
+  // T may have been made just before the save, by whoever wanted it.
+  TC_ASSIGN_OR_RETURN(const Directory parent,
+                      Directory::Open(ParentPath(session->place().target)));
+  TC_ASSIGN_OR_RETURN(const FileInfo of_parent, parent.Stat());
+  TC_ASSIGN_OR_RETURN(const FileInfo of_target, target.Stat());
+  if (of_parent.device == of_target.device) {
+    TC_RETURN_IF_ERROR(parent.Sync());
+  }
   bool reached = false;
   TC_RETURN_IF_ERROR(WriteJournal(staging, target, journal, &reached));
   TC_RETURN_IF_ERROR(ReplayJournal(staging, target));
-  TC_RETURN_IF_ERROR(EmptyDirectory(staging));
-  TC_RETURN_IF_ERROR(target.RemoveDirectory(std::string(kStageSuffix), true));
+  TC_RETURN_IF_ERROR(session->RemoveStaging());
   return target.Sync();
 }
 
@@ -235,6 +252,7 @@ Result<Manifest> CommitSave(SaveSession* session,
   manifest.save_id = session->save_id();
   manifest.world_size = request.world_size;
   for (const CommitFile& file : files) manifest.files.push_back(file.file);
+  TC_RETURN_IF_ERROR(CheckEncoding({manifest, {}, {}}));
   bool committed = false;
   if (session->place().fresh) {
     TC_ASSIGN_OR_RETURN(committed, CommitFresh(session, files, manifest));
@@ -270,13 +288,15 @@ Result<bool> RecoverDirectory(const std::string& target) {
     }
     TC_ASSIGN_OR_RETURN(const auto info, parent->StatName(place.name));
     if (!info) continue;
+    TC_RETURN_IF_ERROR(RefuseLink(parent->Join(place.name)));
     Result<DirectoryLock> lock =
         DirectoryLock::Acquire(parent->Join(place.name));
     if (!lock.ok()) return lock.status();
     if (place.journal) {
       TC_RETURN_IF_ERROR(ReplayJournal(lock->directory(), *parent));
     }
-    TC_RETURN_IF_ERROR(EmptyDirectory(lock->directory()));
+    TC_RETURN_IF_ERROR(EmptyDirectory(lock->directory(), kLockFileName));
+    if (lock->by_file()) lock->Release();  // its file is in the way
     TC_RETURN_IF_ERROR(parent->RemoveDirectory(place.name, true));
     TC_RETURN_IF_ERROR(parent->Sync());
     acted = true;

@@ -37,8 +37,7 @@ void InputDigests::Add(int worker, uint32_t file, uint64_t offset,
   }
 }
 
-void InputDigests::Touch(int worker, uint32_t file, uint64_t lo,
-                         uint64_t hi) {
+void InputDigests::Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi) {
   // An empty part marks the segment; it never completes a tiling.
   for (uint64_t at = RoundDown(lo, kSegmentBytes); at < hi;
        at += kSegmentBytes) {
@@ -83,9 +82,10 @@ Status InputDigests::Check(const Checkpoint& checkpoint, OpenFiles* files) {
       crc = Crc32c(0, bytes, end - begin);
     }
     if (crc != listed->crc32c[begin / kSegmentBytes]) {
-      return Corrupt("bytes " + std::to_string(begin) + " to " +
-                     std::to_string(end) + " do not match their CRC-32C")
-          .WithFile(checkpoint.path() + "/" + named.name);
+      return checkpoint.Explain(
+          Corrupt("bytes " + std::to_string(begin) + " to " +
+                  std::to_string(end) + " do not match their CRC-32C")
+              .WithFile(checkpoint.path() + "/" + named.name));
     }
   }
   return {};

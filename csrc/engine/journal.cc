@@ -45,8 +45,9 @@ Status ReplayJournal(const Directory& staging, const Directory& target) {
     if (!status.ok()) {
       TC_ASSIGN_OR_RETURN(const auto there, target.StatName(rename.to));
       if (!there) {
-        return Incomplete("the commit names it, but it is neither in staging "
-                          "nor in its place")
+        return Incomplete(
+                   "the commit names it, but it is neither in staging "
+                   "nor in its place")
             .WithFile(target.Join(rename.to));
       }
     }
@@ -56,7 +57,9 @@ Status ReplayJournal(const Directory& staging, const Directory& target) {
       target.WriteFile(kNewManifest, EncodeManifest(journal->manifest)));
   TC_RETURN_IF_ERROR(
       target.Rename(kNewManifest, target, std::string(kManifestName)));
+  // Both ends of the renames, before the journal that could repeat them goes.
   TC_RETURN_IF_ERROR(target.Sync());
+  TC_RETURN_IF_ERROR(staging.Sync());
   TC_RETURN_IF_ERROR(staging.Unlink(name, true));
   return staging.Sync();
 }

@@ -71,7 +71,7 @@ class Merger {
   Status CheckInputs() {
     return plan_.options_.verify
                ? digests_.Check(*plan_.checkpoint_, &files_)
-               : Status();
+               : plan_.checkpoint_->CheckCurrent();
   }
 
  private:
@@ -85,11 +85,22 @@ class Merger {
         InUnits(entry.storage_dtype, entry.shape, Box::Whole(entry.shape)));
     const auto unit = static_cast<uint64_t>(whole.unit_bytes);
     const Dims strides = DenseStrides(whole.shape, whole.unit_bytes);
-    // A piece may cut an element only where the layout is not aligned to it
-    // (3-byte units): such edges are read as bytes of the one placement.
-    if (from % unit != 0 || to % unit != 0) {
-      return PlanBytes(entry, entry_id, from, to, dst, runs);
+    // A piece may cut a unit only where the layout is not aligned to it
+    // (3-byte units): such edges are a few bytes of one placement each.
+    if (from % unit != 0) {
+      const uint64_t cut = std::min(to, from / unit * unit + unit);
+      TC_RETURN_IF_ERROR(
+          PlanCutUnit(entry, entry_id, whole, from, cut, dst, runs));
+      dst += cut - from;
+      from = cut;
     }
+    if (to % unit != 0 && from < to) {
+      const uint64_t cut = to / unit * unit;
+      TC_RETURN_IF_ERROR(PlanCutUnit(entry, entry_id, whole, cut, to,
+                                     dst + (cut - from), runs));
+      to = cut;
+    }
+    if (from == to) return {};
     const std::vector<Box> boxes =
         BoxesOfRange(whole.shape, static_cast<int64_t>(from / unit),
                      static_cast<int64_t>(to / unit));
@@ -115,22 +126,32 @@ class Merger {
     return {};
   }
 
-  // The same, byte by byte, for a tensor that is whole in one file.
-  Status PlanBytes(const CatalogEntry& entry, uint32_t entry_id, uint64_t from,
-                   uint64_t to, uint64_t dst, std::vector<SourceRun>* runs) {
-    const auto& placements = plan_.checkpoint_->catalog().placements(entry_id);
-    if (placements.size() != 1) {
-      return Unsupported(std::string("a sharded ") +
-                         DtypeName(entry.storage_dtype) +
-                         " tensor cannot be cut at this place")
-          .WithTensor(entry.name);
+  // Bytes [from, to) inside one unit of the tensor.
+  Status PlanCutUnit(const CatalogEntry& entry, uint32_t entry_id,
+                     const UnitView& whole, uint64_t from, uint64_t to,
+                     uint64_t dst, std::vector<SourceRun>* runs) {
+    const auto unit = static_cast<uint64_t>(whole.unit_bytes);
+    const auto linear = static_cast<int64_t>(from / unit);
+    const Box one = BoxesOfRange(whole.shape, linear, linear + 1)[0];
+    for (const Placement& placement :
+         plan_.checkpoint_->catalog().placements(entry_id)) {
+      if (placement.role == PlacementRole::kReplica) continue;
+      TC_ASSIGN_OR_RETURN(
+          const UnitView stored,
+          InUnits(entry.storage_dtype, entry.shape, placement.box));
+      const StridedBox src{stored.box, placement.offset,
+                           DenseStrides(stored.box.sizes, stored.unit_bytes)};
+      Run run;
+      if (!MakeRun(src, {one, dst, DenseStrides(one.sizes, whole.unit_bytes)},
+                   whole.unit_bytes, &run)) {
+        continue;
+      }
+      run.src += from % unit;
+      run.bytes = to - from;
+      runs->push_back({placement.file, run});
+      return {};
     }
-    Run run;
-    run.src = placements[0].offset + from;
-    run.dst = dst;
-    run.bytes = to - from;
-    runs->push_back({placements[0].file, run});
-    return {};
+    return Internal("no placement holds a unit").WithTensor(entry.name);
   }
 
   // Reads file by file in ascending order; runs that stand one after another

@@ -20,7 +20,15 @@ Result<const File*> SourceFile::Direct() const {
     if (!file.ok() && file.status().kind() != ErrorKind::kUnsupported) {
       return file.status();
     }
-    if (file.ok()) direct_ = std::move(file).value();
+    if (file.ok()) {
+      // The name may lead to a file of another save by now.
+      TC_ASSIGN_OR_RETURN(const FileInfo now, file->Stat());
+      TC_ASSIGN_OR_RETURN(const FileInfo first, buffered_.Stat());
+      if (now.device != first.device || now.inode != first.inode) {
+        return Conflict("is being replaced by a save").WithFile(path());
+      }
+      direct_ = std::move(file).value();
+    }
     direct_tried_ = true;
   }
   return direct_.valid() ? &direct_ : nullptr;
@@ -30,8 +38,7 @@ Result<const std::byte*> SourceFile::Read(uint64_t lo, uint64_t hi,
                                           MutableByteSpan scratch) const {
   const uint64_t first = RoundDown(lo, kBlock);
   std::byte* const at = scratch.data() + (lo - first);
-  TC_ASSIGN_OR_RETURN(const uint64_t cached,
-                      ReadCached({at, hi - lo}, lo));
+  TC_ASSIGN_OR_RETURN(const uint64_t cached, ReadCached({at, hi - lo}, lo));
   const uint64_t done = lo + cached;
   if (done == hi) return at;
   const File* direct = nullptr;

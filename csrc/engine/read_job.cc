@@ -109,7 +109,7 @@ class CellReader {
       if (cached < hi - lo) return ReadRest(cell, {lo, range.hi});
       read_ += hi - lo;
       TC_RETURN_IF_ERROR(Check(lo, into, hi - lo));
-      if (!sole) DeliverAll(cell, lo, hi, into);
+      DeliverAll(cell, lo, hi, into, sole);
       lo = hi;
     }
     return {};
@@ -125,17 +125,18 @@ class CellReader {
           std::min(RoundDown(lo, kSegmentBytes) + kSegmentBytes, range.hi);
       const std::byte* at = bytes + (lo - range.lo);
       TC_RETURN_IF_ERROR(Check(lo, at, hi - lo));
-      DeliverAll(cell, lo, hi, at);
+      DeliverAll(cell, lo, hi, at, nullptr);
       lo = hi;
     }
     return {};
   }
 
+  // To every run but `done`, which has the bytes already.
   void DeliverAll(const ReadCell& cell, uint64_t lo, uint64_t hi,
-                  const std::byte* bytes) {
+                  const std::byte* bytes, const Run* done) {
     for (const Run& run : cell.runs) {
       if (run.src >= hi) break;
-      Deliver(run, lo, hi, bytes, &parts_);
+      if (&run != done) Deliver(run, lo, hi, bytes, &parts_);
     }
   }
 
@@ -163,9 +164,15 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
   OpenFiles files(checkpoint);
   const auto& catalog_files = checkpoint->catalog().files();
   std::vector<const ManifestFile*> digests(catalog_files.size(), nullptr);
-  if (plan.verify && checkpoint->manifest()) {
+  if (checkpoint->manifest()) {
     for (size_t f = 0; f < catalog_files.size(); ++f) {
-      digests[f] = checkpoint->manifest()->Find(catalog_files[f].name);
+      const ManifestFile* listed =
+          checkpoint->manifest()->Find(catalog_files[f].name);
+      // Files without an id inside are small, and only their digests tell them
+      // from those of another save.
+      if (listed && (plan.verify || listed->role != FileRole::kData)) {
+        digests[f] = listed;
+      }
     }
   }
   const int workers = static_cast<int>(
@@ -185,7 +192,8 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
         TC_ASSIGN_OR_RETURN(const auto file, files.Get(cell.file));
         CellReader reader(*file, digests[cell.file],
                           catalog_files[cell.file].bytes, lease.span());
-        TC_RETURN_IF_ERROR(reader.Read(cell));
+        Status status = reader.Read(cell);
+        if (!status.ok()) return checkpoint->Explain(std::move(status));
         read += reader.bytes_read();
         verified += reader.bytes_verified();
         uint64_t done = 0;

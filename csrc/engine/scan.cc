@@ -61,8 +61,7 @@ Status CheckAgree(const Catalog& final_files, const Catalog& shards) {
       return Conflict("is in the shards of the directory but not in its index")
           .WithTensor(shard.name);
     }
-    const CatalogEntry& entry =
-        final_files.entries()[static_cast<size_t>(id)];
+    const CatalogEntry& entry = final_files.entries()[static_cast<size_t>(id)];
     if (entry.storage_dtype != shard.storage_dtype ||
         !(entry.shape == shard.shape)) {
       return Conflict("differs between the indexed files (" +
@@ -114,11 +113,11 @@ Result<ScanResult> ScanDirectory(const Directory& directory) {
     indexed.assign(wanted.begin(), wanted.end());
   }
   std::vector<std::string> missing;
-  std::set_difference(indexed.begin(), indexed.end(), data.begin(),
-                      data.end(), std::back_inserter(missing));
+  std::set_difference(indexed.begin(), indexed.end(), data.begin(), data.end(),
+                      std::back_inserter(missing));
   std::vector<std::string> others;
-  std::set_difference(data.begin(), data.end(), indexed.begin(),
-                      indexed.end(), std::back_inserter(others));
+  std::set_difference(data.begin(), data.end(), indexed.begin(), indexed.end(),
+                      std::back_inserter(others));
   if (index && !missing.empty() && others.empty()) {
     return Incomplete("is named by " + std::string(kIndexName) +
                       " and is missing")
@@ -126,12 +125,23 @@ Result<ScanResult> ScanDirectory(const Directory& directory) {
   }
   ScanResult result;
   result.by_index = index && missing.empty() && !indexed.empty();
-  TC_ASSIGN_OR_RETURN(
-      const std::vector<NamedHeader> headers,
-      ReadHeaders(directory, result.by_index ? indexed : data));
+  TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> headers,
+                      ReadHeaders(directory, result.by_index ? indexed : data));
   Result<Catalog> catalog = BuildCatalog(headers);
   if (!catalog.ok()) return catalog.status().WithFile(directory.path());
   result.catalog = std::move(catalog).value();
+  if (!missing.empty()) {
+    // The shards beside an index whose files are not all there count only when
+    // they hold everything that it names.
+    for (const auto& [name, file] : index->weight_map) {
+      if (result.catalog.Find(name) >= 0) continue;
+      return Incomplete("is named by " + std::string(kIndexName) +
+                        ", and neither its file " + file +
+                        " nor another one has it")
+          .WithTensor(name)
+          .WithFile(directory.path());
+    }
+  }
   if (result.by_index) {
     Status status = CheckIndex(*index, result.catalog);
     if (status.ok() && !others.empty()) {

@@ -66,6 +66,7 @@ Status RemoveStaleSibling(const std::string& target) {
   const std::string sibling = SiblingPath(target);
   TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info, StatPath(sibling));
   if (!info) return {};
+  TC_RETURN_IF_ERROR(RefuseLink(sibling));
   Result<DirectoryLock> lock = DirectoryLock::Acquire(sibling);
   if (!lock.ok()) return lock.status();
   TC_RETURN_IF_ERROR(EmptyDirectory(lock->directory()));
@@ -83,20 +84,28 @@ Result<StagingPlace> LocateStaging(const std::string& target) {
     return InvalidArgument("cannot be a checkpoint").WithFile(place.target);
   }
   TC_ASSIGN_OR_RETURN(place.fresh, CanRenameOnto(place.target));
-  place.path = place.fresh
-                   ? SiblingPath(place.target)
-                   : place.target + "/" + std::string(kStageSuffix);
+  place.path = place.fresh ? SiblingPath(place.target)
+                           : place.target + "/" + std::string(kStageSuffix);
   return place;
+}
+
+Status RefuseLink(const std::string& path) {
+  TC_ASSIGN_OR_RETURN(const Directory parent,
+                      Directory::Open(ParentPath(path)));
+  TC_ASSIGN_OR_RETURN(const bool link, parent.IsLink(BaseName(path)));
+  if (!link) return {};
+  return Corrupt("is a symbolic link; remove it if no save of yours made it")
+      .WithFile(path);
 }
 
 Status EmptyDirectory(const Directory& directory, std::string_view keep) {
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
   for (const std::string& name : names) {
     if (name == keep) continue;
+    TC_ASSIGN_OR_RETURN(const bool link, directory.IsLink(name));
     TC_ASSIGN_OR_RETURN(const auto info, directory.StatName(name));
-    if (info && info->is_directory) {
-      TC_ASSIGN_OR_RETURN(const Directory inner,
-                          directory.OpenDirectory(name));
+    if (!link && info && info->is_directory) {
+      TC_ASSIGN_OR_RETURN(const Directory inner, directory.OpenDirectory(name));
       TC_ASSIGN_OR_RETURN(const auto files, inner.List());
       for (const std::string& file : files) {
         TC_RETURN_IF_ERROR(inner.Unlink(file, true));
@@ -117,6 +126,7 @@ Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
   for (int attempt = 0; attempt < kLockTries; ++attempt) {
     TC_ASSIGN_OR_RETURN(StagingPlace place, LocateStaging(absolute));
     TC_RETURN_IF_ERROR(Directory::Create(place.path));
+    TC_RETURN_IF_ERROR(RefuseLink(place.path));
     Result<DirectoryLock> lock = DirectoryLock::Acquire(place.path);
     if (!lock.ok()) {
       if (lock.status().sys_errno() == ENOENT) continue;
@@ -140,8 +150,7 @@ Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
     session.lock_ = std::move(*lock);
     const Directory& staging = session.directory();
     if (!place.fresh) {
-      TC_ASSIGN_OR_RETURN(const Directory directory,
-                          Directory::Open(absolute));
+      TC_ASSIGN_OR_RETURN(const Directory directory, Directory::Open(absolute));
       TC_RETURN_IF_ERROR(ReplayJournal(staging, directory));
       if (!overwrite) TC_RETURN_IF_ERROR(RefuseExisting(directory));
       TC_RETURN_IF_ERROR(RemoveStaleSibling(absolute));
@@ -152,8 +161,9 @@ Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
         staging.WriteFile(std::string(kSaveIdName), session.save_id_));
     return session;
   }
-  return Conflict("its staging directory keeps changing: another save is in "
-                  "progress")
+  return Conflict(
+             "its staging directory keeps changing: another save is in "
+             "progress")
       .WithFile(absolute);
 }
 
@@ -180,11 +190,19 @@ SaveSession::~SaveSession() {
   Result<std::optional<FileInfo>> journal =
       directory().StatName(std::string(kJournalName));
   if (!journal.ok() || *journal) return;
-  (void)EmptyDirectory(directory());
-  Result<Directory> parent = Directory::Open(ParentPath(place_.path));
-  if (parent.ok()) {
-    (void)parent->RemoveDirectory(BaseName(place_.path), true);
-  }
+  (void)RemoveStaging();
+}
+
+Status SaveSession::RemoveStaging() {
+  TC_RETURN_IF_ERROR(EmptyDirectory(directory(), kLockFileName));
+  const bool by_file = lock_.by_file();
+  if (by_file) lock_.Release();  // its file is in the way
+  TC_ASSIGN_OR_RETURN(const Directory parent,
+                      Directory::Open(ParentPath(place_.path)));
+  Status removed = parent.RemoveDirectory(BaseName(place_.path), true);
+  // Another save has made it its own since.
+  if (by_file && removed.sys_errno() == ENOTEMPTY) return {};
+  return removed;
 }
 
 void SaveSession::Finish() { lock_.Release(); }
@@ -201,6 +219,7 @@ Status SaveSession::MoveInside() {
         .WithFile(place_.target);
   }
   TC_RETURN_IF_ERROR(std::move(moved));
+  TC_RETURN_IF_ERROR(parent.Sync());
   place_.path = place_.target + "/" + name;
   place_.fresh = false;
   return {};

@@ -39,6 +39,9 @@ class SaveSession {
   const std::string& save_id() const { return save_id_; }
   // The commit is through: nothing is left to clean.
   void Finish();
+  // Removes the staging directory and what is in it. The lock goes last, so
+  // that nothing of a save that takes it next is touched.
+  Status RemoveStaging();
   // Moves a fresh staging directory into the target, which was filled by
   // others since. kConflict when a save inside the target is in progress.
   Status MoveInside();
@@ -68,8 +71,12 @@ struct JoinedSave {
 Result<JoinedSave> JoinSave(const std::string& target);
 
 // Removes every entry of `directory` but `keep` (one level of subdirectories
-// deep).
+// deep). Links are removed, never followed.
 Status EmptyDirectory(const Directory& directory, std::string_view keep = {});
+
+// kCorrupt when the path is a symbolic link: what is in a staging directory is
+// deleted, so it must be where it seems to be.
+Status RefuseLink(const std::string& path);
 
 inline constexpr std::string_view kSaveIdName = "save_id";
 

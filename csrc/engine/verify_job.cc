@@ -26,17 +26,13 @@ Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
   }
   struct Item {
     const ManifestFile* file;
-    std::shared_ptr<const SourceFile> source;
     uint64_t begin;
   };
   std::vector<Item> items;
   VerifyReport report;
   for (const ManifestFile& file : manifest->files) {
-    TC_ASSIGN_OR_RETURN(File opened, checkpoint->OpenFile(file.name, false));
-    const auto source = std::make_shared<const SourceFile>(
-        checkpoint.get(), file.name, std::move(opened));
     for (uint64_t at = 0; at < file.bytes; at += kStep) {
-      items.push_back({&file, source, at});
+      items.push_back({&file, at});
     }
     report.bytes += file.bytes;
     ++report.files;
@@ -53,17 +49,23 @@ Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
           TC_ASSIGN_OR_RETURN(
               lease, Arena::Process().Lease(kStep + 2 * 4096, kPatience));
         }
+        // Opened for each step: there may be more files than descriptors.
+        TC_ASSIGN_OR_RETURN(File opened,
+                            checkpoint->OpenFile(item.file->name, false));
+        const SourceFile source(checkpoint.get(), item.file->name,
+                                std::move(opened));
         const uint64_t end = std::min(item.begin + kStep, item.file->bytes);
         TC_ASSIGN_OR_RETURN(const std::byte* bytes,
-                            item.source->Read(item.begin, end, lease.span()));
+                            source.Read(item.begin, end, lease.span()));
         for (uint64_t at = item.begin; at < end; at += kSegmentBytes) {
           const uint64_t size = std::min(kSegmentBytes, end - at);
           if (Crc32c(0, bytes + (at - item.begin), size) !=
               item.file->crc32c[at / kSegmentBytes]) {
-            return Corrupt("bytes " + std::to_string(at) + " to " +
-                           std::to_string(at + size) +
-                           " do not match their CRC-32C")
-                .WithFile(item.source->path());
+            return checkpoint->Explain(Corrupt("bytes " + std::to_string(at) +
+                                               " to " +
+                                               std::to_string(at + size) +
+                                               " do not match their CRC-32C")
+                                           .WithFile(source.path()));
           }
         }
         job->AddDone(end - item.begin);

@@ -107,15 +107,20 @@ Status Directory::Create(const std::string& path) {
 
 Status Directory::CreateAll(const std::string& path) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(path));
-  Status status = Create(absolute);
-  if (status.sys_errno() != ENOENT || absolute == "/") return status;
   const std::string parent = ParentPath(absolute);
-  TC_RETURN_IF_ERROR(CreateAll(parent));
-  TC_RETURN_IF_ERROR(Create(absolute));
-  // Whoever commits into `path` syncs `path` and its parent, not what is above:
-  // the names made on the way are made durable here.
-  TC_ASSIGN_OR_RETURN(const Directory above, Open(parent));
-  return above.Sync();
+  for (const bool again : {false, true}) {
+    if (SystemCall("mkdirat", absolute, [&] {
+          return mkdirat(AT_FDCWD, absolute.c_str(), kDirectoryMode);
+        }) == 0) {
+      // Whoever commits into `path` syncs `path`, not what is above: every
+      // name made on the way is made durable here.
+      TC_ASSIGN_OR_RETURN(const Directory above, Open(parent));
+      return above.Sync();
+    }
+    if (errno != ENOENT || again || absolute == "/") break;
+    TC_RETURN_IF_ERROR(CreateAll(parent));
+  }
+  return Create(absolute);  // it is there already, or the error says why not
 }
 
 std::string Directory::Join(const std::string& name) const {

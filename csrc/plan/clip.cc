@@ -28,7 +28,7 @@ void Shift(Run* run, uint64_t steps, int64_t src_stride, int64_t dst_stride) {
 
 void ClipRun(const Run& run, uint64_t lo, uint64_t hi, std::vector<Run>* out) {
   const uint64_t end = run.src + run.SrcSpan();
-  if (end <= lo || run.src >= hi) return;
+  if (lo >= hi || end <= lo || run.src >= hi) return;
   if (run.src >= lo && end <= hi) {
     out->push_back(run);
     return;
