@@ -1,0 +1,347 @@
+// Sessions, locks and the commit, without crashes (engine_crash_test.cc).
+#include <sys/stat.h>
+
+#include <atomic>
+#include <cerrno>
+#include <mutex>
+#include <thread>
+
+#include "engine/commit.h"
+#include "engine_test_util.h"
+
+namespace torch_ckpt {
+namespace {
+
+class CommitTest : public EngineTest {
+ protected:
+  std::vector<Piece> Pieces(const Array& a) {
+    return GridPieces("a", a, {2, 1});
+  }
+  void ExpectHolds(const Array& a) {
+    auto all = ReadAll(Path("c"));
+    ASSERT_OK(all.status());
+    EXPECT_EQ(all->at("a"), a.bytes);
+  }
+  void ExpectNoStaging() {
+    for (const std::string& folder : {root(), Path("c")}) {
+      for (const std::string& name : Names(folder)) {
+        EXPECT_FALSE(name.ends_with(kStageSuffix)) << folder << "/" << name;
+      }
+    }
+  }
+  const Array old_ = MakeArray(Dtype::kF32, {10, 4}, 1);
+  const Array new_ = MakeArray(Dtype::kF32, {10, 4}, 2);
+};
+
+TEST_F(CommitTest, TheSecondSaveLosesBeforeAnyByte) {
+  for (const bool existing : {false, true}) {
+    if (existing) ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+    auto first = BeginSave(Path("c"), true);
+    ASSERT_OK(first.status());
+    EXPECT_EQ(first->place().fresh, !existing);
+    auto second = BeginSave(Path("c"), true);
+    EXPECT_EQ(second.status().kind(), ErrorKind::kConflict);
+    EXPECT_NE(second.status().message().find("in progress"), std::string::npos);
+    EXPECT_EQ(Names(first->place().path), std::vector<std::string>{"save_id"});
+    // Neither may `recover` take it away.
+    EXPECT_EQ(RecoverDirectory(Path("c")).status().kind(),
+              ErrorKind::kConflict);
+    CommitRequest request;
+    ASSERT_OK(WriteRanks(first->place().path, Pieces(new_), {}, &request));
+    ASSERT_OK(CommitSave(&*first, request).status());
+    ExpectHolds(new_);
+    ExpectNoStaging();
+  }
+}
+
+TEST_F(CommitTest, OverwriteFalseRefusesAnyCheckpoint) {
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  EXPECT_EQ(BeginSave(Path("c"), false).status().kind(), ErrorKind::kConflict);
+  ExpectNoStaging();
+  ExpectHolds(old_);
+  std::filesystem::create_directory(Path("hub"));
+  WriteText(Path("hub/model.safetensors"), "x");
+  EXPECT_EQ(BeginSave(Path("hub"), false).status().kind(),
+            ErrorKind::kConflict);
+  EXPECT_EQ(Names(Path("hub")), std::vector<std::string>{"model.safetensors"});
+  std::filesystem::create_directory(Path("other"));
+  WriteText(Path("other/config.json"), "{}");
+  EXPECT_TRUE(BeginSave(Path("other"), false).ok());
+  EXPECT_TRUE(BeginSave(Path("absent"), false).ok());
+}
+
+TEST_F(CommitTest, EverySessionThatEndsCleansUp) {
+  {
+    ASSERT_OK(BeginSave(Path("c"), true).status());
+  }
+  EXPECT_TRUE(Names(root()).empty());
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  {
+    auto session = BeginSave(Path("c"), true);
+    CommitRequest request;
+    ASSERT_OK(WriteRanks(session->place().path, Pieces(new_), {}, &request));
+  }
+  ExpectNoStaging();
+  ExpectHolds(old_);
+}
+
+TEST_F(CommitTest, OtherRanksFindTheSession) {
+  EXPECT_EQ(JoinSave(Path("c")).status().kind(), ErrorKind::kIncomplete);
+  auto session = BeginSave(Path("c"), true);
+  ASSERT_OK(session.status());
+  auto joined = JoinSave(Path("c"));
+  ASSERT_OK(joined.status());
+  EXPECT_EQ(joined->save_id, session->save_id());
+  EXPECT_EQ(joined->staging, session->place().path);
+}
+
+// What the ranks name must be what is in staging.
+TEST_F(CommitTest, RefusesWhatTheRanksDidNotWrite) {
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  const auto refuses = [&](ErrorKind kind, auto&& change) {
+    auto session = BeginSave(Path("c"), true);
+    ASSERT_OK(session.status());
+    CommitRequest request;
+    ASSERT_OK(WriteRanks(session->place().path, Pieces(new_), {}, &request));
+    change(&request, session->place().path);
+    const Status status = CommitSave(&*session, request).status();
+    EXPECT_EQ(status.kind(), kind) << status.ToString();
+  };
+  using Request = CommitRequest*;
+  using Stage = const std::string&;
+  refuses(ErrorKind::kIncomplete,
+          [](Request r, Stage) { r->files.pop_back(); });  // a hole
+  refuses(ErrorKind::kIo, [](Request r, Stage stage) {
+    std::filesystem::remove(stage + "/" + r->files[1].staged);
+  });
+  refuses(ErrorKind::kCorrupt, [](Request r, Stage stage) {
+    std::filesystem::resize_file(stage + "/" + r->files[1].staged, 4100);
+  });
+  refuses(ErrorKind::kCorrupt,
+          [](Request r, Stage) { r->files[0].file.id = NewId(); });
+  refuses(ErrorKind::kCorrupt,
+          [](Request r, Stage) { r->files[0].file.bytes += 1; });
+  refuses(ErrorKind::kConflict, [](Request r, Stage) {
+    r->files[0].file.name = r->files[1].file.name;
+  });
+  refuses(ErrorKind::kConflict, [](Request r, Stage) {  // the same box twice
+    r->files.push_back(r->files[0]);
+    r->files.back().file.name = "x.safetensors";
+  });
+  refuses(ErrorKind::kCorrupt,
+          [](Request r, Stage) { r->files[0].file.name = "../x.safetensors"; });
+  refuses(ErrorKind::kInvalidArgument, [](Request r, Stage) {
+    r->objects.push_back({"step", "objects-00001.json"});
+  });
+  // A manifest that no reader would take.
+  refuses(ErrorKind::kInvalidArgument,
+          [](Request r, Stage) { r->files[0].file.crc32c.clear(); });
+  refuses(ErrorKind::kInvalidArgument,
+          [](Request r, Stage) { r->files[0].file.crc32c.push_back(1); });
+  ExpectNoStaging();
+  ExpectHolds(old_);
+}
+
+TEST_F(CommitTest, FilesThatNoRankNamedAreRemoved) {
+  for (int round = 0; round < 2; ++round) {
+    auto session = BeginSave(Path("c"), true);
+    ASSERT_OK(session.status());
+    WriteText(session->place().path + "/stray", "x");
+    CommitRequest request;
+    ASSERT_OK(WriteRanks(session->place().path, Pieces(new_), {}, &request));
+    ASSERT_OK(CommitSave(&*session, request).status());
+    EXPECT_EQ(Names(Path("c")),
+              (std::vector<std::string>{
+                  ShardFileName(0, 1, 1), ShardFileName(1, 1, 1),
+                  "torch_ckpt.catalog", "torch_ckpt.json"}));
+    ExpectNoStaging();
+  }
+}
+
+TEST_F(CommitTest, FilesFollowTheUmask) {
+  const mode_t before = umask(027);
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  umask(before);
+  for (const std::string& name : Names(Path("c"))) {
+    struct stat info;
+    ASSERT_EQ(stat(Path("c/" + name).c_str(), &info), 0);
+    EXPECT_EQ(info.st_mode & 0777, 0640u) << name;
+  }
+}
+
+// Nothing outside the directory is touched, whatever stands in it.
+TEST_F(CommitTest, LinksInStagingAreNotFollowed) {
+  std::filesystem::create_directory(Path("precious"));
+  WriteText(Path("precious/file"), "x");
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  const std::string stage = Path("c/") + std::string(kStageSuffix);
+  std::filesystem::create_directory_symlink(Path("precious"), stage);
+  EXPECT_EQ(BeginSave(Path("c"), true).status().kind(), ErrorKind::kCorrupt);
+  EXPECT_EQ(RecoverDirectory(Path("c")).status().kind(), ErrorKind::kCorrupt);
+  std::filesystem::remove(stage);
+  std::filesystem::create_directory(stage);
+  std::filesystem::create_directory_symlink(Path("precious"), stage + "/x");
+  ASSERT_OK(SaveAll(Path("c"), Pieces(new_)).status());
+  std::filesystem::create_directory_symlink(
+      Path("precious"), Path(".c" + std::string(kStageSuffix)));
+  EXPECT_EQ(BeginSave(Path("c"), true).status().kind(), ErrorKind::kCorrupt);
+  EXPECT_EQ(Names(Path("precious")), std::vector<std::string>{"file"});
+  ExpectHolds(new_);
+}
+
+TEST_F(CommitTest, TargetsThatCannotBe) {
+  WriteText(Path("file"), "x");
+  EXPECT_FALSE(BeginSave(Path("file"), true).ok());
+  EXPECT_FALSE(BeginSave(Path("file/c"), true).ok());
+  EXPECT_FALSE(BeginSave("/", true).ok());
+  EXPECT_FALSE(BeginSave("", true).ok());
+  // A link to a directory is a fine target, and stays one.
+  std::filesystem::create_directory(Path("real"));
+  std::filesystem::create_directory_symlink(Path("real"), Path("c"));
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  EXPECT_TRUE(std::filesystem::is_symlink(Path("c")));
+  ExpectHolds(old_);
+  ExpectNoStaging();
+}
+
+TEST_F(CommitTest, RecoverWithNothingToDo) {
+  EXPECT_FALSE(*RecoverDirectory(Path("c")));
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  EXPECT_FALSE(*RecoverDirectory(Path("c")));
+}
+
+#ifdef TORCH_CKPT_FAULTS
+// Every call of an overwriting save fails once, in each of several ways.
+TEST_F(CommitTest, AnErrorOfAnyCallLeavesOldOrNew) {
+  for (const int error : {EIO, ENOSPC, EACCES}) {
+    bool survived = false;
+    for (int nth = 1; !survived; ++nth) {
+      ASSERT_LT(nth, 1000);
+      std::filesystem::remove_all(Path("c"));
+      ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+      int calls = 0;
+      std::mutex mutex;
+      SetFaultHook([&](const FaultSite& site) -> FaultAction {
+        std::lock_guard<std::mutex> lock(mutex);
+        // A read that the page cache cannot serve is tried again by other
+        // means, and a failed close of what was only read is no failure.
+        if (std::string(site.op) == "preadv2" ||
+            std::string(site.op) == "close") {
+          return {};
+        }
+        return {.sys_errno = ++calls == nth ? error : 0};
+      });
+      const Status saved = SaveAll(Path("c"), Pieces(new_)).status();
+      SetFaultHook(nullptr);
+      survived = calls < nth;
+      if (survived) EXPECT_OK(saved);
+      if (!saved.ok()) {
+        EXPECT_EQ(saved.sys_errno(), error) << nth << saved.ToString();
+        EXPECT_NE(saved.file(), "") << nth;
+      }
+      auto all = ReadAll(Path("c"));
+      ASSERT_OK(all.status());
+      EXPECT_TRUE(all->at("a") == new_.bytes ||
+                  (!saved.ok() && all->at("a") == old_.bytes));
+      ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+      ExpectHolds(old_);
+      ExpectNoStaging();
+    }
+  }
+}
+
+// While the journal stands it is the manifest, wherever the files are.
+TEST_F(CommitTest, ReadersDuringAJournal) {
+  bool survived = false;
+  int read_new = 0;
+  for (int nth = 1; !survived; ++nth) {
+    std::filesystem::remove_all(Path("c"));
+    ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+    int calls = 0;
+    SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      const std::string op = site.op;
+      const bool counts = op == "renameat" || op == "unlinkat";
+      return {.sys_errno = counts && ++calls == nth ? EIO : 0};
+    });
+    SaveSettings settings;
+    settings.object = "{\"step\": 2}";
+    const Status saved = SaveAll(Path("c"), Pieces(new_), settings).status();
+    SetFaultHook(nullptr);
+    survived = saved.ok();
+    const bool journal = std::filesystem::exists(
+        Path("c/") + std::string(kStageSuffix) + "/commit.json");
+    auto checkpoint = OpenCheckpoint(Path("c"));
+    ASSERT_OK(checkpoint.status());
+    auto all = ReadAll(Path("c"));
+    ASSERT_OK(all.status());
+    if (journal || survived) {
+      ++read_new;
+      EXPECT_EQ(all->at("a"), new_.bytes);
+      EXPECT_EQ(all->at("step"), settings.object);
+    }
+    // A reader that opened it under the journal reads on after the replay.
+    EXPECT_EQ(*RecoverDirectory(Path("c")), journal);
+    EXPECT_EQ(*ReadBox(*checkpoint, "a", Box::Whole(old_.shape)), all->at("a"));
+    ExpectNoStaging();
+  }
+  EXPECT_GT(read_new, 4);
+}
+
+// File systems without flock: a file is the lock, and it never survives.
+TEST_F(CommitTest, LockByFile) {
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    return {.sys_errno = std::string(site.op) == "flock" ? EOPNOTSUPP : 0};
+  });
+  for (int round = 0; round < 2; ++round) {
+    {
+      auto first = BeginSave(Path("c"), true);
+      ASSERT_OK(first.status());
+      EXPECT_EQ(BeginSave(Path("c"), true).status().kind(),
+                ErrorKind::kConflict);
+    }
+    ExpectNoStaging();
+    ASSERT_OK(SaveAll(Path("c"), Pieces(new_)).status());
+    ExpectHolds(new_);
+    ExpectNoStaging();
+    EXPECT_FALSE(std::filesystem::exists(Path("c/lock")));
+  }
+}
+#endif
+
+// Readers in threads while others overwrite: one of the saves, or a conflict.
+TEST_F(CommitTest, ReadersWhileSavesGoOn) {
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  std::atomic<bool> stop{false};
+  std::atomic<int> good{0}, conflicts{0};
+  const auto reader = [&](bool verify) {
+    while (!stop) {
+      auto all = ReadAll(Path("c"), verify);
+      if (all.ok()) {
+        ++good;
+        if (all->at("a") != old_.bytes && all->at("a") != new_.bytes) {
+          ADD_FAILURE() << "a mixture of two saves";
+          return;
+        }
+      } else if (all.status().kind() == ErrorKind::kConflict) {
+        ++conflicts;
+      } else {
+        ADD_FAILURE() << all.status().ToString();
+        return;
+      }
+    }
+  };
+  std::jthread one(reader, true), two(reader, false);
+  for (int i = 0; i < 100; ++i) {
+    // The layout changes too: files come and go.
+    const Array& a = i % 2 == 0 ? new_ : old_;
+    const int64_t ranks = 2 + i % 3;
+    EXPECT_OK(SaveAll(Path("c"), GridPieces("a", a, {ranks, 1})).status());
+  }
+  stop = true;
+  one.join();
+  two.join();
+  EXPECT_GT(good, 0);
+}
+
+}  // namespace
+}  // namespace torch_ckpt

@@ -1,0 +1,435 @@
+// What the engine's tests share: arrays with known bytes, saves by simulated
+// ranks, and reading back. The oracle copies element by element and shares no
+// code with csrc/plan.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "engine/checkpoint.h"
+#include "engine/commit.h"
+#include "engine/merge_job.h"
+#include "engine/read_job.h"
+#include "engine/write_job.h"
+#include "format/names.h"
+#include "os/fault.h"
+
+namespace torch_ckpt {
+
+// A whole tensor in memory, row-major.
+struct Array {
+  Dtype dtype = Dtype::kU8;
+  Dims shape;
+  std::string bytes;
+};
+
+inline Array MakeArray(Dtype dtype, Dims shape, uint32_t seed) {
+  Array array{dtype, shape, {}};
+  array.bytes.resize(*ByteSize(dtype, shape));
+  std::mt19937 random(seed);
+  for (char& c : array.bytes) c = static_cast<char>(random());
+  return array;
+}
+
+// Bytes of a box, unit by unit.
+inline std::string BoxBytes(const Array& array, const Box& box) {
+  if (box == Box::Whole(array.shape)) return array.bytes;
+  const Unit unit = DtypeUnit(array.dtype);
+  const int rank = box.rank();
+  Dims shape = array.shape, offsets = box.offsets, sizes = box.sizes;
+  shape[rank - 1] /= unit.elements;
+  offsets[rank - 1] /= unit.elements;
+  sizes[rank - 1] /= unit.elements;
+  std::string out;
+  for (int64_t i = 0; i < sizes.Product(); ++i) {
+    int64_t rest = i, linear = 0, stride = 1;
+    for (int d = rank - 1; d >= 0; --d) {
+      linear += (offsets[d] + rest % sizes[d]) * stride;
+      rest /= sizes[d];
+      stride *= shape[d];
+    }
+    out.append(array.bytes, static_cast<size_t>(linear * unit.bytes),
+               static_cast<size_t>(unit.bytes));
+  }
+  return out;
+}
+
+// A box of a tensor that a simulated rank holds.
+struct Piece {
+  int64_t rank = 0;
+  std::string name;
+  const Array* array = nullptr;
+  Box box;
+};
+
+inline Piece WholePiece(std::string name, const Array& array,
+                        int64_t rank = 0) {
+  return {rank, std::move(name), &array, Box::Whole(array.shape)};
+}
+
+// The boxes of a grid with `parts` cuts per dimension, sized as torch.chunk
+// does (the last ones may be short or empty); one rank each.
+inline std::vector<Piece> GridPieces(const std::string& name,
+                                     const Array& array, const Dims& parts) {
+  std::vector<Piece> pieces;
+  const int64_t unit = DtypeUnit(array.dtype).elements;
+  const int last = array.shape.size() - 1;
+  for (int64_t i = 0; i < parts.Product(); ++i) {
+    Box box = Box::Whole(array.shape);
+    int64_t rest = i;
+    for (int d = last; d >= 0; --d) {
+      const int64_t grain = d == last ? unit : 1;
+      const int64_t units = array.shape[d] / grain;
+      const int64_t chunk = (units + parts[d] - 1) / parts[d];
+      const int64_t begin = std::min(units, rest % parts[d] * chunk);
+      box.offsets[d] = begin * grain;
+      box.sizes[d] = std::min(chunk, units - begin) * grain;
+      rest /= parts[d];
+    }
+    pieces.push_back({i, name, &array, box});
+  }
+  return pieces;
+}
+
+struct SaveSettings {
+  bool sharded = true;
+  bool index = false;
+  int64_t world_size = 1;
+  OutputOptions output;
+  std::string object;  // content of rank 0's objects file, when not empty
+};
+
+// The plan and memory of one rank.
+struct RankWork {
+  std::vector<std::string> memory;
+  std::vector<SourceTensor> sources;
+  WritePlan plan;
+};
+
+inline SourceTensor BytesSource(const std::string& bytes) {
+  SourceTensor source;
+  source.data = reinterpret_cast<const std::byte*>(bytes.data());
+  source.sizes = {static_cast<int64_t>(bytes.size())};
+  source.strides = {1};
+  return source;
+}
+
+// Box k of a tensor on one rank goes to that rank's file k.
+inline void PlanRank(int64_t rank, const std::vector<Piece>& pieces,
+                     const SaveSettings& settings, RankWork* work) {
+  std::map<std::string, size_t> boxes;
+  size_t files = 0;
+  std::vector<std::pair<const Piece*, size_t>> mine;
+  for (const Piece& piece : pieces) {
+    if (piece.rank != rank) continue;
+    const size_t file = boxes[piece.name]++;
+    files = std::max(files, file + 1);
+    mine.emplace_back(&piece, file);
+    work->memory.push_back(BoxBytes(*piece.array, piece.box));
+  }
+  if (rank == 0 && !settings.object.empty()) {
+    work->memory.push_back(settings.object);
+  }
+  for (const std::string& bytes : work->memory) {
+    work->sources.push_back(BytesSource(bytes));
+  }
+  work->plan.options = settings.output;
+  work->plan.files.resize(files);
+  for (size_t f = 0; f < files; ++f) {
+    const auto index = static_cast<int64_t>(f + 1);
+    const auto count = static_cast<int64_t>(files);
+    work->plan.files[f].sharded = settings.sharded;
+    work->plan.files[f].name = settings.sharded
+                                   ? ShardFileName(rank, index, count)
+                                   : FinalFileName(index, count);
+  }
+  for (size_t i = 0; i < mine.size(); ++i) {
+    const Piece& piece = *mine[i].first;
+    work->plan.files[mine[i].second].tensors.push_back(
+        {piece.name, piece.array->dtype, piece.box.sizes, piece.box.offsets,
+         piece.array->shape, i});
+  }
+  if (rank == 0 && !settings.object.empty()) {
+    WriteFile objects;
+    objects.name = ObjectFileName(0);
+    objects.role = FileRole::kObjects;
+    objects.raw = {work->sources.size() - 1};
+    work->plan.files.push_back(std::move(objects));
+  }
+}
+
+inline Status WriteRanks(const std::string& staging,
+                         const std::vector<Piece>& pieces,
+                         const SaveSettings& settings, CommitRequest* request) {
+  int64_t ranks = settings.world_size;
+  for (const Piece& piece : pieces) ranks = std::max(ranks, piece.rank + 1);
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    RankWork work;
+    PlanRank(rank, pieces, settings, &work);
+    if (work.plan.files.empty()) continue;
+    work.plan.staging = staging;
+    Job job(JobKind::kWrite);
+    TC_ASSIGN_OR_RETURN(const std::vector<WrittenFile> written,
+                        RunWriteJob(work.plan, work.sources, &job));
+    for (const WrittenFile& file : written) {
+      request->files.push_back({file.spec.staged,
+                                {file.spec.name, file.spec.id, file.spec.role,
+                                 file.spec.bytes, file.crc32c}});
+    }
+  }
+  request->world_size = ranks;
+  request->write_index = settings.index;
+  if (!settings.object.empty()) {
+    request->objects.push_back({"step", ObjectFileName(0)});
+  }
+  return {};
+}
+
+inline Result<Manifest> SaveAll(const std::string& target,
+                                const std::vector<Piece>& pieces,
+                                const SaveSettings& settings = {}) {
+  TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(target, true));
+  CommitRequest request;
+  TC_RETURN_IF_ERROR(
+      WriteRanks(session.place().path, pieces, settings, &request));
+  return CommitSave(&session, request);
+}
+
+using CheckpointPtr = std::shared_ptr<const Checkpoint>;
+
+inline Result<std::string> ReadBox(const CheckpointPtr& checkpoint,
+                                   const std::string& name, const Box& box,
+                                   bool verify = true, int workers = 2) {
+  const int64_t id = checkpoint->catalog().Find(name);
+  if (id < 0) return Incomplete("no such tensor");
+  const CatalogEntry& entry =
+      checkpoint->catalog().entries()[static_cast<size_t>(id)];
+  TC_ASSIGN_OR_RETURN(const uint64_t bytes,
+                      ByteSize(entry.storage_dtype, box.sizes));
+  std::string out(bytes, '\x5a');
+  TargetTensor target;
+  target.data = reinterpret_cast<std::byte*>(out.data());
+  target.sizes = {static_cast<int64_t>(bytes)};
+  target.strides = {1};
+  ReadPlan plan;
+  plan.items.push_back({name, box, {}, 0});
+  plan.verify = verify;
+  plan.workers = workers;
+  Job job(JobKind::kRead);
+  TC_RETURN_IF_ERROR(RunReadJob(checkpoint, plan, {target}, &job).status());
+  return out;
+}
+
+// Every tensor of a directory, whole.
+inline Result<std::map<std::string, std::string>> ReadAll(
+    const std::string& path, bool verify = true) {
+  TC_ASSIGN_OR_RETURN(const CheckpointPtr checkpoint, OpenCheckpoint(path));
+  std::map<std::string, std::string> out;
+  for (const CatalogEntry& entry : checkpoint->catalog().entries()) {
+    if (entry.kind == EntryKind::kObject) {
+      const int64_t id = checkpoint->catalog().Find(entry.name);
+      const Placement& p =
+          checkpoint->catalog().placements(static_cast<uint32_t>(id))[0];
+      TC_ASSIGN_OR_RETURN(
+          out[entry.name],
+          checkpoint->ReadWhole(checkpoint->catalog().files()[p.file].name));
+      continue;
+    }
+    TC_ASSIGN_OR_RETURN(
+        out[entry.name],
+        ReadBox(checkpoint, entry.name, Box::Whole(entry.shape), verify));
+  }
+  return out;
+}
+
+struct MergeSettings {
+  std::vector<std::pair<std::string, int64_t>> mapping;
+  bool strict = true;
+  bool in_place = false;
+  OutputOptions output;
+  int ranks = 0;  // 0: one process; else pieces divided over so many
+};
+
+// The request that commits a finished merge.
+inline CommitRequest MergeCommit(const MergePlan& plan,
+                                 std::vector<std::vector<uint32_t>> digests,
+                                 bool in_place) {
+  CommitRequest request;
+  request.write_index = true;
+  request.keep_previous = in_place;
+  for (size_t i = 0; i < plan.outputs().size(); ++i) {
+    const OutputSpec& spec = plan.outputs()[i];
+    request.files.push_back(
+        {spec.staged,
+         {spec.name, spec.id, spec.role, spec.bytes, std::move(digests[i])}});
+  }
+  const Catalog& catalog = plan.checkpoint().catalog();
+  for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
+    const CatalogEntry& entry = catalog.entries()[e];
+    if (entry.kind != EntryKind::kObject) continue;
+    request.objects.push_back(
+        {entry.name, catalog.files()[catalog.placements(e)[0].file].name});
+  }
+  return request;
+}
+
+inline Result<Manifest> Merge(const std::string& from, const std::string& to,
+                              const MergeSettings& settings = {}) {
+  TC_ASSIGN_OR_RETURN(const CheckpointPtr checkpoint, OpenCheckpoint(from));
+  MergeOptions options;
+  options.mapping = settings.mapping;
+  options.strict = settings.strict;
+  options.output = settings.output;
+  TC_ASSIGN_OR_RETURN(const MergePlan plan,
+                      MergePlan::Make(checkpoint, options, {}));
+  TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(to, true));
+  std::vector<std::vector<uint32_t>> digests;
+  if (settings.ranks == 0) {
+    Job job(JobKind::kMerge);
+    TC_ASSIGN_OR_RETURN(
+        digests, RunMergeJob(plan, session.directory(), false, {}, &job));
+  } else {
+    TC_RETURN_IF_ERROR(CreateOutputs(session.directory(), plan.outputs()));
+    std::vector<std::string> ids;
+    for (const OutputSpec& spec : plan.outputs()) ids.push_back(spec.id);
+    digests.resize(plan.outputs().size());
+    const uint64_t pieces = PieceCount(plan.outputs());
+    const auto ranks = static_cast<uint64_t>(settings.ranks);
+    for (uint64_t rank = 0; rank < ranks; ++rank) {
+      // Every rank makes the plan for itself.
+      TC_ASSIGN_OR_RETURN(const MergePlan own,
+                          MergePlan::Make(checkpoint, options, ids));
+      Job job(JobKind::kMerge);
+      TC_ASSIGN_OR_RETURN(
+          const auto part,
+          RunMergeJob(own, session.directory(), true,
+                      {pieces * rank / ranks, pieces * (rank + 1) / ranks},
+                      &job));
+      for (size_t f = 0; f < part.size(); ++f) {
+        digests[f].resize(part[f].size());
+        for (size_t s = 0; s < part[f].size(); ++s) {
+          digests[f][s] |= part[f][s];
+        }
+      }
+    }
+  }
+  return CommitSave(&session,
+                    MergeCommit(plan, std::move(digests), settings.in_place));
+}
+
+// A safetensors file as others write it: no id, no global shapes. `offsets` of
+// nullopt everywhere gives a plain file, else DCP_SHARDING_INFO as stock.
+struct ForeignTensor {
+  std::string name;
+  Dtype dtype;
+  Dims shape;
+  std::string bytes;
+  std::optional<Dims> offsets;
+};
+
+inline void WriteForeign(const std::string& path,
+                         const std::vector<ForeignTensor>& tensors) {
+  std::vector<SafetensorsEntry> entries;
+  std::string info, data;
+  for (const ForeignTensor& t : tensors) {
+    entries.push_back(
+        {t.name, t.dtype, t.shape, data.size(), data.size() + t.bytes.size()});
+    data += t.bytes;
+    if (!t.offsets) continue;
+    info +=
+        (info.empty() ? "{\"" : ", \"") + t.name + "\": {\"saved_offsets\": ";
+    std::string list = t.offsets->ToString();
+    list.front() = '[';
+    list.back() = ']';
+    info += list + "}";
+  }
+  std::vector<std::pair<std::string, std::string>> metadata = {
+      {"format", "pt"}};
+  if (!info.empty()) {
+    metadata.emplace_back("DCP_VERSION", "1.0");
+    metadata.emplace_back("DCP_SHARDING_INFO", info + "}");
+  }
+  auto header = BuildSafetensorsHeader(metadata, entries);
+  ASSERT_TRUE(header.ok()) << header.status().ToString();
+  std::ofstream out(path, std::ios::binary);
+  out << *header << data;
+}
+
+inline ForeignTensor ForeignBox(const std::string& name, const Array& array,
+                                const Box& box) {
+  return {name, array.dtype, box.sizes, BoxBytes(array, box), box.offsets};
+}
+
+inline void WriteText(const std::string& path, const std::string& text) {
+  std::ofstream(path, std::ios::binary) << text;
+}
+
+inline std::string ReadText(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+inline std::vector<std::string> Names(const std::string& path) {
+  auto directory = Directory::Open(path);
+  return directory.ok() ? *directory->List() : std::vector<std::string>();
+}
+
+// A directory for one test, in memory where there is one: fsync costs nothing
+// there, and what survives a crash is modelled, not tried.
+class EngineTest : public ::testing::Test {
+ protected:
+  explicit EngineTest(bool on_disk = false) : on_disk_(on_disk) {}
+  void SetUp() override {
+    std::error_code ignored;
+    std::filesystem::path base = "/dev/shm";
+    if (on_disk_ || !std::filesystem::is_directory(base, ignored)) {
+      base = std::filesystem::temp_directory_path();
+    }
+    std::string name = (base / "torch_ckpt-XXXXXX").string();
+    ASSERT_NE(mkdtemp(name.data()), nullptr);
+    root_ = name;
+  }
+  void TearDown() override {
+#ifdef TORCH_CKPT_FAULTS
+    SetFaultHook(nullptr);
+#endif
+    std::error_code ignored;  // a leftover in the temporary directory
+    std::filesystem::remove_all(root_, ignored);
+  }
+  const std::string& root() const { return root_; }
+  std::string Path(const std::string& name) const { return root_ + "/" + name; }
+
+ private:
+  const bool on_disk_;
+  std::string root_;
+};
+
+// The same on disk, where there is a page cache to ask and direct I/O.
+class EngineDiskTest : public EngineTest {
+ protected:
+  EngineDiskTest() : EngineTest(/*on_disk=*/true) {}
+};
+
+#define ASSERT_OK(expr)                                    \
+  do {                                                     \
+    const ::torch_ckpt::Status ok_status_ = (expr);        \
+    ASSERT_TRUE(ok_status_.ok()) << ok_status_.ToString(); \
+  } while (0)
+
+#define EXPECT_OK(expr)                                    \
+  do {                                                     \
+    const ::torch_ckpt::Status ok_status_ = (expr);        \
+    EXPECT_TRUE(ok_status_.ok()) << ok_status_.ToString(); \
+  } while (0)
+
+}  // namespace torch_ckpt
