@@ -3,6 +3,7 @@
 # ruff: noqa: F401, I001
 from benchmarks import row_limits
 from benchmarks import row_save
+from benchmarks import row_save_cuda
 from benchmarks import row_load
 from benchmarks import row_consolidate
 from benchmarks import row_load_plan

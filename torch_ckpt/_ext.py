@@ -34,10 +34,12 @@ def new_report() -> torch.Tensor:
 
 
 def write(tensors: Sequence[torch.Tensor], plan: dict[str, Any], job: Job) -> dict[str, Any]:
-    """Write CPU tensors into files of a staging directory (csrc/ops/write_ops.cc has the plan).
+    """Write tensors into files of a staging directory (csrc/ops/write_ops.cc has the plan).
 
-    Blocks, with the GIL released, until the files are synced. Returns {"files": [...]}. Raises a
-    CheckpointError or OSError that names file and tensor; then the files are gone again.
+    Tensors are on the CPU, of any strides, or on CUDA devices, contiguous, with every kernel that
+    writes them done. Blocks, with the GIL released, until the files are synced. Returns
+    {"files": [...]}. Raises a CheckpointError or OSError that names file and tensor; then the files
+    are gone again.
     """
     return _run(torch.ops.dcp_ext.write, tensors, plan, job)
 

@@ -146,6 +146,8 @@ Result<std::vector<std::vector<uint32_t>>> WriteOutputs(
           if (!buffer) {
             TC_ASSIGN_OR_RETURN(
                 buffer, Arena::Process().Lease(kPieceBytes, kPatience));
+            // Speed only: a system may forbid or limit locked memory.
+            if (options.page_locker) (void)buffer.PageLock(options.page_locker);
           }
           const uint64_t bytes =
               std::min(kPieceBytes, spec.bytes - item.begin);

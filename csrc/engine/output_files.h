@@ -14,6 +14,7 @@
 
 #include "format/manifest.h"
 #include "os/directory.h"
+#include "runtime/arena.h"
 #include "runtime/jobs.h"
 
 namespace torch_ckpt {
@@ -36,6 +37,8 @@ struct OutputOptions {
   // What one call of the fill function is asked for at most: a segment keeps
   // the bytes in the cache for the digest, a piece makes for longer reads.
   uint64_t fill_bytes = kSegmentBytes;
+  // Page-locks the memory that is filled, where a device fills it.
+  PageLocker* page_locker = nullptr;
 };
 
 // Which pieces [first, last) of the files, counted through all of them in

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 
 #include "format/names.h"
 #include "plan/layout.h"
 #include "plan/ranges.h"
 #include "plan/runs.h"
+#include "runtime/cuda_copy.h"
 
 namespace torch_ckpt {
 namespace {
@@ -163,6 +165,24 @@ void CopyExtent(const FileLayout& layout, const Extent& extent, uint64_t begin,
   std::memcpy(out.data(), whole.data() + (begin - first), out.size());
 }
 
+using DeviceMap = std::map<int, CudaDevice*>;
+
+// The devices that sources lie on; checks what a device copy needs.
+Result<DeviceMap> DevicesOf(const std::vector<SourceTensor>& sources) {
+  DeviceMap devices;
+  for (const SourceTensor& source : sources) {
+    if (source.device < 0 || SourceBytes(source) == 0) continue;
+    if (!IsDense(source)) {
+      return InvalidArgument(
+          "a tensor on a device is not contiguous; its owner gathers it");
+    }
+    if (devices.count(source.device) != 0) continue;
+    TC_ASSIGN_OR_RETURN(devices[source.device],
+                        CudaDevice::Process(source.device));
+  }
+  return devices;
+}
+
 }  // namespace
 
 Result<std::vector<WrittenFile>> RunWriteJob(
@@ -183,8 +203,10 @@ Result<std::vector<WrittenFile>> RunWriteJob(
     specs.push_back({file.name, StagedName(file.name, id), id, file.role,
                      extents.empty() ? 0 : extents.back().end});
   }
-  const FillFn fill = [&](size_t file, uint64_t offset, MutableByteSpan out,
-                          int) -> Status {
+  TC_ASSIGN_OR_RETURN(const DeviceMap devices, DevicesOf(sources));
+  CudaCopies copies(plan.options.workers);
+  const auto copy = [&](size_t file, uint64_t offset, MutableByteSpan out,
+                        int worker) -> Status {
     const FileLayout& layout = layouts[file];
     auto extent = std::upper_bound(
         layout.extents.begin(), layout.extents.end(), offset,
@@ -192,15 +214,40 @@ Result<std::vector<WrittenFile>> RunWriteJob(
     while (!out.empty()) {
       const uint64_t size = std::min<uint64_t>(out.size(),
                                                extent->end - offset);
-      CopyExtent(layout, *extent, offset - extent->begin, out.first(size));
+      const uint64_t begin = offset - extent->begin;
+      if (extent->source && extent->source->device >= 0) {
+        TC_RETURN_IF_ERROR(copies.Begin(
+            worker, devices.at(extent->source->device),
+            extent->source->data + begin, out.first(size)));
+      } else {
+        CopyExtent(layout, *extent, begin, out.first(size));
+      }
       out = out.subspan(size);
       offset += size;
       ++extent;
     }
     return {};
   };
+  const FillFn fill = [&](size_t file, uint64_t offset, MutableByteSpan out,
+                          int worker) -> Status {
+    // Waits however this ends, an exception included: the buffer must not go
+    // back while a device writes into it.
+    struct Waiter {
+      CudaCopies* copies;
+      int worker;
+      ~Waiter() { (void)copies->Wait(worker); }
+    } waiter{&copies, worker};
+    Status status = copy(file, offset, out, worker);
+    if (status.ok()) status = copies.Wait(worker);
+    return std::move(status).WithFile(specs[file].name);
+  };
+  OutputOptions options = plan.options;
+  if (!devices.empty()) {
+    options.fill_bytes = kPieceBytes;  // waits once a piece
+    options.page_locker = devices.begin()->second;
+  }
   TC_ASSIGN_OR_RETURN(auto digests,
-                      WriteOutputs(staging, specs, plan.options,
+                      WriteOutputs(staging, specs, options,
                                    /*existing=*/false, {}, job, fill));
   std::vector<WrittenFile> written;
   for (size_t f = 0; f < specs.size(); ++f) {

@@ -10,14 +10,16 @@
 
 namespace torch_ckpt {
 
-// Bytes in this process. `strides` are bytes per element step of each
-// dimension; dense row-major sources are recognised. The caller keeps the
-// memory alive and unchanged until the job has returned.
+// Bytes in this process or on one of its devices. `strides` are bytes per
+// element step of each dimension; dense row-major sources are recognised, and
+// device memory must be dense. The caller keeps the memory alive and unchanged
+// until the job has returned, and has waited for the kernels that fill it.
 struct SourceTensor {
   const std::byte* data = nullptr;
   Dims sizes;
   Dims strides;
   int64_t element_bytes = 1;
+  int device = -1;  // CUDA device, counted as torch does; -1: host memory
 };
 
 struct WriteTensor {
@@ -50,7 +52,9 @@ struct WrittenFile {
 
 // Blocks until every file is written and synced, or fails and has unlinked
 // them. Checks that sources match shapes and dtypes. Errors name file and
-// tensor. Progress and cancellation through `job`.
+// tensor. Progress and cancellation through `job`. Device memory is copied
+// piece by piece, each worker into its own buffer of the arena, so that one
+// copies while another writes; kUnsupported where CUDA's driver is not usable.
 Result<std::vector<WrittenFile>> RunWriteJob(
     const WritePlan& plan, const std::vector<SourceTensor>& sources, Job* job);
 

@@ -1,8 +1,8 @@
 // All schemas of torch.ops.dcp_ext in one block, all kernels in another.
 //
-// Ops that touch memory exist for the CPU key only, so that tracing with fake
-// tensors never touches a file, and mutate `report`, so that no compiler drops
-// or repeats them.
+// Ops that touch memory exist for keys of real memory only, so that tracing
+// with fake tensors never touches a file, and mutate `report`, so that no
+// compiler drops or repeats them.
 #include <string>
 
 #include "ops/tensors.h"
@@ -32,4 +32,12 @@ STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CPU, library) {
   library.impl("write", TORCH_BOX(&torch_ckpt::ops::write));
   library.impl("read", TORCH_BOX(&torch_ckpt::ops::read));
   library.impl("crc32c", TORCH_BOX(&torch_ckpt::ops::crc32c));
+}
+
+// A list with one CUDA tensor dispatches to CUDA, whatever else is in it and
+// wherever plan and report are. The same kernel then gets the tensors
+// themselves, so that memory is never named by an address in the plan. Builds
+// of torch without CUDA accept the entry and never use it.
+STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CUDA, library) {
+  library.impl("write", TORCH_BOX(&torch_ckpt::ops::write));
 }

@@ -3,6 +3,41 @@
 #include <stdexcept>
 
 namespace torch_ckpt::ops {
+namespace {
+
+Result<SourceTensor> Describe(const Tensor& tensor) {
+  const int64_t rank = tensor.dim();
+  if (rank > kMaxDims) {
+    return Unsupported("a tensor has " + std::to_string(rank) +
+                       " dimensions, at most " + std::to_string(kMaxDims) +
+                       " are supported");
+  }
+  // scalar_type() throws for dtypes newer than the floor; the size of an
+  // element is all that is needed, and known for every one.
+  int32_t dtype = 0;
+  if (aoti_torch_get_dtype(tensor.get(), &dtype) != 0) {
+    return Internal("a tensor has no dtype");
+  }
+  SourceTensor source;
+  source.element_bytes =
+      static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  int64_t count = 1;
+  for (int64_t d = 0; d < rank; ++d) {
+    const auto i = static_cast<size_t>(d);
+    source.sizes.push_back(sizes[i]);
+    source.strides.push_back(strides[i] * source.element_bytes);
+    count *= sizes[i];
+  }
+  source.data = static_cast<const std::byte*>(tensor.data_ptr());
+  if (count > 0 && !source.data) {
+    return InvalidArgument("a tensor has no memory (meta or fake tensor?)");
+  }
+  return source;
+}
+
+}  // namespace
 
 void ThrowIfError(const Status& status) {
   if (status.ok()) return;
@@ -43,34 +78,13 @@ Result<SourceTensor> SourceOf(const Tensor& tensor) {
   if (!tensor.is_cpu()) {
     return Unsupported("a tensor is not in host memory");
   }
-  const int64_t rank = tensor.dim();
-  if (rank > kMaxDims) {
-    return Unsupported("a tensor has " + std::to_string(rank) +
-                       " dimensions, at most " + std::to_string(kMaxDims) +
-                       " are supported");
-  }
-  // scalar_type() throws for dtypes newer than the floor; the size of an
-  // element is all that is needed, and known for every one.
-  int32_t dtype = 0;
-  if (aoti_torch_get_dtype(tensor.get(), &dtype) != 0) {
-    return Internal("a tensor has no dtype");
-  }
-  SourceTensor source;
-  source.element_bytes =
-      static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
-  int64_t count = 1;
-  for (int64_t d = 0; d < rank; ++d) {
-    const auto i = static_cast<size_t>(d);
-    source.sizes.push_back(sizes[i]);
-    source.strides.push_back(strides[i] * source.element_bytes);
-    count *= sizes[i];
-  }
-  source.data = static_cast<const std::byte*>(tensor.data_ptr());
-  if (count > 0 && !source.data) {
-    return InvalidArgument("a tensor has no memory (meta or fake tensor?)");
-  }
+  return Describe(tensor);
+}
+
+Result<SourceTensor> WriteSourceOf(const Tensor& tensor) {
+  if (!tensor.is_cuda()) return SourceOf(tensor);
+  TC_ASSIGN_OR_RETURN(SourceTensor source, Describe(tensor));
+  source.device = static_cast<int>(tensor.get_device_index());
   return source;
 }
 

@@ -39,6 +39,9 @@ Result<int64_t*> ReportOf(Tensor& report);
 // for more than kMaxDims dimensions.
 Result<SourceTensor> SourceOf(const Tensor& tensor);
 
+// The same of a tensor to be written, which may be on a CUDA device.
+Result<SourceTensor> WriteSourceOf(const Tensor& tensor);
+
 // The job that plan["job"] names, or a private one.
 Result<std::shared_ptr<Job>> JobOfPlan(const Json& plan, JobKind kind);
 

@@ -91,7 +91,7 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   std::vector<SourceTensor> sources;
   sources.reserve(tensors.size());
   for (const Tensor& tensor : tensors) {
-    TC_ASSIGN_OR_RETURN(const SourceTensor source, SourceOf(tensor));
+    TC_ASSIGN_OR_RETURN(const SourceTensor source, WriteSourceOf(tensor));
     sources.push_back(source);
   }
   WritePlan write_plan;

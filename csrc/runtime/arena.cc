@@ -24,7 +24,7 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kHugePage = kArenaPage;
 
 void Unmap(std::byte* data, size_t size) {
   // Fails only for a range that is not page-aligned, which none is.
@@ -96,6 +96,9 @@ struct Arena::Impl {
   mutable std::mutex mutex;
   std::condition_variable returned;
   std::map<std::byte*, size_t> idle;
+  // By page, since a page belongs to one lease or to none: memory can then be
+  // unmapped, hence unlocked, without touching what others copy into.
+  std::map<std::byte*, PageLocker*> locked;
   uint64_t budget = 0, mapped = 0, leased = 0, peak_mapped = 0;
 
   uint64_t mapping = 0;  // counted in mapped, but not there yet
@@ -140,6 +143,17 @@ struct Arena::Impl {
     idle.emplace_hint(next, data, size);
   }
 
+  // Locked pages are unlocked first: a device must not keep memory that the
+  // system gives to others.
+  void UnmapPages(std::byte* data, size_t size) {
+    const auto end = locked.lower_bound(data + size);
+    for (auto it = locked.lower_bound(data); it != end;) {
+      it->second->Unlock(it->first);
+      it = locked.erase(it);
+    }
+    Unmap(data, size);
+  }
+
   // Unmaps at least min(bytes, all) of idle memory, the smallest regions first:
   // large ones are the most useful.
   void UnmapIdle(uint64_t bytes) {
@@ -151,7 +165,7 @@ struct Arena::Impl {
       const size_t part =
           std::min<uint64_t>(smallest->second, RoundUp(bytes, kHugePage));
       smallest->second -= part;
-      Unmap(smallest->first + smallest->second, part);
+      UnmapPages(smallest->first + smallest->second, part);
       if (smallest->second == 0) idle.erase(smallest);
       mapped -= part;
       bytes -= std::min<uint64_t>(bytes, part);
@@ -192,11 +206,30 @@ void ArenaLease::Release() {
   try {
     impl.PutIdle(data, size);
   } catch (const std::bad_alloc&) {  // no memory for the note of it
-    Unmap(data, size);
+    impl.UnmapPages(data, size);
     impl.mapped -= size;
   }
   impl.ShrinkToBudget();
   impl.returned.notify_all();
+}
+
+Status ArenaLease::PageLock(PageLocker* locker) const {
+  if (arena_ == nullptr || InForkedChild()) return {};
+  Arena::Impl& impl = *arena_->impl_;
+  for (std::byte* page = data_; page < data_ + size_; page += kHugePage) {
+    {
+      std::lock_guard<std::mutex> lock(impl.mutex);
+      // Noted before it is done, as a note may need memory that is not there.
+      if (!impl.locked.emplace(page, locker).second) continue;
+    }
+    // Takes long; the page is this lease's alone, so others may go on.
+    Status status = locker->Lock(page, kHugePage);
+    if (status.ok()) continue;
+    std::lock_guard<std::mutex> lock(impl.mutex);
+    impl.locked.erase(page);
+    return status;
+  }
+  return {};
 }
 
 Arena& Arena::Process() {
@@ -288,7 +321,8 @@ void Arena::SetBudget(uint64_t bytes) {
 ArenaStats Arena::Stats() const {
   if (InForkedChild()) return {};
   std::lock_guard<std::mutex> lock(impl_->mutex);
-  return {impl_->budget, impl_->mapped, impl_->leased, impl_->peak_mapped};
+  return {impl_->budget, impl_->mapped, impl_->leased, impl_->peak_mapped,
+          impl_->locked.size() * kHugePage};
 }
 
 void Arena::Trim() {

@@ -15,6 +15,18 @@
 
 namespace torch_ckpt {
 
+// The arena maps, leases and page-locks memory in units of this.
+inline constexpr size_t kArenaPage = size_t{2} << 20;
+
+// Page-locks host memory, so that a device copies into it at full speed.
+// Called from any thread; must outlive every arena that it is used with.
+class PageLocker {
+ public:
+  virtual ~PageLocker() = default;
+  virtual Status Lock(std::byte* data, size_t size) = 0;
+  virtual void Unlock(std::byte* data) = 0;  // what Lock() took
+};
+
 class Arena;
 
 // A leased region, aligned to 2 MiB, contents undefined. Goes back on
@@ -30,6 +42,11 @@ class ArenaLease {
   MutableByteSpan span() const { return {data_, size_}; }
   explicit operator bool() const { return data_ != nullptr; }
   void Release();
+  // Page-locks what of the lease is not locked yet. It stays locked, through
+  // other leases too, until it is unmapped. Every kArenaPage is locked by
+  // itself: no device copy may cross their borders. After an error the memory
+  // is as usable as before.
+  Status PageLock(PageLocker* locker) const;
 
  private:
   friend class Arena;
@@ -40,6 +57,7 @@ class ArenaLease {
 
 struct ArenaStats {
   uint64_t budget = 0, mapped = 0, leased = 0, peak_mapped = 0;
+  uint64_t page_locked = 0;
 };
 
 class Arena {

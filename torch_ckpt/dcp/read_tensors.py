@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch_ckpt.dtypes import PACKED, TORCH_DTYPES, widens
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import Job
 
-# Host memory for tensors that cannot be read in place: at most this much at a time, or one tensor.
-_WAVE_BYTES = 256 << 20
+# Host memory for tensors that cannot be read in place: two waves of at most this much, one being
+# read while the other is copied to its device.
+_WAVE_BYTES = 128 << 20
+_ALIGNMENT = 64  # of a tensor in a wave, in bytes; more than any dtype needs
 
 
 @dataclass(slots=True)
@@ -24,6 +27,12 @@ class _Request:
     target: torch.Tensor  # what the planner gave
     offsets: list[int]  # in elements of the header
     stored: torch.dtype
+    packed: int = 1  # elements of the header per element of the target, in the last dimension
+
+    @property
+    def size(self) -> int:
+        """Bytes of the box in host memory."""
+        return self.target.numel() * self.stored.itemsize
 
 
 class TensorReader:
@@ -59,9 +68,10 @@ class TensorReader:
                 )
             name = dtypes[fqn]
             offsets = list(item.storage_offsets)
-            if name in PACKED and offsets:
-                offsets[-1] *= PACKED[name]
-            request = _Request(item, target, offsets, TORCH_DTYPES[name])
+            packed = PACKED.get(name, 1) if offsets else 1
+            if packed > 1:
+                offsets[-1] *= packed
+            request = _Request(item, target, offsets, TORCH_DTYPES[name], packed)
             (direct if _in_place(request) else indirect).append(request)
         # Refuse before a byte is copied.
         for request in indirect:
@@ -70,15 +80,9 @@ class TensorReader:
         torch.autograd.graph.increment_version([request.target for request in direct])
         for request in direct:
             planner.commit_tensor(request.item, request.target)
-        wave: list[_Request] = []
-        size = 0
+        self._read_in_waves(indirect)
         for request in indirect:
-            wave.append(request)
-            size += request.target.numel() * request.stored.itemsize
-            if size >= _WAVE_BYTES:
-                self._convert(wave, planner)
-                wave, size = [], 0
-        self._convert(wave, planner)
+            planner.commit_tensor(request.item, request.target)
 
     def _fetch(self, requests: list[_Request], into: list[torch.Tensor]) -> None:
         if not requests:
@@ -94,14 +98,25 @@ class TensorReader:
         with Job("read") as job:
             _ext.read(into, plan, job)
 
-    def _convert(self, requests: list[_Request], planner: LoadPlanner) -> None:
-        held = [torch.empty(r.target.shape, dtype=r.stored) for r in requests]
-        self._fetch(requests, held)
-        for request, value in zip(requests, held, strict=True):
-            with torch.no_grad():
-                request.target.copy_(value)
-            _check_values(request, value)
-            planner.commit_tensor(request.item, request.target)
+    def _read_in_waves(self, requests: list[_Request]) -> None:
+        """Read through two pieces of host memory, page-locked where a CUDA device is to copy from
+        them, so that the copies of one wave run while the next is read."""
+        if not requests:
+            return
+        devices = {request.target.device for request in requests if request.target.is_cuda}
+        room = min(_WAVE_BYTES, sum(_padded(request.size) for request in requests))
+        memory: list[torch.Tensor] = []
+        for number, wave in enumerate(_waves(requests)):
+            if number < 2:
+                memory.append(torch.empty(room, dtype=torch.uint8, pin_memory=bool(devices)))
+            held = _carve(memory[number % 2], wave)
+            self._fetch(wave, held)
+            # Copies from the other piece, which the wave after this one reads into.
+            _wait_for_copies(devices)
+            for request, value in zip(wave, held, strict=True):
+                _copy_into(request.target, value)
+                _check_values(request, value)
+        _wait_for_copies(devices)
 
     def _check_cast(self, request: _Request) -> None:
         fqn, source, target = request.item.storage_index.fqn, request.stored, request.target.dtype
@@ -121,6 +136,70 @@ class TensorReader:
                 f"{fqn}: stored as {source}, loaded into {target}; values may lose precision",
                 stacklevel=2,
             )
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _parts(request: _Request) -> Iterator[_Request]:
+    """The request in boxes of at most a wave, cut along the outermost dimension that there is."""
+    if request.size <= _WAVE_BYTES:
+        yield request
+        return
+    target = request.target
+    dim = next(d for d, size in enumerate(target.shape) if size > 1)
+    # Whole slices where they fit, else one slice, which is cut further.
+    count = max(1, _WAVE_BYTES * target.shape[dim] // request.size)
+    scale = request.packed if dim == target.dim() - 1 else 1
+    for first in range(0, target.shape[dim], count):
+        part = target.narrow(dim, first, min(count, target.shape[dim] - first))
+        offsets = list(request.offsets)
+        offsets[dim] += first * scale
+        yield from _parts(_Request(request.item, part, offsets, request.stored, request.packed))
+
+
+def _waves(requests: list[_Request]) -> Iterator[list[_Request]]:
+    wave: list[_Request] = []
+    size = 0
+    for request in requests:
+        for part in _parts(request):
+            if wave and size + _padded(part.size) > _WAVE_BYTES:
+                yield wave
+                wave, size = [], 0
+            wave.append(part)
+            size += _padded(part.size)
+    if wave:
+        yield wave
+
+
+def _carve(memory: torch.Tensor, wave: list[_Request]) -> list[torch.Tensor]:
+    """Contiguous tensors of the wave's shapes and stored dtypes, one after another in `memory`."""
+    held = []
+    start = 0
+    for request in wave:
+        flat = memory[start : start + request.size].view(request.stored)
+        held.append(flat.view(request.target.shape))
+        start += _padded(request.size)
+    return held
+
+
+def _copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy and cast. To a CUDA device the copy may still run on return."""
+    with torch.no_grad():
+        if target.is_cuda:
+            # A cast on the host would take pageable memory of its own.
+            value = (
+                value.to(target.device, non_blocking=True) if value.dtype != target.dtype else value
+            )
+            target.copy_(value, non_blocking=True)
+        else:
+            target.copy_(value)
+
+
+def _wait_for_copies(devices: set[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _in_place(request: _Request) -> bool:

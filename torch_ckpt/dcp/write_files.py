@@ -32,11 +32,17 @@ class TensorSource:
     dtype: str
     offsets: list[int] | None
     global_shape: list[int] | None
-    data: torch.Tensor
+    data: torch.Tensor  # in host memory, or contiguous on a CUDA device
+    gathered: bool  # data is a copy on a device, made for this save
 
 
 def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> list[TensorSource]:
-    """The host memory of every item's box. Raises UnsupportedError or InvalidArgumentError."""
+    """The memory of every item's box. Raises UnsupportedError or InvalidArgumentError.
+
+    Contiguous CUDA tensors stay where they are: the engine copies them piece by piece while it
+    writes. Others are gathered here, on their device. Tensors of other devices are copied to
+    host memory.
+    """
     sources = []
     for item in items:
         tensor = planner.resolve_data(item)
@@ -50,20 +56,33 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> list[Tensor
                 "safetensors holds dense tensors",
                 tensor=fqn,
             )
+        given = tensor
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
-        if tensor.device.type != "cpu":
+        if tensor.is_cuda and torch.version.cuda is not None:  # and not ROCm, which is_cuda too
+            tensor = tensor.contiguous()
+        elif tensor.device.type != "cpu":
             tensor = tensor.cpu()
         dtype = DTYPE_NAMES.get(tensor.dtype)
         if dtype is None:
             raise UnsupportedError(
                 f"has dtype {tensor.dtype}, which safetensors cannot hold", tensor=fqn
             )
-        sources.append(_source(item, fqn, dtype, tensor))
+        gathered = tensor.is_cuda and tensor is not given
+        sources.append(_source(item, fqn, dtype, tensor, gathered))
     return sources
 
 
-def _source(item: WriteItem, fqn: str, dtype: str, tensor: torch.Tensor) -> TensorSource:
+def wait_for_kernels(sources: list[torch.Tensor]) -> None:
+    """Wait for the work queued on the current stream of every CUDA device of `sources`: the
+    engine's copies run on streams of their own."""
+    for device in {source.device for source in sources if source.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _source(
+    item: WriteItem, fqn: str, dtype: str, tensor: torch.Tensor, gathered: bool
+) -> TensorSource:
     data = item.tensor_data
     if data is None:
         raise InternalError("a tensor's plan has no shape", tensor=fqn)
@@ -73,13 +92,13 @@ def _source(item: WriteItem, fqn: str, dtype: str, tensor: torch.Tensor) -> Tens
             f"the plan says {tuple(sizes)}, the tensor has {tuple(tensor.shape)}", tensor=fqn
         )
     if sizes == shape:
-        return TensorSource(fqn, dtype, None, None, tensor)
+        return TensorSource(fqn, dtype, None, None, tensor, gathered)
     offsets, global_shape = list(data.chunk.offsets), list(shape)
     packed = PACKED.get(dtype, 1)
     if packed > 1:
         offsets[-1] *= packed
         global_shape[-1] *= packed
-    return TensorSource(fqn, dtype, offsets, global_shape, tensor)
+    return TensorSource(fqn, dtype, offsets, global_shape, tensor, gathered)
 
 
 def data_files(

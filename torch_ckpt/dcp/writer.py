@@ -28,7 +28,13 @@ from torch_ckpt.dcp.stock_planner import (
     leaf_digests,
     warn_of_differing_leaves,
 )
-from torch_ckpt.dcp.write_files import FilePlan, collect_objects, collect_tensors, data_files
+from torch_ckpt.dcp.write_files import (
+    FilePlan,
+    collect_objects,
+    collect_tensors,
+    data_files,
+    wait_for_kernels,
+)
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedError, with_rank
 from torch_ckpt.jobs import Job, SaveSession
 
@@ -192,6 +198,7 @@ class HuggingFaceStorageWriter(StockWriter):
             staging, save_id = joined["staging"], joined["save_id"]
         sources: list[torch.Tensor] = []
         files: list[FilePlan] = []
+        written: list[dict[str, Any]] = []
         for index, items in buckets.items():
             check_written_boxes(planner, items)
             tensors = collect_tensors(planner, items)
@@ -203,12 +210,25 @@ class HuggingFaceStorageWriter(StockWriter):
                 distributed=self.save_distributed,
                 sources=sources,
             )
+            if any(tensor.gathered for tensor in tensors):
+                # At most one bucket of copies on the device at a time.
+                written += self._write_batch(staging, files, sources)
+                tensors, sources, files = [], [], []
         names: list[str] = []
         if objects:
             names, object_files = collect_objects(
                 planner, objects, rank, sources, allow_pickle=self.allow_pickle
             )
             files += object_files
+        if files:
+            written += self._write_batch(staging, files, sources)
+        return RankReport(rank, save_id, written, names)
+
+    def _write_batch(
+        self, staging: str, files: list[FilePlan], sources: list[torch.Tensor]
+    ) -> list[dict[str, Any]]:
+        """Write `files` in one native call; what commit needs to know of each."""
+        wait_for_kernels(sources)
         plan = {
             "staging": staging,
             "workers": max(MIN_WORKERS, self.thread_count),
@@ -218,10 +238,10 @@ class HuggingFaceStorageWriter(StockWriter):
         }
         with Job("write") as job:
             result = _ext.write(sources, plan, job)
-        written = result["files"]
+        written: list[dict[str, Any]] = result["files"]
         for file, entry in zip(files, written, strict=True):
             entry["group"] = file.group
-        return RankReport(rank, save_id, written, names)
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: commit, then consolidate where that was asked for."""

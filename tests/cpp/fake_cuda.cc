@@ -1,0 +1,198 @@
+// A CUDA driver for tests, in host memory: the entry points of
+// runtime/cuda_driver.h with the rules that real ones have. It refuses calls
+// without a current context, locks of memory that is locked, and copies across
+// the border of locked memory; a copy is done no earlier than its stream is
+// synchronised. An address on the "device" is a host address with kDeviceBit.
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr int kDevices = 2;
+constexpr uintptr_t kDeviceBit = uintptr_t{1} << 62;
+// Of the enum CUresult.
+constexpr int kInvalidValue = 1, kInvalidDevice = 101, kInvalidContext = 201,
+              kAlreadyRegistered = 712, kNotRegistered = 713;
+
+struct Copy {
+  void* to;
+  uintptr_t from;
+  size_t bytes;
+};
+
+struct Failure {
+  int call;  // counted from 1
+  int result;
+};
+
+std::mutex mutex;
+std::map<std::string, int> calls;
+std::map<std::string, Failure> failures;
+std::map<uintptr_t, size_t> locked;
+std::map<int*, std::vector<Copy>> streams;
+int contexts[kDevices];
+thread_local std::vector<int*> current;
+
+// Counts the call; what it must fail with, or 0. REQUIRES: mutex is held.
+int Enter(const char* name) {
+  const int call = ++calls[name];
+  const auto failure = failures.find(name);
+  if (failure == failures.end() || failure->second.call > call) return 0;
+  return failure->second.result;
+}
+
+bool SpansBorder(uintptr_t begin, uintptr_t end) {
+  for (const auto& [at, size] : locked) {
+    const bool overlaps = at < end && begin < at + size;
+    if (overlaps && (begin < at || end > at + size)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+#define FAKE_ENTER(name)                   \
+  std::lock_guard<std::mutex> lock(mutex); \
+  if (const int failed = Enter(name)) return failed
+#define FAKE_ENTER_IN_CONTEXT(name) \
+  FAKE_ENTER(name);                 \
+  if (current.empty()) return kInvalidContext
+
+extern "C" {
+
+// --- the tests' side ---------------------------------------------------------
+
+void fake_cuda_reset() {
+  std::lock_guard<std::mutex> lock(mutex);
+  calls.clear();
+  failures.clear();
+}
+
+int fake_cuda_calls(const char* name) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return calls[name];
+}
+
+// From its `call`-th call on, `name` returns `result`.
+void fake_cuda_fail(const char* name, int call, int result) {
+  std::lock_guard<std::mutex> lock(mutex);
+  failures[name] = {call, result};
+}
+
+int fake_cuda_live_streams() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return static_cast<int>(streams.size());
+}
+
+int fake_cuda_locked_ranges() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return static_cast<int>(locked.size());
+}
+
+int fake_cuda_pending_copies() {
+  std::lock_guard<std::mutex> lock(mutex);
+  size_t pending = 0;
+  for (const auto& [stream, copies] : streams) pending += copies.size();
+  return static_cast<int>(pending);
+}
+
+// --- the driver's side -------------------------------------------------------
+
+int cuInit(unsigned int) {
+  FAKE_ENTER("cuInit");
+  return 0;
+}
+
+int cuGetErrorString(int error, const char** text) {
+  if (error >= 10000) return kInvalidValue;
+  *text = error == 700 ? "an illegal memory access was encountered"
+                       : "an error of the fake driver";
+  return 0;
+}
+
+int cuDeviceGet(int* device, int ordinal) {
+  FAKE_ENTER("cuDeviceGet");
+  if (ordinal < 0 || ordinal >= kDevices) return kInvalidDevice;
+  *device = ordinal;
+  return 0;
+}
+
+int cuDevicePrimaryCtxRetain(int** context, int device) {
+  FAKE_ENTER("cuDevicePrimaryCtxRetain");
+  *context = &contexts[device];
+  return 0;
+}
+
+int cuCtxPushCurrent_v2(int* context) {
+  FAKE_ENTER("cuCtxPushCurrent_v2");
+  current.push_back(context);
+  return 0;
+}
+
+int cuCtxPopCurrent_v2(int** context) {
+  FAKE_ENTER_IN_CONTEXT("cuCtxPopCurrent_v2");
+  *context = current.back();
+  current.pop_back();
+  return 0;
+}
+
+int cuStreamCreate(int** stream, unsigned int flags) {
+  FAKE_ENTER_IN_CONTEXT("cuStreamCreate");
+  if (flags > 1) return kInvalidValue;
+  *stream = new int(0);
+  streams[*stream];
+  return 0;
+}
+
+int cuStreamSynchronize(int* stream) {
+  FAKE_ENTER_IN_CONTEXT("cuStreamSynchronize");
+  const auto it = streams.find(stream);
+  if (it == streams.end()) return kInvalidValue;
+  for (const Copy& copy : it->second) {
+    std::memcpy(copy.to, reinterpret_cast<const void*>(copy.from), copy.bytes);
+  }
+  it->second.clear();
+  return 0;
+}
+
+int cuStreamDestroy_v2(int* stream) {
+  FAKE_ENTER_IN_CONTEXT("cuStreamDestroy_v2");
+  if (streams.erase(stream) == 0) return kInvalidValue;
+  delete stream;
+  return 0;
+}
+
+int cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, int* stream) {
+  FAKE_ENTER_IN_CONTEXT("cuMemcpyDtoHAsync_v2");
+  const auto it = streams.find(stream);
+  const auto at = reinterpret_cast<uintptr_t>(to);
+  if (it == streams.end() || (from & kDeviceBit) == 0 || bytes == 0 ||
+      SpansBorder(at, at + bytes)) {
+    return kInvalidValue;
+  }
+  it->second.push_back({to, from & ~kDeviceBit, bytes});
+  return 0;
+}
+
+int cuMemHostRegister_v2(void* data, size_t bytes, unsigned int flags) {
+  FAKE_ENTER_IN_CONTEXT("cuMemHostRegister_v2");
+  if (flags != 1) return kInvalidValue;
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  for (const auto& [at, size] : locked) {
+    if (at < begin + bytes && begin < at + size) return kAlreadyRegistered;
+  }
+  locked[begin] = bytes;
+  return 0;
+}
+
+int cuMemHostUnregister(void* data) {
+  FAKE_ENTER_IN_CONTEXT("cuMemHostUnregister");
+  return locked.erase(reinterpret_cast<uintptr_t>(data)) ? 0 : kNotRegistered;
+}
+
+}  // extern "C"

@@ -1,0 +1,153 @@
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <string>
+
+#include "fake_cuda.h"
+#include "runtime/arena.h"
+#include "runtime/cuda_copy.h"
+#include "runtime/cuda_driver.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr size_t kMiB = size_t{1} << 20;
+
+class CudaDriverTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    auto loaded = CudaDriver::Load(FakeCuda::Path());
+    ASSERT_TRUE(loaded.ok()) << loaded.status().ToString();
+    driver_ = std::move(loaded).value();
+    auto opened = CudaDevice::Open(driver_.get(), 1);
+    ASSERT_TRUE(opened.ok()) << opened.status().ToString();
+    device_ = std::move(opened).value();
+  }
+
+  FakeCuda fake_;
+  std::unique_ptr<const CudaDriver> driver_;
+  std::unique_ptr<CudaDevice> device_;
+};
+
+ArenaLease LeaseOf(Arena* arena, size_t bytes) {
+  auto lease = arena->Lease(bytes, std::chrono::milliseconds(0));
+  EXPECT_TRUE(lease.ok()) << lease.status().ToString();
+  return std::move(lease).value();
+}
+
+TEST(CudaDriver, IsUnsupportedWithTheReasonWhereThereIsNone) {
+  const Status status = CudaDriver::Load("libno_such_cuda.so.1").status();
+  EXPECT_EQ(status.kind(), ErrorKind::kUnsupported);
+  EXPECT_NE(status.message().find("NVIDIA's driver"), std::string::npos);
+  EXPECT_NE(status.message().find("libno_such_cuda.so.1"), std::string::npos);
+}
+
+TEST(CudaDriver, NamesTheEntryPointThatALibraryLacks) {
+  const Status status = CudaDriver::Load("libm.so.6").status();
+  EXPECT_EQ(status.kind(), ErrorKind::kUnsupported);
+  EXPECT_NE(status.message().find("has no cuInit"), std::string::npos)
+      << status.message();
+}
+
+TEST(CudaDriver, IsUnsupportedWhereThereIsNoDevice) {
+  FakeCuda fake;
+  fake.Fail("cuInit", 1, 100);
+  const Status status = CudaDriver::Load(FakeCuda::Path()).status();
+  EXPECT_EQ(status.kind(), ErrorKind::kUnsupported);
+  EXPECT_NE(status.message().find("cuInit: an error of the fake driver"),
+            std::string::npos)
+      << status.message();
+}
+
+TEST_F(CudaDriverTest, ErrorsHaveTheDriversWords) {
+  EXPECT_TRUE(driver_->Check(0, "cuX", 3).ok());
+  const Status access = driver_->Check(700, "cuX", 3);
+  EXPECT_EQ(access.kind(), ErrorKind::kIo);
+  EXPECT_EQ(access.sys_errno(), EIO);
+  EXPECT_NE(access.message().find("cuX on device 3: an illegal memory access"),
+            std::string::npos)
+      << access.message();
+  EXPECT_EQ(driver_->Check(2, "cuX", 0).kind(), ErrorKind::kExhausted);
+  EXPECT_NE(driver_->Check(10001, "cuX", 0).message().find("unknown error"),
+            std::string::npos);
+}
+
+TEST_F(CudaDriverTest, AnUnknownDeviceIsAnError) {
+  EXPECT_FALSE(CudaDevice::Open(driver_.get(), 7).ok());
+}
+
+TEST_F(CudaDriverTest, CopiesArriveWhenTheWorkerHasWaited) {
+  const std::string data = "bytes on a device";
+  std::string first(data.size(), '.'), second(data.size(), '.');
+  {
+    CudaCopies copies(2);
+    for (int worker = 0; worker < 2; ++worker) {
+      std::string& to = worker == 0 ? first : second;
+      ASSERT_TRUE(copies
+                      .Begin(worker, device_.get(),
+                             FakeCuda::OnDevice(&data[0]),
+                             std::as_writable_bytes(std::span(to)))
+                      .ok());
+    }
+    EXPECT_EQ(fake_.LiveStreams(), 2);
+    EXPECT_TRUE(copies.Wait(1).ok());
+    EXPECT_NE(first, data);  // only its own
+    EXPECT_EQ(second, data);
+    EXPECT_TRUE(copies.Wait(0).ok());
+    EXPECT_EQ(first, data);
+    EXPECT_TRUE(copies.Wait(0).ok());
+    EXPECT_EQ(fake_.Calls("cuStreamSynchronize"), 2);  // idle: no call
+  }
+  EXPECT_EQ(fake_.LiveStreams(), 0);
+}
+
+TEST_F(CudaDriverTest, LeavesTheThreadsContextAsItWas) {
+  CudaCopies copies(1);
+  std::byte data{1}, to{0};
+  fake_.Fail("cuMemcpyDtoHAsync_v2", 1, 700);
+  EXPECT_FALSE(
+      copies.Begin(0, device_.get(), FakeCuda::OnDevice(&data), {&to, 1}).ok());
+  EXPECT_TRUE(copies.Wait(0).ok());
+  EXPECT_EQ(fake_.Calls("cuCtxPushCurrent_v2"),
+            fake_.Calls("cuCtxPopCurrent_v2"));
+}
+
+TEST_F(CudaDriverTest, ArenaMemoryIsLockedOnceAndUntilItIsUnmapped) {
+  {
+    Arena arena(16 * kMiB);
+    {
+      const ArenaLease lease = LeaseOf(&arena, 8 * kMiB);
+      ASSERT_TRUE(lease.PageLock(device_.get()).ok());
+      ASSERT_TRUE(lease.PageLock(device_.get()).ok());
+    }
+    EXPECT_EQ(fake_.LockedRanges(), 4);
+    EXPECT_EQ(arena.Stats().page_locked, 8 * kMiB);
+    {
+      const ArenaLease part = LeaseOf(&arena, 4 * kMiB);
+      ASSERT_TRUE(part.PageLock(device_.get()).ok());
+      EXPECT_EQ(fake_.Calls("cuMemHostRegister_v2"), 4);
+      arena.Trim();  // what is leased stays
+      EXPECT_EQ(fake_.LockedRanges(), 2);
+    }
+    EXPECT_EQ(arena.Stats().page_locked, 4 * kMiB);
+  }
+  EXPECT_EQ(fake_.LockedRanges(), 0);
+}
+
+TEST_F(CudaDriverTest, MemoryThatCannotBeLockedIsUsableAllTheSame) {
+  Arena arena(16 * kMiB);
+  fake_.Fail("cuMemHostRegister_v2", 2, 2);
+  const ArenaLease lease = LeaseOf(&arena, 6 * kMiB);
+  EXPECT_EQ(lease.PageLock(device_.get()).kind(), ErrorKind::kExhausted);
+  EXPECT_EQ(arena.Stats().page_locked, 2 * kMiB);
+  std::string data(6 * kMiB, 'x');
+  CudaCopies copies(1);
+  ASSERT_TRUE(
+      copies.Begin(0, device_.get(), FakeCuda::OnDevice(&data[0]), lease.span())
+          .ok());
+  ASSERT_TRUE(copies.Wait(0).ok());
+  EXPECT_EQ(std::memcmp(lease.data(), data.data(), data.size()), 0);
+}
+
+}  // namespace
+}  // namespace torch_ckpt
