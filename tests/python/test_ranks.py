@@ -6,10 +6,26 @@ from typing import Any
 
 import pytest
 from launch import run_ranks
-from ranks import saving, sharding
+from ranks import frameworks, reshard, saving, sharding
 
-MODULES = {"sharding": sharding, "saving": saving}
-LAUNCHES = [("sharding", 2), ("sharding", 4), ("saving", 2), ("saving", 4)]
+MODULES = {
+    "sharding": sharding,
+    "saving": saving,
+    "frameworks": frameworks,
+    "reshard": reshard,
+}
+# In this order: the launches of "reshard" load what the ones before have saved.
+LAUNCHES = [
+    ("sharding", 2),
+    ("sharding", 4),
+    ("saving", 2),
+    ("saving", 4),
+    ("frameworks", 4),
+    ("reshard", 4),
+    ("reshard", 2),
+    ("reshard", 3),
+    ("reshard", 1),
+]
 
 
 @pytest.fixture(scope="module")
