@@ -166,9 +166,12 @@ Result<Json> ArenaRequest(const Json& request) {
 Handler FindHandler(const std::string& op) {
   static const std::map<std::string, Handler> handlers = {
       {"arena", ArenaRequest},
+      {"begin_part", BeginPartRequest},
       {"begin_save", BeginSaveRequest},
+      {"commit_part", CommitPartRequest},
       {"commit_save", CommitSaveRequest},
       {"describe", DescribeRequest},
+      {"end_part", EndPartRequest},
       {"end_save", EndSaveRequest},
       {"expand_rule", ExpandRuleRequest},
       {"job_cancel", JobCancelRequest},

@@ -40,6 +40,9 @@ Result<Json> BeginSaveRequest(const Json& request);
 Result<Json> JoinSaveRequest(const Json& request);
 Result<Json> CommitSaveRequest(const Json& request);
 Result<Json> EndSaveRequest(const Json& request);
+Result<Json> BeginPartRequest(const Json& request);
+Result<Json> CommitPartRequest(const Json& request);
+Result<Json> EndPartRequest(const Json& request);
 Result<Json> RecoverRequest(const Json& request);
 // merge_requests.cc
 Result<Json> MergeRequest(const Json& request);

@@ -43,6 +43,14 @@ Result<CommitRequest> ParseCommit(const Json& request) {
   return commit;
 }
 
+Json CommittedJson(const Manifest& manifest) {
+  uint64_t bytes = 0;
+  for (const ManifestFile& file : manifest.files) bytes += file.bytes;
+  return Json{{"save_id", manifest.save_id},
+              {"files", manifest.files.size()},
+              {"bytes", bytes}};
+}
+
 }  // namespace
 
 Result<Json> BeginSaveRequest(const Json& request) {
@@ -72,17 +80,47 @@ Result<Json> CommitSaveRequest(const Json& request) {
     ReturnSession(id, std::move(session));
     return manifest.status();
   }
-  uint64_t bytes = 0;
-  for (const ManifestFile& file : manifest->files) bytes += file.bytes;
-  return Json{{"save_id", manifest->save_id},
-              {"files", manifest->files.size()},
-              {"bytes", bytes}};
+  return CommittedJson(*manifest);
 }
 
 Result<Json> EndSaveRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
   TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
   session.reset();
+  return Json::object();
+}
+
+Result<Json> BeginPartRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
+  ManifestPart part;
+  TC_ASSIGN_OR_RETURN(part.rank, GetInt(request, "rank"));
+  TC_ASSIGN_OR_RETURN(part.world_size, GetInt(request, "world_size"));
+  TC_ASSIGN_OR_RETURN(part.run_id, GetString(request, "run_id"));
+  TC_ASSIGN_OR_RETURN(const int64_t sequence, GetInt(request, "sequence"));
+  part.sequence = static_cast<uint64_t>(sequence);
+  TC_ASSIGN_OR_RETURN(PartSession begun, BeginPart(path, part));
+  auto session = std::make_unique<PartSession>(std::move(begun));
+  Json out = {{"staging", session->path()}, {"save_id", session->save_id()}};
+  out["session"] = KeepPart(std::move(session));
+  return out;
+}
+
+Result<Json> CommitPartRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
+  TC_ASSIGN_OR_RETURN(const CommitRequest commit, ParseCommit(request));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<PartSession> part, TakePart(id));
+  Result<Manifest> manifest = CommitPart(part.get(), commit);
+  if (!manifest.ok()) {
+    ReturnPart(id, std::move(part));
+    return manifest.status();
+  }
+  return CommittedJson(*manifest);
+}
+
+Result<Json> EndPartRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<PartSession> part, TakePart(id));
+  part.reset();
   return Json::object();
 }
 

@@ -56,8 +56,8 @@ Result<Dims> GlobalShape(const std::vector<NamedHeader>& files,
       said = &part;
     }
     for (int d = 0; d < hull.size(); ++d) {
-      hull[d] = std::max(hull[d], part.shard->offsets[d] +
-                                      part.entry->shape[d]);
+      hull[d] =
+          std::max(hull[d], part.shard->offsets[d] + part.entry->shape[d]);
     }
   }
   return said ? *said->global_shape : hull;
@@ -65,14 +65,15 @@ Result<Dims> GlobalShape(const std::vector<NamedHeader>& files,
 
 }  // namespace
 
-Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files) {
+Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
+                             BoxProof proof) {
   Catalog catalog;
   std::vector<Tensor> tensors;
   std::unordered_map<std::string_view, size_t> by_name;
   for (uint32_t f = 0; f < files.size(); ++f) {
     const FileHeader& file = files[f].file;
-    catalog.AddFile({files[f].name, file.sharding.file_id,
-                     file.header.file_bytes});
+    catalog.AddFile(
+        {files[f].name, file.sharding.file_id, file.header.file_bytes});
     for (size_t i = 0; i < file.header.tensors.size(); ++i) {
       const SafetensorsEntry& entry = file.header.tensors[i];
       const ShardEntry& shard = file.sharding.entries[i];
@@ -111,8 +112,10 @@ Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files) {
       }
     }
     if (boxes.size() == 1 && boxes[0] == Box::Whole(shape)) continue;
-    Status proof = ProveTiling(Box::Whole(shape), boxes);
-    if (!proof.ok()) {
+    Status proved = proof == BoxProof::kTiling
+                        ? ProveTiling(Box::Whole(shape), boxes)
+                        : ProveDisjoint(boxes);
+    if (!proved.ok()) {
       std::string where;
       for (const Part& part : tensor.parts) {
         if (where.size() > 200) {
@@ -121,7 +124,8 @@ Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files) {
         }
         where += (where.empty() ? "" : ", ") + files[part.file].name;
       }
-      return Status(proof.kind(), proof.message() + " (parts in " + where + ")")
+      return Status(proved.kind(),
+                    proved.message() + " (parts in " + where + ")")
           .WithTensor(std::string(tensor.name));
     }
   }

@@ -6,6 +6,8 @@
 #include <chrono>
 #include <thread>
 
+#include "engine/merge_parts.h"
+#include "engine/parts.h"
 #include "engine/scan.h"
 #include "format/names.h"
 #include "format/sharding_info.h"
@@ -31,11 +33,13 @@ Status CheckDigests(const ManifestFile& file, ByteSpan bytes) {
   return {};
 }
 
-// What says which files count: a journal while it stands, else the manifest.
+// What says which files count: a journal while it stands, else the manifest,
+// else the part manifests.
 struct Committed {
-  std::optional<std::string> text;  // nullopt: neither
+  std::optional<std::string> text;  // nullopt: none of them
   bool journal = false;
-  Directory staging;  // of the journal
+  Directory staging;            // of the journal
+  std::vector<Manifest> parts;  // `text` is their save id
 };
 
 Result<Committed> ReadCommitted(const Directory& directory) {
@@ -59,14 +63,17 @@ Result<Committed> ReadCommitted(const Directory& directory) {
       directory.ReadFile(std::string(kManifestName), kMaxManifestBytes);
   if (read.ok()) {
     out.text = std::move(read).value();
-  } else if (read.status().sys_errno() != ENOENT) {
-    return read.status();
+    return out;
   }
+  if (read.status().sys_errno() != ENOENT) return read.status();
+  TC_ASSIGN_OR_RETURN(out.parts, ReadParts(directory));
+  if (!out.parts.empty()) out.text = PartsSaveId(out.parts);
   return out;
 }
 
 Result<std::string> SaveIdOf(const Committed& committed) {
   if (!committed.text) return std::string();
+  if (!committed.parts.empty()) return *committed.text;
   if (committed.journal) {
     TC_ASSIGN_OR_RETURN(const Journal journal,
                         ParseJournal(AsBytes(*committed.text)));
@@ -198,6 +205,7 @@ Status Checkpoint::LoadCommitted(const std::string& text, bool journal) {
     manifest_ = std::move(parsed.manifest);
   } else {
     TC_ASSIGN_OR_RETURN(manifest_, ParseManifest(AsBytes(text)));
+    if (manifest_->part) return Corrupt("is the manifest of one rank's part");
   }
   const ManifestFile* catalog = nullptr;
   for (const ManifestFile& file : manifest_->files) {
@@ -205,17 +213,39 @@ Status Checkpoint::LoadCommitted(const std::string& text, bool journal) {
     if (file.role == FileRole::kCatalog) catalog = &file;
   }
   if (!catalog) return Corrupt("the manifest names no catalog");
-  TC_ASSIGN_OR_RETURN(const std::string bytes, ReadWhole(catalog->name));
+  TC_ASSIGN_OR_RETURN(catalog_, ReadCatalog(catalog->name));
+  return {};
+}
+
+Status Checkpoint::LoadParts(const std::vector<Manifest>& parts) {
+  source_ = CheckpointSource::kManifest;
+  TC_RETURN_IF_ERROR(CheckParts(parts));
+  TC_ASSIGN_OR_RETURN(manifest_, MergeManifests(parts));
+  std::vector<Catalog> catalogs;
+  for (const ManifestFile& file : manifest_->files) {
+    TC_RETURN_IF_ERROR(OpenFile(file.name, false).status());
+    if (file.role != FileRole::kCatalog) continue;
+    TC_ASSIGN_OR_RETURN(Catalog catalog, ReadCatalog(file.name));
+    catalogs.push_back(std::move(catalog));
+  }
+  if (catalogs.size() != parts.size()) {
+    return Corrupt("a part manifest names no catalog");
+  }
+  TC_ASSIGN_OR_RETURN(catalog_, MergeCatalogs(catalogs));
+  return {};
+}
+
+Result<Catalog> Checkpoint::ReadCatalog(const std::string& name) const {
+  TC_ASSIGN_OR_RETURN(const std::string bytes, ReadWhole(name));
   Result<Catalog> decoded = DecodeCatalog(AsBytes(bytes));
-  if (!decoded.ok()) return decoded.status().WithFile(catalog->name);
-  catalog_ = std::move(decoded).value();
-  for (const CatalogFile& file : catalog_.files()) {
+  if (!decoded.ok()) return decoded.status().WithFile(name);
+  for (const CatalogFile& file : decoded->files()) {
     const ManifestFile* listed = manifest_->Find(file.name);
     if (!listed || listed->id != file.id || listed->bytes != file.bytes) {
       return Corrupt("catalog and manifest disagree about " + file.name);
     }
   }
-  return {};
+  return decoded;
 }
 
 Status Checkpoint::LoadForeign() {
@@ -248,6 +278,14 @@ Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
     TC_ASSIGN_OR_RETURN(Committed committed, ReadCommitted(dir));
     const std::optional<std::string> text = std::move(committed.text);
     if (!text) {
+      // Data files of a part may be here already, but they do not count yet.
+      TC_ASSIGN_OR_RETURN(const bool begun, HasPartStaging(dir));
+      if (begun) {
+        return Incomplete(
+                   "no rank has committed its part: a save without collectives "
+                   "is still going on, or died")
+            .WithFile(path);
+      }
       Status status = checkpoint->LoadForeign();
       // A save may have committed over these files meanwhile: then what was
       // read may be a mixture.
@@ -262,7 +300,10 @@ Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
     }
     checkpoint->staging_ = std::move(committed.staging);
     const bool journal = committed.journal;
-    Status status = checkpoint->LoadCommitted(*text, journal);
+    Status status = committed.parts.empty()
+                        ? checkpoint->LoadCommitted(*text, journal)
+                        : checkpoint->LoadParts(committed.parts);
+    if (!committed.parts.empty()) status = std::move(status).WithFile(path);
     if (status.ok()) {
       return std::shared_ptr<const Checkpoint>(std::move(checkpoint));
     }

@@ -2,7 +2,8 @@
 //
 // Opening never writes. Three kinds of directory are understood:
 //   1. with our manifest (torch_ckpt.json, or the journal of a commit that is
-//      not replayed yet): only what it names is read;
+//      not replayed yet, or the part manifests of all ranks of a save without
+//      collectives): only what it names is read;
 //   2. with a complete model.safetensors.index.json: the files it names;
 //   3. with .safetensors files only: all of them, by their headers.
 // For 2 and 3 every header is parsed and every tensor is proved to be tiled by
@@ -55,7 +56,10 @@ class Checkpoint {
   friend Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
       const std::string& path);
   Status LoadCommitted(const std::string& manifest_text, bool journal);
+  Status LoadParts(const std::vector<Manifest>& parts);
   Status LoadForeign();
+  // Decodes a catalog and compares it with the manifest.
+  Result<Catalog> ReadCatalog(const std::string& name) const;
   Result<File> FindFile(const std::string& name, bool direct) const;
 
   Directory directory_;

@@ -2,89 +2,19 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <map>
 #include <set>
 
-#include "engine/build_catalog.h"
 #include "engine/checkpoint.h"
 #include "engine/journal.h"
+#include "engine/merge_parts.h"
 #include "engine/output_files.h"
+#include "engine/parts.h"
+#include "engine/staged_files.h"
 #include "format/hf_index.h"
 #include "format/names.h"
-#include "runtime/crc32c.h"
-#include "runtime/workers.h"
 
 namespace torch_ckpt {
 namespace {
-
-constexpr int kHeaderThreads = 4;
-
-Result<Catalog> CatalogOfStaged(const Directory& staging,
-                                const CommitRequest& request) {
-  std::vector<const CommitFile*> data;
-  std::set<std::string_view> names;
-  for (const CommitFile& file : request.files) {
-    TC_RETURN_IF_ERROR(CheckFileName(file.file.name));
-    TC_RETURN_IF_ERROR(CheckFileName(file.staged));
-    if (!names.insert(file.file.name).second) {
-      return Conflict("two ranks wrote a file of this name")
-          .WithFile(file.file.name);
-    }
-    if (file.file.role == FileRole::kData) data.push_back(&file);
-  }
-  std::vector<NamedHeader> headers(data.size());
-  TC_RETURN_IF_ERROR(ForEachItem(
-      kHeaderThreads, static_cast<int64_t>(data.size()), nullptr,
-      [&](int64_t item, int) -> Status {
-        const CommitFile& file = *data[static_cast<size_t>(item)];
-        NamedHeader& out = headers[static_cast<size_t>(item)];
-        TC_ASSIGN_OR_RETURN(const File opened,
-                            staging.OpenFile(file.staged, {}));
-        TC_ASSIGN_OR_RETURN(out.file, ReadFileHeader(opened));
-        out.name = file.file.name;
-        if (out.file.sharding.file_id != file.file.id ||
-            out.file.header.file_bytes != file.file.bytes) {
-          return Corrupt("is not the file that its rank has written")
-              .WithFile(opened.path());
-        }
-        return {};
-      }));
-  TC_ASSIGN_OR_RETURN(Catalog catalog, BuildCatalog(headers));
-  // Objects and paths, which headers do not know.
-  std::map<std::string_view, uint32_t> object_files;
-  for (const CommitFile& file : request.files) {
-    if (file.file.role == FileRole::kData) continue;
-    TC_ASSIGN_OR_RETURN(const auto info, staging.StatName(file.staged));
-    if (!info || info->bytes != file.file.bytes) {
-      return Incomplete("is not in staging as its rank has written it")
-          .WithFile(file.file.name);
-    }
-    if (file.file.role == FileRole::kObjects) {
-      object_files[file.file.name] = catalog.AddFile(
-          {file.file.name, file.file.id, file.file.bytes});
-    }
-  }
-  for (const ObjectEntry& object : request.objects) {
-    const auto file = object_files.find(object.file);
-    if (file == object_files.end()) {
-      return InvalidArgument("names the objects file " + object.file +
-                             ", which nobody wrote")
-          .WithTensor(object.name);
-    }
-    CatalogEntry entry;
-    entry.name = object.name;
-    entry.kind = EntryKind::kObject;
-    TC_ASSIGN_OR_RETURN(const uint32_t id, catalog.AddEntry(std::move(entry)));
-    Placement placement;
-    placement.file = file->second;
-    TC_RETURN_IF_ERROR(catalog.AddPlacement(id, placement));
-  }
-  for (const auto& [name, path] : request.paths) {
-    const int64_t id = catalog.Find(name);
-    if (id >= 0) catalog.SetPath(static_cast<uint32_t>(id), path);
-  }
-  return catalog;
-}
 
 std::string IndexText(const Catalog& catalog) {
   HfIndex index;
@@ -100,36 +30,35 @@ std::string IndexText(const Catalog& catalog) {
   return BuildHfIndex(index);
 }
 
-// Writes a small file of the commit itself into staging.
-Result<CommitFile> AddFile(const Directory& staging, std::string_view name,
-                           FileRole role, const std::string& text) {
-  CommitFile file;
-  file.file.name = std::string(name);
-  file.file.id = NewId();
-  file.file.role = role;
-  file.file.bytes = text.size();
-  for (uint64_t at = 0; at < text.size(); at += kSegmentBytes) {
-    file.file.crc32c.push_back(Crc32c(
-        0, text.data() + at, std::min(kSegmentBytes, text.size() - at)));
-  }
-  file.staged = StagedName(name, file.file.id);
-  TC_RETURN_IF_ERROR(staging.WriteFile(file.staged, text));
-  return file;
-}
+// What stands in T now by our manifests, those of parts included.
+struct Previous {
+  std::vector<ManifestFile> files;  // every name once
+  std::vector<std::string> part_manifests;
+};
 
-// What the manifest in T names now; empty without one.
-Result<Manifest> PreviousManifest(const Directory& target) {
-  Result<std::string> text =
-      target.ReadFile(std::string(kManifestName), kMaxManifestBytes);
-  if (!text.ok()) {
-    if (text.status().sys_errno() == ENOENT) return Manifest();
+Result<Previous> ReadPrevious(const Directory& target) {
+  const std::string name(kManifestName);
+  Previous previous;
+  Result<std::string> text = target.ReadFile(name, kMaxManifestBytes);
+  if (text.ok()) {
+    Result<Manifest> parsed = ParseManifest(AsBytes(*text));
+    if (!parsed.ok()) return parsed.status().WithFile(target.Join(name));
+    previous.files = std::move(parsed->files);
+  } else if (text.status().sys_errno() != ENOENT) {
     return text.status();
   }
-  Result<Manifest> parsed = ParseManifest(AsBytes(*text));
-  if (!parsed.ok()) {
-    return parsed.status().WithFile(target.Join(std::string(kManifestName)));
+  TC_ASSIGN_OR_RETURN(std::vector<Manifest> parts, ReadParts(target));
+  std::set<std::string> seen;
+  for (const ManifestFile& file : previous.files) seen.insert(file.name);
+  for (Manifest& part : parts) {
+    previous.part_manifests.push_back(
+        PartManifestName(part.part->rank, part.part->world_size));
+    for (ManifestFile& file : part.files) {
+      if (!seen.insert(file.name).second) continue;
+      previous.files.push_back(std::move(file));
+    }
   }
-  return parsed;
+  return previous;
 }
 
 // Whether readers will take what is about to be committed: afterwards it would
@@ -147,8 +76,9 @@ Status CommitExisting(SaveSession* session, const CommitRequest& request,
   const Directory& staging = session->directory();
   TC_ASSIGN_OR_RETURN(const Directory target,
                       Directory::Open(session->place().target));
-  TC_ASSIGN_OR_RETURN(const Manifest previous, PreviousManifest(target));
+  TC_ASSIGN_OR_RETURN(Previous previous, ReadPrevious(target));
   Journal journal;
+  journal.removes = std::move(previous.part_manifests);
   for (const ManifestFile& old : previous.files) {
     if (manifest->Find(old.name)) continue;
     if (request.keep_previous && old.role != FileRole::kCatalog &&
@@ -193,8 +123,8 @@ Result<bool> CommitFresh(SaveSession* session,
   for (const CommitFile& file : files) {
     TC_RETURN_IF_ERROR(staging.Rename(file.staged, staging, file.file.name));
   }
-  TC_RETURN_IF_ERROR(staging.WriteFile(std::string(kManifestName),
-                                       EncodeManifest(manifest)));
+  TC_RETURN_IF_ERROR(
+      staging.WriteFile(std::string(kManifestName), EncodeManifest(manifest)));
   TC_ASSIGN_OR_RETURN(const auto entries, staging.List());
   for (const std::string& entry : entries) {
     if (entry != kManifestName && !manifest.Find(entry)) {
@@ -236,16 +166,16 @@ Result<Manifest> CommitSave(SaveSession* session,
                             const CommitRequest& request) {
   const Directory& staging = session->directory();
   TC_ASSIGN_OR_RETURN(const Catalog catalog,
-                      CatalogOfStaged(staging, request));
+                      CatalogOfStaged(staging, request, BoxProof::kTiling));
   std::vector<CommitFile> files = request.files;
   TC_ASSIGN_OR_RETURN(CommitFile catalog_file,
-                      AddFile(staging, kCatalogName, FileRole::kCatalog,
-                              EncodeCatalog(catalog)));
+                      AddStagedFile(staging, kCatalogName, FileRole::kCatalog,
+                                    EncodeCatalog(catalog)));
   files.push_back(std::move(catalog_file));
   if (request.write_index) {
     TC_ASSIGN_OR_RETURN(CommitFile index,
-                        AddFile(staging, kIndexName, FileRole::kIndex,
-                                IndexText(catalog)));
+                        AddStagedFile(staging, kIndexName, FileRole::kIndex,
+                                      IndexText(catalog)));
     files.push_back(std::move(index));
   }
   Manifest manifest;
@@ -278,9 +208,8 @@ Result<bool> RecoverDirectory(const std::string& target) {
     std::string parent, name;
     bool journal;
   };
-  for (const Place& place :
-       {Place{absolute, std::string(kStageSuffix), true},
-        Place{parent_path, sibling, false}}) {
+  for (const Place& place : {Place{absolute, std::string(kStageSuffix), true},
+                             Place{parent_path, sibling, false}}) {
     Result<Directory> parent = Directory::Open(place.parent);
     if (!parent.ok()) {
       if (parent.status().sys_errno() == ENOENT) continue;
@@ -301,7 +230,13 @@ Result<bool> RecoverDirectory(const std::string& target) {
     TC_RETURN_IF_ERROR(parent->Sync());
     acted = true;
   }
-  return acted;
+  Result<Directory> directory = Directory::Open(absolute);
+  if (!directory.ok()) {
+    if (directory.status().sys_errno() == ENOENT) return acted;
+    return directory.status();
+  }
+  TC_ASSIGN_OR_RETURN(const bool parts, RemoveDeadParts(*directory));
+  return acted || parts;
 }
 
 }  // namespace torch_ckpt

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "engine/journal.h"
+#include "engine/parts.h"
 #include "format/names.h"
 
 namespace torch_ckpt {
@@ -52,7 +53,7 @@ Status RefuseExisting(const Directory& target) {
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, target.List());
   for (const std::string& name : names) {
     if (name == kManifestName || name == kIndexName ||
-        name.ends_with(kDataSuffix)) {
+        IsPartManifestName(name) || name.ends_with(kDataSuffix)) {
       return Conflict("holds a checkpoint (" + name +
                       ") and overwrite is False")
           .WithFile(target.path());
@@ -153,6 +154,7 @@ Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
       TC_ASSIGN_OR_RETURN(const Directory directory, Directory::Open(absolute));
       TC_RETURN_IF_ERROR(ReplayJournal(staging, directory));
       if (!overwrite) TC_RETURN_IF_ERROR(RefuseExisting(directory));
+      TC_RETURN_IF_ERROR(RemoveDeadParts(directory).status());
       TC_RETURN_IF_ERROR(RemoveStaleSibling(absolute));
     }
     TC_RETURN_IF_ERROR(EmptyDirectory(staging, kLockFileName));

@@ -75,7 +75,20 @@ void AppendHead(std::string* out, std::string_view format) {
   *out += ",\n";
 }
 
-// The four keys of a manifest, without braces and without a last comma.
+void AppendPart(std::string* out, const ManifestPart& part) {
+  *out += ",\n\"part\": {\"rank\": ";
+  AppendUnsigned(out, static_cast<uint64_t>(part.rank));
+  *out += ", \"world_size\": ";
+  AppendUnsigned(out, static_cast<uint64_t>(part.world_size));
+  *out += ", \"run_id\": ";
+  AppendJsonString(out, part.run_id);
+  *out += ", \"sequence\": ";
+  AppendUnsigned(out, part.sequence);
+  *out += '}';
+}
+
+// The keys of a manifest that a journal holds too, without braces and without
+// a last comma.
 void AppendManifest(std::string* out, const Manifest& manifest) {
   *out += "\"save_id\": ";
   AppendJsonString(out, manifest.save_id);
@@ -146,6 +159,9 @@ class DocumentHandler final : public JsonHandler {
                                                     : &out_->renames.back().to);
       case At::kRemoves:
         return Name(std::move(text), &out_->removes.emplace_back());
+      case At::kPart:
+        return key_ == "run_id" ? Id(text, &Target().part->run_id)
+                                : Refuse("unexpected string");
       default:
         return Refuse("unexpected string");
     }
@@ -175,6 +191,7 @@ class DocumentHandler final : public JsonHandler {
         return Fail(Unsupported("digests over other segments than ours"));
       return true;
     }
+    if (at_ == At::kPart) return PartNumber(value);
     return Refuse("unexpected number");
   }
 
@@ -190,16 +207,23 @@ class DocumentHandler final : public JsonHandler {
       out_->renames.emplace_back();
       return Enter(At::kRename);
     }
+    if (!journal_ && at_ == At::kRoot && key_ == "part") {
+      Target().part.emplace();
+      return Enter(At::kPart);
+    }
     return Refuse("unexpected object");
   }
 
   // Twin keys are refused by ParseJson, unknown ones above: the count tells
   // whether all are there.
   bool OnEndObject() override {
-    if (seen_[static_cast<size_t>(at_)] != KnownKeys().size())
+    size_t keys = KnownKeys().size();
+    if (at_ == At::kRoot && !journal_ && !Target().part) --keys;  // optional
+    if (seen_[static_cast<size_t>(at_)] != keys)
       return Refuse("a key is missing");
     switch (at_) {
       case At::kManifest:
+      case At::kPart:
         at_ = At::kRoot;
         break;
       case At::kFile:
@@ -237,9 +261,10 @@ class DocumentHandler final : public JsonHandler {
     kFile,
     kRenames,
     kRename,
-    kRemoves
+    kRemoves,
+    kPart
   };
-  static constexpr size_t kStates = 8;
+  static constexpr size_t kStates = 9;
 
   Manifest& Target() { return out_->manifest; }
   bool InManifest() const {
@@ -259,12 +284,16 @@ class DocumentHandler final : public JsonHandler {
         "format", "version", "manifest", "renames", "removes", "crc32c"};
     static constexpr std::string_view kAllKeys[] = {
         "format",        "version", "save_id", "world_size",
-        "segment_bytes", "files",   "crc32c"};
+        "segment_bytes", "files",   "crc32c",  "part"};
+    static constexpr std::string_view kPartKeys[] = {"rank", "world_size",
+                                                     "run_id", "sequence"};
     switch (at_) {
       case At::kFile:
         return kFileKeys;
       case At::kRename:
         return kRenameKeys;
+      case At::kPart:
+        return kPartKeys;
       case At::kManifest:
         return std::span(kAllKeys).subspan(2, 4);
       case At::kRoot:
@@ -284,6 +313,21 @@ class DocumentHandler final : public JsonHandler {
     Status status = CheckFileName(text);
     if (!status.ok()) return Fail(std::move(status));
     *out = std::move(text);
+    return true;
+  }
+  bool PartNumber(uint64_t value) {
+    ManifestPart& part = *Target().part;
+    if (key_ == "sequence") {
+      part.sequence = value;
+      return true;
+    }
+    if (value > INT32_MAX) return Refuse("bad rank or world_size of a part");
+    if (key_ == "rank") {
+      part.rank = static_cast<int64_t>(value);
+      return true;
+    }
+    if (key_ != "world_size") return Refuse("unexpected number");
+    part.world_size = static_cast<int64_t>(value);
     return true;
   }
   bool FileString(std::string&& text) {
@@ -329,7 +373,8 @@ Status CheckFiles(const Manifest& manifest) {
                      std::to_string(file.crc32c.size()))
           .WithFile(file.name);
     }
-    if (file.name == kManifestName || file.name == kJournalName)
+    if (file.name == kManifestName || file.name == kJournalName ||
+        IsPartManifestName(file.name))
       return Corrupt("the name is reserved").WithFile(file.name);
     if (file.role == FileRole::kData && !file.name.ends_with(kDataSuffix))
       return Corrupt("a data file is not *.safetensors").WithFile(file.name);
@@ -377,6 +422,11 @@ Status ParseDocument(ByteSpan bytes, bool journal, Journal* out) {
   DocumentHandler handler(journal, out);
   TC_RETURN_IF_ERROR(ParseJson(text, kDepth, &handler));
   TC_RETURN_IF_ERROR(CheckTail(text));
+  if (const auto& part = out->manifest.part;
+      part && (part->rank >= part->world_size ||
+               part->world_size != out->manifest.world_size)) {
+    return Corrupt("its part is of no rank of its world");
+  }
   return CheckFiles(out->manifest);
 }
 
@@ -393,6 +443,7 @@ std::string EncodeManifest(const Manifest& manifest) {
   std::string out;
   AppendHead(&out, kManifestFormat);
   AppendManifest(&out, manifest);
+  if (manifest.part) AppendPart(&out, *manifest.part);
   out += ",\n";
   AppendTail(&out);
   return out;

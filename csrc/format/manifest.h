@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -30,9 +31,24 @@ struct ManifestFile {
   std::vector<uint32_t> crc32c;  // one per segment, ceil(bytes / segment)
 };
 
+// Whose part a manifest describes, in a save without collectives. Parts with
+// one run id, sequence and world size make one checkpoint.
+struct ManifestPart {
+  int64_t rank = 0;
+  int64_t world_size = 1;
+  std::string run_id;     // 32 hex digits, the same on all ranks of a run
+  uint64_t sequence = 0;  // which save of the run into this directory
+
+  bool SameSave(const ManifestPart& other) const {
+    return world_size == other.world_size && run_id == other.run_id &&
+           sequence == other.sequence;
+  }
+};
+
 struct Manifest {
   std::string save_id;
   int64_t world_size = 1;
+  std::optional<ManifestPart> part;  // of one rank; absent when it is of all
   std::vector<ManifestFile> files;
 
   const ManifestFile* Find(std::string_view name) const;
@@ -54,7 +70,8 @@ struct Journal {
 // checks; it is not checked here.
 std::string EncodeManifest(const Manifest& manifest);
 // Strict: versions, names (CheckFileName), ids, segment counts, no duplicates,
-// no unknown keys. A manifest of a newer version is kUnsupported.
+// no unknown keys. A manifest of a newer version is kUnsupported. The manifest
+// in a journal is never a part.
 Result<Manifest> ParseManifest(ByteSpan text);
 std::string EncodeJournal(const Journal& journal);
 // As ParseManifest; besides, every rename leads to a file of the manifest, and

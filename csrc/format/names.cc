@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cstring>
 #include <functional>
 #include <random>
@@ -20,6 +21,27 @@ std::string Padded(int64_t value) {
   std::string digits = std::to_string(value);
   if (digits.size() < 5) digits.insert(0, 5 - digits.size(), '0');
   return digits;
+}
+
+// The number that `text` is Padded() of.
+std::optional<int64_t> FromPadded(std::string_view text) {
+  int64_t value = 0;
+  const auto [end, error] =
+      std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || value < 1 ||
+      Padded(value) != text) {
+    return std::nullopt;
+  }
+  return value;
+}
+
+constexpr std::string_view kPartStem = "torch_ckpt-";
+constexpr std::string_view kPartOf = "-of-";
+constexpr std::string_view kPartEnd = ".json";
+
+std::string PartStem(int64_t rank, int64_t world_size) {
+  return std::string(kPartStem) + Padded(rank + 1) + std::string(kPartOf) +
+         Padded(world_size);
 }
 
 // For messages: an untrusted name without what could upset a terminal.
@@ -71,6 +93,39 @@ std::string FinalFileName(int64_t index, int64_t count) {
 
 std::string ObjectFileName(int64_t rank) {
   return "objects-" + Padded(rank + 1) + ".json";
+}
+
+std::string PartManifestName(int64_t rank, int64_t world_size) {
+  return PartStem(rank, world_size) + std::string(kPartEnd);
+}
+
+std::string PartCatalogName(int64_t rank, int64_t world_size) {
+  return PartStem(rank, world_size) + ".catalog";
+}
+
+std::string PartStageName(int64_t rank) {
+  return std::string(kStageSuffix) + "-" + Padded(rank + 1);
+}
+
+bool IsPartManifestName(std::string_view name) {
+  if (!name.starts_with(kPartStem) || !name.ends_with(kPartEnd)) return false;
+  name.remove_prefix(kPartStem.size());
+  const size_t of = name.find(kPartOf);
+  if (of == name.npos || name.size() < of + kPartOf.size() + kPartEnd.size()) {
+    return false;
+  }
+  const auto rank = FromPadded(name.substr(0, of));
+  name.remove_prefix(of + kPartOf.size());
+  name.remove_suffix(kPartEnd.size());
+  const auto world_size = FromPadded(name);
+  return rank && world_size && *rank <= *world_size;
+}
+
+std::optional<int64_t> RankOfPartStage(std::string_view name) {
+  const std::string prefix = std::string(kStageSuffix) + "-";
+  if (!name.starts_with(prefix)) return std::nullopt;
+  const auto number = FromPadded(name.substr(prefix.size()));
+  return number ? std::optional(*number - 1) : std::nullopt;
 }
 
 Status CheckFileName(std::string_view name) {

@@ -28,6 +28,17 @@ std::string ShardFileName(int64_t rank, int64_t index, int64_t count);
 std::string FinalFileName(int64_t index, int64_t count);
 std::string ObjectFileName(int64_t rank);
 
+// A save without collectives: every rank commits a part of its own.
+//   torch_ckpt-{rank+1:05}-of-{world:05}.json / .catalog   in the directory
+//   .torch_ckpt-stage-{rank+1:05}                           the rank's staging
+std::string PartManifestName(int64_t rank, int64_t world_size);
+std::string PartCatalogName(int64_t rank, int64_t world_size);
+std::string PartStageName(int64_t rank);
+// Whether `name` is the manifest of some rank of some world.
+bool IsPartManifestName(std::string_view name);
+// The rank whose staging directory has this name.
+std::optional<int64_t> RankOfPartStage(std::string_view name);
+
 // A plain basename: not empty, at most 255 bytes of UTF-8, no '/', '\\', ':' or
 // NUL, no leading '.', no control characters. Every name that comes out of a
 // JSON file passes here before it is opened. kCorrupt otherwise.

@@ -1,0 +1,36 @@
+// Reading the parts of a save without collectives (engine/parts.h) as one
+// checkpoint.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "format/catalog.h"
+#include "format/manifest.h"
+#include "os/directory.h"
+
+namespace torch_ckpt {
+
+// Every part manifest that stands in `directory`, by rank; none when there is
+// none. kCorrupt for one that does not fit its name.
+Result<std::vector<Manifest>> ReadParts(const Directory& directory);
+
+// The rest takes what ReadParts gave. REQUIRES: at least one part.
+
+// Ok when these are all parts of one save. kConflict for parts of different
+// saves, kIncomplete naming the ranks whose part is missing.
+Status CheckParts(const std::vector<Manifest>& parts);
+
+// Changes whenever a part is replaced; an id like any save id.
+std::string PartsSaveId(const std::vector<Manifest>& parts);
+
+// The files of all parts under one save id. Several are catalogs.
+Result<Manifest> MergeManifests(const std::vector<Manifest>& parts);
+
+// One catalog of those of all parts, in the order of ranks. Ranks that hold the
+// same box have both written it: the lowest one's is the owner, the others are
+// replicas. The owners of every tensor are then proved to tile it. kConflict
+// for parts that disagree about a tensor, kIncomplete for a hole; both name it.
+Result<Catalog> MergeCatalogs(const std::vector<Catalog>& parts);
+
+}  // namespace torch_ckpt

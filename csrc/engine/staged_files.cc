@@ -1,0 +1,102 @@
+#include "engine/staged_files.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "format/names.h"
+#include "runtime/crc32c.h"
+#include "runtime/workers.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr int kHeaderThreads = 4;
+
+}  // namespace
+
+Result<Catalog> CatalogOfStaged(const Directory& staging,
+                                const CommitRequest& request, BoxProof proof) {
+  std::vector<const CommitFile*> data;
+  std::set<std::string_view> names;
+  for (const CommitFile& file : request.files) {
+    TC_RETURN_IF_ERROR(CheckFileName(file.file.name));
+    TC_RETURN_IF_ERROR(CheckFileName(file.staged));
+    if (!names.insert(file.file.name).second) {
+      return Conflict("two ranks wrote a file of this name")
+          .WithFile(file.file.name);
+    }
+    if (file.file.role == FileRole::kData) data.push_back(&file);
+  }
+  std::vector<NamedHeader> headers(data.size());
+  TC_RETURN_IF_ERROR(ForEachItem(
+      kHeaderThreads, static_cast<int64_t>(data.size()), nullptr,
+      [&](int64_t item, int) -> Status {
+        const CommitFile& file = *data[static_cast<size_t>(item)];
+        NamedHeader& out = headers[static_cast<size_t>(item)];
+        TC_ASSIGN_OR_RETURN(const File opened,
+                            staging.OpenFile(file.staged, {}));
+        TC_ASSIGN_OR_RETURN(out.file, ReadFileHeader(opened));
+        out.name = file.file.name;
+        if (out.file.sharding.file_id != file.file.id ||
+            out.file.header.file_bytes != file.file.bytes) {
+          return Corrupt("is not the file that its rank has written")
+              .WithFile(opened.path());
+        }
+        return {};
+      }));
+  TC_ASSIGN_OR_RETURN(Catalog catalog, BuildCatalog(headers, proof));
+  // Objects and paths, which headers do not know.
+  std::map<std::string_view, uint32_t> object_files;
+  for (const CommitFile& file : request.files) {
+    if (file.file.role == FileRole::kData) continue;
+    TC_ASSIGN_OR_RETURN(const auto info, staging.StatName(file.staged));
+    if (!info || info->bytes != file.file.bytes) {
+      return Incomplete("is not in staging as its rank has written it")
+          .WithFile(file.file.name);
+    }
+    if (file.file.role == FileRole::kObjects) {
+      object_files[file.file.name] =
+          catalog.AddFile({file.file.name, file.file.id, file.file.bytes});
+    }
+  }
+  for (const ObjectEntry& object : request.objects) {
+    const auto file = object_files.find(object.file);
+    if (file == object_files.end()) {
+      return InvalidArgument("names the objects file " + object.file +
+                             ", which nobody wrote")
+          .WithTensor(object.name);
+    }
+    CatalogEntry entry;
+    entry.name = object.name;
+    entry.kind = EntryKind::kObject;
+    TC_ASSIGN_OR_RETURN(const uint32_t id, catalog.AddEntry(std::move(entry)));
+    Placement placement;
+    placement.file = file->second;
+    TC_RETURN_IF_ERROR(catalog.AddPlacement(id, placement));
+  }
+  for (const auto& [name, path] : request.paths) {
+    const int64_t id = catalog.Find(name);
+    if (id >= 0) catalog.SetPath(static_cast<uint32_t>(id), path);
+  }
+  return catalog;
+}
+
+Result<CommitFile> AddStagedFile(const Directory& staging,
+                                 std::string_view name, FileRole role,
+                                 const std::string& text) {
+  CommitFile file;
+  file.file.name = std::string(name);
+  file.file.id = NewId();
+  file.file.role = role;
+  file.file.bytes = text.size();
+  for (uint64_t at = 0; at < text.size(); at += kSegmentBytes) {
+    file.file.crc32c.push_back(
+        Crc32c(0, text.data() + at, std::min(kSegmentBytes, text.size() - at)));
+  }
+  file.staged = StagedName(name, file.file.id);
+  TC_RETURN_IF_ERROR(staging.WriteFile(file.staged, text));
+  return file;
+}
+
+}  // namespace torch_ckpt

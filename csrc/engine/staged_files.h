@@ -1,0 +1,23 @@
+// What ranks have left in a staging directory: proving it, and adding to it.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "engine/build_catalog.h"
+#include "engine/commit.h"
+
+namespace torch_ckpt {
+
+// Opens every file that `request` names: size, header and file id must be what
+// its rank said. Then builds the catalog of all tensors and objects, with
+// `proof` for the boxes. kCorrupt, kIncomplete and kConflict name the file.
+Result<Catalog> CatalogOfStaged(const Directory& staging,
+                                const CommitRequest& request, BoxProof proof);
+
+// Writes a small file of the commit itself into staging, durably.
+Result<CommitFile> AddStagedFile(const Directory& staging,
+                                 std::string_view name, FileRole role,
+                                 const std::string& text);
+
+}  // namespace torch_ckpt
