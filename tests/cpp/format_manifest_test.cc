@@ -101,6 +101,51 @@ TEST(ManifestFormat, RoundTrip) {
   EXPECT_EQ(Kind(EncodeManifest(none)), ErrorKind::kOk);
 }
 
+TEST(ManifestFormat, APartSaysWhose) {
+  Manifest m = Sample();
+  m.part = ManifestPart{3, 4, kIdB, 7};
+  const std::string text = EncodeManifest(m);
+  EXPECT_NE(text.find("],\n\"part\": {\"rank\": 3, \"world_size\": 4, "
+                      "\"run_id\": \"" +
+                      kIdB + "\", \"sequence\": 7},\n\"crc32c\""),
+            std::string::npos)
+      << text;
+  const auto parsed = ParseManifest(AsBytes(text));
+  ASSERT_TRUE(parsed.ok()) << parsed.status().ToString();
+  ASSERT_TRUE(parsed->part.has_value());
+  EXPECT_TRUE(parsed->part->SameSave(*m.part));
+  EXPECT_EQ(parsed->part->rank, 3);
+  EXPECT_EQ(EncodeManifest(*parsed), text);
+  ExpectEqual(*parsed, m);
+  struct {
+    const char *from, *to;
+  } const edits[] = {
+      {"\"rank\": 3", "\"rank\": 4"},
+      {"\"rank\": 3", "\"rank\": -1"},
+      {"\"rank\": 3", "\"rank\": 99999999999"},
+      {"\"rank\": 3, ", ""},
+      {"\"rank\": 3", "\"rank\": 3, \"rank\": 3"},
+      {"\"rank\": 3", "\"rank\": 3, \"new\": 3"},
+      {"4, \"run_id", "5, \"run_id"},  // the manifest says 4
+      {"\"run_id\": \"bbbb", "\"run_id\": \"BBBB"},
+      {"\"run_id\": \"bbbb", "\"run_id\": \"b"},
+      {"\"sequence\": 7", "\"sequence\": \"7\""},
+      {"\"sequence\": 7", "\"sequence\": [7]"},
+      {"\"part\": {\"rank\"", "\"part\": 1, \"x\": {\"rank\""},
+  };
+  for (const auto& edit : edits) {
+    EXPECT_EQ(Kind(Edited(text, edit.from, edit.to)), ErrorKind::kCorrupt)
+        << edit.to;
+  }
+  // Never in a journal, nor as a file of another manifest.
+  const std::string journal = EncodeJournal(SampleJournal());
+  EXPECT_FALSE(ParseJournal(AsBytes(Edited(journal, "\"renames\"",
+                                           "\"part\": {}, \"renames\"")))
+                   .ok());
+  m.files[5].name = "torch_ckpt-00001-of-00002.json";
+  EXPECT_EQ(Kind(EncodeManifest(m)), ErrorKind::kCorrupt);
+}
+
 TEST(ManifestFormat, EveryAlteredByteAndEveryCutIsSeen) {
   const std::string text = EncodeManifest(Sample());
   for (size_t i = 0; i < text.size(); ++i) {

@@ -113,5 +113,29 @@ TEST(FormatNames, Ids) {
   EXPECT_TRUE(CheckFileName(staged).ok());
 }
 
+TEST(FormatNames, OfParts) {
+  EXPECT_EQ(PartManifestName(0, 2), "torch_ckpt-00001-of-00002.json");
+  EXPECT_EQ(PartCatalogName(1, 2), "torch_ckpt-00002-of-00002.catalog");
+  EXPECT_EQ(PartStageName(1), ".torch_ckpt-stage-00002");
+  for (const int64_t rank : {0, 41, 123456}) {
+    EXPECT_TRUE(IsPartManifestName(PartManifestName(rank, 200000)));
+    EXPECT_EQ(RankOfPartStage(PartStageName(rank)), rank);
+  }
+  for (const char* other :
+       {"torch_ckpt.json", "torch_ckpt-00001-of-00002.catalog",
+        "torch_ckpt-00003-of-00002.json", "torch_ckpt-00000-of-00002.json",
+        "torch_ckpt-1-of-2.json", "torch_ckpt-00001-of-.json",
+        "torch_ckpt-00001-of-00002.json.json", "torch_ckpt-00001.json",
+        "torch_ckpt-0000a-of-00002.json", "torch_ckpt--0001-of-00002.json",
+        "torch_ckpt-00001-of-099999999999999999999.json", "torch_ckpt-.json",
+        "torch_ckpt-00001-of-json", ""}) {
+    EXPECT_FALSE(IsPartManifestName(other)) << other;
+  }
+  for (const char* other : {".torch_ckpt-stage", ".torch_ckpt-stage-00000",
+                            ".torch_ckpt-stage-1", ".torch_ckpt-stage-"}) {
+    EXPECT_FALSE(RankOfPartStage(other).has_value()) << other;
+  }
+}
+
 }  // namespace
 }  // namespace torch_ckpt
