@@ -153,6 +153,7 @@ def load(
         storage_reader = HuggingFaceStorageReader(checkpoint_id)
     reader = storage_reader
     rank, world_size = _ranks(process_group, no_dist)
+    fill = not state_dict and isinstance(planner, LoadPlanner) and planner.rebuild
     _checked(
         lambda: state_dict_loader.load(
             state_dict,
@@ -164,6 +165,9 @@ def load(
         ),
         reader,
     )
+    if fill and isinstance(planner, LoadPlanner):
+        # Stock gives the planner a state dict of its own, and takes back only the caller's keys.
+        state_dict.update(planner.original_state_dict)
 
 
 def _end(writer: Any) -> None:

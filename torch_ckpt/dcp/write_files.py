@@ -56,6 +56,8 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> list[Tensor
                 "safetensors holds dense tensors",
                 tensor=fqn,
             )
+        if tensor.is_meta:
+            raise InvalidArgumentError("is on the meta device and has no data", tensor=fqn)
         given = tensor
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()

@@ -137,6 +137,11 @@ class HuggingFaceStorageWriter(StockWriter):
                     raise InvalidArgumentError(
                         "is not in fqn_to_index_mapping", tensor=item.index.fqn, rank=self.rank
                     )
+            for fqn, index in mapping.items():
+                if index < 1:
+                    raise InvalidArgumentError(
+                        f"has index {index} in fqn_to_index_mapping; they begin with 1", tensor=fqn
+                    )
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoints import bits
+from ranks.run import Context, cases
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -32,7 +33,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import torch_ckpt
-from ranks.run import Context, cases
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 CASES, case = cases()

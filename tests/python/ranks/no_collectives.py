@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoints import listing
+from ranks.layouts import check, layouts, several_boxes, state, whole
+from ranks.run import Context, cases, everywhere, raised
 from safetensors.torch import load_file
 
 import torch_ckpt
-from ranks.layouts import check, layouts, several_boxes, state, whole
-from ranks.run import Context, cases, everywhere, raised
 from torch_ckpt import (
     ConflictError,
     HuggingFaceStorageReader,
@@ -75,9 +75,9 @@ def our_planner(context: Context) -> None:
 @case
 def consolidated(context: Context) -> None:
     path, output = context.folder / "shards", context.folder / "output"
-    save(context, path, fqn_to_index_mapping=None)
+    save(context, path)
     if context.rank == 0:
-        consolidate_safetensors_files(path, output)
+        consolidate_safetensors_files(path, output, None)
         tensors = load_file(output / "model-00001-of-00001.safetensors")
         for name, layout in layouts(context.world).items():
             assert torch.equal(tensors[f"model.{name}"], whole(name, layout.shape)), name

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-
-import torch_ckpt
 from ranks.layouts import check, layouts, local_of, state, whole
 from ranks.run import Context, cases
+
+import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 CASES, case = cases()

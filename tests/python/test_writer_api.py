@@ -1,0 +1,617 @@
+"""The writer as DCP and its users see it: signatures, attributes, hooks, pickling, async saves."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import inspect
+import io
+import os
+import pickle
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from concurrent.futures import Future as ConcurrentFuture
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoints import FAILED, assert_same, blank, load, load_ours, sample, save
+from safetensors.torch import load_file
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files as stock_consolidate,
+)
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files_on_every_rank as stock_consolidate_on_every_rank,
+)
+from torch.distributed.checkpoint.staging import (
+    AsyncStager,
+    BlockingAsyncStager,
+    DefaultStager,
+    StagingOptions,
+)
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import torch_ckpt
+from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch_ckpt.errors import error_from, with_rank
+
+FINAL = "model-00001-of-00001.safetensors"
+STATE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3, dtype=torch.bfloat16)}
+
+
+def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.default, p.kind) for p in inspect.signature(function).parameters.values()]
+
+
+PAIRS = [
+    (HuggingFaceStorageWriter.__init__, dcp.HuggingFaceStorageWriter.__init__),
+    (HuggingFaceStorageReader.__init__, dcp.HuggingFaceStorageReader.__init__),
+    (torch_ckpt.consolidate_safetensors_files, stock_consolidate),
+    (torch_ckpt.consolidate_safetensors_files_on_every_rank, stock_consolidate_on_every_rank),
+    (torch_ckpt.save, dcp.save),
+    (torch_ckpt.load, dcp.load),
+    (torch_ckpt.SavePlanner.__init__, dcp.DefaultSavePlanner.__init__),
+    (torch_ckpt.LoadPlanner.__init__, dcp.DefaultLoadPlanner.__init__),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].__qualname__)
+def test_signatures_begin_with_those_of_stock(pair: Any) -> None:
+    ours, stock = (parameters(function) for function in pair)
+    assert ours[: len(stock)] == stock
+    assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, _, kind in ours[len(stock) :])
+
+
+METHODS = [
+    "reset",
+    "set_up_storage_writer",
+    "prepare_local_plan",
+    "prepare_global_plan",
+    "write_data",
+    "finish",
+    "storage_meta",
+    "stage",
+    "close",
+    "synchronize_staging",
+    "validate_checkpoint_id",
+    "_split_by_storage_plan",
+    "_write_data",
+]
+READER_METHODS = [
+    "reset",
+    "read_metadata",
+    "set_up_storage_reader",
+    "prepare_local_plan",
+    "prepare_global_plan",
+    "read_data",
+    "validate_checkpoint_id",
+    "_process_read_request",
+    "_read_files_from_queue",
+]
+
+
+@pytest.mark.parametrize("kind", ["writer", "reader"])
+def test_methods_have_the_parameters_of_stock(kind: str) -> None:
+    classes = {
+        "writer": (HuggingFaceStorageWriter, dcp.HuggingFaceStorageWriter, METHODS),
+        "reader": (HuggingFaceStorageReader, dcp.HuggingFaceStorageReader, READER_METHODS),
+    }
+    ours, stock, names = classes[kind]
+    for name in names:
+        assert parameters(getattr(ours, name)) == parameters(getattr(stock, name)), name
+    assert issubclass(ours, stock)
+
+
+def test_traps_of_the_protocol() -> None:
+    # DCP gives rank= and use_collectives= only where a parameter is named exactly kwargs, and
+    # retries a failed read_metadata without collectives if it has one.
+    assert "kwargs" in inspect.signature(HuggingFaceStorageWriter.set_up_storage_writer).parameters
+    assert "kwargs" in inspect.signature(HuggingFaceStorageReader.set_up_storage_reader).parameters
+    assert "kwargs" not in inspect.signature(HuggingFaceStorageReader.read_metadata).parameters
+    names = {kind.__name__ for kind in HuggingFaceStorageWriter.__mro__}
+    assert {"FileSystemWriter", "_FileSystemWriter", "StorageWriter", "BlockingAsyncStager"} <= names
+
+
+def test_attributes(tmp_path: Path) -> None:
+    stock = dcp.HuggingFaceStorageWriter(str(tmp_path), {"w": 1}, 3, True, True, 4)
+    ours = HuggingFaceStorageWriter(str(tmp_path), {"w": 1}, 3, True, True, 4)
+    assert isinstance(ours, AsyncStager)
+    for name in vars(stock):
+        if name in ("save_id", "fs", "path", "transforms"):
+            continue
+        assert getattr(ours, name) == getattr(stock, name), name
+    assert ours.path == stock.path == tmp_path / "sharded" and isinstance(ours.path, Path)
+    assert type(ours.fs) is type(stock.fs) and type(ours.transforms) is type(stock.transforms)
+    assert ours.checkpoint_id == stock.checkpoint_id
+    assert ours.metadata_path == stock.metadata_path == "model.safetensors.index.json"
+    assert ours.consolidated_output_path == str(tmp_path)
+    assert ours.should_synchronize_after_execute is False
+    assert HuggingFaceStorageWriter.validate_checkpoint_id(str(tmp_path))
+    first = ours.save_id
+    ours.reset()
+    assert ours.save_id != first
+    ours.reset(tmp_path / "other")
+    assert ours.path == tmp_path / "other" / "sharded"
+    assert ours.consolidated_output_path == str(tmp_path / "other")
+    meta = ours.storage_meta()
+    assert meta is not None and meta.save_id == ours.save_id
+    # Stock's own attributes exist in our reader too.
+    reader, stock_reader = HuggingFaceStorageReader(tmp_path, 2), dcp.HuggingFaceStorageReader("x", 2)
+    assert set(vars(stock_reader)) <= set(vars(reader))
+    assert reader.thread_count == 2 and reader.checkpoint_id == tmp_path
+
+
+def test_paths_of_every_kind(tmp_path: Path) -> None:
+    save(STATE, HuggingFaceStorageWriter(str(tmp_path / "a")))
+    save(STATE, HuggingFaceStorageWriter(tmp_path / "b"))
+    save(STATE, HuggingFaceStorageWriter(path=tmp_path / "c" / "deep" / "er"))
+    for name in ("a", "b", "c/deep/er"):
+        assert_same(load_ours(tmp_path / name, STATE), STATE)
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        save(STATE, HuggingFaceStorageWriter("relative"))
+        assert_same(load_ours(Path("relative"), STATE), STATE)
+        save(STATE, HuggingFaceStorageWriter("unused"), checkpoint_id="by_id")
+    finally:
+        os.chdir(before)
+    assert (tmp_path / "by_id" / FINAL).exists() and not (tmp_path / "unused").exists()
+
+
+class Split(HuggingFaceStorageWriter):
+    """Overrides what torchtitan and others override."""
+
+    def _split_by_storage_plan(self, storage_plan: Any, items: Any) -> dict[int, list[Any]]:
+        self.seen = [item.index.fqn for item in items]
+        return {1: [i for i in items if i.index.fqn == "w"], 2: [i for i in items if i.index.fqn != "w"]}
+
+    def _write_data(self, planner: Any, file_queue: Any) -> Any:
+        self.queued = file_queue.qsize()
+        return super()._write_data(planner, file_queue)
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        self.finished = sorted(metadata.state_dict_metadata)
+        super().finish(metadata=metadata, results=results)
+
+
+def test_overridden_hooks_are_called(tmp_path: Path) -> None:
+    writer = Split(tmp_path / "c", {"w": 1, "b": 2})
+    save(STATE, writer)
+    assert sorted(writer.seen) == ["b", "w"] and writer.queued == 2
+    assert writer.finished == ["b", "w"]
+    assert list(load_file(tmp_path / "c" / "model-00001-of-00002.safetensors")) == ["w"]
+    assert_same(load_ours(tmp_path / "c", STATE), STATE)
+
+
+class Half(dcp.DefaultSavePlanner):
+    """The documentation's planner that saves in another dtype than its plan says."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
+        return object
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        return data.half() if isinstance(data, torch.Tensor) else data
+
+
+def test_planner_with_another_dtype_than_its_plan(tmp_path: Path) -> None:
+    save({"w": torch.randn(4)}, HuggingFaceStorageWriter(tmp_path / "c"), planner=Half())
+    assert load_file(tmp_path / "c" / FINAL)["w"].dtype == torch.float16
+
+
+class Wrapped(dcp.DefaultSavePlanner):
+    def transform_object(self, write_item: Any, obj: Any) -> Any:
+        if isinstance(obj, int):
+            obj = {"wrapped": obj}
+        return super().transform_object(write_item, obj)
+
+
+class Unwrapped(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        wrapped = torch.load(value, weights_only=False)
+        self.state_dict[read_item.dest_index.fqn] = wrapped["wrapped"]
+        self.original_state_dict[read_item.dest_index.fqn] = wrapped["wrapped"]
+
+
+def test_planner_with_its_own_bytes(tmp_path: Path) -> None:
+    save({"n": 5}, HuggingFaceStorageWriter(tmp_path / "c"), planner=Wrapped())
+    target = {"n": 0}
+    load(target, HuggingFaceStorageReader(tmp_path / "c"), planner=Unwrapped())
+    assert target == {"n": 5}
+
+
+# Pickling.
+
+
+def test_writers_readers_and_planners_pickle(tmp_path: Path) -> None:
+    writer = HuggingFaceStorageWriter(tmp_path / "c", {"w": 1, "b": 1}, save_distributed=True)
+    for number in range(2):  # fresh, then used
+        writer = pickle.loads(pickle.dumps(writer))
+        save({**STATE, "n": number}, writer, planner=torch_ckpt.SavePlanner())
+    reader = HuggingFaceStorageReader(tmp_path / "c", strict_dtype=True)
+    for _ in range(2):
+        reader = pickle.loads(pickle.dumps(reader))
+        assert reader.strict_dtype
+        target = {**blank(STATE), "n": None}
+        load(target, reader)
+        assert target["n"] == 1
+    for kind in (torch_ckpt.SavePlanner, torch_ckpt.LoadPlanner):
+        assert type(pickle.loads(pickle.dumps(kind()))) is kind
+    # In the middle of a save, too: process-based async save sends the writer then.
+    writer.set_up_storage_writer(True, rank=0, use_collectives=True)
+    writer.prepare_global_plan([dcp.SavePlan([])])
+    copy = pickle.loads(pickle.dumps(writer))
+    assert copy.path == writer.path
+    writer.reset()
+    save(STATE, writer)
+
+
+def test_errors_pickle_and_keep_what_they_say() -> None:
+    for kind in (
+        torch_ckpt.CheckpointError,
+        torch_ckpt.CorruptError,
+        torch_ckpt.IncompleteError,
+        torch_ckpt.InvalidArgumentError,
+        torch_ckpt.ConflictError,
+        torch_ckpt.UnsupportedError,
+        torch_ckpt.CancelledError,
+        torch_ckpt.ExhaustedError,
+        torch_ckpt.InternalError,
+    ):
+        error = with_rank(kind("what", file="/a/b", tensor="t"), 3)
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            copy = pickle.loads(pickle.dumps(error, protocol))
+            assert type(copy) is kind
+            assert vars(copy) == vars(error) and str(copy) == str(error)
+        assert str(error) == "rank 3: /a/b: tensor 't': what"
+    fields = {"kind": "io", "message": "write: No space", "errno": 28, "file": "/f", "tensor": "t"}
+    error = with_rank(error_from(fields), 1)
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, OSError) and copy.errno == 28 and copy.filename == "/f"
+    assert "rank 1" in str(copy) and "'t'" in str(copy)
+
+
+def test_system_errors_keep_errno_and_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError) as caught:
+        torch_ckpt.save(STATE, checkpoint_id=tmp_path / "file" / "below")
+    assert caught.value.errno in (17, 20) and "file" in str(caught.value)
+    with pytest.raises((OSError, torch_ckpt.CheckpointError), match="nowhere"):
+        torch_ckpt.load(blank(STATE), checkpoint_id=tmp_path / "nowhere")
+
+
+# Asynchronous saves.
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Any:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+STAGERS: dict[str, Any] = {
+    "the writer": lambda: None,
+    "blocking": BlockingAsyncStager,
+    "blocking, cached": lambda: BlockingAsyncStager(cache_staged_state_dict=False, type_check=True),
+    "default": lambda: DefaultStager(StagingOptions(False, False, False, False)),
+    "default, shared": lambda: DefaultStager(StagingOptions(False, True, False, False)),
+    "default, in a thread": lambda: DefaultStager(StagingOptions(False, False, True, False)),
+}
+
+
+def upload(handle: Any) -> Any:
+    return handle if isinstance(handle, ConcurrentFuture) else handle.upload_completion
+
+
+@pytest.mark.parametrize("stager", STAGERS)
+def test_async_save_in_threads(tmp_path: Path, group: Any, stager: str) -> None:
+    made = STAGERS[stager]()
+    writer = HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True)
+    for number in range(3):
+        state = {
+            "w": torch.full((100, 7), float(number)),
+            "t": torch.randn(5, 6).t(),
+            "nested": {"n": number, "s": torch.tensor(number)},
+        }
+        wanted = {**state, "w": state["w"].clone(), "nested": {**state["nested"]}}
+        handle = dcp.async_save(state, storage_writer=writer, async_stager=made)
+        if not isinstance(handle, ConcurrentFuture):
+            handle.staging_completion.result()
+        state["w"].fill_(-1)  # the trainer goes on
+        upload(handle).result()
+        assert_same(load_ours(tmp_path / "c", wanted), wanted)
+    if made is not None:
+        made.close()
+
+
+@pytest.mark.parametrize("call", [dcp.async_save, torch_ckpt.async_save], ids=["stock", "ours"])
+def test_async_save_reports_its_failure(tmp_path: Path, group: Any, call: Any) -> None:
+    (tmp_path / "file").write_text("")
+    writer = HuggingFaceStorageWriter(tmp_path / "file" / "below")
+    future = call(dict(STATE), storage_writer=writer)
+    with pytest.raises(FAILED, match="file"):
+        future.result()
+    future = call(dict(STATE), storage_writer=writer, checkpoint_id=str(tmp_path / "good"))
+    future.result()
+    assert_same(load_ours(tmp_path / "good", STATE), STATE)
+
+
+PROCESS_SAVE = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, torch_ckpt
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+def main():
+    path = sys.argv[1]
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    writer = torch_ckpt.HuggingFaceStorageWriter(path, save_distributed=True)
+    kinds = [
+        (dcp.async_save, None, None),
+        (dcp.async_save, DefaultStager(StagingOptions(False, True, False, False)), None),
+        (torch_ckpt.async_save, None, torch_ckpt.SavePlanner()),
+    ]
+    for number, (call, stager, planner) in enumerate(kinds):
+        state = {"w": torch.full((1000,), float(number)), "n": number}
+        handle = call(
+            state, storage_writer=writer, async_stager=stager, planner=planner,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        future = getattr(handle, "upload_completion", handle)
+        state["w"].fill_(-1)
+        future.result(timeout=100)
+        target = {"w": torch.zeros(1000), "n": -1}
+        dcp.load(target, storage_reader=torch_ckpt.HuggingFaceStorageReader(path))
+        assert target["n"] == number and (target["w"] == number).all(), target
+    bad = torch_ckpt.HuggingFaceStorageWriter(__file__ + "/below")
+    try:
+        call(state, storage_writer=bad, async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
+        raise SystemExit("a save into a file did not fail")
+    except Exception as error:
+        assert "rank 0" in str(error) and __file__ in str(error), error
+    call(state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
+    print("all well")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_async_save_in_a_process(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    # With the spawn method the child imports the main module again, so it must be a file.
+    program = tmp_path / "program.py"
+    program.write_text(PROCESS_SAVE)
+    package = str(Path(torch_ckpt.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), str(tmp_path / "c")],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"},
+    )
+    assert "all well" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+    assert AsyncCheckpointerType.PROCESS.value == "process"
+
+
+# Objects of every type of the issue, through stock's planner and ours.
+
+Point = namedtuple("Point", "x y")
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+OBJECTS: dict[str, Any] = {
+    "none": None,
+    "bools": [True, False],
+    "ints": [0, -1, 2**63, -(2**200)],
+    "floats": [0.1, -0.0, 1e308, 5e-324, float("inf"), float("-inf")],
+    "complex": 1.5 - 2.5j,
+    "strings": ["", "héé", "\x00\n\"", "\ud800", "𝄞"],
+    "bytes": b"\x00\xff" * 10,
+    "many bytes": bytes(range(256)) * 5000,
+    "bytearray": bytearray(b"abc"),
+    "nested": [[1, [2, (3, None)]], []],
+    "tuple": (1, "a", (2.0,)),
+    "named tuple": Point(1, (2, 3)),
+    "range": range(0, 10, 3),
+    "slice": slice(1, None, 2),
+    "sets": [{1, 2}, frozenset({"a"}), set()],
+    "size": torch.Size([1, 2]),
+    "dtype": torch.bfloat16,
+    "device": torch.device("cuda", 1),
+    "enum": Colour.RED,
+    "datetime": datetime.datetime(2024, 2, 29, 1, 2, 3, 4, tzinfo=datetime.timezone.utc),
+    "date": datetime.date(2024, 2, 29),
+    "delta": datetime.timedelta(days=1, microseconds=7),
+    "numpy scalar": numpy.float32(1.5),
+    "numpy int": numpy.int64(-3),
+}
+
+
+def same_object(got: Any, wanted: Any) -> None:
+    assert type(got) is type(wanted)
+    if isinstance(wanted, io.BytesIO):
+        assert got.getvalue() == wanted.getvalue()
+    elif isinstance(wanted, numpy.ndarray):
+        assert got.dtype == wanted.dtype and got.tobytes() == wanted.tobytes()
+        assert got.shape == wanted.shape
+    elif isinstance(wanted, (tuple, list)):
+        assert len(got) == len(wanted)
+        for a, b in zip(got, wanted, strict=True):
+            same_object(a, b)
+    elif isinstance(wanted, torch.Tensor):
+        assert torch.equal(got, wanted) and got.dtype == wanted.dtype
+    elif isinstance(wanted, float):
+        assert repr(got) == repr(wanted)
+    else:
+        assert got == wanted
+
+
+@pytest.mark.parametrize("planner", ["stock", "ours"])
+def test_objects_of_every_type(tmp_path: Path, planner: str) -> None:
+    state = {
+        **OBJECTS,
+        "nan": float("nan"),
+        "bytes io": io.BytesIO(b"content"),
+        "array": numpy.arange(6, dtype=numpy.uint16).reshape(2, 3),
+        "bool array": numpy.array([True, False]),
+        "tensors in a tuple": (torch.arange(3), (sample(torch.bfloat16, 2, 2), 5)),
+    }
+    makes = {"stock": (None, None), "ours": (torch_ckpt.SavePlanner(), torch_ckpt.LoadPlanner())}
+    save_planner, load_planner = makes[planner]
+    save(state, HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True), planner=save_planner)
+    target = dict.fromkeys(state)
+    load(target, HuggingFaceStorageReader(tmp_path / "c"), planner=load_planner)
+    for name, value in state.items():
+        same_object(target[name], value)
+
+
+def test_containers_with_our_planners(tmp_path: Path) -> None:
+    """What stock's flattening destroys is kept by ours (DESIGN 7)."""
+    state = {
+        "int keys": {1: "a", (2, 3): {"b": 1}},
+        "empty": {},
+        "ordered": OrderedDict(b=1, a=torch.ones(2)),
+        "counter": Counter("aab"),
+        "default": defaultdict(int, x=1),
+    }
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    target: dict[str, Any] = {}
+    planner = torch_ckpt.LoadPlanner(rebuild=True)
+    torch_ckpt.load(target, checkpoint_id=tmp_path / "c", planner=planner, no_dist=True)
+    assert torch.equal(target["ordered"].pop("a"), torch.ones(2))
+    assert list(target["ordered"]) == ["b"] and type(target["ordered"]) is OrderedDict
+    assert target["int keys"] == state["int keys"] and target["empty"] == {}
+    assert target["counter"] == state["counter"] and type(target["counter"]) is Counter
+    assert target["default"]["missing"] == 0
+
+
+@dataclasses.dataclass
+class Config:
+    value: int = 1
+
+
+def test_an_object_that_cannot_be_said_is_refused_with_its_path(tmp_path: Path) -> None:
+    state = {"w": torch.ones(1), "deep": {"config": [1, {"a": Config()}]}}
+    with pytest.raises(FAILED, match="deep.config"):
+        save(state, HuggingFaceStorageWriter(tmp_path / "c"))
+    save(state, HuggingFaceStorageWriter(tmp_path / "c", allow_pickle=True))
+    target = {"w": torch.zeros(1), "deep": {"config": [0, {"a": None}]}}
+    with pytest.raises(FAILED, match="pickle"):
+        load(target, HuggingFaceStorageReader(tmp_path / "c"))
+    load(target, HuggingFaceStorageReader(tmp_path / "c", allow_pickle=True))
+    assert target["deep"]["config"][1]["a"] == Config()
+
+
+REFUSED = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
+    "complex128": lambda: torch.ones(2, dtype=torch.complex128),
+    "meta": lambda: torch.ones(2, device="meta"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_tensors_that_safetensors_cannot_hold_are_refused_by_name(
+    tmp_path: Path, case: str
+) -> None:
+    with pytest.raises(FAILED, match="bad.one"):
+        save({"bad": {"one": REFUSED[case]()}}, HuggingFaceStorageWriter(tmp_path / "c"))
+    assert not list(tmp_path.rglob("model-*"))
+
+
+# Directories.
+
+
+def test_saving_into_a_directory_of_others(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab").write_text("a")
+    writer = HuggingFaceStorageWriter(tmp_path, save_distributed=True, enable_consolidation=True)
+    for number in range(3):
+        state = {"w": torch.full((4,), float(number)), "n": number}
+        save(state, writer)
+        assert_same(load_ours(tmp_path, state), state)
+    assert (tmp_path / "config.json").read_text() == "{}"
+    assert (tmp_path / "tokenizer" / "vocab").read_text() == "a"
+    assert not [name for name in os.listdir(tmp_path) if "stage" in name]
+
+
+def test_shrinking_saves_leave_nothing_behind(tmp_path: Path) -> None:
+    big = {f"t{n}": torch.full((100,), float(n)) for n in range(6)}
+    mapping = {f"t{n}": n + 1 for n in range(6)}
+    small = {"t0": torch.ones(3)}
+    save({**big, "object": b"x" * (1 << 20)}, HuggingFaceStorageWriter(tmp_path / "c", mapping))
+    save(small, HuggingFaceStorageWriter(tmp_path / "c"))
+    names = set(os.listdir(tmp_path / "c"))
+    assert names == {FINAL, "model.safetensors.index.json", "torch_ckpt.json", "torch_ckpt.catalog"}
+    assert_same(load_ours(tmp_path / "c", small), small)
+
+
+def test_overwrite_false(tmp_path: Path) -> None:
+    writer = HuggingFaceStorageWriter(tmp_path / "c", overwrite=False)
+    assert writer.overwrite is False
+    save(STATE, writer)
+    with pytest.raises(FAILED, match="overwrite"):
+        save({"w": torch.zeros(3, 4), "b": STATE["b"]}, writer)
+    assert_same(load_ours(tmp_path / "c", STATE), STATE)
+    with pytest.raises(torch_ckpt.ConflictError):
+        torch_ckpt.save(STATE, storage_writer=writer)
+
+
+def test_other_options(tmp_path: Path) -> None:
+    for number, options in enumerate(
+        [{"sync_files": False}, {"direct_io": False}, {"thread_count": 5}, {"direct_io": True}]
+    ):
+        path = tmp_path / str(number)
+        save(STATE, HuggingFaceStorageWriter(path, save_distributed=True, **options))
+        assert_same(load_ours(path, STATE), STATE)
+
+
+def test_mapping_that_is_no_good(tmp_path: Path) -> None:
+    for mapping in ({"w": 0, "b": 1}, {"w": -1, "b": 1}):
+        with pytest.raises(FAILED, match="index|mapping"):
+            save(STATE, HuggingFaceStorageWriter(tmp_path / "c", mapping))
+
+
+def test_empty_state(tmp_path: Path) -> None:
+    save({}, HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True))
+    target: dict[str, Any] = {}
+    load(target, HuggingFaceStorageReader(tmp_path / "c"))
+    assert target == {}
+
+
+@torch.compile(fullgraph=False, backend="eager")
+def compiled_round_trip(path: str, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    doubled = weight * 2
+    torch_ckpt.save({"w": doubled}, checkpoint_id=path, no_dist=True)
+    torch_ckpt.load({"w": target}, checkpoint_id=path, no_dist=True)
+    return target + 1
+
+
+def test_public_calls_are_not_traced(tmp_path: Path) -> None:
+    got = compiled_round_trip(str(tmp_path / "c"), torch.ones(3), torch.zeros(3))
+    assert torch.equal(got, torch.full((3,), 3.0))
+
+
+def test_metadata_is_returned(tmp_path: Path) -> None:
+    metadata = torch_ckpt.save(STATE, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert set(metadata.state_dict_metadata) == set(STATE)
+
+
+def test_results_are_by_keyword_and_of_our_own(tmp_path: Path) -> None:
+    writer = HuggingFaceStorageWriter(tmp_path / "c")
+    with pytest.raises(torch_ckpt.InvalidArgumentError):
+        writer.finish(metadata=dcp.Metadata({}), results=[])
