@@ -91,32 +91,33 @@ class Job:
         return outcome["value"]
 
 
-class SaveSession:
-    """The coordinator's hold on a staging directory, from planning to the commit.
+class _Session:
+    """A hold on a staging directory, from planning to the commit.
 
     DCP gives a writer no call when a save fails elsewhere. So a session remembers the thread that
     began it: that thread beginning another save, or being gone, means that this save is over.
     """
 
-    _open: dict[str, weakref.ref[SaveSession]] = {}
+    _kind: str  # as the core's requests are named
+    _open: dict[tuple[str, str], weakref.ref[_Session]] = {}
     _mutex = threading.Lock()
 
-    def __init__(self, path: str, *, overwrite: bool) -> None:
-        """Begin a save into directory `path`. Raises ConflictError when another one is going on."""
+    def __init__(self, path: str, options: dict[str, Any]) -> None:
         self.path = path
         self._thread = threading.current_thread()
-        with SaveSession._mutex:
-            earlier_ref = SaveSession._open.get(path)
+        key = (self._kind, path)
+        with _Session._mutex:
+            earlier_ref = _Session._open.get(key)
             earlier = earlier_ref() if earlier_ref is not None else None
             if earlier is not None and earlier._is_over():
                 earlier.end()
-            answer = _core.call({"op": "begin_save", "path": path, "overwrite": overwrite})
+            answer = _core.call({"op": f"begin_{self._kind}", "path": path, **options})
             self.id: int = answer["session"]
             self.staging: str = answer["staging"]
             self.save_id: str = answer["save_id"]
-            self._finalizer = weakref.finalize(self, _end_session, self.id)
+            self._finalizer = weakref.finalize(self, _end_session, self._kind, self.id)
             self._finalizer.atexit = False
-            SaveSession._open[path] = weakref.ref(self)
+            _Session._open[key] = weakref.ref(self)
 
     def __reduce__(self) -> Any:
         raise TypeError("a save session cannot be pickled")
@@ -128,7 +129,7 @@ class SaveSession:
         """Commit what `request` names (csrc/engine/commit.h). On failure the session ends."""
         try:
             answer: dict[str, Any] = _core.call(
-                {"op": "commit_save", "session": self.id, **request}
+                {"op": f"commit_{self._kind}", "session": self.id, **request}
             )
         except BaseException:
             self.end()
@@ -141,9 +142,32 @@ class SaveSession:
         self._finalizer()
 
 
+class SaveSession(_Session):
+    """The coordinator's hold on the staging directory of a save."""
+
+    _kind = "save"
+
+    def __init__(self, path: str, *, overwrite: bool) -> None:
+        """Begin a save into directory `path`. Raises ConflictError when another one is going on."""
+        super().__init__(path, {"overwrite": overwrite})
+
+
+class PartSession(_Session):
+    """One rank's hold on its staging directory, in a save without collectives."""
+
+    _kind = "part"
+
+    def __init__(self, path: str, part: dict[str, Any]) -> None:
+        """Begin the part `part` (rank, world_size, run_id, sequence) in directory `path`.
+
+        Raises ConflictError when the directory holds anything but parts of the same save.
+        """
+        super().__init__(path, part)
+
+
 def _free_job(job: int) -> None:
     _core.call({"op": "job_free", "job": job})
 
 
-def _end_session(session: int) -> None:
-    _core.call({"op": "end_save", "session": session})
+def _end_session(kind: str, session: int) -> None:
+    _core.call({"op": f"end_{kind}", "session": session})

@@ -31,12 +31,14 @@ def _eager(function: F) -> F:
     return disabled
 
 
-def _writer(writer: Any, checkpoint_id: _PathLike | None) -> Any:
-    if writer is not None:
-        return writer
-    if checkpoint_id is None:
-        raise InvalidArgumentError("save needs a checkpoint_id or a storage_writer")
-    return HuggingFaceStorageWriter(checkpoint_id, save_distributed=True)
+def _writer(writer: Any, checkpoint_id: _PathLike | None, world_size: int) -> Any:
+    if writer is None:
+        if checkpoint_id is None:
+            raise InvalidArgumentError("save needs a checkpoint_id or a storage_writer")
+        writer = HuggingFaceStorageWriter(checkpoint_id, save_distributed=True)
+    if isinstance(writer, HuggingFaceStorageWriter) and writer.world_size is None:
+        writer.world_size = world_size  # DCP does not tell it which group saves
+    return writer
 
 
 def _first_failure(error: CheckpointException, reader: Any) -> BaseException:
@@ -85,8 +87,8 @@ def save(
     CheckpointError kinds or OSError, naming the rank, on every rank; nothing of a failed save is
     left, and what stood there before still loads.
     """
-    writer = _writer(storage_writer, checkpoint_id)
     rank, world_size = _ranks(process_group, no_dist)
+    writer = _writer(storage_writer, checkpoint_id, world_size)
     try:
         metadata: Metadata = _checked(
             lambda: state_dict_saver.save(
@@ -119,8 +121,8 @@ def async_save(
     `options` are stock's: async_checkpointer_type, async_stager, no_dist, use_collectives. Returns
     what stock returns; its future raises what `save` would.
     """
-    writer = _writer(storage_writer, checkpoint_id)
     rank, world_size = _ranks(process_group, options.get("no_dist", False))
+    writer = _writer(storage_writer, checkpoint_id, world_size)
     return _checked(
         lambda: state_dict_saver.async_save(
             state_dict,

@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.commit import RankReport, commit_request
+from torch_ckpt.dcp.parts import Part, check_supported, part_of
 from torch_ckpt.dcp.stock_planner import (
     check_written_boxes,
     leaf_digests,
@@ -35,8 +36,8 @@ from torch_ckpt.dcp.write_files import (
     data_files,
     wait_for_kernels,
 )
-from torch_ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedError, with_rank
-from torch_ckpt.jobs import Job, SaveSession
+from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
+from torch_ckpt.jobs import Job, PartSession, SaveSession
 
 # A copy overlaps a write only with a second thread.
 MIN_WORKERS = 2
@@ -63,6 +64,11 @@ class HuggingFaceStorageWriter(StockWriter):
     direct_io: False writes through the page cache.
     strict: consolidation with a mapping that does not fit the tensors is an error.
     allow_pickle: leaves that typed JSON cannot say are pickled instead of refused.
+    world_size: for use_collectives=False, how many ranks save; the default group's size if None.
+
+    With use_collectives=False every rank commits its own part, into a directory that holds no
+    checkpoint; it can be read once all parts are there. Where ranks save values of one name that
+    differ, the lowest rank's is read. Needs save_distributed, without enable_consolidation.
 
     Raises, from the save: CheckpointError kinds and OSError, naming file and tensor.
     """
@@ -81,6 +87,7 @@ class HuggingFaceStorageWriter(StockWriter):
         direct_io: bool = True,
         strict: bool = True,
         allow_pickle: bool = False,
+        world_size: int | None = None,
     ) -> None:
         super().__init__(
             path=os.fspath(path),
@@ -95,8 +102,10 @@ class HuggingFaceStorageWriter(StockWriter):
         self.direct_io = direct_io
         self.strict = strict
         self.allow_pickle = allow_pickle
+        self.world_size = world_size
         self.is_coordinator = False
-        self._session: SaveSession | None = None
+        self._part: Part | None = None  # with collectives there are no parts
+        self._session: SaveSession | PartSession | None = None
         self._place(os.fspath(path))
 
     def _place(self, path: str) -> None:
@@ -122,14 +131,16 @@ class HuggingFaceStorageWriter(StockWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self.is_coordinator = is_coordinator
         self._end_session()
+        self._part = None
+        if not self.use_collectives:
+            check_supported(
+                save_distributed=self.save_distributed,
+                enable_consolidation=self.enable_consolidation,
+            )
+            self._part = part_of(os.path.abspath(self.path), self.rank, self.world_size)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse here, before anything is on disk, what could not be written."""
-        if not self.use_collectives:
-            raise UnsupportedError(
-                "saving without collectives (use_collectives=False) needs a commit for every rank, "
-                "which this version does not have"
-            )
         mapping = self.fqn_to_index_mapping
         if mapping is not None:
             for item in plan.items:
@@ -145,8 +156,16 @@ class HuggingFaceStorageWriter(StockWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: lock the staging directory and clear what a dead save left."""
-        self._session = SaveSession(os.path.abspath(self.path), overwrite=self.overwrite)
+        """Coordinator, and without collectives every rank: lock the staging directory and clear
+        what a dead save left."""
+        path = os.path.abspath(self.path)
+        if self._part is None:
+            self._session = SaveSession(path, overwrite=self.overwrite)
+            return plans
+        try:
+            self._session = PartSession(path, self._part.request())
+        except (CheckpointError, OSError) as error:
+            raise with_rank(error, self._part.rank) from error
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -184,6 +203,8 @@ class HuggingFaceStorageWriter(StockWriter):
             try:
                 report = self._write_files(planner, buckets, objects, rank)
             except (CheckpointError, OSError) as error:
+                if self._part is not None:
+                    self._end_session()  # no coordinator will
                 raise with_rank(error, rank) from error
         report.digests = digests
         done.set_result([report])  # type: ignore[list-item]
@@ -249,7 +270,8 @@ class HuggingFaceStorageWriter(StockWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator: commit, then consolidate where that was asked for."""
+        """Coordinator: commit, then consolidate where that was asked for. Without collectives
+        every rank: commit its part."""
         session, self._session = self._session, None
         if session is None:
             raise InvalidArgumentError("finish was called on a writer that has not begun a save")

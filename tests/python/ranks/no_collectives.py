@@ -111,9 +111,7 @@ def a_second_save_is_refused(context: Context) -> None:
     dcp.load(loaded, storage_reader=HuggingFaceStorageReader(path))
     check_content(context, loaded)
     # One with collectives may replace it.
-    dcp.save(
-        content(context), storage_writer=HuggingFaceStorageWriter(path, save_distributed=True)
-    )
+    dcp.save(content(context), storage_writer=HuggingFaceStorageWriter(path, save_distributed=True))
     assert "torch_ckpt.json" in listing(path)
     assert not [name for name in listing(path) if name.startswith("torch_ckpt-")]
 
@@ -121,9 +119,7 @@ def a_second_save_is_refused(context: Context) -> None:
 @case
 def a_checkpoint_is_not_saved_over(context: Context) -> None:
     path = context.folder / "c"
-    dcp.save(
-        content(context), storage_writer=HuggingFaceStorageWriter(path, save_distributed=True)
-    )
+    dcp.save(content(context), storage_writer=HuggingFaceStorageWriter(path, save_distributed=True))
     error = raised(lambda: save(context, path), "torch_ckpt.json")
     assert isinstance(error, ConflictError)
 

@@ -1,0 +1,139 @@
+"""use_collectives=False: parts of single ranks, by several processes and read by one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from launch import HERE, PACKAGE, run_ranks
+from ranks import no_collectives
+from ranks.layouts import layouts, whole
+
+import torch_ckpt
+from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter, IncompleteError
+from torch_ckpt.dcp.parts import part_of, run_id
+
+WORLD = 2
+LAUNCH_VARIABLES = (
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, run_ranks("no_collectives", WORLD, folder)
+
+
+@pytest.mark.parametrize("case", no_collectives.CASES)
+def test_case(launch: Any, case: str) -> None:
+    _, outcome = launch
+    assert case in outcome, outcome.get("", "the launch ended before this case")
+    assert outcome[case] == "ok", outcome[case]
+
+
+def test_one_process_loads_what_several_saved(launch: Any) -> None:
+    folder, _ = launch
+    table = layouts(WORLD)
+    state: dict[str, Any] = {
+        "model": {name: torch.zeros(layout.shape) for name, layout in table.items()},
+        "plain": torch.zeros(6, 2),
+        "step": 0,
+    }
+    reader = HuggingFaceStorageReader(folder / "no-collectives")
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    for name, layout in table.items():
+        assert torch.equal(state["model"][name], whole(name, layout.shape)), name
+    assert torch.equal(state["plain"], whole("plain", (6, 2)))
+    assert state["step"] == 7
+
+
+def test_a_process_without_a_group(tmp_path: Path) -> None:
+    value = {"w": torch.arange(6.0), "step": 3}
+    for path in (tmp_path / "a", tmp_path / "b"):
+        writer = HuggingFaceStorageWriter(path, save_distributed=True)
+        dcp.save(value, storage_writer=writer, no_dist=True, use_collectives=False)
+        loaded = {"w": torch.zeros(6), "step": 0}
+        torch_ckpt.load(loaded, checkpoint_id=path, no_dist=True)
+        assert torch.equal(loaded["w"], value["w"]) and loaded["step"] == 3
+
+
+# Rank 1 of 2 is killed after its files were renamed, before its manifest is.
+KILLED = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from torch_ckpt import HuggingFaceStorageWriter
+rank, path = int(sys.argv[1]), sys.argv[2]
+writer = HuggingFaceStorageWriter(path, save_distributed=True, world_size=2)
+planner = dcp.DefaultSavePlanner()
+planner.set_up_planner({f"w{rank}": torch.ones(4)}, None, rank == 0)
+writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
+plan = writer.prepare_local_plan(planner.create_local_plan())
+plans, metadata = planner.create_global_plan([plan])
+plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+results = writer.write_data(plan, planner).wait()
+writer.finish(metadata=metadata, results=[results])
+"""
+
+
+def save_rank(rank: int, path: Path, faults: str = "") -> int:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(HERE)]),
+        "TORCH_CKPT_FAULTS": faults,
+    }
+    command = [sys.executable, "-c", KILLED, str(rank), str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, -9), done.stderr
+    return done.returncode
+
+
+def refused(path: Path, text: str) -> None:
+    with pytest.raises(IncompleteError, match=text) as error:
+        HuggingFaceStorageReader(path).read_metadata()
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("renames", [1, 2, 3])
+def test_a_rank_killed_before_its_commit(tmp_path: Path, renames: int) -> None:
+    """It renames its data file, its catalog, its manifest; the kill is before the n-th."""
+    path = tmp_path / "c"
+    if save_rank(1, path, faults=f"renameat2:{renames}:kill") == 0:
+        pytest.skip("this build has no fault points")
+    refused(path, "no rank has committed")
+    assert save_rank(0, path) == 0
+    refused(path, "rank 1 of 2 is missing")
+    # The rank's next start of the same run takes up where it died.
+    assert save_rank(1, path) == 0
+    loaded = {"w0": torch.zeros(4), "w1": torch.zeros(4)}
+    torch_ckpt.load(loaded, checkpoint_id=path, no_dist=True)
+    assert torch.equal(loaded["w1"], torch.ones(4))
+
+
+def test_which_save_a_part_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path)
+    first, second = part_of(path, 0, None), part_of(path, 0, None)
+    assert (first.world_size, first.sequence, second.sequence) == (1, 0, 1)
+    assert first.run_id == second.run_id and len(first.run_id) == 32
+    assert part_of(path, 3, 4).world_size == 4
+    ids = set()
+    for variables in (
+        {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"},
+        {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"},
+        {"TORCHELASTIC_RUN_ID": "b", "TORCHELASTIC_RESTART_COUNT": "0"},
+        {"MASTER_ADDR": "h", "MASTER_PORT": "1"},
+        {"MASTER_ADDR": "h", "MASTER_PORT": "2"},
+        {},
+    ):
+        for name in LAUNCH_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        ids.add(run_id())
+    assert len(ids) == 6
