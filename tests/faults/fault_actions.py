@@ -1,0 +1,143 @@
+"""What the children of the fault tests do. Each function runs in a process of its own.
+
+States are numbered: state i has its own bytes and leaves in the same shapes.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+from typing import Any
+
+import torch
+
+STAGE_SUFFIX = ".torch_ckpt-stage"
+
+
+def state(number: int) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(number)
+    return {
+        "model": {
+            "w": torch.randn(40, 30, generator=random),
+            "b": torch.randn(7, generator=random).bfloat16(),
+            "t": torch.randn(6, 5, generator=random).t(),
+        },
+        "step": number,
+        "name": f"state {number}",
+    }
+
+
+def _empty() -> dict[str, Any]:
+    empty = state(0)
+    empty["model"] = {name: torch.zeros_like(value) for name, value in empty["model"].items()}
+    return {**empty, "step": -1, "name": ""}
+
+
+def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return (
+        a["step"] == b["step"]
+        and a["name"] == b["name"]
+        and all(torch.equal(a["model"][name], b["model"][name]) for name in b["model"])
+    )
+
+
+def save(path: str, number: int) -> None:
+    import torch_ckpt
+
+    torch_ckpt.save(state(number), checkpoint_id=path, no_dist=True)
+
+
+def save_large(path: str, elements: int) -> None:
+    import torch_ckpt
+
+    torch_ckpt.save({"x": torch.ones(elements)}, checkpoint_id=path, no_dist=True)
+
+
+def consolidate(source: str, path: str) -> None:
+    import torch_ckpt
+
+    torch_ckpt.consolidate_safetensors_files(source, path, None)
+
+
+def load(path: str, numbers: list[int]) -> int:
+    """The number of the state that `path` holds, bit for bit."""
+    import torch_ckpt
+
+    loaded = _empty()
+    torch_ckpt.load(loaded, checkpoint_id=path, no_dist=True)
+    for number in numbers:
+        if _equal(loaded, state(number)):
+            return number
+    raise AssertionError(f"{path} holds a mixture: step {loaded['step']}")
+
+
+def leftovers(path: str) -> list[str]:
+    """Staging directories and locks in `path` and beside it."""
+    folder = pathlib.Path(path)
+    found = [*folder.glob(f"*{STAGE_SUFFIX}*"), *folder.glob("lock"), *folder.glob("*.new")]
+    found += folder.parent.glob(f".{folder.name}{STAGE_SUFFIX}*")
+    return [str(entry) for entry in found]
+
+
+def inspect(paths: list[str], numbers: list[int], following: int) -> list[dict[str, Any]]:
+    """For each path: the state found (or why none), then one more save, and what that leaves."""
+    import torch_ckpt
+
+    answers = []
+    for path in paths:
+        answer: dict[str, Any] = {"path": path}
+        try:
+            answer["found"] = load(path, numbers)
+        except torch_ckpt.IncompleteError as error:
+            answer["found"] = None
+            answer["why"] = str(error)
+        save(path, following)
+        answer["then"] = load(path, [following])
+        answer["leftovers"] = leftovers(path)
+        answers.append(answer)
+    return answers
+
+
+def hold(path: str, ready: str, release: str, number: int) -> None:
+    """Begin a save, say so, wait until told to go on, and save."""
+    from torch_ckpt.jobs import SaveSession
+
+    session = SaveSession(path, overwrite=True)
+    pathlib.Path(ready).touch()
+    while not os.path.exists(release):
+        time.sleep(0.005)
+    session.end()
+    save(path, number)
+
+
+def save_at(path: str, number: int, start: str) -> None:
+    """Save when the file `start` is there."""
+    import torch_ckpt
+
+    assert torch_ckpt.save  # the import is done before the race
+    while not os.path.exists(start):
+        time.sleep(0.0005)
+    save(path, number)
+
+
+def overwrite_many(path: str, numbers: list[int], done: str) -> None:
+    for number in numbers:
+        save(path, number)
+    pathlib.Path(done).touch()
+
+
+def load_many(path: str, numbers: list[int], done: str) -> dict[str, int]:
+    """Load until `done` is there. Every load is one of the states or a ConflictError."""
+    import torch_ckpt
+
+    seen = {"loads": 0, "conflicts": 0}
+    while not os.path.exists(done):
+        try:
+            load(path, numbers)
+            seen["loads"] += 1
+        except torch_ckpt.ConflictError as error:
+            if "replaced" not in str(error):
+                raise
+            seen["conflicts"] += 1
+    return seen

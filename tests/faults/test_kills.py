@@ -1,0 +1,37 @@
+"""A save that is killed at any of its system calls leaves the old checkpoint or the new one."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize("name", ["fresh", "overwrite", "consolidate"])
+def test_killed_at_any_call(make_scenario: Any, name: str) -> None:
+    scenario = make_scenario(name)
+    paths = []
+    for fault, path, outcome in scenario.run([f"*:{nth}:kill" for nth in scenario.sample(150)]):
+        assert outcome["signal"] in (0, signal.SIGKILL), (fault, outcome)
+        if not outcome["signal"]:
+            assert "ok" in outcome, (fault, outcome)
+        paths.append(path)
+    found = [answer["found"] for answer in scenario.check(paths)]
+    # Once new, always new; both were seen, or the kills missed the commit.
+    assert found[0] == (None if name == "fresh" else 1)
+    assert found[-1] == 2
+    assert found == sorted(found, key=lambda state: state == 2)
+
+
+@pytest.mark.parametrize("name", ["fresh", "overwrite"])
+def test_recovery_is_killed_too(make_scenario: Any, server: Any, name: str) -> None:
+    """Kill a save around its commit, kill the next one in its clean-up or replay, and look."""
+    scenario = make_scenario(name)
+    last = scenario.calls()
+    faults = [f"*:{nth}:kill" for nth in range(last - 48, last, 4)]
+    paths = []
+    for i, (_, path, _) in enumerate(scenario.run(faults)):
+        server.outcome("save", faults=f"*:{20 + 7 * i % 50}:kill", path=path, number=2)
+        paths.append(path)
+    scenario.check(paths)
