@@ -1,0 +1,425 @@
+"""The reader as DCP and its users see it: hooks, metadata, casts, targets, partial loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import (
+    DTYPES,
+    FAILED,
+    assert_same,
+    bits,
+    blank,
+    load,
+    load_ours,
+    sample,
+    save,
+    stock_rows,
+)
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import torch_ckpt
+from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+FINAL = "model-00001-of-00001.safetensors"
+
+
+def saved(path: Path, state: dict[str, Any]) -> Path:
+    save(state, HuggingFaceStorageWriter(path, save_distributed=True))
+    return path
+
+
+# The hook that the quantized reader and users override.
+
+
+class Doubling(HuggingFaceStorageReader):
+    def _process_read_request(self, f: Any, req: Any, planner: Any) -> None:
+        self.seen = [*getattr(self, "seen", []), req.storage_index.fqn]
+        assert req.storage_index.fqn in f.keys()  # safe_open is no dict
+        f.metadata()
+        slices = tuple(
+            slice(start, start + size)
+            for start, size in zip(req.storage_offsets, req.lengths, strict=True)
+        )
+        value = f.get_slice(req.storage_index.fqn)[slices]
+        target = planner.resolve_tensor(req).detach()
+        target.copy_(value * 2)
+        planner.commit_tensor(req, target)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_requests_go_to_an_overridden_hook(tmp_path: Path, threads: int) -> None:
+    whole = torch.arange(24.0).reshape(12, 2)
+    stock_rows(tmp_path / "in", whole, 3)
+    reader = Doubling(tmp_path / "in", threads)
+    target = {"w": torch.zeros(12, 2)}
+    load(target, reader)
+    assert torch.equal(target["w"], whole * 2)
+    assert reader.seen == ["w"] * 3, "one request per stored shard, as with stock"
+
+
+def test_requests_and_objects_together(tmp_path: Path) -> None:
+    saved(tmp_path / "in", {"w": torch.ones(3), "n": {"step": 4}})
+    target = {"w": torch.zeros(3), "n": {"step": 0}}
+    load(target, Doubling(tmp_path / "in"))
+    assert torch.equal(target["w"], torch.full((3,), 2.0)) and target["n"] == {"step": 4}
+
+
+def test_a_reader_that_is_not_overridden_is_not_asked(tmp_path: Path) -> None:
+    class Same(HuggingFaceStorageReader):
+        """A subclass without the hook takes the fast way."""
+
+    saved(tmp_path / "in", {"w": torch.ones(3)})
+    metadata = Same(tmp_path / "in").read_metadata()
+    assert len(metadata.state_dict_metadata["w"].chunks) == 1
+
+
+# Metadata.
+
+
+def test_metadata(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.zeros(4, 2), "s": torch.tensor(1)}, "groups": [{"lr": 0.1}]}
+    saved(tmp_path / "in", state)
+    reader = HuggingFaceStorageReader(tmp_path / "in")
+    metadata = reader.read_metadata()
+    entries = metadata.state_dict_metadata
+    assert set(entries) == {"model.w", "model.s", "groups.0.lr"}
+    assert isinstance(entries["groups.0.lr"], BytesStorageMetadata)
+    weight = entries["model.w"]
+    assert isinstance(weight, TensorStorageMetadata)
+    assert weight.size == torch.Size([4, 2]) and weight.properties.dtype == torch.float32
+    assert metadata.planner_data["model.w"] == ("model", "w")
+    assert metadata.planner_data["groups.0.lr"] == ("groups", 0, "lr")
+    assert metadata.storage_meta is not None and metadata.storage_meta.load_id == reader.load_id
+
+
+def test_metadata_presents_one_chunk_whatever_is_stored(tmp_path: Path) -> None:
+    stock_rows(tmp_path / "in", torch.zeros(8, 2), 4)
+    one = HuggingFaceStorageReader(tmp_path / "in").read_metadata()
+    assert len(one.state_dict_metadata["w"].chunks) == 1
+    four = Doubling(tmp_path / "in").read_metadata()
+    assert len(four.state_dict_metadata["w"].chunks) == 4
+    assert len(four.storage_data) == 4
+
+
+def test_state_without_a_target(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.randn(4, 2)}, "more": {"step": 3, "list": [torch.ones(1)]}}
+    saved(tmp_path / "in", state)
+    got = _load_state_dict_from_keys(storage_reader=HuggingFaceStorageReader(tmp_path / "in"))
+    assert_same(got, state)
+    got = _load_state_dict_from_keys(
+        {"model.w"}, storage_reader=HuggingFaceStorageReader(tmp_path / "in")
+    )
+    assert_same(got, {"model": state["model"]})
+
+
+def test_a_checkpoint_that_is_replaced_between_metadata_and_data(tmp_path: Path) -> None:
+    path = saved(tmp_path / "in", {"w": torch.zeros(3)})
+    reader = HuggingFaceStorageReader(path)
+    planner = dcp.DefaultLoadPlanner()
+    target = {"w": torch.full((3,), -1.0)}
+    metadata = reader.read_metadata()
+    planner.set_up_planner(target, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    saved(path, {"w": torch.ones(3)})
+    with pytest.raises(torch_ckpt.ConflictError, match="in"):
+        reader.read_data(planner.create_local_plan(), planner)
+    assert (target["w"] == -1).all()
+
+
+# Casts.
+
+WIDENING = [
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float64),
+    (torch.float32, torch.float64),
+    (torch.float8_e4m3fn, torch.bfloat16),
+    (torch.int8, torch.int64),
+    (torch.uint8, torch.int16),
+    (torch.int16, torch.float32),
+    (torch.bool, torch.uint8),
+    (torch.bool, torch.float32),
+    (torch.float32, torch.complex64),
+]
+ROUNDING = [
+    (torch.float32, torch.float16),
+    (torch.float32, torch.bfloat16),
+    (torch.float64, torch.float32),
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.float8_e4m3fn),
+    (torch.int64, torch.float32),
+    (torch.int64, torch.int8),
+    (torch.int32, torch.uint8),
+]
+
+
+def value_of(dtype: torch.dtype) -> torch.Tensor:
+    """Values that every dtype of the tests above holds, or nearly."""
+    return torch.tensor([0, 1, 1, 0, 1, 0]).reshape(2, 3).to(dtype)
+
+
+@pytest.mark.parametrize(("source", "target"), WIDENING, ids=str)
+def test_widening_is_silent(tmp_path: Path, source: torch.dtype, target: torch.dtype) -> None:
+    path = saved(tmp_path / "in", {"w": sample(source, 4, 5)})
+    into = {"w": torch.zeros(4, 5, dtype=target)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        load(into, HuggingFaceStorageReader(path))
+    assert bits(into["w"]) == bits(sample_again(path, source).to(target))
+
+
+def sample_again(path: Path, dtype: torch.dtype) -> torch.Tensor:
+    return load_ours(path, {"w": torch.zeros(4, 5).to(dtype)})["w"]
+
+
+@pytest.mark.parametrize(("source", "target"), ROUNDING, ids=str)
+def test_other_casts_warn_once_with_the_name(
+    tmp_path: Path, source: torch.dtype, target: torch.dtype
+) -> None:
+    path = saved(tmp_path / "in", {"deep": {"w": value_of(source)}, "x": torch.ones(1)})
+    into = {"deep": {"w": torch.zeros(2, 3).to(target)}, "x": torch.zeros(1)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(into, HuggingFaceStorageReader(path))
+    told = [str(warning.message) for warning in caught if "stored as" in str(warning.message)]
+    assert len(told) == 1 and told[0].startswith("deep.w: stored as"), told
+    assert bits(into["deep"]["w"]) == bits(value_of(source).to(target))
+
+
+def test_strict_dtype_refuses(tmp_path: Path) -> None:
+    path = saved(tmp_path / "in", {"w": torch.ones(3, dtype=torch.float16)})
+    for options in (
+        (HuggingFaceStorageReader(path, strict_dtype=True), None),
+        (HuggingFaceStorageReader(path), torch_ckpt.LoadPlanner(strict_dtype=True)),
+    ):
+        target = {"w": torch.zeros(3)}
+        with pytest.raises(FAILED, match="'w'.*strict_dtype"):
+            load(target, options[0], planner=options[1])
+        assert (target["w"] == 0).all()
+    target = {"w": torch.zeros(3, dtype=torch.float16)}
+    load(target, HuggingFaceStorageReader(path, strict_dtype=True))
+    assert (target["w"] == 1).all()
+
+
+LOSSY = [
+    (torch.tensor([1.0, 1e39], dtype=torch.float64), torch.float32),
+    (torch.tensor([1.0, 70000.0]), torch.float16),
+    (torch.tensor([1.0, 500.0]), torch.float8_e4m3fn),
+    (torch.tensor([1, 200]), torch.int8),
+    (torch.tensor([-1, 2]), torch.uint8),
+    (torch.tensor([0.5, 2.0]), torch.int32),
+    (torch.tensor([float("nan"), 2.0]), torch.int32),
+    (torch.tensor([2, 0]), torch.bool),
+    (torch.tensor([1 + 1j, 2]), torch.float32),
+]
+
+
+@pytest.mark.parametrize(("value", "dtype"), LOSSY, ids=str)
+def test_casts_that_change_a_value_are_errors(
+    tmp_path: Path, value: torch.Tensor, dtype: torch.dtype
+) -> None:
+    path = saved(tmp_path / "in", {"w": value})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(FAILED, match="'w'"):
+            load({"w": torch.zeros(2).to(dtype)}, HuggingFaceStorageReader(path))
+
+
+def test_infinities_and_nans_that_were_there_are_no_loss(tmp_path: Path) -> None:
+    value = torch.tensor([float("inf"), -float("inf"), float("nan"), 1.0])
+    path = saved(tmp_path / "in", {"w": value})
+    target = {"w": torch.zeros(4, dtype=torch.float16)}
+    with pytest.warns(UserWarning, match="w: stored as"):
+        load(target, HuggingFaceStorageReader(path))
+    assert torch.equal(target["w"].isnan(), value.isnan())
+    assert torch.equal(target["w"][:2], value[:2].half())
+
+
+# Targets.
+
+TARGETS: dict[str, Any] = {
+    "contiguous": lambda: torch.zeros(6, 4),
+    "transposed": lambda: torch.zeros(4, 6).t(),
+    "strided": lambda: torch.zeros(12, 8)[::2, ::2],
+    "a part of another": lambda: torch.zeros(10, 10)[2:8, 3:7],
+    "double, transposed": lambda: torch.zeros(4, 6, dtype=torch.float64).t(),
+    "needs a gradient": lambda: torch.zeros(6, 4, requires_grad=True),
+    "a parameter": lambda: torch.nn.Parameter(torch.zeros(6, 4)),
+    "shared memory": lambda: torch.zeros(6, 4).share_memory_(),
+    "conjugated": lambda: torch.zeros(6, 4, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.parametrize("planner", [dcp.DefaultLoadPlanner, torch_ckpt.LoadPlanner])
+@pytest.mark.parametrize("case", TARGETS)
+def test_targets_of_every_kind_are_filled_in_place(
+    tmp_path: Path, case: str, planner: Any
+) -> None:
+    value = torch.randn(6, 4)
+    path = saved(tmp_path / "in", {"w": value})
+    target = TARGETS[case]()
+    pointer, version = target.data_ptr(), target._version
+    into = {"w": target}
+    load(into, HuggingFaceStorageReader(path), planner=planner())
+    assert into["w"] is target and target.data_ptr() == pointer
+    assert torch.equal(target.detach().to(value.dtype) if not target.is_complex() else target.real, value)
+    assert target._version > version, "autograd sees that the tensor changed"
+
+
+def test_memory_around_a_view_is_left_alone(tmp_path: Path) -> None:
+    path = saved(tmp_path / "in", {"w": torch.ones(6, 4)})
+    base = torch.zeros(10, 10)
+    load({"w": base[2:8, 3:7]}, HuggingFaceStorageReader(path))
+    assert base.sum() == 24 and base[2:8, 3:7].sum() == 24
+
+
+def test_expanded_targets_are_refused_or_right(tmp_path: Path) -> None:
+    path = saved(tmp_path / "in", {"w": torch.arange(12.0).reshape(3, 4)})
+    target = torch.zeros(3, 1).expand(3, 4)
+    with pytest.raises(FAILED, match="w|expand|memory"):
+        load({"w": target}, HuggingFaceStorageReader(path))
+
+
+def test_saved_gradients_of_a_loaded_parameter_are_noticed(tmp_path: Path) -> None:
+    path = saved(tmp_path / "in", {"w": torch.ones(3)})
+    weight = torch.nn.Parameter(torch.zeros(3))
+    result = (weight * weight).sum()
+    load({"w": weight}, HuggingFaceStorageReader(path))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+def test_module_state_is_loaded_in_place(tmp_path: Path) -> None:
+    source, target = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    path = saved(tmp_path / "in", {"model": source.state_dict()})
+    load({"model": target.state_dict()}, HuggingFaceStorageReader(path))
+    assert_same(dict(target.state_dict()), dict(source.state_dict()))
+
+
+class Staging(dcp.DefaultLoadPlanner):
+    """Gives the reader a buffer of another dtype, and moves it when it is committed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.committed: list[str] = []
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return torch.zeros(read_item.lengths, dtype=torch.float64)
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        self.committed.append(read_item.dest_index.fqn)
+        self.lookup_tensor(read_item.dest_index).copy_(tensor.float() + 1)
+
+
+def test_planner_with_buffers_of_its_own(tmp_path: Path) -> None:
+    state = {"a": torch.randn(5), "b": torch.randn(2, 2)}
+    path = saved(tmp_path / "in", state)
+    target, planner = blank(state), Staging()
+    load(target, HuggingFaceStorageReader(path), planner=planner)
+    assert sorted(planner.committed) == ["a", "b"]
+    assert_same(target, {name: value + 1 for name, value in state.items()})
+
+
+# Parts, shapes and names that do not fit.
+
+
+@pytest.mark.parametrize("kind", [dcp.DefaultLoadPlanner, torch_ckpt.LoadPlanner])
+def test_partial_loads(tmp_path: Path, kind: Any) -> None:
+    path = saved(tmp_path / "in", {"a": torch.ones(2), "b": torch.ones(2), "n": 1})
+    target = {"a": torch.zeros(2), "new": torch.full((2,), 7.0), "step": 9}
+    with pytest.raises(FAILED, match="new"):
+        load(dict(target), HuggingFaceStorageReader(path), planner=kind())
+    load(target, HuggingFaceStorageReader(path), planner=kind(allow_partial_load=True))
+    assert_same(
+        target, {"a": torch.ones(2), "new": torch.full((2,), 7.0), "step": 9}
+    )
+
+
+@pytest.mark.parametrize("kind", [dcp.DefaultLoadPlanner, torch_ckpt.LoadPlanner])
+def test_shapes_that_differ_are_named(tmp_path: Path, kind: Any) -> None:
+    path = saved(tmp_path / "in", {"a": torch.ones(2, 3)})
+    with pytest.raises(FAILED, match="(?s)2, 3.*a"):
+        load({"a": torch.zeros(3, 2)}, HuggingFaceStorageReader(path), planner=kind())
+
+
+def test_directories_that_are_no_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for name in ("empty", "file", "missing"):
+        with pytest.raises(FAILED, match=name):
+            load({"w": torch.zeros(1)}, HuggingFaceStorageReader(tmp_path / name))
+
+
+def test_index_and_files_must_agree(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / FINAL)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": FINAL, "b": FINAL}}))
+    with pytest.raises(FAILED, match="'b'"):
+        load({"a": torch.zeros(2)}, HuggingFaceStorageReader(tmp_path))
+    gone = {"a": FINAL, "c": "model-00002-of-00002.safetensors"}
+    index.write_text(json.dumps({"weight_map": gone}))
+    with pytest.raises(FAILED, match="model-00002"):
+        load({"a": torch.zeros(2)}, HuggingFaceStorageReader(tmp_path))
+    index.write_text(json.dumps({"weight_map": {"a": "../" + tmp_path.name + "/" + FINAL}}))
+    with pytest.raises(FAILED, match="index.json"):
+        load({"a": torch.zeros(2)}, HuggingFaceStorageReader(tmp_path))
+
+
+def test_readers_never_write(tmp_path: Path) -> None:
+    path = saved(tmp_path / "in", {"w": torch.ones(3), "n": 1})
+    before = {name: os.stat(path / name).st_mtime_ns for name in os.listdir(path)}
+    os.chmod(path, 0o555)
+    load({"w": torch.zeros(3), "n": 0}, HuggingFaceStorageReader(path))
+    os.chmod(path, 0o755)
+    assert {name: os.stat(path / name).st_mtime_ns for name in os.listdir(path)} == before
+
+
+def test_checkpoint_id_of_the_call_holds(tmp_path: Path) -> None:
+    saved(tmp_path / "a", {"w": torch.zeros(2)})
+    saved(tmp_path / "b", {"w": torch.ones(2)})
+    reader = HuggingFaceStorageReader(tmp_path / "a")
+    for name, wanted in (("b", 1.0), ("a", 0.0), ("b", 1.0)):
+        target = {"w": torch.full((2,), -1.0)}
+        load(target, reader, checkpoint_id=tmp_path / name)
+        assert (target["w"] == wanted).all()
+
+
+def test_verify_may_be_left_out(tmp_path: Path) -> None:
+    state = {f"{dtype}": sample(dtype, 3, 3) for dtype in DTYPES}
+    path = saved(tmp_path / "in", state)
+    target = blank(state)
+    load(target, HuggingFaceStorageReader(path, verify=False))
+    assert_same(target, state)
+
+
+QUANTIZED = {
+    "w.weight": torch.ones(130, 200).to(torch.float8_e4m3fn),
+    "w.weight_scale_inv": torch.tensor([[2.0, 3.0], [4.0, 5.0]]),
+    "plain": torch.randn(4),
+}
+
+
+class OursQuantized(dcp.QuantizedHuggingFaceStorageReader, HuggingFaceStorageReader):
+    """Stock's dequantization on our metadata."""
+
+
+@pytest.mark.parametrize("kind", [dcp.QuantizedHuggingFaceStorageReader, OursQuantized])
+@pytest.mark.parametrize("files", [1, 2])
+def test_quantized_reader_on_our_files(tmp_path: Path, kind: Any, files: int) -> None:
+    mapping = {"w.weight": 1, "w.weight_scale_inv": files, "plain": 1}
+    save(QUANTIZED, HuggingFaceStorageWriter(tmp_path / "in", mapping))
+    target = {"w.weight": torch.zeros(130, 200), "plain": torch.zeros(4)}
+    load(target, kind(str(tmp_path / "in")))
+    scale = QUANTIZED["w.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(target["w.weight"], scale[:130, :200])
+    assert torch.equal(target["plain"], QUANTIZED["plain"])
