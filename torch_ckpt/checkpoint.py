@@ -17,7 +17,6 @@ from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.jobs import Job, SaveSession
 from torch_ckpt.progress import Progress, run_job
 
-_MANIFEST = "torch_ckpt.json"
 _OBJECT = 2  # EntryKind in csrc/format/catalog.h
 
 
@@ -183,10 +182,9 @@ class Checkpoint:
         _core.call({"op": "manifest", "path": self.path})
         with _locked(self.path):
             # Read under the lock: no save can replace what we are about to remove.
-            names = [
-                file["name"] for file in _core.call({"op": "manifest", "path": self.path})["files"]
-            ]
-            removed = _unlink_all(self.path, names)
+            answer = _core.call({"op": "manifest", "path": self.path})
+            names = [file["name"] for file in answer["files"]]
+            removed = _unlink_all(self.path, answer["manifests"], names)
         return _remove_directory(self.path, removed)
 
 
@@ -233,14 +231,15 @@ def _directory(path: str) -> Iterator[int]:
         os.close(fd)
 
 
-def _unlink_all(path: str, names: list[str]) -> list[str]:
-    """Unlink the manifest, durably, and then `names`; returns those that were there.
+def _unlink_all(path: str, manifests: list[str], names: list[str]) -> list[str]:
+    """Unlink `manifests`, durably, and then `names`; returns those that were there.
 
-    `names` are plain names, without a separator: the core has refused any other.
+    All are plain names, without a separator: the core has refused any other.
     """
-    removed = [_MANIFEST]
+    removed = list(manifests)
     with _directory(path) as fd:
-        os.unlink(_MANIFEST, dir_fd=fd)
+        for name in manifests:
+            os.unlink(name, dir_fd=fd)
         os.fsync(fd)
         for name in names:
             try:

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "engine/checkpoint.h"
+#include "engine/merge_parts.h"
 #include "engine/verify_job.h"
 #include "format/names.h"
 #include "os/directory.h"
@@ -24,6 +25,26 @@ Json ManifestFilesJson(const Manifest& manifest) {
   return files;
 }
 
+// The same of the parts of a save without collectives, all there or not.
+Result<Json> PartManifests(const Directory& directory) {
+  TC_ASSIGN_OR_RETURN(const std::vector<Manifest> parts, ReadParts(directory));
+  if (parts.empty()) {
+    return Incomplete("holds no checkpoint of torch_ckpt: there is no " +
+                      std::string(kManifestName))
+        .WithFile(directory.path());
+  }
+  Json manifests = Json::array(), files = Json::array();
+  for (const Manifest& part : parts) {
+    manifests.push_back(
+        PartManifestName(part.part->rank, part.part->world_size));
+    for (Json& file : ManifestFilesJson(part)) files.push_back(std::move(file));
+  }
+  return Json{{"save_id", PartsSaveId(parts)},
+              {"world_size", parts[0].world_size},
+              {"manifests", std::move(manifests)},
+              {"files", std::move(files)}};
+}
+
 // What the manifest names, without a look at those files: a checkpoint that is
 // damaged can be removed too.
 Result<Json> ManifestRequest(const Json& request) {
@@ -37,8 +58,7 @@ Result<Json> ManifestRequest(const Json& request) {
   Result<std::string> text = directory->ReadFile(name, kMaxManifestBytes);
   if (!text.ok()) {
     if (text.status().sys_errno() != ENOENT) return text.status();
-    return Incomplete("holds no checkpoint of torch_ckpt: there is no " + name)
-        .WithFile(path);
+    return PartManifests(*directory);
   }
   Result<Manifest> manifest = ParseManifest(AsBytes(*text));
   if (!manifest.ok()) {
@@ -46,6 +66,7 @@ Result<Json> ManifestRequest(const Json& request) {
   }
   return Json{{"save_id", manifest->save_id},
               {"world_size", manifest->world_size},
+              {"manifests", {name}},
               {"files", ManifestFilesJson(*manifest)}};
 }
 
@@ -69,6 +90,7 @@ Result<Json> DescribeRequest(const Json& request) {
     if (with_parts || entry.kind == EntryKind::kObject) {
       Json of_entry = Json::array();
       for (const Placement& p : catalog.placements(static_cast<uint32_t>(i))) {
+        if (p.role == PlacementRole::kReplica) continue;
         of_entry.push_back({{"file", p.file},
                             {"offset", p.offset},
                             {"offsets", DimsJson(p.box.offsets)},

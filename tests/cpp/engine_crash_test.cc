@@ -27,6 +27,7 @@
 #include <set>
 #include <tuple>
 
+#include "engine/parts.h"
 #include "engine_test_util.h"
 
 #ifdef TORCH_CKPT_FAULTS
@@ -569,6 +570,26 @@ TEST_F(CrashTest, StagingBesideTheTarget) {
   WriteText(Live(".t" + std::string(kStageSuffix) + "/x"), "x");
   Check("t", Contents{{"a", old_.bytes}}, NewContents(),
         [&] { return SaveAll(Live("t"), NewPieces(), Settings()).status(); });
+}
+
+// Without collectives: two ranks commit one after the other.
+TEST_F(CrashTest, PartsOfTwoRanks) {
+  Check("t", std::nullopt, NewContents(), [&]() -> Status {
+    for (const int64_t rank : {0, 1}) {
+      TC_ASSIGN_OR_RETURN(
+          PartSession session,
+          BeginPart(Live("t"), {rank, 2, std::string(32, 'a'), 0}));
+      std::vector<Piece> pieces = NewPieces();
+      std::erase_if(pieces, [&](const Piece& p) { return p.rank != rank; });
+      SaveSettings settings = Settings();
+      if (rank > 0) settings.object.clear();
+      CommitRequest request;
+      TC_RETURN_IF_ERROR(
+          WriteRanks(session.path(), pieces, settings, &request));
+      TC_RETURN_IF_ERROR(CommitPart(&session, request).status());
+    }
+    return {};
+  });
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ from ranks.layouts import layouts, whole
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter, IncompleteError
+from torch_ckpt.checkpoint import Checkpoint
 from torch_ckpt.dcp.parts import part_of, run_id
 
 WORLD = 2
@@ -65,14 +66,15 @@ def test_a_process_without_a_group(tmp_path: Path) -> None:
         assert torch.equal(loaded["w"], value["w"]) and loaded["step"] == 3
 
 
-# Rank 1 of 2 is killed after its files were renamed, before its manifest is.
-KILLED = """
+# One rank of two, in a process without the other.
+SAVE = """
 import sys, torch, torch.distributed.checkpoint as dcp
 from torch_ckpt import HuggingFaceStorageWriter
 rank, path = int(sys.argv[1]), sys.argv[2]
 writer = HuggingFaceStorageWriter(path, save_distributed=True, world_size=2)
 planner = dcp.DefaultSavePlanner()
-planner.set_up_planner({f"w{rank}": torch.ones(4)}, None, rank == 0)
+name = "w" if "same" in sys.argv else f"w{rank}"
+planner.set_up_planner({name: torch.ones(4)}, None, rank == 0)
 writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
 plan = writer.prepare_local_plan(planner.create_local_plan())
 plans, metadata = planner.create_global_plan([plan])
@@ -82,13 +84,14 @@ writer.finish(metadata=metadata, results=[results])
 """
 
 
-def save_rank(rank: int, path: Path, faults: str = "") -> int:
+def save_rank(rank: int, path: Path, faults: str = "", *, same: bool = False) -> int:
+    """Save this rank's tensor, "w" and its number, or just "w" if it is the same on all."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(HERE)]),
         "TORCH_CKPT_FAULTS": faults,
     }
-    command = [sys.executable, "-c", KILLED, str(rank), str(path)]
+    command = [sys.executable, "-c", SAVE, str(rank), str(path), *(["same"] if same else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, -9), done.stderr
     return done.returncode
@@ -114,6 +117,37 @@ def test_a_rank_killed_before_its_commit(tmp_path: Path, renames: int) -> None:
     loaded = {"w0": torch.zeros(4), "w1": torch.zeros(4)}
     torch_ckpt.load(loaded, checkpoint_id=path, no_dist=True)
     assert torch.equal(loaded["w1"], torch.ones(4))
+
+
+def test_describe_verify_and_remove(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    for rank in (0, 1):
+        assert save_rank(rank, path) == 0
+    checkpoint = Checkpoint(path)
+    description = checkpoint.describe()
+    assert (description.source, description.world_size) == ("manifest", 2)
+    assert [tensor.name for tensor in description.tensors] == ["w0", "w1"]
+    assert checkpoint.verify().files == 4
+    (path / "config.json").write_text("{}")
+    report = checkpoint.remove()
+    assert len(report.removed) == 6 and report.left == ("config.json",)
+    with pytest.raises(IncompleteError):
+        checkpoint.remove()
+
+
+def test_the_chunks_that_a_subclass_sees_have_no_replicas(tmp_path: Path) -> None:
+    class Reader(HuggingFaceStorageReader):
+        def _process_read_request(self, f: Any, req: Any, planner: Any) -> None:
+            super()._process_read_request(f, req, planner)
+
+    path = tmp_path / "c"
+    for rank in (0, 1):
+        assert save_rank(rank, path, same=True) == 0
+    chunks = Reader(path).read_metadata().state_dict_metadata["w"].chunks
+    assert len(chunks) == 1
+    loaded = {"w": torch.zeros(4)}
+    dcp.load(loaded, storage_reader=Reader(path), no_dist=True)
+    assert torch.equal(loaded["w"], torch.ones(4))
 
 
 def test_which_save_a_part_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from torch_ckpt.errors import InvalidArgumentError
 
 _STORE_KEY = "torch_ckpt/run"
 
-# Saves that this process has set up, by directory.
-_saves: Counter[str] = Counter()
+# Saves that this process has set up, by directory and rank.
+_saves: Counter[tuple[str, int]] = Counter()
 _mutex = threading.Lock()
 
 
@@ -74,11 +74,11 @@ def _agreed_token() -> str | None:
     return bytes(agreed).decode()
 
 
-def next_sequence(path: str) -> int:
-    """How many saves without collectives this process has begun into `path` before this one."""
+def next_sequence(path: str, rank: int) -> int:
+    """How many parts of `rank` this process has begun in `path` before this one."""
     with _mutex:
-        sequence = _saves[path]
-        _saves[path] += 1
+        sequence = _saves[path, rank]
+        _saves[path, rank] += 1
     return sequence
 
 
@@ -101,7 +101,7 @@ def part_of(path: str, rank: int | None, world_size: int | None) -> Part:
                     rank=own,
                 )
             world_size = dist.get_world_size()
-    return Part(own, world_size, run_id(), next_sequence(path))
+    return Part(own, world_size, run_id(), next_sequence(path, own))
 
 
 def check_supported(*, save_distributed: bool, enable_consolidation: bool) -> None:
