@@ -60,7 +60,11 @@ class ObjectReader:
         return holder
 
     def _bytes(self, name: str, size: int) -> bytes:
-        target = torch.empty(size, dtype=torch.uint8)
+        if not size:
+            return b""
+        # Not a tensor's own memory: to bytes() a storage is a sequence, read one by one.
+        held = bytearray(size)
+        target = torch.frombuffer(held, dtype=torch.uint8)
         plan = {
             "path": self.path,
             "save_id": self.described["save_id"],
@@ -70,8 +74,7 @@ class ObjectReader:
         }
         with Job("read") as job:
             _ext.read([target], plan, job)
-        # Not target.numpy(): torch does not need numpy, and neither do we.
-        return bytes(target.untyped_storage())
+        return bytes(held)
 
     def _load(self, name: str, fqns: list[str]) -> tuple[dict[str, Any], set[str]]:
         """The objects of one file, and the names of those that a user's planner has packed."""
