@@ -220,8 +220,8 @@ Status SaveSession::MoveInside() {
     return Conflict("another save into this directory is in progress")
         .WithFile(place_.target);
   }
+  // The commit that follows syncs both ends.
   TC_RETURN_IF_ERROR(std::move(moved));
-  TC_RETURN_IF_ERROR(parent.Sync());
   place_.path = place_.target + "/" + name;
   place_.fresh = false;
   return {};

@@ -499,6 +499,18 @@ TEST_F(CrashTest, OtherFilesButNoCheckpoint) {
         {"config.json"});
 }
 
+// Whoever made the target for us need not have synced it.
+TEST_F(CrashTest, TargetMadeJustBefore) {
+  Check(
+      "t", std::nullopt, NewContents(),
+      [&] {
+        fs::create_directory(Live("t"));
+        WriteText(Live("t/config.json"), "{}");
+        return SaveAll(Live("t"), NewPieces(), Settings()).status();
+      },
+      {"config.json"});
+}
+
 // Names of stock shards are ours too: they are replaced one by one.
 TEST_F(CrashTest, ForeignCheckpoint) {
   fs::create_directory(Live("t"));
