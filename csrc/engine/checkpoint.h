@@ -32,9 +32,7 @@ class Checkpoint {
   CheckpointSource source() const { return source_; }
   const Catalog& catalog() const { return catalog_; }
   // Null for directories without a manifest.
-  const Manifest* manifest() const {
-    return manifest_ ? &*manifest_ : nullptr;
-  }
+  const Manifest* manifest() const { return manifest_ ? &*manifest_ : nullptr; }
   std::string save_id() const { return manifest_ ? manifest_->save_id : ""; }
 
   // Opens a file of the checkpoint by its final name, wherever a commit has
@@ -63,7 +61,7 @@ class Checkpoint {
   Result<File> FindFile(const std::string& name, bool direct) const;
 
   Directory directory_;
-  Directory staging_;  // valid while a journal stands
+  Directory staging_;                          // valid while a journal stands
   std::map<std::string, std::string> staged_;  // final name -> name in staging
   CheckpointSource source_ = CheckpointSource::kHeaders;
   std::optional<Manifest> manifest_;

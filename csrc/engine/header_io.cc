@@ -20,9 +20,8 @@ Result<FileHeader> ReadFileHeader(const File& file) {
   Result<uint64_t> length = ParseHeaderLength(first, info.bytes);
   if (!length.ok()) return length.status().WithFile(file.path());
   std::string text(*length, '\0');
-  TC_RETURN_IF_ERROR(
-      file.ReadExact({reinterpret_cast<std::byte*>(text.data()), text.size()},
-                     8));
+  TC_RETURN_IF_ERROR(file.ReadExact(
+      {reinterpret_cast<std::byte*>(text.data()), text.size()}, 8));
   Result<SafetensorsHeader> header =
       ParseSafetensorsHeader(AsBytes(text), info.bytes);
   if (!header.ok()) return header.status().WithFile(file.path());

@@ -1,20 +1,15 @@
 #include "engine/merge_job.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 
 #include "engine/input_digests.h"
 #include "engine/open_files.h"
 #include "plan/ranges.h"
 #include "plan/runs.h"
-#include "runtime/arena.h"
 
 namespace torch_ckpt {
 namespace {
-
-constexpr std::chrono::minutes kPatience{10};
-constexpr uint64_t kScratchBytes = kPieceBytes + 2 * 4096;
 
 struct SourceRun {
   uint32_t file;
@@ -31,11 +26,10 @@ class Merger {
       : plan_(plan),
         files_(plan.checkpoint_),
         digests_(workers),
-        scratch_(static_cast<size_t>(workers)),
         runs_(static_cast<size_t>(workers)) {}
 
   Status Fill(size_t output, uint64_t offset, MutableByteSpan out,
-              int worker) {
+              MutableByteSpan scratch, int worker) {
     const MergePlan::Layout& layout = plan_.layouts_[output];
     auto extent = std::upper_bound(
         layout.extents.begin(), layout.extents.end(), offset,
@@ -49,8 +43,7 @@ class Merger {
       const uint64_t dst = at - offset;
       switch (extent->kind) {
         case MergePlan::Extent::kHeader:
-          std::memcpy(out.data() + dst, layout.header.data() + from,
-                      to - from);
+          std::memcpy(out.data() + dst, layout.header.data() + from, to - from);
           break;
         case MergePlan::Extent::kFile: {
           Run run;
@@ -65,13 +58,12 @@ class Merger {
           break;
       }
     }
-    return Execute(out, worker);
+    return Execute(out, scratch, worker);
   }
 
   Status CheckInputs() {
-    return plan_.options_.verify
-               ? digests_.Check(*plan_.checkpoint_, &files_)
-               : plan_.checkpoint_->CheckCurrent();
+    return plan_.options_.verify ? digests_.Check(*plan_.checkpoint_, &files_)
+                                 : plan_.checkpoint_->CheckCurrent();
   }
 
  private:
@@ -117,8 +109,8 @@ class Merger {
           linear += static_cast<uint64_t>(box.offsets[d] * strides[d]);
         }
         Run run;
-        if (MakeRun(src, {box, dst + linear - from, strides},
-                    whole.unit_bytes, &run)) {
+        if (MakeRun(src, {box, dst + linear - from, strides}, whole.unit_bytes,
+                    &run)) {
           runs->push_back({placement.file, run});
         }
       }
@@ -156,33 +148,31 @@ class Merger {
 
   // Reads file by file in ascending order; runs that stand one after another
   // in a file are fetched together.
-  Status Execute(MutableByteSpan out, int worker) {
+  Status Execute(MutableByteSpan out, MutableByteSpan scratch, int worker) {
     std::vector<SourceRun>& runs = runs_[static_cast<size_t>(worker)];
-    std::sort(runs.begin(), runs.end(),
-              [](const SourceRun& a, const SourceRun& b) {
-                return a.file != b.file ? a.file < b.file
-                                        : a.run.src < b.run.src;
-              });
+    std::sort(
+        runs.begin(), runs.end(), [](const SourceRun& a, const SourceRun& b) {
+          return a.file != b.file ? a.file < b.file : a.run.src < b.run.src;
+        });
     for (size_t i = 0; i < runs.size();) {
       size_t last = i + 1;
       uint64_t hi = runs[i].run.src + runs[i].run.SrcSpan();
       if (DenseSource(runs[i].run)) {
         while (last < runs.size() && runs[last].file == runs[i].file &&
                runs[last].run.src == hi && DenseSource(runs[last].run) &&
-               hi + runs[last].run.SrcSpan() - runs[i].run.src <=
-                   kPieceBytes) {
+               hi + runs[last].run.SrcSpan() - runs[i].run.src <= kPieceBytes) {
           hi += runs[last].run.SrcSpan();
           ++last;
         }
       }
-      TC_RETURN_IF_ERROR(Fetch(&runs[i], last - i, hi, out, worker));
+      TC_RETURN_IF_ERROR(Fetch(&runs[i], last - i, hi, out, scratch, worker));
       i = last;
     }
     return {};
   }
 
   Status Fetch(const SourceRun* group, size_t count, uint64_t hi,
-               MutableByteSpan out, int worker) {
+               MutableByteSpan out, MutableByteSpan scratch, int worker) {
     const uint32_t file = group->file;
     const uint64_t lo = group->run.src;
     TC_ASSIGN_OR_RETURN(const auto source, files_.Get(file));
@@ -195,22 +185,16 @@ class Merger {
         return {};
       }
     }
-    ArenaLease& scratch = scratch_[static_cast<size_t>(worker)];
-    if (!scratch) {
-      TC_ASSIGN_OR_RETURN(scratch,
-                          Arena::Process().Lease(kScratchBytes, kPatience));
-    }
     if (hi - lo > kPieceBytes) {
       // A strided source that spans more than fits: window by window.
       digests_.Touch(worker, file, lo, hi);
       Status status;
       SplitBySrcSpan(group->run, kPieceBytes, [&](const Run& part) {
-        if (status.ok()) status = FetchWindow(*source, part, out, &scratch);
+        if (status.ok()) status = FetchWindow(*source, part, out, scratch);
       });
       return status;
     }
-    TC_ASSIGN_OR_RETURN(const std::byte* bytes,
-                        source->Read(lo, hi, scratch.span()));
+    TC_ASSIGN_OR_RETURN(const std::byte* bytes, source->Read(lo, hi, scratch));
     if (count > 1 || DenseSource(group->run)) {
       digests_.Add(worker, file, lo, bytes, hi - lo);
     } else {
@@ -223,10 +207,9 @@ class Merger {
   }
 
   Status FetchWindow(const SourceFile& source, const Run& run,
-                     MutableByteSpan out, ArenaLease* scratch) {
-    TC_ASSIGN_OR_RETURN(
-        const std::byte* bytes,
-        source.Read(run.src, run.src + run.SrcSpan(), scratch->span()));
+                     MutableByteSpan out, MutableByteSpan scratch) {
+    TC_ASSIGN_OR_RETURN(const std::byte* bytes,
+                        source.Read(run.src, run.src + run.SrcSpan(), scratch));
     CopyRun(run, bytes, run.src, out.data(), 0);
     return {};
   }
@@ -234,21 +217,22 @@ class Merger {
   const MergePlan& plan_;
   OpenFiles files_;
   InputDigests digests_;
-  std::vector<ArenaLease> scratch_;
   std::vector<std::vector<SourceRun>> runs_;
 };
 
-Result<std::vector<std::vector<uint32_t>>> RunMergeJob(
-    const MergePlan& plan, const Directory& staging, bool existing,
-    PieceRange range, Job* job) {
+Result<std::vector<std::vector<uint32_t>>> RunMergeJob(const MergePlan& plan,
+                                                       const Directory& staging,
+                                                       bool existing,
+                                                       PieceRange range,
+                                                       Job* job) {
   Merger merger(plan, std::max(1, plan.options().output.workers));
   TC_ASSIGN_OR_RETURN(
       auto digests,
       WriteOutputs(staging, plan.outputs(), plan.options().output, existing,
                    range, job,
                    [&](size_t file, uint64_t offset, MutableByteSpan out,
-                       int worker) {
-                     return merger.Fill(file, offset, out, worker);
+                       MutableByteSpan scratch, int worker) {
+                     return merger.Fill(file, offset, out, scratch, worker);
                    }));
   TC_RETURN_IF_ERROR(merger.CheckInputs());
   return digests;

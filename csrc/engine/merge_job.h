@@ -59,8 +59,10 @@ class MergePlan {
 
 // Writes the pieces of `range` into staging; see WriteOutputs for `existing`
 // and the result. kCorrupt names an input file whose bytes do not match.
-Result<std::vector<std::vector<uint32_t>>> RunMergeJob(
-    const MergePlan& plan, const Directory& staging, bool existing,
-    PieceRange range, Job* job);
+Result<std::vector<std::vector<uint32_t>>> RunMergeJob(const MergePlan& plan,
+                                                       const Directory& staging,
+                                                       bool existing,
+                                                       PieceRange range,
+                                                       Job* job);
 
 }  // namespace torch_ckpt

@@ -32,8 +32,9 @@ Result<std::map<int64_t, std::vector<uint32_t>>> Assign(
       const auto it = wanted.find(entry.name);
       if (it == wanted.end()) {
         if (!options.strict) continue;
-        return Incomplete("is in the checkpoint but not in the mapping; "
-                          "strict=False would leave it out")
+        return Incomplete(
+                   "is in the checkpoint but not in the mapping; "
+                   "strict=False would leave it out")
             .WithTensor(entry.name);
       }
       ++used;
@@ -56,9 +57,9 @@ Result<std::map<int64_t, std::vector<uint32_t>>> Assign(
 
 }  // namespace
 
-Result<MergePlan> MergePlan::Make(
-    std::shared_ptr<const Checkpoint> checkpoint, MergeOptions options,
-    std::vector<std::string> ids) {
+Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
+                                  MergeOptions options,
+                                  std::vector<std::string> ids) {
   const Catalog& catalog = checkpoint->catalog();
   TC_ASSIGN_OR_RETURN(const auto files, Assign(catalog, options));
   if (files.empty()) {
@@ -116,10 +117,12 @@ Result<MergePlan> MergePlan::Make(
     plan.layouts_.push_back(std::move(layout));
   }
   if (next_id != ids.size()) {
-    return InvalidArgument("the merge plan of this rank has another number of "
-                           "files than the coordinator's");
+    return InvalidArgument(
+        "the merge plan of this rank has another number of "
+        "files than the coordinator's");
   }
   options.output.fill_bytes = kPieceBytes;
+  options.output.scratch_bytes = kPieceBytes + 2 * 4096;
   plan.checkpoint_ = std::move(checkpoint);
   plan.options_ = std::move(options);
   return plan;

@@ -29,7 +29,8 @@ struct Output {
 
 Result<File> OpenOutput(const Directory& staging, const OutputSpec& spec,
                         bool existing, bool want_direct, bool* direct) {
-  OpenOptions options{.write = true, .create_new = !existing,
+  OpenOptions options{.write = true,
+                      .create_new = !existing,
                       .direct = want_direct && spec.bytes >= kMinDirect};
   *direct = options.direct;
   Result<File> file = staging.OpenFile(spec.staged, options);
@@ -39,8 +40,7 @@ Result<File> OpenOutput(const Directory& staging, const OutputSpec& spec,
   }
   // Refused by open(2) itself; some kernels create the file all the same.
   *direct = options.direct = false;
-  TC_RETURN_IF_ERROR(existing ? Status()
-                              : staging.Unlink(spec.staged, true));
+  TC_RETURN_IF_ERROR(existing ? Status() : staging.Unlink(spec.staged, true));
   return staging.OpenFile(spec.staged, options);
 }
 
@@ -55,14 +55,14 @@ Status FinishOutput(const OutputSpec& spec, const OutputOptions& options,
 
 Status WritePiece(const OutputSpec& spec, Output* output, uint64_t begin,
                   MutableByteSpan piece, uint64_t bytes, size_t file,
-                  int worker, const FillFn& fill, uint64_t fill_bytes,
-                  std::vector<uint32_t>* digests) {
+                  MutableByteSpan scratch, int worker, const FillFn& fill,
+                  uint64_t fill_bytes, std::vector<uint32_t>* digests) {
   for (uint64_t at = 0; at < bytes; at += kSegmentBytes) {
     const uint64_t size = std::min(kSegmentBytes, bytes - at);
     if (at % fill_bytes == 0) {
       const uint64_t wanted = std::min(fill_bytes, bytes - at);
       TC_RETURN_IF_ERROR(
-          fill(file, begin + at, piece.subspan(at, wanted), worker));
+          fill(file, begin + at, piece.subspan(at, wanted), scratch, worker));
     }
     (*digests)[(begin + at) / kSegmentBytes] =
         Crc32c(0, piece.data() + at, size);
@@ -91,8 +91,9 @@ uint64_t PieceCount(const std::vector<OutputSpec>& files) {
 Status CreateOutputs(const Directory& staging,
                      const std::vector<OutputSpec>& files) {
   for (const OutputSpec& spec : files) {
-    TC_ASSIGN_OR_RETURN(File file, staging.OpenFile(
-        spec.staged, {.write = true, .create_new = true}));
+    TC_ASSIGN_OR_RETURN(
+        File file,
+        staging.OpenFile(spec.staged, {.write = true, .create_new = true}));
     TC_ASSIGN_OR_RETURN(const bool reserved, file.Allocate(spec.bytes));
     if (!reserved) TC_RETURN_IF_ERROR(file.Truncate(spec.bytes));
     TC_RETURN_IF_ERROR(file.Close());
@@ -129,32 +130,30 @@ Result<std::vector<std::vector<uint32_t>>> WriteOutputs(
                                      options.direct, &outputs[f].direct));
       if (!existing && files[f].bytes > 0) {
         // ENOSPC now and not at the last byte.
-        TC_RETURN_IF_ERROR(
-            outputs[f].file.Allocate(files[f].bytes).status());
+        TC_RETURN_IF_ERROR(outputs[f].file.Allocate(files[f].bytes).status());
       }
     }
     const int workers = static_cast<int>(std::min<uint64_t>(
         static_cast<uint64_t>(std::max(1, options.workers)), items.size()));
-    std::vector<ArenaLease> buffers(static_cast<size_t>(std::max(1, workers)));
     return ForEachItem(
         workers, static_cast<int64_t>(items.size()), job,
         [&](int64_t i, int worker) -> Status {
           const Item& item = items[static_cast<size_t>(i)];
           const OutputSpec& spec = files[item.file];
           Output* output = &outputs[item.file];
-          ArenaLease& buffer = buffers[static_cast<size_t>(worker)];
-          if (!buffer) {
-            TC_ASSIGN_OR_RETURN(
-                buffer, Arena::Process().Lease(kPieceBytes, kPatience));
-            // Speed only: a system may forbid or limit locked memory.
-            if (options.page_locker) (void)buffer.PageLock(options.page_locker);
-          }
-          const uint64_t bytes =
-              std::min(kPieceBytes, spec.bytes - item.begin);
-          TC_RETURN_IF_ERROR(WritePiece(spec, output, item.begin,
-                                        buffer.span(), bytes, item.file,
-                                        worker, fill, options.fill_bytes,
-                                        &digests[item.file]));
+          const uint64_t bytes = std::min(kPieceBytes, spec.bytes - item.begin);
+          // One lease for both: a worker that held one and waited for the
+          // other could wait for ever.
+          TC_ASSIGN_OR_RETURN(
+              const ArenaLease buffer,
+              Arena::Process().Lease(kPieceBytes + options.scratch_bytes,
+                                     kPatience));
+          // Speed only: a system may forbid or limit locked memory.
+          if (options.page_locker) (void)buffer.PageLock(options.page_locker);
+          TC_RETURN_IF_ERROR(
+              WritePiece(spec, output, item.begin, buffer.span(), bytes,
+                         item.file, buffer.span().subspan(kPieceBytes), worker,
+                         fill, options.fill_bytes, &digests[item.file]));
           job->AddDone(bytes);
           if (--output->left == 0) {
             return FinishOutput(spec, options, output);
@@ -167,9 +166,7 @@ Result<std::vector<std::vector<uint32_t>>> WriteOutputs(
     for (size_t f = 0; f < files.size() && !existing; ++f) {
       // Best effort: the next save wipes the staging directory anyway, and
       // the first error is the one to report.
-      if (PieceRange().last == range.last) {
-        (void)staging.Unlink(files[f].staged, true);
-      }
+      (void)staging.Unlink(files[f].staged, true);
     }
     return status;
   }

@@ -37,6 +37,8 @@ struct OutputOptions {
   // What one call of the fill function is asked for at most: a segment keeps
   // the bytes in the cache for the digest, a piece makes for longer reads.
   uint64_t fill_bytes = kSegmentBytes;
+  // Memory that the fill function wants for itself, beside the piece.
+  uint64_t scratch_bytes = 0;
   // Page-locks the memory that is filled, where a device fills it.
   PageLocker* page_locker = nullptr;
 };
@@ -51,15 +53,19 @@ struct PieceRange {
 uint64_t PieceCount(const std::vector<OutputSpec>& files);
 
 // Fills `out` with the bytes of file `file` from `offset` on. Called from
-// several threads at once, for disjoint ranges inside one piece.
-using FillFn = std::function<Status(size_t file, uint64_t offset,
-                                    MutableByteSpan out, int worker)>;
+// several threads at once, for disjoint ranges inside one piece. `scratch` has
+// the options' scratch_bytes, aligned to 4096.
+using FillFn =
+    std::function<Status(size_t file, uint64_t offset, MutableByteSpan out,
+                         MutableByteSpan scratch, int worker)>;
 
 // Creates `files` in staging (or, with `existing`, opens files that the
 // coordinator has created at full size), fills, writes and syncs the pieces of
-// `range`. Memory: one arena piece a worker. Returns the digests of the
-// segments that were written: result[file][segment], zeros elsewhere. After an
-// error the files that this call created are unlinked.
+// `range`. Memory: a piece and the scratch a worker, leased
+// for one piece at a time so that more workers than the budget holds just wait.
+// Returns the digests of the segments that were written: result[file][segment],
+// zeros elsewhere. After an error the files that this call created are
+// unlinked.
 Result<std::vector<std::vector<uint32_t>>> WriteOutputs(
     const Directory& staging, const std::vector<OutputSpec>& files,
     const OutputOptions& options, bool existing, PieceRange range, Job* job,

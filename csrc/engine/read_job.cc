@@ -178,17 +178,14 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
   const int workers = static_cast<int>(
       std::min<size_t>(static_cast<size_t>(std::max(1, plan.workers)),
                        std::max<size_t>(1, cells.size())));
-  std::vector<ArenaLease> scratch(static_cast<size_t>(workers));
   std::atomic<uint64_t> read{0}, verified{0};
   TC_RETURN_IF_ERROR(ForEachItem(
       workers, static_cast<int64_t>(cells.size()), job,
-      [&](int64_t i, int worker) -> Status {
+      [&](int64_t i, int) -> Status {
         const ReadCell& cell = cells[static_cast<size_t>(i)];
-        ArenaLease& lease = scratch[static_cast<size_t>(worker)];
-        if (!lease) {
-          TC_ASSIGN_OR_RETURN(
-              lease, Arena::Process().Lease(kScratchBytes, kPatience));
-        }
+        // For one cell at a time: more workers than the budget holds just wait.
+        TC_ASSIGN_OR_RETURN(const ArenaLease lease,
+                            Arena::Process().Lease(kScratchBytes, kPatience));
         TC_ASSIGN_OR_RETURN(const auto file, files.Get(cell.file));
         CellReader reader(*file, digests[cell.file],
                           catalog_files[cell.file].bytes, lease.span());

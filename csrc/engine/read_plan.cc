@@ -27,8 +27,7 @@ void AddRun(uint32_t file, const Run& run, std::vector<CellRun>* out) {
 
 // Target strides of the box in units. Flat views (sub-byte tensors that only
 // exist whole) need dense memory.
-Result<StridedBox> TargetBox(const UnitView& view,
-                             const TargetTensor& target) {
+Result<StridedBox> TargetBox(const UnitView& view, const TargetTensor& target) {
   StridedBox box{view.box, reinterpret_cast<uint64_t>(target.data),
                  target.strides};
   if (view.unit_bytes == target.element_bytes &&
@@ -46,8 +45,7 @@ Result<StridedBox> TargetBox(const UnitView& view,
   if (dense != static_cast<uint64_t>(view.box.Volume() * view.unit_bytes)) {
     return InvalidArgument("the target holds " + std::to_string(dense) +
                            " bytes, the box takes " +
-                           std::to_string(view.box.Volume() *
-                                          view.unit_bytes));
+                           std::to_string(view.box.Volume() * view.unit_bytes));
   }
   box.strides = DenseStrides(view.box.sizes, view.unit_bytes);
   return box;
@@ -103,8 +101,8 @@ Status PlanFile(const Checkpoint& checkpoint, const ReadItem& item,
   const auto& files = checkpoint.catalog().files();
   for (uint32_t f = 0; f < files.size(); ++f) {
     if (files[f].name != item.file) continue;
-    const auto size = static_cast<uint64_t>(target.sizes.Product() *
-                                            target.element_bytes);
+    const auto size =
+        static_cast<uint64_t>(target.sizes.Product() * target.element_bytes);
     if (size != files[f].bytes || target.sizes.size() != 1 ||
         target.strides[0] != target.element_bytes) {
       return InvalidArgument("the target does not hold the " +
@@ -132,10 +130,9 @@ Result<std::vector<ReadCell>> PlanReads(
       return InvalidArgument("has no target").WithTensor(item.name);
     }
     const TargetTensor& target = targets[item.target];
-    Status status =
-        item.file.empty()
-            ? PlanTensor(checkpoint.catalog(), item, target, &runs)
-            : PlanFile(checkpoint, item, target, &runs);
+    Status status = item.file.empty()
+                        ? PlanTensor(checkpoint.catalog(), item, target, &runs)
+                        : PlanFile(checkpoint, item, target, &runs);
     if (!status.ok()) {
       return std::move(status).WithTensor(item.name).WithFile(
           checkpoint.path());

@@ -38,17 +38,13 @@ Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
     ++report.files;
   }
   job->AddTotal(report.bytes);
-  workers = std::max(1, workers);
-  std::vector<ArenaLease> scratch(static_cast<size_t>(workers));
   TC_RETURN_IF_ERROR(ForEachItem(
-      workers, static_cast<int64_t>(items.size()), job,
-      [&](int64_t i, int worker) -> Status {
+      std::max(1, workers), static_cast<int64_t>(items.size()), job,
+      [&](int64_t i, int) -> Status {
         const Item& item = items[static_cast<size_t>(i)];
-        ArenaLease& lease = scratch[static_cast<size_t>(worker)];
-        if (!lease) {
-          TC_ASSIGN_OR_RETURN(
-              lease, Arena::Process().Lease(kStep + 2 * 4096, kPatience));
-        }
+        TC_ASSIGN_OR_RETURN(
+            const ArenaLease lease,
+            Arena::Process().Lease(kStep + 2 * 4096, kPatience));
         // Opened for each step: there may be more files than descriptors.
         TC_ASSIGN_OR_RETURN(File opened,
                             checkpoint->OpenFile(item.file->name, false));

@@ -45,16 +45,15 @@ Status CheckSource(const WriteTensor& tensor, const SourceTensor& source) {
   TC_ASSIGN_OR_RETURN(const uint64_t bytes,
                       ByteSize(tensor.dtype, tensor.shape));
   if (bytes != SourceBytes(source)) {
-    return InvalidArgument(
-        "has " + std::to_string(SourceBytes(source)) + " bytes in memory, a " +
-        DtypeName(tensor.dtype) + " box of " + tensor.shape.ToString() +
-        " takes " + std::to_string(bytes));
+    return InvalidArgument("has " + std::to_string(SourceBytes(source)) +
+                           " bytes in memory, a " + DtypeName(tensor.dtype) +
+                           " box of " + tensor.shape.ToString() + " takes " +
+                           std::to_string(bytes));
   }
   if (!Inside({tensor.offsets, tensor.shape}, tensor.global_shape)) {
-    return InvalidArgument("box " +
-                           Box{tensor.offsets, tensor.shape}.ToString() +
-                           " is not inside the global shape " +
-                           tensor.global_shape.ToString());
+    return InvalidArgument(
+        "box " + Box{tensor.offsets, tensor.shape}.ToString() +
+        " is not inside the global shape " + tensor.global_shape.ToString());
   }
   return {};
 }
@@ -87,10 +86,9 @@ Result<FileLayout> LayOutData(const WriteFile& file, const std::string& id,
                           : std::optional<Dims>(tensor.global_shape)});
   }
   FileLayout layout;
-  TC_ASSIGN_OR_RETURN(layout.header,
-                      BuildSafetensorsHeader(
-                          BuildFileMetadata(id, shards, file.sharded),
-                          entries));
+  TC_ASSIGN_OR_RETURN(
+      layout.header, BuildSafetensorsHeader(
+                         BuildFileMetadata(id, shards, file.sharded), entries));
   layout.extents.push_back({0, layout.header.size(), nullptr, true});
   for (size_t i = 0; i < order.size(); ++i) {
     if (entries[i].begin == entries[i].end) continue;
@@ -186,8 +184,7 @@ Result<DeviceMap> DevicesOf(const std::vector<SourceTensor>& sources) {
 }  // namespace
 
 Result<std::vector<WrittenFile>> RunWriteJob(
-    const WritePlan& plan, const std::vector<SourceTensor>& sources,
-    Job* job) {
+    const WritePlan& plan, const std::vector<SourceTensor>& sources, Job* job) {
   TC_ASSIGN_OR_RETURN(const Directory staging, Directory::Open(plan.staging));
   std::vector<FileLayout> layouts;
   std::vector<OutputSpec> specs;
@@ -212,13 +209,13 @@ Result<std::vector<WrittenFile>> RunWriteJob(
         layout.extents.begin(), layout.extents.end(), offset,
         [](uint64_t at, const Extent& e) { return at < e.end; });
     while (!out.empty()) {
-      const uint64_t size = std::min<uint64_t>(out.size(),
-                                               extent->end - offset);
+      const uint64_t size =
+          std::min<uint64_t>(out.size(), extent->end - offset);
       const uint64_t begin = offset - extent->begin;
       if (extent->source && extent->source->device >= 0) {
-        TC_RETURN_IF_ERROR(copies.Begin(
-            worker, devices.at(extent->source->device),
-            extent->source->data + begin, out.first(size)));
+        TC_RETURN_IF_ERROR(
+            copies.Begin(worker, devices.at(extent->source->device),
+                         extent->source->data + begin, out.first(size)));
       } else {
         CopyExtent(layout, *extent, begin, out.first(size));
       }
@@ -229,7 +226,7 @@ Result<std::vector<WrittenFile>> RunWriteJob(
     return {};
   };
   const FillFn fill = [&](size_t file, uint64_t offset, MutableByteSpan out,
-                          int worker) -> Status {
+                          MutableByteSpan, int worker) -> Status {
     // Waits however this ends, an exception included: the buffer must not go
     // back while a device writes into it.
     struct Waiter {

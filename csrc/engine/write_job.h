@@ -25,16 +25,16 @@ struct SourceTensor {
 struct WriteTensor {
   std::string name;
   Dtype dtype = Dtype::kU8;
-  Dims shape;             // of this box, in elements of dtype
-  Dims offsets;           // in the global tensor
+  Dims shape;    // of this box, in elements of dtype
+  Dims offsets;  // in the global tensor
   Dims global_shape;
-  size_t source = 0;      // index into the sources
+  size_t source = 0;  // index into the sources
 };
 
 struct WriteFile {
   std::string name;
   FileRole role = FileRole::kData;
-  bool sharded = false;   // sharding keys in the header
+  bool sharded = false;              // sharding keys in the header
   std::vector<WriteTensor> tensors;  // kData
   std::vector<size_t> raw;  // any other role: these sources, one after another
 };
