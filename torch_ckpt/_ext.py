@@ -20,7 +20,7 @@ _PATH = pathlib.Path(__file__).with_name("libtorch_ckpt_ext.so")
 # A second copy of the library (an installed one beside a checkout) would end the process.
 if not hasattr(torch.ops.dcp_ext, "version"):
     _core.version()  # loads libtorch_ckpt_core.so, or says why it cannot
-    torch.ops.load_library(str(_PATH))  # type: ignore[no-untyped-call]
+    torch.ops.load_library(str(_PATH))
 
 
 def plan_tensor(plan: dict[str, Any]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ _PathLike = str | os.PathLike[str]
 
 def _eager(function: F) -> F:
     """I/O is never traced: torch.compile breaks the graph here."""
-    disabled: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    disabled: F = torch.compiler.disable(function)
     return disabled
 
 
@@ -123,7 +124,7 @@ def async_save(
     """
     rank, world_size = _ranks(process_group, options.get("no_dist", False))
     writer = _writer(storage_writer, checkpoint_id, world_size)
-    return _checked(
+    answer = _checked(
         lambda: state_dict_saver.async_save(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -133,6 +134,32 @@ def async_save(
             **options,
         )
     )
+    if isinstance(answer, Future):
+        return _settled(answer, writer)
+    answer.upload_completion = _settled(answer.upload_completion, writer)
+    return answer
+
+
+def _settled(upload: Future[Any], writer: Any) -> Future[Any]:
+    """The future of a save that has cleaned up: done after `upload`, with the error of the lowest
+    rank as itself."""
+    settled: Future[Any] = Future()
+    settled.set_running_or_notify_cancel()
+
+    def settle(done: Future[Any]) -> None:
+        _end(writer)
+        error = done.exception()
+        if error is None:
+            settled.set_result(done.result())
+        elif isinstance(error, CheckpointException):
+            first = _first_failure(error, None)
+            first.__cause__ = error
+            settled.set_exception(first)
+        else:
+            settled.set_exception(error)
+
+    upload.add_done_callback(settle)
+    return settled
 
 
 @_eager
