@@ -6,16 +6,26 @@ namespace torch_ckpt {
 
 const char* ErrorKindName(ErrorKind kind) {
   switch (kind) {
-    case ErrorKind::kOk: return "ok";
-    case ErrorKind::kInvalidArgument: return "invalid_argument";
-    case ErrorKind::kCorrupt: return "corrupt";
-    case ErrorKind::kIncomplete: return "incomplete";
-    case ErrorKind::kConflict: return "conflict";
-    case ErrorKind::kUnsupported: return "unsupported";
-    case ErrorKind::kCancelled: return "cancelled";
-    case ErrorKind::kIo: return "io";
-    case ErrorKind::kExhausted: return "exhausted";
-    case ErrorKind::kInternal: return "internal";
+    case ErrorKind::kOk:
+      return "ok";
+    case ErrorKind::kInvalidArgument:
+      return "invalid_argument";
+    case ErrorKind::kCorrupt:
+      return "corrupt";
+    case ErrorKind::kIncomplete:
+      return "incomplete";
+    case ErrorKind::kConflict:
+      return "conflict";
+    case ErrorKind::kUnsupported:
+      return "unsupported";
+    case ErrorKind::kCancelled:
+      return "cancelled";
+    case ErrorKind::kIo:
+      return "io";
+    case ErrorKind::kExhausted:
+      return "exhausted";
+    case ErrorKind::kInternal:
+      return "internal";
   }
   return "internal";
 }

@@ -21,11 +21,11 @@ enum class ErrorKind : int {
   kCorrupt,          // bytes on disk break the format, or a digest differs
   kIncomplete,       // a file, a tensor or a part of one is missing
   kConflict,         // overlap, a lost race, a directory that is being replaced
-  kUnsupported,      // legal, but not something this build or file system can do
-  kCancelled,        // the caller cancelled the job
-  kIo,               // a system call failed; sys_errno() tells how
-  kExhausted,        // a memory budget or a limit of ours was hit
-  kInternal,         // a bug of ours
+  kUnsupported,  // legal, but not something this build or file system can do
+  kCancelled,    // the caller cancelled the job
+  kIo,           // a system call failed; sys_errno() tells how
+  kExhausted,    // a memory budget or a limit of ours was hit
+  kInternal,     // a bug of ours
 };
 
 // "corrupt", "incomplete", ...; never null.
@@ -110,13 +110,13 @@ class [[nodiscard]] Result {
 #define TC_CONCAT_INNER(a, b) a##b
 #define TC_CONCAT(a, b) TC_CONCAT_INNER(a, b)
 
-#define TC_RETURN_IF_ERROR(expr)                                     \
-  do {                                                               \
-    ::torch_ckpt::Status tc_status_ = (expr);                        \
-    if (!tc_status_.ok()) return tc_status_;                         \
+#define TC_RETURN_IF_ERROR(expr)              \
+  do {                                        \
+    ::torch_ckpt::Status tc_status_ = (expr); \
+    if (!tc_status_.ok()) return tc_status_;  \
   } while (0)
 
-#define TC_ASSIGN_OR_RETURN(lhs, expr)                     \
+#define TC_ASSIGN_OR_RETURN(lhs, expr) \
   TC_ASSIGN_OR_RETURN_IMPL(TC_CONCAT(tc_result_, __LINE__), lhs, expr)
 #define TC_ASSIGN_OR_RETURN_IMPL(result, lhs, expr) \
   auto result = (expr);                             \

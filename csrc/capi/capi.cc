@@ -42,8 +42,7 @@ std::string Respond(const char* request, size_t size) {
   } catch (const std::exception& error) {
     status = Internal(error.what());
   }
-  return ErrorJson(status).dump(-1, ' ', true,
-                                Json::error_handler_t::replace);
+  return ErrorJson(status).dump(-1, ' ', true, Json::error_handler_t::replace);
 }
 
 }  // namespace

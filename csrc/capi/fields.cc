@@ -15,8 +15,8 @@ constexpr std::array<std::pair<FileRole, const char*>, 5> kRoles = {{
 }};
 
 Status Missing(const char* field, const char* type) {
-  return InvalidArgument(std::string("the request needs '") + field +
-                         "' (" + type + ")");
+  return InvalidArgument(std::string("the request needs '") + field + "' (" +
+                         type + ")");
 }
 
 }  // namespace
@@ -75,8 +75,7 @@ Json ErrorJson(const Status& status) {
 OutputOptions OutputOptionsOf(const Json& request) {
   OutputOptions options;
   options.workers =
-      static_cast<int>(GetInt(request, "workers", options.workers)
-                           .ok()
+      static_cast<int>(GetInt(request, "workers", options.workers).ok()
                            ? *GetInt(request, "workers", options.workers)
                            : options.workers);
   options.sync = GetBool(request, "sync", true);

@@ -13,8 +13,8 @@ Result<MergeOptions> ParseOptions(const Json& request) {
   if (mapping != request.end() && mapping->is_object()) {
     for (const auto& [name, index] : mapping->items()) {
       if (!index.is_number_integer()) {
-        return InvalidArgument("the mapping holds file indices").WithTensor(
-            name);
+        return InvalidArgument("the mapping holds file indices")
+            .WithTensor(name);
       }
       options.mapping.emplace_back(name, index.get<int64_t>());
     }
@@ -58,8 +58,7 @@ Result<Begun> Begin(const Json& request, const MergePlan& plan) {
   return begun;
 }
 
-Result<Json> Commit(const MergePlan& plan, SaveSession* session,
-                    bool in_place,
+Result<Json> Commit(const MergePlan& plan, SaveSession* session, bool in_place,
                     std::vector<std::vector<uint32_t>> digests) {
   CommitRequest commit;
   commit.write_index = true;
@@ -67,9 +66,9 @@ Result<Json> Commit(const MergePlan& plan, SaveSession* session,
   commit.keep_previous = in_place;
   for (size_t i = 0; i < plan.outputs().size(); ++i) {
     const OutputSpec& spec = plan.outputs()[i];
-    commit.files.push_back({spec.staged,
-                            {spec.name, spec.id, spec.role, spec.bytes,
-                             std::move(digests[i])}});
+    commit.files.push_back(
+        {spec.staged,
+         {spec.name, spec.id, spec.role, spec.bytes, std::move(digests[i])}});
   }
   const Catalog& catalog = plan.checkpoint().catalog();
   for (size_t e = 0; e < catalog.entries().size(); ++e) {
@@ -99,11 +98,10 @@ Result<Json> MergeRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const MergePlan plan, ParsePlan(request));
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request, JobKind::kMerge));
   TC_ASSIGN_OR_RETURN(const Begun begun, Begin(request, plan));
-  TC_ASSIGN_OR_RETURN(
-      auto digests, RunMergeJob(plan, begun.session->directory(),
-                                /*existing=*/false, {}, job.get()));
-  return Commit(plan, begun.session.get(), begun.in_place,
-                std::move(digests));
+  TC_ASSIGN_OR_RETURN(auto digests,
+                      RunMergeJob(plan, begun.session->directory(),
+                                  /*existing=*/false, {}, job.get()));
+  return Commit(plan, begun.session.get(), begun.in_place, std::move(digests));
 }
 
 // Over several ranks: the coordinator begins, every rank writes the pieces
@@ -111,8 +109,7 @@ Result<Json> MergeRequest(const Json& request) {
 Result<Json> MergeBeginRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const MergePlan plan, ParsePlan(request));
   TC_ASSIGN_OR_RETURN(Begun begun, Begin(request, plan));
-  TC_RETURN_IF_ERROR(
-      CreateOutputs(begun.session->directory(), plan.outputs()));
+  TC_RETURN_IF_ERROR(CreateOutputs(begun.session->directory(), plan.outputs()));
   Json out = {{"staging", begun.session->place().path},
               {"pieces", PieceCount(plan.outputs())},
               {"ids", Ids(plan)},
@@ -162,9 +159,9 @@ Result<Json> MergeCommitRequest(const Json& request) {
   }
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
   TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
-  Result<Json> result = Commit(plan, session.get(),
-                               GetBool(request, "in_place", false),
-                               std::move(digests));
+  Result<Json> result =
+      Commit(plan, session.get(), GetBool(request, "in_place", false),
+             std::move(digests));
   if (!result.ok()) ReturnSession(id, std::move(session));
   return result;
 }

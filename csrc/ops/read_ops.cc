@@ -59,11 +59,10 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   const auto names = plan.find("names");
   if (names == plan.end() || !names->is_array() ||
       names->size() != tensors.size()) {
-    return InvalidArgument("the plan names " +
-                           std::to_string(names == plan.end() ? 0
-                                                              : names->size()) +
-                           " items for " + std::to_string(tensors.size()) +
-                           " targets");
+    return InvalidArgument(
+        "the plan names " +
+        std::to_string(names == plan.end() ? 0 : names->size()) +
+        " items for " + std::to_string(tensors.size()) + " targets");
   }
   ReadPlan read_plan;
   TC_ASSIGN_OR_RETURN(const int64_t workers,
@@ -75,8 +74,8 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
     TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(tensors[i]));
     targets.push_back({const_cast<std::byte*>(memory.data), memory.sizes,
                        memory.strides, memory.element_bytes});
-    TC_ASSIGN_OR_RETURN(ReadItem item, ParseItem(plan, i, *checkpoint,
-                                                 targets.back()));
+    TC_ASSIGN_OR_RETURN(ReadItem item,
+                        ParseItem(plan, i, *checkpoint, targets.back()));
     read_plan.items.push_back(std::move(item));
   }
   TC_ASSIGN_OR_RETURN(const ReadReport done,

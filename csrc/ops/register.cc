@@ -17,8 +17,7 @@ std::string version() { return TORCH_CKPT_VERSION; }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(dcp_ext, library) {
   library.def("version() -> str");
-  library.def(
-      "write(Tensor[] tensors, Tensor plan, Tensor(a!) report) -> ()");
+  library.def("write(Tensor[] tensors, Tensor plan, Tensor(a!) report) -> ()");
   library.def(
       "read(Tensor(a!)[] targets, Tensor plan, Tensor(b!) report) -> ()");
   library.def("crc32c(Tensor data, Tensor(a!) report) -> ()");

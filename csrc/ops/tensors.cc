@@ -66,8 +66,9 @@ Result<int64_t*> ReportOf(Tensor& report) {
   TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(report));
   if (memory.element_bytes != 8 || memory.sizes.size() != 1 ||
       memory.sizes[0] < kReportSize || memory.strides[0] != 8) {
-    return InvalidArgument("the report is not a dense int64 tensor of at least " +
-                           std::to_string(kReportSize) + " elements");
+    return InvalidArgument(
+        "the report is not a dense int64 tensor of at least " +
+        std::to_string(kReportSize) + " elements");
   }
   auto* values = static_cast<int64_t*>(report.mutable_data_ptr());
   std::fill_n(values, kReportSize, 0);

@@ -46,9 +46,8 @@ Result<WriteTensor> ParseTensor(const Json& file, size_t i,
   const SourceTensor& source = sources[tensor.source];
   tensor.shape = source.sizes;
   // torch packs sub-byte elements; the header counts them singly.
-  const int64_t packed = DtypeBits(tensor.dtype) < 8
-                             ? DtypeUnit(tensor.dtype).elements
-                             : 1;
+  const int64_t packed =
+      DtypeBits(tensor.dtype) < 8 ? DtypeUnit(tensor.dtype).elements : 1;
   if (packed > 1) {
     if (tensor.shape.empty()) {
       return Unsupported("packed elements need a dimension")

@@ -13,8 +13,8 @@ enum class PlacementKind : uint8_t { kReplicate, kShard, kStridedShard };
 
 struct MeshPlacement {
   PlacementKind kind = PlacementKind::kReplicate;
-  int dim = 0;                // tensor dimension, for the two shard kinds
-  int64_t split_factor = 1;   // _StridedShard only
+  int dim = 0;               // tensor dimension, for the two shard kinds
+  int64_t split_factor = 1;  // _StridedShard only
 };
 
 struct MeshRule {

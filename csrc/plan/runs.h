@@ -12,7 +12,7 @@
 namespace torch_ckpt {
 
 struct Run {
-  uint64_t src = 0;    // byte offset (or address) of the first byte
+  uint64_t src = 0;  // byte offset (or address) of the first byte
   uint64_t dst = 0;
   uint64_t bytes = 0;  // contiguous bytes of the innermost copy; > 0
   int loops = 0;       // outermost first

@@ -501,14 +501,13 @@ TEST_F(CrashTest, OtherFilesButNoCheckpoint) {
 
 // Whoever made the target for us need not have synced it.
 TEST_F(CrashTest, TargetMadeJustBefore) {
-  Check(
-      "t", std::nullopt, NewContents(),
-      [&] {
-        fs::create_directory(Live("t"));
-        WriteText(Live("t/config.json"), "{}");
-        return SaveAll(Live("t"), NewPieces(), Settings()).status();
-      },
-      {"config.json"});
+  Check("t", std::nullopt, NewContents(),
+        [&] {
+          fs::create_directory(Live("t"));
+          WriteText(Live("t/config.json"), "{}");
+          return SaveAll(Live("t"), NewPieces(), Settings()).status();
+        },
+        {"config.json"});
 }
 
 // Names of stock shards are ours too: they are replaced one by one.
