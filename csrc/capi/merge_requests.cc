@@ -1,3 +1,5 @@
+#include <cerrno>
+
 #include "capi/requests.h"
 #include "capi/sessions.h"
 #include "engine/commit.h"
@@ -51,9 +53,18 @@ Result<Begun> Begin(const Json& request, const MergePlan& plan) {
   TC_ASSIGN_OR_RETURN(const std::string output, GetString(request, "output"));
   TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(output, true));
   Begun begun;
-  TC_ASSIGN_OR_RETURN(const std::string from,
-                      AbsolutePath(plan.checkpoint().path()));
-  begun.in_place = from == session.place().target;
+  // By inode: another path may lead to the same directory.
+  TC_ASSIGN_OR_RETURN(const Directory from,
+                      Directory::Open(plan.checkpoint().path()));
+  TC_ASSIGN_OR_RETURN(const FileInfo input, from.Stat());
+  Result<Directory> to = Directory::Open(session.place().target);
+  if (to.ok()) {
+    TC_ASSIGN_OR_RETURN(const FileInfo output_info, to->Stat());
+    begun.in_place =
+        input.device == output_info.device && input.inode == output_info.inode;
+  } else if (to.status().sys_errno() != ENOENT) {
+    return to.status();
+  }
   begun.session = std::make_unique<SaveSession>(std::move(session));
   return begun;
 }

@@ -159,6 +159,7 @@ class HuggingFaceStorageWriter(StockWriter):
         """Coordinator, and without collectives every rank: lock the staging directory and clear
         what a dead save left."""
         path = os.path.abspath(self.path)
+        self._check_mapping(plans)
         if self._part is None:
             self._session = SaveSession(path, overwrite=self.overwrite)
             return plans
@@ -167,6 +168,22 @@ class HuggingFaceStorageWriter(StockWriter):
         except (CheckpointError, OSError) as error:
             raise with_rank(error, self._part.rank) from error
         return plans
+
+    def _check_mapping(self, plans: list[SavePlan]) -> None:
+        """Before anything is written: would the consolidation refuse the mapping?"""
+        mapping = self.fqn_to_index_mapping
+        consolidates = self.save_distributed and self.enable_consolidation
+        # A plan that is not usable stands for a cached one, which passed here when it was new.
+        if mapping is None or not (consolidates and self.strict and all(p.usable for p in plans)):
+            return
+        planned = {item.index.fqn for plan in plans for item in plan.items}
+        for fqn in mapping:
+            if fqn not in planned:
+                raise InvalidArgumentError(
+                    "is in fqn_to_index_mapping but not in the state dict; strict=False would "
+                    "ignore it",
+                    tensor=fqn,
+                )
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into staging. The future holds one RankReport."""
