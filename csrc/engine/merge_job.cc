@@ -5,6 +5,7 @@
 
 #include "engine/input_digests.h"
 #include "engine/open_files.h"
+#include "engine/stored_box.h"
 #include "plan/ranges.h"
 #include "plan/runs.h"
 
@@ -98,11 +99,7 @@ class Merger {
                      static_cast<int64_t>(to / unit));
     for (const Placement& placement : catalog.placements(entry_id)) {
       if (placement.role == PlacementRole::kReplica) continue;
-      TC_ASSIGN_OR_RETURN(
-          const UnitView stored,
-          InUnits(entry.storage_dtype, entry.shape, placement.box));
-      const StridedBox src{stored.box, placement.offset,
-                           DenseStrides(stored.box.sizes, stored.unit_bytes)};
+      TC_ASSIGN_OR_RETURN(const StridedBox src, StoredBox(entry, placement));
       for (const Box& box : boxes) {
         uint64_t linear = 0;
         for (int d = 0; d < box.rank(); ++d) {
@@ -128,11 +125,7 @@ class Merger {
     for (const Placement& placement :
          plan_.checkpoint_->catalog().placements(entry_id)) {
       if (placement.role == PlacementRole::kReplica) continue;
-      TC_ASSIGN_OR_RETURN(
-          const UnitView stored,
-          InUnits(entry.storage_dtype, entry.shape, placement.box));
-      const StridedBox src{stored.box, placement.offset,
-                           DenseStrides(stored.box.sizes, stored.unit_bytes)};
+      TC_ASSIGN_OR_RETURN(const StridedBox src, StoredBox(entry, placement));
       Run run;
       if (!MakeRun(src, {one, dst, DenseStrides(one.sizes, whole.unit_bytes)},
                    whole.unit_bytes, &run)) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/checked.h"
+#include "engine/stored_box.h"
 #include "plan/clip.h"
 #include "plan/cover.h"
 
@@ -72,11 +73,7 @@ Status PlanTensor(const Catalog& catalog, const ReadItem& item,
   for (const Placement& placement : placements) {
     // Owners tile the tensor; replicas repeat what an owner has.
     if (placement.role == PlacementRole::kReplica) continue;
-    TC_ASSIGN_OR_RETURN(
-        const UnitView stored,
-        InUnits(entry.storage_dtype, entry.shape, placement.box));
-    const StridedBox src{stored.box, placement.offset,
-                         DenseStrides(stored.box.sizes, stored.unit_bytes)};
+    TC_ASSIGN_OR_RETURN(const StridedBox src, StoredBox(entry, placement));
     Run run;
     if (!MakeRun(src, dst, wanted.unit_bytes, &run)) continue;
     found += run.TotalBytes();
