@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import DTYPES, FAILED, STOCK_213, assert_same, blank, load, sample, save
 from safetensors.torch import load_file, save_file
+from sample_states import DTYPES, FAILED, STOCK_213, assert_same, blank, load, sample, save
 
 import torch_ckpt
 

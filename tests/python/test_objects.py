@@ -66,21 +66,35 @@ def same(a, b):
             return False
         raw = [t.detach().resolve_conj().resolve_neg() for t in (a, b)]
         raw = [torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in raw]
-        return bytes(raw[0].flatten().view(torch.uint8)) == bytes(raw[1].flatten().view(torch.uint8))
+        return bytes(raw[0].flatten().view(torch.uint8)) == bytes(
+            raw[1].flatten().view(torch.uint8)
+        )
     if isinstance(a, (np.ndarray, np.generic)):
-        return a.dtype == b.dtype and a.dtype.char == b.dtype.char and a.shape == b.shape and (
-            a.tobytes() == b.tobytes()
+        return (
+            a.dtype == b.dtype
+            and a.dtype.char == b.dtype.char
+            and a.shape == b.shape
+            and (a.tobytes() == b.tobytes())
         )
     if isinstance(a, float):
-        return math.isnan(a) and math.isnan(b) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+        return (
+            math.isnan(a)
+            and math.isnan(b)
+            or (a == b and math.copysign(1, a) == math.copysign(1, b))
+        )
     if isinstance(a, complex):
         return same(a.real, b.real) and same(a.imag, b.imag)
     if isinstance(a, io.BytesIO):
         return a.getvalue() == b.getvalue() and a.tell() == b.tell()
     if isinstance(a, dict):
         extra = getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
-        return extra and len(a) == len(b) and all(
-            same(k, j) and same(v, w) for (k, v), (j, w) in zip(a.items(), b.items(), strict=True)
+        return (
+            extra
+            and len(a) == len(b)
+            and all(
+                same(k, j) and same(v, w)
+                for (k, v), (j, w) in zip(a.items(), b.items(), strict=True)
+            )
         )
     if isinstance(a, (list, tuple, collections.deque)):
         limits = getattr(a, "maxlen", None) == getattr(b, "maxlen", None)
@@ -238,7 +252,11 @@ def test_the_bytes_are_fixed():
 
 
 def test_large_bytes_stand_in_the_side_file():
-    leaves = {"small": b"s" * 65536, "large": [b"a" * 40000, b"b" * 40000, b"c" * 20000], "t": (torch.ones(9999, 2),)}
+    leaves = {
+        "small": b"s" * 65536,
+        "large": [b"a" * 40000, b"b" * 40000, b"c" * 20000],
+        "t": (torch.ones(9999, 2),),
+    }
     text, side = dumps_objects(leaves, file_id="0" * 32)
     assert [len(piece) for piece in side] == [40000, 79992]
     assert '"at":[0,40000]' in text and '"at":[40000,79992]' in text
@@ -445,8 +463,14 @@ def test_side_bytes_cannot_be_multiplied():
         '{"format_version":1,"file_id":"","side_bytes":0,"objects":{"a":1,"a":2}}',
         '{"format_version":1,"file_id":"","side_bytes":0,"objects":{"a":NaN}}',
         '{"format_version":1,"file_id":"","side_bytes":0,"objects":{"a":' + "9" * 5000 + "}}",
-        '{"format_version":1,"file_id":"","side_bytes":0,"objects":{"a":' + "[" * 99999 + "]" * 99999 + "}}",
-        '{"format_version":1,"file_id":"","side_bytes":0,"objects":{"a":' + "[" * 101 + "]" * 101 + "}}",
+        '{"format_version":1,"file_id":"","side_bytes":0,"objects":{"a":'
+        + "[" * 99999
+        + "]" * 99999
+        + "}}",
+        '{"format_version":1,"file_id":"","side_bytes":0,"objects":{"a":'
+        + "[" * 101
+        + "]" * 101
+        + "}}",
         b"\xff\xfe\x00",
     ],
     ids=range(15),
@@ -465,12 +489,19 @@ def test_a_newer_version_is_refused_by_word():
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(["$", "v", "b", "t", "s", "f", "c", "at", "p", "m", "o", "g", "n"]), inner)
-        | st.builds(
-            lambda tag, v: {"$": tag, "v": v},
-            st.sampled_from("int str tuple dict set odict size range slice time date fraction decimal".split()),
-            inner,
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(
+                st.sampled_from(["$", "v", "b", "t", "s", "f", "c", "at", "p", "m", "o", "g", "n"]),
+                inner,
+            )
+            | st.builds(
+                lambda tag, v: {"$": tag, "v": v},
+                st.sampled_from(
+                    "int str tuple dict set odict size range slice time date fraction decimal".split()
+                ),
+                inner,
+            )
         ),
         max_leaves=12,
     )

@@ -78,7 +78,12 @@ def dtensor(full, mesh_shape, placements):
             parts, _ = placement._split_tensor(local, mesh_shape[dim], with_padding=False)
             local = parts[place]
     return DTensor.from_local(
-        local.contiguous(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+        local.contiguous(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
     )
 
 
@@ -128,7 +133,9 @@ class Storage:
                     planner.load_bytes(item, io.BytesIO(stored))
                     continue
                 part = stored
-                for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                for dim, (start, size) in enumerate(
+                    zip(item.storage_offsets, item.lengths, strict=True)
+                ):
                     part = part.narrow(dim, start, size)
                 tensor = planner.resolve_tensor(item).detach()
                 assert tensor.shape == part.shape
@@ -235,7 +242,9 @@ def test_ranks_outside_a_mesh_take_part_without_items():
 def nested():
     return {
         "model": OrderedDict(w=torch.arange(4.0), b=torch.tensor(2)),
-        "optim": {"state": {0: {"step": 3, "m": torch.ones(2)}, 10: {"step": 4, "m": torch.zeros(2)}}},
+        "optim": {
+            "state": {0: {"step": 3, "m": torch.ones(2)}, 10: {"step": 4, "m": torch.zeros(2)}}
+        },
         "list": [torch.ones(1), {"x": 1}, [5, 6], {}],
         "empty": {},
         "gone": [],
@@ -450,14 +459,21 @@ def test_mismatches_name_the_leaf_and_both_sides(caplog):
 
 def test_meta_tensors_are_made_real():
     storage = Storage().save([lambda: {"a": {"t": torch.ones(2)}}])
-    assert storage.load(lambda: {"a": {"t": torch.ones(2, device="meta")}})["a"]["t"].tolist() == [1, 1]
+    assert storage.load(lambda: {"a": {"t": torch.ones(2, device="meta")}})["a"]["t"].tolist() == [
+        1,
+        1,
+    ]
 
 
 def test_checkpoints_named_as_torch_2_3_did():
     """Up to torch 2.3 a dict without tensors was one leaf."""
     storage = Storage()
-    storage.save([lambda: {"a": {"t": torch.ones(1)}, "g": {"lr": 0.1, 5: 2}}], flatten_state_dict=False)
-    storage.save([lambda: {"a.t": torch.ones(1), "g": {"lr": 0.1, "k": 2}}], flatten_state_dict=False)
+    storage.save(
+        [lambda: {"a": {"t": torch.ones(1)}, "g": {"lr": 0.1, 5: 2}}], flatten_state_dict=False
+    )
+    storage.save(
+        [lambda: {"a.t": torch.ones(1), "g": {"lr": 0.1, "k": 2}}], flatten_state_dict=False
+    )
     loaded = storage.load(lambda: {"a": {"t": torch.zeros(1)}, "g": {"lr": 0, "k": 0}})
     assert loaded == {"a": {"t": torch.ones(1)}, "g": {"lr": 0.1, "k": 2}}
 
@@ -470,7 +486,9 @@ def test_values_that_differ_between_ranks_are_named(caplog):
     with caplog.at_level(logging.WARNING):
         storage = Storage().save([state] * 3)
     warned = [record.getMessage() for record in caplog.records]
-    assert len(warned) == 1 and warned[0].startswith("a.step: this value differs between ranks 0 and 1")
+    assert len(warned) == 1 and warned[0].startswith(
+        "a.step: this value differs between ranks 0 and 1"
+    )
     assert storage.load(lambda: {"a": {"step": None}})["a"]["step"] == 0
 
 
@@ -516,13 +534,20 @@ def test_cached_plans_follow_what_changed():
     size, key = [4], [1]
 
     def states(rank):
-        return lambda: {"t": torch.ones(size[0]), "d": {key[0]: rank if rank else 7}, "own": PerRank(rank)}
+        return lambda: {
+            "t": torch.ones(size[0]),
+            "d": {key[0]: rank if rank else 7},
+            "own": PerRank(rank),
+        }
 
     both = [states(0), states(1)]
     first = Storage().save(both, enable_plan_caching=True)
     again = Storage().save(both, enable_plan_caching=True)
     assert [len(plan.items) for plan in again.plans] == [len(plan.items) for plan in first.plans]
-    assert same(again.load(dict, rebuild=True, world=2), {"t": torch.ones(4), "d": {1: 7}, "own": PerRank(0)})
+    assert same(
+        again.load(dict, rebuild=True, world=2),
+        {"t": torch.ones(4), "d": {1: 7}, "own": PerRank(0)},
+    )
     size[0] = 6
     assert Storage().save(both, enable_plan_caching=True).whole("t").shape == (6,)
     key[0] = "1"  # the items are equal, what the keys are is not
@@ -569,9 +594,13 @@ def test_hooks_of_subclasses_are_called():
 
 
 def test_through_stock_file_storage(tmp_path):
-    dcp.save(nested(), storage_writer=dcp.FileSystemWriter(tmp_path), planner=SavePlanner(), no_dist=True)
+    dcp.save(
+        nested(), storage_writer=dcp.FileSystemWriter(tmp_path), planner=SavePlanner(), no_dist=True
+    )
     target = blank()
-    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path), planner=LoadPlanner(), no_dist=True)
+    dcp.load(
+        target, storage_reader=dcp.FileSystemReader(tmp_path), planner=LoadPlanner(), no_dist=True
+    )
     assert same(target, nested())
     planner = LoadPlanner(rebuild=True)
     dcp.load({}, storage_reader=dcp.FileSystemReader(tmp_path), planner=planner, no_dist=True)
@@ -594,7 +623,9 @@ def test_objects_can_be_given_without_pickle():
 def test_planners_pickle():
     save = SavePlanner(enable_plan_caching=True, rank=1, world_size=2)
     save.set_up_planner({"a": {1: torch.ones(1)}}, None, True)
-    assert pickle.loads(pickle.dumps(save)).create_local_plan().items == save.create_local_plan().items
+    assert (
+        pickle.loads(pickle.dumps(save)).create_local_plan().items == save.create_local_plan().items
+    )
     load = pickle.loads(pickle.dumps(LoadPlanner(strict_dtype=True, rebuild=True)))
     assert load.strict_dtype and load.rebuild
     assert pickle.loads(pickle.dumps(PerRank([1]))).value == [1]

@@ -68,7 +68,7 @@ def test_a_lossy_value_in_a_late_part_is_found(
     stored = torch.zeros(5000)
     stored[4900] = 1e30
     save_file({"x": stored}, tmp_path / "model.safetensors")
-    with warnings.catch_warnings(), pytest.raises(BaseException, match="not finite"):
+    with warnings.catch_warnings(), pytest.raises(BaseException, match="out of range"):
         warnings.simplefilter("ignore")
         load(tmp_path, {"x": torch.zeros(5000, dtype=torch.float16)})
     assert waves

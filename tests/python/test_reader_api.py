@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import (
+from safetensors.torch import save_file
+from sample_states import (
     DTYPES,
     FAILED,
     assert_same,
@@ -23,7 +24,6 @@ from checkpoints import (
     save,
     stock_rows,
 )
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -262,9 +262,7 @@ TARGETS: dict[str, Any] = {
 
 @pytest.mark.parametrize("planner", [dcp.DefaultLoadPlanner, torch_ckpt.LoadPlanner])
 @pytest.mark.parametrize("case", TARGETS)
-def test_targets_of_every_kind_are_filled_in_place(
-    tmp_path: Path, case: str, planner: Any
-) -> None:
+def test_targets_of_every_kind_are_filled_in_place(tmp_path: Path, case: str, planner: Any) -> None:
     value = torch.randn(6, 4)
     path = saved(tmp_path / "in", {"w": value})
     target = TARGETS[case]()
@@ -272,7 +270,9 @@ def test_targets_of_every_kind_are_filled_in_place(
     into = {"w": target}
     load(into, HuggingFaceStorageReader(path), planner=planner())
     assert into["w"] is target and target.data_ptr() == pointer
-    assert torch.equal(target.detach().to(value.dtype) if not target.is_complex() else target.real, value)
+    assert torch.equal(
+        target.detach().to(value.dtype) if not target.is_complex() else target.real, value
+    )
     assert target._version > version, "autograd sees that the tensor changed"
 
 
@@ -340,9 +340,7 @@ def test_partial_loads(tmp_path: Path, kind: Any) -> None:
     with pytest.raises(FAILED, match="new"):
         load(dict(target), HuggingFaceStorageReader(path), planner=kind())
     load(target, HuggingFaceStorageReader(path), planner=kind(allow_partial_load=True))
-    assert_same(
-        target, {"a": torch.ones(2), "new": torch.full((2,), 7.0), "step": 9}
-    )
+    assert_same(target, {"a": torch.ones(2), "new": torch.full((2,), 7.0), "step": 9})
 
 
 @pytest.mark.parametrize("kind", [dcp.DefaultLoadPlanner, torch_ckpt.LoadPlanner])

@@ -19,7 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import (
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from sample_states import (
     FAILED,
     STOCK_213,
     assert_same,
@@ -35,8 +37,6 @@ from checkpoints import (
     stock_rows,
     stock_shard,
 )
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
@@ -158,9 +158,7 @@ def tied() -> dict[str, torch.Tensor]:
 NOT_PLAIN: dict[str, Any] = {
     "transposed": lambda: {"w": torch.randn(5, 7).t()},
     "permuted": lambda: {"w": torch.randn(2, 3, 4).permute(2, 0, 1)},
-    "channels_last": lambda: {
-        "w": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    },
+    "channels_last": lambda: {"w": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)},
     "tied": tied,
     "views": lambda: (lambda base: {"low": base[:4], "high": base[2:]})(torch.randn(8, 6)),
     "expanded": lambda: {"w": torch.randn(3, 1).expand(3, 4)},
@@ -194,7 +192,9 @@ def test_checkpoint_id_moves_shards_and_output_together(tmp_path: Path) -> None:
     state = {"w": torch.randn(4)}
 
     def run(kind: Any, name: str) -> list[str]:
-        writer = kind(str(tmp_path / name / "ctor"), save_distributed=True, enable_consolidation=True)
+        writer = kind(
+            str(tmp_path / name / "ctor"), save_distributed=True, enable_consolidation=True
+        )
         save(state, writer, checkpoint_id=str(tmp_path / name / "id"))
         return listing(tmp_path / name)
 
@@ -378,9 +378,7 @@ def test_consolidated_headers_are_aligned_and_say_their_format(tmp_path: Path) -
 # Loading what is damaged.
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in DAMAGE if case != "empty input"]
-)
+@pytest.mark.parametrize("case", [case for case in DAMAGE if case != "empty input"])
 def test_load_of_damage_is_an_error_that_names_it(tmp_path: Path, case: str) -> None:
     damage, _, text = DAMAGE[case]
     value = torch.arange(1.0, 17.0).reshape(8, 2)

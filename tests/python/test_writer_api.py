@@ -19,8 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import FAILED, assert_same, blank, load, load_ours, sample, save
 from safetensors.torch import load_file
+from sample_states import FAILED, assert_same, blank, load, load_ours, sample, save
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files as stock_consolidate,
 )
@@ -113,7 +113,12 @@ def test_traps_of_the_protocol() -> None:
     assert "kwargs" in inspect.signature(HuggingFaceStorageReader.set_up_storage_reader).parameters
     assert "kwargs" not in inspect.signature(HuggingFaceStorageReader.read_metadata).parameters
     names = {kind.__name__ for kind in HuggingFaceStorageWriter.__mro__}
-    assert {"FileSystemWriter", "_FileSystemWriter", "StorageWriter", "BlockingAsyncStager"} <= names
+    assert {
+        "FileSystemWriter",
+        "_FileSystemWriter",
+        "StorageWriter",
+        "BlockingAsyncStager",
+    } <= names
 
 
 def test_attributes(tmp_path: Path) -> None:
@@ -140,7 +145,10 @@ def test_attributes(tmp_path: Path) -> None:
     meta = ours.storage_meta()
     assert meta is not None and meta.save_id == ours.save_id
     # Stock's own attributes exist in our reader too.
-    reader, stock_reader = HuggingFaceStorageReader(tmp_path, 2), dcp.HuggingFaceStorageReader("x", 2)
+    reader, stock_reader = (
+        HuggingFaceStorageReader(tmp_path, 2),
+        dcp.HuggingFaceStorageReader("x", 2),
+    )
     assert set(vars(stock_reader)) <= set(vars(reader))
     assert reader.thread_count == 2 and reader.checkpoint_id == tmp_path
 
@@ -167,7 +175,10 @@ class Split(HuggingFaceStorageWriter):
 
     def _split_by_storage_plan(self, storage_plan: Any, items: Any) -> dict[int, list[Any]]:
         self.seen = [item.index.fqn for item in items]
-        return {1: [i for i in items if i.index.fqn == "w"], 2: [i for i in items if i.index.fqn != "w"]}
+        return {
+            1: [i for i in items if i.index.fqn == "w"],
+            2: [i for i in items if i.index.fqn != "w"],
+        }
 
     def _write_data(self, planner: Any, file_queue: Any) -> Any:
         self.queued = file_queue.qsize()
@@ -417,7 +428,7 @@ OBJECTS: dict[str, Any] = {
     "ints": [0, -1, 2**63, -(2**200)],
     "floats": [0.1, -0.0, 1e308, 5e-324, float("inf"), float("-inf")],
     "complex": 1.5 - 2.5j,
-    "strings": ["", "héé", "\x00\n\"", "\ud800", "𝄞"],
+    "strings": ["", "héé", '\x00\n"', "\ud800", "𝄞"],
     "bytes": b"\x00\xff" * 10,
     "many bytes": bytes(range(256)) * 5000,
     "bytearray": bytearray(b"abc"),
@@ -470,7 +481,9 @@ def test_objects_of_every_type(tmp_path: Path, planner: str) -> None:
     }
     makes = {"stock": (None, None), "ours": (torch_ckpt.SavePlanner(), torch_ckpt.LoadPlanner())}
     save_planner, load_planner = makes[planner]
-    save(state, HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True), planner=save_planner)
+    save(
+        state, HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True), planner=save_planner
+    )
     target = dict.fromkeys(state)
     load(target, HuggingFaceStorageReader(tmp_path / "c"), planner=load_planner)
     for name, value in state.items():

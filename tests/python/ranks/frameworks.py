@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import bits
 from ranks.run import Context, cases
 from safetensors.torch import load_file
+from sample_states import bits
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -102,7 +102,9 @@ def fsdp2_tp(seed: int) -> Built:
 def leaves(value: Any, path: str = "") -> dict[str, Any]:
     """All leaves; DTensors and ShardedTensors as their local parts."""
     if isinstance(value, dict):
-        return {k: v for key, entry in value.items() for k, v in leaves(entry, f"{path}/{key}").items()}
+        return {
+            k: v for key, entry in value.items() for k, v in leaves(entry, f"{path}/{key}").items()
+        }
     if isinstance(value, (list, tuple)):
         return leaves(dict(enumerate(value)), path)
     if isinstance(value, DTensor):
@@ -133,7 +135,9 @@ def round_trip(
 ) -> None:
     """Save one training, load it into another one; by the stock planner and by ours."""
     options = options or StateDictOptions()
-    for number, kinds in enumerate(((None, None), (torch_ckpt.SavePlanner, torch_ckpt.LoadPlanner))):
+    for number, kinds in enumerate(
+        ((None, None), (torch_ckpt.SavePlanner, torch_ckpt.LoadPlanner))
+    ):
         path = context.folder / str(number)
         saved = build(1)
         dcp.save(
@@ -230,7 +234,9 @@ def fully_sharded_1(context: Context) -> None:
         ):
             path = context.folder / f"{name}-{number}"
             source = saved.state_dict()
-            writer = HuggingFaceStorageWriter(path, save_distributed=True, enable_consolidation=True)
+            writer = HuggingFaceStorageWriter(
+                path, save_distributed=True, enable_consolidation=True
+            )
             planner = kinds[0] and kinds[0]()
             dcp.save({"model": source}, storage_writer=writer, planner=planner)
             target = {"model": loaded.state_dict()}
@@ -320,7 +326,10 @@ def quantized_reader_of_stock(context: Context) -> None:
     source = {"a.weight": values, "a.weight_scale_inv": scales, "b": torch.ones(5)}
     path = context.folder / "c"
     dcp.save(source if context.rank == 0 else {}, storage_writer=HuggingFaceStorageWriter(path))
-    assert "a.weight_scale_inv" in json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert (
+        "a.weight_scale_inv"
+        in json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    )
     wanted = values.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
     target = {"a.weight": torch.zeros(256, 256), "b": torch.zeros(5)}
     dcp.load(target, storage_reader=dcp.QuantizedHuggingFaceStorageReader(str(path)))

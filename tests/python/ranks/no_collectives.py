@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import listing
 from ranks.layouts import check, layouts, several_boxes, state, whole
 from ranks.run import Context, cases, everywhere, raised
 from safetensors.torch import load_file
+from sample_states import listing
 
 import torch_ckpt
 from torch_ckpt import (

@@ -42,7 +42,9 @@ def save(context: Context) -> None:
         path = directory(context.shared, context.world, name)
         for kind in (dcp.DefaultSavePlanner, torch_ckpt.SavePlanner):
             source = {**state(table), "step": context.world}
-            dcp.save(source, storage_writer=HuggingFaceStorageWriter(path, **options), planner=kind())
+            dcp.save(
+                source, storage_writer=HuggingFaceStorageWriter(path, **options), planner=kind()
+            )
 
 
 @case

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import assert_same, blank, listing, load_ours, load_stock, stock_rows
 from ranks.layouts import Layout, check, dtensor, layouts, state, whole
 from ranks.run import Context, cases, everywhere, raised
 from safetensors.torch import load_file
+from sample_states import assert_same, blank, listing, load_ours, load_stock, stock_rows
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,7 +79,9 @@ def plain_tensors_on_all_ranks_make_whole_final_files(context: Context) -> None:
     for number, mapping in enumerate([None, {"a": 1, "b": 2, "c": 1, "d": 2, "e": 2}]):
         for kind in (dcp.DefaultSavePlanner, torch_ckpt.SavePlanner):
             path = context.folder / f"{number}-{kind.__module__}"
-            dcp.save(plain(), storage_writer=HuggingFaceStorageWriter(path, mapping), planner=kind())
+            dcp.save(
+                plain(), storage_writer=HuggingFaceStorageWriter(path, mapping), planner=kind()
+            )
             if context.rank == 0:
                 assert_same(final_tensors(path), plain())
                 assert_same(load_stock(path, plain()), plain())
@@ -154,7 +156,9 @@ def groups_without_global_rank_0(context: Context) -> None:
         source = {f"w{context.rank}": whole(f"w{context.rank}", (3,)), "all": whole("all", (9,))}
         for number in range(2):
             source["step"] = number
-            writer = HuggingFaceStorageWriter(path, save_distributed=True, enable_consolidation=True)
+            writer = HuggingFaceStorageWriter(
+                path, save_distributed=True, enable_consolidation=True
+            )
             dcp.save(source, storage_writer=writer, process_group=group)
         target = blank(source)
         dcp.load(target, storage_reader=HuggingFaceStorageReader(path), process_group=group)
@@ -189,7 +193,9 @@ def sub_mesh(context: Context) -> None:
     for kinds in ((None, None), (torch_ckpt.SavePlanner(), torch_ckpt.LoadPlanner())):
         path = context.folder / str(kinds[0] is None)
         writer = HuggingFaceStorageWriter(path, save_distributed=True)
-        dcp.save({"sub": make(content), "p": torch.ones(2)}, storage_writer=writer, planner=kinds[0])
+        dcp.save(
+            {"sub": make(content), "p": torch.ones(2)}, storage_writer=writer, planner=kinds[0]
+        )
         target = {"sub": make(torch.zeros(6, 2)), "p": torch.zeros(2)}
         dcp.load(target, storage_reader=HuggingFaceStorageReader(path), planner=kinds[1])
         if context.rank in ranks:
@@ -212,7 +218,9 @@ def sharded_tensors_with_two_shards_on_a_rank(context: Context) -> None:
         ]
         return init_from_local_shards(parts, rows, 3)
 
-    for number, kinds in enumerate(((None, None), (torch_ckpt.SavePlanner, torch_ckpt.LoadPlanner))):
+    for number, kinds in enumerate(
+        ((None, None), (torch_ckpt.SavePlanner, torch_ckpt.LoadPlanner))
+    ):
         for consolidate in (False, True):
             path = context.folder / f"{number}-{consolidate}"
             writer = HuggingFaceStorageWriter(
@@ -224,7 +232,9 @@ def sharded_tensors_with_two_shards_on_a_rank(context: Context) -> None:
             planner = kinds[1] and kinds[1]()
             reader = HuggingFaceStorageReader(path)
             dcp.load({"w": target}, storage_reader=reader, planner=planner)
-            for got, wanted in zip(target.local_shards(), make(content).local_shards(), strict=True):
+            for got, wanted in zip(
+                target.local_shards(), make(content).local_shards(), strict=True
+            ):
                 assert torch.equal(got.tensor, wanted.tensor)
             stock = {"w": torch.zeros(rows, 3)}
             dcp.load(stock, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
@@ -249,9 +259,7 @@ def a_rank_that_fails(context: Context) -> None:
     writer = HuggingFaceStorageWriter(path, save_distributed=True)
     changed = {name: value * 2 for name, value in state(table).items()}
     error = raised(
-        lambda: torch_ckpt.save(
-            {**changed, "step": 2}, checkpoint_id=path, planner=FailsOnRank1()
-        ),
+        lambda: torch_ckpt.save({**changed, "step": 2}, checkpoint_id=path, planner=FailsOnRank1()),
         "rank 1",
         "of the test",
     )
@@ -394,7 +402,9 @@ def consolidation_that_fails_on_one_rank(context: Context) -> None:
     dist.barrier()
     assert sorted(os.listdir(context.folder)) == ["in"], os.listdir(context.folder)
     raised(
-        lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(shards, out, {"w": 1, "x": 1}),
+        lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(
+            shards, out, {"w": 1, "x": 1}
+        ),
         "'x'",
     )
     dist.barrier()

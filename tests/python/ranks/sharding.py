@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import listing
 from ranks.layouts import check, layouts, odd_nesting, several_boxes, state, whole
 from ranks.run import Context, cases, everywhere, raised
 from safetensors.torch import load_file
+from sample_states import listing
 from torch.distributed.tensor import DTensor
 
 import torch_ckpt
@@ -126,7 +126,9 @@ def stock_planner_is_never_wrong_in_silence(context: Context) -> None:
                 dcp.load(target, storage_reader=HuggingFaceStorageReader(path), planner=kind())
             except BaseException as error:
                 refused = str(error)
-            assert not any(everywhere(refused)) or (f"'{name}'" in refused and "Use torch" in refused)
+            assert not any(everywhere(refused)) or (
+                f"'{name}'" in refused and "Use torch" in refused
+            )
             if not refused:
                 check(target, one)
 
@@ -175,8 +177,8 @@ def into_whole_tensors(context: Context) -> None:
 @case
 def every_dtype(context: Context) -> None:
     """Shards of every dtype that collectives of this test need not know."""
-    from checkpoints import DTYPES, bits, sample
     from ranks.layouts import mesh_of
+    from sample_states import DTYPES, bits, sample
     from torch.distributed.tensor import Shard
 
     mesh = mesh_of((context.world,))

@@ -54,7 +54,9 @@ def sample(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return (torch.arange(count) % 3 == 0).reshape(shape)
     if dtype == torch.complex64:
         return torch.complex(torch.randn(shape), torch.randn(shape))
-    if dtype.itemsize == 1:  # all bit patterns of the float8 types but the NaNs, which are != itself
+    if (
+        dtype.itemsize == 1
+    ):  # all bit patterns of the float8 types but the NaNs, which are != itself
         return (torch.arange(count) % 120 + 1).to(torch.uint8).view(dtype).reshape(shape)
     if dtype.is_floating_point:
         return torch.randn(shape).to(dtype)
