@@ -6,10 +6,8 @@ import os
 from typing import Any
 
 from torch_ckpt import _core
-from torch_ckpt.jobs import Job
+from torch_ckpt.jobs import MIN_WORKERS, Job
 from torch_ckpt.progress import Progress, run_job
-
-_MIN_WORKERS = 2  # reading overlaps writing only with a second thread
 
 
 def consolidate_safetensors_files(
@@ -28,7 +26,7 @@ def consolidate_safetensors_files(
     model.safetensors.index.json. The directory is created, and may be `input_dir` itself: the
     shards then stay. All or nothing: on an error no output is left.
 
-    num_threads: threads, at least two. strict: a tensor that is not in the mapping, or a name of
+    num_threads: threads, at least four. strict: a tensor that is not in the mapping, or a name of
     the mapping that is not in the checkpoint, is an error (else left out). verify: compare all
     bytes that are read with their digests, where there are any. progress: called with bytes
     written and bytes in all, about ten times a second.
@@ -56,7 +54,7 @@ def merge_request(
         "input": os.path.abspath(input_dir),
         "output": os.path.abspath(output_dir),
         "mapping": mapping or None,
-        "workers": max(_MIN_WORKERS, num_threads),
+        "workers": max(MIN_WORKERS, num_threads),
         "strict": strict,
         "verify": verify,
     }

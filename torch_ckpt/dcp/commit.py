@@ -49,9 +49,7 @@ def commit_request(
                 f"a rank's write result is a {type(report).__name__}, not what write_data returned"
             )
         if report.files and report.save_id != save_id:
-            raise ConflictError(
-                "wrote for another save into the same directory", rank=report.rank
-            )
+            raise ConflictError("wrote for another save into the same directory", rank=report.rank)
         for file in report.files:
             group = file.pop("group", None)
             if group is None:

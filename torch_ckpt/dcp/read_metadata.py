@@ -31,9 +31,7 @@ def _torch_sizes(sizes: list[int], packed: int) -> torch.Size:
     return torch.Size(sizes)
 
 
-def metadata_of(
-    described: dict[str, Any], path: str, load_id: str, *, chunks: bool
-) -> Metadata:
+def metadata_of(described: dict[str, Any], path: str, load_id: str, *, chunks: bool) -> Metadata:
     """`described` is the answer of the core's "describe"; with `chunks` it has placements."""
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
@@ -84,8 +82,6 @@ def metadata_of(
         )
         for offsets, sizes, file in parts:
             storage[MetadataIndex(name, offsets)] = _HFStorageInfo(file, sizes, dtype)
-    metadata = Metadata(
-        state_dict_metadata=state, planner_data=planner_data, storage_data=storage
-    )
+    metadata = Metadata(state_dict_metadata=state, planner_data=planner_data, storage_data=storage)
     metadata.storage_meta = StorageMeta(load_id=load_id)
     return metadata

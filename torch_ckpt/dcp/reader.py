@@ -18,6 +18,7 @@ from torch_ckpt.dcp.read_requests import check_filled
 from torch_ckpt.dcp.read_tensors import TensorReader
 from torch_ckpt.dcp.stock_planner import check_read_boxes
 from torch_ckpt.errors import CheckpointError, with_rank
+from torch_ckpt.jobs import MIN_WORKERS
 
 
 class HuggingFaceStorageReader(StockReader):
@@ -27,7 +28,7 @@ class HuggingFaceStorageReader(StockReader):
     `torch.distributed.checkpoint.HuggingFaceStorageReader`:
 
     path: the checkpoint directory.
-    thread_count: threads that read, at least two.
+    thread_count: threads that read, at least four.
 
     Keyword-only arguments of ours:
 
@@ -117,7 +118,7 @@ class HuggingFaceStorageReader(StockReader):
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         path = os.fspath(self.path)
-        workers = max(2, self.thread_count)
+        workers = max(MIN_WORKERS, self.thread_count)
         try:
             check_read_boxes(planner, tensors)
             if tensors and self._reads_by_request():

@@ -37,10 +37,7 @@ from torch_ckpt.dcp.write_files import (
     wait_for_kernels,
 )
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
-from torch_ckpt.jobs import Job, PartSession, SaveSession
-
-# A copy overlaps a write only with a second thread.
-MIN_WORKERS = 2
+from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession
 
 
 class HuggingFaceStorageWriter(StockWriter):
@@ -51,11 +48,11 @@ class HuggingFaceStorageWriter(StockWriter):
 
     path: the checkpoint directory. It appears (or its new content does) when the save is whole.
     fqn_to_index_mapping: fqn to index of its file, from 1; every saved tensor must be in it.
-    thread_count: threads that write this rank's files, at least two.
+    thread_count: threads that write this rank's files, at least four.
     save_distributed: every rank writes its own shards. False: final files of whole tensors.
     enable_consolidation: with save_distributed, shards go to path/sharded and final files to path;
         without it the files are final already and nothing more is done.
-    thread_count_consolidation: threads that merge, at least two.
+    thread_count_consolidation: threads that merge, at least four.
 
     Keyword-only arguments of ours:
 
