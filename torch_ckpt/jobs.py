@@ -14,7 +14,6 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt.errors import CheckpointError, error_from
 
-
 # Threads of a native call at the least, whatever the caller asks for: a worker that waits for the
 # disk costs no CPU, and with fewer than this the disk waits for copies. On 2 cores four wrote at
 # 1.5 times the rate of two, and more gained nothing (python -m benchmarks save_llama).
