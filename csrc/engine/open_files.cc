@@ -10,8 +10,22 @@ constexpr uint64_t kBlock = 4096;
 // Below this a direct read costs a disk round trip for little; readahead of
 // the page cache serves runs of small reads better.
 constexpr uint64_t kMinDirect = uint64_t{256} << 10;
+// Reads that take a file for not cached after one has found it so.
+constexpr int kReadsAfterMiss = 16;
 
 }  // namespace
+
+Result<uint64_t> SourceFile::ReadCached(MutableByteSpan out,
+                                        uint64_t offset) const {
+  // Several threads may count at once: a probe more or less is no harm.
+  if (not_cached_ > 0) {
+    --not_cached_;
+    return uint64_t{0};
+  }
+  TC_ASSIGN_OR_RETURN(const uint64_t cached, buffered_.ReadCached(out, offset));
+  if (cached < out.size()) not_cached_ = kReadsAfterMiss;
+  return cached;
+}
 
 Result<const File*> SourceFile::Direct() const {
   std::lock_guard<std::mutex> lock(mutex_);

@@ -1,6 +1,7 @@
 // The data files of a checkpoint while a job reads them.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <list>
 #include <memory>
@@ -22,10 +23,10 @@ class SourceFile {
 
   const std::string& path() const { return buffered_.path(); }
   // Bytes that the page cache holds at once, from `offset` on; see
-  // File::ReadCached.
-  Result<uint64_t> ReadCached(MutableByteSpan out, uint64_t offset) const {
-    return buffered_.ReadCached(out, offset);
-  }
+  // File::ReadCached. After a miss the next calls answer 0 without looking:
+  // the kernel starts a readahead at each one, of bytes that direct I/O is
+  // about to read.
+  Result<uint64_t> ReadCached(MutableByteSpan out, uint64_t offset) const;
   Status ReadBuffered(MutableByteSpan out, uint64_t offset) const {
     return buffered_.ReadExact(out, offset);
   }
@@ -43,6 +44,7 @@ class SourceFile {
   const Checkpoint* checkpoint_;
   const std::string name_;
   File buffered_;
+  mutable std::atomic<int> not_cached_{0};  // calls left to answer with 0
   mutable std::mutex mutex_;
   mutable bool direct_tried_ = false;
   mutable File direct_;

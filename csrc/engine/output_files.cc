@@ -6,7 +6,6 @@
 
 #include "base/checked.h"
 #include "runtime/arena.h"
-#include "runtime/crc32c.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
@@ -57,15 +56,16 @@ Status WritePiece(const OutputSpec& spec, Output* output, uint64_t begin,
                   MutableByteSpan piece, uint64_t bytes, size_t file,
                   MutableByteSpan scratch, int worker, const FillFn& fill,
                   uint64_t fill_bytes, std::vector<uint32_t>* digests) {
-  for (uint64_t at = 0; at < bytes; at += kSegmentBytes) {
-    const uint64_t size = std::min(kSegmentBytes, bytes - at);
+  for (uint64_t at = 0; at < bytes; at += kDigestStep) {
+    const uint64_t size = std::min<uint64_t>(kDigestStep, bytes - at);
     if (at % fill_bytes == 0) {
       const uint64_t wanted = std::min(fill_bytes, bytes - at);
       TC_RETURN_IF_ERROR(
           fill(file, begin + at, piece.subspan(at, wanted), scratch, worker));
     }
-    (*digests)[(begin + at) / kSegmentBytes] =
-        Crc32c(0, piece.data() + at, size);
+    uint32_t& digest = (*digests)[(begin + at) / kSegmentBytes];
+    digest =
+        Crc32c(at % kSegmentBytes == 0 ? 0 : digest, piece.data() + at, size);
   }
   uint64_t length = bytes;
   if (output->direct) {

@@ -15,12 +15,14 @@
 #include "format/manifest.h"
 #include "os/directory.h"
 #include "runtime/arena.h"
+#include "runtime/crc32c.h"
 #include "runtime/jobs.h"
 
 namespace torch_ckpt {
 
-inline constexpr uint64_t kPieceBytes = uint64_t{8} << 20;
+inline constexpr uint64_t kPieceBytes = uint64_t{4} << 20;
 static_assert(kPieceBytes % kSegmentBytes == 0);
+static_assert(kSegmentBytes % kDigestStep == 0);
 
 struct OutputSpec {
   std::string name;    // final name
@@ -34,9 +36,9 @@ struct OutputOptions {
   int workers = 2;
   bool sync = true;    // fsync before a file counts as written
   bool direct = true;  // past the page cache where the file system can
-  // What one call of the fill function is asked for at most: a segment keeps
-  // the bytes in the cache for the digest, a piece makes for longer reads.
-  uint64_t fill_bytes = kSegmentBytes;
+  // What one call of the fill function is asked for at most: a step keeps the
+  // bytes in the cache for the digest, a piece makes for longer reads.
+  uint64_t fill_bytes = kDigestStep;
   // Memory that the fill function wants for itself, beside the piece.
   uint64_t scratch_bytes = 0;
   // Page-locks the memory that is filled, where a device fills it.

@@ -74,12 +74,11 @@ class CellReader {
     return ranges;
   }
 
-  Status Check(uint64_t lo, const std::byte* bytes, uint64_t size) {
+  // The digest of the segment that starts at `lo` is `digest`.
+  Status Check(uint64_t lo, uint64_t size, uint32_t digest) {
     if (!digests_) return {};
     verified_ += size;
-    if (Crc32c(0, bytes, size) == digests_->crc32c[lo / kSegmentBytes]) {
-      return {};
-    }
+    if (digest == digests_->crc32c[lo / kSegmentBytes]) return {};
     return Corrupt("bytes " + std::to_string(lo) + " to " +
                    std::to_string(lo + size) +
                    " do not match their CRC-32C: the file was altered or the "
@@ -87,54 +86,70 @@ class CellReader {
         .WithFile(file_.path());
   }
 
+  // Runs of the cell that end at or before `lo` are done with.
+  void SkipTo(const ReadCell& cell, uint64_t lo) {
+    while (first_ < cell.runs.size() &&
+           cell.runs[first_].src + cell.runs[first_].SrcSpan() <= lo) {
+      ++first_;
+    }
+  }
+
   // The run that fills all of [lo, hi) by itself with contiguous memory.
-  static const Run* Sole(const ReadCell& cell, uint64_t lo, uint64_t hi) {
-    for (const Run& run : cell.runs) {
+  const Run* Sole(const ReadCell& cell, uint64_t lo, uint64_t hi) const {
+    for (size_t i = first_; i < cell.runs.size(); ++i) {
+      const Run& run = cell.runs[i];
       if (run.src > lo) break;
       if (run.loops == 0 && run.src + run.bytes >= hi) return &run;
     }
     return nullptr;
   }
 
+  // Segment by segment, and those in steps: what was just read is still in the
+  // CPU's cache for the digest and the copies.
   Status ReadRange(const ReadCell& cell, const Range& range) {
+    const std::byte* rest = nullptr;  // from `rest_lo` to the end of the range
+    uint64_t rest_lo = range.hi;
     for (uint64_t lo = range.lo; lo < range.hi;) {
-      const uint64_t hi =
+      const uint64_t end =
           std::min(RoundDown(lo, kSegmentBytes) + kSegmentBytes, range.hi);
-      const Run* sole = Sole(cell, lo, hi);
-      std::byte* into =
-          sole ? reinterpret_cast<std::byte*>(sole->dst) + (lo - sole->src)
-               : scratch_.data();
-      TC_ASSIGN_OR_RETURN(const uint64_t cached,
-                          file_.ReadCached({into, hi - lo}, lo));
-      if (cached < hi - lo) return ReadRest(cell, {lo, range.hi});
-      read_ += hi - lo;
-      TC_RETURN_IF_ERROR(Check(lo, into, hi - lo));
-      DeliverAll(cell, lo, hi, into, sole);
-      lo = hi;
+      uint32_t digest = 0;
+      for (uint64_t at = lo; at < end;) {
+        const uint64_t hi = std::min<uint64_t>(at + kDigestStep, end);
+        SkipTo(cell, at);
+        const Run* sole = nullptr;
+        const std::byte* bytes = nullptr;
+        if (!rest) {
+          sole = Sole(cell, at, hi);
+          std::byte* into =
+              sole ? reinterpret_cast<std::byte*>(sole->dst) + (at - sole->src)
+                   : scratch_.data();
+          TC_ASSIGN_OR_RETURN(const uint64_t cached,
+                              file_.ReadCached({into, hi - at}, at));
+          bytes = into;
+          if (cached < hi - at) {
+            // The page cache gave out: one large read for what is left.
+            TC_ASSIGN_OR_RETURN(rest, file_.Read(at, range.hi, scratch_));
+            rest_lo = at;
+            sole = nullptr;
+          }
+        }
+        if (rest) bytes = rest + (at - rest_lo);
+        if (digests_) digest = Crc32c(digest, bytes, hi - at);
+        DeliverAll(cell, at, hi, bytes, sole);
+        at = hi;
+      }
+      TC_RETURN_IF_ERROR(Check(lo, end - lo, digest));
+      lo = end;
     }
-    return {};
-  }
-
-  // The page cache gave out: one large read for what is left.
-  Status ReadRest(const ReadCell& cell, const Range& range) {
-    TC_ASSIGN_OR_RETURN(const std::byte* bytes,
-                        file_.Read(range.lo, range.hi, scratch_));
     read_ += range.hi - range.lo;
-    for (uint64_t lo = range.lo; lo < range.hi;) {
-      const uint64_t hi =
-          std::min(RoundDown(lo, kSegmentBytes) + kSegmentBytes, range.hi);
-      const std::byte* at = bytes + (lo - range.lo);
-      TC_RETURN_IF_ERROR(Check(lo, at, hi - lo));
-      DeliverAll(cell, lo, hi, at, nullptr);
-      lo = hi;
-    }
     return {};
   }
 
   // To every run but `done`, which has the bytes already.
   void DeliverAll(const ReadCell& cell, uint64_t lo, uint64_t hi,
                   const std::byte* bytes, const Run* done) {
-    for (const Run& run : cell.runs) {
+    for (size_t i = first_; i < cell.runs.size(); ++i) {
+      const Run& run = cell.runs[i];
       if (run.src >= hi) break;
       if (&run != done) Deliver(run, lo, hi, bytes, &parts_);
     }
@@ -145,6 +160,7 @@ class CellReader {
   const uint64_t file_bytes_;
   const MutableByteSpan scratch_;
   std::vector<Run> parts_;
+  size_t first_ = 0;  // of the cell's runs that still need bytes
   uint64_t read_ = 0, verified_ = 0;
 };
 

@@ -12,7 +12,7 @@ namespace torch_ckpt {
 // The runs that need bytes [begin, begin + kCellBytes) of a file; run.src is a
 // file offset, run.dst an address. A run never leaves its cell, so a segment is
 // read once and each cell is one work item.
-inline constexpr uint64_t kCellBytes = uint64_t{8} << 20;
+inline constexpr uint64_t kCellBytes = uint64_t{4} << 20;
 
 struct ReadCell {
   uint32_t file = 0;

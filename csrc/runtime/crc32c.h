@@ -8,6 +8,10 @@
 
 namespace torch_ckpt {
 
+// Bytes that were just copied are still in a core's second cache when they are
+// digested in steps of this: copy and digest cost one pass over memory.
+inline constexpr size_t kDigestStep = size_t{256} << 10;
+
 // The CRC of the bytes that gave `crc` followed by these; start with 0.
 uint32_t Crc32c(uint32_t crc, const void* data, size_t bytes);
 // The CRC of A||B from those of A and B; B is `b_bytes` long.
