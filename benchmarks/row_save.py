@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -54,6 +55,12 @@ def save_with_our_writer(state: Nested, path: Path) -> None:
 def save_with_our_save(state: Nested, path: Path) -> None:
     """torch_ckpt.save: our planner; durable when it returns."""
     rivals.ours("save")(state, checkpoint_id=str(path), no_dist=True)
+
+
+def save_with_our_save_and_stock_planner(state: Nested, path: Path) -> None:
+    """torch_ckpt.save with the planner that dcp.save takes when given none."""
+    planner = DefaultSavePlanner()
+    rivals.ours("save")(state, checkpoint_id=str(path), planner=planner, no_dist=True)
 
 
 def read_file_system(path: Path, sample: states.State) -> states.State:
@@ -142,11 +149,18 @@ def savers(context: Context, flat: states.State, nested: Nested, nesting: str) -
             nesting="flat",
         ),
         add(
-            "ours, HF writer",
+            "ours, writer for dcp.save",
             save_with_our_writer,
             role="ours",
             planner=rivals.STOCK_PLANNER,
             skip=rivals.why_not_ours("HuggingFaceStorageWriter"),
+        ),
+        add(
+            "ours, save, stock planner",
+            save_with_our_save_and_stock_planner,
+            role="ours",
+            planner=rivals.STOCK_PLANNER,
+            skip=rivals.why_not_ours("save"),
         ),
         add(
             "ours, save",

@@ -36,7 +36,7 @@ Result<MergePlan> ParsePlan(const Json& request) {
     return Conflict("was replaced since the merge began").WithFile(input);
   }
   std::vector<std::string> ids;
-  for (const Json& id : request.value("ids", Json::array())) {
+  for (const Json& id : GetList(request, "ids")) {
     ids.push_back(id.is_string() ? id.get<std::string>() : "");
     if (!IsId(ids.back())) return InvalidArgument("a file id is malformed");
   }
@@ -157,7 +157,7 @@ Result<Json> MergeCommitRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const MergePlan plan, ParsePlan(request));
   // Every segment was written by one rank; the others hold 0 there.
   std::vector<std::vector<uint32_t>> digests(plan.outputs().size());
-  for (const Json& part : request.value("parts", Json::array())) {
+  for (const Json& part : GetList(request, "parts")) {
     if (!part.is_array() || part.size() != digests.size()) {
       return InvalidArgument("a part does not fit the plan");
     }

@@ -1,6 +1,9 @@
+#include <algorithm>
+
 #include "capi/requests.h"
 #include "capi/sessions.h"
 #include "engine/commit.h"
+#include "format/json.h"
 
 namespace torch_ckpt::capi {
 namespace {
@@ -19,20 +22,38 @@ Result<CommitFile> ParseFile(const Json& item) {
   return file;
 }
 
+// The path that a name cut at its dots says, as JSON text.
+std::string SplitPath(std::string_view name) {
+  std::string path = "[";
+  for (size_t begin = 0; begin <= name.size();) {
+    const size_t end = std::min(name.find('.', begin), name.size());
+    if (begin > 0) path += ',';
+    AppendJsonString(&path, name.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  path += ']';
+  return path;
+}
+
 Result<CommitRequest> ParseCommit(const Json& request) {
   CommitRequest commit;
   TC_ASSIGN_OR_RETURN(commit.world_size, GetInt(request, "world_size", 1));
   commit.write_index = GetBool(request, "index", false);
   commit.keep_previous = GetBool(request, "keep_previous", false);
-  for (const Json& item : request.value("files", Json::array())) {
+  for (const Json& item : GetList(request, "files")) {
     TC_ASSIGN_OR_RETURN(CommitFile file, ParseFile(item));
     commit.files.push_back(std::move(file));
   }
-  for (const Json& item : request.value("objects", Json::array())) {
+  for (const Json& item : GetList(request, "objects")) {
     ObjectEntry object;
     TC_ASSIGN_OR_RETURN(object.name, GetString(item, "name"));
     TC_ASSIGN_OR_RETURN(object.file, GetString(item, "file"));
     commit.objects.push_back(std::move(object));
+  }
+  for (const Json& name : GetList(request, "split_paths")) {
+    if (!name.is_string()) return InvalidArgument("'split_paths' holds names");
+    const auto& text = name.get_ref<const std::string&>();
+    commit.paths.emplace_back(text, SplitPath(text));
   }
   const auto paths = request.find("paths");
   if (paths != request.end() && paths->is_object()) {

@@ -96,14 +96,12 @@ Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
     entry.storage_dtype = entry.logical_dtype = tensor.parts[0].entry->dtype;
     entry.shape = shape;
     TC_ASSIGN_OR_RETURN(const uint32_t id, catalog.AddEntry(std::move(entry)));
-    std::vector<Box> boxes;
     for (const Part& part : tensor.parts) {
       Placement placement;
       placement.file = part.file;
       placement.offset =
           files[part.file].file.header.data_begin + part.entry->begin;
       placement.box = {part.shard->offsets, part.entry->shape};
-      boxes.push_back(placement.box);
       Status added = catalog.AddPlacement(id, placement);
       if (!added.ok()) {
         return std::move(added)
@@ -111,7 +109,14 @@ Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
             .WithFile(files[part.file].name);
       }
     }
-    if (boxes.size() == 1 && boxes[0] == Box::Whole(shape)) continue;
+    const std::vector<Placement>& placements = catalog.placements(id);
+    if (placements.size() == 1 && placements[0].box == Box::Whole(shape)) {
+      continue;
+    }
+    std::vector<Box> boxes;
+    for (const Placement& placement : placements) {
+      boxes.push_back(placement.box);
+    }
     Status proved = proof == BoxProof::kTiling
                         ? ProveTiling(Box::Whole(shape), boxes)
                         : ProveDisjoint(boxes);

@@ -61,6 +61,7 @@ Status CheckSource(const WriteTensor& tensor, const SourceTensor& source) {
 Result<FileLayout> LayOutData(const WriteFile& file, const std::string& id,
                               const std::vector<SourceTensor>& sources) {
   std::vector<SafetensorsEntry> entries;
+  entries.reserve(file.tensors.size());
   for (const WriteTensor& tensor : file.tensors) {
     Status checked = tensor.source < sources.size()
                          ? CheckSource(tensor, sources[tensor.source])
@@ -70,6 +71,7 @@ Result<FileLayout> LayOutData(const WriteFile& file, const std::string& id,
   }
   const std::vector<uint32_t> order = LayOutFile(&entries);
   std::vector<ShardEntry> shards;
+  shards.reserve(file.tensors.size());
   for (uint32_t position : order) {
     const WriteTensor& tensor = file.tensors[position];
     if (!file.sharded && !(tensor.shape == tensor.global_shape)) {
@@ -89,6 +91,7 @@ Result<FileLayout> LayOutData(const WriteFile& file, const std::string& id,
   TC_ASSIGN_OR_RETURN(
       layout.header, BuildSafetensorsHeader(
                          BuildFileMetadata(id, shards, file.sharded), entries));
+  layout.extents.reserve(order.size() + 1);
   layout.extents.push_back({0, layout.header.size(), nullptr, true});
   for (size_t i = 0; i < order.size(); ++i) {
     if (entries[i].begin == entries[i].end) continue;

@@ -18,7 +18,7 @@ class IndexHandler final : public JsonHandler {
   explicit IndexHandler(HfIndex* out) : out_(out) {}
   bool has_weight_map() const { return has_weight_map_; }
 
-  bool OnKey(std::string&& key) override {
+  bool OnKey(std::string_view key) override {
     if (skip_depth_ > 0) return true;
     if (depth_ == 1) {
       part_ = key == "metadata"     ? Part::kMetadata
@@ -32,10 +32,10 @@ class IndexHandler final : public JsonHandler {
     }
     if (out_->weight_map.size() >= kMaxIndexNames)
       return Fail(Unsupported("more names than this build reads"));
-    out_->weight_map.emplace_back(std::move(key), std::string());
+    out_->weight_map.emplace_back(key, std::string());
     return true;
   }
-  bool OnString(std::string&& text) override {
+  bool OnString(std::string_view text) override {
     if (Skipping()) return true;
     if (depth_ != 2 || part_ != Part::kWeightMap)
       return Refuse("unexpected string");
@@ -50,7 +50,7 @@ class IndexHandler final : public JsonHandler {
             std::move(status).WithTensor(out_->weight_map.back().first));
       }
     }
-    out_->weight_map.back().second = std::move(text);
+    out_->weight_map.back().second = text;
     return true;
   }
   bool OnUnsigned(uint64_t value) override {

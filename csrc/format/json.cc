@@ -14,8 +14,8 @@ bool JsonHandler::Fail(Status status) {
 }
 bool JsonHandler::Refuse(const char* message) { return Fail(Corrupt(message)); }
 
-bool JsonHandler::OnKey(std::string&&) { return Refuse("unexpected key"); }
-bool JsonHandler::OnString(std::string&&) {
+bool JsonHandler::OnKey(std::string_view) { return Refuse("unexpected key"); }
+bool JsonHandler::OnString(std::string_view) {
   return Refuse("unexpected string");
 }
 bool JsonHandler::OnUnsigned(uint64_t) { return Refuse("unexpected number"); }
@@ -46,8 +46,9 @@ struct Keys {
   }
 };
 
-// What nlohmann's SAX interface calls. It never throws by itself: errors of
-// the grammar arrive at parse_error.
+// What nlohmann's SAX interface calls. Its strings are the lexer's buffer,
+// which is not taken: it would be grown anew, step by step, for every name. It
+// never throws by itself: errors of the grammar arrive at parse_error.
 class Events {
  public:
   Events(int max_depth, JsonHandler* handler)
@@ -65,7 +66,7 @@ class Events {
     return InObject() && handler_->OnOtherNumber(value);
   }
   bool string(std::string& value) {
-    return InObject() && handler_->OnString(std::move(value));
+    return InObject() && handler_->OnString(value);
   }
   bool binary(nlohmann::json::binary_t&) {
     return handler_->Refuse("unexpected binary value");
@@ -84,7 +85,7 @@ class Events {
     if (name.find('\0') != std::string::npos)
       return handler_->Refuse("a name holds a NUL");
     open_[depth_ - 1].Add(name);
-    return handler_->OnKey(std::move(name));
+    return handler_->OnKey(name);
   }
   bool end_object() {
     const Keys& keys = open_[depth_ - 1];

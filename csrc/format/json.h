@@ -24,8 +24,9 @@ class JsonHandler {
  public:
   virtual ~JsonHandler() = default;
 
-  virtual bool OnKey(std::string&& key);
-  virtual bool OnString(std::string&& text);
+  // The text is gone after the call.
+  virtual bool OnKey(std::string_view key);
+  virtual bool OnString(std::string_view text);
   virtual bool OnUnsigned(uint64_t value);
   // A number that is no non-negative integer of 64 bits ("-0" and "1.0" too).
   virtual bool OnOtherNumber(double value);

@@ -120,7 +120,7 @@ class DocumentHandler final : public JsonHandler {
  public:
   DocumentHandler(bool journal, Journal* out) : journal_(journal), out_(out) {}
 
-  bool OnKey(std::string&& key) override {
+  bool OnKey(std::string_view key) override {
     if (at_ == At::kRoot && keys_ < 2) {
       // Whoever made the text, these two come first, so that a newer version
       // is told from a damaged file.
@@ -134,11 +134,11 @@ class DocumentHandler final : public JsonHandler {
     }
     if (at_ == At::kRoot) ++keys_;
     ++seen_[static_cast<size_t>(at_)];
-    key_ = std::move(key);
+    key_ = key;
     return true;
   }
 
-  bool OnString(std::string&& text) override {
+  bool OnString(std::string_view text) override {
     switch (at_) {
       case At::kRoot:
         if (key_ == "format") {
@@ -153,12 +153,12 @@ class DocumentHandler final : public JsonHandler {
         return key_ == "save_id" ? Id(text, &Target().save_id)
                                  : Refuse("unexpected string");
       case At::kFile:
-        return FileString(std::move(text));
+        return FileString(text);
       case At::kRename:
-        return Name(std::move(text), key_ == "from" ? &out_->renames.back().from
+        return Name(text, key_ == "from" ? &out_->renames.back().from
                                                     : &out_->renames.back().to);
       case At::kRemoves:
-        return Name(std::move(text), &out_->removes.emplace_back());
+        return Name(text, &out_->removes.emplace_back());
       case At::kPart:
         return key_ == "run_id" ? Id(text, &Target().part->run_id)
                                 : Refuse("unexpected string");
@@ -304,15 +304,15 @@ class DocumentHandler final : public JsonHandler {
     }
   }
 
-  bool Id(const std::string& text, std::string* out) {
+  bool Id(std::string_view text, std::string* out) {
     if (!IsId(text)) return Refuse("an id is not 32 lower-case hex digits");
     *out = text;
     return true;
   }
-  bool Name(std::string&& text, std::string* out) {
+  bool Name(std::string_view text, std::string* out) {
     Status status = CheckFileName(text);
     if (!status.ok()) return Fail(std::move(status));
-    *out = std::move(text);
+    *out = text;
     return true;
   }
   bool PartNumber(uint64_t value) {
@@ -330,9 +330,9 @@ class DocumentHandler final : public JsonHandler {
     part.world_size = static_cast<int64_t>(value);
     return true;
   }
-  bool FileString(std::string&& text) {
+  bool FileString(std::string_view text) {
     ManifestFile& file = Target().files.back();
-    if (key_ == "name") return Name(std::move(text), &file.name);
+    if (key_ == "name") return Name(text, &file.name);
     if (key_ == "id") return Id(text, &file.id);
     if (key_ == "role") {
       const auto role = std::find(kRoleNames.begin(), kRoleNames.end(), text);

@@ -22,20 +22,20 @@ class HeaderHandler final : public JsonHandler {
  public:
   explicit HeaderHandler(SafetensorsHeader* out) : out_(out) {}
 
-  bool OnKey(std::string&& key) override {
+  bool OnKey(std::string_view key) override {
     switch (at_) {
       case At::kRoot:
         in_metadata_ = key == kMetadataKey;
         if (in_metadata_) return true;
         if (out_->tensors.size() >= kMaxTensorsPerFile)
           return Fail(Unsupported("more tensors than this build reads"));
-        out_->tensors.emplace_back().name = std::move(key);
+        out_->tensors.emplace_back().name = key;
         has_dtype_ = has_shape_ = has_offsets_ = false;
         return true;
       case At::kMetadata:
         if (out_->metadata.size() >= kMaxMetadataEntries)
           return Fail(Unsupported("more metadata than this build reads"));
-        out_->metadata.emplace_back(std::move(key), std::string());
+        out_->metadata.emplace_back(key, std::string());
         return true;
       case At::kEntry:
         if (key == "dtype") {
@@ -53,9 +53,9 @@ class HeaderHandler final : public JsonHandler {
     }
   }
 
-  bool OnString(std::string&& text) override {
+  bool OnString(std::string_view text) override {
     if (at_ == At::kMetadata) {
-      out_->metadata.back().second = std::move(text);
+      out_->metadata.back().second = text;
       return true;
     }
     if (at_ != At::kEntry || field_ != Field::kDtype)

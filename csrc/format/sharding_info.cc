@@ -54,13 +54,13 @@ class DimsHandler final : public JsonHandler {
               std::vector<std::optional<Dims>>* values)
       : tensors_(tensors), finder_(tensors), nested_(nested), values_(values) {}
 
-  bool OnKey(std::string&& key) override {
+  bool OnKey(std::string_view key) override {
     if (depth_ == 1) {
       tensor_ = finder_.Find(key);
       if (tensor_ < 0) {
         return Fail(Corrupt("sharding info names a tensor that is not in the "
                             "file")
-                        .WithTensor(std::move(key)));
+                        .WithTensor(std::string(key)));
       }
       return true;
     }

@@ -3,11 +3,14 @@
 // Plan:
 //   {"staging": directory, "job": id or 0, "workers": int, "sync": bool,
 //    "direct": bool, "files": [file, ...]}
-//   file = {"name": str, "role": "data", "sharded": bool,
-//           "names": [fqn], "dtypes": [str], "sources": [int],
+//   file = {"name": str, "role": "data", "sharded": bool, "first_source": int,
+//           "names": [fqn], "dtypes": [str],
 //           "offsets": [[int] or null], "global_shapes": [[int] or null]}
-//        | {"name": str, "role": "objects" | "extra", "sources": [int]}
-// Null offsets mean zeros, a null global shape the tensor's own. The result,
+//        | {"name": str, "role": "objects" | "extra", "first_source": int,
+//           "source_count": int}
+// A file takes its tensors one after another from `tensors`, from number
+// `first_source` on. Null offsets mean zeros, a null global shape the tensor's
+// own; either column may be null or absent as a whole. The result,
 // {"files": [{"staged", "name", "id", "role", "bytes", "crc32c"}]}, is kept in
 // the job.
 #include "capi/requests.h"
@@ -16,34 +19,23 @@
 namespace torch_ckpt::ops {
 namespace {
 
-Result<size_t> SourceAt(const Json& file, size_t i, size_t sources) {
-  const auto it = file.find("sources");
-  if (it == file.end() || !it->is_array() || i >= it->size() ||
-      !(*it)[i].is_number_unsigned() || (*it)[i].get<size_t>() >= sources) {
-    return InvalidArgument("the plan's 'sources' do not fit the tensors");
-  }
-  return (*it)[i].get<size_t>();
-}
-
-Result<WriteTensor> ParseTensor(const Json& file, size_t i,
-                                const std::vector<SourceTensor>& sources) {
+// REQUIRES: `source` is the tensor's own.
+Result<WriteTensor> ParseTensor(const Json& file, size_t i, const Json& name,
+                                const Json& dtype_name,
+                                const SourceTensor& source) {
   WriteTensor tensor;
-  const Json& name = file["names"][i];
-  const auto dtypes = file.find("dtypes");
-  if (!name.is_string() || dtypes == file.end() || i >= dtypes->size() ||
-      !(*dtypes)[i].is_string()) {
-    return InvalidArgument("the plan's 'names' or 'dtypes' are malformed");
+  if (!name.is_string() || !dtype_name.is_string()) {
+    return InvalidArgument("the plan's 'names' and 'dtypes' hold text");
   }
-  tensor.name = name.get<std::string>();
-  const auto dtype = DtypeFromName((*dtypes)[i].get<std::string>());
+  tensor.name = name.get_ref<const std::string&>();
+  const auto& dtype_text = dtype_name.get_ref<const std::string&>();
+  const auto dtype = DtypeFromName(dtype_text);
   if (!dtype) {
     return Unsupported("has a dtype that safetensors cannot hold: " +
-                       (*dtypes)[i].get<std::string>())
+                       dtype_text)
         .WithTensor(tensor.name);
   }
   tensor.dtype = *dtype;
-  TC_ASSIGN_OR_RETURN(tensor.source, SourceAt(file, i, sources.size()));
-  const SourceTensor& source = sources[tensor.source];
   tensor.shape = source.sizes;
   // torch packs sub-byte elements; the header counts them singly.
   const int64_t packed =
@@ -69,16 +61,37 @@ Result<WriteFile> ParseFile(const Json& item,
   TC_ASSIGN_OR_RETURN(const std::string role, capi::GetString(item, "role"));
   TC_ASSIGN_OR_RETURN(file.role, capi::RoleFromName(role));
   file.sharded = capi::GetBool(item, "sharded", false);
-  const size_t count = file.role == FileRole::kData
-                           ? item.value("names", Json::array()).size()
-                           : item.value("sources", Json::array()).size();
-  for (size_t i = 0; i < count; ++i) {
+  TC_ASSIGN_OR_RETURN(const int64_t first,
+                      capi::GetInt(item, "first_source"));
+  const Json& names = capi::GetList(item, "names");
+  const Json& dtypes = capi::GetList(item, "dtypes");
+  if (names.size() != dtypes.size()) {
+    return InvalidArgument("a data file needs as many 'names' as 'dtypes'");
+  }
+  auto count = static_cast<int64_t>(names.size());
+  if (file.role != FileRole::kData) {
+    TC_ASSIGN_OR_RETURN(count, capi::GetInt(item, "source_count"));
+  }
+  const auto given = static_cast<int64_t>(sources.size());
+  if (first < 0 || first > given || count < 0 || count > given - first) {
+    return InvalidArgument("the plan asks for tensors " +
+                           std::to_string(first) + " to " +
+                           std::to_string(first + count) + " of " +
+                           std::to_string(given));
+  }
+  if (file.role == FileRole::kData) {
+    file.tensors.reserve(static_cast<size_t>(count));
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const auto row = static_cast<size_t>(i);
+    const auto source = static_cast<size_t>(first + i);
     if (file.role == FileRole::kData) {
-      TC_ASSIGN_OR_RETURN(WriteTensor tensor, ParseTensor(item, i, sources));
+      TC_ASSIGN_OR_RETURN(WriteTensor tensor,
+                          ParseTensor(item, row, names[row], dtypes[row],
+                                      sources[source]));
+      tensor.source = source;
       file.tensors.push_back(std::move(tensor));
     } else {
-      TC_ASSIGN_OR_RETURN(const size_t source,
-                          SourceAt(item, i, sources.size()));
       file.raw.push_back(source);
     }
   }
@@ -96,7 +109,7 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   WritePlan write_plan;
   TC_ASSIGN_OR_RETURN(write_plan.staging, capi::GetString(plan, "staging"));
   write_plan.options = capi::OutputOptionsOf(plan);
-  for (const Json& item : plan.value("files", Json::array())) {
+  for (const Json& item : capi::GetList(plan, "files")) {
     TC_ASSIGN_OR_RETURN(WriteFile file, ParseFile(item, sources));
     write_plan.files.push_back(std::move(file));
   }

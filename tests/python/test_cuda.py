@@ -68,7 +68,7 @@ def mixed_state(device: str) -> State:
 def test_the_kernel_of_the_cuda_key_is_that_of_the_cpu(tmp_path: Path) -> None:
     x, report = torch.arange(12.0).reshape(3, 4), torch_ckpt._ext.new_report()
     file = {"name": "model.safetensors", "role": "data", "names": ["x"], "dtypes": ["F32"]}
-    plan = {"staging": str(tmp_path), "files": [{**file, "sources": [0]}]}
+    plan = {"staging": str(tmp_path), "files": [{**file, "first_source": 0}]}
     blob = torch_ckpt._ext.plan_tensor(plan)
     torch.ops.dcp_ext.write.default._op_dk(torch._C.DispatchKey.CUDA, [x], blob, report)
     (written,) = tmp_path.iterdir()
@@ -82,11 +82,10 @@ def test_a_bucket_of_copies_is_written_at_once(
     mapping = {name: i % 3 + 1 for i, name in enumerate(state)}
     calls: list[int] = []
 
-    def as_copies(*args: Any) -> list[write_files.TensorSource]:
-        sources = write_files.collect_tensors(*args)
-        for source in sources:
-            source.gathered = source.fqn != "t0"
-        return sources
+    def as_copies(*args: Any) -> write_files.TensorColumns:
+        columns = write_files.collect_tensors(*args)
+        columns.gathered = True
+        return columns
 
     def counted(sources: list[torch.Tensor], *args: Any) -> Any:
         calls.append(len(sources))

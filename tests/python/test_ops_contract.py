@@ -44,7 +44,7 @@ def write_plan(staging: Path, **more: object) -> torch.Tensor:
         "sharded": False,
         "names": ["x"],
         "dtypes": ["F32"],
-        "sources": [0],
+        "first_source": 0,
         "offsets": [None],
         "global_shapes": [None],
     }
@@ -132,6 +132,35 @@ def test_a_plan_that_is_no_json_is_refused() -> None:
             with pytest.raises((RuntimeError, ValueError)):
                 op([torch.zeros(3)], blob, report)
             assert report[0] == 0
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"first_source": 1},
+        {"first_source": -1},
+        {"first_source": None},
+        {"first_source": 2**62},
+        {"names": ["x", "y"]},
+        {"names": ["x", "y"], "dtypes": ["F32", "F32"]},
+        {"names": [7]},
+        {"dtypes": [None]},
+        {"dtypes": ["F31"]},
+        {"role": "objects"},
+        {"role": "objects", "source_count": 2},
+        {"role": "objects", "source_count": -1},
+    ],
+    ids=str,
+)
+def test_a_file_that_does_not_fit_the_tensors_is_refused(
+    staging: Path, file: dict[str, object]
+) -> None:
+    plan = json.loads(bytes(write_plan(staging).tolist()))
+    plan["files"][0].update(file)
+    report = new_report()
+    with pytest.raises((RuntimeError, ValueError)):
+        OPS.write([torch.zeros(3)], as_plan(plan), report)
+    assert report[0] == 0 and not list(staging.iterdir())
 
 
 def test_errors_name_the_directory(tmp_path: Path) -> None:

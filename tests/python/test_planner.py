@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import torch_ckpt
 from torch_ckpt.dcp.flatten import (
     STRUCTURE_FQN,
     Flat,
@@ -42,7 +43,13 @@ from torch_ckpt.dcp.flatten import (
 )
 from torch_ckpt.dcp.planner import LoadPlanner, PerRank, SavePlanner
 from torch_ckpt.dcp.planning import paused_gc
-from torch_ckpt.errors import CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
+from torch_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -648,3 +655,23 @@ def test_garbage_collector_is_paused_and_restored():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_garbage_collector_is_off_in_the_whole_of_save_and_on_after_it(tmp_path):
+    seen = []
+
+    class Watching(DefaultSavePlanner):
+        def create_local_plan(self):
+            seen.append(gc.isenabled())
+            return super().create_local_plan()
+
+        def resolve_data(self, item):
+            seen.append(gc.isenabled())
+            return super().resolve_data(item)
+
+    options = {"planner": Watching(), "no_dist": True}
+    torch_ckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", **options)
+    assert seen == [False, False] and gc.isenabled()
+    with pytest.raises(CheckpointError):
+        torch_ckpt.save({"w": torch.eye(2).to_sparse()}, checkpoint_id=tmp_path / "b", **options)
+    assert gc.isenabled()

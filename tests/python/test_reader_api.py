@@ -102,6 +102,25 @@ def test_metadata(tmp_path: Path) -> None:
     assert metadata.storage_meta is not None and metadata.storage_meta.load_id == reader.load_id
 
 
+def test_paths_come_back_however_the_names_look(tmp_path: Path) -> None:
+    state = {
+        "plain": torch.ones(1),
+        "flat.with.dots": torch.ones(1),
+        "nested": {"a": torch.ones(1), "b.c": torch.ones(1), "": torch.ones(1)},
+        "list": [torch.ones(1), {"7": torch.ones(1)}],
+        'quo"te\\': {"ü\n": torch.ones(1)},
+    }
+    saved(tmp_path / "in", state)
+    paths = HuggingFaceStorageReader(tmp_path / "in").read_metadata().planner_data
+    assert paths == planned_paths(state)
+
+
+def planned_paths(state: dict[str, Any]) -> dict[str, Any]:
+    planner = torch_ckpt.SavePlanner()
+    planner.set_up_planner(state, None, True)
+    return planner.mappings
+
+
 def test_metadata_presents_one_chunk_whatever_is_stored(tmp_path: Path) -> None:
     stock_rows(tmp_path / "in", torch.zeros(8, 2), 4)
     one = HuggingFaceStorageReader(tmp_path / "in").read_metadata()

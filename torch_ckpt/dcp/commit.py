@@ -71,15 +71,21 @@ def commit_request(
         "world_size": len(results),
         "files": files,
         "objects": objects,
-        "paths": state_dict_paths(metadata),
+        **state_dict_paths(metadata),
         "index": not distributed,
     }
 
 
 def state_dict_paths(metadata: Metadata) -> dict[str, Any]:
-    """{fqn: path} where flattening has joined a path; paths are tuples of str and int."""
-    return {
-        fqn: path
-        for fqn, path in (metadata.planner_data or {}).items()
-        if type(path) is tuple and (len(path) != 1 or path[0] != fqn)
-    }
+    """The paths that flattening has joined, tuples of str and int: {"split_paths": the fqns that
+    say theirs when they are cut at the dots, "paths": {fqn: path} of the others}."""
+    split = []
+    paths = {}
+    for fqn, path in (metadata.planner_data or {}).items():
+        if type(path) is not tuple or (len(path) == 1 and path[0] == fqn):
+            continue
+        if tuple(fqn.split(".")) == path:
+            split.append(fqn)
+        else:
+            paths[fqn] = path
+    return {"split_paths": split, "paths": paths}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import secrets
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,52 +27,88 @@ class FilePlan:
 
 
 @dataclass(slots=True)
-class TensorSource:
-    fqn: str
-    dtype: str
-    offsets: list[int] | None
-    global_shape: list[int] | None
-    data: torch.Tensor  # in host memory, or contiguous on a CUDA device
-    gathered: bool  # data is a copy on a device, made for this save
+class TensorColumns:
+    """What is written of the tensors of one mapping index: entry i of every list is tensor i's."""
+
+    fqns: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)  # names of safetensors
+    # Of a box that is not the whole tensor; None for one that is.
+    offsets: list[list[int] | None] = field(default_factory=list)
+    global_shapes: list[list[int] | None] = field(default_factory=list)
+    # In host memory, or contiguous on a CUDA device.
+    data: list[torch.Tensor] = field(default_factory=list)
+    gathered: bool = False  # some of the data are copies on a device, made for this save
+
+    def rows(self, positions: list[int]) -> TensorColumns:
+        """The tensors at `positions`."""
+        return TensorColumns(
+            [self.fqns[i] for i in positions],
+            [self.dtypes[i] for i in positions],
+            [self.offsets[i] for i in positions],
+            [self.global_shapes[i] for i in positions],
+            [self.data[i] for i in positions],
+            self.gathered,
+        )
 
 
-def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> list[TensorSource]:
+def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColumns:
     """The memory of every item's box. Raises UnsupportedError or InvalidArgumentError.
 
     Contiguous CUDA tensors stay where they are: the engine copies them piece by piece while it
     writes. Others are gathered here, on their device. Tensors of other devices are copied to
     host memory.
     """
-    sources = []
+    columns = TensorColumns()
     for item in items:
         tensor = planner.resolve_data(item)
         fqn = item.index.fqn
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError("the planner gave no tensor for a tensor", tensor=fqn)
-        tensor = tensor.detach()
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise UnsupportedError(
-                f"is {tensor.layout if not tensor.is_quantized else 'quantized'}; "
-                "safetensors holds dense tensors",
-                tensor=fqn,
-            )
-        if tensor.is_meta:
-            raise InvalidArgumentError("is on the meta device and has no data", tensor=fqn)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        dtype = DTYPE_NAMES.get(tensor.dtype)
+        if dtype is None or tensor.layout != torch.strided:
+            kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
+            raise UnsupportedError(f"is {kind}; safetensors cannot hold it", tensor=fqn)
         given = tensor
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
-        if tensor.is_cuda and torch.version.cuda is not None:  # and not ROCm, which is_cuda too
-            tensor = tensor.contiguous()
-        elif tensor.device.type != "cpu":
-            tensor = tensor.cpu()
-        dtype = DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None:
-            raise UnsupportedError(
-                f"has dtype {tensor.dtype}, which safetensors cannot hold", tensor=fqn
+        if not tensor.is_cpu:
+            tensor = _reachable(tensor, fqn)
+            columns.gathered |= tensor.is_cuda and tensor is not given
+        data = item.tensor_data
+        if data is None:
+            raise InternalError("a tensor's plan has no shape", tensor=fqn)
+        sizes, shape = data.chunk.sizes, data.size
+        if sizes != tensor.shape:
+            raise InvalidArgumentError(
+                f"the plan says {tuple(sizes)}, the tensor has {tuple(tensor.shape)}", tensor=fqn
             )
-        gathered = tensor.is_cuda and tensor is not given
-        sources.append(_source(item, fqn, dtype, tensor, gathered))
-    return sources
+        columns.fqns.append(fqn)
+        columns.dtypes.append(dtype)
+        columns.data.append(tensor)
+        if sizes == shape:
+            columns.offsets.append(None)
+            columns.global_shapes.append(None)
+        else:
+            packed = PACKED.get(dtype, 1)
+            columns.offsets.append(_unpacked(data.chunk.offsets, packed))
+            columns.global_shapes.append(_unpacked(shape, packed))
+    return columns
+
+
+def _reachable(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
+    """A tensor that is not on the CPU, where the engine can read it."""
+    if tensor.is_meta:
+        raise InvalidArgumentError("is on the meta device and has no data", tensor=fqn)
+    if tensor.is_cuda and torch.version.cuda is not None:  # and not ROCm, which is_cuda too
+        return tensor.contiguous()
+    return tensor.cpu()
+
+
+def _unpacked(sizes: torch.Size, packed: int) -> list[int]:
+    """Sizes in elements, where the last dimension counts groups of `packed` of them."""
+    return [*sizes[:-1], sizes[-1] * packed]
 
 
 def wait_for_kernels(sources: list[torch.Tensor]) -> None:
@@ -82,29 +118,8 @@ def wait_for_kernels(sources: list[torch.Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _source(
-    item: WriteItem, fqn: str, dtype: str, tensor: torch.Tensor, gathered: bool
-) -> TensorSource:
-    data = item.tensor_data
-    if data is None:
-        raise InternalError("a tensor's plan has no shape", tensor=fqn)
-    sizes, shape = data.chunk.sizes, data.size
-    if sizes != tensor.shape:
-        raise InvalidArgumentError(
-            f"the plan says {tuple(sizes)}, the tensor has {tuple(tensor.shape)}", tensor=fqn
-        )
-    if sizes == shape:
-        return TensorSource(fqn, dtype, None, None, tensor, gathered)
-    offsets, global_shape = list(data.chunk.offsets), list(shape)
-    packed = PACKED.get(dtype, 1)
-    if packed > 1:
-        offsets[-1] *= packed
-        global_shape[-1] *= packed
-    return TensorSource(fqn, dtype, offsets, global_shape, tensor, gathered)
-
-
 def data_files(
-    tensors: list[TensorSource],
+    tensors: TensorColumns,
     index: int,
     count: int,
     rank: int,
@@ -117,37 +132,43 @@ def data_files(
     Box k of a tensor that has several on this rank goes to file index + k * count: stock readers
     load that right, and two entries of one name cannot stand in one file.
     """
-    layers: list[list[TensorSource]] = []
-    seen: defaultdict[str, int] = defaultdict(int)
-    for tensor in tensors:
-        layer = seen[tensor.fqn]
-        seen[tensor.fqn] += 1
-        if layer == len(layers):
-            layers.append([])
-        layers[layer].append(tensor)
+    layers = _layers(tensors)
     files = []
     for layer, members in enumerate(layers):
-        first = len(sources)
-        sources += [member.data for member in members]
         if distributed:
             number, total = index + layer * count, count * len(layers)
             name = f"shard-{rank + 1:05}-model-{number:05}-of-{total:05}.safetensors"
         else:
             name = f"model-{index:05}-rank-{rank + 1:05}-{layer}.safetensors"
-        offsets = [member.offsets for member in members]
-        sharded = any(offset is not None for offset in offsets)
+        sharded = any(offset is not None for offset in members.offsets)
         request = {
             "name": name,
             "role": "data",
             "sharded": distributed,
-            "names": [member.fqn for member in members],
-            "dtypes": [member.dtype for member in members],
-            "sources": list(range(first, len(sources))),
-            "offsets": offsets if sharded else None,
-            "global_shapes": [member.global_shape for member in members] if sharded else None,
+            "first_source": len(sources),
+            "names": members.fqns,
+            "dtypes": members.dtypes,
+            "offsets": members.offsets if sharded else None,
+            "global_shapes": members.global_shapes if sharded else None,
         }
+        sources += members.data
         files.append(FilePlan(request, None if distributed else index))
     return files
+
+
+def _layers(tensors: TensorColumns) -> list[TensorColumns]:
+    """The first box of every tensor, the second of those that have one, and so on."""
+    if len(set(tensors.fqns)) == len(tensors.fqns):
+        return [tensors]
+    positions: list[list[int]] = []
+    seen: defaultdict[str, int] = defaultdict(int)
+    for position, fqn in enumerate(tensors.fqns):
+        layer = seen[fqn]
+        seen[fqn] += 1
+        if layer == len(positions):
+            positions.append([])
+        positions[layer].append(position)
+    return [tensors.rows(of_layer) for of_layer in positions]
 
 
 class RawBytes:
@@ -198,13 +219,13 @@ def collect_objects(
     ):
         if not pieces:
             continue
-        first = len(sources)
-        sources += [torch.frombuffer(bytearray(piece), dtype=torch.uint8) for piece in pieces]
         request = {
             "name": name,
             "role": "objects",
-            "sources": list(range(first, len(sources))),
+            "first_source": len(sources),
+            "source_count": len(pieces),
         }
+        sources += [torch.frombuffer(bytearray(piece), dtype=torch.uint8) for piece in pieces]
         files.append(FilePlan(request))
     return [name for name in leaves if name != RAW_LEAVES], files
 

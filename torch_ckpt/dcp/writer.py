@@ -250,10 +250,11 @@ class HuggingFaceStorageWriter(StockWriter):
                 distributed=self.save_distributed,
                 sources=sources,
             )
-            if any(tensor.gathered for tensor in tensors):
+            if tensors.gathered:
                 # At most one bucket of copies on the device at a time.
                 written += self._write_batch(staging, files, sources)
-                tensors, sources, files = [], [], []
+                del tensors
+                sources, files = [], []
         names: list[str] = []
         if objects:
             names, object_files = collect_objects(
