@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
 #include <string_view>
 #include <unordered_map>
 
@@ -11,17 +10,39 @@
 namespace torch_ckpt {
 namespace {
 
+// Entry `entry` of the header of file `file`.
 struct Part {
   uint32_t file;
-  const SafetensorsEntry* entry;
-  const ShardEntry* shard;
-  std::optional<Dims> global_shape;
+  uint32_t entry;
 };
 
 struct Tensor {
   std::string_view name;
   std::vector<Part> parts;
 };
+
+const SafetensorsEntry& EntryOf(const std::vector<NamedHeader>& files,
+                                const Part& part) {
+  return files[part.file].file.header.tensors[part.entry];
+}
+
+const ShardEntry& ShardOf(const std::vector<NamedHeader>& files,
+                          const Part& part) {
+  return files[part.file].file.sharding.entries[part.entry];
+}
+
+// What the file says of the tensor's global shape, null when nothing.
+const Dims* SaidShape(const std::vector<NamedHeader>& files, const Part& part) {
+  const ShardEntry& shard = ShardOf(files, part);
+  if (shard.global_shape) return &*shard.global_shape;
+  // Whole in a file of ours, or a file without sharding: the shape is known
+  // and not just a hull.
+  const ShardingInfo& sharding = files[part.file].file.sharding;
+  if (!sharding.file_id.empty() || !sharding.has_sharding_info) {
+    return &EntryOf(files, part).shape;
+  }
+  return nullptr;
+}
 
 Status Disagree(const std::vector<NamedHeader>& files, const Tensor& tensor,
                 const Part& a, const Part& b, const std::string& what) {
@@ -33,34 +54,37 @@ Status Disagree(const std::vector<NamedHeader>& files, const Tensor& tensor,
 
 Result<Dims> GlobalShape(const std::vector<NamedHeader>& files,
                          const Tensor& tensor) {
-  const Part* said = nullptr;
-  Dims hull = Dims::Filled(tensor.parts[0].entry->shape.size(), 0);
+  const Part& first_part = tensor.parts[0];
+  const SafetensorsEntry& first = EntryOf(files, first_part);
+  const Part* said_by = nullptr;
+  const Dims* said = nullptr;
+  Dims hull = Dims::Filled(first.shape.size(), 0);
   for (const Part& part : tensor.parts) {
-    const Part& first = tensor.parts[0];
-    if (part.entry->dtype != first.entry->dtype) {
-      return Disagree(files, tensor, first, part,
-                      std::string("is ") + DtypeName(first.entry->dtype) +
-                          " and " + DtypeName(part.entry->dtype));
+    const SafetensorsEntry& entry = EntryOf(files, part);
+    if (entry.dtype != first.dtype) {
+      return Disagree(files, tensor, first_part, part,
+                      std::string("is ") + DtypeName(first.dtype) + " and " +
+                          DtypeName(entry.dtype));
     }
-    if (part.entry->shape.size() != first.entry->shape.size()) {
-      return Disagree(files, tensor, first, part,
+    if (entry.shape.size() != first.shape.size()) {
+      return Disagree(files, tensor, first_part, part,
                       "has another number of dimensions");
     }
-    if (part.global_shape) {
-      if (said && !(*said->global_shape == *part.global_shape)) {
-        return Disagree(files, tensor, *said, part,
-                        "has the global shape " +
-                            said->global_shape->ToString() + " and " +
-                            part.global_shape->ToString());
+    if (const Dims* shape = SaidShape(files, part)) {
+      if (said && !(*said == *shape)) {
+        return Disagree(files, tensor, *said_by, part,
+                        "has the global shape " + said->ToString() + " and " +
+                            shape->ToString());
       }
-      said = &part;
+      said = shape;
+      said_by = &part;
     }
+    const Dims& offsets = ShardOf(files, part).offsets;
     for (int d = 0; d < hull.size(); ++d) {
-      hull[d] =
-          std::max(hull[d], part.shard->offsets[d] + part.entry->shape[d]);
+      hull[d] = std::max(hull[d], offsets[d] + entry.shape[d]);
     }
   }
-  return said ? *said->global_shape : hull;
+  return said ? *said : hull;
 }
 
 }  // namespace
@@ -74,34 +98,33 @@ Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
     const FileHeader& file = files[f].file;
     catalog.AddFile(
         {files[f].name, file.sharding.file_id, file.header.file_bytes});
-    for (size_t i = 0; i < file.header.tensors.size(); ++i) {
-      const SafetensorsEntry& entry = file.header.tensors[i];
-      const ShardEntry& shard = file.sharding.entries[i];
-      Part part{f, &entry, &shard, shard.global_shape};
-      // Whole in a file of ours, or a file without sharding: the shape is
-      // known and not just a hull.
-      if (!part.global_shape && (!file.sharding.file_id.empty() ||
-                                 !file.sharding.has_sharding_info)) {
-        part.global_shape = entry.shape;
-      }
-      auto [it, fresh] = by_name.try_emplace(entry.name, tensors.size());
-      if (fresh) tensors.push_back({entry.name, {}});
-      tensors[it->second].parts.push_back(part);
+    if (f == 0) {
+      tensors.reserve(file.header.tensors.size());
+      by_name.reserve(file.header.tensors.size());
+    }
+    for (uint32_t i = 0; i < file.header.tensors.size(); ++i) {
+      const std::string_view name = file.header.tensors[i].name;
+      auto [it, fresh] = by_name.try_emplace(name, tensors.size());
+      if (fresh) tensors.push_back({name, {}});
+      tensors[it->second].parts.push_back({f, i});
     }
   }
   for (const Tensor& tensor : tensors) {
     TC_ASSIGN_OR_RETURN(const Dims shape, GlobalShape(files, tensor));
     CatalogEntry entry;
     entry.name = std::string(tensor.name);
-    entry.storage_dtype = entry.logical_dtype = tensor.parts[0].entry->dtype;
+    entry.storage_dtype = entry.logical_dtype =
+        EntryOf(files, tensor.parts[0]).dtype;
     entry.shape = shape;
     TC_ASSIGN_OR_RETURN(const uint32_t id, catalog.AddEntry(std::move(entry)));
+    catalog.ReservePlacements(id, tensor.parts.size());
     for (const Part& part : tensor.parts) {
+      const SafetensorsEntry& in_file = EntryOf(files, part);
       Placement placement;
       placement.file = part.file;
       placement.offset =
-          files[part.file].file.header.data_begin + part.entry->begin;
-      placement.box = {part.shard->offsets, part.entry->shape};
+          files[part.file].file.header.data_begin + in_file.begin;
+      placement.box = {ShardOf(files, part).offsets, in_file.shape};
       Status added = catalog.AddPlacement(id, placement);
       if (!added.ok()) {
         return std::move(added)

@@ -65,6 +65,10 @@ class Catalog {
   void SetPath(uint32_t entry, std::string path) {
     entries_[entry].path = std::move(path);
   }
+  // Room for as many as will be added. REQUIRES: the entry exists.
+  void ReservePlacements(uint32_t entry, size_t count) {
+    placements_[entry].reserve(count);
+  }
   // REQUIRES: entry and placement.file exist. Checks that box is Inside shape.
   Status AddPlacement(uint32_t entry, const Placement& placement);
 
