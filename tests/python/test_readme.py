@@ -46,10 +46,8 @@ def test_the_examples_run(folder: Path) -> None:
 def test_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            if link.startswith("http") or link == "docs/benchmark_results.md":
+            if link.startswith("http"):
                 continue
-            if page.parent.name == "docs" and link == "benchmark_results.md":
-                continue  # made by ./dev bench --write-docs
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
