@@ -1,5 +1,7 @@
 #include "engine/open_files.h"
 
+#include <optional>
+
 #include "base/checked.h"
 #include "format/names.h"
 
@@ -10,7 +12,8 @@ constexpr uint64_t kBlock = 4096;
 // Below this a direct read costs a disk round trip for little; readahead of
 // the page cache serves runs of small reads better.
 constexpr uint64_t kMinDirect = uint64_t{256} << 10;
-// Reads that take a file for not cached after one has found it so.
+// Reads that take a file for not cached after one has found it so, where the
+// kernel does not say.
 constexpr int kReadsAfterMiss = 16;
 
 }  // namespace
@@ -18,12 +21,17 @@ constexpr int kReadsAfterMiss = 16;
 Result<uint64_t> SourceFile::ReadCached(MutableByteSpan out,
                                         uint64_t offset) const {
   // Several threads may count at once: a probe more or less is no harm.
-  if (not_cached_ > 0) {
-    --not_cached_;
-    return uint64_t{0};
+  if (missed_) {
+    const std::optional<bool> there = buffered_.IsCached(offset, out.size());
+    if (there && !*there) return uint64_t{0};
+    if (!there && skip_ > 0) {
+      --skip_;
+      return uint64_t{0};
+    }
   }
   TC_ASSIGN_OR_RETURN(const uint64_t cached, buffered_.ReadCached(out, offset));
-  if (cached < out.size()) not_cached_ = kReadsAfterMiss;
+  missed_ = cached < out.size();
+  if (missed_) skip_ = kReadsAfterMiss;
   return cached;
 }
 

@@ -23,9 +23,10 @@ class SourceFile {
 
   const std::string& path() const { return buffered_.path(); }
   // Bytes that the page cache holds at once, from `offset` on; see
-  // File::ReadCached. After a miss the next calls answer 0 without looking:
-  // the kernel starts a readahead at each one, of bytes that direct I/O is
-  // about to read.
+  // File::ReadCached. While the last read has missed, asks first whether the
+  // range is there: a miss costs a readahead of bytes that direct I/O is about
+  // to read. Where the kernel does not say, the next reads after a miss answer
+  // 0 without looking.
   Result<uint64_t> ReadCached(MutableByteSpan out, uint64_t offset) const;
   Status ReadBuffered(MutableByteSpan out, uint64_t offset) const {
     return buffered_.ReadExact(out, offset);
@@ -44,7 +45,8 @@ class SourceFile {
   const Checkpoint* checkpoint_;
   const std::string name_;
   File buffered_;
-  mutable std::atomic<int> not_cached_{0};  // calls left to answer with 0
+  mutable std::atomic<bool> missed_{true};
+  mutable std::atomic<int> skip_{0};  // reads left to answer 0 unlooked
   mutable std::mutex mutex_;
   mutable bool direct_tried_ = false;
   mutable File direct_;

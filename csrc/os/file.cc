@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -90,6 +91,29 @@ Status File::ReadExact(MutableByteSpan out, uint64_t offset) const {
     offset += static_cast<uint64_t>(got);
   }
   return {};
+}
+
+std::optional<bool> File::IsCached(uint64_t offset, uint64_t bytes) const {
+  // The headers that we build with may be older than the kernel that runs.
+#ifdef SYS_cachestat
+  constexpr long kCall = SYS_cachestat;
+#else
+  constexpr long kCall = 451;  // on x86-64 and arm64
+#endif
+  static const auto kPage = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  if (bytes == 0) return true;
+  const struct {
+    uint64_t offset, length;
+  } range = {offset, bytes};
+  struct {
+    uint64_t cached, dirty, writeback, evicted, recently_evicted;
+  } found = {};
+  const auto done = SystemCall("cachestat", path_, [&] {
+    return syscall(kCall, fd_, &range, &found, 0u);
+  });
+  if (done != 0) return std::nullopt;
+  const uint64_t pages = (offset + bytes - 1) / kPage - offset / kPage + 1;
+  return found.cached >= pages;
 }
 
 Result<uint64_t> File::ReadCached(MutableByteSpan out, uint64_t offset) const {

@@ -6,6 +6,7 @@
 #include <sys/uio.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "base/bytes.h"
@@ -38,8 +39,13 @@ class File {
   // Exactly out.size() bytes; the end of the file before that is kCorrupt
   // ("file ends at byte N").
   Status ReadExact(MutableByteSpan out, uint64_t offset) const;
+  // Whether the page cache holds all of a range, without touching it: a hint,
+  // since pages come and go. Nothing where the kernel does not say (cachestat
+  // is of Linux 6.5, and for files that the caller might write).
+  std::optional<bool> IsCached(uint64_t offset, uint64_t bytes) const;
   // Up to out.size() bytes that the page cache holds (RWF_NOWAIT); 0 when it
-  // holds none or the file system cannot tell. Never blocks on the disk.
+  // holds none or the file system cannot tell. Never waits for the disk, but
+  // at a page that is missing the kernel starts a readahead.
   Result<uint64_t> ReadCached(MutableByteSpan out, uint64_t offset) const;
   Status WriteAll(ByteSpan data, uint64_t offset) const;
   // Reserves blocks so that ENOSPC comes now. True when the file system did

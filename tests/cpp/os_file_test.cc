@@ -86,6 +86,29 @@ TEST_F(FileTest, ReadCachedNeverGivesWrongBytes) {
   EXPECT_EQ(out.substr(0, *got), std::string("bcdef").substr(0, *got));
 }
 
+TEST_F(FileTest, IsCachedSaysWhatIsThere) {
+  const File file = Create();
+  const std::string text(20000, 'x');
+  ASSERT_TRUE(file.WriteAll(AsBytes(text), 0).ok());
+  const auto written = file.IsCached(0, text.size());
+  if (!written) GTEST_SKIP() << "the kernel has no cachestat";
+  EXPECT_TRUE(*written);
+  EXPECT_EQ(file.IsCached(4095, 2), true);
+  EXPECT_EQ(file.IsCached(0, 0), true);
+  EXPECT_EQ(file.IsCached(0, 1 << 20), false) << "beyond the end";
+  EXPECT_EQ(file.IsCached(1 << 20, 1), false);
+  ASSERT_TRUE(file.Sync().ok());
+  file.DropCache(0, text.size());
+  const auto dropped = file.IsCached(0, text.size());
+  ASSERT_TRUE(dropped);
+  if (*dropped) GTEST_SKIP() << "the file system keeps its pages";
+  std::string out(text.size(), '?');
+  ASSERT_TRUE(
+      file.ReadExact({reinterpret_cast<std::byte*>(out.data()), out.size()}, 0)
+          .ok());
+  EXPECT_EQ(file.IsCached(0, text.size()), true);
+}
+
 TEST_F(FileTest, MovesItsDescriptor) {
   File first = Create();
   const int fd = first.fd();
@@ -187,7 +210,9 @@ TEST_F(FileTest, UnsupportedCallsAreNoErrors) {
         [&](const FaultSite&) -> FaultAction { return {.sys_errno = error}; });
     const auto allocated = file.Allocate(10);
     const auto cached = file.ReadCached(out, 0);
+    const auto there = file.IsCached(0, 3);
     SetFaultHook(nullptr);
+    EXPECT_FALSE(there.has_value());
     ASSERT_TRUE(allocated.ok());
     EXPECT_FALSE(*allocated);
     ASSERT_TRUE(cached.ok());
