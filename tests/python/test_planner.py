@@ -7,6 +7,7 @@ import io
 import logging
 import pickle
 import re
+import threading
 from collections import Counter, OrderedDict, defaultdict
 
 import pytest
@@ -657,7 +658,7 @@ def test_garbage_collector_is_paused_and_restored():
         gc.enable()
 
 
-def test_garbage_collector_is_off_in_the_whole_of_save_and_on_after_it(tmp_path):
+def test_garbage_collector_is_off_while_the_main_thread_saves(tmp_path):
     seen = []
 
     class Watching(DefaultSavePlanner):
@@ -672,6 +673,15 @@ def test_garbage_collector_is_off_in_the_whole_of_save_and_on_after_it(tmp_path)
     options = {"planner": Watching(), "no_dist": True}
     torch_ckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", **options)
     assert seen == [False, False] and gc.isenabled()
+    seen.clear()
+    thread = threading.Thread(
+        target=torch_ckpt.save,
+        args=({"w": torch.ones(2)},),
+        kwargs={"checkpoint_id": tmp_path / "c", **options},
+    )
+    thread.start()
+    thread.join()
+    assert seen == [True, True], "the trainer's garbage is collected while another thread saves"
     with pytest.raises(CheckpointError):
         torch_ckpt.save({"w": torch.eye(2).to_sparse()}, checkpoint_id=tmp_path / "b", **options)
     assert gc.isenabled()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -87,14 +89,17 @@ def save(
 
     Without a `storage_writer`, every rank's shards go to directory `checkpoint_id`. Raises
     CheckpointError kinds or OSError, naming the rank, on every rank; nothing of a failed save is
-    left, and what stood there before still loads.
+    left, and what stood there before still loads. Called from the main thread, it keeps Python's
+    cyclic garbage collector off until it returns.
     """
     rank, world_size = _ranks(process_group, no_dist)
     writer = _writer(storage_writer, checkpoint_id, world_size)
     try:
         # Planning makes some twenty objects per tensor, with stock's planner a hundred; collecting
-        # between them takes longer than making them.
-        with paused_gc():
+        # between them takes longer than making them. In another thread the trainer may be running,
+        # whose garbage must not wait for a save to end.
+        waiting = threading.current_thread() is threading.main_thread()
+        with paused_gc() if waiting else contextlib.nullcontext():
             metadata: Metadata = _checked(
                 lambda: state_dict_saver.save(
                     state_dict,
