@@ -62,7 +62,7 @@ def save_cuda(context: Context) -> Row:
                 for threads in (2, 1)
             ),
             add(
-                "ours, HF writer",
+                "ours, writer for dcp.save",
                 save_with_our_writer,
                 role="ours",
                 skip=rivals.why_not_ours("HuggingFaceStorageWriter"),

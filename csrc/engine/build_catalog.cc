@@ -1,7 +1,6 @@
 #include "engine/build_catalog.h"
 
 #include <algorithm>
-#include <map>
 #include <string_view>
 #include <unordered_map>
 

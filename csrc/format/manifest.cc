@@ -156,7 +156,7 @@ class DocumentHandler final : public JsonHandler {
         return FileString(text);
       case At::kRename:
         return Name(text, key_ == "from" ? &out_->renames.back().from
-                                                    : &out_->renames.back().to);
+                                         : &out_->renames.back().to);
       case At::kRemoves:
         return Name(text, &out_->removes.emplace_back());
       case At::kPart:
@@ -345,7 +345,7 @@ class DocumentHandler final : public JsonHandler {
       return Refuse("crc32c has no whole number of checksums");
     file.crc32c.reserve(text.size() / kCrcDigits);
     for (size_t i = 0; i < text.size(); i += kCrcDigits) {
-      const auto crc = CrcFromHex(std::string_view(text).substr(i, kCrcDigits));
+      const auto crc = CrcFromHex(text.substr(i, kCrcDigits));
       if (!crc) return Refuse("crc32c is not lower-case hex");
       file.crc32c.push_back(*crc);
     }

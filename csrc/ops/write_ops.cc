@@ -61,8 +61,7 @@ Result<WriteFile> ParseFile(const Json& item,
   TC_ASSIGN_OR_RETURN(const std::string role, capi::GetString(item, "role"));
   TC_ASSIGN_OR_RETURN(file.role, capi::RoleFromName(role));
   file.sharded = capi::GetBool(item, "sharded", false);
-  TC_ASSIGN_OR_RETURN(const int64_t first,
-                      capi::GetInt(item, "first_source"));
+  TC_ASSIGN_OR_RETURN(const int64_t first, capi::GetInt(item, "first_source"));
   const Json& names = capi::GetList(item, "names");
   const Json& dtypes = capi::GetList(item, "dtypes");
   if (names.size() != dtypes.size()) {
@@ -74,10 +73,9 @@ Result<WriteFile> ParseFile(const Json& item,
   }
   const auto given = static_cast<int64_t>(sources.size());
   if (first < 0 || first > given || count < 0 || count > given - first) {
-    return InvalidArgument("the plan asks for tensors " +
-                           std::to_string(first) + " to " +
-                           std::to_string(first + count) + " of " +
-                           std::to_string(given));
+    return InvalidArgument("the plan asks for " + std::to_string(count) +
+                           " tensors from number " + std::to_string(first) +
+                           " on, of " + std::to_string(given));
   }
   if (file.role == FileRole::kData) {
     file.tensors.reserve(static_cast<size_t>(count));
@@ -86,9 +84,9 @@ Result<WriteFile> ParseFile(const Json& item,
     const auto row = static_cast<size_t>(i);
     const auto source = static_cast<size_t>(first + i);
     if (file.role == FileRole::kData) {
-      TC_ASSIGN_OR_RETURN(WriteTensor tensor,
-                          ParseTensor(item, row, names[row], dtypes[row],
-                                      sources[source]));
+      TC_ASSIGN_OR_RETURN(
+          WriteTensor tensor,
+          ParseTensor(item, row, names[row], dtypes[row], sources[source]));
       tensor.source = source;
       file.tensors.push_back(std::move(tensor));
     } else {

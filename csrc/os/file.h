@@ -41,7 +41,8 @@ class File {
   Status ReadExact(MutableByteSpan out, uint64_t offset) const;
   // Whether the page cache holds all of a range, without touching it: a hint,
   // since pages come and go. Nothing where the kernel does not say (cachestat
-  // is of Linux 6.5, and for files that the caller might write).
+  // is of Linux 6.5, and for files that the caller might write). A file system
+  // that keeps the pages under another file (overlayfs) says false.
   std::optional<bool> IsCached(uint64_t offset, uint64_t bytes) const;
   // Up to out.size() bytes that the page cache holds (RWF_NOWAIT); 0 when it
   // holds none or the file system cannot tell. Never waits for the disk, but

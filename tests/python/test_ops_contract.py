@@ -140,7 +140,7 @@ def test_a_plan_that_is_no_json_is_refused() -> None:
         {"first_source": 1},
         {"first_source": -1},
         {"first_source": None},
-        {"first_source": 2**62},
+        {"first_source": 2**63 - 1},
         {"names": ["x", "y"]},
         {"names": ["x", "y"], "dtypes": ["F32", "F32"]},
         {"names": [7]},

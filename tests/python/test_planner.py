@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import logging
 import pickle
 import re
 import threading
+import weakref
 from collections import Counter, OrderedDict, defaultdict
 
 import pytest
@@ -685,3 +687,15 @@ def test_garbage_collector_is_off_while_the_main_thread_saves(tmp_path):
     with pytest.raises(CheckpointError):
         torch_ckpt.save({"w": torch.eye(2).to_sparse()}, checkpoint_id=tmp_path / "b", **options)
     assert gc.isenabled()
+
+
+def test_a_failed_save_lets_its_tensors_go(tmp_path):
+    # The error refers to itself, so it goes with a collection; a young one must do.
+    state = {"a": torch.ones(4), "b": torch.eye(2).to_sparse()}
+    held = weakref.ref(state["a"])
+    with contextlib.suppress(CheckpointError):
+        torch_ckpt.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert not (tmp_path / "c").exists()
+    del state
+    gc.collect(1)
+    assert held() is None

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 
 @contextlib.contextmanager
-def paused_gc() -> Iterator[None]:
+def paused_gc(*, keeps: bool = True) -> Iterator[None]:
     """Keep the cyclic garbage collector off inside the block.
 
-    At its end what was made counts as old: freeze and unfreeze move all objects to the oldest
-    generation without looking at them. Otherwise the first allocation afterwards would walk a
-    plan's every object, which takes as long as making them.
+    keeps: what is made inside outlives the block. It then counts as old at the end: freeze and
+    unfreeze move all objects to the oldest generation without looking at them. Otherwise the first
+    allocation afterwards would walk a plan's every object, which takes as long as making them.
+    After an error nothing is moved, so that tensors which its traceback holds are freed soon.
     """
     if not gc.isenabled():
         yield
@@ -23,10 +24,10 @@ def paused_gc() -> Iterator[None]:
     gc.disable()
     try:
         yield
-    finally:
-        if gc.get_freeze_count() == 0:  # else unfreeze would undo the trainer's own freeze
+        if keeps and gc.get_freeze_count() == 0:  # else unfreeze would undo the trainer's own
             gc.freeze()
             gc.unfreeze()
+    finally:
         gc.enable()
 
 

@@ -47,7 +47,6 @@ class TensorColumns:
             [self.offsets[i] for i in positions],
             [self.global_shapes[i] for i in positions],
             [self.data[i] for i in positions],
-            self.gathered,
         )
 
 
@@ -108,7 +107,7 @@ def _reachable(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
 
 def _unpacked(sizes: torch.Size, packed: int) -> list[int]:
     """Sizes in elements, where the last dimension counts groups of `packed` of them."""
-    return [*sizes[:-1], sizes[-1] * packed]
+    return list(sizes) if packed == 1 else [*sizes[:-1], sizes[-1] * packed]
 
 
 def wait_for_kernels(sources: list[torch.Tensor]) -> None:
@@ -158,7 +157,7 @@ def data_files(
 
 def _layers(tensors: TensorColumns) -> list[TensorColumns]:
     """The first box of every tensor, the second of those that have one, and so on."""
-    if len(set(tensors.fqns)) == len(tensors.fqns):
+    if tensors.fqns and len(set(tensors.fqns)) == len(tensors.fqns):
         return [tensors]
     positions: list[list[int]] = []
     seen: defaultdict[str, int] = defaultdict(int)
