@@ -338,7 +338,7 @@ TEST_F(PartsTest, AnErrorAnywhereLeavesNothingOrTheWholePart) {
   const std::vector<std::string> before = Names(Target());
   int committed = 0, failed = 0;
   for (int n = 1; n < 400; ++n) {
-    int calls = 0;
+    std::atomic<int> calls = 0;  // workers come here too
     SetFaultHook([&](const FaultSite& site) -> FaultAction {
       if (!site.path.starts_with(Target())) return {};
       return {.sys_errno = ++calls == n ? EIO : 0};
