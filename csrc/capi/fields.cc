@@ -37,10 +37,12 @@ Result<int64_t> GetInt(const Json& request, const char* field,
   return Missing(field, "integer");
 }
 
-const Json& GetList(const Json& request, const char* field) {
+Result<const Json*> GetList(const Json& request, const char* field) {
   static const Json* empty = new Json(Json::array());
   const auto it = request.find(field);
-  return it != request.end() && it->is_array() ? *it : *empty;
+  if (it == request.end() || it->is_null()) return empty;
+  if (!it->is_array()) return Missing(field, "list");
+  return &*it;
 }
 
 bool GetBool(const Json& request, const char* field, bool otherwise) {

@@ -36,7 +36,8 @@ Result<MergePlan> ParsePlan(const Json& request) {
     return Conflict("was replaced since the merge began").WithFile(input);
   }
   std::vector<std::string> ids;
-  for (const Json& id : GetList(request, "ids")) {
+  TC_ASSIGN_OR_RETURN(const Json* given, GetList(request, "ids"));
+  for (const Json& id : *given) {
     ids.push_back(id.is_string() ? id.get<std::string>() : "");
     if (!IsId(ids.back())) return InvalidArgument("a file id is malformed");
   }
@@ -157,7 +158,8 @@ Result<Json> MergeCommitRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const MergePlan plan, ParsePlan(request));
   // Every segment was written by one rank; the others hold 0 there.
   std::vector<std::vector<uint32_t>> digests(plan.outputs().size());
-  for (const Json& part : GetList(request, "parts")) {
+  TC_ASSIGN_OR_RETURN(const Json* parts, GetList(request, "parts"));
+  for (const Json& part : *parts) {
     if (!part.is_array() || part.size() != digests.size()) {
       return InvalidArgument("a part does not fit the plan");
     }

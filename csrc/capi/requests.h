@@ -22,8 +22,9 @@ Handler FindHandler(const std::string& op);
 Result<std::string> GetString(const Json& request, const char* field);
 Result<int64_t> GetInt(const Json& request, const char* field,
                        std::optional<int64_t> otherwise = std::nullopt);
-// The elements of a list; of none where the field is absent or no list.
-const Json& GetList(const Json& request, const char* field);
+// The list in `field`, or an empty one where it is absent or null. Lives as
+// long as the request.
+Result<const Json*> GetList(const Json& request, const char* field);
 bool GetBool(const Json& request, const char* field, bool otherwise);
 Result<Dims> GetDims(const Json& value);
 Json DimsJson(const Dims& dims);

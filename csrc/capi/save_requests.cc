@@ -40,17 +40,20 @@ Result<CommitRequest> ParseCommit(const Json& request) {
   TC_ASSIGN_OR_RETURN(commit.world_size, GetInt(request, "world_size", 1));
   commit.write_index = GetBool(request, "index", false);
   commit.keep_previous = GetBool(request, "keep_previous", false);
-  for (const Json& item : GetList(request, "files")) {
+  TC_ASSIGN_OR_RETURN(const Json* files, GetList(request, "files"));
+  for (const Json& item : *files) {
     TC_ASSIGN_OR_RETURN(CommitFile file, ParseFile(item));
     commit.files.push_back(std::move(file));
   }
-  for (const Json& item : GetList(request, "objects")) {
+  TC_ASSIGN_OR_RETURN(const Json* objects, GetList(request, "objects"));
+  for (const Json& item : *objects) {
     ObjectEntry object;
     TC_ASSIGN_OR_RETURN(object.name, GetString(item, "name"));
     TC_ASSIGN_OR_RETURN(object.file, GetString(item, "file"));
     commit.objects.push_back(std::move(object));
   }
-  for (const Json& name : GetList(request, "split_paths")) {
+  TC_ASSIGN_OR_RETURN(const Json* split_paths, GetList(request, "split_paths"));
+  for (const Json& name : *split_paths) {
     if (!name.is_string()) return InvalidArgument("'split_paths' holds names");
     const auto& text = name.get_ref<const std::string&>();
     commit.paths.emplace_back(text, SplitPath(text));

@@ -62,12 +62,12 @@ Result<WriteFile> ParseFile(const Json& item,
   TC_ASSIGN_OR_RETURN(file.role, capi::RoleFromName(role));
   file.sharded = capi::GetBool(item, "sharded", false);
   TC_ASSIGN_OR_RETURN(const int64_t first, capi::GetInt(item, "first_source"));
-  const Json& names = capi::GetList(item, "names");
-  const Json& dtypes = capi::GetList(item, "dtypes");
-  if (names.size() != dtypes.size()) {
+  TC_ASSIGN_OR_RETURN(const Json* names, capi::GetList(item, "names"));
+  TC_ASSIGN_OR_RETURN(const Json* dtypes, capi::GetList(item, "dtypes"));
+  if (names->size() != dtypes->size()) {
     return InvalidArgument("a data file needs as many 'names' as 'dtypes'");
   }
-  auto count = static_cast<int64_t>(names.size());
+  auto count = static_cast<int64_t>(names->size());
   if (file.role != FileRole::kData) {
     TC_ASSIGN_OR_RETURN(count, capi::GetInt(item, "source_count"));
   }
@@ -84,9 +84,9 @@ Result<WriteFile> ParseFile(const Json& item,
     const auto row = static_cast<size_t>(i);
     const auto source = static_cast<size_t>(first + i);
     if (file.role == FileRole::kData) {
-      TC_ASSIGN_OR_RETURN(
-          WriteTensor tensor,
-          ParseTensor(item, row, names[row], dtypes[row], sources[source]));
+      TC_ASSIGN_OR_RETURN(WriteTensor tensor,
+                          ParseTensor(item, row, (*names)[row], (*dtypes)[row],
+                                      sources[source]));
       tensor.source = source;
       file.tensors.push_back(std::move(tensor));
     } else {
@@ -107,7 +107,8 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   WritePlan write_plan;
   TC_ASSIGN_OR_RETURN(write_plan.staging, capi::GetString(plan, "staging"));
   write_plan.options = capi::OutputOptionsOf(plan);
-  for (const Json& item : capi::GetList(plan, "files")) {
+  TC_ASSIGN_OR_RETURN(const Json* planned, capi::GetList(plan, "files"));
+  for (const Json& item : *planned) {
     TC_ASSIGN_OR_RETURN(WriteFile file, ParseFile(item, sources));
     write_plan.files.push_back(std::move(file));
   }

@@ -1,3 +1,5 @@
+#include <atomic>
+
 #include "engine/merge_parts.h"
 #include "engine/parts.h"
 #include "engine/verify_job.h"

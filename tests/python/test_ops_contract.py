@@ -144,6 +144,7 @@ def test_a_plan_that_is_no_json_is_refused() -> None:
         {"names": ["x", "y"]},
         {"names": ["x", "y"], "dtypes": ["F32", "F32"]},
         {"names": [7]},
+        {"names": {}, "dtypes": {}},
         {"dtypes": [None]},
         {"dtypes": ["F31"]},
         {"role": "objects"},

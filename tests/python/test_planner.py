@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import io
 import logging
 import pickle
 import re
-import threading
-import weakref
 from collections import Counter, OrderedDict, defaultdict
 
 import pytest
@@ -35,7 +31,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import torch_ckpt
 from torch_ckpt.dcp.flatten import (
     STRUCTURE_FQN,
     Flat,
@@ -45,9 +40,7 @@ from torch_ckpt.dcp.flatten import (
     rebuild,
 )
 from torch_ckpt.dcp.planner import LoadPlanner, PerRank, SavePlanner
-from torch_ckpt.dcp.planning import paused_gc
 from torch_ckpt.errors import (
-    CheckpointError,
     CorruptError,
     IncompleteError,
     InvalidArgumentError,
@@ -639,63 +632,3 @@ def test_planners_pickle():
     load = pickle.loads(pickle.dumps(LoadPlanner(strict_dtype=True, rebuild=True)))
     assert load.strict_dtype and load.rebuild
     assert pickle.loads(pickle.dumps(PerRank([1]))).value == [1]
-
-
-def test_garbage_collector_is_paused_and_restored():
-    with paused_gc():
-        assert not gc.isenabled()
-        with paused_gc():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    with pytest.raises(InvalidArgumentError):
-        SavePlanner().set_up_planner({"a.b": 1, "a": {"b": 2}}, None, True)
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        with paused_gc():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
-def test_garbage_collector_is_off_while_the_main_thread_saves(tmp_path):
-    seen = []
-
-    class Watching(DefaultSavePlanner):
-        def create_local_plan(self):
-            seen.append(gc.isenabled())
-            return super().create_local_plan()
-
-        def resolve_data(self, item):
-            seen.append(gc.isenabled())
-            return super().resolve_data(item)
-
-    options = {"planner": Watching(), "no_dist": True}
-    torch_ckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", **options)
-    assert seen == [False, False] and gc.isenabled()
-    seen.clear()
-    thread = threading.Thread(
-        target=torch_ckpt.save,
-        args=({"w": torch.ones(2)},),
-        kwargs={"checkpoint_id": tmp_path / "c", **options},
-    )
-    thread.start()
-    thread.join()
-    assert seen == [True, True], "the trainer's garbage is collected while another thread saves"
-    with pytest.raises(CheckpointError):
-        torch_ckpt.save({"w": torch.eye(2).to_sparse()}, checkpoint_id=tmp_path / "b", **options)
-    assert gc.isenabled()
-
-
-def test_a_failed_save_lets_its_tensors_go(tmp_path):
-    # The error refers to itself, so it goes with a collection; a young one must do.
-    state = {"a": torch.ones(4), "b": torch.eye(2).to_sparse()}
-    held = weakref.ref(state["a"])
-    with contextlib.suppress(CheckpointError):
-        torch_ckpt.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert not (tmp_path / "c").exists()
-    del state
-    gc.collect(1)
-    assert held() is None

@@ -1,0 +1,77 @@
+"""Python's garbage collector while a save plans: off where nobody waits for it, on again after."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import torch_ckpt
+from torch_ckpt.dcp.planner import SavePlanner
+from torch_ckpt.dcp.planning import paused_gc
+from torch_ckpt.errors import CheckpointError, InvalidArgumentError
+
+
+def test_garbage_collector_is_paused_and_restored():
+    with paused_gc():
+        assert not gc.isenabled()
+        with paused_gc():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(InvalidArgumentError):
+        SavePlanner().set_up_planner({"a.b": 1, "a": {"b": 2}}, None, True)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with paused_gc():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_garbage_collector_is_off_while_the_main_thread_saves(tmp_path):
+    seen = []
+
+    class Watching(DefaultSavePlanner):
+        def create_local_plan(self):
+            seen.append(gc.isenabled())
+            return super().create_local_plan()
+
+        def resolve_data(self, item):
+            seen.append(gc.isenabled())
+            return super().resolve_data(item)
+
+    options = {"planner": Watching(), "no_dist": True}
+    torch_ckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", **options)
+    assert seen == [False, False] and gc.isenabled()
+    seen.clear()
+    thread = threading.Thread(
+        target=torch_ckpt.save,
+        args=({"w": torch.ones(2)},),
+        kwargs={"checkpoint_id": tmp_path / "c", **options},
+    )
+    thread.start()
+    thread.join()
+    assert seen == [True, True], "the trainer's garbage is collected while another thread saves"
+    with pytest.raises(CheckpointError):
+        torch_ckpt.save({"w": torch.eye(2).to_sparse()}, checkpoint_id=tmp_path / "b", **options)
+    assert gc.isenabled()
+
+
+def test_a_failed_save_lets_its_tensors_go(tmp_path):
+    # The error refers to itself, so it goes with a collection; a young one must do.
+    state = {"a": torch.ones(4), "b": torch.eye(2).to_sparse()}
+    held = weakref.ref(state["a"])
+    with contextlib.suppress(CheckpointError):
+        torch_ckpt.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert not (tmp_path / "c").exists()
+    del state
+    gc.collect(1)
+    assert held() is None
