@@ -36,6 +36,27 @@ def test_garbage_collector_is_paused_and_restored():
         gc.enable()
 
 
+class Node:
+    """Refers to itself, so that only the collector frees it."""
+
+    def __init__(self):
+        self.own = self
+
+
+def test_what_was_made_inside_counts_as_old_but_garbage_from_before_goes():
+    garbage = weakref.ref(Node())
+    assert garbage() is not None
+    with paused_gc():
+        assert garbage() is None
+        kept = Node()
+    young = [id(thing) for generation in (0, 1) for thing in gc.get_objects(generation)]
+    assert id(kept) not in young
+    with contextlib.suppress(KeyError), paused_gc():
+        kept = Node()
+        raise KeyError
+    assert any(thing is kept for thing in gc.get_objects(0)), "after an error nothing is moved"
+
+
 def test_garbage_collector_is_off_while_the_main_thread_saves(tmp_path):
     seen = []
 

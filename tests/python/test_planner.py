@@ -578,6 +578,24 @@ def test_metadata_and_items_are_those_of_stock():
     assert ours.data.keys() == stock.data.keys()
 
 
+def test_tensors_that_are_alike_share_their_description():
+    state = {
+        "a": torch.zeros(2, 3),
+        "b": torch.ones(2, 3),
+        "other shape": torch.ones(3, 2),
+        "other dtype": torch.ones(2, 3, dtype=torch.float16),
+        "with grad": torch.ones(2, 3, requires_grad=True),
+    }
+    planner = SavePlanner()
+    planner.set_up_planner(state, None, True)
+    data = {item.index.fqn: item.tensor_data for item in planner.create_local_plan().items}
+    assert data["a"] is data["b"]
+    assert len({id(of_tensor) for of_tensor in data.values()}) == 4
+    for fqn, tensor in state.items():
+        assert data[fqn].size == data[fqn].chunk.sizes == tensor.shape, fqn
+        assert data[fqn].properties == TensorProperties.create_from_tensor(tensor), fqn
+
+
 def test_hooks_of_subclasses_are_called():
     class Half(SavePlanner):
         def transform_object(self, write_item, object):

@@ -3,6 +3,7 @@ per true box of a DTensor and as little work per tensor as the stock types allow
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,26 +48,33 @@ def dtensor_part(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
     raise ValueError(f"{index.fqn}: this rank has no box at offset {index.offset}")
 
 
-def write_items(fqn: str, value: Any) -> list[WriteItem]:
-    """The items by which this rank offers to write `value`."""
-    kind = type(value)
-    if kind in PLAIN_TENSORS:
+def write_items(state_dict: Mapping[str, Any]) -> list[WriteItem]:
+    """The items by which this rank offers to write the leaves of a flat state dict.
+
+    Tensors in one piece that are alike share one TensorWriteData: making it costs more than the
+    rest of an item, and a pickled plan holds it once.
+    """
+    items: list[WriteItem] = []
+    whole: dict[tuple[Any, ...], TensorWriteData] = {}
+    for fqn, value in state_dict.items():
+        if type(value) not in PLAIN_TENSORS:
+            items += _special_items(fqn, value)
+            continue
         size = value.size()
-        offsets = ZEROS[len(size)]
+        alike = (size, value.dtype, value.layout, value.requires_grad)
+        data = whole.get(alike)
+        if data is None:
+            chunk = ChunkStorageMetadata(ZEROS[len(size)], size)
+            data = whole[alike] = TensorWriteData(chunk, TensorProperties(*alike[1:]), size)
         # The index hint (position among the tensor's chunks) is 0 for a tensor in one piece, so
         # that the global plan need not replace the item. pin_memory is deprecated, never read.
-        return [
-            WriteItem(
-                MetadataIndex(fqn, offsets, 0),
-                WriteItemType.TENSOR,
-                None,
-                TensorWriteData(
-                    ChunkStorageMetadata(offsets, size),
-                    TensorProperties(value.dtype, value.layout, value.requires_grad),
-                    size,
-                ),
-            )
-        ]
+        index = MetadataIndex(fqn, data.chunk.offsets, 0)
+        items.append(WriteItem(index, WriteItemType.TENSOR, None, data))
+    return items
+
+
+def _special_items(fqn: str, value: Any) -> list[WriteItem]:
+    """The items of a leaf that is no plain tensor."""
     if isinstance(value, DTensor):
         local = value._local_tensor
         if hasattr(local, "__create_write_items__"):  # a local tensor that knows its own boxes

@@ -10,21 +10,23 @@ import torch.distributed as dist
 
 
 @contextlib.contextmanager
-def paused_gc(*, keeps: bool = True) -> Iterator[None]:
+def paused_gc() -> Iterator[None]:
     """Keep the cyclic garbage collector off inside the block.
 
-    keeps: what is made inside outlives the block. It then counts as old at the end: freeze and
-    unfreeze move all objects to the oldest generation without looking at them. Otherwise the first
-    allocation afterwards would walk a plan's every object, which takes as long as making them.
-    After an error nothing is moved, so that tensors which its traceback holds are freed soon.
+    What was made inside then counts as old: freeze and unfreeze move all objects to the oldest
+    generation without looking at them, where the next allocation would walk a plan's every object,
+    which takes as long as making them. So that no garbage of the trainer's grows old with them,
+    what is young is collected before. After an error nothing is moved, and tensors which its
+    traceback holds are freed soon.
     """
     if not gc.isenabled():
         yield
         return
+    gc.collect(1)
     gc.disable()
     try:
         yield
-        if keeps and gc.get_freeze_count() == 0:  # else unfreeze would undo the trainer's own
+        if gc.get_freeze_count() == 0:  # else unfreeze would undo the trainer's own
             gc.freeze()
             gc.unfreeze()
     finally:

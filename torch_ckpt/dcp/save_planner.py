@@ -89,10 +89,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         with paused_gc():
-            items: list[WriteItem] = []
-            for fqn, value in self.state_dict.items():
-                items += write_items(fqn, value)
-            plan = SavePlan(items, planner_data=self._planner_data())
+            plan = SavePlan(write_items(self.state_dict), planner_data=self._planner_data())
         self.plan = plan
         if not self._enable_plan_caching:
             return plan
