@@ -25,6 +25,7 @@ Result<CommitFile> ParseFile(const Json& item) {
 // The path that a name cut at its dots says, as JSON text.
 std::string SplitPath(std::string_view name) {
   std::string path = "[";
+  path.reserve(2 * name.size() + 4);
   for (size_t begin = 0; begin <= name.size();) {
     const size_t end = std::min(name.find('.', begin), name.size());
     if (begin > 0) path += ',';

@@ -1,9 +1,12 @@
 #include "engine/build_catalog.h"
 
 #include <algorithm>
+#include <numeric>
+#include <span>
 #include <string_view>
-#include <unordered_map>
+#include <utility>
 
+#include "format/name_index.h"
 #include "plan/cover.h"
 
 namespace torch_ckpt {
@@ -15,10 +18,55 @@ struct Part {
   uint32_t entry;
 };
 
+// The parts of one tensor, in the order of files.
 struct Tensor {
   std::string_view name;
-  std::vector<Part> parts;
+  std::span<const Part> parts;
 };
+
+// Every tensor of the files in the order in which it first stands there. All
+// parts lie in one list, which outlives the result: most tensors have one.
+std::vector<Tensor> GroupByName(const std::vector<NamedHeader>& files,
+                                std::vector<Part>* parts) {
+  size_t count = 0;
+  for (const NamedHeader& file : files) {
+    count += file.file.header.tensors.size();
+  }
+  std::vector<Tensor> tensors;
+  tensors.reserve(files.empty() ? 0 : files[0].file.header.tensors.size());
+  std::vector<uint32_t> ids;  // of the tensor of every part
+  ids.reserve(count);
+  std::vector<size_t> ends;  // of the parts of every tensor
+  NameIndex by_name;
+  const auto name_at = [&](uint32_t id) { return tensors[id].name; };
+  for (const NamedHeader& file : files) {
+    for (const SafetensorsEntry& entry : file.file.header.tensors) {
+      const auto next = static_cast<uint32_t>(tensors.size());
+      const uint32_t id = by_name.Insert(entry.name, next, name_at);
+      if (id == next) {
+        tensors.push_back({entry.name, {}});
+        ends.push_back(0);
+      }
+      ids.push_back(id);
+      ++ends[id];
+    }
+  }
+  std::partial_sum(ends.begin(), ends.end(), ends.begin());
+  parts->resize(count);
+  size_t begin = 0;
+  for (size_t id = 0; id < tensors.size(); ++id) {
+    tensors[id].parts = std::span(*parts).subspan(begin, ends[id] - begin);
+    begin = std::exchange(ends[id], begin);  // now where its next part goes
+  }
+  size_t at = 0;
+  for (uint32_t f = 0; f < files.size(); ++f) {
+    const size_t of_file = files[f].file.header.tensors.size();
+    for (uint32_t i = 0; i < of_file; ++i) {
+      (*parts)[ends[ids[at++]]++] = {f, i};
+    }
+  }
+  return tensors;
+}
 
 const SafetensorsEntry& EntryOf(const std::vector<NamedHeader>& files,
                                 const Part& part) {
@@ -91,23 +139,13 @@ Result<Dims> GlobalShape(const std::vector<NamedHeader>& files,
 Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
                              BoxProof proof) {
   Catalog catalog;
-  std::vector<Tensor> tensors;
-  std::unordered_map<std::string_view, size_t> by_name;
-  for (uint32_t f = 0; f < files.size(); ++f) {
-    const FileHeader& file = files[f].file;
+  for (const NamedHeader& file : files) {
     catalog.AddFile(
-        {files[f].name, file.sharding.file_id, file.header.file_bytes});
-    if (f == 0) {
-      tensors.reserve(file.header.tensors.size());
-      by_name.reserve(file.header.tensors.size());
-    }
-    for (uint32_t i = 0; i < file.header.tensors.size(); ++i) {
-      const std::string_view name = file.header.tensors[i].name;
-      auto [it, fresh] = by_name.try_emplace(name, tensors.size());
-      if (fresh) tensors.push_back({name, {}});
-      tensors[it->second].parts.push_back({f, i});
-    }
+        {file.name, file.file.sharding.file_id, file.file.header.file_bytes});
   }
+  std::vector<Part> parts;
+  const std::vector<Tensor> tensors = GroupByName(files, &parts);
+  catalog.ReserveEntries(tensors.size());
   for (const Tensor& tensor : tensors) {
     TC_ASSIGN_OR_RETURN(const Dims shape, GlobalShape(files, tensor));
     CatalogEntry entry;

@@ -1,19 +1,30 @@
-// Reading the header of a data file from disk.
+// Reading the header of a data file from disk, and of one in staging.
 #pragma once
 
-#include "format/safetensors.h"
-#include "format/sharding_info.h"
+#include <string>
+#include <string_view>
+
+#include "format/file_header.h"
+#include "os/directory.h"
 #include "os/file.h"
 
 namespace torch_ckpt {
 
-struct FileHeader {
-  SafetensorsHeader header;
-  ShardingInfo sharding;
-};
-
 // Parses and checks the header of an open .safetensors file. Memory: twice the
 // header. Errors name the file. Thread-safe.
 Result<FileHeader> ReadFileHeader(const File& file);
+
+// Leaves the short form of `file`, whose header is `text`, beside the file that
+// is going to be `staged`. Not durable, as it is of use to this save only.
+Status StageHeader(const Directory& staging, const std::string& staged,
+                   const FileHeader& file, std::string_view text);
+// Best effort: what is left goes with the staging directory.
+void UnstageHeader(const Directory& staging, const std::string& staged);
+
+// As ReadFileHeader, of file `staged`: by its short form where that is there
+// and has the digest of the header's text, else by the text itself. The
+// metadata of the header are left out.
+Result<FileHeader> ReadStagedHeader(const Directory& staging,
+                                    const std::string& staged);
 
 }  // namespace torch_ckpt

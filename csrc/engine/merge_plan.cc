@@ -86,8 +86,8 @@ Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
     const std::string id = take_id();
     TC_ASSIGN_OR_RETURN(
         layout.header,
-        BuildSafetensorsHeader(BuildFileMetadata(id, {}, /*sharded=*/false),
-                               entries));
+        BuildSafetensorsHeader(
+            BuildFileMetadata(id, entries, /*shards=*/nullptr), entries));
     layout.extents.push_back({0, layout.header.size(), Extent::kHeader, 0});
     for (size_t i = 0; i < order.size(); ++i) {
       if (entries[i].begin == entries[i].end) continue;

@@ -34,14 +34,12 @@ Result<Catalog> CatalogOfStaged(const Directory& staging,
       [&](int64_t item, int) -> Status {
         const CommitFile& file = *data[static_cast<size_t>(item)];
         NamedHeader& out = headers[static_cast<size_t>(item)];
-        TC_ASSIGN_OR_RETURN(const File opened,
-                            staging.OpenFile(file.staged, {}));
-        TC_ASSIGN_OR_RETURN(out.file, ReadFileHeader(opened));
+        TC_ASSIGN_OR_RETURN(out.file, ReadStagedHeader(staging, file.staged));
         out.name = file.file.name;
         if (out.file.sharding.file_id != file.file.id ||
             out.file.header.file_bytes != file.file.bytes) {
           return Corrupt("is not the file that its rank has written")
-              .WithFile(opened.path());
+              .WithFile(staging.Join(file.staged));
         }
         return {};
       }));

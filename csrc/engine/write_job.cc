@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 
+#include "engine/header_io.h"
 #include "format/names.h"
 #include "plan/layout.h"
 #include "plan/ranges.h"
@@ -58,9 +59,11 @@ Status CheckSource(const WriteTensor& tensor, const SourceTensor& source) {
   return {};
 }
 
+// Fills `parsed` with what the header says.
 Result<FileLayout> LayOutData(const WriteFile& file, const std::string& id,
-                              const std::vector<SourceTensor>& sources) {
-  std::vector<SafetensorsEntry> entries;
+                              const std::vector<SourceTensor>& sources,
+                              FileHeader* parsed) {
+  std::vector<SafetensorsEntry>& entries = parsed->header.tensors;
   entries.reserve(file.tensors.size());
   for (const WriteTensor& tensor : file.tensors) {
     Status checked = tensor.source < sources.size()
@@ -70,7 +73,7 @@ Result<FileLayout> LayOutData(const WriteFile& file, const std::string& id,
     entries.push_back({tensor.name, tensor.dtype, tensor.shape, 0, 0});
   }
   const std::vector<uint32_t> order = LayOutFile(&entries);
-  std::vector<ShardEntry> shards;
+  std::vector<ShardEntry>& shards = parsed->sharding.entries;
   shards.reserve(file.tensors.size());
   for (uint32_t position : order) {
     const WriteTensor& tensor = file.tensors[position];
@@ -82,15 +85,14 @@ Result<FileLayout> LayOutData(const WriteFile& file, const std::string& id,
                              "save_distributed=True")
           .WithTensor(tensor.name);
     }
-    shards.push_back({tensor.name, tensor.offsets,
-                      tensor.shape == tensor.global_shape
-                          ? std::nullopt
-                          : std::optional<Dims>(tensor.global_shape)});
+    shards.push_back({tensor.offsets, tensor.global_shape});
   }
   FileLayout layout;
   TC_ASSIGN_OR_RETURN(
-      layout.header, BuildSafetensorsHeader(
-                         BuildFileMetadata(id, shards, file.sharded), entries));
+      layout.header,
+      BuildSafetensorsHeader(
+          BuildFileMetadata(id, entries, file.sharded ? &shards : nullptr),
+          entries));
   layout.extents.reserve(order.size() + 1);
   layout.extents.push_back({0, layout.header.size(), nullptr, true});
   for (size_t i = 0; i < order.size(); ++i) {
@@ -100,6 +102,10 @@ Result<FileLayout> LayOutData(const WriteFile& file, const std::string& id,
                               layout.header.size() + entries[i].end, &source,
                               IsDense(source)});
   }
+  parsed->header.data_begin = layout.header.size();
+  parsed->header.file_bytes = layout.extents.back().end;
+  parsed->sharding.file_id = id;
+  parsed->sharding.has_sharding_info = file.sharded;
   return layout;
 }
 
@@ -166,6 +172,28 @@ void CopyExtent(const FileLayout& layout, const Extent& extent, uint64_t begin,
   std::memcpy(out.data(), whole.data() + (begin - first), out.size());
 }
 
+// The short headers of the files of this job: gone again unless it is done.
+class StagedHeaders {
+ public:
+  explicit StagedHeaders(const Directory& staging) : staging_(staging) {}
+  StagedHeaders(const StagedHeaders&) = delete;
+  StagedHeaders& operator=(const StagedHeaders&) = delete;
+  ~StagedHeaders() {
+    for (const std::string& staged : staged_) UnstageHeader(staging_, staged);
+  }
+
+  Status Stage(const std::string& staged, const FileHeader& file,
+               std::string_view text) {
+    staged_.push_back(staged);
+    return StageHeader(staging_, staged, file, text);
+  }
+  void Keep() { staged_.clear(); }
+
+ private:
+  const Directory& staging_;
+  std::vector<std::string> staged_;
+};
+
 using DeviceMap = std::map<int, CudaDevice*>;
 
 // The devices that sources lie on; checks what a device copy needs.
@@ -189,18 +217,24 @@ Result<DeviceMap> DevicesOf(const std::vector<SourceTensor>& sources) {
 Result<std::vector<WrittenFile>> RunWriteJob(
     const WritePlan& plan, const std::vector<SourceTensor>& sources, Job* job) {
   TC_ASSIGN_OR_RETURN(const Directory staging, Directory::Open(plan.staging));
+  StagedHeaders headers(staging);
   std::vector<FileLayout> layouts;
   std::vector<OutputSpec> specs;
   for (const WriteFile& file : plan.files) {
     TC_RETURN_IF_ERROR(CheckFileName(file.name));
     const std::string id = NewId();
+    const std::string staged = StagedName(file.name, id);
+    FileHeader parsed;
     Result<FileLayout> layout = file.role == FileRole::kData
-                                    ? LayOutData(file, id, sources)
+                                    ? LayOutData(file, id, sources, &parsed)
                                     : LayOutRaw(file, sources);
     if (!layout.ok()) return layout.status().WithFile(file.name);
+    if (file.role == FileRole::kData) {
+      TC_RETURN_IF_ERROR(headers.Stage(staged, parsed, layout->header));
+    }
     layouts.push_back(std::move(layout).value());
     const std::vector<Extent>& extents = layouts.back().extents;
-    specs.push_back({file.name, StagedName(file.name, id), id, file.role,
+    specs.push_back({file.name, staged, id, file.role,
                      extents.empty() ? 0 : extents.back().end});
   }
   TC_ASSIGN_OR_RETURN(const DeviceMap devices, DevicesOf(sources));
@@ -253,6 +287,7 @@ Result<std::vector<WrittenFile>> RunWriteJob(
   for (size_t f = 0; f < specs.size(); ++f) {
     written.push_back({specs[f], std::move(digests[f])});
   }
+  headers.Keep();
   return written;
 }
 

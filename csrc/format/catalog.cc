@@ -9,7 +9,7 @@ uint32_t Catalog::AddFile(CatalogFile file) {
 
 Result<uint32_t> Catalog::AddEntry(CatalogEntry entry) {
   const auto id = static_cast<uint32_t>(entries_.size());
-  if (!by_name_.emplace(entry.name, id).second) {
+  if (by_name_.Insert(entry.name, id, NameAt()) != id) {
     return Corrupt("the name stands twice in the catalog")
         .WithTensor(std::move(entry.name));
   }
@@ -30,8 +30,7 @@ Status Catalog::AddPlacement(uint32_t entry, const Placement& placement) {
 }
 
 int64_t Catalog::Find(std::string_view name) const {
-  const auto found = by_name_.find(std::string(name));
-  return found == by_name_.end() ? -1 : static_cast<int64_t>(found->second);
+  return by_name_.Find(name, NameAt());
 }
 
 }  // namespace torch_ckpt

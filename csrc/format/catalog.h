@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -19,6 +18,7 @@
 #include "base/bytes.h"
 #include "base/status.h"
 #include "format/dtype.h"
+#include "format/name_index.h"
 
 namespace torch_ckpt {
 
@@ -65,7 +65,12 @@ class Catalog {
   void SetPath(uint32_t entry, std::string path) {
     entries_[entry].path = std::move(path);
   }
-  // Room for as many as will be added. REQUIRES: the entry exists.
+  // Room for as many as will be added.
+  void ReserveEntries(size_t count) {
+    entries_.reserve(count);
+    placements_.reserve(count);
+  }
+  // REQUIRES: the entry exists.
   void ReservePlacements(uint32_t entry, size_t count) {
     placements_[entry].reserve(count);
   }
@@ -81,10 +86,15 @@ class Catalog {
   }
 
  private:
+  auto NameAt() const {
+    return
+        [this](uint32_t id) -> const std::string& { return entries_[id].name; };
+  }
+
   std::vector<CatalogFile> files_;
   std::vector<CatalogEntry> entries_;
   std::vector<std::vector<Placement>> placements_;
-  std::unordered_map<std::string, uint32_t> by_name_;
+  NameIndex by_name_;
 };
 
 // The catalog file: "TCKPTCAT", version, LEB128 varints and length-prefixed

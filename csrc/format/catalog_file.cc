@@ -1,99 +1,23 @@
 // The catalog file: EncodeCatalog and DecodeCatalog of format/catalog.h.
-#include <cstring>
-#include <optional>
-
 #include "base/checked.h"
+#include "format/binary.h"
 #include "format/catalog.h"
 #include "format/names.h"
-#include "format/safetensors.h"
-#include "runtime/crc32c.h"
 
 namespace torch_ckpt {
 namespace {
 
 constexpr std::string_view kMagic = "TCKPTCAT";
 constexpr uint64_t kVersion = 1;
-constexpr size_t kCrcBytes = 4;
 constexpr size_t kMaxCatalogBytes = size_t{1} << 30;
 constexpr unsigned kReplicaBit = 1;  // of a placement's flags
 constexpr unsigned kWholeBit = 2;    // the box is the whole shape; not written
-
-void PutVarint(std::string* out, uint64_t value) {
-  while (value >= 0x80) {
-    out->push_back(static_cast<char>((value & 0x7f) | 0x80));
-    value >>= 7;
-  }
-  out->push_back(static_cast<char>(value));
-}
-
-void PutString(std::string* out, std::string_view text) {
-  PutVarint(out, text.size());
-  *out += text;
-}
-
-void PutDims(std::string* out, const Dims& dims) {
-  for (int64_t value : dims) PutVarint(out, static_cast<uint64_t>(value));
-}
-
-// Every Get returns nothing once the bytes do not hold what it wants; nothing
-// is allocated that is larger than what is left.
-class Reader {
- public:
-  explicit Reader(ByteSpan bytes) : left_(bytes) {}
-
-  bool empty() const { return left_.empty(); }
-  size_t left() const { return left_.size(); }
-
-  // LEB128 in its shortest form only, so that one catalog is one byte string.
-  std::optional<uint64_t> Varint() {
-    uint64_t value = 0;
-    for (unsigned shift = 0; shift < 64 && !left_.empty(); shift += 7) {
-      const auto byte = static_cast<uint64_t>(left_.front());
-      left_ = left_.subspan(1);
-      const uint64_t bits = byte & 0x7f;
-      if (shift == 63 && bits > 1) return std::nullopt;
-      value |= bits << shift;
-      if (byte & 0x80) continue;
-      if (byte == 0 && shift > 0) return std::nullopt;
-      return value;
-    }
-    return std::nullopt;
-  }
-
-  // At most `limit`.
-  std::optional<uint64_t> Bounded(uint64_t limit) {
-    const auto value = Varint();
-    return value && *value <= limit ? value : std::nullopt;
-  }
-
-  std::optional<std::string> String(size_t limit) {
-    const auto size = Bounded(limit);
-    if (!size || *size > left_.size()) return std::nullopt;
-    std::string text(AsText(left_.first(*size)));
-    left_ = left_.subspan(*size);
-    if (!IsUtf8(text)) return std::nullopt;
-    return text;
-  }
-
-  std::optional<Dims> Sizes(int rank) {
-    Dims dims;
-    for (int d = 0; d < rank; ++d) {
-      const auto value = Bounded(static_cast<uint64_t>(kMaxDimension));
-      if (!value) return std::nullopt;
-      dims.push_back(static_cast<int64_t>(*value));
-    }
-    return dims;
-  }
-
- private:
-  ByteSpan left_;
-};
 
 Status Malformed(const char* what) {
   return Corrupt(std::string("the catalog is damaged: ") + what);
 }
 
-Status ReadFiles(Reader* in, Catalog* out) {
+Status ReadFiles(BinaryReader* in, Catalog* out) {
   const auto count = in->Bounded(in->left());
   if (!count) return Malformed("number of files");
   for (uint64_t i = 0; i < *count; ++i) {
@@ -111,7 +35,7 @@ Status ReadFiles(Reader* in, Catalog* out) {
   return {};
 }
 
-Status ReadPlacement(Reader* in, uint32_t entry, Catalog* out) {
+Status ReadPlacement(BinaryReader* in, uint32_t entry, Catalog* out) {
   const CatalogEntry& e = out->entries()[entry];
   const auto flags = in->Bounded(kReplicaBit | kWholeBit);
   const auto file = in->Varint();
@@ -140,7 +64,7 @@ Status ReadPlacement(Reader* in, uint32_t entry, Catalog* out) {
   return out->AddPlacement(entry, placement);
 }
 
-Status ReadEntry(Reader* in, Catalog* out) {
+Status ReadEntry(BinaryReader* in, Catalog* out) {
   const auto kind = in->Bounded(static_cast<uint64_t>(EntryKind::kObject));
   auto name = in->String(kMaxNameBytes);
   const auto storage = in->Bounded(kDtypeCount - 1);
@@ -224,26 +148,16 @@ std::string EncodeCatalog(const Catalog& catalog) {
       PutDims(&out, p.box.sizes);
     }
   }
-  const uint32_t crc = Crc32c(0, out.data(), out.size());
-  char raw[kCrcBytes];
-  std::memcpy(raw, &crc, sizeof raw);
-  out.append(raw, sizeof raw);
+  PutCrc(&out);
   return out;
 }
 
 Result<Catalog> DecodeCatalog(ByteSpan bytes) {
   if (bytes.size() > kMaxCatalogBytes)
     return Unsupported("the catalog is larger than 1 GiB");
-  if (bytes.size() < kMagic.size() + 1 + kCrcBytes ||
-      !AsText(bytes).starts_with(kMagic))
-    return Corrupt("this is no catalog file");
-  const ByteSpan body = bytes.first(bytes.size() - kCrcBytes);
-  uint32_t crc;
-  std::memcpy(&crc, bytes.data() + body.size(), sizeof crc);
-  if (crc != Crc32c(0, body.data(), body.size()))
-    return Malformed("the checksum does not match");
-
-  Reader in(body.subspan(kMagic.size()));
+  TC_ASSIGN_OR_RETURN(const ByteSpan body,
+                      BinaryBody(bytes, kMagic, "catalog"));
+  BinaryReader in(body);
   const auto version = in.Varint();
   if (!version || *version == 0) return Malformed("version");
   if (*version > kVersion) {

@@ -177,6 +177,14 @@ std::optional<std::string_view> FindDuplicate(
     }
     return std::nullopt;
   }
+  // As in the files that we write.
+  const auto ascends = [](std::string_view a, std::string_view b) {
+    return a < b;
+  };
+  if (std::adjacent_find(names.begin(), names.end(), std::not_fn(ascends)) ==
+      names.end()) {
+    return std::nullopt;
+  }
   // Sorted by hash, then by name: names chosen to collide cost a comparison
   // more, not a quadratic search.
   using Item = std::pair<size_t, std::string_view>;

@@ -163,7 +163,7 @@ Result<ShardingInfo> ParseShardingInfo(const SafetensorsHeader& header) {
   out.entries.reserve(header.tensors.size());
   for (size_t i = 0; i < header.tensors.size(); ++i) {
     const SafetensorsEntry& t = header.tensors[i];
-    ShardEntry entry{t.name, Dims::Filled(t.shape.size(), 0), shapes[i]};
+    ShardEntry entry{Dims::Filled(t.shape.size(), 0), shapes[i]};
     if (offsets[i]) entry.offsets = *offsets[i];
     if (!entry.global_shape && rest_is_whole) entry.global_shape = t.shape;
     if (entry.global_shape) {
@@ -185,25 +185,27 @@ Result<ShardingInfo> ParseShardingInfo(const SafetensorsHeader& header) {
 }
 
 std::vector<std::pair<std::string, std::string>> BuildFileMetadata(
-    std::string_view file_id, const std::vector<ShardEntry>& entries,
-    bool sharded) {
+    std::string_view file_id, const std::vector<SafetensorsEntry>& tensors,
+    const std::vector<ShardEntry>* shards) {
   std::vector<std::pair<std::string, std::string>> out;
   if (!file_id.empty()) out.emplace_back(kFileIdKey, file_id);
   out.emplace_back("format", "pt");
-  if (!sharded) return out;
+  if (!shards) return out;
   out.emplace_back("DCP_VERSION", "1.0");
   std::string info = "{", shapes = "{";
-  for (const ShardEntry& entry : entries) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const ShardEntry& shard = (*shards)[i];
     if (info.size() > 1) info += ',';
-    AppendJsonString(&info, entry.name);
+    AppendJsonString(&info, tensors[i].name);
     info += ":{\"saved_offsets\":";
-    AppendJsonDims(&info, entry.offsets);
+    AppendJsonDims(&info, shard.offsets);
     info += '}';
-    if (!entry.global_shape) continue;
+    if (!shard.global_shape || *shard.global_shape == tensors[i].shape)
+      continue;
     if (shapes.size() > 1) shapes += ',';
-    AppendJsonString(&shapes, entry.name);
+    AppendJsonString(&shapes, tensors[i].name);
     shapes += ':';
-    AppendJsonDims(&shapes, *entry.global_shape);
+    AppendJsonDims(&shapes, *shard.global_shape);
   }
   out.emplace_back(kShardingInfoKey, info + '}');
   out.emplace_back(kGlobalShapesKey, shapes + '}');

@@ -28,10 +28,8 @@ inline constexpr std::string_view kGlobalShapesKey = "torch_ckpt.global_shapes";
 inline constexpr std::string_view kShardingInfoKey = "DCP_SHARDING_INFO";
 
 struct ShardEntry {
-  std::string name;
   Dims offsets;
-  // Parsed: absent when the file cannot tell (shards that stock wrote).
-  // Building: set for the tensors that are not whole in this file.
+  // Absent when the file cannot tell (shards that stock wrote).
   std::optional<Dims> global_shape;
 };
 
@@ -45,11 +43,11 @@ struct ShardingInfo {
 // name exists, ranks agree, offsets are non-negative, box inside global shape.
 Result<ShardingInfo> ParseShardingInfo(const SafetensorsHeader& header);
 
-// The metadata of a file of ours. `entries` match the tensors of the file;
-// `sharded` false writes neither sharding key (final Hugging Face files).
+// The metadata of a file of ours. With `shards`, one for each of `tensors`, the
+// sharding keys too; final Hugging Face files have none.
 std::vector<std::pair<std::string, std::string>> BuildFileMetadata(
-    std::string_view file_id, const std::vector<ShardEntry>& entries,
-    bool sharded);
+    std::string_view file_id, const std::vector<SafetensorsEntry>& tensors,
+    const std::vector<ShardEntry>* shards);
 
 // The file id in the first bytes of a file of ours, or empty.
 std::string PeekFileId(ByteSpan first_bytes);

@@ -32,7 +32,6 @@ TEST(ShardingInfo, PlainFileHoldsWholeTensors) {
   EXPECT_FALSE(info->has_sharding_info);
   EXPECT_EQ(info->file_id, "");
   ASSERT_EQ(info->entries.size(), 3u);
-  EXPECT_EQ(info->entries[0].name, "a");
   EXPECT_EQ(info->entries[0].offsets, (Dims{0, 0}));
   EXPECT_EQ(info->entries[0].global_shape, (Dims{2, 3}));
   EXPECT_EQ(info->entries[1].offsets, Dims());
@@ -122,9 +121,10 @@ TEST(ShardingInfo, RefusesBadGlobalShapes) {
 }
 
 TEST(ShardingInfo, BuildAndParse) {
-  const std::vector<ShardEntry> entries = {
-      {"a", {4, 0}, Dims{6, 3}}, {"b", {}, {}}, {"c", {8, 0}, Dims{8, 4}}};
-  const auto metadata = BuildFileMetadata(kId, entries, true);
+  const std::vector<ShardEntry> shards = {
+      {{4, 0}, Dims{6, 3}}, {{}, {}}, {{8, 0}, Dims{8, 4}}};
+  const std::vector<SafetensorsEntry> tensors = Header({}).tensors;
+  const auto metadata = BuildFileMetadata(kId, tensors, &shards);
   ASSERT_EQ(metadata.size(), 5u);
   EXPECT_EQ(metadata[0].first, kFileIdKey);
   EXPECT_EQ(metadata[1], (std::pair<std::string, std::string>("format", "pt")));
@@ -136,21 +136,20 @@ TEST(ShardingInfo, BuildAndParse) {
   const auto info = ParseShardingInfo(Header(metadata));
   ASSERT_TRUE(info.ok()) << info.status().ToString();
   EXPECT_EQ(info->file_id, kId);
-  for (size_t i = 0; i < entries.size(); ++i) {
-    EXPECT_EQ(info->entries[i].name, entries[i].name);
-    EXPECT_EQ(info->entries[i].offsets, entries[i].offsets);
+  for (size_t i = 0; i < shards.size(); ++i) {
+    EXPECT_EQ(info->entries[i].offsets, shards[i].offsets);
   }
   EXPECT_EQ(info->entries[0].global_shape, (Dims{6, 3}));
   EXPECT_EQ(info->entries[1].global_shape, Dims());
 
-  const auto final_file = BuildFileMetadata(kId, entries, false);
+  const auto final_file = BuildFileMetadata(kId, tensors, nullptr);
   ASSERT_EQ(final_file.size(), 2u);
   EXPECT_FALSE(ParseShardingInfo(Header(final_file))->has_sharding_info);
 }
 
 TEST(ShardingInfo, PeekFileId) {
   const auto header =
-      BuildSafetensorsHeader(BuildFileMetadata(kId, {}, false), {});
+      BuildSafetensorsHeader(BuildFileMetadata(kId, {}, nullptr), {});
   ASSERT_TRUE(header.ok());
   EXPECT_EQ(PeekFileId(AsBytes(*header)), kId);
   EXPECT_EQ(PeekFileId(AsBytes(*header).first(79)), "");
