@@ -66,7 +66,7 @@ def _run(
     plan = {**plan, "job": job.id}
     blob, report = plan_tensor(plan), new_report()
     try:
-        job.run(lambda: op(list(tensors), blob, report))
+        job.run(lambda: _without_grad(op, list(tensors), blob, report))
     except (RuntimeError, ValueError):
         error = job.error()
         if error is None:
@@ -74,3 +74,8 @@ def _run(
         raise error from None
     result: dict[str, Any] = job.result()
     return result
+
+
+@torch.no_grad()
+def _without_grad(op: Any, *arguments: Any) -> None:
+    op(*arguments)  # the mode belongs to the thread that calls

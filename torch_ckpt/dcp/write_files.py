@@ -55,25 +55,23 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColum
 
     Contiguous CUDA tensors stay where they are: the engine copies them piece by piece while it
     writes. Others are gathered here, on their device. Tensors of other devices are copied to
-    host memory.
+    host memory. Those of the CPU go as they are: before it calls an op that knows no conjugated
+    or negated views, torch's dispatcher makes them real.
     """
     columns = TensorColumns()
+    resolve, strided = planner.resolve_data, torch.strided
     for item in items:
-        tensor = planner.resolve_data(item)
+        tensor = resolve(item)
         fqn = item.index.fqn
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError("the planner gave no tensor for a tensor", tensor=fqn)
-        if tensor.requires_grad:
-            tensor = tensor.detach()
         dtype = DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None or tensor.layout != torch.strided:
+        if dtype is None or tensor.layout is not strided:
             kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
             raise UnsupportedError(f"is {kind}; safetensors cannot hold it", tensor=fqn)
-        given = tensor
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
         if not tensor.is_cpu:
-            tensor = _reachable(tensor, fqn)
+            given = tensor.detach()
+            tensor = _reachable(given, fqn)
             columns.gathered |= tensor.is_cuda and tensor is not given
         data = item.tensor_data
         if data is None:
@@ -101,7 +99,8 @@ def _reachable(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     if tensor.is_meta:
         raise InvalidArgumentError("is on the meta device and has no data", tensor=fqn)
     if tensor.is_cuda and torch.version.cuda is not None:  # and not ROCm, which is_cuda too
-        return tensor.contiguous()
+        # Not left to the dispatcher: the engine waits only for the kernels queued until now.
+        return tensor.resolve_conj().resolve_neg().contiguous()
     return tensor.cpu()
 
 
