@@ -59,31 +59,32 @@ Status CheckSource(const WriteTensor& tensor, const SourceTensor& source) {
   return {};
 }
 
-// Fills `parsed` with what the header says.
-Result<FileLayout> LayOutData(const WriteFile& file, const std::string& id,
+// Fills `parsed` with what the header says. Takes the names away from `file`.
+Result<FileLayout> LayOutData(WriteFile& file, const std::string& id,
                               const std::vector<SourceTensor>& sources,
                               FileHeader* parsed) {
   std::vector<SafetensorsEntry>& entries = parsed->header.tensors;
   entries.reserve(file.tensors.size());
-  for (const WriteTensor& tensor : file.tensors) {
+  for (WriteTensor& tensor : file.tensors) {
     Status checked = tensor.source < sources.size()
                          ? CheckSource(tensor, sources[tensor.source])
                          : InvalidArgument("has no source");
     if (!checked.ok()) return std::move(checked).WithTensor(tensor.name);
-    entries.push_back({tensor.name, tensor.dtype, tensor.shape, 0, 0});
+    entries.push_back(
+        {std::move(tensor.name), tensor.dtype, tensor.shape, 0, 0});
   }
   const std::vector<uint32_t> order = LayOutFile(&entries);
   std::vector<ShardEntry>& shards = parsed->sharding.entries;
   shards.reserve(file.tensors.size());
-  for (uint32_t position : order) {
-    const WriteTensor& tensor = file.tensors[position];
+  for (size_t i = 0; i < order.size(); ++i) {
+    const WriteTensor& tensor = file.tensors[order[i]];
     if (!file.sharded && !(tensor.shape == tensor.global_shape)) {
       return InvalidArgument("is a part " +
                              Box{tensor.offsets, tensor.shape}.ToString() +
                              " of " + tensor.global_shape.ToString() +
                              "; a final file holds whole tensors: use "
                              "save_distributed=True")
-          .WithTensor(tensor.name);
+          .WithTensor(entries[i].name);
     }
     shards.push_back({tensor.offsets, tensor.global_shape});
   }
@@ -215,12 +216,12 @@ Result<DeviceMap> DevicesOf(const std::vector<SourceTensor>& sources) {
 }  // namespace
 
 Result<std::vector<WrittenFile>> RunWriteJob(
-    const WritePlan& plan, const std::vector<SourceTensor>& sources, Job* job) {
+    WritePlan plan, const std::vector<SourceTensor>& sources, Job* job) {
   TC_ASSIGN_OR_RETURN(const Directory staging, Directory::Open(plan.staging));
   StagedHeaders headers(staging);
   std::vector<FileLayout> layouts;
   std::vector<OutputSpec> specs;
-  for (const WriteFile& file : plan.files) {
+  for (WriteFile& file : plan.files) {
     TC_RETURN_IF_ERROR(CheckFileName(file.name));
     const std::string id = NewId();
     const std::string staged = StagedName(file.name, id);

@@ -56,6 +56,6 @@ struct WrittenFile {
 // piece by piece, each worker into its own buffer of the arena, so that one
 // copies while another writes; kUnsupported where CUDA's driver is not usable.
 Result<std::vector<WrittenFile>> RunWriteJob(
-    const WritePlan& plan, const std::vector<SourceTensor>& sources, Job* job);
+    WritePlan plan, const std::vector<SourceTensor>& sources, Job* job);
 
 }  // namespace torch_ckpt

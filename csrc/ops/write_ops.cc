@@ -19,15 +19,15 @@
 namespace torch_ckpt::ops {
 namespace {
 
-// REQUIRES: `source` is the tensor's own.
-Result<WriteTensor> ParseTensor(const Json& file, size_t i, const Json& name,
+// REQUIRES: `source` is the tensor's own. Takes the name away from the plan.
+Result<WriteTensor> ParseTensor(const Json& file, size_t i, Json& name,
                                 const Json& dtype_name,
                                 const SourceTensor& source) {
   WriteTensor tensor;
   if (!name.is_string() || !dtype_name.is_string()) {
     return InvalidArgument("the plan's 'names' and 'dtypes' hold text");
   }
-  tensor.name = name.get_ref<const std::string&>();
+  tensor.name = std::move(name.get_ref<std::string&>());
   const auto& dtype_text = dtype_name.get_ref<const std::string&>();
   const auto dtype = DtypeFromName(dtype_text);
   if (!dtype) {
@@ -54,7 +54,7 @@ Result<WriteTensor> ParseTensor(const Json& file, size_t i, const Json& name,
   return tensor;
 }
 
-Result<WriteFile> ParseFile(const Json& item,
+Result<WriteFile> ParseFile(Json& item,
                             const std::vector<SourceTensor>& sources) {
   WriteFile file;
   TC_ASSIGN_OR_RETURN(file.name, capi::GetString(item, "name"));
@@ -62,7 +62,7 @@ Result<WriteFile> ParseFile(const Json& item,
   TC_ASSIGN_OR_RETURN(file.role, capi::RoleFromName(role));
   file.sharded = capi::GetBool(item, "sharded", false);
   TC_ASSIGN_OR_RETURN(const int64_t first, capi::GetInt(item, "first_source"));
-  TC_ASSIGN_OR_RETURN(const Json* names, capi::GetList(item, "names"));
+  TC_ASSIGN_OR_RETURN(Json * names, capi::GetList(item, "names"));
   TC_ASSIGN_OR_RETURN(const Json* dtypes, capi::GetList(item, "dtypes"));
   if (names->size() != dtypes->size()) {
     return InvalidArgument("a data file needs as many 'names' as 'dtypes'");
@@ -96,7 +96,7 @@ Result<WriteFile> ParseFile(const Json& item,
   return file;
 }
 
-Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
+Status Run(const std::vector<Tensor>& tensors, Json& plan, Job* job,
            int64_t* report) {
   std::vector<SourceTensor> sources;
   sources.reserve(tensors.size());
@@ -107,13 +107,13 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   WritePlan write_plan;
   TC_ASSIGN_OR_RETURN(write_plan.staging, capi::GetString(plan, "staging"));
   write_plan.options = capi::OutputOptionsOf(plan);
-  TC_ASSIGN_OR_RETURN(const Json* planned, capi::GetList(plan, "files"));
-  for (const Json& item : *planned) {
+  TC_ASSIGN_OR_RETURN(Json * planned, capi::GetList(plan, "files"));
+  for (Json& item : *planned) {
     TC_ASSIGN_OR_RETURN(WriteFile file, ParseFile(item, sources));
     write_plan.files.push_back(std::move(file));
   }
   TC_ASSIGN_OR_RETURN(const std::vector<WrittenFile> written,
-                      RunWriteJob(write_plan, sources, job));
+                      RunWriteJob(std::move(write_plan), sources, job));
   Json files = Json::array();
   uint64_t bytes = 0;
   for (const WrittenFile& file : written) {

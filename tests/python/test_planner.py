@@ -590,6 +590,12 @@ def test_tensors_that_are_alike_share_their_description():
     planner.set_up_planner(state, None, True)
     data = {item.index.fqn: item.tensor_data for item in planner.create_local_plan().items}
     assert data["a"] is data["b"]
+    # Made without their constructors, they are what those would have made.
+    for item in planner.create_local_plan().items:
+        index = MetadataIndex(item.index.fqn, item.index.offset, 0)
+        whole = WriteItem(index, WriteItemType.TENSOR, None, data[index.fqn])
+        assert vars(item.index) == vars(index)
+        assert vars(item) == vars(whole)
     assert len({id(of_tensor) for of_tensor in data.values()}) == 4
     for fqn, tensor in state.items():
         assert data[fqn].size == data[fqn].chunk.sizes == tensor.shape, fqn

@@ -56,6 +56,8 @@ def write_items(state_dict: Mapping[str, Any]) -> list[WriteItem]:
     """
     items: list[WriteItem] = []
     whole: dict[tuple[Any, ...], TensorWriteData] = {}
+    # What the constructors of these frozen classes do, without calling them: that takes half.
+    new, put, tensor_type = object.__new__, object.__setattr__, WriteItemType.TENSOR
     for fqn, value in state_dict.items():
         if type(value) not in PLAIN_TENSORS:
             items += _special_items(fqn, value)
@@ -65,11 +67,20 @@ def write_items(state_dict: Mapping[str, Any]) -> list[WriteItem]:
         data = whole.get(alike)
         if data is None:
             chunk = ChunkStorageMetadata(ZEROS[len(size)], size)
+            # pin_memory is deprecated, never read.
             data = whole[alike] = TensorWriteData(chunk, TensorProperties(*alike[1:]), size)
-        # The index hint (position among the tensor's chunks) is 0 for a tensor in one piece, so
-        # that the global plan need not replace the item. pin_memory is deprecated, never read.
-        index = MetadataIndex(fqn, data.chunk.offsets, 0)
-        items.append(WriteItem(index, WriteItemType.TENSOR, None, data))
+        index = new(MetadataIndex)
+        put(index, "fqn", fqn)
+        put(index, "offset", data.chunk.offsets)
+        # The hint (position among the tensor's chunks) of a tensor in one piece, so that the
+        # global plan need not replace the item.
+        put(index, "index", 0)
+        item = new(WriteItem)
+        put(item, "index", index)
+        put(item, "type", tensor_type)
+        put(item, "bytes_io_data", None)
+        put(item, "tensor_data", data)
+        items.append(item)
     return items
 
 
