@@ -116,13 +116,15 @@ class CellReader {
       for (uint64_t at = lo; at < end;) {
         const uint64_t hi = std::min<uint64_t>(at + kDigestStep, end);
         SkipTo(cell, at);
-        const Run* sole = nullptr;
+        const Run* sole = Sole(cell, at, hi);
+        std::byte* const target =
+            sole ? reinterpret_cast<std::byte*>(sole->dst) + (at - sole->src)
+                 : nullptr;
         const std::byte* bytes = nullptr;
         if (!rest) {
-          sole = Sole(cell, at, hi);
-          std::byte* into =
-              sole ? reinterpret_cast<std::byte*>(sole->dst) + (at - sole->src)
-                   : scratch_.data();
+          // What gets a digest is copied with it; see Crc32cCopy.
+          std::byte* const into =
+              target && !digests_ ? target : scratch_.data();
           TC_ASSIGN_OR_RETURN(const uint64_t cached,
                               file_.ReadCached({into, hi - at}, at));
           bytes = into;
@@ -130,11 +132,15 @@ class CellReader {
             // The page cache gave out: one large read for what is left.
             TC_ASSIGN_OR_RETURN(rest, file_.Read(at, range.hi, scratch_));
             rest_lo = at;
-            sole = nullptr;
           }
         }
         if (rest) bytes = rest + (at - rest_lo);
-        if (digests_) digest = Crc32c(digest, bytes, hi - at);
+        if (digests_ && target) {
+          digest = Crc32cCopy(digest, target, bytes, hi - at);
+        } else {
+          if (digests_) digest = Crc32c(digest, bytes, hi - at);
+          if (bytes != target) sole = nullptr;
+        }
         DeliverAll(cell, at, hi, bytes, sole);
         at = hi;
       }

@@ -12,6 +12,7 @@
 //   arm64      the crc32c instructions on three streams
 #include "runtime/crc32c.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -87,6 +88,24 @@ uint64_t Load64(const unsigned char* p) {
 
 // All the functions below work on the register, not inverted.
 using Update = uint32_t (*)(uint32_t, const unsigned char*, size_t);
+using Copy = uint32_t (*)(uint32_t, unsigned char*, const unsigned char*,
+                          size_t);
+
+// Copies in blocks that the first cache holds.
+template <Update kUpdate>
+uint32_t CopyInBlocks(uint32_t crc, unsigned char* to, const unsigned char* p,
+                      size_t n) {
+  constexpr size_t kBlock = 8192;
+  while (n != 0) {
+    const size_t size = std::min(n, kBlock);
+    crc = kUpdate(crc, p, size);
+    std::memcpy(to, p, size);
+    to += size;
+    p += size;
+    n -= size;
+  }
+  return crc;
+}
 
 uint32_t UpdatePortable(uint32_t crc, const unsigned char* p, size_t n) {
   for (; n >= 8; p += 8, n -= 8) {
@@ -201,45 +220,80 @@ TC_FOLD_TARGET inline __m512i FoldInto(__m512i a, __m512i factors,
                                    next, kXor3);
 }
 
-TC_FOLD_TARGET uint32_t UpdateFolding(uint32_t crc, const unsigned char* p,
-                                      size_t n) {
-  // Below this the ends cost more than the middle saves.
-  constexpr size_t kStep = 256, kWorthIt = 512;
-  if (n < kWorthIt) return UpdateInstruction(crc, p, n);
+// 64 bytes from `at` on; with kCopy they go to `to` as well, past the cache.
+template <bool kCopy>
+TC_FOLD_TARGET inline __m512i Take(unsigned char* to, const unsigned char* p,
+                                   size_t at) {
+  const __m512i bytes = _mm512_loadu_si512(p + at);
+  if constexpr (kCopy) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), bytes);
+  }
+  return bytes;
+}
 
+constexpr size_t kFoldStep = 256;
+
+// REQUIRES: n is a multiple of kFoldStep and not 0; with kCopy, `to` is aligned
+// to 64.
+template <bool kCopy>
+TC_FOLD_TARGET uint32_t FoldSteps(uint32_t crc, unsigned char* to,
+                                  const unsigned char* p, size_t n) {
   const __m512i by2048 = Broadcast(Fold(2048)), by512 = Broadcast(Fold(512));
   // The register so far is a part of the message: its first four bytes.
-  __m512i a = _mm512_xor_si512(
-      _mm512_loadu_si512(p),
-      _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, static_cast<long long>(crc)));
-  __m512i b = _mm512_loadu_si512(p + 64);
-  __m512i c = _mm512_loadu_si512(p + 128);
-  __m512i d = _mm512_loadu_si512(p + 192);
-  for (p += kStep, n -= kStep; n >= kStep; p += kStep, n -= kStep) {
-    a = FoldInto(a, by2048, _mm512_loadu_si512(p));
-    b = FoldInto(b, by2048, _mm512_loadu_si512(p + 64));
-    c = FoldInto(c, by2048, _mm512_loadu_si512(p + 128));
-    d = FoldInto(d, by2048, _mm512_loadu_si512(p + 192));
+  const __m512i start =
+      _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, static_cast<long long>(crc));
+  __m512i a = _mm512_xor_si512(Take<kCopy>(to, p, 0), start);
+  __m512i b = Take<kCopy>(to, p, 64);
+  __m512i c = Take<kCopy>(to, p, 128);
+  __m512i d = Take<kCopy>(to, p, 192);
+  for (size_t at = kFoldStep; at < n; at += kFoldStep) {
+    a = FoldInto(a, by2048, Take<kCopy>(to, p, at));
+    b = FoldInto(b, by2048, Take<kCopy>(to, p, at + 64));
+    c = FoldInto(c, by2048, Take<kCopy>(to, p, at + 128));
+    d = FoldInto(d, by2048, Take<kCopy>(to, p, at + 192));
   }
   b = FoldInto(a, by512, b);
   c = FoldInto(b, by512, c);
   d = FoldInto(c, by512, d);
-  for (; n >= 64; p += 64, n -= 64) {
-    d = FoldInto(d, by512, _mm512_loadu_si512(p));
-  }
   // 64 bytes are left that are congruent to all that came before them.
   alignas(64) unsigned char rest[64];
   _mm512_store_si512(rest, d);
   crc = 0;
   for (size_t i = 0; i < sizeof rest; i += 8)
     crc = Step8(crc, Load64(rest + i));
-  return UpdateInstruction(crc, p, n);
+  return crc;
+}
+
+uint32_t UpdateFolding(uint32_t crc, const unsigned char* p, size_t n) {
+  // Below this the ends cost more than the middle saves.
+  constexpr size_t kWorthIt = 512;
+  if (n < kWorthIt) return UpdateInstruction(crc, p, n);
+  const size_t whole = n / kFoldStep * kFoldStep;
+  crc = FoldSteps<false>(crc, nullptr, p, whole);
+  return UpdateInstruction(crc, p + whole, n - whole);
+}
+
+uint32_t CopyFolding(uint32_t crc, unsigned char* to, const unsigned char* p,
+                     size_t n) {
+  // Smaller ones are better left in the cache.
+  constexpr size_t kWorthIt = 8192, kLine = 64;
+  if (n < kWorthIt) return CopyInBlocks<UpdateFolding>(crc, to, p, n);
+  const size_t head = (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine;
+  const size_t whole = (n - head) / kFoldStep * kFoldStep;
+  const size_t tail = n - head - whole;
+  crc = CopyInBlocks<UpdateInstruction>(crc, to, p, head);
+  crc = FoldSteps<true>(crc, to + head, p + head, whole);
+  // Streamed stores are ordered by nothing else.
+  _mm_sfence();
+  return CopyInBlocks<UpdateInstruction>(crc, to + head + whole,
+                                         p + head + whole, tail);
 }
 
 #endif  // TC_FOLD_TARGET
 
 struct Implementation {
   Update update;
+  Copy copy;
   const char* name;  // null: no such entry
 };
 
@@ -254,15 +308,18 @@ Implementations Detect() {
   if (sse && __builtin_cpu_supports("pclmul") &&
       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("vpclmulqdq")) {
-    found[count++] = {UpdateFolding, "vpclmulqdq"};
+    found[count++] = {UpdateFolding, CopyFolding, "vpclmulqdq"};
   }
-  if (sse) found[count++] = {UpdateInstruction, "sse4.2"};
+  if (sse)
+    found[count++] = {UpdateInstruction, CopyInBlocks<UpdateInstruction>,
+                      "sse4.2"};
 #elif defined(__aarch64__)
   if ((getauxval(AT_HWCAP) & HWCAP_CRC32) != 0) {
-    found[count++] = {UpdateInstruction, "armv8-crc"};
+    found[count++] = {UpdateInstruction, CopyInBlocks<UpdateInstruction>,
+                      "armv8-crc"};
   }
 #endif
-  found[count] = {UpdatePortable, "portable"};
+  found[count] = {UpdatePortable, CopyInBlocks<UpdatePortable>, "portable"};
   return found;
 }
 
@@ -278,6 +335,11 @@ uint32_t Crc32c(uint32_t crc, const void* data, size_t bytes) {
                                bytes);
 }
 
+uint32_t Crc32cCopy(uint32_t crc, void* to, const void* from, size_t bytes) {
+  return ~Detected()[0].copy(~crc, static_cast<unsigned char*>(to),
+                             static_cast<const unsigned char*>(from), bytes);
+}
+
 uint32_t Crc32cPortable(uint32_t crc, const void* data, size_t bytes) {
   return ~UpdatePortable(~crc, static_cast<const unsigned char*>(data), bytes);
 }
@@ -291,6 +353,17 @@ std::optional<uint32_t> Crc32cBy(std::string_view implementation, uint32_t crc,
   for (const Implementation& one : Detected()) {
     if (one.name == nullptr || implementation != one.name) continue;
     return ~one.update(~crc, static_cast<const unsigned char*>(data), bytes);
+  }
+  return std::nullopt;
+}
+
+std::optional<uint32_t> Crc32cCopyBy(std::string_view implementation,
+                                     uint32_t crc, void* to, const void* from,
+                                     size_t bytes) {
+  for (const Implementation& one : Detected()) {
+    if (one.name == nullptr || implementation != one.name) continue;
+    return ~one.copy(~crc, static_cast<unsigned char*>(to),
+                     static_cast<const unsigned char*>(from), bytes);
   }
   return std::nullopt;
 }

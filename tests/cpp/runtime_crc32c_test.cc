@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <random>
 #include <string>
@@ -82,6 +83,27 @@ TEST_P(Crc32cBySuite, EveryAlignmentAgreesWithPortable) {
       ASSERT_EQ(Run(start, data.data() + at, n),
                 Crc32cPortable(start, data.data() + at, n))
           << at << " " << n;
+    }
+  }
+}
+
+TEST_P(Crc32cBySuite, CopiesOfEveryAlignmentAgreeAndTouchNothingElse) {
+  constexpr size_t kRoom = 64;  // around the copy
+  const auto data = RandomBytes(70000, 5);
+  for (size_t at = 0; at < 64; ++at) {
+    for (size_t n : {0, 1, 63, 64, 255, 256, 511, 512, 8191, 8192, 8193, 8447,
+                     8448, 8511, 16384, 69900}) {
+      for (size_t to : {size_t{0}, size_t{1}, at}) {
+        std::vector<unsigned char> out(n + 3 * kRoom, 0x5a);
+        const uint32_t start = static_cast<uint32_t>(at * 2654435761u);
+        const auto crc = Crc32cCopyBy(
+            GetParam(), start, out.data() + kRoom + to, data.data() + at, n);
+        ASSERT_EQ(*crc, Run(start, data.data() + at, n)) << at << " " << n;
+        std::vector<unsigned char> expected(out.size(), 0x5a);
+        std::copy_n(data.begin() + static_cast<ptrdiff_t>(at), n,
+                    expected.begin() + static_cast<ptrdiff_t>(kRoom + to));
+        ASSERT_TRUE(out == expected) << at << " " << n << " " << to;
+      }
     }
   }
 }
