@@ -221,12 +221,15 @@ Result<std::vector<std::vector<uint32_t>>> RunMergeJob(const MergePlan& plan,
   Merger merger(plan, std::max(1, plan.options().output.workers));
   TC_ASSIGN_OR_RETURN(
       auto digests,
-      WriteOutputs(staging, plan.outputs(), plan.options().output, existing,
-                   range, job,
-                   [&](size_t file, uint64_t offset, MutableByteSpan out,
-                       MutableByteSpan scratch, int worker) {
-                     return merger.Fill(file, offset, out, scratch, worker);
-                   }));
+      WriteOutputs(
+          staging, plan.outputs(), plan.options().output, existing, range, job,
+          [&](size_t file, MutableByteSpan out, MutableByteSpan scratch,
+              int worker, SegmentDigester* digester) {
+            Status status =
+                merger.Fill(file, digester->offset(), out, scratch, worker);
+            if (status.ok()) digester->Add(out);
+            return status;
+          }));
   TC_RETURN_IF_ERROR(merger.CheckInputs());
   return digests;
 }

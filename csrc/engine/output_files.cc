@@ -56,16 +56,15 @@ Status WritePiece(const OutputSpec& spec, Output* output, uint64_t begin,
                   MutableByteSpan piece, uint64_t bytes, size_t file,
                   MutableByteSpan scratch, int worker, const FillFn& fill,
                   uint64_t fill_bytes, std::vector<uint32_t>* digests) {
-  for (uint64_t at = 0; at < bytes; at += kDigestStep) {
-    const uint64_t size = std::min<uint64_t>(kDigestStep, bytes - at);
-    if (at % fill_bytes == 0) {
-      const uint64_t wanted = std::min(fill_bytes, bytes - at);
-      TC_RETURN_IF_ERROR(
-          fill(file, begin + at, piece.subspan(at, wanted), scratch, worker));
-    }
-    uint32_t& digest = (*digests)[(begin + at) / kSegmentBytes];
-    digest =
-        Crc32c(at % kSegmentBytes == 0 ? 0 : digest, piece.data() + at, size);
+  SegmentDigester digester(digests, begin);
+  for (uint64_t at = 0; at < bytes; at += fill_bytes) {
+    TC_RETURN_IF_ERROR(fill(file,
+                            piece.subspan(at, std::min(fill_bytes, bytes - at)),
+                            scratch, worker, &digester));
+  }
+  if (digester.offset() != begin + bytes) {
+    return Internal("not every byte of a piece was digested")
+        .WithFile(spec.name);
   }
   uint64_t length = bytes;
   if (output->direct) {
@@ -81,6 +80,31 @@ Status WritePiece(const OutputSpec& spec, Output* output, uint64_t begin,
 }
 
 }  // namespace
+
+template <class Step>
+void SegmentDigester::EachSegment(size_t size, const Step& step) {
+  for (size_t at = 0; at < size;) {
+    const uint64_t inside = offset_ % kSegmentBytes;
+    const auto part = static_cast<size_t>(
+        std::min<uint64_t>(size - at, kSegmentBytes - inside));
+    uint32_t& digest = (*digests_)[offset_ / kSegmentBytes];
+    digest = step(inside == 0 ? 0 : digest, at, part);
+    offset_ += part;
+    at += part;
+  }
+}
+
+void SegmentDigester::Add(ByteSpan bytes) {
+  EachSegment(bytes.size(), [&](uint32_t digest, size_t at, size_t size) {
+    return Crc32c(digest, bytes.data() + at, size);
+  });
+}
+
+void SegmentDigester::Copy(std::byte* to, ByteSpan bytes) {
+  EachSegment(bytes.size(), [&](uint32_t digest, size_t at, size_t size) {
+    return Crc32cCopy(digest, to + at, bytes.data() + at, size);
+  });
+}
 
 uint64_t PieceCount(const std::vector<OutputSpec>& files) {
   uint64_t count = 0;

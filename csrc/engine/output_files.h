@@ -54,12 +54,37 @@ struct PieceRange {
 
 uint64_t PieceCount(const std::vector<OutputSpec>& files);
 
-// Fills `out` with the bytes of file `file` from `offset` on. Called from
-// several threads at once, for disjoint ranges inside one piece. `scratch` has
-// the options' scratch_bytes, aligned to 4096.
-using FillFn =
-    std::function<Status(size_t file, uint64_t offset, MutableByteSpan out,
-                         MutableByteSpan scratch, int worker)>;
+// Carries the digests of a file's segments along with its bytes, which come in
+// their order. For one thread.
+class SegmentDigester {
+ public:
+  // `digests` has an entry for every segment of the file; the bytes begin at
+  // `offset`, where a segment does.
+  SegmentDigester(std::vector<uint32_t>* digests, uint64_t offset)
+      : digests_(digests), offset_(offset) {}
+
+  uint64_t offset() const { return offset_; }  // of the next byte
+  // Bytes that are where they belong.
+  void Add(ByteSpan bytes);
+  // Copies the bytes to `to` on the way: one pass over memory.
+  void Copy(std::byte* to, ByteSpan bytes);
+
+ private:
+  // Calls step(digest, at, size) for the part in each segment.
+  template <class Step>
+  void EachSegment(size_t size, const Step& step);
+
+  std::vector<uint32_t>* digests_;
+  uint64_t offset_;
+};
+
+// Fills `out` with the bytes of file `file` from the digester's offset on, and
+// gives all of them to the digester. Called from several threads at once, for
+// disjoint ranges inside one piece. `scratch` has the options' scratch_bytes,
+// aligned to 4096.
+using FillFn = std::function<Status(size_t file, MutableByteSpan out,
+                                    MutableByteSpan scratch, int worker,
+                                    SegmentDigester* digester)>;
 
 // Creates `files` in staging (or, with `existing`, opens files that the
 // coordinator has created at full size), fills, writes and syncs the pieces of

@@ -147,18 +147,17 @@ void GatherElements(const SourceTensor& source, uint64_t begin,
   }
 }
 
-// Copies bytes [begin, begin + out.size()) of the extent.
-void CopyExtent(const FileLayout& layout, const Extent& extent, uint64_t begin,
-                MutableByteSpan out) {
-  if (!extent.source) {
-    std::memcpy(out.data(), layout.header.data() + begin, out.size());
-    return;
-  }
+// Bytes of the extent from `begin` on, for an extent that has them in a row in
+// host memory; null for others.
+const std::byte* DenseBytes(const FileLayout& layout, const Extent& extent,
+                            uint64_t begin) {
+  if (!extent.source) return AsBytes(layout.header).data() + begin;
+  return extent.dense ? extent.source->data + begin : nullptr;
+}
+
+// Copies bytes [begin, begin + out.size()) of a strided extent.
+void GatherExtent(const Extent& extent, uint64_t begin, MutableByteSpan out) {
   const SourceTensor& source = *extent.source;
-  if (extent.dense) {
-    std::memcpy(out.data(), source.data + begin, out.size());
-    return;
-  }
   // A segment may cut an element (3-byte units, odd offsets): gather whole
   // elements and take the part.
   const auto unit = static_cast<uint64_t>(source.element_bytes);
@@ -240,8 +239,9 @@ Result<std::vector<WrittenFile>> RunWriteJob(
   }
   TC_ASSIGN_OR_RETURN(const DeviceMap devices, DevicesOf(sources));
   CudaCopies copies(plan.options.workers);
+  // Without a digester the bytes are digested afterwards.
   const auto copy = [&](size_t file, uint64_t offset, MutableByteSpan out,
-                        int worker) -> Status {
+                        int worker, SegmentDigester* digester) -> Status {
     const FileLayout& layout = layouts[file];
     auto extent = std::upper_bound(
         layout.extents.begin(), layout.extents.end(), offset,
@@ -254,8 +254,15 @@ Result<std::vector<WrittenFile>> RunWriteJob(
         TC_RETURN_IF_ERROR(
             copies.Begin(worker, devices.at(extent->source->device),
                          extent->source->data + begin, out.first(size)));
+      } else if (const std::byte* bytes = DenseBytes(layout, *extent, begin)) {
+        if (digester) {
+          digester->Copy(out.data(), {bytes, size});
+        } else {
+          std::memcpy(out.data(), bytes, size);
+        }
       } else {
-        CopyExtent(layout, *extent, begin, out.first(size));
+        GatherExtent(*extent, begin, out.first(size));
+        if (digester) digester->Add(out.first(size));
       }
       out = out.subspan(size);
       offset += size;
@@ -263,8 +270,8 @@ Result<std::vector<WrittenFile>> RunWriteJob(
     }
     return {};
   };
-  const FillFn fill = [&](size_t file, uint64_t offset, MutableByteSpan out,
-                          MutableByteSpan, int worker) -> Status {
+  const FillFn fill = [&](size_t file, MutableByteSpan out, MutableByteSpan,
+                          int worker, SegmentDigester* digester) -> Status {
     // Waits however this ends, an exception included: the buffer must not go
     // back while a device writes into it.
     struct Waiter {
@@ -272,8 +279,11 @@ Result<std::vector<WrittenFile>> RunWriteJob(
       int worker;
       ~Waiter() { (void)copies->Wait(worker); }
     } waiter{&copies, worker};
-    Status status = copy(file, offset, out, worker);
+    const bool on_host = devices.empty();
+    Status status = copy(file, digester->offset(), out, worker,
+                         on_host ? digester : nullptr);
     if (status.ok()) status = copies.Wait(worker);
+    if (status.ok() && !on_host) digester->Add(out);
     return std::move(status).WithFile(specs[file].name);
   };
   OutputOptions options = plan.options;
