@@ -20,7 +20,7 @@ add_executable(
   tests/cpp/runtime_workers_test.cc
   tests/cpp/format_catalog_test.cc
   tests/cpp/format_dtype_test.cc
-  tests/cpp/format_file_header_test.cc
+  tests/cpp/format_short_header_test.cc
   tests/cpp/format_hf_index_test.cc
   tests/cpp/format_manifest_test.cc
   tests/cpp/format_name_index_test.cc
@@ -38,6 +38,7 @@ add_executable(
   tests/cpp/engine_cuda_test.cc
   tests/cpp/engine_header_io_test.cc
   tests/cpp/engine_merge_job_test.cc
+  tests/cpp/engine_output_files_test.cc
   tests/cpp/engine_parts_test.cc
   tests/cpp/engine_random_test.cc
   tests/cpp/engine_read_job_test.cc

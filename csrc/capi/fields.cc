@@ -37,18 +37,19 @@ Result<int64_t> GetInt(const Json& request, const char* field,
   return Missing(field, "integer");
 }
 
-Result<Json*> GetList(Json& request, const char* field) {
-  static Json* empty = new Json(Json::array());
+Result<const Json*> GetList(const Json& request, const char* field) {
+  static const Json* empty = new Json(Json::array());
   const auto it = request.find(field);
   if (it == request.end() || it->is_null()) return empty;
   if (!it->is_array()) return Missing(field, "list");
   return &*it;
 }
 
-Result<const Json*> GetList(const Json& request, const char* field) {
-  TC_ASSIGN_OR_RETURN(const Json* list,
-                      GetList(const_cast<Json&>(request), field));
-  return list;
+Result<Json*> TakeList(Json* request, const char* field) {
+  Json& list = (*request)[field];
+  if (list.is_null()) list = Json::array();
+  if (!list.is_array()) return Missing(field, "list");
+  return &list;
 }
 
 bool GetBool(const Json& request, const char* field, bool otherwise) {

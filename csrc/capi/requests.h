@@ -25,7 +25,8 @@ Result<int64_t> GetInt(const Json& request, const char* field,
 // The list in `field`, or an empty one where it is absent or null. Lives as
 // long as the request.
 Result<const Json*> GetList(const Json& request, const char* field);
-Result<Json*> GetList(Json& request, const char* field);
+// The same to take things out of; REQUIRES: the request is an object.
+Result<Json*> TakeList(Json* request, const char* field);
 bool GetBool(const Json& request, const char* field, bool otherwise);
 Result<Dims> GetDims(const Json& value);
 Json DimsJson(const Dims& dims);

@@ -1,6 +1,7 @@
 #include "engine/header_io.h"
 
 #include <array>
+#include <new>
 
 #include "runtime/crc32c.h"
 
@@ -51,6 +52,7 @@ Result<FileHeader> ReadFileHeader(const File& file) {
 
 Status StageHeader(const Directory& staging, const std::string& staged,
                    const FileHeader& file, std::string_view text) {
+  if (text.size() < kMinStagedText) return {};
   TC_ASSIGN_OR_RETURN(
       File out,
       staging.OpenFile(ShortName(staged), {.write = true, .create_new = true}));
@@ -60,8 +62,13 @@ Status StageHeader(const Directory& staging, const std::string& staged,
   return out.Close();
 }
 
-void UnstageHeader(const Directory& staging, const std::string& staged) {
-  (void)staging.Unlink(ShortName(staged), true);
+void UnstageHeader(const Directory& staging,
+                   const std::string& staged) noexcept {
+  try {
+    (void)staging.Unlink(ShortName(staged), true);
+  } catch (const std::bad_alloc&) {
+    // No memory for a name; nothing more can be done here.
+  }
 }
 
 Result<FileHeader> ReadStagedHeader(const Directory& staging,
@@ -71,7 +78,9 @@ Result<FileHeader> ReadStagedHeader(const Directory& staging,
   TC_ASSIGN_OR_RETURN(const std::string text, ReadText(file, info));
   // Whatever is wrong with the short form, the text still says all.
   const Result<std::string> bytes =
-      staging.ReadFile(ShortName(staged), kMaxHeaderBytes);
+      text.size() < kMinStagedText
+          ? Incomplete("a short text has no short form")
+          : staging.ReadFile(ShortName(staged), kMaxHeaderBytes);
   if (bytes.ok()) {
     Result<ShortHeader> known = DecodeShortHeader(AsBytes(*bytes));
     if (known.ok() && known->file.header.file_bytes == info.bytes &&

@@ -4,7 +4,7 @@
 #include <string>
 #include <string_view>
 
-#include "format/file_header.h"
+#include "format/short_header.h"
 #include "os/directory.h"
 #include "os/file.h"
 
@@ -15,11 +15,16 @@ namespace torch_ckpt {
 Result<FileHeader> ReadFileHeader(const File& file);
 
 // Leaves the short form of `file`, whose header is `text`, beside the file that
-// is going to be `staged`. Not durable, as it is of use to this save only.
+// is going to be `staged`, unless the text is so short that parsing it costs
+// less than another file. Not durable, as it is of use to this save only. Its
+// error is one of the save: a disk that cannot take it has no room for the
+// data.
+inline constexpr size_t kMinStagedText = size_t{64} << 10;
 Status StageHeader(const Directory& staging, const std::string& staged,
                    const FileHeader& file, std::string_view text);
 // Best effort: what is left goes with the staging directory.
-void UnstageHeader(const Directory& staging, const std::string& staged);
+void UnstageHeader(const Directory& staging,
+                   const std::string& staged) noexcept;
 
 // As ReadFileHeader, of file `staged`: by its short form where that is there
 // and has the digest of the header's text, else by the text itself. The

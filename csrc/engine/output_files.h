@@ -36,8 +36,8 @@ struct OutputOptions {
   int workers = 2;
   bool sync = true;    // fsync before a file counts as written
   bool direct = true;  // past the page cache where the file system can
-  // What one call of the fill function is asked for at most: a step keeps the
-  // bytes in the cache for the digest, a piece makes for longer reads.
+  // What one call of the fill function is asked for at most: a step keeps
+  // gathered bytes in the cache for the digest, a piece makes for longer reads.
   uint64_t fill_bytes = kDigestStep;
   // Memory that the fill function wants for itself, beside the piece.
   uint64_t scratch_bytes = 0;

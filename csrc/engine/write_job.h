@@ -50,11 +50,12 @@ struct WrittenFile {
   std::vector<uint32_t> crc32c;
 };
 
-// Blocks until every file is written and synced, or fails and has unlinked
-// them. Checks that sources match shapes and dtypes. Errors name file and
-// tensor. Progress and cancellation through `job`. Device memory is copied
-// piece by piece, each worker into its own buffer of the arena, so that one
-// copies while another writes; kUnsupported where CUDA's driver is not usable.
+// Blocks until every file is written and synced (and its short header beside
+// it, engine/header_io.h), or fails and has unlinked them. Checks that sources
+// match shapes and dtypes. Errors name file and tensor. Progress and
+// cancellation through `job`. Device memory is copied piece by piece, each
+// worker into its own buffer of the arena, so that one copies while another
+// writes; kUnsupported where CUDA's driver is not usable.
 Result<std::vector<WrittenFile>> RunWriteJob(
     WritePlan plan, const std::vector<SourceTensor>& sources, Job* job);
 

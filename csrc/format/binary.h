@@ -68,7 +68,7 @@ class BinaryReader {
   bool empty() const { return left_.empty(); }
   size_t left() const { return left_.size(); }
 
-  // LEB128 in its shortest form only, so that one catalog is one byte string.
+  // LEB128 in its shortest form only, so that one content is one byte string.
   std::optional<uint64_t> Varint() {
     uint64_t value = 0;
     for (unsigned shift = 0; shift < 64 && !left_.empty(); shift += 7) {

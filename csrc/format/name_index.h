@@ -10,7 +10,8 @@
 namespace torch_ckpt {
 
 // A hash table of positions, open-addressed: no allocation a name and no copy
-// of one, since a checkpoint has hundreds of thousands. `name_at(position)` is
+// of one, since a checkpoint has hundreds of thousands. Names chosen to collide
+// make it as slow as they make a std::unordered_map. `name_at(position)` is
 // the list's name at a position that was inserted.
 class NameIndex {
  public:

@@ -62,7 +62,7 @@ Result<WriteFile> ParseFile(Json& item,
   TC_ASSIGN_OR_RETURN(file.role, capi::RoleFromName(role));
   file.sharded = capi::GetBool(item, "sharded", false);
   TC_ASSIGN_OR_RETURN(const int64_t first, capi::GetInt(item, "first_source"));
-  TC_ASSIGN_OR_RETURN(Json * names, capi::GetList(item, "names"));
+  TC_ASSIGN_OR_RETURN(Json * names, capi::TakeList(&item, "names"));
   TC_ASSIGN_OR_RETURN(const Json* dtypes, capi::GetList(item, "dtypes"));
   if (names->size() != dtypes->size()) {
     return InvalidArgument("a data file needs as many 'names' as 'dtypes'");
@@ -107,7 +107,7 @@ Status Run(const std::vector<Tensor>& tensors, Json& plan, Job* job,
   WritePlan write_plan;
   TC_ASSIGN_OR_RETURN(write_plan.staging, capi::GetString(plan, "staging"));
   write_plan.options = capi::OutputOptionsOf(plan);
-  TC_ASSIGN_OR_RETURN(Json * planned, capi::GetList(plan, "files"));
+  TC_ASSIGN_OR_RETURN(Json * planned, capi::TakeList(&plan, "files"));
   for (Json& item : *planned) {
     TC_ASSIGN_OR_RETURN(WriteFile file, ParseFile(item, sources));
     write_plan.files.push_back(std::move(file));

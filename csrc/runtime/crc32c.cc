@@ -91,15 +91,16 @@ using Update = uint32_t (*)(uint32_t, const unsigned char*, size_t);
 using Copy = uint32_t (*)(uint32_t, unsigned char*, const unsigned char*,
                           size_t);
 
-// Copies in blocks that the first cache holds.
+// Copies in blocks that the first cache holds. The digest is of the copy: a
+// source that somebody changes meanwhile must not give another one.
 template <Update kUpdate>
 uint32_t CopyInBlocks(uint32_t crc, unsigned char* to, const unsigned char* p,
                       size_t n) {
   constexpr size_t kBlock = 8192;
   while (n != 0) {
     const size_t size = std::min(n, kBlock);
-    crc = kUpdate(crc, p, size);
     std::memcpy(to, p, size);
+    crc = kUpdate(crc, to, size);
     to += size;
     p += size;
     n -= size;

@@ -8,8 +8,8 @@
 
 namespace torch_ckpt {
 
-// Bytes that were just copied are still in a core's second cache when they are
-// digested in steps of this: copy and digest cost one pass over memory.
+// Bytes that were just read or gathered are still in a core's second cache when
+// they are digested in steps of this: both cost one pass over memory.
 inline constexpr size_t kDigestStep = size_t{512} << 10;
 
 // The CRC of the bytes that gave `crc` followed by these; start with 0.
@@ -17,20 +17,20 @@ uint32_t Crc32c(uint32_t crc, const void* data, size_t bytes);
 // The CRC of A||B from those of A and B; B is `b_bytes` long.
 uint32_t Crc32cCombine(uint32_t a, uint32_t b, uint64_t b_bytes);
 
-// As Crc32c of `from`, and copies the bytes to `to`: one pass over memory where
-// copying and then digesting are two. Where the CPU can, large copies go past
-// its cache. The ranges must not overlap.
+// Copies the bytes of `from` to `to` and digests what it has copied: one pass
+// over memory where copying and then digesting are two. Where the CPU can,
+// large copies go past its cache. The ranges must not overlap.
 uint32_t Crc32cCopy(uint32_t crc, void* to, const void* from, size_t bytes);
 
 // For tests: the table fallback, and the name of what Crc32c uses.
 uint32_t Crc32cPortable(uint32_t crc, const void* data, size_t bytes);
 const char* Crc32cImplementation();
-std::optional<uint32_t> Crc32cCopyBy(std::string_view implementation,
-                                     uint32_t crc, void* to, const void* from,
-                                     size_t bytes);
 // For tests: by the named implementation ("portable", "sse4.2", "vpclmulqdq",
 // "armv8-crc"); nullopt where this CPU or build does not have it.
 std::optional<uint32_t> Crc32cBy(std::string_view implementation, uint32_t crc,
                                  const void* data, size_t bytes);
+std::optional<uint32_t> Crc32cCopyBy(std::string_view implementation,
+                                     uint32_t crc, void* to, const void* from,
+                                     size_t bytes);
 
 }  // namespace torch_ckpt

@@ -43,7 +43,9 @@ class HeaderIoTest : public EngineTest {
       if (!shape.empty()) shape[shape.size() - 1] *= DtypeUnit(dtype).elements;
       arrays_.push_back(
           std::make_unique<Array>(MakeArray(dtype, shape, random())));
-      const std::string name = "t\"\n" + std::to_string(t);
+      // Long, so that the header is worth a short form.
+      const std::string name =
+          "t\"\n" + std::string(kMinStagedText / 8, 'x') + std::to_string(t);
       const Dims parts = Dims::Filled(shape.size(), 1);
       Dims cut = parts;
       if (sharded && !shape.empty()) cut[0] = 3;
@@ -117,17 +119,24 @@ TEST_F(HeaderIoTest, WithoutAShortHeaderThatFitsTheTextIsRead) {
   expect_text();
 }
 
+TEST_F(HeaderIoTest, AShortTextGetsNoShortForm) {
+  const Array a = MakeArray(Dtype::kF32, {2, 3}, 1);
+  ASSERT_OK(WriteRanks(staging_, {WholePiece("a", a)}, {}, &request_));
+  EXPECT_EQ(Names(staging_),
+            std::vector<std::string>{request_.files.front().staged});
+  EXPECT_OK(Staged(request_.files.front().staged).status());
+}
+
 // The short header never hides what happened to the file.
 TEST_F(HeaderIoTest, AChangedTextIsReadForItself) {
   Stage(true, 3);
   const std::string staged = request_.files.front().staged;
   const std::string path = staging_ + "/" + staged;
   const std::string good = ReadText(path);
-  const std::string name = "\"t\\\"\\n1\":{\"dtype\"";
-  const size_t at = good.find(name);
+  const size_t at = good.find("\"t\\\"\\nx");
   ASSERT_NE(at, std::string::npos);
   std::string renamed = good;
-  renamed[at + 6] = 'x';
+  renamed[at + 6] = 'y';
   WriteText(path, renamed);
   EXPECT_EQ(Staged(staged).status().kind(), ErrorKind::kCorrupt)
       << "the sharding info names a tensor that is gone";

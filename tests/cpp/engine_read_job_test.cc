@@ -223,6 +223,39 @@ TEST_F(ReadJobTest, EveryFlippedByteOfTheDataIsSeen) {
   EXPECT_EQ(ReadAll(Path("c")).value().at("a"), a.bytes);
 }
 
+// In steps that one run fills, which are copied and digested in one pass; from
+// the page cache, and past it where the file system can.
+TEST_F(ReadJobTest, FlippedBytesOfLargeTensorsAreSeen) {
+  const Array a = MakeArray(Dtype::kF32, {3, 1 << 18}, 1);  // 3 MiB
+  ASSERT_OK(SaveAll(Path("c"), {WholePiece("a", a)}).status());
+  const std::string file = Path("c/") + ShardFileName(0, 1, 1);
+  const std::string good = ReadText(file);
+  const uint64_t step = kDigestStep, data = kDataAlignment;
+  for (const bool cached : {true, false}) {
+    const auto read = [&] {
+      auto directory = Directory::Open(Path("c"));
+      auto opened = directory->OpenFile(ShardFileName(0, 1, 1), {});
+      EXPECT_OK(opened->SyncData());
+      if (!cached) opened->DropCache(0, good.size());
+      return ReadAll(Path("c"));
+    };
+    for (const uint64_t at :
+         {data, step, step + 1, 2 * step - 1, 2 * step + step / 2,
+          good.size() - step - 1, good.size() - 1}) {
+      for (const int bit : {0, 7}) {
+        std::string bad = good;
+        bad[at] = static_cast<char>(bad[at] ^ (1 << bit));
+        WriteText(file, bad);
+        ASSERT_EQ(read().status().kind(), ErrorKind::kCorrupt) << at;
+      }
+    }
+    WriteText(file, good);
+    auto all = read();
+    ASSERT_OK(all.status());
+    EXPECT_TRUE(all->at("a") == a.bytes);
+  }
+}
+
 TEST_F(ReadJobTest, MissingShortLongAndForeignFilesAreNamed) {
   const Array a = MakeArray(Dtype::kF32, {16, 16}, 1);
   ASSERT_OK(SaveAll(Path("c"), GridPieces("a", a, {2, 1})).status());

@@ -246,25 +246,37 @@ TEST_F(WriteJobTest, ACancelledJobUnlinksItsFiles) {
 }
 
 #ifdef TORCH_CKPT_FAULTS
-TEST_F(WriteJobTest, AnErrorOfAnyCallUnlinksAllFiles) {
+class WriteJobFaultTest : public WriteJobTest,
+                          public ::testing::WithParamInterface<bool> {};
+INSTANTIATE_TEST_SUITE_P(OfDataAndOfShortHeaders, WriteJobFaultTest,
+                         ::testing::Bool());
+
+TEST_P(WriteJobFaultTest, AnErrorOfAnyCallUnlinksAllFiles) {
+  const bool of_headers = GetParam();
   const Array a = MakeArray(Dtype::kF32, {600, 600}, 1);
   WritePlan plan;
   plan.staging = Path("stage");
-  for (const char* name : {"a.safetensors", "b.safetensors"}) {
-    plan.files.push_back({name,
-                          FileRole::kData,
-                          false,
-                          {WholeTensor("t", a.dtype, a.shape, 0)},
-                          {}});
+  // Headers so long that both files get a short one.
+  std::vector<WriteTensor> tensors;
+  for (const char* letter : {"t", "u"}) {
+    std::string name(kMinStagedText / 2, letter[0]);
+    tensors.push_back(WholeTensor(name, a.dtype, a.shape, 0));
   }
-  for (const char* op :
-       {"openat", "fallocate", "pwrite", "ftruncate", "fsync", "close"}) {
+  for (const char* name : {"a.safetensors", "b.safetensors"}) {
+    plan.files.push_back({name, FileRole::kData, false, tensors, {}});
+  }
+  const std::vector<const char*> calls =
+      of_headers ? std::vector{"openat", "pwrite", "close"}
+                 : std::vector{"openat",    "fallocate", "pwrite",
+                               "ftruncate", "fsync",     "close"};
+  for (const char* op : calls) {
     for (const int nth : {1, 2}) {
       int seen = 0;
       SetFaultHook([&](const FaultSite& site) -> FaultAction {
         // The staging directory itself is opened first.
         if (op != std::string(site.op) ||
-            site.path.find(".safetensors.") == std::string::npos) {
+            site.path.find(".safetensors.") == std::string::npos ||
+            site.path.ends_with(".header") != of_headers) {
           return {};
         }
         return {.sys_errno = ++seen == nth ? EDQUOT : 0};

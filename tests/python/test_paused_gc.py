@@ -57,6 +57,29 @@ def test_what_was_made_inside_counts_as_old_but_garbage_from_before_goes():
     assert any(thing is kept for thing in gc.get_objects(0)), "after an error nothing is moved"
 
 
+def test_a_save_ages_its_plan_and_not_what_it_leaves_behind(tmp_path):
+    made = []
+
+    class Littering(SavePlanner):
+        def resolve_data(self, item):
+            made.append(weakref.ref(Node()))
+            return super().resolve_data(item)
+
+    # Seen while the collector is off, as it would be old anyhow after a collection.
+    class Watching(Littering):
+        def finish_plan(self, new_plan):
+            young.update(map(id, gc.get_objects(0)))
+            planned.append(new_plan.items[0])
+            return super().finish_plan(new_plan)
+
+    young, planned = set(), []
+    options = {"planner": Watching(), "no_dist": True}
+    torch_ckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", **options)
+    assert id(planned[0]) not in young, "the plan is walked by the next collection"
+    gc.collect(1)
+    assert made[0]() is None, "garbage of the write was aged"
+
+
 def test_garbage_collector_is_off_while_the_main_thread_saves(tmp_path):
     seen = []
 

@@ -99,7 +99,7 @@ def save(
         # between them takes longer than making them. In another thread the trainer may be running,
         # whose garbage must not wait for a save to end.
         waiting = threading.current_thread() is threading.main_thread()
-        with paused_gc() if waiting else contextlib.nullcontext():
+        with paused_gc(keeps=False) if waiting else contextlib.nullcontext():
             metadata: Metadata = _checked(
                 lambda: state_dict_saver.save(
                     state_dict,

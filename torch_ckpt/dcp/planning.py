@@ -8,29 +8,40 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+_paused = False  # by a block of ours, and not by the trainer
+
 
 @contextlib.contextmanager
-def paused_gc() -> Iterator[None]:
+def paused_gc(*, keeps: bool = True) -> Iterator[None]:
     """Keep the cyclic garbage collector off inside the block.
 
-    What was made inside then counts as old: freeze and unfreeze move all objects to the oldest
-    generation without looking at them, where the next allocation would walk a plan's every object,
-    which takes as long as making them. So that no garbage of the trainer's grows old with them,
-    what is young is collected before. After an error nothing is moved, and tensors which its
+    keeps: what is made inside outlives it, and counts as old at its end: freeze and unfreeze move
+    all objects to the oldest generation without looking at them, where the next allocation would
+    walk a plan's every object, which takes as long as making them. That what is garbage already
+    does not grow old with them, the young generations are collected before the outermost block.
+
+    A block around others that keep (a whole save around its planning) need not: what it makes
+    besides is little, and may be garbage. After an error nothing is moved, and tensors which its
     traceback holds are freed soon.
     """
-    if not gc.isenabled():
+    global _paused
+    outermost = gc.isenabled()
+    if not outermost and not _paused:  # the trainer sees to it
         yield
         return
-    gc.collect(1)
-    gc.disable()
+    if outermost:
+        gc.collect(1)
+        gc.disable()
+        _paused = True
     try:
         yield
-        if gc.get_freeze_count() == 0:  # else unfreeze would undo the trainer's own
+        if keeps and gc.get_freeze_count() == 0:  # else unfreeze would undo the trainer's own
             gc.freeze()
             gc.unfreeze()
     finally:
-        gc.enable()
+        if outermost:
+            _paused = False
+            gc.enable()
 
 
 def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:

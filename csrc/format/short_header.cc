@@ -1,4 +1,4 @@
-#include "format/file_header.h"
+#include "format/short_header.h"
 
 #include "base/checked.h"
 #include "format/binary.h"
@@ -30,7 +30,7 @@ Status ReadTensor(BinaryReader* in, uint64_t begin, FileHeader* out) {
     const auto offsets = in->Sizes(shape->size());
     const auto global_shape = in->Sizes(shape->size());
     if (!offsets || !global_shape) return Malformed("a box");
-    if (*global_shape == *shape) {
+    if (Box{*offsets, *shape} == Box::Whole(*global_shape)) {
       return Malformed("a whole box that is not marked as one");
     }
     shard = {*offsets, *global_shape};
@@ -69,7 +69,8 @@ std::string EncodeShortHeader(const FileHeader& file, uint32_t text_crc32c) {
     PutVarint(&out, static_cast<uint64_t>(entry.dtype));
     PutVarint(&out, static_cast<uint64_t>(entry.shape.size()));
     PutDims(&out, entry.shape);
-    const bool whole = *shard.global_shape == entry.shape;
+    const bool whole =
+        Box{shard.offsets, entry.shape} == Box::Whole(*shard.global_shape);
     PutVarint(&out, whole ? 1 : 0);
     if (whole) continue;
     PutDims(&out, shard.offsets);

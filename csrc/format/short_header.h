@@ -29,8 +29,8 @@ struct ShortHeader {
 std::string EncodeShortHeader(const FileHeader& file, uint32_t text_crc32c);
 
 // Bounded memory, whatever the bytes are. Checks the sizes and the box of every
-// tensor as the parsers of the JSON do; that no name stands twice was checked
-// when the text was built.
+// tensor as the parsers of the JSON do; the names were checked when the text
+// was built, and it is for the caller to know that it is that text.
 Result<ShortHeader> DecodeShortHeader(ByteSpan bytes);
 
 }  // namespace torch_ckpt

@@ -1,8 +1,8 @@
-// The short form of a header (format/file_header.h).
+// The short form of a header.
 #include <gtest/gtest.h>
 
 #include "format/binary.h"
-#include "format/file_header.h"
+#include "format/short_header.h"
 
 namespace torch_ckpt {
 namespace {
@@ -99,6 +99,7 @@ TEST(ShortHeader, RefusesWhatAHeaderCannotSay) {
   refused([](FileHeader* f) { f->sharding.file_id = "short"; });
   refused([](FileHeader* f) { f->header.tensors[0].name = "\xff"; });
   refused([](FileHeader* f) { f->sharding.entries[1].offsets = {4, 0}; });
+  refused([](FileHeader* f) { f->sharding.entries[0].offsets = {1, 0}; });
   refused([](FileHeader* f) {  // 2^96 elements
     f->header.tensors[0].shape = {int64_t{1} << 48, int64_t{1} << 48};
     f->sharding.entries[0].global_shape = f->header.tensors[0].shape;
