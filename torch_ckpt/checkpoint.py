@@ -163,12 +163,12 @@ class Checkpoint:
         return bool(_core.call({"op": "recover", "path": self.path})["recovered"])
 
     def remove(self) -> RemoveReport:
-        """Delete the checkpoint: the manifest first, then only the files that it names.
+        """Delete the checkpoint: the files that its manifest names, then the manifest.
 
         Whatever else is in the directory stays and is reported, and the directory with it. After
-        a kill half way the directory is no checkpoint of torch_ckpt any more. A damaged checkpoint
-        can be removed too, as long as its manifest is whole. No link is followed: a name that is
-        a link is unlinked itself, and `path` must not be one.
+        a kill half way the checkpoint is incomplete, which every reader says, and can be removed
+        again, as any damaged one whose manifest is whole. No link is followed: a name that is a
+        link is unlinked itself, and `path` must not be one.
 
         Raises IncompleteError for a directory without a manifest (nothing says which files belong
         to a checkpoint there), ConflictError while a save into it is in progress.
@@ -232,20 +232,22 @@ def _directory(path: str) -> Iterator[int]:
 
 
 def _unlink_all(path: str, manifests: list[str], names: list[str]) -> list[str]:
-    """Unlink `manifests`, durably, and then `names`; returns those that were there.
+    """Unlink `names`, durably, and then `manifests`; returns those that were there.
 
-    All are plain names, without a separator: the core has refused any other.
+    Without a manifest what is left of the files would be read for a whole checkpoint of somebody
+    else's. All are plain names, without a separator: the core has refused any other.
     """
-    removed = list(manifests)
+    removed = []
     with _directory(path) as fd:
-        for name in manifests:
-            os.unlink(name, dir_fd=fd)
-        os.fsync(fd)
         for name in names:
             try:
                 os.unlink(name, dir_fd=fd)
             except (FileNotFoundError, IsADirectoryError):
                 continue  # gone already, or somebody's directory: that is reported as left
+            removed.append(name)
+        os.fsync(fd)
+        for name in manifests:
+            os.unlink(name, dir_fd=fd)
             removed.append(name)
         os.fsync(fd)
     return removed

@@ -188,7 +188,7 @@ def test_remove_takes_the_directory_too(path: Path) -> None:
     names = sorted(os.listdir(path))
     report = Checkpoint(path).remove()
     assert sorted(report.removed) == names
-    assert report.removed[0] == "torch_ckpt.json"
+    assert report.removed[-1] == "torch_ckpt.json"
     assert (report.left, report.directory_removed) == ((), True)
     assert not path.exists()
 
@@ -268,22 +268,41 @@ def test_remove_of_an_interrupted_commit(path: Path) -> None:
     assert not path.exists()
 
 
-def test_killed_while_removing_is_no_checkpoint(
+def test_killed_while_removing_is_incomplete_and_removed_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A file that is whole by itself, so that the rest would do for a foreign directory.
+    torch_ckpt.save(
+        {"a": torch.ones(3), "b": torch.ones(4)},
+        storage_writer=torch_ckpt.HuggingFaceStorageWriter(path, {"a": 1, "b": 2}),
+        no_dist=True,
+    )
     unlink = os.unlink
+    files = len(os.listdir(path))
+    for survives in range(1, files):
+        copy = Path(shutil.copytree(path, path.with_name(f"copy{survives}")))
+        calls = 0
 
-    def killed(name: str, **where: int) -> None:
-        if name != "torch_ckpt.json":
-            raise KeyboardInterrupt
-        unlink(name, **where)
+        def killed(name: str, **where: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > survives:  # noqa: B023 - called before the next round
+                raise KeyboardInterrupt
+            unlink(name, **where)
 
+        monkeypatch.setattr(os, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Checkpoint(copy).remove()
+        monkeypatch.undo()
+        assert (copy / "torch_ckpt.json").exists()
+        with pytest.raises(torch_ckpt.IncompleteError):
+            torch_ckpt.load({"a": torch.zeros(3)}, checkpoint_id=copy, no_dist=True)
+        assert Checkpoint(copy).remove().directory_removed
+    # A new save may come instead; the lock is free.
     monkeypatch.setattr(os, "unlink", killed)
     with pytest.raises(KeyboardInterrupt):
         Checkpoint(path).remove()
     monkeypatch.undo()
-    assert (path / SHARD).exists() and not (path / "torch_ckpt.json").exists()
-    # The lock is free again.
     torch_ckpt.save({"new": torch.zeros(3)}, checkpoint_id=path)
 
 
