@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from torch_ckpt import _core
 from torch_ckpt.errors import InvalidArgumentError, with_rank
+from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import Job
 from torch_ckpt.merge import consolidate_safetensors_files, merge, merge_request
 from torch_ckpt.progress import Progress, run_job
@@ -75,6 +76,8 @@ def merge_on_every_rank(
                 _core.call({"op": "end_save", "session": begun["session"]})
         raise
     result: dict[str, Any] = answers[0]
+    if rank == 0:
+        warn_of_hulls(request["input"], result["hulls"])
     return result
 
 

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from torch_ckpt import _core
+from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import MIN_WORKERS, Job
 from torch_ckpt.progress import Progress, run_job
 
@@ -32,7 +33,8 @@ def consolidate_safetensors_files(
     written and bytes in all, about ten times a second.
 
     Raises IncompleteError for a hole, ConflictError for overlapping shards, CorruptError for
-    damage, OSError; they name file and tensor. Memory: about 16 MiB a thread.
+    damage, OSError; they name file and tensor. Logs a warning for shapes that no file says (stock's
+    shards). Memory: about 16 MiB a thread.
     """
     request = merge_request(
         input_dir, output_dir, fqn_to_index_mapping, num_threads, strict=strict, verify=verify
@@ -61,9 +63,10 @@ def merge_request(
 
 
 def merge(request: dict[str, Any], progress: Progress | None = None) -> dict[str, Any]:
-    """The whole merge. Returns {"save_id", "files", "bytes"} of what was written."""
+    """The whole merge. Returns {"save_id", "files", "bytes", "hulls"} of what was written."""
     with Job("merge") as job:
         answer: dict[str, Any] = run_job(
             job, lambda: _core.call({"op": "merge", "job": job.id, **request}), progress
         )
+    warn_of_hulls(request["input"], answer["hulls"])
     return answer

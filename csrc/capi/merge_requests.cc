@@ -95,6 +95,7 @@ Result<Json> Commit(const MergePlan& plan, SaveSession* session, bool in_place,
   for (const ManifestFile& file : manifest.files) bytes += file.bytes;
   return Json{{"save_id", manifest.save_id},
               {"files", plan.outputs().size()},
+              {"hulls", plan.checkpoint().hulls()},
               {"bytes", bytes}};
 }
 

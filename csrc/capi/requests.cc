@@ -110,6 +110,7 @@ Result<Json> DescribeRequest(const Json& request) {
   return Json{{"source", CheckpointSourceName(checkpoint->source())},
               {"save_id", checkpoint->save_id()},
               {"world_size", manifest ? Json(manifest->world_size) : Json()},
+              {"hulls", checkpoint->hulls()},
               {"files", std::move(files)},
               {"manifest_files",
                manifest ? ManifestFilesJson(*manifest) : Json::array()},

@@ -99,8 +99,9 @@ Status Disagree(const std::vector<NamedHeader>& files, const Tensor& tensor,
       .WithTensor(std::string(tensor.name));
 }
 
+// Sets `is_said` to whether a file says it.
 Result<Dims> GlobalShape(const std::vector<NamedHeader>& files,
-                         const Tensor& tensor) {
+                         const Tensor& tensor, bool* is_said) {
   const Part& first_part = tensor.parts[0];
   const SafetensorsEntry& first = EntryOf(files, first_part);
   const Part* said_by = nullptr;
@@ -131,13 +132,14 @@ Result<Dims> GlobalShape(const std::vector<NamedHeader>& files,
       hull[d] = std::max(hull[d], offsets[d] + entry.shape[d]);
     }
   }
+  *is_said = said != nullptr;
   return said ? *said : hull;
 }
 
 }  // namespace
 
 Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
-                             BoxProof proof) {
+                             BoxProof proof, std::vector<std::string>* hulls) {
   Catalog catalog;
   for (const NamedHeader& file : files) {
     catalog.AddFile(
@@ -147,7 +149,9 @@ Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
   const std::vector<Tensor> tensors = GroupByName(files, &parts);
   catalog.ReserveEntries(tensors.size());
   for (const Tensor& tensor : tensors) {
-    TC_ASSIGN_OR_RETURN(const Dims shape, GlobalShape(files, tensor));
+    bool is_said = false;
+    TC_ASSIGN_OR_RETURN(const Dims shape, GlobalShape(files, tensor, &is_said));
+    if (!is_said && hulls) hulls->emplace_back(tensor.name);
     CatalogEntry entry;
     entry.name = std::string(tensor.name);
     entry.storage_dtype = entry.logical_dtype =

@@ -21,12 +21,14 @@ enum class BoxProof {
 
 // Adds the tensors of all files. The global shape of a tensor is what files of
 // ours say; in files that do not say it, the hull of the boxes (so that a
-// missing tail cannot be seen there: docs/format.md). Then proves `proof`.
+// missing tail cannot be seen there: docs/format.md); the names of such tensors
+// are added to `hulls`, where that is given. Then proves `proof`.
 // Errors: kConflict for shards that disagree in dtype or shape or overlap,
 // kIncomplete for a hole; both name tensor and file. Files whose tensors are
 // listed twice are the usual cause of kConflict: shards of an earlier save
 // beside newer ones.
 Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
-                             BoxProof proof = BoxProof::kTiling);
+                             BoxProof proof = BoxProof::kTiling,
+                             std::vector<std::string>* hulls = nullptr);
 
 }  // namespace torch_ckpt

@@ -253,6 +253,7 @@ Status Checkpoint::LoadForeign() {
   source_ =
       scan.by_index ? CheckpointSource::kIndex : CheckpointSource::kHeaders;
   catalog_ = std::move(scan.catalog);
+  hulls_ = std::move(scan.hulls);
   return {};
 }
 

@@ -34,6 +34,9 @@ class Checkpoint {
   // Null for directories without a manifest.
   const Manifest* manifest() const { return manifest_ ? &*manifest_ : nullptr; }
   std::string save_id() const { return manifest_ ? manifest_->save_id : ""; }
+  // Tensors of a directory that is not ours whose shape no file says: were the
+  // last of their shards missing, nobody could see it.
+  const std::vector<std::string>& hulls() const { return hulls_; }
 
   // Opens a file of the checkpoint by its final name, wherever a commit has
   // left it, after comparing its size and, for data files, its file id (not
@@ -66,6 +69,7 @@ class Checkpoint {
   CheckpointSource source_ = CheckpointSource::kHeaders;
   std::optional<Manifest> manifest_;
   Catalog catalog_;
+  std::vector<std::string> hulls_;
 };
 
 // Errors: kIncomplete when there is no checkpoint or a part of it is missing,

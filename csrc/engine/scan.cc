@@ -1,6 +1,7 @@
 #include "engine/scan.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -49,6 +50,41 @@ Status CheckIndex(const HfIndex& index, const Catalog& catalog) {
                       ", it is in another file")
           .WithTensor(name);
     }
+  }
+  std::set<std::string_view> indexed;
+  for (const auto& [name, file] : index.weight_map) indexed.insert(name);
+  for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
+    const std::string& name = catalog.entries()[e].name;
+    if (indexed.contains(name)) continue;
+    return Conflict("is in " +
+                    catalog.files()[catalog.placements(e)[0].file].name +
+                    ", but the index does not name it")
+        .WithTensor(name);
+  }
+  return {};
+}
+
+// Files "-of-N" without an index: all N, whichever ranks have written them.
+Status CheckNumbers(const std::vector<std::string>& names) {
+  struct Group {
+    std::set<int64_t> indices;
+    std::string_view example;
+  };
+  std::map<std::pair<std::string_view, int64_t>, Group> groups;
+  for (const std::string& name : names) {
+    const auto numbered = ParseNumberedName(name);
+    if (!numbered) continue;
+    Group& group = groups[{numbered->stem, numbered->count}];
+    group.indices.insert(numbered->index);
+    group.example = name;
+  }
+  for (const auto& [key, group] : groups) {
+    if (static_cast<int64_t>(group.indices.size()) == key.second) continue;
+    int64_t missing = 1;
+    while (group.indices.contains(missing)) ++missing;
+    return Incomplete("file " + std::to_string(missing) + " of " +
+                      std::to_string(key.second) + " is missing beside " +
+                      std::string(group.example));
   }
   return {};
 }
@@ -125,9 +161,14 @@ Result<ScanResult> ScanDirectory(const Directory& directory) {
   }
   ScanResult result;
   result.by_index = index && missing.empty() && !indexed.empty();
+  if (!index) {
+    Status whole = CheckNumbers(data);
+    if (!whole.ok()) return std::move(whole).WithFile(directory.path());
+  }
   TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> headers,
                       ReadHeaders(directory, result.by_index ? indexed : data));
-  Result<Catalog> catalog = BuildCatalog(headers);
+  Result<Catalog> catalog =
+      BuildCatalog(headers, BoxProof::kTiling, &result.hulls);
   if (!catalog.ok()) return catalog.status().WithFile(directory.path());
   result.catalog = std::move(catalog).value();
   if (!missing.empty()) {

@@ -35,12 +35,13 @@ std::optional<int64_t> FromPadded(std::string_view text) {
   return value;
 }
 
+constexpr std::string_view kShardStem = "shard-";
+constexpr std::string_view kOf = "-of-";
 constexpr std::string_view kPartStem = "torch_ckpt-";
-constexpr std::string_view kPartOf = "-of-";
 constexpr std::string_view kPartEnd = ".json";
 
 std::string PartStem(int64_t rank, int64_t world_size) {
-  return std::string(kPartStem) + Padded(rank + 1) + std::string(kPartOf) +
+  return std::string(kPartStem) + Padded(rank + 1) + std::string(kOf) +
          Padded(world_size);
 }
 
@@ -83,12 +84,34 @@ size_t SequenceLength(const unsigned char* p, size_t left) {
 }  // namespace
 
 std::string ShardFileName(int64_t rank, int64_t index, int64_t count) {
-  return "shard-" + Padded(rank + 1) + "-" + FinalFileName(index, count);
+  return std::string(kShardStem) + Padded(rank + 1) + "-" +
+         FinalFileName(index, count);
 }
 
 std::string FinalFileName(int64_t index, int64_t count) {
   return "model-" + Padded(index) + "-of-" + Padded(count) +
          std::string(kDataSuffix);
+}
+
+std::optional<NumberedName> ParseNumberedName(std::string_view name) {
+  constexpr size_t kDigits = 5;
+  if (!name.ends_with(kDataSuffix)) return std::nullopt;
+  name.remove_suffix(kDataSuffix.size());
+  const size_t of = name.rfind(kOf);
+  if (of == name.npos) return std::nullopt;
+  const auto count = FromPadded(name.substr(of + kOf.size()));
+  name = name.substr(0, of);
+  const size_t dash = name.rfind('-');
+  if (!count || dash == name.npos) return std::nullopt;
+  const auto index = FromPadded(name.substr(dash + 1));
+  if (!index || *index > *count) return std::nullopt;
+  std::string_view stem = name.substr(0, dash);
+  const size_t rank = kShardStem.size();
+  if (stem.starts_with(kShardStem) && stem.size() > rank + kDigits &&
+      FromPadded(stem.substr(rank, stem.find('-', rank) - rank))) {
+    stem.remove_prefix(stem.find('-', rank) + 1);
+  }
+  return NumberedName{stem, *index, *count};
 }
 
 std::string ObjectFileName(int64_t rank) {
@@ -110,12 +133,12 @@ std::string PartStageName(int64_t rank) {
 bool IsPartManifestName(std::string_view name) {
   if (!name.starts_with(kPartStem) || !name.ends_with(kPartEnd)) return false;
   name.remove_prefix(kPartStem.size());
-  const size_t of = name.find(kPartOf);
-  if (of == name.npos || name.size() < of + kPartOf.size() + kPartEnd.size()) {
+  const size_t of = name.find(kOf);
+  if (of == name.npos || name.size() < of + kOf.size() + kPartEnd.size()) {
     return false;
   }
   const auto rank = FromPadded(name.substr(0, of));
-  name.remove_prefix(of + kPartOf.size());
+  name.remove_prefix(of + kOf.size());
   name.remove_suffix(kPartEnd.size());
   const auto world_size = FromPadded(name);
   return rank && world_size && *rank <= *world_size;

@@ -28,6 +28,14 @@ std::string ShardFileName(int64_t rank, int64_t index, int64_t count);
 std::string FinalFileName(int64_t index, int64_t count);
 std::string ObjectFileName(int64_t rank);
 
+// What the name "<stem>-{i:05}-of-{n:05}.safetensors" says, by which everybody
+// calls the files of one model. The stem of a shard is without its rank.
+struct NumberedName {
+  std::string_view stem;  // of the name that was parsed
+  int64_t index = 0, count = 0;
+};
+std::optional<NumberedName> ParseNumberedName(std::string_view name);
+
 // A save without collectives: every rank commits a part of its own.
 //   torch_ckpt-{rank+1:05}-of-{world:05}.json / .catalog   in the directory
 //   .torch_ckpt-stage-{rank+1:05}                           the rank's staging

@@ -1,10 +1,6 @@
 #include "runtime/arena.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <condition_variable>
 #include <limits>
 #include <map>
@@ -14,76 +10,13 @@
 #include <utility>
 
 #include "base/checked.h"
-#include "os/fault.h"
+#include "os/memory.h"
 #include "runtime/jobs.h"
-
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // Linux 5.14
-#endif
 
 namespace torch_ckpt {
 namespace {
 
 constexpr size_t kHugePage = kArenaPage;
-
-void Unmap(std::byte* data, size_t size) {
-  // Fails only for a range that is not page-aligned, which none is.
-  (void)munmap(data, size);
-}
-
-// Makes every page present now, when a thread that is not the trainer's waits,
-// and not one by one in the middle of a copy.
-bool Populate(std::byte* data, size_t size) {
-  while (madvise(data, size, MADV_POPULATE_WRITE) != 0) {
-    if (errno == EINTR) continue;
-    if (errno != EINVAL && errno != ENOSYS && errno != EPERM) return false;
-    // A kernel without the call.
-    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    for (size_t at = 0; at < size; at += page) {
-      *const_cast<volatile std::byte*>(data + at) = std::byte{0};
-    }
-    return true;
-  }
-  return true;
-}
-
-Result<std::byte*> Map(size_t size) {
-  // One huge page more, cut off again at both ends, gives the alignment.
-  const size_t extra = size + kHugePage;
-  void* raw = MAP_FAILED;
-  const FaultAction fault = FaultPoint("mmap", std::string());
-  if (fault.sys_errno != 0) {
-    errno = fault.sys_errno;
-  } else {
-    raw = mmap(nullptr, extra, PROT_READ | PROT_WRITE,
-               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  }
-  if (raw == MAP_FAILED) {
-    return Exhausted(
-        "the system gives no memory: " +
-        Status::Io(errno, "mmap of " + std::to_string(extra) + " bytes", {})
-            .message());
-  }
-  auto* const begin = static_cast<std::byte*>(raw);
-  const auto address = reinterpret_cast<uintptr_t>(begin);
-  const size_t head = RoundUp(address, kHugePage) - address;
-  if (head != 0) Unmap(begin, head);
-  std::byte* const data = begin + head;
-  if (kHugePage != head) Unmap(data + size, kHugePage - head);
-  // Speed only: kernels without huge pages say EINVAL.
-  (void)madvise(data, size, MADV_HUGEPAGE);
-  // A child that only wants to exec must not copy page tables of gigabytes,
-  // and device DMA must not meet copy-on-write pages.
-  if (madvise(data, size, MADV_DONTFORK) != 0 || !Populate(data, size)) {
-    const int error = errno;
-    Unmap(data, size);
-    return Exhausted(
-        "the system gives no memory: " +
-        Status::Io(error, "madvise of " + std::to_string(size) + " bytes", {})
-            .message());
-  }
-  return data;
-}
 
 }  // namespace
 
@@ -151,7 +84,7 @@ struct Arena::Impl {
       it->second->Unlock(it->first);
       it = locked.erase(it);
     }
-    Unmap(data, size);
+    UnmapMemory(data, size);
   }
 
   // Unmaps at least min(bytes, all) of idle memory, the smallest regions first:
@@ -283,7 +216,7 @@ Result<ArenaLease> Arena::Lease(size_t bytes,
       impl_->peak_mapped = std::max(impl_->peak_mapped, impl_->mapped);
       // Populating takes long; the budget is reserved, so others may go on.
       lock.unlock();
-      auto fresh = Map(size);
+      auto fresh = MapMemory(size, kHugePage);
       lock.lock();
       impl_->mapping -= size;
       if (!fresh.ok()) {

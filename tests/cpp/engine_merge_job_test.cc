@@ -214,6 +214,22 @@ TEST_F(MergeJobTest, DamagedInputLeavesNoOutput) {
   }
 }
 
+TEST_F(MergeJobTest, ProgressCountsTheBytesOfTheOutput) {
+  const Array a = MakeArray(Dtype::kF32, {700, 3000}, 1);  // 8 MiB
+  ASSERT_OK(SaveAll(Path("c"), GridPieces("a", a, {3, 1})).status());
+  auto checkpoint = OpenCheckpoint(Path("c"));
+  ASSERT_OK(checkpoint.status());
+  auto plan = MergePlan::Make(*checkpoint, {}, {});
+  ASSERT_OK(plan.status());
+  auto session = BeginSave(Path("out"), true);
+  ASSERT_OK(session.status());
+  Job job(JobKind::kMerge);
+  ASSERT_OK(RunMergeJob(*plan, session->directory(), false, {}, &job).status());
+  EXPECT_GT(job.total(), a.bytes.size());
+  EXPECT_EQ(job.total(), plan->outputs()[0].bytes);
+  EXPECT_EQ(job.done(), job.total());
+}
+
 TEST_F(MergeJobTest, CancelLeavesNoOutput) {
   const Array a = MakeArray(Dtype::kF32, {64, 64}, 1);
   ASSERT_OK(SaveAll(Path("in"), GridPieces("a", a, {2, 1})).status());

@@ -112,6 +112,46 @@ TEST_F(ScanTest, IndexThatLies) {
   ExpectError(ErrorKind::kCorrupt, std::string(kIndexName));
 }
 
+TEST_F(ScanTest, IndexThatLeavesATensorOut) {
+  WriteForeign(In("x.safetensors"), {Whole("a", a_), Whole("b", b_)});
+  Index({{"a", "x.safetensors"}});
+  ExpectError(ErrorKind::kConflict, "'b'");
+  ExpectError(ErrorKind::kConflict, "x.safetensors");
+}
+
+// Without an index the names say how many files there are.
+TEST_F(ScanTest, NumberedFilesMustAllBeThere) {
+  for (int64_t i = 1; i <= 3; ++i) {
+    WriteForeign(In(FinalFileName(i, 3)), {Whole("t" + std::to_string(i), b_)});
+  }
+  EXPECT_OK(OpenCheckpoint(Path("c")).status());
+  for (int64_t i = 1; i <= 3; ++i) {
+    const std::string file = In(FinalFileName(i, 3));
+    const std::string bytes = ReadText(file);
+    std::filesystem::remove(file);
+    ExpectError(ErrorKind::kIncomplete,
+                "file " + std::to_string(i) + " of 3 is missing");
+    WriteText(file, bytes);
+  }
+  // A rank that holds nothing of an index writes no such file.
+  std::filesystem::remove_all(Path("c"));
+  std::filesystem::create_directory(Path("c"));
+  WriteForeign(In(ShardFileName(0, 1, 2)), {Whole("t1", b_)});
+  ExpectError(ErrorKind::kIncomplete, "file 2 of 2 is missing");
+  WriteForeign(In(ShardFileName(1, 2, 2)), {Whole("t2", b_)});
+  EXPECT_OK(OpenCheckpoint(Path("c")).status());
+}
+
+TEST_F(ScanTest, ShapesThatNoFileSaysAreNamed) {
+  Shards(a_, {0, 6, 12});
+  WriteForeign(In("plain.safetensors"), {Whole("b", b_)});
+  auto checkpoint = OpenCheckpoint(Path("c"));
+  ASSERT_OK(checkpoint.status());
+  EXPECT_EQ((*checkpoint)->hulls(), std::vector<std::string>{"a"});
+  ASSERT_OK(SaveAll(Path("ours"), GridPieces("a", a_, {2, 1})).status());
+  EXPECT_TRUE(OpenCheckpoint(Path("ours")).value()->hulls().empty());
+}
+
 TEST_F(ScanTest, StaleShardsOfAnotherWorldSize) {
   Shards(a_, {0, 3, 6, 9, 12});
   Shards(a_, {0, 6, 12});  // two ranks over four: 3 and 4 are stale

@@ -229,6 +229,22 @@ TEST_F(WriteJobTest, RefusesWhatDoesNotFitAndLeavesNothing) {
       ErrorKind::kCorrupt);
 }
 
+TEST_F(WriteJobTest, ProgressCountsTheBytesOfTheFiles) {
+  const Array a = MakeArray(Dtype::kF32, {1536, 1024}, 1);  // 6 MiB
+  WritePlan plan;
+  plan.staging = Path("stage");
+  plan.files.push_back({"a.safetensors",
+                        FileRole::kData,
+                        false,
+                        {WholeTensor("t", a.dtype, a.shape, 0)},
+                        {}});
+  Job job(JobKind::kWrite);
+  auto written = RunWriteJob(plan, {BytesSource(a.bytes)}, &job);
+  ASSERT_OK(written.status());
+  EXPECT_EQ(job.total(), (*written)[0].spec.bytes);
+  EXPECT_EQ(job.done(), job.total());
+}
+
 TEST_F(WriteJobTest, ACancelledJobUnlinksItsFiles) {
   const Array a = MakeArray(Dtype::kF32, {1024, 1024}, 1);
   WritePlan plan;

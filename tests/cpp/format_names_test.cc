@@ -17,6 +17,32 @@ TEST(FormatNames, StockNames) {
   EXPECT_EQ(ObjectFileName(7), "objects-00008.json");
 }
 
+TEST(FormatNames, Numbered) {
+  const auto expect = [](std::string_view name, std::string_view stem,
+                         int64_t index, int64_t count) {
+    const auto numbered = ParseNumberedName(name);
+    ASSERT_TRUE(numbered) << name;
+    EXPECT_EQ(numbered->stem, stem) << name;
+    EXPECT_EQ(numbered->index, index) << name;
+    EXPECT_EQ(numbered->count, count) << name;
+  };
+  expect(FinalFileName(2, 3), "model", 2, 3);
+  expect(ShardFileName(0, 1, 1), "model", 1, 1);
+  expect(ShardFileName(123456, 7, 100000), "model", 7, 100000);
+  expect("diffusion_pytorch_model-00001-of-00002.safetensors",
+         "diffusion_pytorch_model", 1, 2);
+  expect("shard-x-model-00001-of-00002.safetensors", "shard-x-model", 1, 2);
+  expect("shard-00001-of-00002.safetensors", "shard", 1, 2);
+  for (const char* name :
+       {"model.safetensors", "model-1-of-2.safetensors",
+        "model-00003-of-00002.safetensors", "model-00000-of-00002.safetensors",
+        "model-00001-of-00002.bin", "-of-00002.safetensors",
+        "00001-of-00002.safetensors", "model-00001-of-.safetensors",
+        ".safetensors", ""}) {
+    EXPECT_FALSE(ParseNumberedName(name)) << name;
+  }
+}
+
 TEST(FormatNames, FileNamesThatAreRefused) {
   const std::vector<std::string> bad = {
       "",

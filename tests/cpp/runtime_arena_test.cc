@@ -190,7 +190,16 @@ TEST(Arena, NoMemoryIsAnErrorThatLeavesTheBudgetWhole) {
   SetFaultHook(nullptr);
   EXPECT_EQ(status.kind(), ErrorKind::kExhausted);
   EXPECT_EQ(arena.Stats().mapped, 0u);
-  EXPECT_TRUE(arena.Lease(8 * kMiB, kNow).ok());
+  // Mapped, but it cannot be kept out of children or be made present.
+  SetFaultHook([](const FaultSite& site) -> FaultAction {
+    return {.sys_errno = std::string(site.op) == "madvise" ? ENOMEM : 0};
+  });
+  Arena other(8 * kMiB);
+  const Status advised = other.Lease(8 * kMiB, kNow).status();
+  SetFaultHook(nullptr);
+  EXPECT_EQ(advised.kind(), ErrorKind::kExhausted);
+  EXPECT_EQ(other.Stats().mapped, 0u);
+  EXPECT_TRUE(other.Lease(8 * kMiB, kNow).ok());
 }
 #endif
 

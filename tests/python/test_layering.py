@@ -17,6 +17,24 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/|^Python\.h$")
 STABLE_HEADER = re.compile(r"^torch/(csrc/stable|headeronly|csrc/inductor/aoti_torch/c)/")
 
+# Headers of system calls, which have their fault points in os/; and who includes one all the same.
+SYSTEM_HEADER = re.compile(r"^(sys|linux|asm)/|^(unistd|fcntl|dlfcn|poll|dirent)\.h$")
+SYSTEM_EXCEPTIONS = {
+    "runtime/crc32c.cc": {"asm/hwcap.h", "sys/auxv.h"},  # what the CPU can, no call
+    "runtime/cuda_driver.cc": {"dlfcn.h"},  # the driver is there or not
+    "format/names.cc": {"unistd.h"},  # getentropy, which touches no file
+}
+
+
+def system_breaches(file: str, text: str) -> Iterator[str]:
+    """The headers of system calls that `file`, a path below csrc, must not include."""
+    if file.startswith("os/"):
+        return
+    for bracket, name in INCLUDE.findall(text):
+        if bracket == "<" and SYSTEM_HEADER.match(name):
+            if name not in SYSTEM_EXCEPTIONS.get(file, set()):
+                yield f"{name}: system calls belong to os"
+
 
 def include_breaches(room: str, text: str) -> Iterator[str]:
     """What the #include lines of a file in `csrc/<room>` break, in words."""
@@ -121,6 +139,22 @@ def test_every_source_is_built() -> None:
     }
     assert sorted(present - listed) == [], "not in CMake's lists"
     assert sorted(listed - present) == [], "listed, but not there"
+
+
+def test_system_calls_are_made_in_os() -> None:
+    breaches = [
+        f"{path.relative_to(ROOT)}: {breach}"
+        for path in sorted((ROOT / "csrc").rglob("*.*"))
+        for breach in system_breaches(str(path.relative_to(ROOT / "csrc")), path.read_text())
+    ]
+    assert breaches == []
+
+
+def test_the_checker_finds_system_calls_outside_os() -> None:
+    assert list(system_breaches("runtime/arena.cc", "#include <sys/mman.h>\n"))
+    assert list(system_breaches("runtime/cuda_driver.cc", "#include <unistd.h>\n"))
+    assert not list(system_breaches("os/memory.cc", "#include <sys/mman.h>\n"))
+    assert not list(system_breaches("plan/runs.cc", "#include <vector>\n"))
 
 
 def test_the_checker_finds_an_upward_include() -> None:

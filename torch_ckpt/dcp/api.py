@@ -45,26 +45,32 @@ def _writer(writer: Any, checkpoint_id: _PathLike | None, world_size: int) -> An
     return writer
 
 
-def _first_failure(error: CheckpointException, reader: Any) -> BaseException:
+_MetadataErrors = Callable[[], list[Exception | None]]
+
+
+def _first_failure(
+    error: CheckpointException, metadata_errors: _MetadataErrors | None
+) -> BaseException:
     """The failure of the lowest rank, as itself, so that `except Exception` catches it (it does
     not catch a CheckpointException) and its kind, errno and file are there."""
     rank = min(error.failures)
-    cause = error.failures[rank][0]
+    cause: BaseException = error.failures[rank][0]
     if isinstance(cause, AssertionError):
-        # DCP reports an error of read_metadata as the text of an AssertionError.
-        own = getattr(reader, "metadata_error", None)
-        cause = own if own is not None else CheckpointError(str(cause), rank=rank)
+        # DCP reports an error of read_metadata as the text of an AssertionError. All ranks have
+        # the same failures, so that all are here.
+        known = metadata_errors()[rank] if metadata_errors is not None else None
+        cause = known or CheckpointError(str(cause), rank=rank)
     return with_rank(cause, rank)
 
 
-def _checked(call: Callable[[], T], reader: Any = None) -> T:
+def _checked(call: Callable[[], T], metadata_errors: _MetadataErrors | None = None) -> T:
     try:
         with warnings.catch_warnings():
             # Single-process use is intended where no process group was made.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             return call()
     except CheckpointException as error:
-        raise _first_failure(error, reader) from error
+        raise _first_failure(error, metadata_errors) from error
 
 
 def _ranks(group: dist.ProcessGroup | None, no_dist: bool = False) -> tuple[int, int]:
@@ -192,6 +198,14 @@ def load(
     reader = storage_reader
     rank, world_size = _ranks(process_group, no_dist)
     fill = not state_dict and isinstance(planner, LoadPlanner) and planner.rebuild
+
+    def metadata_errors() -> list[Exception | None]:
+        """What read_metadata raised, by rank. A collective call."""
+        errors: list[Exception | None] = [getattr(reader, "metadata_error", None)] * world_size
+        if world_size > 1:
+            dist.all_gather_object(errors, errors[rank], group=process_group)
+        return errors
+
     _checked(
         lambda: state_dict_loader.load(
             state_dict,
@@ -201,7 +215,7 @@ def load(
             process_group=process_group,
             no_dist=no_dist,
         ),
-        reader,
+        metadata_errors,
     )
     if fill and isinstance(planner, LoadPlanner):
         # Stock gives the planner a state dict of its own, and takes back only the caller's keys.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_ckpt.dtypes import PACKED, TORCH_DTYPES
-from torch_ckpt.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 TENSOR, OBJECT = 0, 2  # EntryKind in csrc/format/catalog.h
 
@@ -50,16 +52,22 @@ def metadata_of(described: dict[str, Any], path: str, load_id: str, *, chunks: b
         strict=True,
     )
     for name, kind, dtype_name, shape, names, placements in columns:
-        planner_data[name] = (name,) if names is None else tuple(names)
+        path_of = (name,) if names is None else tuple(names)
         if kind == OBJECT:
+            planner_data[name] = path_of
             state[name] = BytesStorageMetadata()
             storage[MetadataIndex(name)] = files[placements[0]["file"]]
             continue
         dtype = TORCH_DTYPES.get(dtype_name)
         if dtype is None:
-            raise UnsupportedError(
-                f"has dtype {dtype_name}, which this torch does not have", file=path, tensor=name
+            logger.warning(
+                "%s: tensor '%s' is left out: it has dtype %s, which this torch does not have",
+                path,
+                name,
+                dtype_name,
             )
+            continue
+        planner_data[name] = path_of
         packed = PACKED.get(dtype_name, 1)
         size = _torch_sizes(shape, packed)
         if chunks:

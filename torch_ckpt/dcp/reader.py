@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as StockReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
@@ -18,6 +19,7 @@ from torch_ckpt.dcp.read_requests import check_filled
 from torch_ckpt.dcp.read_tensors import TensorReader
 from torch_ckpt.dcp.stock_planner import check_read_boxes
 from torch_ckpt.errors import CheckpointError, with_rank
+from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import MIN_WORKERS
 
 
@@ -39,7 +41,8 @@ class HuggingFaceStorageReader(StockReader):
         that you do not trust.
 
     A subclass that overrides `_process_read_request(f, req, planner)` is handed one request per
-    stored shard with an open `safetensors.safe_open` file, as with stock.
+    stored shard with an open `safetensors.safe_open` file, as with stock; so is one that overrides
+    `_read_files_from_queue`.
     """
 
     def __init__(
@@ -61,8 +64,12 @@ class HuggingFaceStorageReader(StockReader):
         self.metadata_error: Exception | None = None
 
     def _reads_by_request(self) -> bool:
-        own = type(self)._process_read_request
-        return own is not StockReader._process_read_request
+        """Whether a subclass reads in its own way, as stock's hooks allow it to."""
+        own = type(self)
+        return (
+            own._process_read_request is not StockReader._process_read_request
+            or own._read_files_from_queue is not StockReader._read_files_from_queue
+        )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(checkpoint_id)
@@ -88,7 +95,9 @@ class HuggingFaceStorageReader(StockReader):
 
         Presents each tensor as one chunk, since the engine resolves the stored boxes; to a subclass
         with its own `_process_read_request` as the stored chunks. Raises IncompleteError,
-        CorruptError, ConflictError or OSError for a directory that cannot be loaded whole.
+        CorruptError, ConflictError or OSError for a directory that cannot be loaded whole. Logs a
+        warning for shapes that no file says, and for dtypes that this torch does not have: such
+        tensors are left out.
         """
         self._described, self.metadata_error = None, None
         try:
@@ -99,6 +108,8 @@ class HuggingFaceStorageReader(StockReader):
                 chunks=self._reads_by_request(),
             )
             self._take_structure(metadata)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                warn_of_hulls(os.fspath(self.path), self._describe()["hulls"])
             return metadata
         except (CheckpointError, OSError) as error:
             self.metadata_error = error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -298,6 +299,36 @@ def errors_of_a_load_reach_every_rank(context: Context) -> None:
         lambda: dcp.load(state(table), storage_reader=HuggingFaceStorageReader(path)),
     ):
         raised(call, "shard-00002")
+
+
+@case
+def an_error_of_metadata_is_itself_on_every_rank(context: Context) -> None:
+    """DCP passes on its text only, and on the other ranks nothing has failed."""
+    path, missing, file = (context.folder / name for name in ("c", "missing", "file"))
+    table = layouts(context.world)
+    torch_ckpt.save(state(table), checkpoint_id=path)
+    if context.rank == 0:
+        file.write_text("no directory")
+    dist.barrier()
+    last = context.world - 1
+
+    def load(elsewhere: Path) -> Exception:
+        reader = HuggingFaceStorageReader(elsewhere if context.rank == last else path)
+        try:
+            torch_ckpt.load(state(table, blank=True), storage_reader=reader)
+        except Exception as error:
+            return error
+        raise AssertionError("this load should have failed")
+
+    error = load(missing)
+    assert isinstance(error, torch_ckpt.IncompleteError), repr(error)
+    assert (error.rank, error.file) == (last, str(missing)), repr(error)
+    error = load(file)
+    assert type(error) is NotADirectoryError, repr(error)
+    assert (error.errno, error.filename) == (errno.ENOTDIR, str(file)), repr(error)
+    assert f"rank {last}:" in str(error)
+    # And the ranks still agree on what comes next.
+    torch_ckpt.load(state(table, blank=True), checkpoint_id=path)
 
 
 @case

@@ -1,0 +1,80 @@
+#include "os/memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <string>
+
+#include "base/checked.h"
+#include "os/call.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14
+#endif
+
+namespace torch_ckpt {
+namespace {
+
+int Advise(std::byte* data, size_t bytes, int advice) {
+  return internal::SystemCall("madvise", {},
+                              [&] { return madvise(data, bytes, advice); });
+}
+
+// Makes every page present now, when a thread that is not the trainer's waits,
+// and not one by one in the middle of a copy.
+bool Populate(std::byte* data, size_t bytes) {
+  if (Advise(data, bytes, MADV_POPULATE_WRITE) == 0) return true;
+  if (errno != EINVAL && errno != ENOSYS && errno != EPERM) return false;
+  // A kernel without the call.
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  for (size_t at = 0; at < bytes; at += page) {
+    *const_cast<volatile std::byte*>(data + at) = std::byte{0};
+  }
+  return true;
+}
+
+Status NoMemory(const char* call, size_t bytes, int error) {
+  const std::string what =
+      std::string(call) + " of " + std::to_string(bytes) + " bytes";
+  return Exhausted("the system gives no memory: " +
+                   Status::Io(error, what, {}).message());
+}
+
+}  // namespace
+
+Result<std::byte*> MapMemory(size_t bytes, size_t alignment) {
+  // As much more as the alignment, cut off again at both ends.
+  const size_t extra = bytes + alignment;
+  void* raw = nullptr;
+  const int mapped = internal::SystemCall("mmap", {}, [&] {
+    raw = mmap(nullptr, extra, PROT_READ | PROT_WRITE,
+               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return raw == MAP_FAILED ? -1 : 0;
+  });
+  if (mapped != 0) return NoMemory("mmap", extra, errno);
+  auto* const begin = static_cast<std::byte*>(raw);
+  const auto address = reinterpret_cast<uintptr_t>(begin);
+  const size_t head = RoundUp(address, alignment) - address;
+  if (head != 0) UnmapMemory(begin, head);
+  std::byte* const data = begin + head;
+  if (alignment != head) UnmapMemory(data + bytes, alignment - head);
+  // Speed only: kernels without huge pages say EINVAL.
+  (void)Advise(data, bytes, MADV_HUGEPAGE);
+  // A child that only wants to exec must not copy page tables of gigabytes,
+  // and device DMA must not meet copy-on-write pages.
+  if (Advise(data, bytes, MADV_DONTFORK) != 0 || !Populate(data, bytes)) {
+    const int error = errno;
+    UnmapMemory(data, bytes);
+    return NoMemory("madvise", bytes, error);
+  }
+  return data;
+}
+
+void UnmapMemory(std::byte* data, size_t bytes) {
+  // Fails only for a range that is not page-aligned, which none is.
+  (void)internal::SystemCall("munmap", {}, [&] { return munmap(data, bytes); });
+}
+
+}  // namespace torch_ckpt
