@@ -122,12 +122,9 @@ class CellReader {
                  : nullptr;
         const std::byte* bytes = nullptr;
         if (!rest) {
-          // What gets a digest is copied with it; see Crc32cCopy.
-          std::byte* const into =
-              target && !digests_ ? target : scratch_.data();
           TC_ASSIGN_OR_RETURN(const uint64_t cached,
-                              file_.ReadCached({into, hi - at}, at));
-          bytes = into;
+                              file_.ReadCached(scratch_.first(hi - at), at));
+          bytes = scratch_.data();
           if (cached < hi - at) {
             // The page cache gave out: one large read for what is left.
             TC_ASSIGN_OR_RETURN(rest, file_.Read(at, range.hi, scratch_));
@@ -135,11 +132,11 @@ class CellReader {
           }
         }
         if (rest) bytes = rest + (at - rest_lo);
-        if (digests_ && target) {
+        if (target) {
+          // Faster than reading straight into the target, digest and all.
           digest = Crc32cCopy(digest, target, bytes, hi - at);
-        } else {
-          if (digests_) digest = Crc32c(digest, bytes, hi - at);
-          if (bytes != target) sole = nullptr;
+        } else if (digests_) {
+          digest = Crc32c(digest, bytes, hi - at);
         }
         DeliverAll(cell, at, hi, bytes, sole);
         at = hi;
