@@ -1,8 +1,8 @@
 """The faults of the stock Hugging Face path of torch 2.13.0, each as a test that ours passes.
 
 Where the same case costs little, stock is run too and seen to fail: the asserts under STOCK_213
-document the fault and say nothing about other releases. Cases that need several ranks are in
-test_ranks.py.
+document the fault and say nothing about other releases. Faults whose proof takes more than that
+are in test_stock_*_faults.py. Cases that need several ranks are in test_ranks.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from sample_states import (
     assert_same,
     bits,
     blank,
-    edit_header,
     listing,
     load,
     load_ours,
@@ -37,34 +36,28 @@ from sample_states import (
     stock_rows,
     stock_shard,
 )
+from stock_damage import (
+    BROKEN,
+    DAMAGE,
+    FINAL,
+    SHARD,
+    consolidate,
+    header_of,
+    stock_consolidated,
+    stock_fails,
+)
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
-from torch.distributed.checkpoint._consolidate_hf_safetensors import (
-    consolidate_safetensors_files as stock_consolidate,
-)
 
 import torch_ckpt
 from torch_ckpt import (
     CheckpointError,
-    ConflictError,
     CorruptError,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
-    IncompleteError,
     InvalidArgumentError,
     consolidate_safetensors_files,
 )
-
-FINAL = "model-00001-of-00001.safetensors"
-SHARD = "shard-00001-model-00001-of-00001.safetensors"
-
-
-def stock_fails(call: Any) -> None:
-    """Assert that stock raises here; any exception documents the fault."""
-    if STOCK_213:
-        with pytest.raises(FAILED + (MemoryError,)):
-            call()
-
 
 # Leaves that are no tensors.
 
@@ -208,20 +201,6 @@ def test_checkpoint_id_moves_shards_and_output_together(tmp_path: Path) -> None:
 # Consolidation.
 
 
-def consolidate(source: Path, output: Path, mapping: dict[str, int] | None = None) -> None:
-    consolidate_safetensors_files(source, output, mapping)
-
-
-def stock_consolidated(source: Path, output: Path, mapping: dict[str, int]) -> Any:
-    """What stock makes of it, by name; raises where its output cannot be read."""
-    output.mkdir(exist_ok=True)
-    stock_consolidate(str(source), str(output), mapping)
-    loaded: dict[str, torch.Tensor] = {}
-    for file in output.glob("model-*.safetensors"):
-        loaded.update(load_file(file))
-    return loaded
-
-
 @pytest.mark.parametrize(
     "dtype",
     [torch.int64, torch.bool, torch.uint8, torch.int8, torch.complex64, torch.float8_e8m0fnu],
@@ -245,54 +224,6 @@ def test_consolidation_of_a_scalar(tmp_path: Path) -> None:
         assert got["s"].item() == 0.0
 
 
-def delete_shard(rank: int) -> Any:
-    return lambda files: files[rank].unlink()
-
-
-def gap(files: list[Path]) -> None:
-    stock_shard(files[0].parent, 1, {"w": (torch.ones(1, 2), [3, 0])})
-
-
-def overlap(files: list[Path]) -> None:
-    stock_shard(files[0].parent, 1, {"w": (torch.ones(3, 2), [1, 0])})
-
-
-def other_dtype(files: list[Path]) -> None:
-    stock_shard(files[0].parent, 1, {"w": (torch.ones(2, 2).half(), [2, 0])})
-
-
-def truncated(files: list[Path]) -> None:
-    data = files[1].read_bytes()
-    files[1].write_bytes(data[:-4])
-
-
-def negative_offset(files: list[Path]) -> None:
-    stock_shard(files[0].parent, 1, {"w": (torch.ones(2, 2), [-2, 0])})
-
-
-def unknown_dtype(files: list[Path]) -> None:
-    edit_header(files[1], lambda header: header["w"].update(dtype="F7"))
-
-
-def empty_input(files: list[Path]) -> None:
-    for file in files:
-        file.unlink()
-
-
-# Damage to four shards of two rows each; the kind of error, and what its text must have.
-DAMAGE: dict[str, tuple[Any, type[CheckpointError], str]] = {
-    "missing first shard": (delete_shard(0), IncompleteError, "'w'"),
-    "missing middle shard": (delete_shard(1), IncompleteError, "'w'"),
-    "gap": (gap, IncompleteError, "'w'"),
-    "overlap": (overlap, ConflictError, "'w'"),
-    "other dtype": (other_dtype, ConflictError, "'w'"),
-    "truncated": (truncated, CorruptError, "shard-00002"),
-    "negative offset": (negative_offset, CorruptError, "shard-00002"),
-    "unknown dtype": (unknown_dtype, CorruptError, "shard-00002"),
-    "empty input": (empty_input, IncompleteError, "/in"),
-}
-
-
 @pytest.mark.parametrize("case", DAMAGE)
 def test_consolidation_of_damage_is_an_error_and_leaves_no_output(
     tmp_path: Path, case: str
@@ -306,18 +237,6 @@ def test_consolidation_of_damage_is_an_error_and_leaves_no_output(
     assert text in str(caught.value)
     assert not listing(tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["in"]
-
-
-@pytest.mark.parametrize("case", ["missing first shard", "gap", "overlap", "other dtype"])
-def test_stock_consolidates_damage_in_silence(tmp_path: Path, case: str) -> None:
-    if not STOCK_213:
-        pytest.skip("documents stock 2.13")
-    value = torch.arange(1.0, 17.0).reshape(8, 2)
-    if case == "other dtype":  # of the same width: bits are taken for another type's
-        value = value.bfloat16()
-    DAMAGE[case][0](stock_rows(tmp_path / "in", value, 4))
-    got = stock_consolidated(tmp_path / "in", tmp_path / "stock", {"w": 1})
-    assert bits(got["w"]) != bits(value)
 
 
 def test_a_missing_last_shard_of_ours_is_named(tmp_path: Path) -> None:
@@ -355,12 +274,6 @@ def test_consolidation_of_a_file_without_tensors(tmp_path: Path) -> None:
     stock_fails(lambda: stock_consolidated(tmp_path / "in", tmp_path / "stock", {"w": 1}))
 
 
-def header_of(path: Path) -> tuple[int, dict[str, Any]]:
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    return size, json.loads(data[8 : 8 + size])
-
-
 def test_consolidated_headers_are_aligned_and_say_their_format(tmp_path: Path) -> None:
     stock_rows(tmp_path / "in", torch.randn(8, 3), 2, name="odd one")
     consolidate(tmp_path / "in", tmp_path / "out")
@@ -387,29 +300,6 @@ def test_load_of_damage_is_an_error_that_names_it(tmp_path: Path, case: str) -> 
     with pytest.raises(FAILED, match=re.escape(text)):
         load(target, HuggingFaceStorageReader(tmp_path / "in"))
     assert (target["w"] == -1).all(), "coverage is proved before a byte is copied"
-
-
-@pytest.mark.parametrize("case", ["missing first shard", "missing middle shard", "gap"])
-def test_stock_loads_a_hole_in_silence(tmp_path: Path, case: str) -> None:
-    if not STOCK_213:
-        pytest.skip("documents stock 2.13")
-    DAMAGE[case][0](stock_rows(tmp_path / "in", torch.ones(8, 2), 4))
-    target = {"w": torch.full((8, 2), -1.0)}
-    load(target, dcp.HuggingFaceStorageReader(str(tmp_path / "in")))
-    assert (target["w"] == -1).any()
-
-
-def garbage(data: bytes) -> bytes:
-    return b"\xff" * 64
-
-
-BROKEN: dict[str, Any] = {
-    "empty file": lambda data: b"",
-    "garbage": garbage,
-    "cut header": lambda data: data[:20],
-    "cut data": lambda data: data[:-4],
-    "longer": lambda data: data + b"\0" * 4,
-}
 
 
 @pytest.mark.parametrize("case", BROKEN)
