@@ -170,7 +170,7 @@ def _mapping_type(value: Mapping[Any, Any]) -> str:
 
 
 def describe_structure(state_dict: Mapping[Any, Any]) -> Structure:
-    """The structure of `state_dict`. Keys of types that files cannot hold are given as str."""
+    """The structure of `state_dict`. Keys of other types than `_KEY_TYPES` are given as str."""
     containers: list[list[Any]] = []
     per_rank: list[list[Any]] = []
 
@@ -212,9 +212,16 @@ def describe_structure(state_dict: Mapping[Any, Any]) -> Structure:
     return {"version": 1, "containers": containers, "per_rank": per_rank}
 
 
+# Key types that come back as they are, beside tuples of them. Of Enum members and named tuples only
+# the text does: a reader that lacks the class could not read the structure, and so nothing at all.
+_KEY_TYPES = frozenset(
+    {str, int, float, complex, bool, type(None), bytes, torch.Size, torch.dtype, torch.device}
+)
+
+
 def _safe_key(key: Any) -> Any:
     kind: type = type(key)
-    if kind in (str, int, float, bool, type(None), bytes):
+    if kind in _KEY_TYPES:
         return key
     if kind is tuple and all(_safe_key(part) is part for part in key):
         return key
