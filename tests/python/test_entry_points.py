@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import torch_ckpt
 
@@ -33,6 +38,50 @@ def test_async_save_returns_when_committed(tmp_path: Path) -> None:
     loaded = {"w": torch.zeros(3)}
     torch_ckpt.load(loaded, checkpoint_id=target, no_dist=True)
     assert torch.equal(loaded["w"], state["w"])
+
+
+def test_async_save_takes_every_keyword_of_stock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it does not name itself reach stock as they are."""
+    stock = inspect.signature(dcp.async_save).parameters
+    ours = inspect.signature(torch_ckpt.async_save).parameters
+    (rest,) = (name for name, p in ours.items() if p.kind is inspect.Parameter.VAR_KEYWORD)
+    for name in set(ours) - {rest}:
+        assert (ours[name].default, ours[name].kind) == (stock[name].default, stock[name].kind)
+
+    passed: dict[str, Any] = {}
+    call = state_dict_saver.async_save
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        passed.update(options)
+        return call(*arguments, **options)
+
+    monkeypatch.setattr(state_dict_saver, "async_save", watched)
+    keywords = {
+        name: parameter.default
+        for name, parameter in stock.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    assert len(keywords) == len(stock) - 1, "all but the state dict are keywords"
+    given = {
+        **keywords,
+        "checkpoint_id": tmp_path / "c",
+        "async_stager": DefaultStager(StagingOptions(False, False, False, False)),
+        "no_dist": True,
+    }
+    state = {"w": torch.arange(3.0)}
+    torch_ckpt.async_save(state, **given).result(timeout=60)
+    made = {"storage_writer", "planner"}  # None stands for ours
+    assert set(passed) == set(keywords) and all(passed[name] is not None for name in made)
+    assert {name: passed[name] for name in set(passed) - made} == {
+        name: given[name] for name in set(keywords) - made
+    }
+    loaded = {"w": torch.zeros(3)}
+    torch_ckpt.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert torch.equal(loaded["w"], state["w"])
+    with pytest.raises(TypeError, match="no_such_option"):
+        torch_ckpt.async_save(state, checkpoint_id=tmp_path / "d", no_such_option=1)
 
 
 def test_mapping_with_an_unknown_name_fails_before_anything_is_written(tmp_path: Path) -> None:
