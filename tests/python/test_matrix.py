@@ -124,6 +124,17 @@ MODES: dict[str, Any] = {
     },
 }
 
+# Of ours alone: without shards there is nothing to merge, and the files are in the same place as
+# without enable_consolidation. Stock would put them into path/sharded.
+OUR_MODES: dict[str, Any] = {
+    **MODES,
+    "final, to be consolidated": lambda state: {"enable_consolidation": True},
+    "final mapped, to be consolidated": lambda state: {
+        "enable_consolidation": True,
+        "fqn_to_index_mapping": mapping_of(state),
+    },
+}
+
 WRITERS = {"ours": torch_ckpt.HuggingFaceStorageWriter, "stock": dcp.HuggingFaceStorageWriter}
 READERS = {"ours": torch_ckpt.HuggingFaceStorageReader, "stock": dcp.HuggingFaceStorageReader}
 PLANNERS: dict[str, Any] = {
@@ -149,13 +160,15 @@ def check_files(path: Path, state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", OUR_MODES)
 @pytest.mark.parametrize("case", STATES)
 def test_ours_writes(tmp_path: Path, case: str, mode: str, planner: str) -> None:
     state = STATES[case]()
-    writer = torch_ckpt.HuggingFaceStorageWriter(tmp_path / "c", **MODES[mode](state))
+    writer = torch_ckpt.HuggingFaceStorageWriter(tmp_path / "c", **OUR_MODES[mode](state))
     save(state, writer, planner=PLANNERS[planner][0]())
     folders = [tmp_path / "c"]
+    assert (tmp_path / "c" / "sharded").exists() == mode.startswith("consolidated")
+    assert bool(list((tmp_path / "c").glob("model-*"))) != mode.startswith("sharded")
     if mode.startswith("consolidated"):
         folders.append(tmp_path / "c" / "sharded")
     for folder in folders:
@@ -242,7 +255,7 @@ def test_save_pretrained_is_read(tmp_path: Path, tiny_llama: Any, planner: str) 
     check_read(tmp_path, "ours", planner, state)
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.startswith("sharded")])
+@pytest.mark.parametrize("mode", [mode for mode in OUR_MODES if not mode.startswith("sharded")])
 def test_from_pretrained_reads_ours(tmp_path: Path, tiny_llama: Any, mode: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -250,7 +263,7 @@ def test_from_pretrained_reads_ours(tmp_path: Path, tiny_llama: Any, mode: str) 
     path.mkdir()
     tiny_llama.config.save_pretrained(path)
     state = dict(tiny_llama.state_dict())
-    save(state, torch_ckpt.HuggingFaceStorageWriter(path, **MODES[mode](state)))
+    save(state, torch_ckpt.HuggingFaceStorageWriter(path, **OUR_MODES[mode](state)))
     assert (path / "config.json").exists(), "files of others survive a save"
     files = sorted(file.name for file in path.glob("*.safetensors"))
     count = 3 if "mapped" in mode else 1

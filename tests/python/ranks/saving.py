@@ -84,6 +84,14 @@ def plain_tensors_on_all_ranks_make_whole_final_files(context: Context) -> None:
                 plain(), storage_writer=HuggingFaceStorageWriter(path, mapping), planner=kind()
             )
             if context.rank == 0:
+                # Every rank has a share: a file for each, numbered, whatever the mapping says.
+                count = context.world
+                assert listing(path) == [
+                    *(f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)),
+                    "model.safetensors.index.json",
+                    "torch_ckpt.catalog",
+                    "torch_ckpt.json",
+                ]
                 assert_same(final_tensors(path), plain())
                 assert_same(load_stock(path, plain()), plain())
             dist.barrier()
