@@ -1,14 +1,15 @@
 """The wheel and the source package: what is in them, and that they install.
 
-The slow test builds as a user's `pip install` does: from the source package, in
-pip's build isolation, into a fresh environment whose torch is found by its
-headers only.
+The slow tests build as users do, into a fresh environment: from the source
+package, in pip's build isolation, where torch is found by its headers only; and
+from a checkout without isolation, again and again.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -129,6 +130,54 @@ def test_install_from_sdist_in_build_isolation(sdist: Path, tmp_path: Path) -> N
     out = run([python, ROOT / "tests/python/round_trip.py"], cwd=tmp_path).stdout
     assert str(tmp_path / "venv") in out, "the round trip used another torch_ckpt"
     run([tmp_path / "venv/bin/torch-ckpt", "--help"], cwd=tmp_path)
+
+
+def checkout(folder: Path) -> Path:
+    """A copy of this tree as git would check it out, with what is not yet committed."""
+    git = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    if subprocess.run(git[:3] + ["rev-parse"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this tree is no git checkout")
+    for name in filter(None, run(git).stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def compiled(output: str) -> list[str]:
+    """The sources that a build says it compiles, in order."""
+    return re.findall(r"Building CXX object \S*?/(csrc/\S+\.cc)\.o", output)
+
+
+@pytest.mark.slow
+def test_installs_of_a_checkout_without_build_isolation(tmp_path: Path) -> None:
+    source = checkout(tmp_path / "source")
+    python = fresh_environment(tmp_path / "venv")
+    pip = [python, "-m", "pip"]
+    # What builds is then, as torch is, that of the environment which runs this test.
+    run([*pip, "uninstall", "-q", "-y", "setuptools"])
+    environment = {
+        "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}",
+        "CCACHE_BASEDIR": str(source),
+        "CCACHE_NOHASHDIR": "1",
+    }
+    install = [*pip, "install", "-v", "--no-deps", "--no-index", "--no-build-isolation"]
+
+    def build(*what: str | Path) -> list[str]:
+        """The sources that an install of `what` compiles; the installed package must work."""
+        done = run([*install, *what], cwd=tmp_path, **environment)
+        said = run([python, ROOT / "tests/python/round_trip.py"], cwd=tmp_path).stdout
+        assert str(source if "-e" in what else tmp_path / "venv") in said, said
+        return compiled(done.stdout + done.stderr)
+
+    everything = {path.relative_to(source).as_posix() for path in source.glob("csrc/*/*.cc")}
+    assert everything and set(build(source)) == everything
+    assert build(source) == []
+    assert set(build("-e", source)) == everything, (
+        "it has fault points, and a build tree of its own"
+    )
+    (source / "csrc/os/lock.cc").touch()
+    assert build("-e", source) == ["csrc/os/lock.cc"]
 
 
 def test_a_missing_torch_is_one_clear_line(tmp_path: Path) -> None:
