@@ -14,12 +14,13 @@ namespace torch_ckpt {
 // header. Errors name the file. Thread-safe.
 Result<FileHeader> ReadFileHeader(const File& file);
 
-// Leaves the short form of `file`, whose header is `text`, beside the file that
-// is going to be `staged`, unless the text is so short that parsing it costs
-// less than another file. Not durable, as it is of use to this save only. Its
-// error is one of the save: a disk that cannot take it has no room for the
-// data.
+// A shorter text is parsed at less cost than another file takes.
 inline constexpr size_t kMinStagedText = size_t{64} << 10;
+
+// Leaves the short form of `file`, whose header is `text`, beside the file that
+// is going to be `staged`; none for less than kMinStagedText. Not durable, as
+// it is of use to this save only. Its error is one of the save: a disk that
+// cannot take it has no room for the data.
 Status StageHeader(const Directory& staging, const std::string& staged,
                    const FileHeader& file, std::string_view text);
 // Best effort: what is left goes with the staging directory.
@@ -27,8 +28,8 @@ void UnstageHeader(const Directory& staging,
                    const std::string& staged) noexcept;
 
 // As ReadFileHeader, of file `staged`: by its short form where that is there
-// and has the digest of the header's text, else by the text itself. The
-// metadata of the header are left out.
+// and has the digest of the header's text, which leaves out the metadata, else
+// by the text itself.
 Result<FileHeader> ReadStagedHeader(const Directory& staging,
                                     const std::string& staged);
 

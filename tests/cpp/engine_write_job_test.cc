@@ -229,17 +229,23 @@ TEST_F(WriteJobTest, RefusesWhatDoesNotFitAndLeavesNothing) {
       ErrorKind::kCorrupt);
 }
 
-TEST_F(WriteJobTest, ProgressCountsTheBytesOfTheFiles) {
-  const Array a = MakeArray(Dtype::kF32, {1536, 1024}, 1);  // 6 MiB
+// One file of one whole tensor.
+WritePlan PlanOf(const Array& a, const std::string& staging) {
   WritePlan plan;
-  plan.staging = Path("stage");
+  plan.staging = staging;
   plan.files.push_back({"a.safetensors",
                         FileRole::kData,
                         false,
                         {WholeTensor("t", a.dtype, a.shape, 0)},
                         {}});
+  return plan;
+}
+
+TEST_F(WriteJobTest, ProgressCountsTheBytesOfTheFiles) {
+  const Array a = MakeArray(Dtype::kF32, {1536, 1024}, 1);  // 6 MiB
   Job job(JobKind::kWrite);
-  auto written = RunWriteJob(plan, {BytesSource(a.bytes)}, &job);
+  auto written =
+      RunWriteJob(PlanOf(a, Path("stage")), {BytesSource(a.bytes)}, &job);
   ASSERT_OK(written.status());
   EXPECT_EQ(job.total(), (*written)[0].spec.bytes);
   EXPECT_EQ(job.done(), job.total());
@@ -247,16 +253,10 @@ TEST_F(WriteJobTest, ProgressCountsTheBytesOfTheFiles) {
 
 TEST_F(WriteJobTest, ACancelledJobUnlinksItsFiles) {
   const Array a = MakeArray(Dtype::kF32, {1024, 1024}, 1);
-  WritePlan plan;
-  plan.staging = Path("stage");
-  plan.files.push_back({"a.safetensors",
-                        FileRole::kData,
-                        false,
-                        {WholeTensor("t", a.dtype, a.shape, 0)},
-                        {}});
   Job job(JobKind::kWrite);
   job.Cancel();
-  auto written = RunWriteJob(plan, {BytesSource(a.bytes)}, &job);
+  auto written =
+      RunWriteJob(PlanOf(a, Path("stage")), {BytesSource(a.bytes)}, &job);
   EXPECT_EQ(written.status().kind(), ErrorKind::kCancelled);
   EXPECT_TRUE(Names(Path("stage")).empty());
 }
