@@ -36,6 +36,13 @@ def version() -> str:
     return str(_library().torch_ckpt_version().decode())
 
 
+def names_text(names: list[str]) -> str | list[str]:
+    """Names as a request has them: one text, a name a line, which is much cheaper to make and to
+    parse; as a list where one of them has a line break itself, or there are none."""
+    text = "\n".join(names)
+    return text if text.count("\n") == len(names) - 1 else names
+
+
 def call(request: dict[str, Any]) -> Any:
     """Run a request of the core (csrc/capi/requests.cc lists them) and return its result.
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <optional>
 
@@ -45,11 +46,29 @@ Result<const Json*> GetList(const Json& request, const char* field) {
   return &*it;
 }
 
-Result<Json*> TakeList(Json* request, const char* field) {
-  Json& list = (*request)[field];
-  if (list.is_null()) list = Json::array();
-  if (!list.is_array()) return Missing(field, "list");
-  return &list;
+Result<std::vector<std::string>> GetNames(const Json& request,
+                                          const char* field) {
+  std::vector<std::string> names;
+  const auto it = request.find(field);
+  if (it == request.end() || it->is_null()) return names;
+  if (it->is_string()) {
+    const auto& text = it->get_ref<const std::string&>();
+    const auto breaks = std::count(text.begin(), text.end(), '\n');
+    names.reserve(static_cast<size_t>(breaks) + 1);
+    for (size_t begin = 0; begin <= text.size();) {
+      const size_t end = std::min(text.find('\n', begin), text.size());
+      names.emplace_back(text, begin, end - begin);
+      begin = end + 1;
+    }
+    return names;
+  }
+  if (!it->is_array()) return Missing(field, "names");
+  names.reserve(it->size());
+  for (const Json& name : *it) {
+    if (!name.is_string()) return Missing(field, "names");
+    names.push_back(name.get<std::string>());
+  }
+  return names;
 }
 
 bool GetBool(const Json& request, const char* field, bool otherwise) {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "base/box.h"
 #include "base/status.h"
@@ -25,8 +26,10 @@ Result<int64_t> GetInt(const Json& request, const char* field,
 // The list in `field`, or an empty one where it is absent or null. Lives as
 // long as the request.
 Result<const Json*> GetList(const Json& request, const char* field);
-// The same to take things out of; REQUIRES: the request is an object.
-Result<Json*> TakeList(Json* request, const char* field);
+// The names in `field`: a list of them, or one text with a name a line, which
+// is much cheaper to parse. None where it is absent or null.
+Result<std::vector<std::string>> GetNames(const Json& request,
+                                          const char* field);
 bool GetBool(const Json& request, const char* field, bool otherwise);
 Result<Dims> GetDims(const Json& value);
 Json DimsJson(const Dims& dims);

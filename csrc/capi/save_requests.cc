@@ -53,11 +53,12 @@ Result<CommitRequest> ParseCommit(const Json& request) {
     TC_ASSIGN_OR_RETURN(object.file, GetString(item, "file"));
     commit.objects.push_back(std::move(object));
   }
-  TC_ASSIGN_OR_RETURN(const Json* split_paths, GetList(request, "split_paths"));
-  for (const Json& name : *split_paths) {
-    if (!name.is_string()) return InvalidArgument("'split_paths' holds names");
-    const auto& text = name.get_ref<const std::string&>();
-    commit.paths.emplace_back(text, SplitPath(text));
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> split,
+                      GetNames(request, "split_paths"));
+  commit.paths.reserve(split.size());
+  for (std::string& name : split) {
+    std::string path = SplitPath(name);
+    commit.paths.emplace_back(std::move(name), std::move(path));
   }
   const auto paths = request.find("paths");
   if (paths != request.end() && paths->is_object()) {

@@ -3,7 +3,8 @@
 // Plan of read:
 //   {"path": directory, "save_id": str or absent, "job": id or 0,
 //    "workers": int, "verify": bool,
-//    "names": [fqn], "offsets": [[int] or null], "files": {"i": name}}
+//    "names": [fqn] or one text, a name a line,
+//    "offsets": [[int] or null], "files": {"i": name}}
 // Item i goes into targets[i]: the box of the target's size at `offsets` (null:
 // zeros) of the global tensor, or, where "files" has i, that whole file. With a
 // save_id the read fails if the checkpoint has been replaced since.
@@ -15,14 +16,12 @@
 namespace torch_ckpt::ops {
 namespace {
 
-Result<ReadItem> ParseItem(const Json& plan, size_t i,
+Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
                            const Checkpoint& checkpoint,
                            const TargetTensor& target) {
   ReadItem item;
   item.target = i;
-  const Json& name = plan["names"][i];
-  if (!name.is_string()) return InvalidArgument("the plan's 'names' hold text");
-  item.name = name.get<std::string>();
+  item.name = std::move(name);
   const auto files = plan.find("files");
   if (files != plan.end() && files->is_object()) {
     const auto file = files->find(std::to_string(i));
@@ -56,13 +55,12 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
     return Conflict("was replaced by another save since its metadata was read")
         .WithFile(path);
   }
-  const auto names = plan.find("names");
-  if (names == plan.end() || !names->is_array() ||
-      names->size() != tensors.size()) {
-    return InvalidArgument(
-        "the plan names " +
-        std::to_string(names == plan.end() ? 0 : names->size()) +
-        " items for " + std::to_string(tensors.size()) + " targets");
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
+                      capi::GetNames(plan, "names"));
+  if (names.size() != tensors.size()) {
+    return InvalidArgument("the plan names " + std::to_string(names.size()) +
+                           " items for " + std::to_string(tensors.size()) +
+                           " targets");
   }
   ReadPlan read_plan;
   TC_ASSIGN_OR_RETURN(const int64_t workers,
@@ -74,8 +72,8 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
     TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(tensors[i]));
     targets.push_back({const_cast<std::byte*>(memory.data), memory.sizes,
                        memory.strides, memory.element_bytes});
-    TC_ASSIGN_OR_RETURN(ReadItem item,
-                        ParseItem(plan, i, *checkpoint, targets.back()));
+    TC_ASSIGN_OR_RETURN(ReadItem item, ParseItem(plan, i, std::move(names[i]),
+                                                 *checkpoint, targets.back()));
     read_plan.items.push_back(std::move(item));
   }
   TC_ASSIGN_OR_RETURN(const ReadReport done,

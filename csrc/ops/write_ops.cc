@@ -4,7 +4,8 @@
 //   {"staging": directory, "job": id or 0, "workers": int, "sync": bool,
 //    "direct": bool, "files": [file, ...]}
 //   file = {"name": str, "role": "data", "sharded": bool, "first_source": int,
-//           "names": [fqn], "dtypes": [str],
+//           "names": [fqn] or one text, a name a line,
+//           "dtypes": [str] or one for all,
 //           "offsets": [[int] or null], "global_shapes": [[int] or null]}
 //        | {"name": str, "role": "objects" | "extra", "first_source": int,
 //           "source_count": int}
@@ -19,23 +20,44 @@
 namespace torch_ckpt::ops {
 namespace {
 
-// REQUIRES: `source` is the tensor's own. Takes the name away from the plan.
-Result<WriteTensor> ParseTensor(const Json& file, size_t i, Json& name,
-                                const Json& dtype_name,
-                                const SourceTensor& source) {
+Result<Dtype> ParseDtype(const Json& name) {
+  if (!name.is_string()) return InvalidArgument("'dtypes' holds text");
+  const auto& text = name.get_ref<const std::string&>();
+  const auto dtype = DtypeFromName(text);
+  if (dtype) return *dtype;
+  return Unsupported("safetensors cannot hold the dtype " + text);
+}
+
+// The dtype of every name.
+Result<std::vector<Dtype>> ParseDtypes(const Json& file,
+                                       const std::vector<std::string>& names) {
+  const auto it = file.find("dtypes");
+  if (it != file.end() && it->is_string()) {
+    TC_ASSIGN_OR_RETURN(const Dtype dtype, ParseDtype(*it));
+    return std::vector<Dtype>(names.size(), dtype);
+  }
+  TC_ASSIGN_OR_RETURN(const Json* list, capi::GetList(file, "dtypes"));
+  if (list->size() != names.size()) {
+    return InvalidArgument("a data file needs as many 'names' as 'dtypes'");
+  }
+  std::vector<Dtype> dtypes;
+  dtypes.reserve(list->size());
+  for (const Json& name : *list) {
+    Result<Dtype> dtype = ParseDtype(name);
+    if (!dtype.ok()) {
+      return Status(dtype.status()).WithTensor(names[dtypes.size()]);
+    }
+    dtypes.push_back(*dtype);
+  }
+  return dtypes;
+}
+
+// REQUIRES: `source` is the tensor's own.
+Result<WriteTensor> ParseTensor(const Json& file, size_t i, std::string name,
+                                Dtype dtype, const SourceTensor& source) {
   WriteTensor tensor;
-  if (!name.is_string() || !dtype_name.is_string()) {
-    return InvalidArgument("the plan's 'names' and 'dtypes' hold text");
-  }
-  tensor.name = std::move(name.get_ref<std::string&>());
-  const auto& dtype_text = dtype_name.get_ref<const std::string&>();
-  const auto dtype = DtypeFromName(dtype_text);
-  if (!dtype) {
-    return Unsupported("has a dtype that safetensors cannot hold: " +
-                       dtype_text)
-        .WithTensor(tensor.name);
-  }
-  tensor.dtype = *dtype;
+  tensor.name = std::move(name);
+  tensor.dtype = dtype;
   tensor.shape = source.sizes;
   // torch packs sub-byte elements; the header counts them singly.
   const int64_t packed =
@@ -54,7 +76,7 @@ Result<WriteTensor> ParseTensor(const Json& file, size_t i, Json& name,
   return tensor;
 }
 
-Result<WriteFile> ParseFile(Json& item,
+Result<WriteFile> ParseFile(const Json& item,
                             const std::vector<SourceTensor>& sources) {
   WriteFile file;
   TC_ASSIGN_OR_RETURN(file.name, capi::GetString(item, "name"));
@@ -62,12 +84,11 @@ Result<WriteFile> ParseFile(Json& item,
   TC_ASSIGN_OR_RETURN(file.role, capi::RoleFromName(role));
   file.sharded = capi::GetBool(item, "sharded", false);
   TC_ASSIGN_OR_RETURN(const int64_t first, capi::GetInt(item, "first_source"));
-  TC_ASSIGN_OR_RETURN(Json * names, capi::TakeList(&item, "names"));
-  TC_ASSIGN_OR_RETURN(const Json* dtypes, capi::GetList(item, "dtypes"));
-  if (names->size() != dtypes->size()) {
-    return InvalidArgument("a data file needs as many 'names' as 'dtypes'");
-  }
-  auto count = static_cast<int64_t>(names->size());
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
+                      capi::GetNames(item, "names"));
+  TC_ASSIGN_OR_RETURN(const std::vector<Dtype> dtypes,
+                      ParseDtypes(item, names));
+  auto count = static_cast<int64_t>(names.size());
   if (file.role != FileRole::kData) {
     TC_ASSIGN_OR_RETURN(count, capi::GetInt(item, "source_count"));
   }
@@ -85,8 +106,8 @@ Result<WriteFile> ParseFile(Json& item,
     const auto source = static_cast<size_t>(first + i);
     if (file.role == FileRole::kData) {
       TC_ASSIGN_OR_RETURN(WriteTensor tensor,
-                          ParseTensor(item, row, (*names)[row], (*dtypes)[row],
-                                      sources[source]));
+                          ParseTensor(item, row, std::move(names[row]),
+                                      dtypes[row], sources[source]));
       tensor.source = source;
       file.tensors.push_back(std::move(tensor));
     } else {
@@ -96,7 +117,7 @@ Result<WriteFile> ParseFile(Json& item,
   return file;
 }
 
-Status Run(const std::vector<Tensor>& tensors, Json& plan, Job* job,
+Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
            int64_t* report) {
   std::vector<SourceTensor> sources;
   sources.reserve(tensors.size());
@@ -107,8 +128,8 @@ Status Run(const std::vector<Tensor>& tensors, Json& plan, Job* job,
   WritePlan write_plan;
   TC_ASSIGN_OR_RETURN(write_plan.staging, capi::GetString(plan, "staging"));
   write_plan.options = capi::OutputOptionsOf(plan);
-  TC_ASSIGN_OR_RETURN(Json * planned, capi::TakeList(&plan, "files"));
-  for (Json& item : *planned) {
+  TC_ASSIGN_OR_RETURN(const Json* planned, capi::GetList(plan, "files"));
+  for (const Json& item : *planned) {
     TC_ASSIGN_OR_RETURN(WriteFile file, ParseFile(item, sources));
     write_plan.files.push_back(std::move(file));
   }

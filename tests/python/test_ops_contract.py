@@ -97,6 +97,21 @@ def test_write_in_eager_mode(staging: Path) -> None:
     assert report[0] == 1 and report[1] == file.stat().st_size
 
 
+def test_names_and_a_dtype_as_text(staging: Path) -> None:
+    plan = json.loads(bytes(write_plan(staging).tolist()))
+    plan["files"][0] |= {"names": "x\ny", "dtypes": "F32", "offsets": None, "global_shapes": None}
+    OPS.write([torch.arange(3.0), torch.arange(5.0)], as_plan(plan), new_report())
+    (file,) = staging.iterdir()
+    assert {name: len(value) for name, value in load_file(file).items()} == {"x": 3, "y": 5}
+    target = torch.zeros(5)
+    source = staging.parent / "source"
+    source.mkdir()
+    save_file({"x\ny": torch.arange(5.0)}, source / "model.safetensors")
+    names = torch_ckpt._core.names_text(["x\ny"])
+    OPS.read([target], as_plan({"path": str(source), "names": names}), new_report())
+    assert torch.equal(target, torch.arange(5.0))
+
+
 def test_read_in_eager_mode(checkpoint: Path) -> None:
     target, report = torch.zeros(1000), new_report()
     OPS.read([target], read_plan(checkpoint), report)
@@ -144,9 +159,13 @@ def test_a_plan_that_is_no_json_is_refused() -> None:
         {"names": ["x", "y"]},
         {"names": ["x", "y"], "dtypes": ["F32", "F32"]},
         {"names": [7]},
+        {"names": 7},
+        {"names": "x\ny"},
         {"names": {}, "dtypes": {}},
         {"dtypes": [None]},
         {"dtypes": ["F31"]},
+        {"dtypes": "F31"},
+        {"dtypes": 7},
         {"role": "objects"},
         {"role": "objects", "source_count": 2},
         {"role": "objects", "source_count": -1},

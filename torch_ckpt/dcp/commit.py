@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_ckpt._core import names_text
 from torch_ckpt.errors import ConflictError, InvalidArgumentError
 
 
@@ -78,7 +79,8 @@ def commit_request(
 
 def state_dict_paths(metadata: Metadata) -> dict[str, Any]:
     """The paths that flattening has joined, tuples of str and int: {"split_paths": the fqns that
-    say theirs when they are cut at the dots, "paths": {fqn: path} of the others}."""
+    say theirs when they are cut at the dots, as `names_text`; "paths": {fqn: path} of the others}.
+    """
     split = []
     paths = {}
     for fqn, path in (metadata.planner_data or {}).items():
@@ -88,4 +90,4 @@ def state_dict_paths(metadata: Metadata) -> dict[str, Any]:
             split.append(fqn)
         else:
             paths[fqn] = path
-    return {"split_paths": split, "paths": paths}
+    return {"split_paths": names_text(split), "paths": paths}

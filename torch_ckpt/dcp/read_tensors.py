@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torch_ckpt import _ext
+from torch_ckpt import _core, _ext
 from torch_ckpt.dtypes import PACKED, TORCH_DTYPES, widens
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import Job
@@ -93,7 +93,7 @@ class TensorReader:
             "save_id": self.described["save_id"],
             "workers": self.workers,
             "verify": self.verify,
-            "names": [request.item.storage_index.fqn for request in requests],
+            "names": _core.names_text([request.item.storage_index.fqn for request in requests]),
             "offsets": [request.offsets for request in requests],
         }
         with Job("read") as job:

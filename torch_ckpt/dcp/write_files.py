@@ -6,12 +6,15 @@ import io
 import secrets
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
+from torch_ckpt import _core
+from torch_ckpt.dcp import save_planner
+from torch_ckpt.dcp.items import PLAIN_TENSORS
 from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.errors import InternalError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.objects import dumps_objects
@@ -60,9 +63,13 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColum
     """
     columns = TensorColumns()
     resolve, strided = planner.resolve_data, torch.strided
+    # What `resolve` would return for a plain tensor, after three calls.
+    values = planner.state_dict if _resolves_as_stock(planner) else {}
     for item in items:
-        tensor = resolve(item)
         fqn = item.index.fqn
+        tensor = values.get(fqn)
+        if type(tensor) not in PLAIN_TENSORS:
+            tensor = resolve(item)
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError("the planner gave no tensor for a tensor", tensor=fqn)
         dtype = DTYPE_NAMES.get(tensor.dtype)
@@ -92,6 +99,25 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColum
             columns.offsets.append(_unpacked(data.chunk.offsets, packed))
             columns.global_shapes.append(_unpacked(shape, packed))
     return columns
+
+
+def _transforms_as_stock(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+    """Whether an item's data are what `lookup_object` finds, and pickling is all that follows."""
+    kind: Any = type(planner)
+    return (
+        isinstance(planner, DefaultSavePlanner)
+        and kind.resolve_data is DefaultSavePlanner.resolve_data
+        and kind.transform_object is DefaultSavePlanner.transform_object
+    )
+
+
+def _resolves_as_stock(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+    """Whether the data of an item are, besides, those that the flat state dict has by its fqn."""
+    kind: Any = type(planner)
+    return _transforms_as_stock(planner) and kind.lookup_object in (
+        DefaultSavePlanner.lookup_object,
+        save_planner.SavePlanner.lookup_object,
+    )
 
 
 def _reachable(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
@@ -139,13 +165,14 @@ def data_files(
         else:
             name = f"model-{index:05}-rank-{rank + 1:05}-{layer}.safetensors"
         sharded = any(offset is not None for offset in members.offsets)
+        dtypes = set(members.dtypes)
         request = {
             "name": name,
             "role": "data",
             "sharded": distributed,
             "first_source": len(sources),
-            "names": members.fqns,
-            "dtypes": members.dtypes,
+            "names": _core.names_text(members.fqns),
+            "dtypes": dtypes.pop() if len(dtypes) == 1 else members.dtypes,
             "offsets": members.offsets if sharded else None,
             "global_shapes": members.global_shapes if sharded else None,
         }
@@ -178,12 +205,7 @@ class RawBytes:
 
 def _leaf(planner: SavePlanner, item: WriteItem) -> Any:
     """The object of a leaf: itself where the planner leaves pickling to stock's default."""
-    kind: Any = type(planner)
-    if (
-        isinstance(planner, DefaultSavePlanner)
-        and kind.resolve_data is DefaultSavePlanner.resolve_data
-        and kind.transform_object is DefaultSavePlanner.transform_object
-    ):
+    if _transforms_as_stock(planner):
         return planner.lookup_object(item.index)
     data = planner.resolve_data(item)
     if isinstance(data, io.BytesIO):

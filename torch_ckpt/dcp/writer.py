@@ -185,12 +185,15 @@ class HuggingFaceStorageWriter(StockWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into staging. The future holds one RankReport."""
         file_queue: queue.Queue[Any] = queue.Queue()
-        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        tensors: list[WriteItem] = []
+        objects: list[WriteItem] = []
+        byte_io = WriteItemType.BYTE_IO
+        for item in plan.items:
+            (objects if item.type is byte_io else tensors).append(item)
         mapping = self.fqn_to_index_mapping
         buckets = self._split_by_storage_plan(mapping, tensors) if tensors else {}
         for index, items in buckets.items():
             file_queue.put((index, str(index), items))
-        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         if objects:
             file_queue.put((None, "objects", objects))
         return self._write_data(planner, file_queue)
