@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
+#include <filesystem>
 #include <string>
 
 #include "os/fault.h"
@@ -19,14 +20,20 @@ using FaultTest = TemporaryDirectory;
 
 // What a child process that was started with these faults does: a fork is not
 // enough, since the variable is read once. Exits with the errno of the first
-// of three writes that fails, 0 when none does.
+// of three writes that fails, 0 when none does. Under an emulator, which cannot
+// start what it emulates, $TORCH_CKPT_TEST_RUNNER names the emulator.
 int RunChild(const std::string& faults, const std::string& directory) {
+  const std::string self = std::filesystem::read_symlink("/proc/self/exe");
+  const char* const runner = std::getenv("TORCH_CKPT_TEST_RUNNER");
   const pid_t child = fork();
   if (child == 0) {
     setenv("TORCH_CKPT_FAULTS", faults.c_str(), 1);
     setenv("TORCH_CKPT_TEST_DIRECTORY", directory.c_str(), 1);
-    execl("/proc/self/exe", "child", "--gtest_filter=FaultChild.Body",
-          "--gtest_brief=1", static_cast<char*>(nullptr));
+    const char* arguments[] = {runner, self.c_str(),
+                               "--gtest_filter=FaultChild.Body",
+                               "--gtest_brief=1", nullptr};
+    const char** const first = arguments + (runner == nullptr ? 1 : 0);
+    execvp(*first, const_cast<char**>(first));
     _exit(255);
   }
   int status = 0;
