@@ -16,24 +16,28 @@ constexpr std::chrono::minutes kPatience{10};
 
 void InputDigests::Add(int worker, uint32_t file, uint64_t offset,
                        const std::byte* data, uint64_t size) {
-  std::vector<Part>& parts = parts_[static_cast<size_t>(worker)];
   while (size > 0) {
     const uint64_t cut = RoundDown(offset, kSegmentBytes) + kSegmentBytes;
     const uint64_t length = std::min(size, cut - offset);
-    const uint32_t crc = Crc32c(0, data, length);
-    // Runs mostly continue where the last one ended.
-    if (!parts.empty() && parts.back().file == file &&
-        parts.back().offset + parts.back().size == offset &&
-        offset % kSegmentBytes != 0) {
-      Part& last = parts.back();
-      last.crc = Crc32cCombine(last.crc, crc, length);
-      last.size += length;
-    } else {
-      parts.push_back({file, crc, offset, length});
-    }
+    Add(worker, file, offset, Crc32c(0, data, length), length);
     data += length;
     offset += length;
     size -= length;
+  }
+}
+
+void InputDigests::Add(int worker, uint32_t file, uint64_t offset, uint32_t crc,
+                       uint64_t size) {
+  std::vector<Part>& parts = parts_[static_cast<size_t>(worker)];
+  // Runs mostly continue where the last one ended.
+  if (!parts.empty() && parts.back().file == file &&
+      parts.back().offset + parts.back().size == offset &&
+      offset % kSegmentBytes != 0) {
+    Part& last = parts.back();
+    last.crc = Crc32cCombine(last.crc, crc, size);
+    last.size += size;
+  } else {
+    parts.push_back({file, crc, offset, size});
   }
 }
 

@@ -19,6 +19,9 @@ class InputDigests {
   // calls with its own number, so no lock is taken.
   void Add(int worker, uint32_t file, uint64_t offset, const std::byte* data,
            uint64_t size);
+  // The same of bytes in one segment that are known by their CRC.
+  void Add(int worker, uint32_t file, uint64_t offset, uint32_t crc,
+           uint64_t size);
   // Bytes of [lo, hi) were used, but not in a form that Add can digest.
   void Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi);
   // Compares every segment that was touched. A segment whose parts do not

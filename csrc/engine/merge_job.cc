@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/checked.h"
 #include "engine/input_digests.h"
 #include "engine/open_files.h"
 #include "engine/stored_box.h"
 #include "plan/ranges.h"
 #include "plan/runs.h"
+#include "runtime/crc32c.h"
 
 namespace torch_ckpt {
 namespace {
@@ -16,6 +18,19 @@ struct SourceRun {
   uint32_t file;
   Run run;  // src: file offset; dst: offset in the output buffer
 };
+
+// A stretch of an output buffer that was digested while it was copied there.
+struct Stretch {
+  uint64_t dst, size;
+  uint32_t crc;
+};
+
+// Below this, combining two digests costs as much as making one of the bytes.
+constexpr uint64_t kMinStretch = uint64_t{64} << 10;
+
+uint64_t SegmentEnd(uint64_t offset) {
+  return RoundDown(offset, kSegmentBytes) + kSegmentBytes;
+}
 
 bool DenseSource(const Run& run) { return run.SrcSpan() == run.TotalBytes(); }
 
@@ -27,16 +42,19 @@ class Merger {
       : plan_(plan),
         files_(plan.checkpoint_),
         digests_(workers),
-        runs_(static_cast<size_t>(workers)) {}
+        works_(static_cast<size_t>(workers)) {}
 
-  Status Fill(size_t output, uint64_t offset, MutableByteSpan out,
-              MutableByteSpan scratch, int worker) {
+  Status Fill(size_t output, MutableByteSpan out, MutableByteSpan scratch,
+              int worker, SegmentDigester* digester) {
+    const uint64_t offset = digester->offset();
     const MergePlan::Layout& layout = plan_.layouts_[output];
     auto extent = std::upper_bound(
         layout.extents.begin(), layout.extents.end(), offset,
         [](uint64_t at, const MergePlan::Extent& e) { return at < e.end; });
-    std::vector<SourceRun>& runs = runs_[static_cast<size_t>(worker)];
+    Work& work = works_[static_cast<size_t>(worker)];
+    std::vector<SourceRun>& runs = work.runs;
     runs.clear();
+    work.digested.clear();
     const uint64_t end = offset + out.size();
     for (uint64_t at = offset; at < end; at = extent->end, ++extent) {
       const uint64_t from = at - extent->begin;
@@ -59,7 +77,9 @@ class Merger {
           break;
       }
     }
-    return Execute(out, scratch, worker);
+    TC_RETURN_IF_ERROR(Execute(offset, out, scratch, worker));
+    Digest(out, &work.digested, digester);
+    return {};
   }
 
   Status CheckInputs() {
@@ -68,6 +88,11 @@ class Merger {
   }
 
  private:
+  struct Work {  // of one worker
+    std::vector<SourceRun> runs;
+    std::vector<Stretch> digested;
+  };
+
   // Runs for bytes [from, to) of the tensor, in row-major order of the whole.
   Status PlanRange(uint32_t entry_id, uint64_t from, uint64_t to, uint64_t dst,
                    std::vector<SourceRun>* runs) {
@@ -140,9 +165,10 @@ class Merger {
   }
 
   // Reads file by file in ascending order; runs that stand one after another
-  // in a file are fetched together.
-  Status Execute(MutableByteSpan out, MutableByteSpan scratch, int worker) {
-    std::vector<SourceRun>& runs = runs_[static_cast<size_t>(worker)];
+  // in a file are fetched together. `offset` is that of `out` in its file.
+  Status Execute(uint64_t offset, MutableByteSpan out, MutableByteSpan scratch,
+                 int worker) {
+    std::vector<SourceRun>& runs = works_[static_cast<size_t>(worker)].runs;
     std::sort(
         runs.begin(), runs.end(), [](const SourceRun& a, const SourceRun& b) {
           return a.file != b.file ? a.file < b.file : a.run.src < b.run.src;
@@ -158,10 +184,62 @@ class Merger {
           ++last;
         }
       }
-      TC_RETURN_IF_ERROR(Fetch(&runs[i], last - i, hi, out, scratch, worker));
+      const SourceRun& first = runs[i];
+      TC_RETURN_IF_ERROR(
+          last - i == 1 && first.run.loops == 0 &&
+                  first.run.bytes >= kMinStretch
+              ? Stream(first, offset, out, scratch, worker)
+              : Fetch(&first, last - i, hi, out, scratch, worker));
       i = last;
     }
     return {};
+  }
+
+  // A run that stands in the output as in its file: one pass over memory copies
+  // it and digests it for both, in steps that lie in one segment of either.
+  Status Stream(const SourceRun& source_run, uint64_t offset,
+                MutableByteSpan out, MutableByteSpan scratch, int worker) {
+    const Run& run = source_run.run;
+    TC_ASSIGN_OR_RETURN(const auto source, files_.Get(source_run.file));
+    const uint64_t end = run.src + run.bytes;
+    const std::byte* rest = nullptr;  // from `rest_at` to the end of the run
+    uint64_t rest_at = 0;
+    for (uint64_t at = run.src; at < end;) {
+      const uint64_t dst = run.dst + (at - run.src);
+      const uint64_t size =
+          std::min({uint64_t{kDigestStep}, end - at, SegmentEnd(at) - at,
+                    SegmentEnd(offset + dst) - (offset + dst)});
+      const std::byte* bytes = scratch.data();
+      if (!rest) {
+        TC_ASSIGN_OR_RETURN(const uint64_t cached,
+                            source->ReadCached(scratch.first(size), at));
+        if (cached < size) {
+          // The page cache gave out: one large read for what is left.
+          TC_ASSIGN_OR_RETURN(rest, source->Read(at, end, scratch));
+          rest_at = at;
+        }
+      }
+      if (rest) bytes = rest + (at - rest_at);
+      const uint32_t crc = Crc32cCopy(0, out.data() + dst, bytes, size);
+      digests_.Add(worker, source_run.file, at, crc, size);
+      works_[static_cast<size_t>(worker)].digested.push_back({dst, size, crc});
+      at += size;
+    }
+    return {};
+  }
+
+  // Gives all of `out` to the digester; takes what was digested already.
+  static void Digest(MutableByteSpan out, std::vector<Stretch>* digested,
+                     SegmentDigester* digester) {
+    std::sort(digested->begin(), digested->end(),
+              [](const Stretch& a, const Stretch& b) { return a.dst < b.dst; });
+    uint64_t at = 0;
+    for (const Stretch& stretch : *digested) {
+      digester->Add(out.subspan(at, stretch.dst - at));
+      digester->Add(stretch.crc, stretch.size);
+      at = stretch.dst + stretch.size;
+    }
+    digester->Add(out.subspan(at));
   }
 
   Status Fetch(const SourceRun* group, size_t count, uint64_t hi,
@@ -210,7 +288,7 @@ class Merger {
   const MergePlan& plan_;
   OpenFiles files_;
   InputDigests digests_;
-  std::vector<std::vector<SourceRun>> runs_;
+  std::vector<Work> works_;
 };
 
 Result<std::vector<std::vector<uint32_t>>> RunMergeJob(const MergePlan& plan,
@@ -225,10 +303,7 @@ Result<std::vector<std::vector<uint32_t>>> RunMergeJob(const MergePlan& plan,
           staging, plan.outputs(), plan.options().output, existing, range, job,
           [&](size_t file, MutableByteSpan out, MutableByteSpan scratch,
               int worker, SegmentDigester* digester) {
-            Status status =
-                merger.Fill(file, digester->offset(), out, scratch, worker);
-            if (status.ok()) digester->Add(out);
-            return status;
+            return merger.Fill(file, out, scratch, worker, digester);
           }));
   TC_RETURN_IF_ERROR(merger.CheckInputs());
   return digests;

@@ -100,6 +100,12 @@ void SegmentDigester::Add(ByteSpan bytes) {
   });
 }
 
+void SegmentDigester::Add(uint32_t crc, size_t bytes) {
+  EachSegment(bytes, [&](uint32_t digest, size_t, size_t size) {
+    return Crc32cCombine(digest, crc, size);
+  });
+}
+
 void SegmentDigester::Copy(std::byte* to, ByteSpan bytes) {
   EachSegment(bytes.size(), [&](uint32_t digest, size_t at, size_t size) {
     return Crc32cCopy(digest, to + at, bytes.data() + at, size);

@@ -66,6 +66,9 @@ class SegmentDigester {
   uint64_t offset() const { return offset_; }  // of the next byte
   // Bytes that are where they belong.
   void Add(ByteSpan bytes);
+  // The next `bytes` bytes, which are where they belong and have `crc` by
+  // themselves. REQUIRES: they lie in one segment.
+  void Add(uint32_t crc, size_t bytes);
   // Copies the bytes to `to` on the way: one pass over memory.
   void Copy(std::byte* to, ByteSpan bytes);
 

@@ -1,5 +1,7 @@
 #include "format/short_header.h"
 
+#include <algorithm>
+
 #include "base/checked.h"
 #include "format/binary.h"
 #include "format/names.h"
@@ -9,6 +11,9 @@ namespace {
 
 constexpr std::string_view kMagic = "TCKPTHDR";
 constexpr uint64_t kVersion = 1;
+// Room made at once; more comes as tensors do, so that a count that lies costs
+// no memory.
+constexpr uint64_t kMaxReserved = uint64_t{1} << 16;
 
 Status Malformed(const char* what) {
   return Corrupt(std::string("the short header is damaged: ") + what);
@@ -102,6 +107,9 @@ Result<ShortHeader> DecodeShortHeader(ByteSpan bytes) {
   header.file_bytes = *file_bytes;
   out.file.sharding.file_id = std::move(*id);
   out.file.sharding.has_sharding_info = *sharded != 0;
+  const auto room = static_cast<size_t>(std::min(*count, kMaxReserved));
+  header.tensors.reserve(room);
+  out.file.sharding.entries.reserve(room);
   uint64_t end = 0;
   for (uint64_t i = 0; i < *count; ++i) {
     TC_RETURN_IF_ERROR(ReadTensor(&in, end, &out.file));

@@ -61,6 +61,18 @@ constexpr uint32_t Power(uint32_t base, uint64_t n) {
 constexpr uint32_t kX = kOne >> 1;
 constexpr uint32_t kX8 = kOne >> 8;
 
+// x^8 to the power of 1, 2, 4, ...: what `n` bytes more multiply a CRC by is
+// the product of those that the bits of n name.
+constexpr std::array<uint32_t, 64> kPowersOfX8 = [] {
+  std::array<uint32_t, 64> powers{};
+  uint32_t power = kX8;
+  for (uint32_t& entry : powers) {
+    entry = power;
+    power = Multiply(power, power);
+  }
+  return powers;
+}();
+
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
 // kSlices[k][b]: byte b followed by k zero bytes.
@@ -346,7 +358,10 @@ uint32_t Crc32cPortable(uint32_t crc, const void* data, size_t bytes) {
 }
 
 uint32_t Crc32cCombine(uint32_t a, uint32_t b, uint64_t b_bytes) {
-  return Multiply(Power(kX8, b_bytes), a) ^ b;
+  for (size_t i = 0; b_bytes != 0; ++i, b_bytes >>= 1) {
+    if ((b_bytes & 1) != 0) a = Multiply(kPowersOfX8[i], a);
+  }
+  return a ^ b;
 }
 
 std::optional<uint32_t> Crc32cBy(std::string_view implementation, uint32_t crc,

@@ -108,6 +108,25 @@ TEST_F(MergeJobTest, LargeTensorsByColumns) {
   }
 }
 
+// Long runs are digested once for both files, whose segments they cut at
+// different places; short ones lie between them.
+TEST_F(MergeJobTest, LargeTensorsByRows) {
+  const Array tall = MakeArray(Dtype::kF32, {2999, 1001}, 1);  // 12 MB
+  const Array half = MakeArray(Dtype::kBF16, {1001, 1501}, 2);
+  const Array tiny = MakeArray(Dtype::kU8, {5, 3}, 3);
+  const Array wide = MakeArray(Dtype::kU8, {300, 4001}, 4);
+  std::vector<Piece> pieces = GridPieces("b", tall, {3, 1});
+  for (Piece& p : GridPieces("a", tiny, {3, 1})) pieces.push_back(p);
+  for (Piece& p : GridPieces("c", half, {2, 1})) pieces.push_back(p);
+  for (Piece& p : GridPieces("d", wide, {1, 3})) pieces.push_back(p);
+  for (const int ranks : {0, 0, 3}) {  // cold, warm, by pieces
+    MergeSettings settings;
+    settings.ranks = ranks;
+    std::filesystem::remove_all(Path("out"));
+    Expect(pieces, settings);
+  }
+}
+
 // A source stride so long that one output piece spans more input than fits.
 TEST_F(MergeJobTest, StripesLongerThanTheScratch) {
   const Array tall = MakeArray(Dtype::kU8, {1 << 12, 1 << 12}, 1);  // 16 MiB
@@ -196,20 +215,22 @@ TEST_F(MergeJobTest, ForeignShardsMerge) {
 
 TEST_F(MergeJobTest, DamagedInputLeavesNoOutput) {
   const Array a = MakeArray(Dtype::kF32, {512, 600}, 1);
-  ASSERT_OK(SaveAll(Path("in"), GridPieces("a", a, {1, 3})).status());
   const std::string file = Path("in/") + ShardFileName(1, 1, 1);
-  const std::string good = ReadText(file);
-  for (const size_t at : {good.size() - 1, good.size() / 2, size_t{4096}}) {
-    std::string bad = good;
-    bad[at] = static_cast<char>(bad[at] ^ 4);
-    WriteText(file, bad);
-    for (const int ranks : {0, 2}) {
-      MergeSettings settings;
-      settings.ranks = ranks;
-      const Status status = Merge(Path("in"), Path("out"), settings).status();
-      EXPECT_EQ(status.kind(), ErrorKind::kCorrupt) << at;
-      EXPECT_NE(status.ToString().find("shard-00002"), std::string::npos);
-      EXPECT_EQ(Names(root()), std::vector<std::string>{"in"});
+  for (const Dims& parts : {Dims{1, 3}, Dims{3, 1}}) {
+    ASSERT_OK(SaveAll(Path("in"), GridPieces("a", a, parts)).status());
+    const std::string good = ReadText(file);
+    for (const size_t at : {good.size() - 1, good.size() / 2, size_t{4096}}) {
+      std::string bad = good;
+      bad[at] = static_cast<char>(bad[at] ^ 4);
+      WriteText(file, bad);
+      for (const int ranks : {0, 2}) {
+        MergeSettings settings;
+        settings.ranks = ranks;
+        const Status status = Merge(Path("in"), Path("out"), settings).status();
+        EXPECT_EQ(status.kind(), ErrorKind::kCorrupt) << at;
+        EXPECT_NE(status.ToString().find("shard-00002"), std::string::npos);
+        EXPECT_EQ(Names(root()), std::vector<std::string>{"in"});
+      }
     }
   }
 }
