@@ -124,7 +124,11 @@ def test_ext_uses_only_shims_of_the_floor() -> None:
 
 def test_the_list_of_shims_agrees_with_torchs_header() -> None:
     newer = functions_above(FLOOR, headers()["stable"])
-    assert newer, "the installed torch should be newer than the floor"
+    major, minor = torch.__version__.split(".")[:2]
+    if (int(major), int(minor)) > FLOOR:
+        assert newer, "a newer torch has newer shims, or the reader of gates is blind"
+    else:
+        assert newer == set()
     assert newer & SHIMS_2_10 == set()
     assert declared(headers()["stable"]) >= SHIMS_2_10
 
