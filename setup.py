@@ -28,6 +28,19 @@ def tool(name: str, package: str) -> str:
     return found
 
 
+def check_needs() -> None:
+    """Stops with one line of advice if there is no compiler or no torch to build against."""
+    if not ("CXX" in os.environ or any(map(shutil.which, ("c++", "g++", "clang++")))):
+        raise SystemExit(
+            "torch_ckpt needs a C++20 compiler (g++ >= 11) and found none. "
+            "Type: apt-get install g++ (or set CXX)"
+        )
+    headers = [sys.executable, str(ROOT / "cmake/find_headers.py"), "torch"]
+    found = subprocess.run(headers, capture_output=True, text=True)
+    if found.returncode != 0:
+        raise SystemExit(found.stderr.strip())
+
+
 class CleanBuildPy(build_py):
     """Starts from an empty folder: setuptools would ship modules that are gone."""
 
@@ -41,15 +54,7 @@ class CMakeBuild(build_ext):
     """Builds both shared libraries with one CMake run."""
 
     def run(self) -> None:
-        if not ("CXX" in os.environ or any(map(shutil.which, ("c++", "g++", "clang++")))):
-            raise SystemExit(
-                "torch_ckpt needs a C++20 compiler (g++ >= 11) and found none. "
-                "Type: apt-get install g++ (or set CXX)"
-            )
-        headers = [sys.executable, str(ROOT / "cmake/find_headers.py"), "torch"]
-        found = subprocess.run(headers, capture_output=True, text=True)
-        if found.returncode != 0:
-            raise SystemExit(found.stderr.strip())
+        check_needs()
         # setuptools makes editable builds in temporary folders; a fixed tree
         # keeps `cmake --build build/dev` incremental.
         editable = self.editable_mode
@@ -79,6 +84,11 @@ class CMakeBuild(build_ext):
 
 class PlatformWheel(bdist_wheel):
     """One wheel for every Python >= 3.10: tag py310-none-<platform>."""
+
+    def run(self) -> None:
+        # Here too, or the line would stand below those of every file that is copied.
+        check_needs()
+        super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py310", "none", super().get_tag()[2]

@@ -208,9 +208,10 @@ def test_a_torch_that_is_too_old_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1 and f"the one in {tmp_path} is too old" in done.stderr
 
 
-def test_a_missing_compiler_is_one_clear_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["build_ext -b {0} -t {0}", "bdist_wheel -b {0} -d {0}"])
+def test_a_missing_compiler_is_one_clear_line(tmp_path: Path, command: str) -> None:
     done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "-b", tmp_path, "-t", tmp_path],
+        [sys.executable, "setup.py", *command.format(tmp_path).split()],
         cwd=ROOT,
         env={"PATH": str(tmp_path)},
         capture_output=True,
@@ -219,3 +220,4 @@ def test_a_missing_compiler_is_one_clear_line(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("torch_ckpt needs a C++20 compiler")
+    assert "copying" not in done.stdout + done.stderr, "the line comes before all work"
