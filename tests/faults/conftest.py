@@ -15,6 +15,9 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 AT_A_TIME = 2
+# By how many calls two runs of one save may differ: a worker thread that finds work takes memory
+# of its own (mmap, three times madvise, munmap), and how many find any is a matter of luck.
+JITTER = 15
 # Every call instead of a sample: TORCH_CKPT_FULL=1 pytest tests/faults
 FULL = os.environ.get("TORCH_CKPT_FULL", "") not in ("", "0")
 
@@ -82,7 +85,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 class Scenario:
     """A save of state 2 over what was there before, repeatable from a template."""
 
-    full = FULL
+    full, jitter = FULL, JITTER
 
     def __init__(self, name: str, server: Server, root: pathlib.Path) -> None:
         self.name, self.server, self.root, self.count = name, server, root, 0
@@ -126,7 +129,7 @@ class Scenario:
         return bool(outcome["signal"])
 
     def calls(self) -> int:
-        """How many system calls the save makes (a few more or less each time)."""
+        """How many system calls the save makes, JITTER more or less."""
         known = self.server.calls
         if self.name not in known:
             low, high = 0, 128
@@ -140,9 +143,9 @@ class Scenario:
 
     def sample(self, whole: int) -> list[int]:
         """Which calls to hit: in a full run all and some more, else `whole` of them."""
-        last = self.calls()
+        last = self.calls() + JITTER  # never too few; a fault too late is no fault
         if FULL:
-            return list(range(1, last + 10))
+            return list(range(1, last + 1))
         return sorted({1 + i * (last - 1) // (whole - 1) for i in range(whole)})
 
     def check(self, paths: list[str]) -> list[dict[str, Any]]:
