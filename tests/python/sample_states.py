@@ -4,6 +4,7 @@ comparison bit for bit."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,21 @@ def save(state: dict[str, Any], writer: Any, **options: Any) -> None:
 
 
 def load(state: dict[str, Any], reader: Any, **options: Any) -> None:
-    dcp.load(state, storage_reader=reader, no_dist=True, **options)
+    """dcp.load. Where a torch says only that there is no metadata, the error ends with what our
+    reader has logged, so that tests can look for the reason in either."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch_ckpt.dcp.reader")
+    logger.addHandler(handler)
+    try:
+        dcp.load(state, storage_reader=reader, no_dist=True, **options)
+    except CheckpointException as error:
+        if not str(error).rstrip().endswith("metadata is None"):
+            raise
+        raise RuntimeError(f"{error}{logged}") from error
+    finally:
+        logger.removeHandler(handler)
 
 
 def load_ours(path: Path, state: dict[str, Any], **options: Any) -> dict[str, Any]:

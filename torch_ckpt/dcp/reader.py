@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as StockReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -21,6 +23,11 @@ from torch_ckpt.dcp.stock_planner import check_read_boxes
 from torch_ckpt.errors import CheckpointError, with_rank
 from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import MIN_WORKERS
+
+logger = logging.getLogger(__name__)
+
+# The dcp.load of torch 2.10 says only "metadata is None" where that of 2.13 gives the reason too.
+_DCP_TELLS_WHY = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 class HuggingFaceStorageReader(StockReader):
@@ -95,9 +102,9 @@ class HuggingFaceStorageReader(StockReader):
 
         Presents each tensor as one chunk, since the engine resolves the stored boxes; to a subclass
         with its own `_process_read_request` as the stored chunks. Raises IncompleteError,
-        CorruptError, ConflictError or OSError for a directory that cannot be loaded whole. Logs a
-        warning for shapes that no file says, and for dtypes that this torch does not have: such
-        tensors are left out.
+        CorruptError, ConflictError or OSError for a directory that cannot be loaded whole, and logs
+        the error too where DCP drops it. Logs a warning for shapes that no file says, and for
+        dtypes that this torch does not have: such tensors are left out.
         """
         self._described, self.metadata_error = None, None
         try:
@@ -113,6 +120,8 @@ class HuggingFaceStorageReader(StockReader):
             return metadata
         except (CheckpointError, OSError) as error:
             self.metadata_error = error
+            if not _DCP_TELLS_WHY:
+                logger.error("%s", error)
             raise
 
     def _take_structure(self, metadata: Metadata) -> None:
