@@ -275,6 +275,19 @@ def test_progress_is_drawn_on_a_terminal_only(path: Path, bars: str) -> None:
     assert ("verifying" in drawn) == (bars != "none")
 
 
+def test_what_torch_prints_on_stdout_is_no_part_of_the_report(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = sys.modules["torch_ckpt.cli.consolidate"]  # in the package the name is the command's
+    monkeypatch.setattr(command, "world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda _: os.write(1, b"Gloo\n"))
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
+    monkeypatch.setattr("torch_ckpt.consolidate.merge_on_every_rank", lambda *_: {"files": 1})
+    assert command._merge({}, None) == {"files": 1}
+    os.write(1, b"report\n")
+    assert capfd.readouterr() == ("report\n", "Gloo\n")
+
+
 def test_under_torchrun_all_ranks_merge(path: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     launch = [

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +79,25 @@ def _merge(request: dict[str, Any], progress: Progress | None) -> dict[str, Any]
 
     from torch_ckpt.consolidate import merge_on_every_rank
 
-    dist.init_process_group("gloo")
+    with _stdout_to_stderr():
+        dist.init_process_group("gloo")
+        try:
+            return merge_on_every_rank(request, None, progress)
+        finally:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Keeps stdout for the report: the Gloo of torch 2.10 prints there when ranks meet."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
     try:
-        return merge_on_every_rank(request, None, progress)
+        yield
     finally:
-        dist.destroy_process_group()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _load_json(path: str) -> Any:
