@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import pathlib
@@ -90,6 +91,7 @@ class Scenario:
     def __init__(self, name: str, server: Server, root: pathlib.Path) -> None:
         self.name, self.server, self.root, self.count = name, server, root, 0
         self.numbers = [2] if name == "fresh" else [1, 2]
+        self.outcomes: collections.Counter[str] = collections.Counter()
         self.template = root / "template"
         self.source = root / "source"
         if name == "overwrite":
@@ -100,9 +102,10 @@ class Scenario:
             server.call("consolidate", source=str(old), path=str(self.template))
             server.call("save", path=str(self.source), number=2)
 
-    def start(self, faults: str, label: str) -> tuple[str, int]:
+    def start(self, faults: str) -> tuple[str, int]:
         """Start it under `faults`: the target directory and the child."""
-        path = self.root / "runs" / label / "c"
+        self.count += 1
+        path = self.root / "runs" / str(self.count) / "c"
         path.parent.mkdir(parents=True)
         if self.template.exists():
             shutil.copytree(self.template, path)
@@ -116,17 +119,21 @@ class Scenario:
         """Run it under each of `faults`, a few at a time: faults, target and outcome."""
         waiting: list[tuple[str, str, int]] = []
         for fault in faults:
-            self.count += 1
-            waiting.append((fault, *self.start(fault, str(self.count))))
+            waiting.append((fault, *self.start(fault)))
             if len(waiting) == AT_A_TIME:
-                fault, path, child = waiting.pop(0)
-                yield fault, path, self.server.wait(child)
-        for fault, path, child in waiting:
-            yield fault, path, self.server.wait(child)
+                yield self._ended(*waiting.pop(0))
+        for started in waiting:
+            yield self._ended(*started)
+
+    def _ended(self, fault: str, path: str, child: int) -> tuple[str, str, dict[str, Any]]:
+        outcome = self.server.wait(child)
+        kind = "killed" if outcome["signal"] else "succeeded" if "ok" in outcome else "failed"
+        self.outcomes[kind] += 1
+        return fault, path, outcome
 
     def _killed_at(self, nth: int) -> bool:
-        ((_, _, outcome),) = self.run([f"*:{nth}:kill"])
-        return bool(outcome["signal"])
+        _, child = self.start(f"*:{nth}:kill")
+        return bool(self.server.wait(child)["signal"])
 
     def calls(self) -> int:
         """How many system calls the save makes, JITTER more or less."""
@@ -162,5 +169,17 @@ class Scenario:
 
 
 @pytest.fixture
-def make_scenario(server: Server, tmp_path: pathlib.Path) -> Any:
-    return lambda name: Scenario(name, server, tmp_path)
+def make_scenario(
+    server: Server, tmp_path: pathlib.Path, request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    made: list[Scenario] = []
+
+    def make(name: str) -> Scenario:
+        made.append(Scenario(name, server, tmp_path))
+        return made[-1]
+
+    yield make
+    # For ./dev campaign.
+    outcomes = sum((scenario.outcomes for scenario in made), collections.Counter())
+    said = ", ".join(f"{count} {kind}" for kind, count in sorted(outcomes.items()))
+    print(f"tried: {outcomes.total()} faults in {request.node.name}: {said}")
