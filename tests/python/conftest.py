@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from torch.distributed.checkpoint.planner import SavePlanner
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +14,11 @@ def seeded() -> None:
     """The same random numbers in every run and in every order of tests."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_plans_of_earlier_tests() -> None:
+    """DCP keeps cached plans on the class, for as long as the process lives."""
+    for name, value in vars(SavePlanner).items():
+        if name.startswith("_cached_"):
+            value.clear()

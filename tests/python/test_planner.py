@@ -1,22 +1,17 @@
-"""SavePlanner and LoadPlanner: boxes of DTensors, keys and containers, values of single ranks."""
+"""SavePlanner and LoadPlanner: boxes of DTensors, plans of several ranks, hooks, errors."""
 
 from __future__ import annotations
 
-import io
 import logging
 import pickle
-import re
-from collections import Counter, OrderedDict, defaultdict
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from planner_storage import Storage, as_rank, dtensor, same, world_of
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
-    _EmptyStateDictLoadPlanner,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
@@ -29,135 +24,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torch_ckpt.dcp.flatten import (
-    STRUCTURE_FQN,
-    Flat,
-    check_structure,
-    describe_structure,
-    merge_structures,
-    rebuild,
-)
 from torch_ckpt.dcp.planner import LoadPlanner, PerRank, SavePlanner
 from torch_ckpt.errors import (
-    CorruptError,
     IncompleteError,
-    InvalidArgumentError,
     UnsupportedError,
 )
-
-
-@pytest.fixture(autouse=True)
-def no_plans_of_earlier_tests():
-    for name in vars(dcp.SavePlanner):
-        if name.startswith("_cached_"):
-            getattr(dcp.SavePlanner, name).clear()
-
-
-class as_rank:
-    """A process group of `world` ranks in which this process is `rank` and nobody else exists."""
-
-    def __init__(self, rank, world):
-        self.arguments = {"rank": rank, "world_size": world}
-
-    def __enter__(self):
-        dist.init_process_group("fake", store=FakeStore(), **self.arguments)
-
-    def __exit__(self, *_):
-        dist.destroy_process_group()
-
-
-def world_of(mesh):
-    return torch.Size(mesh).numel()
-
-
-def dtensor(full, mesh_shape, placements):
-    """The DTensor of `full` on this rank, its local part cut by torch's own placements."""
-    mesh = init_device_mesh("cpu", tuple(mesh_shape))
-    local = full
-    for dim, (placement, place) in enumerate(zip(placements, mesh.get_coordinate(), strict=True)):
-        if not isinstance(placement, Replicate):
-            parts, _ = placement._split_tensor(local, mesh_shape[dim], with_padding=False)
-            local = parts[place]
-    return DTensor.from_local(
-        local.contiguous(),
-        mesh,
-        placements,
-        run_check=False,
-        shape=full.shape,
-        stride=full.stride(),
-    )
-
-
-class Storage:
-    """What a storage writer and reader do, in memory."""
-
-    def __init__(self):
-        self.data = {}
-        self.metadata = None
-
-    def save(self, states, make=SavePlanner, **kwargs):
-        """Save states[r], a function of no arguments, as rank r of len(states)."""
-        planners, plans = [], []
-        for rank, state in enumerate(states):
-            with as_rank(rank, len(states)):
-                planner = make(**kwargs)
-                planner._cached_plans_key = f"rank {rank}"  # one process plays all ranks
-                planner.set_up_planner(state(), None, rank == 0)
-                plans.append(planner.create_local_plan())
-                planners.append(planner)
-        plans = pickle.loads(pickle.dumps(plans))
-        plans, self.metadata = planners[0].create_global_plan(plans)
-        self.plans = []
-        for planner, plan in zip(planners, plans, strict=True):
-            plan = planner.finish_plan(pickle.loads(pickle.dumps(plan)))
-            self.plans.append(plan)
-            for item in plan.items:
-                if item.type == WriteItemType.BYTE_IO:
-                    self.data[item.index] = planner.resolve_data(item).getvalue()
-                else:
-                    data = planner.resolve_data(item)
-                    assert data.shape == item.tensor_data.chunk.sizes
-                    self.data[item.index] = data.detach().clone()
-        self.metadata = pickle.loads(pickle.dumps(self.metadata))
-        return self
-
-    def load(self, state, make=LoadPlanner, rank=0, world=1, **kwargs):
-        """Fill the state that the function `state` makes as `rank` of `world`; return it."""
-        with as_rank(rank, world):
-            target = state()
-            planner = make(**kwargs)
-            planner.set_up_planner(target, self.metadata, rank == 0)
-            plan = planner.create_global_plan([planner.create_local_plan()])[0]
-            for item in planner.finish_plan(plan).items:
-                stored = self.data[item.storage_index]
-                if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, io.BytesIO(stored))
-                    continue
-                part = stored
-                for dim, (start, size) in enumerate(
-                    zip(item.storage_offsets, item.lengths, strict=True)
-                ):
-                    part = part.narrow(dim, start, size)
-                tensor = planner.resolve_tensor(item).detach()
-                assert tensor.shape == part.shape
-                tensor.copy_(part)
-                planner.commit_tensor(item, tensor)
-        return target
-
-    def whole(self, fqn):
-        """The tensor `fqn`, put together from its chunks; every element must come exactly once."""
-        entry = self.metadata.state_dict_metadata[fqn]
-        full = torch.zeros(entry.size, dtype=entry.properties.dtype)
-        count = torch.zeros(entry.size)
-        for chunk in entry.chunks:
-            where = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-            full[where] = self.data[MetadataIndex(fqn, chunk.offsets)]
-            count[where] += 1
-        assert torch.equal(count, torch.ones(entry.size))
-        return full
-
 
 LAYOUTS = {
     "shard": ((2,), [Shard(0)]),
@@ -240,204 +112,6 @@ def test_ranks_outside_a_mesh_take_part_without_items():
     storage = Storage().save([state] * 3)
     assert [len(plan.items) for plan in storage.plans] == [1, 1, 0]
     assert storage.whole("w").tolist() == [0, 0, 1, 1]
-
-
-def nested():
-    return {
-        "model": OrderedDict(w=torch.arange(4.0), b=torch.tensor(2)),
-        "optim": {
-            "state": {0: {"step": 3, "m": torch.ones(2)}, 10: {"step": 4, "m": torch.zeros(2)}}
-        },
-        "list": [torch.ones(1), {"x": 1}, [5, 6], {}],
-        "empty": {},
-        "gone": [],
-        "pair": (1, torch.ones(1)),
-        "none": None,
-        "count": Counter(a=1),
-        "by_type": defaultdict(list, {1.5: "a", (1, 2): torch.ones(3)}),
-        "dots.in": {"a.b": 1},
-    }
-
-
-def blank():
-    def wipe(value):
-        if isinstance(value, torch.Tensor):
-            return torch.full_like(value, 77)
-        if isinstance(value, defaultdict):
-            return defaultdict(value.default_factory, {k: wipe(v) for k, v in value.items()})
-        if isinstance(value, dict):
-            return type(value)({k: wipe(v) for k, v in value.items()})
-        if isinstance(value, list):
-            return [wipe(v) for v in value] if value else [1]
-        return "old"
-
-    return wipe(nested())
-
-
-def same(a, b):
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(map(repr, a)) == list(map(repr, b)) and all(map(same, a.values(), b.values()))
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, PerRank):
-        return same(a.value, b.value)
-    return a == b
-
-
-def test_nested_state_comes_back_in_place():
-    storage = Storage().save([nested])
-    assert same(storage.load(blank), nested())
-
-
-def test_stock_puts_integer_keys_elsewhere():
-    storage = Storage().save([lambda: {"a": {1: "new"}}], make=DefaultSavePlanner)
-    assert storage.load(lambda: {"a": {1: "old"}}, make=DefaultLoadPlanner)["a"][1] == "old"
-    assert storage.load(lambda: {"a": {1: "old"}})["a"] == {1: "new"}
-
-
-def test_rebuild_into_an_empty_target():
-    storage = Storage().save([nested])
-    assert same(storage.load(dict, rebuild=True), nested())
-    assert list(storage.load(dict, rebuild=True)) == list(nested())
-    assert storage.load(dict) == {}
-    plain = Storage().save([lambda: {"a": {"b": torch.ones(2)}, "c": [torch.ones(1)]}])
-    assert STRUCTURE_FQN not in plain.metadata.planner_data
-    assert same(plain.load(dict, rebuild=True), {"a": {"b": torch.ones(2)}, "c": [torch.ones(1)]})
-    stock = Storage().save([nested], make=DefaultSavePlanner)
-    assert torch.equal(stock.load(dict, rebuild=True)["model"]["w"], torch.arange(4.0))
-
-
-def test_empty_container_takes_the_place_of_a_leaf():
-    storage = Storage().save([lambda: {"a": {}, "b": defaultdict(int), "c": 1}])
-    loaded = storage.load(lambda: {"a": None, "b": None, "c": None})
-    assert same(loaded, {"a": {}, "b": defaultdict(int), "c": 1})
-
-
-def test_names_are_those_of_stock_and_stock_loads_them():
-    storage = Storage().save([nested])
-    assert list(storage.metadata.state_dict_metadata) == list(flatten_state_dict(nested())[0])
-    target = storage.load(blank, make=DefaultLoadPlanner)
-    assert torch.equal(target["model"]["w"], torch.arange(4.0)) and target["pair"][0] == 1
-    everything = storage.load(dict, make=_EmptyStateDictLoadPlanner)
-    assert torch.equal(everything["model"]["w"], torch.arange(4.0))
-    assert STRUCTURE_FQN not in everything and "torch_ckpt" not in everything
-
-
-def test_structure_only_where_the_names_do_not_say_it():
-    assert not Flat({"a": {"b": 1}, "c": [torch.ones(1)], "d": ()}, 0, 1).structured
-    for state in ({1: 2}, {"a": {}}, OrderedDict(a=1), {"a": PerRank(1)}, {"a": [{}]}):
-        assert Flat(state, 0, 1).structured, state
-    planner = SavePlanner(keep_structure=False)
-    planner.set_up_planner({1: 2}, None, True)
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    assert len(plans[0].items) == 1 and STRUCTURE_FQN not in metadata.planner_data
-
-
-def test_structures_of_ranks_are_united():
-    stages = [
-        lambda: {"layers": {0: torch.ones(1)}, "shared": {}},
-        lambda: {"layers": {1: torch.ones(2)}, "shared": {}, "last": OrderedDict(x=1)},
-    ]
-    storage = Storage().save(stages)
-    expected = {
-        "layers": {0: torch.ones(1), 1: torch.ones(2)},
-        "shared": {},
-        "last": OrderedDict(x=1),
-    }
-    loaded = storage.load(dict, rebuild=True)
-    assert same(loaded["layers"], expected["layers"]) and same(loaded["last"], expected["last"])
-    assert loaded["shared"] == {}
-
-
-def test_structure_round_trip_without_planners():
-    for state in (nested(), {1: {}, "a": [[{}]]}, {(): 1, None: {b"x": {True: {}}}}):
-        flat = Flat(state, 0, 1)
-        structure = merge_structures([None, describe_structure(state), describe_structure(state)])
-        assert same(rebuild(flat.values, flat.paths, check_structure(structure)), state)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"version": 2, "containers": [], "per_rank": []},
-        {"version": 1, "containers": []},
-        {"version": 1, "containers": [[["a"], "dict"]], "per_rank": []},
-        {"version": 1, "containers": [["a", "dict", []]], "per_rank": []},
-        {"version": 1, "containers": [[["a"], "list", []]], "per_rank": []},
-        {"version": 1, "containers": [[["a"], "dict", 3]], "per_rank": []},
-        {"version": 1, "containers": 5, "per_rank": []},
-        {"version": 1, "containers": [], "per_rank": [[[]]]},
-    ],
-    ids=range(8),
-)
-def test_malformed_structure_is_corrupt(value):
-    with pytest.raises(CorruptError, match=STRUCTURE_FQN):
-        check_structure(value)
-
-
-@pytest.mark.parametrize(
-    "state, both",
-    [
-        ({"a.b": 1, "a": {"b": 2}}, (r"\['a.b'\]", r"\['a'\]\['b'\]")),
-        ({"a": {1: 1, "1": 2}}, (r"\['a'\]\['1'\]", r"\['a'\]\['1'\]")),
-        ({"a": [torch.ones(1)], "a.0": 2}, (r"\['a'\]\[0\]", r"\['a.0'\]")),
-        ({"a": PerRank(1), "a.__rank_0_of_1__": 2}, (r"\['a'\]", "__rank_0_of_1__")),
-    ],
-    ids=range(4),
-)
-def test_two_leaves_of_one_name_are_refused_with_both_paths(state, both):
-    with pytest.raises(InvalidArgumentError, match="^a.*two leaves") as caught:
-        SavePlanner().set_up_planner(state, None, True)
-    for path in both:
-        assert re.search(path, str(caught.value))
-
-
-def test_reserved_name_is_refused():
-    with pytest.raises(InvalidArgumentError, match="reserved"):
-        SavePlanner().set_up_planner({"torch_ckpt": {"structure": 1}}, None, True)
-    with pytest.raises(InvalidArgumentError, match="same text"):
-        SavePlanner().set_up_planner({"a": {1: {}, "1": {}}}, None, True)
-
-
-def per_rank_state():
-    rank = dist.get_rank()
-    return {"rng": PerRank({"seed": rank}), "t": PerRank(torch.full((rank + 1,), rank)), "x": 1}
-
-
-def test_per_rank_values_come_back_to_their_rank():
-    storage = Storage().save([per_rank_state] * 3)
-    assert "rng.__rank_2_of_3__" in storage.metadata.state_dict_metadata
-    for rank in range(3):
-        loaded = storage.load(
-            lambda r=rank: {"rng": PerRank(), "t": PerRank(torch.zeros(r + 1, dtype=torch.long))},
-            rank=rank,
-            world=3,
-        )
-        assert loaded["rng"].value == {"seed": rank}
-        assert loaded["t"].value.tolist() == [rank] * (rank + 1)
-        rebuilt = storage.load(dict, rank=rank, world=3, rebuild=True)
-        assert rebuilt["rng"].value == {"seed": rank} and rebuilt["x"] == 1
-        assert rebuilt["t"].value.tolist() == [rank] * (rank + 1)
-
-
-def test_per_rank_values_need_as_many_ranks():
-    storage = Storage().save([per_rank_state] * 3)
-    for partial in (False, True):
-        with pytest.raises(InvalidArgumentError, match=r"^rng: .*by 3 ranks.*by 2;"):
-            storage.load(lambda: {"rng": PerRank()}, world=2, allow_partial_load=partial)
-    with pytest.raises(IncompleteError, match="rng.*saved as PerRank"):
-        storage.load(lambda: {"rng": None})
-    with pytest.raises(IncompleteError, match="x.*not as PerRank"):
-        storage.load(lambda: {"x": PerRank()})
-    with pytest.raises(InvalidArgumentError, match="^a: a PerRank cannot"):
-        SavePlanner().set_up_planner({"a": PerRank(PerRank())}, None, True)
-    planner = SavePlanner(rank=1, world_size=2)
-    planner.set_up_planner({"a": PerRank(5)}, None, True)
-    assert planner.state_dict == {"a.__rank_1_of_2__": 5}
 
 
 def test_missing_key_is_an_error_unless_partial():
@@ -618,20 +292,6 @@ def test_hooks_of_subclasses_are_called():
     assert storage.data[MetadataIndex("a", [0])].dtype is torch.float16
     storage.load(lambda: {"a": torch.zeros(2)}, make=Double)
     assert seen == ["a"]
-
-
-def test_through_stock_file_storage(tmp_path):
-    dcp.save(
-        nested(), storage_writer=dcp.FileSystemWriter(tmp_path), planner=SavePlanner(), no_dist=True
-    )
-    target = blank()
-    dcp.load(
-        target, storage_reader=dcp.FileSystemReader(tmp_path), planner=LoadPlanner(), no_dist=True
-    )
-    assert same(target, nested())
-    planner = LoadPlanner(rebuild=True)
-    dcp.load({}, storage_reader=dcp.FileSystemReader(tmp_path), planner=planner, no_dist=True)
-    assert same(planner.original_state_dict, nested())
 
 
 def test_objects_can_be_given_without_pickle():

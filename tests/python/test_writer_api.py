@@ -1,26 +1,19 @@
-"""The writer as DCP and its users see it: signatures, attributes, hooks, pickling, async saves."""
+"""The writer as DCP and its users see it: signatures, attributes, hooks, pickling, options."""
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
-import enum
 import inspect
 import io
 import os
 import pickle
-from collections import Counter, OrderedDict, defaultdict, namedtuple
-from concurrent.futures import Future as ConcurrentFuture
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from sample_states import FAILED, assert_same, blank, load, load_ours, sample, save
+from sample_states import FAILED, assert_same, blank, load, load_ours, save
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files as stock_consolidate,
 )
@@ -29,11 +22,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
 )
 from torch.distributed.checkpoint.staging import (
     AsyncStager,
-    BlockingAsyncStager,
-    DefaultStager,
-    StagingOptions,
 )
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -293,238 +282,6 @@ def test_system_errors_keep_errno_and_file(tmp_path: Path) -> None:
     assert caught.value.errno in (17, 20) and "file" in str(caught.value)
     with pytest.raises((OSError, torch_ckpt.CheckpointError), match="nowhere"):
         torch_ckpt.load(blank(STATE), checkpoint_id=tmp_path / "nowhere")
-
-
-# Asynchronous saves.
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Any:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-STAGERS: dict[str, Any] = {
-    "the writer": lambda: None,
-    "blocking": BlockingAsyncStager,
-    "blocking, cached": lambda: BlockingAsyncStager(cache_staged_state_dict=False, type_check=True),
-    "default": lambda: DefaultStager(StagingOptions(False, False, False, False)),
-    "default, shared": lambda: DefaultStager(StagingOptions(False, True, False, False)),
-    "default, in a thread": lambda: DefaultStager(StagingOptions(False, False, True, False)),
-}
-
-
-def upload(handle: Any) -> Any:
-    return handle if isinstance(handle, ConcurrentFuture) else handle.upload_completion
-
-
-@pytest.mark.parametrize("stager", STAGERS)
-def test_async_save_in_threads(tmp_path: Path, group: Any, stager: str) -> None:
-    made = STAGERS[stager]()
-    writer = HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True)
-    for number in range(3):
-        state = {
-            "w": torch.full((100, 7), float(number)),
-            "t": torch.randn(5, 6).t(),
-            "nested": {"n": number, "s": torch.tensor(number)},
-        }
-        wanted = {**state, "w": state["w"].clone(), "nested": {**state["nested"]}}
-        handle = dcp.async_save(state, storage_writer=writer, async_stager=made)
-        if not isinstance(handle, ConcurrentFuture):
-            handle.staging_completion.result()
-        state["w"].fill_(-1)  # the trainer goes on
-        upload(handle).result()
-        assert_same(load_ours(tmp_path / "c", wanted), wanted)
-    if made is not None:
-        made.close()
-
-
-@pytest.mark.parametrize("call", [dcp.async_save, torch_ckpt.async_save], ids=["stock", "ours"])
-def test_async_save_reports_its_failure(tmp_path: Path, group: Any, call: Any) -> None:
-    (tmp_path / "file").write_text("")
-    writer = HuggingFaceStorageWriter(tmp_path / "file" / "below")
-    future = call(dict(STATE), storage_writer=writer)
-    with pytest.raises(FAILED, match="file"):
-        future.result()
-    future = call(dict(STATE), storage_writer=writer, checkpoint_id=str(tmp_path / "good"))
-    future.result()
-    assert_same(load_ours(tmp_path / "good", STATE), STATE)
-
-
-PROCESS_SAVE = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, torch_ckpt
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-def main():
-    path = sys.argv[1]
-    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    writer = torch_ckpt.HuggingFaceStorageWriter(path, save_distributed=True)
-    kinds = [
-        (dcp.async_save, None, None),
-        (dcp.async_save, DefaultStager(StagingOptions(False, True, False, False)), None),
-        (torch_ckpt.async_save, None, torch_ckpt.SavePlanner()),
-    ]
-    for number, (call, stager, planner) in enumerate(kinds):
-        state = {"w": torch.full((1000,), float(number)), "n": number}
-        handle = call(
-            state, storage_writer=writer, async_stager=stager, planner=planner,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        )
-        future = getattr(handle, "upload_completion", handle)
-        state["w"].fill_(-1)
-        future.result(timeout=100)
-        target = {"w": torch.zeros(1000), "n": -1}
-        dcp.load(target, storage_reader=torch_ckpt.HuggingFaceStorageReader(path))
-        assert target["n"] == number and (target["w"] == number).all(), target
-    bad = torch_ckpt.HuggingFaceStorageWriter(__file__ + "/below")
-    try:
-        call(state, storage_writer=bad, async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
-        raise SystemExit("a save into a file did not fail")
-    except Exception as error:
-        assert "rank 0" in str(error) and __file__ in str(error), error
-    call(state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
-    print("all well")
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-def test_async_save_in_a_process(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    # With the spawn method the child imports the main module again, so it must be a file.
-    program = tmp_path / "program.py"
-    program.write_text(PROCESS_SAVE)
-    package = str(Path(torch_ckpt.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(program), str(tmp_path / "c")],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"},
-    )
-    assert "all well" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
-    assert AsyncCheckpointerType.PROCESS.value == "process"
-
-
-# Objects of every type of the issue, through stock's planner and ours.
-
-Point = namedtuple("Point", "x y")
-
-
-class Colour(enum.Enum):
-    RED = 1
-
-
-OBJECTS: dict[str, Any] = {
-    "none": None,
-    "bools": [True, False],
-    "ints": [0, -1, 2**63, -(2**200)],
-    "floats": [0.1, -0.0, 1e308, 5e-324, float("inf"), float("-inf")],
-    "complex": 1.5 - 2.5j,
-    "strings": ["", "héé", '\x00\n"', "\ud800", "𝄞"],
-    "bytes": b"\x00\xff" * 10,
-    "many bytes": bytes(range(256)) * 5000,
-    "bytearray": bytearray(b"abc"),
-    "nested": [[1, [2, (3, None)]], []],
-    "tuple": (1, "a", (2.0,)),
-    "named tuple": Point(1, (2, 3)),
-    "range": range(0, 10, 3),
-    "slice": slice(1, None, 2),
-    "sets": [{1, 2}, frozenset({"a"}), set()],
-    "size": torch.Size([1, 2]),
-    "dtype": torch.bfloat16,
-    "device": torch.device("cuda", 1),
-    "enum": Colour.RED,
-    "datetime": datetime.datetime(2024, 2, 29, 1, 2, 3, 4, tzinfo=datetime.timezone.utc),
-    "date": datetime.date(2024, 2, 29),
-    "delta": datetime.timedelta(days=1, microseconds=7),
-    "numpy scalar": numpy.float32(1.5),
-    "numpy int": numpy.int64(-3),
-}
-
-
-def same_object(got: Any, wanted: Any) -> None:
-    assert type(got) is type(wanted)
-    if isinstance(wanted, io.BytesIO):
-        assert got.getvalue() == wanted.getvalue()
-    elif isinstance(wanted, numpy.ndarray):
-        assert got.dtype == wanted.dtype and got.tobytes() == wanted.tobytes()
-        assert got.shape == wanted.shape
-    elif isinstance(wanted, (tuple, list)):
-        assert len(got) == len(wanted)
-        for a, b in zip(got, wanted, strict=True):
-            same_object(a, b)
-    elif isinstance(wanted, torch.Tensor):
-        assert torch.equal(got, wanted) and got.dtype == wanted.dtype
-    elif isinstance(wanted, float):
-        assert repr(got) == repr(wanted)
-    else:
-        assert got == wanted
-
-
-@pytest.mark.parametrize("planner", ["stock", "ours"])
-def test_objects_of_every_type(tmp_path: Path, planner: str) -> None:
-    state = {
-        **OBJECTS,
-        "nan": float("nan"),
-        "bytes io": io.BytesIO(b"content"),
-        "array": numpy.arange(6, dtype=numpy.uint16).reshape(2, 3),
-        "bool array": numpy.array([True, False]),
-        "tensors in a tuple": (torch.arange(3), (sample(torch.bfloat16, 2, 2), 5)),
-    }
-    makes = {"stock": (None, None), "ours": (torch_ckpt.SavePlanner(), torch_ckpt.LoadPlanner())}
-    save_planner, load_planner = makes[planner]
-    save(
-        state, HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True), planner=save_planner
-    )
-    target = dict.fromkeys(state)
-    load(target, HuggingFaceStorageReader(tmp_path / "c"), planner=load_planner)
-    for name, value in state.items():
-        same_object(target[name], value)
-
-
-def test_containers_with_our_planners(tmp_path: Path) -> None:
-    """What stock's flattening destroys is kept by ours (DESIGN 7)."""
-    state = {
-        "int keys": {1: "a", (2, 3): {"b": 1}},
-        "empty": {},
-        "ordered": OrderedDict(b=1, a=torch.ones(2)),
-        "counter": Counter("aab"),
-        "default": defaultdict(int, x=1),
-    }
-    torch_ckpt.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
-    target: dict[str, Any] = {}
-    planner = torch_ckpt.LoadPlanner(rebuild=True)
-    torch_ckpt.load(target, checkpoint_id=tmp_path / "c", planner=planner, no_dist=True)
-    assert torch.equal(target["ordered"].pop("a"), torch.ones(2))
-    assert list(target["ordered"]) == ["b"] and type(target["ordered"]) is OrderedDict
-    assert target["int keys"] == state["int keys"] and target["empty"] == {}
-    assert target["counter"] == state["counter"] and type(target["counter"]) is Counter
-    assert target["default"]["missing"] == 0
-
-
-@dataclasses.dataclass
-class Config:
-    value: int = 1
-
-
-def test_an_object_that_cannot_be_said_is_refused_with_its_path(tmp_path: Path) -> None:
-    state = {"w": torch.ones(1), "deep": {"config": [1, {"a": Config()}]}}
-    with pytest.raises(FAILED, match="deep.config"):
-        save(state, HuggingFaceStorageWriter(tmp_path / "c"))
-    save(state, HuggingFaceStorageWriter(tmp_path / "c", allow_pickle=True))
-    target = {"w": torch.zeros(1), "deep": {"config": [0, {"a": None}]}}
-    with pytest.raises(FAILED, match="pickle"):
-        load(target, HuggingFaceStorageReader(tmp_path / "c"))
-    load(target, HuggingFaceStorageReader(tmp_path / "c", allow_pickle=True))
-    assert target["deep"]["config"][1]["a"] == Config()
 
 
 REFUSED = {
