@@ -103,7 +103,7 @@ def save(state: dict[str, Any], writer: Any, **options: Any) -> None:
     dcp.save(state, storage_writer=writer, no_dist=True, **options)
 
 
-def load(state: dict[str, Any], reader: Any, **options: Any) -> None:
+def load(state: dict[str, Any], reader: Any, *, no_dist: bool = True, **options: Any) -> None:
     """dcp.load. Where a torch says only that there is no metadata, the error ends with what our
     reader has logged, so that tests can look for the reason in either."""
     logged: list[str] = []
@@ -112,7 +112,7 @@ def load(state: dict[str, Any], reader: Any, **options: Any) -> None:
     logger = logging.getLogger("torch_ckpt.dcp.reader")
     logger.addHandler(handler)
     try:
-        dcp.load(state, storage_reader=reader, no_dist=True, **options)
+        dcp.load(state, storage_reader=reader, no_dist=no_dist, **options)
     except CheckpointException as error:
         if not str(error).rstrip().endswith("metadata is None"):
             raise

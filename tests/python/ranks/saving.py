@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from ranks.layouts import Layout, check, dtensor, layouts, state, whole
 from ranks.run import Context, cases, everywhere, raised
 from safetensors.torch import load_file
-from sample_states import assert_same, blank, listing, load_ours, load_stock, stock_rows
+from sample_states import assert_same, blank, listing, load, load_ours, load_stock, stock_rows
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh
@@ -304,7 +304,7 @@ def errors_of_a_load_reach_every_rank(context: Context) -> None:
     dist.barrier()
     for call in (
         lambda: torch_ckpt.load(state(table, blank=True), checkpoint_id=path),
-        lambda: dcp.load(state(table), storage_reader=HuggingFaceStorageReader(path)),
+        lambda: load(state(table), HuggingFaceStorageReader(path), no_dist=False),
     ):
         raised(call, "shard-00002")
 

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from ranks.layouts import check, layouts, odd_nesting, several_boxes, state, whole
 from ranks.run import Context, cases, everywhere, raised
 from safetensors.torch import load_file
-from sample_states import listing
+from sample_states import STOCK_213, listing
 from torch.distributed.tensor import DTensor
 
 import torch_ckpt
@@ -114,7 +114,8 @@ def stock_planner_is_never_wrong_in_silence(context: Context) -> None:
             refused = ""
         except BaseException as error:
             refused = str(error)
-        assert not refused or name in refused, refused
+        # Older releases of stock only log the name.
+        assert not refused or name in refused or not STOCK_213, refused
         assert len(set(everywhere(bool(refused)))) == 1
         if refused:
             assert not [entry for entry in listing(path) if "shard" in entry]
