@@ -3,6 +3,10 @@
 if(CMAKE_CROSSCOMPILING)
   # The installed library is for this machine; its sources serve any other.
   set(gtest_source /usr/src/googletest/googletest)
+  if(NOT EXISTS ${gtest_source})
+    message(FATAL_ERROR "The C++ tests need GoogleTest's sources to be cross-"
+                        "compiled. Type: apt-get install googletest")
+  endif()
   add_library(gtest_main STATIC EXCLUDE_FROM_ALL ${gtest_source}/src/gtest-all.cc
                                                  ${gtest_source}/src/gtest_main.cc)
   target_include_directories(gtest_main PRIVATE ${gtest_source})
@@ -45,6 +49,7 @@ add_executable(
   tests/cpp/plan_mesh_test.cc
   tests/cpp/plan_ranges_test.cc
   tests/cpp/plan_runs_test.cc
+  tests/cpp/engine_checkpoint_test.cc
   tests/cpp/engine_commit_test.cc
   tests/cpp/engine_crash_test.cc
   tests/cpp/engine_cuda_test.cc

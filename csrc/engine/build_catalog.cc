@@ -201,4 +201,21 @@ Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
   return catalog;
 }
 
+Status ProveOwners(const Catalog& catalog) {
+  std::vector<Box> owners;
+  for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
+    const CatalogEntry& entry = catalog.entries()[e];
+    if (entry.kind != EntryKind::kTensor) continue;
+    owners.clear();
+    for (const Placement& placement : catalog.placements(e)) {
+      if (placement.role == PlacementRole::kReplica) continue;
+      owners.push_back(placement.box);
+    }
+    const Box whole = Box::Whole(entry.shape);
+    if (owners.size() == 1 && owners[0] == whole) continue;
+    TC_RETURN_IF_ERROR(ProveTiling(whole, owners).WithTensor(entry.name));
+  }
+  return {};
+}
+
 }  // namespace torch_ckpt

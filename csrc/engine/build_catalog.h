@@ -31,4 +31,8 @@ Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
                              BoxProof proof = BoxProof::kTiling,
                              std::vector<std::string>* hulls = nullptr);
 
+// Of a catalog that was read: ok when the owners among the placements of every
+// tensor tile it. Else as ProveTiling, naming the tensor.
+Status ProveOwners(const Catalog& catalog);
+
 }  // namespace torch_ckpt

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <thread>
 
+#include "engine/build_catalog.h"
 #include "engine/merge_parts.h"
 #include "engine/parts.h"
 #include "engine/scan.h"
@@ -214,7 +215,13 @@ Status Checkpoint::LoadCommitted(const std::string& text, bool journal) {
   }
   if (!catalog) return Corrupt("the manifest names no catalog");
   TC_ASSIGN_OR_RETURN(catalog_, ReadCatalog(catalog->name));
-  return {};
+  // Digests say that the catalog is what was written, not that it is true; and
+  // what follows relies on boxes that tile.
+  const Status proved = ProveOwners(catalog_);
+  if (proved.ok()) return {};
+  return Status(ErrorKind::kCorrupt, proved.message())
+      .WithTensor(proved.tensor())
+      .WithFile(catalog->name);
 }
 
 Status Checkpoint::LoadParts(const std::vector<Manifest>& parts) {

@@ -7,9 +7,9 @@
 #include <set>
 #include <string_view>
 
+#include "engine/build_catalog.h"
 #include "engine/checkpoint.h"
 #include "format/names.h"
-#include "plan/cover.h"
 
 namespace torch_ckpt {
 namespace {
@@ -63,20 +63,6 @@ void MarkReplicas(std::vector<Placement>* placements) {
       (*placements)[order[i]].role = PlacementRole::kReplica;
     }
   }
-}
-
-Status ProveOwners(const CatalogEntry& entry,
-                   const std::vector<Placement>& placements) {
-  if (entry.kind != EntryKind::kTensor) return {};
-  std::vector<Box> owners;
-  for (const Placement& placement : placements) {
-    if (placement.role == PlacementRole::kOwner) {
-      owners.push_back(placement.box);
-    }
-  }
-  const Box whole = Box::Whole(entry.shape);
-  if (owners.size() == 1 && owners[0] == whole) return {};
-  return ProveTiling(whole, owners).WithTensor(entry.name);
 }
 
 }  // namespace
@@ -193,11 +179,11 @@ Result<Catalog> MergeCatalogs(const std::vector<Catalog>& parts) {
   }
   for (uint32_t e = 0; e < placements.size(); ++e) {
     MarkReplicas(&placements[e]);
-    TC_RETURN_IF_ERROR(ProveOwners(merged.entries()[e], placements[e]));
     for (const Placement& placement : placements[e]) {
       TC_RETURN_IF_ERROR(merged.AddPlacement(e, placement));
     }
   }
+  TC_RETURN_IF_ERROR(ProveOwners(merged));
   return merged;
 }
 

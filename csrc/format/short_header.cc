@@ -12,7 +12,7 @@ namespace {
 constexpr std::string_view kMagic = "TCKPTHDR";
 constexpr uint64_t kVersion = 1;
 // Room made at once; more comes as tensors do, so that a count that lies costs
-// no memory.
+// little memory.
 constexpr uint64_t kMaxReserved = uint64_t{1} << 16;
 
 Status Malformed(const char* what) {

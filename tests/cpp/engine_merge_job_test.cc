@@ -15,6 +15,7 @@ class MergeJobTest : public EngineDiskTest {
               const MergeSettings& settings = {}) {
     SaveSettings save;
     save.object = "{\"step\": 3}";
+    save.output.direct = settings.output.direct;
     ASSERT_OK(SaveAll(Path("in"), pieces, save).status());
     auto merged = Merge(Path("in"), Path("out"), settings);
     ASSERT_OK(merged.status());
@@ -119,9 +120,10 @@ TEST_F(MergeJobTest, LargeTensorsByRows) {
   for (Piece& p : GridPieces("a", tiny, {3, 1})) pieces.push_back(p);
   for (Piece& p : GridPieces("c", half, {2, 1})) pieces.push_back(p);
   for (Piece& p : GridPieces("d", wide, {1, 3})) pieces.push_back(p);
-  for (const int ranks : {0, 0, 3}) {  // cold, warm, by pieces
+  for (const bool cached : {false, true}) {
     MergeSettings settings;
-    settings.ranks = ranks;
+    settings.ranks = cached ? 3 : 0;
+    settings.output.direct = !cached;  // past the cache, or into it
     std::filesystem::remove_all(Path("out"));
     Expect(pieces, settings);
   }
