@@ -11,16 +11,18 @@ import pytest
 @pytest.mark.parametrize("name", ["fresh", "overwrite", "consolidate"])
 def test_killed_at_any_call(make_scenario: Any, name: str) -> None:
     scenario = make_scenario(name)
-    hit, paths = scenario.sample(150), []
+    hit, killed, paths = scenario.sample(150), [], []
     for fault, path, outcome in scenario.run([f"*:{nth}:kill" for nth in hit]):
         assert outcome["signal"] in (0, signal.SIGKILL), (fault, outcome)
         if not outcome["signal"]:
             assert "ok" in outcome, (fault, outcome)
+        killed.append(bool(outcome["signal"]))
         paths.append(path)
     found = [answer["found"] for answer in scenario.check(paths)]
     # Once new, always new, as far as runs are alike; both were seen, or the kills missed the commit.
     assert found[0] == (None if name == "fresh" else 1)
     assert found[-1] == 2
+    assert any(dead and state == 2 for dead, state in zip(killed, found, strict=True))
     last_old = max(nth for nth, state in zip(hit, found, strict=True) if state != 2)
     assert last_old - hit[found.index(2)] <= scenario.jitter
 

@@ -203,6 +203,20 @@ def test_planner_with_another_dtype_than_its_plan(tmp_path: Path) -> None:
     assert load_file(tmp_path / "c" / FINAL)["w"].dtype == torch.float16
 
 
+@pytest.mark.parametrize("base", [dcp.DefaultSavePlanner, torch_ckpt.SavePlanner])
+def test_planner_that_looks_tensors_up_its_own_way(tmp_path: Path, base: Any) -> None:
+    class Plus(base):  # type: ignore[misc]
+        def lookup_object(self, index: Any) -> Any:
+            return super().lookup_object(index) + 1
+
+    on_instance = base()
+    on_instance.lookup_object = lambda index: base.lookup_object(on_instance, index) + 1
+    for planner in (Plus(), on_instance):
+        save(STATE, HuggingFaceStorageWriter(tmp_path / "c"), planner=planner)
+        found = load_file(tmp_path / "c" / FINAL)
+        assert torch.equal(found["w"], STATE["w"] + 1)
+
+
 class Wrapped(dcp.DefaultSavePlanner):
     def transform_object(self, write_item: Any, obj: Any) -> Any:
         if isinstance(obj, int):
