@@ -101,22 +101,25 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColum
     return columns
 
 
+def _is(planner: SavePlanner, method: str, *owners: type) -> bool:
+    """Whether `method` is that of one of `owners`, and set on no instance either."""
+    function = getattr(getattr(planner, method), "__func__", None)
+    return any(function is getattr(owner, method) for owner in owners)
+
+
 def _transforms_as_stock(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Whether an item's data are what `lookup_object` finds, and pickling is all that follows."""
-    kind: Any = type(planner)
     return (
         isinstance(planner, DefaultSavePlanner)
-        and kind.resolve_data is DefaultSavePlanner.resolve_data
-        and kind.transform_object is DefaultSavePlanner.transform_object
+        and _is(planner, "resolve_data", DefaultSavePlanner)
+        and _is(planner, "transform_object", DefaultSavePlanner)
     )
 
 
 def _resolves_as_stock(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Whether the data of an item are, besides, those that the flat state dict has by its fqn."""
-    kind: Any = type(planner)
-    return _transforms_as_stock(planner) and kind.lookup_object in (
-        DefaultSavePlanner.lookup_object,
-        save_planner.SavePlanner.lookup_object,
+    return _transforms_as_stock(planner) and _is(
+        planner, "lookup_object", DefaultSavePlanner, save_planner.SavePlanner
     )
 
 

@@ -187,7 +187,7 @@ class HuggingFaceStorageWriter(StockWriter):
         file_queue: queue.Queue[Any] = queue.Queue()
         tensors: list[WriteItem] = []
         objects: list[WriteItem] = []
-        byte_io = WriteItemType.BYTE_IO
+        byte_io = WriteItemType.BYTE_IO  # found once: an Enum looks its members up
         for item in plan.items:
             (objects if item.type is byte_io else tensors).append(item)
         mapping = self.fqn_to_index_mapping
