@@ -1,4 +1,6 @@
 #include <cerrno>
+#include <map>
+#include <mutex>
 
 #include "engine/header_io.h"
 #include "engine/merge_job.h"
@@ -214,6 +216,35 @@ TEST_F(MergeJobTest, ForeignShardsMerge) {
   ASSERT_OK(Merge(Path("in"), Path("out")).status());
   EXPECT_EQ(ReadAll(Path("out"))->at("a"), a.bytes);
 }
+
+#ifdef TORCH_CKPT_FAULTS
+// All that is read of a small shard: length and header, once; when its data are
+// wanted the first bytes again, in case it was replaced, and its one run.
+TEST_F(MergeJobTest, HeadersAreReadOnce) {
+  const Array a = MakeArray(Dtype::kF32, {10, 6}, 1);
+  std::filesystem::create_directory(Path("in"));
+  for (int64_t row = 0; row < 10; ++row) {
+    WriteForeign(Path("in/") + ShardFileName(row, 1, 1),
+                 {ForeignBox("a", a, {{row, 0}, {1, 6}})});
+  }
+  std::mutex mutex;
+  std::map<std::string, int> opened, reads;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    const std::lock_guard lock(mutex);
+    const std::string op = site.op;
+    if (site.path.find("shard-") == std::string::npos) return {};
+    if (op == "openat") ++opened[site.path];
+    if (op == "pread" || op == "preadv2") ++reads[site.path];
+    return {};
+  });
+  const Status merged = Merge(Path("in"), Path("out")).status();
+  SetFaultHook(nullptr);
+  ASSERT_OK(merged);
+  ASSERT_EQ(reads.size(), 10u);
+  for (const auto& [path, count] : reads) EXPECT_EQ(count, 4) << path;
+  for (const auto& [path, count] : opened) EXPECT_EQ(count, 2) << path;
+}
+#endif
 
 TEST_F(MergeJobTest, DamagedInputLeavesNoOutput) {
   const Array a = MakeArray(Dtype::kF32, {512, 600}, 1);
