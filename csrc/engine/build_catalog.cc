@@ -157,6 +157,15 @@ Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
     entry.storage_dtype = entry.logical_dtype =
         EntryOf(files, tensor.parts[0]).dtype;
     entry.shape = shape;
+    if (!is_said) {
+      const Status size = ByteSize(entry.storage_dtype, shape).status();
+      if (!size.ok()) {
+        return Corrupt("the shape " + shape.ToString() +
+                       " that its parts make is impossible: " + size.message())
+            .WithTensor(entry.name)
+            .WithFile(files[tensor.parts[0].file].name);
+      }
+    }
     TC_ASSIGN_OR_RETURN(const uint32_t id, catalog.AddEntry(std::move(entry)));
     catalog.ReservePlacements(id, tensor.parts.size());
     for (const Part& part : tensor.parts) {

@@ -214,7 +214,7 @@ Status Checkpoint::LoadCommitted(const std::string& text, bool journal) {
     if (file.role == FileRole::kCatalog) catalog = &file;
   }
   if (!catalog) return Corrupt("the manifest names no catalog");
-  TC_ASSIGN_OR_RETURN(catalog_, ReadCatalog(catalog->name));
+  TC_ASSIGN_OR_RETURN(catalog_, ReadCatalog(*catalog, *manifest_));
   // Digests say that the catalog is what was written, not that it is true; and
   // what follows relies on boxes that tile.
   const Status proved = ProveOwners(catalog_);
@@ -229,27 +229,53 @@ Status Checkpoint::LoadParts(const std::vector<Manifest>& parts) {
   TC_RETURN_IF_ERROR(CheckParts(parts));
   TC_ASSIGN_OR_RETURN(manifest_, MergeManifests(parts));
   std::vector<Catalog> catalogs;
-  for (const ManifestFile& file : manifest_->files) {
-    TC_RETURN_IF_ERROR(OpenFile(file.name, false).status());
-    if (file.role != FileRole::kCatalog) continue;
-    TC_ASSIGN_OR_RETURN(Catalog catalog, ReadCatalog(file.name));
-    catalogs.push_back(std::move(catalog));
-  }
-  if (catalogs.size() != parts.size()) {
-    return Corrupt("a part manifest names no catalog");
+  for (const Manifest& part : parts) {
+    const ManifestFile* catalog = nullptr;
+    for (const ManifestFile& file : part.files) {
+      TC_RETURN_IF_ERROR(OpenFile(file.name, false).status());
+      if (file.role == FileRole::kCatalog) catalog = &file;
+    }
+    if (!catalog) return Corrupt("a part manifest names no catalog");
+    TC_ASSIGN_OR_RETURN(Catalog read, ReadCatalog(*catalog, part));
+    catalogs.push_back(std::move(read));
   }
   TC_ASSIGN_OR_RETURN(catalog_, MergeCatalogs(catalogs));
   return {};
 }
 
-Result<Catalog> Checkpoint::ReadCatalog(const std::string& name) const {
-  TC_ASSIGN_OR_RETURN(const std::string bytes, ReadWhole(name));
+Result<Catalog> Checkpoint::ReadCatalog(const ManifestFile& file,
+                                        const Manifest& manifest) const {
+  if (file.bytes > kMaxCatalogBytes) {
+    return Unsupported("the catalog is larger than 1 GiB").WithFile(file.name);
+  }
+  TC_ASSIGN_OR_RETURN(const std::string bytes, ReadWhole(file.name));
   Result<Catalog> decoded = DecodeCatalog(AsBytes(bytes));
-  if (!decoded.ok()) return decoded.status().WithFile(name);
-  for (const CatalogFile& file : decoded->files()) {
-    const ManifestFile* listed = manifest_->Find(file.name);
-    if (!listed || listed->id != file.id || listed->bytes != file.bytes) {
-      return Corrupt("catalog and manifest disagree about " + file.name);
+  if (!decoded.ok()) return decoded.status().WithFile(file.name);
+  std::vector<FileRole> roles;
+  for (const CatalogFile& of_catalog : decoded->files()) {
+    const ManifestFile* listed = manifest.Find(of_catalog.name);
+    if (!listed || listed->id != of_catalog.id ||
+        listed->bytes != of_catalog.bytes) {
+      return Corrupt("catalog and manifest disagree about " + of_catalog.name)
+          .WithFile(file.name);
+    }
+    roles.push_back(listed->role);
+  }
+  for (uint32_t e = 0; e < decoded->entries().size(); ++e) {
+    const CatalogEntry& entry = decoded->entries()[e];
+    if (entry.kind == EntryKind::kAlias) {
+      return Unsupported("is an alias: written by a newer torch_ckpt")
+          .WithTensor(entry.name)
+          .WithFile(file.name);
+    }
+    const FileRole role =
+        entry.kind == EntryKind::kTensor ? FileRole::kData : FileRole::kObjects;
+    for (const Placement& placement : decoded->placements(e)) {
+      if (roles[placement.file] == role) continue;
+      return Corrupt("lies in " + decoded->files()[placement.file].name +
+                     ", which is no file of its kind")
+          .WithTensor(entry.name)
+          .WithFile(file.name);
     }
   }
   return decoded;

@@ -59,8 +59,10 @@ class Checkpoint {
   Status LoadCommitted(const std::string& manifest_text, bool journal);
   Status LoadParts(const std::vector<Manifest>& parts);
   Status LoadForeign();
-  // Decodes a catalog and compares it with the manifest.
-  Result<Catalog> ReadCatalog(const std::string& name) const;
+  // Decodes catalog `file` of `manifest`, which is the checkpoint's or a
+  // part's, and compares the two.
+  Result<Catalog> ReadCatalog(const ManifestFile& file,
+                              const Manifest& manifest) const;
   Result<File> FindFile(const std::string& name, bool direct) const;
 
   Directory directory_;

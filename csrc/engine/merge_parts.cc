@@ -15,7 +15,7 @@ namespace torch_ckpt {
 namespace {
 
 // Ranks that a message names before it says how many more there are.
-constexpr size_t kNamedRanks = 16;
+constexpr int64_t kNamedRanks = 16;
 
 std::string NameOf(const Manifest& part) {
   return PartManifestName(part.part->rank, part.part->world_size);
@@ -98,22 +98,22 @@ Status CheckParts(const std::vector<Manifest>& parts) {
     return Conflict("holds parts of different saves without collectives: " +
                     NameOf(parts[0]) + " and " + NameOf(other));
   }
-  std::vector<int64_t> missing;
+  // Not more steps than parts and names: the world is what one file says.
+  const int64_t missing = first.world_size - static_cast<int64_t>(parts.size());
+  if (missing == 0) return {};
+  std::string ranks;
+  int64_t named = 0;
   size_t next = 0;
-  for (int64_t rank = 0; rank < first.world_size; ++rank) {
+  for (int64_t rank = 0; rank < first.world_size && named < kNamedRanks;
+       ++rank) {
     if (next < parts.size() && parts[next].part->rank == rank) {
       ++next;
     } else {
-      missing.push_back(rank);
+      ranks += (named++ ? ", " : " ") + std::to_string(rank);
     }
   }
-  if (missing.empty()) return {};
-  std::string ranks;
-  for (size_t i = 0; i < std::min(missing.size(), kNamedRanks); ++i) {
-    ranks += (i ? ", " : " ") + std::to_string(missing[i]);
-  }
-  if (missing.size() > kNamedRanks) {
-    ranks += " and " + std::to_string(missing.size() - kNamedRanks) + " more";
+  if (missing > named) {
+    ranks += " and " + std::to_string(missing - named) + " more";
   }
   return Incomplete("the part of rank" + ranks + " of " +
                     std::to_string(first.world_size) +

@@ -99,7 +99,9 @@ class Catalog {
 
 // The catalog file: "TCKPTCAT", version, LEB128 varints and length-prefixed
 // strings, CRC-32C at the end (docs/format.md). Decoding checks everything:
-// arbitrary bytes give an error, bounded memory, never a crash.
+// arbitrary bytes give an error, bounded memory, never a crash. Whether the
+// owners of a tensor tile it is not seen here (engine/build_catalog.h).
+inline constexpr uint64_t kMaxCatalogBytes = uint64_t{1} << 30;
 std::string EncodeCatalog(const Catalog& catalog);
 Result<Catalog> DecodeCatalog(ByteSpan bytes);
 

@@ -1,4 +1,6 @@
 // The catalog file: EncodeCatalog and DecodeCatalog of format/catalog.h.
+#include <cctype>
+
 #include "base/checked.h"
 #include "format/binary.h"
 #include "format/catalog.h"
@@ -9,12 +11,56 @@ namespace {
 
 constexpr std::string_view kMagic = "TCKPTCAT";
 constexpr uint64_t kVersion = 1;
-constexpr size_t kMaxCatalogBytes = size_t{1} << 30;
 constexpr unsigned kReplicaBit = 1;  // of a placement's flags
 constexpr unsigned kWholeBit = 2;    // the box is the whole shape; not written
+constexpr std::string_view kJsonEscapes = "\"\\/bfnrt";
+constexpr size_t kMaxDigits = 19;  // of an integer in a path: 64 bits
 
 Status Malformed(const char* what) {
   return Corrupt(std::string("the catalog is damaged: ") + what);
+}
+
+// A character of a JSON string from `text[*at]` on, its escape included.
+bool SkipJsonChar(std::string_view text, size_t* at) {
+  const char c = text[*at];
+  if (static_cast<unsigned char>(c) < ' ' || c == '"') return false;
+  ++*at;
+  if (c != '\\') return true;
+  if (*at >= text.size()) return false;
+  const char escaped = text[(*at)++];
+  if (escaped != 'u') return kJsonEscapes.find(escaped) != kJsonEscapes.npos;
+  for (int i = 0; i < 4; ++i, ++*at) {
+    if (*at >= text.size() ||
+        !std::isxdigit(static_cast<unsigned char>(text[*at])))
+      return false;
+  }
+  return true;
+}
+
+// A state-dict path: a JSON array of one or more strings and integers, without
+// white space. Not left to the JSON reader, which takes longer than all else
+// that an entry needs.
+bool IsPath(std::string_view text) {
+  if (!text.starts_with('[')) return false;
+  size_t at = 0;
+  do {
+    ++at;  // '[' or ','
+    if (at < text.size() && text[at] == '"') {
+      ++at;
+      while (at < text.size() && text[at] != '"') {
+        if (!SkipJsonChar(text, &at)) return false;
+      }
+      ++at;  // the closing quote
+    } else {
+      if (at < text.size() && text[at] == '-') ++at;
+      const size_t first = at;
+      while (at < text.size() && '0' <= text[at] && text[at] <= '9') ++at;
+      const size_t digits = at - first;
+      if (digits == 0 || digits > kMaxDigits) return false;
+      if (text[first] == '0' && digits > 1) return false;
+    }
+  } while (at < text.size() && text[at] == ',');
+  return at + 1 == text.size() && text[at] == ']';
 }
 
 Status ReadFiles(BinaryReader* in, Catalog* out) {
@@ -73,12 +119,14 @@ Status ReadEntry(BinaryReader* in, Catalog* out) {
   const auto rank = in->Bounded(kMaxDims);
   if (!kind || !name || !storage || !logical || !fill || !rank)
     return Malformed("an entry");
-  if (name->find('\0') != std::string::npos) return Malformed("a name");
+  const bool is_object = *kind == static_cast<uint64_t>(EntryKind::kObject);
+  if (!is_object && !CheckTensorName(*name).ok()) return Malformed("a name");
   const auto shape = in->Sizes(static_cast<int>(*rank));
   auto alias_of = in->String(kMaxNameBytes);
   auto path = in->String(in->left());
   const auto count = in->Bounded(in->left());
   if (!shape || !alias_of || !path || !count) return Malformed("an entry");
+  if (!path->empty() && !IsPath(*path)) return Malformed("a path");
 
   CatalogEntry entry;
   entry.name = std::move(*name);
@@ -93,9 +141,13 @@ Status ReadEntry(BinaryReader* in, Catalog* out) {
     return Malformed("a shape");
   if (entry.kind == EntryKind::kAlias ? *count != 0 : !entry.alias_of.empty())
     return Malformed("an alias");
+  if (is_object && (*count != 1 || entry.shape.size() != 0))
+    return Malformed("an object").WithTensor(entry.name);
   TC_ASSIGN_OR_RETURN(const uint32_t id, out->AddEntry(std::move(entry)));
   for (uint64_t i = 0; i < *count; ++i)
     TC_RETURN_IF_ERROR(ReadPlacement(in, id, out));
+  if (is_object && out->placements(id)[0].role != PlacementRole::kOwner)
+    return Malformed("an object").WithTensor(out->entries()[id].name);
   return {};
 }
 

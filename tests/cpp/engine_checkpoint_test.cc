@@ -24,17 +24,20 @@ class ForgedCatalogTest : public EngineDiskTest {
     return Path("c/") + std::string(kCatalogName);
   }
 
-  // Writes the catalog with `change` made to the placements of `a`, and a
+  // Writes the catalog with `change` made to `a` and its placements, and a
   // manifest that fits it.
-  void Forge(const std::function<void(std::vector<Placement>*)>& change) {
+  using Change = std::function<void(CatalogEntry*, std::vector<Placement>*)>;
+
+  void Forge(const Change& change) {
     auto catalog = DecodeCatalog(AsBytes(catalog_text_));
     ASSERT_OK(catalog.status());
     Catalog forged;
     for (const CatalogFile& file : catalog->files()) forged.AddFile(file);
     for (uint32_t e = 0; e < catalog->entries().size(); ++e) {
-      ASSERT_OK(forged.AddEntry(catalog->entries()[e]).status());
+      CatalogEntry entry = catalog->entries()[e];
       std::vector<Placement> placements = catalog->placements(e);
-      if (catalog->entries()[e].name == "a") change(&placements);
+      if (entry.name == "a") change(&entry, &placements);
+      ASSERT_OK(forged.AddEntry(std::move(entry)).status());
       for (const Placement& placement : placements) {
         ASSERT_OK(forged.AddPlacement(e, placement));
       }
@@ -52,9 +55,9 @@ class ForgedCatalogTest : public EngineDiskTest {
               EncodeManifest(*manifest));
   }
 
-  void ExpectRefused() {
+  void ExpectRefused(ErrorKind kind = ErrorKind::kCorrupt) {
     const Status status = OpenCheckpoint(Path("c")).status();
-    EXPECT_EQ(status.kind(), ErrorKind::kCorrupt) << status.ToString();
+    EXPECT_EQ(status.kind(), kind) << status.ToString();
     EXPECT_EQ(status.tensor(), "a");
     EXPECT_NE(status.file().find(kCatalogName), std::string::npos);
     EXPECT_FALSE(Merge(Path("c"), Path("out")).ok());
@@ -67,30 +70,68 @@ class ForgedCatalogTest : public EngineDiskTest {
 };
 
 TEST_F(ForgedCatalogTest, TheSameCatalogIsTaken) {
-  Forge([](std::vector<Placement>*) {});
+  Forge([](CatalogEntry*, std::vector<Placement>*) {});
   EXPECT_OK(OpenCheckpoint(Path("c")).status());
 }
 
 TEST_F(ForgedCatalogTest, AHoleIsRefused) {
-  Forge([](std::vector<Placement>* placements) { placements->pop_back(); });
+  Forge([](CatalogEntry*, std::vector<Placement>* placements) {
+    placements->pop_back();
+  });
   ExpectRefused();
-  Forge([](std::vector<Placement>* placements) { placements->clear(); });
+  Forge([](CatalogEntry*, std::vector<Placement>* placements) {
+    placements->clear();
+  });
   ExpectRefused();
 }
 
 // As many bytes as before: what is missing equals what is there twice.
 TEST_F(ForgedCatalogTest, AnOverlapIsRefused) {
-  Forge([](std::vector<Placement>* placements) {
+  Forge([](CatalogEntry*, std::vector<Placement>* placements) {
     (*placements)[1].box.offsets = (*placements)[0].box.offsets;
   });
   ExpectRefused();
 }
 
 TEST_F(ForgedCatalogTest, ReplicasProveNothing) {
-  Forge([](std::vector<Placement>* placements) {
+  Forge([](CatalogEntry*, std::vector<Placement>* placements) {
     (*placements)[1].role = PlacementRole::kReplica;
   });
   ExpectRefused();
+}
+
+TEST_F(ForgedCatalogTest, AnObjectInADataFileIsRefused) {
+  Forge([](CatalogEntry* entry, std::vector<Placement>* placements) {
+    entry->kind = EntryKind::kObject;
+    entry->shape = {};
+    placements->resize(1);
+    (*placements)[0].box = Box::Whole(entry->shape);
+  });
+  ExpectRefused();
+}
+
+TEST_F(ForgedCatalogTest, AliasesAreForLaterReleases) {
+  Forge([](CatalogEntry* entry, std::vector<Placement>* placements) {
+    entry->kind = EntryKind::kAlias;
+    entry->alias_of = "b";
+    placements->clear();
+  });
+  ExpectRefused(ErrorKind::kUnsupported);
+}
+
+// Known from the manifest, before any memory is taken for it.
+TEST_F(ForgedCatalogTest, AHugeCatalogIsNotRead) {
+  auto manifest = ParseManifest(AsBytes(manifest_text_));
+  ASSERT_OK(manifest.status());
+  for (ManifestFile& file : manifest->files) {
+    if (file.role != FileRole::kCatalog) continue;
+    file.bytes = uint64_t{1} << 33;
+    file.crc32c.assign(file.bytes / kSegmentBytes, 0);
+    std::filesystem::resize_file(CatalogPath(), file.bytes);
+  }
+  WriteText(Path("c/") + std::string(kManifestName), EncodeManifest(*manifest));
+  const Status status = OpenCheckpoint(Path("c")).status();
+  EXPECT_EQ(status.kind(), ErrorKind::kUnsupported) << status.ToString();
 }
 
 }  // namespace

@@ -162,6 +162,17 @@ TEST_F(PartsTest, AMissingPartIsNamed) {
   EXPECT_EQ(status.file(), Target());
 }
 
+// Of a world that only one small file tells of.
+TEST_F(PartsTest, ManyMissingPartsAreCounted) {
+  ASSERT_OK(SavePart(Target(), PartOf(1, INT32_MAX), Pieces()));
+  const Status status = Opened();
+  EXPECT_EQ(status.kind(), ErrorKind::kIncomplete);
+  EXPECT_NE(status.message().find("rank 0, 2, 3, 4,"), std::string::npos);
+  EXPECT_NE(status.message().find("16 and 2147483630 more of 2147483647"),
+            std::string::npos)
+      << status.ToString();
+}
+
 TEST_F(PartsTest, AMissingFileOfAPartIsNamed) {
   ASSERT_OK(Save(0));
   ASSERT_OK(Save(1));

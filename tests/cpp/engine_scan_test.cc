@@ -54,6 +54,15 @@ TEST_F(ScanTest, HubDirectoryWithoutMetadata) {
   EXPECT_EQ(*ReadBox(*checkpoint, "a", box), BoxBytes(a_, box));
 }
 
+// Sizes whose product is 1 again, modulo 2^64.
+TEST_F(ScanTest, AShapeThatOverflowsIsNoShape) {
+  const Array one = MakeArray(Dtype::kI8, {1, 1, 1}, 1);
+  ForeignTensor corner = Whole("w", one);
+  corner.offsets = Dims{172413803162116, 246348590813044, 114004720083704};
+  WriteForeign(In(ShardFileName(0, 1, 1)), {corner});
+  ExpectError(ErrorKind::kCorrupt, "impossible");
+}
+
 TEST_F(ScanTest, CompleteIndexWinsOverAgreeingShards) {
   WriteForeign(In("model-00001-of-00002.safetensors"), {Whole("a", a_)});
   WriteForeign(In("model-00002-of-00002.safetensors"), {Whole("b", b_)});

@@ -40,7 +40,10 @@ Catalog Sample() {
   EXPECT_TRUE(c.AddEntry(alias).ok());
   CatalogEntry object = Tensor("o", Dtype::kU8, {});
   object.kind = EntryKind::kObject;
+  object.name = std::string("o\0", 2);
+  object.path = R"(["\u0000\"",-1,""])";
   EXPECT_TRUE(c.AddEntry(object).ok());
+  EXPECT_TRUE(c.AddPlacement(3, {0, PlacementRole::kOwner, 0, {}}).ok());
   return c;
 }
 
@@ -88,7 +91,7 @@ void ExpectEqual(const Catalog& a, const Catalog& b) {
 TEST(Catalog, FindsAndRefuses) {
   Catalog c = Sample();
   EXPECT_EQ(c.Find("w"), 0);
-  EXPECT_EQ(c.Find("o"), 3);
+  EXPECT_EQ(c.Find(std::string_view("o\0", 2)), 3);
   EXPECT_EQ(c.Find("x"), -1);
   EXPECT_FALSE(c.AddEntry(Tensor("w", Dtype::kU8, {})).ok());
   EXPECT_EQ(c.entries().size(), 4u);
@@ -223,8 +226,62 @@ TEST(CatalogFile, RefusesWhatCannotBe) {
   EXPECT_EQ(entry(alias), kBad);
   EXPECT_EQ(entry(Tensor("\xFF", Dtype::kU8, {})), kBad);
   EXPECT_EQ(entry(Tensor(std::string("a\0", 2), Dtype::kU8, {})), kBad);
+  EXPECT_EQ(entry(Tensor("__metadata__", Dtype::kU8, {})), kBad);
   EXPECT_EQ(entry(Tensor("x", Dtype::kF4, {3})), kBad);
   EXPECT_EQ(entry(Tensor("x", Dtype::kU8, {int64_t{1} << 48})), kBad);
+}
+
+// Only what readers rely on: one owner, no shape.
+TEST(CatalogFile, RefusesObjectsThatAreNowhereOrTwice) {
+  CatalogEntry object = Tensor("o", Dtype::kU8, {});
+  object.kind = EntryKind::kObject;
+  const auto kind = [&](const std::vector<PlacementRole>& roles) {
+    Catalog c;
+    c.AddFile({"objects.json", kId, 100});
+    const auto id = c.AddEntry(object);
+    EXPECT_TRUE(id.ok());
+    for (const PlacementRole role : roles) {
+      const Box box = Box::Whole(object.shape);
+      EXPECT_TRUE(c.AddPlacement(*id, {0, role, 0, box}).ok());
+    }
+    return RoundKind(c);
+  };
+  const auto owner = PlacementRole::kOwner, replica = PlacementRole::kReplica;
+  EXPECT_EQ(kind({owner}), ErrorKind::kOk);
+  EXPECT_EQ(kind({}), ErrorKind::kCorrupt);
+  EXPECT_EQ(kind({replica}), ErrorKind::kCorrupt);
+  EXPECT_EQ(kind({owner, replica}), ErrorKind::kCorrupt);
+  object.shape = {1};
+  EXPECT_EQ(kind({owner}), ErrorKind::kCorrupt);
+}
+
+TEST(CatalogFile, PathsAreArraysOfStringsAndIntegers) {
+  const auto kind = [](const std::string& path) {
+    Catalog c;
+    CatalogEntry e = Tensor("w", Dtype::kU8, {0});
+    e.path = path;
+    EXPECT_TRUE(c.AddEntry(e).ok());
+    return RoundKind(c);
+  };
+  for (const char* good :
+       {R"([""])", R"([0])", R"(["a",0,-12,"b c"])", R"(["\u00e9\\\"],["])",
+        "[\"\xC3\xA9\"]", "[9223372036854775807]"}) {
+    EXPECT_EQ(kind(good), ErrorKind::kOk) << good;
+  }
+  for (const char* bad : {"[",           "]",
+                          "[]",          "[1",
+                          "[1,]",        "[,1]",
+                          "[1]]",        "[[1]]",
+                          "5",           "null",
+                          "[01]",        "[-]",
+                          "[1.0]",       "[ 1]",
+                          "[true]",      R"(["a)",
+                          R"(["a\)",     R"(["\x"])",
+                          R"(["\u12"])", R"(["a"],["b"])",
+                          "[\"\n\"]",    "[12345678901234567890]",
+                          R"([{"a":1}])"}) {
+    EXPECT_EQ(kind(bad), ErrorKind::kCorrupt) << bad;
+  }
 }
 
 TEST(CatalogFile, RandomCatalogsComeBack) {
