@@ -61,8 +61,7 @@ Result<Begun> Begin(const Json& request, const MergePlan& plan) {
   Result<Directory> to = Directory::Open(session.place().target);
   if (to.ok()) {
     TC_ASSIGN_OR_RETURN(const FileInfo output_info, to->Stat());
-    begun.in_place =
-        input.device == output_info.device && input.inode == output_info.inode;
+    begun.in_place = input.SameFile(output_info);
   } else if (to.status().sys_errno() != ENOENT) {
     return to.status();
   }

@@ -108,8 +108,7 @@ Status CommitExisting(SaveSession* session, const CommitRequest& request,
   return target.Sync();
 }
 
-// Ok(true) when committed, Ok(false) when T was filled meanwhile and staging
-// has moved into it.
+// Ok(true) when committed, Ok(false) when T has come to be meanwhile.
 Result<bool> CommitFresh(SaveSession* session,
                          const std::vector<CommitFile>& files,
                          const Manifest& manifest) {
@@ -127,20 +126,22 @@ Result<bool> CommitFresh(SaveSession* session,
       staging.WriteFile(std::string(kManifestName), EncodeManifest(manifest)));
   TC_ASSIGN_OR_RETURN(const auto entries, staging.List());
   for (const std::string& entry : entries) {
-    if (entry != kManifestName && !manifest.Find(entry)) {
+    // The lock is held until the rename is through.
+    if (entry == kManifestName || entry == kLockFileName) continue;
+    if (!manifest.Find(entry)) {
       TC_RETURN_IF_ERROR(staging.Unlink(entry, true));
     }
   }
   TC_RETURN_IF_ERROR(staging.Sync());
-  TC_ASSIGN_OR_RETURN(const auto there, parent.StatName(name));
-  Status renamed;
-  if (!there) {
-    renamed = parent.RenameNoReplace(BaseName(place.path), parent, name);
-    if (renamed.kind() == ErrorKind::kUnsupported) {
-      renamed = parent.Rename(BaseName(place.path), parent, name);
-    }
-  } else {
+  Status renamed = parent.RenameNoReplace(BaseName(place.path), parent, name);
+  if (renamed.kind() == ErrorKind::kUnsupported) {
     renamed = parent.Rename(BaseName(place.path), parent, name);
+  }
+  if (!renamed.ok()) {
+    // A network file system may have lost only its answer.
+    TC_ASSIGN_OR_RETURN(const auto there, parent.StatName(name));
+    TC_ASSIGN_OR_RETURN(const FileInfo held, staging.Stat());
+    if (there && there->SameFile(held)) renamed = {};
   }
   if (renamed.ok()) {
     // From here on ending the session must not clean: staging is T now.
@@ -169,8 +170,7 @@ Result<Manifest> CommitSave(SaveSession* session,
                       CatalogOfStaged(staging, request, BoxProof::kTiling));
   std::vector<CommitFile> files = request.files;
   TC_ASSIGN_OR_RETURN(CommitFile catalog_file,
-                      AddStagedFile(staging, kCatalogName, FileRole::kCatalog,
-                                    EncodeCatalog(catalog)));
+                      AddStagedCatalog(staging, kCatalogName, catalog));
   files.push_back(std::move(catalog_file));
   if (request.write_index) {
     TC_ASSIGN_OR_RETURN(CommitFile index,
@@ -187,7 +187,7 @@ Result<Manifest> CommitSave(SaveSession* session,
   if (session->place().fresh) {
     TC_ASSIGN_OR_RETURN(committed, CommitFresh(session, files, manifest));
     if (!committed) {
-      // T has filled meanwhile: go on inside it.
+      // T has come to be meanwhile: go on inside it.
       TC_RETURN_IF_ERROR(session->MoveInside());
     }
   }
@@ -202,8 +202,7 @@ Result<bool> RecoverDirectory(const std::string& target) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
   bool acted = false;
   const std::string parent_path = ParentPath(absolute);
-  const std::string sibling =
-      "." + BaseName(absolute) + std::string(kStageSuffix);
+  const std::string sibling = SiblingStageName(absolute);
   struct Place {
     std::string parent, name;
     bool journal;

@@ -46,7 +46,7 @@ Result<const File*> SourceFile::Direct() const {
       // The name may lead to a file of another save by now.
       TC_ASSIGN_OR_RETURN(const FileInfo now, file->Stat());
       TC_ASSIGN_OR_RETURN(const FileInfo first, buffered_.Stat());
-      if (now.device != first.device || now.inode != first.inode) {
+      if (!now.SameFile(first)) {
         return Conflict("is being replaced by a save").WithFile(path());
       }
       direct_ = std::move(file).value();

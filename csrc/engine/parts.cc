@@ -230,8 +230,8 @@ Result<Manifest> CommitPart(PartSession* session,
   std::vector<CommitFile> files = request.files;
   TC_ASSIGN_OR_RETURN(
       CommitFile catalog_file,
-      AddStagedFile(staging, PartCatalogName(part.rank, part.world_size),
-                    FileRole::kCatalog, EncodeCatalog(catalog)));
+      AddStagedCatalog(staging, PartCatalogName(part.rank, part.world_size),
+                       catalog));
   files.push_back(std::move(catalog_file));
   Manifest manifest;
   manifest.save_id = session->save_id_;

@@ -12,6 +12,7 @@ namespace torch_ckpt {
 namespace {
 
 constexpr int kHeaderThreads = 4;
+constexpr size_t kMaxShownName = 100;
 
 }  // namespace
 
@@ -65,6 +66,11 @@ Result<Catalog> CatalogOfStaged(const Directory& staging,
                              ", which nobody wrote")
           .WithTensor(object.name);
     }
+    if (object.name.size() > kMaxNameBytes) {
+      return InvalidArgument("its name is longer than " +
+                             std::to_string(kMaxNameBytes) + " bytes")
+          .WithTensor(object.name.substr(0, kMaxShownName) + "...");
+    }
     CatalogEntry entry;
     entry.name = object.name;
     entry.kind = EntryKind::kObject;
@@ -78,6 +84,19 @@ Result<Catalog> CatalogOfStaged(const Directory& staging,
     if (id >= 0) catalog.SetPath(static_cast<uint32_t>(id), path);
   }
   return catalog;
+}
+
+Result<CommitFile> AddStagedCatalog(const Directory& staging,
+                                    std::string_view name,
+                                    const Catalog& catalog) {
+  const std::string text = EncodeCatalog(catalog);
+  const Status readable = DecodeCatalog(AsBytes(text)).status();
+  if (!readable.ok()) {
+    return InvalidArgument("what is to be committed makes no valid catalog: " +
+                           readable.message())
+        .WithTensor(readable.tensor());
+  }
+  return AddStagedFile(staging, name, FileRole::kCatalog, text);
 }
 
 Result<CommitFile> AddStagedFile(const Directory& staging,

@@ -15,6 +15,12 @@ namespace torch_ckpt {
 Result<Catalog> CatalogOfStaged(const Directory& staging,
                                 const CommitRequest& request, BoxProof proof);
 
+// Writes the catalog into staging, durably. kInvalidArgument, naming what can,
+// when readers would not take it: after the commit that would be too late.
+Result<CommitFile> AddStagedCatalog(const Directory& staging,
+                                    std::string_view name,
+                                    const Catalog& catalog);
+
 // Writes a small file of the commit itself into staging, durably.
 Result<CommitFile> AddStagedFile(const Directory& staging,
                                  std::string_view name, FileRole role,

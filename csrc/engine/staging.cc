@@ -6,17 +6,18 @@
 #include "engine/journal.h"
 #include "engine/parts.h"
 #include "format/names.h"
+#include "runtime/crc32c.h"
 
 namespace torch_ckpt {
 namespace {
 
 constexpr uint64_t kMaxIdBytes = 64;
 constexpr int kLockTries = 8;
+constexpr size_t kMaxFileNameBytes = 255;  // of all file systems in use
 
 std::string SiblingPath(const std::string& target) {
   const std::string parent = ParentPath(target);
-  return (parent == "/" ? "" : parent) + "/." + BaseName(target) +
-         std::string(kStageSuffix);
+  return (parent == "/" ? "" : parent) + "/" + SiblingStageName(target);
 }
 
 // Absent (nullopt), or what stat says of the path itself.
@@ -31,22 +32,20 @@ Result<std::optional<FileInfo>> StatPath(const std::string& path) {
   return parent->StatName(BaseName(path));
 }
 
-// True when T can be replaced by renaming a sibling onto it.
-Result<bool> CanRenameOnto(const std::string& target) {
+// Whether there is nothing at T, so that a sibling can be renamed to it. A
+// directory that is there is kept, even an empty one: somebody has chosen its
+// mode and owner, and may stand in it.
+Result<bool> IsAbsent(const std::string& target) {
   TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info, StatPath(target));
-  if (!info) return true;
-  if (!info->is_directory) {
+  if (info) {
+    if (info->is_directory) return false;
     return InvalidArgument("is not a directory").WithFile(target);
   }
-  TC_ASSIGN_OR_RETURN(const Directory directory, Directory::Open(target));
-  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
-  if (!names.empty()) return false;
-  // An empty mount point or a link cannot be renamed onto.
-  TC_ASSIGN_OR_RETURN(const Directory parent,
-                      Directory::Open(ParentPath(target)));
-  TC_ASSIGN_OR_RETURN(const FileInfo of_parent, parent.Stat());
-  TC_ASSIGN_OR_RETURN(const bool link, parent.IsLink(BaseName(target)));
-  return of_parent.device == info->device && !link;
+  const Result<Directory> parent = Directory::Open(ParentPath(target));
+  if (!parent.ok()) return true;
+  TC_ASSIGN_OR_RETURN(const bool link, parent->IsLink(BaseName(target)));
+  if (!link) return true;
+  return InvalidArgument("is a symbolic link to nothing").WithFile(target);
 }
 
 Status RefuseExisting(const Directory& target) {
@@ -78,13 +77,22 @@ Status RemoveStaleSibling(const std::string& target) {
 
 }  // namespace
 
+std::string SiblingStageName(const std::string& target) {
+  const std::string base = BaseName(target);
+  std::string name = "." + base + std::string(kStageSuffix);
+  if (name.size() <= kMaxFileNameBytes) return name;
+  // Twins only share a lock.
+  return "." + std::to_string(Crc32c(0, base.data(), base.size())) +
+         std::string(kStageSuffix);
+}
+
 Result<StagingPlace> LocateStaging(const std::string& target) {
   StagingPlace place;
   TC_ASSIGN_OR_RETURN(place.target, AbsolutePath(target));
   if (BaseName(place.target).empty()) {
     return InvalidArgument("cannot be a checkpoint").WithFile(place.target);
   }
-  TC_ASSIGN_OR_RETURN(place.fresh, CanRenameOnto(place.target));
+  TC_ASSIGN_OR_RETURN(place.fresh, IsAbsent(place.target));
   place.path = place.fresh ? SiblingPath(place.target)
                            : place.target + "/" + std::string(kStageSuffix);
   return place;
@@ -142,10 +150,7 @@ Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
     TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> now,
                         StatPath(place.path));
     TC_ASSIGN_OR_RETURN(const StagingPlace again, LocateStaging(absolute));
-    if (!now || now->inode != held.inode || now->device != held.device ||
-        again.path != place.path) {
-      continue;
-    }
+    if (!now || !now->SameFile(held) || again.path != place.path) continue;
     SaveSession session;
     session.place_ = place;
     session.lock_ = std::move(*lock);
@@ -171,8 +176,10 @@ Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
 
 Result<JoinedSave> JoinSave(const std::string& target) {
   TC_ASSIGN_OR_RETURN(const StagingPlace place, LocateStaging(target));
-  const std::string inner = place.target + "/" + std::string(kStageSuffix);
-  for (const std::string& path : {place.path, inner}) {
+  // Where it was when the coordinator looked: T may have been made since.
+  for (const std::string& path :
+       {place.target + "/" + std::string(kStageSuffix),
+        SiblingPath(place.target)}) {
     Result<Directory> staging = Directory::Open(path);
     if (!staging.ok()) continue;
     Result<std::string> id =
@@ -192,6 +199,11 @@ SaveSession::~SaveSession() {
   Result<std::optional<FileInfo>> journal =
       directory().StatName(std::string(kJournalName));
   if (!journal.ok() || *journal) return;
+  // Nor what is at its place no longer: a rename whose answer was lost may
+  // have made it the checkpoint.
+  const Result<std::optional<FileInfo>> now = StatPath(place_.path);
+  const Result<FileInfo> held = directory().Stat();
+  if (!now.ok() || !*now || !held.ok() || !(*now)->SameFile(*held)) return;
   (void)RemoveStaging();
 }
 

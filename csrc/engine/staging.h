@@ -1,7 +1,7 @@
 // The staging directory of a save, and who may use it.
 //
-//   target T absent, or empty on the file system of its parent:
-//       parent/.<name>.torch_ckpt-stage, renamed onto T by the commit
+//   target T absent:
+//       parent/.<name>.torch_ckpt-stage, renamed to T by the commit
 //   otherwise:
 //       T/.torch_ckpt-stage, whose files the commit moves into T
 //
@@ -23,6 +23,10 @@ struct StagingPlace {
   bool fresh = false;  // the commit renames the directory itself
 };
 
+// The name of the staging directory beside T. A name that would be too long
+// for a file has T's name as a number in it.
+std::string SiblingStageName(const std::string& target);
+
 // Where a save into `target` stages, as things stand now.
 Result<StagingPlace> LocateStaging(const std::string& target);
 
@@ -42,8 +46,8 @@ class SaveSession {
   // Removes the staging directory and what is in it. The lock goes last, so
   // that nothing of a save that takes it next is touched.
   Status RemoveStaging();
-  // Moves a fresh staging directory into the target, which was filled by
-  // others since. kConflict when a save inside the target is in progress.
+  // Moves a fresh staging directory into the target, which was made by others
+  // since. kConflict when a save inside the target is in progress.
   Status MoveInside();
 
  private:

@@ -18,6 +18,11 @@ struct FileInfo {
   uint64_t bytes = 0;
   uint64_t device = 0, inode = 0;
   bool is_directory = false, is_regular = false;
+
+  // Whatever the names are that led to them.
+  bool SameFile(const FileInfo& o) const {
+    return device == o.device && inode == o.inode;
+  }
 };
 
 // An open file descriptor and the path it was opened by. Movable, not copyable.

@@ -189,7 +189,7 @@ Status CheckStillThere(const Directory& directory) {
   auto again = Directory::Open(directory.path());
   if (again.ok()) {
     TC_ASSIGN_OR_RETURN(const FileInfo now, again->Stat());
-    if (now.device == locked.device && now.inode == locked.inode) return {};
+    if (now.SameFile(locked)) return {};
   } else if (again.status().sys_errno() != ENOENT) {
     return again.status();
   }

@@ -195,6 +195,9 @@ TEST_F(CommitTest, TargetsThatCannotBe) {
   EXPECT_FALSE(BeginSave(Path("file/c"), true).ok());
   EXPECT_FALSE(BeginSave("/", true).ok());
   EXPECT_FALSE(BeginSave("", true).ok());
+  std::filesystem::create_symlink(Path("nowhere"), Path("dangling"));
+  const Status dangling = BeginSave(Path("dangling"), true).status();
+  EXPECT_NE(dangling.message().find("link to nothing"), std::string::npos);
   // A link to a directory is a fine target, and stays one.
   std::filesystem::create_directory(Path("real"));
   std::filesystem::create_directory_symlink(Path("real"), Path("c"));
@@ -202,6 +205,66 @@ TEST_F(CommitTest, TargetsThatCannotBe) {
   EXPECT_TRUE(std::filesystem::is_symlink(Path("c")));
   ExpectHolds(old_);
   ExpectNoStaging();
+}
+
+// Nobody's mode, owner or working directory is replaced.
+TEST_F(CommitTest, AnEmptyDirectoryIsKept) {
+  std::filesystem::create_directory(Path("c"));
+  std::filesystem::permissions(Path("c"), std::filesystem::perms{0700});
+  const auto inode = [&] {
+    struct stat info = {};
+    EXPECT_EQ(stat(Path("c").c_str(), &info), 0);
+    EXPECT_EQ(info.st_mode & 07777, 0700u);
+    return info.st_ino;
+  };
+  const ino_t before = inode();
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  EXPECT_EQ(inode(), before);
+  ExpectHolds(old_);
+  ExpectNoStaging();
+}
+
+// Another rank makes the directory while the coordinator has begun.
+TEST_F(CommitTest, ADirectoryMadeSinceTheBegin) {
+  auto session = BeginSave(Path("c"), true);
+  ASSERT_OK(session.status());
+  std::filesystem::create_directory(Path("c"));
+  auto joined = JoinSave(Path("c"));
+  ASSERT_OK(joined.status());
+  EXPECT_EQ(joined->save_id, session->save_id());
+  CommitRequest request;
+  ASSERT_OK(WriteRanks(joined->staging, Pieces(new_), {}, &request));
+  ASSERT_OK(CommitSave(&*session, request).status());
+  ExpectHolds(new_);
+  ExpectNoStaging();
+}
+
+TEST_F(CommitTest, NamesAsLongAsTheyMayBe) {
+  const std::string name(255, 'c');
+  ASSERT_OK(SaveAll(Path(name), Pieces(old_)).status());
+  ASSERT_OK(SaveAll(Path(name), Pieces(new_)).status());
+  EXPECT_EQ(ReadAll(Path(name))->at("a"), new_.bytes);
+  EXPECT_EQ(Names(root()), std::vector<std::string>{name});
+}
+
+// What readers would refuse is refused before anything is replaced.
+TEST_F(CommitTest, ObjectNamesThatNoCatalogHolds) {
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  for (const std::string& name :
+       {std::string(65536, 'x'), std::string("\xFF")}) {
+    auto session = BeginSave(Path("c"), true);
+    ASSERT_OK(session.status());
+    SaveSettings settings;
+    settings.object = "{}";
+    CommitRequest request;
+    ASSERT_OK(
+        WriteRanks(session->place().path, Pieces(new_), settings, &request));
+    ASSERT_FALSE(request.objects.empty());
+    request.objects[0].name = name;
+    EXPECT_EQ(CommitSave(&*session, request).status().kind(),
+              ErrorKind::kInvalidArgument);
+    ExpectHolds(old_);
+  }
 }
 
 TEST_F(CommitTest, RecoverWithNothingToDo) {
@@ -285,6 +348,70 @@ TEST_F(CommitTest, ReadersDuringAJournal) {
     ExpectNoStaging();
   }
   EXPECT_GT(read_new, 4);
+}
+
+// A network file system may do a rename and lose the answer.
+TEST_F(CommitTest, ALostAnswerIsNoFailure) {
+  bool lost = false;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    if (std::string(site.op) != "renameat2" || site.path2 != Path("c")) {
+      return {};
+    }
+    std::filesystem::rename(site.path, site.path2);
+    lost = true;
+    return {.sys_errno = ENOENT};
+  });
+  const Status saved = SaveAll(Path("c"), Pieces(new_)).status();
+  SetFaultHook(nullptr);
+  EXPECT_OK(saved);
+  EXPECT_TRUE(lost);
+  ExpectHolds(new_);
+  ExpectNoStaging();
+}
+
+// Nor is what is the checkpoint now taken for a staging directory to clean.
+TEST_F(CommitTest, ALostAnswerThatIsNotNoticed) {
+  bool lost = false;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    if (lost) return {};
+    if (std::string(site.op) != "renameat2" || site.path2 != Path("c")) {
+      return {};
+    }
+    std::filesystem::rename(site.path, site.path2);
+    lost = true;
+    // And the look at the names fails too.
+    SetFaultHook([](const FaultSite& next) -> FaultAction {
+      SetFaultHook(nullptr);
+      EXPECT_STREQ(next.op, "fstatat");
+      return {.sys_errno = EIO};
+    });
+    return {.sys_errno = ENOENT};
+  });
+  const Status saved = SaveAll(Path("c"), Pieces(new_)).status();
+  SetFaultHook(nullptr);
+  EXPECT_EQ(saved.sys_errno(), EIO) << saved.ToString();
+  ExpectHolds(new_);
+  ExpectNoStaging();
+}
+
+// The lock is there as long as the staging directory has its name.
+TEST_F(CommitTest, LockByFileUntilTheRename) {
+  int renames = 0;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    if (std::string(site.op) == "renameat2" && site.path2 == Path("c")) {
+      ++renames;
+      EXPECT_EQ(BeginSave(Path("c"), true).status().kind(),
+                ErrorKind::kConflict);
+    }
+    return {.sys_errno = std::string(site.op) == "flock" ? EOPNOTSUPP : 0};
+  });
+  const Status saved = SaveAll(Path("c"), Pieces(new_)).status();
+  SetFaultHook(nullptr);
+  ASSERT_OK(saved);
+  EXPECT_EQ(renames, 1);
+  ExpectHolds(new_);
+  ExpectNoStaging();
+  EXPECT_FALSE(std::filesystem::exists(Path("c/lock")));
 }
 
 // File systems without flock: a file is the lock, and it never survives.
