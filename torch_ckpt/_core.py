@@ -8,7 +8,7 @@ import json
 import pathlib
 from typing import Any
 
-from torch_ckpt.errors import error_from
+from torch_ckpt.errors import InvalidArgumentError, error_from
 
 _PATH = pathlib.Path(__file__).with_name("libtorch_ckpt_core.so")
 
@@ -36,6 +36,16 @@ def version() -> str:
     return str(_library().torch_ckpt_version().decode())
 
 
+def request_text(request: dict[str, Any]) -> bytes:
+    """A request or plan as UTF-8 JSON. Raises InvalidArgumentError for text that UTF-8 cannot say,
+    as a path from undecodable bytes."""
+    try:
+        return json.dumps(request, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        around = error.object[max(0, error.start - 60) : error.end + 20]
+        raise InvalidArgumentError(f"a path or name is not UTF-8: ...{around!a}...") from None
+
+
 def names_text(names: list[str]) -> str | list[str]:
     """Names as a request has them: one text, a name a line, which is much cheaper to make and to
     parse; as a list where one of them has a line break itself, or there are none."""
@@ -50,7 +60,7 @@ def call(request: dict[str, Any]) -> Any:
     OSError for a failed system call.
     """
     library = _library()
-    text = json.dumps(request).encode()
+    text = request_text(request)
     response = library.torch_ckpt_call(text, len(text))
     if response is None:
         raise MemoryError("no memory for the answer of torch_ckpt's core")

@@ -5,7 +5,6 @@ The names here are those of the ops and of the C++ functions behind them (csrc/o
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -25,12 +24,12 @@ if not hasattr(torch.ops.dcp_ext, "version"):
 
 def plan_tensor(plan: dict[str, Any]) -> torch.Tensor:
     """The plan argument of an op: UTF-8 JSON in a uint8 tensor."""
-    return torch.frombuffer(bytearray(json.dumps(plan).encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(_core.request_text(plan)), dtype=torch.uint8)
 
 
 def new_report() -> torch.Tensor:
     """The report argument of an op: int64[4], see csrc/ops/tensors.h."""
-    return torch.zeros(4, dtype=torch.int64)
+    return torch.zeros(4, dtype=torch.int64, device="cpu")  # whatever the default device is
 
 
 def write(tensors: Sequence[torch.Tensor], plan: dict[str, Any], job: Job) -> dict[str, Any]:

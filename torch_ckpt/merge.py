@@ -8,6 +8,7 @@ from typing import Any
 from torch_ckpt import _core
 from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import MIN_WORKERS, Job
+from torch_ckpt.mapping import checked_mapping
 from torch_ckpt.progress import Progress, run_job
 
 
@@ -55,7 +56,7 @@ def merge_request(
     return {
         "input": os.path.abspath(input_dir),
         "output": os.path.abspath(output_dir),
-        "mapping": mapping or None,
+        "mapping": checked_mapping(mapping) or None,
         "workers": max(MIN_WORKERS, num_threads),
         "strict": strict,
         "verify": verify,

@@ -66,7 +66,7 @@ def test_async_save_takes_every_keyword_of_stock(
     assert len(keywords) == len(stock) - 1, "all but the state dict are keywords"
     given = {
         **keywords,
-        "checkpoint_id": tmp_path / "c",
+        "checkpoint_id": str(tmp_path / "c"),
         "async_stager": DefaultStager(StagingOptions(False, False, False, False)),
         "no_dist": True,
     }

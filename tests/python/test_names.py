@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -40,3 +43,47 @@ def test_names_of_a_request(names: list[str]) -> None:
     text = names_text(names)
     assert (text.split("\n") if isinstance(text, str) else text) == names
     assert isinstance(text, str) == (names != [] and not any("\n" in name for name in names))
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | ODD, unique=True))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_keys_of_objects_come_back(
+    tmp_path_factory: pytest.TempPathFactory, keys: list[str]
+) -> None:
+    path = tmp_path_factory.mktemp("names") / "c"
+    saved = {"stoi": {key: i for i, key in enumerate(keys)}, "w": torch.ones(1)}
+    torch_ckpt.save(saved, checkpoint_id=path, no_dist=True)
+    target = {"stoi": dict.fromkeys(keys, -1), "w": torch.zeros(1)}
+    torch_ckpt.load(target, checkpoint_id=path, no_dist=True)
+    assert target["stoi"] == saved["stoi"]
+    whole: dict[str, object] = {}
+    planner = torch_ckpt.LoadPlanner(rebuild=True)
+    torch_ckpt.load(whole, checkpoint_id=path, planner=planner, no_dist=True)
+    assert whole["stoi"] == saved["stoi"]
+
+
+def test_a_vocabulary_of_bytes(tmp_path: Path) -> None:
+    """NUL among them, which no tensor's name may hold."""
+    saved = {"w": torch.ones(1), "stoi": {chr(i): i for i in range(256)}}
+    writer = torch_ckpt.HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True)
+    dcp.save(saved, storage_writer=writer)
+    target = {"w": torch.zeros(1), "stoi": {chr(i): 0 for i in range(256)}}
+    dcp.load(target, storage_reader=torch_ckpt.HuggingFaceStorageReader(tmp_path / "c"))
+    assert target["stoi"] == saved["stoi"]
+    torch_ckpt.consolidate_safetensors_files(tmp_path / "c", tmp_path / "out", None)
+    found = torch_ckpt.Checkpoint(tmp_path / "out").describe()
+    assert {entry.name for entry in found.objects} == {f"stoi.{chr(i)}" for i in range(256)}
+
+
+@pytest.mark.parametrize("name", ["x" * 65_536, "é" * 40_000, "a\ud800"], ids=["x", "é", "alone"])
+@pytest.mark.parametrize("value", [5, torch.ones(1)], ids=["object", "tensor"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_names_that_cannot_be(tmp_path: Path, name: str, value: object, nested: bool) -> None:
+    """They are refused, and what was saved before stays."""
+    torch_ckpt.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "c")
+    state = {"w": torch.zeros(1), **({"cache": {name: value}} if nested else {name: value})}
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match="UTF-8|bytes|too long"):
+        torch_ckpt.save(state, checkpoint_id=tmp_path / "c")
+    target = {"w": torch.zeros(1)}
+    torch_ckpt.load(target, checkpoint_id=tmp_path / "c")
+    assert target["w"].item() == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch_ckpt.dcp.planner import LoadPlanner, PerRank, SavePlanner
 from torch_ckpt.errors import (
     IncompleteError,
+    InvalidArgumentError,
     UnsupportedError,
 )
 
@@ -195,8 +197,8 @@ def shard_item(fqn, offset, length, total, dtype=torch.float32):
         ([("w", 0, 4, 8), ("w", 5, 3, 8)], "invalid fill|validate"),
         ([("w", 0, 5, 8), ("w", 4, 4, 8)], "overlapping|validate"),
         ([("w", 0, 4, 8), ("w", 6, 4, 8)], "out of bounds|validate"),
-        ([("w", 0, 4, 8), ("w", 4, 4, 9)], "w: ranks disagree"),
-        ([("w", 0, 4, 8), ("w", 4, 4, 8, torch.float16)], "w: ranks disagree"),
+        ([("w", 0, 4, 8), ("w", 4, 4, 9)], r"'w': ranks disagree.*\[9\] on rank 1"),
+        ([("w", 0, 4, 8), ("w", 4, 4, 8, torch.float16)], r"'w': ranks disagree.*float16"),
     ],
     ids=range(5),
 )
@@ -205,6 +207,24 @@ def test_pieces_that_do_not_make_a_tensor_are_an_error(items, word):
     plans = [SavePlan([shard_item(*item)], planner_data={}) for item in items]
     with pytest.raises(ValueError, match=word):
         planner.create_global_plan(plans)
+
+
+@pytest.mark.parametrize(
+    "other, says",
+    [
+        (torch.ones(3), r"\[2\] and torch.float32 \[3\]"),
+        (torch.ones(2).half(), r"torch.float16 \[2\]"),
+        (5, "no tensor"),
+    ],
+    ids=["shape", "dtype", "object"],
+)
+def test_ranks_that_disagree_about_a_tensor(other, says):
+    states = [lambda: {"x": torch.ones(2)}] * 2 + [lambda: {"x": other}]
+    with pytest.raises(InvalidArgumentError, match="'x': ranks .*disagree") as caught:
+        Storage().save(states)
+    assert re.search(says, str(caught.value)), caught.value
+    with pytest.raises(InvalidArgumentError, match="'x': ranks .*disagree"):
+        Storage().save(states[::-1])
 
 
 def test_cached_plans_follow_what_changed():

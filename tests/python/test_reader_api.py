@@ -440,3 +440,25 @@ def test_quantized_reader_on_our_files(tmp_path: Path, kind: Any, files: int) ->
     scale = QUANTIZED["w.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
     assert torch.equal(target["w.weight"], scale[:130, :200])
     assert torch.equal(target["plain"], QUANTIZED["plain"])
+
+
+def test_a_target_whose_elements_share_memory(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, HuggingFaceStorageWriter(tmp_path / "c"))
+    target = {"w": torch.zeros(1).expand(3)}
+    with pytest.raises(FAILED, match="'w': the target is expanded"):
+        load(target, HuggingFaceStorageReader(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("source", [torch.uint16, torch.uint32, torch.uint64, torch.int64])
+def test_integers_into_float8(tmp_path: Path, source: torch.dtype) -> None:
+    save({"w": torch.tensor([0, 7, 16], dtype=source)}, HuggingFaceStorageWriter(tmp_path / "c"))
+    target = {"w": torch.zeros(3).to(torch.float8_e4m3fn)}
+    with pytest.warns(UserWarning, match="w: stored as"):
+        load(target, HuggingFaceStorageReader(tmp_path / "c"))
+    assert target["w"].float().tolist() == [0, 7, 16]
+    largest = torch.tensor([torch.iinfo(source).min or 1000], dtype=source)
+    save({"w": largest}, HuggingFaceStorageWriter(tmp_path / "c"))
+    with pytest.warns(UserWarning), pytest.raises(FAILED, match="'w': .*out of range"):
+        load(
+            {"w": torch.zeros(1).to(torch.float8_e4m3fn)}, HuggingFaceStorageReader(tmp_path / "c")
+        )

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.default_planner import (
 )
 
 from torch_ckpt.dcp.flatten import (
-    STRUCTURE_FQN,
     Flat,
     check_structure,
     describe_structure,
@@ -26,6 +25,7 @@ from torch_ckpt.dcp.flatten import (
     rebuild,
 )
 from torch_ckpt.dcp.planner import LoadPlanner, PerRank, SavePlanner
+from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import (
     CorruptError,
     IncompleteError,
@@ -229,3 +229,10 @@ def test_through_stock_file_storage(tmp_path):
     planner = LoadPlanner(rebuild=True)
     dcp.load({}, storage_reader=dcp.FileSystemReader(tmp_path), planner=planner, no_dist=True)
     assert same(planner.original_state_dict, nested())
+
+
+def test_a_state_dict_that_contains_itself():
+    state = {"a": {}}
+    state["a"]["b"] = state
+    with pytest.raises(InvalidArgumentError, match="contains itself"):
+        Flat(state, 0, 1)

@@ -27,6 +27,7 @@ from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _PathLike = str | os.PathLike[str]
+_OURS = (HuggingFaceStorageWriter, type(None))
 
 
 def _eager(function: F) -> F:
@@ -138,6 +139,8 @@ def async_save(
     what stock returns; its future raises what `save` would.
     """
     rank, world_size = _ranks(process_group, options.get("no_dist", False))
+    if checkpoint_id is not None and isinstance(storage_writer, _OURS):
+        checkpoint_id = os.path.abspath(checkpoint_id)  # the save goes on in another directory
     writer = _writer(storage_writer, checkpoint_id, world_size)
     answer = _checked(
         lambda: state_dict_saver.async_save(

@@ -23,6 +23,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.per_rank import PerRank, rank_part
+from torch_ckpt.dcp.reserved import RESERVED, STRUCTURE_FQN
 from torch_ckpt.errors import CorruptError, InvalidArgumentError
 from torch_ckpt.objects.types import FACTORIES
 
@@ -31,8 +32,6 @@ Structure = dict[str, Any]
 
 # Reserved: names of the leaf that holds the structure, and of what local plans carry in
 # `planner_data` beside the paths.
-STRUCTURE_FQN = "torch_ckpt.structure"
-DIGESTS_KEY = "torch_ckpt.digests"
 
 _LEAVES = frozenset(
     {torch.Tensor, torch.nn.Parameter, DTensor, int, float, str, bool, type(None), bytes}
@@ -71,9 +70,14 @@ class Flat:
         self.has_sharded_tensor = False
         self.has_meta = False
         self._part = rank_part(rank, world_size)
-        self._visit(state_dict, state_dict.items(), "", ())
-        if STRUCTURE_FQN in self.values:
-            raise InvalidArgumentError(f"{STRUCTURE_FQN}: this name is reserved for torch_ckpt")
+        try:
+            self._visit(state_dict, state_dict.items(), "", ())
+        except RecursionError:
+            raise InvalidArgumentError(
+                "the state dict contains itself, or is nested too deeply"
+            ) from None
+        for name in RESERVED & self.values.keys():
+            raise InvalidArgumentError(f"{name}: this name is reserved for torch_ckpt")
 
     def _visit(
         self, container: Any, items: Iterable[tuple[Any, Any]], prefix: str, path: Path

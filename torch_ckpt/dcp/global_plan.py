@@ -15,9 +15,15 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from torch_ckpt.dcp.items import ZEROS
+from torch_ckpt.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +38,7 @@ def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
     if len(plans) == 1:
         return plans
     holders: dict[tuple[str, Any], list[int]] = {}
+    first: dict[tuple[str, Any], WriteItem] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
             index = item.index
@@ -39,8 +46,10 @@ def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
             ranks = holders.get(key)
             if ranks is None:
                 holders[key] = [rank]
+                first[key] = item
             elif ranks[-1] != rank:
                 ranks.append(rank)
+                _check_replica(item, rank, first[key], ranks[0])
     load = [0] * len(plans)
     chosen: dict[tuple[str, Any], int] = {}
     for plan in plans:
@@ -69,11 +78,36 @@ def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
     ]
 
 
+def _check_replica(item: WriteItem, rank: int, other: WriteItem, other_rank: int) -> None:
+    """Of what is at one place on two ranks one rank's is kept: they must at least be alike."""
+    a, b = other.tensor_data, item.tensor_data
+    if a is b:
+        return
+    if (
+        a is None
+        or b is None
+        or a.size != b.size
+        or a.chunk.sizes != b.chunk.sizes
+        or a.properties.dtype != b.properties.dtype
+    ):
+        raise InvalidArgumentError(
+            f"ranks {other_rank} and {rank} disagree: {_described(a)} and {_described(b)}",
+            tensor=item.index.fqn,
+        )
+
+
+def _described(data: TensorWriteData | None) -> str:
+    if data is None:
+        return "no tensor"
+    part = f"{list(data.chunk.sizes)} of " if data.chunk.sizes != data.size else ""
+    return f"{data.properties.dtype} {part}{list(data.size)}"
+
+
 def assemble(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     """Build the metadata of `plans` and give every shard its position among its tensor's chunks.
 
-    Raises ValueError where ranks disagree on a tensor, and where chunks overlap, leave the tensor
-    or do not cover it.
+    Raises InvalidArgumentError where ranks disagree on a tensor, and ValueError where chunks
+    overlap, leave the tensor or do not cover it.
     """
     entries: dict[str, Any] = {}
     to_prove: dict[str, TensorStorageMetadata] = {}
@@ -88,7 +122,7 @@ def assemble(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
             entry = entries.get(fqn)
             if data is None:
                 if entry is not None:
-                    raise ValueError(f"{fqn}: planned more than once")
+                    raise _twice(plans, fqn)
                 entries[fqn] = BytesStorageMetadata()
                 items.append(item)
                 continue
@@ -101,7 +135,7 @@ def assemble(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
                 if chunk.sizes != data.size or chunk.offsets != ZEROS[len(chunk.offsets)]:
                     to_prove[fqn] = entry
             else:
-                _check_same_tensor(fqn, entry, item)
+                _check_same_tensor(plans, entry, item)
                 position = len(entry.chunks)
                 entry.chunks.append(chunk)
                 to_prove[fqn] = entry
@@ -116,19 +150,28 @@ def assemble(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     return new_plans, Metadata(entries)
 
 
-def _check_same_tensor(fqn: str, entry: Any, item: WriteItem) -> None:
+def _twice(plans: list[SavePlan], fqn: str) -> InvalidArgumentError:
+    held = [
+        f"{_described(item.tensor_data)} on rank {rank}"
+        for rank, plan in enumerate(plans)
+        for item in plan.items
+        if item.index.fqn == fqn
+    ]
+    return InvalidArgumentError(
+        f"ranks disagree, or plan it twice: {', '.join(held[:4])}", tensor=fqn
+    )
+
+
+def _check_same_tensor(plans: list[SavePlan], entry: Any, item: WriteItem) -> None:
     data = item.tensor_data
     if (
         data is None
         or item.type != WriteItemType.SHARD
         or not isinstance(entry, TensorStorageMetadata)
+        or data.size != entry.size
+        or data.properties.dtype != entry.properties.dtype
     ):
-        raise ValueError(f"{fqn}: planned more than once")
-    if data.size != entry.size or data.properties.dtype != entry.properties.dtype:
-        raise ValueError(
-            f"{fqn}: ranks disagree: shape {list(entry.size)} and {entry.properties.dtype} on one, "
-            f"shape {list(data.size)} and {data.properties.dtype} on another"
-        )
+        raise _twice(plans, item.index.fqn)
 
 
 def _prove(plans: list[SavePlan], tensors: dict[str, TensorStorageMetadata]) -> None:

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.flatten import (
-    STRUCTURE_FQN,
     Flat,
     Structure,
     check_structure,
@@ -32,6 +31,7 @@ from torch_ckpt.dcp.flatten import (
 from torch_ckpt.dcp.items import PLAIN_TENSORS, dtensor_part, read_items
 from torch_ckpt.dcp.per_rank import PerRank, rank_part, saved_world_sizes
 from torch_ckpt.dcp.planning import paused_gc, world_of
+from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
 
 logger = logging.getLogger(__name__)

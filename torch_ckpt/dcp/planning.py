@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -42,6 +43,12 @@ def paused_gc(*, keeps: bool = True) -> Iterator[None]:
         if outermost:
             _paused = False
             gc.enable()
+
+
+def has_method_of(planner: Any, method: str, *owners: type) -> bool:
+    """Whether the planner's `method` is that of one of `owners`, and not set on the instance."""
+    function = getattr(getattr(planner, method), "__func__", None)
+    return any(function is getattr(owner, method) for owner in owners)
 
 
 def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -6,12 +6,15 @@ import io
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from torch_ckpt import _ext
+from torch_ckpt.dcp.load_planner import LoadPlanner as OurLoadPlanner
+from torch_ckpt.dcp.planning import has_method_of
 from torch_ckpt.dcp.read_metadata import OBJECT
-from torch_ckpt.dcp.write_files import RAW_LEAVES
-from torch_ckpt.errors import CorruptError, IncompleteError
+from torch_ckpt.dcp.reserved import RAW_LEAVES
+from torch_ckpt.errors import CorruptError, IncompleteError, UnsupportedError
 from torch_ckpt.jobs import Job
 from torch_ckpt.objects import ObjectFile
 
@@ -38,7 +41,10 @@ class ObjectReader:
             objects, raw = self._load(name, [item.storage_index.fqn for item in of_file])
             for item in of_file:
                 fqn = item.storage_index.fqn
-                _give(planner, item, objects[fqn], raw=fqn in raw)
+                if fqn in raw:
+                    self._give_packed(planner, item, objects[fqn])
+                else:
+                    _give(planner, item, objects[fqn])
 
     def read_one(self, fqn: str) -> Any:
         """The object of one leaf."""
@@ -90,20 +96,35 @@ class ObjectReader:
             if fqn not in stored:
                 raise CorruptError("is not in its objects file", file=file.name, tensor=fqn)
         objects = file.load(names, side=side, allow_pickle=self.allow_pickle)
-        return objects, set(objects.get(RAW_LEAVES, ()))
+        raw = objects.get(RAW_LEAVES, [])
+        if type(raw) is not list or not all(type(fqn) is str for fqn in raw):
+            raise CorruptError(f"{RAW_LEAVES} is no list of names", file=file.name)
+        return objects, set(raw)
+
+    def _give_packed(self, planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+        """Bytes that a planner of the user's has made, to the planner that can read them."""
+        fqn = item.storage_index.fqn
+        if type(value) is not bytes:
+            raise CorruptError("is said to be packed and is no bytes", file=self.path, tensor=fqn)
+        unpickles = has_method_of(planner, "load_bytes", DefaultLoadPlanner, OurLoadPlanner)
+        if unpickles and not self.allow_pickle:
+            raise UnsupportedError(
+                "was packed by a planner of its own when it was saved. Load it with the planner "
+                f"that belongs to that one: {type(planner).__name__} would unpickle it, which "
+                "only allow_pickle=True permits",
+                tensor=fqn,
+            )
+        planner.load_bytes(item, io.BytesIO(value))
 
 
-def _give(planner: LoadPlanner, item: ReadItem, value: Any, *, raw: bool) -> None:
+def _give(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
     load_object = getattr(planner, "load_object", None)
-    if load_object is not None and not raw:
+    if load_object is not None:
         load_object(item, value)
         return
-    if raw:
-        data = io.BytesIO(value)
-    else:
-        # Stock planners take a pickle and no object. This one is made here and now, of an object
-        # that was decoded from typed JSON: nothing that came from disk is unpickled.
-        data = io.BytesIO()
-        torch.save(value, data)
-        data.seek(0)
+    # Stock planners take a pickle and no object. This one is made here and now, of an object that
+    # was decoded from typed JSON: nothing that came from disk is unpickled.
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
     planner.load_bytes(item, data)

@@ -77,6 +77,11 @@ class TensorReader:
         # Refuse before a byte is copied.
         for request in indirect:
             self._check_cast(request)
+            if any(size > 1 and not step for size, step in _steps(request.target)):
+                raise InvalidArgumentError(
+                    "the target is expanded: several of its elements are one place in memory",
+                    tensor=request.item.storage_index.fqn,
+                )
         self._fetch(direct, [request.target for request in direct])
         torch.autograd.graph.increment_version([request.target for request in direct])
         for request in direct:
@@ -109,7 +114,9 @@ class TensorReader:
         memory: list[torch.Tensor] = []
         for number, wave in enumerate(_waves(requests)):
             if number < 2:
-                memory.append(torch.empty(room, dtype=torch.uint8, pin_memory=bool(devices)))
+                memory.append(
+                    torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=bool(devices))
+                )
             held = _carve(memory[number % 2], wave)
             self._fetch(wave, held)
             # Copies from the other piece, which the wave after this one reads into.
@@ -137,6 +144,12 @@ class TensorReader:
                 f"{fqn}: stored as {source}, loaded into {target}; values may lose precision",
                 stacklevel=2,
             )
+
+
+def _steps(target: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Size and stride of every dimension; none of a target that has no strides."""
+    if target.layout == torch.strided:
+        yield from zip(target.shape, target.stride(), strict=True)
 
 
 def _padded(size: int) -> int:
@@ -245,7 +258,7 @@ def _check_values(request: _Request, value: torch.Tensor) -> None:
             lost = ~torch.isfinite(wide)
         if target.dtype.itemsize == 1:
             # Some casts to float8 give the largest value where others give infinity.
-            lost |= torch.isfinite(was) & (was.abs().double() > _largest(target.dtype))
+            lost |= torch.isfinite(was) & (was.double().abs() > _largest(target.dtype))
         what = "out of range"
     else:
         lost = result.to(source) != value

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as StockReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from torch_ckpt import _core
-from torch_ckpt.dcp.flatten import STRUCTURE_FQN
 from torch_ckpt.dcp.read_metadata import metadata_of
 from torch_ckpt.dcp.read_objects import ObjectReader
 from torch_ckpt.dcp.read_requests import check_filled
 from torch_ckpt.dcp.read_tensors import TensorReader
+from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.dcp.stock_planner import check_read_boxes
 from torch_ckpt.errors import CheckpointError, with_rank
 from torch_ckpt.hulls import warn_of_hulls
@@ -44,8 +44,9 @@ class HuggingFaceStorageReader(StockReader):
     verify: compare every segment (1 MiB of a file) that is read with its CRC-32C. Directories that
         are not ours have no digests.
     strict_dtype: refuse a target whose dtype is not the stored one.
-    allow_pickle: unpickle leaves that were saved with allow_pickle. Never do that with a checkpoint
-        that you do not trust.
+    allow_pickle: unpickle leaves that were saved with allow_pickle, and let stock's planners and
+        ours unpickle what a planner of the user's has packed. Never do that with a checkpoint that
+        you do not trust.
 
     A subclass that overrides `_process_read_request(f, req, planner)` is handed one request per
     stored shard with an open `safetensors.safe_open` file, as with stock; so is one that overrides
@@ -126,8 +127,9 @@ class HuggingFaceStorageReader(StockReader):
 
     def _take_structure(self, metadata: Metadata) -> None:
         """The leaf in which SavePlanner keeps the containers is no leaf of the user's."""
-        if metadata.state_dict_metadata.pop(STRUCTURE_FQN, None) is None:
+        if not isinstance(metadata.state_dict_metadata.get(STRUCTURE_FQN), BytesStorageMetadata):
             return
+        del metadata.state_dict_metadata[STRUCTURE_FQN]
         reader = ObjectReader(
             os.fspath(self.path), self._describe(), verify=self.verify, allow_pickle=False
         )

@@ -14,18 +14,12 @@ from torch.distributed.checkpoint.planner_helpers import _compare_save_plans
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.dcp.flatten import (
-    DIGESTS_KEY,
-    STRUCTURE_FQN,
-    Flat,
-    Structure,
-    describe_structure,
-    merge_structures,
-)
+from torch_ckpt.dcp.flatten import Flat, Structure, describe_structure, merge_structures
 from torch_ckpt.dcp.global_plan import assemble, dedup_plans, warn_of_differences
 from torch_ckpt.dcp.items import PLAIN_TENSORS, dtensor_part, write_items
 from torch_ckpt.dcp.per_rank import rank_part
 from torch_ckpt.dcp.planning import paused_gc, world_of
+from torch_ckpt.dcp.reserved import DIGESTS_KEY, STRUCTURE_FQN
 from torch_ckpt.objects import ObjectError, object_digest
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.boxes import LocalBox, local_boxes
 from torch_ckpt.dcp.commit import RankReport
+from torch_ckpt.dcp.items import PLAIN_TENSORS
 from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.objects import ObjectError, object_digest
@@ -75,7 +76,8 @@ def _refuse(planner: Any, fqn: str, boxes: int, verb: str, ours: str) -> None:
 
 
 def leaf_digests(planner: Any) -> dict[str, bytes]:
-    """{fqn: digest} of leaves that are no tensors. Our planner compares them while planning."""
+    """{fqn: digest} of leaves that are no tensors; of plain tensors their dtype and shape. Our
+    planner compares them while planning."""
     state_dict = getattr(planner, "state_dict", None)
     if isinstance(planner, SavePlanner) or not isinstance(state_dict, dict):
         return {}
@@ -84,6 +86,8 @@ def leaf_digests(planner: Any) -> dict[str, bytes]:
     digests = {}
     for fqn, value in state_dict.items():
         if isinstance(value, torch.Tensor):
+            if type(value) in PLAIN_TENSORS:
+                digests[fqn] = f"{value.dtype} {list(value.shape)}".encode()
             continue
         try:
             digests[fqn] = object_digest(value, fqn)
@@ -100,14 +104,14 @@ def warn_of_differing_leaves(reports: list[RankReport]) -> None:
     for report in reports:
         for fqn, digest in report.digests.items():
             rank, first = seen.setdefault(fqn, (report.rank, digest))
-            if digest == first or fqn in warned or fqn not in written:
+            if digest == first or fqn in warned:
                 continue
             warned.add(fqn)
             logger.warning(
-                "%s: this value differs between ranks %d and %d; rank %d's is saved. "
+                "%s: this value differs between ranks %d and %d; %s is saved. "
                 "Use torch_ckpt.SavePlanner and torch_ckpt.PerRank to keep every rank's own.",
                 fqn,
                 rank,
                 report.rank,
-                written[fqn],
+                f"rank {written[fqn]}'s" if fqn in written else "one of them",
             )

@@ -15,9 +15,13 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch_ckpt import _core
 from torch_ckpt.dcp import save_planner
 from torch_ckpt.dcp.items import PLAIN_TENSORS
+from torch_ckpt.dcp.planning import has_method_of
+from torch_ckpt.dcp.reserved import RAW_LEAVES
 from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.errors import InternalError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.objects import dumps_objects
+
+_MAX_NAME_BYTES = 65_535  # kMaxNameBytes in csrc/format/names.h
 
 
 @dataclass(slots=True)
@@ -101,24 +105,18 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColum
     return columns
 
 
-def _is(planner: SavePlanner, method: str, *owners: type) -> bool:
-    """Whether `method` is that of one of `owners`, and set on no instance either."""
-    function = getattr(getattr(planner, method), "__func__", None)
-    return any(function is getattr(owner, method) for owner in owners)
-
-
 def _transforms_as_stock(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Whether an item's data are what `lookup_object` finds, and pickling is all that follows."""
     return (
         isinstance(planner, DefaultSavePlanner)
-        and _is(planner, "resolve_data", DefaultSavePlanner)
-        and _is(planner, "transform_object", DefaultSavePlanner)
+        and has_method_of(planner, "resolve_data", DefaultSavePlanner)
+        and has_method_of(planner, "transform_object", DefaultSavePlanner)
     )
 
 
 def _resolves_as_stock(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Whether the data of an item are, besides, those that the flat state dict has by its fqn."""
-    return _transforms_as_stock(planner) and _is(
+    return _transforms_as_stock(planner) and has_method_of(
         planner, "lookup_object", DefaultSavePlanner, save_planner.SavePlanner
     )
 
@@ -199,6 +197,22 @@ def _layers(tensors: TensorColumns) -> list[TensorColumns]:
     return [tensors.rows(of_layer) for of_layer in positions]
 
 
+def check_object_name(fqn: str, rank: int | None) -> None:
+    """Raise InvalidArgumentError for a name that an object of a checkpoint cannot have."""
+    if fqn.isascii() and len(fqn) <= _MAX_NAME_BYTES:
+        return
+    try:
+        size = len(fqn.encode())
+    except UnicodeEncodeError:
+        raise InvalidArgumentError(f"the name {fqn[:100]!a} is not UTF-8", rank=rank) from None
+    if size > _MAX_NAME_BYTES:
+        raise InvalidArgumentError(
+            f"the name has {size} bytes; {_MAX_NAME_BYTES} are allowed",
+            tensor=f"{fqn[:100]}...",
+            rank=rank,
+        )
+
+
 class RawBytes:
     """What a planner of the user's made of a leaf; it alone can read it again."""
 
@@ -251,7 +265,3 @@ def collect_objects(
         sources += [torch.frombuffer(bytearray(piece), dtype=torch.uint8) for piece in pieces]
         files.append(FilePlan(request))
     return [name for name in leaves if name != RAW_LEAVES], files
-
-
-# A reserved leaf of the objects file: the fqns whose bytes came from a planner of the user's.
-RAW_LEAVES = "torch_ckpt.raw_leaves"

@@ -24,6 +24,7 @@ from torch.futures import Future
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.commit import RankReport, commit_request
 from torch_ckpt.dcp.parts import Part, check_supported, part_of
+from torch_ckpt.dcp.reserved import RESERVED
 from torch_ckpt.dcp.stock_planner import (
     check_written_boxes,
     leaf_digests,
@@ -31,6 +32,7 @@ from torch_ckpt.dcp.stock_planner import (
 )
 from torch_ckpt.dcp.write_files import (
     FilePlan,
+    check_object_name,
     collect_objects,
     collect_tensors,
     data_files,
@@ -38,6 +40,7 @@ from torch_ckpt.dcp.write_files import (
 )
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
 from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession
+from torch_ckpt.mapping import checked_mapping
 
 
 class HuggingFaceStorageWriter(StockWriter):
@@ -107,7 +110,8 @@ class HuggingFaceStorageWriter(StockWriter):
 
     def _place(self, path: str) -> None:
         """Shards and output follow the checkpoint id together."""
-        self.path = Path(path)
+        # Now, not when it is used: an async save goes on while the trainer changes directory.
+        self.path = Path(os.path.abspath(path))
         self.consolidated_output_path = None
         if self.enable_consolidation:
             self.consolidated_output_path = str(self.path)
@@ -134,28 +138,30 @@ class HuggingFaceStorageWriter(StockWriter):
                 save_distributed=self.save_distributed,
                 enable_consolidation=self.enable_consolidation,
             )
-            self._part = part_of(os.path.abspath(self.path), self.rank, self.world_size)
+            self._part = part_of(str(self.path), self.rank, self.world_size)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse here, before anything is on disk, what could not be written."""
-        mapping = self.fqn_to_index_mapping
-        if mapping is not None:
-            for item in plan.items:
-                if item.type != WriteItemType.BYTE_IO and item.index.fqn not in mapping:
-                    raise InvalidArgumentError(
-                        "is not in fqn_to_index_mapping", tensor=item.index.fqn, rank=self.rank
-                    )
-            for fqn, index in mapping.items():
-                if index < 1:
-                    raise InvalidArgumentError(
-                        f"has index {index} in fqn_to_index_mapping; they begin with 1", tensor=fqn
-                    )
+        mapping = self.fqn_to_index_mapping = checked_mapping(self.fqn_to_index_mapping)
+        byte_io = WriteItemType.BYTE_IO
+        for item in plan.items:
+            fqn = item.index.fqn
+            if fqn in RESERVED:
+                raise InvalidArgumentError(
+                    "this name is reserved for torch_ckpt", tensor=fqn, rank=self.rank
+                )
+            if item.type is byte_io:
+                check_object_name(fqn, self.rank)
+            elif mapping is not None and fqn not in mapping:
+                raise InvalidArgumentError(
+                    "is not in fqn_to_index_mapping", tensor=fqn, rank=self.rank
+                )
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator, and without collectives every rank: lock the staging directory and clear
         what a dead save left."""
-        path = os.path.abspath(self.path)
+        path = str(self.path)
         self._check_mapping(plans)
         if self._part is None:
             self._session = SaveSession(path, overwrite=self.overwrite)
@@ -237,7 +243,7 @@ class HuggingFaceStorageWriter(StockWriter):
         if self._session is not None:
             staging, save_id = self._session.staging, self._session.save_id
         else:
-            joined = _core.call({"op": "join_save", "path": os.path.abspath(self.path)})
+            joined = _core.call({"op": "join_save", "path": str(self.path)})
             staging, save_id = joined["staging"], joined["save_id"]
         sources: list[torch.Tensor] = []
         files: list[FilePlan] = []

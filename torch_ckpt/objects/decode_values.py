@@ -203,7 +203,7 @@ class ValueDecoder(abc.ABC):
             raise self.fail("a tensor whose requires_grad is not true or false")
         data = self._bytes(value)
         shape = self._shape(value["s"], dtype.itemsize, len(data))
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if data:
             ctypes.memmove(tensor.data_ptr(), data, len(data))
         if value[TAG] == "parameter":

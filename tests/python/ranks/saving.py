@@ -380,7 +380,8 @@ class Warnings(logging.Handler):
 
 @case
 def a_leaf_that_differs_between_ranks_is_named(context: Context) -> None:
-    source = {"w": torch.ones(2), "loader": {"position": context.rank}, "same": 5, "alike": [1]}
+    own = {"position": context.rank, "queue": (torch.ones(2 + context.rank),)}
+    source = {"w": torch.ones(2), "loader": own, "same": 5, "alike": [1]}
     for kind in (torch_ckpt.SavePlanner, dcp.DefaultSavePlanner):
         path = context.folder / kind.__module__
         with Warnings() as log:
@@ -390,8 +391,31 @@ def a_leaf_that_differs_between_ranks_is_named(context: Context) -> None:
                 planner=kind(),
             )
         texts = everywhere(log.texts)[0]
-        assert any("loader.position" in text for text in texts), (kind, texts)
+        for name in ("loader.position", "loader.queue"):
+            assert any(name in text for text in texts), (kind, texts)
         assert not any("same" in text for text in texts), texts
+
+
+@case
+def a_plain_tensor_that_differs_between_ranks_is_named(context: Context) -> None:
+    """One rank's is saved, and no other rank could load it. Stock says nothing."""
+    for field, source in {
+        "shape": {"x": torch.ones(2 + context.rank), "w": torch.ones(2)},
+        "dtype": {"x": torch.ones(2, dtype=[torch.half, torch.float][context.rank > 0])},
+    }.items():
+        path = context.folder / field
+        try:
+            torch_ckpt.save(source, checkpoint_id=path)
+        except torch_ckpt.InvalidArgumentError as error:
+            assert error.tensor == "x" and "ranks 0 and 1 disagree" in str(error), error
+        else:
+            raise AssertionError("it was saved")
+        assert not path.exists()
+        with Warnings() as log:
+            dcp.save(source, storage_writer=HuggingFaceStorageWriter(path, save_distributed=True))
+        texts = everywhere(log.texts)[0]
+        assert sum("x: this value differs between ranks 0 and 1" in t for t in texts) == 1, texts
+        assert len(texts) == 1, texts
 
 
 @case
