@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -35,28 +36,46 @@ def consolidate_safetensors_files_on_every_rank(
     """`consolidate_safetensors_files` by all ranks of `process_group` together: a collective call.
 
     Work is divided by bytes, so one output file is written by all ranks. Every rank must see both
-    directories. An error on one rank is raised on all, and leaves no output.
+    directories. The mapping, `strict` and `verify` are those of the group's rank 0. An error on one
+    rank is raised on all, and leaves no output.
     """
-    request = merge_request(
-        input_dir, output_dir, fqn_to_index_mapping, num_threads, strict=strict, verify=verify
-    )
+
+    def request() -> dict[str, Any]:
+        return merge_request(
+            input_dir, output_dir, fqn_to_index_mapping, num_threads, strict=strict, verify=verify
+        )
+
     if dist.is_initialized():
         merge_on_every_rank(request, process_group)
     else:
-        merge(request)
+        merge(request())
 
 
 def merge_on_every_rank(
-    request: dict[str, Any],
+    make_request: Callable[[], dict[str, Any]],
     process_group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """What `merge` does, by all ranks, with its result on each. `progress` counts this rank's part.
 
     The coordinator begins, every rank writes a range of the pieces, the coordinator commits.
+    `make_request` gives this rank's `merge_request`; what decides over the output is rank 0's, so
+    that all have one plan.
     """
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
-    begun = _everywhere(process_group, rank, lambda: _begin(request) if rank == 0 else None)[0]
+    request: dict[str, Any] = {}
+
+    def own() -> dict[str, Any] | None:
+        request.update(make_request())
+        return request if rank == 0 else None
+
+    first_request = _everywhere(process_group, rank, own)[0]
+    request.update({key: first_request[key] for key in ("mapping", "strict", "verify")})
+    begun = _everywhere(
+        process_group,
+        rank,
+        lambda: _core.call({"op": "merge_begin", **request}) if rank == 0 else None,
+    )[0]
     try:
         first, last = (begun["pieces"] * part // world for part in (rank, rank + 1))
         part = {**request, "first": first, "last": last}
@@ -79,10 +98,6 @@ def merge_on_every_rank(
     if rank == 0:
         warn_of_hulls(request["input"], result["hulls"])
     return result
-
-
-def _begin(request: dict[str, Any]) -> Any:
-    return _core.call({"op": "merge_begin", **request})
 
 
 def _write_part(part: dict[str, Any], progress: Progress | None) -> Any:

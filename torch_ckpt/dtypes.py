@@ -43,6 +43,8 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
     """True if every value of `source` is a value of `target`."""
     if source == target:
         return True
+    if target == torch.float8_e8m0fnu:
+        return False  # powers of two: neither 0 nor a sign
     if source.is_complex:
         return target == torch.complex128
     if source == torch.bool:

@@ -199,7 +199,11 @@ Result<std::string> Checkpoint::ReadWhole(const std::string& name) const {
 Status Checkpoint::LoadCommitted(const std::string& text, bool journal) {
   source_ = CheckpointSource::kManifest;
   if (journal) {
-    TC_ASSIGN_OR_RETURN(Journal parsed, ParseJournal(AsBytes(text)));
+    Result<Journal> read = ParseJournal(AsBytes(text));
+    if (!read.ok()) {
+      return read.status().WithFile(staging_.Join(std::string(kJournalName)));
+    }
+    Journal parsed = std::move(read).value();
     for (const JournalRename& rename : parsed.renames) {
       staged_[rename.to] = rename.from;
     }

@@ -133,6 +133,12 @@ Result<bool> CommitFresh(SaveSession* session,
     }
   }
   TC_RETURN_IF_ERROR(staging.Sync());
+  TC_ASSIGN_OR_RETURN(const auto named, parent.StatName(BaseName(place.path)));
+  TC_ASSIGN_OR_RETURN(const FileInfo held, staging.Stat());
+  if (!named || !named->SameFile(held)) {
+    return Conflict("the staging directory was moved or replaced")
+        .WithFile(place.path);
+  }
   Status renamed = parent.RenameNoReplace(BaseName(place.path), parent, name);
   if (renamed.kind() == ErrorKind::kUnsupported) {
     renamed = parent.Rename(BaseName(place.path), parent, name);
@@ -140,7 +146,6 @@ Result<bool> CommitFresh(SaveSession* session,
   if (!renamed.ok()) {
     // A network file system may have lost only its answer.
     TC_ASSIGN_OR_RETURN(const auto there, parent.StatName(name));
-    TC_ASSIGN_OR_RETURN(const FileInfo held, staging.Stat());
     if (there && there->SameFile(held)) renamed = {};
   }
   if (renamed.ok()) {

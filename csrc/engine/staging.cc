@@ -1,6 +1,8 @@
 #include "engine/staging.h"
 
+#include <array>
 #include <cerrno>
+#include <cstdio>
 #include <optional>
 
 #include "engine/journal.h"
@@ -82,8 +84,10 @@ std::string SiblingStageName(const std::string& target) {
   std::string name = "." + base + std::string(kStageSuffix);
   if (name.size() <= kMaxFileNameBytes) return name;
   // Twins only share a lock.
-  return "." + std::to_string(Crc32c(0, base.data(), base.size())) +
-         std::string(kStageSuffix);
+  std::array<char, 9> crc;
+  std::snprintf(crc.data(), crc.size(), "%08x",
+                Crc32c(0, base.data(), base.size()));
+  return "." + std::string(crc.data()) + std::string(kStageSuffix);
 }
 
 Result<StagingPlace> LocateStaging(const std::string& target) {
@@ -153,6 +157,7 @@ Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
     if (!now || !now->SameFile(held) || again.path != place.path) continue;
     SaveSession session;
     session.place_ = place;
+    session.overwrite_ = overwrite;
     session.lock_ = std::move(*lock);
     const Directory& staging = session.directory();
     if (!place.fresh) {
@@ -236,7 +241,7 @@ Status SaveSession::MoveInside() {
   TC_RETURN_IF_ERROR(std::move(moved));
   place_.path = place_.target + "/" + name;
   place_.fresh = false;
-  return {};
+  return overwrite_ ? Status() : RefuseExisting(target);
 }
 
 }  // namespace torch_ckpt

@@ -47,7 +47,8 @@ class SaveSession {
   // that nothing of a save that takes it next is touched.
   Status RemoveStaging();
   // Moves a fresh staging directory into the target, which was made by others
-  // since. kConflict when a save inside the target is in progress.
+  // since. kConflict when a save inside the target is in progress, or when it
+  // holds a checkpoint that is not to be overwritten.
   Status MoveInside();
 
  private:
@@ -57,6 +58,7 @@ class SaveSession {
   StagingPlace place_;
   DirectoryLock lock_;
   std::string save_id_;
+  bool overwrite_ = true;
 };
 
 // Locks the staging directory, replays a commit that was interrupted after its

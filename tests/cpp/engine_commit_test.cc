@@ -239,6 +239,46 @@ TEST_F(CommitTest, ADirectoryMadeSinceTheBegin) {
   ExpectNoStaging();
 }
 
+// overwrite=False holds until the end.
+TEST_F(CommitTest, ACheckpointMadeSinceTheBeginIsNotOverwritten) {
+  auto session = BeginSave(Path("c"), false);
+  ASSERT_OK(session.status());
+  CommitRequest request;
+  ASSERT_OK(WriteRanks(session->place().path, Pieces(new_), {}, &request));
+  ASSERT_OK(SaveAll(Path("d"), Pieces(old_)).status());
+  std::filesystem::rename(Path("d"), Path("c"));
+  EXPECT_EQ(CommitSave(&*session, request).status().kind(),
+            ErrorKind::kConflict);
+  {
+    const SaveSession ended = std::move(*session);
+  }
+  ExpectHolds(old_);
+  ExpectNoStaging();
+}
+
+// What was locked is what is renamed.
+TEST_F(CommitTest, AStagingDirectoryThatWasSwapped) {
+  auto session = BeginSave(Path("c"), true);
+  ASSERT_OK(session.status());
+  CommitRequest request;
+  ASSERT_OK(WriteRanks(session->place().path, Pieces(new_), {}, &request));
+  std::filesystem::rename(session->place().path, Path("aside"));
+  std::filesystem::create_directory(session->place().path);
+  EXPECT_EQ(CommitSave(&*session, request).status().kind(),
+            ErrorKind::kConflict);
+  EXPECT_FALSE(std::filesystem::exists(Path("c")));
+}
+
+TEST_F(CommitTest, ADamagedJournalIsNamed) {
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  const std::string stage = Path("c/") + std::string(kStageSuffix);
+  std::filesystem::create_directory(stage);
+  WriteText(stage + "/" + std::string(kJournalName), "{}");
+  const Status status = OpenCheckpoint(Path("c")).status();
+  EXPECT_EQ(status.kind(), ErrorKind::kCorrupt);
+  EXPECT_EQ(status.file(), stage + "/" + std::string(kJournalName));
+}
+
 TEST_F(CommitTest, NamesAsLongAsTheyMayBe) {
   const std::string name(255, 'c');
   ASSERT_OK(SaveAll(Path(name), Pieces(old_)).status());

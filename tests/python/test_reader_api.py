@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from pathlib import Path
@@ -462,3 +463,34 @@ def test_integers_into_float8(tmp_path: Path, source: torch.dtype) -> None:
         load(
             {"w": torch.zeros(1).to(torch.float8_e4m3fn)}, HuggingFaceStorageReader(tmp_path / "c")
         )
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (torch.tensor([False, True]), torch.float8_e8m0fnu),
+        (torch.tensor([-4.0, 4.0]), torch.float8_e8m0fnu),
+        (torch.tensor([0.0, 4.0]), torch.float8_e8m0fnu),
+        (torch.tensor([math.inf]), torch.float8_e8m0fnu),
+        (torch.tensor([math.inf]), torch.float8_e4m3fn),
+        (torch.tensor([-math.inf]), torch.float8_e4m3fnuz),
+    ],
+    ids=str,
+)
+def test_casts_to_float8_that_change_a_value(
+    tmp_path: Path, values: torch.Tensor, dtype: torch.dtype
+) -> None:
+    save({"w": values}, HuggingFaceStorageWriter(tmp_path / "c"))
+    target = {"w": torch.ones(values.shape).to(dtype)}
+    with pytest.warns(UserWarning, match="w: stored as"), pytest.raises(FAILED, match="'w': "):
+        load(target, HuggingFaceStorageReader(tmp_path / "c"))
+
+
+def test_casts_to_float8_that_keep_every_value(tmp_path: Path) -> None:
+    none = torch.zeros(5, 0, dtype=torch.float64)
+    state = {"w": torch.tensor([0.5, 4.0, math.nan]), "none": none}
+    save(state, HuggingFaceStorageWriter(tmp_path / "c"))
+    target = {"w": torch.ones(3).to(torch.float8_e8m0fnu), "none": torch.zeros(1, 0).expand(5, 0)}
+    with pytest.warns(UserWarning, match="w: stored as"):
+        load(target, HuggingFaceStorageReader(tmp_path / "c"))
+    assert target["w"].float()[:2].tolist() == [0.5, 4.0] and target["w"].float()[2].isnan()

@@ -236,3 +236,36 @@ def test_a_state_dict_that_contains_itself():
     state["a"]["b"] = state
     with pytest.raises(InvalidArgumentError, match="contains itself"):
         Flat(state, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"t": ("m",), "u": ("m", "a")},
+        {"t": ("m", "a"), "u": ("m", "a")},
+        {"t": (0,), "u": (1,)},
+    ],
+    ids=["below a leaf", "twice", "no mapping"],
+)
+def test_paths_that_contradict_each_other(paths):
+    with pytest.raises(CorruptError):
+        rebuild({"t": 1, "u": 2}, paths, None)
+
+
+@pytest.mark.parametrize("at", [[], ["m"]], ids=["root", "names"])
+def test_a_structure_that_contradicts_the_paths(at):
+    structure = {"version": 1, "containers": [[at, "list", 3]], "per_rank": []}
+    with pytest.raises(CorruptError, match="can be no list"):
+        rebuild({"t": 1}, {"t": ("m", "a")}, check_structure(structure))
+
+
+def test_nested_too_deeply_to_be_rebuilt():
+    with pytest.raises(InvalidArgumentError, match="too deeply"):
+        rebuild({"t": 1}, {"t": ("a",) * 3000}, None)
+
+
+def test_a_leaf_with_the_name_of_a_per_rank_value():
+    state = {"a": PerRank(1), "a.__rank_5_of_9__": 7}
+    with pytest.raises(InvalidArgumentError, match="belongs to a, which is a PerRank"):
+        Flat(state, 0, 1)
+    Flat({"b": PerRank(1), "a.__rank_5_of_9__": 7}, 0, 1)

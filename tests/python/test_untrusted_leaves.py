@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from sample_states import FAILED
 
 import torch_ckpt
@@ -79,6 +80,18 @@ def test_names_of_ours_are_refused(tmp_path: Path, make: Any, name: str, value: 
         with pytest.raises(FAILED, match=f"{name}.*reserved"):
             torch_ckpt.save(state, checkpoint_id=tmp_path / "c", planner=make())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_foreign_tensors_may_have_names_of_ours(tmp_path: Path, name: str) -> None:
+    save_file({name: torch.arange(3.0)}, tmp_path / "model.safetensors")
+    for make in PLANNERS:
+        target = {name: torch.zeros(3)}
+        torch_ckpt.load(target, checkpoint_id=tmp_path, planner=make())
+        assert torch.equal(target[name], torch.arange(3.0))
+    whole: dict[str, Any] = {}
+    torch_ckpt.load(whole, checkpoint_id=tmp_path, planner=torch_ckpt.LoadPlanner(rebuild=True))
+    assert torch.equal(whole[name], torch.arange(3.0))
 
 
 def test_a_tensor_of_the_structure_s_name_is_a_tensor(

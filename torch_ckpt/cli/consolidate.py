@@ -82,7 +82,7 @@ def _merge(request: dict[str, Any], progress: Progress | None) -> dict[str, Any]
     with _stdout_to_stderr():
         dist.init_process_group("gloo")
         try:
-            return merge_on_every_rank(request, None, progress)
+            return merge_on_every_rank(lambda: request, None, progress)
         finally:
             dist.destroy_process_group()
 

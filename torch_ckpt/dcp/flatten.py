@@ -22,7 +22,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.dcp.per_rank import PerRank, rank_part
+from torch_ckpt.dcp.per_rank import PerRank, is_rank_part, rank_part
 from torch_ckpt.dcp.reserved import RESERVED, STRUCTURE_FQN
 from torch_ckpt.errors import CorruptError, InvalidArgumentError
 from torch_ckpt.objects.types import FACTORIES
@@ -57,6 +57,7 @@ class Flat:
         "has_sharded_tensor",
         "has_meta",
         "_part",
+        "_per_rank_leaves",
     )
 
     def __init__(
@@ -70,14 +71,23 @@ class Flat:
         self.has_sharded_tensor = False
         self.has_meta = False
         self._part = rank_part(rank, world_size)
+        self._per_rank_leaves: set[str] = set()
         try:
             self._visit(state_dict, state_dict.items(), "", ())
         except RecursionError:
             raise InvalidArgumentError(
                 "the state dict contains itself, or is nested too deeply"
             ) from None
+        if slots:  # of a load, which takes whatever names a checkpoint has
+            return
         for name in RESERVED & self.values.keys():
             raise InvalidArgumentError(f"{name}: this name is reserved for torch_ckpt")
+        for fqn in self.values if self._per_rank_leaves else ():
+            leaf, _, part = fqn.rpartition(".")
+            if leaf in self._per_rank_leaves and part != self._part and is_rank_part(part):
+                raise InvalidArgumentError(
+                    f"{fqn}: this name belongs to {leaf}, which is a PerRank"
+                )
 
     def _visit(
         self, container: Any, items: Iterable[tuple[Any, Any]], prefix: str, path: Path
@@ -127,6 +137,7 @@ class Flat:
         own = f"{fqn}.{self._part}"
         if own in self.values or fqn in self.values:
             self._collision(own if own in self.values else fqn, path, path[-1])
+        self._per_rank_leaves.add(fqn)
         self.values[own] = leaf.value
         self.paths[own] = (*path, self._part)
         if self.slots is not None:
@@ -308,7 +319,11 @@ def _new_container(kind: str) -> Any:
 def rebuild(
     values: Mapping[str, Any], paths: Mapping[str, Path], structure: Structure | None
 ) -> dict[Any, Any]:
-    """Nest `values` ({fqn: leaf}) again along `paths`, with the types and keys of `structure`."""
+    """Nest `values` ({fqn: leaf}) again along `paths`, with the types and keys of `structure`.
+
+    Raises CorruptError where paths and structure, which come from a checkpoint, contradict each
+    other, InvalidArgumentError beyond Python's recursion limit.
+    """
     children: dict[Path, dict[Any, None]] = {(): {}}
     leaves: dict[Path, Any] = {}
     kinds: dict[Path, str] = {}
@@ -323,14 +338,21 @@ def rebuild(
             children.setdefault(parent, {}).setdefault(part)
     for fqn, value in values.items():
         path = tuple(paths.get(fqn, (fqn,)))
+        if path in leaves:
+            raise CorruptError("its path is that of another leaf", tensor=fqn)
         leaves[path] = value
         for parent, part in _ancestors(path):
             children.setdefault(parent, {}).setdefault(part)
+    for path in leaves.keys() & children.keys():
+        raise CorruptError(f"there is a leaf at {path}, and others below it")
 
     def make(path: Path) -> Any:
         names = children[path]
         kind = kinds.get(path)
-        if kind == "list" or (kind is None and names and all(type(n) is int for n in names)):
+        numbered = all(type(name) is int for name in names)
+        if kind == "list" or (kind is None and names and numbered):
+            if not path or not numbered:
+                raise CorruptError(f"what is at {path} can be no list")
             return [make_child((*path, name)) for name in sorted(names)]
         container = _new_container(kind or "dict")
         named = keys_at.get(path, {})
@@ -343,7 +365,10 @@ def rebuild(
     def make_child(path: Path) -> Any:
         return make(path) if path in children else leaves[path]
 
-    nested: dict[Any, Any] = make(())
+    try:
+        nested: dict[Any, Any] = make(())
+    except RecursionError:
+        raise InvalidArgumentError("the checkpoint is nested too deeply to be rebuilt") from None
     return nested
 
 

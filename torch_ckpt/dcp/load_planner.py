@@ -29,7 +29,7 @@ from torch_ckpt.dcp.flatten import (
     rebuild,
 )
 from torch_ckpt.dcp.items import PLAIN_TENSORS, dtensor_part, read_items
-from torch_ckpt.dcp.per_rank import PerRank, rank_part, saved_world_sizes
+from torch_ckpt.dcp.per_rank import PerRank, is_rank_part, rank_part, saved_world_sizes
 from torch_ckpt.dcp.planning import paused_gc, world_of
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
@@ -115,14 +115,14 @@ class LoadPlanner(DefaultLoadPlanner):
         values: dict[str, Any] = {}
         own_paths = {fqn: path for fqn, path in paths.items() if fqn != STRUCTURE_FQN}
         for fqn, saved in metadata.state_dict_metadata.items():
-            if fqn == STRUCTURE_FQN:
+            if fqn == STRUCTURE_FQN and isinstance(saved, BytesStorageMetadata):
                 continue
             value = None
             if isinstance(saved, TensorStorageMetadata):
                 value = torch.empty(saved.size, dtype=saved.properties.dtype)
             prefix, _, part = fqn.rpartition(".")
             path = per_rank.get(f"{prefix}.")
-            if path is not None and part.startswith("__rank_"):
+            if path is not None and is_rank_part(part):
                 values.setdefault(prefix, PerRank())
                 own_paths[prefix] = path
                 if part == rank_part(rank, world_size):

@@ -37,6 +37,11 @@ def rank_part(rank: int, world_size: int) -> str:
     return f"__rank_{rank}_of_{world_size}__"
 
 
+def is_rank_part(part: str) -> bool:
+    """Whether this is what `rank_part` gives for some rank of some world."""
+    return _PART.fullmatch(part) is not None
+
+
 def saved_world_sizes(fqn: str, saved: Any) -> list[int]:
     """The world sizes for which `saved`, a collection of fqns, has per-rank values of `fqn`."""
     prefix = f"{fqn}."

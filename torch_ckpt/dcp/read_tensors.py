@@ -77,7 +77,7 @@ class TensorReader:
         # Refuse before a byte is copied.
         for request in indirect:
             self._check_cast(request)
-            if any(size > 1 and not step for size, step in _steps(request.target)):
+            if request.size and any(n > 1 and not step for n, step in _steps(request.target)):
                 raise InvalidArgumentError(
                     "the target is expanded: several of its elements are one place in memory",
                     tensor=request.item.storage_index.fqn,
@@ -259,6 +259,10 @@ def _check_values(request: _Request, value: torch.Tensor) -> None:
         if target.dtype.itemsize == 1:
             # Some casts to float8 give the largest value where others give infinity.
             lost |= torch.isfinite(was) & (was.double().abs() > _largest(target.dtype))
+            # Some have no infinity.
+            lost |= torch.isinf(was) & ~torch.isinf(wide)
+        if target.dtype == torch.float8_e8m0fnu:  # nor 0, nor a sign
+            lost |= was.double() <= 0
         what = "out of range"
     else:
         lost = result.to(source) != value

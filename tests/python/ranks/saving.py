@@ -451,6 +451,29 @@ def consolidation_on_every_rank(context: Context) -> None:
 
 
 @case
+def consolidation_with_another_mapping_on_every_rank(context: Context) -> None:
+    """As one made of a set is. The first rank's holds, and bad ones are an error on all."""
+    shards, out = context.folder / "in", context.folder / "out"
+    content = {name: torch.full((1 << 20,), float(i)) for i, name in enumerate("abc")}
+    torch_ckpt.save(content, checkpoint_id=shards)
+    mapping = {"a": 1, "b": 2, "c": 2} if context.rank == 0 else {"b": 1, "a": 2, "c": 2}
+    torch_ckpt.consolidate_safetensors_files_on_every_rank(shards, out, mapping)
+    for number, names in ((1, "a"), (2, "bc")):
+        found = load_file(out / f"model-{number:05}-of-00002.safetensors")
+        assert set(found) == set(names)
+        assert all(torch.equal(found[name], content[name]) for name in names)
+    bad = {**mapping, "c": 0} if context.rank == 1 else mapping
+    raised(
+        lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(
+            shards, context.folder / "bad", bad
+        ),
+        "rank 1",
+        "'c': has index 0",
+    )
+    assert sorted(os.listdir(context.folder)) == ["in", "out"]
+
+
+@case
 def consolidation_that_fails_on_one_rank(context: Context) -> None:
     shards, out = context.folder / "in", context.folder / "out"
     if context.rank == 0:
