@@ -82,11 +82,11 @@ Result<Json> Commit(const MergePlan& plan, SaveSession* session, bool in_place,
          {spec.name, spec.id, spec.role, spec.bytes, std::move(digests[i])}});
   }
   const Catalog& catalog = plan.checkpoint().catalog();
-  for (size_t e = 0; e < catalog.entries().size(); ++e) {
+  for (const uint32_t e : plan.entries()) {
     const CatalogEntry& entry = catalog.entries()[e];
-    if (!entry.path.empty()) commit.paths.emplace_back(entry.name, entry.path);
+    commit.planned.emplace_back(entry.name, entry.path);
     if (entry.kind != EntryKind::kObject) continue;
-    const Placement& p = catalog.placements(static_cast<uint32_t>(e))[0];
+    const Placement& p = catalog.placements(e)[0];
     commit.objects.push_back({entry.name, catalog.files()[p.file].name});
   }
   TC_ASSIGN_OR_RETURN(const Manifest manifest, CommitSave(session, commit));

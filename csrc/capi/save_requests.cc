@@ -53,18 +53,24 @@ Result<CommitRequest> ParseCommit(const Json& request) {
     TC_ASSIGN_OR_RETURN(object.file, GetString(item, "file"));
     commit.objects.push_back(std::move(object));
   }
-  TC_ASSIGN_OR_RETURN(std::vector<std::string> split,
-                      GetNames(request, "split_paths"));
-  commit.paths.reserve(split.size());
-  for (std::string& name : split) {
-    std::string path = SplitPath(name);
-    commit.paths.emplace_back(std::move(name), std::move(path));
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> planned,
+                      GetNames(request, "planned"));
+  TC_ASSIGN_OR_RETURN(const std::string split, GetString(request, "split"));
+  if (split.size() != planned.size()) {
+    return InvalidArgument("'split' must say one thing of each planned name");
   }
   const auto paths = request.find("paths");
-  if (paths != request.end() && paths->is_object()) {
-    for (const auto& [name, path] : paths->items()) {
-      commit.paths.emplace_back(name, path.dump());
+  const bool has_paths = paths != request.end() && paths->is_object();
+  commit.planned.reserve(planned.size());
+  for (size_t i = 0; i < planned.size(); ++i) {
+    std::string path;
+    if (split[i] == '1') {
+      path = SplitPath(planned[i]);
+    } else if (has_paths) {
+      const auto given = paths->find(planned[i]);
+      if (given != paths->end()) path = given->dump();
     }
+    commit.planned.emplace_back(std::move(planned[i]), std::move(path));
   }
   return commit;
 }

@@ -34,8 +34,9 @@ struct CommitRequest {
   int64_t world_size = 1;
   std::vector<CommitFile> files;
   std::vector<ObjectEntry> objects;
-  // fqn and JSON text of its state-dict path, where that is not just [fqn].
-  std::vector<std::pair<std::string, std::string>> paths;
+  // What must have been written, and of each the JSON text of its state-dict
+  // path; empty where that is just [fqn].
+  std::vector<std::pair<std::string, std::string>> planned;
   bool write_index = false;
   // Files of the manifest that stands in T to keep and name again (a
   // consolidation in place keeps the shards beside its output).

@@ -36,6 +36,8 @@ class MergePlan {
                                 std::vector<std::string> ids);
 
   const std::vector<OutputSpec>& outputs() const { return outputs_; }
+  // What the output holds: entries of the checkpoint's catalog.
+  const std::vector<uint32_t>& entries() const { return entries_; }
   const MergeOptions& options() const { return options_; }
   const Checkpoint& checkpoint() const { return *checkpoint_; }
 
@@ -54,6 +56,7 @@ class MergePlan {
   std::shared_ptr<const Checkpoint> checkpoint_;
   MergeOptions options_;
   std::vector<OutputSpec> outputs_;
+  std::vector<uint32_t> entries_;
   std::vector<Layout> layouts_;
 };
 

@@ -100,7 +100,15 @@ Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
                              layout.extents.back().end});
     plan.layouts_.push_back(std::move(layout));
   }
+  for (const auto& [index, entries] : files) {
+    plan.entries_.insert(plan.entries_.end(), entries.begin(), entries.end());
+  }
   // Leaves that are no tensors go along.
+  for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
+    if (catalog.entries()[e].kind == EntryKind::kObject) {
+      plan.entries_.push_back(e);
+    }
+  }
   for (uint32_t f = 0; f < catalog.files().size(); ++f) {
     const CatalogFile& file = catalog.files()[f];
     const ManifestFile* listed = checkpoint->manifest()

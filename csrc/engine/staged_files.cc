@@ -79,9 +79,13 @@ Result<Catalog> CatalogOfStaged(const Directory& staging,
     placement.file = file->second;
     TC_RETURN_IF_ERROR(catalog.AddPlacement(id, placement));
   }
-  for (const auto& [name, path] : request.paths) {
+  for (const auto& [name, path] : request.planned) {
     const int64_t id = catalog.Find(name);
-    if (id >= 0) catalog.SetPath(static_cast<uint32_t>(id), path);
+    if (id < 0) {
+      return Incomplete("was planned, and no rank has written it")
+          .WithTensor(name);
+    }
+    if (!path.empty()) catalog.SetPath(static_cast<uint32_t>(id), path);
   }
   return catalog;
 }

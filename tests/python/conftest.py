@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from torch_ckpt.dcp import plan_cache
+
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
@@ -18,7 +20,8 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def no_plans_of_earlier_tests() -> None:
-    """DCP keeps cached plans on the class, for as long as the process lives."""
+    """Cached plans are kept for as long as the process lives, those of stock on the class."""
+    plan_cache.forget()
     for name, value in vars(SavePlanner).items():
         if name.startswith("_cached_"):
             value.clear()

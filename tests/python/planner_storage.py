@@ -61,11 +61,12 @@ class Storage:
         self.data = {}
         self.metadata = None
 
-    def save(self, states, make=SavePlanner, **kwargs):
-        """Save states[r], a function of no arguments, as rank r of len(states)."""
+    def save(self, states, make=SavePlanner, alone=True, **kwargs):
+        """Save states[r], a function of no arguments, as rank r of len(states); without `alone`
+        the planners take themselves for ranks of a larger world."""
         planners, plans = [], []
         for rank, state in enumerate(states):
-            with as_rank(rank, len(states)):
+            with as_rank(rank, len(states) if alone else 2):
                 planner = make(**kwargs)
                 planner._cached_plans_key = f"rank {rank}"  # one process plays all ranks
                 planner.set_up_planner(state(), None, rank == 0)
@@ -73,7 +74,7 @@ class Storage:
                 planners.append(planner)
         plans = pickle.loads(pickle.dumps(plans))
         plans, self.metadata = planners[0].create_global_plan(plans)
-        self.plans = []
+        self.plans, self.sent = [], plans
         for planner, plan in zip(planners, plans, strict=True):
             plan = planner.finish_plan(pickle.loads(pickle.dumps(plan)))
             self.plans.append(plan)

@@ -150,6 +150,20 @@ def test_the_chunks_that_a_subclass_sees_have_no_replicas(tmp_path: Path) -> Non
     assert torch.equal(loaded["w"], torch.ones(4))
 
 
+@pytest.mark.parametrize("by", ["checkpoint_id", "storage_writer"])
+def test_a_save_that_fails_before_its_part_begins_counts(tmp_path: Path, by: str) -> None:
+    """Else this rank's next part would make one checkpoint with the others' of the save before."""
+    path = tmp_path / "c"
+    writer = HuggingFaceStorageWriter(path, save_distributed=True)
+    where: dict[str, Any] = {by: path if by == "checkpoint_id" else writer}
+    twins = {"a": {"b": 1}, "a.b": 2}
+    for _ in range(2):
+        with pytest.raises(torch_ckpt.InvalidArgumentError):
+            torch_ckpt.save(twins, use_collectives=False, no_dist=True, **where)
+    torch_ckpt.save({"w": torch.ones(1)}, use_collectives=False, no_dist=True, **where)
+    assert part_of(str(path), 0, None).sequence == 3
+
+
 def test_which_save_a_part_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path)
     first, second = part_of(path, 0, None), part_of(path, 0, None)

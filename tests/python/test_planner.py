@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from planner_storage import Storage, as_rank, dtensor, same, world_of
+from planner_storage import Storage, as_rank, dtensor, world_of
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -225,38 +225,6 @@ def test_ranks_that_disagree_about_a_tensor(other, says):
     assert re.search(says, str(caught.value)), caught.value
     with pytest.raises(InvalidArgumentError, match="'x': ranks .*disagree"):
         Storage().save(states[::-1])
-
-
-def test_cached_plans_follow_what_changed():
-    size, key = [4], [1]
-
-    def states(rank):
-        return lambda: {
-            "t": torch.ones(size[0]),
-            "d": {key[0]: rank if rank else 7},
-            "own": PerRank(rank),
-        }
-
-    both = [states(0), states(1)]
-    first = Storage().save(both, enable_plan_caching=True)
-    again = Storage().save(both, enable_plan_caching=True)
-    assert [len(plan.items) for plan in again.plans] == [len(plan.items) for plan in first.plans]
-    assert same(
-        again.load(dict, rebuild=True, world=2),
-        {"t": torch.ones(4), "d": {1: 7}, "own": PerRank(0)},
-    )
-    size[0] = 6
-    assert Storage().save(both, enable_plan_caching=True).whole("t").shape == (6,)
-    key[0] = "1"  # the items are equal, what the keys are is not
-    changed = Storage().save(both, enable_plan_caching=True)
-    assert list(changed.load(dict, rebuild=True, world=2)["d"]) == ["1"]
-
-
-def test_cached_plans_follow_a_change_of_dtype():
-    planner_args = {"enable_plan_caching": True}
-    Storage().save([lambda: {"t": torch.ones(2)}], **planner_args)
-    storage = Storage().save([lambda: {"t": torch.ones(2, dtype=torch.float16)}], **planner_args)
-    assert storage.metadata.state_dict_metadata["t"].properties.dtype is torch.float16
 
 
 def test_metadata_and_items_are_those_of_stock():

@@ -40,6 +40,10 @@ def forge(path: Path, monkeypatch: pytest.MonkeyPatch, raw: Any, step: Any) -> N
     with monkeypatch.context() as patch:
         patch.setattr(writer, "RESERVED", frozenset())
         patch.setattr("torch_ckpt.dcp.flatten.RESERVED", frozenset())
+        patch.setattr(
+            "torch_ckpt.dcp.commit.planned_entries",
+            lambda metadata: {"planned": [], "split": "", "paths": {}},
+        )
         state = {RAW_LEAVES: raw, "step": step, "w": torch.ones(1)}
         torch_ckpt.save(state, checkpoint_id=path)
 

@@ -41,9 +41,26 @@ def _writer(writer: Any, checkpoint_id: _PathLike | None, world_size: int) -> An
         if checkpoint_id is None:
             raise InvalidArgumentError("save needs a checkpoint_id or a storage_writer")
         writer = HuggingFaceStorageWriter(checkpoint_id, save_distributed=True)
-    if isinstance(writer, HuggingFaceStorageWriter) and writer.world_size is None:
-        writer.world_size = world_size  # DCP does not tell it which group saves
+    if isinstance(writer, HuggingFaceStorageWriter):
+        writer._group_size = world_size  # DCP does not tell it which group saves
+        if checkpoint_id is None:
+            writer.reset()  # else DCP does
     return writer
+
+
+def _planner(
+    planner: stock_planner.SavePlanner | None,
+    group: dist.ProcessGroup | None,
+    rank: int,
+    world_size: int,
+) -> stock_planner.SavePlanner:
+    if planner is None:
+        planner = SavePlanner(rank=rank, world_size=world_size)
+    if isinstance(planner, SavePlanner):
+        # DCP does not tell it either.
+        alone = world_size == 1
+        planner._group = (rank,) if alone else tuple(dist.get_process_group_ranks(group))
+    return planner
 
 
 _MetadataErrors = Callable[[], list[Exception | None]]
@@ -112,7 +129,7 @@ def save(
                     state_dict,
                     checkpoint_id=checkpoint_id,
                     storage_writer=writer,
-                    planner=planner or SavePlanner(rank=rank, world_size=world_size),
+                    planner=_planner(planner, process_group, rank, world_size),
                     process_group=process_group,
                     no_dist=no_dist,
                     use_collectives=use_collectives,
@@ -147,7 +164,7 @@ def async_save(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_writer=writer,
-            planner=planner or SavePlanner(rank=rank, world_size=world_size),
+            planner=_planner(planner, process_group, rank, world_size),
             process_group=process_group,
             **options,
         )
@@ -229,3 +246,4 @@ def _end(writer: Any) -> None:
     """After a failure elsewhere the coordinator still holds its staging directory."""
     if isinstance(writer, HuggingFaceStorageWriter):
         writer._end_session()
+        writer._group_size = None

@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt._core import names_text
+from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import ConflictError, InvalidArgumentError
 
 
@@ -72,22 +73,30 @@ def commit_request(
         "world_size": len(results),
         "files": files,
         "objects": objects,
-        **state_dict_paths(metadata),
+        **planned_entries(metadata),
         "index": not distributed,
     }
 
 
-def state_dict_paths(metadata: Metadata) -> dict[str, Any]:
-    """The paths that flattening has joined, tuples of str and int: {"split_paths": the fqns that
-    say theirs when they are cut at the dots, as `names_text`; "paths": {fqn: path} of the others}.
+def planned_entries(metadata: Metadata) -> dict[str, Any]:
+    """The leaves that ranks were to write, which the commit looks for, and where they stand in the
+    state dict: {"planned": their fqns as `names_text`; "split": of each "1" if its path is what it
+    says when it is cut at the dots, else "0"; "paths": {fqn: path} of those where it is neither
+    that nor just (fqn,)}.
     """
+    known = metadata.planner_data or {}
+    planned = list(metadata.state_dict_metadata)
+    if STRUCTURE_FQN in known:
+        planned.append(STRUCTURE_FQN)
     split = []
     paths = {}
-    for fqn, path in (metadata.planner_data or {}).items():
+    for fqn in planned:
+        path = known.get(fqn)
         if type(path) is not tuple or (len(path) == 1 and path[0] == fqn):
-            continue
-        if tuple(fqn.split(".")) == path:
-            split.append(fqn)
+            split.append("0")
+        elif tuple(fqn.split(".")) == path:
+            split.append("1")
         else:
+            split.append("0")
             paths[fqn] = path
-    return {"split_paths": names_text(split), "paths": paths}
+    return {"planned": names_text(planned), "split": "".join(split), "paths": paths}

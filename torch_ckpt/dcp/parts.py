@@ -20,8 +20,11 @@ from torch_ckpt.errors import InvalidArgumentError
 
 _STORE_KEY = "torch_ckpt/run"
 
-# Saves that this process has set up, by directory and rank.
+# Saves that this process has set up, by directory and rank, and those that it has begun since, by
+# directory: one that failed before it was set up counts too, or this rank's next part would pass
+# for one of the save before.
 _saves: Counter[tuple[str, int]] = Counter()
+_begun: Counter[str] = Counter()
 _mutex = threading.Lock()
 
 
@@ -77,9 +80,14 @@ def _agreed_token() -> str | None:
 def next_sequence(path: str, rank: int) -> int:
     """How many parts of `rank` this process has begun in `path` before this one."""
     with _mutex:
-        sequence = _saves[path, rank]
-        _saves[path, rank] += 1
-    return sequence
+        _saves[path, rank] += max(1, _begun.pop(path, 0))
+        return _saves[path, rank] - 1
+
+
+def count_attempt(path: str) -> None:
+    """A save into `path` begins, of whichever rank this is."""
+    with _mutex:
+        _begun[path] += 1
 
 
 def part_of(path: str, rank: int | None, world_size: int | None) -> Part:

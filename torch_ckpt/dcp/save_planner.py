@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner_helpers import _compare_save_plans
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
+from torch_ckpt.dcp import plan_cache
 from torch_ckpt.dcp.flatten import Flat, Structure, describe_structure, merge_structures
 from torch_ckpt.dcp.global_plan import assemble, dedup_plans, warn_of_differences
 from torch_ckpt.dcp.items import PLAIN_TENSORS, dtensor_part, write_items
@@ -26,6 +27,8 @@ from torch_ckpt.objects import ObjectError, object_digest
 class SavePlanner(DefaultSavePlanner):
     """Stock's arguments, and keyword-only ones:
 
+    enable_plan_caching: a rank whose plan is that of its last save does not send it again. Through
+        another process group than the default one this needs torch_ckpt.save.
     keep_structure: write the leaf "torch_ckpt.structure" where the names of the leaves do not say
         the containers (keys that are not str, empty ones, OrderedDict, ...).
     rank, world_size: what PerRank values are saved under; the default group's if not given.
@@ -58,6 +61,7 @@ class SavePlanner(DefaultSavePlanner):
         self.keep_structure = keep_structure
         self._rank = rank
         self._world_size = world_size
+        self._group: tuple[int, ...] | None = None  # who saves, where torch_ckpt.save knows it
         # What this rank's state dict has, and, on the coordinator, what is written for all.
         self._structure: Structure | None = None
         self._written_structure: Structure | None = None
@@ -87,13 +91,14 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         with paused_gc():
             plan = SavePlan(write_items(self.state_dict), planner_data=self._planner_data())
-        self.plan = plan
+        self.plan = self._local_plan = plan
         if not self._enable_plan_caching:
             return plan
-        cached = self._cached_save_plan.get(self._cached_plans_key)
-        if cached is not None and _same_plan(plan, cached):
-            return SavePlan([], usable=False)
-        self._pending_local_plan = plan
+        ranks = world_of(self._rank, self._world_size)
+        self._cache_key = (self._cached_plans_key, *ranks, self._group)
+        last = plan_cache.begin(self._cache_key)
+        if last is not None and _same_plan(plan, last.local):
+            return plan_cache.unchanged(last.token)
         return plan
 
     def _planner_data(self) -> dict[str, Any] | None:
@@ -148,16 +153,31 @@ class SavePlanner(DefaultSavePlanner):
         if len(all_plans) > 1 and all(plan.usable for plan in all_plans):
             digests = [(plan.planner_data or {}).get(DIGESTS_KEY, {}) for plan in all_plans]
             warn_of_differences(digests)
-        plans, metadata = super().create_global_plan(all_plans)
+        if self._enable_plan_caching:
+            plans, metadata = self._create_cached_global_plan(all_plans)
+        else:
+            plans, metadata = super().create_global_plan(all_plans)
         self._written_structure = (metadata.planner_data or {}).get(STRUCTURE_FQN)
         return plans, metadata
 
+    def _create_cached_global_plan(
+        self, all_plans: list[SavePlan]
+    ) -> tuple[list[SavePlan], Metadata]:
+        key = self._cache_key
+        local, known = plan_cache.whole_plans(key, all_plans)
+        if known is not None:
+            self.global_plan, self.metadata = known.final, known.metadata
+            return [plan_cache.unchanged(known.token)] * len(all_plans), known.metadata
+        self.global_plan, self.metadata = self._create_global_plan(local)
+        plans = plan_cache.remember(key, all_plans, local, self.global_plan, self.metadata)
+        return plans, self.metadata
+
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        plan: SavePlan = super().finish_plan(new_plan)
-        pending = self.__dict__.pop("_pending_local_plan", None)
-        if pending is not None:  # torch before 2.13 does not promote it
-            self._cached_save_plan[self._cached_plans_key] = pending
-        return plan
+        if not self._enable_plan_caching:
+            plan: SavePlan = super().finish_plan(new_plan)
+            return plan
+        self.plan = plan_cache.finish(self._cache_key, self._local_plan, new_plan)
+        return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict.get(index.fqn)
@@ -171,7 +191,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def _same_plan(plan: SavePlan, cached: SavePlan) -> bool:
-    """Stock's comparison, which knows neither dtypes nor the structure."""
+    """Stock's comparison, which knows neither dtypes nor paths and structure."""
     if not _compare_save_plans(plan, cached):
         return False
     for item, other in zip(plan.items, cached.items, strict=True):
@@ -179,5 +199,7 @@ def _same_plan(plan: SavePlan, cached: SavePlan) -> bool:
         if data is not None and other_data is not None:
             if data.properties.dtype != other_data.properties.dtype:
                 return False
-    new, old = plan.planner_data or {}, cached.planner_data or {}
-    return bool(new.get(STRUCTURE_FQN) == old.get(STRUCTURE_FQN))
+    new, old = dict(plan.planner_data or {}), dict(cached.planner_data or {})
+    new.pop(DIGESTS_KEY, None)
+    old.pop(DIGESTS_KEY, None)
+    return new == old

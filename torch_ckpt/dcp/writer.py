@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.commit import RankReport, commit_request
-from torch_ckpt.dcp.parts import Part, check_supported, part_of
+from torch_ckpt.dcp.parts import Part, check_supported, count_attempt, part_of
 from torch_ckpt.dcp.reserved import RESERVED
 from torch_ckpt.dcp.stock_planner import (
     check_written_boxes,
@@ -104,6 +104,7 @@ class HuggingFaceStorageWriter(StockWriter):
         self.allow_pickle = allow_pickle
         self.world_size = world_size
         self.is_coordinator = False
+        self._group_size: int | None = None  # how many ranks save, where torch_ckpt.save knows it
         self._part: Part | None = None  # with collectives there are no parts
         self._session: SaveSession | PartSession | None = None
         self._place(os.fspath(path))
@@ -127,6 +128,7 @@ class HuggingFaceStorageWriter(StockWriter):
         super().reset(checkpoint_id)
         if checkpoint_id:
             self._place(os.fspath(checkpoint_id))
+        count_attempt(str(self.path))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
@@ -138,7 +140,8 @@ class HuggingFaceStorageWriter(StockWriter):
                 save_distributed=self.save_distributed,
                 enable_consolidation=self.enable_consolidation,
             )
-            self._part = part_of(str(self.path), self.rank, self.world_size)
+            world_size = self._group_size if self.world_size is None else self.world_size
+            self._part = part_of(str(self.path), self.rank, world_size)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse here, before anything is on disk, what could not be written."""

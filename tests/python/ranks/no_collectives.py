@@ -191,6 +191,17 @@ def another_group(context: Context) -> None:
 
 
 @case
+def a_writer_that_was_of_another_group(context: Context) -> None:
+    writer = HuggingFaceStorageWriter(context.folder / f"own{context.rank}", save_distributed=True)
+    value = {f"own{context.rank}": whole("w", (3, 3))}
+    torch_ckpt.save(value, storage_writer=writer, no_dist=True)
+    path = context.folder / "all"
+    torch_ckpt.save(value, storage_writer=writer, checkpoint_id=path, use_collectives=False)
+    names = {entry.name for entry in torch_ckpt.Checkpoint(path).describe().tensors}
+    assert names == {f"own{rank}" for rank in range(context.world)}, names
+
+
+@case
 def what_needs_all_ranks_is_refused(context: Context) -> None:
     for options, text in (
         ({}, "save_distributed=True"),

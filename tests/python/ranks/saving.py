@@ -157,6 +157,31 @@ def cached_plans(context: Context) -> None:
 
 
 @case
+def cached_plans_of_other_groups(context: Context) -> None:
+    """What all ranks share is whole in every save, whoever saves."""
+    source = {name: whole(name, (5,)) for name in ("a", "b", "c")} | {"step": 3}
+    alone = [dist.new_group([rank]) for rank in range(context.world)][context.rank]
+    pairs = [dist.new_group([0, rank]) for rank in range(1, context.world)]
+
+    def saved(name: str, **options: Any) -> None:
+        planner = torch_ckpt.SavePlanner(enable_plan_caching=True)
+        path = context.folder / name
+        torch_ckpt.save(source, checkpoint_id=path, planner=planner, **options)
+        target = blank(source)
+        torch_ckpt.load(target, checkpoint_id=path, no_dist=True)
+        assert_same(target, source)
+
+    for number in range(2):
+        saved(f"all{number}")
+        saved(f"alone{number}-{context.rank}", process_group=alone)
+        for other, pair in enumerate(pairs, start=1):
+            if context.rank in (0, other):
+                saved(f"pair{number}-{other}", process_group=pair)
+        saved(f"no_dist{number}-{context.rank}", no_dist=True)
+        dist.barrier()
+
+
+@case
 def groups_without_global_rank_0(context: Context) -> None:
     ranks = list(range(1, context.world))
     group = dist.new_group(ranks)

@@ -1,0 +1,140 @@
+"""enable_plan_caching: what is not sent again must still be what is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from planner_storage import Storage, same
+
+import torch_ckpt
+from torch_ckpt import HuggingFaceStorageWriter
+from torch_ckpt.dcp.planner import PerRank, SavePlanner
+from torch_ckpt.errors import ConflictError, IncompleteError, InvalidArgumentError
+
+CACHED = {"enable_plan_caching": True}
+
+
+def test_cached_plans_follow_what_changed():
+    size, key = [4], [1]
+
+    def states(rank):
+        return lambda: {
+            "t": torch.ones(size[0]),
+            "d": {key[0]: rank if rank else 7},
+            "own": PerRank(rank),
+        }
+
+    both = [states(0), states(1)]
+    first = Storage().save(both, **CACHED)
+    again = Storage().save(both, **CACHED)
+    assert [len(plan.items) for plan in again.plans] == [len(plan.items) for plan in first.plans]
+    assert same(
+        again.load(dict, rebuild=True, world=2),
+        {"t": torch.ones(4), "d": {1: 7}, "own": PerRank(0)},
+    )
+    size[0] = 6
+    assert Storage().save(both, **CACHED).whole("t").shape == (6,)
+    key[0] = "1"  # the items are equal, what the keys are is not
+    changed = Storage().save(both, **CACHED)
+    assert list(changed.load(dict, rebuild=True, world=2)["d"]) == ["1"]
+
+
+def test_cached_plans_follow_a_change_of_dtype():
+    Storage().save([lambda: {"t": torch.ones(2)}], **CACHED)
+    storage = Storage().save([lambda: {"t": torch.ones(2, dtype=torch.float16)}], **CACHED)
+    assert storage.metadata.state_dict_metadata["t"].properties.dtype is torch.float16
+
+
+def save(state: dict[str, Any], path: Path, make: Any = SavePlanner, **options: Any) -> None:
+    writer = HuggingFaceStorageWriter(path, save_distributed=True, **options)
+    torch_ckpt.save(state, storage_writer=writer, planner=make(**CACHED))
+
+
+def check(state: dict[str, Any], path: Path) -> None:
+    target = {name: torch.zeros_like(value) for name, value in state.items()}
+    torch_ckpt.load(target, checkpoint_id=path)
+    assert all(torch.equal(target[name], state[name]) for name in state)
+
+
+OLD = {"w": torch.zeros(4)}
+NEW = {"w": torch.ones(4), "new": torch.full((3,), 7.0)}
+
+
+def test_a_save_that_failed_after_planning(tmp_path: Path) -> None:
+    """Stock's cache keeps its global plan, by which no rank has a final one."""
+    save(OLD, tmp_path / "a")
+    for _ in range(2):
+        with pytest.raises(ConflictError):
+            save(NEW, tmp_path / "a", overwrite=False)
+    for number in range(2):
+        save(NEW, tmp_path / f"b{number}")
+        check(NEW, tmp_path / f"b{number}")
+
+
+def test_a_first_save_that_failed(tmp_path: Path) -> None:
+    torch_ckpt.save(OLD, checkpoint_id=tmp_path / "a")
+    for _ in range(2):
+        with pytest.raises(ConflictError):
+            save(NEW, tmp_path / "a", overwrite=False)
+    save(NEW, tmp_path / "a")
+    check(NEW, tmp_path / "a")
+
+
+def test_planned_by_stock_and_not_written(tmp_path: Path) -> None:
+    """Stock's planner loses the tensor in the same way; the commit says so."""
+    save(OLD, tmp_path / "a", dcp.DefaultSavePlanner)
+    with pytest.raises(ConflictError):
+        save(NEW, tmp_path / "a", dcp.DefaultSavePlanner, overwrite=False)
+    with pytest.raises(IncompleteError, match="'new': was planned, and no rank has written it"):
+        save(NEW, tmp_path / "a", dcp.DefaultSavePlanner)
+    check(OLD, tmp_path / "a")
+
+
+def test_plans_that_were_refused_are_forgotten() -> None:
+    good = [lambda: {"x": torch.ones(2)}, lambda: {"x": torch.ones(2), "own": torch.ones(1)}]
+    bad = [good[0], lambda: {"x": torch.ones(3), "other": torch.ones(1)}]
+    first = Storage().save(good, **CACHED)
+    with pytest.raises(InvalidArgumentError, match="disagree"):
+        Storage().save(bad, **CACHED)
+    for _ in range(2):
+        again = Storage().save(good, **CACHED)
+        assert again.data.keys() == first.data.keys()
+    assert not any(plan.usable for plan in again.sent)
+
+
+def test_only_what_changed_is_sent() -> None:
+    size = [1]
+    states = [
+        lambda: {"a": torch.ones(3)},
+        lambda: {"b": torch.ones(size[0])},
+    ]
+    assert all(plan.usable for plan in Storage().save(states, **CACHED).sent)
+    assert not any(plan.usable for plan in Storage().save(states, **CACHED).sent)
+    size[0] = 2
+    storage = Storage().save(states, **CACHED)
+    assert [plan.usable for plan in storage.sent] == [False, True]
+    assert storage.whole("b").shape == (2,)
+    assert not any(plan.usable for plan in Storage().save(states, **CACHED).sent)
+
+
+def test_other_ranks_than_before() -> None:
+    """A rank that goes by a plan of other ranks is told so once, and then sends its own."""
+    both = [lambda: {"a": torch.ones(3), "b": torch.ones(3)}] * 2
+    Storage().save(both, **CACHED)
+    with pytest.raises(ConflictError, match="rank 0: its plan was cached by a save of other ranks"):
+        Storage().save(both[:1], alone=False, **CACHED)
+    storage = Storage().save(both[:1], alone=False, **CACHED)
+    assert {index.fqn for index in storage.data} == {"a", "b"}
+
+
+def test_the_same_names_nested_in_another_way(tmp_path: Path) -> None:
+    for number, state in enumerate([{"a.b": torch.ones(2)}, {"a": {"b": torch.ones(2)}}]):
+        save(state, tmp_path / str(number))
+        target: dict[str, Any] = {}
+        planner = torch_ckpt.LoadPlanner(rebuild=True)
+        torch_ckpt.load(target, checkpoint_id=tmp_path / str(number), planner=planner)
+        assert same(target, state)
