@@ -23,6 +23,7 @@ from torch_ckpt.objects.decode_values import ValueDecoder
 from torch_ckpt.objects.types import (
     FACTORIES,
     MAX_DEPTH,
+    MAX_PLAIN_INT,
     TAG,
     CorruptObjectError,
     UnsupportedObjectError,
@@ -53,6 +54,8 @@ class Decoder(ValueDecoder):
             out = {self._unicode(key): self.decode(member) for key, member in value.items()}
             self._depth -= 1
             return out
+        if kind is int and not -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT:
+            raise self.fail("an integer of more than 64 bits that is not hexadecimal text")
         if kind is float and not math.isfinite(value):
             raise self.fail("a number beyond the range of a float")
         if kind in _PLAIN:
@@ -87,6 +90,7 @@ class Decoder(ValueDecoder):
             OverflowError,
             ArithmeticError,
             RuntimeError,
+            SyntaxError,  # of a named tuple's fields
         ) as error:
             if isinstance(error, (CorruptObjectError, UnsupportedObjectError, RecursionError)):
                 raise
@@ -217,8 +221,12 @@ _DATA = frozenset({"b", "at"})
 
 @functools.lru_cache(maxsize=256)
 def _plain_namedtuple(name: str, fields: tuple[str, ...]) -> type:
-    """A named tuple class; collections.namedtuple refuses names that are not identifiers."""
-    return collections.namedtuple(name, fields)
+    """A named tuple class; collections.namedtuple refuses names that are not identifiers. Fields as
+    `_1` are those of a class that was made with rename=True."""
+    cls = collections.namedtuple(name, fields, rename=True)  # type: ignore[misc]
+    if cls._fields != fields:
+        raise ValueError(f"fields {fields!r:.200}")
+    return cls
 
 
 def _entry(

@@ -21,6 +21,7 @@ import torch
 from torch_ckpt.objects.types import (
     DTYPES,
     LAYOUTS,
+    MAX_DIMENSIONS,
     MEMORY_FORMATS,
     PATHS,
     TAG,
@@ -83,7 +84,13 @@ class ValueDecoder(abc.ABC):
         return text
 
     def _big_ints(self, value: Any, count: int) -> list[int]:
-        return self._ints(self._items(value), count)
+        return self._ints(self._parts(value), count)
+
+    def _parts(self, value: Any) -> list[Any]:
+        """The values that make one scalar: no container, so none of those that are counted."""
+        if type(value) is not list:
+            raise self.fail(f"expected a list, found {type(value).__name__}")
+        return [self.decode(part) for part in value]
 
     def _bytes(self, value: dict[str, Any]) -> bytes:
         if "b" in value:
@@ -107,7 +114,7 @@ class ValueDecoder(abc.ABC):
     def _shape(self, value: Any, itemsize: int, nbytes: int) -> list[int]:
         """Check that a shape describes exactly `nbytes` before anything is allocated for it."""
         shape = self._ints(value)
-        if len(shape) > 64 or any(not 0 <= size < 2**63 for size in shape):
+        if len(shape) > MAX_DIMENSIONS or any(not 0 <= size < 2**63 for size in shape):
             raise self.fail(f"shape {shape!r:.200}")
         if math.prod(shape) * itemsize != nbytes:
             raise self.fail(f"shape {shape} of {itemsize}-byte elements with {nbytes} bytes")
@@ -130,7 +137,7 @@ class ValueDecoder(abc.ABC):
         return bytes.fromhex(value["v"]).decode("utf-8", "surrogatepass")
 
     def _complex(self, value: dict[str, Any]) -> complex:
-        parts = self._items(value["v"])
+        parts = self._parts(value["v"])
         if len(parts) != 2 or any(type(part) is not float for part in parts):
             raise self.fail("a complex number that is not two floats")
         return complex(parts[0], parts[1])
@@ -223,8 +230,12 @@ class ValueDecoder(abc.ABC):
         numpy, dtype = self._numpy_dtype(value["t"])
         data = self._bytes(value)
         self._shape([], dtype.itemsize, len(data))
-        if not data:  # an empty numpy.str_ or numpy.bytes_; numpy.ndarray has no such element
-            return dtype.type()
+        # An element of an array would lose the NULs at its end.
+        if dtype.kind == "S":
+            return dtype.type(data)
+        if dtype.kind == "U":
+            order = "be" if dtype.str.startswith(">") else "le"
+            return dtype.type(data.decode(f"utf-32-{order}", "surrogatepass"))
         return numpy.ndarray((), dtype, data)[()]
 
     def _ndarray(self, value: dict[str, Any]) -> Any:

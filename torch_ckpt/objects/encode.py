@@ -30,6 +30,7 @@ from torch_ckpt.objects.types import (
     FACTORIES,
     LAYOUTS,
     MAX_DEPTH,
+    MAX_DIMENSIONS,
     MAX_INLINE_BYTES,
     MAX_PLAIN_INT,
     MEMORY_FORMATS,
@@ -38,6 +39,7 @@ from torch_ckpt.objects.types import (
     TAG,
     UnsupportedObjectError,
     class_reference,
+    find_loaded_class,
     is_namedtuple_class,
     torch_name,
 )
@@ -219,6 +221,9 @@ class Encoder:
 
     # Standard library values.
 
+    def _pickles_zone(self, zone: datetime.tzinfo | None) -> bool:
+        return self._allow_pickle and zone is not None and type(zone) is not datetime.timezone
+
     def _zone(self, zone: datetime.tzinfo | None) -> Any:
         if zone is None:
             return None
@@ -233,11 +238,15 @@ class Encoder:
         return {"offset": arguments[0] // MICROSECOND, "name": name}
 
     def _datetime(self, obj: datetime.datetime) -> Any:
+        if self._pickles_zone(obj.tzinfo):
+            return self._pickle(obj)
         fields = [obj.year, obj.month, obj.day, obj.hour, obj.minute, obj.second]
         value = [*fields, obj.microsecond, obj.fold]
         return {TAG: "datetime", "v": value, "tz": self._zone(obj.tzinfo)}
 
     def _time(self, obj: datetime.time) -> Any:
+        if self._pickles_zone(obj.tzinfo):
+            return self._pickle(obj)
         value = [obj.hour, obj.minute, obj.second, obj.microsecond, obj.fold]
         return {TAG: "time", "v": value, "tz": self._zone(obj.tzinfo)}
 
@@ -283,6 +292,8 @@ class Encoder:
             if self._allow_pickle:
                 return self._pickle(obj)
             raise self.fail(f"tensors of {obj.layout} and {obj.dtype} cannot be written")
+        if obj.dim() > MAX_DIMENSIONS:
+            raise self.fail(f"tensors of more than {MAX_DIMENSIONS} dimensions cannot be written")
         if obj.is_meta:
             raise self.fail("a tensor on the meta device has no data to write")
         plain = obj.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -309,8 +320,10 @@ class Encoder:
                 "v": self._sequence(obj, tuple(obj)),
             }
         numpy = sys.modules.get("numpy")
-        if numpy is not None and (cls is numpy.ndarray or isinstance(obj, numpy.generic)):
-            return self._numpy(obj, numpy)
+        if numpy is not None:
+            scalar = isinstance(obj, numpy.generic) and cls is obj.dtype.type
+            if scalar or cls is numpy.ndarray:
+                return self._numpy(obj, numpy)
         if self._allow_pickle:
             return self._pickle(obj)
         if isinstance(obj, torch.Tensor):
@@ -326,9 +339,16 @@ class Encoder:
     def _enum(self, obj: enum.Enum) -> Any:
         cls = type(obj)
         name = obj.name
+        why = None
         if cls.__members__.get(name) is not obj:
-            raise self.fail(f"{obj!r} has no name of its own; write its parts or its value")
-        return {TAG: "enum", "c": class_reference(cls), "n": name}
+            why = f"{obj!r} has no name of its own; write its parts or its value"
+        elif find_loaded_class(class_reference(cls)) is not cls:
+            why = f"{_type_name(cls)} is not what its module has by that name; no reader finds it"
+        if why is None:
+            return {TAG: "enum", "c": class_reference(cls), "n": name}
+        if self._allow_pickle:
+            return self._pickle(obj)
+        raise self.fail(why)
 
     def _numpy(self, obj: Any, numpy: Any) -> Any:
         dtype = obj.dtype

@@ -55,6 +55,8 @@ class ObjectFile:
         that breaks the grammar and UnsupportedObjectError for a newer format version."""
         self.name = name
         try:
+            if isinstance(text, bytes):
+                text = text.decode("ascii")
             document = json.loads(
                 text, object_pairs_hook=_unique_members, parse_constant=_no_constant
             )

@@ -26,6 +26,7 @@ MAX_INLINE_BYTES = 64 * 1024
 # Integers beyond this are written as hexadecimal text: Python refuses decimal text of more than
 # sys.get_int_max_str_digits() digits, and conversion from decimal takes quadratic time.
 MAX_PLAIN_INT = 2**63 - 1
+MAX_DIMENSIONS = 64  # of a tensor or an array
 # The key that marks a tagged object.
 TAG = "$"
 
@@ -99,13 +100,16 @@ def torch_name(value: Any) -> str:
 
 def is_namedtuple_class(cls: type) -> bool:
     """True for classes made by collections.namedtuple or typing.NamedTuple and their subclasses."""
-    fields = getattr(cls, "_fields", None)
-    return (
-        issubclass(cls, tuple)
-        and cls is not tuple
-        and type(fields) is tuple
-        and all(type(name) is str for name in fields)
-    )
+    if cls is tuple or not issubclass(cls, tuple):
+        return False
+    # In dictionaries, as find_loaded_class does: no code of a class or its metaclass is run.
+    fields = None
+    for base in type.__dict__["__mro__"].__get__(cls):
+        namespace = type.__dict__["__dict__"].__get__(base)
+        if "_fields" in namespace:
+            fields = namespace["_fields"]
+            break
+    return type(fields) is tuple and all(type(name) is str for name in fields)
 
 
 def class_reference(cls: type) -> str:
