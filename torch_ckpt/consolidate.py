@@ -71,12 +71,17 @@ def merge_on_every_rank(
 
     first_request = _everywhere(process_group, rank, own)[0]
     request.update({key: first_request[key] for key in ("mapping", "strict", "verify")})
-    begun = _everywhere(
-        process_group,
-        rank,
-        lambda: _core.call({"op": "merge_begin", **request}) if rank == 0 else None,
-    )[0]
+    sessions: list[int] = []
+
+    def begin() -> Any:
+        if rank != 0:
+            return None
+        answer = _core.call({"op": "merge_begin", **request})
+        sessions.append(answer["session"])
+        return answer
+
     try:
+        begun = _everywhere(process_group, rank, begin)[0]
         first, last = (begun["pieces"] * part // world for part in (rank, rank + 1))
         part = {**request, "first": first, "last": last}
         part.update({key: begun[key] for key in ("staging", "ids", "input_save_id")})
@@ -89,10 +94,10 @@ def merge_on_every_rank(
             lambda: _core.call({"op": "merge_commit", **commit}) if rank == 0 else None,
         )
     except BaseException:
-        if rank == 0:
+        for session in sessions:
             # Unknown where the commit went through and only its gather failed.
             with contextlib.suppress(InvalidArgumentError):
-                _core.call({"op": "end_save", "session": begun["session"]})
+                _core.call({"op": "end_save", "session": session})
         raise
     result: dict[str, Any] = answers[0]
     if rank == 0:

@@ -107,6 +107,8 @@ def with_rank(error: BaseException, rank: int) -> BaseException:
         if error.rank is None:
             error.rank = rank
         return error
-    if isinstance(error, OSError) and error.errno is not None:
-        return OSError(error.errno, f"rank {rank}: {error.strerror}", error.filename)
+    if isinstance(error, OSError) and error.errno is not None and not hasattr(error, "rank"):
+        named = OSError(error.errno, f"rank {rank}: {error.strerror}", error.filename)
+        named.rank = rank  # type: ignore[attr-defined]  # it pickles along
+        return named
     return error

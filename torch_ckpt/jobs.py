@@ -5,6 +5,8 @@ A native id never enters pickled state, and a leaked owner frees what it holds.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,12 +14,63 @@ from types import TracebackType
 from typing import Any
 
 from torch_ckpt import _core
-from torch_ckpt.errors import CheckpointError, error_from
+from torch_ckpt.errors import CheckpointError, InvalidArgumentError, error_from
 
 # Threads of a native call at the least, whatever the caller asks for: a worker that waits for the
 # disk costs no CPU, and with fewer than this the disk waits for copies. On 2 cores four wrote at
 # 1.5 times the rate of two, and more gained nothing (python -m benchmarks save_llama).
 MIN_WORKERS = 4
+
+
+def _apart(
+    work: Callable[[], Any], interrupted: Callable[[], None], undo: Callable[[Any], None]
+) -> Any:
+    """What `work`, a blocking native call, returns; where this is the main thread it is called on
+    another one.
+
+    On the main thread it would put Ctrl-C off to its end and then lose what it made. Here Ctrl-C
+    calls `interrupted`, waits for the end of `work`, gives what that returned to `undo`, and is
+    raised.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    outcome: dict[str, Any] = {}
+    ended = threading.Event()
+
+    def call() -> None:
+        try:
+            outcome["value"] = work()
+        except BaseException as error:
+            outcome["error"] = error
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=call, name="torch_ckpt-job", daemon=True)
+    interrupt: BaseException | None = None
+    begun = False
+    while not ended.is_set():
+        try:
+            if not begun:
+                begun = True
+                thread.start()
+            elif not ended.wait(_LOOK_S) and interrupt is not None and thread.ident is None:
+                break  # interrupted before there was a thread
+        except RuntimeError:
+            raise  # no thread is to be had
+        except BaseException as error:
+            if interrupt is None:
+                interrupt = error
+                interrupted()
+    if interrupt is not None:
+        if "value" in outcome:
+            undo(outcome["value"])
+        raise interrupt
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]
+
+
+_LOOK_S = 5.0
 
 
 class Job:
@@ -73,27 +126,7 @@ class Job:
 
         On the main thread it runs on another one, so that Ctrl-C cancels it instead of waiting.
         """
-        if threading.current_thread() is not threading.main_thread():
-            return work()
-        outcome: dict[str, Any] = {}
-
-        def call() -> None:
-            try:
-                outcome["value"] = work()
-            except BaseException as error:
-                outcome["error"] = error
-
-        thread = threading.Thread(target=call, name="torch_ckpt-job", daemon=True)
-        thread.start()
-        try:
-            thread.join()
-        except BaseException:
-            self.cancel()
-            thread.join()
-            raise
-        if "error" in outcome:
-            raise outcome["error"]
-        return outcome["value"]
+        return _apart(work, self.cancel, lambda _: None)
 
 
 class _Session:
@@ -116,7 +149,11 @@ class _Session:
             earlier = earlier_ref() if earlier_ref is not None else None
             if earlier is not None and earlier._is_over():
                 earlier.end()
-            answer = _core.call({"op": f"begin_{self._kind}", "path": path, **options})
+            answer = _apart(
+                lambda: _core.call({"op": f"begin_{self._kind}", "path": path, **options}),
+                lambda: None,
+                lambda begun: _end_session(self._kind, begun["session"]),
+            )
             self.id: int = answer["session"]
             self.staging: str = answer["staging"]
             self.save_id: str = answer["save_id"]
@@ -140,11 +177,19 @@ class _Session:
             self.end()
             raise
         self._finalizer.detach()
+        self._forget()
         return answer
 
     def end(self) -> None:
         """Give up: remove the staging directory and release its lock. Twice is fine."""
         self._finalizer()
+        self._forget()
+
+    def _forget(self) -> None:
+        key = (self._kind, self.path)
+        known = _Session._open.get(key)
+        if known is not None and known() is self:
+            _Session._open.pop(key, None)
 
 
 class SaveSession(_Session):
@@ -175,4 +220,13 @@ def _free_job(job: int) -> None:
 
 
 def _end_session(kind: str, session: int) -> None:
-    _core.call({"op": f"end_{kind}", "session": session})
+    # Unknown where a commit has consumed it, and only its answer did not arrive.
+    with contextlib.suppress(InvalidArgumentError):
+        _core.call({"op": f"end_{kind}", "session": session})
+
+
+def _new_mutex() -> None:
+    _Session._mutex = threading.Lock()  # the parent's may be held for ever
+
+
+os.register_at_fork(after_in_child=_new_mutex)

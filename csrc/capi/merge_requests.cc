@@ -13,12 +13,13 @@ Result<MergeOptions> ParseOptions(const Json& request) {
   MergeOptions options;
   const auto mapping = request.find("mapping");
   if (mapping != request.end() && mapping->is_object()) {
+    options.mapping.emplace();
     for (const auto& [name, index] : mapping->items()) {
       if (!index.is_number_integer()) {
         return InvalidArgument("the mapping holds file indices")
             .WithTensor(name);
       }
-      options.mapping.emplace_back(name, index.get<int64_t>());
+      options.mapping->emplace_back(name, index.get<int64_t>());
     }
   }
   options.strict = GetBool(request, "strict", true);

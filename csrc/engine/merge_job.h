@@ -17,8 +17,8 @@
 namespace torch_ckpt {
 
 struct MergeOptions {
-  // fqn and index of its output file, from 1. Empty: all into one file.
-  std::vector<std::pair<std::string, int64_t>> mapping;
+  // fqn and index of its output file, from 1. None: all into one file.
+  std::optional<std::vector<std::pair<std::string, int64_t>>> mapping;
   // A tensor without an index, or an index for no tensor, is an error; with
   // false such tensors are left out and such indices ignored.
   bool strict = true;

@@ -15,7 +15,9 @@ Result<std::map<int64_t, std::vector<uint32_t>>> Assign(
     const Catalog& catalog, const MergeOptions& options) {
   std::map<int64_t, std::vector<uint32_t>> files;
   std::unordered_map<std::string_view, int64_t> wanted;
-  for (const auto& [name, index] : options.mapping) {
+  static const std::vector<std::pair<std::string, int64_t>> kNone;
+  const auto& mapping = options.mapping ? *options.mapping : kNone;
+  for (const auto& [name, index] : mapping) {
     if (index < 1 || index > 99999) {
       return InvalidArgument("maps to file " + std::to_string(index) +
                              "; indices are 1 to 99999")
@@ -28,7 +30,7 @@ Result<std::map<int64_t, std::vector<uint32_t>>> Assign(
     const CatalogEntry& entry = catalog.entries()[e];
     if (entry.kind != EntryKind::kTensor) continue;
     int64_t index = 1;
-    if (!options.mapping.empty()) {
+    if (options.mapping) {
       const auto it = wanted.find(entry.name);
       if (it == wanted.end()) {
         if (!options.strict) continue;
@@ -43,7 +45,7 @@ Result<std::map<int64_t, std::vector<uint32_t>>> Assign(
     files[index].push_back(e);
   }
   if (options.strict && used != wanted.size()) {
-    for (const auto& [name, index] : options.mapping) {
+    for (const auto& [name, index] : mapping) {
       const int64_t id = catalog.Find(name);
       if (id < 0 || catalog.entries()[static_cast<size_t>(id)].kind !=
                         EntryKind::kTensor) {
@@ -66,8 +68,10 @@ Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
     return Incomplete("holds no tensor").WithFile(checkpoint->path());
   }
   int64_t count = files.rbegin()->first;
-  for (const auto& [name, index] : options.mapping) {
-    count = std::max(count, index);
+  if (options.mapping) {
+    for (const auto& [name, index] : *options.mapping) {
+      count = std::max(count, index);
+    }
   }
   MergePlan plan;
   size_t next_id = 0;

@@ -287,7 +287,7 @@ inline Result<Manifest> Merge(const std::string& from, const std::string& to,
                               const MergeSettings& settings = {}) {
   TC_ASSIGN_OR_RETURN(const CheckpointPtr checkpoint, OpenCheckpoint(from));
   MergeOptions options;
-  options.mapping = settings.mapping;
+  if (!settings.mapping.empty()) options.mapping = settings.mapping;
   options.strict = settings.strict;
   options.output = settings.output;
   TC_ASSIGN_OR_RETURN(const MergePlan plan,

@@ -305,3 +305,42 @@ def test_under_torchrun_all_ranks_merge(path: Path, tmp_path: Path) -> None:
     loaded = load_file(out / "model-00001-of-00001.safetensors")
     assert torch.equal(loaded["w"], STATE["w"])
     assert run("verify", out).exit_code == 0
+
+
+def test_mappings_that_are_none(path: Path, tmp_path: Path) -> None:
+    mapping = tmp_path / "mapping.json"
+    for text in ("[" * 200_000, '{"w": 1, "w": 2, "b": 1}', '{"w": true}', "[]"):
+        mapping.write_text(text)
+        done = run("consolidate", path, tmp_path / "out", "--mapping", mapping)
+        assert done.exit_code == 2 and str(mapping) in done.stderr, (text[:40], done.output)
+    done = run("consolidate", path, tmp_path / "out", "--index", tmp_path)
+    assert done.exit_code == 2 and "index.json" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_mapping_names_no_tensor(path: Path, tmp_path: Path) -> None:
+    mapping = tmp_path / "mapping.json"
+    mapping.write_text("{}")
+    for options in ([], ["--no-strict"]):
+        done = run("consolidate", path, tmp_path / "out", "--mapping", mapping, *options)
+        assert done.exit_code == 3, done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_world_that_is_not_there(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run("consolidate", path, tmp_path / "out", "--json")
+    assert done.exit_code == 2 and "torchrun" in done.stderr
+    assert json.loads(done.stdout)["error"]["kind"] == "invalid argument"
+
+
+def test_names_command_no_terminal(tmp_path: Path) -> None:
+    state = {"a\x1b[2Jb\nc": torch.ones(1), "o\x1b]0;x\x07": 5}
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    done = run("inspect", "--tensors", tmp_path / "c")
+    assert done.exit_code == 0 and "a?[2Jb?c" in done.stdout and "o?]0;x?" in done.stdout
+    assert "\x1b" not in done.stdout and "\x07" not in done.stdout

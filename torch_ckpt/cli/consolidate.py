@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from torch_ckpt.cli.output import Output, count, format_bytes, with_output, world_size
+from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.merge import merge, merge_request
 from torch_ckpt.progress import Progress
 
@@ -35,7 +36,11 @@ _NUMBERED = re.compile(r"-(\d{5})-of-\d{5}\.safetensors$")
     help=f"Divide the tensors as this {_INDEX} (or the one in this directory) does.",
 )
 @click.option(
-    "--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="At least two run."
+    "--threads",
+    type=click.IntRange(1, 256),
+    default=4,
+    show_default=True,
+    help="At least four run.",
 )
 @click.option("--no-strict", is_flag=True, help="Leave out tensors that the mapping lacks.")
 @click.option("--no-verify", is_flag=True, help="Do not compare what is read with its digests.")
@@ -80,7 +85,13 @@ def _merge(request: dict[str, Any], progress: Progress | None) -> dict[str, Any]
     from torch_ckpt.consolidate import merge_on_every_rank
 
     with _stdout_to_stderr():
-        dist.init_process_group("gloo")
+        try:
+            dist.init_process_group("gloo")
+        except (ValueError, RuntimeError) as error:
+            raise InvalidArgumentError(
+                f"WORLD_SIZE says {world_size()} processes, and they could not meet; start them "
+                f"with torchrun, or unset it: {error}"
+            ) from error
         try:
             return merge_on_every_rank(lambda: request, None, progress)
         finally:
@@ -102,9 +113,16 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def _load_json(path: str) -> Any:
     try:
-        return json.loads(Path(path).read_bytes())
-    except ValueError as error:
+        return json.loads(Path(path).read_bytes(), object_pairs_hook=_unique_names)
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"{path} is not JSON: {error}") from None
+
+
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) != len(pairs):
+        raise ValueError("a name stands in it twice")
+    return names
 
 
 def _read_mapping(path: str) -> dict[str, int]:
@@ -118,6 +136,8 @@ def _read_index(path: str) -> dict[str, int]:
     """The mapping that an index file implies: the numbers in its file names, or their order."""
     if Path(path).is_dir():
         path = str(Path(path) / _INDEX)
+        if not Path(path).is_file():
+            raise click.UsageError(f"there is no {path}")
     index = _load_json(path)
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(type(name) is str for name in weights.values()):

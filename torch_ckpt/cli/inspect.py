@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from torch_ckpt.checkpoint import Checkpoint, Description, TensorInfo
-from torch_ckpt.cli.output import Output, count, format_bytes, with_output
+from torch_ckpt.cli.output import Output, count, format_bytes, printable, with_output
 
 _SOURCES = {
     "manifest": "written by torch_ckpt",
@@ -68,11 +68,11 @@ def _text(described: Description, tensors: bool) -> str:
         lines.append("  tensors:")
         lines += [f"    {_tensor_line(tensor)}" for tensor in described.tensors]
         lines.append("  other leaves:")
-        lines += [f"    {leaf.name}  in {leaf.file}" for leaf in described.objects]
+        lines += [f"    {printable(leaf.name)}  in {leaf.file}" for leaf in described.objects]
     return "\n".join(lines)
 
 
 def _tensor_line(tensor: TensorInfo) -> str:
     size = format_bytes(tensor.bytes)
     boxes = count(len(tensor.placements), "box", "boxes")
-    return f"{tensor.name}  {tensor.dtype}{list(tensor.shape)}  {size}, {boxes}"
+    return f"{printable(tensor.name)}  {tensor.dtype}{list(tensor.shape)}  {size}, {boxes}"

@@ -92,8 +92,12 @@ def error_line(fields: dict[str, Any]) -> str:
     if fields["tensor"]:
         parts.append(f"tensor '{fields['tensor']}'")
     line = ": ".join([*parts, fields["message"]])
-    # One line, whatever a file name holds.
-    return "".join(c if c.isprintable() else "?" for c in f"{line} ({fields['next']})")
+    return printable(f"{line} ({fields['next']})")
+
+
+def printable(text: str) -> str:
+    """`text` on one line and without a terminal's commands, whatever names it holds."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 class Output:

@@ -36,15 +36,14 @@ def _eager(function: F) -> F:
     return disabled
 
 
-def _writer(writer: Any, checkpoint_id: _PathLike | None, world_size: int) -> Any:
+def _writer(writer: Any, checkpoint_id: _PathLike | None, rank: int, world_size: int) -> Any:
     if writer is None:
         if checkpoint_id is None:
             raise InvalidArgumentError("save needs a checkpoint_id or a storage_writer")
         writer = HuggingFaceStorageWriter(checkpoint_id, save_distributed=True)
     if isinstance(writer, HuggingFaceStorageWriter):
-        writer._group_size = world_size  # DCP does not tell it which group saves
-        if checkpoint_id is None:
-            writer.reset()  # else DCP does
+        writer.reset(checkpoint_id)
+        writer._begin_save(rank, world_size)
     return writer
 
 
@@ -117,7 +116,7 @@ def save(
     cyclic garbage collector off until it returns.
     """
     rank, world_size = _ranks(process_group, no_dist)
-    writer = _writer(storage_writer, checkpoint_id, world_size)
+    writer = _writer(storage_writer, checkpoint_id, rank, world_size)
     try:
         # Planning makes some twenty objects per tensor, with stock's planner a hundred; collecting
         # between them takes longer than making them. In another thread the trainer may be running,
@@ -158,7 +157,7 @@ def async_save(
     rank, world_size = _ranks(process_group, options.get("no_dist", False))
     if checkpoint_id is not None and isinstance(storage_writer, _OURS):
         checkpoint_id = os.path.abspath(checkpoint_id)  # the save goes on in another directory
-    writer = _writer(storage_writer, checkpoint_id, world_size)
+    writer = _writer(storage_writer, checkpoint_id, rank, world_size)
     answer = _checked(
         lambda: state_dict_saver.async_save(
             state_dict,
@@ -182,8 +181,12 @@ def _settled(upload: Future[Any], writer: Any) -> Future[Any]:
     settled.set_running_or_notify_cancel()
 
     def settle(done: Future[Any]) -> None:
-        _end(writer)
-        error = done.exception()
+        try:
+            _end(writer)
+            error = done.exception()
+        except BaseException as failure:  # or nobody would ever hear
+            settled.set_exception(failure)
+            return
         if error is None:
             settled.set_result(done.result())
         elif isinstance(error, CheckpointException):
