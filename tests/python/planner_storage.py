@@ -61,12 +61,12 @@ class Storage:
         self.data = {}
         self.metadata = None
 
-    def save(self, states, make=SavePlanner, alone=True, **kwargs):
-        """Save states[r], a function of no arguments, as rank r of len(states); without `alone`
-        the planners take themselves for ranks of a larger world."""
+    def save(self, states, make=SavePlanner, world=None, **kwargs):
+        """Save states[r], a function of no arguments, as rank r of len(states); with `world` the
+        planners take themselves for ranks of that one."""
         planners, plans = [], []
         for rank, state in enumerate(states):
-            with as_rank(rank, len(states) if alone else 2):
+            with as_rank(rank, world or len(states)):
                 planner = make(**kwargs)
                 planner._cached_plans_key = f"rank {rank}"  # one process plays all ranks
                 planner.set_up_planner(state(), None, rank == 0)

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from planner_storage import Storage, same
+from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageWriter
+from torch_ckpt.dcp import plan_cache
 from torch_ckpt.dcp.planner import PerRank, SavePlanner
+from torch_ckpt.dcp.reserved import PLAN_TOKEN
 from torch_ckpt.errors import ConflictError, IncompleteError, InvalidArgumentError
 
 CACHED = {"enable_plan_caching": True}
@@ -123,12 +126,33 @@ def test_only_what_changed_is_sent() -> None:
 
 def test_other_ranks_than_before() -> None:
     """A rank that goes by a plan of other ranks is told so once, and then sends its own."""
-    both = [lambda: {"a": torch.ones(3), "b": torch.ones(3)}] * 2
-    Storage().save(both, **CACHED)
+    three = [lambda: {"a": torch.ones(3), "b": torch.ones(3)}] * 3
+    Storage().save(three, **CACHED)
     with pytest.raises(ConflictError, match="rank 0: its plan was cached by a save of other ranks"):
-        Storage().save(both[:1], alone=False, **CACHED)
-    storage = Storage().save(both[:1], alone=False, **CACHED)
+        Storage().save(three[:2], world=3, **CACHED)
+    storage = Storage().save(three[:2], world=3, **CACHED)
     assert {index.fqn for index in storage.data} == {"a", "b"}
+
+
+def test_a_rank_by_itself_beside_saves_of_all() -> None:
+    both = [lambda: {"a": torch.ones(3), "b": torch.ones(3)}] * 2
+    for _ in range(2):
+        Storage().save(both, **CACHED)
+        storage = Storage().save(both[:1], world=2, **CACHED)
+        assert {index.fqn for index in storage.data} == {"a", "b"}
+    assert not any(plan.usable for plan in Storage().save(both, **CACHED).sent)
+
+
+def test_saves_at_the_same_time() -> None:
+    """The end of one goes by what itself began with."""
+    key = ("key",)
+    plans = [SavePlan([], planner_data={PLAN_TOKEN: token}) for token in ("1", "2")]
+    plan_cache.begin(key)
+    first = plan_cache.finish(key, SavePlan([]), plans[0], None)
+    last = plan_cache.begin(key)  # of A
+    assert last is not None and plan_cache.begin(key) is None  # B cannot know what A will do
+    plan_cache.finish(key, SavePlan([]), plans[1], None)
+    assert plan_cache.finish(key, SavePlan([]), plan_cache.unchanged("1"), last) is first
 
 
 def test_the_same_names_nested_in_another_way(tmp_path: Path) -> None:
@@ -138,3 +162,14 @@ def test_the_same_names_nested_in_another_way(tmp_path: Path) -> None:
         planner = torch_ckpt.LoadPlanner(rebuild=True)
         torch_ckpt.load(target, checkpoint_id=tmp_path / str(number), planner=planner)
         assert same(target, state)
+
+
+@pytest.mark.parametrize("make", [dcp.DefaultSavePlanner, SavePlanner])
+def test_a_cached_plan_and_a_mapping_that_lacks_a_tensor(tmp_path: Path, make: Any) -> None:
+    save(NEW, tmp_path / "a", make)
+    with pytest.raises(InvalidArgumentError, match="'new': is not in fqn_to_index_mapping"):
+        save(NEW, tmp_path / "b", make, fqn_to_index_mapping={"w": 1})
+    mapping = {"w": 1, "new": 1, "more": 2}
+    with pytest.raises(InvalidArgumentError, match="'more': is in fqn_to_index_mapping but not"):
+        save(NEW, tmp_path / "b", make, fqn_to_index_mapping=mapping, enable_consolidation=True)
+    assert not list(tmp_path.glob("b/**/*"))  # a parent that was made may stay

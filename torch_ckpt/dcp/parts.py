@@ -20,11 +20,9 @@ from torch_ckpt.errors import InvalidArgumentError
 
 _STORE_KEY = "torch_ckpt/run"
 
-# Saves that this process has set up, by directory and rank, and those that it has begun since, by
-# directory: one that failed before it was set up counts too, or this rank's next part would pass
-# for one of the save before.
+# Saves that this process has begun, by directory and rank. One that failed before its part began
+# counts too, or this rank's next part would pass for one of the save before.
 _saves: Counter[tuple[str, int]] = Counter()
-_begun: Counter[str] = Counter()
 _mutex = threading.Lock()
 
 
@@ -78,20 +76,16 @@ def _agreed_token() -> str | None:
 
 
 def next_sequence(path: str, rank: int) -> int:
-    """How many parts of `rank` this process has begun in `path` before this one."""
+    """How many saves of `rank` into `path` this process has begun before this one."""
     with _mutex:
-        _saves[path, rank] += max(1, _begun.pop(path, 0))
+        _saves[path, rank] += 1
         return _saves[path, rank] - 1
 
 
-def count_attempt(path: str) -> None:
-    """A save into `path` begins, of whichever rank this is."""
-    with _mutex:
-        _begun[path] += 1
-
-
-def part_of(path: str, rank: int | None, world_size: int | None) -> Part:
-    """The part of this rank in a new save into `path`.
+def part_of(
+    path: str, rank: int | None, world_size: int | None, sequence: int | None = None
+) -> Part:
+    """The part of this rank in a new save into `path`; `sequence` where it is counted already.
 
     `rank` is what DCP says. `world_size` is the default group's if it is None; raises
     InvalidArgumentError where the ranks of that group are not the ones that save.
@@ -109,7 +103,9 @@ def part_of(path: str, rank: int | None, world_size: int | None) -> Part:
                     rank=own,
                 )
             world_size = dist.get_world_size()
-    return Part(own, world_size, run_id(), next_sequence(path, own))
+    if sequence is None:
+        sequence = next_sequence(path, own)
+    return Part(own, world_size, run_id(), sequence)
 
 
 def check_supported(*, save_distributed: bool, enable_consolidation: bool) -> None:

@@ -5,7 +5,8 @@ its final plan belongs to. The coordinator takes its word only where it remember
 plan: stock goes by the planner's class alone, so that a save which failed, or one of other ranks,
 lets ranks write by final plans that do not fit each other, and tensors get lost.
 
-All of it lives as long as the process and is kept by `Key`. Not for saves at the same time.
+All of it lives as long as the process and is kept by `Key`. What a save begins with is handed on to
+its end: of two at the same time none takes the other's plans.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_ckpt.dcp.reserved import PLAN_TOKEN
-from torch_ckpt.errors import ConflictError
+from torch_ckpt.errors import ConflictError, InternalError
 
 Key = tuple[Any, ...]
 
@@ -70,9 +71,10 @@ def unchanged(token: str) -> SavePlan:
     return SavePlan([], planner_data={PLAN_TOKEN: token}, usable=False)
 
 
-def whole_plans(key: Key, plans: list[SavePlan]) -> tuple[list[SavePlan], GlobalPlans | None]:
-    """Every rank's local plan, and the plans of the last save where all are as they were.
+def whole_plans(key: Key, plans: list[SavePlan]) -> tuple[list[SavePlan], GlobalPlans | None, bool]:
+    """Fill in the local plans that have not been sent.
 
+    Returns every rank's plan, what is known of the last save, and whether nothing has changed.
     Raises ConflictError for a rank whose plan is not known here; its next one comes whole.
     """
     known = _global.get(key)
@@ -90,14 +92,19 @@ def whole_plans(key: Key, plans: list[SavePlan]) -> tuple[list[SavePlan], Global
                 rank=rank,
             )
         whole.append(known.local[rank])
-    return whole, known if not any(plan.usable for plan in plans) else None
+    return whole, known, not any(plan.usable for plan in plans)
 
 
 def remember(
-    key: Key, sent: list[SavePlan], local: list[SavePlan], final: list[SavePlan], metadata: Metadata
+    key: Key,
+    sent: list[SavePlan],
+    local: list[SavePlan],
+    final: list[SavePlan],
+    metadata: Metadata,
+    known: GlobalPlans | None,
 ) -> list[SavePlan]:
-    """Keep a new global plan; returns what to send to each rank. `sent` is what came from it."""
-    known = _global.get(key)
+    """Keep a new global plan; returns what to send to each rank. `sent` is what came from it, and
+    `known` what `whole_plans` has filled in from."""
     token = secrets.token_hex(8)
     marked = [dataclasses.replace(plan, planner_data={PLAN_TOKEN: token}) for plan in final]
     _global[key] = GlobalPlans(token, local, marked, metadata)
@@ -109,12 +116,20 @@ def remember(
     ]
 
 
-def finish(key: Key, local: SavePlan, received: SavePlan) -> SavePlan:
-    """This rank's final plan, of which `received` is what the coordinator has sent."""
-    token = (received.planner_data or {})[PLAN_TOKEN]
-    final = received if received.usable else _ranks[key].final
-    _ranks[key] = RankPlans(token, local, final)
+def finish(key: Key, local: SavePlan, received: SavePlan, last: RankPlans | None) -> SavePlan:
+    """This rank's final plan, of which `received` is what the coordinator has sent; `last` is what
+    `begin` gave for this save."""
     _unfinished.discard(key)
+    token = (received.planner_data or {}).get(PLAN_TOKEN)
+    if token is None:  # of a save by one rank, which needs no cache
+        return received
+    if received.usable:
+        final = received
+    elif last is not None:
+        final = last.final
+    else:
+        raise InternalError("was told to write by a plan that it does not have")
+    _ranks[key] = RankPlans(token, local, final)
     return final
 
 

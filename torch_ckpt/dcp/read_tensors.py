@@ -74,9 +74,11 @@ class TensorReader:
                 offsets[-1] *= packed
             request = _Request(item, target, offsets, TORCH_DTYPES[name], packed)
             (direct if _in_place(request) else indirect).append(request)
-        # Refuse before a byte is copied.
-        for request in indirect:
+        # Refuse before a byte is copied. Several boxes of one tensor are cast alike.
+        casts = {(r.item.storage_index.fqn, r.target.dtype): r for r in indirect}
+        for request in casts.values():
             self._check_cast(request)
+        for request in indirect:
             if request.size and any(n > 1 and not step for n, step in _steps(request.target)):
                 raise InvalidArgumentError(
                     "the target is expanded: several of its elements are one place in memory",

@@ -95,8 +95,10 @@ class SavePlanner(DefaultSavePlanner):
         if not self._enable_plan_caching:
             return plan
         ranks = world_of(self._rank, self._world_size)
-        self._cache_key = (self._cached_plans_key, *ranks, self._group)
-        last = plan_cache.begin(self._cache_key)
+        kind = type(self)
+        name = (kind.__module__, kind.__qualname__, self._cached_plans_key)
+        self._cache_key = (*name, *ranks, self._group)
+        last = self._last_plans = plan_cache.begin(self._cache_key)
         if last is not None and _same_plan(plan, last.local):
             return plan_cache.unchanged(last.token)
         return plan
@@ -163,20 +165,25 @@ class SavePlanner(DefaultSavePlanner):
     def _create_cached_global_plan(
         self, all_plans: list[SavePlan]
     ) -> tuple[list[SavePlan], Metadata]:
+        if len(all_plans) == 1:  # this rank's own, so nothing is saved by not sending it
+            self.global_plan, self.metadata = self._create_global_plan([self._local_plan])
+            return self.global_plan, self.metadata
         key = self._cache_key
-        local, known = plan_cache.whole_plans(key, all_plans)
-        if known is not None:
+        local, known, unchanged = plan_cache.whole_plans(key, all_plans)
+        if known is not None and unchanged:
             self.global_plan, self.metadata = known.final, known.metadata
             return [plan_cache.unchanged(known.token)] * len(all_plans), known.metadata
         self.global_plan, self.metadata = self._create_global_plan(local)
-        plans = plan_cache.remember(key, all_plans, local, self.global_plan, self.metadata)
-        return plans, self.metadata
+        final = self.global_plan
+        return plan_cache.remember(
+            key, all_plans, local, final, self.metadata, known
+        ), self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if not self._enable_plan_caching:
             plan: SavePlan = super().finish_plan(new_plan)
             return plan
-        self.plan = plan_cache.finish(self._cache_key, self._local_plan, new_plan)
+        self.plan = plan_cache.finish(self._cache_key, self._local_plan, new_plan, self._last_plans)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:

@@ -22,6 +22,7 @@ from torch_ckpt.errors import InternalError, InvalidArgumentError, UnsupportedEr
 from torch_ckpt.objects import dumps_objects
 
 _MAX_NAME_BYTES = 65_535  # kMaxNameBytes in csrc/format/names.h
+_MAX_DIMENSIONS = 8  # kMaxDims in csrc/base/box.h
 
 
 @dataclass(slots=True)
@@ -80,6 +81,11 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColum
         if dtype is None or tensor.layout is not strided:
             kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
             raise UnsupportedError(f"is {kind}; safetensors cannot hold it", tensor=fqn)
+        if tensor.dim() > _MAX_DIMENSIONS:
+            raise UnsupportedError(
+                f"has {tensor.dim()} dimensions; at most {_MAX_DIMENSIONS} are supported",
+                tensor=fqn,
+            )
         if not tensor.is_cpu:
             given = tensor.detach()
             tensor = _reachable(given, fqn)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import queue
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.futures import Future
 
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.commit import RankReport, commit_request
-from torch_ckpt.dcp.parts import Part, check_supported, count_attempt, part_of
+from torch_ckpt.dcp.parts import Part, check_supported, next_sequence, part_of
 from torch_ckpt.dcp.reserved import RESERVED
 from torch_ckpt.dcp.stock_planner import (
     check_written_boxes,
@@ -41,6 +42,7 @@ from torch_ckpt.dcp.write_files import (
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
 from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession
 from torch_ckpt.mapping import checked_mapping
+from torch_ckpt.merge import consolidate_safetensors_files
 
 
 class HuggingFaceStorageWriter(StockWriter):
@@ -104,7 +106,11 @@ class HuggingFaceStorageWriter(StockWriter):
         self.allow_pickle = allow_pickle
         self.world_size = world_size
         self.is_coordinator = False
-        self._group_size: int | None = None  # how many ranks save, where torch_ckpt.save knows it
+        self._checked = False  # the items of the plan that is being saved
+        # What torch_ckpt.save knows and DCP does not say: how many ranks save, and the number of
+        # this save among those into the directory.
+        self._group_size: int | None = None
+        self._sequence: int | None = None
         self._part: Part | None = None  # with collectives there are no parts
         self._session: SaveSession | PartSession | None = None
         self._place(os.fspath(path))
@@ -128,7 +134,11 @@ class HuggingFaceStorageWriter(StockWriter):
         super().reset(checkpoint_id)
         if checkpoint_id:
             self._place(os.fspath(checkpoint_id))
-        count_attempt(str(self.path))
+
+    def _begin_save(self, rank: int, world_size: int) -> None:
+        """Called by torch_ckpt.save, after `reset` and before anything can fail."""
+        self._group_size = world_size
+        self._sequence = next_sequence(str(self.path), rank)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
@@ -141,11 +151,19 @@ class HuggingFaceStorageWriter(StockWriter):
                 enable_consolidation=self.enable_consolidation,
             )
             world_size = self._group_size if self.world_size is None else self.world_size
-            self._part = part_of(str(self.path), self.rank, world_size)
+            sequence, self._sequence = self._sequence, None
+            self._part = part_of(str(self.path), self.rank, world_size, sequence)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse here, before anything is on disk, what could not be written."""
-        mapping = self.fqn_to_index_mapping = checked_mapping(self.fqn_to_index_mapping)
+        self.fqn_to_index_mapping = checked_mapping(self.fqn_to_index_mapping)
+        self._check_items(plan)
+        return plan
+
+    def _check_items(self, plan: SavePlan) -> None:
+        # A cached plan comes as an empty one; what it stands for is seen when it is written.
+        self._checked = plan.usable
+        mapping = self.fqn_to_index_mapping
         byte_io = WriteItemType.BYTE_IO
         for item in plan.items:
             fqn = item.index.fqn
@@ -159,13 +177,14 @@ class HuggingFaceStorageWriter(StockWriter):
                 raise InvalidArgumentError(
                     "is not in fqn_to_index_mapping", tensor=fqn, rank=self.rank
                 )
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator, and without collectives every rank: lock the staging directory and clear
         what a dead save left."""
         path = str(self.path)
-        self._check_mapping(plans)
+        # A plan that is not usable stands for a cached one: `finish` looks again.
+        if all(plan.usable for plan in plans):
+            self._check_mapping({item.index.fqn for plan in plans for item in plan.items})
         if self._part is None:
             self._session = SaveSession(path, overwrite=self.overwrite)
             return plans
@@ -175,14 +194,12 @@ class HuggingFaceStorageWriter(StockWriter):
             raise with_rank(error, self._part.rank) from error
         return plans
 
-    def _check_mapping(self, plans: list[SavePlan]) -> None:
-        """Before anything is written: would the consolidation refuse the mapping?"""
+    def _check_mapping(self, planned: Collection[str]) -> None:
+        """Before anything is committed: would the consolidation refuse the mapping?"""
         mapping = self.fqn_to_index_mapping
         consolidates = self.save_distributed and self.enable_consolidation
-        # A plan that is not usable stands for a cached one, which passed here when it was new.
-        if mapping is None or not (consolidates and self.strict and all(p.usable for p in plans)):
+        if mapping is None or not (consolidates and self.strict):
             return
-        planned = {item.index.fqn for plan in plans for item in plan.items}
         for fqn in mapping:
             if fqn not in planned:
                 raise InvalidArgumentError(
@@ -193,6 +210,8 @@ class HuggingFaceStorageWriter(StockWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into staging. The future holds one RankReport."""
+        if not self._checked:
+            self._check_items(plan)
         file_queue: queue.Queue[Any] = queue.Queue()
         tensors: list[WriteItem] = []
         objects: list[WriteItem] = []
@@ -303,6 +322,7 @@ class HuggingFaceStorageWriter(StockWriter):
         if session is None:
             raise InvalidArgumentError("finish was called on a writer that has not begun a save")
         try:
+            self._check_mapping(metadata.state_dict_metadata)
             request = commit_request(
                 metadata,
                 results,
@@ -316,8 +336,6 @@ class HuggingFaceStorageWriter(StockWriter):
         warn_of_differing_leaves([report for of_rank in results for report in of_rank])  # type: ignore[misc]
         session.commit(request)
         if self.save_distributed and self.consolidated_output_path is not None:
-            from torch_ckpt.consolidate import consolidate_safetensors_files
-
             consolidate_safetensors_files(
                 str(self.path),
                 self.consolidated_output_path,
