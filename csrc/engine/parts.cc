@@ -11,6 +11,7 @@
 #include "engine/staged_files.h"
 #include "engine/staging.h"
 #include "format/names.h"
+#include "os/probe.h"
 
 namespace torch_ckpt {
 namespace {
@@ -213,6 +214,7 @@ Result<PartSession> BeginPart(const std::string& target,
   session.lock_ = std::move(*lock);
   const Directory& staging = session.directory();
   TC_RETURN_IF_ERROR(UndoPart(staging, directory));
+  TC_RETURN_IF_ERROR(ProbeWrites(staging));
   TC_RETURN_IF_ERROR(CheckFresh(directory, part));
   session.save_id_ = NewId();
   TC_RETURN_IF_ERROR(staging.WriteFile(kIdentityName, Identity(part)));

@@ -8,6 +8,7 @@
 #include "engine/journal.h"
 #include "engine/parts.h"
 #include "format/names.h"
+#include "os/probe.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {
@@ -168,6 +169,7 @@ Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
       TC_RETURN_IF_ERROR(RemoveStaleSibling(absolute));
     }
     TC_RETURN_IF_ERROR(EmptyDirectory(staging, kLockFileName));
+    TC_RETURN_IF_ERROR(ProbeWrites(staging));
     session.save_id_ = NewId();
     TC_RETURN_IF_ERROR(
         staging.WriteFile(std::string(kSaveIdName), session.save_id_));

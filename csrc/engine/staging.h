@@ -63,7 +63,8 @@ class SaveSession {
 
 // Locks the staging directory, replays a commit that was interrupted after its
 // commit point, removes what a dead save left, and writes the save id for the
-// other ranks. Creates missing parents of `target`. kConflict when another
+// other ranks. Creates missing parents of `target`. kUnsupported on a file
+// system that cannot write out of order or rename. kConflict when another
 // save holds the lock, or when overwrite is false and T holds a checkpoint.
 Result<SaveSession> BeginSave(const std::string& target, bool overwrite);
 

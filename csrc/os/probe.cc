@@ -65,7 +65,41 @@ bool OpensDirect(const File& file) {
   return true;
 }
 
+// What the kernel, or the program behind a mount, says to what it lacks.
+bool Lacks(int error) {
+  return error == EOPNOTSUPP || error == ENOSYS || error == EINVAL ||
+         error == ESPIPE;
+}
+
+Status TryWrites(const Directory& directory, const std::string& name,
+                 const std::string& renamed) {
+  constexpr std::byte kBytes[1] = {};
+  TC_ASSIGN_OR_RETURN(
+      File file, directory.OpenFile(name, {.write = true, .create_new = true}));
+  TC_RETURN_IF_ERROR(file.WriteAll(kBytes, 4096));
+  TC_RETURN_IF_ERROR(file.WriteAll(kBytes, 0));
+  TC_RETURN_IF_ERROR(file.Close());
+  return directory.Rename(name, directory, renamed);
+}
+
 }  // namespace
+
+Status ProbeWrites(const Directory& directory) {
+  const std::string name = "probe", renamed = "probe.renamed";
+  Status tried = TryWrites(directory, name, renamed);
+  for (const std::string& made : {name, renamed}) {
+    const Status gone = directory.Unlink(made, /*missing_ok=*/true);
+    if (tried.ok()) tried = gone;
+  }
+  if (!Lacks(tried.sys_errno())) return tried;
+  const Result<std::string> kind =
+      FileSystemName(directory.fd(), directory.path());
+  return Unsupported("the file system (" + (kind.ok() ? *kind : "unknown") +
+                     ") cannot write out of order and rename, as a save has "
+                     "to: " +
+                     tried.message())
+      .WithFile(directory.path());
+}
 
 Result<DirectIo> ProbeDirectIo(const File& file) {
   DirectIo direct;

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/status.h"
+#include "os/directory.h"
 #include "os/file.h"
 
 namespace torch_ckpt {
@@ -22,6 +23,11 @@ struct DirectIo {
 // Asks about an open regular file (statx STATX_DIOALIGN, Linux 6.1); its
 // descriptor stays as it is. May be called from any thread.
 Result<DirectIo> ProbeDirectIo(const File& file);
+
+// Tries in `directory` what a save does and an object store behind a mount may
+// lack: writes out of order, and renames. kUnsupported, naming the file system,
+// where it cannot; the file that was tried with is gone again.
+Status ProbeWrites(const Directory& directory);
 
 // "ext4", "xfs", "nfs", ...; "0x" and the magic number in hex for one that has
 // no name here. For messages and reports, never to decide what to do.

@@ -390,6 +390,22 @@ TEST_F(CommitTest, ReadersDuringAJournal) {
   EXPECT_GT(read_new, 4);
 }
 
+// As a mounted object store: refused before anything is written.
+TEST_F(CommitTest, FileSystemsThatCannotSave) {
+  for (const auto& [op, error] :
+       {std::pair{"pwrite", EINVAL}, std::pair{"pwrite", EOPNOTSUPP},
+        std::pair{"renameat", ENOSYS}, std::pair{"renameat", EOPNOTSUPP}}) {
+    SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      return {.sys_errno = std::string(site.op) == op ? error : 0};
+    });
+    const Status begun = BeginSave(Path("c"), true).status();
+    SetFaultHook(nullptr);
+    EXPECT_EQ(begun.kind(), ErrorKind::kUnsupported) << begun.ToString();
+    EXPECT_NE(begun.message().find("out of order"), std::string::npos);
+    EXPECT_TRUE(Names(root()).empty()) << op;
+  }
+}
+
 // A network file system may do a rename and lose the answer.
 TEST_F(CommitTest, ALostAnswerIsNoFailure) {
   bool lost = false;

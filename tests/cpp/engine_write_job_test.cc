@@ -1,8 +1,13 @@
+#include <fcntl.h>
+
+#include <atomic>
 #include <cerrno>
+#include <filesystem>
 
 #include "engine/header_io.h"
 #include "engine/write_job.h"
 #include "engine_test_util.h"
+#include "os/probe.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {
@@ -192,6 +197,59 @@ TEST_F(WriteJobTest, LargeFilesInPiecesByAnyNumberOfWorkers) {
     }
   }
 }
+
+#ifdef TORCH_CKPT_FAULTS
+// Whether a descriptor of this process for `path` has O_DIRECT.
+bool IsOpenDirect(const std::string& path) {
+  for (const auto& entry :
+       std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    if (std::filesystem::read_symlink(entry.path(), gone) != path) continue;
+    const int fd = std::stoi(entry.path().filename().string());
+    const int flags = fcntl(fd, F_GETFL);
+    if (flags >= 0 && (flags & O_DIRECT) != 0) return true;
+  }
+  return false;
+}
+
+// Past the page cache where the file system can, and only if it is wanted; and
+// synced only if that is.
+TEST_F(WriteJobTest, OptionsDecideOverCacheAndSync) {
+  const Array big = MakeArray(Dtype::kF32, {2, 1 << 20}, 11);  // 8 MiB
+  const std::string scratch = Path("scratch");
+  WriteText(scratch, "x");
+  auto directory = Directory::Open(root());
+  auto probed = ProbeDirectIo(*directory->OpenFile("scratch", {}));
+  ASSERT_OK(probed.status());
+  for (const bool wanted : {false, true}) {
+    std::atomic<int> writes = 0, direct = 0, syncs = 0;
+    SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      if (site.path.find("a.safetensors") == std::string::npos) return {};
+      const std::string op = site.op;
+      if (op == "fsync" || op == "fdatasync") ++syncs;
+      if (op == "pwrite") {
+        ++writes;
+        direct += IsOpenDirect(site.path) ? 1 : 0;
+      }
+      return {};
+    });
+    OutputOptions options;
+    options.direct = options.sync = wanted;
+    const Status written = Write({"a.safetensors",
+                                  FileRole::kData,
+                                  false,
+                                  {WholeTensor("big", big.dtype, big.shape, 0)},
+                                  {}},
+                                 {BytesSource(big.bytes)}, options)
+                               .status();
+    SetFaultHook(nullptr);
+    ASSERT_OK(written);
+    EXPECT_GT(writes, 1);
+    EXPECT_EQ(direct, wanted && probed->supported ? writes.load() : 0);
+    EXPECT_EQ(syncs, wanted ? 1 : 0);
+  }
+}
+#endif
 
 TEST_F(WriteJobTest, RefusesWhatDoesNotFitAndLeavesNothing) {
   const Array a = MakeArray(Dtype::kF32, {4, 4}, 1);

@@ -318,6 +318,19 @@ TEST(SafetensorsParse, EveryCutOfAGoodHeaderIsRefused) {
     EXPECT_FALSE(Parse(good.substr(0, n), 4).ok()) << n;
 }
 
+TEST(SafetensorsParse, ManyMetadataKeysAreTooMany) {
+  std::string text = R"({"__metadata__":{)";
+  for (uint64_t key = 0; key <= kMaxMetadataEntries; ++key) {
+    text += (key ? ",\"" : "\"") + std::to_string(key) + "\":\"\"";
+  }
+  text += "}}";
+  const auto parsed =
+      ParseSafetensorsHeader(AsBytes(text), text.size() + sizeof(uint64_t));
+  EXPECT_FALSE(parsed.ok());
+  EXPECT_NE(parsed.status().message().find("metadata"), std::string::npos)
+      << parsed.status().ToString();
+}
+
 TEST(SafetensorsBuild, GoldenBytes) {
   const Metadata metadata = {{"format", "pt"}, {"q\"\\\n\x01", "\xC3\xA9"}};
   const std::vector<SafetensorsEntry> tensors = {
