@@ -60,10 +60,10 @@ def kill_in_replay(path: Path) -> None:
         "import sys; from torch_ckpt.merge import consolidate_safetensors_files as merge; "
         "merge(sys.argv[1], sys.argv[2], None)"
     )
-    # The first rename makes the journal count, the second moves the first file in.
+    # The first rename is a probe, the second makes the journal count, the third moves a file in.
     done = subprocess.run(
         [sys.executable, "-c", code, str(other), str(path)],
-        env={**os.environ, "TORCH_CKPT_FAULTS": "renameat:2:kill"},
+        env={**os.environ, "TORCH_CKPT_FAULTS": "renameat:3:kill"},
         check=False,
     )
     if done.returncode == 0:

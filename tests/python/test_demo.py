@@ -64,6 +64,8 @@ def test_quick_demo_passes_every_check(tmp_path: Path) -> None:
     assert result["training"]["losses"]["first"] == kill["step"] - 2
     assert result["model"]["tensors"] == 21
     assert result["model"]["different"] == []
+    assert "times as fast as stock DCP" in done.stdout and "GB/s" in done.stdout
+    assert result["speed"]["ratio"] > 0
     sides = result["speed"]["sides"]
     assert all(side["bytes"] > result["model"]["size"] for side in sides.values())
     # What it left: whole checkpoints only, and a model directory with config and tokenizer.

@@ -1,4 +1,4 @@
-"""The rooms of csrc use only rooms before them; torch stays behind its doors.
+"""The rooms of csrc and of torch_ckpt use only rooms before them; torch stays behind its doors.
 
 The order is the one in CONTRIBUTING.md. The checkers are functions over text,
 so that the last tests can show that each of them does find a breach.
@@ -13,6 +13,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("base", "os", "runtime", "format", "plan", "engine", "capi", "ops")
+# Of torch_ckpt: modules and packages, each of which may import those before it.
+PYTHON_ROOMS = (
+    *("errors", "hulls", "dtypes", "_core", "mapping", "jobs", "progress", "_ext"),
+    *("checkpoint", "merge", "objects", "dcp", "consolidate", "cli"),
+)
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/|^Python\.h$")
 STABLE_HEADER = re.compile(r"^torch/(csrc/stable|headeronly|csrc/inductor/aoti_torch/c)/")
@@ -26,10 +31,16 @@ SYSTEM_EXCEPTIONS = {
 }
 
 
+# What reaches files without a system call's header.
+FILE_CALLS = re.compile(r"#\s*include\s*<(fstream|filesystem)>|\b(fopen|freopen|std::rename)\b")
+
+
 def system_breaches(file: str, text: str) -> Iterator[str]:
     """The headers of system calls that `file`, a path below csrc, must not include."""
     if file.startswith("os/"):
         return
+    for found in FILE_CALLS.finditer(text):
+        yield f"{found[0]}: files belong to os"
     for bracket, name in INCLUDE.findall(text):
         if bracket == "<" and SYSTEM_HEADER.match(name):
             if name not in SYSTEM_EXCEPTIONS.get(file, set()):
@@ -50,6 +61,36 @@ def include_breaches(room: str, text: str) -> Iterator[str]:
                 yield f"{name}: includes are written from csrc/ on, as room/file.h"
             elif ROOMS.index(target) > ROOMS.index(room):
                 yield f"{name}: {room} may not use {target}"
+
+
+def import_breaches(room: str, tree: ast.AST) -> Iterator[str]:
+    """The rooms of torch_ckpt that a module in `room` imports, anywhere, and must not."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch_ckpt":
+            names = [f"torch_ckpt.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [node.module]
+        for name in names:
+            package, _, rest = name.partition(".")
+            target = rest.partition(".")[0]
+            if package == "torch_ckpt" and target in PYTHON_ROOMS:
+                if PYTHON_ROOMS.index(target) > PYTHON_ROOMS.index(room):
+                    yield f"{name}: {room} may not use {target}"
+
+
+def foreign_calls(tree: ast.AST, module: str, allowed: set[str]) -> set[str]:
+    """The functions of `module`, a name in the code, that it calls beside the allowed ones."""
+    return {
+        node.func.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == module
+    } - allowed
 
 
 def uses_torch_ops(tree: ast.AST) -> bool:
@@ -103,6 +144,31 @@ def test_every_source_lies_in_a_room() -> None:
     assert {path.parent.name for path in core_sources()} <= set(ROOMS)
 
 
+def test_no_python_room_imports_a_later_one() -> None:
+    package = ROOT / "torch_ckpt"
+    breaches, rooms = [], set()
+    for path in python_sources():
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        if room in ("__init__", "__main__"):
+            continue
+        rooms.add(room)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        breaches += [f"{path.relative_to(ROOT)}: {b}" for b in import_breaches(room, tree)]
+    assert rooms == set(PYTHON_ROOMS)
+    assert not breaches, "\n".join(breaches)
+
+
+def test_the_storage_classes_call_no_collective() -> None:
+    # DCP calls them on each rank by itself: one that fails would leave the others waiting.
+    looks = {"is_available", "is_initialized", "get_rank", "get_world_size"}
+    for path in sorted((ROOT / "torch_ckpt/dcp").glob("*.py")):
+        if path.name == "api.py":
+            continue
+        allowed = looks | ({"distributed_c10d"} if path.name == "parts.py" else set())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert foreign_calls(tree, "dist", allowed) == set(), path.name
+
+
 def test_only_ext_says_torch_ops() -> None:
     users = {
         path.relative_to(ROOT).as_posix()
@@ -153,6 +219,8 @@ def test_system_calls_are_made_in_os() -> None:
 def test_the_checker_finds_system_calls_outside_os() -> None:
     assert list(system_breaches("runtime/arena.cc", "#include <sys/mman.h>\n"))
     assert list(system_breaches("runtime/cuda_driver.cc", "#include <unistd.h>\n"))
+    assert list(system_breaches("plan/runs.cc", "#include <fstream>\n"))
+    assert list(system_breaches("plan/runs.cc", 'std::FILE* f = fopen("x", "r");\n'))
     assert not list(system_breaches("os/memory.cc", "#include <sys/mman.h>\n"))
     assert not list(system_breaches("plan/runs.cc", "#include <vector>\n"))
 
@@ -161,6 +229,21 @@ def test_the_checker_finds_an_upward_include() -> None:
     assert list(include_breaches("os", '#include "plan/runs.h"\n'))
     assert list(include_breaches("os", '  #  include "ops/register.h"\n'))
     assert not list(include_breaches("plan", '#include "base/box.h"\n#include <vector>\n'))
+
+
+def test_the_checker_finds_an_upward_import() -> None:
+    for text in (
+        "from torch_ckpt.consolidate import x",
+        "def f():\n    import torch_ckpt.cli.output",
+        "from torch_ckpt import cli",
+    ):
+        assert list(import_breaches("dcp", ast.parse(text))), text
+    assert not list(import_breaches("dcp", ast.parse("from torch_ckpt import _ext, merge")))
+
+
+def test_the_checker_finds_collectives() -> None:
+    tree = ast.parse("dist.get_rank()\ndist.barrier(group)")
+    assert foreign_calls(tree, "dist", {"get_rank"}) == {"barrier"}
 
 
 def test_the_checker_finds_torch_in_the_core() -> None:

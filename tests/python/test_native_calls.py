@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from sample_states import assert_same, blank, load, save
 
 import torch_ckpt
+import torch_ckpt._core
 import torch_ckpt._ext
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch_ckpt.cli import cli
 from torch_ckpt.jobs import MIN_WORKERS
 
 Calls = list[tuple[int, dict[str, Any]]]
@@ -72,3 +75,33 @@ def test_one_call_reads_all_plain_tensors(
     load(into, HuggingFaceStorageReader(tmp_path), planner=planner and planner())
     assert [count for count, _ in calls] == [len(STATE)]
     assert_same(into, STATE)
+
+
+@pytest.mark.parametrize(("threads", "workers"), [(1, 4), (9, 9)])
+def test_threads_of_a_merge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, workers: int
+) -> None:
+    requests = []
+    call = torch_ckpt._core.call
+
+    def watched(request: dict[str, Any]) -> Any:
+        if request["op"] == "merge":
+            requests.append(request)
+        return call(request)
+
+    monkeypatch.setattr(torch_ckpt._core, "call", watched)
+    writer = HuggingFaceStorageWriter(
+        tmp_path / "c",
+        save_distributed=True,
+        enable_consolidation=True,
+        thread_count_consolidation=threads,
+    )
+    save(STATE, writer)
+    for merge in (
+        torch_ckpt.consolidate_safetensors_files,
+        torch_ckpt.consolidate_safetensors_files_on_every_rank,
+    ):
+        merge(tmp_path / "c" / "sharded", tmp_path / "out", None, threads)
+    arguments = [str(tmp_path / "c" / "sharded"), str(tmp_path / "out"), "--threads", str(threads)]
+    assert CliRunner().invoke(cli, ["consolidate", *arguments]).exit_code == 0
+    assert [request["workers"] for request in requests] == [workers] * 4

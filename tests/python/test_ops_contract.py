@@ -192,8 +192,15 @@ def test_errors_name_the_directory(tmp_path: Path) -> None:
 # --- the GIL ----------------------------------------------------------------
 
 
-def test_the_gil_is_released_while_a_write_blocks(staging: Path) -> None:
+@pytest.mark.parametrize("name", ["write", "read"])
+def test_the_gil_is_released_while_an_op_blocks(
+    name: str, staging: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     x, plan, report = torch.zeros(50_000_000), write_plan(staging), new_report()
+    if name == "read":
+        path = tmp_path_factory.mktemp("gil") / "c"
+        torch_ckpt.save({"x": x}, checkpoint_id=path, no_dist=True)
+        plan = read_plan(path)
     ticks: list[float] = []
     stop = threading.Event()
 
@@ -206,7 +213,7 @@ def test_the_gil_is_released_while_a_write_blocks(staging: Path) -> None:
     thread.start()
     try:
         begin = time.perf_counter()
-        OPS.write([x], plan, report)
+        getattr(OPS, name)([x], plan, report)
         end = time.perf_counter()
     finally:
         stop.set()

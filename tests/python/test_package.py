@@ -102,7 +102,7 @@ def fresh_environment(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_install_from_sdist_in_build_isolation(sdist: Path, tmp_path: Path) -> None:
+def test_installs_of_the_sdist(sdist: Path, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     run(["tar", "-xzf", sdist, "-C", tmp_path / "source"])
     source = next((tmp_path / "source").iterdir())
@@ -117,6 +117,12 @@ def test_install_from_sdist_in_build_isolation(sdist: Path, tmp_path: Path) -> N
     stale = next((source / "build").glob("lib*/torch_ckpt")) / "stale.py"
     stale.write_text("gone = True\n", encoding="utf-8")
     run([*pip, "wheel", "-q", "--no-deps", "-w", wheels, source], cwd=tmp_path, **cache)
+
+    # Without isolation with what builds in the environment of this test; torch is from there too.
+    run([*pip, "uninstall", "-q", "-y", "setuptools"])
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    unisolated = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, source]
+    run(unisolated, cwd=tmp_path, PATH=path, **cache)
 
     (wheel,) = wheels.iterdir()
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
@@ -150,7 +156,7 @@ def compiled(output: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_installs_of_a_checkout_without_build_isolation(tmp_path: Path) -> None:
+def test_installs_of_a_checkout(tmp_path: Path) -> None:
     source = checkout(tmp_path / "source")
     python = fresh_environment(tmp_path / "venv")
     pip = [python, "-m", "pip"]
@@ -178,6 +184,15 @@ def test_installs_of_a_checkout_without_build_isolation(tmp_path: Path) -> None:
     )
     (source / "csrc/os/lock.cc").touch()
     assert build("-e", source) == ["csrc/os/lock.cc"]
+
+    # And in isolation, as README has it: in a folder where the others have left their traces.
+    wheels = tmp_path / "wheels"
+    isolated = {name: value for name, value in environment.items() if name != "PATH"}
+    run([*pip, "wheel", "-q", "--no-deps", "-w", wheels, source], cwd=tmp_path, **isolated)
+    run([*pip, "uninstall", "-q", "-y", "torch_ckpt"])
+    run([*pip, "install", "-q", "--no-deps", "--no-index", *wheels.iterdir()], cwd=tmp_path)
+    out = run([python, ROOT / "tests/python/round_trip.py"], cwd=tmp_path).stdout
+    assert str(tmp_path / "venv") in out, out
 
 
 def test_a_missing_torch_is_one_clear_line(tmp_path: Path) -> None:
@@ -209,15 +224,23 @@ def test_a_torch_that_is_too_old_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["build_ext -b {0} -t {0}", "bdist_wheel -b {0} -d {0}"])
-def test_a_missing_compiler_is_one_clear_line(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("what", ["compiler", "torch"])
+def test_what_a_build_misses_is_one_clear_line(tmp_path: Path, command: str, what: str) -> None:
+    lacking = {
+        "compiler": {"PATH": str(tmp_path)},
+        "torch": {"PATH": os.environ["PATH"], "TORCH_CKPT_TORCH": str(tmp_path)},
+    }
     done = subprocess.run(
         [sys.executable, "setup.py", *command.format(tmp_path).split()],
         cwd=ROOT,
-        env={"PATH": str(tmp_path)},
+        env=lacking[what],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("torch_ckpt needs a C++20 compiler")
+    (line,) = [text for text in done.stderr.splitlines() if "torch_ckpt needs" in text]
+    assert line == done.stderr.splitlines()[-1]
+    advice = {"compiler": "Type: apt-get install g++", "torch": "pip install 'torch>=2.10'"}
+    assert advice[what] in line
     assert "copying" not in done.stdout + done.stderr, "the line comes before all work"

@@ -25,8 +25,10 @@ from torch.distributed.checkpoint.staging import (
 )
 
 import torch_ckpt
-from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter, _ext
+from torch_ckpt.dcp.load_planner import MissingKeyError
 from torch_ckpt.errors import error_from, with_rank
+from torch_ckpt.objects.types import CorruptObjectError, UnsupportedObjectError
 
 FINAL = "model-00001-of-00001.safetensors"
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3, dtype=torch.bfloat16)}
@@ -125,6 +127,9 @@ def test_attributes(tmp_path: Path) -> None:
     assert ours.consolidated_output_path == str(tmp_path)
     assert ours.should_synchronize_after_execute is False
     assert HuggingFaceStorageWriter.validate_checkpoint_id(str(tmp_path))
+    assert ours.stage({"w": torch.ones(2)})["w"].sum() == 2
+    assert stock.stage({"w": torch.ones(2)})["w"].sum() == 2
+    assert ours.per_thread_copy_ahead == stock.per_thread_copy_ahead == 0
     first = ours.save_id
     ours.reset()
     assert ours.save_id != first
@@ -275,6 +280,9 @@ def test_errors_pickle_and_keep_what_they_say() -> None:
         torch_ckpt.CancelledError,
         torch_ckpt.ExhaustedError,
         torch_ckpt.InternalError,
+        MissingKeyError,
+        UnsupportedObjectError,
+        CorruptObjectError,
     ):
         error = with_rank(kind("what", file="/a/b", tensor="t"), 3)
         for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
@@ -304,6 +312,7 @@ REFUSED = {
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
     "complex128": lambda: torch.ones(2, dtype=torch.complex128),
     "meta": lambda: torch.ones(2, device="meta"),
+    "nine dimensions": lambda: torch.ones([1] * 9),
 }
 
 
@@ -355,13 +364,25 @@ def test_overwrite_false(tmp_path: Path) -> None:
         torch_ckpt.save(STATE, storage_writer=writer)
 
 
-def test_other_options(tmp_path: Path) -> None:
-    for number, options in enumerate(
-        [{"sync_files": False}, {"direct_io": False}, {"thread_count": 5}, {"direct_io": True}]
-    ):
-        path = tmp_path / str(number)
-        save(STATE, HuggingFaceStorageWriter(path, save_distributed=True, **options))
-        assert_same(load_ours(path, STATE), STATE)
+@pytest.mark.parametrize(
+    ("options", "sync", "direct"),
+    [({}, True, True), ({"sync_files": False}, False, True), ({"direct_io": False}, True, False)],
+    ids=["default", "sync_files", "direct_io"],
+)
+def test_other_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, sync: bool, direct: bool
+) -> None:
+    plans = []
+    write = _ext.write
+
+    def watched(tensors: Any, plan: dict[str, Any], job: Any) -> Any:
+        plans.append(plan)
+        return write(tensors, plan, job)
+
+    monkeypatch.setattr(_ext, "write", watched)
+    save(STATE, HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True, **options))
+    assert [(plan["sync"], plan["direct"]) for plan in plans] == [(sync, direct)]
+    assert_same(load_ours(tmp_path / "c", STATE), STATE)
 
 
 def test_mapping_that_is_no_good(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from sample_states import assert_same, blank, listing, load, load_ours, load_sto
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -80,9 +80,10 @@ def plain_tensors_on_all_ranks_make_whole_final_files(context: Context) -> None:
     for number, mapping in enumerate([None, {"a": 1, "b": 2, "c": 1, "d": 2, "e": 2}]):
         for kind in (dcp.DefaultSavePlanner, torch_ckpt.SavePlanner):
             path = context.folder / f"{number}-{kind.__module__}"
-            dcp.save(
-                plain(), storage_writer=HuggingFaceStorageWriter(path, mapping), planner=kind()
-            )
+            mesh = DeviceMesh("cpu", list(range(context.world)))
+            source = plain()
+            source["b"] = DTensor.from_local(source["b"], mesh, [Replicate()])
+            dcp.save(source, storage_writer=HuggingFaceStorageWriter(path, mapping), planner=kind())
             if context.rank == 0:
                 # Every rank has a share: a file for each, numbered, whatever the mapping says.
                 count = context.world
@@ -496,6 +497,17 @@ def consolidation_with_another_mapping_on_every_rank(context: Context) -> None:
         "'c': has index 0",
     )
     assert sorted(os.listdir(context.folder)) == ["in", "out"]
+
+
+@case
+def paths_that_are_not_the_same_place(context: Context) -> None:
+    """As where a path is a disk of each node's own."""
+    own = context.folder / f"node{context.rank}"
+    own.mkdir()
+    source = {f"w{context.rank}": torch.ones(2)}
+    raised(lambda: torch_ckpt.save(source, checkpoint_id=own / "c"), "rank 1", "same file system")
+    dist.barrier()
+    assert os.listdir(own) == []
 
 
 @case

@@ -64,6 +64,23 @@ def through(context: Context, *, ours: bool, reader: Any = None, **options: Any)
 
 
 @case
+def stock_writes_and_ours_reads(context: Context) -> None:
+    table = layouts(context.world)
+    for number, options in enumerate(
+        [{}, {"fqn_to_index_mapping": mapping(table)}, {"enable_consolidation": True}]
+    ):
+        path = context.folder / str(number)
+        if "enable_consolidation" in options:
+            table.pop("scalar")  # stock's consolidation loses what it is
+        writer = dcp.HuggingFaceStorageWriter(str(path), save_distributed=True, **options)
+        dcp.save(state(table), storage_writer=writer)
+        for kind in (dcp.DefaultLoadPlanner, torch_ckpt.LoadPlanner):
+            target = state(table, blank=True)
+            dcp.load(target, storage_reader=HuggingFaceStorageReader(path), planner=kind())
+            check(target, table)
+
+
+@case
 def stock_planner(context: Context) -> None:
     through(context, ours=False)
 
