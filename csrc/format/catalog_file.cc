@@ -1,4 +1,5 @@
 // The catalog file: EncodeCatalog and DecodeCatalog of format/catalog.h.
+#include <algorithm>
 #include <cctype>
 
 #include "base/checked.h"
@@ -14,6 +15,7 @@ constexpr uint64_t kVersion = 1;
 constexpr unsigned kReplicaBit = 1;  // of a placement's flags
 constexpr unsigned kWholeBit = 2;    // the box is the whole shape; not written
 constexpr std::string_view kJsonEscapes = "\"\\/bfnrt";
+constexpr size_t kMinEntryBytes = 9;  // every field takes one at least
 constexpr size_t kMaxDigits = 19;  // of an integer in a path: 64 bits
 
 Status Malformed(const char* what) {
@@ -220,6 +222,8 @@ Result<Catalog> DecodeCatalog(ByteSpan bytes) {
   TC_RETURN_IF_ERROR(ReadFiles(&in, &out));
   const auto count = in.Bounded(in.left());
   if (!count) return Malformed("number of entries");
+  // Not more than the bytes can hold.
+  out.ReserveEntries(std::min<uint64_t>(*count, in.left() / kMinEntryBytes));
   for (uint64_t i = 0; i < *count; ++i)
     TC_RETURN_IF_ERROR(ReadEntry(&in, &out));
   if (!in.empty()) return Malformed("bytes behind the last entry");

@@ -173,3 +173,17 @@ def test_a_cached_plan_and_a_mapping_that_lacks_a_tensor(tmp_path: Path, make: A
     with pytest.raises(InvalidArgumentError, match="'more': is in fqn_to_index_mapping but not"):
         save(NEW, tmp_path / "b", make, fqn_to_index_mapping=mapping, enable_consolidation=True)
     assert not list(tmp_path.glob("b/**/*"))  # a parent that was made may stay
+
+
+@pytest.mark.parametrize("make", [dcp.DefaultSavePlanner, SavePlanner])
+def test_cached_plans_with_all_kinds_of_leaves(tmp_path: Path, make: Any) -> None:
+    """The leaf in which our planner keeps the containers among them."""
+    for number in range(3):
+        state = {"w": torch.full((2,), float(number)), "d": {3: number, "e": {}}, "l": [number]}
+        save(state, tmp_path / "c", make, fqn_to_index_mapping={"w": 1})
+        target: dict[str, Any] = {}
+        planner = torch_ckpt.LoadPlanner(rebuild=True)
+        torch_ckpt.load(target, checkpoint_id=tmp_path / "c", planner=planner)
+        if make is SavePlanner:
+            assert same(target["d"], state["d"])
+        assert torch.equal(target["w"], state["w"]) and target["l"] == [number]

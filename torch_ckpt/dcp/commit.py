@@ -94,9 +94,17 @@ def planned_entries(metadata: Metadata) -> dict[str, Any]:
         path = known.get(fqn)
         if type(path) is not tuple or (len(path) == 1 and path[0] == fqn):
             split.append("0")
-        elif tuple(fqn.split(".")) == path:
+        elif _is_split(path, fqn):
             split.append("1")
         else:
             split.append("0")
             paths[fqn] = path
     return {"planned": names_text(planned), "split": "".join(split), "paths": paths}
+
+
+def _is_split(path: tuple[str | int, ...], fqn: str) -> bool:
+    """Whether `path` is `fqn` cut at its dots."""
+    try:
+        return ".".join(path) == fqn and len(path) == fqn.count(".") + 1  # type: ignore[arg-type]
+    except TypeError:  # a number, as places in lists are
+        return False

@@ -106,7 +106,7 @@ class HuggingFaceStorageWriter(StockWriter):
         self.allow_pickle = allow_pickle
         self.world_size = world_size
         self.is_coordinator = False
-        self._checked = False  # the items of the plan that is being saved
+        self._checked = False  # the plan that is being saved, by prepare_local_plan
         # What torch_ckpt.save knows and DCP does not say: how many ranks save, and the number of
         # this save among those into the directory.
         self._group_size: int | None = None
@@ -157,13 +157,6 @@ class HuggingFaceStorageWriter(StockWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse here, before anything is on disk, what could not be written."""
         self.fqn_to_index_mapping = checked_mapping(self.fqn_to_index_mapping)
-        self._check_items(plan)
-        return plan
-
-    def _check_items(self, plan: SavePlan) -> None:
-        # A cached plan comes as an empty one; what it stands for is seen when it is written.
-        self._checked = plan.usable
-        mapping = self.fqn_to_index_mapping
         byte_io = WriteItemType.BYTE_IO
         for item in plan.items:
             fqn = item.index.fqn
@@ -173,7 +166,18 @@ class HuggingFaceStorageWriter(StockWriter):
                 )
             if item.type is byte_io:
                 check_object_name(fqn, self.rank)
-            elif mapping is not None and fqn not in mapping:
+        self._check_mapped(plan)
+        # A cached plan comes as an empty one; what it stands for is seen when it is written.
+        self._checked = plan.usable
+        return plan
+
+    def _check_mapped(self, plan: SavePlan) -> None:
+        mapping = self.fqn_to_index_mapping
+        if mapping is None:
+            return
+        for item in plan.items:
+            fqn = item.index.fqn
+            if item.type is not WriteItemType.BYTE_IO and fqn not in mapping:
                 raise InvalidArgumentError(
                     "is not in fqn_to_index_mapping", tensor=fqn, rank=self.rank
                 )
@@ -211,7 +215,7 @@ class HuggingFaceStorageWriter(StockWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into staging. The future holds one RankReport."""
         if not self._checked:
-            self._check_items(plan)
+            self._check_mapped(plan)
         file_queue: queue.Queue[Any] = queue.Queue()
         tensors: list[WriteItem] = []
         objects: list[WriteItem] = []
