@@ -240,6 +240,21 @@ def test_metadata_and_items_are_those_of_stock():
     assert ours.data.keys() == stock.data.keys()
 
 
+def test_metadata_that_is_shared_is_not_changed():
+    """A second piece of a tensor that was taken for whole is an error of that tensor alone."""
+    planner = SavePlanner()
+    planner.set_up_planner({"a": torch.ones(4), "b": torch.ones(4)}, None, True)
+    plan = planner.create_local_plan()
+    _, metadata = planner.create_global_plan([plan])
+    entries = metadata.state_dict_metadata
+    assert entries["a"] is entries["b"] and len(entries["a"].chunks) == 1
+    other = SavePlan([shard_item("b", 2, 2, 4)], planner_data={})
+    plan = SavePlan(plan.items, planner_data={})
+    with pytest.raises(ValueError, match="(?s)b.*(overlap|disagree)|validate"):
+        planner.create_global_plan([plan, other])
+    assert len(entries["a"].chunks) == 1
+
+
 def test_tensors_that_are_alike_share_their_description():
     state = {
         "a": torch.zeros(2, 3),

@@ -111,6 +111,8 @@ def assemble(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     """
     entries: dict[str, Any] = {}
     to_prove: dict[str, TensorStorageMetadata] = {}
+    # The entry of tensors in one piece, by the description that they share.
+    whole: dict[int, TensorStorageMetadata] = {}
     new_plans = []
     for plan in plans:
         items: list[WriteItem] = []
@@ -126,19 +128,25 @@ def assemble(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
                 entries[fqn] = BytesStorageMetadata()
                 items.append(item)
                 continue
-            chunk = data.chunk
+            position = 0
             if entry is None:
-                entry = TensorStorageMetadata(data.properties, data.size, [chunk])
+                entry = whole.get(id(data))
+                if entry is None:
+                    chunk = data.chunk
+                    entry = TensorStorageMetadata(data.properties, data.size, [chunk])
+                    # One chunk that is the whole tensor proves itself.
+                    if chunk.sizes != data.size or chunk.offsets != ZEROS[len(chunk.offsets)]:
+                        to_prove[fqn] = entry
+                    else:
+                        whole[id(data)] = entry
                 entries[fqn] = entry
-                position = 0
-                # One chunk that is the whole tensor proves itself.
-                if chunk.sizes != data.size or chunk.offsets != ZEROS[len(chunk.offsets)]:
-                    to_prove[fqn] = entry
             else:
                 _check_same_tensor(plans, entry, item)
+                if fqn not in to_prove:  # it is shared with tensors in one piece
+                    entry = TensorStorageMetadata(entry.properties, entry.size, [*entry.chunks])
+                    entries[fqn] = to_prove[fqn] = entry
                 position = len(entry.chunks)
-                entry.chunks.append(chunk)
-                to_prove[fqn] = entry
+                entry.chunks.append(data.chunk)
             if index.index != position:
                 index = MetadataIndex(fqn, index.offset, position)
                 item = WriteItem(index, item.type, item.bytes_io_data, data)

@@ -33,8 +33,8 @@ class SavePlanner(DefaultSavePlanner):
         the containers (keys that are not str, empty ones, OrderedDict, ...).
     rank, world_size: what PerRank values are saved under; the default group's if not given.
 
-    Tensors of one size, dtype and requires_grad share one TensorWriteData in the plan, and its
-    properties in the metadata: replace them, do not change them.
+    Tensors of one size, dtype and requires_grad share one TensorWriteData in the plan and, where
+    they are in one piece, one TensorStorageMetadata: replace them, do not change them.
 
     Pickles. Raises InvalidArgumentError where two leaves get one name.
     """
