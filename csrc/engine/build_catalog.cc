@@ -167,7 +167,6 @@ Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
       }
     }
     TC_ASSIGN_OR_RETURN(const uint32_t id, catalog.AddEntry(std::move(entry)));
-    catalog.ReservePlacements(id, tensor.parts.size());
     for (const Part& part : tensor.parts) {
       const SafetensorsEntry& in_file = EntryOf(files, part);
       Placement placement;
@@ -182,7 +181,7 @@ Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
             .WithFile(files[part.file].name);
       }
     }
-    const std::vector<Placement>& placements = catalog.placements(id);
+    const std::span<const Placement> placements = catalog.placements(id);
     if (placements.size() == 1 && placements[0].box == Box::Whole(shape)) {
       continue;
     }

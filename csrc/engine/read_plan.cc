@@ -69,7 +69,7 @@ Status PlanTensor(const Catalog& catalog, const ReadItem& item,
                       InUnits(entry.storage_dtype, entry.shape, item.box));
   TC_ASSIGN_OR_RETURN(const StridedBox dst, TargetBox(wanted, target));
   uint64_t found = 0;
-  const auto& placements = catalog.placements(static_cast<uint32_t>(id));
+  const auto placements = catalog.placements(static_cast<uint32_t>(id));
   for (const Placement& placement : placements) {
     // Owners tile the tensor; replicas repeat what an owner has.
     if (placement.role == PlacementRole::kReplica) continue;

@@ -14,7 +14,7 @@ Result<uint32_t> Catalog::AddEntry(CatalogEntry entry) {
         .WithTensor(std::move(entry.name));
   }
   entries_.push_back(std::move(entry));
-  placements_.emplace_back();
+  slices_.emplace_back();
   return id;
 }
 
@@ -25,7 +25,14 @@ Status Catalog::AddPlacement(uint32_t entry, const Placement& placement) {
                    e.shape.ToString())
         .WithTensor(e.name);
   }
-  placements_[entry].push_back(placement);
+  Slice& slice = slices_[entry];
+  if (slice.count == 0) slice.first = placements_.size();
+  if (slice.first + slice.count != placements_.size()) {
+    return Internal("its placements are not added one after another")
+        .WithTensor(e.name);
+  }
+  placements_.push_back(placement);
+  ++slice.count;
   return {};
 }
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -68,21 +69,20 @@ class Catalog {
   // Room for as many as will be added.
   void ReserveEntries(size_t count) {
     entries_.reserve(count);
+    slices_.reserve(count);
     placements_.reserve(count);
   }
-  // REQUIRES: the entry exists.
-  void ReservePlacements(uint32_t entry, size_t count) {
-    placements_[entry].reserve(count);
-  }
-  // REQUIRES: entry and placement.file exist. Checks that box is Inside shape.
+  // Checks that box is Inside shape. REQUIRES: entry and placement.file exist;
+  // no other entry was given placements since this one's first.
   Status AddPlacement(uint32_t entry, const Placement& placement);
 
   const std::vector<CatalogFile>& files() const { return files_; }
   const std::vector<CatalogEntry>& entries() const { return entries_; }
   // -1 when there is none.
   int64_t Find(std::string_view name) const;
-  const std::vector<Placement>& placements(uint32_t entry) const {
-    return placements_[entry];
+  std::span<const Placement> placements(uint32_t entry) const {
+    return std::span(placements_)
+        .subspan(slices_[entry].first, slices_[entry].count);
   }
 
  private:
@@ -93,7 +93,12 @@ class Catalog {
 
   std::vector<CatalogFile> files_;
   std::vector<CatalogEntry> entries_;
-  std::vector<std::vector<Placement>> placements_;
+  // Those of all entries in one list: most have one.
+  struct Slice {
+    size_t first = 0, count = 0;
+  };
+  std::vector<Slice> slices_;  // by entry
+  std::vector<Placement> placements_;
   NameIndex by_name_;
 };
 

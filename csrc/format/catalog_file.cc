@@ -16,7 +16,7 @@ constexpr unsigned kReplicaBit = 1;  // of a placement's flags
 constexpr unsigned kWholeBit = 2;    // the box is the whole shape; not written
 constexpr std::string_view kJsonEscapes = "\"\\/bfnrt";
 constexpr size_t kMinEntryBytes = 9;  // every field takes one at least
-constexpr size_t kMaxDigits = 19;  // of an integer in a path: 64 bits
+constexpr size_t kMaxDigits = 19;     // of an integer in a path: 64 bits
 
 Status Malformed(const char* what) {
   return Corrupt(std::string("the catalog is damaged: ") + what);

@@ -35,7 +35,8 @@ class ForgedCatalogTest : public EngineDiskTest {
     for (const CatalogFile& file : catalog->files()) forged.AddFile(file);
     for (uint32_t e = 0; e < catalog->entries().size(); ++e) {
       CatalogEntry entry = catalog->entries()[e];
-      std::vector<Placement> placements = catalog->placements(e);
+      const auto placed = catalog->placements(e);
+      std::vector<Placement> placements(placed.begin(), placed.end());
       if (entry.name == "a") change(&entry, &placements);
       ASSERT_OK(forged.AddEntry(std::move(entry)).status());
       for (const Placement& placement : placements) {
