@@ -22,7 +22,9 @@ def test_killed_at_any_call(make_scenario: Any, name: str) -> None:
     # Once new, always new, as far as runs are alike; both were seen, or the kills missed the commit.
     assert found[0] == (None if name == "fresh" else 1)
     assert found[-1] == 2
-    assert any(dead and state == 2 for dead, state in zip(killed, found, strict=True))
+    # So few calls follow the commit of a fresh save that all kills may miss them.
+    after = any(dead and state == 2 for dead, state in zip(killed, found, strict=True))
+    assert after or name == "fresh"
     last_old = max(nth for nth, state in zip(hit, found, strict=True) if state != 2)
     assert last_old - hit[found.index(2)] <= scenario.jitter
 
