@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_ckpt import _core
-from torch_ckpt.errors import InvalidArgumentError, with_rank
+from torch_ckpt.errors import with_rank
 from torch_ckpt.hulls import warn_of_hulls
-from torch_ckpt.jobs import Job
+from torch_ckpt.jobs import Job, end_session
 from torch_ckpt.merge import consolidate_safetensors_files, merge, merge_request
 from torch_ckpt.progress import Progress, run_job
 
@@ -95,9 +94,7 @@ def merge_on_every_rank(
         )
     except BaseException:
         for session in sessions:
-            # Unknown where the commit went through and only its gather failed.
-            with contextlib.suppress(InvalidArgumentError):
-                _core.call({"op": "end_save", "session": session})
+            end_session("save", session)
         raise
     result: dict[str, Any] = answers[0]
     if rank == 0:

@@ -152,12 +152,12 @@ class _Session:
             answer = _apart(
                 lambda: _core.call({"op": f"begin_{self._kind}", "path": path, **options}),
                 lambda: None,
-                lambda begun: _end_session(self._kind, begun["session"]),
+                lambda begun: end_session(self._kind, begun["session"]),
             )
             self.id: int = answer["session"]
             self.staging: str = answer["staging"]
             self.save_id: str = answer["save_id"]
-            self._finalizer = weakref.finalize(self, _end_session, self._kind, self.id)
+            self._finalizer = weakref.finalize(self, end_session, self._kind, self.id)
             self._finalizer.atexit = False
             _Session._open[key] = weakref.ref(self)
 
@@ -219,8 +219,9 @@ def _free_job(job: int) -> None:
     _core.call({"op": "job_free", "job": job})
 
 
-def _end_session(kind: str, session: int) -> None:
-    # Unknown where a commit has consumed it, and only its answer did not arrive.
+def end_session(kind: str, session: int) -> None:
+    """Give up session `session` of the core, which may be unknown: a commit has consumed it then,
+    and only its answer did not arrive."""
     with contextlib.suppress(InvalidArgumentError):
         _core.call({"op": f"end_{kind}", "session": session})
 

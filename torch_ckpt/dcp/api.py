@@ -249,4 +249,4 @@ def _end(writer: Any) -> None:
     """After a failure elsewhere the coordinator still holds its staging directory."""
     if isinstance(writer, HuggingFaceStorageWriter):
         writer._end_session()
-        writer._group_size = None
+        writer._group_size = writer._sequence = None
