@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import _thread
 import os
+import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,14 @@ def patch_call(monkeypatch: pytest.MonkeyPatch, op: str, after: Any) -> None:
         return answer
 
     monkeypatch.setattr(_core, "call", patched)
+
+
+@pytest.fixture(autouse=True)
+def hears_ctrl_c() -> Iterator[None]:
+    """A shell starts what runs in its background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt() -> None:
