@@ -33,6 +33,7 @@ add_executable(
   tests/cpp/runtime_crc32c_test.cc
   tests/cpp/runtime_cuda_driver_test.cc
   tests/cpp/runtime_jobs_test.cc
+  tests/cpp/runtime_stream_copy_test.cc
   tests/cpp/runtime_workers_test.cc
   tests/cpp/format_catalog_test.cc
   tests/cpp/format_dtype_test.cc
@@ -60,6 +61,7 @@ add_executable(
   tests/cpp/engine_random_test.cc
   tests/cpp/engine_read_job_test.cc
   tests/cpp/engine_scan_test.cc
+  tests/cpp/engine_stage_job_test.cc
   tests/cpp/engine_verify_job_test.cc
   tests/cpp/engine_write_job_test.cc)
 target_include_directories(core_tests PRIVATE csrc)

@@ -8,6 +8,7 @@ Result<JobKind> KindFromName(const std::string& name) {
   if (name == "read") return JobKind::kRead;
   if (name == "merge") return JobKind::kMerge;
   if (name == "verify") return JobKind::kVerify;
+  if (name == "stage") return JobKind::kStage;
   return InvalidArgument("unknown kind of job '" + name + "'");
 }
 

@@ -52,6 +52,16 @@ Status FinishOutput(const OutputSpec& spec, const OutputOptions& options,
   return output->file.Close();
 }
 
+Status WriteBytes(const OutputSpec& spec, const Output& output, ByteSpan bytes,
+                  uint64_t offset) {
+  Status status = output.file.WriteAll(bytes, offset);
+  if (status.sys_errno() == EINVAL && output.direct) {
+    return Unsupported("direct I/O is refused in the middle of the file")
+        .WithFile(spec.staged);
+  }
+  return status;
+}
+
 Status WritePiece(const OutputSpec& spec, Output* output, uint64_t begin,
                   MutableByteSpan piece, uint64_t bytes, size_t file,
                   MutableByteSpan scratch, int worker, const FillFn& fill,
@@ -71,12 +81,19 @@ Status WritePiece(const OutputSpec& spec, Output* output, uint64_t begin,
     length = RoundUp(bytes, kBlock);
     std::memset(piece.data() + bytes, 0, length - bytes);
   }
-  Status status = output->file.WriteAll(piece.first(length), begin);
-  if (status.sys_errno() == EINVAL && output->direct) {
-    return Unsupported("direct I/O is refused in the middle of the file")
-        .WithFile(spec.staged);
+  return WriteBytes(spec, *output, piece.first(length), begin);
+}
+
+// The same for a piece that is in memory already.
+Status WritePlaced(const OutputSpec& spec, const Output& output, uint64_t begin,
+                   const std::vector<ByteSpan>& placed,
+                   std::vector<uint32_t>* digests) {
+  SegmentDigester digester(digests, begin);
+  for (const ByteSpan& bytes : placed) {
+    TC_RETURN_IF_ERROR(WriteBytes(spec, output, bytes, digester.offset()));
+    digester.Add(bytes);
   }
-  return status;
+  return {};
 }
 
 }  // namespace
@@ -134,7 +151,7 @@ Status CreateOutputs(const Directory& staging,
 Result<std::vector<std::vector<uint32_t>>> WriteOutputs(
     const Directory& staging, const std::vector<OutputSpec>& files,
     const OutputOptions& options, bool existing, PieceRange range, Job* job,
-    const FillFn& fill) {
+    const FillFn& fill, const PlaceFn& place) {
   struct Item {
     size_t file;
     uint64_t begin;
@@ -172,18 +189,27 @@ Result<std::vector<std::vector<uint32_t>>> WriteOutputs(
           const OutputSpec& spec = files[item.file];
           Output* output = &outputs[item.file];
           const uint64_t bytes = std::min(kPieceBytes, spec.bytes - item.begin);
-          // One lease for both: a worker that held one and waited for the
-          // other could wait for ever.
-          TC_ASSIGN_OR_RETURN(
-              const ArenaLease buffer,
-              Arena::Process().Lease(kPieceBytes + options.scratch_bytes,
-                                     kPatience));
-          // Speed only: a system may forbid or limit locked memory.
-          if (options.page_locker) (void)buffer.PageLock(options.page_locker);
-          TC_RETURN_IF_ERROR(
-              WritePiece(spec, output, item.begin, buffer.span(), bytes,
-                         item.file, buffer.span().subspan(kPieceBytes), worker,
-                         fill, options.fill_bytes, &digests[item.file]));
+          std::vector<ByteSpan> placed;
+          if (place && output->direct && bytes % kBlock == 0) {
+            placed = place(item.file, item.begin, bytes);
+          }
+          if (!placed.empty()) {
+            TC_RETURN_IF_ERROR(WritePlaced(spec, *output, item.begin, placed,
+                                           &digests[item.file]));
+          } else {
+            // One lease for both: a worker that held one and waited for the
+            // other could wait for ever.
+            TC_ASSIGN_OR_RETURN(
+                const ArenaLease buffer,
+                Arena::Process().Lease(kPieceBytes + options.scratch_bytes,
+                                       kPatience));
+            // Speed only: a system may forbid or limit locked memory.
+            if (options.page_locker) (void)buffer.PageLock(options.page_locker);
+            TC_RETURN_IF_ERROR(WritePiece(
+                spec, output, item.begin, buffer.span(), bytes, item.file,
+                buffer.span().subspan(kPieceBytes), worker, fill,
+                options.fill_bytes, &digests[item.file]));
+          }
           job->AddDone(bytes);
           if (--output->left == 0) {
             return FinishOutput(spec, options, output);

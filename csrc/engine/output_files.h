@@ -89,17 +89,25 @@ using FillFn = std::function<Status(size_t file, MutableByteSpan out,
                                     MutableByteSpan scratch, int worker,
                                     SegmentDigester* digester)>;
 
+// Where `bytes` bytes of file `file` from `begin` on already are, in memory
+// that stays as it is until the job is done: a few stretches, each of a
+// multiple of 4096 bytes and beginning at one. Empty where there are none such.
+// Called from several threads at once.
+using PlaceFn = std::function<std::vector<ByteSpan>(size_t file, uint64_t begin,
+                                                    uint64_t bytes)>;
+
 // Creates `files` in staging (or, with `existing`, opens files that the
 // coordinator has created at full size), fills, writes and syncs the pieces of
 // `range`. Memory: a piece and the scratch a worker, leased
-// for one piece at a time so that more workers than the budget holds just wait.
+// for one piece at a time so that more workers than the budget holds just wait;
+// none for pieces that `place` knows, which direct I/O takes from there.
 // Returns the digests of the segments that were written: result[file][segment],
 // zeros elsewhere. After an error the files that this call created are
 // unlinked.
 Result<std::vector<std::vector<uint32_t>>> WriteOutputs(
     const Directory& staging, const std::vector<OutputSpec>& files,
     const OutputOptions& options, bool existing, PieceRange range, Job* job,
-    const FillFn& fill);
+    const FillFn& fill, const PlaceFn& place = {});
 
 // Creates the files at full size (blocks reserved) without writing them.
 Status CreateOutputs(const Directory& staging,

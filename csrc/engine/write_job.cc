@@ -2,51 +2,26 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 
 #include "engine/header_io.h"
 #include "format/names.h"
 #include "plan/layout.h"
-#include "plan/ranges.h"
-#include "plan/runs.h"
+#include "runtime/arena.h"
 #include "runtime/cuda_copy.h"
 
 namespace torch_ckpt {
 namespace {
 
-// A stretch of a file: header text or a source.
-struct Extent {
-  uint64_t begin = 0;
-  uint64_t end = 0;
-  const SourceTensor* source = nullptr;  // null: header text
-  bool dense = false;
-};
-
 struct FileLayout {
   std::string header;
-  std::vector<Extent> extents;  // ascending, without gaps
+  SourceBytes bytes;  // all of the file, the header included
 };
-
-bool IsDense(const SourceTensor& source) {
-  int64_t expected = source.element_bytes;
-  for (int d = source.sizes.size() - 1; d >= 0; --d) {
-    if (source.sizes[d] == 0) return true;
-    if (source.sizes[d] != 1 && source.strides[d] != expected) return false;
-    expected *= source.sizes[d];
-  }
-  return true;
-}
-
-uint64_t SourceBytes(const SourceTensor& source) {
-  return static_cast<uint64_t>(source.sizes.Product()) *
-         static_cast<uint64_t>(source.element_bytes);
-}
 
 Status CheckSource(const WriteTensor& tensor, const SourceTensor& source) {
   TC_ASSIGN_OR_RETURN(const uint64_t bytes,
                       ByteSize(tensor.dtype, tensor.shape));
-  if (bytes != SourceBytes(source)) {
-    return InvalidArgument("has " + std::to_string(SourceBytes(source)) +
+  if (bytes != source.bytes()) {
+    return InvalidArgument("has " + std::to_string(source.bytes()) +
                            " bytes in memory, a " + DtypeName(tensor.dtype) +
                            " box of " + tensor.shape.ToString() + " takes " +
                            std::to_string(bytes));
@@ -60,9 +35,10 @@ Status CheckSource(const WriteTensor& tensor, const SourceTensor& source) {
 }
 
 // Fills `parsed` with what the header says. Takes the names away from `file`.
-Result<FileLayout> LayOutData(WriteFile& file, const std::string& id,
-                              const std::vector<SourceTensor>& sources,
-                              FileHeader* parsed) {
+// `layout` must stay where it is.
+Status LayOutData(WriteFile& file, const std::string& id,
+                  const std::vector<SourceTensor>& sources, FileHeader* parsed,
+                  FileLayout* layout) {
   std::vector<SafetensorsEntry>& entries = parsed->header.tensors;
   entries.reserve(file.tensors.size());
   for (WriteTensor& tensor : file.tensors) {
@@ -88,88 +64,61 @@ Result<FileLayout> LayOutData(WriteFile& file, const std::string& id,
     }
     shards.push_back({tensor.offsets, tensor.global_shape});
   }
-  FileLayout layout;
   TC_ASSIGN_OR_RETURN(
-      layout.header,
+      layout->header,
       BuildSafetensorsHeader(
           BuildFileMetadata(id, entries, file.sharded ? &shards : nullptr),
           entries));
-  layout.extents.reserve(order.size() + 1);
-  layout.extents.push_back({0, layout.header.size(), nullptr, true});
-  for (size_t i = 0; i < order.size(); ++i) {
-    if (entries[i].begin == entries[i].end) continue;
-    const SourceTensor& source = sources[file.tensors[order[i]].source];
-    layout.extents.push_back({layout.header.size() + entries[i].begin,
-                              layout.header.size() + entries[i].end, &source,
-                              IsDense(source)});
+  layout->bytes.Reserve(order.size() + 1);
+  layout->bytes.Append(layout->header);
+  for (const uint32_t i : order) {
+    layout->bytes.Append(sources[file.tensors[i].source]);
   }
-  parsed->header.data_begin = layout.header.size();
-  parsed->header.file_bytes = layout.extents.back().end;
+  parsed->header.data_begin = layout->header.size();
+  parsed->header.file_bytes = layout->bytes.size();
   parsed->sharding.file_id = id;
   parsed->sharding.has_sharding_info = file.sharded;
-  return layout;
+  return {};
 }
 
-Result<FileLayout> LayOutRaw(const WriteFile& file,
-                             const std::vector<SourceTensor>& sources) {
-  FileLayout layout;
-  uint64_t at = 0;
+Status LayOutRaw(const WriteFile& file,
+                 const std::vector<SourceTensor>& sources, FileLayout* layout) {
   for (size_t index : file.raw) {
     if (index >= sources.size()) return InvalidArgument("has no source");
-    const SourceTensor& source = sources[index];
-    const uint64_t bytes = SourceBytes(source);
-    if (bytes == 0) continue;
-    layout.extents.push_back({at, at + bytes, &source, IsDense(source)});
-    at += bytes;
+    layout->bytes.Append(sources[index]);
   }
-  return layout;
+  return {};
 }
 
-// Elements of a strided source, in row-major order, from byte `begin` of that
-// order on.
-void GatherElements(const SourceTensor& source, uint64_t begin,
-                    MutableByteSpan out) {
-  const auto unit = static_cast<uint64_t>(source.element_bytes);
-  const Dims order = DenseStrides(source.sizes, source.element_bytes);
-  for (const Box& box :
-       BoxesOfRange(source.sizes, static_cast<int64_t>(begin / unit),
-                    static_cast<int64_t>((begin + out.size()) / unit))) {
-    StridedBox src{box, 0, source.strides};
-    StridedBox dst{box, 0, order};
-    for (int d = 0; d < box.rank(); ++d) {
-      src.base += static_cast<uint64_t>(box.offsets[d] * source.strides[d]);
-      dst.base += static_cast<uint64_t>(box.offsets[d] * order[d]);
+// Where the bytes of a file are in memory of a staged state, aligned so that
+// they can be written from there; empty where a part is not, or where writing
+// so many short stretches would take longer than copying them together.
+std::vector<ByteSpan> StagedPlaces(const SourceBytes& file, uint64_t offset,
+                                   uint64_t bytes) {
+  constexpr size_t kMaxStretches = 16;
+  std::vector<ByteSpan> places;
+  bool usable = true;
+  (void)file.ForEachPart(offset, bytes, [&](const SourcePart& part) -> Status {
+    usable = usable && part.dense != nullptr && places.size() <= kMaxStretches;
+    if (!usable) return {};
+    if (!places.empty() &&
+        places.back().data() + places.back().size() == part.dense) {
+      places.back() = {places.back().data(), places.back().size() + part.size};
+    } else {
+      places.push_back({part.dense, part.size});
     }
-    Run run;
-    if (MakeRun(src, dst, source.element_bytes, &run)) {
-      CopyRun(run, source.data, 0, out.data(), begin);
-    }
+    return {};
+  });
+  const auto fits = [](const ByteSpan& place) {
+    return reinterpret_cast<uintptr_t>(place.data()) % kDataAlignment == 0 &&
+           place.size() % kDataAlignment == 0 &&
+           Arena::Staging().IsLeased(place);
+  };
+  if (!usable || places.size() > kMaxStretches ||
+      !std::all_of(places.begin(), places.end(), fits)) {
+    return {};
   }
-}
-
-// Bytes of the extent from `begin` on, for an extent that has them in a row in
-// host memory; null for others.
-const std::byte* DenseBytes(const FileLayout& layout, const Extent& extent,
-                            uint64_t begin) {
-  if (!extent.source) return AsBytes(layout.header).data() + begin;
-  return extent.dense ? extent.source->data + begin : nullptr;
-}
-
-// Copies bytes [begin, begin + out.size()) of a strided extent.
-void GatherExtent(const Extent& extent, uint64_t begin, MutableByteSpan out) {
-  const SourceTensor& source = *extent.source;
-  // A segment may cut an element (3-byte units, odd offsets): gather whole
-  // elements and take the part.
-  const auto unit = static_cast<uint64_t>(source.element_bytes);
-  const uint64_t first = begin / unit * unit;
-  const uint64_t last = (begin + out.size() + unit - 1) / unit * unit;
-  if (first == begin && last == begin + out.size()) {
-    GatherElements(source, begin, out);
-    return;
-  }
-  std::vector<std::byte> whole(last - first);
-  GatherElements(source, first, whole);
-  std::memcpy(out.data(), whole.data() + (begin - first), out.size());
+  return places;
 }
 
 // The short headers of the files of this job: gone again unless it is done.
@@ -194,81 +143,55 @@ class StagedHeaders {
   std::vector<std::string> staged_;
 };
 
-using DeviceMap = std::map<int, CudaDevice*>;
-
-// The devices that sources lie on; checks what a device copy needs.
-Result<DeviceMap> DevicesOf(const std::vector<SourceTensor>& sources) {
-  DeviceMap devices;
-  for (const SourceTensor& source : sources) {
-    if (source.device < 0 || SourceBytes(source) == 0) continue;
-    if (!IsDense(source)) {
-      return InvalidArgument(
-          "a tensor on a device is not contiguous; its owner gathers it");
-    }
-    if (devices.count(source.device) != 0) continue;
-    TC_ASSIGN_OR_RETURN(devices[source.device],
-                        CudaDevice::Process(source.device));
-  }
-  return devices;
-}
-
 }  // namespace
 
 Result<std::vector<WrittenFile>> RunWriteJob(
     WritePlan plan, const std::vector<SourceTensor>& sources, Job* job) {
   TC_ASSIGN_OR_RETURN(const Directory staging, Directory::Open(plan.staging));
   StagedHeaders headers(staging);
-  std::vector<FileLayout> layouts;
+  std::vector<FileLayout> layouts(plan.files.size());
   std::vector<OutputSpec> specs;
-  for (WriteFile& file : plan.files) {
+  for (size_t f = 0; f < plan.files.size(); ++f) {
+    WriteFile& file = plan.files[f];
     TC_RETURN_IF_ERROR(CheckFileName(file.name));
     const std::string id = NewId();
     const std::string staged = StagedName(file.name, id);
     FileHeader parsed;
-    Result<FileLayout> layout = file.role == FileRole::kData
-                                    ? LayOutData(file, id, sources, &parsed)
-                                    : LayOutRaw(file, sources);
-    if (!layout.ok()) return layout.status().WithFile(file.name);
+    Status laid_out = file.role == FileRole::kData
+                          ? LayOutData(file, id, sources, &parsed, &layouts[f])
+                          : LayOutRaw(file, sources, &layouts[f]);
+    if (!laid_out.ok()) return std::move(laid_out).WithFile(file.name);
     if (file.role == FileRole::kData) {
-      TC_RETURN_IF_ERROR(headers.Stage(staged, parsed, layout->header));
+      TC_RETURN_IF_ERROR(headers.Stage(staged, parsed, layouts[f].header));
     }
-    layouts.push_back(std::move(layout).value());
-    const std::vector<Extent>& extents = layouts.back().extents;
-    specs.push_back({file.name, staged, id, file.role,
-                     extents.empty() ? 0 : extents.back().end});
+    specs.push_back(
+        {file.name, staged, id, file.role, layouts[f].bytes.size()});
   }
   TC_ASSIGN_OR_RETURN(const DeviceMap devices, DevicesOf(sources));
   CudaCopies copies(plan.options.workers);
   // Without a digester the bytes are digested afterwards.
   const auto copy = [&](size_t file, uint64_t offset, MutableByteSpan out,
                         int worker, SegmentDigester* digester) -> Status {
-    const FileLayout& layout = layouts[file];
-    auto extent = std::upper_bound(
-        layout.extents.begin(), layout.extents.end(), offset,
-        [](uint64_t at, const Extent& e) { return at < e.end; });
-    while (!out.empty()) {
-      const uint64_t size =
-          std::min<uint64_t>(out.size(), extent->end - offset);
-      const uint64_t begin = offset - extent->begin;
-      if (extent->source && extent->source->device >= 0) {
-        TC_RETURN_IF_ERROR(
-            copies.Begin(worker, devices.at(extent->source->device),
-                         extent->source->data + begin, out.first(size)));
-      } else if (const std::byte* bytes = DenseBytes(layout, *extent, begin)) {
-        if (digester) {
-          digester->Copy(out.data(), {bytes, size});
-        } else {
-          std::memcpy(out.data(), bytes, size);
-        }
-      } else {
-        GatherExtent(*extent, begin, out.first(size));
-        if (digester) digester->Add(out.first(size));
-      }
-      out = out.subspan(size);
-      offset += size;
-      ++extent;
-    }
-    return {};
+    std::byte* to = out.data();
+    return layouts[file].bytes.ForEachPart(
+        offset, out.size(), [&](const SourcePart& part) -> Status {
+          std::byte* const at = to;
+          to += part.size;
+          if (part.source != nullptr && part.source->device >= 0) {
+            return copies.Begin(worker, devices.at(part.source->device),
+                                part.source->data + part.begin,
+                                {at, part.size});
+          }
+          if (part.dense == nullptr) {
+            GatherPart(part, at);
+            if (digester) digester->Add({at, part.size});
+          } else if (digester) {
+            digester->Copy(at, {part.dense, part.size});
+          } else {
+            std::memcpy(at, part.dense, part.size);
+          }
+          return {};
+        });
   };
   const FillFn fill = [&](size_t file, MutableByteSpan out, MutableByteSpan,
                           int worker, SegmentDigester* digester) -> Status {
@@ -286,6 +209,9 @@ Result<std::vector<WrittenFile>> RunWriteJob(
     if (status.ok() && !on_host) digester->Add(out);
     return std::move(status).WithFile(specs[file].name);
   };
+  const PlaceFn place = [&](size_t file, uint64_t offset, uint64_t bytes) {
+    return StagedPlaces(layouts[file].bytes, offset, bytes);
+  };
   OutputOptions options = plan.options;
   if (!devices.empty()) {
     options.fill_bytes = kPieceBytes;  // waits once a piece
@@ -293,7 +219,7 @@ Result<std::vector<WrittenFile>> RunWriteJob(
   }
   TC_ASSIGN_OR_RETURN(auto digests,
                       WriteOutputs(staging, specs, options,
-                                   /*existing=*/false, {}, job, fill));
+                                   /*existing=*/false, {}, job, fill, place));
   std::vector<WrittenFile> written;
   for (size_t f = 0; f < specs.size(); ++f) {
     written.push_back({specs[f], std::move(digests[f])});

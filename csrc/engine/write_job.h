@@ -6,21 +6,10 @@
 #include <vector>
 
 #include "engine/output_files.h"
+#include "engine/source_bytes.h"
 #include "format/sharding_info.h"
 
 namespace torch_ckpt {
-
-// Bytes in this process or on one of its devices. `strides` are bytes per
-// element step of each dimension; dense row-major sources are recognised, and
-// device memory must be dense. The caller keeps the memory alive and unchanged
-// until the job has returned, and has waited for the kernels that fill it.
-struct SourceTensor {
-  const std::byte* data = nullptr;
-  Dims sizes;
-  Dims strides;
-  int64_t element_bytes = 1;
-  int device = -1;  // CUDA device, counted as torch does; -1: host memory
-};
 
 struct WriteTensor {
   std::string name;

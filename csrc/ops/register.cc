@@ -20,6 +20,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dcp_ext, library) {
   library.def("write(Tensor[] tensors, Tensor plan, Tensor(a!) report) -> ()");
   library.def(
       "read(Tensor(a!)[] targets, Tensor plan, Tensor(b!) report) -> ()");
+  library.def(
+      "stage(Tensor[] tensors, Tensor plan, Tensor(a!) offsets, Tensor(b!) "
+      "report) -> ()");
+  library.def(
+      "views(Tensor(a -> *) region, Tensor[] like, Tensor offsets) -> "
+      "Tensor(a)[]");
   library.def("crc32c(Tensor data, Tensor(a!) report) -> ()");
 }
 
@@ -29,6 +35,8 @@ STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CompositeExplicitAutograd, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CPU, library) {
   library.impl("write", TORCH_BOX(&torch_ckpt::ops::write));
+  library.impl("stage", TORCH_BOX(&torch_ckpt::ops::stage));
+  library.impl("views", TORCH_BOX(&torch_ckpt::ops::views));
   library.impl("read", TORCH_BOX(&torch_ckpt::ops::read));
   library.impl("crc32c", TORCH_BOX(&torch_ckpt::ops::crc32c));
 }
@@ -39,4 +47,6 @@ STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CPU, library) {
 // of torch without CUDA accept the entry and never use it.
 STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CUDA, library) {
   library.impl("write", TORCH_BOX(&torch_ckpt::ops::write));
+  library.impl("stage", TORCH_BOX(&torch_ckpt::ops::stage));
+  library.impl("views", TORCH_BOX(&torch_ckpt::ops::views));
 }

@@ -52,6 +52,11 @@ Result<std::optional<Dims>> DimsAt(const Json& plan, const char* column,
 
 // The ops. write_ops.cc:
 void write(std::vector<Tensor> tensors, Tensor plan, Tensor report);
+// stage_ops.cc:
+void stage(std::vector<Tensor> tensors, Tensor plan, Tensor offsets,
+           Tensor report);
+std::vector<Tensor> views(Tensor region, std::vector<Tensor> like,
+                          Tensor offsets);
 // read_ops.cc:
 void read(std::vector<Tensor> targets, Tensor plan, Tensor report);
 void crc32c(Tensor data, Tensor report);

@@ -18,33 +18,36 @@ uint64_t DataBytes(const SafetensorsEntry& entry) {
   return elements / 8 * bits + (elements % 8 * bits + 7) / 8;
 }
 
-// Where an entry of `bytes` belongs; lower comes first.
-int LayoutClass(const SafetensorsEntry& entry, uint64_t bytes) {
+// Where a tensor belongs; lower comes first.
+int LayoutClass(const LayoutKey& key) {
   constexpr int kEmptyClass = 1000;  // after every element size
-  if (bytes == 0) return kEmptyClass;
-  if (bytes % kDataAlignment == 0) return 0;
-  return 1 + (64 - DtypeBits(entry.dtype));
+  if (key.bytes == 0) return kEmptyClass;
+  if (key.bytes % kDataAlignment == 0) return 0;
+  return 1 + (128 - key.element_bits);
 }
 
 }  // namespace
 
-std::vector<uint32_t> LayOutFile(std::vector<SafetensorsEntry>* tensors) {
-  struct Key {
-    uint64_t bytes;
-    int layout_class;
-  };
-  std::vector<Key> keys;
-  keys.reserve(tensors->size());
-  for (const SafetensorsEntry& entry : *tensors) {
-    const uint64_t bytes = DataBytes(entry);
-    keys.push_back({bytes, LayoutClass(entry, bytes)});
-  }
-  std::vector<uint32_t> order(tensors->size());
+std::vector<uint32_t> FileOrder(const std::vector<LayoutKey>& keys) {
+  std::vector<int> classes;
+  classes.reserve(keys.size());
+  for (const LayoutKey& key : keys) classes.push_back(LayoutClass(key));
+  std::vector<uint32_t> order(keys.size());
   std::iota(order.begin(), order.end(), 0u);
   std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
-    return std::tie(keys[a].layout_class, (*tensors)[a].name) <
-           std::tie(keys[b].layout_class, (*tensors)[b].name);
+    return std::tie(classes[a], keys[a].name) <
+           std::tie(classes[b], keys[b].name);
   });
+  return order;
+}
+
+std::vector<uint32_t> LayOutFile(std::vector<SafetensorsEntry>* tensors) {
+  std::vector<LayoutKey> keys;
+  keys.reserve(tensors->size());
+  for (const SafetensorsEntry& entry : *tensors) {
+    keys.push_back({DataBytes(entry), DtypeBits(entry.dtype), entry.name});
+  }
+  std::vector<uint32_t> order = FileOrder(keys);
   std::vector<SafetensorsEntry> sorted;
   sorted.reserve(tensors->size());
   uint64_t at = 0;

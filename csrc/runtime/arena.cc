@@ -17,6 +17,8 @@ namespace torch_ckpt {
 namespace {
 
 constexpr size_t kHugePage = kArenaPage;
+// More than there is, and still a number that can be rounded up.
+constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max() - kHugePage;
 
 }  // namespace
 
@@ -29,6 +31,8 @@ struct Arena::Impl {
   mutable std::mutex mutex;
   std::condition_variable returned;
   std::map<std::byte*, size_t> idle;
+  std::map<const std::byte*, size_t> out;  // what is leased
+  IdleMemory policy = IdleMemory::kKept;
   // By page, since a page belongs to one lease or to none: memory can then be
   // unmapped, hence unlocked, without touching what others copy into.
   std::map<std::byte*, PageLocker*> locked;
@@ -136,6 +140,7 @@ void ArenaLease::Release() {
   Arena::Impl& impl = *arena->impl_;
   std::lock_guard<std::mutex> lock(impl.mutex);
   impl.leased -= size;
+  impl.out.erase(data);
   try {
     impl.PutIdle(data, size);
   } catch (const std::bad_alloc&) {  // no memory for the note of it
@@ -170,8 +175,15 @@ Arena& Arena::Process() {
   return *arena;
 }
 
-Arena::Arena(uint64_t budget_bytes) : impl_(new Impl) {
+Arena& Arena::Staging() {
+  static Arena* const arena =
+      new Arena(std::numeric_limits<uint64_t>::max(), IdleMemory::kReplaced);
+  return *arena;
+}
+
+Arena::Arena(uint64_t budget_bytes, IdleMemory idle) : impl_(new Impl) {
   impl_->budget = budget_bytes;
+  impl_->policy = idle;
 }
 
 Arena::~Arena() {
@@ -209,6 +221,7 @@ Result<ArenaLease> Arena::Lease(size_t bytes,
       break;
     }
     if (size <= impl_->Room()) {
+      if (impl_->policy == IdleMemory::kReplaced) impl_->UnmapIdle(kAll);
       const uint64_t after = impl_->mapped + size;
       if (after > impl_->budget) impl_->UnmapIdle(after - impl_->budget);
       impl_->mapped += size;
@@ -240,7 +253,23 @@ Result<ArenaLease> Arena::Lease(size_t bytes,
   }
   lease.arena_ = this;
   lease.size_ = size;
+  try {
+    impl_->out.emplace(lease.data_, size);
+  } catch (const std::bad_alloc&) {
+    lock.unlock();
+    lease.Release();
+    return Exhausted("no memory for the note of a lease");
+  }
   return lease;
+}
+
+bool Arena::IsLeased(ByteSpan bytes) const {
+  if (InForkedChild()) return false;
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  auto lease = impl_->out.upper_bound(bytes.data());
+  if (lease == impl_->out.begin()) return false;
+  --lease;
+  return bytes.data() + bytes.size() <= lease->first + lease->second;
 }
 
 void Arena::SetBudget(uint64_t bytes) {
@@ -261,7 +290,7 @@ ArenaStats Arena::Stats() const {
 void Arena::Trim() {
   if (InForkedChild()) return;
   std::lock_guard<std::mutex> lock(impl_->mutex);
-  impl_->UnmapIdle(std::numeric_limits<uint64_t>::max() - kHugePage);
+  impl_->UnmapIdle(kAll);
 }
 
 }  // namespace torch_ckpt

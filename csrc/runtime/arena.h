@@ -60,10 +60,19 @@ struct ArenaStats {
   uint64_t page_locked = 0;
 };
 
+// What becomes of idle memory when none of it can serve a request.
+enum class IdleMemory {
+  kKept,      // it stays, within the budget, for requests of other sizes
+  kReplaced,  // it is unmapped first: whoever leases needs one size at a time
+};
+
 class Arena {
  public:
-  static Arena& Process();  // never destroyed
-  explicit Arena(uint64_t budget_bytes);
+  // Buffers of pieces of files. Never destroyed.
+  static Arena& Process();
+  // States that are staged, each in one region. Never destroyed.
+  static Arena& Staging();
+  explicit Arena(uint64_t budget_bytes, IdleMemory idle = IdleMemory::kKept);
   ~Arena();  // REQUIRES: no lease is out
 
   // At least `bytes` (rounded up to 2 MiB), pre-faulted. Idle regions are
@@ -71,6 +80,8 @@ class Arena {
   // waits up to `patience`, then kExhausted. More than the whole budget is
   // kExhausted at once.
   Result<ArenaLease> Lease(size_t bytes, std::chrono::milliseconds patience);
+  // Whether all of these bytes are in one lease that is out.
+  bool IsLeased(ByteSpan bytes) const;
   // A smaller budget takes effect as leases come back.
   void SetBudget(uint64_t bytes);
   ArenaStats Stats() const;
@@ -82,6 +93,7 @@ class Arena {
   Impl* impl_;
 };
 
+// Of the process's buffers. States to be staged have no limit until one is set.
 inline constexpr uint64_t kDefaultArenaBudget = uint64_t{256} << 20;
 
 }  // namespace torch_ckpt

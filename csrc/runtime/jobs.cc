@@ -63,6 +63,11 @@ std::string Job::result() const {
   return result_;
 }
 
+void Job::Hold(std::shared_ptr<void> held) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  held_ = std::move(held);
+}
+
 // id = kind (8 bits) | generation (24) | slot (32). Kinds are below 128, so
 // ids are positive; generations start at 1, so no id is small enough to be
 // some other number by accident.

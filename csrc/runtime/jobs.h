@@ -13,7 +13,13 @@
 
 namespace torch_ckpt {
 
-enum class JobKind : uint8_t { kWrite = 1, kRead = 2, kMerge = 3, kVerify = 4 };
+enum class JobKind : uint8_t {
+  kWrite = 1,
+  kRead = 2,
+  kMerge = 3,
+  kVerify = 4,
+  kStage = 5,
+};
 
 // Shared by the threads of one job and whoever watches it. Thread-safe.
 class Job {
@@ -37,6 +43,9 @@ class Job {
   void SetResult(std::string json);
   std::string result() const;
 
+  // Keeps what a result points to until the job is freed.
+  void Hold(std::shared_ptr<void> held);
+
  private:
   const JobKind kind_;
   std::atomic<uint64_t> total_{0}, done_{0};
@@ -44,6 +53,7 @@ class Job {
   mutable std::mutex mutex_;
   Status status_;
   std::string result_;
+  std::shared_ptr<void> held_;
 };
 
 class JobRegistry {

@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "engine/header_io.h"
+#include "engine/stage_job.h"
 #include "engine/write_job.h"
 #include "engine_test_util.h"
 #include "os/probe.h"
@@ -389,6 +390,54 @@ TEST_F(WriteJobTest, ShortWritesAndInterruptsChangeNothing) {
   EXPECT_EQ(Data((*written)[0], "t"), a.bytes);
 }
 #endif
+
+#ifdef TORCH_CKPT_FAULTS
+
+TEST_F(WriteJobTest, StagedTensorsAreWrittenFromWhereTheyAre) {
+  // Odd ones at the end, where the pieces have to be put together.
+  std::vector<Array> arrays;
+  for (uint32_t i = 0; i < 40; ++i) {
+    arrays.push_back(MakeArray(Dtype::kU8, {i % 4 == 3 ? 777 : 512 << 10}, i));
+  }
+  std::vector<SourceTensor> sources;
+  std::vector<StageTensor> tensors;
+  WriteFile file{
+      "model-00001-of-00001.safetensors", FileRole::kData, false, {}, {}};
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    const std::string name = "t" + std::to_string(i);
+    sources.push_back(BytesSource(arrays[i].bytes));
+    tensors.push_back({name, 0, 8});
+    file.tensors.push_back(WholeTensor(name, Dtype::kU8, arrays[i].shape, i));
+  }
+  Job staging(JobKind::kStage);
+  auto region = RunStageJob(tensors, sources, {}, &Arena::Staging(), &staging);
+  ASSERT_OK(region.status());
+  for (size_t i = 0; i < sources.size(); ++i) {
+    sources[i].data = region->lease.data() + region->offsets[i];
+  }
+  int in_place = 0, copied = 0;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    if (std::string_view(site.op) == "pwrite" &&
+        site.path.find("safetensors") != std::string::npos) {
+      ++(Arena::Process().Stats().leased == 0 ? in_place : copied);
+    }
+    return {};
+  });
+  OutputOptions options;
+  options.workers = 1;
+  auto written = Write(file, sources, options);
+  SetFaultHook(nullptr);
+  ASSERT_OK(written.status());
+  ExpectDigests((*written)[0], Text((*written)[0]));
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    EXPECT_TRUE(Data((*written)[0], tensors[i].name) == arrays[i].bytes) << i;
+  }
+  // The piece with the header and the last one.
+  EXPECT_EQ(copied, 2);
+  EXPECT_GE(in_place, 2);
+}
+
+#endif  // TORCH_CKPT_FAULTS
 
 }  // namespace
 }  // namespace torch_ckpt

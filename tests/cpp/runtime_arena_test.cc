@@ -203,5 +203,33 @@ TEST(Arena, NoMemoryIsAnErrorThatLeavesTheBudgetWhole) {
 }
 #endif
 
+TEST(Arena, KnowsWhatIsLeased) {
+  Arena arena(16 * kMiB);
+  auto lease = arena.Lease(3 * kMiB, kNow);
+  ASSERT_TRUE(lease.ok());
+  std::byte* const data = lease->data();
+  EXPECT_TRUE(arena.IsLeased(lease->span()));
+  EXPECT_TRUE(arena.IsLeased({data + 100, 1}));
+  EXPECT_FALSE(arena.IsLeased({data + 1, lease->size()}));
+  EXPECT_FALSE(arena.IsLeased({data - 1, 1}));
+  int other = 0;
+  EXPECT_FALSE(arena.IsLeased({reinterpret_cast<std::byte*>(&other), 1}));
+  lease->Release();
+  EXPECT_FALSE(arena.IsLeased({data, 1}));
+}
+
+TEST(Arena, IdleMemoryThatDoesNotServeIsReplaced) {
+  Arena arena(64 * kMiB, IdleMemory::kReplaced);
+  for (size_t size = 2; size <= 20; size += 2) {
+    auto lease = arena.Lease(size * kMiB, kNow);
+    ASSERT_TRUE(lease.ok());
+    EXPECT_EQ(arena.Stats().mapped, size * kMiB);
+  }
+  // A smaller one is cut from what there is.
+  auto lease = arena.Lease(6 * kMiB, kNow);
+  ASSERT_TRUE(lease.ok());
+  EXPECT_EQ(arena.Stats().mapped, 20 * kMiB);
+}
+
 }  // namespace
 }  // namespace torch_ckpt

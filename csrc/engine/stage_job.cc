@@ -1,0 +1,170 @@
+#include "engine/stage_job.h"
+
+#include <algorithm>
+#include <numeric>
+#include <tuple>
+#include <utility>
+
+#include "base/checked.h"
+#include "format/safetensors.h"
+#include "plan/layout.h"
+#include "runtime/stream_copy.h"
+#include "runtime/workers.h"
+
+namespace torch_ckpt {
+namespace {
+
+// What one worker copies at a time.
+constexpr uint64_t kChunkBytes = uint64_t{4} << 20;
+
+// For every source the one that it is a part of, itself for most, and where in
+// that one's bytes it begins.
+struct Container {
+  uint32_t source;
+  uint64_t offset;
+};
+
+bool SameBytes(const SourceTensor& a, const SourceTensor& b) {
+  return a.device == b.device && a.data == b.data && a.sizes == b.sizes &&
+         a.strides == b.strides && a.element_bytes == b.element_bytes;
+}
+
+std::vector<Container> FindContainers(
+    const std::vector<SourceTensor>& sources) {
+  std::vector<Container> containers(sources.size());
+  std::vector<uint32_t> order;
+  for (uint32_t i = 0; i < sources.size(); ++i) {
+    containers[i] = {i, 0};
+    if (sources[i].bytes() > 0) order.push_back(i);
+  }
+  const auto key = [&](uint32_t i) {
+    const SourceTensor& s = sources[i];
+    // Where several begin, the longest first; among those, dense ones.
+    return std::tuple(s.device, s.data, ~s.bytes(), !s.IsDense());
+  };
+  std::stable_sort(order.begin(), order.end(),
+                   [&](uint32_t a, uint32_t b) { return key(a) < key(b); });
+  // The dense source that reaches furthest of those that begin before.
+  const SourceTensor* reach = nullptr;
+  uint32_t reach_index = 0, before = 0;
+  for (size_t n = 0; n < order.size(); ++n) {
+    const uint32_t i = order[n];
+    const SourceTensor& source = sources[i];
+    if (!source.IsDense()) {
+      // The same view twice.
+      if (n > 0 && SameBytes(source, sources[before])) {
+        containers[i] = containers[before];
+      }
+      before = i;
+      continue;
+    }
+    before = i;
+    const bool inside =
+        reach != nullptr && reach->device == source.device &&
+        source.data + source.bytes() <= reach->data + reach->bytes();
+    if (inside) {
+      const auto offset = static_cast<uint64_t>(source.data - reach->data);
+      // Elsewhere the elements of the part would not be aligned.
+      if (offset % static_cast<uint64_t>(source.element_bytes) == 0) {
+        containers[i] = {reach_index, offset};
+        continue;
+      }
+    }
+    if (inside) continue;
+    reach = &source;
+    reach_index = i;
+  }
+  return containers;
+}
+
+}  // namespace
+
+Result<StagedRegion> RunStageJob(const std::vector<StageTensor>& tensors,
+                                 const std::vector<SourceTensor>& sources,
+                                 const StageOptions& options, Arena* arena,
+                                 Job* job) {
+  TC_ASSIGN_OR_RETURN(const DeviceMap devices, DevicesOf(sources));
+  const std::vector<Container> containers = FindContainers(sources);
+  std::vector<LayoutKey> keys;
+  std::vector<uint32_t> members;  // those that are copied
+  for (uint32_t i = 0; i < sources.size(); ++i) {
+    if (containers[i].source == i) members.push_back(i);
+    keys.push_back(
+        {sources[i].bytes(), tensors[i].element_bits, tensors[i].name});
+  }
+  std::vector<uint32_t> order = FileOrder(keys);
+  std::erase_if(order, [&](uint32_t i) { return containers[i].source != i; });
+  std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
+    return tensors[a].file < tensors[b].file;
+  });
+
+  StagedRegion region;
+  region.offsets.resize(sources.size());
+  SourceBytes bytes;
+  bytes.Reserve(order.size());
+  for (size_t n = 0; n < order.size(); ++n) {
+    const uint32_t i = order[n];
+    // Of a view, its elements; of a file, its first block.
+    const auto unit = static_cast<uint64_t>(sources[i].element_bytes);
+    const bool first = n > 0 && tensors[i].file != tensors[order[n - 1]].file;
+    bytes.AlignTo(first ? kDataAlignment : std::max<uint64_t>(1, unit));
+    region.offsets[i] = bytes.size();
+    bytes.Append(sources[i]);
+  }
+  for (uint32_t i = 0; i < sources.size(); ++i) {
+    const Container& container = containers[i];
+    if (container.source == i) continue;
+    region.offsets[i] = region.offsets[container.source] + container.offset;
+  }
+  region.bytes = bytes.size();
+  job->AddTotal(bytes.size());
+  TC_ASSIGN_OR_RETURN(region.lease,
+                      arena->Lease(bytes.size(), options.patience));
+  std::byte* const base = region.lease.data();
+
+  // Devices copy beside the workers below.
+  CudaCopies copies(1);
+  struct Waiter {  // the region must not go back while a device writes into it
+    CudaCopies* copies;
+    ~Waiter() { (void)copies->Wait(0); }
+  } waiter{&copies};
+  if (!devices.empty()) {
+    // Speed only: a system may forbid or limit locked memory.
+    (void)region.lease.PageLock(devices.begin()->second);
+    for (const uint32_t i : order) {
+      const SourceTensor& source = sources[i];
+      if (source.device < 0 || source.bytes() == 0) continue;
+      TC_RETURN_IF_ERROR(
+          copies.Begin(0, devices.at(source.device), source.data,
+                       {base + region.offsets[i], source.bytes()}));
+      job->AddDone(source.bytes());
+    }
+  }
+  const auto chunks =
+      static_cast<int64_t>((bytes.size() + kChunkBytes - 1) / kChunkBytes);
+  TC_RETURN_IF_ERROR(ForEachItem(
+      options.workers, chunks, job, [&](int64_t chunk, int) -> Status {
+        const uint64_t begin = static_cast<uint64_t>(chunk) * kChunkBytes;
+        std::byte* to = base + begin;
+        return bytes.ForEachPart(
+            begin, std::min(kChunkBytes, bytes.size() - begin),
+            [&](const SourcePart& part) -> Status {
+              std::byte* const at = to;
+              to += part.size;
+              if (part.source != nullptr && part.source->device >= 0) {
+                return {};  // begun above
+              }
+              if (part.dense != nullptr) {
+                StreamCopy(at, {part.dense, part.size});
+              } else {
+                GatherPart(part, at);
+              }
+              job->AddDone(part.size);
+              return {};
+            });
+      }));
+  TC_RETURN_IF_ERROR(copies.Wait(0));
+  return region;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,49 @@
+// The stage job: tensors of this process into one leased region of host memory,
+// where they stay as they are while the trainer changes its own.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/source_bytes.h"
+#include "runtime/arena.h"
+#include "runtime/jobs.h"
+
+namespace torch_ckpt {
+
+struct StageTensor {
+  std::string name;      // decides the order within a file
+  int64_t file = 0;      // of the files that will be written, this one's
+  int element_bits = 8;  // of the dtype, as a file counts it
+};
+
+struct StageOptions {
+  int workers = 2;
+  // How long to wait for memory that other staged states have.
+  std::chrono::milliseconds patience{0};
+};
+
+// Tensors in a region. `offsets[i]` is where the bytes of source i begin, in
+// row-major order. The memory belongs to the lease.
+struct StagedRegion {
+  ArenaLease lease;
+  uint64_t bytes = 0;  // of the lease, that hold tensors
+  std::vector<uint64_t> offsets;
+};
+
+// Copies every source once: sources that are the same memory, or dense parts of
+// others, share what is staged. The rest stand file after file, each from a
+// multiple of 4096 on and in the order of plan/layout.h, so that a file of
+// these tensors can be written from where they are. Blocks until the copies are
+// done, those from devices too; nothing is leased after an error.
+// kExhausted where the arena's budget does not allow it, and nothing has been
+// copied then. Cancellation and progress through `job`.
+//
+// REQUIRES: as many tensors as sources.
+Result<StagedRegion> RunStageJob(const std::vector<StageTensor>& tensors,
+                                 const std::vector<SourceTensor>& sources,
+                                 const StageOptions& options, Arena* arena,
+                                 Job* job);
+
+}  // namespace torch_ckpt

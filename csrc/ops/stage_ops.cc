@@ -1,0 +1,137 @@
+// stage: tensors into one leased region of host memory.
+// views: tensors that lie in such a region.
+//
+// Plan of stage:
+//   {"job": id, "workers": int, "patience_ms": int,
+//    "names": [fqn] or one text, a name a line, "files": [int] or null}
+// with an entry per tensor. `offsets` has an int64 for each, where its bytes
+// begin in the region. The result, {"address", "bytes", "region_bytes"}, is
+// kept in the job, and so is the region: it is leased until the job is freed.
+#include <algorithm>
+
+#include "capi/requests.h"
+#include "engine/stage_job.h"
+#include "ops/tensors.h"
+#include "plan/runs.h"
+
+namespace torch_ckpt::ops {
+namespace {
+
+// Empty where the plan has none.
+Result<std::vector<int64_t>> FilesOf(const Json& plan) {
+  std::vector<int64_t> files;
+  const auto it = plan.find("files");
+  if (it == plan.end() || it->is_null()) return files;
+  TC_ASSIGN_OR_RETURN(const Json* list, capi::GetList(plan, "files"));
+  files.reserve(list->size());
+  for (const Json& file : *list) {
+    if (!file.is_number_integer()) {
+      return InvalidArgument("'files' holds integers");
+    }
+    files.push_back(file.get<int64_t>());
+  }
+  return files;
+}
+
+Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
+           Tensor& offsets, int64_t* report) {
+  std::vector<SourceTensor> sources;
+  sources.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    TC_ASSIGN_OR_RETURN(const SourceTensor source, WriteSourceOf(tensor));
+    sources.push_back(source);
+  }
+  TC_ASSIGN_OR_RETURN(const SourceTensor room, SourceOf(offsets));
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
+                      capi::GetNames(plan, "names"));
+  TC_ASSIGN_OR_RETURN(const std::vector<int64_t> files, FilesOf(plan));
+  if (names.size() != sources.size() ||
+      (!files.empty() && files.size() != sources.size()) ||
+      room.element_bytes != 8 || !room.IsDense() ||
+      room.bytes() != 8 * sources.size()) {
+    return InvalidArgument(
+        "a plan for staging needs as many names, files and offsets as tensors");
+  }
+  std::vector<StageTensor> staged;
+  staged.reserve(sources.size());
+  for (size_t i = 0; i < sources.size(); ++i) {
+    staged.push_back({std::move(names[i]), files.empty() ? 0 : files[i],
+                      static_cast<int>(8 * sources[i].element_bytes)});
+  }
+  StageOptions options;
+  TC_ASSIGN_OR_RETURN(const int64_t workers,
+                      capi::GetInt(plan, "workers", options.workers));
+  options.workers = static_cast<int>(std::clamp<int64_t>(workers, 1, 256));
+  TC_ASSIGN_OR_RETURN(const int64_t patience,
+                      capi::GetInt(plan, "patience_ms", 0));
+  options.patience = std::chrono::milliseconds(patience);
+  TC_ASSIGN_OR_RETURN(StagedRegion region, RunStageJob(staged, sources, options,
+                                                       &Arena::Staging(), job));
+  std::copy(region.offsets.begin(), region.offsets.end(),
+            static_cast<int64_t*>(offsets.mutable_data_ptr()));
+  job->SetResult(
+      Json{{"address", reinterpret_cast<uintptr_t>(region.lease.data())},
+           {"bytes", region.bytes},
+           {"region_bytes", region.lease.size()}}
+          .dump());
+  report[0] = 1;
+  report[1] = report[2] = static_cast<int64_t>(region.bytes);
+  job->Hold(std::make_shared<ArenaLease>(std::move(region.lease)));
+  return {};
+}
+
+}  // namespace
+
+void stage(std::vector<Tensor> tensors, Tensor plan, Tensor offsets,
+           Tensor report) {
+  Result<int64_t*> values = ReportOf(report);
+  ThrowIfError(values.status());
+  Result<Json> parsed = ParsePlanTensor(plan);
+  ThrowIfError(parsed.status());
+  Result<std::shared_ptr<Job>> job = JobOfPlan(*parsed, JobKind::kStage);
+  ThrowIfError(job.status());
+  Status status = Run(tensors, *parsed, job->get(), offsets, *values);
+  if (!status.ok()) ThrowIfError((*job)->Fail(std::move(status)));
+}
+
+std::vector<Tensor> views(Tensor region, std::vector<Tensor> like,
+                          Tensor offsets) {
+  Result<SourceTensor> memory = SourceOf(region);
+  ThrowIfError(memory.status());
+  Result<SourceTensor> places = SourceOf(offsets);
+  ThrowIfError(places.status());
+  if (memory->element_bytes != 1 || !memory->IsDense() ||
+      places->element_bytes != 8 || !places->IsDense() ||
+      places->bytes() != 8 * like.size()) {
+    ThrowIfError(InvalidArgument(
+        "views needs a region of bytes, and an offset for every tensor"));
+  }
+  const auto* at = reinterpret_cast<const int64_t*>(places->data);
+  std::vector<Tensor> out;
+  out.reserve(like.size());
+  for (size_t i = 0; i < like.size(); ++i) {
+    Result<SourceTensor> tensor = WriteSourceOf(like[i]);
+    ThrowIfError(tensor.status());
+    const auto offset = static_cast<uint64_t>(at[i]);
+    const uint64_t room = memory->bytes();
+    if (offset > room || tensor->bytes() > room - offset ||
+        offset % static_cast<uint64_t>(tensor->element_bytes) != 0) {
+      ThrowIfError(InvalidArgument("a view does not fit into the region"));
+    }
+    int32_t dtype = 0;
+    if (aoti_torch_get_dtype(like[i].get(), &dtype) != 0) {
+      ThrowIfError(Internal("a tensor has no dtype"));
+    }
+    const Dims strides = DenseStrides(tensor->sizes, 1);
+    AtenTensorHandle handle = nullptr;
+    if (aoti_torch__alloc_from_pool(region.get(), at[i], dtype,
+                                    tensor->sizes.size(), tensor->sizes.begin(),
+                                    strides.begin(), &handle) != 0) {
+      ThrowIfError(Internal("torch makes no view of the region"));
+    }
+    out.emplace_back(handle);
+  }
+  return out;
+}
+
+}  // namespace torch_ckpt::ops

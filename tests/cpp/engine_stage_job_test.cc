@@ -1,0 +1,238 @@
+// Staging: every byte once, in the order of the file, in leased memory.
+#include <chrono>
+#include <cstring>
+
+#include "engine/stage_job.h"
+#include "engine_test_util.h"
+#include "fake_cuda.h"
+#include "format/safetensors.h"
+#include "plan/layout.h"
+#include "plan/runs.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+class StageJobTest : public testing::Test {
+ protected:
+  static void SetUpTestSuite() { FakeCuda::UseForProcess(); }
+
+  void Add(const std::string& name, SourceTensor source, int64_t file = 0) {
+    tensors_.push_back(
+        {name, file, static_cast<int>(8 * source.element_bytes)});
+    sources_.push_back(source);
+  }
+
+  Result<StagedRegion> Stage(int workers = 3) {
+    StageOptions options;
+    options.workers = workers;
+    return RunStageJob(tensors_, sources_, options, &arena_, &job_);
+  }
+
+  // The bytes of source `i` in row-major order, element by element.
+  std::string Expected(size_t i) {
+    const SourceTensor& source = sources_[i];
+    std::string out;
+    for (int64_t n = 0; n < source.sizes.Product(); ++n) {
+      int64_t rest = n, at = 0;
+      for (int d = source.sizes.size() - 1; d >= 0; --d) {
+        at += rest % source.sizes[d] * source.strides[d];
+        rest /= source.sizes[d];
+      }
+      out.append(reinterpret_cast<const char*>(source.data) + at,
+                 static_cast<size_t>(source.element_bytes));
+    }
+    return out;
+  }
+
+  void ExpectStaged(const StagedRegion& region) {
+    for (size_t i = 0; i < sources_.size(); ++i) {
+      const std::string expected = Expected(i);
+      ASSERT_LE(region.offsets[i] + expected.size(), region.bytes);
+      EXPECT_EQ(std::memcmp(region.lease.data() + region.offsets[i],
+                            expected.data(), expected.size()),
+                0)
+          << tensors_[i].name;
+      EXPECT_EQ(
+          region.offsets[i] % static_cast<uint64_t>(sources_[i].element_bytes),
+          0u);
+    }
+  }
+
+  Arena arena_{256 * kMiB, IdleMemory::kReplaced};
+  Job job_{JobKind::kStage};
+  std::vector<StageTensor> tensors_;
+  std::vector<SourceTensor> sources_;
+};
+
+SourceTensor Dense(const std::string& bytes, Dims sizes, int64_t unit) {
+  SourceTensor source = BytesSource(bytes);
+  source.sizes = sizes;
+  source.element_bytes = unit;
+  source.strides = DenseStrides(sizes, unit);
+  return source;
+}
+
+std::string RandomBytes(size_t size, uint32_t seed) {
+  return MakeArray(Dtype::kU8, {static_cast<int64_t>(size)}, seed).bytes;
+}
+
+TEST_F(StageJobTest, StandAsTheyWillInTheFile) {
+  std::vector<std::string> memory;
+  std::vector<SafetensorsEntry> entries;
+  std::mt19937 random(5);
+  const Dtype dtypes[] = {Dtype::kF64, Dtype::kF32, Dtype::kBF16, Dtype::kU8};
+  memory.reserve(200);
+  for (uint32_t i = 0; i < 200; ++i) {
+    const Dtype dtype = dtypes[random() % 4];
+    const auto count = static_cast<int64_t>(
+        random() % 3 == 0 ? 4096 * (random() % 30) : random() % 5000);
+    memory.push_back(MakeArray(dtype, {count}, i).bytes);
+    const std::string name = "t" + std::to_string(i);
+    entries.push_back({name, dtype, {count}, 0, 0});
+    Add(name, Dense(memory.back(), {count}, DtypeBits(dtype) / 8));
+  }
+  auto region = Stage();
+  ASSERT_OK(region.status());
+  ExpectStaged(*region);
+  const std::vector<uint32_t> order = LayOutFile(&entries);
+  for (size_t n = 0; n < order.size(); ++n) {
+    if (entries[n].begin == entries[n].end) continue;
+    EXPECT_EQ(region->offsets[order[n]], entries[n].begin);
+  }
+  EXPECT_EQ(job_.done(), job_.total());
+  EXPECT_EQ(job_.done(), region->bytes);
+}
+
+TEST_F(StageJobTest, StridedSourcesBecomeDense) {
+  const std::string memory = RandomBytes(64 * 48 * 4, 1);
+  Add("transposed", {AsBytes(memory).data(), {48, 64}, {4, 48 * 4}, 4, -1});
+  Add("columns", {AsBytes(memory).data() + 8, {64, 10}, {48 * 4, 4}, 4, -1});
+  Add("expanded", {AsBytes(memory).data(), {100, 48}, {0, 4}, 4, -1});
+  Add("scalar", {AsBytes(memory).data() + 16, {}, {}, 8, -1});
+  Add("empty", {nullptr, {0, 7}, {28, 4}, 4, -1});
+  auto region = Stage();
+  ASSERT_OK(region.status());
+  ExpectStaged(*region);
+}
+
+TEST_F(StageJobTest, SharedMemoryIsStagedOnce) {
+  const std::string memory = RandomBytes(1000 * 4, 1);
+  Add("tied", Dense(memory, {1000}, 4));
+  Add("whole", Dense(memory, {10, 100}, 4));
+  SourceTensor row = Dense(memory, {100}, 4);
+  row.data += 400;
+  Add("row", row);
+  SourceTensor odd = Dense(memory, {10}, 8);  // inside, but not aligned there
+  odd.data += 4;
+  Add("odd", odd);
+  const SourceTensor transposed{
+      AsBytes(memory).data(), {100, 10}, {4, 400}, 4, -1};
+  Add("transposed", transposed);
+  Add("transposed again", transposed);
+  auto region = Stage();
+  ASSERT_OK(region.status());
+  ExpectStaged(*region);
+  EXPECT_EQ(region->offsets[0], region->offsets[1]);
+  EXPECT_EQ(region->offsets[2], region->offsets[0] + 400);
+  EXPECT_EQ(region->offsets[4], region->offsets[5]);
+  EXPECT_LT(region->bytes, 2 * memory.size() + 200);
+}
+
+TEST_F(StageJobTest, EveryFileBeginsAtABlock) {
+  const std::string memory = RandomBytes(9000, 1);
+  for (int64_t i = 0; i < 9; ++i) {
+    SourceTensor source = Dense(memory, {500 + i}, 1);
+    source.data += i * 900;
+    Add("t" + std::to_string(i), source, 3 - i % 3);
+  }
+  auto region = Stage();
+  ASSERT_OK(region.status());
+  ExpectStaged(*region);
+  std::map<int64_t, uint64_t> begins;
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const auto begin =
+        begins.emplace(tensors_[i].file, region->offsets[i]).first;
+    begin->second = std::min(begin->second, region->offsets[i]);
+  }
+  ASSERT_EQ(begins.size(), 3u);
+  for (const auto& [file, begin] : begins) {
+    EXPECT_EQ(begin % kDataAlignment, 0u) << file;
+  }
+}
+
+TEST_F(StageJobTest, DeviceMemoryToo) {
+  FakeCuda fake;
+  const std::string large = RandomBytes(5 * kMiB + 3, 1);
+  const std::string host = RandomBytes(3 * kMiB, 2);
+  SourceTensor device = Dense(large, {static_cast<int64_t>(large.size())}, 1);
+  device.data = FakeCuda::OnDevice(large.data());
+  device.device = 0;
+  Add("device", device);
+  Add("host", Dense(host, {static_cast<int64_t>(host.size())}, 1));
+  auto region = Stage();
+  ASSERT_OK(region.status());
+  EXPECT_EQ(fake.PendingCopies(), 0);
+  EXPECT_EQ(std::memcmp(region->lease.data() + region->offsets[0], large.data(),
+                        large.size()),
+            0);
+  EXPECT_EQ(std::memcmp(region->lease.data() + region->offsets[1], host.data(),
+                        host.size()),
+            0);
+  EXPECT_EQ(fake.Calls("cuStreamSynchronize"), 1);
+  EXPECT_EQ(job_.done(), job_.total());
+  region->lease.Release();
+  arena_.Trim();
+}
+
+TEST_F(StageJobTest, AFailedDeviceCopyIsAnErrorAndLeavesNothingLeased) {
+  FakeCuda fake;
+  const std::string large = RandomBytes(9 * kMiB, 1);
+  for (const char* call : {"cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"}) {
+    SourceTensor device = Dense(large, {static_cast<int64_t>(large.size())}, 1);
+    device.data = FakeCuda::OnDevice(large.data());
+    device.device = 0;
+    tensors_.clear();
+    sources_.clear();
+    Add("device", device);
+    fake.Fail(call, fake.Calls(call) + 1, 700);
+    EXPECT_FALSE(Stage().ok()) << call;
+    EXPECT_EQ(fake.PendingCopies(), 0);
+    EXPECT_EQ(arena_.Stats().leased, 0u);
+    fake.Fail(call, 0x7fffffff, 0);
+  }
+  arena_.Trim();
+}
+
+TEST_F(StageJobTest, WhatTheBudgetDoesNotAllowIsRefused) {
+  const std::string memory = RandomBytes(3 * kMiB, 1);
+  Add("t", Dense(memory, {3 * static_cast<int64_t>(kMiB)}, 1));
+  arena_.SetBudget(2 * kMiB);
+  EXPECT_EQ(Stage().status().kind(), ErrorKind::kExhausted);
+  arena_.SetBudget(6 * kMiB);
+  auto first = Stage();
+  ASSERT_OK(first.status());
+  EXPECT_EQ(Stage().status().kind(), ErrorKind::kExhausted);
+  first->lease.Release();
+  auto second = Stage();
+  ASSERT_OK(second.status());
+  ExpectStaged(*second);
+}
+
+TEST_F(StageJobTest, CancelledAndNothingIsLeased) {
+  const std::string memory = RandomBytes(9 * kMiB, 1);
+  Add("t", Dense(memory, {9 * static_cast<int64_t>(kMiB)}, 1));
+  job_.Cancel();
+  EXPECT_EQ(Stage().status().kind(), ErrorKind::kCancelled);
+  EXPECT_EQ(arena_.Stats().leased, 0u);
+}
+
+TEST_F(StageJobTest, NothingToStage) {
+  auto region = Stage();
+  ASSERT_OK(region.status());
+  EXPECT_EQ(region->bytes, 0u);
+}
+
+}  // namespace
+}  // namespace torch_ckpt
