@@ -2,7 +2,8 @@
 
     from torch_ckpt import HuggingFaceStorageWriter, HuggingFaceStorageReader
 
-are drop-ins for the classes of the same name in torch.distributed.checkpoint; `save`, `async_save`
+are drop-ins for the classes of the same name in torch.distributed.checkpoint, PinnedMemoryStager is
+one for its DefaultStager; `save`, `async_save`
 and `load` are its calls with our planners and clean-up around them.
 
 Names that need torch are imported on first use, so that the command line starts without it.
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch_ckpt.dcp.per_rank import PerRank
     from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
     from torch_ckpt.dcp.reader import HuggingFaceStorageReader
+    from torch_ckpt.dcp.stager import PinnedMemoryStager
     from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
     from torch_ckpt.merge import consolidate_safetensors_files
 
@@ -48,6 +50,7 @@ _LAZY = {
     "HuggingFaceStorageWriter": "torch_ckpt.dcp.writer",
     "LoadPlanner": "torch_ckpt.dcp.planner",
     "PerRank": "torch_ckpt.dcp.per_rank",
+    "PinnedMemoryStager": "torch_ckpt.dcp.stager",
     "SavePlanner": "torch_ckpt.dcp.planner",
     "async_save": "torch_ckpt.dcp.api",
     "consolidate_safetensors_files": "torch_ckpt.merge",
@@ -70,6 +73,7 @@ __all__ = [
     "InvalidArgumentError",
     "LoadPlanner",
     "PerRank",
+    "PinnedMemoryStager",
     "SavePlanner",
     "UnsupportedError",
     "async_save",

@@ -5,6 +5,7 @@ The names here are those of the ops and of the C++ functions behind them (csrc/o
 
 from __future__ import annotations
 
+import ctypes
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -52,6 +53,36 @@ def read(targets: Sequence[torch.Tensor], plan: dict[str, Any], job: Job) -> dic
     return _run(torch.ops.dcp_ext.read, targets, plan, job)
 
 
+def stage(
+    tensors: Sequence[torch.Tensor], names: list[str], *, workers: int, timeout: float
+) -> list[torch.Tensor]:
+    """Copies of `tensors`, dense, in one region of the process's staging arena, in the order of the
+    files that they will be written to (csrc/engine/stage_job.h).
+
+    Tensors are on the CPU, of any strides, or on CUDA devices, contiguous, with every kernel that
+    writes them done. Blocks, with the GIL released, until all are copied. The region is leased
+    until the last of the results is gone; `timeout` is how many seconds to wait for one. Raises
+    ExhaustedError.
+    """
+    if not tensors:
+        return []
+    job = Job("stage")
+    offsets = torch.empty(len(tensors), dtype=torch.int64, device="cpu")
+    plan = {
+        "workers": workers,
+        "patience_ms": round(1000 * timeout),
+        "names": _core.names_text(names),
+    }
+    result = _run(torch.ops.dcp_ext.stage, tensors, plan, job, offsets)
+    region = (ctypes.c_byte * result["region_bytes"]).from_address(result["address"])
+    region.lease = job  # storages keep the region, and the region the job whose memory it is
+    memory = torch.frombuffer(region, dtype=torch.uint8)
+    views: list[torch.Tensor] = _without_grad(
+        torch.ops.dcp_ext.views, memory, list(tensors), offsets
+    )
+    return views
+
+
 def crc32c(data: torch.Tensor) -> int:
     """CRC-32C of the bytes of a contiguous CPU tensor."""
     report = new_report()
@@ -60,12 +91,16 @@ def crc32c(data: torch.Tensor) -> int:
 
 
 def _run(
-    op: Any, tensors: Sequence[torch.Tensor], plan: dict[str, Any], job: Job
+    op: Any,
+    tensors: Sequence[torch.Tensor],
+    plan: dict[str, Any],
+    job: Job,
+    *more: torch.Tensor,
 ) -> dict[str, Any]:
     plan = {**plan, "job": job.id}
     blob, report = plan_tensor(plan), new_report()
     try:
-        job.run(lambda: _without_grad(op, list(tensors), blob, report))
+        job.run(lambda: _without_grad(op, list(tensors), blob, *more, report))
     except (RuntimeError, ValueError):
         error = job.error()
         if error is None:
@@ -76,5 +111,5 @@ def _run(
 
 
 @torch.no_grad()
-def _without_grad(op: Any, *arguments: Any) -> None:
-    op(*arguments)  # the mode belongs to the thread that calls
+def _without_grad(op: Any, *arguments: Any) -> Any:
+    return op(*arguments)  # the mode belongs to the thread that calls

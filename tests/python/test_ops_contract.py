@@ -25,7 +25,7 @@ import torch_ckpt._ext
 
 OPS = torch.ops.dcp_ext
 BACKENDS = ("eager", "aot_eager", "inductor")
-NAMES = ("write", "read", "crc32c")
+NAMES = ("write", "read", "stage", "crc32c")
 
 
 def as_plan(plan: dict[str, object]) -> torch.Tensor:
@@ -34,6 +34,11 @@ def as_plan(plan: dict[str, object]) -> torch.Tensor:
 
 def new_report() -> torch.Tensor:
     return torch.zeros(4, dtype=torch.int64)
+
+
+def new_offsets() -> torch.Tensor:
+    """Of one tensor."""
+    return torch.full((1,), -1, dtype=torch.int64)
 
 
 def write_plan(staging: Path, **more: object) -> torch.Tensor:
@@ -83,6 +88,8 @@ def arguments(name: str, staging: Path, checkpoint: Path) -> tuple[object, ...]:
         return [torch.arange(1000.0)], write_plan(staging), new_report()
     if name == "read":
         return [torch.zeros(1000)], read_plan(checkpoint), new_report()
+    if name == "stage":
+        return [torch.arange(1000.0)], as_plan({"names": "x"}), new_offsets(), new_report()
     return torch.arange(1000.0), new_report()
 
 
@@ -281,6 +288,51 @@ def test_compiled_read_runs_exactly_once(backend: str, checkpoint: Path) -> None
         assert torch.equal(target, torch.arange(1000.0))
         assert report[0] == 1
     assert call_count("read", lambda: step(torch.zeros(1000), new_report())) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_stage_runs_exactly_once(backend: str) -> None:
+    plan = as_plan({"names": "x"})
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(x: torch.Tensor, offsets: torch.Tensor, report: torch.Tensor) -> torch.Tensor:
+        torch.ops.dcp_ext.stage([x * 2], plan, offsets, report)
+        return x + 1
+
+    x = torch.arange(1000.0)
+    for _ in range(2):
+        offsets, report = new_offsets(), new_report()
+        assert torch.equal(step(x, offsets, report), x + 1)
+        assert offsets.tolist() == [0]
+        assert report.tolist() == [1, 4000, 4000, 0]
+    assert call_count("stage", lambda: step(x, new_offsets(), new_report())) == 1
+
+
+def test_views_lie_in_the_region() -> None:
+    region = torch.arange(100, dtype=torch.uint8)
+    like = [torch.zeros(2, 3, dtype=torch.int16), torch.zeros(()), torch.zeros(0, 4)]
+    offsets = torch.tensor([2, 20, 8])
+    views = OPS.views(region, like, offsets)
+    assert [view.data_ptr() - region.data_ptr() for view in views[:2]] == [2, 20]
+    assert [(v.shape, v.dtype) for v in views] == [(t.shape, t.dtype) for t in like]
+    assert torch.equal(views[0], region[2:14].view(torch.int16).view(2, 3))
+    torch.library.opcheck(OPS.views.default, (region, like, offsets), test_utils="test_schema")
+    for wrong in ([-4, 0, 0], [90, 0, 0], [0, 98, 0], [1, 0, 0], [1 << 62, 0, 0], [0, 0]):
+        with pytest.raises((RuntimeError, ValueError)):
+            OPS.views(region, like, torch.tensor(wrong))
+
+
+@pytest.mark.parametrize(
+    "plan", [{}, {"names": "x\ny"}, {"names": "x", "files": [1, 2]}, {"names": 3}]
+)
+def test_a_plan_of_stage_that_does_not_fit_is_refused(plan: dict[str, object]) -> None:
+    report = new_report()
+    with pytest.raises((RuntimeError, ValueError)):
+        OPS.stage([torch.zeros(3)], as_plan(plan), new_offsets(), report)
+    assert report[0] == 0
+    for offsets in (torch.zeros(2, dtype=torch.int64), torch.zeros(1), torch.zeros(1, 1)):
+        with pytest.raises((RuntimeError, ValueError)):
+            OPS.stage([torch.zeros(3)], as_plan({"names": "x"}), offsets, report)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

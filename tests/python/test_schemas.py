@@ -17,9 +17,12 @@ SCHEMAS = {
     "version": "dcp_ext::version() -> str",
     "write": "dcp_ext::write(Tensor[] tensors, Tensor plan, Tensor(a!) report) -> ()",
     "read": "dcp_ext::read(Tensor(a!)[] targets, Tensor plan, Tensor(b!) report) -> ()",
+    "stage": "dcp_ext::stage(Tensor[] tensors, Tensor plan, Tensor(a!) offsets, "
+    "Tensor(b!) report) -> ()",
+    "views": "dcp_ext::views(Tensor(a -> *) region, Tensor[] like, Tensor offsets) -> Tensor(a)[]",
     "crc32c": "dcp_ext::crc32c(Tensor data, Tensor(a!) report) -> ()",
 }
-DATA_OPS = ("write", "read", "crc32c")
+DATA_OPS = ("write", "read", "stage", "crc32c")
 
 
 def registered() -> dict[str, str]:
@@ -40,8 +43,8 @@ def test_data_ops_have_kernels_for_real_memory_only(name: str) -> None:
     # Under a composite key the kernel would run on fake tensors while tracing.
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert has(f"dcp_ext::{name}", "CPU")
-    # Only writing takes device memory; a list with one CUDA tensor dispatches to CUDA.
-    assert has(f"dcp_ext::{name}", "CUDA") == (name == "write")
+    # Only what reads tensors takes device memory; a list with one CUDA tensor dispatches to CUDA.
+    assert has(f"dcp_ext::{name}", "CUDA") == (name in ("write", "stage"))
     for key in ("CompositeExplicitAutograd", "CompositeImplicitAutograd", "Meta"):
         assert not has(f"dcp_ext::{name}", key), key
 

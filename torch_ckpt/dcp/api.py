@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,8 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
-from torch_ckpt.dcp.planning import paused_gc
+from torch_ckpt.dcp.planning import paused_while_trainer_waits
 from torch_ckpt.dcp.reader import HuggingFaceStorageReader
+from torch_ckpt.dcp.stager import OneSaveStager, PinnedMemoryStager
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
 
@@ -119,10 +118,8 @@ def save(
     writer = _writer(storage_writer, checkpoint_id, rank, world_size)
     try:
         # Planning makes some twenty objects per tensor, with stock's planner a hundred; collecting
-        # between them takes longer than making them. In another thread the trainer may be running,
-        # whose garbage must not wait for a save to end.
-        waiting = threading.current_thread() is threading.main_thread()
-        with paused_gc(keeps=False) if waiting else contextlib.nullcontext():
+        # between them takes longer than making them.
+        with paused_while_trainer_waits(keeps=False):
             metadata: Metadata = _checked(
                 lambda: state_dict_saver.save(
                     state_dict,
@@ -158,31 +155,44 @@ def async_save(
     if checkpoint_id is not None and isinstance(storage_writer, _OURS):
         checkpoint_id = os.path.abspath(checkpoint_id)  # the save goes on in another directory
     writer = _writer(storage_writer, checkpoint_id, rank, world_size)
+    planner = _planner(planner, process_group, rank, world_size)
+    stager = options.pop("async_stager", None)
+    if stager is None and isinstance(writer, HuggingFaceStorageWriter):
+        stager = writer  # as stock does it
+    if isinstance(stager, HuggingFaceStorageWriter | PinnedMemoryStager):
+        stager = OneSaveStager(stager)
+
+    def end() -> None:
+        _end(writer)
+        if isinstance(stager, OneSaveStager):
+            stager.end()
+
     answer = _checked(
         lambda: state_dict_saver.async_save(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_writer=writer,
-            planner=_planner(planner, process_group, rank, world_size),
+            planner=planner,
             process_group=process_group,
+            async_stager=stager,
             **options,
         )
     )
     if isinstance(answer, Future):
-        return _settled(answer, writer)
-    answer.upload_completion = _settled(answer.upload_completion, writer)
+        return _settled(answer, end)
+    answer.upload_completion = _settled(answer.upload_completion, end)
     return answer
 
 
-def _settled(upload: Future[Any], writer: Any) -> Future[Any]:
-    """The future of a save that has cleaned up: done after `upload`, with the error of the lowest
-    rank as itself."""
+def _settled(upload: Future[Any], end: Callable[[], None]) -> Future[Any]:
+    """The future of a save that has cleaned up: done after `upload` and `end`, with the error of
+    the lowest rank as itself."""
     settled: Future[Any] = Future()
     settled.set_running_or_notify_cancel()
 
     def settle(done: Future[Any]) -> None:
         try:
-            _end(writer)
+            end()
             error = done.exception()
         except BaseException as failure:  # or nobody would ever hear
             settled.set_exception(failure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,13 @@ def paused_gc(*, keeps: bool = True) -> Iterator[None]:
         if outermost:
             _paused = False
             gc.enable()
+
+
+def paused_while_trainer_waits(*, keeps: bool) -> contextlib.AbstractContextManager[None]:
+    """`paused_gc` in the main thread, and nothing in others: beside those the trainer may be
+    running, whose garbage must not wait."""
+    waits = threading.current_thread() is threading.main_thread()
+    return paused_gc(keeps=keeps) if waits else contextlib.nullcontext()
 
 
 def has_method_of(planner: Any, method: str, *owners: type) -> bool:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint._hf_utils import SHARDED_DIR_NAME
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -26,6 +27,7 @@ from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.commit import RankReport, commit_request
 from torch_ckpt.dcp.parts import Part, check_supported, next_sequence, part_of
 from torch_ckpt.dcp.reserved import RESERVED
+from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.stock_planner import (
     check_written_boxes,
     leaf_digests,
@@ -113,6 +115,8 @@ class HuggingFaceStorageWriter(StockWriter):
         self._sequence: int | None = None
         self._part: Part | None = None  # with collectives there are no parts
         self._session: SaveSession | PartSession | None = None
+        # For an async save without a stager: waits for the copy, on the thread that calls.
+        self._stager = PinnedMemoryStager(StagingOptions(False, False, False, False))
         self._place(os.fspath(path))
 
     def _place(self, path: str) -> None:
@@ -134,6 +138,15 @@ class HuggingFaceStorageWriter(StockWriter):
         super().reset(checkpoint_id)
         if checkpoint_id:
             self._place(os.fspath(checkpoint_id))
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What `dcp.async_save` saves when it is given no stager: see PinnedMemoryStager."""
+        self.per_thread_copy_ahead = 0  # as stock's: it says that there is nothing to copy ahead of
+        return self._stager.stage(state_dict)  # type: ignore[return-value]  # is no Future
+
+    def close(self) -> None:
+        """Nothing is left to do: what is staged belongs to the saves that are going on."""
+        self._stager.close()
 
     def _begin_save(self, rank: int, world_size: int) -> None:
         """Called by torch_ckpt.save, after `reset` and before anything can fail."""

@@ -1,0 +1,161 @@
+"""PinnedMemoryStager: DCP's AsyncStager protocol on the engine."""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
+
+from torch_ckpt import _core, _ext
+from torch_ckpt.dcp.planning import paused_while_trainer_waits
+from torch_ckpt.dcp.staged_state import StagedState, StateCopy
+from torch_ckpt.errors import InvalidArgumentError
+
+# More threads than this do not copy faster: memory is the limit.
+_MAX_WORKERS = 8
+
+
+class PinnedMemoryStager(AsyncStager):
+    """Copies state dicts into the process's host arena, for `dcp.async_save`.
+
+    config: stock's StagingOptions. `use_async_staging` makes `stage` return a Future: the copy goes
+        on while the trainer does, which must not change its tensors before the future is done.
+        `use_pinned_memory` and `use_non_blocking_copy` concern CUDA tensors only; without CUDA they
+        change nothing. `use_shared_memory` is not needed: a state that crosses to another process
+        takes its tensors into shared memory then.
+    memory_budget: bytes (or text as "2GiB") that all staged states of this process may take
+        together. The latest stager that was given one decides; without, there is no limit.
+    timeout: seconds to wait for memory that earlier states still have; 0 raises at once.
+
+    A staged state's memory is leased until its last tensor is gone, and never reused before; memory
+    that came back is used again, without allocation, by the next state. One stager serves any
+    number of saves; so do many, since the memory is the process's.
+
+    Raises, from `stage` or its future: InvalidArgumentError and UnsupportedError naming the leaf,
+    ExhaustedError where memory stays taken.
+    """
+
+    def __init__(
+        self,
+        config: StagingOptions | None = None,
+        *,
+        memory_budget: int | str | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        self.config = StagingOptions() if config is None else config
+        if not timeout >= 0:
+            raise InvalidArgumentError(f"a timeout of {timeout} seconds")
+        if memory_budget is not None:
+            _core.call({"op": "arena", "staging": True, "budget": _bytes(memory_budget)})
+        self.timeout = timeout
+        self._executor: ThreadPoolExecutor | None = None
+        self._running: Future[dict[str, Any]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process-based async save pickles the writer, and its stager with it.
+        return {**self.__dict__, "_executor": None, "_running": None}
+
+    def stage(
+        self, state_dict: dict[str, Any], **kwargs: Any
+    ) -> dict[str, Any] | Future[dict[str, Any]]:
+        """A copy of `state_dict` that later changes do not reach."""
+        with paused_while_trainer_waits(keeps=True):
+            state = StateCopy(state_dict)
+            # Of the stream that makes the tensors: the copy waits for that and for nothing else.
+            events = [
+                torch.cuda.current_stream(device).record_event()
+                for device in {tensor.device for tensor in state.tensors if tensor.is_cuda}
+            ]
+            if not self.config.use_async_staging:
+                return self._copy(state, events)
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch_ckpt-stage")
+        running = self._executor.submit(self._copy, state, events)
+        self._running = running
+        running.add_done_callback(self._forget)
+        return running
+
+    def _forget(self, done: Future[dict[str, Any]]) -> None:
+        # Or the future would keep the state's memory until the next one is staged.
+        if self._running is done and done.exception() is None:
+            self._running = None
+
+    def _copy(self, state: StateCopy, events: list[Any]) -> dict[str, Any]:
+        for event in events:
+            event.synchronize()
+        staged = _ext.stage(
+            state.tensors,
+            state.names,
+            workers=min(_MAX_WORKERS, os.cpu_count() or 1),
+            timeout=self.timeout,
+        )
+        return state.with_tensors(staged)
+
+    def synchronize_staging(self) -> None:
+        """Wait until the trainer may change its tensors again."""
+        running = self._running
+        if running is not None:
+            running.result()
+
+    def close(self) -> None:
+        """Wait for what is being staged and let the thread go. What is staged stays. The stager
+        may be used again."""
+        executor, self._executor = self._executor, None
+        self._running = None
+        if executor is not None:
+            executor.shutdown()
+
+
+class OneSaveStager(AsyncStager):
+    """`stager` for one save, that ends the lease of what it has staged when the save is over.
+
+    Without it the lease ends when the state is garbage: an error that somebody keeps has frames in
+    its traceback that hold the state, and so has the future of a save while it is being set.
+    """
+
+    def __init__(self, stager: AsyncStager) -> None:
+        self._stager = stager
+        self._staged: Any = None
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._stager.should_synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+        self._staged = self._stager.stage(state_dict)
+        return self._staged  # type: ignore[no-any-return]
+
+    def synchronize_staging(self) -> None:
+        self._stager.synchronize_staging()
+
+    def close(self) -> None:
+        self._stager.close()
+
+    def end(self) -> None:
+        """The save is over."""
+        staged, self._staged = self._staged, None
+        if isinstance(staged, Future) and staged.done() and staged.exception() is None:
+            staged = staged.result()
+        if isinstance(staged, StagedState):
+            staged.end()
+
+
+def _bytes(size: int | str) -> int:
+    """Bytes of 5, "5", "1.5 GB", "2GiB". Raises InvalidArgumentError."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(size))
+    value = 0
+    if match is not None and isinstance(size, str):
+        number, prefix, binary = match.groups()
+        power = " KMGT".index(prefix) if prefix else 0
+        value = int(float(number) * (1024 if binary else 1000) ** power)
+    if value <= 0:
+        raise InvalidArgumentError(
+            f'memory_budget is a number of bytes, or text as "2GiB"; it was {size!r}'
+        )
+    return value
