@@ -174,8 +174,8 @@ Result<Json> ExpandRuleRequest(const Json& request) {
 
 Result<Json> ArenaRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t budget, GetInt(request, "budget", -1));
-  Arena& arena = GetBool(request, "staging", false) ? Arena::Staging()
-                                                    : Arena::Process();
+  Arena& arena =
+      GetBool(request, "staging", false) ? Arena::Staging() : Arena::Process();
   if (budget >= 0) arena.SetBudget(static_cast<uint64_t>(budget));
   if (GetBool(request, "trim", false)) arena.Trim();
   const ArenaStats stats = arena.Stats();
