@@ -178,6 +178,13 @@ Result<Json> ArenaRequest(const Json& request) {
       GetBool(request, "staging", false) ? Arena::Staging() : Arena::Process();
   if (budget >= 0) arena.SetBudget(static_cast<uint64_t>(budget));
   if (GetBool(request, "trim", false)) arena.Trim();
+  TC_ASSIGN_OR_RETURN(const int64_t prepare, GetInt(request, "prepare", 0));
+  if (prepare > 0) {
+    // Leased and given back: idle memory for whoever comes.
+    TC_RETURN_IF_ERROR(
+        arena.Lease(static_cast<size_t>(prepare), std::chrono::milliseconds(0))
+            .status());
+  }
   const ArenaStats stats = arena.Stats();
   return Json{{"budget", stats.budget},
               {"mapped", stats.mapped},

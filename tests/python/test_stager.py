@@ -256,6 +256,37 @@ def test_a_budget_in_any_unit() -> None:
         _core.call({"op": "arena", "staging": True, "budget": 1 << 62})
 
 
+@pytest.mark.parametrize("config", [StagingOptions(), BLOCKING], ids=["overlapped", "blocking"])
+def test_memory_that_was_prepared_is_taken(config: StagingOptions) -> None:
+    source = {"w": torch.arange(8 * MIB, dtype=torch.uint8), "b": {"c": torch.ones(5)}}
+    sizes: list[Any] = [source, 9 * MIB, "9MiB"]
+    for prepare in sizes:
+        _core.call({"op": "arena", "staging": True, "trim": True})
+        stager = PinnedMemoryStager(config, prepare=prepare)
+        staged: Any = stager.stage(source)
+        staged = staged.result() if isinstance(staged, Future) else staged
+        assert memory()["mapped"] == 10 * MIB
+        assert torch.equal(staged["w"], source["w"])
+        del staged
+        stager.close()
+    stager = PinnedMemoryStager(prepare={})
+    stager.close()
+
+
+def test_memory_that_cannot_be_prepared_is_an_error_of_the_next_call() -> None:
+    try:
+        stager = PinnedMemoryStager(BLOCKING, prepare="5MiB", memory_budget="4MiB")
+        with pytest.raises(torch_ckpt.ExhaustedError, match="budget"):
+            stager.stage({"w": torch.ones(3)})
+        assert stager.stage({"w": torch.ones(3)})["w"].sum() == 3  # type: ignore[index]
+        with pytest.raises(torch_ckpt.ExhaustedError, match="budget"):
+            PinnedMemoryStager(prepare="5MiB").close()
+        with pytest.raises(torch_ckpt.InvalidArgumentError, match="prepare"):
+            PinnedMemoryStager(prepare="much")
+    finally:
+        _core.call({"op": "arena", "staging": True, "budget": 1 << 62})
+
+
 def test_leaves_that_cannot_be_staged_are_named() -> None:
     with pytest.raises(torch_ckpt.InvalidArgumentError, match="meta") as error:
         stage({"a": {"b": [torch.empty(3, device="meta")]}})

@@ -29,6 +29,9 @@ class PinnedMemoryStager(AsyncStager):
         takes its tensors into shared memory then.
     memory_budget: bytes (or text as "2GiB") that all staged states of this process may take
         together. The latest stager that was given one decides; without, there is no limit.
+    prepare: bytes (or text as "2GiB"), or a state dict of the size to come: memory for it is made
+        in the background now. The first touch of memory can take longer than writing it to a disk;
+        without this the first state that is staged waits for it.
     timeout: seconds to wait for memory that earlier states still have; 0 raises at once.
 
     A staged state's memory is leased until its last tensor is gone, and never reused before; memory
@@ -44,20 +47,36 @@ class PinnedMemoryStager(AsyncStager):
         config: StagingOptions | None = None,
         *,
         memory_budget: int | str | None = None,
+        prepare: int | str | dict[str, Any] | None = None,
         timeout: float = 600.0,
     ) -> None:
         self.config = StagingOptions() if config is None else config
         if not timeout >= 0:
             raise InvalidArgumentError(f"a timeout of {timeout} seconds")
         if memory_budget is not None:
-            _core.call({"op": "arena", "staging": True, "budget": _bytes(memory_budget)})
+            budget = _bytes(memory_budget, "memory_budget")
+            _core.call({"op": "arena", "staging": True, "budget": budget})
         self.timeout = timeout
         self._executor: ThreadPoolExecutor | None = None
         self._running: Future[dict[str, Any]] | None = None
+        self._preparing: Future[Any] | None = None
+        if prepare is not None:
+            if isinstance(prepare, dict):
+                size = sum(tensor.nbytes for tensor in StateCopy(prepare).tensors) or 1
+            else:
+                size = _bytes(prepare, "prepare")
+            request = {"op": "arena", "staging": True, "prepare": size}
+            self._preparing = self._thread().submit(_core.call, request)
 
     def __getstate__(self) -> dict[str, Any]:
         # A process-based async save pickles the writer, and its stager with it.
-        return {**self.__dict__, "_executor": None, "_running": None}
+        return {**self.__dict__, "_executor": None, "_running": None, "_preparing": None}
+
+    def _thread(self) -> ThreadPoolExecutor:
+        """One thread, which does one thing after another."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch_ckpt-stage")
+        return self._executor
 
     def stage(
         self, state_dict: dict[str, Any], **kwargs: Any
@@ -72,9 +91,7 @@ class PinnedMemoryStager(AsyncStager):
             ]
             if not self.config.use_async_staging:
                 return self._copy(state, events)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch_ckpt-stage")
-        running = self._executor.submit(self._copy, state, events)
+        running = self._thread().submit(self._copy, state, events)
         self._running = running
         running.add_done_callback(self._forget)
         return running
@@ -85,6 +102,9 @@ class PinnedMemoryStager(AsyncStager):
             self._running = None
 
     def _copy(self, state: StateCopy, events: list[Any]) -> dict[str, Any]:
+        preparing, self._preparing = self._preparing, None
+        if preparing is not None:
+            preparing.result()  # else this state would take other memory
         for event in events:
             event.synchronize()
         staged = _ext.stage(
@@ -105,9 +125,12 @@ class PinnedMemoryStager(AsyncStager):
         """Wait for what is being staged and let the thread go. What is staged stays. The stager
         may be used again."""
         executor, self._executor = self._executor, None
+        preparing, self._preparing = self._preparing, None
         self._running = None
         if executor is not None:
             executor.shutdown()
+        if preparing is not None:
+            preparing.result()  # its error, if nobody has heard of it
 
 
 class OneSaveStager(AsyncStager):
@@ -144,7 +167,7 @@ class OneSaveStager(AsyncStager):
             staged.end()
 
 
-def _bytes(size: int | str) -> int:
+def _bytes(size: int | str, argument: str) -> int:
     """Bytes of 5, "5", "1.5 GB", "2GiB". Raises InvalidArgumentError."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
@@ -156,6 +179,6 @@ def _bytes(size: int | str) -> int:
         value = int(float(number) * (1024 if binary else 1000) ** power)
     if value <= 0:
         raise InvalidArgumentError(
-            f'memory_budget is a number of bytes, or text as "2GiB"; it was {size!r}'
+            f'{argument} is a number of bytes, or text as "2GiB"; it was {size!r}'
         )
     return value
