@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from launch import run_ranks
-from ranks import frameworks, reshard, saving, sharding
+from ranks import asynchronous, frameworks, reshard, saving, sharding
 
 MODULES = {
     "sharding": sharding,
     "saving": saving,
+    "asynchronous": asynchronous,
     "frameworks": frameworks,
     "reshard": reshard,
 }
@@ -20,6 +21,8 @@ LAUNCHES = [
     ("sharding", 4),
     ("saving", 2),
     ("saving", 4),
+    ("asynchronous", 2),
+    ("asynchronous", 4),
     ("frameworks", 4),
     ("reshard", 4),
     ("reshard", 2),

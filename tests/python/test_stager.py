@@ -5,8 +5,12 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import logging
+import os
 import pickle
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -399,6 +403,45 @@ def test_an_ended_state_is_empty_and_not_somebody_elses() -> None:
     assert memory()["leased"] == 0
     assert tensor.shape == (0,)
     assert staged["step"] == 3
+
+
+@pytest.fixture
+def no_logs() -> Iterator[None]:
+    """pytest keeps what DCP logs."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("config", [StagingOptions(), BLOCKING], ids=["overlapped", "blocking"])
+@pytest.mark.usefixtures("no_logs")
+def test_two_hundred_saves_leave_nothing_behind(tmp_path: Path, config: StagingOptions) -> None:
+    state = {f"layer.{n}": torch.full((1000 * n,), n) for n in range(20)} | {"step": 1}
+    stager = PinnedMemoryStager(config)
+
+    threads = threading.active_count() + 1  # the stager's own
+
+    def saves(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            answer: Any = torch_ckpt.async_save(
+                state, checkpoint_id=tmp_path / "c", async_stager=stager
+            )
+            (answer if isinstance(answer, Future) else answer.upload_completion).result()
+        deadline = time.monotonic() + 10  # stock's threads end by themselves
+        while threading.active_count() > threads and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threading.active_count() <= threads
+        return len(os.listdir("/proc/self/fd")), memory()["mapped"]
+
+    before = saves(20)
+    resident = resident_bytes()
+    assert saves(200) == before
+    assert resident_bytes() - resident < 8 * MIB
+    stager.close()
 
 
 class FailingWriter(HuggingFaceStorageWriter):

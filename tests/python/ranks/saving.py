@@ -536,24 +536,6 @@ def consolidation_that_fails_on_one_rank(context: Context) -> None:
 
 
 @case
-def asynchronous_in_threads(context: Context) -> None:
-    table = layouts(context.world)
-    path = context.folder / "c"
-    for number in range(2):
-        source = {**state(table), "step": number}
-        future = torch_ckpt.async_save(source, checkpoint_id=path)
-        future.result()
-        target: dict[str, Any] = {**state(table, blank=True), "step": -1}
-        torch_ckpt.load(target, checkpoint_id=path)
-        check(target, table)
-        assert target["step"] == number
-        dist.barrier()
-    future = torch_ckpt.async_save(source, checkpoint_id=path, planner=FailsOnRank1())
-    error = future.exception()
-    assert "rank 1" in str(error), error
-
-
-@case
 def one_writer_many_saves(context: Context) -> None:
     path = context.folder / "c"
     writer = HuggingFaceStorageWriter(path, save_distributed=True, enable_consolidation=True)
