@@ -82,8 +82,7 @@ class Job:
 
     def __init__(self, kind: str) -> None:
         self.id: int = _core.call({"op": "job_create", "kind": kind})["job"]
-        self._finalizer = weakref.finalize(self, _free_job, self.id)
-        self._finalizer.atexit = False
+        self._finalizer = _finalizer(self, _free_job, self.id)
 
     def __enter__(self) -> Job:
         return self
@@ -157,8 +156,7 @@ class _Session:
             self.id: int = answer["session"]
             self.staging: str = answer["staging"]
             self.save_id: str = answer["save_id"]
-            self._finalizer = weakref.finalize(self, end_session, self._kind, self.id)
-            self._finalizer.atexit = False
+            self._finalizer = _finalizer(self, end_session, self._kind, self.id)
             _Session._open[key] = weakref.ref(self)
 
     def __reduce__(self) -> Any:
@@ -213,6 +211,20 @@ class PartSession(_Session):
         Raises ConflictError when the directory holds anything but parts of the same save.
         """
         super().__init__(path, part)
+
+
+def _finalizer(owner: object, free: Callable[..., None], *what: Any) -> Any:
+    """Calls free(*what) when `owner` is garbage, but for copies of it in forked children: what they
+    refer to is the parent's."""
+    pid = os.getpid()
+
+    def in_this_process() -> None:
+        if os.getpid() == pid:
+            free(*what)
+
+    finalizer = weakref.finalize(owner, in_this_process)
+    finalizer.atexit = False
+    return finalizer
 
 
 def _free_job(job: int) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.staging import StagingOptions
 
 import torch_ckpt
+from torch_ckpt import PinnedMemoryStager
+from torch_ckpt.jobs import SaveSession
 
 
 @pytest.mark.parametrize("what", ["save", "load", "consolidate"])
@@ -39,3 +44,28 @@ def test_a_forked_child_is_refused(tmp_path: Path, what: str) -> None:
     os.close(reads)
     assert said.startswith("UnsupportedError") and "'spawn'" in said, said
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_leaves_alone_what_is_its_parents(tmp_path: Path) -> None:
+    staged: Any = PinnedMemoryStager(StagingOptions(False, False, False, False)).stage(
+        {"w": torch.arange(10)}
+    )
+    session = SaveSession(str(tmp_path / "c"), overwrite=True)
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said: list[str] = []
+        sys.unraisablehook = lambda raised: said.append(repr(raised.exc_value))
+        del staged, session
+        gc.collect()
+        os.write(writes, repr(said).encode())
+        os._exit(0)
+    os.close(writes)
+    os.waitpid(child, 0)
+    assert os.read(reads, 65536).decode() == "[]"
+    os.close(reads)
+    assert staged["w"].tolist() == list(range(10))
+    assert Path(session.staging).is_dir()
+    session.end()
+    assert list(tmp_path.iterdir()) == []
