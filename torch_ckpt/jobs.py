@@ -76,8 +76,8 @@ _LOOK_S = 5.0
 class Job:
     """A piece of native work: progress, cancellation, first error and result.
 
-    `kind` is "write", "read", "merge" or "verify". Use as a context manager. All methods may be
-    called from any thread while the work runs in another.
+    `kind` is "write", "read", "merge", "verify" or "stage". Use as a context manager. All methods
+    may be called from any thread while the work runs in another.
     """
 
     def __init__(self, kind: str) -> None:

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ckpt.dcp.items import PLAIN_TENSORS
+from torch_ckpt.dcp.sources import MAX_DIMENSIONS, reachable
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 
 # Immutable, so that a copy may share them.
 _VALUES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
 )
-_MAX_DIMENSIONS = 8  # kMaxDims in csrc/base/box.h
 
 
 class StagedState(dict[str, Any]):
@@ -51,7 +51,8 @@ class StateCopy:
     Containers keep their types; leaves that are mutable are copied with `copy.deepcopy`. Every
     tensor is the memory of one leaf, or of one inner tensor of a DTensor, ShardedTensor or other
     wrapper: in host memory, or contiguous on a CUDA device, where kernels that make it so may still
-    run. Tensors that the engine cannot copy (of other devices, sparse, quantized) are copied here.
+    run. Tensors that the engine cannot copy (sparse, quantized, of too many dimensions) are copied
+    here.
 
     Raises InvalidArgumentError or UnsupportedError that name the leaf.
     """
@@ -170,31 +171,18 @@ class StateCopy:
         self._finish.append(finish)
 
     def _copy_plain(self, into: Any, key: Any, tensor: torch.Tensor, name: str) -> None:
+        if tensor.is_meta:
+            raise InvalidArgumentError("is on the meta device and has no data", tensor=name)
         if (
-            not tensor.is_cpu
-            or tensor.layout is not torch.strided
+            tensor.layout is not torch.strided
             or tensor.is_quantized
-            or tensor.dim() > _MAX_DIMENSIONS
+            or tensor.dim() > MAX_DIMENSIONS
         ):
-            if tensor.is_meta:
-                raise InvalidArgumentError("is on the meta device and has no data", tensor=name)
-            if not _is_plain_cuda(tensor):
-                copied = tensor.cpu()
-                into[key] = copied.clone() if copied is tensor else copied
-                return
-            # Not left to the dispatcher: the copy waits only for the kernels queued until now.
-            tensor = tensor.resolve_conj().resolve_neg().contiguous()
+            into[key] = tensor.clone() if tensor.is_cpu else tensor.cpu()
+            return
+        if not tensor.is_cpu:
+            tensor = reachable(tensor, name)
         into[key] = None
         self._places.append((into, key))
         self.tensors.append(tensor)
         self.names.append(name)
-
-
-def _is_plain_cuda(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.is_cuda
-        and torch.version.cuda is not None  # and not ROCm, which is_cuda too
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and tensor.dim() <= _MAX_DIMENSIONS
-    )

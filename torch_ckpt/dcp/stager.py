@@ -7,11 +7,11 @@ import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.planning import paused_while_trainer_waits
+from torch_ckpt.dcp.sources import queued_kernels, wait_for
 from torch_ckpt.dcp.staged_state import StagedState, StateCopy
 from torch_ckpt.errors import InvalidArgumentError
 
@@ -24,9 +24,9 @@ class PinnedMemoryStager(AsyncStager):
 
     config: stock's StagingOptions. `use_async_staging` makes `stage` return a Future: the copy goes
         on while the trainer does, which must not change its tensors before the future is done.
-        `use_pinned_memory` and `use_non_blocking_copy` concern CUDA tensors only; without CUDA they
-        change nothing. `use_shared_memory` is not needed: a state that crosses to another process
-        takes its tensors into shared memory then.
+        `use_pinned_memory` and `use_non_blocking_copy` change nothing: memory that a device copies
+        into is always page-locked, and the copies of all tensors run at once. `use_shared_memory`
+        neither: a state that crosses to another process takes its tensors into shared memory then.
     memory_budget: bytes (or text as "2GiB") that all staged states of this process may take
         together. The latest stager that was given one decides; without, there is no limit.
     prepare: bytes (or text as "2GiB"), or a state dict of the size to come: memory for it is made
@@ -34,9 +34,10 @@ class PinnedMemoryStager(AsyncStager):
         without this the first state that is staged waits for it.
     timeout: seconds to wait for memory that earlier states still have; 0 raises at once.
 
-    A staged state's memory is leased until its last tensor is gone, and never reused before; memory
-    that came back is used again, without allocation, by the next state. One stager serves any
-    number of saves; so do many, since the memory is the process's.
+    A staged state's memory is leased until the state and its last tensor are gone, and never reused
+    before (`torch_ckpt.async_save` ends the lease when the save is over); memory that came back is
+    used again, without allocation, by the next state. One stager serves any number of saves; so do
+    many, since the memory is the process's.
 
     Raises, from `stage` or its future: InvalidArgumentError and UnsupportedError naming the leaf,
     ExhaustedError where memory stays taken.
@@ -69,7 +70,7 @@ class PinnedMemoryStager(AsyncStager):
             self._preparing = self._thread().submit(_core.call, request)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process-based async save pickles the writer, and its stager with it.
+        # Threads do not cross to other processes; a config does.
         return {**self.__dict__, "_executor": None, "_running": None, "_preparing": None}
 
     def _thread(self) -> ThreadPoolExecutor:
@@ -84,11 +85,7 @@ class PinnedMemoryStager(AsyncStager):
         """A copy of `state_dict` that later changes do not reach."""
         with paused_while_trainer_waits(keeps=True):
             state = StateCopy(state_dict)
-            # Of the stream that makes the tensors: the copy waits for that and for nothing else.
-            events = [
-                torch.cuda.current_stream(device).record_event()
-                for device in {tensor.device for tensor in state.tensors if tensor.is_cuda}
-            ]
+            events = queued_kernels(state.tensors)
             if not self.config.use_async_staging:
                 return self._copy(state, events)
         running = self._thread().submit(self._copy, state, events)
@@ -98,15 +95,14 @@ class PinnedMemoryStager(AsyncStager):
 
     def _forget(self, done: Future[dict[str, Any]]) -> None:
         # Or the future would keep the state's memory until the next one is staged.
-        if self._running is done and done.exception() is None:
+        if self._running is done and not done.cancelled() and done.exception() is None:
             self._running = None
 
     def _copy(self, state: StateCopy, events: list[Any]) -> dict[str, Any]:
         preparing, self._preparing = self._preparing, None
         if preparing is not None:
             preparing.result()  # else this state would take other memory
-        for event in events:
-            event.synchronize()
+        wait_for(events)
         staged = _ext.stage(
             state.tensors,
             state.names,

@@ -17,12 +17,12 @@ from torch_ckpt.dcp import save_planner
 from torch_ckpt.dcp.items import PLAIN_TENSORS
 from torch_ckpt.dcp.planning import has_method_of
 from torch_ckpt.dcp.reserved import RAW_LEAVES
+from torch_ckpt.dcp.sources import MAX_DIMENSIONS, reachable
 from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.errors import InternalError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.objects import dumps_objects
 
 _MAX_NAME_BYTES = 65_535  # kMaxNameBytes in csrc/format/names.h
-_MAX_DIMENSIONS = 8  # kMaxDims in csrc/base/box.h
 
 
 @dataclass(slots=True)
@@ -81,14 +81,14 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColum
         if dtype is None or tensor.layout is not strided:
             kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
             raise UnsupportedError(f"is {kind}; safetensors cannot hold it", tensor=fqn)
-        if tensor.dim() > _MAX_DIMENSIONS:
+        if tensor.dim() > MAX_DIMENSIONS:
             raise UnsupportedError(
-                f"has {tensor.dim()} dimensions; at most {_MAX_DIMENSIONS} are supported",
+                f"has {tensor.dim()} dimensions; at most {MAX_DIMENSIONS} are supported",
                 tensor=fqn,
             )
         if not tensor.is_cpu:
             given = tensor.detach()
-            tensor = _reachable(given, fqn)
+            tensor = reachable(given, fqn)
             columns.gathered |= tensor.is_cuda and tensor is not given
         data = item.tensor_data
         if data is None:
@@ -127,26 +127,9 @@ def _resolves_as_stock(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     )
 
 
-def _reachable(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
-    """A tensor that is not on the CPU, where the engine can read it."""
-    if tensor.is_meta:
-        raise InvalidArgumentError("is on the meta device and has no data", tensor=fqn)
-    if tensor.is_cuda and torch.version.cuda is not None:  # and not ROCm, which is_cuda too
-        # Not left to the dispatcher: the engine waits only for the kernels queued until now.
-        return tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor.cpu()
-
-
 def _unpacked(sizes: torch.Size, packed: int) -> list[int]:
     """Sizes in elements, where the last dimension counts groups of `packed` of them."""
     return list(sizes) if packed == 1 else [*sizes[:-1], sizes[-1] * packed]
-
-
-def wait_for_kernels(sources: list[torch.Tensor]) -> None:
-    """Wait for the work queued on the current stream of every CUDA device of `sources`: the
-    engine's copies run on streams of their own."""
-    for device in {source.device for source in sources if source.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
 
 
 def data_files(

@@ -27,6 +27,7 @@ from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.commit import RankReport, commit_request
 from torch_ckpt.dcp.parts import Part, check_supported, next_sequence, part_of
 from torch_ckpt.dcp.reserved import RESERVED
+from torch_ckpt.dcp.sources import queued_kernels, wait_for
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.stock_planner import (
     check_written_boxes,
@@ -39,7 +40,6 @@ from torch_ckpt.dcp.write_files import (
     collect_objects,
     collect_tensors,
     data_files,
-    wait_for_kernels,
 )
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
 from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession
@@ -115,8 +115,6 @@ class HuggingFaceStorageWriter(StockWriter):
         self._sequence: int | None = None
         self._part: Part | None = None  # with collectives there are no parts
         self._session: SaveSession | PartSession | None = None
-        # For an async save without a stager: waits for the copy, on the thread that calls.
-        self._stager = PinnedMemoryStager(StagingOptions(False, False, False, False))
         self._place(os.fspath(path))
 
     def _place(self, path: str) -> None:
@@ -142,11 +140,8 @@ class HuggingFaceStorageWriter(StockWriter):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What `dcp.async_save` saves when it is given no stager: see PinnedMemoryStager."""
         self.per_thread_copy_ahead = 0  # as stock's: it says that there is nothing to copy ahead of
-        return self._stager.stage(state_dict)  # type: ignore[return-value]  # is no Future
-
-    def close(self) -> None:
-        """Nothing is left to do: what is staged belongs to the saves that are going on."""
-        self._stager.close()
+        stager = PinnedMemoryStager(StagingOptions(False, False, False, False))
+        return stager.stage(state_dict)  # type: ignore[return-value]  # is no Future
 
     def _begin_save(self, rank: int, world_size: int) -> None:
         """Called by torch_ckpt.save, after `reset` and before anything can fail."""
@@ -317,7 +312,7 @@ class HuggingFaceStorageWriter(StockWriter):
         self, staging: str, files: list[FilePlan], sources: list[torch.Tensor]
     ) -> list[dict[str, Any]]:
         """Write `files` in one native call; what commit needs to know of each."""
-        wait_for_kernels(sources)
+        wait_for(queued_kernels(sources))
         plan = {
             "staging": staging,
             "workers": max(MIN_WORKERS, self.thread_count),
