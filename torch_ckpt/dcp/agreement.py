@@ -1,0 +1,90 @@
+"""What all ranks of a group must do alike, agreed through the group's store.
+
+Not by collectives: a save in the background may be in the middle of one in the same group, and
+those of two threads mix. A key lives until the last rank has read it. Every rank makes the same
+calls in the same order, and none from two threads at once.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from torch_ckpt.errors import CheckpointError
+
+T = TypeVar("T")
+
+# How many agreements a group has made.
+_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def rank_0_decides(
+    group: dist.ProcessGroup | None, decide: Callable[[], T], *, timeout: float = 600.0
+) -> T:
+    """What `decide`, which is called on rank 0 of `group`, returns, on every rank: something that
+    JSON can say. What it raises rank 0 raises; the others raise a CheckpointError that says it.
+
+    `timeout` is how many seconds others wait for rank 0. Without a process group, just `decide()`.
+    """
+    if _is_alone(group):
+        return decide()
+    store, key = _next_key(group)
+    world_size = dist.get_world_size(group)
+    if dist.get_rank(group) == 0:
+        try:
+            value = decide()
+        except BaseException as error:
+            store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            _forget(store, [key], world_size)
+            raise
+        store.set(key, json.dumps({"value": value}))
+        _forget(store, [key], world_size)
+        return value
+    store.wait([key], timedelta(seconds=timeout))
+    answer = json.loads(store.get(key))
+    _forget(store, [key], world_size)
+    if "error" in answer:
+        raise CheckpointError(answer["error"], rank=0)
+    return answer["value"]  # type: ignore[no-any-return]
+
+
+def any_rank(group: dist.ProcessGroup | None, flag: bool, *, timeout: float = 600.0) -> bool:
+    """Whether `flag` is true on some rank of `group`; waits for all of them."""
+    if _is_alone(group):
+        return flag
+    store, key = _next_key(group)
+    world_size = dist.get_world_size(group)
+    raised, arrived = f"{key}/raised", f"{key}/arrived"
+    store.add(raised, int(flag))
+    if store.add(arrived, 1) == world_size:
+        store.set(key, str(store.add(raised, 0)))
+    store.wait([key], timedelta(seconds=timeout))
+    answer = int(store.get(key)) > 0
+    _forget(store, [key, raised, arrived], world_size)
+    return answer
+
+
+def _is_alone(group: dist.ProcessGroup | None) -> bool:
+    distributed = dist.is_available() and dist.is_initialized()
+    return not distributed or dist.get_world_size(group) == 1
+
+
+def _next_key(group: dist.ProcessGroup | None) -> tuple[Any, str]:
+    made: Any = group if group is not None else distributed_c10d._get_default_group()
+    count = _counts.get(made, 0)
+    _counts[made] = count + 1
+    return distributed_c10d._get_process_group_store(made), f"torch_ckpt/agreement/{count}"
+
+
+def _forget(store: Any, keys: list[str], world_size: int) -> None:
+    """The last rank that has read them removes `keys`."""
+    readers = f"{keys[0]}/readers"
+    if store.add(readers, 1) == world_size:
+        for key in [*keys, readers]:
+            store.delete_key(key)
