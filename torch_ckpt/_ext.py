@@ -57,7 +57,7 @@ def stage(
     tensors: Sequence[torch.Tensor], names: list[str], *, workers: int, timeout: float
 ) -> list[torch.Tensor]:
     """Copies of `tensors`, dense, in one region of the process's staging arena, in the order of the
-    files that they will be written to (csrc/engine/stage_job.h).
+    file that a save would make of them (csrc/engine/stage_job.h).
 
     Tensors are on the CPU, of any strides, or on CUDA devices, contiguous, with every kernel that
     writes them done. Blocks, with the GIL released, until all are copied. The region is leased

@@ -1,12 +1,8 @@
 #include "engine/stage_job.h"
 
 #include <algorithm>
-#include <numeric>
 #include <tuple>
-#include <utility>
 
-#include "base/checked.h"
-#include "format/safetensors.h"
 #include "plan/layout.h"
 #include "runtime/stream_copy.h"
 #include "runtime/workers.h"
@@ -79,35 +75,29 @@ std::vector<Container> FindContainers(
 
 }  // namespace
 
-Result<StagedRegion> RunStageJob(const std::vector<StageTensor>& tensors,
+Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
                                  const std::vector<SourceTensor>& sources,
                                  const StageOptions& options, Arena* arena,
                                  Job* job) {
   TC_ASSIGN_OR_RETURN(const DeviceMap devices, DevicesOf(sources));
   const std::vector<Container> containers = FindContainers(sources);
   std::vector<LayoutKey> keys;
-  std::vector<uint32_t> members;  // those that are copied
-  for (uint32_t i = 0; i < sources.size(); ++i) {
-    if (containers[i].source == i) members.push_back(i);
-    keys.push_back(
-        {sources[i].bytes(), tensors[i].element_bits, tensors[i].name});
+  keys.reserve(sources.size());
+  for (size_t i = 0; i < sources.size(); ++i) {
+    keys.push_back({sources[i].bytes(),
+                    static_cast<int>(8 * sources[i].element_bytes), names[i]});
   }
   std::vector<uint32_t> order = FileOrder(keys);
   std::erase_if(order, [&](uint32_t i) { return containers[i].source != i; });
-  std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
-    return tensors[a].file < tensors[b].file;
-  });
 
   StagedRegion region;
   region.offsets.resize(sources.size());
   SourceBytes bytes;
   bytes.Reserve(order.size());
-  for (size_t n = 0; n < order.size(); ++n) {
-    const uint32_t i = order[n];
-    // Of a view, its elements; of a file, its first block.
+  for (const uint32_t i : order) {
+    // So that the elements of a view are aligned.
     const auto unit = static_cast<uint64_t>(sources[i].element_bytes);
-    const bool first = n > 0 && tensors[i].file != tensors[order[n - 1]].file;
-    bytes.AlignTo(first ? kDataAlignment : std::max<uint64_t>(1, unit));
+    bytes.AlignTo(std::max<uint64_t>(1, unit));
     region.offsets[i] = bytes.size();
     bytes.Append(sources[i]);
   }

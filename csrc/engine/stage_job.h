@@ -2,6 +2,7 @@
 // where they stay as they are while the trainer changes its own.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -11,12 +12,6 @@
 #include "runtime/jobs.h"
 
 namespace torch_ckpt {
-
-struct StageTensor {
-  std::string name;      // decides the order within a file
-  int64_t file = 0;      // of the files that will be written, this one's
-  int element_bits = 8;  // of the dtype, as a file counts it
-};
 
 struct StageOptions {
   int workers = 2;
@@ -33,15 +28,15 @@ struct StagedRegion {
 };
 
 // Copies every source once: sources that are the same memory, or dense parts of
-// others, share what is staged. The rest stand file after file, each from a
-// multiple of 4096 on and in the order of plan/layout.h, so that a file of
-// these tensors can be written from where they are. Blocks until the copies are
-// done, those from devices too; nothing is leased after an error.
-// kExhausted where the arena's budget does not allow it, and nothing has been
-// copied then. Cancellation and progress through `job`.
+// others, share what is staged. The rest stand in the order of plan/layout.h,
+// from the region's first byte on, so that a file of these tensors can be
+// written from where they are. Blocks until the copies are done, those from
+// devices too; nothing is leased after an error. kExhausted where the arena's
+// budget does not allow it, and nothing has been copied then. Cancellation and
+// progress through `job`.
 //
-// REQUIRES: as many tensors as sources.
-Result<StagedRegion> RunStageJob(const std::vector<StageTensor>& tensors,
+// REQUIRES: as many names as sources.
+Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
                                  const std::vector<SourceTensor>& sources,
                                  const StageOptions& options, Arena* arena,
                                  Job* job);

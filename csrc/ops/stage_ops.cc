@@ -3,11 +3,12 @@
 //
 // Plan of stage:
 //   {"job": id, "workers": int, "patience_ms": int,
-//    "names": [fqn] or one text, a name a line, "files": [int] or null}
-// with an entry per tensor. `offsets` has an int64 for each, where its bytes
+//    "names": [fqn] or one text, a name a line}
+// with a name per tensor. `offsets` has an int64 for each, where its bytes
 // begin in the region. The result, {"address", "bytes", "region_bytes"}, is
 // kept in the job, and so is the region: it is leased until the job is freed.
 #include <algorithm>
+#include <chrono>
 
 #include "capi/requests.h"
 #include "engine/stage_job.h"
@@ -16,22 +17,6 @@
 
 namespace torch_ckpt::ops {
 namespace {
-
-// Empty where the plan has none.
-Result<std::vector<int64_t>> FilesOf(const Json& plan) {
-  std::vector<int64_t> files;
-  const auto it = plan.find("files");
-  if (it == plan.end() || it->is_null()) return files;
-  TC_ASSIGN_OR_RETURN(const Json* list, capi::GetList(plan, "files"));
-  files.reserve(list->size());
-  for (const Json& file : *list) {
-    if (!file.is_number_integer()) {
-      return InvalidArgument("'files' holds integers");
-    }
-    files.push_back(file.get<int64_t>());
-  }
-  return files;
-}
 
 Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
            Tensor& offsets, int64_t* report) {
@@ -42,21 +27,12 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
     sources.push_back(source);
   }
   TC_ASSIGN_OR_RETURN(const SourceTensor room, SourceOf(offsets));
-  TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
                       capi::GetNames(plan, "names"));
-  TC_ASSIGN_OR_RETURN(const std::vector<int64_t> files, FilesOf(plan));
-  if (names.size() != sources.size() ||
-      (!files.empty() && files.size() != sources.size()) ||
-      room.element_bytes != 8 || !room.IsDense() ||
-      room.bytes() != 8 * sources.size()) {
+  if (names.size() != sources.size() || room.element_bytes != 8 ||
+      !room.IsDense() || room.bytes() != 8 * sources.size()) {
     return InvalidArgument(
-        "a plan for staging needs as many names, files and offsets as tensors");
-  }
-  std::vector<StageTensor> staged;
-  staged.reserve(sources.size());
-  for (size_t i = 0; i < sources.size(); ++i) {
-    staged.push_back({std::move(names[i]), files.empty() ? 0 : files[i],
-                      static_cast<int>(8 * sources[i].element_bytes)});
+        "a plan for staging needs as many names and offsets as tensors");
   }
   StageOptions options;
   TC_ASSIGN_OR_RETURN(const int64_t workers,
@@ -65,7 +41,7 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   TC_ASSIGN_OR_RETURN(const int64_t patience,
                       capi::GetInt(plan, "patience_ms", 0));
   options.patience = std::chrono::milliseconds(patience);
-  TC_ASSIGN_OR_RETURN(StagedRegion region, RunStageJob(staged, sources, options,
+  TC_ASSIGN_OR_RETURN(StagedRegion region, RunStageJob(names, sources, options,
                                                        &Arena::Staging(), job));
   std::copy(region.offsets.begin(), region.offsets.end(),
             static_cast<int64_t*>(offsets.mutable_data_ptr()));

@@ -1,5 +1,4 @@
 // Staging: every byte once, in the order of the file, in leased memory.
-#include <chrono>
 #include <cstring>
 
 #include "engine/stage_job.h"
@@ -18,16 +17,15 @@ class StageJobTest : public testing::Test {
  protected:
   static void SetUpTestSuite() { FakeCuda::UseForProcess(); }
 
-  void Add(const std::string& name, SourceTensor source, int64_t file = 0) {
-    tensors_.push_back(
-        {name, file, static_cast<int>(8 * source.element_bytes)});
+  void Add(const std::string& name, SourceTensor source) {
+    names_.push_back(name);
     sources_.push_back(source);
   }
 
   Result<StagedRegion> Stage(int workers = 3) {
     StageOptions options;
     options.workers = workers;
-    return RunStageJob(tensors_, sources_, options, &arena_, &job_);
+    return RunStageJob(names_, sources_, options, &arena_, &job_);
   }
 
   // The bytes of source `i` in row-major order, element by element.
@@ -53,7 +51,7 @@ class StageJobTest : public testing::Test {
       EXPECT_EQ(std::memcmp(region.lease.data() + region.offsets[i],
                             expected.data(), expected.size()),
                 0)
-          << tensors_[i].name;
+          << names_[i];
       EXPECT_EQ(
           region.offsets[i] % static_cast<uint64_t>(sources_[i].element_bytes),
           0u);
@@ -62,7 +60,7 @@ class StageJobTest : public testing::Test {
 
   Arena arena_{256 * kMiB, IdleMemory::kReplaced};
   Job job_{JobKind::kStage};
-  std::vector<StageTensor> tensors_;
+  std::vector<std::string> names_;
   std::vector<SourceTensor> sources_;
 };
 
@@ -140,28 +138,6 @@ TEST_F(StageJobTest, SharedMemoryIsStagedOnce) {
   EXPECT_LT(region->bytes, 2 * memory.size() + 200);
 }
 
-TEST_F(StageJobTest, EveryFileBeginsAtABlock) {
-  const std::string memory = RandomBytes(9000, 1);
-  for (int64_t i = 0; i < 9; ++i) {
-    SourceTensor source = Dense(memory, {500 + i}, 1);
-    source.data += i * 900;
-    Add("t" + std::to_string(i), source, 3 - i % 3);
-  }
-  auto region = Stage();
-  ASSERT_OK(region.status());
-  ExpectStaged(*region);
-  std::map<int64_t, uint64_t> begins;
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    const auto begin =
-        begins.emplace(tensors_[i].file, region->offsets[i]).first;
-    begin->second = std::min(begin->second, region->offsets[i]);
-  }
-  ASSERT_EQ(begins.size(), 3u);
-  for (const auto& [file, begin] : begins) {
-    EXPECT_EQ(begin % kDataAlignment, 0u) << file;
-  }
-}
-
 TEST_F(StageJobTest, DeviceMemoryToo) {
   FakeCuda fake;
   const std::string large = RandomBytes(5 * kMiB + 3, 1);
@@ -193,7 +169,7 @@ TEST_F(StageJobTest, AFailedDeviceCopyIsAnErrorAndLeavesNothingLeased) {
     SourceTensor device = Dense(large, {static_cast<int64_t>(large.size())}, 1);
     device.data = FakeCuda::OnDevice(large.data());
     device.device = 0;
-    tensors_.clear();
+    names_.clear();
     sources_.clear();
     Add("device", device);
     fake.Fail(call, fake.Calls(call) + 1, 700);

@@ -400,17 +400,17 @@ TEST_F(WriteJobTest, StagedTensorsAreWrittenFromWhereTheyAre) {
     arrays.push_back(MakeArray(Dtype::kU8, {i % 4 == 3 ? 777 : 512 << 10}, i));
   }
   std::vector<SourceTensor> sources;
-  std::vector<StageTensor> tensors;
+  std::vector<std::string> names;
   WriteFile file{
       "model-00001-of-00001.safetensors", FileRole::kData, false, {}, {}};
   for (size_t i = 0; i < arrays.size(); ++i) {
     const std::string name = "t" + std::to_string(i);
     sources.push_back(BytesSource(arrays[i].bytes));
-    tensors.push_back({name, 0, 8});
+    names.push_back(name);
     file.tensors.push_back(WholeTensor(name, Dtype::kU8, arrays[i].shape, i));
   }
   Job staging(JobKind::kStage);
-  auto region = RunStageJob(tensors, sources, {}, &Arena::Staging(), &staging);
+  auto region = RunStageJob(names, sources, {}, &Arena::Staging(), &staging);
   ASSERT_OK(region.status());
   for (size_t i = 0; i < sources.size(); ++i) {
     sources[i].data = region->lease.data() + region->offsets[i];
@@ -430,7 +430,7 @@ TEST_F(WriteJobTest, StagedTensorsAreWrittenFromWhereTheyAre) {
   ASSERT_OK(written.status());
   ExpectDigests((*written)[0], Text((*written)[0]));
   for (size_t i = 0; i < arrays.size(); ++i) {
-    EXPECT_TRUE(Data((*written)[0], tensors[i].name) == arrays[i].bytes) << i;
+    EXPECT_TRUE(Data((*written)[0], names[i]) == arrays[i].bytes) << i;
   }
   // The piece with the header and the last one.
   EXPECT_EQ(copied, 2);
