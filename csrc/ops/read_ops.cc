@@ -92,14 +92,10 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
 }  // namespace
 
 void read(std::vector<Tensor> targets, Tensor plan, Tensor report) {
-  Result<int64_t*> values = ReportOf(report);
-  ThrowIfError(values.status());
-  Result<Json> parsed = ParsePlanTensor(plan);
-  ThrowIfError(parsed.status());
-  Result<std::shared_ptr<Job>> job = JobOfPlan(*parsed, JobKind::kRead);
-  ThrowIfError(job.status());
-  Status status = Run(targets, *parsed, job->get(), *values);
-  if (!status.ok()) ThrowIfError((*job)->Fail(std::move(status)));
+  RunOp(plan, report, JobKind::kRead,
+        [&](const Json& parsed, Job* job, int64_t* values) {
+          return Run(targets, parsed, job, values);
+        });
 }
 
 void crc32c(Tensor data, Tensor report) {

@@ -9,6 +9,7 @@
 // kept in the job, and so is the region: it is leased until the job is freed.
 #include <algorithm>
 #include <chrono>
+#include <memory>
 
 #include "capi/requests.h"
 #include "engine/stage_job.h"
@@ -60,14 +61,10 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
 
 void stage(std::vector<Tensor> tensors, Tensor plan, Tensor offsets,
            Tensor report) {
-  Result<int64_t*> values = ReportOf(report);
-  ThrowIfError(values.status());
-  Result<Json> parsed = ParsePlanTensor(plan);
-  ThrowIfError(parsed.status());
-  Result<std::shared_ptr<Job>> job = JobOfPlan(*parsed, JobKind::kStage);
-  ThrowIfError(job.status());
-  Status status = Run(tensors, *parsed, job->get(), offsets, *values);
-  if (!status.ok()) ThrowIfError((*job)->Fail(std::move(status)));
+  RunOp(plan, report, JobKind::kStage,
+        [&](const Json& parsed, Job* job, int64_t* values) {
+          return Run(tensors, parsed, job, offsets, values);
+        });
 }
 
 std::vector<Tensor> views(Tensor region, std::vector<Tensor> like,

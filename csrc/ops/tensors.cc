@@ -1,6 +1,10 @@
 #include "ops/tensors.h"
 
+#include <algorithm>
+#include <memory>
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 namespace torch_ckpt::ops {
 namespace {
@@ -37,16 +41,6 @@ Result<SourceTensor> Describe(const Tensor& tensor) {
   return source;
 }
 
-}  // namespace
-
-void ThrowIfError(const Status& status) {
-  if (status.ok()) return;
-  if (status.kind() == ErrorKind::kInvalidArgument) {
-    throw std::invalid_argument(status.ToString());
-  }
-  throw std::runtime_error(status.ToString());
-}
-
 Result<Json> ParsePlanTensor(const Tensor& plan) {
   TC_ASSIGN_OR_RETURN(const SourceTensor bytes, SourceOf(plan));
   if (bytes.element_bytes != 1 || bytes.sizes.size() != 1 ||
@@ -62,6 +56,25 @@ Result<Json> ParsePlanTensor(const Tensor& plan) {
   return parsed;
 }
 
+// The job that plan["job"] names, or a private one.
+Result<std::shared_ptr<Job>> JobOfPlan(const Json& plan, JobKind kind) {
+  const auto id = plan.find("job");
+  if (id == plan.end() || !id->is_number_integer() || *id == 0) {
+    return std::make_shared<Job>(kind);
+  }
+  return JobRegistry::Process().Find(id->get<int64_t>());
+}
+
+}  // namespace
+
+void ThrowIfError(const Status& status) {
+  if (status.ok()) return;
+  if (status.kind() == ErrorKind::kInvalidArgument) {
+    throw std::invalid_argument(status.ToString());
+  }
+  throw std::runtime_error(status.ToString());
+}
+
 Result<int64_t*> ReportOf(Tensor& report) {
   TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(report));
   if (memory.element_bytes != 8 || memory.sizes.size() != 1 ||
@@ -73,6 +86,18 @@ Result<int64_t*> ReportOf(Tensor& report) {
   auto* values = static_cast<int64_t*>(report.mutable_data_ptr());
   std::fill_n(values, kReportSize, 0);
   return values;
+}
+
+void RunOp(const Tensor& plan, Tensor& report, JobKind kind,
+           const OpWork& work) {
+  Result<int64_t*> values = ReportOf(report);
+  ThrowIfError(values.status());
+  Result<Json> parsed = ParsePlanTensor(plan);
+  ThrowIfError(parsed.status());
+  Result<std::shared_ptr<Job>> job = JobOfPlan(*parsed, kind);
+  ThrowIfError(job.status());
+  Status status = work(*parsed, job->get(), *values);
+  if (!status.ok()) ThrowIfError((*job)->Fail(std::move(status)));
 }
 
 Result<SourceTensor> SourceOf(const Tensor& tensor) {
@@ -87,14 +112,6 @@ Result<SourceTensor> WriteSourceOf(const Tensor& tensor) {
   TC_ASSIGN_OR_RETURN(SourceTensor source, Describe(tensor));
   source.device = static_cast<int>(tensor.get_device_index());
   return source;
-}
-
-Result<std::shared_ptr<Job>> JobOfPlan(const Json& plan, JobKind kind) {
-  const auto id = plan.find("job");
-  if (id == plan.end() || !id->is_number_integer() || *id == 0) {
-    return std::make_shared<Job>(kind);
-  }
-  return JobRegistry::Process().Find(id->get<int64_t>());
 }
 
 Result<std::optional<Dims>> DimsAt(const Json& plan, const char* column,

@@ -8,9 +8,10 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
-#include <memory>
+#include <functional>
 #include <nlohmann/json.hpp>
-#include <string_view>
+#include <optional>
+#include <vector>
 
 #include "engine/write_job.h"
 #include "runtime/jobs.h"
@@ -28,12 +29,22 @@ using torch::stable::Tensor;
 inline constexpr int64_t kReportSize = 4;
 
 // The only throw of the extension: std::runtime_error with the text of the
-// status (std::invalid_argument for a caller's mistake), after keeping the
-// status in the job, where Python finds its parts.
+// status, std::invalid_argument for a caller's mistake.
 void ThrowIfError(const Status& status);
 
-Result<Json> ParsePlanTensor(const Tensor& plan);
+// The elements of a report, all set to 0.
 Result<int64_t*> ReportOf(Tensor& report);
+
+// What an op does under its plan's job; `report` has kReportSize elements.
+using OpWork =
+    std::function<Status(const Json& plan, Job* job, int64_t* report)>;
+
+// Every op with a plan: `work` under the job that plan["job"] names, or a
+// private one. Throws its error after keeping it in the job, where Python finds
+// its parts. A wrong report, plan or number of a job is only thrown: there is
+// no job yet.
+void RunOp(const Tensor& plan, Tensor& report, JobKind kind,
+           const OpWork& work);
 
 // Memory of a dense or strided CPU tensor. kUnsupported for other devices and
 // for more than kMaxDims dimensions.
@@ -41,9 +52,6 @@ Result<SourceTensor> SourceOf(const Tensor& tensor);
 
 // The same of a tensor to be written, which may be on a CUDA device.
 Result<SourceTensor> WriteSourceOf(const Tensor& tensor);
-
-// The job that plan["job"] names, or a private one.
-Result<std::shared_ptr<Job>> JobOfPlan(const Json& plan, JobKind kind);
 
 // Element `i` of a column of shapes; nullopt when the column or the element is
 // null.

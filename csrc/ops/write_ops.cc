@@ -156,14 +156,10 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
 }  // namespace
 
 void write(std::vector<Tensor> tensors, Tensor plan, Tensor report) {
-  Result<int64_t*> values = ReportOf(report);
-  ThrowIfError(values.status());
-  Result<Json> parsed = ParsePlanTensor(plan);
-  ThrowIfError(parsed.status());
-  Result<std::shared_ptr<Job>> job = JobOfPlan(*parsed, JobKind::kWrite);
-  ThrowIfError(job.status());
-  Status status = Run(tensors, *parsed, job->get(), *values);
-  if (!status.ok()) ThrowIfError((*job)->Fail(std::move(status)));
+  RunOp(plan, report, JobKind::kWrite,
+        [&](const Json& parsed, Job* job, int64_t* values) {
+          return Run(tensors, parsed, job, values);
+        });
 }
 
 }  // namespace torch_ckpt::ops
