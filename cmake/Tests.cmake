@@ -51,6 +51,7 @@ add_executable(
   tests/cpp/plan_ranges_test.cc
   tests/cpp/plan_runs_test.cc
   tests/cpp/engine_checkpoint_test.cc
+  tests/cpp/engine_commit_fault_test.cc
   tests/cpp/engine_commit_test.cc
   tests/cpp/engine_crash_test.cc
   tests/cpp/engine_cuda_test.cc
