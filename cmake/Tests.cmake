@@ -53,6 +53,7 @@ add_executable(
   tests/cpp/engine_checkpoint_test.cc
   tests/cpp/engine_commit_fault_test.cc
   tests/cpp/engine_commit_test.cc
+  tests/cpp/engine_crash_states.cc
   tests/cpp/engine_crash_test.cc
   tests/cpp/engine_cuda_test.cc
   tests/cpp/engine_header_io_test.cc
