@@ -3,8 +3,8 @@
     from torch_ckpt import HuggingFaceStorageWriter, HuggingFaceStorageReader
 
 are drop-ins for the classes of the same name in torch.distributed.checkpoint, PinnedMemoryStager is
-one for its DefaultStager; `save`, `async_save`
-and `load` are its calls with our planners and clean-up around them.
+one for its DefaultStager; `save`, `async_save` and `load` are its calls with our planners and
+clean-up around them.
 
 Names that need torch are imported on first use, so that the command line starts without it.
 """
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch_ckpt.checkpoint import Checkpoint
     from torch_ckpt.consolidate import consolidate_safetensors_files_on_every_rank
     from torch_ckpt.dcp.api import async_save, load, save
+    from torch_ckpt.dcp.async_saves import AsyncSave, SaveStats
     from torch_ckpt.dcp.per_rank import PerRank
     from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
     from torch_ckpt.dcp.reader import HuggingFaceStorageReader
@@ -45,6 +46,7 @@ except PackageNotFoundError:  # a checkout on the path that was never installed
     __version__ = "0.0.0"
 
 _LAZY = {
+    "AsyncSave": "torch_ckpt.dcp.async_saves",
     "Checkpoint": "torch_ckpt.checkpoint",
     "HuggingFaceStorageReader": "torch_ckpt.dcp.reader",
     "HuggingFaceStorageWriter": "torch_ckpt.dcp.writer",
@@ -52,6 +54,7 @@ _LAZY = {
     "PerRank": "torch_ckpt.dcp.per_rank",
     "PinnedMemoryStager": "torch_ckpt.dcp.stager",
     "SavePlanner": "torch_ckpt.dcp.planner",
+    "SaveStats": "torch_ckpt.dcp.async_saves",
     "async_save": "torch_ckpt.dcp.api",
     "consolidate_safetensors_files": "torch_ckpt.merge",
     "consolidate_safetensors_files_on_every_rank": "torch_ckpt.consolidate",
@@ -60,6 +63,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "AsyncSave",
     "CancelledError",
     "Checkpoint",
     "CheckpointError",
@@ -75,6 +79,7 @@ __all__ = [
     "PerRank",
     "PinnedMemoryStager",
     "SavePlanner",
+    "SaveStats",
     "UnsupportedError",
     "async_save",
     "consolidate_safetensors_files",

@@ -55,17 +55,17 @@ def read(targets: Sequence[torch.Tensor], plan: dict[str, Any], job: Job) -> dic
 
 def stage(
     tensors: Sequence[torch.Tensor], names: list[str], *, workers: int, timeout: float
-) -> list[torch.Tensor]:
+) -> tuple[list[torch.Tensor], int]:
     """Copies of `tensors`, dense, in one region of the process's staging arena, in the order of the
     file that a save would make of them (csrc/engine/stage_job.h).
 
     Tensors are on the CPU, of any strides, or on CUDA devices, contiguous, with every kernel that
     writes them done. Blocks, with the GIL released, until all are copied. The region is leased
-    until the last of the results is gone; `timeout` is how many seconds to wait for one. Raises
-    ExhaustedError.
+    until the last of the results is gone; `timeout` is how many seconds to wait for one. Returns
+    the copies, and the bytes of the region that they take. Raises ExhaustedError.
     """
     if not tensors:
-        return []
+        return [], 0
     job = Job("stage")
     offsets = torch.empty(len(tensors), dtype=torch.int64, device="cpu")
     plan = {
@@ -80,7 +80,7 @@ def stage(
     views: list[torch.Tensor] = _without_grad(
         torch.ops.dcp_ext.views, memory, list(tensors), offsets
     )
-    return views
+    return views, result["bytes"]
 
 
 def crc32c(data: torch.Tensor) -> int:

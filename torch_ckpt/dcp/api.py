@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,17 @@ from torch.distributed.checkpoint import planner as stock_planner
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from torch_ckpt.dcp.async_saves import AsyncSave, OnBusy, OnFailure, SaveStats, begin
+from torch_ckpt.dcp.daemon import prepare
+from torch_ckpt.dcp.one_save import OneSaveStager
 from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
 from torch_ckpt.dcp.planning import paused_while_trainer_waits
 from torch_ckpt.dcp.reader import HuggingFaceStorageReader
-from torch_ckpt.dcp.stager import OneSaveStager, PinnedMemoryStager
+from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
 
@@ -144,70 +150,136 @@ def async_save(
     storage_writer: StorageWriter | None = None,
     planner: stock_planner.SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    on_busy: OnBusy = "wait",
+    on_failure: OnFailure = "raise",
+    on_commit: Callable[[], None] | None = None,
+    log_path: _PathLike | None = None,
+    timeout: float = 600.0,
     **options: Any,
-) -> Any:
-    """`torch.distributed.checkpoint.async_save` with our writer and planner as defaults.
+) -> AsyncSave | AsyncSaveResponse:
+    """`torch.distributed.checkpoint.async_save` with our writer, planner and stager as defaults.
 
-    `options` are stock's: async_checkpointer_type, async_stager, no_dist, use_collectives. Returns
-    what stock returns; its future raises what `save` would.
+    Returns an AsyncSave, a future, when the tensors may change. With a stager that stages beside
+    the trainer it returns before, and as stock does an AsyncSaveResponse: the tensors may change
+    when its `staging_completion` is done, and the AsyncSave is its `upload_completion`.
+
+    The save goes on with collectives in a thread of its own. A trainer that uses the same process
+    group meanwhile gives it another one: `process_group=dist.new_group(backend="gloo")`.
+
+    on_busy: what to do while an earlier async save of this process is not over. "wait" for it,
+        "raise" ConflictError, or "overlap": stage now, and save when it is over. Saves that would
+        share a writer, a planner or a stager that is not ours wait all the same.
+    on_failure: "raise" raises errors from this call, or from the future; one that nobody has asked
+        the future for, from the next call. "warn" makes warnings of them, for trainers that shall
+        go on whatever happens; the future's result is None then.
+    on_commit: called on every rank, in the background, when the checkpoint is committed and before
+        the future is done. What it raises is the save's error.
+    log_path: a file to which each rank appends its SaveStats, a line of JSON a save.
+    timeout: seconds to wait for earlier saves.
+    options: keywords that stock's may get in later versions.
+
+    Raises what `save` would: on this rank what goes wrong before and while it stages, and from the
+    futures of all ranks that and all else. Besides, CheckpointError where an earlier save failed
+    and nobody has heard of it, and ConflictError for `on_busy`.
     """
-    rank, world_size = _ranks(process_group, options.get("no_dist", False))
+    _check_choice("on_busy", on_busy, OnBusy)
+    _check_choice("on_failure", on_failure, OnFailure)
+    rank, world_size = _ranks(process_group, no_dist)
     if checkpoint_id is not None and isinstance(storage_writer, _OURS):
         checkpoint_id = os.path.abspath(checkpoint_id)  # the save goes on in another directory
-    writer = _writer(storage_writer, checkpoint_id, rank, world_size)
-    planner = _planner(planner, process_group, rank, world_size)
-    stager = options.pop("async_stager", None)
-    if stager is None and isinstance(writer, HuggingFaceStorageWriter):
-        stager = writer  # as stock does it
-    if isinstance(stager, HuggingFaceStorageWriter | PinnedMemoryStager):
-        stager = OneSaveStager(stager)
-
-    def end() -> None:
-        _end(writer)
-        if isinstance(stager, OneSaveStager):
-            stager.end()
-
-    answer = _checked(
-        lambda: state_dict_saver.async_save(
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_writer=writer,
-            planner=planner,
-            process_group=process_group,
-            async_stager=stager,
-            **options,
+    where = checkpoint_id or getattr(storage_writer, "path", None) or type(storage_writer).__name__
+    log = None if log_path is None else os.path.abspath(log_path)
+    save = AsyncSave(SaveStats(os.fspath(where), rank, world_size, time.time()), on_failure, log)
+    crosses = async_checkpointer_type is AsyncCheckpointerType.PROCESS
+    try:
+        # What two saves cannot use at a time.
+        own_memory = isinstance(async_stager, PinnedMemoryStager | type(None))
+        shared = [storage_writer, planner, None if own_memory else async_stager]
+        earlier = begin(save, process_group, on_busy, shared, timeout)
+        if crosses:
+            prepare(process_group, earlier, timeout)
+        writer = _writer(storage_writer, checkpoint_id, rank, world_size)
+        planner = _planner(planner, process_group, rank, world_size)
+        stager = async_stager
+        if stager is None and isinstance(writer, AsyncStager):
+            stager = writer  # as stock does it
+        if stager is None:
+            stager = PinnedMemoryStager(StagingOptions(False, False, False, False))
+        one = OneSaveStager(stager, writer, planner, save, earlier, crosses=crosses)
+        answer = _checked(
+            lambda: state_dict_saver.async_save(
+                state_dict,
+                checkpoint_id=checkpoint_id,
+                storage_writer=writer,
+                planner=planner,
+                process_group=process_group,
+                async_checkpointer_type=async_checkpointer_type,
+                async_stager=one,
+                no_dist=no_dist,
+                use_collectives=use_collectives,
+                **options,
+            )
         )
-    )
-    if isinstance(answer, Future):
-        return _settled(answer, end)
-    answer.upload_completion = _settled(answer.upload_completion, end)
-    return answer
-
-
-def _settled(upload: Future[Any], end: Callable[[], None]) -> Future[Any]:
-    """The future of a save that has cleaned up: done after `upload` and `end`, with the error of
-    the lowest rank as itself."""
-    settled: Future[Any] = Future()
-    settled.set_running_or_notify_cancel()
+    except BaseException as error:
+        save.finish(None, error)
+        if on_failure == "warn" and isinstance(error, Exception):
+            return save
+        save.told()
+        raise
+    assert isinstance(answer, AsyncSaveResponse)  # since `one` gave it a future
+    upload: Future[Any] = answer.upload_completion
 
     def settle(done: Future[Any]) -> None:
+        metadata, error = None, done.exception()
         try:
-            end()
-            error = done.exception()
+            error = _named(error, save)
+            one.end()
+            _end(writer)
+            if error is None:
+                metadata = done.result()
+                save.count(metadata)
+                if on_commit is not None:
+                    on_commit()
         except BaseException as failure:  # or nobody would ever hear
-            settled.set_exception(failure)
-            return
-        if error is None:
-            settled.set_result(done.result())
-        elif isinstance(error, CheckpointException):
-            first = _first_failure(error, None)
-            first.__cause__ = error
-            settled.set_exception(first)
-        else:
-            settled.set_exception(error)
+            error = error or failure
+        save.finish(metadata, error)
 
-    upload.add_done_callback(settle)
-    return settled
+    upload.add_done_callback(lambda _: save.release_tensors())
+    try:
+        one.after_execute()
+    finally:
+        save.stats.blocked_s = save.elapsed()
+        upload.add_done_callback(settle)
+    if one.error is not None and (on_failure == "raise" or not isinstance(one.error, Exception)):
+        save.told()
+        raise one.error
+    if one.blocks:
+        return save
+    return AsyncSaveResponse(save.staging_completion, save)
+
+
+def _check_choice(argument: str, value: object, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise InvalidArgumentError(f"{argument}={value!r} is none of {get_args(choices)}")
+
+
+def _named(error: BaseException | None, save: AsyncSave) -> BaseException | None:
+    """What a save in the background failed with, as `save` would raise it."""
+    if isinstance(error, CheckpointException):
+        first = _first_failure(error, None)
+        first.__cause__ = error
+        return first
+    if error is None or isinstance(error, CheckpointError | OSError):
+        return error
+    # Of the thread or the process itself: it does not say what it was doing.
+    text = f"{type(error).__name__}: {error}"
+    named = CheckpointError(text, file=save.stats.path, rank=save.stats.rank)
+    named.__cause__ = error
+    return named
 
 
 @_eager

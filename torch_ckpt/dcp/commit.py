@@ -13,12 +13,23 @@ from torch_ckpt.errors import ConflictError, InvalidArgumentError
 
 
 @dataclass(slots=True)
+class Phases:
+    """What one rank's part of a save took, in seconds, and the bytes that it wrote."""
+
+    planned_s: float
+    written_s: float
+    written_bytes: int
+    committed_s: float = 0.0  # by the coordinator, for all
+
+
+@dataclass(slots=True)
 class RankReport:
     """What one rank has written into staging.
 
     files: {"staged", "name", "id", "role", "bytes", "crc32c", "group"} each.
     objects: fqns of the leaves in its objects file.
     digests: of the leaves that are no tensors, where the planner does not compare them.
+    phases: until the files were written; filled in when they are.
     """
 
     rank: int
@@ -26,6 +37,7 @@ class RankReport:
     files: list[dict[str, Any]]
     objects: list[str]
     digests: dict[str, bytes] = field(default_factory=dict)
+    phases: Phases | None = None
 
 
 def commit_request(

@@ -31,6 +31,7 @@ class StagedState(dict[str, Any]):
 
     def __init__(self, *items: Any) -> None:
         super().__init__(*items)
+        self.staged_bytes = 0  # of the region, that hold tensors
         self._staged: list[torch.Tensor] = []  # that lie in the region
 
     def __reduce__(self) -> Any:
@@ -68,13 +69,14 @@ class StateCopy:
             for key, value in state_dict.items():
                 self._copy(self._state, key, value, str(key))
 
-    def with_tensors(self, staged: list[torch.Tensor]) -> StagedState:
-        """The copy, with `staged` in the places of `tensors`. Call it once."""
+    def with_tensors(self, staged: list[torch.Tensor], staged_bytes: int) -> StagedState:
+        """The copy, with `staged`, which lie in a region of `staged_bytes`, in the places of
+        `tensors`. Call it once."""
         for (container, key), tensor in zip(self._places, staged, strict=True):
             container[key] = tensor
         for finish in self._finish:
             finish()
-        self._state._staged = staged
+        self._state._staged, self._state.staged_bytes = staged, staged_bytes
         self.tensors, self._places, self._finish = [], [], []
         return self._state
 

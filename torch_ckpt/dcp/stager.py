@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 
 from torch_ckpt import _core, _ext
+from torch_ckpt.dcp import async_saves
 from torch_ckpt.dcp.planning import paused_while_trainer_waits
 from torch_ckpt.dcp.sources import queued_kernels, wait_for
-from torch_ckpt.dcp.staged_state import StagedState, StateCopy
+from torch_ckpt.dcp.staged_state import StateCopy
 from torch_ckpt.errors import InvalidArgumentError
 
 # More threads than this do not copy faster: memory is the limit.
@@ -32,7 +33,11 @@ class PinnedMemoryStager(AsyncStager):
     prepare: bytes (or text as "2GiB"), or a state dict of the size to come: memory for it is made
         in the background now. The first touch of memory can take longer than writing it to a disk;
         without this the first state that is staged waits for it.
-    timeout: seconds to wait for memory that earlier states still have; 0 raises at once.
+    over_budget: what to do with a state for which there is no memory now. "wait" for states that
+        have it, and raise ExhaustedError if that cannot help; "raise" it at once; or "stream", with
+        `torch_ckpt.async_save` alone: the state is not copied but written from where it is, and the
+        trainer waits for the disk, not for the memory.
+    timeout: seconds to wait.
 
     A staged state's memory is leased until the state and its last tensor are gone, and never reused
     before (`torch_ckpt.async_save` ends the lease when the save is over); memory that came back is
@@ -49,8 +54,12 @@ class PinnedMemoryStager(AsyncStager):
         *,
         memory_budget: int | str | None = None,
         prepare: int | str | dict[str, Any] | None = None,
+        over_budget: Literal["wait", "raise", "stream"] = "wait",
         timeout: float = 600.0,
     ) -> None:
+        if over_budget not in ("wait", "raise", "stream"):
+            raise InvalidArgumentError(f"over_budget={over_budget!r}")
+        self.over_budget = over_budget
         self.config = StagingOptions() if config is None else config
         if not timeout >= 0:
             raise InvalidArgumentError(f"a timeout of {timeout} seconds")
@@ -103,13 +112,13 @@ class PinnedMemoryStager(AsyncStager):
         if preparing is not None:
             preparing.result()  # else this state would take other memory
         wait_for(events)
-        staged = _ext.stage(
+        staged, size = _ext.stage(
             state.tensors,
             state.names,
             workers=min(_MAX_WORKERS, os.cpu_count() or 1),
-            timeout=self.timeout,
+            timeout=self.timeout if self.over_budget == "wait" else 0.0,
         )
-        return state.with_tensors(staged)
+        return state.with_tensors(staged, size)
 
     def synchronize_staging(self) -> None:
         """Wait until the trainer may change its tensors again."""
@@ -118,8 +127,12 @@ class PinnedMemoryStager(AsyncStager):
             running.result()
 
     def close(self) -> None:
-        """Wait for what is being staged and let the thread go. What is staged stays. The stager
-        may be used again."""
+        """Wait for what is being staged, let the thread go, and wait for the saves of this process
+        that `torch_ckpt.async_save` began. What is staged stays; the stager may be used again.
+
+        Raises CheckpointError if such a save has failed and nobody has heard of it, ConflictError
+        if one is not over after `timeout` seconds.
+        """
         executor, self._executor = self._executor, None
         preparing, self._preparing = self._preparing, None
         self._running = None
@@ -127,40 +140,7 @@ class PinnedMemoryStager(AsyncStager):
             executor.shutdown()
         if preparing is not None:
             preparing.result()  # its error, if nobody has heard of it
-
-
-class OneSaveStager(AsyncStager):
-    """`stager` for one save, that ends the lease of what it has staged when the save is over.
-
-    Without it the lease ends when the state is garbage: an error that somebody keeps has frames in
-    its traceback that hold the state, and so has the future of a save while it is being set.
-    """
-
-    def __init__(self, stager: AsyncStager) -> None:
-        self._stager = stager
-        self._staged: Any = None
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        return self._stager.should_synchronize_after_execute
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
-        self._staged = self._stager.stage(state_dict)
-        return self._staged  # type: ignore[no-any-return]
-
-    def synchronize_staging(self) -> None:
-        self._stager.synchronize_staging()
-
-    def close(self) -> None:
-        self._stager.close()
-
-    def end(self) -> None:
-        """The save is over."""
-        staged, self._staged = self._staged, None
-        if isinstance(staged, Future) and staged.done() and staged.exception() is None:
-            staged = staged.result()
-        if isinstance(staged, StagedState):
-            staged.end()
+        async_saves.close(self.timeout)
 
 
 def _bytes(size: int | str, argument: str) -> int:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torch_ckpt import _core, _ext
-from torch_ckpt.dcp.commit import RankReport, commit_request
+from torch_ckpt.dcp.commit import Phases, RankReport, commit_request
 from torch_ckpt.dcp.parts import Part, check_supported, next_sequence, part_of
 from torch_ckpt.dcp.reserved import RESERVED
 from torch_ckpt.dcp.sources import queued_kernels, wait_for
@@ -115,6 +117,9 @@ class HuggingFaceStorageWriter(StockWriter):
         self._sequence: int | None = None
         self._part: Part | None = None  # with collectives there are no parts
         self._session: SaveSession | PartSession | None = None
+        self._began = 0.0  # when the save that is going on did
+        # What torch_ckpt.async_save wants called when this rank has written, or could not.
+        self._when_written: Callable[[], None] | None = None
         self._place(os.fspath(path))
 
     def _place(self, path: str) -> None:
@@ -128,8 +133,8 @@ class HuggingFaceStorageWriter(StockWriter):
                 self.path = self.path / SHARDED_DIR_NAME
 
     def __getstate__(self) -> dict[str, Any]:
-        # Process-based async save pickles the writer; a session lives in one process.
-        return {**self.__dict__, "_session": None}
+        # Process-based async save pickles the writer; these live in one process.
+        return {**self.__dict__, "_session": None, "_when_written": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, into `checkpoint_id` where given. Twice with one id is fine."""
@@ -149,6 +154,7 @@ class HuggingFaceStorageWriter(StockWriter):
         self._sequence = next_sequence(str(self.path), rank)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._began = time.perf_counter()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self.is_coordinator = is_coordinator
         self._end_session()
@@ -222,6 +228,13 @@ class HuggingFaceStorageWriter(StockWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into staging. The future holds one RankReport."""
+        try:
+            return self._write_plan(plan, planner)
+        finally:
+            if self._when_written is not None:
+                self._when_written()
+
+    def _write_plan(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not self._checked:
             self._check_mapped(plan)
         file_queue: queue.Queue[Any] = queue.Queue()
@@ -241,6 +254,7 @@ class HuggingFaceStorageWriter(StockWriter):
     def _write_data(
         self, planner: SavePlanner, file_queue: queue.Queue[Any]
     ) -> Future[list[WriteResult]]:
+        began = time.perf_counter()
         rank = self.rank or 0
         buckets: dict[int, list[WriteItem]] = {}
         objects: list[WriteItem] = []
@@ -251,10 +265,6 @@ class HuggingFaceStorageWriter(StockWriter):
             else:
                 buckets[index] = items
         done: Future[list[WriteResult]] = Future()
-        digests = leaf_digests(planner)
-        if not buckets and not objects and not digests:
-            done.set_result([])
-            return done
         report = RankReport(rank, "", [], [])
         if buckets or objects:
             try:
@@ -263,7 +273,9 @@ class HuggingFaceStorageWriter(StockWriter):
                 if self._part is not None:
                     self._end_session()  # no coordinator will
                 raise with_rank(error, rank) from error
-        report.digests = digests
+        report.digests = leaf_digests(planner)
+        written = sum(file["bytes"] for file in report.files)
+        report.phases = Phases(began - self._began, time.perf_counter() - began, written)
         done.set_result([report])  # type: ignore[list-item]
         return done
 
@@ -345,7 +357,9 @@ class HuggingFaceStorageWriter(StockWriter):
         except BaseException:
             session.end()
             raise
-        warn_of_differing_leaves([report for of_rank in results for report in of_rank])  # type: ignore[misc]
+        reports: list[RankReport] = [report for of_rank in results for report in of_rank]  # type: ignore[misc]
+        warn_of_differing_leaves(reports)
+        began = time.perf_counter()
         session.commit(request)
         if self.save_distributed and self.consolidated_output_path is not None:
             consolidate_safetensors_files(
@@ -355,6 +369,13 @@ class HuggingFaceStorageWriter(StockWriter):
                 num_threads=self.thread_count_consolidation,
                 strict=self.strict,
             )
+        took = time.perf_counter() - began
+        # DCP brings the metadata to every rank, from a process that saves too; nothing writes them.
+        metadata.storage_data = {
+            report.rank: replace(report.phases, committed_s=took)
+            for report in reports
+            if report.phases is not None
+        }
 
     def _file_count(self) -> int:
         mapping = self.fqn_to_index_mapping

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -9,13 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks.layouts import check, layouts, several_boxes, state
-from ranks.run import Context, cases
+from ranks.run import Context, cases, raised
 from ranks.saving import FailsOnRank1
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.staging import StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager, _core
+from torch_ckpt.dcp.agreement import any_rank, rank_0_decides
 
 CASES, case = cases()
 
@@ -69,7 +74,7 @@ def changes_after_return(context: Context) -> None:
             process_group=groups[number % 2],
             async_stager=stagers[number % 3](),
         )
-        if not isinstance(answer, Future):
+        if isinstance(answer, AsyncSaveResponse):
             answer.staging_completion.result()
             answer = answer.upload_completion
         for name in table:
@@ -113,3 +118,148 @@ def local_tensors_inside_a_storage(context: Context) -> None:
     torch_ckpt.load(target, checkpoint_id=context.folder / "c")
     for name, local in wanted.items():
         assert torch.equal(target[name].to_local(), local), name
+
+
+def weights(value: float) -> dict[str, Any]:
+    return {"w": torch.full((1000,), value), "step": int(value)}
+
+
+def check_saved(folder: Any, value: float) -> None:
+    target = weights(-2.0)
+    torch_ckpt.load(target, checkpoint_id=folder)
+    assert (target["w"] == value).all() and target["step"] == value
+
+
+@case
+def a_state_that_one_rank_cannot_stage(context: Context) -> None:
+    """The call raises there; the others hear of it from their futures, at once."""
+    for stager in (None, PinnedMemoryStager(BLOCKING), PinnedMemoryStager()):
+        state = weights(1)
+        if context.rank == 1:
+            state["bad"] = torch.zeros(3, device="meta")
+        error: Any = None
+        began = time.monotonic()
+        try:
+            save = torch_ckpt.async_save(
+                state, checkpoint_id=context.folder / "c", async_stager=stager
+            )
+            error = save.upload_completion.exception()
+        except torch_ckpt.InvalidArgumentError as raised:
+            assert context.rank == 1
+            error = raised
+        assert time.monotonic() - began < 15, "somebody waited for the group's timeout"
+        text = str(error)
+        assert "rank 1" in text and "'bad'" in text and "meta" in text, text
+        assert not (context.folder / "c").exists()
+        torch_ckpt.async_save(weights(2), checkpoint_id=context.folder / "d").result()
+        check_saved(context.folder / "d", 2)
+
+
+@case
+def an_error_that_some_have_heard(context: Context) -> None:
+    """Rank 0 says for all whether the next save begins."""
+    for heard in ([0], [1], []):
+        folder = context.folder / str(heard)
+        save = torch_ckpt.async_save(weights(1), checkpoint_id=folder, planner=FailsOnRank1())
+        if context.rank in heard:
+            assert "rank 1" in str(save.exception())
+        if heard == [0]:
+            if context.rank != 0:
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    save = torch_ckpt.async_save(weights(2), checkpoint_id=folder)
+                assert any("earlier save" in str(warning.message) for warning in said)
+            else:
+                save = torch_ckpt.async_save(weights(2), checkpoint_id=folder)
+        else:
+            error = raised(
+                lambda: torch_ckpt.async_save(weights(2), checkpoint_id=folder),  # noqa: B023
+                "earlier save",
+                "rank 1",
+            )
+            assert isinstance(error, torch_ckpt.CheckpointError)
+            save = torch_ckpt.async_save(weights(2), checkpoint_id=folder)
+        save.result()
+        check_saved(folder, 2)
+
+
+class SlowWriter(torch_ckpt.HuggingFaceStorageWriter):
+    """Rank 1 writes later than the others."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        time.sleep(0.3 if self.rank == 1 else 0.1)
+        return super().write_data(plan, planner)
+
+
+@case
+def busy_is_what_rank_0_is(context: Context) -> None:
+    group = dist.new_group(backend="gloo")  # this trainer uses its own meanwhile
+
+    def save(number: int, **options: Any) -> Any:
+        state = weights(number)
+        writer = SlowWriter(context.folder / str(number), save_distributed=True)
+        began = torch_ckpt.async_save(state, storage_writer=writer, process_group=group, **options)
+        state["w"].fill_(-1)
+        return began
+
+    first = save(1)
+    error = raised(lambda: save(2, on_busy="raise"), "another save is going on")
+    assert isinstance(error, torch_ckpt.ConflictError)
+    saves = [save(2)]
+    assert first.done()
+    for number in range(3, 6):  # in one process group, and still one after the other
+        saves.append(save(number, on_busy="overlap"))
+    assert not saves[-1].done()
+    for began in saves:
+        began.result()
+    for number in range(1, 6):
+        check_saved(context.folder / str(number), number)
+    (phases,) = {tuple(sorted(began.result().storage_data)) for began in saves}
+    assert phases == tuple(range(context.world))
+    assert saves[0].stats.rank == context.rank
+    assert (saves[0].stats.planned_s or 0) > (0.25 if context.rank == 1 else 0.05)
+
+
+@case
+def one_rank_has_no_memory(context: Context) -> None:
+    """It streams, the others stage."""
+    budget = "2MiB" if context.rank == 1 else "1GiB"
+    stager = PinnedMemoryStager(BLOCKING, memory_budget=budget, over_budget="stream")
+    state = {
+        "w": torch.full((1 << 20,), float(context.rank)),
+        "r": torch_ckpt.PerRank(context.rank),
+    }
+    mesh = dist.device_mesh.init_device_mesh("cpu", (context.world,))
+    state["w"] = DTensor.from_local(state["w"], mesh, [Shard(0)], run_check=False)
+    save = torch_ckpt.async_save(state, checkpoint_id=context.folder / "c", async_stager=stager)
+    state["w"].to_local().fill_(-1)
+    save.result()
+    assert (save.stats.staged_bytes is None) == (context.rank == 1)
+    torch_ckpt.load(state, checkpoint_id=context.folder / "c")
+    assert (state["w"].to_local() == context.rank).all()
+    _core.call({"op": "arena", "staging": True, "budget": 1 << 62})
+
+
+@case
+def agreements(context: Context) -> None:
+    groups: list[Any] = [None, dist.new_group(backend="gloo")]
+    for group in groups:
+        for number in range(3):
+            own = {"rank": context.rank, "number": number}
+            assert rank_0_decides(group, lambda: own) == {"rank": 0, "number": number}  # noqa: B023
+            assert any_rank(group, context.rank == 1) is True
+            assert any_rank(group, False) is False
+
+    def fails() -> None:
+        raise FileNotFoundError(2, "No such file", "the root")
+
+    error = raised(lambda: rank_0_decides(None, fails), "No such file")
+    assert isinstance(error, FileNotFoundError if context.rank == 0 else torch_ckpt.CheckpointError)
+    store = distributed_c10d._get_default_store()
+    dist.barrier()
+    left = store.num_keys()
+    for _ in range(5):
+        rank_0_decides(None, lambda: 1)
+        any_rank(None, True)
+    dist.barrier()
+    assert store.num_keys() <= left + 10, "keys of the barriers only"

@@ -1,0 +1,300 @@
+"""The async saves of this process: what each one returns, their order, and errors that nobody has
+heard of.
+
+A save is registered from its call until it is over, and a failed one until somebody has heard of
+it: from its future, from the next save, from `close`, or in a warning when the interpreter ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import threading
+import time
+import warnings
+from concurrent.futures import Future, InvalidStateError, wait
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from torch_ckpt.dcp.agreement import rank_0_decides
+from torch_ckpt.dcp.commit import Phases
+from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError
+
+OnBusy = Literal["wait", "raise", "overlap"]
+OnFailure = Literal["raise", "warn"]
+
+
+@dataclass(slots=True)
+class SaveStats:
+    """Times in seconds and bytes of one async save, as this rank has seen it; None where it is not
+    known (yet). A planner, writer or stager that is not ours does not tell.
+
+    started: when it was called, in seconds since 1970.
+    waited_s: for earlier saves, before anything else.
+    staged_s, staged_bytes: the copy into host memory.
+    blocked_s: the whole call of `async_save`.
+    planned_s: from the beginning of the save in the background until this rank began to write.
+    written_s, written_bytes: this rank's files, durable.
+    committed_s: what the coordinator did after the last rank had written.
+    total_s: from the call until the save was over.
+    """
+
+    path: str
+    rank: int
+    world_size: int
+    started: float
+    error: str | None = None
+    waited_s: float | None = None
+    staged_s: float | None = None
+    staged_bytes: int | None = None
+    blocked_s: float | None = None
+    planned_s: float | None = None
+    written_s: float | None = None
+    written_bytes: int | None = None
+    committed_s: float | None = None
+    total_s: float | None = None
+
+
+class AsyncSave(Future[Any]):
+    """A save that goes on in the background: the future of its upload.
+
+    result(), exception(): wait until the checkpoint is committed, or the save has failed. The
+        result is DCP's Metadata; None for a failure with on_failure="warn".
+    staging_completion: a future; when it is done the trainer may change its tensors.
+    upload_completion: this object, as in stock's AsyncSaveResponse.
+    stats: SaveStats, complete when the save is over.
+    error: what it failed with, or None.
+    """
+
+    def __init__(
+        self, stats: SaveStats, on_failure: OnFailure = "raise", log_path: str | None = None
+    ) -> None:
+        Future.__init__(self)
+        self.staging_completion: Future[None] = Future()
+        for future in (self, self.staging_completion):
+            future.set_running_or_notify_cancel()  # there is no way back
+        self.stats = stats
+        self.error: BaseException | None = None
+        self._uses: list[Any] = []
+        self._log_path = log_path
+        self._began = time.perf_counter()
+        self._on_failure = on_failure
+        self._heard = False
+        self._pid = os.getpid()
+
+    @property
+    def upload_completion(self) -> AsyncSave:
+        return self
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._is_ours()
+        try:
+            return Future.result(self, timeout)
+        finally:
+            self._heard |= self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._is_ours()
+        error = Future.exception(self, timeout)
+        self._heard = True
+        return error
+
+    def _is_ours(self) -> None:
+        if os.getpid() != self._pid and not self.done():
+            raise InvalidArgumentError(
+                f"the save into {self.stats.path} belongs to the parent of this forked process"
+            )
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._began
+
+    def release_tensors(self, error: BaseException | None = None) -> None:
+        """The tensors may change; or, with an error, were not read. The first call counts."""
+        with contextlib.suppress(InvalidStateError):
+            if error is None:
+                self.staging_completion.set_result(None)
+            else:
+                self.staging_completion.set_exception(error)
+
+    def count(self, metadata: Any) -> None:
+        """Take the phases of the save, which our writer has left in what DCP returns."""
+        phases = metadata.storage_data
+        mine = phases.get(self.stats.rank) if isinstance(phases, dict) else None
+        if isinstance(mine, Phases):
+            self.stats.planned_s = mine.planned_s
+            self.stats.written_s = mine.written_s
+            self.stats.written_bytes = mine.written_bytes
+            self.stats.committed_s = mine.committed_s
+
+    def finish(self, metadata: Any, error: BaseException | None) -> None:
+        """The save is over."""
+        self.stats.total_s = self.elapsed()
+        self.error = error
+        if error is not None:
+            self.stats.error = str(error) or type(error).__name__
+        if self._log_path is not None:
+            _log(self._log_path, self.stats)
+        self._uses = []
+        self.release_tensors()
+        if error is None:
+            self.set_result(metadata)
+        elif self._on_failure == "raise":
+            self.set_exception(error)
+        else:
+            self._heard = True
+            self.set_result(None)
+            _warn(f"the save into {self.stats.path} failed: {error}")
+
+    def told(self) -> None:
+        """Its caller has heard, or will have, why it fails."""
+        self._heard = True
+
+    def is_unheard(self) -> bool:
+        return self.done() and self.error is not None and not self._heard
+
+    def hear(self) -> BaseException | None:
+        """The error, if nobody has heard of it yet."""
+        if not self.is_unheard():
+            return None
+        self._heard = True
+        return self.error
+
+
+_mutex = threading.Lock()
+_saves: list[AsyncSave] = []  # in the order of their calls
+
+
+def _known() -> list[AsyncSave]:
+    with _mutex:
+        _saves[:] = [save for save in _saves if not save.done() or save.is_unheard()]
+        return list(_saves)
+
+
+def running() -> list[AsyncSave]:
+    """The saves that are not over, in the order of their calls."""
+    return [save for save in _known() if not save.done()]
+
+
+def begin(
+    save: AsyncSave,
+    group: dist.ProcessGroup | None,
+    on_busy: OnBusy,
+    uses: list[Any],
+    timeout: float,
+) -> list[AsyncSave]:
+    """Wait for the turn of `save`, which uses the objects `uses`, and register it. Returns the
+    saves that are still running, which all have to be over before it may use the process group.
+
+    Rank 0 says for all whether it may go on. Raises ConflictError where other saves are running,
+    CheckpointError where nobody has heard yet that an earlier one failed.
+    """
+    save._uses = [used for used in uses if used is not None]
+    if on_busy == "overlap" and any(
+        used is other for known in running() for used in known._uses for other in save._uses
+    ):
+        on_busy = "wait"
+
+    def decide() -> str:
+        return _verdict(on_busy, save._on_failure, timeout)
+
+    verdict = (
+        rank_0_decides(group, decide, timeout=timeout + 60)
+        if save.stats.world_size > 1
+        else decide()
+    )
+    earlier = running()
+    if verdict == "" and on_busy != "overlap":
+        wait_for(earlier, timeout)
+        earlier = []
+    if verdict.startswith(_BUSY):
+        raise ConflictError(verdict, rank=save.stats.rank)
+    path, error = _hear()
+    if verdict != "":
+        raise CheckpointError(verdict, rank=save.stats.rank) from error
+    if error is not None:
+        _warn(f"an earlier save, into {path}, failed: {error}")
+    save.stats.waited_s = save.elapsed()
+    with _mutex:
+        _saves.append(save)
+    return earlier
+
+
+_BUSY = "another save is going on"
+
+
+def _verdict(on_busy: OnBusy, on_failure: OnFailure, timeout: float) -> str:
+    """Why rank 0 would not begin a save now; empty if it would."""
+    if on_busy == "wait":
+        try:
+            wait_for(running(), timeout)
+        except ConflictError as error:
+            return error.message
+    elif on_busy == "raise" and running():
+        return f"{_BUSY}, into {running()[0].stats.path}"
+    for known in _known() if on_failure == "raise" else []:
+        if known.is_unheard():
+            return f"an earlier save, into {known.stats.path}, failed: {known.error}"
+    return ""
+
+
+def _hear() -> tuple[str, BaseException | None]:
+    """Where the first save went whose error nobody has heard of, and that error; now all are."""
+    heard = [(known.stats.path, known.hear()) for known in _known() if known.is_unheard()]
+    return heard[0] if heard else ("", None)
+
+
+def wait_for(saves: list[AsyncSave], timeout: float | None) -> None:
+    """Wait until all of `saves` are over. Raises ConflictError after `timeout` seconds."""
+    wait(saves, timeout)
+    late = [save for save in saves if not save.done()]
+    if late:
+        path = late[0].stats.path
+        raise ConflictError(f"{_BUSY}, into {path}, and did not end within {timeout} seconds")
+
+
+def close(timeout: float | None = None) -> None:
+    """Wait until the saves of this process are over; then raise a CheckpointError for the first
+    that failed and that nobody has heard of."""
+    wait_for(running(), timeout)
+    path, error = _hear()
+    if error is not None:
+        raise CheckpointError(f"the save into {path} failed: {error}") from error
+
+
+def _log(path: str, stats: SaveStats) -> None:
+    """Append one line. A log that cannot be written is no reason to fail a save."""
+    line = json.dumps(asdict(stats)) + "\n"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(descriptor, line.encode())  # at once, or lines of ranks would mix
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        _warn(f"no line in the log of saves: {error}")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"torch_ckpt: {message}", RuntimeWarning, stacklevel=2)
+
+
+@atexit.register
+def _name_the_unheard() -> None:
+    # Threads that save have been joined: what is not over now will not be.
+    for save in _known():
+        if save._pid == os.getpid():
+            outcome = f"failed: {save.error}" if save.done() else "was not over"
+            _warn(f"the save into {save.stats.path} {outcome}")
+
+
+def _forget_parents() -> None:
+    global _mutex
+    _mutex = threading.Lock()  # the parent's may be held for ever
+    _saves.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parents)

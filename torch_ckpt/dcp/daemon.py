@@ -1,0 +1,48 @@
+"""The process that stock's AsyncCheckpointerType.PROCESS saves in: one a trainer, made once.
+
+It knows the ranks of the process group it was made with and no others, and stock neither notices
+when it is gone nor when another group is meant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import _async_process_executor as stock
+
+from torch_ckpt.dcp.agreement import any_rank
+from torch_ckpt.dcp.async_saves import AsyncSave, wait_for
+from torch_ckpt.errors import InvalidArgumentError
+
+_ranks: tuple[int, ...] | None = None  # that it was made with
+
+
+def prepare(group: dist.ProcessGroup | None, earlier: list[AsyncSave], timeout: float) -> None:
+    """Called on every rank of `group` before it saves so. Where the process of some rank is dead,
+    those of all ranks are ended, and stock makes new ones; which it does with collectives, so that
+    `earlier`, the saves that are running, have to be over.
+
+    Raises InvalidArgumentError on every rank where a process exists for other ranks.
+    """
+    global _ranks
+    if not dist.is_initialized():
+        raise InvalidArgumentError("AsyncCheckpointerType.PROCESS needs a process group")
+    ranks = tuple(dist.get_process_group_ranks(group))
+    process: Any = stock._CHECKPOINT_PROCESS
+    is_dead = process is not None and not process._save_process.is_alive()
+    if any_rank(group, is_dead, timeout=timeout):
+        if process is not None:
+            process._save_process.kill()  # it may wait for the dead one
+            process._save_process.join()
+        stock._CHECKPOINT_PROCESS = process = None
+    if process is None:
+        _ranks = None
+        wait_for(earlier, timeout)
+    if any_rank(group, _ranks is not None and _ranks != ranks, timeout=timeout):
+        raise InvalidArgumentError(
+            f"the process that saves was made for other ranks than {ranks}, and stock makes only "
+            "one: use AsyncCheckpointerType.THREAD with further process groups",
+            rank=dist.get_rank(group),
+        )
+    _ranks = ranks
