@@ -1,0 +1,247 @@
+"""How trainers end while they save: exit, Ctrl-C, groups that go, ranks and processes that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_ckpt
+
+HERE = Path(__file__).parent
+PACKAGE = Path(torch_ckpt.__file__).parents[1]
+
+# A trainer: rank `rank` of `world`, in the Gloo group of `folder`; `save` is slow.
+PRELUDE = """
+import os, signal, sys, threading, time, warnings
+import torch, torch.distributed as dist
+import torch_ckpt
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+folder, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+
+class SlowWriter(torch_ckpt.HuggingFaceStorageWriter):
+    def write_data(self, plan, planner):
+        print("writing", flush=True)
+        time.sleep(0.5)
+        return super().write_data(plan, planner)
+
+class FailingWriter(torch_ckpt.HuggingFaceStorageWriter):
+    def write_data(self, plan, planner):
+        raise OSError(5, "broken disk", "the file")
+
+def weights(value):
+    return {"w": torch.full((1000,), float(value)), "step": value}
+
+def save(number, **options):
+    writer = SlowWriter(f"{folder}/{number}", save_distributed=True)
+    return torch_ckpt.async_save(weights(number), storage_writer=writer, **options)
+
+def group():
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
+                            world_size=world)
+"""
+
+
+class Trainer:
+    """One rank of a program that follows the prelude."""
+
+    def __init__(self, folder: Path, program: str, rank: int = 0, world: int = 1) -> None:
+        path = folder / f"program-{rank}.py"
+        # A process that saves imports the main module again.
+        body = textwrap.indent(textwrap.dedent(program), "    ")
+        path.write_text(f"{PRELUDE}\ndef main():\n{body}\nif __name__ == '__main__':\n    main()\n")
+        self.process = subprocess.Popen(
+            [sys.executable, str(path), str(folder), str(rank), str(world)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(PACKAGE),
+                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1",
+            },
+        )
+
+    def wait_for(self, line: str) -> None:
+        assert self.process.stdout is not None
+        for said in self.process.stdout:
+            if said.strip() == line:
+                return
+        raise AssertionError(f"it never said {line!r}: {self.process.communicate()[1]}")
+
+    def end(self, timeout: float = 60) -> tuple[int, str]:
+        """Exit status and output."""
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            out, err = self.process.communicate()
+            raise AssertionError(f"it hangs:\n{out}\n{err}") from None
+        return self.process.returncode, out + err
+
+
+def loads(path: Path, value: int) -> bool:
+    target: dict[str, Any] = {"w": torch.zeros(1000), "step": -1}
+    torch_ckpt.load(target, checkpoint_id=path, no_dist=True)
+    return bool((target["w"] == value).all()) and target["step"] == value
+
+
+def test_a_save_that_is_running_at_the_end_is_committed(tmp_path: Path) -> None:
+    status, said = Trainer(tmp_path, "save(1)").end()
+    assert status == 0, said
+    assert loads(tmp_path / "1", 1)
+    assert "the save into" not in said
+
+
+def test_a_failure_that_nobody_heard_of_is_named_at_the_end(tmp_path: Path) -> None:
+    program = "torch_ckpt.async_save(weights(1), storage_writer=FailingWriter(folder + '/1'))"
+    _, said = Trainer(tmp_path, program).end()
+    assert f"torch_ckpt: the save into {tmp_path}/1 failed: " in said and "broken disk" in said
+    _, said = Trainer(tmp_path, program.replace("'/1')", "'/1')) .exception()#")).end()
+    assert "the save into" not in said
+
+
+def test_a_trainer_that_dies_of_an_exception_commits(tmp_path: Path) -> None:
+    status, said = Trainer(tmp_path, "save(1)\nraise ValueError('the loss is nan')").end()
+    assert status == 1 and "nan" in said
+    assert loads(tmp_path / "1", 1)
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    program = """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    def interrupted(call):
+        try:
+            call()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+    began = save(1)
+    interrupted(began.result)
+    assert not began.done()
+    began.result()
+    save(2)
+    interrupted(lambda: save(3))  # which waits for its turn
+    save(4).result()
+    """
+    trainer = Trainer(tmp_path, program)
+    for _ in range(2):
+        trainer.wait_for("writing")
+        trainer.process.send_signal(signal.SIGINT)
+        trainer.wait_for("interrupted")
+    status, said = trainer.end()
+    assert status == 0, said
+    for number in (1, 2, 4):
+        assert loads(tmp_path / str(number), number)
+    assert not (tmp_path / "3").exists()
+
+
+@pytest.mark.parametrize("destroys", [[1], [0, 1]])
+def test_a_process_group_that_is_destroyed_before_the_end(
+    tmp_path: Path, destroys: list[int]
+) -> None:
+    """Nobody hangs; every rank knows whether the save is there."""
+    program = f"""
+    group()
+    began = save(1)
+    time.sleep(0.2)  # it is writing
+    if rank in {destroys}:
+        dist.destroy_process_group()
+    error = began.exception()
+    print("failed" if error else "committed", flush=True)
+    """
+    trainers = [Trainer(tmp_path, program, rank, 2) for rank in range(2)]
+    outcomes = []
+    for trainer in trainers:
+        status, said = trainer.end()
+        assert status == 0, said
+        outcomes.append("committed" in said)
+    if outcomes[0]:
+        assert loads(tmp_path / "1", 1)
+    assert outcomes[1] <= outcomes[0], "rank 1 believes what rank 0 has not done"
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    program = """
+    group()
+    save(1).result()
+    began = save(2)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = began.exception()
+    assert isinstance(error, (torch_ckpt.CheckpointError, OSError)), error
+    print(error, flush=True)
+    os._exit(0)  # what the group's destructor does now is not ours
+    """
+    trainers = [Trainer(tmp_path, program, rank, 2) for rank in range(2)]
+    status, said = trainers[0].end()
+    assert status == 0, said
+    assert "/2: " in said
+    assert trainers[1].end()[0] == -signal.SIGKILL
+    assert loads(tmp_path / "1", 1)
+    assert not (tmp_path / "2").exists()
+
+
+def test_a_process_that_saves_and_is_killed_is_replaced(tmp_path: Path) -> None:
+    program = """
+    from torch.distributed.checkpoint import _async_process_executor as stock
+    group()
+    process = dict(async_checkpointer_type=AsyncCheckpointerType.PROCESS)
+    def begin(number):
+        return torch_ckpt.async_save(
+            weights(number), checkpoint_id=f"{folder}/{number}", **process)
+    begin(1).result()
+    first = stock._CHECKPOINT_PROCESS._save_process
+    if rank == 1:
+        first.kill()
+        first.join()
+    begin(2).result()   # noticed before it is used
+    second = stock._CHECKPOINT_PROCESS._save_process
+    assert second.pid != first.pid
+    assert not first.is_alive()
+    began = save(3, **process)
+    time.sleep(0.2)
+    if rank == 1:
+        second.kill()   # while it saves
+    error = began.exception()
+    assert isinstance(error, torch_ckpt.CheckpointError), repr(error)
+    assert f"rank {rank}: {folder}/3: " in str(error), error
+    begin(4).result()
+    other = dist.new_group(ranks=[0], backend="gloo")
+    if rank == 0:
+        try:
+            torch_ckpt.async_save(
+                weights(5), checkpoint_id=folder + "/5", process_group=other, **process)
+            raise SystemExit("another group was taken")
+        except torch_ckpt.InvalidArgumentError as error:
+            assert "made for other ranks than (0,)" in str(error), error
+    begin(6).result()
+    print("all well", flush=True)
+    dist.destroy_process_group()
+    """
+    trainers = [Trainer(tmp_path, program, rank, 2) for rank in range(2)]
+    for trainer in trainers:
+        status, said = trainer.end(120)
+        assert status == 0 and "all well" in said, said
+    for number in (1, 2, 4, 6):
+        assert loads(tmp_path / str(number), number)
+    assert not (tmp_path / "3").exists()
+
+
+def test_process_needs_a_group(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match="needs a process group"):
+        torch_ckpt.async_save(
+            {"w": torch.zeros(3)},
+            checkpoint_id=tmp_path,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
