@@ -94,7 +94,7 @@ class Scenario:
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.template = root / "template"
         self.source = root / "source"
-        if name == "overwrite":
+        if name in ("overwrite", "async"):
             server.call("save", path=str(self.template), number=1)
         if name == "consolidate":
             old = root / "old"
@@ -113,7 +113,8 @@ class Scenario:
         if self.name == "consolidate":
             args["source"] = str(self.source)
             return str(path), self.server.start("consolidate", faults=faults, **args)
-        return str(path), self.server.start("save", faults=faults, number=2, **args)
+        action = "async_save" if self.name == "async" else "save"
+        return str(path), self.server.start(action, faults=faults, number=2, **args)
 
     def run(self, faults: list[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Run it under each of `faults`, a few at a time: faults, target and outcome."""

@@ -20,7 +20,7 @@ def faults_of(scenario: Any, whole: int, actions: list[str]) -> list[str]:
     return [f"*:{nth}:{actions[i % len(actions)]}" for i, nth in enumerate(calls)]
 
 
-@pytest.mark.parametrize("name", ["fresh", "overwrite", "consolidate"])
+@pytest.mark.parametrize("name", ["fresh", "overwrite", "async", "consolidate"])
 def test_an_error_of_any_call(make_scenario: Any, name: str) -> None:
     scenario = make_scenario(name)
     paths, failed = [], 0

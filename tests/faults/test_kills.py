@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.parametrize("name", ["fresh", "overwrite", "consolidate"])
+@pytest.mark.parametrize("name", ["fresh", "overwrite", "async", "consolidate"])
 def test_killed_at_any_call(make_scenario: Any, name: str) -> None:
     scenario = make_scenario(name)
     hit, killed, paths = scenario.sample(150), [], []

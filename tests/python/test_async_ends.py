@@ -245,3 +245,36 @@ def test_process_needs_a_group(tmp_path: Path) -> None:
             checkpoint_id=tmp_path,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         )
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Every rank hears of it, the old checkpoint stays, and the next save works."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    program = """
+    group()
+    path = folder + "/disk/c"
+    torch_ckpt.async_save(weights(1), checkpoint_id=path).result()
+    state = weights(2)
+    if rank == 1:
+        state["large"] = torch.zeros(2 << 20)
+    error = torch_ckpt.async_save(state, checkpoint_id=path).exception()
+    assert isinstance(error, OSError) and error.errno == 28, repr(error)
+    assert "rank 1" in str(error) and path in error.filename, error
+    target = weights(-1)
+    torch_ckpt.load(target, checkpoint_id=path)
+    assert target["step"] == 1 and (target["w"] == 1).all()
+    torch_ckpt.async_save(weights(3), checkpoint_id=path).result()
+    print("all well", os.listdir(folder + "/disk"), flush=True)
+    """
+    try:
+        for trainer in [Trainer(tmp_path, program, rank, 2) for rank in range(2)]:
+            status, said = trainer.end()
+            assert status == 0 and "all well ['c']" in said, said
+        assert loads(disk / "c", 3)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
