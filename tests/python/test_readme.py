@@ -30,7 +30,7 @@ def run(arguments: list[str], folder: Path) -> str:
 
 def test_the_examples_run(folder: Path) -> None:
     python = [text for language, text in EXAMPLES if language == "python"]
-    assert len(python) == 2
+    assert len(python) == 3
     assert "VerifyReport(files=" in run([sys.executable, "-c", python[0]], folder)
     run([sys.executable, "-c", python[1]], folder)
     assert (folder / "model" / "model-00001-of-00001.safetensors").exists()
@@ -64,6 +64,7 @@ def test_every_argument_is_told() -> None:
         torch_ckpt.save,
         torch_ckpt.async_save,
         torch_ckpt.load,
+        torch_ckpt.PinnedMemoryStager,
     ):
         for name in inspect.signature(item).parameters:
             assert f"`{name}`" in README or name in ("state_dict", "options"), name
