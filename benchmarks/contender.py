@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,7 @@ class Contender:
     name: str
     role: Role
     run: Callable[[], Timing | None]
-    """Does the job. A limit returns the timing that its own program took."""
+    """Does the job. What works in another process returns the timing that was taken there."""
     before: Callable[[], None] = nothing
     check: Callable[[], None] = nothing
     """Called after ``run`` in round 1; raises if the bytes are not the right ones."""
@@ -33,6 +33,19 @@ class Contender:
     nesting: str = "-"
     skip: str = ""
     """Why this contender cannot run here; empty if it can."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A number of each run that a row reports in place of the usual ones; less is better."""
+
+    key: str
+    """Its key in :attr:`benchmarks.program.Timing.figures`."""
+    title: str
+    worst: bool = False
+    """Show the worst round too."""
+    compared: bool = False
+    """Show how many times less ours are than the rivals."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +60,10 @@ class Row:
     """The name of the contender that is the physical limit of this job; empty if none."""
     per_tensor: bool = False
     """Show microseconds per tensor, less the limit's own if there is one, instead of GB/s."""
+    figures: Sequence[Figure] = ()
+    """What the table shows in place of rates, if anything."""
+    memory: int = 3
+    """Touch this many times ``bytes`` before a run, if memory is to be touched."""
     close: Callable[[], None] = nothing
 
 

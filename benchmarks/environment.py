@@ -26,6 +26,7 @@ def describe(directory: Path) -> dict[str, str]:
         "Python": platform.python_version(),
         "torch": version("torch"),
         "safetensors": version("safetensors"),
+        "torch_checkpointing": version("torch_checkpointing"),
         "torch_ckpt": f"{version('torch_ckpt')}, commit {commit()}",
     }
 

@@ -10,6 +10,7 @@
 //   limits read_warm THREADS FILE...   page cache into faulted huge pages
 //   limits touch BYTES                 touch and free memory; nothing timed
 //   limits watch PID                   see Watch below
+//   limits watch_tree PID              the same with all that PID has started
 //
 // The timed commands print one line of JSON:
 //   {"seconds": S, "cpu_seconds": C, "bytes": N}
@@ -28,11 +29,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -312,25 +315,67 @@ size_t UsedMemory(const std::string& status_path) {
   return kibibytes << 10;
 }
 
+// Adds the processes that `pid` has started, and those that these have, without
+// this one. What ends meanwhile is left out.
+void AddDescendants(const std::string& pid, std::vector<std::string>& found) {
+  const std::string self = std::to_string(getpid());
+  std::error_code ended;
+  // A child belongs to the thread that started it.
+  for (std::filesystem::directory_iterator task("/proc/" + pid + "/task",
+                                                ended);
+       !ended && task != std::filesystem::directory_iterator();
+       task.increment(ended)) {
+    std::ifstream children(task->path() / "children");
+    for (std::string child; children >> child;) {
+      if (child == self) continue;
+      found.push_back(child);
+      AddDescendants(child, found);
+    }
+  }
+}
+
+// Kibibytes of the lines of `path` that begin with `name`, in bytes; 0 if the
+// file is gone.
+size_t Field(const std::string& path, const std::string& name) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind(name, 0) == 0) {
+      return std::stoul(line.substr(name.size())) << 10;
+    }
+  }
+  return 0;
+}
+
+// Anonymous memory of process `pid` and its descendants, and the shared memory
+// of the machine: a segment may be mapped by several of them, or by none.
+size_t UsedMemoryOfTree(const std::string& pid) {
+  std::vector<std::string> processes = {pid};
+  AddDescendants(pid, processes);
+  size_t used = Field("/proc/meminfo", "Shmem:");
+  for (const std::string& process : processes) {
+    used += Field("/proc/" + process + "/status", "RssAnon:");
+  }
+  return used;
+}
+
 // Follows the memory of process `pid` from outside, since a thread inside it
 // would wait for the interpreter lock that a rival holds while it copies.
 // "b\n" on stdin begins a watch and is answered with the bytes in use;
 // "e\n" ends it and is answered with the largest use seen, every 5 ms, since
-// then. The end of stdin ends the program.
-void Watch(const std::string& pid) {
-  const std::string path = "/proc/" + pid + "/status";
+// then. The end of stdin ends the program. `used` looks.
+void Watch(const std::function<size_t()>& used) {
   size_t peak = 0;
   bool watching = false;
   struct pollfd input = {STDIN_FILENO, POLLIN, 0};
   while (true) {
     const int ready = poll(&input, 1, watching ? 5 : -1);
     if (ready < 0 && errno != EINTR) Fail("poll");
-    if (watching) peak = std::max(peak, UsedMemory(path));
+    if (watching) peak = std::max(peak, used());
     if (ready <= 0) continue;
     char command[2];
     if (read(STDIN_FILENO, command, sizeof(command)) <= 0) return;
     watching = command[0] == 'b';
-    if (watching) peak = UsedMemory(path);
+    if (watching) peak = used();
     std::printf("%zu\n", peak);
     std::fflush(stdout);
   }
@@ -355,7 +400,13 @@ void Run(const std::vector<std::string>& words) {
   if (command == "read_cold") return MeasureReadCold(rest(1));
   if (command == "read_warm") return MeasureReadWarm(number(1), rest(2));
   if (command == "touch") return Memory(number(1), true).Touch();
-  if (command == "watch") return Watch(words.at(1));
+  if (command == "watch") {
+    const std::string path = "/proc/" + words.at(1) + "/status";
+    return Watch([&] { return UsedMemory(path); });
+  }
+  if (command == "watch_tree") {
+    return Watch([&] { return UsedMemoryOfTree(words.at(1)); });
+  }
   throw std::runtime_error("unknown command " + command);
 }
 

@@ -26,6 +26,8 @@ class Measurement:
     extra_memory: int
     """Peak of anonymous and shared memory above the start, in bytes; without the page cache.
     0 for limits, which run in another process."""
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What else a run in another process has measured."""
 
 
 def memory_in_use(watcher: MemoryWatcher) -> int:
@@ -57,7 +59,9 @@ def measure(
     machine = _machine_cpu_seconds() - start_machine
     peak = watcher.end()
     if timing is not None:
-        return Measurement(timing.seconds, timing.bytes, timing.cpu_seconds, timing.cpu_seconds, 0)
+        cpu = timing.cpu_seconds
+        extra, figures = timing.extra_memory, timing.figures
+        return Measurement(timing.seconds, timing.bytes, cpu, cpu, extra, figures)
     return Measurement(seconds, bytes_, cpu, machine, max(0, peak - start_memory))
 
 

@@ -19,11 +19,14 @@ class LimitsError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What one run took: seconds of wall clock, CPU seconds, bytes moved."""
+    """What one run in another process took: seconds of wall clock, CPU seconds, bytes moved."""
 
     seconds: float
     cpu_seconds: float
     bytes: int
+    extra_memory: int = 0
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What else was measured, for rows that report it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +81,14 @@ class LimitsProgram:
 class MemoryWatcher:
     """Finds the peak of this process's anonymous and shared memory, sampled from outside.
 
-    A context manager. Not for use by several threads.
+    With ``tree`` that of its descendants is added, and shared memory is that of the machine,
+    which counts what several processes share once. A context manager. Not for use by several
+    threads.
     """
 
-    def __init__(self, program: LimitsProgram) -> None:
+    def __init__(self, program: LimitsProgram, tree: bool = False) -> None:
         self._process = subprocess.Popen(
-            [str(program.path), "watch", str(os.getpid())],
+            [str(program.path), "watch_tree" if tree else "watch", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -96,6 +101,11 @@ class MemoryWatcher:
         self._pipe(self._process.stdin).close()
         self._process.wait()
         self._pipe(self._process.stdout).close()
+
+    @property
+    def pid(self) -> int:
+        """The process that watches."""
+        return self._process.pid
 
     def begin(self) -> int:
         """Starts a watch; returns the bytes in use now."""

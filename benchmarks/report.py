@@ -48,14 +48,45 @@ def _contender_line(row: RowSummary, contender: ContenderSummary) -> list[str]:
     return [*line, number(contender.machine_cpu), number(contender.extra_memory / 1e9)]
 
 
-def ratio_cells(row: RowSummary) -> Cells:
+def figure_cells(row: RowSummary) -> Cells:
+    """One line per contender, for rows that report figures of their own."""
+    bounded = {
+        key
+        for contender in row.contenders
+        for key, found in contender.figures.items()
+        if found.of_limit is not None
+    }
+    head = ["contender"]
+    for figure in row.figures:
+        head.append(figure.title)
+        head += ["of limit"] if figure.key in bounded else []
+    lines = []
+    for contender in row.contenders:
+        line = [("limit: " if contender.role == "limit" else "") + contender.name]
+        for figure in row.figures:
+            found = contender.figures.get(figure.key)
+            line.append(_figure(found.spread, figure.worst) if found else "-")
+            if figure.key in bounded:
+                share = found.of_limit if found else None
+                line.append(f"{_percent(share.median)} ({_percent(share.worst)})" if share else "-")
+        lines.append(line)
+    return Cells(head, lines)
+
+
+def _figure(spread: Spread, worst: bool) -> str:
+    return _spread(spread, "") if worst else number(spread.median)
+
+
+def ratio_cells(row: RowSummary, figure: str = "") -> Cells:
     """How many times faster ours are: a line per rival, a column per contender of ours."""
-    ours = list(dict.fromkeys(ratio.ours for ratio in row.ratios))
+    ratios = [ratio for ratio in row.ratios if ratio.figure == figure]
+    ours = list(dict.fromkeys(ratio.ours for ratio in ratios))
     lines: dict[str, dict[str, Spread]] = {}
-    for ratio in row.ratios:
+    for ratio in ratios:
         lines.setdefault(ratio.rival, {})[ratio.ours] = ratio.times
+    said = f"{figure.replace('_', ' ')}: times less than" if figure else "times faster than"
     return Cells(
-        ["times faster than, median (worst)", *ours],
+        [f"{said}, median (worst)", *ours],
         [
             [rival, *(_spread(found.get(name), "x") for name in ours)]
             for rival, found in lines.items()
@@ -80,6 +111,16 @@ def _spread(spread: Spread | None, unit: str) -> str:
     return f"{number(spread.median)}{unit} ({number(spread.worst)}{unit})"
 
 
+def tables(row: RowSummary) -> list[Cells]:
+    """The tables of a row that have lines: of the contenders first, then of the ratios."""
+    if row.figures:
+        compared = [figure.key for figure in row.figures if figure.compared]
+        found = [figure_cells(row), *(ratio_cells(row, key) for key in compared)]
+    else:
+        found = [contender_cells(row), ratio_cells(row)]
+    return [cells for cells in found if cells.lines]
+
+
 def heading(row: RowSummary) -> str:
     """Title and size of a row."""
     size = f"{row.tensors:,} tensors, {row.bytes / 1e9:.3g} GB"
@@ -92,10 +133,9 @@ def print_report(console: Console, environment: Mapping[str, str], rows: list[Ro
         console.print(f"{key}: {value}", highlight=False, markup=False)
     for row in rows:
         console.print()
-        for cells in (contender_cells(row), ratio_cells(row)):
-            if cells.lines:
-                title = f"{row.name}: {heading(row)}" if cells.head[0] == "contender" else None
-                console.print(_rich_table(cells, title))
+        for cells in tables(row):
+            title = f"{row.name}: {heading(row)}" if cells.head[0] == "contender" else None
+            console.print(_rich_table(cells, title))
         for line in row.missing:
             console.print(line, style="yellow", highlight=False, markup=False)
 
@@ -124,7 +164,7 @@ def markdown(
     for row in rows:
         parts.append(f"## {row.name}, memory {row.memory}")
         parts.append(f"{heading(row)}.")
-        parts += [_markdown_table(c) for c in (contender_cells(row), ratio_cells(row)) if c.lines]
+        parts += [_markdown_table(cells) for cells in tables(row)]
         parts += [f"- {line}" for line in row.missing]
     return "\n\n".join(parts) + "\n"
 

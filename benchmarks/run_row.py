@@ -82,12 +82,12 @@ def _run_once(
 
 
 def _touch(context: Context, row: Row) -> None:
-    """Makes the host back enough free memory for any contender: three times the row's bytes.
+    """Makes the host back enough free memory for any contender.
 
     Only memory that is free now, so that the page cache of a warm row stays.
     """
     free = environment.memory_field("MemFree")
-    context.program.touch(min(3 * row.bytes, free * 9 // 10))
+    context.program.touch(min(row.memory * row.bytes, free * 9 // 10))
 
 
 def _row_record(name: str, memory: Memory, row: Row) -> Record:
@@ -100,6 +100,7 @@ def _row_record(name: str, memory: Memory, row: Row) -> Record:
         "tensors": row.tensors,
         "limit": row.limit,
         "per_tensor": row.per_tensor,
+        "figures": [dataclasses.asdict(figure) for figure in row.figures],
     }
 
 

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from benchmarks.contender import Figure
+
 Record = dict[str, Any]
 
 
@@ -23,6 +25,15 @@ class Spread:
         """The spread of one value per round, in order."""
         worst = max(values) if lower_is_better else min(values)
         return cls(statistics.median(values), worst, values[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class FigureSummary:
+    """One figure of one contender."""
+
+    spread: Spread
+    of_limit: Spread | None
+    """The limit's figure divided by this one; None where the limit has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +54,8 @@ class ContenderSummary:
     """The same of the whole machine."""
     extra_memory: int
     """Bytes; the most of all rounds, because memory that is kept is only new once."""
+    figures: dict[str, FigureSummary]
+    """By the keys of the row's figures, as far as this contender has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +65,8 @@ class Ratio:
     ours: str
     rival: str
     times: Spread
+    figure: str = ""
+    """The figure that is so many times less; empty for the rate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +80,7 @@ class RowSummary:
     tensors: int
     limit: str
     per_tensor: bool
+    figures: list[Figure]
     contenders: list[ContenderSummary]
     ratios: list[Ratio]
     missing: list[str]
@@ -84,6 +100,7 @@ def _summarise_row(records: list[Record]) -> RowSummary:
     row = next((record for record in records if record["kind"] == "row"), None)
     if row is None:  # its process ended before the row was built
         row = {"title": records[0]["row"], "bytes": 0, "tensors": 0, "limit": "", "per_tensor": 0}
+        row["figures"] = []
     rounds: dict[str, dict[int, Record]] = {}
     missing, failures = [], 0
     for record in records:
@@ -96,6 +113,8 @@ def _summarise_row(records: list[Record]) -> RowSummary:
     contenders = [
         _summarise_contender(list(measured.values()), limit, row) for measured in rounds.values()
     ]
+    figures = [Figure(**figure) for figure in row["figures"]]
+    compared = [figure.key for figure in figures if figure.compared] if figures else [""]
     order = {"rival": 0, "ours": 1, "limit": 2}
     contenders.sort(key=lambda contender: order[contender.role])
     return RowSummary(
@@ -106,8 +125,9 @@ def _summarise_row(records: list[Record]) -> RowSummary:
         tensors=row["tensors"],
         limit=row["limit"],
         per_tensor=bool(row["per_tensor"]),
+        figures=figures,
         contenders=contenders,
-        ratios=_ratios(contenders, rounds),
+        ratios=[ratio for key in compared for ratio in _ratios(contenders, rounds, key)],
         missing=missing,
         failures=failures,
     )
@@ -148,7 +168,24 @@ def _summarise_contender(
         cpu=cpu("cpu_seconds"),
         machine_cpu=cpu("machine_cpu_seconds"),
         extra_memory=max(record["extra_memory"] for record in measured),
+        figures={
+            figure["key"]: _summarise_figure(figure["key"], measured, paired)
+            for figure in row["figures"]
+            if figure["key"] in first["figures"]
+        },
     )
+
+
+def _summarise_figure(
+    key: str, measured: list[Record], paired: list[tuple[Record, Record]]
+) -> FigureSummary:
+    parts = [
+        bound["figures"][key] / record["figures"][key]
+        for record, bound in paired
+        if key in bound["figures"] and record is not bound
+    ]
+    values = [record["figures"][key] for record in measured]
+    return FigureSummary(Spread.of(values, True), Spread.of(parts) if parts else None)
 
 
 def rate(record: Record) -> float:
@@ -157,13 +194,16 @@ def rate(record: Record) -> float:
 
 
 def _ratios(
-    contenders: list[ContenderSummary], rounds: dict[str, dict[int, Record]]
+    contenders: list[ContenderSummary], rounds: dict[str, dict[int, Record]], figure: str
 ) -> list[Ratio]:
+    def speed(record: Record) -> float:
+        return 1 / float(record["figures"][figure]) if figure else rate(record)
+
     ratios = []
     for ours in (contender.name for contender in contenders if contender.role == "ours"):
         for rival in (contender.name for contender in contenders if contender.role == "rival"):
             both = sorted(rounds[ours].keys() & rounds[rival].keys())
             if both:
-                times = [rate(rounds[ours][i]) / rate(rounds[rival][i]) for i in both]
-                ratios.append(Ratio(ours, rival, Spread.of(times)))
+                times = [speed(rounds[ours][i]) / speed(rounds[rival][i]) for i in both]
+                ratios.append(Ratio(ours, rival, Spread.of(times), figure))
     return ratios

@@ -1,0 +1,181 @@
+"""Every way to save in the background that the async rows compare.
+
+A contender is named by a string, because its save runs in another process, see
+:mod:`benchmarks.async_trainer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+    async_save,
+)
+
+from benchmarks import rivals, row_save, states
+from benchmarks.contender import Role
+
+Save = Callable[[states.State, Path], Future[Any] | AsyncSaveResponse]
+Read = Callable[[Path, states.State], states.State]
+
+THREAD = AsyncCheckpointerType.THREAD
+PROCESS = AsyncCheckpointerType.PROCESS
+
+# Stock's DefaultStager() asserts that there is an accelerator, so the options are spelled out.
+PLAIN = StagingOptions(
+    use_pinned_memory=False,
+    use_shared_memory=False,
+    use_async_staging=False,
+    use_non_blocking_copy=False,
+)
+SHARED = dataclasses.replace(PLAIN, use_shared_memory=True, use_async_staging=True)
+
+
+def read_safetensors(path: Path, sample: states.State) -> states.State:
+    """The sampled tensors from safetensors files."""
+    return rivals.read_safetensors(path, sample)
+
+
+@dataclasses.dataclass(frozen=True)
+class AsyncContender:
+    """One way to save in the background."""
+
+    role: Role
+    make: Callable[[contextlib.ExitStack], Save]
+    """Called once in a trainer: what is made here, such as a stager, serves all of its saves and
+    is closed with the stack."""
+    read: Read = read_safetensors
+    """The sampled tensors of a checkpoint."""
+    skip: str = ""
+
+
+def stock(writer: Callable[[Path], Any], kind: AsyncCheckpointerType, stager: Any = None) -> Any:
+    """dcp.async_save with a stager that is kept, or with the one that it takes when given none."""
+
+    def make(closing: contextlib.ExitStack) -> Save:
+        made = None if stager is None else stager()
+        if made is not None:
+            closing.callback(made.close)
+        return lambda state, path: async_save(
+            state,
+            storage_writer=writer(path),
+            async_stager=made,
+            async_checkpointer_type=kind,
+        )
+
+    return make
+
+
+def ours(stager: Callable[[], Any] | None = None, **options: Any) -> Any:
+    """torch_ckpt.async_save with a stager that is kept, or with its own."""
+
+    def make(closing: contextlib.ExitStack) -> Save:
+        kept = dict(options)
+        if stager is not None:
+            kept["async_stager"] = stager()
+            closing.callback(kept["async_stager"].close)
+        save: Save = rivals.ours("async_save")
+        return lambda state, path: save(state, checkpoint_id=str(path), **kept)
+
+    return make
+
+
+def our_writer(path: Path) -> Any:
+    """Our writer for the stock calls."""
+    return rivals.ours("HuggingFaceStorageWriter")(str(path))
+
+
+def our_stager(*options: StagingOptions) -> Any:
+    """Our stager; it overlaps with the trainer unless told otherwise."""
+    return rivals.ours("PinnedMemoryStager")(*options)
+
+
+def stock_hf_writer(path: Path) -> Any:
+    """Stock's writer of safetensors."""
+    return HuggingFaceStorageWriter(str(path))
+
+
+def stock_fs_writer(path: Path) -> Any:
+    """Stock's writer of its own format, with the threads that make it fastest."""
+    return FileSystemWriter(path, thread_count=2)
+
+
+def torch_checkpointing(closing: contextlib.ExitStack) -> Save:
+    """Its manager; its files are of the same format as ours."""
+    import torch_checkpointing as package
+    from torch_checkpointing.checkpoint_layout import LayoutInfo, SafetensorsSerialization
+    from torch_checkpointing.config import AsyncCheckpointSaverConfig
+    from torch_checkpointing.staging import CheckpointStagerConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    layout = LayoutInfo("model.safetensors", SafetensorsSerialization())
+    manager = package.CheckpointManager(
+        package.CheckpointManager.Config(
+            items={"model": package.ItemSpec(layout=layout)},
+            # Its call returns no future of the staging, so that staging is done when it returns.
+            save=AsyncCheckpointSaverConfig(
+                staging_config=CheckpointStagerConfig(use_async_staging=False)
+            ),
+            # Its direct writes are not aligned, and file systems refuse them.
+            storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+        )
+    )
+    closing.callback(manager.close)
+
+    def save(state: states.State, path: Path) -> Future[Any]:
+        future: Future[Any] = manager.save(str(path), {"model": state})
+        return future
+
+    return save
+
+
+def why_not_torch_checkpointing() -> str:
+    """Why that rival cannot run; empty if it is installed."""
+    try:
+        importlib.metadata.version("torch_checkpointing")
+    except importlib.metadata.PackageNotFoundError:
+        return "torch_checkpointing is not installed; pip install torch_checkpointing==0.1.1"
+    return ""
+
+
+def contenders() -> dict[str, AsyncContender]:
+    """All of them by name, in the order of the report."""
+    found: dict[str, AsyncContender] = {}
+    for kind in (THREAD, PROCESS):
+        for format_, writer in (("HF", stock_hf_writer), ("FS", stock_fs_writer)):
+            read = read_safetensors if format_ == "HF" else row_save.read_file_system
+            for staged, stager in (
+                ("the writer stages", None),
+                ("DefaultStager", lambda: DefaultStager(PLAIN)),
+                ("DefaultStager, shared, async", lambda: DefaultStager(SHARED)),
+            ):
+                if kind is PROCESS and staged == "DefaultStager":
+                    continue  # its tensors are copied to shared memory then, as the writer's are
+                name = f"DCP {format_} {kind.name}, {staged}"
+                found[name] = AsyncContender("rival", stock(writer, kind, stager), read)
+    found["torch_checkpointing, PROCESS"] = AsyncContender(
+        "rival", torch_checkpointing, skip=why_not_torch_checkpointing()
+    )
+    skip = rivals.why_not_ours("async_save", "HuggingFaceStorageWriter", "PinnedMemoryStager")
+    for name, make in {
+        "ours, async_save": ours(),
+        "ours, kept stager": ours(lambda: our_stager(PLAIN)),
+        "ours, kept stager, overlapped": ours(our_stager),
+        "ours, writer and stager for dcp.async_save": stock(
+            our_writer, THREAD, lambda: our_stager(PLAIN)
+        ),
+        "ours, async_save PROCESS": ours(async_checkpointer_type=PROCESS),
+    }.items():
+        found[name] = AsyncContender("ours", make, skip=skip)
+    return found
