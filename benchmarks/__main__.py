@@ -22,7 +22,7 @@ from benchmarks.summary import summarise
 
 RESULTS = environment.REPOSITORY / "docs" / "benchmark_results.md"
 SPACE_AT_FULL_SIZE = 16 << 30  # four inputs of a load row, one output, the limits' files
-WIDTH = 150
+WIDTH = 190
 Number = TypeVar("Number", int, float)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -27,6 +28,7 @@ from benchmarks import rivals, row_save, states
 from benchmarks.contender import Role
 
 Save = Callable[[states.State, Path], Future[Any] | AsyncSaveResponse]
+Make = Callable[[contextlib.ExitStack], Save]
 Read = Callable[[Path, states.State], states.State]
 
 THREAD = AsyncCheckpointerType.THREAD
@@ -39,7 +41,7 @@ PLAIN = StagingOptions(
     use_async_staging=False,
     use_non_blocking_copy=False,
 )
-SHARED = dataclasses.replace(PLAIN, use_shared_memory=True, use_async_staging=True)
+ASYNC = dataclasses.replace(PLAIN, use_shared_memory=True, use_async_staging=True)
 
 
 def read_safetensors(path: Path, sample: states.State) -> states.State:
@@ -52,7 +54,7 @@ class AsyncContender:
     """One way to save in the background."""
 
     role: Role
-    make: Callable[[contextlib.ExitStack], Save]
+    make: Make
     """Called once in a trainer: what is made here, such as a stager, serves all of its saves and
     is closed with the stack."""
     read: Read = read_safetensors
@@ -60,8 +62,12 @@ class AsyncContender:
     skip: str = ""
 
 
-def stock(writer: Callable[[Path], Any], kind: AsyncCheckpointerType, stager: Any = None) -> Any:
-    """dcp.async_save with a stager that is kept, or with the one that it takes when given none."""
+def stock(
+    writer: Callable[[Path], Any],
+    kind: AsyncCheckpointerType,
+    stager: Callable[[], Any] | None = None,
+) -> Make:
+    """dcp.async_save with a stager that is kept, or with the writer's own, as by default."""
 
     def make(closing: contextlib.ExitStack) -> Save:
         made = None if stager is None else stager()
@@ -77,7 +83,7 @@ def stock(writer: Callable[[Path], Any], kind: AsyncCheckpointerType, stager: An
     return make
 
 
-def ours(stager: Callable[[], Any] | None = None, **options: Any) -> Any:
+def ours(stager: Callable[[], Any] | None = None, **options: Any) -> Make:
     """torch_ckpt.async_save with a stager that is kept, or with its own."""
 
     def make(closing: contextlib.ExitStack) -> Save:
@@ -85,7 +91,7 @@ def ours(stager: Callable[[], Any] | None = None, **options: Any) -> Any:
         if stager is not None:
             kept["async_stager"] = stager()
             closing.callback(kept["async_stager"].close)
-        save: Save = rivals.ours("async_save")
+        save = rivals.ours("async_save")
         return lambda state, path: save(state, checkpoint_id=str(path), **kept)
 
     return make
@@ -155,27 +161,26 @@ def contenders() -> dict[str, AsyncContender]:
     for kind in (THREAD, PROCESS):
         for format_, writer in (("HF", stock_hf_writer), ("FS", stock_fs_writer)):
             read = read_safetensors if format_ == "HF" else row_save.read_file_system
-            for staged, stager in (
-                ("the writer stages", None),
-                ("DefaultStager", lambda: DefaultStager(PLAIN)),
-                ("DefaultStager, shared, async", lambda: DefaultStager(SHARED)),
-            ):
-                if kind is PROCESS and staged == "DefaultStager":
-                    continue  # its tensors are copied to shared memory then, as the writer's are
-                name = f"DCP {format_} {kind.name}, {staged}"
-                found[name] = AsyncContender("rival", stock(writer, kind, stager), read)
-    found["torch_checkpointing, PROCESS"] = AsyncContender(
+            name = f"DCP {format_} {kind.name}"
+            found[name] = AsyncContender("rival", stock(writer, kind), read)
+            for kept, options in (("kept stager", PLAIN), ("kept async stager", ASYNC)):
+                if kind is PROCESS and options is PLAIN:
+                    continue  # what it stages is copied again into shared memory, as without it
+                stager = functools.partial(DefaultStager, options)
+                made = AsyncContender("rival", stock(writer, kind, stager), read)
+                found[f"{name}, {kept}"] = made
+    found["torch_checkpointing"] = AsyncContender(
         "rival", torch_checkpointing, skip=why_not_torch_checkpointing()
     )
     skip = rivals.why_not_ours("async_save", "HuggingFaceStorageWriter", "PinnedMemoryStager")
     for name, make in {
         "ours, async_save": ours(),
         "ours, kept stager": ours(lambda: our_stager(PLAIN)),
-        "ours, kept stager, overlapped": ours(our_stager),
-        "ours, writer and stager for dcp.async_save": stock(
+        "ours, kept async stager": ours(our_stager),
+        "ours, kept stager for dcp.async_save": stock(
             our_writer, THREAD, lambda: our_stager(PLAIN)
         ),
-        "ours, async_save PROCESS": ours(async_checkpointer_type=PROCESS),
+        "ours, PROCESS": ours(async_checkpointer_type=PROCESS),
     }.items():
         found[name] = AsyncContender("ours", make, skip=skip)
     return found

@@ -45,7 +45,8 @@ class Figure:
     worst: bool = False
     """Show the worst round too."""
     compared: bool = False
-    """Show how many times less ours are than the rivals."""
+    """Show the limit's part of it, if the limit has it, and how many times less ours are than
+    the rivals'. It must be more than zero."""
 
 
 @dataclasses.dataclass(frozen=True)

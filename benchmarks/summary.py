@@ -33,7 +33,7 @@ class FigureSummary:
 
     spread: Spread
     of_limit: Spread | None
-    """The limit's figure divided by this one; None where the limit has none."""
+    """The limit's figure divided by this one; None where it is not compared."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _summarise_contender(
         machine_cpu=cpu("machine_cpu_seconds"),
         extra_memory=max(record["extra_memory"] for record in measured),
         figures={
-            figure["key"]: _summarise_figure(figure["key"], measured, paired)
+            figure["key"]: _summarise_figure(figure, measured, paired)
             for figure in row["figures"]
             if figure["key"] in first["figures"]
         },
@@ -177,12 +177,13 @@ def _summarise_contender(
 
 
 def _summarise_figure(
-    key: str, measured: list[Record], paired: list[tuple[Record, Record]]
+    figure: Record, measured: list[Record], paired: list[tuple[Record, Record]]
 ) -> FigureSummary:
+    key = figure["key"]
     parts = [
         bound["figures"][key] / record["figures"][key]
         for record, bound in paired
-        if key in bound["figures"] and record is not bound
+        if figure["compared"] and key in bound["figures"] and record is not bound
     ]
     values = [record["figures"][key] for record in measured]
     return FigureSummary(Spread.of(values, True), Spread.of(parts) if parts else None)

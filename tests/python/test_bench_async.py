@@ -1,0 +1,275 @@
+"""The benchmarks of background saves at tiny sizes: every contender runs, wrong bytes are found,
+figures mean what they say.
+
+No test looks at how long anything took.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import benchmarks.rows  # noqa: E402, F401
+from benchmarks import bench_async, environment, processes, states  # noqa: E402
+from benchmarks.async_contenders import contenders  # noqa: E402
+from benchmarks.async_trainer import SHAPES, time_save  # noqa: E402
+from benchmarks.contender import ROWS, Contender, Context, Figure, Row  # noqa: E402
+from benchmarks.program import LimitsProgram, MemoryWatcher, Timing  # noqa: E402
+from benchmarks.report import figure_cells, markdown, ratio_cells  # noqa: E402
+from benchmarks.run_row import run_row  # noqa: E402
+from benchmarks.summary import summarise  # noqa: E402
+from benchmarks.trainer import Pace, Trainer  # noqa: E402
+
+SCALE = 0.0005
+ROW_NAMES = ["async_llama", "async_experts", "async_lora"]
+REFUSED = "Invalid argument"  # what O_DIRECT gets where the file system has none
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> LimitsProgram:
+    return LimitsProgram.build(tmp_path_factory.mktemp("program"))
+
+
+@pytest.fixture
+def context(program: LimitsProgram, tmp_path: Path) -> Context:
+    work = tmp_path / "work"
+    work.mkdir()
+    return Context(work, SCALE, program)
+
+
+def run(name: str, context: Context, rounds: int = 1) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
+    run_row(name, context, "as-is", rounds, records.append)
+    return records
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(3))
+def test_every_contender_runs_and_leaves_nothing(
+    number: int, context: Context, monkeypatch: Any
+) -> None:
+    # Each starts a process that imports torch, so every contender runs in one of the rows only.
+    name, build = ROW_NAMES[number], ROWS[ROW_NAMES[number]]
+
+    def some(context: Context) -> Row:
+        row = build(context)
+        kept = [c for i, c in enumerate(row.contenders) if i % 3 == number or c.role == "limit"]
+        return dataclasses.replace(row, contenders=kept)
+
+    monkeypatch.setitem(ROWS, name, some)
+    records = run(name, context)
+    failed = [
+        record
+        for record in records
+        if record["kind"] == "failed"
+        and not (record["role"] == "limit" and REFUSED in record["reason"])
+    ]
+    assert failed == []
+    measured = [record for record in records if record["kind"] == "measured"]
+    assert any(record["role"] == "ours" for record in measured)
+    for record in measured:
+        if record["role"] != "limit":
+            assert record["figures"].keys() == {figure.key for figure in bench_async.FIGURES}
+            assert 0 < record["figures"]["call"] <= record["figures"]["blocking"]
+            assert record["figures"]["blocking"] <= record["figures"]["durable"]
+            assert record["figures"]["memory"] > 0
+    assert list(context.directory.iterdir()) == []
+    assert "| blocking ms |" in markdown({}, 1, "", summarise(records))
+
+
+def contender_of(row: Row, name: str) -> Contender:
+    return next(contender for contender in row.contenders if contender.name == name)
+
+
+@pytest.mark.slow
+def test_wrong_bytes_fail_the_check(context: Context) -> None:
+    found = contender_of(ROWS["async_lora"](context), "ours, async_save")
+    if found.skip:
+        pytest.skip(found.skip)
+    found.before()
+    found.run()
+    found.check()
+    (saved,) = (context.directory / "training").rglob("*.safetensors")
+    with open(saved, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    with pytest.raises(ValueError, match="other bytes"):
+        found.check()
+    found.after()
+
+
+@pytest.mark.slow
+def test_a_trainer_that_fails_says_why(context: Context) -> None:
+    found = contender_of(ROWS["async_lora"](context), "DCP FS THREAD")
+    (context.directory / "training").write_text("")  # a file where the directory should be
+    with pytest.raises(bench_async.TrainerError, match="training"):
+        found.run()
+
+
+def test_rivals_that_are_not_installed_say_so() -> None:
+    found = contenders()["torch_checkpointing"]
+    installed = environment.version("torch_checkpointing") != "not installed"
+    assert installed or "pip install torch_checkpointing" in found.skip
+
+
+def test_states_have_the_sizes_they_claim() -> None:
+    lora = states.lora_1b(1.0)
+    assert len(lora) == 224
+    assert round(states.total_bytes(lora, torch.bfloat16) / 1e6, 1) == 22.5
+    assert {f"async_{name}" for name in SHAPES} == set(ROW_NAMES)
+
+
+class ScriptedTrainer(Trainer):
+    """Steps whose seconds are given; each may do something first."""
+
+    def __init__(self, steps: list[tuple[float, Any]]) -> None:
+        self._steps = iter(steps)
+
+    def step(self) -> float:
+        seconds, first = next(self._steps)
+        first()
+        return seconds
+
+
+def test_figures_of_a_save(tmp_path: Path) -> None:
+    upload: Future[Any] = Future()
+    synced = threading.Event()
+    order: list[str] = []
+
+    def finish() -> None:
+        order.append("upload")
+        upload.set_result(None)
+        assert synced.wait(60)
+
+    def sync(path: Path) -> None:
+        order.append(f"sync {path.name}")
+        synced.set()
+
+    # The trainer may look again before the end is known, so there are steps to spare.
+    spare = [(0.01, lambda: None)] * 100_000
+    trainer = ScriptedTrainer([(0.02, lambda: None), (0.05, finish), *spare])
+    cpu = iter([10.0, 12.0])
+    pace = Pace(seconds=0.01, cpu_seconds=0.0)
+    found = time_save(
+        lambda state, path: upload, {}, tmp_path / "c", trainer, pace, sync, lambda: next(cpu)
+    )
+    assert order == ["upload", "sync c"]
+    assert found.lost == pytest.approx(0.05) and found.worst_step == pytest.approx(5)
+    assert found.cpu == 2.0
+    assert 0 < found.call <= found.blocking <= found.durable
+
+
+def test_training_waits_for_staging(tmp_path: Path) -> None:
+    staging: Future[None] = Future()
+    upload: Future[None] = Future()
+
+    def step() -> None:
+        assert staging.done()
+        if not upload.done():
+            upload.set_result(None)
+
+    def save(state: Any, path: Path) -> AsyncSaveResponse:
+        threading.Timer(0.05, lambda: staging.set_result(None)).start()
+        return AsyncSaveResponse(staging_completion=staging, upload_completion=upload)
+
+    trainer = ScriptedTrainer([(0.01, step)] * 100_000)
+    pace = Pace(0.01, 0.01)
+    found = time_save(save, {}, tmp_path, trainer, pace, lambda path: None, lambda: 0.0)
+    assert found.call < found.blocking
+    assert found.cpu < 0  # the steps' own is taken off
+
+
+def test_a_save_that_fails_is_heard(tmp_path: Path) -> None:
+    upload: Future[None] = Future()
+    upload.set_exception(OSError("disk full"))
+    trainer = ScriptedTrainer([(0.01, lambda: None)] * 100_000)
+    with pytest.raises(OSError, match="disk full"):
+        time_save(lambda *_: upload, {}, tmp_path, trainer, Pace(1, 1), lambda _: None, lambda: 0.0)
+
+
+BURN = """
+import sys, time
+while time.process_time() < 0.3: pass
+held = bytearray(64 << 20); held[::4096] = b"x" * (len(held) // 4096)
+print("done", flush=True); sys.stdin.read()
+"""
+
+
+def test_children_count(program: LimitsProgram) -> None:
+    with MemoryWatcher(program, tree=True) as watcher:
+        before = processes.cpu_seconds(without=watcher.pid)
+        memory = watcher.begin()
+        child = subprocess.Popen(
+            [sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert child.stdout is not None and child.stdin is not None
+        assert child.stdout.readline() == b"done\n"
+        assert watcher.end() - memory > 60 << 20
+        running = processes.cpu_seconds(without=watcher.pid) - before
+        assert running >= 0.3
+        assert processes.cpu_seconds(without=child.pid) - before < running
+        child.communicate()
+        assert processes.cpu_seconds(without=watcher.pid) - before >= running  # ended, not lost
+
+
+def figure_row(context: Context, monkeypatch: Any) -> list[dict[str, Any]]:
+    """Two rounds of a rival, ours and a limit whose figures are known."""
+
+    def made(name: str, role: Any, blocking: list[float], **more: float) -> Contender:
+        values = iter(blocking)
+        return Contender(
+            name=name,
+            role=role,
+            run=lambda: Timing(1.0, 1.0, 10, 7, {"blocking": next(values), **more}),
+        )
+
+    row = Row(
+        title="fake",
+        bytes=10,
+        tensors=1,
+        contenders=[
+            made("slow", "rival", [8.0, 4.0], lost=3.0),
+            made("mine", "ours", [2.0, 2.0], lost=1.0),
+            made("machine", "limit", [1.0, 0.5]),
+        ],
+        limit="machine",
+        figures=(
+            Figure("blocking", "blocking ms", worst=True, compared=True),
+            Figure("lost", "lost ms"),
+        ),
+    )
+    monkeypatch.setitem(ROWS, "fake", lambda _: row)
+    return run("fake", context, rounds=2)
+
+
+def test_report_of_figures(context: Context, monkeypatch: Any) -> None:
+    records = figure_row(context, monkeypatch)
+    json.dumps(records)
+    (row,) = summarise(records)
+    cells = figure_cells(row)
+    assert cells.head == ["contender", "blocking ms", "of limit", "lost ms"]
+    assert cells.lines == [
+        ["slow", "6.00 (8.00)", "12% (12%)", "3.00"],
+        ["mine", "2.00 (2.00)", "38% (25%)", "1.00"],
+        ["limit: machine", "0.75 (1.00)", "-", "-"],
+    ]
+    ratios = ratio_cells(row, "blocking")
+    assert ratios.head == ["blocking: times less than, median (worst)", "mine"]
+    assert ratios.lines == [["slow", "3.00x (2.00x)"]]
+    text = markdown({}, 2, "", [row])
+    assert "| slow | 6.00 (8.00) |" in text and "GB/s" not in text
