@@ -195,6 +195,7 @@ def async_save(
     log = None if log_path is None else os.path.abspath(log_path)
     save = AsyncSave(SaveStats(os.fspath(where), rank, world_size, time.time()), on_failure, log)
     crosses = async_checkpointer_type is AsyncCheckpointerType.PROCESS
+    one: OneSaveStager | None = None
     try:
         # What two saves cannot use at a time.
         own_memory = isinstance(async_stager, PinnedMemoryStager | type(None))
@@ -225,6 +226,8 @@ def async_save(
             )
         )
     except BaseException as error:
+        if one is not None:
+            one.give_up(error)
         save.finish(None, error)
         if on_failure == "warn" and isinstance(error, Exception):
             return save

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -19,8 +20,9 @@ from torch_ckpt.errors import CheckpointError, ExhaustedError, with_rank
 class OneSaveStager(AsyncStager):
     """`inner` for one save.
 
-    - Stock's thread gets the state through a future that is done when the copy is, and all saves of
-      `earlier` are over: they use the same process group.
+    - Stock's thread gets the state through a future. It is done when the copy is, when all saves of
+      `earlier` are over, since they use the same process group, and when stock's call has returned:
+      the thread plans in Python, and its caller would wait for the interpreter.
     - A state for which a stager with over_budget="stream" has no memory is not copied: stock's
       thread saves the trainer's own tensors, which must not change until the writer has them.
     - A state that cannot be staged fails the save where other ranks hear of it: this rank takes
@@ -48,6 +50,7 @@ class OneSaveStager(AsyncStager):
         self._can_stream = getattr(inner, "over_budget", "") == "stream" and not crosses
         self._ready: Future[Any] | None = Future()
         self._staged: Any = None
+        self._saved: Any = None  # what is to be saved, until stock's thread may have it
         self.blocks = True  # as opposed to staging beside the trainer
         self._refused = False
         self.error: BaseException | None = None  # that `stage` would have raised
@@ -63,7 +66,7 @@ class OneSaveStager(AsyncStager):
         try:
             staged = self._inner.stage(state_dict)
         except BaseException as error:  # Ctrl-C as well
-            self._lack(error, state_dict)
+            self._saved = self._lack(error, state_dict)
             if self._refused:
                 self.error = error
             return ready
@@ -71,13 +74,17 @@ class OneSaveStager(AsyncStager):
             self.blocks = False
             staged.add_done_callback(lambda done: self._take(done, state_dict))
         else:
-            self._have(staged)
+            self._saved = self._have(staged)
         return ready
 
     def after_execute(self) -> None:
-        """Stock's thread has begun. Wait until the tensors may change, unless the stager stages
-        beside the trainer."""
-        if not self.blocks or self.error is not None:
+        """Stock's call has returned. Let its thread go on, and wait until the tensors may change,
+        unless the stager stages beside the trainer."""
+        if not self.blocks:
+            return
+        saved, self._saved = self._saved, None
+        self._release_after(self._earlier, saved)
+        if self.error is not None:
             return
         if self._staged is not None and self._inner.should_synchronize_after_execute:
             self._inner.synchronize_staging()
@@ -91,29 +98,28 @@ class OneSaveStager(AsyncStager):
 
     def _take(self, staged: Future[Any], state_dict: dict[str, Any]) -> None:
         try:
-            state = staged.result()
+            saved = self._have(staged.result())
         except BaseException as error:
-            self._lack(error, state_dict)
-        else:
-            self._have(state)
+            saved = self._lack(error, state_dict)
+        self._release_after(self._earlier, saved)
 
-    def _have(self, state: Any) -> None:
+    def _have(self, state: Any) -> Any:
+        """`state` is a copy. What is to be saved."""
         stats = self._save.stats
         stats.staged_s = time.perf_counter() - self._began
         if isinstance(state, StagedState):
             stats.staged_bytes = state.staged_bytes
         self._staged = state
         self._save.release_tensors()
-        self._release_after(self._earlier, state)
+        return state
 
-    def _lack(self, error: BaseException, state_dict: dict[str, Any]) -> None:
-        """There is no copy."""
+    def _lack(self, error: BaseException, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """There is no copy. What is to be saved."""
         if isinstance(error, ExhaustedError) and self._can_stream:
             # By writers that do not say when they have written, until the save is over.
             if isinstance(self._writer, HuggingFaceStorageWriter):
                 self._writer._when_written = self._save.release_tensors
-            self._release_after(self._earlier, state_dict)
-            return
+            return state_dict
         self._refused = True
         rank = self._save.stats.rank
         known = with_rank(error, rank)
@@ -122,7 +128,7 @@ class OneSaveStager(AsyncStager):
             known = CheckpointError(f"{type(error).__name__}: {error}", rank=rank)
         self._planner.set_up_planner = functools.partial(_refuse, known)  # type: ignore[method-assign]
         self._save.release_tensors(error)
-        self._release_after(self._earlier, {})
+        return {}
 
     def _release_after(self, earlier: list[AsyncSave], state: Any) -> None:
         """Let stock's thread go on with `state` when all of `earlier` are over."""
@@ -133,6 +139,13 @@ class OneSaveStager(AsyncStager):
         ready, self._ready = self._ready, None
         assert ready is not None
         ready.set_result(state)
+
+    def give_up(self, error: BaseException) -> None:
+        """Stock's call has failed: so does its thread, if there is one."""
+        self._saved = None
+        with contextlib.suppress(InvalidStateError):
+            if self._ready is not None:
+                self._ready.set_exception(error)
 
     def end(self) -> None:
         """The save is over."""
