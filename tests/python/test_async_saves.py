@@ -487,3 +487,32 @@ def test_a_forked_child_does_not_wait_for_its_parents_saves(
     gate.set()
     save.result(20)
     assert loads(tmp_path / "1")
+
+
+class Counter:
+    """A Stateful."""
+
+    def __init__(self) -> None:
+        self.value = 3
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "w": torch.ones(2)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+def test_entries_that_have_a_state(tmp_path: Path) -> None:
+    counter = Counter()
+    save = async_save({**weights(), "counter": counter}, checkpoint_id=tmp_path / "c")
+    counter.value = 4
+    save.result(20)
+    torch_ckpt.load({"counter": counter}, checkpoint_id=tmp_path / "c")
+    assert counter.value == 3
+
+    def broken() -> dict[str, Any]:
+        raise RuntimeError("no state")
+
+    counter.state_dict = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no state"):
+        async_save({"counter": counter}, checkpoint_id=tmp_path / "d")

@@ -210,10 +210,10 @@ def async_save(
             stager = writer  # as stock does it
         if stager is None:
             stager = PinnedMemoryStager(StagingOptions(False, False, False, False))
-        one = OneSaveStager(stager, writer, planner, save, earlier, crosses=crosses)
+        one = OneSaveStager(state_dict, stager, writer, planner, save, earlier, crosses=crosses)
         answer = _checked(
             lambda: state_dict_saver.async_save(
-                state_dict,
+                {},  # `one` has the state
                 checkpoint_id=checkpoint_id,
                 storage_writer=writer,
                 planner=planner,
