@@ -31,6 +31,7 @@ add_executable(
   tests/cpp/os_lock_test.cc
   tests/cpp/runtime_arena_test.cc
   tests/cpp/runtime_crc32c_test.cc
+  tests/cpp/runtime_cuda_copy_test.cc
   tests/cpp/runtime_cuda_driver_test.cc
   tests/cpp/runtime_jobs_test.cc
   tests/cpp/runtime_stream_copy_test.cc
@@ -73,10 +74,15 @@ target_link_libraries(
 
 # Loaded by the tests as the CUDA driver is by the core.
 add_library(fake_cuda MODULE tests/cpp/fake_cuda.cc)
-target_link_libraries(fake_cuda PRIVATE torch_ckpt_options)
-add_dependencies(core_tests fake_cuda)
+add_library(fake_old_cuda MODULE tests/cpp/fake_cuda.cc)
+target_compile_definitions(fake_old_cuda PRIVATE FAKE_CUDA_BEFORE_12_8)
+foreach(driver IN ITEMS fake_cuda fake_old_cuda)
+  target_link_libraries(${driver} PRIVATE torch_ckpt_options)
+  add_dependencies(core_tests ${driver})
+endforeach()
 target_compile_definitions(
-  core_tests PRIVATE TORCH_CKPT_FAKE_CUDA="$<TARGET_FILE:fake_cuda>")
+  core_tests PRIVATE TORCH_CKPT_FAKE_CUDA="$<TARGET_FILE:fake_cuda>"
+                     TORCH_CKPT_FAKE_OLD_CUDA="$<TARGET_FILE:fake_old_cuda>")
 
 enable_testing()
 add_test(NAME core_tests COMMAND core_tests)

@@ -121,14 +121,26 @@ Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
   if (!devices.empty()) {
     // Speed only: a system may forbid or limit locked memory.
     (void)region.lease.PageLock(devices.begin()->second);
+    uint64_t begun = 0;
     for (const uint32_t i : order) {
       const SourceTensor& source = sources[i];
       if (source.device < 0 || source.bytes() == 0) continue;
-      TC_RETURN_IF_ERROR(
-          copies.Begin(0, devices.at(source.device), source.data,
-                       {base + region.offsets[i], source.bytes()}));
-      job->AddDone(source.bytes());
+      copies.Add(0, devices.at(source.device), source.data,
+                 {base + region.offsets[i], source.bytes()});
+      begun += source.bytes();
     }
+    const std::byte* failed = nullptr;
+    Status status = copies.Begin(0, &failed);
+    if (!status.ok()) {
+      const auto at = std::find_if(order.begin(), order.end(), [&](uint32_t i) {
+        const SourceTensor& source = sources[i];
+        return source.device >= 0 && source.data <= failed &&
+               failed < source.data + source.bytes();
+      });
+      return at == order.end() ? status
+                               : std::move(status).WithTensor(names[*at]);
+    }
+    job->AddDone(begun);
   }
   const auto chunks =
       static_cast<int64_t>((bytes.size() + kChunkBytes - 1) / kChunkBytes);

@@ -178,9 +178,9 @@ Result<std::vector<WrittenFile>> RunWriteJob(
           std::byte* const at = to;
           to += part.size;
           if (part.source != nullptr && part.source->device >= 0) {
-            return copies.Begin(worker, devices.at(part.source->device),
-                                part.source->data + part.begin,
-                                {at, part.size});
+            copies.Add(worker, devices.at(part.source->device),
+                       part.source->data + part.begin, {at, part.size});
+            return {};
           }
           if (part.dense == nullptr) {
             GatherPart(part, at);
@@ -205,6 +205,8 @@ Result<std::vector<WrittenFile>> RunWriteJob(
     const bool on_host = devices.empty();
     Status status = copy(file, digester->offset(), out, worker,
                          on_host ? digester : nullptr);
+    const std::byte* failed = nullptr;  // the file is named below
+    if (status.ok()) status = copies.Begin(worker, &failed);
     if (status.ok()) status = copies.Wait(worker);
     if (status.ok() && !on_host) digester->Add(out);
     return std::move(status).WithFile(specs[file].name);

@@ -10,8 +10,25 @@ namespace {
 // Of <cuda.h>.
 constexpr unsigned int kStreamNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 constexpr unsigned int kRegisterPortable = 1;   // CU_MEMHOSTREGISTER_PORTABLE
+constexpr CuResult kNotFound = 500;             // CUDA_ERROR_NOT_FOUND
+constexpr CuResult kNotSupported = 801;         // CUDA_ERROR_NOT_SUPPORTED
+constexpr int kOnDevice = 1;                    // CU_MEM_LOCATION_TYPE_DEVICE
+constexpr int kOnHost = 2;                      // CU_MEM_LOCATION_TYPE_HOST
+constexpr int kStreamOrder = 1;  // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+constexpr unsigned int kBesideKernels =
+    1;  // CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+
+// Enough that a call costs nothing per copy; drivers have crashed over tens of
+// thousands at once, and the first copies run while the next are handed over.
+constexpr size_t kBatchCopies = 1024;
 
 }  // namespace
+
+void CopyList::Clear() {
+  to.clear();
+  from.clear();
+  sizes.clear();
+}
 
 Result<CudaDevice*> CudaDevice::Process(int ordinal) {
   static std::mutex mutex;
@@ -78,22 +95,85 @@ void CudaDevice::DestroyStream(CuStream stream) {
   });
 }
 
-Status CudaDevice::Copy(const std::byte* from, MutableByteSpan to,
-                        CuStream stream) {
-  return InContext("cuMemcpyDtoHAsync", [&](const CudaFunctions& f) {
-    auto source = reinterpret_cast<CuDevicePtr>(from);
-    for (MutableByteSpan rest = to; !rest.empty();) {
-      const auto at = reinterpret_cast<uintptr_t>(rest.data());
-      const size_t size =
-          std::min<size_t>(rest.size(), kArenaPage - at % kArenaPage);
-      const CuResult result =
-          f.cuMemcpyDtoHAsync_v2(rest.data(), source, size, stream);
-      if (result != 0) return result;
-      source += size;
-      rest = rest.subspan(size);
+bool CudaDevice::GoesOn(CopyList* copies, CuDevicePtr from, CuDevicePtr to,
+                        size_t size) const {
+  if (to % kArenaPage == 0 || copies->sizes.empty()) return false;
+  const size_t last = copies->sizes.back();
+  if (copies->to.back() + last != to || copies->from.back() + last != from) {
+    return false;
+  }
+  // Two allocations may be neighbours, but no copy may reach into both.
+  if (from - 1 - copies->allocation >= copies->allocation_bytes) {
+    const Status asked =
+        InContext("cuMemGetAddressRange", [&](const CudaFunctions& f) {
+          return f.cuMemGetAddressRange_v2(&copies->allocation,
+                                           &copies->allocation_bytes, from - 1);
+        });
+    if (!asked.ok()) {
+      copies->allocation_bytes = 0;
+      return false;
     }
-    return CuResult{0};
-  });
+  }
+  return from - copies->allocation + size <= copies->allocation_bytes;
+}
+
+void CudaDevice::Add(CopyList* copies, const std::byte* from,
+                     MutableByteSpan to) const {
+  auto source = reinterpret_cast<CuDevicePtr>(from);
+  while (!to.empty()) {
+    const auto at = reinterpret_cast<CuDevicePtr>(to.data());
+    const size_t size =
+        std::min<size_t>(to.size(), kArenaPage - at % kArenaPage);
+    if (GoesOn(copies, source, at, size)) {
+      copies->sizes.back() += size;
+    } else {
+      copies->to.push_back(at);
+      copies->from.push_back(source);
+      copies->sizes.push_back(size);
+    }
+    source += size;
+    to = to.subspan(size);
+  }
+}
+
+bool CudaDevice::CopyBatch(CopyList* copies, size_t begin, size_t count,
+                           CuStream stream) {
+  if (!batches_.load(std::memory_order_relaxed)) return false;
+  CuCopyAttributes attributes{
+      kStreamOrder, {kOnDevice, ordinal_}, {kOnHost, 0}, kBesideKernels};
+  size_t first = 0;   // these attributes are those of copy 0 and all after it
+  size_t failed = 0;  // of no use: below, the copy that is wrong fails itself
+  CuResult result = 0;
+  const Status status =
+      InContext("cuMemcpyBatchAsync", [&](const CudaFunctions& f) {
+        return result = f.cuMemcpyBatchAsync(
+                   copies->to.data() + begin, copies->from.data() + begin,
+                   copies->sizes.data() + begin, count, &attributes, &first, 1,
+                   &failed, stream);
+      });
+  if (result == kNotSupported || result == kNotFound) batches_ = false;
+  return status.ok();
+}
+
+Status CudaDevice::Copy(CopyList* copies, CuStream stream,
+                        const std::byte** failed) {
+  for (size_t begin = 0; begin < copies->sizes.size(); begin += kBatchCopies) {
+    const size_t count = std::min(kBatchCopies, copies->sizes.size() - begin);
+    if (CopyBatch(copies, begin, count, stream)) continue;
+    // One by one. What was wrong with the batch is wrong with one of these, and
+    // what of it has begun is copied twice, to no harm.
+    for (size_t i = begin; i < begin + count; ++i) {
+      *failed = reinterpret_cast<const std::byte*>(copies->from[i]);
+      TC_RETURN_IF_ERROR(
+          InContext("cuMemcpyDtoHAsync", [&](const CudaFunctions& f) {
+            return f.cuMemcpyDtoHAsync_v2(
+                reinterpret_cast<void*>(copies->to[i]), copies->from[i],
+                copies->sizes[i], stream);
+          }));
+    }
+  }
+  *failed = nullptr;
+  return {};
 }
 
 Status CudaDevice::Wait(CuStream stream) {
@@ -107,28 +187,42 @@ CudaCopies::CudaCopies(int workers)
 
 CudaCopies::~CudaCopies() {
   for (const std::vector<Stream>& streams : streams_) {
-    for (const Stream& s : streams) s.device->DestroyStream(s.handle);
+    for (const Stream& s : streams) {
+      if (s.handle != nullptr) s.device->DestroyStream(s.handle);
+    }
   }
 }
 
-Status CudaCopies::Begin(int worker, CudaDevice* device, const std::byte* from,
-                         MutableByteSpan to) {
+void CudaCopies::Add(int worker, CudaDevice* device, const std::byte* from,
+                     MutableByteSpan to) {
   std::vector<Stream>& streams = streams_[static_cast<size_t>(worker)];
   auto stream =
       std::find_if(streams.begin(), streams.end(),
                    [&](const Stream& s) { return s.device == device; });
   if (stream == streams.end()) {
-    streams.reserve(streams.size() + 1);  // nothing may fail once it is there
-    TC_ASSIGN_OR_RETURN(const CuStream handle, device->CreateStream());
-    stream = streams.insert(streams.end(), {device, handle, false});
+    stream = streams.insert(streams.end(), {device, nullptr, false, {}});
   }
-  stream->busy = true;
-  return device->Copy(from, to, stream->handle);
+  device->Add(&stream->added, from, to);
+}
+
+Status CudaCopies::Begin(int worker, const std::byte** failed) {
+  *failed = nullptr;
+  for (Stream& s : streams_[static_cast<size_t>(worker)]) {
+    if (s.added.sizes.empty()) continue;
+    if (s.handle == nullptr) {
+      TC_ASSIGN_OR_RETURN(s.handle, s.device->CreateStream());
+    }
+    s.busy = true;
+    TC_RETURN_IF_ERROR(s.device->Copy(&s.added, s.handle, failed));
+    s.added.Clear();
+  }
+  return {};
 }
 
 Status CudaCopies::Wait(int worker) {
   Status first;
   for (Stream& s : streams_[static_cast<size_t>(worker)]) {
+    s.added.Clear();
     if (!s.busy) continue;
     s.busy = false;
     Status status = s.device->Wait(s.handle);

@@ -1,6 +1,7 @@
 // Copies from CUDA devices into host memory, by the driver's table.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -10,6 +11,17 @@
 #include "runtime/cuda_driver.h"
 
 namespace torch_ckpt {
+
+// Copies from one device, in the arrays that its driver takes.
+struct CopyList {
+  std::vector<CuDevicePtr> to, from;
+  std::vector<size_t> sizes;
+  // The device's allocation that was last asked for.
+  CuDevicePtr allocation = 0;
+  size_t allocation_bytes = 0;
+
+  void Clear();
+};
 
 // A device and its primary context, the one that torch uses. Thread-safe. No
 // call leaves a context current on its thread that was not before.
@@ -33,14 +45,30 @@ class CudaDevice final : public PageLocker {
   // run beside the trainer's kernels.
   Result<CuStream> CreateStream();
   void DestroyStream(CuStream stream);
-  // Begins the copy; `to` must stay until Wait(stream) has returned. Copies
-  // that cross a kArenaPage border are split there.
-  Status Copy(const std::byte* from, MutableByteSpan to, CuStream stream);
+  // Adds a copy, cut where it crosses a kArenaPage border of host memory. What
+  // goes on where the last copy ended, within an allocation of the device and
+  // in host memory, makes that one longer: views of one buffer that stay
+  // neighbours are few copies.
+  void Add(CopyList* copies, const std::byte* from, MutableByteSpan to) const;
+  // Begins the copies, in no order. Host memory must stay, whatever is
+  // returned, until Wait(stream) has returned. After an error, `*failed` is
+  // where on the device the copy begins that was refused.
+  // REQUIRES: the stream is one of CreateStream().
+  Status Copy(CopyList* copies, CuStream stream, const std::byte** failed);
   Status Wait(CuStream stream);
 
  private:
   CudaDevice(const CudaDriver* driver, int ordinal, CuContext context)
-      : driver_(driver), ordinal_(ordinal), context_(context) {}
+      : driver_(driver),
+        ordinal_(ordinal),
+        context_(context),
+        batches_(driver->functions().cuMemcpyBatchAsync != nullptr) {}
+
+  // Whether a copy can be the rest of the last one.
+  bool GoesOn(CopyList* copies, CuDevicePtr from, CuDevicePtr to,
+              size_t size) const;
+  // Whether the copies [begin, begin + count) have begun, in one call.
+  bool CopyBatch(CopyList* copies, size_t begin, size_t count, CuStream stream);
 
   // Runs `work` with the context current and says which call failed.
   template <class Work>
@@ -48,7 +76,8 @@ class CudaDevice final : public PageLocker {
 
   const CudaDriver* const driver_;
   const int ordinal_;
-  const CuContext context_;  // retained, never released: torch keeps it too
+  const CuContext context_;    // retained, never released: torch keeps it too
+  std::atomic<bool> batches_;  // until the driver says that it has none
 };
 
 // The copies of one job: a stream for every worker and device. Different
@@ -60,17 +89,23 @@ class CudaCopies {
   CudaCopies(const CudaCopies&) = delete;
   CudaCopies& operator=(const CudaCopies&) = delete;
 
-  // Begins a copy. `to` must stay, whatever is returned, until Wait(worker).
-  Status Begin(int worker, CudaDevice* device, const std::byte* from,
-               MutableByteSpan to);
-  // Returns when no copy of this worker runs any more; its first error.
+  // Adds a copy to those that Begin(worker) begins.
+  void Add(int worker, CudaDevice* device, const std::byte* from,
+           MutableByteSpan to);
+  // Begins what was added. Host memory must stay, whatever is returned, until
+  // Wait(worker). After an error, `*failed` is where on its device the copy
+  // begins that was refused, or null; some copies may have begun.
+  Status Begin(int worker, const std::byte** failed);
+  // Returns when no copy of this worker runs any more; its first error. Forgets
+  // what was added and has not begun.
   Status Wait(int worker);
 
  private:
   struct Stream {
     CudaDevice* device;
-    CuStream handle;
+    CuStream handle;  // null before its first copy
     bool busy;
+    CopyList added;
   };
   std::vector<std::vector<Stream>> streams_;  // by worker
 };

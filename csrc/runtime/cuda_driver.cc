@@ -25,14 +25,18 @@ Status NoDriver(const std::string& why) {
       "CUDA tensors need NVIDIA's driver, which cannot be used here: " + why);
 }
 
-// Keeps the first symbol that is missing.
+// Keeps the first symbol that is missing and must not be.
 class Symbols {
  public:
   explicit Symbols(void* library) : library_(library) {}
 
   template <class F>
-  void Find(const char* name, F** function) {
+  void FindOptional(const char* name, F** function) {
     *function = reinterpret_cast<F*>(dlsym(library_, name));
+  }
+  template <class F>
+  void Find(const char* name, F** function) {
+    FindOptional(name, function);
     if (*function == nullptr && missing_.empty()) missing_ = name;
   }
   const std::string& missing() const { return missing_; }
@@ -75,7 +79,9 @@ Result<std::unique_ptr<const CudaDriver>> CudaDriver::Load(
   symbols.Find("cuStreamCreate", &f.cuStreamCreate);
   symbols.Find("cuStreamSynchronize", &f.cuStreamSynchronize);
   symbols.Find("cuStreamDestroy_v2", &f.cuStreamDestroy_v2);
+  symbols.Find("cuMemGetAddressRange_v2", &f.cuMemGetAddressRange_v2);
   symbols.Find("cuMemcpyDtoHAsync_v2", &f.cuMemcpyDtoHAsync_v2);
+  symbols.FindOptional("cuMemcpyBatchAsync", &f.cuMemcpyBatchAsync);
   symbols.Find("cuMemHostRegister_v2", &f.cuMemHostRegister_v2);
   symbols.Find("cuMemHostUnregister", &f.cuMemHostUnregister);
   if (!symbols.missing().empty()) {

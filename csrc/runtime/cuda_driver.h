@@ -21,6 +21,20 @@ using CuContext = struct CUctx_st*;
 using CuStream = struct CUstream_st*;
 using CuDevicePtr = uintptr_t;
 
+struct CuMemLocation {
+  int type;  // CUmemLocationType
+  int id;
+};
+
+// CUmemcpyAttributes, of copies in a batch.
+struct CuCopyAttributes {
+  int source_order;    // CUmemcpySrcAccessOrder
+  CuMemLocation from;  // hints, for memory that may be
+  CuMemLocation to;    // in more than one place
+  unsigned int flags;  // CUmemcpyFlags
+};
+static_assert(sizeof(CuCopyAttributes) == 24);
+
 // The entry points in use, with their signatures in <cuda.h>. The suffixes are
 // the ABI versions that its macros choose since CUDA 4.0 (_v2).
 struct CudaFunctions {
@@ -33,8 +47,19 @@ struct CudaFunctions {
   CuResult (*cuStreamCreate)(CuStream* stream, unsigned int flags);
   CuResult (*cuStreamSynchronize)(CuStream stream);
   CuResult (*cuStreamDestroy_v2)(CuStream stream);
+  CuResult (*cuMemGetAddressRange_v2)(CuDevicePtr* base, size_t* bytes,
+                                      CuDevicePtr inside);
   CuResult (*cuMemcpyDtoHAsync_v2)(void* to, CuDevicePtr from, size_t bytes,
                                    CuStream stream);
+  // Null in drivers before CUDA 12.8. A symbol of the driver never changes its
+  // signature: CUDA 13, which has no `failed` any more, calls its own _v2, and
+  // its driver has this one too.
+  CuResult (*cuMemcpyBatchAsync)(CuDevicePtr* to, CuDevicePtr* from,
+                                 size_t* bytes, size_t count,
+                                 CuCopyAttributes* attributes,
+                                 size_t* attributes_from,
+                                 size_t attributes_count, size_t* failed,
+                                 CuStream stream);
   CuResult (*cuMemHostRegister_v2)(void* data, size_t bytes,
                                    unsigned int flags);
   CuResult (*cuMemHostUnregister)(void* data);

@@ -122,8 +122,7 @@ TEST_F(WriteFromDeviceTest, WritesWithoutLockedMemory) {
 TEST_F(WriteFromDeviceTest, AFailedCopyNamesTheFileAndLeavesNothing) {
   const std::string bytes = RandomBytes(3 * kPieceBytes, 6);
   Add("x", bytes, DeviceSource(bytes));
-  for (const char* call :
-       {"cuMemcpyDtoHAsync_v2", "cuStreamSynchronize", "cuStreamCreate"}) {
+  for (const char* call : {"copy", "cuStreamSynchronize", "cuStreamCreate"}) {
     for (const int nth : {1, 2}) {
       Arena::Process().Trim();  // its unlocks would be counted
       fake_.Fail(call, fake_.Calls(call) + nth, 700);
@@ -143,7 +142,7 @@ TEST_F(WriteFromDeviceTest, NoCopyRunsOnceAWriteHasFailed) {
   const std::string bytes = RandomBytes(kPieceBytes, 7);
   Add("x", bytes, DeviceSource(bytes));
   // The second copy of a piece fails when the first has begun.
-  fake_.Fail("cuMemcpyDtoHAsync_v2", 2, 700);
+  fake_.Fail("copy", 2, 700);
   EXPECT_FALSE(Write(1).ok());
   EXPECT_GE(fake_.Calls("cuStreamSynchronize"), 1);
   EXPECT_EQ(fake_.PendingCopies(), 0);
@@ -158,7 +157,7 @@ TEST_F(WriteFromDeviceTest, StridedDeviceMemoryIsRefused) {
   const Status status = Write(1).status();
   EXPECT_EQ(status.kind(), ErrorKind::kInvalidArgument);
   EXPECT_NE(status.message().find("not contiguous"), std::string::npos);
-  EXPECT_EQ(fake_.Calls("cuMemcpyDtoHAsync_v2"), 0);
+  EXPECT_EQ(fake_.Calls("copy"), 0);
 }
 
 TEST_F(WriteFromDeviceTest, AnUnknownDeviceIsRefusedBeforeAnyFile) {

@@ -162,10 +162,76 @@ TEST_F(StageJobTest, DeviceMemoryToo) {
   arena_.Trim();
 }
 
+TEST_F(StageJobTest, ManyTensorsOfDevicesAreFewOperations) {
+  FakeCuda fake;
+  std::vector<std::string> memory;
+  std::mt19937 random(7);
+  memory.reserve(600);
+  for (uint32_t i = 0; i < 600; ++i) {
+    memory.push_back(RandomBytes(random() % 9000, i));
+    const auto size = static_cast<int64_t>(memory.back().size());
+    SourceTensor source = Dense(memory.back(), {size}, 1);
+    source.device = static_cast<int>(i % 3) - 1;
+    if (source.device >= 0) source.data = FakeCuda::OnDevice(source.data);
+    Add("t" + std::to_string(i), source);
+  }
+  auto region = Stage();
+  ASSERT_OK(region.status());
+  EXPECT_EQ(fake.Calls("cuMemcpyBatchAsync"), 2);  // one a device
+  EXPECT_EQ(fake.Calls("cuMemcpyDtoHAsync_v2"), 0);
+  EXPECT_EQ(fake.Calls("cuStreamSynchronize"), 2);
+  for (size_t i = 0; i < memory.size(); ++i) {
+    EXPECT_EQ(std::memcmp(region->lease.data() + region->offsets[i],
+                          memory[i].data(), memory[i].size()),
+              0)
+        << names_[i];
+  }
+  EXPECT_EQ(job_.done(), job_.total());
+  region->lease.Release();
+  arena_.Trim();
+}
+
+TEST_F(StageJobTest, ACopyThatIsRefusedNamesItsTensor) {
+  FakeCuda fake;
+  std::vector<std::string> memory;
+  memory.reserve(40);
+  for (uint32_t i = 0; i < 40; ++i) {
+    memory.push_back(RandomBytes(100, i));
+    SourceTensor source = Dense(memory.back(), {100}, 1);
+    if (i != 23) source.data = FakeCuda::OnDevice(source.data);
+    source.device = 0;
+    Add("t" + std::to_string(i), source);
+  }
+  const Status status = Stage().status();
+  EXPECT_EQ(status.kind(), ErrorKind::kIo);
+  EXPECT_EQ(status.tensor(), "t23");
+  EXPECT_EQ(fake.PendingCopies(), 0);
+  EXPECT_EQ(fake.LiveStreams(), 0);
+  EXPECT_EQ(arena_.Stats().leased, 0u);
+  arena_.Trim();
+}
+
+TEST_F(StageJobTest, ViewsOfOneBufferAreOneCopy) {
+  FakeCuda fake;
+  const std::string memory = RandomBytes(60 * 512, 1);
+  const std::byte* device = FakeCuda::OnDevice(memory.data());
+  fake.Allocate(device, memory.size());
+  for (int64_t i = 0; i < 60; ++i) {
+    const std::string name = std::to_string(100 + i);  // in the file's order
+    Add(name, {device + i * 512, {128}, {4}, 4, 0});
+  }
+  auto region = Stage();
+  ASSERT_OK(region.status());
+  EXPECT_EQ(fake.Calls("copy"), 1);
+  EXPECT_EQ(std::memcmp(region->lease.data(), memory.data(), memory.size()), 0);
+  region->lease.Release();
+  arena_.Trim();
+}
+
 TEST_F(StageJobTest, AFailedDeviceCopyIsAnErrorAndLeavesNothingLeased) {
   FakeCuda fake;
   const std::string large = RandomBytes(9 * kMiB, 1);
-  for (const char* call : {"cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"}) {
+  for (const char* call : {"copy", "cuStreamSynchronize"}) {
     SourceTensor device = Dense(large, {static_cast<int64_t>(large.size())}, 1);
     device.data = FakeCuda::OnDevice(large.data());
     device.device = 0;

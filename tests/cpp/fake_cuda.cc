@@ -1,8 +1,10 @@
 // A CUDA driver for tests, in host memory: the entry points of
 // runtime/cuda_driver.h with the rules that real ones have. It refuses calls
 // without a current context, locks of memory that is locked, and copies across
-// the border of locked memory; a copy is done no earlier than its stream is
-// synchronised. An address on the "device" is a host address with kDeviceBit.
+// the border of locked memory or of an allocation; a copy is done no earlier
+// than its stream is synchronised. An address on the "device" is a host address
+// with kDeviceBit. Made with FAKE_CUDA_BEFORE_12_8 it is a driver without
+// batches.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -17,7 +19,7 @@ constexpr int kDevices = 2;
 constexpr uintptr_t kDeviceBit = uintptr_t{1} << 62;
 // Of the enum CUresult.
 constexpr int kInvalidValue = 1, kInvalidDevice = 101, kInvalidContext = 201,
-              kAlreadyRegistered = 712, kNotRegistered = 713;
+              kNotFound = 500, kAlreadyRegistered = 712, kNotRegistered = 713;
 
 struct Copy {
   void* to;
@@ -33,7 +35,9 @@ struct Failure {
 std::mutex mutex;
 std::map<std::string, int> calls;
 std::map<std::string, Failure> failures;
-std::map<uintptr_t, size_t> locked;
+using Ranges = std::map<uintptr_t, size_t>;
+Ranges locked;
+Ranges allocations;  // on the devices
 std::map<int*, std::vector<Copy>> streams;
 int contexts[kDevices];
 thread_local std::vector<int*> current;
@@ -46,12 +50,37 @@ int Enter(const char* name) {
   return failure->second.result;
 }
 
-bool SpansBorder(uintptr_t begin, uintptr_t end) {
-  for (const auto& [at, size] : locked) {
+#ifndef FAKE_CUDA_BEFORE_12_8
+struct Attributes {  // CUmemcpyAttributes, by the words of <cuda.h>
+  int srcAccessOrder;
+  struct {
+    int type, id;
+  } srcLocHint, dstLocHint;
+  unsigned int flags;
+};
+#endif
+
+bool SpansBorder(const Ranges& ranges, uintptr_t begin, uintptr_t end) {
+  for (const auto& [at, size] : ranges) {
     const bool overlaps = at < end && begin < at + size;
     if (overlaps && (begin < at || end > at + size)) return true;
   }
   return false;
+}
+
+// Puts the copy, begun in whichever way, into the stream.
+// REQUIRES: mutex is held.
+int Begin(const Copy& copy, int* stream) {
+  if (const int failed = Enter("copy")) return failed;
+  const auto it = streams.find(stream);
+  const auto at = reinterpret_cast<uintptr_t>(copy.to);
+  if (it == streams.end() || (copy.from & kDeviceBit) == 0 || copy.bytes == 0 ||
+      SpansBorder(locked, at, at + copy.bytes) ||
+      SpansBorder(allocations, copy.from, copy.from + copy.bytes)) {
+    return kInvalidValue;
+  }
+  it->second.push_back({copy.to, copy.from & ~kDeviceBit, copy.bytes});
+  return 0;
 }
 
 }  // namespace
@@ -71,6 +100,13 @@ void fake_cuda_reset() {
   std::lock_guard<std::mutex> lock(mutex);
   calls.clear();
   failures.clear();
+  allocations.clear();
+}
+
+// Makes memory on the device one allocation.
+void fake_cuda_allocate(uintptr_t begin, size_t size) {
+  std::lock_guard<std::mutex> lock(mutex);
+  allocations[begin] = size;
 }
 
 int fake_cuda_calls(const char* name) {
@@ -167,17 +203,48 @@ int cuStreamDestroy_v2(int* stream) {
   return 0;
 }
 
+int cuMemGetAddressRange_v2(uintptr_t* base, size_t* size, uintptr_t inside) {
+  FAKE_ENTER_IN_CONTEXT("cuMemGetAddressRange_v2");
+  for (const auto& [begin, bytes] : allocations) {
+    if (inside >= begin && inside - begin < bytes) {
+      *base = begin;
+      *size = bytes;
+      return 0;
+    }
+  }
+  return kNotFound;
+}
+
 int cuMemcpyDtoHAsync_v2(void* to, uintptr_t from, size_t bytes, int* stream) {
   FAKE_ENTER_IN_CONTEXT("cuMemcpyDtoHAsync_v2");
-  const auto it = streams.find(stream);
-  const auto at = reinterpret_cast<uintptr_t>(to);
-  if (it == streams.end() || (from & kDeviceBit) == 0 || bytes == 0 ||
-      SpansBorder(at, at + bytes)) {
+  return Begin({to, from, bytes}, stream);
+}
+
+#ifndef FAKE_CUDA_BEFORE_12_8
+// What comes before a copy that is refused has begun, and what follows not.
+int cuMemcpyBatchAsync(uintptr_t* to, uintptr_t* from, size_t* bytes,
+                       size_t count, Attributes* attributes,
+                       size_t* attributes_from, size_t attributes_count,
+                       size_t* failed, int* stream) {
+  FAKE_ENTER_IN_CONTEXT("cuMemcpyBatchAsync");
+  *failed = SIZE_MAX;
+  if (count == 0 || attributes_count != 1 || attributes_from[0] != 0 ||
+      attributes->srcAccessOrder != 1 || attributes->srcLocHint.type != 1 ||
+      attributes->srcLocHint.id >= kDevices ||
+      attributes->dstLocHint.type != 2 || attributes->flags > 1) {
     return kInvalidValue;
   }
-  it->second.push_back({to, from & ~kDeviceBit, bytes});
+  for (size_t i = 0; i < count; ++i) {
+    const int result =
+        Begin({reinterpret_cast<void*>(to[i]), from[i], bytes[i]}, stream);
+    if (result != 0) {
+      *failed = i;
+      return result;
+    }
+  }
   return 0;
 }
+#endif
 
 int cuMemHostRegister_v2(void* data, size_t bytes, unsigned int flags) {
   FAKE_ENTER_IN_CONTEXT("cuMemHostRegister_v2");

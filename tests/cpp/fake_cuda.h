@@ -14,15 +14,18 @@ inline constexpr uintptr_t kFakeDeviceBit = uintptr_t{1} << 62;
 
 class FakeCuda {
  public:
-  // TORCH_CKPT_FAKE_CUDA is the path that CMake gives.
+  // The paths are those that CMake gives.
   static const char* Path() { return TORCH_CKPT_FAKE_CUDA; }
+  // A driver of its own, before 12.8: without batches of copies.
+  static const char* OldPath() { return TORCH_CKPT_FAKE_OLD_CUDA; }
 
   // Makes the process's driver the fake; before the driver's first use.
   static void UseForProcess() {
     ASSERT_EQ(setenv("TORCH_CKPT_LIBCUDA", Path(), 1), 0);
   }
 
-  FakeCuda() : library_(dlopen(Path(), RTLD_NOW)) {
+  explicit FakeCuda(const char* path = Path())
+      : library_(dlopen(path, RTLD_NOW)) {
     EXPECT_NE(library_, nullptr) << dlerror();
     Function<void()>("fake_cuda_reset")();
   }
@@ -33,11 +36,17 @@ class FakeCuda {
     dlclose(library_);
   }
 
+  // Of an entry point, or "copy": one in whichever way, in batches too.
   int Calls(const char* name) const {
     return Function<int(const char*)>("fake_cuda_calls")(name);
   }
   void Fail(const char* name, int call, int result) const {
     Function<void(const char*, int, int)>("fake_cuda_fail")(name, call, result);
+  }
+  // What is on the device is in allocations that nobody knows, but for these.
+  void Allocate(const std::byte* on_device, size_t size) const {
+    Function<void(uintptr_t, size_t)>("fake_cuda_allocate")(
+        reinterpret_cast<uintptr_t>(on_device), size);
   }
   int LiveStreams() const { return Count("fake_cuda_live_streams"); }
   int LockedRanges() const { return Count("fake_cuda_locked_ranges"); }

@@ -76,42 +76,6 @@ TEST_F(CudaDriverTest, AnUnknownDeviceIsAnError) {
   EXPECT_FALSE(CudaDevice::Open(driver_.get(), 7).ok());
 }
 
-TEST_F(CudaDriverTest, CopiesArriveWhenTheWorkerHasWaited) {
-  const std::string data = "bytes on a device";
-  std::string first(data.size(), '.'), second(data.size(), '.');
-  {
-    CudaCopies copies(2);
-    for (int worker = 0; worker < 2; ++worker) {
-      std::string& to = worker == 0 ? first : second;
-      ASSERT_TRUE(copies
-                      .Begin(worker, device_.get(),
-                             FakeCuda::OnDevice(&data[0]),
-                             std::as_writable_bytes(std::span(to)))
-                      .ok());
-    }
-    EXPECT_EQ(fake_.LiveStreams(), 2);
-    EXPECT_TRUE(copies.Wait(1).ok());
-    EXPECT_NE(first, data);  // only its own
-    EXPECT_EQ(second, data);
-    EXPECT_TRUE(copies.Wait(0).ok());
-    EXPECT_EQ(first, data);
-    EXPECT_TRUE(copies.Wait(0).ok());
-    EXPECT_EQ(fake_.Calls("cuStreamSynchronize"), 2);  // idle: no call
-  }
-  EXPECT_EQ(fake_.LiveStreams(), 0);
-}
-
-TEST_F(CudaDriverTest, LeavesTheThreadsContextAsItWas) {
-  CudaCopies copies(1);
-  std::byte data{1}, to{0};
-  fake_.Fail("cuMemcpyDtoHAsync_v2", 1, 700);
-  EXPECT_FALSE(
-      copies.Begin(0, device_.get(), FakeCuda::OnDevice(&data), {&to, 1}).ok());
-  EXPECT_TRUE(copies.Wait(0).ok());
-  EXPECT_EQ(fake_.Calls("cuCtxPushCurrent_v2"),
-            fake_.Calls("cuCtxPopCurrent_v2"));
-}
-
 TEST_F(CudaDriverTest, ArenaMemoryIsLockedOnceAndUntilItIsUnmapped) {
   {
     Arena arena(16 * kMiB);
@@ -142,9 +106,9 @@ TEST_F(CudaDriverTest, MemoryThatCannotBeLockedIsUsableAllTheSame) {
   EXPECT_EQ(arena.Stats().page_locked, 2 * kMiB);
   std::string data(6 * kMiB, 'x');
   CudaCopies copies(1);
-  ASSERT_TRUE(
-      copies.Begin(0, device_.get(), FakeCuda::OnDevice(&data[0]), lease.span())
-          .ok());
+  copies.Add(0, device_.get(), FakeCuda::OnDevice(&data[0]), lease.span());
+  const std::byte* failed = nullptr;
+  ASSERT_TRUE(copies.Begin(0, &failed).ok());
   ASSERT_TRUE(copies.Wait(0).ok());
   EXPECT_EQ(std::memcmp(lease.data(), data.data(), data.size()), 0);
 }

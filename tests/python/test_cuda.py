@@ -1,7 +1,7 @@
 """CUDA tensors: saved piece by piece without a copy of the state, loaded through pinned memory.
 
 Most need a GPU. What does not, the copies themselves, is tested over a driver made for tests in
-tests/cpp/runtime_cuda_driver_test.cc and engine_cuda_test.cc.
+tests/cpp: runtime_cuda_driver_test.cc, runtime_cuda_copy_test.cc and engine_cuda_test.cc.
 """
 
 from __future__ import annotations
