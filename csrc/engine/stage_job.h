@@ -32,9 +32,9 @@ struct StagedRegion {
 // from the region's first byte on, so that a file of these tensors can be
 // written from where they are. Blocks until the copies are done, those from
 // devices too; nothing is leased after an error. A copy that a device refuses
-// names its tensor, the first where it is of several. kExhausted where the arena's
-// budget does not allow it, and nothing has been copied then. Cancellation and
-// progress through `job`.
+// names its tensor, the first where it is of several. kExhausted where the
+// arena's budget does not allow it, and nothing has been copied then.
+// Cancellation and progress through `job`.
 //
 // REQUIRES: as many names as sources.
 Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,

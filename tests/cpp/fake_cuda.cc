@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -39,6 +40,7 @@ using Ranges = std::map<uintptr_t, size_t>;
 Ranges locked;
 Ranges allocations;  // on the devices
 std::map<int*, std::vector<Copy>> streams;
+size_t abandoned = 0;  // copies whose streams went before they were waited for
 int contexts[kDevices];
 thread_local std::vector<int*> current;
 
@@ -101,6 +103,7 @@ void fake_cuda_reset() {
   calls.clear();
   failures.clear();
   allocations.clear();
+  abandoned = 0;
 }
 
 // Makes memory on the device one allocation.
@@ -132,7 +135,7 @@ int fake_cuda_locked_ranges() {
 
 int fake_cuda_pending_copies() {
   std::lock_guard<std::mutex> lock(mutex);
-  size_t pending = 0;
+  size_t pending = abandoned;
   for (const auto& [stream, copies] : streams) pending += copies.size();
   return static_cast<int>(pending);
 }
@@ -185,20 +188,28 @@ int cuStreamCreate(int** stream, unsigned int flags) {
   return 0;
 }
 
+// An error here is that of a lost context, in which nothing runs any more.
 int cuStreamSynchronize(int* stream) {
-  FAKE_ENTER_IN_CONTEXT("cuStreamSynchronize");
+  std::lock_guard<std::mutex> lock(mutex);
+  const int failed = Enter("cuStreamSynchronize");
+  if (current.empty()) return kInvalidContext;
   const auto it = streams.find(stream);
   if (it == streams.end()) return kInvalidValue;
-  for (const Copy& copy : it->second) {
+  const std::vector<Copy> copies = std::move(it->second);
+  it->second.clear();
+  if (failed != 0) return failed;
+  for (const Copy& copy : copies) {
     std::memcpy(copy.to, reinterpret_cast<const void*>(copy.from), copy.bytes);
   }
-  it->second.clear();
   return 0;
 }
 
 int cuStreamDestroy_v2(int* stream) {
   FAKE_ENTER_IN_CONTEXT("cuStreamDestroy_v2");
-  if (streams.erase(stream) == 0) return kInvalidValue;
+  const auto it = streams.find(stream);
+  if (it == streams.end()) return kInvalidValue;
+  abandoned += it->second.size();  // a real device goes on with them
+  streams.erase(it);
   delete stream;
   return 0;
 }

@@ -33,11 +33,13 @@ class CudaCopyTest : public ::testing::Test {
 
   CudaDevice* device(size_t ordinal = 0) { return devices_[ordinal].get(); }
 
-  // `count` copies of one byte each, none of which goes on where another ends.
+  // `count` copies of a byte or two from every third on, none of which goes on
+  // where another ends. No two batches have the same sizes.
+  static size_t ScatteredSize(size_t i) { return i % 3 == 0 ? 2 : 1; }
   void AddScattered(CudaCopies* copies, size_t count) {
     for (size_t i = 0; i < count; ++i) {
-      copies->Add(0, device(), FakeCuda::OnDevice(&memory_[2 * i]),
-                  {to_ + 2 * i, 1});
+      copies->Add(0, device(), FakeCuda::OnDevice(&memory_[3 * i]),
+                  {to_ + 3 * i, ScatteredSize(i)});
     }
   }
 
@@ -71,8 +73,14 @@ TEST_F(CudaCopyTest, ManyCopiesAreFewCalls) {
   AddScattered(&copies, 1000);
   ASSERT_TRUE(BeginAndWait(&copies).ok());
   EXPECT_EQ(fake_.Calls("cuMemcpyBatchAsync"), 1);
+  std::memset(to_, '.', 7500);
+  for (size_t i = 0; i < 7500; ++i) memory_[i] = static_cast<char>(i % 251);
   AddScattered(&copies, 2500);  // more than any call gets
   ASSERT_TRUE(BeginAndWait(&copies).ok());
+  for (size_t i = 0; i < 7500; ++i) {
+    const bool copied = i % 3 < ScatteredSize(i / 3);
+    ASSERT_EQ(static_cast<char>(to_[i]), copied ? memory_[i] : '.') << i;
+  }
   EXPECT_EQ(fake_.Calls("cuMemcpyBatchAsync"), 1 + 3);
   EXPECT_EQ(fake_.Calls("copy"), 1000 + 2500);
   EXPECT_EQ(fake_.Calls("cuMemcpyDtoHAsync_v2"), 0);
@@ -103,7 +111,7 @@ TEST_F(CudaCopyTest, ABatchThatFailsOtherwiseIsCopiedOneByOne) {
   AddScattered(&copies, 1500);
   EXPECT_TRUE(BeginAndWait(&copies).ok());
   EXPECT_EQ(fake_.Calls("cuMemcpyDtoHAsync_v2"), 1500 - 1024);
-  EXPECT_EQ(static_cast<char>(to_[2 * 1499]), 'x');
+  EXPECT_EQ(static_cast<char>(to_[3 * 1499]), 'x');
   fake_.Fail("cuMemcpyBatchAsync", 0x7fffffff, 0);
   AddScattered(&copies, 10);
   EXPECT_TRUE(BeginAndWait(&copies).ok());
