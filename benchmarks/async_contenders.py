@@ -83,11 +83,16 @@ def stock(
     return make
 
 
-def ours(stager: Callable[[], Any] | None = None, **options: Any) -> Make:
-    """torch_ckpt.async_save with a stager that is kept, or with its own."""
+def ours(stager: Callable[[], Any] | None = None, *, prepare: int = 0, **options: Any) -> Make:
+    """torch_ckpt.async_save with a stager that is kept, or with its own.
+
+    ``prepare``: bytes whose memory has been made before the first save.
+    """
 
     def make(closing: contextlib.ExitStack) -> Save:
         kept = dict(options)
+        if prepare > 0:
+            our_stager(PLAIN, prepare=prepare).stage({})  # waits for it
         if stager is not None:
             kept["async_stager"] = stager()
             closing.callback(kept["async_stager"].close)
@@ -102,9 +107,9 @@ def our_writer(path: Path) -> Any:
     return rivals.ours("HuggingFaceStorageWriter")(str(path))
 
 
-def our_stager(*options: StagingOptions) -> Any:
+def our_stager(*options: StagingOptions, **more: Any) -> Any:
     """Our stager; it overlaps with the trainer unless told otherwise."""
-    return rivals.ours("PinnedMemoryStager")(*options)
+    return rivals.ours("PinnedMemoryStager")(*options, **more)
 
 
 def stock_hf_writer(path: Path) -> Any:
@@ -155,8 +160,8 @@ def why_not_torch_checkpointing() -> str:
     return ""
 
 
-def contenders() -> dict[str, AsyncContender]:
-    """All of them by name, in the order of the report."""
+def contenders(bytes_: int) -> dict[str, AsyncContender]:
+    """All of them by name, in the order of the report, for a state of that size."""
     found: dict[str, AsyncContender] = {}
     for kind in (THREAD, PROCESS):
         for format_, writer in (("HF", stock_hf_writer), ("FS", stock_fs_writer)):
@@ -176,6 +181,7 @@ def contenders() -> dict[str, AsyncContender]:
     for name, make in {
         "ours, async_save": ours(),
         "ours, kept stager": ours(lambda: our_stager(PLAIN)),
+        "ours, memory prepared": ours(prepare=bytes_),
         "ours, kept async stager": ours(our_stager),
         "ours, kept stager for dcp.async_save": stock(
             our_writer, THREAD, lambda: our_stager(PLAIN)

@@ -107,7 +107,7 @@ def time_save(
 
 def train(contender: str, state: states.State, path: Path, program: LimitsProgram) -> Any:
     """All saves of one contender; returns what is printed."""
-    chosen = async_contenders.contenders()[contender]
+    chosen = async_contenders.contenders(sum(tensor.nbytes for tensor in state.values()))[contender]
     # Ours is durable when it says that it is done; rivals get what they lack.
     sync = files.make_durable if chosen.role == "rival" else lambda path: None
     trainer = Trainer()
@@ -150,7 +150,7 @@ def allow_files(tensors: int) -> None:
 def main(arguments: list[str]) -> int:
     """Trains and saves as the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.async_trainer")
-    parser.add_argument("contender", choices=async_contenders.contenders())
+    parser.add_argument("contender", choices=async_contenders.contenders(1))
     parser.add_argument("--state", choices=SHAPES, required=True)
     parser.add_argument("--scale", type=float, required=True)
     parser.add_argument("--path", type=Path, required=True)

@@ -110,7 +110,7 @@ def async_row(context: Context, state: str, title: str) -> Row:
         bytes=size,
         tensors=len(shapes),
         contenders=[
-            *(add(name, found) for name, found in contenders().items()),
+            *(add(name, found) for name, found in contenders(size).items()),
             limit(context, size),
         ],
         limit=LIMIT,

@@ -122,7 +122,7 @@ def test_a_trainer_that_fails_says_why(context: Context) -> None:
 
 
 def test_rivals_that_are_not_installed_say_so() -> None:
-    found = contenders()["torch_checkpointing"]
+    found = contenders(1)["torch_checkpointing"]
     installed = environment.version("torch_checkpointing") != "not installed"
     assert installed or "pip install torch_checkpointing" in found.skip
 
