@@ -4,7 +4,7 @@
 
 are drop-ins for the classes of the same name in torch.distributed.checkpoint, PinnedMemoryStager is
 one for its DefaultStager; `save`, `async_save` and `load` are its calls with our planners and
-clean-up around them.
+clean-up around them. A CheckpointDirectory keeps those of a training run by step.
 
 Names that need torch are imported on first use, so that the command line starts without it.
 """
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch_ckpt.dcp.reader import HuggingFaceStorageReader
     from torch_ckpt.dcp.stager import PinnedMemoryStager
     from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
+    from torch_ckpt.directory import CheckpointDirectory
     from torch_ckpt.merge import consolidate_safetensors_files
 
 try:
@@ -48,6 +49,7 @@ except PackageNotFoundError:  # a checkout on the path that was never installed
 _LAZY = {
     "AsyncSave": "torch_ckpt.dcp.async_saves",
     "Checkpoint": "torch_ckpt.checkpoint",
+    "CheckpointDirectory": "torch_ckpt.directory",
     "HuggingFaceStorageReader": "torch_ckpt.dcp.reader",
     "HuggingFaceStorageWriter": "torch_ckpt.dcp.writer",
     "LoadPlanner": "torch_ckpt.dcp.planner",
@@ -66,6 +68,7 @@ __all__ = [
     "AsyncSave",
     "CancelledError",
     "Checkpoint",
+    "CheckpointDirectory",
     "CheckpointError",
     "ConflictError",
     "CorruptError",

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch_ckpt import _core
-from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.errors import CheckpointError, IncompleteError, InvalidArgumentError
 from torch_ckpt.jobs import Job, SaveSession
 from torch_ckpt.progress import Progress, run_job
 
 _OBJECT = 2  # EntryKind in csrc/format/catalog.h
+_MANIFEST = "torch_ckpt.json"
+_JOURNAL = ".torch_ckpt-stage/commit.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,46 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r})"
 
+    def is_committed(self) -> bool:
+        """Whether a save of torch_ckpt is there whole: its manifest, or the journal of a commit
+        that was interrupted, and every file that it names; without collectives, all ranks' parts.
+
+        False where there is no such directory, and for checkpoints of others, which have no mark
+        of a commit. True for one that is damaged, so that nobody passes it over in silence: who
+        loads it hears what is wrong. As a rule only the manifest is read, and no file opened.
+        Raises OSError.
+        """
+        if not os.path.isdir(self.path):
+            return False
+        try:
+            # The journal first: it goes only when the manifest is in its place.
+            if not self._holds(_JOURNAL) and self._agrees_with_manifest():
+                return True
+            # A journal, parts, or files that are missing or changed: as readers see it.
+            source: str = _core.call({"op": "describe", "path": self.path})["source"]
+        except IncompleteError:
+            return False
+        except CheckpointError:
+            return self._holds(_MANIFEST) or self._holds(_JOURNAL)
+        return source == "manifest"
+
+    def _holds(self, name: str) -> bool:
+        return os.path.exists(os.path.join(self.path, name))
+
+    def _agrees_with_manifest(self) -> bool:
+        """Whether the manifest is there and so are its files, of the right sizes. Raises
+        IncompleteError where there is none, of parts neither."""
+        answer = _core.call({"op": "manifest", "path": self.path})
+        if answer["manifests"] != [_MANIFEST]:
+            return False
+        try:
+            return all(
+                os.stat(os.path.join(self.path, file["name"])).st_size == file["bytes"]
+                for file in answer["files"]
+            )
+        except FileNotFoundError:
+            return False
+
     def describe(self) -> Description:
         """What the checkpoint holds. Reads no tensor data and writes nothing.
 
@@ -180,7 +222,7 @@ class Checkpoint:
         self.recover()
         # Before the lock, which would create a directory that does not exist.
         _core.call({"op": "manifest", "path": self.path})
-        with _locked(self.path):
+        with locked(self.path):
             # Read under the lock: no save can replace what we are about to remove.
             answer = _core.call({"op": "manifest", "path": self.path})
             names = [file["name"] for file in answer["files"]]
@@ -213,7 +255,7 @@ def _entries(answer: dict[str, Any]) -> tuple[tuple[TensorInfo, ...], tuple[Obje
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
+def locked(path: str) -> Iterator[None]:
     """Hold the lock that saves into `path` take."""
     session = SaveSession(path, overwrite=True)
     try:

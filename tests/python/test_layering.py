@@ -16,7 +16,7 @@ ROOMS = ("base", "os", "runtime", "format", "plan", "engine", "capi", "ops")
 # Of torch_ckpt: modules and packages, each of which may import those before it.
 PYTHON_ROOMS = (
     *("errors", "hulls", "dtypes", "_core", "mapping", "jobs", "progress", "_ext"),
-    *("checkpoint", "merge", "objects", "dcp", "consolidate", "cli"),
+    *("checkpoint", "children", "merge", "objects", "dcp", "consolidate", "directory", "cli"),
 )
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/|^Python\.h$")

@@ -1,0 +1,201 @@
+"""The children of a CheckpointDirectory on disk. Nothing here needs torch.
+
+    root/step-<n>     the checkpoint of step n
+    root/LATEST       the name of the newest one and a line break, for other tools
+    root/.step-<n>.torch_ckpt-removed-<id>   one that is being deleted
+    root/.LATEST.torch_ckpt-new-<id>         the next LATEST
+
+What happens after a save, all on rank 0, and what a kill leaves:
+
+1. The save commits step-<n> (docs/design.md). Only what is committed counts.
+2. LATEST is written under another name, synced and renamed, and root is synced. A kill before the
+   rename leaves it one behind, so nothing of ours reads it.
+3. A background thread deletes what is too old: under the lock that a save into it would take, a
+   child gets its hidden name, and root is synced; then the tree is removed. A kill leaves the child
+   whole, or a hidden name that the next deletion removes: a child is never seen half removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from torch_ckpt.checkpoint import Checkpoint, locked
+from torch_ckpt.errors import InvalidArgumentError
+
+_CHILD = re.compile(r"step-(0|[1-9][0-9]*)")
+_REMOVED = re.compile(r"\.step-[0-9]+\.torch_ckpt-removed-[0-9a-f]+")
+_LATEST = "LATEST"
+_NEW_LATEST = f".{_LATEST}.torch_ckpt-new-"
+_SHARDED = "sharded"  # where stock's enable_consolidation puts the shards
+
+
+def make_directory(path: str) -> None:
+    """Make `path` and all above it, durably."""
+    if not os.path.lexists(path):
+        parent = os.path.dirname(path)
+        make_directory(parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+        _sync(parent)
+    if not os.path.isdir(path):
+        raise InvalidArgumentError("is not a directory", file=path)
+
+
+def child_name(step: int) -> str:
+    return f"step-{step}"
+
+
+def newest_first(root: str, *, up_to: int | None = None) -> Iterator[int]:
+    """The steps of the committed children, highest first. Looks no further than it is asked."""
+    found = (_CHILD.fullmatch(name) for name in os.listdir(root))
+    steps = sorted((int(match[1]) for match in found if match), reverse=True)
+    for step in steps:
+        if up_to is not None and step > up_to:
+            continue
+        if Checkpoint(os.path.join(root, child_name(step))).is_committed():
+            yield step
+
+
+def write_latest(root: str, step: int) -> None:
+    """Make LATEST name the checkpoint of `step`, at once and durably. One thread at a time."""
+    for name in os.listdir(root):
+        if name.startswith(_NEW_LATEST):  # of a process that was killed
+            _unlink(os.path.join(root, name))
+    new = os.path.join(root, _NEW_LATEST + secrets.token_hex(8))
+    try:
+        with open(new, "x", encoding="utf-8") as file:
+            file.write(f"{child_name(step)}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, os.path.join(root, _LATEST))
+    except BaseException:
+        _unlink(new)
+        raise
+    _sync(root)
+
+
+class Deletions:
+    """What rank 0 deletes in directory `root`, one thing after another on a thread of its own.
+
+    The thread is not a daemon: the interpreter waits for it at its end. All methods may be called
+    from any thread. A forked child has none of its parent's deletions.
+    """
+
+    def __init__(self, root: str, keep: int | None) -> None:
+        self._root = root
+        self._keep = keep
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._pid = os.getpid()
+        self._mutex = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+        self._error: Exception | None = None
+
+    def _leave_parents(self) -> None:
+        if self._pid != os.getpid():
+            self._start_anew()
+
+    def begin(self, step: int) -> None:
+        """`step` is committed: delete what that makes too old."""
+        if self._keep is None:
+            return
+        self._leave_parents()
+        with self._mutex:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch_ckpt-delete")
+            try:
+                self._last = self._executor.submit(self._run, step, self._keep)
+                return
+            except RuntimeError:
+                pass  # no thread is to be had, as when the interpreter is about to end
+        self._run(step, self._keep)
+
+    def wait(self) -> None:
+        """Until all that has begun is through."""
+        self._leave_parents()
+        last = self._last
+        if last is not None:
+            wait([last])
+
+    def close(self) -> None:
+        self._leave_parents()
+        with self._mutex:
+            executor, self._executor, self._last = self._executor, None, None
+        if executor is not None:
+            executor.shutdown()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, step: int, keep: int) -> None:
+        """All that can be deleted is, even where something cannot. Every run tries everything, so
+        that the errors of earlier ones do not count any more."""
+        first: Exception | None = None
+        try:
+            leftovers = [name for name in os.listdir(self._root) if _REMOVED.fullmatch(name)]
+            old = list(newest_first(self._root, up_to=step))[keep:]
+        except Exception as error:
+            first, leftovers, old = error, [], []
+        for work, what in [
+            *((_remove_tree, os.path.join(self._root, name)) for name in leftovers),
+            *((_delete, os.path.join(self._root, child_name(number))) for number in reversed(old)),
+        ]:
+            try:
+                work(what)
+            except Exception as error:
+                first = first or error
+        self._error = first
+        if first is not None:
+            warnings.warn(
+                f"{self._root}: an old checkpoint could not be deleted; the next save tries "
+                f"again: {first}",
+                stacklevel=2,
+            )
+
+
+def _delete(path: str) -> None:
+    """Delete the checkpoint at `path` with all that stands in it."""
+    if os.path.islink(path):
+        return  # what it points to is not ours
+    root, name = os.path.split(path)
+    hidden = os.path.join(root, f".{name}.torch_ckpt-removed-{secrets.token_hex(8)}")
+    with contextlib.ExitStack() as locks:
+        # Consolidating saves begin with the shards, which have a lock of their own.
+        for place in (path, os.path.join(path, _SHARDED)):
+            if os.path.isdir(place):
+                locks.enter_context(locked(place))
+        try:
+            os.rename(path, hidden)
+        except FileNotFoundError:
+            return  # somebody else has deleted it
+        _sync(root)
+    _remove_tree(hidden)
+
+
+def _remove_tree(path: str) -> None:
+    while os.path.lexists(path):
+        with contextlib.suppress(FileNotFoundError):  # somebody else removes it too
+            shutil.rmtree(path)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,194 @@
+"""CheckpointDirectory: the checkpoints of a training run, by step, for all its ranks.
+
+What is on disk, and in which order it changes, is in children.py.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_ckpt.children import Deletions, child_name, make_directory, newest_first, write_latest
+from torch_ckpt.dcp import api
+from torch_ckpt.dcp.agreement import rank_0_decides
+from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
+from torch_ckpt.errors import IncompleteError, InvalidArgumentError
+
+
+class CheckpointDirectory:
+    """The checkpoints of one job in directory `root`, one child `step-<n>` each.
+
+    root: is made where there is none.
+    keep_last: how many checkpoints saves leave, at least 1; None: all. After each save the older
+        ones are deleted in the background, never before that save is committed.
+    process_group: the ranks that save and load together; the default one if None.
+
+    A child counts when a save of torch_ckpt has committed it whole (`Checkpoint.is_committed`):
+    not while it is being saved or after a save that died, and not when others than torch_ckpt
+    wrote it. Only names without leading zeros count. The newest is the one of the highest step,
+    whenever it was saved. Who goes back to an older step removes the later checkpoints first:
+    `latest` and LATEST would go on to name the last of them, and a save below it is a warning.
+
+    A deletion looks at the steps up to the one that was saved. It spares the newest `keep_last` of
+    them, what is not committed, links, and every other name. It cannot know who reads: choose
+    keep_last so that a checkpoint is loaded before as many newer ones are saved. With a writer of
+    sync_files=False, checkpoints that are durable make way for one that is not.
+
+    All ranks call the constructor and all methods but `path` and `close`, in one order and from one
+    thread at a time. Rank 0 alone looks at the directory, writes LATEST and deletes; the others
+    hear from it through the group's store, without collectives, so a save may go on meanwhile.
+
+    Raises InvalidArgumentError for arguments that make no sense, OSError. What goes wrong on rank 0
+    alone is a CheckpointError with its words on the others.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if keep_last is not None and not _is_count(keep_last, least=1):
+            raise InvalidArgumentError(f"keep_last is None or at least 1; it was {keep_last!r}")
+        self.root = os.path.abspath(root)
+        self.keep_last = keep_last
+        self._group = process_group
+        self._publishing = threading.Lock()
+        self._deletions = Deletions(self.root, keep_last)
+        rank_0_decides(self._group, lambda: make_directory(self.root))
+
+    def path(self, step: int) -> str:
+        """Where the checkpoint of `step` is, or would be: root/step-<step>."""
+        if not _is_count(step, least=0):
+            raise InvalidArgumentError(f"a step is an integer from 0 on; it was {step!r}")
+        return os.path.join(self.root, child_name(step))
+
+    def steps(self) -> list[int]:
+        """The steps of all committed checkpoints, in ascending order, as rank 0 sees them."""
+        return rank_0_decides(self._group, lambda: sorted(newest_first(self.root)))
+
+    def latest(self) -> str | None:
+        """The path of the newest committed checkpoint, as rank 0 sees it; None if there is none."""
+        step = self._latest_step()
+        return None if step is None else self.path(step)
+
+    def _latest_step(self) -> int | None:
+        return rank_0_decides(self._group, lambda: next(newest_first(self.root), None))
+
+    def save(self, state_dict: dict[str, Any], step: int, **options: Any) -> Metadata:
+        """`torch_ckpt.save` into `path(step)`, with its `options`; then LATEST is written, and the
+        deletion of what is too old begins.
+
+        A `storage_writer` is one of ours; its own path does not matter. Raises what torch_ckpt.save
+        does, and OSError where the save is committed but LATEST could not be written.
+        """
+        path = self._begin_save(step, options)
+        metadata = api.save(state_dict, checkpoint_id=path, process_group=self._group, **options)
+        rank_0_decides(self._group, lambda: self._publish(step))
+        return metadata
+
+    def async_save(
+        self,
+        state_dict: dict[str, Any],
+        step: int,
+        *,
+        on_commit: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> Any:
+        """`torch_ckpt.async_save` into `path(step)`, with its `options`; LATEST is written and the
+        deletion begins before its future is done, and before `on_commit` is called.
+
+        Returns what torch_ckpt.async_save does. Where the save is committed but LATEST could not be
+        written, the future of rank 0 raises the OSError, and of rank 0 alone.
+        """
+        path = self._begin_save(step, options)
+        publishes = api._ranks(self._group)[0] == 0
+
+        def committed() -> None:
+            if publishes:
+                self._publish(step)
+            if on_commit is not None:
+                on_commit()
+
+        return api.async_save(
+            state_dict,
+            checkpoint_id=path,
+            process_group=self._group,
+            on_commit=committed,
+            **options,
+        )
+
+    def load(self, state_dict: dict[str, Any], step: int | None = None, **options: Any) -> int:
+        """`torch_ckpt.load` of the checkpoint of `step`, or of the newest if it is None, with its
+        `options`. Returns the step.
+
+        Raises IncompleteError where there is none, and what torch_ckpt.load does: one that is
+        damaged is an error, nothing older is loaded in its place.
+        """
+        if step is None:
+            step = self._latest_step()
+            if step is None:
+                raise IncompleteError("holds no committed checkpoint", file=self.root)
+        path = self.path(step)
+        api.load(state_dict, checkpoint_id=path, process_group=self._group, **options)
+        return step
+
+    def close(self) -> None:
+        """Wait for the deletions. Raises the error of one that failed and was not made up for by a
+        later one; each has been a warning already. The directory may be used again."""
+        self._deletions.close()
+
+    def __enter__(self) -> CheckpointDirectory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _begin_save(self, step: int, options: dict[str, Any]) -> str:
+        path = self.path(step)
+        if not isinstance(options.get("storage_writer"), HuggingFaceStorageWriter | None):
+            raise InvalidArgumentError(
+                "a CheckpointDirectory needs a torch_ckpt.HuggingFaceStorageWriter: what others "
+                "write has no mark that says whether it is whole",
+                file=path,
+            )
+        _, world_size = api._ranks(self._group)
+        if options.get("no_dist") and world_size > 1:
+            raise InvalidArgumentError(
+                "no_dist would make every rank save its own checkpoint here", file=path
+            )
+        if os.path.exists(path):
+            self._deletions.wait()  # or the save could meet a deletion's lock
+        return path
+
+    def _publish(self, step: int) -> None:
+        """On rank 0, when `step` is committed."""
+        with self._publishing:  # two saves in the background may end at once
+            newest = next(newest_first(self.root), None)
+            if newest is None:
+                return  # somebody has removed them all
+            write_latest(self.root, newest)
+        if newest > step:
+            warnings.warn(
+                f"{self.root}: saved a step below {child_name(newest)}, which stays the latest; "
+                "if the training went back, remove the later checkpoints",
+                stacklevel=2,
+            )
+        self._deletions.begin(step)
+
+
+def _is_count(value: Any, *, least: int) -> bool:
+    return type(value) is int and value >= least
