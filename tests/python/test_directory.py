@@ -1,0 +1,630 @@
+"""CheckpointDirectory in one process: what counts, LATEST, keep_last, and kills at any moment."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from directory_saver import state
+from launch import HERE, PACKAGE
+from safetensors.torch import save_file
+from test_checkpoint import flip, kill_in_replay
+
+import torch_ckpt
+from torch_ckpt import (
+    Checkpoint,
+    CheckpointDirectory,
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    IncompleteError,
+    InvalidArgumentError,
+)
+from torch_ckpt.dcp import writer as writer_module
+from torch_ckpt.jobs import SaveSession
+
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+
+
+def loaded(directory: CheckpointDirectory, step: int | None = None) -> int:
+    """The step that was loaded, after a look at what came."""
+    target = {"w": torch.zeros(300, 7), "text": "", "step": -1}
+    found = directory.load(target, step)
+    wanted = state(found)
+    assert torch.equal(target.pop("w"), wanted.pop("w"))
+    assert target == wanted
+    return found
+
+
+def visible(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
+
+
+def hidden(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name.startswith("."))
+
+
+def latest_file(root: Path) -> int:
+    match = re.fullmatch(r"step-(\d+)\n", (root / "LATEST").read_text())
+    assert match is not None
+    return int(match[1])
+
+
+def check(root: Path, saved: int, keep: int) -> int:
+    """What holds at every moment, when steps 1 to `saved` have been committed for sure. Returns the
+    newest step, 0 if there is none."""
+    directory = CheckpointDirectory(root)
+    steps = directory.steps()
+    assert visible(root) == steps, "a child is not whole"
+    assert len(steps) >= min(keep, saved), "deleted before a newer one was committed"
+    if not steps:
+        assert not (root / "LATEST").exists()
+        return 0
+    for step in steps:
+        assert loaded(directory, step) == step
+    assert directory.latest() == directory.path(steps[-1])
+    assert steps[-1] >= saved
+    if (root / "LATEST").exists():
+        assert latest_file(root) in steps[-2:]
+    else:
+        assert steps == [1]
+    return steps[-1]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_saves_and_loads_by_step(root: Path) -> None:
+    with CheckpointDirectory(root) as directory:
+        assert root.is_dir()
+        assert directory.steps() == [] and directory.latest() is None
+        for step in (0, 9, 10, 2**70):
+            directory.save(state(step), step)
+            assert latest_file(root) == step
+        assert directory.steps() == visible(root) == [0, 9, 10, 2**70]
+        assert directory.latest() == str(root / f"step-{2**70}") == directory.path(2**70)
+        assert loaded(directory) == 2**70
+        assert loaded(directory, 9) == 9
+        with pytest.raises(IncompleteError, match="step-7"):
+            directory.load(state(7), 7)
+    assert hidden(root) == []
+
+
+def test_options_are_those_of_save_and_load(root: Path) -> None:
+    directory = CheckpointDirectory(root)
+    writer = HuggingFaceStorageWriter("unused", thread_count=2, save_distributed=True)
+    for step in (1, 2):
+        directory.save(state(step), step, storage_writer=writer, no_dist=True)
+    assert loaded(directory) == 2
+    target = {"w": torch.zeros(300, 7, dtype=torch.float64), "text": "", "step": 0}
+    reader = HuggingFaceStorageReader("unused", strict_dtype=True)
+    with pytest.raises(CheckpointError, match="strict_dtype"):
+        directory.load(target, storage_reader=reader)
+    stock = dcp.FileSystemWriter(root / "unused")
+    with pytest.raises(InvalidArgumentError, match="HuggingFaceStorageWriter"):
+        directory.save(state(3), 3, storage_writer=stock)
+    assert directory.steps() == [1, 2]
+    assert not (root.parent / "unused").exists() and not Path("unused").exists()
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0, "1", None])
+def test_a_step_is_a_number(root: Path, step: Any) -> None:
+    directory = CheckpointDirectory(root)
+    for call in (directory.path, lambda step: directory.save(state(1), step)):
+        with pytest.raises(InvalidArgumentError, match=re.escape(repr(step))):
+            call(step)
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("keep_last", [0, -1, True, 1.5, "2"])
+def test_keep_last_is_a_number(root: Path, keep_last: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="keep_last"):
+        CheckpointDirectory(root, keep_last=keep_last)
+    assert not root.exists()
+
+
+def test_root_is_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file", tmp_path / "file/below"):
+        with pytest.raises(InvalidArgumentError, match="file: is not a directory"):
+            CheckpointDirectory(root)
+
+
+# --- what counts ------------------------------------------------------------
+
+
+def plain_file(path: Path) -> None:
+    path.write_text("")
+
+
+def link_to_nothing(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def a_file_is_gone(path: Path) -> None:
+    torch_ckpt.save(state(5), checkpoint_id=path)
+    (path / SHARD).unlink()
+
+
+def only_the_staging_of_a_save(path: Path) -> None:
+    session = SaveSession(str(path), overwrite=True)
+    shutil.copytree(session.staging, path / ".torch_ckpt-stage")
+    session.end()
+
+
+def only_data(path: Path) -> None:
+    torch_ckpt.save(state(5), checkpoint_id=path)
+    (path / "torch_ckpt.json").unlink()
+
+
+def of_somebody_else(path: Path) -> None:
+    path.mkdir()
+    save_file(
+        {"w": torch.ones(3)}, path / "model-00001-of-00001.safetensors", metadata={"format": "pt"}
+    )
+    assert Checkpoint(path).describe().source == "headers"
+
+
+def some_ranks_parts(path: Path) -> None:
+    writer = HuggingFaceStorageWriter(path, save_distributed=True, world_size=2)
+    dcp.save(state(5), storage_writer=writer, use_collectives=False)
+    assert (path / "torch_ckpt-00001-of-00002.json").exists()
+
+
+def only_shards_of_a_consolidating_save(path: Path) -> None:
+    torch_ckpt.save(state(5), checkpoint_id=path / "sharded")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    "make",
+    [
+        Path.mkdir,
+        *(plain_file, link_to_nothing, a_file_is_gone, only_data, only_the_staging_of_a_save),
+        *(of_somebody_else, some_ranks_parts, only_shards_of_a_consolidating_save),
+    ],
+    ids=lambda make: make.__name__,
+)
+def test_a_child_that_is_not_committed_does_not_count(
+    root: Path, make: Callable[[Path], None]
+) -> None:
+    with CheckpointDirectory(root, keep_last=1) as directory:
+        make(root / "step-5")
+        assert directory.steps() == [] and directory.latest() is None
+        with pytest.raises(IncompleteError, match="holds no committed checkpoint"):
+            directory.load(state(5))
+        directory.save(state(4), 4)
+        assert directory.steps() == [4] and loaded(directory) == 4 == latest_file(root)
+        # Deletions leave it alone too: it may be of a save that is going on.
+        directory.save(state(6), 6)
+    assert directory.steps() == [6]
+    assert os.path.lexists(root / "step-5")
+
+
+@pytest.mark.parametrize(
+    "name", ["step-007", "step-+7", "step-7 ", "step-", "step-7x", "step-٧", "Step-7", "step--7"]
+)
+def test_other_names_are_not_looked_at(root: Path, name: str) -> None:
+    torch_ckpt.save(state(7), checkpoint_id=root / name)
+    with CheckpointDirectory(root, keep_last=1) as directory:
+        assert directory.steps() == []
+        for step in (8, 9):
+            directory.save(state(step), step)
+    assert directory.steps() == [9]
+    assert Checkpoint(root / name).verify().files > 0
+
+
+def test_a_commit_that_was_interrupted_counts(root: Path) -> None:
+    directory = CheckpointDirectory(root)
+    directory.save(state(1), 1)
+    (root / "step-2").mkdir()
+    kill_in_replay(root / "step-2")
+    assert not (root / "step-2/torch_ckpt.json").exists()
+    assert directory.steps() == [1, 2]
+
+
+def test_parts_count_when_all_are_there(root: Path) -> None:
+    directory = CheckpointDirectory(root)
+    directory.save(state(1), 1, use_collectives=False)
+    assert list((root / "step-1").glob("torch_ckpt-00001-of-00001.json"))
+    assert directory.steps() == [1] and latest_file(root) == 1
+
+
+@pytest.mark.parametrize("file", [SHARD, "torch_ckpt.json", "torch_ckpt.catalog"])
+def test_a_damaged_checkpoint_is_not_passed_over(root: Path, file: str) -> None:
+    directory = CheckpointDirectory(root)
+    for step in (1, 2):
+        directory.save(state(step), step)
+    with (root / "step-2" / file).open("ab") as damaged:
+        damaged.write(b"x")
+    assert directory.latest() == directory.path(2)
+    with pytest.raises(CorruptError):
+        directory.load(state(0))
+
+
+def test_a_consolidating_save_counts_with_its_final_files(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = HuggingFaceStorageWriter("unused", save_distributed=True, enable_consolidation=True)
+    weights = {"w": torch.ones(4, 5)}
+    with CheckpointDirectory(root, keep_last=1) as directory:
+        directory.save(weights, 1, storage_writer=writer)
+        with monkeypatch.context() as patch:
+
+            def fails(*args: Any, **options: Any) -> None:
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(writer_module, "consolidate_safetensors_files", fails)
+            with pytest.raises(OSError, match="No space"):
+                directory.save(weights, 2, storage_writer=writer)
+        assert Checkpoint(root / "step-2/sharded").is_committed()
+        assert directory.steps() == [1] and latest_file(root) == 1
+        directory.save(weights, 2, storage_writer=writer)
+        assert (root / "step-2/model-00001-of-00001.safetensors").exists()
+    assert visible(root) == directory.steps() == [2]
+
+
+# --- LATEST and keep_last ---------------------------------------------------
+
+
+def test_only_the_last_are_kept(root: Path) -> None:
+    with CheckpointDirectory(root, keep_last=2) as directory:
+        for step in range(10, 60, 10):
+            directory.save(state(step), step)
+    assert visible(root) == directory.steps() == [40, 50]
+    assert hidden(root) == []
+    with CheckpointDirectory(root, keep_last=3) as directory:
+        directory.save(state(60), 60)
+    assert visible(root) == [40, 50, 60]
+    with CheckpointDirectory(root, keep_last=1) as directory:
+        directory.save(state(60), 60)  # over itself
+    assert visible(root) == [60]
+
+
+def test_going_back_to_an_older_step(root: Path) -> None:
+    with CheckpointDirectory(root) as directory:
+        for step in (10, 20, 90, 100):
+            directory.save(state(step), step)
+    with CheckpointDirectory(root, keep_last=2) as directory:
+        for step in (21, 22, 23):
+            with pytest.warns(UserWarning, match="below step-100"):
+                directory.save(state(step), step)
+        assert latest_file(root) == 100 and loaded(directory) == 100
+        directory.close()
+        # Neither the new branch nor the abandoned one has lost what was to be kept.
+        assert directory.steps() == [22, 23, 90, 100]
+        for step in (90, 100):
+            Checkpoint(directory.path(step)).remove()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            directory.save(state(24), 24)
+    assert directory.steps() == [23, 24] and latest_file(root) == 24
+
+
+def test_a_failed_save_deletes_nothing_and_leaves_latest(root: Path) -> None:
+    with CheckpointDirectory(root, keep_last=1) as directory:
+        directory.save(state(1), 1)
+        with pytest.raises(CheckpointError, match="bad"):
+            directory.save({**state(2), "bad": object()}, 2)
+        directory.close()
+        assert visible(root) == directory.steps() == [1] and latest_file(root) == 1
+
+
+def test_latest_cannot_be_written(root: Path) -> None:
+    with CheckpointDirectory(root, keep_last=1) as directory:
+        directory.save(state(1), 1)
+        (root / "LATEST").unlink()
+        (root / "LATEST").mkdir()
+        with pytest.raises(IsADirectoryError):
+            directory.save(state(2), 2)
+        directory.close()
+        assert directory.steps() == [1, 2]  # committed; what LATEST may name is still there
+        assert hidden(root) == []
+        (root / "LATEST").rmdir()
+        (root / ".LATEST.torch_ckpt-new-0123").write_text("")  # of a kill
+        directory.save(state(3), 3)
+    assert latest_file(root) == 3 and visible(root) == [3] and hidden(root) == []
+
+
+def test_a_linked_child_is_read_and_never_deleted(root: Path, tmp_path: Path) -> None:
+    torch_ckpt.save(state(1), checkpoint_id=tmp_path / "elsewhere")
+    with CheckpointDirectory(root, keep_last=1) as directory:
+        (root / "step-1").symlink_to(tmp_path / "elsewhere")
+        assert loaded(directory) == 1
+        directory.save(state(2), 2)
+    assert (root / "step-1").is_symlink() and loaded(directory, 1) == 1
+
+
+@pytest.mark.parametrize("place", [".", "sharded"])
+def test_a_child_that_is_being_saved_over_stays(root: Path, place: str) -> None:
+    directory = CheckpointDirectory(root, keep_last=1)
+    directory.save(state(1), 1)
+    (root / "step-1" / place).mkdir(exist_ok=True)
+    session = SaveSession(os.path.normpath(root / "step-1" / place), overwrite=True)
+    try:
+        with pytest.warns(UserWarning, match="could not be deleted.*another save"):
+            directory.save(state(2), 2)
+            directory._deletions.wait()
+        assert directory.steps() == [1, 2]
+        with pytest.raises(ConflictError, match="another save"):
+            directory.close()
+        directory.close()  # said once
+    finally:
+        session.end()
+    assert loaded(directory, 1) == 1
+    directory.save(state(3), 3)
+    directory.close()
+    assert visible(root) == [3]
+
+
+def test_a_deletion_that_fails_is_heard_and_made_up_for(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = shutil.rmtree
+    broken = True
+
+    def rmtree(path: str) -> None:
+        if broken and "step-1." in path:
+            raise OSError(5, "Input/output error", path)
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    directory = CheckpointDirectory(root, keep_last=1)
+    for step in (1, 2, 3):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            directory.save(state(step), step)
+            directory._deletions.wait()
+        assert bool(heard) == (step > 1), heard
+    # One that cannot be deleted does not hold up the others.
+    assert visible(root) == directory.steps() == [3]
+    assert [name.split("-removed-")[0] for name in hidden(root)] == [".step-1.torch_ckpt"]
+    with pytest.raises(OSError, match="Input/output error"):
+        directory.close()
+    directory.save(state(4), 4)
+    broken = False
+    directory.save(state(5), 5)
+    directory.close()
+    assert visible(root) == [5] and hidden(root) == []
+
+
+def test_a_save_over_a_child_that_is_being_deleted(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits, instead of meeting the deletion's lock."""
+    rename, locked = os.rename, threading.Event()
+
+    def slow(*args: Any) -> None:
+        locked.set()
+        time.sleep(0.3)
+        rename(*args)
+
+    monkeypatch.setattr(os, "rename", slow)
+    with CheckpointDirectory(root, keep_last=1) as directory:
+        directory.save(state(1), 1)
+        directory.save(state(2), 2)
+        assert locked.wait(10)
+        with pytest.warns(UserWarning, match="below step-2"):
+            directory.save(state(1), 1)
+        assert loaded(directory, 1) == 1
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_leaves_the_deletions_to_its_parent(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, go_on = os.rename, threading.Event()
+    parent = os.getpid()
+
+    def waiting(*args: Any) -> None:
+        if os.getpid() != parent:
+            os._exit(9)
+        assert go_on.wait(30)
+        rename(*args)
+
+    monkeypatch.setattr(os, "rename", waiting)
+    directory = CheckpointDirectory(root, keep_last=1)
+    for step in (1, 2, 3):  # one deletion goes on, another has not begun
+        directory.save(state(step), step)
+    child = os.fork()
+    if child == 0:
+        try:
+            directory.close()
+            assert directory.steps() == [1, 2, 3]
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert directory.steps() == [1, 2, 3]
+    go_on.set()
+    directory.close()
+    assert directory.steps() == [3]
+
+
+def test_async_saves(root: Path, group: None) -> None:
+    heard: list[int] = []
+    with CheckpointDirectory(root, keep_last=2) as directory:
+        for step in range(1, 6):
+            future = directory.async_save(
+                state(step), step, on_commit=lambda: heard.append(latest_file(root))
+            )
+            future.result()
+            assert latest_file(root) == step and loaded(directory) == step
+        future = directory.async_save({**state(6), "bad": object()}, 6)
+        with pytest.raises(CheckpointError, match="bad"):
+            future.result()
+    assert heard == [1, 2, 3, 4, 5]
+    assert visible(root) == directory.steps() == [4, 5]
+
+
+AT_EXIT = """
+import sys, torch, torch.distributed as dist
+from directory_saver import state
+from torch_ckpt import CheckpointDirectory
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+directory = CheckpointDirectory(sys.argv[1], keep_last=1)
+for step in (1, 2):
+    future = directory.async_save(state(step), step)
+    future.result()
+future = directory.async_save({**state(3), "more": torch.ones(4_000_000)}, 3)
+future.add_done_callback(lambda done: print("the last:", done.exception(), flush=True))
+"""
+
+
+def test_a_program_that_ends_during_a_save(root: Path) -> None:
+    """No thread can be made any more then."""
+    path = os.pathsep.join([str(PACKAGE), str(HERE)])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", AT_EXIT, str(root)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert "the last: None" in done.stdout, done.stdout + done.stderr
+    assert visible(root) == [3] and latest_file(root) == 3
+
+
+# --- kills ------------------------------------------------------------------
+
+
+class Saver:
+    """directory_saver.py, which forks a child for every run."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(PACKAGE), str(HERE)])
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "directory_saver.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
+
+    def _line(self) -> int:
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline())
+
+    def start(self, root: Path, *, keep: int, first: int, count: int, call: int = 0) -> int:
+        """The child's process id."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{root} {keep} {first} {count} {call}\n")
+        self._process.stdin.flush()
+        return self._line()
+
+    def end(self) -> int:
+        return self._line()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(timeout=60) == 0
+
+
+@pytest.fixture
+def saver() -> Iterator[Saver]:
+    running = Saver()
+    yield running
+    running.close()
+
+
+def test_killed_before_any_call_of_ours(saver: Saver, tmp_path: Path) -> None:
+    """Between commit, LATEST and deletion, and in the middle of each."""
+    newest = 1  # the first call comes when it is committed
+    for call in range(1, 1000):
+        root = tmp_path / str(call)
+        saver.start(root, keep=1, first=1, count=3, call=call)
+        status = saver.end()
+        newest = check(root, newest, 1)
+        saver.start(root, keep=1, first=newest + 1, count=1)
+        assert saver.end() == 0
+        assert visible(root) == [newest + 1] and latest_file(root) == newest + 1
+        assert hidden(root) == [], f"call {call}"
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+    assert newest == 3 and call > 30
+
+
+def test_killed_at_random(saver: Saver, root: Path) -> None:
+    newest, reached = 0, set()
+    for _ in range(30):
+        child = saver.start(root, keep=2, first=newest + 1, count=1000)
+        # Some kills meet the start of the first save.
+        time.sleep(random.uniform(0, 0.12))
+        os.kill(child, signal.SIGKILL)
+        assert saver.end() == -signal.SIGKILL
+        if root.exists():
+            newest = check(root, newest, 2)
+        reached.add(newest)
+    assert len(reached) > 8, reached
+    saver.start(root, keep=2, first=newest + 1, count=1)
+    assert saver.end() == 0
+    assert check(root, newest + 1, 2) == newest + 1
+    assert visible(root) == [newest, newest + 1] and hidden(root) == []
+
+
+def test_a_reader_beside_the_saver(saver: Saver, root: Path) -> None:
+    count = 60
+    directory = CheckpointDirectory(root)
+    saver.start(root, keep=2, first=1, count=count)
+    seen: list[int] = []
+    deleted, said = 0, 0
+    end = time.monotonic() + 60
+    while not seen or seen[-1] < count:
+        assert time.monotonic() < end, seen
+        latest = directory.latest()
+        if latest is None:
+            continue
+        if (root / "LATEST").exists():
+            assert latest_file(root) >= said  # whole at any time, and never backwards
+            said = latest_file(root)
+        step = int(latest.rpartition("-")[2])
+        assert not seen or step >= seen[-1]
+        try:
+            assert loaded(directory, step) == step
+        except CheckpointError:
+            # While it was loaded two newer ones have come. Nothing else may be the reason.
+            assert directory.steps()[0] > step
+            deleted += 1
+            continue
+        seen.append(step)
+    assert saver.end() == 0
+    assert len(set(seen)) > 5 and deleted < len(seen), (seen, deleted)
+
+
+def test_flip_is_damage(root: Path) -> None:
+    """Damage that has no other size is found when it is loaded."""
+    directory = CheckpointDirectory(root)
+    directory.save(state(1), 1)
+    flip(root / "step-1" / SHARD, -1)
+    assert directory.steps() == [1]
+    with pytest.raises(CorruptError, match=SHARD):
+        directory.load(state(0))
