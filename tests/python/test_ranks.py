@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 from launch import run_ranks
-from ranks import asynchronous, frameworks, reshard, saving, sharding
+from ranks import asynchronous, directories, frameworks, reshard, saving, sharding
 
 MODULES = {
     "sharding": sharding,
     "saving": saving,
     "asynchronous": asynchronous,
+    "directories": directories,
     "frameworks": frameworks,
     "reshard": reshard,
 }
@@ -23,6 +24,8 @@ LAUNCHES = [
     ("saving", 4),
     ("asynchronous", 2),
     ("asynchronous", 4),
+    ("directories", 2),
+    ("directories", 4),
     ("frameworks", 4),
     ("reshard", 4),
     ("reshard", 2),
