@@ -9,7 +9,7 @@ What happens after a save, all on rank 0, and what a kill leaves:
 
 1. The save commits step-<n> (docs/design.md). Only what is committed counts.
 2. LATEST is written under another name, synced and renamed, and root is synced. A kill before the
-   rename leaves it one behind, so nothing of ours reads it.
+   rename leaves it behind, so nothing of ours reads it.
 3. A background thread deletes what is too old: under the lock that a save into it would take, a
    child gets its hidden name, and root is synced; then the tree is removed. A kill leaves the child
    whole, or a hidden name that the next deletion removes: a child is never seen half removed.

@@ -36,6 +36,7 @@ from torch_ckpt import (
     HuggingFaceStorageWriter,
     IncompleteError,
     InvalidArgumentError,
+    UnsupportedError,
 )
 from torch_ckpt.dcp import writer as writer_module
 from torch_ckpt.jobs import SaveSession
@@ -82,7 +83,7 @@ def check(root: Path, saved: int, keep: int) -> int:
     assert directory.latest() == directory.path(steps[-1])
     assert steps[-1] >= saved
     if (root / "LATEST").exists():
-        assert latest_file(root) in steps[-2:]
+        assert latest_file(root) in steps  # behind, where kills came before it was written
     else:
         assert steps == [1]
     return steps[-1]
@@ -235,6 +236,8 @@ def test_other_names_are_not_looked_at(root: Path, name: str) -> None:
     torch_ckpt.save(state(7), checkpoint_id=root / name)
     with CheckpointDirectory(root, keep_last=1) as directory:
         assert directory.steps() == []
+        directory.save(state(7), 7)
+        assert directory.steps() == [7]
         for step in (8, 9):
             directory.save(state(step), step)
     assert directory.steps() == [9]
@@ -455,12 +458,15 @@ def test_a_forked_child_leaves_the_deletions_to_its_parent(
         directory.save(state(step), step)
     child = os.fork()
     if child == 0:
+        signal.alarm(20)  # for one that waits for the parent's thread
         try:
+            directory.save(state(3), 3)
+        except UnsupportedError:
             directory.close()
-            assert directory.steps() == [1, 2, 3]
+            os._exit(0)
         except BaseException:
             os._exit(1)
-        os._exit(0)
+        os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert directory.steps() == [1, 2, 3]
     go_on.set()
@@ -574,21 +580,25 @@ def test_killed_before_any_call_of_ours(saver: Saver, tmp_path: Path) -> None:
 
 
 def test_killed_at_random(saver: Saver, root: Path) -> None:
-    newest, reached = 0, set()
-    for _ in range(30):
+    newest, kills, longest = 0, 0, 0.1
+    end = time.monotonic() + 150
+    while kills < 30 or newest < 30:
+        assert time.monotonic() < end, (kills, newest)
         child = saver.start(root, keep=2, first=newest + 1, count=1000)
-        # Some kills meet the start of the first save.
-        time.sleep(random.uniform(0, 0.12))
+        time.sleep(random.uniform(0, longest))
         os.kill(child, signal.SIGKILL)
         assert saver.end() == -signal.SIGKILL
+        kills += 1
+        before = newest
         if root.exists():
             newest = check(root, newest, 2)
-        reached.add(newest)
-    assert len(reached) > 8, reached
+        if newest == before:
+            longest *= 1.2  # a busy machine
     saver.start(root, keep=2, first=newest + 1, count=1)
     assert saver.end() == 0
     assert check(root, newest + 1, 2) == newest + 1
     assert visible(root) == [newest, newest + 1] and hidden(root) == []
+    assert latest_file(root) == newest + 1
 
 
 def test_a_reader_beside_the_saver(saver: Saver, root: Path) -> None:

@@ -33,6 +33,7 @@ def test_the_examples_run(folder: Path) -> None:
     assert len(python) == 3
     assert "VerifyReport(files=" in run([sys.executable, "-c", python[0]], folder)
     run([sys.executable, "-c", python[1]], folder)
+    run([sys.executable, "-c", python[2]], folder)
     assert (folder / "model" / "model-00001-of-00001.safetensors").exists()
 
     commands = [text for language, text in EXAMPLES if not language]
@@ -65,6 +66,7 @@ def test_every_argument_is_told() -> None:
         torch_ckpt.async_save,
         torch_ckpt.load,
         torch_ckpt.PinnedMemoryStager,
+        torch_ckpt.CheckpointDirectory,
     ):
         for name in inspect.signature(item).parameters:
             assert f"`{name}`" in README or name in ("state_dict", "options"), name
