@@ -272,6 +272,16 @@ def test_a_damaged_checkpoint_is_not_passed_over(root: Path, file: str) -> None:
         directory.load(state(0))
 
 
+def test_flip_is_damage(root: Path) -> None:
+    """Damage that has no other size is found when it is loaded."""
+    directory = CheckpointDirectory(root)
+    directory.save(state(1), 1)
+    flip(root / "step-1" / SHARD, -1)
+    assert directory.steps() == [1]
+    with pytest.raises(CorruptError, match=SHARD):
+        directory.load(state(0))
+
+
 def test_a_consolidating_save_counts_with_its_final_files(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -628,13 +638,3 @@ def test_a_reader_beside_the_saver(saver: Saver, root: Path) -> None:
         seen.append(step)
     assert saver.end() == 0
     assert len(set(seen)) > 5 and deleted < len(seen), (seen, deleted)
-
-
-def test_flip_is_damage(root: Path) -> None:
-    """Damage that has no other size is found when it is loaded."""
-    directory = CheckpointDirectory(root)
-    directory.save(state(1), 1)
-    flip(root / "step-1" / SHARD, -1)
-    assert directory.steps() == [1]
-    with pytest.raises(CorruptError, match=SHARD):
-        directory.load(state(0))
