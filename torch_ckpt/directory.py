@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt.children import Deletions, child_name, make_directory, newest_first, write_latest
-from torch_ckpt.dcp import api
+from torch_ckpt.dcp import api, async_saves
 from torch_ckpt.dcp.agreement import rank_0_decides
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
@@ -142,9 +142,16 @@ class CheckpointDirectory:
         return step
 
     def close(self) -> None:
-        """Wait for the deletions. Raises the error of one that failed and was not made up for by a
-        later one; each has been a warning already. The directory may be used again."""
-        self._deletions.close()
+        """Wait for the async saves of this process and for the deletions. The directory may be used
+        again.
+
+        Raises CheckpointError for a save that failed and that nobody has heard of, and the error
+        of a deletion that failed and was not made up for by a later one.
+        """
+        try:
+            async_saves.close()
+        finally:
+            self._deletions.close()
 
     def __enter__(self) -> CheckpointDirectory:
         return self

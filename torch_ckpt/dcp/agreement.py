@@ -8,9 +8,9 @@ calls in the same order, and none from two threads at once.
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -46,7 +46,7 @@ def rank_0_decides(
         store.set(key, json.dumps({"value": value}))
         _forget(store, [key], world_size)
         return value
-    store.wait([key], timedelta(seconds=timeout))
+    _wait(store, key, timeout)
     answer = json.loads(store.get(key))
     _forget(store, [key], world_size)
     if "error" in answer:
@@ -64,10 +64,22 @@ def any_rank(group: dist.ProcessGroup | None, flag: bool, *, timeout: float = 60
     store.add(raised, int(flag))
     if store.add(arrived, 1) == world_size:
         store.set(key, str(store.add(raised, 0)))
-    store.wait([key], timedelta(seconds=timeout))
+    _wait(store, key, timeout)
     answer = int(store.get(key)) > 0
     _forget(store, [key, raised, arrived], world_size)
     return answer
+
+
+def _wait(store: Any, key: str, timeout: float) -> None:
+    """Until `key` is there. Not by the store's own wait: that of TCPStore keeps other threads out,
+    and rank 0 may be waiting for the save in one of them, which may need the store."""
+    deadline = time.monotonic() + timeout
+    pause = 0.0001
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"the ranks have not agreed within {timeout} seconds")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.01)
 
 
 def _is_alone(group: dist.ProcessGroup | None) -> bool:

@@ -19,7 +19,15 @@ from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torch_ckpt.dcp.async_saves import AsyncSave, OnBusy, OnFailure, SaveStats, begin
+from torch_ckpt.dcp.async_saves import (
+    AsyncSave,
+    OnBusy,
+    OnFailure,
+    SaveStats,
+    begin,
+    running,
+    wait_for,
+)
 from torch_ckpt.dcp.daemon import prepare
 from torch_ckpt.dcp.one_save import OneSaveStager
 from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
@@ -102,6 +110,12 @@ def _ranks(group: dist.ProcessGroup | None, no_dist: bool = False) -> tuple[int,
     return dist.get_rank(group), dist.get_world_size(group)
 
 
+def _wait_for_async_saves(world_size: int) -> None:
+    """Their collectives would mix with ours."""
+    if world_size > 1:
+        wait_for(running(), 600.0)
+
+
 @_eager
 def save(
     state_dict: dict[str, Any],
@@ -118,9 +132,10 @@ def save(
     Without a `storage_writer`, every rank's shards go to directory `checkpoint_id`. Raises
     CheckpointError kinds or OSError, naming the rank, on every rank; nothing of a failed save is
     left, and what stood there before still loads. Called from the main thread, it keeps Python's
-    cyclic garbage collector off until it returns.
+    cyclic garbage collector off until it returns. With several ranks it waits for async saves.
     """
     rank, world_size = _ranks(process_group, no_dist)
+    _wait_for_async_saves(world_size)
     writer = _writer(storage_writer, checkpoint_id, rank, world_size)
     try:
         # Planning makes some twenty objects per tensor, with stock's planner a hundred; collecting
@@ -305,6 +320,7 @@ def load(
         storage_reader = HuggingFaceStorageReader(checkpoint_id)
     reader = storage_reader
     rank, world_size = _ranks(process_group, no_dist)
+    _wait_for_async_saves(world_size)
     fill = not state_dict and isinstance(planner, LoadPlanner) and planner.rebuild
 
     def metadata_errors() -> list[Exception | None]:

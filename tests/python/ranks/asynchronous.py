@@ -221,6 +221,26 @@ def busy_is_what_rank_0_is(context: Context) -> None:
 
 
 @case
+def saves_and_loads_wait_for_it(context: Context) -> None:
+    """All in one process group, whose collectives must not mix."""
+    writer = SlowWriter(context.folder / "1", save_distributed=True)
+    first = torch_ckpt.async_save(weights(1), storage_writer=writer)
+    torch_ckpt.save(weights(2), checkpoint_id=context.folder / "2")
+    assert first.done()
+    writer = SlowWriter(context.folder / "3", save_distributed=True)
+    third = torch_ckpt.async_save(weights(3), storage_writer=writer)
+    check_saved(context.folder / "2", 2)
+    assert third.done()
+    check_saved(context.folder / "3", 3)
+    directory = torch_ckpt.CheckpointDirectory(context.folder / "d", keep_last=1)
+    for step in range(3):
+        directory.async_save(weights(step), step)
+    directory.close()
+    assert directory.steps() == [2]
+    check_saved(directory.latest(), 2)
+
+
+@case
 def one_rank_has_no_memory(context: Context) -> None:
     """It streams, the others stage."""
     budget = "2MiB" if context.rank == 1 else "1GiB"
