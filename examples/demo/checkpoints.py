@@ -1,7 +1,8 @@
-"""Where the demo keeps its checkpoints and which of them are whole.
+"""Where the demo keeps its checkpoints and which of them are whole, as seen from outside.
 
-A checkpoint of step 20 is the directory ``step-00000020`` below the root. torch_ckpt writes it
-under a staging name and puts ``torch_ckpt.json`` in last, so the file says that the save is whole.
+The training script uses a CheckpointDirectory; this is the view of the process that kills it. The
+checkpoint of step 20 is the directory ``step-20`` below the root. torch_ckpt writes it under a
+staging name and puts ``torch_ckpt.json`` in last, so the file says that the save is whole.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _STAGE_SUFFIX = ".torch_ckpt-stage"
 
 
 def directory_of(root: Path, step: int) -> Path:
-    return root / f"step-{step:08}"
+    return root / f"step-{step}"
 
 
 def step_of(directory: Path) -> int:
@@ -26,7 +27,7 @@ def is_whole(directory: Path) -> bool:
 
 def whole(root: Path) -> list[Path]:
     """Returns the committed checkpoints below ``root``, oldest first."""
-    return sorted(d for d in root.glob("step-*") if is_whole(d))
+    return sorted((d for d in root.glob("step-*") if is_whole(d)), key=step_of)
 
 
 def latest_whole(root: Path) -> Path | None:

@@ -75,11 +75,18 @@ def train(settings: Settings, work: Path, report: Report) -> dict[str, Any]:
     later = phases.resumed(settings, work, root, work / "final", report)
     compared = check_resume(settings, reference, later, kill, report)
     left = checkpoints.left_behind(root)
+    again = kill.step in {event["step"] for event in later.find("saved")}
     report.check(
         "nothing is left of the interrupted save",
-        not left and checkpoints.is_whole(checkpoints.directory_of(root, kill.step)),
+        not left and again,
         f"{checkpoints.directory_of(root, kill.step).name} was saved again, "
         f"{len(left)} staging directories remain",
+    )
+    kept = [checkpoints.step_of(directory) for directory in checkpoints.whole(root)]
+    report.check(
+        "the directory keeps the last checkpoints",
+        kept == list(range(settings.steps, 0, -settings.save_every))[:3][::-1],
+        f"steps {kept} of {settings.steps}",
     )
     return {
         "parameters": reference.find("ready")[0]["parameters"],

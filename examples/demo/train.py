@@ -8,55 +8,49 @@ from __future__ import annotations
 
 import argparse
 import time
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checkpoints import directory_of, files_in, latest_whole
+from checkpoints import files_in
 from corpus import digest
 from export import export_model
+from torch.distributed.checkpoint.staging import StagingOptions
 from worker import Worker, joined
 
-import torch_ckpt
+from torch_ckpt import AsyncSave, CheckpointDirectory, PinnedMemoryStager
 
 
 class Saver:
-    """Asynchronous saves, one at a time; an error of a save is raised by the next call."""
+    """Asynchronous saves into the directory; an error of a save is raised by the next call."""
 
-    def __init__(self, worker: Worker, root: Path) -> None:
+    def __init__(self, worker: Worker, directory: CheckpointDirectory) -> None:
         self._worker = worker
-        self._root = root
-        self._last: tuple[int, float, float, list[float], Future[Any]] | None = None
+        self._directory = directory
+        # Copies into memory that is kept from save to save, and blocks for no longer.
+        self._stager = PinnedMemoryStager(StagingOptions(use_async_staging=False))
 
     def start(self) -> None:
         """Starts to save the current state and returns as soon as training may go on."""
-        self.wait()
         step = self._worker.state.step
         self._worker.report("save started", step=step)
-        begin = time.perf_counter()
-        future = torch_ckpt.async_save(
-            {"app": self._worker.state},
-            checkpoint_id=directory_of(self._root, step),
-            process_group=self._worker.saves,
+        save = self._directory.async_save(
+            {"app": self._worker.state}, step, async_stager=self._stager
         )
-        blocked = time.perf_counter() - begin
-        ended: list[float] = []
-        future.add_done_callback(lambda _: ended.append(time.perf_counter()))
-        self._last = (step, begin, blocked, ended, future)
+        save.add_done_callback(lambda save: self._report(step, save))
+
+    def _report(self, step: int, save: AsyncSave) -> None:
+        if save.error is None:
+            stats, (_, size) = save.stats, files_in(Path(self._directory.path(step)))
+            waited = (stats.blocked_s or 0.0) - (stats.waited_s or 0.0)
+            self._worker.report(
+                "saved", step=step, blocked=waited, seconds=stats.total_s, bytes=size
+            )
 
     def wait(self) -> None:
         """Waits until the last save is on disk; raises its error if it failed."""
-        if self._last is None:
-            return
-        step, begin, blocked, ended, future = self._last
-        future.result()
-        self._last = None
-        _, size = files_in(directory_of(self._root, step))
-        seconds = (ended[0] if ended else time.perf_counter()) - begin
-        self._worker.report("saved", step=step, blocked=blocked, seconds=seconds, bytes=size)
+        self._directory.close()
 
 
 def train_step(worker: Worker) -> tuple[float, str]:
@@ -81,11 +75,12 @@ def train_step(worker: Worker) -> tuple[float, str]:
 
 def run(worker: Worker, root: Path, save: bool, export: Path | None) -> None:
     settings, state = worker.settings, worker.state
-    saver = Saver(worker, root)
-    newest = latest_whole(root)
+    directory = CheckpointDirectory(root, keep_last=3, process_group=worker.saves)
+    saver = Saver(worker, directory)
+    newest = directory.latest()
     if newest is not None:
-        torch_ckpt.load({"app": state}, checkpoint_id=newest, process_group=worker.saves)
-        worker.report("resumed", step=state.step, checkpoint=newest.name)
+        directory.load({"app": state})
+        worker.report("resumed", step=state.step, checkpoint=Path(newest).name)
     while state.step < settings.steps:
         rate = state.scheduler.get_last_lr()[0]
         begin = time.perf_counter()
