@@ -1,9 +1,8 @@
-"""CheckpointDirectory in one process: what counts, LATEST, keep_last, and kills at any moment."""
+"""CheckpointDirectory in one process: what counts, LATEST and keep_last."""
 
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
 import signal
@@ -20,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from directory_checks import hidden, latest_file, loaded, visible
 from directory_saver import state
 from launch import HERE, PACKAGE
 from safetensors.torch import save_file
@@ -42,51 +42,6 @@ from torch_ckpt.dcp import writer as writer_module
 from torch_ckpt.jobs import SaveSession
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
-
-
-def loaded(directory: CheckpointDirectory, step: int | None = None) -> int:
-    """The step that was loaded, after a look at what came."""
-    target = {"w": torch.zeros(300, 7), "text": "", "step": -1}
-    found = directory.load(target, step)
-    wanted = state(found)
-    assert torch.equal(target.pop("w"), wanted.pop("w"))
-    assert target == wanted
-    return found
-
-
-def visible(root: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
-
-
-def hidden(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name.startswith("."))
-
-
-def latest_file(root: Path) -> int:
-    match = re.fullmatch(r"step-(\d+)\n", (root / "LATEST").read_text())
-    assert match is not None
-    return int(match[1])
-
-
-def check(root: Path, saved: int, keep: int) -> int:
-    """What holds at every moment, when steps 1 to `saved` have been committed for sure. Returns the
-    newest step, 0 if there is none."""
-    directory = CheckpointDirectory(root)
-    steps = directory.steps()
-    assert visible(root) == steps, "a child is not whole"
-    assert len(steps) >= min(keep, saved), "deleted before a newer one was committed"
-    if not steps:
-        assert not (root / "LATEST").exists()
-        return 0
-    for step in steps:
-        assert loaded(directory, step) == step
-    assert directory.latest() == directory.path(steps[-1])
-    assert steps[-1] >= saved
-    if (root / "LATEST").exists():
-        assert latest_file(root) in steps  # behind, where kills came before it was written
-    else:
-        assert steps == [1]
-    return steps[-1]
 
 
 @pytest.fixture
@@ -502,6 +457,7 @@ def test_async_saves(root: Path, group: None) -> None:
 
 AT_EXIT = """
 import sys, torch, torch.distributed as dist
+from directory_checks import hidden, latest_file, loaded, visible
 from directory_saver import state
 from torch_ckpt import CheckpointDirectory
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
@@ -526,115 +482,3 @@ def test_a_program_that_ends_during_a_save(root: Path) -> None:
     )
     assert "the last: None" in done.stdout, done.stdout + done.stderr
     assert visible(root) == [3] and latest_file(root) == 3
-
-
-# --- kills ------------------------------------------------------------------
-
-
-class Saver:
-    """directory_saver.py, which forks a child for every run."""
-
-    def __init__(self) -> None:
-        path = os.pathsep.join([str(PACKAGE), str(HERE)])
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "directory_saver.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )
-
-    def _line(self) -> int:
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
-
-    def start(self, root: Path, *, keep: int, first: int, count: int, call: int = 0) -> int:
-        """The child's process id."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{root} {keep} {first} {count} {call}\n")
-        self._process.stdin.flush()
-        return self._line()
-
-    def end(self) -> int:
-        return self._line()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        assert self._process.wait(timeout=60) == 0
-
-
-@pytest.fixture
-def saver() -> Iterator[Saver]:
-    running = Saver()
-    yield running
-    running.close()
-
-
-def test_killed_before_any_call_of_ours(saver: Saver, tmp_path: Path) -> None:
-    """Between commit, LATEST and deletion, and in the middle of each."""
-    newest = 1  # the first call comes when it is committed
-    for call in range(1, 1000):
-        root = tmp_path / str(call)
-        saver.start(root, keep=1, first=1, count=3, call=call)
-        status = saver.end()
-        newest = check(root, newest, 1)
-        saver.start(root, keep=1, first=newest + 1, count=1)
-        assert saver.end() == 0
-        assert visible(root) == [newest + 1] and latest_file(root) == newest + 1
-        assert hidden(root) == [], f"call {call}"
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL
-    assert newest == 3 and call > 30
-
-
-def test_killed_at_random(saver: Saver, root: Path) -> None:
-    newest, kills, longest = 0, 0, 0.1
-    end = time.monotonic() + 150
-    while kills < 30 or newest < 30:
-        assert time.monotonic() < end, (kills, newest)
-        child = saver.start(root, keep=2, first=newest + 1, count=1000)
-        time.sleep(random.uniform(0, longest))
-        os.kill(child, signal.SIGKILL)
-        assert saver.end() == -signal.SIGKILL
-        kills += 1
-        before = newest
-        if root.exists():
-            newest = check(root, newest, 2)
-        if newest == before:
-            longest *= 1.2  # a busy machine
-    saver.start(root, keep=2, first=newest + 1, count=1)
-    assert saver.end() == 0
-    assert check(root, newest + 1, 2) == newest + 1
-    assert visible(root) == [newest, newest + 1] and hidden(root) == []
-    assert latest_file(root) == newest + 1
-
-
-def test_a_reader_beside_the_saver(saver: Saver, root: Path) -> None:
-    count = 60
-    directory = CheckpointDirectory(root)
-    saver.start(root, keep=2, first=1, count=count)
-    seen: list[int] = []
-    deleted, said = 0, 0
-    end = time.monotonic() + 60
-    while not seen or seen[-1] < count:
-        assert time.monotonic() < end, seen
-        latest = directory.latest()
-        if latest is None:
-            continue
-        if (root / "LATEST").exists():
-            assert latest_file(root) >= said  # whole at any time, and never backwards
-            said = latest_file(root)
-        step = int(latest.rpartition("-")[2])
-        assert not seen or step >= seen[-1]
-        try:
-            assert loaded(directory, step) == step
-        except CheckpointError:
-            # While it was loaded two newer ones have come. Nothing else may be the reason.
-            assert directory.steps()[0] > step
-            deleted += 1
-            continue
-        seen.append(step)
-    assert saver.end() == 0
-    assert len(set(seen)) > 5 and deleted < len(seen), (seen, deleted)
