@@ -29,6 +29,7 @@ add_executable(
   tests/cpp/os_fault_test.cc
   tests/cpp/os_file_test.cc
   tests/cpp/os_lock_test.cc
+  tests/cpp/os_shared_memory_test.cc
   tests/cpp/runtime_arena_test.cc
   tests/cpp/runtime_crc32c_test.cc
   tests/cpp/runtime_cuda_copy_test.cc

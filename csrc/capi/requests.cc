@@ -1,7 +1,9 @@
 #include "capi/requests.h"
 
 #include <cerrno>
+#include <limits>
 #include <map>
+#include <memory>
 
 #include "engine/checkpoint.h"
 #include "engine/merge_parts.h"
@@ -182,7 +184,10 @@ Result<Json> ArenaRequest(const Json& request) {
   if (prepare > 0) {
     // Leased and given back: idle memory for whoever comes.
     TC_RETURN_IF_ERROR(
-        arena.Lease(static_cast<size_t>(prepare), std::chrono::milliseconds(0))
+        arena
+            .Lease(static_cast<size_t>(prepare), std::chrono::milliseconds(0),
+                   GetBool(request, "shared", false) ? MemoryKind::kShared
+                                                     : MemoryKind::kPrivate)
             .status());
   }
   const ArenaStats stats = arena.Stats();
@@ -193,10 +198,32 @@ Result<Json> ArenaRequest(const Json& request) {
               {"crc32c", Crc32cImplementation()}};
 }
 
+// The region that a "stage" of another process has told of: leased until the
+// job is freed, as one that is staged here.
+Result<Json> AdoptRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "job"));
+  TC_ASSIGN_OR_RETURN(const auto job, JobRegistry::Process().Find(id));
+  TC_ASSIGN_OR_RETURN(const int64_t fd, GetInt(request, "fd"));
+  TC_ASSIGN_OR_RETURN(const int64_t offset, GetInt(request, "offset"));
+  TC_ASSIGN_OR_RETURN(const int64_t bytes, GetInt(request, "bytes"));
+  if (fd < 0 || fd > std::numeric_limits<int>::max() || offset < 0 ||
+      bytes <= 0) {
+    return InvalidArgument("that is no region of another process");
+  }
+  TC_ASSIGN_OR_RETURN(ArenaLease lease,
+                      Arena::Staging().Adopt(static_cast<int>(fd),
+                                             static_cast<uint64_t>(offset),
+                                             static_cast<size_t>(bytes)));
+  const auto address = reinterpret_cast<uintptr_t>(lease.data());
+  job->Hold(std::make_shared<ArenaLease>(std::move(lease)));
+  return Json{{"address", address}};
+}
+
 }  // namespace
 
 Handler FindHandler(const std::string& op) {
   static const std::map<std::string, Handler> handlers = {
+      {"adopt", AdoptRequest},
       {"arena", ArenaRequest},
       {"begin_part", BeginPartRequest},
       {"begin_save", BeginSaveRequest},

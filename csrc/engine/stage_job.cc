@@ -108,8 +108,8 @@ Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
   }
   region.bytes = bytes.size();
   job->AddTotal(bytes.size());
-  TC_ASSIGN_OR_RETURN(region.lease,
-                      arena->Lease(bytes.size(), options.patience));
+  TC_ASSIGN_OR_RETURN(
+      region.lease, arena->Lease(bytes.size(), options.patience, options.kind));
   std::byte* const base = region.lease.data();
 
   // Devices copy beside the workers below.

@@ -17,6 +17,7 @@ struct StageOptions {
   int workers = 2;
   // How long to wait for memory that other staged states have.
   std::chrono::milliseconds patience{0};
+  MemoryKind kind = MemoryKind::kPrivate;  // of the region, see Arena::Lease
 };
 
 // Tensors in a region. `offsets[i]` is where the bytes of source i begin, in

@@ -2,11 +2,12 @@
 // views: tensors that lie in such a region.
 //
 // Plan of stage:
-//   {"job": id, "workers": int, "patience_ms": int,
+//   {"job": id, "workers": int, "patience_ms": int, "shared": bool,
 //    "names": [fqn] or one text, a name a line}
 // with a name per tensor. `offsets` has an int64 for each, where its bytes
-// begin in the region. The result, {"address", "bytes", "region_bytes"}, is
-// kept in the job, and so is the region: it is leased until the job is freed.
+// begin in the region. The result, {"address", "bytes", "region_bytes"} and,
+// where other processes can adopt the region, {"fd", "offset"}, is kept in the
+// job, and so is the region: it is leased until the job is freed.
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -42,15 +43,19 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   TC_ASSIGN_OR_RETURN(const int64_t patience,
                       capi::GetInt(plan, "patience_ms", 0));
   options.patience = std::chrono::milliseconds(patience);
+  if (capi::GetBool(plan, "shared", false)) options.kind = MemoryKind::kShared;
   TC_ASSIGN_OR_RETURN(StagedRegion region, RunStageJob(names, sources, options,
                                                        &Arena::Staging(), job));
   std::copy(region.offsets.begin(), region.offsets.end(),
             static_cast<int64_t*>(offsets.mutable_data_ptr()));
-  job->SetResult(
-      Json{{"address", reinterpret_cast<uintptr_t>(region.lease.data())},
-           {"bytes", region.bytes},
-           {"region_bytes", region.lease.size()}}
-          .dump());
+  Json result = {{"address", reinterpret_cast<uintptr_t>(region.lease.data())},
+                 {"bytes", region.bytes},
+                 {"region_bytes", region.lease.size()}};
+  if (const auto place = region.lease.shared()) {
+    result["fd"] = place->fd;
+    result["offset"] = place->offset;
+  }
+  job->SetResult(result.dump());
   report[0] = 1;
   report[1] = report[2] = static_cast<int64_t>(region.bytes);
   job->Hold(std::make_shared<ArenaLease>(std::move(region.lease)));

@@ -10,22 +10,21 @@
 #include "base/checked.h"
 #include "os/call.h"
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // Linux 5.14
-#endif
-
 namespace torch_ckpt {
-namespace {
 
-int Advise(std::byte* data, size_t bytes, int advice) {
+int internal::Advise(std::byte* data, size_t bytes, int advice) {
   return internal::SystemCall("madvise", {},
                               [&] { return madvise(data, bytes, advice); });
 }
 
+namespace {
+
+using internal::Advise;
+
 // Makes every page present now, when a thread that is not the trainer's waits,
 // and not one by one in the middle of a copy.
 bool Populate(std::byte* data, size_t bytes) {
-  if (Advise(data, bytes, MADV_POPULATE_WRITE) == 0) return true;
+  if (Advise(data, bytes, internal::kPopulateWrite) == 0) return true;
   if (errno != EINVAL && errno != ENOSYS && errno != EPERM) return false;
   // A kernel without the call.
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));

@@ -17,4 +17,13 @@ Result<std::byte*> MapMemory(size_t bytes, size_t alignment);
 // Any range of pages that MapMemory has given.
 void UnmapMemory(std::byte* data, size_t bytes);
 
+namespace internal {  // for the files of os/ only
+
+inline constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+
+// Below 0 with errno on failure.
+int Advise(std::byte* data, size_t bytes, int advice);
+
+}  // namespace internal
+
 }  // namespace torch_ckpt

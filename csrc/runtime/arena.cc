@@ -1,16 +1,20 @@
 #include "runtime/arena.h"
 
 #include <algorithm>
+#include <array>
 #include <condition_variable>
 #include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <string>
 #include <utility>
 
 #include "base/checked.h"
+#include "base/stretches.h"
 #include "os/memory.h"
+#include "os/shared_memory.h"
 #include "runtime/jobs.h"
 
 namespace torch_ckpt {
@@ -20,17 +24,24 @@ constexpr size_t kHugePage = kArenaPage;
 // More than there is, and still a number that can be rounded up.
 constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max() - kHugePage;
 
+Status NotInForkedChild() {
+  return Unsupported(
+      "the host arena belongs to the parent of this forked process; start "
+      "workers with the 'spawn' or 'forkserver' method");
+}
+
 }  // namespace
 
-// Idle memory is kept by address, and neighbours are joined, so that what came
-// back in small pieces can go out again as a large one. A lease takes just the
-// bytes that it needs from an idle region: leased bytes are always the sum of
-// the rounded requests, and whoever plans within the budget never waits on
-// waste.
+// Idle memory is kept by address, and neighbours of a kind are joined, so that
+// what came back in small pieces can go out again as a large one. A lease takes
+// just the bytes that it needs from an idle region: leased bytes are always the
+// sum of the rounded requests, and whoever plans within the budget never waits
+// on waste.
 struct Arena::Impl {
   mutable std::mutex mutex;
   std::condition_variable returned;
-  std::map<std::byte*, size_t> idle;
+  std::array<Stretches, 2> idle;           // of kPrivate and of kShared
+  std::unique_ptr<SharedMemory> shared;    // made for the first who asks
   std::map<const std::byte*, size_t> out;  // what is leased
   IdleMemory policy = IdleMemory::kKept;
   // By page, since a page belongs to one lease or to none: memory can then be
@@ -48,62 +59,61 @@ struct Arena::Impl {
     return budget > taken ? budget - taken : 0;
   }
 
+  Stretches& Idle(MemoryKind kind) { return idle[static_cast<size_t>(kind)]; }
+
   // The end of the smallest idle region that is large enough; null if none is.
-  std::byte* TakeIdle(size_t size) {
-    auto best = idle.end();
-    for (auto it = idle.begin(); it != idle.end(); ++it) {
+  std::byte* TakeIdle(MemoryKind kind, size_t size) {
+    Stretches& regions = Idle(kind);
+    auto best = regions.end();
+    for (auto it = regions.begin(); it != regions.end(); ++it) {
       if (it->second >= size &&
-          (best == idle.end() || it->second < best->second)) {
+          (best == regions.end() || it->second < best->second)) {
         best = it;
       }
     }
-    if (best == idle.end()) return nullptr;
+    if (best == regions.end()) return nullptr;
     best->second -= size;
     std::byte* const data = best->first + best->second;
-    if (best->second == 0) idle.erase(best);
+    if (best->second == 0) regions.erase(best);
     return data;
-  }
-
-  void PutIdle(std::byte* data, size_t size) {
-    auto next = idle.lower_bound(data);
-    if (next != idle.end() && data + size == next->first) {
-      size += next->second;
-      next = idle.erase(next);
-    }
-    if (next != idle.begin()) {
-      auto before = std::prev(next);
-      if (before->first + before->second == data) {
-        before->second += size;
-        return;
-      }
-    }
-    idle.emplace_hint(next, data, size);
   }
 
   // Locked pages are unlocked first: a device must not keep memory that the
   // system gives to others.
-  void UnmapPages(std::byte* data, size_t size) {
+  void UnmapPages(MemoryKind kind, std::byte* data, size_t size) {
     const auto end = locked.lower_bound(data + size);
     for (auto it = locked.lower_bound(data); it != end;) {
       it->second->Unlock(it->first);
       it = locked.erase(it);
     }
-    UnmapMemory(data, size);
+    if (kind == MemoryKind::kShared) {
+      shared->Unmap(data, size);
+    } else {
+      UnmapMemory(data, size);
+    }
   }
 
   // Unmaps at least min(bytes, all) of idle memory, the smallest regions first:
   // large ones are the most useful.
   void UnmapIdle(uint64_t bytes) {
-    while (bytes > 0 && !idle.empty()) {
-      auto smallest = idle.begin();
-      for (auto it = idle.begin(); it != idle.end(); ++it) {
-        if (it->second < smallest->second) smallest = it;
+    while (bytes > 0) {
+      MemoryKind kind = MemoryKind::kPrivate;
+      auto smallest = Idle(kind).end();
+      for (MemoryKind k : {MemoryKind::kPrivate, MemoryKind::kShared}) {
+        for (auto it = Idle(k).begin(); it != Idle(k).end(); ++it) {
+          if (smallest != Idle(kind).end() && it->second >= smallest->second) {
+            continue;
+          }
+          smallest = it;
+          kind = k;
+        }
       }
+      if (smallest == Idle(kind).end()) return;
       const size_t part =
           std::min<uint64_t>(smallest->second, RoundUp(bytes, kHugePage));
       smallest->second -= part;
-      UnmapPages(smallest->first + smallest->second, part);
-      if (smallest->second == 0) idle.erase(smallest);
+      UnmapPages(kind, smallest->first + smallest->second, part);
+      if (smallest->second == 0) Idle(kind).erase(smallest);
       mapped -= part;
       bytes -= std::min<uint64_t>(bytes, part);
     }
@@ -117,7 +127,8 @@ struct Arena::Impl {
 ArenaLease::ArenaLease(ArenaLease&& o) noexcept
     : arena_(std::exchange(o.arena_, nullptr)),
       data_(std::exchange(o.data_, nullptr)),
-      size_(std::exchange(o.size_, 0)) {}
+      size_(std::exchange(o.size_, 0)),
+      kind_(o.kind_) {}
 
 ArenaLease& ArenaLease::operator=(ArenaLease&& o) noexcept {
   if (this != &o) {
@@ -125,6 +136,7 @@ ArenaLease& ArenaLease::operator=(ArenaLease&& o) noexcept {
     arena_ = std::exchange(o.arena_, nullptr);
     data_ = std::exchange(o.data_, nullptr);
     size_ = std::exchange(o.size_, 0);
+    kind_ = o.kind_;
   }
   return *this;
 }
@@ -139,16 +151,26 @@ void ArenaLease::Release() {
   if (arena == nullptr || InForkedChild()) return;
   Arena::Impl& impl = *arena->impl_;
   std::lock_guard<std::mutex> lock(impl.mutex);
-  impl.leased -= size;
   impl.out.erase(data);
+  if (kind_ == MemoryKind::kAdopted) {
+    impl.UnmapPages(kind_, data, size);
+    return;
+  }
+  impl.leased -= size;
   try {
-    impl.PutIdle(data, size);
+    AddStretch(&impl.Idle(kind_), data, size);
   } catch (const std::bad_alloc&) {  // no memory for the note of it
-    impl.UnmapPages(data, size);
+    impl.UnmapPages(kind_, data, size);
     impl.mapped -= size;
   }
   impl.ShrinkToBudget();
   impl.returned.notify_all();
+}
+
+std::optional<SharedPlace> ArenaLease::shared() const {
+  if (arena_ == nullptr || kind_ != MemoryKind::kShared) return std::nullopt;
+  const SharedMemory& memory = *arena_->impl_->shared;
+  return SharedPlace{memory.fd(), memory.OffsetOf(data_)};
 }
 
 Status ArenaLease::PageLock(PageLocker* locker) const {
@@ -192,13 +214,10 @@ Arena::~Arena() {
 }
 
 Result<ArenaLease> Arena::Lease(size_t bytes,
-                                std::chrono::milliseconds patience) {
+                                std::chrono::milliseconds patience,
+                                MemoryKind kind) {
   using Clock = std::chrono::steady_clock;
-  if (InForkedChild()) {
-    return Unsupported(
-        "the host arena belongs to the parent of this forked process; start "
-        "workers with the 'spawn' or 'forkserver' method");
-  }
+  if (InForkedChild()) return NotInForkedChild();
   if (bytes > std::numeric_limits<size_t>::max() - 2 * kHugePage) {
     return Exhausted("no machine has " + std::to_string(bytes) + " bytes");
   }
@@ -209,13 +228,22 @@ Result<ArenaLease> Arena::Lease(size_t bytes,
 
   ArenaLease lease;
   std::unique_lock<std::mutex> lock(impl_->mutex);
+  if (kind == MemoryKind::kShared && impl_->shared == nullptr) {
+    auto made = SharedMemory::Create(kHugePage);
+    if (made.ok()) {
+      impl_->shared = std::move(made).value();
+    } else {
+      kind = MemoryKind::kPrivate;
+    }
+  }
+  lease.kind_ = kind;
   for (bool last_look = false;;) {
     if (size > impl_->budget) {
       return Exhausted("a buffer of " + std::to_string(size) +
                        " bytes is more than the host memory budget of " +
                        std::to_string(impl_->budget) + " bytes");
     }
-    lease.data_ = impl_->TakeIdle(size);
+    lease.data_ = impl_->TakeIdle(kind, size);
     if (lease.data_ != nullptr) {
       impl_->leased += size;
       break;
@@ -229,7 +257,8 @@ Result<ArenaLease> Arena::Lease(size_t bytes,
       impl_->peak_mapped = std::max(impl_->peak_mapped, impl_->mapped);
       // Populating takes long; the budget is reserved, so others may go on.
       lock.unlock();
-      auto fresh = MapMemory(size, kHugePage);
+      auto fresh = kind == MemoryKind::kShared ? impl_->shared->Map(size)
+                                               : MapMemory(size, kHugePage);
       lock.lock();
       impl_->mapping -= size;
       if (!fresh.ok()) {
@@ -255,6 +284,24 @@ Result<ArenaLease> Arena::Lease(size_t bytes,
   lease.size_ = size;
   try {
     impl_->out.emplace(lease.data_, size);
+  } catch (const std::bad_alloc&) {
+    lock.unlock();
+    lease.Release();
+    return Exhausted("no memory for the note of a lease");
+  }
+  return lease;
+}
+
+Result<ArenaLease> Arena::Adopt(int fd, uint64_t offset, size_t bytes) {
+  if (InForkedChild()) return NotInForkedChild();
+  ArenaLease lease;
+  TC_ASSIGN_OR_RETURN(lease.data_, MapShared(fd, offset, bytes));
+  lease.arena_ = this;
+  lease.size_ = bytes;
+  lease.kind_ = MemoryKind::kAdopted;
+  std::unique_lock<std::mutex> lock(impl_->mutex);
+  try {
+    impl_->out.emplace(lease.data_, bytes);
   } catch (const std::bad_alloc&) {
     lock.unlock();
     lease.Release();

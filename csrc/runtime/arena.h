@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "base/bytes.h"
 #include "base/status.h"
@@ -27,6 +28,19 @@ class PageLocker {
   virtual void Unlock(std::byte* data) = 0;  // what Lock() took
 };
 
+enum class MemoryKind {
+  kPrivate,  // anonymous memory of the process
+  kShared,   // memory that another process can map, with Arena::Adopt
+  kAdopted,  // another process's kShared
+};
+
+// Where memory of kShared is for other processes. The descriptor is the
+// arena's, as long as that lives.
+struct SharedPlace {
+  int fd = -1;
+  uint64_t offset = 0;
+};
+
 class Arena;
 
 // A leased region, aligned to 2 MiB, contents undefined. Goes back on
@@ -41,6 +55,7 @@ class ArenaLease {
   size_t size() const { return size_; }
   MutableByteSpan span() const { return {data_, size_}; }
   explicit operator bool() const { return data_ != nullptr; }
+  std::optional<SharedPlace> shared() const;
   void Release();
   // Page-locks what of the lease is not locked yet. It stays locked, through
   // other leases too, until it is unmapped. Every kArenaPage is locked by
@@ -53,6 +68,7 @@ class ArenaLease {
   Arena* arena_ = nullptr;
   std::byte* data_ = nullptr;
   size_t size_ = 0;
+  MemoryKind kind_ = MemoryKind::kPrivate;
 };
 
 struct ArenaStats {
@@ -75,11 +91,18 @@ class Arena {
   explicit Arena(uint64_t budget_bytes, IdleMemory idle = IdleMemory::kKept);
   ~Arena();  // REQUIRES: no lease is out
 
-  // At least `bytes` (rounded up to 2 MiB), pre-faulted. Idle regions are
-  // reused first, unmapped to make room second. When the budget is used up:
-  // waits up to `patience`, then kExhausted. More than the whole budget is
-  // kExhausted at once.
-  Result<ArenaLease> Lease(size_t bytes, std::chrono::milliseconds patience);
+  // At least `bytes` (rounded up to 2 MiB), pre-faulted, of `kind`, which is
+  // not kAdopted; kPrivate where the system lets no memory be shared. Idle
+  // regions of that kind are reused first, those of any are unmapped to make
+  // room second. When the budget is used up: waits up to `patience`, then
+  // kExhausted. More than the whole budget is kExhausted at once.
+  Result<ArenaLease> Lease(size_t bytes, std::chrono::milliseconds patience,
+                           MemoryKind kind = MemoryKind::kPrivate);
+  // What another process has leased as kShared: the same memory, until that
+  // process gives it to others, which this one is not told. Outside the budget;
+  // unmapped when the lease ends. `fd` may be closed. kInvalidArgument for
+  // anything but a piece of such memory.
+  Result<ArenaLease> Adopt(int fd, uint64_t offset, size_t bytes);
   // Whether all of these bytes are in one lease that is out.
   bool IsLeased(ByteSpan bytes) const;
   // A smaller budget takes effect as leases come back.

@@ -410,31 +410,42 @@ TEST_F(WriteJobTest, StagedTensorsAreWrittenFromWhereTheyAre) {
     file.tensors.push_back(WholeTensor(name, Dtype::kU8, arrays[i].shape, i));
   }
   Job staging(JobKind::kStage);
+  StageOptions shared;
+  shared.kind = MemoryKind::kShared;
+  Arena theirs(64 << 20);  // of the process that has staged
   auto region = RunStageJob(names, sources, {}, &Arena::Staging(), &staging);
+  auto sent = RunStageJob(names, sources, shared, &theirs, &staging);
   ASSERT_OK(region.status());
-  for (size_t i = 0; i < sources.size(); ++i) {
-    sources[i].data = region->lease.data() + region->offsets[i];
-  }
-  int in_place = 0, copied = 0;
-  SetFaultHook([&](const FaultSite& site) -> FaultAction {
-    if (std::string_view(site.op) == "pwrite" &&
-        site.path.find("safetensors") != std::string::npos) {
-      ++(Arena::Process().Stats().leased == 0 ? in_place : copied);
+  ASSERT_OK(sent.status());
+  auto adopted =
+      Arena::Staging().Adopt(sent->lease.shared()->fd,
+                             sent->lease.shared()->offset, sent->lease.size());
+  ASSERT_OK(adopted.status());
+  for (const std::byte* memory : {region->lease.data(), adopted->data()}) {
+    for (size_t i = 0; i < sources.size(); ++i) {
+      sources[i].data = memory + region->offsets[i];
     }
-    return {};
-  });
-  OutputOptions options;
-  options.workers = 1;
-  auto written = Write(file, sources, options);
-  SetFaultHook(nullptr);
-  ASSERT_OK(written.status());
-  ExpectDigests((*written)[0], Text((*written)[0]));
-  for (size_t i = 0; i < arrays.size(); ++i) {
-    EXPECT_TRUE(Data((*written)[0], names[i]) == arrays[i].bytes) << i;
+    int in_place = 0, copied = 0;
+    SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      if (std::string_view(site.op) == "pwrite" &&
+          site.path.find("safetensors") != std::string::npos) {
+        ++(Arena::Process().Stats().leased == 0 ? in_place : copied);
+      }
+      return {};
+    });
+    OutputOptions options;
+    options.workers = 1;
+    auto written = Write(file, sources, options);
+    SetFaultHook(nullptr);
+    ASSERT_OK(written.status());
+    ExpectDigests((*written)[0], Text((*written)[0]));
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      EXPECT_TRUE(Data((*written)[0], names[i]) == arrays[i].bytes) << i;
+    }
+    // The piece with the header and the last one.
+    EXPECT_EQ(copied, 2);
+    EXPECT_GE(in_place, 2);
   }
-  // The piece with the header and the last one.
-  EXPECT_EQ(copied, 2);
-  EXPECT_GE(in_place, 2);
 }
 
 #endif  // TORCH_CKPT_FAULTS

@@ -231,5 +231,139 @@ TEST(Arena, IdleMemoryThatDoesNotServeIsReplaced) {
   EXPECT_EQ(arena.Stats().mapped, 20 * kMiB);
 }
 
+TEST(Arena, ALeaseOfSharedMemorySaysWhereOthersFindIt) {
+  Arena arena(64 * kMiB);
+  auto own = arena.Lease(2 * kMiB, kNow);
+  auto a = arena.Lease(2 * kMiB, kNow, MemoryKind::kShared);
+  auto b = arena.Lease(3 * kMiB, kNow, MemoryKind::kShared);
+  ASSERT_TRUE(own.ok() && a.ok() && b.ok());
+  EXPECT_FALSE(own->shared());
+  ASSERT_TRUE(a->shared() && b->shared());
+  EXPECT_EQ(a->shared()->fd, b->shared()->fd);
+  EXPECT_EQ(a->shared()->offset, 0u);
+  EXPECT_EQ(b->shared()->offset, 2 * kMiB);
+  EXPECT_EQ(b->size(), 4 * kMiB);
+  EXPECT_EQ(arena.Stats().leased, 8 * kMiB);
+  ArenaLease moved = std::move(*b);
+  EXPECT_EQ(moved.shared()->offset, 2 * kMiB);
+  EXPECT_FALSE(b->shared());
+  EXPECT_TRUE(arena.IsLeased(moved.span()));
+  std::memset(moved.data(), 1, moved.size());
+}
+
+TEST(Arena, IdleMemoryServesItsKindOnly) {
+  Arena arena(64 * kMiB);
+  std::byte *own = nullptr, *shared = nullptr;
+  {
+    auto a = arena.Lease(8 * kMiB, kNow);
+    auto b = arena.Lease(2 * kMiB, kNow, MemoryKind::kShared);
+    auto c = arena.Lease(6 * kMiB, kNow, MemoryKind::kShared);
+    ASSERT_TRUE(a.ok() && b.ok() && c.ok());
+    own = a->data();
+    shared = b->data();
+  }
+  auto a = arena.Lease(8 * kMiB, kNow, MemoryKind::kShared);
+  auto b = arena.Lease(8 * kMiB, kNow);
+  ASSERT_TRUE(a.ok() && b.ok());
+  EXPECT_EQ(a->data(), shared);  // of two pieces
+  EXPECT_EQ(b->data(), own);
+  EXPECT_EQ(arena.Stats().mapped, 16 * kMiB);
+}
+
+TEST(Arena, OneBudgetForBothKinds) {
+  Arena arena(8 * kMiB);
+  auto a = arena.Lease(4 * kMiB, kNow);
+  auto b = arena.Lease(4 * kMiB, kNow, MemoryKind::kShared);
+  ASSERT_TRUE(a.ok() && b.ok());
+  for (MemoryKind kind : {MemoryKind::kPrivate, MemoryKind::kShared}) {
+    EXPECT_EQ(arena.Lease(1, kNow, kind).status().kind(),
+              ErrorKind::kExhausted);
+  }
+  a->Release();
+  auto c = arena.Lease(2 * kMiB, kNow, MemoryKind::kShared);
+  ASSERT_TRUE(c.ok()) << c.status().ToString();
+  EXPECT_EQ(arena.Stats().mapped, 8 * kMiB);  // 2 MiB of a's stay
+  b->Release();
+  auto d = arena.Lease(6 * kMiB, kNow);
+  ASSERT_TRUE(d.ok()) << d.status().ToString();
+  EXPECT_EQ(arena.Stats().mapped, 8 * kMiB);
+  std::memset(c->data(), 1, c->size());
+  std::memset(d->data(), 1, d->size());
+}
+
+TEST(Arena, IdleMemoryOfAnyKindIsReplaced) {
+  Arena arena(64 * kMiB, IdleMemory::kReplaced);
+  for (size_t size = 2; size <= 20; size += 2) {
+    const MemoryKind kind =
+        size % 4 == 0 ? MemoryKind::kShared : MemoryKind::kPrivate;
+    auto lease = arena.Lease(size * kMiB, kNow, kind);
+    ASSERT_TRUE(lease.ok());
+    std::memset(lease->data(), 1, lease->size());
+    EXPECT_EQ(arena.Stats().mapped, size * kMiB);
+  }
+  arena.Trim();
+  EXPECT_EQ(arena.Stats().mapped, 0u);
+}
+
+TEST(Arena, AdoptsWhatAnotherOneShares) {
+  Arena theirs(16 * kMiB);
+  Arena ours(0);
+  auto lease = theirs.Lease(4 * kMiB, kNow, MemoryKind::kShared);
+  ASSERT_TRUE(lease.ok());
+  const int fd = dup(lease->shared()->fd);
+  auto adopted = ours.Adopt(fd, lease->shared()->offset, lease->size());
+  ASSERT_TRUE(adopted.ok()) << adopted.status().ToString();
+  close(fd);
+  EXPECT_FALSE(adopted->shared());  // the descriptor is not this arena's
+  EXPECT_TRUE(ours.IsLeased(adopted->span()));
+  EXPECT_FALSE(theirs.IsLeased(adopted->span()));
+  EXPECT_EQ(ours.Stats().mapped, 0u);
+  EXPECT_EQ(ours.Stats().leased, 0u);
+  lease->data()[5] = std::byte{9};
+  EXPECT_EQ(adopted->data()[5], std::byte{9});
+  adopted->data()[6] = std::byte{8};
+  EXPECT_EQ(lease->data()[6], std::byte{8});
+  std::byte* const data = adopted->data();
+  adopted->Release();
+  EXPECT_FALSE(ours.IsLeased({data, 1}));
+  EXPECT_FALSE(ours.Adopt(fd, 0, kMiB).ok());  // closed
+}
+
+#ifdef TORCH_CKPT_FAULTS
+TEST(Arena, MemoryIsPrivateWhereNoneCanBeShared) {
+  Arena arena(16 * kMiB);
+  std::byte* first = nullptr;
+  const auto leased = [&](const char* refused) {
+    SetFaultHook([=](const FaultSite& site) -> FaultAction {
+      return {.sys_errno = std::string(site.op) == refused ? EPERM : 0};
+    });
+    auto lease = arena.Lease(4 * kMiB, kNow, MemoryKind::kShared);
+    SetFaultHook(nullptr);
+    EXPECT_TRUE(lease.ok()) << lease.status().ToString();
+    if (first == nullptr) first = lease->data();
+    const bool reused = lease->data() == first;
+    return std::pair(bool(lease->shared()), reused);
+  };
+  EXPECT_EQ(leased("memfd_create"), std::pair(false, true));
+  EXPECT_EQ(leased("ftruncate"), std::pair(false, true));
+  EXPECT_EQ(leased("fallocate"), std::pair(false, true));
+  EXPECT_EQ(leased(""), std::pair(true, false));
+}
+
+TEST(Arena, NoSharedMemoryIsAnErrorThatLeavesTheBudgetWhole) {
+  Arena arena(8 * kMiB);
+  ASSERT_TRUE(arena.Lease(1, kNow, MemoryKind::kShared).ok());
+  SetFaultHook([](const FaultSite& site) -> FaultAction {
+    return {.sys_errno = std::string(site.op) == "madvise" ? ENOMEM : 0};
+  });
+  const Status status =
+      arena.Lease(4 * kMiB, kNow, MemoryKind::kShared).status();
+  SetFaultHook(nullptr);
+  EXPECT_EQ(status.kind(), ErrorKind::kExhausted);
+  EXPECT_EQ(arena.Stats().mapped, 2 * kMiB);
+  EXPECT_TRUE(arena.Lease(8 * kMiB, kNow, MemoryKind::kShared).ok());
+}
+#endif
+
 }  // namespace
 }  // namespace torch_ckpt
