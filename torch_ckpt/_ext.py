@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import pathlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,34 +54,71 @@ def read(targets: Sequence[torch.Tensor], plan: dict[str, Any], job: Job) -> dic
     return _run(torch.ops.dcp_ext.read, targets, plan, job)
 
 
+@dataclass(frozen=True)
+class Region:
+    """Host memory that is leased until the last tensor in it is gone.
+
+    memory: all of it, as uint8.
+    used: how many bytes of it hold tensors.
+    fd, offset: the memory file of this process, and where the region begins in it; None where no
+        other process can map it.
+    """
+
+    memory: torch.Tensor
+    used: int
+    fd: int | None = None
+    offset: int = 0
+
+
 def stage(
-    tensors: Sequence[torch.Tensor], names: list[str], *, workers: int, timeout: float
-) -> tuple[list[torch.Tensor], int]:
+    tensors: Sequence[torch.Tensor],
+    names: list[str],
+    *,
+    workers: int,
+    timeout: float,
+    shared: bool = False,
+) -> tuple[list[torch.Tensor], Region | None]:
     """Copies of `tensors`, dense, in one region of the process's staging arena, in the order of the
     file that a save would make of them (csrc/engine/stage_job.h).
 
     Tensors are on the CPU, of any strides, or on CUDA devices, contiguous, with every kernel that
-    writes them done. Blocks, with the GIL released, until all are copied. The region is leased
-    until the last of the results is gone; `timeout` is how many seconds to wait for one. Returns
-    the copies, and the bytes of the region that they take. Raises ExhaustedError.
+    writes them done. Blocks, with the GIL released, until all are copied. `timeout` is how many
+    seconds to wait for memory; with `shared` other processes can map it, if the system has such.
+    Returns the copies and their region. Raises ExhaustedError.
     """
     if not tensors:
-        return [], 0
+        return [], None
     job = Job("stage")
     offsets = torch.empty(len(tensors), dtype=torch.int64, device="cpu")
     plan = {
         "workers": workers,
         "patience_ms": round(1000 * timeout),
+        "shared": shared,
         "names": _core.names_text(names),
     }
     result = _run(torch.ops.dcp_ext.stage, tensors, plan, job, offsets)
-    region = (ctypes.c_byte * result["region_bytes"]).from_address(result["address"])
-    region.lease = job  # storages keep the region, and the region the job whose memory it is
-    memory = torch.frombuffer(region, dtype=torch.uint8)
+    memory = _leased(job, result["address"], result["region_bytes"])
     views: list[torch.Tensor] = _without_grad(
         torch.ops.dcp_ext.views, memory, list(tensors), offsets
     )
-    return views, result["bytes"]
+    return views, Region(memory, result["bytes"], result.get("fd"), result.get("offset", 0))
+
+
+def adopt(fd: int, offset: int, size: int, used: int) -> Region:
+    """The region that another process has in its memory file `fd`: the same memory, until that
+    process ends its lease, which this one is not told. `fd` may be closed.
+
+    Raises InvalidArgumentError for anything else.
+    """
+    job = Job("stage")
+    request = {"op": "adopt", "job": job.id, "fd": fd, "offset": offset, "bytes": size}
+    return Region(_leased(job, _core.call(request)["address"], size), used)
+
+
+def _leased(job: Job, address: int, size: int) -> torch.Tensor:
+    region: Any = (ctypes.c_byte * size).from_address(address)
+    region.lease = job  # storages keep the region, and the region the job whose memory it is
+    return torch.frombuffer(region, dtype=torch.uint8)
 
 
 def crc32c(data: torch.Tensor) -> int:

@@ -187,9 +187,10 @@ def test_the_ctypes_door_works_without_torch() -> None:
 
 def test_python_never_unpickles() -> None:
     # Reading a checkpoint must not run code. Only the leaves that are no tensors
-    # have a door for it, and it opens for callers who asked.
+    # have a door for it, and it opens for callers who asked. crossing.py unpickles what a process
+    # has sent to one that it has started itself, inside a pickle of stock's.
     for path in python_sources():
-        if path.parent.name == "objects":
+        if path.parent.name == "objects" or path.name == "crossing.py":
             continue
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"pickle\.(load|Unpickler)|torch\.load\(", text), path

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import _async_process_executor as stock
 
+from torch_ckpt.dcp import crossing
 from torch_ckpt.dcp.agreement import any_rank
 from torch_ckpt.dcp.async_saves import AsyncSave, wait_for
 from torch_ckpt.errors import InvalidArgumentError
@@ -19,9 +20,9 @@ _ranks: tuple[int, ...] | None = None  # that it was made with
 
 
 def prepare(group: dist.ProcessGroup | None, earlier: list[AsyncSave], timeout: float) -> None:
-    """Called on every rank of `group` before it saves so. Where the process of some rank is dead,
-    those of all ranks are ended, and stock makes new ones; which it does with collectives, so that
-    `earlier`, the saves that are running, have to be over.
+    """Called on every rank of `group` before it stages a state that it saves so. Where the process
+    of some rank is dead, those of all ranks are ended, and stock makes new ones; which it does with
+    collectives, so that `earlier`, the saves that are running, have to be over.
 
     Raises InvalidArgumentError on every rank where a process exists for other ranks.
     """
@@ -46,3 +47,4 @@ def prepare(group: dist.ProcessGroup | None, earlier: list[AsyncSave], timeout: 
             rank=dist.get_rank(group),
         )
     _ranks = ranks
+    crossing.expect()

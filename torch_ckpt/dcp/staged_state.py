@@ -12,6 +12,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torch_ckpt._ext import Region
 from torch_ckpt.dcp.items import PLAIN_TENSORS
 from torch_ckpt.dcp.sources import MAX_DIMENSIONS, reachable
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
@@ -26,20 +27,30 @@ class StagedState(dict[str, Any]):
     """A state dict whose tensors lie in one leased region of host memory.
 
     Equal to the state it was made of, type for type but for the outermost dict. The region is
-    leased until `end`, or until the state and the last of its tensors are gone.
+    leased until `end`, or until the state and the last of its tensors are gone. How it goes to
+    another process is in dcp/crossing.py.
     """
 
     def __init__(self, *items: Any) -> None:
         super().__init__(*items)
-        self.staged_bytes = 0  # of the region, that hold tensors
+        self._region: Region | None = None
         self._staged: list[torch.Tensor] = []  # that lie in the region
+
+    def lies_in(self, region: Region | None, tensors: list[torch.Tensor]) -> None:
+        """`tensors` are those of the state that lie in `region`."""
+        self._region, self._staged = region, tensors
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of the region, that hold tensors."""
+        return 0 if self._region is None else self._region.used
 
     def __reduce__(self) -> Any:
         return StagedState, (dict(self),)
 
     def end(self) -> None:
         """Let the region go, whoever still refers to the tensors: they are empty from now on."""
-        tensors, self._staged = self._staged, []
+        tensors, self._staged, self._region = self._staged, [], None
         with torch.no_grad():
             for tensor in tensors:
                 tensor.set_()  # type: ignore[call-overload]
@@ -69,14 +80,14 @@ class StateCopy:
             for key, value in state_dict.items():
                 self._copy(self._state, key, value, str(key))
 
-    def with_tensors(self, staged: list[torch.Tensor], staged_bytes: int) -> StagedState:
-        """The copy, with `staged`, which lie in a region of `staged_bytes`, in the places of
-        `tensors`. Call it once."""
+    def with_tensors(self, staged: list[torch.Tensor], region: Region | None) -> StagedState:
+        """The copy, with `staged`, which lie in `region`, in the places of `tensors`. Call it
+        once."""
         for (container, key), tensor in zip(self._places, staged, strict=True):
             container[key] = tensor
         for finish in self._finish:
             finish()
-        self._state._staged, self._state.staged_bytes = staged, staged_bytes
+        self._state.lies_in(region, staged)
         self.tensors, self._places, self._finish = [], [], []
         return self._state
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 
 from torch_ckpt import _core, _ext
-from torch_ckpt.dcp import async_saves
+from torch_ckpt.dcp import async_saves, crossing
 from torch_ckpt.dcp.planning import paused_while_trainer_waits
 from torch_ckpt.dcp.sources import queued_kernels, wait_for
 from torch_ckpt.dcp.staged_state import StateCopy
@@ -27,7 +27,8 @@ class PinnedMemoryStager(AsyncStager):
         on while the trainer does, which must not change its tensors before the future is done.
         `use_pinned_memory` and `use_non_blocking_copy` change nothing: memory that a device copies
         into is always page-locked, and the copies of all tensors run at once. `use_shared_memory`
-        neither: a state that crosses to another process takes its tensors into shared memory then.
+        neither: once this process saves with AsyncCheckpointerType.PROCESS, states are staged into
+        memory that the other process maps, and nothing is copied again.
     memory_budget: bytes (or text as "2GiB") that all staged states of this process may take
         together. The latest stager that was given one decides; without, there is no limit.
     prepare: bytes (or text as "2GiB"), or a state dict of the size to come: memory for it is made
@@ -75,7 +76,8 @@ class PinnedMemoryStager(AsyncStager):
                 size = sum(tensor.nbytes for tensor in StateCopy(prepare).tensors) or 1
             else:
                 size = _bytes(prepare, "prepare")
-            request = {"op": "arena", "staging": True, "prepare": size}
+            shared = crossing.is_expected()
+            request = {"op": "arena", "staging": True, "prepare": size, "shared": shared}
             self._preparing = self._thread().submit(_core.call, request)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,13 +114,14 @@ class PinnedMemoryStager(AsyncStager):
         if preparing is not None:
             preparing.result()  # else this state would take other memory
         wait_for(events)
-        staged, size = _ext.stage(
+        staged, region = _ext.stage(
             state.tensors,
             state.names,
             workers=min(_MAX_WORKERS, os.cpu_count() or 1),
             timeout=self.timeout if self.over_budget == "wait" else 0.0,
+            shared=crossing.is_expected(),
         )
-        return state.with_tensors(staged, size)
+        return state.with_tensors(staged, region)
 
     def synchronize_staging(self) -> None:
         """Wait until the trainer may change its tensors again."""

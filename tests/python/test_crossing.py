@@ -1,0 +1,457 @@
+"""Staged states that go to another process: the same memory, as one descriptor."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import io
+import os
+import pickle
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from multiprocessing import reduction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from test_async_ends import Trainer
+from torch.distributed.checkpoint.staging import StagingOptions
+
+import torch_ckpt
+from torch_ckpt import PinnedMemoryStager, _core, _ext
+from torch_ckpt.dcp import crossing
+from torch_ckpt.dcp.staged_state import StagedState
+
+MIB = 1 << 20
+
+
+def stage(state: dict[str, Any]) -> StagedState:
+    staged = PinnedMemoryStager(StagingOptions(False, False, False, False)).stage(state)
+    assert isinstance(staged, StagedState)
+    return staged
+
+
+def leased() -> int:
+    bytes_: int = _core.call({"op": "arena", "staging": True})["leased"]
+    return bytes_
+
+
+@pytest.fixture(autouse=True)
+def expected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(crossing, "_expected", True)
+    yield
+    _core.call({"op": "arena", "staging": True, "trim": True})
+
+
+@pytest.fixture
+def sent_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    sent: list[int] = []
+    dup = reduction.DupFd
+
+    def count(fd: int) -> Any:
+        sent.append(fd)
+        return dup(fd)
+
+    monkeypatch.setattr(reduction, "DupFd", count)
+    return sent
+
+
+def serve(connection: Any) -> None:
+    """The other process: answers (function, argument) with what the function returns."""
+    for function, argument in iter(connection.recv, None):
+        try:
+            answer = function(argument)
+        except Exception as error:
+            answer = error
+        del argument
+        connection.send(answer)
+
+
+class Other:
+    """A process that was started with "spawn"."""
+
+    def __init__(self) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def call(self, function: Callable[[Any], Any], argument: Any = None) -> Any:
+        self.connection.send((function, argument))
+        return self.connection.recv()
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Other]:
+    made = Other()
+    yield made
+    made.connection.send(None)
+    made.process.join(20)
+    assert made.process.exitcode == 0
+
+
+def mappings(process: int | str = "self") -> list[int]:
+    """Sizes of the pieces of memory files of ours that a process has mapped."""
+    found = []
+    for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+        if "memfd:torch_ckpt" in line:
+            begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+            found.append(end - begin)
+    return found
+
+
+kept: list[StagedState] = []
+
+
+def look(_: Any) -> tuple[int, list[int]]:
+    kept.clear()
+    return len(os.listdir("/proc/self/fd")), mappings()
+
+
+def keep(state: StagedState) -> tuple[int, list[int], list[int]]:
+    kept.append(state)
+    kept[0]["w"][1] = 77
+    return len(os.listdir("/proc/self/fd")), mappings(), state["w"][:3].tolist()
+
+
+def read(_: Any) -> list[int]:
+    numbers: list[int] = kept[0]["w"][:3].tolist()
+    return numbers
+
+
+def test_the_memory_is_the_same(other: Other, sent_descriptors: list[int]) -> None:
+    descriptors, none = other.call(look)
+    staged = stage({"w": torch.arange(3 * MIB, dtype=torch.int32), "step": 5})
+    assert other.call(keep, staged) == (descriptors, [*none, 12 * MIB], [0, 77, 2])
+    assert len(sent_descriptors) == 1
+    assert staged["w"][:3].tolist() == [0, 77, 2]
+    staged["w"][2] = 88
+    assert other.call(read) == [0, 77, 88]
+    assert other.call(look) == (descriptors, none)
+
+
+def echo(state: StagedState) -> Any:
+    """As a dict whose tensors are copies."""
+    assert type(state) is StagedState
+    assert state.staged_bytes > 0
+    return copy.deepcopy(dict(state))
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+def test_states_arrive_as_they_are(other: Other, sent_descriptors: list[int]) -> None:
+    model = collections.OrderedDict(w=torch.randn(3, 4), empty=torch.zeros(0, 3))
+    model._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
+    state = {
+        "model": model,
+        "steps": collections.defaultdict(list, {3: [torch.tensor(1), {"lr": 0.1}]}),
+        "point": Point(torch.ones(2), (torch.zeros(0, 3), "x")),
+        "leaves": [None, 2.5, b"bytes", torch.float32, torch.Size((2, 3))],
+        "kinds": [torch.ones(3).to(kind) for kind in (torch.bool, torch.bfloat16, torch.int8)],
+        "float4": torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "complex": torch.randn(5, dtype=torch.complex128),
+        "sparse": torch.eye(3).to_sparse(),
+        "deep": torch.randn((1,) * 9),
+    }
+    staged = stage(state)
+    # Whatever users put into it: parts of the region cross as well, and other tensors as ever.
+    staged["part"] = staged["model"]["w"][1:, ::2]
+    staged["conjugate"] = staged["complex"].conj().clone()
+    arrived = other.call(echo, staged)
+    assert list(arrived) == list(staged)
+    assert type(arrived["model"]) is collections.OrderedDict
+    assert arrived["model"]._metadata == model._metadata
+    assert arrived["model"]["empty"].shape == (0, 3)
+    assert torch.equal(arrived["model"]["w"], model["w"])
+    assert torch.equal(arrived["part"], model["w"][1:, ::2])
+    assert arrived["steps"].default_factory is list
+    assert arrived["steps"][3] == [torch.tensor(1), {"lr": 0.1}]
+    assert type(arrived["point"]) is Point
+    assert arrived["point"].y[0].shape == (0, 3)
+    assert arrived["leaves"] == state["leaves"]
+    for name in ("complex", "deep", "conjugate"):
+        assert torch.equal(arrived[name], staged[name]), name
+    assert arrived["float4"].dtype == torch.float4_e2m1fn_x2
+    assert arrived["float4"].view(torch.uint8).tolist() == list(range(8))
+    assert [kind.dtype for kind in arrived["kinds"]] == [torch.bool, torch.bfloat16, torch.int8]
+    assert all(kind.tolist() == [1, 1, 1] for kind in arrived["kinds"])
+    assert torch.equal(arrived["sparse"].to_dense(), torch.eye(3))
+
+
+def tied(state: StagedState) -> list[bool]:
+    state["a"].zero_()
+    return [state["a"] is state["again"], state["a"] is state["b"], bool((state["b"] == 0).all())]
+
+
+def test_tied_tensors_stay_tied(other: Other) -> None:
+    tensor = torch.ones(5)
+    staged = stage({"a": tensor, "b": tensor.view(5)})
+    staged["again"] = staged["a"]
+    assert other.call(tied, staged) == [True, False, True]
+
+
+def total(state: StagedState) -> tuple[int, int]:
+    return len(state), sum(int(tensor[0]) for tensor in state.values())
+
+
+def test_many_tensors_are_one_descriptor(other: Other, sent_descriptors: list[int]) -> None:
+    count = 19_000
+    staged = stage({f"layer.{n}": torch.full((8,), n) for n in range(count)})
+    assert other.call(total, staged) == (count, sum(range(count)))
+    assert len(sent_descriptors) == 1
+
+
+def test_the_first_is_copied_where_none_was_expected(
+    other: Other, sent_descriptors: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, none = other.call(look)
+    monkeypatch.setattr(crossing, "_expected", False)
+    for copied in (True, False):
+        staged = stage({"w": torch.arange(100, dtype=torch.int32)})
+        assert (staged._region is not None and staged._region.fd is None) == copied
+        _, mapped, found = other.call(keep, staged)
+        assert found == [0, 77, 2]
+        assert mapped == none + [2 * MIB] * (not copied)
+        other.call(look)
+    assert len(sent_descriptors) == 2
+
+
+def test_a_region_that_crossed_serves_others_when_it_ends(other: Other) -> None:
+    descriptors, none = other.call(look)
+    for value in range(20):
+        staged = stage({"w": torch.full((MIB,), value, dtype=torch.int32)})
+        assert other.call(keep, staged) == (descriptors, [*none, 4 * MIB], [value, 77, value])
+        assert leased() == 4 * MIB
+        staged.end()
+        assert leased() == 0
+        other.call(look)
+    assert _core.call({"op": "arena", "staging": True})["mapped"] == 4 * MIB
+    assert len(mappings()) == 1
+    _core.call({"op": "arena", "staging": True, "trim": True})
+    assert mappings() == []
+
+
+def test_an_ended_state_and_one_without_tensors_cross_as_dicts(
+    other: Other, sent_descriptors: list[int]
+) -> None:
+    ended = stage({"w": torch.ones(3), "step": 1})
+    ended.end()
+    assert other.call(dict, ended)["step"] == 1
+    assert other.call(dict, stage({"step": 2})) == {"step": 2}
+    assert sent_descriptors == []
+
+
+def test_other_picklers_copy() -> None:
+    staged = stage({"w": torch.arange(5), "inner": {"b": torch.tensor([1, 1])}})
+    file = io.BytesIO()
+    torch.save(staged, file)
+    file.seek(0)
+    copies = [
+        pickle.loads(pickle.dumps(staged)),
+        copy.deepcopy(staged),
+        torch.load(file, weights_only=False),
+    ]
+    staged["w"].zero_()
+    staged["inner"]["b"].zero_()
+    for copied in copies:
+        assert type(copied) is StagedState
+        assert copied["w"].tolist() == [0, 1, 2, 3, 4]
+        assert copied["inner"]["b"].tolist() == [1, 1]
+        assert copied.staged_bytes == 0
+
+
+def forward(state: StagedState) -> Any:
+    return state
+
+
+def test_what_was_received_can_be_sent_on(other: Other) -> None:
+    staged = stage({"w": torch.arange(5)})
+    assert other.call(forward, staged)["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_only_regions_are_adopted() -> None:
+    staged = stage({"w": torch.ones(3 * MIB)})
+    assert staged._region is not None
+    fd, offset = staged._region.fd, staged._region.offset
+    assert fd is not None
+    end = os.fstat(fd).st_size
+    before = len(mappings())
+    read_end, write_end = os.pipe()
+    with tempfile.TemporaryFile() as file:
+        file.truncate(4 * MIB)
+        for number, begin, size in (
+            (file.fileno(), 0, MIB),
+            (read_end, 0, MIB),
+            (1 << 30, 0, MIB),
+            (1 << 40, 0, MIB),
+            (-1, 0, MIB),
+            (fd, -4096, MIB),
+            (fd, end, 4096),
+            (fd, end - 4096, 8192),
+            (fd, offset, 1 << 62),
+            (fd, offset, 0),
+        ):
+            with pytest.raises(torch_ckpt.InvalidArgumentError):
+                _ext.adopt(number, begin, size, 0)
+    os.close(read_end)
+    os.close(write_end)
+    with pytest.raises(OSError, match="mmap"):
+        _ext.adopt(fd, 1, MIB, 0)
+    assert len(mappings()) == before
+    adopted = _ext.adopt(fd, offset, 4096, 8)
+    assert adopted.memory[:4].view(torch.float32).item() == 1
+    assert adopted.fd is None
+    assert len(mappings()) == before + 1
+    del adopted
+    assert len(mappings()) == before
+
+
+def test_a_place_beyond_the_region_is_an_error() -> None:
+    staged = stage({"w": torch.ones(3)})
+    make, (descriptor, offset, size, used, places, pickled) = crossing._reduce(staged)
+    (dtype, shape, strides, begin) = places[0]
+    wrong = [(dtype, (size,), strides, begin)]
+    with pytest.raises(RuntimeError, match="storage"):
+        make(descriptor, offset, size, used, wrong, pickled)
+
+
+# A trainer that saves in another process, and looks at what that has.
+PROGRAM = r"""
+import os, re
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _async_process_executor as stock
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch_ckpt import PinnedMemoryStager, _core
+from torch_ckpt.dcp import crossing
+group()
+
+def arena():
+    return _core.call({"op": "arena", "staging": True})
+
+def child():
+    return stock._CHECKPOINT_PROCESS._save_process.pid
+
+def counts(process):
+    maps = open(f"/proc/{process}/maps").read()
+    return (len(os.listdir(f"/proc/{process}/fd")), len(os.listdir(f"/proc/{process}/task")),
+            maps.count("memfd:torch_ckpt"), maps.count("/dev/shm/torch_"))
+
+w = torch.zeros(1000)
+mesh = init_device_mesh("cpu", (1,))
+state = {"w": w, "tied": w, "step": 0, "many": {f"t{n}": torch.zeros(9) for n in range(1000)},
+         "d": distribute_tensor(torch.zeros(700, 900), mesh, [Shard(0)])}
+
+def fill(value):
+    for tensor in (w, *state["many"].values(), state["d"].to_local()):
+        tensor.fill_(value)
+    state["step"] = value
+
+def save(value, call=torch_ckpt.async_save, **options):
+    fill(value)
+    answer = call(state, checkpoint_id=f"{folder}/{value}",
+                  async_checkpointer_type=AsyncCheckpointerType.PROCESS, **options)
+    if not isinstance(answer, torch_ckpt.AsyncSave) and hasattr(answer, "upload_completion"):
+        answer.staging_completion.result()
+        answer = answer.upload_completion
+    fill(-1)
+    answer.result()
+
+def holds(value):
+    target = {"w": torch.zeros(1000), "tied": torch.zeros(1000), "step": -1,
+              "many": {f"t{n}": torch.zeros(9) for n in range(1000)},
+              "d": distribute_tensor(torch.zeros(700, 900), mesh, [Shard(0)])}
+    torch_ckpt.load(target, checkpoint_id=f"{folder}/{value}")
+    tensors = (target["w"], target["tied"], *target["many"].values(), target["d"].to_local())
+    return all((t == value).all() for t in tensors) and target["step"] == value
+"""
+
+
+def run(tmp_path: Path, program: str) -> None:
+    text = (
+        textwrap.dedent(program) + "\nprint('all well', flush=True)\ndist.destroy_process_group()"
+    )
+    status, said = Trainer(tmp_path, PROGRAM + text).end(120)
+    assert status == 0 and "all well" in said, said
+
+
+def test_saves_in_another_process_grow_nothing(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+        for value in range(1, 6):
+            save(value)
+        before = counts("self"), counts(child())
+        # The child has one region, of the latest save, and torch shares the DeviceMesh's tensor.
+        assert before[0][2:] == before[1][2:] == (1, 1), before
+        for value in range(6, 26):
+            save(value)
+            assert arena()["leased"] == 0
+        deadline = time.monotonic() + 10  # stock's threads end by themselves
+        while (after := (counts("self"), counts(child()))) != before:
+            assert time.monotonic() < deadline, (before, after)
+            time.sleep(0.01)
+        assert all(holds(value) for value in range(1, 26))
+        """,
+    )
+
+
+def test_stocks_async_save(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+        stager = PinnedMemoryStager()
+        for value in (1, 2, 3):
+            writer = torch_ckpt.HuggingFaceStorageWriter(
+                f"{folder}/{value}", save_distributed=True)
+            save(value, dcp.async_save, storage_writer=writer, async_stager=stager)
+            # Nobody said before the first that it would cross.
+            assert counts(child())[2] == (value > 1), counts(child())
+        # Stock's writer reads the same memory.
+        save(4, dcp.async_save, storage_writer=dcp.FileSystemWriter(f"{folder}/4"),
+             async_stager=stager)
+        target = {"w": torch.zeros(1000), "step": -1}
+        dcp.load(target, checkpoint_id=f"{folder}/4")
+        assert target["w"].unique().tolist() == [4] and target["step"] == 4
+        assert all(holds(value) for value in (1, 2, 3))
+        """,
+    )
+
+
+def test_a_system_that_refuses_shared_memory(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+        import resource
+        # Less than a memory file of a useful size.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
+        for value in (1, 2, 3):
+            save(value)
+            assert counts("self")[2] == counts(child())[2] == 0
+        assert all(holds(value) for value in (1, 2, 3))
+        """,
+    )
+
+
+def test_a_process_that_is_killed_while_it_saves(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+        save(1)
+        fill(2)
+        began = torch_ckpt.async_save(
+            state, storage_writer=SlowWriter(f"{folder}/2", save_distributed=True),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS)
+        time.sleep(0.2)
+        stock._CHECKPOINT_PROCESS._save_process.kill()
+        assert isinstance(began.exception(), torch_ckpt.CheckpointError)
+        assert arena()["leased"] == 0
+        save(3)
+        assert holds(1) and holds(3) and not os.path.exists(f"{folder}/2")
+        """,
+    )
