@@ -33,7 +33,8 @@ class PinnedMemoryStager(AsyncStager):
         together. The latest stager that was given one decides; without, there is no limit.
     prepare: bytes (or text as "2GiB"), or a state dict of the size to come: memory for it is made
         in the background now. The first touch of memory can take longer than writing it to a disk;
-        without this the first state that is staged waits for it.
+        without this the first state that is staged waits for it. Before the first save with
+        AsyncCheckpointerType.PROCESS that is memory which only states that stay here can use.
     over_budget: what to do with a state for which there is no memory now. "wait" for states that
         have it, and raise ExhaustedError if that cannot help; "raise" it at once; or "stream", with
         `torch_ckpt.async_save` alone: the state is not copied but written from where it is, and the
