@@ -183,6 +183,47 @@ def test_states_arrive_as_they_are(other: Other, sent_descriptors: list[int]) ->
     assert torch.equal(arrived["sparse"].to_dense(), torch.eye(3))
 
 
+class Scaled(torch.Tensor):
+    """A tensor that is made of another one."""
+
+    inner: torch.Tensor
+    scale: float
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, scale: float) -> Scaled:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+        made.inner, made.scale = inner, scale
+        return made  # type: ignore[no-any-return]
+
+    def __tensor_flatten__(self) -> tuple[list[str], float]:
+        return ["inner"], self.scale
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], scale: float, size: Any, stride: Any
+    ) -> Scaled:
+        return Scaled(inner["inner"], scale)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default, func
+        return Scaled(args[0].inner, args[0].scale)
+
+
+def change_inner(state: StagedState) -> tuple[str, float]:
+    state["q"].inner[2] = 9
+    return type(state["q"]).__name__, state["q"].scale
+
+
+def test_the_memory_inside_of_a_wrapper_is_the_same(
+    other: Other, sent_descriptors: list[int]
+) -> None:
+    staged = stage({"q": Scaled(torch.arange(4, dtype=torch.int8), 0.5)})
+    assert other.call(change_inner, staged) == ("Scaled", 0.5)
+    assert staged["q"].inner.tolist() == [0, 1, 9, 3]
+    assert len(sent_descriptors) == 1
+
+
 def tied(state: StagedState) -> list[bool]:
     state["a"].zero_()
     return [state["a"] is state["again"], state["a"] is state["b"], bool((state["b"] == 0).all())]
@@ -234,6 +275,15 @@ def test_a_region_that_crossed_serves_others_when_it_ends(other: Other) -> None:
     assert len(mappings()) == 1
     _core.call({"op": "arena", "staging": True, "trim": True})
     assert mappings() == []
+
+
+def test_memory_that_was_prepared_is_of_the_kind_that_is_expected() -> None:
+    stager = PinnedMemoryStager(StagingOptions(False, False, False, False), prepare="3MiB")
+    staged = stager.stage({"w": torch.ones(3 * MIB, dtype=torch.uint8)})
+    assert isinstance(staged, StagedState)
+    assert staged._region is not None and staged._region.fd is not None
+    assert _core.call({"op": "arena", "staging": True})["mapped"] == 4 * MIB
+    assert mappings() == [4 * MIB]
 
 
 def test_an_ended_state_and_one_without_tensors_cross_as_dicts(
