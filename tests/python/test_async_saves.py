@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import json
 import os
 import threading
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageWriter, PinnedMemoryStager, _core
 from torch_ckpt.dcp import async_saves
+from torch_ckpt.dcp.staged_state import StagedState
 
 BLOCKING = StagingOptions(False, False, False, False)
 MIB = 1 << 20
@@ -36,9 +38,11 @@ def memory() -> dict[str, int]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
+    gc.collect()  # errors of other tests, with states in their tracebacks
+    before = memory()["leased"]
     yield
     async_saves.close(20)
-    assert memory()["leased"] == 0
+    assert memory()["leased"] == before
     _core.call({"op": "arena", "staging": True, "budget": 1 << 62})
 
 
@@ -295,6 +299,25 @@ def test_failures_may_be_warnings(tmp_path: Path, gate: threading.Event) -> None
     running.result(20)
     async_save(weights(), checkpoint_id=tmp_path / "1", on_failure="warn").result(20)
     assert loads(tmp_path / "1")
+
+
+def test_what_fails_at_the_end_of_a_save_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(state: Any) -> None:
+        raise OSError("no end")
+
+    stager = PinnedMemoryStager(BLOCKING)
+    with monkeypatch.context() as patch:
+        patch.setattr(StagedState, "end", fails)
+        save = async_save(weights(), checkpoint_id=tmp_path / "1", async_stager=stager)
+        with pytest.raises(OSError, match="no end"):
+            save.result(20)
+    cause = save.error
+    assert cause is not None
+    cause.__traceback__ = None  # which has the state that did not end
+    del save, cause
+    gc.collect()
 
 
 def test_an_unheard_error_is_a_warning_where_that_was_asked_for(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 
 import torch_ckpt
 from torch_ckpt import _core
-from torch_ckpt.dcp import api
 from torch_ckpt.errors import error_from, with_rank
 from torch_ckpt.jobs import Job, SaveSession, _Session
 
@@ -136,14 +134,3 @@ def test_a_rank_is_named_once() -> None:
     fields = {"kind": "io", "message": "pwrite failed", "errno": 28, "file": "/f", "tensor": None}
     error = with_rank(with_rank(error_from(fields), 1), 1)
     assert str(error).count("rank 1") == 1
-
-
-def test_a_failing_end_is_heard() -> None:
-    def fail() -> None:
-        raise OSError("no end")
-
-    upload: Future[Any] = Future()
-    settled = api._settled(upload, fail)
-    upload.set_result(None)
-    with pytest.raises(OSError, match="no end"):
-        settled.result(timeout=10)
