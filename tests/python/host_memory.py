@@ -1,7 +1,8 @@
-"""python host_memory.py save|load|merge FOLDER: prints, as JSON, by how many bytes the resident
-memory of this process rose at most while a state of 1 GiB was saved, loaded or consolidated.
+"""python host_memory.py save|load|merge|async FOLDER: prints, as JSON, by how many bytes the resident
+memory of this process rose at most while a state of 1 GiB was saved, loaded or consolidated, or one
+of 256 MiB saved twenty times in the background.
 
-"save" leaves what the other two need. Run by test_host_memory.py, in processes of their own: a peak
+"save" leaves what "load" and "merge" need. Run by test_host_memory.py, in processes of their own: a peak
 can be measured only where nothing else runs, and the consolidation without torch.
 """
 
@@ -83,6 +84,30 @@ def merge(folder: Path) -> dict[str, int]:
     return {"grown": peak(both), "held": peak(lambda: len(b"x" * (GIB // 2)))}
 
 
+def async_(folder: Path) -> dict[str, int]:
+    import torch
+
+    from torch_ckpt import PinnedMemoryStager, async_save
+
+    state = {f"w{number}": torch.full((1 << 25,), number, dtype=torch.uint8) for number in range(8)}
+    # What a first save makes for ever: threads, buffers, code.
+    tiny = {"w": torch.zeros(1)}
+    async_save(tiny, checkpoint_id=folder / "tiny", no_dist=True).upload_completion.result()
+    stagers = [None, PinnedMemoryStager()]
+
+    def saves() -> None:
+        for number in range(20):
+            async_save(
+                state,
+                checkpoint_id=folder / "async",
+                no_dist=True,
+                async_stager=stagers[number % 2],
+            ).staging_completion.result()
+        PinnedMemoryStager().close()
+
+    return {"grown": peak(saves)}
+
+
 if __name__ == "__main__":
-    work = {"save": save, "load": load, "merge": merge}[sys.argv[1]]
+    work = {"save": save, "load": load, "merge": merge, "async": async_}[sys.argv[1]]
     print(json.dumps(work(Path(sys.argv[2]))))

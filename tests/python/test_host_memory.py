@@ -52,3 +52,9 @@ def test_a_state_of_1_gib_needs_little_beside_itself(folder: Path) -> None:
         assert out.stat().st_size > 1 << 30
     assert merged["grown"] < BUDGET + 128 * MIB
     assert merged["held"] > BUDGET + 128 * MIB, "nothing is measured"
+
+
+def test_async_saves_need_one_copy_of_the_state(folder: Path) -> None:
+    grown = measure("async", folder)["grown"]
+    assert grown < 256 * MIB + 64 * MIB
+    assert grown > 240 * MIB, "nothing is measured"

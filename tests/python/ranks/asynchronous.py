@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
 from collections.abc import Callable
@@ -10,13 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks.layouts import check, layouts, several_boxes, state
 from ranks.run import Context, cases, raised
 from ranks.saving import FailsOnRank1
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager, _core
@@ -91,6 +94,90 @@ def changes_after_return(context: Context) -> None:
         torch_ckpt.load(target, checkpoint_id=context.folder / str(number))
         check(target, table)
         assert target["groups"] == [{"lr": number}]
+
+
+def random_state(context: Context, draw: random.Random, sign: int) -> dict[str, Any]:
+    """The same on every rank, whose own values have `sign`."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (context.world,))
+    state: dict[str, Any] = {}
+    for number in range(draw.randint(1, 12)):
+        shape = [draw.choice([0, 1, 2, 3, 7, 64, 1000]) for _ in range(draw.randint(0, 3))]
+        dtype = draw.choice([torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+        seed = draw.randrange(1 << 30)
+        value = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(seed))
+        value = (value * sign if sign > 0 else torch.zeros_like(value)).to(dtype)
+        kind = draw.choice(["plain", "strided", "tied", "shard", "replicate", "list", "nested"])
+        if kind == "strided" and value.dim() > 1:
+            value = value.transpose(0, -1)
+        elif kind == "tied" and state:
+            value = draw.choice(list(state.values()))
+        elif kind in ("shard", "replicate"):
+            placement: Any = Replicate()
+            if kind == "shard" and value.dim() > 0:
+                placement = Shard(draw.randrange(value.dim()))
+            value = distribute_tensor(value, mesh, [placement])
+        elif kind == "list":
+            value = [value, number * sign]
+        elif kind == "nested":
+            value = {"deep": {"w": value, "n": number * sign}}
+        state[f"t{number}"] = value
+    return state
+
+
+def change(value: Any) -> None:
+    """Every tensor, whatever it is in."""
+    if isinstance(value, DTensor):
+        value.to_local().fill_(77)
+    elif isinstance(value, torch.Tensor):
+        value.fill_(77)
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            change(inner)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, DTensor):
+        return torch.equal(a.to_local(), b.to_local())
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+@case
+def random_states_change_after_return(context: Context) -> None:
+    """Saves that overlap, of states of any layout; each is on disk as it was when it was staged."""
+
+    group = dist.new_group(backend="gloo")  # distribute_tensor uses the other one meanwhile
+
+    # Derandomized: every rank draws the same.
+    @settings(max_examples=8, derandomize=True, deadline=None, database=None)
+    @given(st.lists(st.integers(0, 1 << 30), min_size=1, max_size=4))
+    def holds(seeds: list[int]) -> None:
+        saves = []
+        for number, seed in enumerate(seeds):
+            state = random_state(context, random.Random(seed), 1)
+            answer = torch_ckpt.async_save(
+                state,
+                checkpoint_id=context.folder / str(number),
+                async_stager=[None, PinnedMemoryStager()][number % 2],
+                process_group=group,
+                on_busy="overlap",
+            )
+            answer.staging_completion.result()
+            change(state)
+            saves.append(answer.upload_completion)
+        for save in saves:
+            save.result()
+        for number, seed in enumerate(seeds):
+            target = random_state(context, random.Random(seed), -1)
+            torch_ckpt.load(target, checkpoint_id=context.folder / str(number))
+            assert same(target, random_state(context, random.Random(seed), 1)), seed
+
+    holds()
 
 
 @case
