@@ -5,6 +5,7 @@ from benchmarks import row_limits
 from benchmarks import row_save
 from benchmarks import row_save_cuda
 from benchmarks import bench_async
+from benchmarks import row_stage_cuda
 from benchmarks import row_load
 from benchmarks import row_consolidate
 from benchmarks import row_load_plan

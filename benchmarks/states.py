@@ -32,6 +32,26 @@ def llama_1b(scale: float) -> Shapes:
     return {name: (scaled(shape[0], scale), *shape[1:]) for name, shape in shapes.items()}
 
 
+def llama_8b(scale: float) -> Shapes:
+    """Llama-3.1-8B: 291 tensors, 16.1 GB in bfloat16. ``scale`` shortens the first dimension."""
+    width, heads, inner, words = 4096, 1024, 14336, 128256
+    shapes: Shapes = {"model.embed_tokens.weight": (words, width)}
+    for i in range(32):
+        layer = f"model.layers.{i}"
+        shapes[f"{layer}.self_attn.q_proj.weight"] = (width, width)
+        shapes[f"{layer}.self_attn.k_proj.weight"] = (heads, width)
+        shapes[f"{layer}.self_attn.v_proj.weight"] = (heads, width)
+        shapes[f"{layer}.self_attn.o_proj.weight"] = (width, width)
+        shapes[f"{layer}.mlp.gate_proj.weight"] = (inner, width)
+        shapes[f"{layer}.mlp.up_proj.weight"] = (inner, width)
+        shapes[f"{layer}.mlp.down_proj.weight"] = (width, inner)
+        shapes[f"{layer}.input_layernorm.weight"] = (width,)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (width,)
+    shapes["model.norm.weight"] = (width,)
+    shapes["lm_head.weight"] = (words, width)
+    return {name: (scaled(shape[0], scale), *shape[1:]) for name, shape in shapes.items()}
+
+
 def mixture_of_experts(scale: float) -> Shapes:
     """Qwen3-30B-A3B at an eighth of its widths: 18,867 tensors, 0.96 GB in bfloat16.
 
