@@ -20,7 +20,8 @@ from benchmarks.program import LimitsError, LimitsProgram
 from benchmarks.run_row import MEMORY_STATES, Record
 from benchmarks.summary import summarise
 
-RESULTS = environment.REPOSITORY / "docs" / "benchmark_results.md"
+DOCS = environment.REPOSITORY / "docs"
+RESULTS = "benchmark_results.md"
 SPACE_AT_FULL_SIZE = 16 << 30  # four inputs of a load row, one output, the limits' files
 WIDTH = 190
 Number = TypeVar("Number", int, float)
@@ -60,9 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
     rows = summarise(records)
     report.print_report(console, facts, rows)
     if options.write_docs:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(report.markdown(facts, options.rounds, _command(options), rows))
-        console.print(f"wrote docs/{RESULTS.name}", highlight=False)
+        page = DOCS / options.write_docs
+        page.write_text(report.markdown(facts, options.rounds, _command(options), rows))
+        console.print(f"wrote docs/{page.name}", highlight=False)
     return 1 if any(row.failures for row in rows) else 0
 
 
@@ -121,7 +122,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--directory", help="where to write; a temporary directory if not given")
     parser.add_argument("--jsonl", help="also write every measurement to this file")
     parser.add_argument(
-        "--write-docs", action="store_true", help="write docs/benchmark_results.md anew"
+        "--write-docs",
+        nargs="?",
+        const=RESULTS,
+        metavar="PAGE",
+        help=f"write docs/PAGE anew, {RESULTS} if none is named",
     )
     return parser
 
@@ -140,7 +145,9 @@ def _command(options: argparse.Namespace) -> str:
     """The command that was given, with paths left out."""
     words = ["python -m benchmarks", *options.rows]
     words += [f"--rounds {options.rounds}", f"--scale {options.scale:g}"]
-    words += [f"--memory {options.memory}", "--write-docs"]
+    words.append(f"--memory {options.memory}")
+    if options.write_docs:
+        words.append(f"--write-docs {options.write_docs}")
     if options.directory:
         words.append("--directory DIRECTORY")
     return " ".join(words)

@@ -63,7 +63,7 @@ class CheckpointDirectory:
         self._group = process_group
         self._publishing = threading.Lock()
         self._deletions = Deletions(self.root, keep_last)
-        rank_0_decides(self._group, lambda: make_directory(self.root))
+        rank_0_decides(self._group, "directory", lambda: make_directory(self.root))
 
     def path(self, step: int) -> str:
         """Where the checkpoint of `step` is, or would be: root/step-<step>."""
@@ -73,7 +73,7 @@ class CheckpointDirectory:
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, in ascending order, as rank 0 sees them."""
-        return rank_0_decides(self._group, lambda: sorted(newest_first(self.root)))
+        return rank_0_decides(self._group, "steps", lambda: sorted(newest_first(self.root)))
 
     def latest(self) -> str | None:
         """The path of the newest committed checkpoint, as rank 0 sees it; None if there is none."""
@@ -81,7 +81,7 @@ class CheckpointDirectory:
         return None if step is None else self.path(step)
 
     def _latest_step(self) -> int | None:
-        return rank_0_decides(self._group, lambda: next(newest_first(self.root), None))
+        return rank_0_decides(self._group, "latest", lambda: next(newest_first(self.root), None))
 
     def save(self, state_dict: dict[str, Any], step: int, **options: Any) -> Metadata:
         """`torch_ckpt.save` into `path(step)`, with its `options`; then LATEST is written, and the
@@ -92,7 +92,7 @@ class CheckpointDirectory:
         """
         path = self._begin_save(step, options)
         metadata = api.save(state_dict, checkpoint_id=path, process_group=self._group, **options)
-        rank_0_decides(self._group, lambda: self._publish(step))
+        rank_0_decides(self._group, "publish", lambda: self._publish(step))
         return metadata
 
     def async_save(
@@ -176,6 +176,10 @@ class CheckpointDirectory:
         if options.get("no_dist") and world_size > 1:
             raise InvalidArgumentError(
                 "no_dist would make every rank save its own checkpoint here", file=path
+            )
+        if options.get("use_collectives") is False and world_size > 1:
+            raise InvalidArgumentError(
+                "without collectives no rank would know when the checkpoint is whole", file=path
             )
         if os.path.exists(path):
             self._deletions.wait()  # or the save could meet a deletion's lock

@@ -18,6 +18,7 @@ constexpr uint64_t kChunkBytes = uint64_t{4} << 20;
 struct Container {
   uint32_t source;
   uint64_t offset;
+  uint64_t unit;  // of a container, bytes of its parts' largest elements
 };
 
 bool SameBytes(const SourceTensor& a, const SourceTensor& b) {
@@ -30,7 +31,8 @@ std::vector<Container> FindContainers(
   std::vector<Container> containers(sources.size());
   std::vector<uint32_t> order;
   for (uint32_t i = 0; i < sources.size(); ++i) {
-    containers[i] = {i, 0};
+    const auto unit = static_cast<uint64_t>(sources[i].element_bytes);
+    containers[i] = {i, 0, std::max<uint64_t>(1, unit)};
     if (sources[i].bytes() > 0) order.push_back(i);
   }
   const auto key = [&](uint32_t i) {
@@ -61,8 +63,11 @@ std::vector<Container> FindContainers(
     if (inside) {
       const auto offset = static_cast<uint64_t>(source.data - reach->data);
       // Elsewhere the elements of the part would not be aligned.
-      if (offset % static_cast<uint64_t>(source.element_bytes) == 0) {
-        containers[i] = {reach_index, offset};
+      const uint64_t unit = containers[i].unit;
+      if (offset % unit == 0) {
+        containers[i] = {reach_index, offset, unit};
+        containers[reach_index].unit =
+            std::max(containers[reach_index].unit, unit);
         continue;
       }
     }
@@ -96,8 +101,7 @@ Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
   bytes.Reserve(order.size());
   for (const uint32_t i : order) {
     // So that the elements of a view are aligned.
-    const auto unit = static_cast<uint64_t>(sources[i].element_bytes);
-    bytes.AlignTo(std::max<uint64_t>(1, unit));
+    bytes.AlignTo(containers[i].unit);
     region.offsets[i] = bytes.size();
     bytes.Append(sources[i]);
   }

@@ -138,6 +138,25 @@ TEST_F(StageJobTest, SharedMemoryIsStagedOnce) {
   EXPECT_LT(region->bytes, 2 * memory.size() + 200);
 }
 
+// Whatever stands before it, a container begins where its parts are aligned.
+TEST_F(StageJobTest, PartsOfLargerElementsAreAligned) {
+  const std::string memory = RandomBytes(64, 1), small = RandomBytes(3, 2);
+  for (const char* name : {"a", "c"}) {
+    names_.clear();
+    sources_.clear();
+    Add(name, Dense(small, {3}, 1));
+    Add("b", Dense(memory, {64}, 1));
+    SourceTensor part = Dense(memory, {4}, 8);
+    part.data += 8;
+    Add("part", part);
+    auto region = Stage();
+    ASSERT_OK(region.status());
+    ExpectStaged(*region);
+    EXPECT_EQ(region->offsets[2] % 8, 0u) << name;
+    EXPECT_EQ(region->offsets[2], region->offsets[1] + 8) << name;
+  }
+}
+
 TEST_F(StageJobTest, DeviceMemoryToo) {
   FakeCuda fake;
   const std::string large = RandomBytes(5 * kMiB + 3, 1);

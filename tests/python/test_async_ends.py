@@ -224,6 +224,25 @@ def test_a_process_that_saves_and_is_killed_is_replaced(tmp_path: Path) -> None:
         except torch_ckpt.InvalidArgumentError as error:
             assert "made for other ranks than (0,)" in str(error), error
     begin(6).result()
+    if rank == 0:  # as when it dies before stock has noted it
+        stock._CHECKPOINT_PROCESS._save_process.kill()
+        stock._CHECKPOINT_PROCESS = None
+    begin(7).result()
+    state = weights(8)
+    if rank == 1:
+        state["call"] = lambda: 0   # can be copied, but not sent
+    began = time.monotonic()
+    try:
+        error = torch_ckpt.async_save(
+            state, checkpoint_id=folder + "/8", **process).exception()
+    except torch_ckpt.CheckpointError as raised:
+        error = raised
+    except Exception as raised:
+        assert rank == 1 and "pickle" in str(raised), repr(raised)
+        error = None
+    assert time.monotonic() - began < 20, "somebody waited for the group's timeout"
+    assert rank == 1 or "rank 1" in str(error) and "pickle" in str(error), repr(error)
+    begin(9).result()
     print("all well", flush=True)
     dist.destroy_process_group()
     """
@@ -231,9 +250,9 @@ def test_a_process_that_saves_and_is_killed_is_replaced(tmp_path: Path) -> None:
     for trainer in trainers:
         status, said = trainer.end(120)
         assert status == 0 and "all well" in said, said
-    for number in (1, 2, 4, 6):
+    for number in (1, 2, 4, 6, 7, 9):
         assert loads(tmp_path / str(number), number)
-    assert not (tmp_path / "3").exists()
+    assert not (tmp_path / "3").exists() and not (tmp_path / "8").exists()
 
 
 def test_process_needs_a_group(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -210,3 +211,16 @@ def test_dtensors_keep_their_layout(tmp_path: Path) -> None:
         assert torch.equal(staged.full_tensor(), whole)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_views_of_other_element_sizes() -> None:
+    """A container stands where the largest elements of its parts are aligned."""
+    for names in itertools.permutations("abc"):
+        buffer = torch.arange(16, dtype=torch.uint8)
+        parts = (torch.ones(3, dtype=torch.uint8), buffer, buffer.view(torch.float32))
+        state = dict(zip(names, parts, strict=True))
+        wanted = {name: part.clone() for name, part in state.items()}
+        staged = stage(state)
+        buffer.zero_()
+        for name, part in wanted.items():
+            assert torch.equal(staged[name].view(torch.uint8), part.view(torch.uint8)), names

@@ -25,27 +25,31 @@ _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def rank_0_decides(
-    group: dist.ProcessGroup | None, decide: Callable[[], T], *, timeout: float = 600.0
+    group: dist.ProcessGroup | None, what: str, decide: Callable[[], T], *, timeout: float = 600.0
 ) -> T:
     """What `decide`, which is called on rank 0 of `group`, returns, on every rank: something that
     JSON can say. What it raises rank 0 raises; the others raise a CheckpointError that says it.
+
+    `what` is a name for what is decided: a rank that asks for something else than rank 0 decides
+    hears nothing, and not the wrong answer.
 
     `timeout` is how many seconds others wait for rank 0. Without a process group, just `decide()`.
     """
     if _is_alone(group):
         return decide()
-    store, key = _next_key(group)
+    store, key = _next_key(group, what)
     world_size = dist.get_world_size(group)
     if dist.get_rank(group) == 0:
+        answer: dict[str, Any] = {}
         try:
-            value = decide()
+            answer["value"] = decide()
         except BaseException as error:
-            store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
-            _forget(store, [key], world_size)
+            answer["error"] = f"{type(error).__name__}: {error}"
             raise
-        store.set(key, json.dumps({"value": value}))
-        _forget(store, [key], world_size)
-        return value
+        finally:
+            store.set(key, json.dumps(answer))
+            _forget(store, [key], world_size)
+        return answer["value"]  # type: ignore[no-any-return]
     _wait(store, key, timeout)
     answer = json.loads(store.get(key))
     _forget(store, [key], world_size)
@@ -54,11 +58,13 @@ def rank_0_decides(
     return answer["value"]  # type: ignore[no-any-return]
 
 
-def any_rank(group: dist.ProcessGroup | None, flag: bool, *, timeout: float = 600.0) -> bool:
+def any_rank(
+    group: dist.ProcessGroup | None, what: str, flag: bool, *, timeout: float = 600.0
+) -> bool:
     """Whether `flag` is true on some rank of `group`; waits for all of them."""
     if _is_alone(group):
         return flag
-    store, key = _next_key(group)
+    store, key = _next_key(group, what)
     world_size = dist.get_world_size(group)
     raised, arrived = f"{key}/raised", f"{key}/arrived"
     store.add(raised, int(flag))
@@ -87,11 +93,11 @@ def _is_alone(group: dist.ProcessGroup | None) -> bool:
     return not distributed or dist.get_world_size(group) == 1
 
 
-def _next_key(group: dist.ProcessGroup | None) -> tuple[Any, str]:
+def _next_key(group: dist.ProcessGroup | None, what: str) -> tuple[Any, str]:
     made: Any = group if group is not None else distributed_c10d._get_default_group()
     count = _counts.get(made, 0)
     _counts[made] = count + 1
-    return distributed_c10d._get_process_group_store(made), f"torch_ckpt/agreement/{count}"
+    return distributed_c10d._get_process_group_store(made), f"torch_ckpt/{what}/{count}"
 
 
 def _forget(store: Any, keys: list[str], world_size: int) -> None:

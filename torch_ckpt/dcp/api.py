@@ -37,6 +37,10 @@ from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
 
+# Single-process use is intended where no process group was made. In an async save stock says it in
+# a thread, which no filter for a block of code reaches.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _PathLike = str | os.PathLike[str]
@@ -95,10 +99,7 @@ def _first_failure(
 
 def _checked(call: Callable[[], T], metadata_errors: _MetadataErrors | None = None) -> T:
     try:
-        with warnings.catch_warnings():
-            # Single-process use is intended where no process group was made.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            return call()
+        return call()
     except CheckpointException as error:
         raise _first_failure(error, metadata_errors) from error
 
@@ -192,9 +193,11 @@ def async_save(
         the future for, from the next call. "warn" makes warnings of them, for trainers that shall
         go on whatever happens; the future's result is None then.
     on_commit: called on every rank, in the background, when the checkpoint is committed and before
-        the future is done. What it raises is the save's error.
+        the future is done. What it raises is the save's error. It must not save or load itself,
+        which would wait for this save.
     log_path: a file to which each rank appends its SaveStats, a line of JSON a save.
-    timeout: seconds to wait for earlier saves.
+    timeout: seconds to wait for earlier saves, and besides for rank 0, which says for all whether
+        the save begins.
     options: keywords that stock's may get in later versions.
 
     Raises what `save` would: on this rank what goes wrong before and while it stages, and from the
@@ -206,18 +209,41 @@ def async_save(
     rank, world_size = _ranks(process_group, no_dist)
     if checkpoint_id is not None and isinstance(storage_writer, _OURS):
         checkpoint_id = os.path.abspath(checkpoint_id)  # the save goes on in another directory
-    where = checkpoint_id or getattr(storage_writer, "path", None) or type(storage_writer).__name__
-    log = None if log_path is None else os.path.abspath(log_path)
-    save = AsyncSave(SaveStats(os.fspath(where), rank, world_size, time.time()), on_failure, log)
+    place = checkpoint_id or getattr(storage_writer, "path", None) or type(storage_writer).__name__
+    where = os.fsdecode(place)
+    log = None if log_path is None else os.fsdecode(os.path.abspath(log_path))
+    save = AsyncSave(SaveStats(where, rank, world_size, time.time()), on_failure, log)
     crosses = async_checkpointer_type is AsyncCheckpointerType.PROCESS
+    writer: Any = None
     one: OneSaveStager | None = None
+
+    def conclude(metadata: Any, error: BaseException | None) -> None:
+        """The save is over. Once more is fine."""
+        try:
+            if one is not None:
+                one.end()
+            _end(writer)
+            if error is None:
+                save.count(metadata)
+                if on_commit is not None:
+                    on_commit()
+        except BaseException as failure:  # or nobody would ever hear
+            error = error or failure
+        if not isinstance(error, Exception | None):
+            error = _named(error, save)  # who waits for the future was not interrupted
+        save.finish(metadata if error is None else None, error)
+
+    def settle(done: Future[Any]) -> None:
+        error = done.exception()
+        conclude(None if error is not None else done.result(), _named(error, save))
+
     try:
         # What two saves cannot use at a time.
         own_memory = isinstance(async_stager, PinnedMemoryStager | type(None))
         shared = [storage_writer, planner, None if own_memory else async_stager]
-        earlier = begin(save, process_group, on_busy, shared, timeout)
+        turn = begin(save, process_group, on_busy, shared, timeout)
         if crosses:
-            prepare(process_group, earlier, timeout)
+            prepare(process_group, turn, timeout)
         writer = _writer(storage_writer, checkpoint_id, rank, world_size)
         planner = _planner(planner, process_group, rank, world_size)
         stager = async_stager
@@ -225,7 +251,7 @@ def async_save(
             stager = writer  # as stock does it
         if stager is None:
             stager = PinnedMemoryStager(StagingOptions(False, False, False, False))
-        one = OneSaveStager(state_dict, stager, writer, planner, save, earlier, crosses=crosses)
+        one = OneSaveStager(state_dict, stager, writer, planner, save, turn, crosses=crosses)
         answer = _checked(
             lambda: state_dict_saver.async_save(
                 {},  # `one` has the state
@@ -240,38 +266,17 @@ def async_save(
                 **options,
             )
         )
-    except BaseException as error:
-        if one is not None:
-            one.give_up(error)
-        save.finish(None, error)
-        if on_failure == "warn" and isinstance(error, Exception):
-            return save
-        save.told()
-        raise
-    assert isinstance(answer, AsyncSaveResponse)  # since `one` gave it a future
-    upload: Future[Any] = answer.upload_completion
-
-    def settle(done: Future[Any]) -> None:
-        metadata, error = None, done.exception()
-        try:
-            error = _named(error, save)
-            one.end()
-            _end(writer)
-            if error is None:
-                metadata = done.result()
-                save.count(metadata)
-                if on_commit is not None:
-                    on_commit()
-        except BaseException as failure:  # or nobody would ever hear
-            error = error or failure
-        save.finish(metadata, error)
-
-    upload.add_done_callback(lambda _: save.release_tensors())
-    try:
+        assert isinstance(answer, AsyncSaveResponse)  # since `one` gave it a future
+        answer.upload_completion.add_done_callback(settle)
         one.after_execute()
-    finally:
-        save.stats.blocked_s = save.elapsed()
-        upload.add_done_callback(settle)
+    except BaseException as error:
+        # Ctrl-C may come at any line. If stock's thread has the state already, it goes on.
+        if one is None or one.give_up(error):
+            conclude(None, error)
+            if on_failure == "warn" and isinstance(error, Exception):
+                return save
+            save.told()
+        raise
     if one.error is not None and (on_failure == "raise" or not isinstance(one.error, Exception)):
         save.told()
         raise one.error

@@ -80,6 +80,7 @@ class AsyncSave(Future[Any]):
         self.stats = stats
         self.error: BaseException | None = None
         self._uses: list[Any] = []
+        self._finishing = threading.Lock()
         self._log_path = log_path
         self._began = time.perf_counter()
         self._on_failure = on_failure
@@ -94,8 +95,9 @@ class AsyncSave(Future[Any]):
         self._is_ours()
         try:
             return Future.result(self, timeout)
-        finally:
-            self._heard |= self.done()
+        except BaseException as error:
+            self._heard |= error is self.error
+            raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._is_ours()
@@ -131,23 +133,30 @@ class AsyncSave(Future[Any]):
             self.stats.committed_s = mine.committed_s
 
     def finish(self, metadata: Any, error: BaseException | None) -> None:
-        """The save is over."""
-        self.stats.total_s = self.elapsed()
-        self.error = error
-        if error is not None:
-            self.stats.error = str(error) or type(error).__name__
-        if self._log_path is not None:
-            _log(self._log_path, self.stats)
-        self._uses = []
-        self.release_tensors()
-        if error is None:
-            self.set_result(metadata)
-        elif self._on_failure == "raise":
-            self.set_exception(error)
-        else:
-            self._heard = True
-            self.set_result(None)
+        """The save is over. The first call counts."""
+        with self._finishing:
+            if self.done():
+                return
+            self.stats.total_s = self.elapsed()
+            self.error = error
+            if error is not None:
+                self.stats.error = str(error) or type(error).__name__
+            log = None if self._log_path is None else _log(self._log_path, self.stats)
+            self._uses = []
+            self.release_tensors()
+            warns = error is not None and self._on_failure == "warn"
+            if warns:
+                self.told()
+            if error is None or warns:
+                self.set_result(metadata)
+            else:
+                self.set_exception(error)
+        _known()  # or the register would keep it
+        # Last: where warnings are errors, these raise.
+        if warns:
             _warn(f"the save into {self.stats.path} failed: {error}")
+        if log is not None:
+            _warn(f"no line in the log of saves: {log}")
 
     def told(self) -> None:
         """Its caller has heard, or will have, why it fails."""
@@ -179,72 +188,103 @@ def running() -> list[AsyncSave]:
     return [save for save in _known() if not save.done()]
 
 
+class Turn:
+    """That a save may begin.
+
+    earlier: the saves beside which it is staged. They are over before it uses the process group.
+    running: all that were running when it was called.
+    """
+
+    def __init__(
+        self, save: AsyncSave, known: list[AsyncSave], heard: str, *, overlaps: bool, timeout: float
+    ) -> None:
+        self.running = known
+        self.earlier = known if overlaps else []
+        self._save = save
+        self._heard = heard
+        self._timeout = timeout
+
+    def wait(self) -> None:
+        """Until it may be staged. Raises ConflictError; on this rank alone, where others of its own
+        are late."""
+        if not self.earlier:
+            wait_for(self.running, self._timeout)
+        self._save.stats.waited_s = self._save.elapsed()
+        if self._heard != "":
+            _warn(self._heard)
+
+
 def begin(
     save: AsyncSave,
     group: dist.ProcessGroup | None,
     on_busy: OnBusy,
     uses: list[Any],
     timeout: float,
-) -> list[AsyncSave]:
-    """Wait for the turn of `save`, which uses the objects `uses`, and register it. Returns the
-    saves that are still running, which all have to be over before it may use the process group.
+) -> Turn:
+    """Register `save`, which uses the objects `uses`, if it may begin.
 
-    Rank 0 says for all whether it may go on. Raises ConflictError where other saves are running,
-    CheckpointError where nobody has heard yet that an earlier one failed.
+    Rank 0 says for all whether it may; so the others wait for it. Raises, on all alike,
+    ConflictError where other saves are running, CheckpointError where nobody has heard yet that an
+    earlier one failed.
     """
     save._uses = [used for used in uses if used is not None]
+    known = running()
     if on_busy == "overlap" and any(
-        used is other for known in running() for used in known._uses for other in save._uses
+        used is other for earlier in known for used in earlier._uses for other in save._uses
     ):
         on_busy = "wait"
 
-    def decide() -> str:
+    def decide() -> dict[str, str]:
         return _verdict(on_busy, save._on_failure, timeout)
 
     verdict = (
-        rank_0_decides(group, decide, timeout=timeout + 60)
+        rank_0_decides(group, "begin", decide, timeout=timeout + 60)
         if save.stats.world_size > 1
         else decide()
     )
-    earlier = running()
-    if verdict == "" and on_busy != "overlap":
-        wait_for(earlier, timeout)
-        earlier = []
-    if verdict.startswith(_BUSY):
-        raise ConflictError(verdict, rank=save.stats.rank)
-    path, error = _hear()
-    if verdict != "":
-        raise CheckpointError(verdict, rank=save.stats.rank) from error
-    if error is not None:
-        _warn(f"an earlier save, into {path}, failed: {error}")
-    save.stats.waited_s = save.elapsed()
+    if "busy" in verdict:
+        raise ConflictError(verdict["busy"], rank=save.stats.rank)
+    heard, error = _hear()
+    if "failed" in verdict:
+        raise CheckpointError(verdict["failed"], rank=save.stats.rank) from error
     with _mutex:
         _saves.append(save)
-    return earlier
+    if on_busy != "overlap":
+        wait(known, timeout)  # `Turn.wait` looks what came of it, where other ranks hear of that
+    # Heard of in a warning: on_failure="warn", or rank 0 has heard of it before.
+    return Turn(save, known, heard, overlaps=on_busy == "overlap", timeout=timeout)
+
+
+def _verdict(on_busy: OnBusy, on_failure: OnFailure, timeout: float) -> dict[str, str]:
+    """Why rank 0 would not begin a save now: {"busy": text} or {"failed": text}; {} if it would."""
+    if on_busy == "wait":
+        try:
+            wait_for(running(), timeout)
+        except ConflictError as error:
+            return {"busy": error.message}
+    elif on_busy == "raise" and running():
+        return {"busy": f"{_BUSY}, into {running()[0].stats.path}"}
+    failed = _failures() if on_failure == "raise" else ""
+    return {"failed": failed} if failed != "" else {}
 
 
 _BUSY = "another save is going on"
 
 
-def _verdict(on_busy: OnBusy, on_failure: OnFailure, timeout: float) -> str:
-    """Why rank 0 would not begin a save now; empty if it would."""
-    if on_busy == "wait":
-        try:
-            wait_for(running(), timeout)
-        except ConflictError as error:
-            return error.message
-    elif on_busy == "raise" and running():
-        return f"{_BUSY}, into {running()[0].stats.path}"
-    for known in _known() if on_failure == "raise" else []:
-        if known.is_unheard():
-            return f"an earlier save, into {known.stats.path}, failed: {known.error}"
-    return ""
+def _failures() -> str:
+    """What nobody has heard of; empty if there is nothing."""
+    return "; ".join(
+        f"an earlier save, into {known.stats.path}, failed: {known.error}"
+        for known in _known()
+        if known.is_unheard()
+    )
 
 
 def _hear() -> tuple[str, BaseException | None]:
-    """Where the first save went whose error nobody has heard of, and that error; now all are."""
-    heard = [(known.stats.path, known.hear()) for known in _known() if known.is_unheard()]
-    return heard[0] if heard else ("", None)
+    """`_failures`, and the first of the errors; now all have been heard of."""
+    text = _failures()
+    errors = [known.hear() for known in _known() if known.is_unheard()]
+    return text, errors[0] if errors else None
 
 
 def wait_for(saves: list[AsyncSave], timeout: float | None) -> None:
@@ -257,15 +297,15 @@ def wait_for(saves: list[AsyncSave], timeout: float | None) -> None:
 
 
 def close(timeout: float | None = None) -> None:
-    """Wait until the saves of this process are over; then raise a CheckpointError for the first
-    that failed and that nobody has heard of."""
+    """Wait until the saves of this process are over; then raise a CheckpointError for those that
+    failed and that nobody has heard of."""
     wait_for(running(), timeout)
-    path, error = _hear()
+    text, error = _hear()
     if error is not None:
-        raise CheckpointError(f"the save into {path} failed: {error}") from error
+        raise CheckpointError(text) from error
 
 
-def _log(path: str, stats: SaveStats) -> None:
+def _log(path: str, stats: SaveStats) -> OSError | None:
     """Append one line. A log that cannot be written is no reason to fail a save."""
     line = json.dumps(asdict(stats)) + "\n"
     try:
@@ -275,7 +315,8 @@ def _log(path: str, stats: SaveStats) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        _warn(f"no line in the log of saves: {error}")
+        return error
+    return None
 
 
 def _warn(message: str) -> None:

@@ -81,11 +81,13 @@ def _storage(tensor: torch.Tensor) -> int:
     return number
 
 
-def _reduce(state: StagedState) -> Any:
+def pack(state: StagedState) -> None:
+    """Pickle what of `state` does not stay in its region, now: so that what cannot be pickled is an
+    error of the stager, and not one in the middle of a save. Does nothing for a state that is
+    copied when it is sent."""
     region = state._region
     if region is None or region.fd is None:
-        expect()
-        return state.__reduce__()
+        return
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, region)
     pickler.dump(dict(state))
@@ -93,9 +95,20 @@ def _reduce(state: StagedState) -> Any:
         (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
         for tensor in pickler.tensors
     ]
+    state.packed = (places, buffer.getvalue())
+
+
+def _reduce(state: StagedState) -> Any:
+    region = state._region
+    if region is None or region.fd is None:
+        expect()
+        return state.__reduce__()
+    if state.packed is None:
+        pack(state)
+    packed, state.packed = state.packed, None
     descriptor = reduction.DupFd(region.fd)
     size = region.memory.nbytes
-    return _receive, (descriptor, region.offset, size, region.used, places, buffer.getvalue())
+    return _receive, (descriptor, region.offset, size, region.used, *packed)
 
 
 def _receive(

@@ -13,16 +13,16 @@ from torch.distributed.checkpoint import _async_process_executor as stock
 
 from torch_ckpt.dcp import crossing
 from torch_ckpt.dcp.agreement import any_rank
-from torch_ckpt.dcp.async_saves import AsyncSave, wait_for
+from torch_ckpt.dcp.async_saves import Turn, wait_for
 from torch_ckpt.errors import InvalidArgumentError
 
 _ranks: tuple[int, ...] | None = None  # that it was made with
 
 
-def prepare(group: dist.ProcessGroup | None, earlier: list[AsyncSave], timeout: float) -> None:
-    """Called on every rank of `group` before it stages a state that it saves so. Where the process
-    of some rank is dead, those of all ranks are ended, and stock makes new ones; which it does with
-    collectives, so that `earlier`, the saves that are running, have to be over.
+def prepare(group: dist.ProcessGroup | None, turn: Turn, timeout: float) -> None:
+    """Called on every rank of `group` before it stages a state that it saves so. Where some rank
+    has no process, or a dead one, those of all ranks are ended, and stock makes new ones; which it
+    does with collectives, so that all saves that are running have to be over.
 
     Raises InvalidArgumentError on every rank where a process exists for other ranks.
     """
@@ -31,20 +31,19 @@ def prepare(group: dist.ProcessGroup | None, earlier: list[AsyncSave], timeout: 
         raise InvalidArgumentError("AsyncCheckpointerType.PROCESS needs a process group")
     ranks = tuple(dist.get_process_group_ranks(group))
     process: Any = stock._CHECKPOINT_PROCESS
-    is_dead = process is not None and not process._save_process.is_alive()
-    if any_rank(group, is_dead, timeout=timeout):
-        if process is not None:
-            process._save_process.kill()  # it may wait for the dead one
-            process._save_process.join()
-        stock._CHECKPOINT_PROCESS = process = None
-    if process is None:
-        _ranks = None
-        wait_for(earlier, timeout)
-    if any_rank(group, _ranks is not None and _ranks != ranks, timeout=timeout):
+    is_alive = process is not None and process._save_process.is_alive()
+    is_other = is_alive and _ranks is not None and _ranks != ranks
+    if any_rank(group, "other ranks", is_other, timeout=timeout):
         raise InvalidArgumentError(
             f"the process that saves was made for other ranks than {ranks}, and stock makes only "
             "one: use AsyncCheckpointerType.THREAD with further process groups",
             rank=dist.get_rank(group),
         )
+    if any_rank(group, "process", not is_alive, timeout=timeout):
+        wait_for(turn.running, timeout)
+        if process is not None:
+            process._save_process.kill()  # it may wait for the dead one
+            process._save_process.join()
+        stock._CHECKPOINT_PROCESS = None
     _ranks = ranks
     crossing.expect()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import threading
 import time
+import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torch_ckpt.dcp.async_saves import AsyncSave
+from torch_ckpt.dcp import crossing
+from torch_ckpt.dcp.async_saves import AsyncSave, Turn
 from torch_ckpt.dcp.items import PLAIN_TENSORS
 from torch_ckpt.dcp.staged_state import StagedState
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
@@ -24,8 +27,8 @@ class OneSaveStager(AsyncStager):
 
     - The state does not pass through stock's call, which takes 18 us for each entry of it to write
       to a log that nobody reads (2.13).
-    - Stock's thread gets the state through a future. It is done when the copy is, when all saves of
-      `earlier` are over, since they use the same process group, and when stock's call has returned:
+    - Stock's thread gets the state through a future. It is done when the copy is, when all earlier
+      saves are over, since they use the same process group, and when stock's call has returned:
       the thread plans in Python, and its caller would wait for the interpreter.
     - A state for which a stager with over_budget="stream" has no memory is not copied: stock's
       thread saves the trainer's own tensors, which must not change until the writer has them.
@@ -43,7 +46,7 @@ class OneSaveStager(AsyncStager):
         writer: Any,
         planner: SavePlanner,
         save: AsyncSave,
-        earlier: list[AsyncSave],
+        turn: Turn,
         *,
         crosses: bool,
     ) -> None:
@@ -52,52 +55,63 @@ class OneSaveStager(AsyncStager):
         self._writer = writer
         self._planner = planner
         self._save = save
-        self._earlier = earlier
-        self._can_stream = getattr(inner, "over_budget", "") == "stream" and not crosses
-        self._ready: Future[Any] | None = Future()
-        self._staged: Any = None
-        self._saved: Any = None  # what is to be saved, until stock's thread may have it
+        self._turn = turn
+        self._crosses = crosses
+        self._saved: Any = None  # what is to be saved
+        self._staged: Any = None  # that, if it is a copy
+        # What stock's thread waits for: earlier saves by their ids, and these two.
+        self._missing: set[Any] = {"state", "call", *map(id, turn.earlier)}
+        self._mutex = threading.Lock()
+        self._ready: Future[Any] = Future()
+        self._restore: Callable[[], None] | None = None  # the planner
         self.blocks = True  # as opposed to staging beside the trainer
-        self._refused = False
         self.error: BaseException | None = None  # that `stage` would have raised
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        return False  # stock asks only stagers that return no future; see `after_execute`
+        return False  # stock asks only stagers that return no future
 
     def stage(self, _: dict[str, Any]) -> Future[Any]:
         """Stage the state that this object was made with."""
-        ready = self._ready
-        assert ready is not None  # stage is called once
-        self._began = time.perf_counter()
         state_dict, self._state_dict = self._state_dict, {}
         try:
+            self._turn.wait()
+            self._began = time.perf_counter()
             state_dict = _without_statefuls(state_dict)
             staged = self._inner.stage(state_dict)
+            if isinstance(staged, Future):
+                self.blocks = False
+                staged.add_done_callback(lambda done: self._take(done, state_dict))
+                return self._ready
+            if self._inner.should_synchronize_after_execute:
+                self._inner.synchronize_staging()
+            self._have(staged)
         except BaseException as error:  # Ctrl-C as well
-            self._saved = self._lack(error, state_dict)
-            if self._refused:
+            if not self._streams(error, state_dict):
+                self._refuse(error)
                 self.error = error
-            return ready
-        if isinstance(staged, Future):
-            self.blocks = False
-            staged.add_done_callback(lambda done: self._take(done, state_dict))
-        else:
-            self._saved = self._have(staged)
-        return ready
+        self._arrived("state")
+        return self._ready
 
     def after_execute(self) -> None:
         """Stock's call has returned. Let its thread go on, and wait until the tensors may change,
         unless the stager stages beside the trainer."""
-        if not self.blocks:
-            return
-        saved, self._saved = self._saved, None
-        self._release_after(self._earlier, saved)
-        if self.error is not None:
-            return
-        if self._staged is not None and self._inner.should_synchronize_after_execute:
-            self._inner.synchronize_staging()
-        self._save.staging_completion.result()
+        self._save.stats.blocked_s = self._save.elapsed()
+        # Futures keep their callbacks, and this object has the state: the thread that waits for it
+        # is what keeps it.
+        arrived = weakref.WeakMethod(self._arrived)
+
+        def over(earlier: Future[Any]) -> None:
+            call = arrived()
+            if call is not None:
+                call(id(earlier))
+
+        for earlier in self._turn.earlier:
+            earlier.add_done_callback(over)
+        self._arrived("call")
+        if self.blocks and self.error is None:
+            self._save.staging_completion.result()
+            self._save.stats.blocked_s = self._save.elapsed()
 
     def synchronize_staging(self) -> None:
         self._save.staging_completion.result()
@@ -107,62 +121,84 @@ class OneSaveStager(AsyncStager):
 
     def _take(self, staged: Future[Any], state_dict: dict[str, Any]) -> None:
         try:
-            saved = self._have(staged.result())
+            self._have(staged.result())
         except BaseException as error:
-            saved = self._lack(error, state_dict)
-        self._release_after(self._earlier, saved)
+            if not self._streams(error, state_dict):
+                self._refuse(error)
+        self._arrived("state")
 
-    def _have(self, state: Any) -> Any:
-        """`state` is a copy. What is to be saved."""
+    def _have(self, state: Any) -> None:
+        """`state` is a copy."""
         stats = self._save.stats
         stats.staged_s = time.perf_counter() - self._began
+        self._saved = self._staged = state
         if isinstance(state, StagedState):
             stats.staged_bytes = state.staged_bytes
-        self._staged = state
+            if self._crosses:
+                crossing.pack(state)
         self._save.release_tensors()
-        return state
 
-    def _lack(self, error: BaseException, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """There is no copy. What is to be saved."""
-        if isinstance(error, ExhaustedError) and self._can_stream:
-            # By writers that do not say when they have written, until the save is over.
-            if isinstance(self._writer, HuggingFaceStorageWriter):
-                self._writer._when_written = self._save.release_tensors
-            return state_dict
-        self._refused = True
+    def _streams(self, error: BaseException, state_dict: dict[str, Any]) -> bool:
+        """Whether there is no copy and none is needed."""
+        wanted = getattr(self._inner, "over_budget", "") == "stream"
+        if not wanted or self._crosses or not isinstance(error, ExhaustedError):
+            return False
+        # By writers that do not say when they have written, until the save is over.
+        if isinstance(self._writer, HuggingFaceStorageWriter):
+            self._writer._when_written = self._save.release_tensors
+        self._saved = state_dict
+        return True
+
+    def _refuse(self, error: BaseException) -> None:
+        """There is no copy, and that fails the save of all ranks."""
         rank = self._save.stats.rank
-        known = with_rank(error, rank)
+        known: Any = with_rank(error, rank)
         if not isinstance(known, CheckpointError | OSError):
             # Only what certainly can be pickled crosses to another process, or to other ranks.
             known = CheckpointError(f"{type(error).__name__}: {error}", rank=rank)
-        self._planner.set_up_planner = functools.partial(_refuse, known)  # type: ignore[method-assign]
-        self._save.release_tensors(error)
-        return {}
+        attributes = self._planner.__dict__
+        before = {key: attributes[key] for key in ("set_up_planner",) if key in attributes}
+        attributes["set_up_planner"] = functools.partial(_refuse, known)
 
-    def _release_after(self, earlier: list[AsyncSave], state: Any) -> None:
-        """Let stock's thread go on with `state` when all of `earlier` are over."""
-        if earlier:
-            rest = earlier[1:]
-            earlier[0].add_done_callback(lambda _: self._release_after(rest, state))
-            return
-        ready, self._ready = self._ready, None
-        assert ready is not None
-        ready.set_result(state)
+        def restore() -> None:
+            del attributes["set_up_planner"]
+            attributes.update(before)
 
-    def give_up(self, error: BaseException) -> None:
-        """Stock's call has failed: so does its thread, if there is one."""
-        self._saved = None
-        with contextlib.suppress(InvalidStateError):
-            if self._ready is not None:
-                self._ready.set_exception(error)
+        self._restore = restore
+        self._save.release_tensors(known)
+        self._saved = {}
+
+    def _arrived(self, what: Any) -> None:
+        with self._mutex:
+            self._missing.discard(what)
+            if self._missing:
+                return
+        saved, self._saved = self._saved, None
+        try:
+            self._ready.set_result(saved)
+        except InvalidStateError:
+            return  # `give_up` was here
+
+    def give_up(self, error: BaseException) -> bool:
+        """Stock's call has not returned as it should. Whether its thread, if there is one, gets no
+        state any more and ends with `error`."""
+        try:
+            # Stock's callbacks catch no more than Exceptions, and so do those of futures.
+            text = f"{type(error).__name__}: {error}"
+            told = error if isinstance(error, Exception) else CheckpointError(text)
+            self._ready.set_exception(told)
+        except InvalidStateError:
+            return False
+        return True
 
     def end(self) -> None:
-        """The save is over."""
-        if self._refused:
-            self._planner.__dict__.pop("set_up_planner", None)
+        """The save is over. Once more is fine."""
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()
         if isinstance(self._writer, HuggingFaceStorageWriter):
             self._writer._when_written = None
-        staged, self._staged = self._staged, None
+        staged, self._staged, self._saved = self._staged, None, None
         if isinstance(staged, StagedState):
             staged.end()
 

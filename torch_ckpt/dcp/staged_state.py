@@ -34,6 +34,7 @@ class StagedState(dict[str, Any]):
     def __init__(self, *items: Any) -> None:
         super().__init__(*items)
         self._region: Region | None = None
+        self.packed: Any = None  # see crossing.pack
         self._staged: list[torch.Tensor] = []  # that lie in the region
 
     def lies_in(self, region: Region | None, tensors: list[torch.Tensor]) -> None:
@@ -50,7 +51,7 @@ class StagedState(dict[str, Any]):
 
     def end(self) -> None:
         """Let the region go, whoever still refers to the tensors: they are empty from now on."""
-        tensors, self._staged, self._region = self._staged, [], None
+        tensors, self._staged, self._region, self.packed = self._staged, [], None, None
         with torch.no_grad():
             for tensor in tensors:
                 tensor.set_()  # type: ignore[call-overload]

@@ -70,6 +70,7 @@ class PinnedMemoryStager(AsyncStager):
             _core.call({"op": "arena", "staging": True, "budget": budget})
         self.timeout = timeout
         self._executor: ThreadPoolExecutor | None = None
+        self._pid = os.getpid()
         self._running: Future[dict[str, Any]] | None = None
         self._preparing: Future[Any] | None = None
         if prepare is not None:
@@ -86,8 +87,9 @@ class PinnedMemoryStager(AsyncStager):
         return {**self.__dict__, "_executor": None, "_running": None, "_preparing": None}
 
     def _thread(self) -> ThreadPoolExecutor:
-        """One thread, which does one thing after another."""
-        if self._executor is None:
+        """One thread, which does one thing after another. A forked child has its own."""
+        if self._executor is None or self._pid != os.getpid():
+            self._pid = os.getpid()
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch_ckpt-stage")
         return self._executor
 
@@ -114,7 +116,7 @@ class PinnedMemoryStager(AsyncStager):
         preparing, self._preparing = self._preparing, None
         if preparing is not None:
             preparing.result()  # else this state would take other memory
-        wait_for(events)
+        wait_for(events)  # before anything can fail: a state that is streamed needs it as well
         staged, region = _ext.stage(
             state.tensors,
             state.names,

@@ -353,20 +353,30 @@ def agreements(context: Context) -> None:
     for group in groups:
         for number in range(3):
             own = {"rank": context.rank, "number": number}
-            assert rank_0_decides(group, lambda: own) == {"rank": 0, "number": number}  # noqa: B023
-            assert any_rank(group, context.rank == 1) is True
-            assert any_rank(group, False) is False
+            answer = rank_0_decides(group, "own", lambda: own)  # noqa: B023
+            assert answer == {"rank": 0, "number": number}
+            assert any_rank(group, "one", context.rank == 1) is True
+            assert any_rank(group, "none", False) is False
 
     def fails() -> None:
         raise FileNotFoundError(2, "No such file", "the root")
 
-    error = raised(lambda: rank_0_decides(None, fails), "No such file")
+    error = raised(lambda: rank_0_decides(None, "fails", fails), "No such file")
     assert isinstance(error, FileNotFoundError if context.rank == 0 else torch_ckpt.CheckpointError)
+    mine = "zero" if context.rank == 0 else "other"
+    if context.rank == 0:
+        assert rank_0_decides(None, mine, lambda: 1) == 1
+    else:
+        try:
+            rank_0_decides(None, mine, lambda: 1, timeout=0.2)
+            raise AssertionError("took the answer to another question")
+        except torch_ckpt.CheckpointError as error:
+            assert "have not agreed" in str(error)
     store = distributed_c10d._get_default_store()
     dist.barrier()
     left = store.num_keys()
     for _ in range(5):
-        rank_0_decides(None, lambda: 1)
-        any_rank(None, True)
+        rank_0_decides(None, "number", lambda: 1)
+        any_rank(None, "flag", True)
     dist.barrier()
     assert store.num_keys() <= left + 10, "keys of the barriers only"
