@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
+from async_writers import GatedWriter, memory
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from torch_ckpt.dcp import plan_cache
+from torch_ckpt import _core
+from torch_ckpt.dcp import async_saves, plan_cache
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +30,22 @@ def no_plans_of_earlier_tests() -> None:
     for name, value in vars(SavePlanner).items():
         if name.startswith("_cached_"):
             value.clear()
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    gc.collect()  # errors of other tests, with states in their tracebacks
+    before = memory()["leased"]
+    yield
+    async_saves.close(20)
+    assert memory()["leased"] == before
+    _core.call({"op": "arena", "staging": True, "budget": 1 << 62})
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Closed until the test opens it; GatedWriters wait for it before they write."""
+    GatedWriter.gate = threading.Event()
+    GatedWriter.writing = []
+    yield GatedWriter.gate
+    GatedWriter.gate.set()

@@ -3,102 +3,39 @@
 from __future__ import annotations
 
 import concurrent.futures
-import gc
 import json
 import logging
-import os
-import sys
 import threading
 import time
-import warnings
-import weakref
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
-from sample_states import load_ours
+from async_writers import (
+    BLOCKING,
+    MIB,
+    FailingWriter,
+    GatedWriter,
+    async_save,
+    begin,
+    loads,
+    memory,
+    weights,
+)
 from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import torch_ckpt
-from torch_ckpt import HuggingFaceStorageWriter, PinnedMemoryStager, _core
-from torch_ckpt.dcp import api, async_saves
-from torch_ckpt.dcp.one_save import OneSaveStager
-from torch_ckpt.dcp.staged_state import StagedState
+from torch_ckpt import PinnedMemoryStager
+from torch_ckpt.dcp import async_saves
 
-BLOCKING = StagingOptions(False, False, False, False)
-MIB = 1 << 20
 # As a library: pytest has filters of its own.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def memory() -> dict[str, int]:
-    stats: dict[str, int] = _core.call({"op": "arena", "staging": True})
-    return stats
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    gc.collect()  # errors of other tests, with states in their tracebacks
-    before = memory()["leased"]
-    yield
-    async_saves.close(20)
-    assert memory()["leased"] == before
-    _core.call({"op": "arena", "staging": True, "budget": 1 << 62})
-
-
-@pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    """Closed until the test opens it; GatedWriters wait for it before they write."""
-    GatedWriter.gate = threading.Event()
-    GatedWriter.writing = []
-    yield GatedWriter.gate
-    GatedWriter.gate.set()
-
-
-class GatedWriter(HuggingFaceStorageWriter):
-    gate: threading.Event
-    writing: list[str]
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        GatedWriter.writing.append(self.path.name)
-        assert GatedWriter.gate.wait(20)
-        return super().write_data(plan, planner)
-
-
-class FailingWriter(HuggingFaceStorageWriter):
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        raise OSError(5, "broken disk", "the file")
-
-
-def weights(value: float = 1.0) -> dict[str, Any]:
-    return {"w": torch.full((1000,), float(value)), "step": int(value)}
-
-
-def begin(path: Path, value: float = 1.0, **options: Any) -> torch_ckpt.AsyncSave:
-    """A save of weights that are other ones right after it."""
-    state = weights(value)
-    save = async_save(state, storage_writer=GatedWriter(path), **options)
-    state["w"].fill_(-1)
-    state["step"] = -1
-    return save
-
-
-def loads(path: Path, value: float = 1.0) -> bool:
-    target = load_ours(path, weights())
-    return bool((target["w"] == value).all()) and target["step"] == value
-
-
-def async_save(state: dict[str, Any], **options: Any) -> torch_ckpt.AsyncSave:
-    """The save, whichever of stock's two types the answer has."""
-    save = torch_ckpt.async_save(state, **options).upload_completion
-    assert isinstance(save, torch_ckpt.AsyncSave)
-    return save
+pytestmark = [
+    pytest.mark.usefixtures("nothing_is_left"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 def test_it_returns_what_stock_would(tmp_path: Path) -> None:
@@ -261,42 +198,6 @@ def test_an_error_that_was_heard_is_not_raised_again(tmp_path: Path, ask: str) -
     async_save(weights(2), checkpoint_id=tmp_path / "2").result(20)
 
 
-def test_a_state_that_cannot_be_staged_is_an_error_of_the_call(tmp_path: Path) -> None:
-    bad = {"deep": {"w": torch.zeros(3, device="meta")}}
-    planner = torch_ckpt.SavePlanner()
-    for stager in (None, PinnedMemoryStager(BLOCKING)):
-        with pytest.raises(torch_ckpt.InvalidArgumentError, match="'deep.w'.*meta"):
-            async_save(bad, checkpoint_id=tmp_path / "1", planner=planner, async_stager=stager)
-        # The planner that took part in the failure is as it was.
-        async_save(
-            weights(), checkpoint_id=tmp_path / "2", planner=planner, async_stager=stager
-        ).result(20)
-        assert loads(tmp_path / "2")
-    assert not (tmp_path / "1").exists()
-
-
-class UnpicklableError(Exception):
-    def __init__(self, lock: Any) -> None:
-        super().__init__("not even this")
-
-
-class Interrupted(PinnedMemoryStager):
-    error: BaseException
-
-    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
-        raise self.error
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), UnpicklableError(threading.Lock())])
-def test_what_a_stager_raises_is_raised(tmp_path: Path, error: BaseException) -> None:
-    stager = Interrupted(BLOCKING)
-    stager.error = error
-    with pytest.raises(type(error)):
-        async_save(weights(), checkpoint_id=tmp_path / "1", async_stager=stager)
-    async_save(weights(), checkpoint_id=tmp_path / "1").result(20)
-    assert loads(tmp_path / "1")
-
-
 def test_failures_may_be_warnings(tmp_path: Path, gate: threading.Event) -> None:
     def warned(text: str, state: dict[str, Any], **options: Any) -> torch_ckpt.AsyncSave:
         with pytest.warns(RuntimeWarning, match=text):
@@ -317,25 +218,6 @@ def test_failures_may_be_warnings(tmp_path: Path, gate: threading.Event) -> None
     running.result(20)
     async_save(weights(), checkpoint_id=tmp_path / "1", on_failure="warn").result(20)
     assert loads(tmp_path / "1")
-
-
-def test_what_fails_at_the_end_of_a_save_is_heard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(state: Any) -> None:
-        raise OSError("no end")
-
-    stager = PinnedMemoryStager(BLOCKING)
-    with monkeypatch.context() as patch:
-        patch.setattr(StagedState, "end", fails)
-        save = async_save(weights(), checkpoint_id=tmp_path / "1", async_stager=stager)
-        with pytest.raises(OSError, match="no end"):
-            save.result(20)
-    cause = save.error
-    assert cause is not None
-    cause.__traceback__ = None  # which has the state that did not end
-    del save, cause
-    gc.collect()
 
 
 def test_an_unheard_error_is_a_warning_where_that_was_asked_for(tmp_path: Path) -> None:
@@ -419,90 +301,6 @@ def test_no_save_hangs_where_warnings_are_errors(tmp_path: Path) -> None:
         logging.disable(logging.NOTSET)
 
 
-def big(value: int) -> dict[str, Any]:
-    return {"w": torch.full((8 * MIB,), value, dtype=torch.uint8), "step": value}
-
-
-def test_a_state_that_does_not_fit_is_written_from_where_it_is(
-    tmp_path: Path, gate: threading.Event
-) -> None:
-    stager = PinnedMemoryStager(BLOCKING, memory_budget="4MiB", over_budget="stream")
-    state = big(7)
-    opened = threading.Timer(0.3, gate.set)
-    opened.start()
-    began = time.perf_counter()
-    save = async_save(state, storage_writer=GatedWriter(tmp_path / "c"), async_stager=stager)
-    state["w"].fill_(1)  # it has been written when the call returns
-    state["step"] = 1
-    assert time.perf_counter() - began > 0.25
-    save.result(20)
-    assert load_ours(tmp_path / "c", big(0))["step"] == 7
-    (file,) = (tmp_path / "c").glob("*.safetensors")
-    assert (load_file(file)["w"] == 7).all()
-    assert save.stats.staged_bytes is None
-    assert memory()["mapped"] <= 4 * MIB
-
-
-def test_a_state_that_does_not_fit_beside_the_trainer(
-    tmp_path: Path, gate: threading.Event
-) -> None:
-    stager = PinnedMemoryStager(memory_budget="4MiB", over_budget="stream")
-    state = big(7)
-    save = async_save(state, storage_writer=GatedWriter(tmp_path / "c"), async_stager=stager)
-    with pytest.raises(concurrent.futures.TimeoutError):
-        save.staging_completion.result(0.2)
-    gate.set()
-    save.staging_completion.result(20)
-    state["w"].fill_(1)
-    save.result(20)
-    (file,) = (tmp_path / "c").glob("*.safetensors")
-    assert (load_file(file)["w"] == 7).all()
-
-
-def test_writers_that_do_not_say_when_they_have_written(tmp_path: Path) -> None:
-    stager = PinnedMemoryStager(BLOCKING, memory_budget="4MiB", over_budget="stream")
-    state = big(7)
-    save = async_save(
-        state, storage_writer=dcp.FileSystemWriter(tmp_path / "c"), async_stager=stager
-    )
-    assert save.staging_completion.done()
-    state["w"].fill_(1)
-    save.result(20)
-    target = big(0)
-    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "c"))
-    assert (target["w"] == 7).all()
-
-
-@pytest.mark.parametrize("planner", [None, dcp.DefaultSavePlanner])
-def test_a_streamed_save_that_fails_lets_the_trainer_go(tmp_path: Path, planner: Any) -> None:
-    stager = PinnedMemoryStager(BLOCKING, memory_budget="4MiB", over_budget="stream")
-    (tmp_path / "file").write_text("")
-    save = async_save(
-        big(7),
-        checkpoint_id=tmp_path / "file" / "below",  # fails while planning
-        async_stager=stager,
-        planner=planner and planner(),
-    )
-    assert save.exception(20) is not None
-    save = async_save(big(7), storage_writer=FailingWriter(tmp_path / "c"), async_stager=stager)
-    assert save.exception(20) is not None
-
-
-def test_a_state_that_does_not_fit_is_refused(tmp_path: Path, gate: threading.Event) -> None:
-    stager = PinnedMemoryStager(BLOCKING, memory_budget="8MiB", over_budget="raise")
-    first = async_save(big(1), storage_writer=GatedWriter(tmp_path / "1"), async_stager=stager)
-    began = time.perf_counter()
-    with pytest.raises(torch_ckpt.ExhaustedError, match="rank 0: .*in use"):
-        async_save(big(2), checkpoint_id=tmp_path / "2", async_stager=stager, on_busy="overlap")
-    assert time.perf_counter() - began < 10
-    gate.set()
-    first.result(20)
-    async_save(big(2), checkpoint_id=tmp_path / "2", async_stager=stager).result(20)
-    stager = PinnedMemoryStager(BLOCKING, memory_budget="4MiB")
-    with pytest.raises(torch_ckpt.ExhaustedError, match="more than the host memory budget"):
-        async_save(big(3), checkpoint_id=tmp_path / "3", async_stager=stager)
-
-
 @pytest.mark.parametrize(
     "options", [{"on_busy": "queue"}, {"on_failure": "ignore"}, {"on_busy": None}]
 )
@@ -511,197 +309,3 @@ def test_options_that_are_none(tmp_path: Path, options: dict[str, Any]) -> None:
         async_save(weights(), checkpoint_id=tmp_path, **options)
     with pytest.raises(torch_ckpt.InvalidArgumentError, match="over_budget"):
         PinnedMemoryStager(over_budget="later")  # type: ignore[arg-type]
-
-
-def test_a_forked_child_does_not_wait_for_its_parents_saves(
-    tmp_path: Path, gate: threading.Event
-) -> None:
-    stager = PinnedMemoryStager()
-    staged: Any = stager.stage({})
-    assert staged.result(20) == {}
-    save = begin(tmp_path / "1")
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        child = os.fork()
-    if child == 0:
-        try:
-            said = ""
-            for call in (save.result, save.exception):
-                try:
-                    call()
-                except torch_ckpt.InvalidArgumentError as error:
-                    said += str(error)
-            try:
-                stager.stage(weights()).result(20)  # type: ignore[union-attr]
-            except torch_ckpt.UnsupportedError as error:
-                said += str(error)
-            said += f" {async_saves.running()}"
-        except BaseException as error:
-            said = repr(error)
-        os.write(write, said.encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    said = os.read(read, 10000).decode()
-    os.close(read)
-    os.close(write)
-    assert said.count("belongs to the parent") == 2 and "spawn" in said, said
-    assert said.endswith(" []"), said
-    gate.set()
-    save.result(20)
-    assert loads(tmp_path / "1")
-
-
-class Counter:
-    """A Stateful."""
-
-    def __init__(self) -> None:
-        self.value = 3
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "w": torch.ones(2)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.value = state_dict["value"]
-
-
-def test_entries_that_have_a_state(tmp_path: Path) -> None:
-    counter = Counter()
-    save = async_save({**weights(), "counter": counter}, checkpoint_id=tmp_path / "c")
-    counter.value = 4
-    save.result(20)
-    torch_ckpt.load({"counter": counter}, checkpoint_id=tmp_path / "c")
-    assert counter.value == 3
-
-    def broken() -> dict[str, Any]:
-        raise RuntimeError("no state")
-
-    counter.state_dict = broken  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="no state"):
-        async_save({"counter": counter}, checkpoint_id=tmp_path / "d")
-
-
-def interrupt_lines(function: Any, number: int) -> Any:
-    """A trace that raises KeyboardInterrupt at the `number`th line of `function`, and in nothing
-    else, once."""
-    seen = 0
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal seen
-        if frame.f_code is not function.__code__:
-            return None
-        if event == "line":
-            seen += 1
-            if seen == number:
-                raise KeyboardInterrupt
-        return trace
-
-    return trace
-
-
-@pytest.mark.parametrize(
-    "function", [api.async_save.__wrapped__, OneSaveStager.after_execute, OneSaveStager._arrived]
-)
-def test_ctrl_c_at_any_line(tmp_path: Path, function: Any) -> None:
-    """It is raised, or comes too late; and the save ends, and so does the next one."""
-    stager = PinnedMemoryStager(BLOCKING)
-    planner = dcp.DefaultSavePlanner()
-    interrupts = 0
-    # What comes before the save is registered can lose nothing.
-    for number in range(16 if function is api.async_save.__wrapped__ else 1, 100):
-        before = sys.gettrace()
-        sys.settrace(interrupt_lines(function, number))
-        try:
-            torch_ckpt.async_save(
-                weights(), checkpoint_id=tmp_path / "c", async_stager=stager, planner=planner
-            )
-            interrupted = False
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            sys.settrace(before)
-        async_saves.wait_for(async_saves.running(), 20)
-        for save in async_saves._known():
-            save.told()
-        interrupts += interrupted
-        assert "set_up_planner" not in planner.__dict__
-        gc.collect()
-        async_save(weights(2), checkpoint_id=tmp_path / "d", planner=planner).result(20)
-        if not interrupted:
-            break
-    assert interrupts >= 3 and loads(tmp_path / "c") and loads(tmp_path / "d", 2)
-
-
-def test_a_call_of_stock_that_fails_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*args: Any, **options: Any) -> Any:
-        raise RuntimeError("can't start new thread")
-
-    planner = dcp.DefaultSavePlanner()
-    errors = []
-    for state in (weights(), {"w": torch.zeros(3, device="meta")}):
-        with monkeypatch.context() as patch:
-            patch.setattr(ThreadPoolExecutor, "submit", fails)
-            with pytest.raises(RuntimeError, match="new thread") as raised:
-                async_save(state, checkpoint_id=tmp_path / "1", planner=planner)
-            errors.append(raised.value)  # and all that its frames hold
-        assert memory()["leased"] == 0
-    async_save(weights(), checkpoint_id=tmp_path / "1", planner=planner).result(20)
-    assert loads(tmp_path / "1")
-
-
-class BrokenLater(dcp.staging.BlockingAsyncStager):
-    """A stager that copies when the save has begun, and cannot."""
-
-    _synchronize_after_execute = True
-
-    def synchronize_staging(self) -> None:
-        raise RuntimeError("no copy")
-
-
-def test_a_stager_that_fails_when_it_is_waited_for(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="no copy"):
-        async_save(weights(), checkpoint_id=tmp_path / "1", async_stager=BrokenLater())
-    async_saves.wait_for(async_saves.running(), 20)
-    assert not (tmp_path / "1").exists()
-
-
-class Kept:
-    """What a weak reference can refer to."""
-
-
-def test_futures_that_are_kept_keep_no_states(tmp_path: Path) -> None:
-    logging.disable(logging.CRITICAL)  # pytest keeps what DCP logs
-    try:
-        keeps_no_states(tmp_path)
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def keeps_no_states(tmp_path: Path) -> None:
-    kept = []
-    mark = Kept()
-    seen = weakref.ref(mark)
-    for number in range(3):
-        state = {**weights(), "mark": mark if number == 1 else 0}
-        save = torch_ckpt.async_save(
-            state,
-            storage_writer=dcp.FileSystemWriter(tmp_path / str(number)),
-            on_busy="overlap",
-            async_stager=Passing(),
-        )
-        kept.append(save.upload_completion)
-    for upload in kept:
-        upload.result(20)
-    del state, mark, save
-    gc.collect()
-    assert seen() is None
-    assert async_saves._saves == []
-
-
-class Passing(dcp.staging.BlockingAsyncStager):
-    """Passes on what it gets."""
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return dict(state_dict)

@@ -190,8 +190,9 @@ def async_save(
         "raise" ConflictError, or "overlap": stage now, and save when it is over. Saves that would
         share a writer, a planner or a stager that is not ours wait all the same.
     on_failure: "raise" raises errors from this call, or from the future; one that nobody has asked
-        the future for, from the next call. "warn" makes warnings of them, for trainers that shall
-        go on whatever happens; the future's result is None then.
+        the future for, from the next call (with several ranks, if it is one of rank 0, as those of
+        saves are; what fails on another rank alone is a warning there). "warn" makes warnings of
+        them, for trainers that shall go on whatever happens; the future's result is None then.
     on_commit: called on every rank, in the background, when the checkpoint is committed and before
         the future is done. What it raises is the save's error. It must not save or load itself,
         which would wait for this save.

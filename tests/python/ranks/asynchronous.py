@@ -328,6 +328,26 @@ def saves_and_loads_wait_for_it(context: Context) -> None:
 
 
 @case
+def parts_and_saves_of_one_rank(context: Context) -> None:
+    state = weights(3)
+    upload = torch_ckpt.async_save(
+        state, checkpoint_id=context.folder / "parts", use_collectives=False
+    )
+    state["w"].fill_(-1)
+    upload.result()
+    dist.barrier()
+    check_saved(context.folder / "parts", 3)
+    own = context.folder / str(context.rank)
+    state = weights(context.rank)
+    upload = torch_ckpt.async_save(state, checkpoint_id=own, no_dist=True)
+    state["w"].fill_(-1)
+    upload.result()
+    target = weights(-2)
+    torch_ckpt.load(target, checkpoint_id=own, no_dist=True)
+    assert (target["w"] == context.rank).all()
+
+
+@case
 def one_rank_has_no_memory(context: Context) -> None:
     """It streams, the others stage."""
     budget = "2MiB" if context.rank == 1 else "1GiB"

@@ -1,0 +1,62 @@
+"""What the tests of torch_ckpt.async_save share: writers that wait or fail, and what they write."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from sample_states import load_ours
+from torch.distributed.checkpoint.staging import StagingOptions
+
+import torch_ckpt
+from torch_ckpt import HuggingFaceStorageWriter, _core
+
+BLOCKING = StagingOptions(False, False, False, False)
+MIB = 1 << 20
+
+
+def memory() -> dict[str, int]:
+    stats: dict[str, int] = _core.call({"op": "arena", "staging": True})
+    return stats
+
+
+class GatedWriter(HuggingFaceStorageWriter):
+    gate: threading.Event
+    writing: list[str]
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        GatedWriter.writing.append(self.path.name)
+        assert GatedWriter.gate.wait(20)
+        return super().write_data(plan, planner)
+
+
+class FailingWriter(HuggingFaceStorageWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        raise OSError(5, "broken disk", "the file")
+
+
+def weights(value: float = 1.0) -> dict[str, Any]:
+    return {"w": torch.full((1000,), float(value)), "step": int(value)}
+
+
+def async_save(state: dict[str, Any], **options: Any) -> torch_ckpt.AsyncSave:
+    """The save, whichever of stock's two types the answer has."""
+    save = torch_ckpt.async_save(state, **options).upload_completion
+    assert isinstance(save, torch_ckpt.AsyncSave)
+    return save
+
+
+def begin(path: Path, value: float = 1.0, **options: Any) -> torch_ckpt.AsyncSave:
+    """A save of weights that are other ones right after it."""
+    state = weights(value)
+    save = async_save(state, storage_writer=GatedWriter(path), **options)
+    state["w"].fill_(-1)
+    state["step"] = -1
+    return save
+
+
+def loads(path: Path, value: float = 1.0) -> bool:
+    target = load_ours(path, weights())
+    return bool((target["w"] == value).all()) and target["step"] == value
