@@ -177,10 +177,6 @@ class CheckpointDirectory:
             raise InvalidArgumentError(
                 "no_dist would make every rank save its own checkpoint here", file=path
             )
-        if options.get("use_collectives") is False and world_size > 1:
-            raise InvalidArgumentError(
-                "without collectives no rank would know when the checkpoint is whole", file=path
-            )
         if os.path.exists(path):
             self._deletions.wait()  # or the save could meet a deletion's lock
         return path

@@ -99,7 +99,10 @@ def _first_failure(
 
 def _checked(call: Callable[[], T], metadata_errors: _MetadataErrors | None = None) -> T:
     try:
-        return call()
+        with warnings.catch_warnings():
+            # As above, whatever the caller has made of the filters since.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            return call()
     except CheckpointException as error:
         raise _first_failure(error, metadata_errors) from error
 

@@ -185,8 +185,4 @@ def a_group_of_some_ranks(context: Context) -> None:
         lambda: CheckpointDirectory(context.folder).save({"n": 1}, 1, no_dist=True),
         "no_dist would make every rank save",
     )
-    raised(
-        lambda: CheckpointDirectory(context.folder).save({"n": 1}, 1, use_collectives=False),
-        "without collectives",
-    )
     assert torch_ckpt.Checkpoint(root / f"step-{2 + context.rank}").describe().world_size == 1
