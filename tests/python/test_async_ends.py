@@ -290,6 +290,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert target["step"] == 1 and (target["w"] == 1).all()
     torch_ckpt.async_save(weights(3), checkpoint_id=path).result()
     print("all well", os.listdir(folder + "/disk"), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
     """
     try:
         for trainer in [Trainer(tmp_path, program, rank, 2) for rank in range(2)]:
