@@ -92,7 +92,9 @@ def ours(stager: Callable[[], Any] | None = None, *, prepare: int = 0, **options
     def make(closing: contextlib.ExitStack) -> Save:
         kept = dict(options)
         if prepare > 0:
-            our_stager(PLAIN, prepare=prepare).stage({})  # waits for it
+            preparing = our_stager(PLAIN, prepare=prepare)
+            preparing.stage({})  # waits for it
+            preparing.close()
         if stager is not None:
             kept["async_stager"] = stager()
             closing.callback(kept["async_stager"].close)

@@ -15,28 +15,19 @@ SAMPLE_SIZE = 20
 
 def llama_1b(scale: float) -> Shapes:
     """Llama-3.2-1B: 146 tensors, 2.47 GB in bfloat16. ``scale`` shortens the first dimension."""
-    width, heads, inner = 2048, 512, 8192
-    shapes: Shapes = {"model.embed_tokens.weight": (128256, width)}
-    for i in range(16):
-        layer = f"model.layers.{i}"
-        shapes[f"{layer}.self_attn.q_proj.weight"] = (width, width)
-        shapes[f"{layer}.self_attn.k_proj.weight"] = (heads, width)
-        shapes[f"{layer}.self_attn.v_proj.weight"] = (heads, width)
-        shapes[f"{layer}.self_attn.o_proj.weight"] = (width, width)
-        shapes[f"{layer}.mlp.gate_proj.weight"] = (inner, width)
-        shapes[f"{layer}.mlp.up_proj.weight"] = (inner, width)
-        shapes[f"{layer}.mlp.down_proj.weight"] = (width, inner)
-        shapes[f"{layer}.input_layernorm.weight"] = (width,)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (width,)
-    shapes["model.norm.weight"] = (width,)
-    return {name: (scaled(shape[0], scale), *shape[1:]) for name, shape in shapes.items()}
+    return _llama(scale, layers=16, width=2048, heads=512, inner=8192)
 
 
 def llama_8b(scale: float) -> Shapes:
     """Llama-3.1-8B: 291 tensors, 16.1 GB in bfloat16. ``scale`` shortens the first dimension."""
-    width, heads, inner, words = 4096, 1024, 14336, 128256
-    shapes: Shapes = {"model.embed_tokens.weight": (words, width)}
-    for i in range(32):
+    shapes = _llama(scale, layers=32, width=4096, heads=1024, inner=14336)
+    # The smaller ones have theirs in common with the embedding.
+    return {**shapes, "lm_head.weight": shapes["model.embed_tokens.weight"]}
+
+
+def _llama(scale: float, *, layers: int, width: int, heads: int, inner: int) -> Shapes:
+    shapes: Shapes = {"model.embed_tokens.weight": (128256, width)}
+    for i in range(layers):
         layer = f"model.layers.{i}"
         shapes[f"{layer}.self_attn.q_proj.weight"] = (width, width)
         shapes[f"{layer}.self_attn.k_proj.weight"] = (heads, width)
@@ -48,7 +39,6 @@ def llama_8b(scale: float) -> Shapes:
         shapes[f"{layer}.input_layernorm.weight"] = (width,)
         shapes[f"{layer}.post_attention_layernorm.weight"] = (width,)
     shapes["model.norm.weight"] = (width,)
-    shapes["lm_head.weight"] = (words, width)
     return {name: (scaled(shape[0], scale), *shape[1:]) for name, shape in shapes.items()}
 
 

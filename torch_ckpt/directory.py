@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_ckpt.children import Deletions, child_name, make_directory, newest_first, write_latest
 from torch_ckpt.dcp import api, async_saves
 from torch_ckpt.dcp.agreement import rank_0_decides
+from torch_ckpt.dcp.planning import rank_and_size
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
 
@@ -110,7 +111,7 @@ class CheckpointDirectory:
         written, the future of rank 0 raises the OSError, and of rank 0 alone.
         """
         path = self._begin_save(step, options)
-        publishes = api._ranks(self._group)[0] == 0
+        publishes = rank_and_size(self._group)[0] == 0
 
         def committed() -> None:
             if publishes:
@@ -172,7 +173,7 @@ class CheckpointDirectory:
                 "write has no mark that says whether it is whole",
                 file=path,
             )
-        _, world_size = api._ranks(self._group)
+        _, world_size = rank_and_size(self._group)
         if options.get("no_dist") and world_size > 1:
             raise InvalidArgumentError(
                 "no_dist would make every rank save its own checkpoint here", file=path

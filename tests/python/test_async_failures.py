@@ -31,7 +31,7 @@ from torch_ckpt.dcp import api, async_saves
 from torch_ckpt.dcp.one_save import OneSaveStager
 from torch_ckpt.dcp.staged_state import StagedState
 
-# As a library: pytest has filters of its own.
+# pytest drops the filter that torch_ckpt sets for what stock says in its thread.
 pytestmark = [
     pytest.mark.usefixtures("nothing_is_left"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

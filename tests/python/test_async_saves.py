@@ -31,7 +31,7 @@ import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
 from torch_ckpt.dcp import async_saves
 
-# As a library: pytest has filters of its own.
+# pytest drops the filter that torch_ckpt sets for what stock says in its thread.
 pytestmark = [
     pytest.mark.usefixtures("nothing_is_left"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -25,7 +25,7 @@ from sample_states import load_ours
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
 
-# As a library: pytest has filters of its own.
+# pytest drops the filter that torch_ckpt sets for what stock says in its thread.
 pytestmark = [
     pytest.mark.usefixtures("nothing_is_left"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

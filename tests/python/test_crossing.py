@@ -19,6 +19,7 @@ import torch
 import torch.multiprocessing
 from test_async_ends import Trainer
 from torch.distributed.checkpoint.staging import StagingOptions
+from wrapped_tensor import Wrapped
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager, _core, _ext
@@ -183,20 +184,8 @@ def test_states_arrive_as_they_are(other: Other, sent_descriptors: list[int]) ->
     assert torch.equal(arrived["sparse"].to_dense(), torch.eye(3))
 
 
-class Scaled(torch.Tensor):
-    """A tensor that is made of another one."""
-
-    inner: torch.Tensor
-    scale: float
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor, scale: float) -> Scaled:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
-        made.inner, made.scale = inner, scale
-        return made  # type: ignore[no-any-return]
-
-    def __tensor_flatten__(self) -> tuple[list[str], float]:
-        return ["inner"], self.scale
+class Scaled(Wrapped):
+    """One that torch may detach."""
 
     @staticmethod
     def __tensor_unflatten__(

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.tensor import DTensor
+from wrapped_tensor import Wrapped
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
@@ -156,32 +157,6 @@ def test_leaves_that_cannot_be_staged_are_named() -> None:
     assert refused.value.tensor == "a"
     with pytest.raises(torch_ckpt.InvalidArgumentError):
         PinnedMemoryStager(timeout=float("nan"))
-
-
-class Wrapped(torch.Tensor):
-    """A tensor that is made of another one."""
-
-    inner: torch.Tensor
-    scale: float
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor, scale: float) -> Wrapped:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
-        made.inner, made.scale = inner, scale
-        return made  # type: ignore[no-any-return]
-
-    def __tensor_flatten__(self) -> tuple[list[str], float]:
-        return ["inner"], self.scale
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], scale: float, size: Any, stride: Any
-    ) -> Wrapped:
-        return Wrapped(inner["inner"], scale)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} was called")
 
 
 def test_wrappers_are_staged_by_what_is_inside() -> None:

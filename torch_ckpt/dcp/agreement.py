@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from torch_ckpt.dcp.planning import rank_and_size
 from torch_ckpt.errors import CheckpointError
 
 T = TypeVar("T")
@@ -35,11 +36,11 @@ def rank_0_decides(
 
     `timeout` is how many seconds others wait for rank 0. Without a process group, just `decide()`.
     """
-    if _is_alone(group):
+    rank, world_size = rank_and_size(group)
+    if world_size == 1:
         return decide()
     store, key = _next_key(group, what)
-    world_size = dist.get_world_size(group)
-    if dist.get_rank(group) == 0:
+    if rank == 0:
         answer: dict[str, Any] = {}
         try:
             answer["value"] = decide()
@@ -62,10 +63,10 @@ def any_rank(
     group: dist.ProcessGroup | None, what: str, flag: bool, *, timeout: float = 600.0
 ) -> bool:
     """Whether `flag` is true on some rank of `group`; waits for all of them."""
-    if _is_alone(group):
+    _, world_size = rank_and_size(group)
+    if world_size == 1:
         return flag
     store, key = _next_key(group, what)
-    world_size = dist.get_world_size(group)
     raised, arrived = f"{key}/raised", f"{key}/arrived"
     store.add(raised, int(flag))
     if store.add(arrived, 1) == world_size:
@@ -86,11 +87,6 @@ def _wait(store: Any, key: str, timeout: float) -> None:
             raise CheckpointError(f"the ranks have not agreed within {timeout} seconds")
         time.sleep(pause)
         pause = min(2 * pause, 0.01)
-
-
-def _is_alone(group: dist.ProcessGroup | None) -> bool:
-    distributed = dist.is_available() and dist.is_initialized()
-    return not distributed or dist.get_world_size(group) == 1
 
 
 def _next_key(group: dist.ProcessGroup | None, what: str) -> tuple[Any, str]:

@@ -31,7 +31,7 @@ from torch_ckpt.dcp.async_saves import (
 from torch_ckpt.dcp.daemon import prepare
 from torch_ckpt.dcp.one_save import OneSaveStager
 from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
-from torch_ckpt.dcp.planning import paused_while_trainer_waits
+from torch_ckpt.dcp.planning import paused_while_trainer_waits, rank_and_size
 from torch_ckpt.dcp.reader import HuggingFaceStorageReader
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
@@ -107,13 +107,6 @@ def _checked(call: Callable[[], T], metadata_errors: _MetadataErrors | None = No
         raise _first_failure(error, metadata_errors) from error
 
 
-def _ranks(group: dist.ProcessGroup | None, no_dist: bool = False) -> tuple[int, int]:
-    """What PerRank values are saved and loaded under: this rank, and how many the group has."""
-    if no_dist or not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
 def _wait_for_async_saves(world_size: int) -> None:
     """Their collectives would mix with ours."""
     if world_size > 1:
@@ -138,7 +131,7 @@ def save(
     left, and what stood there before still loads. Called from the main thread, it keeps Python's
     cyclic garbage collector off until it returns. With several ranks it waits for async saves.
     """
-    rank, world_size = _ranks(process_group, no_dist)
+    rank, world_size = rank_and_size(process_group, no_dist)
     _wait_for_async_saves(world_size)
     writer = _writer(storage_writer, checkpoint_id, rank, world_size)
     try:
@@ -210,7 +203,7 @@ def async_save(
     """
     _check_choice("on_busy", on_busy, OnBusy)
     _check_choice("on_failure", on_failure, OnFailure)
-    rank, world_size = _ranks(process_group, no_dist)
+    rank, world_size = rank_and_size(process_group, no_dist)
     if checkpoint_id is not None and isinstance(storage_writer, _OURS):
         checkpoint_id = os.path.abspath(checkpoint_id)  # the save goes on in another directory
     place = checkpoint_id or getattr(storage_writer, "path", None) or type(storage_writer).__name__
@@ -328,7 +321,7 @@ def load(
             raise InvalidArgumentError("load needs a checkpoint_id or a storage_reader")
         storage_reader = HuggingFaceStorageReader(checkpoint_id)
     reader = storage_reader
-    rank, world_size = _ranks(process_group, no_dist)
+    rank, world_size = rank_and_size(process_group, no_dist)
     _wait_for_async_saves(world_size)
     fill = not state_dict and isinstance(planner, LoadPlanner) and planner.rebuild
 

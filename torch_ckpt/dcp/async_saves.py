@@ -96,13 +96,14 @@ class AsyncSave(Future[Any]):
         try:
             return Future.result(self, timeout)
         except BaseException as error:
-            self._heard |= error is self.error
+            if error is self.error:
+                self.told()
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._is_ours()
         error = Future.exception(self, timeout)
-        self._heard = True
+        self.told()
         return error
 
     def _is_ours(self) -> None:
@@ -169,7 +170,7 @@ class AsyncSave(Future[Any]):
         """The error, if nobody has heard of it yet."""
         if not self.is_unheard():
             return None
-        self._heard = True
+        self.told()
         return self.error
 
 
@@ -327,9 +328,8 @@ def _warn(message: str) -> None:
 def _name_the_unheard() -> None:
     # Threads that save have been joined: what is not over now will not be.
     for save in _known():
-        if save._pid == os.getpid():
-            outcome = f"failed: {save.error}" if save.done() else "was not over"
-            _warn(f"the save into {save.stats.path} {outcome}")
+        outcome = f"failed: {save.error}" if save.done() else "was not over"
+        _warn(f"the save into {save.stats.path} {outcome}")
 
 
 def _forget_parents() -> None:

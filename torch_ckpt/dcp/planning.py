@@ -59,9 +59,14 @@ def has_method_of(planner: Any, method: str, *owners: type) -> bool:
     return any(function is getattr(owner, method) for owner in owners)
 
 
+def rank_and_size(group: dist.ProcessGroup | None = None, no_dist: bool = False) -> tuple[int, int]:
+    """This rank in `group`, and how many ranks that has; (0, 1) for a process by itself."""
+    if no_dist or not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
 def world_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is not None and world_size is not None:
         return rank, world_size
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    return rank_and_size()
