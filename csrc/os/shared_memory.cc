@@ -86,6 +86,8 @@ bool Populate(int fd, uint64_t offset, std::byte* data, size_t bytes) {
   return Fallocate(fd, FALLOC_FL_KEEP_SIZE, offset, bytes) == 0;
 }
 
+std::string Descriptor(int fd) { return "descriptor " + std::to_string(fd); }
+
 }  // namespace
 
 Result<std::unique_ptr<SharedMemory>> SharedMemory::Create(size_t alignment) {
@@ -176,8 +178,8 @@ void SharedMemory::Unmap(std::byte* data, size_t bytes) {
   }
 }
 
-Result<std::byte*> MapShared(int fd, uint64_t offset, size_t bytes) {
-  const std::string what = "descriptor " + std::to_string(fd);
+Result<SharedPiece> FindShared(int fd, uint64_t offset, size_t bytes) {
+  const std::string what = Descriptor(fd);
   const int seals = internal::SystemCall(
       "fcntl", kName, [&] { return fcntl(fd, F_GET_SEALS); });
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
@@ -193,10 +195,14 @@ Result<std::byte*> MapShared(int fd, uint64_t offset, size_t bytes) {
                            ", before byte " + std::to_string(offset) + " + " +
                            std::to_string(bytes));
   }
-  std::byte* const data = MapFile(fd, offset, bytes, nullptr);
-  if (data == nullptr) return Status::Io(errno, "mmap", what);
+  return SharedPiece{st.st_dev, st.st_ino, offset, bytes};
+}
+
+Result<std::byte*> MapShared(int fd, const SharedPiece& piece) {
+  std::byte* const data = MapFile(fd, piece.offset, piece.bytes, nullptr);
+  if (data == nullptr) return Status::Io(errno, "mmap", Descriptor(fd));
   // A child that only wants to exec must not copy the page tables.
-  (void)internal::Advise(data, bytes, MADV_DONTFORK);
+  (void)internal::Advise(data, piece.bytes, MADV_DONTFORK);
   return data;
 }
 

@@ -51,9 +51,19 @@ class SharedMemory {
   Stretches gaps_;  // of the range, where nothing is mapped
 };
 
-// A piece of another process's SharedMemory, to read and to write; the caller
-// unmaps it with UnmapMemory and may close `fd` before. kInvalidArgument where
-// `fd` is no such file, or ends before the piece does.
-Result<std::byte*> MapShared(int fd, uint64_t offset, size_t bytes);
+// Bytes of a memory file, as this machine tells files apart.
+struct SharedPiece {
+  uint64_t device = 0, inode = 0, offset = 0;
+  size_t bytes = 0;
+  friend bool operator==(const SharedPiece&, const SharedPiece&) = default;
+};
+
+// A piece of another process's SharedMemory. kInvalidArgument where `fd` is no
+// such file, or ends before the piece does.
+Result<SharedPiece> FindShared(int fd, uint64_t offset, size_t bytes);
+
+// Maps a piece that was found in `fd`, to read and to write; the caller unmaps
+// it with UnmapMemory and may close `fd` before.
+Result<std::byte*> MapShared(int fd, const SharedPiece& piece);
 
 }  // namespace torch_ckpt

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <condition_variable>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <memory>
@@ -10,6 +11,7 @@
 #include <new>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/checked.h"
 #include "base/stretches.h"
@@ -21,6 +23,9 @@ namespace torch_ckpt {
 namespace {
 
 constexpr size_t kHugePage = kArenaPage;
+// Pieces of other processes that stay mapped when nobody uses them: those of
+// saves that overlap.
+constexpr size_t kIdleAdopted = 4;
 // More than there is, and still a number that can be rounded up.
 constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max() - kHugePage;
 
@@ -43,6 +48,12 @@ struct Arena::Impl {
   std::array<Stretches, 2> idle;           // of kPrivate and of kShared
   std::unique_ptr<SharedMemory> shared;    // made for the first who asks
   std::map<const std::byte*, size_t> out;  // what is leased
+  struct Adopted {
+    SharedPiece piece;
+    std::byte* data;
+    int leases;
+  };
+  std::vector<Adopted> adopted;  // leased and idle; what came back last is last
   IdleMemory policy = IdleMemory::kKept;
   // By page, since a page belongs to one lease or to none: memory can then be
   // unmapped, hence unlocked, without touching what others copy into.
@@ -119,6 +130,30 @@ struct Arena::Impl {
     }
   }
 
+  void GiveBackAdopted(const std::byte* data) {
+    const auto at =
+        std::find_if(adopted.begin(), adopted.end(),
+                     [&](const Adopted& other) { return other.data == data; });
+    if (--at->leases > 0) return;
+    out.erase(data);
+    std::rotate(at, at + 1, adopted.end());
+    UnmapIdleAdopted(kIdleAdopted);
+  }
+
+  // Unmaps all but the last `keep` of the adopted pieces that nobody uses.
+  void UnmapIdleAdopted(size_t keep) {
+    for (auto it = adopted.end(); it != adopted.begin();) {
+      --it;
+      if (it->leases > 0) continue;
+      if (keep > 0) {
+        --keep;
+        continue;
+      }
+      UnmapMemory(it->data, it->piece.bytes);
+      it = adopted.erase(it);
+    }
+  }
+
   void ShrinkToBudget() {
     if (mapped > budget) UnmapIdle(mapped - budget);
   }
@@ -151,11 +186,11 @@ void ArenaLease::Release() {
   if (arena == nullptr || InForkedChild()) return;
   Arena::Impl& impl = *arena->impl_;
   std::lock_guard<std::mutex> lock(impl.mutex);
-  impl.out.erase(data);
   if (kind_ == MemoryKind::kAdopted) {
-    impl.UnmapPages(kind_, data, size);
+    impl.GiveBackAdopted(data);
     return;
   }
+  impl.out.erase(data);
   impl.leased -= size;
   try {
     AddStretch(&impl.Idle(kind_), data, size);
@@ -294,19 +329,29 @@ Result<ArenaLease> Arena::Lease(size_t bytes,
 
 Result<ArenaLease> Arena::Adopt(int fd, uint64_t offset, size_t bytes) {
   if (InForkedChild()) return NotInForkedChild();
+  TC_ASSIGN_OR_RETURN(const SharedPiece piece, FindShared(fd, offset, bytes));
   ArenaLease lease;
-  TC_ASSIGN_OR_RETURN(lease.data_, MapShared(fd, offset, bytes));
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  auto& adopted = impl_->adopted;
+  auto at =
+      std::find_if(adopted.begin(), adopted.end(),
+                   [&](const auto& other) { return other.piece == piece; });
+  try {
+    if (at == adopted.end()) {
+      adopted.reserve(adopted.size() + 1);
+      TC_ASSIGN_OR_RETURN(std::byte* const data, MapShared(fd, piece));
+      adopted.push_back({piece, data, 0});
+      at = std::prev(adopted.end());
+    }
+    impl_->out.emplace(at->data, bytes);
+  } catch (const std::bad_alloc&) {
+    return Exhausted("no memory for the note of a lease");
+  }
+  ++at->leases;
+  lease.data_ = at->data;
   lease.arena_ = this;
   lease.size_ = bytes;
   lease.kind_ = MemoryKind::kAdopted;
-  std::unique_lock<std::mutex> lock(impl_->mutex);
-  try {
-    impl_->out.emplace(lease.data_, bytes);
-  } catch (const std::bad_alloc&) {
-    lock.unlock();
-    lease.Release();
-    return Exhausted("no memory for the note of a lease");
-  }
   return lease;
 }
 
@@ -338,6 +383,7 @@ void Arena::Trim() {
   if (InForkedChild()) return;
   std::lock_guard<std::mutex> lock(impl_->mutex);
   impl_->UnmapIdle(kAll);
+  impl_->UnmapIdleAdopted(0);
 }
 
 }  // namespace torch_ckpt

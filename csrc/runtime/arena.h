@@ -99,16 +99,18 @@ class Arena {
   Result<ArenaLease> Lease(size_t bytes, std::chrono::milliseconds patience,
                            MemoryKind kind = MemoryKind::kPrivate);
   // What another process has leased as kShared: the same memory, until that
-  // process gives it to others, which this one is not told. Outside the budget;
-  // unmapped when the lease ends. `fd` may be closed. kInvalidArgument for
-  // anything but a piece of such memory.
+  // process gives it to others, which this one is not told. Outside the budget.
+  // `fd` may be closed. Leases of the same bytes are one mapping, which stays
+  // for whoever adopts them again, until others have been adopted: mapping a
+  // page costs as much as writing it. kInvalidArgument for anything but a piece
+  // of such memory.
   Result<ArenaLease> Adopt(int fd, uint64_t offset, size_t bytes);
   // Whether all of these bytes are in one lease that is out.
   bool IsLeased(ByteSpan bytes) const;
   // A smaller budget takes effect as leases come back.
   void SetBudget(uint64_t bytes);
   ArenaStats Stats() const;
-  void Trim();  // unmaps every idle region
+  void Trim();  // unmaps every idle region, adopted ones too
 
  private:
   friend class ArenaLease;

@@ -34,6 +34,12 @@ std::byte* Mapped(SharedMemory* memory, size_t bytes) {
   return *mapped;
 }
 
+// What another process would map.
+Result<std::byte*> Shown(int fd, uint64_t offset, size_t bytes) {
+  TC_ASSIGN_OR_RETURN(const SharedPiece piece, FindShared(fd, offset, bytes));
+  return MapShared(fd, piece);
+}
+
 // What the file takes of the machine's memory.
 uint64_t FileMemory(const SharedMemory& memory) {
   struct stat st{};
@@ -92,7 +98,7 @@ TEST(SharedMemory, MoreThanThereAreAddressesIsRefused) {
 TEST(SharedMemory, OthersMapTheSameMemory) {
   const auto memory = Made();
   std::byte* const data = Mapped(memory.get(), 2 * kUnit) + kUnit;
-  auto other = MapShared(memory->fd(), memory->OffsetOf(data), kUnit);
+  auto other = Shown(memory->fd(), memory->OffsetOf(data), kUnit);
   ASSERT_TRUE(other.ok()) << other.status().ToString();
   ASSERT_NE(*other, data);
   data[3] = std::byte{7};
@@ -111,7 +117,7 @@ TEST(SharedMemory, OnlyPiecesOfSuchAFileAreMapped) {
   ASSERT_EQ(fstat(memory->fd(), &st), 0);
   const auto end = static_cast<uint64_t>(st.st_size);
   const auto kind = [](int fd, uint64_t offset, size_t bytes) {
-    return MapShared(fd, offset, bytes).status().kind();
+    return Shown(fd, offset, bytes).status().kind();
   };
   EXPECT_EQ(kind(memory->fd(), end, kUnit), ErrorKind::kInvalidArgument);
   EXPECT_EQ(kind(memory->fd(), end - kUnit, 2 * kUnit),
@@ -130,7 +136,7 @@ TEST(SharedMemory, OnlyPiecesOfSuchAFileAreMapped) {
   ASSERT_EQ(ftruncate(loose, kUnit), 0);
   EXPECT_EQ(kind(loose, 0, kUnit), ErrorKind::kInvalidArgument);
   ASSERT_EQ(fcntl(loose, F_ADD_SEALS, F_SEAL_SHRINK), 0);
-  auto mapped = MapShared(loose, 0, kUnit);
+  auto mapped = Shown(loose, 0, kUnit);
   ASSERT_TRUE(mapped.ok());
   UnmapMemory(*mapped, kUnit);
   close(loose);

@@ -4,8 +4,11 @@
 
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -327,6 +330,67 @@ TEST(Arena, AdoptsWhatAnotherOneShares) {
   adopted->Release();
   EXPECT_FALSE(ours.IsLeased({data, 1}));
   EXPECT_FALSE(ours.Adopt(fd, 0, kMiB).ok());  // closed
+}
+
+// Bytes of memory files that this process has mapped, by /proc/self/maps.
+size_t MappedPieces() {
+  std::ifstream maps("/proc/self/maps");
+  size_t bytes = 0;
+  for (std::string line; std::getline(maps, line);) {
+    size_t begin = 0, end = 0;
+    if (line.find("memfd:torch_ckpt") != std::string::npos &&
+        std::sscanf(line.c_str(), "%zx-%zx", &begin, &end) == 2) {
+      bytes += end - begin;
+    }
+  }
+  return bytes;
+}
+
+TEST(Arena, AdoptedMemoryStaysMappedForTheNextOne) {
+  Arena theirs(64 * kMiB);
+  Arena ours(0);
+  const auto lease = [&](size_t bytes) {
+    return std::move(theirs.Lease(bytes, kNow, MemoryKind::kShared)).value();
+  };
+  const auto adopt = [&](const ArenaLease& theirs_) {
+    const SharedPlace place = *theirs_.shared();
+    auto adopted = ours.Adopt(place.fd, place.offset, theirs_.size());
+    EXPECT_TRUE(adopted.ok()) << adopted.status().ToString();
+    return std::move(adopted).value();
+  };
+  const ArenaLease sent = lease(4 * kMiB);
+  std::byte* first = nullptr;
+  {
+    const ArenaLease adopted = adopt(sent);
+    first = adopted.data();
+    const ArenaLease twice = adopt(sent);
+    EXPECT_EQ(twice.data(), first);
+    EXPECT_TRUE(ours.IsLeased(twice.span()));
+  }
+  EXPECT_FALSE(ours.IsLeased({first, 1}));
+  const size_t before = MappedPieces();
+  std::vector<ArenaLease> others;
+  for (int i = 0; i < 8; ++i) {
+    ArenaLease a = adopt(sent), b = adopt(sent);
+    EXPECT_EQ(a.data(), first);
+    a.Release();
+    EXPECT_TRUE(ours.IsLeased(b.span()));
+    ours.Trim();  // nothing that is in use
+    EXPECT_EQ(b.data()[5], sent.data()[5]);
+    EXPECT_EQ(MappedPieces(), before);
+  }
+  // Of others only some stay.
+  for (size_t i = 1; i <= 10; ++i) {
+    others.push_back(lease(2 * kMiB));
+    const ArenaLease adopted = adopt(others.back());
+    adopted.data()[0] = std::byte{9};
+    EXPECT_EQ(others.back().data()[0], std::byte{9});
+  }
+  const ArenaLease last = adopt(others.back());
+  EXPECT_EQ(MappedPieces(), before - 4 * kMiB + (10 + 4) * 2 * kMiB);
+  ours.Trim();
+  EXPECT_EQ(last.data()[0], std::byte{9});  // in use
+  EXPECT_EQ(MappedPieces(), before - 4 * kMiB + 11 * 2 * kMiB);
 }
 
 #ifdef TORCH_CKPT_FAULTS
