@@ -72,6 +72,11 @@ target_include_directories(core_tests PRIVATE csrc)
 target_link_libraries(
   core_tests PRIVATE torch_ckpt_options nlohmann_headers GTest::gtest
                      GTest::gtest_main Threads::Threads ${CMAKE_DL_LIBS})
+# Most of what building takes are tests: they need no speed, and share headers.
+target_compile_options(core_tests PRIVATE -O1)
+target_precompile_headers(
+  core_tests PRIVATE <gtest/gtest.h> <algorithm> <cstring> <filesystem>
+  <fstream> <functional> <map> <memory> <random> <string> <thread> <vector>)
 
 # Loaded by the tests as the CUDA driver is by the core.
 add_library(fake_cuda MODULE tests/cpp/fake_cuda.cc)

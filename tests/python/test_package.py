@@ -1,15 +1,14 @@
 """The wheel and the source package: what is in them, and that they install.
 
-The slow tests build as users do, into a fresh environment: from the source
-package, in pip's build isolation, where torch is found by its headers only; and
-from a checkout without isolation, again and again.
+The slow tests build as users do, into a fresh environment, from the source
+package: in pip's build isolation, where torch is found by its headers only; and
+without isolation, again and again.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -101,30 +100,31 @@ def fresh_environment(folder: Path) -> Path:
     return folder / "bin/python"
 
 
+@pytest.fixture(scope="module")
+def source(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source package, unpacked."""
+    folder = tmp_path_factory.mktemp("source")
+    run(["tar", "-xzf", sdist, "-C", folder])
+    return next(folder.iterdir())
+
+
+# Lets ccache reuse objects although the folder is new each time.
+def cached(source: Path) -> dict[str, str]:
+    return {"CCACHE_BASEDIR": str(source), "CCACHE_NOHASHDIR": "1"}
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
+    """What pip builds in isolation, as users do."""
+    python = fresh_environment(folder / "builder")
+    wheel = [python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder / "wheels", source]
+    run(wheel, cwd=folder, **cached(source))
+    (built,) = (folder / "wheels").iterdir()
+    return built
+
+
 @pytest.mark.slow
-def test_installs_of_the_sdist(sdist: Path, tmp_path: Path) -> None:
-    (tmp_path / "source").mkdir()
-    run(["tar", "-xzf", sdist, "-C", tmp_path / "source"])
-    source = next((tmp_path / "source").iterdir())
-    python = fresh_environment(tmp_path / "venv")
-    # Lets ccache reuse objects although the folder is new each time.
-    cache = {"CCACHE_BASEDIR": str(source), "CCACHE_NOHASHDIR": "1"}
-    wheels = tmp_path / "wheels"
-    pip = [python, "-m", "pip"]
-    run([*pip, "wheel", "-q", "--no-deps", "-w", wheels, source], cwd=tmp_path, **cache)
-    # The second build meets what the first one has left behind: paths of an
-    # isolated environment that is gone, and a module that is gone too.
-    stale = next((source / "build").glob("lib*/torch_ckpt")) / "stale.py"
-    stale.write_text("gone = True\n", encoding="utf-8")
-    run([*pip, "wheel", "-q", "--no-deps", "-w", wheels, source], cwd=tmp_path, **cache)
-
-    # Without isolation with what builds in the environment of this test; torch is from there too.
-    run([*pip, "uninstall", "-q", "-y", "setuptools"])
-    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
-    unisolated = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, source]
-    run(unisolated, cwd=tmp_path, PATH=path, **cache)
-
-    (wheel,) = wheels.iterdir()
+def test_installs_of_the_sdist(source: Path, tmp_path: Path) -> None:
+    wheel = wheel_of(source, tmp_path)
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert wheel.name == f"torch_ckpt-{torch_ckpt.__version__}-py310-none-{platform}.whl"
     with zipfile.ZipFile(wheel) as archive:
@@ -132,22 +132,11 @@ def test_installs_of_the_sdist(sdist: Path, tmp_path: Path) -> None:
     libraries = {"torch_ckpt/libtorch_ckpt_core.so", "torch_ckpt/libtorch_ckpt_ext.so"}
     assert names == modules() | libraries | {"torch_ckpt/py.typed"}
 
-    run([*pip, "install", "-q", "--no-deps", "--no-index", wheel], cwd=tmp_path)
+    python = fresh_environment(tmp_path / "venv")
+    run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], cwd=tmp_path)
     out = run([python, ROOT / "tests/python/round_trip.py"], cwd=tmp_path).stdout
     assert str(tmp_path / "venv") in out, "the round trip used another torch_ckpt"
     run([tmp_path / "venv/bin/torch-ckpt", "--help"], cwd=tmp_path)
-
-
-def checkout(folder: Path) -> Path:
-    """A copy of this tree as git would check it out, with what is not yet committed."""
-    git = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    if subprocess.run(git[:3] + ["rev-parse"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("this tree is no git checkout")
-    for name in filter(None, run(git).stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    return folder
 
 
 def compiled(output: str) -> list[str]:
@@ -156,16 +145,22 @@ def compiled(output: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_installs_of_a_checkout(tmp_path: Path) -> None:
-    source = checkout(tmp_path / "source")
+def test_installs_again_and_again(source: Path, tmp_path: Path) -> None:
+    # What an isolated build leaves behind: paths of an environment that is gone. And a module that
+    # is gone, too.
+    if not (source / "build").is_dir():
+        wheel_of(source, tmp_path)
+    left = next((source / "build").glob("lib*/torch_ckpt"))
+    (left / "stale.py").write_text("gone = True\n", encoding="utf-8")
+
     python = fresh_environment(tmp_path / "venv")
     pip = [python, "-m", "pip"]
     # What builds is then, as torch is, that of the environment which runs this test.
     run([*pip, "uninstall", "-q", "-y", "setuptools"])
     environment = {
         "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}",
-        "CCACHE_BASEDIR": str(source),
-        "CCACHE_NOHASHDIR": "1",
+        "TORCH_CKPT_CMAKE_ARGS": "-DCMAKE_BUILD_TYPE=Debug",  # builds faster
+        **cached(source),
     }
     install = [*pip, "install", "-v", "--no-deps", "--no-index", "--no-build-isolation"]
 
@@ -178,21 +173,13 @@ def test_installs_of_a_checkout(tmp_path: Path) -> None:
 
     everything = {path.relative_to(source).as_posix() for path in source.glob("csrc/*/*.cc")}
     assert everything and set(build(source)) == everything
+    assert list((tmp_path / "venv").rglob("stale.py")) == []
     assert build(source) == []
     assert set(build("-e", source)) == everything, (
         "it has fault points, and a build tree of its own"
     )
     (source / "csrc/os/lock.cc").touch()
     assert build("-e", source) == ["csrc/os/lock.cc"]
-
-    # And in isolation, as README has it: in a folder where the others have left their traces.
-    wheels = tmp_path / "wheels"
-    isolated = {name: value for name, value in environment.items() if name != "PATH"}
-    run([*pip, "wheel", "-q", "--no-deps", "-w", wheels, source], cwd=tmp_path, **isolated)
-    run([*pip, "uninstall", "-q", "-y", "torch_ckpt"])
-    run([*pip, "install", "-q", "--no-deps", "--no-index", *wheels.iterdir()], cwd=tmp_path)
-    out = run([python, ROOT / "tests/python/round_trip.py"], cwd=tmp_path).stdout
-    assert str(tmp_path / "venv") in out, out
 
 
 def test_a_missing_torch_is_one_clear_line(tmp_path: Path) -> None:
