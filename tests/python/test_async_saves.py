@@ -88,6 +88,29 @@ def test_a_second_save_is_refused(tmp_path: Path, gate: threading.Event) -> None
     assert loads(tmp_path / "2", 2)
 
 
+def test_of_two_threads_that_save_at_once_one_begins(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide = async_saves._verdict
+
+    def slowly(*arguments: Any) -> Any:
+        verdict = decide(*arguments)
+        time.sleep(0.2)
+        return verdict
+
+    monkeypatch.setattr(async_saves, "_verdict", slowly)
+
+    def save(name: str) -> Any:
+        return begin(tmp_path / name, on_busy="raise")
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(save, name) for name in "ab"]
+        errors = [call.exception(20) for call in calls]
+    assert sorted(type(error).__name__ for error in errors) == ["ConflictError", "NoneType"]
+    gate.set()
+    next(call for call in calls if call.exception() is None).result().result(20)
+
+
 def test_saves_that_overlap_are_staged_at_once_and_written_in_turn(
     tmp_path: Path, gate: threading.Event
 ) -> None:

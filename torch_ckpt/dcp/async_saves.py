@@ -174,6 +174,7 @@ class AsyncSave(Future[Any]):
         return self.error
 
 
+_beginning = threading.Lock()  # of two threads that call at once, one sees the other's save
 _mutex = threading.Lock()
 _saves: list[AsyncSave] = []  # in the order of their calls
 
@@ -229,6 +230,13 @@ def begin(
     earlier one failed.
     """
     save._uses = [used for used in uses if used is not None]
+    with _beginning:
+        return _begin(save, group, on_busy, timeout)
+
+
+def _begin(
+    save: AsyncSave, group: dist.ProcessGroup | None, on_busy: OnBusy, timeout: float
+) -> Turn:
     known = running()
     if on_busy == "overlap" and any(
         used is other for earlier in known for used in earlier._uses for other in save._uses
@@ -333,8 +341,8 @@ def _name_the_unheard() -> None:
 
 
 def _forget_parents() -> None:
-    global _mutex
-    _mutex = threading.Lock()  # the parent's may be held for ever
+    global _beginning, _mutex
+    _beginning, _mutex = threading.Lock(), threading.Lock()  # the parent's may be held for ever
     _saves.clear()
 
 
