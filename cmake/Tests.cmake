@@ -72,8 +72,12 @@ target_include_directories(core_tests PRIVATE csrc)
 target_link_libraries(
   core_tests PRIVATE torch_ckpt_options nlohmann_headers GTest::gtest
                      GTest::gtest_main Threads::Threads ${CMAKE_DL_LIBS})
-# Most of what building takes are tests: they need no speed, and share headers.
+# Most of what building takes are tests: they share headers, need no speed, and
+# it is not them that are tested for undefined behaviour.
 target_compile_options(core_tests PRIVATE -O1)
+if(TORCH_CKPT_SANITIZE STREQUAL "address")
+  target_compile_options(core_tests PRIVATE -fno-sanitize=undefined)
+endif()
 target_precompile_headers(
   core_tests PRIVATE <gtest/gtest.h> <algorithm> <cstring> <filesystem>
   <fstream> <functional> <map> <memory> <random> <string> <thread> <vector>)
