@@ -108,16 +108,22 @@ def source(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.iterdir())
 
 
-# Lets ccache reuse objects although the folder is new each time.
-def cached(source: Path) -> dict[str, str]:
-    return {"CCACHE_BASEDIR": str(source), "CCACHE_NOHASHDIR": "1"}
+def quickly(source: Path) -> dict[str, str]:
+    """An environment to build in: not optimized, and ccache, where there is one, reuses objects
+    although the folder is new each time."""
+    debug = "-DCMAKE_BUILD_TYPE=Debug"
+    return {
+        "TORCH_CKPT_CMAKE_ARGS": debug,
+        "CCACHE_BASEDIR": str(source),
+        "CCACHE_NOHASHDIR": "1",
+    }
 
 
 def wheel_of(source: Path, folder: Path) -> Path:
     """What pip builds in isolation, as users do."""
     python = fresh_environment(folder / "builder")
     wheel = [python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder / "wheels", source]
-    run(wheel, cwd=folder, **cached(source))
+    run(wheel, cwd=folder, **quickly(source))
     (built,) = (folder / "wheels").iterdir()
     return built
 
@@ -159,8 +165,7 @@ def test_installs_again_and_again(source: Path, tmp_path: Path) -> None:
     run([*pip, "uninstall", "-q", "-y", "setuptools"])
     environment = {
         "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}",
-        "TORCH_CKPT_CMAKE_ARGS": "-DCMAKE_BUILD_TYPE=Debug",  # builds faster
-        **cached(source),
+        **quickly(source),
     }
     install = [*pip, "install", "-v", "--no-deps", "--no-index", "--no-build-isolation"]
 
