@@ -92,7 +92,8 @@ def ours(stager: Callable[[], Any] | None = None, *, prepare: int = 0, **options
     def make(closing: contextlib.ExitStack) -> Save:
         kept = dict(options)
         if prepare > 0:
-            preparing = our_stager(PLAIN, prepare=prepare)
+            kind = options.get("async_checkpointer_type", THREAD)
+            preparing = our_stager(PLAIN, prepare=prepare, async_checkpointer_type=kind)
             preparing.stage({})  # waits for it
             preparing.close()
         if stager is not None:
@@ -189,6 +190,7 @@ def contenders(bytes_: int) -> dict[str, AsyncContender]:
             our_writer, THREAD, lambda: our_stager(PLAIN)
         ),
         "ours, PROCESS": ours(async_checkpointer_type=PROCESS),
+        "ours, PROCESS, memory prepared": ours(prepare=bytes_, async_checkpointer_type=PROCESS),
     }.items():
         found[name] = AsyncContender("ours", make, skip=skip)
     return found

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp import async_saves, crossing
@@ -27,14 +28,16 @@ class PinnedMemoryStager(AsyncStager):
         on while the trainer does, which must not change its tensors before the future is done.
         `use_pinned_memory` and `use_non_blocking_copy` change nothing: memory that a device copies
         into is always page-locked, and the copies of all tensors run at once. `use_shared_memory`
-        neither: once this process saves with AsyncCheckpointerType.PROCESS, states are staged into
-        memory that the other process maps, and nothing is copied again.
+        neither, but see `async_checkpointer_type`.
     memory_budget: bytes (or text as "2GiB") that all staged states of this process may take
         together. The latest stager that was given one decides; without, there is no limit.
     prepare: bytes (or text as "2GiB"), or a state dict of the size to come: memory for it is made
         in the background now. The first touch of memory can take longer than writing it to a disk;
-        without this the first state that is staged waits for it. Before the first save with
-        AsyncCheckpointerType.PROCESS that is memory which only states that stay here can use.
+        without this the first state that is staged waits for it.
+    async_checkpointer_type: what the saves will be given. From the first stager or save with
+        AsyncCheckpointerType.PROCESS on, states of this process are staged into memory that the
+        other process maps, and nothing is copied again. Where only the save says so, what was
+        prepared before cannot be used, and bare `dcp.async_save` copies the first state once more.
     over_budget: what to do with a state for which there is no memory now. "wait" for states that
         have it, and raise ExhaustedError if that cannot help; "raise" it at once; or "stream", with
         `torch_ckpt.async_save` alone: the state is not copied but written from where it is, and the
@@ -56,6 +59,7 @@ class PinnedMemoryStager(AsyncStager):
         *,
         memory_budget: int | str | None = None,
         prepare: int | str | dict[str, Any] | None = None,
+        async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
         over_budget: Literal["wait", "raise", "stream"] = "wait",
         timeout: float = 600.0,
     ) -> None:
@@ -69,6 +73,8 @@ class PinnedMemoryStager(AsyncStager):
             budget = _bytes(memory_budget, "memory_budget")
             _core.call({"op": "arena", "staging": True, "budget": budget})
         self.timeout = timeout
+        if async_checkpointer_type is AsyncCheckpointerType.PROCESS:
+            crossing.expect()
         self._executor: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._running: Future[dict[str, Any]] | None = None
