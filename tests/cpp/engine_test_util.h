@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <sstream>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -376,7 +377,9 @@ inline void WriteText(const std::string& path, const std::string& text) {
 
 inline std::string ReadText(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
+  std::ostringstream text;  // at once: sanitized, one character takes long
+  text << in.rdbuf();
+  return std::move(text).str();
 }
 
 inline std::vector<std::string> Names(const std::string& path) {
