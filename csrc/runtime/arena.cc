@@ -149,7 +149,7 @@ struct Arena::Impl {
         --keep;
         continue;
       }
-      UnmapMemory(it->data, it->piece.bytes);
+      UnmapPages(MemoryKind::kAdopted, it->data, it->piece.bytes);
       it = adopted.erase(it);
     }
   }

@@ -393,6 +393,27 @@ TEST(Arena, AdoptedMemoryStaysMappedForTheNextOne) {
   EXPECT_EQ(MappedPieces(), before - 4 * kMiB + 11 * 2 * kMiB);
 }
 
+TEST(Arena, AdoptedMemoryIsUnlockedBeforeItIsUnmapped) {
+  struct Counter final : PageLocker {
+    Status Lock(std::byte*, size_t) override { return ++locked, Status(); }
+    void Unlock(std::byte*) override { --locked; }
+    int locked = 0;
+  } counter;
+  Arena theirs(16 * kMiB);
+  Arena ours(0);
+  auto lease = theirs.Lease(4 * kMiB, kNow, MemoryKind::kShared);
+  ASSERT_TRUE(lease.ok());
+  auto adopted =
+      ours.Adopt(lease->shared()->fd, lease->shared()->offset, lease->size());
+  ASSERT_TRUE(adopted.ok());
+  ASSERT_TRUE(adopted->PageLock(&counter).ok());
+  adopted->Release();
+  EXPECT_EQ(counter.locked, 2);  // mapped still, for the next lease
+  ours.Trim();
+  EXPECT_EQ(counter.locked, 0);
+  EXPECT_EQ(ours.Stats().page_locked, 0u);
+}
+
 #ifdef TORCH_CKPT_FAULTS
 TEST(Arena, MemoryIsPrivateWhereNoneCanBeShared) {
   Arena arena(16 * kMiB);
