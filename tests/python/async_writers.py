@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from sample_states import load_ours
 from torch.distributed.checkpoint.staging import StagingOptions
@@ -15,6 +16,12 @@ from torch_ckpt import HuggingFaceStorageWriter, _core
 
 BLOCKING = StagingOptions(False, False, False, False)
 MIB = 1 << 20
+# Of the modules that test it. pytest drops the filter that torch_ckpt sets for what stock says in
+# its thread.
+MARKS = [
+    pytest.mark.usefixtures("nothing_is_left"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 def memory() -> dict[str, int]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from async_writers import (
     BLOCKING,
+    MARKS,
     async_save,
     begin,
     loads,
@@ -31,11 +32,7 @@ from torch_ckpt.dcp import api, async_saves
 from torch_ckpt.dcp.one_save import OneSaveStager
 from torch_ckpt.dcp.staged_state import StagedState
 
-# pytest drops the filter that torch_ckpt sets for what stock says in its thread.
-pytestmark = [
-    pytest.mark.usefixtures("nothing_is_left"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = MARKS
 
 
 class UnpicklableError(Exception):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from async_writers import (
     BLOCKING,
+    MARKS,
     MIB,
     FailingWriter,
     GatedWriter,
@@ -31,11 +32,7 @@ import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
 from torch_ckpt.dcp import async_saves
 
-# pytest drops the filter that torch_ckpt sets for what stock says in its thread.
-pytestmark = [
-    pytest.mark.usefixtures("nothing_is_left"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = MARKS
 
 
 def test_it_returns_what_stock_would(tmp_path: Path) -> None:

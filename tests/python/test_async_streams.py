@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from async_writers import (
     BLOCKING,
+    MARKS,
     MIB,
     FailingWriter,
     GatedWriter,
@@ -25,11 +26,7 @@ from sample_states import load_ours
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
 
-# pytest drops the filter that torch_ckpt sets for what stock says in its thread.
-pytestmark = [
-    pytest.mark.usefixtures("nothing_is_left"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = MARKS
 
 
 def big(value: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import io
 import os
 import pickle
 import tempfile
-import textwrap
 from collections.abc import Callable, Iterator
 from multiprocessing import reduction
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from test_async_ends import Trainer
 from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from wrapped_tensor import Wrapped
@@ -41,11 +39,15 @@ def leased() -> int:
     return bytes_
 
 
+def trim() -> None:
+    _core.call({"op": "arena", "staging": True, "trim": True})
+
+
 @pytest.fixture(autouse=True)
 def expected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(crossing, "_expected", True)
     yield
-    _core.call({"op": "arena", "staging": True, "trim": True})
+    trim()
 
 
 @pytest.fixture
@@ -108,10 +110,6 @@ def mappings(process: int | str = "self") -> list[int]:
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 kept: list[StagedState] = []
-
-
-def trim() -> None:
-    _core.call({"op": "arena", "staging": True, "trim": True})
 
 
 def look(_: Any) -> tuple[int, list[int]]:
@@ -389,146 +387,3 @@ def test_a_place_beyond_the_region_is_an_error() -> None:
     wrong = [(dtype, (size,), strides, begin)]
     with pytest.raises(RuntimeError, match="storage"):
         make(descriptor, offset, size, used, wrong, pickled)
-
-
-# A trainer that saves in another process, and looks at what that has.
-PROGRAM = r"""
-import os, re
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import _async_process_executor as stock
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch_ckpt import PinnedMemoryStager, _core
-from torch_ckpt.dcp import crossing
-group()
-
-def arena():
-    return _core.call({"op": "arena", "staging": True})
-
-def child():
-    return stock._CHECKPOINT_PROCESS._save_process.pid
-
-def counts(process):
-    maps = open(f"/proc/{process}/maps").read()
-    return (len(os.listdir(f"/proc/{process}/fd")), len(os.listdir(f"/proc/{process}/task")),
-            maps.count("memfd:torch_ckpt"), maps.count("/dev/shm/torch_"))
-
-w = torch.zeros(1000)
-mesh = init_device_mesh("cpu", (1,))
-state = {"w": w, "tied": w, "step": 0, "many": {f"t{n}": torch.zeros(9) for n in range(1000)},
-         "d": distribute_tensor(torch.zeros(700, 900), mesh, [Shard(0)])}
-
-def fill(value):
-    for tensor in (w, *state["many"].values(), state["d"].to_local()):
-        tensor.fill_(value)
-    state["step"] = value
-
-def save(value, call=torch_ckpt.async_save, **options):
-    fill(value)
-    answer = call(state, checkpoint_id=f"{folder}/{value}",
-                  async_checkpointer_type=AsyncCheckpointerType.PROCESS, **options)
-    if not isinstance(answer, torch_ckpt.AsyncSave) and hasattr(answer, "upload_completion"):
-        answer.staging_completion.result()
-        answer = answer.upload_completion
-    fill(-1)
-    answer.result()
-
-def holds(value):
-    target = {"w": torch.zeros(1000), "tied": torch.zeros(1000), "step": -1,
-              "many": {f"t{n}": torch.zeros(9) for n in range(1000)},
-              "d": distribute_tensor(torch.zeros(700, 900), mesh, [Shard(0)])}
-    torch_ckpt.load(target, checkpoint_id=f"{folder}/{value}")
-    tensors = (target["w"], target["tied"], *target["many"].values(), target["d"].to_local())
-    return all((t == value).all() for t in tensors) and target["step"] == value
-"""
-
-
-def run(tmp_path: Path, program: str) -> None:
-    text = (
-        textwrap.dedent(program) + "\nprint('all well', flush=True)\ndist.destroy_process_group()"
-    )
-    status, said = Trainer(tmp_path, PROGRAM + text).end(120)
-    assert status == 0 and "all well" in said, said
-
-
-def test_saves_in_another_process_grow_nothing(tmp_path: Path) -> None:
-    run(
-        tmp_path,
-        """
-        for value in range(1, 6):
-            save(value)
-        def counted():
-            return *counts("self"), *counts(child())
-        before = counted()
-        # The child has mapped one region, and torch shares the DeviceMesh's tensor.
-        assert before[2:4] == before[6:8] == (1, 1), before
-        for value in range(6, 26):
-            save(value)
-            assert arena()["leased"] == 0
-        deadline = time.monotonic() + 10  # stock's threads end by themselves
-        while any(now > then for now, then in zip(counted(), before)):
-            assert time.monotonic() < deadline, (before, counted())
-            time.sleep(0.01)
-        assert all(holds(value) for value in range(1, 26))
-        """,
-    )
-
-
-@pytest.mark.parametrize("says", [True, False])
-def test_stocks_async_save(tmp_path: Path, says: bool) -> None:
-    run(
-        tmp_path,
-        """
-        says = SAYS
-        kind = AsyncCheckpointerType.PROCESS if says else AsyncCheckpointerType.THREAD
-        stager = PinnedMemoryStager(async_checkpointer_type=kind)
-        for value in (1, 2, 3):
-            writer = torch_ckpt.HuggingFaceStorageWriter(
-                f"{folder}/{value}", save_distributed=True)
-            save(value, dcp.async_save, storage_writer=writer, async_stager=stager)
-            # Or nobody said before the first that it would cross. There may be more regions than
-            # one: a lease ends when stock's thread has let its state go.
-            assert (counts(child())[2] > 0) == (says or value > 1), counts(child())
-        # Stock's writer reads the same memory.
-        save(4, dcp.async_save, storage_writer=dcp.FileSystemWriter(f"{folder}/4"),
-             async_stager=stager)
-        target = {"w": torch.zeros(1000), "step": -1}
-        dcp.load(target, checkpoint_id=f"{folder}/4")
-        assert target["w"].unique().tolist() == [4] and target["step"] == 4
-        assert all(holds(value) for value in (1, 2, 3))
-        """.replace("SAYS", str(says)),
-    )
-
-
-def test_a_system_that_refuses_shared_memory(tmp_path: Path) -> None:
-    run(
-        tmp_path,
-        """
-        import resource
-        # Less than a memory file of a useful size.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
-        for value in (1, 2, 3):
-            save(value)
-            assert counts("self")[2] == counts(child())[2] == 0
-        assert all(holds(value) for value in (1, 2, 3))
-        """,
-    )
-
-
-def test_a_process_that_is_killed_while_it_saves(tmp_path: Path) -> None:
-    run(
-        tmp_path,
-        """
-        save(1)
-        fill(2)
-        began = torch_ckpt.async_save(
-            state, storage_writer=SlowWriter(f"{folder}/2", save_distributed=True),
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS)
-        time.sleep(0.2)
-        stock._CHECKPOINT_PROCESS._save_process.kill()
-        assert isinstance(began.exception(), torch_ckpt.CheckpointError)
-        assert arena()["leased"] == 0
-        save(3)
-        assert holds(1) and holds(3) and not os.path.exists(f"{folder}/2")
-        """,
-    )

@@ -2,7 +2,8 @@
 
 The slow tests build as users do, into a fresh environment, from the source
 package: in pip's build isolation, where torch is found by its headers only; and
-without isolation, again and again. (Editable is what ./dev installs.)
+without isolation, again and again. Only the optimizer is left out, as it takes
+minutes; ./dev builds with it, and installs editable.
 """
 
 from __future__ import annotations
