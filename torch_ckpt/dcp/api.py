@@ -34,6 +34,7 @@ from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
 from torch_ckpt.dcp.planning import paused_while_trainer_waits, rank_and_size
 from torch_ckpt.dcp.reader import HuggingFaceStorageReader
 from torch_ckpt.dcp.stager import PinnedMemoryStager
+from torch_ckpt.dcp.whole_state import Unwrapping, whole_state, without_statefuls
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
 
@@ -134,18 +135,19 @@ def save(
     rank, world_size = rank_and_size(process_group, no_dist)
     _wait_for_async_saves(world_size)
     writer = _writer(storage_writer, checkpoint_id, rank, world_size)
+    planner = _planner(planner, process_group, rank, world_size)
     try:
         # Planning makes some twenty objects per tensor, with stock's planner a hundred; collecting
         # between them takes longer than making them.
-        with paused_while_trainer_waits(keeps=False):
+        with paused_while_trainer_waits(keeps=False), Unwrapping(planner):
             metadata: Metadata = _checked(
                 lambda: state_dict_saver.save(
-                    state_dict,
+                    whole_state(without_statefuls(state_dict)),
                     checkpoint_id=checkpoint_id,
                     storage_writer=writer,
-                    planner=_planner(planner, process_group, rank, world_size),
+                    planner=planner,
                     process_group=process_group,
-                    no_dist=no_dist,
+                    no_dist=no_dist or world_size == 1,  # nothing to send to oneself
                     use_collectives=use_collectives,
                 )
             )
@@ -258,7 +260,7 @@ def async_save(
                 process_group=process_group,
                 async_checkpointer_type=async_checkpointer_type,
                 async_stager=one,
-                no_dist=no_dist,
+                no_dist=no_dist or world_size == 1,  # nothing to send to oneself
                 use_collectives=use_collectives,
                 **options,
             )
@@ -339,7 +341,7 @@ def load(
             storage_reader=reader,
             planner=planner or LoadPlanner(rank=rank, world_size=world_size),
             process_group=process_group,
-            no_dist=no_dist,
+            no_dist=no_dist or world_size == 1,
         ),
         metadata_errors,
     )

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_ckpt.dcp import crossing
 from torch_ckpt.dcp.async_saves import AsyncSave, Turn
-from torch_ckpt.dcp.items import PLAIN_TENSORS
 from torch_ckpt.dcp.staged_state import StagedState
+from torch_ckpt.dcp.whole_state import Unwrapping, whole_state, without_statefuls
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import CheckpointError, ExhaustedError, with_rank
 
@@ -25,8 +22,7 @@ from torch_ckpt.errors import CheckpointError, ExhaustedError, with_rank
 class OneSaveStager(AsyncStager):
     """`inner` for one save.
 
-    - The state does not pass through stock's call, which takes 18 us for each entry of it to write
-      to a log that nobody reads (2.13).
+    - The state does not pass through stock's call: see `whole_state`.
     - Stock's thread gets the state through a future. It is done when the copy is, when all earlier
       saves are over, since they use the same process group, and when stock's call has returned:
       the thread plans in Python, and its caller would wait for the interpreter.
@@ -53,17 +49,17 @@ class OneSaveStager(AsyncStager):
         self._state_dict = state_dict
         self._inner = inner
         self._writer = writer
-        self._planner = planner
+        self._unwrapping = Unwrapping(planner)
         self._save = save
         self._turn = turn
         self._crosses = crosses
-        self._saved: Any = None  # what is to be saved
+        self._saved: dict[str, Any] = {}  # what is to be saved
+        self._refusal: BaseException | None = None  # why nothing is
         self._staged: Any = None  # that, if it is a copy
         # What stock's thread waits for: earlier saves by their ids, and these two.
         self._missing: set[Any] = {"state", "call", *map(id, turn.earlier)}
         self._mutex = threading.Lock()
         self._ready: Future[Any] = Future()
-        self._restore: Callable[[], None] | None = None  # the planner
         self.blocks = True  # as opposed to staging beside the trainer
         self.error: BaseException | None = None  # that `stage` would have raised
 
@@ -77,7 +73,7 @@ class OneSaveStager(AsyncStager):
         try:
             self._turn.wait()
             self._began = time.perf_counter()
-            state_dict = _without_statefuls(state_dict)
+            state_dict = without_statefuls(state_dict)
             staged = self._inner.stage(state_dict)
             if isinstance(staged, Future):
                 self.blocks = False
@@ -156,26 +152,17 @@ class OneSaveStager(AsyncStager):
         if not isinstance(known, CheckpointError | OSError):
             # Only what certainly can be pickled crosses to another process, or to other ranks.
             known = CheckpointError(f"{type(error).__name__}: {error}", rank=rank)
-        attributes = self._planner.__dict__
-        before = {key: attributes[key] for key in ("set_up_planner",) if key in attributes}
-        attributes["set_up_planner"] = functools.partial(_refuse, known)
-
-        def restore() -> None:
-            del attributes["set_up_planner"]
-            attributes.update(before)
-
-        self._restore = restore
+        self._saved, self._refusal = {}, known
         self._save.release_tensors(known)
-        self._saved = {}
 
     def _arrived(self, what: Any) -> None:
         with self._mutex:
             self._missing.discard(what)
             if self._missing:
                 return
-        saved, self._saved = self._saved, None
+        saved, self._saved = self._saved, {}
         try:
-            self._ready.set_result(saved)
+            self._ready.set_result(whole_state(saved, self._refusal))
         except InvalidStateError:
             return  # `give_up` was here
 
@@ -193,29 +180,9 @@ class OneSaveStager(AsyncStager):
 
     def end(self) -> None:
         """The save is over. Once more is fine."""
-        restore, self._restore = self._restore, None
-        if restore is not None:
-            restore()
+        self._unwrapping.end()
         if isinstance(self._writer, HuggingFaceStorageWriter):
             self._writer._when_written = None
-        staged, self._staged, self._saved = self._staged, None, None
+        staged, self._staged, self._saved = self._staged, None, {}
         if isinstance(staged, StagedState):
             staged.end()
-
-
-def _without_statefuls(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict`, with the states of those entries that have one, as stock takes them."""
-    return {
-        # Asking a protocol takes longer than staging a small tensor.
-        key: value.state_dict()
-        if type(value) not in PLAIN_TENSORS and isinstance(value, Stateful)
-        else value
-        for key, value in state_dict.items()
-    }
-
-
-def _refuse(
-    error: BaseException, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-) -> None:
-    """In the place of a planner's set_up_planner."""
-    raise error

@@ -1,0 +1,159 @@
+"""The state dict passes stock's calls as one value; planners and what is written do not notice."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sample_states import assert_same, load_ours
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.logger import _dcp_logger
+
+import torch_ckpt
+from torch_ckpt import SavePlanner
+
+
+def save(state: dict[str, Any], path: Path, **options: Any) -> None:
+    torch_ckpt.save(state, checkpoint_id=path, **options)
+
+
+def async_save(state: dict[str, Any], path: Path, **options: Any) -> None:
+    saving = torch_ckpt.async_save(state, checkpoint_id=path, **options)
+    assert isinstance(saving, torch_ckpt.AsyncSave)
+    saving.result()
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+class Renaming(DefaultSavePlanner):
+    """As the documentation of stock's SavePlanner has it."""
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        self.given = state_dict
+        renamed = {f"foo_{key}": value for key, value in state_dict.items()}
+        super().set_up_planner(renamed, storage_meta, is_coordinator)
+
+
+class RenamingOurs(SavePlanner):
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        self.given = state_dict
+        renamed = {f"foo_{key}": value for key, value in state_dict.items()}
+        super().set_up_planner(renamed, storage_meta, is_coordinator)
+
+
+class OfOldTorch(DefaultSavePlanner):
+    """Without storage_meta."""
+
+    def set_up_planner(self, state_dict: Any, is_coordinator: bool = False) -> None:  # type: ignore[override]
+        self.given = state_dict
+        renamed = {f"foo_{key}": value for key, value in state_dict.items()}
+        super().set_up_planner(renamed, None, is_coordinator)
+
+
+@pytest.mark.filterwarnings("ignore:The function definition for SavePlanner")
+@pytest.mark.parametrize("planner", [Renaming, RenamingOurs, OfOldTorch])
+@pytest.mark.parametrize("call", [save, async_save])
+def test_a_planner_is_given_the_state_itself(
+    tmp_path: Path, call: Callable[..., None], planner: type
+) -> None:
+    state = {"a": torch.arange(3.0), "b": {"c": torch.ones(2)}}
+    made = planner()
+    for number in range(2):
+        call(state, tmp_path / str(number), planner=made)
+        assert type(made.given) is dict
+        assert made.given.keys() == state.keys()
+        wanted = {f"foo_{key}": value for key, value in state.items()}
+        assert_same(load_ours(tmp_path / str(number), wanted), wanted)
+    assert "set_up_planner" not in vars(made)
+
+
+@pytest.mark.parametrize("call", [save, async_save])
+def test_a_planner_is_as_it_was(tmp_path: Path, call: Callable[..., None]) -> None:
+    given = []
+    planner = SavePlanner()
+    own = planner.set_up_planner
+
+    def set_up_planner(
+        state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        given.append(state_dict)
+        own(state_dict, storage_meta, is_coordinator)
+
+    planner.set_up_planner = set_up_planner  # type: ignore[method-assign]
+    call({"a": torch.ones(1)}, tmp_path / "c", planner=planner)
+    assert [list(state) for state in given] == [["a"]]
+    assert planner.set_up_planner is set_up_planner
+
+
+@pytest.mark.parametrize("call", [save, async_save])
+def test_a_planner_is_as_it_was_after_a_failure(tmp_path: Path, call: Callable[..., None]) -> None:
+    planner = SavePlanner()
+    with pytest.raises(torch_ckpt.CheckpointError, match=r"x\.y"):
+        call({"x.y": torch.ones(1), "x": {"y": torch.ones(1)}}, tmp_path / "c", planner=planner)
+    assert "set_up_planner" not in vars(planner)
+    call({"a": torch.ones(1)}, tmp_path / "c", planner=planner)
+
+
+@pytest.mark.parametrize("call", [save, async_save])
+def test_of_the_type_of_the_state_itself_nothing_is_written(
+    tmp_path: Path, call: Callable[..., None]
+) -> None:
+    """As with stock, whose calls make a dict of it."""
+    call(OrderedDict(a=torch.ones(1)), tmp_path / "c")
+    assert not list((tmp_path / "c").glob("objects*"))
+
+
+@pytest.mark.parametrize("call", [save, async_save])
+def test_stocks_log_does_not_grow_with_the_state(
+    tmp_path: Path, call: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lines.append  # type: ignore[method-assign]
+    _dcp_logger.addHandler(handler)
+    try:
+        counts = []
+        for tensors in (1, 100):
+            lines.clear()
+            call({str(i): torch.ones(1) for i in range(tensors)}, tmp_path / str(tensors))
+            counts.append(len(lines))
+    finally:
+        _dcp_logger.removeHandler(handler)
+    assert counts[0] == counts[1]
+
+
+class Stateful:
+    def __init__(self) -> None:
+        self.value = torch.arange(4.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+@pytest.mark.parametrize("call", [save, async_save])
+def test_statefuls_are_asked_for_their_state(tmp_path: Path, call: Callable[..., None]) -> None:
+    call({"model": Stateful(), "a": torch.ones(1)}, tmp_path / "c")
+    other = Stateful()
+    other.value = torch.zeros(4)
+    torch_ckpt.load({"model": other}, checkpoint_id=tmp_path / "c")
+    assert torch.equal(other.value, torch.arange(4.0))
