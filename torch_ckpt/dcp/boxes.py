@@ -50,10 +50,10 @@ def local_boxes(tensor: DTensor, fqn: str) -> tuple[LocalBox, ...]:
 
 def local_part(tensor: DTensor, box: LocalBox) -> torch.Tensor:
     """The part of the local tensor that holds `box`: a view, without autograd history."""
+    local: torch.Tensor = tensor._local_tensor
+    if local.shape == box.sizes:
+        return local
     with torch.no_grad():
-        local = tensor.to_local()
-        if local.shape == box.sizes:
-            return local
         if 0 in box.sizes:
             return local.new_empty(box.sizes)
         for dim, (start, size) in enumerate(zip(box.local_offset, box.sizes, strict=True)):

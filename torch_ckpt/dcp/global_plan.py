@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from torch_ckpt.dcp.items import ZEROS
+from torch_ckpt.dcp.items import ZEROS, WriteItems
 from torch_ckpt.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
@@ -70,9 +70,9 @@ def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
     return [
         dataclasses.replace(
             plan,
-            items=[
+            items=WriteItems(
                 item for item in plan.items if chosen[item.index.fqn, item.index.offset] == rank
-            ],
+            ),
         )
         for rank, plan in enumerate(plans)
     ]
@@ -115,7 +115,7 @@ def assemble(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     whole: dict[int, TensorStorageMetadata] = {}
     new_plans = []
     for plan in plans:
-        items: list[WriteItem] = []
+        items = WriteItems()
         changed = False
         for item in plan.items:
             index = item.index
@@ -154,8 +154,19 @@ def assemble(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
             items.append(item)
         new_plans.append(dataclasses.replace(plan, items=items) if changed else plan)
     if to_prove:
-        _prove(new_plans, to_prove)
+        _prove(new_plans, _share(entries, to_prove))
     return new_plans, Metadata(entries)
+
+
+def _share(
+    entries: dict[str, Any], tensors: dict[str, TensorStorageMetadata]
+) -> dict[str, TensorStorageMetadata]:
+    """Let those of `tensors` that consist of the same boxes have one entry; returns one of each."""
+    first: dict[tuple[Any, ...], str] = {}
+    for fqn, entry in tensors.items():
+        alike = (entry.size, id(entry.properties), *map(id, entry.chunks))
+        entries[fqn] = tensors[first.setdefault(alike, fqn)]
+    return {fqn: tensors[fqn] for fqn in first.values()}
 
 
 def _twice(plans: list[SavePlan], fqn: str) -> InvalidArgumentError:

@@ -30,12 +30,50 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.boxes import local_boxes, local_part
+from torch_ckpt.dcp.planning import paused_gc
 from torch_ckpt.errors import InvalidArgumentError
 
 # An offset of zeros per number of dimensions: shared, since torch.Size is immutable.
 ZEROS = tuple(torch.Size((0,) * ndim) for ndim in range(65))
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _NO_SIZE = torch.Size((0,))
+
+
+class WriteItems(list[WriteItem]):
+    """Items of a plan, which pickle as their names and what else many of them have in common: a
+    tenth of the time, and most of it in Python, so that other threads run meanwhile."""
+
+    def __reduce__(self) -> Any:
+        kinds: dict[Any, int] = {}
+        firsts: list[WriteItem] = []
+        numbers = []
+        for item in self:
+            index, data = item.index, item.tensor_data
+            kind: Any = id(item)  # of a subclass, which may hold more
+            if type(item) is WriteItem and type(index) is MetadataIndex:
+                # The type is one of an Enum, whose hash takes longer than all of this.
+                kind = (index.offset, index.index, id(item.type), id(item.bytes_io_data), id(data))
+            number = kinds.setdefault(kind, len(firsts))
+            if number == len(firsts):
+                firsts.append(item)
+            numbers.append(number)
+        return _unpickled, ([item.index.fqn for item in self], numbers, firsts)
+
+
+def _unpickled(fqns: list[str], numbers: list[int], firsts: list[WriteItem]) -> WriteItems:
+    items = WriteItems()
+    new, put = object.__new__, object.__setattr__
+    with paused_gc():
+        for fqn, number in zip(fqns, numbers, strict=True):
+            first = firsts[number]
+            index = new(type(first.index))
+            index.__dict__.update(first.index.__dict__)
+            put(index, "fqn", fqn)
+            item = new(type(first))
+            item.__dict__.update(first.__dict__)
+            put(item, "index", index)
+            items.append(item)
+    return items
 
 
 def dtensor_part(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
@@ -48,19 +86,20 @@ def dtensor_part(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
     raise ValueError(f"{index.fqn}: this rank has no box at offset {index.offset}")
 
 
-def write_items(state_dict: Mapping[str, Any]) -> list[WriteItem]:
+def write_items(state_dict: Mapping[str, Any]) -> WriteItems:
     """The items by which this rank offers to write the leaves of a flat state dict.
 
-    Tensors in one piece that are alike share one TensorWriteData: making it costs more than the
-    rest of an item, and a pickled plan holds it once.
+    Boxes that are alike share one TensorWriteData: making it costs more than the rest of an item,
+    and a pickled plan holds it once.
     """
-    items: list[WriteItem] = []
+    items = WriteItems()
     whole: dict[tuple[Any, ...], TensorWriteData] = {}
+    boxes: dict[tuple[Any, ...], TensorWriteData] = {}
     # What the constructors of these frozen classes do, without calling them: that takes half.
     new, put, tensor_type = object.__new__, object.__setattr__, WriteItemType.TENSOR
     for fqn, value in state_dict.items():
         if type(value) not in PLAIN_TENSORS:
-            items += _special_items(fqn, value)
+            items += _special_items(fqn, value, boxes)
             continue
         size = value.size()
         alike = (size, value.dtype, value.layout, value.requires_grad)
@@ -84,26 +123,26 @@ def write_items(state_dict: Mapping[str, Any]) -> list[WriteItem]:
     return items
 
 
-def _special_items(fqn: str, value: Any) -> list[WriteItem]:
-    """The items of a leaf that is no plain tensor."""
+def _special_items(
+    fqn: str, value: Any, known: dict[tuple[Any, ...], TensorWriteData]
+) -> list[WriteItem]:
+    """The items of a leaf that is no plain tensor. `known` has what boxes share."""
     if isinstance(value, DTensor):
         local = value._local_tensor
         if hasattr(local, "__create_write_items__"):  # a local tensor that knows its own boxes
             return list(_create_write_items(fqn, value))
         size = value.size()
-        return [
-            WriteItem(
-                MetadataIndex(fqn, box.offsets, position),
-                WriteItemType.SHARD,
-                None,
-                TensorWriteData(
-                    ChunkStorageMetadata(box.offsets, box.sizes),
-                    TensorProperties(local.dtype, local.layout, value.requires_grad),
-                    size,
-                ),
-            )
-            for position, box in enumerate(local_boxes(value, fqn))
-        ]
+        properties = (local.dtype, local.layout, value.requires_grad)
+        items = []
+        for position, (offsets, sizes, _) in enumerate(local_boxes(value, fqn)):
+            alike = (offsets, sizes, size, properties)
+            data = known.get(alike)
+            if data is None:
+                chunk = ChunkStorageMetadata(offsets, sizes)
+                data = known[alike] = TensorWriteData(chunk, TensorProperties(*properties), size)
+            index = MetadataIndex(fqn, offsets, position)
+            items.append(WriteItem(index, WriteItemType.SHARD, None, data))
+        return items
     if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
         return list(_create_write_items(fqn, value))
     return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]

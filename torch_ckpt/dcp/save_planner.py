@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt.dcp import plan_cache
 from torch_ckpt.dcp.flatten import Flat, Structure, describe_structure, merge_structures
 from torch_ckpt.dcp.global_plan import assemble, dedup_plans, warn_of_differences
-from torch_ckpt.dcp.items import PLAIN_TENSORS, dtensor_part, write_items
+from torch_ckpt.dcp.items import PLAIN_TENSORS, WriteItems, dtensor_part, write_items
 from torch_ckpt.dcp.per_rank import rank_part
 from torch_ckpt.dcp.planning import paused_gc, world_of
 from torch_ckpt.dcp.reserved import DIGESTS_KEY, STRUCTURE_FQN
@@ -33,8 +33,8 @@ class SavePlanner(DefaultSavePlanner):
         the containers (keys that are not str, empty ones, OrderedDict, ...).
     rank, world_size: what PerRank values are saved under; the default group's if not given.
 
-    Tensors of one size, dtype and requires_grad share one TensorWriteData in the plan and, where
-    they are in one piece, one TensorStorageMetadata: replace them, do not change them.
+    In a plan boxes that are alike share one TensorWriteData, and in the metadata tensors of the
+    same boxes one TensorStorageMetadata: replace them, do not change them.
 
     Pickles. Raises InvalidArgumentError where two leaves get one name.
     """
@@ -146,7 +146,8 @@ class SavePlanner(DefaultSavePlanner):
                 # Not in state_dict_metadata: stock planners must not take it for a leaf.
                 merged[STRUCTURE_FQN] = structure
                 item = WriteItem(MetadataIndex(STRUCTURE_FQN), WriteItemType.BYTE_IO)
-                plans = [dataclasses.replace(plans[0], items=[*plans[0].items, item]), *plans[1:]]
+                items = WriteItems([*plans[0].items, item])
+                plans = [dataclasses.replace(plans[0], items=items), *plans[1:]]
             metadata.planner_data = merged
         return plans, metadata
 
