@@ -33,6 +33,7 @@
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -315,6 +316,24 @@ size_t UsedMemory(const std::string& status_path) {
   return kibibytes << 10;
 }
 
+// Whether a process was forked and runs no program of its own: until it does it
+// shares its parent's memory, all of which would count twice. No contender
+// keeps such a process.
+bool IsFork(const std::string& pid) {
+  constexpr unsigned long kForkedNoExec = 0x40;  // PF_FORKNOEXEC of sched.h
+  std::ifstream file("/proc/" + pid + "/stat");
+  std::string text;
+  std::getline(file, text);
+  const size_t name_end = text.rfind(')');  // a name may have blanks
+  if (name_end == std::string::npos) return false;
+  std::istringstream fields(text.substr(name_end + 1));
+  std::string skipped;
+  for (int i = 0; i < 6; ++i) fields >> skipped;
+  unsigned long flags = 0;
+  fields >> flags;
+  return (flags & kForkedNoExec) != 0;
+}
+
 // Adds the processes that `pid` has started, and those that these have, without
 // this one. What ends meanwhile is left out.
 void AddDescendants(const std::string& pid, std::vector<std::string>& found) {
@@ -327,7 +346,7 @@ void AddDescendants(const std::string& pid, std::vector<std::string>& found) {
        task.increment(ended)) {
     std::ifstream children(task->path() / "children");
     for (std::string child; children >> child;) {
-      if (child == self) continue;
+      if (child == self || IsFork(child)) continue;
       found.push_back(child);
       AddDescendants(child, found);
     }

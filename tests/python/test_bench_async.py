@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,30 @@ def test_children_count(program: LimitsProgram) -> None:
         assert processes.cpu_seconds(without=child.pid) - before < running
         child.communicate()
         assert processes.cpu_seconds(without=watcher.pid) - before >= running  # ended, not lost
+
+
+FORK = """
+import os, signal, sys
+held = bytearray(64 << 20); held[::4096] = b"x" * (len(held) // 4096)
+child = os.fork()
+if child == 0: signal.pause()
+print("done", flush=True); sys.stdin.read()
+os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_memory_that_a_fork_shares_counts_once(program: LimitsProgram) -> None:
+    """As that of a process which is about to start a program does."""
+    with MemoryWatcher(program, tree=True) as watcher:
+        memory = watcher.begin()
+        child = subprocess.Popen(
+            [sys.executable, "-c", FORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert child.stdout is not None and child.stdin is not None
+        assert child.stdout.readline() == b"done\n"
+        time.sleep(0.05)  # the watcher looks every 5 ms
+        assert 60 << 20 < watcher.end() - memory < 120 << 20
+        child.communicate()
 
 
 def figure_row(context: Context, monkeypatch: Any) -> list[dict[str, Any]]:

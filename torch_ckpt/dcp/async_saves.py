@@ -253,13 +253,14 @@ def _begin(
     )
     if "busy" in verdict:
         raise ConflictError(verdict["busy"], rank=save.stats.rank)
+    if on_busy != "overlap":
+        # Rank 0 may be ahead. `Turn.wait` looks what came of it, where other ranks hear of that.
+        wait(known, timeout)
     heard, error = _hear()
     if "failed" in verdict:
         raise CheckpointError(verdict["failed"], rank=save.stats.rank) from error
     with _mutex:
         _saves.append(save)
-    if on_busy != "overlap":
-        wait(known, timeout)  # `Turn.wait` looks what came of it, where other ranks hear of that
     # Heard of in a warning: on_failure="warn", or rank 0 has heard of it before.
     return Turn(save, known, heard, overlaps=on_busy == "overlap", timeout=timeout)
 
