@@ -38,33 +38,32 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Renaming(DefaultSavePlanner):
+class Renames:
     """As the documentation of stock's SavePlanner has it."""
 
+    given: Any
+
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         self.given = state_dict
         renamed = {f"foo_{key}": value for key, value in state_dict.items()}
-        super().set_up_planner(renamed, storage_meta, is_coordinator)
+        super().set_up_planner(renamed, storage_meta, is_coordinator)  # type: ignore[misc]
 
 
-class RenamingOurs(SavePlanner):
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        self.given = state_dict
-        renamed = {f"foo_{key}": value for key, value in state_dict.items()}
-        super().set_up_planner(renamed, storage_meta, is_coordinator)
+class Renaming(Renames, DefaultSavePlanner):
+    pass
 
 
-class OfOldTorch(DefaultSavePlanner):
+class RenamingOurs(Renames, SavePlanner):
+    pass
+
+
+class OfOldTorch(Renaming):
     """Without storage_meta."""
 
     def set_up_planner(self, state_dict: Any, is_coordinator: bool = False) -> None:  # type: ignore[override]
-        self.given = state_dict
-        renamed = {f"foo_{key}": value for key, value in state_dict.items()}
-        super().set_up_planner(renamed, None, is_coordinator)
+        super().set_up_planner(state_dict, None, is_coordinator)
 
 
 @pytest.mark.filterwarnings("ignore:The function definition for SavePlanner")
