@@ -6,9 +6,11 @@ import gc
 import random
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from async_writers import GatedWriter, memory
 from torch.distributed.checkpoint.planner import SavePlanner
 
@@ -49,3 +51,13 @@ def gate() -> Iterator[threading.Event]:
     GatedWriter.writing = []
     yield GatedWriter.gate
     GatedWriter.gate.set()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()

@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import itertools
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.staging import StagingOptions
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from wrapped_tensor import Wrapped
 
 import torch_ckpt
@@ -199,3 +201,19 @@ def test_views_of_other_element_sizes() -> None:
         buffer.zero_()
         for name, part in wanted.items():
             assert torch.equal(staged[name].view(torch.uint8), part.view(torch.uint8)), names
+
+
+def test_dtensors_can_be_pickled_wherever_they_lie(group: None) -> None:
+    """torch reads the memory that a DTensor does not have if its local tensor has an offset."""
+    mesh = init_device_mesh("cpu", (1,))
+    state = {
+        f"w{n}": distribute_tensor(torch.full((3, 5), float(n)), mesh, [Shard(n % 2)])
+        for n in range(4)
+    }
+    staged = stage(state)
+    offsets = {value.to_local().storage_offset() for value in staged.values()}
+    assert len(offsets) == 4, "they are to lie one after another"
+    for copied in (pickle.loads(pickle.dumps(staged)), copy.deepcopy(staged), staged):
+        for name, value in state.items():
+            assert copied[name].placements == value.placements
+            assert torch.equal(copied[name].full_tensor(), value.full_tensor())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from sample_states import assert_same, load_ours
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.logger import _dcp_logger
@@ -29,13 +28,7 @@ def async_save(state: dict[str, Any], path: Path, **options: Any) -> None:
     saving.result()
 
 
-@pytest.fixture(autouse=True)
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 class Renames:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,20 @@ class StagedState(dict[str, Any]):
         with torch.no_grad():
             for tensor in tensors:
                 tensor.set_()  # type: ignore[call-overload]
+
+
+@functools.cache
+def _at_the_beginning(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype)
+
+
+def _dtensor(local: torch.Tensor, spec: Any) -> DTensor:
+    """A DTensor that can be pickled. torch gives one the storage offset of its local tensor, and
+    takes one with an offset for a tensor with memory of its own, which it then reads: torch 2.13
+    crashes."""
+    tensor = DTensor(_at_the_beginning(local.dtype), spec, requires_grad=False)
+    tensor._local_tensor = local
+    return tensor
 
 
 class StateCopy:
@@ -143,7 +158,7 @@ class StateCopy:
             self._copy(local, 0, value._local_tensor, name)
 
             def finish_dtensor() -> None:
-                into[key] = DTensor(local[0], spec, requires_grad=False)
+                into[key] = _dtensor(local[0], spec)
 
             into[key] = None
             self._finish.append(finish_dtensor)
