@@ -37,6 +37,7 @@ add_executable(
   tests/cpp/runtime_jobs_test.cc
   tests/cpp/runtime_stream_copy_test.cc
   tests/cpp/runtime_workers_test.cc
+  tests/cpp/format_cast_test.cc
   tests/cpp/format_catalog_test.cc
   tests/cpp/format_dtype_test.cc
   tests/cpp/format_short_header_test.cc
@@ -48,6 +49,7 @@ add_executable(
   tests/cpp/format_sharding_info_test.cc
   tests/cpp/plan_clip_test.cc
   tests/cpp/plan_cover_test.cc
+  tests/cpp/plan_divide_test.cc
   tests/cpp/plan_layout_test.cc
   tests/cpp/plan_mesh_test.cc
   tests/cpp/plan_ranges_test.cc
@@ -58,8 +60,10 @@ add_executable(
   tests/cpp/engine_crash_states.cc
   tests/cpp/engine_crash_test.cc
   tests/cpp/engine_cuda_test.cc
+  tests/cpp/engine_final_files_test.cc
   tests/cpp/engine_header_io_test.cc
   tests/cpp/engine_merge_job_test.cc
+  tests/cpp/engine_merge_log_test.cc
   tests/cpp/engine_output_files_test.cc
   tests/cpp/engine_parts_test.cc
   tests/cpp/engine_random_test.cc

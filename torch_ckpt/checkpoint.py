@@ -48,7 +48,8 @@ class Placement:
 class TensorInfo:
     """A stored tensor: safetensors dtype name, global shape in elements, bytes of the whole.
 
-    `path` is where it stands in the nested state dict; (name,) where that is not known.
+    `path` is where it stands in the nested state dict; (name,) where that is not known. `alias_of`
+    is the tensor that has the same bytes in the same place, stored once (tied tensors).
     """
 
     name: str
@@ -57,6 +58,7 @@ class TensorInfo:
     bytes: int
     path: tuple[str | int, ...]
     placements: tuple[Placement, ...]
+    alias_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +252,10 @@ def _entries(answer: dict[str, Any]) -> tuple[tuple[TensorInfo, ...], tuple[Obje
             )
             for part in parts
         )
-        tensors.append(TensorInfo(name, dtype, tuple(shape), size, _path(name, path), placements))
+        alias_of = answer["aliases"].get(name)
+        tensors.append(
+            TensorInfo(name, dtype, tuple(shape), size, _path(name, path), placements, alias_of)
+        )
     return tuple(tensors), tuple(objects)
 
 

@@ -1,19 +1,28 @@
-"""Consolidation by all ranks together; the collectives of a merge are here and nowhere else."""
+"""Consolidation by all ranks together."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
 
 from torch_ckpt import _core
-from torch_ckpt.errors import with_rank
+from torch_ckpt.dtype_policy import DtypePolicy
+from torch_ckpt.extras import extra_files
 from torch_ckpt.hulls import warn_of_hulls
-from torch_ckpt.jobs import Job, end_session
-from torch_ckpt.merge import consolidate_safetensors_files, merge, merge_request
-from torch_ckpt.progress import Progress, run_job
+from torch_ckpt.jobs import Job, end_session, in_thread
+from torch_ckpt.merge import (
+    OUTPUT_FIELDS,
+    FileNames,
+    consolidate_safetensors_files,
+    merge,
+    merge_request,
+)
+from torch_ckpt.progress import Progress
+from torch_ckpt.team import Team
 
 __all__ = [
     "consolidate_safetensors_files",
@@ -25,99 +34,122 @@ __all__ = [
 def consolidate_safetensors_files_on_every_rank(
     input_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
-    fqn_to_index_mapping: dict[str, int] | None,
+    fqn_to_index_mapping: Mapping[str, int] | str | os.PathLike[str] | None,
     num_threads: int = 1,
     process_group: dist.ProcessGroup | None = None,
     *,
     strict: bool = True,
     verify: bool = True,
-) -> None:
+    max_shard_size: int | str | None = None,
+    naming: FileNames = "dcp",
+    dtype: Any = None,
+    keep_fp32: Sequence[str] = (),
+    memory_budget: int | str = "512MiB",
+    extras: Any = None,
+    background: bool = False,
+    timeout: float = 600.0,
+) -> Future[None] | None:
     """`consolidate_safetensors_files` by all ranks of `process_group` together: a collective call.
 
     Work is divided by bytes, so one output file is written by all ranks. Every rank must see both
-    directories. The mapping, `strict` and `verify` are those of the group's rank 0. An error on one
+    directories. What decides over the output is as the group's rank 0 says. An error on one
     rank is raised on all, and leaves no output.
+
+    The ranks talk through a Gloo group of their own, made once for each process group, so that
+    a long merge meets no timeout of training, nor any collective. A rank that is gone is noticed
+    when its connection closes, or after `timeout` seconds. background: returns a future at once,
+    and the work goes on beside training, in a thread; it is done before the interpreter ends.
     """
 
     def request() -> dict[str, Any]:
         return merge_request(
-            input_dir, output_dir, fqn_to_index_mapping, num_threads, strict=strict, verify=verify
+            input_dir,
+            output_dir,
+            fqn_to_index_mapping,
+            num_threads,
+            strict=strict,
+            verify=verify,
+            max_shard_size=max_shard_size,
+            naming=naming,
+            policy=DtypePolicy(dtype, keep_fp32),
+            memory_budget=memory_budget,
         )
 
-    if dist.is_initialized():
-        merge_on_every_rank(request, process_group)
+    if not dist.is_initialized():
+        return _run(lambda: merge(request(), extras=extras), background)
+    if background:
+        team = Team(process_group, timeout)
     else:
-        merge(request())
+        team = Team.of(process_group, timeout)
+    return _run(lambda: merge_on_every_rank(request, team, extras=extras), background)
+
+
+def _run(work: Callable[[], Any], background: bool) -> Future[None] | None:
+    def run() -> None:
+        work()
+
+    if background:
+        return in_thread(run, "torch_ckpt-consolidate")
+    run()
+    return None
 
 
 def merge_on_every_rank(
     make_request: Callable[[], dict[str, Any]],
-    process_group: dist.ProcessGroup | None = None,
+    team: Team,
     progress: Progress | None = None,
+    extras: Any = None,
 ) -> dict[str, Any]:
-    """What `merge` does, by all ranks, with its result on each. `progress` counts this rank's part.
+    """What `merge` does, by all ranks of `team`, with its result on each. `progress` and `extras`
+    are those of rank 0; the first counts all ranks' bytes.
 
-    The coordinator begins, every rank writes a range of the pieces, the coordinator commits.
+    The coordinator begins, every rank writes a part of the bytes, the coordinator commits.
     `make_request` gives this rank's `merge_request`; what decides over the output is rank 0's, so
     that all have one plan.
     """
-    rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     request: dict[str, Any] = {}
 
     def own() -> dict[str, Any] | None:
         request.update(make_request())
-        return request if rank == 0 else None
+        return request if team.rank == 0 else None
 
-    first_request = _everywhere(process_group, rank, own)[0]
-    request.update({key: first_request[key] for key in ("mapping", "strict", "verify")})
+    first_request = team.together(own)[0]
+    request.update({key: first_request[key] for key in OUTPUT_FIELDS})
     sessions: list[int] = []
+    commit: dict[str, Any] = {}
 
     def begin() -> Any:
-        if rank != 0:
+        if team.rank != 0:
             return None
         answer = _core.call({"op": "merge_begin", **request})
         sessions.append(answer["session"])
         return answer
 
+    def finish() -> Any:
+        if team.rank != 0:
+            return None
+        with extra_files(extras) as files:
+            return _core.call({"op": "merge_commit", "extras": files, **commit})
+
     try:
-        begun = _everywhere(process_group, rank, begin)[0]
-        first, last = (begun["pieces"] * part // world for part in (rank, rank + 1))
-        part = {**request, "first": first, "last": last}
-        part.update({key: begun[key] for key in ("staging", "ids", "input_save_id")})
-        parts = _everywhere(process_group, rank, lambda: _write_part(part, progress))
-        commit = {**request, "parts": [answer["crc32c"] for answer in parts]}
+        begun = team.together(begin)[0]
+        part = {**request, "part": team.rank, "parts": team.size}
+        part.update({key: begun[key] for key in ("staging", "ids", "input_save_id", "written")})
+        with Job("merge") as job:
+            part["job"] = job.id
+            parts = team.together(
+                lambda: _core.call({"op": "merge_part", **part}),
+                job=job,
+                progress=progress if team.rank == 0 else None,
+            )
+        commit |= {**request, "parts": [begun["written"], *(answer["written"] for answer in parts)]}
         commit.update({key: begun[key] for key in ("ids", "input_save_id", "in_place", "session")})
-        answers = _everywhere(
-            process_group,
-            rank,
-            lambda: _core.call({"op": "merge_commit", **commit}) if rank == 0 else None,
-        )
+        answers = team.together(finish)
     except BaseException:
         for session in sessions:
             end_session("save", session)
         raise
     result: dict[str, Any] = answers[0]
-    if rank == 0:
+    if team.rank == 0:
         warn_of_hulls(request["input"], result["hulls"])
     return result
-
-
-def _write_part(part: dict[str, Any], progress: Progress | None) -> Any:
-    with Job("merge") as job:
-        return run_job(
-            job, lambda: _core.call({"op": "merge_part", "job": job.id, **part}), progress
-        )
-
-
-def _everywhere(group: dist.ProcessGroup | None, rank: int, step: Any) -> list[Any]:
-    """Run `step` here, gather what all ranks got; the first error is raised on every rank."""
-    try:
-        outcome: Any = (step(), None)
-    except Exception as error:  # any kind: the other ranks would wait for ever
-        outcome = (None, with_rank(error, rank))
-    outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, outcome, group=group)
-    for _, failure in outcomes:
-        if failure is not None:
-            raise failure
-    return [value for value, _ in outcomes]

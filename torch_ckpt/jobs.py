@@ -10,11 +10,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch_ckpt import _core
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, error_from
+
+T = TypeVar("T")
 
 # Threads of a native call at the least, whatever the caller asks for: a worker that waits for the
 # disk costs no CPU, and with fewer than this the disk waits for copies. On 2 cores four wrote at
@@ -22,7 +25,7 @@ from torch_ckpt.errors import CheckpointError, InvalidArgumentError, error_from
 MIN_WORKERS = 4
 
 
-def _apart(
+def apart(
     work: Callable[[], Any], interrupted: Callable[[], None], undo: Callable[[Any], None]
 ) -> Any:
     """What `work`, a blocking native call, returns; where this is the main thread it is called on
@@ -71,6 +74,21 @@ def _apart(
 
 
 _LOOK_S = 5.0
+
+
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Call `work` in a thread of its own, which the interpreter waits for at its end. Not an
+    executor's: those take nothing any more when the interpreter begins to end."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name).start()
+    return done
 
 
 class Job:
@@ -125,7 +143,7 @@ class Job:
 
         On the main thread it runs on another one, so that Ctrl-C cancels it instead of waiting.
         """
-        return _apart(work, self.cancel, lambda _: None)
+        return apart(work, self.cancel, lambda _: None)
 
 
 class _Session:
@@ -148,7 +166,7 @@ class _Session:
             earlier = earlier_ref() if earlier_ref is not None else None
             if earlier is not None and earlier._is_over():
                 earlier.end()
-            answer = _apart(
+            answer = apart(
                 lambda: _core.call({"op": f"begin_{self._kind}", "path": path, **options}),
                 lambda: None,
                 lambda begun: end_session(self._kind, begun["session"]),
@@ -198,6 +216,15 @@ class SaveSession(_Session):
     def __init__(self, path: str, *, overwrite: bool) -> None:
         """Begin a save into directory `path`. Raises ConflictError when another one is going on."""
         super().__init__(path, {"overwrite": overwrite})
+
+    def stage_extras(self, paths: list[str]) -> list[dict[str, Any]]:
+        """Copy files into staging; returns what the commit needs to know of them."""
+        answer = _core.call({"op": "stage_extras", "session": self.id, "extras": paths})
+        return answer["files"]  # type: ignore[no-any-return]
+
+    def stage_final(self, request: dict[str, Any]) -> None:
+        """Lay out final files, and write their headers into staging (csrc/engine/final_files.h)."""
+        _core.call({"op": "stage_final", "session": self.id, **request})
 
 
 class PartSession(_Session):

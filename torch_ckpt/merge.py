@@ -3,71 +3,139 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from torch_ckpt import _core
+from torch_ckpt.checkpoint import Checkpoint
+from torch_ckpt.dtype_policy import DtypePolicy
+from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.extras import extra_files
 from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import MIN_WORKERS, Job
-from torch_ckpt.mapping import checked_mapping
+from torch_ckpt.mapping import NAMINGS, Naming, checked_mapping
+from torch_ckpt.options import check_choice, parse_bytes
 from torch_ckpt.progress import Progress, run_job
+
+WORKER_BYTES = 16 << 20  # that a worker leases at most: see OfExtents in engine/merge_plan.cc
+FileNames = Literal["dcp", "hf", "diffusers", "peft"]
 
 
 def consolidate_safetensors_files(
     input_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
-    fqn_to_index_mapping: dict[str, int] | None,
+    fqn_to_index_mapping: Mapping[str, int] | str | os.PathLike[str] | None,
     num_threads: int = 1,
     *,
     strict: bool = True,
     verify: bool = True,
+    max_shard_size: int | str | None = None,
+    naming: FileNames = "dcp",
+    dtype: Any = None,
+    keep_fp32: Sequence[str] = (),
+    memory_budget: int | str = "512MiB",
+    extras: Any = None,
     progress: Progress | None = None,
 ) -> None:
     """Merge the checkpoint in `input_dir` into whole tensors in `output_dir`, on this process.
 
-    Writes model-XXXXX-of-XXXXX.safetensors by the mapping (fqn to index from 1; None: one file) and
-    model.safetensors.index.json. The directory is created, and may be `input_dir` itself: the
-    shards then stay. All or nothing: on an error no output is left.
+    Writes model-XXXXX-of-XXXXX.safetensors and model.safetensors.index.json. The directory is
+    created, and may be `input_dir` itself: the shards then stay. All or nothing: on an error no
+    output is left. Called again after a kill, it goes on where it was.
 
-    num_threads: threads, at least four. strict: a tensor that is not in the mapping, or a name of
-    the mapping that is not in the checkpoint, is an error (else left out). verify: compare all
-    bytes that are read with their digests, where there are any. progress: called with bytes
-    written and bytes in all, about ten times a second.
+    fqn_to_index_mapping: fqn to index of its file, from 1; an index file, or a directory with one,
+        that divides the tensors so; None: one file, or files by `max_shard_size`.
+    num_threads: threads, at least four, unless `memory_budget` holds fewer.
+    strict: a tensor that is not in the mapping, or a name of the mapping that is not in the
+        checkpoint, is an error (else left out).
+    verify: compare all bytes that are read with their digests, where there are any.
+    max_shard_size, naming, dtype, keep_fp32, extras: as HuggingFaceStorageWriter's, of the files
+        that are written.
+    memory_budget: bytes, or text as "512MiB", that the threads' buffers take at most.
+    progress: called with bytes written and bytes in all, about ten times a second.
 
     Raises IncompleteError for a hole, ConflictError for overlapping shards, CorruptError for
     damage, OSError; they name file and tensor. Logs a warning for shapes that no file says (stock's
-    shards). Memory: about 10 MiB a thread.
+    shards).
     """
     request = merge_request(
-        input_dir, output_dir, fqn_to_index_mapping, num_threads, strict=strict, verify=verify
+        input_dir,
+        output_dir,
+        fqn_to_index_mapping,
+        num_threads,
+        strict=strict,
+        verify=verify,
+        max_shard_size=max_shard_size,
+        naming=naming,
+        policy=DtypePolicy(dtype, keep_fp32),
+        memory_budget=memory_budget,
     )
-    merge(request, progress)
+    merge(request, progress, extras)
 
 
 def merge_request(
     input_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
-    mapping: dict[str, int] | None,
+    mapping: Mapping[str, int] | str | os.PathLike[str] | None,
     num_threads: int,
     *,
     strict: bool,
     verify: bool,
+    max_shard_size: int | str | None,
+    naming: FileNames,
+    policy: DtypePolicy,
+    memory_budget: int | str,
 ) -> dict[str, Any]:
     """The fields that all requests of one merge have in common (csrc/capi/merge_requests.cc)."""
+    check_choice("naming", naming, NAMINGS)
+    workers = min(
+        max(MIN_WORKERS, num_threads), parse_bytes(memory_budget, "memory_budget") // WORKER_BYTES
+    )
+    if workers < 1:
+        raise InvalidArgumentError(
+            f"memory_budget={memory_budget!r} is less than the {WORKER_BYTES} bytes that a thread "
+            "needs"
+        )
+    if max_shard_size is not None and mapping is not None:
+        raise InvalidArgumentError("a mapping and max_shard_size exclude each other")
     return {
         "input": os.path.abspath(input_dir),
         "output": os.path.abspath(output_dir),
         "mapping": checked_mapping(mapping),
-        "workers": max(MIN_WORKERS, num_threads),
+        "max_bytes": parse_bytes(max_shard_size, "max_shard_size") if max_shard_size else 0,
+        **NAMINGS[naming]._asdict(),
+        "dtypes": _changed_dtypes(input_dir, policy),
+        "workers": workers,
         "strict": strict,
         "verify": verify,
     }
 
 
-def merge(request: dict[str, Any], progress: Progress | None = None) -> dict[str, Any]:
+# What decides over the output, and must be the same on all ranks.
+OUTPUT_FIELDS = ("mapping", "max_bytes", *Naming._fields, "dtypes", "strict", "verify")
+
+
+def _changed_dtypes(
+    input_dir: str | os.PathLike[str], policy: DtypePolicy
+) -> dict[str, str] | None:
+    """The dtypes, by fqn, that `policy` changes."""
+    if not policy:
+        return None
+    tensors = Checkpoint(input_dir).describe().tensors
+    stored = {tensor.name: policy.stored(tensor.name, tensor.dtype) for tensor in tensors}
+    return {
+        tensor.name: stored[tensor.name]
+        for tensor in tensors
+        if stored[tensor.name] != tensor.dtype
+    }
+
+
+def merge(
+    request: dict[str, Any], progress: Progress | None = None, extras: Any = None
+) -> dict[str, Any]:
     """The whole merge. Returns {"save_id", "files", "bytes", "hulls"} of what was written."""
-    with Job("merge") as job:
-        answer: dict[str, Any] = run_job(
-            job, lambda: _core.call({"op": "merge", "job": job.id, **request}), progress
-        )
+    with extra_files(extras) as files, Job("merge") as job:
+        whole = {"op": "merge", "job": job.id, "extras": files, **request}
+        answer: dict[str, Any] = run_job(job, lambda: _core.call(whole), progress)
     warn_of_hulls(request["input"], answer["hulls"])
     return answer

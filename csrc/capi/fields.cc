@@ -117,6 +117,40 @@ OutputOptions OutputOptionsOf(const Json& request) {
   return options;
 }
 
+Result<FileNaming> FileNamingOf(const Json& request) {
+  FileNaming naming;
+  TC_ASSIGN_OR_RETURN(naming.stem, GetString(request, "stem"));
+  naming.number_single = GetBool(request, "number_single", true);
+  return naming;
+}
+
+Result<Dtype> DtypeOf(const Json& dtype, const std::string& name) {
+  if (dtype.is_string()) {
+    const auto& text = dtype.get_ref<const std::string&>();
+    if (const auto known = DtypeFromName(text)) return *known;
+    return Unsupported("safetensors cannot hold the dtype " + text)
+        .WithTensor(name);
+  }
+  return InvalidArgument("a dtype is text").WithTensor(name);
+}
+
+Result<FileRule> FileRuleOf(const Json& request) {
+  FileRule rule;
+  TC_ASSIGN_OR_RETURN(const int64_t max_bytes, GetInt(request, "max_bytes", 0));
+  if (max_bytes < 0) return InvalidArgument("'max_bytes' is negative");
+  rule.max_bytes = static_cast<uint64_t>(max_bytes);
+  const auto mapping = request.find("mapping");
+  if (mapping == request.end() || !mapping->is_object()) return rule;
+  rule.mapping.emplace();
+  for (const auto& [name, index] : mapping->items()) {
+    if (!index.is_number_integer()) {
+      return InvalidArgument("the mapping holds file indices").WithTensor(name);
+    }
+    rule.mapping->emplace_back(name, index.get<int64_t>());
+  }
+  return rule;
+}
+
 std::string CrcHex(const std::vector<uint32_t>& crc32c) {
   static constexpr char kDigits[] = "0123456789abcdef";
   std::string text;
@@ -145,6 +179,28 @@ Result<std::vector<uint32_t>> ParseCrcHex(const std::string& text) {
     crc32c[i / 8] = crc32c[i / 8] << 4 | digit;
   }
   return crc32c;
+}
+
+Json WrittenJson(const std::vector<WrittenRange>& ranges) {
+  Json out = Json::array();
+  for (const WrittenRange& range : ranges) {
+    out.push_back({range.bytes.begin, range.bytes.end, CrcHex(range.crc32c)});
+  }
+  return out;
+}
+
+Result<std::vector<WrittenRange>> ParseWritten(const Json& ranges) {
+  std::vector<WrittenRange> written;
+  for (const Json& item : ranges) {
+    if (!item.is_array() || item.size() != 3 || !item[0].is_number_unsigned() ||
+        !item[1].is_number_unsigned() || !item[2].is_string()) {
+      return InvalidArgument("what was written is said as begin, end, digests");
+    }
+    WrittenRange range{{item[0].get<uint64_t>(), item[1].get<uint64_t>()}, {}};
+    TC_ASSIGN_OR_RETURN(range.crc32c, ParseCrcHex(item[2].get<std::string>()));
+    written.push_back(std::move(range));
+  }
+  return written;
 }
 
 const char* RoleName(FileRole role) {

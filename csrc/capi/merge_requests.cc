@@ -1,25 +1,28 @@
 #include <cerrno>
+#include <map>
 
 #include "capi/requests.h"
 #include "capi/sessions.h"
 #include "engine/commit.h"
 #include "engine/merge_job.h"
+#include "engine/merge_log.h"
 #include "format/names.h"
 
 namespace torch_ckpt::capi {
 namespace {
 
+constexpr int64_t kMaxParts = 1 << 20;
+
 Result<MergeOptions> ParseOptions(const Json& request) {
   MergeOptions options;
-  const auto mapping = request.find("mapping");
-  if (mapping != request.end() && mapping->is_object()) {
-    options.mapping.emplace();
-    for (const auto& [name, index] : mapping->items()) {
-      if (!index.is_number_integer()) {
-        return InvalidArgument("the mapping holds file indices")
-            .WithTensor(name);
-      }
-      options.mapping->emplace_back(name, index.get<int64_t>());
+  TC_ASSIGN_OR_RETURN(options.files, FileRuleOf(request));
+  if (request.find("stem") != request.end()) {
+    TC_ASSIGN_OR_RETURN(options.naming, FileNamingOf(request));
+  }
+  const auto dtypes = request.find("dtypes");
+  if (dtypes != request.end() && dtypes->is_object()) {
+    for (const auto& [name, dtype] : dtypes->items()) {
+      TC_ASSIGN_OR_RETURN(options.dtypes[name], DtypeOf(dtype, name));
     }
   }
   options.strict = GetBool(request, "strict", true);
@@ -28,13 +31,30 @@ Result<MergeOptions> ParseOptions(const Json& request) {
   return options;
 }
 
+struct Input {
+  std::shared_ptr<const Checkpoint> checkpoint;
+  MergeOptions options;
+
+  Result<MergePlan> Plan(std::vector<std::string> ids) const {
+    return MergePlan::Make(checkpoint, options, std::move(ids));
+  }
+};
+
+Result<Input> ParseInput(const Json& request) {
+  Input input;
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "input"));
+  TC_ASSIGN_OR_RETURN(input.options, ParseOptions(request));
+  TC_ASSIGN_OR_RETURN(input.checkpoint, OpenCheckpoint(path));
+  return input;
+}
+
+// Of a rank that takes part in a merge that the coordinator has begun.
 Result<MergePlan> ParsePlan(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const std::string input, GetString(request, "input"));
-  TC_ASSIGN_OR_RETURN(MergeOptions options, ParseOptions(request));
-  TC_ASSIGN_OR_RETURN(auto checkpoint, OpenCheckpoint(input));
+  TC_ASSIGN_OR_RETURN(const Input input, ParseInput(request));
   const std::string expected = request.value("input_save_id", std::string());
-  if (!expected.empty() && checkpoint->save_id() != expected) {
-    return Conflict("was replaced since the merge began").WithFile(input);
+  if (!expected.empty() && input.checkpoint->save_id() != expected) {
+    return Conflict("was replaced since the merge began")
+        .WithFile(input.checkpoint->path());
   }
   std::vector<std::string> ids;
   TC_ASSIGN_OR_RETURN(const Json* given, GetList(request, "ids"));
@@ -42,27 +62,91 @@ Result<MergePlan> ParsePlan(const Json& request) {
     ids.push_back(id.is_string() ? id.get<std::string>() : "");
     if (!IsId(ids.back())) return InvalidArgument("a file id is malformed");
   }
-  return MergePlan::Make(std::move(checkpoint), std::move(options),
-                         std::move(ids));
+  return input.Plan(std::move(ids));
+}
+
+std::vector<std::string> IdsOf(const MergePlan& plan) {
+  std::vector<std::string> ids;
+  for (const OutputSpec& spec : plan.outputs()) ids.push_back(spec.id);
+  return ids;
 }
 
 struct Begun {
+  std::optional<MergePlan> plan;
   std::unique_ptr<SaveSession> session;
   bool in_place = false;
+  // What a merge that was killed has written already, by output.
+  std::vector<std::vector<WrittenRange>> written;
 };
 
-Result<Begun> Begin(const Json& request, const MergePlan& plan) {
+// The plan of a merge that was killed, where it was the same one.
+std::optional<MergePlan> EarlierPlan(const Input& input,
+                                     const Directory& staging) {
+  const std::optional<MergeMark> mark = ReadMergeMark(staging);
+  if (!mark) return std::nullopt;
+  Result<MergePlan> plan = input.Plan(mark->ids);
+  if (!plan.ok()) return std::nullopt;
+  const Result<std::string> identity = MergeIdentity(*plan);
+  if (!identity.ok() || *identity != mark->identity) return std::nullopt;
+  return std::move(plan).value();
+}
+
+// Makes of a staging directory what it was when the ranks began to write: the
+// merge may have been killed in the middle of its commit.
+Status RestoreStaging(const Directory& staging, const MergePlan& plan) {
+  std::map<std::string_view, const OutputSpec*> outputs;
+  for (const OutputSpec& spec : plan.outputs()) outputs[spec.staged] = &spec;
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, staging.List());
+  for (const std::string& name : names) {
+    const auto output = outputs.find(name);
+    if (output != outputs.end()) {
+      TC_ASSIGN_OR_RETURN(const auto info, staging.StatName(name));
+      if (info && info->bytes == output->second->bytes) {
+        outputs.erase(output);
+        continue;
+      }
+    } else if (name == kLockFileName || name == kSaveIdName ||
+               IsMergeLog(name)) {
+      continue;
+    }
+    TC_RETURN_IF_ERROR(staging.Unlink(name, true));
+  }
+  std::vector<OutputSpec> missing;
+  for (const auto& [name, spec] : outputs) missing.push_back(*spec);
+  return CreateOutputs(staging, missing);
+}
+
+Result<Begun> Begin(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const Input input, ParseInput(request));
   TC_ASSIGN_OR_RETURN(const std::string output, GetString(request, "output"));
-  TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(output, true));
   Begun begun;
+  // Before anything is on disk: what cannot be merged is refused here.
+  TC_ASSIGN_OR_RETURN(MergePlan fresh, input.Plan({}));
+  TC_ASSIGN_OR_RETURN(SaveSession session,
+                      BeginSave(output, true, [&](const Directory& staging) {
+                        begun.plan = EarlierPlan(input, staging);
+                        return begun.plan.has_value();
+                      }));
+  const Directory& staging = session.directory();
+  if (begun.plan) {
+    TC_RETURN_IF_ERROR(RestoreStaging(staging, *begun.plan));
+    TC_ASSIGN_OR_RETURN(begun.written,
+                        ReadMergeLogs(staging, begun.plan->outputs()));
+  } else {
+    begun.plan = std::move(fresh);
+    TC_ASSIGN_OR_RETURN(const std::string identity, MergeIdentity(*begun.plan));
+    TC_RETURN_IF_ERROR(CreateOutputs(staging, begun.plan->outputs()));
+    TC_RETURN_IF_ERROR(WriteMergeMark(staging, {identity, IdsOf(*begun.plan)}));
+    begun.written.resize(begun.plan->outputs().size());
+  }
   // By inode: another path may lead to the same directory.
   TC_ASSIGN_OR_RETURN(const Directory from,
-                      Directory::Open(plan.checkpoint().path()));
-  TC_ASSIGN_OR_RETURN(const FileInfo input, from.Stat());
+                      Directory::Open(input.checkpoint->path()));
+  TC_ASSIGN_OR_RETURN(const FileInfo input_info, from.Stat());
   Result<Directory> to = Directory::Open(session.place().target);
   if (to.ok()) {
     TC_ASSIGN_OR_RETURN(const FileInfo output_info, to->Stat());
-    begun.in_place = input.SameFile(output_info);
+    begun.in_place = input_info.SameFile(output_info);
   } else if (to.status().sys_errno() != ENOENT) {
     return to.status();
   }
@@ -70,17 +154,59 @@ Result<Begun> Begin(const Json& request, const MergePlan& plan) {
   return begun;
 }
 
-Result<Json> Commit(const MergePlan& plan, SaveSession* session, bool in_place,
-                    std::vector<std::vector<uint32_t>> digests) {
+// The outputs with what is left to write of them.
+Result<std::vector<OutputSpec>> Remaining(
+    const MergePlan& plan,
+    const std::vector<std::vector<WrittenRange>>& written) {
+  std::vector<OutputSpec> outputs = plan.outputs();
+  for (size_t f = 0; f < outputs.size(); ++f) {
+    TC_ASSIGN_OR_RETURN(outputs[f].ranges, Holes(written[f], outputs[f].bytes));
+  }
+  return outputs;
+}
+
+// What is said of every output of the plan.
+Result<std::vector<std::vector<WrittenRange>>> ParseWrittenFiles(
+    const MergePlan& plan, const Json& files) {
+  if (!files.is_array() || files.size() != plan.outputs().size()) {
+    return InvalidArgument("a part does not fit the plan");
+  }
+  std::vector<std::vector<WrittenRange>> written;
+  for (const Json& file : files) {
+    TC_ASSIGN_OR_RETURN(std::vector<WrittenRange> ranges, ParseWritten(file));
+    written.push_back(std::move(ranges));
+  }
+  return written;
+}
+
+Json WrittenFilesJson(const std::vector<std::vector<WrittenRange>>& written) {
+  Json files = Json::array();
+  for (const auto& of_file : written) files.push_back(WrittenJson(of_file));
+  return files;
+}
+
+void Append(std::vector<std::vector<WrittenRange>> from,
+            std::vector<std::vector<WrittenRange>>* to) {
+  for (size_t f = 0; f < from.size(); ++f) {
+    (*to)[f].insert((*to)[f].end(), from[f].begin(), from[f].end());
+  }
+}
+
+Result<Json> Commit(const Json& request, const MergePlan& plan,
+                    SaveSession* session, bool in_place,
+                    std::vector<std::vector<WrittenRange>> written) {
   CommitRequest commit;
-  commit.write_index = true;
+  commit.index_name = plan.index_name();
   // The shards stay beside their consolidation, as with stock.
   commit.keep_previous = in_place;
   for (size_t i = 0; i < plan.outputs().size(); ++i) {
     const OutputSpec& spec = plan.outputs()[i];
-    commit.files.push_back(
-        {spec.staged,
-         {spec.name, spec.id, spec.role, spec.bytes, std::move(digests[i])}});
+    Result<std::vector<uint32_t>> digests =
+        CombineRanges(std::move(written[i]), spec.bytes);
+    if (!digests.ok()) return digests.status().WithFile(spec.name);
+    commit.files.push_back({spec.staged,
+                            {spec.name, spec.id, spec.role, spec.bytes,
+                             std::move(digests).value()}});
   }
   const Catalog& catalog = plan.checkpoint().catalog();
   for (const uint32_t e : plan.entries()) {
@@ -90,6 +216,12 @@ Result<Json> Commit(const MergePlan& plan, SaveSession* session, bool in_place,
     const Placement& p = catalog.placements(e)[0];
     commit.objects.push_back({entry.name, catalog.files()[p.file].name});
   }
+  for (const uint32_t e : plan.aliases()) {
+    const CatalogEntry& entry = catalog.entries()[e];
+    commit.planned.emplace_back(entry.name, entry.path);
+    commit.aliases.emplace_back(entry.name, entry.alias_of);
+  }
+  TC_RETURN_IF_ERROR(AddExtras(request, session->directory(), &commit));
   TC_ASSIGN_OR_RETURN(const Manifest manifest, CommitSave(session, commit));
   uint64_t bytes = 0;
   for (const ManifestFile& file : manifest.files) bytes += file.bytes;
@@ -99,35 +231,31 @@ Result<Json> Commit(const MergePlan& plan, SaveSession* session, bool in_place,
               {"bytes", bytes}};
 }
 
-Json Ids(const MergePlan& plan) {
-  Json ids = Json::array();
-  for (const OutputSpec& spec : plan.outputs()) ids.push_back(spec.id);
-  return ids;
-}
-
 }  // namespace
 
 Result<Json> MergeRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const MergePlan plan, ParsePlan(request));
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request, JobKind::kMerge));
-  TC_ASSIGN_OR_RETURN(const Begun begun, Begin(request, plan));
-  TC_ASSIGN_OR_RETURN(auto digests,
-                      RunMergeJob(plan, begun.session->directory(),
-                                  /*existing=*/false, {}, job.get()));
-  return Commit(plan, begun.session.get(), begun.in_place, std::move(digests));
+  TC_ASSIGN_OR_RETURN(Begun begun, Begin(request));
+  const Directory& staging = begun.session->directory();
+  TC_ASSIGN_OR_RETURN(const auto outputs,
+                      Remaining(*begun.plan, begun.written));
+  TC_ASSIGN_OR_RETURN(MergeLog log, MergeLog::Create(staging));
+  TC_ASSIGN_OR_RETURN(auto written, RunMergeJob(*begun.plan, staging, outputs,
+                                                job.get(), &log));
+  Append(std::move(begun.written), &written);
+  return Commit(request, *begun.plan, begun.session.get(), begun.in_place,
+                std::move(written));
 }
 
-// Over several ranks: the coordinator begins, every rank writes the pieces
-// that are its part, the coordinator commits with the digests of all.
+// Over several ranks: the coordinator begins, every rank writes a part of the
+// bytes, the coordinator commits with the digests of all.
 Result<Json> MergeBeginRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const MergePlan plan, ParsePlan(request));
-  TC_ASSIGN_OR_RETURN(Begun begun, Begin(request, plan));
-  TC_RETURN_IF_ERROR(CreateOutputs(begun.session->directory(), plan.outputs()));
+  TC_ASSIGN_OR_RETURN(Begun begun, Begin(request));
   Json out = {{"staging", begun.session->place().path},
-              {"pieces", PieceCount(plan.outputs())},
-              {"ids", Ids(plan)},
+              {"ids", IdsOf(*begun.plan)},
+              {"written", WrittenFilesJson(begun.written)},
               {"in_place", begun.in_place},
-              {"input_save_id", plan.checkpoint().save_id()}};
+              {"input_save_id", begun.plan->checkpoint().save_id()}};
   out["session"] = KeepSession(std::move(begun.session));
   return out;
 }
@@ -136,8 +264,13 @@ Result<Json> MergePartRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const MergePlan plan, ParsePlan(request));
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request, JobKind::kMerge));
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "staging"));
-  TC_ASSIGN_OR_RETURN(const int64_t first, GetInt(request, "first"));
-  TC_ASSIGN_OR_RETURN(const int64_t last, GetInt(request, "last"));
+  TC_ASSIGN_OR_RETURN(const int64_t part, GetInt(request, "part"));
+  TC_ASSIGN_OR_RETURN(const int64_t parts, GetInt(request, "parts"));
+  if (part < 0 || part >= parts || parts > kMaxParts) {
+    return InvalidArgument("there is no such part of the merge");
+  }
+  TC_ASSIGN_OR_RETURN(const Json* before, GetList(request, "written"));
+  TC_ASSIGN_OR_RETURN(const auto written, ParseWrittenFiles(plan, *before));
   Result<Directory> staging = Directory::Open(path);
   if (!staging.ok()) {
     return Incomplete(
@@ -145,37 +278,28 @@ Result<Json> MergePartRequest(const Json& request) {
                "every rank must see the same file system under this path")
         .WithFile(path);
   }
-  TC_ASSIGN_OR_RETURN(
-      const auto digests,
-      RunMergeJob(plan, *staging, /*existing=*/true,
-                  {static_cast<uint64_t>(first), static_cast<uint64_t>(last)},
-                  job.get()));
-  Json out = Json::array();
-  for (const auto& of_file : digests) out.push_back(CrcHex(of_file));
-  return Json{{"crc32c", std::move(out)}};
+  TC_ASSIGN_OR_RETURN(std::vector<OutputSpec> outputs,
+                      Remaining(plan, written));
+  TakePart(&outputs, static_cast<int>(part), static_cast<int>(parts));
+  TC_ASSIGN_OR_RETURN(MergeLog log, MergeLog::Create(*staging));
+  TC_ASSIGN_OR_RETURN(const auto own,
+                      RunMergeJob(plan, *staging, outputs, job.get(), &log));
+  return Json{{"written", WrittenFilesJson(own)}};
 }
 
 Result<Json> MergeCommitRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const MergePlan plan, ParsePlan(request));
-  // Every segment was written by one rank; the others hold 0 there.
-  std::vector<std::vector<uint32_t>> digests(plan.outputs().size());
+  std::vector<std::vector<WrittenRange>> written(plan.outputs().size());
   TC_ASSIGN_OR_RETURN(const Json* parts, GetList(request, "parts"));
   for (const Json& part : *parts) {
-    if (!part.is_array() || part.size() != digests.size()) {
-      return InvalidArgument("a part does not fit the plan");
-    }
-    for (size_t f = 0; f < digests.size(); ++f) {
-      TC_ASSIGN_OR_RETURN(const std::vector<uint32_t> crc,
-                          ParseCrcHex(part[f].get<std::string>()));
-      digests[f].resize(std::max(digests[f].size(), crc.size()));
-      for (size_t i = 0; i < crc.size(); ++i) digests[f][i] |= crc[i];
-    }
+    TC_ASSIGN_OR_RETURN(auto own, ParseWrittenFiles(plan, part));
+    Append(std::move(own), &written);
   }
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
   TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
   Result<Json> result =
-      Commit(plan, session.get(), GetBool(request, "in_place", false),
-             std::move(digests));
+      Commit(request, plan, session.get(), GetBool(request, "in_place", false),
+             std::move(written));
   if (!result.ok()) ReturnSession(id, std::move(session));
   return result;
 }

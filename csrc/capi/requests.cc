@@ -78,7 +78,7 @@ Result<Json> DescribeRequest(const Json& request) {
   const Catalog& catalog = checkpoint->catalog();
   Json names = Json::array(), kinds = Json::array(), dtypes = Json::array(),
        shapes = Json::array(), paths = Json::array(), parts = Json::array(),
-       sizes = Json::array();
+       sizes = Json::array(), aliases = Json::object();
   const bool with_parts = GetBool(request, "placements", false);
   for (size_t i = 0; i < catalog.entries().size(); ++i) {
     const CatalogEntry& entry = catalog.entries()[i];
@@ -87,7 +87,8 @@ Result<Json> DescribeRequest(const Json& request) {
     dtypes.push_back(DtypeName(entry.storage_dtype));
     shapes.push_back(DimsJson(entry.shape));
     const Result<uint64_t> size = ByteSize(entry.storage_dtype, entry.shape);
-    sizes.push_back(entry.kind == EntryKind::kTensor && size.ok() ? *size : 0);
+    sizes.push_back(entry.kind != EntryKind::kObject && size.ok() ? *size : 0);
+    if (entry.kind == EntryKind::kAlias) aliases[entry.name] = entry.alias_of;
     paths.push_back(entry.path.empty() ? Json() : Json(entry.path));
     if (with_parts || entry.kind == EntryKind::kObject) {
       Json of_entry = Json::array();
@@ -122,6 +123,7 @@ Result<Json> DescribeRequest(const Json& request) {
               {"shapes", std::move(shapes)},
               {"bytes", std::move(sizes)},
               {"paths", std::move(paths)},
+              {"aliases", std::move(aliases)},
               {"placements", std::move(parts)}};
 }
 
@@ -244,6 +246,8 @@ Handler FindHandler(const std::string& op) {
       {"merge_commit", MergeCommitRequest},
       {"merge_part", MergePartRequest},
       {"recover", RecoverRequest},
+      {"stage_extras", StageExtrasRequest},
+      {"stage_final", StageFinalRequest},
       {"verify", VerifyRequest},
   };
   const auto it = handlers.find(op);

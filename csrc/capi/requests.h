@@ -8,7 +8,10 @@
 
 #include "base/box.h"
 #include "base/status.h"
+#include "engine/commit.h"
 #include "engine/output_files.h"
+#include "engine/write_job.h"
+#include "plan/divide.h"
 #include "runtime/jobs.h"
 
 namespace torch_ckpt::capi {
@@ -38,8 +41,18 @@ Json ErrorJson(const Status& status);
 // The job that the request names, or a private one.
 Result<std::shared_ptr<Job>> JobOf(const Json& request, JobKind kind);
 OutputOptions OutputOptionsOf(const Json& request);
+// Of "stem" and "number_single".
+Result<FileNaming> FileNamingOf(const Json& request);
+// The dtype of tensor `name`, by what safetensors calls it.
+Result<Dtype> DtypeOf(const Json& dtype, const std::string& name);
+// Of "mapping", fqn to index of its file, or "max_bytes"; one file without
+// them.
+Result<FileRule> FileRuleOf(const Json& request);
 std::string CrcHex(const std::vector<uint32_t>& crc32c);
 Result<std::vector<uint32_t>> ParseCrcHex(const std::string& text);
+// [[begin, end, digests], ...]
+Json WrittenJson(const std::vector<WrittenRange>& ranges);
+Result<std::vector<WrittenRange>> ParseWritten(const Json& ranges);
 const char* RoleName(FileRole role);
 Result<FileRole> RoleFromName(const std::string& name);
 
@@ -52,6 +65,19 @@ Result<Json> BeginPartRequest(const Json& request);
 Result<Json> CommitPartRequest(const Json& request);
 Result<Json> EndPartRequest(const Json& request);
 Result<Json> RecoverRequest(const Json& request);
+// final_requests.cc
+Result<Json> StageFinalRequest(const Json& request);
+Result<Json> StageExtrasRequest(const Json& request);
+// What the ranks of a save have written of its final files ("final" of the
+// request) as files of its commit; none where the save has no such files.
+Status AssembleFinals(const Json& request, const SaveSession& session,
+                      CommitRequest* commit);
+// Copies the files of "extras" into staging, for the commit.
+Status AddExtras(const Json& request, const Directory& staging,
+                 CommitRequest* commit);
+// Of one rank: {"files": [{"file", "id", "ranges"}, ...], "parts": parts or
+// null}
+Json FinalsJson(const WrittenPlan& written);
 // merge_requests.cc
 Result<Json> MergeRequest(const Json& request);
 Result<Json> MergeBeginRequest(const Json& request);

@@ -39,7 +39,6 @@ std::string SplitPath(std::string_view name) {
 Result<CommitRequest> ParseCommit(const Json& request) {
   CommitRequest commit;
   TC_ASSIGN_OR_RETURN(commit.world_size, GetInt(request, "world_size", 1));
-  commit.write_index = GetBool(request, "index", false);
   commit.keep_previous = GetBool(request, "keep_previous", false);
   TC_ASSIGN_OR_RETURN(const Json* files, GetList(request, "files"));
   for (const Json& item : *files) {
@@ -52,6 +51,13 @@ Result<CommitRequest> ParseCommit(const Json& request) {
     TC_ASSIGN_OR_RETURN(object.name, GetString(item, "name"));
     TC_ASSIGN_OR_RETURN(object.file, GetString(item, "file"));
     commit.objects.push_back(std::move(object));
+  }
+  const auto aliases = request.find("aliases");
+  if (aliases != request.end() && aliases->is_object()) {
+    for (const auto& [name, of] : aliases->items()) {
+      if (!of.is_string()) return InvalidArgument("'aliases' holds names");
+      commit.aliases.emplace_back(name, of.get<std::string>());
+    }
   }
   TC_ASSIGN_OR_RETURN(std::vector<std::string> planned,
                       GetNames(request, "planned"));
@@ -105,9 +111,13 @@ Result<Json> JoinSaveRequest(const Json& request) {
 
 Result<Json> CommitSaveRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
-  TC_ASSIGN_OR_RETURN(const CommitRequest commit, ParseCommit(request));
+  TC_ASSIGN_OR_RETURN(CommitRequest commit, ParseCommit(request));
   TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
-  Result<Manifest> manifest = CommitSave(session.get(), commit);
+  const auto run = [&]() -> Result<Manifest> {
+    TC_RETURN_IF_ERROR(AssembleFinals(request, *session, &commit));
+    return CommitSave(session.get(), commit);
+  };
+  Result<Manifest> manifest = run();
   if (!manifest.ok()) {
     ReturnSession(id, std::move(session));
     return manifest.status();

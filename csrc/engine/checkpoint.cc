@@ -108,6 +108,16 @@ const char* CheckpointSourceName(CheckpointSource source) {
   return "headers";
 }
 
+Result<std::shared_ptr<const Checkpoint>> Checkpoint::OfStaged(
+    const Directory& staging, Manifest manifest, Catalog catalog) {
+  auto checkpoint = std::make_shared<Checkpoint>();
+  TC_ASSIGN_OR_RETURN(checkpoint->directory_, Directory::Open(staging.path()));
+  checkpoint->source_ = CheckpointSource::kManifest;
+  checkpoint->manifest_ = std::move(manifest);
+  checkpoint->catalog_ = std::move(catalog);
+  return std::shared_ptr<const Checkpoint>(std::move(checkpoint));
+}
+
 Status Checkpoint::CheckCurrent() const {
   TC_ASSIGN_OR_RETURN(const Committed now, ReadCommitted(directory_));
   TC_ASSIGN_OR_RETURN(const std::string id, SaveIdOf(now));
@@ -267,13 +277,8 @@ Result<Catalog> Checkpoint::ReadCatalog(const ManifestFile& file,
   }
   for (uint32_t e = 0; e < decoded->entries().size(); ++e) {
     const CatalogEntry& entry = decoded->entries()[e];
-    if (entry.kind == EntryKind::kAlias) {
-      return Unsupported("is an alias: written by a newer torch_ckpt")
-          .WithTensor(entry.name)
-          .WithFile(file.name);
-    }
     const FileRole role =
-        entry.kind == EntryKind::kTensor ? FileRole::kData : FileRole::kObjects;
+        entry.kind == EntryKind::kObject ? FileRole::kObjects : FileRole::kData;
     for (const Placement& placement : decoded->placements(e)) {
       if (roles[placement.file] == role) continue;
       return Corrupt("lies in " + decoded->files()[placement.file].name +

@@ -38,6 +38,12 @@ class Checkpoint {
   // last of their shards missing, nobody could see it.
   const std::vector<std::string>& hulls() const { return hulls_; }
 
+  // Files of a staging directory, by their names there, as something to read
+  // from before there is a checkpoint. REQUIRES: the manifest names the files
+  // of the catalog.
+  static Result<std::shared_ptr<const Checkpoint>> OfStaged(
+      const Directory& staging, Manifest manifest, Catalog catalog);
+
   // Opens a file of the checkpoint by its final name, wherever a commit has
   // left it, after comparing its size and, for data files, its file id (not
   // with `direct`, which needs aligned memory: compare the inode) with manifest

@@ -177,10 +177,10 @@ Result<Manifest> CommitSave(SaveSession* session,
   TC_ASSIGN_OR_RETURN(CommitFile catalog_file,
                       AddStagedCatalog(staging, kCatalogName, catalog));
   files.push_back(std::move(catalog_file));
-  if (request.write_index) {
+  if (!request.index_name.empty()) {
     TC_ASSIGN_OR_RETURN(CommitFile index,
-                        AddStagedFile(staging, kIndexName, FileRole::kIndex,
-                                      IndexText(catalog)));
+                        AddStagedFile(staging, request.index_name,
+                                      FileRole::kIndex, IndexText(catalog)));
     files.push_back(std::move(index));
   }
   Manifest manifest;

@@ -34,10 +34,12 @@ struct CommitRequest {
   int64_t world_size = 1;
   std::vector<CommitFile> files;
   std::vector<ObjectEntry> objects;
+  // Names under which tensors are found as well, and those that they have.
+  std::vector<std::pair<std::string, std::string>> aliases;
   // What must have been written, and of each the JSON text of its state-dict
   // path; empty where that is just [fqn].
   std::vector<std::pair<std::string, std::string>> planned;
-  bool write_index = false;
+  std::string index_name;  // of the index to write; empty: none
   // Files of the manifest that stands in T to keep and name again (a
   // consolidation in place keeps the shards beside its output).
   bool keep_previous = false;

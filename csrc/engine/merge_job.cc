@@ -5,8 +5,10 @@
 
 #include "base/checked.h"
 #include "engine/input_digests.h"
+#include "engine/merge_log.h"
 #include "engine/open_files.h"
 #include "engine/stored_box.h"
+#include "format/cast.h"
 #include "plan/ranges.h"
 #include "plan/runs.h"
 #include "runtime/crc32c.h"
@@ -55,6 +57,7 @@ class Merger {
     std::vector<SourceRun>& runs = work.runs;
     runs.clear();
     work.digested.clear();
+    work.casts.clear();
     const uint64_t end = offset + out.size();
     for (uint64_t at = offset; at < end; at = extent->end, ++extent) {
       const uint64_t from = at - extent->begin;
@@ -66,18 +69,25 @@ class Merger {
           break;
         case MergePlan::Extent::kFile: {
           Run run;
-          run.src = from;
+          run.src = extent->from + from;
           run.dst = dst;
           run.bytes = to - from;
           runs.push_back({extent->index, run});
           break;
         }
         case MergePlan::Extent::kTensor:
-          TC_RETURN_IF_ERROR(PlanRange(extent->index, from, to, dst, &runs));
+          if (extent->cast) {
+            work.casts.push_back({&*extent, from, out.subspan(dst, to - from)});
+          } else {
+            TC_RETURN_IF_ERROR(PlanRange(extent->index, from, to, dst, &runs));
+          }
           break;
       }
     }
-    TC_RETURN_IF_ERROR(Execute(offset, out, scratch, worker));
+    TC_RETURN_IF_ERROR(Execute({offset, out, &work.digested}, scratch, worker));
+    for (const CastRange& range : work.casts) {
+      TC_RETURN_IF_ERROR(Cast(range, scratch, worker));
+    }
     Digest(out, &work.digested, digester);
     return {};
   }
@@ -88,10 +98,55 @@ class Merger {
   }
 
  private:
+  // Bytes of a tensor's output from `from` on, which are cast.
+  struct CastRange {
+    const MergePlan::Extent* extent;
+    uint64_t from;
+    MutableByteSpan out;
+  };
   struct Work {  // of one worker
     std::vector<SourceRun> runs;
     std::vector<Stretch> digested;
+    std::vector<CastRange> casts;
   };
+  // Where runs go: bytes of an output file from `offset` on, and what of them
+  // is digested on the way; or, without that, memory of no file.
+  struct Target {
+    uint64_t offset;
+    MutableByteSpan out;
+    std::vector<Stretch>* digested;
+  };
+
+  // Gathers the elements as they are stored, and casts them from there.
+  Status Cast(const CastRange& range, MutableByteSpan scratch, int worker) {
+    const CatalogEntry& entry =
+        plan_.checkpoint_->catalog().entries()[range.extent->index];
+    const Dtype to = *range.extent->cast;
+    const auto in = static_cast<uint64_t>(DtypeBits(entry.storage_dtype)) / 8;
+    const auto out = static_cast<uint64_t>(DtypeBits(to)) / 8;
+    if (range.from % out != 0 || range.out.size() % out != 0) {
+      // Tensors stand at multiples of their elements, and pieces are cut at
+      // multiples of 4096.
+      return Internal("a cast would cut an element").WithTensor(entry.name);
+    }
+    const MutableByteSpan elements = scratch.last(kPieceBytes);
+    const MutableByteSpan rest = scratch.first(scratch.size() - kPieceBytes);
+    const uint64_t count = range.out.size() / out;
+    const uint64_t most = kPieceBytes / in;
+    std::vector<SourceRun>& runs = works_[static_cast<size_t>(worker)].runs;
+    for (uint64_t at = 0; at < count; at += most) {
+      const uint64_t size = std::min(most, count - at);
+      const uint64_t first = range.from / out + at;
+      runs.clear();
+      TC_RETURN_IF_ERROR(PlanRange(range.extent->index, first * in,
+                                   (first + size) * in, 0, &runs));
+      TC_RETURN_IF_ERROR(
+          Execute({0, elements.first(size * in), nullptr}, rest, worker));
+      CastElements(entry.storage_dtype, elements.data(), to,
+                   range.out.data() + at * out, size);
+    }
+    return {};
+  }
 
   // Runs for bytes [from, to) of the tensor, in row-major order of the whole.
   Status PlanRange(uint32_t entry_id, uint64_t from, uint64_t to, uint64_t dst,
@@ -165,9 +220,8 @@ class Merger {
   }
 
   // Reads file by file in ascending order; runs that stand one after another
-  // in a file are fetched together. `offset` is that of `out` in its file.
-  Status Execute(uint64_t offset, MutableByteSpan out, MutableByteSpan scratch,
-                 int worker) {
+  // in a file are fetched together.
+  Status Execute(const Target& target, MutableByteSpan scratch, int worker) {
     std::vector<SourceRun>& runs = works_[static_cast<size_t>(worker)].runs;
     std::sort(
         runs.begin(), runs.end(), [](const SourceRun& a, const SourceRun& b) {
@@ -188,8 +242,8 @@ class Merger {
       TC_RETURN_IF_ERROR(
           last - i == 1 && first.run.loops == 0 &&
                   first.run.bytes >= kMinStretch
-              ? Stream(first, offset, out, scratch, worker)
-              : Fetch(&first, last - i, hi, out, scratch, worker));
+              ? Stream(first, target, scratch, worker)
+              : Fetch(&first, last - i, hi, target.out, scratch, worker));
       i = last;
     }
     return {};
@@ -197,8 +251,9 @@ class Merger {
 
   // A run that stands in the output as in its file: one pass over memory copies
   // it and digests it for both, in steps that lie in one segment of either.
-  Status Stream(const SourceRun& source_run, uint64_t offset,
-                MutableByteSpan out, MutableByteSpan scratch, int worker) {
+  Status Stream(const SourceRun& source_run, const Target& target,
+                MutableByteSpan scratch, int worker) {
+    const auto& [offset, out, digested] = target;
     const Run& run = source_run.run;
     TC_ASSIGN_OR_RETURN(const auto source, files_.Get(source_run.file));
     const uint64_t end = run.src + run.bytes;
@@ -222,7 +277,7 @@ class Merger {
       if (rest) bytes = rest + (at - rest_at);
       const uint32_t crc = Crc32cCopy(0, out.data() + dst, bytes, size);
       digests_.Add(worker, source_run.file, at, crc, size);
-      works_[static_cast<size_t>(worker)].digested.push_back({dst, size, crc});
+      if (digested) digested->push_back({dst, size, crc});
       at += size;
     }
     return {};
@@ -291,22 +346,26 @@ class Merger {
   std::vector<Work> works_;
 };
 
-Result<std::vector<std::vector<uint32_t>>> RunMergeJob(const MergePlan& plan,
-                                                       const Directory& staging,
-                                                       bool existing,
-                                                       PieceRange range,
-                                                       Job* job) {
+Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
+    const MergePlan& plan, const Directory& staging,
+    const std::vector<OutputSpec>& outputs, Job* job, MergeLog* log) {
   Merger merger(plan, std::max(1, plan.options().output.workers));
+  OutputOptions options = plan.options().output;
+  if (log) {
+    options.on_written = [log](size_t file, const WrittenRange& range) {
+      return log->Add(file, range);
+    };
+  }
   TC_ASSIGN_OR_RETURN(
-      auto digests,
+      auto written,
       WriteOutputs(
-          staging, plan.outputs(), plan.options().output, existing, range, job,
+          staging, outputs, options, job,
           [&](size_t file, MutableByteSpan out, MutableByteSpan scratch,
               int worker, SegmentDigester* digester) {
             return merger.Fill(file, out, scratch, worker, digester);
           }));
   TC_RETURN_IF_ERROR(merger.CheckInputs());
-  return digests;
+  return written;
 }
 
 }  // namespace torch_ckpt

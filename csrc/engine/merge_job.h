@@ -2,23 +2,30 @@
 //
 // Headers are parsed once, coverage is proved when the checkpoint is opened,
 // and the output is streamed: a piece of an output file is gathered from the
-// input files, digested and written. Memory: two pieces a worker. The bytes
+// input files, digested and written. Memory: two pieces a worker, three
+// with casts. The bytes
 // that are read are compared with their digests before the job is done.
 #pragma once
 
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "engine/checkpoint.h"
 #include "engine/output_files.h"
+#include "format/names.h"
+#include "plan/divide.h"
 
 namespace torch_ckpt {
 
 struct MergeOptions {
-  // fqn and index of its output file, from 1. None: all into one file.
-  std::optional<std::vector<std::pair<std::string, int64_t>>> mapping;
+  FileRule files;
+  FileNaming naming;
+  // fqn and the dtype of its output, where that is another than the input's.
+  std::map<std::string, Dtype> dtypes;
   // A tensor without an index, or an index for no tensor, is an error; with
   // false such tensors are left out and such indices ignored.
   bool strict = true;
@@ -30,42 +37,61 @@ struct MergeOptions {
 // checkpoint, the options and the file ids.
 class MergePlan {
  public:
+  // A stretch of an output: header text, a tensor, or bytes of an input file.
+  struct Extent {
+    uint64_t begin = 0, end = 0;
+    enum { kHeader, kTensor, kFile } kind = kHeader;
+    uint32_t index = 0;         // catalog entry or catalog file
+    uint64_t from = 0;          // of that file's bytes
+    std::optional<Dtype> cast;  // of a tensor
+  };
+  struct Layout {
+    std::string header;
+    std::vector<Extent> extents;  // ascending
+  };
+
   // `ids`: one for each output file, or empty to make new ones.
   static Result<MergePlan> Make(std::shared_ptr<const Checkpoint> checkpoint,
                                 MergeOptions options,
                                 std::vector<std::string> ids);
+  // One that fills, of each of `outputs`, what its extents cover.
+  static MergePlan OfExtents(std::shared_ptr<const Checkpoint> checkpoint,
+                             MergeOptions options,
+                             std::vector<OutputSpec> outputs,
+                             std::vector<Layout> layouts);
 
   const std::vector<OutputSpec>& outputs() const { return outputs_; }
-  // What the output holds: entries of the checkpoint's catalog.
+  // All of `output` before its data; empty for files that are copied.
+  const std::string& header(size_t output) const {
+    return layouts_[output].header;
+  }
+  // Of the index beside them; empty where there is none.
+  const std::string& index_name() const { return index_name_; }
+  // What the output holds: entries of the checkpoint's catalog. An alias that
+  // the mapping names is a tensor of its own there.
   const std::vector<uint32_t>& entries() const { return entries_; }
+  // Those that are aliases there, too.
+  const std::vector<uint32_t>& aliases() const { return aliases_; }
   const MergeOptions& options() const { return options_; }
   const Checkpoint& checkpoint() const { return *checkpoint_; }
 
  private:
   friend class Merger;
-  // A stretch of an output: header text, a tensor, or (copy) an input file.
-  struct Extent {
-    uint64_t begin = 0, end = 0;
-    enum { kHeader, kTensor, kFile } kind = kHeader;
-    uint32_t index = 0;  // catalog entry or catalog file
-  };
-  struct Layout {
-    std::string header;
-    std::vector<Extent> extents;
-  };
   std::shared_ptr<const Checkpoint> checkpoint_;
   MergeOptions options_;
   std::vector<OutputSpec> outputs_;
-  std::vector<uint32_t> entries_;
+  std::string index_name_;
+  std::vector<uint32_t> entries_, aliases_;
   std::vector<Layout> layouts_;
 };
 
-// Writes the pieces of `range` into staging; see WriteOutputs for `existing`
-// and the result. kCorrupt names an input file whose bytes do not match.
-Result<std::vector<std::vector<uint32_t>>> RunMergeJob(const MergePlan& plan,
-                                                       const Directory& staging,
-                                                       bool existing,
-                                                       PieceRange range,
-                                                       Job* job);
+// Writes the plan's files into staging, or a part of them that are there: see
+// OutputSpec::ranges and WriteOutputs. `outputs` are those of the plan, and
+// what to write of each. kCorrupt names an input file whose bytes do not match.
+// Adds to `log`, where there is one, what it has written.
+class MergeLog;
+Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
+    const MergePlan& plan, const Directory& staging,
+    const std::vector<OutputSpec>& outputs, Job* job, MergeLog* log = nullptr);
 
 }  // namespace torch_ckpt

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/checked.h"
+#include "plan/ranges.h"
 #include "runtime/arena.h"
 #include "runtime/workers.h"
 
@@ -16,10 +17,6 @@ constexpr uint64_t kBlock = 4096;
 constexpr uint64_t kMinDirect = uint64_t{1} << 20;
 constexpr std::chrono::minutes kPatience{10};
 
-uint64_t Pieces(uint64_t bytes) {
-  return std::max<uint64_t>(1, (bytes + kPieceBytes - 1) / kPieceBytes);
-}
-
 struct Output {
   File file;
   bool direct = false;
@@ -27,9 +24,9 @@ struct Output {
 };
 
 Result<File> OpenOutput(const Directory& staging, const OutputSpec& spec,
-                        bool existing, bool want_direct, bool* direct) {
+                        bool want_direct, bool* direct) {
   OpenOptions options{.write = true,
-                      .create_new = !existing,
+                      .create_new = !spec.ranges,
                       .direct = want_direct && spec.bytes >= kMinDirect};
   *direct = options.direct;
   Result<File> file = staging.OpenFile(spec.staged, options);
@@ -39,8 +36,20 @@ Result<File> OpenOutput(const Directory& staging, const OutputSpec& spec,
   }
   // Refused by open(2) itself; some kernels create the file all the same.
   *direct = options.direct = false;
-  TC_RETURN_IF_ERROR(existing ? Status() : staging.Unlink(spec.staged, true));
+  if (!spec.ranges) TC_RETURN_IF_ERROR(staging.Unlink(spec.staged, true));
   return staging.OpenFile(spec.staged, options);
+}
+
+// What direct I/O needs of a range.
+Status CheckRange(const OutputSpec& spec, const ByteRange& range) {
+  const auto [begin, end] = range;
+  if (begin < end && end <= spec.bytes && begin % kBlock == 0 &&
+      (end % kBlock == 0 || end == spec.bytes)) {
+    return {};
+  }
+  return Internal("cannot write bytes " + std::to_string(begin) + " to " +
+                  std::to_string(end) + " by themselves")
+      .WithFile(spec.name);
 }
 
 Status FinishOutput(const OutputSpec& spec, const OutputOptions& options,
@@ -65,7 +74,7 @@ Status WriteBytes(const OutputSpec& spec, const Output& output, ByteSpan bytes,
 Status WritePiece(const OutputSpec& spec, Output* output, uint64_t begin,
                   MutableByteSpan piece, uint64_t bytes, size_t file,
                   MutableByteSpan scratch, int worker, const FillFn& fill,
-                  uint64_t fill_bytes, std::vector<uint32_t>* digests) {
+                  uint64_t fill_bytes, uint32_t* digests) {
   SegmentDigester digester(digests, begin);
   for (uint64_t at = 0; at < bytes; at += fill_bytes) {
     TC_RETURN_IF_ERROR(fill(file,
@@ -86,8 +95,7 @@ Status WritePiece(const OutputSpec& spec, Output* output, uint64_t begin,
 
 // The same for a piece that is in memory already.
 Status WritePlaced(const OutputSpec& spec, const Output& output, uint64_t begin,
-                   const std::vector<ByteSpan>& placed,
-                   std::vector<uint32_t>* digests) {
+                   const std::vector<ByteSpan>& placed, uint32_t* digests) {
   SegmentDigester digester(digests, begin);
   for (const ByteSpan& bytes : placed) {
     TC_RETURN_IF_ERROR(WriteBytes(spec, output, bytes, digester.offset()));
@@ -104,8 +112,8 @@ void SegmentDigester::EachSegment(size_t size, const Step& step) {
     const uint64_t inside = offset_ % kSegmentBytes;
     const auto part = static_cast<size_t>(
         std::min<uint64_t>(size - at, kSegmentBytes - inside));
-    uint32_t& digest = (*digests_)[offset_ / kSegmentBytes];
-    digest = step(inside == 0 ? 0 : digest, at, part);
+    uint32_t& digest = digests_[offset_ / kSegmentBytes - first_segment_];
+    digest = step(digest, at, part);
     offset_ += part;
     at += part;
   }
@@ -129,10 +137,36 @@ void SegmentDigester::Copy(std::byte* to, ByteSpan bytes) {
   });
 }
 
-uint64_t PieceCount(const std::vector<OutputSpec>& files) {
-  uint64_t count = 0;
-  for (const OutputSpec& file : files) count += Pieces(file.bytes);
-  return count;
+void TakePart(std::vector<OutputSpec>* files, int part, int parts) {
+  // A multiple of the block, and small beside what a writer gets of any file
+  // that is worth dividing.
+  constexpr uint64_t kGrain = uint64_t{64} << 10;
+  uint64_t total = 0;
+  for (OutputSpec& file : *files) {
+    if (!file.ranges) {
+      file.ranges.emplace();
+      if (file.bytes > 0) file.ranges->push_back({0, file.bytes});
+    }
+    for (const auto& [begin, end] : *file.ranges) {
+      total += RoundUp(end - begin, kGrain);
+    }
+  }
+  const std::vector<uint64_t> cuts = BalancedCuts(total, parts, kGrain);
+  const uint64_t first = cuts[static_cast<size_t>(part)];
+  const uint64_t last = cuts[static_cast<size_t>(part) + 1];
+  uint64_t at = 0;  // of the range, counted through all of them
+  for (OutputSpec& file : *files) {
+    std::vector<ByteRange> own;
+    for (const auto& [begin, end] : *file.ranges) {
+      const uint64_t next = at + RoundUp(end - begin, kGrain);
+      const uint64_t from = begin + std::clamp(first, at, next) - at;
+      const uint64_t to =
+          std::min(end, begin + std::clamp(last, at, next) - at);
+      if (from < to) own.push_back({from, to});
+      at = next;
+    }
+    file.ranges = std::move(own);
+  }
 }
 
 Status CreateOutputs(const Directory& staging,
@@ -148,34 +182,53 @@ Status CreateOutputs(const Directory& staging,
   return {};
 }
 
-Result<std::vector<std::vector<uint32_t>>> WriteOutputs(
+Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
     const Directory& staging, const std::vector<OutputSpec>& files,
-    const OutputOptions& options, bool existing, PieceRange range, Job* job,
-    const FillFn& fill, const PlaceFn& place) {
+    const OutputOptions& options, Job* job, const FillFn& fill,
+    const PlaceFn& place) {
   struct Item {
     size_t file;
     uint64_t begin;
+    uint64_t bytes;
+    uint32_t* digests;  // of the segments from that of `begin` on
   };
   std::vector<Item> items;
   std::vector<Output> outputs(files.size());
-  std::vector<std::vector<uint32_t>> digests(files.size());
-  uint64_t position = 0;
+  std::vector<std::vector<WrittenRange>> written(files.size());
   for (size_t f = 0; f < files.size(); ++f) {
-    digests[f].resize((files[f].bytes + kSegmentBytes - 1) / kSegmentBytes);
-    for (uint64_t p = 0; p < Pieces(files[f].bytes); ++p, ++position) {
-      if (position < range.first || position >= range.last) continue;
-      items.push_back({f, p * kPieceBytes});
-      ++outputs[f].left;
-      job->AddTotal(std::min(kPieceBytes, files[f].bytes - p * kPieceBytes));
+    const OutputSpec& spec = files[f];
+    if (spec.ranges) {
+      for (const ByteRange& range : *spec.ranges) {
+        TC_RETURN_IF_ERROR(CheckRange(spec, range));
+        written[f].push_back({range, {}});
+      }
+    } else {
+      written[f].push_back({{0, spec.bytes}, {}});
+      // It is to be there, whether it has a piece or not.
+      if (spec.bytes == 0) items.push_back({f, 0, 0, nullptr});
+    }
+    for (WrittenRange& range : written[f]) {
+      const auto [begin, end] = range.bytes;
+      range.crc32c.resize(SegmentCount(range.bytes));
+      for (uint64_t at = begin; at < end;) {
+        const uint64_t bytes =
+            std::min(end, RoundDown(at, kPieceBytes) + kPieceBytes) - at;
+        items.push_back(
+            {f, at, bytes,
+             &range.crc32c[at / kSegmentBytes - begin / kSegmentBytes]});
+        job->AddTotal(bytes);
+        at += bytes;
+      }
     }
   }
+  for (const Item& item : items) ++outputs[item.file].left;
   const auto run = [&]() -> Status {
     for (size_t f = 0; f < files.size(); ++f) {
       if (outputs[f].left == 0) continue;
-      TC_ASSIGN_OR_RETURN(outputs[f].file,
-                          OpenOutput(staging, files[f], existing,
-                                     options.direct, &outputs[f].direct));
-      if (!existing && files[f].bytes > 0) {
+      TC_ASSIGN_OR_RETURN(
+          outputs[f].file,
+          OpenOutput(staging, files[f], options.direct, &outputs[f].direct));
+      if (!files[f].ranges && files[f].bytes > 0) {
         // ENOSPC now and not at the last byte.
         TC_RETURN_IF_ERROR(outputs[f].file.Allocate(files[f].bytes).status());
       }
@@ -188,14 +241,14 @@ Result<std::vector<std::vector<uint32_t>>> WriteOutputs(
           const Item& item = items[static_cast<size_t>(i)];
           const OutputSpec& spec = files[item.file];
           Output* output = &outputs[item.file];
-          const uint64_t bytes = std::min(kPieceBytes, spec.bytes - item.begin);
+          const uint64_t bytes = item.bytes;
           std::vector<ByteSpan> placed;
           if (place && output->direct && bytes % kBlock == 0) {
             placed = place(item.file, item.begin, bytes);
           }
           if (!placed.empty()) {
-            TC_RETURN_IF_ERROR(WritePlaced(spec, *output, item.begin, placed,
-                                           &digests[item.file]));
+            TC_RETURN_IF_ERROR(
+                WritePlaced(spec, *output, item.begin, placed, item.digests));
           } else {
             // One lease for both: a worker that held one and waited for the
             // other could wait for ever.
@@ -205,10 +258,16 @@ Result<std::vector<std::vector<uint32_t>>> WriteOutputs(
                                        kPatience));
             // Speed only: a system may forbid or limit locked memory.
             if (options.page_locker) (void)buffer.PageLock(options.page_locker);
-            TC_RETURN_IF_ERROR(WritePiece(
-                spec, output, item.begin, buffer.span(), bytes, item.file,
-                buffer.span().subspan(kPieceBytes), worker, fill,
-                options.fill_bytes, &digests[item.file]));
+            TC_RETURN_IF_ERROR(
+                WritePiece(spec, output, item.begin, buffer.span(), bytes,
+                           item.file, buffer.span().subspan(kPieceBytes),
+                           worker, fill, options.fill_bytes, item.digests));
+          }
+          if (options.on_written) {
+            WrittenRange piece{{item.begin, item.begin + bytes}, {}};
+            const uint64_t segments = SegmentCount(piece.bytes);
+            piece.crc32c.assign(item.digests, item.digests + segments);
+            TC_RETURN_IF_ERROR(options.on_written(item.file, piece));
           }
           job->AddDone(bytes);
           if (--output->left == 0) {
@@ -219,14 +278,14 @@ Result<std::vector<std::vector<uint32_t>>> WriteOutputs(
   };
   Status status = run();
   if (!status.ok()) {
-    for (size_t f = 0; f < files.size() && !existing; ++f) {
+    for (const OutputSpec& spec : files) {
       // Best effort: the next save wipes the staging directory anyway, and
       // the first error is the one to report.
-      (void)staging.Unlink(files[f].staged, true);
+      if (!spec.ranges) (void)staging.Unlink(spec.staged, true);
     }
     return status;
   }
-  return digests;
+  return written;
 }
 
 }  // namespace torch_ckpt

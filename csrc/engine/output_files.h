@@ -1,17 +1,19 @@
 // Files being written into a staging directory, piece by piece.
 //
-// A file is cut into pieces of kPieceBytes from its start; each piece is filled
-// in memory, digested and written by one thread, in any order. Large files go
-// past the page cache: it costs 40 to 400 times the CPU of direct I/O.
+// A file is cut at multiples of kPieceBytes from its start; each piece is
+// filled in memory, digested and written by one thread, in any order. Large
+// files go past the page cache: it costs 40 to 400 times the CPU of direct I/O.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "engine/written_ranges.h"
 #include "format/manifest.h"
 #include "os/directory.h"
 #include "runtime/arena.h"
@@ -30,6 +32,10 @@ struct OutputSpec {
   std::string id;      // empty for files that carry none
   FileRole role = FileRole::kData;
   uint64_t bytes = 0;
+  // What a call writes of a file that CreateOutputs has made: ascending, apart,
+  // cut at multiples of 4096 or at the end of the file. Without: the call
+  // creates the file and writes all of it.
+  std::optional<std::vector<ByteRange>> ranges;
 };
 
 struct OutputOptions {
@@ -41,27 +47,27 @@ struct OutputOptions {
   uint64_t fill_bytes = kDigestStep;
   // Memory that the fill function wants for itself, beside the piece.
   uint64_t scratch_bytes = 0;
+  // Called, from several threads at once, when a piece has been written.
+  std::function<Status(size_t file, const WrittenRange& piece)> on_written;
   // Page-locks the memory that is filled, where a device fills it.
   PageLocker* page_locker = nullptr;
 };
 
-// Which pieces [first, last) of the files, counted through all of them in
-// order, this call writes. Everything by default.
-struct PieceRange {
-  uint64_t first = 0;
-  uint64_t last = ~uint64_t{0};
-};
-
-uint64_t PieceCount(const std::vector<OutputSpec>& files);
+// Leaves of what is to be written of `files` (their ranges, or all of them)
+// what writer `part` of `parts` writes, each about as many bytes.
+void TakePart(std::vector<OutputSpec>* files, int part, int parts);
 
 // Carries the digests of a file's segments along with its bytes, which come in
 // their order. For one thread.
 class SegmentDigester {
  public:
-  // `digests` has an entry for every segment of the file; the bytes begin at
-  // `offset`, where a segment does.
-  SegmentDigester(std::vector<uint32_t>* digests, uint64_t offset)
-      : digests_(digests), offset_(offset) {}
+  // The bytes begin at `offset` of the file. `digests` are those of the
+  // segments from the one there on: of what was written of each before this, 0
+  // if nothing was.
+  SegmentDigester(uint32_t* digests, uint64_t offset)
+      : digests_(digests),
+        first_segment_(offset / kSegmentBytes),
+        offset_(offset) {}
 
   uint64_t offset() const { return offset_; }  // of the next byte
   // Bytes that are where they belong.
@@ -77,7 +83,8 @@ class SegmentDigester {
   template <class Step>
   void EachSegment(size_t size, const Step& step);
 
-  std::vector<uint32_t>* digests_;
+  uint32_t* digests_;
+  uint64_t first_segment_;
   uint64_t offset_;
 };
 
@@ -96,18 +103,17 @@ using FillFn = std::function<Status(size_t file, MutableByteSpan out,
 using PlaceFn = std::function<std::vector<ByteSpan>(size_t file, uint64_t begin,
                                                     uint64_t bytes)>;
 
-// Creates `files` in staging (or, with `existing`, opens files that the
-// coordinator has created at full size), fills, writes and syncs the pieces of
-// `range`. Memory: a piece and the scratch a worker, leased
-// for one piece at a time so that more workers than the budget holds just wait;
-// none for pieces that `place` knows, which direct I/O takes from there.
-// Returns the digests of the segments that were written: result[file][segment],
-// zeros elsewhere. After an error the files that this call created are
-// unlinked.
-Result<std::vector<std::vector<uint32_t>>> WriteOutputs(
+// Creates `files` in staging, or opens those that have ranges; fills, writes
+// and syncs what is to be written of each. Memory: a piece and the scratch a
+// worker, leased for one piece at a time so that more workers than the budget
+// holds just wait; none for pieces that `place` knows, which direct I/O takes
+// from there. Returns what was written of each file, with digests; of a file
+// that was created, one range. After an error the files that this call created
+// are unlinked.
+Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
     const Directory& staging, const std::vector<OutputSpec>& files,
-    const OutputOptions& options, bool existing, PieceRange range, Job* job,
-    const FillFn& fill, const PlaceFn& place = {});
+    const OutputOptions& options, Job* job, const FillFn& fill,
+    const PlaceFn& place = {});
 
 // Creates the files at full size (blocks reserved) without writing them.
 Status CreateOutputs(const Directory& staging,

@@ -64,7 +64,7 @@ Result<PartSession> BeginPart(const std::string& target,
 
 // Consumes the session on success. After a failure ending it cleans up: nothing
 // of this rank is left in T unless the commit point was reached. Every file is
-// named after the rank; world_size and write_index of the request do not count.
+// named after the rank; world_size and index_name of the request do not count.
 Result<Manifest> CommitPart(PartSession* session, const CommitRequest& request);
 
 // Undoes and removes what dead part saves left in `target`. True when there

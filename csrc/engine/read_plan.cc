@@ -57,7 +57,7 @@ Status PlanTensor(const Catalog& catalog, const ReadItem& item,
   const int64_t id = catalog.Find(item.name);
   if (id < 0) return Incomplete("is not in the checkpoint");
   const CatalogEntry& entry = catalog.entries()[static_cast<size_t>(id)];
-  if (entry.kind != EntryKind::kTensor) {
+  if (entry.kind == EntryKind::kObject) {
     return InvalidArgument("is not a tensor in the checkpoint");
   }
   if (!Inside(item.box, entry.shape)) {

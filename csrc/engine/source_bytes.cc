@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "base/checked.h"
+#include "format/cast.h"
 #include "plan/ranges.h"
 #include "plan/runs.h"
 
@@ -63,9 +64,43 @@ Result<DeviceMap> DevicesOf(const std::vector<SourceTensor>& sources) {
   return devices;
 }
 
+ElementRange CastElementsOf(const SourcePart& part) {
+  const auto bytes = static_cast<uint64_t>(DtypeBits(part.cast->to)) / 8;
+  return {part.begin / bytes, (part.begin + part.size + bytes - 1) / bytes};
+}
+
+void CastPart(const SourcePart& part, const std::byte* elements, uint64_t first,
+              std::byte* to) {
+  const auto in = static_cast<uint64_t>(DtypeBits(part.cast->from)) / 8;
+  const auto out = static_cast<uint64_t>(DtypeBits(part.cast->to)) / 8;
+  const ElementRange range = CastElementsOf(part);
+  const std::byte* from = elements + (range.first - first) * in;
+  const uint64_t count = range.last - range.first;
+  if (part.begin % out == 0 && part.size % out == 0) {
+    CastElements(part.cast->from, from, part.cast->to, to, count);
+    return;
+  }
+  // It cuts an element.
+  std::vector<std::byte> whole(count * out);
+  CastElements(part.cast->from, from, part.cast->to, whole.data(), count);
+  std::memcpy(to, whole.data() + (part.begin - range.first * out), part.size);
+}
+
 void GatherPart(const SourcePart& part, std::byte* to) {
   if (part.source == nullptr) {
     std::memset(to, 0, part.size);
+    return;
+  }
+  if (part.cast != nullptr) {
+    if (part.source->IsDense()) {
+      CastPart(part, part.source->data, 0, to);
+      return;
+    }
+    const ElementRange range = CastElementsOf(part);
+    const auto bytes = static_cast<uint64_t>(DtypeBits(part.cast->from)) / 8;
+    std::vector<std::byte> elements((range.last - range.first) * bytes);
+    GatherElements(*part.source, range.first * bytes, elements);
+    CastPart(part, elements.data(), range.first, to);
     return;
   }
   // A part may cut an element (3-byte units, odd offsets): gather whole
@@ -86,20 +121,24 @@ void GatherPart(const SourcePart& part, std::byte* to) {
 void SourceBytes::Append(std::string_view text) {
   if (text.empty()) return;
   extents_.push_back(
-      {size(), size() + text.size(), nullptr, AsBytes(text).data()});
+      {size(), size() + text.size(), nullptr, 0, AsBytes(text).data(), {}});
 }
 
 void SourceBytes::Append(const SourceTensor& source) {
-  const uint64_t bytes = source.bytes();
+  Place(size(), source, 0, source.bytes());
+}
+
+void SourceBytes::Place(uint64_t at, const SourceTensor& source, uint64_t from,
+                        uint64_t bytes, std::optional<ElementCast> cast) {
   if (bytes == 0) return;
-  const bool in_a_row = source.device < 0 && source.IsDense();
-  extents_.push_back(
-      {size(), size() + bytes, &source, in_a_row ? source.data : nullptr});
+  const bool in_a_row = source.device < 0 && source.IsDense() && !cast;
+  extents_.push_back({at, at + bytes, &source, from,
+                      in_a_row ? source.data + from : nullptr, cast});
 }
 
 void SourceBytes::AlignTo(uint64_t unit) {
   const uint64_t end = RoundUp(size(), unit);
-  if (end != size()) extents_.push_back({size(), end, nullptr, nullptr});
+  if (end != size()) extents_.push_back({size(), end, nullptr, 0, nullptr, {}});
 }
 
 }  // namespace torch_ckpt

@@ -45,7 +45,22 @@ Result<Catalog> CatalogOfStaged(const Directory& staging,
         return {};
       }));
   TC_ASSIGN_OR_RETURN(Catalog catalog, BuildCatalog(headers, proof));
-  // Objects and paths, which headers do not know.
+  // Aliases, objects and paths, which headers do not know.
+  for (const auto& [name, alias_of] : request.aliases) {
+    const int64_t target = catalog.Find(alias_of);
+    if (target < 0) {
+      return Incomplete("was to be an alias of '" + alias_of +
+                        "', which no rank has written")
+          .WithTensor(name);
+    }
+    CatalogEntry entry = catalog.entries()[static_cast<size_t>(target)];
+    entry.name = name;
+    entry.kind = EntryKind::kAlias;
+    entry.alias_of = alias_of;
+    entry.path.clear();
+    TC_RETURN_IF_ERROR(catalog.AddEntry(std::move(entry)).status());
+  }
+  TC_RETURN_IF_ERROR(catalog.LinkAliases());
   std::map<std::string_view, uint32_t> object_files;
   for (const CommitFile& file : request.files) {
     if (file.file.role == FileRole::kData) continue;
@@ -117,6 +132,46 @@ Result<CommitFile> AddStagedFile(const Directory& staging,
   }
   file.staged = StagedName(name, file.file.id);
   TC_RETURN_IF_ERROR(staging.WriteFile(file.staged, text));
+  return file;
+}
+
+Result<CommitFile> AddStagedExtra(const Directory& staging,
+                                  const std::string& path) {
+  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(path));
+  CommitFile file;
+  file.file.name = BaseName(absolute);
+  const std::string& name = file.file.name;
+  TC_RETURN_IF_ERROR(CheckFileName(name).WithFile(absolute));
+  if (name.ends_with(kDataSuffix) || name == kManifestName ||
+      name == kCatalogName || name == kJournalName ||
+      IsPartManifestName(name)) {
+    return InvalidArgument("cannot stand beside a checkpoint under this name")
+        .WithFile(absolute);
+  }
+  TC_ASSIGN_OR_RETURN(const Directory parent,
+                      Directory::Open(ParentPath(absolute)));
+  TC_ASSIGN_OR_RETURN(const File in, parent.OpenFile(name, {}));
+  TC_ASSIGN_OR_RETURN(const FileInfo info, in.Stat());
+  if (!info.is_regular) {
+    return InvalidArgument("is no regular file").WithFile(absolute);
+  }
+  file.file.id = NewId();
+  file.file.role = FileRole::kExtra;
+  file.file.bytes = info.bytes;
+  file.staged = StagedName(name, file.file.id);
+  TC_ASSIGN_OR_RETURN(
+      File out,
+      staging.OpenFile(file.staged, {.write = true, .create_new = true}));
+  std::vector<std::byte> buffer(std::min(kSegmentBytes, info.bytes));
+  for (uint64_t at = 0; at < info.bytes; at += kSegmentBytes) {
+    const MutableByteSpan bytes =
+        MutableByteSpan(buffer).first(std::min(kSegmentBytes, info.bytes - at));
+    TC_RETURN_IF_ERROR(in.ReadExact(bytes, at));
+    file.file.crc32c.push_back(Crc32c(0, bytes.data(), bytes.size()));
+    TC_RETURN_IF_ERROR(out.WriteAll(bytes, at));
+  }
+  TC_RETURN_IF_ERROR(out.Sync());
+  TC_RETURN_IF_ERROR(out.Close());
   return file;
 }
 

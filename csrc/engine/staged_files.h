@@ -26,4 +26,11 @@ Result<CommitFile> AddStagedFile(const Directory& staging,
                                  std::string_view name, FileRole role,
                                  const std::string& text);
 
+// Copies a file from anywhere into staging, durably, as an extra of the
+// checkpoint under its own name. kInvalidArgument where that is a name of ours,
+// or of a file of tensors: what a directory holds beside them is for readers
+// that take every such file for data.
+Result<CommitFile> AddStagedExtra(const Directory& staging,
+                                  const std::string& path);
+
 }  // namespace torch_ckpt

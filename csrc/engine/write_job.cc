@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 
 #include "engine/header_io.h"
 #include "format/names.h"
@@ -12,12 +13,15 @@
 namespace torch_ckpt {
 namespace {
 
+constexpr std::string_view kPartsName = "parts";
+constexpr uint64_t kMaxCastRatio = 8;  // of elements: F64 to F8
+
 struct FileLayout {
   std::string header;
   SourceBytes bytes;  // all of the file, the header included
 };
 
-Status CheckSource(const WriteTensor& tensor, const SourceTensor& source) {
+Status CheckBytes(const WriteTensor& tensor, const SourceTensor& source) {
   TC_ASSIGN_OR_RETURN(const uint64_t bytes,
                       ByteSize(tensor.dtype, tensor.shape));
   if (bytes != source.bytes()) {
@@ -34,6 +38,14 @@ Status CheckSource(const WriteTensor& tensor, const SourceTensor& source) {
   return {};
 }
 
+Status CheckSource(const WriteTensor& tensor,
+                   const std::vector<SourceTensor>& sources) {
+  Status checked = tensor.source < sources.size()
+                       ? CheckBytes(tensor, sources[tensor.source])
+                       : InvalidArgument("has no source");
+  return std::move(checked).WithTensor(tensor.name);
+}
+
 // Fills `parsed` with what the header says. Takes the names away from `file`.
 // `layout` must stay where it is.
 Status LayOutData(WriteFile& file, const std::string& id,
@@ -42,10 +54,7 @@ Status LayOutData(WriteFile& file, const std::string& id,
   std::vector<SafetensorsEntry>& entries = parsed->header.tensors;
   entries.reserve(file.tensors.size());
   for (WriteTensor& tensor : file.tensors) {
-    Status checked = tensor.source < sources.size()
-                         ? CheckSource(tensor, sources[tensor.source])
-                         : InvalidArgument("has no source");
-    if (!checked.ok()) return std::move(checked).WithTensor(tensor.name);
+    TC_RETURN_IF_ERROR(CheckSource(tensor, sources));
     entries.push_back(
         {std::move(tensor.name), tensor.dtype, tensor.shape, 0, 0});
   }
@@ -54,21 +63,11 @@ Status LayOutData(WriteFile& file, const std::string& id,
   shards.reserve(file.tensors.size());
   for (size_t i = 0; i < order.size(); ++i) {
     const WriteTensor& tensor = file.tensors[order[i]];
-    if (!file.sharded && !(tensor.shape == tensor.global_shape)) {
-      return InvalidArgument("is a part " +
-                             Box{tensor.offsets, tensor.shape}.ToString() +
-                             " of " + tensor.global_shape.ToString() +
-                             "; a final file holds whole tensors: use "
-                             "save_distributed=True")
-          .WithTensor(entries[i].name);
-    }
     shards.push_back({tensor.offsets, tensor.global_shape});
   }
   TC_ASSIGN_OR_RETURN(
       layout->header,
-      BuildSafetensorsHeader(
-          BuildFileMetadata(id, entries, file.sharded ? &shards : nullptr),
-          entries));
+      BuildSafetensorsHeader(BuildFileMetadata(id, entries, &shards), entries));
   layout->bytes.Reserve(order.size() + 1);
   layout->bytes.Append(layout->header);
   for (const uint32_t i : order) {
@@ -77,7 +76,7 @@ Status LayOutData(WriteFile& file, const std::string& id,
   parsed->header.data_begin = layout->header.size();
   parsed->header.file_bytes = layout->bytes.size();
   parsed->sharding.file_id = id;
-  parsed->sharding.has_sharding_info = file.sharded;
+  parsed->sharding.has_sharding_info = true;
   return {};
 }
 
@@ -145,11 +144,12 @@ class StagedHeaders {
 
 }  // namespace
 
-Result<std::vector<WrittenFile>> RunWriteJob(
-    WritePlan plan, const std::vector<SourceTensor>& sources, Job* job) {
+Result<WrittenPlan> RunWriteJob(WritePlan plan,
+                                const std::vector<SourceTensor>& sources,
+                                Job* job) {
   TC_ASSIGN_OR_RETURN(const Directory staging, Directory::Open(plan.staging));
   StagedHeaders headers(staging);
-  std::vector<FileLayout> layouts(plan.files.size());
+  std::deque<FileLayout> layouts(plan.files.size());  // which must not move
   std::vector<OutputSpec> specs;
   for (size_t f = 0; f < plan.files.size(); ++f) {
     WriteFile& file = plan.files[f];
@@ -165,21 +165,64 @@ Result<std::vector<WrittenFile>> RunWriteJob(
       TC_RETURN_IF_ERROR(headers.Stage(staged, parsed, layouts[f].header));
     }
     specs.push_back(
-        {file.name, staged, id, file.role, layouts[f].bytes.size()});
+        {file.name, staged, id, file.role, layouts[f].bytes.size(), {}});
+  }
+  FinalWrite finals;
+  if (!plan.final_tensors.empty()) {
+    for (const WriteTensor& tensor : plan.final_tensors) {
+      TC_RETURN_IF_ERROR(CheckSource(tensor, sources));
+    }
+    TC_ASSIGN_OR_RETURN(finals, PlanFinalWrite(staging, plan.final_tensors,
+                                               sources, plan.cast));
+    for (size_t f = 0; f < finals.files.size(); ++f) {
+      specs.push_back(finals.files[f]);
+      layouts.push_back({{}, std::move(finals.bytes[f])});
+    }
+    if (finals.parts.size() > 0) {
+      const std::string id = NewId();
+      specs.push_back({std::string(kPartsName),
+                       StagedName(kPartsName, id),
+                       id,
+                       FileRole::kExtra,
+                       finals.parts.size(),
+                       {}});
+      layouts.push_back({{}, std::move(finals.parts)});
+    }
   }
   TC_ASSIGN_OR_RETURN(const DeviceMap devices, DevicesOf(sources));
   CudaCopies copies(plan.options.workers);
+  // A part that a device copies into scratch, to be cast from there.
+  struct LateCast {
+    SourcePart part;
+    const std::byte* elements;
+    std::byte* to;
+  };
   // Without a digester the bytes are digested afterwards.
   const auto copy = [&](size_t file, uint64_t offset, MutableByteSpan out,
-                        int worker, SegmentDigester* digester) -> Status {
+                        MutableByteSpan scratch, int worker,
+                        std::vector<LateCast>* late,
+                        SegmentDigester* digester) -> Status {
     std::byte* to = out.data();
+    std::byte* elements = scratch.data();
     return layouts[file].bytes.ForEachPart(
         offset, out.size(), [&](const SourcePart& part) -> Status {
           std::byte* const at = to;
           to += part.size;
           if (part.source != nullptr && part.source->device >= 0) {
-            copies.Add(worker, devices.at(part.source->device),
-                       part.source->data + part.begin, {at, part.size});
+            CudaDevice* device = devices.at(part.source->device);
+            if (part.cast == nullptr) {
+              copies.Add(worker, device, part.source->data + part.begin,
+                         {at, part.size});
+              return {};
+            }
+            const ElementRange range = CastElementsOf(part);
+            const auto bytes =
+                static_cast<uint64_t>(DtypeBits(part.cast->from)) / 8;
+            const uint64_t size = (range.last - range.first) * bytes;
+            copies.Add(worker, device, part.source->data + range.first * bytes,
+                       {elements, size});
+            late->push_back({part, elements, at});
+            elements += size;
             return {};
           }
           if (part.dense == nullptr) {
@@ -193,8 +236,9 @@ Result<std::vector<WrittenFile>> RunWriteJob(
           return {};
         });
   };
-  const FillFn fill = [&](size_t file, MutableByteSpan out, MutableByteSpan,
-                          int worker, SegmentDigester* digester) -> Status {
+  const FillFn fill = [&](size_t file, MutableByteSpan out,
+                          MutableByteSpan scratch, int worker,
+                          SegmentDigester* digester) -> Status {
     // Waits however this ends, an exception included: the buffer must not go
     // back while a device writes into it.
     struct Waiter {
@@ -203,12 +247,19 @@ Result<std::vector<WrittenFile>> RunWriteJob(
       ~Waiter() { (void)copies->Wait(worker); }
     } waiter{&copies, worker};
     const bool on_host = devices.empty();
-    Status status = copy(file, digester->offset(), out, worker,
+    std::vector<LateCast> late;
+    Status status = copy(file, digester->offset(), out, scratch, worker, &late,
                          on_host ? digester : nullptr);
     const std::byte* failed = nullptr;  // the file is named below
     if (status.ok()) status = copies.Begin(worker, &failed);
     if (status.ok()) status = copies.Wait(worker);
-    if (status.ok() && !on_host) digester->Add(out);
+    if (status.ok() && !on_host) {
+      for (const LateCast& each : late) {
+        CastPart(each.part, each.elements, CastElementsOf(each.part).first,
+                 each.to);
+      }
+      digester->Add(out);
+    }
     return std::move(status).WithFile(specs[file].name);
   };
   const PlaceFn place = [&](size_t file, uint64_t offset, uint64_t bytes) {
@@ -218,13 +269,26 @@ Result<std::vector<WrittenFile>> RunWriteJob(
   if (!devices.empty()) {
     options.fill_bytes = kPieceBytes;  // waits once a piece
     options.page_locker = devices.begin()->second;
+    if (plan.cast) {
+      // The first and the last element of a piece may be cut.
+      options.scratch_bytes = kPieceBytes * kMaxCastRatio + kDataAlignment;
+    }
   }
-  TC_ASSIGN_OR_RETURN(auto digests,
-                      WriteOutputs(staging, specs, options,
-                                   /*existing=*/false, {}, job, fill, place));
-  std::vector<WrittenFile> written;
+  TC_ASSIGN_OR_RETURN(auto ranges,
+                      WriteOutputs(staging, specs, options, job, fill, place));
+  WrittenPlan written;
   for (size_t f = 0; f < specs.size(); ++f) {
-    written.push_back({specs[f], std::move(digests[f])});
+    const size_t of_final = f - plan.files.size();
+    if (f < plan.files.size()) {
+      written.files.push_back({specs[f], std::move(ranges[f][0].crc32c)});
+    } else if (of_final < finals.files.size()) {
+      written.final_files.push_back(
+          {static_cast<uint32_t>(of_final), specs[f].id, std::move(ranges[f])});
+    } else {
+      written.parts = WrittenParts{{specs[f], std::move(ranges[f][0].crc32c)},
+                                   std::move(finals.part_bytes),
+                                   std::move(finals.part_boxes)};
+    }
   }
   headers.Keep();
   return written;

@@ -5,32 +5,24 @@
 #include <string>
 #include <vector>
 
+#include "engine/final_write.h"
 #include "engine/output_files.h"
 #include "engine/source_bytes.h"
-#include "format/sharding_info.h"
 
 namespace torch_ckpt {
-
-struct WriteTensor {
-  std::string name;
-  Dtype dtype = Dtype::kU8;
-  Dims shape;    // of this box, in elements of dtype
-  Dims offsets;  // in the global tensor
-  Dims global_shape;
-  size_t source = 0;  // index into the sources
-};
 
 struct WriteFile {
   std::string name;
   FileRole role = FileRole::kData;
-  bool sharded = false;              // sharding keys in the header
-  std::vector<WriteTensor> tensors;  // kData
+  std::vector<WriteTensor> tensors;  // kData: shards
   std::vector<size_t> raw;  // any other role: these sources, one after another
 };
 
 struct WritePlan {
   std::string staging;  // directory
   std::vector<WriteFile> files;
+  std::vector<WriteTensor> final_tensors;  // into files in staging
+  bool cast = false;  // them to the dtypes that the files' headers say
   OutputOptions options;
 };
 
@@ -39,13 +31,34 @@ struct WrittenFile {
   std::vector<uint32_t> crc32c;
 };
 
+// What this rank has written of a final file, be it nothing.
+struct WrittenFinal {
+  uint32_t file = 0;  // in the list of final files
+  std::string id;     // in the header that this rank has read
+  std::vector<WrittenRange> ranges;
+};
+
+// What it has left for the coordinator to put in place.
+struct WrittenParts {
+  WrittenFile file;
+  std::vector<PartBytes> bytes;
+  std::vector<PartBox> boxes;
+};
+
+struct WrittenPlan {
+  std::vector<WrittenFile> files;
+  std::vector<WrittenFinal> final_files;
+  std::optional<WrittenParts> parts;
+};
+
 // Blocks until every file is written and synced (and its short header beside
-// it, engine/header_io.h), or fails and has unlinked them. Checks that sources
-// match shapes and dtypes. Errors name file and tensor. Progress and
-// cancellation through `job`. Device memory is copied piece by piece, each
-// worker into its own buffer of the arena, so that one copies while another
-// writes; kUnsupported where CUDA's driver is not usable.
-Result<std::vector<WrittenFile>> RunWriteJob(
-    WritePlan plan, const std::vector<SourceTensor>& sources, Job* job);
+// it, engine/header_io.h), or fails and has unlinked those that it has made.
+// Checks that sources match shapes and dtypes. Errors name file and tensor.
+// Progress and cancellation through `job`. Device memory is copied piece by
+// piece, each worker into its own buffer of the arena, so that one copies while
+// another writes; kUnsupported where CUDA's driver is not usable.
+Result<WrittenPlan> RunWriteJob(WritePlan plan,
+                                const std::vector<SourceTensor>& sources,
+                                Job* job);
 
 }  // namespace torch_ckpt

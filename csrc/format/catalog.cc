@@ -40,4 +40,24 @@ int64_t Catalog::Find(std::string_view name) const {
   return by_name_.Find(name, NameAt());
 }
 
+Status Catalog::LinkAliases() {
+  for (uint32_t id = 0; id < entries_.size(); ++id) {
+    const CatalogEntry& entry = entries_[id];
+    if (entry.kind != EntryKind::kAlias) continue;
+    const int64_t target = Find(entry.alias_of);
+    const CatalogEntry* of =
+        target < 0 ? nullptr : &entries_[static_cast<size_t>(target)];
+    if (!of || of->kind != EntryKind::kTensor ||
+        of->storage_dtype != entry.storage_dtype ||
+        of->logical_dtype != entry.logical_dtype ||
+        !(of->shape == entry.shape)) {
+      return Corrupt("is an alias of '" + entry.alias_of +
+                     "', which is no tensor like it in the catalog")
+          .WithTensor(entry.name);
+    }
+    slices_[id] = slices_[static_cast<size_t>(target)];
+  }
+  return {};
+}
+
 }  // namespace torch_ckpt

@@ -72,13 +72,17 @@ class Catalog {
     slices_.reserve(count);
     placements_.reserve(count);
   }
+  // Gives every alias the placements of the tensor that it names. kCorrupt
+  // where that is no tensor of its dtype and shape. To be called when all are
+  // added.
+  Status LinkAliases();
   // Checks that box is Inside shape. REQUIRES: entry and placement.file exist;
   // no other entry was given placements since this one's first.
   Status AddPlacement(uint32_t entry, const Placement& placement);
 
   const std::vector<CatalogFile>& files() const { return files_; }
   const std::vector<CatalogEntry>& entries() const { return entries_; }
-  // -1 when there is none.
+  // -1 when there is none. An alias is found under its own name.
   int64_t Find(std::string_view name) const;
   std::span<const Placement> placements(uint32_t entry) const {
     return std::span(placements_)

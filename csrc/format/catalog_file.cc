@@ -153,20 +153,6 @@ Status ReadEntry(BinaryReader* in, Catalog* out) {
   return {};
 }
 
-Status CheckAliases(const Catalog& catalog) {
-  for (const CatalogEntry& entry : catalog.entries()) {
-    if (entry.kind != EntryKind::kAlias) continue;
-    const int64_t target = catalog.Find(entry.alias_of);
-    if (target < 0 || catalog.entries()[static_cast<size_t>(target)].kind !=
-                          EntryKind::kTensor) {
-      return Corrupt("is an alias of '" + entry.alias_of +
-                     "', which is no tensor of the catalog")
-          .WithTensor(entry.name);
-    }
-  }
-  return {};
-}
-
 }  // namespace
 
 std::string EncodeCatalog(const Catalog& catalog) {
@@ -190,8 +176,12 @@ std::string EncodeCatalog(const Catalog& catalog) {
     PutDims(&out, e.shape);
     PutString(&out, e.alias_of);
     PutString(&out, e.path);
-    PutVarint(&out, catalog.placements(id).size());
-    for (const Placement& p : catalog.placements(id)) {
+    // Those of an alias are its tensor's.
+    const auto placements = e.kind == EntryKind::kAlias
+                                ? std::span<const Placement>()
+                                : catalog.placements(id);
+    PutVarint(&out, placements.size());
+    for (const Placement& p : placements) {
       const bool whole = p.box == Box::Whole(e.shape);
       PutVarint(&out, (p.role == PlacementRole::kReplica ? kReplicaBit : 0u) |
                           (whole ? kWholeBit : 0u));
@@ -227,7 +217,7 @@ Result<Catalog> DecodeCatalog(ByteSpan bytes) {
   for (uint64_t i = 0; i < *count; ++i)
     TC_RETURN_IF_ERROR(ReadEntry(&in, &out));
   if (!in.empty()) return Malformed("bytes behind the last entry");
-  TC_RETURN_IF_ERROR(CheckAliases(out));
+  TC_RETURN_IF_ERROR(out.LinkAliases());
   return out;
 }
 

@@ -88,9 +88,18 @@ std::string ShardFileName(int64_t rank, int64_t index, int64_t count) {
          FinalFileName(index, count);
 }
 
-std::string FinalFileName(int64_t index, int64_t count) {
-  return "model-" + Padded(index) + "-of-" + Padded(count) +
+std::string FinalFileName(int64_t index, int64_t count,
+                          const FileNaming& naming) {
+  if (count == 1 && !naming.number_single) {
+    return naming.stem + std::string(kDataSuffix);
+  }
+  return naming.stem + "-" + Padded(index) + "-of-" + Padded(count) +
          std::string(kDataSuffix);
+}
+
+std::string IndexFileName(int64_t count, const FileNaming& naming) {
+  if (count == 1 && !naming.number_single) return {};
+  return naming.stem + std::string(kDataSuffix) + ".index.json";
 }
 
 std::optional<NumberedName> ParseNumberedName(std::string_view name) {

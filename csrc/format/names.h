@@ -23,9 +23,20 @@ inline constexpr std::string_view kDataSuffix = ".safetensors";
 // Of a tensor's name, and of every key in a JSON text that is read.
 inline constexpr size_t kMaxNameBytes = 65535;
 
+// What final files are called: "<stem>-{i:05}-of-{n:05}.safetensors".
+struct FileNaming {
+  std::string stem = "model";
+  // One file is called that too, and not "<stem>.safetensors", without an
+  // index.
+  bool number_single = true;
+};
+
 // Ranks count from 0, indices from 1.
 std::string ShardFileName(int64_t rank, int64_t index, int64_t count);
-std::string FinalFileName(int64_t index, int64_t count);
+std::string FinalFileName(int64_t index, int64_t count,
+                          const FileNaming& naming = {});
+// Of the index that stands beside `count` files; empty where none does.
+std::string IndexFileName(int64_t count, const FileNaming& naming = {});
 std::string ObjectFileName(int64_t rank);
 
 // What the name "<stem>-{i:05}-of-{n:05}.safetensors" says, by which everybody

@@ -2,18 +2,22 @@
 //
 // Plan:
 //   {"staging": directory, "job": id or 0, "workers": int, "sync": bool,
-//    "direct": bool, "files": [file, ...]}
-//   file = {"name": str, "role": "data", "sharded": bool, "first_source": int,
-//           "names": [fqn] or one text, a name a line,
-//           "dtypes": [str] or one for all,
-//           "offsets": [[int] or null], "global_shapes": [[int] or null]}
+//    "direct": bool, "files": [file, ...], "final": tensors or null,
+//    "cast": bool}
+//   tensors = {"first_source": int,
+//              "names": [fqn] or one text, a name a line,
+//              "dtypes": [str] or one for all,
+//              "offsets": [[int] or null], "global_shapes": [[int] or null]}
+//   file = {"name": str, "role": "data"} and tensors
 //        | {"name": str, "role": "objects" | "extra", "first_source": int,
 //           "source_count": int}
-// A file takes its tensors one after another from `tensors`, from number
+// Those of "final" go to the files that the coordinator has staged, with "cast"
+// in the dtypes that the headers of these say. A file takes
+// its tensors one after another from `tensors`, from number
 // `first_source` on. Null offsets mean zeros, a null global shape the tensor's
 // own; either column may be null or absent as a whole. The result,
-// {"files": [{"staged", "name", "id", "role", "bytes", "crc32c"}]}, is kept in
-// the job.
+// {"files": [{"staged", "name", "id", "role", "bytes", "crc32c"}], "final":
+// what capi::FinalsJson makes}, is kept in the job.
 #include "capi/requests.h"
 #include "ops/tensors.h"
 
@@ -76,20 +80,17 @@ Result<WriteTensor> ParseTensor(const Json& file, size_t i, std::string name,
   return tensor;
 }
 
-Result<WriteFile> ParseFile(const Json& item,
-                            const std::vector<SourceTensor>& sources) {
-  WriteFile file;
-  TC_ASSIGN_OR_RETURN(file.name, capi::GetString(item, "name"));
-  TC_ASSIGN_OR_RETURN(const std::string role, capi::GetString(item, "role"));
-  TC_ASSIGN_OR_RETURN(file.role, capi::RoleFromName(role));
-  file.sharded = capi::GetBool(item, "sharded", false);
+// Adds the tensors of `item` to `out`, or, of a file that holds none, the
+// numbers of its sources to `raw`.
+Status ParseTensors(const Json& item, const std::vector<SourceTensor>& sources,
+                    std::vector<WriteTensor>* out, std::vector<size_t>* raw) {
   TC_ASSIGN_OR_RETURN(const int64_t first, capi::GetInt(item, "first_source"));
   TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
                       capi::GetNames(item, "names"));
   TC_ASSIGN_OR_RETURN(const std::vector<Dtype> dtypes,
                       ParseDtypes(item, names));
   auto count = static_cast<int64_t>(names.size());
-  if (file.role != FileRole::kData) {
+  if (raw) {
     TC_ASSIGN_OR_RETURN(count, capi::GetInt(item, "source_count"));
   }
   const auto given = static_cast<int64_t>(sources.size());
@@ -98,22 +99,32 @@ Result<WriteFile> ParseFile(const Json& item,
                            " tensors from number " + std::to_string(first) +
                            " on, of " + std::to_string(given));
   }
-  if (file.role == FileRole::kData) {
-    file.tensors.reserve(static_cast<size_t>(count));
-  }
+  if (!raw) out->reserve(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) {
     const auto row = static_cast<size_t>(i);
     const auto source = static_cast<size_t>(first + i);
-    if (file.role == FileRole::kData) {
-      TC_ASSIGN_OR_RETURN(WriteTensor tensor,
-                          ParseTensor(item, row, std::move(names[row]),
-                                      dtypes[row], sources[source]));
-      tensor.source = source;
-      file.tensors.push_back(std::move(tensor));
-    } else {
-      file.raw.push_back(source);
+    if (raw) {
+      raw->push_back(source);
+      continue;
     }
+    TC_ASSIGN_OR_RETURN(WriteTensor tensor,
+                        ParseTensor(item, row, std::move(names[row]),
+                                    dtypes[row], sources[source]));
+    tensor.source = source;
+    out->push_back(std::move(tensor));
   }
+  return {};
+}
+
+Result<WriteFile> ParseFile(const Json& item,
+                            const std::vector<SourceTensor>& sources) {
+  WriteFile file;
+  TC_ASSIGN_OR_RETURN(file.name, capi::GetString(item, "name"));
+  TC_ASSIGN_OR_RETURN(const std::string role, capi::GetString(item, "role"));
+  TC_ASSIGN_OR_RETURN(file.role, capi::RoleFromName(role));
+  TC_RETURN_IF_ERROR(
+      ParseTensors(item, sources, &file.tensors,
+                   file.role == FileRole::kData ? nullptr : &file.raw));
   return file;
 }
 
@@ -133,11 +144,17 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
     TC_ASSIGN_OR_RETURN(WriteFile file, ParseFile(item, sources));
     write_plan.files.push_back(std::move(file));
   }
-  TC_ASSIGN_OR_RETURN(const std::vector<WrittenFile> written,
+  const auto final = plan.find("final");
+  if (final != plan.end() && !final->is_null()) {
+    TC_RETURN_IF_ERROR(ParseTensors(*final, sources, &write_plan.final_tensors,
+                                    /*raw=*/nullptr));
+    write_plan.cast = capi::GetBool(plan, "cast", false);
+  }
+  TC_ASSIGN_OR_RETURN(const WrittenPlan written,
                       RunWriteJob(std::move(write_plan), sources, job));
   Json files = Json::array();
   uint64_t bytes = 0;
-  for (const WrittenFile& file : written) {
+  for (const WrittenFile& file : written.files) {
     files.push_back({{"staged", file.spec.staged},
                      {"name", file.spec.name},
                      {"id", file.spec.id},
@@ -146,10 +163,18 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
                      {"crc32c", capi::CrcHex(file.crc32c)}});
     bytes += file.spec.bytes;
   }
-  job->SetResult(Json{{"files", std::move(files)}}.dump());
+  for (const WrittenFinal& file : written.final_files) {
+    for (const WrittenRange& range : file.ranges) {
+      bytes += range.bytes.end - range.bytes.begin;
+    }
+  }
+  if (written.parts) bytes += written.parts->file.spec.bytes;
+  job->SetResult(
+      Json{{"files", std::move(files)}, {"final", capi::FinalsJson(written)}}
+          .dump());
   report[0] = 1;
   report[1] = report[2] = static_cast<int64_t>(bytes);
-  report[3] = static_cast<int64_t>(written.size());
+  report[3] = static_cast<int64_t>(written.files.size());
   return {};
 }
 

@@ -66,6 +66,8 @@ inline FileInfo ToFileInfo(const struct stat& st) {
   info.bytes = static_cast<uint64_t>(st.st_size);
   info.device = st.st_dev;
   info.inode = st.st_ino;
+  info.modified_ns =
+      int64_t{st.st_mtim.tv_sec} * 1'000'000'000 + int64_t{st.st_mtim.tv_nsec};
   info.is_directory = S_ISDIR(st.st_mode);
   info.is_regular = S_ISREG(st.st_mode);
   return info;

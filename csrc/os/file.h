@@ -17,6 +17,7 @@ namespace torch_ckpt {
 struct FileInfo {
   uint64_t bytes = 0;
   uint64_t device = 0, inode = 0;
+  int64_t modified_ns = 0;  // since 1970, as the file system's clock says
   bool is_directory = false, is_regular = false;
 
   // Whatever the names are that led to them.

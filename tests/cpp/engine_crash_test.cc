@@ -184,6 +184,21 @@ TEST_F(CrashTest, ExistingCheckpoint) {
         {"config.json"});
 }
 
+// Two ranks that write into final files, one of whose tensors is gathered.
+TEST_F(CrashTest, FinalFiles) {
+  FinalSettings settings;
+  settings.output.workers = 1;
+  settings.gathered = {"a"};
+  const auto save = [&] {
+    return SaveFinal(Live("t"), NewPieces(), settings).status();
+  };
+  const Contents fresh = {{"a", new_.bytes}, {"b", extra_.bytes}};
+  Check("t", std::nullopt, fresh, save);
+  fs::remove_all(Live("t"));
+  ASSERT_OK(SaveAll(Live("t"), OldPieces()).status());
+  Check("t", Contents{{"a", old_.bytes}}, fresh, save);
+}
+
 TEST_F(CrashTest, OtherFilesButNoCheckpoint) {
   fs::create_directory(Live("t"));
   WriteText(Live("t/config.json"), "{}");

@@ -6,6 +6,7 @@
 #include "engine/write_job.h"
 #include "engine_test_util.h"
 #include "fake_cuda.h"
+#include "format/cast.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {
@@ -44,7 +45,8 @@ class WriteFromDeviceTest : public EngineTest {
     plan.files.push_back(file_);
     plan.options.workers = workers;
     Job job(JobKind::kWrite);
-    return RunWriteJob(plan, sources_, &job);
+    TC_ASSIGN_OR_RETURN(WrittenPlan written, RunWriteJob(plan, sources_, &job));
+    return std::move(written.files);
   }
 
   void ExpectWritten(const WrittenFile& file) {
@@ -97,6 +99,63 @@ TEST_F(WriteFromDeviceTest, HostAndDeviceMemoryInOneFile) {
   // A piece waits for its devices once, however many tensors are in it.
   EXPECT_LE(fake_.Calls("cuStreamSynchronize"), 3 * 4 * 2);
   EXPECT_GT(fake_.LockedRanges(), 0);
+}
+
+// Into final files, some of it cast on the way: what a device copies is cast
+// from where it was copied to.
+TEST_F(WriteFromDeviceTest, FinalFilesWithCasts) {
+  auto stage = Directory::Open(Path("stage"));
+  ASSERT_OK(stage.status());
+  const int64_t count = static_cast<int64_t>(kPieceBytes) / 2 + 1001;
+  std::vector<float> values(static_cast<size_t>(count));
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = static_cast<float>(i % 1000) / 7;
+  }
+  const std::string floats(reinterpret_cast<const char*>(values.data()),
+                           values.size() * sizeof(float));
+  const std::string plain = RandomBytes(5003, 1);
+  std::string cast(values.size() * 2, '\0');
+  CastElements(Dtype::kF32, reinterpret_cast<const std::byte*>(values.data()),
+               Dtype::kBF16, reinterpret_cast<std::byte*>(cast.data()),
+               values.size());
+  auto list = StageFinalFiles(*stage,
+                              {{"cast", Dtype::kBF16, {count}, false},
+                               {"gathered", Dtype::kBF16, {count}, true},
+                               {"plain", Dtype::kU8, {5003}, false}},
+                              {}, {}, true);
+  ASSERT_OK(list.status());
+  WritePlan plan;
+  plan.staging = Path("stage");
+  plan.cast = true;
+  for (const std::string name : {"cast", "gathered"}) {
+    plan.final_tensors.push_back(
+        {name, Dtype::kF32, {count}, {0}, {count}, sources_.size()});
+    SourceTensor source = DeviceSource(floats);
+    source.sizes = {count};
+    source.strides = {4};
+    source.element_bytes = 4;
+    sources_.push_back(source);
+  }
+  plan.final_tensors.push_back(
+      {"plain", Dtype::kU8, {5003}, {0}, {5003}, sources_.size()});
+  sources_.push_back(DeviceSource(plain));
+  Job job(JobKind::kWrite);
+  auto written = RunWriteJob(plan, sources_, &job);
+  ASSERT_OK(written.status());
+  RankFinals rank;
+  rank.files = written->final_files;
+  if (written->parts) rank.parts.push_back(*written->parts);
+  auto files = RunAssembleJob(*stage, *list, {rank}, {}, &job);
+  ASSERT_OK(files.status());
+  expected_ = {{"cast", cast}, {"gathered", cast}, {"plain", plain}};
+  const CommitFile& file = (*files)[0];
+  ExpectWritten({{file.file.name,
+                  file.staged,
+                  file.file.id,
+                  FileRole::kData,
+                  file.file.bytes,
+                  {}},
+                 file.file.crc32c});
 }
 
 TEST_F(WriteFromDeviceTest, BuffersAreLockedByTheFirstJobOnly) {

@@ -53,9 +53,20 @@ class HeaderIoTest : public EngineTest {
         pieces.push_back(std::move(piece));
       }
     }
-    SaveSettings settings;
-    settings.sharded = sharded;
-    ASSERT_OK(WriteRanks(staging_, pieces, settings, &request_));
+    if (sharded) {
+      ASSERT_OK(WriteRanks(staging_, pieces, {}, &request_));
+      return;
+    }
+    auto directory = Directory::Open(staging_);
+    ASSERT_OK(directory.status());
+    std::filesystem::remove(staging_ + "/final_files");  // of an earlier call
+    auto list =
+        StageFinalFiles(*directory, FinalTensorsOf(pieces), {}, {}, false);
+    ASSERT_OK(list.status());
+    for (const FinalFile& file : list->files) {
+      request_.files.push_back(
+          {file.staged, {file.name, file.id, FileRole::kData, 0, {}}});
+    }
   }
   FileHeader FromText(const std::string& staged) {
     auto directory = Directory::Open(staging_);

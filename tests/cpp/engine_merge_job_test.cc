@@ -278,7 +278,8 @@ TEST_F(MergeJobTest, ProgressCountsTheBytesOfTheOutput) {
   auto session = BeginSave(Path("out"), true);
   ASSERT_OK(session.status());
   Job job(JobKind::kMerge);
-  ASSERT_OK(RunMergeJob(*plan, session->directory(), false, {}, &job).status());
+  ASSERT_OK(
+      RunMergeJob(*plan, session->directory(), plan->outputs(), &job).status());
   EXPECT_GT(job.total(), a.bytes.size());
   EXPECT_EQ(job.total(), plan->outputs()[0].bytes);
   EXPECT_EQ(job.done(), job.total());
@@ -295,7 +296,7 @@ TEST_F(MergeJobTest, CancelLeavesNoOutput) {
     ASSERT_OK(session.status());
     Job job(JobKind::kMerge);
     job.Cancel();
-    EXPECT_EQ(RunMergeJob(*plan, session->directory(), false, {}, &job)
+    EXPECT_EQ(RunMergeJob(*plan, session->directory(), plan->outputs(), &job)
                   .status()
                   .kind(),
               ErrorKind::kCancelled);

@@ -36,9 +36,9 @@ Status WritePart(const PartSession& session, const std::vector<Piece>& pieces,
   }
   work.plan.staging = session.path();
   Job job(JobKind::kWrite);
-  TC_ASSIGN_OR_RETURN(const std::vector<WrittenFile> written,
+  TC_ASSIGN_OR_RETURN(const WrittenPlan written,
                       RunWriteJob(work.plan, work.sources, &job));
-  for (const WrittenFile& file : written) {
+  for (const WrittenFile& file : written.files) {
     request->files.push_back({file.spec.staged,
                               {file.spec.name, file.spec.id, file.spec.role,
                                file.spec.bytes, file.crc32c}});

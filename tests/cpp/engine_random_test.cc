@@ -2,6 +2,7 @@
 // merged, and compared with the arrays they came from.
 #include <random>
 
+#include "engine/verify_job.h"
 #include "engine_test_util.h"
 
 namespace torch_ckpt {
@@ -106,6 +107,21 @@ TEST_F(RandomTest, WhatWasSavedIsReadAndMerged) {
     for (size_t i = 0; i < arrays.size(); ++i) {
       ASSERT_TRUE(all->at("t" + std::to_string(i)) == arrays[i].bytes);
     }
+    // The same pieces straight into final files are the same files.
+    FinalSettings final;
+    if (!merge.mapping.empty()) final.files.mapping = merge.mapping;
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      if (Pick(0, 2) == 0) final.gathered.push_back("t" + std::to_string(i));
+    }
+    final.output.direct = Pick(0, 1) == 0;
+    ASSERT_OK(SaveFinal(Path("final"), pieces, final).status());
+    auto direct = ReadAll(Path("final"));
+    ASSERT_OK(direct.status());
+    ASSERT_TRUE(*direct == *all);
+    Job job(JobKind::kVerify);
+    auto opened = OpenCheckpoint(Path("final"));
+    ASSERT_OK(opened.status());
+    ASSERT_OK(RunVerifyJob(*opened, 2, &job).status());
   }
 }
 

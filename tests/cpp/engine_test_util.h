@@ -6,17 +6,20 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <sstream>
 #include <string>
 #include <system_error>
 #include <utility>
 #include <vector>
 
+#include "engine/assemble_job.h"
 #include "engine/checkpoint.h"
 #include "engine/commit.h"
 #include "engine/merge_job.h"
@@ -103,7 +106,6 @@ inline std::vector<Piece> GridPieces(const std::string& name,
 }
 
 struct SaveSettings {
-  bool sharded = true;
   bool index = false;
   int64_t world_size = 1;
   OutputOptions output;
@@ -149,10 +151,7 @@ inline void PlanRank(int64_t rank, const std::vector<Piece>& pieces,
   for (size_t f = 0; f < files; ++f) {
     const auto index = static_cast<int64_t>(f + 1);
     const auto count = static_cast<int64_t>(files);
-    work->plan.files[f].sharded = settings.sharded;
-    work->plan.files[f].name = settings.sharded
-                                   ? ShardFileName(rank, index, count)
-                                   : FinalFileName(index, count);
+    work->plan.files[f].name = ShardFileName(rank, index, count);
   }
   for (size_t i = 0; i < mine.size(); ++i) {
     const Piece& piece = *mine[i].first;
@@ -180,16 +179,16 @@ inline Status WriteRanks(const std::string& staging,
     if (work.plan.files.empty()) continue;
     work.plan.staging = staging;
     Job job(JobKind::kWrite);
-    TC_ASSIGN_OR_RETURN(const std::vector<WrittenFile> written,
+    TC_ASSIGN_OR_RETURN(const WrittenPlan written,
                         RunWriteJob(work.plan, work.sources, &job));
-    for (const WrittenFile& file : written) {
+    for (const WrittenFile& file : written.files) {
       request->files.push_back({file.spec.staged,
                                 {file.spec.name, file.spec.id, file.spec.role,
                                  file.spec.bytes, file.crc32c}});
     }
   }
   request->world_size = ranks;
-  request->write_index = settings.index;
+  if (settings.index) request->index_name = kIndexName;
   if (!settings.object.empty()) {
     request->objects.push_back({"step", ObjectFileName(0)});
   }
@@ -203,6 +202,88 @@ inline Result<Manifest> SaveAll(const std::string& target,
   CommitRequest request;
   TC_RETURN_IF_ERROR(
       WriteRanks(session.place().path, pieces, settings, &request));
+  return CommitSave(&session, request);
+}
+
+struct FinalSettings {
+  FileRule files;
+  std::vector<std::string> gathered;
+  FileNaming naming;
+  OutputOptions output;
+};
+
+// The tensors of all pieces, by first appearance.
+inline std::vector<FinalTensor> FinalTensorsOf(
+    const std::vector<Piece>& pieces,
+    const std::vector<std::string>& gathered = {}) {
+  std::vector<FinalTensor> tensors;
+  std::set<std::string> seen;
+  for (const Piece& piece : pieces) {
+    if (!seen.insert(piece.name).second) continue;
+    const bool gather = std::find(gathered.begin(), gathered.end(),
+                                  piece.name) != gathered.end();
+    tensors.push_back(
+        {piece.name, piece.array->dtype, piece.array->shape, gather});
+  }
+  return tensors;
+}
+
+// One rank's part of a save into final files that are staged.
+inline Result<RankFinals> WriteFinalRank(const std::string& staging,
+                                         int64_t rank,
+                                         const std::vector<Piece>& pieces,
+                                         const OutputOptions& options = {}) {
+  RankWork work;
+  work.plan.staging = staging;
+  work.plan.options = options;
+  for (const Piece& piece : pieces) {
+    if (piece.rank != rank) continue;
+    work.memory.push_back(BoxBytes(*piece.array, piece.box));
+    work.plan.final_tensors.push_back(
+        {piece.name, piece.array->dtype, piece.box.sizes, piece.box.offsets,
+         piece.array->shape, work.memory.size() - 1});
+  }
+  for (const std::string& bytes : work.memory) {
+    work.sources.push_back(BytesSource(bytes));
+  }
+  Job job(JobKind::kWrite);
+  TC_ASSIGN_OR_RETURN(WrittenPlan written,
+                      RunWriteJob(work.plan, work.sources, &job));
+  RankFinals finals;
+  finals.rank = rank;
+  finals.files = std::move(written.final_files);
+  if (written.parts) finals.parts.push_back(std::move(*written.parts));
+  return finals;
+}
+
+// A save whose ranks write into final files.
+inline Result<Manifest> SaveFinal(const std::string& target,
+                                  const std::vector<Piece>& pieces,
+                                  const FinalSettings& settings = {}) {
+  TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(target, true));
+  TC_ASSIGN_OR_RETURN(
+      const FinalFiles list,
+      StageFinalFiles(session.directory(),
+                      FinalTensorsOf(pieces, settings.gathered), settings.files,
+                      settings.naming, settings.output.sync));
+  int64_t world_size = 1;
+  for (const Piece& piece : pieces) {
+    world_size = std::max(world_size, piece.rank + 1);
+  }
+  std::vector<RankFinals> ranks;
+  for (int64_t rank = 0; rank < world_size; ++rank) {
+    TC_ASSIGN_OR_RETURN(
+        RankFinals finals,
+        WriteFinalRank(session.place().path, rank, pieces, settings.output));
+    ranks.push_back(std::move(finals));
+  }
+  Job job(JobKind::kMerge);
+  CommitRequest request;
+  TC_ASSIGN_OR_RETURN(
+      request.files,
+      RunAssembleJob(session.directory(), list, ranks, settings.output, &job));
+  request.world_size = world_size;
+  request.index_name = list.index_name;
   return CommitSave(&session, request);
 }
 
@@ -258,21 +339,22 @@ struct MergeSettings {
   bool strict = true;
   bool in_place = false;
   OutputOptions output;
-  int ranks = 0;  // 0: one process; else pieces divided over so many
+  int ranks = 0;  // 0: one process; else bytes divided over so many
 };
 
 // The request that commits a finished merge.
 inline CommitRequest MergeCommit(const MergePlan& plan,
-                                 std::vector<std::vector<uint32_t>> digests,
+                                 std::vector<std::vector<WrittenRange>> written,
                                  bool in_place) {
   CommitRequest request;
-  request.write_index = true;
+  request.index_name = kIndexName;
   request.keep_previous = in_place;
   for (size_t i = 0; i < plan.outputs().size(); ++i) {
     const OutputSpec& spec = plan.outputs()[i];
     request.files.push_back(
         {spec.staged,
-         {spec.name, spec.id, spec.role, spec.bytes, std::move(digests[i])}});
+         {spec.name, spec.id, spec.role, spec.bytes,
+          CombineRanges(std::move(written[i]), spec.bytes).value()}});
   }
   const Catalog& catalog = plan.checkpoint().catalog();
   for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
@@ -288,44 +370,38 @@ inline Result<Manifest> Merge(const std::string& from, const std::string& to,
                               const MergeSettings& settings = {}) {
   TC_ASSIGN_OR_RETURN(const CheckpointPtr checkpoint, OpenCheckpoint(from));
   MergeOptions options;
-  if (!settings.mapping.empty()) options.mapping = settings.mapping;
+  if (!settings.mapping.empty()) options.files.mapping = settings.mapping;
   options.strict = settings.strict;
   options.output = settings.output;
   TC_ASSIGN_OR_RETURN(const MergePlan plan,
                       MergePlan::Make(checkpoint, options, {}));
   TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(to, true));
-  std::vector<std::vector<uint32_t>> digests;
+  std::vector<std::vector<WrittenRange>> written;
   if (settings.ranks == 0) {
     Job job(JobKind::kMerge);
     TC_ASSIGN_OR_RETURN(
-        digests, RunMergeJob(plan, session.directory(), false, {}, &job));
+        written, RunMergeJob(plan, session.directory(), plan.outputs(), &job));
   } else {
     TC_RETURN_IF_ERROR(CreateOutputs(session.directory(), plan.outputs()));
     std::vector<std::string> ids;
     for (const OutputSpec& spec : plan.outputs()) ids.push_back(spec.id);
-    digests.resize(plan.outputs().size());
-    const uint64_t pieces = PieceCount(plan.outputs());
-    const auto ranks = static_cast<uint64_t>(settings.ranks);
-    for (uint64_t rank = 0; rank < ranks; ++rank) {
+    written.resize(plan.outputs().size());
+    for (int rank = 0; rank < settings.ranks; ++rank) {
       // Every rank makes the plan for itself.
       TC_ASSIGN_OR_RETURN(const MergePlan own,
                           MergePlan::Make(checkpoint, options, ids));
+      std::vector<OutputSpec> outputs = own.outputs();
+      TakePart(&outputs, rank, settings.ranks);
       Job job(JobKind::kMerge);
-      TC_ASSIGN_OR_RETURN(
-          const auto part,
-          RunMergeJob(own, session.directory(), true,
-                      {pieces * rank / ranks, pieces * (rank + 1) / ranks},
-                      &job));
+      TC_ASSIGN_OR_RETURN(const auto part,
+                          RunMergeJob(own, session.directory(), outputs, &job));
       for (size_t f = 0; f < part.size(); ++f) {
-        digests[f].resize(part[f].size());
-        for (size_t s = 0; s < part[f].size(); ++s) {
-          digests[f][s] |= part[f][s];
-        }
+        written[f].insert(written[f].end(), part[f].begin(), part[f].end());
       }
     }
   }
   return CommitSave(&session,
-                    MergeCommit(plan, std::move(digests), settings.in_place));
+                    MergeCommit(plan, std::move(written), settings.in_place));
 }
 
 // A safetensors file as others write it: no id, no global shapes. `offsets` of

@@ -29,7 +29,8 @@ class WriteJobTest : public EngineDiskTest {
     plan.files.push_back(std::move(file));
     plan.options = options;
     Job job(JobKind::kWrite);
-    return RunWriteJob(plan, sources, &job);
+    TC_ASSIGN_OR_RETURN(WrittenPlan written, RunWriteJob(plan, sources, &job));
+    return std::move(written.files);
   }
 
   std::string Text(const WrittenFile& file) {
@@ -74,7 +75,6 @@ TEST_F(WriteJobTest, DenseScalarAndEmpty) {
   const Array empty = MakeArray(Dtype::kI64, {0, 4}, 3);
   WriteFile file{"model-00001-of-00001.safetensors",
                  FileRole::kData,
-                 false,
                  {WholeTensor("a", Dtype::kF32, {30, 17}, 0),
                   WholeTensor("s", Dtype::kF64, {}, 1),
                   WholeTensor("e", Dtype::kI64, {0, 4}, 2)},
@@ -109,7 +109,6 @@ TEST_F(WriteJobTest, StridedSourcesOfEveryElementSize) {
     }
     auto written = Write({"a.safetensors",
                           FileRole::kData,
-                          false,
                           {WholeTensor("t", dtype, {31, 13}, 0)},
                           {}},
                          {source});
@@ -131,7 +130,6 @@ TEST_F(WriteJobTest, PiecesCutElements) {
   auto written =
       Write({"a.safetensors",
              FileRole::kData,
-             false,
              {WholeTensor("t", Dtype::kF6E2M3, {kColumns, kRows * 4}, 0)},
              {}},
             {source});
@@ -150,7 +148,6 @@ TEST_F(WriteJobTest, SubByteDtypes) {
   const Array f6 = MakeArray(Dtype::kF6E3M2, {5, 8}, 2);
   auto written = Write({"a.safetensors",
                         FileRole::kData,
-                        false,
                         {WholeTensor("f4", f4.dtype, f4.shape, 0),
                          WholeTensor("f6", f6.dtype, f6.shape, 1)},
                         {}},
@@ -163,12 +160,12 @@ TEST_F(WriteJobTest, SubByteDtypes) {
 TEST_F(WriteJobTest, RawFilesAreTheirSourcesOneAfterAnother) {
   const std::string a = "{\"x\": 1}", b = "", c(3 << 20, 'c');
   auto written =
-      Write({"objects-00001.json", FileRole::kObjects, false, {}, {0, 1, 2}},
+      Write({"objects-00001.json", FileRole::kObjects, {}, {0, 1, 2}},
             {BytesSource(a), BytesSource(b), BytesSource(c)});
   ASSERT_OK(written.status());
   EXPECT_EQ(Text((*written)[0]), a + b + c);
   ExpectDigests((*written)[0], a + b + c);
-  auto empty = Write({"x.bin", FileRole::kExtra, false, {}, {}}, {});
+  auto empty = Write({"x.bin", FileRole::kExtra, {}, {}}, {});
   ASSERT_OK(empty.status());
   EXPECT_EQ((*empty)[0].spec.bytes, 0u);
   EXPECT_EQ(Text((*empty)[0]), "");
@@ -185,7 +182,6 @@ TEST_F(WriteJobTest, LargeFilesInPiecesByAnyNumberOfWorkers) {
       auto written =
           Write({"a.safetensors",
                  FileRole::kData,
-                 false,
                  {WholeTensor("big", big.dtype, big.shape, 0),
                   WholeTensor("odd", odd.dtype, odd.shape, 1)},
                  {}},
@@ -238,7 +234,6 @@ TEST_F(WriteJobTest, OptionsDecideOverCacheAndSync) {
     options.direct = options.sync = wanted;
     const Status written = Write({"a.safetensors",
                                   FileRole::kData,
-                                  false,
                                   {WholeTensor("big", big.dtype, big.shape, 0)},
                                   {}},
                                  {BytesSource(big.bytes)}, options)
@@ -262,30 +257,23 @@ TEST_F(WriteJobTest, RefusesWhatDoesNotFitAndLeavesNothing) {
   };
   const std::string name = "a.safetensors";
   const auto data = FileRole::kData;
+  expect_refused({name, data, {WholeTensor("t", Dtype::kF32, {5, 4}, 0)}, {}},
+                 ErrorKind::kInvalidArgument);
+  expect_refused({name, data, {WholeTensor("t", Dtype::kF32, {4, 4}, 1)}, {}},
+                 ErrorKind::kInvalidArgument);
+  // A box outside its tensor.
   expect_refused(
-      {name, data, true, {WholeTensor("t", Dtype::kF32, {5, 4}, 0)}, {}},
-      ErrorKind::kInvalidArgument);
-  expect_refused(
-      {name, data, true, {WholeTensor("t", Dtype::kF32, {4, 4}, 1)}, {}},
-      ErrorKind::kInvalidArgument);
-  // A part in a final file, and a box outside its tensor.
-  expect_refused(
-      {name, data, false, {{"t", Dtype::kF32, {4, 4}, {0, 0}, {8, 4}, 0}}, {}},
-      ErrorKind::kInvalidArgument);
-  expect_refused(
-      {name, data, true, {{"t", Dtype::kF32, {4, 4}, {6, 0}, {8, 4}, 0}}, {}},
+      {name, data, {{"t", Dtype::kF32, {4, 4}, {6, 0}, {8, 4}, 0}}, {}},
       ErrorKind::kInvalidArgument);
   // One name twice.
   expect_refused({name,
                   data,
-                  true,
                   {WholeTensor("t", Dtype::kF32, {4, 4}, 0),
                    WholeTensor("t", Dtype::kF32, {4, 4}, 0)},
                   {}},
                  ErrorKind::kInvalidArgument);
-  expect_refused(
-      {"../x", data, false, {WholeTensor("t", Dtype::kF32, {4, 4}, 0)}, {}},
-      ErrorKind::kCorrupt);
+  expect_refused({"../x", data, {WholeTensor("t", Dtype::kF32, {4, 4}, 0)}, {}},
+                 ErrorKind::kCorrupt);
 }
 
 // One file of one whole tensor.
@@ -294,7 +282,6 @@ WritePlan PlanOf(const Array& a, const std::string& staging) {
   plan.staging = staging;
   plan.files.push_back({"a.safetensors",
                         FileRole::kData,
-                        false,
                         {WholeTensor("t", a.dtype, a.shape, 0)},
                         {}});
   return plan;
@@ -306,7 +293,7 @@ TEST_F(WriteJobTest, ProgressCountsTheBytesOfTheFiles) {
   auto written =
       RunWriteJob(PlanOf(a, Path("stage")), {BytesSource(a.bytes)}, &job);
   ASSERT_OK(written.status());
-  EXPECT_EQ(job.total(), (*written)[0].spec.bytes);
+  EXPECT_EQ(job.total(), written->files[0].spec.bytes);
   EXPECT_EQ(job.done(), job.total());
 }
 
@@ -338,7 +325,7 @@ TEST_P(WriteJobFaultTest, AnErrorOfAnyCallUnlinksAllFiles) {
     tensors.push_back(WholeTensor(name, a.dtype, a.shape, 0));
   }
   for (const char* name : {"a.safetensors", "b.safetensors"}) {
-    plan.files.push_back({name, FileRole::kData, false, tensors, {}});
+    plan.files.push_back({name, FileRole::kData, tensors, {}});
   }
   const std::vector<const char*> calls =
       of_headers ? std::vector{"openat", "pwrite", "close"}
@@ -381,7 +368,6 @@ TEST_F(WriteJobTest, ShortWritesAndInterruptsChangeNothing) {
   options.workers = 1;
   auto written = Write({"a.safetensors",
                         FileRole::kData,
-                        false,
                         {WholeTensor("t", a.dtype, a.shape, 0)},
                         {}},
                        {BytesSource(a.bytes)}, options);
@@ -401,8 +387,7 @@ TEST_F(WriteJobTest, StagedTensorsAreWrittenFromWhereTheyAre) {
   }
   std::vector<SourceTensor> sources;
   std::vector<std::string> names;
-  WriteFile file{
-      "model-00001-of-00001.safetensors", FileRole::kData, false, {}, {}};
+  WriteFile file{"model-00001-of-00001.safetensors", FileRole::kData, {}, {}};
   for (size_t i = 0; i < arrays.size(); ++i) {
     const std::string name = "t" + std::to_string(i);
     sources.push_back(BytesSource(arrays[i].bytes));

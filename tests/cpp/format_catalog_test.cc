@@ -36,6 +36,7 @@ Catalog Sample() {
   EXPECT_TRUE(c.AddPlacement(1, {1, PlacementRole::kOwner, 4088, {}}).ok());
   CatalogEntry alias = Tensor("t", Dtype::kBF16, {4, 6});
   alias.kind = EntryKind::kAlias;
+  alias.logical_dtype = Dtype::kF32;
   alias.alias_of = "w";
   EXPECT_TRUE(c.AddEntry(alias).ok());
   CatalogEntry object = Tensor("o", Dtype::kU8, {});
@@ -44,6 +45,7 @@ Catalog Sample() {
   object.path = R"(["\u0000\"",-1,""])";
   EXPECT_TRUE(c.AddEntry(object).ok());
   EXPECT_TRUE(c.AddPlacement(3, {0, PlacementRole::kOwner, 0, {}}).ok());
+  EXPECT_TRUE(c.LinkAliases().ok());
   return c;
 }
 
@@ -224,6 +226,13 @@ TEST(CatalogFile, RefusesWhatCannotBe) {
   EXPECT_EQ(entry(alias), kBad);  // of itself
   alias.alias_of = "nobody";
   EXPECT_EQ(entry(alias), kBad);
+  // Of a tensor that is not like it.
+  for (CatalogEntry e :
+       {Tensor("x", Dtype::kF64, w.shape), Tensor("x", w.storage_dtype, {1})}) {
+    e.kind = EntryKind::kAlias;
+    e.alias_of = "w";
+    EXPECT_EQ(entry(e), kBad);
+  }
   EXPECT_EQ(entry(Tensor("\xFF", Dtype::kU8, {})), kBad);
   EXPECT_EQ(entry(Tensor(std::string("a\0", 2), Dtype::kU8, {})), kBad);
   EXPECT_EQ(entry(Tensor("__metadata__", Dtype::kU8, {})), kBad);

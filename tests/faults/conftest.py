@@ -94,7 +94,7 @@ class Scenario:
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.template = root / "template"
         self.source = root / "source"
-        if name in ("overwrite", "async"):
+        if name in ("overwrite", "async", "final"):
             server.call("save", path=str(self.template), number=1)
         if name == "consolidate":
             old = root / "old"
@@ -113,7 +113,7 @@ class Scenario:
         if self.name == "consolidate":
             args["source"] = str(self.source)
             return str(path), self.server.start("consolidate", faults=faults, **args)
-        action = "async_save" if self.name == "async" else "save"
+        action = {"async": "async_save", "final": "save_final"}.get(self.name, "save")
         return str(path), self.server.start(action, faults=faults, number=2, **args)
 
     def run(self, faults: list[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -48,6 +48,14 @@ def save(path: str, number: int) -> None:
     torch_ckpt.save(state(number), checkpoint_id=path, no_dist=True)
 
 
+def save_final(path: str, number: int) -> None:
+    import torch_ckpt
+
+    torch_ckpt.save(
+        state(number), checkpoint_id=path, no_dist=True, layout="final", max_shard_size=200
+    )
+
+
 def async_save(path: str, number: int) -> None:
     """Changes its tensors as soon as they are staged."""
     import torch_ckpt

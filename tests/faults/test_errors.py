@@ -20,11 +20,11 @@ def faults_of(scenario: Any, whole: int, actions: list[str]) -> list[str]:
     return [f"*:{nth}:{actions[i % len(actions)]}" for i, nth in enumerate(calls)]
 
 
-@pytest.mark.parametrize("name", ["fresh", "overwrite", "async", "consolidate"])
+@pytest.mark.parametrize("name", ["fresh", "overwrite", "async", "final", "consolidate"])
 def test_an_error_of_any_call(make_scenario: Any, name: str) -> None:
     scenario = make_scenario(name)
     paths, failed = [], 0
-    for fault, path, outcome in scenario.run(faults_of(scenario, 120, ERRORS)):
+    for fault, path, outcome in scenario.run(faults_of(scenario, 90, ERRORS)):
         assert outcome["signal"] == 0, (fault, outcome)
         paths.append(path)
         if "ok" in outcome:  # a hint, or something that is tried another way
@@ -41,7 +41,7 @@ def test_an_error_of_any_call(make_scenario: Any, name: str) -> None:
     scenario.check(paths)
 
 
-@pytest.mark.parametrize("name", ["fresh", "overwrite", "consolidate"])
+@pytest.mark.parametrize("name", ["overwrite", "final", "consolidate"])
 def test_interrupts_and_short_counts_change_nothing(make_scenario: Any, name: str) -> None:
     scenario = make_scenario(name)
     paths = []

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.parametrize("name", ["fresh", "overwrite", "async", "consolidate"])
+@pytest.mark.parametrize("name", ["fresh", "overwrite", "async", "final", "consolidate"])
 def test_killed_at_any_call(make_scenario: Any, name: str) -> None:
     scenario = make_scenario(name)
-    hit, killed, paths = scenario.sample(150), [], []
+    hit, killed, paths = scenario.sample(110), [], []
     for fault, path, outcome in scenario.run([f"*:{nth}:kill" for nth in hit]):
         assert outcome["signal"] in (0, signal.SIGKILL), (fault, outcome)
         if not outcome["signal"]:
@@ -41,3 +41,10 @@ def test_recovery_is_killed_too(make_scenario: Any, server: Any, name: str) -> N
         server.outcome("save", faults=f"*:{20 + 7 * i % 50}:kill", path=path, number=2)
         paths.append(path)
     scenario.check(paths)
+
+
+def test_a_consolidation_goes_on_after_a_kill(make_scenario: Any, server: Any) -> None:
+    scenario = make_scenario("consolidate")
+    for _, path, _ in scenario.run([f"*:{nth}:kill" for nth in scenario.sample(30)]):
+        server.call("consolidate", source=str(scenario.source), path=path)
+        assert server.call("load", path=path, numbers=[2]) == 2

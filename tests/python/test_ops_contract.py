@@ -46,7 +46,6 @@ def write_plan(staging: Path, **more: object) -> torch.Tensor:
     file = {
         "name": "model.safetensors",
         "role": "data",
-        "sharded": False,
         "names": ["x"],
         "dtypes": ["F32"],
         "first_source": 0,

@@ -6,13 +6,24 @@ from typing import Any
 
 import pytest
 from launch import run_ranks
-from ranks import asynchronous, directories, frameworks, reshard, saving, sharding
+from ranks import (
+    asynchronous,
+    consolidation,
+    directories,
+    final,
+    frameworks,
+    reshard,
+    saving,
+    sharding,
+)
 
 MODULES = {
     "sharding": sharding,
     "saving": saving,
     "asynchronous": asynchronous,
+    "consolidation": consolidation,
     "directories": directories,
+    "final": final,
     "frameworks": frameworks,
     "reshard": reshard,
 }
@@ -24,8 +35,12 @@ LAUNCHES = [
     ("saving", 4),
     ("asynchronous", 2),
     ("asynchronous", 4),
+    ("consolidation", 2),
+    ("consolidation", 4),
     ("directories", 2),
     ("directories", 4),
+    ("final", 2),
+    ("final", 4),
     ("frameworks", 4),
     ("reshard", 4),
     ("reshard", 2),

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 
 from torch_ckpt.cli.output import Output, count, format_bytes, with_output, world_size
+from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
-from torch_ckpt.merge import merge, merge_request
+from torch_ckpt.mapping import INDEX_NAME, NAMINGS, load_json
+from torch_ckpt.merge import FileNames, merge, merge_request
 from torch_ckpt.progress import Progress
 
-_INDEX = "model.safetensors.index.json"
-_NUMBERED = re.compile(r"-(\d{5})-of-\d{5}\.safetensors$")
+_TIMEOUT_S = 600.0  # until a rank that does not answer is taken for dead
 
 
 @click.command()
@@ -33,7 +31,7 @@ _NUMBERED = re.compile(r"-(\d{5})-of-\d{5}\.safetensors$")
 @click.option(
     "--index",
     type=click.Path(exists=True),
-    help=f"Divide the tensors as this {_INDEX} (or the one in this directory) does.",
+    help=f"Divide the tensors as this {INDEX_NAME} (or the one in this directory) does.",
 )
 @click.option(
     "--threads",
@@ -41,6 +39,34 @@ _NUMBERED = re.compile(r"-(\d{5})-of-\d{5}\.safetensors$")
     default=4,
     show_default=True,
     help="At least four run.",
+)
+@click.option("--max-shard-size", help='Bytes of tensors in a file at most, as "5GB" or "5GiB".')
+@click.option(
+    "--naming",
+    type=click.Choice(list(NAMINGS)),
+    default="dcp",
+    show_default=True,
+    help="hf: one file is model.safetensors; diffusers, peft: their names.",
+)
+@click.option("--dtype", help="Store floats as bf16, fp16, fp32, ..., or as this directory does.")
+@click.option(
+    "--keep-fp32",
+    multiple=True,
+    metavar="REGEX",
+    help="Store floats of these names in fp32; may be given several times.",
+)
+@click.option(
+    "--memory-budget",
+    default="512MiB",
+    show_default=True,
+    help="Bytes that the buffers of each process take at most.",
+)
+@click.option(
+    "--extra",
+    "extras",
+    multiple=True,
+    type=click.Path(exists=True),
+    help="A file to put beside the tensors, or a directory: all of it but weights.",
 )
 @click.option("--no-strict", is_flag=True, help="Leave out tensors that the mapping lacks.")
 @click.option("--no-verify", is_flag=True, help="Do not compare what is read with its digests.")
@@ -51,6 +77,12 @@ def consolidate(
     mapping: str | None,
     index: str | None,
     threads: int,
+    max_shard_size: str | None,
+    naming: FileNames,
+    dtype: str | None,
+    keep_fp32: tuple[str, ...],
+    memory_budget: str,
+    extras: tuple[str, ...],
     no_strict: bool,
     no_verify: bool,
     output: Output,
@@ -62,12 +94,20 @@ def consolidate(
     """
     if mapping and index:
         raise click.UsageError("--mapping and --index exclude each other.")
-    files = _read_mapping(mapping) if mapping else _read_index(index) if index else None
     request = merge_request(
-        input_dir, output_dir, files, threads, strict=not no_strict, verify=not no_verify
+        input_dir,
+        output_dir,
+        _read_mapping(mapping) if mapping else index,
+        threads,
+        strict=not no_strict,
+        verify=not no_verify,
+        max_shard_size=max_shard_size,
+        naming=naming,
+        policy=DtypePolicy(dtype, keep_fp32),
+        memory_budget=memory_budget,
     )
     with output.progress("consolidating") as progress:
-        answer = _merge(request, progress)
+        answer = _merge(request, progress, extras)
     output.report(
         {"input": request["input"], "output": request["output"], **answer},
         lambda: (
@@ -77,12 +117,15 @@ def consolidate(
     )
 
 
-def _merge(request: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
+def _merge(
+    request: dict[str, Any], progress: Progress | None, extras: Sequence[str] = ()
+) -> dict[str, Any]:
     if world_size() == 1:
-        return merge(request, progress)
+        return merge(request, progress, extras)
     import torch.distributed as dist  # only here: it takes seconds
 
     from torch_ckpt.consolidate import merge_on_every_rank
+    from torch_ckpt.team import Team
 
     with _stdout_to_stderr():
         try:
@@ -93,7 +136,8 @@ def _merge(request: dict[str, Any], progress: Progress | None) -> dict[str, Any]
                 f"with torchrun, or unset it: {error}"
             ) from error
         try:
-            return merge_on_every_rank(lambda: request, None, progress)
+            team = Team.of(None, _TIMEOUT_S)
+            return merge_on_every_rank(lambda: request, team, progress, extras)
         finally:
             dist.destroy_process_group()
 
@@ -111,42 +155,8 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
-def _load_json(path: str) -> Any:
-    try:
-        return json.loads(Path(path).read_bytes(), object_pairs_hook=_unique_names)
-    except (ValueError, RecursionError) as error:
-        raise click.UsageError(f"{path} is not JSON: {error}") from None
-
-
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = dict(pairs)
-    if len(names) != len(pairs):
-        raise ValueError("a name stands in it twice")
-    return names
-
-
 def _read_mapping(path: str) -> dict[str, int]:
-    mapping = _load_json(path)
+    mapping = load_json(path)
     if not isinstance(mapping, dict) or not all(type(value) is int for value in mapping.values()):
         raise click.UsageError(f'{path} is not a JSON object {{"tensor name": file number}}')
     return mapping
-
-
-def _read_index(path: str) -> dict[str, int]:
-    """The mapping that an index file implies: the numbers in its file names, or their order."""
-    if Path(path).is_dir():
-        path = str(Path(path) / _INDEX)
-        if not Path(path).is_file():
-            raise click.UsageError(f"there is no {path}")
-    index = _load_json(path)
-    weights = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weights, dict) or not all(type(name) is str for name in weights.values()):
-        raise click.UsageError(f"{path} has no weight_map of tensor names and file names")
-    names = sorted(set(weights.values()))
-    numbers = {name: number for number, name in enumerate(names, start=1)}
-    matches = {name: _NUMBERED.search(name) for name in names}
-    if all(matches.values()):
-        numbers = {name: int(match[1]) for name, match in matches.items() if match}
-    if len(set(numbers.values())) != len(names):
-        raise click.UsageError(f"{path} names two files of one number")
-    return {tensor: numbers[name] for tensor, name in weights.items()}

@@ -30,6 +30,10 @@ def inspect(path: str, tensors: bool, output: Output) -> None:
     output.report(_fields(described, tensors), lambda: _text(described, tensors))
 
 
+def _stored_bytes(described: Description) -> int:
+    return sum(tensor.bytes for tensor in described.tensors if tensor.alias_of is None)
+
+
 def _fields(described: Description, tensors: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "path": described.path,
@@ -38,7 +42,7 @@ def _fields(described: Description, tensors: bool) -> dict[str, Any]:
         "world_size": described.world_size,
         "files": [dataclasses.asdict(file) for file in described.files],
         "tensor_count": len(described.tensors),
-        "tensor_bytes": sum(tensor.bytes for tensor in described.tensors),
+        "tensor_bytes": _stored_bytes(described),
         "object_count": len(described.objects),
     }
     if tensors:
@@ -48,7 +52,7 @@ def _fields(described: Description, tensors: bool) -> dict[str, Any]:
 
 
 def _text(described: Description, tensors: bool) -> str:
-    size = format_bytes(sum(tensor.bytes for tensor in described.tensors))
+    size = format_bytes(_stored_bytes(described))
     lines = [f"{described.path}: {_SOURCES[described.source]}"]
     if described.save_id is not None:
         saved_by = count(described.world_size or 1, "rank")
@@ -75,4 +79,5 @@ def _text(described: Description, tensors: bool) -> str:
 def _tensor_line(tensor: TensorInfo) -> str:
     size = format_bytes(tensor.bytes)
     boxes = count(len(tensor.placements), "box", "boxes")
-    return f"{printable(tensor.name)}  {tensor.dtype}{list(tensor.shape)}  {size}, {boxes}"
+    where = f"{size}, {boxes}" if tensor.alias_of is None else f"is {printable(tensor.alias_of)}"
+    return f"{printable(tensor.name)}  {tensor.dtype}{list(tensor.shape)}  {where}"

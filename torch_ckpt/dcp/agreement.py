@@ -39,7 +39,7 @@ def rank_0_decides(
     rank, world_size = rank_and_size(group)
     if world_size == 1:
         return decide()
-    store, key = _next_key(group, what)
+    store, key = next_key(group, what)
     if rank == 0:
         answer: dict[str, Any] = {}
         try:
@@ -66,7 +66,7 @@ def any_rank(
     _, world_size = rank_and_size(group)
     if world_size == 1:
         return flag
-    store, key = _next_key(group, what)
+    store, key = next_key(group, what)
     raised, arrived = f"{key}/raised", f"{key}/arrived"
     store.add(raised, int(flag))
     if store.add(arrived, 1) == world_size:
@@ -89,7 +89,8 @@ def _wait(store: Any, key: str, timeout: float) -> None:
         pause = min(2 * pause, 0.01)
 
 
-def _next_key(group: dist.ProcessGroup | None, what: str) -> tuple[Any, str]:
+def next_key(group: dist.ProcessGroup | None, what: str) -> tuple[Any, str]:
+    """The group's store, and a key in it that no other call of any rank gets but this one's."""
     made: Any = group if group is not None else distributed_c10d._get_default_group()
     count = _counts.get(made, 0)
     _counts[made] = count + 1

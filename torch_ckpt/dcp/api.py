@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 import warnings
@@ -37,6 +38,7 @@ from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.whole_state import Unwrapping, whole_state, without_statefuls
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
+from torch_ckpt.options import check_choice
 
 # Single-process use is intended where no process group was made. In an async save stock says it in
 # a thread, which no filter for a block of code reaches.
@@ -46,6 +48,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _PathLike = str | os.PathLike[str]
 _OURS = (HuggingFaceStorageWriter, type(None))
+_WRITER_OPTIONS = inspect.signature(HuggingFaceStorageWriter).parameters.keys() - {"path"}
 
 
 def _eager(function: F) -> F:
@@ -54,11 +57,23 @@ def _eager(function: F) -> F:
     return disabled
 
 
-def _writer(writer: Any, checkpoint_id: _PathLike | None, rank: int, world_size: int) -> Any:
+def _writer(
+    writer: Any,
+    checkpoint_id: _PathLike | None,
+    rank: int,
+    world_size: int,
+    options: dict[str, Any],
+) -> Any:
     if writer is None:
         if checkpoint_id is None:
             raise InvalidArgumentError("save needs a checkpoint_id or a storage_writer")
-        writer = HuggingFaceStorageWriter(checkpoint_id, save_distributed=True)
+        if "save_distributed" not in options:
+            options = {"layout": "sharded", **options}
+        writer = HuggingFaceStorageWriter(checkpoint_id, **options)
+    elif options:
+        raise InvalidArgumentError(
+            f"{', '.join(options)}: of a storage_writer that is given, say so to its constructor"
+        )
     if isinstance(writer, HuggingFaceStorageWriter):
         writer.reset(checkpoint_id)
         writer._begin_save(rank, world_size)
@@ -67,6 +82,7 @@ def _writer(writer: Any, checkpoint_id: _PathLike | None, rank: int, world_size:
 
 def _planner(
     planner: stock_planner.SavePlanner | None,
+    writer: Any,
     group: dist.ProcessGroup | None,
     rank: int,
     world_size: int,
@@ -77,6 +93,8 @@ def _planner(
         # DCP does not tell it either.
         alone = world_size == 1
         planner._group = (rank,) if alone else tuple(dist.get_process_group_ranks(group))
+        final = isinstance(writer, HuggingFaceStorageWriter) and not writer.save_distributed
+        planner._stored_names = writer.mapped_names() if final else None
     return planner
 
 
@@ -124,18 +142,21 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    **writer_options: Any,
 ) -> Metadata:
     """`torch.distributed.checkpoint.save` with our writer and planner as defaults.
 
-    Without a `storage_writer`, every rank's shards go to directory `checkpoint_id`. Raises
-    CheckpointError kinds or OSError, naming the rank, on every rank; nothing of a failed save is
-    left, and what stood there before still loads. Called from the main thread, it keeps Python's
-    cyclic garbage collector off until it returns. With several ranks it waits for async saves.
+    Without a `storage_writer`, every rank's shards go to directory `checkpoint_id`; other keywords
+    are those of HuggingFaceStorageWriter: with layout="final" the directory is the final one, of
+    whole tensors, for `from_pretrained`. Raises CheckpointError kinds or OSError, naming the rank,
+    on every rank; nothing of a failed save is left, and what stood there before still loads. Called
+    from the main thread, it keeps Python's cyclic garbage collector off until it returns. With
+    several ranks it waits for async saves.
     """
     rank, world_size = rank_and_size(process_group, no_dist)
     _wait_for_async_saves(world_size)
-    writer = _writer(storage_writer, checkpoint_id, rank, world_size)
-    planner = _planner(planner, process_group, rank, world_size)
+    writer = _writer(storage_writer, checkpoint_id, rank, world_size, writer_options)
+    planner = _planner(planner, writer, process_group, rank, world_size)
     try:
         # Planning makes some twenty objects per tensor, with stock's planner a hundred; collecting
         # between them takes longer than making them.
@@ -197,14 +218,15 @@ def async_save(
     log_path: a file to which each rank appends its SaveStats, a line of JSON a save.
     timeout: seconds to wait for earlier saves, and besides for rank 0, which says for all whether
         the save begins.
-    options: keywords that stock's may get in later versions.
+    options: keywords of HuggingFaceStorageWriter, as for `save`; others go to stock's, which may
+        get more in later versions.
 
     Raises what `save` would: on this rank what goes wrong before and while it stages, and from the
     futures of all ranks that and all else. Besides, CheckpointError where an earlier save failed
     and nobody has heard of it, and ConflictError for `on_busy`.
     """
-    _check_choice("on_busy", on_busy, OnBusy)
-    _check_choice("on_failure", on_failure, OnFailure)
+    check_choice("on_busy", on_busy, get_args(OnBusy))
+    check_choice("on_failure", on_failure, get_args(OnFailure))
     rank, world_size = rank_and_size(process_group, no_dist)
     if checkpoint_id is not None and isinstance(storage_writer, _OURS):
         checkpoint_id = os.path.abspath(checkpoint_id)  # the save goes on in another directory
@@ -243,8 +265,9 @@ def async_save(
         turn = begin(save, process_group, on_busy, shared, timeout)
         if crosses:
             prepare(process_group, turn, timeout)
-        writer = _writer(storage_writer, checkpoint_id, rank, world_size)
-        planner = _planner(planner, process_group, rank, world_size)
+        writer_options = {name: options.pop(name) for name in _WRITER_OPTIONS & options.keys()}
+        writer = _writer(storage_writer, checkpoint_id, rank, world_size, writer_options)
+        planner = _planner(planner, writer, process_group, rank, world_size)
         stager = async_stager
         if stager is None and isinstance(writer, AsyncStager):
             stager = writer  # as stock does it
@@ -282,11 +305,6 @@ def async_save(
     if one.blocks:
         return save
     return AsyncSaveResponse(save.staging_completion, save)
-
-
-def _check_choice(argument: str, value: object, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise InvalidArgumentError(f"{argument}={value!r} is none of {get_args(choices)}")
 
 
 def _named(error: BaseException | None, save: AsyncSave) -> BaseException | None:

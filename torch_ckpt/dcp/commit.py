@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt._core import names_text
-from torch_ckpt.dcp.reserved import STRUCTURE_FQN
+from torch_ckpt.dcp.reserved import STRUCTURE_FQN, TIES_KEY
 from torch_ckpt.errors import ConflictError, InvalidArgumentError
 
 
@@ -26,18 +26,23 @@ class Phases:
 class RankReport:
     """What one rank has written into staging.
 
-    files: {"staged", "name", "id", "role", "bytes", "crc32c", "group"} each.
+    files: {"staged", "name", "id", "role", "bytes", "crc32c"} each.
+    final: what each call of the write op has written of the final files that the coordinator has
+        staged, as the op says it.
     objects: fqns of the leaves in its objects file.
     digests: of the leaves that are no tensors, where the planner does not compare them.
     phases: until the files were written; filled in when they are.
+    written_bytes: into files of all kinds.
     """
 
     rank: int
     save_id: str
     files: list[dict[str, Any]]
     objects: list[str]
+    final: list[dict[str, Any]] = field(default_factory=list)
     digests: dict[str, bytes] = field(default_factory=dict)
     phases: Phases | None = None
+    written_bytes: int = 0
 
 
 def commit_request(
@@ -45,48 +50,37 @@ def commit_request(
     results: list[list[Any]],
     save_id: str,
     *,
-    distributed: bool,
-    file_count: int,
+    final: bool,
 ) -> dict[str, Any]:
     """The request that commits `results`, one list per rank (csrc/engine/commit.h).
 
-    `file_count` is the number of final files that the mapping asks for. Raises ConflictError when
+    final: the tensors are in files that the coordinator has staged. Raises ConflictError when
     a rank wrote for another save than `save_id`.
     """
     reports = [report for of_rank in results for report in of_rank]
     files: list[dict[str, Any]] = []
-    groups: list[tuple[int, int, dict[str, Any]]] = []
     objects = []
+    finals = []
     for report in reports:
         if not isinstance(report, RankReport):
             raise InvalidArgumentError(
                 f"a rank's write result is a {type(report).__name__}, not what write_data returned"
             )
-        if report.files and report.save_id != save_id:
+        if (report.files or report.final) and report.save_id != save_id:
             raise ConflictError("wrote for another save into the same directory", rank=report.rank)
-        for file in report.files:
-            group = file.pop("group", None)
-            if group is None:
-                files.append(file)
-            else:
-                groups.append((group, report.rank, file))
+        files += report.files
+        if final:
+            finals.append({"rank": report.rank, "calls": report.final})
         objects += [
             {"name": name, "file": f"objects-{report.rank + 1:05}.json"} for name in report.objects
         ]
-    # Final files hold whole tensors, so each rank that has some of an index writes its own file.
-    # Where only one does (rank 0, as a rule) the numbers are those of the mapping.
-    groups.sort(key=lambda group: group[:2])
-    plain = len({index for index, _, _ in groups}) == len(groups)
-    count = file_count if plain else len(groups)
-    for number, (index, _, file) in enumerate(groups, start=1):
-        file["name"] = f"model-{index if plain else number:05}-of-{count:05}.safetensors"
-        files.append(file)
     return {
         "world_size": len(results),
         "files": files,
         "objects": objects,
         **planned_entries(metadata),
-        "index": not distributed,
+        "final": finals if final else None,
+        "aliases": (metadata.planner_data or {}).get(TIES_KEY),
     }
 
 

@@ -108,7 +108,7 @@ def part_of(
     return Part(own, world_size, run_id(), sequence)
 
 
-def check_supported(*, save_distributed: bool, enable_consolidation: bool) -> None:
+def check_supported(*, save_distributed: bool, enable_consolidation: bool, extras: Any) -> None:
     """Raise InvalidArgumentError, saying why, for what cannot be saved without collectives."""
     if not save_distributed:
         raise InvalidArgumentError(
@@ -120,4 +120,8 @@ def check_supported(*, save_distributed: bool, enable_consolidation: bool) -> No
             "use_collectives=False cannot consolidate, since no rank knows when the others are "
             "done: leave enable_consolidation out and call torch_ckpt."
             "consolidate_safetensors_files(path, output, None) after the save"
+        )
+    if extras is not None:
+        raise InvalidArgumentError(
+            "use_collectives=False cannot save extras, since no rank saves for all"
         )

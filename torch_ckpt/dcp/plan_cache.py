@@ -116,6 +116,21 @@ def remember(
     ]
 
 
+def final_plans(plans: list[SavePlan]) -> list[SavePlan] | None:
+    """Every rank's final plan, of what the coordinator sends to the ranks; None where it stands for
+    one that is not known here (stock's planner caches plans too)."""
+    whole = []
+    for rank, plan in enumerate(plans):
+        if not plan.usable:
+            token = (plan.planner_data or {}).get(PLAN_TOKEN)
+            known = next((each for each in _global.values() if each.token == token), None)
+            if token is None or known is None:
+                return None
+            plan = known.final[rank]
+        whole.append(plan)
+    return whole
+
+
 def finish(key: Key, local: SavePlan, received: SavePlan, last: RankPlans | None) -> SavePlan:
     """This rank's final plan, of which `received` is what the coordinator has sent; `last` is what
     `begin` gave for this save."""

@@ -4,4 +4,5 @@ STRUCTURE_FQN = "torch_ckpt.structure"  # the leaf that says the containers
 DIGESTS_KEY = "torch_ckpt.digests"  # in planner data: what the coordinator is to compare
 RAW_LEAVES = "torch_ckpt.raw_leaves"  # in an objects file: leaves that a user's planner has packed
 PLAN_TOKEN = "torch_ckpt.plan"  # in planner data: which global plan a cached one belongs to
-RESERVED = frozenset((STRUCTURE_FQN, DIGESTS_KEY, RAW_LEAVES, PLAN_TOKEN))
+TIES_KEY = "torch_ckpt.ties"  # in planner data: aliases, and the names that they are stored under
+RESERVED = frozenset((STRUCTURE_FQN, DIGESTS_KEY, RAW_LEAVES, PLAN_TOKEN, TIES_KEY))

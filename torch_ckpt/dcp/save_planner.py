@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch_ckpt.dcp.global_plan import assemble, dedup_plans, warn_of_difference
 from torch_ckpt.dcp.items import PLAIN_TENSORS, WriteItems, dtensor_part, write_items
 from torch_ckpt.dcp.per_rank import rank_part
 from torch_ckpt.dcp.planning import paused_gc, world_of
-from torch_ckpt.dcp.reserved import DIGESTS_KEY, STRUCTURE_FQN
+from torch_ckpt.dcp.reserved import DIGESTS_KEY, STRUCTURE_FQN, TIES_KEY
+from torch_ckpt.dcp.ties import drop_aliases, find_ties
 from torch_ckpt.objects import ObjectError, object_digest
 
 
@@ -62,6 +64,9 @@ class SavePlanner(DefaultSavePlanner):
         self._rank = rank
         self._world_size = world_size
         self._group: tuple[int, ...] | None = None  # who saves, where torch_ckpt.save knows it
+        # For final files torch_ckpt.save wants tied tensors stored once; these names are stored
+        # all the same.
+        self._stored_names: Collection[str] | None = None
         # What this rank's state dict has, and, on the coordinator, what is written for all.
         self._structure: Structure | None = None
         self._written_structure: Structure | None = None
@@ -110,6 +115,10 @@ class SavePlanner(DefaultSavePlanner):
         data: dict[str, Any] = dict(self.mappings)
         if self._structure is not None:
             data[STRUCTURE_FQN] = self._structure
+        if self._stored_names is not None:
+            ties = find_ties(self.state_dict, self._stored_names)
+            if ties:
+                data[TIES_KEY] = ties
         rank, world_size = world_of(self._rank, self._world_size)
         if world_size > 1:
             data[DIGESTS_KEY] = self._digests(rank_part(rank, world_size))
@@ -131,15 +140,21 @@ class SavePlanner(DefaultSavePlanner):
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         with paused_gc():
+            all_plans, aliases = drop_aliases(all_plans)
             plans, metadata = assemble(self._dedup_save_plans(all_plans))
             if not self.flatten_state_dict:
                 return plans, metadata
+            entries = metadata.state_dict_metadata
+            entries.update({alias: entries[name] for alias, name in aliases.items()})
             structures = []
             merged: dict[str, Any] = {}
             for plan in reversed(plans):  # as stock: the lowest rank's path holds
                 merged.update(plan.planner_data or {})
                 structures.append((plan.planner_data or {}).get(STRUCTURE_FQN))
             merged.pop(DIGESTS_KEY, None)
+            merged.pop(TIES_KEY, None)
+            if aliases:
+                merged[TIES_KEY] = aliases
             merged.pop(STRUCTURE_FQN, None)
             structure = merge_structures(reversed(structures))
             if structure is not None:

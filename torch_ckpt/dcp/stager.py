@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from torch_ckpt.dcp.planning import paused_while_trainer_waits
 from torch_ckpt.dcp.sources import queued_kernels, wait_for
 from torch_ckpt.dcp.staged_state import StateCopy
 from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.options import parse_bytes
 
 # More threads than this do not copy faster: memory is the limit.
 _MAX_WORKERS = 8
@@ -70,7 +70,7 @@ class PinnedMemoryStager(AsyncStager):
         if not timeout >= 0:
             raise InvalidArgumentError(f"a timeout of {timeout} seconds")
         if memory_budget is not None:
-            budget = _bytes(memory_budget, "memory_budget")
+            budget = parse_bytes(memory_budget, "memory_budget")
             _core.call({"op": "arena", "staging": True, "budget": budget})
         self.timeout = timeout
         if async_checkpointer_type is AsyncCheckpointerType.PROCESS:
@@ -83,7 +83,7 @@ class PinnedMemoryStager(AsyncStager):
             if isinstance(prepare, dict):
                 size = sum(tensor.nbytes for tensor in StateCopy(prepare).tensors) or 1
             else:
-                size = _bytes(prepare, "prepare")
+                size = parse_bytes(prepare, "prepare")
             shared = crossing.is_expected()
             request = {"op": "arena", "staging": True, "prepare": size, "shared": shared}
             self._preparing = self._thread().submit(_core.call, request)
@@ -153,20 +153,3 @@ class PinnedMemoryStager(AsyncStager):
         if preparing is not None:
             preparing.result()  # its error, if nobody has heard of it
         async_saves.close(self.timeout)
-
-
-def _bytes(size: int | str, argument: str) -> int:
-    """Bytes of 5, "5", "1.5 GB", "2GiB". Raises InvalidArgumentError."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(size))
-    value = 0
-    if match is not None and isinstance(size, str):
-        number, prefix, binary = match.groups()
-        power = " KMGT".index(prefix) if prefix else 0
-        value = int(float(number) * (1024 if binary else 1000) ** power)
-    if value <= 0:
-        raise InvalidArgumentError(
-            f'{argument} is a number of bytes, or text as "2GiB"; it was {size!r}'
-        )
-    return value

@@ -26,15 +26,6 @@ _MAX_NAME_BYTES = 65_535  # kMaxNameBytes in csrc/format/names.h
 
 
 @dataclass(slots=True)
-class FilePlan:
-    """A file for the write op. `group` is its index in the mapping, where the coordinator names
-    final files (it alone knows how many ranks hold some of a file's tensors)."""
-
-    request: dict[str, Any]
-    group: int | None = None
-
-
-@dataclass(slots=True)
 class TensorColumns:
     """What is written of the tensors of one mapping index: entry i of every list is tensor i's."""
 
@@ -46,6 +37,15 @@ class TensorColumns:
     # In host memory, or contiguous on a CUDA device.
     data: list[torch.Tensor] = field(default_factory=list)
     gathered: bool = False  # some of the data are copies on a device, made for this save
+
+    def extend(self, other: TensorColumns) -> None:
+        """Add the tensors of `other`."""
+        self.fqns += other.fqns
+        self.dtypes += other.dtypes
+        self.offsets += other.offsets
+        self.global_shapes += other.global_shapes
+        self.data += other.data
+        self.gathered |= other.gathered
 
     def rows(self, positions: list[int]) -> TensorColumns:
         """The tensors at `positions`."""
@@ -132,16 +132,27 @@ def _unpacked(sizes: torch.Size, packed: int) -> list[int]:
     return list(sizes) if packed == 1 else [*sizes[:-1], sizes[-1] * packed]
 
 
-def data_files(
-    tensors: TensorColumns,
-    index: int,
-    count: int,
-    rank: int,
-    *,
-    distributed: bool,
-    sources: list[torch.Tensor],
-) -> list[FilePlan]:
-    """The data files for the tensors of mapping index `index` of `count`; appends to `sources`.
+def tensors_request(tensors: TensorColumns, sources: list[torch.Tensor]) -> dict[str, Any]:
+    """The fields by which the write op knows tensors (csrc/ops/write_ops.cc); appends to
+    `sources`."""
+    partial = any(offset is not None for offset in tensors.offsets)
+    dtypes = set(tensors.dtypes)
+    request = {
+        "first_source": len(sources),
+        "names": _core.names_text(tensors.fqns),
+        "dtypes": dtypes.pop() if len(dtypes) == 1 else tensors.dtypes,
+        "offsets": tensors.offsets if partial else None,
+        "global_shapes": tensors.global_shapes if partial else None,
+    }
+    sources += tensors.data
+    return request
+
+
+def shard_files(
+    tensors: TensorColumns, index: int, count: int, rank: int, sources: list[torch.Tensor]
+) -> list[dict[str, Any]]:
+    """The files of this rank for the tensors of mapping index `index` of `count`; appends to
+    `sources`.
 
     Box k of a tensor that has several on this rank goes to file index + k * count: stock readers
     load that right, and two entries of one name cannot stand in one file.
@@ -149,25 +160,14 @@ def data_files(
     layers = _layers(tensors)
     files = []
     for layer, members in enumerate(layers):
-        if distributed:
-            number, total = index + layer * count, count * len(layers)
-            name = f"shard-{rank + 1:05}-model-{number:05}-of-{total:05}.safetensors"
-        else:
-            name = f"model-{index:05}-rank-{rank + 1:05}-{layer}.safetensors"
-        sharded = any(offset is not None for offset in members.offsets)
-        dtypes = set(members.dtypes)
-        request = {
-            "name": name,
-            "role": "data",
-            "sharded": distributed,
-            "first_source": len(sources),
-            "names": _core.names_text(members.fqns),
-            "dtypes": dtypes.pop() if len(dtypes) == 1 else members.dtypes,
-            "offsets": members.offsets if sharded else None,
-            "global_shapes": members.global_shapes if sharded else None,
-        }
-        sources += members.data
-        files.append(FilePlan(request, None if distributed else index))
+        number, total = index + layer * count, count * len(layers)
+        files.append(
+            {
+                "name": f"shard-{rank + 1:05}-model-{number:05}-of-{total:05}.safetensors",
+                "role": "data",
+                **tensors_request(members, sources),
+            }
+        )
     return files
 
 
@@ -226,7 +226,7 @@ def collect_objects(
     sources: list[torch.Tensor],
     *,
     allow_pickle: bool,
-) -> tuple[list[str], list[FilePlan]]:
+) -> tuple[list[str], list[dict[str, Any]]]:
     """The leaves that are no tensors: their fqns, and the objects file with its side file."""
     leaves, raw = {}, []
     for item in items:
@@ -252,5 +252,5 @@ def collect_objects(
             "source_count": len(pieces),
         }
         sources += [torch.frombuffer(bytearray(piece), dtype=torch.uint8) for piece in pieces]
-        files.append(FilePlan(request))
+        files.append(request)
     return [name for name in leaves if name != RAW_LEAVES], files

@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint._hf_utils import SHARDED_DIR_NAME
@@ -26,9 +26,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torch_ckpt import _core, _ext
+from torch_ckpt.dcp import plan_cache
 from torch_ckpt.dcp.commit import Phases, RankReport, commit_request
+from torch_ckpt.dcp.final_layout import final_tensors
 from torch_ckpt.dcp.parts import Part, check_supported, next_sequence, part_of
-from torch_ckpt.dcp.reserved import RESERVED
+from torch_ckpt.dcp.reserved import RESERVED, TIES_KEY
 from torch_ckpt.dcp.sources import queued_kernels, wait_for
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.stock_planner import (
@@ -37,16 +39,20 @@ from torch_ckpt.dcp.stock_planner import (
     warn_of_differing_leaves,
 )
 from torch_ckpt.dcp.write_files import (
-    FilePlan,
+    TensorColumns,
     check_object_name,
     collect_objects,
     collect_tensors,
-    data_files,
+    shard_files,
+    tensors_request,
 )
-from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
+from torch_ckpt.dtype_policy import DtypePolicy
+from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError, with_rank
+from torch_ckpt.extras import extra_files
 from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession
-from torch_ckpt.mapping import checked_mapping
+from torch_ckpt.mapping import NAMINGS, checked_mapping
 from torch_ckpt.merge import consolidate_safetensors_files
+from torch_ckpt.options import check_choice, parse_bytes
 
 
 class HuggingFaceStorageWriter(StockWriter):
@@ -56,15 +62,29 @@ class HuggingFaceStorageWriter(StockWriter):
     `torch.distributed.checkpoint.HuggingFaceStorageWriter`:
 
     path: the checkpoint directory. It appears (or its new content does) when the save is whole.
-    fqn_to_index_mapping: fqn to index of its file, from 1; every saved tensor must be in it.
+    fqn_to_index_mapping: fqn to index of its file, from 1; every saved tensor must be in it. Or a
+        model.safetensors.index.json, or the directory of one, whose division is taken.
     thread_count: threads that write this rank's files, at least four.
-    save_distributed: every rank writes its own shards. False: final files of whole tensors.
+    save_distributed: every rank writes its own shards. False: final files of whole tensors, into
+        which every rank writes what it has.
     enable_consolidation: with save_distributed, shards go to path/sharded and final files to path;
         without it the files are final already and nothing more is done.
     thread_count_consolidation: threads that merge, at least four.
 
     Keyword-only arguments of ours:
 
+    layout: "sharded" and "final" say what save_distributed says. With "final" a file is no larger
+        than 5 GB unless max_shard_size or the mapping says otherwise.
+    max_shard_size: bytes, or text as "5GB" (10^9) or "5GiB", of the tensors of a final file, in the
+        order of the state dict; a tensor that is larger has a file to itself. Not with a mapping.
+    naming: what final files are called. "dcp": model-00001-of-00001.safetensors with an index,
+        always; "hf" the same, but one file is model.safetensors without an index; "diffusers" is
+        diffusion_pytorch_model in the same way, "peft" adapter_model.
+    dtype, keep_fp32: in which dtypes final files hold the tensors; see DtypePolicy. They are cast
+        while they are written, to the values of `tensor.to(dtype)`.
+    extras: what is to stand in the directory beside the tensors, committed with them: a directory
+        (all of it but weights), files, objects with `save_pretrained` (a configuration, a
+        tokenizer, a model, without its weights), or a list of these. Asked on the coordinator only.
     overwrite: False refuses a directory that holds a checkpoint (ConflictError).
     sync_files: False leaves durability to the kernel; a machine that crashes may lose the save.
     direct_io: False writes through the page cache.
@@ -82,12 +102,18 @@ class HuggingFaceStorageWriter(StockWriter):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        fqn_to_index_mapping: dict[str, int] | None = None,
+        fqn_to_index_mapping: dict[str, int] | str | os.PathLike[str] | None = None,
         thread_count: int = 1,
         save_distributed: bool = False,
         enable_consolidation: bool = False,
         thread_count_consolidation: int = 1,
         *,
+        layout: Literal["sharded", "final"] | None = None,
+        max_shard_size: int | str | None = None,
+        naming: Literal["dcp", "hf", "diffusers", "peft"] = "dcp",
+        dtype: Any = None,
+        keep_fp32: Sequence[str] = (),
+        extras: Any = None,
         overwrite: bool = True,
         sync_files: bool = True,
         direct_io: bool = True,
@@ -95,14 +121,36 @@ class HuggingFaceStorageWriter(StockWriter):
         allow_pickle: bool = False,
         world_size: int | None = None,
     ) -> None:
+        if layout is not None:
+            check_choice("layout", layout, ("sharded", "final"))
+            if save_distributed and layout == "final":
+                raise InvalidArgumentError(
+                    "save_distributed=True and layout='final' exclude each other"
+                )
+            save_distributed = layout == "sharded"
+        check_choice("naming", naming, NAMINGS)
+        if max_shard_size is None and layout == "final" and fqn_to_index_mapping is None:
+            max_shard_size = "5GB"
+        if max_shard_size is not None:
+            max_shard_size = parse_bytes(max_shard_size, "max_shard_size")
+            if fqn_to_index_mapping is not None or save_distributed:
+                raise InvalidArgumentError(
+                    "max_shard_size is of final files, and without fqn_to_index_mapping"
+                )
         super().__init__(
             path=os.fspath(path),
-            fqn_to_index_mapping=fqn_to_index_mapping,
+            fqn_to_index_mapping=fqn_to_index_mapping,  # type: ignore[arg-type]  # or a path
             thread_count=thread_count,
             save_distributed=save_distributed,
             enable_consolidation=enable_consolidation,
             thread_count_consolidation=thread_count_consolidation,
         )
+        self.max_shard_size = max_shard_size
+        self.dtype_policy = DtypePolicy(dtype, keep_fp32)
+        if self.dtype_policy and save_distributed:
+            raise InvalidArgumentError("dtype and keep_fp32 are of final files")
+        self.naming = naming
+        self.extras = extras
         self.overwrite = overwrite
         self.sync_files = sync_files
         self.direct_io = direct_io
@@ -110,6 +158,8 @@ class HuggingFaceStorageWriter(StockWriter):
         self.allow_pickle = allow_pickle
         self.world_size = world_size
         self.is_coordinator = False
+        self._extra_files: list[dict[str, Any]] = []  # coordinator: in staging
+        self._last_final: dict[str, Any] | None = None  # coordinator: the tensors of the last save
         self._checked = False  # the plan that is being saved, by prepare_local_plan
         # What torch_ckpt.save knows and DCP does not say: how many ranks save, and the number of
         # this save among those into the directory.
@@ -163,6 +213,7 @@ class HuggingFaceStorageWriter(StockWriter):
             check_supported(
                 save_distributed=self.save_distributed,
                 enable_consolidation=self.enable_consolidation,
+                extras=self.extras,
             )
             world_size = self._group_size if self.world_size is None else self.world_size
             sequence, self._sequence = self._sequence, None
@@ -185,13 +236,20 @@ class HuggingFaceStorageWriter(StockWriter):
         self._checked = plan.usable
         return plan
 
+    def mapped_names(self) -> frozenset[str]:
+        """The tensors that `fqn_to_index_mapping` names."""
+        self.fqn_to_index_mapping = checked_mapping(self.fqn_to_index_mapping)
+        return frozenset(self.fqn_to_index_mapping or ())
+
     def _check_mapped(self, plan: SavePlan) -> None:
         mapping = self.fqn_to_index_mapping
         if mapping is None:
             return
+        # Of what is tied one name is enough.
+        tied = (plan.planner_data or {}).get(TIES_KEY, ())
         for item in plan.items:
             fqn = item.index.fqn
-            if item.type is not WriteItemType.BYTE_IO and fqn not in mapping:
+            if item.type is not WriteItemType.BYTE_IO and fqn not in mapping and fqn not in tied:
                 raise InvalidArgumentError(
                     "is not in fqn_to_index_mapping", tensor=fqn, rank=self.rank
                 )
@@ -204,13 +262,47 @@ class HuggingFaceStorageWriter(StockWriter):
         if all(plan.usable for plan in plans):
             self._check_mapping({item.index.fqn for plan in plans for item in plan.items})
         if self._part is None:
+            tensors = None if self.save_distributed else self._final_tensors(plans)
             self._session = SaveSession(path, overwrite=self.overwrite)
+            try:
+                self._stage(self._session, tensors)
+            except BaseException:
+                self._end_session()
+                raise
             return plans
         try:
             self._session = PartSession(path, self._part.request())
         except (CheckpointError, OSError) as error:
             raise with_rank(error, self._part.rank) from error
         return plans
+
+    def _stage(self, session: SaveSession, tensors: dict[str, Any] | None) -> None:
+        """What the coordinator puts into staging before any rank writes."""
+        with extra_files(self.extras) as extras:
+            self._extra_files = session.stage_extras(extras) if extras else []
+        if tensors is None:
+            return
+        session.stage_final(
+            {
+                **tensors,
+                "mapping": self.fqn_to_index_mapping,
+                "max_bytes": self.max_shard_size,
+                **NAMINGS[self.naming]._asdict(),
+                "sync": self.sync_files,
+            }
+        )
+
+    def _final_tensors(self, plans: list[SavePlan]) -> dict[str, Any]:
+        """What final files are to hold: of these plans, or of those that they stand for."""
+        whole = plan_cache.final_plans(plans)
+        if whole is not None:
+            self._last_final = final_tensors(whole, self.dtype_policy)
+        elif self._last_final is None:
+            raise ConflictError(
+                "stock's planner has cached a plan that another writer has saved by; save with "
+                "torch_ckpt.SavePlanner, or reuse the writer, or without enable_plan_caching"
+            )
+        return self._last_final
 
     def _check_mapping(self, planned: Collection[str]) -> None:
         """Before anything is committed: would the consolidation refuse the mapping?"""
@@ -230,6 +322,12 @@ class HuggingFaceStorageWriter(StockWriter):
         """Write this rank's items into staging. The future holds one RankReport."""
         try:
             return self._write_plan(plan, planner)
+        except BaseException:
+            # Final files take their room on the disk from the beginning: the coordinator's failure
+            # ends the save at once.
+            if not self.save_distributed:
+                self._end_session()
+            raise
         finally:
             if self._when_written is not None:
                 self._when_written()
@@ -274,8 +372,8 @@ class HuggingFaceStorageWriter(StockWriter):
                     self._end_session()  # no coordinator will
                 raise with_rank(error, rank) from error
         report.digests = leaf_digests(planner)
-        written = sum(file["bytes"] for file in report.files)
-        report.phases = Phases(began - self._began, time.perf_counter() - began, written)
+        took = time.perf_counter() - began
+        report.phases = Phases(began - self._began, took, report.written_bytes)
         done.set_result([report])  # type: ignore[list-item]
         return done
 
@@ -291,53 +389,57 @@ class HuggingFaceStorageWriter(StockWriter):
         else:
             joined = _core.call({"op": "join_save", "path": str(self.path)})
             staging, save_id = joined["staging"], joined["save_id"]
+        report = RankReport(rank, save_id, [], [])
         sources: list[torch.Tensor] = []
-        files: list[FilePlan] = []
-        written: list[dict[str, Any]] = []
+        files: list[dict[str, Any]] = []
+        final = TensorColumns()  # for files that are there already: their headers say which
         for index, items in buckets.items():
             check_written_boxes(planner, items)
             tensors = collect_tensors(planner, items)
-            files += data_files(
-                tensors,
-                index,
-                self._file_count(),
-                rank,
-                distributed=self.save_distributed,
-                sources=sources,
-            )
+            if self.save_distributed:
+                files += shard_files(tensors, index, self._file_count(), rank, sources)
+            else:
+                final.extend(tensors)
             if tensors.gathered:
                 # At most one bucket of copies on the device at a time.
-                written += self._write_batch(staging, files, sources)
+                self._write_batch(staging, files, final, sources, report)
                 del tensors
-                sources, files = [], []
-        names: list[str] = []
+                sources, files, final = [], [], TensorColumns()
         if objects:
-            names, object_files = collect_objects(
+            report.objects, object_files = collect_objects(
                 planner, objects, rank, sources, allow_pickle=self.allow_pickle
             )
             files += object_files
-        if files:
-            written += self._write_batch(staging, files, sources)
-        return RankReport(rank, save_id, written, names)
+        if files or final.fqns:
+            self._write_batch(staging, files, final, sources, report)
+        return report
 
     def _write_batch(
-        self, staging: str, files: list[FilePlan], sources: list[torch.Tensor]
-    ) -> list[dict[str, Any]]:
-        """Write `files` in one native call; what commit needs to know of each."""
+        self,
+        staging: str,
+        files: list[dict[str, Any]],
+        final: TensorColumns,
+        sources: list[torch.Tensor],
+        report: RankReport,
+    ) -> None:
+        """Write `files`, and the tensors of `final` into final files, in one native call."""
+        into_final = tensors_request(final, sources) if final.fqns else None
         wait_for(queued_kernels(sources))
         plan = {
             "staging": staging,
             "workers": max(MIN_WORKERS, self.thread_count),
             "sync": self.sync_files,
             "direct": self.direct_io,
-            "files": [file.request for file in files],
+            "files": files,
+            "final": into_final,
+            "cast": bool(self.dtype_policy),
         }
         with Job("write") as job:
             result = _ext.write(sources, plan, job)
-        written: list[dict[str, Any]] = result["files"]
-        for file, entry in zip(files, written, strict=True):
-            entry["group"] = file.group
-        return written
+            report.written_bytes += job.progress()[0]
+        report.files += result["files"]
+        if into_final is not None:
+            report.final.append(result["final"])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: commit, then consolidate where that was asked for. Without collectives
@@ -351,8 +453,7 @@ class HuggingFaceStorageWriter(StockWriter):
                 metadata,
                 results,
                 session.save_id,
-                distributed=self.save_distributed,
-                file_count=self._file_count(),
+                final=not self.save_distributed,
             )
         except BaseException:
             session.end()
@@ -360,7 +461,7 @@ class HuggingFaceStorageWriter(StockWriter):
         reports: list[RankReport] = [report for of_rank in results for report in of_rank]  # type: ignore[misc]
         warn_of_differing_leaves(reports)
         began = time.perf_counter()
-        session.commit(request)
+        self._commit(session, request)
         if self.save_distributed and self.consolidated_output_path is not None:
             consolidate_safetensors_files(
                 str(self.path),
@@ -368,6 +469,7 @@ class HuggingFaceStorageWriter(StockWriter):
                 self.fqn_to_index_mapping,
                 num_threads=self.thread_count_consolidation,
                 strict=self.strict,
+                extras=self.extras,
             )
         took = time.perf_counter() - began
         # DCP brings the metadata to every rank, from a process that saves too; nothing writes them.
@@ -376,6 +478,21 @@ class HuggingFaceStorageWriter(StockWriter):
             for report in reports
             if report.phases is not None
         }
+
+    def _commit(self, session: SaveSession | PartSession, request: dict[str, Any]) -> None:
+        request["files"] += self._extra_files
+        if request["final"] is None:
+            session.commit(request)
+            return
+        # What the ranks have left of final files is put in place first, which may take time.
+        with Job("merge") as job:
+            options = {
+                "job": job.id,
+                "workers": max(MIN_WORKERS, self.thread_count),
+                "sync": self.sync_files,
+                "direct": self.direct_io,
+            }
+            job.run(lambda: session.commit({**request, **options}))
 
     def _file_count(self) -> int:
         mapping = self.fqn_to_index_mapping

@@ -21,6 +21,7 @@ WORLDS = (4, 2, 3, 1)
 SAVED = {
     "sharded": {"save_distributed": True},
     "consolidated": {"save_distributed": True, "enable_consolidation": True},
+    "final": {"layout": "final", "max_shard_size": "2KB"},
 }
 
 

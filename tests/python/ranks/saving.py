@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from ranks.layouts import Layout, check, dtensor, layouts, state, whole
 from ranks.run import Context, cases, everywhere, raised
 from safetensors.torch import load_file
-from sample_states import assert_same, blank, listing, load, load_ours, load_stock, stock_rows
+from sample_states import assert_same, blank, listing, load, load_ours, load_stock
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh
@@ -85,8 +85,7 @@ def plain_tensors_on_all_ranks_make_whole_final_files(context: Context) -> None:
             source["b"] = DTensor.from_local(source["b"], mesh, [Replicate()])
             dcp.save(source, storage_writer=HuggingFaceStorageWriter(path, mapping), planner=kind())
             if context.rank == 0:
-                # Every rank has a share: a file for each, numbered, whatever the mapping says.
-                count = context.world
+                count = 2 if mapping else 1
                 assert listing(path) == [
                     *(f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)),
                     "model.safetensors.index.json",
@@ -102,15 +101,12 @@ def plain_tensors_on_all_ranks_make_whole_final_files(context: Context) -> None:
 
 
 @case
-def shards_without_save_distributed_are_refused_or_right(context: Context) -> None:
-    """Final files hold whole tensors; a shard alone in one would be silently wrong for all."""
+def shards_make_whole_final_files(context: Context) -> None:
+    """As stock's writer is made by default; it writes a shard alone into a final file."""
     table = {"w": Layout((2 * context.world, 3), (context.world,), (Shard(0),))}
     path = context.folder / "c"
-    raised(
-        lambda: dcp.save(state(table), storage_writer=HuggingFaceStorageWriter(path)),
-        "'w'",
-        "save_distributed",
-    )
+    dcp.save(state(table), storage_writer=HuggingFaceStorageWriter(path))
+    assert_same(final_tensors(path), {"w": whole("w", table["w"].shape)})
 
 
 @case
@@ -453,52 +449,6 @@ def per_rank_values_come_back(context: Context) -> None:
     assert target["rng"].value == {"seed": context.rank}
 
 
-def written_bytes() -> int:
-    for line in Path("/proc/self/io").read_text().splitlines():
-        if line.startswith("wchar"):
-            return int(line.split()[1])
-    raise AssertionError("no wchar")
-
-
-@case
-def consolidation_on_every_rank(context: Context) -> None:
-    """One output file of one large tensor is still written by all ranks, about equally."""
-    shards, out = context.folder / "in", context.folder / "out"
-    content = whole("big", (4096, 1024 * context.world))
-    if context.rank == 0:
-        stock_rows(shards, content, 4, name="big")
-    dist.barrier()
-    before = written_bytes()
-    torch_ckpt.consolidate_safetensors_files_on_every_rank(shards, out, {"big": 1})
-    done = everywhere(written_bytes() - before)
-    share = content.numel() * 4 / context.world
-    assert all(0.5 * share < part < 1.5 * share for part in done), done
-    assert torch.equal(load_file(out / "model-00001-of-00001.safetensors")["big"], content)
-
-
-@case
-def consolidation_with_another_mapping_on_every_rank(context: Context) -> None:
-    """As one made of a set is. The first rank's holds, and bad ones are an error on all."""
-    shards, out = context.folder / "in", context.folder / "out"
-    content = {name: torch.full((1 << 20,), float(i)) for i, name in enumerate("abc")}
-    torch_ckpt.save(content, checkpoint_id=shards)
-    mapping = {"a": 1, "b": 2, "c": 2} if context.rank == 0 else {"b": 1, "a": 2, "c": 2}
-    torch_ckpt.consolidate_safetensors_files_on_every_rank(shards, out, mapping)
-    for number, names in ((1, "a"), (2, "bc")):
-        found = load_file(out / f"model-{number:05}-of-00002.safetensors")
-        assert set(found) == set(names)
-        assert all(torch.equal(found[name], content[name]) for name in names)
-    bad = {**mapping, "c": 0} if context.rank == 1 else mapping
-    raised(
-        lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(
-            shards, context.folder / "bad", bad
-        ),
-        "rank 1",
-        "'c': has index 0",
-    )
-    assert sorted(os.listdir(context.folder)) == ["in", "out"]
-
-
 @case
 def paths_that_are_not_the_same_place(context: Context) -> None:
     """As where a path is a disk of each node's own."""
@@ -508,31 +458,6 @@ def paths_that_are_not_the_same_place(context: Context) -> None:
     raised(lambda: torch_ckpt.save(source, checkpoint_id=own / "c"), "rank 1", "same file system")
     dist.barrier()
     assert os.listdir(own) == []
-
-
-@case
-def consolidation_that_fails_on_one_rank(context: Context) -> None:
-    shards, out = context.folder / "in", context.folder / "out"
-    if context.rank == 0:
-        stock_rows(shards, whole("w", (64, 64)), 4)
-    dist.barrier()
-    source = shards if context.rank != 1 else context.folder / "elsewhere"
-    raised(
-        lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(source, out, None),
-        "rank 1",
-        "elsewhere",
-    )
-    dist.barrier()
-    assert sorted(os.listdir(context.folder)) == ["in"], os.listdir(context.folder)
-    raised(
-        lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(
-            shards, out, {"w": 1, "x": 1}
-        ),
-        "'x'",
-    )
-    dist.barrier()
-    torch_ckpt.consolidate_safetensors_files_on_every_rank(shards, out, None)
-    assert sorted(os.listdir(context.folder)) == ["in", "out"]
 
 
 @case

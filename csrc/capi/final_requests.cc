@@ -1,0 +1,194 @@
+#include "capi/requests.h"
+#include "capi/sessions.h"
+#include "engine/assemble_job.h"
+#include "engine/staged_files.h"
+
+namespace torch_ckpt::capi {
+namespace {
+
+Result<uint64_t> GetUnsigned(const Json& value) {
+  if (value.is_number_unsigned()) return value.get<uint64_t>();
+  return InvalidArgument("a report holds numbers of bytes");
+}
+
+Result<WrittenParts> ParseParts(const Json& item) {
+  WrittenParts parts;
+  OutputSpec& spec = parts.file.spec;
+  TC_ASSIGN_OR_RETURN(spec.staged, GetString(item, "staged"));
+  TC_ASSIGN_OR_RETURN(spec.id, GetString(item, "id"));
+  TC_ASSIGN_OR_RETURN(const int64_t bytes, GetInt(item, "bytes"));
+  spec.bytes = static_cast<uint64_t>(bytes);
+  TC_RETURN_IF_ERROR(CheckFileName(spec.staged));
+  TC_ASSIGN_OR_RETURN(const std::string crc, GetString(item, "crc32c"));
+  TC_ASSIGN_OR_RETURN(parts.file.crc32c, ParseCrcHex(crc));
+  if (parts.file.crc32c.size() != SegmentCount({0, spec.bytes})) {
+    return InvalidArgument("a rank's parts have too few digests");
+  }
+  TC_ASSIGN_OR_RETURN(const Json* pieces, GetList(item, "pieces"));
+  for (const Json& piece : *pieces) {
+    if (!piece.is_array() || piece.size() != 4) {
+      return InvalidArgument("a piece is a file, begin, end and place");
+    }
+    TC_ASSIGN_OR_RETURN(const uint64_t file, GetUnsigned(piece[0]));
+    PartBytes part;
+    part.file = static_cast<uint32_t>(file);
+    TC_ASSIGN_OR_RETURN(part.bytes.begin, GetUnsigned(piece[1]));
+    TC_ASSIGN_OR_RETURN(part.bytes.end, GetUnsigned(piece[2]));
+    TC_ASSIGN_OR_RETURN(part.at, GetUnsigned(piece[3]));
+    parts.bytes.push_back(part);
+  }
+  TC_ASSIGN_OR_RETURN(const Json* boxes, GetList(item, "boxes"));
+  for (const Json& box : *boxes) {
+    if (!box.is_array() || box.size() != 4 || !box[0].is_string()) {
+      return InvalidArgument("a box is a name, offsets, sizes and place");
+    }
+    PartBox part;
+    part.tensor = box[0].get<std::string>();
+    TC_ASSIGN_OR_RETURN(part.box.offsets, GetDims(box[1]));
+    TC_ASSIGN_OR_RETURN(part.box.sizes, GetDims(box[2]));
+    TC_ASSIGN_OR_RETURN(part.at, GetUnsigned(box[3]));
+    parts.boxes.push_back(std::move(part));
+  }
+  return parts;
+}
+
+// What one rank has written, in one call or several.
+Result<RankFinals> ParseRank(const Json& item) {
+  RankFinals rank;
+  TC_ASSIGN_OR_RETURN(rank.rank, GetInt(item, "rank"));
+  TC_ASSIGN_OR_RETURN(const Json* calls, GetList(item, "calls"));
+  for (const Json& call : *calls) {
+    TC_ASSIGN_OR_RETURN(const Json* files, GetList(call, "files"));
+    for (const Json& file : *files) {
+      WrittenFinal written;
+      TC_ASSIGN_OR_RETURN(const int64_t index, GetInt(file, "file"));
+      written.file = static_cast<uint32_t>(index);
+      TC_ASSIGN_OR_RETURN(written.id, GetString(file, "id"));
+      TC_ASSIGN_OR_RETURN(const Json* ranges, GetList(file, "ranges"));
+      TC_ASSIGN_OR_RETURN(written.ranges, ParseWritten(*ranges));
+      rank.files.push_back(std::move(written));
+    }
+    const auto parts = call.find("parts");
+    if (parts == call.end() || parts->is_null()) continue;
+    TC_ASSIGN_OR_RETURN(WrittenParts parsed, ParseParts(*parts));
+    rank.parts.push_back(std::move(parsed));
+  }
+  return rank;
+}
+
+}  // namespace
+
+Json FinalsJson(const WrittenPlan& written) {
+  Json files = Json::array();
+  for (const WrittenFinal& file : written.final_files) {
+    files.push_back({{"file", file.file},
+                     {"id", file.id},
+                     {"ranges", WrittenJson(file.ranges)}});
+  }
+  Json out = {{"files", std::move(files)}, {"parts", nullptr}};
+  if (!written.parts) return out;
+  const OutputSpec& spec = written.parts->file.spec;
+  Json pieces = Json::array(), boxes = Json::array();
+  for (const PartBytes& piece : written.parts->bytes) {
+    pieces.push_back(
+        {piece.file, piece.bytes.begin, piece.bytes.end, piece.at});
+  }
+  for (const PartBox& box : written.parts->boxes) {
+    boxes.push_back({box.tensor, DimsJson(box.box.offsets),
+                     DimsJson(box.box.sizes), box.at});
+  }
+  out["parts"] = {{"staged", spec.staged},
+                  {"id", spec.id},
+                  {"bytes", spec.bytes},
+                  {"crc32c", CrcHex(written.parts->file.crc32c)},
+                  {"pieces", std::move(pieces)},
+                  {"boxes", std::move(boxes)}};
+  return out;
+}
+
+Result<Json> StageFinalRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
+                      GetNames(request, "names"));
+  TC_ASSIGN_OR_RETURN(const Json* dtypes, GetList(request, "dtypes"));
+  TC_ASSIGN_OR_RETURN(const Json* shapes, GetList(request, "shapes"));
+  TC_ASSIGN_OR_RETURN(const std::string gathered,
+                      GetString(request, "gathered"));
+  if (dtypes->size() != names.size() || shapes->size() != names.size() ||
+      gathered.size() != names.size()) {
+    return InvalidArgument("final files need one of everything a tensor");
+  }
+  std::vector<FinalTensor> tensors;
+  tensors.reserve(names.size());
+  for (size_t i = 0; i < names.size(); ++i) {
+    FinalTensor& tensor = tensors.emplace_back();
+    tensor.name = std::move(names[i]);
+    TC_ASSIGN_OR_RETURN(tensor.dtype, DtypeOf((*dtypes)[i], tensor.name));
+    Result<Dims> shape = GetDims((*shapes)[i]);
+    if (!shape.ok()) return shape.status().WithTensor(tensor.name);
+    tensor.shape = *shape;
+    tensor.gathered = gathered[i] == '1';
+  }
+  TC_ASSIGN_OR_RETURN(const FileRule rule, FileRuleOf(request));
+  TC_ASSIGN_OR_RETURN(const FileNaming naming, FileNamingOf(request));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
+  Result<FinalFiles> staged =
+      StageFinalFiles(session->directory(), tensors, rule, naming,
+                      GetBool(request, "sync", true));
+  ReturnSession(id, std::move(session));
+  if (!staged.ok()) return staged.status();
+  return Json{{"files", staged->files.size()}};
+}
+
+Status AssembleFinals(const Json& request, const SaveSession& session,
+                      CommitRequest* commit) {
+  const auto reports = request.find("final");
+  if (reports == request.end() || !reports->is_array()) return {};
+  std::vector<RankFinals> ranks;
+  for (const Json& item : *reports) {
+    TC_ASSIGN_OR_RETURN(RankFinals rank, ParseRank(item));
+    ranks.push_back(std::move(rank));
+  }
+  TC_ASSIGN_OR_RETURN(const auto job, JobOf(request, JobKind::kMerge));
+  TC_ASSIGN_OR_RETURN(const FinalFiles list,
+                      ReadFinalFiles(session.directory()));
+  TC_ASSIGN_OR_RETURN(const std::vector<CommitFile> files,
+                      RunAssembleJob(session.directory(), list, ranks,
+                                     OutputOptionsOf(request), job.get()));
+  commit->files.insert(commit->files.end(), files.begin(), files.end());
+  commit->index_name = list.index_name;
+  return {};
+}
+
+Status AddExtras(const Json& request, const Directory& staging,
+                 CommitRequest* commit) {
+  TC_ASSIGN_OR_RETURN(const Json* extras, GetList(request, "extras"));
+  for (const Json& path : *extras) {
+    if (!path.is_string()) return InvalidArgument("'extras' holds paths");
+    TC_ASSIGN_OR_RETURN(CommitFile file,
+                        AddStagedExtra(staging, path.get<std::string>()));
+    commit->files.push_back(std::move(file));
+  }
+  return {};
+}
+
+Result<Json> StageExtrasRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
+  CommitRequest added;
+  const Status status = AddExtras(request, session->directory(), &added);
+  ReturnSession(id, std::move(session));
+  TC_RETURN_IF_ERROR(status);
+  Json files = Json::array();
+  for (const CommitFile& file : added.files) {
+    files.push_back({{"staged", file.staged},
+                     {"name", file.file.name},
+                     {"id", file.file.id},
+                     {"role", RoleName(file.file.role)},
+                     {"bytes", file.file.bytes},
+                     {"crc32c", CrcHex(file.file.crc32c)}});
+  }
+  return Json{{"files", std::move(files)}};
+}
+
+}  // namespace torch_ckpt::capi

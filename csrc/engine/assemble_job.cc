@@ -1,0 +1,247 @@
+#include "engine/assemble_job.h"
+
+#include <algorithm>
+#include <map>
+
+#include "engine/build_catalog.h"
+#include "engine/merge_job.h"
+
+namespace torch_ckpt {
+namespace {
+
+using Extent = MergePlan::Extent;
+
+// A final file while it is put together.
+struct Assembly {
+  FileHeader header;
+  std::vector<WrittenRange> ranges;  // the header's and those of the ranks
+  std::vector<ByteRange> holes;
+};
+
+Result<WrittenRange> HeaderRange(const Directory& staging,
+                                 const std::string& staged, uint64_t bytes) {
+  TC_ASSIGN_OR_RETURN(const File in, staging.OpenFile(staged, {}));
+  std::string text(bytes, '\0');
+  TC_RETURN_IF_ERROR(in.ReadExact(
+      {reinterpret_cast<std::byte*>(text.data()), text.size()}, 0));
+  WrittenRange range{{0, bytes}, {}};
+  range.crc32c.resize(SegmentCount(range.bytes));
+  SegmentDigester digester(range.crc32c.data(), 0);
+  digester.Add(AsBytes(text));
+  return range;
+}
+
+// The tensor that byte `at` of a file belongs to, for messages.
+std::string TensorAt(const Assembly& file, uint64_t at) {
+  for (const SafetensorsEntry& entry : file.header.header.tensors) {
+    const uint64_t begin = file.header.header.data_begin;
+    if (at >= begin + entry.begin && at < begin + entry.end) return entry.name;
+  }
+  return {};
+}
+
+Status CheckIds(const FinalFiles& list, const RankFinals& rank) {
+  for (const WrittenFinal& file : rank.files) {
+    if (file.file >= list.files.size()) {
+      return InvalidArgument("rank " + std::to_string(rank.rank) +
+                             " has written a final file that there is not");
+    }
+    const FinalFile& named = list.files[file.file];
+    if (file.id == named.id) continue;
+    return Conflict("rank " + std::to_string(rank.rank) +
+                    " has written by the header " + file.id +
+                    ", the coordinator has staged " + named.id)
+        .WithFile(named.name);
+  }
+  return {};
+}
+
+// The parts of all ranks as a checkpoint that the merge reads from.
+class Parts {
+ public:
+  explicit Parts(const std::vector<RankFinals>& ranks) {
+    for (const RankFinals& rank : ranks) {
+      for (const WrittenParts& parts : rank.parts) {
+        const OutputSpec& spec = parts.file.spec;
+        const uint32_t file =
+            catalog_.AddFile({spec.staged, spec.id, spec.bytes});
+        // A role whose files have no header.
+        manifest_.files.push_back({spec.staged, spec.id, FileRole::kExtra,
+                                   spec.bytes, parts.file.crc32c});
+        for (const PartBytes& bytes : parts.bytes)
+          bytes_.push_back({file, bytes});
+        for (const PartBox& box : parts.boxes) {
+          boxes_[box.tensor].push_back({file, &box});
+        }
+      }
+    }
+  }
+
+  // The extents of final file `file` that the parts hold. Adds its gathered
+  // tensors to the catalog.
+  Result<std::vector<Extent>> ExtentsOf(uint32_t file,
+                                        const FileHeader& header) {
+    std::vector<Extent> extents;
+    for (const auto& [from, bytes] : bytes_) {
+      if (bytes.file != file) continue;
+      extents.push_back({bytes.bytes.begin,
+                         bytes.bytes.end,
+                         Extent::kFile,
+                         from,
+                         bytes.at,
+                         {}});
+    }
+    for (const SafetensorsEntry& entry : header.header.tensors) {
+      const auto boxes = boxes_.find(entry.name);
+      if (boxes == boxes_.end()) continue;
+      CatalogEntry tensor;
+      tensor.name = entry.name;
+      tensor.storage_dtype = tensor.logical_dtype = entry.dtype;
+      tensor.shape = entry.shape;
+      TC_ASSIGN_OR_RETURN(const uint32_t id,
+                          catalog_.AddEntry(std::move(tensor)));
+      for (const auto& [from, box] : boxes->second) {
+        Placement placement;
+        placement.file = from;
+        placement.offset = box->at;
+        placement.box = box->box;
+        TC_RETURN_IF_ERROR(
+            catalog_.AddPlacement(id, placement).WithTensor(entry.name));
+      }
+      if (entry.begin == entry.end) continue;
+      const uint64_t data = header.header.data_begin;
+      extents.push_back(
+          {data + entry.begin, data + entry.end, Extent::kTensor, id, 0, {}});
+    }
+    std::sort(
+        extents.begin(), extents.end(),
+        [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+    return extents;
+  }
+
+  Result<std::shared_ptr<const Checkpoint>> Open(const Directory& staging) && {
+    TC_RETURN_IF_ERROR(ProveOwners(catalog_));
+    return Checkpoint::OfStaged(staging, std::move(manifest_),
+                                std::move(catalog_));
+  }
+
+ private:
+  struct FromBytes {
+    uint32_t file;
+    PartBytes bytes;
+  };
+  struct FromBox {
+    uint32_t file;
+    const PartBox* box;
+  };
+  Manifest manifest_;
+  Catalog catalog_;
+  std::vector<FromBytes> bytes_;
+  std::map<std::string_view, std::vector<FromBox>> boxes_;
+};
+
+// Ok where the extents are the holes.
+Status CheckCovered(const Assembly& file, const std::vector<Extent>& extents,
+                    const std::string& name) {
+  const auto wrong = [&](Status status, uint64_t at) {
+    std::string tensor = TensorAt(file, at);
+    return tensor.empty()
+               ? std::move(status).WithFile(name)
+               : std::move(status).WithFile(name).WithTensor(std::move(tensor));
+  };
+  auto extent = extents.begin();
+  for (const ByteRange& hole : file.holes) {
+    uint64_t at = hole.begin;
+    while (at < hole.end) {
+      if (extent == extents.end() || extent->begin > at) {
+        const uint64_t end = extent == extents.end()
+                                 ? hole.end
+                                 : std::min(hole.end, extent->begin);
+        return wrong(
+            Incomplete("bytes " + std::to_string(at) + " to " +
+                       std::to_string(end) + " were written by no rank"),
+            at);
+      }
+      if (extent->begin < at || extent->end > hole.end) break;
+      at = extent->end;
+      ++extent;
+    }
+    if (at < hole.end) break;
+  }
+  if (extent == extents.end()) return {};
+  return wrong(
+      Conflict("bytes " + std::to_string(extent->begin) + " to " +
+               std::to_string(extent->end) + " were written by two ranks"),
+      extent->begin);
+}
+
+}  // namespace
+
+Result<std::vector<CommitFile>> RunAssembleJob(
+    const Directory& staging, const FinalFiles& list,
+    const std::vector<RankFinals>& ranks, const OutputOptions& options,
+    Job* job) {
+  std::vector<Assembly> files(list.files.size());
+  std::vector<OutputSpec> outputs;
+  for (size_t f = 0; f < files.size(); ++f) {
+    const FinalFile& named = list.files[f];
+    Assembly& file = files[f];
+    TC_ASSIGN_OR_RETURN(file.header, ReadStagedHeader(staging, named.staged));
+    if (file.header.sharding.file_id != named.id) {
+      return Conflict("is not the file that was laid out")
+          .WithFile(staging.Join(named.staged));
+    }
+    TC_ASSIGN_OR_RETURN(
+        WrittenRange header,
+        HeaderRange(staging, named.staged, file.header.header.data_begin));
+    file.ranges.push_back(std::move(header));
+    outputs.push_back({named.name,
+                       named.staged,
+                       named.id,
+                       FileRole::kData,
+                       file.header.header.file_bytes,
+                       {}});
+  }
+  for (const RankFinals& rank : ranks) {
+    TC_RETURN_IF_ERROR(CheckIds(list, rank));
+    for (const WrittenFinal& written : rank.files) {
+      std::vector<WrittenRange>& all = files[written.file].ranges;
+      all.insert(all.end(), written.ranges.begin(), written.ranges.end());
+    }
+  }
+  Parts parts(ranks);
+  std::vector<MergePlan::Layout> layouts;
+  for (size_t f = 0; f < files.size(); ++f) {
+    Result<std::vector<ByteRange>> holes =
+        Holes(files[f].ranges, outputs[f].bytes);
+    if (!holes.ok()) return holes.status().WithFile(outputs[f].name);
+    files[f].holes = std::move(holes).value();
+    TC_ASSIGN_OR_RETURN(
+        std::vector<Extent> extents,
+        parts.ExtentsOf(static_cast<uint32_t>(f), files[f].header));
+    TC_RETURN_IF_ERROR(CheckCovered(files[f], extents, outputs[f].name));
+    layouts.push_back({{}, std::move(extents)});
+    outputs[f].ranges = files[f].holes;
+  }
+  TC_ASSIGN_OR_RETURN(auto checkpoint, std::move(parts).Open(staging));
+  MergeOptions merge;
+  merge.output = options;
+  const MergePlan plan = MergePlan::OfExtents(
+      std::move(checkpoint), std::move(merge), outputs, std::move(layouts));
+  TC_ASSIGN_OR_RETURN(const auto written,
+                      RunMergeJob(plan, staging, plan.outputs(), job));
+  std::vector<CommitFile> done;
+  for (size_t f = 0; f < files.size(); ++f) {
+    std::vector<WrittenRange>& all = files[f].ranges;
+    all.insert(all.end(), written[f].begin(), written[f].end());
+    Result<std::vector<uint32_t>> digests =
+        CombineRanges(std::move(all), outputs[f].bytes);
+    if (!digests.ok()) return digests.status().WithFile(outputs[f].name);
+    done.push_back({outputs[f].staged,
+                    {outputs[f].name, outputs[f].id, FileRole::kData,
+                     outputs[f].bytes, std::move(digests).value()}});
+  }
+  return done;
+}
+
+}  // namespace torch_ckpt

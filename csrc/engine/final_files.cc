@@ -1,0 +1,165 @@
+#include "engine/final_files.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <map>
+
+#include "format/binary.h"
+#include "plan/layout.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr std::string_view kListName = "final_files";
+constexpr std::string_view kListMagic = "TCKPTFIN";
+constexpr uint64_t kMaxListBytes = uint64_t{1} << 30;
+
+std::string EncodeList(const FinalFiles& list) {
+  std::string out(kListMagic);
+  PutVarint(&out, list.files.size());
+  for (const FinalFile& file : list.files) {
+    PutString(&out, file.name);
+    PutString(&out, file.staged);
+    PutString(&out, file.id);
+  }
+  PutString(&out, list.index_name);
+  PutVarint(&out, list.gathered.size());
+  for (const std::string& name : list.gathered) PutString(&out, name);
+  PutCrc(&out);
+  return out;
+}
+
+Result<FinalFiles> DecodeList(ByteSpan bytes) {
+  TC_ASSIGN_OR_RETURN(const ByteSpan body,
+                      BinaryBody(bytes, kListMagic, "list of final files"));
+  BinaryReader in(body);
+  const Status damaged = Corrupt("the list of final files is malformed");
+  FinalFiles list;
+  const auto files = in.Bounded(in.left());
+  if (!files) return damaged;
+  for (uint64_t i = 0; i < *files; ++i) {
+    const auto name = in.String(kMaxNameBytes);
+    const auto staged = in.String(kMaxNameBytes);
+    const auto id = in.String(kMaxNameBytes);
+    if (!name || !staged || !id || !IsId(*id)) return damaged;
+    TC_RETURN_IF_ERROR(CheckFileName(*name));
+    TC_RETURN_IF_ERROR(CheckFileName(*staged));
+    list.files.push_back({*name, *staged, *id});
+  }
+  const auto index_name = in.String(kMaxNameBytes);
+  const auto gathered = in.Bounded(in.left());
+  if (!index_name || !gathered) return damaged;
+  list.index_name = *index_name;
+  for (uint64_t i = 0; i < *gathered; ++i) {
+    auto name = in.String(kMaxNameBytes);
+    if (!name) return damaged;
+    list.gathered.push_back(std::move(*name));
+  }
+  if (!in.empty()) return damaged;
+  return list;
+}
+
+// The file at full size, with its header.
+Status StageFile(const Directory& staging, const FinalLayout& layout,
+                 bool sync) {
+  TC_RETURN_IF_ERROR(CreateOutputs(staging, {layout.spec}));
+  TC_ASSIGN_OR_RETURN(File file,
+                      staging.OpenFile(layout.spec.staged, {.write = true}));
+  TC_RETURN_IF_ERROR(file.WriteAll(AsBytes(layout.header), 0));
+  if (sync) TC_RETURN_IF_ERROR(file.Sync());
+  TC_RETURN_IF_ERROR(file.Close());
+  FileHeader parsed;
+  parsed.header.tensors = layout.tensors;
+  parsed.header.data_begin = layout.header.size();
+  parsed.header.file_bytes = layout.spec.bytes;
+  parsed.sharding.file_id = layout.spec.id;
+  for (const SafetensorsEntry& tensor : layout.tensors) {
+    parsed.sharding.entries.push_back(
+        {Dims::Filled(tensor.shape.size(), 0), tensor.shape});
+  }
+  return StageHeader(staging, layout.spec.staged, parsed, layout.header);
+}
+
+}  // namespace
+
+Result<FinalLayout> LayOutFinalFile(const std::string& name,
+                                    const std::string& id,
+                                    std::vector<SafetensorsEntry> tensors) {
+  FinalLayout layout;
+  layout.order = LayOutFile(&tensors);
+  TC_ASSIGN_OR_RETURN(
+      layout.header,
+      BuildSafetensorsHeader(BuildFileMetadata(id, tensors, /*shards=*/nullptr),
+                             tensors));
+  const uint64_t data_bytes = tensors.empty() ? 0 : tensors.back().end;
+  layout.tensors = std::move(tensors);
+  layout.spec = {name,
+                 StagedName(name, id),
+                 id,
+                 FileRole::kData,
+                 layout.header.size() + data_bytes,
+                 {}};
+  return layout;
+}
+
+Result<FinalFiles> StageFinalFiles(const Directory& staging,
+                                   const std::vector<FinalTensor>& tensors,
+                                   const FileRule& rule,
+                                   const FileNaming& naming, bool sync) {
+  std::vector<std::string_view> names;
+  std::vector<uint64_t> bytes;
+  FinalFiles list;
+  for (const FinalTensor& tensor : tensors) {
+    const Result<uint64_t> size = ByteSize(tensor.dtype, tensor.shape);
+    if (!size.ok()) return size.status().WithTensor(tensor.name);
+    names.push_back(tensor.name);
+    bytes.push_back(*size);
+    if (tensor.gathered) list.gathered.push_back(tensor.name);
+  }
+  std::sort(list.gathered.begin(), list.gathered.end());
+  TC_ASSIGN_OR_RETURN(const FileDivision division,
+                      DivideIntoFiles(names, bytes, rule));
+  list.index_name = IndexFileName(division.count, naming);
+  std::map<int64_t, std::vector<SafetensorsEntry>> files;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (division.index[i] == 0) {
+      return InvalidArgument("is not in fqn_to_index_mapping")
+          .WithTensor(tensors[i].name);
+    }
+    files[division.index[i]].push_back(
+        {tensors[i].name, tensors[i].dtype, tensors[i].shape, 0, 0});
+  }
+  for (auto& [index, entries] : files) {
+    const std::string name = FinalFileName(index, division.count, naming);
+    Result<FinalLayout> layout =
+        LayOutFinalFile(name, NewId(), std::move(entries));
+    if (!layout.ok()) return layout.status().WithFile(name);
+    TC_RETURN_IF_ERROR(StageFile(staging, *layout, sync));
+    list.files.push_back({name, layout->spec.staged, layout->spec.id});
+  }
+  TC_ASSIGN_OR_RETURN(File out,
+                      staging.OpenFile(std::string(kListName),
+                                       {.write = true, .create_new = true}));
+  TC_RETURN_IF_ERROR(out.WriteAll(AsBytes(EncodeList(list)), 0));
+  TC_RETURN_IF_ERROR(out.Close());
+  return list;
+}
+
+Result<FinalFiles> ReadFinalFiles(const Directory& staging) {
+  Result<std::string> text =
+      staging.ReadFile(std::string(kListName), kMaxListBytes);
+  if (!text.ok()) {
+    if (text.status().sys_errno() != ENOENT) return text.status();
+    return Incomplete(
+               "the coordinator has laid out no final files: every rank "
+               "must save with the same layout")
+        .WithFile(staging.path());
+  }
+  Result<FinalFiles> list = DecodeList(AsBytes(*text));
+  if (!list.ok()) {
+    return list.status().WithFile(staging.Join(std::string(kListName)));
+  }
+  return list;
+}
+
+}  // namespace torch_ckpt

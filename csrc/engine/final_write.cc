@@ -1,0 +1,216 @@
+#include "engine/final_write.h"
+
+#include <algorithm>
+
+#include "base/checked.h"
+#include "format/cast.h"
+#include "format/name_index.h"
+#include "plan/runs.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr uint64_t kBlock = 4096;
+
+// Bytes of a source in a row in a final file.
+struct Stretch {
+  uint64_t begin = 0;  // in the file
+  uint64_t bytes = 0;
+  const SourceTensor* source = nullptr;
+  uint64_t from = 0;  // of its bytes in row-major order, after the cast
+  std::optional<ElementCast> cast;
+};
+
+// Where a tensor stands in the final files.
+struct FinalPlace {
+  uint32_t file = 0;
+  const SafetensorsEntry* entry = nullptr;
+};
+
+// The tensors of all final files by name.
+class FinalTensors {
+ private:
+  auto NameAt() const {
+    return [this](uint32_t id) {
+      return std::string_view(places_[id].entry->name);
+    };
+  }
+
+ public:
+  FinalTensors(const std::vector<FinalFile>& files,
+               const std::vector<FileHeader>& headers) {
+    for (uint32_t f = 0; f < files.size(); ++f) {
+      for (const SafetensorsEntry& entry : headers[f].header.tensors) {
+        const auto next = static_cast<uint32_t>(places_.size());
+        places_.push_back({f, &entry});
+        index_.Insert(entry.name, next, NameAt());
+      }
+    }
+  }
+
+  const FinalPlace* Find(std::string_view name) const {
+    const int64_t id = index_.Find(name, NameAt());
+    return id < 0 ? nullptr : &places_[static_cast<size_t>(id)];
+  }
+
+ private:
+  std::vector<FinalPlace> places_;
+  NameIndex index_;
+};
+
+std::string Described(Dtype dtype, const Dims& shape) {
+  return DtypeName(dtype) + (" " + shape.ToString());
+}
+
+Status CheckFits(const WriteTensor& tensor, const FinalPlace* place,
+                 const std::vector<FinalFile>& files, bool cast) {
+  const std::string have = Described(tensor.dtype, tensor.global_shape);
+  if (!place) {
+    return Conflict("is " + have +
+                    " on this rank, and in none of the files that the "
+                    "coordinator has laid out: they are of a plan for other "
+                    "tensors")
+        .WithTensor(tensor.name);
+  }
+  const SafetensorsEntry& entry = *place->entry;
+  const bool same_dtype = entry.dtype == tensor.dtype ||
+                          (cast && CanCast(tensor.dtype, entry.dtype));
+  if (same_dtype && entry.shape == tensor.global_shape) return {};
+  return Conflict("is " + have + " on this rank, and " +
+                  Described(entry.dtype, entry.shape) +
+                  " in the header that the coordinator has staged: that is of "
+                  "a plan for other tensors")
+      .WithTensor(tensor.name)
+      .WithFile(files[place->file].name);
+}
+
+std::optional<ElementCast> CastOf(const WriteTensor& tensor, Dtype to) {
+  if (tensor.dtype == to) return std::nullopt;
+  return ElementCast{tensor.dtype, to};
+}
+
+// The stretches of a box in its file, where the tensor begins at `base` and is
+// of dtype `to`.
+Status AddStretches(const WriteTensor& tensor, const SourceTensor& source,
+                    Dtype to, uint64_t base, std::vector<Stretch>* out) {
+  TC_ASSIGN_OR_RETURN(
+      const UnitView view,
+      InUnits(to, tensor.global_shape, {tensor.offsets, tensor.shape}));
+  Run run;
+  if (!MakeRun({view.box, 0, DenseStrides(view.box.sizes, view.unit_bytes)},
+               {Box::Whole(view.shape), base,
+                DenseStrides(view.shape, view.unit_bytes)},
+               view.unit_bytes, &run)) {
+    return {};  // no elements
+  }
+  SplitBySrcSpan(run, run.bytes, [&](const Run& piece) {
+    out->push_back(
+        {piece.dst, piece.bytes, &source, piece.src, CastOf(tensor, to)});
+  });
+  return {};
+}
+
+// What a rank can write by itself of [begin, end) of a file.
+ByteRange Interior(const ByteRange& range, uint64_t file_bytes) {
+  return {RoundUp(range.begin, kBlock),
+          range.end == file_bytes ? range.end : RoundDown(range.end, kBlock)};
+}
+
+// Sorts the stretches of a file into what this rank writes there and what goes
+// to its parts.
+Status PlaceStretches(std::vector<Stretch>* stretches, uint32_t file,
+                      FinalWrite* out) {
+  std::sort(
+      stretches->begin(), stretches->end(),
+      [](const Stretch& a, const Stretch& b) { return a.begin < b.begin; });
+  OutputSpec& spec = out->files[file];
+  SourceBytes& bytes = out->bytes[file];
+  std::vector<ByteRange> rows;
+  bytes.Reserve(stretches->size());
+  for (const Stretch& stretch : *stretches) {
+    if (stretch.begin < bytes.size()) {
+      return Conflict("this rank writes bytes " +
+                      std::to_string(stretch.begin) + " to " +
+                      std::to_string(bytes.size()) + " twice")
+          .WithFile(spec.name);
+    }
+    bytes.Place(stretch.begin, *stretch.source, stretch.from, stretch.bytes,
+                stretch.cast);
+    if (rows.empty() || rows.back().end != stretch.begin) {
+      rows.push_back({stretch.begin, stretch.begin});
+    }
+    rows.back().end += stretch.bytes;
+  }
+  const auto to_parts = [&](uint64_t begin, uint64_t end) -> Status {
+    if (begin >= end) return {};
+    out->part_bytes.push_back({file, {begin, end}, out->parts.size()});
+    return bytes.ForEachPart(
+        begin, end - begin, [&](const SourcePart& part) -> Status {
+          out->parts.Place(
+              out->parts.size(), *part.source, part.begin, part.size,
+              part.cast ? std::optional(*part.cast) : std::nullopt);
+          return {};
+        });
+  };
+  for (const ByteRange& row : rows) {
+    const ByteRange own = Interior(row, spec.bytes);
+    if (own.begin < own.end) {
+      spec.ranges->push_back(own);
+      TC_RETURN_IF_ERROR(to_parts(row.begin, own.begin));
+      TC_RETURN_IF_ERROR(to_parts(own.end, row.end));
+    } else {
+      TC_RETURN_IF_ERROR(to_parts(row.begin, row.end));
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<FinalWrite> PlanFinalWrite(const Directory& staging,
+                                  const std::vector<WriteTensor>& tensors,
+                                  const std::vector<SourceTensor>& sources,
+                                  bool cast) {
+  TC_ASSIGN_OR_RETURN(const FinalFiles list, ReadFinalFiles(staging));
+  std::vector<FileHeader> headers;
+  FinalWrite out;
+  for (const FinalFile& file : list.files) {
+    TC_ASSIGN_OR_RETURN(FileHeader header,
+                        ReadStagedHeader(staging, file.staged));
+    if (header.sharding.file_id != file.id) {
+      return Conflict("is not the file that the coordinator has laid out")
+          .WithFile(staging.Join(file.staged));
+    }
+    out.files.push_back({file.name, file.staged, file.id, FileRole::kData,
+                         header.header.file_bytes, std::vector<ByteRange>()});
+    headers.push_back(std::move(header));
+  }
+  const FinalTensors places(list.files, headers);
+  std::vector<std::vector<Stretch>> stretches(list.files.size());
+  for (const WriteTensor& tensor : tensors) {
+    const FinalPlace* place = places.Find(tensor.name);
+    TC_RETURN_IF_ERROR(CheckFits(tensor, place, list.files, cast));
+    const SourceTensor& source = sources[tensor.source];
+    const Dtype to = place->entry->dtype;
+    if (std::binary_search(list.gathered.begin(), list.gathered.end(),
+                           tensor.name)) {
+      out.part_boxes.push_back(
+          {tensor.name, {tensor.offsets, tensor.shape}, out.parts.size()});
+      TC_ASSIGN_OR_RETURN(const uint64_t bytes, ByteSize(to, tensor.shape));
+      out.parts.Place(out.parts.size(), source, 0, bytes, CastOf(tensor, to));
+      continue;
+    }
+    TC_RETURN_IF_ERROR(AddStretches(tensor, source, to,
+                                    headers[place->file].header.data_begin +
+                                        place->entry->begin,
+                                    &stretches[place->file])
+                           .WithTensor(tensor.name));
+  }
+  out.bytes.resize(list.files.size());
+  for (uint32_t f = 0; f < list.files.size(); ++f) {
+    TC_RETURN_IF_ERROR(PlaceStretches(&stretches[f], f, &out));
+  }
+  return out;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,57 @@
+// A rank's boxes inside final files that the coordinator has staged.
+//
+// What a rank writes there by itself begins and ends at multiples of 4096 (or
+// at the end of the file): no two ranks touch one block. The few bytes before
+// and behind, and the boxes of tensors that are gathered, go to a file of parts
+// beside, from which the coordinator puts them in place.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "engine/final_files.h"
+#include "engine/source_bytes.h"
+
+namespace torch_ckpt {
+
+struct WriteTensor {
+  std::string name;
+  Dtype dtype = Dtype::kU8;
+  Dims shape;    // of this box, in elements of dtype
+  Dims offsets;  // in the global tensor
+  Dims global_shape;
+  size_t source = 0;  // index into the sources
+};
+
+// Bytes of a final file that stand in a file of parts.
+struct PartBytes {
+  uint32_t file = 0;  // in the list of final files
+  ByteRange bytes;    // of that
+  uint64_t at = 0;    // in the file of parts
+};
+
+// A box that stands there, row-major.
+struct PartBox {
+  std::string tensor;
+  Box box;  // in elements
+  uint64_t at = 0;
+};
+
+struct FinalWrite {
+  std::vector<OutputSpec> files;   // in the order of the list, with ranges
+  std::vector<SourceBytes> bytes;  // of each, where its ranges are
+  SourceBytes parts;
+  std::vector<PartBytes> part_bytes;
+  std::vector<PartBox> part_boxes;
+};
+
+// `sources` must stay where they are. With `cast` the bytes are cast to what
+// the header says, where elements can be (format/cast.h). kConflict, naming
+// tensor and file, where the staged header does not say what this rank has: the
+// plan that it stems from was made for other tensors.
+Result<FinalWrite> PlanFinalWrite(const Directory& staging,
+                                  const std::vector<WriteTensor>& tensors,
+                                  const std::vector<SourceTensor>& sources,
+                                  bool cast);
+
+}  // namespace torch_ckpt

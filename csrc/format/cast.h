@@ -1,0 +1,23 @@
+// Elements of one float type as elements of another.
+#pragma once
+
+#include <cstddef>
+
+#include "format/dtype.h"
+
+namespace torch_ckpt {
+
+// Whether elements of `from` can be cast to `to`: both are F64, F32, F16, BF16,
+// F8_E4M3 or F8_E5M2.
+bool CanCast(Dtype from, Dtype to);
+
+// `count` elements at `source` to `target`, which does not overlap it; neither
+// needs an alignment. The value of every element is that of `tensor.to(dtype)`
+// in torch 2.13: rounded to nearest, ties to even, by way of float32; what is
+// too large becomes infinite, or 448 in F8_E4M3, which has no infinity (NaN in
+// older torches). A NaN stays a NaN, of whatever bits. REQUIRES: CanCast.
+// Thread-safe.
+void CastElements(Dtype from, const std::byte* source, Dtype to,
+                  std::byte* target, size_t count);
+
+}  // namespace torch_ckpt

@@ -1,0 +1,183 @@
+"""Consolidation by all ranks together."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks.layouts import check, layouts, state, whole
+from ranks.run import Context, cases, everywhere, raised
+from safetensors.torch import load_file
+from sample_states import stock_rows
+
+import torch_ckpt
+from torch_ckpt.consolidate import merge_on_every_rank
+from torch_ckpt.dtype_policy import DtypePolicy
+from torch_ckpt.merge import merge_request
+from torch_ckpt.team import Team
+
+CASES, case = cases()
+
+
+def written_bytes() -> int:
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("wchar"):
+            return int(line.split()[1])
+    raise AssertionError("no wchar")
+
+
+@case
+def consolidation_on_every_rank(context: Context) -> None:
+    """One output file of one large tensor is still written by all ranks, about equally."""
+    shards, out = context.folder / "in", context.folder / "out"
+    content = whole("big", (4096, 1024 * context.world))
+    if context.rank == 0:
+        stock_rows(shards, content, 4, name="big")
+    dist.barrier()
+    before = written_bytes()
+    torch_ckpt.consolidate_safetensors_files_on_every_rank(shards, out, {"big": 1})
+    done = everywhere(written_bytes() - before)
+    share = content.numel() * 4 / context.world
+    assert all(0.9 * share < part < 1.1 * share for part in done), done
+    assert torch.equal(load_file(out / "model-00001-of-00001.safetensors")["big"], content)
+
+
+@case
+def consolidation_with_another_mapping_on_every_rank(context: Context) -> None:
+    """As one made of a set is. The first rank's holds, and bad ones are an error on all."""
+    shards, out = context.folder / "in", context.folder / "out"
+    content = {name: torch.full((1 << 20,), float(i)) for i, name in enumerate("abc")}
+    torch_ckpt.save(content, checkpoint_id=shards)
+    mapping = {"a": 1, "b": 2, "c": 2} if context.rank == 0 else {"b": 1, "a": 2, "c": 2}
+    torch_ckpt.consolidate_safetensors_files_on_every_rank(shards, out, mapping)
+    for number, names in ((1, "a"), (2, "bc")):
+        found = load_file(out / f"model-{number:05}-of-00002.safetensors")
+        assert set(found) == set(names)
+        assert all(torch.equal(found[name], content[name]) for name in names)
+    bad = {**mapping, "c": 0} if context.rank == 1 else mapping
+    raised(
+        lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(
+            shards, context.folder / "bad", bad
+        ),
+        "rank 1",
+        "'c': has index 0",
+    )
+    assert sorted(os.listdir(context.folder)) == ["in", "out"]
+
+
+@case
+def consolidation_that_fails_on_one_rank(context: Context) -> None:
+    shards, out = context.folder / "in", context.folder / "out"
+    if context.rank == 0:
+        stock_rows(shards, whole("w", (64, 64)), 4)
+    dist.barrier()
+    source = shards if context.rank != 1 else context.folder / "elsewhere"
+    raised(
+        lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(source, out, None),
+        "rank 1",
+        "elsewhere",
+    )
+    dist.barrier()
+    assert sorted(os.listdir(context.folder)) == ["in"], os.listdir(context.folder)
+    raised(
+        lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(
+            shards, out, {"w": 1, "x": 1}
+        ),
+        "'x'",
+    )
+    dist.barrier()
+    torch_ckpt.consolidate_safetensors_files_on_every_rank(shards, out, None)
+    assert sorted(os.listdir(context.folder)) == ["in", "out"]
+
+
+@case
+def every_layout_in_other_dtypes(context: Context) -> None:
+    table = layouts(context.world)
+    shards, out = context.folder / "in", context.folder / "out"
+    torch_ckpt.save(state(table), checkpoint_id=shards)
+    torch_ckpt.consolidate_safetensors_files_on_every_rank(
+        shards, out, None, dtype="bf16", keep_fp32=["rows"], max_shard_size="2KB", naming="hf"
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    for file in out.glob("*.safetensors"):
+        tensors.update(load_file(file))
+    assert len(list(out.glob("model-*"))) > 2
+    for name, layout in table.items():
+        expected = whole(name, layout.shape)
+        if "rows" not in name:
+            expected = expected.bfloat16()
+        assert tensors[name].dtype == expected.dtype
+        assert torch.equal(tensors[name], expected), name
+    target = {name: value.float() for name, value in state(table, blank=True).items()}
+    torch_ckpt.load(target, checkpoint_id=shards)
+    check(target, table)
+    torch_ckpt.Checkpoint(out).verify()
+
+
+@case
+def progress_is_that_of_all_ranks(context: Context) -> None:
+    shards, out = context.folder / "in", context.folder / "out"
+    torch_ckpt.save({"w": torch.ones(1 << 21)}, checkpoint_id=shards)
+    calls: list[tuple[int, int]] = []
+    request = merge_request(
+        *(shards, out, None, 1),
+        strict=True,
+        verify=True,
+        max_shard_size=None,
+        naming="dcp",
+        policy=DtypePolicy(),
+        memory_budget="1GiB",
+    )
+    merge_on_every_rank(
+        lambda: request, Team.of(None, 60), lambda done, total: calls.append((done, total))
+    )
+    if context.rank == 0:
+        size = (out / "model-00001-of-00001.safetensors").stat().st_size
+        assert calls[-1] == (size, size)
+    else:
+        assert calls == []
+
+
+@case
+def beside_training(context: Context) -> None:
+    """Two at a time, while the trainer uses the same process group."""
+    contents = [torch.full((1 << 20,), float(number)) for number in range(2)]
+    for number, content in enumerate(contents):
+        torch_ckpt.save({"w": content}, checkpoint_id=context.folder / f"in{number}")
+    futures = [
+        torch_ckpt.consolidate_safetensors_files_on_every_rank(
+            context.folder / f"in{number}", context.folder / f"out{number}", None, background=True
+        )
+        for number in range(2)
+    ]
+    for step in range(50):
+        total = torch.tensor([step])
+        dist.all_reduce(total)
+        assert total.item() == step * context.world
+    for number, future in enumerate(futures):
+        assert future is not None
+        assert future.result(timeout=20) is None
+        file = context.folder / f"out{number}" / "model-00001-of-00001.safetensors"
+        assert torch.equal(load_file(file)["w"], contents[number])
+    failing = torch_ckpt.consolidate_safetensors_files_on_every_rank(
+        context.folder / "nowhere", context.folder / "out", None, background=True
+    )
+    assert failing is not None
+    assert isinstance(failing.exception(timeout=20), torch_ckpt.IncompleteError)
+
+
+@case
+def one_team_for_each_group(context: Context) -> None:
+    groups = [dist.new_group(list(range(context.world)), backend="gloo") for _ in range(2)]
+    teams = [Team.of(group, 60) for group in (None, *groups, None, *groups)]
+    assert teams[:3] == teams[3:]
+    assert len(set(map(id, teams))) == 3
+    for team in teams:
+        assert team.together(lambda: context.rank) == list(range(context.world))
+    threads = threading.active_count()
+    for _ in range(20):
+        teams[0].together(lambda: None)
+    assert threading.active_count() <= threads + 1

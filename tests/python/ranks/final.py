@@ -1,0 +1,209 @@
+"""Saves straight into final files, by every rank."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks.layouts import check, layouts, mesh_of, odd_nesting, several_boxes, state, whole
+from ranks.run import Context, cases, raised
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import torch_ckpt
+from torch_ckpt import Checkpoint, HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+CASES, case = cases()
+
+
+def final_tensors(path: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        of_file = load_file(file)
+        assert not of_file.keys() & tensors.keys()
+        tensors.update(of_file)
+    return tensors
+
+
+def check_final(path: Path, table: dict[str, Any]) -> None:
+    """The directory holds every tensor of the table, whole, and matches its digests."""
+    tensors = final_tensors(path)
+    assert tensors.keys() == table.keys()
+    for name, layout in table.items():
+        assert torch.equal(tensors[name], whole(name, layout.shape)), name
+    Checkpoint(path).verify()
+
+
+@case
+def every_layout(context: Context) -> None:
+    for kind in (dcp.DefaultSavePlanner, torch_ckpt.SavePlanner):
+        table = layouts(context.world)
+        if kind is torch_ckpt.SavePlanner:
+            table |= several_boxes(context.world) | odd_nesting(context.world)
+        path = context.folder / kind.__module__
+        writer = HuggingFaceStorageWriter(path, layout="final")
+        dcp.save(state(table), storage_writer=writer, planner=kind())
+        check_final(path, table)
+        table = layouts(context.world)
+        for reader in (HuggingFaceStorageReader(path), dcp.HuggingFaceStorageReader(str(path))):
+            target = state(table, blank=True)
+            dcp.load(target, storage_reader=reader)
+            check(target, table)
+        dist.barrier()
+
+
+@case
+def into_several_files(context: Context) -> None:
+    table = layouts(context.world)
+    mapping = {name: 1 + number % 3 for number, name in enumerate(table)}
+    for number, options in enumerate(
+        (
+            {"max_shard_size": "1KB"},
+            {"max_shard_size": 500, "naming": "hf"},
+            {"fqn_to_index_mapping": mapping},
+            {"naming": "diffusers"},
+        )
+    ):
+        path = context.folder / str(number)
+        torch_ckpt.save(state(table), checkpoint_id=path, layout="final", **options)
+        check_final(path, table)
+        if "fqn_to_index_mapping" in options:
+            for name, index in mapping.items():
+                file = path / f"model-{index:05}-of-00003.safetensors"
+                assert name in load_file(file)
+        elif "max_shard_size" in options:
+            assert len(list(path.glob("model-*.safetensors"))) > 3
+        else:
+            assert (path / "diffusion_pytorch_model.safetensors").exists()
+        target = state(table, blank=True)
+        torch_ckpt.load(target, checkpoint_id=path)
+        check(target, table)
+        dist.barrier()
+
+
+@case
+def in_the_background(context: Context) -> None:
+    table = layouts(context.world)
+    for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
+        path = context.folder / kind.name
+        source = {**state(table), "step": 7}
+        save = torch_ckpt.async_save(
+            source,
+            checkpoint_id=path,
+            layout="final",
+            max_shard_size="2KB",
+            async_checkpointer_type=kind,
+        )
+        for value in source.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+        save.result()
+        check_final(path, table)
+        target: dict[str, Any] = {**state(table, blank=True), "step": 0}
+        torch_ckpt.load(target, checkpoint_id=path)
+        check(target, table)
+        assert target["step"] == 7
+        dist.barrier()
+
+
+@case
+def random_placements(context: Context) -> None:
+    """Rows, columns and both, of any size, in files of any size, over what was there before."""
+    chance = random.Random(context.world)
+    path = context.folder / "c"
+    meshes = [mesh_of((context.world,))]
+    if context.world % 2 == 0:
+        meshes.append(mesh_of((2, context.world // 2)))
+    dtypes = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool)
+    for _ in range(15):
+        source: dict[str, Any] = {}
+        expected: dict[str, torch.Tensor] = {}
+        for number in range(chance.randint(1, 6)):
+            ndim = chance.randint(1, 4)
+            shape = tuple(chance.randint(1, 200 if ndim < 3 else 17) for _ in range(ndim))
+            mesh = chance.choice(meshes)
+            placements = [
+                Replicate() if chance.random() < 0.2 else Shard(chance.randrange(ndim))
+                for _ in range(mesh.ndim)
+            ]
+            name = f"t{number}"
+            expected[name] = whole(name, shape).to(chance.choice(dtypes))
+            source[name] = distribute_tensor(expected[name], mesh, placements)
+        size = chance.choice([None, 1000, 10_000])
+        torch_ckpt.save(source, checkpoint_id=path, layout="final", max_shard_size=size)
+        saved = final_tensors(path)
+        assert saved.keys() == expected.keys()
+        for name, value in expected.items():
+            assert saved[name].dtype == value.dtype
+            assert torch.equal(saved[name], value), name
+        Checkpoint(path).verify()
+        dist.barrier()
+
+
+@case
+def cached_plans(context: Context) -> None:
+    """The files are laid out of the plan that is cached; one that fits no more is refused."""
+    table = {name: layout for name, layout in layouts(context.world).items() if name != "empty"}
+    for kind in (dcp.DefaultSavePlanner, torch_ckpt.SavePlanner):
+        writer = HuggingFaceStorageWriter(context.folder / "unused", layout="final")
+        for number in range(4):
+            path = context.folder / f"{kind.__module__}-{number}"
+            torch_ckpt.save(
+                state(table),
+                checkpoint_id=path,
+                storage_writer=writer,
+                planner=kind(enable_plan_caching=True),
+            )
+            check_final(path, table)
+            dist.barrier()
+
+
+@case
+def ranks_of_other_layouts(context: Context) -> None:
+    """Only rank 0 saves final files: all must."""
+    if context.world == 1:
+        return
+    layout = "final" if context.rank == 0 else "sharded"
+    path = context.folder / "c"
+    table = {"w": layouts(context.world)["rows"]}
+    raised(
+        lambda: torch_ckpt.save(state(table), checkpoint_id=path, layout=layout),
+        "w",
+    )
+    dist.barrier()
+    assert not path.exists()
+    assert list(context.folder.iterdir()) == []
+
+
+@case
+def tied_shards(context: Context) -> None:
+    """Where all ranks say so: a name that is tied on one rank only is stored."""
+    mesh = mesh_of((context.world,))
+    value = distribute_tensor(whole("rows", (12, 5)), mesh, [Shard(0)])
+    other = distribute_tensor(whole("other", (12, 5)), mesh, [Shard(0)])
+    source = {
+        "embed": value,
+        "head": value,
+        "sometimes": value if context.rank == 0 else other,
+        "plain": whole("plain", (4,)),
+    }
+    path = context.folder / "c"
+    torch_ckpt.save(source, checkpoint_id=path, layout="final")
+    tensors = final_tensors(path)
+    assert tensors.keys() == {"embed", "sometimes", "plain"}
+    assert torch.equal(tensors["embed"], whole("rows", (12, 5)))
+    expected = other.full_tensor()
+    part = value.to_local() if context.rank == 0 else None
+    first = [part]
+    dist.broadcast_object_list(first, src=0)
+    assert first[0] is not None
+    expected[: len(first[0])] = first[0]
+    assert torch.equal(tensors["sometimes"], expected)
+    target = {name: torch.zeros(12, 5) for name in ("embed", "head")}
+    torch_ckpt.load(target, checkpoint_id=path)
+    assert torch.equal(target["head"], whole("rows", (12, 5)))

@@ -1,0 +1,141 @@
+"""Files beside the tensors, in one commit with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from sample_states import FAILED
+
+import torch_ckpt
+from torch_ckpt import Checkpoint, InvalidArgumentError, consolidate_safetensors_files
+from torch_ckpt.cli import cli
+
+STATE = {"w": torch.arange(6.0)}
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Path:
+    """A model's directory, weights and all."""
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "modeling.py").write_text("# code\n")
+    (folder / "tokenizer.json").write_bytes(bytes(range(256)) * 9000)  # some segments
+    (folder / "empty.txt").touch()
+    for weights in ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
+        (folder / weights).write_text("weights")
+    (folder / ".hidden").touch()
+    return folder
+
+
+NAMES = ["config.json", "empty.txt", "modeling.py", "tokenizer.json"]
+
+
+def extras_of(path: Path) -> list[str]:
+    return sorted(f.name for f in Checkpoint(path).describe().files if f.role == "extra")
+
+
+@pytest.mark.parametrize("layout", ["final", "sharded"])
+def test_a_directory(tmp_path: Path, reference: Path, layout: Any) -> None:
+    path = tmp_path / "c"
+    for _ in range(2):  # over what is there, too
+        torch_ckpt.save(STATE, checkpoint_id=path, layout=layout, extras=reference)
+        assert extras_of(path) == NAMES
+        for name in NAMES:
+            assert (path / name).read_bytes() == (reference / name).read_bytes()
+        Checkpoint(path).verify()
+    (path / "mine.txt").touch()
+    torch_ckpt.save(STATE, checkpoint_id=path, layout=layout, extras=[reference / "config.json"])
+    assert extras_of(path) == ["config.json"]
+    assert not (path / "tokenizer.json").exists()  # of the save that this one has replaced
+    assert (path / "mine.txt").exists()
+    (path / "config.json").write_text("other")
+    with pytest.raises(torch_ckpt.CheckpointError, match="config.json"):
+        Checkpoint(path).verify()
+
+
+def test_with_a_consolidation(tmp_path: Path, reference: Path) -> None:
+    torch_ckpt.save(STATE, checkpoint_id=tmp_path / "in")
+    consolidate_safetensors_files(tmp_path / "in", tmp_path / "out", None, extras=reference)
+    assert extras_of(tmp_path / "out") == NAMES
+    words = ["consolidate", str(tmp_path / "in"), str(tmp_path / "cli"), "--extra", str(reference)]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    assert extras_of(tmp_path / "cli") == NAMES
+    torch_ckpt.save(
+        STATE,
+        checkpoint_id=tmp_path / "both",
+        save_distributed=True,
+        enable_consolidation=True,
+        extras=reference,
+    )
+    assert extras_of(tmp_path / "both") == NAMES
+
+
+def test_what_cannot_be_an_extra(tmp_path: Path, reference: Path) -> None:
+    (reference / "folder").mkdir()
+    (tmp_path / "config.json").touch()
+    for extras, words in (
+        (reference, "no directories within directories"),
+        ([reference / "nothing"], "no such file"),
+        ([reference / "config.json", tmp_path / "config.json"], "two files of this name"),
+        ([reference / "model.safetensors"], "cannot stand beside a checkpoint"),
+        (7, "objects with save_pretrained"),
+    ):
+        with pytest.raises(FAILED, match=words):
+            torch_ckpt.save(STATE, checkpoint_id=tmp_path / "c", layout="final", extras=extras)
+        assert not (tmp_path / "c").exists()
+        assert not (tmp_path / ".c.torch_ckpt-stage").exists()
+    with pytest.raises(InvalidArgumentError, match="extras"):
+        torch_ckpt.save(
+            STATE, checkpoint_id=tmp_path / "c", use_collectives=False, extras=reference
+        )
+
+
+@pytest.mark.slow
+def test_objects_of_transformers(tmp_path: Path) -> None:
+    from transformers import (
+        AutoModelForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
+    torch.manual_seed(0)
+    tiny: dict[str, Any] = {
+        **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    }
+    models = [
+        LlamaForCausalLM(LlamaConfig(**tiny)),
+        Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **tiny, head_dim=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
+            )
+        ),
+    ]
+    for number, model in enumerate(models):
+        path = tmp_path / str(number)
+        model.eval()
+        torch_ckpt.save(
+            model.state_dict(),
+            checkpoint_id=path,
+            layout="final",
+            naming="hf",
+            max_shard_size="20KB",
+            extras=[model],
+        )
+        assert "config.json" in extras_of(path) and "generation_config.json" in extras_of(path)
+        assert json.loads((path / "config.json").read_text())["hidden_size"] == 16
+        loaded = AutoModelForCausalLM.from_pretrained(path)
+        loaded.eval()
+        tokens = torch.tensor([[1, 2, 3, 4]])
+        with torch.no_grad():
+            assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+        for name, value in model.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], value), name

@@ -1,0 +1,298 @@
+"""layout="final": division into files, names, dtypes. What several ranks do is in ranks/final.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from sample_states import FAILED, STOCK_213, assert_same, blank, sample
+
+import torch_ckpt
+from torch_ckpt import (
+    Checkpoint,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    InvalidArgumentError,
+    consolidate_safetensors_files,
+)
+from torch_ckpt.cli import cli
+
+STATE = {f"layer.{n}": torch.full((100,), float(n)) for n in range(10)}  # of 400 bytes each
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors.update(load_file(file))
+    return tensors
+
+
+def listing(path: Path) -> list[str]:
+    """The names that are not ours."""
+    return sorted(p.name for p in path.iterdir() if not p.name.startswith("torch_ckpt."))
+
+
+@pytest.mark.parametrize(
+    ("naming", "size", "names"),
+    [
+        ("dcp", None, ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]),
+        ("hf", "5GB", ["model.safetensors"]),
+        ("diffusers", "1 MB", ["diffusion_pytorch_model.safetensors"]),
+        ("peft", None, ["adapter_model.safetensors"]),
+        (
+            "diffusers",
+            2000,
+            [
+                "diffusion_pytorch_model-00001-of-00002.safetensors",
+                "diffusion_pytorch_model-00002-of-00002.safetensors",
+                "diffusion_pytorch_model.safetensors.index.json",
+            ],
+        ),
+        (
+            "hf",
+            "1.6KB",
+            [
+                *(f"model-{n + 1:05}-of-00003.safetensors" for n in range(3)),
+                "model.safetensors.index.json",
+            ],
+        ),
+    ],
+)
+def test_names_and_sizes(tmp_path: Path, naming: Any, size: Any, names: list[str]) -> None:
+    options: dict[str, Any] = {"naming": naming, "max_shard_size": size}
+    torch_ckpt.save(STATE, checkpoint_id=tmp_path / "c", layout="final", **options)
+    assert listing(tmp_path / "c") == names
+    assert_same(tensors_of(tmp_path / "c"), STATE)
+    target = blank(STATE)
+    torch_ckpt.load(target, checkpoint_id=tmp_path / "c")
+    assert_same(target, STATE)
+    # And by a merge of shards.
+    torch_ckpt.save(STATE, checkpoint_id=tmp_path / "sharded")
+    consolidate_safetensors_files(tmp_path / "sharded", tmp_path / "merged", None, **options)
+    assert listing(tmp_path / "merged") == names
+    for name in names:
+        if name.endswith(".safetensors"):
+            assert_same(load_file(tmp_path / "merged" / name), load_file(tmp_path / "c" / name))
+    for path in ("c", "merged"):
+        if names[-1].endswith(".json"):
+            index = json.loads((tmp_path / path / names[-1]).read_text())
+            for fqn, file in index["weight_map"].items():
+                assert fqn in load_file(tmp_path / path / file)
+
+
+def test_a_reference_index_divides_the_tensors(tmp_path: Path) -> None:
+    torch_ckpt.save(
+        STATE, checkpoint_id=tmp_path / "reference", layout="final", max_shard_size="1KB"
+    )
+    index = tmp_path / "reference" / "model.safetensors.index.json"
+    mixed = dict(reversed(STATE.items()))
+    for number, reference in enumerate((index, str(tmp_path / "reference"))):
+        path = tmp_path / str(number)
+        torch_ckpt.save(mixed, checkpoint_id=path, layout="final", fqn_to_index_mapping=reference)
+        assert listing(path) == listing(tmp_path / "reference")
+        written = path / "model.safetensors.index.json"
+        assert json.loads(written.read_text()) == json.loads(index.read_text())
+    torch_ckpt.save(STATE, checkpoint_id=tmp_path / "sharded")
+    consolidate_safetensors_files(tmp_path / "sharded", tmp_path / "merged", index)
+    assert listing(tmp_path / "merged") == listing(tmp_path / "reference")
+    with pytest.raises(InvalidArgumentError, match="there is no such index"):
+        torch_ckpt.save(
+            STATE, checkpoint_id=tmp_path / "x", layout="final", fqn_to_index_mapping=tmp_path
+        )
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layout": "whole"}, "layout='whole' is none of"),
+        ({"layout": "final", "save_distributed": True}, "exclude each other"),
+        ({"layout": "final", "naming": "hub"}, "naming='hub' is none of"),
+        ({"layout": "final", "max_shard_size": "many"}, "max_shard_size is a number"),
+        ({"layout": "final", "max_shard_size": 1, "fqn_to_index_mapping": {}}, "max_shard_size"),
+        ({"layout": "sharded", "max_shard_size": 1}, "of final files"),
+        ({"layout": "sharded", "dtype": "bf16"}, "of final files"),
+        ({"layout": "final", "dtype": "int8"}, "no float dtype"),
+        ({"layout": "final", "dtype": {"a": "bf17"}}, "'a': dtype='bf17' is no float"),
+        ({"layout": "final", "keep_fp32": "norm"}, "a list of regular expressions"),
+        ({"layout": "final", "keep_fp32": ["("]}, "keep_fp32: "),
+    ],
+)
+def test_arguments_that_make_no_sense(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        HuggingFaceStorageWriter(tmp_path, **options)
+
+
+def test_writer_options_need_our_writer(tmp_path: Path) -> None:
+    writer = HuggingFaceStorageWriter(tmp_path / "c")
+    with pytest.raises(InvalidArgumentError, match="layout: of a storage_writer"):
+        torch_ckpt.save(STATE, storage_writer=writer, layout="final")
+    with pytest.raises(TypeError, match="nonsense"):
+        torch_ckpt.save(STATE, checkpoint_id=tmp_path / "c", nonsense=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+TARGETS = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def floats(dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of all sizes, ties between the narrow types' numbers, infinities and NaN."""
+    generator = torch.Generator().manual_seed(5)
+    bits = torch.randint(-(2**31), 2**31, (20_011,), generator=generator, dtype=torch.int64)
+    wild = bits.to(torch.int32).view(torch.float32)
+    near = torch.randint(0, 4096, (20_000,), generator=generator) / 64.0
+    ties = torch.ldexp(near, torch.randint(-30, 20, near.shape, generator=generator))
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 448, 464, 65520])
+    return torch.cat([wild, ties, -ties, special]).to(dtype)
+
+
+def assert_bits(saved: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal bit for bit, but for what a NaN looks like: torch's own differ from loop to loop."""
+    assert saved.dtype == expected.dtype and saved.shape == expected.shape
+    number = ~expected.float().isnan()
+    assert torch.equal(~saved.float().isnan(), number)
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[saved.itemsize]
+    assert torch.equal(saved.view(width)[number], expected.view(width)[number])
+
+
+@pytest.mark.parametrize("source", FLOATS, ids=str)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_casts_are_torchs(tmp_path: Path, source: torch.dtype, target: torch.dtype) -> None:
+    values = floats(source)
+    if target == torch.float8_e4m3fn and not STOCK_213:
+        values = values.clamp(-448, 448)  # what is larger was NaN in older torches
+    state = {"dense": values, "strided": values[: 2 * 30_000].view(-1, 4).t(), "one": values[7]}
+    dtypes = dict.fromkeys(state, target)
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "c", layout="final", dtype=dtypes)
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "sharded")
+    consolidate_safetensors_files(tmp_path / "sharded", tmp_path / "merged", None, dtype=dtypes)
+    for path in ("c", "merged"):
+        saved = tensors_of(tmp_path / path)
+        for name, value in state.items():
+            assert_bits(saved[name], value.to(target))
+        Checkpoint(tmp_path / path).verify()
+
+
+MIXED = {
+    "w": torch.linspace(-3, 3, 50),
+    "half": torch.linspace(-3, 3, 50).half(),
+    "norm.weight": torch.linspace(-3, 3, 50).bfloat16(),
+    "ids": torch.arange(50),
+    "mask": torch.arange(50) % 2 == 0,
+    "fp8": torch.linspace(-3, 3, 50).to(torch.float8_e4m3fn),
+    "complex": torch.linspace(-3, 3, 50).to(torch.complex64),
+}
+
+
+def test_only_ordinary_floats_are_cast(tmp_path: Path) -> None:
+    for dtype in ("bf16", "BF16", "bfloat16", torch.bfloat16, "torch.bfloat16"):
+        torch_ckpt.save(
+            MIXED,
+            checkpoint_id=tmp_path / "c",
+            layout="final",
+            dtype=dtype,
+            keep_fp32=[r"^norm\.", "nothing"],
+        )
+        expected = {
+            **MIXED,
+            "w": MIXED["w"].bfloat16(),
+            "half": MIXED["half"].bfloat16(),
+            "norm.weight": MIXED["norm.weight"].float(),
+        }
+        assert_same(tensors_of(tmp_path / "c"), expected)
+
+
+def test_the_dtypes_of_a_directory(tmp_path: Path) -> None:
+    reference = {"w": torch.zeros(3, dtype=torch.float16), "ids": torch.zeros(3, dtype=torch.int64)}
+    torch_ckpt.save(reference, checkpoint_id=tmp_path / "reference")
+    torch_ckpt.save(
+        MIXED, checkpoint_id=tmp_path / "c", layout="final", dtype=tmp_path / "reference"
+    )
+    assert_same(tensors_of(tmp_path / "c"), {**MIXED, "w": MIXED["w"].half()})
+    torch_ckpt.save(
+        {"ids": torch.zeros(3, dtype=torch.int32)}, checkpoint_id=tmp_path / "reference"
+    )
+    with pytest.raises(FAILED, match="'ids': is I64, which is not cast to I32"):
+        torch_ckpt.save(
+            MIXED, checkpoint_id=tmp_path / "x", layout="final", dtype=tmp_path / "reference"
+        )
+    with pytest.raises(FAILED, match="'fp8': is F8_E4M3, which is not cast to BF16"):
+        torch_ckpt.save(
+            MIXED, checkpoint_id=tmp_path / "x", layout="final", dtype={"fp8": torch.bfloat16}
+        )
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    torch_ckpt.save(STATE, checkpoint_id=tmp_path / "in")
+    words = ["consolidate", str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "bf16"]
+    words += ["--max-shard-size", "1KB", "--naming", "hf", "--keep-fp32", "layer.3"]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0, done.output
+    expected = {name: value.bfloat16() for name, value in STATE.items()}
+    expected["layer.3"] = STATE["layer.3"]
+    assert_same(tensors_of(tmp_path / "out"), expected)
+    assert len(listing(tmp_path / "out")) == 4
+    for wrong in (["--dtype", "int8"], ["--max-shard-size", "x"], ["--naming", "x"]):
+        assert CliRunner().invoke(cli, [*words[:3], *wrong]).exit_code == 2
+
+
+def test_a_cached_plan_of_stock_needs_the_same_writer(tmp_path: Path) -> None:
+    if not STOCK_213:
+        pytest.skip("stock's cache is that of torch 2.13 here")
+    state = {"w": torch.arange(5.0)}
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+    writer = HuggingFaceStorageWriter(tmp_path / "a", layout="final")
+    for name in ("a", "b"):
+        dcp.save(state, checkpoint_id=tmp_path / name, storage_writer=writer, planner=planner)
+        assert_same(tensors_of(tmp_path / name), state)
+
+
+@st.composite
+def states(draw: Any) -> dict[str, torch.Tensor]:
+    dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool])
+    state = {}
+    for number in range(draw(st.integers(0, 6))):
+        shape = draw(st.lists(st.integers(0, 70), max_size=3))
+        value = sample(draw(dtypes), *shape)
+        if draw(st.booleans()) and value.dim() > 1:
+            value = value.transpose(0, -1)
+        state[f"t{number}"] = value
+    return state
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(state=states(), size=st.sampled_from([None, 100, 5000, "1MB"]))
+def test_any_state_comes_back(
+    tmp_path: Path, state: dict[str, torch.Tensor], size: int | str | None
+) -> None:
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "c", layout="final", max_shard_size=size)
+    assert_same(tensors_of(tmp_path / "c"), state)
+    target = blank(state)
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(tmp_path / "c"), no_dist=True)
+    assert_same(target, state)
+
+
+def test_a_memory_budget_bounds_the_threads(tmp_path: Path) -> None:
+    torch_ckpt.save(STATE, checkpoint_id=tmp_path / "in")
+    for budget in (16 << 20, "33MiB"):
+        consolidate_safetensors_files(
+            tmp_path / "in", tmp_path / "out", None, 8, memory_budget=budget
+        )
+        assert_same(tensors_of(tmp_path / "out"), STATE)
+    with pytest.raises(InvalidArgumentError, match="memory_budget='1MiB' is less than"):
+        consolidate_safetensors_files(tmp_path / "in", tmp_path / "x", None, memory_budget="1MiB")

@@ -1,0 +1,145 @@
+"""Consolidations by several ranks, one of which is killed or interrupted."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from merging_rank import ENDED
+from safetensors.torch import load_file
+
+import torch_ckpt
+
+WORLD = 3
+SCRIPT = Path(__file__).with_name("merging_rank.py")
+
+
+def launch(source: Path, out: Path, what: str) -> list[tuple[int, str]]:
+    """Exit status and output of every rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(source), str(out), what],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(WORLD),
+            },
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        return [(rank.wait(120), rank.communicate()[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["kill", "interrupt"])
+def test_a_rank_that_ends_in_the_middle_ends_the_others(tmp_path: Path, what: str) -> None:
+    content = {"w": torch.arange(1 << 20, dtype=torch.float32)}
+    torch_ckpt.save(content, checkpoint_id=tmp_path / "in")
+    began = time.monotonic()
+    done = launch(tmp_path / "in", tmp_path / "out", what)
+    assert time.monotonic() - began < 100, "the others waited for the timeout"
+    if what == "kill":
+        assert done[1][0] == -9
+        for rank in (0, 2):
+            assert done[rank][0] == ENDED, done
+            assert "a rank is gone" in done[rank][1]
+    else:
+        assert done[1] == (ENDED, "KeyboardInterrupt\n")
+        for rank in (0, 2):
+            assert done[rank][0] == ENDED, done
+            assert "CancelledError" in done[rank][1] and "rank 1" in done[rank][1]
+    assert not (tmp_path / "out").exists()
+    assert [status for status, _ in launch(tmp_path / "in", tmp_path / "out", "nothing")] == [0] * 3
+    saved = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    assert torch.equal(saved["w"], content["w"])
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+HALF = """
+import os, signal, sys
+from torch_ckpt import _core
+from torch_ckpt.dtype_policy import DtypePolicy
+from torch_ckpt.merge import merge_request
+request = merge_request(
+    *sys.argv[1:], None, 1, strict=True, verify=True, max_shard_size=None, naming="dcp",
+    policy=DtypePolicy(), memory_budget="1GiB",
+)
+begun = _core.call({"op": "merge_begin", **request})
+part = {key: begun[key] for key in ("staging", "ids", "input_save_id", "written")}
+_core.call({"op": "merge_part", **request, **part, "part": 0, "parts": 2})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def written_bytes() -> int:
+    """By this process until now, to whatever."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("wchar:"):
+            return int(line.split()[1])
+    raise AssertionError("no wchar")
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "foreign"])
+@pytest.mark.parametrize("what", ["whole", "torn", "log lost", "another merge", "other input"])
+def test_after_a_kill_what_is_there_is_not_written_again(
+    tmp_path: Path, what: str, stock: bool
+) -> None:
+    content = {"w": torch.arange(1 << 22, dtype=torch.float32), "v": torch.ones(1000)}
+    source, out = tmp_path / "in", tmp_path / "out"
+    torch_ckpt.save(content, checkpoint_id=source)
+    if stock:
+        for name in ("torch_ckpt.json", "torch_ckpt.catalog"):
+            (source / name).unlink()
+    done = subprocess.run([sys.executable, "-c", HALF, str(source), str(out)], check=False)
+    assert done.returncode == -9
+    assert not out.exists()
+    staging = tmp_path / ".out.torch_ckpt-stage"
+    data = next(staging.glob("model-*.safetensors.*"))
+    if what == "torn":
+        with data.open("r+b") as file:
+            file.seek(1 << 20)
+            file.write(b"\x01\x02\x03")
+    elif what == "log lost":
+        next(staging.glob("merge_log.*")).write_text("0 0 4096 1 2\n")
+    elif what == "other input":
+        content["v"] = torch.zeros(1000)
+        torch_ckpt.save(content, checkpoint_id=source)
+        if stock:
+            for name in ("torch_ckpt.json", "torch_ckpt.catalog"):
+                (source / name).unlink()
+    before = written_bytes()
+    size = "1KB" if what == "another merge" else None
+    torch_ckpt.consolidate_safetensors_files(source, out, None, max_shard_size=size)
+    share = (written_bytes() - before) / sum(value.nbytes for value in content.values())
+    if what == "whole":
+        assert 0.45 < share < 0.6, share
+    elif what == "torn":
+        assert 0.6 < share < 0.9, share  # one piece of it more
+    else:
+        assert share > 0.99, share
+    saved: dict[str, torch.Tensor] = {}
+    for file in out.glob("*.safetensors"):
+        saved.update(load_file(file))
+    assert saved.keys() == content.keys()
+    for name, value in content.items():
+        assert torch.equal(saved[name], value)
+    torch_ckpt.Checkpoint(out).verify()
+    assert not staging.exists()

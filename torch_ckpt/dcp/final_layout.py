@@ -1,0 +1,69 @@
+"""What the coordinator says of the final files of a save: which tensors they hold, and which of
+these it is to gather itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
+
+from torch_ckpt._core import names_text
+from torch_ckpt.dtype_policy import DtypePolicy
+from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
+from torch_ckpt.errors import UnsupportedError
+
+# Bytes in a row, in the file, below which a rank does not write a box by itself: the blocks that it
+# shares with other ranks, one at each end of a row, must be few beside the row.
+MIN_ROW_BYTES = 64 * 1024
+
+
+def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
+    """The tensors of all plans, in the order of the state dict, in the dtypes that they are stored
+    in, as columns of a request."""
+    tensors: dict[str, TensorWriteData] = {}
+    gathered: set[str] = set()
+    narrow: dict[int, bool] = {}  # by description: tensors that are alike share one
+    for plan in plans:
+        for item in plan.items:
+            data = item.tensor_data
+            if data is None:
+                continue
+            fqn = item.index.fqn
+            tensors.setdefault(fqn, data)
+            known = narrow.get(id(data))
+            if known is None:
+                known = narrow[id(data)] = _is_narrow(data)
+            if known:
+                gathered.add(fqn)
+    dtypes, shapes = [], []
+    for fqn, data in tensors.items():
+        dtype = _dtype_name(data.properties, fqn)
+        dtypes.append(policy.stored(fqn, dtype))
+        packed = PACKED.get(dtype, 1)
+        shapes.append([*data.size[:-1], data.size[-1] * packed] if packed > 1 else [*data.size])
+    return {
+        "names": names_text(list(tensors)),
+        "dtypes": dtypes,
+        "shapes": shapes,
+        "gathered": "".join("1" if fqn in gathered else "0" for fqn in tensors),
+    }
+
+
+def _dtype_name(properties: TensorProperties, fqn: str) -> str:
+    name = DTYPE_NAMES.get(properties.dtype)
+    if name is None:
+        raise UnsupportedError(f"is {properties.dtype}; safetensors cannot hold it", tensor=fqn)
+    return name
+
+
+def _is_narrow(data: TensorWriteData) -> bool:
+    """Whether the box lies in its tensor in rows too short to be written one by one."""
+    row = data.properties.dtype.itemsize
+    sizes = data.chunk.sizes
+    for dim in reversed(range(len(sizes))):
+        row *= sizes[dim]
+        if sizes[dim] != data.size[dim]:
+            return row < MIN_ROW_BYTES and math.prod(sizes[:dim]) > 1
+    return False

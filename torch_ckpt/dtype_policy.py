@@ -1,0 +1,84 @@
+"""In which dtype the tensors of an export are stored. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch_ckpt.checkpoint import Checkpoint
+from torch_ckpt.errors import InvalidArgumentError
+
+# What people call them; after "torch." is taken away and in lower case.
+_NAMES = {
+    "F64": ("f64", "fp64", "float64", "double"),
+    "F32": ("f32", "fp32", "float32", "float"),
+    "F16": ("f16", "fp16", "float16", "half"),
+    "BF16": ("bf16", "bfloat16"),
+    "F8_E4M3": ("f8_e4m3", "fp8_e4m3", "float8_e4m3fn"),
+    "F8_E5M2": ("f8_e5m2", "fp8_e5m2", "float8_e5m2"),
+}
+_BY_NAME = {name: dtype for dtype, names in _NAMES.items() for name in names}
+# Those that a dtype for all is for; the others (8 bits and less, integers, ...) mean what they mean
+# together with scales, or nothing else at all.
+_ORDINARY = frozenset(("F64", "F32", "F16", "BF16"))
+
+
+class DtypePolicy:
+    """dtype: None keeps every dtype. A dtype (torch's, or its name as "bf16" or "BF16"): floats of
+        16, 32 and 64 bits are stored as that. A dict of fqn to dtype, or a checkpoint directory
+        whose dtypes are taken: the tensors that it names are stored so; others keep theirs.
+    keep_fp32: regular expressions; floats of 16, 32 and 64 bits whose name one of them finds are
+        stored in float32 whatever `dtype` says.
+
+    Raises InvalidArgumentError for what is none of these.
+    """
+
+    def __init__(self, dtype: Any = None, keep_fp32: Iterable[str] = ()) -> None:
+        self._for_all: str | None = None
+        self._by_name: dict[str, str] = {}
+        if isinstance(dtype, Mapping):
+            self._by_name = {str(fqn): _dtype_name(value, str(fqn)) for fqn, value in dtype.items()}
+        elif isinstance(dtype, str | os.PathLike) and os.path.isdir(dtype):
+            tensors = Checkpoint(dtype).describe().tensors
+            self._by_name = {tensor.name: tensor.dtype for tensor in tensors}
+        elif dtype is not None:
+            self._for_all = _dtype_name(dtype)
+        if isinstance(keep_fp32, str):
+            raise InvalidArgumentError("keep_fp32 is a list of regular expressions")
+        try:
+            self._keep = [re.compile(pattern) for pattern in keep_fp32]
+        except re.error as error:
+            raise InvalidArgumentError(f"keep_fp32: {error}") from error
+
+    def __bool__(self) -> bool:
+        """Whether it can change any dtype."""
+        return bool(self._for_all or self._by_name or self._keep)
+
+    def stored(self, fqn: str, dtype: str) -> str:
+        """The dtype, as safetensors calls it, that a tensor of `dtype` is stored in. Raises
+        InvalidArgumentError where the policy names one that `dtype` is not cast to."""
+        ordinary = dtype in _ORDINARY
+        if ordinary and any(pattern.search(fqn) for pattern in self._keep):
+            return "F32"
+        if self._for_all is not None:
+            return self._for_all if ordinary else dtype
+        wanted = self._by_name.get(fqn, dtype)
+        if wanted != dtype and not (ordinary and wanted in _NAMES):
+            raise InvalidArgumentError(
+                f"is {dtype}, which is not cast to {wanted}; only floats of 16, 32 and 64 bits are "
+                "cast, to floats",
+                tensor=fqn,
+            )
+        return wanted
+
+
+def _dtype_name(dtype: Any, fqn: str | None = None) -> str:
+    name = _BY_NAME.get(str(dtype).removeprefix("torch.").lower())
+    if name is None:
+        raise InvalidArgumentError(
+            f"dtype={dtype!r} is no float dtype that tensors are cast to, and no directory",
+            tensor=fqn,
+        )
+    return name

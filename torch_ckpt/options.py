@@ -1,0 +1,32 @@
+"""Arguments as people write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from torch_ckpt.errors import InvalidArgumentError
+
+
+def parse_bytes(size: int | str, argument: str) -> int:
+    """Bytes of 5, "5", "1.5 GB" (10^9) or "2GiB" (2^30). Raises InvalidArgumentError, naming
+    `argument`."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(size))
+    value = 0
+    if match is not None and isinstance(size, str):
+        number, prefix, binary = match.groups()
+        power = " KMGT".index(prefix) if prefix else 0
+        value = int(float(number) * (1024 if binary else 1000) ** power)
+    if value <= 0:
+        raise InvalidArgumentError(
+            f'{argument} is a number of bytes, or text as "2GiB"; it was {size!r}'
+        )
+    return value
+
+
+def check_choice(argument: str, value: object, choices: Collection[str]) -> None:
+    """Raise InvalidArgumentError where `value` is none of `choices`."""
+    if value not in choices:
+        raise InvalidArgumentError(f"{argument}={value!r} is none of {tuple(choices)}")
