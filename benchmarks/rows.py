@@ -8,4 +8,5 @@ from benchmarks import bench_async
 from benchmarks import row_stage_cuda
 from benchmarks import row_load
 from benchmarks import row_consolidate
+from benchmarks import bench_export
 from benchmarks import row_load_plan

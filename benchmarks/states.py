@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -103,14 +103,19 @@ def scaled(count: int, scale: float, unit: int = 8) -> int:
 
 def random_state(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> State:
     """Contiguous tensors of random bytes, each with a storage of its own."""
+    return dict(random_tensors(shapes, dtype))
+
+
+def random_tensors(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same one after the other, for who needs only parts of them."""
     generator = torch.Generator().manual_seed(0)
-    state: State = {}
     for name, shape in shapes.items():
         size = math.prod(shape) * dtype.itemsize
         words = torch.empty((size + 7) // 8, dtype=torch.int64)
         words.random_(-(2**63), None, generator=generator)
-        state[name] = words.view(torch.uint8)[:size].view(dtype).view(shape)
-    return state
+        yield name, words.view(torch.uint8)[:size].view(dtype).view(shape)
 
 
 def empty_like(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> State:

@@ -61,7 +61,12 @@ def failures(records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(ROWS.keys() - ASYNC))
+# Rows that start ranks differ in their number and in the state only: two stand for all.
+EXPORTS = {name for name in ROWS if name.startswith("export_")}
+SEVERAL = EXPORTS - {"export_llama_2", "export_columns_256"}
+
+
+@pytest.mark.parametrize("name", sorted(ROWS.keys() - ASYNC - SEVERAL))
 def test_every_row_runs_and_leaves_nothing(name: str, context: Context) -> None:
     records = run(name, context)
     assert failures(records) == []

@@ -1,0 +1,159 @@
+"""Rows: from the tensors of several ranks to a durable Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import environment, files, rivals, states
+from benchmarks.contender import Contender, Context, Row, row
+from benchmarks.export_rank import DTYPE, EXPORTS, shapes_of
+from benchmarks.program import Timing
+
+TIMEOUT_SECONDS = 900
+
+
+class RankError(RuntimeError):
+    """A rank failed."""
+
+
+def run_ranks(
+    context: Context, contender: str, state: str, dim: int, world: int, path: Path, bytes_: int
+) -> Timing:
+    """Starts the ranks and waits for their figures.
+
+    Raises:
+        RankError: one of them failed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "benchmarks.export_rank", contender, "--state", state]
+    words += ["--dim", str(dim), "--scale", str(context.scale), "--path", str(path)]
+    words += ["--program", str(context.program.path)]
+    ranks = [
+        subprocess.Popen(
+            words,
+            cwd=environment.REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+            },
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [rank.communicate(timeout=TIMEOUT_SECONDS) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (_, errors) in zip(ranks, said, strict=True):
+        if rank.returncode != 0:
+            last = errors.strip().splitlines()[-1:]
+            raise RankError(": ".join([f"a rank ended with status {rank.returncode}", *last]))
+    answer = json.loads(said[0][0].splitlines()[-1])
+    return Timing(answer["seconds"], answer["cpu"], bytes_, answer["extra_memory"])
+
+
+def export_row(context: Context, state: str, what: str, dim: int, world: int) -> Row:
+    """Every way to export ``state``, cut along ``dim``, from ``world`` ranks."""
+    shapes = shapes_of(state, context.scale, world)
+    size = states.total_bytes(shapes, DTYPE)
+    names = states.sample_names(shapes)
+    sample = {
+        name: tensor.clone()
+        for name, tensor in states.random_tensors(shapes, DTYPE)
+        if name in names
+    }
+    directory = context.directory / "export"
+    path = directory / "final"
+
+    def add(name: str) -> Contender:
+        ours = name.startswith("ours")
+
+        def check() -> None:
+            if EXPORTS[name].__name__ != "without_export":  # those are no whole tensors
+                states.check_equal(sample, rivals.read_safetensors(path, sample))
+
+        return Contender(
+            name=name,
+            role="ours" if ours else "rival",
+            before=directory.mkdir,
+            run=lambda: run_ranks(context, name, state, dim, world, path, size),
+            check=check,
+            after=lambda: files.remove(directory),
+            skip=rivals.why_not_ours("save") if ours else "",
+        )
+
+    return Row(
+        title=f"Export {what} from {world} rank{'s' if world > 1 else ''}, durable",
+        bytes=size,
+        tensors=len(shapes),
+        contenders=[
+            *map(add, EXPORTS),
+            rivals.write_limit(context, rivals.FRESH, "direct", size),
+        ],
+        limit=rivals.FRESH,
+    )
+
+
+@row("export_llama_1")
+def export_llama_1(context: Context) -> Row:
+    """One rank has it all."""
+    return export_row(context, "llama", "Llama 1B", 0, 1)
+
+
+@row("export_llama_2")
+def export_llama_2(context: Context) -> Row:
+    """Row shards of 2 ranks."""
+    return export_row(context, "llama", "Llama 1B, Shard(0),", 0, 2)
+
+
+@row("export_llama_4")
+def export_llama_4(context: Context) -> Row:
+    """Row shards of 4 ranks."""
+    return export_row(context, "llama", "Llama 1B, Shard(0),", 0, 4)
+
+
+@row("export_many_2")
+def export_many_2(context: Context) -> Row:
+    """18,867 tensors, row shards of 2 ranks."""
+    return export_row(context, "experts", "mixture of experts, Shard(0),", 0, 2)
+
+
+def _columns(context: Context, run: int) -> Row:
+    return export_row(context, str(run), f"16 matrices, Shard(1), runs of {run} B,", 1, 2)
+
+
+@row("export_columns_64")
+def export_columns_64(context: Context) -> Row:
+    """Column shards with runs of 64 B."""
+    return _columns(context, 64)
+
+
+@row("export_columns_256")
+def export_columns_256(context: Context) -> Row:
+    """Column shards with runs of 256 B."""
+    return _columns(context, 256)
+
+
+@row("export_columns_1024")
+def export_columns_1024(context: Context) -> Row:
+    """Column shards with runs of 1 KiB."""
+    return _columns(context, 1024)
+
+
+@row("export_columns_4096")
+def export_columns_4096(context: Context) -> Row:
+    """Column shards with runs of 4 KiB."""
+    return _columns(context, 4096)

@@ -1,0 +1,154 @@
+"""One rank of an export: from its part of a state in memory to a final Hugging Face directory.
+
+``python -m benchmarks.export_rank`` is started once for each rank, since ranks are processes. The
+ranks make their parts, export once between two barriers, and rank 0 prints a line of JSON: how long
+the slowest rank took, the CPU of all, and the most memory that all of them took beside the state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files_on_every_rank,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks import files, rivals, states
+from benchmarks.program import LimitsProgram, MemoryWatcher
+
+DTYPE = torch.bfloat16
+Part = dict[str, DTensor]
+Export = Callable[[Part, Path], None]
+
+
+def column_shapes(run: int, scale: float, world: int) -> states.Shapes:
+    """16 matrices of 64 MiB whose column shards have rows of ``run`` bytes."""
+    width = world * run // DTYPE.itemsize
+    height = states.scaled((64 << 20) // (world * run), scale)
+    return {f"model.layers.{i}.weight": (height, width) for i in range(16)}
+
+
+def shapes_of(state: str, scale: float, world: int) -> states.Shapes:
+    """The state that a word stands for: "llama", "experts", or the bytes of a row of columns."""
+    if state == "llama":
+        return states.llama_1b(scale)
+    if state == "experts":
+        return states.mixture_of_experts(scale)
+    return column_shapes(int(state), scale, world)
+
+
+def part_of(shapes: Mapping[str, tuple[int, ...]], dim: int) -> Part:
+    """This rank's part of every tensor, cut along ``dim``, or along the last one it has."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    part: Part = {}
+    for name, tensor in states.random_tensors(shapes, DTYPE):
+        axis = min(dim, tensor.dim() - 1)
+        mine = Shard.local_shard_size_and_offset(
+            tensor.shape[axis], dist.get_world_size(), dist.get_rank()
+        )
+        local = tensor.narrow(axis, mine[1] if mine[0] else 0, mine[0])
+        part[name] = DTensor.from_local(
+            local.clone(memory_format=torch.contiguous_format),
+            mesh,
+            [Shard(axis)],
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return part
+
+
+def sync_everything(path: Path) -> None:
+    """What stock's files lack: rank 0 syncs them when all ranks are done."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        files.make_durable(path)
+    dist.barrier()
+
+
+def with_stock(part: Part, path: Path) -> None:
+    """Shards, and a consolidation by all ranks; durable by one sync of the result."""
+    shards = path.with_name("shards")
+    writer = dcp.HuggingFaceStorageWriter(str(shards), save_distributed=True)
+    dcp.save(part, storage_writer=writer)
+    if dist.get_rank() == 0:
+        path.mkdir()
+    dist.barrier()
+    world = dist.get_world_size()
+    # A file for each rank, since ranks share files and not bytes.
+    mapping = {name: 1 + number % world for number, name in enumerate(part)}
+    consolidate_safetensors_files_on_every_rank(str(shards), str(path), mapping, num_threads=2)
+    sync_everything(path)
+
+
+def with_ours_sharded(part: Part, path: Path) -> None:
+    """Our shards, and our consolidation by all ranks."""
+    shards = path.with_name("shards")
+    rivals.ours("save")(part, checkpoint_id=str(shards))
+    rivals.ours("consolidate_safetensors_files_on_every_rank")(str(shards), str(path), None)
+
+
+def with_ours(part: Part, path: Path) -> None:
+    """Straight into the final files."""
+    rivals.ours("save")(part, checkpoint_id=str(path), layout="final")
+
+
+def without_export(part: Part, path: Path) -> None:
+    """Our sharded save alone, for comparison: no export at all."""
+    rivals.ours("save")(part, checkpoint_id=str(path))
+
+
+EXPORTS: Mapping[str, Export] = {
+    "DCP HF shards, then consolidate": with_stock,
+    "ours, shards, then consolidate": with_ours_sharded,
+    "ours, direct": with_ours,
+    "ours, shards alone": without_export,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Exports as the arguments say."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.export_rank")
+    parser.add_argument("contender", choices=EXPORTS)
+    parser.add_argument("--state", required=True)
+    parser.add_argument("--dim", type=int, required=True)
+    parser.add_argument("--scale", type=float, required=True)
+    parser.add_argument("--path", type=Path, required=True)
+    parser.add_argument("--program", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    rivals.quiet()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    part = part_of(shapes_of(options.state, options.scale, dist.get_world_size()), options.dim)
+    with MemoryWatcher(LimitsProgram(options.program)) as watcher:
+        dist.barrier()
+        before = watcher.begin()
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        start = time.perf_counter()
+        EXPORTS[options.contender](part, options.path)
+        dist.barrier()
+        seconds = time.perf_counter() - start
+        ended = resource.getrusage(resource.RUSAGE_SELF)
+        extra = watcher.end() - before
+    cpu = ended.ru_utime + ended.ru_stime - usage.ru_utime - usage.ru_stime
+    sums = torch.tensor([cpu, float(extra)], dtype=torch.float64)
+    dist.all_reduce(sums)
+    if dist.get_rank() == 0:
+        answer = {"seconds": seconds, "cpu": sums[0].item(), "extra_memory": int(sums[1].item())}
+        sys.stdout.write(json.dumps(answer) + "\n")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
