@@ -107,9 +107,9 @@ class Team:
                 f"a rank is gone, or has not answered in time: {error}", rank=self.rank
             ) from error
         failures = [failure for _, failure in outcomes if failure is not None]
-        # Ranks whose job was cancelled were so because of another's error.
-        for failure in sorted(failures, key=lambda error: isinstance(error, CancelledError)):
-            raise failure
+        if failures:
+            # Ranks whose job was cancelled were so because of another's error.
+            raise min(failures, key=lambda error: isinstance(error, CancelledError))
         return [value for value, _ in outcomes]
 
     def _round(

@@ -74,6 +74,7 @@ def test_with_a_consolidation(tmp_path: Path, reference: Path) -> None:
         extras=reference,
     )
     assert extras_of(tmp_path / "both") == NAMES
+    assert extras_of(tmp_path / "both" / "sharded") == []
 
 
 def test_what_cannot_be_an_extra(tmp_path: Path, reference: Path) -> None:

@@ -1,5 +1,5 @@
-"""What the coordinator says of the final files of a save: which tensors they hold, and which of
-these it is to gather itself."""
+"""Final files: the arguments that ask for them, and what the coordinator says of them: which
+tensors they hold, and which of these it is to gather itself."""
 
 from __future__ import annotations
 
@@ -12,11 +12,42 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
 from torch_ckpt._core import names_text
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
-from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.options import check_choice, parse_bytes
 
 # Bytes in a row, in the file, below which a rank does not write a box by itself: the blocks that it
 # shares with other ranks, one at each end of a row, must be few beside the row.
 MIN_ROW_BYTES = 64 * 1024
+
+
+def checked_layout(
+    layout: str | None,
+    max_shard_size: int | str | None,
+    policy: DtypePolicy,
+    *,
+    save_distributed: bool,
+    has_mapping: bool,
+) -> tuple[bool, int | None]:
+    """Whether every rank writes shards, and the bytes of a final file at most, as the arguments of
+    a writer say. Raises InvalidArgumentError for those that exclude each other."""
+    if layout is not None:
+        check_choice("layout", layout, ("sharded", "final"))
+        if save_distributed and layout == "final":
+            raise InvalidArgumentError(
+                "save_distributed=True and layout='final' exclude each other"
+            )
+        save_distributed = layout == "sharded"
+    if policy and save_distributed:
+        raise InvalidArgumentError("dtype and keep_fp32 are of final files")
+    if max_shard_size is None:
+        if layout != "final" or has_mapping:
+            return save_distributed, None
+        max_shard_size = "5GB"
+    if has_mapping or save_distributed:
+        raise InvalidArgumentError(
+            "max_shard_size is of final files, and without fqn_to_index_mapping"
+        )
+    return save_distributed, parse_bytes(max_shard_size, "max_shard_size")
 
 
 def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch.futures import Future
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp import plan_cache
 from torch_ckpt.dcp.commit import Phases, RankReport, commit_request
-from torch_ckpt.dcp.final_layout import final_tensors
+from torch_ckpt.dcp.final_layout import checked_layout, final_tensors
 from torch_ckpt.dcp.parts import Part, check_supported, next_sequence, part_of
 from torch_ckpt.dcp.reserved import RESERVED, TIES_KEY
 from torch_ckpt.dcp.sources import queued_kernels, wait_for
@@ -52,7 +52,7 @@ from torch_ckpt.extras import extra_files
 from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession
 from torch_ckpt.mapping import NAMINGS, checked_mapping
 from torch_ckpt.merge import consolidate_safetensors_files
-from torch_ckpt.options import check_choice, parse_bytes
+from torch_ckpt.options import check_choice
 
 
 class HuggingFaceStorageWriter(StockWriter):
@@ -121,22 +121,15 @@ class HuggingFaceStorageWriter(StockWriter):
         allow_pickle: bool = False,
         world_size: int | None = None,
     ) -> None:
-        if layout is not None:
-            check_choice("layout", layout, ("sharded", "final"))
-            if save_distributed and layout == "final":
-                raise InvalidArgumentError(
-                    "save_distributed=True and layout='final' exclude each other"
-                )
-            save_distributed = layout == "sharded"
         check_choice("naming", naming, NAMINGS)
-        if max_shard_size is None and layout == "final" and fqn_to_index_mapping is None:
-            max_shard_size = "5GB"
-        if max_shard_size is not None:
-            max_shard_size = parse_bytes(max_shard_size, "max_shard_size")
-            if fqn_to_index_mapping is not None or save_distributed:
-                raise InvalidArgumentError(
-                    "max_shard_size is of final files, and without fqn_to_index_mapping"
-                )
+        self.dtype_policy = DtypePolicy(dtype, keep_fp32)
+        save_distributed, self.max_shard_size = checked_layout(
+            layout,
+            max_shard_size,
+            self.dtype_policy,
+            save_distributed=save_distributed,
+            has_mapping=fqn_to_index_mapping is not None,
+        )
         super().__init__(
             path=os.fspath(path),
             fqn_to_index_mapping=fqn_to_index_mapping,  # type: ignore[arg-type]  # or a path
@@ -145,10 +138,6 @@ class HuggingFaceStorageWriter(StockWriter):
             enable_consolidation=enable_consolidation,
             thread_count_consolidation=thread_count_consolidation,
         )
-        self.max_shard_size = max_shard_size
-        self.dtype_policy = DtypePolicy(dtype, keep_fp32)
-        if self.dtype_policy and save_distributed:
-            raise InvalidArgumentError("dtype and keep_fp32 are of final files")
         self.naming = naming
         self.extras = extras
         self.overwrite = overwrite
@@ -278,7 +267,9 @@ class HuggingFaceStorageWriter(StockWriter):
 
     def _stage(self, session: SaveSession, tensors: dict[str, Any] | None) -> None:
         """What the coordinator puts into staging before any rank writes."""
-        with extra_files(self.extras) as extras:
+        # With shards and final files they stand beside the final ones.
+        consolidates = self.save_distributed and self.enable_consolidation
+        with extra_files(None if consolidates else self.extras) as extras:
             self._extra_files = session.stage_extras(extras) if extras else []
         if tensors is None:
             return
