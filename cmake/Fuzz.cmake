@@ -1,28 +1,20 @@
 # libFuzzer targets over the parsers of untrusted bytes; `./dev fuzz` runs them.
 
-if(NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
-  message(FATAL_ERROR "The fuzz targets need clang: set CXX=clang++")
+if(NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang" OR NOT TORCH_CKPT_SANITIZE STREQUAL
+                                                "address")
+  message(FATAL_ERROR "The fuzz targets need clang and its address sanitizer: "
+                      "set CXX=clang++ and TORCH_CKPT_SANITIZE=address")
 endif()
-
-# What the parsers need of the core once more, instrumented; the plain objects
-# stay as they are.
-get_target_property(core_sources core SOURCES)
-list(FILTER core_sources INCLUDE REGEX "csrc/(base|os|runtime|format)/")
-add_library(core_fuzzed STATIC ${core_sources})
-target_include_directories(core_fuzzed PUBLIC csrc)
-target_compile_options(
-  core_fuzzed PUBLIC -fsanitize=fuzzer-no-link,address,undefined
-                     -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
-target_link_libraries(core_fuzzed PUBLIC torch_ckpt_options nlohmann_headers
-                                         Threads::Threads ${CMAKE_DL_LIBS})
 
 add_custom_target(fuzz_targets)
 function(torch_ckpt_fuzz_target source)
   get_filename_component(name ${source} NAME_WE)
-  add_executable(${name} ${source})
+  add_executable(${name} EXCLUDE_FROM_ALL ${source} $<TARGET_OBJECTS:core>)
   add_dependencies(fuzz_targets ${name})
-  target_link_libraries(${name} PRIVATE core_fuzzed)
-  target_link_options(${name} PRIVATE -fsanitize=fuzzer,address,undefined)
+  target_include_directories(${name} PRIVATE csrc)
+  target_link_libraries(${name} PRIVATE torch_ckpt_options nlohmann_headers
+                                        Threads::Threads ${CMAKE_DL_LIBS})
+  target_link_options(${name} PRIVATE -fsanitize=fuzzer)
 endfunction()
 
 torch_ckpt_fuzz_target(tests/fuzz/catalog_fuzz.cc)

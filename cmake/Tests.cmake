@@ -78,7 +78,11 @@ target_link_libraries(
                      GTest::gtest_main Threads::Threads ${CMAKE_DL_LIBS})
 # Most of what building takes are tests: they share headers, need no speed, and
 # it is not them that are tested for undefined behaviour.
-target_compile_options(core_tests PRIVATE -O1)
+if(TORCH_CKPT_SANITIZE)
+  target_compile_options(core_tests PRIVATE -O0)
+else()
+  target_compile_options(core_tests PRIVATE -O1)
+endif()
 if(TORCH_CKPT_SANITIZE STREQUAL "address")
   target_compile_options(core_tests PRIVATE -fno-sanitize=undefined)
 endif()

@@ -91,17 +91,18 @@ TEST_F(CommitTest, ReadersDuringAJournal) {
 
 // As a mounted object store: refused before anything is written.
 TEST_F(CommitTest, FileSystemsThatCannotSave) {
-  for (const auto& [op, error] :
+  for (const auto& refused :
        {std::pair{"pwrite", EINVAL}, std::pair{"pwrite", EOPNOTSUPP},
         std::pair{"renameat", ENOSYS}, std::pair{"renameat", EOPNOTSUPP}}) {
     SetFaultHook([&](const FaultSite& site) -> FaultAction {
-      return {.sys_errno = std::string(site.op) == op ? error : 0};
+      const bool hit = std::string(site.op) == refused.first;
+      return {.sys_errno = hit ? refused.second : 0};
     });
     const Status begun = BeginSave(Path("c"), true).status();
     SetFaultHook(nullptr);
     EXPECT_EQ(begun.kind(), ErrorKind::kUnsupported) << begun.ToString();
     EXPECT_NE(begun.message().find("out of order"), std::string::npos);
-    EXPECT_TRUE(Names(root()).empty()) << op;
+    EXPECT_TRUE(Names(root()).empty()) << refused.first;
   }
 }
 

@@ -29,6 +29,8 @@ int RunChild(const std::string& faults, const std::string& directory) {
   if (child == 0) {
     setenv("TORCH_CKPT_FAULTS", faults.c_str(), 1);
     setenv("TORCH_CKPT_TEST_DIRECTORY", directory.c_str(), 1);
+    unsetenv("GTEST_TOTAL_SHARDS");
+    unsetenv("GTEST_SHARD_INDEX");
     const char* arguments[] = {runner, self.c_str(),
                                "--gtest_filter=FaultChild.Body",
                                "--gtest_brief=1", nullptr};

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,13 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from torch_ckpt import _core
 from torch_ckpt.dcp import async_saves, plan_cache
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("TORCH_CKPT_FULL", "") in ("", "0"):
+        for item in items:
+            if item.get_closest_marker("campaign"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: ./dev campaign runs it"))
 
 
 @pytest.fixture(autouse=True)

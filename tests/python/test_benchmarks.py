@@ -61,12 +61,17 @@ def failures(records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-# Rows that start ranks differ in their number and in the state only: two stand for all.
-EXPORTS = {name for name in ROWS if name.startswith("export_")}
-SEVERAL = EXPORTS - {"export_llama_2", "export_columns_256"}
+# Rows that start ranks differ in their number and in the state only: one stands for all.
+SEVERAL = {name for name in ROWS if name.startswith("export_")} - {"export_columns_256"}
 
 
-@pytest.mark.parametrize("name", sorted(ROWS.keys() - ASYNC - SEVERAL))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.campaign] if name in SEVERAL else [])
+        for name in sorted(ROWS.keys() - ASYNC)
+    ],
+)
 def test_every_row_runs_and_leaves_nothing(name: str, context: Context) -> None:
     records = run(name, context)
     assert failures(records) == []

@@ -23,7 +23,6 @@ import pytest
 import torch_ckpt
 
 ROOT = Path(__file__).resolve().parents[2]
-FULL = os.environ.get("TORCH_CKPT_FULL", "") not in ("", "0")
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
@@ -152,8 +151,7 @@ def compiled(output: str) -> list[str]:
     return re.findall(r"Building CXX object \S*?/(csrc/\S+\.cc)\.o", output)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not FULL, reason="takes minutes: ./dev campaign runs it")
+@pytest.mark.campaign
 def test_installs_again_and_again(source: Path, tmp_path: Path) -> None:
     # What an isolated build leaves behind: paths of an environment that is gone. And a module that
     # is gone, too.
