@@ -14,6 +14,7 @@ from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.extras import extra_files
 from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import Job, end_session, in_thread
+from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.merge import (
     OUTPUT_FIELDS,
     FileNames,
@@ -46,6 +47,7 @@ def consolidate_safetensors_files_on_every_rank(
     keep_fp32: Sequence[str] = (),
     memory_budget: int | str = "512MiB",
     extras: Any = None,
+    key_mapping: KeyMapping | None = None,
     background: bool = False,
     timeout: float = 600.0,
 ) -> Future[None] | None:
@@ -73,6 +75,7 @@ def consolidate_safetensors_files_on_every_rank(
             naming=naming,
             policy=DtypePolicy(dtype, keep_fp32),
             memory_budget=memory_budget,
+            key_mapping=key_mapping,
         )
 
     if not dist.is_initialized():

@@ -13,6 +13,7 @@ from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.extras import extra_files
 from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import MIN_WORKERS, Job
+from torch_ckpt.key_mapping import KeyMapping, renamed
 from torch_ckpt.mapping import NAMINGS, Naming, checked_mapping
 from torch_ckpt.options import check_choice, parse_bytes
 from torch_ckpt.progress import Progress, run_job
@@ -35,6 +36,7 @@ def consolidate_safetensors_files(
     keep_fp32: Sequence[str] = (),
     memory_budget: int | str = "512MiB",
     extras: Any = None,
+    key_mapping: KeyMapping | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Merge the checkpoint in `input_dir` into whole tensors in `output_dir`, on this process.
@@ -52,6 +54,9 @@ def consolidate_safetensors_files(
     max_shard_size, naming, dtype, keep_fp32, extras: as HuggingFaceStorageWriter's, of the files
         that are written.
     memory_budget: bytes, or text as "512MiB", that the threads' buffers take at most.
+    key_mapping: other names for the tensors that are written: a function from name to name, or
+        (regular expression, replacement) pairs, of which the first that is found in a name is
+        applied. All other arguments mean the new names.
     progress: called with bytes written and bytes in all, about ten times a second.
 
     Raises IncompleteError for a hole, ConflictError for overlapping shards, CorruptError for
@@ -69,6 +74,7 @@ def consolidate_safetensors_files(
         naming=naming,
         policy=DtypePolicy(dtype, keep_fp32),
         memory_budget=memory_budget,
+        key_mapping=key_mapping,
     )
     merge(request, progress, extras)
 
@@ -85,6 +91,7 @@ def merge_request(
     naming: FileNames,
     policy: DtypePolicy,
     memory_budget: int | str,
+    key_mapping: KeyMapping | None,
 ) -> dict[str, Any]:
     """The fields that all requests of one merge have in common (csrc/capi/merge_requests.cc)."""
     check_choice("naming", naming, NAMINGS)
@@ -98,13 +105,18 @@ def merge_request(
         )
     if max_shard_size is not None and mapping is not None:
         raise InvalidArgumentError("a mapping and max_shard_size exclude each other")
+    tensors = Checkpoint(input_dir).describe().tensors if policy or key_mapping else []
+    new_names = renamed(key_mapping, [tensor.name for tensor in tensors])
     return {
         "input": os.path.abspath(input_dir),
         "output": os.path.abspath(output_dir),
         "mapping": checked_mapping(mapping),
         "max_bytes": parse_bytes(max_shard_size, "max_shard_size") if max_shard_size else 0,
         **NAMINGS[naming]._asdict(),
-        "dtypes": _changed_dtypes(input_dir, policy),
+        "new_names": new_names,
+        "dtypes": _changed_dtypes(
+            {new_names.get(tensor.name, tensor.name): tensor.dtype for tensor in tensors}, policy
+        ),
         "workers": workers,
         "strict": strict,
         "verify": verify,
@@ -112,22 +124,21 @@ def merge_request(
 
 
 # What decides over the output, and must be the same on all ranks.
-OUTPUT_FIELDS = ("mapping", "max_bytes", *Naming._fields, "dtypes", "strict", "verify")
+OUTPUT_FIELDS = (
+    "mapping",
+    "max_bytes",
+    *Naming._fields,
+    "new_names",
+    "dtypes",
+    "strict",
+    "verify",
+)
 
 
-def _changed_dtypes(
-    input_dir: str | os.PathLike[str], policy: DtypePolicy
-) -> dict[str, str] | None:
+def _changed_dtypes(dtypes: Mapping[str, str], policy: DtypePolicy) -> dict[str, str]:
     """The dtypes, by fqn, that `policy` changes."""
-    if not policy:
-        return None
-    tensors = Checkpoint(input_dir).describe().tensors
-    stored = {tensor.name: policy.stored(tensor.name, tensor.dtype) for tensor in tensors}
-    return {
-        tensor.name: stored[tensor.name]
-        for tensor in tensors
-        if stored[tensor.name] != tensor.dtype
-    }
+    stored = {fqn: policy.stored(fqn, dtype) for fqn, dtype in dtypes.items()}
+    return {fqn: dtype for fqn, dtype in stored.items() if dtype != dtypes[fqn]}
 
 
 def merge(

@@ -44,7 +44,15 @@ Result<Input> ParseInput(const Json& request) {
   Input input;
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "input"));
   TC_ASSIGN_OR_RETURN(input.options, ParseOptions(request));
-  TC_ASSIGN_OR_RETURN(input.checkpoint, OpenCheckpoint(path));
+  std::map<std::string, std::string> new_names;
+  const auto given = request.find("new_names");
+  if (given != request.end() && given->is_object()) {
+    for (const auto& [name, renamed] : given->items()) {
+      if (!renamed.is_string()) return InvalidArgument("a new name is no text");
+      new_names[name] = renamed.get<std::string>();
+    }
+  }
+  TC_ASSIGN_OR_RETURN(input.checkpoint, OpenCheckpoint(path, new_names));
   return input;
 }
 

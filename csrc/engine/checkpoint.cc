@@ -300,7 +300,16 @@ Status Checkpoint::LoadForeign() {
 }
 
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
-    const std::string& path) {
+    const std::string& path,
+    const std::map<std::string, std::string>& new_names) {
+  const auto opened = [&](std::shared_ptr<Checkpoint> checkpoint)
+      -> Result<std::shared_ptr<const Checkpoint>> {
+    if (!new_names.empty()) {
+      TC_ASSIGN_OR_RETURN(checkpoint->catalog_,
+                          checkpoint->catalog_.Renamed(new_names));
+    }
+    return std::shared_ptr<const Checkpoint>(std::move(checkpoint));
+  };
   Status last;
   std::optional<std::string> last_text;
   bool changed = false;
@@ -335,7 +344,7 @@ Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
       TC_ASSIGN_OR_RETURN(const Committed again, ReadCommitted(dir));
       if (!again.text) {
         if (!status.ok()) return status;
-        return std::shared_ptr<const Checkpoint>(std::move(checkpoint));
+        return opened(std::move(checkpoint));
       }
       last = Conflict("a save has begun to replace it");
       changed = true;
@@ -347,9 +356,7 @@ Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
                         ? checkpoint->LoadCommitted(*text, journal)
                         : checkpoint->LoadParts(committed.parts);
     if (!committed.parts.empty()) status = std::move(status).WithFile(path);
-    if (status.ok()) {
-      return std::shared_ptr<const Checkpoint>(std::move(checkpoint));
-    }
+    if (status.ok()) return opened(std::move(checkpoint));
     // A commit may have gone on between two looks: look again. Damage looks
     // the same every time.
     if (attempt > 0 && text != last_text) changed = true;

@@ -61,7 +61,8 @@ class Checkpoint {
 
  private:
   friend Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
-      const std::string& path);
+      const std::string& path,
+      const std::map<std::string, std::string>& new_names);
   Status LoadCommitted(const std::string& manifest_text, bool journal);
   Status LoadParts(const std::vector<Manifest>& parts);
   Status LoadForeign();
@@ -81,9 +82,11 @@ class Checkpoint {
 };
 
 // Errors: kIncomplete when there is no checkpoint or a part of it is missing,
-// kConflict while it is being replaced (after five tries), kCorrupt.
+// kConflict while it is being replaced (after five tries), kCorrupt. With
+// `new_names` its catalog is a Renamed one.
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
-    const std::string& path);
+    const std::string& path,
+    const std::map<std::string, std::string>& new_names = {});
 
 inline constexpr uint64_t kMaxManifestBytes = uint64_t{1} << 30;
 

@@ -60,4 +60,28 @@ Status Catalog::LinkAliases() {
   return {};
 }
 
+Result<Catalog> Catalog::Renamed(
+    const std::map<std::string, std::string>& new_names) const {
+  Catalog renamed;
+  renamed.files_ = files_;
+  renamed.slices_.reserve(entries_.size());
+  renamed.entries_.reserve(entries_.size());
+  for (CatalogEntry entry : entries_) {
+    const auto found = new_names.find(entry.name);
+    if (found != new_names.end()) {
+      entry.name = found->second;
+      entry.path.clear();
+    }
+    const auto of = new_names.find(entry.alias_of);
+    if (of != new_names.end()) entry.alias_of = of->second;
+    if (const auto id = renamed.AddEntry(std::move(entry)); !id.ok()) {
+      return InvalidArgument("two tensors would have this name")
+          .WithTensor(id.status().tensor());
+    }
+  }
+  renamed.slices_ = slices_;
+  renamed.placements_ = placements_;
+  return renamed;
+}
+
 }  // namespace torch_ckpt

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <span>
 #include <string>
 #include <string_view>
@@ -76,6 +77,10 @@ class Catalog {
   // where that is no tensor of its dtype and shape. To be called when all are
   // added.
   Status LinkAliases();
+  // The same under other names, and paths of just them; names that are not
+  // there do not matter. kInvalidArgument where two would have one name.
+  Result<Catalog> Renamed(
+      const std::map<std::string, std::string>& new_names) const;
   // Checks that box is Inside shape. REQUIRES: entry and placement.file exist;
   // no other entry was given placements since this one's first.
   Status AddPlacement(uint32_t entry, const Placement& placement);

@@ -104,6 +104,22 @@ TEST(Catalog, FindsAndRefuses) {
   EXPECT_FALSE(c.AddPlacement(0, {0, PlacementRole::kOwner, 0, {}}).ok());
 }
 
+TEST(Catalog, Renamed) {
+  const Catalog c = Sample();
+  const auto swapped = c.Renamed({{"w", "t"}, {"t", "w"}, {"none", "s"}});
+  ASSERT_TRUE(swapped.ok()) << swapped.status().ToString();
+  EXPECT_EQ(swapped->Find("t"), 0);
+  EXPECT_EQ(swapped->entries()[0].path, "");
+  EXPECT_EQ(swapped->entries()[2].alias_of, "t");
+  EXPECT_EQ(swapped->entries()[3].path, c.entries()[3].path);
+  ASSERT_EQ(swapped->placements(2).size(), 2u);
+  EXPECT_EQ(swapped->placements(2)[1].offset, 300u);
+  ExpectEqual(c, c.Renamed({}).value());
+  const Status taken = c.Renamed({{"w", "s"}}).status();
+  EXPECT_EQ(taken.kind(), ErrorKind::kInvalidArgument);
+  EXPECT_EQ(taken.tensor(), "s");
+}
+
 TEST(CatalogFile, RoundTrip) {
   const Catalog c = Sample();
   const std::string bytes = EncodeCatalog(c);

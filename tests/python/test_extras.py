@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from sample_states import FAILED
 
 import torch_ckpt
@@ -114,6 +115,7 @@ def test_objects_of_transformers(tmp_path: Path) -> None:
     }
     models = [
         LlamaForCausalLM(LlamaConfig(**tiny)),
+        LlamaForCausalLM(LlamaConfig(**tiny, tie_word_embeddings=True)),
         Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
                 **tiny, head_dim=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
@@ -140,3 +142,53 @@ def test_objects_of_transformers(tmp_path: Path) -> None:
             assert torch.equal(loaded(tokens).logits, model(tokens).logits)
         for name, value in model.state_dict().items():
             assert torch.equal(loaded.state_dict()[name], value), name
+        tied = model.config.tie_word_embeddings
+        assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+        files = {
+            name: file for file in path.glob("*.safetensors") for name in load_file(file).keys()
+        }
+        assert ("lm_head.weight" in files) != tied
+
+
+@pytest.mark.slow
+def test_an_adapter_of_peft(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    base = LlamaForCausalLM(config)
+    weights = {name: value.clone() for name, value in base.state_dict().items()}
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    model.eval()
+    path = tmp_path / "adapter"
+    torch_ckpt.save(
+        get_peft_model_state_dict(model),
+        checkpoint_id=path,
+        layout="final",
+        naming="peft",
+        extras=model.peft_config["default"],
+    )
+    assert {f.name for f in path.iterdir() if not f.name.startswith("torch_ckpt.")} == {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    }
+    other = LlamaForCausalLM(config)
+    other.load_state_dict(weights)
+    loaded = PeftModel.from_pretrained(other, path)
+    loaded.eval()
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        logits = model(tokens).logits
+        assert torch.equal(loaded(tokens).logits, logits)
+        with model.disable_adapter():
+            assert not torch.equal(model(tokens).logits, logits)

@@ -23,6 +23,7 @@ PYTHON_ROOMS = (
         "dtypes",
         "_core",
         "mapping",
+        "key_mapping",
         "jobs",
         "progress",
         "_ext",

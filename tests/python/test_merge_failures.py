@@ -80,7 +80,7 @@ from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.merge import merge_request
 request = merge_request(
     *sys.argv[1:], None, 1, strict=True, verify=True, max_shard_size=None, naming="dcp",
-    policy=DtypePolicy(), memory_budget="1GiB",
+    policy=DtypePolicy(), memory_budget="1GiB", key_mapping=None,
 )
 begun = _core.call({"op": "merge_begin", **request})
 part = {key: begun[key] for key in ("staging", "ids", "input_save_id", "written")}

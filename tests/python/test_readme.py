@@ -30,7 +30,7 @@ def run(arguments: list[str], folder: Path) -> str:
 
 def test_the_examples_run(folder: Path) -> None:
     python = [text for language, text in EXAMPLES if language == "python"]
-    assert len(python) == 5
+    assert len(python) == 6
     assert "VerifyReport(files=" in run([sys.executable, "-c", python[0]], folder)
     run([sys.executable, "-c", python[1]], folder)
     run([sys.executable, "-c", python[2]], folder)

@@ -68,6 +68,14 @@ _TIMEOUT_S = 600.0  # until a rank that does not answer is taken for dead
     type=click.Path(exists=True),
     help="A file to put beside the tensors, or a directory: all of it but weights.",
 )
+@click.option(
+    "--rename",
+    "key_mapping",
+    multiple=True,
+    type=(str, str),
+    metavar="REGEX REPLACEMENT",
+    help="Store tensors under other names; of several, the first found in a name counts.",
+)
 @click.option("--no-strict", is_flag=True, help="Leave out tensors that the mapping lacks.")
 @click.option("--no-verify", is_flag=True, help="Do not compare what is read with its digests.")
 @with_output
@@ -83,6 +91,7 @@ def consolidate(
     keep_fp32: tuple[str, ...],
     memory_budget: str,
     extras: tuple[str, ...],
+    key_mapping: tuple[tuple[str, str], ...],
     no_strict: bool,
     no_verify: bool,
     output: Output,
@@ -105,6 +114,7 @@ def consolidate(
         naming=naming,
         policy=DtypePolicy(dtype, keep_fp32),
         memory_budget=memory_budget,
+        key_mapping=key_mapping,
     )
     with output.progress("consolidating") as progress:
         answer = _merge(request, progress, extras)

@@ -38,6 +38,7 @@ from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.whole_state import Unwrapping, whole_state, without_statefuls
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
+from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.options import check_choice
 
 # Single-process use is intended where no process group was made. In an async save stock says it in
@@ -86,9 +87,12 @@ def _planner(
     group: dist.ProcessGroup | None,
     rank: int,
     world_size: int,
+    key_mapping: KeyMapping | None,
 ) -> stock_planner.SavePlanner:
     if planner is None:
-        planner = SavePlanner(rank=rank, world_size=world_size)
+        planner = SavePlanner(rank=rank, world_size=world_size, key_mapping=key_mapping)
+    elif key_mapping is not None:
+        raise InvalidArgumentError("key_mapping: of a planner that is given, say so to it")
     if isinstance(planner, SavePlanner):
         # DCP does not tell it either.
         alone = world_size == 1
@@ -142,21 +146,23 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    key_mapping: KeyMapping | None = None,
     **writer_options: Any,
 ) -> Metadata:
     """`torch.distributed.checkpoint.save` with our writer and planner as defaults.
 
     Without a `storage_writer`, every rank's shards go to directory `checkpoint_id`; other keywords
     are those of HuggingFaceStorageWriter: with layout="final" the directory is the final one, of
-    whole tensors, for `from_pretrained`. Raises CheckpointError kinds or OSError, naming the rank,
-    on every rank; nothing of a failed save is left, and what stood there before still loads. Called
-    from the main thread, it keeps Python's cyclic garbage collector off until it returns. With
-    several ranks it waits for async saves.
+    whole tensors, for `from_pretrained`. Tensors are stored under the names that `key_mapping`, see
+    SavePlanner, makes of theirs. Raises CheckpointError kinds or OSError, naming the rank, on every
+    rank; nothing of a failed save is left, and what stood there before still loads. Called from the
+    main thread, it keeps Python's cyclic garbage collector off until it returns. With several ranks
+    it waits for async saves.
     """
     rank, world_size = rank_and_size(process_group, no_dist)
     _wait_for_async_saves(world_size)
     writer = _writer(storage_writer, checkpoint_id, rank, world_size, writer_options)
-    planner = _planner(planner, writer, process_group, rank, world_size)
+    planner = _planner(planner, writer, process_group, rank, world_size, key_mapping)
     try:
         # Planning makes some twenty objects per tensor, with stock's planner a hundred; collecting
         # between them takes longer than making them.
@@ -194,6 +200,7 @@ def async_save(
     on_commit: Callable[[], None] | None = None,
     log_path: _PathLike | None = None,
     timeout: float = 600.0,
+    key_mapping: KeyMapping | None = None,
     **options: Any,
 ) -> AsyncSave | AsyncSaveResponse:
     """`torch.distributed.checkpoint.async_save` with our writer, planner and stager as defaults.
@@ -218,6 +225,7 @@ def async_save(
     log_path: a file to which each rank appends its SaveStats, a line of JSON a save.
     timeout: seconds to wait for earlier saves, and besides for rank 0, which says for all whether
         the save begins.
+    key_mapping: as for `save`. A function is called in the background, or in another process.
     options: keywords of HuggingFaceStorageWriter, as for `save`; others go to stock's, which may
         get more in later versions.
 
@@ -267,7 +275,7 @@ def async_save(
             prepare(process_group, turn, timeout)
         writer_options = {name: options.pop(name) for name in _WRITER_OPTIONS & options.keys()}
         writer = _writer(storage_writer, checkpoint_id, rank, world_size, writer_options)
-        planner = _planner(planner, writer, process_group, rank, world_size)
+        planner = _planner(planner, writer, process_group, rank, world_size, key_mapping)
         stager = async_stager
         if stager is None and isinstance(writer, AsyncStager):
             stager = writer  # as stock does it
@@ -331,10 +339,12 @@ def load(
     planner: stock_planner.LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
+    key_mapping: KeyMapping | None = None,
 ) -> None:
     """`torch.distributed.checkpoint.load` with our reader and planner as defaults.
 
-    Raises CheckpointError kinds or OSError, naming the rank, on every rank.
+    `key_mapping`, see SavePlanner, makes names in `state_dict` of those in the checkpoint. Raises
+    CheckpointError kinds or OSError, naming the rank, on every rank.
     """
     if storage_reader is None:
         if checkpoint_id is None:
@@ -343,6 +353,10 @@ def load(
     reader = storage_reader
     rank, world_size = rank_and_size(process_group, no_dist)
     _wait_for_async_saves(world_size)
+    if planner is None:
+        planner = LoadPlanner(rank=rank, world_size=world_size, key_mapping=key_mapping)
+    elif key_mapping is not None:
+        raise InvalidArgumentError("key_mapping: of a planner that is given, say so to it")
     fill = not state_dict and isinstance(planner, LoadPlanner) and planner.rebuild
 
     def metadata_errors() -> list[Exception | None]:
@@ -357,7 +371,7 @@ def load(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_reader=reader,
-            planner=planner or LoadPlanner(rank=rank, world_size=world_size),
+            planner=planner,
             process_group=process_group,
             no_dist=no_dist or world_size == 1,
         ),

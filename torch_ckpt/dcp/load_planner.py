@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 from typing import Any
@@ -31,8 +32,10 @@ from torch_ckpt.dcp.flatten import (
 from torch_ckpt.dcp.items import PLAIN_TENSORS, dtensor_part, read_items
 from torch_ckpt.dcp.per_rank import PerRank, is_rank_part, rank_part, saved_world_sizes
 from torch_ckpt.dcp.planning import paused_gc, world_of
+from torch_ckpt.dcp.renaming import new_names, rename_metadata
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
+from torch_ckpt.key_mapping import KeyMapping
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,8 @@ class LoadPlanner(DefaultLoadPlanner):
     rebuild: an empty target is filled with everything the checkpoint has, nested as it was saved.
         dcp.load hands over a copy of its target, so take the result from `original_state_dict`.
     rank, world_size: whose PerRank values are loaded; the default group's if not given.
+    key_mapping: as SavePlanner's, from the names of tensors in the checkpoint to those in the
+        target.
 
     A storage reader of torch_ckpt gives objects to `load_object`; `load_bytes`, for other readers,
     takes what torch.save wrote and reads it as stock does. Pickles.
@@ -69,12 +74,15 @@ class LoadPlanner(DefaultLoadPlanner):
         rebuild: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
+        key_mapping: KeyMapping | None = None,
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         self.strict_dtype = strict_dtype
         self.rebuild = rebuild
         self._rank = rank
         self._world_size = world_size
+        self.key_mapping = key_mapping
+        self._stored: dict[str, str] = {}  # names in the checkpoint, of what is renamed
         self._slots: dict[str, tuple[Any, Any]] | None = None
 
     def set_up_planner(
@@ -83,6 +91,11 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
+        self._stored = {}
+        if metadata is not None and self.key_mapping is not None:
+            names = new_names(self.key_mapping, metadata.state_dict_metadata)
+            metadata = rename_metadata(metadata, names)
+            self._stored = {new: stored for stored, new in names.items()}
         if self.rebuild and not state_dict and metadata is not None:
             with paused_gc():
                 state_dict.update(self._rebuilt(metadata))
@@ -132,6 +145,19 @@ class LoadPlanner(DefaultLoadPlanner):
         return rebuild(values, own_paths, structure)
 
     def create_local_plan(self) -> LoadPlan:
+        plan = self._plan_under_new_names()
+        if self._stored:
+            plan.items = [self._under_stored_name(item) for item in plan.items]
+        return plan
+
+    def _under_stored_name(self, item: ReadItem) -> ReadItem:
+        stored = self._stored.get(item.storage_index.fqn)
+        if stored is None:
+            return item
+        index = dataclasses.replace(item.storage_index, fqn=stored)
+        return dataclasses.replace(item, storage_index=index)
+
+    def _plan_under_new_names(self) -> LoadPlan:
         if self.metadata is None:
             raise InvalidArgumentError("set_up_planner was not given the checkpoint's metadata")
         saved = self.metadata.state_dict_metadata

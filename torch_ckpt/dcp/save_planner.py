@@ -21,8 +21,10 @@ from torch_ckpt.dcp.global_plan import assemble, dedup_plans, warn_of_difference
 from torch_ckpt.dcp.items import PLAIN_TENSORS, WriteItems, dtensor_part, write_items
 from torch_ckpt.dcp.per_rank import rank_part
 from torch_ckpt.dcp.planning import paused_gc, world_of
+from torch_ckpt.dcp.renaming import new_names, rename, rename_paths
 from torch_ckpt.dcp.reserved import DIGESTS_KEY, STRUCTURE_FQN, TIES_KEY
 from torch_ckpt.dcp.ties import drop_aliases, find_ties
+from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.objects import ObjectError, object_digest
 
 
@@ -34,6 +36,10 @@ class SavePlanner(DefaultSavePlanner):
     keep_structure: write the leaf "torch_ckpt.structure" where the names of the leaves do not say
         the containers (keys that are not str, empty ones, OrderedDict, ...).
     rank, world_size: what PerRank values are saved under; the default group's if not given.
+    key_mapping: other names to store tensors under: a function from name to name, or (regular
+        expression, replacement) pairs, of which the first that is found in a name is applied. A
+        renamed tensor stands outermost in the state dict that is saved, under its new name, which
+        is also the one that a writer's options mean. Objects and PerRank values keep their names.
 
     In a plan boxes that are alike share one TensorWriteData, and in the metadata tensors of the
     same boxes one TensorStorageMetadata: replace them, do not change them.
@@ -52,6 +58,7 @@ class SavePlanner(DefaultSavePlanner):
         keep_structure: bool = True,
         rank: int | None = None,
         world_size: int | None = None,
+        key_mapping: KeyMapping | None = None,
     ) -> None:
         super().__init__(
             flatten_state_dict,
@@ -61,6 +68,7 @@ class SavePlanner(DefaultSavePlanner):
             enable_plan_caching,
         )
         self.keep_structure = keep_structure
+        self.key_mapping = key_mapping
         self._rank = rank
         self._world_size = world_size
         self._group: tuple[int, ...] | None = None  # who saves, where torch_ckpt.save knows it
@@ -80,6 +88,8 @@ class SavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
         self._structure = None
         if not self.flatten_state_dict:
+            names = new_names(self.key_mapping, state_dict)
+            state_dict = rename(state_dict, names) if names else state_dict
             if self.flatten_sharded_tensors:
                 state_dict = _flatten_sharded_tensors(state_dict)
             self.state_dict = state_dict
@@ -88,10 +98,11 @@ class SavePlanner(DefaultSavePlanner):
             flat = Flat(state_dict, *world_of(self._rank, self._world_size))
             if flat.structured and self.keep_structure:
                 self._structure = describe_structure(state_dict)
-            self.mappings = flat.paths
-            self.state_dict = flat.values
+            names = new_names(self.key_mapping, flat.values)
+            self.mappings = rename_paths(flat.paths, names) if names else flat.paths
+            self.state_dict = rename(flat.values, names) if names else flat.values
             if flat.has_sharded_tensor and self.flatten_sharded_tensors:
-                self.state_dict = _flatten_sharded_tensors(flat.values)
+                self.state_dict = _flatten_sharded_tensors(self.state_dict)
 
     def create_local_plan(self) -> SavePlan:
         with paused_gc():

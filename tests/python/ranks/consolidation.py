@@ -57,6 +57,15 @@ def consolidation_with_another_mapping_on_every_rank(context: Context) -> None:
         found = load_file(out / f"model-{number:05}-of-00002.safetensors")
         assert set(found) == set(names)
         assert all(torch.equal(found[name], content[name]) for name in names)
+    # So do its names.
+    torch_ckpt.consolidate_safetensors_files_on_every_rank(
+        shards,
+        context.folder / "named",
+        None,
+        key_mapping=lambda name: f"{name}{context.rank}",
+    )
+    (named,) = (context.folder / "named").glob("*.safetensors")
+    assert set(load_file(named)) == {"a0", "b0", "c0"}
     bad = {**mapping, "c": 0} if context.rank == 1 else mapping
     raised(
         lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(
@@ -65,7 +74,7 @@ def consolidation_with_another_mapping_on_every_rank(context: Context) -> None:
         "rank 1",
         "'c': has index 0",
     )
-    assert sorted(os.listdir(context.folder)) == ["in", "out"]
+    assert sorted(os.listdir(context.folder)) == ["in", "named", "out"]
 
 
 @case
@@ -129,6 +138,7 @@ def progress_is_that_of_all_ranks(context: Context) -> None:
         max_shard_size=None,
         naming="dcp",
         policy=DtypePolicy(),
+        key_mapping=None,
         memory_budget="1GiB",
     )
     merge_on_every_rank(

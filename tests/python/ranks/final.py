@@ -207,3 +207,26 @@ def tied_shards(context: Context) -> None:
     target = {name: torch.zeros(12, 5) for name in ("embed", "head")}
     torch_ckpt.load(target, checkpoint_id=path)
     assert torch.equal(target["head"], whole("rows", (12, 5)))
+
+
+@case
+def under_other_names(context: Context) -> None:
+    table = layouts(context.world)
+    for layout in ("final", "sharded"):
+        path = context.folder / layout
+        renaming = {"^": "model."}
+        if layout == "final":
+            torch_ckpt.save(state(table), checkpoint_id=path, layout=layout, key_mapping=renaming)
+        else:
+            torch_ckpt.async_save(
+                state(table),
+                checkpoint_id=path,
+                key_mapping=renaming,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            ).result()
+        names = {tensor.name for tensor in Checkpoint(path).describe().tensors}
+        assert names == {f"model.{name}" for name in table}
+        target = state(table, blank=True)
+        torch_ckpt.load(target, checkpoint_id=path, key_mapping=[("^model[.]", "")])
+        check(target, table)
+        dist.barrier()
