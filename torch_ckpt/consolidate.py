@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from torch_ckpt import _core
 from torch_ckpt.dtype_policy import DtypePolicy
+from torch_ckpt.errors import CancelledError
 from torch_ckpt.extras import extra_files
 from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import Job, end_session, in_thread
@@ -50,7 +52,7 @@ def consolidate_safetensors_files_on_every_rank(
     key_mapping: KeyMapping | None = None,
     background: bool = False,
     timeout: float = 600.0,
-) -> Future[None] | None:
+) -> MergeFuture | None:
     """`consolidate_safetensors_files` by all ranks of `process_group` together: a collective call.
 
     Work is divided by bytes, so one output file is written by all ranks. Every rank must see both
@@ -61,6 +63,8 @@ def consolidate_safetensors_files_on_every_rank(
     a long merge meets no timeout of training, nor any collective. A rank that is gone is noticed
     when its connection closes, or after `timeout` seconds. background: returns a future at once,
     and the work goes on beside training, in a thread; it is done before the interpreter ends.
+    The future's `cancel()`, on any rank, ends it on all: they raise CancelledError, and no output
+    is left.
     """
 
     def request() -> dict[str, Any]:
@@ -78,23 +82,47 @@ def consolidate_safetensors_files_on_every_rank(
             key_mapping=key_mapping,
         )
 
-    if not dist.is_initialized():
-        return _run(lambda: merge(request(), extras=extras), background)
-    if background:
-        team = Team(process_group, timeout)
-    else:
-        team = Team.of(process_group, timeout)
-    return _run(lambda: merge_on_every_rank(request, team, extras=extras), background)
+    future = MergeFuture()
+    cancel = future.wanted if background else None
+    team = None
+    if dist.is_initialized():
+        team = Team(process_group, timeout) if background else Team.of(process_group, timeout)
 
+    def work() -> None:
+        if team is None:
+            merge(request(), None if cancel is None else _ending(cancel), extras)
+        else:
+            merge_on_every_rank(request, team, extras=extras, cancel=cancel)
 
-def _run(work: Callable[[], Any], background: bool) -> Future[None] | None:
-    def run() -> None:
+    if not background:
         work()
+        return None
+    in_thread(work, "torch_ckpt-consolidate", future)
+    return future
 
-    if background:
-        return in_thread(run, "torch_ckpt-consolidate")
-    run()
-    return None
+
+class MergeFuture(Future[None]):
+    """A consolidation in the background."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted = threading.Event()
+
+    def cancel(self) -> bool:
+        """Ask it to end, on all ranks. Whether it was going on. Its result is a CancelledError
+        then, unless it is being committed already."""
+        self.wanted.set()
+        return not self.done()
+
+
+def _ending(cancel: threading.Event) -> Progress:
+    """What ends a merge by raising once `cancel` is set."""
+
+    def progress(*_: int) -> None:
+        if cancel.is_set():
+            raise CancelledError("was cancelled")
+
+    return progress
 
 
 def merge_on_every_rank(
@@ -102,9 +130,11 @@ def merge_on_every_rank(
     team: Team,
     progress: Progress | None = None,
     extras: Any = None,
+    cancel: threading.Event | None = None,
 ) -> dict[str, Any]:
     """What `merge` does, by all ranks of `team`, with its result on each. `progress` and `extras`
-    are those of rank 0; the first counts all ranks' bytes.
+    are those of rank 0; the first counts all ranks' bytes. `cancel`, set on any rank before the
+    commit, ends all.
 
     The coordinator begins, every rank writes a part of the bytes, the coordinator commits.
     `make_request` gives this rank's `merge_request`; what decides over the output is rank 0's, so
@@ -135,7 +165,7 @@ def merge_on_every_rank(
             return _core.call({"op": "merge_commit", "extras": files, **commit})
 
     try:
-        begun = team.together(begin)[0]
+        begun = team.together(begin, cancel=cancel)[0]
         part = {**request, "part": team.rank, "parts": team.size}
         part.update({key: begun[key] for key in ("staging", "ids", "input_save_id", "written")})
         with Job("merge") as job:
@@ -144,6 +174,7 @@ def merge_on_every_rank(
                 lambda: _core.call({"op": "merge_part", **part}),
                 job=job,
                 progress=progress if team.rank == 0 else None,
+                cancel=cancel,
             )
         commit |= {**request, "parts": [begun["written"], *(answer["written"] for answer in parts)]}
         commit.update({key: begun[key] for key in ("ids", "input_save_id", "in_place", "session")})

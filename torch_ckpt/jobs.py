@@ -76,10 +76,11 @@ def apart(
 _LOOK_S = 5.0
 
 
-def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Call `work` in a thread of its own, which the interpreter waits for at its end. Not an
-    executor's: those take nothing any more when the interpreter begins to end."""
-    done: Future[T] = Future()
+def in_thread(work: Callable[[], T], name: str, done: Future[T] | None = None) -> Future[T]:
+    """Call `work` in a thread of its own, which the interpreter waits for at its end, and give its
+    outcome to `done`, or to a new future. Not an executor's thread: those take nothing any more
+    when the interpreter begins to end."""
+    done = Future() if done is None else done
 
     def run() -> None:
         try:

@@ -74,15 +74,16 @@ class Team:
         *,
         job: Job | None = None,
         progress: Progress | None = None,
+        cancel: threading.Event | None = None,
     ) -> list[Any]:
         """Run `step` here, under `job`, and return what it returned on every rank.
 
         The error of the lowest rank that has one is raised on all; the jobs of the others are
-        cancelled meanwhile. So they are by Ctrl-C on any rank, which is raised there, and by
-        a rank that is gone, which is a CheckpointError. `progress` is called, on another thread,
-        with the sums of all ranks' bytes.
+        cancelled meanwhile. So they are by Ctrl-C on any rank, which is raised there, by `cancel`
+        once it is set on any rank, and by a rank that is gone, which is a CheckpointError.
+        `progress` is called, on another thread, with the sums of all ranks' bytes.
         """
-        interrupted = threading.Event()
+        interrupted = cancel or threading.Event()
         return apart(  # type: ignore[no-any-return]
             lambda: self._rounds(step, job, progress, interrupted), interrupted.set, lambda _: None
         )
@@ -136,7 +137,7 @@ class Team:
     ) -> tuple[Any, BaseException | None]:
         """What the step has returned, or why it has not."""
         if interrupted.is_set():
-            return None, CancelledError("was interrupted", rank=self.rank)
+            return None, CancelledError("was interrupted or cancelled", rank=self.rank)
         error = future.exception()
         if error is not None:
             return None, with_rank(error, self.rank)

@@ -6,8 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from merging_rank import ENDED
 from safetensors.torch import load_file
 
 import torch_ckpt
+from torch_ckpt import _core
 
 WORLD = 3
 SCRIPT = Path(__file__).with_name("merging_rank.py")
@@ -71,6 +74,28 @@ def test_a_rank_that_ends_in_the_middle_ends_the_others(tmp_path: Path, what: st
     saved = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
     assert torch.equal(saved["w"], content["w"])
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def test_cancelled_without_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_ckpt.save({"w": torch.arange(1000)}, checkpoint_id=tmp_path / "in")
+    call = _core.call
+    cancelled = threading.Event()
+
+    def waiting(request: dict[str, Any]) -> Any:
+        if request["op"] == "merge":
+            cancelled.wait(20)
+        return call(request)
+
+    monkeypatch.setattr(_core, "call", waiting)
+    future = torch_ckpt.consolidate_safetensors_files_on_every_rank(
+        tmp_path / "in", tmp_path / "out", None, background=True
+    )
+    assert future is not None and future.cancel()
+    time.sleep(0.3)  # until it has looked
+    cancelled.set()
+    assert isinstance(future.exception(20), torch_ckpt.CancelledError)
+    assert not future.cancel()
+    assert os.listdir(tmp_path) == ["in"]
 
 
 HALF = """

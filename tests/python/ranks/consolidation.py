@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 from sample_states import stock_rows
 
 import torch_ckpt
+from torch_ckpt import _core
 from torch_ckpt.consolidate import merge_on_every_rank
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.merge import merge_request
@@ -177,6 +180,41 @@ def beside_training(context: Context) -> None:
     )
     assert failing is not None
     assert isinstance(failing.exception(timeout=20), torch_ckpt.IncompleteError)
+
+
+@case
+def cancelled_by_one_rank(context: Context) -> None:
+    shards, out = context.folder / "in", context.folder / "out"
+    content = torch.arange(1 << 18)
+    torch_ckpt.save({"w": content}, checkpoint_id=shards)
+    call = _core.call
+    cancelled = threading.Event()
+
+    def waiting(request: dict[str, Any]) -> Any:
+        if request["op"] == "merge_part":
+            cancelled.wait(20)
+        return call(request)
+
+    _core.call = waiting
+    try:
+        future = torch_ckpt.consolidate_safetensors_files_on_every_rank(
+            shards, out, None, background=True
+        )
+        assert future is not None
+        if context.rank == context.world - 1:
+            assert future.cancel()
+        time.sleep(0.5)  # some rounds
+        cancelled.set()
+        error = future.exception(timeout=20)
+    finally:
+        _core.call = call
+    assert isinstance(error, torch_ckpt.CancelledError), error
+    assert f"rank {context.world - 1}" in str(error)
+    assert not future.cancel()
+    dist.barrier()
+    assert os.listdir(context.folder) == ["in"]
+    torch_ckpt.consolidate_safetensors_files_on_every_rank(shards, out, None)
+    assert torch.equal(load_file(out / "model-00001-of-00001.safetensors")["w"], content)
 
 
 @case
