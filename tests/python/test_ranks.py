@@ -47,6 +47,8 @@ LAUNCHES = [
     ("reshard", 3),
     ("reshard", 1),
 ]
+# Of more ranks than there are cores: ./dev campaign runs them.
+CAMPAIGN = [("final", world) for world in (1, 3, 5, 6, 7, 8)]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +68,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("module", "world", "case"),
     [
-        pytest.param(module, world, case, id=f"{module}-{world}-{case}")
-        for module, world in LAUNCHES
+        pytest.param(
+            *(module, world, case),
+            id=f"{module}-{world}-{case}",
+            marks=[pytest.mark.campaign] if (module, world) in CAMPAIGN else [],
+        )
+        for module, world in LAUNCHES + CAMPAIGN
         for case in MODULES[module].CASES
     ],
 )
