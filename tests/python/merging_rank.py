@@ -19,6 +19,7 @@ ENDED = 7  # exit status after an error of ours
 
 def main() -> int:
     source, out, what = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
     call = _core.call
 
