@@ -28,6 +28,7 @@ add_executable(
   tests/cpp/os_directory_test.cc
   tests/cpp/os_fault_test.cc
   tests/cpp/os_file_test.cc
+  tests/cpp/os_local_socket_test.cc
   tests/cpp/os_lock_test.cc
   tests/cpp/os_shared_memory_test.cc
   tests/cpp/runtime_arena_test.cc
@@ -35,6 +36,7 @@ add_executable(
   tests/cpp/runtime_cuda_copy_test.cc
   tests/cpp/runtime_cuda_driver_test.cc
   tests/cpp/runtime_jobs_test.cc
+  tests/cpp/runtime_slots_test.cc
   tests/cpp/runtime_stream_copy_test.cc
   tests/cpp/runtime_workers_test.cc
   tests/cpp/format_cast_test.cc
@@ -47,6 +49,7 @@ add_executable(
   tests/cpp/format_names_test.cc
   tests/cpp/format_safetensors_test.cc
   tests/cpp/format_sharding_info_test.cc
+  tests/cpp/plan_byte_box_test.cc
   tests/cpp/plan_clip_test.cc
   tests/cpp/plan_cover_test.cc
   tests/cpp/plan_divide_test.cc
@@ -68,6 +71,7 @@ add_executable(
   tests/cpp/engine_parts_test.cc
   tests/cpp/engine_random_test.cc
   tests/cpp/engine_read_job_test.cc
+  tests/cpp/engine_ring_test.cc
   tests/cpp/engine_scan_test.cc
   tests/cpp/engine_stage_job_test.cc
   tests/cpp/engine_verify_job_test.cc

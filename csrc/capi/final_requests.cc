@@ -85,7 +85,9 @@ Json FinalsJson(const WrittenPlan& written) {
                      {"id", file.id},
                      {"ranges", WrittenJson(file.ranges)}});
   }
-  Json out = {{"files", std::move(files)}, {"parts", nullptr}};
+  Json out = {{"files", std::move(files)},
+              {"parts", nullptr},
+              {"ring_bytes", written.ring_bytes}};
   if (!written.parts) return out;
   const OutputSpec& spec = written.parts->file.spec;
   Json pieces = Json::array(), boxes = Json::array();
@@ -112,11 +114,25 @@ Result<Json> StageFinalRequest(const Json& request) {
                       GetNames(request, "names"));
   TC_ASSIGN_OR_RETURN(const Json* dtypes, GetList(request, "dtypes"));
   TC_ASSIGN_OR_RETURN(const Json* shapes, GetList(request, "shapes"));
-  TC_ASSIGN_OR_RETURN(const std::string gathered,
-                      GetString(request, "gathered"));
+  // For each tensor -2, or, where it is gathered, -1 or the number of its ring.
+  TC_ASSIGN_OR_RETURN(const Json* gathered, GetList(request, "gathered"));
   if (dtypes->size() != names.size() || shapes->size() != names.size() ||
-      gathered.size() != names.size()) {
+      gathered->size() != names.size()) {
     return InvalidArgument("final files need one of everything a tensor");
+  }
+  // Each a leader and then its senders.
+  std::vector<FinalRing> rings;
+  TC_ASSIGN_OR_RETURN(const Json* listed, GetList(request, "rings"));
+  for (const Json& ranks : *listed) {
+    if (!ranks.is_array() || ranks.empty()) {
+      return InvalidArgument("a ring is a list of ranks");
+    }
+    std::vector<int64_t> members;
+    for (const Json& rank : ranks) {
+      if (!rank.is_number_unsigned()) return InvalidArgument("a rank is >= 0");
+      members.push_back(rank.get<int64_t>());
+    }
+    rings.push_back({members[0], {members.begin() + 1, members.end()}});
   }
   std::vector<FinalTensor> tensors;
   tensors.reserve(names.size());
@@ -127,14 +143,20 @@ Result<Json> StageFinalRequest(const Json& request) {
     Result<Dims> shape = GetDims((*shapes)[i]);
     if (!shape.ok()) return shape.status().WithTensor(tensor.name);
     tensor.shape = *shape;
-    tensor.gathered = gathered[i] == '1';
+    const Json& way = (*gathered)[i];
+    if (!way.is_number_integer()) return InvalidArgument("'gathered' is wrong");
+    tensor.gathered = way.get<int64_t>() > -2;
+    tensor.ring = std::max<int64_t>(-1, way.get<int64_t>());
+    if (tensor.ring >= static_cast<int64_t>(rings.size())) {
+      return InvalidArgument("there is no such ring").WithTensor(tensor.name);
+    }
   }
   TC_ASSIGN_OR_RETURN(const FileRule rule, FileRuleOf(request));
   TC_ASSIGN_OR_RETURN(const FileNaming naming, FileNamingOf(request));
   TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
   Result<FinalFiles> staged =
       StageFinalFiles(session->directory(), tensors, rule, naming,
-                      GetBool(request, "sync", true));
+                      GetBool(request, "sync", true), std::move(rings));
   ReturnSession(id, std::move(session));
   if (!staged.ok()) return staged.status();
   return Json{{"files", staged->files.size()}};

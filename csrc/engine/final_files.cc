@@ -13,6 +13,7 @@ namespace {
 constexpr std::string_view kListName = "final_files";
 constexpr std::string_view kListMagic = "TCKPTFIN";
 constexpr uint64_t kMaxListBytes = uint64_t{1} << 30;
+constexpr uint64_t kMaxRank = uint64_t{1} << 31;
 
 std::string EncodeList(const FinalFiles& list) {
   std::string out(kListMagic);
@@ -23,8 +24,19 @@ std::string EncodeList(const FinalFiles& list) {
     PutString(&out, file.id);
   }
   PutString(&out, list.index_name);
+  PutVarint(&out, list.rings.size());
+  for (const FinalRing& ring : list.rings) {
+    PutVarint(&out, static_cast<uint64_t>(ring.leader));
+    PutVarint(&out, ring.senders.size());
+    for (const int64_t rank : ring.senders) {
+      PutVarint(&out, static_cast<uint64_t>(rank));
+    }
+  }
   PutVarint(&out, list.gathered.size());
-  for (const std::string& name : list.gathered) PutString(&out, name);
+  for (const FinalFiles::Gathered& tensor : list.gathered) {
+    PutString(&out, tensor.name);
+    PutVarint(&out, static_cast<uint64_t>(tensor.ring + 1));
+  }
   PutCrc(&out);
   return out;
 }
@@ -47,13 +59,29 @@ Result<FinalFiles> DecodeList(ByteSpan bytes) {
     list.files.push_back({*name, *staged, *id});
   }
   const auto index_name = in.String(kMaxNameBytes);
-  const auto gathered = in.Bounded(in.left());
-  if (!index_name || !gathered) return damaged;
+  const auto rings = in.Bounded(in.left());
+  if (!index_name || !rings) return damaged;
   list.index_name = *index_name;
+  for (uint64_t i = 0; i < *rings; ++i) {
+    const auto leader = in.Bounded(kMaxRank);
+    const auto senders = in.Bounded(in.left());
+    if (!leader || !senders) return damaged;
+    FinalRing ring{static_cast<int64_t>(*leader), {}};
+    for (uint64_t s = 0; s < *senders; ++s) {
+      const auto rank = in.Bounded(kMaxRank);
+      if (!rank) return damaged;
+      ring.senders.push_back(static_cast<int64_t>(*rank));
+    }
+    list.rings.push_back(std::move(ring));
+  }
+  const auto gathered = in.Bounded(in.left());
+  if (!gathered) return damaged;
   for (uint64_t i = 0; i < *gathered; ++i) {
     auto name = in.String(kMaxNameBytes);
-    if (!name) return damaged;
-    list.gathered.push_back(std::move(*name));
+    const auto ring = in.Bounded(list.rings.size());
+    if (!name || !ring) return damaged;
+    list.gathered.push_back(
+        {std::move(*name), static_cast<int64_t>(*ring) - 1});
   }
   if (!in.empty()) return damaged;
   return list;
@@ -82,6 +110,20 @@ Status StageFile(const Directory& staging, const FinalLayout& layout,
 
 }  // namespace
 
+const FinalFiles::Gathered* FinalFiles::FindGathered(
+    std::string_view name) const {
+  const auto found = std::lower_bound(
+      gathered.begin(), gathered.end(), name,
+      [](const Gathered& a, std::string_view b) { return a.name < b; });
+  return found == gathered.end() || found->name != name ? nullptr : &*found;
+}
+
+const FinalRing* FinalFiles::RingOf(std::string_view tensor) const {
+  const Gathered* found = FindGathered(tensor);
+  return found && found->ring >= 0 ? &rings[static_cast<size_t>(found->ring)]
+                                   : nullptr;
+}
+
 Result<FinalLayout> LayOutFinalFile(const std::string& name,
                                     const std::string& id,
                                     std::vector<SafetensorsEntry> tensors) {
@@ -105,7 +147,8 @@ Result<FinalLayout> LayOutFinalFile(const std::string& name,
 Result<FinalFiles> StageFinalFiles(const Directory& staging,
                                    const std::vector<FinalTensor>& tensors,
                                    const FileRule& rule,
-                                   const FileNaming& naming, bool sync) {
+                                   const FileNaming& naming, bool sync,
+                                   std::vector<FinalRing> rings) {
   std::vector<std::string_view> names;
   std::vector<uint64_t> bytes;
   FinalFiles list;
@@ -114,9 +157,11 @@ Result<FinalFiles> StageFinalFiles(const Directory& staging,
     if (!size.ok()) return size.status().WithTensor(tensor.name);
     names.push_back(tensor.name);
     bytes.push_back(*size);
-    if (tensor.gathered) list.gathered.push_back(tensor.name);
+    if (tensor.gathered) list.gathered.push_back({tensor.name, tensor.ring});
   }
-  std::sort(list.gathered.begin(), list.gathered.end());
+  list.rings = std::move(rings);
+  std::sort(list.gathered.begin(), list.gathered.end(),
+            [](const auto& a, const auto& b) { return a.name < b.name; });
   TC_ASSIGN_OR_RETURN(const FileDivision division,
                       DivideIntoFiles(names, bytes, rule));
   list.index_name = IndexFileName(division.count, naming);
@@ -160,6 +205,11 @@ Result<FinalFiles> ReadFinalFiles(const Directory& staging) {
     return list.status().WithFile(staging.Join(std::string(kListName)));
   }
   return list;
+}
+
+bool HasFinalFiles(const Directory& staging) {
+  const auto info = staging.StatName(std::string(kListName));
+  return info.ok() && info->has_value();
 }
 
 }  // namespace torch_ckpt

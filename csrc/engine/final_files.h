@@ -37,8 +37,16 @@ struct FinalTensor {
   Dtype dtype = Dtype::kU8;
   Dims shape;
   // Its boxes are too narrow in the file for their owners to write them there:
-  // the coordinator gathers them.
+  // the ranks of a ring hand them to one that does, or the coordinator gathers
+  // them.
   bool gathered = false;
+  int64_t ring = -1;  // of a gathered tensor: index of the ring, if any
+};
+
+// Ranks of one node, which have all boxes of the ring's tensors.
+struct FinalRing {
+  int64_t leader = 0;            // who writes
+  std::vector<int64_t> senders;  // the others, ascending
 };
 
 struct FinalFile {
@@ -49,8 +57,18 @@ struct FinalFile {
 
 struct FinalFiles {
   std::vector<FinalFile> files;
-  std::string index_name;             // of the index beside them, if any
-  std::vector<std::string> gathered;  // fqns, sorted
+  std::string index_name;  // of the index beside them, if any
+  struct Gathered {
+    std::string name;
+    int64_t ring = -1;
+  };
+  std::vector<Gathered> gathered;  // by name
+  std::vector<FinalRing> rings;
+
+  // Null for tensors whose boxes their owners write.
+  const Gathered* FindGathered(std::string_view name) const;
+  // Null where there is none.
+  const FinalRing* RingOf(std::string_view tensor) const;
 };
 
 // Coordinator: divides the tensors into files by `rule`, creates these and
@@ -60,9 +78,12 @@ struct FinalFiles {
 Result<FinalFiles> StageFinalFiles(const Directory& staging,
                                    const std::vector<FinalTensor>& tensors,
                                    const FileRule& rule,
-                                   const FileNaming& naming, bool sync);
+                                   const FileNaming& naming, bool sync,
+                                   std::vector<FinalRing> rings = {});
 
 // The list. kIncomplete where the coordinator has left none.
 Result<FinalFiles> ReadFinalFiles(const Directory& staging);
+// Whether it is there: not once the coordinator has given the save up.
+bool HasFinalFiles(const Directory& staging);
 
 }  // namespace torch_ckpt

@@ -10,8 +10,6 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr uint64_t kBlock = 4096;
-
 // Bytes of a source in a row in a final file.
 struct Stretch {
   uint64_t begin = 0;  // in the file
@@ -110,12 +108,6 @@ Status AddStretches(const WriteTensor& tensor, const SourceTensor& source,
   return {};
 }
 
-// What a rank can write by itself of [begin, end) of a file.
-ByteRange Interior(const ByteRange& range, uint64_t file_bytes) {
-  return {RoundUp(range.begin, kBlock),
-          range.end == file_bytes ? range.end : RoundDown(range.end, kBlock)};
-}
-
 // Sorts the stretches of a file into what this rank writes there and what goes
 // to its parts.
 Status PlaceStretches(std::vector<Stretch>* stretches, uint32_t file,
@@ -170,7 +162,7 @@ Status PlaceStretches(std::vector<Stretch>* stretches, uint32_t file,
 Result<FinalWrite> PlanFinalWrite(const Directory& staging,
                                   const std::vector<WriteTensor>& tensors,
                                   const std::vector<SourceTensor>& sources,
-                                  bool cast) {
+                                  const FinalWriteOptions& options) {
   TC_ASSIGN_OR_RETURN(const FinalFiles list, ReadFinalFiles(staging));
   std::vector<FileHeader> headers;
   FinalWrite out;
@@ -187,24 +179,53 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
   }
   const FinalTensors places(list.files, headers);
   std::vector<std::vector<Stretch>> stretches(list.files.size());
+  std::vector<RingSource> ring_sources;
+  const FinalRing* ring = nullptr;
   for (const WriteTensor& tensor : tensors) {
     const FinalPlace* place = places.Find(tensor.name);
-    TC_RETURN_IF_ERROR(CheckFits(tensor, place, list.files, cast));
+    TC_RETURN_IF_ERROR(CheckFits(tensor, place, list.files, options.cast));
     const SourceTensor& source = sources[tensor.source];
     const Dtype to = place->entry->dtype;
-    if (std::binary_search(list.gathered.begin(), list.gathered.end(),
-                           tensor.name)) {
-      out.part_boxes.push_back(
-          {tensor.name, {tensor.offsets, tensor.shape}, out.parts.size()});
-      TC_ASSIGN_OR_RETURN(const uint64_t bytes, ByteSize(to, tensor.shape));
-      out.parts.Place(out.parts.size(), source, 0, bytes, CastOf(tensor, to));
+    const FinalFiles::Gathered* gathered = list.FindGathered(tensor.name);
+    if (!gathered) {
+      TC_RETURN_IF_ERROR(AddStretches(tensor, source, to,
+                                      headers[place->file].header.data_begin +
+                                          place->entry->begin,
+                                      &stretches[place->file])
+                             .WithTensor(tensor.name));
       continue;
     }
-    TC_RETURN_IF_ERROR(AddStretches(tensor, source, to,
-                                    headers[place->file].header.data_begin +
-                                        place->entry->begin,
-                                    &stretches[place->file])
-                           .WithTensor(tensor.name));
+    if (const FinalRing* own = list.RingOf(tensor.name)) {
+      if (ring && ring != own) return Internal("a rank is in two rings");
+      ring = own;
+    }
+    TC_ASSIGN_OR_RETURN(const uint64_t bytes, ByteSize(to, tensor.shape));
+    ring_sources.push_back({{tensor.name, {tensor.offsets, tensor.shape}},
+                            &source,
+                            bytes,
+                            CastOf(tensor, to),
+                            gathered->ring >= 0});
+  }
+  if (ring) {
+    TC_ASSIGN_OR_RETURN(
+        out.ring, PlanRingWork(staging, list, headers, *ring, ring_sources,
+                               options.rank, options.job));
+  }
+  for (const RingSource& gathered : ring_sources) {
+    if (out.ring && gathered.by_ring) continue;
+    out.part_boxes.push_back(
+        {gathered.box.tensor, gathered.box.box, out.parts.size()});
+    out.parts.Place(out.parts.size(), *gathered.source, 0, gathered.bytes,
+                    gathered.cast);
+  }
+  if (out.ring) {
+    TC_RETURN_IF_ERROR(
+        out.ring->ForEachEdge([&](uint32_t file, ByteRange range,
+                                  const RingSource& of, uint64_t from) {
+          out.part_bytes.push_back({file, range, out.parts.size()});
+          out.parts.Place(out.parts.size(), *of.source, from,
+                          range.end - range.begin, of.cast);
+        }));
   }
   out.bytes.resize(list.files.size());
   for (uint32_t f = 0; f < list.files.size(); ++f) {

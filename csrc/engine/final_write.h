@@ -3,13 +3,15 @@
 // What a rank writes there by itself begins and ends at multiples of 4096 (or
 // at the end of the file): no two ranks touch one block. The few bytes before
 // and behind, and the boxes of tensors that are gathered, go to a file of parts
-// beside, from which the coordinator puts them in place.
+// beside, from which the coordinator puts them in place; gathered boxes that
+// the ranks of one node have only where these cannot write them together.
 #pragma once
 
 #include <string>
 #include <vector>
 
 #include "engine/final_files.h"
+#include "engine/ring_write.h"
 #include "engine/source_bytes.h"
 
 namespace torch_ckpt {
@@ -37,21 +39,29 @@ struct PartBox {
   uint64_t at = 0;
 };
 
+// How a final save is written by one rank.
+struct FinalWriteOptions {
+  bool cast = false;  // to what the header says, where elements can be
+  int64_t rank = 0;
+  Job* job = nullptr;  // ends waiting for other ranks when it is cancelled
+};
+
 struct FinalWrite {
   std::vector<OutputSpec> files;   // in the order of the list, with ranges
   std::vector<SourceBytes> bytes;  // of each, where its ranges are
   SourceBytes parts;
   std::vector<PartBytes> part_bytes;
   std::vector<PartBox> part_boxes;
+  std::optional<RingWork> ring;  // to be done beside
 };
 
-// `sources` must stay where they are. With `cast` the bytes are cast to what
-// the header says, where elements can be (format/cast.h). kConflict, naming
-// tensor and file, where the staged header does not say what this rank has: the
-// plan that it stems from was made for other tensors.
+// `sources` must stay where they are. Meets the other ranks of this one's ring,
+// if there is to be one (engine/ring_link.h). kConflict, naming tensor and
+// file, where the staged header does not say what this rank has: the plan that
+// it stems from was made for other tensors.
 Result<FinalWrite> PlanFinalWrite(const Directory& staging,
                                   const std::vector<WriteTensor>& tensors,
                                   const std::vector<SourceTensor>& sources,
-                                  bool cast);
+                                  const FinalWriteOptions& options);
 
 }  // namespace torch_ckpt

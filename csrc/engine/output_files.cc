@@ -137,6 +137,13 @@ void SegmentDigester::Copy(std::byte* to, ByteSpan bytes) {
   });
 }
 
+ByteRange Interior(const ByteRange& range, uint64_t file_bytes) {
+  const uint64_t begin = RoundUp(range.begin, kBlock);
+  const uint64_t end =
+      range.end == file_bytes ? range.end : RoundDown(range.end, kBlock);
+  return {begin, std::max(begin, end)};
+}
+
 void TakePart(std::vector<OutputSpec>* files, int part, int parts) {
   // A multiple of the block, and small beside what a writer gets of any file
   // that is worth dividing.
@@ -208,17 +215,13 @@ Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
       if (spec.bytes == 0) items.push_back({f, 0, 0, nullptr});
     }
     for (WrittenRange& range : written[f]) {
-      const auto [begin, end] = range.bytes;
       range.crc32c.resize(SegmentCount(range.bytes));
-      for (uint64_t at = begin; at < end;) {
-        const uint64_t bytes =
-            std::min(end, RoundDown(at, kPieceBytes) + kPieceBytes) - at;
-        items.push_back(
-            {f, at, bytes,
-             &range.crc32c[at / kSegmentBytes - begin / kSegmentBytes]});
-        job->AddTotal(bytes);
-        at += bytes;
-      }
+      ForEachPiece(range.bytes, [&](uint64_t at, uint64_t until) {
+        items.push_back({f, at, until - at,
+                         &range.crc32c[at / kSegmentBytes -
+                                       range.bytes.begin / kSegmentBytes]});
+        job->AddTotal(until - at);
+      });
     }
   }
   for (const Item& item : items) ++outputs[item.file].left;

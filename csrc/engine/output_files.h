@@ -5,6 +5,7 @@
 // files go past the page cache: it costs 40 to 400 times the CPU of direct I/O.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -52,6 +53,21 @@ struct OutputOptions {
   // Page-locks the memory that is filled, where a device fills it.
   PageLocker* page_locker = nullptr;
 };
+
+// What can be written of [begin, end) of a file without touching a block that
+// others write into; empty where begin >= end.
+ByteRange Interior(const ByteRange& range, uint64_t file_bytes);
+
+// Calls fn(begin, end) for the pieces that a range is written in.
+template <class Fn>
+void ForEachPiece(const ByteRange& range, const Fn& fn) {
+  for (uint64_t at = range.begin; at < range.end;) {
+    const uint64_t end =
+        std::min(range.end, at / kPieceBytes * kPieceBytes + kPieceBytes);
+    fn(at, end);
+    at = end;
+  }
+}
 
 // Leaves of what is to be written of `files` (their ranges, or all of them)
 // what writer `part` of `parts` writes, each about as many bytes.

@@ -172,8 +172,9 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
     for (const WriteTensor& tensor : plan.final_tensors) {
       TC_RETURN_IF_ERROR(CheckSource(tensor, sources));
     }
-    TC_ASSIGN_OR_RETURN(finals, PlanFinalWrite(staging, plan.final_tensors,
-                                               sources, plan.cast));
+    TC_ASSIGN_OR_RETURN(finals,
+                        PlanFinalWrite(staging, plan.final_tensors, sources,
+                                       {plan.cast, plan.rank, job}));
     for (size_t f = 0; f < finals.files.size(); ++f) {
       specs.push_back(finals.files[f]);
       layouts.push_back({{}, std::move(finals.bytes[f])});
@@ -198,13 +199,13 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
     std::byte* to;
   };
   // Without a digester the bytes are digested afterwards.
-  const auto copy = [&](size_t file, uint64_t offset, MutableByteSpan out,
-                        MutableByteSpan scratch, int worker,
-                        std::vector<LateCast>* late,
+  const auto copy = [&](const SourceBytes& bytes, uint64_t offset,
+                        MutableByteSpan out, MutableByteSpan scratch,
+                        int worker, std::vector<LateCast>* late,
                         SegmentDigester* digester) -> Status {
     std::byte* to = out.data();
     std::byte* elements = scratch.data();
-    return layouts[file].bytes.ForEachPart(
+    return bytes.ForEachPart(
         offset, out.size(), [&](const SourcePart& part) -> Status {
           std::byte* const at = to;
           to += part.size;
@@ -216,10 +217,10 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
               return {};
             }
             const ElementRange range = CastElementsOf(part);
-            const auto bytes =
+            const auto each =
                 static_cast<uint64_t>(DtypeBits(part.cast->from)) / 8;
-            const uint64_t size = (range.last - range.first) * bytes;
-            copies.Add(worker, device, part.source->data + range.first * bytes,
+            const uint64_t size = (range.last - range.first) * each;
+            copies.Add(worker, device, part.source->data + range.first * each,
                        {elements, size});
             late->push_back({part, elements, at});
             elements += size;
@@ -236,9 +237,10 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
           return {};
         });
   };
-  const FillFn fill = [&](size_t file, MutableByteSpan out,
-                          MutableByteSpan scratch, int worker,
-                          SegmentDigester* digester) -> Status {
+  // Makes the bytes from `offset` on; digests them where there is a digester.
+  const auto make = [&](const SourceBytes& bytes, uint64_t offset,
+                        MutableByteSpan out, MutableByteSpan scratch,
+                        int worker, SegmentDigester* digester) -> Status {
     // Waits however this ends, an exception included: the buffer must not go
     // back while a device writes into it.
     struct Waiter {
@@ -248,9 +250,9 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
     } waiter{&copies, worker};
     const bool on_host = devices.empty();
     std::vector<LateCast> late;
-    Status status = copy(file, digester->offset(), out, scratch, worker, &late,
+    Status status = copy(bytes, offset, out, scratch, worker, &late,
                          on_host ? digester : nullptr);
-    const std::byte* failed = nullptr;  // the file is named below
+    const std::byte* failed = nullptr;  // the file is named by who calls
     if (status.ok()) status = copies.Begin(worker, &failed);
     if (status.ok()) status = copies.Wait(worker);
     if (status.ok() && !on_host) {
@@ -258,9 +260,16 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
         CastPart(each.part, each.elements, CastElementsOf(each.part).first,
                  each.to);
       }
-      digester->Add(out);
+      if (digester) digester->Add(out);
     }
-    return std::move(status).WithFile(specs[file].name);
+    return status;
+  };
+  const FillFn fill = [&](size_t file, MutableByteSpan out,
+                          MutableByteSpan scratch, int worker,
+                          SegmentDigester* digester) -> Status {
+    return make(layouts[file].bytes, digester->offset(), out, scratch, worker,
+                digester)
+        .WithFile(specs[file].name);
   };
   const PlaceFn place = [&](size_t file, uint64_t offset, uint64_t bytes) {
     return StagedPlaces(layouts[file].bytes, offset, bytes);
@@ -274,14 +283,49 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
       options.scratch_bytes = kPieceBytes * kMaxCastRatio + kDataAlignment;
     }
   }
+  WrittenPlan written;
+  std::vector<std::vector<WrittenRange>> by_ring(finals.files.size());
+  if (finals.ring) {
+    const RingWork& ring = *finals.ring;
+    written.ring_bytes = ring.own().size();
+    // Device memory is cast out of a buffer of the worker's own.
+    std::vector<std::vector<std::byte>> buffers(
+        static_cast<size_t>(std::max(1, options.workers)));
+    const RingWork::Make make_own = [&](uint64_t at, MutableByteSpan out,
+                                        int worker) -> Status {
+      std::vector<std::byte>& buffer = buffers[static_cast<size_t>(worker)];
+      if (!devices.empty() && plan.cast) {
+        buffer.resize(kPieceBytes * kMaxCastRatio + kDataAlignment);
+      }
+      return make(ring.own(), at, out, buffer, worker, nullptr);
+    };
+    if (ring.leads()) {
+      OutputOptions of_ring = options;
+      of_ring.fill_bytes = kPieceBytes;
+      of_ring.scratch_bytes = kPieceBytes;
+      TC_ASSIGN_OR_RETURN(
+          by_ring,
+          WriteOutputs(
+              staging, ring.files(), of_ring, job,
+              [&](size_t file, MutableByteSpan out, MutableByteSpan scratch,
+                  int worker, SegmentDigester* digester) -> Status {
+                return ring
+                    .Fill(file, out, scratch, worker, digester, job, make_own)
+                    .WithFile(ring.files()[file].name);
+              }));
+    } else {
+      TC_RETURN_IF_ERROR(ring.Send(options.workers, job, make_own));
+    }
+  }
   TC_ASSIGN_OR_RETURN(auto ranges,
                       WriteOutputs(staging, specs, options, job, fill, place));
-  WrittenPlan written;
   for (size_t f = 0; f < specs.size(); ++f) {
     const size_t of_final = f - plan.files.size();
     if (f < plan.files.size()) {
       written.files.push_back({specs[f], std::move(ranges[f][0].crc32c)});
     } else if (of_final < finals.files.size()) {
+      ranges[f].insert(ranges[f].end(), by_ring[of_final].begin(),
+                       by_ring[of_final].end());
       written.final_files.push_back(
           {static_cast<uint32_t>(of_final), specs[f].id, std::move(ranges[f])});
     } else {

@@ -23,6 +23,7 @@ struct WritePlan {
   std::vector<WriteFile> files;
   std::vector<WriteTensor> final_tensors;  // into files in staging
   bool cast = false;  // them to the dtypes that the files' headers say
+  int64_t rank = 0;   // this one, as the list of final files counts them
   OutputOptions options;
 };
 
@@ -49,6 +50,7 @@ struct WrittenPlan {
   std::vector<WrittenFile> files;
   std::vector<WrittenFinal> final_files;
   std::optional<WrittenParts> parts;
+  uint64_t ring_bytes = 0;  // what this rank has had of tensors of a ring
 };
 
 // Blocks until every file is written and synced (and its short header beside

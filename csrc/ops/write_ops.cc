@@ -149,6 +149,7 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
     TC_RETURN_IF_ERROR(ParseTensors(*final, sources, &write_plan.final_tensors,
                                     /*raw=*/nullptr));
     write_plan.cast = capi::GetBool(plan, "cast", false);
+    TC_ASSIGN_OR_RETURN(write_plan.rank, capi::GetInt(plan, "rank"));
   }
   TC_ASSIGN_OR_RETURN(const WrittenPlan written,
                       RunWriteJob(std::move(write_plan), sources, job));

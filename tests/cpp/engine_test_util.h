@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include <algorithm>
+#include <atomic>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -232,9 +233,11 @@ inline std::vector<FinalTensor> FinalTensorsOf(
 inline Result<RankFinals> WriteFinalRank(const std::string& staging,
                                          int64_t rank,
                                          const std::vector<Piece>& pieces,
-                                         const OutputOptions& options = {}) {
+                                         const OutputOptions& options = {},
+                                         std::atomic<uint64_t>* by_ring = {}) {
   RankWork work;
   work.plan.staging = staging;
+  work.plan.rank = rank;
   work.plan.options = options;
   for (const Piece& piece : pieces) {
     if (piece.rank != rank) continue;
@@ -249,6 +252,7 @@ inline Result<RankFinals> WriteFinalRank(const std::string& staging,
   Job job(JobKind::kWrite);
   TC_ASSIGN_OR_RETURN(WrittenPlan written,
                       RunWriteJob(work.plan, work.sources, &job));
+  if (by_ring) *by_ring += written.ring_bytes;
   RankFinals finals;
   finals.rank = rank;
   finals.files = std::move(written.final_files);

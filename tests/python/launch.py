@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch_ckpt
@@ -48,3 +50,38 @@ def run_ranks(module: str, world: int, folder: Path, *, timeout: int = 240) -> d
     if done.returncode != 0:
         outcome.setdefault("", f"ended with {done.returncode}:\n{output}")
     return outcome
+
+
+def run_scripts(
+    script: str,
+    world: int,
+    arguments: Sequence[str],
+    environments: Mapping[int, Mapping[str, str]] | None = None,
+) -> list[tuple[int, str]]:
+    """Exit status and output of every rank of a script beside this file, without torchrun, which
+    ends all when one has ended. `environments`: what is special about ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / script), *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                **(environments or {}).get(rank, {}),
+            },
+        )
+        for rank in range(world)
+    ]
+    try:
+        return [(rank.wait(120), rank.communicate()[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()

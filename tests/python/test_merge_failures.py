@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from launch import run_scripts
 from merging_rank import ENDED
 from safetensors.torch import load_file
 
@@ -20,35 +20,11 @@ import torch_ckpt
 from torch_ckpt import _core
 
 WORLD = 3
-SCRIPT = Path(__file__).with_name("merging_rank.py")
 
 
 def launch(source: Path, out: Path, what: str) -> list[tuple[int, str]]:
     """Exit status and output of every rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(source), str(out), what],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(WORLD),
-            },
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        return [(rank.wait(120), rank.communicate()[0]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    return run_scripts("merging_rank.py", WORLD, [str(source), str(out), what])
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ on torch's process group of fakes. What ranks say to each other is handed over h
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 from collections.abc import Iterator
@@ -51,7 +52,9 @@ def save(path: Path, world: int, table: dict[str, Layout], **options: Any) -> No
             planner = SavePlanner()
             writer.set_up_storage_writer(rank == 0, rank=rank)
             planner.set_up_planner(state(table), writer.storage_meta(), rank == 0)
-            plans.append(writer.prepare_local_plan(planner.create_local_plan()))
+            plan = writer.prepare_local_plan(planner.create_local_plan())
+            # On nodes of their own: those of one node would wait for each other.
+            plans.append(dataclasses.replace(plan, storage_data=None))
         writers.append(writer)
         planners.append(planner)
     plans, metadata = planners[0].create_global_plan(plans)

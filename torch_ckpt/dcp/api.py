@@ -37,7 +37,7 @@ from torch_ckpt.dcp.reader import HuggingFaceStorageReader
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.whole_state import Unwrapping, whole_state, without_statefuls
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
-from torch_ckpt.errors import CheckpointError, InvalidArgumentError, with_rank
+from torch_ckpt.errors import CancelledError, CheckpointError, InvalidArgumentError, with_rank
 from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.options import check_choice
 
@@ -108,9 +108,11 @@ _MetadataErrors = Callable[[], list[Exception | None]]
 def _first_failure(
     error: CheckpointException, metadata_errors: _MetadataErrors | None
 ) -> BaseException:
-    """The failure of the lowest rank, as itself, so that `except Exception` catches it (it does
-    not catch a CheckpointException) and its kind, errno and file are there."""
-    rank = min(error.failures)
+    """The failure of the lowest rank that has one of its own, as itself, so that `except Exception`
+    catches it (it does not catch a CheckpointException) and its kind, errno and file are there."""
+    # Ranks that were cancelled were so because of another's failure.
+    failures = error.failures
+    rank = min(failures, key=lambda rank: (isinstance(failures[rank][0], CancelledError), rank))
     cause: BaseException = error.failures[rank][0]
     if isinstance(cause, AssertionError):
         # DCP reports an error of read_metadata as the text of an AssertionError. All ranks have

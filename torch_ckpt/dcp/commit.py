@@ -14,12 +14,19 @@ from torch_ckpt.errors import ConflictError, InvalidArgumentError
 
 @dataclass(slots=True)
 class Phases:
-    """What one rank's part of a save took, in seconds, and the bytes that it wrote."""
+    """What one rank's part of a save took, in seconds, and the bytes that it wrote.
+
+    ring_bytes, parts_bytes: of tensors in final files that are sharded in short rows, what this
+        rank had of those that the ranks of its node wrote together, through shared memory, and what
+        it left, with the ends of its own rows, for the coordinator to put in place.
+    """
 
     planned_s: float
     written_s: float
     written_bytes: int
     committed_s: float = 0.0  # by the coordinator, for all
+    ring_bytes: int = 0
+    parts_bytes: int = 0
 
 
 @dataclass(slots=True)

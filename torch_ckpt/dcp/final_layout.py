@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
 
 from torch_ckpt._core import names_text
+from torch_ckpt.dcp.rings import rings_of
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
@@ -54,7 +55,7 @@ def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
     """The tensors of all plans, in the order of the state dict, in the dtypes that they are stored
     in, as columns of a request."""
     tensors: dict[str, TensorWriteData] = {}
-    gathered: set[str] = set()
+    gathered: dict[str, set[int]] = {}  # the ranks that have a part
     narrow: dict[int, bool] = {}  # by description: tensors that are alike share one
     for plan in plans:
         for item in plan.items:
@@ -67,7 +68,12 @@ def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
             if known is None:
                 known = narrow[id(data)] = _is_narrow(data)
             if known:
-                gathered.add(fqn)
+                gathered[fqn] = set()
+    for rank, plan in enumerate(plans) if gathered else ():
+        for item in plan.items:
+            if item.index.fqn in gathered:
+                gathered[item.index.fqn].add(rank)
+    rings, ring_of = rings_of(gathered, [plan.storage_data for plan in plans])
     dtypes, shapes = [], []
     for fqn, data in tensors.items():
         dtype = _dtype_name(data.properties, fqn)
@@ -78,7 +84,8 @@ def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
         "names": names_text(list(tensors)),
         "dtypes": dtypes,
         "shapes": shapes,
-        "gathered": "".join("1" if fqn in gathered else "0" for fqn in tensors),
+        "gathered": [ring_of.get(fqn, -1) if fqn in gathered else -2 for fqn in tensors],
+        "rings": rings,
     }
 
 

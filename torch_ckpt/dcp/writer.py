@@ -31,6 +31,7 @@ from torch_ckpt.dcp.commit import Phases, RankReport, commit_request
 from torch_ckpt.dcp.final_layout import checked_layout, final_tensors
 from torch_ckpt.dcp.parts import Part, check_supported, next_sequence, part_of
 from torch_ckpt.dcp.reserved import RESERVED, TIES_KEY
+from torch_ckpt.dcp.rings import refuse_ring, this_node
 from torch_ckpt.dcp.sources import queued_kernels, wait_for
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.stock_planner import (
@@ -223,7 +224,9 @@ class HuggingFaceStorageWriter(StockWriter):
         self._check_mapped(plan)
         # A cached plan comes as an empty one; what it stands for is seen when it is written.
         self._checked = plan.usable
-        return plan
+        if self.save_distributed:
+            return plan
+        return replace(plan, storage_data=this_node())  # for the coordinator
 
     def mapped_names(self) -> frozenset[str]:
         """The tensors that `fqn_to_index_mapping` names."""
@@ -364,7 +367,13 @@ class HuggingFaceStorageWriter(StockWriter):
                 raise with_rank(error, rank) from error
         report.digests = leaf_digests(planner)
         took = time.perf_counter() - began
-        report.phases = Phases(began - self._began, took, report.written_bytes)
+        report.phases = Phases(
+            began - self._began,
+            took,
+            report.written_bytes,
+            ring_bytes=sum(call["ring_bytes"] for call in report.final),
+            parts_bytes=sum(call["parts"]["bytes"] for call in report.final if call["parts"]),
+        )
         done.set_result([report])  # type: ignore[list-item]
         return done
 
@@ -380,6 +389,22 @@ class HuggingFaceStorageWriter(StockWriter):
         else:
             joined = _core.call({"op": "join_save", "path": str(self.path)})
             staging, save_id = joined["staging"], joined["save_id"]
+        try:
+            return self._write_into(staging, save_id, planner, buckets, objects, rank)
+        except BaseException:
+            if not self.save_distributed:
+                refuse_ring(staging, rank)
+            raise
+
+    def _write_into(
+        self,
+        staging: str,
+        save_id: str,
+        planner: SavePlanner,
+        buckets: dict[int, list[WriteItem]],
+        objects: list[WriteItem],
+        rank: int,
+    ) -> RankReport:
         report = RankReport(rank, save_id, [], [])
         sources: list[torch.Tensor] = []
         files: list[dict[str, Any]] = []
@@ -424,6 +449,7 @@ class HuggingFaceStorageWriter(StockWriter):
             "files": files,
             "final": into_final,
             "cast": bool(self.dtype_policy),
+            "rank": report.rank,
         }
         with Job("write") as job:
             result = _ext.write(sources, plan, job)

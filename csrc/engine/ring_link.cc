@@ -1,0 +1,279 @@
+#include "engine/ring_link.h"
+
+#include <chrono>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <thread>
+
+#include "base/checked.h"
+#include "engine/build_catalog.h"
+#include "engine/output_files.h"
+#include "os/memory.h"
+#include "os/shared_memory.h"
+
+namespace torch_ckpt {
+namespace {
+
+using Json = nlohmann::json;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::minutes kPatience{1};
+constexpr std::chrono::minutes kStalled{10};
+constexpr size_t kAlignment = size_t{2} << 20;
+constexpr const char* kYes = "yes";
+
+uint64_t SlotMemory() {
+  return RoundUp(SlotQueue::Bytes(kPieceBytes), kAlignment);
+}
+
+// One for each save: the id of a file in it is.
+std::string NameOf(const FinalFiles& list, const FinalRing& ring) {
+  return "torch_ckpt-ring-" + list.files[0].id + "-" +
+         std::to_string(ring.leader);
+}
+
+std::string RefusalOf(int64_t rank) {
+  return "ring_refused." + std::to_string(rank);
+}
+
+// Best effort: without it the others wait until their patience ends.
+void Refuse(const Directory& staging, int64_t rank) {
+  (void)staging.WriteFile(RefusalOf(rank), "");
+}
+
+bool HasRefused(const Directory& staging, int64_t rank) {
+  const auto info = staging.StatName(RefusalOf(rank));
+  return info.ok() && info->has_value();
+}
+
+// While the members wait for each other: kCancelled, or kUnsupported for what
+// means that there will be no ring.
+class Waiting {
+ public:
+  Waiting(const Directory& staging, std::set<int64_t> ranks, const Job& job)
+      : staging_(staging),
+        ranks_(std::move(ranks)),
+        job_(job),
+        until_(Clock::now() + kPatience) {}
+
+  Status operator()() const {
+    if (job_.cancelled()) return Cancelled("the job was cancelled");
+    for (const int64_t rank : ranks_) {
+      if (HasRefused(staging_, rank)) return Unsupported("a rank has refused");
+    }
+    if (!HasFinalFiles(staging_)) return Unsupported("the save has ended");
+    if (Clock::now() > until_) return Unsupported("a rank has not come");
+    return {};
+  }
+  void Came(int64_t rank) { ranks_.erase(rank); }
+  bool IsAwaited(int64_t rank) const { return ranks_.count(rank) != 0; }
+  bool Done() const { return ranks_.empty(); }
+
+ private:
+  const Directory& staging_;
+  std::set<int64_t> ranks_;
+  const Job& job_;
+  const Clock::time_point until_;
+};
+
+Json DimsOf(const Dims& dims) {
+  Json out = Json::array();
+  for (const int64_t size : dims) out.push_back(size);
+  return out;
+}
+
+bool ReadDims(const Json& value, Dims* out) {
+  if (!value.is_array()) return false;
+  for (const Json& size : value) {
+    if (!size.is_number_integer() || out->full()) return false;
+    out->push_back(size.get<int64_t>());
+  }
+  return true;
+}
+
+std::string HelloOf(int64_t rank, const std::vector<RingBox>& boxes,
+                    uint64_t offset) {
+  Json list = Json::array();
+  for (const RingBox& box : boxes) {
+    list.push_back(
+        {box.tensor, DimsOf(box.box.offsets), DimsOf(box.box.sizes)});
+  }
+  return Json{{"rank", rank}, {"offset", offset}, {"boxes", std::move(list)}}
+      .dump();
+}
+
+// The peer that says this. kUnsupported for anything else than a hello.
+Result<RingPeer> PeerOf(LocalSocket socket, LocalMessage message) {
+  const Status malformed = Unsupported("a member of the ring is no such one");
+  const Json hello = Json::parse(message.text, nullptr, false);
+  if (!hello.is_object() || !hello.contains("rank") ||
+      !hello.contains("offset") || !hello.contains("boxes") ||
+      !hello["rank"].is_number_integer() ||
+      !hello["offset"].is_number_unsigned() || !hello["boxes"].is_array() ||
+      !message.descriptor.valid()) {
+    return malformed;
+  }
+  std::vector<RingBox> boxes;
+  for (const Json& item : hello["boxes"]) {
+    RingBox box;
+    if (!item.is_array() || item.size() != 3 || !item[0].is_string() ||
+        !ReadDims(item[1], &box.box.offsets) ||
+        !ReadDims(item[2], &box.box.sizes)) {
+      return malformed;
+    }
+    box.tensor = item[0].get<std::string>();
+    boxes.push_back(std::move(box));
+  }
+  const size_t bytes = SlotMemory();
+  TC_ASSIGN_OR_RETURN(const SharedPiece piece,
+                      FindShared(message.descriptor.fd(),
+                                 hello["offset"].get<uint64_t>(), bytes));
+  TC_ASSIGN_OR_RETURN(std::byte* const data,
+                      MapShared(message.descriptor.fd(), piece));
+  std::shared_ptr<std::byte> memory(
+      data, [bytes](std::byte* mapped) { UnmapMemory(mapped, bytes); });
+  return RingPeer{hello["rank"].get<int64_t>(), std::move(boxes),
+                  std::move(socket), memory, SlotQueue(data, kPieceBytes)};
+}
+
+// Ok where the boxes of all members tile the ring's tensors.
+Status CheckTiling(const FinalFiles& list,
+                   const std::vector<FileHeader>& headers,
+                   const FinalRing& ring, const std::vector<RingBox>& own,
+                   const std::vector<RingPeer>& peers) {
+  std::map<std::string_view, std::vector<const Box*>> boxes;
+  const auto add = [&](const std::vector<RingBox>& of_member) {
+    for (const RingBox& box : of_member) {
+      boxes[box.tensor].push_back(&box.box);
+    }
+  };
+  add(own);
+  for (const RingPeer& peer : peers) add(peer.boxes);
+  Catalog catalog;
+  const uint32_t file = catalog.AddFile({"ring", "", 0});
+  size_t found = 0;
+  for (const FileHeader& header : headers) {
+    for (const SafetensorsEntry& entry : header.header.tensors) {
+      if (list.RingOf(entry.name) != &ring) continue;
+      CatalogEntry tensor;
+      tensor.name = entry.name;
+      tensor.storage_dtype = tensor.logical_dtype = entry.dtype;
+      tensor.shape = entry.shape;
+      TC_ASSIGN_OR_RETURN(const uint32_t id,
+                          catalog.AddEntry(std::move(tensor)));
+      const auto of_tensor = boxes.find(entry.name);
+      if (of_tensor == boxes.end()) continue;  // a hole, unless it is empty
+      ++found;
+      for (const Box* box : of_tensor->second) {
+        Placement placement;
+        placement.file = file;
+        placement.box = *box;
+        TC_RETURN_IF_ERROR(catalog.AddPlacement(id, placement));
+      }
+    }
+  }
+  if (found != boxes.size()) return Conflict("a box is of another tensor");
+  return ProveOwners(catalog);
+}
+
+Result<std::vector<RingPeer>> Lead(const Directory& staging,
+                                   const FinalFiles& list,
+                                   const std::vector<FileHeader>& headers,
+                                   const FinalRing& ring,
+                                   const std::vector<RingBox>& own, Job* job) {
+  TC_ASSIGN_OR_RETURN(const LocalListener listener,
+                      LocalListener::Listen(NameOf(list, ring)));
+  Waiting waiting(staging, {ring.senders.begin(), ring.senders.end()}, *job);
+  std::vector<RingPeer> peers;
+  while (!waiting.Done()) {
+    TC_ASSIGN_OR_RETURN(LocalSocket socket, listener.Accept(waiting));
+    TC_ASSIGN_OR_RETURN(LocalMessage hello, socket.Receive(waiting));
+    TC_ASSIGN_OR_RETURN(RingPeer peer,
+                        PeerOf(std::move(socket), std::move(hello)));
+    if (!waiting.IsAwaited(peer.rank)) {
+      return Unsupported("a rank has come twice");
+    }
+    waiting.Came(peer.rank);
+    peers.push_back(std::move(peer));
+  }
+  TC_RETURN_IF_ERROR(CheckTiling(list, headers, ring, own, peers));
+  return peers;
+}
+
+// What Lead and Join fail with before all have agreed is no error of the save.
+bool MeansNoRing(const Status& status) {
+  return status.kind() != ErrorKind::kCancelled;
+}
+
+}  // namespace
+
+StillWanted RingPeer::Patience(const Job& job) const {
+  return [this, &job, until = Clock::now() + kStalled]() -> Status {
+    if (job.cancelled() || job.failed()) return Cancelled("the job has ended");
+    if (socket.PeerIsGone()) return Gone("is gone or has failed");
+    if (Clock::now() > until) return Gone("does not go on");
+    return {};
+  };
+}
+
+Status RingPeer::Gone(const char* what) const {
+  return Cancelled("rank " + std::to_string(rank) +
+                   ", with which this rank writes tensors, " + what);
+}
+
+Result<std::vector<RingPeer>> LeadRing(const Directory& staging,
+                                       const FinalFiles& list,
+                                       const std::vector<FileHeader>& headers,
+                                       const FinalRing& ring,
+                                       const std::vector<RingBox>& own,
+                                       Job* job) {
+  Result<std::vector<RingPeer>> peers =
+      Lead(staging, list, headers, ring, own, job);
+  if (!peers.ok()) {
+    Refuse(staging, ring.leader);  // who waits for an answer is hung up on
+    if (MeansNoRing(peers.status())) return std::vector<RingPeer>();
+    return peers;
+  }
+  for (const RingPeer& peer : *peers) {
+    if (!peer.socket.Send(kYes).ok()) return peer.Gone("is gone");
+  }
+  return peers;
+}
+
+Result<std::vector<RingPeer>> JoinRing(const Directory& staging,
+                                       const FinalFiles& list,
+                                       const FinalRing& ring, int64_t rank,
+                                       const std::vector<RingBox>& own,
+                                       Job* job) {
+  const Waiting waiting(staging, {ring.leader}, *job);
+  const auto join = [&]() -> Result<std::vector<RingPeer>> {
+    TC_ASSIGN_OR_RETURN(std::shared_ptr<SharedMemory> shared,
+                        SharedMemory::Create(kAlignment));
+    TC_ASSIGN_OR_RETURN(std::byte* const data, shared->Map(SlotMemory()));
+    std::optional<LocalSocket> socket;
+    while (!socket) {
+      TC_ASSIGN_OR_RETURN(socket, LocalSocket::Connect(NameOf(list, ring)));
+      if (socket) break;
+      TC_RETURN_IF_ERROR(waiting());
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    TC_RETURN_IF_ERROR(
+        socket->Send(HelloOf(rank, own, shared->OffsetOf(data)), shared->fd()));
+    TC_ASSIGN_OR_RETURN(const LocalMessage answer, socket->Receive(waiting));
+    if (answer.text != kYes) return Unsupported("the leader has refused");
+    std::vector<RingPeer> leader;
+    leader.push_back({ring.leader,
+                      {},
+                      std::move(*socket),
+                      std::shared_ptr<std::byte>(shared, data),
+                      SlotQueue(data, kPieceBytes)});
+    return leader;
+  };
+  Result<std::vector<RingPeer>> leader = join();
+  if (leader.ok()) return leader;
+  Refuse(staging, rank);
+  if (MeansNoRing(leader.status())) return std::vector<RingPeer>();
+  return leader;
+}
+
+}  // namespace torch_ckpt

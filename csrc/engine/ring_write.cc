@@ -1,0 +1,255 @@
+#include "engine/ring_write.h"
+
+#include <algorithm>
+#include <map>
+
+#include "runtime/workers.h"
+
+namespace torch_ckpt {
+namespace {
+
+// Small enough that a step is digested while it is in the cache.
+constexpr uint64_t kStepBytes = uint64_t{256} << 10;
+
+}  // namespace
+
+Status RingWork::PlanTensors(const FinalFiles& list,
+                             const std::vector<FileHeader>& headers,
+                             const FinalRing& ring) {
+  for (uint32_t f = 0; f < headers.size(); ++f) {
+    const SafetensorsHeader& header = headers[f].header;
+    std::vector<ByteRange> rows;  // of tensors that lie side by side
+    for (const SafetensorsEntry& entry : header.tensors) {
+      if (entry.begin == entry.end || list.RingOf(entry.name) != &ring) {
+        continue;
+      }
+      const ByteRange bytes{header.data_begin + entry.begin,
+                            header.data_begin + entry.end};
+      tensors_.push_back({f, bytes, &entry});
+      if (rows.empty() || rows.back().end != bytes.begin) rows.push_back(bytes);
+      rows.back().end = bytes.end;
+    }
+    std::vector<ByteRange> ranges;
+    for (const ByteRange& row : rows) {
+      const ByteRange own = Interior(row, header.file_bytes);
+      if (own.begin < own.end) ranges.push_back(own);
+    }
+    for (const ByteRange& range : ranges) {
+      ForEachPiece(range, [&](uint64_t begin, uint64_t end) {
+        pieces_.push_back({f, {begin, end}});
+      });
+    }
+    files_.push_back({list.files[f].name, list.files[f].staged,
+                      list.files[f].id, FileRole::kData, header.file_bytes,
+                      std::move(ranges)});
+  }
+  return {};
+}
+
+Result<std::vector<RingWork::Flow>> RingWork::FlowsOf(
+    const std::vector<RingBox>& boxes) const {
+  std::map<std::string_view, size_t> by_name;
+  for (size_t t = 0; t < tensors_.size(); ++t) {
+    by_name[tensors_[t].entry->name] = t;
+  }
+  std::vector<Flow> flows;
+  for (const RingBox& box : boxes) {
+    const auto tensor = by_name.find(box.tensor);
+    if (tensor == by_name.end() || box.box.Empty()) continue;  // no bytes
+    const SafetensorsEntry& entry = *tensors_[tensor->second].entry;
+    TC_ASSIGN_OR_RETURN(ByteBox bytes,
+                        ByteBox::Make(entry.dtype, entry.shape, box.box));
+    flows.push_back({tensor->second, bytes, 0, nullptr});
+  }
+  return flows;
+}
+
+void RingWork::PlanEdges(const std::vector<std::vector<ByteRange>>& covered) {
+  for (const Flow& flow : own_flows_) {
+    const Tensor& tensor = tensors_[flow.tensor];
+    const auto add = [&](uint64_t begin, uint64_t end) {
+      if (begin >= end) return;
+      const uint64_t origin = tensor.bytes.begin;
+      uint64_t from = flow.box.Before(begin - origin);
+      const uint64_t bytes = flow.box.Before(end - origin) - from;
+      flow.box.ForEachRow(from, bytes, [&](uint64_t at, uint64_t part) {
+        edges_.push_back({tensor.file,
+                          {origin + at, origin + at + part},
+                          flow.source,
+                          from});
+        from += part;
+      });
+    };
+    uint64_t at = tensor.bytes.begin;
+    for (const ByteRange& range : covered[tensor.file]) {
+      if (range.end <= at || range.begin >= tensor.bytes.end) continue;
+      add(at, range.begin);
+      at = std::min(range.end, tensor.bytes.end);
+    }
+    add(at, tensor.bytes.end);
+  }
+}
+
+template <class Fn>
+void RingWork::ForEachOf(const std::vector<Flow>& flows, const Piece& piece,
+                         const Fn& fn) const {
+  // The first tensor that reaches into the piece.
+  const auto first = std::upper_bound(
+      tensors_.begin(), tensors_.end(), piece,
+      [](const Piece& a, const Tensor& b) {
+        return a.file != b.file ? a.file < b.file : a.bytes.begin < b.bytes.end;
+      });
+  auto flow = std::lower_bound(
+      flows.begin(), flows.end(), static_cast<size_t>(first - tensors_.begin()),
+      [](const Flow& a, size_t tensor) { return a.tensor < tensor; });
+  for (; flow != flows.end(); ++flow) {
+    const Tensor& tensor = tensors_[flow->tensor];
+    if (tensor.file != piece.file || tensor.bytes.begin >= piece.bytes.end) {
+      return;
+    }
+    const uint64_t origin = tensor.bytes.begin;
+    const uint64_t begin = std::max(piece.bytes.begin, origin) - origin;
+    const uint64_t end = std::min(piece.bytes.end, tensor.bytes.end) - origin;
+    fn(*flow, flow->box.Before(begin), flow->box.Before(end));
+  }
+}
+
+Status RingWork::Send(int workers, Job* job, const Make& make) const {
+  const RingPeer& leader = peers_[0];
+  return ForEachItem(
+      workers, static_cast<int64_t>(pieces_.size()), job,
+      [&](int64_t item, int worker) -> Status {
+        const auto i = static_cast<uint64_t>(item);
+        TC_RETURN_IF_ERROR(leader.slots.WaitFree(i, leader.Patience(*job)));
+        std::byte* to = leader.slots.slot(i);
+        Status status;
+        ForEachOf(own_flows_, pieces_[i],
+                  [&](const Flow& flow, uint64_t begin, uint64_t end) {
+                    if (!status.ok() || begin == end) return;
+                    status = make(flow.at + begin, {to, end - begin}, worker);
+                    to += end - begin;
+                  });
+        TC_RETURN_IF_ERROR(std::move(status));
+        leader.slots.Fill(i);
+        return {};
+      });
+}
+
+Status RingWork::Fill(size_t file, MutableByteSpan out, MutableByteSpan scratch,
+                      int worker, SegmentDigester* digester, Job* job,
+                      const Make& make) const {
+  const uint64_t begin = digester->offset();
+  const auto found = std::lower_bound(
+      pieces_.begin(), pieces_.end(), begin,
+      [&](const Piece& piece, uint64_t at) {
+        return piece.file != file ? piece.file < file : piece.bytes.begin < at;
+      });
+  const auto i = static_cast<uint64_t>(found - pieces_.begin());
+  if (found == pieces_.end() || found->file != file ||
+      found->bytes.begin != begin || found->bytes.end != begin + out.size()) {
+    return Internal("is not written in the pieces that were planned");
+  }
+  // Of each box what it has in the piece, from where it is.
+  struct Stream {
+    const Flow* flow;
+    const std::byte* bytes;
+    uint64_t next;  // byte of the box
+  };
+  std::vector<Stream> streams;
+  Status status;
+  uint64_t made = 0;
+  ForEachOf(own_flows_, *found,
+            [&](const Flow& flow, uint64_t from, uint64_t to) {
+              if (!status.ok() || from == to) return;
+              const std::byte* dense = nullptr;
+              (void)own_.ForEachPart(flow.at + from, to - from,
+                                     [&](const SourcePart& part) -> Status {
+                                       dense = part.dense;
+                                       return {};
+                                     });
+              if (dense == nullptr) {
+                const MutableByteSpan room = scratch.subspan(made, to - from);
+                status = make(flow.at + from, room, worker);
+                dense = room.data();
+                made += room.size();
+              }
+              streams.push_back({&flow, dense, from});
+            });
+  TC_RETURN_IF_ERROR(std::move(status));
+  for (size_t p = 0; p < peers_.size(); ++p) {
+    const RingPeer& peer = peers_[p];
+    TC_RETURN_IF_ERROR(peer.slots.WaitFilled(i, peer.Patience(*job)));
+    const std::byte* message = peer.slots.slot(i);
+    ForEachOf(peer_flows_[p], *found,
+              [&](const Flow& flow, uint64_t from, uint64_t to) {
+                streams.push_back({&flow, message, from});
+                message += to - from;
+              });
+  }
+  for (uint64_t at = begin; at < found->bytes.end; at += kStepBytes) {
+    const uint64_t end = std::min(found->bytes.end, at + kStepBytes);
+    for (Stream& stream : streams) {
+      const ByteRange& tensor = tensors_[stream.flow->tensor].bytes;
+      if (tensor.begin >= end || tensor.end <= at) continue;
+      // Positions in the tensor.
+      const uint64_t first = std::max(at, tensor.begin) - tensor.begin;
+      const uint64_t last = std::min(end, tensor.end) - tensor.begin;
+      const uint64_t until = stream.flow->box.Before(last);
+      stream.flow->box.Scatter(stream.next, until - stream.next, stream.bytes,
+                               out.data() + (tensor.begin + first - begin),
+                               first);
+      stream.bytes += until - stream.next;
+      stream.next = until;
+    }
+    digester->Add({out.data() + (at - begin), end - at});
+  }
+  for (const RingPeer& peer : peers_) peer.slots.Free(i);
+  return {};
+}
+
+Result<std::optional<RingWork>> PlanRingWork(
+    const Directory& staging, const FinalFiles& list,
+    const std::vector<FileHeader>& headers, const FinalRing& ring,
+    const std::vector<RingSource>& sources, int64_t rank, Job* job) {
+  RingWork work;
+  std::vector<RingBox> boxes;
+  for (const RingSource& source : sources) {
+    if (source.by_ring) boxes.push_back(source.box);
+  }
+  work.leads_ = rank == ring.leader;
+  TC_ASSIGN_OR_RETURN(work.peers_,
+                      work.leads_
+                          ? LeadRing(staging, list, headers, ring, boxes, job)
+                          : JoinRing(staging, list, ring, rank, boxes, job));
+  if (work.peers_.empty()) return std::optional<RingWork>();
+  TC_RETURN_IF_ERROR(work.PlanTensors(list, headers, ring));
+  const auto by_tensor = [](const RingWork::Flow& a, const RingWork::Flow& b) {
+    return a.tensor < b.tensor;
+  };
+  for (const RingSource& source : sources) {
+    if (!source.by_ring) continue;
+    TC_ASSIGN_OR_RETURN(std::vector<RingWork::Flow> one,
+                        work.FlowsOf({source.box}));
+    for (RingWork::Flow& flow : one) {
+      flow.source = &source;
+      flow.at = work.own_.size();
+      work.own_.Place(flow.at, *source.source, 0, source.bytes, source.cast);
+      work.own_flows_.push_back(flow);
+    }
+  }
+  std::stable_sort(work.own_flows_.begin(), work.own_flows_.end(), by_tensor);
+  if (work.leads_) {
+    for (const RingPeer& peer : work.peers_) {
+      TC_ASSIGN_OR_RETURN(std::vector<RingWork::Flow> flows,
+                          work.FlowsOf(peer.boxes));
+      std::stable_sort(flows.begin(), flows.end(), by_tensor);
+      work.peer_flows_.push_back(std::move(flows));
+    }
+  }
+  std::vector<std::vector<ByteRange>> covered;
+  for (const OutputSpec& file : work.files_) covered.push_back(*file.ranges);
+  work.PlanEdges(covered);
+  return std::optional<RingWork>(std::move(work));
+}
+
+}  // namespace torch_ckpt

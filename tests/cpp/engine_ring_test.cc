@@ -1,0 +1,222 @@
+// Gathered tensors through a ring: every rank is a thread.
+#include <thread>
+
+#include "engine_test_util.h"
+
+namespace torch_ckpt {
+namespace {
+
+class RingTest : public EngineDiskTest {
+ protected:
+  void Begin(const std::vector<Piece>& pieces, std::vector<FinalRing> rings,
+             const std::vector<std::string>& gathered) {
+    auto begun = BeginSave(Path("c"), true);
+    ASSERT_OK(begun.status());
+    session_ = std::make_unique<SaveSession>(std::move(begun).value());
+    std::vector<FinalTensor> tensors = FinalTensorsOf(pieces, gathered);
+    for (FinalTensor& tensor : tensors) {
+      if (tensor.gathered && !rings.empty()) tensor.ring = 0;
+    }
+    auto list = StageFinalFiles(session_->directory(), tensors, {}, {}, true,
+                                std::move(rings));
+    ASSERT_OK(list.status());
+    list_ = std::move(list).value();
+  }
+  std::string staging() const { return session_->place().path; }
+
+  // What every one of `ranks` writes of `pieces`, at the same time.
+  std::vector<Result<RankFinals>> WriteRanks(const std::vector<int64_t>& ranks,
+                                             const std::vector<Piece>& pieces) {
+    std::vector<Result<RankFinals>> out(ranks.size(), Internal("never ran"));
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      threads.emplace_back([&, i] {
+        out[i] = WriteFinalRank(staging(), ranks[i], pieces, {}, &ring_bytes_);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return out;
+  }
+
+  // Commits, and compares every tensor with its array.
+  void Finish(std::vector<Result<RankFinals>> written,
+              const std::vector<Piece>& pieces) {
+    std::vector<RankFinals> ranks;
+    for (Result<RankFinals>& rank : written) {
+      ASSERT_OK(rank.status());
+      ranks.push_back(std::move(rank).value());
+    }
+    Job job(JobKind::kMerge);
+    CommitRequest request;
+    auto files = RunAssembleJob(session_->directory(), list_, ranks, {}, &job);
+    ASSERT_OK(files.status());
+    request.files = std::move(files).value();
+    request.world_size = static_cast<int64_t>(ranks.size());
+    request.index_name = list_.index_name;
+    ASSERT_OK(CommitSave(session_.get(), request).status());
+    auto all = ReadAll(Path("c"));
+    ASSERT_OK(all.status());
+    for (const Piece& piece : pieces) {
+      EXPECT_TRUE(all->at(piece.name) == piece.array->bytes) << piece.name;
+    }
+  }
+
+  std::unique_ptr<SaveSession> session_;
+  FinalFiles list_;
+  std::atomic<uint64_t> ring_bytes_{0};
+};
+
+std::vector<Piece> Joined(std::vector<std::vector<Piece>> lists) {
+  std::vector<Piece> all;
+  for (const auto& list : lists)
+    all.insert(all.end(), list.begin(), list.end());
+  return all;
+}
+
+TEST_F(RingTest, ColumnsOfManySizes) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 12; ++round) {
+    const auto below = [&](uint32_t n) {
+      return static_cast<int64_t>(random() % n);
+    };
+    const int64_t ranks = 2 + below(3);
+    std::vector<Array> arrays;
+    for (int i = 0; i < 5; ++i) {
+      const Dtype dtype = round % 2 == 0 ? Dtype::kBF16 : Dtype::kF64;
+      // Some of several pieces, some smaller than a block.
+      arrays.push_back(
+          MakeArray(dtype, {1 + below(i == 0 ? 20000 : 60), ranks + below(90)},
+                    static_cast<uint32_t>(random())));
+    }
+    const Array cube = MakeArray(Dtype::kF32, {7, 6 * ranks, 11}, 5);
+    const Array rows = MakeArray(Dtype::kU8, {ranks, 70000}, 6);
+    std::vector<Piece> pieces = GridPieces("cube", cube, {1, ranks, 1});
+    std::vector<std::string> gathered{"cube"};
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      const std::string name = "columns" + std::to_string(i);
+      pieces = Joined({pieces, GridPieces(name, arrays[i], {1, ranks})});
+      gathered.push_back(name);
+    }
+    pieces = Joined({pieces, GridPieces("rows", rows, {ranks, 1})});
+    FinalRing ring{0, {}};
+    std::vector<int64_t> all{0};
+    for (int64_t rank = 1; rank < ranks; ++rank) {
+      ring.senders.push_back(rank);
+      all.push_back(rank);
+    }
+    ring_bytes_ = 0;
+    Begin(pieces, {ring}, gathered);
+    auto written = WriteRanks(all, pieces);
+    // Only edges are left for the coordinator.
+    for (const auto& rank : written) {
+      ASSERT_OK(rank.status());
+      for (const WrittenParts& parts : rank->parts) {
+        EXPECT_TRUE(parts.boxes.empty());
+      }
+    }
+    EXPECT_GT(ring_bytes_, cube.bytes.size());
+    Finish(std::move(written), pieces);
+  }
+}
+
+class TwoRanks : public RingTest {
+ protected:
+  void SetUp() override {
+    RingTest::SetUp();
+    array_ = MakeArray(Dtype::kF32, {200000, 64}, 9);  // more than all slots
+    pieces_ = GridPieces("w", array_, {1, 2});
+  }
+  Array array_;
+  std::vector<Piece> pieces_;
+};
+
+TEST_F(TwoRanks, AnyLeader) {
+  Begin(pieces_, {{1, {0}}}, {"w"});
+  Finish(WriteRanks({0, 1}, pieces_), pieces_);
+  EXPECT_EQ(ring_bytes_, array_.bytes.size());
+}
+
+TEST_F(TwoRanks, ARankThatRefusesMakesNoRing) {
+  for (const int64_t refusing : {0, 1}) {
+    ring_bytes_ = 0;
+    Begin(pieces_, {{0, {1}}}, {"w"});
+    ASSERT_OK(session_->directory().WriteFile(
+        "ring_refused." + std::to_string(refusing), ""));
+    // The one that has refused comes later, or never: nobody waits for it.
+    Result<RankFinals> other =
+        WriteFinalRank(staging(), 1 - refusing, pieces_, {}, &ring_bytes_);
+    ASSERT_OK(other.status());
+    auto own = WriteFinalRank(staging(), refusing, pieces_, {}, &ring_bytes_);
+    std::vector<Result<RankFinals>> written;
+    written.push_back(std::move(other));
+    written.push_back(std::move(own));
+    EXPECT_EQ(ring_bytes_, 0u);
+    Finish(std::move(written), pieces_);
+  }
+}
+
+TEST_F(TwoRanks, ASystemWithoutSharedMemoryMakesNoRing) {
+  for (const char* call : {"memfd_create", "socket", "sendmsg", "bind"}) {
+    ring_bytes_ = 0;
+    Begin(pieces_, {{0, {1}}}, {"w"});
+    SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      return {.sys_errno = site.op == std::string(call) ? ENOSYS : 0};
+    });
+    auto written = WriteRanks({0, 1}, pieces_);
+    SetFaultHook(nullptr);
+    EXPECT_EQ(ring_bytes_, 0u) << call;
+    Finish(std::move(written), pieces_);
+  }
+}
+
+TEST_F(TwoRanks, BoxesThatDoNotTileAreFoundAsEver) {
+  Begin(pieces_, {{0, {1}}}, {"w"});
+  std::vector<Piece> short_one = pieces_;
+  for (Piece& piece : short_one) {
+    if (piece.rank == 1) --piece.box.sizes[0];
+  }
+  auto written = WriteRanks({0, 1}, short_one);
+  EXPECT_EQ(ring_bytes_, 0u);
+  std::vector<RankFinals> ranks;
+  for (auto& rank : written) {
+    ASSERT_OK(rank.status());
+    ranks.push_back(std::move(rank).value());
+  }
+  Job job(JobKind::kMerge);
+  const Status status =
+      RunAssembleJob(session_->directory(), list_, ranks, {}, &job).status();
+  EXPECT_EQ(status.kind(), ErrorKind::kIncomplete) << status.ToString();
+  EXPECT_EQ(status.tensor(), "w");
+}
+
+// The others end when one fails in the middle.
+TEST_F(TwoRanks, AFailureInTheMiddleEndsTheOther) {
+  Begin(pieces_, {{0, {1}}}, {"w"});
+  std::atomic<int> writes{0};
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    const bool data = site.op == std::string("pwrite") &&
+                      site.path.find("model-") != std::string::npos;
+    return {.sys_errno = data && ++writes == 3 ? ENOSPC : 0};
+  });
+  const auto written = WriteRanks({0, 1}, pieces_);
+  SetFaultHook(nullptr);
+  EXPECT_EQ(written[0].status().sys_errno(), ENOSPC)
+      << written[0].status().ToString();
+  EXPECT_EQ(written[1].status().kind(), ErrorKind::kCancelled)
+      << written[1].status().ToString();
+  EXPECT_NE(written[1].status().message().find("rank 0"), std::string::npos);
+}
+
+TEST_F(TwoRanks, TheCoordinatorsEndEndsWhoWaits) {
+  Begin(pieces_, {{0, {1}}}, {"w"});
+  Result<RankFinals> written = Internal("never ran");
+  std::thread waiting(
+      [&] { written = WriteFinalRank(staging(), 1, pieces_, {}, nullptr); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  session_.reset();  // wipes the staging directory
+  waiting.join();
+  EXPECT_FALSE(written.ok());
+}
+
+}  // namespace
+}  // namespace torch_ckpt
