@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -154,15 +153,6 @@ def torch_checkpointing(closing: contextlib.ExitStack) -> Save:
     return save
 
 
-def why_not_torch_checkpointing() -> str:
-    """Why that rival cannot run; empty if it is installed."""
-    try:
-        importlib.metadata.version("torch_checkpointing")
-    except importlib.metadata.PackageNotFoundError:
-        return "torch_checkpointing is not installed; pip install torch_checkpointing==0.1.1"
-    return ""
-
-
 def contenders(bytes_: int) -> dict[str, AsyncContender]:
     """All of them by name, in the order of the report, for a state of that size."""
     found: dict[str, AsyncContender] = {}
@@ -178,7 +168,7 @@ def contenders(bytes_: int) -> dict[str, AsyncContender]:
                 made = AsyncContender("rival", stock(writer, kind, stager), read)
                 found[f"{name}, {kept}"] = made
     found["torch_checkpointing"] = AsyncContender(
-        "rival", torch_checkpointing, skip=why_not_torch_checkpointing()
+        "rival", torch_checkpointing, skip=rivals.why_not_torch_checkpointing()
     )
     skip = rivals.why_not_ours("async_save", "HuggingFaceStorageWriter", "PinnedMemoryStager")
     for name, make in {

@@ -65,6 +65,13 @@ def run_ranks(
     return Timing(answer["seconds"], answer["cpu"], bytes_, answer["extra_memory"])
 
 
+def why_not(contender: str) -> str:
+    """Why a contender cannot run; empty if it can."""
+    if contender.startswith("ours"):
+        return rivals.why_not_ours("save")
+    return rivals.why_not_torch_checkpointing() if contender.startswith("torch_") else ""
+
+
 def export_row(context: Context, state: str, what: str, dim: int, world: int) -> Row:
     """Every way to export ``state``, cut along ``dim``, from ``world`` ranks."""
     shapes = shapes_of(state, context.scale, world)
@@ -92,7 +99,7 @@ def export_row(context: Context, state: str, what: str, dim: int, world: int) ->
             run=lambda: run_ranks(context, name, state, dim, world, path, size),
             check=check,
             after=lambda: files.remove(directory),
-            skip=rivals.why_not_ours("save") if ours else "",
+            skip=why_not(name),
         )
 
     return Row(

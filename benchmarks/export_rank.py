@@ -91,6 +91,35 @@ def with_stock(part: Part, path: Path) -> None:
     sync_everything(path)
 
 
+def with_torch_checkpointing(part: Part, path: Path) -> None:
+    """Its shards, saved without its other process, and its consolidation, which makes a file for
+    each rank; durable by one sync of the result."""
+    import torch_checkpointing as package
+    from torch_checkpointing.checkpoint_layout import LayoutInfo, SafetensorsSerialization
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+    from torch_checkpointing.hf.consolidation import consolidate_hf_safetensors_checkpoint
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    shards = path.with_name("shards")
+    # Its direct writes are not aligned, and file systems refuse them.
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    layout = LayoutInfo("model.safetensors", SafetensorsSerialization())
+    manager = package.CheckpointManager(
+        package.CheckpointManager.Config(
+            items={"model": package.ItemSpec(layout=layout)},
+            save=SyncCheckpointSaverConfig(),
+            storage_config=storage,
+        )
+    )
+    manager.save(str(shards), {"model": part})
+    manager.close()
+    if dist.get_rank() == 0:
+        path.mkdir()
+    dist.barrier()
+    consolidate_hf_safetensors_checkpoint(str(shards), output_dir=str(path), storage_config=storage)
+    sync_everything(path)
+
+
 def with_ours_sharded(part: Part, path: Path) -> None:
     """Our shards, and our consolidation by all ranks."""
     shards = path.with_name("shards")
@@ -110,6 +139,7 @@ def without_export(part: Part, path: Path) -> None:
 
 EXPORTS: Mapping[str, Export] = {
     "DCP HF shards, then consolidate": with_stock,
+    "torch_checkpointing, then consolidate": with_torch_checkpointing,
     "ours, shards, then consolidate": with_ours_sharded,
     "ours, direct": with_ours,
     "ours, shards alone": without_export,

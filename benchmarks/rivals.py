@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import logging
 import warnings
 from collections.abc import Callable, Iterable
@@ -18,6 +19,15 @@ from benchmarks.states import State
 
 STOCK_PLANNER = "stock"
 OUR_PLANNER = "torch_ckpt"
+
+
+def why_not_torch_checkpointing() -> str:
+    """Why that rival cannot run; empty if it is installed."""
+    try:
+        importlib.metadata.version("torch_checkpointing")
+    except importlib.metadata.PackageNotFoundError:
+        return "torch_checkpointing is not installed; pip install torch_checkpointing==0.1.1"
+    return ""
 
 
 def why_not_ours(*names: str) -> str:

@@ -22,6 +22,7 @@ std::string EncodeList(const FinalFiles& list) {
     PutString(&out, file.name);
     PutString(&out, file.staged);
     PutString(&out, file.id);
+    PutVarint(&out, file.bytes);
   }
   PutString(&out, list.index_name);
   PutVarint(&out, list.rings.size());
@@ -53,10 +54,11 @@ Result<FinalFiles> DecodeList(ByteSpan bytes) {
     const auto name = in.String(kMaxNameBytes);
     const auto staged = in.String(kMaxNameBytes);
     const auto id = in.String(kMaxNameBytes);
-    if (!name || !staged || !id || !IsId(*id)) return damaged;
+    const auto file_bytes = in.Bounded(UINT64_MAX >> 1);
+    if (!name || !staged || !id || !IsId(*id) || !file_bytes) return damaged;
     TC_RETURN_IF_ERROR(CheckFileName(*name));
     TC_RETURN_IF_ERROR(CheckFileName(*staged));
-    list.files.push_back({*name, *staged, *id});
+    list.files.push_back({*name, *staged, *id, *file_bytes});
   }
   const auto index_name = in.String(kMaxNameBytes);
   const auto rings = in.Bounded(in.left());
@@ -180,7 +182,8 @@ Result<FinalFiles> StageFinalFiles(const Directory& staging,
         LayOutFinalFile(name, NewId(), std::move(entries));
     if (!layout.ok()) return layout.status().WithFile(name);
     TC_RETURN_IF_ERROR(StageFile(staging, *layout, sync));
-    list.files.push_back({name, layout->spec.staged, layout->spec.id});
+    list.files.push_back(
+        {name, layout->spec.staged, layout->spec.id, layout->spec.bytes});
   }
   TC_ASSIGN_OR_RETURN(File out,
                       staging.OpenFile(std::string(kListName),

@@ -53,6 +53,7 @@ struct FinalFile {
   std::string name;    // final name
   std::string staged;  // name in staging
   std::string id;
+  uint64_t bytes = 0;
 };
 
 struct FinalFiles {

@@ -168,7 +168,7 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
   FinalWrite out;
   for (const FinalFile& file : list.files) {
     TC_ASSIGN_OR_RETURN(FileHeader header,
-                        ReadStagedHeader(staging, file.staged));
+                        ReadStagedHeader(staging, file.staged, file.bytes));
     if (header.sharding.file_id != file.id) {
       return Conflict("is not the file that the coordinator has laid out")
           .WithFile(staging.Join(file.staged));
@@ -206,10 +206,11 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
                             CastOf(tensor, to),
                             gathered->ring >= 0});
   }
+  std::vector<RingEdge> edges;
   if (ring) {
     TC_ASSIGN_OR_RETURN(
         out.ring, PlanRingWork(staging, list, headers, *ring, ring_sources,
-                               options.rank, options.job));
+                               options.rank, options.job, &edges));
   }
   for (const RingSource& gathered : ring_sources) {
     if (out.ring && gathered.by_ring) continue;
@@ -218,14 +219,11 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
     out.parts.Place(out.parts.size(), *gathered.source, 0, gathered.bytes,
                     gathered.cast);
   }
-  if (out.ring) {
-    TC_RETURN_IF_ERROR(
-        out.ring->ForEachEdge([&](uint32_t file, ByteRange range,
-                                  const RingSource& of, uint64_t from) {
-          out.part_bytes.push_back({file, range, out.parts.size()});
-          out.parts.Place(out.parts.size(), *of.source, from,
-                          range.end - range.begin, of.cast);
-        }));
+  for (const RingEdge& edge : edges) {
+    const RingSource& of = ring_sources[edge.source];
+    out.part_bytes.push_back({edge.file, edge.range, out.parts.size()});
+    out.parts.Place(out.parts.size(), *of.source, edge.from,
+                    edge.range.end - edge.range.begin, of.cast);
   }
   out.bytes.resize(list.files.size());
   for (uint32_t f = 0; f < list.files.size(); ++f) {

@@ -245,6 +245,9 @@ Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
           const OutputSpec& spec = files[item.file];
           Output* output = &outputs[item.file];
           const uint64_t bytes = item.bytes;
+          if (options.before_piece) {
+            TC_RETURN_IF_ERROR(options.before_piece(item.file, item.begin));
+          }
           std::vector<ByteSpan> placed;
           if (place && output->direct && bytes % kBlock == 0) {
             placed = place(item.file, item.begin, bytes);

@@ -48,7 +48,10 @@ struct OutputOptions {
   uint64_t fill_bytes = kDigestStep;
   // Memory that the fill function wants for itself, beside the piece.
   uint64_t scratch_bytes = 0;
-  // Called, from several threads at once, when a piece has been written.
+  // Called, from several threads at once, before a worker leases memory for a
+  // piece: what may have to wait for others waits here.
+  std::function<Status(size_t file, uint64_t begin)> before_piece;
+  // The same, when a piece has been written.
   std::function<Status(size_t file, const WrittenRange& piece)> on_written;
   // Page-locks the memory that is filled, where a device fills it.
   PageLocker* page_locker = nullptr;

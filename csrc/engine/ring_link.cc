@@ -26,10 +26,13 @@ uint64_t SlotMemory() {
   return RoundUp(SlotQueue::Bytes(kPieceBytes), kAlignment);
 }
 
-// One for each save: the id of a file in it is.
+// One for each save: the id of a file in it is. And for all who cut pieces and
+// talk in the same way.
 std::string NameOf(const FinalFiles& list, const FinalRing& ring) {
-  return "torch_ckpt-ring-" + list.files[0].id + "-" +
-         std::to_string(ring.leader);
+  constexpr int kProtocol = 1;
+  return "torch_ckpt-ring" + std::to_string(kProtocol) + "-" +
+         std::to_string(kPieceBytes) + "-" + std::to_string(SlotQueue::kSlots) +
+         "-" + list.files[0].id + "-" + std::to_string(ring.leader);
 }
 
 std::string RefusalOf(int64_t rank) {
@@ -50,14 +53,15 @@ bool HasRefused(const Directory& staging, int64_t rank) {
 // means that there will be no ring.
 class Waiting {
  public:
-  Waiting(const Directory& staging, std::set<int64_t> ranks, const Job& job)
+  Waiting(const Directory& staging, std::set<int64_t> ranks, const Job& job,
+          Clock::duration patience)
       : staging_(staging),
         ranks_(std::move(ranks)),
         job_(job),
-        until_(Clock::now() + kPatience) {}
+        until_(Clock::now() + patience) {}
 
   Status operator()() const {
-    if (job_.cancelled()) return Cancelled("the job was cancelled");
+    if (job_.ending()) return Cancelled("the job was cancelled");
     for (const int64_t rank : ranks_) {
       if (HasRefused(staging_, rank)) return Unsupported("a rank has refused");
     }
@@ -65,9 +69,6 @@ class Waiting {
     if (Clock::now() > until_) return Unsupported("a rank has not come");
     return {};
   }
-  void Came(int64_t rank) { ranks_.erase(rank); }
-  bool IsAwaited(int64_t rank) const { return ranks_.count(rank) != 0; }
-  bool Done() const { return ranks_.empty(); }
 
  private:
   const Directory& staging_;
@@ -183,20 +184,25 @@ Result<std::vector<RingPeer>> Lead(const Directory& staging,
                                    const std::vector<RingBox>& own, Job* job) {
   TC_ASSIGN_OR_RETURN(const LocalListener listener,
                       LocalListener::Listen(NameOf(list, ring)));
-  Waiting waiting(staging, {ring.senders.begin(), ring.senders.end()}, *job);
+  std::set<int64_t> awaited(ring.senders.begin(), ring.senders.end());
+  // Of all, those who have come too: a sender may change its mind.
+  const Waiting waiting(staging, awaited, *job, kPatience);
   std::vector<RingPeer> peers;
-  while (!waiting.Done()) {
+  while (!awaited.empty()) {
     TC_ASSIGN_OR_RETURN(LocalSocket socket, listener.Accept(waiting));
     TC_ASSIGN_OR_RETURN(LocalMessage hello, socket.Receive(waiting));
     TC_ASSIGN_OR_RETURN(RingPeer peer,
                         PeerOf(std::move(socket), std::move(hello)));
-    if (!waiting.IsAwaited(peer.rank)) {
+    if (awaited.erase(peer.rank) == 0) {
       return Unsupported("a rank has come twice");
     }
-    waiting.Came(peer.rank);
     peers.push_back(std::move(peer));
   }
   TC_RETURN_IF_ERROR(CheckTiling(list, headers, ring, own, peers));
+  TC_RETURN_IF_ERROR(waiting());
+  for (const RingPeer& peer : peers) {
+    if (peer.socket.PeerIsGone()) return Unsupported("a rank has left again");
+  }
   return peers;
 }
 
@@ -209,7 +215,7 @@ bool MeansNoRing(const Status& status) {
 
 StillWanted RingPeer::Patience(const Job& job) const {
   return [this, &job, until = Clock::now() + kStalled]() -> Status {
-    if (job.cancelled() || job.failed()) return Cancelled("the job has ended");
+    if (job.ending()) return Cancelled("the job has ended");
     if (socket.PeerIsGone()) return Gone("is gone or has failed");
     if (Clock::now() > until) return Gone("does not go on");
     return {};
@@ -235,7 +241,9 @@ Result<std::vector<RingPeer>> LeadRing(const Directory& staging,
     return peers;
   }
   for (const RingPeer& peer : *peers) {
-    if (!peer.socket.Send(kYes).ok()) return peer.Gone("is gone");
+    if (!peer.socket.Send(kYes, peer.Patience(*job)).ok()) {
+      return peer.Gone("is gone");
+    }
   }
   return peers;
 }
@@ -245,21 +253,25 @@ Result<std::vector<RingPeer>> JoinRing(const Directory& staging,
                                        const FinalRing& ring, int64_t rank,
                                        const std::vector<RingBox>& own,
                                        Job* job) {
-  const Waiting waiting(staging, {ring.leader}, *job);
+  const Waiting waiting(staging, {ring.leader}, *job, kPatience);
+  // The leader's patience ends before.
+  const Waiting for_answer(staging, {ring.leader}, *job, kStalled);
   const auto join = [&]() -> Result<std::vector<RingPeer>> {
     TC_ASSIGN_OR_RETURN(std::shared_ptr<SharedMemory> shared,
                         SharedMemory::Create(kAlignment));
     TC_ASSIGN_OR_RETURN(std::byte* const data, shared->Map(SlotMemory()));
     std::optional<LocalSocket> socket;
+    int tries = 0;
     while (!socket) {
       TC_ASSIGN_OR_RETURN(socket, LocalSocket::Connect(NameOf(list, ring)));
       if (socket) break;
-      TC_RETURN_IF_ERROR(waiting());
+      // Looks into the staging directory, which may be far away, now and then.
+      if (tries++ % 25 == 0) TC_RETURN_IF_ERROR(waiting());
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
-    TC_RETURN_IF_ERROR(
-        socket->Send(HelloOf(rank, own, shared->OffsetOf(data)), shared->fd()));
-    TC_ASSIGN_OR_RETURN(const LocalMessage answer, socket->Receive(waiting));
+    TC_RETURN_IF_ERROR(socket->Send(HelloOf(rank, own, shared->OffsetOf(data)),
+                                    for_answer, shared->fd()));
+    TC_ASSIGN_OR_RETURN(const LocalMessage answer, socket->Receive(for_answer));
     if (answer.text != kYes) return Unsupported("the leader has refused");
     std::vector<RingPeer> leader;
     leader.push_back({ring.leader,

@@ -13,9 +13,10 @@ constexpr uint64_t kStepBytes = uint64_t{256} << 10;
 
 }  // namespace
 
-Status RingWork::PlanTensors(const FinalFiles& list,
-                             const std::vector<FileHeader>& headers,
-                             const FinalRing& ring) {
+void RingWork::PlanTensors(const FinalFiles& list,
+                           const std::vector<FileHeader>& headers,
+                           const FinalRing& ring,
+                           std::vector<const SafetensorsEntry*>* entries) {
   for (uint32_t f = 0; f < headers.size(); ++f) {
     const SafetensorsHeader& header = headers[f].header;
     std::vector<ByteRange> rows;  // of tensors that lie side by side
@@ -25,7 +26,8 @@ Status RingWork::PlanTensors(const FinalFiles& list,
       }
       const ByteRange bytes{header.data_begin + entry.begin,
                             header.data_begin + entry.end};
-      tensors_.push_back({f, bytes, &entry});
+      tensors_.push_back({f, bytes});
+      entries->push_back(&entry);
       if (rows.empty() || rows.back().end != bytes.begin) rows.push_back(bytes);
       rows.back().end = bytes.end;
     }
@@ -43,28 +45,31 @@ Status RingWork::PlanTensors(const FinalFiles& list,
                       list.files[f].id, FileRole::kData, header.file_bytes,
                       std::move(ranges)});
   }
-  return {};
 }
 
 Result<std::vector<RingWork::Flow>> RingWork::FlowsOf(
-    const std::vector<RingBox>& boxes) const {
+    const std::vector<RingBox>& boxes,
+    const std::vector<const SafetensorsEntry*>& entries) {
   std::map<std::string_view, size_t> by_name;
-  for (size_t t = 0; t < tensors_.size(); ++t) {
-    by_name[tensors_[t].entry->name] = t;
-  }
+  for (size_t t = 0; t < entries.size(); ++t) by_name[entries[t]->name] = t;
   std::vector<Flow> flows;
-  for (const RingBox& box : boxes) {
-    const auto tensor = by_name.find(box.tensor);
-    if (tensor == by_name.end() || box.box.Empty()) continue;  // no bytes
-    const SafetensorsEntry& entry = *tensors_[tensor->second].entry;
+  for (size_t b = 0; b < boxes.size(); ++b) {
+    const auto tensor = by_name.find(boxes[b].tensor);
+    if (tensor == by_name.end() || boxes[b].box.Empty()) continue;  // no bytes
+    const SafetensorsEntry& entry = *entries[tensor->second];
     TC_ASSIGN_OR_RETURN(ByteBox bytes,
-                        ByteBox::Make(entry.dtype, entry.shape, box.box));
-    flows.push_back({tensor->second, bytes, 0, nullptr});
+                        ByteBox::Make(entry.dtype, entry.shape, boxes[b].box));
+    flows.push_back({tensor->second, bytes, b, 0});
   }
+  // All members in one order.
+  std::stable_sort(
+      flows.begin(), flows.end(),
+      [](const Flow& a, const Flow& b) { return a.tensor < b.tensor; });
   return flows;
 }
 
-void RingWork::PlanEdges(const std::vector<std::vector<ByteRange>>& covered) {
+void RingWork::PlanEdges(const std::vector<size_t>& sources,
+                         std::vector<RingEdge>* edges) const {
   for (const Flow& flow : own_flows_) {
     const Tensor& tensor = tensors_[flow.tensor];
     const auto add = [&](uint64_t begin, uint64_t end) {
@@ -73,21 +78,34 @@ void RingWork::PlanEdges(const std::vector<std::vector<ByteRange>>& covered) {
       uint64_t from = flow.box.Before(begin - origin);
       const uint64_t bytes = flow.box.Before(end - origin) - from;
       flow.box.ForEachRow(from, bytes, [&](uint64_t at, uint64_t part) {
-        edges_.push_back({tensor.file,
+        edges->push_back({tensor.file,
                           {origin + at, origin + at + part},
-                          flow.source,
+                          sources[flow.number],
                           from});
         from += part;
       });
     };
     uint64_t at = tensor.bytes.begin;
-    for (const ByteRange& range : covered[tensor.file]) {
+    for (const ByteRange& range : *files_[tensor.file].ranges) {
       if (range.end <= at || range.begin >= tensor.bytes.end) continue;
       add(at, range.begin);
       at = std::min(range.end, tensor.bytes.end);
     }
     add(at, tensor.bytes.end);
   }
+}
+
+Result<uint64_t> RingWork::PieceAt(size_t file, uint64_t begin) const {
+  const auto found = std::lower_bound(
+      pieces_.begin(), pieces_.end(), begin,
+      [&](const Piece& piece, uint64_t at) {
+        return piece.file != file ? piece.file < file : piece.bytes.begin < at;
+      });
+  if (found == pieces_.end() || found->file != file ||
+      found->bytes.begin != begin) {
+    return Internal("is not written in the pieces that were planned");
+  }
+  return static_cast<uint64_t>(found - pieces_.begin());
 }
 
 template <class Fn>
@@ -135,19 +153,22 @@ Status RingWork::Send(int workers, Job* job, const Make& make) const {
       });
 }
 
+Status RingWork::Await(size_t file, uint64_t begin, const Job& job) const {
+  TC_ASSIGN_OR_RETURN(const uint64_t i, PieceAt(file, begin));
+  for (const RingPeer& peer : peers_) {
+    TC_RETURN_IF_ERROR(peer.slots.WaitFilled(i, peer.Patience(job)));
+  }
+  return {};
+}
+
 Status RingWork::Fill(size_t file, MutableByteSpan out, MutableByteSpan scratch,
-                      int worker, SegmentDigester* digester, Job* job,
+                      int worker, SegmentDigester* digester,
                       const Make& make) const {
   const uint64_t begin = digester->offset();
-  const auto found = std::lower_bound(
-      pieces_.begin(), pieces_.end(), begin,
-      [&](const Piece& piece, uint64_t at) {
-        return piece.file != file ? piece.file < file : piece.bytes.begin < at;
-      });
-  const auto i = static_cast<uint64_t>(found - pieces_.begin());
-  if (found == pieces_.end() || found->file != file ||
-      found->bytes.begin != begin || found->bytes.end != begin + out.size()) {
-    return Internal("is not written in the pieces that were planned");
+  TC_ASSIGN_OR_RETURN(const uint64_t i, PieceAt(file, begin));
+  const Piece& piece = pieces_[i];
+  if (piece.bytes.end != begin + out.size()) {
+    return Internal("is not written in whole pieces");
   }
   // Of each box what it has in the piece, from where it is.
   struct Stream {
@@ -158,7 +179,7 @@ Status RingWork::Fill(size_t file, MutableByteSpan out, MutableByteSpan scratch,
   std::vector<Stream> streams;
   Status status;
   uint64_t made = 0;
-  ForEachOf(own_flows_, *found,
+  ForEachOf(own_flows_, piece,
             [&](const Flow& flow, uint64_t from, uint64_t to) {
               if (!status.ok() || from == to) return;
               const std::byte* dense = nullptr;
@@ -177,17 +198,15 @@ Status RingWork::Fill(size_t file, MutableByteSpan out, MutableByteSpan scratch,
             });
   TC_RETURN_IF_ERROR(std::move(status));
   for (size_t p = 0; p < peers_.size(); ++p) {
-    const RingPeer& peer = peers_[p];
-    TC_RETURN_IF_ERROR(peer.slots.WaitFilled(i, peer.Patience(*job)));
-    const std::byte* message = peer.slots.slot(i);
-    ForEachOf(peer_flows_[p], *found,
+    const std::byte* message = peers_[p].slots.slot(i);
+    ForEachOf(peer_flows_[p], piece,
               [&](const Flow& flow, uint64_t from, uint64_t to) {
                 streams.push_back({&flow, message, from});
                 message += to - from;
               });
   }
-  for (uint64_t at = begin; at < found->bytes.end; at += kStepBytes) {
-    const uint64_t end = std::min(found->bytes.end, at + kStepBytes);
+  for (uint64_t at = begin; at < piece.bytes.end; at += kStepBytes) {
+    const uint64_t end = std::min(piece.bytes.end, at + kStepBytes);
     for (Stream& stream : streams) {
       const ByteRange& tensor = tensors_[stream.flow->tensor].bytes;
       if (tensor.begin >= end || tensor.end <= at) continue;
@@ -210,11 +229,24 @@ Status RingWork::Fill(size_t file, MutableByteSpan out, MutableByteSpan scratch,
 Result<std::optional<RingWork>> PlanRingWork(
     const Directory& staging, const FinalFiles& list,
     const std::vector<FileHeader>& headers, const FinalRing& ring,
-    const std::vector<RingSource>& sources, int64_t rank, Job* job) {
+    const std::vector<RingSource>& sources, int64_t rank, Job* job,
+    std::vector<RingEdge>* edges) {
   RingWork work;
   std::vector<RingBox> boxes;
-  for (const RingSource& source : sources) {
-    if (source.by_ring) boxes.push_back(source.box);
+  std::vector<size_t> numbers;  // of their sources
+  for (size_t s = 0; s < sources.size(); ++s) {
+    if (!sources[s].by_ring) continue;
+    boxes.push_back(sources[s].box);
+    numbers.push_back(s);
+  }
+  // Before anybody waits for this rank: what may take long or fail.
+  std::vector<const SafetensorsEntry*> entries;
+  work.PlanTensors(list, headers, ring, &entries);
+  TC_ASSIGN_OR_RETURN(work.own_flows_, RingWork::FlowsOf(boxes, entries));
+  for (RingWork::Flow& flow : work.own_flows_) {
+    const RingSource& source = sources[numbers[flow.number]];
+    flow.at = work.own_.size();
+    work.own_.Place(flow.at, *source.source, 0, source.bytes, source.cast);
   }
   work.leads_ = rank == ring.leader;
   TC_ASSIGN_OR_RETURN(work.peers_,
@@ -222,33 +254,14 @@ Result<std::optional<RingWork>> PlanRingWork(
                           ? LeadRing(staging, list, headers, ring, boxes, job)
                           : JoinRing(staging, list, ring, rank, boxes, job));
   if (work.peers_.empty()) return std::optional<RingWork>();
-  TC_RETURN_IF_ERROR(work.PlanTensors(list, headers, ring));
-  const auto by_tensor = [](const RingWork::Flow& a, const RingWork::Flow& b) {
-    return a.tensor < b.tensor;
-  };
-  for (const RingSource& source : sources) {
-    if (!source.by_ring) continue;
-    TC_ASSIGN_OR_RETURN(std::vector<RingWork::Flow> one,
-                        work.FlowsOf({source.box}));
-    for (RingWork::Flow& flow : one) {
-      flow.source = &source;
-      flow.at = work.own_.size();
-      work.own_.Place(flow.at, *source.source, 0, source.bytes, source.cast);
-      work.own_flows_.push_back(flow);
-    }
-  }
-  std::stable_sort(work.own_flows_.begin(), work.own_flows_.end(), by_tensor);
   if (work.leads_) {
     for (const RingPeer& peer : work.peers_) {
       TC_ASSIGN_OR_RETURN(std::vector<RingWork::Flow> flows,
-                          work.FlowsOf(peer.boxes));
-      std::stable_sort(flows.begin(), flows.end(), by_tensor);
+                          RingWork::FlowsOf(peer.boxes, entries));
       work.peer_flows_.push_back(std::move(flows));
     }
   }
-  std::vector<std::vector<ByteRange>> covered;
-  for (const OutputSpec& file : work.files_) covered.push_back(*file.ranges);
-  work.PlanEdges(covered);
+  work.PlanEdges(numbers, edges);
   return std::optional<RingWork>(std::move(work));
 }
 

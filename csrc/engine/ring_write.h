@@ -31,6 +31,15 @@ struct RingSource {
   bool by_ring = false;  // else of a tensor that the coordinator gathers
 };
 
+// Bytes of this rank that go to its file of parts: `range` of the file are
+// those from `from` on of source `source`.
+struct RingEdge {
+  uint32_t file = 0;
+  ByteRange range;
+  size_t source = 0;
+  uint64_t from = 0;
+};
+
 // One rank's part of it. The sources must stay where they are.
 class RingWork {
  public:
@@ -48,27 +57,22 @@ class RingWork {
 
   // Leader: what WriteOutputs writes, in the order of the list of final files.
   const std::vector<OutputSpec>& files() const { return files_; }
-  // Fills a whole piece, as a FillFn. `scratch` has kPieceBytes.
+  // Waits until all members have sent what they have of the piece at `begin`.
+  Status Await(size_t file, uint64_t begin, const Job& job) const;
+  // Then fills all of it, as a FillFn. `scratch` has kPieceBytes.
   Status Fill(size_t file, MutableByteSpan out, MutableByteSpan scratch,
-              int worker, SegmentDigester* digester, Job* job,
-              const Make& make) const;
-
-  // Calls fn(file, range, source, from) for the bytes of this rank that go to
-  // its file of parts: `range` of the file are those from `from` on of a
-  // source.
-  template <class Fn>
-  Status ForEachEdge(const Fn& fn) const;
+              int worker, SegmentDigester* digester, const Make& make) const;
 
  private:
   friend Result<std::optional<RingWork>> PlanRingWork(
       const Directory& staging, const FinalFiles& list,
       const std::vector<FileHeader>& headers, const FinalRing& ring,
-      const std::vector<RingSource>& sources, int64_t rank, Job* job);
+      const std::vector<RingSource>& sources, int64_t rank, Job* job,
+      std::vector<RingEdge>* edges);
 
   struct Tensor {
     uint32_t file = 0;
     ByteRange bytes;  // of the file
-    const SafetensorsEntry* entry = nullptr;
   };
   struct Piece {
     uint32_t file = 0;
@@ -78,21 +82,21 @@ class RingWork {
   struct Flow {
     size_t tensor = 0;
     ByteBox box;
-    uint64_t at = 0;                     // own: in own()
-    const RingSource* source = nullptr;  // own
+    size_t number = 0;  // in the list of boxes
+    uint64_t at = 0;    // own: in own()
   };
-  struct Edge {
-    uint32_t file = 0;
-    ByteRange range;
-    const RingSource* source = nullptr;
-    uint64_t from = 0;
-  };
-
-  Status PlanTensors(const FinalFiles& list,
-                     const std::vector<FileHeader>& headers,
-                     const FinalRing& ring);
-  Result<std::vector<Flow>> FlowsOf(const std::vector<RingBox>& boxes) const;
-  void PlanEdges(const std::vector<std::vector<ByteRange>>& covered);
+  // The tensors, files and pieces. Fills `entries`, of the tensors in order.
+  void PlanTensors(const FinalFiles& list,
+                   const std::vector<FileHeader>& headers,
+                   const FinalRing& ring,
+                   std::vector<const SafetensorsEntry*>* entries);
+  // By tensor.
+  static Result<std::vector<Flow>> FlowsOf(
+      const std::vector<RingBox>& boxes,
+      const std::vector<const SafetensorsEntry*>& entries);
+  void PlanEdges(const std::vector<size_t>& sources,
+                 std::vector<RingEdge>* edges) const;
+  Result<uint64_t> PieceAt(size_t file, uint64_t begin) const;
   // Calls fn(flow, begin, end) for what each of `flows`, in their order, has in
   // the piece: bytes [begin, end) of its box.
   template <class Fn>
@@ -107,21 +111,13 @@ class RingWork {
   std::vector<std::vector<Flow>> peer_flows_;  // by peer, each by tensor
   std::vector<Flow> own_flows_;
   SourceBytes own_;
-  std::vector<Edge> edges_;
 };
 
 // Meets the other members. Nothing where there will be no ring.
 Result<std::optional<RingWork>> PlanRingWork(
     const Directory& staging, const FinalFiles& list,
     const std::vector<FileHeader>& headers, const FinalRing& ring,
-    const std::vector<RingSource>& sources, int64_t rank, Job* job);
-
-template <class Fn>
-Status RingWork::ForEachEdge(const Fn& fn) const {
-  for (const Edge& edge : edges_) {
-    fn(edge.file, edge.range, *edge.source, edge.from);
-  }
-  return {};
-}
+    const std::vector<RingSource>& sources, int64_t rank, Job* job,
+    std::vector<RingEdge>* edges);
 
 }  // namespace torch_ckpt

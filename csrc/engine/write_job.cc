@@ -303,14 +303,16 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
       OutputOptions of_ring = options;
       of_ring.fill_bytes = kPieceBytes;
       of_ring.scratch_bytes = kPieceBytes;
+      of_ring.before_piece = [&](size_t file, uint64_t begin) {
+        return ring.Await(file, begin, *job).WithFile(ring.files()[file].name);
+      };
       TC_ASSIGN_OR_RETURN(
           by_ring,
           WriteOutputs(
               staging, ring.files(), of_ring, job,
               [&](size_t file, MutableByteSpan out, MutableByteSpan scratch,
                   int worker, SegmentDigester* digester) -> Status {
-                return ring
-                    .Fill(file, out, scratch, worker, digester, job, make_own)
+                return ring.Fill(file, out, scratch, worker, digester, make_own)
                     .WithFile(ring.files()[file].name);
               }));
     } else {

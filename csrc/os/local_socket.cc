@@ -32,7 +32,7 @@ Result<socklen_t> AddressOf(const std::string& name, sockaddr_un* address) {
 
 Result<File> Open(const std::string& name) {
   const int fd = internal::SystemCall("socket", name, [] {
-    return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   });
   if (fd < 0) return Status::Io(errno, "socket", name);
   return File(fd, name);
@@ -45,9 +45,10 @@ bool IsOwnUser(int fd) {
          peer.uid == geteuid();
 }
 
-// Whether there is something to read, or an end, after kLookMs at most.
-bool Readable(int fd, int wait_ms) {
-  pollfd look{fd, POLLIN, 0};
+// Whether there is something to read (POLLIN), room to write (POLLOUT), or an
+// end, after so long at most.
+bool Ready(int fd, short what, int wait_ms) {
+  pollfd look{fd, what, 0};
   return poll(&look, 1, wait_ms) > 0;
 }
 
@@ -79,7 +80,13 @@ Result<std::optional<LocalSocket>> LocalSocket::Connect(
   return std::optional<LocalSocket>(std::move(made));
 }
 
-Status LocalSocket::Send(const std::string& text, int descriptor) const {
+LocalSocket::~LocalSocket() {
+  if (file_.valid()) (void)shutdown(file_.fd(), SHUT_RDWR);
+}
+
+Status LocalSocket::Send(const std::string& text,
+                         const StillWanted& still_wanted,
+                         int descriptor) const {
   std::string whole(sizeof(uint64_t), '\0');
   const uint64_t length = text.size();
   std::memcpy(whole.data(), &length, sizeof length);
@@ -100,10 +107,14 @@ Status LocalSocket::Send(const std::string& text, int descriptor) const {
       header->cmsg_len = CMSG_LEN(sizeof(int));
       std::memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
     }
+    while (!Ready(file_.fd(), POLLOUT, kLookMs)) {
+      TC_RETURN_IF_ERROR(still_wanted());
+    }
     const ssize_t count = internal::SystemCall("sendmsg", file_.path(), [&] {
       return sendmsg(file_.fd(), &message, MSG_NOSIGNAL);
     });
     if (count < 0) {
+      if (errno == EAGAIN) continue;
       if (errno == EPIPE || errno == ECONNRESET) return Gone(file_.path());
       return Status::Io(errno, "sendmsg", file_.path());
     }
@@ -115,7 +126,9 @@ Status LocalSocket::Send(const std::string& text, int descriptor) const {
 Status LocalSocket::ReadExact(char* out, size_t bytes, File* descriptor,
                               const StillWanted& still_wanted) const {
   while (bytes > 0) {
-    while (!Readable(file_.fd(), kLookMs)) TC_RETURN_IF_ERROR(still_wanted());
+    while (!Ready(file_.fd(), POLLIN, kLookMs)) {
+      TC_RETURN_IF_ERROR(still_wanted());
+    }
     iovec part{out, bytes};
     msghdr message{};
     message.msg_iov = &part;
@@ -129,6 +142,7 @@ Status LocalSocket::ReadExact(char* out, size_t bytes, File* descriptor,
     if (count == 0 || (count < 0 && errno == ECONNRESET)) {
       return Gone(file_.path());
     }
+    if (count < 0 && errno == EAGAIN) continue;
     if (count < 0) return Status::Io(errno, "recvmsg", file_.path());
     for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
          header = CMSG_NXTHDR(&message, header)) {
@@ -161,7 +175,7 @@ Result<LocalMessage> LocalSocket::Receive(
 }
 
 bool LocalSocket::PeerIsGone() const {
-  if (!Readable(file_.fd(), 0)) return false;
+  if (!Ready(file_.fd(), POLLIN, 0)) return false;
   char next;
   const ssize_t count = recv(file_.fd(), &next, 1, MSG_PEEK | MSG_DONTWAIT);
   return count == 0 || (count < 0 && errno != EAGAIN && errno != EINTR);
@@ -189,12 +203,14 @@ Result<LocalListener> LocalListener::Listen(const std::string& name) {
 Result<LocalSocket> LocalListener::Accept(
     const StillWanted& still_wanted) const {
   for (;;) {
-    while (!Readable(file_.fd(), kLookMs)) TC_RETURN_IF_ERROR(still_wanted());
+    TC_RETURN_IF_ERROR(still_wanted());
+    if (!Ready(file_.fd(), POLLIN, kLookMs)) continue;
     const int fd = internal::SystemCall("accept4", file_.path(), [&] {
-      return accept4(file_.fd(), nullptr, nullptr, SOCK_CLOEXEC);
+      return accept4(file_.fd(), nullptr, nullptr,
+                     SOCK_CLOEXEC | SOCK_NONBLOCK);
     });
     if (fd < 0) {
-      if (errno == ECONNABORTED) continue;
+      if (errno == ECONNABORTED || errno == EAGAIN) continue;
       return Status::Io(errno, "accept4", file_.path());
     }
     LocalSocket socket(fd, file_.path());

@@ -24,12 +24,18 @@ struct LocalMessage {
 // Movable, not copyable; one thread at a time, but for PeerIsGone.
 class LocalSocket {
  public:
+  LocalSocket(LocalSocket&&) noexcept = default;
+  LocalSocket& operator=(LocalSocket&&) noexcept = default;
+  // Hangs up, although a child that was forked meanwhile may hold it open.
+  ~LocalSocket();
+
   // Nothing where nobody listens there (yet). kConflict for one that belongs to
   // another user.
   static Result<std::optional<LocalSocket>> Connect(const std::string& name);
 
-  // Blocks. kIncomplete where the peer is gone.
-  Status Send(const std::string& text, int descriptor = -1) const;
+  // Waits until it is on its way. kIncomplete where the peer is gone.
+  Status Send(const std::string& text, const StillWanted& still_wanted,
+              int descriptor = -1) const;
   // Waits for the next message. kIncomplete where the peer is gone.
   Result<LocalMessage> Receive(const StillWanted& still_wanted) const;
   // Whether the peer has ended or closed its end, and nothing is left to read.

@@ -15,7 +15,12 @@ bool WaitWord(const std::atomic<uint32_t>* word, uint32_t value, int wait_ms) {
   // Not the private kind: other processes wake us.
   const long answer =
       syscall(SYS_futex, word, FUTEX_WAIT, value, &time, nullptr, 0);
-  return answer == 0 || errno != ETIMEDOUT;
+  if (answer == 0 || errno == EAGAIN) return true;
+  if (errno != ETIMEDOUT && errno != EINTR) {  // a system that forbids it
+    const timespec moment{0, 1'000'000L};
+    (void)nanosleep(&moment, nullptr);
+  }
+  return false;
 }
 
 void WakeWord(const std::atomic<uint32_t>* word) {

@@ -7,7 +7,7 @@
 namespace torch_ckpt {
 
 // Waits while `*word` is `value`, for `wait_ms` at most. False where that time
-// has passed; it may return true though nothing has changed.
+// has passed, or a signal has come; true may mean nothing, too.
 bool WaitWord(const std::atomic<uint32_t>* word, uint32_t value, int wait_ms);
 // Wakes whoever waits for it, in any process that has it mapped.
 void WakeWord(const std::atomic<uint32_t>* word);

@@ -35,6 +35,11 @@ class Job {
   void Cancel() { cancelled_ = true; }
   bool cancelled() const { return cancelled_; }
 
+  // That a worker has failed, so that the job will: whoever waits for anything
+  // but the job's own workers gives up.
+  void SetEnding() { ending_ = true; }
+  bool ending() const { return ending_ || cancelled_; }
+
   // Keeps the first error; later ones are dropped. Returns what is kept.
   Status Fail(Status status);
   Status status() const;
@@ -49,7 +54,7 @@ class Job {
  private:
   const JobKind kind_;
   std::atomic<uint64_t> total_{0}, done_{0};
-  std::atomic<bool> cancelled_{false}, failed_{false};
+  std::atomic<bool> cancelled_{false}, ending_{false}, failed_{false};
   mutable std::mutex mutex_;
   Status status_;
   std::string result_;

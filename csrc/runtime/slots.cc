@@ -18,10 +18,11 @@ Status WaitUntil(std::atomic<uint32_t>* word, uint32_t wanted,
   for (;;) {
     const uint32_t now = word->load(std::memory_order_acquire);
     if (now == wanted) return {};
-    if (!WaitWord(word, now, kLookMs) &&
-        word->load(std::memory_order_acquire) != wanted) {
-      TC_RETURN_IF_ERROR(still_wanted());
-    }
+    if (WaitWord(word, now, kLookMs)) continue;
+    Status status = still_wanted();
+    // Who fills the last item and ends is not gone without it.
+    if (word->load(std::memory_order_acquire) == wanted) return {};
+    TC_RETURN_IF_ERROR(std::move(status));
   }
 }
 

@@ -38,11 +38,11 @@ Status RunItem(const ItemFunction& fn, int64_t item, int worker) noexcept {
 
 // What the threads of one ForEachItem share.
 struct Shared {
-  Shared(int64_t item_count, const Job* watched, const ItemFunction& function)
+  Shared(int64_t item_count, Job* watched, const ItemFunction& function)
       : items(item_count), job(watched), fn(function) {}
 
   const int64_t items;
-  const Job* const job;
+  Job* const job;
   const ItemFunction& fn;
   std::atomic<int64_t> next{0};
   std::atomic<bool> stop{false};
@@ -51,6 +51,7 @@ struct Shared {
 
   void Stop(Status status) noexcept {
     stop = true;
+    if (job != nullptr) job->SetEnding();
     std::lock_guard<std::mutex> lock(mutex);
     if (first.ok()) first = std::move(status);
   }

@@ -26,12 +26,16 @@ class RingTest : public EngineDiskTest {
 
   // What every one of `ranks` writes of `pieces`, at the same time.
   std::vector<Result<RankFinals>> WriteRanks(const std::vector<int64_t>& ranks,
-                                             const std::vector<Piece>& pieces) {
+                                             const std::vector<Piece>& pieces,
+                                             int workers = 2) {
+    OutputOptions options;
+    options.workers = workers;
     std::vector<Result<RankFinals>> out(ranks.size(), Internal("never ran"));
     std::vector<std::thread> threads;
     for (size_t i = 0; i < ranks.size(); ++i) {
       threads.emplace_back([&, i] {
-        out[i] = WriteFinalRank(staging(), ranks[i], pieces, {}, &ring_bytes_);
+        out[i] =
+            WriteFinalRank(staging(), ranks[i], pieces, options, &ring_bytes_);
       });
     }
     for (std::thread& thread : threads) thread.join();
@@ -189,22 +193,33 @@ TEST_F(TwoRanks, BoxesThatDoNotTileAreFoundAsEver) {
   EXPECT_EQ(status.tensor(), "w");
 }
 
-// The others end when one fails in the middle.
+// The others end when one fails in the middle, and so do its own workers that
+// wait for a piece of the other one.
 TEST_F(TwoRanks, AFailureInTheMiddleEndsTheOther) {
+  for (const int workers : {1, 2, 20}) {
+    session_.reset();
+    Begin(pieces_, {{0, {1}}}, {"w"});
+    std::atomic<int> writes{0};
+    SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      const bool data = site.op == std::string("pwrite") &&
+                        site.path.find("model-") != std::string::npos;
+      return {.sys_errno = data && ++writes == 3 ? ENOSPC : 0};
+    });
+    const auto written = WriteRanks({0, 1}, pieces_, workers);
+    SetFaultHook(nullptr);
+    EXPECT_EQ(written[0].status().sys_errno(), ENOSPC)
+        << written[0].status().ToString();
+    // Many workers have taken all that it has before they write.
+    if (workers == 20 && written[1].ok()) continue;
+    EXPECT_EQ(written[1].status().kind(), ErrorKind::kCancelled)
+        << written[1].status().ToString();
+    EXPECT_NE(written[1].status().message().find("rank 0"), std::string::npos);
+  }
+}
+
+TEST_F(TwoRanks, ManyMoreWorkersThanSlots) {
   Begin(pieces_, {{0, {1}}}, {"w"});
-  std::atomic<int> writes{0};
-  SetFaultHook([&](const FaultSite& site) -> FaultAction {
-    const bool data = site.op == std::string("pwrite") &&
-                      site.path.find("model-") != std::string::npos;
-    return {.sys_errno = data && ++writes == 3 ? ENOSPC : 0};
-  });
-  const auto written = WriteRanks({0, 1}, pieces_);
-  SetFaultHook(nullptr);
-  EXPECT_EQ(written[0].status().sys_errno(), ENOSPC)
-      << written[0].status().ToString();
-  EXPECT_EQ(written[1].status().kind(), ErrorKind::kCancelled)
-      << written[1].status().ToString();
-  EXPECT_NE(written[1].status().message().find("rank 0"), std::string::npos);
+  Finish(WriteRanks({0, 1}, pieces_, 40), pieces_);
 }
 
 TEST_F(TwoRanks, TheCoordinatorsEndEndsWhoWaits) {

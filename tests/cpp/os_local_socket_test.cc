@@ -52,9 +52,9 @@ TEST_F(LocalSocketTest, MessagesAndDescriptors) {
   const File in(ends[1], "pipe");
   File out(ends[0], "pipe");
   std::thread sender([&] {
-    EXPECT_TRUE(here_->Send("").ok());
-    EXPECT_TRUE(here_->Send(large, out.fd()).ok());
-    EXPECT_TRUE(here_->Send("last").ok());
+    EXPECT_TRUE(here_->Send("", patient_).ok());
+    EXPECT_TRUE(here_->Send(large, patient_, out.fd()).ok());
+    EXPECT_TRUE(here_->Send("last", patient_).ok());
   });
   auto first = there_->Receive(patient_);
   auto second = there_->Receive(patient_);
@@ -76,13 +76,13 @@ TEST_F(LocalSocketTest, MessagesAndDescriptors) {
 TEST_F(LocalSocketTest, APeerThatEnds) {
   Meet();
   EXPECT_FALSE(there_->PeerIsGone());
-  ASSERT_TRUE(here_->Send("still to be read").ok());
+  ASSERT_TRUE(here_->Send("still to be read", patient_).ok());
   here_.reset();
   EXPECT_FALSE(there_->PeerIsGone());
   EXPECT_EQ(there_->Receive(patient_)->text, "still to be read");
   EXPECT_TRUE(there_->PeerIsGone());
   EXPECT_EQ(there_->Receive(patient_).status().kind(), ErrorKind::kIncomplete);
-  EXPECT_EQ(there_->Send("x").kind(), ErrorKind::kIncomplete);
+  EXPECT_EQ(there_->Send("x", patient_).kind(), ErrorKind::kIncomplete);
 }
 
 TEST_F(LocalSocketTest, APeerThatIsKilled) {

@@ -77,6 +77,12 @@ TEST_F(SlotsTest, WaitingEndsWhenNothingIsToCome) {
   EXPECT_TRUE(queue_.WaitFree(0, unwanted).ok());
   EXPECT_EQ(queue_.WaitFree(SlotQueue::kSlots, unwanted).kind(),
             ErrorKind::kIncomplete);
+  // So is what came at the last moment.
+  const StillWanted late = [&] {
+    queue_.Fill(1);
+    return Incomplete("gone, but for this");
+  };
+  EXPECT_TRUE(queue_.WaitFilled(1, late).ok());
   // What is there is taken, whatever became of the other end.
   queue_.Fill(0);
   EXPECT_TRUE(queue_.WaitFilled(0, unwanted).ok());

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,6 +48,5 @@ def rings_of(
 
 
 def refuse_ring(staging: str, rank: int) -> None:
-    """Tell those who may be waiting for this rank that it does not come."""
-    with contextlib.suppress(OSError):  # they wait for a minute then
-        Path(staging, f"ring_refused.{rank}").touch()
+    """Leave word in staging that this rank does not come."""
+    Path(staging, f"ring_refused.{rank}").touch()

@@ -8,6 +8,7 @@ rank which save it is part of.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import time
@@ -320,6 +321,7 @@ class HuggingFaceStorageWriter(StockWriter):
             # Final files take their room on the disk from the beginning: the coordinator's failure
             # ends the save at once.
             if not self.save_distributed:
+                self._refuse_ring()
                 self._end_session()
             raise
         finally:
@@ -377,6 +379,19 @@ class HuggingFaceStorageWriter(StockWriter):
         done.set_result([report])  # type: ignore[list-item]
         return done
 
+    def _staging(self) -> tuple[str, str]:
+        """The staging directory of the save, and its id."""
+        if self._session is not None:
+            return self._session.staging, self._session.save_id
+        joined = _core.call({"op": "join_save", "path": str(self.path)})
+        return joined["staging"], joined["save_id"]
+
+    def _refuse_ring(self) -> None:
+        """Tell those who may be waiting for this rank that it does not come; without it they wait
+        for a minute."""
+        with contextlib.suppress(CheckpointError, OSError):
+            refuse_ring(self._staging()[0], self.rank or 0)
+
     def _write_files(
         self,
         planner: SavePlanner,
@@ -384,27 +399,7 @@ class HuggingFaceStorageWriter(StockWriter):
         objects: list[WriteItem],
         rank: int,
     ) -> RankReport:
-        if self._session is not None:
-            staging, save_id = self._session.staging, self._session.save_id
-        else:
-            joined = _core.call({"op": "join_save", "path": str(self.path)})
-            staging, save_id = joined["staging"], joined["save_id"]
-        try:
-            return self._write_into(staging, save_id, planner, buckets, objects, rank)
-        except BaseException:
-            if not self.save_distributed:
-                refuse_ring(staging, rank)
-            raise
-
-    def _write_into(
-        self,
-        staging: str,
-        save_id: str,
-        planner: SavePlanner,
-        buckets: dict[int, list[WriteItem]],
-        objects: list[WriteItem],
-        rank: int,
-    ) -> RankReport:
+        staging, save_id = self._staging()
         report = RankReport(rank, save_id, [], [])
         sources: list[torch.Tensor] = []
         files: list[dict[str, Any]] = []
