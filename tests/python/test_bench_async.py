@@ -57,11 +57,8 @@ def run(name: str, context: Context, rounds: int = 1) -> list[dict[str, Any]]:
     return records
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "number",
-    [1, pytest.param(0, marks=pytest.mark.campaign), pytest.param(2, marks=pytest.mark.campaign)],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("number", range(3))
 def test_every_contender_runs_and_leaves_nothing(
     number: int, context: Context, monkeypatch: Any
 ) -> None:
