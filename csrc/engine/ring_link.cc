@@ -1,20 +1,20 @@
 #include "engine/ring_link.h"
 
 #include <chrono>
-#include <nlohmann/json.hpp>
+#include <map>
 #include <set>
 #include <thread>
 
 #include "base/checked.h"
-#include "engine/build_catalog.h"
 #include "engine/output_files.h"
+#include "format/binary.h"
 #include "os/memory.h"
 #include "os/shared_memory.h"
+#include "plan/cover.h"
 
 namespace torch_ckpt {
 namespace {
 
-using Json = nlohmann::json;
 using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::minutes kPatience{1};
@@ -77,63 +77,50 @@ class Waiting {
   const Clock::time_point until_;
 };
 
-Json DimsOf(const Dims& dims) {
-  Json out = Json::array();
-  for (const int64_t size : dims) out.push_back(size);
-  return out;
-}
-
-bool ReadDims(const Json& value, Dims* out) {
-  if (!value.is_array()) return false;
-  for (const Json& size : value) {
-    if (!size.is_number_integer() || out->full()) return false;
-    out->push_back(size.get<int64_t>());
-  }
-  return true;
-}
-
 std::string HelloOf(int64_t rank, const std::vector<RingBox>& boxes,
                     uint64_t offset) {
-  Json list = Json::array();
+  std::string hello;
+  PutVarint(&hello, static_cast<uint64_t>(rank));
+  PutVarint(&hello, offset);
+  PutVarint(&hello, boxes.size());
   for (const RingBox& box : boxes) {
-    list.push_back(
-        {box.tensor, DimsOf(box.box.offsets), DimsOf(box.box.sizes)});
+    PutString(&hello, box.tensor);
+    PutVarint(&hello, static_cast<uint64_t>(box.box.rank()));
+    PutDims(&hello, box.box.offsets);
+    PutDims(&hello, box.box.sizes);
   }
-  return Json{{"rank", rank}, {"offset", offset}, {"boxes", std::move(list)}}
-      .dump();
+  return hello;
 }
 
 // The peer that says this. kUnsupported for anything else than a hello.
 Result<RingPeer> PeerOf(LocalSocket socket, LocalMessage message) {
   const Status malformed = Unsupported("a member of the ring is no such one");
-  const Json hello = Json::parse(message.text, nullptr, false);
-  if (!hello.is_object() || !hello.contains("rank") ||
-      !hello.contains("offset") || !hello.contains("boxes") ||
-      !hello["rank"].is_number_integer() ||
-      !hello["offset"].is_number_unsigned() || !hello["boxes"].is_array() ||
-      !message.descriptor.valid()) {
+  BinaryReader in(AsBytes(message.text));
+  const auto rank = in.Bounded(INT64_MAX);
+  const auto offset = in.Varint();
+  const auto count = in.Bounded(in.left());
+  if (!rank || !offset || !count || !message.descriptor.valid()) {
     return malformed;
   }
   std::vector<RingBox> boxes;
-  for (const Json& item : hello["boxes"]) {
-    RingBox box;
-    if (!item.is_array() || item.size() != 3 || !item[0].is_string() ||
-        !ReadDims(item[1], &box.box.offsets) ||
-        !ReadDims(item[2], &box.box.sizes)) {
-      return malformed;
-    }
-    box.tensor = item[0].get<std::string>();
-    boxes.push_back(std::move(box));
+  for (uint64_t b = 0; b < *count; ++b) {
+    auto name = in.String(kMaxNameBytes);
+    const auto dims = in.Bounded(kMaxDims);
+    if (!name || !dims) return malformed;
+    const auto offsets = in.Sizes(static_cast<int>(*dims));
+    const auto sizes = in.Sizes(static_cast<int>(*dims));
+    if (!offsets || !sizes) return malformed;
+    boxes.push_back({std::move(*name), {*offsets, *sizes}});
   }
+  if (!in.empty()) return malformed;
   const size_t bytes = SlotMemory();
   TC_ASSIGN_OR_RETURN(const SharedPiece piece,
-                      FindShared(message.descriptor.fd(),
-                                 hello["offset"].get<uint64_t>(), bytes));
+                      FindShared(message.descriptor.fd(), *offset, bytes));
   TC_ASSIGN_OR_RETURN(std::byte* const data,
                       MapShared(message.descriptor.fd(), piece));
   std::shared_ptr<std::byte> memory(
       data, [bytes](std::byte* mapped) { UnmapMemory(mapped, bytes); });
-  return RingPeer{hello["rank"].get<int64_t>(), std::move(boxes),
+  return RingPeer{static_cast<int64_t>(*rank), std::move(boxes),
                   std::move(socket), memory, SlotQueue(data, kPieceBytes)};
 }
 
@@ -142,39 +129,23 @@ Status CheckTiling(const FinalFiles& list,
                    const std::vector<FileHeader>& headers,
                    const FinalRing& ring, const std::vector<RingBox>& own,
                    const std::vector<RingPeer>& peers) {
-  std::map<std::string_view, std::vector<const Box*>> boxes;
+  std::map<std::string_view, std::vector<Box>> boxes;
   const auto add = [&](const std::vector<RingBox>& of_member) {
     for (const RingBox& box : of_member) {
-      boxes[box.tensor].push_back(&box.box);
+      boxes[box.tensor].push_back(box.box);
     }
   };
   add(own);
   for (const RingPeer& peer : peers) add(peer.boxes);
-  Catalog catalog;
-  const uint32_t file = catalog.AddFile({"ring", "", 0});
-  size_t found = 0;
   for (const FileHeader& header : headers) {
     for (const SafetensorsEntry& entry : header.header.tensors) {
       if (list.RingOf(entry.name) != &ring) continue;
-      CatalogEntry tensor;
-      tensor.name = entry.name;
-      tensor.storage_dtype = tensor.logical_dtype = entry.dtype;
-      tensor.shape = entry.shape;
-      TC_ASSIGN_OR_RETURN(const uint32_t id,
-                          catalog.AddEntry(std::move(tensor)));
-      const auto of_tensor = boxes.find(entry.name);
-      if (of_tensor == boxes.end()) continue;  // a hole, unless it is empty
-      ++found;
-      for (const Box* box : of_tensor->second) {
-        Placement placement;
-        placement.file = file;
-        placement.box = *box;
-        TC_RETURN_IF_ERROR(catalog.AddPlacement(id, placement));
-      }
+      TC_RETURN_IF_ERROR(
+          ProveTiling(Box::Whole(entry.shape), boxes[entry.name]));
+      boxes.erase(entry.name);
     }
   }
-  if (found != boxes.size()) return Conflict("a box is of another tensor");
-  return ProveOwners(catalog);
+  return boxes.empty() ? Status() : Conflict("a box is of another tensor");
 }
 
 Result<std::vector<RingPeer>> Lead(const Directory& staging,

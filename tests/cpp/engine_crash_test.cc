@@ -11,7 +11,7 @@
 
 #include "engine/parts.h"
 #include "engine_crash_states.h"
-#include "engine_test_util.h"
+#include "final_test_util.h"
 
 #ifdef TORCH_CKPT_FAULTS
 

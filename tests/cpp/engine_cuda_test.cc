@@ -4,8 +4,8 @@
 
 #include "engine/header_io.h"
 #include "engine/write_job.h"
-#include "engine_test_util.h"
 #include "fake_cuda.h"
+#include "final_test_util.h"
 #include "format/cast.h"
 #include "runtime/crc32c.h"
 

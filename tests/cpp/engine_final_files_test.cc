@@ -1,7 +1,7 @@
 // Saves straight into final files: what every rank writes there, what the
 // coordinator puts in place, and what it refuses.
 #include "base/checked.h"
-#include "engine_test_util.h"
+#include "final_test_util.h"
 
 namespace torch_ckpt {
 namespace {

@@ -2,7 +2,7 @@
 #include <random>
 
 #include "engine/header_io.h"
-#include "engine_test_util.h"
+#include "final_test_util.h"
 
 namespace torch_ckpt {
 namespace {

@@ -3,7 +3,7 @@
 #include <random>
 
 #include "engine/verify_job.h"
-#include "engine_test_util.h"
+#include "final_test_util.h"
 
 namespace torch_ckpt {
 namespace {

@@ -1,7 +1,7 @@
 // Gathered tensors through a ring: every rank is a thread.
 #include <thread>
 
-#include "engine_test_util.h"
+#include "final_test_util.h"
 
 namespace torch_ckpt {
 namespace {

@@ -4,12 +4,14 @@ tensors they hold, and which of these it is to gather itself."""
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItemType
 
 from torch_ckpt._core import names_text
+from torch_ckpt.dcp.reserved import TIES_KEY
 from torch_ckpt.dcp.rings import rings_of
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
@@ -49,6 +51,29 @@ def checked_layout(
             "max_shard_size is of final files, and without fqn_to_index_mapping"
         )
     return save_distributed, parse_bytes(max_shard_size, "max_shard_size")
+
+
+def check_mapped(plan: SavePlan, mapping: Mapping[str, int] | None, rank: int | None) -> None:
+    """Raise InvalidArgumentError for a tensor of the plan that `mapping` lacks."""
+    if mapping is None:
+        return
+    # Of what is tied one name is enough.
+    tied = (plan.planner_data or {}).get(TIES_KEY, ())
+    for item in plan.items:
+        fqn = item.index.fqn
+        if item.type is not WriteItemType.BYTE_IO and fqn not in mapping and fqn not in tied:
+            raise InvalidArgumentError("is not in fqn_to_index_mapping", tensor=fqn, rank=rank)
+
+
+def check_planned(planned: Collection[str], mapping: Mapping[str, int] | None) -> None:
+    """Raise InvalidArgumentError for a name of `mapping` that is not planned."""
+    for fqn in mapping or ():
+        if fqn not in planned:
+            raise InvalidArgumentError(
+                "is in fqn_to_index_mapping but not in the state dict; strict=False would "
+                "ignore it",
+                tensor=fqn,
+            )
 
 
 def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:

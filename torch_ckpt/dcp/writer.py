@@ -29,9 +29,9 @@ from torch.futures import Future
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp import plan_cache
 from torch_ckpt.dcp.commit import Phases, RankReport, commit_request
-from torch_ckpt.dcp.final_layout import checked_layout, final_tensors
+from torch_ckpt.dcp.final_layout import check_mapped, check_planned, checked_layout, final_tensors
 from torch_ckpt.dcp.parts import Part, check_supported, next_sequence, part_of
-from torch_ckpt.dcp.reserved import RESERVED, TIES_KEY
+from torch_ckpt.dcp.reserved import RESERVED
 from torch_ckpt.dcp.rings import refuse_ring, this_node
 from torch_ckpt.dcp.sources import queued_kernels, wait_for
 from torch_ckpt.dcp.stager import PinnedMemoryStager
@@ -222,7 +222,7 @@ class HuggingFaceStorageWriter(StockWriter):
                 )
             if item.type is byte_io:
                 check_object_name(fqn, self.rank)
-        self._check_mapped(plan)
+        check_mapped(plan, self.fqn_to_index_mapping, self.rank)
         # A cached plan comes as an empty one; what it stands for is seen when it is written.
         self._checked = plan.usable
         if self.save_distributed:
@@ -234,26 +234,13 @@ class HuggingFaceStorageWriter(StockWriter):
         self.fqn_to_index_mapping = checked_mapping(self.fqn_to_index_mapping)
         return frozenset(self.fqn_to_index_mapping or ())
 
-    def _check_mapped(self, plan: SavePlan) -> None:
-        mapping = self.fqn_to_index_mapping
-        if mapping is None:
-            return
-        # Of what is tied one name is enough.
-        tied = (plan.planner_data or {}).get(TIES_KEY, ())
-        for item in plan.items:
-            fqn = item.index.fqn
-            if item.type is not WriteItemType.BYTE_IO and fqn not in mapping and fqn not in tied:
-                raise InvalidArgumentError(
-                    "is not in fqn_to_index_mapping", tensor=fqn, rank=self.rank
-                )
-
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator, and without collectives every rank: lock the staging directory and clear
         what a dead save left."""
         path = str(self.path)
         # A plan that is not usable stands for a cached one: `finish` looks again.
         if all(plan.usable for plan in plans):
-            self._check_mapping({item.index.fqn for plan in plans for item in plan.items})
+            self._check_planned({item.index.fqn for plan in plans for item in plan.items})
         if self._part is None:
             tensors = None if self.save_distributed else self._final_tensors(plans)
             self._session = SaveSession(path, overwrite=self.overwrite)
@@ -299,19 +286,10 @@ class HuggingFaceStorageWriter(StockWriter):
             )
         return self._last_final
 
-    def _check_mapping(self, planned: Collection[str]) -> None:
+    def _check_planned(self, planned: Collection[str]) -> None:
         """Before anything is committed: would the consolidation refuse the mapping?"""
-        mapping = self.fqn_to_index_mapping
-        consolidates = self.save_distributed and self.enable_consolidation
-        if mapping is None or not (consolidates and self.strict):
-            return
-        for fqn in mapping:
-            if fqn not in planned:
-                raise InvalidArgumentError(
-                    "is in fqn_to_index_mapping but not in the state dict; strict=False would "
-                    "ignore it",
-                    tensor=fqn,
-                )
+        if self.save_distributed and self.enable_consolidation and self.strict:
+            check_planned(planned, self.fqn_to_index_mapping)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into staging. The future holds one RankReport."""
@@ -330,7 +308,7 @@ class HuggingFaceStorageWriter(StockWriter):
 
     def _write_plan(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not self._checked:
-            self._check_mapped(plan)
+            check_mapped(plan, self.fqn_to_index_mapping, self.rank)
         file_queue: queue.Queue[Any] = queue.Queue()
         tensors: list[WriteItem] = []
         objects: list[WriteItem] = []
@@ -460,7 +438,7 @@ class HuggingFaceStorageWriter(StockWriter):
         if session is None:
             raise InvalidArgumentError("finish was called on a writer that has not begun a save")
         try:
-            self._check_mapping(metadata.state_dict_metadata)
+            self._check_planned(metadata.state_dict_metadata)
             request = commit_request(
                 metadata,
                 results,
