@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import environment, files, rivals, states
 from benchmarks.contender import Contender, Context, Row, row
-from benchmarks.export_rank import DTYPE, EXPORTS, shapes_of
+from benchmarks.export_rank import DTYPE, EXPORTS, OURS, shapes_of
 from benchmarks.program import Timing
 
 TIMEOUT_SECONDS = 900
@@ -85,7 +85,7 @@ def export_row(context: Context, state: str, what: str, dim: int, world: int) ->
     directory = context.directory / "export"
     path = directory / "final"
 
-    def add(name: str) -> Contender:
+    def add(name: str, cut: int = dim, title: str = "") -> Contender:
         ours = name.startswith("ours")
 
         def check() -> None:
@@ -93,10 +93,10 @@ def export_row(context: Context, state: str, what: str, dim: int, world: int) ->
                 states.check_equal(sample, rivals.read_safetensors(path, sample))
 
         return Contender(
-            name=name,
+            name=title or name,
             role="ours" if ours else "rival",
             before=directory.mkdir,
-            run=lambda: run_ranks(context, name, state, dim, world, path, size),
+            run=lambda: run_ranks(context, name, state, cut, world, path, size),
             check=check,
             after=lambda: files.remove(directory),
             skip=why_not(name),
@@ -108,6 +108,8 @@ def export_row(context: Context, state: str, what: str, dim: int, world: int) ->
         tensors=len(shapes),
         contenders=[
             *map(add, EXPORTS),
+            # What sharding by columns costs: the same tensors, sharded by rows.
+            *([add(OURS, 0, f"{OURS}, sharded by rows instead")] if dim else []),
             rivals.write_limit(context, rivals.FRESH, "direct", size),
         ],
         limit=rivals.FRESH,
