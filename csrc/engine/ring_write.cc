@@ -85,11 +85,14 @@ void RingWork::PlanEdges(const std::vector<size_t>& sources,
         from += part;
       });
     };
+    const std::vector<ByteRange>& ranges = *files_[tensor.file].ranges;
     uint64_t at = tensor.bytes.begin;
-    for (const ByteRange& range : *files_[tensor.file].ranges) {
-      if (range.end <= at || range.begin >= tensor.bytes.end) continue;
-      add(at, range.begin);
-      at = std::min(range.end, tensor.bytes.end);
+    for (auto range = std::partition_point(
+             ranges.begin(), ranges.end(),
+             [&](const ByteRange& written) { return written.end <= at; });
+         range != ranges.end() && range->begin < tensor.bytes.end; ++range) {
+      add(at, range->begin);
+      at = std::min(range->end, tensor.bytes.end);
     }
     add(at, tensor.bytes.end);
   }

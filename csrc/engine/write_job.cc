@@ -191,7 +191,12 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
     }
   }
   TC_ASSIGN_OR_RETURN(const DeviceMap devices, DevicesOf(sources));
-  CudaCopies copies(plan.options.workers);
+  // The leader of a ring spends as long on a piece of what many ranks have as
+  // on writing it.
+  const int workers = std::max(1, plan.options.workers);
+  const int ring_workers =
+      finals.ring && finals.ring->leads() ? 2 * workers : workers;
+  CudaCopies copies(ring_workers);
   // A part that a device copies into scratch, to be cast from there.
   struct LateCast {
     SourcePart part;
@@ -290,7 +295,7 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
     written.ring_bytes = ring.own().size();
     // Device memory is cast out of a buffer of the worker's own.
     std::vector<std::vector<std::byte>> buffers(
-        static_cast<size_t>(std::max(1, options.workers)));
+        static_cast<size_t>(ring_workers));
     const RingWork::Make make_own = [&](uint64_t at, MutableByteSpan out,
                                         int worker) -> Status {
       std::vector<std::byte>& buffer = buffers[static_cast<size_t>(worker)];
@@ -301,6 +306,7 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
     };
     if (ring.leads()) {
       OutputOptions of_ring = options;
+      of_ring.workers = ring_workers;
       of_ring.fill_bytes = kPieceBytes;
       of_ring.scratch_bytes = kPieceBytes;
       of_ring.before_piece = [&](size_t file, uint64_t begin) {
@@ -316,7 +322,7 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
                     .WithFile(ring.files()[file].name);
               }));
     } else {
-      TC_RETURN_IF_ERROR(ring.Send(options.workers, job, make_own));
+      TC_RETURN_IF_ERROR(ring.Send(ring_workers, job, make_own));
     }
   }
   TC_ASSIGN_OR_RETURN(auto ranges,

@@ -14,7 +14,7 @@ from traceback import StackSummary
 
 import pytest
 import torch
-from final_rank import ENDED, columns
+from final_rank import ENDED, SMALL, columns, small
 from launch import run_scripts
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
@@ -27,7 +27,11 @@ WORLD = 3
 
 def check_saved(path: Path) -> None:
     saved = load_file(path / "model-00001-of-00001.safetensors")
-    assert torch.equal(saved["w"], torch.cat([columns(rank) for rank in range(WORLD)], 1))
+    assert torch.equal(saved.pop("w"), torch.cat([columns(rank) for rank in range(WORLD)], 1))
+    parts = [small(rank) for rank in range(WORLD)]
+    assert len(saved) == SMALL
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, torch.cat([part[name] for part in parts])), name
     torch_ckpt.Checkpoint(path).verify()
 
 
@@ -57,7 +61,7 @@ def test_nearly_all_goes_through_the_ring(tmp_path: Path) -> None:
     for status, said in save(tmp_path / "c"):
         ring_bytes, parts_bytes = map(int, said.split())
         assert status == 0
-        assert ring_bytes == columns(0).nbytes and parts_bytes <= 2 * 4096
+        assert ring_bytes == columns(0).nbytes + SMALL * 1200 and parts_bytes <= 2 * 4096
     check_saved(tmp_path / "c")
 
 

@@ -80,8 +80,8 @@ def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
     """The tensors of all plans, in the order of the state dict, in the dtypes that they are stored
     in, as columns of a request."""
     tensors: dict[str, TensorWriteData] = {}
-    gathered: dict[str, set[int]] = {}  # the ranks that have a part
-    narrow: dict[int, bool] = {}  # by description: tensors that are alike share one
+    shorts: dict[str, int] = {}  # tensors with boxes in rows that are short, and how many a box
+    rows_of: dict[int, int] = {}  # by description: boxes that are alike share one
     for plan in plans:
         for item in plan.items:
             data = item.tensor_data
@@ -89,29 +89,50 @@ def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
                 continue
             fqn = item.index.fqn
             tensors.setdefault(fqn, data)
-            known = narrow.get(id(data))
-            if known is None:
-                known = narrow[id(data)] = _is_narrow(data)
-            if known:
-                gathered[fqn] = set()
-    for rank, plan in enumerate(plans) if gathered else ():
+            rows = rows_of.get(id(data))
+            if rows is None:
+                rows = rows_of[id(data)] = _short_rows(data)
+            if rows > shorts.get(fqn, 0):
+                shorts[fqn] = rows
+    _drop_small_stretches(tensors, shorts)
+    ranks_of: dict[str, set[int]] = {fqn: set() for fqn in shorts}
+    for rank, plan in enumerate(plans) if shorts else ():
         for item in plan.items:
-            if item.index.fqn in gathered:
-                gathered[item.index.fqn].add(rank)
-    rings, ring_of = rings_of(gathered, [plan.storage_data for plan in plans])
-    dtypes, shapes = [], []
+            if item.index.fqn in shorts:
+                ranks_of[item.index.fqn].add(rank)
+    rings, ring_of = rings_of(ranks_of, [plan.storage_data for plan in plans])
+    dtypes, shapes, gathered = [], [], []
     for fqn, data in tensors.items():
         dtype = _dtype_name(data.properties, fqn)
         dtypes.append(policy.stored(fqn, dtype))
         packed = PACKED.get(dtype, 1)
         shapes.append([*data.size[:-1], data.size[-1] * packed] if packed > 1 else [*data.size])
+        # Boxes of several rows are gathered in any case.
+        gathered.append(ring_of.get(fqn, -1 if shorts.get(fqn, 0) > 1 else -2))
     return {
         "names": names_text(list(tensors)),
         "dtypes": dtypes,
         "shapes": shapes,
-        "gathered": [ring_of.get(fqn, -1) if fqn in gathered else -2 for fqn in tensors],
+        "gathered": gathered,
         "rings": rings,
     }
+
+
+def _drop_small_stretches(tensors: Mapping[str, TensorWriteData], shorts: dict[str, int]) -> None:
+    """Take from `shorts` the boxes of one row that a ring could not make longer: those of tensors
+    with too few bytes, together with their neighbours in `shorts`."""
+    stretch: list[str] = []
+    size = 0
+    for fqn, data in [*tensors.items(), (None, None)]:
+        if fqn is not None and data is not None and fqn in shorts:
+            stretch.append(fqn)
+            size += math.prod(data.size) * data.properties.dtype.itemsize
+            continue
+        if size < MIN_ROW_BYTES:
+            for short in stretch:
+                if shorts[short] == 1:
+                    del shorts[short]
+        stretch, size = [], 0
 
 
 def _dtype_name(properties: TensorProperties, fqn: str) -> str:
@@ -121,12 +142,13 @@ def _dtype_name(properties: TensorProperties, fqn: str) -> str:
     return name
 
 
-def _is_narrow(data: TensorWriteData) -> bool:
-    """Whether the box lies in its tensor in rows too short to be written one by one."""
+def _short_rows(data: TensorWriteData) -> int:
+    """In how many rows the box lies in its tensor, if these are too short to be written one by
+    one; else 0."""
     row = data.properties.dtype.itemsize
     sizes = data.chunk.sizes
     for dim in reversed(range(len(sizes))):
         row *= sizes[dim]
         if sizes[dim] != data.size[dim]:
-            return row < MIN_ROW_BYTES and math.prod(sizes[:dim]) > 1
-    return False
+            return math.prod(sizes[:dim]) if row < MIN_ROW_BYTES else 0
+    return 0

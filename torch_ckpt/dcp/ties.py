@@ -21,44 +21,45 @@ def find_ties(state_dict: Mapping[str, Any], stored: Collection[str]) -> Ties:
 
     The first name is the one to store; names in `stored` are stored in any case, and before others.
     """
-    first: dict[Any, str] = {}
+    at: dict[int, list[str]] = {}
     for fqn, value in state_dict.items():
-        key = _memory(value)
-        if key is None:
-            continue
-        known = first.setdefault(key, fqn)
-        if fqn in stored and known not in stored:
-            first[key] = fqn
+        address = _address(value)
+        if address:
+            at.setdefault(address, []).append(fqn)
     ties = {}
-    for fqn, value in state_dict.items():
-        key = _memory(value)
-        if key is not None and first[key] != fqn and fqn not in stored:
-            ties[fqn] = first[key]
+    for fqns in at.values():
+        if len(fqns) == 1:
+            continue
+        first: dict[Any, str] = {}
+        keys = [_what(state_dict[fqn]) for fqn in fqns]
+        for fqn, key in zip(fqns, keys, strict=True):
+            known = first.setdefault(key, fqn)
+            if fqn in stored and known not in stored:
+                first[key] = fqn
+        for fqn, key in zip(fqns, keys, strict=True):
+            if first[key] != fqn and fqn not in stored:
+                ties[fqn] = first[key]
     return ties
 
 
-def _memory(value: Any) -> tuple[Any, ...] | None:
-    """What two tensors that are one have in common; None for what is no tensor, or has no bytes."""
+def _address(value: Any) -> int:
+    """Where the bytes of a tensor begin; 0 for what is no tensor, or has no bytes."""
+    if type(value) is DTensor or isinstance(value, DTensor):
+        value = value._local_tensor
+    if type(value) not in PLAIN_TENSORS or value.layout is not torch.strided:
+        return 0
+    # Without elements there may be an address all the same.
+    return value.data_ptr() if value.numel() else 0
+
+
+def _what(value: torch.Tensor) -> tuple[Any, ...]:
+    """What two tensors at one address have in common if they are one."""
     where: tuple[Any, ...] = ()
     if isinstance(value, DTensor):
         where = (value.shape, tuple(value.placements), value.device_mesh)
         value = value._local_tensor
-        if type(value) not in PLAIN_TENSORS:
-            return None
-    elif type(value) not in PLAIN_TENSORS:
-        return None
-    if value.layout is not torch.strided or value.numel() == 0:
-        return None
     turned = (value.is_conj(), value.is_neg())
-    return (
-        value.data_ptr(),
-        value.device,
-        value.dtype,
-        value.size(),
-        value.stride(),
-        turned,
-        where,
-    )
+    return (value.device, value.dtype, value.size(), value.stride(), turned, where)
 
 
 def drop_aliases(plans: list[SavePlan]) -> tuple[list[SavePlan], Ties]:

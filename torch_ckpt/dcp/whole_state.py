@@ -11,10 +11,12 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.items import PLAIN_TENSORS
 
 _KEY = "torch_ckpt.whole"
+_NO_STATE = PLAIN_TENSORS | {DTensor}
 _METHOD = "set_up_planner"
 
 
@@ -35,7 +37,7 @@ def without_statefuls(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {
         # Asking a protocol takes longer than staging a small tensor.
         key: value.state_dict()
-        if type(value) not in PLAIN_TENSORS and isinstance(value, Stateful)
+        if type(value) not in _NO_STATE and isinstance(value, Stateful)
         else value
         for key, value in state_dict.items()
     }
