@@ -114,10 +114,10 @@ Result<Json> StageFinalRequest(const Json& request) {
                       GetNames(request, "names"));
   TC_ASSIGN_OR_RETURN(const Json* dtypes, GetList(request, "dtypes"));
   TC_ASSIGN_OR_RETURN(const Json* shapes, GetList(request, "shapes"));
-  // For each tensor -2, or, where it is gathered, -1 or the number of its ring.
-  TC_ASSIGN_OR_RETURN(const Json* gathered, GetList(request, "gathered"));
+  // For each tensor its bands: the number of a ring or -1, first row, end.
+  TC_ASSIGN_OR_RETURN(const Json* bands, GetList(request, "bands"));
   if (dtypes->size() != names.size() || shapes->size() != names.size() ||
-      gathered->size() != names.size()) {
+      bands->size() != names.size()) {
     return InvalidArgument("final files need one of everything a tensor");
   }
   // Each a leader and then its senders.
@@ -143,12 +143,16 @@ Result<Json> StageFinalRequest(const Json& request) {
     Result<Dims> shape = GetDims((*shapes)[i]);
     if (!shape.ok()) return shape.status().WithTensor(tensor.name);
     tensor.shape = *shape;
-    const Json& way = (*gathered)[i];
-    if (!way.is_number_integer()) return InvalidArgument("'gathered' is wrong");
-    tensor.gathered = way.get<int64_t>() > -2;
-    tensor.ring = std::max<int64_t>(-1, way.get<int64_t>());
-    if (tensor.ring >= static_cast<int64_t>(rings.size())) {
-      return InvalidArgument("there is no such ring").WithTensor(tensor.name);
+    for (const Json& band : (*bands)[i]) {
+      if (!band.is_array() || band.size() != 3 ||
+          !std::all_of(band.begin(), band.end(), [](const Json& number) {
+            return number.is_number_integer();
+          })) {
+        return InvalidArgument("a band is a ring, a row and an end")
+            .WithTensor(tensor.name);
+      }
+      tensor.bands.push_back({band[0].get<int64_t>(), band[1].get<int64_t>(),
+                              band[2].get<int64_t>()});
     }
   }
   TC_ASSIGN_OR_RETURN(const FileRule rule, FileRuleOf(request));

@@ -77,9 +77,9 @@ class Parts {
     }
   }
 
-  // The extents of final file `file` that the parts hold. Adds its gathered
-  // tensors to the catalog.
-  Result<std::vector<Extent>> ExtentsOf(uint32_t file,
+  // The extents of final file `file` that the parts hold. Adds the bands of
+  // which there are boxes to the catalog, as tensors.
+  Result<std::vector<Extent>> ExtentsOf(const FinalFiles& list, uint32_t file,
                                         const FileHeader& header) {
     std::vector<Extent> extents;
     for (const auto& [from, bytes] : bytes_) {
@@ -94,24 +94,23 @@ class Parts {
     for (const SafetensorsEntry& entry : header.header.tensors) {
       const auto boxes = boxes_.find(entry.name);
       if (boxes == boxes_.end()) continue;
-      CatalogEntry tensor;
-      tensor.name = entry.name;
-      tensor.storage_dtype = tensor.logical_dtype = entry.dtype;
-      tensor.shape = entry.shape;
-      TC_ASSIGN_OR_RETURN(const uint32_t id,
-                          catalog_.AddEntry(std::move(tensor)));
-      for (const auto& [from, box] : boxes->second) {
-        Placement placement;
-        placement.file = from;
-        placement.offset = box->at;
-        placement.box = box->box;
-        TC_RETURN_IF_ERROR(
-            catalog_.AddPlacement(id, placement).WithTensor(entry.name));
+      std::map<const FinalBand*, std::vector<FromBox>> by_band;
+      for (const FromBox& each : boxes->second) {
+        TC_ASSIGN_OR_RETURN(const FinalBand* const band,
+                            list.BandOf(entry.name, each.box->box));
+        if (!band) {
+          return Conflict(
+                     "a rank has left a box to be gathered, and it is "
+                     "planned to write that")
+              .WithTensor(entry.name);
+        }
+        by_band[band].push_back(each);
       }
-      if (entry.begin == entry.end) continue;
-      const uint64_t data = header.header.data_begin;
-      extents.push_back(
-          {data + entry.begin, data + entry.end, Extent::kTensor, id, 0, {}});
+      for (const auto& [band, of_band] : by_band) {
+        TC_RETURN_IF_ERROR(
+            AddBand(entry, *band, of_band, header.header.data_begin, &extents)
+                .WithTensor(entry.name));
+      }
     }
     std::sort(
         extents.begin(), extents.end(),
@@ -126,13 +125,41 @@ class Parts {
   }
 
  private:
-  struct FromBytes {
-    uint32_t file;
-    PartBytes bytes;
-  };
   struct FromBox {
     uint32_t file;
     const PartBox* box;
+  };
+
+  Status AddBand(const SafetensorsEntry& whole, const FinalBand& band,
+                 const std::vector<FromBox>& boxes, uint64_t data,
+                 std::vector<Extent>* extents) {
+    TC_ASSIGN_OR_RETURN(const SafetensorsEntry entry, EntryOf(whole, band));
+    CatalogEntry tensor;
+    tensor.name = whole.name;
+    if (!(entry.shape == whole.shape)) {  // another band may come
+      tensor.name += " rows " + std::to_string(band.begin) + " to " +
+                     std::to_string(band.end);
+    }
+    tensor.storage_dtype = tensor.logical_dtype = entry.dtype;
+    tensor.shape = entry.shape;
+    TC_ASSIGN_OR_RETURN(const uint32_t id,
+                        catalog_.AddEntry(std::move(tensor)));
+    for (const auto& [from, box] : boxes) {
+      Placement placement;
+      placement.file = from;
+      placement.offset = box->at;
+      placement.box = InBand(box->box, band);
+      TC_RETURN_IF_ERROR(catalog_.AddPlacement(id, placement));
+    }
+    if (entry.begin == entry.end) return {};
+    extents->push_back(
+        {data + entry.begin, data + entry.end, Extent::kTensor, id, 0, {}});
+    return {};
+  }
+
+  struct FromBytes {
+    uint32_t file;
+    PartBytes bytes;
   };
   Manifest manifest_;
   Catalog catalog_;
@@ -219,7 +246,7 @@ Result<std::vector<CommitFile>> RunAssembleJob(
     files[f].holes = std::move(holes).value();
     TC_ASSIGN_OR_RETURN(
         std::vector<Extent> extents,
-        parts.ExtentsOf(static_cast<uint32_t>(f), files[f].header));
+        parts.ExtentsOf(list, static_cast<uint32_t>(f), files[f].header));
     TC_RETURN_IF_ERROR(CheckCovered(files[f], extents, outputs[f].name));
     layouts.push_back({{}, std::move(extents)});
     outputs[f].ranges = files[f].holes;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <map>
+#include <set>
 
 #include "format/binary.h"
 #include "plan/layout.h"
@@ -33,10 +34,12 @@ std::string EncodeList(const FinalFiles& list) {
       PutVarint(&out, static_cast<uint64_t>(rank));
     }
   }
-  PutVarint(&out, list.gathered.size());
-  for (const FinalFiles::Gathered& tensor : list.gathered) {
-    PutString(&out, tensor.name);
-    PutVarint(&out, static_cast<uint64_t>(tensor.ring + 1));
+  PutVarint(&out, list.bands.size());
+  for (const FinalFiles::TensorBand& band : list.bands) {
+    PutString(&out, band.tensor);
+    PutVarint(&out, static_cast<uint64_t>(band.rows.ring + 1));
+    PutVarint(&out, static_cast<uint64_t>(band.rows.begin));
+    PutVarint(&out, static_cast<uint64_t>(band.rows.end));
   }
   PutCrc(&out);
   return out;
@@ -76,17 +79,39 @@ Result<FinalFiles> DecodeList(ByteSpan bytes) {
     }
     list.rings.push_back(std::move(ring));
   }
-  const auto gathered = in.Bounded(in.left());
-  if (!gathered) return damaged;
-  for (uint64_t i = 0; i < *gathered; ++i) {
+  const auto bands = in.Bounded(in.left());
+  if (!bands) return damaged;
+  for (uint64_t i = 0; i < *bands; ++i) {
     auto name = in.String(kMaxNameBytes);
     const auto ring = in.Bounded(list.rings.size());
-    if (!name || !ring) return damaged;
-    list.gathered.push_back(
-        {std::move(*name), static_cast<int64_t>(*ring) - 1});
+    const auto begin = in.Bounded(INT64_MAX);
+    const auto end = in.Bounded(INT64_MAX);
+    if (!name || !ring || !begin || !end) return damaged;
+    list.bands.push_back(
+        {std::move(*name),
+         {static_cast<int64_t>(*ring) - 1, static_cast<int64_t>(*begin),
+          static_cast<int64_t>(*end)}});
   }
   if (!in.empty()) return damaged;
   return list;
+}
+
+Status CheckBands(const FinalTensor& tensor, size_t rings) {
+  int64_t at = 0;
+  std::set<int64_t> used;
+  for (const FinalBand& band : tensor.bands) {
+    if (tensor.shape.empty() || band.begin < at || band.begin >= band.end ||
+        band.end > tensor.shape[0] || band.ring < -1 ||
+        band.ring >= static_cast<int64_t>(rings) ||
+        (band.ring >= 0 && !used.insert(band.ring).second)) {
+      return InvalidArgument(
+                 "its bands are no rows of it, in order, each of "
+                 "a ring of its own")
+          .WithTensor(tensor.name);
+    }
+    at = band.end;
+  }
+  return {};
 }
 
 // The file at full size, with its header.
@@ -112,18 +137,73 @@ Status StageFile(const Directory& staging, const FinalLayout& layout,
 
 }  // namespace
 
-const FinalFiles::Gathered* FinalFiles::FindGathered(
-    std::string_view name) const {
-  const auto found = std::lower_bound(
-      gathered.begin(), gathered.end(), name,
-      [](const Gathered& a, std::string_view b) { return a.name < b; });
-  return found == gathered.end() || found->name != name ? nullptr : &*found;
+std::span<const FinalFiles::TensorBand> FinalFiles::BandsOf(
+    std::string_view tensor) const {
+  const auto first = std::lower_bound(
+      bands.begin(), bands.end(), tensor,
+      [](const TensorBand& a, std::string_view b) { return a.tensor < b; });
+  auto last = first;
+  while (last != bands.end() && last->tensor == tensor) ++last;
+  return {first, last};
 }
 
-const FinalRing* FinalFiles::RingOf(std::string_view tensor) const {
-  const Gathered* found = FindGathered(tensor);
-  return found && found->ring >= 0 ? &rings[static_cast<size_t>(found->ring)]
-                                   : nullptr;
+Result<const FinalBand*> FinalFiles::BandOf(std::string_view tensor,
+                                            const Box& box) const {
+  if (box.rank() == 0) return nullptr;
+  const int64_t begin = box.offsets[0], end = begin + box.sizes[0];
+  for (const TensorBand& band : BandsOf(tensor)) {
+    if (band.rows.end <= begin || band.rows.begin >= end) continue;
+    if (band.rows.begin <= begin && end <= band.rows.end) return &band.rows;
+    return Conflict("rows " + std::to_string(begin) + " to " +
+                    std::to_string(end) + " are planned to be rows " +
+                    std::to_string(band.rows.begin) + " to " +
+                    std::to_string(band.rows.end) + " of one node at most")
+        .WithTensor(std::string(tensor));
+  }
+  return nullptr;
+}
+
+Result<SafetensorsEntry> EntryOf(const SafetensorsEntry& tensor,
+                                 const FinalBand& band) {
+  SafetensorsEntry entry = tensor;
+  if (entry.shape.empty() || band.end > entry.shape[0]) {
+    return Corrupt("has no rows " + std::to_string(band.begin) + " to " +
+                   std::to_string(band.end))
+        .WithTensor(tensor.name);
+  }
+  entry.shape[0] = band.begin;
+  TC_ASSIGN_OR_RETURN(const uint64_t before,
+                      ByteSize(entry.dtype, entry.shape));
+  entry.shape[0] = band.end - band.begin;
+  TC_ASSIGN_OR_RETURN(const uint64_t bytes, ByteSize(entry.dtype, entry.shape));
+  entry.begin += before;
+  entry.end = entry.begin + bytes;
+  return entry;
+}
+
+Box InBand(Box box, const FinalBand& band) {
+  box.offsets[0] -= band.begin;
+  return box;
+}
+
+Result<std::vector<RingTensor>> RingTensorsOf(
+    const FinalFiles& list, const std::vector<FileHeader>& headers,
+    const FinalRing& ring) {
+  std::vector<RingTensor> tensors;
+  for (uint32_t f = 0; f < headers.size(); ++f) {
+    for (const SafetensorsEntry& entry : headers[f].header.tensors) {
+      for (const FinalFiles::TensorBand& band : list.BandsOf(entry.name)) {
+        if (band.rows.ring < 0 ||
+            &list.rings[static_cast<size_t>(band.rows.ring)] != &ring) {
+          continue;
+        }
+        TC_ASSIGN_OR_RETURN(SafetensorsEntry of_band,
+                            EntryOf(entry, band.rows));
+        tensors.push_back({f, std::move(of_band)});
+      }
+    }
+  }
+  return tensors;
 }
 
 Result<FinalLayout> LayOutFinalFile(const std::string& name,
@@ -159,11 +239,15 @@ Result<FinalFiles> StageFinalFiles(const Directory& staging,
     if (!size.ok()) return size.status().WithTensor(tensor.name);
     names.push_back(tensor.name);
     bytes.push_back(*size);
-    if (tensor.gathered) list.gathered.push_back({tensor.name, tensor.ring});
+    TC_RETURN_IF_ERROR(CheckBands(tensor, rings.size()));
+    for (const FinalBand& band : tensor.bands) {
+      list.bands.push_back({tensor.name, band});
+    }
   }
   list.rings = std::move(rings);
-  std::sort(list.gathered.begin(), list.gathered.end(),
-            [](const auto& a, const auto& b) { return a.name < b.name; });
+  std::stable_sort(
+      list.bands.begin(), list.bands.end(),
+      [](const auto& a, const auto& b) { return a.tensor < b.tensor; });
   TC_ASSIGN_OR_RETURN(const FileDivision division,
                       DivideIntoFiles(names, bytes, rule));
   list.index_name = IndexFileName(division.count, naming);

@@ -9,9 +9,11 @@
 // files there are.
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
+#include "base/box.h"
 #include "engine/header_io.h"
 #include "engine/output_files.h"
 #include "format/names.h"
@@ -32,18 +34,23 @@ Result<FinalLayout> LayOutFinalFile(const std::string& name,
                                     const std::string& id,
                                     std::vector<SafetensorsEntry> tensors);
 
+// Rows of a tensor, along its first dimension, whose boxes are too narrow in
+// the file for their owners to write them there: the ranks of a ring hand them
+// to one that does, or the coordinator gathers them.
+struct FinalBand {
+  int64_t ring = -1;  // index of the ring, if any
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
 struct FinalTensor {
   std::string name;
   Dtype dtype = Dtype::kU8;
   Dims shape;
-  // Its boxes are too narrow in the file for their owners to write them there:
-  // the ranks of a ring hand them to one that does, or the coordinator gathers
-  // them.
-  bool gathered = false;
-  int64_t ring = -1;  // of a gathered tensor: index of the ring, if any
+  std::vector<FinalBand> bands;  // ascending, apart, each of another ring
 };
 
-// Ranks of one node, which have all boxes of the ring's tensors.
+// Ranks of one node, which have all boxes of the ring's bands.
 struct FinalRing {
   int64_t leader = 0;            // who writes
   std::vector<int64_t> senders;  // the others, ascending
@@ -59,18 +66,35 @@ struct FinalFile {
 struct FinalFiles {
   std::vector<FinalFile> files;
   std::string index_name;  // of the index beside them, if any
-  struct Gathered {
-    std::string name;
-    int64_t ring = -1;
+  struct TensorBand {
+    std::string tensor;
+    FinalBand rows;
   };
-  std::vector<Gathered> gathered;  // by name
+  std::vector<TensorBand> bands;  // by tensor and rows
   std::vector<FinalRing> rings;
 
-  // Null for tensors whose boxes their owners write.
-  const Gathered* FindGathered(std::string_view name) const;
-  // Null where there is none.
-  const FinalRing* RingOf(std::string_view tensor) const;
+  std::span<const TensorBand> BandsOf(std::string_view tensor) const;
+  // The band that the box lies in; null for a box that its owner writes.
+  // kConflict where it lies in one with a part of its rows.
+  Result<const FinalBand*> BandOf(std::string_view tensor,
+                                  const Box& box) const;
 };
+
+// The rows of a band as a tensor: its place is where the band's bytes are.
+Result<SafetensorsEntry> EntryOf(const SafetensorsEntry& tensor,
+                                 const FinalBand& band);
+// A box of the tensor in that one.
+Box InBand(Box box, const FinalBand& band);
+
+// What the ranks of a ring write, as tensors, in the order of the files and of
+// their data.
+struct RingTensor {
+  uint32_t file = 0;  // in the list of final files
+  SafetensorsEntry entry;
+};
+Result<std::vector<RingTensor>> RingTensorsOf(
+    const FinalFiles& list, const std::vector<FileHeader>& headers,
+    const FinalRing& ring);
 
 // Coordinator: divides the tensors into files by `rule`, creates these and
 // writes their headers, durably if `sync`, and then the list. kInvalidArgument

@@ -186,8 +186,10 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
     TC_RETURN_IF_ERROR(CheckFits(tensor, place, list.files, options.cast));
     const SourceTensor& source = sources[tensor.source];
     const Dtype to = place->entry->dtype;
-    const FinalFiles::Gathered* gathered = list.FindGathered(tensor.name);
-    if (!gathered) {
+    const Box box{tensor.offsets, tensor.shape};
+    TC_ASSIGN_OR_RETURN(const FinalBand* const band,
+                        list.BandOf(tensor.name, box));
+    if (!band) {
       TC_RETURN_IF_ERROR(AddStretches(tensor, source, to,
                                       headers[place->file].header.data_begin +
                                           place->entry->begin,
@@ -195,16 +197,14 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
                              .WithTensor(tensor.name));
       continue;
     }
-    if (const FinalRing* own = list.RingOf(tensor.name)) {
+    if (band->ring >= 0) {
+      const FinalRing* own = &list.rings[static_cast<size_t>(band->ring)];
       if (ring && ring != own) return Internal("a rank is in two rings");
       ring = own;
     }
     TC_ASSIGN_OR_RETURN(const uint64_t bytes, ByteSize(to, tensor.shape));
-    ring_sources.push_back({{tensor.name, {tensor.offsets, tensor.shape}},
-                            &source,
-                            bytes,
-                            CastOf(tensor, to),
-                            gathered->ring >= 0});
+    ring_sources.push_back(
+        {tensor.name, box, *band, &source, bytes, CastOf(tensor, to)});
   }
   std::vector<RingEdge> edges;
   if (ring) {
@@ -213,9 +213,8 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
                                options.rank, options.job, &edges));
   }
   for (const RingSource& gathered : ring_sources) {
-    if (out.ring && gathered.by_ring) continue;
-    out.part_boxes.push_back(
-        {gathered.box.tensor, gathered.box.box, out.parts.size()});
+    if (out.ring && gathered.band.ring >= 0) continue;
+    out.part_boxes.push_back({gathered.tensor, gathered.box, out.parts.size()});
     out.parts.Place(out.parts.size(), *gathered.source, 0, gathered.bytes,
                     gathered.cast);
   }

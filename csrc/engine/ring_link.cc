@@ -125,9 +125,8 @@ Result<RingPeer> PeerOf(LocalSocket socket, LocalMessage message) {
 }
 
 // Ok where the boxes of all members tile the ring's tensors.
-Status CheckTiling(const FinalFiles& list,
-                   const std::vector<FileHeader>& headers,
-                   const FinalRing& ring, const std::vector<RingBox>& own,
+Status CheckTiling(const std::vector<RingTensor>& tensors,
+                   const std::vector<RingBox>& own,
                    const std::vector<RingPeer>& peers) {
   std::map<std::string_view, std::vector<Box>> boxes;
   const auto add = [&](const std::vector<RingBox>& of_member) {
@@ -137,20 +136,17 @@ Status CheckTiling(const FinalFiles& list,
   };
   add(own);
   for (const RingPeer& peer : peers) add(peer.boxes);
-  for (const FileHeader& header : headers) {
-    for (const SafetensorsEntry& entry : header.header.tensors) {
-      if (list.RingOf(entry.name) != &ring) continue;
-      TC_RETURN_IF_ERROR(
-          ProveTiling(Box::Whole(entry.shape), boxes[entry.name]));
-      boxes.erase(entry.name);
-    }
+  for (const RingTensor& tensor : tensors) {
+    TC_RETURN_IF_ERROR(
+        ProveTiling(Box::Whole(tensor.entry.shape), boxes[tensor.entry.name]));
+    boxes.erase(tensor.entry.name);
   }
   return boxes.empty() ? Status() : Conflict("a box is of another tensor");
 }
 
 Result<std::vector<RingPeer>> Lead(const Directory& staging,
                                    const FinalFiles& list,
-                                   const std::vector<FileHeader>& headers,
+                                   const std::vector<RingTensor>& tensors,
                                    const FinalRing& ring,
                                    const std::vector<RingBox>& own, Job* job) {
   TC_ASSIGN_OR_RETURN(const LocalListener listener,
@@ -169,7 +165,7 @@ Result<std::vector<RingPeer>> Lead(const Directory& staging,
     }
     peers.push_back(std::move(peer));
   }
-  TC_RETURN_IF_ERROR(CheckTiling(list, headers, ring, own, peers));
+  TC_RETURN_IF_ERROR(CheckTiling(tensors, own, peers));
   TC_RETURN_IF_ERROR(waiting());
   for (const RingPeer& peer : peers) {
     if (peer.socket.PeerIsGone()) return Unsupported("a rank has left again");
@@ -200,12 +196,12 @@ Status RingPeer::Gone(const char* what) const {
 
 Result<std::vector<RingPeer>> LeadRing(const Directory& staging,
                                        const FinalFiles& list,
-                                       const std::vector<FileHeader>& headers,
+                                       const std::vector<RingTensor>& tensors,
                                        const FinalRing& ring,
                                        const std::vector<RingBox>& own,
                                        Job* job) {
   Result<std::vector<RingPeer>> peers =
-      Lead(staging, list, headers, ring, own, job);
+      Lead(staging, list, tensors, ring, own, job);
   if (!peers.ok()) {
     Refuse(staging, ring.leader);  // who waits for an answer is hung up on
     if (MeansNoRing(peers.status())) return std::vector<RingPeer>();

@@ -23,7 +23,7 @@
 
 namespace torch_ckpt {
 
-// A box of a gathered tensor.
+// A box of a tensor of the ring, in that (RingTensorsOf).
 struct RingBox {
   std::string tensor;
   Box box;  // in elements
@@ -50,7 +50,7 @@ struct RingPeer {
 // Of the leader, which has `own` boxes: all senders.
 Result<std::vector<RingPeer>> LeadRing(const Directory& staging,
                                        const FinalFiles& list,
-                                       const std::vector<FileHeader>& headers,
+                                       const std::vector<RingTensor>& tensors,
                                        const FinalRing& ring,
                                        const std::vector<RingBox>& own,
                                        Job* job);

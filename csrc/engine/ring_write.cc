@@ -15,19 +15,16 @@ constexpr uint64_t kStepBytes = uint64_t{256} << 10;
 
 void RingWork::PlanTensors(const FinalFiles& list,
                            const std::vector<FileHeader>& headers,
-                           const FinalRing& ring,
-                           std::vector<const SafetensorsEntry*>* entries) {
+                           const std::vector<RingTensor>& tensors) {
+  auto tensor = tensors.begin();
   for (uint32_t f = 0; f < headers.size(); ++f) {
     const SafetensorsHeader& header = headers[f].header;
     std::vector<ByteRange> rows;  // of tensors that lie side by side
-    for (const SafetensorsEntry& entry : header.tensors) {
-      if (entry.begin == entry.end || list.RingOf(entry.name) != &ring) {
-        continue;
-      }
-      const ByteRange bytes{header.data_begin + entry.begin,
-                            header.data_begin + entry.end};
+    for (; tensor != tensors.end() && tensor->file == f; ++tensor) {
+      const ByteRange bytes{header.data_begin + tensor->entry.begin,
+                            header.data_begin + tensor->entry.end};
       tensors_.push_back({f, bytes});
-      entries->push_back(&entry);
+      if (bytes.begin == bytes.end) continue;
       if (rows.empty() || rows.back().end != bytes.begin) rows.push_back(bytes);
       rows.back().end = bytes.end;
     }
@@ -48,15 +45,16 @@ void RingWork::PlanTensors(const FinalFiles& list,
 }
 
 Result<std::vector<RingWork::Flow>> RingWork::FlowsOf(
-    const std::vector<RingBox>& boxes,
-    const std::vector<const SafetensorsEntry*>& entries) {
+    const std::vector<RingBox>& boxes, const std::vector<RingTensor>& tensors) {
   std::map<std::string_view, size_t> by_name;
-  for (size_t t = 0; t < entries.size(); ++t) by_name[entries[t]->name] = t;
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    by_name[tensors[t].entry.name] = t;
+  }
   std::vector<Flow> flows;
   for (size_t b = 0; b < boxes.size(); ++b) {
     const auto tensor = by_name.find(boxes[b].tensor);
     if (tensor == by_name.end() || boxes[b].box.Empty()) continue;  // no bytes
-    const SafetensorsEntry& entry = *entries[tensor->second];
+    const SafetensorsEntry& entry = tensors[tensor->second].entry;
     TC_ASSIGN_OR_RETURN(ByteBox bytes,
                         ByteBox::Make(entry.dtype, entry.shape, boxes[b].box));
     flows.push_back({tensor->second, bytes, b, 0});
@@ -238,14 +236,16 @@ Result<std::optional<RingWork>> PlanRingWork(
   std::vector<RingBox> boxes;
   std::vector<size_t> numbers;  // of their sources
   for (size_t s = 0; s < sources.size(); ++s) {
-    if (!sources[s].by_ring) continue;
-    boxes.push_back(sources[s].box);
+    const RingSource& source = sources[s];
+    if (source.band.ring < 0) continue;
+    boxes.push_back({source.tensor, InBand(source.box, source.band)});
     numbers.push_back(s);
   }
   // Before anybody waits for this rank: what may take long or fail.
-  std::vector<const SafetensorsEntry*> entries;
-  work.PlanTensors(list, headers, ring, &entries);
-  TC_ASSIGN_OR_RETURN(work.own_flows_, RingWork::FlowsOf(boxes, entries));
+  TC_ASSIGN_OR_RETURN(const std::vector<RingTensor> tensors,
+                      RingTensorsOf(list, headers, ring));
+  work.PlanTensors(list, headers, tensors);
+  TC_ASSIGN_OR_RETURN(work.own_flows_, RingWork::FlowsOf(boxes, tensors));
   for (RingWork::Flow& flow : work.own_flows_) {
     const RingSource& source = sources[numbers[flow.number]];
     flow.at = work.own_.size();
@@ -254,13 +254,13 @@ Result<std::optional<RingWork>> PlanRingWork(
   work.leads_ = rank == ring.leader;
   TC_ASSIGN_OR_RETURN(work.peers_,
                       work.leads_
-                          ? LeadRing(staging, list, headers, ring, boxes, job)
+                          ? LeadRing(staging, list, tensors, ring, boxes, job)
                           : JoinRing(staging, list, ring, rank, boxes, job));
   if (work.peers_.empty()) return std::optional<RingWork>();
   if (work.leads_) {
     for (const RingPeer& peer : work.peers_) {
       TC_ASSIGN_OR_RETURN(std::vector<RingWork::Flow> flows,
-                          RingWork::FlowsOf(peer.boxes, entries));
+                          RingWork::FlowsOf(peer.boxes, tensors));
       work.peer_flows_.push_back(std::move(flows));
     }
   }

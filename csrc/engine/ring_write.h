@@ -22,13 +22,14 @@
 
 namespace torch_ckpt {
 
-// A box of this rank, and its bytes.
+// A box of this rank that it does not write by itself, and its bytes.
 struct RingSource {
-  RingBox box;
+  std::string tensor;
+  Box box;  // in elements
+  FinalBand band;
   const SourceTensor* source = nullptr;
   uint64_t bytes = 0;  // after the cast
   std::optional<ElementCast> cast;
-  bool by_ring = false;  // else of a tensor that the coordinator gathers
 };
 
 // Bytes of this rank that go to its file of parts: `range` of the file are
@@ -85,15 +86,14 @@ class RingWork {
     size_t number = 0;  // in the list of boxes
     uint64_t at = 0;    // own: in own()
   };
-  // The tensors, files and pieces. Fills `entries`, of the tensors in order.
+  // The tensors, files and pieces.
   void PlanTensors(const FinalFiles& list,
                    const std::vector<FileHeader>& headers,
-                   const FinalRing& ring,
-                   std::vector<const SafetensorsEntry*>* entries);
+                   const std::vector<RingTensor>& tensors);
   // By tensor.
   static Result<std::vector<Flow>> FlowsOf(
       const std::vector<RingBox>& boxes,
-      const std::vector<const SafetensorsEntry*>& entries);
+      const std::vector<RingTensor>& tensors);
   void PlanEdges(const std::vector<size_t>& sources,
                  std::vector<RingEdge>* edges) const;
   Result<uint64_t> PieceAt(size_t file, uint64_t begin) const;

@@ -118,11 +118,12 @@ TEST_F(WriteFromDeviceTest, FinalFilesWithCasts) {
   CastElements(Dtype::kF32, reinterpret_cast<const std::byte*>(values.data()),
                Dtype::kBF16, reinterpret_cast<std::byte*>(cast.data()),
                values.size());
-  auto list = StageFinalFiles(*stage,
-                              {{"cast", Dtype::kBF16, {count}, false},
-                               {"gathered", Dtype::kBF16, {count}, true},
-                               {"plain", Dtype::kU8, {5003}, false}},
-                              {}, {}, true);
+  auto list =
+      StageFinalFiles(*stage,
+                      {{"cast", Dtype::kBF16, {count}, {}},
+                       {"gathered", Dtype::kBF16, {count}, {{-1, 0, count}}},
+                       {"plain", Dtype::kU8, {5003}, {}}},
+                      {}, {}, true);
   ASSERT_OK(list.status());
   WritePlan plan;
   plan.staging = Path("stage");

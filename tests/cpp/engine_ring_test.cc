@@ -10,13 +10,18 @@ class RingTest : public EngineDiskTest {
  protected:
   void Begin(const std::vector<Piece>& pieces, std::vector<FinalRing> rings,
              const std::vector<std::string>& gathered) {
+    std::vector<FinalTensor> tensors = FinalTensorsOf(pieces, gathered);
+    for (FinalTensor& tensor : tensors) {
+      for (FinalBand& band : tensor.bands) band.ring = rings.empty() ? -1 : 0;
+    }
+    BeginWith(tensors, std::move(rings));
+  }
+  void BeginWith(const std::vector<FinalTensor>& tensors,
+                 std::vector<FinalRing> rings) {
+    session_.reset();
     auto begun = BeginSave(Path("c"), true);
     ASSERT_OK(begun.status());
     session_ = std::make_unique<SaveSession>(std::move(begun).value());
-    std::vector<FinalTensor> tensors = FinalTensorsOf(pieces, gathered);
-    for (FinalTensor& tensor : tensors) {
-      if (tensor.gathered && !rings.empty()) tensor.ring = 0;
-    }
     auto list = StageFinalFiles(session_->directory(), tensors, {}, {}, true,
                                 std::move(rings));
     ASSERT_OK(list.status());
@@ -120,6 +125,124 @@ TEST_F(RingTest, ColumnsOfManySizes) {
     }
     EXPECT_GT(ring_bytes_, cube.bytes.size());
     Finish(std::move(written), pieces);
+  }
+}
+
+// Rows over two nodes, columns over the two ranks of each.
+class TwoNodes : public RingTest {
+ protected:
+  void SetUp() override {
+    RingTest::SetUp();
+    array_ = MakeArray(Dtype::kBF16, {50001, 30}, 11);
+    odd_ = MakeArray(Dtype::kU8, {30001, 5}, 12);
+    small_ = MakeArray(Dtype::kF32, {5, 2}, 13);  // no whole block of a band
+    // Ranks by rows, then columns: 0 and 1 have the first rows.
+    pieces_ = Joined({GridPieces("w", array_, {2, 2}),
+                      GridPieces("odd", odd_, {2, 2}),
+                      GridPieces("small", small_, {2, 2})});
+  }
+  // Each node's rows as bands of these rings.
+  std::vector<FinalTensor> Banded(int64_t first, int64_t second) const {
+    std::vector<FinalTensor> tensors = FinalTensorsOf(pieces_);
+    for (FinalTensor& tensor : tensors) {
+      int64_t rows = 0;  // of the first node
+      for (const Piece& piece : pieces_) {
+        if (piece.name == tensor.name && piece.rank == 0) {
+          rows = piece.box.sizes[0];
+        }
+      }
+      tensor.bands = {{first, 0, rows}, {second, rows, tensor.shape[0]}};
+    }
+    return tensors;
+  }
+  uint64_t AllBytes() const {
+    return array_.bytes.size() + odd_.bytes.size() + small_.bytes.size();
+  }
+  Array array_, odd_, small_;
+  std::vector<Piece> pieces_;
+};
+
+TEST_F(TwoNodes, EachWritesItsRows) {
+  BeginWith(Banded(0, 1), {{0, {1}}, {3, {2}}});
+  auto written = WriteRanks({0, 1, 2, 3}, pieces_);
+  EXPECT_EQ(ring_bytes_, AllBytes());
+  for (const auto& rank : written) {
+    ASSERT_OK(rank.status());
+    for (const WrittenParts& parts : rank->parts) {
+      EXPECT_TRUE(parts.boxes.empty());
+    }
+  }
+  Finish(std::move(written), pieces_);
+}
+
+TEST_F(TwoNodes, OneCannot) {
+  BeginWith(Banded(0, 1), {{0, {1}}, {3, {2}}});
+  ASSERT_OK(session_->directory().WriteFile("ring_refused.2", ""));
+  auto written = WriteRanks({0, 1, 2, 3}, pieces_);
+  EXPECT_GT(ring_bytes_, 0u);
+  EXPECT_LT(ring_bytes_, AllBytes());
+  Finish(std::move(written), pieces_);
+}
+
+TEST_F(TwoNodes, NeitherCanAndBandsAreGathered) {
+  for (const bool rings : {true, false}) {
+    ring_bytes_ = 0;
+    if (rings) {
+      BeginWith(Banded(0, 1), {{0, {1}}, {3, {2}}});
+      for (const char* rank : {"1", "2"}) {
+        ASSERT_OK(session_->directory().WriteFile(
+            std::string("ring_refused.") + rank, ""));
+      }
+    } else {
+      BeginWith(Banded(-1, -1), {});
+    }
+    auto written = WriteRanks({0, 1, 2, 3}, pieces_);
+    EXPECT_EQ(ring_bytes_, 0u);
+    Finish(std::move(written), pieces_);
+  }
+}
+
+// What is in no band its owners write.
+TEST_F(TwoNodes, BandsOfOneNodeOnly) {
+  std::vector<FinalTensor> tensors = Banded(0, -1);
+  for (FinalTensor& tensor : tensors) tensor.bands.pop_back();
+  BeginWith(tensors, {{0, {1}}});
+  Finish(WriteRanks({0, 1, 2, 3}, pieces_), pieces_);
+}
+
+TEST_F(TwoNodes, ABoxThatIsHalfInABandIsOfAnotherPlan) {
+  BeginWith(Banded(0, 1), {{0, {1}}, {3, {2}}});
+  std::vector<Piece> other = pieces_;
+  for (Piece& piece : other) {
+    if (piece.rank == 0 && piece.name == "w") ++piece.box.sizes[0];
+  }
+  const Status status = WriteFinalRank(staging(), 0, other).status();
+  EXPECT_EQ(status.kind(), ErrorKind::kConflict) << status.ToString();
+  EXPECT_EQ(status.tensor(), "w");
+}
+
+TEST_F(TwoNodes, BandsAreRowsInOrderOfRingsThatThereAre) {
+  const std::vector<std::vector<FinalBand>> wrong = {
+      {{1, 0, 5}},              // no such ring
+      {{-2, 0, 5}},             // nor this
+      {{0, 0, 50002}},          // more rows than there are
+      {{0, 5, 5}},              // none
+      {{0, -1, 5}},             //
+      {{0, 0, 5}, {-1, 4, 9}},  // twice
+      {{-1, 5, 9}, {0, 0, 5}},  // not in order
+      {{0, 0, 5}, {0, 7, 9}},   // two of one ring
+  };
+  for (const std::vector<FinalBand>& bands : wrong) {
+    session_.reset();
+    auto begun = BeginSave(Path("c"), true);
+    ASSERT_OK(begun.status());
+    std::vector<FinalTensor> tensors = FinalTensorsOf(pieces_);
+    tensors[0].bands = bands;
+    const Status status =
+        StageFinalFiles(begun->directory(), tensors, {}, {}, true, {{0, {1}}})
+            .status();
+    EXPECT_EQ(status.kind(), ErrorKind::kInvalidArgument) << status.ToString();
+    EXPECT_EQ(status.tensor(), "w");
   }
 }
 

@@ -23,10 +23,14 @@ inline std::vector<FinalTensor> FinalTensorsOf(
   std::set<std::string> seen;
   for (const Piece& piece : pieces) {
     if (!seen.insert(piece.name).second) continue;
-    const bool gather = std::find(gathered.begin(), gathered.end(),
-                                  piece.name) != gathered.end();
-    tensors.push_back(
-        {piece.name, piece.array->dtype, piece.array->shape, gather});
+    const Array& array = *piece.array;
+    FinalTensor& tensor = tensors.emplace_back(
+        FinalTensor{piece.name, array.dtype, array.shape, {}});
+    if (std::find(gathered.begin(), gathered.end(), piece.name) !=
+            gathered.end() &&
+        array.shape[0] > 0) {
+      tensor.bands.push_back({-1, 0, array.shape[0]});
+    }
   }
   return tensors;
 }

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from torch_ckpt._core import names_text
 from torch_ckpt.dcp.reserved import TIES_KEY
-from torch_ckpt.dcp.rings import rings_of
+from torch_ckpt.dcp.rings import Band, Rows, rings_of
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
@@ -95,27 +95,42 @@ def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
             if rows > shorts.get(fqn, 0):
                 shorts[fqn] = rows
     _drop_small_stretches(tensors, shorts)
-    ranks_of: dict[str, set[int]] = {fqn: set() for fqn in shorts}
+    parts: dict[str, list[Rows]] = {fqn: [] for fqn in shorts}
     for rank, plan in enumerate(plans) if shorts else ():
         for item in plan.items:
-            if item.index.fqn in shorts:
-                ranks_of[item.index.fqn].add(rank)
-    rings, ring_of = rings_of(ranks_of, [plan.storage_data for plan in plans])
-    dtypes, shapes, gathered = [], [], []
+            if item.index.fqn in shorts and item.tensor_data is not None:
+                chunk = item.tensor_data.chunk
+                begin = chunk.offsets[0]
+                parts[item.index.fqn].append(Rows(rank, begin, begin + chunk.sizes[0]))
+    rings, bands_of = rings_of(parts, [plan.storage_data for plan in plans])
+    dtypes, shapes, bands = [], [], []
     for fqn, data in tensors.items():
         dtype = _dtype_name(data.properties, fqn)
         dtypes.append(policy.stored(fqn, dtype))
         packed = PACKED.get(dtype, 1)
         shapes.append([*data.size[:-1], data.size[-1] * packed] if packed > 1 else [*data.size])
-        # Boxes of several rows are gathered in any case.
-        gathered.append(ring_of.get(fqn, -1 if shorts.get(fqn, 0) > 1 else -2))
+        own = bands_of.get(fqn, [])
+        if own and shorts[fqn] == 1:
+            own = [band for band in own if _is_worth_a_ring(band, data)]
+        if len(data.size) == 1:
+            own = [(ring, begin * packed, end * packed) for ring, begin, end in own]
+        bands.append(own)
     return {
         "names": names_text(list(tensors)),
         "dtypes": dtypes,
         "shapes": shapes,
-        "gathered": gathered,
+        "bands": bands,
         "rings": rings,
     }
+
+
+def _is_worth_a_ring(band: Band, data: TensorWriteData) -> bool:
+    """Of boxes of one row each, which can be written one by one as well."""
+    ring, begin, end = band
+    if ring < 0 or end - begin == data.size[0]:
+        return ring >= 0
+    row = math.prod(data.size[1:]) * data.properties.dtype.itemsize
+    return (end - begin) * row >= MIN_ROW_BYTES
 
 
 def _drop_small_stretches(tensors: Mapping[str, TensorWriteData], shorts: dict[str, int]) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torch_ckpt.dcp.items import ZEROS, WriteItems
+from torch_ckpt.dcp.rings import Node
 from torch_ckpt.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,9 @@ def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
 
     A tensor's box goes to the rank with the fewest bytes so far (the lowest rank if
     `to_lowest_rank`), an object to the lowest rank that offers it, so that which of several
-    differing values is kept does not depend on sizes.
+    differing values is kept does not depend on sizes. Where plans say on which node they were made
+    (those for final files do), the boxes of a tensor stay on one node if it has them: its ranks can
+    write them together.
     """
     if len(plans) == 1:
         return plans
@@ -51,6 +54,8 @@ def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
                 ranks.append(rank)
                 _check_replica(item, rank, first[key], ranks[0])
     load = [0] * len(plans)
+    nodes = [plan.storage_data for plan in plans]
+    node_of: dict[str, Node] = {}  # of a tensor's boxes so far
     chosen: dict[tuple[str, Any], int] = {}
     for plan in plans:
         for item in plan.items:
@@ -63,7 +68,12 @@ def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
             if data is None or to_lowest_rank:
                 rank = ranks[0]
             else:
-                rank = ranks[0] if len(ranks) == 1 else min(ranks, key=load.__getitem__)
+                node = node_of.get(index.fqn)
+                near = [rank for rank in ranks if nodes[rank] == node] if node else ranks
+                rank = ranks[0] if len(ranks) == 1 else min(near or ranks, key=load.__getitem__)
+                chosen_node = nodes[rank]
+                if isinstance(chosen_node, Node):
+                    node_of.setdefault(index.fqn, chosen_node)
             if data is not None:
                 load[rank] += math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
             chosen[key] = rank

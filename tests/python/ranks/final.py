@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_ckpt
 from torch_ckpt import Checkpoint, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch_ckpt.dcp.rings import Node
 
 CASES, case = cases()
 
@@ -37,6 +41,14 @@ def check_final(path: Path, table: dict[str, Any]) -> None:
     for name, layout in table.items():
         assert torch.equal(tensors[name], whole(name, layout.shape)), name
     Checkpoint(path).verify()
+
+
+@contextlib.contextmanager
+def nodes(context: Context, count: int) -> Iterator[None]:
+    """As if the ranks were on `count` nodes."""
+    node = Node("boot", str(context.rank * count // context.world), 0)
+    with mock.patch("torch_ckpt.dcp.writer.this_node", return_value=node):
+        yield
 
 
 @case
@@ -135,13 +147,42 @@ def random_placements(context: Context) -> None:
             expected[name] = whole(name, shape).to(chance.choice(dtypes))
             source[name] = distribute_tensor(expected[name], mesh, placements)
         size = chance.choice([None, 1000, 10_000])
-        torch_ckpt.save(source, checkpoint_id=path, layout="final", max_shard_size=size)
+        with nodes(context, chance.randint(1, context.world)):
+            torch_ckpt.save(source, checkpoint_id=path, layout="final", max_shard_size=size)
         saved = final_tensors(path)
         assert saved.keys() == expected.keys()
         for name, value in expected.items():
             assert saved[name].dtype == value.dtype
             assert torch.equal(saved[name], value), name
         Checkpoint(path).verify()
+        dist.barrier()
+
+
+@case
+def columns_on_nodes(context: Context) -> None:
+    """What is cut into columns on a node, and into rows or not at all over the nodes, goes through
+    the rings of the nodes, and nothing is left for the coordinator but edges."""
+    if context.world % 4 != 0:
+        return
+    mesh = mesh_of((context.world // 2, 2))
+    shape = (4096, 40)
+    for first in (Shard(0), Replicate()):
+        source: dict[str, Any] = {
+            f"t{number}": distribute_tensor(whole(f"t{number}", shape), mesh, [first, Shard(1)])
+            for number in range(4)
+        }
+        path = context.folder / type(first).__name__
+        with nodes(context, context.world // 2):
+            metadata = torch_ckpt.save(source, checkpoint_id=path, layout="final")
+        saved = final_tensors(path)
+        for name in source:
+            assert torch.equal(saved[name], whole(name, shape)), name
+        phases = metadata.storage_data.values()
+        assert sum(of_rank.ring_bytes for of_rank in phases) == sum(
+            tensor.nbytes for tensor in saved.values()
+        )
+        edges = 2 * 4096 * len(source) * (context.world // 2)
+        assert sum(of_rank.parts_bytes for of_rank in phases) <= edges
         dist.barrier()
 
 
