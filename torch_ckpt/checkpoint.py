@@ -185,6 +185,13 @@ class Checkpoint:
             objects=objects,
         )
 
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of every tensor by its name, as safetensors calls it ("BF16"): a part of what
+        `describe` says, in a fraction of the time where tensors are many. Raises what that does."""
+        answer = _core.call({"op": "describe", "path": self.path})
+        columns = zip(answer["names"], answer["kinds"], answer["dtypes"], strict=True)
+        return {name: dtype for name, kind, dtype in columns if kind != _OBJECT}
+
     def verify(self, workers: int = 2, progress: Progress | None = None) -> VerifyReport:
         """Compare every byte of every file with its digest.
 

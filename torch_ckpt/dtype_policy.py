@@ -41,8 +41,7 @@ class DtypePolicy:
         if isinstance(dtype, Mapping):
             self._by_name = {str(fqn): _dtype_name(value, str(fqn)) for fqn, value in dtype.items()}
         elif isinstance(dtype, str | os.PathLike) and os.path.isdir(dtype):
-            tensors = Checkpoint(dtype).describe().tensors
-            self._by_name = {tensor.name: tensor.dtype for tensor in tensors}
+            self._by_name = Checkpoint(dtype).dtypes()
         elif dtype is not None:
             self._for_all = _dtype_name(dtype)
         if isinstance(keep_fp32, str):

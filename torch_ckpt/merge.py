@@ -105,8 +105,8 @@ def merge_request(
         )
     if max_shard_size is not None and mapping is not None:
         raise InvalidArgumentError("a mapping and max_shard_size exclude each other")
-    tensors = Checkpoint(input_dir).describe().tensors if policy or key_mapping else []
-    new_names = renamed(key_mapping, [tensor.name for tensor in tensors])
+    dtypes = Checkpoint(input_dir).dtypes() if policy or key_mapping else {}
+    new_names = renamed(key_mapping, list(dtypes))
     return {
         "input": os.path.abspath(input_dir),
         "output": os.path.abspath(output_dir),
@@ -115,7 +115,7 @@ def merge_request(
         **NAMINGS[naming]._asdict(),
         "new_names": new_names,
         "dtypes": _changed_dtypes(
-            {new_names.get(tensor.name, tensor.name): tensor.dtype for tensor in tensors}, policy
+            {new_names.get(name, name): dtype for name, dtype in dtypes.items()}, policy
         ),
         "workers": workers,
         "strict": strict,

@@ -34,12 +34,15 @@ std::string EncodeList(const FinalFiles& list) {
       PutVarint(&out, static_cast<uint64_t>(rank));
     }
   }
-  PutVarint(&out, list.bands.size());
-  for (const FinalFiles::TensorBand& band : list.bands) {
-    PutString(&out, band.tensor);
-    PutVarint(&out, static_cast<uint64_t>(band.rows.ring + 1));
-    PutVarint(&out, static_cast<uint64_t>(band.rows.begin));
-    PutVarint(&out, static_cast<uint64_t>(band.rows.end));
+  PutVarint(&out, list.banded.size());
+  for (const FinalFiles::Banded& tensor : list.banded) {
+    PutString(&out, tensor.tensor);
+    PutVarint(&out, tensor.bands.size());
+    for (const FinalBand& band : tensor.bands) {
+      PutVarint(&out, static_cast<uint64_t>(band.ring + 1));
+      PutVarint(&out, static_cast<uint64_t>(band.begin));
+      PutVarint(&out, static_cast<uint64_t>(band.end));
+    }
   }
   PutCrc(&out);
   return out;
@@ -79,18 +82,23 @@ Result<FinalFiles> DecodeList(ByteSpan bytes) {
     }
     list.rings.push_back(std::move(ring));
   }
-  const auto bands = in.Bounded(in.left());
-  if (!bands) return damaged;
-  for (uint64_t i = 0; i < *bands; ++i) {
+  const auto banded = in.Bounded(in.left());
+  if (!banded) return damaged;
+  for (uint64_t i = 0; i < *banded; ++i) {
     auto name = in.String(kMaxNameBytes);
-    const auto ring = in.Bounded(list.rings.size());
-    const auto begin = in.Bounded(INT64_MAX);
-    const auto end = in.Bounded(INT64_MAX);
-    if (!name || !ring || !begin || !end) return damaged;
-    list.bands.push_back(
-        {std::move(*name),
-         {static_cast<int64_t>(*ring) - 1, static_cast<int64_t>(*begin),
-          static_cast<int64_t>(*end)}});
+    const auto bands = in.Bounded(in.left());
+    if (!name || !bands) return damaged;
+    FinalFiles::Banded& tensor = list.banded.emplace_back();
+    tensor.tensor = std::move(*name);
+    for (uint64_t b = 0; b < *bands; ++b) {
+      const auto ring = in.Bounded(list.rings.size());
+      const auto begin = in.Bounded(INT64_MAX);
+      const auto end = in.Bounded(INT64_MAX);
+      if (!ring || !begin || !end) return damaged;
+      tensor.bands.push_back({static_cast<int64_t>(*ring) - 1,
+                              static_cast<int64_t>(*begin),
+                              static_cast<int64_t>(*end)});
+    }
   }
   if (!in.empty()) return damaged;
   return list;
@@ -137,27 +145,25 @@ Status StageFile(const Directory& staging, const FinalLayout& layout,
 
 }  // namespace
 
-std::span<const FinalFiles::TensorBand> FinalFiles::BandsOf(
-    std::string_view tensor) const {
-  const auto first = std::lower_bound(
-      bands.begin(), bands.end(), tensor,
-      [](const TensorBand& a, std::string_view b) { return a.tensor < b; });
-  auto last = first;
-  while (last != bands.end() && last->tensor == tensor) ++last;
-  return {first, last};
+std::span<const FinalBand> FinalFiles::BandsOf(std::string_view tensor) const {
+  const auto found = std::lower_bound(
+      banded.begin(), banded.end(), tensor,
+      [](const Banded& a, std::string_view b) { return a.tensor < b; });
+  if (found == banded.end() || found->tensor != tensor) return {};
+  return found->bands;
 }
 
 Result<const FinalBand*> FinalFiles::BandOf(std::string_view tensor,
                                             const Box& box) const {
   if (box.rank() == 0) return nullptr;
   const int64_t begin = box.offsets[0], end = begin + box.sizes[0];
-  for (const TensorBand& band : BandsOf(tensor)) {
-    if (band.rows.end <= begin || band.rows.begin >= end) continue;
-    if (band.rows.begin <= begin && end <= band.rows.end) return &band.rows;
+  for (const FinalBand& band : BandsOf(tensor)) {
+    if (band.end <= begin || band.begin >= end) continue;
+    if (band.begin <= begin && end <= band.end) return &band;
     return Conflict("rows " + std::to_string(begin) + " to " +
                     std::to_string(end) + " are planned to be rows " +
-                    std::to_string(band.rows.begin) + " to " +
-                    std::to_string(band.rows.end) + " of one node at most")
+                    std::to_string(band.begin) + " to " +
+                    std::to_string(band.end) + " of one node at most")
         .WithTensor(std::string(tensor));
   }
   return nullptr;
@@ -192,13 +198,12 @@ Result<std::vector<RingTensor>> RingTensorsOf(
   std::vector<RingTensor> tensors;
   for (uint32_t f = 0; f < headers.size(); ++f) {
     for (const SafetensorsEntry& entry : headers[f].header.tensors) {
-      for (const FinalFiles::TensorBand& band : list.BandsOf(entry.name)) {
-        if (band.rows.ring < 0 ||
-            &list.rings[static_cast<size_t>(band.rows.ring)] != &ring) {
+      for (const FinalBand& band : list.BandsOf(entry.name)) {
+        if (band.ring < 0 ||
+            &list.rings[static_cast<size_t>(band.ring)] != &ring) {
           continue;
         }
-        TC_ASSIGN_OR_RETURN(SafetensorsEntry of_band,
-                            EntryOf(entry, band.rows));
+        TC_ASSIGN_OR_RETURN(SafetensorsEntry of_band, EntryOf(entry, band));
         tensors.push_back({f, std::move(of_band)});
       }
     }
@@ -240,14 +245,13 @@ Result<FinalFiles> StageFinalFiles(const Directory& staging,
     names.push_back(tensor.name);
     bytes.push_back(*size);
     TC_RETURN_IF_ERROR(CheckBands(tensor, rings.size()));
-    for (const FinalBand& band : tensor.bands) {
-      list.bands.push_back({tensor.name, band});
+    if (!tensor.bands.empty()) {
+      list.banded.push_back({tensor.name, tensor.bands});
     }
   }
   list.rings = std::move(rings);
-  std::stable_sort(
-      list.bands.begin(), list.bands.end(),
-      [](const auto& a, const auto& b) { return a.tensor < b.tensor; });
+  std::sort(list.banded.begin(), list.banded.end(),
+            [](const auto& a, const auto& b) { return a.tensor < b.tensor; });
   TC_ASSIGN_OR_RETURN(const FileDivision division,
                       DivideIntoFiles(names, bytes, rule));
   list.index_name = IndexFileName(division.count, naming);
@@ -272,7 +276,13 @@ Result<FinalFiles> StageFinalFiles(const Directory& staging,
   TC_ASSIGN_OR_RETURN(File out,
                       staging.OpenFile(std::string(kListName),
                                        {.write = true, .create_new = true}));
-  TC_RETURN_IF_ERROR(out.WriteAll(AsBytes(EncodeList(list)), 0));
+  const std::string text = EncodeList(list);
+  if (text.size() > kMaxListBytes) {
+    return Unsupported("the list of what ranks are to write has " +
+                       std::to_string(text.size()) + " bytes, of " +
+                       std::to_string(kMaxListBytes) + " at most");
+  }
+  TC_RETURN_IF_ERROR(out.WriteAll(AsBytes(text), 0));
   TC_RETURN_IF_ERROR(out.Close());
   return list;
 }

@@ -34,8 +34,8 @@ Result<FinalLayout> LayOutFinalFile(const std::string& name,
                                     const std::string& id,
                                     std::vector<SafetensorsEntry> tensors);
 
-// Rows of a tensor, along its first dimension, whose boxes are too narrow in
-// the file for their owners to write them there: the ranks of a ring hand them
+// Rows of a tensor, along its first dimension, whose boxes are so narrow in the
+// file that their owners do not write them there: the ranks of a ring hand them
 // to one that does, or the coordinator gathers them.
 struct FinalBand {
   int64_t ring = -1;  // index of the ring, if any
@@ -66,14 +66,14 @@ struct FinalFile {
 struct FinalFiles {
   std::vector<FinalFile> files;
   std::string index_name;  // of the index beside them, if any
-  struct TensorBand {
+  struct Banded {
     std::string tensor;
-    FinalBand rows;
+    std::vector<FinalBand> bands;  // as a FinalTensor's
   };
-  std::vector<TensorBand> bands;  // by tensor and rows
+  std::vector<Banded> banded;  // by tensor
   std::vector<FinalRing> rings;
 
-  std::span<const TensorBand> BandsOf(std::string_view tensor) const;
+  std::span<const FinalBand> BandsOf(std::string_view tensor) const;
   // The band that the box lies in; null for a box that its owner writes.
   // kConflict where it lies in one with a part of its rows.
   Result<const FinalBand*> BandOf(std::string_view tensor,

@@ -187,6 +187,7 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
     const SourceTensor& source = sources[tensor.source];
     const Dtype to = place->entry->dtype;
     const Box box{tensor.offsets, tensor.shape};
+    if (box.Empty()) continue;
     TC_ASSIGN_OR_RETURN(const FinalBand* const band,
                         list.BandOf(tensor.name, box));
     if (!band) {
@@ -199,7 +200,10 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
     }
     if (band->ring >= 0) {
       const FinalRing* own = &list.rings[static_cast<size_t>(band->ring)];
-      if (ring && ring != own) return Internal("a rank is in two rings");
+      if (ring && ring != own) {
+        return Conflict("it is planned that another node has this box")
+            .WithTensor(tensor.name);
+      }
       ring = own;
     }
     TC_ASSIGN_OR_RETURN(const uint64_t bytes, ByteSize(to, tensor.shape));

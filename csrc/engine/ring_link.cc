@@ -29,7 +29,7 @@ uint64_t SlotMemory() {
 // One for each save: the id of a file in it is. And for all who cut pieces and
 // talk in the same way.
 std::string NameOf(const FinalFiles& list, const FinalRing& ring) {
-  constexpr int kProtocol = 1;
+  constexpr int kProtocol = 2;
   return "torch_ckpt-ring" + std::to_string(kProtocol) + "-" +
          std::to_string(kPieceBytes) + "-" + std::to_string(SlotQueue::kSlots) +
          "-" + list.files[0].id + "-" + std::to_string(ring.leader);

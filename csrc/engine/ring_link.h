@@ -1,9 +1,9 @@
-// Ranks of one node meet, to hand their boxes of gathered tensors to the one
-// among them that writes these (engine/ring_write.h).
+// Ranks of one node meet, to hand their boxes in the bands of their ring to the
+// one among them that writes these (engine/ring_write.h).
 //
 // The leader listens; each other member connects to it, says which boxes it
 // has, and gives it a memory file with slots that its bytes will go through.
-// When all are there and the boxes tile the tensors, the leader says yes to
+// When all are there and the boxes tile the bands, the leader says yes to
 // all; else no, and every member puts its boxes into its file of parts instead.
 // A member that cannot take part leaves a file in staging that says so, for
 // those who wait for it: "ring_refused.<rank>".

@@ -1,7 +1,6 @@
 #include "engine/ring_write.h"
 
 #include <algorithm>
-#include <map>
 
 #include "runtime/workers.h"
 
@@ -45,11 +44,8 @@ void RingWork::PlanTensors(const FinalFiles& list,
 }
 
 Result<std::vector<RingWork::Flow>> RingWork::FlowsOf(
-    const std::vector<RingBox>& boxes, const std::vector<RingTensor>& tensors) {
-  std::map<std::string_view, size_t> by_name;
-  for (size_t t = 0; t < tensors.size(); ++t) {
-    by_name[tensors[t].entry.name] = t;
-  }
+    const std::vector<RingBox>& boxes, const std::vector<RingTensor>& tensors,
+    const TensorsByName& by_name) {
   std::vector<Flow> flows;
   for (size_t b = 0; b < boxes.size(); ++b) {
     const auto tensor = by_name.find(boxes[b].tensor);
@@ -244,8 +240,13 @@ Result<std::optional<RingWork>> PlanRingWork(
   // Before anybody waits for this rank: what may take long or fail.
   TC_ASSIGN_OR_RETURN(const std::vector<RingTensor> tensors,
                       RingTensorsOf(list, headers, ring));
+  RingWork::TensorsByName by_name;
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    by_name[tensors[t].entry.name] = t;
+  }
   work.PlanTensors(list, headers, tensors);
-  TC_ASSIGN_OR_RETURN(work.own_flows_, RingWork::FlowsOf(boxes, tensors));
+  TC_ASSIGN_OR_RETURN(work.own_flows_,
+                      RingWork::FlowsOf(boxes, tensors, by_name));
   for (RingWork::Flow& flow : work.own_flows_) {
     const RingSource& source = sources[numbers[flow.number]];
     flow.at = work.own_.size();
@@ -260,7 +261,7 @@ Result<std::optional<RingWork>> PlanRingWork(
   if (work.leads_) {
     for (const RingPeer& peer : work.peers_) {
       TC_ASSIGN_OR_RETURN(std::vector<RingWork::Flow> flows,
-                          RingWork::FlowsOf(peer.boxes, tensors));
+                          RingWork::FlowsOf(peer.boxes, tensors, by_name));
       work.peer_flows_.push_back(std::move(flows));
     }
   }

@@ -1,4 +1,4 @@
-// Gathered tensors whose boxes are all on one node: the members of a ring send
+// Bands of tensors that the ranks of one node have: the members of a ring send
 // what they have of them, through shared memory, to their leader, which writes
 // whole pieces. No system call a row, and no block that two ranks write.
 //
@@ -12,6 +12,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <optional>
 #include <vector>
 
@@ -90,10 +91,11 @@ class RingWork {
   void PlanTensors(const FinalFiles& list,
                    const std::vector<FileHeader>& headers,
                    const std::vector<RingTensor>& tensors);
+  using TensorsByName = std::map<std::string_view, size_t>;
   // By tensor.
   static Result<std::vector<Flow>> FlowsOf(
-      const std::vector<RingBox>& boxes,
-      const std::vector<RingTensor>& tensors);
+      const std::vector<RingBox>& boxes, const std::vector<RingTensor>& tensors,
+      const TensorsByName& by_name);
   void PlanEdges(const std::vector<size_t>& sources,
                  std::vector<RingEdge>* edges) const;
   Result<uint64_t> PieceAt(size_t file, uint64_t begin) const;

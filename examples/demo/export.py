@@ -31,7 +31,7 @@ def export_model(worker: Worker, export: Path) -> None:
         process_group=worker.saves,
         layout="final",
         naming="hf",
-        max_shard_size="20MB",
+        max_shard_size=worker.settings.export_shard_size,
         extras=[model.config, worker.tokenizer],
     )
     dist.barrier()

@@ -32,6 +32,7 @@ class Settings:
     world_before: int = 2
     world_after: int = 3
     speed_rounds: int = 5
+    export_shard_size: str = "20MB"
     generated_tokens: int = 160
     # Largest relative difference of a loss allowed after the resume; docs/demo.md says why it
     # is not zero.
@@ -58,6 +59,7 @@ QUICK = Settings(
     steps=18,
     save_every=3,
     kill_at=6,
+    export_shard_size="1MB",
     speed_rounds=1,
     generated_tokens=8,
 )

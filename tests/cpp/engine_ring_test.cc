@@ -2,6 +2,9 @@
 #include <thread>
 
 #include "final_test_util.h"
+#include "format/binary.h"
+#include "os/local_socket.h"
+#include "runtime/slots.h"
 
 namespace torch_ckpt {
 namespace {
@@ -292,6 +295,44 @@ TEST_F(TwoRanks, ASystemWithoutSharedMemoryMakesNoRing) {
     auto written = WriteRanks({0, 1}, pieces_);
     SetFaultHook(nullptr);
     EXPECT_EQ(ring_bytes_, 0u) << call;
+    Finish(std::move(written), pieces_);
+  }
+}
+
+// Who comes may be anybody of this user: the save goes on without a ring.
+TEST_F(TwoRanks, WhoSaysSomethingElseMakesNoRing) {
+  std::string truncated, of_no_memory, long_winded;
+  PutVarint(&truncated, 1);             // the rank, and then nothing
+  for (const int number : {1, 0, 0}) {  // rank, place, count of boxes
+    PutVarint(&of_no_memory, static_cast<uint64_t>(number));
+  }
+  long_winded = of_no_memory + "and more";
+  std::string of_a_name = truncated + std::string("\0\1\377\377\377\17", 6);
+  for (const std::string& said :
+       {std::string(), std::string(40, '\xff'), truncated, of_a_name,
+        long_winded, of_no_memory}) {
+    ring_bytes_ = 0;
+    Begin(pieces_, {{0, {1}}}, {"w"});
+    std::vector<Result<RankFinals>> written(2, Internal("never ran"));
+    std::thread leading([&] {
+      written[0] = WriteFinalRank(staging(), 0, pieces_, {}, &ring_bytes_);
+    });
+    std::optional<LocalSocket> socket;
+    while (!socket) {
+      auto connected = LocalSocket::Connect(
+          "torch_ckpt-ring2-" + std::to_string(kPieceBytes) + "-" +
+          std::to_string(SlotQueue::kSlots) + "-" + list_.files[0].id + "-0");
+      ASSERT_OK(connected.status());
+      socket = std::move(*connected);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    const auto file = session_->directory().OpenFile("final_files", {});
+    ASSERT_OK(file.status());
+    ASSERT_OK(socket->Send(said, [] { return Status(); }, file->fd()));
+    leading.join();
+    EXPECT_TRUE(socket->PeerIsGone());
+    written[1] = WriteFinalRank(staging(), 1, pieces_, {}, &ring_bytes_);
+    EXPECT_EQ(ring_bytes_, 0u);
     Finish(std::move(written), pieces_);
   }
 }

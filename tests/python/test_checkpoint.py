@@ -93,6 +93,7 @@ def test_describe_names_everything(path: Path) -> None:
     assert tensors["model.b"].dtype == "BF16"
     assert tensors["model.s"].shape == ()
     assert described.objects == (ObjectInfo("step", "objects-00001.json", ("step",)),)
+    assert Checkpoint(path).dtypes() == {name: info.dtype for name, info in tensors.items()}
 
 
 def test_placements_point_at_the_bytes(path: Path) -> None:

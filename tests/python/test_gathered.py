@@ -3,6 +3,7 @@ gathers: what is decided from their plans."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -19,18 +20,20 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from torch_ckpt.dcp.final_layout import MIN_ROW_BYTES, final_tensors
+from torch_ckpt.dcp.final_layout import final_tensors
 from torch_ckpt.dcp.global_plan import dedup_plans
-from torch_ckpt.dcp.rings import Band, Node
+from torch_ckpt.dcp.rings import MIN_ROW_BYTES, Band, Node, short_rows
 from torch_ckpt.dtype_policy import DtypePolicy
 
 Shape = tuple[int, ...]
 NODES = [Node("boot", "net", 0), Node("other boot", "net", 0)]
 
 
-def item(fqn: str, shape: Shape, offsets: Shape, sizes: Shape) -> WriteItem:
+def item(
+    fqn: str, shape: Shape, offsets: Shape, sizes: Shape, dtype: torch.dtype = torch.uint8
+) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(torch.uint8), torch.Size(shape))
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
     return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, None, data)
 
 
@@ -117,3 +120,129 @@ def test_replicas_of_a_tensor_are_taken_from_one_node() -> None:
     answer = final_tensors(chosen, DtypePolicy())
     assert answer["rings"] == [[0, 1], [2, 3]]
     assert sorted(band for [band] in answer["bands"]) == [(0, 0, 8)] * 4 + [(1, 0, 8)] * 4
+
+
+def test_replicas_on_several_nodes_are_taken_from_few() -> None:
+    """Two replicas of two nodes each, rows over the nodes of a replica, columns on them. A tensor
+    that all have makes the ranks' loads differ."""
+    nodes = [Node("boot", name, 0) for name in "ABCD" for _ in range(2)]
+    plans = []
+    for rank, node in enumerate(nodes):
+        items = [item("all", (1 << 20,), (0,), (1 << 20,))]
+        place = (4 * (rank // 2 % 2), 50 * (rank % 2))
+        items += [item(f"t{number}", (8, 100), place, (4, 50)) for number in range(9)]
+        plans.append(SavePlan(items, storage_data=node))
+    bands = final_tensors(dedup_plans(plans, False), DtypePolicy())["bands"]
+    assert bands[0] == []
+    for own in bands[1:]:
+        assert [band[1:] for band in own] == [(0, 0 + 4), (4, 8)]
+        assert all(ring >= 0 for ring, _, _ in own)
+
+
+def test_who_has_nothing_for_a_ring_is_no_member_of_it() -> None:
+    """Rows of 6 KiB of all, too short a band of either node; and one tensor of two of them."""
+    part = MIN_ROW_BYTES // 32
+    nodes = [NODES[rank // 4] for rank in range(8)]
+    plans = [
+        SavePlan([item("rows", (8 * part,), (rank * part,), (part,))], storage_data=node)
+        for rank, node in enumerate(nodes)
+    ]
+    gate = (MIN_ROW_BYTES,)
+    for rank in range(2):
+        half = MIN_ROW_BYTES // 2
+        plans[rank].items.append(item("gate", gate, (rank * half,), (half,)))
+    answer = final_tensors(plans, DtypePolicy())
+    assert answer["rings"] == [[0, 1]]
+    assert answer["bands"] == [[], [(0, 0, MIN_ROW_BYTES)]]
+
+
+def test_empty_boxes_count_nowhere() -> None:
+    """Stock's planners have one where a rank has nothing, at the tensor's end."""
+    nodes = [NODES[0], NODES[0], NODES[1], NODES[1]]
+    boxes = [((0, 0), (1, 50)), ((0, 50), (1, 50)), ((1, 0), (0, 50)), ((1, 50), (0, 50))]
+    plans = [
+        SavePlan(
+            [item("t", (1, 100), *box), item("s", (9, 1 << 20), (0, 0), (0, 5))], storage_data=node
+        )
+        for box, node in zip(boxes, nodes, strict=True)
+    ]
+    plans[3].items.append(item("s", (9, 1 << 20), (0, 0), (9, 1 << 20)))
+    for name in ("t", "columns"):
+        for plan in plans:
+            box = plan.items[0].tensor_data
+            assert box is not None
+            sizes, offsets = tuple(box.chunk.sizes), tuple(box.chunk.offsets)
+            if name == "columns":  # 900 rows of these
+                plan.items[0] = item(
+                    name, (900, 100), (900 * offsets[0], offsets[1]), (900 * sizes[0], 50)
+                )
+        answer = final_tensors(plans, DtypePolicy())
+        assert answer["rings"] == ([[0, 1]] if name == "columns" else [])
+        assert answer["bands"] == ([[(0, 0, 900)], []] if name == "columns" else [[], []])
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
+def test_rows_of_packed_elements() -> None:
+    packed = torch.float4_e2m1fn_x2
+    half = MIN_ROW_BYTES // 2
+    plans = [
+        SavePlan(
+            [
+                item("flat", (2 * half,), (rank * half,), (half,), packed),
+                item("columns", (8, 100), (0, 50 * rank), (8, 50), packed),
+            ],
+            storage_data=NODES[0],
+        )
+        for rank in range(2)
+    ]
+    answer = final_tensors(plans, DtypePolicy())
+    assert answer["shapes"] == [[4 * half], [8, 200]]
+    assert answer["bands"] == [[(0, 0, 4 * half)], [(0, 0, 8)]]
+
+
+def random_plans(chance: random.Random) -> list[SavePlan]:
+    """Grids over some of the ranks, in their order or not, on nodes of any size."""
+    world = chance.randint(1, 12)
+    count = chance.randint(1, 4)
+    plans = []
+    for _ in range(world):
+        node = chance.randrange(count)
+        plans.append(SavePlan([], storage_data=Node("boot", str(node), 0) if node else None))
+    for number in range(chance.randint(1, 8)):
+        rows, columns = chance.randint(1, 4), chance.randint(1, 4)
+        ranks = chance.choices(range(world), k=rows * columns)
+        if chance.random() < 0.5:
+            ranks.sort()
+        height, width = chance.choice([1, 3, 5000]), chance.choice([1, 100, 70_000])
+        for place, rank in enumerate(ranks):
+            offsets = (place // columns * height, place % columns * width)
+            box = item(f"t{number}", (rows * height, columns * width), offsets, (height, width))
+            plans[rank].items.append(box)
+    return plans
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_members_of_rings_are_those_who_have_something_for_them(seed: int) -> None:
+    plans = random_plans(random.Random(seed))
+    answer = final_tensors(plans, DtypePolicy())
+    names = dict.fromkeys(item.index.fqn for plan in plans for item in plan.items)
+    bands = dict(zip(names, answer["bands"], strict=True))
+    members: list[set[int]] = [set() for _ in answer["rings"]]
+    for rank, plan in enumerate(plans):
+        for box in plan.items:
+            data = box.tensor_data
+            assert data is not None
+            begin = data.chunk.offsets[0]
+            end = begin + data.chunk.sizes[0]
+            touched = [band for band in bands[box.index.fqn] if band[1] < end and begin < band[2]]
+            assert len(touched) <= 1
+            for ring, first, last in touched:
+                assert first <= begin and end <= last  # no box is cut
+                if ring >= 0:
+                    members[ring].add(rank)
+            if not touched:  # it writes this by itself
+                assert short_rows(data) <= 1
+    assert [set(ring) for ring in answer["rings"]] == members
+    assert all(len(ring) > 1 for ring in answer["rings"])
+    for ring in answer["rings"]:
+        assert len({plans[rank].storage_data for rank in ring}) == 1

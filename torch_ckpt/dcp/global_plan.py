@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torch_ckpt.dcp.items import ZEROS, WriteItems
-from torch_ckpt.dcp.rings import Node
+from torch_ckpt.dcp.rings import node_numbers, short_rows
 from torch_ckpt.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
@@ -34,9 +34,9 @@ def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
 
     A tensor's box goes to the rank with the fewest bytes so far (the lowest rank if
     `to_lowest_rank`), an object to the lowest rank that offers it, so that which of several
-    differing values is kept does not depend on sizes. Where plans say on which node they were made
-    (those for final files do), the boxes of a tensor stay on one node if it has them: its ranks can
-    write them together.
+    differing values is kept does not depend on sizes. The boxes of a tensor in short rows stay on
+    one node where plans say theirs (those for final files do), or on few: ranks of a node can write
+    them together.
     """
     if len(plans) == 1:
         return plans
@@ -54,8 +54,10 @@ def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
                 ranks.append(rank)
                 _check_replica(item, rank, first[key], ranks[0])
     load = [0] * len(plans)
-    nodes = [plan.storage_data for plan in plans]
-    node_of: dict[str, Node] = {}  # of a tensor's boxes so far
+    nodes = node_numbers(plans)
+    alone = len(set(nodes)) == len(nodes)
+    used: dict[str, set[int]] = {}  # the nodes of a tensor so far
+    short: dict[int, bool] = {}  # by description
     chosen: dict[tuple[str, Any], int] = {}
     for plan in plans:
         for item in plan.items:
@@ -67,13 +69,15 @@ def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
             data = item.tensor_data
             if data is None or to_lowest_rank:
                 rank = ranks[0]
+            elif alone:
+                rank = min(ranks, key=load.__getitem__)
             else:
-                node = node_of.get(index.fqn)
-                near = [rank for rank in ranks if nodes[rank] == node] if node else ranks
-                rank = ranks[0] if len(ranks) == 1 else min(near or ranks, key=load.__getitem__)
-                chosen_node = nodes[rank]
-                if isinstance(chosen_node, Node):
-                    node_of.setdefault(index.fqn, chosen_node)
+                if id(data) not in short:
+                    short[id(data)] = short_rows(data) > 0
+                near = used.setdefault(index.fqn, set()) if short[id(data)] else set()
+                closest = [rank for rank in ranks if nodes[rank] in near]
+                rank = min(closest or ranks, key=load.__getitem__)
+                near.add(nodes[rank])
             if data is not None:
                 load[rank] += math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
             chosen[key] = rank

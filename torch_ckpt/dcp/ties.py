@@ -44,7 +44,7 @@ def find_ties(state_dict: Mapping[str, Any], stored: Collection[str]) -> Ties:
 
 def _address(value: Any) -> int:
     """Where the bytes of a tensor begin; 0 for what is no tensor, or has no bytes."""
-    if type(value) is DTensor or isinstance(value, DTensor):
+    if isinstance(value, DTensor):
         value = value._local_tensor
     if type(value) not in PLAIN_TENSORS or value.layout is not torch.strided:
         return 0
