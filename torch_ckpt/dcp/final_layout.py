@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from torch_ckpt._core import names_text
 from torch_ckpt.dcp.reserved import TIES_KEY
-from torch_ckpt.dcp.rings import plan_rings
+from torch_ckpt.dcp.rings import Boxes, node_numbers, plan_rings
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
@@ -74,14 +74,15 @@ def check_planned(planned: Collection[str], mapping: Mapping[str, int] | None) -
 def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
     """The tensors of all plans, in the order of the state dict, in the dtypes that they are stored
     in, and who writes what of them, as columns of a request."""
-    tensors: dict[str, TensorWriteData] = {}
-    for plan in plans:
+    tensors: dict[str, Boxes] = {}
+    for rank, plan in enumerate(plans):
         for item in plan.items:
             if item.tensor_data is not None:
-                tensors.setdefault(item.index.fqn, item.tensor_data)
-    rings, bands_of = plan_rings(plans, tensors)
+                tensors.setdefault(item.index.fqn, []).append((rank, item.tensor_data))
+    rings, bands_of = plan_rings(tensors, node_numbers(plans))
     dtypes, shapes, bands = [], [], []
-    for fqn, data in tensors.items():
+    for fqn, boxes in tensors.items():
+        data = boxes[0][1]
         dtype = _dtype_name(data.properties, fqn)
         dtypes.append(policy.stored(fqn, dtype))
         packed = PACKED.get(dtype, 1)

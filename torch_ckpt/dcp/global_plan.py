@@ -55,7 +55,7 @@ def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
                 _check_replica(item, rank, first[key], ranks[0])
     load = [0] * len(plans)
     nodes = node_numbers(plans)
-    alone = len(set(nodes)) == len(nodes)
+    several = 1 < len(set(nodes)) < len(nodes)  # nodes, with several ranks
     used: dict[str, set[int]] = {}  # the nodes of a tensor so far
     short: dict[int, bool] = {}  # by description
     chosen: dict[tuple[str, Any], int] = {}
@@ -69,7 +69,7 @@ def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
             data = item.tensor_data
             if data is None or to_lowest_rank:
                 rank = ranks[0]
-            elif alone:
+            elif not several:
                 rank = min(ranks, key=load.__getitem__)
             else:
                 if id(data) not in short:

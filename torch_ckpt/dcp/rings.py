@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
 
@@ -59,114 +59,90 @@ def short_rows(data: TensorWriteData) -> int:
 # The number of a ring, or -1 for the coordinator, and the rows of a tensor (of its first dimension)
 # that it writes.
 Band = tuple[int, int, int]
-_Spans = dict[int, tuple[int, int]]  # by node: the rows in which it has boxes
+Boxes = list[tuple[int, TensorWriteData]]  # of a tensor: who has one, and its description
+
+
+class _Kind:
+    """What is so of all tensors that have the same boxes."""
+
+    def __init__(self, boxes: Boxes, nodes: Sequence[int]) -> None:
+        boxes = [(rank, data) for rank, data in boxes if 0 not in data.chunk.sizes]
+        # The rows of a box, if they are short: 0 for tensors that their ranks write.
+        self.rows = max((short_rows(data) for _, data in boxes), default=0)
+        self.ranks: dict[int, set[int]] = {}  # by node
+        self.spans: dict[int, tuple[int, int]] = {}  # by node, where they are apart: its rows
+        if self.rows == 0:
+            return
+        data = boxes[0][1]
+        self.size = data.size[0]
+        self.bytes = math.prod(data.size) * data.properties.dtype.itemsize
+        spans: dict[int, tuple[int, int]] = {}
+        for rank, data in boxes:
+            begin = data.chunk.offsets[0]
+            end = begin + data.chunk.sizes[0]
+            known = spans.get(nodes[rank], (begin, end))
+            spans[nodes[rank]] = (min(begin, known[0]), max(end, known[1]))
+            self.ranks.setdefault(nodes[rank], set()).add(rank)
+        ordered = sorted(spans.items(), key=lambda item: item[1])
+        if all(left[1] <= right[0] for (_, left), (_, right) in itertools.pairwise(ordered)):
+            self.spans = {node: span for node, span in ordered if self._is_worth_it(span)}
+
+    def _is_worth_it(self, span: tuple[int, int]) -> bool:
+        """Boxes of one row ranks can write by themselves. A ring takes those of all of a tensor,
+        which may have neighbours, or of many bytes."""
+        rows = span[1] - span[0]
+        longer = rows == self.size or rows * (self.bytes // self.size) >= MIN_ROW_BYTES
+        return self.rows > 1 or longer
+
+    def bands(self, rings: Mapping[int, int]) -> list[Band]:
+        """Given the numbers of the nodes' rings."""
+        if self.rows == 1:
+            return [(rings[node], *span) for node, span in self.spans.items() if node in rings]
+        if not self.spans:
+            return [(-1, 0, self.size)]
+        return [(rings.get(node, -1), *span) for node, span in self.spans.items()]
 
 
 def plan_rings(
-    plans: Sequence[SavePlan], tensors: Mapping[str, TensorWriteData]
+    tensors: Mapping[str, Boxes], nodes: Sequence[int]
 ) -> tuple[list[list[int]], dict[str, list[Band]]]:
     """The rings, each a leader and its senders, and the bands of those of `tensors` (all that are
-    planned, each with the description of any box) that their ranks do not write by themselves.
+    planned) that their ranks do not write by themselves, given the number of each rank's node.
 
     A tensor has a band for each node that has a box of it, if these are in rows that no other node
     has any of; else the coordinator gathers it. Of boxes that are one row each, which ranks can
     write by themselves, a ring takes those that it makes longer rows of.
     """
-    shorts = _short_tensors(plans)
-    _drop_small_stretches(tensors, shorts)
-    if not shorts:
-        return [], {}
-    nodes = node_numbers(plans)
-    spans: dict[str, _Spans] = {fqn: {} for fqn in shorts}
-    for rank, fqn, data in _boxes(plans, shorts):
-        begin = data.chunk.offsets[0]
-        end = begin + data.chunk.sizes[0]
-        known = spans[fqn].get(nodes[rank], (begin, end))
-        spans[fqn][nodes[rank]] = (min(begin, known[0]), max(end, known[1]))
-    for fqn, of_nodes in spans.items():
-        one_row = tensors[fqn] if shorts[fqn] == 1 else None
-        spans[fqn] = {
-            node: span
-            for node, span in _apart(of_nodes).items()
-            if one_row is None or _is_long(span, one_row)
-        }
+    kinds: dict[tuple[Any, ...], _Kind] = {}
+    kind_of: dict[str, _Kind] = {}
+    for fqn, boxes in tensors.items():
+        key = tuple([(rank, id(data)) for rank, data in boxes])
+        kind = kinds.get(key)
+        if kind is None:
+            kind = kinds[key] = _Kind(boxes, nodes)
+        kind_of[fqn] = kind
+    gathered = _gathered(kind_of)
     members: dict[int, set[int]] = {}
-    for rank, fqn, _ in _boxes(plans, shorts):
-        if nodes[rank] in spans[fqn]:
-            members.setdefault(nodes[rank], set()).add(rank)
+    for kind in {id(kind): kind for kind in gathered.values()}.values():
+        for node in kind.spans:
+            members.setdefault(node, set()).update(kind.ranks[node])
     # One rank alone has nobody to hand anything to.
-    rings = {node: sorted(ranks) for node, ranks in members.items() if len(ranks) > 1}
+    rings = {node: sorted(ranks) for node, ranks in sorted(members.items()) if len(ranks) > 1}
     numbers = {node: number for number, node in enumerate(rings)}
-    bands: dict[str, list[Band]] = {}
-    for fqn, of_nodes in spans.items():
-        bands[fqn] = [(numbers.get(node, -1), *span) for node, span in of_nodes.items()]
-        if shorts[fqn] == 1:
-            bands[fqn] = [band for band in bands[fqn] if band[0] >= 0]
-        elif not of_nodes:
-            bands[fqn] = [(-1, 0, tensors[fqn].size[0])]
+    bands = {fqn: kind.bands(numbers) for fqn, kind in gathered.items()}
     return list(rings.values()), bands
 
 
-def _short_tensors(plans: Sequence[SavePlan]) -> dict[str, int]:
-    """Tensors with boxes in short rows, and how many these are in a box at most."""
-    shorts: dict[str, int] = {}
-    known: dict[int, int] = {}  # by description: boxes that are alike share one
-    for plan in plans:
-        for item in plan.items:
-            data = item.tensor_data
-            if data is None:
-                continue
-            rows = known.get(id(data))
-            if rows is None:
-                rows = known[id(data)] = 0 if 0 in data.chunk.sizes else short_rows(data)
-            if rows > shorts.get(item.index.fqn, 0):
-                shorts[item.index.fqn] = rows
-    return shorts
-
-
-def _drop_small_stretches(tensors: Mapping[str, TensorWriteData], shorts: dict[str, int]) -> None:
-    """Take from `shorts` the boxes of one row that a ring could not make longer: those of tensors
-    with too few bytes, together with their neighbours in the state dict (which are about those in
-    the file)."""
-    for is_short, names in itertools.groupby(tensors, shorts.__contains__):
-        stretch = list(names) if is_short else []
-        if sum(_bytes(tensors[fqn]) for fqn in stretch) >= MIN_ROW_BYTES:
-            continue
-        for fqn in stretch:
-            if shorts[fqn] == 1:
-                del shorts[fqn]
-
-
-def _bytes(data: TensorWriteData) -> int:
-    return math.prod(data.size) * data.properties.dtype.itemsize
-
-
-def _is_long(span: tuple[int, int], data: TensorWriteData) -> bool:
-    """Whether these rows are worth a ring: all of a tensor (with its neighbours) or many bytes."""
-    rows = span[1] - span[0]
-    return rows == data.size[0] or rows * (_bytes(data) // data.size[0]) >= MIN_ROW_BYTES
-
-
-def _boxes(
-    plans: Sequence[SavePlan], shorts: Mapping[str, int]
-) -> Iterator[tuple[int, str, TensorWriteData]]:
-    """Rank, tensor and description of the boxes of `shorts` that have bytes."""
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            data = item.tensor_data
-            if data is not None and item.index.fqn in shorts and 0 not in data.chunk.sizes:
-                yield rank, item.index.fqn, data
-
-
-def _apart(spans: _Spans) -> _Spans:
-    """`spans` in their order; none if two have a row in common."""
-    ordered = dict(sorted(spans.items(), key=lambda item: item[1]))
-    at = 0
-    for begin, end in ordered.values():
-        if begin < at:
-            return {}
-        at = end
-    return ordered
+def _gathered(kinds: Mapping[str, _Kind]) -> dict[str, _Kind]:
+    """Those in short rows, but for boxes of one row that no ring could make longer: of tensors with
+    too few bytes, together with their neighbours in the state dict (which are about those in the
+    file)."""
+    found: dict[str, _Kind] = {}
+    for is_short, items in itertools.groupby(kinds.items(), lambda item: item[1].rows > 0):
+        stretch = list(items) if is_short else []
+        small = sum(kind.bytes for _, kind in stretch) < MIN_ROW_BYTES
+        found.update({fqn: kind for fqn, kind in stretch if kind.rows > 1 or not small})
+    return found
 
 
 def refuse_ring(staging: str, rank: int) -> None:
