@@ -26,7 +26,9 @@ def why_not_torch_checkpointing() -> str:
     try:
         importlib.metadata.version("torch_checkpointing")
     except importlib.metadata.PackageNotFoundError:
-        return "torch_checkpointing is not installed; pip install torch_checkpointing==0.1.1"
+        return (
+            "torch_checkpointing is not installed; pip install torch_checkpointing==0.1.1 --no-deps"
+        )
     return ""
 
 

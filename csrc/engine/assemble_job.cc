@@ -125,6 +125,10 @@ class Parts {
   }
 
  private:
+  struct FromBytes {
+    uint32_t file;
+    PartBytes bytes;
+  };
   struct FromBox {
     uint32_t file;
     const PartBox* box;
@@ -157,10 +161,6 @@ class Parts {
     return {};
   }
 
-  struct FromBytes {
-    uint32_t file;
-    PartBytes bytes;
-  };
   Manifest manifest_;
   Catalog catalog_;
   std::vector<FromBytes> bytes_;

@@ -161,9 +161,11 @@ Result<const FinalBand*> FinalFiles::BandOf(std::string_view tensor,
     if (band.end <= begin || band.begin >= end) continue;
     if (band.begin <= begin && end <= band.end) return &band;
     return Conflict("rows " + std::to_string(begin) + " to " +
-                    std::to_string(end) + " are planned to be rows " +
+                    std::to_string(end) + " are only in part among rows " +
                     std::to_string(band.begin) + " to " +
-                    std::to_string(band.end) + " of one node at most")
+                    std::to_string(band.end) +
+                    ", which ranks are planned to write together: the plan is "
+                    "for other tensors")
         .WithTensor(std::string(tensor));
   }
   return nullptr;

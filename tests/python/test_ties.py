@@ -12,6 +12,9 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from sample_states import FAILED, assert_same, blank
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 import torch_ckpt
 from torch_ckpt import Checkpoint, HuggingFaceStorageReader, consolidate_safetensors_files
@@ -160,3 +163,16 @@ def test_what_is_tied() -> None:
         "sparse": base.to_sparse(),
     }
     assert find_ties(unlike, ()) == {}
+
+
+@pytest.mark.usefixtures("group")
+def test_what_is_tied_of_dtensors() -> None:
+    """One local tensor is not one tensor where ranks put it in other places."""
+    mesh = init_device_mesh("cpu", (1,))
+    local = torch.randn(4, 4)
+
+    def placed(*placements: Placement) -> DTensor:
+        return DTensor.from_local(local, mesh, placements)
+
+    state = {"rows": placed(Shard(0)), "again": placed(Shard(0)), "columns": placed(Shard(1))}
+    assert find_ties({**state, "local": local}, ()) == {"again": "rows"}

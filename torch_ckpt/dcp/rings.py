@@ -67,8 +67,10 @@ class _Kind:
 
     def __init__(self, boxes: Boxes, nodes: Sequence[int]) -> None:
         boxes = [(rank, data) for rank, data in boxes if 0 not in data.chunk.sizes]
-        # The rows of a box, if they are short: 0 for tensors that their ranks write.
+        # The rows of a box, if they are short: 0 for tensors that their ranks write, of which
+        # nothing else is said.
         self.rows = max((short_rows(data) for _, data in boxes), default=0)
+        self.size = self.bytes = 0  # rows and bytes of the tensor
         self.ranks: dict[int, set[int]] = {}  # by node
         self.spans: dict[int, tuple[int, int]] = {}  # by node, where they are apart: its rows
         if self.rows == 0:

@@ -132,10 +132,10 @@ def test_replicas_on_several_nodes_are_taken_from_few() -> None:
         place = (4 * (rank // 2 % 2), 50 * (rank % 2))
         items += [item(f"t{number}", (8, 100), place, (4, 50)) for number in range(9)]
         plans.append(SavePlan(items, storage_data=node))
-    bands = final_tensors(dedup_plans(plans, False), DtypePolicy())["bands"]
-    assert bands[0] == []
-    for own in bands[1:]:
-        assert [band[1:] for band in own] == [(0, 0 + 4), (4, 8)]
+    of_all, *of_others = final_tensors(dedup_plans(plans, False), DtypePolicy())["bands"]
+    assert of_all == []
+    for own in of_others:
+        assert [band[1:] for band in own] == [(0, 4), (4, 8)]
         assert all(ring >= 0 for ring, _, _ in own)
 
 
@@ -156,29 +156,27 @@ def test_who_has_nothing_for_a_ring_is_no_member_of_it() -> None:
     assert answer["bands"] == [[], [(0, 0, MIN_ROW_BYTES)]]
 
 
-def test_empty_boxes_count_nowhere() -> None:
+@pytest.mark.parametrize(
+    ("height", "rings", "of_columns"), [(1, [], []), (900, [[0, 1]], [(0, 0, 900)])]
+)
+def test_empty_boxes_count_nowhere(
+    height: int, rings: list[list[int]], of_columns: list[Band]
+) -> None:
     """Stock's planners have one where a rank has nothing, at the tensor's end."""
-    nodes = [NODES[0], NODES[0], NODES[1], NODES[1]]
-    boxes = [((0, 0), (1, 50)), ((0, 50), (1, 50)), ((1, 0), (0, 50)), ((1, 50), (0, 50))]
+    columns, long = (height, 100), (9, 1 << 20)
+    end = (height, 0)
+    boxes = [((0, 0), (height, 50)), ((0, 50), (height, 50)), (end, (0, 50)), (end, (0, 50))]
     plans = [
         SavePlan(
-            [item("t", (1, 100), *box), item("s", (9, 1 << 20), (0, 0), (0, 5))], storage_data=node
+            [item("columns", columns, *box), item("long", long, (0, 0), (0, 5))],
+            storage_data=NODES[rank // 2],
         )
-        for box, node in zip(boxes, nodes, strict=True)
+        for rank, box in enumerate(boxes)
     ]
-    plans[3].items.append(item("s", (9, 1 << 20), (0, 0), (9, 1 << 20)))
-    for name in ("t", "columns"):
-        for plan in plans:
-            box = plan.items[0].tensor_data
-            assert box is not None
-            sizes, offsets = tuple(box.chunk.sizes), tuple(box.chunk.offsets)
-            if name == "columns":  # 900 rows of these
-                plan.items[0] = item(
-                    name, (900, 100), (900 * offsets[0], offsets[1]), (900 * sizes[0], 50)
-                )
-        answer = final_tensors(plans, DtypePolicy())
-        assert answer["rings"] == ([[0, 1]] if name == "columns" else [])
-        assert answer["bands"] == ([[(0, 0, 900)], []] if name == "columns" else [[], []])
+    plans[3].items.append(item("long", long, (0, 0), long))
+    answer = final_tensors(plans, DtypePolicy())
+    assert answer["rings"] == rings
+    assert answer["bands"] == [of_columns, []]
 
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
