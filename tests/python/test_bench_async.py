@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -211,21 +212,41 @@ print("done", flush=True); sys.stdin.read()
 """
 
 
+def shared_memory() -> int:
+    """Of the machine, which counts as every tree's: bytes."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Shmem:"))
+
+
+def undisturbed(measure: Callable[[], int]) -> int:
+    """What `measure` says, measured anew where other tests have changed shared memory meanwhile."""
+    for _ in range(10):
+        before = shared_memory()
+        grown = measure()
+        if abs(shared_memory() - before) < 1 << 20:
+            break
+    return grown
+
+
 def test_children_count(program: LimitsProgram) -> None:
-    with MemoryWatcher(program, tree=True) as watcher:
-        before = processes.cpu_seconds(without=watcher.pid)
-        memory = watcher.begin()
-        child = subprocess.Popen(
-            [sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert child.stdout is not None and child.stdin is not None
-        assert child.stdout.readline() == b"done\n"
-        assert watcher.end() - memory > 60 << 20
-        running = processes.cpu_seconds(without=watcher.pid) - before
-        assert running >= 0.3
-        assert processes.cpu_seconds(without=child.pid) - before < running
-        child.communicate()
-        assert processes.cpu_seconds(without=watcher.pid) - before >= running  # ended, not lost
+    def measure() -> int:
+        with MemoryWatcher(program, tree=True) as watcher:
+            before = processes.cpu_seconds(without=watcher.pid)
+            memory = watcher.begin()
+            child = subprocess.Popen(
+                [sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            assert child.stdout is not None and child.stdin is not None
+            assert child.stdout.readline() == b"done\n"
+            grown = watcher.end() - memory
+            running = processes.cpu_seconds(without=watcher.pid) - before
+            assert running >= 0.3
+            assert processes.cpu_seconds(without=child.pid) - before < running
+            child.communicate()
+            assert processes.cpu_seconds(without=watcher.pid) - before >= running  # ended, not lost
+        return grown
+
+    assert undisturbed(measure) > 60 << 20
 
 
 FORK = """
@@ -240,16 +261,21 @@ os.kill(child, signal.SIGKILL)
 
 def test_memory_that_a_fork_shares_counts_once(program: LimitsProgram) -> None:
     """As that of a process which is about to start a program does."""
-    with MemoryWatcher(program, tree=True) as watcher:
-        memory = watcher.begin()
-        child = subprocess.Popen(
-            [sys.executable, "-c", FORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert child.stdout is not None and child.stdin is not None
-        assert child.stdout.readline() == b"done\n"
-        time.sleep(0.05)  # the watcher looks every 5 ms
-        assert 60 << 20 < watcher.end() - memory < 120 << 20
-        child.communicate()
+
+    def measure() -> int:
+        with MemoryWatcher(program, tree=True) as watcher:
+            memory = watcher.begin()
+            child = subprocess.Popen(
+                [sys.executable, "-c", FORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            assert child.stdout is not None and child.stdin is not None
+            assert child.stdout.readline() == b"done\n"
+            time.sleep(0.05)  # the watcher looks every 5 ms
+            grown = watcher.end() - memory
+            child.communicate()
+        return grown
+
+    assert 60 << 20 < undisturbed(measure) < 120 << 20
 
 
 def figure_row(context: Context, monkeypatch: Any) -> list[dict[str, Any]]:
