@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from benchmarks import files, rivals, states
@@ -13,6 +14,7 @@ from benchmarks.contender import Contender, Context, Row, row
 from benchmarks.shards import write_shards
 
 FileNumbers = dict[str, int]
+Merge = Callable[[Path, Path, FileNumbers, int], None]
 
 
 def consolidate_with_stock(source: Path, target: Path, mapping: FileNumbers, threads: int) -> None:
@@ -24,6 +26,23 @@ def consolidate_with_stock(source: Path, target: Path, mapping: FileNumbers, thr
 def consolidate_with_ours(source: Path, target: Path, mapping: FileNumbers, threads: int) -> None:
     """Our function: durable when it returns."""
     rivals.ours("consolidate_safetensors_files")(str(source), str(target), mapping, threads)
+
+
+def cast_with_stock(source: Path, target: Path, mapping: FileNumbers, threads: int) -> None:
+    """Stock's consolidation casts nothing: its files are loaded, cast, and written once more."""
+    consolidate_safetensors_files(str(source), str(target), mapping, threads)
+    for path in files.files_in(target):
+        if path.suffix == ".safetensors":
+            tensors = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
+            path.unlink()
+            save_file(tensors, path, metadata={"format": "pt"})
+    files.make_durable(target)
+
+
+def cast_with_ours(source: Path, target: Path, mapping: FileNumbers, threads: int) -> None:
+    """Cast while it is merged."""
+    merge = rivals.ours("consolidate_safetensors_files")
+    merge(str(source), str(target), mapping, threads, dtype="bf16")
 
 
 def split_by_bytes(state: Mapping[str, torch.Tensor], count: int) -> FileNumbers:
@@ -44,14 +63,19 @@ def consolidate_row(
     world: int,
     dim: int = 0,
     gather_run: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Row:
-    """Builds a row: the shards are written once, each contender merges them anew."""
+    """Builds a row: the shards are written once, in `dtype`, each contender merges them anew, to
+    bfloat16."""
     source, target = context.directory / "sharded", context.directory / "merged"
-    state = states.random_state(shapes, torch.bfloat16)
+    state = states.random_state(shapes, dtype)
+    if dtype != torch.bfloat16:  # torch casts NaNs to one code or another, as vectors or as scalars
+        for tensor in state.values():
+            tensor.nan_to_num_()
     size = states.total_bytes(shapes, torch.bfloat16)
     write_shards(state, source, world, dim)
     files.make_durable(source)
-    sample = states.sample(state)
+    sample = {name: tensor.bfloat16() for name, tensor in states.sample(state).items()}
     mappings = {threads: split_by_bytes(state, threads) for threads in (1, 2)}
     del state
     skip = rivals.why_not_ours("consolidate_safetensors_files")
@@ -60,25 +84,27 @@ def consolidate_row(
         target.mkdir()
         files.bring_into_memory(files.files_in(source))
 
-    def add(
-        who: str, merge: Callable[[Path, Path, FileNumbers, int], None], threads: int
-    ) -> Contender:
+    def add(who: str, merge: Merge, threads: int) -> Contender:
         plural = "s" if threads > 1 else ""
+        ours = who == "ours"
         return Contender(
             name=f"{who}, {threads} thread{plural}, {threads} file{plural}",
-            role="ours" if merge is consolidate_with_ours else "rival",
+            role="ours" if ours else "rival",
             run=lambda: merge(source, target, mappings[threads], threads),
             before=before,
             check=lambda: states.check_equal(sample, rivals.read_safetensors(target, sample)),
             after=lambda: files.remove(target),
-            skip=skip if merge is consolidate_with_ours else "",
+            skip=skip if ours else "",
         )
 
+    stock, merge = "DCP consolidate", consolidate_with_ours
+    stock_merge = consolidate_with_stock
+    if dtype != torch.bfloat16:
+        stock, merge = "DCP consolidate, then cast", cast_with_ours
+        stock_merge = cast_with_stock
     contenders = [
-        add("DCP consolidate", consolidate_with_stock, 1),
-        add("DCP consolidate", consolidate_with_stock, 2),
-        add("ours", consolidate_with_ours, 1),
-        add("ours", consolidate_with_ours, 2),
+        *(add(stock, stock_merge, threads) for threads in (1, 2)),
+        *(add("ours", merge, threads) for threads in (1, 2)),
         rivals.write_limit(context, rivals.FRESH, "direct", size),
     ]
     if gather_run is not None:
@@ -117,6 +143,15 @@ def columns(context: Context, run: int) -> Row:
     shapes: states.Shapes = {f"model.layers.{i}.weight": (height, width) for i in range(16)}
     what = f"16 matrices, Shard(1) x 8, runs of {run} B"
     return consolidate_row(context, what, shapes, 8, dim=1, gather_run=run)
+
+
+@row("consolidate_columns_cast")
+def consolidate_columns_cast(context: Context) -> Row:
+    """Column shards in float32, with runs of 1 KiB, cast to bfloat16. Bytes are those written."""
+    height = states.scaled((32 << 20) // 4096, context.scale)
+    shapes: states.Shapes = {f"model.layers.{i}.weight": (height, 2048) for i in range(16)}
+    what = "16 float32 matrices, Shard(1) x 8, runs of 1 KiB, to bfloat16"
+    return consolidate_row(context, what, shapes, 8, dim=1, dtype=torch.float32)
 
 
 @row("consolidate_columns_256")
