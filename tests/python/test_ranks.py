@@ -12,6 +12,7 @@ from ranks import (
     directories,
     final,
     frameworks,
+    redistributing,
     reshard,
     saving,
     sharding,
@@ -25,6 +26,7 @@ MODULES = {
     "directories": directories,
     "final": final,
     "frameworks": frameworks,
+    "redistributing": redistributing,
     "reshard": reshard,
 }
 # In this order: the launches of "reshard" load what the ones before have saved.
@@ -38,6 +40,7 @@ LAUNCHES = [
     ("directories", 2),
     ("final", 4),
     ("frameworks", 4),
+    ("redistributing", 4),
     ("reshard", 4),
     ("reshard", 2),
     ("reshard", 3),
@@ -49,6 +52,7 @@ CAMPAIGN = [
     ("asynchronous", 4),
     ("directories", 4),
     *(("final", world) for world in (1, 2, 3, 5, 6, 7, 8)),
+    *(("redistributing", world) for world in (1, 2, 3, 6, 8)),
 ]
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from torch_ckpt.dcp.agreement import next_key
 from torch_ckpt.dcp.async_saves import (
     AsyncSave,
     OnBusy,
@@ -34,6 +35,7 @@ from torch_ckpt.dcp.one_save import OneSaveStager
 from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
 from torch_ckpt.dcp.planning import paused_while_trainer_waits, rank_and_size
 from torch_ckpt.dcp.reader import HuggingFaceStorageReader
+from torch_ckpt.dcp.redistribute import redistribute as redistribute_columns
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.whole_state import Unwrapping, whole_state, without_statefuls
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
@@ -102,6 +104,47 @@ def _planner(
     return planner
 
 
+class _Redistribution:
+    """What is done to the state before it is planned. Made before anything can fail, since ranks
+    count these."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        world_size: int,
+        wanted: bool | None,
+        *,
+        in_background: bool,
+    ) -> None:
+        self._group = group
+        self._rank = rank
+        self._key = next_key(group, "redistribute")[1] if world_size > 1 else None
+        self._wanted = wanted
+        self._in_background = in_background
+
+    def __call__(self, state_dict: dict[str, Any], writer: Any, planner: Any) -> dict[str, Any]:
+        """`state_dict` with rows, where final files want them."""
+        final = isinstance(writer, HuggingFaceStorageWriter) and not writer.save_distributed
+        if not final or not isinstance(planner, SavePlanner):
+            if self._wanted:
+                raise InvalidArgumentError("redistribute is of final files, and of our planner")
+            return state_dict
+        if self._key is None:
+            return state_dict
+        try:
+            state_dict, writer._redistributed_bytes = redistribute_columns(
+                state_dict,
+                self._group,
+                self._key,
+                self._wanted,
+                in_background=self._in_background,
+            )
+        except CheckpointError as error:
+            raise with_rank(error, self._rank) from error
+        return state_dict
+
+
 _MetadataErrors = Callable[[], list[Exception | None]]
 
 
@@ -149,6 +192,7 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     key_mapping: KeyMapping | None = None,
+    redistribute: bool | None = None,
     **writer_options: Any,
 ) -> Metadata:
     """`torch.distributed.checkpoint.save` with our writer and planner as defaults.
@@ -160,8 +204,14 @@ def save(
     rank; nothing of a failed save is left, and what stood there before still loads. Called from the
     main thread, it keeps Python's cyclic garbage collector off until it returns. With several ranks
     it waits for async saves.
+
+    redistribute: whether DTensors that are cut into short rows (columns, grids) are redistributed
+        to long ones before they are written into final files, by an all-to-all of their mesh's
+        groups, into as much memory as they have. None: those whose columns are on several nodes,
+        which the coordinator would put together alone; on one node shared memory is faster.
     """
     rank, world_size = rank_and_size(process_group, no_dist)
+    in_rows = _Redistribution(process_group, rank, world_size, redistribute, in_background=False)
     _wait_for_async_saves(world_size)
     writer = _writer(storage_writer, checkpoint_id, rank, world_size, writer_options)
     planner = _planner(planner, writer, process_group, rank, world_size, key_mapping)
@@ -169,20 +219,30 @@ def save(
         # Planning makes some twenty objects per tensor, with stock's planner a hundred; collecting
         # between them takes longer than making them.
         with paused_while_trainer_waits(keeps=False), Unwrapping(planner):
-            metadata: Metadata = _checked(
-                lambda: state_dict_saver.save(
-                    whole_state(without_statefuls(state_dict)),
-                    checkpoint_id=checkpoint_id,
-                    storage_writer=writer,
-                    planner=planner,
-                    process_group=process_group,
-                    no_dist=no_dist or world_size == 1,  # nothing to send to oneself
-                    use_collectives=use_collectives,
+            state_dict, refusal = without_statefuls(state_dict), None
+            try:
+                state_dict = in_rows(state_dict, writer, planner)
+            except CheckpointError as error:
+                state_dict, refusal = {}, error  # the planner says so, where other ranks hear of it
+            try:
+                metadata: Metadata = _checked(
+                    lambda: state_dict_saver.save(
+                        whole_state(state_dict, refusal),
+                        checkpoint_id=checkpoint_id,
+                        storage_writer=writer,
+                        planner=planner,
+                        process_group=process_group,
+                        no_dist=no_dist or world_size == 1,  # nothing to send to oneself
+                        use_collectives=use_collectives,
+                    )
                 )
-            )
+            except Exception as error:
+                if refusal is None or isinstance(error, CheckpointError):
+                    raise
+                raise refusal from error  # other ranks are gone, so that they do not hear of it
         return metadata
     finally:
-        _end(writer)
+        _end(writer, planner)
 
 
 @_eager
@@ -203,6 +263,7 @@ def async_save(
     log_path: _PathLike | None = None,
     timeout: float = 600.0,
     key_mapping: KeyMapping | None = None,
+    redistribute: bool | None = None,
     **options: Any,
 ) -> AsyncSave | AsyncSaveResponse:
     """`torch.distributed.checkpoint.async_save` with our writer, planner and stager as defaults.
@@ -228,6 +289,9 @@ def async_save(
     timeout: seconds to wait for earlier saves, and besides for rank 0, which says for all whether
         the save begins.
     key_mapping: as for `save`. A function is called in the background, or in another process.
+    redistribute: as for `save`; it is done before staging, while the trainer waits, so None stands
+        for tensors on devices only. Not with on_busy="overlap": an earlier save may be using a
+        group of the mesh.
     options: keywords of HuggingFaceStorageWriter, as for `save`; others go to stock's, which may
         get more in later versions.
 
@@ -237,7 +301,12 @@ def async_save(
     """
     check_choice("on_busy", on_busy, get_args(OnBusy))
     check_choice("on_failure", on_failure, get_args(OnFailure))
+    if on_busy == "overlap":
+        if redistribute:
+            raise InvalidArgumentError("redistribute=True and on_busy='overlap' exclude each other")
+        redistribute = False
     rank, world_size = rank_and_size(process_group, no_dist)
+    in_rows = _Redistribution(process_group, rank, world_size, redistribute, in_background=True)
     if checkpoint_id is not None and isinstance(storage_writer, _OURS):
         checkpoint_id = os.path.abspath(checkpoint_id)  # the save goes on in another directory
     place = checkpoint_id or getattr(storage_writer, "path", None) or type(storage_writer).__name__
@@ -253,7 +322,7 @@ def async_save(
         try:
             if one is not None:
                 one.end()
-            _end(writer)
+            _end(writer, planner)
             if error is None:
                 save.count(metadata)
                 if on_commit is not None:
@@ -283,7 +352,16 @@ def async_save(
             stager = writer  # as stock does it
         if stager is None:
             stager = PinnedMemoryStager(StagingOptions(False, False, False, False))
-        one = OneSaveStager(state_dict, stager, writer, planner, save, turn, crosses=crosses)
+        one = OneSaveStager(
+            state_dict,
+            stager,
+            writer,
+            planner,
+            save,
+            turn,
+            crosses=crosses,
+            prepare=lambda state: in_rows(state, writer, planner),
+        )
         answer = _checked(
             lambda: state_dict_saver.async_save(
                 {},  # `one` has the state
@@ -384,8 +462,11 @@ def load(
         state_dict.update(planner.original_state_dict)
 
 
-def _end(writer: Any) -> None:
-    """After a failure elsewhere the coordinator still holds its staging directory."""
+def _end(writer: Any, planner: Any) -> None:
+    """After a failure elsewhere the coordinator still holds its staging directory. A planner that
+    is kept would hold what was saved, which may be no tensors of the trainer's."""
+    if isinstance(planner, SavePlanner):
+        planner.state_dict = {}
     if isinstance(writer, HuggingFaceStorageWriter):
         writer._end_session()
         writer._group_size = writer._sequence = None

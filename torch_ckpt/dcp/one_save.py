@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -45,7 +46,10 @@ class OneSaveStager(AsyncStager):
         turn: Turn,
         *,
         crosses: bool,
+        prepare: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
+        """prepare: what is done to the state before it is staged, on the caller's thread."""
+        self._prepare = prepare
         self._state_dict = state_dict
         self._inner = inner
         self._writer = writer
@@ -73,11 +77,12 @@ class OneSaveStager(AsyncStager):
         try:
             self._turn.wait()
             self._began = time.perf_counter()
-            state_dict = without_statefuls(state_dict)
+            state_dict = self._prepare(without_statefuls(state_dict))
             staged = self._inner.stage(state_dict)
             if isinstance(staged, Future):
                 self.blocks = False
-                staged.add_done_callback(lambda done: self._take(done, state_dict))
+                self._state_dict = state_dict
+                staged.add_done_callback(self._take)
                 return self._ready
             if self._inner.should_synchronize_after_execute:
                 self._inner.synchronize_staging()
@@ -115,7 +120,8 @@ class OneSaveStager(AsyncStager):
     def close(self) -> None:
         self._inner.close()
 
-    def _take(self, staged: Future[Any], state_dict: dict[str, Any]) -> None:
+    def _take(self, staged: Future[Any]) -> None:
+        state_dict, self._state_dict = self._state_dict, {}
         try:
             self._have(staged.result())
         except BaseException as error:

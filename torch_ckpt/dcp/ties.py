@@ -42,6 +42,12 @@ def find_ties(state_dict: Mapping[str, Any], stored: Collection[str]) -> Ties:
     return ties
 
 
+def identity(value: Any) -> tuple[Any, ...]:
+    """The same for two names of one memory, whole, and for nothing else."""
+    address = _address(value)
+    return (address, *_what(value)) if address else (id(value),)
+
+
 def _address(value: Any) -> int:
     """Where the bytes of a tensor begin; 0 for what is no tensor, or has no bytes."""
     if isinstance(value, DTensor):
