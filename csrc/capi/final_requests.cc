@@ -76,6 +76,55 @@ Result<RankFinals> ParseRank(const Json& item) {
   return rank;
 }
 
+// What tensors have in common: [dtype, shape, bands], of which each is the
+// number of a ring or -1, a first row and an end.
+Result<FinalTensor> ParseKind(const Json& item) {
+  if (!item.is_array() || item.size() != 3 || !item[2].is_array()) {
+    return InvalidArgument("a kind is a dtype, a shape and bands");
+  }
+  FinalTensor kind;
+  TC_ASSIGN_OR_RETURN(kind.dtype, DtypeOf(item[0], ""));
+  TC_ASSIGN_OR_RETURN(kind.shape, GetDims(item[1]));
+  for (const Json& band : item[2]) {
+    if (!band.is_array() || band.size() != 3 ||
+        !std::all_of(band.begin(), band.end(), [](const Json& number) {
+          return number.is_number_integer();
+        })) {
+      return InvalidArgument("a band is a ring, a row and an end");
+    }
+    kind.bands.push_back({band[0].get<int64_t>(), band[1].get<int64_t>(),
+                          band[2].get<int64_t>()});
+  }
+  return kind;
+}
+
+// The tensors that final files are to hold: their names, and the kind of each.
+Result<std::vector<FinalTensor>> ParseTensors(const Json& request) {
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
+                      GetNames(request, "names"));
+  TC_ASSIGN_OR_RETURN(const Json* listed, GetList(request, "kinds"));
+  TC_ASSIGN_OR_RETURN(const Json* kind_of, GetList(request, "kind_of"));
+  if (kind_of->size() != names.size()) {
+    return InvalidArgument("final files need the kind of each tensor");
+  }
+  std::vector<FinalTensor> tensors;
+  tensors.reserve(names.size());
+  std::vector<Result<FinalTensor>> kinds;
+  for (const Json& item : *listed) kinds.push_back(ParseKind(item));
+  for (size_t i = 0; i < names.size(); ++i) {
+    const Json& number = (*kind_of)[i];
+    if (!number.is_number_unsigned() ||
+        number.get<uint64_t>() >= kinds.size()) {
+      return InvalidArgument("the kind of a tensor is not listed");
+    }
+    const Result<FinalTensor>& kind = kinds[number.get<uint64_t>()];
+    if (!kind.ok()) return kind.status().WithTensor(names[i]);
+    tensors.push_back(*kind);
+    tensors.back().name = std::move(names[i]);
+  }
+  return tensors;
+}
+
 }  // namespace
 
 Json FinalsJson(const WrittenPlan& written) {
@@ -110,16 +159,8 @@ Json FinalsJson(const WrittenPlan& written) {
 
 Result<Json> StageFinalRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
-  TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
-                      GetNames(request, "names"));
-  TC_ASSIGN_OR_RETURN(const Json* dtypes, GetList(request, "dtypes"));
-  TC_ASSIGN_OR_RETURN(const Json* shapes, GetList(request, "shapes"));
-  // For each tensor its bands: the number of a ring or -1, first row, end.
-  TC_ASSIGN_OR_RETURN(const Json* bands, GetList(request, "bands"));
-  if (dtypes->size() != names.size() || shapes->size() != names.size() ||
-      bands->size() != names.size()) {
-    return InvalidArgument("final files need one of everything a tensor");
-  }
+  TC_ASSIGN_OR_RETURN(const std::vector<FinalTensor> tensors,
+                      ParseTensors(request));
   // Each a leader and then its senders.
   std::vector<FinalRing> rings;
   TC_ASSIGN_OR_RETURN(const Json* listed, GetList(request, "rings"));
@@ -133,27 +174,6 @@ Result<Json> StageFinalRequest(const Json& request) {
       members.push_back(rank.get<int64_t>());
     }
     rings.push_back({members[0], {members.begin() + 1, members.end()}});
-  }
-  std::vector<FinalTensor> tensors;
-  tensors.reserve(names.size());
-  for (size_t i = 0; i < names.size(); ++i) {
-    FinalTensor& tensor = tensors.emplace_back();
-    tensor.name = std::move(names[i]);
-    TC_ASSIGN_OR_RETURN(tensor.dtype, DtypeOf((*dtypes)[i], tensor.name));
-    Result<Dims> shape = GetDims((*shapes)[i]);
-    if (!shape.ok()) return shape.status().WithTensor(tensor.name);
-    tensor.shape = *shape;
-    for (const Json& band : (*bands)[i]) {
-      if (!band.is_array() || band.size() != 3 ||
-          !std::all_of(band.begin(), band.end(), [](const Json& number) {
-            return number.is_number_integer();
-          })) {
-        return InvalidArgument("a band is a ring, a row and an end")
-            .WithTensor(tensor.name);
-      }
-      tensor.bands.push_back({band[0].get<int64_t>(), band[1].get<int64_t>(),
-                              band[2].get<int64_t>()});
-    }
   }
   TC_ASSIGN_OR_RETURN(const FileRule rule, FileRuleOf(request));
   TC_ASSIGN_OR_RETURN(const FileNaming naming, FileNamingOf(request));

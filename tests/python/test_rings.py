@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,11 @@ def item(
     return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, None, data)
 
 
+def bands_in(answer: dict[str, Any]) -> list[list[Band]]:
+    """Of each tensor, as `final_tensors` says it."""
+    return [answer["kinds"][number][2] for number in answer["kind_of"]]
+
+
 def bands(
     tensors: dict[str, list[tuple[Shape, Shape]]], nodes: Sequence[Node | None]
 ) -> dict[str, list[Band]]:
@@ -50,7 +56,7 @@ def bands(
             items.append(item(fqn, shape, *boxes[rank]))
         plans.append(SavePlan(items, storage_data=node))
     answer = final_tensors(plans, DtypePolicy())
-    return dict(zip(tensors, answer["bands"], strict=True))
+    return dict(zip(tensors, bands_in(answer), strict=True))
 
 
 def rows(size: int) -> list[tuple[Shape, Shape]]:
@@ -119,7 +125,7 @@ def test_replicas_of_a_tensor_are_taken_from_one_node() -> None:
     assert [len(plan.items) for plan in chosen] == [4, 4, 4, 4]  # the work is shared all the same
     answer = final_tensors(chosen, DtypePolicy())
     assert answer["rings"] == [[0, 1], [2, 3]]
-    assert sorted(band for [band] in answer["bands"]) == [(0, 0, 8)] * 4 + [(1, 0, 8)] * 4
+    assert sorted(band for [band] in bands_in(answer)) == [(0, 0, 8)] * 4 + [(1, 0, 8)] * 4
 
 
 def test_replicas_on_several_nodes_are_taken_from_few() -> None:
@@ -132,7 +138,7 @@ def test_replicas_on_several_nodes_are_taken_from_few() -> None:
         place = (4 * (rank // 2 % 2), 50 * (rank % 2))
         items += [item(f"t{number}", (8, 100), place, (4, 50)) for number in range(9)]
         plans.append(SavePlan(items, storage_data=node))
-    of_all, *of_others = final_tensors(dedup_plans(plans, False), DtypePolicy())["bands"]
+    of_all, *of_others = bands_in(final_tensors(dedup_plans(plans, False), DtypePolicy()))
     assert of_all == []
     for own in of_others:
         assert [band[1:] for band in own] == [(0, 4), (4, 8)]
@@ -153,7 +159,7 @@ def test_who_has_nothing_for_a_ring_is_no_member_of_it() -> None:
         plans[rank].items.append(item("gate", gate, (rank * half,), (half,)))
     answer = final_tensors(plans, DtypePolicy())
     assert answer["rings"] == [[0, 1]]
-    assert answer["bands"] == [[], [(0, 0, MIN_ROW_BYTES)]]
+    assert bands_in(answer) == [[], [(0, 0, MIN_ROW_BYTES)]]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +182,7 @@ def test_empty_boxes_count_nowhere(
     plans[3].items.append(item("long", long, (0, 0), long))
     answer = final_tensors(plans, DtypePolicy())
     assert answer["rings"] == rings
-    assert answer["bands"] == [of_columns, []]
+    assert bands_in(answer) == [of_columns, []]
 
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
@@ -194,8 +200,8 @@ def test_rows_of_packed_elements() -> None:
         for rank in range(2)
     ]
     answer = final_tensors(plans, DtypePolicy())
-    assert answer["shapes"] == [[4 * half], [8, 200]]
-    assert answer["bands"] == [[(0, 0, 4 * half)], [(0, 0, 8)]]
+    assert [answer["kinds"][number][1] for number in answer["kind_of"]] == [[4 * half], [8, 200]]
+    assert bands_in(answer) == [[(0, 0, 4 * half)], [(0, 0, 8)]]
 
 
 def random_plans(chance: random.Random) -> list[SavePlan]:
@@ -224,7 +230,7 @@ def test_members_of_rings_are_those_who_have_something_for_them(seed: int) -> No
     plans = random_plans(random.Random(seed))
     answer = final_tensors(plans, DtypePolicy())
     names = dict.fromkeys(item.index.fqn for plan in plans for item in plan.items)
-    bands = dict(zip(names, answer["bands"], strict=True))
+    bands = dict(zip(names, bands_in(answer), strict=True))
     members: list[set[int]] = [set() for _ in answer["rings"]]
     for rank, plan in enumerate(plans):
         for box in plan.items:

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from torch_ckpt._core import names_text
 from torch_ckpt.dcp.reserved import TIES_KEY
-from torch_ckpt.dcp.rings import Boxes, node_numbers, plan_rings
+from torch_ckpt.dcp.rings import Band, Boxes, node_numbers, plan_rings
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
@@ -73,31 +74,45 @@ def check_planned(planned: Collection[str], mapping: Mapping[str, int] | None) -
 
 def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
     """The tensors of all plans, in the order of the state dict, in the dtypes that they are stored
-    in, and who writes what of them, as columns of a request."""
+    in, and who writes what of them, as fields of a request: their names; "kinds", each a dtype,
+    shape and bands that tensors have in common; which of these each has; and the rings."""
     tensors: dict[str, Boxes] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
             if item.tensor_data is not None:
                 tensors.setdefault(item.index.fqn, []).append((rank, item.tensor_data))
-    rings, bands_of = plan_rings(tensors, node_numbers(plans))
-    dtypes, shapes, bands = [], [], []
+    rings, bands = plan_rings(tensors, node_numbers(plans))
+    kinds: list[tuple[str, list[int], list[Band]]] = []
+    numbers: dict[tuple[int, int, str], int] = {}  # of kinds, by what tensors share
+    kind_of = []
+    dtypes: dict[int, str] = {}  # of what boxes share
+    no_bands: list[Band] = []
     for fqn, boxes in tensors.items():
         data = boxes[0][1]
-        dtype = _dtype_name(data.properties, fqn)
-        dtypes.append(policy.stored(fqn, dtype))
-        packed = PACKED.get(dtype, 1)
-        shapes.append([*data.size[:-1], data.size[-1] * packed] if packed > 1 else [*data.size])
-        own = bands_of.get(fqn, [])
-        if packed > 1 and len(data.size) == 1:
-            own = [(ring, begin * packed, end * packed) for ring, begin, end in own]
-        bands.append(own)
+        dtype = dtypes.get(id(data))
+        if dtype is None:
+            dtype = dtypes[id(data)] = _dtype_name(data.properties, fqn)
+        stored = policy.stored(fqn, dtype) if policy else dtype
+        of_tensor = bands.get(fqn, no_bands)
+        number = numbers.setdefault((id(data), id(of_tensor), stored), len(kinds))
+        if number == len(kinds):
+            kinds.append((stored, *_in_elements(data.size, PACKED.get(dtype, 1), of_tensor)))
+        kind_of.append(number)
     return {
         "names": names_text(list(tensors)),
-        "dtypes": dtypes,
-        "shapes": shapes,
-        "bands": bands,
+        "kinds": kinds,
+        "kind_of": kind_of,
         "rings": rings,
     }
+
+
+def _in_elements(size: torch.Size, packed: int, bands: list[Band]) -> tuple[list[int], list[Band]]:
+    """Shape and bands of a tensor whose elements hold `packed` of safetensors' each."""
+    if packed == 1:
+        return [*size], bands
+    if len(size) == 1:
+        bands = [(ring, begin * packed, end * packed) for ring, begin, end in bands]
+    return [*size[:-1], size[-1] * packed], bands
 
 
 def _dtype_name(properties: TensorProperties, fqn: str) -> str:

@@ -110,6 +110,7 @@ def plan_rings(
 ) -> tuple[list[list[int]], dict[str, list[Band]]]:
     """The rings, each a leader and its senders, and the bands of those of `tensors` (all that are
     planned) that their ranks do not write by themselves, given the number of each rank's node.
+    Tensors of the same boxes have the same list of bands.
 
     A tensor has a band for each node that has a box of it, if these are in rows that no other node
     has any of; else the coordinator gathers it. Of boxes that are one row each, which ranks can
@@ -124,15 +125,16 @@ def plan_rings(
             kind = kinds[key] = _Kind(boxes, nodes)
         kind_of[fqn] = kind
     gathered = _gathered(kind_of)
+    gathered_kinds = {id(kind): kind for kind in gathered.values()}
     members: dict[int, set[int]] = {}
-    for kind in {id(kind): kind for kind in gathered.values()}.values():
+    for kind in gathered_kinds.values():
         for node in kind.spans:
             members.setdefault(node, set()).update(kind.ranks[node])
     # One rank alone has nobody to hand anything to.
     rings = {node: sorted(ranks) for node, ranks in sorted(members.items()) if len(ranks) > 1}
     numbers = {node: number for number, node in enumerate(rings)}
-    bands = {fqn: kind.bands(numbers) for fqn, kind in gathered.items()}
-    return list(rings.values()), bands
+    bands = {number: kind.bands(numbers) for number, kind in gathered_kinds.items()}
+    return list(rings.values()), {fqn: bands[id(kind)] for fqn, kind in gathered.items()}
 
 
 def _gathered(kinds: Mapping[str, _Kind]) -> dict[str, _Kind]:
