@@ -276,6 +276,14 @@ def test_writers_readers_and_planners_pickle(tmp_path: Path) -> None:
     save(STATE, writer)
 
 
+def test_a_writer_that_is_not_told_its_rank_says_so(tmp_path: Path) -> None:
+    """DCP tells the rank only to a set_up_storage_writer that takes **kwargs. All ranks of a writer
+    that overrides it without would write as rank 0."""
+    writer = HuggingFaceStorageWriter(tmp_path / "c", layout="final")
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match="was not told its rank"):
+        writer.set_up_storage_writer(False)
+
+
 def test_errors_pickle_and_keep_what_they_say() -> None:
     for kind in (
         torch_ckpt.CheckpointError,

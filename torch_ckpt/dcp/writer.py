@@ -199,6 +199,11 @@ class HuggingFaceStorageWriter(StockWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if self.rank is None and not is_coordinator:
+            raise InvalidArgumentError(
+                "the writer was not told its rank: DCP tells a set_up_storage_writer that takes "
+                "**kwargs, and one that overrides it has to as well"
+            )
         self.is_coordinator = is_coordinator
         self._end_session()
         self._part = None
