@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,12 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write("the directory is in memory, not on a disk: name another --directory\n")
     with tempfile.TemporaryDirectory(prefix="benchmarks-", dir=parent) as made:
         try:
-            records = _run(options, Path(made))
+            records = _run(options, Path(made), facts)
         except LimitsError as error:
             return _refuse(str(error))
-    if options.jsonl:
-        lines = [{"kind": "environment", **facts}, *records]
-        Path(options.jsonl).write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = summarise(records)
     report.print_report(console, facts, rows)
     if options.write_docs:
@@ -67,9 +64,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if any(row.failures for row in rows) else 0
 
 
-def _run(options: argparse.Namespace, directory: Path) -> list[Record]:
+def _run(options: argparse.Namespace, directory: Path, facts: Mapping[str, str]) -> list[Record]:
     """Runs each row in a process of its own, first with memory as it is, then touched."""
     program = LimitsProgram.build(directory)
+    if options.jsonl:
+        Path(options.jsonl).write_text(json.dumps({"kind": "environment", **facts}) + "\n")
     memory_states = MEMORY_STATES if options.memory == "both" else (options.memory,)
     records: list[Record] = []
     for name in ROWS:
@@ -83,12 +82,13 @@ def _run(options: argparse.Namespace, directory: Path) -> list[Record]:
             words += ["--directory", str(work), "--program", str(program.path)]
             words += ["--records", str(lines)]
             status = subprocess.run(words, cwd=environment.REPOSITORY).returncode
+            of_row: list[Record] = []
             if lines.exists():
-                records += [json.loads(line) for line in lines.read_text().splitlines()]
+                of_row += [json.loads(line) for line in lines.read_text().splitlines()]
                 lines.unlink()
             if status != 0:
                 reason = f"its process ended with status {status}"
-                records.append(
+                of_row.append(
                     {
                         "kind": "failed",
                         "row": name,
@@ -98,6 +98,10 @@ def _run(options: argparse.Namespace, directory: Path) -> list[Record]:
                     }
                 )
             shutil.rmtree(work)
+            records += of_row
+            if options.jsonl:  # at once: all rows take hours
+                with Path(options.jsonl).open("a") as file:
+                    file.writelines(json.dumps(record) + "\n" for record in of_row)
     return records
 
 
