@@ -95,6 +95,8 @@ def _columns(
         for name, tensor in _dtensors(state_dict, ""):
             if wanted is None and in_background and tensor._local_tensor.is_cpu:
                 continue
+            if not any(getattr(placed, "dim", 0) for placed in tensor.placements):
+                continue  # most are in rows, and a state may have many
             mesh = tensor.device_mesh
             if mesh.get_coordinate() is not None and _steps(tensor):
                 meshes.setdefault(mesh, {})[name] = tensor
@@ -109,14 +111,18 @@ def _columns(
 
 def _dtensors(value: Any, name: str) -> Iterator[tuple[str, DTensor]]:
     """Those in dicts and lists; in other containers they stay as they are."""
-    if type(value) is DTensor:
-        yield name, value
-    elif type(value) in (dict, OrderedDict):
-        for key, inner in value.items():
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        items = value.items()
+    elif kind is list:
+        items = enumerate(value)
+    else:
+        return
+    for key, inner in items:
+        if type(inner) is DTensor:
+            yield f"{name}.{key}", inner
+        else:
             yield from _dtensors(inner, f"{name}.{key}")
-    elif type(value) is list:
-        for position, inner in enumerate(value):
-            yield from _dtensors(inner, f"{name}.{position}")
 
 
 def _replaced(value: Any, rows: Mapping[Any, DTensor]) -> Any:
