@@ -91,13 +91,16 @@ class Parts {
                          bytes.at,
                          {}});
     }
-    for (const SafetensorsEntry& entry : header.header.tensors) {
+    const std::vector<SafetensorsEntry>& entries = header.header.tensors;
+    for (uint32_t e = 0; e < entries.size(); ++e) {
+      const SafetensorsEntry& entry = entries[e];
       const auto boxes = boxes_.find(entry.name);
       if (boxes == boxes_.end()) continue;
       std::map<const FinalBand*, std::vector<FromBox>> by_band;
       for (const FromBox& each : boxes->second) {
-        TC_ASSIGN_OR_RETURN(const FinalBand* const band,
-                            list.BandOf(entry.name, each.box->box));
+        const auto of_box = list.BandOf({file, e}, each.box->box);
+        if (!of_box.ok()) return of_box.status().WithTensor(entry.name);
+        const FinalBand* const band = *of_box;
         if (!band) {
           return Conflict(
                      "a rank has left a box to be gathered, and it is "

@@ -36,7 +36,8 @@ std::string EncodeList(const FinalFiles& list) {
   }
   PutVarint(&out, list.banded.size());
   for (const FinalFiles::Banded& tensor : list.banded) {
-    PutString(&out, tensor.tensor);
+    PutVarint(&out, tensor.tensor.file);
+    PutVarint(&out, tensor.tensor.entry);
     PutVarint(&out, tensor.bands.size());
     for (const FinalBand& band : tensor.bands) {
       PutVarint(&out, static_cast<uint64_t>(band.ring + 1));
@@ -84,12 +85,17 @@ Result<FinalFiles> DecodeList(ByteSpan bytes) {
   }
   const auto banded = in.Bounded(in.left());
   if (!banded) return damaged;
+  list.banded.reserve(*banded);
   for (uint64_t i = 0; i < *banded; ++i) {
-    auto name = in.String(kMaxNameBytes);
+    const auto file = in.Bounded(UINT32_MAX);
+    const auto entry = in.Bounded(UINT32_MAX);
     const auto bands = in.Bounded(in.left());
-    if (!name || !bands) return damaged;
+    if (!file || !entry || !bands || *file >= list.files.size()) return damaged;
+    const FinalPlace place{static_cast<uint32_t>(*file),
+                           static_cast<uint32_t>(*entry)};
+    if (i > 0 && list.banded.back().tensor >= place) return damaged;
     FinalFiles::Banded& tensor = list.banded.emplace_back();
-    tensor.tensor = std::move(*name);
+    tensor.tensor = place;
     for (uint64_t b = 0; b < *bands; ++b) {
       const auto ring = in.Bounded(list.rings.size());
       const auto begin = in.Bounded(INT64_MAX);
@@ -145,19 +151,16 @@ Status StageFile(const Directory& staging, const FinalLayout& layout,
 
 }  // namespace
 
-std::span<const FinalBand> FinalFiles::BandsOf(std::string_view tensor) const {
+Result<const FinalBand*> FinalFiles::BandOf(FinalPlace tensor,
+                                            const Box& box) const {
   const auto found = std::lower_bound(
       banded.begin(), banded.end(), tensor,
-      [](const Banded& a, std::string_view b) { return a.tensor < b; });
-  if (found == banded.end() || found->tensor != tensor) return {};
-  return found->bands;
-}
-
-Result<const FinalBand*> FinalFiles::BandOf(std::string_view tensor,
-                                            const Box& box) const {
-  if (box.rank() == 0) return nullptr;
+      [](const Banded& a, FinalPlace b) { return a.tensor < b; });
+  if (found == banded.end() || found->tensor != tensor || box.rank() == 0) {
+    return nullptr;
+  }
   const int64_t begin = box.offsets[0], end = begin + box.sizes[0];
-  for (const FinalBand& band : BandsOf(tensor)) {
+  for (const FinalBand& band : found->bands) {
     if (band.end <= begin || band.begin >= end) continue;
     if (band.begin <= begin && end <= band.end) return &band;
     return Conflict("rows " + std::to_string(begin) + " to " +
@@ -165,8 +168,7 @@ Result<const FinalBand*> FinalFiles::BandOf(std::string_view tensor,
                     std::to_string(band.begin) + " to " +
                     std::to_string(band.end) +
                     ", which ranks are planned to write together: the plan is "
-                    "for other tensors")
-        .WithTensor(std::string(tensor));
+                    "for other tensors");
   }
   return nullptr;
 }
@@ -198,16 +200,21 @@ Result<std::vector<RingTensor>> RingTensorsOf(
     const FinalFiles& list, const std::vector<FileHeader>& headers,
     const FinalRing& ring) {
   std::vector<RingTensor> tensors;
-  for (uint32_t f = 0; f < headers.size(); ++f) {
-    for (const SafetensorsEntry& entry : headers[f].header.tensors) {
-      for (const FinalBand& band : list.BandsOf(entry.name)) {
-        if (band.ring < 0 ||
-            &list.rings[static_cast<size_t>(band.ring)] != &ring) {
-          continue;
-        }
-        TC_ASSIGN_OR_RETURN(SafetensorsEntry of_band, EntryOf(entry, band));
-        tensors.push_back({f, std::move(of_band)});
+  tensors.reserve(list.banded.size());
+  for (const auto& [place, bands] : list.banded) {
+    const auto& entries = headers[place.file].header.tensors;
+    if (place.entry >= entries.size()) {
+      return Corrupt("the list of final files is of other headers")
+          .WithFile(list.files[place.file].name);
+    }
+    for (const FinalBand& band : bands) {
+      if (band.ring < 0 ||
+          &list.rings[static_cast<size_t>(band.ring)] != &ring) {
+        continue;
       }
+      TC_ASSIGN_OR_RETURN(SafetensorsEntry of_band,
+                          EntryOf(entries[place.entry], band));
+      tensors.push_back({place, std::move(of_band)});
     }
   }
   return tensors;
@@ -247,31 +254,38 @@ Result<FinalFiles> StageFinalFiles(const Directory& staging,
     names.push_back(tensor.name);
     bytes.push_back(*size);
     TC_RETURN_IF_ERROR(CheckBands(tensor, rings.size()));
-    if (!tensor.bands.empty()) {
-      list.banded.push_back({tensor.name, tensor.bands});
-    }
   }
   list.rings = std::move(rings);
-  std::sort(list.banded.begin(), list.banded.end(),
-            [](const auto& a, const auto& b) { return a.tensor < b.tensor; });
   TC_ASSIGN_OR_RETURN(const FileDivision division,
                       DivideIntoFiles(names, bytes, rule));
   list.index_name = IndexFileName(division.count, naming);
-  std::map<int64_t, std::vector<SafetensorsEntry>> files;
+  struct Members {
+    std::vector<SafetensorsEntry> entries;
+    std::vector<const FinalTensor*> tensors;
+  };
+  std::map<int64_t, Members> files;
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (division.index[i] == 0) {
       return InvalidArgument("is not in fqn_to_index_mapping")
           .WithTensor(tensors[i].name);
     }
-    files[division.index[i]].push_back(
+    Members& file = files[division.index[i]];
+    file.entries.push_back(
         {tensors[i].name, tensors[i].dtype, tensors[i].shape, 0, 0});
+    file.tensors.push_back(&tensors[i]);
   }
-  for (auto& [index, entries] : files) {
+  for (auto& [index, members] : files) {
     const std::string name = FinalFileName(index, division.count, naming);
     Result<FinalLayout> layout =
-        LayOutFinalFile(name, NewId(), std::move(entries));
+        LayOutFinalFile(name, NewId(), std::move(members.entries));
     if (!layout.ok()) return layout.status().WithFile(name);
     TC_RETURN_IF_ERROR(StageFile(staging, *layout, sync));
+    for (uint32_t entry = 0; entry < layout->order.size(); ++entry) {
+      const FinalTensor& tensor = *members.tensors[layout->order[entry]];
+      if (tensor.bands.empty()) continue;
+      const auto file = static_cast<uint32_t>(list.files.size());
+      list.banded.push_back({{file, entry}, tensor.bands});
+    }
     list.files.push_back(
         {name, layout->spec.staged, layout->spec.id, layout->spec.bytes});
   }

@@ -63,21 +63,28 @@ struct FinalFile {
   uint64_t bytes = 0;
 };
 
+// A tensor of the final files, by number: of its file, and of its entry in the
+// header there.
+struct FinalPlace {
+  uint32_t file = 0;
+  uint32_t entry = 0;
+  auto operator<=>(const FinalPlace&) const = default;
+};
+
 struct FinalFiles {
   std::vector<FinalFile> files;
   std::string index_name;  // of the index beside them, if any
   struct Banded {
-    std::string tensor;
+    FinalPlace tensor;
     std::vector<FinalBand> bands;  // as a FinalTensor's
   };
-  std::vector<Banded> banded;  // by tensor
+  std::vector<Banded> banded;  // by tensor, ascending
   std::vector<FinalRing> rings;
 
-  std::span<const FinalBand> BandsOf(std::string_view tensor) const;
   // The band that the box lies in; null for a box that its owner writes.
-  // kConflict where it lies in one with a part of its rows.
-  Result<const FinalBand*> BandOf(std::string_view tensor,
-                                  const Box& box) const;
+  // kConflict, without the tensor's name, where it lies in one with a part of
+  // its rows.
+  Result<const FinalBand*> BandOf(FinalPlace tensor, const Box& box) const;
 };
 
 // The rows of a band as a tensor: its place is where the band's bytes are.
@@ -89,7 +96,7 @@ Box InBand(Box box, const FinalBand& band);
 // What the ranks of a ring write, as tensors, in the order of the files and of
 // their data.
 struct RingTensor {
-  uint32_t file = 0;  // in the list of final files
+  FinalPlace of;
   SafetensorsEntry entry;
 };
 Result<std::vector<RingTensor>> RingTensorsOf(

@@ -19,31 +19,30 @@ struct Stretch {
   std::optional<ElementCast> cast;
 };
 
-// Where a tensor stands in the final files.
-struct FinalPlace {
-  uint32_t file = 0;
-  const SafetensorsEntry* entry = nullptr;
-};
-
-// The tensors of all final files by name.
+// The tensors of all final files by name. The headers must stay where they are.
 class FinalTensors {
  private:
   auto NameAt() const {
-    return [this](uint32_t id) {
-      return std::string_view(places_[id].entry->name);
-    };
+    return
+        [this](uint32_t id) { return std::string_view(At(places_[id]).name); };
   }
 
  public:
   FinalTensors(const std::vector<FinalFile>& files,
-               const std::vector<FileHeader>& headers) {
+               const std::vector<FileHeader>& headers)
+      : headers_(headers) {
     for (uint32_t f = 0; f < files.size(); ++f) {
-      for (const SafetensorsEntry& entry : headers[f].header.tensors) {
+      const size_t count = headers[f].header.tensors.size();
+      for (uint32_t e = 0; e < count; ++e) {
         const auto next = static_cast<uint32_t>(places_.size());
-        places_.push_back({f, &entry});
-        index_.Insert(entry.name, next, NameAt());
+        places_.push_back({f, e});
+        index_.Insert(At({f, e}).name, next, NameAt());
       }
     }
+  }
+
+  const SafetensorsEntry& At(FinalPlace place) const {
+    return headers_[place.file].header.tensors[place.entry];
   }
 
   const FinalPlace* Find(std::string_view name) const {
@@ -52,6 +51,7 @@ class FinalTensors {
   }
 
  private:
+  const std::vector<FileHeader>& headers_;
   std::vector<FinalPlace> places_;
   NameIndex index_;
 };
@@ -60,26 +60,25 @@ std::string Described(Dtype dtype, const Dims& shape) {
   return DtypeName(dtype) + (" " + shape.ToString());
 }
 
-Status CheckFits(const WriteTensor& tensor, const FinalPlace* place,
-                 const std::vector<FinalFile>& files, bool cast) {
-  const std::string have = Described(tensor.dtype, tensor.global_shape);
-  if (!place) {
-    return Conflict("is " + have +
-                    " on this rank, and in none of the files that the "
-                    "coordinator has laid out: they are of a plan for other "
-                    "tensors")
-        .WithTensor(tensor.name);
-  }
-  const SafetensorsEntry& entry = *place->entry;
+Status NotLaidOut(const WriteTensor& tensor) {
+  return Conflict("is " + Described(tensor.dtype, tensor.global_shape) +
+                  " on this rank, and in none of the files that the "
+                  "coordinator has laid out: they are of a plan for other "
+                  "tensors")
+      .WithTensor(tensor.name);
+}
+
+Status CheckFits(const WriteTensor& tensor, const SafetensorsEntry& entry,
+                 const FinalFile& file, bool cast) {
   const bool same_dtype = entry.dtype == tensor.dtype ||
                           (cast && CanCast(tensor.dtype, entry.dtype));
   if (same_dtype && entry.shape == tensor.global_shape) return {};
-  return Conflict("is " + have + " on this rank, and " +
-                  Described(entry.dtype, entry.shape) +
+  return Conflict("is " + Described(tensor.dtype, tensor.global_shape) +
+                  " on this rank, and " + Described(entry.dtype, entry.shape) +
                   " in the header that the coordinator has staged: that is of "
                   "a plan for other tensors")
       .WithTensor(tensor.name)
-      .WithFile(files[place->file].name);
+      .WithFile(file.name);
 }
 
 std::optional<ElementCast> CastOf(const WriteTensor& tensor, Dtype to) {
@@ -183,19 +182,23 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
   const FinalRing* ring = nullptr;
   for (const WriteTensor& tensor : tensors) {
     const FinalPlace* place = places.Find(tensor.name);
-    TC_RETURN_IF_ERROR(CheckFits(tensor, place, list.files, options.cast));
+    if (!place) return NotLaidOut(tensor);
+    const SafetensorsEntry& entry = places.At(*place);
+    TC_RETURN_IF_ERROR(
+        CheckFits(tensor, entry, list.files[place->file], options.cast));
     const SourceTensor& source = sources[tensor.source];
-    const Dtype to = place->entry->dtype;
+    const Dtype to = entry.dtype;
     const Box box{tensor.offsets, tensor.shape};
     if (box.Empty()) continue;
-    TC_ASSIGN_OR_RETURN(const FinalBand* const band,
-                        list.BandOf(tensor.name, box));
+    const auto of_box = list.BandOf(*place, box);
+    if (!of_box.ok()) return of_box.status().WithTensor(tensor.name);
+    const FinalBand* const band = *of_box;
     if (!band) {
-      TC_RETURN_IF_ERROR(AddStretches(tensor, source, to,
-                                      headers[place->file].header.data_begin +
-                                          place->entry->begin,
-                                      &stretches[place->file])
-                             .WithTensor(tensor.name));
+      TC_RETURN_IF_ERROR(
+          AddStretches(tensor, source, to,
+                       headers[place->file].header.data_begin + entry.begin,
+                       &stretches[place->file])
+              .WithTensor(tensor.name));
       continue;
     }
     if (band->ring >= 0) {
@@ -208,7 +211,7 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
     }
     TC_ASSIGN_OR_RETURN(const uint64_t bytes, ByteSize(to, tensor.shape));
     ring_sources.push_back(
-        {tensor.name, box, *band, &source, bytes, CastOf(tensor, to)});
+        {*place, tensor.name, box, *band, &source, bytes, CastOf(tensor, to)});
   }
   std::vector<RingEdge> edges;
   if (ring) {
@@ -218,7 +221,8 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
   }
   for (const RingSource& gathered : ring_sources) {
     if (out.ring && gathered.band.ring >= 0) continue;
-    out.part_boxes.push_back({gathered.tensor, gathered.box, out.parts.size()});
+    out.part_boxes.push_back(
+        {std::string(gathered.name), gathered.box, out.parts.size()});
     out.parts.Place(out.parts.size(), *gathered.source, 0, gathered.bytes,
                     gathered.cast);
   }

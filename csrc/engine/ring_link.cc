@@ -1,7 +1,6 @@
 #include "engine/ring_link.h"
 
 #include <chrono>
-#include <map>
 #include <set>
 #include <thread>
 
@@ -24,15 +23,6 @@ constexpr const char* kYes = "yes";
 
 uint64_t SlotMemory() {
   return RoundUp(SlotQueue::Bytes(kPieceBytes), kAlignment);
-}
-
-// One for each save: the id of a file in it is. And for all who cut pieces and
-// talk in the same way.
-std::string NameOf(const FinalFiles& list, const FinalRing& ring) {
-  constexpr int kProtocol = 2;
-  return "torch_ckpt-ring" + std::to_string(kProtocol) + "-" +
-         std::to_string(kPieceBytes) + "-" + std::to_string(SlotQueue::kSlots) +
-         "-" + list.files[0].id + "-" + std::to_string(ring.leader);
 }
 
 std::string RefusalOf(int64_t rank) {
@@ -84,7 +74,7 @@ std::string HelloOf(int64_t rank, const std::vector<RingBox>& boxes,
   PutVarint(&hello, offset);
   PutVarint(&hello, boxes.size());
   for (const RingBox& box : boxes) {
-    PutString(&hello, box.tensor);
+    PutVarint(&hello, box.tensor);
     PutVarint(&hello, static_cast<uint64_t>(box.box.rank()));
     PutDims(&hello, box.box.offsets);
     PutDims(&hello, box.box.sizes);
@@ -103,14 +93,15 @@ Result<RingPeer> PeerOf(LocalSocket socket, LocalMessage message) {
     return malformed;
   }
   std::vector<RingBox> boxes;
+  boxes.reserve(*count);
   for (uint64_t b = 0; b < *count; ++b) {
-    auto name = in.String(kMaxNameBytes);
+    const auto tensor = in.Bounded(SIZE_MAX);
     const auto dims = in.Bounded(kMaxDims);
-    if (!name || !dims) return malformed;
+    if (!tensor || !dims) return malformed;
     const auto offsets = in.Sizes(static_cast<int>(*dims));
     const auto sizes = in.Sizes(static_cast<int>(*dims));
     if (!offsets || !sizes) return malformed;
-    boxes.push_back({std::move(*name), {*offsets, *sizes}});
+    boxes.push_back({*tensor, {*offsets, *sizes}});
   }
   if (!in.empty()) return malformed;
   const size_t bytes = SlotMemory();
@@ -128,20 +119,21 @@ Result<RingPeer> PeerOf(LocalSocket socket, LocalMessage message) {
 Status CheckTiling(const std::vector<RingTensor>& tensors,
                    const std::vector<RingBox>& own,
                    const std::vector<RingPeer>& peers) {
-  std::map<std::string_view, std::vector<Box>> boxes;
-  const auto add = [&](const std::vector<RingBox>& of_member) {
-    for (const RingBox& box : of_member) {
-      boxes[box.tensor].push_back(box.box);
+  std::vector<std::vector<Box>> boxes(tensors.size());
+  const auto add = [&](const std::vector<RingBox>& of_member) -> Status {
+    for (const auto& [tensor, box] : of_member) {
+      if (tensor >= boxes.size()) return Conflict("a box is of no tensor");
+      boxes[tensor].push_back(box);
     }
+    return {};
   };
-  add(own);
-  for (const RingPeer& peer : peers) add(peer.boxes);
-  for (const RingTensor& tensor : tensors) {
+  TC_RETURN_IF_ERROR(add(own));
+  for (const RingPeer& peer : peers) TC_RETURN_IF_ERROR(add(peer.boxes));
+  for (size_t t = 0; t < tensors.size(); ++t) {
     TC_RETURN_IF_ERROR(
-        ProveTiling(Box::Whole(tensor.entry.shape), boxes[tensor.entry.name]));
-    boxes.erase(tensor.entry.name);
+        ProveTiling(Box::Whole(tensors[t].entry.shape), boxes[t]));
   }
-  return boxes.empty() ? Status() : Conflict("a box is of another tensor");
+  return {};
 }
 
 Result<std::vector<RingPeer>> Lead(const Directory& staging,
@@ -150,7 +142,7 @@ Result<std::vector<RingPeer>> Lead(const Directory& staging,
                                    const FinalRing& ring,
                                    const std::vector<RingBox>& own, Job* job) {
   TC_ASSIGN_OR_RETURN(const LocalListener listener,
-                      LocalListener::Listen(NameOf(list, ring)));
+                      LocalListener::Listen(RingName(list, ring)));
   std::set<int64_t> awaited(ring.senders.begin(), ring.senders.end());
   // Of all, those who have come too: a sender may change its mind.
   const Waiting waiting(staging, awaited, *job, kPatience);
@@ -179,6 +171,13 @@ bool MeansNoRing(const Status& status) {
 }
 
 }  // namespace
+
+std::string RingName(const FinalFiles& list, const FinalRing& ring) {
+  constexpr int kProtocol = 3;
+  return "torch_ckpt-ring" + std::to_string(kProtocol) + "-" +
+         std::to_string(kPieceBytes) + "-" + std::to_string(SlotQueue::kSlots) +
+         "-" + list.files[0].id + "-" + std::to_string(ring.leader);
+}
 
 StillWanted RingPeer::Patience(const Job& job) const {
   return [this, &job, until = Clock::now() + kStalled]() -> Status {
@@ -230,7 +229,7 @@ Result<std::vector<RingPeer>> JoinRing(const Directory& staging,
     std::optional<LocalSocket> socket;
     int tries = 0;
     while (!socket) {
-      TC_ASSIGN_OR_RETURN(socket, LocalSocket::Connect(NameOf(list, ring)));
+      TC_ASSIGN_OR_RETURN(socket, LocalSocket::Connect(RingName(list, ring)));
       if (socket) break;
       // Looks into the staging directory, which may be far away, now and then.
       if (tries++ % 25 == 0) TC_RETURN_IF_ERROR(waiting());

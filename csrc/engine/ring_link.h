@@ -23,10 +23,10 @@
 
 namespace torch_ckpt {
 
-// A box of a tensor of the ring, in that (RingTensorsOf).
+// A box in one of the ring's tensors.
 struct RingBox {
-  std::string tensor;
-  Box box;  // in elements
+  size_t tensor = 0;  // its position in RingTensorsOf
+  Box box;            // in elements
 };
 
 // The other end as one member sees it.
@@ -43,6 +43,10 @@ struct RingPeer {
   StillWanted Patience(const Job& job) const;
   Status Gone(const char* what) const;
 };
+
+// Where the leader listens (os/local_socket.h): a name for each save, and for
+// all who cut pieces and talk in the same way.
+std::string RingName(const FinalFiles& list, const FinalRing& ring);
 
 // Both wait for the other members, a minute at most. An empty list: there is to
 // be no ring. REQUIRES: this rank is a member.

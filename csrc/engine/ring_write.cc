@@ -1,6 +1,7 @@
 #include "engine/ring_write.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "runtime/workers.h"
 
@@ -19,7 +20,7 @@ void RingWork::PlanTensors(const FinalFiles& list,
   for (uint32_t f = 0; f < headers.size(); ++f) {
     const SafetensorsHeader& header = headers[f].header;
     std::vector<ByteRange> rows;  // of tensors that lie side by side
-    for (; tensor != tensors.end() && tensor->file == f; ++tensor) {
+    for (; tensor != tensors.end() && tensor->of.file == f; ++tensor) {
       const ByteRange bytes{header.data_begin + tensor->entry.begin,
                             header.data_begin + tensor->entry.end};
       tensors_.push_back({f, bytes});
@@ -44,21 +45,23 @@ void RingWork::PlanTensors(const FinalFiles& list,
 }
 
 Result<std::vector<RingWork::Flow>> RingWork::FlowsOf(
-    const std::vector<RingBox>& boxes, const std::vector<RingTensor>& tensors,
-    const TensorsByName& by_name) {
-  std::vector<Flow> flows;
-  for (size_t b = 0; b < boxes.size(); ++b) {
-    const auto tensor = by_name.find(boxes[b].tensor);
-    if (tensor == by_name.end() || boxes[b].box.Empty()) continue;  // no bytes
-    const SafetensorsEntry& entry = tensors[tensor->second].entry;
-    TC_ASSIGN_OR_RETURN(ByteBox bytes,
-                        ByteBox::Make(entry.dtype, entry.shape, boxes[b].box));
-    flows.push_back({tensor->second, bytes, b, 0});
-  }
+    const std::vector<RingBox>& boxes, const std::vector<RingTensor>& tensors) {
   // All members in one order.
-  std::stable_sort(
-      flows.begin(), flows.end(),
-      [](const Flow& a, const Flow& b) { return a.tensor < b.tensor; });
+  std::vector<size_t> order(boxes.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return boxes[a].tensor < boxes[b].tensor;
+  });
+  std::vector<Flow> flows;
+  flows.reserve(order.size());
+  for (const size_t b : order) {
+    const auto& [tensor, box] = boxes[b];
+    if (box.Empty()) continue;  // no bytes
+    const SafetensorsEntry& entry = tensors[tensor].entry;
+    TC_ASSIGN_OR_RETURN(const ByteBox bytes,
+                        ByteBox::Make(entry.dtype, entry.shape, box));
+    flows.push_back({tensor, bytes, b, 0});
+  }
   return flows;
 }
 
@@ -228,25 +231,24 @@ Result<std::optional<RingWork>> PlanRingWork(
     const std::vector<FileHeader>& headers, const FinalRing& ring,
     const std::vector<RingSource>& sources, int64_t rank, Job* job,
     std::vector<RingEdge>* edges) {
+  // Before anybody waits for this rank: what may take long or fail.
+  TC_ASSIGN_OR_RETURN(const std::vector<RingTensor> tensors,
+                      RingTensorsOf(list, headers, ring));
   RingWork work;
+  work.PlanTensors(list, headers, tensors);
   std::vector<RingBox> boxes;
   std::vector<size_t> numbers;  // of their sources
   for (size_t s = 0; s < sources.size(); ++s) {
     const RingSource& source = sources[s];
     if (source.band.ring < 0) continue;
-    boxes.push_back({source.tensor, InBand(source.box, source.band)});
+    const auto tensor = std::lower_bound(
+        tensors.begin(), tensors.end(), source.tensor,
+        [](const RingTensor& a, FinalPlace b) { return a.of < b; });
+    boxes.push_back({static_cast<size_t>(tensor - tensors.begin()),
+                     InBand(source.box, source.band)});
     numbers.push_back(s);
   }
-  // Before anybody waits for this rank: what may take long or fail.
-  TC_ASSIGN_OR_RETURN(const std::vector<RingTensor> tensors,
-                      RingTensorsOf(list, headers, ring));
-  RingWork::TensorsByName by_name;
-  for (size_t t = 0; t < tensors.size(); ++t) {
-    by_name[tensors[t].entry.name] = t;
-  }
-  work.PlanTensors(list, headers, tensors);
-  TC_ASSIGN_OR_RETURN(work.own_flows_,
-                      RingWork::FlowsOf(boxes, tensors, by_name));
+  TC_ASSIGN_OR_RETURN(work.own_flows_, RingWork::FlowsOf(boxes, tensors));
   for (RingWork::Flow& flow : work.own_flows_) {
     const RingSource& source = sources[numbers[flow.number]];
     flow.at = work.own_.size();
@@ -261,7 +263,7 @@ Result<std::optional<RingWork>> PlanRingWork(
   if (work.leads_) {
     for (const RingPeer& peer : work.peers_) {
       TC_ASSIGN_OR_RETURN(std::vector<RingWork::Flow> flows,
-                          RingWork::FlowsOf(peer.boxes, tensors, by_name));
+                          RingWork::FlowsOf(peer.boxes, tensors));
       work.peer_flows_.push_back(std::move(flows));
     }
   }

@@ -12,8 +12,8 @@
 #pragma once
 
 #include <functional>
-#include <map>
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include "engine/output_files.h"
@@ -25,7 +25,8 @@ namespace torch_ckpt {
 
 // A box of this rank that it does not write by itself, and its bytes.
 struct RingSource {
-  std::string tensor;
+  FinalPlace tensor;
+  std::string_view name;
   Box box;  // in elements
   FinalBand band;
   const SourceTensor* source = nullptr;
@@ -91,11 +92,10 @@ class RingWork {
   void PlanTensors(const FinalFiles& list,
                    const std::vector<FileHeader>& headers,
                    const std::vector<RingTensor>& tensors);
-  using TensorsByName = std::map<std::string_view, size_t>;
   // By tensor.
   static Result<std::vector<Flow>> FlowsOf(
-      const std::vector<RingBox>& boxes, const std::vector<RingTensor>& tensors,
-      const TensorsByName& by_name);
+      const std::vector<RingBox>& boxes,
+      const std::vector<RingTensor>& tensors);
   void PlanEdges(const std::vector<size_t>& sources,
                  std::vector<RingEdge>* edges) const;
   Result<uint64_t> PieceAt(size_t file, uint64_t begin) const;

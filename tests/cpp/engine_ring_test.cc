@@ -4,7 +4,7 @@
 #include "final_test_util.h"
 #include "format/binary.h"
 #include "os/local_socket.h"
-#include "runtime/slots.h"
+#include "os/shared_memory.h"
 
 namespace torch_ckpt {
 namespace {
@@ -301,16 +301,26 @@ TEST_F(TwoRanks, ASystemWithoutSharedMemoryMakesNoRing) {
 
 // Who comes may be anybody of this user: the save goes on without a ring.
 TEST_F(TwoRanks, WhoSaysSomethingElseMakesNoRing) {
+  const auto memory = SharedMemory::Create(size_t{2} << 20);
+  ASSERT_OK(memory.status());
+  const auto data = (*memory)->Map(size_t{64} << 20);
+  ASSERT_OK(data.status());
+  std::string of_no_tensor;  // rank, place, count; tensor, dimensions, a box
+  for (const uint64_t number :
+       {uint64_t{1}, (*memory)->OffsetOf(*data), uint64_t{1}, uint64_t{77},
+        uint64_t{1}, uint64_t{0}, uint64_t{1}}) {
+    PutVarint(&of_no_tensor, number);
+  }
   std::string truncated, of_no_memory, long_winded;
   PutVarint(&truncated, 1);             // the rank, and then nothing
   for (const int number : {1, 0, 0}) {  // rank, place, count of boxes
     PutVarint(&of_no_memory, static_cast<uint64_t>(number));
   }
   long_winded = of_no_memory + "and more";
-  std::string of_a_name = truncated + std::string("\0\1\377\377\377\17", 6);
+  std::string of_a_box = truncated + std::string("\0\1\377\377\377\17", 6);
   for (const std::string& said :
-       {std::string(), std::string(40, '\xff'), truncated, of_a_name,
-        long_winded, of_no_memory}) {
+       {std::string(), std::string(40, '\xff'), truncated, of_a_box,
+        long_winded, of_no_memory, of_no_tensor}) {
     ring_bytes_ = 0;
     Begin(pieces_, {{0, {1}}}, {"w"});
     std::vector<Result<RankFinals>> written(2, Internal("never ran"));
@@ -319,16 +329,15 @@ TEST_F(TwoRanks, WhoSaysSomethingElseMakesNoRing) {
     });
     std::optional<LocalSocket> socket;
     while (!socket) {
-      auto connected = LocalSocket::Connect(
-          "torch_ckpt-ring2-" + std::to_string(kPieceBytes) + "-" +
-          std::to_string(SlotQueue::kSlots) + "-" + list_.files[0].id + "-0");
+      auto connected = LocalSocket::Connect(RingName(list_, {0, {1}}));
       ASSERT_OK(connected.status());
       socket = std::move(*connected);
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     const auto file = session_->directory().OpenFile("final_files", {});
     ASSERT_OK(file.status());
-    ASSERT_OK(socket->Send(said, [] { return Status(); }, file->fd()));
+    const int sent = said == of_no_tensor ? (*memory)->fd() : file->fd();
+    ASSERT_OK(socket->Send(said, [] { return Status(); }, sent));
     leading.join();
     EXPECT_TRUE(socket->PeerIsGone());
     written[1] = WriteFinalRank(staging(), 1, pieces_, {}, &ring_bytes_);
