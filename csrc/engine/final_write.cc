@@ -23,15 +23,15 @@ struct Stretch {
 class FinalTensors {
  private:
   auto NameAt() const {
-    return
-        [this](uint32_t id) { return std::string_view(At(places_[id]).name); };
+    return [this](uint32_t id) -> std::string_view {
+      return At(places_[id]).name;
+    };
   }
 
  public:
-  FinalTensors(const std::vector<FinalFile>& files,
-               const std::vector<FileHeader>& headers)
+  explicit FinalTensors(const std::vector<FileHeader>& headers)
       : headers_(headers) {
-    for (uint32_t f = 0; f < files.size(); ++f) {
+    for (uint32_t f = 0; f < headers.size(); ++f) {
       const size_t count = headers[f].header.tensors.size();
       for (uint32_t e = 0; e < count; ++e) {
         const auto next = static_cast<uint32_t>(places_.size());
@@ -176,7 +176,7 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
                          header.header.file_bytes, std::vector<ByteRange>()});
     headers.push_back(std::move(header));
   }
-  const FinalTensors places(list.files, headers);
+  const FinalTensors places(headers);
   std::vector<std::vector<Stretch>> stretches(list.files.size());
   std::vector<RingSource> ring_sources;
   const FinalRing* ring = nullptr;
