@@ -54,9 +54,12 @@ Status CheckRange(const OutputSpec& spec, const ByteRange& range) {
 
 Status FinishOutput(const OutputSpec& spec, const OutputOptions& options,
                     Output* output) {
-  // Direct writes are whole blocks: cut what the last one had too much. In an
-  // existing file every rank cuts to the same size.
-  TC_RETURN_IF_ERROR(output->file.Truncate(spec.bytes));
+  // Direct writes are whole blocks: cut what the last one had too much. Only
+  // then, since it waits for all that other ranks are writing into the file.
+  TC_ASSIGN_OR_RETURN(const FileInfo info, output->file.Stat());
+  if (info.bytes != spec.bytes) {
+    TC_RETURN_IF_ERROR(output->file.Truncate(spec.bytes));
+  }
   if (options.sync) TC_RETURN_IF_ERROR(output->file.Sync());
   return output->file.Close();
 }

@@ -327,10 +327,11 @@ TEST_P(WriteJobFaultTest, AnErrorOfAnyCallUnlinksAllFiles) {
   for (const char* name : {"a.safetensors", "b.safetensors"}) {
     plan.files.push_back({name, FileRole::kData, tensors, {}});
   }
+  // Last what files need that were written past the page cache: not all are.
   const std::vector<const char*> calls =
       of_headers ? std::vector{"openat", "pwrite", "close"}
-                 : std::vector{"openat",    "fallocate", "pwrite",
-                               "ftruncate", "fsync",     "close"};
+                 : std::vector{"openat", "fallocate", "pwrite",
+                               "fsync",  "close",     "ftruncate"};
   for (const char* op : calls) {
     for (const int nth : {1, 2}) {
       int seen = 0;
@@ -347,6 +348,7 @@ TEST_P(WriteJobFaultTest, AnErrorOfAnyCallUnlinksAllFiles) {
       Job job(JobKind::kWrite);
       auto written = RunWriteJob(plan, {BytesSource(a.bytes)}, &job);
       SetFaultHook(nullptr);
+      if (op == std::string("ftruncate") && seen < nth) continue;
       EXPECT_EQ(written.status().sys_errno(), EDQUOT) << op << nth;
       EXPECT_NE(written.status().file(), "");
       EXPECT_TRUE(Names(Path("stage")).empty()) << op << nth;
