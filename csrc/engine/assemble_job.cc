@@ -11,6 +11,8 @@ namespace {
 
 using Extent = MergePlan::Extent;
 
+constexpr uint64_t kMinWorkerBytes = uint64_t{1} << 20;
+
 // A final file while it is put together.
 struct Assembly {
   FileHeader header;
@@ -242,6 +244,7 @@ Result<std::vector<CommitFile>> RunAssembleJob(
   }
   Parts parts(ranks);
   std::vector<MergePlan::Layout> layouts;
+  uint64_t left = 0;
   for (size_t f = 0; f < files.size(); ++f) {
     Result<std::vector<ByteRange>> holes =
         Holes(files[f].ranges, outputs[f].bytes);
@@ -252,11 +255,16 @@ Result<std::vector<CommitFile>> RunAssembleJob(
         parts.ExtentsOf(list, static_cast<uint32_t>(f), files[f].header));
     TC_RETURN_IF_ERROR(CheckCovered(files[f], extents, outputs[f].name));
     layouts.push_back({{}, std::move(extents)});
+    for (const ByteRange& hole : files[f].holes) left += hole.end - hole.begin;
     outputs[f].ranges = files[f].holes;
   }
   TC_ASSIGN_OR_RETURN(auto checkpoint, std::move(parts).Open(staging));
   MergeOptions merge;
   merge.output = options;
+  // Often it is little, and memory that a worker needs takes longer to get.
+  merge.output.workers = static_cast<int>(std::clamp<uint64_t>(
+      left / kMinWorkerBytes, 1,
+      static_cast<uint64_t>(std::max(1, options.workers))));
   const MergePlan plan = MergePlan::OfExtents(
       std::move(checkpoint), std::move(merge), outputs, std::move(layouts));
   TC_ASSIGN_OR_RETURN(const auto written,

@@ -42,9 +42,9 @@ class FinalFilesTest : public EngineDiskTest {
       ranks_.push_back(std::move(finals).value());
     }
   }
-  Status Assemble() {
+  Status Assemble(const OutputOptions& options = {}) {
     Job job(JobKind::kMerge);
-    return RunAssembleJob(session_->directory(), list_, ranks_, {}, &job)
+    return RunAssembleJob(session_->directory(), list_, ranks_, options, &job)
         .status();
   }
 
@@ -212,6 +212,17 @@ TEST_F(FinalFilesTest, PartsThatWereDamagedAreFound) {
   WriteText(path, text);
   const Status status = Assemble();
   EXPECT_EQ(status.kind(), ErrorKind::kCorrupt) << status.ToString();
+}
+
+// Fresh memory is slow, and what ranks leave is little mostly.
+TEST_F(FinalFilesTest, FewBytesThatAreLeftTakeTheMemoryOfOneWorker) {
+  Begin(pieces_);
+  WriteAll();
+  Arena::Process().Trim();
+  OutputOptions options;
+  options.workers = 8;
+  ASSERT_OK(Assemble(options));
+  EXPECT_LT(Arena::Process().Stats().mapped, 4 * kPieceBytes);
 }
 
 TEST_F(FinalFilesTest, AListThatWasDamagedIsFound) {
