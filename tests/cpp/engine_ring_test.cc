@@ -382,8 +382,9 @@ TEST_F(TwoRanks, AFailureInTheMiddleEndsTheOther) {
     SetFaultHook(nullptr);
     EXPECT_EQ(written[0].status().sys_errno(), ENOSPC)
         << written[0].status().ToString();
-    // Many workers have taken all that it has before they write.
-    if (workers == 20 && written[1].ok()) continue;
+    // All that it has is in slots or with the leader's workers, of which there
+    // are twice as many, before the third write; not so with two.
+    if (workers > 1 && written[1].ok()) continue;
     EXPECT_EQ(written[1].status().kind(), ErrorKind::kCancelled)
         << written[1].status().ToString();
     EXPECT_NE(written[1].status().message().find("rank 0"), std::string::npos);
