@@ -173,6 +173,20 @@ Result<std::vector<OutputSpec>> Remaining(
   return outputs;
 }
 
+// The outputs with what is written of them.
+std::vector<OutputSpec> Kept(
+    const MergePlan& plan,
+    const std::vector<std::vector<WrittenRange>>& written) {
+  std::vector<OutputSpec> outputs = plan.outputs();
+  for (size_t f = 0; f < outputs.size(); ++f) {
+    outputs[f].ranges.emplace();
+    for (const WrittenRange& range : written[f]) {
+      outputs[f].ranges->push_back(range.bytes);
+    }
+  }
+  return outputs;
+}
+
 // What is said of every output of the plan.
 Result<std::vector<std::vector<WrittenRange>>> ParseWrittenFiles(
     const MergePlan& plan, const Json& files) {
@@ -248,8 +262,9 @@ Result<Json> MergeRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const auto outputs,
                       Remaining(*begun.plan, begun.written));
   TC_ASSIGN_OR_RETURN(MergeLog log, MergeLog::Create(staging));
-  TC_ASSIGN_OR_RETURN(auto written, RunMergeJob(*begun.plan, staging, outputs,
-                                                job.get(), &log));
+  TC_ASSIGN_OR_RETURN(
+      auto written, RunMergeJob(*begun.plan, staging, outputs, job.get(), &log,
+                                Kept(*begun.plan, begun.written)));
   Append(std::move(begun.written), &written);
   return Commit(request, *begun.plan, begun.session.get(), begun.in_place,
                 std::move(written));
@@ -288,10 +303,13 @@ Result<Json> MergePartRequest(const Json& request) {
   }
   TC_ASSIGN_OR_RETURN(std::vector<OutputSpec> outputs,
                       Remaining(plan, written));
-  TakePart(&outputs, static_cast<int>(part), static_cast<int>(parts));
+  std::vector<OutputSpec> kept = Kept(plan, written);
+  for (std::vector<OutputSpec>* each : {&outputs, &kept}) {
+    TakePart(each, static_cast<int>(part), static_cast<int>(parts));
+  }
   TC_ASSIGN_OR_RETURN(MergeLog log, MergeLog::Create(*staging));
-  TC_ASSIGN_OR_RETURN(const auto own,
-                      RunMergeJob(plan, *staging, outputs, job.get(), &log));
+  TC_ASSIGN_OR_RETURN(const auto own, RunMergeJob(plan, *staging, outputs,
+                                                  job.get(), &log, kept));
   return Json{{"written", WrittenFilesJson(own)}};
 }
 

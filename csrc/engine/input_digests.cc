@@ -49,7 +49,8 @@ void InputDigests::Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi) {
   }
 }
 
-Status InputDigests::Check(const Checkpoint& checkpoint, OpenFiles* files) {
+Status InputDigests::Check(const Checkpoint& checkpoint, OpenFiles* files,
+                           const Job* job) {
   if (!checkpoint.manifest()) return {};
   std::vector<Part> parts;
   for (std::vector<Part>& of_worker : parts_) {
@@ -76,6 +77,7 @@ Status InputDigests::Check(const Checkpoint& checkpoint, OpenFiles* files) {
       at = parts[i].offset + parts[i].size;
     }
     if (!tiled || at != end) {
+      if (job->cancelled()) return Cancelled("the job was cancelled");
       if (!scratch) {
         TC_ASSIGN_OR_RETURN(scratch, Arena::Process().Lease(
                                          kSegmentBytes + 2 * 4096, kPatience));

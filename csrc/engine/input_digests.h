@@ -8,6 +8,7 @@
 
 #include "engine/checkpoint.h"
 #include "engine/open_files.h"
+#include "runtime/jobs.h"
 
 namespace torch_ckpt {
 
@@ -26,8 +27,8 @@ class InputDigests {
   void Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi);
   // Compares every segment that was touched. A segment whose parts do not
   // tile it exactly (a part was read twice, left out, or on another rank) is
-  // read again. kCorrupt names the file.
-  Status Check(const Checkpoint& checkpoint, OpenFiles* files);
+  // read again. kCorrupt names the file; kCancelled where `job` was.
+  Status Check(const Checkpoint& checkpoint, OpenFiles* files, const Job* job);
 
  private:
   struct Part {

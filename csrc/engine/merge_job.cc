@@ -92,9 +92,38 @@ class Merger {
     return {};
   }
 
-  Status CheckInputs() {
-    return plan_.options_.verify ? digests_.Check(*plan_.checkpoint_, &files_)
-                                 : plan_.checkpoint_->CheckCurrent();
+  // Counts what the output has in the range as read, though not here.
+  Status Touch(size_t output, const ByteRange& range) {
+    if (!plan_.options_.verify) return {};
+    std::vector<SourceRun> runs;
+    for (const MergePlan::Extent& extent : plan_.layouts_[output].extents) {
+      const uint64_t begin = std::max(range.begin, extent.begin);
+      const uint64_t end = std::min(range.end, extent.end);
+      if (begin >= end) continue;
+      uint64_t from = begin - extent.begin, to = end - extent.begin;
+      if (extent.kind == MergePlan::Extent::kFile) {
+        digests_.Touch(0, extent.index, extent.from + from, extent.from + to);
+      } else if (extent.kind == MergePlan::Extent::kTensor) {
+        if (extent.cast) {
+          const auto [in, out] = ElementBytes(extent);
+          from = from / out * in;
+          to = to / out * in;
+        }
+        runs.clear();
+        TC_RETURN_IF_ERROR(PlanRange(extent.index, from, to, 0, &runs));
+        for (const SourceRun& run : runs) {
+          digests_.Touch(0, run.file, run.run.src,
+                         run.run.src + run.run.SrcSpan());
+        }
+      }
+    }
+    return {};
+  }
+
+  Status CheckInputs(Job* job) {
+    return plan_.options_.verify
+               ? digests_.Check(*plan_.checkpoint_, &files_, job)
+               : plan_.checkpoint_->CheckCurrent();
   }
 
  private:
@@ -117,13 +146,21 @@ class Merger {
     std::vector<Stretch>* digested;
   };
 
+  // Of an element of a tensor that is cast: as it is stored, and in the output.
+  std::pair<uint64_t, uint64_t> ElementBytes(
+      const MergePlan::Extent& extent) const {
+    const CatalogEntry& entry =
+        plan_.checkpoint_->catalog().entries()[extent.index];
+    return {static_cast<uint64_t>(DtypeBits(entry.storage_dtype)) / 8,
+            static_cast<uint64_t>(DtypeBits(*extent.cast)) / 8};
+  }
+
   // Gathers the elements as they are stored, and casts them from there.
   Status Cast(const CastRange& range, MutableByteSpan scratch, int worker) {
     const CatalogEntry& entry =
         plan_.checkpoint_->catalog().entries()[range.extent->index];
     const Dtype to = *range.extent->cast;
-    const auto in = static_cast<uint64_t>(DtypeBits(entry.storage_dtype)) / 8;
-    const auto out = static_cast<uint64_t>(DtypeBits(to)) / 8;
+    const auto [in, out] = ElementBytes(*range.extent);
     if (range.from % out != 0 || range.out.size() % out != 0) {
       // Tensors stand at multiples of their elements, and pieces are cut at
       // multiples of 4096.
@@ -348,7 +385,8 @@ class Merger {
 
 Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
     const MergePlan& plan, const Directory& staging,
-    const std::vector<OutputSpec>& outputs, Job* job, MergeLog* log) {
+    const std::vector<OutputSpec>& outputs, Job* job, MergeLog* log,
+    const std::vector<OutputSpec>& kept) {
   Merger merger(plan, std::max(1, plan.options().output.workers));
   OutputOptions options = plan.options().output;
   if (log) {
@@ -364,7 +402,12 @@ Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
               int worker, SegmentDigester* digester) {
             return merger.Fill(file, out, scratch, worker, digester);
           }));
-  TC_RETURN_IF_ERROR(merger.CheckInputs());
+  for (size_t f = 0; f < kept.size(); ++f) {
+    for (const ByteRange& range : *kept[f].ranges) {
+      TC_RETURN_IF_ERROR(merger.Touch(f, range));
+    }
+  }
+  TC_RETURN_IF_ERROR(merger.CheckInputs(job));
   return written;
 }
 

@@ -65,6 +65,10 @@ class MergePlan {
   const std::string& header(size_t output) const {
     return layouts_[output].header;
   }
+  // Where the bytes of `output` come from, ascending.
+  const std::vector<Extent>& extents(size_t output) const {
+    return layouts_[output].extents;
+  }
   // Of the index beside them; empty where there is none.
   const std::string& index_name() const { return index_name_; }
   // What the output holds: entries of the checkpoint's catalog. An alias that
@@ -87,11 +91,14 @@ class MergePlan {
 
 // Writes the plan's files into staging, or a part of them that are there: see
 // OutputSpec::ranges and WriteOutputs. `outputs` are those of the plan, and
-// what to write of each. kCorrupt names an input file whose bytes do not match.
+// what to write of each; `kept`, where there are any, what an earlier run that
+// did not come to its end has written of each. kCorrupt names an input file
+// whose bytes do not match, be it that they were read now or by that run.
 // Adds to `log`, where there is one, what it has written.
 class MergeLog;
 Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
     const MergePlan& plan, const Directory& staging,
-    const std::vector<OutputSpec>& outputs, Job* job, MergeLog* log = nullptr);
+    const std::vector<OutputSpec>& outputs, Job* job, MergeLog* log = nullptr,
+    const std::vector<OutputSpec>& kept = {});
 
 }  // namespace torch_ckpt

@@ -120,8 +120,16 @@ Result<std::string> MergeIdentity(const MergePlan& plan) {
   }
   for (size_t f = 0; f < plan.outputs().size(); ++f) {
     const OutputSpec& spec = plan.outputs()[f];
+    // With another key mapping the same outputs have other tensors' bytes.
+    std::string sources;
+    for (const MergePlan::Extent& extent : plan.extents(f)) {
+      PutVarint(&sources, extent.begin);
+      PutVarint(&sources, extent.kind);
+      PutVarint(&sources, extent.index);
+      PutVarint(&sources, extent.from);
+    }
     out << spec.name << ' ' << spec.bytes << ' ' << spec.id << ' '
-        << CrcOf(plan.header(f)) << '\n';
+        << CrcOf(plan.header(f)) << ' ' << CrcOf(sources) << '\n';
   }
   return std::move(out).str();
 }

@@ -81,7 +81,7 @@ from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.merge import merge_request
 request = merge_request(
     *sys.argv[1:], None, 1, strict=True, verify=True, max_shard_size=None, naming="dcp",
-    policy=DtypePolicy(), memory_budget="1GiB", key_mapping=None,
+    policy=DtypePolicy(os.environ.get("DTYPE")), memory_budget="1GiB", key_mapping=None,
 )
 begun = _core.call({"op": "merge_begin", **request})
 part = {key: begun[key] for key in ("staging", "ids", "input_save_id", "written")}
@@ -144,3 +144,44 @@ def test_after_a_kill_what_is_there_is_not_written_again(
         assert torch.equal(saved[name], value)
     torch_ckpt.Checkpoint(out).verify()
     assert not staging.exists()
+
+
+def kill_in_the_middle(source: Path, out: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", HALF, str(source), str(out)], check=False)
+    assert done.returncode == -9 and not out.exists()
+
+
+def test_after_a_kill_other_names_begin_anew(tmp_path: Path) -> None:
+    """Two tensors whose names are exchanged: the headers are the same, byte for byte."""
+    content = {"a": torch.arange(1 << 20), "b": -torch.arange(1 << 20)}
+    other = {"a": "b", "b": "a"}
+    torch_ckpt.save(content, checkpoint_id=tmp_path / "in")
+    kill_in_the_middle(tmp_path / "in", tmp_path / "out")
+    torch_ckpt.consolidate_safetensors_files(
+        tmp_path / "in", tmp_path / "out", None, key_mapping=other.__getitem__
+    )
+    saved = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    for name, value in content.items():
+        assert torch.equal(saved[other[name]], value), name
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_after_a_kill_what_was_read_is_compared_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None
+) -> None:
+    """The run that was killed had not come to compare what it had read with its digests."""
+    torch_ckpt.save(
+        {"w": torch.arange(1 << 21, dtype=torch.float32)}, checkpoint_id=tmp_path / "in"
+    )
+    if dtype is not None:
+        monkeypatch.setenv("DTYPE", dtype)
+    kill_in_the_middle(tmp_path / "in", tmp_path / "out")
+    data = next((tmp_path / "in").glob("*.safetensors"))
+    with data.open("r+b") as file:
+        file.seek(data.stat().st_size // 4)  # of the half that is written
+        file.write(b"\xff\xff\xff")
+    with pytest.raises(torch_ckpt.CorruptError, match="do not match"):
+        torch_ckpt.consolidate_safetensors_files(
+            tmp_path / "in", tmp_path / "out", None, dtype=dtype
+        )
+    assert not (tmp_path / "out").exists()
