@@ -255,6 +255,15 @@ def test_a_cached_plan_of_stock_needs_the_same_writer(tmp_path: Path) -> None:
     for name in ("a", "b"):
         dcp.save(state, checkpoint_id=tmp_path / name, storage_writer=writer, planner=planner)
         assert_same(tensors_of(tmp_path / name), state)
+    # The cache knows no dtypes: what is laid out is for another tensor now.
+    other = {"w": state["w"].double()}
+    with pytest.raises(FAILED, match=r"'w'.*F64.*F32.*a plan for other tensors"):
+        dcp.save(other, checkpoint_id=tmp_path / "c", storage_writer=writer, planner=planner)
+    assert not (tmp_path / "c").exists()
+    writer = HuggingFaceStorageWriter(tmp_path / "d", layout="final")
+    with pytest.raises(FAILED, match="reuse the writer"):
+        dcp.save(state, checkpoint_id=tmp_path / "d", storage_writer=writer, planner=planner)
+    assert not (tmp_path / "d").exists()
 
 
 @st.composite

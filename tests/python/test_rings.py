@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
 
 from torch_ckpt.dcp.final_layout import final_tensors
 from torch_ckpt.dcp.global_plan import dedup_plans
-from torch_ckpt.dcp.rings import MIN_ROW_BYTES, Band, Node, short_rows
+from torch_ckpt.dcp.rings import MIN_ROW_BYTES, Band, Node, RankNote, note_of, short_rows
 from torch_ckpt.dtype_policy import DtypePolicy
 
 Shape = tuple[int, ...]
@@ -54,7 +54,7 @@ def bands(
             ends = [[a + b for a, b in zip(*box, strict=True)] for box in boxes]
             shape = tuple(map(max, zip(*ends, strict=True)))
             items.append(item(fqn, shape, *boxes[rank]))
-        plans.append(SavePlan(items, storage_data=node))
+        plans.append(SavePlan(items, storage_data=RankNote(node)))
     answer = final_tensors(plans, DtypePolicy())
     return dict(zip(tensors, bands_in(answer), strict=True))
 
@@ -117,7 +117,7 @@ def test_replicas_of_a_tensor_are_taken_from_one_node() -> None:
     plans = [
         SavePlan(
             [item(name, (8, 100), (0, 50 * (rank % 2)), (8, 50)) for name in names],
-            storage_data=node,
+            storage_data=RankNote(node),
         )
         for rank, node in enumerate(nodes)
     ]
@@ -137,7 +137,7 @@ def test_replicas_on_several_nodes_are_taken_from_few() -> None:
         items = [item("all", (1 << 20,), (0,), (1 << 20,))]
         place = (4 * (rank // 2 % 2), 50 * (rank % 2))
         items += [item(f"t{number}", (8, 100), place, (4, 50)) for number in range(9)]
-        plans.append(SavePlan(items, storage_data=node))
+        plans.append(SavePlan(items, storage_data=RankNote(node)))
     of_all, *of_others = bands_in(final_tensors(dedup_plans(plans, False), DtypePolicy()))
     assert of_all == []
     for own in of_others:
@@ -150,7 +150,7 @@ def test_who_has_nothing_for_a_ring_is_no_member_of_it() -> None:
     part = MIN_ROW_BYTES // 32
     nodes = [NODES[rank // 4] for rank in range(8)]
     plans = [
-        SavePlan([item("rows", (8 * part,), (rank * part,), (part,))], storage_data=node)
+        SavePlan([item("rows", (8 * part,), (rank * part,), (part,))], storage_data=RankNote(node))
         for rank, node in enumerate(nodes)
     ]
     gate = (MIN_ROW_BYTES,)
@@ -175,7 +175,7 @@ def test_empty_boxes_count_nowhere(
     plans = [
         SavePlan(
             [item("columns", columns, *box), item("long", long, (0, 0), (0, 5))],
-            storage_data=NODES[rank // 2],
+            storage_data=RankNote(NODES[rank // 2]),
         )
         for rank, box in enumerate(boxes)
     ]
@@ -195,7 +195,7 @@ def test_rows_of_packed_elements() -> None:
                 item("flat", (2 * half,), (rank * half,), (half,), packed),
                 item("columns", (8, 100), (0, 50 * rank), (8, 50), packed),
             ],
-            storage_data=NODES[0],
+            storage_data=RankNote(NODES[0]),
         )
         for rank in range(2)
     ]
@@ -211,7 +211,8 @@ def random_plans(chance: random.Random) -> list[SavePlan]:
     plans = []
     for _ in range(world):
         node = chance.randrange(count)
-        plans.append(SavePlan([], storage_data=Node("boot", str(node), 0) if node else None))
+        note = RankNote(Node("boot", str(node), 0) if node else None)
+        plans.append(SavePlan([], storage_data=note))
     for number in range(chance.randint(1, 8)):
         rows, columns = chance.randint(1, 4), chance.randint(1, 4)
         ranks = chance.choices(range(world), k=rows * columns)
@@ -249,4 +250,4 @@ def test_members_of_rings_are_those_who_have_something_for_them(seed: int) -> No
     assert [set(ring) for ring in answer["rings"]] == members
     assert all(len(ring) > 1 for ring in answer["rings"])
     for ring in answer["rings"]:
-        assert len({plans[rank].storage_data for rank in ring}) == 1
+        assert len({note_of(plans[rank]).node for rank in ring}) == 1

@@ -3,6 +3,7 @@ tensors they hold, and who writes these."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from torch_ckpt._core import names_text
 from torch_ckpt.dcp.reserved import TIES_KEY
-from torch_ckpt.dcp.rings import Band, Boxes, node_numbers, plan_rings
+from torch_ckpt.dcp.rings import Band, Boxes, node_numbers, note_of, plan_rings
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
@@ -76,11 +77,14 @@ def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
     """The tensors of all plans, in the order of the state dict, in the dtypes that they are stored
     in, and who writes what of them, as fields of a request: their names; "kinds", each a dtype,
     shape and bands that tensors have in common; which of these each has; and the rings."""
-    tensors: dict[str, Boxes] = {}
+    planned: dict[str, Boxes] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
             if item.tensor_data is not None:
-                tensors.setdefault(item.index.fqn, []).append((rank, item.tensor_data))
+                planned.setdefault(item.index.fqn, []).append((rank, item.tensor_data))
+    # Who writes a replica goes by load, not by order.
+    ordered = dict.fromkeys(itertools.chain(*(note_of(plan).fqns for plan in plans), planned))
+    tensors = {fqn: planned[fqn] for fqn in ordered if fqn in planned}
     rings, bands = plan_rings(tensors, node_numbers(plans))
     kinds: list[tuple[str, list[int], list[Band]]] = []
     numbers: dict[tuple[int, int, str], int] = {}  # of kinds, by what tensors share

@@ -34,14 +34,25 @@ def this_node() -> Node | None:
         return None
 
 
+class RankNote(NamedTuple):
+    """What a rank's plan for final files tells the coordinator beside its items, as
+    `storage_data`: where the rank runs, and the names that its state dict has, in order. Of the
+    items themselves other ranks' are taken out."""
+
+    node: Node | None
+    fqns: Sequence[str] = ()
+
+
+def note_of(plan: SavePlan) -> RankNote:
+    note = plan.storage_data
+    return note if isinstance(note, RankNote) else RankNote(None)
+
+
 def node_numbers(plans: Sequence[SavePlan]) -> list[int]:
     """A number for each rank's node, which its plan says. Ranks that do not say are alone on it."""
     first: dict[Node, int] = {}
-    nodes = (plan.storage_data for plan in plans)
-    return [
-        first.setdefault(node, rank) if isinstance(node, Node) else rank
-        for rank, node in enumerate(nodes)
-    ]
+    nodes = (note_of(plan).node for plan in plans)
+    return [first.setdefault(node, rank) if node else rank for rank, node in enumerate(nodes)]
 
 
 def short_rows(data: TensorWriteData) -> int:

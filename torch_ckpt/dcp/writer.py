@@ -32,7 +32,7 @@ from torch_ckpt.dcp.commit import Phases, RankReport, commit_request
 from torch_ckpt.dcp.final_layout import check_mapped, check_planned, checked_layout, final_tensors
 from torch_ckpt.dcp.parts import Part, check_supported, next_sequence, part_of
 from torch_ckpt.dcp.reserved import RESERVED
-from torch_ckpt.dcp.rings import refuse_ring, this_node
+from torch_ckpt.dcp.rings import RankNote, refuse_ring, this_node
 from torch_ckpt.dcp.sources import queued_kernels, wait_for
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.stock_planner import (
@@ -232,9 +232,10 @@ class HuggingFaceStorageWriter(StockWriter):
         check_mapped(plan, self.fqn_to_index_mapping, self.rank)
         # A cached plan comes as an empty one; what it stands for is seen when it is written.
         self._checked = plan.usable
-        if self.save_distributed:
+        if self.save_distributed or not plan.usable:
             return plan
-        return replace(plan, storage_data=this_node())  # for the coordinator
+        fqns = list(dict.fromkeys(item.index.fqn for item in plan.items))
+        return replace(plan, storage_data=RankNote(this_node(), fqns))
 
     def mapped_names(self) -> frozenset[str]:
         """The tensors that `fqn_to_index_mapping` names."""
@@ -256,7 +257,8 @@ class HuggingFaceStorageWriter(StockWriter):
             except BaseException:
                 self._end_session()
                 raise
-            return plans
+            # Notes are for the coordinator: not back to the ranks.
+            return [replace(plan, storage_data=None) for plan in plans]
         try:
             self._session = PartSession(path, self._part.request())
         except (CheckpointError, OSError) as error:

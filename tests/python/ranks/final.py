@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import time
 from collections.abc import Iterator
@@ -100,6 +101,32 @@ def into_several_files(context: Context) -> None:
         target = state(table, blank=True)
         torch_ckpt.load(target, checkpoint_id=path)
         check(target, table)
+        dist.barrier()
+
+
+@case
+def replicas_in_order(context: Context) -> None:
+    """Files are divided in the order of the state dict, whoever writes a replica."""
+    if context.world % 2:
+        return
+    mesh = mesh_of((2, context.world // 2))
+    source = {
+        name: distribute_tensor(whole(name, (8, 16)), mesh, [Replicate(), Shard(0)])
+        for name in ("d", "b", "e", "a", "f", "c")
+    }
+    ours = functools.partial(torch_ckpt.SavePlanner, enable_plan_caching=True)
+    for number, kind in enumerate((dcp.DefaultSavePlanner, torch_ckpt.SavePlanner, ours, ours)):
+        path = context.folder / str(number)
+        torch_ckpt.save(
+            source,
+            checkpoint_id=path,
+            planner=kind(),
+            layout="final",
+            max_shard_size=1024,  # two tensors
+        )
+        files = sorted(path.glob("*.safetensors"))
+        found = [sorted(load_file(file)) for file in files]
+        assert found == [["b", "d"], ["a", "e"], ["c", "f"]], found
         dist.barrier()
 
 
