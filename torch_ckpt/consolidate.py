@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch_ckpt import _core
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import CancelledError
-from torch_ckpt.extras import extra_files
+from torch_ckpt.extras import ExtraFiles, extra_files
 from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import Job, end_session, in_thread
 from torch_ckpt.key_mapping import KeyMapping
@@ -66,6 +66,7 @@ def consolidate_safetensors_files_on_every_rank(
     The future's `cancel()`, on any rank, ends it on all: they raise CancelledError, and no output
     is left.
     """
+    policy = DtypePolicy(dtype, keep_fp32)
 
     def request() -> dict[str, Any]:
         return merge_request(
@@ -77,11 +78,12 @@ def consolidate_safetensors_files_on_every_rank(
             verify=verify,
             max_shard_size=max_shard_size,
             naming=naming,
-            policy=DtypePolicy(dtype, keep_fp32),
+            policy=policy,
             memory_budget=memory_budget,
             key_mapping=key_mapping,
         )
 
+    files = extra_files(extras, policy.torch_name)
     future = MergeFuture()
     cancel = future.wanted if background else None
     team = None
@@ -90,9 +92,9 @@ def consolidate_safetensors_files_on_every_rank(
 
     def work() -> None:
         if team is None:
-            merge(request(), None if cancel is None else _ending(cancel), extras)
+            merge(request(), files, None if cancel is None else _ending(cancel))
         else:
-            merge_on_every_rank(request, team, extras=extras, cancel=cancel)
+            merge_on_every_rank(request, team, files, cancel=cancel)
 
     if not background:
         work()
@@ -128,8 +130,8 @@ def _ending(cancel: threading.Event) -> Progress:
 def merge_on_every_rank(
     make_request: Callable[[], dict[str, Any]],
     team: Team,
+    extras: ExtraFiles,
     progress: Progress | None = None,
-    extras: Any = None,
     cancel: threading.Event | None = None,
 ) -> dict[str, Any]:
     """What `merge` does, by all ranks of `team`, with its result on each. `progress` and `extras`
@@ -161,7 +163,7 @@ def merge_on_every_rank(
     def finish() -> Any:
         if team.rank != 0:
             return None
-        with extra_files(extras) as files:
+        with extras as files:
             return _core.call({"op": "merge_commit", "extras": files, **commit})
 
     try:

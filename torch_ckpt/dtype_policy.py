@@ -10,14 +10,14 @@ from typing import Any
 from torch_ckpt.checkpoint import Checkpoint
 from torch_ckpt.errors import InvalidArgumentError
 
-# What people call them; after "torch." is taken away and in lower case.
+# What people call them, torch's name first; after "torch." is taken away and in lower case.
 _NAMES = {
-    "F64": ("f64", "fp64", "float64", "double"),
-    "F32": ("f32", "fp32", "float32", "float"),
-    "F16": ("f16", "fp16", "float16", "half"),
-    "BF16": ("bf16", "bfloat16"),
-    "F8_E4M3": ("f8_e4m3", "fp8_e4m3", "float8_e4m3fn"),
-    "F8_E5M2": ("f8_e5m2", "fp8_e5m2", "float8_e5m2"),
+    "F64": ("float64", "f64", "fp64", "double"),
+    "F32": ("float32", "f32", "fp32", "float"),
+    "F16": ("float16", "f16", "fp16", "half"),
+    "BF16": ("bfloat16", "bf16"),
+    "F8_E4M3": ("float8_e4m3fn", "f8_e4m3", "fp8_e4m3"),
+    "F8_E5M2": ("float8_e5m2", "f8_e5m2", "fp8_e5m2"),
 }
 _BY_NAME = {name: dtype for dtype, names in _NAMES.items() for name in names}
 # Those that a dtype for all is for; the others (8 bits and less, integers, ...) mean what they mean
@@ -54,6 +54,11 @@ class DtypePolicy:
     def __bool__(self) -> bool:
         """Whether it can change any dtype."""
         return bool(self._for_all or self._by_name or self._keep)
+
+    @property
+    def torch_name(self) -> str | None:
+        """What torch calls the one dtype of all ordinary floats; None where there is none."""
+        return None if self._for_all is None else _NAMES[self._for_all][0]
 
     def stored(self, fqn: str, dtype: str) -> str:
         """The dtype, as safetensors calls it, that a tensor of `dtype` is stored in. Raises

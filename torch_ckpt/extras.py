@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,16 +20,20 @@ _WEIGHTS = (
 )
 _OURS = ("torch_ckpt.json", "commit.json")
 
+# Entered once, by who commits them.
+ExtraFiles = contextlib.AbstractContextManager[list[str]]
+
 
 @contextlib.contextmanager
-def extra_files(extras: Any) -> Iterator[list[str]]:
+def extra_files(extras: Any, dtype: str | None = None) -> Iterator[list[str]]:
     """The paths of the files that `extras` stands for; those that objects write are there until the
     end of the block.
 
     extras: None; a directory, of which all files but those of weights are taken; a file; an object
     with `save_pretrained` (a configuration, a tokenizer, a model, whose configurations are taken
-    and not its weights); or a list of these. Raises InvalidArgumentError for anything else, for two
-    files of one name, and for directories within directories.
+    and not its weights); or a list of these. The configuration of a model says `dtype`, which its
+    floats are stored in, or where that is None the model's own. Raises InvalidArgumentError for
+    anything else, for two files of one name, and for directories within directories.
     """
     if extras is None:
         yield []
@@ -39,7 +45,7 @@ def extra_files(extras: Any) -> Iterator[list[str]]:
             if item is None:
                 continue
             if not isinstance(item, str | os.PathLike):
-                item = _written(item, os.path.join(made, str(number)))
+                item = _written(item, os.path.join(made, str(number)), dtype)
             for path in _files_of(Path(os.path.abspath(item))):
                 if not path.is_file():
                     raise InvalidArgumentError("extras have no such file", file=str(path))
@@ -67,21 +73,41 @@ def _files_of(path: Path) -> list[Path]:
     return files
 
 
-def _written(item: Any, directory: str) -> str:
+def _written(item: Any, directory: str, dtype: str | None) -> str:
     """The directory that `item` has saved itself into."""
     os.mkdir(directory)
-    if hasattr(item, "state_dict") and hasattr(
-        item, "config"
-    ):  # a model: its weights are not extra
-        parts = [item.config, getattr(item, "generation_config", None)]
+    peft = sys.modules.get("peft")  # imported by whoever has made a model of it
+    if peft is not None and isinstance(item, peft.PeftModel):
+        adapter = item.active_adapter
+        item.save_pretrained(
+            directory, selected_adapters=[adapter], state_dict={}, save_embedding_layers=False
+        )
+        own = os.path.join(directory, adapter)  # unless it is the one called "default"
+        return own if os.path.isdir(own) else directory
+    if hasattr(item, "state_dict") and hasattr(item, "config"):
+        _write_model(item, directory, dtype)
+    elif hasattr(item, "save_pretrained"):
+        item.save_pretrained(directory)
     else:
-        parts = [item]
-    for part in parts:
-        if part is None:
-            continue
-        if not hasattr(part, "save_pretrained"):
-            raise InvalidArgumentError(
-                f"extras are paths, or objects with save_pretrained; {type(item).__name__} is none"
-            )
-        part.save_pretrained(directory)
+        raise InvalidArgumentError(
+            f"extras are paths, or objects with save_pretrained; {type(item).__name__} is none"
+        )
     return directory
+
+
+def _write_model(model: Any, directory: str, dtype: str | None) -> None:
+    """What `save_pretrained` of a PreTrainedModel writes beside the weights. It cannot be called
+    for that alone: of a model that is spread over ranks it gathers the weights, on all ranks."""
+    config = copy.deepcopy(model.config)
+    # Those who load go by these: vLLM by the first, `from_pretrained` by the second.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    said = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # before transformers 4.56
+    setattr(config, said, dtype or str(model.dtype).removeprefix("torch."))
+    if getattr(model, "_auto_class", None) is not None:  # it is of code that belongs to it
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, directory, config=config)
+    config.save_pretrained(directory)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(directory)

@@ -10,7 +10,7 @@ from torch_ckpt import _core
 from torch_ckpt.checkpoint import Checkpoint
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
-from torch_ckpt.extras import extra_files
+from torch_ckpt.extras import ExtraFiles, extra_files
 from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import MIN_WORKERS, Job
 from torch_ckpt.key_mapping import KeyMapping, renamed
@@ -63,6 +63,7 @@ def consolidate_safetensors_files(
     damage, OSError; they name file and tensor. Logs a warning for shapes that no file says (stock's
     shards).
     """
+    policy = DtypePolicy(dtype, keep_fp32)
     request = merge_request(
         input_dir,
         output_dir,
@@ -72,11 +73,11 @@ def consolidate_safetensors_files(
         verify=verify,
         max_shard_size=max_shard_size,
         naming=naming,
-        policy=DtypePolicy(dtype, keep_fp32),
+        policy=policy,
         memory_budget=memory_budget,
         key_mapping=key_mapping,
     )
-    merge(request, progress, extras)
+    merge(request, extra_files(extras, policy.torch_name), progress)
 
 
 def merge_request(
@@ -142,10 +143,10 @@ def _changed_dtypes(dtypes: Mapping[str, str], policy: DtypePolicy) -> dict[str,
 
 
 def merge(
-    request: dict[str, Any], progress: Progress | None = None, extras: Any = None
+    request: dict[str, Any], extras: ExtraFiles, progress: Progress | None = None
 ) -> dict[str, Any]:
     """The whole merge. Returns {"save_id", "files", "bytes", "hulls"} of what was written."""
-    with extra_files(extras) as files, Job("merge") as job:
+    with extras as files, Job("merge") as job:
         whole = {"op": "merge", "job": job.id, "extras": files, **request}
         answer: dict[str, Any] = run_job(job, lambda: _core.call(whole), progress)
     warn_of_hulls(request["input"], answer["hulls"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,31 @@ from torch_ckpt import Checkpoint, InvalidArgumentError, consolidate_safetensors
 from torch_ckpt.cli import cli
 
 STATE = {"w": torch.arange(6.0)}
+
+OWN_MODEL = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+    def __init__(self, width=2, **kwargs):
+        self.width = width
+        super().__init__(**kwargs)
+
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = torch.nn.Linear(config.width, config.width)
+        self.post_init()
+
+    def forward(self, x):
+        return self.layer(x)
+"""
 
 
 @pytest.fixture
@@ -134,7 +161,12 @@ def test_objects_of_transformers(tmp_path: Path) -> None:
             extras=[model],
         )
         assert "config.json" in extras_of(path) and "generation_config.json" in extras_of(path)
-        assert json.loads((path / "config.json").read_text())["hidden_size"] == 16
+        saved = json.loads((path / "config.json").read_text())
+        assert saved["hidden_size"] == 16
+        # As the model's own save_pretrained says; vLLM goes by the first.
+        assert saved["architectures"] == [type(model).__name__]
+        assert saved["dtype"] == "float32"
+        assert model.config.architectures is None  # it is the caller's
         loaded = AutoModelForCausalLM.from_pretrained(path)
         loaded.eval()
         tokens = torch.tensor([[1, 2, 3, 4]])
@@ -148,6 +180,37 @@ def test_objects_of_transformers(tmp_path: Path) -> None:
             name: file for file in path.glob("*.safetensors") for name in load_file(file).keys()
         }
         assert ("lm_head.weight" in files) != tied
+        torch_ckpt.save(
+            model.state_dict(), checkpoint_id=path, layout="final", dtype="bf16", extras=model
+        )
+        assert AutoModelForCausalLM.from_pretrained(path).dtype is torch.bfloat16
+        torch_ckpt.save(model.state_dict(), checkpoint_id=tmp_path / "shards")
+        torch_ckpt.consolidate_safetensors_files(
+            tmp_path / "shards", path, None, dtype="fp16", extras=model
+        )
+        assert AutoModelForCausalLM.from_pretrained(path).dtype is torch.float16
+
+
+@pytest.mark.slow
+def test_code_of_a_model(tmp_path: Path) -> None:
+    """Of a class that is not transformers' own: its file comes along, and is loaded."""
+    source = tmp_path / "own_model.py"
+    source.write_text(OWN_MODEL)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        own_model = importlib.import_module("own_model")
+    finally:
+        sys.path.remove(str(tmp_path))
+    from transformers import AutoModel
+
+    own_model.OwnConfig.register_for_auto_class()
+    own_model.OwnModel.register_for_auto_class("AutoModel")
+    model = own_model.OwnModel(own_model.OwnConfig(width=3))
+    path = tmp_path / "c"
+    torch_ckpt.save(model.state_dict(), checkpoint_id=path, layout="final", extras=model)
+    assert (path / "own_model.py").read_text() == OWN_MODEL
+    loaded = AutoModel.from_pretrained(path, trust_remote_code=True)
+    assert torch.equal(loaded.layer.weight, model.layer.weight)
 
 
 @pytest.mark.slow
@@ -182,6 +245,23 @@ def test_an_adapter_of_peft(tmp_path: Path) -> None:
         "adapter_model.safetensors",
         "adapter_config.json",
     }
+    for adapter in ("default", "second"):
+        if adapter != "default":
+            model.add_adapter(adapter, LoraConfig(r=2, target_modules=["q_proj"]))
+            model.set_adapter(adapter)
+        of_model = tmp_path / adapter
+        torch_ckpt.save(
+            get_peft_model_state_dict(model, adapter_name=adapter),
+            checkpoint_id=of_model,
+            layout="final",
+            naming="peft",
+            extras=model,
+        )
+        adapter_config = json.loads((of_model / "adapter_config.json").read_text())
+        assert adapter_config["r"] == {"default": 4, "second": 2}[adapter]
+        assert adapter_config["inference_mode"]
+        assert not (of_model / "config.json").exists()
+    model.set_adapter("default")
     other = LlamaForCausalLM(config)
     other.load_state_dict(weights)
     loaded = PeftModel.from_pretrained(other, path)

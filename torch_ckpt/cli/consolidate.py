@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -13,6 +13,7 @@ import click
 from torch_ckpt.cli.output import Output, count, format_bytes, with_output, world_size
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.extras import ExtraFiles, extra_files
 from torch_ckpt.mapping import INDEX_NAME, NAMINGS, load_json
 from torch_ckpt.merge import FileNames, merge, merge_request
 from torch_ckpt.progress import Progress
@@ -103,6 +104,7 @@ def consolidate(
     """
     if mapping and index:
         raise click.UsageError("--mapping and --index exclude each other.")
+    policy = DtypePolicy(dtype, keep_fp32)
     request = merge_request(
         input_dir,
         output_dir,
@@ -112,12 +114,12 @@ def consolidate(
         verify=not no_verify,
         max_shard_size=max_shard_size,
         naming=naming,
-        policy=DtypePolicy(dtype, keep_fp32),
+        policy=policy,
         memory_budget=memory_budget,
         key_mapping=key_mapping,
     )
     with output.progress("consolidating") as progress:
-        answer = _merge(request, progress, extras)
+        answer = _merge(request, extra_files(extras, policy.torch_name), progress)
     output.report(
         {"input": request["input"], "output": request["output"], **answer},
         lambda: (
@@ -128,10 +130,10 @@ def consolidate(
 
 
 def _merge(
-    request: dict[str, Any], progress: Progress | None, extras: Sequence[str] = ()
+    request: dict[str, Any], extras: ExtraFiles, progress: Progress | None
 ) -> dict[str, Any]:
     if world_size() == 1:
-        return merge(request, progress, extras)
+        return merge(request, extras, progress)
     import torch.distributed as dist  # only here: it takes seconds
 
     from torch_ckpt.consolidate import merge_on_every_rank
@@ -147,7 +149,7 @@ def _merge(
             ) from error
         try:
             team = Team.of(None, _TIMEOUT_S)
-            return merge_on_every_rank(lambda: request, team, progress, extras)
+            return merge_on_every_rank(lambda: request, team, extras, progress)
         finally:
             dist.destroy_process_group()
 

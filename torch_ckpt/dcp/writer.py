@@ -269,7 +269,8 @@ class HuggingFaceStorageWriter(StockWriter):
         """What the coordinator puts into staging before any rank writes."""
         # With shards and final files they stand beside the final ones.
         consolidates = self.save_distributed and self.enable_consolidation
-        with extra_files(None if consolidates else self.extras) as extras:
+        given = None if consolidates else self.extras
+        with extra_files(given, self.dtype_policy.torch_name) as extras:
             self._extra_files = session.stage_extras(extras) if extras else []
         if tensors is None:
             return
