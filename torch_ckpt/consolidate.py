@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from torch_ckpt.merge import (
     merge_request,
 )
 from torch_ckpt.progress import Progress
-from torch_ckpt.team import Team
+from torch_ckpt.team import RankGoneError, Team
 
 __all__ = [
     "consolidate_safetensors_files",
@@ -152,10 +153,12 @@ def merge_on_every_rank(
     request.update({key: first_request[key] for key in OUTPUT_FIELDS})
     sessions: list[int] = []
     commit: dict[str, Any] = {}
+    context = contextlib.ExitStack()
 
     def begin() -> Any:
         if team.rank != 0:
             return None
+        commit["extras"] = context.enter_context(extras)  # before the work: they may be refused
         answer = _core.call({"op": "merge_begin", **request})
         sessions.append(answer["session"])
         return answer
@@ -163,8 +166,7 @@ def merge_on_every_rank(
     def finish() -> Any:
         if team.rank != 0:
             return None
-        with extras as files:
-            return _core.call({"op": "merge_commit", "extras": files, **commit})
+        return _core.call({"op": "merge_commit", **commit})
 
     try:
         begun = team.together(begin, cancel=cancel)[0]
@@ -181,10 +183,13 @@ def merge_on_every_rank(
         commit |= {**request, "parts": [begun["written"], *(answer["written"] for answer in parts)]}
         commit.update({key: begun[key] for key in ("ids", "input_save_id", "in_place", "session")})
         answers = team.together(finish)
-    except BaseException:
+    except BaseException as error:
+        # Where a rank is gone, what was written stays, as if all were: the next merge goes on.
         for session in sessions:
-            end_session("save", session)
+            end_session("save", session, keep=isinstance(error, RankGoneError))
         raise
+    finally:
+        context.close()
     result: dict[str, Any] = answers[0]
     if team.rank == 0:
         warn_of_hulls(request["input"], result["hulls"])

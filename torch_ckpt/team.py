@@ -25,6 +25,10 @@ _ROUND_S = 0.2  # how often ranks hear of each other
 _teams: weakref.WeakKeyDictionary[Any, Team] = weakref.WeakKeyDictionary()
 
 
+class RankGoneError(CheckpointError):
+    """A rank was killed, or does not answer."""
+
+
 class Team:
     """The ranks of a process group, on a Gloo group of this work alone: neither its collectives
     nor its timeout are those of training. All ranks make the same calls in the same order.
@@ -80,7 +84,7 @@ class Team:
 
         The error of the lowest rank that has one is raised on all; the jobs of the others are
         cancelled meanwhile. So they are by Ctrl-C on any rank, which is raised there, by `cancel`
-        once it is set on any rank, and by a rank that is gone, which is a CheckpointError.
+        once it is set on any rank, and by a rank that is gone, which is a RankGoneError.
         `progress` is called, on another thread, with the sums of all ranks' bytes.
         """
         interrupted = cancel or threading.Event()
@@ -104,7 +108,7 @@ class Team:
             if job is not None:
                 job.cancel()
             wait([future])
-            raise CheckpointError(
+            raise RankGoneError(
                 f"a rank is gone, or has not answered in time: {error}", rank=self.rank
             ) from error
         failures = [failure for _, failure in outcomes if failure is not None]

@@ -128,6 +128,8 @@ Result<Json> CommitSaveRequest(const Json& request) {
 Result<Json> EndSaveRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
   TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
+  // As after a kill: what is in staging is for the next one to go on with.
+  if (GetBool(request, "keep", false)) session->Finish();
   session.reset();
   return Json::object();
 }

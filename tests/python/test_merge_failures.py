@@ -46,7 +46,11 @@ def test_a_rank_that_ends_in_the_middle_ends_the_others(tmp_path: Path, what: st
             assert done[rank][0] == ENDED, done
             assert "CancelledError" in done[rank][1] and "rank 1" in done[rank][1]
     assert not (tmp_path / "out").exists()
-    assert [status for status, _ in launch(tmp_path / "in", tmp_path / "out", "nothing")] == [0] * 3
+    assert (tmp_path / ".out.torch_ckpt-stage").exists() == (what == "kill")
+    again = launch(tmp_path / "in", tmp_path / "out", "nothing")
+    assert [status for status, _ in again] == [0] * 3
+    # What the others of a rank that was killed have written is not written again.
+    assert (again[0][1] == "0 kept\n") == (what != "kill"), again
     saved = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
     assert torch.equal(saved["w"], content["w"])
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]

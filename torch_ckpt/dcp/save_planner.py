@@ -113,7 +113,9 @@ class SavePlanner(DefaultSavePlanner):
         ranks = world_of(self._rank, self._world_size)
         kind = type(self)
         name = (kind.__module__, kind.__qualname__, self._cached_plans_key)
-        self._cache_key = (*name, *ranks, self._group)
+        # With final files the coordinator is told more than the items, and caches that with them.
+        final = self._stored_names is not None
+        self._cache_key = (*name, *ranks, self._group, final)
         last = self._last_plans = plan_cache.begin(self._cache_key)
         if last is not None and _same_plan(plan, last.local):
             return plan_cache.unchanged(last.token)

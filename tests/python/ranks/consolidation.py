@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -104,6 +105,31 @@ def consolidation_that_fails_on_one_rank(context: Context) -> None:
     dist.barrier()
     torch_ckpt.consolidate_safetensors_files_on_every_rank(shards, out, None)
     assert sorted(os.listdir(context.folder)) == ["in", "out"]
+
+
+@case
+def extras_that_there_are_not(context: Context) -> None:
+    """It is said before the work is done."""
+    shards, out = context.folder / "in", context.folder / "out"
+    torch_ckpt.save({"w": torch.ones(1000)}, checkpoint_id=shards)
+    asked = []
+    call = _core.call
+
+    def watched(request: dict[str, Any]) -> Any:
+        asked.append(request["op"])
+        return call(request)
+
+    with mock.patch.object(_core, "call", watched):
+        raised(
+            lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(
+                shards, out, None, extras=context.folder / "nothing"
+            ),
+            "rank 0",
+            "no such file",
+        )
+    assert "merge_part" not in asked
+    dist.barrier()
+    assert not out.exists()
 
 
 @case

@@ -260,6 +260,25 @@ def cached_plans(context: Context) -> None:
 
 
 @case
+def cached_plans_of_a_sharded_save(context: Context) -> None:
+    """The plan is the same; what the coordinator knows of the ranks beside it is not."""
+    if context.world == 1:
+        return
+    mesh = mesh_of((context.world,))
+    source = {"w": distribute_tensor(whole("w", (4096, 8 * context.world)), mesh, [Shard(1)])}
+    for layout in ("sharded", "final", "final"):
+        metadata = torch_ckpt.save(
+            source,
+            checkpoint_id=context.folder / "c",
+            planner=torch_ckpt.SavePlanner(enable_plan_caching=True),
+            layout=layout,
+            redistribute=False,
+        )
+    assert metadata.storage_data[0].ring_bytes > 0, metadata.storage_data
+    assert torch.equal(final_tensors(context.folder / "c")["w"], whole("w", source["w"].shape))
+
+
+@case
 def ranks_of_other_layouts(context: Context) -> None:
     """Only rank 0 saves final files: all must."""
     if context.world == 1:
