@@ -246,6 +246,20 @@ def test_the_command(tmp_path: Path) -> None:
         assert CliRunner().invoke(cli, [*words[:3], *wrong]).exit_code == 2
 
 
+def test_a_mapping_of_more_than_there_is(tmp_path: Path) -> None:
+    """As the index of a larger model is: the directory would lack tensors without a word."""
+    state = {"w": torch.arange(5.0), "v": torch.ones(3)}
+    mapping = {"w": 1, "v": 2, "absent": 2}
+    options: dict[str, Any] = {"layout": "final", "fqn_to_index_mapping": mapping}
+    with pytest.raises(FAILED, match="'absent': is in fqn_to_index_mapping but not in the state"):
+        torch_ckpt.save(state, checkpoint_id=tmp_path / "c", **options)
+    assert list(tmp_path.iterdir()) == []
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "c", strict=False, **options)
+    assert_same(tensors_of(tmp_path / "c"), state)
+    tied = {"w": state["w"], "absent": state["w"], "v": state["v"]}
+    torch_ckpt.save(tied, checkpoint_id=tmp_path / "tied", **options)  # a name of a tensor, too
+
+
 def test_a_cached_plan_of_stock_needs_the_same_writer(tmp_path: Path) -> None:
     if not STOCK_213:
         pytest.skip("stock's cache is that of torch 2.13 here")

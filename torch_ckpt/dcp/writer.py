@@ -32,7 +32,7 @@ from torch_ckpt.dcp.commit import Phases, RankReport, commit_request
 from torch_ckpt.dcp.final_layout import check_mapped, check_planned, checked_layout, final_tensors
 from torch_ckpt.dcp.parts import Part, check_supported, next_sequence, part_of
 from torch_ckpt.dcp.reserved import RESERVED
-from torch_ckpt.dcp.rings import RankNote, refuse_ring, this_node
+from torch_ckpt.dcp.rings import RankNote, note_of, refuse_ring, this_node
 from torch_ckpt.dcp.sources import queued_kernels, wait_for
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.stock_planner import (
@@ -90,7 +90,8 @@ class HuggingFaceStorageWriter(StockWriter):
     overwrite: False refuses a directory that holds a checkpoint (ConflictError).
     sync_files: False leaves durability to the kernel; a machine that crashes may lose the save.
     direct_io: False writes through the page cache.
-    strict: consolidation with a mapping that does not fit the tensors is an error.
+    strict: a name of the mapping that is not in the state dict is an error, with final files and
+        with a consolidation.
     allow_pickle: leaves that typed JSON cannot say are pickled instead of refused.
     world_size: for use_collectives=False, how many ranks save; the default group's size if None.
 
@@ -248,7 +249,9 @@ class HuggingFaceStorageWriter(StockWriter):
         path = str(self.path)
         # A plan that is not usable stands for a cached one: `finish` looks again.
         if all(plan.usable for plan in plans):
-            self._check_planned({item.index.fqn for plan in plans for item in plan.items})
+            planned = {item.index.fqn for plan in plans for item in plan.items}
+            # Names that are tied to others are no items any more.
+            self._check_planned(planned.union(*(note_of(plan).fqns for plan in plans)))
         if self._part is None:
             tensors = None if self.save_distributed else self._final_tensors(plans)
             self._session = SaveSession(path, overwrite=self.overwrite)
@@ -297,8 +300,9 @@ class HuggingFaceStorageWriter(StockWriter):
         return self._last_final
 
     def _check_planned(self, planned: Collection[str]) -> None:
-        """Before anything is committed: would the consolidation refuse the mapping?"""
-        if self.save_distributed and self.enable_consolidation and self.strict:
+        """Before anything is committed: would final files lack what the mapping names?"""
+        final = not self.save_distributed or self.enable_consolidation
+        if final and self.strict:
             check_planned(planned, self.fqn_to_index_mapping)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
