@@ -39,8 +39,8 @@ def write(tensors: Sequence[torch.Tensor], plan: dict[str, Any], job: Job) -> di
 
     Tensors are on the CPU, of any strides, or on CUDA devices, contiguous, with every kernel that
     writes them done. Blocks, with the GIL released, until the files are synced. Returns
-    {"files": [...]}. Raises a CheckpointError or OSError that names file and tensor; then the files
-    are gone again.
+    {"files": [...], "final": {...}}, the last where the plan has any. Raises a CheckpointError or
+    OSError that names file and tensor; then the files are gone again.
     """
     return _run(torch.ops.dcp_ext.write, tensors, plan, job)
 

@@ -76,7 +76,7 @@ Status AssembleFinals(const Json& request, const SaveSession& session,
 Status AddExtras(const Json& request, const Directory& staging,
                  CommitRequest* commit);
 // Of one rank: {"files": [{"file", "id", "ranges"}, ...], "parts": parts or
-// null}
+// null, "ring_bytes": int}
 Json FinalsJson(const WrittenPlan& written);
 // merge_requests.cc
 Result<Json> MergeRequest(const Json& request);

@@ -3,7 +3,7 @@
 // Plan:
 //   {"staging": directory, "job": id or 0, "workers": int, "sync": bool,
 //    "direct": bool, "files": [file, ...], "final": tensors or null,
-//    "cast": bool}
+//    "cast": bool, "rank": int (with "final")}
 //   tensors = {"first_source": int,
 //              "names": [fqn] or one text, a name a line,
 //              "dtypes": [str] or one for all,

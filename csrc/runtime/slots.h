@@ -29,7 +29,6 @@ class SlotQueue {
   SlotQueue(std::byte* memory, uint64_t slot_bytes)
       : memory_(memory), slot_bytes_(slot_bytes) {}
 
-  uint64_t slot_bytes() const { return slot_bytes_; }
   std::byte* slot(uint64_t item) const {
     return memory_ + kHeaderBytes + item % kSlots * slot_bytes_;
   }

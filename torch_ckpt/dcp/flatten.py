@@ -30,9 +30,6 @@ from torch_ckpt.objects.types import FACTORIES
 Path = tuple[Any, ...]
 Structure = dict[str, Any]
 
-# Reserved: names of the leaf that holds the structure, and of what local plans carry in
-# `planner_data` beside the paths.
-
 _LEAVES = frozenset(
     {torch.Tensor, torch.nn.Parameter, DTensor, int, float, str, bool, type(None), bytes}
 )
