@@ -84,14 +84,15 @@ def _written(item: Any, directory: str, dtype: str | None) -> str:
         )
         own = os.path.join(directory, adapter)  # unless it is the one called "default"
         return own if os.path.isdir(own) else directory
-    if hasattr(item, "state_dict") and hasattr(item, "config"):
-        _write_model(item, directory, dtype)
-    elif hasattr(item, "save_pretrained"):
-        item.save_pretrained(directory)
-    else:
+    is_model = hasattr(item, "state_dict") and hasattr(item, "config")
+    if not hasattr(item.config if is_model else item, "save_pretrained"):
         raise InvalidArgumentError(
             f"extras are paths, or objects with save_pretrained; {type(item).__name__} is none"
         )
+    if is_model:
+        _write_model(item, directory, dtype)
+    else:
+        item.save_pretrained(directory)
     return directory
 
 
@@ -99,7 +100,7 @@ def _write_model(model: Any, directory: str, dtype: str | None) -> None:
     """What `save_pretrained` of a PreTrainedModel writes beside the weights. It cannot be called
     for that alone: of a model that is spread over ranks it gathers the weights, on all ranks."""
     config = copy.deepcopy(model.config)
-    # Those who load go by these: vLLM by the first, `from_pretrained` by the second.
+    # Those who load go by these: for the class, and (`from_pretrained`) for the dtype.
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     said = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # before transformers 4.56
     setattr(config, said, dtype or str(model.dtype).removeprefix("torch."))

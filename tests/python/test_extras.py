@@ -108,12 +108,15 @@ def test_with_a_consolidation(tmp_path: Path, reference: Path) -> None:
 def test_what_cannot_be_an_extra(tmp_path: Path, reference: Path) -> None:
     (reference / "folder").mkdir()
     (tmp_path / "config.json").touch()
+    model = torch.nn.Linear(1, 1)
+    model.config = {"of": "somebody else's"}
     for extras, words in (
         (reference, "no directories within directories"),
         ([reference / "nothing"], "no such file"),
         ([reference / "config.json", tmp_path / "config.json"], "two files of this name"),
         ([reference / "model.safetensors"], "cannot stand beside a checkpoint"),
         (7, "objects with save_pretrained"),
+        (model, "objects with save_pretrained; Linear is none"),
     ):
         with pytest.raises(FAILED, match=words):
             torch_ckpt.save(STATE, checkpoint_id=tmp_path / "c", layout="final", extras=extras)
@@ -163,7 +166,7 @@ def test_objects_of_transformers(tmp_path: Path) -> None:
         assert "config.json" in extras_of(path) and "generation_config.json" in extras_of(path)
         saved = json.loads((path / "config.json").read_text())
         assert saved["hidden_size"] == 16
-        # As the model's own save_pretrained says; vLLM goes by the first.
+        # As the model's own save_pretrained says.
         assert saved["architectures"] == [type(model).__name__]
         assert saved["dtype"] == "float32"
         assert model.config.architectures is None  # it is the caller's

@@ -261,7 +261,12 @@ class HuggingFaceStorageWriter(StockWriter):
                 self._end_session()
                 raise
             # Notes are for the coordinator: not back to the ranks.
-            return [replace(plan, storage_data=None) for plan in plans]
+            return [
+                replace(plan, storage_data=None)
+                if isinstance(plan.storage_data, RankNote)
+                else plan
+                for plan in plans
+            ]
         try:
             self._session = PartSession(path, self._part.request())
         except (CheckpointError, OSError) as error:
