@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_async_ends import Trainer
+
+from torch_ckpt.dcp import daemon
 
 # A trainer that saves in another process, and looks at what that has.
 PROGRAM = r"""
@@ -149,3 +153,14 @@ def test_a_process_that_is_killed_while_it_saves(tmp_path: Path) -> None:
         assert holds(1) and holds(3) and not os.path.exists(f"{folder}/2")
         """,
     )
+
+
+def test_a_process_that_is_dead_and_not_yet_waited_for() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        process = SimpleNamespace(
+            _process_pipe=ours, _save_process=SimpleNamespace(is_alive=lambda: True)
+        )
+        assert daemon._is_alive(process)
+        theirs.close()
+        assert not daemon._is_alive(process)

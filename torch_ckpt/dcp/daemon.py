@@ -6,6 +6,7 @@ when it is gone nor when another group is meant.
 
 from __future__ import annotations
 
+import select
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,14 @@ from torch_ckpt.dcp.async_saves import Turn, wait_for
 from torch_ckpt.errors import InvalidArgumentError
 
 _ranks: tuple[int, ...] | None = None  # that it was made with
+
+
+def _is_alive(process: Any) -> bool:
+    # A process that is killed closes its end of the pipe before it can be waited for.
+    ends = select.poll()
+    ends.register(process._process_pipe.fileno(), 0)
+    hung_up = any(event & select.POLLHUP for _, event in ends.poll(0))
+    return process._save_process.is_alive() and not hung_up
 
 
 def prepare(group: dist.ProcessGroup | None, turn: Turn, timeout: float) -> None:
@@ -31,7 +40,7 @@ def prepare(group: dist.ProcessGroup | None, turn: Turn, timeout: float) -> None
         raise InvalidArgumentError("AsyncCheckpointerType.PROCESS needs a process group")
     ranks = tuple(dist.get_process_group_ranks(group))
     process: Any = stock._CHECKPOINT_PROCESS
-    is_alive = process is not None and process._save_process.is_alive()
+    is_alive = process is not None and _is_alive(process)
     is_other = is_alive and _ranks is not None and _ranks != ranks
     if any_rank(group, "other ranks", is_other, timeout=timeout):
         raise InvalidArgumentError(
