@@ -19,6 +19,7 @@ from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import Job, end_session, in_thread
 from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.merge import (
+    MEMORY_BUDGET,
     OUTPUT_FIELDS,
     FileNames,
     consolidate_safetensors_files,
@@ -48,9 +49,10 @@ def consolidate_safetensors_files_on_every_rank(
     naming: FileNames = "dcp",
     dtype: Any = None,
     keep_fp32: Sequence[str] = (),
-    memory_budget: int | str = "512MiB",
+    memory_budget: int | str = MEMORY_BUDGET,
     extras: Any = None,
     key_mapping: KeyMapping | None = None,
+    progress: Progress | None = None,
     background: bool = False,
     timeout: float = 600.0,
 ) -> MergeFuture | None:
@@ -58,11 +60,13 @@ def consolidate_safetensors_files_on_every_rank(
 
     Work is divided by bytes, so one output file is written by all ranks. Every rank must see both
     directories. What decides over the output is as the group's rank 0 says. An error on one
-    rank is raised on all, and leaves no output.
+    rank is raised on all, and leaves no output. `progress` is called on rank 0, on another thread,
+    with the bytes of all ranks.
 
-    The ranks talk through a Gloo group of their own, made once for each process group, so that
-    a long merge meets no timeout of training, nor any collective. A rank that is gone is noticed
-    when its connection closes, or after `timeout` seconds. background: returns a future at once,
+    The ranks talk through a Gloo group of their own, made once for each process group and timeout,
+    so that a long merge meets no timeout of training, nor any collective. A rank that is gone is
+    noticed when its connection closes, or after `timeout` seconds: a CheckpointError that names it.
+    background: returns a future at once,
     and the work goes on beside training, in a thread; it is done before the interpreter ends.
     The future's `cancel()`, on any rank, ends it on all: they raise CancelledError, and no output
     is left.
@@ -93,9 +97,9 @@ def consolidate_safetensors_files_on_every_rank(
 
     def work() -> None:
         if team is None:
-            merge(request(), files, None if cancel is None else _ending(cancel))
+            merge(request(), files, progress if cancel is None else _ending(cancel, progress))
         else:
-            merge_on_every_rank(request, team, files, cancel=cancel)
+            merge_on_every_rank(request, team, files, progress, cancel)
 
     if not background:
         work()
@@ -118,14 +122,16 @@ class MergeFuture(Future[None]):
         return not self.done()
 
 
-def _ending(cancel: threading.Event) -> Progress:
-    """What ends a merge by raising once `cancel` is set."""
+def _ending(cancel: threading.Event, progress: Progress | None) -> Progress:
+    """`progress`, which ends a merge by raising once `cancel` is set."""
 
-    def progress(*_: int) -> None:
+    def ending(done: int, total: int) -> None:
         if cancel.is_set():
             raise CancelledError("was cancelled")
+        if progress is not None:
+            progress(done, total)
 
-    return progress
+    return ending
 
 
 def merge_on_every_rank(
@@ -182,7 +188,7 @@ def merge_on_every_rank(
             )
         commit |= {**request, "parts": [begun["written"], *(answer["written"] for answer in parts)]}
         commit.update({key: begun[key] for key in ("ids", "input_save_id", "in_place", "session")})
-        answers = team.together(finish)
+        answers = team.together(finish, to_its_end=True)
     except BaseException as error:
         # Where a rank is gone, what was written stays, as if all were: the next merge goes on.
         for session in sessions:

@@ -19,6 +19,7 @@ from torch_ckpt.options import check_choice, parse_bytes
 from torch_ckpt.progress import Progress, run_job
 
 WORKER_BYTES = 16 << 20  # that a worker leases at most: see OfExtents in engine/merge_plan.cc
+MEMORY_BUDGET = "512MiB"
 FileNames = Literal["dcp", "hf", "diffusers", "peft"]
 
 
@@ -34,7 +35,7 @@ def consolidate_safetensors_files(
     naming: FileNames = "dcp",
     dtype: Any = None,
     keep_fp32: Sequence[str] = (),
-    memory_budget: int | str = "512MiB",
+    memory_budget: int | str = MEMORY_BUDGET,
     extras: Any = None,
     key_mapping: KeyMapping | None = None,
     progress: Progress | None = None,
@@ -87,12 +88,12 @@ def merge_request(
     num_threads: int,
     *,
     strict: bool,
-    verify: bool,
+    verify: bool = True,
     max_shard_size: int | str | None,
     naming: FileNames,
     policy: DtypePolicy,
-    memory_budget: int | str,
-    key_mapping: KeyMapping | None,
+    memory_budget: int | str = MEMORY_BUDGET,
+    key_mapping: KeyMapping | None = None,
 ) -> dict[str, Any]:
     """The fields that all requests of one merge have in common (csrc/capi/merge_requests.cc)."""
     check_choice("naming", naming, NAMINGS)

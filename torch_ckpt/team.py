@@ -3,9 +3,11 @@ how the others are."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -20,9 +22,11 @@ from torch_ckpt.jobs import Job, apart, in_thread
 from torch_ckpt.progress import Progress
 
 _ROUND_S = 0.2  # how often ranks hear of each other
+_MOMENT_S = 2.0  # that ranks have to say that they are here, when one is missed
 
-# The team of a process group, for work that the caller waits for: one after the other.
-_teams: weakref.WeakKeyDictionary[Any, Team] = weakref.WeakKeyDictionary()
+# The teams of a process group by their timeouts, for work that the caller waits for: one after the
+# other.
+_teams: weakref.WeakKeyDictionary[Any, dict[float, Team]] = weakref.WeakKeyDictionary()
 
 
 class RankGoneError(CheckpointError):
@@ -35,42 +39,85 @@ class Team:
 
     timeout: seconds after which a rank that does not answer is taken for dead. One whose connection
     is closed is noticed at once.
+
+    Raises RankGoneError where not all ranks come in that time.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None, timeout: float) -> None:
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
-        store, key = next_key(parent, "team")
-        self._gloo: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore(key, store),
-            self.rank,
-            self.size,
-            datetime.timedelta(seconds=timeout),
-        )
+        self._store, self._key = next_key(parent, "team")
+        try:
+            self._say("come")
+            self._gloo: Any = dist.ProcessGroupGloo(
+                dist.PrefixStore(self._key, self._store),
+                self.rank,
+                self.size,
+                datetime.timedelta(seconds=timeout),
+            )
+        except RuntimeError as error:
+            self._gloo = None
+            raise self._gone("come", error) from error
 
     @staticmethod
     def of(parent: dist.ProcessGroup | None, timeout: float) -> Team:
-        """The team of `parent`, made once; its timeout is that of the first call."""
-        group = parent or dist.group.WORLD
-        team = _teams.get(group)
-        if team is None:
-            team = _teams[group] = Team(parent, timeout)
+        """The team of `parent` with this timeout, made once, and again when it lost a rank."""
+        teams = _teams.setdefault(parent or dist.group.WORLD, {})
+        team = teams.get(timeout)
+        if team is None or team._gloo is None:
+            team = teams[timeout] = Team(parent, timeout)
         return team
+
+    def _say(self, word: str) -> None:
+        self._store.set(f"{self._key}/{word}/{self.rank}", "")
+
+    def _without_some(self, error: RuntimeError) -> RankGoneError:
+        """What Gloo's error says, with the ranks that are missed."""
+        self._gloo = None  # closes the connections: the others hear of it now
+        with contextlib.suppress(RuntimeError):  # of the store, whose host may be gone as well
+            self._say("here")
+            time.sleep(_MOMENT_S)
+        return self._gone("here", error)
+
+    def _gone(self, word: str, error: RuntimeError) -> RankGoneError:
+        """The error for `error` that names the ranks that have not said `word`."""
+        gone: list[int] = []
+        with contextlib.suppress(RuntimeError):
+            gone = [
+                rank
+                for rank in range(self.size)
+                if not self._store.check([f"{self._key}/{word}/{rank}"])
+            ]
+        if not gone:
+            return RankGoneError(
+                f"a rank is gone, or has not answered in time: {error}", rank=self.rank
+            )
+        others = f", nor have ranks {gone[1:]}" if gone[1:] else ""
+        return RankGoneError(
+            f"is gone, or has not answered in time{others}; noticed by rank {self.rank}: {error}",
+            rank=gone[0],
+        )
+
+    def _states(self, own: tuple[int, ...]) -> list[list[int]]:
+        """A few numbers of all ranks."""
+        numbers = torch.tensor(own, dtype=torch.int64)
+        out = [torch.empty_like(numbers) for _ in range(self.size)]
+        self._gloo.allgather([out], [numbers]).wait()
+        return [each.tolist() for each in out]
 
     def _gather(self, value: Any) -> list[Any]:
         """`value` of all ranks."""
         data = bytearray(pickle.dumps(value))
-        own = torch.tensor([len(data)])
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._gloo.allgather([sizes], [own]).wait()
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._gloo.allgather([texts], [padded]).wait()
-        return [
-            pickle.loads(text[: int(size)].numpy().tobytes())
-            for text, size in zip(texts, sizes, strict=True)
-        ]
+        values = []
+        for rank, (size,) in enumerate(self._states((len(data),))):
+            # One after the other: one of them may be large, and the others are not then.
+            of_rank = torch.frombuffer(
+                data if rank == self.rank else bytearray(size), dtype=torch.uint8
+            )
+            options = dist.BroadcastOptions()
+            options.rootRank = rank
+            self._gloo.broadcast([of_rank], options).wait()
+            values.append(value if rank == self.rank else pickle.loads(of_rank.numpy().tobytes()))
+        return values
 
     def together(
         self,
@@ -79,17 +126,21 @@ class Team:
         job: Job | None = None,
         progress: Progress | None = None,
         cancel: threading.Event | None = None,
+        to_its_end: bool = False,
     ) -> list[Any]:
         """Run `step` here, under `job`, and return what it returned on every rank.
 
         The error of the lowest rank that has one is raised on all; the jobs of the others are
         cancelled meanwhile. So they are by Ctrl-C on any rank, which is raised there, by `cancel`
-        once it is set on any rank, and by a rank that is gone, which is a RankGoneError.
-        `progress` is called, on another thread, with the sums of all ranks' bytes.
+        once it is set on any rank, by what `progress` raises, and by a rank that is gone, which is
+        a RankGoneError. `progress` is called, on another thread, with the sums of all ranks' bytes.
+        to_its_end: Ctrl-C is raised where it came once all are done, and changes nothing.
         """
         interrupted = cancel or threading.Event()
         return apart(  # type: ignore[no-any-return]
-            lambda: self._rounds(step, job, progress, interrupted), interrupted.set, lambda _: None
+            lambda: self._rounds(step, job, progress, interrupted),
+            (lambda: None) if to_its_end else interrupted.set,
+            lambda _: None,
         )
 
     def _rounds(
@@ -100,17 +151,16 @@ class Team:
         interrupted: threading.Event,
     ) -> list[Any]:
         future = in_thread(step, "torch_ckpt-step")
+        told: Future[None] = Future()  # what came of telling `progress`, where that was an error
         try:
-            while not self._round(future, job, progress, interrupted):
+            while not self._round(future, job, progress, interrupted, told):
                 pass
-            outcomes = self._gather(self._outcome(future, interrupted))
+            outcomes = self._gather(self._outcome(future, interrupted, told))
         except RuntimeError as error:  # of Gloo
             if job is not None:
                 job.cancel()
             wait([future])
-            raise RankGoneError(
-                f"a rank is gone, or has not answered in time: {error}", rank=self.rank
-            ) from error
+            raise self._without_some(error) from error
         failures = [failure for _, failure in outcomes if failure is not None]
         if failures:
             # Ranks whose job was cancelled were so because of another's error.
@@ -123,26 +173,30 @@ class Team:
         job: Job | None,
         progress: Progress | None,
         interrupted: threading.Event,
+        told: Future[None],
     ) -> bool:
         """Whether all are done."""
         wait([future], _ROUND_S)
         ended = future.done()
-        failed = interrupted.is_set() or (ended and future.exception() is not None)
+        failed = interrupted.is_set() or told.done() or (ended and future.exception() is not None)
         counts = (0, 0) if job is None else job.progress()
-        rounds = self._gather((ended, failed, *counts))
+        rounds = self._states((ended, failed, *counts))
         if job is not None and any(failed for _, failed, _, _ in rounds):
             job.cancel()
-        if progress is not None:
-            progress(sum(done for _, _, done, _ in rounds), sum(total for *_, total in rounds))
+        if progress is not None and not told.done():
+            try:
+                progress(sum(done for _, _, done, _ in rounds), sum(total for *_, total in rounds))
+            except BaseException as error:
+                told.set_exception(error)
         return all(ended for ended, *_ in rounds)
 
     def _outcome(
-        self, future: Future[Any], interrupted: threading.Event
+        self, future: Future[Any], interrupted: threading.Event, told: Future[None]
     ) -> tuple[Any, BaseException | None]:
         """What the step has returned, or why it has not."""
         if interrupted.is_set():
             return None, CancelledError("was interrupted or cancelled", rank=self.rank)
-        error = future.exception()
+        error = told.exception() if told.done() else future.exception()
         if error is not None:
             return None, with_rank(error, self.rank)
         return future.result(), None

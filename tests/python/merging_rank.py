@@ -1,13 +1,16 @@
 """python merging_rank.py IN OUT WHAT: one rank of a consolidation. On rank 1 WHAT happens in the
-middle of it: "kill" or "interrupt"; "nothing" otherwise."""
+middle of it: "kill", "stop" (for longer than the timeout), "interrupt", or "interrupt at the end",
+while rank 0 commits; "nothing" otherwise."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -16,12 +19,29 @@ import torch_ckpt
 from torch_ckpt import _core
 
 ENDED = 7  # exit status after an error of ours
+TIMEOUT = 3.0  # of ranks that do not answer, where one is stopped
+
+
+def stop(seconds: float) -> None:
+    later = f"sleep {seconds}; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", later], stdout=subprocess.DEVNULL)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait_for_the_others(out: str) -> None:
+    """That processes end is not how the others are to hear of a rank that is gone."""
+    ended = [Path(f"{out}.{rank}") for rank in range(dist.get_world_size())]
+    ended[dist.get_rank()].touch()
+    while not all(path.exists() for rank, path in enumerate(ended) if rank != 1):
+        time.sleep(0.05)
 
 
 def main() -> int:
     source, out, what = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    pids = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
     call = _core.call
 
     def watched(request: dict[str, Any]) -> Any:
@@ -31,18 +51,28 @@ def main() -> int:
             if what == "kill":
                 time.sleep(1)  # the others write their parts
                 os.kill(os.getpid(), signal.SIGKILL)
+            if what == "stop":
+                stop(3 * TIMEOUT)
             if what == "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
+        if request["op"] == "merge_commit" and what == "interrupt at the end":
+            time.sleep(1)  # the others wait for the end
+            os.kill(pids[1], signal.SIGINT)
+            time.sleep(1)
         return call(request)
 
     _core.call = watched
     try:
-        torch_ckpt.consolidate_safetensors_files_on_every_rank(source, out, None)
+        torch_ckpt.consolidate_safetensors_files_on_every_rank(
+            source, out, None, timeout=TIMEOUT if what == "stop" else 600
+        )
     except KeyboardInterrupt:
         print("KeyboardInterrupt", flush=True)
         return ENDED
     except torch_ckpt.CheckpointError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
+        if what in ("kill", "stop"):
+            wait_for_the_others(out)
         return ENDED
     return 0
 

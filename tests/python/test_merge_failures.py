@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import torch_ckpt
 from torch_ckpt import _core
 
-WORLD = 3
+WORLD = 5
 
 
 def launch(source: Path, out: Path, what: str) -> list[tuple[int, str]]:
@@ -28,32 +28,43 @@ def launch(source: Path, out: Path, what: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["kill", "interrupt"])
+@pytest.mark.parametrize("what", ["kill", "stop", "interrupt"])
 def test_a_rank_that_ends_in_the_middle_ends_the_others(tmp_path: Path, what: str) -> None:
     content = {"w": torch.arange(1 << 20, dtype=torch.float32)}
     torch_ckpt.save(content, checkpoint_id=tmp_path / "in")
     began = time.monotonic()
     done = launch(tmp_path / "in", tmp_path / "out", what)
     assert time.monotonic() - began < 100, "the others waited for the timeout"
-    if what == "kill":
-        assert done[1][0] == -9
-        for rank in (0, 2):
-            assert done[rank][0] == ENDED, done
-            assert "a rank is gone" in done[rank][1]
-    else:
+    others = [each for rank, each in enumerate(done) if rank != 1]
+    assert all(status == ENDED for status, _ in others), done
+    if what == "interrupt":
         assert done[1] == (ENDED, "KeyboardInterrupt\n")
-        for rank in (0, 2):
-            assert done[rank][0] == ENDED, done
-            assert "CancelledError" in done[rank][1] and "rank 1" in done[rank][1]
+        assert all("CancelledError" in said and "rank 1" in said for _, said in others), done
+    else:
+        assert done[1][0] == (-9 if what == "kill" else ENDED)
+        assert all("rank 1: is gone" in said for _, said in others), done
+        for mark in tmp_path.glob("out.*"):
+            mark.unlink()
     assert not (tmp_path / "out").exists()
-    assert (tmp_path / ".out.torch_ckpt-stage").exists() == (what == "kill")
+    kept = what != "interrupt"
+    assert (tmp_path / ".out.torch_ckpt-stage").exists() == kept
     again = launch(tmp_path / "in", tmp_path / "out", "nothing")
-    assert [status for status, _ in again] == [0] * 3
+    assert [status for status, _ in again] == [0] * WORLD
     # What the others of a rank that was killed have written is not written again.
-    assert (again[0][1] == "0 kept\n") == (what != "kill"), again
+    assert (again[0][1] == "0 kept\n") != kept, again
     saved = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
     assert torch.equal(saved["w"], content["w"])
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+@pytest.mark.slow
+def test_interrupted_while_it_is_committed(tmp_path: Path) -> None:
+    """It is there, and nobody but the interrupted rank says otherwise."""
+    torch_ckpt.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "in")
+    done = launch(tmp_path / "in", tmp_path / "out", "interrupt at the end")
+    assert done[1] == (ENDED, "KeyboardInterrupt\n")
+    assert all(status == 0 for rank, (status, _) in enumerate(done) if rank != 1), done
+    torch_ckpt.Checkpoint(tmp_path / "out").verify()
 
 
 def test_cancelled_without_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

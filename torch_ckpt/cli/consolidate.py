@@ -15,7 +15,7 @@ from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.extras import ExtraFiles, extra_files
 from torch_ckpt.mapping import INDEX_NAME, NAMINGS, load_json
-from torch_ckpt.merge import FileNames, merge, merge_request
+from torch_ckpt.merge import MEMORY_BUDGET, FileNames, merge, merge_request
 from torch_ckpt.progress import Progress
 
 _TIMEOUT_S = 600.0  # until a rank that does not answer is taken for dead
@@ -58,7 +58,7 @@ _TIMEOUT_S = 600.0  # until a rank that does not answer is taken for dead
 )
 @click.option(
     "--memory-budget",
-    default="512MiB",
+    default=MEMORY_BUDGET,
     show_default=True,
     help="Bytes that the buffers of each process take at most.",
 )

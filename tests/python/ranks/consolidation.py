@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -19,9 +18,6 @@ from sample_states import stock_rows
 
 import torch_ckpt
 from torch_ckpt import _core
-from torch_ckpt.consolidate import merge_on_every_rank
-from torch_ckpt.dtype_policy import DtypePolicy
-from torch_ckpt.merge import merge_request
 from torch_ckpt.team import Team
 
 CASES, case = cases()
@@ -161,27 +157,26 @@ def progress_is_that_of_all_ranks(context: Context) -> None:
     shards, out = context.folder / "in", context.folder / "out"
     torch_ckpt.save({"w": torch.ones(1 << 21)}, checkpoint_id=shards)
     calls: list[tuple[int, int]] = []
-    request = merge_request(
-        *(shards, out, None, 1),
-        strict=True,
-        verify=True,
-        max_shard_size=None,
-        naming="dcp",
-        policy=DtypePolicy(),
-        key_mapping=None,
-        memory_budget="1GiB",
-    )
-    merge_on_every_rank(
-        lambda: request,
-        Team.of(None, 60),
-        contextlib.nullcontext([]),
-        lambda done, total: calls.append((done, total)),
+    torch_ckpt.consolidate_safetensors_files_on_every_rank(
+        shards, out, None, progress=lambda done, total: calls.append((done, total))
     )
     if context.rank == 0:
         size = (out / "model-00001-of-00001.safetensors").stat().st_size
         assert calls[-1] == (size, size)
     else:
         assert calls == []
+
+    def failing(*_: int) -> None:
+        raise ValueError(f"cannot be shown by {context.rank}")
+
+    raised(
+        lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(
+            shards, context.folder / "unwatched", None, progress=failing
+        ),
+        "cannot be shown by 0",
+    )
+    dist.barrier()
+    assert sorted(os.listdir(context.folder)) == ["in", "out"]
 
 
 @case
@@ -252,6 +247,7 @@ def one_team_for_each_group(context: Context) -> None:
     groups = [dist.new_group(list(range(context.world)), backend="gloo") for _ in range(2)]
     teams = [Team.of(group, 60) for group in (None, *groups, None, *groups)]
     assert teams[:3] == teams[3:]
+    assert Team.of(None, 61) is not teams[0]
     assert len(set(map(id, teams))) == 3
     for team in teams:
         assert team.together(lambda: context.rank) == list(range(context.world))
