@@ -50,9 +50,7 @@ class Merger {
               int worker, SegmentDigester* digester) {
     const uint64_t offset = digester->offset();
     const MergePlan::Layout& layout = plan_.layouts_[output];
-    auto extent = std::upper_bound(
-        layout.extents.begin(), layout.extents.end(), offset,
-        [](uint64_t at, const MergePlan::Extent& e) { return at < e.end; });
+    auto extent = ExtentAt(layout, offset);
     Work& work = works_[static_cast<size_t>(worker)];
     std::vector<SourceRun>& runs = work.runs;
     runs.clear();
@@ -96,10 +94,12 @@ class Merger {
   Status Touch(size_t output, const ByteRange& range) {
     if (!plan_.options_.verify) return {};
     std::vector<SourceRun> runs;
-    for (const MergePlan::Extent& extent : plan_.layouts_[output].extents) {
+    const MergePlan::Layout& layout = plan_.layouts_[output];
+    for (auto at = ExtentAt(layout, range.begin);
+         at != layout.extents.end() && at->begin < range.end; ++at) {
+      const MergePlan::Extent& extent = *at;
       const uint64_t begin = std::max(range.begin, extent.begin);
       const uint64_t end = std::min(range.end, extent.end);
-      if (begin >= end) continue;
       uint64_t from = begin - extent.begin, to = end - extent.begin;
       if (extent.kind == MergePlan::Extent::kFile) {
         digests_.Touch(0, extent.index, extent.from + from, extent.from + to);
@@ -127,6 +127,14 @@ class Merger {
   }
 
  private:
+  // The one that byte `offset` of the output is in, or the next.
+  static std::vector<MergePlan::Extent>::const_iterator ExtentAt(
+      const MergePlan::Layout& layout, uint64_t offset) {
+    return std::upper_bound(
+        layout.extents.begin(), layout.extents.end(), offset,
+        [](uint64_t at, const MergePlan::Extent& e) { return at < e.end; });
+  }
+
   // Bytes of a tensor's output from `from` on, which are cast.
   struct CastRange {
     const MergePlan::Extent* extent;

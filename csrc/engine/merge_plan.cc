@@ -1,8 +1,9 @@
+#include "engine/merge_plan.h"
+
 #include <map>
 #include <set>
 
 #include "engine/final_files.h"
-#include "engine/merge_job.h"
 #include "format/cast.h"
 #include "format/names.h"
 
