@@ -103,6 +103,50 @@ Result<bool> IsThere(const File& file, const WrittenRange& range,
   return true;
 }
 
+// Of what a log says of one file, what its bytes confirm, ascending and apart.
+Status KeepConfirmed(const Directory& staging, const OutputSpec& spec,
+                     std::vector<WrittenRange>* ranges) {
+  Result<File> file = staging.OpenFile(spec.staged, {.write = true});
+  uint64_t bytes = 0;
+  if (file.ok()) {
+    TC_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
+    bytes = info.bytes;
+  }
+  if (bytes != spec.bytes) {  // nothing of it counts
+    ranges->clear();
+    return {};
+  }
+  std::vector<char> good(ranges->size(), 0);
+  TC_RETURN_IF_ERROR(ForEachItem(
+      kReaders, static_cast<int64_t>(ranges->size()), nullptr,
+      [&](int64_t item, int) -> Status {
+        const auto i = static_cast<size_t>(item);
+        TC_ASSIGN_OR_RETURN(const ArenaLease buffer,
+                            Arena::Process().Lease(kSegmentBytes, kPatience));
+        TC_ASSIGN_OR_RETURN(good[i],
+                            IsThere(*file, (*ranges)[i], buffer.span()));
+        return {};
+      }));
+  std::vector<WrittenRange> kept;
+  for (size_t i = 0; i < ranges->size(); ++i) {
+    if (good[i]) kept.push_back(std::move((*ranges)[i]));
+  }
+  std::sort(kept.begin(), kept.end(),
+            [](const WrittenRange& a, const WrittenRange& b) {
+              return a.bytes.begin < b.bytes.begin;
+            });
+  // What two logs say of the same bytes counts once.
+  uint64_t end = 0;
+  std::erase_if(kept, [&end](const WrittenRange& range) {
+    if (range.bytes.begin < end) return true;
+    end = range.bytes.end;
+    return false;
+  });
+  *ranges = std::move(kept);
+  if (ranges->empty()) return {};
+  return file->Sync();
+}
+
 }  // namespace
 
 Result<std::string> MergeIdentity(const MergePlan& plan) {
@@ -186,7 +230,7 @@ Status MergeLog::Add(size_t file, const WrittenRange& range) {
 
 Result<std::vector<std::vector<WrittenRange>>> ReadMergeLogs(
     const Directory& staging, const std::vector<OutputSpec>& files) {
-  std::vector<LogLine> lines;
+  std::vector<std::vector<WrittenRange>> kept(files.size());
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, staging.List());
   for (const std::string& name : names) {
     if (!name.starts_with(kLogPrefix)) continue;
@@ -196,49 +240,14 @@ Result<std::vector<std::vector<WrittenRange>>> ReadMergeLogs(
     for (size_t end; (end = rest.find('\n')) != rest.npos;
          rest.remove_prefix(end + 1)) {
       if (auto line = ParseLine(rest.substr(0, end), files)) {
-        lines.push_back(std::move(*line));
+        kept[line->file].push_back(std::move(line->range));
       }
     }
   }
-  std::vector<File> opened(files.size());
+  // One file at a time: there may be more than a process may have open.
   for (size_t f = 0; f < files.size(); ++f) {
-    Result<File> file = staging.OpenFile(files[f].staged, {.write = true});
-    if (!file.ok()) continue;  // nothing of it counts
-    TC_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
-    if (info.bytes == files[f].bytes) opened[f] = std::move(file).value();
-  }
-  std::vector<char> good(lines.size(), 0);
-  TC_RETURN_IF_ERROR(ForEachItem(
-      kReaders, static_cast<int64_t>(lines.size()), nullptr,
-      [&](int64_t item, int) -> Status {
-        const LogLine& line = lines[static_cast<size_t>(item)];
-        if (!opened[line.file].valid()) return {};
-        TC_ASSIGN_OR_RETURN(const ArenaLease buffer,
-                            Arena::Process().Lease(kSegmentBytes, kPatience));
-        TC_ASSIGN_OR_RETURN(
-            const bool there,
-            IsThere(opened[line.file], line.range, buffer.span()));
-        good[static_cast<size_t>(item)] = there;
-        return {};
-      }));
-  std::vector<std::vector<WrittenRange>> kept(files.size());
-  for (size_t i = 0; i < lines.size(); ++i) {
-    if (good[i]) kept[lines[i].file].push_back(std::move(lines[i].range));
-  }
-  for (size_t f = 0; f < files.size(); ++f) {
-    std::vector<WrittenRange>& ranges = kept[f];
-    std::sort(ranges.begin(), ranges.end(),
-              [](const WrittenRange& a, const WrittenRange& b) {
-                return a.bytes.begin < b.bytes.begin;
-              });
-    // What two logs say of the same bytes counts once.
-    uint64_t end = 0;
-    std::erase_if(ranges, [&end](const WrittenRange& range) {
-      if (range.bytes.begin < end) return true;
-      end = range.bytes.end;
-      return false;
-    });
-    if (!ranges.empty()) TC_RETURN_IF_ERROR(opened[f].Sync());
+    if (kept[f].empty()) continue;
+    TC_RETURN_IF_ERROR(KeepConfirmed(staging, files[f], &kept[f]));
   }
   return kept;
 }

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/merge_job.h"
+#include "engine/merge_plan.h"
 
 namespace torch_ckpt {
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <mutex>
 
 #include "base/checked.h"
 #include "plan/ranges.h"
@@ -18,26 +19,36 @@ constexpr uint64_t kMinDirect = uint64_t{1} << 20;
 constexpr std::chrono::minutes kPatience{10};
 
 struct Output {
-  File file;
+  std::mutex opening;
+  File file;  // open from its first piece to its last
   bool direct = false;
   std::atomic<uint64_t> left{0};  // pieces of this call not yet written
 };
 
-Result<File> OpenOutput(const Directory& staging, const OutputSpec& spec,
-                        bool want_direct, bool* direct) {
-  OpenOptions options{.write = true,
-                      .create_new = !spec.ranges,
-                      .direct = want_direct && spec.bytes >= kMinDirect};
-  *direct = options.direct;
-  Result<File> file = staging.OpenFile(spec.staged, options);
-  if (file.ok() || file.status().kind() != ErrorKind::kUnsupported ||
-      !options.direct) {
-    return file;
+// At full size: ENOSPC now and not at the last byte.
+Status CreateOutput(const Directory& staging, const OutputSpec& spec) {
+  TC_ASSIGN_OR_RETURN(
+      File file,
+      staging.OpenFile(spec.staged, {.write = true, .create_new = true}));
+  TC_ASSIGN_OR_RETURN(const bool reserved, file.Allocate(spec.bytes));
+  if (!reserved) TC_RETURN_IF_ERROR(file.Truncate(spec.bytes));
+  return file.Close();
+}
+
+Status OpenOnce(const Directory& staging, const OutputSpec& spec,
+                bool want_direct, Output* output) {
+  std::lock_guard<std::mutex> lock(output->opening);
+  if (output->file.valid()) return {};
+  output->direct = want_direct && spec.bytes >= kMinDirect;
+  Result<File> file =
+      staging.OpenFile(spec.staged, {.write = true, .direct = output->direct});
+  if (output->direct && file.status().kind() == ErrorKind::kUnsupported) {
+    output->direct = false;
+    file = staging.OpenFile(spec.staged, {.write = true});
   }
-  // Refused by open(2) itself; some kernels create the file all the same.
-  *direct = options.direct = false;
-  if (!spec.ranges) TC_RETURN_IF_ERROR(staging.Unlink(spec.staged, true));
-  return staging.OpenFile(spec.staged, options);
+  if (!file.ok()) return file.status();
+  output->file = std::move(file).value();
+  return {};
 }
 
 // What direct I/O needs of a range.
@@ -182,12 +193,7 @@ void TakePart(std::vector<OutputSpec>* files, int part, int parts) {
 Status CreateOutputs(const Directory& staging,
                      const std::vector<OutputSpec>& files) {
   for (const OutputSpec& spec : files) {
-    TC_ASSIGN_OR_RETURN(
-        File file,
-        staging.OpenFile(spec.staged, {.write = true, .create_new = true}));
-    TC_ASSIGN_OR_RETURN(const bool reserved, file.Allocate(spec.bytes));
-    if (!reserved) TC_RETURN_IF_ERROR(file.Truncate(spec.bytes));
-    TC_RETURN_IF_ERROR(file.Close());
+    TC_RETURN_IF_ERROR(CreateOutput(staging, spec));
   }
   return {};
 }
@@ -229,15 +235,8 @@ Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
   }
   for (const Item& item : items) ++outputs[item.file].left;
   const auto run = [&]() -> Status {
-    for (size_t f = 0; f < files.size(); ++f) {
-      if (outputs[f].left == 0) continue;
-      TC_ASSIGN_OR_RETURN(
-          outputs[f].file,
-          OpenOutput(staging, files[f], options.direct, &outputs[f].direct));
-      if (!files[f].ranges && files[f].bytes > 0) {
-        // ENOSPC now and not at the last byte.
-        TC_RETURN_IF_ERROR(outputs[f].file.Allocate(files[f].bytes).status());
-      }
+    for (const OutputSpec& spec : files) {
+      if (!spec.ranges) TC_RETURN_IF_ERROR(CreateOutput(staging, spec));
     }
     const int workers = static_cast<int>(std::min<uint64_t>(
         static_cast<uint64_t>(std::max(1, options.workers)), items.size()));
@@ -248,6 +247,7 @@ Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
           const OutputSpec& spec = files[item.file];
           Output* output = &outputs[item.file];
           const uint64_t bytes = item.bytes;
+          TC_RETURN_IF_ERROR(OpenOnce(staging, spec, options.direct, output));
           if (options.before_piece) {
             TC_RETURN_IF_ERROR(options.before_piece(item.file, item.begin));
           }
