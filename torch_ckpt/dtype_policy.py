@@ -77,6 +77,12 @@ class DtypePolicy:
             )
         return wanted
 
+    def stored_dtypes(self, fqns: list[str], dtypes: list[str]) -> list[str] | None:
+        """`stored` of each; None where none can change."""
+        if not self:
+            return None
+        return [self.stored(*pair) for pair in zip(fqns, dtypes, strict=True)]
+
 
 def _dtype_name(dtype: Any, fqn: str | None = None) -> str:
     name = _BY_NAME.get(str(dtype).removeprefix("torch.").lower())

@@ -69,11 +69,15 @@ Status NotLaidOut(const WriteTensor& tensor) {
 }
 
 Status CheckFits(const WriteTensor& tensor, const SafetensorsEntry& entry,
-                 const FinalFile& file, bool cast) {
-  const bool same_dtype = entry.dtype == tensor.dtype ||
-                          (cast && CanCast(tensor.dtype, entry.dtype));
-  if (same_dtype && entry.shape == tensor.global_shape) return {};
-  return Conflict("is " + Described(tensor.dtype, tensor.global_shape) +
+                 const FinalFile& file) {
+  const Dtype stored = tensor.stored.value_or(tensor.dtype);
+  if (entry.dtype == stored && entry.shape == tensor.global_shape &&
+      (stored == tensor.dtype || CanCast(tensor.dtype, stored))) {
+    return {};
+  }
+  std::string as;
+  if (stored != tensor.dtype) as = std::string(", as ") + DtypeName(stored);
+  return Conflict("is " + Described(tensor.dtype, tensor.global_shape) + as +
                   " on this rank, and " + Described(entry.dtype, entry.shape) +
                   " in the header that the coordinator has staged: that is of "
                   "a plan for other tensors")
@@ -184,8 +188,7 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
     const FinalPlace* place = places.Find(tensor.name);
     if (!place) return NotLaidOut(tensor);
     const SafetensorsEntry& entry = places.At(*place);
-    TC_RETURN_IF_ERROR(
-        CheckFits(tensor, entry, list.files[place->file], options.cast));
+    TC_RETURN_IF_ERROR(CheckFits(tensor, entry, list.files[place->file]));
     const SourceTensor& source = sources[tensor.source];
     const Dtype to = entry.dtype;
     const Box box{tensor.offsets, tensor.shape};

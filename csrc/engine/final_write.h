@@ -7,6 +7,7 @@
 // the ranks of one node have only where these cannot write them together.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,7 +23,8 @@ struct WriteTensor {
   Dims shape;    // of this box, in elements of dtype
   Dims offsets;  // in the global tensor
   Dims global_shape;
-  size_t source = 0;  // index into the sources
+  size_t source = 0;                 // index into the sources
+  std::optional<Dtype> stored = {};  // to be cast to, into a final file
 };
 
 // Bytes of a final file that stand in a file of parts.
@@ -41,7 +43,6 @@ struct PartBox {
 
 // How a final save is written by one rank.
 struct FinalWriteOptions {
-  bool cast = false;  // to what the header says, where elements can be
   int64_t rank = 0;
   Job* job = nullptr;  // ends waiting for other ranks when it is cancelled
 };

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <deque>
 
+#include "base/checked.h"
 #include "engine/header_io.h"
 #include "format/names.h"
 #include "plan/layout.h"
@@ -14,7 +15,6 @@ namespace torch_ckpt {
 namespace {
 
 constexpr std::string_view kPartsName = "parts";
-constexpr uint64_t kMaxCastRatio = 8;  // of elements: F64 to F8
 
 struct FileLayout {
   std::string header;
@@ -142,6 +142,19 @@ class StagedHeaders {
   std::vector<std::string> staged_;
 };
 
+// Of elements that a piece is cast from, at most: the first and the last may be
+// cut. 0 where nothing is cast.
+uint64_t BytesToCast(const std::vector<WriteTensor>& tensors) {
+  uint64_t most = 0;
+  for (const WriteTensor& tensor : tensors) {
+    if (!tensor.stored || *tensor.stored == tensor.dtype) continue;
+    const auto from = static_cast<uint64_t>(DtypeBits(tensor.dtype));
+    const auto to = static_cast<uint64_t>(DtypeBits(*tensor.stored));
+    most = std::max(most, kPieceBytes * from / to);
+  }
+  return most == 0 ? 0 : RoundUp(most, kDataAlignment) + kDataAlignment;
+}
+
 }  // namespace
 
 Result<WrittenPlan> RunWriteJob(WritePlan plan,
@@ -172,9 +185,8 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
     for (const WriteTensor& tensor : plan.final_tensors) {
       TC_RETURN_IF_ERROR(CheckSource(tensor, sources));
     }
-    TC_ASSIGN_OR_RETURN(finals,
-                        PlanFinalWrite(staging, plan.final_tensors, sources,
-                                       {plan.cast, plan.rank, job}));
+    TC_ASSIGN_OR_RETURN(finals, PlanFinalWrite(staging, plan.final_tensors,
+                                               sources, {plan.rank, job}));
     for (size_t f = 0; f < finals.files.size(); ++f) {
       specs.push_back(finals.files[f]);
       layouts.push_back({{}, std::move(finals.bytes[f])});
@@ -279,14 +291,12 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
   const PlaceFn place = [&](size_t file, uint64_t offset, uint64_t bytes) {
     return StagedPlaces(layouts[file].bytes, offset, bytes);
   };
+  const uint64_t cast_bytes = BytesToCast(plan.final_tensors);
   OutputOptions options = plan.options;
   if (!devices.empty()) {
     options.fill_bytes = kPieceBytes;  // waits once a piece
     options.page_locker = devices.begin()->second;
-    if (plan.cast) {
-      // The first and the last element of a piece may be cut.
-      options.scratch_bytes = kPieceBytes * kMaxCastRatio + kDataAlignment;
-    }
+    options.scratch_bytes = cast_bytes;
   }
   WrittenPlan written;
   std::vector<std::vector<WrittenRange>> by_ring(finals.files.size());
@@ -299,9 +309,7 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
     const RingWork::Make make_own = [&](uint64_t at, MutableByteSpan out,
                                         int worker) -> Status {
       std::vector<std::byte>& buffer = buffers[static_cast<size_t>(worker)];
-      if (!devices.empty() && plan.cast) {
-        buffer.resize(kPieceBytes * kMaxCastRatio + kDataAlignment);
-      }
+      if (!devices.empty()) buffer.resize(cast_bytes);
       return make(ring.own(), at, out, buffer, worker, nullptr);
     };
     if (ring.leads()) {

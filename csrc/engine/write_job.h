@@ -22,8 +22,7 @@ struct WritePlan {
   std::string staging;  // directory
   std::vector<WriteFile> files;
   std::vector<WriteTensor> final_tensors;  // into files in staging
-  bool cast = false;  // them to the dtypes that the files' headers say
-  int64_t rank = 0;   // this one, as the list of final files counts them
+  int64_t rank = 0;  // this one, as the list of final files counts them
   OutputOptions options;
 };
 

@@ -3,19 +3,20 @@
 // Plan:
 //   {"staging": directory, "job": id or 0, "workers": int, "sync": bool,
 //    "direct": bool, "files": [file, ...], "final": tensors or null,
-//    "cast": bool, "rank": int (with "final")}
+//    "rank": int (with "final")}
 //   tensors = {"first_source": int,
 //              "names": [fqn] or one text, a name a line,
 //              "dtypes": [str] or one for all,
-//              "offsets": [[int] or null], "global_shapes": [[int] or null]}
+//              "offsets": [[int] or null], "global_shapes": [[int] or null],
+//              "stored": as "dtypes", of "final"}
 //   file = {"name": str, "role": "data"} and tensors
 //        | {"name": str, "role": "objects" | "extra", "first_source": int,
 //           "source_count": int}
-// Those of "final" go to the files that the coordinator has staged, with "cast"
-// in the dtypes that the headers of these say. A file takes
-// its tensors one after another from `tensors`, from number
-// `first_source` on. Null offsets mean zeros, a null global shape the tensor's
-// own; either column may be null or absent as a whole. The result,
+// Those of "final" go to the files that the coordinator has staged, cast to the
+// dtypes of "stored" where that is there, which must be those of the files'
+// headers. A file takes its tensors one after another from `tensors`, from
+// number `first_source` on. Null offsets mean zeros, a null global shape the
+// tensor's own; either column may be null or absent as a whole. The result,
 // {"files": [{"staged", "name", "id", "role", "bytes", "crc32c"}], "final":
 // what capi::FinalsJson makes}, is kept in the job.
 #include "capi/requests.h"
@@ -32,17 +33,18 @@ Result<Dtype> ParseDtype(const Json& name) {
   return Unsupported("safetensors cannot hold the dtype " + text);
 }
 
-// The dtype of every name.
-Result<std::vector<Dtype>> ParseDtypes(const Json& file,
+// What column `field` says of every name.
+Result<std::vector<Dtype>> ParseDtypes(const Json& file, const char* field,
                                        const std::vector<std::string>& names) {
-  const auto it = file.find("dtypes");
+  const auto it = file.find(field);
   if (it != file.end() && it->is_string()) {
     TC_ASSIGN_OR_RETURN(const Dtype dtype, ParseDtype(*it));
     return std::vector<Dtype>(names.size(), dtype);
   }
-  TC_ASSIGN_OR_RETURN(const Json* list, capi::GetList(file, "dtypes"));
+  TC_ASSIGN_OR_RETURN(const Json* list, capi::GetList(file, field));
   if (list->size() != names.size()) {
-    return InvalidArgument("a data file needs as many 'names' as 'dtypes'");
+    return InvalidArgument("tensors need as many '" + std::string(field) +
+                           "' as 'names'");
   }
   std::vector<Dtype> dtypes;
   dtypes.reserve(list->size());
@@ -88,7 +90,12 @@ Status ParseTensors(const Json& item, const std::vector<SourceTensor>& sources,
   TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
                       capi::GetNames(item, "names"));
   TC_ASSIGN_OR_RETURN(const std::vector<Dtype> dtypes,
-                      ParseDtypes(item, names));
+                      ParseDtypes(item, "dtypes", names));
+  std::vector<Dtype> stored;
+  const auto given_stored = item.find("stored");
+  if (given_stored != item.end() && !given_stored->is_null()) {
+    TC_ASSIGN_OR_RETURN(stored, ParseDtypes(item, "stored", names));
+  }
   auto count = static_cast<int64_t>(names.size());
   if (raw) {
     TC_ASSIGN_OR_RETURN(count, capi::GetInt(item, "source_count"));
@@ -111,6 +118,7 @@ Status ParseTensors(const Json& item, const std::vector<SourceTensor>& sources,
                         ParseTensor(item, row, std::move(names[row]),
                                     dtypes[row], sources[source]));
     tensor.source = source;
+    if (!stored.empty()) tensor.stored = stored[row];
     out->push_back(std::move(tensor));
   }
   return {};
@@ -148,7 +156,6 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   if (final != plan.end() && !final->is_null()) {
     TC_RETURN_IF_ERROR(ParseTensors(*final, sources, &write_plan.final_tensors,
                                     /*raw=*/nullptr));
-    write_plan.cast = capi::GetBool(plan, "cast", false);
     TC_ASSIGN_OR_RETURN(write_plan.rank, capi::GetInt(plan, "rank"));
   }
   TC_ASSIGN_OR_RETURN(const WrittenPlan written,

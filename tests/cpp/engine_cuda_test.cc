@@ -127,10 +127,14 @@ TEST_F(WriteFromDeviceTest, FinalFilesWithCasts) {
   ASSERT_OK(list.status());
   WritePlan plan;
   plan.staging = Path("stage");
-  plan.cast = true;
   for (const std::string name : {"cast", "gathered"}) {
-    plan.final_tensors.push_back(
-        {name, Dtype::kF32, {count}, {0}, {count}, sources_.size()});
+    plan.final_tensors.push_back({name,
+                                  Dtype::kF32,
+                                  {count},
+                                  {0},
+                                  {count},
+                                  sources_.size(),
+                                  Dtype::kBF16});
     SourceTensor source = DeviceSource(floats);
     source.sizes = {count};
     source.strides = {4};

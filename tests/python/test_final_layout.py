@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,7 @@ def test_a_reference_index_divides_the_tensors(tmp_path: Path) -> None:
         ({"layout": "final", "max_shard_size": 1, "fqn_to_index_mapping": {}}, "max_shard_size"),
         ({"layout": "sharded", "max_shard_size": 1}, "of final files"),
         ({"layout": "sharded", "dtype": "bf16"}, "of final files"),
+        ({"layout": "sharded", "naming": "hf"}, "of final files"),
         ({"layout": "final", "dtype": "int8"}, "no float dtype"),
         ({"layout": "final", "dtype": {"a": "bf17"}}, "'a': dtype='bf17' is no float"),
         ({"layout": "final", "keep_fp32": "norm"}, "a list of regular expressions"),
@@ -260,12 +263,13 @@ def test_a_mapping_of_more_than_there_is(tmp_path: Path) -> None:
     torch_ckpt.save(tied, checkpoint_id=tmp_path / "tied", **options)  # a name of a tensor, too
 
 
-def test_a_cached_plan_of_stock_needs_the_same_writer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [None, {"another": "bf16"}])
+def test_a_cached_plan_of_stock_needs_the_same_writer(tmp_path: Path, dtype: Any) -> None:
     if not STOCK_213:
         pytest.skip("stock's cache is that of torch 2.13 here")
     state = {"w": torch.arange(5.0)}
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-    writer = HuggingFaceStorageWriter(tmp_path / "a", layout="final")
+    writer = HuggingFaceStorageWriter(tmp_path / "a", layout="final", dtype=dtype)
     for name in ("a", "b"):
         dcp.save(state, checkpoint_id=tmp_path / name, storage_writer=writer, planner=planner)
         assert_same(tensors_of(tmp_path / name), state)
@@ -278,6 +282,43 @@ def test_a_cached_plan_of_stock_needs_the_same_writer(tmp_path: Path) -> None:
     with pytest.raises(FAILED, match="reuse the writer"):
         dcp.save(state, checkpoint_id=tmp_path / "d", storage_writer=writer, planner=planner)
     assert not (tmp_path / "d").exists()
+
+
+def test_what_final_files_are_like_where_they_are_made_of_shards(tmp_path: Path) -> None:
+    for dtype, naming, size in (("bf16", "hf", None), (None, "diffusers", "1KB")):
+        path = tmp_path / naming
+        options: dict[str, Any] = {"dtype": dtype, "naming": naming, "max_shard_size": size}
+        writer = HuggingFaceStorageWriter(
+            path, save_distributed=True, enable_consolidation=True, **options
+        )
+        torch_ckpt.save(STATE, storage_writer=writer)
+        torch_ckpt.save(STATE, checkpoint_id=tmp_path / "direct", layout="final", **options)
+        assert [*listing(tmp_path / "direct"), "sharded"] == sorted(listing(path))
+        assert_same(tensors_of(path), tensors_of(tmp_path / "direct"))
+
+
+def test_more_files_than_a_process_may_have_open(tmp_path: Path) -> None:
+    """A reader keeps 512 descriptors at most."""
+    state = {f"t{number}": torch.full((300,), float(number)) for number in range(700)}
+    mapping = {name: number + 1 for number, name in enumerate(state)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 600, hard))
+    try:
+        for name, options in {
+            "final": {"layout": "final", "max_shard_size": "1KB"},
+            "shards": {"fqn_to_index_mapping": mapping},
+        }.items():
+            torch_ckpt.save(state, checkpoint_id=tmp_path / name, sync_files=False, **options)
+        consolidate_safetensors_files(tmp_path / "shards", tmp_path / "merged", mapping)
+        for name in ("final", "shards", "merged"):
+            torch_ckpt.Checkpoint(tmp_path / name).verify()
+            target = blank(state)
+            torch_ckpt.load(target, checkpoint_id=tmp_path / name)
+            assert_same(target, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for name in ("final", "merged"):
+        assert len(list((tmp_path / name).glob("*.safetensors"))) == len(state)
 
 
 @st.composite

@@ -17,6 +17,7 @@ from torch_ckpt.dcp.rings import Band, Boxes, node_numbers, note_of, plan_rings
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.mapping import NAMINGS
 from torch_ckpt.options import check_choice, parse_bytes
 
 
@@ -24,12 +25,15 @@ def checked_layout(
     layout: str | None,
     max_shard_size: int | str | None,
     policy: DtypePolicy,
+    naming: str,
     *,
     save_distributed: bool,
+    enable_consolidation: bool,
     has_mapping: bool,
 ) -> tuple[bool, int | None]:
     """Whether every rank writes shards, and the bytes of a final file at most, as the arguments of
     a writer say. Raises InvalidArgumentError for those that exclude each other."""
+    check_choice("naming", naming, NAMINGS)
     if layout is not None:
         check_choice("layout", layout, ("sharded", "final"))
         if save_distributed and layout == "final":
@@ -37,13 +41,16 @@ def checked_layout(
                 "save_distributed=True and layout='final' exclude each other"
             )
         save_distributed = layout == "sharded"
-    if policy and save_distributed:
-        raise InvalidArgumentError("dtype and keep_fp32 are of final files")
+    if save_distributed and not enable_consolidation:
+        if policy:
+            raise InvalidArgumentError("dtype and keep_fp32 are of final files")
+        if naming != "dcp":
+            raise InvalidArgumentError("naming is of final files")
     if max_shard_size is None:
         if layout != "final" or has_mapping:
             return save_distributed, None
         max_shard_size = "5GB"
-    if has_mapping or save_distributed:
+    if has_mapping or (save_distributed and not enable_consolidation):
         raise InvalidArgumentError(
             "max_shard_size is of final files, and without fqn_to_index_mapping"
         )

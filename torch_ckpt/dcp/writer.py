@@ -53,8 +53,7 @@ from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentErr
 from torch_ckpt.extras import extra_files
 from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession
 from torch_ckpt.mapping import NAMINGS, checked_mapping
-from torch_ckpt.merge import consolidate_safetensors_files
-from torch_ckpt.options import check_choice
+from torch_ckpt.merge import merge, merge_request
 
 
 class HuggingFaceStorageWriter(StockWriter):
@@ -79,6 +78,7 @@ class HuggingFaceStorageWriter(StockWriter):
         than 5 GB unless max_shard_size or the mapping says otherwise.
     max_shard_size: bytes, or text as "5GB" (10^9) or "5GiB", of the tensors of a final file, in the
         order of the state dict; a tensor that is larger has a file to itself. Not with a mapping.
+        This, naming and dtype are of final files, with enable_consolidation of those that it makes.
     naming: what final files are called. "dcp": model-00001-of-00001.safetensors with an index,
         always; "hf" the same, but one file is model.safetensors without an index; "diffusers" is
         diffusion_pytorch_model in the same way, "peft" adapter_model.
@@ -124,13 +124,14 @@ class HuggingFaceStorageWriter(StockWriter):
         allow_pickle: bool = False,
         world_size: int | None = None,
     ) -> None:
-        check_choice("naming", naming, NAMINGS)
         self.dtype_policy = DtypePolicy(dtype, keep_fp32)
         save_distributed, self.max_shard_size = checked_layout(
             layout,
             max_shard_size,
             self.dtype_policy,
+            naming,
             save_distributed=save_distributed,
+            enable_consolidation=enable_consolidation,
             has_mapping=fqn_to_index_mapping is not None,
         )
         super().__init__(
@@ -432,7 +433,10 @@ class HuggingFaceStorageWriter(StockWriter):
         report: RankReport,
     ) -> None:
         """Write `files`, and the tensors of `final` into final files, in one native call."""
-        into_final = tensors_request(final, sources) if final.fqns else None
+        into_final = None
+        if final.fqns:
+            into_final = tensors_request(final, sources)
+            into_final["stored"] = self.dtype_policy.stored_dtypes(final.fqns, final.dtypes)
         wait_for(queued_kernels(sources))
         plan = {
             "staging": staging,
@@ -441,7 +445,6 @@ class HuggingFaceStorageWriter(StockWriter):
             "direct": self.direct_io,
             "files": files,
             "final": into_final,
-            "cast": bool(self.dtype_policy),
             "rank": report.rank,
         }
         with Job("write") as job:
@@ -473,14 +476,7 @@ class HuggingFaceStorageWriter(StockWriter):
         began = time.perf_counter()
         self._commit(session, request)
         if self.save_distributed and self.consolidated_output_path is not None:
-            consolidate_safetensors_files(
-                str(self.path),
-                self.consolidated_output_path,
-                self.fqn_to_index_mapping,
-                num_threads=self.thread_count_consolidation,
-                strict=self.strict,
-                extras=self.extras,
-            )
+            self._consolidate(self.consolidated_output_path)
         took = time.perf_counter() - began
         # DCP brings the metadata to every rank, from a process that saves too; nothing writes them.
         metadata.storage_data = {
@@ -488,6 +484,19 @@ class HuggingFaceStorageWriter(StockWriter):
             for report in reports
             if report.phases is not None
         }
+
+    def _consolidate(self, output: str) -> None:
+        request = merge_request(
+            self.path,
+            output,
+            self.fqn_to_index_mapping,
+            self.thread_count_consolidation,
+            strict=self.strict,
+            max_shard_size=self.max_shard_size,
+            naming=self.naming,
+            policy=self.dtype_policy,
+        )
+        merge(request, extra_files(self.extras, self.dtype_policy.torch_name))
 
     def _commit(self, session: SaveSession | PartSession, request: dict[str, Any]) -> None:
         request["files"] += self._extra_files
