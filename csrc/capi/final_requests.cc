@@ -1,7 +1,7 @@
 #include "capi/requests.h"
 #include "capi/sessions.h"
 #include "engine/assemble_job.h"
-#include "engine/staged_files.h"
+#include "engine/ring_link.h"
 
 namespace torch_ckpt::capi {
 namespace {
@@ -206,35 +206,12 @@ Status AssembleFinals(const Json& request, const SaveSession& session,
   return {};
 }
 
-Status AddExtras(const Json& request, const Directory& staging,
-                 CommitRequest* commit) {
-  TC_ASSIGN_OR_RETURN(const Json* extras, GetList(request, "extras"));
-  for (const Json& path : *extras) {
-    if (!path.is_string()) return InvalidArgument("'extras' holds paths");
-    TC_ASSIGN_OR_RETURN(CommitFile file,
-                        AddStagedExtra(staging, path.get<std::string>()));
-    commit->files.push_back(std::move(file));
-  }
-  return {};
-}
-
-Result<Json> StageExtrasRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
-  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
-  CommitRequest added;
-  const Status status = AddExtras(request, session->directory(), &added);
-  ReturnSession(id, std::move(session));
-  TC_RETURN_IF_ERROR(status);
-  Json files = Json::array();
-  for (const CommitFile& file : added.files) {
-    files.push_back({{"staged", file.staged},
-                     {"name", file.file.name},
-                     {"id", file.file.id},
-                     {"role", RoleName(file.file.role)},
-                     {"bytes", file.file.bytes},
-                     {"crc32c", CrcHex(file.file.crc32c)}});
-  }
-  return Json{{"files", std::move(files)}};
+Result<Json> RefuseRingRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "staging"));
+  TC_ASSIGN_OR_RETURN(const int64_t rank, GetInt(request, "rank"));
+  TC_ASSIGN_OR_RETURN(const Directory staging, Directory::Open(path));
+  RefuseRing(staging, rank);
+  return Json::object();
 }
 
 }  // namespace torch_ckpt::capi

@@ -247,6 +247,7 @@ Handler FindHandler(const std::string& op) {
       {"merge_part", MergePartRequest},
       {"recover", RecoverRequest},
       {"stage_extras", StageExtrasRequest},
+      {"refuse_ring", RefuseRingRequest},
       {"stage_final", StageFinalRequest},
       {"verify", VerifyRequest},
   };

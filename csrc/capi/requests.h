@@ -67,17 +67,19 @@ Result<Json> EndPartRequest(const Json& request);
 Result<Json> RecoverRequest(const Json& request);
 // final_requests.cc
 Result<Json> StageFinalRequest(const Json& request);
-Result<Json> StageExtrasRequest(const Json& request);
+Result<Json> RefuseRingRequest(const Json& request);
 // What the ranks of a save have written of its final files ("final" of the
 // request) as files of its commit; none where the save has no such files.
 Status AssembleFinals(const Json& request, const SaveSession& session,
                       CommitRequest* commit);
-// Copies the files of "extras" into staging, for the commit.
-Status AddExtras(const Json& request, const Directory& staging,
-                 CommitRequest* commit);
 // Of one rank: {"files": [{"file", "id", "ranges"}, ...], "parts": parts or
 // null, "ring_bytes": int}
 Json FinalsJson(const WrittenPlan& written);
+// extra_requests.cc
+Result<Json> StageExtrasRequest(const Json& request);
+// Copies the files of "extras" into staging, for the commit.
+Status AddExtras(const Json& request, const Directory& staging,
+                 CommitRequest* commit);
 // merge_requests.cc
 Result<Json> MergeRequest(const Json& request);
 Result<Json> MergeBeginRequest(const Json& request);

@@ -29,11 +29,6 @@ std::string RefusalOf(int64_t rank) {
   return "ring_refused." + std::to_string(rank);
 }
 
-// Best effort: without it the others wait until their patience ends.
-void Refuse(const Directory& staging, int64_t rank) {
-  (void)staging.WriteFile(RefusalOf(rank), "");
-}
-
 bool HasRefused(const Directory& staging, int64_t rank) {
   const auto info = staging.StatName(RefusalOf(rank));
   return info.ok() && info->has_value();
@@ -172,6 +167,11 @@ bool MeansNoRing(const Status& status) {
 
 }  // namespace
 
+void RefuseRing(const Directory& staging, int64_t rank) {
+  // Best effort: without it the others wait until their patience ends.
+  (void)staging.WriteFile(RefusalOf(rank), "");
+}
+
 std::string RingName(const FinalFiles& list, const FinalRing& ring) {
   constexpr int kProtocol = 3;
   return "torch_ckpt-ring" + std::to_string(kProtocol) + "-" +
@@ -202,7 +202,7 @@ Result<std::vector<RingPeer>> LeadRing(const Directory& staging,
   Result<std::vector<RingPeer>> peers =
       Lead(staging, list, tensors, ring, own, job);
   if (!peers.ok()) {
-    Refuse(staging, ring.leader);  // who waits for an answer is hung up on
+    RefuseRing(staging, ring.leader);  // who waits for an answer is hung up on
     if (MeansNoRing(peers.status())) return std::vector<RingPeer>();
     return peers;
   }
@@ -249,7 +249,7 @@ Result<std::vector<RingPeer>> JoinRing(const Directory& staging,
   };
   Result<std::vector<RingPeer>> leader = join();
   if (leader.ok()) return leader;
-  Refuse(staging, rank);
+  RefuseRing(staging, rank);
   if (MeansNoRing(leader.status())) return std::vector<RingPeer>();
   return leader;
 }

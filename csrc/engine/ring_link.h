@@ -6,7 +6,7 @@
 // When all are there and the boxes tile the bands, the leader says yes to
 // all; else no, and every member puts its boxes into its file of parts instead.
 // A member that cannot take part leaves a file in staging that says so, for
-// those who wait for it: "ring_refused.<rank>".
+// those who wait for it.
 #pragma once
 
 #include <memory>
@@ -64,5 +64,8 @@ Result<std::vector<RingPeer>> JoinRing(const Directory& staging,
                                        const FinalRing& ring, int64_t rank,
                                        const std::vector<RingBox>& own,
                                        Job* job);
+
+// Tells those who wait for this rank, here or later, that it does not come.
+void RefuseRing(const Directory& staging, int64_t rank);
 
 }  // namespace torch_ckpt

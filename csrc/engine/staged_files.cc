@@ -142,8 +142,8 @@ Result<CommitFile> AddStagedExtra(const Directory& staging,
   file.file.name = BaseName(absolute);
   const std::string& name = file.file.name;
   TC_RETURN_IF_ERROR(CheckFileName(name).WithFile(absolute));
-  if (name.ends_with(kDataSuffix) || name == kManifestName ||
-      name == kCatalogName || name == kJournalName ||
+  if (name.ends_with(kDataSuffix) || name.ends_with(kIndexSuffix) ||
+      name == kManifestName || name == kCatalogName || name == kJournalName ||
       IsPartManifestName(name)) {
     return InvalidArgument("cannot stand beside a checkpoint under this name")
         .WithFile(absolute);

@@ -28,8 +28,8 @@ Result<CommitFile> AddStagedFile(const Directory& staging,
 
 // Copies a file from anywhere into staging, durably, as an extra of the
 // checkpoint under its own name. kInvalidArgument where that is a name of ours,
-// or of a file of tensors: what a directory holds beside them is for readers
-// that take every such file for data.
+// or of a file of tensors or an index of such: what a directory holds beside
+// them is for readers that take every such file for data.
 Result<CommitFile> AddStagedExtra(const Directory& staging,
                                   const std::string& path);
 

@@ -19,6 +19,7 @@ inline constexpr std::string_view kIndexName = "model.safetensors.index.json";
 inline constexpr std::string_view kJournalName = "commit.json";
 inline constexpr std::string_view kStageSuffix = ".torch_ckpt-stage";
 inline constexpr std::string_view kDataSuffix = ".safetensors";
+inline constexpr std::string_view kIndexSuffix = ".safetensors.index.json";
 
 // Of a tensor's name, and of every key in a JSON text that is read.
 inline constexpr size_t kMaxNameBytes = 65535;

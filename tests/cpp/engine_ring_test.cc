@@ -180,7 +180,7 @@ TEST_F(TwoNodes, EachWritesItsRows) {
 
 TEST_F(TwoNodes, OneCannot) {
   BeginWith(Banded(0, 1), {{0, {1}}, {3, {2}}});
-  ASSERT_OK(session_->directory().WriteFile("ring_refused.2", ""));
+  RefuseRing(session_->directory(), 2);
   auto written = WriteRanks({0, 1, 2, 3}, pieces_);
   EXPECT_GT(ring_bytes_, 0u);
   EXPECT_LT(ring_bytes_, AllBytes());
@@ -192,9 +192,8 @@ TEST_F(TwoNodes, NeitherCanAndBandsAreGathered) {
     ring_bytes_ = 0;
     if (rings) {
       BeginWith(Banded(0, 1), {{0, {1}}, {3, {2}}});
-      for (const char* rank : {"1", "2"}) {
-        ASSERT_OK(session_->directory().WriteFile(
-            std::string("ring_refused.") + rank, ""));
+      for (const int64_t rank : {1, 2}) {
+        RefuseRing(session_->directory(), rank);
       }
     } else {
       BeginWith(Banded(-1, -1), {});
@@ -270,8 +269,7 @@ TEST_F(TwoRanks, ARankThatRefusesMakesNoRing) {
   for (const int64_t refusing : {0, 1}) {
     ring_bytes_ = 0;
     Begin(pieces_, {{0, {1}}}, {"w"});
-    ASSERT_OK(session_->directory().WriteFile(
-        "ring_refused." + std::to_string(refusing), ""));
+    RefuseRing(session_->directory(), refusing);
     // The one that has refused comes later, or never: nobody waits for it.
     Result<RankFinals> other =
         WriteFinalRank(staging(), 1 - refusing, pieces_, {}, &ring_bytes_);

@@ -108,6 +108,7 @@ def test_with_a_consolidation(tmp_path: Path, reference: Path) -> None:
 def test_what_cannot_be_an_extra(tmp_path: Path, reference: Path) -> None:
     (reference / "folder").mkdir()
     (tmp_path / "config.json").touch()
+    (reference / "x.safetensors.index.json").touch()
     model = torch.nn.Linear(1, 1)
     model.config = {"of": "somebody else's"}
     for extras, words in (
@@ -115,6 +116,7 @@ def test_what_cannot_be_an_extra(tmp_path: Path, reference: Path) -> None:
         ([reference / "nothing"], "no such file"),
         ([reference / "config.json", tmp_path / "config.json"], "two files of this name"),
         ([reference / "model.safetensors"], "cannot stand beside a checkpoint"),
+        ([reference / "x.safetensors.index.json"], "cannot stand beside a checkpoint"),
         (7, "objects with save_pretrained"),
         (model, "objects with save_pretrained; Linear is none"),
     ):

@@ -158,8 +158,3 @@ def _gathered(kinds: Mapping[str, _Kind]) -> dict[str, _Kind]:
         small = sum(kind.bytes for _, kind in stretch) < MIN_ROW_BYTES
         found.update({fqn: kind for fqn, kind in stretch if kind.rows > 1 or not small})
     return found
-
-
-def refuse_ring(staging: str, rank: int) -> None:
-    """Leave word in staging that this rank does not come."""
-    Path(staging, f"ring_refused.{rank}").touch()
