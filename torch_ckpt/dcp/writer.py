@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch.distributed.checkpoint._hf_utils import SHARDED_DIR_NAME
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -26,28 +25,20 @@ from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torch_ckpt import _core, _ext
+from torch_ckpt import _core
 from torch_ckpt.dcp import plan_cache
 from torch_ckpt.dcp.commit import Phases, RankReport, commit_request
 from torch_ckpt.dcp.final_layout import check_mapped, check_planned, checked_layout, final_tensors
 from torch_ckpt.dcp.parts import Part, check_supported, next_sequence, part_of
+from torch_ckpt.dcp.rank_write import RankWrite
 from torch_ckpt.dcp.reserved import RESERVED
-from torch_ckpt.dcp.rings import RankNote, note_of, refuse_ring, this_node
-from torch_ckpt.dcp.sources import queued_kernels, wait_for
+from torch_ckpt.dcp.rings import RankNote, note_of, this_node
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.stock_planner import (
-    check_written_boxes,
     leaf_digests,
     warn_of_differing_leaves,
 )
-from torch_ckpt.dcp.write_files import (
-    TensorColumns,
-    check_object_name,
-    collect_objects,
-    collect_tensors,
-    shard_files,
-    tensors_request,
-)
+from torch_ckpt.dcp.write_files import check_object_name
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError, with_rank
 from torch_ckpt.extras import extra_files
@@ -360,7 +351,17 @@ class HuggingFaceStorageWriter(StockWriter):
         report = RankReport(rank, "", [], [])
         if buckets or objects:
             try:
-                report = self._write_files(planner, buckets, objects, rank)
+                staging, report.save_id = self._staging()
+                write = RankWrite(
+                    planner,
+                    staging,
+                    report,
+                    policy=None if self.save_distributed else self.dtype_policy,
+                    file_count=self._file_count(),
+                    allow_pickle=self.allow_pickle,
+                    options=self._options(),
+                )
+                write.run(buckets, objects)
             except (CheckpointError, OSError) as error:
                 if self._part is not None:
                     self._end_session()  # no coordinator will
@@ -389,70 +390,8 @@ class HuggingFaceStorageWriter(StockWriter):
         """Tell those who may be waiting for this rank that it does not come; without it they wait
         for a minute."""
         with contextlib.suppress(CheckpointError, OSError):
-            refuse_ring(self._staging()[0], self.rank or 0)
-
-    def _write_files(
-        self,
-        planner: SavePlanner,
-        buckets: dict[int, list[WriteItem]],
-        objects: list[WriteItem],
-        rank: int,
-    ) -> RankReport:
-        staging, save_id = self._staging()
-        report = RankReport(rank, save_id, [], [])
-        sources: list[torch.Tensor] = []
-        files: list[dict[str, Any]] = []
-        final = TensorColumns()  # for files that are there already: their headers say which
-        for index, items in buckets.items():
-            check_written_boxes(planner, items)
-            tensors = collect_tensors(planner, items)
-            if self.save_distributed:
-                files += shard_files(tensors, index, self._file_count(), rank, sources)
-            else:
-                final.extend(tensors)
-            if tensors.gathered:
-                # At most one bucket of copies on the device at a time.
-                self._write_batch(staging, files, final, sources, report)
-                del tensors
-                sources, files, final = [], [], TensorColumns()
-        if objects:
-            report.objects, object_files = collect_objects(
-                planner, objects, rank, sources, allow_pickle=self.allow_pickle
-            )
-            files += object_files
-        if files or final.fqns:
-            self._write_batch(staging, files, final, sources, report)
-        return report
-
-    def _write_batch(
-        self,
-        staging: str,
-        files: list[dict[str, Any]],
-        final: TensorColumns,
-        sources: list[torch.Tensor],
-        report: RankReport,
-    ) -> None:
-        """Write `files`, and the tensors of `final` into final files, in one native call."""
-        into_final = None
-        if final.fqns:
-            into_final = tensors_request(final, sources)
-            into_final["stored"] = self.dtype_policy.stored_dtypes(final.fqns, final.dtypes)
-        wait_for(queued_kernels(sources))
-        plan = {
-            "staging": staging,
-            "workers": max(MIN_WORKERS, self.thread_count),
-            "sync": self.sync_files,
-            "direct": self.direct_io,
-            "files": files,
-            "final": into_final,
-            "rank": report.rank,
-        }
-        with Job("write") as job:
-            result = _ext.write(sources, plan, job)
-            report.written_bytes += job.progress()[0]
-        report.files += result["files"]
-        if into_final is not None:
-            report.final.append(result["final"])
+            staging, _ = self._staging()
+            _core.call({"op": "refuse_ring", "staging": staging, "rank": self.rank or 0})
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: commit, then consolidate where that was asked for. Without collectives
@@ -505,13 +444,16 @@ class HuggingFaceStorageWriter(StockWriter):
             return
         # What the ranks have left of final files is put in place first, which may take time.
         with Job("merge") as job:
-            options = {
-                "job": job.id,
-                "workers": max(MIN_WORKERS, self.thread_count),
-                "sync": self.sync_files,
-                "direct": self.direct_io,
-            }
-            job.run(lambda: session.commit({**request, **options}))
+            whole = {**request, "job": job.id, **self._options()}
+            job.run(lambda: session.commit(whole))
+
+    def _options(self) -> dict[str, Any]:
+        """How native calls write."""
+        return {
+            "workers": max(MIN_WORKERS, self.thread_count),
+            "sync": self.sync_files,
+            "direct": self.direct_io,
+        }
 
     def _file_count(self) -> int:
         mapping = self.fqn_to_index_mapping
