@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sample_states import FAILED
 
 import torch_ckpt
 
@@ -39,3 +40,11 @@ def test_a_packed_tensor_comes_back(tmp_path: Path) -> None:
         (file,) = (tmp_path / folder).glob("*.safetensors")
         entry = header(file)
         assert entry["dtype"] == "F4" and entry["shape"] == [3, 10]
+
+
+@pytest.mark.parametrize("layout", ["sharded", "final"])
+def test_one_without_a_dimension_is_refused_by_name(tmp_path: Path, layout: str) -> None:
+    state = {"w": packed(torch.zeros(1, dtype=torch.uint8)).reshape(())}
+    with pytest.raises(FAILED, match=r"'w'.*packed elements need a dimension"):
+        torch_ckpt.save(state, checkpoint_id=tmp_path / "c", layout=layout, no_dist=True)
+    assert not (tmp_path / "c").exists()

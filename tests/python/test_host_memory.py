@@ -50,6 +50,9 @@ def test_a_state_of_1_gib_needs_little_beside_itself(folder: Path) -> None:
     for kind in ("saved", "columns"):
         (out,) = (folder / f"{kind}-out").glob("*.safetensors")
         assert out.stat().st_size > 1 << 30
+    assert merged["of 32 MiB"] < (32 + 16) * MIB
+    assert merged["of 32 MiB"] + merged["of 128 MiB"] < (128 + 16) * MIB
+    assert merged["of 128 MiB"] > 32 * MIB, "the threads never need so much"
     assert merged["grown"] < BUDGET + 128 * MIB
     assert merged["held"] > BUDGET + 128 * MIB, "nothing is measured"
 

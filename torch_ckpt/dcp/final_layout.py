@@ -107,7 +107,10 @@ def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
         of_tensor = bands.get(fqn, no_bands)
         number = numbers.setdefault((id(data), id(of_tensor), stored), len(kinds))
         if number == len(kinds):
-            kinds.append((stored, *_in_elements(data.size, PACKED.get(dtype, 1), of_tensor)))
+            packed = PACKED.get(dtype, 1)
+            if packed > 1 and not data.size:
+                raise UnsupportedError("packed elements need a dimension", tensor=fqn)
+            kinds.append((stored, *_in_elements(data.size, packed, of_tensor)))
         kind_of.append(number)
     return {
         "names": names_text(list(tensors)),
