@@ -60,13 +60,13 @@ def consolidate_safetensors_files_on_every_rank(
 
     Work is divided by bytes, so one output file is written by all ranks. Every rank must see both
     directories. What decides over the output is as the group's rank 0 says. An error on one
-    rank is raised on all, and leaves no output. `progress` is called on rank 0, on another thread,
-    with the bytes of all ranks.
+    rank is raised on all, and leaves no output. `progress` is called on rank 0, with the bytes of
+    all ranks, and on another thread where there are several.
 
     The ranks talk through a Gloo group of their own, made once for each process group and timeout,
     so that a long merge meets no timeout of training, nor any collective. A rank that is gone is
-    noticed when its connection closes, or after `timeout` seconds: a CheckpointError that names it.
-    background: returns a future at once,
+    noticed when its connection closes, or after `timeout` seconds: a CheckpointError, which names
+    it where the store of the process group still answers. background: returns a future at once,
     and the work goes on beside training, in a thread; it is done before the interpreter ends.
     The future's `cancel()`, on any rank, ends it on all: they raise CancelledError, and no output
     is left.

@@ -46,6 +46,8 @@ class Team:
     def __init__(self, parent: dist.ProcessGroup | None, timeout: float) -> None:
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         self._store, self._key = next_key(parent, "team")
+        # A client of its own where there can be one: others wait in theirs, with all who share it.
+        self._store = self._store.clone() if hasattr(self._store, "clone") else self._store
         try:
             self._say("come")
             self._gloo: Any = dist.ProcessGroupGloo(
@@ -70,26 +72,37 @@ class Team:
     def _say(self, word: str) -> None:
         self._store.set(f"{self._key}/{word}/{self.rank}", "")
 
-    def _without_some(self, error: RuntimeError) -> RankGoneError:
-        """What Gloo's error says, with the ranks that are missed."""
+    def _without_some(
+        self, error: RuntimeError, step: Future[Any], job: Job | None
+    ) -> RankGoneError:
+        """What Gloo's error says, with the ranks that are missed, once `step` has ended."""
         self._gloo = None  # closes the connections: the others hear of it now
+        if job is not None:
+            job.cancel()
         with contextlib.suppress(RuntimeError):  # of the store, whose host may be gone as well
-            self._say("here")
-            time.sleep(_MOMENT_S)
+            self._say("here")  # before the wait, which may be long
+        until = time.monotonic() + _MOMENT_S
+        wait([step])
+        time.sleep(max(0.0, until - time.monotonic()))
         return self._gone("here", error)
 
     def _gone(self, word: str, error: RuntimeError) -> RankGoneError:
         """The error for `error` that names the ranks that have not said `word`."""
-        gone: list[int] = []
-        with contextlib.suppress(RuntimeError):
+        try:
             gone = [
                 rank
                 for rank in range(self.size)
                 if not self._store.check([f"{self._key}/{word}/{rank}"])
             ]
-        if not gone:
+        except RuntimeError:  # of the store
             return RankGoneError(
-                f"a rank is gone, or has not answered in time: {error}", rank=self.rank
+                "a rank is gone, or has not answered in time; which one cannot be said without the "
+                f"process group's store, which does not answer either; noticed by rank {self.rank}:"
+                f" {error}"
+            )
+        if not gone:  # it was stopped, and goes on
+            return RankGoneError(
+                f"a rank has not answered in time; noticed by rank {self.rank}: {error}"
             )
         others = f", nor have ranks {gone[1:]}" if gone[1:] else ""
         return RankGoneError(
@@ -106,18 +119,16 @@ class Team:
 
     def _gather(self, value: Any) -> list[Any]:
         """`value` of all ranks."""
-        data = bytearray(pickle.dumps(value))
-        values = []
-        for rank, (size,) in enumerate(self._states((len(data),))):
+        own = bytearray(pickle.dumps(value))
+        texts = []
+        for rank, (size,) in enumerate(self._states((len(own),))):
             # One after the other: one of them may be large, and the others are not then.
-            of_rank = torch.frombuffer(
-                data if rank == self.rank else bytearray(size), dtype=torch.uint8
-            )
+            text = own if rank == self.rank else bytearray(size)
             options = dist.BroadcastOptions()
             options.rootRank = rank
-            self._gloo.broadcast([of_rank], options).wait()
-            values.append(value if rank == self.rank else pickle.loads(of_rank.numpy().tobytes()))
-        return values
+            self._gloo.broadcast([torch.frombuffer(text, dtype=torch.uint8)], options).wait()
+            texts.append(text)
+        return [pickle.loads(text) for text in texts]
 
     def together(
         self,
@@ -133,7 +144,8 @@ class Team:
         The error of the lowest rank that has one is raised on all; the jobs of the others are
         cancelled meanwhile. So they are by Ctrl-C on any rank, which is raised there, by `cancel`
         once it is set on any rank, by what `progress` raises, and by a rank that is gone, which is
-        a RankGoneError. `progress` is called, on another thread, with the sums of all ranks' bytes.
+        a RankGoneError. `progress` is called with the sums of all ranks' bytes, on another thread
+        where this is the main one.
         to_its_end: Ctrl-C is raised where it came once all are done, and changes nothing.
         """
         interrupted = cancel or threading.Event()
@@ -157,10 +169,7 @@ class Team:
                 pass
             outcomes = self._gather(self._outcome(future, interrupted, told))
         except RuntimeError as error:  # of Gloo
-            if job is not None:
-                job.cancel()
-            wait([future])
-            raise self._without_some(error) from error
+            raise self._without_some(error, future, job) from error
         failures = [failure for _, failure in outcomes if failure is not None]
         if failures:
             # Ranks whose job was cancelled were so because of another's error.
@@ -198,5 +207,14 @@ class Team:
             return None, CancelledError("was interrupted or cancelled", rank=self.rank)
         error = told.exception() if told.done() else future.exception()
         if error is not None:
-            return None, with_rank(error, self.rank)
+            return None, _portable(with_rank(error, self.rank), self.rank)
         return future.result(), None
+
+
+def _portable(error: BaseException, rank: int) -> BaseException:
+    """`error`, or what it says where it is of a class that cannot be pickled and made again."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return CheckpointError(f"{type(error).__name__}: {error}", rank=rank)
+    return error

@@ -1,13 +1,13 @@
-"""python merging_rank.py IN OUT WHAT: one rank of a consolidation. On rank 1 WHAT happens in the
-middle of it: "kill", "stop" (for longer than the timeout), "interrupt", or "interrupt at the end",
-while rank 0 commits; "nothing" otherwise."""
+"""python merging_rank.py IN OUT WHAT: one rank of a consolidation. In the middle of it WHAT happens
+on rank 1: "kill", "stop" (until the others have ended), "interrupt", or "interrupt at the end",
+while rank 0 commits; "kill early" while rank 0 begins. "kill the first" happens on rank 0;
+"nothing" otherwise."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,20 +19,14 @@ import torch_ckpt
 from torch_ckpt import _core
 
 ENDED = 7  # exit status after an error of ours
-TIMEOUT = 2.0  # of ranks that do not answer, where one is stopped
+TIMEOUT = 5.0  # of ranks that do not answer, where one is stopped
 
 
-def stop(seconds: float) -> None:
-    later = f"sleep {seconds}; kill -CONT {os.getpid()}"
-    subprocess.Popen(["sh", "-c", later], stdout=subprocess.DEVNULL)
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def wait_for_the_others(out: str) -> None:
+def wait_for_the_others(out: str, gone: int) -> None:
     """That processes end is not how the others are to hear of a rank that is gone."""
     ended = [Path(f"{out}.{rank}") for rank in range(dist.get_world_size())]
     ended[dist.get_rank()].touch()
-    while not all(path.exists() for rank, path in enumerate(ended) if rank != 1):
+    while not all(path.exists() for rank, path in enumerate(ended) if rank != gone):
         time.sleep(0.05)
 
 
@@ -52,9 +46,15 @@ def main() -> int:
                 time.sleep(1)  # the others write their parts
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "stop":
-                stop(3 * TIMEOUT)
+                os.kill(os.getpid(), signal.SIGSTOP)
             if what == "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
+            if what == "kill the first":
+                time.sleep(1)
+                os.kill(pids[0], signal.SIGKILL)
+        if request["op"] == "merge_begin" and what == "kill early":
+            os.kill(pids[1], signal.SIGKILL)
+            time.sleep(4)  # longer than those who miss it wait for each other
         if request["op"] == "merge_commit" and what == "interrupt at the end":
             time.sleep(1)  # the others wait for the end
             os.kill(pids[1], signal.SIGINT)
@@ -71,8 +71,10 @@ def main() -> int:
         return ENDED
     except torch_ckpt.CheckpointError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
-        if what in ("kill", "stop"):
-            wait_for_the_others(out)
+        if what.startswith("kill") or (what == "stop" and dist.get_rank() != 1):
+            wait_for_the_others(out, 0 if what == "kill the first" else 1)
+        if what == "stop":
+            os.kill(pids[1], signal.SIGCONT)
         return ENDED
     return 0
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import torch_ckpt
 import torch_ckpt._ext
-from torch_ckpt.dcp import write_files, writer
+from torch_ckpt.dcp import rank_write, write_files
 
 State = dict[str, torch.Tensor]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -92,7 +92,7 @@ def test_a_bucket_of_copies_is_written_at_once(
         return write(sources, *args)
 
     write = torch_ckpt._ext.write
-    monkeypatch.setattr(writer, "collect_tensors", as_copies)
+    monkeypatch.setattr(rank_write, "collect_tensors", as_copies)
     monkeypatch.setattr(torch_ckpt._ext, "write", counted)
     save(state, tmp_path / "saved", fqn_to_index_mapping=mapping)
     assert calls == [4, 2]

@@ -249,7 +249,7 @@ def test_a_consolidating_save_counts_with_its_final_files(
             def fails(*args: Any, **options: Any) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(writer_module, "consolidate_safetensors_files", fails)
+            patch.setattr(writer_module, "merge", fails)
             with pytest.raises(OSError, match="No space"):
                 directory.save(weights, 2, storage_writer=writer)
         assert Checkpoint(root / "step-2/sharded").is_committed()

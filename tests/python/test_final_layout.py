@@ -297,6 +297,16 @@ def test_what_final_files_are_like_where_they_are_made_of_shards(tmp_path: Path)
         assert_same(tensors_of(path), tensors_of(tmp_path / "direct"))
 
 
+@pytest.mark.parametrize("options", [{"layout": "final"}, {"enable_consolidation": True}])
+def test_casts_that_there_are_not(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Refused before anything is written."""
+    options = {"save_distributed": True, **options} if "layout" not in options else options
+    writer = HuggingFaceStorageWriter(tmp_path / "c", dtype={"step": "bf16"}, **options)
+    with pytest.raises(FAILED, match="'step': is I64, which is not cast"):
+        torch_ckpt.save({"step": torch.arange(3), "w": torch.ones(3)}, storage_writer=writer)
+    assert list(tmp_path.glob("*/*")) == []
+
+
 def test_more_files_than_a_process_may_have_open(tmp_path: Path) -> None:
     """A reader keeps 512 descriptors at most."""
     state = {f"t{number}": torch.full((300,), float(number)) for number in range(700)}

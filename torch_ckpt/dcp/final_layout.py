@@ -80,6 +80,16 @@ def check_planned(planned: Collection[str], mapping: Mapping[str, int] | None) -
             )
 
 
+def check_castable(plans: list[SavePlan], policy: DtypePolicy) -> None:
+    """Raise InvalidArgumentError for a tensor of the plans that `policy` names a dtype for which it
+    is not cast to."""
+    for plan in plans:
+        for item in plan.items:
+            if item.tensor_data is not None:
+                fqn = item.index.fqn
+                policy.stored(fqn, _dtype_name(item.tensor_data.properties, fqn))
+
+
 def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
     """The tensors of all plans, in the order of the state dict, in the dtypes that they are stored
     in, and who writes what of them, as fields of a request: their names; "kinds", each a dtype,

@@ -28,7 +28,13 @@ from torch.futures import Future
 from torch_ckpt import _core
 from torch_ckpt.dcp import plan_cache
 from torch_ckpt.dcp.commit import Phases, RankReport, commit_request
-from torch_ckpt.dcp.final_layout import check_mapped, check_planned, checked_layout, final_tensors
+from torch_ckpt.dcp.final_layout import (
+    check_castable,
+    check_mapped,
+    check_planned,
+    checked_layout,
+    final_tensors,
+)
 from torch_ckpt.dcp.parts import Part, check_supported, next_sequence, part_of
 from torch_ckpt.dcp.rank_write import RankWrite
 from torch_ckpt.dcp.reserved import RESERVED
@@ -244,6 +250,8 @@ class HuggingFaceStorageWriter(StockWriter):
             planned = {item.index.fqn for plan in plans for item in plan.items}
             # Names that are tied to others are no items any more.
             self._check_planned(planned.union(*(note_of(plan).fqns for plan in plans)))
+            if self.save_distributed and self.dtype_policy:  # it consolidates
+                check_castable(plans, self.dtype_policy)
         if self._part is None:
             tensors = None if self.save_distributed else self._final_tensors(plans)
             self._session = SaveSession(path, overwrite=self.overwrite)

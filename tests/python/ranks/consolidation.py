@@ -166,15 +166,23 @@ def progress_is_that_of_all_ranks(context: Context) -> None:
     else:
         assert calls == []
 
-    def failing(*_: int) -> None:
-        raise ValueError(f"cannot be shown by {context.rank}")
+    class Needy(Exception):
+        """Cannot be pickled, and could not be made again."""
 
-    raised(
-        lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(
-            shards, context.folder / "unwatched", None, progress=failing
-        ),
-        "cannot be shown by 0",
-    )
+        def __init__(self, text: str, rank: int) -> None:
+            super().__init__(f"{text} by {rank}")
+
+    for kind in (lambda text, rank: ValueError(f"{text} by {rank}"), Needy):
+
+        def failing(*_: int, kind: Any = kind) -> None:
+            raise kind("cannot be shown", context.rank)
+
+        raised(
+            lambda failing=failing: torch_ckpt.consolidate_safetensors_files_on_every_rank(
+                shards, context.folder / "unwatched", None, progress=failing
+            ),
+            "cannot be shown by 0",
+        )
     dist.barrier()
     assert sorted(os.listdir(context.folder)) == ["in", "out"]
 
