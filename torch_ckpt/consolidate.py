@@ -71,10 +71,10 @@ def consolidate_safetensors_files_on_every_rank(
     The future's `cancel()`, on any rank, ends it on all: they raise CancelledError, and no output
     is left.
     """
-    policy = DtypePolicy(dtype, keep_fp32)
 
-    def request() -> dict[str, Any]:
-        return merge_request(
+    def make() -> tuple[dict[str, Any], ExtraFiles]:
+        policy = DtypePolicy(dtype, keep_fp32)
+        request = merge_request(
             input_dir,
             output_dir,
             fqn_to_index_mapping,
@@ -87,8 +87,8 @@ def consolidate_safetensors_files_on_every_rank(
             memory_budget=memory_budget,
             key_mapping=key_mapping,
         )
+        return request, extra_files(extras, policy.torch_name)
 
-    files = extra_files(extras, policy.torch_name)
     future = MergeFuture()
     cancel = future.wanted if background else None
     team = None
@@ -97,9 +97,9 @@ def consolidate_safetensors_files_on_every_rank(
 
     def work() -> None:
         if team is None:
-            merge(request(), files, progress if cancel is None else _ending(cancel, progress))
+            merge(*make(), progress if cancel is None else _ending(cancel, progress))
         else:
-            merge_on_every_rank(request, team, files, progress, cancel)
+            merge_on_every_rank(make, team, progress, cancel)
 
     if not background:
         work()
@@ -126,7 +126,7 @@ def _ending(cancel: threading.Event, progress: Progress | None) -> Progress:
     """`progress`, which ends a merge by raising once `cancel` is set."""
 
     def ending(done: int, total: int) -> None:
-        if cancel.is_set():
+        if cancel.is_set() and not 0 < total == done:  # that is committed, or about to be
             raise CancelledError("was cancelled")
         if progress is not None:
             progress(done, total)
@@ -135,24 +135,26 @@ def _ending(cancel: threading.Event, progress: Progress | None) -> Progress:
 
 
 def merge_on_every_rank(
-    make_request: Callable[[], dict[str, Any]],
+    make: Callable[[], tuple[dict[str, Any], ExtraFiles]],
     team: Team,
-    extras: ExtraFiles,
     progress: Progress | None = None,
     cancel: threading.Event | None = None,
 ) -> dict[str, Any]:
-    """What `merge` does, by all ranks of `team`, with its result on each. `progress` and `extras`
-    are those of rank 0; the first counts all ranks' bytes. `cancel`, set on any rank before the
+    """What `merge` does, by all ranks of `team`, with its result on each. `progress` is that of
+    rank 0, and counts all ranks' bytes. `cancel`, set on any rank before the
     commit, ends all.
 
     The coordinator begins, every rank writes a part of the bytes, the coordinator commits.
-    `make_request` gives this rank's `merge_request`; what decides over the output is rank 0's, so
-    that all have one plan.
+    `make` gives this rank's `merge_request` and extras; what decides over the output is rank 0's,
+    so that all have one plan.
     """
     request: dict[str, Any] = {}
+    extras: list[ExtraFiles] = []
 
     def own() -> dict[str, Any] | None:
-        request.update(make_request())
+        made, files = make()
+        request.update(made)
+        extras.append(files)
         return request if team.rank == 0 else None
 
     first_request = team.together(own)[0]
@@ -164,7 +166,7 @@ def merge_on_every_rank(
     def begin() -> Any:
         if team.rank != 0:
             return None
-        commit["extras"] = context.enter_context(extras)  # before the work: they may be refused
+        commit["extras"] = context.enter_context(extras[0])  # before the work: they may be refused
         answer = _core.call({"op": "merge_begin", **request})
         sessions.append(answer["session"])
         return answer

@@ -40,11 +40,16 @@ class DtypePolicy:
 
     def __init__(self, dtype: Any = None, keep_fp32: Iterable[str] = ()) -> None:
         self._for_all: str | None = None
+        self._of_directory: str | None = None  # what all floats of a reference directory are
         self._by_name: dict[str, str] = {}
         if isinstance(dtype, Mapping):
             self._by_name = {str(fqn): _dtype_name(value, str(fqn)) for fqn, value in dtype.items()}
-        elif isinstance(dtype, str | os.PathLike) and os.path.isdir(dtype):
+        elif (
+            _named(dtype) is None and isinstance(dtype, str | os.PathLike) and os.path.isdir(dtype)
+        ):
             self._by_name = Checkpoint(dtype).dtypes()
+            floats = [name for name in _NAMES if name in _ORDINARY & {*self._by_name.values()}]
+            self._of_directory = floats[0] if len(floats) == 1 else None
         elif dtype is not None:
             self._for_all = _dtype_name(dtype)
         if isinstance(keep_fp32, str):
@@ -61,7 +66,8 @@ class DtypePolicy:
     @property
     def torch_name(self) -> str | None:
         """What torch calls the one dtype of all ordinary floats; None where there is none."""
-        return None if self._for_all is None else _NAMES[self._for_all][0]
+        one = self._for_all or self._of_directory
+        return None if one is None else _NAMES[one][0]
 
     def stored(self, fqn: str, dtype: str) -> str:
         """The dtype, as safetensors calls it, that a tensor of `dtype` is stored in. Raises
@@ -80,6 +86,18 @@ class DtypePolicy:
             )
         return wanted
 
+    def check_tied(self, alias: str, fqn: str, dtype: str) -> None:
+        """Raise InvalidArgumentError where something is said of `alias` that does not hold for
+        `fqn`, under which it is stored."""
+        named = alias in self._by_name or any(pattern.search(alias) for pattern in self._keep)
+        if not named or self.stored(alias, dtype) == self.stored(fqn, dtype):
+            return
+        raise InvalidArgumentError(
+            f"is to be stored as {self.stored(alias, dtype)}, but is tied to '{fqn}', which is to "
+            f"be stored as {self.stored(fqn, dtype)}: say the same of both names",
+            tensor=alias,
+        )
+
     def stored_dtypes(self, fqns: list[str], dtypes: list[str]) -> list[str] | None:
         """`stored` of each; None where none can change."""
         if not self:
@@ -87,8 +105,12 @@ class DtypePolicy:
         return [self.stored(*pair) for pair in zip(fqns, dtypes, strict=True)]
 
 
+def _named(dtype: Any) -> str | None:
+    return _BY_NAME.get(str(dtype).removeprefix("torch.").lower())
+
+
 def _dtype_name(dtype: Any, fqn: str | None = None) -> str:
-    name = _BY_NAME.get(str(dtype).removeprefix("torch.").lower())
+    name = _named(dtype)
     if name is None:
         raise InvalidArgumentError(
             f"dtype={dtype!r} is no float dtype that tensors are cast to, and no directory",

@@ -35,7 +35,7 @@ def extra_files(extras: Any, dtype: str | None = None) -> Iterator[list[str]]:
     floats are stored in, or where that is None the model's own. Raises InvalidArgumentError for
     anything else, for two files of one name, and for directories within directories.
     """
-    if extras is None:
+    if extras is None or (isinstance(extras, list | tuple) and not extras):
         yield []
         return
     found: dict[str, str] = {}

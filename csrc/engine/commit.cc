@@ -61,6 +61,25 @@ Result<Previous> ReadPrevious(const Directory& target) {
   return previous;
 }
 
+// transformers takes a single file before an index of several.
+Status CheckNotHidden(const Directory& target, const CommitRequest& request,
+                      const std::vector<ManifestFile>& previous) {
+  if (request.index_name.empty() || request.keep_previous) return {};
+  std::string single = request.index_name;
+  single.resize(single.size() - kIndexSuffix.size());
+  single += kDataSuffix;
+  for (const ManifestFile& file : previous) {
+    if (file.name == single) return {};  // it goes
+  }
+  TC_ASSIGN_OR_RETURN(const auto there, target.StatName(single));
+  if (!there) return {};
+  return Conflict(
+             "is of no save of torch_ckpt, and transformers would read it "
+             "instead of what is saved beside it: remove it first, save into "
+             "another directory, or into a file of this name")
+      .WithFile(target.Join(single));
+}
+
 // Whether readers will take what is about to be committed: afterwards it would
 // be too late.
 Status CheckEncoding(const Journal& journal) {
@@ -77,6 +96,7 @@ Status CommitExisting(SaveSession* session, const CommitRequest& request,
   TC_ASSIGN_OR_RETURN(const Directory target,
                       Directory::Open(session->place().target));
   TC_ASSIGN_OR_RETURN(Previous previous, ReadPrevious(target));
+  TC_RETURN_IF_ERROR(CheckNotHidden(target, request, previous.files));
   Journal journal;
   journal.removes = std::move(previous.part_manifests);
   for (const ManifestFile& old : previous.files) {

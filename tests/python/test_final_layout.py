@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sample_states import FAILED, STOCK_213, assert_same, blank, sample
 
 import torch_ckpt
@@ -305,6 +305,66 @@ def test_casts_that_there_are_not(tmp_path: Path, options: dict[str, Any]) -> No
     with pytest.raises(FAILED, match="'step': is I64, which is not cast"):
         torch_ckpt.save({"step": torch.arange(3), "w": torch.ones(3)}, storage_writer=writer)
     assert list(tmp_path.glob("*/*")) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "bf16", "keep_fp32": ["head"]}, "stored as F32, but is tied to 'emb'.*as BF16"),
+        ({"dtype": {"head": "bf16"}}, "stored as BF16, but is tied to 'emb'.*as F32"),
+    ],
+)
+def test_what_is_said_of_one_of_two_tied_names(
+    tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    w = sample(torch.float32, 4, 5)
+    with pytest.raises(FAILED, match=f"'head': is to be {says}"):
+        torch_ckpt.save(
+            {"emb": w, "head": w}, checkpoint_id=tmp_path / "c", layout="final", **options
+        )
+    assert list(tmp_path.glob("*/*")) == []
+    mapping = {"emb": 1, "head": 1}  # both are stored then
+    torch_ckpt.save(
+        {"emb": w, "head": w},
+        checkpoint_id=tmp_path / "c",
+        layout="final",
+        fqn_to_index_mapping=mapping,
+        **options,
+    )
+    dtypes = {name: value.dtype for name, value in tensors_of(tmp_path / "c").items()}
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+
+
+def test_a_dtype_is_no_directory_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_ckpt.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "bf16", layout="final")
+    monkeypatch.chdir(tmp_path)
+    torch_ckpt.save({"w": torch.ones(3)}, checkpoint_id="c", layout="final", dtype="bf16")
+    assert tensors_of(tmp_path / "c")["w"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_file_that_transformers_would_read_instead(tmp_path: Path, merged: bool) -> None:
+    path = tmp_path / "c"
+    path.mkdir()
+    save_file({"w": torch.zeros(3)}, path / "model.safetensors")
+    state = {"w": torch.ones(3)}
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "in")
+
+    def write(naming: str) -> None:
+        if merged:
+            consolidate_safetensors_files(tmp_path / "in", path, None, naming=naming)
+        else:
+            torch_ckpt.save(state, checkpoint_id=path, layout="final", naming=naming)
+
+    with pytest.raises(FAILED, match=r"model\.safetensors: .*transformers would read it instead"):
+        write("dcp")
+    assert listing(path) == ["model.safetensors"]
+    write("hf")
+    assert_same(tensors_of(path), state)
+    write("dcp")  # it is ours now
+    assert listing(path) == ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
 
 
 def test_more_files_than_a_process_may_have_open(tmp_path: Path) -> None:

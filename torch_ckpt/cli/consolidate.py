@@ -149,7 +149,7 @@ def _merge(
             ) from error
         try:
             team = Team.of(None, _TIMEOUT_S)
-            return merge_on_every_rank(lambda: request, team, extras, progress)
+            return merge_on_every_rank(lambda: (request, extras), team, progress)
         finally:
             dist.destroy_process_group()
 

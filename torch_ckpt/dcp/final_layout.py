@@ -102,6 +102,11 @@ def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
     # Who writes a replica goes by load, not by order.
     ordered = dict.fromkeys(itertools.chain(*(note_of(plan).fqns for plan in plans), planned))
     tensors = {fqn: planned[fqn] for fqn in ordered if fqn in planned}
+    for plan in plans if policy else ():
+        for alias, fqn in ((plan.planner_data or {}).get(TIES_KEY) or {}).items():
+            if alias not in tensors and fqn in tensors:
+                properties = tensors[fqn][0][1].properties
+                policy.check_tied(alias, fqn, _dtype_name(properties, fqn))
     rings, bands = plan_rings(tensors, node_numbers(plans))
     kinds: list[tuple[str, list[int], list[Band]]] = []
     numbers: dict[tuple[int, int, str], int] = {}  # of kinds, by what tensors share

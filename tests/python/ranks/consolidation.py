@@ -67,6 +67,13 @@ def consolidation_with_another_mapping_on_every_rank(context: Context) -> None:
     )
     (named,) = (context.folder / "named").glob("*.safetensors")
     assert set(load_file(named)) == {"a0", "b0", "c0"}
+    raised(
+        lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(
+            shards, context.folder / "bad", None, dtype="nothing" if context.rank == 1 else "bf16"
+        ),
+        "rank 1",
+        "dtype='nothing'",
+    )
     bad = {**mapping, "c": 0} if context.rank == 1 else mapping
     raised(
         lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(
