@@ -95,6 +95,19 @@ def test_cancelled_without_other_ranks(tmp_path: Path, monkeypatch: pytest.Monke
     assert os.listdir(tmp_path) == ["in"]
 
 
+def test_a_cancel_that_comes_too_late_is_none(tmp_path: Path) -> None:
+    torch_ckpt.save({"w": torch.arange(1000)}, checkpoint_id=tmp_path / "in")
+    for number in range(10):
+        future = torch_ckpt.consolidate_safetensors_files_on_every_rank(
+            tmp_path / "in", tmp_path / str(number), None, background=True
+        )
+        assert future is not None
+        future.cancel()
+        error = future.exception(20)
+        assert error is None or isinstance(error, torch_ckpt.CancelledError)
+        assert (tmp_path / str(number)).exists() == (error is None)
+
+
 HALF = """
 import os, signal, sys
 from torch_ckpt import _core

@@ -216,17 +216,29 @@ def save(
     rank, world_size = rank_and_size(process_group, no_dist)
     in_rows = _Redistribution(process_group, rank, world_size, redistribute, in_background=False)
     _wait_for_async_saves(world_size)
-    writer = _writer(storage_writer, checkpoint_id, rank, world_size, writer_options)
-    planner = _planner(planner, writer, process_group, rank, world_size, key_mapping)
+    refusal: Exception | None = None
+    writer: Any = None
+    try:
+        writer = _writer(storage_writer, checkpoint_id, rank, world_size, writer_options)
+        planner = _planner(planner, writer, process_group, rank, world_size, key_mapping)
+        state_dict = without_statefuls(state_dict)
+    except Exception as error:
+        if world_size == 1 or not use_collectives:
+            _end(writer, planner)
+            raise
+        # The other ranks hear of it where the planner says so; until then this one does what they
+        # do.
+        state_dict, refusal = {}, error
+        writer = writer or HuggingFaceStorageWriter(checkpoint_id or os.curdir)
+        planner = planner or SavePlanner(rank=rank, world_size=world_size)
     try:
         # Planning makes some twenty objects per tensor, with stock's planner a hundred; collecting
         # between them takes longer than making them.
         with paused_while_trainer_waits(keeps=False), Unwrapping(planner):
-            state_dict, refusal = without_statefuls(state_dict), None
             try:
                 state_dict = in_rows(state_dict, writer, planner)
             except CheckpointError as error:
-                state_dict, refusal = {}, error  # the planner says so, where other ranks hear of it
+                state_dict, refusal = {}, refusal or error
             try:
                 metadata: Metadata = _checked(
                     lambda: state_dict_saver.save(
@@ -240,7 +252,7 @@ def save(
                     )
                 )
             except Exception as error:
-                if refusal is None or isinstance(error, CheckpointError):
+                if refusal is None or isinstance(error, CheckpointError | OSError):
                     raise
                 raise refusal from error  # other ranks are gone, so that they do not hear of it
         return metadata
