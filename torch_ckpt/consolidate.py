@@ -141,8 +141,7 @@ def merge_on_every_rank(
     cancel: threading.Event | None = None,
 ) -> dict[str, Any]:
     """What `merge` does, by all ranks of `team`, with its result on each. `progress` is that of
-    rank 0, and counts all ranks' bytes. `cancel`, set on any rank before the
-    commit, ends all.
+    rank 0, and counts all ranks' bytes. `cancel`, set on any rank before the commit, ends all.
 
     The coordinator begins, every rank writes a part of the bytes, the coordinator commits.
     `make` gives this rank's `merge_request` and extras; what decides over the output is rank 0's,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from sample_states import FAILED
 import torch_ckpt
 from torch_ckpt import Checkpoint, InvalidArgumentError, consolidate_safetensors_files
 from torch_ckpt.cli import cli
+from torch_ckpt.dtype_policy import DtypePolicy
+from torch_ckpt.extras import extra_files
 
 STATE = {"w": torch.arange(6.0)}
 
@@ -103,6 +106,23 @@ def test_with_a_consolidation(tmp_path: Path, reference: Path) -> None:
     )
     assert extras_of(tmp_path / "both") == NAMES
     assert extras_of(tmp_path / "both" / "sharded") == []
+
+
+def test_the_dtype_that_a_configuration_says(tmp_path: Path) -> None:
+    """That of all floats: of one dtype for all, or of a reference directory that has one."""
+    tensors = {"w": torch.ones(2, dtype=torch.bfloat16), "step": torch.ones(2, dtype=torch.int64)}
+    torch_ckpt.save(tensors, checkpoint_id=tmp_path / "one")
+    torch_ckpt.save({**tensors, "v": torch.ones(2)}, checkpoint_id=tmp_path / "two")
+    assert DtypePolicy(tmp_path / "one").torch_name == DtypePolicy("bf16").torch_name == "bfloat16"
+    for policy in (DtypePolicy(tmp_path / "two"), DtypePolicy({"w": "bf16"}), DtypePolicy()):
+        assert policy.torch_name is None
+
+
+def test_no_directory_is_made_where_there_are_no_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", None)
+    for none in (None, [], ()):
+        with extra_files(none) as files:
+            assert files == []
 
 
 def test_what_cannot_be_an_extra(tmp_path: Path, reference: Path) -> None:

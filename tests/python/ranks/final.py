@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -347,3 +348,40 @@ def under_other_names(context: Context) -> None:
         torch_ckpt.load(target, checkpoint_id=path, key_mapping=[("^model[.]", "")])
         check(target, table)
         dist.barrier()
+
+
+class Failing:
+    """A Stateful that has no state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("there is no state here")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("nothing was saved")
+
+
+@case
+def what_one_rank_is_told_wrong(context: Context) -> None:
+    """It is an error on all, before anything is written, and nobody waits for that rank."""
+    path = context.folder / "c"
+    content = {"a": whole("a", (5, 3)), "b": whole("b", (17,))}
+    last = context.world - 1
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"layout": "final", "dtype": "nothing"}, "dtype='nothing'"),
+        ({"layout": "final", "fqn_to_index_mapping": "nothing"}, "nothing"),
+        ({"layout": "nothing"}, "layout='nothing'"),
+        ({"key_mapping": 7}, "key_mapping"),
+        ({"no_such_option": 7}, "no_such_option"),
+    ]
+    for options, says in wrong:
+        layout = "final" if options.get("layout") == "final" else "sharded"
+        own = options if context.rank == last else {"layout": layout}
+        raised(lambda own=own: torch_ckpt.save(content, checkpoint_id=path, **own), says)
+    source = {**content, "s": Failing()} if context.rank == last else content
+    raised(lambda: torch_ckpt.save(source, checkpoint_id=path), "there is no state here")
+    dist.barrier()
+    assert os.listdir(context.folder) == []
+    torch_ckpt.save(content, checkpoint_id=path)
+    target = {name: torch.zeros_like(value) for name, value in content.items()}
+    torch_ckpt.load(target, checkpoint_id=path)
+    assert all(torch.equal(target[name], value) for name, value in content.items())

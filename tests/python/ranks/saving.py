@@ -473,37 +473,3 @@ def one_writer_many_saves(context: Context) -> None:
         assert torch.equal(target["w"].to_local(), source["w"].to_local())
         assert target["step"] == number
         dist.barrier()
-
-
-class Failing:
-    """A Stateful that has no state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        raise ValueError("there is no state here")
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise AssertionError("nothing was saved")
-
-
-@case
-def what_one_rank_is_told_wrong(context: Context) -> None:
-    """It is an error on all, before anything is written, and nobody waits for that rank."""
-    path = context.folder / "c"
-    last = context.world - 1
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"layout": "final", "dtype": "nothing"}, "dtype='nothing'"),
-        ({"layout": "final", "fqn_to_index_mapping": "nothing"}, "nothing"),
-        ({"layout": "nothing"}, "layout='nothing'"),
-        ({"key_mapping": 7}, "key_mapping"),
-        ({"no_such_option": 7}, "no_such_option"),
-    ]
-    for options, says in wrong:
-        layout = "final" if options.get("layout") == "final" else "sharded"
-        own = options if context.rank == last else {"layout": layout}
-        raised(lambda own=own: torch_ckpt.save(plain(), checkpoint_id=path, **own), says)
-    source = {**plain(), "s": Failing()} if context.rank == last else plain()
-    raised(lambda: torch_ckpt.save(source, checkpoint_id=path), "there is no state here")
-    dist.barrier()
-    assert os.listdir(context.folder) == []
-    torch_ckpt.save(plain(), checkpoint_id=path)
-    assert_same(load_ours(path, blank(plain())), plain())
