@@ -35,6 +35,7 @@ add_executable(
   tests/cpp/runtime_crc32c_test.cc
   tests/cpp/runtime_cuda_copy_test.cc
   tests/cpp/runtime_cuda_driver_test.cc
+  tests/cpp/runtime_handles_test.cc
   tests/cpp/runtime_jobs_test.cc
   tests/cpp/runtime_slots_test.cc
   tests/cpp/runtime_stream_copy_test.cc

@@ -88,7 +88,7 @@ def stage(
     """
     if not tensors:
         return [], None
-    job = Job("stage")
+    job = Job()
     offsets = torch.empty(len(tensors), dtype=torch.int64, device="cpu")
     plan = {
         "workers": workers,
@@ -110,7 +110,7 @@ def adopt(fd: int, offset: int, size: int, used: int) -> Region:
 
     Raises InvalidArgumentError for anything else.
     """
-    job = Job("stage")
+    job = Job()
     request = {"op": "adopt", "job": job.id, "fd": fd, "offset": offset, "bytes": size}
     return Region(_leased(job, _core.call(request)["address"], size), used)
 

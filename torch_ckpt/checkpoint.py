@@ -199,7 +199,7 @@ class Checkpoint:
         second. Raises CorruptError that names the file and the bytes; UnsupportedError for a
         directory without a manifest, which has no digests; and what `describe` raises.
         """
-        with Job("verify") as job:
+        with Job() as job:
             request = {"op": "verify", "path": self.path, "workers": workers, "job": job.id}
             answer = run_job(job, lambda: _core.call(request), progress)
         return VerifyReport(answer["files"], answer["bytes"])

@@ -179,7 +179,7 @@ def merge_on_every_rank(
         begun = team.together(begin, cancel=cancel)[0]
         part = {**request, "part": team.rank, "parts": team.size}
         part.update({key: begun[key] for key in ("staging", "ids", "input_save_id", "written")})
-        with Job("merge") as job:
+        with Job() as job:
             part["job"] = job.id
             parts = team.together(
                 lambda: _core.call({"op": "merge_part", **part}),

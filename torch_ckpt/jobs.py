@@ -95,12 +95,12 @@ def in_thread(work: Callable[[], T], name: str, done: Future[T] | None = None) -
 class Job:
     """A piece of native work: progress, cancellation, first error and result.
 
-    `kind` is "write", "read", "merge", "verify" or "stage". Use as a context manager. All methods
-    may be called from any thread while the work runs in another.
+    Use as a context manager. All methods may be called from any thread while the work runs in
+    another.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.id: int = _core.call({"op": "job_create", "kind": kind})["job"]
+    def __init__(self) -> None:
+        self.id: int = _core.call({"op": "job_create"})["job"]
         self._finalizer = _finalizer(self, _free_job, self.id)
 
     def __enter__(self) -> Job:

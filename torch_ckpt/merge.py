@@ -147,7 +147,7 @@ def merge(
     request: dict[str, Any], extras: ExtraFiles, progress: Progress | None = None
 ) -> dict[str, Any]:
     """The whole merge. Returns {"save_id", "files", "bytes", "hulls"} of what was written."""
-    with extras as files, Job("merge") as job:
+    with extras as files, Job() as job:
         whole = {"op": "merge", "job": job.id, "extras": files, **request}
         answer: dict[str, Any] = run_job(job, lambda: _core.call(whole), progress)
     warn_of_hulls(request["input"], answer["hulls"])

@@ -10,11 +10,7 @@ namespace torch_ckpt::capi {
 namespace {
 
 Result<Json> Dispatch(const char* request, size_t size) {
-  if (InForkedChild()) {
-    return Unsupported(
-        "this process was forked after torch_ckpt was loaded; its threads and "
-        "locks did not come along. Start workers with the 'spawn' method");
-  }
+  TC_RETURN_IF_ERROR(NotInForkedChild());
   const Json parsed =
       Json::parse(request, request + size, nullptr, /*allow_exceptions=*/false);
   if (!parsed.is_object()) {

@@ -18,10 +18,10 @@ Status AddExtras(const Json& request, const Directory& staging,
 
 Result<Json> StageExtrasRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
-  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, Saves().Take(id));
   CommitRequest added;
   const Status status = AddExtras(request, session->directory(), &added);
-  ReturnSession(id, std::move(session));
+  Saves().PutBack(id, std::move(session));
   TC_RETURN_IF_ERROR(status);
   Json files = Json::array();
   for (const CommitFile& file : added.files) {

@@ -177,11 +177,11 @@ Result<Json> StageFinalRequest(const Json& request) {
   }
   TC_ASSIGN_OR_RETURN(const FileRule rule, FileRuleOf(request));
   TC_ASSIGN_OR_RETURN(const FileNaming naming, FileNamingOf(request));
-  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, Saves().Take(id));
   Result<FinalFiles> staged =
       StageFinalFiles(session->directory(), tensors, rule, naming,
                       GetBool(request, "sync", true), std::move(rings));
-  ReturnSession(id, std::move(session));
+  Saves().PutBack(id, std::move(session));
   if (!staged.ok()) return staged.status();
   return Json{{"files", staged->files.size()}};
 }
@@ -195,7 +195,7 @@ Status AssembleFinals(const Json& request, const SaveSession& session,
     TC_ASSIGN_OR_RETURN(RankFinals rank, ParseRank(item));
     ranks.push_back(std::move(rank));
   }
-  TC_ASSIGN_OR_RETURN(const auto job, JobOf(request, JobKind::kMerge));
+  TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
   TC_ASSIGN_OR_RETURN(const FinalFiles list,
                       ReadFinalFiles(session.directory()));
   TC_ASSIGN_OR_RETURN(const std::vector<CommitFile> files,

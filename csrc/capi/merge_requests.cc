@@ -256,7 +256,7 @@ Result<Json> Commit(const Json& request, const MergePlan& plan,
 }  // namespace
 
 Result<Json> MergeRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const auto job, JobOf(request, JobKind::kMerge));
+  TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
   TC_ASSIGN_OR_RETURN(Begun begun, Begin(request));
   const Directory& staging = begun.session->directory();
   TC_ASSIGN_OR_RETURN(const auto outputs,
@@ -279,13 +279,13 @@ Result<Json> MergeBeginRequest(const Json& request) {
               {"written", WrittenFilesJson(begun.written)},
               {"in_place", begun.in_place},
               {"input_save_id", begun.plan->checkpoint().save_id()}};
-  out["session"] = KeepSession(std::move(begun.session));
+  TC_ASSIGN_OR_RETURN(out["session"], Saves().Add(std::move(begun.session)));
   return out;
 }
 
 Result<Json> MergePartRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const MergePlan plan, ParsePlan(request));
-  TC_ASSIGN_OR_RETURN(const auto job, JobOf(request, JobKind::kMerge));
+  TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "staging"));
   TC_ASSIGN_OR_RETURN(const int64_t part, GetInt(request, "part"));
   TC_ASSIGN_OR_RETURN(const int64_t parts, GetInt(request, "parts"));
@@ -322,11 +322,11 @@ Result<Json> MergeCommitRequest(const Json& request) {
     Append(std::move(own), &written);
   }
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
-  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, Saves().Take(id));
   Result<Json> result =
       Commit(request, plan, session.get(), GetBool(request, "in_place", false),
              std::move(written));
-  if (!result.ok()) ReturnSession(id, std::move(session));
+  if (!result.ok()) Saves().PutBack(id, std::move(session));
   return result;
 }
 

@@ -130,7 +130,7 @@ Result<Json> DescribeRequest(const Json& request) {
 Result<Json> VerifyRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
   TC_ASSIGN_OR_RETURN(const int64_t workers, GetInt(request, "workers", 2));
-  TC_ASSIGN_OR_RETURN(const auto job, JobOf(request, JobKind::kVerify));
+  TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
   TC_ASSIGN_OR_RETURN(const auto checkpoint, OpenCheckpoint(path));
   TC_ASSIGN_OR_RETURN(
       const VerifyReport report,
@@ -204,7 +204,7 @@ Result<Json> ArenaRequest(const Json& request) {
 // job is freed, as one that is staged here.
 Result<Json> AdoptRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "job"));
-  TC_ASSIGN_OR_RETURN(const auto job, JobRegistry::Process().Find(id));
+  TC_ASSIGN_OR_RETURN(const auto job, Jobs().Find(id));
   TC_ASSIGN_OR_RETURN(const int64_t fd, GetInt(request, "fd"));
   TC_ASSIGN_OR_RETURN(const int64_t offset, GetInt(request, "offset"));
   TC_ASSIGN_OR_RETURN(const int64_t bytes, GetInt(request, "bytes"));

@@ -39,7 +39,7 @@ Json DimsJson(const Dims& dims);
 Json ErrorJson(const Status& status);
 
 // The job that the request names, or a private one.
-Result<std::shared_ptr<Job>> JobOf(const Json& request, JobKind kind);
+Result<std::shared_ptr<Job>> JobOf(const Json& request);
 OutputOptions OutputOptionsOf(const Json& request);
 // Of "stem" and "number_single".
 Result<FileNaming> FileNamingOf(const Json& request);

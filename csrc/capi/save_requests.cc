@@ -99,7 +99,7 @@ Result<Json> BeginSaveRequest(const Json& request) {
   Json out = {{"staging", session->place().path},
               {"fresh", session->place().fresh},
               {"save_id", session->save_id()}};
-  out["session"] = KeepSession(std::move(session));
+  TC_ASSIGN_OR_RETURN(out["session"], Saves().Add(std::move(session)));
   return out;
 }
 
@@ -112,14 +112,14 @@ Result<Json> JoinSaveRequest(const Json& request) {
 Result<Json> CommitSaveRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
   TC_ASSIGN_OR_RETURN(CommitRequest commit, ParseCommit(request));
-  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, Saves().Take(id));
   const auto run = [&]() -> Result<Manifest> {
     TC_RETURN_IF_ERROR(AssembleFinals(request, *session, &commit));
     return CommitSave(session.get(), commit);
   };
   Result<Manifest> manifest = run();
   if (!manifest.ok()) {
-    ReturnSession(id, std::move(session));
+    Saves().PutBack(id, std::move(session));
     return manifest.status();
   }
   return CommittedJson(*manifest);
@@ -127,7 +127,7 @@ Result<Json> CommitSaveRequest(const Json& request) {
 
 Result<Json> EndSaveRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
-  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, TakeSession(id));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, Saves().Take(id));
   // As after a kill: what is in staging is for the next one to go on with.
   if (GetBool(request, "keep", false)) session->Finish();
   session.reset();
@@ -145,17 +145,17 @@ Result<Json> BeginPartRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(PartSession begun, BeginPart(path, part));
   auto session = std::make_unique<PartSession>(std::move(begun));
   Json out = {{"staging", session->path()}, {"save_id", session->save_id()}};
-  out["session"] = KeepPart(std::move(session));
+  TC_ASSIGN_OR_RETURN(out["session"], Parts().Add(std::move(session)));
   return out;
 }
 
 Result<Json> CommitPartRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
   TC_ASSIGN_OR_RETURN(const CommitRequest commit, ParseCommit(request));
-  TC_ASSIGN_OR_RETURN(std::unique_ptr<PartSession> part, TakePart(id));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<PartSession> part, Parts().Take(id));
   Result<Manifest> manifest = CommitPart(part.get(), commit);
   if (!manifest.ok()) {
-    ReturnPart(id, std::move(part));
+    Parts().PutBack(id, std::move(part));
     return manifest.status();
   }
   return CommittedJson(*manifest);
@@ -163,7 +163,7 @@ Result<Json> CommitPartRequest(const Json& request) {
 
 Result<Json> EndPartRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
-  TC_ASSIGN_OR_RETURN(std::unique_ptr<PartSession> part, TakePart(id));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<PartSession> part, Parts().Take(id));
   part.reset();
   return Json::object();
 }

@@ -1,25 +1,28 @@
-// Save sessions that Python holds by id.
+// Saves that Python holds by number. One that is being committed is out of the
+// table meanwhile.
 #pragma once
 
-#include <cstdint>
 #include <memory>
 
 #include "engine/parts.h"
 #include "engine/staging.h"
+#include "runtime/handles.h"
 
 namespace torch_ckpt::capi {
 
-// Ids are never reused. All functions may be called from any thread; a session
-// that is being committed is out of the table meanwhile.
-int64_t KeepSession(std::unique_ptr<SaveSession> session);
-// Takes the session out; kInvalidArgument for an unknown id.
-Result<std::unique_ptr<SaveSession>> TakeSession(int64_t id);
-// Puts it back under the same id, after a commit that failed.
-void ReturnSession(int64_t id, std::unique_ptr<SaveSession> session);
+// A save that is alive at exit keeps its staging directory for the next one to
+// remove, as after a kill: tables are never destroyed.
+inline HandleTable<std::unique_ptr<SaveSession>>& Saves() {
+  static auto* const table =
+      new HandleTable<std::unique_ptr<SaveSession>>("save session");
+  return *table;
+}
 
-// The same for the parts of saves without collectives. Their ids count apart.
-int64_t KeepPart(std::unique_ptr<PartSession> part);
-Result<std::unique_ptr<PartSession>> TakePart(int64_t id);
-void ReturnPart(int64_t id, std::unique_ptr<PartSession> part);
+// The parts of saves without collectives.
+inline HandleTable<std::unique_ptr<PartSession>>& Parts() {
+  static auto* const table =
+      new HandleTable<std::unique_ptr<PartSession>>("part of a save");
+  return *table;
+}
 
 }  // namespace torch_ckpt::capi

@@ -92,10 +92,9 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
 }  // namespace
 
 void read(std::vector<Tensor> targets, Tensor plan, Tensor report) {
-  RunOp(plan, report, JobKind::kRead,
-        [&](const Json& parsed, Job* job, int64_t* values) {
-          return Run(targets, parsed, job, values);
-        });
+  RunOp(plan, report, [&](const Json& parsed, Job* job, int64_t* values) {
+    return Run(targets, parsed, job, values);
+  });
 }
 
 void crc32c(Tensor data, Tensor report) {

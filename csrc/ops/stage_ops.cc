@@ -66,10 +66,9 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
 
 void stage(std::vector<Tensor> tensors, Tensor plan, Tensor offsets,
            Tensor report) {
-  RunOp(plan, report, JobKind::kStage,
-        [&](const Json& parsed, Job* job, int64_t* values) {
-          return Run(tensors, parsed, job, offsets, values);
-        });
+  RunOp(plan, report, [&](const Json& parsed, Job* job, int64_t* values) {
+    return Run(tensors, parsed, job, offsets, values);
+  });
 }
 
 std::vector<Tensor> views(Tensor region, std::vector<Tensor> like,

@@ -57,12 +57,12 @@ Result<Json> ParsePlanTensor(const Tensor& plan) {
 }
 
 // The job that plan["job"] names, or a private one.
-Result<std::shared_ptr<Job>> JobOfPlan(const Json& plan, JobKind kind) {
+Result<std::shared_ptr<Job>> JobOfPlan(const Json& plan) {
   const auto id = plan.find("job");
   if (id == plan.end() || !id->is_number_integer() || *id == 0) {
-    return std::make_shared<Job>(kind);
+    return std::make_shared<Job>();
   }
-  return JobRegistry::Process().Find(id->get<int64_t>());
+  return Jobs().Find(id->get<int64_t>());
 }
 
 }  // namespace
@@ -88,13 +88,12 @@ Result<int64_t*> ReportOf(Tensor& report) {
   return values;
 }
 
-void RunOp(const Tensor& plan, Tensor& report, JobKind kind,
-           const OpWork& work) {
+void RunOp(const Tensor& plan, Tensor& report, const OpWork& work) {
   Result<int64_t*> values = ReportOf(report);
   ThrowIfError(values.status());
   Result<Json> parsed = ParsePlanTensor(plan);
   ThrowIfError(parsed.status());
-  Result<std::shared_ptr<Job>> job = JobOfPlan(*parsed, kind);
+  Result<std::shared_ptr<Job>> job = JobOfPlan(*parsed);
   ThrowIfError(job.status());
   Status status = work(*parsed, job->get(), *values);
   if (!status.ok()) ThrowIfError((*job)->Fail(std::move(status)));

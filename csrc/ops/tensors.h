@@ -43,8 +43,7 @@ using OpWork =
 // private one. Throws its error after keeping it in the job, where Python finds
 // its parts. A wrong report, plan or number of a job is only thrown: there is
 // no job yet.
-void RunOp(const Tensor& plan, Tensor& report, JobKind kind,
-           const OpWork& work);
+void RunOp(const Tensor& plan, Tensor& report, const OpWork& work);
 
 // Memory of a dense or strided CPU tensor. kUnsupported for other devices and
 // for more than kMaxDims dimensions.

@@ -189,10 +189,9 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
 }  // namespace
 
 void write(std::vector<Tensor> tensors, Tensor plan, Tensor report) {
-  RunOp(plan, report, JobKind::kWrite,
-        [&](const Json& parsed, Job* job, int64_t* values) {
-          return Run(tensors, parsed, job, values);
-        });
+  RunOp(plan, report, [&](const Json& parsed, Job* job, int64_t* values) {
+    return Run(tensors, parsed, job, values);
+  });
 }
 
 }  // namespace torch_ckpt::ops

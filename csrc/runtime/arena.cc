@@ -15,9 +15,9 @@
 
 #include "base/checked.h"
 #include "base/stretches.h"
+#include "os/fork.h"
 #include "os/memory.h"
 #include "os/shared_memory.h"
-#include "runtime/jobs.h"
 
 namespace torch_ckpt {
 namespace {
@@ -28,12 +28,6 @@ constexpr size_t kHugePage = kArenaPage;
 constexpr size_t kIdleAdopted = 4;
 // More than there is, and still a number that can be rounded up.
 constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max() - kHugePage;
-
-Status NotInForkedChild() {
-  return Unsupported(
-      "the host arena belongs to the parent of this forked process; start "
-      "workers with the 'spawn' or 'forkserver' method");
-}
 
 }  // namespace
 
@@ -252,7 +246,7 @@ Result<ArenaLease> Arena::Lease(size_t bytes,
                                 std::chrono::milliseconds patience,
                                 MemoryKind kind) {
   using Clock = std::chrono::steady_clock;
-  if (InForkedChild()) return NotInForkedChild();
+  TC_RETURN_IF_ERROR(NotInForkedChild());
   if (bytes > std::numeric_limits<size_t>::max() - 2 * kHugePage) {
     return Exhausted("no machine has " + std::to_string(bytes) + " bytes");
   }
@@ -328,7 +322,7 @@ Result<ArenaLease> Arena::Lease(size_t bytes,
 }
 
 Result<ArenaLease> Arena::Adopt(int fd, uint64_t offset, size_t bytes) {
-  if (InForkedChild()) return NotInForkedChild();
+  TC_RETURN_IF_ERROR(NotInForkedChild());
   TC_ASSIGN_OR_RETURN(const SharedPiece piece, FindShared(fd, offset, bytes));
   ArenaLease lease;
   std::lock_guard<std::mutex> lock(impl_->mutex);

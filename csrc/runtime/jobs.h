@@ -1,6 +1,5 @@
 // Native jobs: progress, cancellation, the first error and the result of a
-// piece of work, found again by an int64 id (kind | generation | slot). A
-// stale or foreign id is an error, never a crash. After fork the child refuses.
+// piece of work.
 #pragma once
 
 #include <atomic>
@@ -10,23 +9,13 @@
 #include <string>
 
 #include "base/status.h"
+#include "runtime/handles.h"
 
 namespace torch_ckpt {
-
-enum class JobKind : uint8_t {
-  kWrite = 1,
-  kRead = 2,
-  kMerge = 3,
-  kVerify = 4,
-  kStage = 5,
-};
 
 // Shared by the threads of one job and whoever watches it. Thread-safe.
 class Job {
  public:
-  explicit Job(JobKind kind) : kind_(kind) {}
-  JobKind kind() const { return kind_; }
-
   void AddTotal(uint64_t bytes) { total_ += bytes; }
   void AddDone(uint64_t bytes) { done_ += bytes; }
   uint64_t total() const { return total_; }
@@ -52,7 +41,6 @@ class Job {
   void Hold(std::shared_ptr<void> held);
 
  private:
-  const JobKind kind_;
   std::atomic<uint64_t> total_{0}, done_{0};
   std::atomic<bool> cancelled_{false}, ending_{false}, failed_{false};
   mutable std::mutex mutex_;
@@ -61,22 +49,7 @@ class Job {
   std::shared_ptr<void> held_;
 };
 
-class JobRegistry {
- public:
-  static JobRegistry& Process();  // never destroyed
-  Result<int64_t> Create(JobKind kind);
-  // kInvalidArgument for an unknown or freed id ("unknown job 7").
-  Result<std::shared_ptr<Job>> Find(int64_t id);
-  Status Free(int64_t id);
-  int64_t LiveCount();
-
- private:
-  struct Impl;
-  JobRegistry();
-  Impl* impl_;
-};
-
-// True in a process that was forked from one in which the core was loaded.
-bool InForkedChild();
+// The jobs of the process that Python watches.
+HandleTable<std::shared_ptr<Job>>& Jobs();
 
 }  // namespace torch_ckpt

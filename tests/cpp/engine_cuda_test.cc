@@ -44,7 +44,7 @@ class WriteFromDeviceTest : public EngineTest {
     file_.name = "model-00001-of-00001.safetensors";
     plan.files.push_back(file_);
     plan.options.workers = workers;
-    Job job(JobKind::kWrite);
+    Job job;
     TC_ASSIGN_OR_RETURN(WrittenPlan written, RunWriteJob(plan, sources_, &job));
     return std::move(written.files);
   }
@@ -144,7 +144,7 @@ TEST_F(WriteFromDeviceTest, FinalFilesWithCasts) {
   plan.final_tensors.push_back(
       {"plain", Dtype::kU8, {5003}, {0}, {5003}, sources_.size()});
   sources_.push_back(DeviceSource(plain));
-  Job job(JobKind::kWrite);
+  Job job;
   auto written = RunWriteJob(plan, sources_, &job);
   ASSERT_OK(written.status());
   RankFinals rank;

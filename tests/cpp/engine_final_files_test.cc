@@ -43,7 +43,7 @@ class FinalFilesTest : public EngineDiskTest {
     }
   }
   Status Assemble(const OutputOptions& options = {}) {
-    Job job(JobKind::kMerge);
+    Job job;
     return RunAssembleJob(session_->directory(), list_, ranks_, options, &job)
         .status();
   }

@@ -277,7 +277,7 @@ TEST_F(MergeJobTest, ProgressCountsTheBytesOfTheOutput) {
   ASSERT_OK(plan.status());
   auto session = BeginSave(Path("out"), true);
   ASSERT_OK(session.status());
-  Job job(JobKind::kMerge);
+  Job job;
   ASSERT_OK(
       RunMergeJob(*plan, session->directory(), plan->outputs(), &job).status());
   EXPECT_GT(job.total(), a.bytes.size());
@@ -294,7 +294,7 @@ TEST_F(MergeJobTest, CancelLeavesNoOutput) {
   {
     auto session = BeginSave(Path("out"), true);
     ASSERT_OK(session.status());
-    Job job(JobKind::kMerge);
+    Job job;
     job.Cancel();
     EXPECT_EQ(RunMergeJob(*plan, session->directory(), plan->outputs(), &job)
                   .status()

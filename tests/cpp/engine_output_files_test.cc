@@ -47,7 +47,7 @@ TEST_F(OutputFilesTest, AFillThatForgetsToDigestIsAnErrorAndLeavesNothing) {
   ASSERT_OK(staging.status());
   const std::vector<OutputSpec> files = {
       {"a", "a.staged", "", FileRole::kExtra, 10000, {}}};
-  Job job(JobKind::kWrite);
+  Job job;
   const auto written =
       WriteOutputs(*staging, files, {}, &job,
                    [](size_t, MutableByteSpan out, MutableByteSpan, int,
@@ -92,7 +92,7 @@ TEST_F(OutputFilesTest, PartsOfSeveralWritersMakeTheFilesAndTheirDigests) {
   for (int part = 0; part < kParts; ++part) {
     std::vector<OutputSpec> own = files;
     TakePart(&own, part, kParts);
-    Job job(JobKind::kWrite);
+    Job job;
     const auto ranges = WriteOutputs(*staging, own, {}, &job, kFill);
     ASSERT_OK(ranges.status());
     uint64_t bytes = 0;
@@ -134,7 +134,7 @@ TEST_F(OutputFilesTest, ARangeThatDirectIoCannotWriteIsRefused) {
        {ByteRange{1, 4096}, ByteRange{0, 4097}, ByteRange{4096, 4096},
         ByteRange{8192, 12288}}) {
     files[0].ranges = {range};
-    Job job(JobKind::kWrite);
+    Job job;
     EXPECT_EQ(WriteOutputs(*staging, files, {}, &job, kFill).status().kind(),
               ErrorKind::kInternal);
   }

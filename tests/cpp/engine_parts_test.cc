@@ -35,7 +35,7 @@ Status WritePart(const PartSession& session, const std::vector<Piece>& pieces,
     request->objects.push_back({"step", ObjectFileName(session.part().rank)});
   }
   work.plan.staging = session.path();
-  Job job(JobKind::kWrite);
+  Job job;
   TC_ASSIGN_OR_RETURN(const WrittenPlan written,
                       RunWriteJob(work.plan, work.sources, &job));
   for (const WrittenFile& file : written.files) {
@@ -100,7 +100,7 @@ TEST_F(PartsTest, AllPartsMakeOneCheckpoint) {
   EXPECT_EQ(checkpoint->manifest()->world_size, 2);
   EXPECT_EQ(checkpoint->manifest()->files.size(), 6u);
   EXPECT_TRUE(IsId(checkpoint->save_id()));
-  Job job(JobKind::kVerify);
+  Job job;
   const auto report = RunVerifyJob(checkpoint, 2, &job);
   ASSERT_TRUE(report.ok()) << report.status().ToString();
   EXPECT_EQ(report->files, 6);

@@ -118,7 +118,7 @@ TEST_F(RandomTest, WhatWasSavedIsReadAndMerged) {
     auto direct = ReadAll(Path("final"));
     ASSERT_OK(direct.status());
     ASSERT_TRUE(*direct == *all);
-    Job job(JobKind::kVerify);
+    Job job;
     auto opened = OpenCheckpoint(Path("final"));
     ASSERT_OK(opened.status());
     ASSERT_OK(RunVerifyJob(*opened, 2, &job).status());

@@ -101,7 +101,7 @@ TEST_F(ReadJobTest, ItemsThatOverlap) {
                          boxes[i].sizes, DenseStrides(boxes[i].sizes, 4), 4});
       plan.items.push_back({"a", boxes[i], {}, i});
     }
-    Job job(JobKind::kRead);
+    Job job;
     auto report = RunReadJob(*checkpoint, plan, targets, &job);
     ASSERT_OK(report.status());
     for (size_t i = 0; i < boxes.size(); ++i) {
@@ -139,7 +139,7 @@ TEST_F(ReadJobTest, PartialLoadReadsOnlyWhatItNeeds) {
     ReadPlan plan;
     plan.verify = verify;
     plan.items.push_back({"a", box, {}, 0});
-    Job job(JobKind::kRead);
+    Job job;
     auto report = RunReadJob(*checkpoint, plan,
                              {{reinterpret_cast<std::byte*>(memory.data()),
                                {1, 1024},
@@ -162,7 +162,7 @@ TEST_F(ReadJobTest, TargetsNeedNotBeContiguous) {
   std::string memory(20 * 30 * 8, '#');
   ReadPlan plan;
   plan.items.push_back({"a", Box::Whole(a.shape), {}, 0});
-  Job job(JobKind::kRead);
+  Job job;
   ASSERT_OK(RunReadJob(*checkpoint, plan,
                        {{reinterpret_cast<std::byte*>(memory.data()),
                          {20, 30},
@@ -192,7 +192,7 @@ TEST_F(ReadJobTest, RefusesBeforeAByteIsCopied) {
   const auto run = [&](std::vector<ReadItem> items) {
     ReadPlan plan;
     plan.items = std::move(items);
-    Job job(JobKind::kRead);
+    Job job;
     return RunReadJob(*checkpoint, plan, {target}, &job).status();
   };
   const Status unknown =
@@ -318,7 +318,7 @@ TEST_F(ReadJobTest, ASaveUnderAnOpenCheckpointIsAConflict) {
     ReadPlan plan;
     plan.verify = verify;
     plan.items.push_back({"step", {}, ObjectFileName(0), 0});
-    Job job(JobKind::kRead);
+    Job job;
     const Status object =
         RunReadJob(*opened, plan,
                    {{reinterpret_cast<std::byte*>(memory.data()),
@@ -344,7 +344,7 @@ TEST_F(ReadJobTest, CancelStops) {
   std::string memory(a.bytes.size(), '\0');
   ReadPlan plan;
   plan.items.push_back({"a", Box::Whole(a.shape), {}, 0});
-  Job job(JobKind::kRead);
+  Job job;
   job.Cancel();
   EXPECT_EQ(
       RunReadJob(

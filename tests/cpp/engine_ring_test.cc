@@ -58,7 +58,7 @@ class RingTest : public EngineDiskTest {
       ASSERT_OK(rank.status());
       ranks.push_back(std::move(rank).value());
     }
-    Job job(JobKind::kMerge);
+    Job job;
     CommitRequest request;
     auto files = RunAssembleJob(session_->directory(), list_, ranks, {}, &job);
     ASSERT_OK(files.status());
@@ -357,7 +357,7 @@ TEST_F(TwoRanks, BoxesThatDoNotTileAreFoundAsEver) {
     ASSERT_OK(rank.status());
     ranks.push_back(std::move(rank).value());
   }
-  Job job(JobKind::kMerge);
+  Job job;
   const Status status =
       RunAssembleJob(session_->directory(), list_, ranks, {}, &job).status();
   EXPECT_EQ(status.kind(), ErrorKind::kIncomplete) << status.ToString();

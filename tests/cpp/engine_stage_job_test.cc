@@ -59,7 +59,7 @@ class StageJobTest : public testing::Test {
   }
 
   Arena arena_{256 * kMiB, IdleMemory::kReplaced};
-  Job job_{JobKind::kStage};
+  Job job_;
   std::vector<std::string> names_;
   std::vector<SourceTensor> sources_;
 };

@@ -177,7 +177,7 @@ inline Status WriteRanks(const std::string& staging,
     PlanRank(rank, pieces, settings, &work);
     if (work.plan.files.empty()) continue;
     work.plan.staging = staging;
-    Job job(JobKind::kWrite);
+    Job job;
     TC_ASSIGN_OR_RETURN(const WrittenPlan written,
                         RunWriteJob(work.plan, work.sources, &job));
     for (const WrittenFile& file : written.files) {
@@ -224,7 +224,7 @@ inline Result<std::string> ReadBox(const CheckpointPtr& checkpoint,
   plan.items.push_back({name, box, {}, 0});
   plan.verify = verify;
   plan.workers = workers;
-  Job job(JobKind::kRead);
+  Job job;
   TC_RETURN_IF_ERROR(RunReadJob(checkpoint, plan, {target}, &job).status());
   return out;
 }
@@ -295,7 +295,7 @@ inline Result<Manifest> Merge(const std::string& from, const std::string& to,
   TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(to, true));
   std::vector<std::vector<WrittenRange>> written;
   if (settings.ranks == 0) {
-    Job job(JobKind::kMerge);
+    Job job;
     TC_ASSIGN_OR_RETURN(
         written, RunMergeJob(plan, session.directory(), plan.outputs(), &job));
   } else {
@@ -309,7 +309,7 @@ inline Result<Manifest> Merge(const std::string& from, const std::string& to,
                           MergePlan::Make(checkpoint, options, ids));
       std::vector<OutputSpec> outputs = own.outputs();
       TakePart(&outputs, rank, settings.ranks);
-      Job job(JobKind::kMerge);
+      Job job;
       TC_ASSIGN_OR_RETURN(const auto part,
                           RunMergeJob(own, session.directory(), outputs, &job));
       for (size_t f = 0; f < part.size(); ++f) {

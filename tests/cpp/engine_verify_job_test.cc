@@ -9,7 +9,7 @@ class VerifyJobTest : public EngineDiskTest {
   Result<VerifyReport> Verify(int workers = 2) {
     TC_ASSIGN_OR_RETURN(const CheckpointPtr checkpoint,
                         OpenCheckpoint(Path("c")));
-    Job job(JobKind::kVerify);
+    Job job;
     auto report = RunVerifyJob(checkpoint, workers, &job);
     if (report.ok()) {
       EXPECT_EQ(job.done(), report->bytes);
@@ -71,7 +71,7 @@ TEST_F(VerifyJobTest, NothingToCompareWithoutAManifest) {
 TEST_F(VerifyJobTest, CancelStops) {
   const Array a = MakeArray(Dtype::kF32, {2, 2}, 1);
   ASSERT_OK(SaveAll(Path("c"), {WholePiece("a", a)}).status());
-  Job job(JobKind::kVerify);
+  Job job;
   job.Cancel();
   EXPECT_EQ(RunVerifyJob(*OpenCheckpoint(Path("c")), 2, &job).status().kind(),
             ErrorKind::kCancelled);

@@ -28,7 +28,7 @@ class WriteJobTest : public EngineDiskTest {
     plan.staging = Path("stage");
     plan.files.push_back(std::move(file));
     plan.options = options;
-    Job job(JobKind::kWrite);
+    Job job;
     TC_ASSIGN_OR_RETURN(WrittenPlan written, RunWriteJob(plan, sources, &job));
     return std::move(written.files);
   }
@@ -289,7 +289,7 @@ WritePlan PlanOf(const Array& a, const std::string& staging) {
 
 TEST_F(WriteJobTest, ProgressCountsTheBytesOfTheFiles) {
   const Array a = MakeArray(Dtype::kF32, {1536, 1024}, 1);  // 6 MiB
-  Job job(JobKind::kWrite);
+  Job job;
   auto written =
       RunWriteJob(PlanOf(a, Path("stage")), {BytesSource(a.bytes)}, &job);
   ASSERT_OK(written.status());
@@ -299,7 +299,7 @@ TEST_F(WriteJobTest, ProgressCountsTheBytesOfTheFiles) {
 
 TEST_F(WriteJobTest, ACancelledJobUnlinksItsFiles) {
   const Array a = MakeArray(Dtype::kF32, {1024, 1024}, 1);
-  Job job(JobKind::kWrite);
+  Job job;
   job.Cancel();
   auto written =
       RunWriteJob(PlanOf(a, Path("stage")), {BytesSource(a.bytes)}, &job);
@@ -345,7 +345,7 @@ TEST_P(WriteJobFaultTest, AnErrorOfAnyCallUnlinksAllFiles) {
         return {.sys_errno = ++seen == nth ? EDQUOT : 0};
       });
       plan.options.workers = 1;
-      Job job(JobKind::kWrite);
+      Job job;
       auto written = RunWriteJob(plan, {BytesSource(a.bytes)}, &job);
       SetFaultHook(nullptr);
       if (op == std::string("ftruncate") && seen < nth) continue;
@@ -396,7 +396,7 @@ TEST_F(WriteJobTest, StagedTensorsAreWrittenFromWhereTheyAre) {
     names.push_back(name);
     file.tensors.push_back(WholeTensor(name, Dtype::kU8, arrays[i].shape, i));
   }
-  Job staging(JobKind::kStage);
+  Job staging;
   StageOptions shared;
   shared.kind = MemoryKind::kShared;
   Arena theirs(64 << 20);  // of the process that has staged

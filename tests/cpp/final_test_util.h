@@ -55,7 +55,7 @@ inline Result<RankFinals> WriteFinalRank(const std::string& staging,
   for (const std::string& bytes : work.memory) {
     work.sources.push_back(BytesSource(bytes));
   }
-  Job job(JobKind::kWrite);
+  Job job;
   TC_ASSIGN_OR_RETURN(WrittenPlan written,
                       RunWriteJob(work.plan, work.sources, &job));
   if (by_ring) *by_ring += written.ring_bytes;
@@ -87,7 +87,7 @@ inline Result<Manifest> SaveFinal(const std::string& target,
         WriteFinalRank(session.place().path, rank, pieces, settings.output));
     ranks.push_back(std::move(finals));
   }
-  Job job(JobKind::kMerge);
+  Job job;
   CommitRequest request;
   TC_ASSIGN_OR_RETURN(
       request.files,

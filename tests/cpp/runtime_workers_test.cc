@@ -83,7 +83,7 @@ TEST(ForEachItem, ExceptionsBecomeErrors) {
 }
 
 TEST(ForEachItem, CancelStopsIt) {
-  Job job(JobKind::kWrite);
+  Job job;
   std::atomic<int> started{0};
   const Status status =
       ForEachItem(2, 100000, &job, [&](int64_t item, int) -> Status {
@@ -101,7 +101,7 @@ TEST(ForEachItem, CancelStopsIt) {
 }
 
 TEST(ForEachItem, ACancelAfterTheLastItemChangesNothing) {
-  Job job(JobKind::kWrite);
+  Job job;
   EXPECT_TRUE(ForEachItem(1, 3, &job, [&](int64_t item, int) -> Status {
                 if (item == 2) job.Cancel();
                 return {};

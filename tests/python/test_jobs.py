@@ -93,7 +93,7 @@ def test_ctrl_c_waits_for_the_work_however_often() -> None:
         time.sleep(0.1)
         seen.append("ended")
 
-    with Job("verify") as job:
+    with Job() as job:
         with pytest.raises(KeyboardInterrupt):
             job.run(work)
         assert seen == ["ended"]

@@ -83,7 +83,7 @@ class RankWrite:
             "rank": self.report.rank,
             **self.options,
         }
-        with Job("write") as job:
+        with Job() as job:
             result = _ext.write(sources, plan, job)
             self.report.written_bytes += job.progress()[0]
         self.report.files += result["files"]

@@ -78,7 +78,7 @@ class ObjectReader:
             "names": [name],
             "files": {"0": name},
         }
-        with Job("read") as job:
+        with Job() as job:
             _ext.read([target], plan, job)
         return bytes(held)
 

@@ -103,7 +103,7 @@ class TensorReader:
             "names": _core.names_text([request.item.storage_index.fqn for request in requests]),
             "offsets": [request.offsets for request in requests],
         }
-        with Job("read") as job:
+        with Job() as job:
             _ext.read(into, plan, job)
 
     def _read_in_waves(self, requests: list[_Request]) -> None:

@@ -451,7 +451,7 @@ class HuggingFaceStorageWriter(StockWriter):
             session.commit(request)
             return
         # What the ranks have left of final files is put in place first, which may take time.
-        with Job("merge") as job:
+        with Job() as job:
             whole = {**request, "job": job.id, **self._options()}
             job.run(lambda: session.commit(whole))
 

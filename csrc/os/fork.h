@@ -1,0 +1,16 @@
+// What a fork leaves behind: the child has the parent's memory, but none of its
+// threads, so that a mutex may be held for ever by a thread that is not there.
+#pragma once
+
+#include "base/status.h"
+
+namespace torch_ckpt {
+
+// True in a process that was forked from one in which the core was loaded.
+bool InForkedChild();
+
+// kUnsupported there, saying what to do instead; ok in any other process. To
+// be asked before a lock is taken.
+Status NotInForkedChild();
+
+}  // namespace torch_ckpt
