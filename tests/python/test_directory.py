@@ -199,6 +199,7 @@ def test_other_names_are_not_looked_at(root: Path, name: str) -> None:
     assert Checkpoint(root / name).verify().files > 0
 
 
+@pytest.mark.usefixtures("fault_points")
 def test_a_commit_that_was_interrupted_counts(root: Path) -> None:
     directory = CheckpointDirectory(root)
     directory.save(state(1), 1)

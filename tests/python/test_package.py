@@ -143,6 +143,25 @@ def test_installs_of_the_sdist(source: Path, tmp_path: Path) -> None:
     out = run([python, ROOT / "tests/python/round_trip.py"], cwd=tmp_path).stdout
     assert str(tmp_path / "venv") in out, "the round trip used another torch_ckpt"
     run([tmp_path / "venv/bin/torch-ckpt", "--help"], cwd=tmp_path)
+    tests_of_faults_fail_or_say_that_they_are_skipped(python, tmp_path)
+
+
+def tests_of_faults_fail_or_say_that_they_are_skipped(python: Path, folder: Path) -> None:
+    """A wheel has no fault points. Tests that need them must not pass for want of them."""
+    words = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
+    faults = ROOT / "tests/faults"
+    words += [f"{faults}/test_kills.py::test_killed_at_any_call[fresh]"]
+    words += [f"{faults}/test_errors.py::test_full_disk"]
+    words += [f"{faults}/test_concurrency.py::test_the_second_save_loses_before_any_byte"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment.pop("TORCH_CKPT_TEST_WHEEL", None)
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "has no fault points" in done.stdout, done.stdout
+    assert re.search(r"\b[23] passed.* 1 error", done.stdout), done.stdout
+    said = run(words, cwd=folder, TORCH_CKPT_TEST_WHEEL="1").stdout
+    assert re.search(r"\b[23] passed, [12] skipped", said), said
 
 
 def compiled(output: str) -> list[str]:

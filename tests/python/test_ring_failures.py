@@ -6,8 +6,6 @@ How the engine goes on where there can be no ring is in tests/cpp/engine_ring_te
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from traceback import StackSummary
@@ -38,22 +36,6 @@ def check_saved(path: Path) -> None:
 def save(path: Path, faults: dict[int, str] | None = None) -> list[tuple[int, str]]:
     environments = {rank: {"TORCH_CKPT_FAULTS": text} for rank, text in (faults or {}).items()}
     return run_scripts("final_rank.py", WORLD, [str(path)], environments)
-
-
-@pytest.fixture(scope="module")
-def fault_points(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A misspelt fault makes every call fail, in builds that have fault points."""
-    describe = "import sys; from torch_ckpt import Checkpoint; Checkpoint(sys.argv[1]).describe()"
-    path = tmp_path_factory.mktemp("probe") / "c"
-    torch_ckpt.save({"w": torch.ones(1)}, checkpoint_id=path)
-    done = subprocess.run(
-        [sys.executable, "-c", describe, str(path)],
-        env={**os.environ, "TORCH_CKPT_FAULTS": "nonsense"},
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode == 0:
-        pytest.skip("this build has no fault points")
 
 
 @pytest.mark.slow

@@ -1,0 +1,39 @@
+"""What the tests of every folder share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROBE = """
+import sys, torch
+import torch_ckpt
+torch_ckpt.save({"w": torch.ones(1)}, checkpoint_id=sys.argv[1], no_dist=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def fault_points(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The library fails where TORCH_CKPT_FAULTS says so. A build that cannot is no build to test:
+    what needs this fixture fails there, or is skipped where $TORCH_CKPT_TEST_WHEEL says that a
+    wheel is tested, which users get without fault points."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(tmp_path_factory.mktemp("probe") / "c")],
+        # A misspelt fault makes every call fail.
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "TORCH_CKPT_FAULTS": "nonsense",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        if os.environ.get("TORCH_CKPT_TEST_WHEEL", "") not in ("", "0"):
+            pytest.skip("a wheel is tested, which has no fault points")
+        pytest.fail("this build has no fault points (-DTORCH_CKPT_FAULTS=ON)")
+    assert "Invalid argument" in done.stderr, done.stderr
