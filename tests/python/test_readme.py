@@ -11,15 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(
-    r"<!-- example: begin -->\n```(\w*)\n(.*?)```\n<!-- example: end -->", README, re.DOTALL
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a reader would paste; the examples use each other's files."""
-    return tmp_path_factory.mktemp("readme")
+FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+PYTHON = [text for language, text in FENCES if language == "python"]
 
 
 def run(arguments: list[str], folder: Path) -> str:
@@ -28,20 +21,23 @@ def run(arguments: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_the_examples_run(folder: Path) -> None:
-    python = [text for language, text in EXAMPLES if language == "python"]
-    assert len(python) == 6
-    assert "VerifyReport(files=" in run([sys.executable, "-c", python[0]], folder)
-    run([sys.executable, "-c", python[1]], folder)
-    run([sys.executable, "-c", python[2]], folder)
-    assert (folder / "model" / "model-00001-of-00001.safetensors").exists()
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_every_example_runs(number: int, tmp_path: Path) -> None:
+    """Alone, in an empty folder."""
+    said = run([sys.executable, "-W", "error::DeprecationWarning", "-c", PYTHON[number]], tmp_path)
+    for line in re.findall(r"^print\(.*\)  # (.*)$", PYTHON[number], re.MULTILINE):
+        assert line in said.splitlines()
 
-    commands = [text for language, text in EXAMPLES if not language]
-    assert len(commands) == 1
-    for line in commands[0].splitlines():
+
+def test_the_commands_run(tmp_path: Path) -> None:
+    """On the checkpoints that the first example saves."""
+    (commands,) = [text for _, text in FENCES if text.startswith("torch-ckpt ")]
+    assert "VerifyReport(files=" in run([sys.executable, "-c", PYTHON[0]], tmp_path)
+    for line in commands.splitlines():
         program, *arguments = line.split()
         assert program == "torch-ckpt"
-        assert run([sys.executable, "-m", "torch_ckpt", *arguments], folder)
+        assert run([sys.executable, "-m", "torch_ckpt", *arguments], tmp_path)
+    assert (tmp_path / "model" / "model-00001-of-00001.safetensors").exists()
 
 
 def test_links_lead_somewhere() -> None:
