@@ -214,6 +214,22 @@ def test_only_ordinary_floats_are_cast(tmp_path: Path) -> None:
         assert_same(tensors_of(tmp_path / "c"), expected)
 
 
+def test_keep_fp32_is_looked_for_anywhere_in_a_name(tmp_path: Path) -> None:
+    norm, weight = "model.layers.0.norm.weight", "model.layers.0.mlp.weight"
+    state = {norm: torch.ones(4), weight: torch.ones(4)}
+    torch_ckpt.save(
+        state, checkpoint_id=tmp_path / "c", layout="final", dtype="bf16", keep_fp32=["norm"]
+    )
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "in")
+    torch_ckpt.consolidate_safetensors_files(
+        tmp_path / "in", tmp_path / "out", None, dtype="bf16", keep_fp32=[r"norm\.weight$"]
+    )
+    for path in (tmp_path / "c", tmp_path / "out"):
+        found = tensors_of(path)
+        assert found[norm].dtype is torch.float32
+        assert found[weight].dtype is torch.bfloat16
+
+
 def test_the_dtypes_of_a_directory(tmp_path: Path) -> None:
     reference = {"w": torch.zeros(3, dtype=torch.float16), "ids": torch.zeros(3, dtype=torch.int64)}
     torch_ckpt.save(reference, checkpoint_id=tmp_path / "reference")
@@ -311,6 +327,7 @@ def test_casts_that_there_are_not(tmp_path: Path, options: dict[str, Any]) -> No
     ("options", "says"),
     [
         ({"dtype": "bf16", "keep_fp32": ["head"]}, "stored as F32, but is tied to 'emb'.*as BF16"),
+        ({"dtype": "bf16", "keep_fp32": ["ead$"]}, "stored as F32, but is tied to 'emb'.*as BF16"),
         ({"dtype": {"head": "bf16"}}, "stored as BF16, but is tied to 'emb'.*as F32"),
     ],
 )

@@ -1,0 +1,56 @@
+"""What one rank writes and reports: when its tensors are read, and whose files are committed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+import torch_ckpt
+from torch_ckpt import ConflictError
+from torch_ckpt.dcp import rank_write
+from torch_ckpt.dcp.commit import RankReport, commit_request
+
+
+@pytest.mark.parametrize("layout", ["sharded", "final"])
+def test_kernels_that_are_queued_are_waited_for_before_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """The engine reads on streams of its own; without a GPU the order of the calls must do."""
+    calls: list[str] = []
+    write = rank_write._ext.write
+
+    class Event:
+        def synchronize(self) -> None:
+            calls.append("waited")
+
+    def queued_kernels(tensors: list[torch.Tensor]) -> list[Any]:
+        calls.append(f"{[len(tensor) for tensor in tensors if tensor.dtype.is_floating_point]}")
+        return [Event(), Event()]
+
+    def writing(*arguments: Any) -> Any:
+        calls.append("written")
+        return write(*arguments)
+
+    monkeypatch.setattr(rank_write, "queued_kernels", queued_kernels)
+    monkeypatch.setattr(rank_write._ext, "write", writing)
+    state = {"a": torch.ones(3), "b": torch.ones(5)}
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "c", layout=layout)
+    assert calls == ["[3, 5]", "waited", "waited", "written"]
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_rank_that_wrote_for_another_save_is_refused(final: bool) -> None:
+    file = {"staged": "0", "name": "a", "id": "", "role": "data", "bytes": 1, "crc32c": 0}
+    files, finals = ([], [{}]) if final else ([file], [])
+    reports = [[RankReport(rank, save_id, files, [], finals)] for rank, save_id in enumerate("aab")]
+    with pytest.raises(ConflictError, match="wrote for another save") as error:
+        commit_request(Metadata({}), reports, "a", final=final)
+    assert error.value.rank == 2
+    assert commit_request(Metadata({}), reports[:2], "a", final=final)["world_size"] == 2
+    # One that had nothing to write may not have asked whose save it is.
+    nothing = [[RankReport(0, "a", [], [])], [RankReport(1, "", [], [])]]
+    assert commit_request(Metadata({}), nothing, "a", final=False)["files"] == []
