@@ -67,7 +67,6 @@ add_executable(
   tests/cpp/engine_final_files_test.cc
   tests/cpp/engine_header_io_test.cc
   tests/cpp/engine_merge_job_test.cc
-  tests/cpp/engine_merge_log_test.cc
   tests/cpp/engine_output_files_test.cc
   tests/cpp/engine_parts_test.cc
   tests/cpp/engine_random_test.cc

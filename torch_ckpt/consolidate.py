@@ -27,7 +27,7 @@ from torch_ckpt.merge import (
     merge_request,
 )
 from torch_ckpt.progress import Progress
-from torch_ckpt.team import RankGoneError, Team
+from torch_ckpt.team import Team
 
 __all__ = [
     "consolidate_safetensors_files",
@@ -178,7 +178,7 @@ def merge_on_every_rank(
     try:
         begun = team.together(begin, cancel=cancel)[0]
         part = {**request, "part": team.rank, "parts": team.size}
-        part.update({key: begun[key] for key in ("staging", "ids", "input_save_id", "written")})
+        part.update({key: begun[key] for key in ("staging", "ids", "input_save_id")})
         with Job() as job:
             part["job"] = job.id
             parts = team.together(
@@ -187,13 +187,12 @@ def merge_on_every_rank(
                 progress=progress if team.rank == 0 else None,
                 cancel=cancel,
             )
-        commit |= {**request, "parts": [begun["written"], *(answer["written"] for answer in parts)]}
+        commit |= {**request, "parts": [answer["written"] for answer in parts]}
         commit.update({key: begun[key] for key in ("ids", "input_save_id", "in_place", "session")})
         answers = team.together(finish, to_its_end=True)
-    except BaseException as error:
-        # Where a rank is gone, what was written stays, as if all were: the next merge goes on.
+    except BaseException:
         for session in sessions:
-            end_session("save", session, keep=isinstance(error, RankGoneError))
+            end_session("save", session)
         raise
     finally:
         context.close()

@@ -259,11 +259,11 @@ def _free_job(job: int) -> None:
     _core.call({"op": "job_free", "job": job})
 
 
-def end_session(kind: str, session: int, *, keep: bool = False) -> None:
+def end_session(kind: str, session: int) -> None:
     """Give up session `session` of the core, which may be unknown: a commit has consumed it then,
-    and only its answer did not arrive. keep: leave a save's staging directory as it is."""
+    and only its answer did not arrive."""
     with contextlib.suppress(InvalidArgumentError):
-        _core.call({"op": f"end_{kind}", "session": session, "keep": keep})
+        _core.call({"op": f"end_{kind}", "session": session})
 
 
 def _new_mutex() -> None:

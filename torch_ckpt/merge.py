@@ -44,7 +44,7 @@ def consolidate_safetensors_files(
 
     Writes model-XXXXX-of-XXXXX.safetensors and model.safetensors.index.json. The directory is
     created, and may be `input_dir` itself: the shards then stay. All or nothing: on an error no
-    output is left. Called again after a kill, it goes on where it was.
+    output is left; what a kill leaves is removed when it is called again.
 
     fqn_to_index_mapping: fqn to index of its file, from 1; an index file, or a directory with one,
         that divides the tensors so; None: one file, or files by `max_shard_size`.

@@ -29,10 +29,6 @@ _MOMENT_S = 2.0  # that ranks have to say that they are here, when one is missed
 _teams: weakref.WeakKeyDictionary[Any, dict[float, Team]] = weakref.WeakKeyDictionary()
 
 
-class RankGoneError(CheckpointError):
-    """A rank was killed, or does not answer."""
-
-
 class Team:
     """The ranks of a process group, on a Gloo group of this work alone: neither its collectives
     nor its timeout are those of training. All ranks make the same calls in the same order.
@@ -40,7 +36,7 @@ class Team:
     timeout: seconds after which a rank that does not answer is taken for dead. One whose connection
     is closed is noticed at once.
 
-    Raises RankGoneError where not all ranks come in that time.
+    Raises CheckpointError where not all ranks come in that time.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None, timeout: float) -> None:
@@ -74,7 +70,7 @@ class Team:
 
     def _without_some(
         self, error: RuntimeError, step: Future[Any], job: Job | None
-    ) -> RankGoneError:
+    ) -> CheckpointError:
         """What Gloo's error says, with the ranks that are missed, once `step` has ended."""
         self._gloo = None  # closes the connections: the others hear of it now
         if job is not None:
@@ -86,7 +82,7 @@ class Team:
         time.sleep(max(0.0, until - time.monotonic()))
         return self._gone("here", error)
 
-    def _gone(self, word: str, error: RuntimeError) -> RankGoneError:
+    def _gone(self, word: str, error: RuntimeError) -> CheckpointError:
         """The error for `error` that names the ranks that have not said `word`."""
         try:
             gone = [
@@ -95,17 +91,17 @@ class Team:
                 if not self._store.check([f"{self._key}/{word}/{rank}"])
             ]
         except RuntimeError:  # of the store
-            return RankGoneError(
+            return CheckpointError(
                 "a rank is gone, or has not answered in time; which one cannot be said without the "
                 f"process group's store, which does not answer either; noticed by rank {self.rank}:"
                 f" {error}"
             )
         if not gone:  # it was stopped, and goes on
-            return RankGoneError(
+            return CheckpointError(
                 f"a rank has not answered in time; noticed by rank {self.rank}: {error}"
             )
         others = f", nor have ranks {gone[1:]}" if gone[1:] else ""
-        return RankGoneError(
+        return CheckpointError(
             f"is gone, or has not answered in time{others}; noticed by rank {self.rank}: {error}",
             rank=gone[0],
         )
@@ -144,7 +140,7 @@ class Team:
         The error of the lowest rank that has one is raised on all; the jobs of the others are
         cancelled meanwhile. So they are by Ctrl-C on any rank, which is raised there, by `cancel`
         once it is set on any rank, by what `progress` raises, and by a rank that is gone, which is
-        a RankGoneError. `progress` is called with the sums of all ranks' bytes, on another thread
+        a CheckpointError. `progress` is called with the sums of all ranks' bytes, on another thread
         where this is the main one.
         to_its_end: Ctrl-C is raised where it came once all are done, and changes nothing.
         """

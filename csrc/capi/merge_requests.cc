@@ -5,7 +5,6 @@
 #include "capi/sessions.h"
 #include "engine/commit.h"
 #include "engine/merge_job.h"
-#include "engine/merge_log.h"
 #include "format/names.h"
 
 namespace torch_ckpt::capi {
@@ -83,70 +82,15 @@ struct Begun {
   std::optional<MergePlan> plan;
   std::unique_ptr<SaveSession> session;
   bool in_place = false;
-  // What a merge that was killed has written already, by output.
-  std::vector<std::vector<WrittenRange>> written;
 };
-
-// The plan of a merge that was killed, where it was the same one.
-std::optional<MergePlan> EarlierPlan(const Input& input,
-                                     const Directory& staging) {
-  const std::optional<MergeMark> mark = ReadMergeMark(staging);
-  if (!mark) return std::nullopt;
-  Result<MergePlan> plan = input.Plan(mark->ids);
-  if (!plan.ok()) return std::nullopt;
-  const Result<std::string> identity = MergeIdentity(*plan);
-  if (!identity.ok() || *identity != mark->identity) return std::nullopt;
-  return std::move(plan).value();
-}
-
-// Makes of a staging directory what it was when the ranks began to write: the
-// merge may have been killed in the middle of its commit.
-Status RestoreStaging(const Directory& staging, const MergePlan& plan) {
-  std::map<std::string_view, const OutputSpec*> outputs;
-  for (const OutputSpec& spec : plan.outputs()) outputs[spec.staged] = &spec;
-  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, staging.List());
-  for (const std::string& name : names) {
-    const auto output = outputs.find(name);
-    if (output != outputs.end()) {
-      TC_ASSIGN_OR_RETURN(const auto info, staging.StatName(name));
-      if (info && info->bytes == output->second->bytes) {
-        outputs.erase(output);
-        continue;
-      }
-    } else if (name == kLockFileName || name == kSaveIdName ||
-               IsMergeLog(name)) {
-      continue;
-    }
-    TC_RETURN_IF_ERROR(staging.Unlink(name, true));
-  }
-  std::vector<OutputSpec> missing;
-  for (const auto& [name, spec] : outputs) missing.push_back(*spec);
-  return CreateOutputs(staging, missing);
-}
 
 Result<Begun> Begin(const Json& request) {
   TC_ASSIGN_OR_RETURN(const Input input, ParseInput(request));
   TC_ASSIGN_OR_RETURN(const std::string output, GetString(request, "output"));
   Begun begun;
   // Before anything is on disk: what cannot be merged is refused here.
-  TC_ASSIGN_OR_RETURN(MergePlan fresh, input.Plan({}));
-  TC_ASSIGN_OR_RETURN(SaveSession session,
-                      BeginSave(output, true, [&](const Directory& staging) {
-                        begun.plan = EarlierPlan(input, staging);
-                        return begun.plan.has_value();
-                      }));
-  const Directory& staging = session.directory();
-  if (begun.plan) {
-    TC_RETURN_IF_ERROR(RestoreStaging(staging, *begun.plan));
-    TC_ASSIGN_OR_RETURN(begun.written,
-                        ReadMergeLogs(staging, begun.plan->outputs()));
-  } else {
-    begun.plan = std::move(fresh);
-    TC_ASSIGN_OR_RETURN(const std::string identity, MergeIdentity(*begun.plan));
-    TC_RETURN_IF_ERROR(CreateOutputs(staging, begun.plan->outputs()));
-    TC_RETURN_IF_ERROR(WriteMergeMark(staging, {identity, IdsOf(*begun.plan)}));
-    begun.written.resize(begun.plan->outputs().size());
-  }
+  TC_ASSIGN_OR_RETURN(begun.plan, input.Plan({}));
+  TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(output, true));
   // By inode: another path may lead to the same directory.
   TC_ASSIGN_OR_RETURN(const Directory from,
                       Directory::Open(input.checkpoint->path()));
@@ -160,31 +104,6 @@ Result<Begun> Begin(const Json& request) {
   }
   begun.session = std::make_unique<SaveSession>(std::move(session));
   return begun;
-}
-
-// The outputs with what is left to write of them.
-Result<std::vector<OutputSpec>> Remaining(
-    const MergePlan& plan,
-    const std::vector<std::vector<WrittenRange>>& written) {
-  std::vector<OutputSpec> outputs = plan.outputs();
-  for (size_t f = 0; f < outputs.size(); ++f) {
-    TC_ASSIGN_OR_RETURN(outputs[f].ranges, Holes(written[f], outputs[f].bytes));
-  }
-  return outputs;
-}
-
-// The outputs with what is written of them.
-std::vector<OutputSpec> Kept(
-    const MergePlan& plan,
-    const std::vector<std::vector<WrittenRange>>& written) {
-  std::vector<OutputSpec> outputs = plan.outputs();
-  for (size_t f = 0; f < outputs.size(); ++f) {
-    outputs[f].ranges.emplace();
-    for (const WrittenRange& range : written[f]) {
-      outputs[f].ranges->push_back(range.bytes);
-    }
-  }
-  return outputs;
 }
 
 // What is said of every output of the plan.
@@ -205,13 +124,6 @@ Json WrittenFilesJson(const std::vector<std::vector<WrittenRange>>& written) {
   Json files = Json::array();
   for (const auto& of_file : written) files.push_back(WrittenJson(of_file));
   return files;
-}
-
-void Append(std::vector<std::vector<WrittenRange>> from,
-            std::vector<std::vector<WrittenRange>>* to) {
-  for (size_t f = 0; f < from.size(); ++f) {
-    (*to)[f].insert((*to)[f].end(), from[f].begin(), from[f].end());
-  }
 }
 
 Result<Json> Commit(const Json& request, const MergePlan& plan,
@@ -258,14 +170,9 @@ Result<Json> Commit(const Json& request, const MergePlan& plan,
 Result<Json> MergeRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
   TC_ASSIGN_OR_RETURN(Begun begun, Begin(request));
-  const Directory& staging = begun.session->directory();
-  TC_ASSIGN_OR_RETURN(const auto outputs,
-                      Remaining(*begun.plan, begun.written));
-  TC_ASSIGN_OR_RETURN(MergeLog log, MergeLog::Create(staging));
-  TC_ASSIGN_OR_RETURN(
-      auto written, RunMergeJob(*begun.plan, staging, outputs, job.get(), &log,
-                                Kept(*begun.plan, begun.written)));
-  Append(std::move(begun.written), &written);
+  TC_ASSIGN_OR_RETURN(auto written,
+                      RunMergeJob(*begun.plan, begun.session->directory(),
+                                  begun.plan->outputs(), job.get()));
   return Commit(request, *begun.plan, begun.session.get(), begun.in_place,
                 std::move(written));
 }
@@ -274,9 +181,10 @@ Result<Json> MergeRequest(const Json& request) {
 // bytes, the coordinator commits with the digests of all.
 Result<Json> MergeBeginRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(Begun begun, Begin(request));
+  TC_RETURN_IF_ERROR(
+      CreateOutputs(begun.session->directory(), begun.plan->outputs()));
   Json out = {{"staging", begun.session->place().path},
               {"ids", IdsOf(*begun.plan)},
-              {"written", WrittenFilesJson(begun.written)},
               {"in_place", begun.in_place},
               {"input_save_id", begun.plan->checkpoint().save_id()}};
   TC_ASSIGN_OR_RETURN(out["session"], Saves().Add(std::move(begun.session)));
@@ -292,8 +200,6 @@ Result<Json> MergePartRequest(const Json& request) {
   if (part < 0 || part >= parts || parts > kMaxParts) {
     return InvalidArgument("there is no such part of the merge");
   }
-  TC_ASSIGN_OR_RETURN(const Json* before, GetList(request, "written"));
-  TC_ASSIGN_OR_RETURN(const auto written, ParseWrittenFiles(plan, *before));
   Result<Directory> staging = Directory::Open(path);
   if (!staging.ok()) {
     return Incomplete(
@@ -301,15 +207,10 @@ Result<Json> MergePartRequest(const Json& request) {
                "every rank must see the same file system under this path")
         .WithFile(path);
   }
-  TC_ASSIGN_OR_RETURN(std::vector<OutputSpec> outputs,
-                      Remaining(plan, written));
-  std::vector<OutputSpec> kept = Kept(plan, written);
-  for (std::vector<OutputSpec>* each : {&outputs, &kept}) {
-    TakePart(each, static_cast<int>(part), static_cast<int>(parts));
-  }
-  TC_ASSIGN_OR_RETURN(MergeLog log, MergeLog::Create(*staging));
-  TC_ASSIGN_OR_RETURN(const auto own, RunMergeJob(plan, *staging, outputs,
-                                                  job.get(), &log, kept));
+  std::vector<OutputSpec> outputs = plan.outputs();
+  TakePart(&outputs, static_cast<int>(part), static_cast<int>(parts));
+  TC_ASSIGN_OR_RETURN(const auto own,
+                      RunMergeJob(plan, *staging, outputs, job.get()));
   return Json{{"written", WrittenFilesJson(own)}};
 }
 
@@ -318,8 +219,10 @@ Result<Json> MergeCommitRequest(const Json& request) {
   std::vector<std::vector<WrittenRange>> written(plan.outputs().size());
   TC_ASSIGN_OR_RETURN(const Json* parts, GetList(request, "parts"));
   for (const Json& part : *parts) {
-    TC_ASSIGN_OR_RETURN(auto own, ParseWrittenFiles(plan, part));
-    Append(std::move(own), &written);
+    TC_ASSIGN_OR_RETURN(const auto own, ParseWrittenFiles(plan, part));
+    for (size_t f = 0; f < own.size(); ++f) {
+      written[f].insert(written[f].end(), own[f].begin(), own[f].end());
+    }
   }
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
   TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, Saves().Take(id));

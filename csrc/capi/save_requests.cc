@@ -128,8 +128,6 @@ Result<Json> CommitSaveRequest(const Json& request) {
 Result<Json> EndSaveRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
   TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, Saves().Take(id));
-  // As after a kill: what is in staging is for the next one to go on with.
-  if (GetBool(request, "keep", false)) session->Finish();
   session.reset();
   return Json::object();
 }

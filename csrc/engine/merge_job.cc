@@ -5,7 +5,6 @@
 
 #include "base/checked.h"
 #include "engine/input_digests.h"
-#include "engine/merge_log.h"
 #include "engine/open_files.h"
 #include "engine/stored_box.h"
 #include "format/cast.h"
@@ -87,36 +86,6 @@ class Merger {
       TC_RETURN_IF_ERROR(Cast(range, scratch, worker));
     }
     Digest(out, &work.digested, digester);
-    return {};
-  }
-
-  // Counts what the output has in the range as read, though not here.
-  Status Touch(size_t output, const ByteRange& range) {
-    if (!plan_.options_.verify) return {};
-    std::vector<SourceRun> runs;
-    const MergePlan::Layout& layout = plan_.layouts_[output];
-    for (auto at = ExtentAt(layout, range.begin);
-         at != layout.extents.end() && at->begin < range.end; ++at) {
-      const MergePlan::Extent& extent = *at;
-      const uint64_t begin = std::max(range.begin, extent.begin);
-      const uint64_t end = std::min(range.end, extent.end);
-      uint64_t from = begin - extent.begin, to = end - extent.begin;
-      if (extent.kind == MergePlan::Extent::kFile) {
-        digests_.Touch(0, extent.index, extent.from + from, extent.from + to);
-      } else if (extent.kind == MergePlan::Extent::kTensor) {
-        if (extent.cast) {
-          const auto [in, out] = ElementBytes(extent);
-          from = from / out * in;
-          to = to / out * in;
-        }
-        runs.clear();
-        TC_RETURN_IF_ERROR(PlanRange(extent.index, from, to, 0, &runs));
-        for (const SourceRun& run : runs) {
-          digests_.Touch(0, run.file, run.run.src,
-                         run.run.src + run.run.SrcSpan());
-        }
-      }
-    }
     return {};
   }
 
@@ -393,28 +362,16 @@ class Merger {
 
 Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
     const MergePlan& plan, const Directory& staging,
-    const std::vector<OutputSpec>& outputs, Job* job, MergeLog* log,
-    const std::vector<OutputSpec>& kept) {
+    const std::vector<OutputSpec>& outputs, Job* job) {
   Merger merger(plan, std::max(1, plan.options().output.workers));
-  OutputOptions options = plan.options().output;
-  if (log) {
-    options.on_written = [log](size_t file, const WrittenRange& range) {
-      return log->Add(file, range);
-    };
-  }
   TC_ASSIGN_OR_RETURN(
       auto written,
       WriteOutputs(
-          staging, outputs, options, job,
+          staging, outputs, plan.options().output, job,
           [&](size_t file, MutableByteSpan out, MutableByteSpan scratch,
               int worker, SegmentDigester* digester) {
             return merger.Fill(file, out, scratch, worker, digester);
           }));
-  for (size_t f = 0; f < kept.size(); ++f) {
-    for (const ByteRange& range : *kept[f].ranges) {
-      TC_RETURN_IF_ERROR(merger.Touch(f, range));
-    }
-  }
   TC_RETURN_IF_ERROR(merger.CheckInputs(job));
   return written;
 }

@@ -14,14 +14,9 @@ namespace torch_ckpt {
 
 // Writes the plan's files into staging, or a part of them that are there: see
 // OutputSpec::ranges and WriteOutputs. `outputs` are those of the plan, and
-// what to write of each; `kept`, where there are any, what an earlier run that
-// did not come to its end has written of each. kCorrupt names an input file
-// whose bytes do not match, be it that they were read now or by that run.
-// Adds to `log`, where there is one, what it has written.
-class MergeLog;
+// what to write of each. kCorrupt names an input file whose bytes do not match.
 Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
     const MergePlan& plan, const Directory& staging,
-    const std::vector<OutputSpec>& outputs, Job* job, MergeLog* log = nullptr,
-    const std::vector<OutputSpec>& kept = {});
+    const std::vector<OutputSpec>& outputs, Job* job);
 
 }  // namespace torch_ckpt

@@ -59,14 +59,6 @@ class MergePlan {
                              std::vector<Layout> layouts);
 
   const std::vector<OutputSpec>& outputs() const { return outputs_; }
-  // All of `output` before its data; empty for files that are copied.
-  const std::string& header(size_t output) const {
-    return layouts_[output].header;
-  }
-  // Where the bytes of `output` come from, ascending.
-  const std::vector<Extent>& extents(size_t output) const {
-    return layouts_[output].extents;
-  }
   // Of the index beside them; empty where there is none.
   const std::string& index_name() const { return index_name_; }
   // What the output holds: entries of the checkpoint's catalog. An alias that

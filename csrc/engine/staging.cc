@@ -132,9 +132,7 @@ Status EmptyDirectory(const Directory& directory, std::string_view keep) {
   return {};
 }
 
-Result<SaveSession> BeginSave(
-    const std::string& target, bool overwrite,
-    const std::function<bool(const Directory& staging)>& goes_on) {
+Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
   TC_RETURN_IF_ERROR(Directory::CreateAll(ParentPath(absolute)));
   // A commit may move or remove the directory between our look and our lock:
@@ -169,14 +167,6 @@ Result<SaveSession> BeginSave(
       if (!overwrite) TC_RETURN_IF_ERROR(RefuseExisting(directory));
       TC_RETURN_IF_ERROR(RemoveDeadParts(directory).status());
       TC_RETURN_IF_ERROR(RemoveStaleSibling(absolute));
-    }
-    if (goes_on) {
-      const Result<std::string> id =
-          staging.ReadFile(std::string(kSaveIdName), kMaxIdBytes);
-      if (id.ok() && IsId(*id) && goes_on(staging)) {
-        session.save_id_ = *id;
-        return session;
-      }
     }
     TC_RETURN_IF_ERROR(EmptyDirectory(staging, kLockFileName));
     TC_RETURN_IF_ERROR(ProbeWrites(staging));

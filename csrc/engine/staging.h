@@ -10,7 +10,6 @@
 // the directory from BeginSave until the commit or the end of the session.
 #pragma once
 
-#include <functional>
 #include <string>
 
 #include "os/directory.h"
@@ -53,9 +52,8 @@ class SaveSession {
   Status MoveInside();
 
  private:
-  friend Result<SaveSession> BeginSave(
-      const std::string& target, bool overwrite,
-      const std::function<bool(const Directory& staging)>& goes_on);
+  friend Result<SaveSession> BeginSave(const std::string& target,
+                                       bool overwrite);
   SaveSession() = default;
   StagingPlace place_;
   DirectoryLock lock_;
@@ -68,11 +66,7 @@ class SaveSession {
 // other ranks. Creates missing parents of `target`. kUnsupported on a file
 // system that cannot write out of order or rename. kConflict when another
 // save holds the lock, or when overwrite is false and T holds a checkpoint.
-// Where `goes_on` says so of a staging directory that a dead save has left,
-// that is kept as it is, and this is the same save.
-Result<SaveSession> BeginSave(
-    const std::string& target, bool overwrite,
-    const std::function<bool(const Directory& staging)>& goes_on = {});
+Result<SaveSession> BeginSave(const std::string& target, bool overwrite);
 
 // For every other rank: the staging directory that the coordinator has made
 // and the id of its save. kIncomplete, saying that the path is not shared,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import Any
 
@@ -43,8 +44,11 @@ def test_recovery_is_killed_too(make_scenario: Any, server: Any, name: str) -> N
     scenario.check(paths)
 
 
-def test_a_consolidation_goes_on_after_a_kill(make_scenario: Any, server: Any) -> None:
+def test_a_killed_consolidation_is_in_nobodys_way(make_scenario: Any, server: Any) -> None:
     scenario = make_scenario("consolidate")
     for _, path, _ in scenario.run([f"*:{nth}:kill" for nth in scenario.sample(30)]):
         server.call("consolidate", source=str(scenario.source), path=path)
         assert server.call("load", path=path, numbers=[2]) == 2
+        left = {name for name in os.listdir(path) if "stage" in name or name == "commit.json"}
+        assert left == set(), left
+        assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)]
