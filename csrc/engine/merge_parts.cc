@@ -67,21 +67,27 @@ void MarkReplicas(std::vector<Placement>* placements) {
 
 }  // namespace
 
+Result<Manifest> ReadPart(const Directory& directory, const std::string& name) {
+  TC_ASSIGN_OR_RETURN(const std::string text,
+                      directory.ReadFile(name, kMaxManifestBytes));
+  Result<Manifest> part = ParseManifest(AsBytes(text));
+  if (!part.ok()) return part.status().WithFile(directory.Join(name));
+  if (!part->part || NameOf(*part) != name) {
+    return Corrupt("is not the manifest of the part that its name says")
+        .WithFile(directory.Join(name));
+  }
+  return part;
+}
+
 Result<std::vector<Manifest>> ReadParts(const Directory& directory) {
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
   std::multimap<int64_t, Manifest> by_rank;
   for (const std::string& name : names) {
     if (!IsPartManifestName(name)) continue;
-    Result<std::string> text = directory.ReadFile(name, kMaxManifestBytes);
-    if (!text.ok()) {
-      if (text.status().sys_errno() == ENOENT) continue;  // just removed
-      return text.status();
-    }
-    Result<Manifest> part = ParseManifest(AsBytes(*text));
-    if (!part.ok()) return part.status().WithFile(directory.Join(name));
-    if (!part->part || NameOf(*part) != name) {
-      return Corrupt("is not the manifest of the part that its name says")
-          .WithFile(directory.Join(name));
+    Result<Manifest> part = ReadPart(directory, name);
+    if (!part.ok()) {
+      if (part.status().sys_errno() == ENOENT) continue;  // just removed
+      return part.status();
     }
     const int64_t rank = part->part->rank;
     by_rank.emplace(rank, std::move(part).value());
@@ -89,6 +95,13 @@ Result<std::vector<Manifest>> ReadParts(const Directory& directory) {
   std::vector<Manifest> parts;
   for (auto& [rank, part] : by_rank) parts.push_back(std::move(part));
   return parts;
+}
+
+Result<bool> HasPartStaging(const Directory& directory) {
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
+  return std::any_of(names.begin(), names.end(), [](const std::string& name) {
+    return RankOfPartStage(name).has_value();
+  });
 }
 
 Status CheckParts(const std::vector<Manifest>& parts) {

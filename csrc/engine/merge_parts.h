@@ -11,9 +11,15 @@
 
 namespace torch_ckpt {
 
+// The part manifest `name`. kCorrupt where it does not fit its name.
+Result<Manifest> ReadPart(const Directory& directory, const std::string& name);
+
 // Every part manifest that stands in `directory`, by rank; none when there is
 // none. kCorrupt for one that does not fit its name.
 Result<std::vector<Manifest>> ReadParts(const Directory& directory);
+
+// Whether a rank has begun a part here that is neither committed nor undone.
+Result<bool> HasPartStaging(const Directory& directory);
 
 // The rest takes what ReadParts gave. REQUIRES: at least one part.
 

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <set>
-#include <thread>
 #include <vector>
 
 #include "engine/merge_parts.h"
@@ -16,131 +14,107 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr const char* kPartName = "part.json";    // until the commit point
-constexpr const char* kIdentityName = "part_of";  // from the begin on
-constexpr uint64_t kMaxPartBytes = uint64_t{1} << 30;
-constexpr uint64_t kMaxIdentityBytes = 128;
-// Between another rank's renames and its manifest there are moments in which
-// its files seem to be nobody's.
-constexpr int kTries = 6;
-
-std::string Identity(const ManifestPart& part) {
-  return part.run_id + " " + std::to_string(part.sequence) + " " +
-         std::to_string(part.world_size);
-}
-
-// The start of the names of all data files of a rank.
-std::string ShardPrefix(int64_t rank) {
-  const std::string name = ShardFileName(rank, 1, 1);
-  return name.substr(0, name.find("model"));
-}
-
-// Data files in `names` that no part manifest names, and that are of no rank
-// which is committing a part of the same save just now.
-Result<std::vector<std::string>> StrayFiles(
-    const Directory& target, const std::vector<std::string>& names,
-    const std::vector<Manifest>& parts, const ManifestPart& own) {
-  std::set<std::string_view> known;
-  for (const Manifest& part : parts) {
-    for (const ManifestFile& file : part.files) known.insert(file.name);
-  }
-  std::vector<std::string> live;
-  for (const std::string& name : names) {
-    const auto rank = RankOfPartStage(name);
-    if (!rank || *rank == own.rank) continue;
-    Result<Directory> staging = target.OpenDirectory(name);
-    if (!staging.ok()) continue;  // removed meanwhile
-    const Result<std::string> identity =
-        staging->ReadFile(kIdentityName, kMaxIdentityBytes);
-    if (identity.ok() && *identity == Identity(own)) {
-      live.push_back(ShardPrefix(*rank));
-    }
-  }
-  std::vector<std::string> stray;
-  for (const std::string& name : names) {
-    if (!name.ends_with(kDataSuffix) || known.contains(name)) continue;
-    if (std::none_of(live.begin(), live.end(), [&](const std::string& prefix) {
-          return name.starts_with(prefix);
-        })) {
-      stray.push_back(name);
-    }
-  }
-  return stray;
-}
-
-// kConflict, naming it, for anything that a part of this save cannot stand
-// beside.
-Status CheckFresh(const Directory& target, const ManifestPart& own) {
-  std::vector<std::string> stray;
-  for (int attempt = 0; attempt < kTries; ++attempt) {
-    if (attempt > 0) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(5 << attempt));
-    }
-    TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, target.List());
-    for (const std::string_view name :
-         {kManifestName, kIndexName, kStageSuffix}) {
-      if (!std::binary_search(names.begin(), names.end(), name)) continue;
-      return Conflict("holds " + std::string(name) +
-                      ": a save without collectives needs a directory without "
-                      "a checkpoint")
-          .WithFile(target.path());
-    }
-    TC_ASSIGN_OR_RETURN(const std::vector<Manifest> parts, ReadParts(target));
-    for (const Manifest& part : parts) {
-      if (part.part->rank != own.rank && part.part->SameSave(own)) continue;
-      return Conflict(
-                 "holds a part of " +
-                 std::string(part.part->SameSave(own) ? "this" : "another") +
-                 " save (" +
-                 PartManifestName(part.part->rank, part.part->world_size) +
-                 "): a save without collectives needs a directory without a "
-                 "checkpoint")
-          .WithFile(target.path());
-    }
-    TC_ASSIGN_OR_RETURN(stray, StrayFiles(target, names, parts, own));
-    if (stray.empty()) return {};
-  }
-  return Conflict("holds " + stray[0] +
+Status NotFresh(const Directory& target, const std::string& what) {
+  return Conflict("holds " + what +
                   ": a save without collectives needs a directory without a "
                   "checkpoint")
       .WithFile(target.path());
 }
 
-// Undoes an uncommitted part and empties its staging directory, whose lock the
-// caller holds.
-Status UndoPart(const Directory& staging, const Directory& target) {
-  Result<std::string> text = staging.ReadFile(kPartName, kMaxPartBytes);
-  if (text.ok()) {
-    // One that was cut short by a crash was followed by no rename.
-    const Result<Manifest> manifest = ParseManifest(AsBytes(*text));
-    if (manifest.ok()) {
-      for (const ManifestFile& file : manifest->files) {
-        TC_ASSIGN_OR_RETURN(const auto there,
-                            staging.StatName(StagedName(file.name, file.id)));
-        if (there) continue;  // not moved
-        TC_RETURN_IF_ERROR(target.Unlink(file.name, /*missing_ok=*/true));
-      }
-      TC_RETURN_IF_ERROR(target.Sync());
+// kConflict, naming it, for anything that a part of this save cannot stand
+// beside: another save's, or a data file that is of no rank which has committed
+// its part or is at it. A rank's staging directory is there before its files
+// are and until its manifest is: so the files are looked for first, then the
+// staging directories, then the manifests.
+Status CheckFresh(const Directory& target, const ManifestPart& own) {
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> files, target.List());
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> stages, target.List());
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> manifests, target.List());
+  for (const std::string_view name :
+       {kManifestName, kIndexName, kStageSuffix}) {
+    if (std::binary_search(files.begin(), files.end(), name)) {
+      return NotFresh(target, std::string(name));
     }
-    // First, or the files that go next would seem to have moved.
-    TC_RETURN_IF_ERROR(staging.Unlink(kPartName, true));
-    TC_RETURN_IF_ERROR(staging.Sync());
-  } else if (text.status().sys_errno() != ENOENT) {
-    return text.status();
   }
-  return EmptyDirectory(staging, kLockFileName);
+  std::set<int64_t> ranks;
+  for (const std::string& name : stages) {
+    if (const auto rank = RankOfPartStage(name)) ranks.insert(*rank);
+  }
+  bool read = false;
+  for (const std::string& name : manifests) {
+    if (!IsPartManifestName(name)) continue;
+    const int64_t rank = *RankOfFile(name);
+    if (rank == own.rank) return NotFresh(target, name);
+    ranks.insert(rank);
+    if (read) continue;  // who committed that one has compared the others
+    TC_ASSIGN_OR_RETURN(const Manifest part, ReadPart(target, name));
+    read = true;
+    if (!part.part || !part.part->SameSave(own)) {
+      return NotFresh(target, "a part of another save (" + name + ")");
+    }
+  }
+  ranks.erase(own.rank);
+  for (const std::string& name : files) {
+    const auto rank = RankOfFile(name);
+    const bool known = rank && ranks.contains(*rank);
+    if (rank == own.rank || (name.ends_with(kDataSuffix) && !known)) {
+      return NotFresh(target, name);
+    }
+  }
+  return {};
 }
 
-// Undoes the part and removes its staging directory; the lock goes last.
+// A rename between two directories is durable when both are.
+Status SyncBoth(const Directory& staging, const Directory& target) {
+  TC_RETURN_IF_ERROR(staging.Sync());
+  return target.Sync();
+}
+
+// Removes the staging directory of a part, whose lock the caller holds and
+// which goes last.
 Status RemoveStaging(DirectoryLock* lock, const Directory& target,
                      const std::string& name) {
-  TC_RETURN_IF_ERROR(UndoPart(lock->directory(), target));
+  TC_RETURN_IF_ERROR(EmptyDirectory(lock->directory(), kLockFileName));
   const bool by_file = lock->by_file();
   if (by_file) lock->Release();  // its file is in the way
   Status removed = target.RemoveDirectory(name, true);
   // Another save of this rank has made it its own since.
   if (by_file && removed.sys_errno() == ENOTEMPTY) return {};
   return removed;
+}
+
+// Removes the files of a rank from T, where its part was not committed. The
+// caller holds the lock on its staging directory.
+Status RemoveFiles(const Directory& staging, const Directory& target,
+                   int64_t rank) {
+  // What a process that was killed has renamed counts once it is durable.
+  TC_RETURN_IF_ERROR(SyncBoth(staging, target));
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, target.List());
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> staged, staging.List());
+  const bool committed =
+      std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+        return IsPartManifestName(name) && RankOfFile(name) == rank;
+      });
+  if (committed) return {};
+  bool unlinked = false;
+  for (const std::string& name : names) {
+    if (RankOfFile(name) != rank) continue;
+    // Somebody else's, where ours has not moved yet.
+    if (std::any_of(staged.begin(), staged.end(), [&](const std::string& ours) {
+          return ours.starts_with(name + ".") &&
+                 IsId(std::string_view(ours).substr(name.size() + 1));
+        })) {
+      continue;
+    }
+    TC_RETURN_IF_ERROR(target.Unlink(name, /*missing_ok=*/true));
+    unlinked = true;
+  }
+  return unlinked ? target.Sync() : Status();
+}
+
+Status RemovePart(DirectoryLock* lock, const Directory& target, int64_t rank) {
+  TC_RETURN_IF_ERROR(RemoveFiles(lock->directory(), target, rank));
+  return RemoveStaging(lock, target, PartStageName(rank));
 }
 
 // Renames into T, where no such name may be.
@@ -151,12 +125,6 @@ Status MoveIn(const Directory& staging, const std::string& from,
   TC_ASSIGN_OR_RETURN(const auto there, target.StatName(to));
   if (there) return Conflict("exists already").WithFile(target.Join(to));
   return staging.Rename(from, target, to);
-}
-
-// A rename between two directories is durable when both are.
-Status SyncBoth(const Directory& staging, const Directory& target) {
-  TC_RETURN_IF_ERROR(staging.Sync());
-  return target.Sync();
 }
 
 // Whichever rank has made T, its name must be durable before any rank commits.
@@ -175,7 +143,7 @@ PartSession::~PartSession() {
   // What cannot be removed now is found by the next save of this rank, or by
   // recover.
   const Result<Directory> target = Directory::Open(target_);
-  if (target.ok()) (void)RemoveStaging(&lock_, *target, BaseName(path_));
+  if (target.ok()) (void)RemovePart(&lock_, *target, part_.rank);
 }
 
 Result<PartSession> BeginPart(const std::string& target,
@@ -198,7 +166,7 @@ Result<PartSession> BeginPart(const std::string& target,
   TC_ASSIGN_OR_RETURN(const Directory directory,
                       Directory::Open(session.target_));
   // Look before anything is made: a reader of a foreign directory must not see
-  // our staging in it. One that is there may have files of a dead save in T.
+  // our staging in it, and what is named as our files would be taken for them.
   TC_ASSIGN_OR_RETURN(const auto left, directory.StatName(name));
   if (!left) TC_RETURN_IF_ERROR(CheckFresh(directory, part));
   TC_RETURN_IF_ERROR(Directory::Create(session.path_));
@@ -213,11 +181,14 @@ Result<PartSession> BeginPart(const std::string& target,
   }
   session.lock_ = std::move(*lock);
   const Directory& staging = session.directory();
-  TC_RETURN_IF_ERROR(UndoPart(staging, directory));
+  TC_RETURN_IF_ERROR(RemoveFiles(staging, directory, part.rank));
+  TC_RETURN_IF_ERROR(EmptyDirectory(staging, kLockFileName));
   TC_RETURN_IF_ERROR(ProbeWrites(staging));
   TC_RETURN_IF_ERROR(CheckFresh(directory, part));
+  if (part.rank == 0) {
+    TC_RETURN_IF_ERROR(RemoveDeadParts(directory, part.world_size).status());
+  }
   session.save_id_ = NewId();
-  TC_RETURN_IF_ERROR(staging.WriteFile(kIdentityName, Identity(part)));
   return session;
 }
 
@@ -240,9 +211,9 @@ Result<Manifest> CommitPart(PartSession* session,
   manifest.world_size = part.world_size;
   manifest.part = part;
   for (const CommitFile& file : files) {
-    if (file.staged != StagedName(file.file.name, file.file.id)) {
-      return InvalidArgument("is not staged under its name and id")
-          .WithFile(file.staged);
+    if (RankOfFile(file.file.name) != part.rank) {
+      return InvalidArgument("is not named after its rank")
+          .WithFile(file.file.name);
     }
     manifest.files.push_back(file.file);
   }
@@ -253,28 +224,30 @@ Result<Manifest> CommitPart(PartSession* session,
                            readable.ToString());
   }
   TC_RETURN_IF_ERROR(CheckFresh(target, part));
-  TC_RETURN_IF_ERROR(staging.WriteFile(kPartName, text));
-  TC_RETURN_IF_ERROR(SyncBoth(staging, target));
+  const std::string name = PartManifestName(part.rank, part.world_size);
+  TC_RETURN_IF_ERROR(staging.WriteFile(name, text));
+  // The staging directory must be there for as long as files without a
+  // manifest are.
+  TC_RETURN_IF_ERROR(target.Sync());
   TC_RETURN_IF_ERROR(SyncName(target));
   for (const CommitFile& file : files) {
     TC_RETURN_IF_ERROR(MoveIn(staging, file.staged, target, file.file.name));
   }
   TC_RETURN_IF_ERROR(SyncBoth(staging, target));
-  TC_RETURN_IF_ERROR(MoveIn(staging, kPartName, target,
-                            PartManifestName(part.rank, part.world_size)));
+  TC_RETURN_IF_ERROR(MoveIn(staging, name, target, name));
   TC_RETURN_IF_ERROR(SyncBoth(staging, target));  // the commit point
-  TC_RETURN_IF_ERROR(
-      RemoveStaging(&session->lock_, target, BaseName(session->path_)));
+  // What cannot be removed now is removed by the next save or by recover.
+  (void)RemoveStaging(&session->lock_, target, BaseName(session->path_));
   session->lock_.Release();
   return manifest;
 }
 
-Result<bool> RemoveDeadParts(const Directory& target) {
+Result<bool> RemoveDeadParts(const Directory& target, int64_t first) {
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, target.List());
   bool acted = false;
   for (const std::string& name : names) {
     const auto rank = RankOfPartStage(name);
-    if (!rank) continue;
+    if (!rank || *rank < first) continue;
     const std::string path = target.Join(name);
     TC_RETURN_IF_ERROR(RefuseLink(path));
     Result<DirectoryLock> lock = DirectoryLock::Acquire(path);
@@ -287,18 +260,11 @@ Result<bool> RemoveDeadParts(const Directory& target) {
                  std::to_string(*rank) + " (" + lock.status().message() + ")")
           .WithFile(target.path());
     }
-    TC_RETURN_IF_ERROR(RemoveStaging(&*lock, target, name));
+    TC_RETURN_IF_ERROR(RemovePart(&*lock, target, *rank));
     acted = true;
   }
   if (acted) TC_RETURN_IF_ERROR(target.Sync());
   return acted;
-}
-
-Result<bool> HasPartStaging(const Directory& target) {
-  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, target.List());
-  return std::any_of(names.begin(), names.end(), [](const std::string& name) {
-    return RankOfPartStage(name).has_value();
-  });
 }
 
 }  // namespace torch_ckpt

@@ -2,23 +2,24 @@
 // directory is a checkpoint once the parts of all ranks stand in it. For fresh
 // directories only, since nobody could replace the files of all ranks at once.
 //
-//  0. Rank r locks T/.torch_ckpt-stage-{r+1:05}, undoes what a dead save of
-//     that rank left, and refuses a T that holds anything but parts of this
-//     very save (run id, sequence, world size).
+//  0. Rank r refuses a T that holds anything but parts of this very save (run
+//     id, sequence, world size) or a file that is named as its own are. It
+//     makes and locks T/.torch_ckpt-stage-{r+1:05}. While that directory is
+//     there, all in T that is named as files of rank r are is of this part.
 //  1. It writes its files there, as in any save.
 //  2. CommitPart proves them as CommitSave does, but for the tiling: the other
 //     ranks hold the rest. Readers prove that (engine/merge_parts.h).
-//  3. The part manifest is written into staging as part.json; staging, T and
-//     the name of T are synced. The files are renamed into T, both are synced.
-//  4. part.json is renamed to T/torch_ckpt-{r+1:05}-of-{n:05}.json and both are
-//     synced: the commit point of this rank.
+//  3. T and its name are synced, the files renamed into T, both synced.
+//  4. The part manifest, written and synced in staging, is renamed to
+//     T/torch_ckpt-{r+1:05}-of-{n:05}.json and both are synced: the commit
+//     point of this rank.
 //  5. Staging is removed.
 //
-// Crash argument: while part.json stands in staging the part is not committed,
-// and a file that it names and that is not in staging any more is in T: undoing
-// unlinks just those. Nothing in T is ever renamed over. Readers refuse T as
-// long as a part manifest is missing, and a T without any while it holds the
-// staging directory of a part.
+// Crash argument: a part whose manifest is not in T is not committed, and its
+// staging directory is there, so that whoever comes next finds its files by
+// their names and unlinks them. Nothing in T is ever renamed over. Readers
+// refuse T as long as a part manifest is missing, and a T without any while it
+// holds the staging directory of a part; they read what manifests name only.
 #pragma once
 
 #include <string>
@@ -56,9 +57,10 @@ class PartSession {
   std::string save_id_;
 };
 
-// Creates `target` and its parents where they are missing. kConflict when the
-// directory is not fresh, or when another save of this rank is in progress;
-// kInvalidArgument for a rank outside its world.
+// Creates `target` and its parents where they are missing, and removes what a
+// dead save of this rank left; rank 0 also what ranks beyond this world left.
+// kConflict when the directory is not fresh, or when another save of this rank
+// is in progress; kInvalidArgument for a rank outside its world.
 Result<PartSession> BeginPart(const std::string& target,
                               const ManifestPart& part);
 
@@ -67,11 +69,8 @@ Result<PartSession> BeginPart(const std::string& target,
 // named after the rank; world_size and index_name of the request do not count.
 Result<Manifest> CommitPart(PartSession* session, const CommitRequest& request);
 
-// Undoes and removes what dead part saves left in `target`. True when there
-// was something; kConflict while one of them is alive.
-Result<bool> RemoveDeadParts(const Directory& target);
-
-// Whether a rank has begun a part here that is neither committed nor undone.
-Result<bool> HasPartStaging(const Directory& target);
+// Removes what dead part saves of the ranks from `first` on left in `target`.
+// True when there was something; kConflict while one of them is alive.
+Result<bool> RemoveDeadParts(const Directory& target, int64_t first = 0);
 
 }  // namespace torch_ckpt

@@ -36,6 +36,7 @@ std::optional<int64_t> FromPadded(std::string_view text) {
 }
 
 constexpr std::string_view kShardStem = "shard-";
+constexpr std::string_view kObjectsStem = "objects-";
 constexpr std::string_view kOf = "-of-";
 constexpr std::string_view kPartStem = "torch_ckpt-";
 constexpr std::string_view kPartEnd = ".json";
@@ -124,7 +125,7 @@ std::optional<NumberedName> ParseNumberedName(std::string_view name) {
 }
 
 std::string ObjectFileName(int64_t rank) {
-  return "objects-" + Padded(rank + 1) + ".json";
+  return std::string(kObjectsStem) + Padded(rank + 1) + ".json";
 }
 
 std::string PartManifestName(int64_t rank, int64_t world_size) {
@@ -137,6 +138,16 @@ std::string PartCatalogName(int64_t rank, int64_t world_size) {
 
 std::string PartStageName(int64_t rank) {
   return std::string(kStageSuffix) + "-" + Padded(rank + 1);
+}
+
+std::optional<int64_t> RankOfFile(std::string_view name) {
+  for (const std::string_view stem : {kShardStem, kObjectsStem, kPartStem}) {
+    if (!name.starts_with(stem)) continue;
+    name.remove_prefix(stem.size());
+    const auto number = FromPadded(name.substr(0, name.find_first_of("-.")));
+    return number ? std::optional(*number - 1) : std::nullopt;
+  }
+  return std::nullopt;
 }
 
 bool IsPartManifestName(std::string_view name) {

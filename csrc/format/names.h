@@ -54,6 +54,9 @@ std::optional<NumberedName> ParseNumberedName(std::string_view name);
 std::string PartManifestName(int64_t rank, int64_t world_size);
 std::string PartCatalogName(int64_t rank, int64_t world_size);
 std::string PartStageName(int64_t rank);
+// The rank that a shard, an objects file, or the manifest or catalog of a part
+// is named after.
+std::optional<int64_t> RankOfFile(std::string_view name);
 // Whether `name` is the manifest of some rank of some world.
 bool IsPartManifestName(std::string_view name);
 // The rank whose staging directory has this name.

@@ -245,6 +245,13 @@ TEST_F(PartsTest, NeedsAFreshDirectory) {
   WriteText(Path("stock/any.safetensors"), "");
   expect_conflict(SavePart(Path("stock"), PartOf(0, 2), Pieces()),
                   "any.safetensors");
+  // What is named as a file of the rank would go with it after a kill.
+  ASSERT_OK(Directory::Create(Path("mine")));
+  WriteText(Path("mine/objects-00001.json"), "mine");
+  expect_conflict(SavePart(Path("mine"), PartOf(0, 1), Pieces()),
+                  "objects-00001.json");
+  EXPECT_EQ(Names(Path("mine")),
+            std::vector<std::string>{"objects-00001.json"});
   // Other files are not in the way.
   ASSERT_OK(Directory::Create(Path("others")));
   WriteText(Path("others/config.json"), "{}");
@@ -344,6 +351,53 @@ TEST_F(PartsTest, AKillBetweenTheRenamesAndTheManifest) {
       EXPECT_FALSE(*RecoverDirectory(target));
     }
   }
+}
+
+// Nobody waits for the other ranks to come and clean.
+TEST_F(PartsTest, WhatOtherRanksOfADeadRunLeftIsNotInTheWay) {
+  for (const int64_t rank : {0, 1}) {
+    SaveAndDie("renameat2", 2, Target(), [&] { return Save(rank); });
+  }
+  const std::string stray = "shard-00002-model-00001-of-00001.safetensors";
+  EXPECT_TRUE(std::filesystem::exists(Target() + "/" + stray));
+  ASSERT_OK(Save(0, 0, kOtherRun));
+  // It is of the dead run: neither read, nor taken for the part of rank 1.
+  EXPECT_EQ(Opened().kind(), ErrorKind::kIncomplete);
+  EXPECT_NE(Opened().message().find("rank 1 of 2"), std::string::npos);
+  ASSERT_OK(Save(1, 0, kOtherRun));
+  ExpectWhole();
+}
+
+TEST_F(PartsTest, ASmallerWorldRemovesWhatADeadLargerOneLeft) {
+  for (const int64_t rank : {0, 1}) {
+    SaveAndDie("renameat2", 2, Target(), [&] { return Save(rank); });
+  }
+  ASSERT_OK(SavePart(Target(), PartOf(0, 1, 0, kOtherRun),
+                     {WholePiece("whole", whole_)}));
+  EXPECT_EQ(ReadAll(Target())->at("whole"), whole_.bytes);
+  EXPECT_EQ(Names(Target()), (std::vector<std::string>{
+                                 "shard-00001-model-00001-of-00001.safetensors",
+                                 "torch_ckpt-00001-of-00001.catalog",
+                                 "torch_ckpt-00001-of-00001.json"}));
+}
+
+// The manifest is in T; whoever cleans up must not take the part for dead.
+TEST_F(PartsTest, AKillAfterTheCommitPointLeavesThePart) {
+  ASSERT_OK(Save(1));
+  const std::string stage = Target() + "/" + PartStageName(0);
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    const bool removes = std::string(site.op) == "rmdir" && site.path == stage;
+    return {.sys_errno = removes ? EBUSY : 0};
+  });
+  const Status status = Save(0);
+  SetFaultHook(nullptr);
+  EXPECT_TRUE(std::filesystem::exists(stage));
+  // What goes wrong after the commit point makes no error of a save.
+  ASSERT_OK(status);
+  ExpectWhole();
+  EXPECT_EQ(Save(0).kind(), ErrorKind::kConflict);
+  EXPECT_FALSE(std::filesystem::exists(stage));
+  ExpectWhole();
 }
 
 TEST_F(PartsTest, AnErrorAnywhereLeavesNothingOrTheWholePart) {

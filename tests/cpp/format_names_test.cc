@@ -146,6 +146,17 @@ TEST(FormatNames, OfParts) {
   for (const int64_t rank : {0, 41, 123456}) {
     EXPECT_TRUE(IsPartManifestName(PartManifestName(rank, 200000)));
     EXPECT_EQ(RankOfPartStage(PartStageName(rank)), rank);
+    for (const std::string& name :
+         {ShardFileName(rank, 1, 2), ObjectFileName(rank),
+          PartManifestName(rank, 200000), PartCatalogName(rank, 200000),
+          StagedName(ShardFileName(rank, 1, 1), std::string(32, 'a'))}) {
+      EXPECT_EQ(RankOfFile(name), rank) << name;
+    }
+  }
+  for (const char* other :
+       {"torch_ckpt.json", "model-00001-of-00001.safetensors", "shard-1-x",
+        "shard-00000-x", "shard-", "objects-0000a.json", "config.json", ""}) {
+    EXPECT_FALSE(RankOfFile(other).has_value()) << other;
   }
   for (const char* other :
        {"torch_ckpt.json", "torch_ckpt-00001-of-00002.catalog",
