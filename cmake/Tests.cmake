@@ -25,6 +25,7 @@ endif()
 add_executable(
   core_tests
   $<TARGET_OBJECTS:core>
+  tests/cpp/base_siphash_test.cc
   tests/cpp/os_directory_test.cc
   tests/cpp/os_fault_test.cc
   tests/cpp/os_file_test.cc

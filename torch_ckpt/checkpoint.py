@@ -137,12 +137,17 @@ class Checkpoint:
             if not self._holds(_JOURNAL) and self._agrees_with_manifest():
                 return True
             # A journal, parts, or files that are missing or changed: as readers see it.
-            source: str = _core.call({"op": "describe", "path": self.path})["source"]
+            source: str = self._described(placements=False)["source"]
         except IncompleteError:
             return False
         except CheckpointError:
             return self._holds(_MANIFEST) or self._holds(_JOURNAL)
         return source == "manifest"
+
+    def _described(self, *, placements: bool) -> dict[str, Any]:
+        request = {"op": "describe", "path": self.path, "check_files": True}
+        answer: dict[str, Any] = _core.call({**request, "placements": placements})
+        return answer
 
     def _holds(self, name: str) -> bool:
         return os.path.exists(os.path.join(self.path, name))
@@ -165,16 +170,13 @@ class Checkpoint:
         """What the checkpoint holds. Reads no tensor data and writes nothing.
 
         With a manifest the size of every file and the id of every data file are compared; without
-        one every header is parsed and every tensor is proved to be whole. Raises IncompleteError
+        one every header is parsed. Every tensor is proved to be whole. Raises IncompleteError
         when there is no checkpoint or a part of it is missing, CorruptError, ConflictError for
         overlapping shards or while it is being replaced, OSError.
         """
-        answer = _core.call({"op": "describe", "path": self.path, "placements": True})
+        answer = self._described(placements=True)
         tensors, objects = _entries(answer)
-        if answer["source"] == "manifest":
-            files = tuple(FileInfo(**file) for file in answer["manifest_files"])
-        else:
-            files = tuple(FileInfo(file["name"], "data", file["bytes"]) for file in answer["files"])
+        files = tuple(FileInfo(**file) for file in answer["files"])
         return Description(
             path=self.path,
             source=answer["source"],

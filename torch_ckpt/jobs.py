@@ -147,6 +147,28 @@ class Job:
         return apart(work, self.cancel, lambda _: None)
 
 
+class OpenedCheckpoint:
+    """A checkpoint directory, looked at once: what it holds stays what it was then, and a file
+    that has been replaced since is an error.
+
+    Its files are opened when they are first read. `close`, or garbage, ends it; jobs that use it
+    go on. Raises what the core's "open" raises (csrc/engine/checkpoint.h).
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.id: int = _core.call({"op": "open", "path": path})["checkpoint"]
+        self.close = _finalizer(self, _close_checkpoint, self.id)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an opened checkpoint cannot be pickled")
+
+    def describe(self, *, placements: bool) -> dict[str, Any]:
+        """What it holds, as the core's "describe" says it; with the boxes of tensors or without."""
+        request = {"op": "describe", "checkpoint": self.id, "placements": placements}
+        return _core.call(request)  # type: ignore[no-any-return]
+
+
 class _Session:
     """A hold on a staging directory, from planning to the commit.
 
@@ -253,6 +275,12 @@ def _finalizer(owner: object, free: Callable[..., None], *what: Any) -> Any:
     finalizer = weakref.finalize(owner, in_this_process)
     finalizer.atexit = False
     return finalizer
+
+
+def _close_checkpoint(checkpoint: int) -> None:
+    """For finalizers: nothing is left to tell an error to."""
+    with contextlib.suppress(CheckpointError):
+        _core.call({"op": "close", "checkpoint": checkpoint})
 
 
 def _free_job(job: int) -> None:

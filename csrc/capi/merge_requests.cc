@@ -1,7 +1,7 @@
 #include <cerrno>
 #include <map>
 
-#include "capi/requests.h"
+#include "capi/checkpoints.h"
 #include "capi/sessions.h"
 #include "engine/commit.h"
 #include "engine/merge_job.h"
@@ -41,7 +41,6 @@ struct Input {
 
 Result<Input> ParseInput(const Json& request) {
   Input input;
-  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "input"));
   TC_ASSIGN_OR_RETURN(input.options, ParseOptions(request));
   std::map<std::string, std::string> new_names;
   const auto given = request.find("new_names");
@@ -51,7 +50,10 @@ Result<Input> ParseInput(const Json& request) {
       new_names[name] = renamed.get<std::string>();
     }
   }
-  TC_ASSIGN_OR_RETURN(input.checkpoint, OpenCheckpoint(path, new_names));
+  TC_ASSIGN_OR_RETURN(input.checkpoint, CheckpointOf(request, "input"));
+  if (!new_names.empty()) {
+    TC_ASSIGN_OR_RETURN(input.checkpoint, input.checkpoint->Renamed(new_names));
+  }
   return input;
 }
 
@@ -147,8 +149,8 @@ Result<Json> Commit(const Json& request, const MergePlan& plan,
     const CatalogEntry& entry = catalog.entries()[e];
     commit.planned.emplace_back(entry.name, entry.path);
     if (entry.kind != EntryKind::kObject) continue;
-    const Placement& p = catalog.placements(e)[0];
-    commit.objects.push_back({entry.name, catalog.files()[p.file].name});
+    commit.objects.push_back(
+        {std::string(entry.name), plan.checkpoint().files()[entry.file].name});
   }
   for (const uint32_t e : plan.aliases()) {
     const CatalogEntry& entry = catalog.entries()[e];

@@ -7,7 +7,6 @@
 
 #include "engine/checkpoint.h"
 #include "engine/merge_parts.h"
-#include "engine/verify_job.h"
 #include "format/names.h"
 #include "os/directory.h"
 #include "plan/mesh.h"
@@ -72,72 +71,6 @@ Result<Json> ManifestRequest(const Json& request) {
               {"files", ManifestFilesJson(*manifest)}};
 }
 
-Result<Json> DescribeRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
-  TC_ASSIGN_OR_RETURN(const auto checkpoint, OpenCheckpoint(path));
-  const Catalog& catalog = checkpoint->catalog();
-  Json names = Json::array(), kinds = Json::array(), dtypes = Json::array(),
-       shapes = Json::array(), paths = Json::array(), parts = Json::array(),
-       sizes = Json::array(), aliases = Json::object();
-  const bool with_parts = GetBool(request, "placements", false);
-  for (size_t i = 0; i < catalog.entries().size(); ++i) {
-    const CatalogEntry& entry = catalog.entries()[i];
-    names.push_back(entry.name);
-    kinds.push_back(static_cast<int>(entry.kind));
-    dtypes.push_back(DtypeName(entry.storage_dtype));
-    shapes.push_back(DimsJson(entry.shape));
-    const Result<uint64_t> size = ByteSize(entry.storage_dtype, entry.shape);
-    sizes.push_back(entry.kind != EntryKind::kObject && size.ok() ? *size : 0);
-    if (entry.kind == EntryKind::kAlias) aliases[entry.name] = entry.alias_of;
-    paths.push_back(entry.path.empty() ? Json() : Json(entry.path));
-    if (with_parts || entry.kind == EntryKind::kObject) {
-      Json of_entry = Json::array();
-      for (const Placement& p : catalog.placements(static_cast<uint32_t>(i))) {
-        if (p.role == PlacementRole::kReplica) continue;
-        of_entry.push_back({{"file", p.file},
-                            {"offset", p.offset},
-                            {"offsets", DimsJson(p.box.offsets)},
-                            {"sizes", DimsJson(p.box.sizes)}});
-      }
-      parts.push_back(std::move(of_entry));
-    } else {
-      parts.push_back(nullptr);
-    }
-  }
-  Json files = Json::array();
-  for (const CatalogFile& file : catalog.files()) {
-    files.push_back(
-        {{"name", file.name}, {"id", file.id}, {"bytes", file.bytes}});
-  }
-  const Manifest* manifest = checkpoint->manifest();
-  return Json{{"source", CheckpointSourceName(checkpoint->source())},
-              {"save_id", checkpoint->save_id()},
-              {"world_size", manifest ? Json(manifest->world_size) : Json()},
-              {"hulls", checkpoint->hulls()},
-              {"files", std::move(files)},
-              {"manifest_files",
-               manifest ? ManifestFilesJson(*manifest) : Json::array()},
-              {"names", std::move(names)},
-              {"kinds", std::move(kinds)},
-              {"dtypes", std::move(dtypes)},
-              {"shapes", std::move(shapes)},
-              {"bytes", std::move(sizes)},
-              {"paths", std::move(paths)},
-              {"aliases", std::move(aliases)},
-              {"placements", std::move(parts)}};
-}
-
-Result<Json> VerifyRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
-  TC_ASSIGN_OR_RETURN(const int64_t workers, GetInt(request, "workers", 2));
-  TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
-  TC_ASSIGN_OR_RETURN(const auto checkpoint, OpenCheckpoint(path));
-  TC_ASSIGN_OR_RETURN(
-      const VerifyReport report,
-      RunVerifyJob(checkpoint, static_cast<int>(workers), job.get()));
-  return Json{{"bytes", report.bytes}, {"files", report.files}};
-}
-
 Result<Json> ExpandRuleRequest(const Json& request) {
   const Json missing;
   const auto field = [&](const char* name) -> const Json& {
@@ -154,9 +87,9 @@ Result<Json> ExpandRuleRequest(const Json& request) {
     if (kind == "shard" || kind == "strided_shard") {
       TC_ASSIGN_OR_RETURN(const int64_t dim, GetInt(item, "dim"));
       placement.dim = static_cast<int>(dim);
-      placement.kind = PlacementKind::kShard;
+      placement.kind = MeshPlacementKind::kShard;
       if (kind == "strided_shard") {
-        placement.kind = PlacementKind::kStridedShard;
+        placement.kind = MeshPlacementKind::kStridedShard;
         TC_ASSIGN_OR_RETURN(placement.split_factor,
                             GetInt(item, "split_factor"));
       }
@@ -229,6 +162,7 @@ Handler FindHandler(const std::string& op) {
       {"arena", ArenaRequest},
       {"begin_part", BeginPartRequest},
       {"begin_save", BeginSaveRequest},
+      {"close", CloseRequest},
       {"commit_part", CommitPartRequest},
       {"commit_save", CommitSaveRequest},
       {"describe", DescribeRequest},
@@ -245,6 +179,7 @@ Handler FindHandler(const std::string& op) {
       {"merge_begin", MergeBeginRequest},
       {"merge_commit", MergeCommitRequest},
       {"merge_part", MergePartRequest},
+      {"open", OpenRequest},
       {"recover", RecoverRequest},
       {"stage_extras", StageExtrasRequest},
       {"refuse_ring", RefuseRingRequest},

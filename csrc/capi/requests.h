@@ -56,6 +56,11 @@ Result<std::vector<WrittenRange>> ParseWritten(const Json& ranges);
 const char* RoleName(FileRole role);
 Result<FileRole> RoleFromName(const std::string& name);
 
+// checkpoint_requests.cc
+Result<Json> OpenRequest(const Json& request);
+Result<Json> CloseRequest(const Json& request);
+Result<Json> DescribeRequest(const Json& request);
+Result<Json> VerifyRequest(const Json& request);
 // save_requests.cc
 Result<Json> BeginSaveRequest(const Json& request);
 Result<Json> JoinSaveRequest(const Json& request);

@@ -65,11 +65,11 @@ class Parts {
     for (const RankFinals& rank : ranks) {
       for (const WrittenParts& parts : rank.parts) {
         const OutputSpec& spec = parts.file.spec;
-        const uint32_t file =
-            catalog_.AddFile({spec.staged, spec.id, spec.bytes});
-        // A role whose files have no header.
-        manifest_.files.push_back({spec.staged, spec.id, FileRole::kExtra,
-                                   spec.bytes, parts.file.crc32c});
+        const auto file = static_cast<uint32_t>(manifest_.files.size());
+        // Without a header.
+        manifest_.files.push_back({spec.staged, spec.id, FileRole::kData,
+                                   spec.bytes, parts.file.crc32c,
+                                   Container::kRaw});
         for (const PartBytes& bytes : parts.bytes)
           bytes_.push_back({file, bytes});
         for (const PartBox& box : parts.boxes) {
@@ -123,10 +123,29 @@ class Parts {
     return extents;
   }
 
-  Result<std::shared_ptr<const Checkpoint>> Open(const Directory& staging) && {
-    TC_RETURN_IF_ERROR(ProveOwners(catalog_));
+  // `layouts` are of the extents, which know bands by their number till here.
+  Result<std::shared_ptr<const Checkpoint>> Open(
+      const Directory& staging, std::vector<MergePlan::Layout>* layouts) && {
+    std::vector<uint32_t> positions;
+    TC_ASSIGN_OR_RETURN(std::string encoded, catalog_.Encode(&positions));
+    for (MergePlan::Layout& layout : *layouts) {
+      for (Extent& extent : layout.extents) {
+        if (extent.kind == Extent::kTensor)
+          extent.index = positions[extent.index];
+      }
+    }
+    TC_ASSIGN_OR_RETURN(Catalog catalog,
+                        Catalog::Parse(std::move(encoded), manifest_.files));
+    // Before anything is written: boxes that do not tile their band.
+    for (uint32_t e = 0; e < catalog_.size(); ++e) {
+      const CatalogBuilder::Entry& band = catalog_.entry(e);
+      TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                          catalog_.Placements(e));
+      TC_RETURN_IF_ERROR(
+          ProveOwners(band.shape, placements).WithTensor(band.name));
+    }
     return Checkpoint::OfStaged(staging, std::move(manifest_),
-                                std::move(catalog_));
+                                std::move(catalog));
   }
 
  private:
@@ -143,16 +162,14 @@ class Parts {
                  const std::vector<FromBox>& boxes, uint64_t data,
                  std::vector<Extent>* extents) {
     TC_ASSIGN_OR_RETURN(const SafetensorsEntry entry, EntryOf(whole, band));
-    CatalogEntry tensor;
-    tensor.name = whole.name;
+    std::string name = whole.name;
     if (!(entry.shape == whole.shape)) {  // another band may come
-      tensor.name += " rows " + std::to_string(band.begin) + " to " +
-                     std::to_string(band.end);
+      name += " rows " + std::to_string(band.begin) + " to " +
+              std::to_string(band.end);
     }
-    tensor.storage_dtype = tensor.logical_dtype = entry.dtype;
-    tensor.shape = entry.shape;
-    TC_ASSIGN_OR_RETURN(const uint32_t id,
-                        catalog_.AddEntry(std::move(tensor)));
+    TC_ASSIGN_OR_RETURN(
+        const uint32_t id,
+        catalog_.AddTensor(std::move(name), entry.dtype, entry.shape));
     for (const auto& [from, box] : boxes) {
       Placement placement;
       placement.file = from;
@@ -167,7 +184,7 @@ class Parts {
   }
 
   Manifest manifest_;
-  Catalog catalog_;
+  CatalogBuilder catalog_;
   std::vector<FromBytes> bytes_;
   std::map<std::string_view, std::vector<FromBox>> boxes_;
 };
@@ -258,7 +275,8 @@ Result<std::vector<CommitFile>> RunAssembleJob(
     for (const ByteRange& hole : files[f].holes) left += hole.end - hole.begin;
     outputs[f].ranges = files[f].holes;
   }
-  TC_ASSIGN_OR_RETURN(auto checkpoint, std::move(parts).Open(staging));
+  TC_ASSIGN_OR_RETURN(auto checkpoint,
+                      std::move(parts).Open(staging, &layouts));
   MergeOptions merge;
   merge.output = options;
   // Often it is little, and memory that a worker needs takes longer to get.

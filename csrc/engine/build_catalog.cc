@@ -6,6 +6,7 @@
 #include <string_view>
 #include <utility>
 
+#include "engine/stored_box.h"
 #include "format/name_index.h"
 #include "plan/cover.h"
 
@@ -138,57 +139,43 @@ Result<Dims> GlobalShape(const std::vector<NamedHeader>& files,
 
 }  // namespace
 
-Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
-                             BoxProof proof, std::vector<std::string>* hulls) {
-  Catalog catalog;
-  for (const NamedHeader& file : files) {
-    catalog.AddFile(
-        {file.name, file.file.sharding.file_id, file.file.header.file_bytes});
-  }
+Result<CatalogBuilder> BuildCatalog(const std::vector<NamedHeader>& files,
+                                    BoxProof proof,
+                                    std::vector<std::string>* hulls) {
+  CatalogBuilder catalog;
   std::vector<Part> parts;
   const std::vector<Tensor> tensors = GroupByName(files, &parts);
-  catalog.ReserveEntries(tensors.size());
+  std::vector<Box> boxes;
   for (const Tensor& tensor : tensors) {
     bool is_said = false;
     TC_ASSIGN_OR_RETURN(const Dims shape, GlobalShape(files, tensor, &is_said));
     if (!is_said && hulls) hulls->emplace_back(tensor.name);
-    CatalogEntry entry;
-    entry.name = std::string(tensor.name);
-    entry.storage_dtype = entry.logical_dtype =
-        EntryOf(files, tensor.parts[0]).dtype;
-    entry.shape = shape;
+    const Dtype dtype = EntryOf(files, tensor.parts[0]).dtype;
     if (!is_said) {
-      const Status size = ByteSize(entry.storage_dtype, shape).status();
+      const Status size = ByteSize(dtype, shape).status();
       if (!size.ok()) {
         return Corrupt("the shape " + shape.ToString() +
                        " that its parts make is impossible: " + size.message())
-            .WithTensor(entry.name)
+            .WithTensor(std::string(tensor.name))
             .WithFile(files[tensor.parts[0].file].name);
       }
     }
-    TC_ASSIGN_OR_RETURN(const uint32_t id, catalog.AddEntry(std::move(entry)));
+    TC_ASSIGN_OR_RETURN(
+        const uint32_t id,
+        catalog.AddTensor(std::string(tensor.name), dtype, shape));
+    boxes.clear();
     for (const Part& part : tensor.parts) {
       const SafetensorsEntry& in_file = EntryOf(files, part);
+      const NamedHeader& file = files[part.file];
       Placement placement;
-      placement.file = part.file;
-      placement.offset =
-          files[part.file].file.header.data_begin + in_file.begin;
+      placement.file = file.position;
+      placement.offset = file.file.header.data_begin + in_file.begin;
       placement.box = {ShardOf(files, part).offsets, in_file.shape};
       Status added = catalog.AddPlacement(id, placement);
-      if (!added.ok()) {
-        return std::move(added)
-            .WithTensor(std::string(tensor.name))
-            .WithFile(files[part.file].name);
-      }
-    }
-    const std::span<const Placement> placements = catalog.placements(id);
-    if (placements.size() == 1 && placements[0].box == Box::Whole(shape)) {
-      continue;
-    }
-    std::vector<Box> boxes;
-    for (const Placement& placement : placements) {
+      if (!added.ok()) return std::move(added).WithFile(file.name);
       boxes.push_back(placement.box);
     }
+    if (boxes.size() == 1 && boxes[0] == Box::Whole(shape)) continue;
     Status proved = proof == BoxProof::kTiling
                         ? ProveTiling(Box::Whole(shape), boxes)
                         : ProveDisjoint(boxes);
@@ -209,21 +196,15 @@ Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
   return catalog;
 }
 
-Status ProveOwners(const Catalog& catalog) {
+Status ProveOwners(const Dims& shape, std::span<const Placement> placements) {
   std::vector<Box> owners;
-  for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
-    const CatalogEntry& entry = catalog.entries()[e];
-    if (entry.kind != EntryKind::kTensor) continue;
-    owners.clear();
-    for (const Placement& placement : catalog.placements(e)) {
-      if (placement.role == PlacementRole::kReplica) continue;
-      owners.push_back(placement.box);
-    }
-    const Box whole = Box::Whole(entry.shape);
-    if (owners.size() == 1 && owners[0] == whole) continue;
-    TC_RETURN_IF_ERROR(ProveTiling(whole, owners).WithTensor(entry.name));
+  for (const Placement& placement : placements) {
+    if (placement.role == PlacementRole::kReplica) continue;
+    for (Box& box : BoxesOf(placement, shape)) owners.push_back(std::move(box));
   }
-  return {};
+  const Box whole = Box::Whole(shape);
+  if (owners.size() == 1 && owners[0] == whole) return {};
+  return ProveTiling(whole, owners);
 }
 
 }  // namespace torch_ckpt

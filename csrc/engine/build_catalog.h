@@ -1,17 +1,19 @@
 // From the headers of data files to a proved catalog.
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
 #include "engine/header_io.h"
-#include "format/catalog.h"
+#include "format/catalog_builder.h"
 
 namespace torch_ckpt {
 
 struct NamedHeader {
   std::string name;  // final basename
   FileHeader file;
+  uint32_t position = 0;  // among the files of the checkpoint
 };
 
 enum class BoxProof {
@@ -27,12 +29,12 @@ enum class BoxProof {
 // kIncomplete for a hole; both name tensor and file. Files whose tensors are
 // listed twice are the usual cause of kConflict: shards of an earlier save
 // beside newer ones.
-Result<Catalog> BuildCatalog(const std::vector<NamedHeader>& files,
-                             BoxProof proof = BoxProof::kTiling,
-                             std::vector<std::string>* hulls = nullptr);
+Result<CatalogBuilder> BuildCatalog(const std::vector<NamedHeader>& files,
+                                    BoxProof proof = BoxProof::kTiling,
+                                    std::vector<std::string>* hulls = nullptr);
 
-// Of a catalog that was read: ok when the owners among the placements of every
-// tensor tile it. Else as ProveTiling, naming the tensor.
-Status ProveOwners(const Catalog& catalog);
+// Ok when the owners among the placements of a tensor of `shape` tile it. Else
+// as ProveTiling.
+Status ProveOwners(const Dims& shape, std::span<const Placement> placements);
 
 }  // namespace torch_ckpt

@@ -13,11 +13,13 @@
 #include "format/names.h"
 #include "format/sharding_info.h"
 #include "runtime/crc32c.h"
+#include "runtime/workers.h"
 
 namespace torch_ckpt {
 namespace {
 
 constexpr int kTries = 5;
+constexpr int kCheckThreads = 4;
 constexpr uint64_t kPeekBytes = 4096;
 
 Status CheckDigests(const ManifestFile& file, ByteSpan bytes) {
@@ -111,15 +113,50 @@ const char* CheckpointSourceName(CheckpointSource source) {
 Result<std::shared_ptr<const Checkpoint>> Checkpoint::OfStaged(
     const Directory& staging, Manifest manifest, Catalog catalog) {
   auto checkpoint = std::make_shared<Checkpoint>();
-  TC_ASSIGN_OR_RETURN(checkpoint->directory_, Directory::Open(staging.path()));
+  TC_ASSIGN_OR_RETURN(Directory directory, Directory::Open(staging.path()));
+  checkpoint->directory_ =
+      std::make_shared<const Directory>(std::move(directory));
   checkpoint->source_ = CheckpointSource::kManifest;
   checkpoint->manifest_ = std::move(manifest);
   checkpoint->catalog_ = std::move(catalog);
+  checkpoint->Index();
   return std::shared_ptr<const Checkpoint>(std::move(checkpoint));
 }
 
+void Checkpoint::Index() {
+  by_name_ = FilesByName(manifest_.files);
+  proved_ = std::vector<std::atomic<bool>>(catalog_.entries().size());
+}
+
+std::string Checkpoint::CatalogPath() const {
+  for (const ManifestFile& file : files()) {
+    if (file.role == FileRole::kCatalog) return directory_->Join(file.name);
+  }
+  return path();
+}
+
+Result<std::vector<Placement>> Checkpoint::Placements(uint32_t entry) const {
+  Result<std::vector<Placement>> placements =
+      catalog_.Placements(entry, files());
+  if (!placements.ok()) {
+    return Status(placements.status()).WithFile(CatalogPath());
+  }
+  // Digests say that the catalog is what was written, not that it is true; and
+  // what follows relies on boxes that tile.
+  const CatalogEntry& e = catalog_.entries()[entry];
+  if (e.kind == EntryKind::kObject || proved_[entry]) return placements;
+  const Status proved = ProveOwners(e.shape, *placements);
+  if (!proved.ok()) {
+    return Status(ErrorKind::kCorrupt, proved.message())
+        .WithTensor(std::string(e.name))
+        .WithFile(CatalogPath());
+  }
+  proved_[entry] = true;
+  return placements;
+}
+
 Status Checkpoint::CheckCurrent() const {
-  TC_ASSIGN_OR_RETURN(const Committed now, ReadCommitted(directory_));
+  TC_ASSIGN_OR_RETURN(const Committed now, ReadCommitted(*directory_));
   TC_ASSIGN_OR_RETURN(const std::string id, SaveIdOf(now));
   if (id == save_id()) return {};
   return Conflict("is being replaced by a save").WithFile(path());
@@ -137,22 +174,24 @@ Status Checkpoint::Explain(Status status) const {
 }
 
 Result<File> Checkpoint::OpenFile(const std::string& name, bool direct) const {
-  Result<File> file = FindFile(name, direct);
+  Result<File> file = LookForFile(name, direct);
   if (!file.ok()) return Explain(file.status());
   return file;
 }
 
-Result<File> Checkpoint::FindFile(const std::string& name, bool direct) const {
-  const ManifestFile* listed = manifest_ ? manifest_->Find(name) : nullptr;
-  if (manifest_ && !listed) {
-    return Internal("is not named by the manifest").WithFile(name);
+Result<File> Checkpoint::LookForFile(const std::string& name,
+                                     bool direct) const {
+  const int64_t position = FindFile(name);
+  if (position < 0) {
+    return Internal("is not a file of the checkpoint").WithFile(name);
   }
+  const ManifestFile& listed = files()[static_cast<size_t>(position)];
   // A replay renames from staging to the target: look there first, so that a
   // rename between the two looks cannot hide the file.
   for (int place = 0; place < 2; ++place) {
     const auto staged = staged_.find(name);
     if (place == 0 && staged == staged_.end()) continue;
-    const Directory& where = place == 0 ? staging_ : directory_;
+    const Directory& where = place == 0 ? *staging_ : *directory_;
     const std::string& as = place == 0 ? staged->second : name;
     Result<File> file = where.OpenFile(as, {.direct = direct});
     if (!file.ok()) {
@@ -160,48 +199,39 @@ Result<File> Checkpoint::FindFile(const std::string& name, bool direct) const {
       return file.status();
     }
     TC_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
-    if (listed) {
-      if (info.bytes != listed->bytes) {
-        return Corrupt("has " + std::to_string(info.bytes) +
-                       " bytes, the manifest says " +
-                       std::to_string(listed->bytes))
-            .WithFile(file->path());
-      }
-      if (!direct && listed->role == FileRole::kData) {
-        TC_RETURN_IF_ERROR(CheckFileId(*file, info.bytes, listed->id));
-      }
-      return file;
-    }
-    const auto scanned =
-        std::find_if(catalog_.files().begin(), catalog_.files().end(),
-                     [&name](const CatalogFile& f) { return f.name == name; });
-    if (scanned == catalog_.files().end()) {
-      return Internal("is not a file of the checkpoint").WithFile(name);
-    }
-    if (info.bytes != scanned->bytes) {
-      return Corrupt("has " + std::to_string(info.bytes) +
-                     " bytes, when its header was read it had " +
-                     std::to_string(scanned->bytes))
+    if (info.bytes != listed.bytes) {
+      return Corrupt("has " + std::to_string(info.bytes) + " bytes, the " +
+                     (manifest() ? "manifest" : "header") + " says " +
+                     std::to_string(listed.bytes))
           .WithFile(file->path());
     }
-    if (!direct) {
-      TC_RETURN_IF_ERROR(CheckFileId(*file, info.bytes, scanned->id));
+    if (!direct && listed.container == Container::kSafetensors) {
+      TC_RETURN_IF_ERROR(CheckFileId(*file, info.bytes, listed.id));
     }
     return file;
   }
-  return Incomplete("is missing").WithFile(directory_.Join(name));
+  return Incomplete("is missing").WithFile(directory_->Join(name));
+}
+
+Status Checkpoint::CheckFiles() const {
+  return ForEachItem(kCheckThreads, static_cast<int64_t>(files().size()),
+                     nullptr, [&](int64_t f, int) -> Status {
+                       const auto at = static_cast<size_t>(f);
+                       return OpenFile(files()[at].name, false).status();
+                     });
 }
 
 Result<std::string> Checkpoint::ReadWhole(const std::string& name) const {
-  const ManifestFile* listed = manifest_ ? manifest_->Find(name) : nullptr;
-  if (!listed) {
+  const int64_t position = FindFile(name);
+  if (!manifest() || position < 0) {
     return InvalidArgument("is not named by a manifest").WithFile(name);
   }
+  const ManifestFile& listed = files()[static_cast<size_t>(position)];
   TC_ASSIGN_OR_RETURN(File file, OpenFile(name, false));
-  std::string text(listed->bytes, '\0');
+  std::string text(listed.bytes, '\0');
   TC_RETURN_IF_ERROR(file.ReadExact(
       {reinterpret_cast<std::byte*>(text.data()), text.size()}, 0));
-  Status digests = CheckDigests(*listed, AsBytes(text));
+  Status digests = CheckDigests(listed, AsBytes(text));
   if (!digests.ok()) return Explain(std::move(digests));
   return text;
 }
@@ -211,7 +241,7 @@ Status Checkpoint::LoadCommitted(const std::string& text, bool journal) {
   if (journal) {
     Result<Journal> read = ParseJournal(AsBytes(text));
     if (!read.ok()) {
-      return read.status().WithFile(staging_.Join(std::string(kJournalName)));
+      return read.status().WithFile(staging_->Join(std::string(kJournalName)));
     }
     Journal parsed = std::move(read).value();
     for (const JournalRename& rename : parsed.renames) {
@@ -220,94 +250,74 @@ Status Checkpoint::LoadCommitted(const std::string& text, bool journal) {
     manifest_ = std::move(parsed.manifest);
   } else {
     TC_ASSIGN_OR_RETURN(manifest_, ParseManifest(AsBytes(text)));
-    if (manifest_->part) return Corrupt("is the manifest of one rank's part");
+    if (manifest_.part) return Corrupt("is the manifest of one rank's part");
   }
-  const ManifestFile* catalog = nullptr;
-  for (const ManifestFile& file : manifest_->files) {
-    TC_RETURN_IF_ERROR(OpenFile(file.name, false).status());
-    if (file.role == FileRole::kCatalog) catalog = &file;
-  }
-  if (!catalog) return Corrupt("the manifest names no catalog");
-  TC_ASSIGN_OR_RETURN(catalog_, ReadCatalog(*catalog, *manifest_));
-  // Digests say that the catalog is what was written, not that it is true; and
-  // what follows relies on boxes that tile.
-  const Status proved = ProveOwners(catalog_);
-  if (proved.ok()) return {};
-  return Status(ErrorKind::kCorrupt, proved.message())
-      .WithTensor(proved.tensor())
-      .WithFile(catalog->name);
+  by_name_ = FilesByName(manifest_.files);
+  TC_ASSIGN_OR_RETURN(catalog_, ReadCatalog(manifest_.files));
+  return {};
 }
 
 Status Checkpoint::LoadParts(const std::vector<Manifest>& parts) {
   source_ = CheckpointSource::kManifest;
   TC_RETURN_IF_ERROR(CheckParts(parts));
   TC_ASSIGN_OR_RETURN(manifest_, MergeManifests(parts));
-  std::vector<Catalog> catalogs;
+  by_name_ = FilesByName(manifest_.files);
+  std::vector<CatalogPart> catalogs;
   for (const Manifest& part : parts) {
-    const ManifestFile* catalog = nullptr;
-    for (const ManifestFile& file : part.files) {
-      TC_RETURN_IF_ERROR(OpenFile(file.name, false).status());
-      if (file.role == FileRole::kCatalog) catalog = &file;
-    }
-    if (!catalog) return Corrupt("a part manifest names no catalog");
-    TC_ASSIGN_OR_RETURN(Catalog read, ReadCatalog(*catalog, part));
-    catalogs.push_back(std::move(read));
+    TC_ASSIGN_OR_RETURN(Catalog read, ReadCatalog(part.files));
+    catalogs.push_back({std::move(read), part.files});
   }
-  TC_ASSIGN_OR_RETURN(catalog_, MergeCatalogs(catalogs));
+  TC_ASSIGN_OR_RETURN(const CatalogBuilder merged, MergeCatalogs(catalogs));
+  TC_ASSIGN_OR_RETURN(std::string encoded, merged.Encode());
+  TC_ASSIGN_OR_RETURN(catalog_,
+                      Catalog::Parse(std::move(encoded), manifest_.files));
   return {};
 }
 
-Result<Catalog> Checkpoint::ReadCatalog(const ManifestFile& file,
-                                        const Manifest& manifest) const {
-  if (file.bytes > kMaxCatalogBytes) {
-    return Unsupported("the catalog is larger than 1 GiB").WithFile(file.name);
+Result<Catalog> Checkpoint::ReadCatalog(
+    const std::vector<ManifestFile>& files) const {
+  const ManifestFile* file = nullptr;
+  for (const ManifestFile& each : files) {
+    if (each.role == FileRole::kCatalog) file = &each;
   }
-  TC_ASSIGN_OR_RETURN(const std::string bytes, ReadWhole(file.name));
-  Result<Catalog> decoded = DecodeCatalog(AsBytes(bytes));
-  if (!decoded.ok()) return decoded.status().WithFile(file.name);
-  std::vector<FileRole> roles;
-  for (const CatalogFile& of_catalog : decoded->files()) {
-    const ManifestFile* listed = manifest.Find(of_catalog.name);
-    if (!listed || listed->id != of_catalog.id ||
-        listed->bytes != of_catalog.bytes) {
-      return Corrupt("catalog and manifest disagree about " + of_catalog.name)
-          .WithFile(file.name);
-    }
-    roles.push_back(listed->role);
+  if (!file) return Corrupt("the manifest names no catalog");
+  if (file->bytes > kMaxCatalogBytes) {
+    return Unsupported("the catalog is larger than 1 GiB").WithFile(file->name);
   }
-  for (uint32_t e = 0; e < decoded->entries().size(); ++e) {
-    const CatalogEntry& entry = decoded->entries()[e];
-    const FileRole role =
-        entry.kind == EntryKind::kObject ? FileRole::kObjects : FileRole::kData;
-    for (const Placement& placement : decoded->placements(e)) {
-      if (roles[placement.file] == role) continue;
-      return Corrupt("lies in " + decoded->files()[placement.file].name +
-                     ", which is no file of its kind")
-          .WithTensor(entry.name)
-          .WithFile(file.name);
-    }
-  }
-  return decoded;
+  TC_ASSIGN_OR_RETURN(std::string bytes, ReadWhole(file->name));
+  Result<Catalog> parsed = Catalog::Parse(std::move(bytes), files);
+  if (!parsed.ok()) return parsed.status().WithFile(file->name);
+  return parsed;
 }
 
 Status Checkpoint::LoadForeign() {
-  TC_ASSIGN_OR_RETURN(ScanResult scan, ScanDirectory(directory_));
+  TC_ASSIGN_OR_RETURN(ScanResult scan, ScanDirectory(*directory_));
   source_ =
       scan.by_index ? CheckpointSource::kIndex : CheckpointSource::kHeaders;
+  manifest_.files = std::move(scan.files);
   catalog_ = std::move(scan.catalog);
   hulls_ = std::move(scan.hulls);
   return {};
 }
 
+Result<std::shared_ptr<const Checkpoint>> Checkpoint::Renamed(
+    const std::map<std::string, std::string>& new_names) const {
+  auto renamed = std::make_shared<Checkpoint>();
+  renamed->directory_ = directory_;
+  renamed->staging_ = staging_;
+  renamed->staged_ = staged_;
+  renamed->source_ = source_;
+  renamed->manifest_ = manifest_;
+  TC_ASSIGN_OR_RETURN(renamed->catalog_, catalog_.Renamed(new_names, files()));
+  renamed->hulls_ = hulls_;
+  renamed->Index();
+  return std::shared_ptr<const Checkpoint>(std::move(renamed));
+}
+
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
-    const std::string& path,
-    const std::map<std::string, std::string>& new_names) {
-  const auto opened = [&](std::shared_ptr<Checkpoint> checkpoint)
-      -> Result<std::shared_ptr<const Checkpoint>> {
-    if (!new_names.empty()) {
-      TC_ASSIGN_OR_RETURN(checkpoint->catalog_,
-                          checkpoint->catalog_.Renamed(new_names));
-    }
+    const std::string& path) {
+  const auto opened = [&](std::shared_ptr<Checkpoint> checkpoint) {
+    checkpoint->Index();
     return std::shared_ptr<const Checkpoint>(std::move(checkpoint));
   };
   Status last;
@@ -325,8 +335,9 @@ Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
       }
       return directory.status();
     }
-    checkpoint->directory_ = std::move(directory).value();
-    const Directory& dir = checkpoint->directory_;
+    checkpoint->directory_ =
+        std::make_shared<const Directory>(std::move(directory).value());
+    const Directory& dir = *checkpoint->directory_;
     TC_ASSIGN_OR_RETURN(Committed committed, ReadCommitted(dir));
     const std::optional<std::string> text = std::move(committed.text);
     if (!text) {
@@ -350,8 +361,11 @@ Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
       changed = true;
       continue;
     }
-    checkpoint->staging_ = std::move(committed.staging);
     const bool journal = committed.journal;
+    if (journal) {
+      checkpoint->staging_ =
+          std::make_shared<const Directory>(std::move(committed.staging));
+    }
     Status status = committed.parts.empty()
                         ? checkpoint->LoadCommitted(*text, journal)
                         : checkpoint->LoadParts(committed.parts);

@@ -7,14 +7,18 @@
 //   2. with a complete model.safetensors.index.json: the files it names;
 //   3. with .safetensors files only: all of them, by their headers.
 // For 2 and 3 every header is parsed and every tensor is proved to be tiled by
-// its boxes; for 1 that was done before the commit, and the sizes of all files
-// are compared here.
+// its boxes. For 1 that was done before the commit: opening reads the manifest
+// and the catalog, whatever they name. A file is compared with the manifest
+// when it is opened, a tensor's placements are proved when they are first asked
+// for, since a rank of thousands needs few of either.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "format/catalog.h"
 #include "format/manifest.h"
@@ -28,12 +32,25 @@ const char* CheckpointSourceName(CheckpointSource source);
 // Immutable after OpenCheckpoint; const access is thread-safe.
 class Checkpoint {
  public:
-  const std::string& path() const { return directory_.path(); }
+  const std::string& path() const { return directory_->path(); }
   CheckpointSource source() const { return source_; }
   const Catalog& catalog() const { return catalog_; }
+  // All files that count, by which the catalog names them. Without a manifest
+  // they have no digests.
+  const std::vector<ManifestFile>& files() const { return manifest_.files; }
+  // A position in files(); -1 where there is none of this name.
+  int64_t FindFile(std::string_view name) const { return by_name_.Find(name); }
   // Null for directories without a manifest.
-  const Manifest* manifest() const { return manifest_ ? &*manifest_ : nullptr; }
-  std::string save_id() const { return manifest_ ? manifest_->save_id : ""; }
+  const Manifest* manifest() const {
+    return source_ == CheckpointSource::kManifest ? &manifest_ : nullptr;
+  }
+  std::string save_id() const { return manifest_.save_id; }
+  // The same checkpoint with a catalog that is Renamed.
+  Result<std::shared_ptr<const Checkpoint>> Renamed(
+      const std::map<std::string, std::string>& new_names) const;
+  // Those of a tensor or of what it is an alias of. Proves the first time that
+  // the owners among them tile it. kCorrupt names the tensor.
+  Result<std::vector<Placement>> Placements(uint32_t entry) const;
   // Tensors of a directory that is not ours whose shape no file says: were the
   // last of their shards missing, nobody could see it.
   const std::vector<std::string>& hulls() const { return hulls_; }
@@ -50,6 +67,9 @@ class Checkpoint {
   // or headers. kIncomplete when it is not there, kCorrupt when it is another
   // file, kConflict when that is so because another save stands there by now.
   Result<File> OpenFile(const std::string& name, bool direct) const;
+  // Ok when every file is there, as OpenFile finds it. For who wants to know
+  // before he reads: readers hear of each when they open it.
+  Status CheckFiles() const;
   // A whole file with its digests checked. For files of the manifest.
   Result<std::string> ReadWhole(const std::string& name) const;
   // What a failed read of this checkpoint means: files that are missing or
@@ -61,32 +81,33 @@ class Checkpoint {
 
  private:
   friend Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
-      const std::string& path,
-      const std::map<std::string, std::string>& new_names);
+      const std::string& path);
   Status LoadCommitted(const std::string& manifest_text, bool journal);
   Status LoadParts(const std::vector<Manifest>& parts);
   Status LoadForeign();
-  // Decodes catalog `file` of `manifest`, which is the checkpoint's or a
-  // part's, and compares the two.
-  Result<Catalog> ReadCatalog(const ManifestFile& file,
-                              const Manifest& manifest) const;
-  Result<File> FindFile(const std::string& name, bool direct) const;
+  // The one catalog among `files`, which are the checkpoint's or a part's.
+  Result<Catalog> ReadCatalog(const std::vector<ManifestFile>& files) const;
+  // Of what says which boxes there are, for messages.
+  std::string CatalogPath() const;
+  Result<File> LookForFile(const std::string& name, bool direct) const;
+  // What follows from manifest_ and catalog_, when they are in place.
+  void Index();
 
-  Directory directory_;
-  Directory staging_;                          // valid while a journal stands
+  std::shared_ptr<const Directory> directory_;
+  std::shared_ptr<const Directory> staging_;   // null without a journal
   std::map<std::string, std::string> staged_;  // final name -> name in staging
   CheckpointSource source_ = CheckpointSource::kHeaders;
-  std::optional<Manifest> manifest_;
+  Manifest manifest_;  // of a foreign directory, the files alone
+  FilesByName by_name_;
   Catalog catalog_;
+  mutable std::vector<std::atomic<bool>> proved_;  // by entry
   std::vector<std::string> hulls_;
 };
 
 // Errors: kIncomplete when there is no checkpoint or a part of it is missing,
-// kConflict while it is being replaced (after five tries), kCorrupt. With
-// `new_names` its catalog is a Renamed one.
+// kConflict while it is being replaced (after five tries), kCorrupt.
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
-    const std::string& path,
-    const std::map<std::string, std::string>& new_names = {});
+    const std::string& path);
 
 inline constexpr uint64_t kMaxManifestBytes = uint64_t{1} << 30;
 

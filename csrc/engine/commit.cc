@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <iterator>
 #include <set>
 
 #include "engine/checkpoint.h"
@@ -16,15 +17,19 @@
 namespace torch_ckpt {
 namespace {
 
-std::string IndexText(const Catalog& catalog) {
+Result<std::string> IndexText(const CatalogBuilder& catalog,
+                              const std::vector<CommitFile>& files) {
   HfIndex index;
-  for (size_t i = 0; i < catalog.entries().size(); ++i) {
-    const CatalogEntry& entry = catalog.entries()[i];
+  for (uint32_t e = 0; e < catalog.size(); ++e) {
+    const CatalogBuilder::Entry& entry = catalog.entry(e);
     if (entry.kind != EntryKind::kTensor) continue;
-    const Placement& p = catalog.placements(static_cast<uint32_t>(i))[0];
-    index.weight_map.emplace_back(entry.name, catalog.files()[p.file].name);
-    Result<uint64_t> bytes = ByteSize(entry.storage_dtype, entry.shape);
-    index.total_size += bytes.ok() ? *bytes : 0;
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        catalog.Placements(e));
+    index.weight_map.emplace_back(entry.name,
+                                  files[placements[0].file].file.name);
+    TC_ASSIGN_OR_RETURN(const uint64_t bytes,
+                        ByteSize(entry.dtype, entry.shape));
+    index.total_size += bytes;
   }
   std::sort(index.weight_map.begin(), index.weight_map.end());
   return BuildHfIndex(index);
@@ -99,15 +104,19 @@ Status CommitExisting(SaveSession* session, const CommitRequest& request,
   TC_RETURN_IF_ERROR(CheckNotHidden(target, request, previous.files));
   Journal journal;
   journal.removes = std::move(previous.part_manifests);
-  for (const ManifestFile& old : previous.files) {
-    if (manifest->Find(old.name)) continue;
+  std::vector<ManifestFile> kept;
+  const FilesByName named(manifest->files);
+  for (ManifestFile& old : previous.files) {
+    if (named.Find(old.name) >= 0) continue;
     if (request.keep_previous && old.role != FileRole::kCatalog &&
         old.role != FileRole::kIndex) {
-      manifest->files.push_back(old);
+      kept.push_back(std::move(old));
     } else {
-      journal.removes.push_back(old.name);
+      journal.removes.push_back(std::move(old.name));
     }
   }
+  // Behind the others: the catalog knows files by their place.
+  std::move(kept.begin(), kept.end(), std::back_inserter(manifest->files));
   for (const CommitFile& file : files) {
     journal.renames.push_back({file.staged, file.file.name});
   }
@@ -145,10 +154,11 @@ Result<bool> CommitFresh(SaveSession* session,
   TC_RETURN_IF_ERROR(
       staging.WriteFile(std::string(kManifestName), EncodeManifest(manifest)));
   TC_ASSIGN_OR_RETURN(const auto entries, staging.List());
+  const FilesByName final_names(manifest.files);
   for (const std::string& entry : entries) {
     // The lock is held until the rename is through.
     if (entry == kManifestName || entry == kLockFileName) continue;
-    if (!manifest.Find(entry)) {
+    if (final_names.Find(entry) < 0) {
       TC_RETURN_IF_ERROR(staging.Unlink(entry, true));
     }
   }
@@ -191,16 +201,18 @@ Result<bool> CommitFresh(SaveSession* session,
 Result<Manifest> CommitSave(SaveSession* session,
                             const CommitRequest& request) {
   const Directory& staging = session->directory();
-  TC_ASSIGN_OR_RETURN(const Catalog catalog,
+  TC_ASSIGN_OR_RETURN(const CatalogBuilder catalog,
                       CatalogOfStaged(staging, request, BoxProof::kTiling));
   std::vector<CommitFile> files = request.files;
   TC_ASSIGN_OR_RETURN(CommitFile catalog_file,
-                      AddStagedCatalog(staging, kCatalogName, catalog));
+                      AddStagedCatalog(staging, kCatalogName, catalog, files));
   files.push_back(std::move(catalog_file));
   if (!request.index_name.empty()) {
-    TC_ASSIGN_OR_RETURN(CommitFile index,
-                        AddStagedFile(staging, request.index_name,
-                                      FileRole::kIndex, IndexText(catalog)));
+    TC_ASSIGN_OR_RETURN(const std::string text,
+                        IndexText(catalog, request.files));
+    TC_ASSIGN_OR_RETURN(
+        CommitFile index,
+        AddStagedFile(staging, request.index_name, FileRole::kIndex, text));
     files.push_back(std::move(index));
   }
   Manifest manifest;

@@ -63,8 +63,7 @@ Status InputDigests::Check(const Checkpoint& checkpoint, OpenFiles* files,
   ArenaLease scratch;
   for (size_t i = 0; i < parts.size();) {
     const uint32_t file = parts[i].file;
-    const CatalogFile& named = checkpoint.catalog().files()[file];
-    const ManifestFile* listed = checkpoint.manifest()->Find(named.name);
+    const ManifestFile& named = checkpoint.files()[file];
     const uint64_t begin = RoundDown(parts[i].offset, kSegmentBytes);
     const uint64_t end = std::min(begin + kSegmentBytes, named.bytes);
     uint32_t crc = 0;
@@ -87,7 +86,7 @@ Status InputDigests::Check(const Checkpoint& checkpoint, OpenFiles* files,
                           source->Read(begin, end, scratch.span()));
       crc = Crc32c(0, bytes, end - begin);
     }
-    if (crc != listed->crc32c[begin / kSegmentBytes]) {
+    if (crc != named.crc32c[begin / kSegmentBytes]) {
       return checkpoint.Explain(
           Corrupt("bytes " + std::to_string(begin) + " to " +
                   std::to_string(end) + " do not match their CRC-32C")

@@ -128,7 +128,7 @@ class Merger {
       const MergePlan::Extent& extent) const {
     const CatalogEntry& entry =
         plan_.checkpoint_->catalog().entries()[extent.index];
-    return {static_cast<uint64_t>(DtypeBits(entry.storage_dtype)) / 8,
+    return {static_cast<uint64_t>(DtypeBits(entry.dtype)) / 8,
             static_cast<uint64_t>(DtypeBits(*extent.cast)) / 8};
   }
 
@@ -141,7 +141,8 @@ class Merger {
     if (range.from % out != 0 || range.out.size() % out != 0) {
       // Tensors stand at multiples of their elements, and pieces are cut at
       // multiples of 4096.
-      return Internal("a cast would cut an element").WithTensor(entry.name);
+      return Internal("a cast would cut an element")
+          .WithTensor(std::string(entry.name));
     }
     const MutableByteSpan elements = scratch.last(kPieceBytes);
     const MutableByteSpan rest = scratch.first(scratch.size() - kPieceBytes);
@@ -156,7 +157,7 @@ class Merger {
                                    (first + size) * in, 0, &runs));
       TC_RETURN_IF_ERROR(
           Execute({0, elements.first(size * in), nullptr}, rest, worker));
-      CastElements(entry.storage_dtype, elements.data(), to,
+      CastElements(entry.dtype, elements.data(), to,
                    range.out.data() + at * out, size);
     }
     return {};
@@ -167,9 +168,8 @@ class Merger {
                    std::vector<SourceRun>* runs) {
     const Catalog& catalog = plan_.checkpoint_->catalog();
     const CatalogEntry& entry = catalog.entries()[entry_id];
-    TC_ASSIGN_OR_RETURN(
-        const UnitView whole,
-        InUnits(entry.storage_dtype, entry.shape, Box::Whole(entry.shape)));
+    TC_ASSIGN_OR_RETURN(const UnitView whole, InUnits(entry.dtype, entry.shape,
+                                                      Box::Whole(entry.shape)));
     const auto unit = static_cast<uint64_t>(whole.unit_bytes);
     const Dims strides = DenseStrides(whole.shape, whole.unit_bytes);
     // A piece may cut a unit only where the layout is not aligned to it
@@ -191,18 +191,23 @@ class Merger {
     const std::vector<Box> boxes =
         BoxesOfRange(whole.shape, static_cast<int64_t>(from / unit),
                      static_cast<int64_t>(to / unit));
-    for (const Placement& placement : catalog.placements(entry_id)) {
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        plan_.checkpoint_->Placements(entry_id));
+    for (const Placement& placement : placements) {
       if (placement.role == PlacementRole::kReplica) continue;
-      TC_ASSIGN_OR_RETURN(const StridedBox src, StoredBox(entry, placement));
-      for (const Box& box : boxes) {
-        uint64_t linear = 0;
-        for (int d = 0; d < box.rank(); ++d) {
-          linear += static_cast<uint64_t>(box.offsets[d] * strides[d]);
-        }
-        Run run;
-        if (MakeRun(src, {box, dst + linear - from, strides}, whole.unit_bytes,
-                    &run)) {
-          runs->push_back({placement.file, run});
+      TC_ASSIGN_OR_RETURN(const std::vector<StridedBox> stored,
+                          StoredBoxes(entry, placement));
+      for (const StridedBox& src : stored) {
+        for (const Box& box : boxes) {
+          uint64_t linear = 0;
+          for (int d = 0; d < box.rank(); ++d) {
+            linear += static_cast<uint64_t>(box.offsets[d] * strides[d]);
+          }
+          Run run;
+          if (MakeRun(src, {box, dst + linear - from, strides},
+                      whole.unit_bytes, &run)) {
+            runs->push_back({placement.file, run});
+          }
         }
       }
     }
@@ -216,21 +221,26 @@ class Merger {
     const auto unit = static_cast<uint64_t>(whole.unit_bytes);
     const auto linear = static_cast<int64_t>(from / unit);
     const Box one = BoxesOfRange(whole.shape, linear, linear + 1)[0];
-    for (const Placement& placement :
-         plan_.checkpoint_->catalog().placements(entry_id)) {
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        plan_.checkpoint_->Placements(entry_id));
+    for (const Placement& placement : placements) {
       if (placement.role == PlacementRole::kReplica) continue;
-      TC_ASSIGN_OR_RETURN(const StridedBox src, StoredBox(entry, placement));
-      Run run;
-      if (!MakeRun(src, {one, dst, DenseStrides(one.sizes, whole.unit_bytes)},
-                   whole.unit_bytes, &run)) {
-        continue;
+      TC_ASSIGN_OR_RETURN(const std::vector<StridedBox> stored,
+                          StoredBoxes(entry, placement));
+      for (const StridedBox& src : stored) {
+        Run run;
+        if (!MakeRun(src, {one, dst, DenseStrides(one.sizes, whole.unit_bytes)},
+                     whole.unit_bytes, &run)) {
+          continue;
+        }
+        run.src += from % unit;
+        run.bytes = to - from;
+        runs->push_back({placement.file, run});
+        return {};
       }
-      run.src += from % unit;
-      run.bytes = to - from;
-      runs->push_back({placement.file, run});
-      return {};
     }
-    return Internal("no placement holds a unit").WithTensor(entry.name);
+    return Internal("no placement holds a unit")
+        .WithTensor(std::string(entry.name));
   }
 
   // Reads file by file in ascending order; runs that stand one after another

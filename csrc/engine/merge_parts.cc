@@ -21,48 +21,74 @@ std::string NameOf(const Manifest& part) {
   return PartManifestName(part.part->rank, part.part->world_size);
 }
 
-// A total order, in which equal boxes are neighbours.
-bool BoxLess(const Box& a, const Box& b) {
-  if (a.rank() != b.rank()) return a.rank() < b.rank();
-  for (int d = 0; d < a.rank(); ++d) {
-    if (a.offsets[d] != b.offsets[d]) return a.offsets[d] < b.offsets[d];
-    if (a.sizes[d] != b.sizes[d]) return a.sizes[d] < b.sizes[d];
+// A total order of what placements hold, in which equals are neighbours.
+bool HeldLess(const Placement& a, const Placement& b) {
+  if (a.begin != b.begin) return a.begin < b.begin;
+  if (a.end != b.end) return a.end < b.end;
+  const Box &x = a.box, &y = b.box;  // empty in ranges
+  if (x.rank() != y.rank()) return x.rank() < y.rank();
+  for (int d = 0; d < x.rank(); ++d) {
+    if (x.offsets[d] != y.offsets[d]) return x.offsets[d] < y.offsets[d];
+    if (x.sizes[d] != y.sizes[d]) return x.sizes[d] < y.sizes[d];
   }
   return false;
 }
 
 // What one part's catalog says an entry is, for messages.
-std::string Describe(const CatalogEntry& entry) {
+template <class Entry>
+std::string Describe(const Entry& entry) {
   if (entry.kind == EntryKind::kObject) return "no tensor";
-  if (entry.kind == EntryKind::kAlias) return "an alias of " + entry.alias_of;
-  return DtypeName(entry.storage_dtype) + (" " + entry.shape.ToString());
+  if (entry.kind == EntryKind::kAlias)
+    return "an alias of " + std::string(entry.alias_of);
+  return DtypeName(entry.dtype) + (" " + entry.shape.ToString());
 }
 
-Status CheckSame(const CatalogEntry& a, const CatalogEntry& b, size_t rank_a,
-                 size_t rank_b) {
-  if (a.kind == b.kind && a.storage_dtype == b.storage_dtype &&
-      a.logical_dtype == b.logical_dtype && a.fill == b.fill &&
-      a.shape == b.shape && a.alias_of == b.alias_of) {
-    return {};
-  }
+Status CheckSame(const CatalogBuilder::Entry& a, const CatalogEntry& b,
+                 size_t rank_a, size_t rank_b) {
+  // Of an object that several ranks have the lowest one's counts.
+  const bool same =
+      a.kind == b.kind && (a.kind == EntryKind::kObject ||
+                           (a.kind == EntryKind::kAlias
+                                ? a.alias_of == b.alias_of
+                                : a.dtype == b.dtype && a.shape == b.shape));
+  if (same) return {};
   return Conflict("is " + Describe(a) + " in the part of rank " +
                   std::to_string(rank_a) + " and " + Describe(b) +
                   " in that of rank " + std::to_string(rank_b))
       .WithTensor(a.name);
 }
 
-// Of several owners of one box all but the first become replicas.
-void MarkReplicas(std::vector<Placement>* placements) {
+Result<uint32_t> AddLike(const CatalogEntry& entry, uint32_t first_file,
+                         CatalogBuilder* out) {
+  std::string name(entry.name);
+  switch (entry.kind) {
+    case EntryKind::kAlias:
+      return out->AddAlias(std::move(name), std::string(entry.alias_of));
+    case EntryKind::kObject:
+      return out->AddObject(std::move(name), first_file + entry.file);
+    case EntryKind::kTensor:
+      break;
+  }
+  return out->AddTensor(std::move(name), entry.dtype, entry.shape);
+}
+
+// Of several owners of one box all but the first become replicas. Whether there
+// were any.
+bool MarkReplicas(std::vector<Placement>* placements) {
+  bool any = false;
   std::vector<size_t> order(placements->size());
   std::iota(order.begin(), order.end(), 0);
-  const auto box = [&](size_t i) -> const Box& { return (*placements)[i].box; };
-  std::stable_sort(order.begin(), order.end(),
-                   [&](size_t a, size_t b) { return BoxLess(box(a), box(b)); });
+  const auto less = [&](size_t a, size_t b) {
+    return HeldLess((*placements)[a], (*placements)[b]);
+  };
+  std::stable_sort(order.begin(), order.end(), less);
   for (size_t i = 1; i < order.size(); ++i) {
-    if (box(order[i - 1]) == box(order[i])) {
+    if (!less(order[i - 1], order[i])) {
       (*placements)[order[i]].role = PlacementRole::kReplica;
+      any = true;
     }
   }
+  return any;
 }
 
 }  // namespace
@@ -165,38 +191,49 @@ Result<Manifest> MergeManifests(const std::vector<Manifest>& parts) {
   return merged;
 }
 
-Result<Catalog> MergeCatalogs(const std::vector<Catalog>& parts) {
-  Catalog merged;
-  std::vector<std::vector<Placement>> placements;  // by merged entry
-  std::vector<size_t> first_rank;                  // by merged entry
+Result<CatalogBuilder> MergeCatalogs(const std::vector<CatalogPart>& parts) {
+  CatalogBuilder merged;
+  std::vector<size_t> first_rank;  // by merged entry
+  uint32_t first_file = 0;
   for (size_t rank = 0; rank < parts.size(); ++rank) {
-    const Catalog& part = parts[rank];
-    const auto first_file = static_cast<uint32_t>(merged.files().size());
-    for (const CatalogFile& file : part.files()) merged.AddFile(file);
+    const auto& [part, files] = parts[rank];
+    // Ranks mostly have the same tensors, all in the order of names.
+    uint32_t next = 0;
     for (uint32_t e = 0; e < part.entries().size(); ++e) {
       const CatalogEntry& entry = part.entries()[e];
-      int64_t id = merged.Find(entry.name);
+      const bool expected =
+          next < merged.size() && merged.entry(next).name == entry.name;
+      int64_t id = expected ? int64_t{next} : merged.Find(entry.name);
       if (id < 0) {
-        TC_ASSIGN_OR_RETURN(id, merged.AddEntry(entry));
-        placements.emplace_back();
+        TC_ASSIGN_OR_RETURN(id, AddLike(entry, first_file, &merged));
+        merged.SetPath(static_cast<uint32_t>(id), std::string(entry.path));
         first_rank.push_back(rank);
+      } else {
+        const auto at = static_cast<uint32_t>(id);
+        TC_RETURN_IF_ERROR(
+            CheckSame(merged.entry(at), entry, first_rank[at], rank));
       }
-      const auto at = static_cast<size_t>(id);
-      TC_RETURN_IF_ERROR(
-          CheckSame(merged.entries()[at], entry, first_rank[at], rank));
-      for (Placement placement : part.placements(e)) {
+      const auto at = static_cast<uint32_t>(id);
+      next = at + 1;
+      if (entry.kind != EntryKind::kTensor) continue;
+      TC_ASSIGN_OR_RETURN(std::vector<Placement> placements,
+                          part.Placements(e, files));
+      for (Placement& placement : placements) {
         placement.file += first_file;
-        placements[at].push_back(placement);
+        TC_RETURN_IF_ERROR(merged.AddPlacement(at, placement));
       }
     }
+    first_file += static_cast<uint32_t>(files.size());
   }
-  for (uint32_t e = 0; e < placements.size(); ++e) {
-    MarkReplicas(&placements[e]);
-    for (const Placement& placement : placements[e]) {
-      TC_RETURN_IF_ERROR(merged.AddPlacement(e, placement));
-    }
+  for (uint32_t e = 0; e < merged.size(); ++e) {
+    const CatalogBuilder::Entry& entry = merged.entry(e);
+    if (entry.kind != EntryKind::kTensor) continue;
+    TC_ASSIGN_OR_RETURN(std::vector<Placement> placements,
+                        merged.Placements(e));
+    if (MarkReplicas(&placements)) merged.SetPlacements(e, placements);
+    TC_RETURN_IF_ERROR(
+        ProveOwners(entry.shape, placements).WithTensor(entry.name));
   }
-  TC_RETURN_IF_ERROR(ProveOwners(merged));
   return merged;
 }
 

@@ -2,10 +2,11 @@
 // checkpoint.
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
-#include "format/catalog.h"
+#include "format/catalog_builder.h"
 #include "format/manifest.h"
 #include "os/directory.h"
 
@@ -33,10 +34,17 @@ std::string PartsSaveId(const std::vector<Manifest>& parts);
 // The files of all parts under one save id. Several are catalogs.
 Result<Manifest> MergeManifests(const std::vector<Manifest>& parts);
 
-// One catalog of those of all parts, in the order of ranks. Ranks that hold the
-// same box have both written it: the lowest one's is the owner, the others are
-// replicas. The owners of every tensor are then proved to tile it. kConflict
-// for parts that disagree about a tensor, kIncomplete for a hole; both name it.
-Result<Catalog> MergeCatalogs(const std::vector<Catalog>& parts);
+// A catalog of one rank, made for its own files.
+struct CatalogPart {
+  Catalog catalog;
+  std::span<const ManifestFile> files;
+};
+
+// One catalog of those of all parts, in the order of ranks, for the files of
+// all of them one after another. Ranks that hold the same box have both written
+// it: the lowest one's is the owner, the others are replicas. The owners of
+// every tensor are then proved to tile it. kConflict for parts that disagree
+// about a tensor, kIncomplete for a hole; both name it.
+Result<CatalogBuilder> MergeCatalogs(const std::vector<CatalogPart>& parts);
 
 }  // namespace torch_ckpt

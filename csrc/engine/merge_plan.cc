@@ -13,14 +13,13 @@ namespace {
 Result<Dtype> OutputDtype(const CatalogEntry& entry,
                           const MergeOptions& options) {
   const auto wanted = options.dtypes.find(entry.name);
-  if (wanted == options.dtypes.end()) return entry.storage_dtype;
-  if (wanted->second == entry.storage_dtype ||
-      CanCast(entry.storage_dtype, wanted->second)) {
+  if (wanted == options.dtypes.end()) return entry.dtype;
+  if (wanted->second == entry.dtype || CanCast(entry.dtype, wanted->second)) {
     return wanted->second;
   }
-  return InvalidArgument(std::string("is ") + DtypeName(entry.storage_dtype) +
+  return InvalidArgument(std::string("is ") + DtypeName(entry.dtype) +
                          ", which is not cast to " + DtypeName(wanted->second))
-      .WithTensor(entry.name);
+      .WithTensor(std::string(entry.name));
 }
 
 // Output file index -> catalog entries, by index.
@@ -99,7 +98,7 @@ Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
     for (uint32_t e : members) {
       const CatalogEntry& entry = catalog.entries()[e];
       TC_ASSIGN_OR_RETURN(const Dtype dtype, OutputDtype(entry, options));
-      entries.push_back({entry.name, dtype, entry.shape, 0, 0});
+      entries.push_back({std::string(entry.name), dtype, entry.shape, 0, 0});
     }
     TC_ASSIGN_OR_RETURN(
         FinalLayout file,
@@ -114,7 +113,7 @@ Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
       const uint32_t e = members[file.order[i]];
       Extent extent{
           data + tensor.begin, data + tensor.end, Extent::kTensor, e, 0, {}};
-      if (catalog.entries()[e].storage_dtype != tensor.dtype) {
+      if (catalog.entries()[e].dtype != tensor.dtype) {
         extent.cast = tensor.dtype;
       }
       layout.extents.push_back(extent);
@@ -134,12 +133,9 @@ Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
     const auto of = static_cast<uint32_t>(catalog.Find(entry.alias_of));
     if (stored.count(of)) aliases.push_back(e);
   }
-  for (uint32_t f = 0; f < catalog.files().size(); ++f) {
-    const CatalogFile& file = catalog.files()[f];
-    const ManifestFile* listed = checkpoint->manifest()
-                                     ? checkpoint->manifest()->Find(file.name)
-                                     : nullptr;
-    if (!listed || listed->role != FileRole::kObjects) continue;
+  for (uint32_t f = 0; f < checkpoint->files().size(); ++f) {
+    const ManifestFile& file = checkpoint->files()[f];
+    if (file.role != FileRole::kObjects) continue;
     Layout layout;
     if (file.bytes > 0) {
       layout.extents.push_back({0, file.bytes, Extent::kFile, f, 0, {}});

@@ -5,6 +5,7 @@
 // or the plan cannot be made.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -23,7 +24,7 @@ struct MergeOptions {
   FileRule files;
   FileNaming naming;
   // fqn and the dtype of its output, where that is another than the input's.
-  std::map<std::string, Dtype> dtypes;
+  std::map<std::string, Dtype, std::less<>> dtypes;
   // A tensor without an index, or an index for no tensor, is an error; with
   // false such tensors are left out and such indices ignored.
   bool strict = true;

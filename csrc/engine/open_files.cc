@@ -90,7 +90,7 @@ Result<std::shared_ptr<const SourceFile>> OpenFiles::Get(uint32_t file) {
     recent_.splice(recent_.begin(), recent_, it->second);
     return recent_.front().second;
   }
-  const std::string& name = checkpoint_->catalog().files()[file].name;
+  const std::string& name = checkpoint_->files()[file].name;
   TC_ASSIGN_OR_RETURN(File opened, checkpoint_->OpenFile(name, false));
   auto source = std::make_shared<const SourceFile>(checkpoint_.get(), name,
                                                    std::move(opened));

@@ -59,7 +59,7 @@ class OpenFiles {
                      size_t max_open = 256)
       : checkpoint_(std::move(checkpoint)), max_open_(max_open) {}
 
-  // By position in checkpoint->catalog().files(). The handle stays good while
+  // By position in checkpoint->files(). The handle stays good while
   // it is held, whatever is closed here meanwhile. Thread-safe.
   Result<std::shared_ptr<const SourceFile>> Get(uint32_t file);
 

@@ -198,13 +198,13 @@ Result<Manifest> CommitPart(PartSession* session,
   const ManifestPart& part = session->part_;
   TC_ASSIGN_OR_RETURN(const Directory target,
                       Directory::Open(session->target_));
-  TC_ASSIGN_OR_RETURN(const Catalog catalog,
+  TC_ASSIGN_OR_RETURN(const CatalogBuilder catalog,
                       CatalogOfStaged(staging, request, BoxProof::kDisjoint));
   std::vector<CommitFile> files = request.files;
   TC_ASSIGN_OR_RETURN(
       CommitFile catalog_file,
       AddStagedCatalog(staging, PartCatalogName(part.rank, part.world_size),
-                       catalog));
+                       catalog, files));
   files.push_back(std::move(catalog_file));
   Manifest manifest;
   manifest.save_id = session->save_id_;

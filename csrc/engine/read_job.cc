@@ -181,19 +181,12 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
   }
   job->AddTotal(report.bytes_needed);
   OpenFiles files(checkpoint);
-  const auto& catalog_files = checkpoint->catalog().files();
-  std::vector<const ManifestFile*> digests(catalog_files.size(), nullptr);
-  if (checkpoint->manifest()) {
-    for (size_t f = 0; f < catalog_files.size(); ++f) {
-      const ManifestFile* listed =
-          checkpoint->manifest()->Find(catalog_files[f].name);
-      // Files without an id inside are small, and only their digests tell them
-      // from those of another save.
-      if (listed && (plan.verify || listed->role != FileRole::kData)) {
-        digests[f] = listed;
-      }
-    }
-  }
+  // Files without an id inside are small, and only their digests tell them
+  // from those of another save.
+  const auto digests = [&](const ManifestFile& file) {
+    return checkpoint->manifest() &&
+           (plan.verify || file.container != Container::kSafetensors);
+  };
   const int workers = static_cast<int>(
       std::min<size_t>(static_cast<size_t>(std::max(1, plan.workers)),
                        std::max<size_t>(1, cells.size())));
@@ -206,8 +199,9 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
         TC_ASSIGN_OR_RETURN(const ArenaLease lease,
                             Arena::Process().Lease(kScratchBytes, kPatience));
         TC_ASSIGN_OR_RETURN(const auto file, files.Get(cell.file));
-        CellReader reader(*file, digests[cell.file],
-                          catalog_files[cell.file].bytes, lease.span());
+        const ManifestFile& listed = checkpoint->files()[cell.file];
+        CellReader reader(*file, digests(listed) ? &listed : nullptr,
+                          listed.bytes, lease.span());
         Status status = reader.Read(cell);
         if (!status.ok()) return checkpoint->Explain(std::move(status));
         read += reader.bytes_read();

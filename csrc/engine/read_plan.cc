@@ -52,8 +52,9 @@ Result<StridedBox> TargetBox(const UnitView& view, const TargetTensor& target) {
   return box;
 }
 
-Status PlanTensor(const Catalog& catalog, const ReadItem& item,
+Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
                   const TargetTensor& target, std::vector<CellRun>* out) {
+  const Catalog& catalog = checkpoint.catalog();
   const int64_t id = catalog.Find(item.name);
   if (id < 0) return Incomplete("is not in the checkpoint");
   const CatalogEntry& entry = catalog.entries()[static_cast<size_t>(id)];
@@ -66,26 +67,31 @@ Status PlanTensor(const Catalog& catalog, const ReadItem& item,
                            entry.shape.ToString());
   }
   TC_ASSIGN_OR_RETURN(const UnitView wanted,
-                      InUnits(entry.storage_dtype, entry.shape, item.box));
+                      InUnits(entry.dtype, entry.shape, item.box));
   TC_ASSIGN_OR_RETURN(const StridedBox dst, TargetBox(wanted, target));
   uint64_t found = 0;
-  const auto placements = catalog.placements(static_cast<uint32_t>(id));
+  TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                      checkpoint.Placements(static_cast<uint32_t>(id)));
   for (const Placement& placement : placements) {
     // Owners tile the tensor; replicas repeat what an owner has.
     if (placement.role == PlacementRole::kReplica) continue;
-    TC_ASSIGN_OR_RETURN(const StridedBox src, StoredBox(entry, placement));
-    Run run;
-    if (!MakeRun(src, dst, wanted.unit_bytes, &run)) continue;
-    found += run.TotalBytes();
-    AddRun(placement.file, run, out);
+    TC_ASSIGN_OR_RETURN(const std::vector<StridedBox> boxes,
+                        StoredBoxes(entry, placement));
+    for (const StridedBox& src : boxes) {
+      Run run;
+      if (!MakeRun(src, dst, wanted.unit_bytes, &run)) continue;
+      found += run.TotalBytes();
+      AddRun(placement.file, run, out);
+    }
   }
   const auto needed =
       static_cast<uint64_t>(wanted.box.Volume() * wanted.unit_bytes);
   if (found == needed) return {};
   std::vector<Box> boxes;
   for (const Placement& placement : placements) {
-    if (placement.role == PlacementRole::kOwner) {
-      boxes.push_back(placement.box);
+    if (placement.role == PlacementRole::kReplica) continue;
+    for (Box& box : BoxesOf(placement, entry.shape)) {
+      boxes.push_back(std::move(box));
     }
   }
   TC_RETURN_IF_ERROR(ProveDisjoint(boxes));
@@ -95,25 +101,24 @@ Status PlanTensor(const Catalog& catalog, const ReadItem& item,
 
 Status PlanFile(const Checkpoint& checkpoint, const ReadItem& item,
                 const TargetTensor& target, std::vector<CellRun>* out) {
-  const auto& files = checkpoint.catalog().files();
-  for (uint32_t f = 0; f < files.size(); ++f) {
-    if (files[f].name != item.file) continue;
-    const auto size =
-        static_cast<uint64_t>(target.sizes.Product() * target.element_bytes);
-    if (size != files[f].bytes || target.sizes.size() != 1 ||
-        target.strides[0] != target.element_bytes) {
-      return InvalidArgument("the target does not hold the " +
-                             std::to_string(files[f].bytes) +
-                             " bytes of the file");
-    }
-    if (size == 0) return {};
-    Run run;
-    run.dst = reinterpret_cast<uint64_t>(target.data);
-    run.bytes = size;
-    AddRun(f, run, out);
-    return {};
+  const int64_t f = checkpoint.FindFile(item.file);
+  if (f < 0) {
+    return Incomplete("is no file of the checkpoint").WithFile(item.file);
   }
-  return Incomplete("is no file of the checkpoint").WithFile(item.file);
+  const uint64_t bytes = checkpoint.files()[static_cast<size_t>(f)].bytes;
+  const auto size =
+      static_cast<uint64_t>(target.sizes.Product() * target.element_bytes);
+  if (size != bytes || target.sizes.size() != 1 ||
+      target.strides[0] != target.element_bytes) {
+    return InvalidArgument("the target does not hold the " +
+                           std::to_string(bytes) + " bytes of the file");
+  }
+  if (size == 0) return {};
+  Run run;
+  run.dst = reinterpret_cast<uint64_t>(target.data);
+  run.bytes = size;
+  AddRun(static_cast<uint32_t>(f), run, out);
+  return {};
 }
 
 }  // namespace
@@ -128,7 +133,7 @@ Result<std::vector<ReadCell>> PlanReads(
     }
     const TargetTensor& target = targets[item.target];
     Status status = item.file.empty()
-                        ? PlanTensor(checkpoint.catalog(), item, target, &runs)
+                        ? PlanTensor(checkpoint, item, target, &runs)
                         : PlanFile(checkpoint, item, target, &runs);
     if (!status.ok()) {
       return std::move(status).WithTensor(item.name).WithFile(

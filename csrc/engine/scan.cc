@@ -27,13 +27,15 @@ Result<std::vector<NamedHeader>> ReadHeaders(
         TC_ASSIGN_OR_RETURN(const File file, directory.OpenFile(names[i], {}));
         TC_ASSIGN_OR_RETURN(headers[i].file, ReadFileHeader(file));
         headers[i].name = names[i];
+        headers[i].position = static_cast<uint32_t>(i);
         return {};
       }));
   return headers;
 }
 
 // The index and the headers of its files must name the same tensors.
-Status CheckIndex(const HfIndex& index, const Catalog& catalog) {
+Status CheckIndex(const HfIndex& index, const CatalogBuilder& catalog,
+                  const std::vector<std::string>& files) {
   for (const auto& [name, file] : index.weight_map) {
     const int64_t id = catalog.Find(name);
     if (id < 0) {
@@ -42,8 +44,10 @@ Status CheckIndex(const HfIndex& index, const Catalog& catalog) {
           .WithTensor(name);
     }
     bool found = false;
-    for (const Placement& p : catalog.placements(static_cast<uint32_t>(id))) {
-      found = found || catalog.files()[p.file].name == file;
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        catalog.Placements(static_cast<uint32_t>(id)));
+    for (const Placement& p : placements) {
+      found = found || files[p.file] == file;
     }
     if (!found) {
       return Conflict("the index says it is in " + file +
@@ -53,11 +57,12 @@ Status CheckIndex(const HfIndex& index, const Catalog& catalog) {
   }
   std::set<std::string_view> indexed;
   for (const auto& [name, file] : index.weight_map) indexed.insert(name);
-  for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
-    const std::string& name = catalog.entries()[e].name;
+  for (uint32_t e = 0; e < catalog.size(); ++e) {
+    const std::string& name = catalog.entry(e).name;
     if (indexed.contains(name)) continue;
-    return Conflict("is in " +
-                    catalog.files()[catalog.placements(e)[0].file].name +
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        catalog.Placements(e));
+    return Conflict("is in " + files[placements[0].file] +
                     ", but the index does not name it")
         .WithTensor(name);
   }
@@ -90,21 +95,23 @@ Status CheckNumbers(const std::vector<std::string>& names) {
 }
 
 // Shards beside an index: left over from a consolidation in place, or stale.
-Status CheckAgree(const Catalog& final_files, const Catalog& shards) {
-  for (const CatalogEntry& shard : shards.entries()) {
+Status CheckAgree(const CatalogBuilder& final_files,
+                  const CatalogBuilder& shards) {
+  for (uint32_t e = 0; e < shards.size(); ++e) {
+    const CatalogBuilder::Entry& shard = shards.entry(e);
     const int64_t id = final_files.Find(shard.name);
     if (id < 0) {
       return Conflict("is in the shards of the directory but not in its index")
           .WithTensor(shard.name);
     }
-    const CatalogEntry& entry = final_files.entries()[static_cast<size_t>(id)];
-    if (entry.storage_dtype != shard.storage_dtype ||
-        !(entry.shape == shard.shape)) {
+    const CatalogBuilder::Entry& entry =
+        final_files.entry(static_cast<uint32_t>(id));
+    if (entry.dtype != shard.dtype || !(entry.shape == shard.shape)) {
       return Conflict("differs between the indexed files (" +
-                      std::string(DtypeName(entry.storage_dtype)) + " " +
+                      std::string(DtypeName(entry.dtype)) + " " +
                       entry.shape.ToString() + ") and the shards (" +
-                      DtypeName(shard.storage_dtype) + " " +
-                      shard.shape.ToString() + ")")
+                      DtypeName(shard.dtype) + " " + shard.shape.ToString() +
+                      ")")
           .WithTensor(shard.name);
     }
   }
@@ -165,17 +172,17 @@ Result<ScanResult> ScanDirectory(const Directory& directory) {
     Status whole = CheckNumbers(data);
     if (!whole.ok()) return std::move(whole).WithFile(directory.path());
   }
+  const std::vector<std::string>& files = result.by_index ? indexed : data;
   TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> headers,
-                      ReadHeaders(directory, result.by_index ? indexed : data));
-  Result<Catalog> catalog =
+                      ReadHeaders(directory, files));
+  Result<CatalogBuilder> catalog =
       BuildCatalog(headers, BoxProof::kTiling, &result.hulls);
   if (!catalog.ok()) return catalog.status().WithFile(directory.path());
-  result.catalog = std::move(catalog).value();
   if (!missing.empty()) {
     // The shards beside an index whose files are not all there count only when
     // they hold everything that it names.
     for (const auto& [name, file] : index->weight_map) {
-      if (result.catalog.Find(name) >= 0) continue;
+      if (catalog->Find(name) >= 0) continue;
       return Incomplete("is named by " + std::string(kIndexName) +
                         ", and neither its file " + file +
                         " nor another one has it")
@@ -184,18 +191,28 @@ Result<ScanResult> ScanDirectory(const Directory& directory) {
     }
   }
   if (result.by_index) {
-    Status status = CheckIndex(*index, result.catalog);
+    Status status = CheckIndex(*index, *catalog, files);
     if (status.ok() && !others.empty()) {
       TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> shards,
                           ReadHeaders(directory, others));
-      Result<Catalog> shard_catalog = BuildCatalog(shards);
+      Result<CatalogBuilder> shard_catalog = BuildCatalog(shards);
       if (!shard_catalog.ok()) {
         return shard_catalog.status().WithFile(directory.path());
       }
-      status = CheckAgree(result.catalog, *shard_catalog);
+      status = CheckAgree(*catalog, *shard_catalog);
     }
     if (!status.ok()) return std::move(status).WithFile(directory.path());
   }
+  for (const NamedHeader& header : headers) {
+    ManifestFile file;
+    file.name = header.name;
+    file.id = header.file.sharding.file_id;
+    file.bytes = header.file.header.file_bytes;
+    result.files.push_back(std::move(file));
+  }
+  TC_ASSIGN_OR_RETURN(std::string encoded, catalog->Encode());
+  TC_ASSIGN_OR_RETURN(result.catalog,
+                      Catalog::Parse(std::move(encoded), result.files));
   return result;
 }
 

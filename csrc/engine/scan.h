@@ -2,13 +2,18 @@
 // downloads. Read by index and headers.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "format/catalog.h"
+#include "format/manifest.h"
 #include "os/directory.h"
 
 namespace torch_ckpt {
 
 struct ScanResult {
-  Catalog catalog;
+  std::vector<ManifestFile> files;  // without digests
+  Catalog catalog;                  // of these
   bool by_index = false;
   // Tensors whose shape no file says: what the shards that are there make up.
   std::vector<std::string> hulls;

@@ -16,25 +16,28 @@ constexpr size_t kMaxShownName = 100;
 
 }  // namespace
 
-Result<Catalog> CatalogOfStaged(const Directory& staging,
-                                const CommitRequest& request, BoxProof proof) {
-  std::vector<const CommitFile*> data;
+Result<CatalogBuilder> CatalogOfStaged(const Directory& staging,
+                                       const CommitRequest& request,
+                                       BoxProof proof) {
+  std::vector<uint32_t> data;  // positions in the request
   std::set<std::string_view> names;
-  for (const CommitFile& file : request.files) {
+  for (uint32_t f = 0; f < request.files.size(); ++f) {
+    const CommitFile& file = request.files[f];
     TC_RETURN_IF_ERROR(CheckFileName(file.file.name));
     TC_RETURN_IF_ERROR(CheckFileName(file.staged));
     if (!names.insert(file.file.name).second) {
       return Conflict("two ranks wrote a file of this name")
           .WithFile(file.file.name);
     }
-    if (file.file.role == FileRole::kData) data.push_back(&file);
+    if (file.file.role == FileRole::kData) data.push_back(f);
   }
   std::vector<NamedHeader> headers(data.size());
   TC_RETURN_IF_ERROR(ForEachItem(
       kHeaderThreads, static_cast<int64_t>(data.size()), nullptr,
       [&](int64_t item, int) -> Status {
-        const CommitFile& file = *data[static_cast<size_t>(item)];
         NamedHeader& out = headers[static_cast<size_t>(item)];
+        out.position = data[static_cast<size_t>(item)];
+        const CommitFile& file = request.files[out.position];
         TC_ASSIGN_OR_RETURN(out.file, ReadStagedHeader(staging, file.staged));
         out.name = file.file.name;
         if (out.file.sharding.file_id != file.file.id ||
@@ -44,25 +47,19 @@ Result<Catalog> CatalogOfStaged(const Directory& staging,
         }
         return {};
       }));
-  TC_ASSIGN_OR_RETURN(Catalog catalog, BuildCatalog(headers, proof));
+  TC_ASSIGN_OR_RETURN(CatalogBuilder catalog, BuildCatalog(headers, proof));
   // Aliases, objects and paths, which headers do not know.
   for (const auto& [name, alias_of] : request.aliases) {
-    const int64_t target = catalog.Find(alias_of);
-    if (target < 0) {
+    if (catalog.Find(alias_of) < 0) {
       return Incomplete("was to be an alias of '" + alias_of +
                         "', which no rank has written")
           .WithTensor(name);
     }
-    CatalogEntry entry = catalog.entries()[static_cast<size_t>(target)];
-    entry.name = name;
-    entry.kind = EntryKind::kAlias;
-    entry.alias_of = alias_of;
-    entry.path.clear();
-    TC_RETURN_IF_ERROR(catalog.AddEntry(std::move(entry)).status());
+    TC_RETURN_IF_ERROR(catalog.AddAlias(name, alias_of).status());
   }
-  TC_RETURN_IF_ERROR(catalog.LinkAliases());
   std::map<std::string_view, uint32_t> object_files;
-  for (const CommitFile& file : request.files) {
+  for (uint32_t f = 0; f < request.files.size(); ++f) {
+    const CommitFile& file = request.files[f];
     if (file.file.role == FileRole::kData) continue;
     TC_ASSIGN_OR_RETURN(const auto info, staging.StatName(file.staged));
     if (!info || info->bytes != file.file.bytes) {
@@ -70,8 +67,7 @@ Result<Catalog> CatalogOfStaged(const Directory& staging,
           .WithFile(file.file.name);
     }
     if (file.file.role == FileRole::kObjects) {
-      object_files[file.file.name] =
-          catalog.AddFile({file.file.name, file.file.id, file.file.bytes});
+      object_files[file.file.name] = f;
     }
   }
   for (const ObjectEntry& object : request.objects) {
@@ -86,13 +82,7 @@ Result<Catalog> CatalogOfStaged(const Directory& staging,
                              std::to_string(kMaxNameBytes) + " bytes")
           .WithTensor(object.name.substr(0, kMaxShownName) + "...");
     }
-    CatalogEntry entry;
-    entry.name = object.name;
-    entry.kind = EntryKind::kObject;
-    TC_ASSIGN_OR_RETURN(const uint32_t id, catalog.AddEntry(std::move(entry)));
-    Placement placement;
-    placement.file = file->second;
-    TC_RETURN_IF_ERROR(catalog.AddPlacement(id, placement));
+    TC_RETURN_IF_ERROR(catalog.AddObject(object.name, file->second).status());
   }
   for (const auto& [name, path] : request.planned) {
     const int64_t id = catalog.Find(name);
@@ -107,9 +97,19 @@ Result<Catalog> CatalogOfStaged(const Directory& staging,
 
 Result<CommitFile> AddStagedCatalog(const Directory& staging,
                                     std::string_view name,
-                                    const Catalog& catalog) {
-  const std::string text = EncodeCatalog(catalog);
-  const Status readable = DecodeCatalog(AsBytes(text)).status();
+                                    const CatalogBuilder& catalog,
+                                    const std::vector<CommitFile>& files) {
+  TC_ASSIGN_OR_RETURN(const std::string text, catalog.Encode());
+  std::vector<ManifestFile> listed;
+  for (const CommitFile& file : files) listed.push_back(file.file);
+  const auto read = [&]() -> Status {
+    TC_ASSIGN_OR_RETURN(const Catalog parsed, Catalog::Parse(text, listed));
+    for (uint32_t e = 0; e < parsed.entries().size(); ++e) {
+      TC_RETURN_IF_ERROR(parsed.Placements(e, listed).status());
+    }
+    return {};
+  };
+  const Status readable = read();
   if (!readable.ok()) {
     return InvalidArgument("what is to be committed makes no valid catalog: " +
                            readable.message())
@@ -125,6 +125,7 @@ Result<CommitFile> AddStagedFile(const Directory& staging,
   file.file.name = std::string(name);
   file.file.id = NewId();
   file.file.role = role;
+  file.file.container = ContainerOf(role);
   file.file.bytes = text.size();
   for (uint64_t at = 0; at < text.size(); at += kSegmentBytes) {
     file.file.crc32c.push_back(
@@ -157,6 +158,7 @@ Result<CommitFile> AddStagedExtra(const Directory& staging,
   }
   file.file.id = NewId();
   file.file.role = FileRole::kExtra;
+  file.file.container = Container::kRaw;
   file.file.bytes = info.bytes;
   file.staged = StagedName(name, file.file.id);
   TC_ASSIGN_OR_RETURN(

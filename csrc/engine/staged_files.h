@@ -10,16 +10,20 @@
 namespace torch_ckpt {
 
 // Opens every file that `request` names: size, header and file id must be what
-// its rank said. Then builds the catalog of all tensors and objects, with
-// `proof` for the boxes. kCorrupt, kIncomplete and kConflict name the file.
-Result<Catalog> CatalogOfStaged(const Directory& staging,
-                                const CommitRequest& request, BoxProof proof);
+// its rank said. Then builds the catalog of all tensors and objects, for the
+// files in the order of the request, with `proof` for the boxes. kCorrupt,
+// kIncomplete and kConflict name the file.
+Result<CatalogBuilder> CatalogOfStaged(const Directory& staging,
+                                       const CommitRequest& request,
+                                       BoxProof proof);
 
-// Writes the catalog into staging, durably. kInvalidArgument, naming what can,
-// when readers would not take it: after the commit that would be too late.
+// Writes the catalog of `files` into staging, durably. kInvalidArgument, naming
+// what can, when readers would not take it: after the commit that would be too
+// late.
 Result<CommitFile> AddStagedCatalog(const Directory& staging,
                                     std::string_view name,
-                                    const Catalog& catalog);
+                                    const CatalogBuilder& catalog,
+                                    const std::vector<CommitFile>& files);
 
 // Writes a small file of the commit itself into staging, durably.
 Result<CommitFile> AddStagedFile(const Directory& staging,

@@ -90,13 +90,25 @@ class BinaryReader {
     return value && *value <= limit ? value : std::nullopt;
   }
 
-  std::optional<std::string> String(size_t limit) {
+  // A length, at most `limit`, and so many bytes, which stay where they are.
+  std::optional<ByteSpan> View(size_t limit) {
     const auto size = Bounded(limit);
     if (!size || *size > left_.size()) return std::nullopt;
-    std::string text(AsText(left_.first(*size)));
+    const ByteSpan bytes = left_.first(*size);
     left_ = left_.subspan(*size);
-    if (!IsUtf8(text)) return std::nullopt;
-    return text;
+    return bytes;
+  }
+
+  // The same of UTF-8.
+  std::optional<std::string_view> Text(size_t limit) {
+    const auto bytes = View(limit);
+    if (!bytes || !IsUtf8(AsText(*bytes))) return std::nullopt;
+    return AsText(*bytes);
+  }
+
+  std::optional<std::string> String(size_t limit) {
+    const auto text = Text(limit);
+    return text ? std::optional(std::string(*text)) : std::nullopt;
   }
 
   std::optional<Dims> Sizes(int rank) {

@@ -1,87 +1,236 @@
 #include "format/catalog.h"
 
+#include <algorithm>
+#include <utility>
+
+#include "base/checked.h"
+#include "format/catalog_builder.h"
+#include "format/catalog_codec.h"
+#include "format/names.h"
+
 namespace torch_ckpt {
+namespace {
 
-uint32_t Catalog::AddFile(CatalogFile file) {
-  files_.push_back(std::move(file));
-  return static_cast<uint32_t>(files_.size() - 1);
+using internal::EntryField;
+using internal::GetFields;
+using internal::GetPlacement;
+using internal::kCatalogHead;
+using internal::kCatalogMagic;
+using internal::kCatalogVersion;
+using internal::Malformed;
+
+constexpr size_t kMinPlacementBytes = 3;  // every number takes one at least
+
+uint32_t LoadU32(const std::string& bytes, size_t at) {
+  uint32_t value;
+  std::memcpy(&value, bytes.data() + at, sizeof value);
+  return value;
 }
 
-Result<uint32_t> Catalog::AddEntry(CatalogEntry entry) {
-  const auto id = static_cast<uint32_t>(entries_.size());
-  if (by_name_.Insert(entry.name, id, NameAt()) != id) {
-    return Corrupt("the name stands twice in the catalog")
-        .WithTensor(std::move(entry.name));
-  }
-  entries_.push_back(std::move(entry));
-  slices_.emplace_back();
-  return id;
+// A name for a message about an entry that may have none.
+Status Named(Status status, const CatalogEntry& entry) {
+  return std::move(status).WithTensor(std::string(entry.name));
 }
 
-Status Catalog::AddPlacement(uint32_t entry, const Placement& placement) {
-  const CatalogEntry& e = entries_[entry];
-  if (!Inside(placement.box, e.shape)) {
-    return Corrupt("box " + placement.box.ToString() + " is not inside shape " +
-                   e.shape.ToString())
-        .WithTensor(e.name);
+}  // namespace
+
+Result<Catalog> Catalog::Parse(std::string bytes,
+                               std::span<const ManifestFile> files) {
+  if (bytes.size() > kMaxCatalogBytes)
+    return Unsupported("the catalog is larger than 1 GiB");
+  TC_ASSIGN_OR_RETURN(const ByteSpan body,
+                      BinaryBody(AsBytes(bytes), kCatalogMagic, "catalog"));
+  const auto version = static_cast<uint64_t>(body[0]);
+  if (version == 1) {
+    TC_ASSIGN_OR_RETURN(
+        const CatalogBuilder builder,
+        internal::ReadCatalogV1(BinaryReader(body.subspan(1)), files));
+    TC_ASSIGN_OR_RETURN(std::string encoded, builder.Encode());
+    return Parse(std::move(encoded), files);
   }
-  Slice& slice = slices_[entry];
-  if (slice.count == 0) slice.first = placements_.size();
-  if (slice.first + slice.count != placements_.size()) {
-    return Internal("its placements are not added one after another")
-        .WithTensor(e.name);
+  if (version == 0) return Malformed("version");
+  if (version > static_cast<uint64_t>(kCatalogVersion)) {
+    return Unsupported("catalog version " + std::to_string(version) +
+                       ": written by a newer torch_ckpt");
   }
-  placements_.push_back(placement);
-  ++slice.count;
+  const size_t end = kCatalogMagic.size() + body.size();
+  if (end < kCatalogHead) return Malformed("it is cut short");
+  const size_t count = LoadU32(bytes, kCatalogMagic.size() + 1);
+  if (count > (end - kCatalogHead) / sizeof(uint32_t))
+    return Malformed("number of entries");
+  const size_t index = kCatalogHead;
+  const size_t entries = index + count * sizeof(uint32_t);
+  if (count == 0 && entries != end)
+    return Malformed("bytes behind the last entry");
+  Catalog out;
+  out.bytes_ = std::make_shared<const std::string>(std::move(bytes));
+  out.entries_.reserve(count);
+  out.slices_.reserve(count);
+  size_t begin = entries;
+  for (size_t i = 0; i < count; ++i) {
+    const size_t next =
+        i + 1 < count
+            ? entries + LoadU32(*out.bytes_, index + (i + 1) * sizeof(uint32_t))
+            : end;
+    if ((i == 0 && LoadU32(*out.bytes_, index) != 0) || next <= begin ||
+        next > end)
+      return Malformed("its index");
+    TC_RETURN_IF_ERROR(out.ParseEntry(begin, next, files));
+    begin = next;
+  }
+  TC_RETURN_IF_ERROR(out.LinkAliases());
+  return out;
+}
+
+Status Catalog::ParseEntry(size_t begin, size_t end,
+                           std::span<const ManifestFile> files) {
+  const ByteSpan all = AsBytes(*bytes_);
+  BinaryReader in(all.subspan(begin, end - begin));
+  const auto kind = in.Bounded(static_cast<uint64_t>(EntryKind::kObject));
+  const auto name = in.Text(kMaxNameBytes);
+  if (!kind || !name) return Malformed("an entry");
+  CatalogEntry entry;
+  entry.kind = static_cast<EntryKind>(*kind);
+  entry.name = *name;
+  if (entry.kind != EntryKind::kObject && !CheckTensorName(*name).ok())
+    return Malformed("a name");
+  if (!entries_.empty() && entries_.back().name >= entry.name)
+    return Named(Malformed("its names do not ascend"), entry);
+  bool path_ok = true;
+  Status fields = GetFields(&in, [&](uint64_t field, ByteSpan bytes) {
+    if (field != static_cast<uint64_t>(EntryField::kPath)) return false;
+    entry.path = AsText(bytes);
+    path_ok = IsUtf8(entry.path) && internal::IsPath(entry.path);
+    return true;
+  });
+  if (!fields.ok()) return Named(std::move(fields), entry);
+  if (!path_ok) return Named(Malformed("a path"), entry);
+  Slice slice;
+  switch (entry.kind) {
+    case EntryKind::kAlias: {
+      const auto of = in.Text(kMaxNameBytes);
+      if (!of || !in.empty()) return Named(Malformed("an alias"), entry);
+      entry.alias_of = *of;
+      break;
+    }
+    case EntryKind::kObject: {
+      const auto file = in.Varint();
+      if (!file || !in.empty() || *file >= files.size() ||
+          files[*file].role != FileRole::kObjects)
+        return Named(Malformed("an object"), entry);
+      entry.file = static_cast<uint32_t>(*file);
+      break;
+    }
+    case EntryKind::kTensor: {
+      const auto dtype = in.Bounded(kDtypeCount - 1);
+      const auto rank = in.Bounded(kMaxDims);
+      if (!dtype || !rank) return Named(Malformed("a tensor"), entry);
+      const auto shape = in.Sizes(static_cast<int>(*rank));
+      const auto count = in.Varint();
+      if (!shape || !count || *count > in.left() / kMinPlacementBytes)
+        return Named(Malformed("a tensor"), entry);
+      entry.dtype = static_cast<Dtype>(*dtype);
+      entry.shape = *shape;
+      if (!ByteSize(entry.dtype, entry.shape).ok())
+        return Named(Malformed("a shape"), entry);
+      slice = {end - in.left(), end, *count};
+      break;
+    }
+  }
+  entries_.push_back(entry);
+  slices_.push_back(slice);
+  return {};
+}
+
+Status Catalog::LinkAliases() {
+  for (size_t id = 0; id < entries_.size(); ++id) {
+    CatalogEntry& entry = entries_[id];
+    if (entry.kind != EntryKind::kAlias) continue;
+    const int64_t found = Find(entry.alias_of);
+    const auto target = static_cast<size_t>(found);
+    if (found < 0 || entries_[target].kind != EntryKind::kTensor) {
+      return Named(Corrupt("is an alias of '" + std::string(entry.alias_of) +
+                           "', which is no tensor of the catalog"),
+                   entry);
+    }
+    entry.dtype = entries_[target].dtype;
+    entry.shape = entries_[target].shape;
+    slices_[id] = slices_[target];
+  }
   return {};
 }
 
 int64_t Catalog::Find(std::string_view name) const {
-  return by_name_.Find(name, NameAt());
+  const auto at = std::lower_bound(
+      entries_.begin(), entries_.end(), name,
+      [](const CatalogEntry& e, std::string_view n) { return e.name < n; });
+  return at != entries_.end() && at->name == name ? at - entries_.begin() : -1;
 }
 
-Status Catalog::LinkAliases() {
-  for (uint32_t id = 0; id < entries_.size(); ++id) {
-    const CatalogEntry& entry = entries_[id];
-    if (entry.kind != EntryKind::kAlias) continue;
-    const int64_t target = Find(entry.alias_of);
-    const CatalogEntry* of =
-        target < 0 ? nullptr : &entries_[static_cast<size_t>(target)];
-    if (!of || of->kind != EntryKind::kTensor ||
-        of->storage_dtype != entry.storage_dtype ||
-        of->logical_dtype != entry.logical_dtype ||
-        !(of->shape == entry.shape)) {
-      return Corrupt("is an alias of '" + entry.alias_of +
-                     "', which is no tensor like it in the catalog")
-          .WithTensor(entry.name);
-    }
-    slices_[id] = slices_[static_cast<size_t>(target)];
+size_t Catalog::PlacementCount(uint32_t entry) const {
+  return slices_[entry].count;
+}
+
+Result<std::vector<Placement>> Catalog::Placements(
+    uint32_t entry, std::span<const ManifestFile> files) const {
+  const CatalogEntry& e = entries_[entry];
+  const Slice& slice = slices_[entry];
+  BinaryReader in(
+      AsBytes(bytes()).subspan(slice.begin, slice.end - slice.begin));
+  std::vector<Placement> placements;
+  placements.reserve(slice.count);
+  for (size_t i = 0; i < slice.count; ++i) {
+    Result<Placement> placement = GetPlacement(&in, e.dtype, e.shape);
+    if (!placement.ok()) return Named(placement.status(), e);
+    if (placement->file >= files.size() ||
+        files[placement->file].role != FileRole::kData)
+      return Named(Malformed("a placement in no file of tensors"), e);
+    TC_ASSIGN_OR_RETURN(const uint64_t bytes,
+                        internal::PlacementBytes(*placement, e.dtype, e.shape));
+    const auto end = CheckedAdd(placement->offset, bytes);
+    if (!end || *end > files[placement->file].bytes)
+      return Named(Malformed("a placement behind the end of its file"), e);
+    placements.push_back(std::move(placement).value());
   }
-  return {};
+  if (!in.empty()) return Named(Malformed("bytes behind a placement"), e);
+  return placements;
 }
 
 Result<Catalog> Catalog::Renamed(
-    const std::map<std::string, std::string>& new_names) const {
-  Catalog renamed;
-  renamed.files_ = files_;
-  renamed.slices_.reserve(entries_.size());
-  renamed.entries_.reserve(entries_.size());
-  for (CatalogEntry entry : entries_) {
-    const auto found = new_names.find(entry.name);
-    if (found != new_names.end()) {
-      entry.name = found->second;
-      entry.path.clear();
-    }
-    const auto of = new_names.find(entry.alias_of);
-    if (of != new_names.end()) entry.alias_of = of->second;
-    if (const auto id = renamed.AddEntry(std::move(entry)); !id.ok()) {
+    const std::map<std::string, std::string>& new_names,
+    std::span<const ManifestFile> files) const {
+  const auto renamed = [&](std::string_view name) {
+    const auto found = new_names.find(std::string(name));
+    return found == new_names.end() ? std::string(name) : found->second;
+  };
+  CatalogBuilder builder;
+  for (uint32_t e = 0; e < entries_.size(); ++e) {
+    const CatalogEntry& entry = entries_[e];
+    std::string name = renamed(entry.name);
+    const bool same = name == entry.name;
+    const Result<uint32_t> added = [&] {
+      switch (entry.kind) {
+        case EntryKind::kAlias:
+          return builder.AddAlias(std::move(name), renamed(entry.alias_of));
+        case EntryKind::kObject:
+          return builder.AddObject(std::move(name), entry.file);
+        case EntryKind::kTensor:
+          break;
+      }
+      return builder.AddTensor(std::move(name), entry.dtype, entry.shape);
+    }();
+    if (!added.ok()) {
       return InvalidArgument("two tensors would have this name")
-          .WithTensor(id.status().tensor());
+          .WithTensor(added.status().tensor());
     }
+    if (same) builder.SetPath(*added, std::string(entry.path));
+    if (entry.kind != EntryKind::kTensor) continue;
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        Placements(e, files));
+    builder.SetPlacements(*added, placements);
   }
-  renamed.slices_ = slices_;
-  renamed.placements_ = placements_;
-  return renamed;
+  TC_ASSIGN_OR_RETURN(std::string encoded, builder.Encode());
+  return Parse(std::move(encoded), files);
 }
 
 }  // namespace torch_ckpt

@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 #include <functional>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <utility>
@@ -24,6 +25,8 @@ constexpr int kDepth = 4;  // journal, manifest, files, file
 // In the order of the enum.
 constexpr std::array<std::string_view, 5> kRoleNames = {
     "data", "objects", "catalog", "index", "extra"};
+constexpr std::array<std::string_view, 2> kContainerNames = {"safetensors",
+                                                             "raw"};
 
 void AppendCrc(std::string* out, uint32_t crc) {
   constexpr char kDigits[] = "0123456789abcdef";
@@ -105,6 +108,8 @@ void AppendManifest(std::string* out, const Manifest& manifest) {
     AppendJsonString(out, file.id);
     *out += ", \"role\": ";
     AppendJsonString(out, kRoleNames[static_cast<size_t>(file.role)]);
+    *out += ", \"container\": ";
+    AppendJsonString(out, kContainerNames[static_cast<size_t>(file.container)]);
     *out += ", \"bytes\": ";
     AppendUnsigned(out, file.bytes);
     *out += ", \"crc32c\": \"";
@@ -277,8 +282,8 @@ class DocumentHandler final : public JsonHandler {
   }
 
   std::span<const std::string_view> KnownKeys() const {
-    static constexpr std::string_view kFileKeys[] = {"name", "id", "role",
-                                                     "bytes", "crc32c"};
+    static constexpr std::string_view kFileKeys[] = {
+        "name", "id", "role", "bytes", "crc32c", "container"};
     static constexpr std::string_view kRenameKeys[] = {"from", "to"};
     static constexpr std::string_view kJournalKeys[] = {
         "format", "version", "manifest", "renames", "removes", "crc32c"};
@@ -289,7 +294,8 @@ class DocumentHandler final : public JsonHandler {
                                                      "run_id", "sequence"};
     switch (at_) {
       case At::kFile:
-        return kFileKeys;
+        return version_ == 1 ? std::span(kFileKeys).first(5)
+                             : std::span<const std::string_view>(kFileKeys);
       case At::kRename:
         return kRenameKeys;
       case At::kPart:
@@ -338,6 +344,18 @@ class DocumentHandler final : public JsonHandler {
       const auto role = std::find(kRoleNames.begin(), kRoleNames.end(), text);
       if (role == kRoleNames.end()) return Refuse("unknown role of a file");
       file.role = static_cast<FileRole>(role - kRoleNames.begin());
+      // Version 1 does not say it.
+      if (version_ == 1) file.container = ContainerOf(file.role);
+      return true;
+    }
+    if (key_ == "container") {
+      const auto kind =
+          std::find(kContainerNames.begin(), kContainerNames.end(), text);
+      if (kind == kContainerNames.end()) {
+        return Fail(Unsupported("a file is a '" + std::string(text) +
+                                "', which this torch_ckpt does not know"));
+      }
+      file.container = static_cast<Container>(kind - kContainerNames.begin());
       return true;
     }
     if (key_ != "crc32c") return Refuse("unexpected string");
@@ -376,7 +394,11 @@ Status CheckFiles(const Manifest& manifest) {
     if (file.name == kManifestName || file.name == kJournalName ||
         IsPartManifestName(file.name))
       return Corrupt("the name is reserved").WithFile(file.name);
-    if (file.role == FileRole::kData && !file.name.ends_with(kDataSuffix))
+    if (file.container != ContainerOf(file.role))
+      return Unsupported("its container is not that of its role")
+          .WithFile(file.name);
+    if (file.container == Container::kSafetensors &&
+        !file.name.ends_with(kDataSuffix))
       return Corrupt("a data file is not *.safetensors").WithFile(file.name);
     catalogs += file.role == FileRole::kCatalog;
     indexes += file.role == FileRole::kIndex;
@@ -432,11 +454,20 @@ Status ParseDocument(ByteSpan bytes, bool journal, Journal* out) {
 
 }  // namespace
 
-const ManifestFile* Manifest::Find(std::string_view name) const {
-  for (const ManifestFile& file : files) {
-    if (file.name == name) return &file;
-  }
-  return nullptr;
+FilesByName::FilesByName(std::span<const ManifestFile> files)
+    : files_(files), sorted_(files.size()) {
+  std::iota(sorted_.begin(), sorted_.end(), 0u);
+  std::sort(sorted_.begin(), sorted_.end(), [&](uint32_t a, uint32_t b) {
+    return files_[a].name < files_[b].name;
+  });
+}
+
+int64_t FilesByName::Find(std::string_view name) const {
+  const auto at = std::lower_bound(
+      sorted_.begin(), sorted_.end(), name,
+      [&](uint32_t f, std::string_view n) { return files_[f].name < n; });
+  if (at == sorted_.end() || files_[*at].name != name) return -1;
+  return static_cast<int64_t>(*at);
 }
 
 std::string EncodeManifest(const Manifest& manifest) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,7 +15,7 @@
 
 namespace torch_ckpt {
 
-inline constexpr int kManifestVersion = 1;
+inline constexpr int kManifestVersion = 2;
 
 // Digests cover a file in segments: cut at every multiple of kSegmentBytes
 // from the start of the file. CRC-32C values combine, so any writer boundary
@@ -23,12 +24,20 @@ inline constexpr uint64_t kSegmentBytes = uint64_t{1} << 20;
 
 enum class FileRole : uint8_t { kData, kObjects, kCatalog, kIndex, kExtra };
 
+// How a file holds its bytes. kSafetensors: the file's id stands in its header.
+// kRaw: nothing but them.
+enum class Container : uint8_t { kSafetensors, kRaw };
+inline Container ContainerOf(FileRole role) {
+  return role == FileRole::kData ? Container::kSafetensors : Container::kRaw;
+}
+
 struct ManifestFile {
   std::string name;
   std::string id;  // 32 hex digits
   FileRole role = FileRole::kData;
   uint64_t bytes = 0;
   std::vector<uint32_t> crc32c;  // one per segment, ceil(bytes / segment)
+  Container container = ContainerOf(role);
 };
 
 // Whose part a manifest describes, in a save without collectives. Parts with
@@ -50,8 +59,19 @@ struct Manifest {
   int64_t world_size = 1;
   std::optional<ManifestPart> part;  // of one rank; absent when it is of all
   std::vector<ManifestFile> files;
+};
 
-  const ManifestFile* Find(std::string_view name) const;
+// Finds files by name. The list must outlive it and stay as it is.
+class FilesByName {
+ public:
+  FilesByName() = default;
+  explicit FilesByName(std::span<const ManifestFile> files);
+  // Its position in the list; -1 where there is none.
+  int64_t Find(std::string_view name) const;
+
+ private:
+  std::span<const ManifestFile> files_;
+  std::vector<uint32_t> sorted_;  // positions, by name
 };
 
 // One rename of the replay: staging/<from> -> target/<to>.

@@ -1,18 +1,23 @@
 // From a name to its position in a list that somebody else keeps.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
+#include <span>
 #include <string_view>
 #include <vector>
+
+#include "base/siphash.h"
+#include "os/random.h"
 
 namespace torch_ckpt {
 
 // A hash table of positions, open-addressed: no allocation a name and no copy
-// of one, since a checkpoint has hundreds of thousands. Names chosen to collide
-// make it as slow as they make a std::unordered_map. `name_at(position)` is
-// the list's name at a position that was inserted.
+// of one, since a checkpoint has hundreds of thousands. Names come from files,
+// so the hash has a key that only this process knows: nobody can choose names
+// that collide. `name_at(position)` is the list's name at a position that was
+// inserted.
 class NameIndex {
  public:
   // The position of `name`, or -1.
@@ -48,7 +53,12 @@ class NameIndex {
   };
 
   static uint32_t Hash(std::string_view name) {
-    return static_cast<uint32_t>(std::hash<std::string_view>()(name));
+    static const std::array<uint64_t, 2> key = [] {
+      std::array<uint64_t, 2> random;
+      FillRandom(std::as_writable_bytes(std::span(random)));
+      return random;
+    }();
+    return static_cast<uint32_t>(SipHash(key, name));
   }
 
   // The slot that holds `name`, or the free one where it belongs.

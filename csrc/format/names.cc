@@ -1,15 +1,14 @@
 #include "format/names.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <cstring>
 #include <functional>
-#include <random>
+#include <span>
 #include <utility>
 #include <vector>
+
+#include "os/random.h"
 
 namespace torch_ckpt {
 namespace {
@@ -249,17 +248,8 @@ std::string StagedName(std::string_view name, std::string_view file_id) {
 }
 
 std::string NewId() {
-  // The one system call outside os/: it touches no file, and giving it a
-  // wrapper there would turn the rooms' order around.
   std::array<unsigned char, kIdBytes> raw;
-  if (getentropy(raw.data(), raw.size()) != 0) {
-    // Only a kernel older than 3.17 gets here (16 bytes are never refused).
-    std::random_device device;
-    for (size_t i = 0; i < raw.size(); i += sizeof(unsigned)) {
-      const unsigned word = device();
-      std::memcpy(raw.data() + i, &word, sizeof word);
-    }
-  }
+  FillRandom(std::as_writable_bytes(std::span(raw)));
   constexpr char kDigits[] = "0123456789abcdef";
   std::string id;
   id.reserve(2 * kIdBytes);

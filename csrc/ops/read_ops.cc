@@ -1,14 +1,13 @@
 // read: boxes of a checkpoint into tensors. crc32c: a digest of a tensor.
 //
 // Plan of read:
-//   {"path": directory, "save_id": str or absent, "job": id or 0,
+//   {"checkpoint": id of an opened one, or "path": directory, "job": id or 0,
 //    "workers": int, "verify": bool,
 //    "names": [fqn] or one text, a name a line,
 //    "offsets": [[int] or null], "files": {"i": name}}
 // Item i goes into targets[i]: the box of the target's size at `offsets` (null:
-// zeros) of the global tensor, or, where "files" has i, that whole file. With a
-// save_id the read fails if the checkpoint has been replaced since.
-#include "capi/requests.h"
+// zeros) of the global tensor, or, where "files" has i, that whole file.
+#include "capi/checkpoints.h"
 #include "engine/read_job.h"
 #include "ops/tensors.h"
 #include "runtime/crc32c.h"
@@ -33,9 +32,8 @@ Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
   item.box.sizes = target.sizes;
   const int64_t entry = checkpoint.catalog().Find(item.name);
   if (entry >= 0) {
-    const Dtype dtype = checkpoint.catalog()
-                            .entries()[static_cast<size_t>(entry)]
-                            .storage_dtype;
+    const Dtype dtype =
+        checkpoint.catalog().entries()[static_cast<size_t>(entry)].dtype;
     if (DtypeBits(dtype) < 8 && !item.box.sizes.empty()) {
       item.box.sizes[item.box.sizes.size() - 1] *= DtypeUnit(dtype).elements;
     }
@@ -48,13 +46,7 @@ Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
 
 Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
            int64_t* report) {
-  TC_ASSIGN_OR_RETURN(const std::string path, capi::GetString(plan, "path"));
-  TC_ASSIGN_OR_RETURN(const auto checkpoint, OpenCheckpoint(path));
-  const std::string save_id = plan.value("save_id", std::string());
-  if (!save_id.empty() && save_id != checkpoint->save_id()) {
-    return Conflict("was replaced by another save since its metadata was read")
-        .WithFile(path);
-  }
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, capi::CheckpointOf(plan, "path"));
   TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
                       capi::GetNames(plan, "names"));
   if (names.size() != tensors.size()) {

@@ -101,16 +101,16 @@ Status CheckRule(const Dims& shape, const MeshRule& rule,
     }
     const MeshPlacement& placement = rule.placements[static_cast<size_t>(m)];
     switch (placement.kind) {
-      case PlacementKind::kReplicate:
+      case MeshPlacementKind::kReplicate:
         continue;
-      case PlacementKind::kStridedShard:
+      case MeshPlacementKind::kStridedShard:
         if (placement.split_factor < 1) {
           return InvalidArgument("split factor " +
                                  std::to_string(placement.split_factor) +
                                  " is not positive");
         }
         [[fallthrough]];
-      case PlacementKind::kShard:
+      case MeshPlacementKind::kShard:
         if (placement.dim < 0 || placement.dim >= shape.size()) {
           return InvalidArgument("a shard of dimension " +
                                  std::to_string(placement.dim) +
@@ -128,7 +128,7 @@ Result<Intervals> Apply(const MeshPlacement& placement, int64_t ranks,
                         int64_t index, const Intervals& held) {
   const Interval all = {0, Length(held)};
   Picker picker(held);
-  if (placement.kind == PlacementKind::kShard) {
+  if (placement.kind == MeshPlacementKind::kShard) {
     picker.Pick(Chunk(all, ranks, index));
     return picker.Take();
   }
@@ -154,7 +154,7 @@ Result<HeldDims> Expand(const Dims& shape, const MeshRule& rule,
   }
   for (int m = 0; m < rule.mesh.size(); ++m) {
     const MeshPlacement& placement = rule.placements[static_cast<size_t>(m)];
-    if (placement.kind == PlacementKind::kReplicate) continue;
+    if (placement.kind == MeshPlacementKind::kReplicate) continue;
     Intervals& dim = held[static_cast<size_t>(placement.dim)];
     TC_ASSIGN_OR_RETURN(dim,
                         Apply(placement, rule.mesh[m], coordinate[m], dim));

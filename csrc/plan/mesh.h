@@ -9,10 +9,10 @@
 
 namespace torch_ckpt {
 
-enum class PlacementKind : uint8_t { kReplicate, kShard, kStridedShard };
+enum class MeshPlacementKind : uint8_t { kReplicate, kShard, kStridedShard };
 
 struct MeshPlacement {
-  PlacementKind kind = PlacementKind::kReplicate;
+  MeshPlacementKind kind = MeshPlacementKind::kReplicate;
   int dim = 0;               // tensor dimension, for the two shard kinds
   int64_t split_factor = 1;  // _StridedShard only
 };

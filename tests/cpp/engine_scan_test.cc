@@ -75,7 +75,7 @@ TEST_F(ScanTest, CompleteIndexWinsOverAgreeingShards) {
   checkpoint = OpenCheckpoint(Path("c"));
   ASSERT_OK(checkpoint.status());
   EXPECT_EQ((*checkpoint)->source(), CheckpointSource::kIndex);
-  EXPECT_EQ((*checkpoint)->catalog().placements(0).size(), 1u);
+  EXPECT_EQ((*checkpoint)->Placements(0)->size(), 1u);
 }
 
 TEST_F(ScanTest, IndexAndShardsThatDisagree) {

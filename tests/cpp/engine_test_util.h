@@ -213,8 +213,7 @@ inline Result<std::string> ReadBox(const CheckpointPtr& checkpoint,
   if (id < 0) return Incomplete("no such tensor");
   const CatalogEntry& entry =
       checkpoint->catalog().entries()[static_cast<size_t>(id)];
-  TC_ASSIGN_OR_RETURN(const uint64_t bytes,
-                      ByteSize(entry.storage_dtype, box.sizes));
+  TC_ASSIGN_OR_RETURN(const uint64_t bytes, ByteSize(entry.dtype, box.sizes));
   std::string out(bytes, '\x5a');
   TargetTensor target;
   target.data = reinterpret_cast<std::byte*>(out.data());
@@ -235,18 +234,14 @@ inline Result<std::map<std::string, std::string>> ReadAll(
   TC_ASSIGN_OR_RETURN(const CheckpointPtr checkpoint, OpenCheckpoint(path));
   std::map<std::string, std::string> out;
   for (const CatalogEntry& entry : checkpoint->catalog().entries()) {
+    const std::string name(entry.name);
     if (entry.kind == EntryKind::kObject) {
-      const int64_t id = checkpoint->catalog().Find(entry.name);
-      const Placement& p =
-          checkpoint->catalog().placements(static_cast<uint32_t>(id))[0];
-      TC_ASSIGN_OR_RETURN(
-          out[entry.name],
-          checkpoint->ReadWhole(checkpoint->catalog().files()[p.file].name));
+      TC_ASSIGN_OR_RETURN(out[name], checkpoint->ReadWhole(
+                                         checkpoint->files()[entry.file].name));
       continue;
     }
     TC_ASSIGN_OR_RETURN(
-        out[entry.name],
-        ReadBox(checkpoint, entry.name, Box::Whole(entry.shape), verify));
+        out[name], ReadBox(checkpoint, name, Box::Whole(entry.shape), verify));
   }
   return out;
 }
@@ -278,7 +273,7 @@ inline CommitRequest MergeCommit(const MergePlan& plan,
     const CatalogEntry& entry = catalog.entries()[e];
     if (entry.kind != EntryKind::kObject) continue;
     request.objects.push_back(
-        {entry.name, catalog.files()[catalog.placements(e)[0].file].name});
+        {std::string(entry.name), plan.checkpoint().files()[entry.file].name});
   }
   return request;
 }

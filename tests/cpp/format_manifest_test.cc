@@ -59,6 +59,7 @@ void ExpectEqual(const Manifest& a, const Manifest& b) {
     EXPECT_EQ(a.files[i].name, b.files[i].name);
     EXPECT_EQ(a.files[i].id, b.files[i].id);
     EXPECT_EQ(a.files[i].role, b.files[i].role);
+    EXPECT_EQ(a.files[i].container, b.files[i].container);
     EXPECT_EQ(a.files[i].bytes, b.files[i].bytes);
     EXPECT_EQ(a.files[i].crc32c, b.files[i].crc32c);
   }
@@ -70,7 +71,7 @@ TEST(ManifestFormat, GoldenText) {
   m.files = {{"m.safetensors", kIdB, FileRole::kData, 3, {0x1A2B}}};
   EXPECT_EQ(EncodeManifest(m), Resealed("{\n"
                                         "\"format\": \"torch_ckpt\",\n"
-                                        "\"version\": 1,\n"
+                                        "\"version\": 2,\n"
                                         "\"save_id\": \"" +
                                         kIdA +
                                         "\",\n"
@@ -81,6 +82,7 @@ TEST(ManifestFormat, GoldenText) {
                                         "\"id\": \"" +
                                         kIdB +
                                         "\", \"role\": \"data\", "
+                                        "\"container\": \"safetensors\", "
                                         "\"bytes\": 3, "
                                         "\"crc32c\": \"00001a2b\"}\n"
                                         "],\n"
@@ -94,11 +96,40 @@ TEST(ManifestFormat, RoundTrip) {
   ASSERT_TRUE(parsed.ok()) << parsed.status().ToString();
   ExpectEqual(*parsed, Sample());
   EXPECT_EQ(EncodeManifest(*parsed), text);
-  EXPECT_EQ(parsed->Find("extra.bin")->bytes, 1u);
-  EXPECT_EQ(parsed->Find("other"), nullptr);
+  const FilesByName by_name(parsed->files);
+  EXPECT_EQ(by_name.Find("extra.bin"), 5);
+  EXPECT_EQ(by_name.Find("empty.safetensors"), 1);
+  EXPECT_EQ(by_name.Find("other"), -1);
   Manifest none;
   none.save_id = kIdA;
   EXPECT_EQ(Kind(EncodeManifest(none)), ErrorKind::kOk);
+}
+
+// What the first saves wrote: containers follow from roles.
+TEST(ManifestFormat, Version1IsRead) {
+  std::string text = EncodeManifest(Sample());
+  text.replace(text.find("\"version\": 2"), 12, "\"version\": 1");
+  // As version 1 it may not say what only version 2 says.
+  EXPECT_EQ(Kind(Resealed(text)), ErrorKind::kCorrupt);
+  for (const char* said :
+       {", \"container\": \"safetensors\"", ", \"container\": \"raw\""}) {
+    const std::string_view field = said;
+    for (size_t at; (at = text.find(field)) != text.npos;)
+      text.erase(at, field.size());
+  }
+  const auto parsed = ParseManifest(AsBytes(Resealed(text)));
+  ASSERT_TRUE(parsed.ok()) << parsed.status().ToString();
+  ExpectEqual(*parsed, Sample());
+}
+
+TEST(ManifestFormat, ContainersThatAreNotKnown) {
+  const std::string text = EncodeManifest(Sample());
+  EXPECT_EQ(
+      Kind(Edited(text, "\"container\": \"raw\"", "\"container\": \"zip\"")),
+      ErrorKind::kUnsupported);
+  EXPECT_EQ(Kind(Edited(text, "\"container\": \"raw\"",
+                        "\"container\": \"safetensors\"")),
+            ErrorKind::kUnsupported);
 }
 
 TEST(ManifestFormat, APartSaysWhose) {
@@ -162,14 +193,14 @@ TEST(ManifestFormat, EveryAlteredByteAndEveryCutIsSeen) {
 TEST(ManifestFormat, Versions) {
   const std::string text = EncodeManifest(Sample());
   const auto newer =
-      ParseManifest(AsBytes(Edited(text, "\"version\": 1", "\"version\": 2")));
+      ParseManifest(AsBytes(Edited(text, "\"version\": 2", "\"version\": 3")));
   EXPECT_EQ(newer.status().kind(), ErrorKind::kUnsupported);
   EXPECT_NE(newer.status().message().find("written by a newer torch_ckpt"),
             std::string::npos);
   // Whatever else a newer version says.
   EXPECT_EQ(Kind("{\"format\":\"torch_ckpt\",\"version\":9,\"x\":[[[[[["),
             ErrorKind::kUnsupported);
-  EXPECT_EQ(Kind(Edited(text, "\"version\": 1", "\"version\": 0")),
+  EXPECT_EQ(Kind(Edited(text, "\"version\": 2", "\"version\": 0")),
             ErrorKind::kCorrupt);
   EXPECT_EQ(Kind(Edited(text, "\"torch_ckpt\"", "\"other\"")),
             ErrorKind::kCorrupt);
@@ -191,7 +222,7 @@ TEST(ManifestFormat, RefusesEdits) {
       {"\"world_size\": 4,\n", ""},
       {"\"world_size\": 4", "\"world_size\": 4, \"world_size\": 4"},
       {"\"format\": \"torch_ckpt\",\n", ""},
-      {"\"version\": 1,\n", ""},
+      {"\"version\": 2,\n", ""},
       {"\"save_id\": \"aaaa", "\"save_id\": \"AAAA"},
       {"\"save_id\": \"aaaa", "\"save_id\": \"aaa"},
       {"\"name\": \"m.safetensors\"", "\"name\": \"../m.safetensors\""},

@@ -13,9 +13,9 @@ namespace torch_ckpt {
 namespace {
 
 MeshPlacement Replicate() { return {}; }
-MeshPlacement Shard(int dim) { return {PlacementKind::kShard, dim, 1}; }
+MeshPlacement Shard(int dim) { return {MeshPlacementKind::kShard, dim, 1}; }
 MeshPlacement Strided(int dim, int64_t split_factor) {
-  return {PlacementKind::kStridedShard, dim, split_factor};
+  return {MeshPlacementKind::kStridedShard, dim, split_factor};
 }
 
 // "<box>@<local offset> ...", or the kind of the error.

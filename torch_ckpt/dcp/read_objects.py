@@ -15,7 +15,7 @@ from torch_ckpt.dcp.planning import has_method_of
 from torch_ckpt.dcp.read_metadata import OBJECT
 from torch_ckpt.dcp.reserved import RAW_LEAVES
 from torch_ckpt.errors import CorruptError, IncompleteError, UnsupportedError
-from torch_ckpt.jobs import Job
+from torch_ckpt.jobs import Job, OpenedCheckpoint
 from torch_ckpt.objects import ObjectFile
 
 
@@ -23,10 +23,16 @@ class ObjectReader:
     """Reads the object items of one plan; each objects file once."""
 
     def __init__(
-        self, path: str, described: dict[str, Any], *, verify: bool, allow_pickle: bool
+        self,
+        opened: OpenedCheckpoint,
+        described: dict[str, Any],
+        *,
+        verify: bool,
+        allow_pickle: bool,
     ) -> None:
-        """`described` is the core's answer to "describe"; it names the save to read from."""
-        self.path = path
+        """`described` is what `opened` says of itself."""
+        self.opened = opened
+        self.path = opened.path
         self.described = described
         self.verify = verify
         self.allow_pickle = allow_pickle
@@ -72,8 +78,7 @@ class ObjectReader:
         held = bytearray(size)
         target = torch.frombuffer(held, dtype=torch.uint8)
         plan = {
-            "path": self.path,
-            "save_id": self.described["save_id"],
+            "checkpoint": self.opened.id,
             "verify": self.verify,
             "names": [name],
             "files": {"0": name},

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch_ckpt import _core, _ext
 from torch_ckpt.dtypes import PACKED, TORCH_DTYPES, widens
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
-from torch_ckpt.jobs import Job
+from torch_ckpt.jobs import Job, OpenedCheckpoint
 
 # Host memory for tensors that cannot be read in place: two waves of at most this much, one being
 # read while the other is copied to its device.
@@ -41,15 +41,15 @@ class TensorReader:
 
     def __init__(
         self,
-        path: str,
+        opened: OpenedCheckpoint,
         described: dict[str, Any],
         *,
         workers: int,
         verify: bool,
         strict_dtype: bool,
     ) -> None:
-        """`described` is the core's answer to "describe"; it names the save to read from."""
-        self.path = path
+        """`described` is what `opened` says of itself."""
+        self.opened = opened
         self.described = described
         self.workers = workers
         self.verify = verify
@@ -96,8 +96,7 @@ class TensorReader:
         if not requests:
             return
         plan = {
-            "path": self.path,
-            "save_id": self.described["save_id"],
+            "checkpoint": self.opened.id,
             "workers": self.workers,
             "verify": self.verify,
             "names": _core.names_text([request.item.storage_index.fqn for request in requests]),

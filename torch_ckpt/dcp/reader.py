@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from torch_ckpt import _core
 from torch_ckpt.dcp.read_metadata import metadata_of
 from torch_ckpt.dcp.read_objects import ObjectReader
 from torch_ckpt.dcp.read_requests import check_filled
@@ -22,7 +21,7 @@ from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.dcp.stock_planner import check_read_boxes
 from torch_ckpt.errors import CheckpointError, with_rank
 from torch_ckpt.hulls import warn_of_hulls
-from torch_ckpt.jobs import MIN_WORKERS
+from torch_ckpt.jobs import MIN_WORKERS, OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +66,7 @@ class HuggingFaceStorageReader(StockReader):
         self.strict_dtype = strict_dtype
         self.allow_pickle = allow_pickle
         # What read_metadata saw: a load fails if the checkpoint is replaced in between.
+        self._opened: OpenedCheckpoint | None = None
         self._described: dict[str, Any] | None = None
         # DCP keeps only the text of an error of read_metadata; torch_ckpt.load raises this one.
         self.metadata_error: Exception | None = None
@@ -81,20 +81,22 @@ class HuggingFaceStorageReader(StockReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(checkpoint_id)
-        self._described = None
+        self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_described": None}
+        return {**self.__dict__, "_opened": None, "_described": None}
+
+    def _forget(self) -> None:
+        self._opened, self._described = None, None
+
+    def _open(self) -> OpenedCheckpoint:
+        if self._opened is None:
+            self._opened = OpenedCheckpoint(os.fspath(self.path))
+        return self._opened
 
     def _describe(self) -> dict[str, Any]:
         if self._described is None:
-            self._described = _core.call(
-                {
-                    "op": "describe",
-                    "path": os.fspath(self.path),
-                    "placements": self._reads_by_request(),
-                }
-            )
+            self._described = self._open().describe(placements=self._reads_by_request())
         return self._described
 
     # No **kwargs here: DCP would retry a rank that failed without collectives, and hang the others.
@@ -107,7 +109,8 @@ class HuggingFaceStorageReader(StockReader):
         the error too where DCP drops it. Logs a warning for shapes that no file says, and for
         dtypes that this torch does not have: such tensors are left out.
         """
-        self._described, self.metadata_error = None, None
+        self._forget()
+        self.metadata_error = None
         try:
             metadata = metadata_of(
                 self._describe(),
@@ -131,7 +134,7 @@ class HuggingFaceStorageReader(StockReader):
             return
         del metadata.state_dict_metadata[STRUCTURE_FQN]
         reader = ObjectReader(
-            os.fspath(self.path), self._describe(), verify=self.verify, allow_pickle=False
+            self._open(), self._describe(), verify=self.verify, allow_pickle=False
         )
         metadata.planner_data[STRUCTURE_FQN] = reader.read_one(STRUCTURE_FQN)
 
@@ -149,7 +152,7 @@ class HuggingFaceStorageReader(StockReader):
             elif tensors:
                 strict = self.strict_dtype or bool(getattr(planner, "strict_dtype", False))
                 TensorReader(
-                    path,
+                    self._open(),
                     self._describe(),
                     workers=workers,
                     verify=self.verify,
@@ -157,7 +160,10 @@ class HuggingFaceStorageReader(StockReader):
                 ).read(tensors, planner)
             if objects:
                 ObjectReader(
-                    path, self._describe(), verify=self.verify, allow_pickle=self.allow_pickle
+                    self._open(),
+                    self._describe(),
+                    verify=self.verify,
+                    allow_pickle=self.allow_pickle,
                 ).read(objects, planner)
         except (CheckpointError, OSError) as error:
             if self.rank is None:

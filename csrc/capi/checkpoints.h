@@ -1,0 +1,24 @@
+// Opened checkpoints that Python holds by number: one look at a directory
+// serves describe, every wave of a load, verify, and all parts of a merge.
+#pragma once
+
+#include <memory>
+
+#include "capi/requests.h"
+#include "engine/checkpoint.h"
+#include "runtime/handles.h"
+
+namespace torch_ckpt::capi {
+
+inline HandleTable<std::shared_ptr<const Checkpoint>>& Checkpoints() {
+  static auto* const table =
+      new HandleTable<std::shared_ptr<const Checkpoint>>("opened checkpoint");
+  return *table;
+}
+
+// The one whose id stands in "checkpoint" of the request; without that, the
+// directory `path_field` is opened.
+Result<std::shared_ptr<const Checkpoint>> CheckpointOf(const Json& request,
+                                                       const char* path_field);
+
+}  // namespace torch_ckpt::capi
