@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 # A case that leaves ranks waiting for each other fails after this.
-_TIMEOUT = datetime.timedelta(seconds=20)
+_TIMEOUT = datetime.timedelta(seconds=int(os.environ.get("RANKS_TIMEOUT", "20")))
 
 
 @dataclass(slots=True)

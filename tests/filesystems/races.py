@@ -1,0 +1,153 @@
+"""Savers, loaders and lookers on two nodes at once."""
+
+from __future__ import annotations
+
+import collections
+import time
+from pathlib import Path
+
+from .busy import after, busy
+from .launch import run_ranks
+from .nodes import told
+from .trial import Trial, scenario
+
+LOOKS = 10_000
+
+
+@scenario("two savers to one path, from two nodes", limit=240)
+def two_savers(trial: Trial) -> str:
+    """One wins, or both one after the other; who loses is told, and nothing is torn."""
+    ends: collections.Counter[str] = collections.Counter()
+    wrong = []
+    for number in range(16):
+        path, size = f"{trial.folder}/{number // 8}", (0, 16)[number % 2]
+        at, late = time.time() + 0.4, 0.03 * (number % 4)
+        numbers = (10 * number + 1, 10 * number + 2)
+        if number < 4:
+            path = f"{trial.folder}/fresh{number}"
+        children = [
+            node.start_action("save_at", path=path, number=which, at=at + late * i, mib=size)
+            for i, (node, which) in enumerate(zip((trial.one, trial.other), numbers, strict=True))
+        ]
+        outcomes = [
+            node.wait(child) for node, child in zip((trial.one, trial.other), children, strict=True)
+        ]
+        won = [which for which, end in zip(numbers, outcomes, strict=True) if "ok" in end]
+        for end in outcomes:
+            if "ok" not in end and "ConflictError" not in end["error"]["types"]:
+                wrong.append(f"round {number}: a saver is told {told(end)}")
+        if not won:
+            ends["none won"] += 1
+            continue
+        ends["one won" if len(won) == 1 else "one after the other"] += 1
+        for node in (trial.one, trial.other):
+            found = node.outcome("load_any", path=path, numbers=won, mib=size)
+            if "ok" not in found:
+                wrong.append(f"round {number}, acknowledged {won}: {node.name}: {told(found)}")
+        left = trial.other.call("leftovers", path=path)
+        if left:
+            wrong.append(f"round {number} leaves {left}")
+    assert not wrong, f"{len(wrong)} things wrong; {dict(ends)}; {wrong[0]}"
+    assert ends["none won"] < 4, dict(ends)
+    return ", ".join(f"{count} x {what}" for what, count in ends.items())
+
+
+@scenario("a save that is in progress elsewhere is met", limit=60)
+def met(trial: Trial) -> str:
+    """The second saver is refused before any byte, whether the path is new or not."""
+    for kind in ("fresh", "existing"):
+        path = f"{trial.folder}/{kind}"
+        if kind == "existing":
+            trial.one.call("save", path=path, number=1)
+        ready, release = trial.sign(f"{kind}-ready"), trial.sign(f"{kind}-release")
+        holder = trial.one.start_action("hold", path=path, ready=ready, release=release, number=2)
+        try:
+            trial.await_sign(f"{kind}-ready")
+            outcome = trial.other.outcome("save", path=path, number=3)
+        finally:
+            Path(release).touch()
+        ended = trial.one.wait(holder)
+        assert "error" in outcome, f"{kind}: both nodes save at once"
+        assert "ConflictError" in outcome["error"]["types"], told(outcome)
+        assert "ok" in ended, f"{kind}: the first saver: {told(ended)}"
+        trial.holds(2, path)
+    return "refused by name"
+
+
+@scenario("another node loads a checkpoint that is overwritten", limit=180)
+def loads_beside_saves(trial: Trial) -> str:
+    with busy(trial) as seen:
+        time.sleep(6)
+    return after(trial, seen)
+
+
+@scenario("another node looks at a path that is overwritten", limit=420)
+def second_view(trial: Trial) -> str:
+    """Ten thousand looks, each of which sees it whole or as being replaced."""
+    done = trial.sign("done")
+    trial.one.call("save", path=trial.path, number=1)
+    saver = trial.one.start_action("overwrite_until", path=trial.path, done=done)
+    try:
+        looks = trial.other.call("look", path=trial.path, times=LOOKS, seconds=350, limit=380)
+    finally:
+        Path(done).touch()
+        saved = trial.one.wait(saver)
+    assert "ok" in saved, f"the saver: {told(saved)}"
+    seen: dict[str, int] = looks["seen"]
+    wrong = {word: count for word, count in seen.items() if word not in ("whole", "being replaced")}
+    total = sum(seen.values())
+    assert not wrong, f"of {total} looks during {saved['ok']} saves: {wrong}"
+    assert looks["saves"] > 1, "saw one save only"
+    replaced = seen.get("being replaced", 0)
+    short = "" if total == LOOKS else f" (of {LOOKS}; out of time)"
+    return f"{total} looks{short}, {saved['ok']} saves: {replaced} x being replaced, else whole"
+
+
+@scenario("another node sees new checkpoints appear", limit=180)
+def fresh_view(trial: Trial) -> str:
+    looker = trial.other.start_action(
+        "look_at_fresh", folder=str(trial.folder), count=30, seconds=120
+    )
+    trial.one.call("save_fresh", folder=str(trial.folder), count=30)
+    end = trial.other.wait(looker, limit=150)
+    assert "ok" in end, told(end)
+    seen: dict[str, int] = end["ok"]
+    wrong = {word: count for word, count in seen.items() if word not in ("whole", "not there")}
+    assert not wrong, f"{wrong} beside {seen}"
+    assert seen["whole"] == 30, f"not all have appeared: {seen}"
+    return f"{seen.get('not there', 0)} x not there, then 30 x whole"
+
+
+@scenario("saves by two nodes in turn", limit=120)
+def in_turn(trial: Trial) -> str:
+    """As of a job that comes back on other nodes: what one node has committed, the other one
+    overwrites, and both load what is there."""
+    for number in range(1, 9):
+        saver = trial.site.nodes[number % len(trial.site.nodes)]
+        saver.call("save", path=trial.path, number=number)
+        trial.holds(number)
+        trial.nothing_left()
+    if trial.shared:
+        path = f"{trial.folder}/ranks"
+        for number in range(1, 5):
+            run_ranks(trial, path, number, turned=number % 2 == 0)
+            trial.holds(number, path, load="load_ranks")
+            trial.nothing_left(path)
+    return f"each of them whole on every node{trial.lateness()}"
+
+
+@scenario("a path that the nodes do not share is refused", limit=90, shared_only=True)
+def not_shared(trial: Trial) -> str:
+    own = trial.site.folder / "own"
+    for node in trial.site.nodes:
+        node.sh(f"mkdir -p {own} && mount -t tmpfs tmpfs {own}")
+    try:
+        run_ranks(trial, str(own / "c"), 1)
+    except AssertionError as error:
+        text = str(error)
+        assert "file system" in text or "shared" in text, text
+    else:
+        raise AssertionError("a save to a path of each node's own has succeeded")
+    for node in trial.site.nodes:
+        node.sh(f"test ! -e {own}/c && umount {own}")
+    return "refused, naming the rank"
