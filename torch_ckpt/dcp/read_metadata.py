@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -33,13 +34,19 @@ def _torch_sizes(sizes: list[int], packed: int) -> torch.Size:
     return torch.Size(sizes)
 
 
+@functools.cache
+def _zeros(rank: int) -> torch.Size:
+    return torch.Size([0] * rank)
+
+
 def metadata_of(described: dict[str, Any], path: str, load_id: str, *, chunks: bool) -> Metadata:
-    """`described` is the answer of the core's "describe"; with `chunks` it has placements."""
+    """`described` is the answer of the core's "describe"; with `chunks` it has placements, and
+    storage_data says where each chunk is, which only stock's own way of reading looks at."""
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
     planner_data: dict[str, Any] = {}
     properties: dict[torch.dtype, TensorProperties] = {}
-    files = [os.path.join(path, file["name"]) for file in described["files"]]
+    files = [os.path.join(path, file["name"]) for file in described["files"]] if chunks else []
     # One parse for all paths: a call for each costs more than all the rest.
     paths = json.loads("[" + ",".join(text or "null" for text in described["paths"]) + "]")
     columns = zip(
@@ -56,7 +63,8 @@ def metadata_of(described: dict[str, Any], path: str, load_id: str, *, chunks: b
         if kind == OBJECT:
             planner_data[name] = path_of
             state[name] = BytesStorageMetadata()
-            storage[MetadataIndex(name)] = files[placements[0]["file"]]
+            if chunks:
+                storage[MetadataIndex(name)] = files[placements[0]["file"]]
             continue
         dtype = TORCH_DTYPES.get(dtype_name)
         if dtype is None:
@@ -70,26 +78,18 @@ def metadata_of(described: dict[str, Any], path: str, load_id: str, *, chunks: b
         planner_data[name] = path_of
         packed = PACKED.get(dtype_name, 1)
         size = _torch_sizes(shape, packed)
-        if chunks:
-            parts = [
-                (
-                    torch.Size(_torch_sizes(part["offsets"], packed)),
-                    _torch_sizes(part["sizes"], packed),
-                    files[part["file"]],
-                )
-                for part in placements
-            ]
-        else:
-            parts = [(torch.Size([0] * len(size)), size, path)]
         if dtype not in properties:
             properties[dtype] = TensorProperties(dtype=dtype)
-        state[name] = TensorStorageMetadata(
-            properties=properties[dtype],
-            size=size,
-            chunks=[ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in parts],
-        )
-        for offsets, sizes, file in parts:
-            storage[MetadataIndex(name, offsets)] = _HFStorageInfo(file, sizes, dtype)
+        stored = [ChunkStorageMetadata(_zeros(len(size)), size)]
+        if chunks:
+            stored = []
+            for part in placements:
+                offsets = _torch_sizes(part["offsets"], packed)
+                sizes = _torch_sizes(part["sizes"], packed)
+                stored.append(ChunkStorageMetadata(offsets, sizes))
+                file = files[part["file"]]
+                storage[MetadataIndex(name, offsets)] = _HFStorageInfo(file, sizes, dtype)
+        state[name] = TensorStorageMetadata(properties=properties[dtype], size=size, chunks=stored)
     metadata = Metadata(state_dict_metadata=state, planner_data=planner_data, storage_data=storage)
     metadata.storage_meta = StorageMeta(load_id=load_id)
     return metadata
