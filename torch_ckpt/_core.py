@@ -10,6 +10,8 @@ from typing import Any
 
 from torch_ckpt.errors import InvalidArgumentError, error_from
 
+OBJECT = 2  # a leaf that is no tensor: EntryKind in csrc/format/catalog.h
+
 _PATH = pathlib.Path(__file__).with_name("libtorch_ckpt_core.so")
 
 

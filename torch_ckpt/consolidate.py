@@ -22,6 +22,7 @@ from torch_ckpt.merge import (
     MEMORY_BUDGET,
     OUTPUT_FIELDS,
     FileNames,
+    MergeRequest,
     consolidate_safetensors_files,
     merge,
     merge_request,
@@ -72,7 +73,7 @@ def consolidate_safetensors_files_on_every_rank(
     is left.
     """
 
-    def make() -> tuple[dict[str, Any], ExtraFiles]:
+    def make() -> tuple[MergeRequest, ExtraFiles]:
         policy = DtypePolicy(dtype, keep_fp32)
         request = merge_request(
             input_dir,
@@ -135,7 +136,7 @@ def _ending(cancel: threading.Event, progress: Progress | None) -> Progress:
 
 
 def merge_on_every_rank(
-    make: Callable[[], tuple[dict[str, Any], ExtraFiles]],
+    make: Callable[[], tuple[MergeRequest, ExtraFiles]],
     team: Team,
     progress: Progress | None = None,
     cancel: threading.Event | None = None,
@@ -147,16 +148,14 @@ def merge_on_every_rank(
     `make` gives this rank's `merge_request` and extras; what decides over the output is rank 0's,
     so that all have one plan.
     """
-    request: dict[str, Any] = {}
-    extras: list[ExtraFiles] = []
+    made: list[tuple[MergeRequest, ExtraFiles]] = []
 
     def own() -> dict[str, Any] | None:
-        made, files = make()
-        request.update(made)
-        extras.append(files)
-        return request if team.rank == 0 else None
+        made.append(make())
+        return dict(made[0][0]) if team.rank == 0 else None
 
     first_request = team.together(own)[0]
+    request, extras = made[0]
     request.update({key: first_request[key] for key in OUTPUT_FIELDS})
     sessions: list[int] = []
     commit: dict[str, Any] = {}
@@ -165,7 +164,7 @@ def merge_on_every_rank(
     def begin() -> Any:
         if team.rank != 0:
             return None
-        commit["extras"] = context.enter_context(extras[0])  # before the work: they may be refused
+        commit["extras"] = context.enter_context(extras)  # before the work: they may be refused
         answer = _core.call({"op": "merge_begin", **request})
         sessions.append(answer["session"])
         return answer
@@ -198,5 +197,5 @@ def merge_on_every_rank(
         context.close()
     result: dict[str, Any] = answers[0]
     if team.rank == 0:
-        warn_of_hulls(request["input"], result["hulls"])
+        warn_of_hulls(request.opened.path, result["hulls"])
     return result

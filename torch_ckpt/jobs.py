@@ -168,6 +168,12 @@ class OpenedCheckpoint:
         request = {"op": "describe", "checkpoint": self.id, "placements": placements}
         return _core.call(request)  # type: ignore[no-any-return]
 
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of every tensor by its name, as safetensors calls it ("BF16")."""
+        answer = self.describe(placements=False)
+        columns = zip(answer["names"], answer["kinds"], answer["dtypes"], strict=True)
+        return {name: dtype for name, kind, dtype in columns if kind != _core.OBJECT}
+
 
 class _Session:
     """A hold on a staging directory, from planning to the commit.

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from torch_ckpt import _core
-from torch_ckpt.checkpoint import Checkpoint
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.extras import ExtraFiles, extra_files
 from torch_ckpt.hulls import warn_of_hulls
-from torch_ckpt.jobs import MIN_WORKERS, Job
+from torch_ckpt.jobs import MIN_WORKERS, Job, OpenedCheckpoint
 from torch_ckpt.key_mapping import KeyMapping, renamed
 from torch_ckpt.mapping import NAMINGS, Naming, checked_mapping
 from torch_ckpt.options import check_choice, parse_bytes
@@ -94,8 +93,8 @@ def merge_request(
     policy: DtypePolicy,
     memory_budget: int | str = MEMORY_BUDGET,
     key_mapping: KeyMapping | None = None,
-) -> dict[str, Any]:
-    """The fields that all requests of one merge have in common (csrc/capi/merge_requests.cc)."""
+) -> MergeRequest:
+    """Opens the input. Raises what that does (csrc/engine/checkpoint.h)."""
     check_choice("naming", naming, NAMINGS)
     workers = min(
         max(MIN_WORKERS, num_threads), parse_bytes(memory_budget, "memory_budget") // WORKER_BYTES
@@ -107,22 +106,35 @@ def merge_request(
         )
     if max_shard_size is not None and mapping is not None:
         raise InvalidArgumentError("a mapping and max_shard_size exclude each other")
-    dtypes = Checkpoint(input_dir).dtypes() if policy or key_mapping else {}
+    checked = checked_mapping(mapping)
+    opened = OpenedCheckpoint(os.path.abspath(input_dir))
+    dtypes = opened.dtypes() if policy or key_mapping else {}
     new_names = renamed(key_mapping, list(dtypes))
-    return {
-        "input": os.path.abspath(input_dir),
-        "output": os.path.abspath(output_dir),
-        "mapping": checked_mapping(mapping),
-        "max_bytes": parse_bytes(max_shard_size, "max_shard_size") if max_shard_size else 0,
-        **NAMINGS[naming]._asdict(),
-        "new_names": new_names,
-        "dtypes": _changed_dtypes(
-            {new_names.get(name, name): dtype for name, dtype in dtypes.items()}, policy
-        ),
-        "workers": workers,
-        "strict": strict,
-        "verify": verify,
-    }
+    return MergeRequest(
+        opened,
+        {
+            "output": os.path.abspath(output_dir),
+            "mapping": checked,
+            "max_bytes": parse_bytes(max_shard_size, "max_shard_size") if max_shard_size else 0,
+            **NAMINGS[naming]._asdict(),
+            "new_names": new_names,
+            "dtypes": _changed_dtypes(
+                {new_names.get(name, name): dtype for name, dtype in dtypes.items()}, policy
+            ),
+            "workers": workers,
+            "strict": strict,
+            "verify": verify,
+        },
+    )
+
+
+class MergeRequest(dict[str, Any]):
+    """The fields that all requests of one merge have in common (csrc/capi/merge_requests.cc), and
+    the input, looked at once for all of them."""
+
+    def __init__(self, opened: OpenedCheckpoint, fields: dict[str, Any]) -> None:
+        super().__init__(fields, checkpoint=opened.id)
+        self.opened = opened
 
 
 # What decides over the output, and must be the same on all ranks.
@@ -144,11 +156,11 @@ def _changed_dtypes(dtypes: Mapping[str, str], policy: DtypePolicy) -> dict[str,
 
 
 def merge(
-    request: dict[str, Any], extras: ExtraFiles, progress: Progress | None = None
+    request: MergeRequest, extras: ExtraFiles, progress: Progress | None = None
 ) -> dict[str, Any]:
     """The whole merge. Returns {"save_id", "files", "bytes", "hulls"} of what was written."""
     with extras as files, Job() as job:
         whole = {"op": "merge", "job": job.id, "extras": files, **request}
         answer: dict[str, Any] = run_job(job, lambda: _core.call(whole), progress)
-    warn_of_hulls(request["input"], answer["hulls"])
+    warn_of_hulls(request.opened.path, answer["hulls"])
     return answer

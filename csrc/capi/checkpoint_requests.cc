@@ -30,11 +30,10 @@ Result<Json> PlacementsJson(const Checkpoint& checkpoint, uint32_t entry) {
 
 }  // namespace
 
-Result<std::shared_ptr<const Checkpoint>> CheckpointOf(const Json& request,
-                                                       const char* path_field) {
+Result<std::shared_ptr<const Checkpoint>> CheckpointOf(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "checkpoint", 0));
   if (id != 0) return Checkpoints().Find(id);
-  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, path_field));
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
   return OpenCheckpoint(path);
 }
 
@@ -54,7 +53,7 @@ Result<Json> CloseRequest(const Json& request) {
 }
 
 Result<Json> DescribeRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request, "path"));
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
   if (GetBool(request, "check_files", false)) {
     TC_RETURN_IF_ERROR(checkpoint->CheckFiles());
   }
@@ -109,7 +108,7 @@ Result<Json> DescribeRequest(const Json& request) {
 Result<Json> VerifyRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t workers, GetInt(request, "workers", 2));
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
-  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request, "path"));
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
   TC_ASSIGN_OR_RETURN(
       const VerifyReport report,
       RunVerifyJob(checkpoint, static_cast<int>(workers), job.get()));

@@ -17,8 +17,7 @@ inline HandleTable<std::shared_ptr<const Checkpoint>>& Checkpoints() {
 }
 
 // The one whose id stands in "checkpoint" of the request; without that, the
-// directory `path_field` is opened.
-Result<std::shared_ptr<const Checkpoint>> CheckpointOf(const Json& request,
-                                                       const char* path_field);
+// directory "path" is opened.
+Result<std::shared_ptr<const Checkpoint>> CheckpointOf(const Json& request);
 
 }  // namespace torch_ckpt::capi

@@ -50,7 +50,7 @@ Result<Input> ParseInput(const Json& request) {
       new_names[name] = renamed.get<std::string>();
     }
   }
-  TC_ASSIGN_OR_RETURN(input.checkpoint, CheckpointOf(request, "input"));
+  TC_ASSIGN_OR_RETURN(input.checkpoint, CheckpointOf(request));
   if (!new_names.empty()) {
     TC_ASSIGN_OR_RETURN(input.checkpoint, input.checkpoint->Renamed(new_names));
   }

@@ -46,7 +46,7 @@ Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
 
 Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
            int64_t* report) {
-  TC_ASSIGN_OR_RETURN(const auto checkpoint, capi::CheckpointOf(plan, "path"));
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, capi::CheckpointOf(plan));
   TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
                       capi::GetNames(plan, "names"));
   if (names.size() != tensors.size()) {

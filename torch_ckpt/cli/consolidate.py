@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -15,7 +15,7 @@ from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.extras import ExtraFiles, extra_files
 from torch_ckpt.mapping import INDEX_NAME, NAMINGS, load_json
-from torch_ckpt.merge import MEMORY_BUDGET, FileNames, merge, merge_request
+from torch_ckpt.merge import MEMORY_BUDGET, FileNames, MergeRequest, merge, merge_request
 from torch_ckpt.progress import Progress
 
 _TIMEOUT_S = 600.0  # until a rank that does not answer is taken for dead
@@ -105,35 +105,39 @@ def consolidate(
     if mapping and index:
         raise click.UsageError("--mapping and --index exclude each other.")
     policy = DtypePolicy(dtype, keep_fp32)
-    request = merge_request(
-        input_dir,
-        output_dir,
-        _read_mapping(mapping) if mapping else index,
-        threads,
-        strict=not no_strict,
-        verify=not no_verify,
-        max_shard_size=max_shard_size,
-        naming=naming,
-        policy=policy,
-        memory_budget=memory_budget,
-        key_mapping=key_mapping,
-    )
+    paths = {"input": os.path.abspath(input_dir), "output": os.path.abspath(output_dir)}
+
+    def make() -> tuple[MergeRequest, ExtraFiles]:
+        request = merge_request(
+            input_dir,
+            output_dir,
+            _read_mapping(mapping) if mapping else index,
+            threads,
+            strict=not no_strict,
+            verify=not no_verify,
+            max_shard_size=max_shard_size,
+            naming=naming,
+            policy=policy,
+            memory_budget=memory_budget,
+            key_mapping=key_mapping,
+        )
+        return request, extra_files(extras, policy.torch_name)
+
     with output.progress("consolidating") as progress:
-        answer = _merge(request, extra_files(extras, policy.torch_name), progress)
+        answer = _merge(make, progress)
     output.report(
-        {"input": request["input"], "output": request["output"], **answer},
+        {**paths, **answer},
         lambda: (
-            f"{request['output']}: {count(answer['files'], 'file')}, "
-            f"{format_bytes(answer['bytes'])}"
+            f"{paths['output']}: {count(answer['files'], 'file')}, {format_bytes(answer['bytes'])}"
         ),
     )
 
 
 def _merge(
-    request: dict[str, Any], extras: ExtraFiles, progress: Progress | None
+    make: Callable[[], tuple[MergeRequest, ExtraFiles]], progress: Progress | None
 ) -> dict[str, Any]:
     if world_size() == 1:
-        return merge(request, extras, progress)
+        return merge(*make(), progress)
     import torch.distributed as dist  # only here: it takes seconds
 
     from torch_ckpt.consolidate import merge_on_every_rank
@@ -149,7 +153,7 @@ def _merge(
             ) from error
         try:
             team = Team.of(None, _TIMEOUT_S)
-            return merge_on_every_rank(lambda: (request, extras), team, progress)
+            return merge_on_every_rank(make, team, progress)
         finally:
             dist.destroy_process_group()
 

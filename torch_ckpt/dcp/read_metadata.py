@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_ckpt import _core
 from torch_ckpt.dtypes import PACKED, TORCH_DTYPES
 
 logger = logging.getLogger(__name__)
-
-TENSOR, OBJECT = 0, 2  # EntryKind in csrc/format/catalog.h
 
 
 def _torch_sizes(sizes: list[int], packed: int) -> torch.Size:
@@ -60,7 +59,7 @@ def metadata_of(described: dict[str, Any], path: str, load_id: str, *, chunks: b
     )
     for name, kind, dtype_name, shape, names, placements in columns:
         path_of = (name,) if names is None else tuple(names)
-        if kind == OBJECT:
+        if kind == _core.OBJECT:
             planner_data[name] = path_of
             state[name] = BytesStorageMetadata()
             if chunks:

@@ -9,10 +9,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torch_ckpt import _ext
+from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.load_planner import LoadPlanner as OurLoadPlanner
 from torch_ckpt.dcp.planning import has_method_of
-from torch_ckpt.dcp.read_metadata import OBJECT
 from torch_ckpt.dcp.reserved import RAW_LEAVES
 from torch_ckpt.errors import CorruptError, IncompleteError, UnsupportedError
 from torch_ckpt.jobs import Job, OpenedCheckpoint
@@ -64,7 +63,7 @@ class ObjectReader:
                 for name, kind, parts in zip(
                     described["names"], described["kinds"], described["placements"], strict=True
                 )
-                if kind == OBJECT
+                if kind == _core.OBJECT
             }
         holder = self._holders.get(fqn)
         if holder is None:
