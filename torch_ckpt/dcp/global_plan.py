@@ -24,9 +24,40 @@ from torch.distributed.checkpoint.planner import (
 
 from torch_ckpt.dcp.items import ZEROS, WriteItems
 from torch_ckpt.dcp.rings import node_numbers, short_rows
-from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 
 logger = logging.getLogger(__name__)
+
+MAX_CATALOG_BYTES = 1 << 30  # kMaxCatalogBytes in csrc/format/catalog.h
+_PLACE_BYTES = 1 + 4 + 6  # at most: kind, file, and an offset below 4 TiB
+_MOST_BOX_BYTES = _PLACE_BYTES + 8 * 2 * 7  # of eight dimensions
+
+
+def check_catalog_size(plans: list[SavePlan], limit: int = MAX_CATALOG_BYTES) -> None:
+    """Raise UnsupportedError where the catalog of what is planned might be too large to be written
+    (docs/format.md, section 6), before anything is."""
+    if sum(len(plan.items) for plan in plans) * _MOST_BOX_BYTES <= limit // 2:
+        return  # whatever the boxes are; and names are few beside that
+    most = 0
+    names = set()
+    for plan in plans:
+        for item in plan.items:
+            names.add(item.index.fqn)
+            most += _PLACE_BYTES
+            if item.tensor_data is not None:
+                chunk = item.tensor_data.chunk
+                most += sum(_varint_bytes(n) for n in (*chunk.offsets, *chunk.sizes))
+    # Of each its name, its path in the state dict, dtype and shape.
+    most += sum(2 * len(name) + 64 for name in names)
+    if most > limit:
+        raise UnsupportedError(
+            f"the catalog of what is planned could take {most} bytes, {limit} are allowed: "
+            f"{len(names)} leaves are in too many boxes"
+        )
+
+
+def _varint_bytes(number: int) -> int:
+    return max(1, (number.bit_length() + 6) // 7)
 
 
 def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from torch_ckpt import _core
 from torch_ckpt.dcp import save_planner
@@ -184,6 +184,24 @@ def _layers(tensors: TensorColumns) -> list[TensorColumns]:
             positions.append([])
         positions[layer].append(position)
     return [tensors.rows(of_layer) for of_layer in positions]
+
+
+def check_item(item: WriteItem, rank: int | None) -> None:
+    """Raise InvalidArgumentError or UnsupportedError for an item that the format cannot hold."""
+    fqn = item.index.fqn
+    check_object_name(fqn, rank)
+    if item.type is WriteItemType.BYTE_IO:
+        return
+    # Rules of safetensors (CheckTensorName in csrc/format/names.h).
+    if "\0" in fqn or fqn == "__metadata__":
+        raise InvalidArgumentError("safetensors cannot hold this name", tensor=fqn, rank=rank)
+    data = item.tensor_data
+    if data is not None and len(data.size) > MAX_DIMENSIONS:
+        raise UnsupportedError(
+            f"has {len(data.size)} dimensions; at most {MAX_DIMENSIONS} are supported",
+            tensor=fqn,
+            rank=rank,
+        )
 
 
 def check_object_name(fqn: str, rank: int | None) -> None:

@@ -35,6 +35,7 @@ from torch_ckpt.dcp.final_layout import (
     checked_layout,
     final_tensors,
 )
+from torch_ckpt.dcp.global_plan import check_catalog_size
 from torch_ckpt.dcp.parts import Part, check_supported, next_sequence, part_of
 from torch_ckpt.dcp.rank_write import RankWrite
 from torch_ckpt.dcp.reserved import RESERVED
@@ -44,7 +45,7 @@ from torch_ckpt.dcp.stock_planner import (
     leaf_digests,
     warn_of_differing_leaves,
 )
-from torch_ckpt.dcp.write_files import check_object_name
+from torch_ckpt.dcp.write_files import check_item
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError, with_rank
 from torch_ckpt.extras import extra_files
@@ -219,15 +220,13 @@ class HuggingFaceStorageWriter(StockWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse here, before anything is on disk, what could not be written."""
         self.fqn_to_index_mapping = checked_mapping(self.fqn_to_index_mapping)
-        byte_io = WriteItemType.BYTE_IO
         for item in plan.items:
             fqn = item.index.fqn
             if fqn in RESERVED:
                 raise InvalidArgumentError(
                     "this name is reserved for torch_ckpt", tensor=fqn, rank=self.rank
                 )
-            if item.type is byte_io:
-                check_object_name(fqn, self.rank)
+            check_item(item, self.rank)
         check_mapped(plan, self.fqn_to_index_mapping, self.rank)
         # A cached plan comes as an empty one; what it stands for is seen when it is written.
         self._checked = plan.usable
@@ -252,6 +251,7 @@ class HuggingFaceStorageWriter(StockWriter):
             self._check_planned(planned.union(*(note_of(plan).fqns for plan in plans)))
             if self.save_distributed and self.dtype_policy:  # it consolidates
                 check_castable(plans, self.dtype_policy)
+        check_catalog_size(plans)
         if self._part is None:
             tensors = None if self.save_distributed else self._final_tensors(plans)
             self._session = SaveSession(path, overwrite=self.overwrite)
