@@ -34,7 +34,7 @@ from torch_ckpt.dcp.daemon import prepare
 from torch_ckpt.dcp.one_save import OneSaveStager
 from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
 from torch_ckpt.dcp.planning import paused_while_trainer_waits, rank_and_size
-from torch_ckpt.dcp.reader import HuggingFaceStorageReader
+from torch_ckpt.dcp.reader import HuggingFaceStorageReader, SeenApartError
 from torch_ckpt.dcp.redistribute import redistribute as redistribute_columns
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.whole_state import Unwrapping, whole_state, without_statefuls
@@ -425,6 +425,10 @@ def _named(error: BaseException | None, save: AsyncSave) -> BaseException | None
     return named
 
 
+# A network file system may show a node what another one has committed some seconds later.
+_LOOKS, _LOOK_S = 4, 1.0
+
+
 @_eager
 def load(
     state_dict: dict[str, Any],
@@ -461,17 +465,28 @@ def load(
             dist.all_gather_object(errors, errors[rank], group=process_group)
         return errors
 
-    _checked(
-        lambda: state_dict_loader.load(
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_reader=reader,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist or world_size == 1,
-        ),
-        metadata_errors,
-    )
+    def once() -> None:
+        _checked(
+            lambda: state_dict_loader.load(
+                state_dict,
+                checkpoint_id=checkpoint_id,
+                storage_reader=reader,
+                planner=planner,
+                process_group=process_group,
+                no_dist=no_dist or world_size == 1,
+            ),
+            metadata_errors,
+        )
+
+    for _ in range(_LOOKS):
+        try:
+            once()
+            break
+        except SeenApartError:
+            # On every rank, and before a byte was read.
+            time.sleep(_LOOK_S)
+    else:
+        once()
     if fill and isinstance(planner, LoadPlanner):
         # Stock gives the planner a state dict of its own, and takes back only the caller's keys.
         state_dict.update(planner.original_state_dict)

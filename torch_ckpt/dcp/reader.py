@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch_ckpt.dcp.read_requests import check_filled
 from torch_ckpt.dcp.read_tensors import TensorReader
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.dcp.stock_planner import check_read_boxes
-from torch_ckpt.errors import CheckpointError, with_rank
+from torch_ckpt.errors import CheckpointError, ConflictError, with_rank
 from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import MIN_WORKERS, OpenedCheckpoint
 
@@ -27,6 +28,19 @@ logger = logging.getLogger(__name__)
 
 # The dcp.load of torch 2.10 says only "metadata is None" where that of 2.13 gives the reason too.
 _DCP_TELLS_WHY = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+@dataclass(frozen=True, slots=True)
+class SeenSave:
+    """The save that a rank is about to load."""
+
+    rank: int | None
+    save_id: str
+
+
+class SeenApartError(ConflictError):
+    """Ranks see different saves in one directory: those on other nodes will see the newer one in
+    some seconds."""
 
 
 class HuggingFaceStorageReader(StockReader):
@@ -137,6 +151,25 @@ class HuggingFaceStorageReader(StockReader):
             self._open(), self._describe(), verify=self.verify, allow_pickle=False
         )
         metadata.planner_data[STRUCTURE_FQN] = reader.read_one(STRUCTURE_FQN)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Note which save this rank sees, for the coordinator."""
+        plan = super().prepare_local_plan(plan)
+        seen = SeenSave(self.rank, self._describe()["save_id"])
+        return replace(plan, storage_data=seen) if plan.storage_data is None else plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuse to mix two saves: while one is replaced by another, ranks on different nodes can
+        see different ones, and each would be right by itself."""
+        seen = [plan.storage_data for plan in plans if isinstance(plan.storage_data, SeenSave)]
+        other = next((each for each in seen if each.save_id != seen[0].save_id), None)
+        if other is not None:
+            raise SeenApartError(
+                f"is being replaced: rank {seen[0].rank} sees save {seen[0].save_id or 'none'}, "
+                f"rank {other.rank} sees {other.save_id or 'none'}",
+                file=os.fspath(self.path),
+            )
+        return super().prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors and objects. Coverage is proved before a byte is copied."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks.layouts import check, layouts, local_of, state, whole
-from ranks.run import Context, cases
+from ranks.run import Context, cases, raised
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -107,6 +107,39 @@ def only_a_part_is_read(context: Context) -> None:
     wanted = local.numel() * 4
     # Beside it: the manifest, the catalog and what direct I/O rounds to.
     assert read < wanted + (256 << 10), (read, wanted)
+
+
+class _LateReader(HuggingFaceStorageReader):
+    """On rank 1 it sees an older save, the first `late` times."""
+
+    late = 0
+
+    def _describe(self) -> dict[str, Any]:
+        described = super()._describe()
+        if dist.get_rank() == 1 and self.late > 0:
+            return {**described, "save_id": "0" * 32}
+        return described
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        super().reset(checkpoint_id)
+        self.late -= 1
+
+
+@case
+def ranks_that_see_two_saves_do_not_mix_them(context: Context) -> None:
+    if context.world == 1:
+        return
+    path = context.folder / "c"
+    torch_ckpt.save({"w": torch.arange(8.0)}, checkpoint_id=path)
+    reader = _LateReader(path)
+    reader.late = 99
+    target = {"w": torch.zeros(8)}
+    raised(lambda: dcp.load(target, storage_reader=reader), "rank 1 sees 0000", "being replaced")
+    assert not target["w"].any()
+    # Ours looks again: a network file system shows it some seconds later.
+    reader.late = 3
+    torch_ckpt.load(target, checkpoint_id=path, storage_reader=reader)
+    assert torch.equal(target["w"], torch.arange(8.0)) and reader.late == 0
 
 
 def read_bytes() -> int:
