@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import pathlib
 import time
@@ -169,17 +171,15 @@ def save_fresh(folder: str, count: int) -> None:
 def fill(path: str, leave_mib: int) -> int:
     """Fill the file system up to `leave_mib`: the bytes of the file that does it."""
     block = os.urandom(MIB)  # that nothing compresses
-    written = 0
-    with open(path, "wb", buffering=0) as file:
-        try:
-            while True:
-                written += file.write(block)
-                if written % (64 * MIB) == 0:
-                    os.fsync(file.fileno())
-        except OSError:
-            pass
-    os.truncate(path, max(0, written - leave_mib * MIB))
-    return written
+    # With some, what was written is refused only when the file is closed.
+    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
+        for number in itertools.count(1):
+            file.write(block)
+            if number % 64 == 0:
+                os.fsync(file.fileno())
+    left = max(0, os.stat(path).st_size - leave_mib * MIB)
+    os.truncate(path, left)
+    return left
 
 
 def save_as_rank(path: str, number: int) -> None:

@@ -6,6 +6,7 @@ told to go with its mount."""
 from __future__ import annotations
 
 import dataclasses
+import errno
 import pathlib
 import shlex
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ class FileSystem:
     packages: tuple[str, ...] = ()
     # Processes of the server, by name, that may stall or die while clients go on.
     servers: tuple[str, ...] = ()
+    full = errno.ENOSPC  # what a write to a full one says
     refused = False  # whether a save must be refused, with a clear error
 
     def start(self, site: Site) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pathlib
 import time
 
@@ -62,6 +63,7 @@ class SshFs(FileSystem):
     nodes = 2
     packages = ("openssh-server", "openssh-client", "sshfs", "e2fsprogs")
     servers = ("sshd",)
+    full = errno.EIO  # its protocol has no other word
 
     def start(self, site: Site) -> None:
         server, home = site.server, site.folder / "ssh"
@@ -136,6 +138,8 @@ class MooseFs(FileSystem):
         is_mounted(node, site.mount)
         # The master hears of the disk some time after the servers have started.
         wait_until(node, f"test $(df --output=avail {site.mount} | tail -n 1) -gt 0")
+        # Else what is removed takes its room for a day.
+        node.sh(f"mfssettrashtime 0 {site.mount}")
 
     def version(self, site: Site) -> str:
         return site.server.sh("mfsmaster -v 2>&1 | head -n 1").strip()
