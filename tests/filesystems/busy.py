@@ -39,12 +39,12 @@ def is_replaced(text: str) -> bool:
     return text.startswith("ConflictError") and "replaced" in text
 
 
-def come_to(trial: Trial, numbers: list[int]) -> None:
+def come_to(trial: Trial, numbers: list[int], mib: int = 8) -> None:
     """Until every node loads one of these states."""
     until = time.monotonic() + RECOVERY_SECONDS
     for node in trial.site.nodes:
         while True:
-            outcome = node.outcome("load_large", path=trial.path, numbers=numbers, mib=8)
+            outcome = node.outcome("load_large", path=trial.path, numbers=numbers, mib=mib)
             if "ok" in outcome:
                 break
             said = f"one of {numbers[0]} to {numbers[-1]} is to be there; {node.name}"

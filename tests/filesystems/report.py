@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from .sandbox import REPOSITORY
 from .scenarios import SCENARIOS
 
 Record = dict[str, Any]
@@ -54,6 +56,10 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def one_line(text: str, limit: int) -> str:
     """For a table's cell."""
+    if "Traceback" in text:  # of a rank: what was raised
+        lines = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Timeout)\b", line)]
+        text = lines[-1] if lines else text
+    text = re.sub(r"/[^ '\"]*?/mnt/", ".../", text).replace(f"{REPOSITORY}/", "")
     flat = " ".join(text.split()).replace("|", "\\|")
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."
 
@@ -65,7 +71,8 @@ def titles() -> dict[str, str]:
 def mark(record: Record, name: str) -> str:
     result = record["results"].get(name)
     if result is None:
-        return "-" if record["nodes"] == 1 or name == "torchrun" else "not run"
+        shared_only = name in SCENARIOS and SCENARIOS[name].shared_only
+        return "-" if shared_only and record["nodes"] == 1 or name == "torchrun" else "not run"
     return "yes" if result["holds"] else "**no**"
 
 

@@ -116,7 +116,9 @@ class MooseFs(FileSystem):
         for name, text in {
             "exports.cfg": "* / rw,alldirs,maproot=0\n",
             "disks.cfg": f"{home}/disk\n",
-            "master.cfg": f"{run_as}DATA_PATH = {home}/master\n"
+            # What is removed gives its room back within seconds, not minutes.
+            "master.cfg": f"{run_as}DATA_PATH = {home}/master\nCHUNKS_LOOP_MIN_TIME = 5\n"
+            "CHUNKS_SOFT_DEL_LIMIT = 1000\nCHUNKS_HARD_DEL_LIMIT = 2000\n"
             f"EXPORTS_FILENAME = {home}/exports.cfg\n",
             "chunks.cfg": f"{run_as}DATA_PATH = {home}/chunks\n"
             f"HDD_CONF_FILENAME = {home}/disks.cfg\nMASTER_HOST = {server.address}\n"
