@@ -97,7 +97,7 @@ class SshFs(FileSystem):
         is_mounted(node, site.mount)
 
     def version(self, site: Site) -> str:
-        return site.nodes[0].sh("sshfs --version | head -n 1").strip()
+        return site.nodes[0].sh("sshfs --version 2>&1 | grep -i ^sshfs").strip()
 
 
 class MooseFs(FileSystem):
