@@ -26,6 +26,8 @@ add_executable(
   core_tests
   $<TARGET_OBJECTS:core>
   tests/cpp/base_siphash_test.cc
+  tests/cpp/os_byte_sink_test.cc
+  tests/cpp/os_byte_source_test.cc
   tests/cpp/os_directory_test.cc
   tests/cpp/os_fault_test.cc
   tests/cpp/os_file_test.cc
@@ -60,6 +62,8 @@ add_executable(
   tests/cpp/plan_ranges_test.cc
   tests/cpp/plan_runs_test.cc
   tests/cpp/engine_checkpoint_test.cc
+  tests/cpp/engine_direct_io_test.cc
+  tests/cpp/engine_open_files_test.cc
   tests/cpp/engine_commit_fault_test.cc
   tests/cpp/engine_commit_test.cc
   tests/cpp/engine_crash_states.cc

@@ -109,9 +109,10 @@ Result<Json> VerifyRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t workers, GetInt(request, "workers", 2));
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
   TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
-  TC_ASSIGN_OR_RETURN(
-      const VerifyReport report,
-      RunVerifyJob(checkpoint, static_cast<int>(workers), job.get()));
+  const VerifyOptions options{static_cast<int>(workers),
+                              GetBool(request, "direct_io", true)};
+  TC_ASSIGN_OR_RETURN(const VerifyReport report,
+                      RunVerifyJob(checkpoint, options, job.get()));
   return Json{{"bytes", report.bytes}, {"files", report.files}};
 }
 

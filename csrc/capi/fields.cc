@@ -113,7 +113,7 @@ OutputOptions OutputOptionsOf(const Json& request) {
                            ? *GetInt(request, "workers", options.workers)
                            : options.workers);
   options.sync = GetBool(request, "sync", true);
-  options.direct = GetBool(request, "direct", true);
+  options.direct_io = GetBool(request, "direct_io", true);
   return options;
 }
 

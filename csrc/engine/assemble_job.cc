@@ -235,8 +235,7 @@ Result<std::vector<CommitFile>> RunAssembleJob(
   for (size_t f = 0; f < files.size(); ++f) {
     const FinalFile& named = list.files[f];
     Assembly& file = files[f];
-    TC_ASSIGN_OR_RETURN(file.header,
-                        ReadStagedHeader(staging, named.staged, named.bytes));
+    TC_ASSIGN_OR_RETURN(file.header, ReadStagedHeader(staging, named.staged));
     if (file.header.sharding.file_id != named.id) {
       return Conflict("is not the file that was laid out")
           .WithFile(staging.Join(named.staged));

@@ -163,8 +163,9 @@ Status Checkpoint::CheckCurrent() const {
 }
 
 Status Checkpoint::Explain(Status status) const {
+  // ESTALE: a file was removed on the server while it was open here.
   if (status.kind() != ErrorKind::kCorrupt &&
-      status.kind() != ErrorKind::kIncomplete) {
+      status.kind() != ErrorKind::kIncomplete && status.sys_errno() != ESTALE) {
     return status;
   }
   const Status current = CheckCurrent();
@@ -173,14 +174,15 @@ Status Checkpoint::Explain(Status status) const {
       .WithFile(path());
 }
 
-Result<File> Checkpoint::OpenFile(const std::string& name, bool direct) const {
-  Result<File> file = LookForFile(name, direct);
+Result<File> Checkpoint::OpenFile(const std::string& name,
+                                  const FileInfo* known) const {
+  Result<File> file = LookForFile(name, known);
   if (!file.ok()) return Explain(file.status());
   return file;
 }
 
 Result<File> Checkpoint::LookForFile(const std::string& name,
-                                     bool direct) const {
+                                     const FileInfo* known) const {
   const int64_t position = FindFile(name);
   if (position < 0) {
     return Internal("is not a file of the checkpoint").WithFile(name);
@@ -193,7 +195,7 @@ Result<File> Checkpoint::LookForFile(const std::string& name,
     if (place == 0 && staged == staged_.end()) continue;
     const Directory& where = place == 0 ? *staging_ : *directory_;
     const std::string& as = place == 0 ? staged->second : name;
-    Result<File> file = where.OpenFile(as, {.direct = direct});
+    Result<File> file = where.OpenFile(as, {});
     if (!file.ok()) {
       if (file.status().sys_errno() == ENOENT) continue;
       return file.status();
@@ -205,7 +207,9 @@ Result<File> Checkpoint::LookForFile(const std::string& name,
                      std::to_string(listed.bytes))
           .WithFile(file->path());
     }
-    if (!direct && listed.container == Container::kSafetensors) {
+    const bool is_known = known && info.SameFile(*known) &&
+                          info.modified_ns == known->modified_ns;
+    if (!is_known && listed.container == Container::kSafetensors) {
       TC_RETURN_IF_ERROR(CheckFileId(*file, info.bytes, listed.id));
     }
     return file;
@@ -217,7 +221,7 @@ Status Checkpoint::CheckFiles() const {
   return ForEachItem(kCheckThreads, static_cast<int64_t>(files().size()),
                      nullptr, [&](int64_t f, int) -> Status {
                        const auto at = static_cast<size_t>(f);
-                       return OpenFile(files()[at].name, false).status();
+                       return OpenFile(files()[at].name).status();
                      });
 }
 
@@ -227,7 +231,7 @@ Result<std::string> Checkpoint::ReadWhole(const std::string& name) const {
     return InvalidArgument("is not named by a manifest").WithFile(name);
   }
   const ManifestFile& listed = files()[static_cast<size_t>(position)];
-  TC_ASSIGN_OR_RETURN(File file, OpenFile(name, false));
+  TC_ASSIGN_OR_RETURN(File file, OpenFile(name));
   std::string text(listed.bytes, '\0');
   TC_RETURN_IF_ERROR(file.ReadExact(
       {reinterpret_cast<std::byte*>(text.data()), text.size()}, 0));

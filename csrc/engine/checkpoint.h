@@ -62,11 +62,12 @@ class Checkpoint {
       const Directory& staging, Manifest manifest, Catalog catalog);
 
   // Opens a file of the checkpoint by its final name, wherever a commit has
-  // left it, after comparing its size and, for data files, its file id (not
-  // with `direct`, which needs aligned memory: compare the inode) with manifest
-  // or headers. kIncomplete when it is not there, kCorrupt when it is another
+  // left it, after comparing its size and, for data files, its file id (where
+  // it is not the file `known`, whose id was compared) with manifest or
+  // headers. kIncomplete when it is not there, kCorrupt when it is another
   // file, kConflict when that is so because another save stands there by now.
-  Result<File> OpenFile(const std::string& name, bool direct) const;
+  Result<File> OpenFile(const std::string& name,
+                        const FileInfo* known = nullptr) const;
   // Ok when every file is there, as OpenFile finds it. For who wants to know
   // before he reads: readers hear of each when they open it.
   Status CheckFiles() const;
@@ -89,7 +90,8 @@ class Checkpoint {
   Result<Catalog> ReadCatalog(const std::vector<ManifestFile>& files) const;
   // Of what says which boxes there are, for messages.
   std::string CatalogPath() const;
-  Result<File> LookForFile(const std::string& name, bool direct) const;
+  Result<File> LookForFile(const std::string& name,
+                           const FileInfo* known) const;
   // What follows from manifest_ and catalog_, when they are in place.
   void Index();
 

@@ -171,7 +171,7 @@ Result<FinalWrite> PlanFinalWrite(const Directory& staging,
   FinalWrite out;
   for (const FinalFile& file : list.files) {
     TC_ASSIGN_OR_RETURN(FileHeader header,
-                        ReadStagedHeader(staging, file.staged, file.bytes));
+                        ReadStagedHeader(staging, file.staged));
     if (header.sharding.file_id != file.id) {
       return Conflict("is not the file that the coordinator has laid out")
           .WithFile(staging.Join(file.staged));

@@ -72,11 +72,9 @@ void UnstageHeader(const Directory& staging,
 }
 
 Result<FileHeader> ReadStagedHeader(const Directory& staging,
-                                    const std::string& staged,
-                                    std::optional<uint64_t> planned_bytes) {
+                                    const std::string& staged) {
   TC_ASSIGN_OR_RETURN(const File file, staging.OpenFile(staged, {}));
-  TC_ASSIGN_OR_RETURN(FileInfo info, file.Stat());
-  if (planned_bytes && info.bytes > *planned_bytes) info.bytes = *planned_bytes;
+  TC_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
   TC_ASSIGN_OR_RETURN(const std::string text, ReadText(file, info));
   // Whatever is wrong with the short form, the text still says all.
   const Result<std::string> bytes =

@@ -1,7 +1,6 @@
 // Reading the header of a data file from disk, and of one in staging.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <string_view>
 
@@ -30,11 +29,8 @@ void UnstageHeader(const Directory& staging,
 
 // As ReadFileHeader, of file `staged`: by its short form where that is there
 // and has the digest of the header's text, which leaves out the metadata, else
-// by the text itself. Of a file that others are writing, which may be longer
-// for a while than it will be (direct writes are whole blocks), the bytes that
-// it is planned to have.
+// by the text itself. Others may be writing the file.
 Result<FileHeader> ReadStagedHeader(const Directory& staging,
-                                    const std::string& staged,
-                                    std::optional<uint64_t> planned_bytes = {});
+                                    const std::string& staged);
 
 }  // namespace torch_ckpt

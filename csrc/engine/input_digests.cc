@@ -78,8 +78,9 @@ Status InputDigests::Check(const Checkpoint& checkpoint, OpenFiles* files,
     if (!tiled || at != end) {
       if (job->cancelled()) return Cancelled("the job was cancelled");
       if (!scratch) {
-        TC_ASSIGN_OR_RETURN(scratch, Arena::Process().Lease(
-                                         kSegmentBytes + 2 * 4096, kPatience));
+        TC_ASSIGN_OR_RETURN(
+            scratch, Arena::Process().Lease(kSegmentBytes + ByteSource::kSlack,
+                                            kPatience));
       }
       TC_ASSIGN_OR_RETURN(const auto source, files->Get(file));
       TC_ASSIGN_OR_RETURN(const std::byte* bytes,

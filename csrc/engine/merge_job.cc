@@ -41,7 +41,7 @@ class Merger {
  public:
   Merger(const MergePlan& plan, int workers)
       : plan_(plan),
-        files_(plan.checkpoint_),
+        files_(plan.checkpoint_, plan.options_.output.direct_io),
         digests_(workers),
         works_(static_cast<size_t>(workers)) {}
 
@@ -122,6 +122,10 @@ class Merger {
     MutableByteSpan out;
     std::vector<Stretch>* digested;
   };
+
+  Result<std::shared_ptr<const ByteSource>> Open(uint32_t file) {
+    return files_.Get(file);
+  }
 
   // Of an element of a tensor that is cast: as it is stored, and in the output.
   std::pair<uint64_t, uint64_t> ElementBytes(
@@ -279,7 +283,7 @@ class Merger {
                 MutableByteSpan scratch, int worker) {
     const auto& [offset, out, digested] = target;
     const Run& run = source_run.run;
-    TC_ASSIGN_OR_RETURN(const auto source, files_.Get(source_run.file));
+    TC_ASSIGN_OR_RETURN(const auto source, Open(source_run.file));
     const uint64_t end = run.src + run.bytes;
     const std::byte* rest = nullptr;  // from `rest_at` to the end of the run
     uint64_t rest_at = 0;
@@ -325,7 +329,7 @@ class Merger {
                MutableByteSpan out, MutableByteSpan scratch, int worker) {
     const uint32_t file = group->file;
     const uint64_t lo = group->run.src;
-    TC_ASSIGN_OR_RETURN(const auto source, files_.Get(file));
+    TC_ASSIGN_OR_RETURN(const auto source, Open(file));
     if (count == 1 && group->run.loops == 0) {
       std::byte* into = out.data() + group->run.dst;
       TC_ASSIGN_OR_RETURN(const uint64_t cached,
@@ -356,7 +360,7 @@ class Merger {
     return {};
   }
 
-  Status FetchWindow(const SourceFile& source, const Run& run,
+  Status FetchWindow(const ByteSource& source, const Run& run,
                      MutableByteSpan out, MutableByteSpan scratch) {
     TC_ASSIGN_OR_RETURN(const std::byte* bytes,
                         source.Read(run.src, run.src + run.SrcSpan(), scratch));

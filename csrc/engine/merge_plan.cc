@@ -6,6 +6,7 @@
 #include "engine/final_files.h"
 #include "format/cast.h"
 #include "format/names.h"
+#include "os/byte_source.h"
 
 namespace torch_ckpt {
 namespace {
@@ -168,7 +169,7 @@ MergePlan MergePlan::OfExtents(std::shared_ptr<const Checkpoint> checkpoint,
                                std::vector<Layout> layouts) {
   MergePlan plan;
   options.output.fill_bytes = kPieceBytes;
-  options.output.scratch_bytes = kPieceBytes + 2 * 4096;
+  options.output.scratch_bytes = kPieceBytes + ByteSource::kSlack;
   if (!options.dtypes.empty()) options.output.scratch_bytes += kPieceBytes;
   plan.checkpoint_ = std::move(checkpoint);
   plan.options_ = std::move(options);

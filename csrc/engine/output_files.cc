@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <mutex>
 
 #include "base/checked.h"
@@ -13,49 +12,27 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr uint64_t kBlock = 4096;
-// Files below this are cheaper through the page cache.
-constexpr uint64_t kMinDirect = uint64_t{1} << 20;
 constexpr std::chrono::minutes kPatience{10};
 
 struct Output {
   std::mutex opening;
-  File file;  // open from its first piece to its last
-  bool direct = false;
-  std::atomic<uint64_t> left{0};  // pieces of this call not yet written
+  std::unique_ptr<ByteSink> sink;  // open from its first piece to its last
+  std::atomic<uint64_t> left{0};   // pieces of this call not yet written
 };
 
-// At full size: ENOSPC now and not at the last byte.
-Status CreateOutput(const Directory& staging, const OutputSpec& spec) {
-  TC_ASSIGN_OR_RETURN(
-      File file,
-      staging.OpenFile(spec.staged, {.write = true, .create_new = true}));
-  TC_ASSIGN_OR_RETURN(const bool reserved, file.Allocate(spec.bytes));
-  if (!reserved) TC_RETURN_IF_ERROR(file.Truncate(spec.bytes));
-  return file.Close();
-}
-
 Status OpenOnce(const Directory& staging, const OutputSpec& spec,
-                bool want_direct, Output* output) {
+                bool direct_io, Output* output) {
   std::lock_guard<std::mutex> lock(output->opening);
-  if (output->file.valid()) return {};
-  output->direct = want_direct && spec.bytes >= kMinDirect;
-  Result<File> file =
-      staging.OpenFile(spec.staged, {.write = true, .direct = output->direct});
-  if (output->direct && file.status().kind() == ErrorKind::kUnsupported) {
-    output->direct = false;
-    file = staging.OpenFile(spec.staged, {.write = true});
-  }
-  if (!file.ok()) return file.status();
-  output->file = std::move(file).value();
+  if (output->sink) return {};
+  TC_ASSIGN_OR_RETURN(output->sink, ByteSink::Open(staging, spec.staged,
+                                                   spec.bytes, direct_io));
   return {};
 }
 
-// What direct I/O needs of a range.
 Status CheckRange(const OutputSpec& spec, const ByteRange& range) {
   const auto [begin, end] = range;
-  if (begin < end && end <= spec.bytes && begin % kBlock == 0 &&
-      (end % kBlock == 0 || end == spec.bytes)) {
+  if (begin < end && end <= spec.bytes && begin % kWriterBlock == 0 &&
+      (end % kWriterBlock == 0 || end == spec.bytes)) {
     return {};
   }
   return Internal("cannot write bytes " + std::to_string(begin) + " to " +
@@ -63,29 +40,7 @@ Status CheckRange(const OutputSpec& spec, const ByteRange& range) {
       .WithFile(spec.name);
 }
 
-Status FinishOutput(const OutputSpec& spec, const OutputOptions& options,
-                    Output* output) {
-  // Direct writes are whole blocks: cut what the last one had too much. Only
-  // then, since it waits for all that other ranks are writing into the file.
-  TC_ASSIGN_OR_RETURN(const FileInfo info, output->file.Stat());
-  if (info.bytes != spec.bytes) {
-    TC_RETURN_IF_ERROR(output->file.Truncate(spec.bytes));
-  }
-  if (options.sync) TC_RETURN_IF_ERROR(output->file.Sync());
-  return output->file.Close();
-}
-
-Status WriteBytes(const OutputSpec& spec, const Output& output, ByteSpan bytes,
-                  uint64_t offset) {
-  Status status = output.file.WriteAll(bytes, offset);
-  if (status.sys_errno() == EINVAL && output.direct) {
-    return Unsupported("direct I/O is refused in the middle of the file")
-        .WithFile(spec.staged);
-  }
-  return status;
-}
-
-Status WritePiece(const OutputSpec& spec, Output* output, uint64_t begin,
+Status WritePiece(const OutputSpec& spec, ByteSink* sink, uint64_t begin,
                   MutableByteSpan piece, uint64_t bytes, size_t file,
                   MutableByteSpan scratch, int worker, const FillFn& fill,
                   uint64_t fill_bytes, uint32_t* digests) {
@@ -99,20 +54,15 @@ Status WritePiece(const OutputSpec& spec, Output* output, uint64_t begin,
     return Internal("not every byte of a piece was digested")
         .WithFile(spec.name);
   }
-  uint64_t length = bytes;
-  if (output->direct) {
-    length = RoundUp(bytes, kBlock);
-    std::memset(piece.data() + bytes, 0, length - bytes);
-  }
-  return WriteBytes(spec, *output, piece.first(length), begin);
+  return sink->Write(piece.first(bytes), begin);
 }
 
 // The same for a piece that is in memory already.
-Status WritePlaced(const OutputSpec& spec, const Output& output, uint64_t begin,
+Status WritePlaced(ByteSink* sink, uint64_t begin,
                    const std::vector<ByteSpan>& placed, uint32_t* digests) {
   SegmentDigester digester(digests, begin);
   for (const ByteSpan& bytes : placed) {
-    TC_RETURN_IF_ERROR(WriteBytes(spec, output, bytes, digester.offset()));
+    TC_RETURN_IF_ERROR(sink->Write(bytes, digester.offset()));
     digester.Add(bytes);
   }
   return {};
@@ -152,14 +102,14 @@ void SegmentDigester::Copy(std::byte* to, ByteSpan bytes) {
 }
 
 ByteRange Interior(const ByteRange& range, uint64_t file_bytes) {
-  const uint64_t begin = RoundUp(range.begin, kBlock);
+  const uint64_t begin = RoundUp(range.begin, kWriterBlock);
   const uint64_t end =
-      range.end == file_bytes ? range.end : RoundDown(range.end, kBlock);
+      range.end == file_bytes ? range.end : RoundDown(range.end, kWriterBlock);
   return {begin, std::max(begin, end)};
 }
 
 void TakePart(std::vector<OutputSpec>* files, int part, int parts) {
-  // A multiple of the block, and small beside what a writer gets of any file
+  // A multiple of kWriterBlock, and small beside what a writer gets of any file
   // that is worth dividing.
   constexpr uint64_t kGrain = uint64_t{64} << 10;
   uint64_t total = 0;
@@ -193,7 +143,7 @@ void TakePart(std::vector<OutputSpec>* files, int part, int parts) {
 Status CreateOutputs(const Directory& staging,
                      const std::vector<OutputSpec>& files) {
   for (const OutputSpec& spec : files) {
-    TC_RETURN_IF_ERROR(CreateOutput(staging, spec));
+    TC_RETURN_IF_ERROR(ByteSink::Create(staging, spec.staged, spec.bytes));
   }
   return {};
 }
@@ -236,7 +186,8 @@ Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
   for (const Item& item : items) ++outputs[item.file].left;
   const auto run = [&]() -> Status {
     for (const OutputSpec& spec : files) {
-      if (!spec.ranges) TC_RETURN_IF_ERROR(CreateOutput(staging, spec));
+      if (spec.ranges) continue;
+      TC_RETURN_IF_ERROR(ByteSink::Create(staging, spec.staged, spec.bytes));
     }
     const int workers = static_cast<int>(std::min<uint64_t>(
         static_cast<uint64_t>(std::max(1, options.workers)), items.size()));
@@ -247,17 +198,16 @@ Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
           const OutputSpec& spec = files[item.file];
           Output* output = &outputs[item.file];
           const uint64_t bytes = item.bytes;
-          TC_RETURN_IF_ERROR(OpenOnce(staging, spec, options.direct, output));
+          TC_RETURN_IF_ERROR(
+              OpenOnce(staging, spec, options.direct_io, output));
           if (options.before_piece) {
             TC_RETURN_IF_ERROR(options.before_piece(item.file, item.begin));
           }
           std::vector<ByteSpan> placed;
-          if (place && output->direct && bytes % kBlock == 0) {
-            placed = place(item.file, item.begin, bytes);
-          }
+          if (place) placed = place(item.file, item.begin, bytes);
           if (!placed.empty()) {
-            TC_RETURN_IF_ERROR(
-                WritePlaced(spec, *output, item.begin, placed, item.digests));
+            TC_RETURN_IF_ERROR(WritePlaced(output->sink.get(), item.begin,
+                                           placed, item.digests));
           } else {
             // One lease for both: a worker that held one and waited for the
             // other could wait for ever.
@@ -268,8 +218,8 @@ Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
             // Speed only: a system may forbid or limit locked memory.
             if (options.page_locker) (void)buffer.PageLock(options.page_locker);
             TC_RETURN_IF_ERROR(
-                WritePiece(spec, output, item.begin, buffer.span(), bytes,
-                           item.file, buffer.span().subspan(kPieceBytes),
+                WritePiece(spec, output->sink.get(), item.begin, buffer.span(),
+                           bytes, item.file, buffer.span().subspan(kPieceBytes),
                            worker, fill, options.fill_bytes, item.digests));
           }
           if (options.on_written) {
@@ -280,7 +230,9 @@ Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
           }
           job->AddDone(bytes);
           if (--output->left == 0) {
-            return FinishOutput(spec, options, output);
+            Status closed = output->sink->Close(options.sync);
+            output->sink.reset();
+            return closed;
           }
           return {};
         });

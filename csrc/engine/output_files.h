@@ -1,8 +1,7 @@
 // Files being written into a staging directory, piece by piece.
 //
 // A file is cut at multiples of kPieceBytes from its start; each piece is
-// filled in memory, digested and written by one thread, in any order. Large
-// files go past the page cache: it costs 40 to 400 times the CPU of direct I/O.
+// filled in memory, digested and written by one thread, in any order.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 
 #include "engine/written_ranges.h"
 #include "format/manifest.h"
+#include "os/byte_sink.h"
 #include "os/directory.h"
 #include "runtime/arena.h"
 #include "runtime/crc32c.h"
@@ -24,6 +24,9 @@
 namespace torch_ckpt {
 
 inline constexpr uint64_t kPieceBytes = uint64_t{4} << 20;
+// Several writers of one file divide it at multiples of this: no two of them
+// write into one block of a file system.
+inline constexpr uint64_t kWriterBlock = 4096;
 static_assert(kPieceBytes % kSegmentBytes == 0);
 static_assert(kSegmentBytes % kDigestStep == 0);
 
@@ -34,15 +37,15 @@ struct OutputSpec {
   FileRole role = FileRole::kData;
   uint64_t bytes = 0;
   // What a call writes of a file that CreateOutputs has made: ascending, apart,
-  // cut at multiples of 4096 or at the end of the file. Without: the call
-  // creates the file and writes all of it.
+  // cut at multiples of kWriterBlock or at the end of the file. Without: the
+  // call creates the file and writes all of it.
   std::optional<std::vector<ByteRange>> ranges;
 };
 
 struct OutputOptions {
   int workers = 2;
-  bool sync = true;    // fsync before a file counts as written
-  bool direct = true;  // past the page cache where the file system can
+  bool sync = true;       // fsync before a file counts as written
+  bool direct_io = true;  // large files past the page cache, where that goes
   // What one call of the fill function is asked for at most: a step keeps
   // gathered bytes in the cache for the digest, a piece makes for longer reads.
   uint64_t fill_bytes = kDigestStep;
@@ -125,8 +128,8 @@ using PlaceFn = std::function<std::vector<ByteSpan>(size_t file, uint64_t begin,
 // Creates `files` in staging, or opens those that have ranges; fills, writes
 // and syncs what is to be written of each. Memory: a piece and the scratch a
 // worker, leased for one piece at a time so that more workers than the budget
-// holds just wait; none for pieces that `place` knows, which direct I/O takes
-// from there. Returns what was written of each file, with digests; of a file
+// holds just wait; none for pieces that `place` knows, which are written from
+// there. Returns what was written of each file, with digests; of a file
 // that was created, one range. After an error the files that this call created
 // are unlinked.
 Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(

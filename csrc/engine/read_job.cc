@@ -18,7 +18,7 @@ namespace {
 constexpr std::chrono::minutes kPatience{10};
 // Without digests: needed ranges closer than this are read as one.
 constexpr uint64_t kMergeGap = uint64_t{64} << 10;
-constexpr uint64_t kScratchBytes = kCellBytes + 2 * 4096;
+constexpr uint64_t kScratchBytes = kCellBytes + ByteSource::kSlack;
 
 struct Range {
   uint64_t lo, hi;
@@ -37,7 +37,7 @@ void Deliver(const Run& run, uint64_t lo, uint64_t hi, const std::byte* bytes,
 // One cell at a time, on one thread.
 class CellReader {
  public:
-  CellReader(const SourceFile& file, const ManifestFile* digests,
+  CellReader(const ByteSource& file, const ManifestFile* digests,
              uint64_t file_bytes, MutableByteSpan scratch)
       : file_(file),
         digests_(digests),
@@ -158,7 +158,7 @@ class CellReader {
     }
   }
 
-  const SourceFile& file_;
+  const ByteSource& file_;
   const ManifestFile* digests_;
   const uint64_t file_bytes_;
   const MutableByteSpan scratch_;
@@ -180,7 +180,7 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
     for (const Run& run : cell.runs) report.bytes_needed += run.TotalBytes();
   }
   job->AddTotal(report.bytes_needed);
-  OpenFiles files(checkpoint);
+  OpenFiles files(checkpoint, plan.direct_io);
   // Files without an id inside are small, and only their digests tell them
   // from those of another save.
   const auto digests = [&](const ManifestFile& file) {

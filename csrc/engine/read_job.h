@@ -35,6 +35,7 @@ struct ReadPlan {
   // Compare every segment that is touched with its CRC-32C; where a manifest
   // has none (directories that are not ours) there is nothing to compare.
   bool verify = true;
+  bool direct_io = true;  // large ranges past the page cache, where that goes
 };
 
 struct ReadReport {

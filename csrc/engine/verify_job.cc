@@ -18,53 +18,54 @@ constexpr uint64_t kStep = uint64_t{8} << 20;
 }  // namespace
 
 Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
-                                  int workers, Job* job) {
-  const Manifest* manifest = checkpoint->manifest();
-  if (!manifest) {
+                                  const VerifyOptions& options, Job* job) {
+  if (!checkpoint->manifest()) {
     return Unsupported("has no manifest and so no digests to compare")
         .WithFile(checkpoint->path());
   }
   struct Item {
-    const ManifestFile* file;
+    uint32_t file;  // of the checkpoint's
     uint64_t begin;
   };
   std::vector<Item> items;
   VerifyReport report;
-  for (const ManifestFile& file : manifest->files) {
+  const std::vector<ManifestFile>& listed = checkpoint->files();
+  for (uint32_t f = 0; f < listed.size(); ++f) {
+    const ManifestFile& file = listed[f];
     for (uint64_t at = 0; at < file.bytes; at += kStep) {
-      items.push_back({&file, at});
+      items.push_back({f, at});
     }
     report.bytes += file.bytes;
     ++report.files;
   }
   job->AddTotal(report.bytes);
+  OpenFiles files(checkpoint, options.direct_io);
   TC_RETURN_IF_ERROR(ForEachItem(
-      std::max(1, workers), static_cast<int64_t>(items.size()), job,
+      std::max(1, options.workers), static_cast<int64_t>(items.size()), job,
       [&](int64_t i, int) -> Status {
-        const Item& item = items[static_cast<size_t>(i)];
+        const auto [f, begin] = items[static_cast<size_t>(i)];
+        const ManifestFile& file = listed[f];
         TC_ASSIGN_OR_RETURN(
             const ArenaLease lease,
-            Arena::Process().Lease(kStep + 2 * 4096, kPatience));
-        // Opened for each step: there may be more files than descriptors.
-        TC_ASSIGN_OR_RETURN(File opened,
-                            checkpoint->OpenFile(item.file->name, false));
-        const SourceFile source(checkpoint.get(), item.file->name,
-                                std::move(opened));
-        const uint64_t end = std::min(item.begin + kStep, item.file->bytes);
-        TC_ASSIGN_OR_RETURN(const std::byte* bytes,
-                            source.Read(item.begin, end, lease.span()));
-        for (uint64_t at = item.begin; at < end; at += kSegmentBytes) {
+            Arena::Process().Lease(kStep + ByteSource::kSlack, kPatience));
+        TC_ASSIGN_OR_RETURN(const auto source, files.Get(f));
+        const uint64_t end = std::min(begin + kStep, file.bytes);
+        const Result<const std::byte*> read =
+            source->Read(begin, end, lease.span());
+        if (!read.ok()) return checkpoint->Explain(read.status());
+        const std::byte* const bytes = *read;
+        for (uint64_t at = begin; at < end; at += kSegmentBytes) {
           const uint64_t size = std::min(kSegmentBytes, end - at);
-          if (Crc32c(0, bytes + (at - item.begin), size) !=
-              item.file->crc32c[at / kSegmentBytes]) {
+          if (Crc32c(0, bytes + (at - begin), size) !=
+              file.crc32c[at / kSegmentBytes]) {
             return checkpoint->Explain(Corrupt("bytes " + std::to_string(at) +
                                                " to " +
                                                std::to_string(at + size) +
                                                " do not match their CRC-32C")
-                                           .WithFile(source.path()));
+                                           .WithFile(source->path()));
           }
         }
-        job->AddDone(end - item.begin);
+        job->AddDone(end - begin);
         return {};
       }));
   return report;

@@ -8,6 +8,11 @@
 
 namespace torch_ckpt {
 
+struct VerifyOptions {
+  int workers = 2;
+  bool direct_io = true;  // past the page cache, where that goes
+};
+
 struct VerifyReport {
   uint64_t bytes = 0;
   uint64_t files = 0;
@@ -17,6 +22,6 @@ struct VerifyReport {
 // the checkpoint has compared names, sizes and ids; a directory without a
 // manifest has no digests and is kUnsupported. kCorrupt names the file.
 Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
-                                  int workers, Job* job);
+                                  const VerifyOptions& options, Job* job);
 
 }  // namespace torch_ckpt

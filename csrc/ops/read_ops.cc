@@ -2,7 +2,7 @@
 //
 // Plan of read:
 //   {"checkpoint": id of an opened one, or "path": directory, "job": id or 0,
-//    "workers": int, "verify": bool,
+//    "workers": int, "verify": bool, "direct_io": bool,
 //    "names": [fqn] or one text, a name a line,
 //    "offsets": [[int] or null], "files": {"i": name}}
 // Item i goes into targets[i]: the box of the target's size at `offsets` (null:
@@ -59,6 +59,7 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
                       capi::GetInt(plan, "workers", read_plan.workers));
   read_plan.workers = static_cast<int>(workers);
   read_plan.verify = capi::GetBool(plan, "verify", true);
+  read_plan.direct_io = capi::GetBool(plan, "direct_io", true);
   std::vector<TargetTensor> targets;
   for (size_t i = 0; i < tensors.size(); ++i) {
     TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(tensors[i]));

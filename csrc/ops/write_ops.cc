@@ -2,7 +2,7 @@
 //
 // Plan:
 //   {"staging": directory, "job": id or 0, "workers": int, "sync": bool,
-//    "direct": bool, "files": [file, ...], "final": tensors or null,
+//    "direct_io": bool, "files": [file, ...], "final": tensors or null,
 //    "rank": int (with "final")}
 //   tensors = {"first_source": int,
 //              "names": [fqn] or one text, a name a line,

@@ -45,17 +45,17 @@ inline size_t ShortCount(size_t bytes) {
   return std::max<size_t>(bytes / 2, bytes == 0 ? 0 : 1);
 }
 
-// The same for a call that moves bytes: fn(count) with count <= bytes.
+// The same for a call that moves bytes: fn(count) with count <= what.bytes.
 template <class Fn>
-auto TransferCall(const char* op, const std::string& path, size_t bytes, Fn fn)
-    -> decltype(fn(bytes)) {
+auto TransferCall(const char* op, const std::string& path,
+                  const FaultTransfer& what, Fn fn) -> decltype(fn(size_t{})) {
   for (;;) {
-    decltype(fn(bytes)) result = -1;
-    const FaultAction fault = FaultPoint(op, path);
+    decltype(fn(size_t{})) result = -1;
+    const FaultAction fault = FaultPoint(op, path, {}, &what);
     if (fault.sys_errno != 0) {
       errno = fault.sys_errno;
     } else {
-      result = fn(fault.short_count ? ShortCount(bytes) : bytes);
+      result = fn(fault.short_count ? ShortCount(what.bytes) : what.bytes);
     }
     if (result >= 0 || errno != EINTR) return result;
   }

@@ -134,21 +134,9 @@ Result<File> Directory::OpenFile(const std::string& name,
   TC_RETURN_IF_ERROR(CheckName(*this, name));
   const std::string joined = Join(name);
   int flags = options.write ? O_RDWR : O_RDONLY;
-  if (options.direct) flags |= O_DIRECT;
   flags |= options.create_new ? O_CREAT | O_EXCL | O_NOFOLLOW : O_NONBLOCK;
   const int fd = OpenAt(this->fd(), name.c_str(), joined, flags);
-  if (fd < 0) {
-    const int error = errno;
-    if (!options.direct || error != EINVAL) {
-      return Status::Io(error, "openat", joined);
-    }
-    // Linux looks at O_DIRECT after it has made the file; without this the
-    // buffered try that follows would find the name taken.
-    if (options.create_new) {
-      TC_RETURN_IF_ERROR(Unlink(name, /*missing_ok=*/true));
-    }
-    return Unsupported("the file system refuses direct I/O").WithFile(joined);
-  }
+  if (fd < 0) return Status::Io(errno, "openat", joined);
   File file(fd, joined);
   if (!options.create_new) TC_RETURN_IF_ERROR(CheckOpened(file));
   return file;

@@ -14,7 +14,6 @@ namespace torch_ckpt {
 struct OpenOptions {
   bool write = false;       // O_RDWR instead of O_RDONLY
   bool create_new = false;  // O_CREAT | O_EXCL | O_NOFOLLOW, mode 0666 & ~umask
-  bool direct = false;      // O_DIRECT; EINVAL comes back as kUnsupported
 };
 
 // Movable, not copyable. Const members may be called from several threads.

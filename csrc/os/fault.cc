@@ -23,7 +23,7 @@ namespace {
 using Hook = std::function<FaultAction(const FaultSite&)>;
 
 struct Rule {
-  std::string op;  // "*" is any
+  std::string op;  // "*" is any, "direct" any transfer past the cache
   uint64_t nth = 0;
   FaultAction action;
   bool kill = false;
@@ -79,11 +79,14 @@ class Faults {
       if (!rules_.empty()) {
         const uint64_t any = ++counts_["*"];
         const uint64_t own = ++counts_[site.op];
+        const bool direct = site.transfer && site.transfer->direct;
+        const uint64_t past_cache = direct ? ++counts_["direct"] : 0;
         for (const Rule& rule : rules_) {
-          if (rule.op == "*" ? rule.nth != any
-                             : rule.nth != own || rule.op != site.op) {
-            continue;
-          }
+          const uint64_t nth = rule.op == "*"        ? any
+                               : rule.op == "direct" ? past_cache
+                               : rule.op == site.op  ? own
+                                                     : 0;
+          if (rule.nth != nth) continue;
           if (rule.kill) kill(getpid(), SIGKILL);
           return rule.action;
         }
@@ -125,8 +128,9 @@ class Faults {
 }  // namespace
 
 FaultAction FaultPoint(const char* op, const std::string& path,
-                       const std::string& path2) {
-  return Faults::Process().Visit({op, path, path2});
+                       const std::string& path2,
+                       const FaultTransfer* transfer) {
+  return Faults::Process().Visit({op, path, path2, transfer});
 }
 
 void SetFaultHook(Hook hook) { Faults::Process().SetHook(std::move(hook)); }

@@ -3,11 +3,14 @@
 // Compiled in with TORCH_CKPT_FAULTS (developer and test builds), otherwise
 // FaultPoint is empty. A test installs a hook, or a process is started with
 //   TORCH_CKPT_FAULTS="<op>:<n>:<action>[,...]"
-// op is the call ("openat", "pwrite", "fsync", "renameat", "*"), n counts its
-// calls in this process from 1, action is an errno name ("ENOSPC"), "short"
-// (the call moves half the bytes) or "kill" (SIGKILL to the process).
+// op is the call ("openat", "pwrite", "fsync", "renameat"), "*" for any, or
+// "direct" for a pread or pwrite past the page cache; n counts its calls in
+// this process from 1, action is an errno name ("ENOSPC"), "short" (the call
+// moves half the bytes) or "kill" (SIGKILL to the process).
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <string>
 
@@ -16,22 +19,35 @@ namespace torch_ckpt {
 struct FaultAction {
   int sys_errno = 0;  // fail the call with this errno
   bool short_count = false;
+  // Of "statx": what direct I/O is said to need, where it is not 0.
+  uint32_t alignment = 0;
+};
+
+// What a pread, preadv2 or pwrite is to move.
+struct FaultTransfer {
+  const void* memory = nullptr;
+  size_t bytes = 0;
+  uint64_t offset = 0;
+  bool direct = false;  // past the page cache
 };
 
 struct FaultSite {
   const char* op;
   const std::string& path;   // what it is done to
   const std::string& path2;  // rename target; else empty
+  const FaultTransfer* transfer = nullptr;
 };
 
 #ifdef TORCH_CKPT_FAULTS
 FaultAction FaultPoint(const char* op, const std::string& path,
-                       const std::string& path2 = {});
+                       const std::string& path2 = {},
+                       const FaultTransfer* transfer = nullptr);
 // Replaces the hook; null removes it. Called from any thread that does I/O.
 void SetFaultHook(std::function<FaultAction(const FaultSite&)> hook);
 #else
 inline FaultAction FaultPoint(const char*, const std::string&,
-                              const std::string& = {}) {
+                              const std::string& = {},
+                              const FaultTransfer* = nullptr) {
   return {};
 }
 #endif

@@ -78,9 +78,10 @@ Status File::ReadExact(MutableByteSpan out, uint64_t offset) const {
   TC_RETURN_IF_ERROR(CheckRange(offset, out.size(), path_));
   while (!out.empty()) {
     const size_t want = std::min(out.size(), kMaxTransfer);
-    const ssize_t got = TransferCall("pread", path_, want, [&](size_t count) {
-      return pread(fd_, out.data(), count, ToOffset(offset));
-    });
+    const ssize_t got = TransferCall(
+        "pread", path_, {out.data(), want, offset}, [&](size_t count) {
+          return pread(fd_, out.data(), count, ToOffset(offset));
+        });
     if (got < 0) return Status::Io(errno, At("pread", want, offset), path_);
     if (got == 0) {
       return Corrupt("file ends at byte " + std::to_string(offset) + ", " +
@@ -121,10 +122,11 @@ Result<uint64_t> File::ReadCached(MutableByteSpan out, uint64_t offset) const {
   uint64_t done = 0;
   while (!out.empty()) {
     const size_t want = std::min(out.size(), kMaxTransfer);
-    const ssize_t got = TransferCall("preadv2", path_, want, [&](size_t count) {
-      const iovec piece{out.data(), count};
-      return preadv2(fd_, &piece, 1, ToOffset(offset), RWF_NOWAIT);
-    });
+    const ssize_t got = TransferCall(
+        "preadv2", path_, {out.data(), want, offset}, [&](size_t count) {
+          const iovec piece{out.data(), count};
+          return preadv2(fd_, &piece, 1, ToOffset(offset), RWF_NOWAIT);
+        });
     if (got < 0) {
       // Not in the cache, or a file system or a sandbox without the flag.
       if (errno == EAGAIN || errno == EOPNOTSUPP || errno == EINVAL ||
@@ -145,9 +147,10 @@ Status File::WriteAll(ByteSpan data, uint64_t offset) const {
   TC_RETURN_IF_ERROR(CheckRange(offset, data.size(), path_));
   while (!data.empty()) {
     const size_t want = std::min(data.size(), kMaxTransfer);
-    const ssize_t put = TransferCall("pwrite", path_, want, [&](size_t count) {
-      return pwrite(fd_, data.data(), count, ToOffset(offset));
-    });
+    const ssize_t put = TransferCall(
+        "pwrite", path_, {data.data(), want, offset}, [&](size_t count) {
+          return pwrite(fd_, data.data(), count, ToOffset(offset));
+        });
     if (put < 0) return Status::Io(errno, At("pwrite", want, offset), path_);
     if (put == 0) return Status::Io(ENOSPC, At("pwrite", want, offset), path_);
     data = data.subspan(static_cast<size_t>(put));

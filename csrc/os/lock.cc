@@ -31,7 +31,7 @@ std::string ReadProc(const std::string& path) {
   if (!file.ok()) return {};
   std::array<char, 4096> buffer;
   const ssize_t got = internal::TransferCall(
-      "pread", path, buffer.size(),
+      "pread", path, {buffer.data(), buffer.size(), 0},
       [&](size_t count) { return pread(file->fd(), buffer.data(), count, 0); });
   return got <= 0 ? std::string()
                   : std::string(buffer.data(), static_cast<size_t>(got));

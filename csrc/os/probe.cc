@@ -1,11 +1,14 @@
 #include "os/probe.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <cerrno>
 #include <cstddef>
 #include <cstdio>
@@ -50,21 +53,6 @@ constexpr Magic kMagics[] = {
     {0x2011bab0, "exfat"},
 };
 
-// Whether the same file opens with O_DIRECT; a second open, since the flag of
-// the first one belongs to everybody who uses it.
-bool OpensDirect(const File& file) {
-  const std::string link = "/proc/self/fd/" + std::to_string(file.fd());
-  const int fd = SystemCall("openat", file.path(), [&] {
-    return openat(AT_FDCWD, link.c_str(),
-                  O_RDONLY | O_DIRECT | O_CLOEXEC | O_NONBLOCK);
-  });
-  // EINVAL is the refusal; without a readable /proc nothing is known, and
-  // buffered I/O is the answer that is always right.
-  if (fd < 0) return false;
-  const File closes(fd, file.path());
-  return true;
-}
-
 // What the kernel, or the program behind a mount, says to what it lacks.
 bool Lacks(int error) {
   return error == EOPNOTSUPP || error == ENOSYS || error == EINVAL ||
@@ -102,26 +90,45 @@ Status ProbeWrites(const Directory& directory) {
 }
 
 Result<DirectIo> ProbeDirectIo(const File& file) {
+  static const auto kPage = static_cast<uint32_t>(sysconf(_SC_PAGESIZE));
   DirectIo direct;
   KernelStatx st{};
-  const long result = SystemCall("statx", file.path(), [&] {
-    return syscall(SYS_statx, file.fd(), "", AT_EMPTY_PATH,
-                   kStatxDirectAlignment, &st);
-  });
+  const FaultAction fault = FaultPoint("statx", file.path());
+  const long result = fault.sys_errno != 0
+                          ? (errno = fault.sys_errno, -1)
+                          : syscall(SYS_statx, file.fd(), "",
+                                    AT_EMPTY_PATH | AT_STATX_DONT_SYNC,
+                                    kStatxDirectAlignment, &st);
   // ENOSYS and EPERM: an old kernel, or a sandbox that does not know the call.
   if (result < 0 && errno != ENOSYS && errno != EPERM) {
     return Status::Io(errno, "statx", file.path());
   }
   if (result < 0 || (st.mask & kStatxDirectAlignment) == 0) {
-    direct.supported = OpensDirect(file);
-    return direct;
-  }
-  direct.supported = st.direct_memory_alignment != 0;
-  if (direct.supported) {
+    direct.memory_alignment = direct.offset_alignment = std::max(4096u, kPage);
+  } else {
     direct.memory_alignment = st.direct_memory_alignment;
     direct.offset_alignment = st.direct_offset_alignment;
   }
+  if (fault.alignment != 0) {
+    direct.memory_alignment = direct.offset_alignment = fault.alignment;
+  }
+  direct.supported = std::has_single_bit(direct.memory_alignment) &&
+                     std::has_single_bit(direct.offset_alignment);
   return direct;
+}
+
+uint64_t FreeDescriptors() {
+  constexpr uint64_t kGuess = 256;
+  rlimit limit{};
+  if (SystemCall("getrlimit", {},
+                 [&] { return getrlimit(RLIMIT_NOFILE, &limit); }) < 0) {
+    return kGuess;
+  }
+  const auto open = Directory::Open("/proc/self/fd");
+  const auto names = open.ok() ? open->List() : open.status();
+  if (!names.ok()) return std::min<uint64_t>(kGuess, limit.rlim_cur);
+  const uint64_t used = names->size();
+  return limit.rlim_cur > used ? limit.rlim_cur - used : 0;
 }
 
 Result<std::string> FileSystemName(int fd, const std::string& path) {

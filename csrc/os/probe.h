@@ -11,18 +11,22 @@
 namespace torch_ckpt {
 
 struct DirectIo {
-  // Whether O_DIRECT works on the file. Where the kernel cannot tell, whether
-  // an open with it is taken; such a file system may still refuse the first
-  // transfer, so callers keep a buffered way.
-  bool supported = false;
-  // What addresses, and what offsets and lengths, must be multiples of; 4096
-  // where the kernel does not tell.
+  // False where the kernel says that O_DIRECT does not work on the file. Where
+  // it cannot tell, only a transfer can, which may be refused.
+  bool supported = true;
+  // What addresses, and what offsets and lengths, must be multiples of: powers
+  // of two. Where the kernel does not tell, a page, and 4096 at the least.
   uint32_t memory_alignment = 4096, offset_alignment = 4096;
 };
 
 // Asks about an open regular file (statx STATX_DIOALIGN, Linux 6.1); its
 // descriptor stays as it is. May be called from any thread.
 Result<DirectIo> ProbeDirectIo(const File& file);
+
+// How many descriptors this process may still open: the soft limit less those
+// that are open. A guess where /proc cannot be read. May be called from any
+// thread.
+uint64_t FreeDescriptors();
 
 // Tries in `directory` what a save does and an object store behind a mount may
 // lack: writes out of order, and renames. kUnsupported, naming the file system,

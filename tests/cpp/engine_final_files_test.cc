@@ -59,7 +59,7 @@ TEST_F(FinalFilesTest, AreTheBytesThatAMergeWrites) {
   for (const bool direct : {true, false}) {
     FinalSettings settings;
     settings.gathered = {"columns"};
-    settings.output.direct = direct;
+    settings.output.direct_io = direct;
     ASSERT_OK(SaveFinal(Path("final"), pieces_, settings).status());
     ASSERT_OK(SaveAll(Path("sharded"), pieces_).status());
     ASSERT_OK(Merge(Path("sharded"), Path("merged")).status());

@@ -17,7 +17,7 @@ class MergeJobTest : public EngineDiskTest {
               const MergeSettings& settings = {}) {
     SaveSettings save;
     save.object = "{\"step\": 3}";
-    save.output.direct = settings.output.direct;
+    save.output.direct_io = settings.output.direct_io;
     ASSERT_OK(SaveAll(Path("in"), pieces, save).status());
     auto merged = Merge(Path("in"), Path("out"), settings);
     ASSERT_OK(merged.status());
@@ -105,7 +105,7 @@ TEST_F(MergeJobTest, LargeTensorsByColumns) {
     MergeSettings settings;
     settings.ranks = ranks;
     settings.output.workers = 1 + ranks % 3;
-    settings.output.direct = ranks % 2 == 0;
+    settings.output.direct_io = ranks % 2 == 0;
     std::filesystem::remove_all(Path("out"));
     Expect(pieces, settings);
   }
@@ -125,7 +125,7 @@ TEST_F(MergeJobTest, LargeTensorsByRows) {
   for (const bool cached : {false, true}) {
     MergeSettings settings;
     settings.ranks = cached ? 3 : 0;
-    settings.output.direct = !cached;  // past the cache, or into it
+    settings.output.direct_io = !cached;  // past the cache, or into it
     std::filesystem::remove_all(Path("out"));
     Expect(pieces, settings);
   }

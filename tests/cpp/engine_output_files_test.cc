@@ -124,7 +124,7 @@ TEST_F(OutputFilesTest, PartsOfSeveralWritersMakeTheFilesAndTheirDigests) {
   }
 }
 
-TEST_F(OutputFilesTest, ARangeThatDirectIoCannotWriteIsRefused) {
+TEST_F(OutputFilesTest, ARangeThatIsNoWholeBlocksIsRefused) {
   std::filesystem::create_directory(Path("stage"));
   auto staging = Directory::Open(Path("stage"));
   ASSERT_OK(staging.status());

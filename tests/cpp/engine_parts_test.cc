@@ -101,7 +101,7 @@ TEST_F(PartsTest, AllPartsMakeOneCheckpoint) {
   EXPECT_EQ(checkpoint->manifest()->files.size(), 6u);
   EXPECT_TRUE(IsId(checkpoint->save_id()));
   Job job;
-  const auto report = RunVerifyJob(checkpoint, 2, &job);
+  const auto report = RunVerifyJob(checkpoint, {}, &job);
   ASSERT_TRUE(report.ok()) << report.status().ToString();
   EXPECT_EQ(report->files, 6);
 }
@@ -180,7 +180,7 @@ TEST_F(PartsTest, AMissingFileOfAPartIsNamed) {
   std::filesystem::remove(Target() + "/objects-00002.json");
   const CheckpointPtr checkpoint = *OpenCheckpoint(Target());
   Job job;
-  const Status status = RunVerifyJob(checkpoint, 2, &job).status();
+  const Status status = RunVerifyJob(checkpoint, {}, &job).status();
   EXPECT_EQ(status.kind(), ErrorKind::kIncomplete);
   EXPECT_NE(status.file().find("objects-00002.json"), std::string::npos);
 }

@@ -10,7 +10,7 @@ class VerifyJobTest : public EngineDiskTest {
     TC_ASSIGN_OR_RETURN(const CheckpointPtr checkpoint,
                         OpenCheckpoint(Path("c")));
     Job job;
-    auto report = RunVerifyJob(checkpoint, workers, &job);
+    auto report = RunVerifyJob(checkpoint, {workers}, &job);
     if (report.ok()) {
       EXPECT_EQ(job.done(), report->bytes);
     }
@@ -73,7 +73,7 @@ TEST_F(VerifyJobTest, CancelStops) {
   ASSERT_OK(SaveAll(Path("c"), {WholePiece("a", a)}).status());
   Job job;
   job.Cancel();
-  EXPECT_EQ(RunVerifyJob(*OpenCheckpoint(Path("c")), 2, &job).status().kind(),
+  EXPECT_EQ(RunVerifyJob(*OpenCheckpoint(Path("c")), {}, &job).status().kind(),
             ErrorKind::kCancelled);
 }
 

@@ -183,20 +183,6 @@ TEST_F(DirectoryTest, AFailedWriteLeavesNoFile) {
   }
 }
 
-TEST_F(DirectoryTest, RefusedDirectOpenLeavesNoFile) {
-  // As Linux does it: the file is made, then O_DIRECT is refused.
-  SetFaultHook([&](const FaultSite& site) -> FaultAction {
-    if (std::string(site.op) != "openat") return {};
-    close(creat(site.path.c_str(), 0600));
-    return {.sys_errno = EINVAL};
-  });
-  const auto file =
-      dir().OpenFile("a", {.write = true, .create_new = true, .direct = true});
-  SetFaultHook(nullptr);
-  EXPECT_EQ(file.status().kind(), ErrorKind::kUnsupported);
-  EXPECT_TRUE(dir().List()->empty());
-}
-
 TEST_F(DirectoryTest, EachFailureComesOutWithItsErrno) {
   ASSERT_TRUE(dir().WriteFile("a", "1").ok());
   const auto with = [&](const std::string& op, auto fn) {

@@ -145,8 +145,6 @@ TEST_F(FileTest, ProbesTheFileSystem) {
   ASSERT_TRUE(direct.ok()) << direct.status().ToString();
   EXPECT_EQ(4096 % direct->memory_alignment, 0u);
   EXPECT_GT(direct->offset_alignment, 0u);
-  auto opened = dir().OpenFile("f", {.direct = true});
-  EXPECT_EQ(opened.ok(), direct->supported);
   auto name = FileSystemName(file.fd(), file.path());
   ASSERT_TRUE(name.ok());
   EXPECT_FALSE(name->empty());
@@ -225,8 +223,9 @@ TEST_F(FileTest, UnsupportedCallsAreNoErrors) {
   const auto direct = ProbeDirectIo(file);
   SetFaultHook(nullptr);
   ASSERT_TRUE(direct.ok());
-  EXPECT_FALSE(direct->supported);
-  EXPECT_EQ(direct->offset_alignment, 4096u);
+  EXPECT_TRUE(direct->supported) << "a transfer will tell";
+  EXPECT_GE(direct->offset_alignment, 4096u);
+  EXPECT_EQ(direct->memory_alignment, direct->offset_alignment);
 }
 
 TEST_F(FileTest, AFailedSyncIsNotMadeAgain) {

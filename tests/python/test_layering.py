@@ -60,6 +60,20 @@ def system_breaches(file: str, text: str) -> Iterator[str]:
                 yield f"{name}: system calls belong to os"
 
 
+# Which way bytes go is decided in os/; jobs only pass on whether the user wants direct I/O at all.
+DIRECT_IO = re.compile(
+    r"\b(O_DIRECT|ProbeDirectIo|DirectIo|DirectUnit|TransferFile|memory_alignment|"
+    r"offset_alignment|kMinDirect|direct)\b"
+)
+
+
+def direct_io_breaches(file: str, text: str) -> Iterator[str]:
+    """What `file`, a path below csrc, says of direct I/O and must not."""
+    if not file.startswith("os/"):
+        for found in DIRECT_IO.finditer(re.sub(r"//.*", "", text)):
+            yield f"{found[0]}: the way that bytes go is decided in os"
+
+
 def include_breaches(room: str, text: str) -> Iterator[str]:
     """What the #include lines of a file in `csrc/<room>` break, in words."""
     for bracket, name in INCLUDE.findall(text):
@@ -242,6 +256,15 @@ def imports(room: str, text: str) -> list[str]:
     return list(import_breaches(room, ast.parse(text)))
 
 
+def test_direct_io_is_decided_in_os() -> None:
+    breaches = [
+        f"{path.relative_to(ROOT)}: {breach}"
+        for path in core_sources()
+        for breach in direct_io_breaches(str(path.relative_to(ROOT / "csrc")), path.read_text())
+    ]
+    assert breaches == []
+
+
 STABLE = "#include <torch/csrc/stable/library.h>\n"
 # What a checker is given, and whether it is to find something.
 CHECKED = [
@@ -251,6 +274,10 @@ CHECKED = [
     (list(system_breaches("plan/runs.cc", 'std::FILE* f = fopen("x", "r");\n')), True),
     (list(system_breaches("os/memory.cc", "#include <sys/mman.h>\n")), False),
     (list(system_breaches("plan/runs.cc", "#include <vector>\n")), False),
+    (list(direct_io_breaches("engine/x.cc", "options.direct = true;\n")), True),
+    (list(direct_io_breaches("engine/x.cc", "open(path, O_RDONLY | O_DIRECT);\n")), True),
+    (list(direct_io_breaches("engine/x.cc", "bool direct_io = true;  // direct I/O\n")), False),
+    (list(direct_io_breaches("os/x.cc", "O_DIRECT\n")), False),
     (list(include_breaches("os", '#include "plan/runs.h"\n')), True),
     (list(include_breaches("os", '  #  include "ops/register.h"\n')), True),
     (list(include_breaches("plan", '#include "base/box.h"\n#include <vector>\n')), False),

@@ -396,7 +396,7 @@ def test_other_options(
 
     monkeypatch.setattr(_ext, "write", watched)
     save(STATE, HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True, **options))
-    assert [(plan["sync"], plan["direct"]) for plan in plans] == [(sync, direct)]
+    assert [(plan["sync"], plan["direct_io"]) for plan in plans] == [(sync, direct)]
     assert_same(load_ours(tmp_path / "c", STATE), STATE)
 
 

@@ -31,7 +31,7 @@ class RankWrite:
     policy: tensors go, in these dtypes, to final files that are there already, whose headers say
         where; None: to shards of this rank.
     file_count: into which mapping indices shards are divided, at most.
-    options: "workers", "sync" and "direct", as the write op takes them.
+    options: "workers", "sync" and "direct_io", as the write op takes them.
     """
 
     planner: SavePlanner

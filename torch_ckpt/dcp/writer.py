@@ -442,6 +442,7 @@ class HuggingFaceStorageWriter(StockWriter):
             max_shard_size=self.max_shard_size,
             naming=self.naming,
             policy=self.dtype_policy,
+            direct_io=self.direct_io,
         )
         merge(request, extra_files(self.extras, self.dtype_policy.torch_name))
 
@@ -460,7 +461,7 @@ class HuggingFaceStorageWriter(StockWriter):
         return {
             "workers": max(MIN_WORKERS, self.thread_count),
             "sync": self.sync_files,
-            "direct": self.direct_io,
+            "direct_io": self.direct_io,
         }
 
     def _file_count(self) -> int:
