@@ -192,15 +192,24 @@ class Checkpoint:
         there is a manifest. Raises what that does."""
         return OpenedCheckpoint(self.path).dtypes()
 
-    def verify(self, workers: int = 2, progress: Progress | None = None) -> VerifyReport:
+    def verify(
+        self, workers: int = 2, progress: Progress | None = None, *, direct_io: bool = True
+    ) -> VerifyReport:
         """Compare every byte of every file with its digest.
 
         workers: threads. progress: called with bytes done and bytes in all, about ten times a
-        second. Raises CorruptError that names the file and the bytes; UnsupportedError for a
-        directory without a manifest, which has no digests; and what `describe` raises.
+        second. direct_io: False reads through the page cache. Raises CorruptError that names the
+        file and the bytes; UnsupportedError for a directory without a manifest, which has no
+        digests; and what `describe` raises.
         """
         with Job() as job:
-            request = {"op": "verify", "path": self.path, "workers": workers, "job": job.id}
+            request = {
+                "op": "verify",
+                "path": self.path,
+                "workers": workers,
+                "direct_io": direct_io,
+                "job": job.id,
+            }
             answer = run_job(job, lambda: _core.call(request), progress)
         return VerifyReport(answer["files"], answer["bytes"])
 

@@ -53,6 +53,7 @@ def consolidate_safetensors_files_on_every_rank(
     memory_budget: int | str = MEMORY_BUDGET,
     extras: Any = None,
     key_mapping: KeyMapping | None = None,
+    direct_io: bool = True,
     progress: Progress | None = None,
     background: bool = False,
     timeout: float = 600.0,
@@ -87,6 +88,7 @@ def consolidate_safetensors_files_on_every_rank(
             policy=policy,
             memory_budget=memory_budget,
             key_mapping=key_mapping,
+            direct_io=direct_io,
         )
         return request, extra_files(extras, policy.torch_name)
 

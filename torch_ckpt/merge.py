@@ -37,6 +37,7 @@ def consolidate_safetensors_files(
     memory_budget: int | str = MEMORY_BUDGET,
     extras: Any = None,
     key_mapping: KeyMapping | None = None,
+    direct_io: bool = True,
     progress: Progress | None = None,
 ) -> None:
     """Merge the checkpoint in `input_dir` into whole tensors in `output_dir`, on this process.
@@ -57,6 +58,7 @@ def consolidate_safetensors_files(
     key_mapping: other names for the tensors that are written: a function from name to name, or
         (regular expression, replacement) pairs, of which the first that is found in a name is
         applied. All other arguments mean the new names.
+    direct_io: False reads and writes through the page cache.
     progress: called with bytes written and bytes in all, about ten times a second.
 
     Raises IncompleteError for a hole, ConflictError for overlapping shards, CorruptError for
@@ -76,6 +78,7 @@ def consolidate_safetensors_files(
         policy=policy,
         memory_budget=memory_budget,
         key_mapping=key_mapping,
+        direct_io=direct_io,
     )
     merge(request, extra_files(extras, policy.torch_name), progress)
 
@@ -93,6 +96,7 @@ def merge_request(
     policy: DtypePolicy,
     memory_budget: int | str = MEMORY_BUDGET,
     key_mapping: KeyMapping | None = None,
+    direct_io: bool = True,
 ) -> MergeRequest:
     """Opens the input. Raises what that does (csrc/engine/checkpoint.h)."""
     check_choice("naming", naming, NAMINGS)
@@ -124,6 +128,7 @@ def merge_request(
             "workers": workers,
             "strict": strict,
             "verify": verify,
+            "direct_io": direct_io,
         },
     )
 

@@ -79,6 +79,7 @@ _TIMEOUT_S = 600.0  # until a rank that does not answer is taken for dead
 )
 @click.option("--no-strict", is_flag=True, help="Leave out tensors that the mapping lacks.")
 @click.option("--no-verify", is_flag=True, help="Do not compare what is read with its digests.")
+@click.option("--no-direct-io", is_flag=True, help="Read and write through the page cache.")
 @with_output
 def consolidate(
     input_dir: str,
@@ -95,6 +96,7 @@ def consolidate(
     key_mapping: tuple[tuple[str, str], ...],
     no_strict: bool,
     no_verify: bool,
+    no_direct_io: bool,
     output: Output,
 ) -> None:
     """Merge the checkpoint in directory IN into whole tensors in directory OUT.
@@ -120,6 +122,7 @@ def consolidate(
             policy=policy,
             memory_budget=memory_budget,
             key_mapping=key_mapping,
+            direct_io=not no_direct_io,
         )
         return request, extra_files(extras, policy.torch_name)
 

@@ -15,15 +15,16 @@ from torch_ckpt.cli.output import Output, count, format_bytes, with_output
 @click.option(
     "--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Reading threads."
 )
+@click.option("--no-direct-io", is_flag=True, help="Read through the page cache.")
 @with_output
-def verify(path: str, threads: int, output: Output) -> None:
+def verify(path: str, threads: int, no_direct_io: bool, output: Output) -> None:
     """Compare every byte of the checkpoint in directory PATH with its digest.
 
     Only directories that torch_ckpt wrote have digests.
     """
     checkpoint = Checkpoint(path)
     with output.progress("verifying") as progress:
-        report = checkpoint.verify(workers=threads, progress=progress)
+        report = checkpoint.verify(workers=threads, progress=progress, direct_io=not no_direct_io)
     output.report(
         {"path": checkpoint.path, **dataclasses.asdict(report)},
         lambda: (

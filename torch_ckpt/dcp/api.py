@@ -439,16 +439,20 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     key_mapping: KeyMapping | None = None,
+    direct_io: bool = True,
 ) -> None:
     """`torch.distributed.checkpoint.load` with our reader and planner as defaults.
 
-    `key_mapping`, see SavePlanner, makes names in `state_dict` of those in the checkpoint. Raises
+    `key_mapping`, see SavePlanner, makes names in `state_dict` of those in the checkpoint.
+    `direct_io=False` reads through the page cache, where no `storage_reader` is given. Raises
     CheckpointError kinds or OSError, naming the rank, on every rank.
     """
     if storage_reader is None:
         if checkpoint_id is None:
             raise InvalidArgumentError("load needs a checkpoint_id or a storage_reader")
-        storage_reader = HuggingFaceStorageReader(checkpoint_id)
+        storage_reader = HuggingFaceStorageReader(checkpoint_id, direct_io=direct_io)
+    elif not direct_io:
+        raise InvalidArgumentError("direct_io: of a reader that is given, say so to it")
     reader = storage_reader
     rank, world_size = rank_and_size(process_group, no_dist)
     _wait_for_async_saves(world_size)

@@ -60,6 +60,7 @@ class HuggingFaceStorageReader(StockReader):
     allow_pickle: unpickle leaves that were saved with allow_pickle, and let stock's planners and
         ours unpickle what a planner of the user's has packed. Never do that with a checkpoint that
         you do not trust.
+    direct_io: False reads through the page cache.
 
     A subclass that overrides `_process_read_request(f, req, planner)` is handed one request per
     stored shard with an open `safetensors.safe_open` file, as with stock; so is one that overrides
@@ -74,11 +75,13 @@ class HuggingFaceStorageReader(StockReader):
         verify: bool = True,
         strict_dtype: bool = False,
         allow_pickle: bool = False,
+        direct_io: bool = True,
     ) -> None:
         super().__init__(path=os.fspath(path), thread_count=thread_count)
         self.verify = verify
         self.strict_dtype = strict_dtype
         self.allow_pickle = allow_pickle
+        self.direct_io = direct_io
         # What read_metadata saw: a load fails if the checkpoint is replaced in between.
         self._opened: OpenedCheckpoint | None = None
         self._described: dict[str, Any] | None = None
@@ -190,6 +193,7 @@ class HuggingFaceStorageReader(StockReader):
                     workers=workers,
                     verify=self.verify,
                     strict_dtype=strict,
+                    direct_io=self.direct_io,
                 ).read(tensors, planner)
             if objects:
                 ObjectReader(
