@@ -16,13 +16,45 @@ namespace torch_ckpt {
 namespace {
 
 constexpr std::chrono::minutes kPatience{10};
-// Without digests: needed ranges closer than this are read as one.
+// Needed ranges closer than this are read as one. With digests, which need
+// whole segments, those that leave none out between them.
 constexpr uint64_t kMergeGap = uint64_t{64} << 10;
 constexpr uint64_t kScratchBytes = kCellBytes + ByteSource::kSlack;
 
 struct Range {
   uint64_t lo, hi;
 };
+
+// Appends the stretches that loops [level, outer) of `run` make of one of
+// `span` bytes at `at`.
+void AddStretches(const Run& run, int level, int outer, uint64_t at,
+                  uint64_t span, std::vector<Range>* out) {
+  if (level == outer) {
+    out->push_back({at, at + span});
+    return;
+  }
+  const auto l = static_cast<size_t>(level);
+  const auto stride = static_cast<uint64_t>(run.src_stride[l]);
+  const int64_t count = stride == 0 ? 1 : run.count[l];
+  for (int64_t i = 0; i < count; ++i, at += stride) {
+    AddStretches(run, level + 1, outer, at, span, out);
+  }
+}
+
+// Appends what `run` needs of its file, as one where gaps are not above `gap`.
+// Of a dense box the gaps of an outer loop are the larger ones, so that this
+// makes no more stretches than a cell has gaps.
+void AddStretches(const Run& run, uint64_t gap, std::vector<Range>* out) {
+  int outer = run.loops;
+  uint64_t span = run.bytes;
+  for (; outer > 0; --outer) {
+    const auto l = static_cast<size_t>(outer - 1);
+    const auto stride = static_cast<uint64_t>(run.src_stride[l]);
+    if (stride > span + gap) break;
+    span += static_cast<uint64_t>(run.count[l] - 1) * stride;
+  }
+  AddStretches(run, 0, outer, run.src, span, out);
+}
 
 // Copies what `run` has in [lo, hi) from `bytes`, which hold that range.
 void Deliver(const Run& run, uint64_t lo, uint64_t hi, const std::byte* bytes,
@@ -37,15 +69,19 @@ void Deliver(const Run& run, uint64_t lo, uint64_t hi, const std::byte* bytes,
 // One cell at a time, on one thread.
 class CellReader {
  public:
+  // `neighbours`, see ReadPlan.
   CellReader(const ByteSource& file, const ManifestFile* digests,
-             uint64_t file_bytes, MutableByteSpan scratch)
+             uint64_t file_bytes, bool neighbours, MutableByteSpan scratch)
       : file_(file),
         digests_(digests),
         file_bytes_(file_bytes),
+        neighbours_(neighbours),
         scratch_(scratch) {}
 
   Status Read(const ReadCell& cell) {
-    for (const Range& range : Ranges(cell)) {
+    const std::vector<Range> ranges = Ranges(cell);
+    readers_ = ReadersOf(cell, ranges);
+    for (const Range& range : ranges) {
       TC_RETURN_IF_ERROR(ReadRange(cell, range));
     }
     return {};
@@ -57,10 +93,14 @@ class CellReader {
   // What to read: whole segments when they are verified, else what is needed
   // with small gaps filled.
   std::vector<Range> Ranges(const ReadCell& cell) const {
-    std::vector<Range> ranges;
     const uint64_t gap = digests_ ? 0 : kMergeGap;
+    std::vector<Range> stretches, ranges;
     for (const Run& run : cell.runs) {
-      Range range{run.src, run.src + run.SrcSpan()};
+      AddStretches(run, digests_ ? kSegmentBytes : kMergeGap, &stretches);
+    }
+    std::sort(stretches.begin(), stretches.end(),
+              [](const Range& a, const Range& b) { return a.lo < b.lo; });
+    for (Range range : stretches) {
       if (digests_) {
         range.lo = RoundDown(range.lo, kSegmentBytes);
         range.hi = std::min(RoundUp(range.hi, kSegmentBytes), file_bytes_);
@@ -72,6 +112,18 @@ class CellReader {
       }
     }
     return ranges;
+  }
+
+  // Edges that are shared weigh little in large shards, and make up most of
+  // what is read of small ones.
+  Readers ReadersOf(const ReadCell& cell,
+                    const std::vector<Range>& ranges) const {
+    uint64_t needed = 0, read = 0;
+    for (const Run& run : cell.runs) needed += run.TotalBytes();
+    for (const Range& range : ranges) read += range.hi - range.lo;
+    const bool shared =
+        cell.shared || (neighbours_ && read > needed + needed / 4);
+    return shared ? Readers::kSeveral : Readers::kThisProcess;
   }
 
   // The digest of the segment that starts at `lo` is `digest`.
@@ -127,7 +179,8 @@ class CellReader {
           bytes = scratch_.data();
           if (cached < hi - at) {
             // The page cache gave out: one large read for what is left.
-            TC_ASSIGN_OR_RETURN(rest, file_.Read(at, range.hi, scratch_));
+            TC_ASSIGN_OR_RETURN(rest,
+                                file_.Read(at, range.hi, scratch_, readers_));
             rest_lo = at;
           }
         }
@@ -161,7 +214,9 @@ class CellReader {
   const ByteSource& file_;
   const ManifestFile* digests_;
   const uint64_t file_bytes_;
+  const bool neighbours_;
   const MutableByteSpan scratch_;
+  Readers readers_ = Readers::kThisProcess;
   std::vector<Run> parts_;
   size_t first_ = 0;  // of the cell's runs that still need bytes
   uint64_t read_ = 0, verified_ = 0;
@@ -201,7 +256,7 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
         TC_ASSIGN_OR_RETURN(const auto file, files.Get(cell.file));
         const ManifestFile& listed = checkpoint->files()[cell.file];
         CellReader reader(*file, digests(listed) ? &listed : nullptr,
-                          listed.bytes, lease.span());
+                          listed.bytes, plan.neighbours, lease.span());
         Status status = reader.Read(cell);
         if (!status.ok()) return checkpoint->Explain(std::move(status));
         read += reader.bytes_read();

@@ -27,6 +27,8 @@ struct ReadItem {
   Box box;           // in elements of the stored dtype
   std::string file;
   size_t target = 0;
+  // Other processes of this machine read these bytes as well, about now.
+  bool shared = false;
 };
 
 struct ReadPlan {
@@ -36,6 +38,11 @@ struct ReadPlan {
   // has none (directories that are not ours) there is nothing to compare.
   bool verify = true;
   bool direct_io = true;  // large ranges past the page cache, where that goes
+  // Whether other processes of this machine read the same checkpoint. Then what
+  // must be read beside what is wanted is taken for what they want: columns of
+  // a row, segments with edges of several shards. It comes from storage once,
+  // as items that are shared do, and from the page cache for all the others.
+  bool neighbours = false;
 };
 
 struct ReadReport {

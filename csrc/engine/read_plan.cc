@@ -13,16 +13,18 @@ namespace {
 struct CellRun {
   uint32_t file;
   Run run;
+  bool shared;
 };
 
-void AddRun(uint32_t file, const Run& run, std::vector<CellRun>* out) {
+void AddRun(uint32_t file, const Run& run, bool shared,
+            std::vector<CellRun>* out) {
   std::vector<Run> parts;
   const uint64_t end = run.src + run.SrcSpan();
   for (uint64_t cell = RoundDown(run.src, kCellBytes); cell < end;
        cell += kCellBytes) {
     parts.clear();
     ClipRun(run, cell, cell + kCellBytes, &parts);
-    for (const Run& part : parts) out->push_back({file, part});
+    for (const Run& part : parts) out->push_back({file, part, shared});
   }
 }
 
@@ -81,7 +83,7 @@ Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
       Run run;
       if (!MakeRun(src, dst, wanted.unit_bytes, &run)) continue;
       found += run.TotalBytes();
-      AddRun(placement.file, run, out);
+      AddRun(placement.file, run, item.shared, out);
     }
   }
   const auto needed =
@@ -117,7 +119,7 @@ Status PlanFile(const Checkpoint& checkpoint, const ReadItem& item,
   Run run;
   run.dst = reinterpret_cast<uint64_t>(target.data);
   run.bytes = size;
-  AddRun(static_cast<uint32_t>(f), run, out);
+  AddRun(static_cast<uint32_t>(f), run, item.shared, out);
   return {};
 }
 
@@ -148,9 +150,10 @@ Result<std::vector<ReadCell>> PlanReads(
     const uint64_t begin = RoundDown(r.run.src, kCellBytes);
     if (cells.empty() || cells.back().file != r.file ||
         cells.back().begin != begin) {
-      cells.push_back({r.file, begin, {}});
+      cells.push_back({r.file, begin, false, {}});
     }
     cells.back().runs.push_back(r.run);
+    cells.back().shared = cells.back().shared || r.shared;
   }
   return cells;
 }

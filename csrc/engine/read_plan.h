@@ -17,6 +17,7 @@ inline constexpr uint64_t kCellBytes = uint64_t{4} << 20;
 struct ReadCell {
   uint32_t file = 0;
   uint64_t begin = 0;
+  bool shared = false;    // one of its items is
   std::vector<Run> runs;  // by src
 };
 

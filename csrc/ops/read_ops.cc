@@ -4,9 +4,12 @@
 //   {"checkpoint": id of an opened one, or "path": directory, "job": id or 0,
 //    "workers": int, "verify": bool, "direct_io": bool,
 //    "names": [fqn] or one text, a name a line,
-//    "offsets": [[int] or null], "files": {"i": name}}
+//    "offsets": [[int] or null], "files": {"i": name},
+//    "shared": [i] or null}
 // Item i goes into targets[i]: the box of the target's size at `offsets` (null:
 // zeros) of the global tensor, or, where "files" has i, that whole file.
+// "shared" is there when other processes of this machine read the checkpoint as
+// well, and lists the items that they want too.
 #include "capi/checkpoints.h"
 #include "engine/read_job.h"
 #include "ops/tensors.h"
@@ -60,6 +63,8 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   read_plan.workers = static_cast<int>(workers);
   read_plan.verify = capi::GetBool(plan, "verify", true);
   read_plan.direct_io = capi::GetBool(plan, "direct_io", true);
+  const auto shared = plan.find("shared");
+  read_plan.neighbours = shared != plan.end() && shared->is_array();
   std::vector<TargetTensor> targets;
   for (size_t i = 0; i < tensors.size(); ++i) {
     TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(tensors[i]));
@@ -68,6 +73,15 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
     TC_ASSIGN_OR_RETURN(ReadItem item, ParseItem(plan, i, std::move(names[i]),
                                                  *checkpoint, targets.back()));
     read_plan.items.push_back(std::move(item));
+  }
+  if (read_plan.neighbours) {
+    for (const Json& item : *shared) {
+      if (!item.is_number_unsigned() ||
+          item.get<uint64_t>() >= read_plan.items.size()) {
+        return InvalidArgument("'shared' lists items of the plan");
+      }
+      read_plan.items[item.get<uint64_t>()].shared = true;
+    }
   }
   TC_ASSIGN_OR_RETURN(const ReadReport done,
                       RunReadJob(checkpoint, read_plan, targets, job));

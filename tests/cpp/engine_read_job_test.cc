@@ -153,6 +153,39 @@ TEST_F(ReadJobTest, PartialLoadReadsOnlyWhatItNeeds) {
   }
 }
 
+// Of rows of 1 MiB 128 KiB each: what lies between is not read.
+TEST_F(ReadJobTest, GapsBetweenShortRowsAreLeftOut) {
+  const Array a = MakeArray(Dtype::kU8, {2, 16, 1 << 20}, 1);  // 32 MiB
+  ASSERT_OK(SaveAll(Path("c"), {WholePiece("a", a)}).status());
+  auto checkpoint = OpenCheckpoint(Path("c"));
+  ASSERT_OK(checkpoint.status());
+  const auto read = [&](const Box& box, bool verify) {
+    std::string memory(static_cast<size_t>(box.sizes.Product()), '\0');
+    ReadPlan plan;
+    plan.verify = verify;
+    plan.items.push_back({"a", box, {}, 0});
+    Job job;
+    const auto report =
+        RunReadJob(*checkpoint, plan,
+                   {{reinterpret_cast<std::byte*>(memory.data()), box.sizes,
+                     DenseStrides(box.sizes, 1), 1}},
+                   &job);
+    EXPECT_OK(report.status());
+    EXPECT_TRUE(memory == BoxBytes(a, box));
+    return report.ok() ? report->bytes_read : 0;
+  };
+  const Box columns{{0, 3, 1000}, {2, 10, 128 << 10}};
+  EXPECT_EQ(read(columns, false), 20u * (128 << 10));
+  // Gaps that a read costs more than are filled.
+  const Box most{{0, 0, 0}, {2, 16, (1 << 20) - (32 << 10)}};
+  EXPECT_GT(read(most, false), uint64_t{31} << 20);
+  // Segments are read whole, but none that nothing is wanted of.
+  const Box every{{0, 0, 1000}, {2, 16, 1000}};
+  EXPECT_LE(read(every, false), 40000u);
+  const Box two_rows{{0, 1, 0}, {2, 1, 1 << 20}};
+  EXPECT_LE(read(two_rows, true), 4 * kSegmentBytes);
+}
+
 TEST_F(ReadJobTest, TargetsNeedNotBeContiguous) {
   const Array a = MakeArray(Dtype::kI32, {20, 30}, 1);
   ASSERT_OK(SaveAll(Path("c"), GridPieces("a", a, {2, 2})).status());
@@ -386,6 +419,49 @@ TEST_F(ReadJobTest, TheCacheMayGiveOutAnywhere) {
       EXPECT_GT(calls, 0) << mode;
     }
   }
+}
+
+// What other processes of the machine want as well goes through the page cache.
+TEST_F(ReadJobTest, WhatNeighboursWantIsReadThroughTheCache) {
+  const Array a = MakeArray(Dtype::kF32, {2048, 2048}, 1);  // 16 MiB
+  ASSERT_OK(SaveAll(Path("c"), {WholePiece("a", a)}).status());
+  auto checkpoint = OpenCheckpoint(Path("c"));
+  ASSERT_OK(checkpoint.status());
+  // Bytes that were read past the cache.
+  const auto past = [&](const Box& box, bool neighbours, bool shared) {
+    std::string memory(static_cast<size_t>(box.sizes.Product()) * 4, '\0');
+    ReadPlan plan;
+    plan.neighbours = neighbours;
+    plan.items.push_back({"a", box, {}, 0, shared});
+    std::atomic<uint64_t> direct = 0;
+    SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      const std::string op = site.op;
+      if (op == "cachestat") return {.sys_errno = ENOSYS};
+      if (op == "preadv2") return {.sys_errno = EAGAIN};
+      if (site.transfer && site.transfer->direct) {
+        direct += site.transfer->bytes;
+      }
+      return {};
+    });
+    Job job;
+    const Status status =
+        RunReadJob(*checkpoint, plan,
+                   {{reinterpret_cast<std::byte*>(memory.data()), box.sizes,
+                     DenseStrides(box.sizes, 4), 4}},
+                   &job)
+            .status();
+    SetFaultHook(nullptr);
+    EXPECT_OK(status);
+    EXPECT_TRUE(memory == BoxBytes(a, box));
+    return direct.load();
+  };
+  const Box whole = Box::Whole(a.shape);
+  const Box rows{{512, 0}, {1024, 2048}}, columns{{0, 512}, {2048, 512}};
+  if (past(whole, false, false) == 0) GTEST_SKIP() << "no direct I/O here";
+  EXPECT_EQ(past(whole, true, true), 0u);
+  EXPECT_GE(past(rows, true, false), uint64_t{8} << 20);
+  EXPECT_EQ(past(columns, true, false), 0u);
+  EXPECT_GE(past(columns, false, false), uint64_t{15} << 20);
 }
 
 TEST_F(ReadJobTest, AReadErrorNamesTheFile) {

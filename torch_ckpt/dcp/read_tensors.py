@@ -47,7 +47,6 @@ class TensorReader:
         workers: int,
         verify: bool,
         strict_dtype: bool,
-        direct_io: bool,
     ) -> None:
         """`described` is what `opened` says of itself."""
         self.opened = opened
@@ -55,7 +54,6 @@ class TensorReader:
         self.workers = workers
         self.verify = verify
         self.strict_dtype = strict_dtype
-        self.direct_io = direct_io
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         dtypes = dict(zip(self.described["names"], self.described["dtypes"], strict=True))
@@ -101,7 +99,6 @@ class TensorReader:
             "checkpoint": self.opened.id,
             "workers": self.workers,
             "verify": self.verify,
-            "direct_io": self.direct_io,
             "names": _core.names_text([request.item.storage_index.fqn for request in requests]),
             "offsets": [request.offsets for request in requests],
         }
