@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from torch_ckpt import _core, _ext
+from torch_ckpt.dcp.neighbours import ranks_of_node, wanted_by_neighbours
 from torch_ckpt.dtypes import PACKED, TORCH_DTYPES, widens
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import Job, OpenedCheckpoint
@@ -29,6 +30,7 @@ class _Request:
     offsets: list[int]  # in elements of the header
     stored: torch.dtype
     packed: int = 1  # elements of the header per element of the target, in the last dimension
+    shared: bool = False  # another rank of this node loads it too
 
     @property
     def size(self) -> int:
@@ -47,6 +49,7 @@ class TensorReader:
         workers: int,
         verify: bool,
         strict_dtype: bool,
+        direct_io: bool,
     ) -> None:
         """`described` is what `opened` says of itself."""
         self.opened = opened
@@ -54,9 +57,12 @@ class TensorReader:
         self.workers = workers
         self.verify = verify
         self.strict_dtype = strict_dtype
+        self.direct_io = direct_io
+        self.ranks = ranks_of_node()
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         dtypes = dict(zip(self.described["names"], self.described["dtypes"], strict=True))
+        leaves = getattr(planner, "state_dict", None) or {}
         direct: list[_Request] = []
         indirect: list[_Request] = []
         for item in items:
@@ -72,7 +78,9 @@ class TensorReader:
             packed = PACKED.get(name, 1) if offsets else 1
             if packed > 1:
                 offsets[-1] *= packed
-            request = _Request(item, target, offsets, TORCH_DTYPES[name], packed)
+            leaf = leaves.get(item.dest_index.fqn)
+            shared = wanted_by_neighbours(leaf, item.lengths, self.ranks)
+            request = _Request(item, target, offsets, TORCH_DTYPES[name], packed, shared)
             (direct if _in_place(request) else indirect).append(request)
         # Refuse before a byte is copied. Several boxes of one tensor are cast alike.
         casts = {(r.item.storage_index.fqn, r.target.dtype): r for r in indirect}
@@ -95,13 +103,16 @@ class TensorReader:
     def _fetch(self, requests: list[_Request], into: list[torch.Tensor]) -> None:
         if not requests:
             return
-        plan = {
+        plan: dict[str, Any] = {
             "checkpoint": self.opened.id,
             "workers": self.workers,
             "verify": self.verify,
+            "direct_io": self.direct_io,
             "names": _core.names_text([request.item.storage_index.fqn for request in requests]),
             "offsets": [request.offsets for request in requests],
         }
+        if self.ranks > 1:
+            plan["shared"] = [i for i, request in enumerate(requests) if request.shared]
         with Job() as job:
             _ext.read(into, plan, job)
 
@@ -171,7 +182,7 @@ def _parts(request: _Request) -> Iterator[_Request]:
         part = target.narrow(dim, first, min(count, target.shape[dim] - first))
         offsets = list(request.offsets)
         offsets[dim] += first * scale
-        yield from _parts(_Request(request.item, part, offsets, request.stored, request.packed))
+        yield from _parts(replace(request, target=part, offsets=offsets))
 
 
 def _waves(requests: list[_Request]) -> Iterator[list[_Request]]:
