@@ -55,6 +55,7 @@ add_executable(
   tests/cpp/format_sharding_info_test.cc
   tests/cpp/plan_byte_box_test.cc
   tests/cpp/plan_clip_test.cc
+  tests/cpp/plan_copy_run_test.cc
   tests/cpp/plan_cover_test.cc
   tests/cpp/plan_divide_test.cc
   tests/cpp/plan_layout_test.cc

@@ -8,8 +8,8 @@
 #include "engine/open_files.h"
 #include "engine/stored_box.h"
 #include "format/cast.h"
+#include "plan/copy_run.h"
 #include "plan/ranges.h"
-#include "plan/runs.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {

@@ -8,6 +8,7 @@
 #include "engine/open_files.h"
 #include "engine/read_plan.h"
 #include "plan/clip.h"
+#include "plan/copy_run.h"
 #include "runtime/arena.h"
 #include "runtime/crc32c.h"
 #include "runtime/workers.h"

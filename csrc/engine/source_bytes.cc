@@ -4,8 +4,8 @@
 
 #include "base/checked.h"
 #include "format/cast.h"
+#include "plan/copy_run.h"
 #include "plan/ranges.h"
-#include "plan/runs.h"
 
 namespace torch_ckpt {
 namespace {

@@ -49,12 +49,6 @@ Box Intersect(const Box& a, const Box& b);
 bool MakeRun(const StridedBox& src, const StridedBox& dst, int64_t unit_bytes,
              Run* out);
 
-// Executes a run between two buffers: copies from src_base + (run.src -
-// src_origin) to dst_base + (run.dst - dst_origin). Short contiguous lengths
-// (1..16 bytes) take a typed path. The caller has proved all bounds.
-void CopyRun(const Run& run, const std::byte* src_base, uint64_t src_origin,
-             std::byte* dst_base, uint64_t dst_origin);
-
 // Splits `run` so that each piece has SrcSpan() <= max_span, cutting the
 // outermost loops first and contiguous bytes last; pieces come in ascending
 // order of src for runs from MakeRun. Loops whose src stride is 0 stay whole in
