@@ -153,6 +153,12 @@ Status LocalSocket::ReadExact(char* out, size_t bytes, File* descriptor,
       std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
       *descriptor = File(fd, file_.path());
     }
+    if ((message.msg_flags & MSG_CTRUNC) != 0) {
+      return Exhausted(
+                 "out of descriptors: this process cannot take in the one that "
+                 "was sent (see ulimit -n)")
+          .WithFile(file_.path());
+    }
     out += count;
     bytes -= static_cast<size_t>(count);
   }

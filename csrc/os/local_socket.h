@@ -36,7 +36,8 @@ class LocalSocket {
   // Waits until it is on its way. kIncomplete where the peer is gone.
   Status Send(const std::string& text, const StillWanted& still_wanted,
               int descriptor = -1) const;
-  // Waits for the next message. kIncomplete where the peer is gone.
+  // Waits for the next message. kIncomplete where the peer is gone, kExhausted
+  // where this process has no room for the descriptor that came with it.
   Result<LocalMessage> Receive(const StillWanted& still_wanted) const;
   // Whether the peer has ended or closed its end, and nothing is left to read.
   bool PeerIsGone() const;

@@ -1,5 +1,6 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -71,6 +72,24 @@ TEST_F(LocalSocketTest, MessagesAndDescriptors) {
   char read_back = 0;
   EXPECT_EQ(read(second->descriptor.fd(), &read_back, 1), 1);
   EXPECT_EQ(read_back, 'x');
+}
+
+TEST_F(LocalSocketTest, ADescriptorThatFindsNoRoomIsAnError) {
+  Meet();
+  const File sent(dup(0), "sent");
+  ASSERT_TRUE(here_->Send("with a descriptor", patient_, sent.fd()).ok());
+  ASSERT_TRUE(here_->Send("without", patient_).ok());
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  // Every number up to the next free one is taken.
+  const rlimit full{static_cast<rlim_t>(File(dup(0), "next").fd()),
+                    before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &full), 0);
+  const Status status = there_->Receive(patient_).status();
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_EQ(status.kind(), ErrorKind::kExhausted);
+  EXPECT_NE(status.message().find("out of descriptors"), std::string::npos)
+      << status.ToString();
 }
 
 TEST_F(LocalSocketTest, APeerThatEnds) {
