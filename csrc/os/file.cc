@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/checked.h"
+#include "os/allocate.h"
 #include "os/call.h"
 
 namespace torch_ckpt {
@@ -164,11 +165,9 @@ Result<bool> File::Allocate(uint64_t bytes) const {
   TC_RETURN_IF_ERROR(CheckRange(0, bytes, path_));
   // Not posix_fallocate: where the file system has no such call, that one
   // writes into every block, which is the whole save's I/O once more.
-  if (SystemCall("fallocate", path_,
-                 [&] { return fallocate(fd_, 0, 0, ToOffset(bytes)); }) == 0) {
-    return true;
-  }
-  if (errno == EOPNOTSUPP || errno == ENOSYS) return false;  // NFSv3, some FUSE
+  if (internal::Allocate(fd_, 0, 0, bytes, path_) == 0) return true;
+  // NFSv3, some FUSE; or it is cut off again and again.
+  if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINTR) return false;
   return Status::Io(errno, "fallocate of " + std::to_string(bytes) + " bytes",
                     path_);
 }

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/checked.h"
+#include "os/allocate.h"
 #include "os/call.h"
 #include "os/memory.h"
 
@@ -52,16 +53,9 @@ std::byte* MapFile(int fd, uint64_t offset, size_t bytes, std::byte* at) {
   return raw == MAP_FAILED ? nullptr : static_cast<std::byte*>(raw);
 }
 
-int Fallocate(int fd, int mode, uint64_t offset, uint64_t bytes) {
-  return internal::SystemCall("fallocate", kName, [&] {
-    return fallocate(fd, mode, static_cast<off_t>(offset),
-                     static_cast<off_t>(bytes));
-  });
-}
-
 int PunchHole(int fd, uint64_t offset, uint64_t bytes) {
-  return Fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset,
-                   bytes);
+  return internal::Allocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                            offset, bytes, kName);
 }
 
 Status Refused(const char* call, int error) {
@@ -83,7 +77,7 @@ Status NoMemory(const char* call, size_t bytes, int error) {
 bool Populate(int fd, uint64_t offset, std::byte* data, size_t bytes) {
   if (internal::Advise(data, bytes, internal::kPopulateWrite) == 0) return true;
   if (errno != EINVAL && errno != ENOSYS && errno != EPERM) return false;
-  return Fallocate(fd, FALLOC_FL_KEEP_SIZE, offset, bytes) == 0;
+  return internal::Allocate(fd, FALLOC_FL_KEEP_SIZE, offset, bytes, kName) == 0;
 }
 
 std::string Descriptor(int fd) { return "descriptor " + std::to_string(fd); }

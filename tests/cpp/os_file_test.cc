@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -197,6 +198,50 @@ TEST_F(FileTest, EachFailureComesOutWithItsErrno) {
   with("statx", EIO, [&] { return ProbeDirectIo(file).status(); });
   with("close", EIO, [&] { return file.Close(); });
   EXPECT_FALSE(file.valid()) << "closed even when close failed";
+}
+
+TEST_F(FileTest, RoomIsMadeInSteps) {
+  const File file = Create();
+  int calls = 0;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    if (site.path == file.path()) ++calls;
+    return {};
+  });
+  auto done = file.Allocate(600 << 20);
+  SetFaultHook(nullptr);
+  ASSERT_TRUE(done.ok()) << done.status().ToString();
+  if (!*done) GTEST_SKIP() << "not on this file system";
+  EXPECT_EQ(calls, 3);
+  EXPECT_EQ(file.Stat()->bytes, 600u << 20);
+}
+
+// As tmpfs of older kernels does while a timer runs: any signal that could come
+// ends the call, and it is undone.
+TEST_F(FileTest, SignalsDoNotKeepRoomFromBeingMade) {
+  const File file = Create();
+  int cut_off = 0;
+  bool can_come = true;
+  SetFaultHook([&](const FaultSite&) -> FaultAction {
+    sigset_t blocked;
+    pthread_sigmask(SIG_BLOCK, nullptr, &blocked);
+    can_come = sigismember(&blocked, SIGALRM) == 0;
+    return {.sys_errno = can_come && ++cut_off < 1000 ? EINTR : 0};
+  });
+  EXPECT_TRUE(file.Allocate(1 << 20).ok());
+  EXPECT_EQ(cut_off, 0);
+  // Nor does what cannot be blocked, for ever.
+  int calls = 0;
+  SetFaultHook([&](const FaultSite&) -> FaultAction {
+    return {.sys_errno = ++calls < 1000 ? EINTR : 0};
+  });
+  const auto room = file.Allocate(1 << 20);
+  SetFaultHook(nullptr);
+  ASSERT_TRUE(room.ok()) << room.status().ToString();
+  EXPECT_FALSE(*room);
+  EXPECT_LT(calls, 1000);
+  sigset_t after;
+  pthread_sigmask(SIG_BLOCK, nullptr, &after);
+  EXPECT_EQ(sigismember(&after, SIGALRM), 0);
 }
 
 TEST_F(FileTest, UnsupportedCallsAreNoErrors) {
