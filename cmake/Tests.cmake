@@ -41,7 +41,6 @@ add_executable(
   tests/cpp/runtime_handles_test.cc
   tests/cpp/runtime_jobs_test.cc
   tests/cpp/runtime_slots_test.cc
-  tests/cpp/runtime_stream_copy_test.cc
   tests/cpp/runtime_workers_test.cc
   tests/cpp/format_cast_test.cc
   tests/cpp/format_catalog_test.cc

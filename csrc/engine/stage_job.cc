@@ -4,7 +4,7 @@
 #include <tuple>
 
 #include "plan/layout.h"
-#include "runtime/stream_copy.h"
+#include "runtime/crc32c.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
@@ -161,7 +161,7 @@ Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
                 return {};  // begun above
               }
               if (part.dense != nullptr) {
-                StreamCopy(at, {part.dense, part.size});
+                StreamCopy(at, part.dense, part.size);
               } else {
                 GatherPart(part, at);
               }

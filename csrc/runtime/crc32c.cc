@@ -10,6 +10,10 @@
 //              three cycles, its throughput one); with AVX-512 and VPCLMULQDQ
 //              folding of 256 bytes a step, which reads at memory speed
 //   arm64      the crc32c instructions on three streams
+//
+// Copies take every word once, from where it is to its target and into the
+// digest. On x86-64 it is stored past the caches, in whole lines; cores of
+// arm64 see by themselves that lines are written whole.
 #include "runtime/crc32c.h"
 
 #include <algorithm>
@@ -103,23 +107,6 @@ using Update = uint32_t (*)(uint32_t, const unsigned char*, size_t);
 using Copy = uint32_t (*)(uint32_t, unsigned char*, const unsigned char*,
                           size_t);
 
-// Copies in blocks that the first cache holds. The digest is of the copy: a
-// source that somebody changes meanwhile must not give another one.
-template <Update kUpdate>
-uint32_t CopyInBlocks(uint32_t crc, unsigned char* to, const unsigned char* p,
-                      size_t n) {
-  constexpr size_t kBlock = 8192;
-  while (n != 0) {
-    const size_t size = std::min(n, kBlock);
-    std::memcpy(to, p, size);
-    crc = kUpdate(crc, to, size);
-    to += size;
-    p += size;
-    n -= size;
-  }
-  return crc;
-}
-
 uint32_t UpdatePortable(uint32_t crc, const unsigned char* p, size_t n) {
   for (; n >= 8; p += 8, n -= 8) {
     const uint64_t v = Load64(p) ^ crc;
@@ -168,6 +155,9 @@ TC_CRC_TARGET inline uint32_t Step8(uint32_t crc, uint64_t v) {
 TC_CRC_TARGET inline uint32_t Step1(uint32_t crc, unsigned char v) {
   return _mm_crc32_u8(crc, v);
 }
+inline void Stream64(unsigned char* to, uint64_t v) {
+  _mm_stream_si64(reinterpret_cast<long long*>(to), static_cast<long long>(v));
+}
 #else
 TC_CRC_TARGET inline uint32_t Step8(uint32_t crc, uint64_t v) {
   return __crc32cd(crc, v);
@@ -175,18 +165,28 @@ TC_CRC_TARGET inline uint32_t Step8(uint32_t crc, uint64_t v) {
 TC_CRC_TARGET inline uint32_t Step1(uint32_t crc, unsigned char v) {
   return __crc32cb(crc, v);
 }
+inline void Stream64(unsigned char* to, uint64_t v) {
+  std::memcpy(to, &v, sizeof v);
+}
 #endif
 
-// Takes whole blocks of three streams off the front of [p, p + n).
-template <size_t kStream>
+// Whole blocks of three streams: [p, p + n). With kCopy they go to `to` as
+// well.
+template <size_t kStream, bool kCopy>
 TC_CRC_TARGET inline uint32_t ThreeStreams(uint32_t crc, const Shift& shift,
-                                           const unsigned char*& p, size_t& n) {
-  for (; n >= 3 * kStream; p += 3 * kStream, n -= 3 * kStream) {
+                                           unsigned char* to,
+                                           const unsigned char* p, size_t n) {
+  const auto take = [&](size_t at) {
+    const uint64_t v = Load64(p + at);
+    if constexpr (kCopy) Stream64(to + at, v);
+    return v;
+  };
+  for (size_t end = 3 * kStream; end <= n; end += 3 * kStream) {
     uint32_t second = 0, third = 0;
-    for (size_t i = 0; i < kStream; i += 8) {
-      crc = Step8(crc, Load64(p + i));
-      second = Step8(second, Load64(p + kStream + i));
-      third = Step8(third, Load64(p + 2 * kStream + i));
+    for (size_t at = end - 3 * kStream; at < end - 2 * kStream; at += 8) {
+      crc = Step8(crc, take(at));
+      second = Step8(second, take(at + kStream));
+      third = Step8(third, take(at + 2 * kStream));
     }
     crc = shift(shift(crc) ^ second) ^ third;
   }
@@ -195,11 +195,21 @@ TC_CRC_TARGET inline uint32_t ThreeStreams(uint32_t crc, const Shift& shift,
 
 TC_CRC_TARGET uint32_t UpdateInstruction(uint32_t crc, const unsigned char* p,
                                          size_t n) {
-  crc = ThreeStreams<kLong>(crc, kShiftLong, p, n);
-  crc = ThreeStreams<kShort>(crc, kShiftShort, p, n);
-  for (; n >= 8; p += 8, n -= 8) crc = Step8(crc, Load64(p));
-  for (; n != 0; ++p, --n) crc = Step1(crc, *p);
+  size_t done = n / (3 * kLong) * (3 * kLong);
+  crc = ThreeStreams<kLong, false>(crc, kShiftLong, nullptr, p, done);
+  const size_t more = (n - done) / (3 * kShort) * (3 * kShort);
+  crc = ThreeStreams<kShort, false>(crc, kShiftShort, nullptr, p + done, more);
+  done += more;
+  for (; n - done >= 8; done += 8) crc = Step8(crc, Load64(p + done));
+  for (; done < n; ++done) crc = Step1(crc, p[done]);
   return crc;
+}
+
+constexpr size_t kCopyStep = 3 * kLong;
+
+TC_CRC_TARGET uint32_t CopyInstruction(uint32_t crc, unsigned char* to,
+                                       const unsigned char* p, size_t n) {
+  return ThreeStreams<kLong, true>(crc, kShiftLong, to, p, n);
 }
 
 #endif  // TC_CRC_TARGET
@@ -286,29 +296,75 @@ uint32_t UpdateFolding(uint32_t crc, const unsigned char* p, size_t n) {
   return UpdateInstruction(crc, p + whole, n - whole);
 }
 
-uint32_t CopyFolding(uint32_t crc, unsigned char* to, const unsigned char* p,
-                     size_t n) {
-  // Smaller ones are better left in the cache.
-  constexpr size_t kWorthIt = 8192, kLine = 64;
-  if (n < kWorthIt) return CopyInBlocks<UpdateFolding>(crc, to, p, n);
-  const size_t head = (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine;
-  const size_t whole = (n - head) / kFoldStep * kFoldStep;
-  const size_t tail = n - head - whole;
-  crc = CopyInBlocks<UpdateInstruction>(crc, to, p, head);
-  crc = FoldSteps<true>(crc, to + head, p + head, whole);
-  // Streamed stores are ordered by nothing else.
-  _mm_sfence();
-  return CopyInBlocks<UpdateInstruction>(crc, to + head + whole,
-                                         p + head + whole, tail);
-}
-
 #endif  // TC_FOLD_TARGET
 
+constexpr size_t kLine = 64;  // of the caches
+
+#if defined(__x86_64__)
+// A copy alone.
+uint32_t CopyLines(uint32_t, unsigned char* to, const unsigned char* p,
+                   size_t n) {
+  for (size_t at = 0; at < n; at += kLine) {
+    const auto* from = reinterpret_cast<const __m128i*>(p + at);
+    auto* line = reinterpret_cast<__m128i*>(to + at);
+    const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
+    const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
+    _mm_stream_si128(line, a);
+    _mm_stream_si128(line + 1, b);
+    _mm_stream_si128(line + 2, c);
+    _mm_stream_si128(line + 3, d);
+  }
+  return 0;
+}
+#endif
+
+// How to digest, and how to copy and digest n bytes where `to` begins a line
+// and n is a multiple of `step`. Without `update` there is no digest.
 struct Implementation {
-  Update update;
-  Copy copy;
   const char* name;  // null: no such entry
+  Update update;
+  Copy stream;  // null: none that is better than two passes over the cache
+  size_t step;
 };
+
+#if defined(__x86_64__)
+constexpr Implementation kNoDigest = {"copy", nullptr, CopyLines, kLine};
+#else
+constexpr Implementation kNoDigest = {"copy", nullptr, nullptr, 0};
+#endif
+
+// In blocks that the first cache holds. The digest is of the copy.
+uint32_t CopyInBlocks(Update update, uint32_t crc, unsigned char* to,
+                      const unsigned char* p, size_t n) {
+  constexpr size_t kBlock = 8192;
+  for (size_t at = 0; at < n; at += kBlock) {
+    const size_t size = std::min(n - at, kBlock);
+    std::memcpy(to + at, p + at, size);
+    if (update != nullptr) crc = update(crc, to + at, size);
+  }
+  return crc;
+}
+
+uint32_t CopyBy(const Implementation& by, uint32_t crc, unsigned char* to,
+                const unsigned char* p, size_t n) {
+  // Smaller ones are better left in the cache.
+  constexpr size_t kWorthIt = 8192;
+  size_t head = n, whole = 0;
+  if (by.stream != nullptr && n >= kWorthIt) {
+    head = (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine;
+    whole = (n - head) / by.step * by.step;
+  }
+  crc = CopyInBlocks(by.update, crc, to, p, head);
+  if (whole == 0) {
+    return CopyInBlocks(by.update, crc, to + head, p + head, n - head);
+  }
+  crc = by.stream(crc, to + head, p + head, whole);
+#if defined(__x86_64__)
+  _mm_sfence();  // streamed stores are ordered by nothing else
+#endif
+  head += whole;
+  return CopyInBlocks(by.update, crc, to + head, p + head, n - head);
+}
 
 // What this CPU can run, the fastest first, the portable one last.
 using Implementations = std::array<Implementation, 3>;
@@ -321,18 +377,18 @@ Implementations Detect() {
   if (sse && __builtin_cpu_supports("pclmul") &&
       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("vpclmulqdq")) {
-    found[count++] = {UpdateFolding, CopyFolding, "vpclmulqdq"};
+    found[count++] = {"vpclmulqdq", UpdateFolding, FoldSteps<true>, kFoldStep};
   }
-  if (sse)
-    found[count++] = {UpdateInstruction, CopyInBlocks<UpdateInstruction>,
-                      "sse4.2"};
+  if (sse) {
+    found[count++] = {"sse4.2", UpdateInstruction, CopyInstruction, kCopyStep};
+  }
 #elif defined(__aarch64__)
   if ((getauxval(AT_HWCAP) & HWCAP_CRC32) != 0) {
-    found[count++] = {UpdateInstruction, CopyInBlocks<UpdateInstruction>,
-                      "armv8-crc"};
+    found[count++] = {"armv8-crc", UpdateInstruction, CopyInstruction,
+                      kCopyStep};
   }
 #endif
-  found[count] = {UpdatePortable, CopyInBlocks<UpdatePortable>, "portable"};
+  found[count] = {"portable", UpdatePortable, nullptr, 0};
   return found;
 }
 
@@ -349,12 +405,13 @@ uint32_t Crc32c(uint32_t crc, const void* data, size_t bytes) {
 }
 
 uint32_t Crc32cCopy(uint32_t crc, void* to, const void* from, size_t bytes) {
-  return ~Detected()[0].copy(~crc, static_cast<unsigned char*>(to),
-                             static_cast<const unsigned char*>(from), bytes);
+  return ~CopyBy(Detected()[0], ~crc, static_cast<unsigned char*>(to),
+                 static_cast<const unsigned char*>(from), bytes);
 }
 
-uint32_t Crc32cPortable(uint32_t crc, const void* data, size_t bytes) {
-  return ~UpdatePortable(~crc, static_cast<const unsigned char*>(data), bytes);
+void StreamCopy(void* to, const void* from, size_t bytes) {
+  (void)CopyBy(kNoDigest, 0, static_cast<unsigned char*>(to),
+               static_cast<const unsigned char*>(from), bytes);
 }
 
 uint32_t Crc32cCombine(uint32_t a, uint32_t b, uint64_t b_bytes) {
@@ -378,8 +435,8 @@ std::optional<uint32_t> Crc32cCopyBy(std::string_view implementation,
                                      size_t bytes) {
   for (const Implementation& one : Detected()) {
     if (one.name == nullptr || implementation != one.name) continue;
-    return ~one.copy(~crc, static_cast<unsigned char*>(to),
-                     static_cast<const unsigned char*>(from), bytes);
+    return ~CopyBy(one, ~crc, static_cast<unsigned char*>(to),
+                   static_cast<const unsigned char*>(from), bytes);
   }
   return std::nullopt;
 }

@@ -17,13 +17,16 @@ uint32_t Crc32c(uint32_t crc, const void* data, size_t bytes);
 // The CRC of A||B from those of A and B; B is `b_bytes` long.
 uint32_t Crc32cCombine(uint32_t a, uint32_t b, uint64_t b_bytes);
 
-// Copies the bytes of `from` to `to` and digests what it has copied: one pass
-// over memory where copying and then digesting are two. Where the CPU can,
-// large copies go past its cache. The ranges must not overlap.
+// Copies the bytes of `from` to `to` and digests what it has copied, whatever
+// becomes of `from` meanwhile: one pass over memory where copying and then
+// digesting are two. Where the CPU can, large copies go past its caches: they
+// spare the memory the reading of what is overwritten, and the trainer its
+// cache. Visible to other threads when it returns. The ranges must not overlap.
 uint32_t Crc32cCopy(uint32_t crc, void* to, const void* from, size_t bytes);
+// The same without a digest.
+void StreamCopy(void* to, const void* from, size_t bytes);
 
-// For tests: the table fallback, and the name of what Crc32c uses.
-uint32_t Crc32cPortable(uint32_t crc, const void* data, size_t bytes);
+// The name of what Crc32c uses.
 const char* Crc32cImplementation();
 // For tests: by the named implementation ("portable", "sse4.2", "vpclmulqdq",
 // "armv8-crc"); nullopt where this CPU or build does not have it.

@@ -1,11 +1,16 @@
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #if defined(__aarch64__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
 
 #include <algorithm>
+#include <csignal>
 #include <cstdint>
+#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
@@ -34,6 +39,10 @@ uint32_t Bitwise(const unsigned char* p, size_t n) {
   return ~crc;
 }
 
+uint32_t Portable(uint32_t crc, const void* data, size_t n) {
+  return *Crc32cBy("portable", crc, data, n);
+}
+
 TEST(Crc32c, KnownValues) {
   // The check value, and the vectors of RFC 3720, B.4.
   EXPECT_EQ(Crc32c(0, "123456789", 9), 0xe3069283u);
@@ -47,13 +56,13 @@ TEST(Crc32c, KnownValues) {
     down[i] = static_cast<char>(31 - i);
   }
   EXPECT_EQ(Crc32c(0, up.data(), 32), 0x46dd794eu);
-  EXPECT_EQ(Crc32cPortable(0, down.data(), 32), 0x113fdb5cu);
+  EXPECT_EQ(Portable(0, down.data(), 32), 0x113fdb5cu);
 }
 
 TEST(Crc32c, PortableAgreesWithTheDefinition) {
   const auto data = RandomBytes(300, 1);
   for (size_t n = 0; n <= data.size(); ++n) {
-    ASSERT_EQ(Crc32cPortable(0, data.data(), n), Bitwise(data.data(), n)) << n;
+    ASSERT_EQ(Portable(0, data.data(), n), Bitwise(data.data(), n)) << n;
   }
 }
 
@@ -74,7 +83,7 @@ TEST_P(Crc32cBySuite, EveryLengthAgreesWithPortable) {
   const auto data = RandomBytes(4096 + 64, 2);
   for (size_t n = 0; n <= 4096; ++n) {
     const unsigned char* p = data.data() + n % 64;
-    ASSERT_EQ(Run(0, p, n), Crc32cPortable(0, p, n)) << n;
+    ASSERT_EQ(Run(0, p, n), Portable(0, p, n)) << n;
   }
 }
 
@@ -86,7 +95,7 @@ TEST_P(Crc32cBySuite, EveryAlignmentAgreesWithPortable) {
     for (const size_t n : kLengths) {
       const uint32_t start = static_cast<uint32_t>(at * 2654435761u);
       ASSERT_EQ(Run(start, data.data() + at, n),
-                Crc32cPortable(start, data.data() + at, n))
+                Portable(start, data.data() + at, n))
           << at << " " << n;
     }
   }
@@ -94,9 +103,9 @@ TEST_P(Crc32cBySuite, EveryAlignmentAgreesWithPortable) {
 
 TEST_P(Crc32cBySuite, CopiesOfEveryAlignmentAgreeAndTouchNothingElse) {
   constexpr size_t kRoom = 64;  // around the copy
-  constexpr size_t kLengths[] = {0,    1,    63,    64,   255,  256,
-                                 511,  512,  8191,  8192, 8193, 8447,
-                                 8448, 8511, 16384, 69900};
+  constexpr size_t kLengths[] = {0,     1,     63,    64,    255,  256,  511,
+                                 512,   8191,  8192,  8193,  8447, 8448, 8511,
+                                 12288, 12351, 12352, 16384, 69900};
   const auto data = RandomBytes(70000, 5);
   for (size_t at = 0; at < 64; ++at) {
     for (const size_t n : kLengths) {
@@ -115,6 +124,28 @@ TEST_P(Crc32cBySuite, CopiesOfEveryAlignmentAgreeAndTouchNothingElse) {
   }
 }
 
+// Somebody changes the source meanwhile, as a trainer may, in a process of its
+// own here: what is digested is what was copied.
+TEST_P(Crc32cBySuite, TheDigestIsOfTheCopy) {
+  constexpr size_t kBytes = 256 << 10;
+  auto* const from =
+      static_cast<unsigned char*>(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE,
+                                       MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  ASSERT_NE(from, MAP_FAILED);
+  const pid_t child = fork();
+  if (child == 0) {
+    for (unsigned char value = 0;; ++value) std::memset(from, value, kBytes);
+  }
+  std::vector<unsigned char> to(kBytes);
+  for (int i = 0; i < 300 && !HasFailure(); ++i) {
+    const auto crc = Crc32cCopyBy(GetParam(), 0, to.data(), from, kBytes);
+    EXPECT_EQ(*crc, Run(0, to.data(), kBytes)) << i;
+  }
+  kill(child, SIGKILL);
+  EXPECT_EQ(waitpid(child, nullptr, 0), child);
+  munmap(from, kBytes);
+}
+
 INSTANTIATE_TEST_SUITE_P(All, Crc32cBySuite,
                          ::testing::Values("sse4.2", "vpclmulqdq", "armv8-crc",
                                            "portable"),
@@ -125,6 +156,22 @@ INSTANTIATE_TEST_SUITE_P(All, Crc32cBySuite,
                            });
                            return text;
                          });
+
+TEST(StreamCopy, EverySizeAndAlignment) {
+  const auto from = RandomBytes(300'000, 7);
+  // On both sides of the size from which on stores are streamed.
+  for (const size_t size : {0, 1, 63, 4096, 8191, 8192, 8255, 65537, 200'003}) {
+    for (const size_t source : {0, 1, 8, 63}) {
+      for (const size_t target : {0, 1, 8, 63}) {
+        std::vector<unsigned char> to(size + 200, '!'), expected = to;
+        std::copy_n(from.data() + source, size, expected.data() + target);
+        StreamCopy(to.data() + target, from.data() + source, size);
+        ASSERT_TRUE(to == expected) << size << " " << source << " " << target;
+      }
+    }
+  }
+  StreamCopy(nullptr, nullptr, 0);
+}
 
 TEST(Crc32c, GoesOnWhereItStopped) {
   const auto data = RandomBytes(20000, 4);
