@@ -34,10 +34,12 @@ add_executable(
   tests/cpp/os_local_socket_test.cc
   tests/cpp/os_lock_test.cc
   tests/cpp/os_shared_memory_test.cc
+  tests/cpp/runtime_adopted_test.cc
   tests/cpp/runtime_arena_test.cc
   tests/cpp/runtime_crc32c_test.cc
   tests/cpp/runtime_cuda_copy_test.cc
   tests/cpp/runtime_cuda_driver_test.cc
+  tests/cpp/runtime_fresh_memory_test.cc
   tests/cpp/runtime_handles_test.cc
   tests/cpp/runtime_jobs_test.cc
   tests/cpp/runtime_slots_test.cc

@@ -1,5 +1,6 @@
 #include "capi/requests.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <limits>
 #include <map>
@@ -7,9 +8,11 @@
 
 #include "engine/checkpoint.h"
 #include "engine/merge_parts.h"
+#include "engine/stage_job.h"
 #include "format/names.h"
 #include "os/directory.h"
 #include "plan/mesh.h"
+#include "runtime/adopted.h"
 #include "runtime/arena.h"
 #include "runtime/crc32c.h"
 
@@ -114,16 +117,19 @@ Result<Json> ArenaRequest(const Json& request) {
   Arena& arena =
       GetBool(request, "staging", false) ? Arena::Staging() : Arena::Process();
   if (budget >= 0) arena.SetBudget(static_cast<uint64_t>(budget));
-  if (GetBool(request, "trim", false)) arena.Trim();
+  if (GetBool(request, "trim", false)) {
+    arena.Trim();
+    AdoptedMemory::Process().Trim();
+  }
   TC_ASSIGN_OR_RETURN(const int64_t prepare, GetInt(request, "prepare", 0));
   if (prepare > 0) {
-    // Leased and given back: idle memory for whoever comes.
+    StageOptions options;
+    if (GetBool(request, "shared", false)) options.kind = MemoryKind::kShared;
+    TC_ASSIGN_OR_RETURN(const int64_t workers,
+                        GetInt(request, "workers", options.workers));
+    options.workers = static_cast<int>(std::clamp<int64_t>(workers, 1, 256));
     TC_RETURN_IF_ERROR(
-        arena
-            .Lease(static_cast<size_t>(prepare), std::chrono::milliseconds(0),
-                   GetBool(request, "shared", false) ? MemoryKind::kShared
-                                                     : MemoryKind::kPrivate)
-            .status());
+        PrepareRegion(static_cast<uint64_t>(prepare), options, &arena));
   }
   const ArenaStats stats = arena.Stats();
   return Json{{"budget", stats.budget},
@@ -145,12 +151,12 @@ Result<Json> AdoptRequest(const Json& request) {
       bytes <= 0) {
     return InvalidArgument("that is no region of another process");
   }
-  TC_ASSIGN_OR_RETURN(ArenaLease lease,
-                      Arena::Staging().Adopt(static_cast<int>(fd),
-                                             static_cast<uint64_t>(offset),
-                                             static_cast<size_t>(bytes)));
-  const auto address = reinterpret_cast<uintptr_t>(lease.data());
-  job->Hold(std::make_shared<ArenaLease>(std::move(lease)));
+  TC_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> memory,
+                      AdoptedMemory::Process().Adopt(
+                          static_cast<int>(fd), static_cast<uint64_t>(offset),
+                          static_cast<size_t>(bytes)));
+  const auto address = reinterpret_cast<uintptr_t>(memory.get());
+  job->Hold(std::move(memory));
   return Json{{"address", address}};
 }
 

@@ -1,18 +1,12 @@
 #include "engine/input_digests.h"
 
 #include <algorithm>
-#include <chrono>
 
 #include "base/checked.h"
 #include "runtime/arena.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {
-namespace {
-
-constexpr std::chrono::minutes kPatience{10};
-
-}  // namespace
 
 void InputDigests::Add(int worker, uint32_t file, uint64_t offset,
                        const std::byte* data, uint64_t size) {
@@ -79,8 +73,7 @@ Status InputDigests::Check(const Checkpoint& checkpoint, OpenFiles* files,
       if (job->cancelled()) return Cancelled("the job was cancelled");
       if (!scratch) {
         TC_ASSIGN_OR_RETURN(
-            scratch, Arena::Process().Lease(kSegmentBytes + ByteSource::kSlack,
-                                            kPatience));
+            scratch, LeaseBuffer(kSegmentBytes + ByteSource::kSlack, job));
       }
       TC_ASSIGN_OR_RETURN(const auto source, files->Get(file));
       TC_ASSIGN_OR_RETURN(const std::byte* bytes,

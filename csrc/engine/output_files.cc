@@ -1,7 +1,6 @@
 #include "engine/output_files.h"
 
 #include <algorithm>
-#include <chrono>
 #include <mutex>
 
 #include "base/checked.h"
@@ -11,8 +10,6 @@
 
 namespace torch_ckpt {
 namespace {
-
-constexpr std::chrono::minutes kPatience{10};
 
 struct Output {
   std::mutex opening;
@@ -213,10 +210,11 @@ Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
             // other could wait for ever.
             TC_ASSIGN_OR_RETURN(
                 const ArenaLease buffer,
-                Arena::Process().Lease(kPieceBytes + options.scratch_bytes,
-                                       kPatience));
+                LeaseBuffer(kPieceBytes + options.scratch_bytes, job));
             // Speed only: a system may forbid or limit locked memory.
-            if (options.page_locker) (void)buffer.PageLock(options.page_locker);
+            if (options.page_locker) {
+              (void)buffer.PageLock(options.page_locker, 0, buffer.size());
+            }
             TC_RETURN_IF_ERROR(
                 WritePiece(spec, output->sink.get(), item.begin, buffer.span(),
                            bytes, item.file, buffer.span().subspan(kPieceBytes),

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 
 #include "base/checked.h"
 #include "engine/open_files.h"
@@ -16,7 +15,6 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr std::chrono::minutes kPatience{10};
 // Needed ranges closer than this are read as one. With digests, which need
 // whole segments, those that leave none out between them.
 constexpr uint64_t kMergeGap = uint64_t{64} << 10;
@@ -253,7 +251,7 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
         const ReadCell& cell = cells[static_cast<size_t>(i)];
         // For one cell at a time: more workers than the budget holds just wait.
         TC_ASSIGN_OR_RETURN(const ArenaLease lease,
-                            Arena::Process().Lease(kScratchBytes, kPatience));
+                            LeaseBuffer(kScratchBytes, job));
         TC_ASSIGN_OR_RETURN(const auto file, files.Get(cell.file));
         const ManifestFile& listed = checkpoint->files()[cell.file];
         CellReader reader(*file, digests(listed) ? &listed : nullptr,

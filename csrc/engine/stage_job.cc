@@ -5,13 +5,11 @@
 
 #include "plan/layout.h"
 #include "runtime/crc32c.h"
+#include "runtime/fresh_memory.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
 namespace {
-
-// What one worker copies at a time.
-constexpr uint64_t kChunkBytes = uint64_t{4} << 20;
 
 // For every source the one that it is a part of, itself for most, and where in
 // that one's bytes it begins.
@@ -78,6 +76,100 @@ std::vector<Container> FindContainers(
   return containers;
 }
 
+// Copies a region's bytes from where the tensors are, by several workers.
+class StageCopies {
+ public:
+  // All must outlive this. `bytes` are of `sources`.
+  StageCopies(const std::vector<std::string>& names,
+              const std::vector<SourceTensor>& sources,
+              const SourceBytes& bytes, const DeviceMap& devices, int workers,
+              const ArenaLease& lease, Job* job)
+      : names_(names),
+        sources_(sources),
+        bytes_(bytes),
+        devices_(devices),
+        workers_(std::max(1, workers)),
+        lease_(lease),
+        job_(job),
+        memory_(&lease, devices.empty() ? nullptr : devices.begin()->second),
+        copies_(workers_) {}
+
+  // Nothing is copied any more when it returns.
+  Status Run() {
+    const auto chunks =
+        static_cast<int64_t>((bytes_.size() + kFillBytes - 1) / kFillBytes);
+    Status first = ForEachItem(
+        workers_, chunks, job_,
+        [&](int64_t chunk, int worker) { return Fill(chunk, worker); });
+    for (int worker = 0; worker < workers_; ++worker) {
+      Status status = copies_.Wait(worker);
+      if (first.ok()) first = std::move(status);
+    }
+    return first;
+  }
+
+ private:
+  Status Fill(int64_t chunk, int worker) {
+    TC_RETURN_IF_ERROR(memory_.Take(chunk));
+    const uint64_t begin = static_cast<uint64_t>(chunk) * kFillBytes;
+    const uint64_t size = std::min<uint64_t>(kFillBytes, bytes_.size() - begin);
+    // Devices copy beside this worker.
+    uint64_t begun = 0;
+    TC_RETURN_IF_ERROR(EachPart(begin, size, true, [&](auto& part, auto* to) {
+      copies_.Add(worker, devices_.at(part.source->device),
+                  part.source->data + part.begin, {to, part.size});
+      begun += part.size;
+    }));
+    const std::byte* failed = nullptr;
+    Status status = copies_.Begin(worker, &failed);
+    if (!status.ok()) {
+      const SourceTensor* of = nullptr;
+      TC_RETURN_IF_ERROR(EachPart(begin, size, true, [&](auto& part, auto*) {
+        const std::byte* const at = part.source->data + part.begin;
+        if (at <= failed && failed < at + part.size) of = part.source;
+      }));
+      if (of == nullptr) return status;
+      return std::move(status).WithTensor(
+          names_[static_cast<size_t>(of - sources_.data())]);
+    }
+    job_->AddDone(begun);
+    return EachPart(begin, size, false, [&](auto& part, auto* to) {
+      if (part.dense != nullptr) {
+        StreamCopy(to, part.dense, part.size);
+      } else {
+        GatherPart(part, to);
+      }
+      job_->AddDone(part.size);
+    });
+  }
+
+  // Calls fn(part, to) for the parts of a range that are on a device, or not.
+  template <class Fn>
+  Status EachPart(uint64_t begin, uint64_t size, bool on_device,
+                  const Fn& fn) const {
+    if (on_device && devices_.empty()) return {};
+    std::byte* to = lease_.data() + begin;
+    return bytes_.ForEachPart(
+        begin, size, [&](const SourcePart& part) -> Status {
+          std::byte* const at = to;
+          to += part.size;
+          const bool is = part.source != nullptr && part.source->device >= 0;
+          if (is == on_device) fn(part, at);
+          return {};
+        });
+  }
+
+  const std::vector<std::string>& names_;
+  const std::vector<SourceTensor>& sources_;
+  const SourceBytes& bytes_;
+  const DeviceMap& devices_;
+  const int workers_;
+  const ArenaLease& lease_;
+  Job* const job_;
+  FreshMemory memory_;
+  CudaCopies copies_;
+};
+
 }  // namespace
 
 Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
@@ -112,65 +204,28 @@ Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
   }
   region.bytes = bytes.size();
   job->AddTotal(bytes.size());
-  TC_ASSIGN_OR_RETURN(
-      region.lease, arena->Lease(bytes.size(), options.patience, options.kind));
-  std::byte* const base = region.lease.data();
-
-  // Devices copy beside the workers below.
-  CudaCopies copies(1);
-  struct Waiter {  // the region must not go back while a device writes into it
-    CudaCopies* copies;
-    ~Waiter() { (void)copies->Wait(0); }
-  } waiter{&copies};
-  if (!devices.empty()) {
-    // Speed only: a system may forbid or limit locked memory.
-    (void)region.lease.PageLock(devices.begin()->second);
-    uint64_t begun = 0;
-    for (const uint32_t i : order) {
-      const SourceTensor& source = sources[i];
-      if (source.device < 0 || source.bytes() == 0) continue;
-      copies.Add(0, devices.at(source.device), source.data,
-                 {base + region.offsets[i], source.bytes()});
-      begun += source.bytes();
-    }
-    const std::byte* failed = nullptr;
-    Status status = copies.Begin(0, &failed);
-    if (!status.ok()) {
-      const auto at = std::find_if(order.begin(), order.end(), [&](uint32_t i) {
-        const SourceTensor& source = sources[i];
-        return source.device >= 0 && source.data <= failed &&
-               failed < source.data + source.bytes();
-      });
-      return at == order.end() ? status
-                               : std::move(status).WithTensor(names[*at]);
-    }
-    job->AddDone(begun);
-  }
-  const auto chunks =
-      static_cast<int64_t>((bytes.size() + kChunkBytes - 1) / kChunkBytes);
-  TC_RETURN_IF_ERROR(ForEachItem(
-      options.workers, chunks, job, [&](int64_t chunk, int) -> Status {
-        const uint64_t begin = static_cast<uint64_t>(chunk) * kChunkBytes;
-        std::byte* to = base + begin;
-        return bytes.ForEachPart(
-            begin, std::min(kChunkBytes, bytes.size() - begin),
-            [&](const SourcePart& part) -> Status {
-              std::byte* const at = to;
-              to += part.size;
-              if (part.source != nullptr && part.source->device >= 0) {
-                return {};  // begun above
-              }
-              if (part.dense != nullptr) {
-                StreamCopy(at, part.dense, part.size);
-              } else {
-                GatherPart(part, at);
-              }
-              job->AddDone(part.size);
-              return {};
-            });
-      }));
-  TC_RETURN_IF_ERROR(copies.Wait(0));
+  TC_ASSIGN_OR_RETURN(region.lease,
+                      arena->Lease(bytes.size(), {.patience = options.patience,
+                                                  .kind = options.kind,
+                                                  .job = job,
+                                                  .present = false}));
+  StageCopies copies(names, sources, bytes, devices, options.workers,
+                     region.lease, job);
+  TC_RETURN_IF_ERROR(copies.Run());
   return region;
+}
+
+Status PrepareRegion(uint64_t bytes, const StageOptions& options,
+                     Arena* arena) {
+  TC_ASSIGN_OR_RETURN(const ArenaLease lease,
+                      arena->Lease(bytes, {.patience = options.patience,
+                                           .kind = options.kind,
+                                           .present = false}));
+  FreshMemory memory(&lease, nullptr);
+  return ForEachItem(
+      options.workers,
+      static_cast<int64_t>((lease.size() + kFillBytes - 1) / kFillBytes),
+      nullptr, [&](int64_t chunk, int) { return memory.Take(chunk); });
 }
 
 }  // namespace torch_ckpt

@@ -37,10 +37,18 @@ struct StagedRegion {
 // arena's budget does not allow it, and nothing has been copied then.
 // Cancellation and progress through `job`.
 //
+// Memory that the region has of the system for the first time is taken, and
+// page-locked for devices, by the workers, each for what it is about to fill.
+//
 // REQUIRES: as many names as sources.
 Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
                                  const std::vector<SourceTensor>& sources,
                                  const StageOptions& options, Arena* arena,
                                  Job* job);
+
+// Has the system give memory for a state of so many bytes, by `workers`, and
+// leaves it idle in the arena for the state that is staged next. Errors as
+// Arena::Lease.
+Status PrepareRegion(uint64_t bytes, const StageOptions& options, Arena* arena);
 
 }  // namespace torch_ckpt

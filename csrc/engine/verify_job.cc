@@ -1,7 +1,6 @@
 #include "engine/verify_job.h"
 
 #include <algorithm>
-#include <chrono>
 #include <vector>
 
 #include "engine/open_files.h"
@@ -12,7 +11,6 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr std::chrono::minutes kPatience{10};
 constexpr uint64_t kStep = uint64_t{8} << 20;
 
 }  // namespace
@@ -45,9 +43,8 @@ Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
       [&](int64_t i, int) -> Status {
         const auto [f, begin] = items[static_cast<size_t>(i)];
         const ManifestFile& file = listed[f];
-        TC_ASSIGN_OR_RETURN(
-            const ArenaLease lease,
-            Arena::Process().Lease(kStep + ByteSource::kSlack, kPatience));
+        TC_ASSIGN_OR_RETURN(const ArenaLease lease,
+                            LeaseBuffer(kStep + ByteSource::kSlack, job));
         TC_ASSIGN_OR_RETURN(const auto source, files.Get(f));
         const uint64_t end = std::min(begin + kStep, file.bytes);
         const Result<const std::byte*> read =

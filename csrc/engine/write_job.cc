@@ -8,6 +8,7 @@
 #include "engine/header_io.h"
 #include "format/names.h"
 #include "plan/layout.h"
+#include "runtime/adopted.h"
 #include "runtime/arena.h"
 #include "runtime/cuda_copy.h"
 
@@ -111,7 +112,8 @@ std::vector<ByteSpan> StagedPlaces(const SourceBytes& file, uint64_t offset,
   const auto fits = [](const ByteSpan& place) {
     return reinterpret_cast<uintptr_t>(place.data()) % kDataAlignment == 0 &&
            place.size() % kDataAlignment == 0 &&
-           Arena::Staging().IsLeased(place);
+           (Arena::Staging().IsLeased(place) ||
+            AdoptedMemory::Process().Holds(place));
   };
   if (!usable || places.size() > kMaxStretches ||
       !std::all_of(places.begin(), places.end(), fits)) {

@@ -13,26 +13,13 @@
 namespace torch_ckpt {
 
 int internal::Advise(std::byte* data, size_t bytes, int advice) {
-  return internal::SystemCall("madvise", {},
+  return internal::SystemCall("madvise", std::to_string(advice),
                               [&] { return madvise(data, bytes, advice); });
 }
 
 namespace {
 
 using internal::Advise;
-
-// Makes every page present now, when a thread that is not the trainer's waits,
-// and not one by one in the middle of a copy.
-bool Populate(std::byte* data, size_t bytes) {
-  if (Advise(data, bytes, internal::kPopulateWrite) == 0) return true;
-  if (errno != EINVAL && errno != ENOSYS && errno != EPERM) return false;
-  // A kernel without the call.
-  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  for (size_t at = 0; at < bytes; at += page) {
-    *const_cast<volatile std::byte*>(data + at) = std::byte{0};
-  }
-  return true;
-}
 
 Status NoMemory(const char* call, size_t bytes, int error) {
   const std::string what =
@@ -63,7 +50,7 @@ Result<std::byte*> MapMemory(size_t bytes, size_t alignment) {
   (void)Advise(data, bytes, MADV_HUGEPAGE);
   // A child that only wants to exec must not copy page tables of gigabytes,
   // and device DMA must not meet copy-on-write pages.
-  if (Advise(data, bytes, MADV_DONTFORK) != 0 || !Populate(data, bytes)) {
+  if (Advise(data, bytes, MADV_DONTFORK) != 0) {
     const int error = errno;
     UnmapMemory(data, bytes);
     return NoMemory("madvise", bytes, error);
@@ -71,9 +58,26 @@ Result<std::byte*> MapMemory(size_t bytes, size_t alignment) {
   return data;
 }
 
-void UnmapMemory(std::byte* data, size_t bytes) {
-  // Fails only for a range that is not page-aligned, which none is.
-  (void)internal::SystemCall("munmap", {}, [&] { return munmap(data, bytes); });
+bool UnmapMemory(std::byte* data, size_t bytes) {
+  return internal::SystemCall("munmap", {},
+                              [&] { return munmap(data, bytes); }) == 0;
+}
+
+Status MakePresent(std::byte* data, size_t bytes) {
+  if (Advise(data, bytes, internal::kPopulateWrite) == 0) return {};
+  if (errno != EINVAL && errno != ENOSYS && errno != EPERM) {
+    return NoMemory("madvise", bytes, errno);
+  }
+  // A kernel without the call.
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  for (size_t at = 0; at < bytes; at += page) {
+    *const_cast<volatile std::byte*>(data + at) = std::byte{0};
+  }
+  return {};
+}
+
+void PreferSmallPages(std::byte* data, size_t bytes) {
+  (void)Advise(data, bytes, MADV_NOHUGEPAGE);
 }
 
 }  // namespace torch_ckpt

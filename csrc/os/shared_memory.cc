@@ -72,14 +72,6 @@ Status NoMemory(const char* call, size_t bytes, int error) {
           .message());
 }
 
-// As MapMemory's, but never by touching pages: where there is no memory for
-// one of a file, that is SIGBUS.
-bool Populate(int fd, uint64_t offset, std::byte* data, size_t bytes) {
-  if (internal::Advise(data, bytes, internal::kPopulateWrite) == 0) return true;
-  if (errno != EINVAL && errno != ENOSYS && errno != EPERM) return false;
-  return internal::Allocate(fd, FALLOC_FL_KEEP_SIZE, offset, bytes, kName) == 0;
-}
-
 std::string Descriptor(int fd) { return "descriptor " + std::to_string(fd); }
 
 }  // namespace
@@ -123,7 +115,7 @@ Result<std::unique_ptr<SharedMemory>> SharedMemory::Create(size_t alignment) {
 SharedMemory::SharedMemory(File file, std::byte* base, size_t size)
     : file_(std::move(file)), base_(base), size_(size), gaps_{{base, size}} {}
 
-SharedMemory::~SharedMemory() { UnmapMemory(base_, size_); }
+SharedMemory::~SharedMemory() { (void)UnmapMemory(base_, size_); }
 
 Result<std::byte*> SharedMemory::Map(size_t bytes) {
   std::byte* data = nullptr;
@@ -145,24 +137,41 @@ Result<std::byte*> SharedMemory::Map(size_t bytes) {
   const uint64_t offset = OffsetOf(data);
   if (MapFile(fd(), offset, bytes, data) == nullptr) {
     const int error = errno;
-    Unmap(data, bytes);
+    AddGap(data, bytes);
     return NoMemory("mmap", bytes, error);
   }
   // Speed only: kernels without huge pages for such files say EINVAL.
   (void)internal::Advise(data, bytes, MADV_HUGEPAGE);
-  if (internal::Advise(data, bytes, MADV_DONTFORK) != 0 ||
-      !Populate(fd(), offset, data, bytes)) {
+  if (internal::Advise(data, bytes, MADV_DONTFORK) != 0) {
     const int error = errno;
-    Unmap(data, bytes);
+    AddGap(data, bytes);
     return NoMemory("madvise", bytes, error);
   }
   return data;
 }
 
-void SharedMemory::Unmap(std::byte* data, size_t bytes) {
-  // Both best effort. Pages that stay are those of the next piece that is
-  // mapped here, and so is a mapping: it is replaced then.
-  (void)PunchHole(fd(), OffsetOf(data), bytes);
+Status SharedMemory::MakePresent(std::byte* data, size_t bytes) {
+  if (internal::Advise(data, bytes, internal::kPopulateWrite) == 0) return {};
+  if (errno != EINVAL && errno != ENOSYS && errno != EPERM) {
+    return NoMemory("madvise", bytes, errno);
+  }
+  // A kernel without the call. Never by touching pages: where there is no
+  // memory for one of a file, that is SIGBUS.
+  if (internal::Allocate(fd(), FALLOC_FL_KEEP_SIZE, OffsetOf(data), bytes,
+                         kName) == 0) {
+    return {};
+  }
+  return NoMemory("fallocate", bytes, errno);
+}
+
+bool SharedMemory::Unmap(std::byte* data, size_t bytes) {
+  if (PunchHole(fd(), OffsetOf(data), bytes) != 0) return false;
+  AddGap(data, bytes);
+  return true;
+}
+
+void SharedMemory::AddGap(std::byte* data, size_t bytes) {
+  // Best effort: a mapping that stays is replaced by the next one here.
   (void)Reserve(data, bytes);
   std::lock_guard<std::mutex> lock(mutex_);
   try {

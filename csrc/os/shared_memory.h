@@ -27,14 +27,19 @@ class SharedMemory {
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  // `bytes` with contents undefined, every page present, on huge pages where
-  // the kernel has them for such files, kept out of forked children.
-  // kExhausted when the system gives no memory, or no gap of the range is large
-  // enough. REQUIRES: a multiple of the alignment, not 0.
+  // `bytes` with contents undefined, none of its pages present yet, kept out of
+  // forked children. Huge pages are asked for. kExhausted when the system maps
+  // no more, or no gap of the range is large enough. REQUIRES: a multiple of
+  // the alignment, not 0.
   Result<std::byte*> Map(size_t bytes);
+  // Makes any pages that Map has given present. kExhausted when the system
+  // gives no memory; some are present then. Before anybody writes to them:
+  // where there is no memory for a page of a file, the writer is killed.
+  Status MakePresent(std::byte* data, size_t bytes);
   // Gives back any pages that Map has given, those of other processes that map
-  // them too: these read zeros from now on.
-  void Unmap(std::byte* data, size_t bytes);
+  // them too: these read zeros from now on. False where the system does not
+  // take them; they are still there then.
+  bool Unmap(std::byte* data, size_t bytes);
 
   int fd() const { return file_.fd(); }
   uint64_t OffsetOf(const std::byte* data) const {
@@ -43,6 +48,7 @@ class SharedMemory {
 
  private:
   SharedMemory(File file, std::byte* base, size_t size);
+  void AddGap(std::byte* data, size_t bytes);
 
   const File file_;
   std::byte* const base_;

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,9 +24,8 @@ namespace torch_ckpt {
 namespace {
 
 constexpr size_t kHugePage = kArenaPage;
-// Pieces of other processes that stay mapped when nobody uses them: those of
-// saves that overlap.
-constexpr size_t kIdleAdopted = 4;
+// A waiter looks so often whether its job goes on.
+constexpr std::chrono::milliseconds kLook{50};
 // More than there is, and still a number that can be rounded up.
 constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max() - kHugePage;
 
@@ -42,16 +42,11 @@ struct Arena::Impl {
   std::array<Stretches, 2> idle;           // of kPrivate and of kShared
   std::unique_ptr<SharedMemory> shared;    // made for the first who asks
   std::map<const std::byte*, size_t> out;  // what is leased
-  struct Adopted {
-    SharedPiece piece;
-    std::byte* data;
-    int leases;
-  };
-  std::vector<Adopted> adopted;  // leased and idle; what came back last is last
   IdleMemory policy = IdleMemory::kKept;
   // By page, since a page belongs to one lease or to none: memory can then be
   // unmapped, hence unlocked, without touching what others copy into.
   std::map<std::byte*, PageLocker*> locked;
+  std::set<std::byte*> absent;  // pages that the system has not given yet
   uint64_t budget = 0, mapped = 0, leased = 0, peak_mapped = 0;
 
   uint64_t mapping = 0;  // counted in mapped, but not there yet
@@ -83,23 +78,64 @@ struct Arena::Impl {
     return data;
   }
 
+  // New memory, no page of it present. REQUIRES: the mutex is not held.
+  Result<std::byte*> Map(MemoryKind kind, size_t size) const {
+    return kind == MemoryKind::kShared ? shared->Map(size)
+                                       : MapMemory(size, kHugePage);
+  }
+
+  // REQUIRES: the mutex is not held.
+  Status MakePresent(MemoryKind kind, std::byte* data, size_t size) const {
+    return kind == MemoryKind::kShared ? shared->MakePresent(data, size)
+                                       : torch_ckpt::MakePresent(data, size);
+  }
+
+  // New memory, all of it present or all noted as absent. It is counted before
+  // it is there, so that others may go on while `lock` is open.
+  Result<std::byte*> MapFresh(MemoryKind kind, size_t size, bool present,
+                              std::unique_lock<std::mutex>* lock) {
+    mapped += size;
+    mapping += size;
+    peak_mapped = std::max(peak_mapped, mapped);
+    lock->unlock();
+    Result<std::byte*> data = Map(kind, size);
+    Status status = data.status();
+    if (status.ok() && present) status = MakePresent(kind, *data, size);
+    lock->lock();
+    mapping -= size;
+    try {
+      for (size_t at = 0; status.ok() && !present && at < size;
+           at += kHugePage) {
+        absent.insert(absent.end(), *data + at);
+      }
+    } catch (const std::bad_alloc&) {
+      status = Exhausted("no memory for the note of a lease");
+    }
+    if (status.ok()) return data;
+    if (!data.ok() || Unmap(kind, *data, size)) mapped -= size;
+    returned.notify_all();
+    return status;
+  }
+
+  // False where the system does not take them: they are still there then.
   // Locked pages are unlocked first: a device must not keep memory that the
   // system gives to others.
-  void UnmapPages(MemoryKind kind, std::byte* data, size_t size) {
+  bool Unmap(MemoryKind kind, std::byte* data, size_t size) {
     const auto end = locked.lower_bound(data + size);
     for (auto it = locked.lower_bound(data); it != end;) {
       it->second->Unlock(it->first);
       it = locked.erase(it);
     }
-    if (kind == MemoryKind::kShared) {
-      shared->Unmap(data, size);
-    } else {
-      UnmapMemory(data, size);
+    if (!(kind == MemoryKind::kShared ? shared->Unmap(data, size)
+                                      : UnmapMemory(data, size))) {
+      return false;
     }
+    absent.erase(absent.lower_bound(data), absent.lower_bound(data + size));
+    return true;
   }
 
   // Unmaps at least min(bytes, all) of idle memory, the smallest regions first:
-  // large ones are the most useful.
+  // large ones are the most useful. What the system does not take stays idle.
   void UnmapIdle(uint64_t bytes) {
     while (bytes > 0) {
       MemoryKind kind = MemoryKind::kPrivate;
@@ -116,35 +152,11 @@ struct Arena::Impl {
       if (smallest == Idle(kind).end()) return;
       const size_t part =
           std::min<uint64_t>(smallest->second, RoundUp(bytes, kHugePage));
+      if (!Unmap(kind, smallest->first + smallest->second - part, part)) return;
       smallest->second -= part;
-      UnmapPages(kind, smallest->first + smallest->second, part);
       if (smallest->second == 0) Idle(kind).erase(smallest);
       mapped -= part;
       bytes -= std::min<uint64_t>(bytes, part);
-    }
-  }
-
-  void GiveBackAdopted(const std::byte* data) {
-    const auto at =
-        std::find_if(adopted.begin(), adopted.end(),
-                     [&](const Adopted& other) { return other.data == data; });
-    if (--at->leases > 0) return;
-    out.erase(data);
-    std::rotate(at, at + 1, adopted.end());
-    UnmapIdleAdopted(kIdleAdopted);
-  }
-
-  // Unmaps all but the last `keep` of the adopted pieces that nobody uses.
-  void UnmapIdleAdopted(size_t keep) {
-    for (auto it = adopted.end(); it != adopted.begin();) {
-      --it;
-      if (it->leases > 0) continue;
-      if (keep > 0) {
-        --keep;
-        continue;
-      }
-      UnmapPages(MemoryKind::kAdopted, it->data, it->piece.bytes);
-      it = adopted.erase(it);
     }
   }
 
@@ -180,17 +192,12 @@ void ArenaLease::Release() {
   if (arena == nullptr || InForkedChild()) return;
   Arena::Impl& impl = *arena->impl_;
   std::lock_guard<std::mutex> lock(impl.mutex);
-  if (kind_ == MemoryKind::kAdopted) {
-    impl.GiveBackAdopted(data);
-    return;
-  }
   impl.out.erase(data);
   impl.leased -= size;
   try {
     AddStretch(&impl.Idle(kind_), data, size);
   } catch (const std::bad_alloc&) {  // no memory for the note of it
-    impl.UnmapPages(kind_, data, size);
-    impl.mapped -= size;
+    if (impl.Unmap(kind_, data, size)) impl.mapped -= size;
   }
   impl.ShrinkToBudget();
   impl.returned.notify_all();
@@ -202,10 +209,45 @@ std::optional<SharedPlace> ArenaLease::shared() const {
   return SharedPlace{memory.fd(), memory.OffsetOf(data_)};
 }
 
-Status ArenaLease::PageLock(PageLocker* locker) const {
+size_t ArenaLease::absent() const {
+  if (arena_ == nullptr || InForkedChild()) return 0;
+  Arena::Impl& impl = *arena_->impl_;
+  std::lock_guard<std::mutex> lock(impl.mutex);
+  const auto pages = std::distance(impl.absent.lower_bound(data_),
+                                   impl.absent.lower_bound(data_ + size_));
+  return static_cast<size_t>(pages) * kHugePage;
+}
+
+Status ArenaLease::MakePresent(size_t begin, size_t bytes) const {
   if (arena_ == nullptr || InForkedChild()) return {};
   Arena::Impl& impl = *arena_->impl_;
-  for (std::byte* page = data_; page < data_ + size_; page += kHugePage) {
+  std::byte* const end = data_ + std::min(size_, begin + bytes);
+  std::byte *first = nullptr, *last = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(impl.mutex);
+    const auto it =
+        impl.absent.lower_bound(data_ + RoundDown(begin, kHugePage));
+    const auto stop = impl.absent.lower_bound(end);
+    if (it == stop) return {};
+    first = *it;
+    last = *std::prev(stop) + kHugePage;
+  }
+  // Takes long; the pages are this lease's alone, so others may go on.
+  TC_RETURN_IF_ERROR(
+      impl.MakePresent(kind_, first, static_cast<size_t>(last - first)));
+  std::lock_guard<std::mutex> lock(impl.mutex);
+  impl.absent.erase(impl.absent.lower_bound(first),
+                    impl.absent.lower_bound(last));
+  return {};
+}
+
+Status ArenaLease::PageLock(PageLocker* locker, size_t begin,
+                            size_t bytes) const {
+  if (arena_ == nullptr || InForkedChild()) return {};
+  Arena::Impl& impl = *arena_->impl_;
+  std::byte* const end = data_ + std::min(size_, begin + bytes);
+  for (std::byte* page = data_ + RoundDown(begin, kHugePage); page < end;
+       page += kHugePage) {
     {
       std::lock_guard<std::mutex> lock(impl.mutex);
       // Noted before it is done, as a note may need memory that is not there.
@@ -242,9 +284,7 @@ Arena::~Arena() {
   delete impl_;
 }
 
-Result<ArenaLease> Arena::Lease(size_t bytes,
-                                std::chrono::milliseconds patience,
-                                MemoryKind kind) {
+Result<ArenaLease> Arena::Lease(size_t bytes, const LeaseOptions& options) {
   using Clock = std::chrono::steady_clock;
   TC_RETURN_IF_ERROR(NotInForkedChild());
   if (bytes > std::numeric_limits<size_t>::max() - 2 * kHugePage) {
@@ -252,11 +292,13 @@ Result<ArenaLease> Arena::Lease(size_t bytes,
   }
   const size_t size = RoundUp(std::max<size_t>(bytes, 1), kHugePage);
   // Bounded, since now() + milliseconds::max() would overflow.
-  const auto deadline = Clock::now() + std::min<std::chrono::milliseconds>(
-                                           patience, std::chrono::hours(8760));
+  const auto deadline =
+      Clock::now() + std::min<std::chrono::milliseconds>(
+                         options.patience, std::chrono::hours(8760));
 
   ArenaLease lease;
   std::unique_lock<std::mutex> lock(impl_->mutex);
+  MemoryKind kind = options.kind;
   if (kind == MemoryKind::kShared && impl_->shared == nullptr) {
     auto made = SharedMemory::Create(kHugePage);
     if (made.ok()) {
@@ -273,30 +315,16 @@ Result<ArenaLease> Arena::Lease(size_t bytes,
                        std::to_string(impl_->budget) + " bytes");
     }
     lease.data_ = impl_->TakeIdle(kind, size);
-    if (lease.data_ != nullptr) {
-      impl_->leased += size;
-      break;
-    }
+    if (lease.data_ != nullptr) break;
     if (size <= impl_->Room()) {
       if (impl_->policy == IdleMemory::kReplaced) impl_->UnmapIdle(kAll);
       const uint64_t after = impl_->mapped + size;
       if (after > impl_->budget) impl_->UnmapIdle(after - impl_->budget);
-      impl_->mapped += size;
-      impl_->mapping += size;
-      impl_->peak_mapped = std::max(impl_->peak_mapped, impl_->mapped);
-      // Populating takes long; the budget is reserved, so others may go on.
-      lock.unlock();
-      auto fresh = kind == MemoryKind::kShared ? impl_->shared->Map(size)
-                                               : MapMemory(size, kHugePage);
-      lock.lock();
-      impl_->mapping -= size;
-      if (!fresh.ok()) {
-        impl_->mapped -= size;
-        impl_->returned.notify_all();
-        return fresh.status();
-      }
-      lease.data_ = *fresh;
-      impl_->leased += size;
+    }
+    // Idle memory that the system has not taken back leaves no room.
+    if (size <= impl_->Room() && impl_->mapped + size <= impl_->budget) {
+      TC_ASSIGN_OR_RETURN(lease.data_,
+                          impl_->MapFresh(kind, size, options.present, &lock));
       break;
     }
     if (last_look) {
@@ -306,9 +334,18 @@ Result<ArenaLease> Arena::Lease(size_t bytes,
           " of the host memory budget of " + std::to_string(impl_->budget) +
           " bytes are in use");
     }
-    last_look =
-        impl_->returned.wait_until(lock, deadline) == std::cv_status::timeout;
+    if (options.job == nullptr) {
+      impl_->returned.wait_until(lock, deadline);
+    } else {
+      impl_->returned.wait_until(lock,
+                                 std::min(deadline, Clock::now() + kLook));
+      if (options.job->ending()) {
+        return Cancelled("the job ended while it waited for a buffer");
+      }
+    }
+    last_look = Clock::now() >= deadline;
   }
+  impl_->leased += size;
   lease.arena_ = this;
   lease.size_ = size;
   try {
@@ -318,35 +355,15 @@ Result<ArenaLease> Arena::Lease(size_t bytes,
     lease.Release();
     return Exhausted("no memory for the note of a lease");
   }
+  lock.unlock();
+  // What an earlier lease of it has left.
+  if (options.present) TC_RETURN_IF_ERROR(lease.MakePresent(0, size));
   return lease;
 }
 
-Result<ArenaLease> Arena::Adopt(int fd, uint64_t offset, size_t bytes) {
-  TC_RETURN_IF_ERROR(NotInForkedChild());
-  TC_ASSIGN_OR_RETURN(const SharedPiece piece, FindShared(fd, offset, bytes));
-  ArenaLease lease;
-  std::lock_guard<std::mutex> lock(impl_->mutex);
-  auto& adopted = impl_->adopted;
-  auto at =
-      std::find_if(adopted.begin(), adopted.end(),
-                   [&](const auto& other) { return other.piece == piece; });
-  try {
-    if (at == adopted.end()) {
-      adopted.reserve(adopted.size() + 1);
-      TC_ASSIGN_OR_RETURN(std::byte* const data, MapShared(fd, piece));
-      adopted.push_back({piece, data, 0});
-      at = std::prev(adopted.end());
-    }
-    impl_->out.emplace(at->data, bytes);
-  } catch (const std::bad_alloc&) {
-    return Exhausted("no memory for the note of a lease");
-  }
-  ++at->leases;
-  lease.data_ = at->data;
-  lease.arena_ = this;
-  lease.size_ = bytes;
-  lease.kind_ = MemoryKind::kAdopted;
-  return lease;
+Result<ArenaLease> LeaseBuffer(size_t bytes, const Job* job) {
+  return Arena::Process().Lease(
+      bytes, {.patience = std::chrono::minutes(10), .job = job});
 }
 
 bool Arena::IsLeased(ByteSpan bytes) const {
@@ -377,7 +394,6 @@ void Arena::Trim() {
   if (InForkedChild()) return;
   std::lock_guard<std::mutex> lock(impl_->mutex);
   impl_->UnmapIdle(kAll);
-  impl_->UnmapIdleAdopted(0);
 }
 
 }  // namespace torch_ckpt

@@ -1,4 +1,4 @@
-// The process-wide host arena: reused, pre-faulted, huge-page memory.
+// The process-wide host arena: memory that is reused, on huge pages.
 //
 // Fresh memory costs more than a disk write, so buffers are leased here and
 // come back instead of being freed. One budget bounds the bytes that are
@@ -13,6 +13,7 @@
 
 #include "base/bytes.h"
 #include "base/status.h"
+#include "runtime/jobs.h"
 
 namespace torch_ckpt {
 
@@ -30,8 +31,7 @@ class PageLocker {
 
 enum class MemoryKind {
   kPrivate,  // anonymous memory of the process
-  kShared,   // memory that another process can map, with Arena::Adopt
-  kAdopted,  // another process's kShared
+  kShared,   // memory that another process can map (runtime/adopted.h)
 };
 
 // Where memory of kShared is for other processes. The descriptor is the
@@ -57,11 +57,17 @@ class ArenaLease {
   explicit operator bool() const { return data_ != nullptr; }
   std::optional<SharedPlace> shared() const;
   void Release();
-  // Page-locks what of the lease is not locked yet. It stays locked, through
-  // other leases too, until it is unmapped. Every kArenaPage is locked by
-  // itself: no device copy may cross their borders. After an error the memory
-  // is as usable as before.
-  Status PageLock(PageLocker* locker) const;
+  // How much of it is in pages that the system has not given yet.
+  size_t absent() const;
+  // Has the system give those of [begin, begin + bytes) now. To be called
+  // before anything is written there; threads that do so for different pages
+  // (of kArenaPage) share the work. kExhausted where there is no memory.
+  Status MakePresent(size_t begin, size_t bytes) const;
+  // Page-locks what of [begin, begin + bytes) is not locked yet, in whole pages
+  // of kArenaPage. It stays locked, through other leases too, until it is
+  // unmapped. Every kArenaPage is locked by itself: no device copy may cross
+  // their borders. After an error the memory is as usable as before.
+  Status PageLock(PageLocker* locker, size_t begin, size_t bytes) const;
 
  private:
   friend class Arena;
@@ -69,6 +75,17 @@ class ArenaLease {
   std::byte* data_ = nullptr;
   size_t size_ = 0;
   MemoryKind kind_ = MemoryKind::kPrivate;
+};
+
+struct LeaseOptions {
+  // How long to wait for what others have.
+  std::chrono::milliseconds patience{0};
+  MemoryKind kind = MemoryKind::kPrivate;
+  // Waiting ends with kCancelled when this job does. May be null.
+  const Job* job = nullptr;
+  // Whether every page is to be present. Those that have never been used are
+  // left to MakePresent otherwise.
+  bool present = true;
 };
 
 struct ArenaStats {
@@ -91,32 +108,27 @@ class Arena {
   explicit Arena(uint64_t budget_bytes, IdleMemory idle = IdleMemory::kKept);
   ~Arena();  // REQUIRES: no lease is out
 
-  // At least `bytes` (rounded up to 2 MiB), pre-faulted, of `kind`, which is
-  // not kAdopted; kPrivate where the system lets no memory be shared. Idle
-  // regions of that kind are reused first, those of any are unmapped to make
-  // room second. When the budget is used up: waits up to `patience`, then
+  // At least `bytes` (rounded up to 2 MiB); private where the system lets no
+  // memory be shared. Idle regions of the kind are reused first, those of any
+  // are unmapped to make room second. When the budget is used up: waits, then
   // kExhausted. More than the whole budget is kExhausted at once.
-  Result<ArenaLease> Lease(size_t bytes, std::chrono::milliseconds patience,
-                           MemoryKind kind = MemoryKind::kPrivate);
-  // What another process has leased as kShared: the same memory, until that
-  // process gives it to others, which this one is not told. Outside the budget.
-  // `fd` may be closed. Leases of the same bytes are one mapping, which stays
-  // for whoever adopts them again, until others have been adopted: mapping a
-  // page costs as much as writing it. kInvalidArgument for anything but a piece
-  // of such memory.
-  Result<ArenaLease> Adopt(int fd, uint64_t offset, size_t bytes);
+  Result<ArenaLease> Lease(size_t bytes, const LeaseOptions& options = {});
   // Whether all of these bytes are in one lease that is out.
   bool IsLeased(ByteSpan bytes) const;
   // A smaller budget takes effect as leases come back.
   void SetBudget(uint64_t bytes);
   ArenaStats Stats() const;
-  void Trim();  // unmaps every idle region, adopted ones too
+  void Trim();  // unmaps every idle region
 
  private:
   friend class ArenaLease;
   struct Impl;
   Impl* impl_;
 };
+
+// A buffer for a worker of `job`, of the process's arena. Waits for one until
+// others have kept theirs for ten minutes, or the job ends.
+Result<ArenaLease> LeaseBuffer(size_t bytes, const Job* job);
 
 // Of the process's buffers. States to be staged have no limit until one is set.
 inline constexpr uint64_t kDefaultArenaBudget = uint64_t{256} << 20;

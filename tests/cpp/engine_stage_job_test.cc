@@ -1,10 +1,18 @@
 // Staging: every byte once, in the order of the file, in leased memory.
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
+#include <set>
+#include <thread>
 
 #include "engine/stage_job.h"
 #include "engine_test_util.h"
 #include "fake_cuda.h"
 #include "format/safetensors.h"
+#include "os/fault.h"
+#include "os/memory.h"
 #include "plan/layout.h"
 #include "plan/runs.h"
 
@@ -166,7 +174,7 @@ TEST_F(StageJobTest, DeviceMemoryToo) {
   device.device = 0;
   Add("device", device);
   Add("host", Dense(host, {static_cast<int64_t>(host.size())}, 1));
-  auto region = Stage();
+  auto region = Stage(1);
   ASSERT_OK(region.status());
   EXPECT_EQ(fake.PendingCopies(), 0);
   EXPECT_EQ(std::memcmp(region->lease.data() + region->offsets[0], large.data(),
@@ -209,6 +217,92 @@ TEST_F(StageJobTest, ManyTensorsOfDevicesAreFewOperations) {
   region->lease.Release();
   arena_.Trim();
 }
+
+#ifdef TORCH_CKPT_FAULTS
+// Of memory that nobody has touched each worker takes, locks and fills a chunk
+// at a time.
+TEST_F(StageJobTest, FreshMemoryIsTakenAndLockedChunkByChunk) {
+  FakeCuda fake;
+  const std::string memory = RandomBytes(24 * kMiB, 1);
+  SourceTensor device = Dense(memory, {24 * static_cast<int64_t>(kMiB)}, 1);
+  device.data = FakeCuda::OnDevice(memory.data());
+  device.device = 0;
+  Add("device", device);
+  const std::string populate = std::to_string(internal::kPopulateWrite);
+  std::vector<std::pair<int, int>> seen;  // calls so far: locks, copies
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    if (std::string(site.op) == "madvise" && site.path == populate) {
+      seen.emplace_back(fake.Calls("cuMemHostRegister_v2"), fake.Calls("copy"));
+    }
+    return {};
+  });
+  auto region = Stage(1);
+  SetFaultHook(nullptr);
+  ASSERT_OK(region.status());
+  const std::vector<std::pair<int, int>> expected = {{0, 0}, {2, 2}, {4, 4},
+                                                     {6, 6}, {8, 8}, {10, 10}};
+  EXPECT_EQ(seen, expected);
+  EXPECT_EQ(std::memcmp(region->lease.data(), memory.data(), memory.size()), 0);
+  region->lease.Release();
+  arena_.Trim();
+}
+
+TEST_F(StageJobTest, AllWorkersTakeFreshMemory) {
+  const std::string memory = RandomBytes(24 * kMiB, 1);
+  Add("t", Dense(memory, {24 * static_cast<int64_t>(kMiB)}, 1));
+  const std::string populate = std::to_string(internal::kPopulateWrite);
+  std::mutex mutex;
+  std::condition_variable came;
+  std::set<std::thread::id> threads;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    if (std::string(site.op) != "madvise" || site.path != populate) return {};
+    std::unique_lock<std::mutex> lock(mutex);
+    threads.insert(std::this_thread::get_id());
+    came.notify_all();
+    // All three are in here at once.
+    came.wait_for(lock, std::chrono::seconds(20),
+                  [&] { return threads.size() == 3; });
+    return {};
+  });
+  auto region = Stage(3);
+  EXPECT_EQ(threads.size(), 3u);
+  ASSERT_OK(region.status());
+  ExpectStaged(*region);
+  // For prepare, too; what is prepared serves the next state as it is.
+  region->lease.Release();
+  arena_.Trim();
+  threads.clear();
+  ASSERT_OK(PrepareRegion(24 * kMiB, {.workers = 3}, &arena_));
+  EXPECT_EQ(threads.size(), 3u);
+  EXPECT_EQ(arena_.Stats().mapped, 24 * kMiB);
+  EXPECT_EQ(arena_.Stats().leased, 0u);
+  threads.clear();
+  auto next = Stage(3);
+  SetFaultHook(nullptr);
+  ASSERT_OK(next.status());
+  ExpectStaged(*next);
+  EXPECT_TRUE(threads.empty());
+}
+
+TEST_F(StageJobTest, NoMemoryOnTheWayIsAnErrorAndLeavesNothingLeased) {
+  const std::string memory = RandomBytes(24 * kMiB, 1);
+  Add("t", Dense(memory, {24 * static_cast<int64_t>(kMiB)}, 1));
+  const std::string populate = std::to_string(internal::kPopulateWrite);
+  std::atomic<int> calls = 0;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    const bool gives =
+        std::string(site.op) == "madvise" && site.path == populate;
+    return {.sys_errno = gives && ++calls == 4 ? ENOMEM : 0};
+  });
+  const Status status = Stage().status();
+  SetFaultHook(nullptr);
+  EXPECT_EQ(status.kind(), ErrorKind::kExhausted);
+  EXPECT_EQ(arena_.Stats().leased, 0u);
+  auto region = Stage();
+  ASSERT_OK(region.status());
+  ExpectStaged(*region);
+}
+#endif
 
 TEST_F(StageJobTest, ACopyThatIsRefusedNamesItsTensor) {
   FakeCuda fake;

@@ -9,6 +9,7 @@
 #include "engine/write_job.h"
 #include "engine_test_util.h"
 #include "os/probe.h"
+#include "runtime/adopted.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {
@@ -402,11 +403,11 @@ TEST_F(WriteJobTest, StagedTensorsAreWrittenFromWhereTheyAre) {
   auto sent = RunStageJob(names, sources, shared, &theirs, &staging);
   ASSERT_OK(region.status());
   ASSERT_OK(sent.status());
-  auto adopted =
-      Arena::Staging().Adopt(sent->lease.shared()->fd,
-                             sent->lease.shared()->offset, sent->lease.size());
+  auto adopted = AdoptedMemory::Process().Adopt(sent->lease.shared()->fd,
+                                                sent->lease.shared()->offset,
+                                                sent->lease.size());
   ASSERT_OK(adopted.status());
-  for (const std::byte* memory : {region->lease.data(), adopted->data()}) {
+  for (const std::byte* memory : {region->lease.data(), adopted->get()}) {
     for (size_t i = 0; i < sources.size(); ++i) {
       sources[i].data = memory + region->offsets[i];
     }

@@ -31,6 +31,8 @@ std::unique_ptr<SharedMemory> Made() {
 std::byte* Mapped(SharedMemory* memory, size_t bytes) {
   auto mapped = memory->Map(bytes);
   EXPECT_TRUE(mapped.ok()) << mapped.status().ToString();
+  const Status present = memory->MakePresent(*mapped, bytes);
+  EXPECT_TRUE(present.ok()) << present.ToString();
   return *mapped;
 }
 
@@ -74,16 +76,16 @@ TEST(SharedMemory, PiecesAreStretchesOfOneFile) {
 TEST(SharedMemory, HolesGiveMemoryBackAndAreFilledAgain) {
   const auto memory = Made();
   std::byte* const all = Mapped(memory.get(), 6 * kUnit);
-  memory->Unmap(all + kUnit, kUnit);
-  memory->Unmap(all + 4 * kUnit, kUnit);
+  EXPECT_TRUE(memory->Unmap(all + kUnit, kUnit));
+  EXPECT_TRUE(memory->Unmap(all + 4 * kUnit, kUnit));
   EXPECT_EQ(FileMemory(*memory), 4 * kUnit);
   // Too large for a hole of one, until two holes are one.
   EXPECT_EQ(Mapped(memory.get(), 2 * kUnit), all + 6 * kUnit);
-  memory->Unmap(all + 3 * kUnit, kUnit);
+  EXPECT_TRUE(memory->Unmap(all + 3 * kUnit, kUnit));
   EXPECT_EQ(Mapped(memory.get(), 2 * kUnit), all + 3 * kUnit);
   EXPECT_EQ(Mapped(memory.get(), kUnit), all + kUnit);
   std::memset(all, 1, 8 * kUnit);
-  memory->Unmap(all, 8 * kUnit);
+  EXPECT_TRUE(memory->Unmap(all, 8 * kUnit));
   EXPECT_EQ(FileMemory(*memory), 0u);
   EXPECT_EQ(Mapped(memory.get(), kUnit), all);
 }
@@ -106,7 +108,7 @@ TEST(SharedMemory, OthersMapTheSameMemory) {
   (*other)[4] = std::byte{8};
   EXPECT_EQ(data[4], std::byte{8});
   // A hole under somebody's feet reads as zeros.
-  memory->Unmap(data, kUnit);
+  EXPECT_TRUE(memory->Unmap(data, kUnit));
   EXPECT_EQ((*other)[3], std::byte{0});
   UnmapMemory(*other, kUnit);
 }
@@ -170,52 +172,57 @@ TEST(SharedMemory, SaysWhatTheSystemRefuses) {
   }
 }
 
-TEST(SharedMemory, NoMemoryIsAnErrorThatTakesNone) {
+TEST(SharedMemory, WhatIsNotMappedTakesNothing) {
   const auto memory = Made();
-  for (const std::string op : {"mmap", "madvise"}) {
-    SetFaultHook([&](const FaultSite& site) -> FaultAction {
-      return {.sys_errno = site.op == op ? ENOMEM : 0};
-    });
-    const Status status = memory->Map(4 * kUnit).status();
-    SetFaultHook(nullptr);
-    EXPECT_EQ(status.kind(), ErrorKind::kExhausted) << op;
-    EXPECT_EQ(FileMemory(*memory), 0u);
-    std::byte* const data = Mapped(memory.get(), 4 * kUnit);
-    EXPECT_EQ(memory->OffsetOf(data), 0u);
-    data[0] = std::byte{1};
-    memory->Unmap(data, 4 * kUnit);
-  }
-}
-
-TEST(SharedMemory, KernelsThatDoNotPopulate) {
-  const auto memory = Made();
-  bool full = false;
-  int advices = 0;
   SetFaultHook([&](const FaultSite& site) -> FaultAction {
-    const std::string op = site.op;
-    // The third of a piece, after huge pages and MADV_DONTFORK.
-    if (op == "madvise" && ++advices % 3 == 0) return {.sys_errno = EINVAL};
-    return {.sys_errno = full && op == "fallocate" ? ENOSPC : 0};
+    return {.sys_errno = std::string(site.op) == "mmap" ? ENOMEM : 0};
   });
-  std::byte* const data = Mapped(memory.get(), kUnit);
-  EXPECT_EQ(FileMemory(*memory), kUnit);
-  full = true;
-  EXPECT_EQ(memory->Map(kUnit).status().kind(), ErrorKind::kExhausted);
+  const Status status = memory->Map(4 * kUnit).status();
   SetFaultHook(nullptr);
-  data[kUnit - 1] = std::byte{1};
+  EXPECT_EQ(status.kind(), ErrorKind::kExhausted);
+  EXPECT_EQ(FileMemory(*memory), 0u);
+  std::byte* const data = Mapped(memory.get(), 4 * kUnit);
+  EXPECT_EQ(memory->OffsetOf(data), 0u);
+  data[0] = std::byte{1};
+  EXPECT_TRUE(memory->Unmap(data, 4 * kUnit));
 }
 
-TEST(SharedMemory, WhatCannotBeGivenBackIsUsedAgain) {
+TEST(SharedMemory, MemoryThatIsNotThereIsAnError) {
+  const auto memory = Made();
+  auto mapped = memory->Map(kUnit);
+  ASSERT_TRUE(mapped.ok());
+  EXPECT_EQ(FileMemory(*memory), 0u);
+  int refusal = ENOMEM;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    return {.sys_errno = std::string(site.op) == "madvise" ? refusal : 0};
+  });
+  EXPECT_EQ(memory->MakePresent(*mapped, kUnit).kind(), ErrorKind::kExhausted);
+  EXPECT_EQ(FileMemory(*memory), 0u);
+  // A kernel that does not populate reserves.
+  refusal = EINVAL;
+  EXPECT_TRUE(memory->MakePresent(*mapped, kUnit).ok());
+  EXPECT_EQ(FileMemory(*memory), kUnit);
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    return {.sys_errno = std::string(site.op) == "madvise" ? EINVAL : ENOSPC};
+  });
+  EXPECT_EQ(memory->MakePresent(*mapped, kUnit).kind(), ErrorKind::kExhausted);
+  SetFaultHook(nullptr);
+  (*mapped)[kUnit - 1] = std::byte{1};
+}
+
+TEST(SharedMemory, WhatCannotBeGivenBackIsStillThere) {
   const auto memory = Made();
   std::byte* const data = Mapped(memory.get(), kUnit);
+  data[0] = std::byte{1};
   SetFaultHook([](const FaultSite&) -> FaultAction { return {ENOMEM}; });
-  memory->Unmap(data, kUnit);
+  EXPECT_FALSE(memory->Unmap(data, kUnit));
   SetFaultHook(nullptr);
+  EXPECT_EQ(FileMemory(*memory), kUnit);
+  EXPECT_EQ(data[0], std::byte{1});
+  EXPECT_NE(Mapped(memory.get(), kUnit), data);
+  EXPECT_TRUE(memory->Unmap(data, kUnit));
   EXPECT_EQ(FileMemory(*memory), kUnit);
   EXPECT_EQ(Mapped(memory.get(), kUnit), data);
-  data[0] = std::byte{1};
-  memory->Unmap(data, kUnit);
-  EXPECT_EQ(FileMemory(*memory), 0u);
 }
 #endif
 

@@ -63,8 +63,7 @@ class CudaCopyTest : public ::testing::Test {
   std::vector<std::unique_ptr<CudaDevice>> devices_;
   std::string memory_ = std::string(8 * kMiB, 'x');
   Arena arena_{32 * kMiB};
-  const Result<ArenaLease> lease_ =
-      arena_.Lease(8 * kMiB, std::chrono::milliseconds(0));
+  const Result<ArenaLease> lease_ = arena_.Lease(8 * kMiB);
   std::byte* const to_ = lease_.ok() ? (*lease_).data() : nullptr;
 };
 
@@ -238,7 +237,7 @@ class CudaCopyWaysTest : public CudaCopyTest,
 };
 
 TEST_P(CudaCopyWaysTest, EveryByteArrivesAndNoOther) {
-  ASSERT_TRUE((*lease_).PageLock(device()).ok());
+  ASSERT_TRUE(lease_->PageLock(device(), 0, lease_->size()).ok());
   std::mt19937 random(11);
   for (char& c : memory_) c = static_cast<char>(random());
   const std::byte* from = FakeCuda::OnDevice(memory_.data());

@@ -30,7 +30,7 @@ class CudaDriverTest : public ::testing::Test {
 };
 
 ArenaLease LeaseOf(Arena* arena, size_t bytes) {
-  auto lease = arena->Lease(bytes, std::chrono::milliseconds(0));
+  auto lease = arena->Lease(bytes);
   EXPECT_TRUE(lease.ok()) << lease.status().ToString();
   return std::move(lease).value();
 }
@@ -81,14 +81,14 @@ TEST_F(CudaDriverTest, ArenaMemoryIsLockedOnceAndUntilItIsUnmapped) {
     Arena arena(16 * kMiB);
     {
       const ArenaLease lease = LeaseOf(&arena, 8 * kMiB);
-      ASSERT_TRUE(lease.PageLock(device_.get()).ok());
-      ASSERT_TRUE(lease.PageLock(device_.get()).ok());
+      ASSERT_TRUE(lease.PageLock(device_.get(), 0, lease.size()).ok());
+      ASSERT_TRUE(lease.PageLock(device_.get(), 0, lease.size()).ok());
     }
     EXPECT_EQ(fake_.LockedRanges(), 4);
     EXPECT_EQ(arena.Stats().page_locked, 8 * kMiB);
     {
       const ArenaLease part = LeaseOf(&arena, 4 * kMiB);
-      ASSERT_TRUE(part.PageLock(device_.get()).ok());
+      ASSERT_TRUE(part.PageLock(device_.get(), 0, part.size()).ok());
       EXPECT_EQ(fake_.Calls("cuMemHostRegister_v2"), 4);
       arena.Trim();  // what is leased stays
       EXPECT_EQ(fake_.LockedRanges(), 2);
@@ -102,7 +102,8 @@ TEST_F(CudaDriverTest, MemoryThatCannotBeLockedIsUsableAllTheSame) {
   Arena arena(16 * kMiB);
   fake_.Fail("cuMemHostRegister_v2", 2, 2);
   const ArenaLease lease = LeaseOf(&arena, 6 * kMiB);
-  EXPECT_EQ(lease.PageLock(device_.get()).kind(), ErrorKind::kExhausted);
+  EXPECT_EQ(lease.PageLock(device_.get(), 0, lease.size()).kind(),
+            ErrorKind::kExhausted);
   EXPECT_EQ(arena.Stats().page_locked, 2 * kMiB);
   std::string data(6 * kMiB, 'x');
   CudaCopies copies(1);

@@ -86,6 +86,7 @@ class PinnedMemoryStager(AsyncStager):
                 size = parse_bytes(prepare, "prepare")
             shared = crossing.is_expected()
             request = {"op": "arena", "staging": True, "prepare": size, "shared": shared}
+            request["workers"] = min(_MAX_WORKERS, os.cpu_count() or 1)
             self._preparing = self._thread().submit(_core.call, request)
 
     def __getstate__(self) -> dict[str, Any]:
