@@ -192,21 +192,6 @@ Status File::Sync() const {
   return {};
 }
 
-Status File::SyncData() const {
-  if (SystemCall("fdatasync", path_, [&] { return fdatasync(fd_); }) < 0) {
-    return Status::Io(errno, "fdatasync", path_);
-  }
-  return {};
-}
-
-void File::DropCache(uint64_t offset, uint64_t bytes) const {
-  if (bytes == 0 || !CheckRange(offset, bytes, path_).ok()) return;
-  if (FaultPoint("fadvise", path_).sys_errno != 0) return;
-  // A hint: a file system that ignores it costs memory, nothing else.
-  (void)posix_fadvise(fd_, ToOffset(offset), ToOffset(bytes),
-                      POSIX_FADV_DONTNEED);
-}
-
 // NFS and some FUSE file systems report a failed write only here: whoever wrote
 // must look, even after a good fsync.
 Status File::Close() {

@@ -59,10 +59,7 @@ class File {
   // it, false when it cannot (that is no error).
   Result<bool> Allocate(uint64_t bytes) const;
   Status Truncate(uint64_t bytes) const;
-  Status Sync() const;      // fsync
-  Status SyncData() const;  // fdatasync
-  // Drops clean cached pages of the range (POSIX_FADV_DONTNEED); best effort.
-  void DropCache(uint64_t offset, uint64_t bytes) const;
+  Status Sync() const;  // fsync
   Status Close();
 
  private:

@@ -196,14 +196,4 @@ Result<std::vector<LocalBox>> ExpandRule(const Dims& shape,
   return out;
 }
 
-Result<Dims> LocalShape(const Dims& shape, const MeshRule& rule,
-                        const Dims& coordinate) {
-  TC_ASSIGN_OR_RETURN(const HeldDims held, Expand(shape, rule, coordinate));
-  Dims local;
-  for (int d = 0; d < shape.size(); ++d) {
-    local.push_back(Length(held[static_cast<size_t>(d)]));
-  }
-  return local;
-}
-
 }  // namespace torch_ckpt

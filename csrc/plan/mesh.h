@@ -37,8 +37,4 @@ Result<std::vector<LocalBox>> ExpandRule(const Dims& shape,
                                          const MeshRule& rule,
                                          const Dims& coordinate);
 
-// The shape of the local tensor at `coordinate`.
-Result<Dims> LocalShape(const Dims& shape, const MeshRule& rule,
-                        const Dims& coordinate);
-
 }  // namespace torch_ckpt

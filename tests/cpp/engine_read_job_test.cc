@@ -7,6 +7,7 @@
 
 #include "engine/read_job.h"
 #include "engine_test_util.h"
+#include "os_test_util.h"
 #include "plan/runs.h"
 
 namespace torch_ckpt {
@@ -266,10 +267,7 @@ TEST_F(ReadJobTest, FlippedBytesOfLargeTensorsAreSeen) {
   const uint64_t step = kDigestStep, data = kDataAlignment;
   for (const bool cached : {true, false}) {
     const auto read = [&] {
-      auto directory = Directory::Open(Path("c"));
-      auto opened = directory->OpenFile(ShardFileName(0, 1, 1), {});
-      EXPECT_OK(opened->SyncData());
-      if (!cached) opened->DropCache(0, good.size());
+      if (!cached) DropCache(file);
       return ReadAll(Path("c"));
     };
     for (const uint64_t at :

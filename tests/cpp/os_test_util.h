@@ -1,8 +1,10 @@
 // A directory that is there for one test and gone afterwards.
 #pragma once
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <string>
@@ -12,6 +14,15 @@
 #include "os/fault.h"
 
 namespace torch_ckpt {
+
+// Writes the file's pages back and drops them, where the file system heeds it.
+inline void DropCache(const std::string& path) {
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  ASSERT_GE(fd, 0) << path;
+  EXPECT_EQ(fsync(fd), 0);
+  EXPECT_EQ(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED), 0);
+  close(fd);
+}
 
 class TemporaryDirectory : public ::testing::Test {
  protected:

@@ -18,14 +18,23 @@ MeshPlacement Strided(int dim, int64_t split_factor) {
   return {MeshPlacementKind::kStridedShard, dim, split_factor};
 }
 
+// The shape of a tensor that these boxes tile.
+Dims Hull(const std::vector<Box>& boxes) {
+  Dims shape;
+  for (const Box& box : boxes) {
+    if (shape.empty()) shape = Dims::Filled(box.rank(), 0);
+    for (int d = 0; d < box.rank(); ++d) {
+      shape[d] = std::max(shape[d], box.offsets[d] + box.sizes[d]);
+    }
+  }
+  return shape;
+}
+
 // "<box>@<local offset> ...", or the kind of the error.
 std::string Expand(const Dims& shape, const MeshRule& rule,
                    const Dims& coordinate) {
   const Result<std::vector<LocalBox>> boxes =
       ExpandRule(shape, rule, coordinate);
-  const Result<Dims> local = LocalShape(shape, rule, coordinate);
-  EXPECT_EQ(boxes.status().kind() == ErrorKind::kInvalidArgument,
-            local.status().kind() == ErrorKind::kInvalidArgument);
   if (!boxes.ok()) return ErrorKindName(boxes.status().kind());
   std::string text;
   for (const LocalBox& box : *boxes) {
@@ -42,10 +51,9 @@ TEST(ExpandRule, ShardSplitsLikeChunk) {
   EXPECT_EQ(Expand({10}, rule, {3}), "[9:10]@(0)");
   EXPECT_EQ(Expand({5}, rule, {2}), "[4:5]@(0)");
   EXPECT_EQ(Expand({5}, rule, {3}), "");
-  EXPECT_EQ(*LocalShape({5, 7}, rule, {3}), (Dims{0, 7}));
+  EXPECT_EQ(Expand({5, 7}, rule, {3}), "");
   EXPECT_EQ(Expand({0}, rule, {0}), "");
   EXPECT_EQ(Expand({6, 0}, rule, {0}), "");
-  EXPECT_EQ(*LocalShape({6, 0}, rule, {0}), (Dims{2, 0}));
 }
 
 TEST(ExpandRule, MeshDimensionsNestFromLeftToRight) {
@@ -86,7 +94,6 @@ TEST(ExpandRule, StridedShardsOfTwoDimensionsMultiply) {
   EXPECT_EQ(Expand({8, 6}, rule, {0, 1}),
             "[0:2, 1:2]@(0, 0) [0:2, 3:4]@(0, 1) [0:2, 5:6]@(0, 2) "
             "[4:6, 1:2]@(2, 0) [4:6, 3:4]@(2, 1) [4:6, 5:6]@(2, 2)");
-  EXPECT_EQ(*LocalShape({8, 6}, rule, {0, 1}), (Dims{4, 3}));
 }
 
 TEST(ExpandRule, UnevenThreeDimensionalMesh) {
@@ -156,8 +163,8 @@ TEST(ExpandRule, RanksTileTheTensor) {
         all.push_back(box.box);
         local.push_back({box.local_offset, box.box.sizes});
       }
-      const Dims local_shape = *LocalShape(shape, rule, coordinate);
-      ASSERT_TRUE(ProveTiling(Box::Whole(local_shape), local).ok());
+      if (local.empty()) continue;
+      ASSERT_TRUE(ProveTiling(Box::Whole(Hull(local)), local).ok());
     }
     ASSERT_TRUE(ProveTiling(Box::Whole(shape), all).ok()) << round;
   }

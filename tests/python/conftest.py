@@ -36,7 +36,8 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def no_plans_of_earlier_tests() -> None:
     """Cached plans are kept for as long as the process lives, those of stock on the class."""
-    plan_cache.forget()
+    for plans in (plan_cache._ranks, plan_cache._global, plan_cache._unfinished):
+        plans.clear()
     for name, value in vars(SavePlanner).items():
         if name.startswith("_cached_"):
             value.clear()

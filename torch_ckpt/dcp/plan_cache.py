@@ -51,13 +51,6 @@ _global: dict[Key, GlobalPlans] = {}
 _unfinished: set[Key] = set()
 
 
-def forget() -> None:
-    """Forget all plans."""
-    _ranks.clear()
-    _global.clear()
-    _unfinished.clear()
-
-
 def begin(key: Key) -> RankPlans | None:
     """This rank's plans of the last save; call once a save."""
     if key in _unfinished:
