@@ -1,19 +1,10 @@
 #include <algorithm>
-#include <array>
 #include <optional>
 
 #include "capi/requests.h"
 
 namespace torch_ckpt::capi {
 namespace {
-
-constexpr std::array<std::pair<FileRole, const char*>, 5> kRoles = {{
-    {FileRole::kData, "data"},
-    {FileRole::kObjects, "objects"},
-    {FileRole::kCatalog, "catalog"},
-    {FileRole::kIndex, "index"},
-    {FileRole::kExtra, "extra"},
-}};
 
 Status Missing(const char* field, const char* type) {
   return InvalidArgument(std::string("the request needs '") + field + "' (" +
@@ -203,17 +194,9 @@ Result<std::vector<WrittenRange>> ParseWritten(const Json& ranges) {
   return written;
 }
 
-const char* RoleName(FileRole role) {
-  for (const auto& [value, name] : kRoles) {
-    if (value == role) return name;
-  }
-  return "extra";
-}
-
-Result<FileRole> RoleFromName(const std::string& name) {
-  for (const auto& [value, text] : kRoles) {
-    if (name == text) return value;
-  }
+Result<FileRole> GetRole(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string name, GetString(request, "role"));
+  if (const auto role = RoleFromName(name)) return *role;
   return InvalidArgument("unknown file role '" + name + "'");
 }
 

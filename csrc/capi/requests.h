@@ -53,8 +53,8 @@ Result<std::vector<uint32_t>> ParseCrcHex(const std::string& text);
 // [[begin, end, digests], ...]
 Json WrittenJson(const std::vector<WrittenRange>& ranges);
 Result<std::vector<WrittenRange>> ParseWritten(const Json& ranges);
-const char* RoleName(FileRole role);
-Result<FileRole> RoleFromName(const std::string& name);
+// Of "role".
+Result<FileRole> GetRole(const Json& request);
 
 // checkpoint_requests.cc
 Result<Json> OpenRequest(const Json& request);

@@ -13,8 +13,7 @@ Result<CommitFile> ParseFile(const Json& item) {
   TC_ASSIGN_OR_RETURN(file.staged, GetString(item, "staged"));
   TC_ASSIGN_OR_RETURN(file.file.name, GetString(item, "name"));
   TC_ASSIGN_OR_RETURN(file.file.id, GetString(item, "id"));
-  TC_ASSIGN_OR_RETURN(const std::string role, GetString(item, "role"));
-  TC_ASSIGN_OR_RETURN(file.file.role, RoleFromName(role));
+  TC_ASSIGN_OR_RETURN(file.file.role, GetRole(item));
   file.file.container = ContainerOf(file.file.role);
   TC_ASSIGN_OR_RETURN(const int64_t bytes, GetInt(item, "bytes"));
   file.file.bytes = static_cast<uint64_t>(bytes);

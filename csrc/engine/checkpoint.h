@@ -111,6 +111,4 @@ class Checkpoint {
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
     const std::string& path);
 
-inline constexpr uint64_t kMaxManifestBytes = uint64_t{1} << 30;
-
 }  // namespace torch_ckpt

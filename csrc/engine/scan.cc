@@ -15,7 +15,6 @@ namespace torch_ckpt {
 namespace {
 
 constexpr int kScanThreads = 4;
-constexpr uint64_t kMaxIndexBytes = uint64_t{512} << 20;
 
 Result<std::vector<NamedHeader>> ReadHeaders(
     const Directory& directory, const std::vector<std::string>& names) {

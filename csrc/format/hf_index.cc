@@ -9,7 +9,6 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr size_t kMaxIndexBytes = size_t{512} << 20;
 constexpr size_t kMaxIndexNames = 10'000'000;
 constexpr int kIndexDepth = 16;  // of keys that are skipped
 

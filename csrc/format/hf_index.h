@@ -10,6 +10,8 @@
 
 namespace torch_ckpt {
 
+inline constexpr uint64_t kMaxIndexBytes = uint64_t{512} << 20;
+
 struct HfIndex {
   uint64_t total_size = 0;  // bytes of tensor data; 0 when absent
   std::vector<std::pair<std::string, std::string>> weight_map;  // fqn, file

@@ -18,7 +18,6 @@ namespace {
 
 constexpr std::string_view kManifestFormat = "torch_ckpt";
 constexpr std::string_view kJournalFormat = "torch_ckpt.journal";
-constexpr size_t kMaxManifestBytes = size_t{1} << 30;
 constexpr size_t kCrcDigits = 8;
 constexpr int kDepth = 4;  // journal, manifest, files, file
 
@@ -107,7 +106,7 @@ void AppendManifest(std::string* out, const Manifest& manifest) {
     *out += ", \"id\": ";
     AppendJsonString(out, file.id);
     *out += ", \"role\": ";
-    AppendJsonString(out, kRoleNames[static_cast<size_t>(file.role)]);
+    AppendJsonString(out, RoleName(file.role));
     *out += ", \"container\": ";
     AppendJsonString(out, kContainerNames[static_cast<size_t>(file.container)]);
     *out += ", \"bytes\": ";
@@ -341,9 +340,9 @@ class DocumentHandler final : public JsonHandler {
     if (key_ == "name") return Name(text, &file.name);
     if (key_ == "id") return Id(text, &file.id);
     if (key_ == "role") {
-      const auto role = std::find(kRoleNames.begin(), kRoleNames.end(), text);
-      if (role == kRoleNames.end()) return Refuse("unknown role of a file");
-      file.role = static_cast<FileRole>(role - kRoleNames.begin());
+      const auto role = RoleFromName(text);
+      if (!role) return Refuse("unknown role of a file");
+      file.role = *role;
       // Version 1 does not say it.
       if (version_ == 1) file.container = ContainerOf(file.role);
       return true;
@@ -453,6 +452,16 @@ Status ParseDocument(ByteSpan bytes, bool journal, Journal* out) {
 }
 
 }  // namespace
+
+std::string_view RoleName(FileRole role) {
+  return kRoleNames[static_cast<size_t>(role)];
+}
+
+std::optional<FileRole> RoleFromName(std::string_view name) {
+  const auto role = std::find(kRoleNames.begin(), kRoleNames.end(), name);
+  if (role == kRoleNames.end()) return std::nullopt;
+  return static_cast<FileRole>(role - kRoleNames.begin());
+}
 
 FilesByName::FilesByName(std::span<const ManifestFile> files)
     : files_(files), sorted_(files.size()) {

@@ -16,6 +16,7 @@
 namespace torch_ckpt {
 
 inline constexpr int kManifestVersion = 2;
+inline constexpr uint64_t kMaxManifestBytes = uint64_t{1} << 30;
 
 // Digests cover a file in segments: cut at every multiple of kSegmentBytes
 // from the start of the file. CRC-32C values combine, so any writer boundary
@@ -23,6 +24,9 @@ inline constexpr int kManifestVersion = 2;
 inline constexpr uint64_t kSegmentBytes = uint64_t{1} << 20;
 
 enum class FileRole : uint8_t { kData, kObjects, kCatalog, kIndex, kExtra };
+// "data", "objects", "catalog", "index", "extra".
+std::string_view RoleName(FileRole role);
+std::optional<FileRole> RoleFromName(std::string_view name);
 
 // How a file holds its bytes. kSafetensors: the file's id stands in its header.
 // kRaw: nothing but them.

@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "capi/requests.h"
+
 namespace torch_ckpt::ops {
 namespace {
 
@@ -123,18 +125,7 @@ Result<std::optional<Dims>> DimsAt(const Json& plan, const char* column,
   }
   const Json& item = (*it)[i];
   if (item.is_null()) return std::optional<Dims>();
-  Dims dims;
-  if (!item.is_array() || item.size() > kMaxDims) {
-    return InvalidArgument(std::string("the plan's '") + column +
-                           "' holds something else than shapes");
-  }
-  for (const Json& value : item) {
-    if (!value.is_number_integer()) {
-      return InvalidArgument(std::string("the plan's '") + column +
-                             "' holds something else than integers");
-    }
-    dims.push_back(value.get<int64_t>());
-  }
+  TC_ASSIGN_OR_RETURN(const Dims dims, capi::GetDims(item));
   return std::optional<Dims>(dims);
 }
 

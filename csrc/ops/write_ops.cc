@@ -25,20 +25,12 @@
 namespace torch_ckpt::ops {
 namespace {
 
-Result<Dtype> ParseDtype(const Json& name) {
-  if (!name.is_string()) return InvalidArgument("'dtypes' holds text");
-  const auto& text = name.get_ref<const std::string&>();
-  const auto dtype = DtypeFromName(text);
-  if (dtype) return *dtype;
-  return Unsupported("safetensors cannot hold the dtype " + text);
-}
-
 // What column `field` says of every name.
 Result<std::vector<Dtype>> ParseDtypes(const Json& file, const char* field,
                                        const std::vector<std::string>& names) {
   const auto it = file.find(field);
   if (it != file.end() && it->is_string()) {
-    TC_ASSIGN_OR_RETURN(const Dtype dtype, ParseDtype(*it));
+    TC_ASSIGN_OR_RETURN(const Dtype dtype, capi::DtypeOf(*it, {}));
     return std::vector<Dtype>(names.size(), dtype);
   }
   TC_ASSIGN_OR_RETURN(const Json* list, capi::GetList(file, field));
@@ -49,11 +41,9 @@ Result<std::vector<Dtype>> ParseDtypes(const Json& file, const char* field,
   std::vector<Dtype> dtypes;
   dtypes.reserve(list->size());
   for (const Json& name : *list) {
-    Result<Dtype> dtype = ParseDtype(name);
-    if (!dtype.ok()) {
-      return Status(dtype.status()).WithTensor(names[dtypes.size()]);
-    }
-    dtypes.push_back(*dtype);
+    TC_ASSIGN_OR_RETURN(const Dtype dtype,
+                        capi::DtypeOf(name, names[dtypes.size()]));
+    dtypes.push_back(dtype);
   }
   return dtypes;
 }
@@ -128,8 +118,7 @@ Result<WriteFile> ParseFile(const Json& item,
                             const std::vector<SourceTensor>& sources) {
   WriteFile file;
   TC_ASSIGN_OR_RETURN(file.name, capi::GetString(item, "name"));
-  TC_ASSIGN_OR_RETURN(const std::string role, capi::GetString(item, "role"));
-  TC_ASSIGN_OR_RETURN(file.role, capi::RoleFromName(role));
+  TC_ASSIGN_OR_RETURN(file.role, capi::GetRole(item));
   TC_RETURN_IF_ERROR(
       ParseTensors(item, sources, &file.tensors,
                    file.role == FileRole::kData ? nullptr : &file.raw));
@@ -166,7 +155,7 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
     files.push_back({{"staged", file.spec.staged},
                      {"name", file.spec.name},
                      {"id", file.spec.id},
-                     {"role", capi::RoleName(file.spec.role)},
+                     {"role", RoleName(file.spec.role)},
                      {"bytes", file.spec.bytes},
                      {"crc32c", capi::CrcHex(file.crc32c)}});
     bytes += file.spec.bytes;
