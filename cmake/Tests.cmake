@@ -26,6 +26,7 @@ add_executable(
   core_tests
   $<TARGET_OBJECTS:core>
   tests/cpp/base_siphash_test.cc
+  tests/cpp/base_status_test.cc
   tests/cpp/os_byte_sink_test.cc
   tests/cpp/os_byte_source_test.cc
   tests/cpp/os_directory_test.cc

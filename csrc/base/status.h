@@ -86,12 +86,16 @@ inline Status Internal(std::string m) {
   return {ErrorKind::kInternal, std::move(m)};
 }
 
-// A T or the Status that says why there is none. value() on an error is a bug.
+// A T or the Status that says why there is none: kInternal in place of an ok
+// one. value() on an error is a bug.
 template <class T>
 class [[nodiscard]] Result {
  public:
   Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}
-  Result(Status status) : state_(std::in_place_index<1>, std::move(status)) {}
+  Result(Status status)
+      : state_(std::in_place_index<1>,
+               status.ok() ? Internal("there is neither a result nor an error")
+                           : std::move(status)) {}
 
   bool ok() const { return state_.index() == 0; }
   Status status() const { return ok() ? Status() : std::get<1>(state_); }
