@@ -8,7 +8,6 @@
 
 #include "engine/build_catalog.h"
 #include "engine/merge_parts.h"
-#include "engine/parts.h"
 #include "engine/scan.h"
 #include "format/names.h"
 #include "format/sharding_info.h"

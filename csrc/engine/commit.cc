@@ -5,7 +5,6 @@
 #include <iterator>
 #include <set>
 
-#include "engine/checkpoint.h"
 #include "engine/journal.h"
 #include "engine/merge_parts.h"
 #include "engine/output_files.h"

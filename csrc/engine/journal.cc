@@ -2,7 +2,6 @@
 
 #include <cerrno>
 
-#include "engine/checkpoint.h"
 #include "format/names.h"
 
 namespace torch_ckpt {

@@ -8,7 +8,6 @@
 #include <string_view>
 
 #include "engine/build_catalog.h"
-#include "engine/checkpoint.h"
 #include "format/names.h"
 
 namespace torch_ckpt {
