@@ -73,9 +73,10 @@ class ObjectInfo:
 class Description:
     """What a checkpoint holds.
 
-    source: "manifest" for a directory that torch_ckpt wrote; "index" (model.safetensors.index.json)
-        or "headers" (all .safetensors files) for any other.
+    source: "manifest" for a directory that torch_ckpt wrote; "index" (its
+        index.json) or "headers" (all .safetensors files) for any other.
     save_id, world_size: of the save; None without a manifest.
+    beside: data files that are no part of such a directory's checkpoint, and are not read.
     """
 
     path: str
@@ -85,6 +86,7 @@ class Description:
     files: tuple[FileInfo, ...]
     tensors: tuple[TensorInfo, ...]
     objects: tuple[ObjectInfo, ...]
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ class Checkpoint:
             files=files,
             tensors=tensors,
             objects=objects,
+            beside=tuple(answer["beside"]),
         )
 
     def dtypes(self) -> dict[str, str]:

@@ -63,7 +63,8 @@ def mapping_of_index(path: str | os.PathLike[str]) -> dict[str, int]:
     names, or their order. Raises InvalidArgumentError, OSError."""
     file = Path(path)
     if file.is_dir():
-        file /= INDEX_NAME
+        found = sorted(file.glob("*.safetensors.index.json"))
+        file = found[0] if len(found) == 1 else file / INDEX_NAME
     if not file.is_file():
         raise InvalidArgumentError("there is no such index", file=str(file))
     index = load_json(file)

@@ -94,6 +94,7 @@ Result<Json> DescribeRequest(const Json& request) {
               {"save_id", checkpoint->save_id()},
               {"world_size", manifest ? Json(manifest->world_size) : Json()},
               {"hulls", checkpoint->hulls()},
+              {"beside", checkpoint->beside()},
               {"files", std::move(files)},
               {"names", std::move(names)},
               {"kinds", std::move(kinds)},

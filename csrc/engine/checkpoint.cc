@@ -300,6 +300,8 @@ Status Checkpoint::LoadForeign() {
   manifest_.files = std::move(scan.files);
   catalog_ = std::move(scan.catalog);
   hulls_ = std::move(scan.hulls);
+  beside_ = std::move(scan.beside);
+  identity_ = std::move(scan.identity);
   return {};
 }
 
@@ -313,6 +315,8 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Renamed(
   renamed->manifest_ = manifest_;
   TC_ASSIGN_OR_RETURN(renamed->catalog_, catalog_.Renamed(new_names, files()));
   renamed->hulls_ = hulls_;
+  renamed->beside_ = beside_;
+  renamed->identity_ = identity_;
   renamed->Index();
   return std::shared_ptr<const Checkpoint>(std::move(renamed));
 }

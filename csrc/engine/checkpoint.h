@@ -4,8 +4,9 @@
 //   1. with our manifest (torch_ckpt.json, or the journal of a commit that is
 //      not replayed yet, or the part manifests of all ranks of a save without
 //      collectives): only what it names is read;
-//   2. with a complete model.safetensors.index.json: the files it names;
+//   2. with a complete index: the files it names;
 //   3. with .safetensors files only: all of them, by their headers.
+// Which files of 2 and 3 count, engine/scan.h says.
 // For 2 and 3 every header is parsed and every tensor is proved to be tiled by
 // its boxes. For 1 that was done before the commit: opening reads the manifest
 // and the catalog, whatever they name. A file is compared with the manifest
@@ -54,6 +55,12 @@ class Checkpoint {
   // Tensors of a directory that is not ours whose shape no file says: were the
   // last of their shards missing, nobody could see it.
   const std::vector<std::string>& hulls() const { return hulls_; }
+  // Data files of such a directory that are no part of the checkpoint.
+  const std::vector<std::string>& beside() const { return beside_; }
+  // Not that of another checkpoint: the save id, or what its files are.
+  const std::string& identity() const {
+    return manifest() ? manifest_.save_id : identity_;
+  }
 
   // Files of a staging directory, by their names there, as something to read
   // from before there is a checkpoint. REQUIRES: the manifest names the files
@@ -103,7 +110,8 @@ class Checkpoint {
   FilesByName by_name_;
   Catalog catalog_;
   mutable std::vector<std::atomic<bool>> proved_;  // by entry
-  std::vector<std::string> hulls_;
+  std::vector<std::string> hulls_, beside_;
+  std::string identity_;
 };
 
 // Errors: kIncomplete when there is no checkpoint or a part of it is missing,

@@ -2,13 +2,16 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/build_catalog.h"
 #include "format/hf_index.h"
 #include "format/names.h"
+#include "runtime/crc32c.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
@@ -16,19 +19,28 @@ namespace {
 
 constexpr int kScanThreads = 4;
 
+// With `identity`, adds to it what the files are.
 Result<std::vector<NamedHeader>> ReadHeaders(
-    const Directory& directory, const std::vector<std::string>& names) {
+    const Directory& directory, const std::vector<std::string>& names,
+    uint32_t* identity = nullptr) {
   std::vector<NamedHeader> headers(names.size());
+  std::vector<FileInfo> infos(names.size());
   TC_RETURN_IF_ERROR(ForEachItem(
       kScanThreads, static_cast<int64_t>(names.size()), nullptr,
       [&](int64_t item, int) -> Status {
         const auto i = static_cast<size_t>(item);
         TC_ASSIGN_OR_RETURN(const File file, directory.OpenFile(names[i], {}));
+        TC_ASSIGN_OR_RETURN(infos[i], file.Stat());
         TC_ASSIGN_OR_RETURN(headers[i].file, ReadFileHeader(file));
         headers[i].name = names[i];
         headers[i].position = static_cast<uint32_t>(i);
         return {};
       }));
+  for (size_t i = 0; identity && i < names.size(); ++i) {
+    const std::string said = names[i] + "/" + std::to_string(infos[i].bytes) +
+                             "/" + std::to_string(infos[i].modified_ns) + "/";
+    *identity = Crc32c(*identity, said.data(), said.size());
+  }
   return headers;
 }
 
@@ -93,14 +105,20 @@ Status CheckNumbers(const std::vector<std::string>& names) {
   return {};
 }
 
-// Shards beside an index: left over from a consolidation in place, or stale.
+// Files beside an index: left over from a consolidation in place, or stale.
+// `files` are those of `others`.
 Status CheckAgree(const CatalogBuilder& final_files,
-                  const CatalogBuilder& shards) {
-  for (uint32_t e = 0; e < shards.size(); ++e) {
-    const CatalogBuilder::Entry& shard = shards.entry(e);
+                  const CatalogBuilder& others,
+                  const std::vector<std::string>& files) {
+  for (uint32_t e = 0; e < others.size(); ++e) {
+    const CatalogBuilder::Entry& shard = others.entry(e);
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        others.Placements(e));
+    const std::string& file = files[placements[0].file];
     const int64_t id = final_files.Find(shard.name);
     if (id < 0) {
-      return Conflict("is in the shards of the directory but not in its index")
+      return Conflict("is in " + file +
+                      " but not in the index of the directory")
           .WithTensor(shard.name);
     }
     const CatalogBuilder::Entry& entry =
@@ -108,7 +126,7 @@ Status CheckAgree(const CatalogBuilder& final_files,
     if (entry.dtype != shard.dtype || !(entry.shape == shard.shape)) {
       return Conflict("differs between the indexed files (" +
                       std::string(DtypeName(entry.dtype)) + " " +
-                      entry.shape.ToString() + ") and the shards (" +
+                      entry.shape.ToString() + ") and " + file + " (" +
                       DtypeName(shard.dtype) + " " + shard.shape.ToString() +
                       ")")
           .WithTensor(shard.name);
@@ -122,9 +140,39 @@ bool IsDataName(const std::string& name) {
          name[0] != '.';
 }
 
-}  // namespace
+// The index to go by: that of a model, else the only one there is.
+std::string IndexOf(const std::vector<std::string>& names) {
+  std::vector<std::string> found;
+  for (const std::string& name : names) {
+    if (name == kIndexName) return name;
+    if (name.ends_with(kIndexSuffix) && name[0] != '.') found.push_back(name);
+  }
+  return found.size() == 1 ? found[0] : std::string();
+}
 
-Result<ScanResult> ScanDirectory(const Directory& directory) {
+// "model.fp16.safetensors" beside "model.safetensors" (`names` are sorted):
+// the same tensors in another dtype, for those who ask for that variant.
+bool IsVariant(const std::string& name, const std::vector<std::string>& names) {
+  return std::any_of(
+      kFinalStems.begin(), kFinalStems.end(), [&](std::string_view stem) {
+        const std::string single = std::string(stem) + std::string(kDataSuffix);
+        return name.starts_with(std::string(stem) + ".") && name != single &&
+               std::binary_search(names.begin(), names.end(), single);
+      });
+}
+
+// Which files of a directory count.
+struct Listing {
+  std::string index_name;  // empty: none
+  std::optional<HfIndex> index;
+  std::vector<std::string> indexed;  // by the index, there or not
+  std::vector<std::string> missing;  // of these
+  std::vector<std::string> shards;   // not by the index, but they count
+  std::vector<std::string> single;   // the file that would hide an index
+  std::vector<std::string> beside;   // nobody reads them
+};
+
+Result<Listing> ListFiles(const Directory& directory) {
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
   std::vector<std::string> data;
   std::copy_if(names.begin(), names.end(), std::back_inserter(data),
@@ -139,50 +187,77 @@ Result<ScanResult> ScanDirectory(const Directory& directory) {
                       " nor any .safetensors file" + hint)
         .WithFile(directory.path());
   }
-  std::vector<std::string> indexed;
-  std::optional<HfIndex> index;
-  if (std::binary_search(names.begin(), names.end(), kIndexName)) {
-    const std::string index_name(kIndexName);
+  Listing list;
+  list.index_name = IndexOf(names);
+  std::string single;
+  if (!list.index_name.empty()) {
     TC_ASSIGN_OR_RETURN(const std::string text,
-                        directory.ReadFile(index_name, kMaxIndexBytes));
+                        directory.ReadFile(list.index_name, kMaxIndexBytes));
     Result<HfIndex> parsed = ParseHfIndex(AsBytes(text));
     if (!parsed.ok()) {
-      return parsed.status().WithFile(directory.Join(index_name));
+      return parsed.status().WithFile(directory.Join(list.index_name));
     }
-    index = std::move(parsed).value();
+    list.index = std::move(parsed).value();
     std::set<std::string> wanted;
-    for (const auto& [name, file] : index->weight_map) wanted.insert(file);
-    indexed.assign(wanted.begin(), wanted.end());
+    for (const auto& [name, file] : list.index->weight_map) wanted.insert(file);
+    list.indexed.assign(wanted.begin(), wanted.end());
+    single = SingleFileName(list.index_name);
   }
-  std::vector<std::string> missing;
-  std::set_difference(indexed.begin(), indexed.end(), data.begin(), data.end(),
-                      std::back_inserter(missing));
+  std::set_difference(list.indexed.begin(), list.indexed.end(), data.begin(),
+                      data.end(), std::back_inserter(list.missing));
   std::vector<std::string> others;
-  std::set_difference(data.begin(), data.end(), indexed.begin(), indexed.end(),
-                      std::back_inserter(others));
-  if (index && !missing.empty() && others.empty()) {
-    return Incomplete("is named by " + std::string(kIndexName) +
-                      " and is missing")
-        .WithFile(directory.Join(missing[0]));
+  std::set_difference(data.begin(), data.end(), list.indexed.begin(),
+                      list.indexed.end(), std::back_inserter(others));
+  for (std::string& name : others) {
+    const bool counts = list.index ? IsShardName(name) : !IsVariant(name, data);
+    (name == single ? list.single
+     : counts       ? list.shards
+                    : list.beside)
+        .push_back(std::move(name));
+  }
+  return list;
+}
+
+}  // namespace
+
+Result<ScanResult> ScanDirectory(const Directory& directory) {
+  TC_ASSIGN_OR_RETURN(Listing list, ListFiles(directory));
+  const std::vector<std::string>* unindexed[] = {&list.shards, &list.single};
+  if (!list.missing.empty() && list.shards.empty() && list.single.empty()) {
+    return Incomplete("is named by " + list.index_name + " and is missing")
+        .WithFile(directory.Join(list.missing[0]));
   }
   ScanResult result;
-  result.by_index = index && missing.empty() && !indexed.empty();
-  if (!index) {
-    Status whole = CheckNumbers(data);
+  result.by_index = list.index && list.missing.empty() && !list.indexed.empty();
+  std::vector<std::string> read;
+  if (result.by_index) {
+    read = list.indexed;
+  } else {
+    std::set_difference(list.indexed.begin(), list.indexed.end(),
+                        list.missing.begin(), list.missing.end(),
+                        std::back_inserter(read));
+    for (const auto* files : unindexed) {
+      read.insert(read.end(), files->begin(), files->end());
+    }
+    std::sort(read.begin(), read.end());
+  }
+  if (!list.index) {
+    Status whole = CheckNumbers(read);
     if (!whole.ok()) return std::move(whole).WithFile(directory.path());
   }
-  const std::vector<std::string>& files = result.by_index ? indexed : data;
+  uint32_t identity = 0;
   TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> headers,
-                      ReadHeaders(directory, files));
+                      ReadHeaders(directory, read, &identity));
+  result.identity = "files " + std::to_string(identity);
   Result<CatalogBuilder> catalog =
       BuildCatalog(headers, BoxProof::kTiling, &result.hulls);
   if (!catalog.ok()) return catalog.status().WithFile(directory.path());
-  if (!missing.empty()) {
+  if (!list.missing.empty()) {
     // The shards beside an index whose files are not all there count only when
     // they hold everything that it names.
-    for (const auto& [name, file] : index->weight_map) {
+    for (const auto& [name, file] : list.index->weight_map) {
       if (catalog->Find(name) >= 0) continue;
-      return Incomplete("is named by " + std::string(kIndexName) +
+      return Incomplete("is named by " + list.index_name +
                         ", and neither its file " + file +
                         " nor another one has it")
           .WithTensor(name)
@@ -190,15 +265,14 @@ Result<ScanResult> ScanDirectory(const Directory& directory) {
     }
   }
   if (result.by_index) {
-    Status status = CheckIndex(*index, *catalog, files);
-    if (status.ok() && !others.empty()) {
-      TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> shards,
-                          ReadHeaders(directory, others));
-      Result<CatalogBuilder> shard_catalog = BuildCatalog(shards);
-      if (!shard_catalog.ok()) {
-        return shard_catalog.status().WithFile(directory.path());
-      }
-      status = CheckAgree(*catalog, *shard_catalog);
+    Status status = CheckIndex(*list.index, *catalog, read);
+    for (const auto* files : unindexed) {
+      if (!status.ok() || files->empty()) continue;
+      TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> read_headers,
+                          ReadHeaders(directory, *files));
+      Result<CatalogBuilder> of_files = BuildCatalog(read_headers);
+      if (!of_files.ok()) return of_files.status().WithFile(directory.path());
+      status = CheckAgree(*catalog, *of_files, *files);
     }
     if (!status.ok()) return std::move(status).WithFile(directory.path());
   }
@@ -212,6 +286,7 @@ Result<ScanResult> ScanDirectory(const Directory& directory) {
   TC_ASSIGN_OR_RETURN(std::string encoded, catalog->Encode());
   TC_ASSIGN_OR_RETURN(result.catalog,
                       Catalog::Parse(std::move(encoded), result.files));
+  result.beside = std::move(list.beside);
   return result;
 }
 

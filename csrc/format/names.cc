@@ -83,6 +83,23 @@ size_t SequenceLength(const unsigned char* p, size_t left) {
 
 }  // namespace
 
+bool IsShardName(std::string_view name) {
+  return name.starts_with(kShardStem) && name.ends_with(kDataSuffix);
+}
+
+std::optional<int64_t> RankOfShard(std::string_view name) {
+  if (!IsShardName(name)) return std::nullopt;
+  name.remove_prefix(kShardStem.size());
+  const auto number = FromPadded(name.substr(0, name.find('-')));
+  if (!number) return std::nullopt;
+  return *number - 1;
+}
+
+std::string SingleFileName(std::string_view index_name) {
+  index_name.remove_suffix(kIndexSuffix.size());
+  return std::string(index_name) + std::string(kDataSuffix);
+}
+
 std::string ShardFileName(int64_t rank, int64_t index, int64_t count) {
   return std::string(kShardStem) + Padded(rank + 1) + "-" +
          FinalFileName(index, count);

@@ -2,6 +2,7 @@
 // be the name of a tensor.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -32,6 +33,10 @@ struct FileNaming {
   bool number_single = true;
 };
 
+// The stems that we write and readers look for by themselves.
+inline constexpr std::array<std::string_view, 3> kFinalStems = {
+    "model", "diffusion_pytorch_model", "adapter_model"};
+
 // Ranks count from 0, indices from 1.
 std::string ShardFileName(int64_t rank, int64_t index, int64_t count);
 std::string FinalFileName(int64_t index, int64_t count,
@@ -39,6 +44,13 @@ std::string FinalFileName(int64_t index, int64_t count,
 // Of the index that stands beside `count` files; empty where none does.
 std::string IndexFileName(int64_t count, const FileNaming& naming = {});
 std::string ObjectFileName(int64_t rank);
+// "<stem>.safetensors" for "<stem>.safetensors.index.json": the file that
+// transformers takes before that index. REQUIRES: ends in kIndexSuffix.
+std::string SingleFileName(std::string_view index_name);
+// Whether a data file is called as one rank's, ours or stock's.
+bool IsShardName(std::string_view name);
+// The rank whose file is called so.
+std::optional<int64_t> RankOfShard(std::string_view name);
 
 // What the name "<stem>-{i:05}-of-{n:05}.safetensors" says, by which everybody
 // calls the files of one model. The stem of a shard is without its rank.

@@ -108,6 +108,46 @@ TEST_F(ScanTest, IndexThatNamesWhatIsNotThere) {
   EXPECT_EQ(ReadAll(Path("c"))->at("a"), a_.bytes);
 }
 
+// The same tensors in another dtype are no remedy for a missing file.
+TEST_F(ScanTest, AVariantDoesNotMakeUpForAMissingFile) {
+  WriteForeign(In("model-00001-of-00002.safetensors"), {Whole("a", a_)});
+  Index({{"a", "model-00001-of-00002.safetensors"},
+         {"b", "model-00002-of-00002.safetensors"}});
+  WriteForeign(In("model.fp16.safetensors"), {Whole("a", a_), Whole("b", b_)});
+  ExpectError(ErrorKind::kIncomplete, "model-00002-of-00002");
+  // The file that was saved over both does.
+  WriteForeign(In("model.safetensors"), {Whole("a", a_), Whole("b", b_)});
+  std::filesystem::remove(In("model-00001-of-00002.safetensors"));
+  auto checkpoint = OpenCheckpoint(Path("c"));
+  ASSERT_OK(checkpoint.status());
+  EXPECT_EQ((*checkpoint)->beside(),
+            std::vector<std::string>{"model.fp16.safetensors"});
+  EXPECT_EQ(ReadAll(Path("c"))->at("b"), b_.bytes);
+}
+
+TEST_F(ScanTest, OfSeveralIndicesOnlyTheModelsCounts) {
+  WriteForeign(In("x.safetensors"), {Whole("a", a_)});
+  for (const char* stem : {"consolidated", "adapter_model"}) {
+    HfIndex index;
+    index.weight_map = {{"a", "y.safetensors"}};
+    WriteText(In(std::string(stem) + std::string(kIndexSuffix)),
+              BuildHfIndex(index));
+  }
+  EXPECT_EQ((*OpenCheckpoint(Path("c")))->source(), CheckpointSource::kHeaders);
+  Index({{"a", "x.safetensors"}});
+  EXPECT_EQ((*OpenCheckpoint(Path("c")))->source(), CheckpointSource::kIndex);
+}
+
+TEST_F(ScanTest, IdentityIsOfTheFiles) {
+  WriteForeign(In("model.safetensors"), {Whole("a", a_)});
+  const std::string first = (*OpenCheckpoint(Path("c")))->identity();
+  EXPECT_EQ((*OpenCheckpoint(Path("c")))->identity(), first);
+  const auto time = std::filesystem::last_write_time(In("model.safetensors"));
+  std::filesystem::last_write_time(In("model.safetensors"),
+                                   time + std::chrono::seconds(1));
+  EXPECT_NE((*OpenCheckpoint(Path("c")))->identity(), first);
+}
+
 TEST_F(ScanTest, IndexThatLies) {
   WriteForeign(In("x.safetensors"), {Whole("a", a_)});
   WriteForeign(In("y.safetensors"), {Whole("b", b_)});

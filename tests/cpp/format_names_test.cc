@@ -17,6 +17,17 @@ TEST(FormatNames, StockNames) {
   EXPECT_EQ(ObjectFileName(7), "objects-00008.json");
 }
 
+TEST(FormatNames, Shards) {
+  EXPECT_EQ(RankOfShard(ShardFileName(7, 1, 3)), 7);
+  EXPECT_EQ(RankOfShard(ShardFileName(123456, 1, 3)), 123456);
+  EXPECT_EQ(RankOfShard("shard-x-model-00001-of-00001.safetensors"),
+            std::nullopt);
+  EXPECT_TRUE(IsShardName("shard-x-model-00001-of-00001.safetensors"));
+  EXPECT_FALSE(IsShardName(FinalFileName(1, 1)));
+  EXPECT_FALSE(IsShardName("shard-00001-model-00001-of-00001.bin"));
+  EXPECT_EQ(SingleFileName(kIndexName), "model.safetensors");
+}
+
 TEST(FormatNames, Numbered) {
   const auto expect = [](std::string_view name, std::string_view stem,
                          int64_t index, int64_t count) {

@@ -12,7 +12,7 @@ from torch_ckpt.cli.output import Output, count, format_bytes, printable, with_o
 
 _SOURCES = {
     "manifest": "written by torch_ckpt",
-    "index": "read by model.safetensors.index.json",
+    "index": "read by its index",
     "headers": "read by the headers of its .safetensors files",
 }
 
@@ -41,6 +41,7 @@ def _fields(described: Description, tensors: bool) -> dict[str, Any]:
         "save_id": described.save_id,
         "world_size": described.world_size,
         "files": [dataclasses.asdict(file) for file in described.files],
+        "beside": list(described.beside),
         "tensor_count": len(described.tensors),
         "tensor_bytes": _stored_bytes(described),
         "object_count": len(described.objects),
@@ -68,6 +69,8 @@ def _text(described: Description, tensors: bool) -> str:
         f"    {file.name:{width}}  {file.role:8} {format_bytes(file.bytes):>10}"
         for file in described.files
     ]
+    if described.beside:
+        lines.append(f"  not read: {', '.join(map(printable, described.beside))}")
     if tensors:
         lines.append("  tensors:")
         lines += [f"    {_tensor_line(tensor)}" for tensor in described.tensors]
