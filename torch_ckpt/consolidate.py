@@ -179,7 +179,7 @@ def merge_on_every_rank(
     try:
         begun = team.together(begin, cancel=cancel)[0]
         part = {**request, "part": team.rank, "parts": team.size}
-        part.update({key: begun[key] for key in ("staging", "ids", "input_save_id")})
+        part.update({key: begun[key] for key in ("staging", "ids", "input_identity")})
         with Job() as job:
             part["job"] = job.id
             parts = team.together(
@@ -189,7 +189,7 @@ def merge_on_every_rank(
                 cancel=cancel,
             )
         commit |= {**request, "parts": [answer["written"] for answer in parts]}
-        commit.update({key: begun[key] for key in ("ids", "input_save_id", "in_place", "session")})
+        commit.update({key: begun[key] for key in ("ids", "input_identity", "in_place", "session")})
         answers = team.together(finish, to_its_end=True)
     except BaseException:
         for session in sessions:

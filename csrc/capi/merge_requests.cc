@@ -60,9 +60,12 @@ Result<Input> ParseInput(const Json& request) {
 // Of a rank that takes part in a merge that the coordinator has begun.
 Result<MergePlan> ParsePlan(const Json& request) {
   TC_ASSIGN_OR_RETURN(const Input input, ParseInput(request));
-  const std::string expected = request.value("input_save_id", std::string());
-  if (!expected.empty() && input.checkpoint->save_id() != expected) {
-    return Conflict("was replaced since the merge began")
+  TC_ASSIGN_OR_RETURN(const std::string begun,
+                      GetString(request, "input_identity"));
+  if (input.checkpoint->identity() != begun) {
+    return Conflict(
+               "is not what the merge began with: it was replaced since, or "
+               "this rank sees another directory under this path")
         .WithFile(input.checkpoint->path());
   }
   std::vector<std::string> ids;
@@ -188,7 +191,7 @@ Result<Json> MergeBeginRequest(const Json& request) {
   Json out = {{"staging", begun.session->place().path},
               {"ids", IdsOf(*begun.plan)},
               {"in_place", begun.in_place},
-              {"input_save_id", begun.plan->checkpoint().save_id()}};
+              {"input_identity", begun.plan->checkpoint().identity()}};
   TC_ASSIGN_OR_RETURN(out["session"], Saves().Add(std::move(begun.session)));
   return out;
 }

@@ -115,7 +115,7 @@ request = merge_request(
     policy=DtypePolicy(None), memory_budget="1GiB", key_mapping=None,
 )
 begun = _core.call({"op": "merge_begin", **request})
-part = {key: begun[key] for key in ("staging", "ids", "input_save_id")}
+part = {key: begun[key] for key in ("staging", "ids", "input_identity")}
 _core.call({"op": "merge_part", **request, **part, "part": 0, "parts": 2})
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -21,6 +21,9 @@ from torch_ckpt import (
     consolidate_safetensors_files,
 )
 from torch_ckpt.cli import cli
+from torch_ckpt.dtype_policy import DtypePolicy
+from torch_ckpt.jobs import Job, end_session
+from torch_ckpt.merge import merge_request
 
 STATE = {"a": torch.linspace(-1, 1, 100), "b": torch.arange(30.0).reshape(5, 6)}
 OLD = {name: torch.zeros_like(value) for name, value in STATE.items()}
@@ -48,6 +51,40 @@ def hub(path: Path, stem: str = "model", state: dict[str, torch.Tensor] = OLD) -
     index = {"metadata": {"total_size": 1}, "weight_map": files}
     (path / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
     (path / "config.json").write_text("{}")
+
+
+def test_ranks_of_a_merge_that_see_another_input(tmp_path: Path) -> None:
+    """As under node-local paths: nothing but the times tells files of one layout."""
+    requests = []
+    for number in range(2):
+        path = tmp_path / str(number)
+        stock_rows(path, torch.full((12, 2), float(number)), 3)
+        for file in path.iterdir():
+            os.utime(file, (1e9 + number, 1e9 + number))
+        requests.append(
+            merge_request(
+                path,
+                tmp_path / "out",
+                None,
+                1,
+                strict=True,
+                max_shard_size=None,
+                naming="dcp",
+                policy=DtypePolicy(None, ()),
+            )
+        )
+    begun = _core.call({"op": "merge_begin", **requests[0]})
+    try:
+        with Job("merge") as job:
+            part = {"op": "merge_part", "job": job.id, "part": 0, "parts": 1}
+            _core.call({**begun, **requests[0], **part})
+            with pytest.raises(torch_ckpt.ConflictError, match=r"/1: is not what the merge began"):
+                _core.call({**begun, **requests[1], **part})
+        with pytest.raises(torch_ckpt.ConflictError, match=r"/1: is not what the merge began"):
+            _core.call({**begun, **requests[1], "op": "merge_commit", "parts": []})
+    finally:
+        end_session("save", begun["session"])
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("stem", STEMS)
