@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import sys
 import tempfile
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_ckpt.errors import InvalidArgumentError
+
+logger = logging.getLogger(__name__)
 
 # Of a directory that is given: what holds tensors, or says where they are.
 _WEIGHTS = (
@@ -33,7 +36,8 @@ def extra_files(extras: Any, dtype: str | None = None) -> Iterator[list[str]]:
     with `save_pretrained` (a configuration, a tokenizer, a model, whose configurations are taken
     and not its weights); or a list of these. The configuration of a model says `dtype`, which its
     floats are stored in, or where that is None the model's own. Raises InvalidArgumentError for
-    anything else, for two files of one name, and for directories within directories.
+    anything else, and for two files of one name. A directory's own directories are left out, with
+    a line in the log.
     """
     if extras is None or (isinstance(extras, list | tuple) and not extras):
         yield []
@@ -60,16 +64,17 @@ def extra_files(extras: Any, dtype: str | None = None) -> Iterator[list[str]]:
 def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    files = []
+    files, directories = [], []
     for entry in sorted(path.iterdir()):
         if entry.name.startswith(".") or entry.name in _OURS or entry.name.endswith(_WEIGHTS):
             continue
         if entry.is_dir():
-            raise InvalidArgumentError(
-                "extras have no directories within directories; list the files that you want",
-                file=str(entry),
-            )
-        files.append(entry)
+            directories.append(entry.name)
+        else:
+            files.append(entry)
+    if directories:
+        names = ", ".join(directories)
+        logger.info("extras leave out the subdirectories of %s: %s", path, names)
     return files
 
 

@@ -126,13 +126,11 @@ def test_no_directory_is_made_where_there_are_no_extras(monkeypatch: pytest.Monk
 
 
 def test_what_cannot_be_an_extra(tmp_path: Path, reference: Path) -> None:
-    (reference / "folder").mkdir()
     (tmp_path / "config.json").touch()
     (reference / "x.safetensors.index.json").touch()
     model = torch.nn.Linear(1, 1)
     model.config = {"of": "somebody else's"}
     for extras, words in (
-        (reference, "no directories within directories"),
         ([reference / "nothing"], "no such file"),
         ([reference / "config.json", tmp_path / "config.json"], "two files of this name"),
         ([reference / "model.safetensors"], "cannot stand beside a checkpoint"),

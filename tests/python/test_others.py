@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,20 @@ def test_a_single_file_that_differs_from_the_index(tmp_path: Path) -> None:
         Checkpoint(tmp_path).describe()
     save_file(STATE, tmp_path / "model.safetensors")
     assert Checkpoint(tmp_path).describe().source == "index"
+
+
+def test_extras_leave_out_subdirectories(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tmp_path / "model"
+    hub(model)
+    for name in ("original", "onnx"):
+        (model / name).mkdir()
+        (model / name / "params.json").write_text("{}")
+    with caplog.at_level(logging.INFO, logger="torch_ckpt"):
+        torch_ckpt.save(
+            STATE, checkpoint_id=tmp_path / "c", layout="final", extras=model, no_dist=True
+        )
+    assert "config.json" in names_in(tmp_path / "c")
+    assert not {"original", "onnx", "params.json"} & set(names_in(tmp_path / "c"))
+    assert [record.message for record in caplog.records if "extras" in record.message] == [
+        f"extras leave out the subdirectories of {model}: onnx, original"
+    ]
