@@ -242,9 +242,11 @@ class SaveSession(_Session):
 
     _kind = "save"
 
-    def __init__(self, path: str, *, overwrite: bool) -> None:
-        """Begin a save into directory `path`. Raises ConflictError when another one is going on."""
-        super().__init__(path, {"overwrite": overwrite})
+    def __init__(self, path: str, *, overwrite: bool, shard_ranks: int = 0) -> None:
+        """Begin a save into directory `path`. Raises ConflictError when another one is going on,
+        and with `shard_ranks`, how many are to write shards, when a file of others in the directory
+        would be read instead of them."""
+        super().__init__(path, {"overwrite": overwrite, "shard_ranks": shard_ranks})
 
     def stage_extras(self, paths: list[str]) -> list[dict[str, Any]]:
         """Copy files into staging; returns what the commit needs to know of them."""

@@ -43,8 +43,9 @@ def consolidate_safetensors_files(
     """Merge the checkpoint in `input_dir` into whole tensors in `output_dir`, on this process.
 
     Writes model-XXXXX-of-XXXXX.safetensors and model.safetensors.index.json. The directory is
-    created, and may be `input_dir` itself: the shards then stay. All or nothing: on an error no
-    output is left; what a kill leaves is removed when it is called again.
+    created, and may be `input_dir` itself: the shards then stay, and the files of an earlier
+    consolidation go. All or nothing: on an error no output is left; what a kill leaves is removed
+    when it is called again.
 
     fqn_to_index_mapping: fqn to index of its file, from 1; an index file, or a directory with one,
         that divides the tensors so; None: one file, or files by `max_shard_size`.

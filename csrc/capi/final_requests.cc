@@ -1,6 +1,9 @@
+#include <cerrno>
+
 #include "capi/requests.h"
 #include "capi/sessions.h"
 #include "engine/assemble_job.h"
+#include "engine/previous.h"
 #include "engine/ring_link.h"
 
 namespace torch_ckpt::capi {
@@ -181,9 +184,35 @@ Result<Json> StageFinalRequest(const Json& request) {
   Result<FinalFiles> staged =
       StageFinalFiles(session->directory(), tensors, rule, naming,
                       GetBool(request, "sync", true), std::move(rings));
+  Status hidden;
+  if (staged.ok()) {
+    NewFiles files;
+    for (const FinalFile& file : staged->files)
+      files.names.push_back(file.name);
+    if (!staged->index_name.empty()) files.names.push_back(staged->index_name);
+    hidden = CheckNotHidden(session->place().target, files);
+  }
   Saves().PutBack(id, std::move(session));
   if (!staged.ok()) return staged.status();
+  TC_RETURN_IF_ERROR(hidden);
   return Json{{"files", staged->files.size()}};
+}
+
+// Of final files that a merge is going to make after a save of shards, as far
+// as it is known what they are called: an index beside one file too. Under the
+// lock that the merge will take, since a commit may wait there for its replay.
+Result<Json> CheckFinalRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
+  TC_ASSIGN_OR_RETURN(const FileNaming naming, FileNamingOf(request));
+  const Status there = Directory::Open(path).status();
+  if (there.sys_errno() == ENOENT || !naming.number_single) {
+    return Json::object();
+  }
+  TC_RETURN_IF_ERROR(there);
+  TC_ASSIGN_OR_RETURN(const SaveSession session, BeginSave(path, true));
+  TC_RETURN_IF_ERROR(CheckNotHidden(
+      path, {{FinalFileName(1, 1, naming), IndexFileName(1, naming)}, 0, {}}));
+  return Json::object();
 }
 
 Status AssembleFinals(const Json& request, const SaveSession& session,

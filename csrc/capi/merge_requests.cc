@@ -5,6 +5,7 @@
 #include "capi/sessions.h"
 #include "engine/commit.h"
 #include "engine/merge_job.h"
+#include "engine/previous.h"
 #include "format/names.h"
 
 namespace torch_ckpt::capi {
@@ -89,6 +90,31 @@ struct Begun {
   bool in_place = false;
 };
 
+// By inode: another path may lead to the same directory. `output` may be
+// absent.
+Result<bool> IsSameDirectory(const std::string& input,
+                             const std::string& output) {
+  TC_ASSIGN_OR_RETURN(const Directory from, Directory::Open(input));
+  TC_ASSIGN_OR_RETURN(const FileInfo input_info, from.Stat());
+  Result<Directory> to = Directory::Open(output);
+  if (!to.ok() && to.status().sys_errno() == ENOENT) return false;
+  if (!to.ok()) return to.status();
+  TC_ASSIGN_OR_RETURN(const FileInfo output_info, to->Stat());
+  return input_info.SameFile(output_info);
+}
+
+Result<NewFiles> NewFilesOf(const MergePlan& plan, bool in_place) {
+  NewFiles files;
+  for (const OutputSpec& spec : plan.outputs()) {
+    if (spec.role == FileRole::kData) files.names.push_back(spec.name);
+  }
+  if (!plan.index_name().empty()) files.names.push_back(plan.index_name());
+  if (in_place) {
+    TC_ASSIGN_OR_RETURN(files.keep, KeptInPlace(plan));
+  }
+  return files;
+}
+
 Result<Begun> Begin(const Json& request) {
   TC_ASSIGN_OR_RETURN(const Input input, ParseInput(request));
   TC_ASSIGN_OR_RETURN(const std::string output, GetString(request, "output"));
@@ -96,17 +122,12 @@ Result<Begun> Begin(const Json& request) {
   // Before anything is on disk: what cannot be merged is refused here.
   TC_ASSIGN_OR_RETURN(begun.plan, input.Plan({}));
   TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(output, true));
-  // By inode: another path may lead to the same directory.
-  TC_ASSIGN_OR_RETURN(const Directory from,
-                      Directory::Open(input.checkpoint->path()));
-  TC_ASSIGN_OR_RETURN(const FileInfo input_info, from.Stat());
-  Result<Directory> to = Directory::Open(session.place().target);
-  if (to.ok()) {
-    TC_ASSIGN_OR_RETURN(const FileInfo output_info, to->Stat());
-    begun.in_place = input_info.SameFile(output_info);
-  } else if (to.status().sys_errno() != ENOENT) {
-    return to.status();
-  }
+  const std::string& target = session.place().target;
+  TC_ASSIGN_OR_RETURN(begun.in_place,
+                      IsSameDirectory(input.checkpoint->path(), target));
+  TC_ASSIGN_OR_RETURN(const NewFiles files,
+                      NewFilesOf(*begun.plan, begun.in_place));
+  TC_RETURN_IF_ERROR(CheckNotHidden(target, files));
   begun.session = std::make_unique<SaveSession>(std::move(session));
   return begun;
 }
@@ -136,8 +157,9 @@ Result<Json> Commit(const Json& request, const MergePlan& plan,
                     std::vector<std::vector<WrittenRange>> written) {
   CommitRequest commit;
   commit.index_name = plan.index_name();
-  // The shards stay beside their consolidation, as with stock.
-  commit.keep_previous = in_place;
+  if (in_place) {
+    TC_ASSIGN_OR_RETURN(commit.keep, KeptInPlace(plan));
+  }
   for (size_t i = 0; i < plan.outputs().size(); ++i) {
     const OutputSpec& spec = plan.outputs()[i];
     Result<std::vector<uint32_t>> digests =

@@ -168,6 +168,7 @@ Handler FindHandler(const std::string& op) {
       {"arena", ArenaRequest},
       {"begin_part", BeginPartRequest},
       {"begin_save", BeginSaveRequest},
+      {"check_final", CheckFinalRequest},
       {"close", CloseRequest},
       {"commit_part", CommitPartRequest},
       {"commit_save", CommitSaveRequest},

@@ -71,6 +71,7 @@ Result<Json> CommitPartRequest(const Json& request);
 Result<Json> EndPartRequest(const Json& request);
 Result<Json> RecoverRequest(const Json& request);
 // final_requests.cc
+Result<Json> CheckFinalRequest(const Json& request);
 Result<Json> StageFinalRequest(const Json& request);
 Result<Json> RefuseRingRequest(const Json& request);
 // What the ranks of a save have written of its final files ("final" of the

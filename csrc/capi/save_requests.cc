@@ -3,6 +3,7 @@
 #include "capi/requests.h"
 #include "capi/sessions.h"
 #include "engine/commit.h"
+#include "engine/previous.h"
 #include "format/json.h"
 
 namespace torch_ckpt::capi {
@@ -39,7 +40,6 @@ std::string SplitPath(std::string_view name) {
 Result<CommitRequest> ParseCommit(const Json& request) {
   CommitRequest commit;
   TC_ASSIGN_OR_RETURN(commit.world_size, GetInt(request, "world_size", 1));
-  commit.keep_previous = GetBool(request, "keep_previous", false);
   TC_ASSIGN_OR_RETURN(const Json* files, GetList(request, "files"));
   for (const Json& item : *files) {
     TC_ASSIGN_OR_RETURN(CommitFile file, ParseFile(item));
@@ -95,6 +95,9 @@ Result<Json> BeginSaveRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
   TC_ASSIGN_OR_RETURN(SaveSession begun,
                       BeginSave(path, GetBool(request, "overwrite", true)));
+  NewFiles shards;
+  TC_ASSIGN_OR_RETURN(shards.shard_ranks, GetInt(request, "shard_ranks", 0));
+  if (shards.shard_ranks > 0) TC_RETURN_IF_ERROR(CheckNotHidden(path, shards));
   auto session = std::make_unique<SaveSession>(std::move(begun));
   Json out = {{"staging", session->place().path},
               {"fresh", session->place().fresh},

@@ -6,9 +6,9 @@
 #include <set>
 
 #include "engine/journal.h"
-#include "engine/merge_parts.h"
 #include "engine/output_files.h"
 #include "engine/parts.h"
+#include "engine/previous.h"
 #include "engine/staged_files.h"
 #include "format/hf_index.h"
 #include "format/names.h"
@@ -34,56 +34,6 @@ Result<std::string> IndexText(const CatalogBuilder& catalog,
   return BuildHfIndex(index);
 }
 
-// What stands in T now by our manifests, those of parts included.
-struct Previous {
-  std::vector<ManifestFile> files;  // every name once
-  std::vector<std::string> part_manifests;
-};
-
-Result<Previous> ReadPrevious(const Directory& target) {
-  const std::string name(kManifestName);
-  Previous previous;
-  Result<std::string> text = target.ReadFile(name, kMaxManifestBytes);
-  if (text.ok()) {
-    Result<Manifest> parsed = ParseManifest(AsBytes(*text));
-    if (!parsed.ok()) return parsed.status().WithFile(target.Join(name));
-    previous.files = std::move(parsed->files);
-  } else if (text.status().sys_errno() != ENOENT) {
-    return text.status();
-  }
-  TC_ASSIGN_OR_RETURN(std::vector<Manifest> parts, ReadParts(target));
-  std::set<std::string> seen;
-  for (const ManifestFile& file : previous.files) seen.insert(file.name);
-  for (Manifest& part : parts) {
-    previous.part_manifests.push_back(
-        PartManifestName(part.part->rank, part.part->world_size));
-    for (ManifestFile& file : part.files) {
-      if (!seen.insert(file.name).second) continue;
-      previous.files.push_back(std::move(file));
-    }
-  }
-  return previous;
-}
-
-// transformers takes a single file before an index of several.
-Status CheckNotHidden(const Directory& target, const CommitRequest& request,
-                      const std::vector<ManifestFile>& previous) {
-  if (request.index_name.empty() || request.keep_previous) return {};
-  std::string single = request.index_name;
-  single.resize(single.size() - kIndexSuffix.size());
-  single += kDataSuffix;
-  for (const ManifestFile& file : previous) {
-    if (file.name == single) return {};  // it goes
-  }
-  TC_ASSIGN_OR_RETURN(const auto there, target.StatName(single));
-  if (!there) return {};
-  return Conflict(
-             "is of no save of torch_ckpt, and transformers would read it "
-             "instead of what is saved beside it: remove it first, save into "
-             "another directory, or into a file of this name")
-      .WithFile(target.Join(single));
-}
-
 // Whether readers will take what is about to be committed: afterwards it would
 // be too late.
 Status CheckEncoding(const Journal& journal) {
@@ -93,6 +43,18 @@ Status CheckEncoding(const Journal& journal) {
                          status.ToString());
 }
 
+std::vector<std::string> DataAndIndexNames(
+    const std::vector<CommitFile>& files) {
+  std::vector<std::string> names;
+  for (const CommitFile& file : files) {
+    if (file.file.role == FileRole::kData ||
+        file.file.role == FileRole::kIndex) {
+      names.push_back(file.file.name);
+    }
+  }
+  return names;
+}
+
 Status CommitExisting(SaveSession* session, const CommitRequest& request,
                       const std::vector<CommitFile>& files,
                       Manifest* manifest) {
@@ -100,15 +62,16 @@ Status CommitExisting(SaveSession* session, const CommitRequest& request,
   TC_ASSIGN_OR_RETURN(const Directory target,
                       Directory::Open(session->place().target));
   TC_ASSIGN_OR_RETURN(Previous previous, ReadPrevious(target));
-  TC_RETURN_IF_ERROR(CheckNotHidden(target, request, previous.files));
+  const NewFiles new_files{DataAndIndexNames(files), 0, request.keep};
+  TC_RETURN_IF_ERROR(CheckNotHidden(target, previous, new_files));
+  const std::set<std::string> keep(request.keep.begin(), request.keep.end());
   Journal journal;
   journal.removes = std::move(previous.part_manifests);
   std::vector<ManifestFile> kept;
   const FilesByName named(manifest->files);
   for (ManifestFile& old : previous.files) {
     if (named.Find(old.name) >= 0) continue;
-    if (request.keep_previous && old.role != FileRole::kCatalog &&
-        old.role != FileRole::kIndex) {
+    if (keep.contains(old.name)) {
       kept.push_back(std::move(old));
     } else {
       journal.removes.push_back(std::move(old.name));

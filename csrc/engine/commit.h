@@ -40,9 +40,9 @@ struct CommitRequest {
   // path; empty where that is just [fqn].
   std::vector<std::pair<std::string, std::string>> planned;
   std::string index_name;  // of the index to write; empty: none
-  // Files of the manifest that stands in T to keep and name again (a
-  // consolidation in place keeps the shards beside its output).
-  bool keep_previous = false;
+  // Files of the manifest that stands in T to keep and name again (KeptInPlace
+  // of a merge). All others that it names go.
+  std::vector<std::string> keep;
 };
 
 // Consumes the session on success. On failure the session still stands, and

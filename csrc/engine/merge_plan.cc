@@ -178,4 +178,27 @@ MergePlan MergePlan::OfExtents(std::shared_ptr<const Checkpoint> checkpoint,
   return plan;
 }
 
+Result<std::vector<std::string>> KeptInPlace(const MergePlan& plan) {
+  const Checkpoint& input = plan.checkpoint();
+  if (!input.manifest()) return std::vector<std::string>();
+  std::set<std::string> keep;
+  for (const ManifestFile& file : input.files()) {
+    if (file.role == FileRole::kObjects || file.role == FileRole::kExtra ||
+        (file.role == FileRole::kData && IsShardName(file.name))) {
+      keep.insert(file.name);
+    }
+  }
+  const std::vector<CatalogEntry>& entries = input.catalog().entries();
+  const std::set<uint32_t> merged(plan.entries().begin(), plan.entries().end());
+  for (uint32_t e = 0; e < entries.size(); ++e) {
+    if (merged.contains(e) || entries[e].kind != EntryKind::kTensor) continue;
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        input.Placements(e));
+    for (const Placement& placement : placements) {
+      keep.insert(input.files()[placement.file].name);
+    }
+  }
+  return std::vector<std::string>(keep.begin(), keep.end());
+}
+
 }  // namespace torch_ckpt

@@ -80,4 +80,9 @@ class MergePlan {
   std::vector<Layout> layouts_;
 };
 
+// The files of the input's manifest that stay where the output goes into the
+// input's own directory: shards (as with stock), what is no tensor, and what
+// holds tensors that the output lacks. Earlier final files go.
+Result<std::vector<std::string>> KeptInPlace(const MergePlan& plan);
+
 }  // namespace torch_ckpt

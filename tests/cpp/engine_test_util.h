@@ -260,7 +260,7 @@ inline CommitRequest MergeCommit(const MergePlan& plan,
                                  bool in_place) {
   CommitRequest request;
   request.index_name = kIndexName;
-  request.keep_previous = in_place;
+  if (in_place) request.keep = KeptInPlace(plan).value();
   for (size_t i = 0; i < plan.outputs().size(); ++i) {
     const OutputSpec& spec = plan.outputs()[i];
     request.files.push_back(

@@ -29,6 +29,7 @@ from torch_ckpt.merge import merge_request
 STATE = {"a": torch.linspace(-1, 1, 100), "b": torch.arange(30.0).reshape(5, 6)}
 OLD = {name: torch.zeros_like(value) for name, value in STATE.items()}
 STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
 def names_in(path: Path) -> list[str]:
@@ -54,6 +55,145 @@ def hub(path: Path, stem: str = "model", state: dict[str, torch.Tensor] = OLD) -
     (path / "config.json").write_text("{}")
 
 
+def test_a_second_consolidation_in_place_hides_no_first_one(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    torch_ckpt.save(STATE, checkpoint_id=path, no_dist=True)
+    (path / "config.json").write_text("{}")
+    consolidate_safetensors_files(path, path, None, naming="hf")
+    assert_same(as_transformers(path), STATE)
+    half = {name: value.bfloat16() for name, value in STATE.items()}
+    consolidate_safetensors_files(path, path, None, naming="dcp", dtype="bf16")
+    assert_same(as_transformers(path), half)
+    final = ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    ours = ["torch_ckpt.catalog", "torch_ckpt.json"]
+    assert names_in(path) == sorted(["config.json", *final, SHARD, *ours])
+    assert {file.name for file in Checkpoint(path).describe().files} == {
+        *(final[0], final[1], SHARD, "torch_ckpt.catalog")
+    }
+    # And back: the index goes with the files that it names.
+    consolidate_safetensors_files(path, path, None, naming="hf")
+    assert_same(as_transformers(path), half)
+    assert names_in(path) == sorted(["config.json", "model.safetensors", SHARD, *ours])
+    Checkpoint(path).verify()
+
+
+def test_what_a_consolidation_in_place_leaves_out_is_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    torch_ckpt.save(STATE, checkpoint_id=path, layout="final", naming="hf", no_dist=True)
+    before = names_in(path)
+    options: dict[str, Any] = {"fqn_to_index_mapping": {"a": 1}, "strict": False}
+    with pytest.raises(FAILED, match=r"model\.safetensors: .*transformers would read it instead"):
+        consolidate_safetensors_files(path, path, naming="dcp", **options)
+    assert names_in(path) == before
+    consolidate_safetensors_files(path, path, naming="diffusers", **options)
+    assert_same(as_transformers(path), STATE)
+    assert_same(as_transformers(path, "diffusion_pytorch_model"), {"a": STATE["a"]})
+
+
+class NeverWrites(HuggingFaceStorageWriter):
+    def write_data(self, *_: Any) -> Any:
+        raise AssertionError("the save goes on")
+
+
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("single", [False, True])
+def test_shards_beside_a_model_of_others(tmp_path: Path, stem: str, single: bool) -> None:
+    """Whoever goes by the index, or takes the single file, would read the old weights."""
+    path = tmp_path / "c"
+    if single:
+        path.mkdir()
+        save_file(OLD, path / f"{stem}.safetensors")
+        name = f"{stem}.safetensors"
+    else:
+        hub(path, stem)
+        name = f"{stem}.safetensors.index.json"
+    before = names_in(path)
+    with pytest.raises(FAILED, match=rf"/{stem}\..*is of no save of torch_ckpt") as caught:
+        torch_ckpt.save(
+            STATE, storage_writer=NeverWrites(path, save_distributed=True), no_dist=True
+        )
+    assert name in str(caught.value)
+    assert names_in(path) == before
+    (path / name).unlink()
+    torch_ckpt.save(STATE, checkpoint_id=path, no_dist=True)
+    target = {name: torch.zeros_like(value) for name, value in STATE.items()}
+    torch_ckpt.load(target, checkpoint_id=path, no_dist=True)
+    assert_same(target, STATE)
+
+
+@pytest.mark.parametrize("naming", ["dcp", "hf"])
+def test_a_final_save_is_refused_before_it_writes(tmp_path: Path, naming: Any) -> None:
+    path = tmp_path / "c"
+    path.mkdir()
+    if naming == "dcp":
+        save_file(OLD, path / "model.safetensors")
+    else:
+        hub(path)
+    before = names_in(path)
+    match = "model.safetensors" if naming == "dcp" else r"model\.safetensors\.index\.json"
+    writer = NeverWrites(path, layout="final", naming=naming)
+    with pytest.raises(FAILED, match=rf"/{match}: is of no save of torch_ckpt"):
+        torch_ckpt.save(STATE, storage_writer=writer, no_dist=True)
+    assert names_in(path) == before
+
+
+@pytest.mark.parametrize("naming", ["dcp", "hf"])
+def test_a_merge_is_refused_before_it_writes(tmp_path: Path, naming: Any) -> None:
+    torch_ckpt.save(STATE, checkpoint_id=tmp_path / "in", no_dist=True)
+    path = tmp_path / ("in" if naming == "dcp" else "out")
+    if naming == "dcp":  # in place
+        save_file(OLD, path / "model.safetensors")
+    else:
+        hub(path)
+    before = names_in(path)
+    done: list[int] = []
+    with pytest.raises(FAILED, match="is of no save of torch_ckpt"):
+        consolidate_safetensors_files(
+            tmp_path / "in", path, None, naming=naming, progress=lambda now, _: done.append(now)
+        )
+    assert names_in(path) == before
+    assert not any(done)
+
+
+def test_a_consolidating_save_is_refused_before_it_writes(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    path.mkdir()
+    save_file(OLD, path / "model.safetensors")
+    writer = NeverWrites(path, save_distributed=True, enable_consolidation=True)
+    with pytest.raises(FAILED, match=r"/model\.safetensors: is of no save of torch_ckpt"):
+        torch_ckpt.save(STATE, storage_writer=writer, no_dist=True)
+    assert names_in(path) == ["model.safetensors"]
+
+
+def test_what_comes_while_a_save_goes_on_is_refused_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    path.mkdir()
+
+    class Meanwhile(HuggingFaceStorageWriter):
+        def write_data(self, *args: Any) -> Any:
+            save_file(OLD, path / "model.safetensors")
+            return super().write_data(*args)
+
+    with pytest.raises(FAILED, match=r"/model\.safetensors: is of no save of torch_ckpt"):
+        torch_ckpt.save(STATE, storage_writer=Meanwhile(path, save_distributed=True), no_dist=True)
+    assert names_in(path) == ["model.safetensors"]
+
+
+def test_shards_of_others_that_a_save_does_not_replace(tmp_path: Path) -> None:
+    """Stock's reader takes all files of a directory: those of a larger world too."""
+    path = tmp_path / "c"
+    stock_rows(path, torch.zeros(12, 2), 3)
+    state = {"w": torch.ones(12, 2)}
+    with pytest.raises(FAILED, match=r"/shard-0000[23]-.*is of no save of torch_ckpt"):
+        torch_ckpt.save(
+            state, storage_writer=NeverWrites(path, save_distributed=True), no_dist=True
+        )
+    for file in names_in(path)[1:]:
+        (path / file).unlink()
+    torch_ckpt.save(state, checkpoint_id=path, no_dist=True)
+    assert_same(load_file(path / SHARD), state)
+
+
 def test_ranks_of_a_merge_that_see_another_input(tmp_path: Path) -> None:
     """As under node-local paths: nothing but the times tells files of one layout."""
     requests = []
@@ -76,7 +216,7 @@ def test_ranks_of_a_merge_that_see_another_input(tmp_path: Path) -> None:
         )
     begun = _core.call({"op": "merge_begin", **requests[0]})
     try:
-        with Job("merge") as job:
+        with Job() as job:
             part = {"op": "merge_part", "job": job.id, "part": 0, "parts": 1}
             _core.call({**begun, **requests[0], **part})
             with pytest.raises(torch_ckpt.ConflictError, match=r"/1: is not what the merge began"):
@@ -86,6 +226,19 @@ def test_ranks_of_a_merge_that_see_another_input(tmp_path: Path) -> None:
     finally:
         end_session("save", begun["session"])
     assert not (tmp_path / "out").exists()
+
+
+def test_other_weights_are_no_files_of_ours(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    path.mkdir()
+    for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", "vae.safetensors"):
+        (path / name).write_bytes(b"not read")
+    torch_ckpt.save(STATE, checkpoint_id=path, no_dist=True)
+    torch_ckpt.save(STATE, checkpoint_id=path, layout="final", no_dist=True)
+    assert_same(as_transformers(path), STATE)
+    target = {name: torch.zeros_like(value) for name, value in STATE.items()}
+    torch_ckpt.load(target, checkpoint_id=path, no_dist=True)
+    assert_same(target, STATE)
 
 
 @pytest.mark.parametrize("stem", STEMS)

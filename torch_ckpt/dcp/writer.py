@@ -83,8 +83,9 @@ class HuggingFaceStorageWriter(StockWriter):
     dtype, keep_fp32: in which dtypes final files hold the tensors; see DtypePolicy. They are cast
         while they are written, to the values of `tensor.to(dtype)`.
     extras: what is to stand in the directory beside the tensors, committed with them: a directory
-        (all of it but weights), files, objects with `save_pretrained` (a configuration, a
-        tokenizer, a model, without its weights), or a list of these. Asked on the coordinator only.
+        (all of it but weights and subdirectories), files, objects with `save_pretrained` (a
+        configuration, a tokenizer, a model, without its weights), or a list of these. Asked on the
+        coordinator only.
     overwrite: False refuses a directory that holds a checkpoint (ConflictError).
     sync_files: False leaves durability to the kernel; a machine that crashes may lose the save.
     direct_io: False writes through the page cache.
@@ -254,7 +255,12 @@ class HuggingFaceStorageWriter(StockWriter):
         check_catalog_size(plans)
         if self._part is None:
             tensors = None if self.save_distributed else self._final_tensors(plans)
-            self._session = SaveSession(path, overwrite=self.overwrite)
+            if self.save_distributed and self.consolidated_output_path is not None:
+                naming = NAMINGS[self.naming]._asdict()
+                output = os.path.abspath(self.consolidated_output_path)
+                _core.call({"op": "check_final", "path": output, **naming})
+            shard_ranks = len(plans) if self.save_distributed else 0
+            self._session = SaveSession(path, overwrite=self.overwrite, shard_ranks=shard_ranks)
             try:
                 self._stage(self._session, tensors)
             except BaseException:

@@ -1,0 +1,40 @@
+// What stands in a directory that is saved into: what is ours there by a
+// manifest, and what of others would be read instead of what comes.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "format/manifest.h"
+#include "os/directory.h"
+
+namespace torch_ckpt {
+
+// What stands in T now by our manifests, those of parts included.
+struct Previous {
+  std::vector<ManifestFile> files;  // every name once
+  std::vector<std::string> part_manifests;
+};
+Result<Previous> ReadPrevious(const Directory& target);
+
+// The data files and the index of what is to stand in T.
+struct NewFiles {
+  std::vector<std::string> names;
+  // Not known yet: shards of so many ranks. `names` is empty then.
+  int64_t shard_ranks = 0;
+  // Of the previous files, those that stay.
+  std::vector<std::string> keep;
+};
+
+// kConflict, naming it, for a file that would be read instead of the new ones:
+// transformers takes "<stem>.safetensors" before an index of that stem, and
+// readers of both go by an index where there is one; beside shards those of all
+// stems, and shards that stock's reader would add. A file of `previous` that
+// does not stay is none.
+Status CheckNotHidden(const Directory& target, const Previous& previous,
+                      const NewFiles& files);
+// The same before the save writes anything; what may be there by then is looked
+// at again by the commit. Where there is no directory, nothing hides.
+Status CheckNotHidden(const std::string& target, const NewFiles& files);
+
+}  // namespace torch_ckpt
