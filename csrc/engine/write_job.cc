@@ -11,6 +11,7 @@
 #include "runtime/adopted.h"
 #include "runtime/arena.h"
 #include "runtime/cuda_copy.h"
+#include "runtime/workers.h"
 
 namespace torch_ckpt {
 namespace {
@@ -210,7 +211,9 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
   const int workers = std::max(1, plan.options.workers);
   const int ring_workers =
       finals.ring && finals.ring->leads() ? 2 * workers : workers;
-  CudaCopies copies(ring_workers);
+  // What goes to a ring and what this rank writes by itself go on at once.
+  const int first_own = finals.ring ? ring_workers : 0;
+  CudaCopies copies(first_own + workers);
   // A part that a device copies into scratch, to be cast from there.
   struct LateCast {
     SourcePart part;
@@ -286,8 +289,8 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
   const FillFn fill = [&](size_t file, MutableByteSpan out,
                           MutableByteSpan scratch, int worker,
                           SegmentDigester* digester) -> Status {
-    return make(layouts[file].bytes, digester->offset(), out, scratch, worker,
-                digester)
+    return make(layouts[file].bytes, digester->offset(), out, scratch,
+                first_own + worker, digester)
         .WithFile(specs[file].name);
   };
   const PlaceFn place = [&](size_t file, uint64_t offset, uint64_t bytes) {
@@ -301,8 +304,16 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
     options.scratch_bytes = cast_bytes;
   }
   WrittenPlan written;
+  std::vector<std::vector<WrittenRange>> ranges;
+  const auto write_own = [&]() -> Status {
+    TC_ASSIGN_OR_RETURN(
+        ranges, WriteOutputs(staging, specs, options, job, fill, place));
+    return {};
+  };
   std::vector<std::vector<WrittenRange>> by_ring(finals.files.size());
-  if (finals.ring) {
+  if (!finals.ring) {
+    TC_RETURN_IF_ERROR(write_own());
+  } else {
     const RingWork& ring = *finals.ring;
     written.ring_bytes = ring.own().size();
     // Device memory is cast out of a buffer of the worker's own.
@@ -331,12 +342,22 @@ Result<WrittenPlan> RunWriteJob(WritePlan plan,
                 return ring.Fill(file, out, scratch, worker, digester, make_own)
                     .WithFile(ring.files()[file].name);
               }));
+      TC_RETURN_IF_ERROR(write_own());
     } else {
-      TC_RETURN_IF_ERROR(ring.Send(ring_workers, job, make_own));
+      // The leader has as much to write as all members send it: this rank's own
+      // bytes do not wait for that.
+      Status both = ForEachItem(2, 2, nullptr, [&](int64_t item, int) {
+        return item == 0 ? ring.Send(ring_workers, job, make_own) : write_own();
+      });
+      if (!both.ok()) {
+        // Its own may be written all the same.
+        for (const OutputSpec& spec : specs) {
+          if (!spec.ranges) (void)staging.Unlink(spec.staged, true);
+        }
+        return both;
+      }
     }
   }
-  TC_ASSIGN_OR_RETURN(auto ranges,
-                      WriteOutputs(staging, specs, options, job, fill, place));
   for (size_t f = 0; f < specs.size(); ++f) {
     const size_t of_final = f - plan.files.size();
     if (f < plan.files.size()) {

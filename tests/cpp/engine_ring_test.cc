@@ -1,8 +1,11 @@
 // Gathered tensors through a ring: every rank is a thread.
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 
 #include "final_test_util.h"
 #include "format/binary.h"
+#include "os/fault.h"
 #include "os/local_socket.h"
 #include "os/shared_memory.h"
 
@@ -12,20 +15,21 @@ namespace {
 class RingTest : public EngineDiskTest {
  protected:
   void Begin(const std::vector<Piece>& pieces, std::vector<FinalRing> rings,
-             const std::vector<std::string>& gathered) {
+             const std::vector<std::string>& gathered,
+             const FileRule& rule = {}) {
     std::vector<FinalTensor> tensors = FinalTensorsOf(pieces, gathered);
     for (FinalTensor& tensor : tensors) {
       for (FinalBand& band : tensor.bands) band.ring = rings.empty() ? -1 : 0;
     }
-    BeginWith(tensors, std::move(rings));
+    BeginWith(tensors, std::move(rings), rule);
   }
   void BeginWith(const std::vector<FinalTensor>& tensors,
-                 std::vector<FinalRing> rings) {
+                 std::vector<FinalRing> rings, const FileRule& rule = {}) {
     session_.reset();
     auto begun = BeginSave(Path("c"), true);
     ASSERT_OK(begun.status());
     session_ = std::make_unique<SaveSession>(std::move(begun).value());
-    auto list = StageFinalFiles(session_->directory(), tensors, {}, {}, true,
+    auto list = StageFinalFiles(session_->directory(), tensors, rule, {}, true,
                                 std::move(rings));
     ASSERT_OK(list.status());
     list_ = std::move(list).value();
@@ -130,6 +134,46 @@ TEST_F(RingTest, ColumnsOfManySizes) {
     Finish(std::move(written), pieces);
   }
 }
+
+#ifdef TORCH_CKPT_FAULTS
+// While the leader is busy with what members send, they write what is theirs.
+TEST_F(RingTest, AMembersOwnRowsDoNotWaitForTheLeader) {
+  // More pieces than there are slots, so that the member cannot have sent all.
+  const Array columns = MakeArray(Dtype::kU8, {16, int64_t{kPieceBytes}}, 1);
+  const Array rows = MakeArray(Dtype::kU8, {4, 4096}, 2);
+  std::vector<Piece> pieces = GridPieces("columns", columns, {1, 2});
+  pieces.push_back({1, "rows", &rows, Box::Whole(rows.shape)});
+  FileRule rule;
+  rule.mapping.emplace();
+  rule.mapping->emplace_back("columns", 1);
+  rule.mapping->emplace_back("rows", 2);
+  Begin(pieces, {FinalRing{0, {1}}}, {"columns"}, rule);
+  ASSERT_EQ(list_.files.size(), 2u);
+  std::mutex mutex;
+  std::condition_variable written;
+  bool has_rows = false, came_late = false;
+  SetFaultHook([&](const FaultSite& site) {
+    if (!std::string_view(site.op).starts_with("pwrite")) {
+      return FaultAction{};
+    }
+    std::unique_lock<std::mutex> lock(mutex);
+    if (site.path.find(list_.files[1].staged) != std::string::npos) {
+      has_rows = true;
+      written.notify_all();
+    } else if (site.path.find(list_.files[0].staged) != std::string::npos &&
+               !came_late) {
+      came_late = !written.wait_for(lock, std::chrono::seconds(10),
+                                    [&] { return has_rows; });
+    }
+    return FaultAction{};
+  });
+  auto ranks = WriteRanks({0, 1}, pieces, 1);
+  SetFaultHook(nullptr);
+  EXPECT_TRUE(has_rows);
+  EXPECT_FALSE(came_late);
+  Finish(std::move(ranks), pieces);
+}
+#endif
 
 // Rows over two nodes, columns over the two ranks of each.
 class TwoNodes : public RingTest {
