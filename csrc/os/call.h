@@ -70,6 +70,7 @@ inline FileInfo ToFileInfo(const struct stat& st) {
       int64_t{st.st_mtim.tv_sec} * 1'000'000'000 + int64_t{st.st_mtim.tv_nsec};
   info.is_directory = S_ISDIR(st.st_mode);
   info.is_regular = S_ISREG(st.st_mode);
+  info.is_link = S_ISLNK(st.st_mode);
   return info;
 }
 

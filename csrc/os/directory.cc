@@ -51,6 +51,42 @@ int OpenAt(int at, const char* name, const std::string& path, int flags) {
   });
 }
 
+// nullopt when there is no such name.
+Result<std::optional<FileInfo>> StatAt(int at, const std::string& name,
+                                       const std::string& path, int flags) {
+  struct stat st;
+  if (SystemCall("fstatat", path,
+                 [&] { return fstatat(at, name.c_str(), &st, flags); }) < 0) {
+    if (errno == ENOENT) return std::optional<FileInfo>();
+    return Status::Io(errno, "fstatat", path);
+  }
+  return std::optional<FileInfo>(internal::ToFileInfo(st));
+}
+
+// What the file system, or the program behind it, says to a call or a flag of
+// it that it does not know.
+bool LacksIt(int error) {
+  return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP;
+}
+
+Status Exists(const std::string& target, const std::string& source) {
+  return Conflict("exists already, so '" + source + "' was not renamed to it")
+      .WithFile(target);
+}
+
+// For what can be neither renamed without replacing nor linked.
+Status LookAndRename(const Directory& directory, const std::string& from,
+                     const Directory& to, const std::string& to_name) {
+  TC_ASSIGN_OR_RETURN(const auto there, to.StatEntry(to_name));
+  if (there) return Exists(to.Join(to_name), directory.Join(from));
+  Status renamed = directory.Rename(from, to, to_name);
+  const int error = renamed.sys_errno();
+  if (error == EEXIST || error == ENOTEMPTY || error == ENOTDIR) {
+    return Exists(to.Join(to_name), directory.Join(from));
+  }
+  return renamed;
+}
+
 // An existing file is opened without blocking, so that a FIFO under a file's
 // name cannot hang the reader; the flag goes again once the file is known to be
 // a regular one, since some network file systems act on it.
@@ -164,29 +200,20 @@ Status Directory::MakeDirectory(const std::string& name) const {
 }
 
 Result<bool> Directory::IsLink(const std::string& name) const {
-  TC_RETURN_IF_ERROR(CheckName(*this, name));
-  const std::string joined = Join(name);
-  struct stat st;
-  if (SystemCall("fstatat", joined, [&] {
-        return fstatat(fd(), name.c_str(), &st, AT_SYMLINK_NOFOLLOW);
-      }) < 0) {
-    if (errno == ENOENT) return false;
-    return Status::Io(errno, "fstatat", joined);
-  }
-  return S_ISLNK(st.st_mode);
+  TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info, StatEntry(name));
+  return info && info->is_link;
 }
 
 Result<std::optional<FileInfo>> Directory::StatName(
     const std::string& name) const {
   TC_RETURN_IF_ERROR(CheckName(*this, name));
-  const std::string joined = Join(name);
-  struct stat st;
-  if (SystemCall("fstatat", joined,
-                 [&] { return fstatat(fd(), name.c_str(), &st, 0); }) < 0) {
-    if (errno == ENOENT) return std::optional<FileInfo>();
-    return Status::Io(errno, "fstatat", joined);
-  }
-  return std::optional<FileInfo>(internal::ToFileInfo(st));
+  return StatAt(fd(), name, Join(name), 0);
+}
+
+Result<std::optional<FileInfo>> Directory::StatEntry(
+    const std::string& name) const {
+  TC_RETURN_IF_ERROR(CheckName(*this, name));
+  return StatAt(fd(), name, Join(name), AT_SYMLINK_NOFOLLOW);
 }
 
 Result<std::vector<std::string>> Directory::List() const {
@@ -270,16 +297,94 @@ Status Directory::RenameNoReplace(const std::string& from, const Directory& to,
       }) == 0) {
     return {};
   }
-  if (errno == EEXIST || errno == ENOTEMPTY) {
-    return Conflict("exists already, so '" + source + "' was not renamed to it")
-        .WithFile(target);
+  if (errno == EEXIST || errno == ENOTEMPTY) return Exists(target, source);
+  if (!LacksIt(errno)) {
+    return Status::Io(errno, "renameat2 to '" + target + "'", source);
   }
-  // NFS and many FUSE file systems know no flags.
-  if (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP) {
-    return Unsupported("the file system cannot rename without replacing")
-        .WithFile(target);
+  TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info, StatEntry(from));
+  if (!info) return Status::Io(ENOENT, "renameat to '" + target + "'", source);
+  if (info->is_directory) {
+    return LookAndRename(*this, from, to, to_name);
   }
-  return Status::Io(errno, "renameat2 to '" + target + "'", source);
+  if (SystemCall("linkat", source, target, [&] {
+        return linkat(fd(), from.c_str(), to.fd(), to_name.c_str(), 0);
+      }) < 0) {
+    const int error = errno;
+    if (LacksIt(error) || error == EPERM || error == EMLINK) {
+      return LookAndRename(*this, from, to, to_name);
+    }
+    if (error != EEXIST) {
+      return Status::Io(error, "linkat to '" + target + "'", source);
+    }
+    // Over NFS the link may be ours: a request whose answer was lost is sent
+    // again.
+    TC_ASSIGN_OR_RETURN(const auto there, to.StatEntry(to_name));
+    if (!there || !there->SameFile(*info)) return Exists(target, source);
+  }
+  return Unlink(from, /*missing_ok=*/true);
+}
+
+Status Directory::RemoveTree(const std::string& name) const {
+  TC_RETURN_IF_ERROR(CheckName(*this, name));
+  // Not a look and then a step: what is no directory, a link too, goes so.
+  Status first = Unlink(name, /*missing_ok=*/true);
+  if (first.sys_errno() != EISDIR && first.sys_errno() != EPERM) return first;
+  const std::string joined = Join(name);
+  const int child =
+      OpenAt(fd(), name.c_str(), joined, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+  if (child < 0) {
+    return errno == ENOTDIR ? first : Status::Io(errno, "openat", joined);
+  }
+  Directory inner;
+  inner.file_ = File(child, joined);
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, inner.List());
+  first = Status();
+  for (const std::string& entry : names) {
+    Status removed = inner.RemoveTree(entry);
+    if (first.ok()) first = std::move(removed);
+  }
+  Status removed = RemoveDirectory(name, /*missing_ok=*/true);
+  return first.ok() ? removed : first;
+}
+
+Status Directory::CheckReplaceable(const std::string& name) const {
+  TC_RETURN_IF_ERROR(CheckName(*this, name));
+  const std::string joined = Join(name);
+  struct statx file, own;
+  if (SystemCall("statx", joined, [&] {
+        return statx(fd(), name.c_str(), AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS,
+                     &file);
+      }) < 0) {
+    // A sandbox or a kernel that does not know the call; the step itself will
+    // tell.
+    if (errno == ENOENT || errno == ENOSYS || errno == EPERM) return {};
+    return Status::Io(errno, "statx", joined);
+  }
+  if (S_ISDIR(file.stx_mode)) {
+    return Conflict(
+               "is a directory, and a file of the checkpoint has this name")
+        .WithFile(joined);
+  }
+  if (SystemCall("statx", path(), [&] {
+        return statx(fd(), "", AT_EMPTY_PATH, STATX_BASIC_STATS, &own);
+      }) < 0) {
+    return Status::Io(errno, "statx", path());
+  }
+  constexpr uint64_t kFixed = STATX_ATTR_IMMUTABLE | STATX_ATTR_APPEND;
+  if ((file.stx_attributes & kFixed) != 0 ||
+      (own.stx_attributes & kFixed) != 0) {
+    return Conflict("is immutable or append-only: it cannot be replaced")
+        .WithFile(joined);
+  }
+  const uid_t user = geteuid();
+  if ((own.stx_mode & S_ISVTX) != 0 && user != 0 && user != file.stx_uid &&
+      user != own.stx_uid) {
+    return Conflict(
+               "belongs to another user, in a directory whose sticky bit keeps "
+               "everybody else from replacing it")
+        .WithFile(joined);
+  }
+  return {};
 }
 
 Status Directory::Sync() const { return file_.Sync(); }
@@ -312,6 +417,16 @@ Status Directory::WriteFile(const std::string& name,
   // one worth telling.
   if (!status.ok()) (void)Unlink(name, /*missing_ok=*/true);
   return status;
+}
+
+Result<std::optional<FileInfo>> StatPath(const std::string& path) {
+  TC_RETURN_IF_ERROR(CheckPath(path));
+  return StatAt(AT_FDCWD, path, path, 0);
+}
+
+Result<std::optional<FileInfo>> StatPathEntry(const std::string& path) {
+  TC_RETURN_IF_ERROR(CheckPath(path));
+  return StatAt(AT_FDCWD, path, path, AT_SYMLINK_NOFOLLOW);
 }
 
 Result<std::string> AbsolutePath(const std::string& path) {

@@ -35,6 +35,8 @@ class Directory {
   Status MakeDirectory(const std::string& name) const;  // EEXIST is an error
   // nullopt when there is no such name; follows links.
   Result<std::optional<FileInfo>> StatName(const std::string& name) const;
+  // The same of the name itself: a symbolic link is one, and not followed.
+  Result<std::optional<FileInfo>> StatEntry(const std::string& name) const;
   // Whether the name itself is a symbolic link; false when there is none.
   Result<bool> IsLink(const std::string& name) const;
   Result<FileInfo> Stat() const { return file_.Stat(); }
@@ -42,11 +44,24 @@ class Directory {
   Result<std::vector<std::string>> List() const;
   Status Unlink(const std::string& name, bool missing_ok) const;
   Status RemoveDirectory(const std::string& name, bool missing_ok) const;
+  // Removes a file, or a directory with all that is in it, without following
+  // links. What is not there is removed already. Goes on after an error and
+  // returns the first one.
+  Status RemoveTree(const std::string& name) const;
+  // Ok where a file could be renamed to `name`, or `name` unlinked, as far as
+  // can be seen: kConflict, saying why, for a directory, and for what the mode
+  // or the attributes of file or directory keep this process from replacing.
+  Status CheckReplaceable(const std::string& name) const;
   // Renames over an existing file. `to` may be this directory.
   Status Rename(const std::string& from, const Directory& to,
                 const std::string& to_name) const;
-  // RENAME_NOREPLACE; kConflict when the target exists, kUnsupported when the
-  // file system lacks it.
+  // Renames to a name that nothing may have: kConflict when something does.
+  // Where the file system knows no RENAME_NOREPLACE (NFS, many FUSE ones), a
+  // file is linked to its new name and unlinked from the old one, which is as
+  // atomic: until the second step it has both names. A directory, and a file
+  // where there are no hard links either, is renamed after a look at the new
+  // name: an empty directory or a file that comes to be there in that moment
+  // is replaced.
   Status RenameNoReplace(const std::string& from, const Directory& to,
                          const std::string& to_name) const;
   Status Sync() const;  // fsync of the directory itself
@@ -60,6 +75,12 @@ class Directory {
  private:
   File file_;
 };
+
+// What stat says of a path, without opening its parent, which need not be
+// readable. nullopt where there is nothing; follows links. StatPathEntry does
+// not follow the last one.
+Result<std::optional<FileInfo>> StatPath(const std::string& path);
+Result<std::optional<FileInfo>> StatPathEntry(const std::string& path);
 
 // Absolute path without "." and trailing "/", not resolving links.
 Result<std::string> AbsolutePath(const std::string& path);

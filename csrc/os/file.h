@@ -18,7 +18,7 @@ struct FileInfo {
   uint64_t bytes = 0;
   uint64_t device = 0, inode = 0;
   int64_t modified_ns = 0;  // since 1970, as the file system's clock says
-  bool is_directory = false, is_regular = false;
+  bool is_directory = false, is_regular = false, is_link = false;
 
   // Whatever the names are that led to them.
   bool SameFile(const FileInfo& o) const {

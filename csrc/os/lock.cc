@@ -1,206 +1,147 @@
 #include "os/lock.h"
 
 #include <fcntl.h>
-#include <signal.h>
+#include <pthread.h>
 #include <sys/file.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
-#include <charconv>
-#include <chrono>
+#include <mutex>
 #include <optional>
-#include <sstream>
 #include <utility>
+#include <vector>
 
 #include "os/call.h"
+#include "os/lock_holder.h"
 
 namespace torch_ckpt {
 namespace {
 
 constexpr uint64_t kMaxLockFile = 4096;
+// A right to a right to a lock: more is a fight.
+constexpr int kMaxRights = 3;
 
-// The first bytes of a file of /proc, which has no size to stat; empty
-// when it cannot be read.
-std::string ReadProc(const std::string& path) {
-  auto directory = Directory::Open(ParentPath(path));
-  if (!directory.ok()) return {};
-  auto file = directory->OpenFile(BaseName(path), {});
-  if (!file.ok()) return {};
-  std::array<char, 4096> buffer;
-  const ssize_t got = internal::TransferCall(
-      "pread", path, {buffer.data(), buffer.size(), 0},
-      [&](size_t count) { return pread(file->fd(), buffer.data(), count, 0); });
-  return got <= 0 ? std::string()
-                  : std::string(buffer.data(), static_cast<size_t>(got));
-}
-
-// Who holds a lock file. Every part is one word; "-" where it is not known.
-struct Holder {
-  std::string host, boot, pid_space, pid, start;
-
-  std::string ToText() const {
-    return host + "\n" + boot + "\n" + pid_space + "\n" + pid + "\n" + start +
-           "\n";
+// The descriptors that hold locks, for the fork handlers.
+class Held {
+ public:
+  static Held& Process() {
+    static Held* const held = new Held;  // used until the very end
+    return *held;
   }
-  std::string Name() const { return "process " + pid + " on host " + host; }
+  void Add(int fd) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    fds_.push_back(fd);
+  }
+  void Remove(int fd) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::erase(fds_, fd);
+  }
+
+ private:
+  Held() {
+    // Without memory for handlers children share the locks: no harm but a
+    // lock that lives longer.
+    (void)pthread_atfork([] { Process().mutex_.lock(); },
+                         [] { Process().mutex_.unlock(); },
+                         [] {
+                           Process().Replace();
+                           Process().mutex_.unlock();
+                         });
+  }
+
+  // In the child, where only calls that a signal handler may make are safe, so
+  // without fault points. The numbers stay taken: their owners close them.
+  void Replace() {
+    const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (null < 0) return;
+    for (const int fd : fds_) dup3(null, fd, O_CLOEXEC);
+    close(null);
+    fds_.clear();
+  }
+
+  std::mutex mutex_;
+  std::vector<int> fds_;
 };
-
-std::string Word(std::string text) {
-  while (!text.empty() && text.back() == '\n') text.pop_back();
-  for (char& c : text) {
-    if (c <= ' ' || c > '~') c = '?';
-  }
-  return text.empty() ? "-" : text;
-}
-
-// When the process began, in ticks since the boot: field 22, counted behind
-// the command, which may hold any character.
-std::string StartTime(const std::string& pid) {
-  const std::string stat = ReadProc("/proc/" + pid + "/stat");
-  const size_t paren = stat.rfind(')');
-  if (paren == std::string::npos) return "-";
-  std::istringstream rest(stat.substr(paren + 1));
-  std::string word;
-  for (int field = 3; field <= 22; ++field) {
-    if (!(rest >> word)) return "-";
-  }
-  return word;
-}
-
-Holder Self() {
-  Holder self;
-  std::array<char, 256> host{};
-  if (gethostname(host.data(), host.size() - 1) != 0) host[0] = '\0';
-  self.host = Word(host.data());
-  self.boot = Word(ReadProc("/proc/sys/kernel/random/boot_id"));
-  struct stat space;
-  // Two containers of one host may share its name, but not their process ids.
-  const char* const kSpace = "/proc/self/ns/pid";
-  const bool known = internal::SystemCall("fstatat", kSpace, [&] {
-                       return fstatat(AT_FDCWD, kSpace, &space, 0);
-                     }) == 0;
-  self.pid_space = known ? std::to_string(space.st_ino) : "-";
-  self.pid = std::to_string(getpid());
-  self.start = StartTime(self.pid);
-  return self;
-}
-
-std::optional<Holder> ParseHolder(const std::string& text) {
-  // A file cut short by a crash must not pass as a whole one.
-  if (text.empty() || text.back() != '\n') return std::nullopt;
-  std::istringstream in(text);
-  Holder holder;
-  if (!(in >> holder.host >> holder.boot >> holder.pid_space >> holder.pid >>
-        holder.start)) {
-    return std::nullopt;
-  }
-  return holder;
-}
-
-// True only on proof. Doubt means alive: a lock too many is an error that
-// somebody can clear up, a lock too few is a damaged checkpoint.
-bool ProvablyDead(const Holder& holder, const Holder& self) {
-  if (holder.host != self.host || self.host == "-" ||
-      self.host.starts_with("localhost")) {
-    return false;
-  }
-  if (holder.boot == "-" || self.boot == "-") return false;
-  if (holder.boot != self.boot) return true;
-  if (holder.pid_space != self.pid_space || self.pid_space == "-") return false;
-  int pid = 0;
-  const char* end = holder.pid.data() + holder.pid.size();
-  const auto parsed = std::from_chars(holder.pid.data(), end, pid);
-  if (parsed.ec != std::errc() || parsed.ptr != end || pid <= 0) return false;
-  if (kill(pid, 0) != 0) return errno == ESRCH;
-  const std::string start = StartTime(holder.pid);
-  return start != "-" && holder.start != "-" && start != holder.start;
-}
 
 Status HeldBy(const std::string& who, const std::string& path) {
   return Conflict("another save holds the lock of this directory" + who)
       .WithFile(path);
 }
 
-// Takes a dead holder's file away. Renamed first and looked at again: of two
-// processes that found the same dead lock the slower one would otherwise
-// delete the lock that the faster one has made since.
-Status RemoveStale(const Directory& directory, const std::string& stale) {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch().count();
-  const std::string aside = std::string(kLockFileName) + ".stale-" +
-                            std::to_string(getpid()) + "-" +
-                            std::to_string(now);
-  Status moved = directory.Rename(kLockFileName, directory, aside);
-  if (!moved.ok()) {
-    if (moved.sys_errno() != ENOENT) return moved;
-    return HeldBy(" (it was taken over just now)", directory.path());
-  }
-  auto text = directory.ReadFile(aside, kMaxLockFile);
-  if (text.ok() && *text == stale) {
-    return directory.Unlink(aside, /*missing_ok=*/true);
-  }
-  TC_RETURN_IF_ERROR(
-      directory.RenameNoReplace(aside, directory, kLockFileName));
+Status JustNow(const Directory& directory) {
   return HeldBy(" (it was taken over just now)", directory.path());
 }
 
-Status TakeLockFile(const Directory& directory) {
-  const Holder self = Self();
-  // The second round follows a stale lock; a third one would be a fight.
-  for (int round = 0; round < 2; ++round) {
-    Status made = directory.WriteFile(kLockFileName, self.ToText());
-    if (made.sys_errno() != EEXIST) return made;
-    auto text = directory.ReadFile(kLockFileName, kMaxLockFile);
-    if (!text.ok()) {
-      if (text.status().sys_errno() == ENOENT) continue;  // just released
-      return text.status();
-    }
-    const auto holder = ParseHolder(*text);
-    if (!holder) {
-      return HeldBy("; its file '" + std::string(kLockFileName) +
-                        "' does not say who; remove it if no save is running",
-                    directory.path());
-    }
-    if (!ProvablyDead(*holder, self)) {
-      return HeldBy(": " + holder->Name() + "; remove the file '" +
-                        std::string(kLockFileName) +
-                        "' if that one does not run any more",
-                    directory.path());
-    }
-    TC_RETURN_IF_ERROR(RemoveStale(directory, *text));
+// Makes the lock file `name`, or kConflict. `depth`: rights that are held.
+Status MakeLockFile(const Directory& directory, const std::string& name,
+                    const std::string& text, int depth);
+
+// The same where it is there already.
+Status ReplaceDead(const Directory& directory, const std::string& name,
+                   const std::string& text, int depth) {
+  const auto found = directory.ReadFile(name, kMaxLockFile);
+  if (!found.ok()) {
+    return found.status().sys_errno() == ENOENT ? JustNow(directory)
+                                                : found.status();
   }
-  return HeldBy("", directory.path());
+  const auto holder = ParseLockHolder(*found);
+  if (!holder) {
+    return HeldBy("; its file '" + name +
+                      "' does not say who; remove it if no save is running",
+                  directory.path());
+  }
+  if (depth >= kMaxRights || !ProvablyDead(*holder)) {
+    return HeldBy(": " + holder->Name() + "; remove the file '" + name +
+                      "' if that one does not run any more",
+                  directory.path());
+  }
+  const std::string right =
+      std::string(kLockFileName) + ".after-" + holder->nonce;
+  TC_RETURN_IF_ERROR(
+      MakeLockFile(directory, right, ThisProcess().ToText(), depth + 1));
+  const auto replace = [&]() -> Status {
+    const auto again = directory.ReadFile(name, kMaxLockFile);
+    if (!again.ok() || *again != *found) return JustNow(directory);
+    TC_RETURN_IF_ERROR(directory.Unlink(name, /*missing_ok=*/true));
+    Status made = directory.WriteFile(name, text);
+    return made.sys_errno() == EEXIST ? JustNow(directory) : made;
+  };
+  Status replaced = replace();
+  Status removed = directory.Unlink(right, /*missing_ok=*/true);
+  return replaced.ok() ? removed : replaced;
 }
 
-// What says "no flock here": NFS and cluster file systems mounted without
-// lock support. NFS gives EBADF where it wants a descriptor open for writing,
-// which a directory's cannot be.
-bool FlockUnsupported(int error) {
+Status MakeLockFile(const Directory& directory, const std::string& name,
+                    const std::string& text, int depth) {
+  Status made = directory.WriteFile(name, text);
+  if (made.sys_errno() != EEXIST) return made;
+  return ReplaceDead(directory, name, text, depth);
+}
+
+// What says "no such lock here": NFS and cluster file systems mounted without
+// lock support, old kernels. NFS gives EBADF where flock wants a descriptor
+// open for writing, which a directory's cannot be.
+bool LacksLocks(int error) {
   return error == EOPNOTSUPP || error == ENOSYS || error == ENOLCK ||
          error == EINVAL || error == EBADF;
 }
 
-// The holder of a lock removes or renames its directory when it is done: a
-// lock on what `path` no longer names protects nothing.
-Status CheckStillThere(const Directory& directory) {
-  TC_ASSIGN_OR_RETURN(const FileInfo locked, directory.Stat());
-  auto again = Directory::Open(directory.path());
-  if (again.ok()) {
-    TC_ASSIGN_OR_RETURN(const FileInfo now, again->Stat());
-    if (now.SameFile(locked)) return {};
-  } else if (again.status().sys_errno() != ENOENT) {
-    return again.status();
-  }
-  return Conflict("was removed or replaced while it was being locked")
-      .WithFile(directory.path());
+int LockOpenFile(const File& file, short type) {
+  return internal::SystemCall("ofd_lock", file.path(), [&] {
+    struct flock whole = {};
+    whole.l_type = type;
+    whole.l_whence = SEEK_SET;
+    return fcntl(file.fd(), F_OFD_SETLK, &whole);
+  });
 }
 
 }  // namespace
 
 DirectoryLock::DirectoryLock(DirectoryLock&& o) noexcept
     : directory_(std::exchange(o.directory_, Directory())),
+      file_(std::exchange(o.file_, File())),
+      held_(std::exchange(o.held_, false)),
       by_file_(std::exchange(o.by_file_, false)),
       owner_(std::exchange(o.owner_, 0)) {}
 
@@ -208,6 +149,8 @@ DirectoryLock& DirectoryLock::operator=(DirectoryLock&& o) noexcept {
   if (this != &o) {
     Release();
     directory_ = std::exchange(o.directory_, Directory());
+    file_ = std::exchange(o.file_, File());
+    held_ = std::exchange(o.held_, false);
     by_file_ = std::exchange(o.by_file_, false);
     owner_ = std::exchange(o.owner_, 0);
   }
@@ -217,41 +160,147 @@ DirectoryLock& DirectoryLock::operator=(DirectoryLock&& o) noexcept {
 DirectoryLock::~DirectoryLock() { Release(); }
 
 Result<DirectoryLock> DirectoryLock::Acquire(const std::string& path) {
-  TC_ASSIGN_OR_RETURN(Directory directory, Directory::Open(path));
   DirectoryLock lock;
-  if (internal::SystemCall("flock", path, [&] {
-        return flock(directory.fd(), LOCK_EX | LOCK_NB);
-      }) != 0) {
-    const int error = errno;
-    if (error == EWOULDBLOCK) return HeldBy("", path);
-    if (!FlockUnsupported(error)) return Status::Io(error, "flock", path);
-    TC_RETURN_IF_ERROR(TakeLockFile(directory));
-    lock.by_file_ = true;
-  }
-  lock.directory_ = std::move(directory);
+  TC_ASSIGN_OR_RETURN(lock.directory_, Directory::Open(path));
   lock.owner_ = getpid();
-  TC_RETURN_IF_ERROR(CheckStillThere(lock.directory_));
+  // Before it holds anything, so that no fork comes between.
+  Held::Process().Add(lock.directory_.fd());
+  TC_RETURN_IF_ERROR(lock.Lock());
+  lock.held_ = true;
   return lock;
 }
 
+Status DirectoryLock::Lock() {
+  const std::string& path = directory_.path();
+  bool by_kernel = internal::SystemCall("flock", path, [&] {
+                     return flock(directory_.fd(), LOCK_EX | LOCK_NB);
+                   }) == 0;
+  if (!by_kernel) {
+    if (errno == EWOULDBLOCK) return HeldBy("", path);
+    if (!LacksLocks(errno)) return Status::Io(errno, "flock", path);
+  }
+  const std::string name(kLockFileName);
+  Result<File> opened =
+      directory_.OpenFile(name, {.write = true, .create_new = true});
+  const bool made = opened.ok();
+  if (!made && opened.status().sys_errno() == EEXIST) {
+    opened = directory_.OpenFile(name, {.write = true});
+    if (opened.status().sys_errno() == ENOENT) return JustNow(directory_);
+  }
+  TC_ASSIGN_OR_RETURN(file_, std::move(opened));
+  Held::Process().Add(file_.fd());
+  const std::string text = ThisProcess().ToText();
+  if (LockOpenFile(file_, F_WRLCK) == 0) {
+    by_kernel = true;
+  } else if (errno == EAGAIN || errno == EACCES) {
+    const auto found = directory_.ReadFile(name, kMaxLockFile);
+    const auto holder = ParseLockHolder(found.ok() ? *found : "");
+    return HeldBy(holder ? ": " + holder->Name() : "", path);
+  } else if (!LacksLocks(errno)) {
+    return Status::Io(errno, "ofd_lock", file_.path());
+  }
+  if (!by_kernel && !made) {
+    TC_RETURN_IF_ERROR(TakeOver());
+    by_file_ = true;
+    return CheckStillThere();
+  }
+  TC_RETURN_IF_ERROR(CheckStillThere());
+  if (!made) TC_RETURN_IF_ERROR(file_.Truncate(0));
+  Status written = file_.WriteAll(AsBytes(text), 0);
+  if (!by_kernel) {
+    // It is all that there is of this lock.
+    if (written.ok()) written = file_.Sync();
+    if (!written.ok()) (void)directory_.Unlink(name, /*missing_ok=*/true);
+    by_file_ = true;
+  }
+  return written;
+}
+
+Status DirectoryLock::TakeOver() {
+  const std::string name(kLockFileName);
+  TC_RETURN_IF_ERROR(ReplaceDead(directory_, name, ThisProcess().ToText(), 0));
+  Held::Process().Remove(file_.fd());
+  TC_ASSIGN_OR_RETURN(file_, directory_.OpenFile(name, {}));
+  Held::Process().Add(file_.fd());
+  return {};
+}
+
+// The holder of a lock removes or renames its directory when it is done, and
+// removes its file: a lock on what has no name any more protects nothing.
+Status DirectoryLock::CheckStillThere() const {
+  TC_ASSIGN_OR_RETURN(const FileInfo directory, directory_.Stat());
+  TC_ASSIGN_OR_RETURN(const FileInfo file, file_.Stat());
+  // By an open, which network file systems answer from the server.
+  auto again = Directory::Open(directory_.path());
+  if (!again.ok() && again.status().sys_errno() != ENOENT) {
+    return again.status();
+  }
+  if (again.ok()) {
+    TC_ASSIGN_OR_RETURN(const FileInfo now, again->Stat());
+    TC_ASSIGN_OR_RETURN(const auto named, again->StatEntry(kLockFileName));
+    if (named && named->is_link) {
+      return Corrupt(
+                 "is a symbolic link; remove it if no save of yours made it")
+          .WithFile(file_.path());
+    }
+    if (now.SameFile(directory) && named && named->SameFile(file)) return {};
+  }
+  return Conflict("was removed or replaced while it was being locked")
+      .WithFile(directory_.path());
+}
+
+void DirectoryLock::RemoveFile() {
+  // Another one's if somebody has removed ours by hand. A failure is one that
+  // the next save will meet and name.
+  const Result<FileInfo> own = file_.Stat();
+  const auto named = directory_.StatEntry(kLockFileName);
+  if (own.ok() && named.ok() && *named && (*named)->SameFile(*own)) {
+    (void)directory_.Unlink(kLockFileName, /*missing_ok=*/true);
+  }
+}
+
+void DirectoryLock::Forget() {
+  for (const int fd : {directory_.fd(), file_.fd()}) {
+    if (fd >= 0) Held::Process().Remove(fd);
+  }
+  directory_ = Directory();
+  file_ = File();
+  held_ = by_file_ = false;
+  owner_ = 0;
+}
+
 void DirectoryLock::Release() {
-  if (!held()) return;
-  const Directory directory = std::exchange(directory_, Directory());
   // A forked child that leaves must not open the lock that its parent holds.
-  if (owner_ == getpid()) {
-    if (by_file_) {
-      // Fails only where the whole directory is gone, or for a reason that
-      // the next save will meet and name.
-      (void)directory.Unlink(kLockFileName, /*missing_ok=*/true);
-    } else {
-      // Not left to close: a forked child may still have the descriptor.
-      (void)internal::SystemCall("flock", directory.path(), [&] {
-        return flock(directory.fd(), LOCK_UN);
+  if (held_ && owner_ == getpid()) {
+    RemoveFile();
+    if (!by_file_) {
+      // Not left to close: a child of a bare clone may have the descriptors.
+      (void)LockOpenFile(file_, F_UNLCK);
+      (void)internal::SystemCall("flock", directory_.path(), [&] {
+        return flock(directory_.fd(), LOCK_UN);
       });
     }
   }
-  by_file_ = false;
-  owner_ = 0;
+  Forget();
+}
+
+Status DirectoryLock::Remove() {
+  if (!held_ || owner_ != getpid()) return {};
+  const std::string path = directory_.path();
+  // While the directory itself is locked still, so that nothing of a save that
+  // takes it next is touched; and a directory that is not empty does not go.
+  RemoveFile();
+  const auto remove = [&]() -> Status {
+    TC_ASSIGN_OR_RETURN(const FileInfo own, directory_.Stat());
+    TC_ASSIGN_OR_RETURN(const auto named, StatPathEntry(path));
+    if (!named || !named->SameFile(own)) return {};
+    TC_ASSIGN_OR_RETURN(const Directory parent,
+                        Directory::Open(ParentPath(path)));
+    return parent.RemoveDirectory(BaseName(path), /*missing_ok=*/true);
+  };
+  Status removed = remove();
+  Release();
+  return removed.sys_errno() == ENOTEMPTY ? Status() : removed;
 }
 
 }  // namespace torch_ckpt

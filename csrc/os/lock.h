@@ -1,16 +1,24 @@
-// The exclusive lock of a save on its staging directory.
+// The exclusive lock of a save on its staging directory: three locks in one.
 //
-// flock(2) on the directory; where the file system refuses that, a file
-// "lock" made with O_EXCL that holds host, boot id, pid and start time: a
-// holder that is provably dead (same host, other boot id or no such process)
-// is replaced, any other one is kConflict and named in the error.
-// Released by Release(), the destructor or the death of the process; not by
-// those of a forked child, which shares the flock but does not own it.
+//  1. flock(2) on the directory. NFS takes it without asking the server, so
+//     that it may hold off the processes of one node only.
+//  2. An open-file-description lock (fcntl) on the regular file ".lock" in it,
+//     which the servers of NFS, Lustre and their like arbitrate, and drop with
+//     a client that died. The file says who holds it.
+//  3. Where the file system refuses both, the file itself, made with O_EXCL. A
+//     holder that is provably dead (os/lock_holder.h) is replaced; any other
+//     one is kConflict and named in the error.
 //
-// NFS: the kernel takes flock on a directory without asking the server, so it
-// holds back the processes of one node only. That is enough for what it is for:
-// one coordinator saves into a directory, and two jobs that are pointed at one
-// directory from two nodes still meet the renames of the commit.
+// Whoever would replace a dead holder X first makes ".lock.after-<X>", a lock
+// of the third kind that gives the right to it, and then looks at ".lock"
+// again. Only X itself and the holder of that right remove X's file, so that
+// nobody can remove a lock that somebody faster has made since.
+//
+// The lock goes with Release(), the destructor or the death of the process. A
+// child that was forked has no part in it: its copies of the descriptors are
+// replaced at the fork, so that the lock of a parent that is killed does not
+// live on in it. (Not so a child of a bare clone(2), which no handler hears
+// of.)
 #pragma once
 
 #include <string>
@@ -20,9 +28,8 @@
 
 namespace torch_ckpt {
 
-// The name of the lock file in a directory that has no flock. While the lock is
-// held there, List() of the directory shows it and rmdir fails: release first.
-inline constexpr const char* kLockFileName = "lock";
+// No file of a checkpoint begins with a dot.
+inline constexpr const char* kLockFileName = ".lock";
 
 // Movable, not copyable. One thread at a time.
 class DirectoryLock {
@@ -36,14 +43,27 @@ class DirectoryLock {
   // in this process or any other, or when `path` was removed or replaced
   // meanwhile (the holder has just finished). `path` must exist.
   static Result<DirectoryLock> Acquire(const std::string& path);
-  bool held() const { return directory_.valid(); }
+  bool held() const { return held_; }
   bool by_file() const { return by_file_; }
   const Directory& directory() const { return directory_; }
   void Release();
+  // Removes the directory, which must be empty but for the lock's own file,
+  // and releases the lock. Ok when it stands elsewhere by now, or when
+  // somebody has begun to use it.
+  Status Remove();
 
  private:
+  Status Lock();
+  // By the third kind of lock; the file is there already.
+  Status TakeOver();
+  Status CheckStillThere() const;
+  void RemoveFile();
+  // Closes the descriptors; what the kernel held with them goes.
+  void Forget();
+
   Directory directory_;
-  bool by_file_ = false;
+  File file_;
+  bool held_ = false, by_file_ = false;
   int owner_ = 0;  // the process that took it
 };
 

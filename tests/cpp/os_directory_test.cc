@@ -127,15 +127,61 @@ TEST_F(DirectoryTest, ReadFileIsBounded) {
   EXPECT_EQ(status.file(), path() + "/a");
 }
 
+// With RENAME_NOREPLACE, with hard links, and without either.
 TEST_F(DirectoryTest, RenameNoReplaceKeepsTheTarget) {
-  ASSERT_TRUE(dir().WriteFile("a", "1").ok());
-  ASSERT_TRUE(dir().WriteFile("b", "2").ok());
-  const Status status = dir().RenameNoReplace("a", dir(), "b");
-  if (status.kind() == ErrorKind::kUnsupported) GTEST_SKIP();
-  EXPECT_EQ(status.kind(), ErrorKind::kConflict) << status.ToString();
-  EXPECT_EQ(*dir().ReadFile("b", 1), "2");
-  EXPECT_TRUE(dir().RenameNoReplace("a", dir(), "c").ok());
-  EXPECT_EQ(*dir().List(), (Names{"b", "c"}));
+  for (const int lacks : {0, 1, 2}) {
+#ifdef TORCH_CKPT_FAULTS
+    SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      const std::string op = site.op;
+      if (op == "renameat2" && lacks > 0) return {.sys_errno = EINVAL};
+      if (op == "linkat" && lacks > 1) return {.sys_errno = EPERM};
+      return {};
+    });
+#endif
+    ASSERT_TRUE(dir().WriteFile("a", "1").ok());
+    ASSERT_TRUE(dir().WriteFile("b", "2").ok());
+    EXPECT_EQ(dir().RenameNoReplace("a", dir(), "b").kind(),
+              ErrorKind::kConflict);
+    EXPECT_EQ(*dir().ReadFile("b", 1), "2");
+    EXPECT_EQ(*dir().ReadFile("a", 1), "1");
+    EXPECT_TRUE(dir().RenameNoReplace("a", dir(), "c").ok());
+    EXPECT_EQ(*dir().List(), (Names{"b", "c"}));
+    EXPECT_EQ(dir().RenameNoReplace("no", dir(), "d").sys_errno(), ENOENT);
+    ASSERT_TRUE(dir().MakeDirectory("x").ok());
+    ASSERT_TRUE(dir().MakeDirectory("y").ok());
+    for (const char* taken : {"y", "b"}) {
+      EXPECT_EQ(dir().RenameNoReplace("x", dir(), taken).kind(),
+                ErrorKind::kConflict);
+    }
+    EXPECT_TRUE(dir().RenameNoReplace("x", dir(), "z").ok());
+    EXPECT_EQ(*dir().List(), (Names{"b", "c", "y", "z"}));
+    for (const char* name : {"b", "c", "y", "z"}) {
+      EXPECT_TRUE(dir().RemoveTree(name).ok());
+    }
+  }
+}
+
+TEST_F(DirectoryTest, RemoveTreeFollowsNoLink) {
+  ASSERT_TRUE(dir().MakeDirectory("kept").ok());
+  ASSERT_TRUE(dir().OpenDirectory("kept")->WriteFile("file", "").ok());
+  ASSERT_TRUE(Directory::CreateAll(path() + "/x/y/z").ok());
+  ASSERT_TRUE(dir().OpenDirectory("x")->WriteFile("file", "").ok());
+  std::filesystem::create_directory_symlink(path() + "/kept",
+                                            path() + "/x/y/link");
+  EXPECT_TRUE(dir().RemoveTree("x").ok());
+  EXPECT_TRUE(dir().RemoveTree("x").ok()) << "it is gone already";
+  EXPECT_EQ(*dir().List(), Names{"kept"});
+  EXPECT_EQ(*dir().OpenDirectory("kept")->List(), Names{"file"});
+}
+
+TEST_F(DirectoryTest, SaysWhatCannotBeReplaced) {
+  ASSERT_TRUE(dir().WriteFile("file", "").ok());
+  ASSERT_TRUE(dir().MakeDirectory("directory").ok());
+  EXPECT_TRUE(dir().CheckReplaceable("file").ok());
+  EXPECT_TRUE(dir().CheckReplaceable("none").ok());
+  const Status status = dir().CheckReplaceable("directory");
+  EXPECT_EQ(status.kind(), ErrorKind::kConflict);
+  EXPECT_EQ(status.file(), path() + "/directory");
 }
 
 TEST_F(DirectoryTest, CreatesParents) {
