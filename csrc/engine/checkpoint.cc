@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "engine/build_catalog.h"
+#include "engine/journal.h"
 #include "engine/merge_parts.h"
 #include "engine/scan.h"
 #include "format/names.h"
@@ -196,7 +197,9 @@ Result<File> Checkpoint::LookForFile(const std::string& name,
     const std::string& as = place == 0 ? staged->second : name;
     Result<File> file = where.OpenFile(as, {});
     if (!file.ok()) {
-      if (file.status().sys_errno() == ENOENT) continue;
+      const int error = file.status().sys_errno();
+      // Staging goes when its commit is through.
+      if (error == ENOENT || (place == 0 && error == ESTALE)) continue;
       return file.status();
     }
     TC_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
@@ -247,6 +250,9 @@ Status Checkpoint::LoadCommitted(const std::string& text, bool journal) {
       return read.status().WithFile(staging_->Join(std::string(kJournalName)));
     }
     Journal parsed = std::move(read).value();
+    TC_ASSIGN_OR_RETURN(Directory staging,
+                        JournalStaging(*staging_, parsed.manifest));
+    staging_ = std::make_shared<const Directory>(std::move(staging));
     for (const JournalRename& rename : parsed.renames) {
       staged_[rename.to] = rename.from;
     }
@@ -345,7 +351,13 @@ Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
     checkpoint->directory_ =
         std::make_shared<const Directory>(std::move(directory).value());
     const Directory& dir = *checkpoint->directory_;
-    TC_ASSIGN_OR_RETURN(Committed committed, ReadCommitted(dir));
+    Result<Committed> found = ReadCommitted(dir);
+    if (found.status().sys_errno() == ESTALE) {
+      last = found.status();
+      changed = true;
+      continue;
+    }
+    TC_ASSIGN_OR_RETURN(Committed committed, std::move(found));
     const std::optional<std::string> text = std::move(committed.text);
     if (!text) {
       // Data files of a part may be here already, but they do not count yet.

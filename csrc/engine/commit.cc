@@ -55,6 +55,34 @@ std::vector<std::string> DataAndIndexNames(
   return names;
 }
 
+// After the commit point it is too late to find that a step cannot be done.
+Status CheckReplay(const Directory& staging, const Directory& target,
+                   const Journal& journal) {
+  for (const std::string& name : journal.removes) {
+    TC_RETURN_IF_ERROR(target.CheckReplaceable(name));
+  }
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> staged, staging.List());
+  for (const JournalRename& rename : journal.renames) {
+    TC_RETURN_IF_ERROR(target.CheckReplaceable(rename.to));
+    if (!std::binary_search(staged.begin(), staged.end(), rename.from)) {
+      return Incomplete("has gone from staging since it was written")
+          .WithFile(staging.Join(rename.from));
+    }
+  }
+  return target.CheckReplaceable(std::string(kManifestName));
+}
+
+// T may have been made just before the save, by whoever wanted it. A parent
+// that we may not read was not made by us, nor is it ours to sync.
+Status SyncNameOf(const Directory& target) {
+  const Result<Directory> parent = Directory::Open(ParentPath(target.path()));
+  if (parent.status().sys_errno() == EACCES) return {};
+  if (!parent.ok()) return parent.status();
+  TC_ASSIGN_OR_RETURN(const FileInfo of_parent, parent->Stat());
+  TC_ASSIGN_OR_RETURN(const FileInfo of_target, target.Stat());
+  return of_parent.device == of_target.device ? parent->Sync() : Status();
+}
+
 Status CommitExisting(SaveSession* session, const CommitRequest& request,
                       const std::vector<CommitFile>& files,
                       Manifest* manifest) {
@@ -84,19 +112,16 @@ Status CommitExisting(SaveSession* session, const CommitRequest& request,
   }
   journal.manifest = *manifest;
   TC_RETURN_IF_ERROR(CheckEncoding(journal));
-  // T may have been made just before the save, by whoever wanted it.
-  TC_ASSIGN_OR_RETURN(const Directory parent,
-                      Directory::Open(ParentPath(session->place().target)));
-  TC_ASSIGN_OR_RETURN(const FileInfo of_parent, parent.Stat());
-  TC_ASSIGN_OR_RETURN(const FileInfo of_target, target.Stat());
-  if (of_parent.device == of_target.device) {
-    TC_RETURN_IF_ERROR(parent.Sync());
-  }
-  bool reached = false;
-  TC_RETURN_IF_ERROR(WriteJournal(staging, target, journal, &reached));
-  TC_RETURN_IF_ERROR(ReplayJournal(staging, target));
-  TC_RETURN_IF_ERROR(session->RemoveStaging());
-  return target.Sync();
+  TC_RETURN_IF_ERROR(SyncNameOf(target));
+  TC_RETURN_IF_ERROR(
+      WriteJournal(session->root(), staging, target, journal, [&]() -> Status {
+        TC_RETURN_IF_ERROR(CheckReplay(staging, target, journal));
+        TC_RETURN_IF_ERROR(session->CheckTarget(target));
+        return session->CheckStillOurs();
+      }));
+  TC_RETURN_IF_ERROR(ReplayJournal(session->root(), target));
+  (void)RemoveJournal(session->root());
+  return {};
 }
 
 // Ok(true) when committed, Ok(false) when T has come to be meanwhile.
@@ -108,8 +133,8 @@ Result<bool> CommitFresh(SaveSession* session,
   TC_ASSIGN_OR_RETURN(const Directory parent,
                       Directory::Open(ParentPath(place.target)));
   const std::string name = BaseName(place.target);
-  TC_ASSIGN_OR_RETURN(const StagingPlace now, LocateStaging(place.target));
-  if (!now.fresh) return false;
+  TC_ASSIGN_OR_RETURN(const auto existing, parent.StatEntry(name));
+  if (existing) return false;
   for (const CommitFile& file : files) {
     TC_RETURN_IF_ERROR(staging.Rename(file.staged, staging, file.file.name));
   }
@@ -118,38 +143,32 @@ Result<bool> CommitFresh(SaveSession* session,
   TC_ASSIGN_OR_RETURN(const auto entries, staging.List());
   const FilesByName final_names(manifest.files);
   for (const std::string& entry : entries) {
-    // The lock is held until the rename is through.
-    if (entry == kManifestName || entry == kLockFileName) continue;
-    if (final_names.Find(entry) < 0) {
+    if (entry != kManifestName && final_names.Find(entry) < 0) {
       TC_RETURN_IF_ERROR(staging.Unlink(entry, true));
     }
   }
   TC_RETURN_IF_ERROR(staging.Sync());
-  TC_ASSIGN_OR_RETURN(const auto named, parent.StatName(BaseName(place.path)));
+  TC_RETURN_IF_ERROR(session->CheckStillOurs());
   TC_ASSIGN_OR_RETURN(const FileInfo held, staging.Stat());
-  if (!named || !named->SameFile(held)) {
-    return Conflict("the staging directory was moved or replaced")
-        .WithFile(place.path);
-  }
-  Status renamed = parent.RenameNoReplace(BaseName(place.path), parent, name);
-  if (renamed.kind() == ErrorKind::kUnsupported) {
-    renamed = parent.Rename(BaseName(place.path), parent, name);
-  }
+  Status renamed =
+      session->root().RenameNoReplace(BaseName(place.path), parent, name);
   if (!renamed.ok()) {
     // A network file system may have lost only its answer.
-    TC_ASSIGN_OR_RETURN(const auto there, parent.StatName(name));
+    TC_ASSIGN_OR_RETURN(const auto there, parent.StatEntry(name));
     if (there && there->SameFile(held)) renamed = {};
   }
   if (renamed.ok()) {
-    // From here on ending the session must not clean: staging is T now.
-    session->Finish();
+    TC_RETURN_IF_ERROR(session->root().Sync());
     TC_RETURN_IF_ERROR(parent.Sync());  // the commit point
     return true;
   }
-  if (renamed.kind() != ErrorKind::kConflict &&
-      renamed.sys_errno() != ENOTEMPTY && renamed.sys_errno() != EEXIST) {
-    return renamed;
+  if (renamed.sys_errno() == ENOENT) {
+    return Conflict(
+               "another save into this directory has begun since, and this "
+               "one can no longer be committed")
+        .WithFile(place.target);
   }
+  if (renamed.kind() != ErrorKind::kConflict) return renamed;
   // Back to staged names, for the journal.
   for (const CommitFile& file : files) {
     TC_RETURN_IF_ERROR(staging.Rename(file.file.name, staging, file.staged));
@@ -158,10 +177,7 @@ Result<bool> CommitFresh(SaveSession* session,
   return false;
 }
 
-}  // namespace
-
-Result<Manifest> CommitSave(SaveSession* session,
-                            const CommitRequest& request) {
+Result<Manifest> Commit(SaveSession* session, const CommitRequest& request) {
   const Directory& staging = session->directory();
   TC_ASSIGN_OR_RETURN(const CatalogBuilder catalog,
                       CatalogOfStaged(staging, request, BoxProof::kTiling));
@@ -193,39 +209,49 @@ Result<Manifest> CommitSave(SaveSession* session,
   if (!committed) {
     TC_RETURN_IF_ERROR(CommitExisting(session, request, files, &manifest));
   }
-  session->Finish();
+  return manifest;
+}
+
+}  // namespace
+
+Result<Manifest> CommitSave(SaveSession* session,
+                            const CommitRequest& request) {
+  Result<Manifest> manifest = Commit(session, request);
+  if (manifest.ok()) {
+    session->End();
+    return manifest;
+  }
+  // Files that have gone are best explained by who has removed them.
+  const Status& status = manifest.status();
+  if (status.sys_errno() == ENOENT || status.sys_errno() == ESTALE ||
+      status.kind() == ErrorKind::kIncomplete) {
+    const Status ours = session->CheckStillOurs();
+    if (ours.kind() == ErrorKind::kConflict) {
+      return Conflict(ours.message() + ": " + status.ToString())
+          .WithFile(ours.file());
+    }
+  }
   return manifest;
 }
 
 Result<bool> RecoverDirectory(const std::string& target) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
   bool acted = false;
-  const std::string parent_path = ParentPath(absolute);
-  const std::string sibling = SiblingStageName(absolute);
-  struct Place {
-    std::string parent, name;
-    bool journal;
-  };
-  for (const Place& place : {Place{absolute, std::string(kStageSuffix), true},
-                             Place{parent_path, sibling, false}}) {
-    Result<Directory> parent = Directory::Open(place.parent);
-    if (!parent.ok()) {
-      if (parent.status().sys_errno() == ENOENT) continue;
-      return parent.status();
-    }
-    TC_ASSIGN_OR_RETURN(const auto info, parent->StatName(place.name));
+  const std::string inner = PlaceInside(absolute);
+  for (const std::string& place : {inner, PlaceBeside(absolute)}) {
+    TC_ASSIGN_OR_RETURN(const auto info, StatPathEntry(place));
     if (!info) continue;
-    TC_RETURN_IF_ERROR(RefuseLink(parent->Join(place.name)));
-    Result<DirectoryLock> lock =
-        DirectoryLock::Acquire(parent->Join(place.name));
-    if (!lock.ok()) return lock.status();
-    if (place.journal) {
-      TC_RETURN_IF_ERROR(ReplayJournal(lock->directory(), *parent));
+    TC_RETURN_IF_ERROR(RefuseLink(place));
+    TC_ASSIGN_OR_RETURN(DirectoryLock lock, DirectoryLock::Acquire(place));
+    TC_ASSIGN_OR_RETURN(const Directory parent,
+                        Directory::Open(ParentPath(place)));
+    if (place == inner) {
+      TC_RETURN_IF_ERROR(ReplayJournal(lock.directory(), parent));
+      TC_RETURN_IF_ERROR(RemoveJournal(lock.directory()));
     }
-    TC_RETURN_IF_ERROR(EmptyDirectory(lock->directory(), kLockFileName));
-    if (lock->by_file()) lock->Release();  // its file is in the way
-    TC_RETURN_IF_ERROR(parent->RemoveDirectory(place.name, true));
-    TC_RETURN_IF_ERROR(parent->Sync());
+    TC_RETURN_IF_ERROR(SweepPlace(lock.directory()));
+    TC_RETURN_IF_ERROR(lock.Remove());
+    TC_RETURN_IF_ERROR(parent.Sync());
     acted = true;
   }
   Result<Directory> directory = Directory::Open(absolute);

@@ -3,13 +3,19 @@
 //  1. Every staged file that the ranks named is opened: size, header and file
 //     id must be what they said. The boxes of every tensor must tile it.
 //  2. Catalog, index (where asked for) and manifest are written and synced.
-//  3. Fresh target: files get their final names, staging is synced and renamed
-//     onto T, the parent is synced: the commit point. Existing target: the
-//     journal is the commit point, then it is replayed.
+//  3. Fresh target: files get their final names and staging is synced. If the
+//     session is still the one that may commit (engine/staging.h), staging is
+//     renamed to T, and its old and new parents are synced: the commit point.
+//  4. Existing target: every name in T that the commit would replace or remove
+//     is looked at, since after the commit point it would be too late to find
+//     that one cannot be. If all staged files are there, the journal is written
+//     (engine/journal.h), whose rename is the commit point, and replayed.
+//  5. What is left of staging is removed. Nothing after the replay makes an
+//     error of a save that is committed: what cannot go now goes with the next.
 //
 // Crash argument: before the commit point T is untouched; after it T (or the
 // journal) names only synced files. Each fsync happens before the rename that
-// makes its file count.
+// makes its file count, and one that fails fails the save.
 #pragma once
 
 #include <string>
@@ -47,7 +53,8 @@ struct CommitRequest {
 
 // Consumes the session on success. On failure the session still stands, and
 // ending it cleans up; the old checkpoint of T is untouched unless the commit
-// point was reached.
+// point was reached. kConflict when another save has superseded this one or has
+// committed since it began, or when something in T cannot be replaced.
 Result<Manifest> CommitSave(SaveSession* session, const CommitRequest& request);
 
 // Replays an interrupted commit of `target` and removes what dead saves left.

@@ -1,39 +1,74 @@
 #include "engine/journal.h"
 
 #include <cerrno>
+#include <optional>
 
 #include "format/names.h"
 
 namespace torch_ckpt {
 namespace {
 
-constexpr const char* kNewManifest = ".torch_ckpt.json.new";
+Status Superseded(const Directory& root) {
+  return Conflict(
+             "another save into this directory has begun since, and this one "
+             "can no longer be committed")
+      .WithFile(root.path());
+}
 
 }  // namespace
 
-Status WriteJournal(const Directory& staging, const Directory& target,
-                    const Journal& journal, bool* reached) {
-  *reached = false;
-  const std::string name(kJournalName);
-  const std::string temporary = name + ".new";
-  TC_RETURN_IF_ERROR(staging.Unlink(temporary, /*missing_ok=*/true));
-  TC_RETURN_IF_ERROR(staging.WriteFile(temporary, EncodeJournal(journal)));
-  // The files and T's entry for staging must be durable before the journal is.
-  TC_RETURN_IF_ERROR(staging.Sync());
-  TC_RETURN_IF_ERROR(target.Sync());
-  *reached = true;
-  TC_RETURN_IF_ERROR(staging.Rename(temporary, staging, name));
-  return staging.Sync();  // the commit point
+std::string JournalDraftName(const std::string& save_id) {
+  return save_id + ".new";
 }
 
-Status ReplayJournal(const Directory& staging, const Directory& target) {
+Status WriteJournal(const Directory& root, const Directory& staging,
+                    const Directory& target, const Journal& journal,
+                    const std::function<Status()>& check) {
   const std::string name(kJournalName);
-  Result<std::string> text = staging.ReadFile(name, kMaxManifestBytes);
+  const std::string draft = JournalDraftName(journal.manifest.save_id);
+  Status written = root.WriteFile(draft, EncodeJournal(journal));
+  if (written.sys_errno() == EEXIST) return Superseded(root);
+  TC_RETURN_IF_ERROR(std::move(written));
+  TC_ASSIGN_OR_RETURN(const auto own, root.StatEntry(draft));
+  if (!own) return Superseded(root);
+  TC_RETURN_IF_ERROR(staging.Sync());
+  TC_RETURN_IF_ERROR(root.Sync());
+  TC_RETURN_IF_ERROR(target.Sync());
+  TC_RETURN_IF_ERROR(check());
+  Status renamed = root.RenameNoReplace(draft, root, name);
+  if (!renamed.ok()) {
+    // A network file system may have lost only its answer.
+    TC_ASSIGN_OR_RETURN(const auto there, root.StatEntry(name));
+    if (there && there->SameFile(*own)) {
+      renamed = Status();
+    } else if (renamed.sys_errno() == ENOENT) {
+      return Superseded(root);
+    }
+  }
+  TC_RETURN_IF_ERROR(std::move(renamed));
+  return root.Sync();  // the commit point
+}
+
+Result<Directory> JournalStaging(const Directory& root,
+                                 const Manifest& manifest) {
+  Result<Directory> staging = root.OpenDirectory(manifest.save_id);
+  if (staging.status().sys_errno() != ENOENT) return staging;
+  return Directory::Open(root.path());
+}
+
+Status ReplayJournal(const Directory& root, const Directory& target) {
+  const std::string name(kJournalName);
+  Result<std::string> text = root.ReadFile(name, kMaxManifestBytes);
   if (!text.ok()) {
     return text.status().sys_errno() == ENOENT ? Status() : text.status();
   }
   Result<Journal> journal = ParseJournal(AsBytes(*text));
-  if (!journal.ok()) return journal.status().WithFile(staging.Join(name));
+  if (!journal.ok()) return journal.status().WithFile(root.Join(name));
+  const Manifest& manifest = journal->manifest;
+  TC_ASSIGN_OR_RETURN(const Directory staging, JournalStaging(root, manifest));
+  TC_RETURN_IF_ERROR(root.Sync());
+  TC_RETURN_IF_ERROR(staging.Sync());
+  TC_RETURN_IF_ERROR(target.Sync());
   for (const std::string& old : journal->removes) {
     TC_RETURN_IF_ERROR(target.Unlink(old, /*missing_ok=*/true));
   }
@@ -51,16 +86,19 @@ Status ReplayJournal(const Directory& staging, const Directory& target) {
       }
     }
   }
-  TC_RETURN_IF_ERROR(target.Unlink(kNewManifest, true));
-  TC_RETURN_IF_ERROR(
-      target.WriteFile(kNewManifest, EncodeManifest(journal->manifest)));
-  TC_RETURN_IF_ERROR(
-      target.Rename(kNewManifest, target, std::string(kManifestName)));
+  // Under a name that no other replay uses.
+  const std::string fresh = StagedName(kManifestName, NewId());
+  TC_RETURN_IF_ERROR(staging.WriteFile(fresh, EncodeManifest(manifest)));
+  TC_RETURN_IF_ERROR(staging.Rename(fresh, target, std::string(kManifestName)));
   // Both ends of the renames, before the journal that could repeat them goes.
   TC_RETURN_IF_ERROR(target.Sync());
-  TC_RETURN_IF_ERROR(staging.Sync());
-  TC_RETURN_IF_ERROR(staging.Unlink(name, true));
   return staging.Sync();
+}
+
+Status RemoveJournal(const Directory& root) {
+  TC_RETURN_IF_ERROR(
+      root.Unlink(std::string(kJournalName), /*missing_ok=*/true));
+  return root.Sync();
 }
 
 }  // namespace torch_ckpt

@@ -72,15 +72,9 @@ Status SyncBoth(const Directory& staging, const Directory& target) {
 
 // Removes the staging directory of a part, whose lock the caller holds and
 // which goes last.
-Status RemoveStaging(DirectoryLock* lock, const Directory& target,
-                     const std::string& name) {
+Status RemoveStaging(DirectoryLock* lock) {
   TC_RETURN_IF_ERROR(EmptyDirectory(lock->directory(), kLockFileName));
-  const bool by_file = lock->by_file();
-  if (by_file) lock->Release();  // its file is in the way
-  Status removed = target.RemoveDirectory(name, true);
-  // Another save of this rank has made it its own since.
-  if (by_file && removed.sys_errno() == ENOTEMPTY) return {};
-  return removed;
+  return lock->Remove();
 }
 
 // Removes the files of a rank from T, where its part was not committed. The
@@ -114,17 +108,7 @@ Status RemoveFiles(const Directory& staging, const Directory& target,
 
 Status RemovePart(DirectoryLock* lock, const Directory& target, int64_t rank) {
   TC_RETURN_IF_ERROR(RemoveFiles(lock->directory(), target, rank));
-  return RemoveStaging(lock, target, PartStageName(rank));
-}
-
-// Renames into T, where no such name may be.
-Status MoveIn(const Directory& staging, const std::string& from,
-              const Directory& target, const std::string& to) {
-  Status status = staging.RenameNoReplace(from, target, to);
-  if (status.kind() != ErrorKind::kUnsupported) return status;
-  TC_ASSIGN_OR_RETURN(const auto there, target.StatName(to));
-  if (there) return Conflict("exists already").WithFile(target.Join(to));
-  return staging.Rename(from, target, to);
+  return RemoveStaging(lock);
 }
 
 // Whichever rank has made T, its name must be durable before any rank commits.
@@ -231,13 +215,14 @@ Result<Manifest> CommitPart(PartSession* session,
   TC_RETURN_IF_ERROR(target.Sync());
   TC_RETURN_IF_ERROR(SyncName(target));
   for (const CommitFile& file : files) {
-    TC_RETURN_IF_ERROR(MoveIn(staging, file.staged, target, file.file.name));
+    TC_RETURN_IF_ERROR(
+        staging.RenameNoReplace(file.staged, target, file.file.name));
   }
   TC_RETURN_IF_ERROR(SyncBoth(staging, target));
-  TC_RETURN_IF_ERROR(MoveIn(staging, name, target, name));
+  TC_RETURN_IF_ERROR(staging.RenameNoReplace(name, target, name));
   TC_RETURN_IF_ERROR(SyncBoth(staging, target));  // the commit point
   // What cannot be removed now is removed by the next save or by recover.
-  (void)RemoveStaging(&session->lock_, target, BaseName(session->path_));
+  (void)RemoveStaging(&session->lock_);
   session->lock_.Release();
   return manifest;
 }

@@ -1,9 +1,10 @@
 #include "engine/staging.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdio>
-#include <optional>
+#include <thread>
 
 #include "engine/journal.h"
 #include "engine/parts.h"
@@ -17,25 +18,10 @@ namespace {
 constexpr uint64_t kMaxIdBytes = 64;
 constexpr int kLockTries = 8;
 constexpr size_t kMaxFileNameBytes = 255;  // of all file systems in use
+constexpr std::string_view kDeadPrefix = "dead-";
+constexpr std::chrono::milliseconds kFirstWait{10}, kLongestWait{500};
 
-std::string SiblingPath(const std::string& target) {
-  const std::string parent = ParentPath(target);
-  return (parent == "/" ? "" : parent) + "/" + SiblingStageName(target);
-}
-
-// Absent (nullopt), or what stat says of the path itself.
-Result<std::optional<FileInfo>> StatPath(const std::string& path) {
-  Result<Directory> parent = Directory::Open(ParentPath(path));
-  if (!parent.ok()) {
-    if (parent.status().sys_errno() == ENOENT) {
-      return std::optional<FileInfo>();
-    }
-    return parent.status();
-  }
-  return parent->StatName(BaseName(path));
-}
-
-// Whether there is nothing at T, so that a sibling can be renamed to it. A
+// Whether there is nothing at T, so that a directory can be renamed to it. A
 // directory that is there is kept, even an empty one: somebody has chosen its
 // mode and owner, and may stand in it.
 Result<bool> IsAbsent(const std::string& target) {
@@ -44,11 +30,22 @@ Result<bool> IsAbsent(const std::string& target) {
     if (info->is_directory) return false;
     return InvalidArgument("is not a directory").WithFile(target);
   }
-  const Result<Directory> parent = Directory::Open(ParentPath(target));
-  if (!parent.ok()) return true;
-  TC_ASSIGN_OR_RETURN(const bool link, parent->IsLink(BaseName(target)));
-  if (!link) return true;
+  TC_ASSIGN_OR_RETURN(const auto entry, StatPathEntry(target));
+  if (!entry) return true;
   return InvalidArgument("is a symbolic link to nothing").WithFile(target);
+}
+
+// Where a save into `target` stages, as things stand now; without `path`.
+Result<StagingPlace> LocatePlace(const std::string& target) {
+  StagingPlace place;
+  TC_ASSIGN_OR_RETURN(place.target, AbsolutePath(target));
+  if (BaseName(place.target).empty()) {
+    return InvalidArgument("cannot be a checkpoint").WithFile(place.target);
+  }
+  TC_ASSIGN_OR_RETURN(place.fresh, IsAbsent(place.target));
+  place.root =
+      place.fresh ? PlaceBeside(place.target) : PlaceInside(place.target);
+  return place;
 }
 
 Status RefuseExisting(const Directory& target) {
@@ -64,50 +61,88 @@ Status RefuseExisting(const Directory& target) {
   return {};
 }
 
-// A sibling left by a first save that died before T was filled by others.
+// The place of a first save that died before T was filled by others.
 Status RemoveStaleSibling(const std::string& target) {
-  const std::string sibling = SiblingPath(target);
-  TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info, StatPath(sibling));
+  const std::string sibling = PlaceBeside(target);
+  TC_ASSIGN_OR_RETURN(const auto info, StatPathEntry(sibling));
   if (!info) return {};
   TC_RETURN_IF_ERROR(RefuseLink(sibling));
   Result<DirectoryLock> lock = DirectoryLock::Acquire(sibling);
   if (!lock.ok()) return lock.status();
-  TC_RETURN_IF_ERROR(EmptyDirectory(lock->directory()));
-  TC_ASSIGN_OR_RETURN(const Directory parent,
-                      Directory::Open(ParentPath(target)));
-  return parent.RemoveDirectory(BaseName(sibling), true);
+  TC_RETURN_IF_ERROR(SweepPlace(lock->directory()));
+  return lock->Remove();
+}
+
+// Removes what can never be committed. What cannot go yet is no error.
+Status Discard(const Directory& root, const std::string& name) {
+  Status removed = root.RemoveTree(name);
+  const int error = removed.sys_errno();
+  return error == ENOTEMPTY || error == EBUSY ? Status() : removed;
+}
+
+// Step 3 for one save. Ok when it can never commit and its files are gone.
+Status Supersede(const Directory& root, const std::string& id) {
+  const std::string draft = JournalDraftName(id);
+  const std::string dead = std::string(kDeadPrefix) + id;
+  Status made = root.WriteFile(draft, "");
+  if (made.sys_errno() == EEXIST) {
+    made = root.Unlink(draft, /*missing_ok=*/false);
+    if (made.sys_errno() == ENOENT) {
+      return Conflict("another save has committed just now")
+          .WithFile(root.path());
+    }
+  }
+  TC_RETURN_IF_ERROR(std::move(made));
+  const Status renamed = root.Rename(id, root, dead);
+  // Not there: it has just become T, which the look before the commit tells.
+  if (!renamed.ok() && renamed.sys_errno() != ENOENT) return renamed;
+  TC_RETURN_IF_ERROR(Discard(root, dead));
+  return root.Unlink(draft, /*missing_ok=*/true);
+}
+
+// By an open, which network file systems answer from the server and not from
+// what they remember.
+Result<std::optional<FileInfo>> StatByOpen(const Directory& directory,
+                                           const std::string& name) {
+  const Result<File> file = directory.OpenFile(name, {});
+  if (file.status().sys_errno() == ENOENT) return std::optional<FileInfo>();
+  if (!file.ok()) return file.status();
+  TC_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
+  return std::optional<FileInfo>(info);
+}
+
+// A save that is going on at the place.
+Result<JoinedSave> JoinAt(const std::string& path) {
+  TC_ASSIGN_OR_RETURN(const Directory root, Directory::Open(path));
+  TC_ASSIGN_OR_RETURN(const std::string id,
+                      root.ReadFile(std::string(kSaveIdName), kMaxIdBytes));
+  if (!IsId(id)) return Corrupt("is no save id").WithFile(root.path());
+  TC_RETURN_IF_ERROR(root.OpenDirectory(id).status());
+  return JoinedSave{root.Join(id), id};
 }
 
 }  // namespace
 
-std::string SiblingStageName(const std::string& target) {
-  const std::string base = BaseName(target);
+std::string PlaceBeside(const std::string& target) {
+  const std::string parent = ParentPath(target), base = BaseName(target);
   std::string name = "." + base + std::string(kStageSuffix);
-  if (name.size() <= kMaxFileNameBytes) return name;
-  // Twins only share a lock.
-  std::array<char, 9> crc;
-  std::snprintf(crc.data(), crc.size(), "%08x",
-                Crc32c(0, base.data(), base.size()));
-  return "." + std::string(crc.data()) + std::string(kStageSuffix);
+  if (name.size() > kMaxFileNameBytes) {
+    // Twins only share a lock.
+    std::array<char, 9> crc;
+    std::snprintf(crc.data(), crc.size(), "%08x",
+                  Crc32c(0, base.data(), base.size()));
+    name = "." + std::string(crc.data()) + std::string(kStageSuffix);
+  }
+  return (parent == "/" ? "" : parent) + "/" + name;
 }
 
-Result<StagingPlace> LocateStaging(const std::string& target) {
-  StagingPlace place;
-  TC_ASSIGN_OR_RETURN(place.target, AbsolutePath(target));
-  if (BaseName(place.target).empty()) {
-    return InvalidArgument("cannot be a checkpoint").WithFile(place.target);
-  }
-  TC_ASSIGN_OR_RETURN(place.fresh, IsAbsent(place.target));
-  place.path = place.fresh ? SiblingPath(place.target)
-                           : place.target + "/" + std::string(kStageSuffix);
-  return place;
+std::string PlaceInside(const std::string& target) {
+  return target + "/" + std::string(kStageSuffix);
 }
 
 Status RefuseLink(const std::string& path) {
-  TC_ASSIGN_OR_RETURN(const Directory parent,
-                      Directory::Open(ParentPath(path)));
-  TC_ASSIGN_OR_RETURN(const bool link, parent.IsLink(BaseName(path)));
-  if (!link) return {};
+  TC_ASSIGN_OR_RETURN(const auto info, StatPathEntry(path));
+  if (!info || !info->is_link) return {};
   return Corrupt("is a symbolic link; remove it if no save of yours made it")
       .WithFile(path);
 }
@@ -115,64 +150,75 @@ Status RefuseLink(const std::string& path) {
 Status EmptyDirectory(const Directory& directory, std::string_view keep) {
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
   for (const std::string& name : names) {
-    if (name == keep) continue;
-    TC_ASSIGN_OR_RETURN(const bool link, directory.IsLink(name));
-    TC_ASSIGN_OR_RETURN(const auto info, directory.StatName(name));
-    if (!link && info && info->is_directory) {
-      TC_ASSIGN_OR_RETURN(const Directory inner, directory.OpenDirectory(name));
-      TC_ASSIGN_OR_RETURN(const auto files, inner.List());
-      for (const std::string& file : files) {
-        TC_RETURN_IF_ERROR(inner.Unlink(file, true));
-      }
-      TC_RETURN_IF_ERROR(directory.RemoveDirectory(name, true));
-    } else {
-      TC_RETURN_IF_ERROR(directory.Unlink(name, true));
-    }
+    if (name != keep) TC_RETURN_IF_ERROR(directory.RemoveTree(name));
   }
   return {};
+}
+
+Status SweepPlace(const Directory& root) {
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, root.List());
+  for (const std::string& name : names) {
+    if (name == kLockFileName || name == kJournalName) continue;
+    TC_ASSIGN_OR_RETURN(const auto info, root.StatEntry(name));
+    const bool save = IsId(name) && info && info->is_directory;
+    TC_RETURN_IF_ERROR(save ? Supersede(root, name) : Discard(root, name));
+  }
+  return {};
+}
+
+Status SaveSession::Enter() {
+  TC_RETURN_IF_ERROR(RefuseLink(place_.root));
+  Result<DirectoryLock> lock = DirectoryLock::Acquire(place_.root);
+  if (!lock.ok()) {
+    if (lock.status().kind() != ErrorKind::kConflict) return lock.status();
+    return Conflict("another save into this directory is in progress (" +
+                    lock.status().message() + ")")
+        .WithFile(place_.target);
+  }
+  lock_ = std::move(*lock);
+  if (place_.fresh) return SweepPlace(root());
+  TC_ASSIGN_OR_RETURN(const Directory target, Directory::Open(place_.target));
+  TC_RETURN_IF_ERROR(ReplayJournal(root(), target));
+  TC_RETURN_IF_ERROR(RemoveJournal(root()));
+  if (!overwrite_) TC_RETURN_IF_ERROR(RefuseExisting(target));
+  TC_RETURN_IF_ERROR(RemoveDeadParts(target).status());
+  return SweepPlace(root());
+}
+
+Status SaveSession::NameInPlace() const {
+  const std::string name(kSaveIdName), fresh = StagedName(name, save_id_);
+  TC_RETURN_IF_ERROR(root().WriteFile(fresh, save_id_));
+  return root().Rename(fresh, root(), name);
 }
 
 Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
   TC_RETURN_IF_ERROR(Directory::CreateAll(ParentPath(absolute)));
-  // A commit may move or remove the directory between our look and our lock:
-  // then look again.
+  // A commit may make T between our look and our lock: then look again.
   for (int attempt = 0; attempt < kLockTries; ++attempt) {
-    TC_ASSIGN_OR_RETURN(StagingPlace place, LocateStaging(absolute));
-    TC_RETURN_IF_ERROR(Directory::Create(place.path));
-    TC_RETURN_IF_ERROR(RefuseLink(place.path));
-    Result<DirectoryLock> lock = DirectoryLock::Acquire(place.path);
-    if (!lock.ok()) {
-      if (lock.status().sys_errno() == ENOENT) continue;
-      if (lock.status().kind() == ErrorKind::kConflict) {
-        return Conflict("another save into this directory is in progress (" +
-                        lock.status().message() + ")")
-            .WithFile(absolute);
-      }
-      return lock.status();
-    }
-    TC_ASSIGN_OR_RETURN(const FileInfo held, lock->directory().Stat());
-    TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> now,
-                        StatPath(place.path));
-    TC_ASSIGN_OR_RETURN(const StagingPlace again, LocateStaging(absolute));
-    if (!now || !now->SameFile(held) || again.path != place.path) continue;
     SaveSession session;
-    session.place_ = place;
     session.overwrite_ = overwrite;
-    session.lock_ = std::move(*lock);
-    const Directory& staging = session.directory();
-    if (!place.fresh) {
-      TC_ASSIGN_OR_RETURN(const Directory directory, Directory::Open(absolute));
-      TC_RETURN_IF_ERROR(ReplayJournal(staging, directory));
-      if (!overwrite) TC_RETURN_IF_ERROR(RefuseExisting(directory));
-      TC_RETURN_IF_ERROR(RemoveDeadParts(directory).status());
-      TC_RETURN_IF_ERROR(RemoveStaleSibling(absolute));
-    }
-    TC_RETURN_IF_ERROR(EmptyDirectory(staging, kLockFileName));
-    TC_RETURN_IF_ERROR(ProbeWrites(staging));
+    TC_ASSIGN_OR_RETURN(session.place_, LocatePlace(absolute));
+    TC_RETURN_IF_ERROR(Directory::Create(session.place_.root));
+    Status entered = session.Enter();
+    if (entered.sys_errno() == ENOENT) continue;  // it went with its holder
+    TC_RETURN_IF_ERROR(std::move(entered));
+    TC_ASSIGN_OR_RETURN(const StagingPlace again, LocatePlace(absolute));
+    if (again.root != session.place_.root) continue;
+    if (!again.fresh) TC_RETURN_IF_ERROR(RemoveStaleSibling(absolute));
     session.save_id_ = NewId();
-    TC_RETURN_IF_ERROR(
-        staging.WriteFile(std::string(kSaveIdName), session.save_id_));
+    session.place_.path = session.place_.root + "/" + session.save_id_;
+    TC_RETURN_IF_ERROR(session.root().MakeDirectory(session.save_id_));
+    TC_ASSIGN_OR_RETURN(session.staging_,
+                        session.root().OpenDirectory(session.save_id_));
+    TC_RETURN_IF_ERROR(ProbeWrites(session.staging_));
+    TC_RETURN_IF_ERROR(session.NameInPlace());
+    // After the pointer: whoever commits in between has seen neither.
+    if (!again.fresh) {
+      TC_ASSIGN_OR_RETURN(const Directory into, Directory::Open(absolute));
+      TC_ASSIGN_OR_RETURN(session.manifest_,
+                          StatByOpen(into, std::string(kManifestName)));
+    }
     return session;
   }
   return Conflict(
@@ -181,69 +227,98 @@ Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
       .WithFile(absolute);
 }
 
-Result<JoinedSave> JoinSave(const std::string& target) {
-  TC_ASSIGN_OR_RETURN(const StagingPlace place, LocateStaging(target));
-  // Where it was when the coordinator looked: T may have been made since.
-  for (const std::string& path :
-       {place.target + "/" + std::string(kStageSuffix),
-        SiblingPath(place.target)}) {
-    Result<Directory> staging = Directory::Open(path);
-    if (!staging.ok()) continue;
-    Result<std::string> id =
-        staging->ReadFile(std::string(kSaveIdName), kMaxIdBytes);
-    if (id.ok() && IsId(*id)) return JoinedSave{path, *id};
+Result<JoinedSave> JoinSave(const std::string& target,
+                            std::chrono::milliseconds patience) {
+  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  for (auto wait = kFirstWait;; wait = std::min(2 * wait, kLongestWait)) {
+    // Where it was when the coordinator looked: T may have been made since.
+    for (const std::string& path :
+         {PlaceInside(absolute), PlaceBeside(absolute)}) {
+      Result<JoinedSave> joined = JoinAt(path);
+      if (joined.ok()) return joined;
+    }
+    if (std::chrono::steady_clock::now() + wait > deadline) break;
+    std::this_thread::sleep_for(wait);
   }
   return Incomplete(
              "the staging directory that the coordinator made cannot be seen "
              "here: every rank must see the same file system under this path")
-      .WithFile(place.target);
+      .WithFile(absolute);
+}
+
+Status SaveSession::CheckStillOurs() const {
+  const auto id = root().ReadFile(std::string(kSaveIdName), kMaxIdBytes);
+  if (!id.ok() && id.status().sys_errno() != ENOENT) return id.status();
+  TC_ASSIGN_OR_RETURN(const FileInfo held, staging_.Stat());
+  TC_ASSIGN_OR_RETURN(const auto named, root().StatEntry(save_id_));
+  TC_ASSIGN_OR_RETURN(const FileInfo place, root().Stat());
+  TC_ASSIGN_OR_RETURN(const auto here, StatPathEntry(place_.root));
+  if (id.ok() && *id == save_id_ && named && named->SameFile(held) && here &&
+      here->SameFile(place)) {
+    return {};
+  }
+  return Conflict(
+             "another save into this directory has begun since, or its "
+             "staging directory was moved or replaced")
+      .WithFile(place_.path);
+}
+
+Status SaveSession::CheckTarget(const Directory& target) const {
+  TC_ASSIGN_OR_RETURN(const auto now,
+                      StatByOpen(target, std::string(kManifestName)));
+  const bool same =
+      now.has_value() == manifest_.has_value() &&
+      (!now || (now->SameFile(*manifest_) && now->bytes == manifest_->bytes &&
+                now->modified_ns == manifest_->modified_ns));
+  if (same) return {};
+  return Conflict("another save has committed into it since this one began")
+      .WithFile(place_.target);
 }
 
 SaveSession::~SaveSession() {
   if (!lock_.held()) return;
-  // Not committed. A journal past the commit point stays for the replay; any
-  // other leftover goes now, or, where that fails, with the next save.
-  Result<std::optional<FileInfo>> journal =
-      directory().StatName(std::string(kJournalName));
-  if (!journal.ok() || *journal) return;
-  // Nor what is at its place no longer: a rename whose answer was lost may
-  // have made it the checkpoint.
-  const Result<std::optional<FileInfo>> now = StatPath(place_.path);
-  const Result<FileInfo> held = directory().Stat();
-  if (!now.ok() || !*now || !held.ok() || !(*now)->SameFile(*held)) return;
-  (void)RemoveStaging();
+  // A journal past the commit point stays for the replay, with its files; any
+  // other leftover goes.
+  const auto journal = root().StatEntry(std::string(kJournalName));
+  if (journal.ok() && !*journal) End();
 }
 
-Status SaveSession::RemoveStaging() {
-  TC_RETURN_IF_ERROR(EmptyDirectory(directory(), kLockFileName));
-  const bool by_file = lock_.by_file();
-  if (by_file) lock_.Release();  // its file is in the way
-  TC_ASSIGN_OR_RETURN(const Directory parent,
-                      Directory::Open(ParentPath(place_.path)));
-  Status removed = parent.RemoveDirectory(BaseName(place_.path), true);
-  // Another save has made it its own since.
-  if (by_file && removed.sys_errno() == ENOTEMPTY) return {};
-  return removed;
+void SaveSession::End() {
+  if (!lock_.held()) return;
+  if (!save_id_.empty()) {
+    // By their names: a rename whose answer was lost may have made the
+    // directory the checkpoint.
+    const std::string name(kSaveIdName);
+    (void)root().RemoveTree(save_id_);
+    const auto id = root().ReadFile(name, kMaxIdBytes);
+    if (id.ok() && *id == save_id_) (void)root().Unlink(name, true);
+    (void)root().Unlink(StagedName(name, save_id_), true);
+    (void)root().Unlink(JournalDraftName(save_id_), true);
+  }
+  (void)lock_.Remove();
 }
-
-void SaveSession::Finish() { lock_.Release(); }
 
 Status SaveSession::MoveInside() {
-  TC_ASSIGN_OR_RETURN(const Directory parent,
-                      Directory::Open(ParentPath(place_.path)));
+  SaveSession inside;
+  inside.overwrite_ = overwrite_;
+  inside.place_ = place_;
+  inside.place_.root = PlaceInside(place_.target);
+  inside.place_.path = inside.place_.root + "/" + save_id_;
+  inside.place_.fresh = false;
+  TC_RETURN_IF_ERROR(Directory::Create(inside.place_.root));
+  TC_RETURN_IF_ERROR(inside.Enter());
   TC_ASSIGN_OR_RETURN(const Directory target, Directory::Open(place_.target));
-  const std::string name(kStageSuffix);
-  // The lock is on the directory itself and moves with it.
-  Status moved = parent.RenameNoReplace(BaseName(place_.path), target, name);
-  if (moved.kind() == ErrorKind::kConflict) {
-    return Conflict("another save into this directory is in progress")
-        .WithFile(place_.target);
-  }
+  TC_RETURN_IF_ERROR(CheckTarget(target));  // none was there
+  // No such name can be there: it is random.
+  TC_RETURN_IF_ERROR(root().Rename(save_id_, inside.root(), save_id_));
+  inside.save_id_ = save_id_;
+  TC_ASSIGN_OR_RETURN(inside.staging_, inside.root().OpenDirectory(save_id_));
+  TC_RETURN_IF_ERROR(inside.NameInPlace());
   // The commit that follows syncs both ends.
-  TC_RETURN_IF_ERROR(std::move(moved));
-  place_.path = place_.target + "/" + name;
-  place_.fresh = false;
-  return overwrite_ ? Status() : RefuseExisting(target);
+  std::swap(*this, inside);
+  inside.End();
+  return {};
 }
 
 }  // namespace torch_ckpt

@@ -3,7 +3,9 @@
 #include <sys/stat.h>
 
 #include <atomic>
+#include <chrono>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -23,7 +25,9 @@ TEST_F(CommitTest, TheSecondSaveLosesBeforeAnyByte) {
     auto second = BeginSave(Path("c"), true);
     EXPECT_EQ(second.status().kind(), ErrorKind::kConflict);
     EXPECT_NE(second.status().message().find("in progress"), std::string::npos);
-    EXPECT_EQ(Names(first->place().path), std::vector<std::string>{"save_id"});
+    EXPECT_TRUE(Names(first->place().path).empty());
+    EXPECT_EQ(Names(first->place().root),
+              (std::vector<std::string>{".lock", first->save_id(), "save_id"}));
     // Neither may `recover` take it away.
     EXPECT_EQ(RecoverDirectory(Path("c")).status().kind(),
               ErrorKind::kConflict);
@@ -67,13 +71,29 @@ TEST_F(CommitTest, EverySessionThatEndsCleansUp) {
 }
 
 TEST_F(CommitTest, OtherRanksFindTheSession) {
-  EXPECT_EQ(JoinSave(Path("c")).status().kind(), ErrorKind::kIncomplete);
+  const auto now = std::chrono::milliseconds(0);
+  EXPECT_EQ(JoinSave(Path("c"), now).status().kind(), ErrorKind::kIncomplete);
   auto session = BeginSave(Path("c"), true);
   ASSERT_OK(session.status());
   auto joined = JoinSave(Path("c"));
   ASSERT_OK(joined.status());
   EXPECT_EQ(joined->save_id, session->save_id());
   EXPECT_EQ(joined->staging, session->place().path);
+}
+
+// As where the caches of a network file system hide a new directory.
+TEST_F(CommitTest, OtherRanksWaitForTheSession) {
+  std::optional<SaveSession> session;
+  std::jthread coordinator([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    auto begun = BeginSave(Path("c"), true);
+    ASSERT_OK(begun.status());
+    session.emplace(std::move(*begun));
+  });
+  const auto joined = JoinSave(Path("c"));
+  coordinator.join();
+  ASSERT_OK(joined.status());
+  EXPECT_EQ(joined->save_id, session->save_id());
 }
 
 // What the ranks name must be what is in staging.
@@ -248,6 +268,51 @@ TEST_F(CommitTest, AStagingDirectoryThatWasSwapped) {
   EXPECT_EQ(CommitSave(&*session, request).status().kind(),
             ErrorKind::kConflict);
   EXPECT_FALSE(std::filesystem::exists(Path("c")));
+}
+
+// After the commit point it would be too late to find that.
+TEST_F(CommitTest, ADirectoryWhereAFileMustGo) {
+  SaveSettings settings;
+  settings.object = "{}";
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_), settings).status());
+  // One that the commit would replace, and one that it would remove.
+  for (const std::string& name : {ObjectFileName(0), ShardFileName(1, 1, 1)}) {
+    std::filesystem::rename(Path("c/" + name), Path("aside"));
+    std::filesystem::create_directory(Path("c/" + name));
+    SaveSettings with = name == ObjectFileName(0) ? settings : SaveSettings{};
+    const Status saved =
+        SaveAll(Path("c"), GridPieces("a", new_, {1, 1}), with).status();
+    EXPECT_EQ(saved.kind(), ErrorKind::kConflict) << saved.ToString();
+    EXPECT_EQ(saved.file(), Path("c/" + name));
+    std::filesystem::remove(Path("c/" + name));
+    std::filesystem::rename(Path("aside"), Path("c/" + name));
+    ExpectHolds(old_);
+    ExpectNoStaging();
+  }
+  ASSERT_OK(SaveAll(Path("c"), Pieces(new_)).status());
+  ExpectHolds(new_);
+}
+
+// The journal of an earlier layout has its files beside it.
+TEST_F(CommitTest, AJournalWhoseFilesLieBesideIt) {
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  ASSERT_OK(SaveAll(Path("d"), Pieces(new_)).status());
+  auto manifest = ParseManifest(AsBytes(ReadText(Path("d/torch_ckpt.json"))));
+  ASSERT_OK(manifest.status());
+  Journal journal;
+  journal.manifest = *manifest;
+  const std::string stage = Path("c/") + std::string(kStageSuffix);
+  std::filesystem::create_directory(stage);
+  for (const ManifestFile& file : manifest->files) {
+    journal.renames.push_back({StagedName(file.name, file.id), file.name});
+    std::filesystem::rename(Path("d/" + file.name),
+                            stage + "/" + journal.renames.back().from);
+  }
+  WriteText(stage + "/" + std::string(kJournalName), EncodeJournal(journal));
+  ExpectHolds(new_);
+  EXPECT_TRUE(*RecoverDirectory(Path("c")));
+  ExpectHolds(new_);
+  ExpectNoStaging();
 }
 
 TEST_F(CommitTest, ADamagedJournalIsNamed) {

@@ -2,9 +2,13 @@
 // new tensor "a".
 #pragma once
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 
+#include <filesystem>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "engine/commit.h"
@@ -27,6 +31,24 @@ class CommitTest : public EngineTest {
       for (const std::string& name : Names(folder)) {
         EXPECT_FALSE(name.ends_with(kStageSuffix)) << folder << "/" << name;
       }
+    }
+  }
+  // What this process holds below `path` no longer keeps anybody off: as on two
+  // nodes whose file system keeps locks to each node; `flocks` only, as NFS
+  // does, or all.
+  static void ReleaseLocks(const std::string& path, bool flocks_only) {
+    namespace fs = std::filesystem;
+    for (const auto& entry : fs::directory_iterator("/proc/self/fd")) {
+      std::error_code gone;
+      const std::string name = fs::read_symlink(entry.path(), gone).string();
+      if (gone || !name.starts_with(path)) continue;
+      const int fd = std::stoi(entry.path().filename().string());
+      flock(fd, LOCK_UN);
+      if (flocks_only) continue;
+      struct flock whole = {};
+      whole.l_type = F_UNLCK;
+      whole.l_whence = SEEK_SET;
+      (void)fcntl(fd, F_OFD_SETLK, &whole);  // EINVAL for a directory
     }
   }
   const Array old_ = MakeArray(Dtype::kF32, {10, 4}, 1);

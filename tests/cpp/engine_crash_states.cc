@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <filesystem>
 #include <random>
 #include <system_error>
@@ -10,6 +11,7 @@
 
 #include "engine_test_util.h"
 #include "os/fault.h"
+#include "os/lock.h"
 
 #ifdef TORCH_CKPT_FAULTS
 
@@ -31,6 +33,8 @@ Recorder::Recorder(std::string root) : root_(std::move(root)) {
   SetFaultHook([this](const FaultSite& site) {
     std::lock_guard<std::mutex> lock(mutex_);
     Settle();
+    if (kill_at_ && kill_at_(site)) killed_ = true;
+    if (killed_) return FaultAction{.sys_errno = EIO};
     if (std::string(site.op) == "fsync") syncing_ = Resolve(site.path);
     return FaultAction();
   });
@@ -39,6 +43,17 @@ Recorder::Recorder(std::string root) : root_(std::move(root)) {
 void Recorder::Stop() {
   SetFaultHook(nullptr);
   Settle();
+}
+
+void Recorder::KillAt(std::function<bool(const FaultSite&)> last) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  kill_at_ = std::move(last);
+}
+
+bool Recorder::Revive() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  kill_at_ = nullptr;
+  return std::exchange(killed_, false);
 }
 
 Id Recorder::Resolve(const std::string& path) {
@@ -119,7 +134,9 @@ void Recorder::Visit(const std::string& path, Id directory, Tree* tree,
       directories_.insert(id);
       Visit(entry.path().string(), id, tree, contents, seen);
     } else {
-      (*contents)[id] = ReadText(entry.path().string());
+      // What the file of a lock says means nothing to who can lock it.
+      const bool lock = entry.path().filename() == kLockFileName;
+      (*contents)[id] = lock ? "" : ReadText(entry.path().string());
     }
   }
 }

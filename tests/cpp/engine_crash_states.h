@@ -15,7 +15,9 @@
 //     synced (nothing, for a new one), what was written, zeros of its length,
 //     or any mixture by blocks of 4 KiB; syncing a file says nothing about its
 //     name, and the other way round.
-//  3. What was there before the save began is durable.
+//  3. What was there before the save began is durable. A save that is killed
+//     and one that follows are one recording: what the first one left in
+//     memory the second one finds, but a crash need not.
 //
 // This is weaker than ext4, XFS and Btrfs promise (they commit names in order),
 // so what holds here holds there. Small sets of undecided operations are tried
@@ -32,6 +34,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "os/fault.h"
 
 namespace torch_ckpt::crash {
 
@@ -55,6 +59,11 @@ class Recorder {
  public:
   explicit Recorder(std::string root);
   void Stop();
+  // From the first call of which `last` says so on no call takes effect, as
+  // when the process is killed, until Revive: what is done then is another
+  // process's, and what the first one did not sync is not durable.
+  void KillAt(std::function<bool(const FaultSite&)> last);
+  bool Revive();  // whether it was killed
 
   const std::vector<Op>& ops() const { return ops_; }
   const Tree& first_tree() const { return first_tree_; }
@@ -75,6 +84,8 @@ class Recorder {
 
   const std::string root_;
   std::mutex mutex_;
+  std::function<bool(const FaultSite&)> kill_at_;
+  bool killed_ = false;
   std::vector<Op> ops_;
   Tree tree_, first_tree_;
   std::map<Id, std::string> contents_, first_contents_;

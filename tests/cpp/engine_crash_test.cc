@@ -59,6 +59,7 @@ class CrashTest : public EngineTest {
              const Contents& fresh, const std::function<Status()>& save,
              const std::vector<std::string>& others = {}) {
     Recorder recorder(Path("live"));
+    recorder_ = &recorder;
     const Status saved = save();
     recorder.Stop();
     ASSERT_OK(saved);
@@ -77,9 +78,10 @@ class CrashTest : public EngineTest {
         const bool is_old =
             old ? read.ok() && *read == *old
                 : read.status().kind() == ErrorKind::kIncomplete;
+        const bool is_middle = middle_ && read.ok() && *read == *middle_;
         saw_old = saw_old || is_old;
         saw_new = saw_new || is_new;
-        if (!(is_new || (is_old && !whole))) {
+        if (!(is_new || ((is_old || is_middle) && !whole))) {
           Fail(recorder, prefix, path, read.status());
           return;
         }
@@ -152,6 +154,8 @@ class CrashTest : public EngineTest {
   const Array extra_ = MakeArray(Dtype::kI8, {9}, 3);
   const Array third_ = MakeArray(Dtype::kF32, {3, 4}, 4);
   int states_ = 0;
+  std::optional<Contents> middle_;  // may be found on the way
+  Recorder* recorder_ = nullptr;    // while Check runs the save
 };
 
 TEST_F(CrashTest, FreshTarget) {
@@ -262,6 +266,42 @@ TEST_F(CrashTest, TargetFilledMeanwhile) {
           return CommitSave(&session, request).status();
         },
         {"config.json"});
+}
+
+// Killed after its commit point, which nobody has synced; another process
+// replays it; then the power fails.
+TEST_F(CrashTest, KilledReplayedThenPowerLost) {
+  for (const bool by_save : {false, true}) {
+    // At the sync of the commit point, and in the middle of the replay.
+    for (const int calls : {1, 8}) {
+      fs::remove_all(Live("t"));
+      ASSERT_OK(SaveAll(Live("t"), OldPieces()).status());
+      states_ = 0;
+      Contents fresh = NewContents();
+      if (by_save) fresh = {{"c", third_.bytes}, {"step", kObject}};
+      // By a save, each of three may be found.
+      middle_ = by_save ? std::optional(NewContents()) : std::nullopt;
+      Check("t", Contents{{"a", old_.bytes}}, fresh, [&]() -> Status {
+        int after = 0;
+        recorder_->KillAt([&](const FaultSite& site) {
+          if (after > 0) return ++after > calls;
+          if (std::string(site.op) == "renameat2" &&
+              site.path2.ends_with("/commit.json")) {
+            after = 1;
+          }
+          return false;
+        });
+        EXPECT_FALSE(SaveAll(Live("t"), NewPieces(), Settings()).ok());
+        EXPECT_TRUE(recorder_->Revive());
+        if (by_save) {
+          return SaveAll(Live("t"), GridPieces("c", third_, {2, 1}), Settings())
+              .status();
+        }
+        return RecoverDirectory(Live("t")).status();
+      });
+      if (HasFailure()) return;
+    }
+  }
 }
 
 // A commit whose replay failed half way is carried on by the next save, which

@@ -95,7 +95,7 @@ def load(path: str, numbers: list[int]) -> int:
 def leftovers(path: str) -> list[str]:
     """Staging directories and locks in `path` and beside it."""
     folder = pathlib.Path(path)
-    found = [*folder.glob(f"*{STAGE_SUFFIX}*"), *folder.glob("lock"), *folder.glob("*.new")]
+    found = [*folder.glob(f"*{STAGE_SUFFIX}*"), *folder.glob(".lock*"), *folder.glob("*.new")]
     found += folder.parent.glob(f".{folder.name}{STAGE_SUFFIX}*")
     return [str(entry) for entry in found]
 

@@ -51,11 +51,11 @@ def calls_of_a_save(trial: Trial) -> int:
 # Of the coordinator's node and of the other one: where the process is killed, with its node.
 PHASES = (
     (0, "begin", "mkdirat:1:kill"),
-    (0, "write", "pwrite:3:kill"),
+    (0, "write", "pwrite:5:kill"),
     (1, "write", "pwrite:1:kill"),
     (1, "sync", "fsync:1:kill"),
-    (0, "sync", "fsync:2:kill"),
-    (0, "rename", "renameat:2:kill"),
+    (0, "sync", "fsync:3:kill"),
+    (0, "rename", "renameat2:1:kill"),
     (0, "replay", "renameat:4:kill"),
 )
 

@@ -60,7 +60,7 @@ def kill_in_replay(path: Path) -> None:
         "import sys; from torch_ckpt.merge import consolidate_safetensors_files as merge; "
         "merge(sys.argv[1], sys.argv[2], None)"
     )
-    # The first rename is a probe, the second makes the journal count, the third moves a file in.
+    # The first rename is a probe, the second names the save, the third moves a file in.
     done = subprocess.run(
         [sys.executable, "-c", code, str(other), str(path)],
         env={**os.environ, "TORCH_CKPT_FAULTS": "renameat:3:kill"},

@@ -136,7 +136,7 @@ def test_a_killed_one_is_in_nobodys_way(tmp_path: Path, into: str) -> None:
     if into != "a new directory":
         staging = out / ".torch_ckpt-stage"
         torch_ckpt.Checkpoint(out).verify()  # what was there is
-    written = [os.stat(file) for file in staging.glob("model-*.safetensors.*")]
+    written = [os.stat(file) for file in staging.glob("*/model-*.safetensors.*")]
     assert any(stat.st_blocks for stat in written)
 
     torch_ckpt.consolidate_safetensors_files(source, out, None)
