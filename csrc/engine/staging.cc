@@ -315,7 +315,9 @@ Status SaveSession::MoveInside() {
   inside.save_id_ = save_id_;
   TC_ASSIGN_OR_RETURN(inside.staging_, inside.root().OpenDirectory(save_id_));
   TC_RETURN_IF_ERROR(inside.NameInPlace());
-  // The commit that follows syncs both ends.
+  // The commit that follows syncs the other end: a journal must not last where
+  // this rename does not.
+  TC_RETURN_IF_ERROR(root().Sync());
   std::swap(*this, inside);
   inside.End();
   return {};

@@ -300,8 +300,7 @@ TEST_F(MergeJobTest, CancelLeavesNoOutput) {
                   .status()
                   .kind(),
               ErrorKind::kCancelled);
-    EXPECT_EQ(Names(session->place().path),
-              std::vector<std::string>{"save_id"});
+    EXPECT_EQ(Names(session->place().path), std::vector<std::string>());
   }
   EXPECT_EQ(Names(root()), std::vector<std::string>{"in"});
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import errno
 import pathlib
 import subprocess
@@ -39,6 +40,26 @@ def test_an_error_of_any_call(make_scenario: Any, name: str) -> None:
         assert error["text"], (fault, error)
     assert failed > len(paths) // 2
     scenario.check(paths)
+
+
+# What comes after the commit point and only tidies up: the sync behind the journal's removal.
+TIDYING = {"fresh": 0, "overwrite": 1, "final": 1, "consolidate": 1}
+
+
+@pytest.mark.parametrize("name", TIDYING)
+def test_a_sync_that_fails_fails_the_save(make_scenario: Any, name: str) -> None:
+    scenario = make_scenario(name)
+
+    def happens(nth: int) -> bool:
+        _, child = scenario.start(f"fsync:{nth}:kill")
+        return bool(scenario.server.wait(child)["signal"])
+
+    syncs = bisect.bisect_left(range(1, 100), True, key=lambda nth: not happens(nth))
+    assert syncs > 4
+    outcomes = scenario.run([f"fsync:{nth}:EIO" for nth in range(1, syncs + 1)])
+    unseen = [fault for fault, _, outcome in outcomes if "ok" in outcome]
+    last = range(syncs + 1 - TIDYING[name], syncs + 1)
+    assert unseen == [f"fsync:{nth}:EIO" for nth in last]
 
 
 @pytest.mark.parametrize("name", ["overwrite", "final", "consolidate"])

@@ -1,0 +1,50 @@
+"""LATEST survives a power failure: what is deleted afterwards is deleted for its sake."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from torch_ckpt.children import write_latest
+
+
+def test_the_file_and_then_its_name_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(fd: int) -> None:
+        fsync(fd)
+        done.append(("fsync", os.fstat(fd).st_ino))
+
+    def watched_replace(old: str, new: str) -> None:
+        replace(old, new)
+        done.append(("replace", os.stat(new).st_ino))
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    write_latest(str(tmp_path), 7)
+    latest = (tmp_path / "LATEST").stat().st_ino
+    assert done == [("fsync", latest), ("replace", latest), ("fsync", tmp_path.stat().st_ino)]
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_sync_that_fails_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    count = 0
+
+    def fsync(fd: int) -> None:
+        nonlocal count
+        count += 1
+        if count == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        write_latest(str(tmp_path), 7)
+    assert [name for name in os.listdir(tmp_path) if name != "LATEST"] == []
