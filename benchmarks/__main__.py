@@ -15,15 +15,16 @@ from typing import TypeVar
 from rich.console import Console
 
 from benchmarks import environment, report
-from benchmarks.contender import ROWS
+from benchmarks.contender import MEMORY_OF, MEMORY_STATES, ROWS
 from benchmarks.program import LimitsError, LimitsProgram
-from benchmarks.run_row import MEMORY_STATES, Record
+from benchmarks.run_row import Record
 from benchmarks.summary import summarise
 
 DOCS = environment.REPOSITORY / "docs"
 RESULTS = "benchmark_results.md"
 SPACE_AT_FULL_SIZE = 16 << 30  # four inputs of a load row, one output, the limits' files
 WIDTH = 190
+PATIENCE_SECONDS = 600  # the load average needs minutes to forget what has ended
 Number = TypeVar("Number", int, float)
 
 
@@ -43,6 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
     if shutil.disk_usage(parent).free < needed:
         return _refuse(
             f"{parent} has less than {needed / 1e9:.1f} GB free; name another --directory"
+        )
+    if options.busy and options.write_docs:
+        return _refuse("figures of a busy machine go to no page: leave --busy or --write-docs away")
+    if not options.busy and not environment.wait_until_idle(PATIENCE_SECONDS):
+        return _refuse(
+            f"the load average stays above {environment.IDLE}: end what else is running, "
+            "or say --busy for figures that mean little"
         )
     terminal = Console()
     # A file or a pipe has no width of its own, and tables in 80 columns cannot be read.
@@ -74,7 +82,9 @@ def _run(options: argparse.Namespace, directory: Path, facts: Mapping[str, str])
     for name in ROWS:
         if options.rows and not any(name.startswith(word) for word in options.rows):
             continue
-        for memory in memory_states:
+        # A row that one state is enough for is measured in that one, whatever was asked for.
+        of_row = [state for state in memory_states if state in MEMORY_OF[name]]
+        for memory in of_row or MEMORY_OF[name]:
             work, lines = directory / "work", directory / "records"
             work.mkdir()
             words = [sys.executable, "-m", "benchmarks.run_row", name, "--memory", memory]
@@ -82,13 +92,13 @@ def _run(options: argparse.Namespace, directory: Path, facts: Mapping[str, str])
             words += ["--directory", str(work), "--program", str(program.path)]
             words += ["--records", str(lines)]
             status = subprocess.run(words, cwd=environment.REPOSITORY).returncode
-            of_row: list[Record] = []
+            found: list[Record] = []
             if lines.exists():
-                of_row += [json.loads(line) for line in lines.read_text().splitlines()]
+                found += [json.loads(line) for line in lines.read_text().splitlines()]
                 lines.unlink()
             if status != 0:
                 reason = f"its process ended with status {status}"
-                of_row.append(
+                found.append(
                     {
                         "kind": "failed",
                         "row": name,
@@ -98,10 +108,10 @@ def _run(options: argparse.Namespace, directory: Path, facts: Mapping[str, str])
                     }
                 )
             shutil.rmtree(work)
-            records += of_row
+            records += found
             if options.jsonl:  # at once: all rows take hours
                 with Path(options.jsonl).open("a") as file:
-                    file.writelines(json.dumps(record) + "\n" for record in of_row)
+                    file.writelines(json.dumps(record) + "\n" for record in found)
     return records
 
 
@@ -122,6 +132,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=[*MEMORY_STATES, "both"],
         default="both",
         help="whether free memory is touched before each run (default %(default)s)",
+    )
+    parser.add_argument(
+        "--busy",
+        action="store_true",
+        help=f"run although the load average is above {environment.IDLE}; otherwise the run waits "
+        f"up to {PATIENCE_SECONDS // 60} minutes for it and then refuses",
     )
     parser.add_argument("--directory", help="where to write; a temporary directory if not given")
     parser.add_argument("--jsonl", help="also write every measurement to this file")
@@ -150,6 +166,8 @@ def _command(options: argparse.Namespace) -> str:
     words = ["python -m benchmarks", *options.rows]
     words += [f"--rounds {options.rounds}", f"--scale {options.scale:g}"]
     words.append(f"--memory {options.memory}")
+    if options.busy:
+        words.append("--busy")
     if options.write_docs:
         words.append(f"--write-docs {options.write_docs}")
     if options.directory:

@@ -32,7 +32,6 @@ from benchmarks.async_contenders import Save
 from benchmarks.program import LimitsProgram, MemoryWatcher
 from benchmarks.trainer import Pace, Trainer
 
-SAVES = 3
 SHAPES: Mapping[str, Callable[[float], states.Shapes]] = {
     "llama": states.llama_1b,
     "experts": states.mixture_of_experts,
@@ -105,7 +104,9 @@ def time_save(
     )
 
 
-def train(contender: str, state: states.State, path: Path, program: LimitsProgram) -> Any:
+def train(
+    contender: str, state: states.State, path: Path, program: LimitsProgram, saves: int
+) -> Any:
     """All saves of one contender; returns what is printed."""
     chosen = async_contenders.contenders(sum(tensor.nbytes for tensor in state.values()))[contender]
     # Ours is durable when it says that it is done; rivals get what they lack.
@@ -122,7 +123,7 @@ def train(contender: str, state: states.State, path: Path, program: LimitsProgra
             return processes.cpu_seconds(without=watcher.pid)
 
         save = chosen.make(closing)
-        for number in range(SAVES):
+        for number in range(saves):
             if number > 0:
                 files.remove(path)
                 pace = trainer.undisturbed()
@@ -153,6 +154,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("contender", choices=async_contenders.contenders(1))
     parser.add_argument("--state", choices=SHAPES, required=True)
     parser.add_argument("--scale", type=float, required=True)
+    parser.add_argument("--saves", type=int, required=True)
     parser.add_argument("--path", type=Path, required=True)
     parser.add_argument("--program", type=Path, required=True)
     options = parser.parse_args(arguments)
@@ -162,7 +164,8 @@ def main(arguments: list[str]) -> int:
     state = states.random_state(SHAPES[options.state](options.scale), DTYPE)
     allow_files(len(state))
     try:
-        answer = train(options.contender, state, options.path, LimitsProgram(options.program))
+        program = LimitsProgram(options.program)
+        answer = train(options.contender, state, options.path, program, options.saves)
     except Exception as error:  # on stdout, because the daemon of PROCESS writes to stderr as well
         traceback.print_exc()
         answer = {"error": f"{type(error).__name__}: {error}"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from benchmarks.async_trainer import DTYPE, SHAPES
 from benchmarks.contender import Contender, Context, Figure, Row, row
 from benchmarks.program import Timing
 
+SAVES = 3
 TIMEOUT_SECONDS = 1800  # a process that hangs would hang the whole run
 LIMIT = "copy, then O_DIRECT write"
 FIGURES = (
@@ -28,19 +30,29 @@ FIGURES = (
     Figure("memory", "memory x"),
 )
 
+FIRST_FIGURES = (
+    Figure("first_blocking", "blocking ms", worst=True, compared=True),
+    Figure("first_durable", "durable ms", worst=True, compared=True),
+    Figure("memory", "memory x"),
+)
+FIRST = ("DCP HF THREAD", "DCP FS THREAD", "DCP HF THREAD, kept stager")
+FIRST += ("ours, async_save", "ours, kept stager", "ours, memory prepared")
+
 
 class TrainerError(RuntimeError):
     """The training process failed."""
 
 
-def run_trainer(context: Context, state: str, contender: str, path: Path, bytes_: int) -> Timing:
+def run_trainer(
+    context: Context, state: str, contender: str, path: Path, bytes_: int, saves: int
+) -> Timing:
     """Starts a training process and waits for its figures.
 
     Raises:
         TrainerError: it failed, or it ended without a word.
     """
     words = [sys.executable, "-m", "benchmarks.async_trainer", contender, "--state", state]
-    words += ["--scale", str(context.scale), "--path", str(path)]
+    words += ["--scale", str(context.scale), "--path", str(path), "--saves", str(saves)]
     words += ["--program", str(context.program.path)]
     done = subprocess.run(
         words,
@@ -79,6 +91,7 @@ def limit(context: Context, bytes_: int) -> Contender:
         write = context.program.time("write", path, bytes_, "direct")
         seconds, cpu = copy.seconds + write.seconds, copy.cpu_seconds + write.cpu_seconds
         figures = {"blocking": copy.seconds, "durable": seconds, "cpu": cpu}
+        figures |= {f"first_{key}": figures[key] for key in ("blocking", "durable")}
         return Timing(
             seconds, cpu, bytes_, figures={key: value * 1e3 for key, value in figures.items()}
         )
@@ -86,8 +99,10 @@ def limit(context: Context, bytes_: int) -> Contender:
     return Contender(name=LIMIT, role="limit", run=run, after=lambda: files.remove(path))
 
 
-def async_row(context: Context, state: str, title: str) -> Row:
-    """Every way to save ``state`` in the background."""
+def async_row(
+    context: Context, state: str, title: str, saves: int = SAVES, some: Sequence[str] = ()
+) -> Row:
+    """Every way to save ``state`` in the background, or some, so many times after each other."""
     shapes = SHAPES[state](context.scale)
     size = states.total_bytes(shapes, DTYPE)
     sample = states.sample(states.random_state(shapes, DTYPE))
@@ -99,7 +114,7 @@ def async_row(context: Context, state: str, title: str) -> Row:
             name=name,
             role=found.role,
             before=directory.mkdir,
-            run=lambda: run_trainer(context, state, name, path, size),
+            run=lambda: run_trainer(context, state, name, path, size, saves),
             check=lambda: states.check_equal(sample, found.read(path, sample)),
             after=lambda: files.remove(directory),
             skip=found.skip,
@@ -110,11 +125,16 @@ def async_row(context: Context, state: str, title: str) -> Row:
         bytes=size,
         tensors=len(shapes),
         contenders=[
-            *(add(name, found) for name, found in contenders(size).items()),
+            *(
+                add(name, found)
+                for name, found in contenders(size).items()
+                if not some or name in some
+            ),
             limit(context, size),
         ],
         limit=LIMIT,
-        figures=FIGURES,
+        bound="reference",
+        figures=FIGURES if saves > 1 else FIRST_FIGURES,
         # The state, its copy, a copy of that in shared memory, and the file twice in a process.
         memory=6,
     )
@@ -124,6 +144,12 @@ def async_row(context: Context, state: str, title: str) -> Row:
 def async_llama(context: Context) -> Row:
     """The weights of a 1B Llama."""
     return async_row(context, "llama", "Llama 1B bfloat16")
+
+
+@row("async_first")
+def async_first(context: Context) -> Row:
+    """The first save alone, which waits for memory that nobody has touched, or that has been."""
+    return async_row(context, "llama", "Llama 1B bfloat16, the first one", 1, FIRST)
 
 
 @row("async_experts")

@@ -2,66 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
-from benchmarks import environment, files, rivals, states
+from benchmarks import files, ranks, rivals, states
 from benchmarks.contender import Contender, Context, Row, row
-from benchmarks.export_rank import DTYPE, EXPORTS, OURS, shapes_of
+from benchmarks.export_rank import DTYPE, EXPORTS, OURS, STOCK_DIRECTLY, on_own_nodes, shapes_of
 from benchmarks.program import Timing
 
-TIMEOUT_SECONDS = 900
 
-
-class RankError(RuntimeError):
-    """A rank failed."""
-
-
-def run_ranks(
+def export(
     context: Context, contender: str, state: str, dim: int, world: int, path: Path, bytes_: int
 ) -> Timing:
     """Starts the ranks and waits for their figures.
 
     Raises:
-        RankError: one of them failed.
+        ranks.RankError: one of them failed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [sys.executable, "-m", "benchmarks.export_rank", contender, "--state", state]
-    words += ["--dim", str(dim), "--scale", str(context.scale), "--path", str(path)]
-    words += ["--program", str(context.program.path)]
-    ranks = [
-        subprocess.Popen(
-            words,
-            cwd=environment.REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-            },
-        )
-        for rank in range(world)
-    ]
-    try:
-        said = [rank.communicate(timeout=TIMEOUT_SECONDS) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (_, errors) in zip(ranks, said, strict=True):
-        if rank.returncode != 0:
-            last = errors.strip().splitlines()[-1:]
-            raise RankError(": ".join([f"a rank ended with status {rank.returncode}", *last]))
-    answer = json.loads(said[0][0].splitlines()[-1])
+    words = [contender, "--state", state, "--dim", str(dim), "--scale", str(context.scale)]
+    words += ["--path", str(path), "--program", str(context.program.path)]
+    answer = ranks.run_ranks("benchmarks.export_rank", [words] * world)[0]
+    assert answer is not None  # rank 0 speaks for all
     return Timing(answer["seconds"], answer["cpu"], bytes_, answer["extra_memory"])
 
 
@@ -96,7 +56,7 @@ def export_row(context: Context, state: str, what: str, dim: int, world: int) ->
             name=title or name,
             role="ours" if ours else "rival",
             before=directory.mkdir,
-            run=lambda: run_ranks(context, name, state, cut, world, path, size),
+            run=lambda: export(context, name, state, cut, world, path, size),
             check=check,
             after=lambda: files.remove(directory),
             skip=why_not(name),
@@ -107,7 +67,13 @@ def export_row(context: Context, state: str, what: str, dim: int, world: int) ->
         bytes=size,
         tensors=len(shapes),
         contenders=[
-            *map(add, EXPORTS),
+            *(
+                add(name)
+                for name in EXPORTS
+                # Without save_distributed stock's ranks would write one file over the other; where
+                # ranks are matters to columns alone.
+                if (name != STOCK_DIRECTLY or world == 1) and (dim or not on_own_nodes(name))
+            ),
             # What sharding by columns costs: the same tensors, sharded by rows.
             *([add(OURS, 0, f"{OURS}, sharded by rows instead")] if dim else []),
             rivals.write_limit(context, rivals.FRESH, "direct", size),

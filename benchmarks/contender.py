@@ -63,6 +63,8 @@ class Row:
     """Show microseconds per tensor, less the limit's own if there is one, instead of GB/s."""
     figures: Sequence[Figure] = ()
     """What the table shows in place of rates, if anything."""
+    bound: str = "limit"
+    """What ``limit`` is to the others: "limit", or "reference" where it can be beaten."""
     memory: int = 3
     """Touch this many times ``bytes`` before a run, if memory is to be touched."""
     close: Callable[[], None] = nothing
@@ -81,15 +83,22 @@ class Context:
 
 RowBuilder = Callable[[Context], Row]
 ROWS: dict[str, RowBuilder] = {}
+Memory = Literal["as-is", "touched"]
+MEMORY_STATES: tuple[Memory, ...] = ("as-is", "touched")
+MEMORY_OF: dict[str, tuple[Memory, ...]] = {}
+"""The states that a row is measured in; both if it is not here."""
 
 
-def row(name: str) -> Callable[[RowBuilder], RowBuilder]:
-    """Registers the builder of the row ``name``."""
+def row(
+    name: str, memory: tuple[Memory, ...] = MEMORY_STATES
+) -> Callable[[RowBuilder], RowBuilder]:
+    """Registers the builder of the row ``name``; of some the state of memory changes nothing."""
 
     def register(builder: RowBuilder) -> RowBuilder:
         if name in ROWS:
             raise ValueError(f"two rows are named {name}")
         ROWS[name] = builder
+        MEMORY_OF[name] = memory
         return builder
 
     return register

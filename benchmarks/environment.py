@@ -7,10 +7,25 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TELLING_OPTIONS = ("discard", "data=", "barrier", "nobarrier", "sync", "compress")
+
+
+IDLE = 0.5
+"""The load average of a machine that does nothing else."""
+
+
+def wait_until_idle(patience: float, look: float = 5.0) -> bool:
+    """Waits until the load average of a minute is at most IDLE, ``patience`` seconds at most."""
+    until = time.monotonic() + patience
+    while os.getloadavg()[0] > IDLE:
+        if time.monotonic() >= until:
+            return False
+        time.sleep(min(look, max(0.0, until - time.monotonic())))
+    return True
 
 
 def describe(directory: Path) -> dict[str, str]:

@@ -15,10 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files_on_every_rank,
 )
@@ -152,14 +154,62 @@ def without_export(part: Part, path: Path) -> None:
     rivals.ours("save")(part, checkpoint_id=str(path))
 
 
+def with_stock_directly(part: Part, path: Path) -> None:
+    """Stock's writer of final files; for one rank, which has all."""
+    state = {name: tensor.to_local() for name, tensor in part.items()}
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(path)))
+    sync_everything(path)
+
+
+def with_gather(part: Part, path: Path) -> None:
+    """What a full state dict and save_pretrained do: all ranks gather each tensor, rank 0 keeps
+    them and writes one file."""
+    state: states.State = {}
+    for name, tensor in part.items():
+        whole = tensor.full_tensor()
+        if dist.get_rank() == 0:
+            state[name] = whole
+    if dist.get_rank() == 0:
+        path.mkdir()
+        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    sync_everything(path)
+
+
+def with_ours_on_own_nodes(part: Part, path: Path, redistribute: bool | None = None) -> None:
+    """Straight into final files by ranks that are told to be on nodes of their own, so that no
+    ring can take their columns."""
+    rings = importlib.import_module("torch_ckpt.dcp.rings")
+    node = rings.Node("boot", str(dist.get_rank()), 0)
+    with mock.patch("torch_ckpt.dcp.writer.this_node", return_value=node):
+        with mock.patch("torch_ckpt.dcp.redistribute.this_node", return_value=node):
+            options = {} if redistribute is None else {"redistribute": redistribute}
+            rivals.ours("save")(part, checkpoint_id=str(path), layout="final", **options)
+
+
+def with_ours_put_together(part: Part, path: Path) -> None:
+    """The same without redistribution: the coordinator puts columns together, alone."""
+    with_ours_on_own_nodes(part, path, redistribute=False)
+
+
 OURS = "ours, direct"
+STOCK_DIRECTLY = "DCP HF writer, direct"
+NODES = "nodes of their own"
 EXPORTS: Mapping[str, Export] = {
+    STOCK_DIRECTLY: with_stock_directly,
+    "gather, save_file and fsync": with_gather,
     "DCP HF shards, then consolidate": with_stock,
     "torch_checkpointing, then consolidate": with_torch_checkpointing,
     "ours, shards, then consolidate": with_ours_sharded,
     OURS: with_ours,
+    f"ours, direct, {NODES}, redistributed": with_ours_on_own_nodes,
+    f"ours, direct, {NODES}, put together": with_ours_put_together,
     "ours, shards alone": without_export,
 }
+
+
+def on_own_nodes(contender: str) -> bool:
+    """Whether the ranks of a contender are told to be on nodes of their own."""
+    return NODES in contender
 
 
 def import_packages(contender: str) -> None:

@@ -53,6 +53,12 @@ def bring_into_memory(paths: Iterable[Path]) -> None:
                 pass
 
 
+def empty(directory: Path) -> None:
+    """Removes all that is in a directory."""
+    for path in directory.iterdir():
+        remove(path)
+
+
 def remove(path: Path) -> None:
     """Removes a file or a tree and waits until the file system has freed its blocks.
 

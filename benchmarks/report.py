@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 
 from rich.console import Console
@@ -24,7 +25,7 @@ def contender_cells(row: RowSummary) -> Cells:
     head = ["contender", "planner", "nesting"]
     per_tensor = "us/tensor over limit" if row.limit else "us/tensor"
     head += [per_tensor if row.per_tensor else "GB/s", "worst", "first"]
-    head += ["of limit", "worst"]
+    head += [f"of {row.bound}", "worst"]
     head += ["CPU us/tensor", "machine"] if row.per_tensor else ["CPU s/GB", "machine"]
     return Cells([*head, "extra GB"], [_contender_line(row, found) for found in row.contenders])
 
@@ -32,7 +33,7 @@ def contender_cells(row: RowSummary) -> Cells:
 def _contender_line(row: RowSummary, contender: ContenderSummary) -> list[str]:
     is_limit = contender.role == "limit"
     speed, of_limit = contender.speed, contender.of_limit
-    line = [("limit: " if is_limit else "") + contender.name, contender.planner, contender.nesting]
+    line = [_named(row, contender), contender.planner, contender.nesting]
     if speed is None:
         line += ["-", "-", "-"]
     else:
@@ -48,6 +49,10 @@ def _contender_line(row: RowSummary, contender: ContenderSummary) -> list[str]:
     return [*line, number(contender.machine_cpu), number(contender.extra_memory / 1e9)]
 
 
+def _named(row: RowSummary, contender: ContenderSummary) -> str:
+    return f"{row.bound}: {contender.name}" if contender.role == "limit" else contender.name
+
+
 def figure_cells(row: RowSummary) -> Cells:
     """One line per contender, for rows that report figures of their own."""
     bounded = {
@@ -59,10 +64,10 @@ def figure_cells(row: RowSummary) -> Cells:
     head = ["contender"]
     for figure in row.figures:
         head.append(figure.title)
-        head += ["of limit"] if figure.key in bounded else []
+        head += [f"of {row.bound}"] if figure.key in bounded else []
     lines = []
     for contender in row.contenders:
-        line = [("limit: " if contender.role == "limit" else "") + contender.name]
+        line = [_named(row, contender)]
         for figure in row.figures:
             found = contender.figures.get(figure.key)
             line.append(_figure(found.spread, figure.worst) if found else "-")
@@ -152,7 +157,7 @@ def _rich_table(cells: Cells, title: str | None) -> Table:
 def markdown(
     environment: Mapping[str, str], rounds: int, command: str, rows: list[RowSummary]
 ) -> str:
-    """The text of docs/benchmark_results.md."""
+    """The text of a page of docs/, which ends with a digest of itself: see `is_as_written`."""
     facts = {**environment, "rounds": str(rounds)}
     parts = [
         "# Benchmark results",
@@ -163,10 +168,31 @@ def markdown(
     ]
     for row in rows:
         parts.append(f"## {row.name}, memory {row.memory}")
-        parts.append(f"{heading(row)}.")
+        parts.append(f"{heading(row)}. {_of_one_run(environment)}".rstrip())
         parts += [_markdown_table(cells) for cells in tables(row)]
         parts += [f"- {line}" for line in row.missing]
-    return "\n\n".join(parts) + "\n"
+    text = "\n\n".join(parts) + "\n\n"
+    return f"{text}{SEAL}{_digest(text)} -->\n"
+
+
+SEAL = "<!-- as written by the benchmarks: "
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_as_written(page: str) -> bool:
+    """Whether nobody has changed a page since `markdown` made it."""
+    text, _, seal = page.rpartition(SEAL)
+    return seal == f"{_digest(text)} -->\n"
+
+
+def _of_one_run(environment: Mapping[str, str]) -> str:
+    """Where a table comes from, since tables are copied."""
+    return ", ".join(
+        environment[key] for key in ("torch_ckpt", "CPU", "date") if key in environment
+    )
 
 
 def _markdown_table(cells: Cells) -> str:

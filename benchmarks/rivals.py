@@ -48,6 +48,13 @@ def ours(name: str) -> Any:
     return getattr(importlib.import_module("torch_ckpt"), name)
 
 
+def our_least_workers() -> int:
+    """How many threads ours runs where fewer are asked for; 1 where torch_ckpt is not there."""
+    if why_not_ours("consolidate_safetensors_files"):
+        return 1
+    return int(importlib.import_module("torch_ckpt.jobs").MIN_WORKERS)
+
+
 def quiet() -> None:
     """Silences what DCP says about running without process groups."""
     warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
@@ -77,9 +84,9 @@ def limit(name: str, time: Callable[[], Timing], remove: Path | None = None) -> 
     return Contender(name=name, role="limit", run=time, after=after)
 
 
-FRESH = "O_DIRECT write, fresh file"
-RECYCLED = "O_DIRECT write, recycled file"
-COLD_READ = "O_DIRECT read, cold"
+FRESH = "O_DIRECT write, fresh file, queue depth 1"
+RECYCLED = "O_DIRECT write, recycled file, queue depth 1"
+COLD_READ = "O_DIRECT read, cold, queue depth 1"
 WARM_READ = "warm read, 2 threads"
 
 

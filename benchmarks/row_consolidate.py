@@ -56,6 +56,11 @@ def split_by_bytes(state: Mapping[str, torch.Tensor], count: int) -> FileNumbers
     return mapping
 
 
+def counted(count: int, what: str) -> str:
+    """ "1 file", "2 files"."""
+    return f"{count} {what}{'s' if count > 1 else ''}"
+
+
 def consolidate_row(
     context: Context,
     what: str,
@@ -85,10 +90,11 @@ def consolidate_row(
         files.bring_into_memory(files.files_in(source))
 
     def add(who: str, merge: Merge, threads: int) -> Contender:
-        plural = "s" if threads > 1 else ""
         ours = who == "ours"
+        # Ours runs four threads at the least, and says so.
+        running = max(threads, rivals.our_least_workers()) if ours else threads
         return Contender(
-            name=f"{who}, {threads} thread{plural}, {threads} file{plural}",
+            name=f"{who}, {counted(running, 'thread')}, {counted(threads, 'file')}",
             role="ours" if ours else "rival",
             run=lambda: merge(source, target, mappings[threads], threads),
             before=before,

@@ -26,6 +26,15 @@ def save_with_stock_hf(state: Nested, path: Path) -> None:
     files.make_durable(path)
 
 
+def save_with_stock_hf_threads(state: Nested, path: Path) -> None:
+    """The same into two files by two threads, which takes a mapping."""
+    names = list(flatten(state, "."))
+    mapping = {name: 1 + 2 * i // len(names) for i, name in enumerate(names)}
+    writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=mapping, thread_count=2)
+    save(state, storage_writer=writer, no_dist=True)
+    files.make_durable(path)
+
+
 def save_with_file_system(state: Nested, path: Path, threads: int) -> None:
     """dcp.save in DCP's own format."""
     save(state, storage_writer=FileSystemWriter(path, thread_count=threads), no_dist=True)
@@ -140,6 +149,11 @@ def savers(context: Context, flat: states.State, nested: Nested, nesting: str) -
 
     return [
         add("DCP HF writer", save_with_stock_hf, planner=rivals.STOCK_PLANNER),
+        add(
+            "DCP HF writer, 2 files, 2 threads",
+            save_with_stock_hf_threads,
+            planner=rivals.STOCK_PLANNER,
+        ),
         with_file_system(2),
         with_file_system(1),
         add("torch.save", save_with_torch, read=lambda path: read_torch(path, separator)),

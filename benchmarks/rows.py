@@ -10,3 +10,6 @@ from benchmarks import row_load
 from benchmarks import row_consolidate
 from benchmarks import bench_export
 from benchmarks import row_load_plan
+from benchmarks import row_open
+from benchmarks import row_many_ranks
+from benchmarks import row_colliding

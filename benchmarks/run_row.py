@@ -12,15 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks import environment, rivals
-from benchmarks.contender import ROWS, Contender, Context, Row
+from benchmarks.contender import MEMORY_STATES, ROWS, Contender, Context, Memory, Row
 from benchmarks.measure import Measurement, measure, memory_in_use
 from benchmarks.program import LimitsProgram, MemoryWatcher
 
-Memory = Literal["as-is", "touched"]
-MEMORY_STATES: tuple[Memory, ...] = ("as-is", "touched")
 Record = dict[str, Any]
 Emit = Callable[[Record], None]
 
@@ -99,6 +97,7 @@ def _row_record(name: str, memory: Memory, row: Row) -> Record:
         "bytes": row.bytes,
         "tensors": row.tensors,
         "limit": row.limit,
+        "bound": row.bound,
         "per_tensor": row.per_tensor,
         "figures": [dataclasses.asdict(figure) for figure in row.figures],
     }

@@ -79,6 +79,8 @@ class RowSummary:
     bytes: int
     tensors: int
     limit: str
+    bound: str
+    """What the limit is called: "limit" or "reference"."""
     per_tensor: bool
     figures: list[Figure]
     contenders: list[ContenderSummary]
@@ -124,6 +126,7 @@ def _summarise_row(records: list[Record]) -> RowSummary:
         bytes=row["bytes"],
         tensors=row["tensors"],
         limit=row["limit"],
+        bound=row.get("bound", "limit"),
         per_tensor=bool(row["per_tensor"]),
         figures=figures,
         contenders=contenders,

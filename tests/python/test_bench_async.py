@@ -37,6 +37,7 @@ from benchmarks.trainer import Pace, Trainer  # noqa: E402
 
 SCALE = 0.0005
 ROW_NAMES = ["async_llama", "async_experts", "async_lora"]
+FIRST = "async_first"
 REFUSED = "Invalid argument"  # what O_DIRECT gets where the file system has none
 
 
@@ -90,6 +91,21 @@ def test_every_contender_runs_and_leaves_nothing(
             assert record["figures"]["memory"] > 0
     assert list(context.directory.iterdir()) == []
     assert "| blocking ms |" in markdown({}, 1, "", summarise(records))
+
+
+@pytest.mark.campaign
+def test_the_first_save_alone(context: Context) -> None:
+    row = ROWS[FIRST](context)
+    assert {contender.name for contender in row.contenders} == {
+        *bench_async.FIRST,
+        bench_async.LIMIT,
+    }
+    (found,) = [contender for contender in row.contenders if contender.name == "ours, async_save"]
+    found.before()
+    timing = found.run()
+    found.check()
+    found.after()
+    assert timing is not None and 0 < timing.figures["first_blocking"]
 
 
 def contender_of(row: Row, name: str) -> Contender:

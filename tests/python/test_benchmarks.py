@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,16 +20,32 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import benchmarks.rows  # noqa: E402, F401
-from benchmarks import environment, files, rivals, shards, states  # noqa: E402
-from benchmarks.contender import ROWS, Contender, Context, Row  # noqa: E402
+from benchmarks import (  # noqa: E402
+    colliding,
+    environment,
+    files,
+    opens,
+    rivals,
+    shards,
+    simulated,
+    states,
+)
+from benchmarks.contender import MEMORY_OF, ROWS, Contender, Context, Row  # noqa: E402
 from benchmarks.program import LimitsError, LimitsProgram, MemoryWatcher  # noqa: E402
-from benchmarks.report import contender_cells, markdown, number, ratio_cells  # noqa: E402
+from benchmarks.report import (  # noqa: E402
+    SEAL,
+    contender_cells,
+    is_as_written,
+    markdown,
+    number,
+    ratio_cells,
+)
 from benchmarks.row_save_cuda import NO_DEVICE  # noqa: E402
 from benchmarks.run_row import run_row  # noqa: E402
 from benchmarks.summary import summarise  # noqa: E402
 
 SCALE = 0.0005
-ASYNC = {"async_llama", "async_experts", "async_lora"}  # test_bench_async.py runs these
+ASYNC = {name for name in ROWS if name.startswith("async_")}  # test_bench_async.py runs these
 REFUSED = "Invalid argument"  # what O_DIRECT gets where the file system has none
 
 
@@ -61,14 +78,14 @@ def failures(records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-# Rows that start ranks differ in their number and in the state only: one stands for all.
-SEVERAL = {name for name in ROWS if name.startswith("export_")} - {"export_columns_256"}
+# Of a save, a consolidation and an export each; the campaign runs all.
+ALWAYS = {"save_llama", "consolidate_columns_cast", "export_llama_1"}
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.campaign] if name in SEVERAL else [])
+        pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.campaign])
         for name in sorted(ROWS.keys() - ASYNC)
     ],
 )
@@ -84,13 +101,14 @@ def test_every_row_runs_and_leaves_nothing(name: str, context: Context) -> None:
     assert list(context.directory.iterdir()) == []
 
 
+@pytest.mark.campaign
 def test_ours_take_part_where_torch_ckpt_is_whole(context: Context) -> None:
     names = ["save", "load", "HuggingFaceStorageWriter", "HuggingFaceStorageReader"]
     reason = rivals.why_not_ours(*names, "consolidate_safetensors_files")
     if reason:
         pytest.skip(reason)
     for name, builder in ROWS.items():
-        if name == "limits":
+        if name == "limits" or name.startswith("fake"):
             continue
         row = builder(context)
         row.close()
@@ -324,10 +342,11 @@ def test_no_compiler_is_one_clear_line(tmp_path: Path, monkeypatch: Any) -> None
         LimitsProgram.build(tmp_path)
 
 
+@pytest.mark.campaign
 def test_command(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     command = [sys.executable, "-m", "benchmarks", "load_plan", "--scale", str(SCALE)]
-    command += ["--rounds", "1", "--memory", "touched", "--directory", str(tmp_path)]
+    command += ["--rounds", "1", "--memory", "touched", "--directory", str(tmp_path), "--busy"]
     done = subprocess.run(
         [*command, "--jsonl", str(lines)],
         cwd=environment.REPOSITORY,
@@ -339,6 +358,85 @@ def test_command(tmp_path: Path) -> None:
     kinds = [json.loads(line)["kind"] for line in lines.read_text().splitlines()]
     assert kinds[:2] == ["environment", "row"] and "measured" in kinds
     assert list(tmp_path.iterdir()) == [lines]
+
+
+def test_a_busy_machine_is_waited_for_and_refused(monkeypatch: Any, capsys: Any) -> None:
+    from benchmarks import __main__ as command
+
+    loads = iter([2.0, 0.6, 0.5])
+    monkeypatch.setattr(environment.os, "getloadavg", lambda: (next(loads), 0.0, 0.0))
+    assert environment.wait_until_idle(60, look=0)
+    monkeypatch.setattr(environment.os, "getloadavg", lambda: (0.51, 0.0, 0.0))
+    monkeypatch.setattr(command, "PATIENCE_SECONDS", 0)
+    assert command.main(["limits", "--scale", "0.001"]) == 2
+    assert "load average stays above 0.5" in capsys.readouterr().err
+    assert command.main(["limits", "--scale", "0.001", "--busy", "--write-docs"]) == 2
+    assert "go to no page" in capsys.readouterr().err
+
+
+def test_a_row_is_measured_in_the_states_that_change_it() -> None:
+    assert MEMORY_OF["open_files"] == ("as-is",)
+    assert MEMORY_OF["save_llama"] == MEMORY_OF["export_llama_1"] == ("as-is", "touched")
+    assert MEMORY_OF["async_first"] == ("as-is", "touched")
+
+
+def test_a_page_that_was_edited_is_seen(context: Context, monkeypatch: Any) -> None:
+    fake_row(context, [], monkeypatch)
+    rows = summarise(run("fake", context))
+    page = markdown({"torch_ckpt": "1, commit abc", "CPU": "fast", "date": "today"}, 1, "", rows)
+    assert "memory as-is. 1, commit abc, fast, today" in page
+    assert is_as_written(page)
+    assert not is_as_written(page.replace("fast", "fastest"))
+    # Those that lack the line are of before it was there.
+    for path in (environment.REPOSITORY / "docs").glob("benchmark_results*.md"):
+        text = path.read_text()
+        assert is_as_written(text) or SEAL not in text, f"{path.name} was edited by hand"
+
+
+def test_names_that_collide() -> None:
+    names = colliding.names(6)
+    assert len(set(names)) == 64 and {len(name) for name in names} == {96}
+    # What std::hash of libstdc++ says.
+    assert {colliding.murmur(name.encode()) for name in names} == {0x32243F5B6512080F}
+
+
+@pytest.mark.skipif(bool(opens.why_not()), reason=opens.why_not())
+def test_opens_are_counted_between_the_marks(tmp_path: Path) -> None:
+    here, other = tmp_path / "here", tmp_path / "other"
+    code = f"""
+import os, threading
+from benchmarks import opens
+os.mkdir({str(here)!r}); os.mkdir({str(other)!r})
+open({str(here)!r} + "/before", "w").close()
+opens.mark(opens.BEGIN)
+directory = os.open({str(here)!r}, os.O_RDONLY)
+def work():
+    os.close(os.open("before", os.O_RDONLY, dir_fd=directory))
+    open({str(other)!r} + "/a", "w").close()
+    try: open({str(here)!r} + "/missing")
+    except OSError: pass
+thread = threading.Thread(target=work); thread.start(); thread.join()
+if os.fork() == 0: open({str(here)!r} + "/before"); os._exit(0)
+os.wait()
+opens.mark(opens.END)
+open({str(here)!r} + "/before")
+"""
+    environment_ = {**os.environ, "PYTHONPATH": str(environment.REPOSITORY)}
+    assert opens.count([sys.executable, "-c", code], here, environment_) == 4
+    with pytest.raises(opens.StraceError, match="status 3"):
+        opens.count([sys.executable, "-c", "raise SystemExit(3)"], here, environment_)
+    with pytest.raises(opens.StraceError, match="no marks"):
+        opens.count([sys.executable, "-c", ""], here, environment_)
+
+
+def test_many_ranks_are_played_by_one_process(tmp_path: Path) -> None:
+    def part(rank: int) -> simulated.Part:
+        return {"w": simulated.Box(torch.full((2, 3), float(rank)), (2 * rank, 0), (8, 3))}
+
+    simulated.save_as_ranks(tmp_path / "c", 4, part)
+    target = {"w": torch.zeros(8, 3)}
+    rivals.ours("load")(target, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert torch.equal(target["w"], torch.arange(4.0).repeat_interleave(2)[:, None].expand(8, 3))
 
 
 def test_command_refuses_an_unknown_row() -> None:

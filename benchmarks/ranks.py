@@ -1,0 +1,62 @@
+"""Starts a module as several ranks, one process each, and returns what each said last."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from benchmarks import environment
+
+TIMEOUT_SECONDS = 900
+
+
+class RankError(RuntimeError):
+    """A rank failed."""
+
+
+def run_ranks(module: str, words: list[list[str]]) -> list[dict[str, Any] | None]:
+    """Runs ``python -m module``, rank i with ``words[i]``; the last line that each says, of JSON.
+
+    None for a rank that says nothing.
+
+    Raises:
+        RankError: one of them failed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = len(words)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *words[rank]],
+            cwd=environment.REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(world),
+            },
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [rank.communicate(timeout=TIMEOUT_SECONDS) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (_, errors) in zip(ranks, said, strict=True):
+        if rank.returncode != 0:
+            last = errors.strip().splitlines()[-1:]
+            raise RankError(": ".join([f"a rank ended with status {rank.returncode}", *last]))
+    lines = [out.splitlines()[-1:] for out, _ in said]
+    return [json.loads(line[0]) if line else None for line in lines]
