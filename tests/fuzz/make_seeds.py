@@ -1,0 +1,247 @@
+"""Makes tests/fuzz/seeds: what each fuzz target begins with, and the words that it knows.
+
+    .venv/bin/python tests/fuzz/make_seeds.py [DIRECTORY]
+
+Run it again whenever a format changes: everything is made by saving, so that the seeds are what the
+code writes today, and tests/python/test_fuzz_seeds.py fails where they are not. Beside each valid
+one stand a few that are slightly broken, since the fuzzer finds the way from either side. It takes
+a build with fault points (a journal is what a kill leaves).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks.simulated import Box, save_as_ranks  # noqa: E402
+
+MAGIC = b"TCKPTCAT"
+CRC_BYTES = 4
+RANDOM_ID = re.compile(rb"[0-9a-f]{32}")
+DIGESTS = re.compile(rb'("crc32c": ")[0-9a-f]*(")')
+
+JSON_WORDS = [
+    '"',
+    '\\"',
+    "{",
+    "}",
+    "[",
+    "]",
+    ":",
+    ",",
+    "\\\\u0000",
+    "\\\\ud800",
+    "-1",
+    "1e3",
+    "null",
+]
+JSON_WORDS += ["18446744073709551615", "18446744073709551616", "9223372036854775807"]
+WORDS = {
+    "header_fuzz": [
+        *("__metadata__", "dtype", "shape", "data_offsets", "torch_ckpt.file_id", "format", "pt"),
+        *("DCP_VERSION", "DCP_SHARDING_INFO", "saved_offsets", "torch_ckpt.global_shapes"),
+        *("BOOL", "U8", "I64", "F16", "BF16", "F32", "F64", "F8_E4M3", "F4", "F6_E2M3", "C64"),
+    ],
+    "manifest_fuzz": [
+        *("format", "torch_ckpt", "version", "save_id", "world_size", "segment_bytes", "files"),
+        *("name", "id", "role", "bytes", "crc32c", "data", "objects", "catalog", "index", "extra"),
+        *("part", "rank", "run_id", "sequence", "renames", "removes", "from", "to"),
+    ],
+    "hf_index_fuzz": ["metadata", "total_size", "weight_map", "model.safetensors"],
+    "sharding_info_fuzz": ["saved_offsets"],
+}
+# Before the byte FF the sharding info, behind it the global shapes; the tensors are in the target.
+SHARDING = {
+    "whole": b"{}",
+    "stock": b'{"a": {"saved_offsets": [0, 0]}, "b": {"saved_offsets": []}}',
+    "ours": b'{"a": {"saved_offsets": [2, 3]}}\xff{"a": [4, 6], "c": [0, 4]}',
+    "outside": b'{"a": {"saved_offsets": [2, 3]}}\xff{"a": [3, 6]}',
+    "unknown_tensor": b'{"d": {"saved_offsets": [0]}}',
+    "unknown_key": b'{"a": {"saved_offsets": [0, 0], "more": 1}}',
+    "overflow": b'{"a": {"saved_offsets": [9223372036854775807, 0]}}\xff{"a": [9223372036854775807, 3]}',
+}
+KILLED = """
+import sys
+from torch_ckpt.merge import consolidate_safetensors_files
+consolidate_safetensors_files(sys.argv[1], sys.argv[2], None)
+"""
+
+
+def state() -> dict[str, object]:
+    tied = torch.ones(2, 3)
+    return {
+        "model": {
+            "w": torch.arange(24.0).reshape(4, 6).bfloat16(),
+            "b": torch.arange(7.0),
+            "scalar": torch.tensor(1.5, dtype=torch.float64),
+            "empty": torch.zeros(0, 3, dtype=torch.int64),
+            "mask": torch.tensor([True, False]),
+            "eight": torch.ones(3).to(torch.float8_e4m3fn),
+            'a "name" \\ é': torch.ones(1, 1, 1, 1, dtype=torch.complex64),
+            "tied": tied,
+            "to": tied,
+        },
+        "step": 7,
+        "more": [{"lr": 0.1}, "text"],
+    }
+
+
+def part(rank: int) -> dict[str, Box]:
+    """Of rank `rank` of three: rows, columns, and what others have none of."""
+    return {
+        "rows": Box(torch.full((2, 4), float(rank)), (2 * rank, 0), (6, 4)),
+        "columns": Box(torch.full((5, 1), rank), (0, rank), (5, 3)),
+        f"own.{rank}": Box.whole(torch.ones(rank)),
+    }
+
+
+def save_everything(folder: Path) -> None:
+    """Every kind of directory that the engine writes, and stock's."""
+    import torch.distributed.checkpoint as dcp
+
+    import torch_ckpt
+
+    torch_ckpt.save(state(), checkpoint_id=folder / "sharded", no_dist=True)
+    torch_ckpt.save(
+        state(),
+        checkpoint_id=folder / "final",
+        no_dist=True,
+        layout="final",
+        dtype="bf16",
+        max_shard_size=100,
+    )
+    save_as_ranks(folder / "ranks", 3, part)
+    torch_ckpt.save({"w": torch.ones(2)}, checkpoint_id=folder / "part", no_dist=True,
+                    use_collectives=False)  # fmt: skip
+    stock = dcp.HuggingFaceStorageWriter(str(folder / "stock"), save_distributed=True)
+    dcp.save({"w": torch.ones(2, 3), "b": torch.ones(1)}, storage_writer=stock, no_dist=True)
+    leave_a_journal(folder / "sharded", folder / "killed")
+
+
+def leave_a_journal(source: Path, target: Path) -> None:
+    """A consolidation over an older checkpoint that was killed behind its commit point, which
+    follows one of the renames."""
+    import torch_ckpt
+
+    for fault in [f"{call}:{n}:kill" for call in ("renameat", "renameat2") for n in range(1, 9)]:
+        torch_ckpt.save({"old": torch.ones(5)}, checkpoint_id=target, no_dist=True)
+        subprocess.run(
+            [sys.executable, "-c", KILLED, str(source), str(target)],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                "TORCH_CKPT_FAULTS": fault,
+            },
+            check=False,
+        )
+        if list(target.rglob("commit.json")):
+            return
+        shutil.rmtree(target)
+    raise SystemExit("no kill leaves a journal: are there fault points in this build?")
+
+
+def header_input(file: bytes) -> bytes:
+    """A data file as header_fuzz takes it: two bytes of the size of its data, and the header
+    without the spaces that fill a block."""
+    header_bytes = int.from_bytes(file[:8], "little")
+    data_bytes = len(file) - 8 - header_bytes
+    return data_bytes.to_bytes(2, "little") + file[8 : 8 + header_bytes].rstrip(b" ")
+
+
+def catalog_input(file: bytes) -> bytes:
+    """A catalog as catalog_fuzz takes it: what stands between the magic and the checksum."""
+    assert file.startswith(MAGIC), "the catalog begins with something else now"
+    return file[len(MAGIC) : -CRC_BYTES]
+
+
+def valid_seeds(folder: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Target, name and bytes."""
+    save_everything(folder)
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
+        # Staged names end in a random id.
+        stem = re.sub(r"\.?[0-9a-f]{32}", "", path.name)
+        name = f"{path.relative_to(folder).parts[0]}-{stem}"
+        data = path.read_bytes()
+        if path.suffix == ".safetensors":
+            made = header_input(data)
+            if name.startswith("stock"):  # whose order is another one each time
+                made = made[:2] + json.dumps(json.loads(made[2:]), sort_keys=True).encode()
+            yield "header_fuzz", name, made
+        elif data.startswith(MAGIC):
+            yield "catalog_fuzz", name, catalog_input(data)
+        elif path.name.endswith(".index.json"):
+            yield "hf_index_fuzz", name, data
+        elif data.startswith(b'{\n"format": "torch_ckpt'):
+            yield "manifest_fuzz", name, data
+    for name, data in SHARDING.items():
+        yield "sharding_info_fuzz", name, data
+
+
+def the_same_in_every_run(data: bytes) -> bytes:
+    """Without what is random: ids, and the digests of files that hold them."""
+    ids: dict[bytes, bytes] = {}
+
+    def replaced(found: re.Match[bytes]) -> bytes:
+        number = len(ids)
+        return ids.setdefault(found[0], b"%032x" % number)
+
+    def zeroed(found: re.Match[bytes]) -> bytes:
+        return found[1] + b"0" * (len(found[0]) - len(found[1]) - len(found[2])) + found[2]
+
+    return DIGESTS.sub(zeroed, RANDOM_ID.sub(replaced, data))
+
+
+def broken(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """A few that are nearly right."""
+    yield "cut", data[: len(data) * 2 // 3]
+    yield "longer", data + data[-5:]
+    for number in (1, 3):
+        at = number * len(data) // 4
+        yield f"flip{number}", data[:at] + bytes([data[at] ^ (1 << number)]) + data[at + 1 :]
+    numbers = list(re.finditer(rb"(?<=[ \[:,])\d+(?=[,\]}\n])", data))
+    if numbers:
+        middle = numbers[len(numbers) // 2]
+        yield "number", data[: middle.start()] + b"4294967296" + data[middle.end() :]
+
+
+def make(directory: Path) -> None:
+    """Writes all seeds and dictionaries below `directory`, which must not exist."""
+    directory.mkdir()
+    with tempfile.TemporaryDirectory() as made:
+        for target, name, random in valid_seeds(Path(made)):
+            data = the_same_in_every_run(random)
+            (directory / target).mkdir(exist_ok=True)
+            (directory / target / name).write_bytes(data)
+            for how, bytes_ in broken(data):
+                (directory / target / f"{name}.{how}").write_bytes(bytes_)
+    for target, words in WORDS.items():
+        lines = [json.dumps(word) for word in words]
+        # A quote in a dictionary is escaped as in JSON; the JSON words stand there as they are.
+        lines += ['"' + word.replace('"', '\\"') + '"' for word in JSON_WORDS if "\\" not in word]
+        (directory / f"{target}.dict").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    directory = Path(arguments[0]) if arguments else HERE / "seeds"
+    shutil.rmtree(directory, ignore_errors=True)
+    make(directory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
