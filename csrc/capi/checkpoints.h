@@ -10,11 +10,7 @@
 
 namespace torch_ckpt::capi {
 
-inline HandleTable<std::shared_ptr<const Checkpoint>>& Checkpoints() {
-  static auto* const table =
-      new HandleTable<std::shared_ptr<const Checkpoint>>("opened checkpoint");
-  return *table;
-}
+HandleTable<std::shared_ptr<const Checkpoint>>& Checkpoints();
 
 // The one whose id stands in "checkpoint" of the request; without that, the
 // directory "path" is opened.

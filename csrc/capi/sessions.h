@@ -12,17 +12,9 @@ namespace torch_ckpt::capi {
 
 // A save that is alive at exit keeps its staging directory for the next one to
 // remove, as after a kill: tables are never destroyed.
-inline HandleTable<std::unique_ptr<SaveSession>>& Saves() {
-  static auto* const table =
-      new HandleTable<std::unique_ptr<SaveSession>>("save session");
-  return *table;
-}
+HandleTable<std::unique_ptr<SaveSession>>& Saves();
 
 // The parts of saves without collectives.
-inline HandleTable<std::unique_ptr<PartSession>>& Parts() {
-  static auto* const table =
-      new HandleTable<std::unique_ptr<PartSession>>("part of a save");
-  return *table;
-}
+HandleTable<std::unique_ptr<PartSession>>& Parts();
 
 }  // namespace torch_ckpt::capi

@@ -1,15 +1,10 @@
 // From a name to its position in a list that somebody else keeps.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <string_view>
 #include <vector>
-
-#include "base/siphash.h"
-#include "os/random.h"
 
 namespace torch_ckpt {
 
@@ -52,14 +47,7 @@ class NameIndex {
     uint32_t position = kFree;
   };
 
-  static uint32_t Hash(std::string_view name) {
-    static const std::array<uint64_t, 2> key = [] {
-      std::array<uint64_t, 2> random;
-      FillRandom(std::as_writable_bytes(std::span(random)));
-      return random;
-    }();
-    return static_cast<uint32_t>(SipHash(key, name));
-  }
+  static uint32_t Hash(std::string_view name);
 
   // The slot that holds `name`, or the free one where it belongs.
   template <class NameAt>

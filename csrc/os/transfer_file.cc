@@ -26,9 +26,8 @@ Status SetDirect(const File& file, bool on) {
       SystemCall(kOp, file.path(), [&] { return fcntl(file.fd(), F_GETFL); });
   if (flags < 0) return Status::Io(errno, kOp, file.path());
   const int wanted = on ? flags | O_DIRECT : flags & ~O_DIRECT;
-  if (SystemCall(kOp, file.path(), [&] {
-        return fcntl(file.fd(), F_SETFL, wanted);
-      }) < 0) {
+  if (SystemCall(kOp, file.path(),
+                 [&] { return fcntl(file.fd(), F_SETFL, wanted); }) < 0) {
     return Status::Io(errno, kOp, file.path());
   }
   return {};

@@ -7,7 +7,7 @@
 // another object. A forked child is refused. A table is never destroyed, since
 // threads may outlive static objects: say
 //
-//   inline HandleTable<std::shared_ptr<Thing>>& Things() {
+//   HandleTable<std::shared_ptr<Thing>>& Things() {  // in a .cc: there is one
 //     static auto* const table =
 //         new HandleTable<std::shared_ptr<Thing>>("thing");
 //     return *table;

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
 
-# The faults of stock that tests document are those of this release.
-STOCK_213 = torch.__version__.startswith("2.13.")
+# The faults of stock that tests document are those of this release. Ours is tested always; that
+# stock still fails is proved in ./dev campaign.
+FULL = os.environ.get("TORCH_CKPT_FULL", "") not in ("", "0")
+STOCK_213 = FULL and torch.__version__.startswith("2.13.")
 
 # A failed dcp.save or dcp.load is a CheckpointException, which is no Exception.
 FAILED = (Exception, CheckpointException)

@@ -43,6 +43,7 @@ def demo() -> Any:
                 del sys.modules[name]
 
 
+@pytest.mark.campaign
 def test_quick_demo_passes_every_check(tmp_path: Path) -> None:
     result_file = tmp_path / "result.json"
     work = tmp_path / "work"

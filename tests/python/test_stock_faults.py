@@ -1,8 +1,8 @@
 """The faults of the stock Hugging Face path of torch 2.13.0, each as a test that ours passes.
 
-Where the same case costs little, stock is run too and seen to fail: the asserts under STOCK_213
-document the fault and say nothing about other releases. Faults whose proof takes more than that
-are in test_stock_*_faults.py. Cases that need several ranks are in test_ranks.py.
+In ./dev campaign stock is run too and seen to fail: the asserts under STOCK_213 document the fault
+and say nothing about other releases. Faults whose proof takes more than that are in
+test_stock_*_faults.py. Cases that need several ranks are in test_ranks.py.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from stock_damage import (
     SHARD,
     consolidate,
     header_of,
+    listed,
     stock_consolidated,
     stock_fails,
 )
@@ -404,6 +405,11 @@ def test_saving_again_with_fewer_files(tmp_path: Path) -> None:
         save(old, dcp.HuggingFaceStorageWriter(str(stock), {"a": 1, "b": 2}))
         save(new, dcp.HuggingFaceStorageWriter(str(stock), {"a": 1, "b": 1}))
         assert len(list(stock.glob("model-*.safetensors"))) == 3
+        for reverse, wins in ((False, old), (True, new)):
+            target = {name: torch.full((4,), -1.0) for name in new}
+            with listed(reverse=reverse):
+                load(target, dcp.HuggingFaceStorageReader(str(stock)))
+            assert_same(target, wins)
 
 
 SAVE_TOO_LARGE = """

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from sample_states import FAILED, STOCK_213, assert_same, load, load_ours, save, stock_rows
-from stock_damage import BROKEN, DAMAGE, SHARD, listed
-
-from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from sample_states import FAILED, STOCK_213, load, load_ours, save, stock_rows
+from stock_damage import BROKEN, DAMAGE, listed
 
 
 def value() -> torch.Tensor:
@@ -47,14 +45,12 @@ def test_stock_loads_damage_in_silence(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_an_error_says_which_file(tmp_path: Path, case: str) -> None:
+def test_an_error_does_not_say_which_file(tmp_path: Path, case: str) -> None:
+    """That ours does is in test_stock_faults.py."""
+    if not STOCK_213:
+        pytest.skip("documents stock 2.13")
     file = stock_rows(tmp_path / "in", value(), 4)[0]
     file.write_bytes(BROKEN[case](file.read_bytes()))
-    target = {"w": torch.full((8, 2), -1.0)}
-    with pytest.raises(FAILED, match=SHARD):
-        load(target, HuggingFaceStorageReader(tmp_path / "in"))
-    if not STOCK_213:
-        return
     with pytest.raises(FAILED) as caught:
         stock_loads(tmp_path / "in")
     said = "".join(traceback.format_exception(caught.value))
@@ -78,21 +74,3 @@ def test_shards_of_an_earlier_save_by_more_ranks(tmp_path: Path) -> None:
         stock_rows(tmp_path / "in", new, 1)
     with pytest.raises(FAILED, match="'w'"):
         load_ours(tmp_path / "in", {"w": new})
-
-
-def test_files_of_an_earlier_save_with_more_files(tmp_path: Path) -> None:
-    old = {"a": torch.zeros(4), "b": torch.zeros(4)}
-    new = {"a": torch.ones(4), "b": torch.ones(4)}
-    ours, stock = tmp_path / "ours", tmp_path / "stock"
-    save(old, HuggingFaceStorageWriter(ours, {"a": 1, "b": 2}))
-    save(new, HuggingFaceStorageWriter(ours, {"a": 1, "b": 1}))
-    assert_same(load_ours(ours, new), new)
-    if not STOCK_213:
-        return
-    save(old, dcp.HuggingFaceStorageWriter(str(stock), {"a": 1, "b": 2}))
-    save(new, dcp.HuggingFaceStorageWriter(str(stock), {"a": 1, "b": 1}))
-    for reverse, wins in ((False, old), (True, new)):
-        target = {name: torch.full((4,), -1.0) for name in new}
-        with listed(reverse=reverse):
-            load(target, dcp.HuggingFaceStorageReader(str(stock)))
-        assert_same(target, wins)
