@@ -143,10 +143,10 @@ def test_installs_of_the_sdist(source: Path, tmp_path: Path) -> None:
     out = run([python, ROOT / "tests/python/round_trip.py"], cwd=tmp_path).stdout
     assert str(tmp_path / "venv") in out, "the round trip used another torch_ckpt"
     run([tmp_path / "venv/bin/torch-ckpt", "--help"], cwd=tmp_path)
-    tests_of_faults_fail_or_say_that_they_are_skipped(python, tmp_path)
+    fault_tests_fail_or_say_that_they_are_skipped(python, tmp_path)
 
 
-def tests_of_faults_fail_or_say_that_they_are_skipped(python: Path, folder: Path) -> None:
+def fault_tests_fail_or_say_that_they_are_skipped(python: Path, folder: Path) -> None:
     """A wheel has no fault points. Tests that need them must not pass for want of them."""
     words = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
     faults = ROOT / "tests/faults"
