@@ -3,6 +3,7 @@
     root/step-<n>     the checkpoint of step n
     root/LATEST       the name of the newest one and a line break, for other tools
     root/.step-<n>.torch_ckpt-removed-<id>   one that is being deleted
+    root/.step-<n>.torch_ckpt-stage          of a save that is going on, or of one that died
     root/.LATEST.torch_ckpt-new-<id>         the next LATEST
 
 What happens after a save, all on rank 0, and what a kill leaves:
@@ -13,6 +14,8 @@ What happens after a save, all on rank 0, and what a kill leaves:
 3. A background thread deletes what is too old: under the lock that a save into it would take, a
    child gets its hidden name, and root is synced; then the tree is removed. A kill leaves the child
    whole, or a hidden name that the next deletion removes: a child is never seen half removed.
+4. It also removes what dead saves of earlier steps have staged, since no later save may come to
+   these steps.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from torch_ckpt.checkpoint import Checkpoint, locked
-from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.errors import ConflictError, InvalidArgumentError
 
 _CHILD = re.compile(r"step-(0|[1-9][0-9]*)")
 _REMOVED = re.compile(r"\.step-[0-9]+\.torch_ckpt-removed-[0-9a-f]+")
+_STAGING = re.compile(r"\.(step-(0|[1-9][0-9]*))\.torch_ckpt-stage")
 _LATEST = "LATEST"
 _NEW_LATEST = f".{_LATEST}.torch_ckpt-new-"
 _SHARDED = "sharded"  # where stock's enable_consolidation puts the shards
@@ -100,25 +104,38 @@ class Deletions:
         self._executor: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
         self._error: Exception | None = None
+        self._saving: set[int] = set()
 
     def _leave_parents(self) -> None:
         if self._pid != os.getpid():
             self._start_anew()
 
-    def begin(self, step: int) -> None:
-        """`step` is committed: delete what that makes too old."""
-        if self._keep is None:
-            return
+    def spare(self, step: int) -> None:
+        """A save of `step` is about to begin: what it stages is not what a dead one has left, until
+        it is committed. Waits for a deletion whose lock it could meet."""
         self._leave_parents()
         with self._mutex:
+            self._saving.add(step)
+        name = child_name(step)
+        if any(
+            os.path.lexists(os.path.join(self._root, each))
+            for each in (name, f".{name}.torch_ckpt-stage")
+        ):
+            self.wait()
+
+    def begin(self, step: int) -> None:
+        """`step` is committed: delete what that makes too old."""
+        self._leave_parents()
+        with self._mutex:
+            self._saving.discard(step)
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch_ckpt-delete")
             try:
-                self._last = self._executor.submit(self._run, step, self._keep)
+                self._last = self._executor.submit(self._run, step)
                 return
             except RuntimeError:
                 pass  # no thread is to be had, as when the interpreter is about to end
-        self._run(step, self._keep)
+        self._run(step)
 
     def wait(self) -> None:
         """Until all that has begun is through."""
@@ -137,17 +154,27 @@ class Deletions:
         if error is not None:
             raise error
 
-    def _run(self, step: int, keep: int) -> None:
+    def _run(self, step: int) -> None:
         """All that can be deleted is, even where something cannot. Every run tries everything, so
         that the errors of earlier ones do not count any more."""
         first: Exception | None = None
         try:
-            leftovers = [name for name in os.listdir(self._root) if _REMOVED.fullmatch(name)]
-            old = list(newest_first(self._root, up_to=step))[keep:]
+            names = os.listdir(self._root)
+            leftovers = [name for name in names if _REMOVED.fullmatch(name)]
+            with self._mutex:
+                dead = [
+                    match[1]
+                    for match in map(_STAGING.fullmatch, names)
+                    if match and int(match[2]) <= step and int(match[2]) not in self._saving
+                ]
+            old = []
+            if self._keep is not None:
+                old = list(newest_first(self._root, up_to=step))[self._keep :]
         except Exception as error:
-            first, leftovers, old = error, [], []
+            first, leftovers, dead, old = error, [], [], []
         for work, what in [
             *((_remove_tree, os.path.join(self._root, name)) for name in leftovers),
+            *((_remove_staged, os.path.join(self._root, name)) for name in dead),
             *((_delete, os.path.join(self._root, child_name(number))) for number in reversed(old)),
         ]:
             try:
@@ -180,6 +207,11 @@ def _delete(path: str) -> None:
             return  # somebody else has deleted it
         _sync(root)
     _remove_tree(hidden)
+
+
+def _remove_staged(path: str) -> None:
+    with contextlib.suppress(ConflictError):  # its save goes on
+        Checkpoint(path).recover()
 
 
 def _remove_tree(path: str) -> None:

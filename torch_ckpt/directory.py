@@ -38,7 +38,8 @@ class CheckpointDirectory:
     `latest` and LATEST would go on to name the last of them, and a save below it is a warning.
 
     A deletion looks at the steps up to the one that was saved. It spares the newest `keep_last` of
-    them, what is not committed, links, and every other name. It cannot know who reads: choose
+    them, what is not committed, links, and every other name. What saves that died have staged for
+    these steps goes too, whatever `keep_last` is. It cannot know who reads: choose
     keep_last so that a checkpoint is loaded before as many newer ones are saved. With a writer of
     sync_files=False, checkpoints that are durable make way for one that is not.
 
@@ -178,8 +179,7 @@ class CheckpointDirectory:
             raise InvalidArgumentError(
                 "no_dist would make every rank save its own checkpoint here", file=path
             )
-        if os.path.exists(path):
-            self._deletions.wait()  # or the save could meet a deletion's lock
+        self._deletions.spare(step)
         return path
 
     def _publish(self, step: int) -> None:

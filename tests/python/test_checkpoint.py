@@ -52,21 +52,26 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
-def kill_in_replay(path: Path) -> None:
-    """Leave `path` as a kill right behind the commit point of a save over it does."""
+def kill_in_save(path: Path, call: str) -> None:
+    """Leave `path` as a save into it does that is killed before the `call`, as in "fsync:2"."""
     other = path.parent / "other"
     torch_ckpt.save({"new": torch.arange(5)}, checkpoint_id=other)
     code = (
         "import sys; from torch_ckpt.merge import consolidate_safetensors_files as merge; "
         "merge(sys.argv[1], sys.argv[2], None)"
     )
-    # The first rename is a probe, the second names the save, the third moves a file in.
     done = subprocess.run(
         [sys.executable, "-c", code, str(other), str(path)],
-        env={**os.environ, "TORCH_CKPT_FAULTS": "renameat:3:kill"},
+        env={**os.environ, "TORCH_CKPT_FAULTS": f"{call}:kill"},
         check=False,
     )
     assert done.returncode == -signal.SIGKILL
+
+
+def kill_in_replay(path: Path) -> None:
+    """Leave `path` as a kill right behind the commit point of a save over it does."""
+    # The first rename is a probe, the second names the save, the third moves a file in.
+    kill_in_save(path, "renameat:3")
     assert (path / ".torch_ckpt-stage/commit.json").exists()
 
 

@@ -23,7 +23,7 @@ from directory_checks import hidden, latest_file, loaded, visible
 from directory_saver import state
 from launch import HERE, PACKAGE
 from safetensors.torch import save_file
-from test_checkpoint import flip, kill_in_replay
+from test_checkpoint import flip, kill_in_replay, kill_in_save
 
 import torch_ckpt
 from torch_ckpt import (
@@ -382,6 +382,23 @@ def test_a_deletion_that_fails_is_heard_and_made_up_for(
     directory.save(state(5), 5)
     directory.close()
     assert visible(root) == [5] and hidden(root) == []
+
+
+@pytest.mark.parametrize("keep_last", [None, 2])
+def test_what_dead_saves_have_staged_goes(root: Path, keep_last: int | None) -> None:
+    """No later save may come to their steps."""
+    with CheckpointDirectory(root, keep_last=keep_last) as directory:
+        directory.save(state(1), 1)
+        for step, call in ((2, "renameat:2"), (3, "rmdir:1"), (9, "renameat:2")):
+            kill_in_save(root / f"step-{step}", call)
+        assert [name.split(".")[1] for name in hidden(root)] == ["step-2", "step-3", "step-9"]
+        assert directory.steps() == [1, 3]  # 3 was killed after its commit
+        going_on = SaveSession(str(root / "step-4"), overwrite=True)
+        directory.save(state(5), 5)
+        directory._deletions.wait()
+        assert [name.split(".")[1] for name in hidden(root)] == ["step-4", "step-9"]
+        going_on.end()
+    assert directory.steps() == ([1, 3, 5] if keep_last is None else [3, 5])
 
 
 def test_a_save_over_a_child_that_is_being_deleted(
