@@ -69,6 +69,7 @@ add_executable(
   tests/cpp/engine_open_files_test.cc
   tests/cpp/engine_commit_fault_test.cc
   tests/cpp/engine_commit_nodes_test.cc
+  tests/cpp/engine_late_view_test.cc
   tests/cpp/engine_commit_test.cc
   tests/cpp/engine_crash_states.cc
   tests/cpp/engine_crash_test.cc

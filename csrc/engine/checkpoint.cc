@@ -4,7 +4,6 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
-#include <thread>
 
 #include "engine/build_catalog.h"
 #include "engine/journal.h"
@@ -12,13 +11,15 @@
 #include "engine/scan.h"
 #include "format/names.h"
 #include "format/sharding_info.h"
+#include "os/probe.h"
 #include "runtime/crc32c.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
 namespace {
 
-constexpr int kTries = 5;
+// On a local file system: as long as a commit takes that is in its replay.
+constexpr std::chrono::milliseconds kReplayPatience{700};
 constexpr int kCheckThreads = 4;
 constexpr uint64_t kPeekBytes = 4096;
 
@@ -96,6 +97,15 @@ Status CheckFileId(const File& file, uint64_t bytes, const std::string& id) {
   return Corrupt("belongs to another save").WithFile(file.path());
 }
 
+// Whether this may come of another save that has replaced the checkpoint, or
+// of a cache that still shows what was there before it. ESTALE: a file was
+// removed on the server while it was open here.
+bool MayBeReplaced(const Status& status) {
+  return status.kind() == ErrorKind::kCorrupt ||
+         status.kind() == ErrorKind::kIncomplete ||
+         status.sys_errno() == ESTALE;
+}
+
 }  // namespace
 
 const char* CheckpointSourceName(CheckpointSource source) {
@@ -162,23 +172,46 @@ Status Checkpoint::CheckCurrent() const {
   return Conflict("is being replaced by a save").WithFile(path());
 }
 
-Status Checkpoint::Explain(Status status) const {
-  // ESTALE: a file was removed on the server while it was open here.
-  if (status.kind() != ErrorKind::kCorrupt &&
-      status.kind() != ErrorKind::kIncomplete && status.sys_errno() != ESTALE) {
-    return status;
-  }
+// Where it may be seen late what another node has done: long enough to know,
+// once for all files.
+Patience Checkpoint::HowLong() const {
+  const bool late = !believes_ && IsShared(*directory_);
+  return Patience(late ? kPatience : std::chrono::milliseconds(0));
+}
+
+Status Checkpoint::ExplainNow(Status status) const {
   const Status current = CheckCurrent();
   if (current.kind() != ErrorKind::kConflict) return status;
   return Conflict(current.message() + ": " + status.ToString())
       .WithFile(path());
 }
 
+Status Checkpoint::Explain(Status status) const {
+  if (!MayBeReplaced(status)) return status;
+  Patience patience = HowLong();
+  do {
+    Status explained = ExplainNow(status);
+    if (explained.kind() == ErrorKind::kConflict) return explained;
+  } while (patience.Wait());
+  believes_ = true;
+  return status;
+}
+
 Result<File> Checkpoint::OpenFile(const std::string& name,
                                   const FileInfo* known) const {
   Result<File> file = LookForFile(name, known);
-  if (!file.ok()) return Explain(file.status());
-  return file;
+  if (file.ok() || !MayBeReplaced(file.status())) return file;
+  Patience patience = HowLong();
+  for (;;) {
+    Status explained = ExplainNow(file.status());
+    if (explained.kind() == ErrorKind::kConflict) return explained;
+    if (!patience.Wait()) {
+      believes_ = true;
+      return explained;
+    }
+    file = LookForFile(name, known);
+    if (file.ok() || !MayBeReplaced(file.status())) return file;
+  }
 }
 
 Result<File> Checkpoint::LookForFile(const std::string& name,
@@ -327,81 +360,88 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Renamed(
   return std::shared_ptr<const Checkpoint>(std::move(renamed));
 }
 
-Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
-    const std::string& path) {
-  const auto opened = [&](std::shared_ptr<Checkpoint> checkpoint) {
-    checkpoint->Index();
-    return std::shared_ptr<const Checkpoint>(std::move(checkpoint));
-  };
-  Status last;
-  std::optional<std::string> last_text;
-  bool changed = false;
-  for (int attempt = 0; attempt < kTries; ++attempt) {
-    if (attempt > 0) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(20 << attempt));
+Checkpoint::Look Checkpoint::LookAt(const std::string& path) {
+  Look look;
+  look.checkpoint = std::make_shared<Checkpoint>();
+  Checkpoint& checkpoint = *look.checkpoint;
+  const auto load = [&]() -> Status {
+    Result<Directory> opened = Directory::Open(path);
+    if (opened.status().sys_errno() == ENOENT) {
+      const auto parent = Directory::Open(ParentPath(path));
+      look.shared = look.late = parent.ok() && IsShared(*parent);
+      return Incomplete("there is no such directory").WithFile(path);
     }
-    auto checkpoint = std::make_shared<Checkpoint>();
-    Result<Directory> directory = Directory::Open(path);
-    if (!directory.ok()) {
-      if (directory.status().sys_errno() == ENOENT) {
-        return Incomplete("there is no such directory").WithFile(path);
-      }
-      return directory.status();
+    TC_RETURN_IF_ERROR(opened.status());
+    look.shared = IsShared(*opened);
+    checkpoint.directory_ =
+        std::make_shared<const Directory>(std::move(opened).value());
+    const Directory& directory = *checkpoint.directory_;
+    TC_ASSIGN_OR_RETURN(Committed committed, ReadCommitted(directory));
+    look.text = committed.text;
+    look.journal = committed.journal;
+    if (!committed.parts.empty()) {
+      return checkpoint.LoadParts(committed.parts).WithFile(path);
     }
-    checkpoint->directory_ =
-        std::make_shared<const Directory>(std::move(directory).value());
-    const Directory& dir = *checkpoint->directory_;
-    Result<Committed> found = ReadCommitted(dir);
-    if (found.status().sys_errno() == ESTALE) {
-      last = found.status();
-      changed = true;
-      continue;
-    }
-    TC_ASSIGN_OR_RETURN(Committed committed, std::move(found));
-    const std::optional<std::string> text = std::move(committed.text);
-    if (!text) {
-      // Data files of a part may be here already, but they do not count yet.
-      TC_ASSIGN_OR_RETURN(const bool begun, HasPartStaging(dir));
-      if (begun) {
-        return Incomplete(
-                   "no rank has committed its part: a save without collectives "
-                   "is still going on, or died")
-            .WithFile(path);
-      }
-      Status status = checkpoint->LoadForeign();
-      // A save may have committed over these files meanwhile: then what was
-      // read may be a mixture.
-      TC_ASSIGN_OR_RETURN(const Committed again, ReadCommitted(dir));
-      if (!again.text) {
-        if (!status.ok()) return status;
-        return opened(std::move(checkpoint));
-      }
-      last = Conflict("a save has begun to replace it");
-      changed = true;
-      continue;
-    }
-    const bool journal = committed.journal;
-    if (journal) {
-      checkpoint->staging_ =
+    if (committed.journal) {
+      checkpoint.staging_ =
           std::make_shared<const Directory>(std::move(committed.staging));
     }
-    Status status = committed.parts.empty()
-                        ? checkpoint->LoadCommitted(*text, journal)
-                        : checkpoint->LoadParts(committed.parts);
-    if (!committed.parts.empty()) status = std::move(status).WithFile(path);
-    if (status.ok()) return opened(std::move(checkpoint));
+    if (look.text) return checkpoint.LoadCommitted(*look.text, look.journal);
+    // Data files of a part may be here already, but they do not count yet.
+    TC_ASSIGN_OR_RETURN(const bool begun, HasPartStaging(directory));
+    if (begun) {
+      return Incomplete(
+                 "no rank has committed its part: a save without collectives "
+                 "is still going on, or died")
+          .WithFile(path);
+    }
+    Status status = checkpoint.LoadForeign();
+    // A save may have committed over these files meanwhile: then what was
+    // read may be a mixture.
+    TC_ASSIGN_OR_RETURN(const Committed again, ReadCommitted(directory));
+    if (!again.text) return status;
+    look.late = look.changed = true;
+    return Conflict("a save has begun to replace it");
+  };
+  look.status = load();
+  if (look.status.sys_errno() == ESTALE) {
+    look.shared = look.late = look.changed = true;
+  }
+  look.late = look.late || look.text.has_value();
+  return look;
+}
+
+Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
+    const std::string& path) {
+  std::optional<Patience> patience;
+  std::optional<std::string> last_text;
+  bool changed = false;
+  for (;;) {
+    Checkpoint::Look look = Checkpoint::LookAt(path);
+    if (look.status.ok()) {
+      look.checkpoint->Index();
+      return std::shared_ptr<const Checkpoint>(std::move(look.checkpoint));
+    }
+    if (!look.late) return look.status;
     // A commit may have gone on between two looks: look again. Damage looks
-    // the same every time.
-    if (attempt > 0 && text != last_text) changed = true;
-    if (attempt > 0 && text == last_text && !journal) break;
-    last = std::move(status);
-    last_text = text;
+    // the same every time, but on a shared file system so does what another
+    // node has replaced, for a while.
+    const bool again = patience.has_value();
+    if (!again) patience.emplace(look.shared ? kPatience : kReplayPatience);
+    changed = changed || look.changed || (again && look.text != last_text);
+    const bool settled = again && look.text == last_text && !look.journal &&
+                         !look.changed && !look.shared;
+    if (settled || !patience->Wait()) {
+      if (changed) {
+        return Conflict("is being replaced by a save: " +
+                        look.status.ToString())
+            .WithFile(path);
+      }
+      return std::move(look.status)
+          .WithFile(path + "/" + std::string(kManifestName));
+    }
+    last_text = std::move(look.text);
   }
-  if (changed) {
-    return Conflict("is being replaced by a save: " + last.ToString())
-        .WithFile(path);
-  }
-  return std::move(last).WithFile(path + "/" + std::string(kManifestName));
 }
 
 }  // namespace torch_ckpt

@@ -24,6 +24,7 @@
 #include "format/catalog.h"
 #include "format/manifest.h"
 #include "os/directory.h"
+#include "os/patience.h"
 
 namespace torch_ckpt {
 
@@ -73,6 +74,7 @@ class Checkpoint {
   // it is not the file `known`, whose id was compared) with manifest or
   // headers. kIncomplete when it is not there, kCorrupt when it is another
   // file, kConflict when that is so because another save stands there by now.
+  // On a shared file system it looks for kPatience before it says so.
   Result<File> OpenFile(const std::string& name,
                         const FileInfo* known = nullptr) const;
   // Ok when every file is there, as OpenFile finds it. For who wants to know
@@ -82,7 +84,8 @@ class Checkpoint {
   Result<std::string> ReadWhole(const std::string& name) const;
   // What a failed read of this checkpoint means: files that are missing or
   // wrong because another save stands there by now are kConflict ("is being
-  // replaced"); any other status comes back as it is.
+  // replaced"), as far as that is seen within kPatience on a shared file
+  // system; any other status comes back as it is.
   Status Explain(Status status) const;
   // kConflict when another save stands there by now.
   Status CheckCurrent() const;
@@ -97,6 +100,20 @@ class Checkpoint {
   Result<Catalog> ReadCatalog(const std::vector<ManifestFile>& files) const;
   // Of what says which boxes there are, for messages.
   std::string CatalogPath() const;
+  // One look at a directory.
+  struct Look {
+    Status status;
+    std::shared_ptr<Checkpoint> checkpoint;
+    std::optional<std::string> text;  // of what names its files
+    bool journal = false;             // `text` is one
+    bool changed = false;             // under the look
+    bool shared = false;              // IsShared
+    bool late = false;                // an error may go with another look
+  };
+  static Look LookAt(const std::string& path);
+  // What a doubt about a file means, as things stand now.
+  Status ExplainNow(Status status) const;
+  Patience HowLong() const;
   Result<File> LookForFile(const std::string& name,
                            const FileInfo* known) const;
   // What follows from manifest_ and catalog_, when they are in place.
@@ -110,12 +127,14 @@ class Checkpoint {
   FilesByName by_name_;
   Catalog catalog_;
   mutable std::vector<std::atomic<bool>> proved_;  // by entry
+  mutable std::atomic<bool> believes_{false};      // what is missing or wrong
   std::vector<std::string> hulls_, beside_;
   std::string identity_;
 };
 
 // Errors: kIncomplete when there is no checkpoint or a part of it is missing,
-// kConflict while it is being replaced (after five tries), kCorrupt.
+// kConflict while it is being replaced, kCorrupt. On a shared file system
+// these come after kPatience only.
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
     const std::string& path);
 

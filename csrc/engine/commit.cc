@@ -242,7 +242,10 @@ Result<bool> RecoverDirectory(const std::string& target) {
     TC_ASSIGN_OR_RETURN(const auto info, StatPathEntry(place));
     if (!info) continue;
     TC_RETURN_IF_ERROR(RefuseLink(place));
-    TC_ASSIGN_OR_RETURN(DirectoryLock lock, DirectoryLock::Acquire(place));
+    Result<DirectoryLock> acquired = DirectoryLock::Acquire(place);
+    const int error = acquired.status().sys_errno();
+    if (error == ENOENT || error == ESTALE) continue;  // it went with its save
+    TC_ASSIGN_OR_RETURN(DirectoryLock lock, std::move(acquired));
     TC_ASSIGN_OR_RETURN(const Directory parent,
                         Directory::Open(ParentPath(place)));
     if (place == inner) {

@@ -237,7 +237,8 @@ Result<bool> RemoveDeadParts(const Directory& target, int64_t first) {
     TC_RETURN_IF_ERROR(RefuseLink(path));
     Result<DirectoryLock> lock = DirectoryLock::Acquire(path);
     if (!lock.ok()) {
-      if (lock.status().sys_errno() == ENOENT) continue;  // just finished
+      const int error = lock.status().sys_errno();
+      if (error == ENOENT || error == ESTALE) continue;  // just finished
       if (lock.status().kind() != ErrorKind::kConflict) return lock.status();
       return Conflict(
                  "a save without collectives into this directory is in "

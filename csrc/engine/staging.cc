@@ -4,7 +4,6 @@
 #include <array>
 #include <cerrno>
 #include <cstdio>
-#include <thread>
 
 #include "engine/journal.h"
 #include "engine/parts.h"
@@ -16,10 +15,8 @@ namespace torch_ckpt {
 namespace {
 
 constexpr uint64_t kMaxIdBytes = 64;
-constexpr int kLockTries = 8;
 constexpr size_t kMaxFileNameBytes = 255;  // of all file systems in use
 constexpr std::string_view kDeadPrefix = "dead-";
-constexpr std::chrono::milliseconds kFirstWait{10}, kLongestWait{500};
 
 // Whether there is nothing at T, so that a directory can be renamed to it. A
 // directory that is there is kept, even an empty one: somebody has chosen its
@@ -67,10 +64,9 @@ Status RemoveStaleSibling(const std::string& target) {
   TC_ASSIGN_OR_RETURN(const auto info, StatPathEntry(sibling));
   if (!info) return {};
   TC_RETURN_IF_ERROR(RefuseLink(sibling));
-  Result<DirectoryLock> lock = DirectoryLock::Acquire(sibling);
-  if (!lock.ok()) return lock.status();
-  TC_RETURN_IF_ERROR(SweepPlace(lock->directory()));
-  return lock->Remove();
+  TC_ASSIGN_OR_RETURN(DirectoryLock lock, DirectoryLock::Acquire(sibling));
+  TC_RETURN_IF_ERROR(SweepPlace(lock.directory()));
+  return lock.Remove();
 }
 
 // Removes what can never be committed. What cannot go yet is no error.
@@ -191,56 +187,68 @@ Status SaveSession::NameInPlace() const {
   return root().Rename(fresh, root(), name);
 }
 
+Result<SaveSession> SaveSession::Begin(const std::string& target,
+                                       bool overwrite) {
+  SaveSession session;
+  session.overwrite_ = overwrite;
+  TC_ASSIGN_OR_RETURN(session.place_, LocatePlace(target));
+  TC_RETURN_IF_ERROR(Directory::Create(session.place_.root));
+  TC_RETURN_IF_ERROR(session.Enter());
+  TC_ASSIGN_OR_RETURN(const StagingPlace again, LocatePlace(target));
+  if (again.root != session.place_.root) {
+    return Status::Io(ESTALE, "looking for where to stage", target);
+  }
+  if (!again.fresh) TC_RETURN_IF_ERROR(RemoveStaleSibling(target));
+  session.save_id_ = NewId();
+  session.place_.path = session.place_.root + "/" + session.save_id_;
+  TC_RETURN_IF_ERROR(session.root().MakeDirectory(session.save_id_));
+  TC_ASSIGN_OR_RETURN(session.staging_,
+                      session.root().OpenDirectory(session.save_id_));
+  TC_RETURN_IF_ERROR(ProbeWrites(session.staging_));
+  TC_RETURN_IF_ERROR(session.NameInPlace());
+  // After the pointer: whoever commits in between has seen neither.
+  if (!again.fresh) {
+    TC_ASSIGN_OR_RETURN(const Directory into, Directory::Open(target));
+    TC_ASSIGN_OR_RETURN(session.manifest_,
+                        StatByOpen(into, std::string(kManifestName)));
+  }
+  return session;
+}
+
 Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
-  TC_RETURN_IF_ERROR(Directory::CreateAll(ParentPath(absolute)));
-  // A commit may make T between our look and our lock: then look again.
-  for (int attempt = 0; attempt < kLockTries; ++attempt) {
-    SaveSession session;
-    session.overwrite_ = overwrite;
-    TC_ASSIGN_OR_RETURN(session.place_, LocatePlace(absolute));
-    TC_RETURN_IF_ERROR(Directory::Create(session.place_.root));
-    Status entered = session.Enter();
-    if (entered.sys_errno() == ENOENT) continue;  // it went with its holder
-    TC_RETURN_IF_ERROR(std::move(entered));
-    TC_ASSIGN_OR_RETURN(const StagingPlace again, LocatePlace(absolute));
-    if (again.root != session.place_.root) continue;
-    if (!again.fresh) TC_RETURN_IF_ERROR(RemoveStaleSibling(absolute));
-    session.save_id_ = NewId();
-    session.place_.path = session.place_.root + "/" + session.save_id_;
-    TC_RETURN_IF_ERROR(session.root().MakeDirectory(session.save_id_));
-    TC_ASSIGN_OR_RETURN(session.staging_,
-                        session.root().OpenDirectory(session.save_id_));
-    TC_RETURN_IF_ERROR(ProbeWrites(session.staging_));
-    TC_RETURN_IF_ERROR(session.NameInPlace());
-    // After the pointer: whoever commits in between has seen neither.
-    if (!again.fresh) {
-      TC_ASSIGN_OR_RETURN(const Directory into, Directory::Open(absolute));
-      TC_ASSIGN_OR_RETURN(session.manifest_,
-                          StatByOpen(into, std::string(kManifestName)));
+  const std::string parent = ParentPath(absolute);
+  TC_RETURN_IF_ERROR(Directory::CreateAll(parent));
+  // The place may go with the save that held it, and a commit may make T,
+  // between our look and our lock; another node may see either late.
+  Patience patience(kPatience);
+  for (;;) {
+    Result<SaveSession> session = SaveSession::Begin(absolute, overwrite);
+    const int error = session.status().sys_errno();
+    if (error != ENOENT && error != ESTALE) return session;
+    if (!patience.Wait()) {
+      const Status last = session.status();
+      return Conflict(
+                 "its staging directory keeps changing: another save is in "
+                 "progress (" +
+                 last.ToString() + ")")
+          .WithFile(absolute);
     }
-    return session;
   }
-  return Conflict(
-             "its staging directory keeps changing: another save is in "
-             "progress")
-      .WithFile(absolute);
 }
 
 Result<JoinedSave> JoinSave(const std::string& target,
-                            std::chrono::milliseconds patience) {
+                            std::chrono::milliseconds total) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
-  const auto deadline = std::chrono::steady_clock::now() + patience;
-  for (auto wait = kFirstWait;; wait = std::min(2 * wait, kLongestWait)) {
+  Patience patience(total);
+  do {
     // Where it was when the coordinator looked: T may have been made since.
     for (const std::string& path :
          {PlaceInside(absolute), PlaceBeside(absolute)}) {
       Result<JoinedSave> joined = JoinAt(path);
       if (joined.ok()) return joined;
     }
-    if (std::chrono::steady_clock::now() + wait > deadline) break;
-    std::this_thread::sleep_for(wait);
-  }
+  } while (patience.Wait());
   return Incomplete(
              "the staging directory that the coordinator made cannot be seen "
              "here: every rank must see the same file system under this path")

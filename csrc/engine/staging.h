@@ -45,6 +45,7 @@
 
 #include "os/directory.h"
 #include "os/lock.h"
+#include "os/patience.h"
 
 namespace torch_ckpt {
 
@@ -91,6 +92,8 @@ class SaveSession {
   friend Result<SaveSession> BeginSave(const std::string& target,
                                        bool overwrite);
   SaveSession() = default;
+  // One try. ENOENT or ESTALE when something changed meanwhile.
+  static Result<SaveSession> Begin(const std::string& target, bool overwrite);
   // Steps 1 to 3 at place_, whose lock is lock_ then.
   Status Enter();
   Status NameInPlace() const;  // step 4
@@ -104,20 +107,20 @@ class SaveSession {
 
 // Steps 1 to 4. Creates missing parents of `target`. kUnsupported on a file
 // system that cannot write out of order or rename. kConflict when another save
-// holds the lock, or when overwrite is false and T holds a checkpoint.
+// holds the lock, or when overwrite is false and T holds a checkpoint. Where
+// the place changes under its hands it begins again, for kPatience.
 Result<SaveSession> BeginSave(const std::string& target, bool overwrite);
 
 // For every other rank: the directory that the coordinator has made and the id
-// of its save. Looks again for `patience`, since the caches of a network file
+// of its save. Looks again for `total`, since the caches of a network file
 // system may hide it for a while; then kIncomplete, saying that the path is
 // not shared.
 struct JoinedSave {
   std::string staging;
   std::string save_id;
 };
-inline constexpr std::chrono::milliseconds kJoinPatience{5000};
 Result<JoinedSave> JoinSave(const std::string& target,
-                            std::chrono::milliseconds patience = kJoinPatience);
+                            std::chrono::milliseconds total = kPatience);
 
 // Step 3 for all that stands at a place, whose lock the caller holds. Files
 // that nobody knows go too. What a network file system keeps for a process that

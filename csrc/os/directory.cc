@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "os/call.h"
+#include "os/patience.h"
 
 namespace torch_ckpt {
 namespace {
@@ -122,23 +123,27 @@ Result<Directory> Directory::Open(const std::string& path) {
 
 Status Directory::Create(const std::string& path) {
   TC_RETURN_IF_ERROR(CheckPath(path));
-  if (SystemCall("mkdirat", path, [&] {
-        return mkdirat(AT_FDCWD, path.c_str(), kDirectoryMode);
-      }) == 0) {
-    return {};
-  }
-  const int error = errno;
-  if (error == EEXIST) {
-    struct stat st;
-    if (SystemCall("fstatat", path, [&] {
-          return fstatat(AT_FDCWD, path.c_str(), &st, 0);
-        }) < 0) {
-      return Status::Io(errno, "fstatat", path);
+  Patience patience(kPatience);
+  for (;;) {
+    if (SystemCall("mkdirat", path, [&] {
+          return mkdirat(AT_FDCWD, path.c_str(), kDirectoryMode);
+        }) == 0) {
+      return {};
     }
-    if (S_ISDIR(st.st_mode)) return {};
-    return Status::Io(ENOTDIR, "mkdirat", path);
+    if (errno != EEXIST) return Status::Io(errno, "mkdirat", path);
+    const auto info = StatAt(AT_FDCWD, path, path, 0);
+    if (info.ok() && *info) {
+      return (*info)->is_directory ? Status()
+                                   : Status::Io(ENOTDIR, "mkdirat", path);
+    }
+    if (!info.ok() && info.status().sys_errno() != ESTALE) return info.status();
+    const auto entry = StatAt(AT_FDCWD, path, path, AT_SYMLINK_NOFOLLOW);
+    if (entry.ok() && *entry && (*entry)->is_link) {
+      return Status::Io(ENOENT, "fstatat", path);  // of what it points to
+    }
+    // Removed since, or long ago, on another node, and only remembered here.
+    if (!patience.Wait()) return Status::Io(EEXIST, "mkdirat", path);
   }
-  return Status::Io(error, "mkdirat", path);
 }
 
 Status Directory::CreateAll(const std::string& path) {
@@ -391,18 +396,25 @@ Status Directory::Sync() const { return file_.Sync(); }
 
 Result<std::string> Directory::ReadFile(const std::string& name,
                                         uint64_t max_bytes) const {
+  constexpr size_t kStep = size_t{64} << 10;
   TC_ASSIGN_OR_RETURN(const File file, OpenFile(name, {}));
-  TC_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
-  if (info.bytes > max_bytes) {
-    return Corrupt("has " + std::to_string(info.bytes) +
-                   " bytes, more than the " + std::to_string(max_bytes) +
-                   " that it may have")
-        .WithFile(file.path());
+  // To its end and not to the size that stat says, which on a network file
+  // system may still be that of the file before.
+  std::string text;
+  for (;;) {
+    const size_t at = text.size();
+    text.resize(at + kStep);
+    TC_ASSIGN_OR_RETURN(
+        const uint64_t got,
+        file.Read({reinterpret_cast<std::byte*>(text.data()) + at, kStep}, at));
+    text.resize(at + got);
+    if (text.size() > max_bytes) {
+      return Corrupt("has more than the " + std::to_string(max_bytes) +
+                     " bytes that it may have")
+          .WithFile(file.path());
+    }
+    if (got < kStep) return text;
   }
-  std::string text(info.bytes, '\0');
-  TC_RETURN_IF_ERROR(file.ReadExact(
-      {reinterpret_cast<std::byte*>(text.data()), text.size()}, 0));
-  return text;
 }
 
 Status Directory::WriteFile(const std::string& name,

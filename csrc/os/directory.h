@@ -22,6 +22,7 @@ class Directory {
   Directory() = default;
   static Result<Directory> Open(const std::string& path);
   // mkdir, tolerating one that exists (a symlink to a directory is fine).
+  // EEXIST where a name stays for seconds that leads to nothing.
   static Status Create(const std::string& path);
   static Status CreateAll(const std::string& path);  // and its parents
 

@@ -75,24 +75,30 @@ Result<FileInfo> File::Stat() const {
   return internal::ToFileInfo(st);
 }
 
-Status File::ReadExact(MutableByteSpan out, uint64_t offset) const {
+Result<uint64_t> File::Read(MutableByteSpan out, uint64_t offset) const {
   TC_RETURN_IF_ERROR(CheckRange(offset, out.size(), path_));
-  while (!out.empty()) {
-    const size_t want = std::min(out.size(), kMaxTransfer);
+  uint64_t done = 0;
+  while (done < out.size()) {
+    const MutableByteSpan rest =
+        out.subspan(done, std::min(out.size() - done, kMaxTransfer));
+    const uint64_t at = offset + done;
     const ssize_t got = TransferCall(
-        "pread", path_, {out.data(), want, offset}, [&](size_t count) {
-          return pread(fd_, out.data(), count, ToOffset(offset));
+        "pread", path_, {rest.data(), rest.size(), at}, [&](size_t count) {
+          return pread(fd_, rest.data(), count, ToOffset(at));
         });
-    if (got < 0) return Status::Io(errno, At("pread", want, offset), path_);
-    if (got == 0) {
-      return Corrupt("file ends at byte " + std::to_string(offset) + ", " +
-                     std::to_string(out.size()) + " more are needed")
-          .WithFile(path_);
-    }
-    out = out.subspan(static_cast<size_t>(got));
-    offset += static_cast<uint64_t>(got);
+    if (got < 0) return Status::Io(errno, At("pread", rest.size(), at), path_);
+    if (got == 0) break;
+    done += static_cast<uint64_t>(got);
   }
-  return {};
+  return done;
+}
+
+Status File::ReadExact(MutableByteSpan out, uint64_t offset) const {
+  TC_ASSIGN_OR_RETURN(const uint64_t got, Read(out, offset));
+  if (got == out.size()) return {};
+  return Corrupt("file ends at byte " + std::to_string(offset + got) + ", " +
+                 std::to_string(out.size() - got) + " more are needed")
+      .WithFile(path_);
 }
 
 std::optional<bool> File::IsCached(uint64_t offset, uint64_t bytes) const {

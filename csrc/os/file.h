@@ -42,6 +42,8 @@ class File {
   const std::string& path() const { return path_; }
 
   Result<FileInfo> Stat() const;
+  // Up to out.size() bytes, fewer only where the file ends; how many.
+  Result<uint64_t> Read(MutableByteSpan out, uint64_t offset) const;
   // Exactly out.size() bytes; the end of the file before that is kCorrupt
   // ("file ends at byte N").
   Status ReadExact(MutableByteSpan out, uint64_t offset) const;

@@ -245,8 +245,8 @@ Status DirectoryLock::CheckStillThere() const {
     }
     if (now.SameFile(directory) && named && named->SameFile(file)) return {};
   }
-  return Conflict("was removed or replaced while it was being locked")
-      .WithFile(directory_.path());
+  return Status::Io(ESTALE, "locking what was removed or replaced meanwhile",
+                    directory_.path());
 }
 
 void DirectoryLock::RemoveFile() {

@@ -40,7 +40,7 @@ class DirectoryLock {
   ~DirectoryLock();
 
   // Never waits: kConflict when another open of the directory holds the lock,
-  // in this process or any other, or when `path` was removed or replaced
+  // in this process or any other; ESTALE when `path` was removed or replaced
   // meanwhile (the holder has just finished). `path` must exist.
   static Result<DirectoryLock> Acquire(const std::string& path);
   bool held() const { return held_; }

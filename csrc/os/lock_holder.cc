@@ -22,19 +22,13 @@ namespace {
 // The kernel gives the first process space this number (PROC_PID_INIT_INO).
 constexpr const char* kFirstPidSpace = "4026531836";
 
-// The first bytes of a small file, which in /proc has no size to stat; empty
-// when it cannot be read.
-std::string ReadStart(const std::string& path) {
-  auto directory = Directory::Open(ParentPath(path));
+// A small file of the system's; empty when it cannot be read.
+std::string ReadSmall(const std::string& path) {
+  constexpr uint64_t kMaxBytes = 4096;
+  const auto directory = Directory::Open(ParentPath(path));
   if (!directory.ok()) return {};
-  auto file = directory->OpenFile(BaseName(path), {});
-  if (!file.ok()) return {};
-  std::array<char, 4096> buffer;
-  const ssize_t got = internal::TransferCall(
-      "pread", path, {buffer.data(), buffer.size(), 0},
-      [&](size_t count) { return pread(file->fd(), buffer.data(), count, 0); });
-  return got <= 0 ? std::string()
-                  : std::string(buffer.data(), static_cast<size_t>(got));
+  const auto text = directory->ReadFile(BaseName(path), kMaxBytes);
+  return text.ok() ? *text : std::string();
 }
 
 std::string Word(std::string text) {
@@ -48,7 +42,7 @@ std::string Word(std::string text) {
 // When the process began: field 22, counted behind the command, which may hold
 // any character.
 std::string StartTime(const std::string& pid) {
-  const std::string stat = ReadStart("/proc/" + pid + "/stat");
+  const std::string stat = ReadSmall("/proc/" + pid + "/stat");
   const size_t paren = stat.rfind(')');
   if (paren == std::string::npos) return "-";
   std::istringstream rest(stat.substr(paren + 1));
@@ -84,8 +78,8 @@ LockHolder ThisProcess() {
   std::array<char, 256> host{};
   if (gethostname(host.data(), host.size() - 1) != 0) host[0] = '\0';
   self.host = Word(host.data());
-  self.machine = Word(ReadStart("/etc/machine-id"));
-  self.boot = Word(ReadStart("/proc/sys/kernel/random/boot_id"));
+  self.machine = Word(ReadSmall("/etc/machine-id"));
+  self.boot = Word(ReadSmall("/proc/sys/kernel/random/boot_id"));
   struct stat space;
   // Two containers of one host may share its name, but not their process ids.
   const char* const kSpace = "/proc/self/ns/pid";

@@ -37,21 +37,53 @@ constexpr unsigned kStatxDirectAlignment = 0x2000;  // STATX_DIOALIGN
 struct Magic {
   uint64_t number;
   const char* name;
+  bool local = false;  // only one node mounts it
 };
 
 // From statfs(2) and linux/magic.h, and for the cluster file systems from
-// their own documentation.
+// their own documentation. What an overlay lies on, nobody says: it may not be
+// changed under the overlay, so what it shows is of this node.
 constexpr Magic kMagics[] = {
-    {0xef53, "ext4"},      {0x58465342, "xfs"},       {0x9123683e, "btrfs"},
-    {0x01021994, "tmpfs"}, {0x6969, "nfs"},           {0x0bd00bd0, "lustre"},
-    {0x47504653, "gpfs"},  {0x19830326, "beegfs"},    {0x00c36400, "ceph"},
-    {0x65735546, "fuse"},  {0x794c7630, "overlayfs"}, {0x2fc12fc1, "zfs"},
-    {0xff534d42, "cifs"},  {0xfe534d42, "smb2"},      {0xf2f52010, "f2fs"},
-    {0x01021997, "9p"},    {0x858458f6, "ramfs"},     {0xca451a4e, "bcachefs"},
-    {0x7461636f, "ocfs2"}, {0x01161970, "gfs2"},      {0xaad7aaea, "panfs"},
-    {0x5346414f, "afs"},   {0x73717368, "squashfs"},  {0x4d44, "vfat"},
-    {0x2011bab0, "exfat"},
+    {0xef53, "ext4", true},
+    {0x58465342, "xfs", true},
+    {0x9123683e, "btrfs", true},
+    {0x01021994, "tmpfs", true},
+    {0x794c7630, "overlayfs", true},
+    {0x2fc12fc1, "zfs", true},
+    {0xf2f52010, "f2fs", true},
+    {0x858458f6, "ramfs", true},
+    {0xca451a4e, "bcachefs", true},
+    {0x73717368, "squashfs", true},
+    {0x4d44, "vfat", true},
+    {0x2011bab0, "exfat", true},
+    {0x6969, "nfs"},
+    {0x0bd00bd0, "lustre"},
+    {0x47504653, "gpfs"},
+    {0x19830326, "beegfs"},
+    {0x00c36400, "ceph"},
+    {0x65735546, "fuse"},
+    {0xff534d42, "cifs"},
+    {0xfe534d42, "smb2"},
+    {0x01021997, "9p"},
+    {0x7461636f, "ocfs2"},
+    {0x01161970, "gfs2"},
+    {0xaad7aaea, "panfs"},
+    {0x5346414f, "afs"},
 };
+
+Result<const Magic*> FindMagic(int fd, const std::string& path,
+                               uint64_t* number) {
+  struct statfs st;
+  if (SystemCall("fstatfs", path, [&] { return fstatfs(fd, &st); }) < 0) {
+    return Status::Io(errno, "fstatfs", path);
+  }
+  // f_type is signed on some platforms; the magic numbers have 32 bits.
+  *number = static_cast<uint32_t>(st.f_type);
+  for (const Magic& magic : kMagics) {
+    if (magic.number == *number) return &magic;
+  }
+  return nullptr;
+}
 
 // What the kernel, or the program behind a mount, says to what it lacks.
 bool Lacks(int error) {
@@ -132,19 +164,19 @@ uint64_t FreeDescriptors() {
 }
 
 Result<std::string> FileSystemName(int fd, const std::string& path) {
-  struct statfs st;
-  if (SystemCall("fstatfs", path, [&] { return fstatfs(fd, &st); }) < 0) {
-    return Status::Io(errno, "fstatfs", path);
-  }
-  // f_type is signed on some platforms; the magic numbers have 32 bits.
-  const uint64_t number = static_cast<uint32_t>(st.f_type);
-  for (const Magic& magic : kMagics) {
-    if (magic.number == number) return std::string(magic.name);
-  }
+  uint64_t number = 0;
+  TC_ASSIGN_OR_RETURN(const Magic* const magic, FindMagic(fd, path, &number));
+  if (magic) return std::string(magic->name);
   std::array<char, 16> text;
   std::snprintf(text.data(), text.size(), "0x%08x",
                 static_cast<unsigned>(number));
   return std::string(text.data());
+}
+
+bool IsShared(const Directory& directory) {
+  uint64_t number = 0;
+  const auto magic = FindMagic(directory.fd(), directory.path(), &number);
+  return !magic.ok() || !*magic || !(*magic)->local;
 }
 
 }  // namespace torch_ckpt

@@ -37,4 +37,9 @@ Status ProbeWrites(const Directory& directory);
 // no name here. For messages and reports, never to decide what to do.
 Result<std::string> FileSystemName(int fd, const std::string& path);
 
+// Whether other nodes may change what is in `directory`, so that caches of this
+// one may show what was there before: false for the kinds of file systems that
+// only one node mounts, true for all others and where it cannot be told.
+bool IsShared(const Directory& directory);
+
 }  // namespace torch_ckpt

@@ -296,7 +296,7 @@ TEST_F(LockFileTest, ALockThatIsFasterThanOursIsLeftAlone) {
   }
 }
 
-TEST_F(LockTest, ARemovedDirectoryIsAConflict) {
+TEST_F(LockTest, ARemovedDirectoryIsStale) {
   const std::string stage = path() + "/stage";
   for (const bool made_again : {false, true}) {
     ASSERT_TRUE(Directory::Create(stage).ok());
@@ -310,7 +310,7 @@ TEST_F(LockTest, ARemovedDirectoryIsAConflict) {
     });
     const auto lock = DirectoryLock::Acquire(stage);
     SetFaultHook(nullptr);
-    EXPECT_EQ(lock.status().kind(), ErrorKind::kConflict);
+    EXPECT_EQ(lock.status().sys_errno(), ESTALE);
     std::filesystem::remove_all(path() + "/done");
   }
 }

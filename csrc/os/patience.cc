@@ -1,0 +1,16 @@
+#include "os/patience.h"
+
+#include <algorithm>
+#include <thread>
+
+namespace torch_ckpt {
+
+bool Patience::Wait() {
+  constexpr std::chrono::milliseconds kLongest{500};
+  if (Clock::now() + next_ > end_) return false;
+  std::this_thread::sleep_for(next_);
+  next_ = std::min(2 * next_, kLongest);
+  return true;
+}
+
+}  // namespace torch_ckpt
