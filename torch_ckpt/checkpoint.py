@@ -8,14 +8,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch_ckpt import _core
-from torch_ckpt.errors import CheckpointError, IncompleteError, InvalidArgumentError
+from torch_ckpt.errors import (
+    CheckpointError,
+    ConflictError,
+    IncompleteError,
+    InvalidArgumentError,
+)
 from torch_ckpt.jobs import Job, OpenedCheckpoint, SaveSession
 from torch_ckpt.progress import Progress, run_job
+
+T = TypeVar("T")
 
 _MANIFEST = "torch_ckpt.json"
 _JOURNAL = ".torch_ckpt-stage/commit.json"
@@ -109,6 +117,17 @@ class RemoveReport:
     directory_removed: bool
 
 
+def look_again(look: Callable[[], T], replaced: type[CheckpointError]) -> T:
+    """What `look` returns; after an error `replaced` it looks again, up to four times, a second
+    apart: a network file system may show a node that late what another one has committed."""
+    for _ in range(4):
+        try:
+            return look()
+        except replaced:
+            time.sleep(1.0)
+    return look()
+
+
 class Checkpoint:
     """The checkpoint in directory `path`.
 
@@ -198,23 +217,28 @@ class Checkpoint:
     def verify(
         self, workers: int = 2, progress: Progress | None = None, *, direct_io: bool = True
     ) -> VerifyReport:
-        """Compare every byte of every file with its digest.
+        """Compare every byte of every file with its digest. Begins again, a few times, when a save
+        replaces the checkpoint meanwhile.
 
         workers: threads. progress: called with bytes done and bytes in all, about ten times a
         second. direct_io: False reads through the page cache. Raises CorruptError that names the
         file and the bytes; UnsupportedError for a directory without a manifest, which has no
         digests; and what `describe` raises.
         """
-        with Job() as job:
-            request = {
-                "op": "verify",
-                "path": self.path,
-                "workers": workers,
-                "direct_io": direct_io,
-                "job": job.id,
-            }
-            answer = run_job(job, lambda: _core.call(request), progress)
-        return VerifyReport(answer["files"], answer["bytes"])
+
+        def once() -> VerifyReport:
+            with Job() as job:
+                request = {
+                    "op": "verify",
+                    "path": self.path,
+                    "workers": workers,
+                    "direct_io": direct_io,
+                    "job": job.id,
+                }
+                answer = run_job(job, lambda: _core.call(request), progress)
+            return VerifyReport(answer["files"], answer["bytes"])
+
+        return look_again(once, ConflictError)
 
     def recover(self) -> bool:
         """Finish a commit that was interrupted, and remove what dead saves have left.

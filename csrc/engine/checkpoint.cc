@@ -11,6 +11,7 @@
 #include "engine/scan.h"
 #include "format/names.h"
 #include "format/sharding_info.h"
+#include "os/patience.h"
 #include "os/probe.h"
 #include "runtime/crc32c.h"
 #include "runtime/workers.h"
@@ -172,46 +173,38 @@ Status Checkpoint::CheckCurrent() const {
   return Conflict("is being replaced by a save").WithFile(path());
 }
 
-// Where it may be seen late what another node has done: long enough to know,
-// once for all files.
-Patience Checkpoint::HowLong() const {
-  const bool late = !believes_ && IsShared(*directory_);
-  return Patience(late ? kPatience : std::chrono::milliseconds(0));
-}
-
-Status Checkpoint::ExplainNow(Status status) const {
-  const Status current = CheckCurrent();
-  if (current.kind() != ErrorKind::kConflict) return status;
-  return Conflict(current.message() + ": " + status.ToString())
-      .WithFile(path());
-}
-
-Status Checkpoint::Explain(Status status) const {
+Status Checkpoint::UntilSure(const std::function<Status()>& step) const {
+  Status status = step();
   if (!MayBeReplaced(status)) return status;
-  Patience patience = HowLong();
-  do {
-    Status explained = ExplainNow(status);
-    if (explained.kind() == ErrorKind::kConflict) return explained;
-  } while (patience.Wait());
+  // Once for all: who has waited knows what this node sees.
+  const bool late = !believes_ && IsShared(*directory_);
+  Patience patience(late ? kPatience : std::chrono::milliseconds(0));
+  for (;;) {
+    const Status current = CheckCurrent();
+    if (current.kind() == ErrorKind::kConflict) {
+      return Conflict(current.message() + ": " + status.ToString())
+          .WithFile(path());
+    }
+    if (!patience.Wait()) break;
+    status = step();
+    if (!MayBeReplaced(status)) return status;
+  }
   believes_ = true;
   return status;
 }
 
+Status Checkpoint::Explain(const Status& status) const {
+  return UntilSure([&] { return status; });
+}
+
 Result<File> Checkpoint::OpenFile(const std::string& name,
                                   const FileInfo* known) const {
-  Result<File> file = LookForFile(name, known);
-  if (file.ok() || !MayBeReplaced(file.status())) return file;
-  Patience patience = HowLong();
-  for (;;) {
-    Status explained = ExplainNow(file.status());
-    if (explained.kind() == ErrorKind::kConflict) return explained;
-    if (!patience.Wait()) {
-      believes_ = true;
-      return explained;
-    }
-    file = LookForFile(name, known);
-    if (file.ok() || !MayBeReplaced(file.status())) return file;
-  }
+  File file;
+  TC_RETURN_IF_ERROR(UntilSure([&]() -> Status {
+    TC_ASSIGN_OR_RETURN(file, LookForFile(name, known));
+    return {};
+  }));
+  return file;
 }
 
 Result<File> Checkpoint::LookForFile(const std::string& name,
@@ -266,12 +259,13 @@ Result<std::string> Checkpoint::ReadWhole(const std::string& name) const {
     return InvalidArgument("is not named by a manifest").WithFile(name);
   }
   const ManifestFile& listed = files()[static_cast<size_t>(position)];
-  TC_ASSIGN_OR_RETURN(File file, OpenFile(name));
   std::string text(listed.bytes, '\0');
-  TC_RETURN_IF_ERROR(file.ReadExact(
-      {reinterpret_cast<std::byte*>(text.data()), text.size()}, 0));
-  Status digests = CheckDigests(listed, AsBytes(text));
-  if (!digests.ok()) return Explain(std::move(digests));
+  TC_RETURN_IF_ERROR(UntilSure([&]() -> Status {
+    TC_ASSIGN_OR_RETURN(const File file, LookForFile(name, nullptr));
+    TC_RETURN_IF_ERROR(file.ReadExact(
+        {reinterpret_cast<std::byte*>(text.data()), text.size()}, 0));
+    return CheckDigests(listed, AsBytes(text));
+  }));
   return text;
 }
 

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -24,7 +25,6 @@
 #include "format/catalog.h"
 #include "format/manifest.h"
 #include "os/directory.h"
-#include "os/patience.h"
 
 namespace torch_ckpt {
 
@@ -82,11 +82,14 @@ class Checkpoint {
   Status CheckFiles() const;
   // A whole file with its digests checked. For files of the manifest.
   Result<std::string> ReadWhole(const std::string& name) const;
-  // What a failed read of this checkpoint means: files that are missing or
-  // wrong because another save stands there by now are kConflict ("is being
-  // replaced"), as far as that is seen within kPatience on a shared file
-  // system; any other status comes back as it is.
-  Status Explain(Status status) const;
+  // Does `step`, which reads files of this checkpoint. What it finds missing,
+  // wrong or stale is kConflict ("is being replaced") when another save stands
+  // there by now. On a shared file system it may also be what a cache still
+  // shows: there the step is done again, anew from the file's name, for
+  // kPatience. Any other status comes back as it is.
+  Status UntilSure(const std::function<Status()>& step) const;
+  // The same for what cannot be done again.
+  Status Explain(const Status& status) const;
   // kConflict when another save stands there by now.
   Status CheckCurrent() const;
 
@@ -111,9 +114,6 @@ class Checkpoint {
     bool late = false;                // an error may go with another look
   };
   static Look LookAt(const std::string& path);
-  // What a doubt about a file means, as things stand now.
-  Status ExplainNow(Status status) const;
-  Patience HowLong() const;
   Result<File> LookForFile(const std::string& name,
                            const FileInfo* known) const;
   // What follows from manifest_ and catalog_, when they are in place.

@@ -123,10 +123,6 @@ class Merger {
     std::vector<Stretch>* digested;
   };
 
-  Result<std::shared_ptr<const ByteSource>> Open(uint32_t file) {
-    return files_.Get(file);
-  }
-
   // Of an element of a tensor that is cast: as it is stored, and in the output.
   std::pair<uint64_t, uint64_t> ElementBytes(
       const MergePlan::Extent& extent) const {
@@ -267,11 +263,11 @@ class Merger {
         }
       }
       const SourceRun& first = runs[i];
-      TC_RETURN_IF_ERROR(
-          last - i == 1 && first.run.loops == 0 &&
-                  first.run.bytes >= kMinStretch
-              ? Stream(first, target, scratch, worker)
-              : Fetch(&first, last - i, hi, target.out, scratch, worker));
+      const bool alone = last - i == 1 && first.run.loops == 0 &&
+                         first.run.bytes >= kMinStretch;
+      TC_RETURN_IF_ERROR(plan_.checkpoint_->Explain(
+          alone ? Stream(first, target, scratch, worker)
+                : Fetch(&first, last - i, hi, target.out, scratch, worker)));
       i = last;
     }
     return {};
@@ -283,7 +279,7 @@ class Merger {
                 MutableByteSpan scratch, int worker) {
     const auto& [offset, out, digested] = target;
     const Run& run = source_run.run;
-    TC_ASSIGN_OR_RETURN(const auto source, Open(source_run.file));
+    TC_ASSIGN_OR_RETURN(const auto source, files_.Get(source_run.file));
     const uint64_t end = run.src + run.bytes;
     const std::byte* rest = nullptr;  // from `rest_at` to the end of the run
     uint64_t rest_at = 0;
@@ -329,7 +325,7 @@ class Merger {
                MutableByteSpan out, MutableByteSpan scratch, int worker) {
     const uint32_t file = group->file;
     const uint64_t lo = group->run.src;
-    TC_ASSIGN_OR_RETURN(const auto source, Open(file));
+    TC_ASSIGN_OR_RETURN(const auto source, files_.Get(file));
     if (count == 1 && group->run.loops == 0) {
       std::byte* into = out.data() + group->run.dst;
       TC_ASSIGN_OR_RETURN(const uint64_t cached,

@@ -71,4 +71,24 @@ Result<std::shared_ptr<const ByteSource>> OpenFiles::Get(uint32_t file) {
   return source;
 }
 
+void OpenFiles::Forget(uint32_t file) {
+  Slot* const slot = &slots_[file];
+  std::lock_guard<std::mutex> opening(slot->opening);
+  slot->known.reset();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!slot->source) return;
+  recent_.erase(slot->place);
+  slot->source.reset();
+}
+
+Status OpenFiles::Read(uint32_t file,
+                       const std::function<Status(const ByteSource&)>& step) {
+  bool again = false;
+  return checkpoint_->UntilSure([&]() -> Status {
+    if (std::exchange(again, true)) Forget(file);
+    TC_ASSIGN_OR_RETURN(const auto source, Get(file));
+    return step(*source);
+  });
+}
+
 }  // namespace torch_ckpt

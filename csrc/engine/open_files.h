@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -25,6 +26,10 @@ class OpenFiles {
   // whatever is closed here meanwhile. The errors of Checkpoint::OpenFile;
   // after one the next call tries again.
   Result<std::shared_ptr<const ByteSource>> Get(uint32_t file);
+  // Checkpoint::UntilSure of what `step` does with that file, which is opened
+  // anew before each time but the first.
+  Status Read(uint32_t file,
+              const std::function<Status(const ByteSource&)>& step);
 
  private:
   struct Slot {
@@ -38,6 +43,7 @@ class OpenFiles {
   // The source of an open one, which counts as used.
   std::shared_ptr<const ByteSource> Use(Slot* slot);
   Result<std::shared_ptr<const ByteSource>> Open(uint32_t file);
+  void Forget(uint32_t file);
   // Closes at most `count`, those first that were not used for longest.
   void CloseSome(size_t count);
 

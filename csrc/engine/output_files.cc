@@ -220,12 +220,6 @@ Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
                            bytes, item.file, buffer.span().subspan(kPieceBytes),
                            worker, fill, options.fill_bytes, item.digests));
           }
-          if (options.on_written) {
-            WrittenRange piece{{item.begin, item.begin + bytes}, {}};
-            const uint64_t segments = SegmentCount(piece.bytes);
-            piece.crc32c.assign(item.digests, item.digests + segments);
-            TC_RETURN_IF_ERROR(options.on_written(item.file, piece));
-          }
           job->AddDone(bytes);
           if (--output->left == 0) {
             Status closed = output->sink->Close(options.sync);

@@ -54,8 +54,6 @@ struct OutputOptions {
   // Called, from several threads at once, before a worker leases memory for a
   // piece: what may have to wait for others waits here.
   std::function<Status(size_t file, uint64_t begin)> before_piece;
-  // The same, when a piece has been written.
-  std::function<Status(size_t file, const WrittenRange& piece)> on_written;
   // Page-locks the memory that is filled, where a device fills it.
   PageLocker* page_locker = nullptr;
 };

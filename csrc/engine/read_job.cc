@@ -252,14 +252,16 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
         // For one cell at a time: more workers than the budget holds just wait.
         TC_ASSIGN_OR_RETURN(const ArenaLease lease,
                             LeaseBuffer(kScratchBytes, job));
-        TC_ASSIGN_OR_RETURN(const auto file, files.Get(cell.file));
         const ManifestFile& listed = checkpoint->files()[cell.file];
-        CellReader reader(*file, digests(listed) ? &listed : nullptr,
-                          listed.bytes, plan.neighbours, lease.span());
-        Status status = reader.Read(cell);
-        if (!status.ok()) return checkpoint->Explain(std::move(status));
-        read += reader.bytes_read();
-        verified += reader.bytes_verified();
+        TC_RETURN_IF_ERROR(files.Read(cell.file, [&](const ByteSource& file) {
+          CellReader reader(file, digests(listed) ? &listed : nullptr,
+                            listed.bytes, plan.neighbours, lease.span());
+          Status status = reader.Read(cell);
+          if (!status.ok()) return status;
+          read += reader.bytes_read();
+          verified += reader.bytes_verified();
+          return Status();
+        }));
         uint64_t done = 0;
         for (const Run& run : cell.runs) done += run.TotalBytes();
         job->AddDone(done);

@@ -13,6 +13,23 @@ namespace {
 
 constexpr uint64_t kStep = uint64_t{8} << 20;
 
+// `file` says the digests of the segments in [begin, end).
+Status CheckSegments(const ByteSource& source, const ManifestFile& file,
+                     uint64_t begin, uint64_t end, MutableByteSpan scratch) {
+  TC_ASSIGN_OR_RETURN(const std::byte* const bytes,
+                      source.Read(begin, end, scratch));
+  for (uint64_t at = begin; at < end; at += kSegmentBytes) {
+    const uint64_t size = std::min(kSegmentBytes, end - at);
+    if (Crc32c(0, bytes + (at - begin), size) !=
+        file.crc32c[at / kSegmentBytes]) {
+      return Corrupt("bytes " + std::to_string(at) + " to " +
+                     std::to_string(at + size) + " do not match their CRC-32C")
+          .WithFile(source.path());
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
@@ -45,23 +62,10 @@ Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
         const ManifestFile& file = listed[f];
         TC_ASSIGN_OR_RETURN(const ArenaLease lease,
                             LeaseBuffer(kStep + ByteSource::kSlack, job));
-        TC_ASSIGN_OR_RETURN(const auto source, files.Get(f));
         const uint64_t end = std::min(begin + kStep, file.bytes);
-        const Result<const std::byte*> read =
-            source->Read(begin, end, lease.span());
-        if (!read.ok()) return checkpoint->Explain(read.status());
-        const std::byte* const bytes = *read;
-        for (uint64_t at = begin; at < end; at += kSegmentBytes) {
-          const uint64_t size = std::min(kSegmentBytes, end - at);
-          if (Crc32c(0, bytes + (at - begin), size) !=
-              file.crc32c[at / kSegmentBytes]) {
-            return checkpoint->Explain(Corrupt("bytes " + std::to_string(at) +
-                                               " to " +
-                                               std::to_string(at + size) +
-                                               " do not match their CRC-32C")
-                                           .WithFile(source->path()));
-          }
-        }
+        TC_RETURN_IF_ERROR(files.Read(f, [&](const ByteSource& source) {
+          return CheckSegments(source, file, begin, end, lease.span());
+        }));
         job->AddDone(end - begin);
         return {};
       }));

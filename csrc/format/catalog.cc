@@ -167,10 +167,6 @@ int64_t Catalog::Find(std::string_view name) const {
   return at != entries_.end() && at->name == name ? at - entries_.begin() : -1;
 }
 
-size_t Catalog::PlacementCount(uint32_t entry) const {
-  return slices_[entry].count;
-}
-
 Result<std::vector<Placement>> Catalog::Placements(
     uint32_t entry, std::span<const ManifestFile> files) const {
   const CatalogEntry& e = entries_[entry];

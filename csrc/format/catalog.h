@@ -75,11 +75,10 @@ class Catalog {
   const std::vector<CatalogEntry>& entries() const { return entries_; }
   // The position of an entry; -1 when there is none.
   int64_t Find(std::string_view name) const;
-  // How many placements an entry has; those of an alias are its tensor's.
-  size_t PlacementCount(uint32_t entry) const;
-  // Decodes them and checks each by itself: inside its tensor, inside one of
-  // `files`, of whole bytes. Whether the owners tile the tensor is not seen
-  // here (engine/checkpoint.h). An object has none.
+  // Decodes the placements of an entry, or of what it is an alias of, and
+  // checks each by itself: inside its tensor, inside one of `files`, of whole
+  // bytes. Whether the owners tile the tensor is not seen here
+  // (engine/checkpoint.h). An object has none.
   Result<std::vector<Placement>> Placements(
       uint32_t entry, std::span<const ManifestFile> files) const;
 

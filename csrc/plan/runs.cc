@@ -28,14 +28,6 @@ bool Folds(const Loop& outer, const Loop& inner) {
          outer.dst_stride == inner.dst_stride * inner.count;
 }
 
-uint64_t Span(const Run& run, const std::array<int64_t, kMaxDims>& stride) {
-  uint64_t span = run.bytes;
-  for (size_t l = 0; l < static_cast<size_t>(run.loops); ++l) {
-    span += static_cast<uint64_t>((run.count[l] - 1) * stride[l]);
-  }
-  return span;
-}
-
 }  // namespace
 
 uint64_t Run::Iterations() const {
@@ -46,8 +38,13 @@ uint64_t Run::Iterations() const {
   return n;
 }
 
-uint64_t Run::SrcSpan() const { return Span(*this, src_stride); }
-uint64_t Run::DstSpan() const { return Span(*this, dst_stride); }
+uint64_t Run::SrcSpan() const {
+  uint64_t span = bytes;
+  for (size_t l = 0; l < static_cast<size_t>(loops); ++l) {
+    span += static_cast<uint64_t>((count[l] - 1) * src_stride[l]);
+  }
+  return span;
+}
 
 Dims DenseStrides(const Dims& sizes, int64_t unit_bytes) {
   Dims strides = Dims::Filled(sizes.size(), 0);

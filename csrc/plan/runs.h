@@ -22,9 +22,8 @@ struct Run {
 
   uint64_t Iterations() const;
   uint64_t TotalBytes() const { return Iterations() * bytes; }
-  // Bytes from the first to past the last one that is touched on each side.
+  // Bytes of the source from the first to past the last one that is touched.
   uint64_t SrcSpan() const;
-  uint64_t DstSpan() const;
 };
 
 // A box with its bytes somewhere: `base` is the byte offset or address of the

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <chrono>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <string>
 
@@ -80,6 +81,34 @@ TEST_F(LateViewTest, ACheckpointThatIsNotSeenYet) {
   });
   EXPECT_OK(ReadAll(Path("c")).status());
   EXPECT_EQ(looks, 4);
+}
+
+// What a client has in its cache of a file that another node writes into.
+TEST_F(LateViewTest, BytesThatAreNotSeenYet) {
+  std::string data;
+  for (const std::string& name : Names(Path("c"))) {
+    if (name.ends_with(".safetensors")) data = Path("c") + "/" + name;
+  }
+  const auto size = std::filesystem::file_size(data);
+  const auto flip_last = [&] {
+    std::fstream file(data, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(static_cast<std::streamoff>(size) - 1);
+    const int byte = file.get();
+    file.seekp(static_cast<std::streamoff>(size) - 1);
+    file.put(static_cast<char>(byte ^ 1));
+  };
+  flip_last();
+  EXPECT_EQ(ReadAll(Path("c")).status().kind(), ErrorKind::kCorrupt);
+  int opens = 0;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    if (site.op == std::string("fstatfs")) return {.sys_errno = EIO};
+    if (site.op == std::string("openat") && site.path == data && ++opens == 4) {
+      flip_last();
+    }
+    return {};
+  });
+  EXPECT_OK(ReadAll(Path("c")).status());
+  EXPECT_GE(opens, 4);
 }
 
 // All doubts about one checkpoint together take the patience of one.

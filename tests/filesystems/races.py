@@ -41,7 +41,7 @@ def two_savers(trial: Trial) -> str:
             continue
         ends["one won" if len(won) == 1 else "one after the other"] += 1
         for node in (trial.one, trial.other):
-            found = node.outcome("load_any", path=path, numbers=won, mib=size)
+            found = trial.sooner_or_later(node, "load_any", path=path, numbers=won, mib=size)
             if "ok" not in found:
                 wrong.append(f"round {number}, acknowledged {won}: {node.name}: {told(found)}")
         left = trial.other.call("leftovers", path=path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,26 @@ def test_a_checkpoint_that_is_replaced_between_metadata_and_data(tmp_path: Path)
     with pytest.raises(torch_ckpt.ConflictError, match="in"):
         reader.read_data(planner.create_local_plan(), planner)
     assert (target["w"] == -1).all()
+
+
+def test_a_load_begins_again_when_the_checkpoint_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "in", {"w": torch.zeros(3), "more": torch.zeros(2)})
+    read, times = HuggingFaceStorageReader.read_data, []
+
+    def replaced(self: HuggingFaceStorageReader, *args: Any) -> Any:
+        times.append(1)
+        if len(times) < 3:
+            saved(path, {"w": torch.full((3,), float(len(times))), "more": torch.zeros(2)})
+        return read(self, *args)
+
+    monkeypatch.setattr(HuggingFaceStorageReader, "read_data", replaced)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    target = {"w": torch.full((3,), -1.0), "more": torch.ones(2)}
+    torch_ckpt.load(target, checkpoint_id=path)
+    assert len(times) == 3
+    assert (target["w"] == 2).all() and not target["more"].any()
 
 
 # Targets.

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from torch_ckpt.checkpoint import look_again
 from torch_ckpt.dcp.agreement import next_key
 from torch_ckpt.dcp.async_saves import (
     AsyncSave,
@@ -34,7 +35,7 @@ from torch_ckpt.dcp.daemon import prepare
 from torch_ckpt.dcp.one_save import OneSaveStager
 from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
 from torch_ckpt.dcp.planning import paused_while_trainer_waits, rank_and_size
-from torch_ckpt.dcp.reader import HuggingFaceStorageReader, SeenApartError
+from torch_ckpt.dcp.reader import HuggingFaceStorageReader, ReplacedError
 from torch_ckpt.dcp.redistribute import redistribute as redistribute_columns
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.whole_state import Unwrapping, whole_state, without_statefuls
@@ -425,10 +426,6 @@ def _named(error: BaseException | None, save: AsyncSave) -> BaseException | None
     return named
 
 
-# A network file system may show a node what another one has committed some seconds later.
-_LOOKS, _LOOK_S = 4, 1.0
-
-
 @_eager
 def load(
     state_dict: dict[str, Any],
@@ -444,8 +441,9 @@ def load(
     """`torch.distributed.checkpoint.load` with our reader and planner as defaults.
 
     `key_mapping`, see SavePlanner, makes names in `state_dict` of those in the checkpoint.
-    `direct_io=False` reads through the page cache, where no `storage_reader` is given. Raises
-    CheckpointError kinds or OSError, naming the rank, on every rank.
+    `direct_io=False` reads through the page cache, where no `storage_reader` is given. Begins
+    again, a few times, when another save replaces the checkpoint meanwhile. Raises CheckpointError
+    kinds or OSError, naming the rank, on every rank; tensors may then be filled in part.
     """
     if storage_reader is None:
         if checkpoint_id is None:
@@ -482,15 +480,7 @@ def load(
             metadata_errors,
         )
 
-    for _ in range(_LOOKS):
-        try:
-            once()
-            break
-        except SeenApartError:
-            # On every rank, and before a byte was read.
-            time.sleep(_LOOK_S)
-    else:
-        once()
+    look_again(once, ReplacedError)  # on every rank; what was read is read again
     if fill and isinstance(planner, LoadPlanner):
         # Stock gives the planner a state dict of its own, and takes back only the caller's keys.
         state_dict.update(planner.original_state_dict)

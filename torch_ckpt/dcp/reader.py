@@ -38,9 +38,9 @@ class SeenSave:
     save_id: str
 
 
-class SeenApartError(ConflictError):
-    """Ranks see different saves in one directory: those on other nodes will see the newer one in
-    some seconds."""
+class ReplacedError(ConflictError):
+    """Another save has replaced the checkpoint, as this rank or another one sees it: who looks
+    again in a second will see the newer one."""
 
 
 class HuggingFaceStorageReader(StockReader):
@@ -167,7 +167,7 @@ class HuggingFaceStorageReader(StockReader):
         seen = [plan.storage_data for plan in plans if isinstance(plan.storage_data, SeenSave)]
         other = next((each for each in seen if each.save_id != seen[0].save_id), None)
         if other is not None:
-            raise SeenApartError(
+            raise ReplacedError(
                 f"is being replaced: rank {seen[0].rank} sees save {seen[0].save_id or 'none'}, "
                 f"rank {other.rank} sees {other.save_id or 'none'}",
                 file=os.fspath(self.path),
@@ -202,6 +202,8 @@ class HuggingFaceStorageReader(StockReader):
                     verify=self.verify,
                     allow_pickle=self.allow_pickle,
                 ).read(objects, planner)
+        except ConflictError as error:
+            raise ReplacedError(error.message, file=error.file, rank=self.rank) from error
         except (CheckpointError, OSError) as error:
             if self.rank is None:
                 raise
