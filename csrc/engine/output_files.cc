@@ -1,6 +1,7 @@
 #include "engine/output_files.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <mutex>
 
 #include "base/checked.h"
@@ -17,12 +18,28 @@ struct Output {
   std::atomic<uint64_t> left{0};   // pieces of this call not yet written
 };
 
+// Nobody but a save that supersedes this one removes its directory, with all
+// that it has made there.
+Status WhereItWent(const Directory& staging, Status status) {
+  const int error = status.sys_errno();
+  if (error != ENOENT && error != ESTALE) return status;
+  return Conflict("another save into this directory has begun since: " +
+                  status.ToString())
+      .WithFile(staging.path());
+}
+
+Status Create(const Directory& staging, const OutputSpec& spec) {
+  return WhereItWent(staging,
+                     ByteSink::Create(staging, spec.staged, spec.bytes));
+}
+
 Status OpenOnce(const Directory& staging, const OutputSpec& spec,
                 bool direct_io, Output* output) {
   std::lock_guard<std::mutex> lock(output->opening);
   if (output->sink) return {};
-  TC_ASSIGN_OR_RETURN(output->sink, ByteSink::Open(staging, spec.staged,
-                                                   spec.bytes, direct_io));
+  auto sink = ByteSink::Open(staging, spec.staged, spec.bytes, direct_io);
+  if (!sink.ok()) return WhereItWent(staging, sink.status());
+  output->sink = std::move(sink).value();
   return {};
 }
 
@@ -140,7 +157,7 @@ void TakePart(std::vector<OutputSpec>* files, int part, int parts) {
 Status CreateOutputs(const Directory& staging,
                      const std::vector<OutputSpec>& files) {
   for (const OutputSpec& spec : files) {
-    TC_RETURN_IF_ERROR(ByteSink::Create(staging, spec.staged, spec.bytes));
+    TC_RETURN_IF_ERROR(Create(staging, spec));
   }
   return {};
 }
@@ -184,7 +201,7 @@ Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
   const auto run = [&]() -> Status {
     for (const OutputSpec& spec : files) {
       if (spec.ranges) continue;
-      TC_RETURN_IF_ERROR(ByteSink::Create(staging, spec.staged, spec.bytes));
+      TC_RETURN_IF_ERROR(Create(staging, spec));
     }
     const int workers = static_cast<int>(std::min<uint64_t>(
         static_cast<uint64_t>(std::max(1, options.workers)), items.size()));

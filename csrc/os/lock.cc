@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -14,6 +15,7 @@
 
 #include "os/call.h"
 #include "os/lock_holder.h"
+#include "os/patience.h"
 
 namespace torch_ckpt {
 namespace {
@@ -21,6 +23,7 @@ namespace {
 constexpr uint64_t kMaxLockFile = 4096;
 // A right to a right to a lock: more is a fight.
 constexpr int kMaxRights = 3;
+constexpr std::chrono::milliseconds kHiddenPatience{500};
 
 // The descriptors that hold locks, for the fork handlers.
 class Held {
@@ -117,6 +120,14 @@ Status MakeLockFile(const Directory& directory, const std::string& name,
   Status made = directory.WriteFile(name, text);
   if (made.sys_errno() != EEXIST) return made;
   return ReplaceDead(directory, name, text, depth);
+}
+
+// Names under which NFS and FUSE keep a file that was unlinked while open.
+bool HoldsHiddenOnly(const Directory& directory) {
+  const auto names = directory.List();
+  return names.ok() && std::ranges::all_of(*names, [](const std::string& name) {
+           return name.starts_with(".nfs") || name.starts_with(".fuse_hidden");
+         });
 }
 
 // What says "no such lock here": NFS and cluster file systems mounted without
@@ -259,6 +270,14 @@ void DirectoryLock::RemoveFile() {
   }
 }
 
+void DirectoryLock::CloseFile() {
+  if (!file_.valid()) return;
+  // Not left to close: a child of a bare clone may have the descriptor.
+  if (!by_file_) (void)LockOpenFile(file_, F_UNLCK);
+  Held::Process().Remove(file_.fd());
+  file_ = File();
+}
+
 void DirectoryLock::Forget() {
   for (const int fd : {directory_.fd(), file_.fd()}) {
     if (fd >= 0) Held::Process().Remove(fd);
@@ -272,10 +291,9 @@ void DirectoryLock::Forget() {
 void DirectoryLock::Release() {
   // A forked child that leaves must not open the lock that its parent holds.
   if (held_ && owner_ == getpid()) {
-    RemoveFile();
+    if (file_.valid()) RemoveFile();
+    CloseFile();
     if (!by_file_) {
-      // Not left to close: a child of a bare clone may have the descriptors.
-      (void)LockOpenFile(file_, F_UNLCK);
       (void)internal::SystemCall("flock", directory_.path(), [&] {
         return flock(directory_.fd(), LOCK_UN);
       });
@@ -290,6 +308,8 @@ Status DirectoryLock::Remove() {
   // While the directory itself is locked still, so that nothing of a save that
   // takes it next is touched; and a directory that is not empty does not go.
   RemoveFile();
+  // NFS and FUSE keep a file that is open under a hidden name.
+  CloseFile();
   const auto remove = [&]() -> Status {
     TC_ASSIGN_OR_RETURN(const FileInfo own, directory_.Stat());
     TC_ASSIGN_OR_RETURN(const auto named, StatPathEntry(path));
@@ -298,7 +318,12 @@ Status DirectoryLock::Remove() {
                         Directory::Open(ParentPath(path)));
     return parent.RemoveDirectory(BaseName(path), /*missing_ok=*/true);
   };
-  Status removed = remove();
+  Status removed;
+  Patience patience(kHiddenPatience);  // what is closed goes in a while
+  do {
+    removed = remove();
+  } while (removed.sys_errno() == ENOTEMPTY && HoldsHiddenOnly(directory_) &&
+           patience.Wait());
   Release();
   return removed.sys_errno() == ENOTEMPTY ? Status() : removed;
 }

@@ -58,6 +58,7 @@ class DirectoryLock {
   Status TakeOver();
   Status CheckStillThere() const;
   void RemoveFile();
+  void CloseFile();  // and lets go of its lock
   // Closes the descriptors; what the kernel held with them goes.
   void Forget();
 

@@ -75,6 +75,22 @@ const FillFn kFill = [](size_t file, MutableByteSpan out, MutableByteSpan, int,
   return {};
 };
 
+TEST_F(OutputFilesTest, StagingThatHasGoneIsAnotherSave) {
+  std::filesystem::create_directory(Path("stage"));
+  auto staging = Directory::Open(Path("stage"));
+  ASSERT_OK(staging.status());
+  std::filesystem::remove(Path("stage"));
+  const std::vector<OutputSpec> files = {
+      {"a", "a.staged", "", FileRole::kExtra, 10000, {}}};
+  Job job;
+  const auto written = WriteOutputs(
+      *staging, files, {}, &job,
+      [](size_t, MutableByteSpan, MutableByteSpan, int,
+         SegmentDigester*) -> Status { return Internal("is not reached"); });
+  EXPECT_EQ(written.status().kind(), ErrorKind::kConflict)
+      << written.status().ToString();
+}
+
 TEST_F(OutputFilesTest, PartsOfSeveralWritersMakeTheFilesAndTheirDigests) {
   std::filesystem::create_directory(Path("stage"));
   auto staging = Directory::Open(Path("stage"));

@@ -315,6 +315,31 @@ TEST_F(LockTest, ARemovedDirectoryIsStale) {
   }
 }
 
+// NFS and FUSE keep the lock's file under a hidden name while it is open.
+TEST_F(LockTest, TheDirectoryGoesAfterItsFileIsClosed) {
+  const std::string stage = path() + "/stage", hidden = stage + "/.nfs01";
+  ASSERT_TRUE(Directory::Create(stage).ok());
+  auto lock = DirectoryLock::Acquire(stage);
+  ASSERT_TRUE(lock.ok());
+  std::ofstream(hidden) << "x";
+  int tries = 0;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    if (std::string(site.op) != "rmdir") return {};
+    for (const auto& fd :
+         std::filesystem::directory_iterator("/proc/self/fd")) {
+      std::error_code gone;
+      const auto target = std::filesystem::read_symlink(fd.path(), gone);
+      EXPECT_FALSE(target.string().starts_with(stage + "/.lock")) << target;
+    }
+    if (++tries == 3) std::filesystem::remove(hidden);
+    return {};
+  });
+  EXPECT_TRUE(lock->Remove().ok());
+  SetFaultHook(nullptr);
+  EXPECT_EQ(tries, 3);
+  EXPECT_FALSE(std::filesystem::exists(stage));
+}
+
 TEST_F(LockTest, OtherFailuresComeOut) {
   for (const std::string op : {"flock", "ofd_lock"}) {
     SetFaultHook([&](const FaultSite& site) -> FaultAction {
