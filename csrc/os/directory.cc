@@ -177,7 +177,14 @@ Result<File> Directory::OpenFile(const std::string& name,
   int flags = options.write ? O_RDWR : O_RDONLY;
   flags |= options.create_new ? O_CREAT | O_EXCL | O_NOFOLLOW : O_NONBLOCK;
   const int fd = OpenAt(this->fd(), name.c_str(), joined, flags);
-  if (fd < 0) return Status::Io(errno, "openat", joined);
+  if (fd < 0) {
+    Status failed = Status::Io(errno, "openat", joined);
+    if (!options.create_new || failed.sys_errno() != EPERM) return failed;
+    // What sshfs makes of every refusal of its server.
+    const auto there = StatEntry(name);
+    const bool exists = there.ok() && *there;
+    return exists ? Status::Io(EEXIST, "openat", joined) : failed;
+  }
   File file(fd, joined);
   if (!options.create_new) TC_RETURN_IF_ERROR(CheckOpened(file));
   return file;

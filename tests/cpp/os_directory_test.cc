@@ -161,6 +161,21 @@ TEST_F(DirectoryTest, RenameNoReplaceKeepsTheTarget) {
   }
 }
 
+#ifdef TORCH_CKPT_FAULTS
+// sshfs makes EPERM of whatever its server refuses, a file that is there too.
+TEST_F(DirectoryTest, APermissionThatIsNotMeant) {
+  ASSERT_TRUE(dir().WriteFile("there", "1").ok());
+  SetFaultHook([](const FaultSite& site) -> FaultAction {
+    return {.sys_errno = std::string(site.op) == "openat" ? EPERM : 0};
+  });
+  const Status there = dir().WriteFile("there", "2");
+  const Status absent = dir().WriteFile("absent", "2");
+  SetFaultHook(nullptr);
+  EXPECT_EQ(there.sys_errno(), EEXIST);
+  EXPECT_EQ(absent.sys_errno(), EPERM);
+}
+#endif
+
 TEST_F(DirectoryTest, RemoveTreeFollowsNoLink) {
   ASSERT_TRUE(dir().MakeDirectory("kept").ok());
   ASSERT_TRUE(dir().OpenDirectory("kept")->WriteFile("file", "").ok());
