@@ -58,7 +58,8 @@ Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
   TC_RETURN_IF_ERROR(ForEachItem(
       std::max(1, options.workers), static_cast<int64_t>(items.size()), job,
       [&](int64_t i, int) -> Status {
-        const auto [f, begin] = items[static_cast<size_t>(i)];
+        const uint32_t f = items[static_cast<size_t>(i)].file;
+        const uint64_t begin = items[static_cast<size_t>(i)].begin;
         const ManifestFile& file = listed[f];
         TC_ASSIGN_OR_RETURN(const ArenaLease lease,
                             LeaseBuffer(kStep + ByteSource::kSlack, job));
