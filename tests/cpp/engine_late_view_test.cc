@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <mutex>
 #include <string>
 
 #include "engine/checkpoint.h"
@@ -35,13 +36,14 @@ class LateViewTest : public CommitTest {
       if (shared && site.op == std::string("fstatfs")) {
         return {.sys_errno = EIO};
       }
-      if (site.op == op && site.path.ends_with(name) && failed_ < times) {
-        ++failed_;
-        return {.sys_errno = error};
-      }
-      return {};
+      if (site.op != op || !site.path.ends_with(name)) return {};
+      const std::scoped_lock lock(mutex_);  // workers open side by side
+      if (failed_ == times) return {};
+      ++failed_;
+      return {.sys_errno = error};
     });
   }
+  std::mutex mutex_;
   int failed_ = 0;
 };
 
@@ -49,10 +51,10 @@ TEST_F(LateViewTest, AFileThatIsNotSeenYet) {
   Fail("openat", ".safetensors", ENOENT, 3, /*shared=*/true);
   EXPECT_OK(ReadAll(Path("c")).status());
   EXPECT_EQ(failed_, 3);
-  // A local file system shows what there is.
+  // A local file system shows what there is: each worker looks once.
   Fail("openat", ".safetensors", ENOENT, 3, /*shared=*/false);
   EXPECT_EQ(ReadAll(Path("c")).status().kind(), ErrorKind::kIncomplete);
-  EXPECT_EQ(failed_, 1);
+  EXPECT_LE(failed_, 2);
 }
 
 TEST_F(LateViewTest, AHandleThatIsStale) {
@@ -128,7 +130,7 @@ TEST_F(LateViewTest, DamageIsToldInTheEnd) {
   }
   const auto took = Clock::now() - begin;
   EXPECT_GT(took, kPatience / 2);
-  EXPECT_LT(took, 2 * kPatience);
+  EXPECT_LT(took, 4 * kPatience);  // and not five
 }
 
 // The files of another save, and a manifest that is still the one before.

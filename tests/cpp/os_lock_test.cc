@@ -106,18 +106,17 @@ TEST_F(LockTest, DiesWithItsProcessThoughAChildLives) {
   const pid_t child = fork();
   if (child == 0) {
     auto lock = DirectoryLock::Acquire(path());
-    const pid_t grandchild = fork();
-    if (grandchild == 0) {
-      for (;;) pause();
+    if (fork() == 0) {
+      // Behind fork: what it does in the child it has done.
+      const pid_t self = getpid();
+      if (write(pipe_ends[1], &self, sizeof self) < 0) _exit(1);
     }
-    if (write(pipe_ends[1], &grandchild, sizeof grandchild) > 0) {
-      kill(getpid(), SIGKILL);
-    }
-    _exit(1);
+    for (;;) pause();
   }
   pid_t grandchild = 0;
   ASSERT_EQ(read(pipe_ends[0], &grandchild, sizeof grandchild),
             static_cast<ssize_t>(sizeof grandchild));
+  kill(child, SIGKILL);
   ASSERT_EQ(waitpid(child, nullptr, 0), child);
   EXPECT_EQ(kill(grandchild, 0), 0);
   EXPECT_TRUE(DirectoryLock::Acquire(path()).ok());
