@@ -121,6 +121,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     def interrupted(call):
         try:
+            print("waiting", flush=True)
             call()
         except KeyboardInterrupt:
             print("interrupted", flush=True)
@@ -134,7 +135,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     """
     trainer = Trainer(tmp_path, program)
     for _ in range(2):
-        trainer.wait_for("writing")
+        trainer.wait_for("waiting")
         trainer.process.send_signal(signal.SIGINT)
         trainer.wait_for("interrupted")
     status, said = trainer.end()
