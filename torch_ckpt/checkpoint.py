@@ -313,28 +313,56 @@ def locked(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _directory(path: str) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _directory(path: str, below: int | None = None) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=below)
     try:
         yield fd
     finally:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def _parent(name: str, below: int) -> Iterator[tuple[int, str]]:
+    """The directory that holds `name`, a path below `below`, and the last part of it. No link is
+    followed."""
+    first, slash, rest = name.partition("/")
+    if not slash:
+        yield below, name
+        return
+    with _directory(first, below) as fd, _parent(rest, fd) as found:
+        yield found
+
+
+def _remove_empty_parents(name: str, below: int) -> None:
+    while "/" in name:
+        name = name.rpartition("/")[0]
+        try:
+            with _parent(name, below) as (parent, last):
+                os.rmdir(last, dir_fd=parent)
+                os.fsync(parent)
+        except OSError:
+            return  # holds files of others; what is left is reported
+
+
 def _unlink_all(path: str, manifests: list[str], names: list[str]) -> list[str]:
     """Unlink `names`, durably, and then `manifests`; returns those that were there.
 
     Without a manifest what is left of the files would be read for a whole checkpoint of somebody
-    else's. All are plain names, without a separator: the core has refused any other.
+    else's. A name may be a path below the directory: the core has refused any that leads out of
+    it. The subdirectories that are empty then go too.
     """
     removed = []
     with _directory(path) as fd:
         for name in names:
             try:
-                os.unlink(name, dir_fd=fd)
-            except (FileNotFoundError, IsADirectoryError):
+                with _parent(name, fd) as (parent, last):
+                    os.unlink(last, dir_fd=parent)
+                    if parent != fd:
+                        os.fsync(parent)
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
                 continue  # gone already, or somebody's directory: that is reported as left
             removed.append(name)
+            _remove_empty_parents(name, fd)
         os.fsync(fd)
         for name in manifests:
             os.unlink(name, dir_fd=fd)

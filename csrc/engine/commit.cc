@@ -24,8 +24,9 @@ Result<std::string> IndexText(const CatalogBuilder& catalog,
     if (entry.kind != EntryKind::kTensor) continue;
     TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
                         catalog.Placements(e));
-    index.weight_map.emplace_back(entry.name,
-                                  files[placements[0].file].file.name);
+    const std::string& file = files[placements[0].file].file.name;
+    TC_RETURN_IF_ERROR(CheckFileName(file));  // as readers of the index do
+    index.weight_map.emplace_back(entry.name, file);
     TC_ASSIGN_OR_RETURN(const uint64_t bytes,
                         ByteSize(entry.dtype, entry.shape));
     index.total_size += bytes;
@@ -136,14 +137,21 @@ Result<bool> CommitFresh(SaveSession* session,
   TC_ASSIGN_OR_RETURN(const auto existing, parent.StatEntry(name));
   if (existing) return false;
   for (const CommitFile& file : files) {
+    TC_RETURN_IF_ERROR(staging.MakeParents(file.file.name));
     TC_RETURN_IF_ERROR(staging.Rename(file.staged, staging, file.file.name));
   }
   TC_RETURN_IF_ERROR(
       staging.WriteFile(std::string(kManifestName), EncodeManifest(manifest)));
   TC_ASSIGN_OR_RETURN(const auto entries, staging.List());
-  const FilesByName final_names(manifest.files);
+  std::set<std::string, std::less<>> final_names = {std::string(kManifestName)};
+  std::vector<std::string> paths;
+  for (const ManifestFile& file : manifest.files) {
+    final_names.insert(file.name.substr(0, file.name.find('/')));
+    paths.push_back(file.name);
+  }
+  TC_RETURN_IF_ERROR(staging.SyncParents(paths));
   for (const std::string& entry : entries) {
-    if (entry != kManifestName && final_names.Find(entry) < 0) {
+    if (!final_names.contains(entry)) {
       TC_RETURN_IF_ERROR(staging.Unlink(entry, true));
     }
   }

@@ -71,6 +71,18 @@ Status ReplayJournal(const Directory& root, const Directory& target) {
   TC_RETURN_IF_ERROR(target.Sync());
   for (const std::string& old : journal->removes) {
     TC_RETURN_IF_ERROR(target.Unlink(old, /*missing_ok=*/true));
+    TC_RETURN_IF_ERROR(target.RemoveEmptyParents(old));
+  }
+  std::vector<std::string> below;  // subdirectories of the target
+  for (const JournalRename& rename : journal->renames) {
+    if (rename.to.find('/') == rename.to.npos) continue;
+    TC_RETURN_IF_ERROR(target.MakeParents(rename.to));
+    below.push_back(rename.to);
+  }
+  if (!below.empty()) {
+    // Durable before staging gives up a file that goes there.
+    TC_RETURN_IF_ERROR(target.SyncParents(below));
+    TC_RETURN_IF_ERROR(target.Sync());
   }
   for (const JournalRename& rename : journal->renames) {
     Status status = staging.Rename(rename.from, target, rename.to);
@@ -91,6 +103,9 @@ Status ReplayJournal(const Directory& root, const Directory& target) {
   TC_RETURN_IF_ERROR(staging.WriteFile(fresh, EncodeManifest(manifest)));
   TC_RETURN_IF_ERROR(staging.Rename(fresh, target, std::string(kManifestName)));
   // Both ends of the renames, before the journal that could repeat them goes.
+  std::vector<std::string> changed = journal->removes;
+  changed.insert(changed.end(), below.begin(), below.end());
+  TC_RETURN_IF_ERROR(target.SyncParents(changed));
   TC_RETURN_IF_ERROR(target.Sync());
   return staging.Sync();
 }

@@ -7,8 +7,10 @@
 //     manifest, and each file is in staging or, renamed, in T.
 //  3. Replay: place, staging and T are synced, since whoever replays need not
 //     be who wrote it: its rename may be in memory only, and after the first
-//     unlink in T there is no way back. Then the removes are unlinked, the
-//     files renamed into T, the manifest last; T and staging are synced.
+//     unlink in T there is no way back. Then the removes are unlinked, with
+//     subdirectories that they leave empty, the files renamed into T, whose
+//     subdirectories are made, the manifest last; T, all that lies between and
+//     staging are synced.
 //  4. commit.json is unlinked and the place synced.
 //
 // Crash argument: what is before 2 changes nothing in T. From then on the

@@ -23,7 +23,7 @@ Result<CatalogBuilder> CatalogOfStaged(const Directory& staging,
   std::set<std::string_view> names;
   for (uint32_t f = 0; f < request.files.size(); ++f) {
     const CommitFile& file = request.files[f];
-    TC_RETURN_IF_ERROR(CheckFileName(file.file.name));
+    TC_RETURN_IF_ERROR(CheckFilePath(file.file.name));
     TC_RETURN_IF_ERROR(CheckFileName(file.staged));
     if (!names.insert(file.file.name).second) {
       return Conflict("two ranks wrote a file of this name")

@@ -159,10 +159,10 @@ class DocumentHandler final : public JsonHandler {
       case At::kFile:
         return FileString(text);
       case At::kRename:
-        return Name(text, key_ == "from" ? &out_->renames.back().from
-                                         : &out_->renames.back().to);
+        return key_ == "from" ? Name(text, &out_->renames.back().from)
+                              : Path(text, &out_->renames.back().to);
       case At::kRemoves:
-        return Name(text, &out_->removes.emplace_back());
+        return Path(text, &out_->removes.emplace_back());
       case At::kPart:
         return key_ == "run_id" ? Id(text, &Target().part->run_id)
                                 : Refuse("unexpected string");
@@ -314,8 +314,15 @@ class DocumentHandler final : public JsonHandler {
     *out = text;
     return true;
   }
+  // Version 1 knows files of the directory itself only.
+  bool Path(std::string_view text, std::string* out) {
+    return Checked(version_ == 1 ? CheckFileName(text) : CheckFilePath(text),
+                   text, out);
+  }
   bool Name(std::string_view text, std::string* out) {
-    Status status = CheckFileName(text);
+    return Checked(CheckFileName(text), text, out);
+  }
+  bool Checked(Status status, std::string_view text, std::string* out) {
     if (!status.ok()) return Fail(std::move(status));
     *out = text;
     return true;
@@ -337,7 +344,7 @@ class DocumentHandler final : public JsonHandler {
   }
   bool FileString(std::string_view text) {
     ManifestFile& file = Target().files.back();
-    if (key_ == "name") return Name(text, &file.name);
+    if (key_ == "name") return Path(text, &file.name);
     if (key_ == "id") return Id(text, &file.id);
     if (key_ == "role") {
       const auto role = RoleFromName(text);
@@ -390,9 +397,15 @@ Status CheckFiles(const Manifest& manifest) {
                      std::to_string(file.crc32c.size()))
           .WithFile(file.name);
     }
-    if (file.name == kManifestName || file.name == kJournalName ||
-        IsPartManifestName(file.name))
+    const std::string_view name = file.name;
+    const std::string_view top = name.substr(0, name.find('/'));
+    if (top == kManifestName || top == kJournalName || IsPartManifestName(top))
       return Corrupt("the name is reserved").WithFile(file.name);
+    if (top != name &&
+        (file.role == FileRole::kCatalog || file.role == FileRole::kIndex)) {
+      return Corrupt("a catalog or an index lies in a subdirectory")
+          .WithFile(file.name);
+    }
     if (file.container != ContainerOf(file.role))
       return Unsupported("its container is not that of its role")
           .WithFile(file.name);
@@ -407,6 +420,16 @@ Status CheckFiles(const Manifest& manifest) {
     return Corrupt("more than one catalog or index");
   if (const auto twin = FindDuplicate(names))
     return Corrupt("named twice").WithFile(std::string(*twin));
+  std::sort(names.begin(), names.end());
+  for (const std::string_view name : names) {
+    for (size_t at = name.find('/'); at != name.npos;
+         at = name.find('/', at + 1)) {
+      if (std::binary_search(names.begin(), names.end(), name.substr(0, at))) {
+        return Corrupt("lies in a directory that is named as a file")
+            .WithFile(std::string(name));
+      }
+    }
+  }
   return {};
 }
 

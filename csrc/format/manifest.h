@@ -36,8 +36,8 @@ inline Container ContainerOf(FileRole role) {
 }
 
 struct ManifestFile {
-  std::string name;
-  std::string id;  // 32 hex digits
+  std::string name;  // may be a path below the directory (CheckFilePath)
+  std::string id;    // 32 hex digits
   FileRole role = FileRole::kData;
   uint64_t bytes = 0;
   std::vector<uint32_t> crc32c;  // one per segment, ceil(bytes / segment)
@@ -93,7 +93,7 @@ struct Journal {
 // all text before it, so that any altered bit is seen. REQUIRES: what Parse
 // checks; it is not checked here.
 std::string EncodeManifest(const Manifest& manifest);
-// Strict: versions, names (CheckFileName), ids, segment counts, no duplicates,
+// Strict: versions, names (CheckFilePath), ids, segment counts, no duplicates,
 // no unknown keys. A manifest of a newer version is kUnsupported. The manifest
 // in a journal is never a part.
 Result<Manifest> ParseManifest(ByteSpan text);

@@ -13,7 +13,9 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr size_t kMaxFileNameBytes = 255;  // NAME_MAX of every Linux fs
+constexpr size_t kMaxFileNameBytes = 255;   // NAME_MAX of every Linux fs
+constexpr size_t kMaxFilePathBytes = 4095;  // PATH_MAX, without its NUL
+constexpr ptrdiff_t kMaxFilePathNames = 16;
 constexpr size_t kIdBytes = 16;
 
 std::string Padded(int64_t value) {
@@ -202,6 +204,19 @@ Status CheckFileName(std::string_view name) {
   }
   if (!IsUtf8(name)) return refuse("is not UTF-8");
   return {};
+}
+
+Status CheckFilePath(std::string_view path) {
+  if (path.size() > kMaxFilePathBytes ||
+      std::count(path.begin(), path.end(), '/') >= kMaxFilePathNames) {
+    return Corrupt("file path " + Quoted(path) + " is too long");
+  }
+  for (;;) {
+    const size_t slash = path.find('/');
+    TC_RETURN_IF_ERROR(CheckFileName(path.substr(0, slash)));
+    if (slash == path.npos) return {};
+    path.remove_prefix(slash + 1);
+  }
 }
 
 Status CheckTensorName(std::string_view name) {

@@ -79,6 +79,10 @@ std::optional<int64_t> RankOfPartStage(std::string_view name);
 // JSON file passes here before it is opened. kCorrupt otherwise.
 Status CheckFileName(std::string_view name);
 
+// A path below the directory: at most 16 names that CheckFileName takes, with
+// one '/' between them, of at most 4,095 bytes. kCorrupt otherwise.
+Status CheckFilePath(std::string_view path);
+
 // UTF-8 without NUL, at most kMaxNameBytes, not "__metadata__" (which a
 // safetensors header cannot say). kInvalidArgument otherwise.
 Status CheckTensorName(std::string_view name);

@@ -12,6 +12,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <utility>
 
@@ -45,6 +46,17 @@ Status CheckName(const Directory& directory, const std::string& name) {
   }
   return {};
 }
+
+// The first name of a path, and the rest of it: of a plain name there is none.
+struct Steps {
+  explicit Steps(const std::string& path)
+      : slash(path.find('/')),
+        first(path.substr(0, slash)),
+        rest(slash == path.npos ? "" : path.substr(slash + 1)) {}
+  bool deep() const { return slash != std::string::npos; }
+  size_t slash;
+  std::string first, rest;
+};
 
 int OpenAt(int at, const char* name, const std::string& path, int flags) {
   return SystemCall("openat", path, [&] {
@@ -170,8 +182,23 @@ std::string Directory::Join(const std::string& name) const {
   return base + "/" + name;
 }
 
+Result<Directory> Directory::Inner(const std::string& name) const {
+  TC_RETURN_IF_ERROR(CheckName(*this, name));
+  const std::string joined = Join(name);
+  const int child =
+      OpenAt(fd(), name.c_str(), joined, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+  if (child < 0) return Status::Io(errno, "openat", joined);
+  Directory directory;
+  directory.file_ = File(child, joined);
+  return directory;
+}
+
 Result<File> Directory::OpenFile(const std::string& name,
                                  OpenOptions options) const {
+  if (const Steps steps(name); steps.deep()) {
+    TC_ASSIGN_OR_RETURN(const Directory inner, Inner(steps.first));
+    return inner.OpenFile(steps.rest, options);
+  }
   TC_RETURN_IF_ERROR(CheckName(*this, name));
   const std::string joined = Join(name);
   int flags = options.write ? O_RDWR : O_RDONLY;
@@ -211,6 +238,47 @@ Status Directory::MakeDirectory(const std::string& name) const {
   return {};
 }
 
+Status Directory::MakeParents(const std::string& path) const {
+  const Steps steps(path);
+  if (!steps.deep()) return {};
+  Result<Directory> inner = Inner(steps.first);
+  if (inner.status().sys_errno() == ENOENT) {
+    TC_RETURN_IF_ERROR(MakeDirectory(steps.first));
+    inner = Inner(steps.first);
+  }
+  return inner.ok() ? inner->MakeParents(steps.rest) : inner.status();
+}
+
+Status Directory::RemoveEmptyParents(const std::string& path) const {
+  const Steps steps(path);
+  if (!steps.deep()) return {};
+  {
+    const Result<Directory> inner = Inner(steps.first);
+    if (!inner.ok()) {
+      return inner.status().sys_errno() == ENOENT ? Status() : inner.status();
+    }
+    TC_RETURN_IF_ERROR(inner->RemoveEmptyParents(steps.rest));
+  }
+  (void)RemoveDirectory(steps.first, /*missing_ok=*/true);
+  return {};
+}
+
+Status Directory::SyncParents(const std::vector<std::string>& paths) const {
+  std::map<std::string, std::vector<std::string>> below;
+  for (const std::string& path : paths) {
+    Steps steps(path);
+    if (steps.deep()) below[steps.first].push_back(std::move(steps.rest));
+  }
+  for (const auto& [name, rest] : below) {
+    const Result<Directory> inner = Inner(name);
+    if (inner.status().sys_errno() == ENOENT) continue;
+    TC_RETURN_IF_ERROR(inner.status());
+    TC_RETURN_IF_ERROR(inner->SyncParents(rest));
+    TC_RETURN_IF_ERROR(inner->Sync());
+  }
+  return {};
+}
+
 Result<bool> Directory::IsLink(const std::string& name) const {
   TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info, StatEntry(name));
   return info && info->is_link;
@@ -218,6 +286,12 @@ Result<bool> Directory::IsLink(const std::string& name) const {
 
 Result<std::optional<FileInfo>> Directory::StatName(
     const std::string& name) const {
+  if (const Steps steps(name); steps.deep()) {
+    const Result<Directory> inner = Inner(steps.first);
+    if (inner.ok()) return inner->StatName(steps.rest);
+    if (inner.status().sys_errno() != ENOENT) return inner.status();
+    return std::optional<FileInfo>();
+  }
   TC_RETURN_IF_ERROR(CheckName(*this, name));
   return StatAt(fd(), name, Join(name), 0);
 }
@@ -260,6 +334,12 @@ Result<std::vector<std::string>> Directory::List() const {
 }
 
 Status Directory::Unlink(const std::string& name, bool missing_ok) const {
+  if (const Steps steps(name); steps.deep()) {
+    const Result<Directory> inner = Inner(steps.first);
+    if (inner.ok()) return inner->Unlink(steps.rest, missing_ok);
+    const bool missing = inner.status().sys_errno() == ENOENT;
+    return missing && missing_ok ? Status() : inner.status();
+  }
   TC_RETURN_IF_ERROR(CheckName(*this, name));
   const std::string joined = Join(name);
   if (SystemCall("unlinkat", joined,
@@ -287,6 +367,14 @@ Status Directory::RemoveDirectory(const std::string& name,
 // although it happened: a caller that must know looks at both names.
 Status Directory::Rename(const std::string& from, const Directory& to,
                          const std::string& to_name) const {
+  if (const Steps steps(from); steps.deep()) {
+    TC_ASSIGN_OR_RETURN(const Directory inner, Inner(steps.first));
+    return inner.Rename(steps.rest, to, to_name);
+  }
+  if (const Steps steps(to_name); steps.deep()) {
+    TC_ASSIGN_OR_RETURN(const Directory inner, to.Inner(steps.first));
+    return Rename(from, inner, steps.rest);
+  }
   TC_RETURN_IF_ERROR(CheckName(*this, from));
   TC_RETURN_IF_ERROR(CheckName(to, to_name));
   const std::string source = Join(from), target = to.Join(to_name);
@@ -341,18 +429,14 @@ Status Directory::RemoveTree(const std::string& name) const {
   // Not a look and then a step: what is no directory, a link too, goes so.
   Status first = Unlink(name, /*missing_ok=*/true);
   if (first.sys_errno() != EISDIR && first.sys_errno() != EPERM) return first;
-  const std::string joined = Join(name);
-  const int child =
-      OpenAt(fd(), name.c_str(), joined, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
-  if (child < 0) {
-    return errno == ENOTDIR ? first : Status::Io(errno, "openat", joined);
+  const Result<Directory> inner = Inner(name);
+  if (!inner.ok()) {
+    return inner.status().sys_errno() == ENOTDIR ? first : inner.status();
   }
-  Directory inner;
-  inner.file_ = File(child, joined);
-  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, inner.List());
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, inner->List());
   first = Status();
   for (const std::string& entry : names) {
-    Status removed = inner.RemoveTree(entry);
+    Status removed = inner->RemoveTree(entry);
     if (first.ok()) first = std::move(removed);
   }
   Status removed = RemoveDirectory(name, /*missing_ok=*/true);
@@ -360,6 +444,17 @@ Status Directory::RemoveTree(const std::string& name) const {
 }
 
 Status Directory::CheckReplaceable(const std::string& name) const {
+  if (const Steps steps(name); steps.deep()) {
+    const Result<Directory> inner = Inner(steps.first);
+    if (inner.ok()) return inner->CheckReplaceable(steps.rest);
+    const int error = inner.status().sys_errno();
+    if (error == ENOENT) return {};
+    if (error != ENOTDIR) return inner.status();
+    return Conflict(
+               "is no directory, and a file of the checkpoint lies below a "
+               "directory of this name")
+        .WithFile(Join(steps.first));
+  }
   TC_RETURN_IF_ERROR(CheckName(*this, name));
   const std::string joined = Join(name);
   struct statx file, own;

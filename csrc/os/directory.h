@@ -17,6 +17,10 @@ struct OpenOptions {
 };
 
 // Movable, not copyable. Const members may be called from several threads.
+//
+// A `path` below the directory is a name, or several with '/' between them: all
+// but the last are directories, opened one below the other and never through a
+// link. Where one of them is missing, so is what it leads to.
 class Directory {
  public:
   Directory() = default;
@@ -31,11 +35,17 @@ class Directory {
   const std::string& path() const { return file_.path(); }
   std::string Join(const std::string& name) const;
 
-  Result<File> OpenFile(const std::string& name, OpenOptions options) const;
+  Result<File> OpenFile(const std::string& path, OpenOptions options) const;
   Result<Directory> OpenDirectory(const std::string& name) const;
   Status MakeDirectory(const std::string& name) const;  // EEXIST is an error
+  // Makes the directories that lead to `path`, where they are missing.
+  Status MakeParents(const std::string& path) const;
+  // Removes those that are empty, the last one first; the others stay.
+  Status RemoveEmptyParents(const std::string& path) const;
+  // fsync of those that the paths lead through, as far as there are any.
+  Status SyncParents(const std::vector<std::string>& paths) const;
   // nullopt when there is no such name; follows links.
-  Result<std::optional<FileInfo>> StatName(const std::string& name) const;
+  Result<std::optional<FileInfo>> StatName(const std::string& path) const;
   // The same of the name itself: a symbolic link is one, and not followed.
   Result<std::optional<FileInfo>> StatEntry(const std::string& name) const;
   // Whether the name itself is a symbolic link; false when there is none.
@@ -43,19 +53,20 @@ class Directory {
   Result<FileInfo> Stat() const { return file_.Stat(); }
   // All names but "." and "..", sorted.
   Result<std::vector<std::string>> List() const;
-  Status Unlink(const std::string& name, bool missing_ok) const;
+  Status Unlink(const std::string& path, bool missing_ok) const;
   Status RemoveDirectory(const std::string& name, bool missing_ok) const;
   // Removes a file, or a directory with all that is in it, without following
   // links. What is not there is removed already. Goes on after an error and
   // returns the first one.
   Status RemoveTree(const std::string& name) const;
-  // Ok where a file could be renamed to `name`, or `name` unlinked, as far as
+  // Ok where a file could be renamed to `path`, or `path` unlinked, as far as
   // can be seen: kConflict, saying why, for a directory, and for what the mode
   // or the attributes of file or directory keep this process from replacing.
-  Status CheckReplaceable(const std::string& name) const;
-  // Renames over an existing file. `to` may be this directory.
+  Status CheckReplaceable(const std::string& path) const;
+  // Renames a path over what there is under the other. `to` may be this
+  // directory.
   Status Rename(const std::string& from, const Directory& to,
-                const std::string& to_name) const;
+                const std::string& to_path) const;
   // Renames to a name that nothing may have: kConflict when something does.
   // Where the file system knows no RENAME_NOREPLACE (NFS, many FUSE ones), a
   // file is linked to its new name and unlinked from the old one, which is as
@@ -74,6 +85,9 @@ class Directory {
   Status WriteFile(const std::string& name, const std::string& text) const;
 
  private:
+  // The directory `name` itself, and not where a link of that name leads.
+  Result<Directory> Inner(const std::string& name) const;
+
   File file_;
 };
 

@@ -293,6 +293,58 @@ TEST_F(CommitTest, ADirectoryWhereAFileMustGo) {
   ExpectHolds(new_);
 }
 
+TEST_F(CommitTest, FilesInSubdirectories) {
+  namespace fs = std::filesystem;
+  SaveSettings below;
+  below.below = "data/of/";
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_), below).status());
+  ExpectHolds(old_);
+  const auto opened = OpenCheckpoint(Path("c"));
+  ASSERT_OK(opened.status());
+  EXPECT_OK((*opened)->CheckFiles());
+  // What is not of the checkpoint stays, and so does what holds it.
+  WriteText(Path("c/data/notes"), "mine");
+  below.below = "data/again/";
+  ASSERT_OK(SaveAll(Path("c"), Pieces(new_), below).status());
+  ExpectHolds(new_);
+  EXPECT_EQ(Names(Path("c/data")),
+            (std::vector<std::string>{"again", "notes"}));
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  ExpectHolds(old_);
+  EXPECT_EQ(Names(Path("c/data")), (std::vector<std::string>{"notes"}));
+  ExpectNoStaging();
+
+  // Where a directory must be there is a file or a link.
+  for (const bool link : {false, true}) {
+    fs::remove_all(Path("c/data"));
+    fs::create_directory(Path("outside"));
+    if (link) {
+      fs::create_directory_symlink(Path("outside"), Path("c/data"));
+    } else {
+      WriteText(Path("c/data"), "mine");
+    }
+    const Status saved = SaveAll(Path("c"), Pieces(new_), below).status();
+    EXPECT_EQ(saved.kind(), ErrorKind::kConflict) << saved.ToString();
+    EXPECT_EQ(saved.file(), Path("c/data"));
+    ExpectHolds(old_);
+    ExpectNoStaging();
+  }
+  EXPECT_TRUE(fs::is_empty(Path("outside")));
+}
+
+// A link among the directories could lead anywhere.
+TEST_F(CommitTest, ASubdirectoryThatIsALinkIsNotRead) {
+  SaveSettings below;
+  below.below = "data/";
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_), below).status());
+  std::filesystem::rename(Path("c/data"), Path("elsewhere"));
+  std::filesystem::create_directory_symlink(Path("elsewhere"), Path("c/data"));
+  const Status read = ReadAll(Path("c")).status();
+  EXPECT_EQ(read.sys_errno(), ENOTDIR) << read.ToString();
+  EXPECT_FALSE(SaveAll(Path("c"), Pieces(new_)).ok());
+  EXPECT_EQ(Names(Path("elsewhere")).size(), 2u);
+}
+
 // The journal of an earlier layout has its files beside it.
 TEST_F(CommitTest, AJournalWhoseFilesLieBesideIt) {
   ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());

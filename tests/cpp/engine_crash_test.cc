@@ -188,6 +188,23 @@ TEST_F(CrashTest, ExistingCheckpoint) {
         {"config.json"});
 }
 
+TEST_F(CrashTest, SubdirectoriesThatComeAndGo) {
+  SaveSettings settings;
+  settings.below = "one/two/";
+  ASSERT_OK(SaveAll(Live("t"), OldPieces(), settings).status());
+  settings = Settings();
+  settings.below = "one/three/";
+  Check("t", Contents{{"a", old_.bytes}}, NewContents(),
+        [&] { return SaveAll(Live("t"), NewPieces(), settings).status(); });
+}
+
+TEST_F(CrashTest, AFreshTargetWithSubdirectories) {
+  SaveSettings settings = Settings();
+  settings.below = "one/two/";
+  Check("t", std::nullopt, NewContents(),
+        [&] { return SaveAll(Live("t"), NewPieces(), settings).status(); });
+}
+
 // Two ranks that write into final files, one of whose tensors is gathered.
 TEST_F(CrashTest, FinalFiles) {
   FinalSettings settings;

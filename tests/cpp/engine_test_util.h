@@ -109,6 +109,7 @@ struct SaveSettings {
   int64_t world_size = 1;
   OutputOptions output;
   std::string object;  // content of rank 0's objects file, when not empty
+  std::string below;   // "a/b/": the data files lie there
 };
 
 // The plan and memory of one rank.
@@ -201,6 +202,10 @@ inline Result<Manifest> SaveAll(const std::string& target,
   CommitRequest request;
   TC_RETURN_IF_ERROR(
       WriteRanks(session.place().path, pieces, settings, &request));
+  for (CommitFile& file : request.files) {
+    if (file.file.role != FileRole::kData) continue;
+    file.file.name = settings.below + file.file.name;
+  }
   return CommitSave(&session, request);
 }
 

@@ -120,6 +120,8 @@ TEST(ManifestFormat, Version1IsRead) {
   const auto parsed = ParseManifest(AsBytes(Resealed(text)));
   ASSERT_TRUE(parsed.ok()) << parsed.status().ToString();
   ExpectEqual(*parsed, Sample());
+  EXPECT_EQ(Kind(Edited(text, "\"extra.bin\"", "\"a/extra.bin\"")),
+            ErrorKind::kCorrupt);
 }
 
 TEST(ManifestFormat, ContainersThatAreNotKnown) {
@@ -262,6 +264,32 @@ TEST(ManifestFormat, RefusesEdits) {
   EXPECT_EQ(Kind("{}"), ErrorKind::kCorrupt);
 }
 
+TEST(ManifestFormat, FilesInSubdirectories) {
+  Manifest m = Sample();
+  m.files[0].name = "a/b/m.safetensors";
+  m.files[1].name = "a/empty.safetensors";
+  m.files[5].name = "a/b.bin";
+  const std::string text = EncodeManifest(m);
+  const auto parsed = ParseManifest(AsBytes(text));
+  ASSERT_TRUE(parsed.ok()) << parsed.status().ToString();
+  ExpectEqual(*parsed, m);
+  const auto with = [&](size_t file, const char* name) {
+    Manifest changed = m;
+    changed.files[file].name = name;
+    return Kind(EncodeManifest(changed));
+  };
+  EXPECT_EQ(with(5, "c/d/e"), ErrorKind::kOk);
+  EXPECT_EQ(with(5, "a/torch_ckpt.json"), ErrorKind::kOk);
+  for (const char* name :
+       {"a", "a/b", "m/../b", "/b", "a/", "a//c", ".a/c", "a/b/m.safetensors/c",
+        "torch_ckpt.json/c", "commit.json/c",
+        "torch_ckpt-00001-of-00002.json/c"}) {
+    EXPECT_EQ(with(5, name), ErrorKind::kCorrupt) << name;
+  }
+  EXPECT_EQ(with(3, "a/torch_ckpt.catalog"), ErrorKind::kCorrupt);
+  EXPECT_EQ(with(4, "a/model.safetensors.index.json"), ErrorKind::kCorrupt);
+}
+
 TEST(JournalFormat, RoundTrip) {
   const std::string text = EncodeJournal(SampleJournal());
   const auto parsed = ParseJournal(AsBytes(text));
@@ -291,6 +319,10 @@ TEST(JournalFormat, RefusesAReplayThatDoesHarm) {
     return JournalKind(j);
   };
   const ErrorKind kBad = ErrorKind::kCorrupt;
+  EXPECT_EQ(with([](Journal* j) { j->removes.push_back("a/old.bin"); }),
+            ErrorKind::kOk);
+  EXPECT_EQ(with([](Journal* j) { j->removes.push_back("a/../x"); }), kBad);
+  EXPECT_EQ(with([](Journal* j) { j->renames[1].from = "a/b"; }), kBad);
   EXPECT_EQ(with([](Journal* j) { j->removes.push_back("m.safetensors"); }),
             kBad);
   EXPECT_EQ(with([](Journal* j) { j->removes.push_back("torch_ckpt.json"); }),

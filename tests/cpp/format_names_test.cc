@@ -90,6 +90,28 @@ TEST(FormatNames, FileNamesThatAreTaken) {
     EXPECT_TRUE(CheckFileName(name).ok()) << name;
 }
 
+TEST(FormatNames, FilePaths) {
+  const std::string deepest = "a/a/a/a/a/a/a/a/a/a/a/a/a/a/a/a";
+  std::string longest(255, 'a');
+  for (int i = 0; i < 15; ++i) longest.append("/").append(255, 'a');
+  ASSERT_EQ(longest.size(), 4095u);
+  for (const std::string& path :
+       std::vector<std::string>{"a", "a/b.safetensors", deepest, longest}) {
+    EXPECT_TRUE(CheckFilePath(path).ok()) << path;
+  }
+  std::vector<std::string> bad = {
+      "",       "/",      "/a",    "a/",         "a//b",       "./a",
+      "a/.",    "a/../b", "../a",  "a/..",       ".hidden/a",  "a/.hid",
+      "a/b\\c", "a/C:b",  "a/b\n", "a/\xC0\xAF", longest + "a"};
+  bad.push_back(deepest + "/a");
+  bad.push_back("a/");
+  bad.back().append(256, 'a');
+  bad.push_back(std::string("a/b\0", 4));
+  for (const std::string& path : bad) {
+    EXPECT_EQ(CheckFilePath(path).kind(), ErrorKind::kCorrupt) << path;
+  }
+}
+
 TEST(FormatNames, MessagesShowNoControlCharacters) {
   const Status status = CheckFileName("a\x1b[2J");
   EXPECT_EQ(status.message().find('\x1b'), std::string::npos);

@@ -101,13 +101,75 @@ TEST_F(DirectoryTest, ModeFollowsTheUmask) {
 TEST_F(DirectoryTest, NamesCannotLeadOut) {
   for (const std::string& name :
        {std::string(), std::string("."), std::string(".."), std::string("../x"),
-        std::string("a/b"), std::string("a\0b", 3)}) {
+        std::string("/"), std::string("/a"), std::string("a\0b", 3)}) {
     EXPECT_EQ(dir().OpenFile(name, {}).status().kind(),
               ErrorKind::kInvalidArgument);
     EXPECT_EQ(dir().Unlink(name, true).kind(), ErrorKind::kInvalidArgument);
     EXPECT_EQ(dir().Rename("a", dir(), name).kind(),
               ErrorKind::kInvalidArgument);
   }
+}
+
+TEST_F(DirectoryTest, PathsLeadBelow) {
+  ASSERT_TRUE(dir().WriteFile("x", "one").ok());
+  ASSERT_TRUE(dir().MakeParents("a/b/c").ok());
+  ASSERT_TRUE(dir().MakeParents("a/b/c").ok()) << "they are there";
+  EXPECT_EQ(*dir().List(), (Names{"a", "x"}));
+  EXPECT_TRUE(dir().CheckReplaceable("a/b/c").ok());
+  ASSERT_TRUE(dir().Rename("x", dir(), "a/b/c").ok());
+  EXPECT_EQ(*dir().ReadFile("a/b/c", 10), "one");
+  EXPECT_TRUE((*dir().StatName("a/b/c")).has_value());
+  EXPECT_TRUE(dir().SyncParents({"a/b/c", "a/d", "none/e", "f"}).ok());
+  EXPECT_TRUE(dir().RemoveEmptyParents("a/b/c").ok());
+  EXPECT_TRUE(std::filesystem::exists(path() + "/a/b/c"));
+
+  // What is not there.
+  EXPECT_EQ(dir().ReadFile("a/none/c", 10).status().sys_errno(), ENOENT);
+  EXPECT_FALSE((*dir().StatName("none/b/c")).has_value());
+  EXPECT_TRUE(dir().CheckReplaceable("none/b/c").ok());
+  EXPECT_TRUE(dir().Unlink("none/b/c", true).ok());
+  EXPECT_EQ(dir().Unlink("none/b/c", false).sys_errno(), ENOENT);
+  EXPECT_TRUE(dir().RemoveEmptyParents("none/b/c").ok());
+
+  // What is in the way.
+  ASSERT_TRUE(dir().WriteFile("y", "two").ok());
+  EXPECT_EQ(dir().CheckReplaceable("a/b").kind(), ErrorKind::kConflict);
+  EXPECT_EQ(dir().CheckReplaceable("a/b/c/d").kind(), ErrorKind::kConflict);
+  EXPECT_EQ(dir().MakeParents("y/b/c").sys_errno(), ENOTDIR);
+
+  ASSERT_TRUE(dir().Rename("a/b/c", dir(), "a/d").ok());
+  EXPECT_TRUE(dir().RemoveEmptyParents("a/b/c").ok());
+  EXPECT_FALSE(std::filesystem::exists(path() + "/a/b"));
+  ASSERT_TRUE(dir().Unlink("a/d", false).ok());
+  EXPECT_TRUE(dir().RemoveEmptyParents("a/d").ok());
+  EXPECT_EQ(*dir().List(), (Names{"y"}));
+}
+
+TEST_F(DirectoryTest, PathsLeadThroughNoLink) {
+  const std::string outside = path() + "/outside";
+  ASSERT_TRUE(dir().MakeParents("outside/x").ok());
+  ASSERT_TRUE(dir().MakeParents("in/side/x").ok());
+  ASSERT_TRUE(dir().WriteFile("outside/x", "precious").ok());
+  ASSERT_TRUE(dir().WriteFile("own", "").ok());
+  std::filesystem::create_directory_symlink(outside, path() + "/link");
+  std::filesystem::create_directory_symlink(outside, path() + "/in/link");
+  for (const std::string way : {"link/x", "in/link/x", "in/side/../link/x",
+                                "in/../outside/x", "in//side", "in/side/"}) {
+    EXPECT_FALSE(dir().OpenFile(way, {}).ok()) << way;
+    EXPECT_FALSE(dir().OpenFile(way, {.write = true}).ok()) << way;
+    const OpenOptions create = {.write = true, .create_new = true};
+    EXPECT_FALSE(dir().OpenFile(way, create).ok()) << way;
+    EXPECT_FALSE(dir().StatName(way).ok()) << way;
+    EXPECT_FALSE(dir().Unlink(way, true).ok()) << way;
+    EXPECT_FALSE(dir().CheckReplaceable(way).ok()) << way;
+    EXPECT_FALSE(dir().Rename(way, dir(), "mine").ok()) << way;
+    EXPECT_FALSE(dir().Rename("own", dir(), way).ok()) << way;
+  }
+  EXPECT_FALSE(dir().MakeParents("link/y/z").ok());
+  EXPECT_FALSE(dir().RemoveEmptyParents("link/y").ok());
+  EXPECT_FALSE(dir().SyncParents({"link/y"}).ok());
+  EXPECT_EQ(*dir().ReadFile("outside/x", 10), "precious");
+  EXPECT_EQ(*dir().List(), (Names{"in", "link", "outside", "own"}));
 }
 
 TEST_F(DirectoryTest, OnlyRegularFilesOpen) {

@@ -59,6 +59,7 @@ WORDS = {
         *("format", "torch_ckpt", "version", "save_id", "world_size", "segment_bytes", "files"),
         *("name", "id", "role", "bytes", "crc32c", "data", "objects", "catalog", "index", "extra"),
         *("part", "rank", "run_id", "sequence", "renames", "removes", "from", "to"),
+        *("container", "safetensors", "raw", "a/b.safetensors"),
     ],
     "hf_index_fuzz": ["metadata", "total_size", "weight_map", "model.safetensors"],
     "sharding_info_fuzz": ["saved_offsets"],

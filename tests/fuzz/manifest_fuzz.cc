@@ -29,7 +29,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const auto manifest = ParseManifest(AsBytes(text));
   if (manifest.ok()) {
     for (const ManifestFile& file : manifest->files) {
-      if (!CheckFileName(file.name).ok() || !IsId(file.id)) abort();
+      if (!CheckFilePath(file.name).ok() || !IsId(file.id)) abort();
     }
     const std::string again = EncodeManifest(*manifest);
     if (!ParseManifest(AsBytes(again)).ok()) abort();
@@ -37,7 +37,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const auto journal = ParseJournal(AsBytes(text));
   if (journal.ok()) {
     for (const JournalRename& rename : journal->renames) {
-      if (!CheckFileName(rename.from).ok() || !CheckFileName(rename.to).ok())
+      if (!CheckFileName(rename.from).ok() || !CheckFilePath(rename.to).ok())
         abort();
     }
     const std::string again = EncodeJournal(*journal);
