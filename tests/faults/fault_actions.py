@@ -120,15 +120,18 @@ def inspect(paths: list[str], numbers: list[int], following: int) -> list[dict[s
 
 
 def hold(path: str, ready: str, release: str, number: int) -> None:
-    """Begin a save, say so, wait until told to go on, and save."""
-    from torch_ckpt.jobs import SaveSession
+    """Save; once all is written say so, and wait until told to commit."""
+    import torch_ckpt
 
-    session = SaveSession(path, overwrite=True)
-    pathlib.Path(ready).touch()
-    while not os.path.exists(release):
-        time.sleep(0.005)
-    session.end()
-    save(path, number)
+    class Held(torch_ckpt.HuggingFaceStorageWriter):
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            pathlib.Path(ready).touch()
+            while not os.path.exists(release):
+                time.sleep(0.005)
+            super().finish(*args, **kwargs)
+
+    writer = Held(path, save_distributed=True)
+    torch_ckpt.save(state(number), storage_writer=writer, no_dist=True)
 
 
 def save_at(path: str, number: int, start: str) -> None:
