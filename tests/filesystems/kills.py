@@ -10,7 +10,7 @@ from .nodes import told
 from .trial import RECOVERY_SECONDS, Trial, save_until_done, scenario
 
 
-@scenario("a process is killed at any call, another node goes on", limit=300)
+@scenario("a process is killed at any call, another node goes on", limit=600)
 def killed_anywhere(trial: Trial) -> str:
     """At calls spread over the whole save; who looks and saves next is on the other node."""
     found: collections.Counter[str] = collections.Counter()

@@ -18,7 +18,7 @@ LOOKS = 10_000
 def two_savers(trial: Trial) -> str:
     """One wins, or both one after the other; who loses is told, and nothing is torn."""
     ends: collections.Counter[str] = collections.Counter()
-    wrong = []
+    wrong, lost = [], ""
     for number in range(16):
         path, size = f"{trial.folder}/{number // 8}", (0, 16)[number % 2]
         at, late = time.time() + 0.4, 0.03 * (number % 4)
@@ -38,6 +38,7 @@ def two_savers(trial: Trial) -> str:
                 wrong.append(f"round {number}: a saver is told {told(end)}")
         if not won:
             ends["none won"] += 1
+            lost = f"round {number}: " + " and ".join(told(end) for end in outcomes)
             continue
         ends["one won" if len(won) == 1 else "one after the other"] += 1
         for node in (trial.one, trial.other):
@@ -48,7 +49,7 @@ def two_savers(trial: Trial) -> str:
         if left:
             wrong.append(f"round {number} leaves {left}")
     assert not wrong, f"{len(wrong)} things wrong; {dict(ends)}; {wrong[0]}"
-    assert ends["none won"] < 4, dict(ends)
+    assert ends["none won"] < 4, f"{dict(ends)}; {lost}"
     return ", ".join(f"{count} x {what}" for what, count in ends.items())
 
 
