@@ -9,6 +9,7 @@
 #include "engine/staged_files.h"
 #include "engine/staging.h"
 #include "format/names.h"
+#include "os/patience.h"
 #include "os/probe.h"
 
 namespace torch_ckpt {
@@ -138,8 +139,22 @@ Result<PartSession> BeginPart(const std::string& target,
                            std::to_string(part.world_size) + " in run '" +
                            part.run_id + "' is no part of a save");
   }
+  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
+  // As in BeginSave: another node may have removed the place of this rank, and
+  // here it is remembered.
+  Patience patience(kPatience);
+  for (;;) {
+    Result<PartSession> session = PartSession::Begin(absolute, part);
+    const int error = session.status().sys_errno();
+    const bool late = error == ENOENT || error == ESTALE;
+    if (!late || !patience.Wait()) return session;
+  }
+}
+
+Result<PartSession> PartSession::Begin(const std::string& target,
+                                       const ManifestPart& part) {
   PartSession session;
-  TC_ASSIGN_OR_RETURN(session.target_, AbsolutePath(target));
+  session.target_ = target;
   if (BaseName(session.target_).empty()) {
     return InvalidArgument("cannot be a checkpoint").WithFile(session.target_);
   }

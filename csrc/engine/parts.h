@@ -51,6 +51,10 @@ class PartSession {
   friend Result<Manifest> CommitPart(PartSession* session,
                                      const CommitRequest& request);
   PartSession() = default;
+  // One try, at an absolute path.
+  static Result<PartSession> Begin(const std::string& target,
+                                   const ManifestPart& part);
+
   std::string target_, path_;
   DirectoryLock lock_;
   ManifestPart part_;

@@ -1,9 +1,12 @@
 #include <atomic>
+#include <cerrno>
+#include <string>
 
 #include "engine/merge_parts.h"
 #include "engine/parts.h"
 #include "engine/verify_job.h"
 #include "engine_test_util.h"
+#include "os/fault.h"
 
 namespace torch_ckpt {
 namespace {
@@ -281,6 +284,21 @@ TEST_F(PartsTest, ASecondSaveOfTheRankWaitsForNone) {
   // Nor may an ordinary save or recover take it for dead.
   EXPECT_EQ(BeginSave(Target(), true).status().kind(), ErrorKind::kConflict);
   EXPECT_EQ(RecoverDirectory(Target()).status().kind(), ErrorKind::kConflict);
+}
+
+// Another node has removed the rank's place, and this one remembers it.
+TEST_F(PartsTest, APlaceThatIsRemembered) {
+  for (const int error : {ENOENT, ESTALE}) {
+    int failed = 0;
+    SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      const bool looked = site.op == std::string("openat") &&
+                          site.path.ends_with(PartStageName(0));
+      return {.sys_errno = looked && ++failed <= 3 ? error : 0};
+    });
+    EXPECT_OK(BeginPart(Target(), PartOf(0, 2)).status());
+    SetFaultHook(nullptr);
+    EXPECT_GT(failed, 3);
+  }
 }
 
 TEST_F(PartsTest, AnAbandonedPartLeavesNothing) {
