@@ -255,17 +255,23 @@ Result<JoinedSave> JoinSave(const std::string& target,
       .WithFile(absolute);
 }
 
-Status SaveSession::CheckStillOurs() const {
-  const auto id = root().ReadFile(std::string(kSaveIdName), kMaxIdBytes);
-  if (!id.ok() && id.status().sys_errno() != ENOENT) return id.status();
+Result<bool> SaveSession::IsStillOurs() const {
+  TC_ASSIGN_OR_RETURN(const std::string id,
+                      root().ReadFile(std::string(kSaveIdName), kMaxIdBytes));
   TC_ASSIGN_OR_RETURN(const FileInfo held, staging_.Stat());
   TC_ASSIGN_OR_RETURN(const auto named, root().StatEntry(save_id_));
   TC_ASSIGN_OR_RETURN(const FileInfo place, root().Stat());
   TC_ASSIGN_OR_RETURN(const auto here, StatPathEntry(place_.root));
-  if (id.ok() && *id == save_id_ && named && named->SameFile(held) && here &&
-      here->SameFile(place)) {
-    return {};
-  }
+  return id == save_id_ && named && named->SameFile(held) && here &&
+         here->SameFile(place);
+}
+
+Status SaveSession::CheckStillOurs() const {
+  const Result<bool> ours = IsStillOurs();
+  if (ours.ok() && *ours) return {};
+  // Some file systems say ENOENT of what is open here and gone on the server.
+  const int error = ours.status().sys_errno();
+  if (!ours.ok() && error != ENOENT && error != ESTALE) return ours.status();
   return Conflict(
              "another save into this directory has begun since, or its "
              "staging directory was moved or replaced")

@@ -97,6 +97,7 @@ class SaveSession {
   // Steps 1 to 3 at place_, whose lock is lock_ then.
   Status Enter();
   Status NameInPlace() const;  // step 4
+  Result<bool> IsStillOurs() const;
   StagingPlace place_;
   DirectoryLock lock_;
   Directory staging_;

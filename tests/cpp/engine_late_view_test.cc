@@ -185,6 +185,30 @@ TEST_F(LateViewTest, ASaveWhosePlaceIsRemembered) {
   }
 }
 
+// sshfs asks by path, also for what is open: of what another node has removed
+// it says ENOENT.
+TEST_F(LateViewTest, AnOpenDirectoryThatIsGone) {
+  for (const int error : {ENOENT, ESTALE}) {
+    auto session = BeginSave(Path("c"), true);
+    ASSERT_OK(session.status());
+    CommitRequest request;
+    const std::string staging = session->place().path;
+    ASSERT_OK(WriteRanks(staging, Pieces(new_), {}, &request));
+    SetFaultHook([=](const FaultSite& site) -> FaultAction {
+      const bool gone =
+          site.op == std::string("openat")
+              ? site.path.starts_with(staging + "/")
+              : site.op == std::string("fstat") && site.path == staging;
+      return {.sys_errno = gone ? error : 0};
+    });
+    const Status saved = CommitSave(&*session, request).status();
+    SetFaultHook(nullptr);
+    EXPECT_EQ(saved.kind(), ErrorKind::kConflict) << saved.ToString();
+    EXPECT_NE(saved.message().find("another save"), std::string::npos);
+    ExpectHolds(old_);
+  }
+}
+
 TEST_F(LateViewTest, ANameThatLeadsNowhereForLong) {
   Fail("openat", "/.torch_ckpt-stage", ESTALE, 1000, /*shared=*/true);
   const Status saved = SaveAll(Path("c"), Pieces(new_)).status();
