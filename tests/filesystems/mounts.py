@@ -27,12 +27,17 @@ class Site:
 
 
 def mount_loop(
-    node: Node, folder: pathlib.Path, mkfs: str, where: pathlib.Path, sector: int = 512
+    node: Node,
+    folder: pathlib.Path,
+    mkfs: str,
+    where: pathlib.Path,
+    sector: int = 512,
+    size: str = VOLUME,
 ) -> None:
     """Make a file system in a new image and mount it; `sector` is the device's block size."""
     where.mkdir(parents=True, exist_ok=True)
     image = folder / f"{where.name}.img"
-    node.sh(f"rm -f {image} && truncate -s {VOLUME} {image}")
+    node.sh(f"rm -f {image} && truncate -s {size} {image}")
     device = node.sh(f"losetup --find --show --sector-size {sector} {image}").strip()
     try:
         node.sh(f"{mkfs} {device}")

@@ -110,7 +110,8 @@ class MooseFs(FileSystem):
         server, home = site.server, site.folder / "moosefs"
         for part in ("master", "chunks"):
             (home / part).mkdir(parents=True)
-        mount_loop(server, site.folder, "mkfs.xfs -q", home / "disk")
+        # It is slow to give back the room of what is removed.
+        mount_loop(server, site.folder, "mkfs.xfs -q", home / "disk", size="8G")
         server.sh(f"cp /var/lib/mfs/metadata.mfs.empty {home}/master/metadata.mfs")
         run_as = "WORKING_USER = root\nWORKING_GROUP = root\nNICE_LEVEL = 0\n"
         for name, text in {
