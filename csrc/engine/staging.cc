@@ -221,12 +221,17 @@ Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
   TC_RETURN_IF_ERROR(Directory::CreateAll(parent));
   // The place may go with the save that held it, and a commit may make T,
   // between our look and our lock; another node may see either late.
-  Patience patience(kPatience);
+  std::optional<Patience> patience;
   for (;;) {
     Result<SaveSession> session = SaveSession::Begin(absolute, overwrite);
     const int error = session.status().sys_errno();
     if (error != ENOENT && error != ESTALE) return session;
-    if (!patience.Wait()) {
+    if (!patience) {
+      const Result<Directory> above = Directory::Open(parent);
+      const bool shared = above.ok() && IsShared(*above);
+      patience.emplace(shared ? kNamePatience : kPatience);
+    }
+    if (!patience->Wait()) {
       const Status last = session.status();
       return Conflict(
                  "its staging directory keeps changing: another save is in "

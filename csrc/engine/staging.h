@@ -109,7 +109,8 @@ class SaveSession {
 // Steps 1 to 4. Creates missing parents of `target`. kUnsupported on a file
 // system that cannot write out of order or rename. kConflict when another save
 // holds the lock, or when overwrite is false and T holds a checkpoint. Where
-// the place changes under its hands it begins again, for kPatience.
+// the place changes under its hands it begins again, for kPatience; on a shared
+// file system, where another node may have removed it, for kNamePatience.
 Result<SaveSession> BeginSave(const std::string& target, bool overwrite);
 
 // For every other rank: the directory that the coordinator has made and the id

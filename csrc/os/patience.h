@@ -11,6 +11,9 @@ namespace torch_ckpt {
 
 // Most such caches hold for a second, NFS's for three and more.
 inline constexpr std::chrono::milliseconds kPatience{5000};
+// That a name was there sshfs remembers for 20 s. Only for what nobody waits
+// for in vain: a name that is to be made.
+inline constexpr std::chrono::milliseconds kNamePatience{30000};
 
 // One thread at a time.
 class Patience {

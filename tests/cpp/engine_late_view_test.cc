@@ -210,7 +210,7 @@ TEST_F(LateViewTest, AnOpenDirectoryThatIsGone) {
 }
 
 TEST_F(LateViewTest, ANameThatLeadsNowhereForLong) {
-  Fail("openat", "/.torch_ckpt-stage", ESTALE, 1000, /*shared=*/true);
+  Fail("openat", "/.torch_ckpt-stage", ESTALE, 1000, /*shared=*/false);
   const Status saved = SaveAll(Path("c"), Pieces(new_)).status();
   EXPECT_EQ(saved.kind(), ErrorKind::kConflict) << saved.ToString();
   SetFaultHook(nullptr);

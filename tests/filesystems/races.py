@@ -45,9 +45,10 @@ def two_savers(trial: Trial) -> str:
             found = trial.sooner_or_later(node, "load_any", path=path, numbers=won, mib=size)
             if "ok" not in found:
                 wrong.append(f"round {number}, acknowledged {won}: {node.name}: {told(found)}")
-        left = trial.other.call("leftovers", path=path)
-        if left:
-            wrong.append(f"round {number} leaves {left}")
+        try:
+            trial.nothing_left(path)
+        except AssertionError as error:
+            wrong.append(f"round {number}: {error}")
     assert not wrong, f"{len(wrong)} things wrong; {dict(ends)}; {wrong[0]}"
     assert ends["none won"] < 4, f"{dict(ends)}; {lost}"
     return ", ".join(f"{count} x {what}" for what, count in ends.items())
