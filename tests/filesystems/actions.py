@@ -192,7 +192,7 @@ def save_as_rank(path: str, number: int) -> None:
 
     import torch_ckpt
 
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     part = torch.full((16, 1024), number, dtype=torch.int32)

@@ -129,7 +129,7 @@ def fresh_view(trial: Trial) -> str:
     return f"{seen.get('not there', 0)} x not there, then 30 x whole"
 
 
-@scenario("saves by two nodes in turn", limit=120)
+@scenario("saves by two nodes in turn", limit=420)
 def in_turn(trial: Trial) -> str:
     """As of a job that comes back on other nodes: what one node has committed, the other one
     overwrites, and both load what is there."""
