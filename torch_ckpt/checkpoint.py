@@ -354,15 +354,14 @@ def _unlink_all(path: str, manifests: list[str], names: list[str]) -> list[str]:
     removed = []
     with _directory(path) as fd:
         for name in names:
-            try:
-                with _parent(name, fd) as (parent, last):
-                    os.unlink(last, dir_fd=parent)
-                    if parent != fd:
-                        os.fsync(parent)
-            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-                continue  # gone already, or somebody's directory: that is reported as left
-            removed.append(name)
-            _remove_empty_parents(name, fd)
+            # Gone already, or somebody's directory: that is reported as left.
+            gone_or_left = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+            with contextlib.suppress(*gone_or_left), _parent(name, fd) as (parent, last):
+                os.unlink(last, dir_fd=parent)
+                if parent != fd:
+                    os.fsync(parent)
+                removed.append(name)
+            _remove_empty_parents(name, fd)  # also those that a killed removal has left
         os.fsync(fd)
         for name in manifests:
             os.unlink(name, dir_fd=fd)

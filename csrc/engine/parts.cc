@@ -9,7 +9,6 @@
 #include "engine/staged_files.h"
 #include "engine/staging.h"
 #include "format/names.h"
-#include "os/patience.h"
 #include "os/probe.h"
 
 namespace torch_ckpt {
@@ -140,14 +139,16 @@ Result<PartSession> BeginPart(const std::string& target,
                            part.run_id + "' is no part of a save");
   }
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
-  // As in BeginSave: another node may have removed the place of this rank, and
-  // here it is remembered.
-  Patience patience(kPatience);
+  if (BaseName(absolute).empty()) {
+    return InvalidArgument("cannot be a checkpoint").WithFile(absolute);
+  }
+  TC_RETURN_IF_ERROR(Directory::CreateAll(absolute));
+  PlacePatience patience(absolute);
   for (;;) {
     Result<PartSession> session = PartSession::Begin(absolute, part);
-    const int error = session.status().sys_errno();
-    const bool late = error == ENOENT || error == ESTALE;
-    if (!late || !patience.Wait()) return session;
+    if (!PlacePatience::Changed(session.status()) || !patience.Wait()) {
+      return session;
+    }
   }
 }
 
@@ -155,13 +156,9 @@ Result<PartSession> PartSession::Begin(const std::string& target,
                                        const ManifestPart& part) {
   PartSession session;
   session.target_ = target;
-  if (BaseName(session.target_).empty()) {
-    return InvalidArgument("cannot be a checkpoint").WithFile(session.target_);
-  }
   session.part_ = part;
   const std::string name = PartStageName(part.rank);
   session.path_ = session.target_ + "/" + name;
-  TC_RETURN_IF_ERROR(Directory::CreateAll(session.target_));
   TC_ASSIGN_OR_RETURN(const Directory directory,
                       Directory::Open(session.target_));
   // Look before anything is made: a reader of a foreign directory must not see

@@ -219,20 +219,12 @@ Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
   const std::string parent = ParentPath(absolute);
   TC_RETURN_IF_ERROR(Directory::CreateAll(parent));
-  // The place may go with the save that held it, and a commit may make T,
-  // between our look and our lock; another node may see either late.
-  std::optional<Patience> patience;
+  PlacePatience patience(parent);
   for (;;) {
     Result<SaveSession> session = SaveSession::Begin(absolute, overwrite);
-    const int error = session.status().sys_errno();
-    if (error != ENOENT && error != ESTALE) return session;
-    if (!patience) {
-      const Result<Directory> above = Directory::Open(parent);
-      const bool shared = above.ok() && IsShared(*above);
-      patience.emplace(shared ? kNamePatience : kPatience);
-    }
-    if (!patience->Wait()) {
-      const Status last = session.status();
+    const Status& last = session.status();
+    if (!PlacePatience::Changed(last)) return session;
+    if (!patience.Wait()) {
       return Conflict(
                  "its staging directory keeps changing: another save is in "
                  "progress (" +
@@ -240,6 +232,19 @@ Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
           .WithFile(absolute);
     }
   }
+}
+
+bool PlacePatience::Wait() {
+  if (!patience_) {
+    const Result<Directory> above = Directory::Open(parent_);
+    const bool shared = above.ok() && IsShared(*above);
+    patience_.emplace(shared ? kNamePatience : kPatience);
+  }
+  return patience_->Wait();
+}
+
+bool PlacePatience::Changed(const Status& status) {
+  return status.sys_errno() == ENOENT || status.sys_errno() == ESTALE;
 }
 
 Result<JoinedSave> JoinSave(const std::string& target,
@@ -275,8 +280,9 @@ Status SaveSession::CheckStillOurs() const {
   const Result<bool> ours = IsStillOurs();
   if (ours.ok() && *ours) return {};
   // Some file systems say ENOENT of what is open here and gone on the server.
-  const int error = ours.status().sys_errno();
-  if (!ours.ok() && error != ENOENT && error != ESTALE) return ours.status();
+  if (!ours.ok() && !PlacePatience::Changed(ours.status())) {
+    return ours.status();
+  }
   return Conflict(
              "another save into this directory has begun since, or its "
              "staging directory was moved or replaced")

@@ -42,6 +42,7 @@
 #include <chrono>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "os/directory.h"
 #include "os/lock.h"
@@ -104,6 +105,23 @@ class SaveSession {
   std::string save_id_;
   bool overwrite_ = true;
   std::optional<FileInfo> manifest_;  // of T, at the begin
+};
+
+// How long the begin of a save is tried again: the place may go with the save
+// that held it, and a commit may make T, between a look and a lock; another
+// node may see either late.
+class PlacePatience {
+ public:
+  // The place lies in `parent`, which is looked at when there is need.
+  explicit PlacePatience(std::string parent) : parent_(std::move(parent)) {}
+  // As Patience::Wait.
+  bool Wait();
+  // Whether this is what a place says that has gone.
+  static bool Changed(const Status& status);
+
+ private:
+  std::string parent_;
+  std::optional<Patience> patience_;
 };
 
 // Steps 1 to 4. Creates missing parents of `target`. kUnsupported on a file

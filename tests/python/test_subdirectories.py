@@ -106,6 +106,12 @@ def test_what_leads_out_is_refused(tmp_path: Path, name: str) -> None:
     assert (path / SHARD).exists()
 
 
+def test_a_removal_that_was_killed_is_ended(path: Path) -> None:
+    (path / BELOW).unlink()
+    report = Checkpoint(path).remove()
+    assert (report.left, report.directory_removed) == ((), True)
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_save_replaces_it_and_remove_removes_it(path: Path, kept: bool) -> None:
     notes = path / "weights" / "notes"
