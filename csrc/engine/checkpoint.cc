@@ -11,6 +11,7 @@
 #include "engine/scan.h"
 #include "format/names.h"
 #include "format/sharding_info.h"
+#include "os/path.h"
 #include "os/patience.h"
 #include "os/probe.h"
 #include "runtime/crc32c.h"

@@ -12,6 +12,7 @@
 #include "engine/staged_files.h"
 #include "format/hf_index.h"
 #include "format/names.h"
+#include "os/path.h"
 
 namespace torch_ckpt {
 namespace {

@@ -9,6 +9,7 @@
 #include "engine/staged_files.h"
 #include "engine/staging.h"
 #include "format/names.h"
+#include "os/path.h"
 #include "os/probe.h"
 
 namespace torch_ckpt {

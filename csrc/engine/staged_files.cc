@@ -5,6 +5,7 @@
 #include <set>
 
 #include "format/names.h"
+#include "os/path.h"
 #include "runtime/crc32c.h"
 #include "runtime/workers.h"
 

@@ -8,6 +8,7 @@
 #include "engine/journal.h"
 #include "engine/parts.h"
 #include "format/names.h"
+#include "os/path.h"
 #include "os/probe.h"
 #include "runtime/crc32c.h"
 

@@ -15,6 +15,7 @@
 
 #include "os/call.h"
 #include "os/lock_holder.h"
+#include "os/path.h"
 #include "os/patience.h"
 
 namespace torch_ckpt {

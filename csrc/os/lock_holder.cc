@@ -15,6 +15,7 @@
 
 #include "os/call.h"
 #include "os/directory.h"
+#include "os/path.h"
 
 namespace torch_ckpt {
 namespace {

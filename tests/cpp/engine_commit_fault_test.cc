@@ -9,6 +9,7 @@
 #include "engine/journal.h"
 #include "engine/staged_files.h"
 #include "engine_commit_test_util.h"
+#include "os/path.h"
 
 #ifdef TORCH_CKPT_FAULTS
 

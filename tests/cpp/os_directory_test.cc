@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "os/directory.h"
+#include "os/path.h"
 #include "os_test_util.h"
 
 namespace torch_ckpt {
