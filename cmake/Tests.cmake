@@ -81,6 +81,7 @@ add_executable(
   tests/cpp/engine_parts_test.cc
   tests/cpp/engine_random_test.cc
   tests/cpp/engine_read_job_test.cc
+  tests/cpp/engine_remove_test.cc
   tests/cpp/engine_ring_test.cc
   tests/cpp/engine_scan_test.cc
   tests/cpp/engine_stage_job_test.cc

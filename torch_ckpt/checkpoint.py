@@ -14,12 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from torch_ckpt import _core
-from torch_ckpt.errors import (
-    CheckpointError,
-    ConflictError,
-    IncompleteError,
-    InvalidArgumentError,
-)
+from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
 from torch_ckpt.jobs import Job, OpenedCheckpoint, SaveSession
 from torch_ckpt.progress import Progress, run_job
 
@@ -260,19 +255,10 @@ class Checkpoint:
         Raises IncompleteError for a directory without a manifest (nothing says which files belong
         to a checkpoint there), ConflictError while a save into it is in progress.
         """
-        if os.path.islink(self.path):
-            raise InvalidArgumentError(
-                "is a symbolic link; remove the checkpoint that it points to", file=self.path
-            )
-        self.recover()
-        # Before the lock, which would create a directory that does not exist.
-        _core.call({"op": "manifest", "path": self.path})
-        with locked(self.path):
-            # Read under the lock: no save can replace what we are about to remove.
-            answer = _core.call({"op": "manifest", "path": self.path})
-            names = [file["name"] for file in answer["files"]]
-            removed = _unlink_all(self.path, answer["manifests"], names)
-        return _remove_directory(self.path, removed)
+        answer = _core.call({"op": "remove", "path": self.path})
+        return RemoveReport(
+            tuple(answer["removed"]), tuple(answer["left"]), answer["directory_removed"]
+        )
 
 
 def _path(name: str, text: str | None) -> tuple[str | int, ...]:
@@ -310,75 +296,3 @@ def locked(path: str) -> Iterator[None]:
         yield
     finally:
         session.end()
-
-
-@contextlib.contextmanager
-def _directory(path: str, below: int | None = None) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=below)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _parent(name: str, below: int) -> Iterator[tuple[int, str]]:
-    """The directory that holds `name`, a path below `below`, and the last part of it. No link is
-    followed."""
-    first, slash, rest = name.partition("/")
-    if not slash:
-        yield below, name
-        return
-    with _directory(first, below) as fd, _parent(rest, fd) as found:
-        yield found
-
-
-def _remove_empty_parents(name: str, below: int) -> None:
-    while "/" in name:
-        name = name.rpartition("/")[0]
-        try:
-            with _parent(name, below) as (parent, last):
-                os.rmdir(last, dir_fd=parent)
-                os.fsync(parent)
-        except OSError:
-            return  # holds files of others; what is left is reported
-
-
-def _unlink_all(path: str, manifests: list[str], names: list[str]) -> list[str]:
-    """Unlink `names`, durably, and then `manifests`; returns those that were there.
-
-    Without a manifest what is left of the files would be read for a whole checkpoint of somebody
-    else's. A name may be a path below the directory: the core has refused any that leads out of
-    it. The subdirectories that are empty then go too.
-    """
-    removed = []
-    with _directory(path) as fd:
-        for name in names:
-            # Gone already, or somebody's directory: that is reported as left.
-            gone_or_left = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-            with contextlib.suppress(*gone_or_left), _parent(name, fd) as (parent, last):
-                os.unlink(last, dir_fd=parent)
-                if parent != fd:
-                    os.fsync(parent)
-                removed.append(name)
-            _remove_empty_parents(name, fd)  # also those that a killed removal has left
-        os.fsync(fd)
-        for name in manifests:
-            os.unlink(name, dir_fd=fd)
-            removed.append(name)
-        os.fsync(fd)
-    return removed
-
-
-def _remove_directory(path: str, removed: list[str]) -> RemoveReport:
-    gone = False
-    # Kept where it holds files of others, is a mount point, or stands in a directory that we may
-    # not write. The checkpoint is gone all the same, and the report says what is left.
-    with contextlib.suppress(OSError):
-        os.rmdir(path)
-        gone = True
-    if gone:
-        with _directory(os.path.dirname(path)) as fd:
-            os.fsync(fd)
-    left = [] if gone else sorted(os.listdir(path))
-    return RemoveReport(tuple(removed), tuple(left), gone)

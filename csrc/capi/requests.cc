@@ -188,6 +188,7 @@ Handler FindHandler(const std::string& op) {
       {"merge_part", MergePartRequest},
       {"open", OpenRequest},
       {"recover", RecoverRequest},
+      {"remove", RemoveRequest},
       {"stage_extras", StageExtrasRequest},
       {"refuse_ring", RefuseRingRequest},
       {"stage_final", StageFinalRequest},

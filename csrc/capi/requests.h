@@ -70,6 +70,7 @@ Result<Json> BeginPartRequest(const Json& request);
 Result<Json> CommitPartRequest(const Json& request);
 Result<Json> EndPartRequest(const Json& request);
 Result<Json> RecoverRequest(const Json& request);
+Result<Json> RemoveRequest(const Json& request);
 // final_requests.cc
 Result<Json> CheckFinalRequest(const Json& request);
 Result<Json> StageFinalRequest(const Json& request);

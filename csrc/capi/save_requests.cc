@@ -4,6 +4,7 @@
 #include "capi/sessions.h"
 #include "engine/commit.h"
 #include "engine/previous.h"
+#include "engine/remove.h"
 #include "format/json.h"
 
 namespace torch_ckpt::capi {
@@ -173,6 +174,14 @@ Result<Json> RecoverRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
   TC_ASSIGN_OR_RETURN(const bool acted, RecoverDirectory(path));
   return Json{{"recovered", acted}};
+}
+
+Result<Json> RemoveRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
+  TC_ASSIGN_OR_RETURN(const RemovedCheckpoint gone, RemoveCheckpoint(path));
+  return Json{{"removed", gone.removed},
+              {"left", gone.left},
+              {"directory_removed", gone.directory}};
 }
 
 }  // namespace torch_ckpt::capi

@@ -56,6 +56,7 @@ Result<Previous> ReadPrevious(const Directory& target) {
   if (text.ok()) {
     Result<Manifest> parsed = ParseManifest(AsBytes(*text));
     if (!parsed.ok()) return parsed.status().WithFile(target.Join(name));
+    previous.manifest = true;
     previous.files = std::move(parsed->files);
   } else if (text.status().sys_errno() != ENOENT) {
     return text.status();

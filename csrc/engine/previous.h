@@ -13,6 +13,7 @@ namespace torch_ckpt {
 // What stands in T now by our manifests, those of parts included.
 struct Previous {
   std::vector<ManifestFile> files;  // every name once
+  bool manifest = false;            // whether there is one of the whole
   std::vector<std::string> part_manifests;
 };
 Result<Previous> ReadPrevious(const Directory& target);

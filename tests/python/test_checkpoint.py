@@ -274,42 +274,43 @@ def test_remove_of_an_interrupted_commit(path: Path) -> None:
     assert not path.exists()
 
 
-def test_killed_while_removing_is_incomplete_and_removed_again(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A file that is whole by itself, so that the rest would do for a foreign directory.
+@pytest.mark.usefixtures("fault_points")
+def test_killed_while_removing_is_incomplete_and_removed_again(path: Path) -> None:
+    # Files that are whole by themselves, so that the rest would do for a foreign directory.
+    mapping = {"a": 1, "b": 2}
     torch_ckpt.save(
         {"a": torch.ones(3), "b": torch.ones(4)},
-        storage_writer=torch_ckpt.HuggingFaceStorageWriter(path, {"a": 1, "b": 2}),
+        storage_writer=torch_ckpt.HuggingFaceStorageWriter(path, mapping),
         no_dist=True,
     )
-    unlink = os.unlink
-    files = len(os.listdir(path))
-    for survives in range(1, files):
-        copy = Path(shutil.copytree(path, path.with_name(f"copy{survives}")))
-        calls = 0
-
-        def killed(name: str, **where: int) -> None:
-            nonlocal calls
-            calls += 1
-            if calls > survives:  # noqa: B023 - called before the next round
-                raise KeyboardInterrupt
-            unlink(name, **where)
-
-        monkeypatch.setattr(os, "unlink", killed)
-        with pytest.raises(KeyboardInterrupt):
-            Checkpoint(copy).remove()
-        monkeypatch.undo()
-        assert (copy / "torch_ckpt.json").exists()
-        with pytest.raises(torch_ckpt.IncompleteError):
-            torch_ckpt.load({"a": torch.zeros(3)}, checkpoint_id=copy, no_dist=True)
-        assert Checkpoint(copy).remove().directory_removed
-    # A new save may come instead; the lock is free.
-    monkeypatch.setattr(os, "unlink", killed)
-    with pytest.raises(KeyboardInterrupt):
-        Checkpoint(path).remove()
-    monkeypatch.undo()
-    torch_ckpt.save({"new": torch.zeros(3)}, checkpoint_id=path)
+    code = (
+        "import sys; from torch_ckpt.checkpoint import Checkpoint; Checkpoint(sys.argv[1]).remove()"
+    )
+    kept = killed = 0
+    while killed == kept:
+        copy = Path(shutil.copytree(path, path.with_name(f"copy{kept}")))
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(copy)],
+            # Beside it, a name of this save and of its probe are unlinked before.
+            env={**os.environ, "TORCH_CKPT_FAULTS": f"unlinkat:{kept + 1}:kill"},
+            check=False,
+        )
+        kept += 1
+        if done.returncode == 0:
+            assert not copy.exists()
+            break
+        assert done.returncode == -signal.SIGKILL
+        killed += 1
+        if (copy / "torch_ckpt.json").exists() and len(list(copy.glob("*.safetensors"))) < 2:
+            with pytest.raises(torch_ckpt.IncompleteError):
+                torch_ckpt.load({"a": torch.zeros(3)}, checkpoint_id=copy, no_dist=True)
+        if copy.exists() and os.listdir(copy):
+            try:
+                assert Checkpoint(copy).remove().directory_removed
+            except torch_ckpt.IncompleteError:  # the manifest was the last to go
+                assert not list(copy.glob("*.safetensors"))
+                torch_ckpt.save({"new": torch.zeros(3)}, checkpoint_id=copy)
+    assert killed > 4
 
 
 def test_no_torch_is_needed(path: Path) -> None:

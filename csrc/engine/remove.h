@@ -1,0 +1,35 @@
+// Removing a checkpoint.
+//
+//  1. A commit that was interrupted is carried out, and the lock of a save is
+//     taken.
+//  2. The files that the manifest names are unlinked, and the subdirectories
+//     that this leaves empty removed; all that is synced.
+//  3. The manifest is unlinked, or those of all parts, and the directory
+//     synced.
+//  4. The lock goes, and then the directory, if nothing of others is in it.
+//
+// Crash argument: until step 3 there is a manifest, by which what is left is
+// incomplete, for every reader, and can be removed again. Without one the rest
+// of the files would be taken for a whole checkpoint of somebody else's.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+
+namespace torch_ckpt {
+
+struct RemovedCheckpoint {
+  std::vector<std::string> removed;  // files that were there, manifests last
+  std::vector<std::string> left;     // what is in the directory still
+  bool directory = false;            // whether that was empty and is gone too
+};
+
+// Steps 1 to 4, of a damaged checkpoint too. No link is followed: one that has
+// a file's name goes itself. A directory that has one stays, with what is in
+// it. kInvalidArgument where `path` itself is a link; kIncomplete, and nothing
+// is done, where there is no manifest; kConflict while a save is in progress.
+Result<RemovedCheckpoint> RemoveCheckpoint(const std::string& path);
+
+}  // namespace torch_ckpt
