@@ -246,6 +246,18 @@ Result<File> Checkpoint::LookForFile(const std::string& name,
   return Incomplete("is missing").WithFile(directory_->Join(name));
 }
 
+Status Checkpoint::CheckUnchanged(uint32_t file) const {
+  if (file >= seen_.size()) return {};
+  const std::string& name = files()[file].name;
+  TC_ASSIGN_OR_RETURN(const auto now, directory_->StatName(name));
+  if (now && now->bytes == seen_[file].bytes &&
+      now->modified_ns == seen_[file].modified_ns) {
+    return {};
+  }
+  return Conflict("has changed since the checkpoint was opened")
+      .WithFile(directory_->Join(name));
+}
+
 Status Checkpoint::CheckFiles() const {
   return ForEachItem(kCheckThreads, static_cast<int64_t>(files().size()),
                      nullptr, [&](int64_t f, int) -> Status {
@@ -336,6 +348,7 @@ Status Checkpoint::LoadForeign() {
   hulls_ = std::move(scan.hulls);
   beside_ = std::move(scan.beside);
   identity_ = std::move(scan.identity);
+  seen_ = std::move(scan.infos);
   return {};
 }
 
@@ -351,6 +364,7 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Renamed(
   renamed->hulls_ = hulls_;
   renamed->beside_ = beside_;
   renamed->identity_ = identity_;
+  renamed->seen_ = seen_;
   renamed->Index();
   return std::shared_ptr<const Checkpoint>(std::move(renamed));
 }

@@ -80,6 +80,10 @@ class Checkpoint {
   // Ok when every file is there, as OpenFile finds it. For who wants to know
   // before he reads: readers hear of each when they open it.
   Status CheckFiles() const;
+  // Of a directory without a manifest, whose files have neither id nor digests:
+  // kConflict when that one is not what it was when its header was read. Ok for
+  // any other.
+  Status CheckUnchanged(uint32_t file) const;
   // A whole file with its digests checked. For files of the manifest.
   Result<std::string> ReadWhole(const std::string& name) const;
   // Does `step`, which reads files of this checkpoint. What it finds missing,
@@ -130,6 +134,7 @@ class Checkpoint {
   mutable std::atomic<bool> believes_{false};      // what is missing or wrong
   std::vector<std::string> hulls_, beside_;
   std::string identity_;
+  std::vector<FileInfo> seen_;  // without a manifest: of files(), at the scan
 };
 
 // Errors: kIncomplete when there is no checkpoint or a part of it is missing,

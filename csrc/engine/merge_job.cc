@@ -90,6 +90,7 @@ class Merger {
   }
 
   Status CheckInputs(Job* job) {
+    TC_RETURN_IF_ERROR(files_.CheckUnchanged());
     return plan_.options_.verify
                ? digests_.Check(*plan_.checkpoint_, &files_, job)
                : plan_.checkpoint_->CheckCurrent();

@@ -81,6 +81,15 @@ void OpenFiles::Forget(uint32_t file) {
   slot->source.reset();
 }
 
+Status OpenFiles::CheckUnchanged() const {
+  for (size_t file = 0; file < slots_.size(); ++file) {
+    if (!slots_[file].known) continue;
+    TC_RETURN_IF_ERROR(
+        checkpoint_->CheckUnchanged(static_cast<uint32_t>(file)));
+  }
+  return {};
+}
+
 Status OpenFiles::Read(uint32_t file,
                        const std::function<Status(const ByteSource&)>& step) {
   bool again = false;

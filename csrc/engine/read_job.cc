@@ -267,6 +267,7 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
         job->AddDone(done);
         return {};
       }));
+  TC_RETURN_IF_ERROR(files.CheckUnchanged());
   report.bytes_read = read;
   report.bytes_verified = verified;
   return report;

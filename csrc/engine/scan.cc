@@ -19,29 +19,35 @@ namespace {
 
 constexpr int kScanThreads = 4;
 
-// With `identity`, adds to it what the files are.
+// `infos`: what the files are before that.
 Result<std::vector<NamedHeader>> ReadHeaders(
     const Directory& directory, const std::vector<std::string>& names,
-    uint32_t* identity = nullptr) {
+    std::vector<FileInfo>* infos) {
   std::vector<NamedHeader> headers(names.size());
-  std::vector<FileInfo> infos(names.size());
+  infos->resize(names.size());
   TC_RETURN_IF_ERROR(ForEachItem(
       kScanThreads, static_cast<int64_t>(names.size()), nullptr,
       [&](int64_t item, int) -> Status {
         const auto i = static_cast<size_t>(item);
         TC_ASSIGN_OR_RETURN(const File file, directory.OpenFile(names[i], {}));
-        TC_ASSIGN_OR_RETURN(infos[i], file.Stat());
+        TC_ASSIGN_OR_RETURN((*infos)[i], file.Stat());
         TC_ASSIGN_OR_RETURN(headers[i].file, ReadFileHeader(file));
         headers[i].name = names[i];
         headers[i].position = static_cast<uint32_t>(i);
         return {};
       }));
-  for (size_t i = 0; identity && i < names.size(); ++i) {
+  return headers;
+}
+
+std::string IdentityOf(const std::vector<std::string>& names,
+                       const std::vector<FileInfo>& infos) {
+  uint32_t crc = 0;
+  for (size_t i = 0; i < names.size(); ++i) {
     const std::string said = names[i] + "/" + std::to_string(infos[i].bytes) +
                              "/" + std::to_string(infos[i].modified_ns) + "/";
-    *identity = Crc32c(*identity, said.data(), said.size());
+    crc = Crc32c(crc, said.data(), said.size());
   }
-  return headers;
+  return "files " + std::to_string(crc);
 }
 
 // The index and the headers of its files must name the same tensors.
@@ -245,10 +251,9 @@ Result<ScanResult> ScanDirectory(const Directory& directory) {
     Status whole = CheckNumbers(read);
     if (!whole.ok()) return std::move(whole).WithFile(directory.path());
   }
-  uint32_t identity = 0;
   TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> headers,
-                      ReadHeaders(directory, read, &identity));
-  result.identity = "files " + std::to_string(identity);
+                      ReadHeaders(directory, read, &result.infos));
+  result.identity = IdentityOf(read, result.infos);
   Result<CatalogBuilder> catalog =
       BuildCatalog(headers, BoxProof::kTiling, &result.hulls);
   if (!catalog.ok()) return catalog.status().WithFile(directory.path());
@@ -268,8 +273,9 @@ Result<ScanResult> ScanDirectory(const Directory& directory) {
     Status status = CheckIndex(*list.index, *catalog, read);
     for (const auto* files : unindexed) {
       if (!status.ok() || files->empty()) continue;
+      std::vector<FileInfo> infos;
       TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> read_headers,
-                          ReadHeaders(directory, *files));
+                          ReadHeaders(directory, *files, &infos));
       Result<CatalogBuilder> of_files = BuildCatalog(read_headers);
       if (!of_files.ok()) return of_files.status().WithFile(directory.path());
       status = CheckAgree(*catalog, *of_files, *files);

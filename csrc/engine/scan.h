@@ -19,6 +19,7 @@ struct ScanResult {
   std::vector<std::string> hulls;
   // Data files that are no part of the checkpoint: neither opened nor read.
   std::vector<std::string> beside;
+  std::vector<FileInfo> infos;  // of `files`, before their headers were read
   // Of the names, sizes and times of the files that are: who sees another one
   // sees other files.
   std::string identity;

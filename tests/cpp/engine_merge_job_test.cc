@@ -1,6 +1,9 @@
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "engine/header_io.h"
 #include "engine/merge_job.h"
@@ -243,6 +246,39 @@ TEST_F(MergeJobTest, HeadersAreReadOnce) {
   ASSERT_EQ(reads.size(), 10u);
   for (const auto& [path, count] : reads) EXPECT_EQ(count, 4) << path;
   for (const auto& [path, count] : opened) EXPECT_EQ(count, 2) << path;
+}
+
+// Nothing in such files says which save they are of: one that is written anew
+// while it is read would make a mixture of two.
+TEST_F(MergeJobTest, AForeignFileThatChangesMeanwhileIsAConflict) {
+  const Array old = MakeArray(Dtype::kF32, {10, 6}, 1);
+  const Array fresh = MakeArray(Dtype::kF32, {10, 6}, 2);
+  std::filesystem::create_directory(Path("in"));
+  const std::string file = Path("in/") + ShardFileName(0, 1, 1);
+  const auto write = [&](const Array& a) {
+    WriteForeign(file, {ForeignBox("a", a, {{0, 0}, {10, 6}})});
+  };
+  for (const bool merge : {false, true}) {
+    write(old);
+    // File times may be as coarse as this.
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    std::atomic<int> opens = 0;
+    SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      // Once for the header, and once for the data, which come next.
+      if (site.op == std::string("openat") && site.path == file &&
+          ++opens == 2) {
+        write(fresh);
+      }
+      return {};
+    });
+    const Status status = merge ? Merge(Path("in"), Path("out")).status()
+                                : ReadAll(Path("in")).status();
+    SetFaultHook(nullptr);
+    EXPECT_EQ(opens, 2);
+    EXPECT_EQ(status.kind(), ErrorKind::kConflict) << status.ToString();
+    EXPECT_EQ(status.file(), file);
+    EXPECT_FALSE(std::filesystem::exists(Path("out")));
+  }
 }
 #endif
 
