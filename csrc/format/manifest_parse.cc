@@ -351,9 +351,10 @@ Status CheckFiles(const Manifest& manifest) {
   }
   if (catalogs > 1 || indexes > 1)
     return Corrupt("more than one catalog or index");
-  if (const auto twin = FindDuplicate(names))
-    return Corrupt("named twice").WithFile(std::string(*twin));
   std::sort(names.begin(), names.end());
+  const auto twin = std::adjacent_find(names.begin(), names.end());
+  if (twin != names.end())
+    return Corrupt("named twice").WithFile(std::string(*twin));
   for (const std::string_view name : names) {
     for (size_t at = name.find('/'); at != name.npos;
          at = name.find('/', at + 1)) {

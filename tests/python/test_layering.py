@@ -40,7 +40,6 @@ SYSTEM_HEADER = re.compile(r"^(sys|linux|asm)/|^(unistd|fcntl|dlfcn|poll|dirent)
 SYSTEM_EXCEPTIONS = {
     "runtime/crc32c.cc": {"asm/hwcap.h", "sys/auxv.h"},  # what the CPU can, no call
     "runtime/cuda_driver.cc": {"dlfcn.h"},  # the driver is there or not
-    "format/names.cc": {"unistd.h"},  # getentropy, which touches no file
 }
 
 
