@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_ckpt.errors import InvalidArgumentError, error_from
 
-OBJECT = 2  # a leaf that is no tensor: EntryKind in csrc/format/catalog.h
+OBJECT = "2"  # a leaf that is no tensor: EntryKind in csrc/format/catalog.h
 
 _PATH = pathlib.Path(__file__).with_name("libtorch_ckpt_core.so")
 
@@ -53,6 +53,28 @@ def names_text(names: list[str]) -> str | list[str]:
     parse; as a list where one of them has a line break itself, or there are none."""
     text = "\n".join(names)
     return text if text.count("\n") == len(names) - 1 else names
+
+
+def describe(which: dict[str, Any], *, whole: bool) -> dict[str, Any]:
+    """What the checkpoint holds that `which` names, by its "path" or by its number.
+
+    names, paths (None where a name is the path): of all entries, in one order.
+    kinds: a character for each, OBJECT for those that are no tensors.
+    types: [dtype, shape, bytes], each once; type_of: the place in it, for each entry.
+    holders: for each object the place of its file in `files`.
+    files: those of objects only, and placements empty, without `whole`; with it all files, and for
+        each tensor its boxes.
+    """
+    answer: dict[str, Any] = call({"op": "describe", "whole": whole, **which})
+    if isinstance(answer["names"], str):
+        answer["names"] = answer["names"].split("\n")
+    return answer
+
+
+def objects_of(described: dict[str, Any]) -> list[str]:
+    """The names of the entries that are no tensors."""
+    columns = zip(described["names"], described["kinds"], strict=True)
+    return [name for name, kind in columns if kind == OBJECT]
 
 
 def call(request: dict[str, Any]) -> Any:

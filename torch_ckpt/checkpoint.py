@@ -152,17 +152,15 @@ class Checkpoint:
             if not self._holds(_JOURNAL) and self._agrees_with_manifest():
                 return True
             # A journal, parts, or files that are missing or changed: as readers see it.
-            source: str = self._described(placements=False)["source"]
+            source: str = self._described(whole=False)["source"]
         except IncompleteError:
             return False
         except CheckpointError:
             return self._holds(_MANIFEST) or self._holds(_JOURNAL)
         return source == "manifest"
 
-    def _described(self, *, placements: bool) -> dict[str, Any]:
-        request = {"op": "describe", "path": self.path, "check_files": True}
-        answer: dict[str, Any] = _core.call({**request, "placements": placements})
-        return answer
+    def _described(self, *, whole: bool) -> dict[str, Any]:
+        return _core.describe({"path": self.path, "check_files": True}, whole=whole)
 
     def _holds(self, name: str) -> bool:
         return os.path.exists(os.path.join(self.path, name))
@@ -189,7 +187,7 @@ class Checkpoint:
         when there is no checkpoint or a part of it is missing, CorruptError, ConflictError for
         overlapping shards or while it is being replaced, OSError.
         """
-        answer = self._described(placements=True)
+        answer = self._described(whole=True)
         tensors, objects = _entries(answer)
         files = tuple(FileInfo(**file) for file in answer["files"])
         return Description(
@@ -267,20 +265,20 @@ def _path(name: str, text: str | None) -> tuple[str | int, ...]:
 
 def _entries(answer: dict[str, Any]) -> tuple[tuple[TensorInfo, ...], tuple[ObjectInfo, ...]]:
     files = [file["name"] for file in answer["files"]]
-    columns = ("names", "kinds", "dtypes", "shapes", "bytes", "paths", "placements")
+    columns = ("names", "kinds", "type_of", "paths")
+    holders, of_tensors = iter(answer["holders"]), iter(answer["placements"])
     tensors, objects = [], []
-    for name, kind, dtype, shape, size, path, parts in zip(
-        *(answer[column] for column in columns), strict=True
-    ):
+    for name, kind, at, path in zip(*(answer[column] for column in columns), strict=True):
         if kind == _core.OBJECT:
-            objects.append(ObjectInfo(name, files[parts[0]["file"]], _path(name, path)))
+            objects.append(ObjectInfo(name, files[next(holders)], _path(name, path)))
             continue
         placements = tuple(
             Placement(
                 files[part["file"]], part["offset"], tuple(part["offsets"]), tuple(part["sizes"])
             )
-            for part in parts
+            for part in next(of_tensors)
         )
+        dtype, shape, size = answer["types"][at]
         alias_of = answer["aliases"].get(name)
         tensors.append(
             TensorInfo(name, dtype, tuple(shape), size, _path(name, path), placements, alias_of)

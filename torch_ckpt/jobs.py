@@ -163,16 +163,16 @@ class OpenedCheckpoint:
     def __reduce__(self) -> Any:
         raise TypeError("an opened checkpoint cannot be pickled")
 
-    def describe(self, *, placements: bool) -> dict[str, Any]:
-        """What it holds, as the core's "describe" says it; with the boxes of tensors or without."""
-        request = {"op": "describe", "checkpoint": self.id, "placements": placements}
-        return _core.call(request)  # type: ignore[no-any-return]
+    def describe(self, *, whole: bool = False) -> dict[str, Any]:
+        """What it holds, as `_core.describe` says it."""
+        return _core.describe({"checkpoint": self.id}, whole=whole)
 
     def dtypes(self) -> dict[str, str]:
         """The dtype of every tensor by its name, as safetensors calls it ("BF16")."""
-        answer = self.describe(placements=False)
-        columns = zip(answer["names"], answer["kinds"], answer["dtypes"], strict=True)
-        return {name: dtype for name, kind, dtype in columns if kind != _core.OBJECT}
+        answer = self.describe()
+        columns = zip(answer["names"], answer["kinds"], answer["type_of"], strict=True)
+        types = answer["types"]
+        return {name: types[at][0] for name, kind, at in columns if kind != _core.OBJECT}
 
 
 class _Session:

@@ -1,4 +1,7 @@
 // Requests about a checkpoint that is there: open, close, describe, verify.
+#include <algorithm>
+#include <unordered_map>
+
 #include "capi/checkpoints.h"
 #include "engine/stored_box.h"
 #include "engine/verify_job.h"
@@ -26,6 +29,43 @@ Result<Json> PlacementsJson(const Checkpoint& checkpoint, uint32_t entry) {
     }
   }
   return boxes;
+}
+
+// The dtypes and shapes that tensors have, each once: of thousands of tensors
+// most are alike.
+struct Types {
+  // [dtype, shape, bytes], ...
+  Json list = Json::array();
+
+  size_t Find(const CatalogEntry& entry) {
+    key_.assign(1, static_cast<char>(entry.dtype));
+    for (const int64_t size : entry.shape) {
+      key_.append(reinterpret_cast<const char*>(&size), sizeof size);
+    }
+    const auto [it, fresh] = places_.try_emplace(key_, list.size());
+    if (fresh) {
+      const Result<uint64_t> bytes = ByteSize(entry.dtype, entry.shape);
+      list.push_back({DtypeName(entry.dtype), DimsJson(entry.shape),
+                      bytes.ok() ? *bytes : 0});
+    }
+    return it->second;
+  }
+
+ private:
+  std::string key_;
+  std::unordered_map<std::string, size_t> places_;
+};
+
+// As GetNames reads them: one text with a name a line, where that can be.
+Json NamesJson(const std::vector<std::string_view>& names) {
+  if (names.empty()) return Json::array();
+  std::string text;
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (names[i].find('\n') != std::string_view::npos) return names;
+    if (i > 0) text += '\n';
+    text += names[i];
+  }
+  return text;
 }
 
 }  // namespace
@@ -57,37 +97,43 @@ Result<Json> DescribeRequest(const Json& request) {
   if (GetBool(request, "check_files", false)) {
     TC_RETURN_IF_ERROR(checkpoint->CheckFiles());
   }
+  const bool whole = GetBool(request, "whole", false);
   const Catalog& catalog = checkpoint->catalog();
-  Json names = Json::array(), kinds = Json::array(), dtypes = Json::array(),
-       shapes = Json::array(), paths = Json::array(), parts = Json::array(),
-       sizes = Json::array(), aliases = Json::object();
-  const bool with_parts = GetBool(request, "placements", false);
-  for (uint32_t i = 0; i < catalog.entries().size(); ++i) {
-    const CatalogEntry& entry = catalog.entries()[i];
-    const bool is_object = entry.kind == EntryKind::kObject;
-    names.push_back(entry.name);
-    kinds.push_back(static_cast<int>(entry.kind));
-    dtypes.push_back(DtypeName(entry.dtype));
-    shapes.push_back(DimsJson(entry.shape));
-    const Result<uint64_t> size = ByteSize(entry.dtype, entry.shape);
-    sizes.push_back(!is_object && size.ok() ? *size : 0);
-    if (entry.kind == EntryKind::kAlias) {
-      aliases[std::string(entry.name)] = entry.alias_of;
-    }
-    paths.push_back(entry.path.empty() ? Json() : Json(entry.path));
-    if (is_object) {
-      parts.push_back({{{"file", entry.file}}});
-    } else if (with_parts) {
-      TC_ASSIGN_OR_RETURN(parts.emplace_back(), PlacementsJson(*checkpoint, i));
-    } else {
-      parts.push_back(nullptr);
-    }
-  }
+  const size_t count = catalog.entries().size();
+  // Files are thousands, and who loads wants those of objects only.
   Json files = Json::array();
-  for (const ManifestFile& file : checkpoint->files()) {
+  std::vector<size_t> place(checkpoint->files().size());
+  for (size_t i = 0; i < place.size(); ++i) {
+    const ManifestFile& file = checkpoint->files()[i];
+    if (!whole && file.role != FileRole::kObjects) continue;
+    place[i] = files.size();
     files.push_back({{"name", file.name},
                      {"role", RoleName(file.role)},
                      {"bytes", file.bytes}});
+  }
+  Types types;
+  std::vector<std::string_view> names;
+  names.reserve(count);
+  std::string kinds;
+  std::vector<size_t> type_of;
+  type_of.reserve(count);
+  Json paths = Json::array(), placements = Json::array(),
+       holders = Json::array(), aliases = Json::object();
+  for (uint32_t i = 0; i < count; ++i) {
+    const CatalogEntry& entry = catalog.entries()[i];
+    names.push_back(entry.name);
+    kinds += static_cast<char>('0' + static_cast<int>(entry.kind));
+    type_of.push_back(types.Find(entry));
+    paths.push_back(entry.path.empty() ? Json() : Json(entry.path));
+    if (entry.kind == EntryKind::kAlias) {
+      aliases[std::string(entry.name)] = entry.alias_of;
+    }
+    if (entry.kind == EntryKind::kObject) {
+      holders.push_back(place[entry.file]);
+    } else if (whole) {
+      TC_ASSIGN_OR_RETURN(placements.emplace_back(),
+                          PlacementsJson(*checkpoint, i));
+    }
   }
   const Manifest* manifest = checkpoint->manifest();
   return Json{{"source", CheckpointSourceName(checkpoint->source())},
@@ -96,14 +142,14 @@ Result<Json> DescribeRequest(const Json& request) {
               {"hulls", checkpoint->hulls()},
               {"beside", checkpoint->beside()},
               {"files", std::move(files)},
-              {"names", std::move(names)},
+              {"names", NamesJson(names)},
               {"kinds", std::move(kinds)},
-              {"dtypes", std::move(dtypes)},
-              {"shapes", std::move(shapes)},
-              {"bytes", std::move(sizes)},
+              {"types", std::move(types.list)},
+              {"type_of", std::move(type_of)},
               {"paths", std::move(paths)},
               {"aliases", std::move(aliases)},
-              {"placements", std::move(parts)}};
+              {"holders", std::move(holders)},
+              {"placements", std::move(placements)}};
 }
 
 Result<Json> VerifyRequest(const Json& request) {

@@ -38,57 +38,61 @@ def _zeros(rank: int) -> torch.Size:
     return torch.Size([0] * rank)
 
 
+class _Type:
+    """A dtype and a shape as torch says them; `properties` is None for a dtype that it lacks."""
+
+    def __init__(self, dtype_name: str, shape: list[int], _: int) -> None:
+        self.dtype_name = dtype_name
+        self.packed = PACKED.get(dtype_name, 1)
+        self.size = _torch_sizes(shape, self.packed)
+        dtype = TORCH_DTYPES.get(dtype_name)
+        self.properties = None if dtype is None else TensorProperties(dtype=dtype)
+        # Shared by all tensors of this type, and nowhere changed.
+        self.whole = ChunkStorageMetadata(_zeros(len(self.size)), self.size)
+
+
 def metadata_of(described: dict[str, Any], path: str, load_id: str, *, chunks: bool) -> Metadata:
-    """`described` is the answer of the core's "describe"; with `chunks` it has placements, and
+    """`described` is the answer of `_core.describe`; with `chunks` it has placements, and
     storage_data says where each chunk is, which only stock's own way of reading looks at."""
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
     planner_data: dict[str, Any] = {}
-    properties: dict[torch.dtype, TensorProperties] = {}
-    files = [os.path.join(path, file["name"]) for file in described["files"]] if chunks else []
+    files = [os.path.join(path, file["name"]) for file in described["files"]]
+    types = [_Type(*each) for each in described["types"]]
+    holders, placements = iter(described["holders"]), iter(described["placements"])
     # One parse for all paths: a call for each costs more than all the rest.
     paths = json.loads("[" + ",".join(text or "null" for text in described["paths"]) + "]")
-    columns = zip(
-        described["names"],
-        described["kinds"],
-        described["dtypes"],
-        described["shapes"],
-        paths,
-        described["placements"],
-        strict=True,
-    )
-    for name, kind, dtype_name, shape, names, placements in columns:
+    columns = zip(described["names"], described["kinds"], described["type_of"], paths, strict=True)
+    for name, kind, at, names in columns:
         path_of = (name,) if names is None else tuple(names)
         if kind == _core.OBJECT:
             planner_data[name] = path_of
             state[name] = BytesStorageMetadata()
+            holder = files[next(holders)]
             if chunks:
-                storage[MetadataIndex(name)] = files[placements[0]["file"]]
+                storage[MetadataIndex(name)] = holder
             continue
-        dtype = TORCH_DTYPES.get(dtype_name)
-        if dtype is None:
+        kept = types[at]
+        parts = next(placements) if chunks else None
+        if kept.properties is None:
             logger.warning(
                 "%s: tensor '%s' is left out: it has dtype %s, which this torch does not have",
                 path,
                 name,
-                dtype_name,
+                kept.dtype_name,
             )
             continue
         planner_data[name] = path_of
-        packed = PACKED.get(dtype_name, 1)
-        size = _torch_sizes(shape, packed)
-        if dtype not in properties:
-            properties[dtype] = TensorProperties(dtype=dtype)
-        stored = [ChunkStorageMetadata(_zeros(len(size)), size)]
-        if chunks:
+        stored = [kept.whole]
+        if parts is not None:
             stored = []
-            for part in placements:
-                offsets = _torch_sizes(part["offsets"], packed)
-                sizes = _torch_sizes(part["sizes"], packed)
+            for part in parts:
+                offsets = _torch_sizes(part["offsets"], kept.packed)
+                sizes = _torch_sizes(part["sizes"], kept.packed)
                 stored.append(ChunkStorageMetadata(offsets, sizes))
-                file = files[part["file"]]
-                storage[MetadataIndex(name, offsets)] = _HFStorageInfo(file, sizes, dtype)
-        state[name] = TensorStorageMetadata(properties=properties[dtype], size=size, chunks=stored)
+                info = _HFStorageInfo(files[part["file"]], sizes, kept.properties.dtype)
+                storage[MetadataIndex(name, offsets)] = info
+        state[name] = TensorStorageMetadata(kept.properties, kept.size, stored)
     metadata = Metadata(state_dict_metadata=state, planner_data=planner_data, storage_data=storage)
     metadata.storage_meta = StorageMeta(load_id=load_id)
     return metadata

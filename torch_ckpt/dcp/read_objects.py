@@ -59,11 +59,10 @@ class ObjectReader:
         described = self.described
         if self._holders is None:
             self._holders = {
-                name: described["files"][parts[0]["file"]]["name"]
-                for name, kind, parts in zip(
-                    described["names"], described["kinds"], described["placements"], strict=True
+                name: described["files"][holder]["name"]
+                for name, holder in zip(
+                    _core.objects_of(described), described["holders"], strict=True
                 )
-                if kind == _core.OBJECT
             }
         holder = self._holders.get(fqn)
         if holder is None:

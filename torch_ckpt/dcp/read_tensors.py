@@ -61,7 +61,8 @@ class TensorReader:
         self.ranks = ranks_of_node()
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        dtypes = dict(zip(self.described["names"], self.described["dtypes"], strict=True))
+        types = self.described["types"]
+        type_of = dict(zip(self.described["names"], self.described["type_of"], strict=True))
         leaves = getattr(planner, "state_dict", None) or {}
         direct: list[_Request] = []
         indirect: list[_Request] = []
@@ -73,7 +74,7 @@ class TensorReader:
                     f"the target has {tuple(target.shape)}, the plan reads {tuple(item.lengths)}",
                     tensor=fqn,
                 )
-            name = dtypes[fqn]
+            name = types[type_of[fqn]][0]
             offsets = list(item.storage_offsets)
             packed = PACKED.get(name, 1) if offsets else 1
             if packed > 1:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from torch_ckpt.dcp.planning import paused_while_trainer_waits
 from torch_ckpt.dcp.read_metadata import metadata_of
 from torch_ckpt.dcp.read_objects import ObjectReader
 from torch_ckpt.dcp.read_requests import check_filled
@@ -113,7 +114,7 @@ class HuggingFaceStorageReader(StockReader):
 
     def _describe(self) -> dict[str, Any]:
         if self._described is None:
-            self._described = self._open().describe(placements=self._reads_by_request())
+            self._described = self._open().describe(whole=self._reads_by_request())
         return self._described
 
     # No **kwargs here: DCP would retry a rank that failed without collectives, and hang the others.
@@ -129,12 +130,13 @@ class HuggingFaceStorageReader(StockReader):
         self._forget()
         self.metadata_error = None
         try:
-            metadata = metadata_of(
-                self._describe(),
-                os.fspath(self.path),
-                self.load_id,
-                chunks=self._reads_by_request(),
-            )
+            with paused_while_trainer_waits(keeps=True):
+                metadata = metadata_of(
+                    self._describe(),
+                    os.fspath(self.path),
+                    self.load_id,
+                    chunks=self._reads_by_request(),
+                )
             self._take_structure(metadata)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 warn_of_hulls(os.fspath(self.path), self._describe()["hulls"])
