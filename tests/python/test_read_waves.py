@@ -89,8 +89,6 @@ def test_packed_elements_are_cut_at_whole_bytes() -> None:
     request = read_tensors._Request(
         item, data.view(torch.float4_e2m1fn_x2), [40], torch.float4_e2m1fn_x2, 2
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read_tensors, "_WAVE_BYTES", 4000)
-        parts = list(read_tensors._parts(request))
+    parts = list(read_tensors._parts(request, 4000))
     assert [part.offsets for part in parts] == [[40], [8040], [16040]]
     assert [part.target.numel() for part in parts] == [4000, 4000, 1000]

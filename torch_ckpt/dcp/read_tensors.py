@@ -17,9 +17,10 @@ from torch_ckpt.dtypes import PACKED, TORCH_DTYPES, widens
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import Job, OpenedCheckpoint
 
-# Host memory for tensors that cannot be read in place: two waves of at most this much, one being
-# read while the other is copied to its device.
-_WAVE_BYTES = 128 << 20
+# Host memory for tensors that cannot be read in place: a wave of at most this much; and two where
+# devices copy from one while the other is read, so large that they seldom wait.
+_WAVE_BYTES = 32 << 20
+_DEVICE_WAVE_BYTES = 128 << 20
 _ALIGNMENT = 64  # of a tensor in a wave, in bytes; more than any dtype needs
 
 
@@ -118,19 +119,20 @@ class TensorReader:
             _ext.read(into, plan, job)
 
     def _read_in_waves(self, requests: list[_Request]) -> None:
-        """Read through two pieces of host memory, page-locked where a CUDA device is to copy from
-        them, so that the copies of one wave run while the next is read."""
+        """Read through a piece of host memory; where a CUDA device is to copy from it, through two
+        that are page-locked, so that the copies of one wave run while the next is read."""
         if not requests:
             return
         devices = {request.target.device for request in requests if request.target.is_cuda}
-        room = min(_WAVE_BYTES, sum(_padded(request.size) for request in requests))
+        pieces, most = (2, _DEVICE_WAVE_BYTES) if devices else (1, _WAVE_BYTES)
+        room = min(most, sum(_padded(request.size) for request in requests))
         memory: list[torch.Tensor] = []
-        for number, wave in enumerate(_waves(requests)):
-            if number < 2:
+        for number, wave in enumerate(_waves(requests, most)):
+            if number < pieces:
                 memory.append(
                     torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=bool(devices))
                 )
-            held = _carve(memory[number % 2], wave)
+            held = _carve(memory[number % pieces], wave)
             self._fetch(wave, held)
             # Copies from the other piece, which the wave after this one reads into.
             _wait_for_copies(devices)
@@ -169,29 +171,30 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _parts(request: _Request) -> Iterator[_Request]:
-    """The request in boxes of at most a wave, cut along the outermost dimension that there is."""
-    if request.size <= _WAVE_BYTES:
+def _parts(request: _Request, most: int) -> Iterator[_Request]:
+    """The request in boxes of at most `most` bytes, cut along the outermost dimension that there
+    is."""
+    if request.size <= most:
         yield request
         return
     target = request.target
     dim = next(d for d, size in enumerate(target.shape) if size > 1)
     # Whole slices where they fit, else one slice, which is cut further.
-    count = max(1, _WAVE_BYTES * target.shape[dim] // request.size)
+    count = max(1, most * target.shape[dim] // request.size)
     scale = request.packed if dim == target.dim() - 1 else 1
     for first in range(0, target.shape[dim], count):
         part = target.narrow(dim, first, min(count, target.shape[dim] - first))
         offsets = list(request.offsets)
         offsets[dim] += first * scale
-        yield from _parts(replace(request, target=part, offsets=offsets))
+        yield from _parts(replace(request, target=part, offsets=offsets), most)
 
 
-def _waves(requests: list[_Request]) -> Iterator[list[_Request]]:
+def _waves(requests: list[_Request], most: int) -> Iterator[list[_Request]]:
     wave: list[_Request] = []
     size = 0
     for request in requests:
-        for part in _parts(request):
-            if wave and size + _padded(part.size) > _WAVE_BYTES:
+        for part in _parts(request, most):
+            if wave and size + _padded(part.size) > most:
                 yield wave
                 wave, size = [], 0
             wave.append(part)
@@ -254,10 +257,25 @@ def _largest(dtype: torch.dtype) -> float:
     return float(info.max) + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
 
 
+def _fits(value: torch.Tensor, target: torch.dtype) -> bool:
+    """Whether floats are all within the range of floating `target`, by one pass that takes no
+    memory. False is not yet an error: it says nothing of NaN, and not all dtypes have this pass."""
+    if not (target.is_floating_point and value.dtype.is_floating_point):
+        return False
+    if value.dtype.itemsize == 1 or target == torch.float8_e8m0fnu:
+        return False
+    if not value.numel():
+        return True
+    low, high = (end.item() for end in torch.aminmax(value))
+    return -torch.finfo(target).max <= low and high <= torch.finfo(target).max
+
+
 def _check_values(request: _Request, value: torch.Tensor) -> None:
     """No value may change beyond rounding: a finite one stays finite, an integer the same."""
     source, target = request.stored, request.target
     if source == target.dtype or widens(source, target.dtype):
+        return
+    if _fits(value, target.dtype):
         return
     fqn = request.item.storage_index.fqn
     result = target.to("cpu") if target.device.type != "cpu" else target
