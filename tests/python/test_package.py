@@ -251,3 +251,22 @@ def test_what_a_build_misses_is_one_clear_line(tmp_path: Path, command: str, wha
     assert advice[what] in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert "copying" not in done.stdout + done.stderr, "the line comes before all work"
+
+
+def test_builds_at_the_same_time_take_turns(tmp_path: Path) -> None:
+    """Two ./dev at once would spoil ninja's records of the tree: every later build begins anew."""
+    dev = (ROOT / "dev").read_text(encoding="utf-8")
+    alone = re.search(r"^alone\(\) \{\n.*?^\}\n", dev, re.MULTILINE | re.DOTALL)
+    assert alone is not None and "alone cmake_tree" in dev and "alone python_packages" in dev
+    script = alone[0] + (
+        'say() { echo "$*"; }\n'
+        'work() { echo "$1 begins"; sleep 0.2; echo "$1 ends"; }\n'
+        "alone work one & alone work two & wait\n"
+    )
+    lines = run(["bash", "-euc", script], cwd=tmp_path).stdout.splitlines()
+    turns = [line for line in lines if "waiting" not in line]
+    assert [line.split()[0] for line in turns] in (
+        ["one"] * 2 + ["two"] * 2,
+        ["two"] * 2 + ["one"] * 2,
+    )
+    assert [line.split()[1] for line in turns] == ["begins", "ends"] * 2
