@@ -29,33 +29,30 @@ Result<Previous> Named(const std::string& path) {
       .WithFile(path);
 }
 
-// Whether it was there. What is a directory by now, or lies below what is none,
-// is not the file that the manifest means.
-Result<bool> Unlinked(const Directory& directory, const std::string& name) {
-  const Status status = directory.Unlink(name, /*missing_ok=*/false);
-  const int error = status.sys_errno();
-  if (error == ENOENT || error == EISDIR || error == ENOTDIR ||
-      error == ELOOP) {
-    return false;
-  }
-  if (!status.ok()) return status;
-  return true;
-}
-
 // Steps 2 and 3.
-Result<std::vector<std::string>> UnlinkAll(const Directory& directory,
+Result<std::vector<std::string>> UnlinkAll(const SaveSession& session,
+                                           const Directory& directory,
                                            const Previous& named) {
-  std::vector<std::string> removed;
+  std::vector<std::string> removed, gone;
   for (const ManifestFile& file : named.files) {
-    TC_ASSIGN_OR_RETURN(const bool was, Unlinked(directory, file.name));
-    if (was) removed.push_back(file.name);
+    const Status status = directory.Unlink(file.name, /*missing_ok=*/false);
+    const int error = status.sys_errno();
+    // What is a directory by now, or lies below what is none, is not the file
+    // that the manifest means.
+    if (error == EISDIR || error == ENOTDIR || error == ELOOP) continue;
+    if (!status.ok() && error != ENOENT) return status;
+    if (status.ok()) removed.push_back(file.name);
+    // What a killed removal has unlinked need not be durable either.
+    gone.push_back(file.name);
   }
-  // Those too that a killed removal has left; what holds files of others stays.
-  for (const ManifestFile& file : named.files) {
-    (void)directory.RemoveEmptyParents(file.name);
+  // What holds files of others stays.
+  for (const std::string& name : gone) {
+    (void)directory.RemoveEmptyParents(name);
   }
-  TC_RETURN_IF_ERROR(directory.SyncParents(removed));
+  TC_RETURN_IF_ERROR(directory.SyncParents(gone));
   TC_RETURN_IF_ERROR(directory.Sync());
+  // Where locks do not reach another node, its save may have gone ahead.
+  TC_RETURN_IF_ERROR(session.CheckTarget(directory));
   std::vector<std::string> manifests = named.part_manifests;
   if (named.manifest) manifests.emplace_back(kManifestName);
   for (std::string& name : manifests) {
@@ -80,14 +77,17 @@ Result<RemovedCheckpoint> RemoveCheckpoint(const std::string& path) {
   // Before the lock, which would make a place to stage in.
   TC_RETURN_IF_ERROR(Named(target).status());
   TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(target, true));
-  // Under the lock: no save can replace what is about to go.
+  // Under the lock: what is about to go is what stands there.
   TC_ASSIGN_OR_RETURN(const Previous named, Named(target));
   TC_ASSIGN_OR_RETURN(const Directory directory, Directory::Open(target));
+  TC_RETURN_IF_ERROR(session.CheckTarget(directory));
+  TC_RETURN_IF_ERROR(session.CheckStillOurs());
   RemovedCheckpoint out;
-  TC_ASSIGN_OR_RETURN(out.removed, UnlinkAll(directory, named));
+  TC_ASSIGN_OR_RETURN(out.removed, UnlinkAll(session, directory, named));
   session.End();
   // It stays where it holds files of others, is a mount point, or stands in a
-  // directory that we may not write: the checkpoint is gone all the same.
+  // directory that we may not read or write: the checkpoint is gone all the
+  // same.
   const Result<Directory> parent = Directory::Open(ParentPath(target));
   out.directory =
       parent.ok() &&

@@ -5,32 +5,32 @@
 #include <vector>
 
 #include "engine/remove.h"
+#include "engine_commit_test_util.h"
 #include "engine_crash_states.h"
-#include "engine_test_util.h"
 
 namespace torch_ckpt {
 namespace {
 
 namespace fs = std::filesystem;
 
-class RemoveTest : public EngineTest {
+class RemoveTest : public CommitTest {
  protected:
-  std::vector<Piece> Pieces() { return GridPieces("a", array_, {3, 1}); }
+  std::vector<Piece> Whole() { return GridPieces("a", array_, {3, 1}); }
 
   const Array array_ = MakeArray(Dtype::kF32, {30, 4}, 1);
 };
 
 TEST_F(RemoveTest, SaysWhatItHasRemovedAndWhatIsLeft) {
-  ASSERT_OK(SaveAll(Path("t"), Pieces()).status());
+  ASSERT_OK(SaveAll(Path("t"), Whole()).status());
   const std::vector<std::string> names = Names(Path("t"));
   auto removed = RemoveCheckpoint(Path("t"));
   ASSERT_OK(removed.status());
   EXPECT_EQ(removed->removed.back(), "torch_ckpt.json");
   EXPECT_EQ(removed->removed.size(), names.size());
   EXPECT_TRUE(removed->directory);
-  EXPECT_TRUE(Names(Path("")).empty());
+  EXPECT_TRUE(Names(root()).empty());
 
-  ASSERT_OK(SaveAll(Path("t"), Pieces()).status());
+  ASSERT_OK(SaveAll(Path("t"), Whole()).status());
   WriteText(Path("t/config.json"), "{}");
   removed = RemoveCheckpoint(Path("t"));
   ASSERT_OK(removed.status());
@@ -43,13 +43,30 @@ TEST_F(RemoveTest, SaysWhatItHasRemovedAndWhatIsLeft) {
 #ifdef TORCH_CKPT_FAULTS
 
 // No state is a checkpoint of which something is missing and that readers take.
-TEST_F(RemoveTest, ACrashLeavesItWholeOrIncomplete) {
+// With `killed`, the removal is killed at that unlink or rmdir and begun again.
+class CrashedRemoveTest : public RemoveTest,
+                          public ::testing::WithParamInterface<int> {};
+
+TEST_P(CrashedRemoveTest, LeavesItWholeOrIncomplete) {
+  const int killed = GetParam();
   fs::create_directory(Path("live"));
   SaveSettings settings;
   // Two directories, so that one of them may go and the other one not.
   settings.below = "one/two/";
-  ASSERT_OK(SaveAll(Path("live/t"), Pieces(), settings).status());
+  ASSERT_OK(SaveAll(Path("live/t"), Whole(), settings).status());
+  WriteText(Path("live/t/one/notes"), "mine");
   crash::Recorder recorder(Path("live"));
+  int unlinks = 0;
+  if (killed > 0) {
+    recorder.KillAt([&](const FaultSite& site) {
+      const std::string op = site.op;
+      return (op == "unlinkat" || op == "rmdir") &&
+             site.path.find("/one/") != std::string::npos &&
+             ++unlinks == killed;
+    });
+    EXPECT_FALSE(RemoveCheckpoint(Path("live/t")).ok());
+    EXPECT_TRUE(recorder.Revive());
+  }
   const Status removed = RemoveCheckpoint(Path("live/t")).status();
   recorder.Stop();
   ASSERT_OK(removed);
@@ -74,19 +91,18 @@ TEST_F(RemoveTest, ACrashLeavesItWholeOrIncomplete) {
       }
       const auto again = RemoveCheckpoint(at);
       if (again.ok()) {
-        EXPECT_TRUE(again->directory);
+        EXPECT_EQ(again->left, std::vector<std::string>{"one"});
       } else {
         ++gone;
         EXPECT_EQ(again.status().kind(), ErrorKind::kIncomplete)
             << again.status().ToString();
-        // Without a manifest nothing may be left that readers could take.
-        if (fs::exists(at)) {
-          for (const auto& entry : fs::recursive_directory_iterator(at)) {
-            EXPECT_NE(entry.path().extension(), ".safetensors");
-          }
-        }
       }
-      EXPECT_OK(SaveAll(at, Pieces()).status());
+      // Without a manifest nothing is left that readers could take.
+      for (const auto& entry : fs::recursive_directory_iterator(at)) {
+        EXPECT_NE(entry.path().extension(), ".safetensors") << prefix;
+      }
+      EXPECT_EQ(ReadText(at + "/one/notes"), "mine");
+      EXPECT_OK(SaveAll(at, Whole()).status());
       EXPECT_OK(ReadAll(at).status());
     });
     if (HasFailure()) return;
@@ -94,6 +110,31 @@ TEST_F(RemoveTest, ACrashLeavesItWholeOrIncomplete) {
   EXPECT_GT(whole, 0);
   EXPECT_GT(gone, 0);
   EXPECT_GT(states, 10);
+}
+
+INSTANTIATE_TEST_SUITE_P(Unlinks, CrashedRemoveTest,
+                         ::testing::Values(0, 1, 2, 4));
+
+// What another node commits while locks do not reach it is not removed.
+TEST_F(RemoveTest, ASaveThatGoesAheadIsKept) {
+  ASSERT_OK(SaveAll(Path("t"), Whole()).status());
+  const Array other = MakeArray(Dtype::kF32, {30, 4}, 2);
+  bool done = false;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    // The names of the session are in place, the manifest is not read yet.
+    if (!done && site.op == std::string("openat") && site.path == Path("t") &&
+        fs::exists(Path("t/.torch_ckpt-stage/save_id"))) {
+      done = true;
+      ReleaseLocks(root(), /*flocks_only=*/false);
+      EXPECT_OK(SaveAll(Path("t"), GridPieces("b", other, {2, 1})).status());
+    }
+    return {};
+  });
+  const Status removed = RemoveCheckpoint(Path("t")).status();
+  SetFaultHook(nullptr);
+  EXPECT_TRUE(done);
+  EXPECT_EQ(removed.kind(), ErrorKind::kConflict) << removed.ToString();
+  EXPECT_EQ(ReadAll(Path("t"))->at("b"), other.bytes);
 }
 
 #endif  // TORCH_CKPT_FAULTS

@@ -291,7 +291,7 @@ def test_killed_while_removing_is_incomplete_and_removed_again(path: Path) -> No
         copy = Path(shutil.copytree(path, path.with_name(f"copy{kept}")))
         done = subprocess.run(
             [sys.executable, "-c", code, str(copy)],
-            # Beside it, a name of this save and of its probe are unlinked before.
+            # The first unlinks are of what the lock's session makes: a probe, and names of its own.
             env={**os.environ, "TORCH_CKPT_FAULTS": f"unlinkat:{kept + 1}:kill"},
             check=False,
         )
