@@ -246,16 +246,31 @@ Result<File> Checkpoint::LookForFile(const std::string& name,
   return Incomplete("is missing").WithFile(directory_->Join(name));
 }
 
-Status Checkpoint::CheckUnchanged(uint32_t file) const {
-  if (file >= seen_.size()) return {};
-  const std::string& name = files()[file].name;
-  TC_ASSIGN_OR_RETURN(const auto now, directory_->StatName(name));
-  if (now && now->bytes == seen_[file].bytes &&
-      now->modified_ns == seen_[file].modified_ns) {
-    return {};
+Status Checkpoint::CheckUnchanged(const std::vector<uint32_t>& files) const {
+  if (seen_.empty()) return {};
+  // Network file systems answer an open from the server, and stat from what
+  // they remember.
+  const bool shared = IsShared(*directory_);
+  const auto look =
+      [&](const std::string& name) -> Result<std::optional<FileInfo>> {
+    if (!shared) return directory_->StatName(name);
+    TC_ASSIGN_OR_RETURN(const File file, directory_->OpenFile(name, {}));
+    TC_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
+    return std::optional<FileInfo>(info);
+  };
+  for (const uint32_t file : files) {
+    const std::string& name = manifest_.files[file].name;
+    const auto now = look(name);
+    const int error = now.status().sys_errno();
+    if (!now.ok() && error != ENOENT && error != ESTALE) return now.status();
+    if (now.ok() && *now && (*now)->bytes == seen_[file].bytes &&
+        (*now)->modified_ns == seen_[file].modified_ns) {
+      continue;
+    }
+    return Conflict("was written or removed since the checkpoint was opened")
+        .WithFile(directory_->Join(name));
   }
-  return Conflict("has changed since the checkpoint was opened")
-      .WithFile(directory_->Join(name));
+  return {};
 }
 
 Status Checkpoint::CheckFiles() const {

@@ -81,9 +81,9 @@ class Checkpoint {
   // before he reads: readers hear of each when they open it.
   Status CheckFiles() const;
   // Of a directory without a manifest, whose files have neither id nor digests:
-  // kConflict when that one is not what it was when its header was read. Ok for
-  // any other.
-  Status CheckUnchanged(uint32_t file) const;
+  // kConflict when one of these is not what it was when its header was read. Ok
+  // for any other.
+  Status CheckUnchanged(const std::vector<uint32_t>& files) const;
   // A whole file with its digests checked. For files of the manifest.
   Result<std::string> ReadWhole(const std::string& name) const;
   // Does `step`, which reads files of this checkpoint. What it finds missing,

@@ -82,12 +82,11 @@ void OpenFiles::Forget(uint32_t file) {
 }
 
 Status OpenFiles::CheckUnchanged() const {
+  std::vector<uint32_t> opened;
   for (size_t file = 0; file < slots_.size(); ++file) {
-    if (!slots_[file].known) continue;
-    TC_RETURN_IF_ERROR(
-        checkpoint_->CheckUnchanged(static_cast<uint32_t>(file)));
+    if (slots_[file].known) opened.push_back(static_cast<uint32_t>(file));
   }
-  return {};
+  return checkpoint_->CheckUnchanged(opened);
 }
 
 Status OpenFiles::Read(uint32_t file,

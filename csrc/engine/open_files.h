@@ -30,7 +30,8 @@ class OpenFiles {
   // anew before each time but the first.
   Status Read(uint32_t file,
               const std::function<Status(const ByteSource&)>& step);
-  // When all is read: Checkpoint::CheckUnchanged of every file that was opened.
+  // Checkpoint::CheckUnchanged of every file that was opened. When all is read,
+  // and no other thread is in here.
   Status CheckUnchanged() const;
 
  private:
