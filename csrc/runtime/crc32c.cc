@@ -18,6 +18,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -174,8 +175,10 @@ TC_CRC_TARGET inline uint32_t CopyLine(uint32_t crc, unsigned char* to,
   }
   return crc;
 }
-inline void Prefetch(const unsigned char* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+// What is there, and past the end what is there or not.
+inline void Prefetch(const unsigned char* p, size_t ahead) {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(p) + ahead;
+  _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
 }
 #else
 TC_CRC_TARGET inline uint32_t Step8(uint32_t crc, uint64_t v) {
@@ -184,29 +187,25 @@ TC_CRC_TARGET inline uint32_t Step8(uint32_t crc, uint64_t v) {
 TC_CRC_TARGET inline uint32_t Step1(uint32_t crc, unsigned char v) {
   return __crc32cb(crc, v);
 }
-// The digest of a line and its copy.
-TC_CRC_TARGET inline uint32_t CopyLine(uint32_t crc, unsigned char* to,
-                                       const unsigned char* p) {
-  for (size_t at = 0; at < kLine; at += 8) {
-    const uint64_t v = Load64(p + at);
-    std::memcpy(to + at, &v, sizeof v);
-    crc = Step8(crc, v);
-  }
-  return crc;
-}
-inline void Prefetch(const unsigned char* p) { __builtin_prefetch(p); }
 #endif
 
-// Whole blocks of three streams: [p, p + n).
-template <size_t kStream>
+// Whole blocks of three streams: [p, p + n). With kCopy they go to `to` as
+// well.
+template <size_t kStream, bool kCopy>
 TC_CRC_TARGET inline uint32_t ThreeStreams(uint32_t crc, const Shift& shift,
+                                           unsigned char* to,
                                            const unsigned char* p, size_t n) {
+  const auto take = [&](size_t at) {
+    const uint64_t v = Load64(p + at);
+    if constexpr (kCopy) std::memcpy(to + at, &v, sizeof v);
+    return v;
+  };
   for (size_t end = 3 * kStream; end <= n; end += 3 * kStream) {
     uint32_t second = 0, third = 0;
     for (size_t at = end - 3 * kStream; at < end - 2 * kStream; at += 8) {
-      crc = Step8(crc, Load64(p + at));
-      second = Step8(second, Load64(p + at + kStream));
-      third = Step8(third, Load64(p + at + 2 * kStream));
+      crc = Step8(crc, take(at));
+      second = Step8(second, take(at + kStream));
+      third = Step8(third, take(at + 2 * kStream));
     }
     crc = shift(shift(crc) ^ second) ^ third;
   }
@@ -216,15 +215,16 @@ TC_CRC_TARGET inline uint32_t ThreeStreams(uint32_t crc, const Shift& shift,
 TC_CRC_TARGET uint32_t UpdateInstruction(uint32_t crc, const unsigned char* p,
                                          size_t n) {
   size_t done = n / (3 * kLong) * (3 * kLong);
-  crc = ThreeStreams<kLong>(crc, kShiftLong, p, done);
+  crc = ThreeStreams<kLong, false>(crc, kShiftLong, nullptr, p, done);
   const size_t more = (n - done) / (3 * kShort) * (3 * kShort);
-  crc = ThreeStreams<kShort>(crc, kShiftShort, p + done, more);
+  crc = ThreeStreams<kShort, false>(crc, kShiftShort, nullptr, p + done, more);
   done += more;
   for (; n - done >= 8; done += 8) crc = Step8(crc, Load64(p + done));
   for (; done < n; ++done) crc = Step1(crc, p[done]);
   return crc;
 }
 
+#if defined(__x86_64__)
 constexpr size_t kCopyStep = 3 * kShort;
 
 // Three streams too, but by whole lines: the buffers that combine stores past
@@ -237,7 +237,7 @@ TC_CRC_TARGET uint32_t CopyInstruction(uint32_t crc, unsigned char* to,
   for (size_t block = 0; block < n; block += kCopyStep) {
     uint32_t second = 0, third = 0;
     for (size_t at = block; at < block + kShort; at += kLine) {
-      for (size_t i = 0; i < 3; ++i) Prefetch(p + at + i * kShort + kAhead);
+      for (size_t i = 0; i < 3; ++i) Prefetch(p + at, i * kShort + kAhead);
       crc = CopyLine(crc, to + at, p + at);
       second = CopyLine(second, to + at + kShort, p + at + kShort);
       third = CopyLine(third, to + at + 2 * kShort, p + at + 2 * kShort);
@@ -246,6 +246,14 @@ TC_CRC_TARGET uint32_t CopyInstruction(uint32_t crc, unsigned char* to,
   }
   return crc;
 }
+#else
+constexpr size_t kCopyStep = 3 * kLong;
+
+TC_CRC_TARGET uint32_t CopyInstruction(uint32_t crc, unsigned char* to,
+                                       const unsigned char* p, size_t n) {
+  return ThreeStreams<kLong, true>(crc, kShiftLong, to, p, n);
+}
+#endif
 
 #endif  // TC_CRC_TARGET
 

@@ -148,24 +148,29 @@ TEST_P(Crc32cBySuite, TheDigestIsOfTheCopy) {
   munmap(from, kBytes);
 }
 
-// Stores that miss the caches in parts of lines once took twice as long as
-// the portable copy, on CPUs of a kind that no test had run on.
-TEST_P(Crc32cBySuite, ACopyTakesNoLongerThanThePortableOne) {
+// Stores that miss the caches in parts of lines once took twice as long as the
+// portable copy, on CPUs of a kind that no test had run on.
+TEST_P(Crc32cBySuite, ACopyTakesLittleLongerThanThePortableOne) {
+  if (GetParam() == std::string("portable")) {
+    GTEST_SKIP() << "that is this one";
+  }
   if (std::getenv("TORCH_CKPT_TEST_RUNNER") != nullptr) {
     GTEST_SKIP() << "an emulated CPU has times of its own";
   }
   const auto from = RandomBytes(size_t{4} << 20, 7);
   std::vector<unsigned char> to(from.size());
-  const auto fastest = [&](const char* name) {
-    auto best = std::chrono::steady_clock::duration::max();
-    for (int round = 0; round < 7; ++round) {
-      const auto start = std::chrono::steady_clock::now();
-      (void)Crc32cCopyBy(name, 0, to.data(), from.data(), from.size());
-      best = std::min(best, std::chrono::steady_clock::now() - start);
-    }
-    return best;
+  const auto time = [&](const char* name) {
+    const auto start = std::chrono::steady_clock::now();
+    (void)Crc32cCopyBy(name, 0, to.data(), from.data(), from.size());
+    return std::chrono::steady_clock::now() - start;
   };
-  EXPECT_LE(fastest(GetParam()), 3 * fastest("portable") / 2);
+  // In turn, so that what else runs is in the way of both.
+  auto own = std::chrono::steady_clock::duration::max(), portable = own;
+  for (int round = 0; round < 10; ++round) {
+    own = std::min(own, time(GetParam()));
+    portable = std::min(portable, time("portable"));
+  }
+  EXPECT_LE(own, 3 * portable / 2);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Crc32cBySuite,
