@@ -195,6 +195,25 @@ TEST_F(CommitTest, TargetFilledMeanwhileWithoutRenameFlags) {
 }
 
 // As /home, which only root may list.
+// The place is looked for again under its lock: T has come to be since.
+TEST_F(CommitTest, TargetMadeBetweenTheLookAndTheLock) {
+  bool made = false;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    if (site.op == std::string("flock") && !made) {
+      made = true;
+      std::filesystem::create_directory(Path("c"));
+    }
+    return {};
+  });
+  const Result<SaveSession> session = BeginSave(Path("c"), true);
+  SetFaultHook(nullptr);
+  ASSERT_OK(session.status());
+  EXPECT_TRUE(made);
+  EXPECT_FALSE(session->place().fresh);
+  EXPECT_EQ(session->place().root, PlaceInside(Path("c")));
+  EXPECT_FALSE(std::filesystem::exists(PlaceBeside(Path("c"))));
+}
+
 TEST_F(CommitTest, AParentThatCannotBeRead) {
   ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
   SetFaultHook([&](const FaultSite& site) -> FaultAction {
