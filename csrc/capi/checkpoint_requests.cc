@@ -1,6 +1,8 @@
 // Requests about a checkpoint that is there: open, close, describe, verify.
-#include <algorithm>
+#include <string>
+#include <string_view>
 #include <unordered_map>
+#include <vector>
 
 #include "capi/checkpoints.h"
 #include "engine/stored_box.h"

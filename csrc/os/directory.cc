@@ -167,11 +167,6 @@ Status Directory::MakeDirectory(const std::string& name) const {
   return {};
 }
 
-Result<bool> Directory::IsLink(const std::string& name) const {
-  TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info, StatEntry(name));
-  return info && info->is_link;
-}
-
 Result<std::optional<FileInfo>> Directory::StatName(
     const std::string& path) const {
   if (const Steps steps(path); steps.deep()) {

@@ -48,8 +48,6 @@ class Directory {
   Result<std::optional<FileInfo>> StatName(const std::string& path) const;
   // The same of the name itself: a symbolic link is one, and not followed.
   Result<std::optional<FileInfo>> StatEntry(const std::string& name) const;
-  // Whether the name itself is a symbolic link; false when there is none.
-  Result<bool> IsLink(const std::string& name) const;
   Result<FileInfo> Stat() const { return file_.Stat(); }
   // All names but "." and "..", sorted.
   Result<std::vector<std::string>> List() const;

@@ -115,7 +115,7 @@ Status Directory::CheckReplaceable(const std::string& path) const {
     if (error != ENOTDIR) return inner.status();
     return Conflict(
                "is no directory, and a file of the checkpoint lies below a "
-               "directory of this path")
+               "directory of this name")
         .WithFile(Join(steps.first));
   }
   TC_RETURN_IF_ERROR(CheckName(*this, path));
@@ -132,7 +132,7 @@ Status Directory::CheckReplaceable(const std::string& path) const {
   }
   if (S_ISDIR(file.stx_mode)) {
     return Conflict(
-               "is a directory, and a file of the checkpoint has this path")
+               "is a directory, and a file of the checkpoint has this name")
         .WithFile(joined);
   }
   if (SystemCall("statx", this->path(), [&] {

@@ -164,6 +164,33 @@ def test_infinities_and_nans_that_were_there_are_no_loss(tmp_path: Path) -> None
     assert torch.equal(target["w"][:2], value[:2].half())
 
 
+@pytest.mark.parametrize(
+    ("values", "fits"),
+    [
+        ([65504.0, -65504.0], True),  # the largest of float16
+        ([65519.0], True),  # rounded down to it
+        ([65520.0], False),  # to infinity
+        ([-65520.0, 1.0], False),
+        ([math.inf, 65504.0], True),  # is infinite already
+        ([math.nan, 65520.0], False),
+        ([], True),
+    ],
+)
+def test_the_largest_value_that_a_cast_keeps(
+    tmp_path: Path, values: list[float], fits: bool
+) -> None:
+    save({"w": torch.tensor(values)}, HuggingFaceStorageWriter(tmp_path / "c"))
+    target = {"w": torch.zeros(len(values), dtype=torch.float16)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if fits:
+            load(target, HuggingFaceStorageReader(tmp_path / "c"))
+            assert torch.equal(target["w"], torch.tensor(values).half())
+        else:
+            with pytest.raises(FAILED, match="'w': .*out of range"):
+                load(target, HuggingFaceStorageReader(tmp_path / "c"))
+
+
 @pytest.mark.parametrize("source", [torch.uint16, torch.uint32, torch.uint64, torch.int64])
 def test_integers_into_float8(tmp_path: Path, source: torch.dtype) -> None:
     save({"w": torch.tensor([0, 7, 16], dtype=source)}, HuggingFaceStorageWriter(tmp_path / "c"))

@@ -32,6 +32,7 @@ def waves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return held
 
     monkeypatch.setattr(read_tensors, "_WAVE_BYTES", 1024)
+    monkeypatch.setattr(read_tensors, "_DEVICE_WAVE_BYTES", 1024)
     monkeypatch.setattr(read_tensors, "_carve", watched)
     return seen
 
