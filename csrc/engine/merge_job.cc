@@ -21,7 +21,7 @@ struct SourceRun {
 };
 
 // A stretch of an output buffer that was digested while it was copied there.
-struct Stretch {
+struct DigestedStretch {
   uint64_t dst, size;
   uint32_t crc;
 };
@@ -113,7 +113,7 @@ class Merger {
   };
   struct Work {  // of one worker
     std::vector<SourceRun> runs;
-    std::vector<Stretch> digested;
+    std::vector<DigestedStretch> digested;
     std::vector<CastRange> casts;
   };
   // Where runs go: bytes of an output file from `offset` on, and what of them
@@ -121,7 +121,7 @@ class Merger {
   struct Target {
     uint64_t offset;
     MutableByteSpan out;
-    std::vector<Stretch>* digested;
+    std::vector<DigestedStretch>* digested;
   };
 
   // Of an element of a tensor that is cast: as it is stored, and in the output.
@@ -309,12 +309,15 @@ class Merger {
   }
 
   // Gives all of `out` to the digester; takes what was digested already.
-  static void Digest(MutableByteSpan out, std::vector<Stretch>* digested,
+  static void Digest(MutableByteSpan out,
+                     std::vector<DigestedStretch>* digested,
                      SegmentDigester* digester) {
     std::sort(digested->begin(), digested->end(),
-              [](const Stretch& a, const Stretch& b) { return a.dst < b.dst; });
+              [](const DigestedStretch& a, const DigestedStretch& b) {
+                return a.dst < b.dst;
+              });
     uint64_t at = 0;
-    for (const Stretch& stretch : *digested) {
+    for (const DigestedStretch& stretch : *digested) {
       digester->Add(out.subspan(at, stretch.dst - at));
       digester->Add(stretch.crc, stretch.size);
       at = stretch.dst + stretch.size;

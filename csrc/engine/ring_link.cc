@@ -16,7 +16,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::minutes kPatience{1};
+constexpr std::chrono::minutes kMeetingTime{1};
 constexpr std::chrono::minutes kStalled{10};
 constexpr size_t kAlignment = size_t{2} << 20;
 constexpr const char* kYes = "yes";
@@ -140,7 +140,7 @@ Result<std::vector<RingPeer>> Lead(const Directory& staging,
                       LocalListener::Listen(RingName(list, ring)));
   std::set<int64_t> awaited(ring.senders.begin(), ring.senders.end());
   // Of all, those who have come too: a sender may change its mind.
-  const Waiting waiting(staging, awaited, *job, kPatience);
+  const Waiting waiting(staging, awaited, *job, kMeetingTime);
   std::vector<RingPeer> peers;
   while (!awaited.empty()) {
     TC_ASSIGN_OR_RETURN(LocalSocket socket, listener.Accept(waiting));
@@ -219,7 +219,7 @@ Result<std::vector<RingPeer>> JoinRing(const Directory& staging,
                                        const FinalRing& ring, int64_t rank,
                                        const std::vector<RingBox>& own,
                                        Job* job) {
-  const Waiting waiting(staging, {ring.leader}, *job, kPatience);
+  const Waiting waiting(staging, {ring.leader}, *job, kMeetingTime);
   // The leader's patience ends before.
   const Waiting for_answer(staging, {ring.leader}, *job, kStalled);
   const auto join = [&]() -> Result<std::vector<RingPeer>> {

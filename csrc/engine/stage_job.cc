@@ -13,10 +13,10 @@ namespace {
 
 // For every source the one that it is a part of, itself for most, and where in
 // that one's bytes it begins.
-struct Container {
+struct Enclosing {
   uint32_t source;
   uint64_t offset;
-  uint64_t unit;  // of a container, bytes of its parts' largest elements
+  uint64_t unit;  // of one that has parts, bytes of its parts' largest elements
 };
 
 bool SameBytes(const SourceTensor& a, const SourceTensor& b) {
@@ -24,13 +24,12 @@ bool SameBytes(const SourceTensor& a, const SourceTensor& b) {
          a.strides == b.strides && a.element_bytes == b.element_bytes;
 }
 
-std::vector<Container> FindContainers(
-    const std::vector<SourceTensor>& sources) {
-  std::vector<Container> containers(sources.size());
+std::vector<Enclosing> FindEnclosing(const std::vector<SourceTensor>& sources) {
+  std::vector<Enclosing> enclosing(sources.size());
   std::vector<uint32_t> order;
   for (uint32_t i = 0; i < sources.size(); ++i) {
     const auto unit = static_cast<uint64_t>(sources[i].element_bytes);
-    containers[i] = {i, 0, std::max<uint64_t>(1, unit)};
+    enclosing[i] = {i, 0, std::max<uint64_t>(1, unit)};
     if (sources[i].bytes() > 0) order.push_back(i);
   }
   const auto key = [&](uint32_t i) {
@@ -49,7 +48,7 @@ std::vector<Container> FindContainers(
     if (!source.IsDense()) {
       // The same view twice.
       if (n > 0 && SameBytes(source, sources[before])) {
-        containers[i] = containers[before];
+        enclosing[i] = enclosing[before];
       }
       before = i;
       continue;
@@ -61,11 +60,11 @@ std::vector<Container> FindContainers(
     if (inside) {
       const auto offset = static_cast<uint64_t>(source.data - reach->data);
       // Elsewhere the elements of the part would not be aligned.
-      const uint64_t unit = containers[i].unit;
+      const uint64_t unit = enclosing[i].unit;
       if (offset % unit == 0) {
-        containers[i] = {reach_index, offset, unit};
-        containers[reach_index].unit =
-            std::max(containers[reach_index].unit, unit);
+        enclosing[i] = {reach_index, offset, unit};
+        enclosing[reach_index].unit =
+            std::max(enclosing[reach_index].unit, unit);
         continue;
       }
     }
@@ -73,7 +72,7 @@ std::vector<Container> FindContainers(
     reach = &source;
     reach_index = i;
   }
-  return containers;
+  return enclosing;
 }
 
 // Copies a region's bytes from where the tensors are, by several workers.
@@ -177,7 +176,7 @@ Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
                                  const StageOptions& options, Arena* arena,
                                  Job* job) {
   TC_ASSIGN_OR_RETURN(const DeviceMap devices, DevicesOf(sources));
-  const std::vector<Container> containers = FindContainers(sources);
+  const std::vector<Enclosing> enclosing = FindEnclosing(sources);
   std::vector<LayoutKey> keys;
   keys.reserve(sources.size());
   for (size_t i = 0; i < sources.size(); ++i) {
@@ -185,7 +184,7 @@ Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
                     static_cast<int>(8 * sources[i].element_bytes), names[i]});
   }
   std::vector<uint32_t> order = FileOrder(keys);
-  std::erase_if(order, [&](uint32_t i) { return containers[i].source != i; });
+  std::erase_if(order, [&](uint32_t i) { return enclosing[i].source != i; });
 
   StagedRegion region;
   region.offsets.resize(sources.size());
@@ -193,14 +192,14 @@ Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
   bytes.Reserve(order.size());
   for (const uint32_t i : order) {
     // So that the elements of a view are aligned.
-    bytes.AlignTo(containers[i].unit);
+    bytes.AlignTo(enclosing[i].unit);
     region.offsets[i] = bytes.size();
     bytes.Append(sources[i]);
   }
   for (uint32_t i = 0; i < sources.size(); ++i) {
-    const Container& container = containers[i];
-    if (container.source == i) continue;
-    region.offsets[i] = region.offsets[container.source] + container.offset;
+    const Enclosing& around = enclosing[i];
+    if (around.source == i) continue;
+    region.offsets[i] = region.offsets[around.source] + around.offset;
   }
   region.bytes = bytes.size();
   job->AddTotal(bytes.size());

@@ -9,7 +9,7 @@ namespace torch_ckpt {
 namespace {
 
 // Files below this are cheaper through the page cache.
-constexpr uint64_t kMinDirect = uint64_t{1} << 20;
+constexpr uint64_t kMinDirectFile = uint64_t{1} << 20;
 
 }  // namespace
 
@@ -27,8 +27,8 @@ Result<std::unique_ptr<ByteSink>> ByteSink::Open(const Directory& directory,
                                                  uint64_t bytes,
                                                  bool direct_io) {
   TC_ASSIGN_OR_RETURN(File file, directory.OpenFile(name, {.write = true}));
-  return std::unique_ptr<ByteSink>(
-      new ByteSink(std::move(file), bytes, direct_io && bytes >= kMinDirect));
+  return std::unique_ptr<ByteSink>(new ByteSink(
+      std::move(file), bytes, direct_io && bytes >= kMinDirectFile));
 }
 
 Status ByteSink::WriteCached(ByteSpan data, uint64_t offset) {

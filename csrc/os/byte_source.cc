@@ -10,7 +10,7 @@ namespace {
 
 // Below this a direct read costs a disk round trip for little; readahead of
 // the page cache serves runs of small reads better.
-constexpr uint64_t kMinDirect = uint64_t{256} << 10;
+constexpr uint64_t kMinDirectRead = uint64_t{256} << 10;
 // Calls that take a file for not cached after one has found it so, where the
 // kernel does not say.
 constexpr int kCallsAfterMiss = 16;
@@ -54,7 +54,7 @@ Result<const std::byte*> ByteSource::Read(uint64_t lo, uint64_t hi,
     done += cached;
     if (done == hi) return at;
   }
-  if (readers == Readers::kSeveral || hi - done < kMinDirect) {
+  if (readers == Readers::kSeveral || hi - done < kMinDirectRead) {
     TC_RETURN_IF_ERROR(read_cached_way());
     return at;
   }

@@ -63,7 +63,7 @@ Status Refused(const char* call, int error) {
                      Status::Io(error, call, {}).message());
 }
 
-Status NoMemory(const char* call, size_t bytes, int error) {
+Status NothingToShare(const char* call, size_t bytes, int error) {
   return Exhausted(
       "the system gives no memory to share: " +
       Status::Io(error,
@@ -138,14 +138,14 @@ Result<std::byte*> SharedMemory::Map(size_t bytes) {
   if (MapFile(fd(), offset, bytes, data) == nullptr) {
     const int error = errno;
     AddGap(data, bytes);
-    return NoMemory("mmap", bytes, error);
+    return NothingToShare("mmap", bytes, error);
   }
   // Speed only: kernels without huge pages for such files say EINVAL.
   (void)internal::Advise(data, bytes, MADV_HUGEPAGE);
   if (internal::Advise(data, bytes, MADV_DONTFORK) != 0) {
     const int error = errno;
     AddGap(data, bytes);
-    return NoMemory("madvise", bytes, error);
+    return NothingToShare("madvise", bytes, error);
   }
   return data;
 }
@@ -153,7 +153,7 @@ Result<std::byte*> SharedMemory::Map(size_t bytes) {
 Status SharedMemory::MakePresent(std::byte* data, size_t bytes) {
   if (internal::Advise(data, bytes, internal::kPopulateWrite) == 0) return {};
   if (errno != EINVAL && errno != ENOSYS && errno != EPERM) {
-    return NoMemory("madvise", bytes, errno);
+    return NothingToShare("madvise", bytes, errno);
   }
   // A kernel without the call. Never by touching pages: where there is no
   // memory for one of a file, that is SIGBUS.
@@ -161,7 +161,7 @@ Status SharedMemory::MakePresent(std::byte* data, size_t bytes) {
                          kName) == 0) {
     return {};
   }
-  return NoMemory("fallocate", bytes, errno);
+  return NothingToShare("fallocate", bytes, errno);
 }
 
 bool SharedMemory::Unmap(std::byte* data, size_t bytes) {
