@@ -1,7 +1,7 @@
 # Compiles the core by up to twelve files of one room at a time, since much of the
-# work is the standard library's templates, again in every file: a fifth of the CPU
-# time without optimization, two thirds with it. For trees that are built once. An
-# edit compiles twelve files, and an include that is missing is not noticed.
+# work is the standard library's templates, again in every file. For trees that
+# are built once: an edit compiles twelve files, and an include that is missing is
+# not noticed.
 
 get_target_property(sources core SOURCES)
 foreach(source IN LISTS sources)
