@@ -64,16 +64,19 @@ def saver() -> Iterator[Saver]:
 
 
 def test_killed_before_any_call_of_ours(saver: Saver, tmp_path: Path) -> None:
-    """Between commit, LATEST and deletion, and in the middle of each."""
+    """Between commit, LATEST and deletion, and in the middle of each; the next saver as well."""
     newest = 1  # the first call comes when it is committed
     for call in range(1, 1000):
         root = tmp_path / str(call)
         saver.start(root, keep=1, first=1, count=3, call=call)
         status = saver.end()
         newest = check(root, newest, 1)
-        saver.start(root, keep=1, first=newest + 1, count=1)
+        saver.start(root, keep=1, first=newest + 1, count=1, call=call)
+        saver.end()
+        second = check(root, newest, 1)
+        saver.start(root, keep=1, first=second + 1, count=1)
         assert saver.end() == 0
-        assert visible(root) == [newest + 1] and latest_file(root) == newest + 1
+        assert visible(root) == [second + 1] and latest_file(root) == second + 1
         assert hidden(root) == [], f"call {call}"
         if status == 0:
             break
