@@ -120,6 +120,22 @@ uint32_t UpdatePortable(uint32_t crc, const unsigned char* p, size_t n) {
   return crc;
 }
 
+#if defined(__x86_64__)
+struct Line {
+  __m128i parts[4];
+};
+
+// Copies a line past the caches. Returns it.
+inline Line CopyLine(unsigned char* to, const unsigned char* p) {
+  const auto* const from = reinterpret_cast<const __m128i*>(p);
+  auto* const target = reinterpret_cast<__m128i*>(to);
+  const Line line = {{_mm_loadu_si128(from), _mm_loadu_si128(from + 1),
+                      _mm_loadu_si128(from + 2), _mm_loadu_si128(from + 3)}};
+  for (int i = 0; i < 4; ++i) _mm_stream_si128(target + i, line.parts[i]);
+  return line;
+}
+#endif
+
 #ifdef TC_CRC_TARGET
 
 // Bytes per stream. The long one makes the join cheap, the short one serves
@@ -158,18 +174,8 @@ TC_CRC_TARGET inline uint32_t Step8(uint32_t crc, uint64_t v) {
 TC_CRC_TARGET inline uint32_t Step1(uint32_t crc, unsigned char v) {
   return _mm_crc32_u8(crc, v);
 }
-// The digest of a line and its copy past the caches.
-TC_CRC_TARGET inline uint32_t CopyLine(uint32_t crc, unsigned char* to,
-                                       const unsigned char* p) {
-  const auto* const from = reinterpret_cast<const __m128i*>(p);
-  auto* const line = reinterpret_cast<__m128i*>(to);
-  const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
-  const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
-  _mm_stream_si128(line, a);
-  _mm_stream_si128(line + 1, b);
-  _mm_stream_si128(line + 2, c);
-  _mm_stream_si128(line + 3, d);
-  for (const __m128i& part : {a, b, c, d}) {
+TC_CRC_TARGET inline uint32_t StepLine(uint32_t crc, const Line& line) {
+  for (const __m128i& part : line.parts) {
     crc = Step8(crc, static_cast<uint64_t>(_mm_cvtsi128_si64(part)));
     crc = Step8(crc, static_cast<uint64_t>(_mm_extract_epi64(part, 1)));
   }
@@ -238,9 +244,12 @@ TC_CRC_TARGET uint32_t CopyInstruction(uint32_t crc, unsigned char* to,
     uint32_t second = 0, third = 0;
     for (size_t at = block; at < block + kShort; at += kLine) {
       for (size_t i = 0; i < 3; ++i) Prefetch(p + at, i * kShort + kAhead);
-      crc = CopyLine(crc, to + at, p + at);
-      second = CopyLine(second, to + at + kShort, p + at + kShort);
-      third = CopyLine(third, to + at + 2 * kShort, p + at + 2 * kShort);
+      const auto copy = [&](size_t stream) {
+        return CopyLine(to + at + stream * kShort, p + at + stream * kShort);
+      };
+      crc = StepLine(crc, copy(0));
+      second = StepLine(second, copy(1));
+      third = StepLine(third, copy(2));
     }
     crc = kShiftShort(kShiftShort(crc) ^ second) ^ third;
   }
@@ -345,16 +354,7 @@ uint32_t UpdateFolding(uint32_t crc, const unsigned char* p, size_t n) {
 // A copy alone.
 uint32_t CopyLines(uint32_t, unsigned char* to, const unsigned char* p,
                    size_t n) {
-  for (size_t at = 0; at < n; at += kLine) {
-    const auto* from = reinterpret_cast<const __m128i*>(p + at);
-    auto* line = reinterpret_cast<__m128i*>(to + at);
-    const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
-    const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
-    _mm_stream_si128(line, a);
-    _mm_stream_si128(line + 1, b);
-    _mm_stream_si128(line + 2, c);
-    _mm_stream_si128(line + 3, d);
-  }
+  for (size_t at = 0; at < n; at += kLine) CopyLine(to + at, p + at);
   return 0;
 }
 #endif
