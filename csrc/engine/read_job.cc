@@ -160,6 +160,8 @@ class CellReader {
   Status ReadRange(const ReadCell& cell, const Range& range) {
     const std::byte* rest = nullptr;  // from `rest_lo` to the end of the range
     uint64_t rest_lo = range.hi;
+    const bool several = readers_ == Readers::kSeveral;
+    if (several) file_.ReadAhead(range.lo, range.hi);
     for (uint64_t lo = range.lo; lo < range.hi;) {
       const uint64_t end =
           std::min(RoundDown(lo, kSegmentBytes) + kSegmentBytes, range.hi);
@@ -172,7 +174,9 @@ class CellReader {
             sole ? reinterpret_cast<std::byte*>(sole->dst) + (at - sole->src)
                  : nullptr;
         const std::byte* bytes = nullptr;
-        if (!rest) {
+        if (several) {
+          TC_ASSIGN_OR_RETURN(bytes, file_.Read(at, hi, scratch_, readers_));
+        } else if (!rest) {
           TC_ASSIGN_OR_RETURN(const uint64_t cached,
                               file_.ReadCached(scratch_.first(hi - at), at));
           bytes = scratch_.data();

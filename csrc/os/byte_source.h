@@ -51,6 +51,12 @@ class ByteSource {
                                 MutableByteSpan scratch,
                                 Readers readers = Readers::kThisProcess) const;
 
+  // Has the kernel fetch [lo, hi), which several readers are about to read in
+  // pieces: they wait for each piece and not for the disk between two of them.
+  void ReadAhead(uint64_t lo, uint64_t hi) const {
+    file_.file().ReadAhead(lo, hi - lo);
+  }
+
   // Descriptors that sources and sinks of this process hold.
   static uint64_t OpenDescriptors() {
     return internal::TransferFile::OpenDescriptors();

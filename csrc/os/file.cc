@@ -150,6 +150,12 @@ Result<uint64_t> File::ReadCached(MutableByteSpan out, uint64_t offset) const {
   return done;
 }
 
+void File::ReadAhead(uint64_t offset, uint64_t bytes) const {
+  if (!CheckRange(offset, bytes, path_).ok()) return;
+  // What goes wrong here goes wrong for the reads that follow, which say so.
+  posix_fadvise(fd_, ToOffset(offset), ToOffset(bytes), POSIX_FADV_WILLNEED);
+}
+
 Status File::WriteAll(ByteSpan data, uint64_t offset) const {
   TC_RETURN_IF_ERROR(CheckRange(offset, data.size(), path_));
   while (!data.empty()) {

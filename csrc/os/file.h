@@ -56,6 +56,9 @@ class File {
   // holds none or the file system cannot tell. Never waits for the disk, but
   // at a page that is missing the kernel starts a readahead.
   Result<uint64_t> ReadCached(MutableByteSpan out, uint64_t offset) const;
+  // Has the kernel fetch a range into the page cache, and does not wait for it:
+  // a hint that may do nothing.
+  void ReadAhead(uint64_t offset, uint64_t bytes) const;
   Status WriteAll(ByteSpan data, uint64_t offset) const;
   // Reserves blocks so that ENOSPC comes now. True when the file system did
   // it, false when it cannot (that is no error).

@@ -3,9 +3,11 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/status.h"
@@ -105,6 +107,21 @@ TEST_F(FileTest, IsCachedSaysWhatIsThere) {
       file.ReadExact({reinterpret_cast<std::byte*>(out.data()), out.size()}, 0)
           .ok());
   EXPECT_EQ(file.IsCached(0, text.size()), true);
+  DropCache(file.path());
+  file.ReadAhead(0, text.size());
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (file.IsCached(0, text.size()) == false &&
+         std::chrono::steady_clock::now() < end) {
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(file.IsCached(0, text.size()), true);
+}
+
+TEST_F(FileTest, ReadAheadOfWhatIsNotThereDoesNothing) {
+  const File file = Create();
+  file.ReadAhead(0, 1 << 20);
+  file.ReadAhead(UINT64_MAX, UINT64_MAX);
+  EXPECT_EQ(file.Stat()->bytes, 0u);
 }
 
 TEST_F(FileTest, MovesItsDescriptor) {
