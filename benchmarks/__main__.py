@@ -16,12 +16,11 @@ from rich.console import Console
 
 from benchmarks import environment, report
 from benchmarks.contender import MEMORY_OF, MEMORY_STATES, ROWS
+from benchmarks.pages import PAGES, path_of
 from benchmarks.program import LimitsError, LimitsProgram
 from benchmarks.run_row import Record
 from benchmarks.summary import summarise
 
-DOCS = environment.REPOSITORY / "docs"
-RESULTS = "benchmark_results.md"
 SPACE_AT_FULL_SIZE = 16 << 30  # four inputs of a load row, one output, the limits' files
 WIDTH = 190
 PATIENCE_SECONDS = 600  # the load average needs minutes to forget what has ended
@@ -36,6 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         sys.stdout.write("".join(f"{name}\n" for name in ROWS))
         return 0
+    if options.page:
+        if options.rows or options.busy or options.scale != 1 or options.memory != "both":
+            return _refuse(
+                "a page is all of its rows, at full size, in both states of memory, on an idle "
+                "machine: leave rows, --scale, --memory and --busy away"
+            )
+        options.rows = PAGES[options.page].rows
     unknown = [word for word in options.rows if not any(n.startswith(word) for n in ROWS)]
     if unknown:
         return _refuse(f"no row begins with {', '.join(unknown)}; there are {', '.join(ROWS)}")
@@ -45,8 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse(
             f"{parent} has less than {needed / 1e9:.1f} GB free; name another --directory"
         )
-    if options.busy and options.write_docs:
-        return _refuse("figures of a busy machine go to no page: leave --busy or --write-docs away")
     if not options.busy and not environment.wait_until_idle(PATIENCE_SECONDS):
         return _refuse(
             f"the load average stays above {environment.IDLE}: end what else is running, "
@@ -65,9 +69,11 @@ def main(arguments: list[str] | None = None) -> int:
             return _refuse(str(error))
     rows = summarise(records)
     report.print_report(console, facts, rows)
-    if options.write_docs:
-        page = DOCS / options.write_docs
-        page.write_text(report.markdown(facts, options.rounds, _command(options), rows))
+    if options.page:
+        page = path_of(options.page)
+        command = f"./dev bench --page {options.page} --rounds {options.rounds}"
+        title = PAGES[options.page].title
+        page.write_text(report.markdown(title, facts, options.rounds, command, rows))
         console.print(f"wrote docs/{page.name}", highlight=False)
     return 1 if any(row.failures for row in rows) else 0
 
@@ -142,11 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--directory", help="where to write; a temporary directory if not given")
     parser.add_argument("--jsonl", help="also write every measurement to this file")
     parser.add_argument(
-        "--write-docs",
-        nargs="?",
-        const=RESULTS,
-        metavar="PAGE",
-        help=f"write docs/PAGE anew, {RESULTS} if none is named",
+        "--page",
+        choices=PAGES,
+        help="measure the rows of a page of docs/, all at full size, and write the page anew",
     )
     return parser
 
@@ -159,20 +163,6 @@ def _positive(kind: Callable[[str], Number]) -> Callable[[str], Number]:
         return value
 
     return parse
-
-
-def _command(options: argparse.Namespace) -> str:
-    """The command that was given, with paths left out."""
-    words = ["python -m benchmarks", *options.rows]
-    words += [f"--rounds {options.rounds}", f"--scale {options.scale:g}"]
-    words.append(f"--memory {options.memory}")
-    if options.busy:
-        words.append("--busy")
-    if options.write_docs:
-        words.append(f"--write-docs {options.write_docs}")
-    if options.directory:
-        words.append("--directory DIRECTORY")
-    return " ".join(words)
 
 
 def _refuse(reason: str) -> int:

@@ -31,6 +31,7 @@ from benchmarks import (  # noqa: E402
     states,
 )
 from benchmarks.contender import MEMORY_OF, ROWS, Contender, Context, Row  # noqa: E402
+from benchmarks.pages import PAGES, path_of  # noqa: E402
 from benchmarks.program import LimitsError, LimitsProgram, MemoryWatcher  # noqa: E402
 from benchmarks.report import (  # noqa: E402
     SEAL,
@@ -370,8 +371,20 @@ def test_a_busy_machine_is_waited_for_and_refused(monkeypatch: Any, capsys: Any)
     monkeypatch.setattr(command, "PATIENCE_SECONDS", 0)
     assert command.main(["limits", "--scale", "0.001"]) == 2
     assert "load average stays above 0.5" in capsys.readouterr().err
-    assert command.main(["limits", "--scale", "0.001", "--busy", "--write-docs"]) == 2
-    assert "go to no page" in capsys.readouterr().err
+    for more in (["--busy"], ["--scale", "0.001"], ["--memory", "touched"], ["limits"]):
+        assert command.main(["--page", "save", *more]) == 2
+        assert "a page is all of its rows" in capsys.readouterr().err
+
+
+def test_every_row_is_on_one_page() -> None:
+    for name in ROWS:
+        on = [page for page in PAGES.values() if name.startswith(page.rows)]
+        assert len(on) == 1, name
+    text = (environment.REPOSITORY / "docs" / "benchmarks.md").read_text()
+    for name, page in PAGES.items():
+        there = path_of(name).exists()
+        shown = f"[`{name}`]({path_of(name).name})" if there else f"`{name}`, not measured yet"
+        assert f"| {shown} | {page.title} | `{' '.join(page.rows)}` |" in text
 
 
 def test_a_row_is_measured_in_the_states_that_change_it() -> None:
@@ -383,7 +396,9 @@ def test_a_row_is_measured_in_the_states_that_change_it() -> None:
 def test_a_page_that_was_edited_is_seen(context: Context, monkeypatch: Any) -> None:
     fake_row(context, [], monkeypatch)
     rows = summarise(run("fake", context))
-    page = markdown({"torch_ckpt": "1, commit abc", "CPU": "fast", "date": "today"}, 1, "", rows)
+    page = markdown(
+        "fakes", {"torch_ckpt": "1, commit abc", "CPU": "fast", "date": "today"}, 1, "", rows
+    )
     assert "memory as-is. 1, commit abc, fast, today" in page
     assert is_as_written(page)
     assert not is_as_written(page.replace("fast", "fastest"))
