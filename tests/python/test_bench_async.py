@@ -90,7 +90,7 @@ def test_every_contender_runs_and_leaves_nothing(
             assert record["figures"]["blocking"] <= record["figures"]["durable"]
             assert record["figures"]["memory"] > 0
     assert list(context.directory.iterdir()) == []
-    assert "| blocking ms |" in markdown({}, 1, "", summarise(records))
+    assert "| blocking ms |" in markdown("fakes", {}, 1, "", summarise(records))
 
 
 @pytest.mark.campaign
@@ -338,5 +338,5 @@ def test_report_of_figures(context: Context, monkeypatch: Any) -> None:
     ratios = ratio_cells(row, "blocking")
     assert ratios.head == ["blocking: times less than, median (worst)", "mine"]
     assert ratios.lines == [["slow", "3.00x (2.00x)"]]
-    text = markdown({}, 2, "", [row])
+    text = markdown("fakes", {}, 2, "", [row])
     assert "| slow | 6.00 (8.00) |" in text and "GB/s" not in text

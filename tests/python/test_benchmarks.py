@@ -281,7 +281,7 @@ def test_report_shows_every_contender_and_every_reason() -> None:
     assert [line[0] for line in cells.lines] == ["slow", "ours", "limit: disk"]
     assert all(len(line) == len(cells.head) for line in cells.lines)
     assert ratio_cells(rows[0]).lines == [["slow", "5.00x (2.00x)"]]
-    text = markdown({"CPU": "a|b"}, 3, "python -m benchmarks", rows)
+    text = markdown("fakes", {"CPU": "a|b"}, 3, "./dev bench", rows)
     assert "| slow | stock | flat | 0.20 | 0.12 | 0.25 |" in text
     assert "| CPU | a\\|b |" in text and "- absent skipped: not here" in text
 
