@@ -23,6 +23,7 @@ from benchmarks.summary import summarise
 
 SPACE_AT_FULL_SIZE = 16 << 30  # four inputs of a load row, one output, the limits' files
 WIDTH = 190
+ROUNDS = 5
 PATIENCE_SECONDS = 600  # the load average needs minutes to forget what has ended
 Number = TypeVar("Number", int, float)
 
@@ -36,10 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.write("".join(f"{name}\n" for name in ROWS))
         return 0
     if options.page:
-        if options.rows or options.busy or options.scale != 1 or options.memory != "both":
+        in_part = options.rows or options.scale != 1 or options.memory != "both"
+        if in_part or options.busy or options.rounds < ROUNDS:
             return _refuse(
                 "a page is all of its rows, at full size, in both states of memory, on an idle "
-                "machine: leave rows, --scale, --memory and --busy away"
+                f"machine, {ROUNDS} rounds or more: leave rows and other options away"
             )
         options.rows = PAGES[options.page].rows
     unknown = [word for word in options.rows if not any(n.startswith(word) for n in ROWS)]
@@ -129,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         "rows", nargs="*", help="beginnings of row names; all rows if none is given"
     )
     parser.add_argument("--list", action="store_true", help="print the row names")
-    parser.add_argument("--rounds", type=_positive(int), default=5, help="default %(default)s")
+    parser.add_argument("--rounds", type=_positive(int), default=ROUNDS, help="default %(default)s")
     parser.add_argument(
         "--scale", type=_positive(float), default=1.0, help="part of the full size, 1 if not given"
     )

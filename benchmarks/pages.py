@@ -1,4 +1,4 @@
-"""The pages of figures in docs/, and the rows of each. A page is one run, of half an hour to two."""
+"""The pages of figures in docs/, and their rows. A page is one run, of half an hour to two."""
 
 from __future__ import annotations
 

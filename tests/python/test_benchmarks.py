@@ -371,7 +371,13 @@ def test_a_busy_machine_is_waited_for_and_refused(monkeypatch: Any, capsys: Any)
     monkeypatch.setattr(command, "PATIENCE_SECONDS", 0)
     assert command.main(["limits", "--scale", "0.001"]) == 2
     assert "load average stays above 0.5" in capsys.readouterr().err
-    for more in (["--busy"], ["--scale", "0.001"], ["--memory", "touched"], ["limits"]):
+    for more in (
+        ["--busy"],
+        ["--scale", "0.001"],
+        ["--memory", "as-is"],
+        ["--rounds", "4"],
+        ["limits"],
+    ):
         assert command.main(["--page", "save", *more]) == 2
         assert "a page is all of its rows" in capsys.readouterr().err
 
