@@ -6,6 +6,7 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -168,15 +169,16 @@ class Checkpoint:
     def _agrees_with_manifest(self) -> bool:
         """Whether the manifest is there and so are its files, of the right sizes. Raises
         IncompleteError where there is none, of parts neither."""
-        answer = _core.call({"op": "manifest", "path": self.path})
-        if answer["manifests"] != [_MANIFEST]:
-            return False
         try:
-            return all(
+            answer = _core.call({"op": "manifest", "path": self.path})
+            return answer["manifests"] == [_MANIFEST] and all(
                 os.stat(os.path.join(self.path, file["name"])).st_size == file["bytes"]
                 for file in answer["files"]
             )
-        except FileNotFoundError:
+        except OSError as error:
+            # ESTALE: another node has replaced it under our hands.
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
             return False
 
     def describe(self) -> Description:

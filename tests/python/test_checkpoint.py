@@ -75,6 +75,21 @@ def kill_in_replay(path: Path) -> None:
     assert (path / ".torch_ckpt-stage/commit.json").exists()
 
 
+@pytest.mark.parametrize("call", ["openat", "fstat", "pread"])
+def test_a_handle_that_went_stale_is_no_error(path: Path, call: str, fault_points: None) -> None:
+    """A network file system says so of a manifest that another node has just replaced."""
+    code = "import sys; from torch_ckpt import Checkpoint as C; print(C(sys.argv[1]).is_committed())"
+    for nth in (1, 2, 3):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path)],
+            env={**os.environ, "TORCH_CKPT_FAULTS": f"{call}:{nth}:ESTALE"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.stdout, done.stderr) == ("True\n", ""), (nth, done)
+
+
 def test_describe_names_everything(path: Path) -> None:
     described = Checkpoint(path).describe()
     assert described.source == "manifest"
