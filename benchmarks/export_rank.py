@@ -175,20 +175,13 @@ def with_gather(part: Part, path: Path) -> None:
     sync_everything(path)
 
 
-def with_ours_on_own_nodes(part: Part, path: Path, redistribute: bool | None = None) -> None:
+def with_ours_on_own_nodes(part: Part, path: Path) -> None:
     """Straight into final files by ranks that are told to be on nodes of their own, so that no
-    ring can take their columns."""
+    ring can take their columns: the coordinator puts them together, alone."""
     rings = importlib.import_module("torch_ckpt.dcp.rings")
     node = rings.Node("boot", str(dist.get_rank()), 0)
     with mock.patch("torch_ckpt.dcp.writer.this_node", return_value=node):
-        with mock.patch("torch_ckpt.dcp.redistribute.this_node", return_value=node):
-            options = {} if redistribute is None else {"redistribute": redistribute}
-            rivals.ours("save")(part, checkpoint_id=str(path), layout="final", **options)
-
-
-def with_ours_put_together(part: Part, path: Path) -> None:
-    """The same without redistribution: the coordinator puts columns together, alone."""
-    with_ours_on_own_nodes(part, path, redistribute=False)
+        rivals.ours("save")(part, checkpoint_id=str(path), layout="final")
 
 
 OURS = "ours, direct"
@@ -201,8 +194,7 @@ EXPORTS: Mapping[str, Export] = {
     "torch_checkpointing, then consolidate": with_torch_checkpointing,
     "ours, shards, then consolidate": with_ours_sharded,
     OURS: with_ours,
-    f"ours, direct, {NODES}, redistributed": with_ours_on_own_nodes,
-    f"ours, direct, {NODES}, put together": with_ours_put_together,
+    f"ours, direct, {NODES}": with_ours_on_own_nodes,
     "ours, shards alone": without_export,
 }
 

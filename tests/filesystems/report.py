@@ -18,7 +18,6 @@ CASES = {
     "final_layout": "save into final files",
     "rows_over_nodes": "final files: rows over the nodes, a ring on each",
     "columns_over_nodes": "final files: columns over the nodes, assembled",
-    "columns_redistributed": "final files: columns over the nodes, redistributed",
     "consolidation": "consolidation on every rank, also in place",
     "load_resharded": "load by other shardings than saved",
     "verify_on_every_rank": "verify, on every rank",

@@ -1,15 +1,11 @@
-"""python final_rank.py PATH [exchange]: one rank of a save of columns, and of small tensors in a row,
-into final files. With "exchange" the columns are redistributed first, in which a rank with DIES in
-its environment does."""
+"""python final_rank.py PATH: one rank of a save of columns, and of small tensors in a row, into final
+files."""
 
 from __future__ import annotations
 
 import datetime
 import os
-import signal
 import sys
-from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,14 +32,7 @@ def small(rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def dies(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def main() -> int:
-    exchanges = sys.argv[2:] == ["exchange"]
-    if "DIES" in os.environ:
-        mock.patch("torch.distributed.all_to_all_single", dies).start()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rank = dist.get_rank()
@@ -53,9 +42,7 @@ def main() -> int:
         for name, (part, dim) in parts.items()
     }
     try:
-        metadata = torch_ckpt.save(
-            state, checkpoint_id=sys.argv[1], layout="final", redistribute=exchanges
-        )
+        metadata = torch_ckpt.save(state, checkpoint_id=sys.argv[1], layout="final")
     except Exception as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return ENDED

@@ -12,7 +12,6 @@ from ranks import (
     directories,
     final,
     frameworks,
-    redistributing,
     reshard,
     saving,
     sharding,
@@ -26,7 +25,6 @@ MODULES = {
     "directories": directories,
     "final": final,
     "frameworks": frameworks,
-    "redistributing": redistributing,
     "reshard": reshard,
 }
 # In this order: the launches of "reshard" load what the ones before have saved.
@@ -40,7 +38,6 @@ LAUNCHES = [
     ("directories", 2),
     ("final", 4),
     ("frameworks", 4),
-    ("redistributing", 4),
     ("reshard", 4),
     ("reshard", 2),
     ("reshard", 3),
@@ -52,7 +49,6 @@ CAMPAIGN = [
     ("asynchronous", 4),
     ("directories", 4),
     *(("final", world) for world in (1, 2, 3, 5, 6, 7, 8)),
-    *(("redistributing", world) for world in (1, 2, 3, 6, 8)),
 ]
 
 

@@ -83,19 +83,6 @@ def test_a_rank_that_ends_in_the_middle_ends_the_others(
     assert sorted(os.listdir(tmp_path)) == ["c"]
 
 
-@pytest.mark.slow
-def test_a_rank_that_dies_while_columns_are_redistributed_ends_the_others(tmp_path: Path) -> None:
-    path = tmp_path / "c"
-    done = run_scripts("final_rank.py", WORLD, [str(path), "exchange"], {1: {"DIES": "1"}})
-    assert done[1][0] == -9
-    for rank in (0, 2):
-        assert done[rank][0] == ENDED and "the columns were not redistributed" in done[rank][1]
-    assert list(tmp_path.iterdir()) == []
-    done = run_scripts("final_rank.py", WORLD, [str(path), "exchange"])
-    assert [status for status, _ in done] == [0] * WORLD
-    check_saved(path)
-
-
 def test_who_was_cancelled_by_a_failure_is_not_blamed() -> None:
     cancelled, failed = torch_ckpt.CancelledError("rank 1 is gone"), OSError(28, "full")
     for failures in ({0: cancelled, 1: failed}, {0: failed, 1: cancelled}):

@@ -1,9 +1,8 @@
 """What all ranks of a group must do alike, agreed through the group's store.
 
 Not by collectives: a save in the background may be in the middle of one in the same group, and
-those of two threads mix. A key lives until the last rank has read it, or, of `agree`, until its
-rank agrees again. Every rank makes the same calls in the same order, and none from two threads at
-once.
+those of two threads mix. A key lives until the last rank has read it. Every rank makes the same
+calls in the same order, and none from two threads at once.
 """
 
 from __future__ import annotations
@@ -76,62 +75,6 @@ def any_rank(
     answer = int(store.get(key)) > 0
     _forget(store, [key, raised, arrived], world_size)
     return answer
-
-
-# What a group's rank has left in the store, to be removed when it agrees the next time: by then all
-# others have read it, or have given up.
-_left: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
-
-
-def agree(
-    group: dist.ProcessGroup | None,
-    key: str,
-    report: Any,
-    decide: Callable[[list[Any]], T],
-    seconds: float,
-    *,
-    waits: bool,
-) -> T | None:
-    """What `decide` makes of the reports of all ranks of `group`, on every rank that `waits`; or
-    None, on every such rank, if one has not come within some `seconds`. Reports and answer are what
-    JSON can say. A rank that does not wait gets None.
-
-    `key` is of `next_key`. All decide the same, and whose answer comes first holds: also that of a
-    rank that waits no longer. None where the store cannot compare and set.
-    """
-    rank, world_size = rank_and_size(group)
-    made: Any = group if group is not None else distributed_c10d._get_default_group()
-    store = distributed_c10d._get_process_group_store(made)
-    for left in _left.pop(made, []):
-        store.delete_key(left)
-    own = f"{key}/{rank}"
-    try:
-        store.compare_set(own, "", json.dumps(report))
-    except NotImplementedError:
-        return None
-    _left[made] = [own, key]
-    if not waits:
-        return None
-    answer: Any = None
-    keys = [f"{key}/{other}" for other in range(world_size)]
-    if _are_there(store, keys, key, seconds):
-        # `get` would wait for one that is gone again, of a rank whose save has failed.
-        reports = [json.loads(store.compare_set(of_rank, "", "null")) for of_rank in keys]
-        if None not in reports:
-            answer = decide(reports)
-    return json.loads(store.compare_set(key, "", json.dumps(answer)))  # type: ignore[no-any-return]
-
-
-def _are_there(store: Any, keys: list[str], answer: str, seconds: float) -> bool:
-    """Whether all `keys` come, before there is an answer without them."""
-    deadline = time.monotonic() + seconds
-    pause = 0.0001
-    while not store.check(keys):
-        if store.check([answer]) or time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, 0.01)
-    return True
 
 
 def _wait(store: Any, key: str, timeout: float) -> None:

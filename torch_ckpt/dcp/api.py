@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torch_ckpt.checkpoint import look_again
-from torch_ckpt.dcp.agreement import next_key
 from torch_ckpt.dcp.async_saves import (
     AsyncSave,
     OnBusy,
@@ -36,7 +35,6 @@ from torch_ckpt.dcp.one_save import OneSaveStager
 from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
 from torch_ckpt.dcp.planning import paused_while_trainer_waits, rank_and_size
 from torch_ckpt.dcp.reader import HuggingFaceStorageReader, ReplacedError
-from torch_ckpt.dcp.redistribute import redistribute as redistribute_columns
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.whole_state import Unwrapping, whole_state, without_statefuls
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
@@ -105,47 +103,6 @@ def _planner(
     return planner
 
 
-class _Redistribution:
-    """What is done to the state before it is planned. Made before anything can fail, since ranks
-    count these."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        rank: int,
-        world_size: int,
-        wanted: bool | None,
-        *,
-        in_background: bool,
-    ) -> None:
-        self._group = group
-        self._rank = rank
-        self._key = next_key(group, "redistribute")[1] if world_size > 1 else None
-        self._wanted = wanted
-        self._in_background = in_background
-
-    def __call__(self, state_dict: dict[str, Any], writer: Any, planner: Any) -> dict[str, Any]:
-        """`state_dict` with rows, where final files want them."""
-        final = isinstance(writer, HuggingFaceStorageWriter) and not writer.save_distributed
-        if not final or not isinstance(planner, SavePlanner):
-            if self._wanted:
-                raise InvalidArgumentError("redistribute is of final files, and of our planner")
-            return state_dict
-        if self._key is None:
-            return state_dict
-        try:
-            state_dict, writer._redistributed_bytes = redistribute_columns(
-                state_dict,
-                self._group,
-                self._key,
-                self._wanted,
-                in_background=self._in_background,
-            )
-        except CheckpointError as error:
-            raise with_rank(error, self._rank) from error
-        return state_dict
-
-
 _MetadataErrors = Callable[[], list[Exception | None]]
 
 
@@ -193,7 +150,6 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     key_mapping: KeyMapping | None = None,
-    redistribute: bool | None = None,
     **writer_options: Any,
 ) -> Metadata:
     """`torch.distributed.checkpoint.save` with our writer and planner as defaults.
@@ -206,16 +162,10 @@ def save(
     main thread, it keeps Python's cyclic garbage collector off until it returns. With several ranks
     it waits for async saves.
 
-    redistribute: whether DTensors that are cut into short rows (columns, grids) are redistributed
-        to long ones before they are written into final files, by an all-to-all of their mesh's
-        groups, into as much memory as they have. None: those whose columns are on several nodes,
-        which the coordinator would put together alone; on one node shared memory is faster.
-
     Returns DCP's metadata, whose `storage_data` has by rank what it did: `written_bytes`,
-    `ring_bytes`, `parts_bytes`, `redistributed_bytes`, and seconds (see SaveStats).
+    `ring_bytes`, `parts_bytes`, and seconds (see SaveStats).
     """
     rank, world_size = rank_and_size(process_group, no_dist)
-    in_rows = _Redistribution(process_group, rank, world_size, redistribute, in_background=False)
     _wait_for_async_saves(world_size)
     refusal: Exception | None = None
     writer: Any = None
@@ -236,10 +186,6 @@ def save(
         # Planning makes some twenty objects per tensor, with stock's planner a hundred; collecting
         # between them takes longer than making them.
         with paused_while_trainer_waits(keeps=False), Unwrapping(planner):
-            try:
-                state_dict = in_rows(state_dict, writer, planner)
-            except CheckpointError as error:
-                state_dict, refusal = {}, refusal or error
             try:
                 metadata: Metadata = _checked(
                     lambda: state_dict_saver.save(
@@ -279,7 +225,6 @@ def async_save(
     log_path: _PathLike | None = None,
     timeout: float = 600.0,
     key_mapping: KeyMapping | None = None,
-    redistribute: bool | None = None,
     **options: Any,
 ) -> AsyncSave | AsyncSaveResponse:
     """`torch.distributed.checkpoint.async_save` with our writer, planner and stager as defaults.
@@ -305,9 +250,6 @@ def async_save(
     timeout: seconds to wait for earlier saves, and besides for rank 0, which says for all whether
         the save begins.
     key_mapping: as for `save`. A function is called in the background, or in another process.
-    redistribute: as for `save`; it is done before staging, while the trainer waits, so None stands
-        for tensors on devices only. Not with on_busy="overlap": an earlier save may be using a
-        group of the mesh.
     options: keywords of HuggingFaceStorageWriter, as for `save`; others go to stock's, which may
         get more in later versions.
 
@@ -317,12 +259,7 @@ def async_save(
     """
     check_choice("on_busy", on_busy, get_args(OnBusy))
     check_choice("on_failure", on_failure, get_args(OnFailure))
-    if on_busy == "overlap":
-        if redistribute:
-            raise InvalidArgumentError("redistribute=True and on_busy='overlap' exclude each other")
-        redistribute = False
     rank, world_size = rank_and_size(process_group, no_dist)
-    in_rows = _Redistribution(process_group, rank, world_size, redistribute, in_background=True)
     if checkpoint_id is not None and isinstance(storage_writer, _OURS):
         checkpoint_id = os.path.abspath(checkpoint_id)  # the save goes on in another directory
     place = checkpoint_id or getattr(storage_writer, "path", None) or type(storage_writer).__name__
@@ -376,7 +313,6 @@ def async_save(
             save,
             turn,
             crosses=crosses,
-            prepare=lambda state: in_rows(state, writer, planner),
         )
         answer = _checked(
             lambda: state_dict_saver.async_save(

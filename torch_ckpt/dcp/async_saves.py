@@ -39,8 +39,7 @@ class SaveStats:
     blocked_s: the whole call of `async_save`.
     planned_s: from the beginning of the save in the background until this rank began to write.
     written_s, written_bytes: this rank's files, durable.
-    ring_bytes, parts_bytes, redistributed_bytes: how what is sharded in short rows went into final
-        files, see Phases.
+    ring_bytes, parts_bytes: how what is sharded in short rows went into final files, see Phases.
     committed_s: what the coordinator did after the last rank had written.
     total_s: from the call until the save was over.
     """
@@ -59,7 +58,6 @@ class SaveStats:
     written_bytes: int | None = None
     ring_bytes: int | None = None
     parts_bytes: int | None = None
-    redistributed_bytes: int | None = None
     committed_s: float | None = None
     total_s: float | None = None
 
@@ -138,7 +136,6 @@ class AsyncSave(Future[Any]):
             self.stats.written_bytes = mine.written_bytes
             self.stats.ring_bytes = mine.ring_bytes
             self.stats.parts_bytes = mine.parts_bytes
-            self.stats.redistributed_bytes = mine.redistributed_bytes
             self.stats.committed_s = mine.committed_s
 
     def finish(self, metadata: Any, error: BaseException | None) -> None:

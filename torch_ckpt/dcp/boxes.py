@@ -48,17 +48,6 @@ def local_boxes(tensor: DTensor, fqn: str) -> tuple[LocalBox, ...]:
     return _expand(shape, tuple(tensor.device_mesh.shape), rule, tuple(coordinate))
 
 
-def boxes_at(
-    shape: tuple[int, ...],
-    mesh: tuple[int, ...],
-    placements: tuple[Placement, ...],
-    coordinate: tuple[int, ...],
-) -> tuple[LocalBox, ...]:
-    """The boxes of a DTensor that the rank at `coordinate` of its mesh holds. The placements are
-    some of which `local_boxes` raises nothing."""
-    return _expand(shape, mesh, _rule(placements), coordinate)
-
-
 def local_part(tensor: DTensor, box: LocalBox) -> torch.Tensor:
     """The part of the local tensor that holds `box`: a view, without autograd history."""
     local: torch.Tensor = tensor._local_tensor

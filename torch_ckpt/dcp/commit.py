@@ -19,8 +19,6 @@ class Phases:
     ring_bytes, parts_bytes: of tensors in final files that are sharded in short rows, what this
         rank had of those that the ranks of its node wrote together, through shared memory, and what
         it left, with the ends of its own rows, for the coordinator to put in place.
-    redistributed_bytes: of such tensors, the rows that ranks made of their columns before anything
-        was planned: those of this rank.
     """
 
     planned_s: float
@@ -29,7 +27,6 @@ class Phases:
     committed_s: float = 0.0  # by the coordinator, for all
     ring_bytes: int = 0
     parts_bytes: int = 0
-    redistributed_bytes: int = 0
 
 
 @dataclass(slots=True)

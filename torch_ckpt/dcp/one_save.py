@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -46,10 +45,7 @@ class OneSaveStager(AsyncStager):
         turn: Turn,
         *,
         crosses: bool,
-        prepare: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
-        """prepare: what is done to the state before it is staged, on the caller's thread."""
-        self._prepare = prepare
         self._state_dict = state_dict
         self._inner = inner
         self._writer = writer
@@ -77,7 +73,7 @@ class OneSaveStager(AsyncStager):
         try:
             self._turn.wait()
             self._began = time.perf_counter()
-            state_dict = self._prepare(without_statefuls(state_dict))
+            state_dict = without_statefuls(state_dict)
             staged = self._inner.stage(state_dict)
             if isinstance(staged, Future):
                 self.blocks = False

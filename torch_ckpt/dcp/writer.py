@@ -157,7 +157,6 @@ class HuggingFaceStorageWriter(StockWriter):
         # this save among those into the directory.
         self._group_size: int | None = None
         self._sequence: int | None = None
-        self._redistributed_bytes = 0  # by torch_ckpt.save, see Phases
         self._part: Part | None = None  # with collectives there are no parts
         self._session: SaveSession | PartSession | None = None
         self._began = 0.0  # when the save that is going on did
@@ -194,7 +193,6 @@ class HuggingFaceStorageWriter(StockWriter):
     def _begin_save(self, rank: int, world_size: int) -> None:
         """Called by torch_ckpt.save, after `reset` and before anything can fail."""
         self._group_size = world_size
-        self._redistributed_bytes = 0
         self._sequence = next_sequence(str(self.path), rank)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -388,7 +386,6 @@ class HuggingFaceStorageWriter(StockWriter):
             report.written_bytes,
             ring_bytes=sum(call["ring_bytes"] for call in report.final),
             parts_bytes=sum(call["parts"]["bytes"] for call in report.final if call["parts"]),
-            redistributed_bytes=self._redistributed_bytes,
         )
         done.set_result([report])  # type: ignore[list-item]
         return done
