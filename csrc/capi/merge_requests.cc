@@ -80,7 +80,7 @@ Result<MergePlan> ParsePlan(const Json& request) {
 
 std::vector<std::string> IdsOf(const MergePlan& plan) {
   std::vector<std::string> ids;
-  for (const OutputSpec& spec : plan.outputs()) ids.push_back(spec.id);
+  for (const Output& output : plan.outputs()) ids.push_back(output.spec.id);
   return ids;
 }
 
@@ -105,7 +105,7 @@ Result<bool> IsSameDirectory(const std::string& input,
 
 Result<NewFiles> NewFilesOf(const MergePlan& plan, bool in_place) {
   NewFiles files;
-  for (const OutputSpec& spec : plan.outputs()) {
+  for (const auto& [spec, extents] : plan.outputs()) {
     if (spec.role == FileRole::kData) files.names.push_back(spec.name);
   }
   if (!plan.index_name().empty()) files.names.push_back(plan.index_name());
@@ -161,7 +161,7 @@ Result<Json> Commit(const Json& request, const MergePlan& plan,
     TC_ASSIGN_OR_RETURN(commit.keep, KeptInPlace(plan));
   }
   for (size_t i = 0; i < plan.outputs().size(); ++i) {
-    const OutputSpec& spec = plan.outputs()[i];
+    const OutputSpec& spec = plan.outputs()[i].spec;
     Result<std::vector<uint32_t>> digests =
         CombineRanges(std::move(written[i]), spec.bytes);
     if (!digests.ok()) return digests.status().WithFile(spec.name);
@@ -208,8 +208,9 @@ Result<Json> MergeRequest(const Json& request) {
 // bytes, the coordinator commits with the digests of all.
 Result<Json> MergeBeginRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(Begun begun, Begin(request));
-  TC_RETURN_IF_ERROR(
-      CreateOutputs(begun.session->directory(), begun.plan->outputs()));
+  for (const Output& output : begun.plan->outputs()) {
+    TC_RETURN_IF_ERROR(CreateOutput(begun.session->directory(), output.spec));
+  }
   Json out = {{"staging", begun.session->place().path},
               {"ids", IdsOf(*begun.plan)},
               {"in_place", begun.in_place},
@@ -234,7 +235,7 @@ Result<Json> MergePartRequest(const Json& request) {
                "every rank must see the same file system under this path")
         .WithFile(path);
   }
-  std::vector<OutputSpec> outputs = plan.outputs();
+  std::vector<Output> outputs = plan.outputs();
   TakePart(&outputs, static_cast<int>(part), static_cast<int>(parts));
   TC_ASSIGN_OR_RETURN(const auto own,
                       RunMergeJob(plan, *staging, outputs, job.get()));

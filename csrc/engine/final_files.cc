@@ -131,7 +131,7 @@ Status CheckBands(const FinalTensor& tensor, size_t rings) {
 // The file at full size, with its header.
 Status StageFile(const Directory& staging, const FinalLayout& layout,
                  bool sync) {
-  TC_RETURN_IF_ERROR(CreateOutputs(staging, {layout.spec}));
+  TC_RETURN_IF_ERROR(CreateOutput(staging, layout.spec));
   TC_ASSIGN_OR_RETURN(File file,
                       staging.OpenFile(layout.spec.staged, {.write = true}));
   TC_RETURN_IF_ERROR(file.WriteAll(AsBytes(layout.header), 0));

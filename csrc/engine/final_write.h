@@ -7,13 +7,15 @@
 // the ranks of one node have only where these cannot write them together.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "engine/final_files.h"
+#include "engine/memory_providers.h"
+#include "engine/output_files.h"
 #include "engine/ring_write.h"
-#include "engine/source_bytes.h"
 
 namespace torch_ckpt {
 
@@ -48,21 +50,21 @@ struct FinalWriteOptions {
 };
 
 struct FinalWrite {
-  std::vector<OutputSpec> files;   // in the order of the list, with ranges
-  std::vector<SourceBytes> bytes;  // of each, where its ranges are
-  SourceBytes parts;
+  std::vector<Output> files;  // in the order of the list, with ranges
+  ExtentList parts;
   std::vector<PartBytes> part_bytes;
   std::vector<PartBox> part_boxes;
-  std::optional<RingWork> ring;  // to be done beside
+  std::unique_ptr<RingWork> ring;  // null: none
 };
 
-// `sources` must stay where they are. Meets the other ranks of this one's ring,
-// if there is to be one (engine/ring_link.h). kConflict, naming tensor and
-// file, where the staged header does not say what this rank has: the plan that
-// it stems from was made for other tensors.
+// `sources` must stay where they are, `memory` is of them. Meets the other
+// ranks of this one's ring, if there is to be one (engine/ring_link.h); of a
+// ring that this rank leads, the files have what the ring writes as well.
+// kConflict, naming tensor and file, where the staged header does not say what
+// this rank has: the plan that it stems from was made for other tensors.
 Result<FinalWrite> PlanFinalWrite(const Directory& staging,
                                   const std::vector<WriteTensor>& tensors,
-                                  const std::vector<SourceTensor>& sources,
+                                  MemorySources* memory,
                                   const FinalWriteOptions& options);
 
 }  // namespace torch_ckpt

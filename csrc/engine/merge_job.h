@@ -17,6 +17,6 @@ namespace torch_ckpt {
 // what to write of each. kCorrupt names an input file whose bytes do not match.
 Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
     const MergePlan& plan, const Directory& staging,
-    const std::vector<OutputSpec>& outputs, Job* job);
+    const std::vector<Output>& outputs, Job* job);
 
 }  // namespace torch_ckpt

@@ -6,7 +6,6 @@
 #include "engine/final_files.h"
 #include "format/cast.h"
 #include "format/names.h"
-#include "os/byte_source.h"
 
 namespace torch_ckpt {
 namespace {
@@ -78,103 +77,99 @@ Result<Assigned> Assign(const Catalog& catalog, const MergeOptions& options) {
 
 }  // namespace
 
+MergePlan::MergePlan(std::shared_ptr<const Checkpoint> checkpoint,
+                     MergeOptions options)
+    : checkpoint_(std::move(checkpoint)),
+      options_(std::move(options)),
+      sources_(std::make_unique<Sources>(checkpoint_, options_.output)) {}
+
+// A file of tensors: entries of the catalog.
+Status MergePlan::AddFile(std::string name, std::string id,
+                          const std::vector<uint32_t>& members) {
+  const std::vector<CatalogEntry>& catalog = checkpoint_->catalog().entries();
+  std::vector<SafetensorsEntry> entries;
+  for (const uint32_t e : members) {
+    TC_ASSIGN_OR_RETURN(const Dtype dtype, OutputDtype(catalog[e], options_));
+    entries.push_back(
+        {std::string(catalog[e].name), dtype, catalog[e].shape, 0, 0});
+  }
+  TC_ASSIGN_OR_RETURN(
+      FinalLayout file,
+      LayOutFinalFile(std::move(name), std::move(id), std::move(entries)));
+  ExtentList extents;
+  const uint64_t data = file.header.size();
+  sources_->headers.Append(std::move(file.header), &extents);
+  for (size_t i = 0; i < file.tensors.size(); ++i) {
+    const SafetensorsEntry& tensor = file.tensors[i];
+    const uint32_t e = members[file.order[i]];
+    Origin origin{&sources_->tensors, e};
+    if (catalog[e].dtype != tensor.dtype) {
+      origin = sources_->casts.Add(origin, catalog[e].dtype, tensor.dtype);
+    }
+    extents.Place(data + tensor.begin, tensor.end - tensor.begin, origin, 0);
+  }
+  outputs_.push_back({std::move(file.spec), std::move(extents)});
+  entries_.insert(entries_.end(), members.begin(), members.end());
+  return {};
+}
+
+// A file of objects, as it is.
+void MergePlan::AddObjects(uint32_t index, const std::string& id) {
+  const ManifestFile& file = checkpoint_->files()[index];
+  ExtentList extents;
+  extents.Append({&sources_->files, index}, file.bytes);
+  outputs_.push_back({{file.name,
+                       StagedName(file.name, id),
+                       id,
+                       FileRole::kObjects,
+                       file.bytes,
+                       {}},
+                      std::move(extents)});
+}
+
+// Leaves that are no tensors go along, and aliases of what is there.
+void MergePlan::KeepLeaves() {
+  const Catalog& catalog = checkpoint_->catalog();
+  const std::set<uint32_t> stored(entries_.begin(), entries_.end());
+  for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
+    const CatalogEntry& entry = catalog.entries()[e];
+    if (entry.kind == EntryKind::kObject) entries_.push_back(e);
+    if (entry.kind != EntryKind::kAlias || stored.count(e)) continue;
+    const auto of = static_cast<uint32_t>(catalog.Find(entry.alias_of));
+    if (stored.count(of)) aliases_.push_back(e);
+  }
+}
+
 Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
                                   MergeOptions options,
                                   std::vector<std::string> ids) {
-  const Catalog& catalog = checkpoint->catalog();
-  TC_ASSIGN_OR_RETURN(const Assigned assigned, Assign(catalog, options));
+  TC_ASSIGN_OR_RETURN(const Assigned assigned,
+                      Assign(checkpoint->catalog(), options));
   if (assigned.files.empty()) {
     return Incomplete("holds no tensor").WithFile(checkpoint->path());
   }
-  std::vector<OutputSpec> outputs;
-  std::vector<Layout> layouts;
-  std::vector<uint32_t> kept;
+  MergePlan plan(std::move(checkpoint), std::move(options));
   size_t next_id = 0;
   const auto take_id = [&]() {
     if (next_id == ids.size()) ids.push_back(NewId());
     return ids[next_id++];
   };
+  const FileNaming& naming = plan.options_.naming;
   for (const auto& [index, members] : assigned.files) {
-    std::vector<SafetensorsEntry> entries;
-    for (uint32_t e : members) {
-      const CatalogEntry& entry = catalog.entries()[e];
-      TC_ASSIGN_OR_RETURN(const Dtype dtype, OutputDtype(entry, options));
-      entries.push_back({std::string(entry.name), dtype, entry.shape, 0, 0});
-    }
-    TC_ASSIGN_OR_RETURN(
-        FinalLayout file,
-        LayOutFinalFile(FinalFileName(index, assigned.count, options.naming),
-                        take_id(), std::move(entries)));
-    Layout layout;
-    const uint64_t data = file.header.size();
-    layout.extents.push_back({0, data, Extent::kHeader, 0, 0, {}});
-    for (size_t i = 0; i < file.tensors.size(); ++i) {
-      const SafetensorsEntry& tensor = file.tensors[i];
-      if (tensor.begin == tensor.end) continue;
-      const uint32_t e = members[file.order[i]];
-      Extent extent{
-          data + tensor.begin, data + tensor.end, Extent::kTensor, e, 0, {}};
-      if (catalog.entries()[e].dtype != tensor.dtype) {
-        extent.cast = tensor.dtype;
-      }
-      layout.extents.push_back(extent);
-    }
-    layout.header = std::move(file.header);
-    outputs.push_back(std::move(file.spec));
-    layouts.push_back(std::move(layout));
-    kept.insert(kept.end(), members.begin(), members.end());
+    TC_RETURN_IF_ERROR(plan.AddFile(
+        FinalFileName(index, assigned.count, naming), take_id(), members));
   }
-  // Leaves that are no tensors go along, and aliases of what is there.
-  const std::set<uint32_t> stored(kept.begin(), kept.end());
-  std::vector<uint32_t> aliases;
-  for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
-    const CatalogEntry& entry = catalog.entries()[e];
-    if (entry.kind == EntryKind::kObject) kept.push_back(e);
-    if (entry.kind != EntryKind::kAlias || stored.count(e)) continue;
-    const auto of = static_cast<uint32_t>(catalog.Find(entry.alias_of));
-    if (stored.count(of)) aliases.push_back(e);
-  }
-  for (uint32_t f = 0; f < checkpoint->files().size(); ++f) {
-    const ManifestFile& file = checkpoint->files()[f];
-    if (file.role != FileRole::kObjects) continue;
-    Layout layout;
-    if (file.bytes > 0) {
-      layout.extents.push_back({0, file.bytes, Extent::kFile, f, 0, {}});
-    }
-    const std::string id = take_id();
-    outputs.push_back({file.name,
-                       StagedName(file.name, id),
-                       id,
-                       FileRole::kObjects,
-                       file.bytes,
-                       {}});
-    layouts.push_back(std::move(layout));
+  plan.KeepLeaves();
+  const std::vector<ManifestFile>& files = plan.checkpoint_->files();
+  for (uint32_t f = 0; f < files.size(); ++f) {
+    if (files[f].role == FileRole::kObjects) plan.AddObjects(f, take_id());
   }
   if (next_id != ids.size()) {
     return InvalidArgument(
         "the merge plan of this rank has another number of "
         "files than the coordinator's");
   }
-  MergePlan plan = OfExtents(std::move(checkpoint), std::move(options),
-                             std::move(outputs), std::move(layouts));
-  plan.entries_ = std::move(kept);
-  plan.aliases_ = std::move(aliases);
-  plan.index_name_ = IndexFileName(assigned.count, plan.options_.naming);
-  return plan;
-}
-
-MergePlan MergePlan::OfExtents(std::shared_ptr<const Checkpoint> checkpoint,
-                               MergeOptions options,
-                               std::vector<OutputSpec> outputs,
-                               std::vector<Layout> layouts) {
-  MergePlan plan;
-  options.output.fill_bytes = kPieceBytes;
-  options.output.scratch_bytes = kPieceBytes + ByteSource::kSlack;
-  if (!options.dtypes.empty()) options.output.scratch_bytes += kPieceBytes;
-  plan.checkpoint_ = std::move(checkpoint);
-  plan.options_ = std::move(options);
-  plan.outputs_ = std::move(outputs);
-  plan.layouts_ = std::move(layouts);
+  plan.index_name_ = IndexFileName(assigned.count, naming);
   return plan;
 }
 

@@ -5,6 +5,7 @@
 // or the plan cannot be made.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -13,8 +14,11 @@
 #include <utility>
 #include <vector>
 
+#include "engine/casts.h"
 #include "engine/checkpoint.h"
+#include "engine/literals.h"
 #include "engine/output_files.h"
+#include "engine/stored_providers.h"
 #include "format/names.h"
 #include "plan/divide.h"
 
@@ -36,30 +40,11 @@ struct MergeOptions {
 // checkpoint, the options and the file ids.
 class MergePlan {
  public:
-  // A stretch of an output: header text, a tensor, or bytes of an input file.
-  struct Extent {
-    uint64_t begin = 0, end = 0;
-    enum { kHeader, kTensor, kFile } kind = kHeader;
-    uint32_t index = 0;         // catalog entry or catalog file
-    uint64_t from = 0;          // of that file's bytes
-    std::optional<Dtype> cast;  // of a tensor
-  };
-  struct Layout {
-    std::string header;
-    std::vector<Extent> extents;  // ascending
-  };
-
   // `ids`: one for each output file, or empty to make new ones.
   static Result<MergePlan> Make(std::shared_ptr<const Checkpoint> checkpoint,
                                 MergeOptions options,
                                 std::vector<std::string> ids);
-  // One that fills, of each of `outputs`, what its extents cover.
-  static MergePlan OfExtents(std::shared_ptr<const Checkpoint> checkpoint,
-                             MergeOptions options,
-                             std::vector<OutputSpec> outputs,
-                             std::vector<Layout> layouts);
-
-  const std::vector<OutputSpec>& outputs() const { return outputs_; }
+  const std::vector<Output>& outputs() const { return outputs_; }
   // Of the index beside them; empty where there is none.
   const std::string& index_name() const { return index_name_; }
   // What the output holds: entries of the checkpoint's catalog. An alias that
@@ -70,14 +55,39 @@ class MergePlan {
   const MergeOptions& options() const { return options_; }
   const Checkpoint& checkpoint() const { return *checkpoint_; }
 
+  // What the outputs read. Their files open when they are read.
+  StoredInputs* inputs() const { return &sources_->inputs; }
+
  private:
-  friend class Merger;
+  // The providers of the outputs.
+  struct Sources {
+    Sources(std::shared_ptr<const Checkpoint> checkpoint,
+            const OutputOptions& options)
+        : inputs(std::move(checkpoint), options.direct_io,
+                 std::max(1, options.workers)),
+          tensors(&inputs),
+          files(&inputs) {}
+
+    StoredInputs inputs;
+    StoredTensors tensors;
+    StoredFiles files;
+    Casts casts;
+    Texts headers;
+  };
+
+  MergePlan(std::shared_ptr<const Checkpoint> checkpoint, MergeOptions options);
+
+  Status AddFile(std::string name, std::string id,
+                 const std::vector<uint32_t>& members);
+  void AddObjects(uint32_t file, const std::string& id);
+  void KeepLeaves();
+
   std::shared_ptr<const Checkpoint> checkpoint_;
   MergeOptions options_;
-  std::vector<OutputSpec> outputs_;
+  std::unique_ptr<Sources> sources_;
+  std::vector<Output> outputs_;
   std::string index_name_;
   std::vector<uint32_t> entries_, aliases_;
-  std::vector<Layout> layouts_;
 };
 
 // The files of the input's manifest that stay where the output goes into the

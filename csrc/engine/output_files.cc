@@ -1,22 +1,22 @@
 #include "engine/output_files.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <memory>
 #include <mutex>
 
 #include "base/checked.h"
+#include "engine/fill.h"
+#include "format/safetensors.h"
+#include "os/byte_sink.h"
 #include "plan/ranges.h"
+#include "runtime/adopted.h"
 #include "runtime/arena.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
 namespace {
-
-struct Output {
-  std::mutex opening;
-  std::unique_ptr<ByteSink> sink;  // open from its first piece to its last
-  std::atomic<uint64_t> left{0};   // pieces of this call not yet written
-};
 
 // Nobody but a save that supersedes this one removes its directory, with all
 // that it has made there.
@@ -26,21 +26,6 @@ Status WhereItWent(const Directory& staging, Status status) {
   return Conflict("another save into this directory has begun since: " +
                   status.ToString())
       .WithFile(staging.path());
-}
-
-Status Create(const Directory& staging, const OutputSpec& spec) {
-  return WhereItWent(staging,
-                     ByteSink::Create(staging, spec.staged, spec.bytes));
-}
-
-Status OpenOnce(const Directory& staging, const OutputSpec& spec,
-                bool direct_io, Output* output) {
-  std::lock_guard<std::mutex> lock(output->opening);
-  if (output->sink) return {};
-  auto sink = ByteSink::Open(staging, spec.staged, spec.bytes, direct_io);
-  if (!sink.ok()) return WhereItWent(staging, sink.status());
-  output->sink = std::move(sink).value();
-  return {};
 }
 
 Status CheckRange(const OutputSpec& spec, const ByteRange& range) {
@@ -54,66 +39,193 @@ Status CheckRange(const OutputSpec& spec, const ByteRange& range) {
       .WithFile(spec.name);
 }
 
-Status WritePiece(const OutputSpec& spec, ByteSink* sink, uint64_t begin,
-                  MutableByteSpan piece, uint64_t bytes, size_t file,
-                  MutableByteSpan scratch, int worker, const FillFn& fill,
-                  uint64_t fill_bytes, uint32_t* digests) {
-  SegmentDigester digester(digests, begin);
-  for (uint64_t at = 0; at < bytes; at += fill_bytes) {
-    TC_RETURN_IF_ERROR(fill(file,
-                            piece.subspan(at, std::min(fill_bytes, bytes - at)),
-                            scratch, worker, &digester));
+// Where a piece lies in staged memory, aligned so that it can be written from
+// there; empty where a part of it does not, or where writing so many short
+// stretches would take longer than copying them together.
+std::vector<ByteSpan> StagedPlaces(const std::vector<Share>& shares) {
+  constexpr size_t kMaxPlaces = 16;
+  std::vector<ByteSpan> places;
+  // Of several providers only one has staged memory.
+  if (shares.size() != 1) return places;
+  for (const Stretch& stretch : shares[0].stretches) {
+    const std::byte* const found = shares[0].provider->Find(stretch);
+    if (found == nullptr) return {};
+    if (!places.empty() &&
+        places.back().data() + places.back().size() == found) {
+      places.back() = {places.back().data(),
+                       places.back().size() + stretch.bytes};
+    } else {
+      if (places.size() == kMaxPlaces) return {};
+      places.push_back({found, stretch.bytes});
+    }
   }
-  if (digester.offset() != begin + bytes) {
-    return Internal("not every byte of a piece was digested")
-        .WithFile(spec.name);
-  }
-  return sink->Write(piece.first(bytes), begin);
+  const auto fits = [](const ByteSpan& place) {
+    return reinterpret_cast<uintptr_t>(place.data()) % kDataAlignment == 0 &&
+           place.size() % kDataAlignment == 0 &&
+           (Arena::Staging().IsLeased(place) ||
+            AdoptedMemory::Process().Holds(place));
+  };
+  return std::all_of(places.begin(), places.end(), fits)
+             ? places
+             : std::vector<ByteSpan>();
 }
 
-// The same for a piece that is in memory already.
-Status WritePlaced(ByteSink* sink, uint64_t begin,
-                   const std::vector<ByteSpan>& placed, uint32_t* digests) {
-  SegmentDigester digester(digests, begin);
-  for (const ByteSpan& bytes : placed) {
-    TC_RETURN_IF_ERROR(sink->Write(bytes, digester.offset()));
-    digester.Add(bytes);
+// One call of WriteOutputs.
+class OutputWriter {
+ public:
+  OutputWriter(const Directory& staging, const std::vector<Output>& outputs,
+               const OutputOptions& options, Job* job, int first_worker)
+      : staging_(staging),
+        outputs_(outputs),
+        options_(options),
+        job_(job),
+        first_worker_(first_worker),
+        providers_(ListsOf(outputs)),
+        sinks_(outputs.size()) {}
+
+  // Cuts what is to be written into pieces.
+  Status Plan() {
+    written_.resize(outputs_.size());
+    for (size_t f = 0; f < outputs_.size(); ++f) {
+      const OutputSpec& spec = outputs_[f].spec;
+      if (spec.ranges) {
+        for (const ByteRange& range : *spec.ranges) {
+          TC_RETURN_IF_ERROR(CheckRange(spec, range));
+          written_[f].push_back({range, {}});
+        }
+      } else {
+        written_[f].push_back({{0, spec.bytes}, {}});
+        // It is to be there, whether it has a piece or not.
+        if (spec.bytes == 0) pieces_.push_back({f, 0, 0, nullptr});
+      }
+      for (WrittenRange& range : written_[f]) AddPieces(f, &range);
+    }
+    for (const Piece& piece : pieces_) ++sinks_[piece.file].left;
+    return {};
   }
-  return {};
-}
+
+  Status Run() {
+    for (const Output& output : outputs_) {
+      if (output.spec.ranges) continue;
+      TC_RETURN_IF_ERROR(CreateOutput(staging_, output.spec));
+    }
+    const int workers = static_cast<int>(std::min<uint64_t>(
+        static_cast<uint64_t>(std::max(1, options_.workers)), pieces_.size()));
+    return ForEachItem(workers, static_cast<int64_t>(pieces_.size()), job_,
+                       [&](int64_t i, int worker) {
+                         return WritePiece(pieces_[static_cast<size_t>(i)],
+                                           first_worker_ + worker);
+                       });
+  }
+
+  // Best effort: the next save wipes the staging directory anyway, and the
+  // first error is the one to report.
+  void Undo() const {
+    for (const Output& output : outputs_) {
+      if (output.spec.ranges) continue;
+      (void)staging_.Unlink(output.spec.staged, true);
+    }
+  }
+
+  std::vector<std::vector<WrittenRange>> TakeWritten() {
+    return std::move(written_);
+  }
+
+ private:
+  struct Piece {
+    size_t file;
+    uint64_t begin;
+    uint64_t bytes;
+    uint32_t* digests;  // of the segments from that of `begin` on
+  };
+  struct Sink {
+    std::mutex opening;
+    std::unique_ptr<ByteSink> sink;  // open from its first piece to its last
+    std::atomic<uint64_t> left{0};   // pieces of this call not yet written
+  };
+
+  static std::vector<const ExtentList*> ListsOf(
+      const std::vector<Output>& outputs) {
+    std::vector<const ExtentList*> lists;
+    lists.reserve(outputs.size());
+    for (const Output& output : outputs) lists.push_back(&output.extents);
+    return lists;
+  }
+
+  void AddPieces(size_t file, WrittenRange* range) {
+    range->crc32c.resize(SegmentCount(range->bytes));
+    const uint64_t first = range->bytes.begin / kSegmentBytes;
+    ForEachPiece(range->bytes, [&](uint64_t begin, uint64_t end) {
+      pieces_.push_back({file, begin, end - begin,
+                         &range->crc32c[begin / kSegmentBytes - first]});
+      job_->AddTotal(end - begin);
+    });
+  }
+
+  Status OpenOnce(const OutputSpec& spec, Sink* sink) const {
+    std::lock_guard<std::mutex> lock(sink->opening);
+    if (sink->sink) return {};
+    auto opened =
+        ByteSink::Open(staging_, spec.staged, spec.bytes, options_.direct_io);
+    if (!opened.ok()) return WhereItWent(staging_, opened.status());
+    sink->sink = std::move(opened).value();
+    return {};
+  }
+
+  Status WritePiece(const Piece& piece, int worker) {
+    const OutputSpec& spec = outputs_[piece.file].spec;
+    Sink* const sink = &sinks_[piece.file];
+    TC_RETURN_IF_ERROR(OpenOnce(spec, sink));
+    TC_RETURN_IF_ERROR(
+        WriteBytes(piece, sink->sink.get(), worker).WithFile(spec.name));
+    job_->AddDone(piece.bytes);
+    if (--sink->left > 0) return {};
+    Status closed = sink->sink->Close(options_.sync);
+    sink->sink.reset();
+    return closed;
+  }
+
+  Status WriteBytes(const Piece& piece, ByteSink* sink, int worker) const {
+    SegmentDigester digester(piece.digests, piece.begin);
+    const std::vector<Share> shares =
+        SharesOf(outputs_[piece.file].extents, piece.begin, piece.bytes);
+    TC_RETURN_IF_ERROR(AwaitShares(shares, *job_));
+    const std::vector<ByteSpan> places = StagedPlaces(shares);
+    for (const ByteSpan& bytes : places) {
+      TC_RETURN_IF_ERROR(sink->Write(bytes, digester.offset()));
+      digester.Add(bytes);
+    }
+    if (!places.empty()) return {};
+    // One lease for both: a worker that held one and waited for the other could
+    // wait for ever.
+    TC_ASSIGN_OR_RETURN(
+        const ArenaLease lease,
+        LeaseBuffer(kPieceBytes + providers_.scratch_bytes(), job_));
+    // Speed only: a system may forbid or limit locked memory.
+    if (PageLocker* locker = providers_.locker()) {
+      (void)lease.PageLock(locker, 0, lease.size());
+    }
+    const MutableByteSpan bytes = lease.span().first(piece.bytes);
+    FillBuffer buffer(bytes, piece.begin, worker,
+                      FillBuffer::Copies::kDigested);
+    TC_RETURN_IF_ERROR(
+        FillShares(shares, lease.span().subspan(kPieceBytes), &buffer));
+    buffer.Digest(&digester);
+    return sink->Write(bytes, piece.begin);
+  }
+
+  const Directory& staging_;
+  const std::vector<Output>& outputs_;
+  const OutputOptions& options_;
+  Job* const job_;
+  const int first_worker_;
+  const Providers providers_;
+  std::vector<Piece> pieces_;
+  std::vector<Sink> sinks_;
+  std::vector<std::vector<WrittenRange>> written_;
+};
 
 }  // namespace
-
-template <class Step>
-void SegmentDigester::EachSegment(size_t size, const Step& step) {
-  for (size_t at = 0; at < size;) {
-    const uint64_t inside = offset_ % kSegmentBytes;
-    const auto part = static_cast<size_t>(
-        std::min<uint64_t>(size - at, kSegmentBytes - inside));
-    uint32_t& digest = digests_[offset_ / kSegmentBytes - first_segment_];
-    digest = step(digest, at, part);
-    offset_ += part;
-    at += part;
-  }
-}
-
-void SegmentDigester::Add(ByteSpan bytes) {
-  EachSegment(bytes.size(), [&](uint32_t digest, size_t at, size_t size) {
-    return Crc32c(digest, bytes.data() + at, size);
-  });
-}
-
-void SegmentDigester::Add(uint32_t crc, size_t bytes) {
-  EachSegment(bytes, [&](uint32_t digest, size_t, size_t size) {
-    return Crc32cCombine(digest, crc, size);
-  });
-}
-
-void SegmentDigester::Copy(std::byte* to, ByteSpan bytes) {
-  EachSegment(bytes.size(), [&](uint32_t digest, size_t at, size_t size) {
-    return Crc32cCopy(digest, to + at, bytes.data() + at, size);
-  });
-}
 
 ByteRange Interior(const ByteRange& range, uint64_t file_bytes) {
   const uint64_t begin = RoundUp(range.begin, kWriterBlock);
@@ -122,12 +234,13 @@ ByteRange Interior(const ByteRange& range, uint64_t file_bytes) {
   return {begin, std::max(begin, end)};
 }
 
-void TakePart(std::vector<OutputSpec>* files, int part, int parts) {
+void TakePart(std::vector<Output>* outputs, int part, int parts) {
   // A multiple of kWriterBlock, and small beside what a writer gets of any file
   // that is worth dividing.
   constexpr uint64_t kGrain = uint64_t{64} << 10;
   uint64_t total = 0;
-  for (OutputSpec& file : *files) {
+  for (Output& output : *outputs) {
+    OutputSpec& file = output.spec;
     if (!file.ranges) {
       file.ranges.emplace();
       if (file.bytes > 0) file.ranges->push_back({0, file.bytes});
@@ -140,9 +253,9 @@ void TakePart(std::vector<OutputSpec>* files, int part, int parts) {
   const uint64_t first = cuts[static_cast<size_t>(part)];
   const uint64_t last = cuts[static_cast<size_t>(part) + 1];
   uint64_t at = 0;  // of the range, counted through all of them
-  for (OutputSpec& file : *files) {
+  for (Output& output : *outputs) {
     std::vector<ByteRange> own;
-    for (const auto& [begin, end] : *file.ranges) {
+    for (const auto& [begin, end] : *output.spec.ranges) {
       const uint64_t next = at + RoundUp(end - begin, kGrain);
       const uint64_t from = begin + std::clamp(first, at, next) - at;
       const uint64_t to =
@@ -150,112 +263,26 @@ void TakePart(std::vector<OutputSpec>* files, int part, int parts) {
       if (from < to) own.push_back({from, to});
       at = next;
     }
-    file.ranges = std::move(own);
+    output.spec.ranges = std::move(own);
   }
 }
 
-Status CreateOutputs(const Directory& staging,
-                     const std::vector<OutputSpec>& files) {
-  for (const OutputSpec& spec : files) {
-    TC_RETURN_IF_ERROR(Create(staging, spec));
-  }
-  return {};
+Status CreateOutput(const Directory& staging, const OutputSpec& spec) {
+  return WhereItWent(staging,
+                     ByteSink::Create(staging, spec.staged, spec.bytes));
 }
 
 Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
-    const Directory& staging, const std::vector<OutputSpec>& files,
-    const OutputOptions& options, Job* job, const FillFn& fill,
-    const PlaceFn& place) {
-  struct Item {
-    size_t file;
-    uint64_t begin;
-    uint64_t bytes;
-    uint32_t* digests;  // of the segments from that of `begin` on
-  };
-  std::vector<Item> items;
-  std::vector<Output> outputs(files.size());
-  std::vector<std::vector<WrittenRange>> written(files.size());
-  for (size_t f = 0; f < files.size(); ++f) {
-    const OutputSpec& spec = files[f];
-    if (spec.ranges) {
-      for (const ByteRange& range : *spec.ranges) {
-        TC_RETURN_IF_ERROR(CheckRange(spec, range));
-        written[f].push_back({range, {}});
-      }
-    } else {
-      written[f].push_back({{0, spec.bytes}, {}});
-      // It is to be there, whether it has a piece or not.
-      if (spec.bytes == 0) items.push_back({f, 0, 0, nullptr});
-    }
-    for (WrittenRange& range : written[f]) {
-      range.crc32c.resize(SegmentCount(range.bytes));
-      ForEachPiece(range.bytes, [&](uint64_t at, uint64_t until) {
-        items.push_back({f, at, until - at,
-                         &range.crc32c[at / kSegmentBytes -
-                                       range.bytes.begin / kSegmentBytes]});
-        job->AddTotal(until - at);
-      });
-    }
-  }
-  for (const Item& item : items) ++outputs[item.file].left;
-  const auto run = [&]() -> Status {
-    for (const OutputSpec& spec : files) {
-      if (spec.ranges) continue;
-      TC_RETURN_IF_ERROR(Create(staging, spec));
-    }
-    const int workers = static_cast<int>(std::min<uint64_t>(
-        static_cast<uint64_t>(std::max(1, options.workers)), items.size()));
-    return ForEachItem(
-        workers, static_cast<int64_t>(items.size()), job,
-        [&](int64_t i, int worker) -> Status {
-          const Item& item = items[static_cast<size_t>(i)];
-          const OutputSpec& spec = files[item.file];
-          Output* output = &outputs[item.file];
-          const uint64_t bytes = item.bytes;
-          TC_RETURN_IF_ERROR(
-              OpenOnce(staging, spec, options.direct_io, output));
-          if (options.before_piece) {
-            TC_RETURN_IF_ERROR(options.before_piece(item.file, item.begin));
-          }
-          std::vector<ByteSpan> placed;
-          if (place) placed = place(item.file, item.begin, bytes);
-          if (!placed.empty()) {
-            TC_RETURN_IF_ERROR(WritePlaced(output->sink.get(), item.begin,
-                                           placed, item.digests));
-          } else {
-            // One lease for both: a worker that held one and waited for the
-            // other could wait for ever.
-            TC_ASSIGN_OR_RETURN(
-                const ArenaLease buffer,
-                LeaseBuffer(kPieceBytes + options.scratch_bytes, job));
-            // Speed only: a system may forbid or limit locked memory.
-            if (options.page_locker) {
-              (void)buffer.PageLock(options.page_locker, 0, buffer.size());
-            }
-            TC_RETURN_IF_ERROR(
-                WritePiece(spec, output->sink.get(), item.begin, buffer.span(),
-                           bytes, item.file, buffer.span().subspan(kPieceBytes),
-                           worker, fill, options.fill_bytes, item.digests));
-          }
-          job->AddDone(bytes);
-          if (--output->left == 0) {
-            Status closed = output->sink->Close(options.sync);
-            output->sink.reset();
-            return closed;
-          }
-          return {};
-        });
-  };
-  Status status = run();
+    const Directory& staging, const std::vector<Output>& outputs,
+    const OutputOptions& options, Job* job, int first_worker) {
+  OutputWriter writer(staging, outputs, options, job, first_worker);
+  TC_RETURN_IF_ERROR(writer.Plan());
+  Status status = writer.Run();
   if (!status.ok()) {
-    for (const OutputSpec& spec : files) {
-      // Best effort: the next save wipes the staging directory anyway, and
-      // the first error is the one to report.
-      if (!spec.ranges) (void)staging.Unlink(spec.staged, true);
-    }
+    writer.Undo();
     return status;
   }
-  return written;
+  return writer.TakeWritten();
 }
 
 }  // namespace torch_ckpt

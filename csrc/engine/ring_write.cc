@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "engine/fill.h"
+#include "runtime/arena.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
@@ -13,8 +15,7 @@ constexpr uint64_t kStepBytes = uint64_t{256} << 10;
 
 }  // namespace
 
-void RingWork::PlanTensors(const FinalFiles& list,
-                           const std::vector<FileHeader>& headers,
+void RingWork::PlanTensors(const std::vector<FileHeader>& headers,
                            const std::vector<RingTensor>& tensors) {
   auto tensor = tensors.begin();
   for (uint32_t f = 0; f < headers.size(); ++f) {
@@ -28,7 +29,7 @@ void RingWork::PlanTensors(const FinalFiles& list,
       if (rows.empty() || rows.back().end != bytes.begin) rows.push_back(bytes);
       rows.back().end = bytes.end;
     }
-    std::vector<ByteRange> ranges;
+    std::vector<ByteRange>& ranges = ranges_.emplace_back();
     for (const ByteRange& row : rows) {
       const ByteRange own = Interior(row, header.file_bytes);
       if (own.begin < own.end) ranges.push_back(own);
@@ -38,9 +39,6 @@ void RingWork::PlanTensors(const FinalFiles& list,
         pieces_.push_back({f, {begin, end}});
       });
     }
-    files_.push_back({list.files[f].name, list.files[f].staged,
-                      list.files[f].id, FileRole::kData, header.file_bytes,
-                      std::move(ranges)});
   }
 }
 
@@ -60,7 +58,7 @@ Result<std::vector<RingWork::Flow>> RingWork::FlowsOf(
     const SafetensorsEntry& entry = tensors[tensor].entry;
     TC_ASSIGN_OR_RETURN(const ByteBox bytes,
                         ByteBox::Make(entry.dtype, entry.shape, box));
-    flows.push_back({tensor, bytes, b, 0});
+    flows.push_back({tensor, bytes, b, {}});
   }
   return flows;
 }
@@ -82,7 +80,7 @@ void RingWork::PlanEdges(const std::vector<size_t>& sources,
         from += part;
       });
     };
-    const std::vector<ByteRange>& ranges = *files_[tensor.file].ranges;
+    const std::vector<ByteRange>& ranges = ranges_[tensor.file];
     uint64_t at = tensor.bytes.begin;
     for (auto range = std::partition_point(
              ranges.begin(), ranges.end(),
@@ -95,17 +93,15 @@ void RingWork::PlanEdges(const std::vector<size_t>& sources,
   }
 }
 
-Result<uint64_t> RingWork::PieceAt(size_t file, uint64_t begin) const {
-  const auto found = std::lower_bound(
-      pieces_.begin(), pieces_.end(), begin,
-      [&](const Piece& piece, uint64_t at) {
-        return piece.file != file ? piece.file < file : piece.bytes.begin < at;
+uint64_t RingWork::PieceOf(const Stretch& stretch) const {
+  const Tensor& tensor = tensors_[stretch.index];
+  const uint64_t at = tensor.bytes.begin + stretch.from;
+  const auto after = std::partition_point(
+      pieces_.begin(), pieces_.end(), [&](const Piece& piece) {
+        return piece.file != tensor.file ? piece.file < tensor.file
+                                         : piece.bytes.begin <= at;
       });
-  if (found == pieces_.end() || found->file != file ||
-      found->bytes.begin != begin) {
-    return Internal("is not written in the pieces that were planned");
-  }
-  return static_cast<uint64_t>(found - pieces_.begin());
+  return static_cast<uint64_t>(after - pieces_.begin()) - 1;
 }
 
 template <class Fn>
@@ -132,71 +128,89 @@ void RingWork::ForEachOf(const std::vector<Flow>& flows, const Piece& piece,
   }
 }
 
-Status RingWork::Send(int workers, Job* job, const Make& make) const {
+Status RingWork::Send(int workers, Job* job) const {
   const RingPeer& leader = peers_[0];
-  return ForEachItem(
-      workers, static_cast<int64_t>(pieces_.size()), job,
-      [&](int64_t item, int worker) -> Status {
-        const auto i = static_cast<uint64_t>(item);
-        TC_RETURN_IF_ERROR(leader.slots.WaitFree(i, leader.Patience(*job)));
-        std::byte* to = leader.slots.slot(i);
-        Status status;
-        ForEachOf(own_flows_, pieces_[i],
-                  [&](const Flow& flow, uint64_t begin, uint64_t end) {
-                    if (!status.ok() || begin == end) return;
-                    status = make(flow.at + begin, {to, end - begin}, worker);
-                    to += end - begin;
-                  });
-        TC_RETURN_IF_ERROR(std::move(status));
-        leader.slots.Fill(i);
-        return {};
-      });
+  const auto send = [&](int64_t item, int worker) -> Status {
+    const auto i = static_cast<uint64_t>(item);
+    ExtentList message;
+    ForEachOf(own_flows_, pieces_[i],
+              [&](const Flow& flow, uint64_t begin, uint64_t end) {
+                message.Place(message.size(), end - begin, flow.origin, begin);
+              });
+    TC_RETURN_IF_ERROR(leader.slots.WaitFree(i, leader.Patience(*job)));
+    ArenaLease scratch;
+    if (own_scratch_ > 0) {
+      TC_ASSIGN_OR_RETURN(scratch, LeaseBuffer(own_scratch_, job));
+    }
+    FillBuffer buffer({leader.slots.slot(i), message.size()}, 0, worker,
+                      FillBuffer::Copies::kCached);
+    TC_RETURN_IF_ERROR(FillShares(SharesOf(message, 0, message.size()),
+                                  scratch.span(), &buffer));
+    leader.slots.Fill(i);
+    return {};
+  };
+  return ForEachItem(workers, static_cast<int64_t>(pieces_.size()), job, send);
 }
 
-Status RingWork::Await(size_t file, uint64_t begin, const Job& job) const {
-  TC_ASSIGN_OR_RETURN(const uint64_t i, PieceAt(file, begin));
+Status RingWork::Await(const std::vector<Stretch>& stretches, const Job& job) {
+  const uint64_t i = PieceOf(stretches.front());
   for (const RingPeer& peer : peers_) {
     TC_RETURN_IF_ERROR(peer.slots.WaitFilled(i, peer.Patience(job)));
   }
   return {};
 }
 
-Status RingWork::Fill(size_t file, MutableByteSpan out, MutableByteSpan scratch,
-                      int worker, SegmentDigester* digester,
-                      const Make& make) const {
-  const uint64_t begin = digester->offset();
-  TC_ASSIGN_OR_RETURN(const uint64_t i, PieceAt(file, begin));
-  const Piece& piece = pieces_[i];
-  if (piece.bytes.end != begin + out.size()) {
-    return Internal("is not written in whole pieces");
+Status RingWork::AddOwn(const Piece& piece, MutableByteSpan room,
+                        MutableByteSpan scratch, int worker,
+                        std::vector<Stream>* streams) const {
+  ExtentList made;  // in `room`
+  ForEachOf(
+      own_flows_, piece, [&](const Flow& flow, uint64_t from, uint64_t to) {
+        if (from == to) return;
+        const std::byte* found =
+            flow.origin.provider->Find({flow.origin.index, from, to - from, 0});
+        if (found == nullptr) {
+          found = room.data() + made.size();
+          made.Place(made.size(), to - from, flow.origin, from);
+        }
+        streams->push_back({&flow, found, from});
+      });
+  FillBuffer buffer(room.first(made.size()), 0, worker,
+                    FillBuffer::Copies::kCached);
+  return FillShares(SharesOf(made, 0, made.size()), scratch, &buffer);
+}
+
+void RingWork::Scatter(const Piece& piece, uint64_t at, uint64_t end,
+                       std::vector<Stream>* streams, FillBuffer* buffer) const {
+  const uint64_t begin = piece.bytes.begin;
+  for (Stream& stream : *streams) {
+    const ByteRange& tensor = tensors_[stream.flow->tensor].bytes;
+    if (tensor.begin >= end || tensor.end <= at) continue;
+    // Positions in the tensor.
+    const uint64_t first = std::max(at, tensor.begin) - tensor.begin;
+    const uint64_t last = std::min(end, tensor.end) - tensor.begin;
+    const uint64_t until = stream.flow->box.Before(last);
+    std::byte* const to =
+        buffer->Out(tensor.begin + first - begin, last - first).data();
+    stream.flow->box.Scatter(stream.next, until - stream.next, stream.bytes, to,
+                             first);
+    stream.bytes += until - stream.next;
+    stream.next = until;
   }
-  // Of each box what it has in the piece, from where it is.
-  struct Stream {
-    const Flow* flow;
-    const std::byte* bytes;
-    uint64_t next;  // byte of the box
-  };
+  buffer->Made(at - begin, end - at);
+}
+
+Status RingWork::Fill(const std::vector<Stretch>& stretches,
+                      MutableByteSpan scratch, FillBuffer* buffer) {
+  const uint64_t i = PieceOf(stretches.front());
+  const Piece& piece = pieces_[i];
+  if (piece.bytes.end - piece.bytes.begin != buffer->size()) {
+    return Internal("is not written in the pieces that were planned");
+  }
   std::vector<Stream> streams;
-  Status status;
-  uint64_t made = 0;
-  ForEachOf(own_flows_, piece,
-            [&](const Flow& flow, uint64_t from, uint64_t to) {
-              if (!status.ok() || from == to) return;
-              const std::byte* dense = nullptr;
-              (void)own_.ForEachPart(flow.at + from, to - from,
-                                     [&](const SourcePart& part) -> Status {
-                                       dense = part.dense;
-                                       return {};
-                                     });
-              if (dense == nullptr) {
-                const MutableByteSpan room = scratch.subspan(made, to - from);
-                status = make(flow.at + from, room, worker);
-                dense = room.data();
-                made += room.size();
-              }
-              streams.push_back({&flow, dense, from});
-            });
-  TC_RETURN_IF_ERROR(std::move(status));
+  TC_RETURN_IF_ERROR(AddOwn(piece, scratch.first(kPieceBytes),
+                            scratch.subspan(kPieceBytes), buffer->worker(),
+                            &streams));
   for (size_t p = 0; p < peers_.size(); ++p) {
     const std::byte* message = peers_[p].slots.slot(i);
     ForEachOf(peer_flows_[p], piece,
@@ -205,28 +219,16 @@ Status RingWork::Fill(size_t file, MutableByteSpan out, MutableByteSpan scratch,
                 message += to - from;
               });
   }
-  for (uint64_t at = begin; at < piece.bytes.end; at += kStepBytes) {
-    const uint64_t end = std::min(piece.bytes.end, at + kStepBytes);
-    for (Stream& stream : streams) {
-      const ByteRange& tensor = tensors_[stream.flow->tensor].bytes;
-      if (tensor.begin >= end || tensor.end <= at) continue;
-      // Positions in the tensor.
-      const uint64_t first = std::max(at, tensor.begin) - tensor.begin;
-      const uint64_t last = std::min(end, tensor.end) - tensor.begin;
-      const uint64_t until = stream.flow->box.Before(last);
-      stream.flow->box.Scatter(stream.next, until - stream.next, stream.bytes,
-                               out.data() + (tensor.begin + first - begin),
-                               first);
-      stream.bytes += until - stream.next;
-      stream.next = until;
-    }
-    digester->Add({out.data() + (at - begin), end - at});
+  for (uint64_t at = piece.bytes.begin; at < piece.bytes.end;
+       at += kStepBytes) {
+    Scatter(piece, at, std::min(piece.bytes.end, at + kStepBytes), &streams,
+            buffer);
   }
   for (const RingPeer& peer : peers_) peer.slots.Free(i);
   return {};
 }
 
-Result<std::optional<RingWork>> PlanRingWork(
+Result<std::unique_ptr<RingWork>> PlanRingWork(
     const Directory& staging, const FinalFiles& list,
     const std::vector<FileHeader>& headers, const FinalRing& ring,
     const std::vector<RingSource>& sources, int64_t rank, Job* job,
@@ -234,8 +236,8 @@ Result<std::optional<RingWork>> PlanRingWork(
   // Before anybody waits for this rank: what may take long or fail.
   TC_ASSIGN_OR_RETURN(const std::vector<RingTensor> tensors,
                       RingTensorsOf(list, headers, ring));
-  RingWork work;
-  work.PlanTensors(list, headers, tensors);
+  auto work = std::make_unique<RingWork>();
+  work->PlanTensors(headers, tensors);
   std::vector<RingBox> boxes;
   std::vector<size_t> numbers;  // of their sources
   for (size_t s = 0; s < sources.size(); ++s) {
@@ -248,27 +250,30 @@ Result<std::optional<RingWork>> PlanRingWork(
                      InBand(source.box, source.band)});
     numbers.push_back(s);
   }
-  TC_ASSIGN_OR_RETURN(work.own_flows_, RingWork::FlowsOf(boxes, tensors));
-  for (RingWork::Flow& flow : work.own_flows_) {
+  TC_ASSIGN_OR_RETURN(work->own_flows_, RingWork::FlowsOf(boxes, tensors));
+  for (RingWork::Flow& flow : work->own_flows_) {
     const RingSource& source = sources[numbers[flow.number]];
-    flow.at = work.own_.size();
-    work.own_.Place(flow.at, *source.source, 0, source.bytes, source.cast);
+    const Provider& provider = *source.origin.provider;
+    flow.origin = source.origin;
+    work->own_bytes_ += source.bytes;
+    work->own_scratch_ = std::max(work->own_scratch_, provider.ScratchBytes());
+    if (provider.Locker() != nullptr) work->own_locker_ = provider.Locker();
   }
-  work.leads_ = rank == ring.leader;
-  TC_ASSIGN_OR_RETURN(work.peers_,
-                      work.leads_
+  work->leads_ = rank == ring.leader;
+  TC_ASSIGN_OR_RETURN(work->peers_,
+                      work->leads_
                           ? LeadRing(staging, list, tensors, ring, boxes, job)
                           : JoinRing(staging, list, ring, rank, boxes, job));
-  if (work.peers_.empty()) return std::optional<RingWork>();
-  if (work.leads_) {
-    for (const RingPeer& peer : work.peers_) {
+  if (work->peers_.empty()) return std::unique_ptr<RingWork>();
+  if (work->leads_) {
+    for (const RingPeer& peer : work->peers_) {
       TC_ASSIGN_OR_RETURN(std::vector<RingWork::Flow> flows,
                           RingWork::FlowsOf(peer.boxes, tensors));
-      work.peer_flows_.push_back(std::move(flows));
+      work->peer_flows_.push_back(std::move(flows));
     }
   }
-  work.PlanEdges(numbers, edges);
-  return std::optional<RingWork>(std::move(work));
+  work->PlanEdges(numbers, edges);
+  return work;
 }
 
 }  // namespace torch_ckpt

@@ -11,14 +11,14 @@
 // what others write, go to the files of parts of those who have them.
 #pragma once
 
-#include <functional>
-#include <optional>
+#include <memory>
 #include <string_view>
 #include <vector>
 
+#include "engine/extents.h"
 #include "engine/output_files.h"
+#include "engine/provider.h"
 #include "engine/ring_link.h"
-#include "engine/source_bytes.h"
 #include "plan/byte_box.h"
 
 namespace torch_ckpt {
@@ -29,9 +29,8 @@ struct RingSource {
   std::string_view name;
   Box box;  // in elements
   FinalBand band;
-  const SourceTensor* source = nullptr;
-  uint64_t bytes = 0;  // after the cast
-  std::optional<ElementCast> cast;
+  Origin origin;
+  uint64_t bytes = 0;
 };
 
 // Bytes of this rank that go to its file of parts: `range` of the file are
@@ -43,31 +42,40 @@ struct RingEdge {
   uint64_t from = 0;
 };
 
-// One rank's part of it. The sources must stay where they are.
-class RingWork {
+// One rank's part of it: of a sender what it sends, of the leader the provider
+// of the bands, whose things are the ring's tensors by their number.
+class RingWork final : public Provider {
  public:
-  // Makes bytes of own() from `at` on. From several threads at once.
-  using Make =
-      std::function<Status(uint64_t at, MutableByteSpan out, int worker)>;
-
   bool leads() const { return leads_; }
-  // This rank's boxes, one after the other.
-  const SourceBytes& own() const { return own_; }
+  // How many bytes this rank has of them.
+  uint64_t own_bytes() const { return own_bytes_; }
 
-  // Sender: sends all messages. Errors are those of `make`, and kCancelled,
-  // also where the leader is gone.
-  Status Send(int workers, Job* job, const Make& make) const;
+  // Sender: sends all messages, by workers that count from 0. Errors are those
+  // of the providers, and kCancelled, also where the leader is gone.
+  Status Send(int workers, Job* job) const;
 
-  // Leader: what WriteOutputs writes, in the order of the list of final files.
-  const std::vector<OutputSpec>& files() const { return files_; }
-  // Waits until all members have sent what they have of the piece at `begin`.
-  Status Await(size_t file, uint64_t begin, const Job& job) const;
-  // Then fills all of it, as a FillFn. `scratch` has kPieceBytes.
-  Status Fill(size_t file, MutableByteSpan out, MutableByteSpan scratch,
-              int worker, SegmentDigester* digester, const Make& make) const;
+  // What the leader writes of a file, by its position in the list of final
+  // files; and fn(number, bytes of the file) for the tensors there.
+  const std::vector<ByteRange>& RangesOf(uint32_t file) const {
+    return ranges_[file];
+  }
+  template <class Fn>
+  void ForEachTensor(uint32_t file, const Fn& fn) const {
+    for (size_t t = 0; t < tensors_.size(); ++t) {
+      if (tensors_[t].file == file) fn(t, tensors_[t].bytes);
+    }
+  }
+
+  uint64_t ScratchBytes() const override { return kPieceBytes + own_scratch_; }
+  PageLocker* Locker() const override { return own_locker_; }
+  // Leader: waits until all members have sent what they have of the piece.
+  Status Await(const std::vector<Stretch>& stretches, const Job& job) override;
+  // REQUIRES: the stretches are all that the ring has of a piece.
+  Status Fill(const std::vector<Stretch>& stretches, MutableByteSpan scratch,
+              FillBuffer* buffer) override;
 
  private:
-  friend Result<std::optional<RingWork>> PlanRingWork(
+  friend Result<std::unique_ptr<RingWork>> PlanRingWork(
       const Directory& staging, const FinalFiles& list,
       const std::vector<FileHeader>& headers, const FinalRing& ring,
       const std::vector<RingSource>& sources, int64_t rank, Job* job,
@@ -86,11 +94,16 @@ class RingWork {
     size_t tensor = 0;
     ByteBox box;
     size_t number = 0;  // in the list of boxes
-    uint64_t at = 0;    // own: in own()
+    Origin origin;      // of own ones
   };
-  // The tensors, files and pieces.
-  void PlanTensors(const FinalFiles& list,
-                   const std::vector<FileHeader>& headers,
+  // What a box has in a piece, from its byte `next` on.
+  struct Stream {
+    const Flow* flow;
+    const std::byte* bytes;
+    uint64_t next;
+  };
+  // The tensors, ranges and pieces.
+  void PlanTensors(const std::vector<FileHeader>& headers,
                    const std::vector<RingTensor>& tensors);
   // By tensor.
   static Result<std::vector<Flow>> FlowsOf(
@@ -98,7 +111,15 @@ class RingWork {
       const std::vector<RingTensor>& tensors);
   void PlanEdges(const std::vector<size_t>& sources,
                  std::vector<RingEdge>* edges) const;
-  Result<uint64_t> PieceAt(size_t file, uint64_t begin) const;
+  // The piece that a stretch is in.
+  uint64_t PieceOf(const Stretch& stretch) const;
+  // The streams of own boxes: from where they are, or made in `room`.
+  Status AddOwn(const Piece& piece, MutableByteSpan room,
+                MutableByteSpan scratch, int worker,
+                std::vector<Stream>* streams) const;
+  // Moves the streams on to byte `end` of the file.
+  void Scatter(const Piece& piece, uint64_t at, uint64_t end,
+               std::vector<Stream>* streams, FillBuffer* buffer) const;
   // Calls fn(flow, begin, end) for what each of `flows`, in their order, has in
   // the piece: bytes [begin, end) of its box.
   template <class Fn>
@@ -106,17 +127,19 @@ class RingWork {
                  const Fn& fn) const;
 
   bool leads_ = false;
-  std::vector<Tensor> tensors_;  // by file and place
-  std::vector<OutputSpec> files_;
+  std::vector<Tensor> tensors_;                 // by file and place
+  std::vector<std::vector<ByteRange>> ranges_;  // by file
   std::vector<Piece> pieces_;
   std::vector<RingPeer> peers_;
   std::vector<std::vector<Flow>> peer_flows_;  // by peer, each by tensor
   std::vector<Flow> own_flows_;
-  SourceBytes own_;
+  uint64_t own_bytes_ = 0;
+  uint64_t own_scratch_ = 0;  // of the providers of own boxes
+  PageLocker* own_locker_ = nullptr;
 };
 
 // Meets the other members. Nothing where there will be no ring.
-Result<std::optional<RingWork>> PlanRingWork(
+Result<std::unique_ptr<RingWork>> PlanRingWork(
     const Directory& staging, const FinalFiles& list,
     const std::vector<FileHeader>& headers, const FinalRing& ring,
     const std::vector<RingSource>& sources, int64_t rank, Job* job,

@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <tuple>
 
+#include "base/checked.h"
+#include "engine/fill.h"
+#include "engine/literals.h"
+#include "engine/memory_providers.h"
 #include "plan/layout.h"
-#include "runtime/crc32c.h"
 #include "runtime/fresh_memory.h"
 #include "runtime/workers.h"
 
@@ -75,99 +78,34 @@ std::vector<Enclosing> FindEnclosing(const std::vector<SourceTensor>& sources) {
   return enclosing;
 }
 
-// Copies a region's bytes from where the tensors are, by several workers.
-class StageCopies {
- public:
-  // All must outlive this. `bytes` are of `sources`.
-  StageCopies(const std::vector<std::string>& names,
-              const std::vector<SourceTensor>& sources,
-              const SourceBytes& bytes, const DeviceMap& devices, int workers,
-              const ArenaLease& lease, Job* job)
-      : names_(names),
-        sources_(sources),
-        bytes_(bytes),
-        devices_(devices),
-        workers_(std::max(1, workers)),
-        lease_(lease),
-        job_(job),
-        memory_(&lease, devices.empty() ? nullptr : devices.begin()->second),
-        copies_(workers_) {}
-
-  // Nothing is copied any more when it returns.
-  Status Run() {
-    const auto chunks =
-        static_cast<int64_t>((bytes_.size() + kFillBytes - 1) / kFillBytes);
-    Status first = ForEachItem(
-        workers_, chunks, job_,
-        [&](int64_t chunk, int worker) { return Fill(chunk, worker); });
-    for (int worker = 0; worker < workers_; ++worker) {
-      Status status = copies_.Wait(worker);
+// Fills a region by several workers. Devices copy beside them, and are waited
+// for at the end. Nothing writes there any more when it returns.
+Status FillRegion(const ExtentList& extents, int workers,
+                  const ArenaLease& lease, Job* job) {
+  const Providers providers({&extents});
+  FreshMemory memory(&lease, providers.locker());
+  const auto fill = [&](int64_t chunk, int worker) -> Status {
+    TC_RETURN_IF_ERROR(memory.Take(chunk));
+    const uint64_t begin = static_cast<uint64_t>(chunk) * kFillBytes;
+    const uint64_t bytes =
+        std::min<uint64_t>(kFillBytes, extents.size() - begin);
+    FillBuffer buffer(lease.span().subspan(begin, bytes), begin, worker,
+                      FillBuffer::Copies::kStreamed);
+    TC_RETURN_IF_ERROR(
+        BeginShares(SharesOf(extents, begin, bytes), {}, &buffer));
+    job->AddDone(bytes);
+    return {};
+  };
+  const uint64_t chunks = (extents.size() + kFillBytes - 1) / kFillBytes;
+  Status first = ForEachItem(workers, static_cast<int64_t>(chunks), job, fill);
+  for (Provider* provider : providers.all()) {
+    for (int worker = 0; worker < workers; ++worker) {
+      Status status = provider->Finish(worker);
       if (first.ok()) first = std::move(status);
     }
-    return first;
   }
-
- private:
-  Status Fill(int64_t chunk, int worker) {
-    TC_RETURN_IF_ERROR(memory_.Take(chunk));
-    const uint64_t begin = static_cast<uint64_t>(chunk) * kFillBytes;
-    const uint64_t size = std::min<uint64_t>(kFillBytes, bytes_.size() - begin);
-    // Devices copy beside this worker.
-    uint64_t begun = 0;
-    TC_RETURN_IF_ERROR(EachPart(begin, size, true, [&](auto& part, auto* to) {
-      copies_.Add(worker, devices_.at(part.source->device),
-                  part.source->data + part.begin, {to, part.size});
-      begun += part.size;
-    }));
-    const std::byte* failed = nullptr;
-    Status status = copies_.Begin(worker, &failed);
-    if (!status.ok()) {
-      const SourceTensor* of = nullptr;
-      TC_RETURN_IF_ERROR(EachPart(begin, size, true, [&](auto& part, auto*) {
-        const std::byte* const at = part.source->data + part.begin;
-        if (at <= failed && failed < at + part.size) of = part.source;
-      }));
-      if (of == nullptr) return status;
-      return std::move(status).WithTensor(
-          names_[static_cast<size_t>(of - sources_.data())]);
-    }
-    job_->AddDone(begun);
-    return EachPart(begin, size, false, [&](auto& part, auto* to) {
-      if (part.dense != nullptr) {
-        StreamCopy(to, part.dense, part.size);
-      } else {
-        GatherPart(part, to);
-      }
-      job_->AddDone(part.size);
-    });
-  }
-
-  // Calls fn(part, to) for the parts of a range that are on a device, or not.
-  template <class Fn>
-  Status EachPart(uint64_t begin, uint64_t size, bool on_device,
-                  const Fn& fn) const {
-    if (on_device && devices_.empty()) return {};
-    std::byte* to = lease_.data() + begin;
-    return bytes_.ForEachPart(
-        begin, size, [&](const SourcePart& part) -> Status {
-          std::byte* const at = to;
-          to += part.size;
-          const bool is = part.source != nullptr && part.source->device >= 0;
-          if (is == on_device) fn(part, at);
-          return {};
-        });
-  }
-
-  const std::vector<std::string>& names_;
-  const std::vector<SourceTensor>& sources_;
-  const SourceBytes& bytes_;
-  const DeviceMap& devices_;
-  const int workers_;
-  const ArenaLease& lease_;
-  Job* const job_;
-  FreshMemory memory_;
-  CudaCopies copies_;
-};
+  return first;
+}
 
 }  // namespace
 
@@ -175,7 +113,10 @@ Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
                                  const std::vector<SourceTensor>& sources,
                                  const StageOptions& options, Arena* arena,
                                  Job* job) {
-  TC_ASSIGN_OR_RETURN(const DeviceMap devices, DevicesOf(sources));
+  const int workers = std::max(1, options.workers);
+  TC_ASSIGN_OR_RETURN(MemorySources memory,
+                      MemorySources::Make(sources, &names, workers));
+  Zeros zeros;
   const std::vector<Enclosing> enclosing = FindEnclosing(sources);
   std::vector<LayoutKey> keys;
   keys.reserve(sources.size());
@@ -188,29 +129,28 @@ Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
 
   StagedRegion region;
   region.offsets.resize(sources.size());
-  SourceBytes bytes;
-  bytes.Reserve(order.size());
+  ExtentList extents;
+  extents.Reserve(order.size());
   for (const uint32_t i : order) {
     // So that the elements of a view are aligned.
-    bytes.AlignTo(enclosing[i].unit);
-    region.offsets[i] = bytes.size();
-    bytes.Append(sources[i]);
+    const uint64_t at = RoundUp(extents.size(), enclosing[i].unit);
+    extents.Append({&zeros, 0}, at - extents.size());
+    region.offsets[i] = at;
+    extents.Append(memory.Of(i), sources[i].bytes());
   }
   for (uint32_t i = 0; i < sources.size(); ++i) {
     const Enclosing& around = enclosing[i];
     if (around.source == i) continue;
     region.offsets[i] = region.offsets[around.source] + around.offset;
   }
-  region.bytes = bytes.size();
-  job->AddTotal(bytes.size());
+  region.bytes = extents.size();
+  job->AddTotal(region.bytes);
   TC_ASSIGN_OR_RETURN(region.lease,
-                      arena->Lease(bytes.size(), {.patience = options.patience,
+                      arena->Lease(region.bytes, {.patience = options.patience,
                                                   .kind = options.kind,
                                                   .job = job,
                                                   .present = false}));
-  StageCopies copies(names, sources, bytes, devices, options.workers,
-                     region.lease, job);
-  TC_RETURN_IF_ERROR(copies.Run());
+  TC_RETURN_IF_ERROR(FillRegion(extents, workers, region.lease, job));
   return region;
 }
 

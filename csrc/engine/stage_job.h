@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/source_bytes.h"
+#include "engine/source_tensor.h"
 #include "runtime/arena.h"
 #include "runtime/jobs.h"
 

@@ -7,7 +7,7 @@
 
 #include "engine/final_write.h"
 #include "engine/output_files.h"
-#include "engine/source_bytes.h"
+#include "engine/source_tensor.h"
 
 namespace torch_ckpt {
 

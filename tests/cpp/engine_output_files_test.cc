@@ -1,79 +1,136 @@
+#include <algorithm>
 #include <random>
 
 #include "engine/output_files.h"
+#include "engine/provider.h"
 #include "engine_test_util.h"
 
 namespace torch_ckpt {
 namespace {
 
-TEST(SegmentDigester, AnySplitGivesTheDigestsOfTheSegments) {
-  std::mt19937 random(3);
-  std::string bytes(3 * kSegmentBytes + 12345, '\0');
-  for (char& c : bytes) c = static_cast<char>(random());
-  std::vector<uint32_t> expected;
+std::string RandomText(std::mt19937* random, size_t size) {
+  std::string text(size, '\0');
+  for (char& c : text) c = static_cast<char>((*random)());
+  return text;
+}
+
+std::vector<uint32_t> DigestsOf(std::string_view bytes) {
+  std::vector<uint32_t> digests;
   for (size_t at = 0; at < bytes.size(); at += kSegmentBytes) {
-    expected.push_back(
+    digests.push_back(
         Crc32c(0, bytes.data() + at,
                std::min<size_t>(kSegmentBytes, bytes.size() - at)));
   }
+  return digests;
+}
+
+TEST(SegmentDigester, AnySplitGivesTheDigestsOfTheSegments) {
+  std::mt19937 random(3);
+  const std::string bytes = RandomText(&random, 3 * kSegmentBytes + 12345);
   for (int round = 0; round < 20; ++round) {
-    std::vector<uint32_t> digests(expected.size(), 0);
-    std::string copy(bytes.size(), '\0');
+    std::vector<uint32_t> digests(4, 0);
     SegmentDigester digester(digests.data(), 0);
     for (size_t at = 0; at < bytes.size();) {
       const size_t most = round < 10 ? kSegmentBytes / 3 : 3 * kSegmentBytes;
-      const size_t size = std::min<size_t>(random() % most, bytes.size() - at);
-      const ByteSpan part = AsBytes(bytes).subspan(at, size);
-      auto* to = reinterpret_cast<std::byte*>(copy.data()) + at;
+      size_t size = std::min<size_t>(random() % most, bytes.size() - at);
       if (random() % 2 == 0) {
-        digester.Copy(to, part);
+        digester.Add(AsBytes(bytes).subspan(at, size));
       } else {
-        std::memcpy(to, part.data(), size);
-        digester.Add({to, size});
+        size = std::min(size, kSegmentBytes - at % kSegmentBytes);
+        digester.Add(Crc32c(0, bytes.data() + at, size), size);
       }
       at += size;
       EXPECT_EQ(digester.offset(), at);
     }
+    EXPECT_EQ(digests, DigestsOf(bytes));
+  }
+}
+
+// Whatever providers do with a buffer, in which order: its bytes and digests.
+TEST(FillBuffer, AnyOrderAndAnyWayGiveTheBytesAndTheirDigests) {
+  std::mt19937 random(5);
+  for (int round = 0; round < 200; ++round) {
+    // The buffer begins anywhere in its file.
+    const uint64_t offset = random() % (2 * kSegmentBytes);
+    const std::string file =
+        RandomText(&random, offset + random() % (3 * kSegmentBytes));
+    const std::string bytes = file.substr(offset);
+    std::vector<std::pair<size_t, size_t>> parts;
+    const size_t most = round % 2 == 0 ? 100'000 : 900'000;
+    for (size_t at = 0; at < bytes.size();) {
+      const size_t size = std::min(1 + random() % most, bytes.size() - at);
+      parts.push_back({at, size});
+      at += size;
+    }
+    if (round % 4 >= 2) std::shuffle(parts.begin(), parts.end(), random);
+    std::string out(bytes.size(), '\0');
+    FillBuffer buffer({reinterpret_cast<std::byte*>(out.data()), out.size()},
+                      offset, 0, FillBuffer::Copies::kDigested);
+    for (const auto& [at, size] : parts) {
+      const ByteSpan part = AsBytes(bytes).subspan(at, size);
+      const int way = static_cast<int>(random() % 4);
+      if (way == 0) {
+        buffer.Copy(at, part);
+      } else if (way == 1) {
+        for (size_t done = 0; done < size;) {
+          const size_t step = std::min<size_t>(
+              size - done, buffer.SegmentEnd(at + done) - (at + done));
+          EXPECT_EQ(buffer.CopyAndDigest(at + done, part.subspan(done, step)),
+                    Crc32c(0, part.data() + done, step));
+          done += step;
+        }
+      } else {
+        std::memcpy(buffer.Out(at, size).data(), part.data(), size);
+        if (way == 2) buffer.Made(at, size);
+      }
+    }
+    EXPECT_TRUE(out == bytes);
+    // What was written of the first segment before.
+    std::vector<uint32_t> digests(5, 0);
+    const size_t before = offset % kSegmentBytes;
+    digests[0] = Crc32c(0, file.data() + (offset - before), before);
+    SegmentDigester digester(digests.data(), offset);
+    buffer.Digest(&digester);
+    EXPECT_EQ(digester.offset(), file.size());
+    std::vector<uint32_t> expected =
+        DigestsOf(std::string_view(file).substr(offset - before));
+    expected.resize(digests.size());
     EXPECT_EQ(digests, expected);
-    EXPECT_TRUE(copy == bytes);
   }
 }
 
 class OutputFilesTest : public EngineTest {};
-
-TEST_F(OutputFilesTest, AFillThatForgetsToDigestIsAnErrorAndLeavesNothing) {
-  std::filesystem::create_directory(Path("stage"));
-  auto staging = Directory::Open(Path("stage"));
-  ASSERT_OK(staging.status());
-  const std::vector<OutputSpec> files = {
-      {"a", "a.staged", "", FileRole::kExtra, 10000, {}}};
-  Job job;
-  const auto written =
-      WriteOutputs(*staging, files, {}, &job,
-                   [](size_t, MutableByteSpan out, MutableByteSpan, int,
-                      SegmentDigester* digester) -> Status {
-                     std::fill(out.begin(), out.end(), std::byte{1});
-                     digester->Add(out.first(out.size() - 1));
-                     return {};
-                   });
-  EXPECT_EQ(written.status().kind(), ErrorKind::kInternal);
-  EXPECT_EQ(written.status().file(), "a");
-  EXPECT_TRUE(Names(Path("stage")).empty());
-}
 
 // Byte `at` of file `file`.
 std::byte ByteAt(size_t file, uint64_t at) {
   return static_cast<std::byte>((at * 31 + at / 4096 + file * 7) % 251);
 }
 
-const FillFn kFill = [](size_t file, MutableByteSpan out, MutableByteSpan, int,
-                        SegmentDigester* digester) -> Status {
-  for (size_t i = 0; i < out.size(); ++i) {
-    out[i] = ByteAt(file, digester->offset() + i);
+// Things are files.
+class Computed final : public Provider {
+ public:
+  Status Fill(const std::vector<Stretch>& stretches, MutableByteSpan,
+              FillBuffer* buffer) override {
+    for (const Stretch& stretch : stretches) {
+      const MutableByteSpan out = buffer->Out(stretch.at, stretch.bytes);
+      for (size_t i = 0; i < out.size(); ++i) {
+        out[i] = ByteAt(stretch.index, stretch.from + i);
+      }
+    }
+    return {};
   }
-  digester->Add(out);
-  return {};
 };
+
+Computed computed;
+
+std::vector<Output> OutputsOf(const std::vector<OutputSpec>& specs) {
+  std::vector<Output> outputs;
+  for (const OutputSpec& spec : specs) {
+    outputs.push_back({spec, {}});
+    outputs.back().extents.Append({&computed, outputs.size() - 1}, spec.bytes);
+  }
+  return outputs;
+}
 
 TEST_F(OutputFilesTest, StagingThatHasGoneIsAnotherSave) {
   std::filesystem::create_directory(Path("stage"));
@@ -83,10 +140,7 @@ TEST_F(OutputFilesTest, StagingThatHasGoneIsAnotherSave) {
   const std::vector<OutputSpec> files = {
       {"a", "a.staged", "", FileRole::kExtra, 10000, {}}};
   Job job;
-  const auto written = WriteOutputs(
-      *staging, files, {}, &job,
-      [](size_t, MutableByteSpan, MutableByteSpan, int,
-         SegmentDigester*) -> Status { return Internal("is not reached"); });
+  const auto written = WriteOutputs(*staging, OutputsOf(files), {}, &job);
   EXPECT_EQ(written.status().kind(), ErrorKind::kConflict)
       << written.status().ToString();
 }
@@ -100,16 +154,16 @@ TEST_F(OutputFilesTest, PartsOfSeveralWritersMakeTheFilesAndTheirDigests) {
       {"empty", "empty", "", FileRole::kExtra, 0, {}},
       {"small", "small", "", FileRole::kExtra, 100, {}},
       {"other", "other", "", FileRole::kExtra, kSegmentBytes + 4096, {}}};
-  ASSERT_OK(CreateOutputs(*staging, files));
+  for (const OutputSpec& spec : files) ASSERT_OK(CreateOutput(*staging, spec));
   uint64_t total = 0;
   for (const OutputSpec& file : files) total += file.bytes;
   constexpr int kParts = 5;
   std::vector<std::vector<WrittenRange>> written(files.size());
   for (int part = 0; part < kParts; ++part) {
-    std::vector<OutputSpec> own = files;
+    std::vector<Output> own = OutputsOf(files);
     TakePart(&own, part, kParts);
     Job job;
-    const auto ranges = WriteOutputs(*staging, own, {}, &job, kFill);
+    const auto ranges = WriteOutputs(*staging, own, {}, &job);
     ASSERT_OK(ranges.status());
     uint64_t bytes = 0;
     for (size_t f = 0; f < files.size(); ++f) {
@@ -127,16 +181,10 @@ TEST_F(OutputFilesTest, PartsOfSeveralWritersMakeTheFilesAndTheirDigests) {
       expected[i] = static_cast<char>(ByteAt(f, i));
     }
     EXPECT_TRUE(ReadText(Path("stage/" + files[f].staged)) == expected);
-    std::vector<uint32_t> digests;
-    for (size_t at = 0; at < expected.size(); at += kSegmentBytes) {
-      digests.push_back(
-          Crc32c(0, expected.data() + at,
-                 std::min<size_t>(kSegmentBytes, expected.size() - at)));
-    }
     std::reverse(written[f].begin(), written[f].end());
     const auto combined = CombineRanges(written[f], files[f].bytes);
     ASSERT_OK(combined.status());
-    EXPECT_EQ(*combined, digests);
+    EXPECT_EQ(*combined, DigestsOf(expected));
   }
 }
 
@@ -145,14 +193,15 @@ TEST_F(OutputFilesTest, ARangeThatIsNoWholeBlocksIsRefused) {
   auto staging = Directory::Open(Path("stage"));
   ASSERT_OK(staging.status());
   std::vector<OutputSpec> files = {{"a", "a", "", FileRole::kExtra, 10000, {}}};
-  ASSERT_OK(CreateOutputs(*staging, files));
+  ASSERT_OK(CreateOutput(*staging, files[0]));
   for (const ByteRange range :
        {ByteRange{1, 4096}, ByteRange{0, 4097}, ByteRange{4096, 4096},
         ByteRange{8192, 12288}}) {
     files[0].ranges = {range};
     Job job;
-    EXPECT_EQ(WriteOutputs(*staging, files, {}, &job, kFill).status().kind(),
-              ErrorKind::kInternal);
+    EXPECT_EQ(
+        WriteOutputs(*staging, OutputsOf(files), {}, &job).status().kind(),
+        ErrorKind::kInternal);
   }
   EXPECT_EQ(Names(Path("stage")), std::vector<std::string>{"a"});
 }

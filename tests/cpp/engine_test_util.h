@@ -267,7 +267,7 @@ inline CommitRequest MergeCommit(const MergePlan& plan,
   request.index_name = kIndexName;
   if (in_place) request.keep = KeptInPlace(plan).value();
   for (size_t i = 0; i < plan.outputs().size(); ++i) {
-    const OutputSpec& spec = plan.outputs()[i];
+    const OutputSpec& spec = plan.outputs()[i].spec;
     request.files.push_back(
         {spec.staged,
          {spec.name, spec.id, spec.role, spec.bytes,
@@ -299,15 +299,17 @@ inline Result<Manifest> Merge(const std::string& from, const std::string& to,
     TC_ASSIGN_OR_RETURN(
         written, RunMergeJob(plan, session.directory(), plan.outputs(), &job));
   } else {
-    TC_RETURN_IF_ERROR(CreateOutputs(session.directory(), plan.outputs()));
     std::vector<std::string> ids;
-    for (const OutputSpec& spec : plan.outputs()) ids.push_back(spec.id);
+    for (const Output& output : plan.outputs()) {
+      TC_RETURN_IF_ERROR(CreateOutput(session.directory(), output.spec));
+      ids.push_back(output.spec.id);
+    }
     written.resize(plan.outputs().size());
     for (int rank = 0; rank < settings.ranks; ++rank) {
       // Every rank makes the plan for itself.
       TC_ASSIGN_OR_RETURN(const MergePlan own,
                           MergePlan::Make(checkpoint, options, ids));
-      std::vector<OutputSpec> outputs = own.outputs();
+      std::vector<Output> outputs = own.outputs();
       TakePart(&outputs, rank, settings.ranks);
       Job job;
       TC_ASSIGN_OR_RETURN(const auto part,

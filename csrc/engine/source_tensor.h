@@ -1,0 +1,30 @@
+// A tensor in the memory of this process or of one of its devices.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/box.h"
+#include "base/bytes.h"
+
+namespace torch_ckpt {
+
+// `strides` are bytes per element step of each dimension; device memory must be
+// dense. The caller keeps the memory alive and unchanged until the job has
+// returned, and has waited for the kernels that fill it.
+struct SourceTensor {
+  const std::byte* data = nullptr;
+  Dims sizes;
+  Dims strides;
+  int64_t element_bytes = 1;
+  int device = -1;  // CUDA device, counted as torch does; -1: host memory
+
+  uint64_t bytes() const;
+  bool IsDense() const;  // row-major, without gaps
+};
+
+// Copies bytes [from, from + out.size()) of a source in host memory, in its
+// row-major order, to `out`.
+void Gather(const SourceTensor& source, uint64_t from, MutableByteSpan out);
+
+}  // namespace torch_ckpt
