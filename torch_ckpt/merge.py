@@ -17,7 +17,7 @@ from torch_ckpt.mapping import NAMINGS, Naming, checked_mapping
 from torch_ckpt.options import check_choice, parse_bytes
 from torch_ckpt.progress import Progress, run_job
 
-WORKER_BYTES = 16 << 20  # that a worker leases at most: see OfExtents in engine/merge_plan.cc
+WORKER_BYTES = 16 << 20  # that a worker leases at most: see OfExtents in engine/merge/merge_plan.cc
 MEMORY_BUDGET = "512MiB"
 FileNames = Literal["dcp", "hf", "diffusers", "peft"]
 
@@ -99,7 +99,7 @@ def merge_request(
     key_mapping: KeyMapping | None = None,
     direct_io: bool = True,
 ) -> MergeRequest:
-    """Opens the input. Raises what that does (csrc/engine/checkpoint.h)."""
+    """Opens the input. Raises what that does (csrc/engine/open/checkpoint.h)."""
     check_choice("naming", naming, NAMINGS)
     workers = min(
         max(MIN_WORKERS, num_threads), parse_bytes(memory_budget, "memory_budget") // WORKER_BYTES

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "capi/checkpoints.h"
-#include "engine/stored_box.h"
-#include "engine/verify_job.h"
+#include "engine/open/stored_box.h"
+#include "engine/read/verify_job.h"
 
 namespace torch_ckpt::capi {
 namespace {

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "capi/requests.h"
-#include "engine/checkpoint.h"
+#include "engine/open/checkpoint.h"
 #include "runtime/handles.h"
 
 namespace torch_ckpt::capi {

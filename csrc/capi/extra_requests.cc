@@ -1,6 +1,6 @@
 #include "capi/requests.h"
 #include "capi/sessions.h"
-#include "engine/staged_files.h"
+#include "engine/commit/staged_files.h"
 
 namespace torch_ckpt::capi {
 

@@ -2,9 +2,9 @@
 
 #include "capi/requests.h"
 #include "capi/sessions.h"
-#include "engine/assemble_job.h"
-#include "engine/previous.h"
-#include "engine/ring_link.h"
+#include "engine/commit/previous.h"
+#include "engine/final/assemble_job.h"
+#include "engine/final/ring_link.h"
 
 namespace torch_ckpt::capi {
 namespace {

@@ -3,9 +3,9 @@
 
 #include "capi/checkpoints.h"
 #include "capi/sessions.h"
-#include "engine/commit.h"
-#include "engine/merge_job.h"
-#include "engine/previous.h"
+#include "engine/commit/commit.h"
+#include "engine/commit/previous.h"
+#include "engine/merge/merge_job.h"
 #include "format/names.h"
 
 namespace torch_ckpt::capi {

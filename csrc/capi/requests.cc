@@ -6,9 +6,9 @@
 #include <map>
 #include <memory>
 
-#include "engine/checkpoint.h"
-#include "engine/merge_parts.h"
-#include "engine/stage_job.h"
+#include "engine/open/checkpoint.h"
+#include "engine/open/rank_manifests.h"
+#include "engine/write/stage_job.h"
 #include "format/names.h"
 #include "os/directory.h"
 #include "plan/mesh.h"

@@ -8,9 +8,9 @@
 
 #include "base/box.h"
 #include "base/status.h"
-#include "engine/commit.h"
-#include "engine/output_files.h"
-#include "engine/write_job.h"
+#include "engine/commit/commit.h"
+#include "engine/final/write_job.h"
+#include "engine/write/output_files.h"
 #include "plan/divide.h"
 #include "runtime/jobs.h"
 

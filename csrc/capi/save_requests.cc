@@ -2,9 +2,9 @@
 
 #include "capi/requests.h"
 #include "capi/sessions.h"
-#include "engine/commit.h"
-#include "engine/previous.h"
-#include "engine/remove.h"
+#include "engine/commit/commit.h"
+#include "engine/commit/previous.h"
+#include "engine/commit/remove.h"
 #include "format/json.h"
 
 namespace torch_ckpt::capi {

@@ -4,8 +4,8 @@
 
 #include <memory>
 
-#include "engine/parts.h"
-#include "engine/staging.h"
+#include "engine/commit/rank_parts.h"
+#include "engine/commit/staging.h"
 #include "runtime/handles.h"
 
 namespace torch_ckpt::capi {

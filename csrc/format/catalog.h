@@ -78,7 +78,7 @@ class Catalog {
   // Decodes the placements of an entry, or of what it is an alias of, and
   // checks each by itself: inside its tensor, inside one of `files`, of whole
   // bytes. Whether the owners tile the tensor is not seen here
-  // (engine/checkpoint.h). An object has none.
+  // (engine/open/checkpoint.h). An object has none.
   Result<std::vector<Placement>> Placements(
       uint32_t entry, std::span<const ManifestFile> files) const;
 

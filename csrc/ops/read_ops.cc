@@ -11,7 +11,7 @@
 // "shared" is there when other processes of this machine read the checkpoint as
 // well, and lists the items that they want too.
 #include "capi/checkpoints.h"
-#include "engine/read_job.h"
+#include "engine/read/read_job.h"
 #include "ops/tensors.h"
 #include "runtime/crc32c.h"
 

@@ -13,7 +13,7 @@
 #include <memory>
 
 #include "capi/requests.h"
-#include "engine/stage_job.h"
+#include "engine/write/stage_job.h"
 #include "ops/tensors.h"
 #include "plan/runs.h"
 

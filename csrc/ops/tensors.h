@@ -13,7 +13,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/write_job.h"
+#include "engine/final/write_job.h"
 #include "runtime/jobs.h"
 
 namespace torch_ckpt::ops {

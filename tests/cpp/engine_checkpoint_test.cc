@@ -1,7 +1,7 @@
 // Opening a checkpoint whose digests all fit and whose catalog is a lie.
 #include <functional>
 
-#include "engine/checkpoint.h"
+#include "engine/open/checkpoint.h"
 #include "engine_test_util.h"
 #include "format/catalog_builder.h"
 #include "runtime/crc32c.h"

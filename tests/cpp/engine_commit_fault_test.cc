@@ -5,9 +5,9 @@
 #include <string>
 #include <utility>
 
-#include "engine/commit.h"
-#include "engine/journal.h"
-#include "engine/staged_files.h"
+#include "engine/commit/commit.h"
+#include "engine/commit/journal.h"
+#include "engine/commit/staged_files.h"
 #include "engine_commit_test_util.h"
 #include "os/path.h"
 

@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "engine/commit.h"
+#include "engine/commit/commit.h"
 #include "engine_commit_test_util.h"
 
 namespace torch_ckpt {

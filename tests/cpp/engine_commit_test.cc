@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/commit.h"
+#include "engine/commit/commit.h"
 #include "engine_commit_test_util.h"
 
 namespace torch_ckpt {

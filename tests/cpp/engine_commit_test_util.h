@@ -11,7 +11,7 @@
 #include <system_error>
 #include <vector>
 
-#include "engine/commit.h"
+#include "engine/commit/commit.h"
 #include "engine_test_util.h"
 
 namespace torch_ckpt {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/parts.h"
+#include "engine/commit/rank_parts.h"
 #include "engine_crash_states.h"
 #include "final_test_util.h"
 

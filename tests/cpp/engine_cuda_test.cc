@@ -2,8 +2,8 @@
 #include <cerrno>
 #include <cstring>
 
-#include "engine/header_io.h"
-#include "engine/write_job.h"
+#include "engine/final/write_job.h"
+#include "engine/open/header_io.h"
 #include "fake_cuda.h"
 #include "final_test_util.h"
 #include "format/cast.h"

@@ -1,6 +1,6 @@
 // Whole jobs on file systems that refuse direct I/O, now or later, or that want
 // larger units than 4096 bytes, with or without saying so.
-#include "engine/verify_job.h"
+#include "engine/read/verify_job.h"
 #include "engine_test_util.h"
 
 namespace torch_ckpt {

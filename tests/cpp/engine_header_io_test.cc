@@ -1,7 +1,7 @@
 // The short headers that a rank leaves in staging, and the headers themselves.
 #include <random>
 
-#include "engine/header_io.h"
+#include "engine/open/header_io.h"
 #include "final_test_util.h"
 
 namespace torch_ckpt {

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <string>
 
-#include "engine/checkpoint.h"
+#include "engine/open/checkpoint.h"
 #include "engine_commit_test_util.h"
 #include "os/fault.h"
 

@@ -5,8 +5,8 @@
 #include <mutex>
 #include <thread>
 
-#include "engine/header_io.h"
-#include "engine/merge_job.h"
+#include "engine/merge/merge_job.h"
+#include "engine/open/header_io.h"
 #include "engine_test_util.h"
 #include "format/hf_index.h"
 

@@ -2,8 +2,8 @@
 
 #include <thread>
 
-#include "engine/open_files.h"
-#include "engine/verify_job.h"
+#include "engine/open/open_files.h"
+#include "engine/read/verify_job.h"
 #include "engine_test_util.h"
 
 namespace torch_ckpt {

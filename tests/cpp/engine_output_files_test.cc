@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <random>
 
-#include "engine/output_files.h"
-#include "engine/provider.h"
+#include "engine/write/output_files.h"
+#include "engine/write/provider.h"
 #include "engine_test_util.h"
 
 namespace torch_ckpt {

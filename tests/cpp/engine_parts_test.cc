@@ -2,9 +2,9 @@
 #include <cerrno>
 #include <string>
 
-#include "engine/merge_parts.h"
-#include "engine/parts.h"
-#include "engine/verify_job.h"
+#include "engine/commit/rank_parts.h"
+#include "engine/open/rank_manifests.h"
+#include "engine/read/verify_job.h"
 #include "engine_test_util.h"
 #include "os/fault.h"
 

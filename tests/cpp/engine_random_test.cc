@@ -2,7 +2,7 @@
 // merged, and compared with the arrays they came from.
 #include <random>
 
-#include "engine/verify_job.h"
+#include "engine/read/verify_job.h"
 #include "final_test_util.h"
 
 namespace torch_ckpt {

@@ -5,7 +5,7 @@
 #include <limits>
 #include <random>
 
-#include "engine/read_job.h"
+#include "engine/read/read_job.h"
 #include "engine_test_util.h"
 #include "os_test_util.h"
 #include "plan/runs.h"

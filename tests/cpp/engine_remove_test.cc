@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/remove.h"
+#include "engine/commit/remove.h"
 #include "engine_commit_test_util.h"
 #include "engine_crash_states.h"
 

@@ -1,5 +1,5 @@
 // Directories that are not ours.
-#include "engine/scan.h"
+#include "engine/open/scan.h"
 #include "engine_test_util.h"
 #include "format/hf_index.h"
 

@@ -7,7 +7,7 @@
 #include <set>
 #include <thread>
 
-#include "engine/stage_job.h"
+#include "engine/write/stage_job.h"
 #include "engine_test_util.h"
 #include "fake_cuda.h"
 #include "format/safetensors.h"

@@ -19,11 +19,11 @@
 #include <utility>
 #include <vector>
 
-#include "engine/checkpoint.h"
-#include "engine/commit.h"
-#include "engine/merge_job.h"
-#include "engine/read_job.h"
-#include "engine/write_job.h"
+#include "engine/commit/commit.h"
+#include "engine/final/write_job.h"
+#include "engine/merge/merge_job.h"
+#include "engine/open/checkpoint.h"
+#include "engine/read/read_job.h"
 #include "format/names.h"
 #include "os/fault.h"
 

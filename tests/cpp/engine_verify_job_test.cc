@@ -1,4 +1,4 @@
-#include "engine/verify_job.h"
+#include "engine/read/verify_job.h"
 #include "engine_test_util.h"
 
 namespace torch_ckpt {

@@ -4,9 +4,9 @@
 #include <cerrno>
 #include <filesystem>
 
-#include "engine/header_io.h"
-#include "engine/stage_job.h"
-#include "engine/write_job.h"
+#include "engine/final/write_job.h"
+#include "engine/open/header_io.h"
+#include "engine/write/stage_job.h"
 #include "engine_test_util.h"
 #include "os/probe.h"
 #include "runtime/adopted.h"

@@ -59,7 +59,7 @@ def commit_request(
     *,
     final: bool,
 ) -> dict[str, Any]:
-    """The request that commits `results`, one list per rank (csrc/engine/commit.h).
+    """The request that commits `results`, one list per rank (csrc/engine/commit/commit.h).
 
     final: the tensors are in files that the coordinator has staged. Raises ConflictError when
     a rank wrote for another save than `save_id`.

@@ -1,0 +1,278 @@
+#include "engine/commit/commit.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <iterator>
+#include <set>
+
+#include "engine/commit/journal.h"
+#include "engine/commit/previous.h"
+#include "engine/commit/rank_parts.h"
+#include "engine/commit/staged_files.h"
+#include "engine/write/output_files.h"
+#include "format/hf_index.h"
+#include "format/names.h"
+#include "os/path.h"
+
+namespace torch_ckpt {
+namespace {
+
+Result<std::string> IndexText(const CatalogBuilder& catalog,
+                              const std::vector<CommitFile>& files) {
+  HfIndex index;
+  for (uint32_t e = 0; e < catalog.size(); ++e) {
+    const CatalogBuilder::Entry& entry = catalog.entry(e);
+    if (entry.kind != EntryKind::kTensor) continue;
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        catalog.Placements(e));
+    const std::string& file = files[placements[0].file].file.name;
+    TC_RETURN_IF_ERROR(CheckFileName(file));  // as readers of the index do
+    index.weight_map.emplace_back(entry.name, file);
+    TC_ASSIGN_OR_RETURN(const uint64_t bytes,
+                        ByteSize(entry.dtype, entry.shape));
+    index.total_size += bytes;
+  }
+  std::sort(index.weight_map.begin(), index.weight_map.end());
+  return BuildHfIndex(index);
+}
+
+// Whether readers will take what is about to be committed: afterwards it would
+// be too late.
+Status CheckEncoding(const Journal& journal) {
+  const Status status = ParseJournal(AsBytes(EncodeJournal(journal))).status();
+  if (status.ok()) return {};
+  return InvalidArgument("the files to commit make no valid manifest: " +
+                         status.ToString());
+}
+
+std::vector<std::string> DataAndIndexNames(
+    const std::vector<CommitFile>& files) {
+  std::vector<std::string> names;
+  for (const CommitFile& file : files) {
+    if (file.file.role == FileRole::kData ||
+        file.file.role == FileRole::kIndex) {
+      names.push_back(file.file.name);
+    }
+  }
+  return names;
+}
+
+// After the commit point it is too late to find that a step cannot be done.
+Status CheckReplay(const Directory& staging, const Directory& target,
+                   const Journal& journal) {
+  for (const std::string& name : journal.removes) {
+    TC_RETURN_IF_ERROR(target.CheckReplaceable(name));
+  }
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> staged, staging.List());
+  for (const JournalRename& rename : journal.renames) {
+    TC_RETURN_IF_ERROR(target.CheckReplaceable(rename.to));
+    if (!std::binary_search(staged.begin(), staged.end(), rename.from)) {
+      return Incomplete("has gone from staging since it was written")
+          .WithFile(staging.Join(rename.from));
+    }
+  }
+  return target.CheckReplaceable(std::string(kManifestName));
+}
+
+// T may have been made just before the save, by whoever wanted it. A parent
+// that we may not read was not made by us, nor is it ours to sync.
+Status SyncNameOf(const Directory& target) {
+  const Result<Directory> parent = Directory::Open(ParentPath(target.path()));
+  if (parent.status().sys_errno() == EACCES) return {};
+  if (!parent.ok()) return parent.status();
+  TC_ASSIGN_OR_RETURN(const FileInfo of_parent, parent->Stat());
+  TC_ASSIGN_OR_RETURN(const FileInfo of_target, target.Stat());
+  return of_parent.device == of_target.device ? parent->Sync() : Status();
+}
+
+Status CommitExisting(SaveSession* session, const CommitRequest& request,
+                      const std::vector<CommitFile>& files,
+                      Manifest* manifest) {
+  const Directory& staging = session->directory();
+  TC_ASSIGN_OR_RETURN(const Directory target,
+                      Directory::Open(session->place().target));
+  TC_ASSIGN_OR_RETURN(Previous previous, ReadPrevious(target));
+  const NewFiles new_files{DataAndIndexNames(files), 0, request.keep};
+  TC_RETURN_IF_ERROR(CheckNotHidden(target, previous, new_files));
+  const std::set<std::string> keep(request.keep.begin(), request.keep.end());
+  Journal journal;
+  journal.removes = std::move(previous.part_manifests);
+  std::vector<ManifestFile> kept;
+  const FilesByName named(manifest->files);
+  for (ManifestFile& old : previous.files) {
+    if (named.Find(old.name) >= 0) continue;
+    if (keep.contains(old.name)) {
+      kept.push_back(std::move(old));
+    } else {
+      journal.removes.push_back(std::move(old.name));
+    }
+  }
+  // Behind the others: the catalog knows files by their place.
+  std::move(kept.begin(), kept.end(), std::back_inserter(manifest->files));
+  for (const CommitFile& file : files) {
+    journal.renames.push_back({file.staged, file.file.name});
+  }
+  journal.manifest = *manifest;
+  TC_RETURN_IF_ERROR(CheckEncoding(journal));
+  TC_RETURN_IF_ERROR(SyncNameOf(target));
+  TC_RETURN_IF_ERROR(
+      WriteJournal(session->root(), staging, target, journal, [&]() -> Status {
+        TC_RETURN_IF_ERROR(CheckReplay(staging, target, journal));
+        TC_RETURN_IF_ERROR(session->CheckTarget(target));
+        return session->CheckStillOurs();
+      }));
+  TC_RETURN_IF_ERROR(ReplayJournal(session->root(), target));
+  (void)RemoveJournal(session->root());
+  return {};
+}
+
+// Ok(true) when committed, Ok(false) when T has come to be meanwhile.
+Result<bool> CommitFresh(SaveSession* session,
+                         const std::vector<CommitFile>& files,
+                         const Manifest& manifest) {
+  const Directory& staging = session->directory();
+  const StagingPlace& place = session->place();
+  TC_ASSIGN_OR_RETURN(const Directory parent,
+                      Directory::Open(ParentPath(place.target)));
+  const std::string name = BaseName(place.target);
+  TC_ASSIGN_OR_RETURN(const auto existing, parent.StatEntry(name));
+  if (existing) return false;
+  for (const CommitFile& file : files) {
+    TC_RETURN_IF_ERROR(staging.MakeParents(file.file.name));
+    TC_RETURN_IF_ERROR(staging.Rename(file.staged, staging, file.file.name));
+  }
+  TC_RETURN_IF_ERROR(
+      staging.WriteFile(std::string(kManifestName), EncodeManifest(manifest)));
+  TC_ASSIGN_OR_RETURN(const auto entries, staging.List());
+  std::set<std::string, std::less<>> final_names = {std::string(kManifestName)};
+  std::vector<std::string> paths;
+  for (const ManifestFile& file : manifest.files) {
+    final_names.insert(file.name.substr(0, file.name.find('/')));
+    paths.push_back(file.name);
+  }
+  TC_RETURN_IF_ERROR(staging.SyncParents(paths));
+  for (const std::string& entry : entries) {
+    if (!final_names.contains(entry)) {
+      TC_RETURN_IF_ERROR(staging.Unlink(entry, true));
+    }
+  }
+  TC_RETURN_IF_ERROR(staging.Sync());
+  TC_RETURN_IF_ERROR(session->CheckStillOurs());
+  TC_ASSIGN_OR_RETURN(const FileInfo held, staging.Stat());
+  Status renamed =
+      session->root().RenameNoReplace(BaseName(place.path), parent, name);
+  if (!renamed.ok()) {
+    // A network file system may have lost only its answer.
+    TC_ASSIGN_OR_RETURN(const auto there, parent.StatEntry(name));
+    if (there && there->SameFile(held)) renamed = {};
+  }
+  if (renamed.ok()) {
+    TC_RETURN_IF_ERROR(session->root().Sync());
+    TC_RETURN_IF_ERROR(parent.Sync());  // the commit point
+    return true;
+  }
+  if (renamed.sys_errno() == ENOENT) {
+    return Conflict(
+               "another save into this directory has begun since, and this "
+               "one can no longer be committed")
+        .WithFile(place.target);
+  }
+  if (renamed.kind() != ErrorKind::kConflict) return renamed;
+  // Back to staged names, for the journal.
+  for (const CommitFile& file : files) {
+    TC_RETURN_IF_ERROR(staging.Rename(file.file.name, staging, file.staged));
+  }
+  TC_RETURN_IF_ERROR(staging.Unlink(std::string(kManifestName), true));
+  return false;
+}
+
+Result<Manifest> Commit(SaveSession* session, const CommitRequest& request) {
+  const Directory& staging = session->directory();
+  TC_ASSIGN_OR_RETURN(const CatalogBuilder catalog,
+                      CatalogOfStaged(staging, request, BoxProof::kTiling));
+  std::vector<CommitFile> files = request.files;
+  TC_ASSIGN_OR_RETURN(CommitFile catalog_file,
+                      AddStagedCatalog(staging, kCatalogName, catalog, files));
+  files.push_back(std::move(catalog_file));
+  if (!request.index_name.empty()) {
+    TC_ASSIGN_OR_RETURN(const std::string text,
+                        IndexText(catalog, request.files));
+    TC_ASSIGN_OR_RETURN(
+        CommitFile index,
+        AddStagedFile(staging, request.index_name, FileRole::kIndex, text));
+    files.push_back(std::move(index));
+  }
+  Manifest manifest;
+  manifest.save_id = session->save_id();
+  manifest.world_size = request.world_size;
+  for (const CommitFile& file : files) manifest.files.push_back(file.file);
+  TC_RETURN_IF_ERROR(CheckEncoding({manifest, {}, {}}));
+  bool committed = false;
+  if (session->place().fresh) {
+    TC_ASSIGN_OR_RETURN(committed, CommitFresh(session, files, manifest));
+    if (!committed) {
+      // T has come to be meanwhile: go on inside it.
+      TC_RETURN_IF_ERROR(session->MoveInside());
+    }
+  }
+  if (!committed) {
+    TC_RETURN_IF_ERROR(CommitExisting(session, request, files, &manifest));
+  }
+  return manifest;
+}
+
+}  // namespace
+
+Result<Manifest> CommitSave(SaveSession* session,
+                            const CommitRequest& request) {
+  Result<Manifest> manifest = Commit(session, request);
+  if (manifest.ok()) {
+    session->End();
+    return manifest;
+  }
+  // Files that have gone are best explained by who has removed them.
+  const Status& status = manifest.status();
+  if (status.sys_errno() == ENOENT || status.sys_errno() == ESTALE ||
+      status.kind() == ErrorKind::kIncomplete) {
+    const Status ours = session->CheckStillOurs();
+    if (ours.kind() == ErrorKind::kConflict) {
+      return Conflict(ours.message() + ": " + status.ToString())
+          .WithFile(ours.file());
+    }
+  }
+  return manifest;
+}
+
+Result<bool> RecoverDirectory(const std::string& target) {
+  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
+  bool acted = false;
+  const std::string inner = PlaceInside(absolute);
+  for (const std::string& place : {inner, PlaceBeside(absolute)}) {
+    TC_ASSIGN_OR_RETURN(const auto info, StatPathEntry(place));
+    if (!info) continue;
+    TC_RETURN_IF_ERROR(RefuseLink(place));
+    Result<DirectoryLock> acquired = DirectoryLock::Acquire(place);
+    const int error = acquired.status().sys_errno();
+    if (error == ENOENT || error == ESTALE) continue;  // it went with its save
+    TC_ASSIGN_OR_RETURN(DirectoryLock lock, std::move(acquired));
+    TC_ASSIGN_OR_RETURN(const Directory parent,
+                        Directory::Open(ParentPath(place)));
+    if (place == inner) {
+      TC_RETURN_IF_ERROR(ReplayJournal(lock.directory(), parent));
+      TC_RETURN_IF_ERROR(RemoveJournal(lock.directory()));
+    }
+    TC_RETURN_IF_ERROR(SweepPlace(lock.directory()));
+    TC_RETURN_IF_ERROR(lock.Remove());
+    TC_RETURN_IF_ERROR(parent.Sync());
+    acted = true;
+  }
+  Result<Directory> directory = Directory::Open(absolute);
+  if (!directory.ok()) {
+    if (directory.status().sys_errno() == ENOENT) return acted;
+    return directory.status();
+  }
+  TC_ASSIGN_OR_RETURN(const bool parts, RemoveDeadParts(*directory));
+  return acted || parts;
+}
+
+}  // namespace torch_ckpt

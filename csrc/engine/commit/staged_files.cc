@@ -1,0 +1,181 @@
+#include "engine/commit/staged_files.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "format/names.h"
+#include "os/path.h"
+#include "runtime/crc32c.h"
+#include "runtime/workers.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr int kHeaderThreads = 4;
+constexpr size_t kMaxShownName = 100;
+
+}  // namespace
+
+Result<CatalogBuilder> CatalogOfStaged(const Directory& staging,
+                                       const CommitRequest& request,
+                                       BoxProof proof) {
+  std::vector<uint32_t> data;  // positions in the request
+  std::set<std::string_view> names;
+  for (uint32_t f = 0; f < request.files.size(); ++f) {
+    const CommitFile& file = request.files[f];
+    TC_RETURN_IF_ERROR(CheckFilePath(file.file.name));
+    TC_RETURN_IF_ERROR(CheckFileName(file.staged));
+    if (!names.insert(file.file.name).second) {
+      return Conflict("two ranks wrote a file of this name")
+          .WithFile(file.file.name);
+    }
+    if (file.file.role == FileRole::kData) data.push_back(f);
+  }
+  std::vector<NamedHeader> headers(data.size());
+  TC_RETURN_IF_ERROR(ForEachItem(
+      kHeaderThreads, static_cast<int64_t>(data.size()), nullptr,
+      [&](int64_t item, int) -> Status {
+        NamedHeader& out = headers[static_cast<size_t>(item)];
+        out.position = data[static_cast<size_t>(item)];
+        const CommitFile& file = request.files[out.position];
+        TC_ASSIGN_OR_RETURN(out.file, ReadStagedHeader(staging, file.staged));
+        out.name = file.file.name;
+        if (out.file.sharding.file_id != file.file.id ||
+            out.file.header.file_bytes != file.file.bytes) {
+          return Corrupt("is not the file that its rank has written")
+              .WithFile(staging.Join(file.staged));
+        }
+        return {};
+      }));
+  TC_ASSIGN_OR_RETURN(CatalogBuilder catalog, BuildCatalog(headers, proof));
+  // Aliases, objects and paths, which headers do not know.
+  for (const auto& [name, alias_of] : request.aliases) {
+    if (catalog.Find(alias_of) < 0) {
+      return Incomplete("was to be an alias of '" + alias_of +
+                        "', which no rank has written")
+          .WithTensor(name);
+    }
+    TC_RETURN_IF_ERROR(catalog.AddAlias(name, alias_of).status());
+  }
+  std::map<std::string_view, uint32_t> object_files;
+  for (uint32_t f = 0; f < request.files.size(); ++f) {
+    const CommitFile& file = request.files[f];
+    if (file.file.role == FileRole::kData) continue;
+    TC_ASSIGN_OR_RETURN(const auto info, staging.StatName(file.staged));
+    if (!info || info->bytes != file.file.bytes) {
+      return Incomplete("is not in staging as its rank has written it")
+          .WithFile(file.file.name);
+    }
+    if (file.file.role == FileRole::kObjects) {
+      object_files[file.file.name] = f;
+    }
+  }
+  for (const ObjectEntry& object : request.objects) {
+    const auto file = object_files.find(object.file);
+    if (file == object_files.end()) {
+      return InvalidArgument("names the objects file " + object.file +
+                             ", which nobody wrote")
+          .WithTensor(object.name);
+    }
+    if (object.name.size() > kMaxNameBytes) {
+      return InvalidArgument("its name is longer than " +
+                             std::to_string(kMaxNameBytes) + " bytes")
+          .WithTensor(object.name.substr(0, kMaxShownName) + "...");
+    }
+    TC_RETURN_IF_ERROR(catalog.AddObject(object.name, file->second).status());
+  }
+  for (const auto& [name, path] : request.planned) {
+    const int64_t id = catalog.Find(name);
+    if (id < 0) {
+      return Incomplete("was planned, and no rank has written it")
+          .WithTensor(name);
+    }
+    if (!path.empty()) catalog.SetPath(static_cast<uint32_t>(id), path);
+  }
+  return catalog;
+}
+
+Result<CommitFile> AddStagedCatalog(const Directory& staging,
+                                    std::string_view name,
+                                    const CatalogBuilder& catalog,
+                                    const std::vector<CommitFile>& files) {
+  TC_ASSIGN_OR_RETURN(const std::string text, catalog.Encode());
+  std::vector<ManifestFile> listed;
+  for (const CommitFile& file : files) listed.push_back(file.file);
+  const auto read = [&]() -> Status {
+    TC_ASSIGN_OR_RETURN(const Catalog parsed, Catalog::Parse(text, listed));
+    for (uint32_t e = 0; e < parsed.entries().size(); ++e) {
+      TC_RETURN_IF_ERROR(parsed.Placements(e, listed).status());
+    }
+    return {};
+  };
+  const Status readable = read();
+  if (!readable.ok()) {
+    return InvalidArgument("what is to be committed makes no valid catalog: " +
+                           readable.message())
+        .WithTensor(readable.tensor());
+  }
+  return AddStagedFile(staging, name, FileRole::kCatalog, text);
+}
+
+Result<CommitFile> AddStagedFile(const Directory& staging,
+                                 std::string_view name, FileRole role,
+                                 const std::string& text) {
+  CommitFile file;
+  file.file.name = std::string(name);
+  file.file.id = NewId();
+  file.file.role = role;
+  file.file.container = ContainerOf(role);
+  file.file.bytes = text.size();
+  for (uint64_t at = 0; at < text.size(); at += kSegmentBytes) {
+    file.file.crc32c.push_back(
+        Crc32c(0, text.data() + at, std::min(kSegmentBytes, text.size() - at)));
+  }
+  file.staged = StagedName(name, file.file.id);
+  TC_RETURN_IF_ERROR(staging.WriteFile(file.staged, text));
+  return file;
+}
+
+Result<CommitFile> AddStagedExtra(const Directory& staging,
+                                  const std::string& path) {
+  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(path));
+  CommitFile file;
+  file.file.name = BaseName(absolute);
+  const std::string& name = file.file.name;
+  TC_RETURN_IF_ERROR(CheckFileName(name).WithFile(absolute));
+  if (name.ends_with(kDataSuffix) || name.ends_with(kIndexSuffix) ||
+      name == kManifestName || name == kCatalogName || name == kJournalName ||
+      IsPartManifestName(name)) {
+    return InvalidArgument("cannot stand beside a checkpoint under this name")
+        .WithFile(absolute);
+  }
+  TC_ASSIGN_OR_RETURN(const Directory parent,
+                      Directory::Open(ParentPath(absolute)));
+  TC_ASSIGN_OR_RETURN(const File in, parent.OpenFile(name, {}));
+  TC_ASSIGN_OR_RETURN(const FileInfo info, in.Stat());
+  if (!info.is_regular) {
+    return InvalidArgument("is no regular file").WithFile(absolute);
+  }
+  file.file.id = NewId();
+  file.file.role = FileRole::kExtra;
+  file.file.container = Container::kRaw;
+  file.file.bytes = info.bytes;
+  file.staged = StagedName(name, file.file.id);
+  TC_ASSIGN_OR_RETURN(
+      File out,
+      staging.OpenFile(file.staged, {.write = true, .create_new = true}));
+  std::vector<std::byte> buffer(std::min(kSegmentBytes, info.bytes));
+  for (uint64_t at = 0; at < info.bytes; at += kSegmentBytes) {
+    const MutableByteSpan bytes =
+        MutableByteSpan(buffer).first(std::min(kSegmentBytes, info.bytes - at));
+    TC_RETURN_IF_ERROR(in.ReadExact(bytes, at));
+    file.file.crc32c.push_back(Crc32c(0, bytes.data(), bytes.size()));
+    TC_RETURN_IF_ERROR(out.WriteAll(bytes, at));
+  }
+  TC_RETURN_IF_ERROR(out.Sync());
+  TC_RETURN_IF_ERROR(out.Close());
+  return file;
+}
+
+}  // namespace torch_ckpt

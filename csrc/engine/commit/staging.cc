@@ -1,0 +1,352 @@
+#include "engine/commit/staging.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+
+#include "engine/commit/journal.h"
+#include "engine/commit/rank_parts.h"
+#include "format/names.h"
+#include "os/path.h"
+#include "os/probe.h"
+#include "runtime/crc32c.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr uint64_t kMaxIdBytes = 64;
+constexpr size_t kMaxFileNameBytes = 255;  // of all file systems in use
+constexpr std::string_view kDeadPrefix = "dead-";
+
+// Whether there is nothing at T, so that a directory can be renamed to it. A
+// directory that is there is kept, even an empty one: somebody has chosen its
+// mode and owner, and may stand in it.
+Result<bool> IsAbsent(const std::string& target) {
+  TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info, StatPath(target));
+  if (info) {
+    if (info->is_directory) return false;
+    return InvalidArgument("is not a directory").WithFile(target);
+  }
+  TC_ASSIGN_OR_RETURN(const auto entry, StatPathEntry(target));
+  if (!entry) return true;
+  return InvalidArgument("is a symbolic link to nothing").WithFile(target);
+}
+
+// Where a save into `target` stages, as things stand now; without `path`.
+Result<StagingPlace> LocatePlace(const std::string& target) {
+  StagingPlace place;
+  TC_ASSIGN_OR_RETURN(place.target, AbsolutePath(target));
+  if (BaseName(place.target).empty()) {
+    return InvalidArgument("cannot be a checkpoint").WithFile(place.target);
+  }
+  TC_ASSIGN_OR_RETURN(place.fresh, IsAbsent(place.target));
+  place.root =
+      place.fresh ? PlaceBeside(place.target) : PlaceInside(place.target);
+  return place;
+}
+
+Status RefuseExisting(const Directory& target) {
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, target.List());
+  for (const std::string& name : names) {
+    if (name == kManifestName || name == kIndexName ||
+        IsPartManifestName(name) || name.ends_with(kDataSuffix)) {
+      return Conflict("holds a checkpoint (" + name +
+                      ") and overwrite is False")
+          .WithFile(target.path());
+    }
+  }
+  return {};
+}
+
+// The place of a first save that died before T was filled by others.
+Status RemoveStaleSibling(const std::string& target) {
+  const std::string sibling = PlaceBeside(target);
+  TC_ASSIGN_OR_RETURN(const auto info, StatPathEntry(sibling));
+  if (!info) return {};
+  TC_RETURN_IF_ERROR(RefuseLink(sibling));
+  TC_ASSIGN_OR_RETURN(DirectoryLock lock, DirectoryLock::Acquire(sibling));
+  TC_RETURN_IF_ERROR(SweepPlace(lock.directory()));
+  return lock.Remove();
+}
+
+// Removes what can never be committed. What cannot go yet is no error.
+Status Discard(const Directory& root, const std::string& name) {
+  Status removed = root.RemoveTree(name);
+  const int error = removed.sys_errno();
+  return error == ENOTEMPTY || error == EBUSY ? Status() : removed;
+}
+
+// Step 3 for one save. Ok when it can never commit and its files are gone.
+Status Supersede(const Directory& root, const std::string& id) {
+  const std::string draft = JournalDraftName(id);
+  const std::string dead = std::string(kDeadPrefix) + id;
+  Status made = root.WriteFile(draft, "");
+  if (made.sys_errno() == EEXIST) {
+    made = root.Unlink(draft, /*missing_ok=*/false);
+    if (made.sys_errno() == ENOENT) {
+      return Conflict("another save has committed just now")
+          .WithFile(root.path());
+    }
+  }
+  TC_RETURN_IF_ERROR(std::move(made));
+  const Status renamed = root.Rename(id, root, dead);
+  // Not there: it has just become T, which the look before the commit tells.
+  if (!renamed.ok() && renamed.sys_errno() != ENOENT) return renamed;
+  TC_RETURN_IF_ERROR(Discard(root, dead));
+  return root.Unlink(draft, /*missing_ok=*/true);
+}
+
+// By an open, which network file systems answer from the server and not from
+// what they remember.
+Result<std::optional<FileInfo>> StatByOpen(const Directory& directory,
+                                           const std::string& name) {
+  const Result<File> file = directory.OpenFile(name, {});
+  if (file.status().sys_errno() == ENOENT) return std::optional<FileInfo>();
+  if (!file.ok()) return file.status();
+  TC_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
+  return std::optional<FileInfo>(info);
+}
+
+// A save that is going on at the place.
+Result<JoinedSave> JoinAt(const std::string& path) {
+  TC_ASSIGN_OR_RETURN(const Directory root, Directory::Open(path));
+  TC_ASSIGN_OR_RETURN(const std::string id,
+                      root.ReadFile(std::string(kSaveIdName), kMaxIdBytes));
+  if (!IsId(id)) return Corrupt("is no save id").WithFile(root.path());
+  TC_RETURN_IF_ERROR(root.OpenDirectory(id).status());
+  return JoinedSave{root.Join(id), id};
+}
+
+}  // namespace
+
+std::string PlaceBeside(const std::string& target) {
+  const std::string parent = ParentPath(target), base = BaseName(target);
+  std::string name = "." + base + std::string(kStageSuffix);
+  if (name.size() > kMaxFileNameBytes) {
+    // Twins only share a lock.
+    std::array<char, 9> crc;
+    std::snprintf(crc.data(), crc.size(), "%08x",
+                  Crc32c(0, base.data(), base.size()));
+    name = "." + std::string(crc.data()) + std::string(kStageSuffix);
+  }
+  return (parent == "/" ? "" : parent) + "/" + name;
+}
+
+std::string PlaceInside(const std::string& target) {
+  return target + "/" + std::string(kStageSuffix);
+}
+
+Status RefuseLink(const std::string& path) {
+  TC_ASSIGN_OR_RETURN(const auto info, StatPathEntry(path));
+  if (!info || !info->is_link) return {};
+  return Corrupt("is a symbolic link; remove it if no save of yours made it")
+      .WithFile(path);
+}
+
+Status EmptyDirectory(const Directory& directory, std::string_view keep) {
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
+  for (const std::string& name : names) {
+    if (name != keep) TC_RETURN_IF_ERROR(directory.RemoveTree(name));
+  }
+  return {};
+}
+
+Status SweepPlace(const Directory& root) {
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, root.List());
+  for (const std::string& name : names) {
+    if (name == kLockFileName || name == kJournalName) continue;
+    TC_ASSIGN_OR_RETURN(const auto info, root.StatEntry(name));
+    const bool save = IsId(name) && info && info->is_directory;
+    TC_RETURN_IF_ERROR(save ? Supersede(root, name) : Discard(root, name));
+  }
+  return {};
+}
+
+Status SaveSession::Enter() {
+  TC_RETURN_IF_ERROR(RefuseLink(place_.root));
+  Result<DirectoryLock> lock = DirectoryLock::Acquire(place_.root);
+  if (!lock.ok()) {
+    if (lock.status().kind() != ErrorKind::kConflict) return lock.status();
+    return Conflict("another save into this directory is in progress (" +
+                    lock.status().message() + ")")
+        .WithFile(place_.target);
+  }
+  lock_ = std::move(*lock);
+  if (place_.fresh) return SweepPlace(root());
+  TC_ASSIGN_OR_RETURN(const Directory target, Directory::Open(place_.target));
+  TC_RETURN_IF_ERROR(ReplayJournal(root(), target));
+  TC_RETURN_IF_ERROR(RemoveJournal(root()));
+  if (!overwrite_) TC_RETURN_IF_ERROR(RefuseExisting(target));
+  TC_RETURN_IF_ERROR(RemoveDeadParts(target).status());
+  return SweepPlace(root());
+}
+
+Status SaveSession::NameInPlace() const {
+  const std::string name(kSaveIdName), fresh = StagedName(name, save_id_);
+  TC_RETURN_IF_ERROR(root().WriteFile(fresh, save_id_));
+  return root().Rename(fresh, root(), name);
+}
+
+Result<SaveSession> SaveSession::Begin(const std::string& target,
+                                       bool overwrite) {
+  SaveSession session;
+  session.overwrite_ = overwrite;
+  TC_ASSIGN_OR_RETURN(session.place_, LocatePlace(target));
+  TC_RETURN_IF_ERROR(Directory::Create(session.place_.root));
+  TC_RETURN_IF_ERROR(session.Enter());
+  TC_ASSIGN_OR_RETURN(const StagingPlace again, LocatePlace(target));
+  if (again.root != session.place_.root) {
+    return Status::Io(ESTALE, "looking for where to stage", target);
+  }
+  if (!again.fresh) TC_RETURN_IF_ERROR(RemoveStaleSibling(target));
+  session.save_id_ = NewId();
+  session.place_.path = session.place_.root + "/" + session.save_id_;
+  TC_RETURN_IF_ERROR(session.root().MakeDirectory(session.save_id_));
+  TC_ASSIGN_OR_RETURN(session.staging_,
+                      session.root().OpenDirectory(session.save_id_));
+  TC_RETURN_IF_ERROR(ProbeWrites(session.staging_));
+  TC_RETURN_IF_ERROR(session.NameInPlace());
+  // After the pointer: whoever commits in between has seen neither.
+  if (!again.fresh) {
+    TC_ASSIGN_OR_RETURN(const Directory into, Directory::Open(target));
+    TC_ASSIGN_OR_RETURN(session.manifest_,
+                        StatByOpen(into, std::string(kManifestName)));
+  }
+  return session;
+}
+
+Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
+  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
+  const std::string parent = ParentPath(absolute);
+  TC_RETURN_IF_ERROR(Directory::CreateAll(parent));
+  PlacePatience patience(parent);
+  for (;;) {
+    Result<SaveSession> session = SaveSession::Begin(absolute, overwrite);
+    const Status& last = session.status();
+    if (!PlacePatience::Changed(last)) return session;
+    if (!patience.Wait()) {
+      return Conflict(
+                 "its staging directory keeps changing: another save is in "
+                 "progress (" +
+                 last.ToString() + ")")
+          .WithFile(absolute);
+    }
+  }
+}
+
+bool PlacePatience::Wait() {
+  if (!patience_) {
+    const Result<Directory> above = Directory::Open(parent_);
+    const bool shared = above.ok() && IsShared(*above);
+    patience_.emplace(shared ? kNamePatience : kPatience);
+  }
+  return patience_->Wait();
+}
+
+bool PlacePatience::Changed(const Status& status) {
+  return status.sys_errno() == ENOENT || status.sys_errno() == ESTALE;
+}
+
+Result<JoinedSave> JoinSave(const std::string& target,
+                            std::chrono::milliseconds total) {
+  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
+  Patience patience(total);
+  do {
+    // Where it was when the coordinator looked: T may have been made since.
+    for (const std::string& path :
+         {PlaceInside(absolute), PlaceBeside(absolute)}) {
+      Result<JoinedSave> joined = JoinAt(path);
+      if (joined.ok()) return joined;
+    }
+  } while (patience.Wait());
+  return Incomplete(
+             "the staging directory that the coordinator made cannot be seen "
+             "here: every rank must see the same file system under this path")
+      .WithFile(absolute);
+}
+
+Result<bool> SaveSession::IsStillOurs() const {
+  TC_ASSIGN_OR_RETURN(const std::string id,
+                      root().ReadFile(std::string(kSaveIdName), kMaxIdBytes));
+  TC_ASSIGN_OR_RETURN(const FileInfo held, staging_.Stat());
+  TC_ASSIGN_OR_RETURN(const auto named, root().StatEntry(save_id_));
+  TC_ASSIGN_OR_RETURN(const FileInfo place, root().Stat());
+  TC_ASSIGN_OR_RETURN(const auto here, StatPathEntry(place_.root));
+  return id == save_id_ && named && named->SameFile(held) && here &&
+         here->SameFile(place);
+}
+
+Status SaveSession::CheckStillOurs() const {
+  const Result<bool> ours = IsStillOurs();
+  if (ours.ok() && *ours) return {};
+  // Some file systems say ENOENT of what is open here and gone on the server.
+  if (!ours.ok() && !PlacePatience::Changed(ours.status())) {
+    return ours.status();
+  }
+  return Conflict(
+             "another save into this directory has begun since, or its "
+             "staging directory was moved or replaced")
+      .WithFile(place_.path);
+}
+
+Status SaveSession::CheckTarget(const Directory& target) const {
+  TC_ASSIGN_OR_RETURN(const auto now,
+                      StatByOpen(target, std::string(kManifestName)));
+  const bool same =
+      now.has_value() == manifest_.has_value() &&
+      (!now || (now->SameFile(*manifest_) && now->bytes == manifest_->bytes &&
+                now->modified_ns == manifest_->modified_ns));
+  if (same) return {};
+  return Conflict("another save has committed into it since this one began")
+      .WithFile(place_.target);
+}
+
+SaveSession::~SaveSession() {
+  if (!lock_.held()) return;
+  // A journal past the commit point stays for the replay, with its files; any
+  // other leftover goes.
+  const auto journal = root().StatEntry(std::string(kJournalName));
+  if (journal.ok() && !*journal) End();
+}
+
+void SaveSession::End() {
+  if (!lock_.held()) return;
+  if (!save_id_.empty()) {
+    // By their names: a rename whose answer was lost may have made the
+    // directory the checkpoint.
+    const std::string name(kSaveIdName);
+    (void)root().RemoveTree(save_id_);
+    const auto id = root().ReadFile(name, kMaxIdBytes);
+    if (id.ok() && *id == save_id_) (void)root().Unlink(name, true);
+    (void)root().Unlink(StagedName(name, save_id_), true);
+    (void)root().Unlink(JournalDraftName(save_id_), true);
+  }
+  (void)lock_.Remove();
+}
+
+Status SaveSession::MoveInside() {
+  SaveSession inside;
+  inside.overwrite_ = overwrite_;
+  inside.place_ = place_;
+  inside.place_.root = PlaceInside(place_.target);
+  inside.place_.path = inside.place_.root + "/" + save_id_;
+  inside.place_.fresh = false;
+  TC_RETURN_IF_ERROR(Directory::Create(inside.place_.root));
+  TC_RETURN_IF_ERROR(inside.Enter());
+  TC_ASSIGN_OR_RETURN(const Directory target, Directory::Open(place_.target));
+  TC_RETURN_IF_ERROR(CheckTarget(target));  // none was there
+  // No such name can be there: it is random.
+  TC_RETURN_IF_ERROR(root().Rename(save_id_, inside.root(), save_id_));
+  inside.save_id_ = save_id_;
+  TC_ASSIGN_OR_RETURN(inside.staging_, inside.root().OpenDirectory(save_id_));
+  TC_RETURN_IF_ERROR(inside.NameInPlace());
+  // The commit that follows syncs the other end: a journal must not last where
+  // this rename does not.
+  TC_RETURN_IF_ERROR(root().Sync());
+  std::swap(*this, inside);
+  inside.End();
+  return {};
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,199 @@
+#include "engine/merge/merge_plan.h"
+
+#include <map>
+#include <set>
+
+#include "engine/final/final_files.h"
+#include "format/cast.h"
+#include "format/names.h"
+
+namespace torch_ckpt {
+namespace {
+
+Result<Dtype> OutputDtype(const CatalogEntry& entry,
+                          const MergeOptions& options) {
+  const auto wanted = options.dtypes.find(entry.name);
+  if (wanted == options.dtypes.end()) return entry.dtype;
+  if (wanted->second == entry.dtype || CanCast(entry.dtype, wanted->second)) {
+    return wanted->second;
+  }
+  return InvalidArgument(std::string("is ") + DtypeName(entry.dtype) +
+                         ", which is not cast to " + DtypeName(wanted->second))
+      .WithTensor(std::string(entry.name));
+}
+
+// Output file index -> catalog entries, by index.
+struct Assigned {
+  std::map<int64_t, std::vector<uint32_t>> files;
+  int64_t count = 1;
+};
+
+Result<Assigned> Assign(const Catalog& catalog, const MergeOptions& options) {
+  std::vector<uint32_t> tensors;
+  std::vector<std::string_view> names;
+  std::vector<uint64_t> bytes;
+  std::set<std::string_view> mapped;
+  if (options.files.mapping) {
+    for (const auto& [name, index] : *options.files.mapping) {
+      mapped.insert(name);
+    }
+  }
+  for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
+    const CatalogEntry& entry = catalog.entries()[e];
+    if (entry.kind == EntryKind::kObject) continue;
+    if (entry.kind == EntryKind::kAlias && !mapped.count(entry.name)) continue;
+    TC_ASSIGN_OR_RETURN(const Dtype dtype, OutputDtype(entry, options));
+    TC_ASSIGN_OR_RETURN(const uint64_t size, ByteSize(dtype, entry.shape));
+    tensors.push_back(e);
+    names.push_back(entry.name);
+    bytes.push_back(size);
+  }
+  TC_ASSIGN_OR_RETURN(const FileDivision division,
+                      DivideIntoFiles(names, bytes, options.files));
+  Assigned assigned;
+  assigned.count = division.count;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int64_t index = division.index[i];
+    if (index != 0) {
+      assigned.files[index].push_back(tensors[i]);
+    } else if (options.strict) {
+      return Incomplete(
+                 "is in the checkpoint but not in the mapping; "
+                 "strict=False would leave it out")
+          .WithTensor(std::string(names[i]));
+    }
+  }
+  if (!options.strict || !options.files.mapping) return assigned;
+  for (const auto& [name, index] : *options.files.mapping) {
+    const int64_t id = catalog.Find(name);
+    if (id < 0 ||
+        catalog.entries()[static_cast<size_t>(id)].kind == EntryKind::kObject) {
+      return Incomplete("is in the mapping but not in the checkpoint")
+          .WithTensor(name);
+    }
+  }
+  return assigned;
+}
+
+}  // namespace
+
+MergePlan::MergePlan(std::shared_ptr<const Checkpoint> checkpoint,
+                     MergeOptions options)
+    : checkpoint_(std::move(checkpoint)),
+      options_(std::move(options)),
+      sources_(std::make_unique<Sources>(checkpoint_, options_.output)) {}
+
+// A file of tensors: entries of the catalog.
+Status MergePlan::AddFile(std::string name, std::string id,
+                          const std::vector<uint32_t>& members) {
+  const std::vector<CatalogEntry>& catalog = checkpoint_->catalog().entries();
+  std::vector<SafetensorsEntry> entries;
+  for (const uint32_t e : members) {
+    TC_ASSIGN_OR_RETURN(const Dtype dtype, OutputDtype(catalog[e], options_));
+    entries.push_back(
+        {std::string(catalog[e].name), dtype, catalog[e].shape, 0, 0});
+  }
+  TC_ASSIGN_OR_RETURN(
+      FinalLayout file,
+      LayOutFinalFile(std::move(name), std::move(id), std::move(entries)));
+  ExtentList extents;
+  const uint64_t data = file.header.size();
+  sources_->headers.Append(std::move(file.header), &extents);
+  for (size_t i = 0; i < file.tensors.size(); ++i) {
+    const SafetensorsEntry& tensor = file.tensors[i];
+    const uint32_t e = members[file.order[i]];
+    Origin origin{&sources_->tensors, e};
+    if (catalog[e].dtype != tensor.dtype) {
+      origin = sources_->casts.Add(origin, catalog[e].dtype, tensor.dtype);
+    }
+    extents.Place(data + tensor.begin, tensor.end - tensor.begin, origin, 0);
+  }
+  outputs_.push_back({std::move(file.spec), std::move(extents)});
+  entries_.insert(entries_.end(), members.begin(), members.end());
+  return {};
+}
+
+// A file of objects, as it is.
+void MergePlan::AddObjects(uint32_t index, const std::string& id) {
+  const ManifestFile& file = checkpoint_->files()[index];
+  ExtentList extents;
+  extents.Append({&sources_->files, index}, file.bytes);
+  outputs_.push_back({{file.name,
+                       StagedName(file.name, id),
+                       id,
+                       FileRole::kObjects,
+                       file.bytes,
+                       {}},
+                      std::move(extents)});
+}
+
+// Leaves that are no tensors go along, and aliases of what is there.
+void MergePlan::KeepLeaves() {
+  const Catalog& catalog = checkpoint_->catalog();
+  const std::set<uint32_t> stored(entries_.begin(), entries_.end());
+  for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
+    const CatalogEntry& entry = catalog.entries()[e];
+    if (entry.kind == EntryKind::kObject) entries_.push_back(e);
+    if (entry.kind != EntryKind::kAlias || stored.count(e)) continue;
+    const auto of = static_cast<uint32_t>(catalog.Find(entry.alias_of));
+    if (stored.count(of)) aliases_.push_back(e);
+  }
+}
+
+Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
+                                  MergeOptions options,
+                                  std::vector<std::string> ids) {
+  TC_ASSIGN_OR_RETURN(const Assigned assigned,
+                      Assign(checkpoint->catalog(), options));
+  if (assigned.files.empty()) {
+    return Incomplete("holds no tensor").WithFile(checkpoint->path());
+  }
+  MergePlan plan(std::move(checkpoint), std::move(options));
+  size_t next_id = 0;
+  const auto take_id = [&]() {
+    if (next_id == ids.size()) ids.push_back(NewId());
+    return ids[next_id++];
+  };
+  const FileNaming& naming = plan.options_.naming;
+  for (const auto& [index, members] : assigned.files) {
+    TC_RETURN_IF_ERROR(plan.AddFile(
+        FinalFileName(index, assigned.count, naming), take_id(), members));
+  }
+  plan.KeepLeaves();
+  const std::vector<ManifestFile>& files = plan.checkpoint_->files();
+  for (uint32_t f = 0; f < files.size(); ++f) {
+    if (files[f].role == FileRole::kObjects) plan.AddObjects(f, take_id());
+  }
+  if (next_id != ids.size()) {
+    return InvalidArgument(
+        "the merge plan of this rank has another number of "
+        "files than the coordinator's");
+  }
+  plan.index_name_ = IndexFileName(assigned.count, naming);
+  return plan;
+}
+
+Result<std::vector<std::string>> KeptInPlace(const MergePlan& plan) {
+  const Checkpoint& input = plan.checkpoint();
+  if (!input.manifest()) return std::vector<std::string>();
+  std::set<std::string> keep;
+  for (const ManifestFile& file : input.files()) {
+    if (file.role == FileRole::kObjects || file.role == FileRole::kExtra ||
+        (file.role == FileRole::kData && IsShardName(file.name))) {
+      keep.insert(file.name);
+    }
+  }
+  const std::vector<CatalogEntry>& entries = input.catalog().entries();
+  const std::set<uint32_t> merged(plan.entries().begin(), plan.entries().end());
+  for (uint32_t e = 0; e < entries.size(); ++e) {
+    if (merged.contains(e) || entries[e].kind != EntryKind::kTensor) continue;
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        input.Placements(e));
+    for (const Placement& placement : placements) {
+      keep.insert(input.files()[placement.file].name);
+    }
+  }
+  return std::vector<std::string>(keep.begin(), keep.end());
+}
+
+}  // namespace torch_ckpt

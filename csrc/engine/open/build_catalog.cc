@@ -1,0 +1,210 @@
+#include "engine/open/build_catalog.h"
+
+#include <algorithm>
+#include <numeric>
+#include <span>
+#include <string_view>
+#include <utility>
+
+#include "engine/open/stored_box.h"
+#include "format/name_index.h"
+#include "plan/cover.h"
+
+namespace torch_ckpt {
+namespace {
+
+// Entry `entry` of the header of file `file`.
+struct Part {
+  uint32_t file;
+  uint32_t entry;
+};
+
+// The parts of one tensor, in the order of files.
+struct Tensor {
+  std::string_view name;
+  std::span<const Part> parts;
+};
+
+// Every tensor of the files in the order in which it first stands there. All
+// parts lie in one list, which outlives the result: most tensors have one.
+std::vector<Tensor> GroupByName(const std::vector<NamedHeader>& files,
+                                std::vector<Part>* parts) {
+  size_t count = 0;
+  for (const NamedHeader& file : files) {
+    count += file.file.header.tensors.size();
+  }
+  std::vector<Tensor> tensors;
+  tensors.reserve(files.empty() ? 0 : files[0].file.header.tensors.size());
+  std::vector<uint32_t> ids;  // of the tensor of every part
+  ids.reserve(count);
+  std::vector<size_t> ends;  // of the parts of every tensor
+  NameIndex by_name;
+  const auto name_at = [&](uint32_t id) { return tensors[id].name; };
+  for (const NamedHeader& file : files) {
+    for (const SafetensorsEntry& entry : file.file.header.tensors) {
+      const auto next = static_cast<uint32_t>(tensors.size());
+      const uint32_t id = by_name.Insert(entry.name, next, name_at);
+      if (id == next) {
+        tensors.push_back({entry.name, {}});
+        ends.push_back(0);
+      }
+      ids.push_back(id);
+      ++ends[id];
+    }
+  }
+  std::partial_sum(ends.begin(), ends.end(), ends.begin());
+  parts->resize(count);
+  size_t begin = 0;
+  for (size_t id = 0; id < tensors.size(); ++id) {
+    tensors[id].parts = std::span(*parts).subspan(begin, ends[id] - begin);
+    begin = std::exchange(ends[id], begin);  // now where its next part goes
+  }
+  size_t at = 0;
+  for (uint32_t f = 0; f < files.size(); ++f) {
+    const size_t of_file = files[f].file.header.tensors.size();
+    for (uint32_t i = 0; i < of_file; ++i) {
+      (*parts)[ends[ids[at++]]++] = {f, i};
+    }
+  }
+  return tensors;
+}
+
+const SafetensorsEntry& EntryOf(const std::vector<NamedHeader>& files,
+                                const Part& part) {
+  return files[part.file].file.header.tensors[part.entry];
+}
+
+const ShardEntry& ShardOf(const std::vector<NamedHeader>& files,
+                          const Part& part) {
+  return files[part.file].file.sharding.entries[part.entry];
+}
+
+// What the file says of the tensor's global shape, null when nothing.
+const Dims* SaidShape(const std::vector<NamedHeader>& files, const Part& part) {
+  const ShardEntry& shard = ShardOf(files, part);
+  if (shard.global_shape) return &*shard.global_shape;
+  // Whole in a file of ours, or a file without sharding: the shape is known
+  // and not just a hull.
+  const ShardingInfo& sharding = files[part.file].file.sharding;
+  if (!sharding.file_id.empty() || !sharding.has_sharding_info) {
+    return &EntryOf(files, part).shape;
+  }
+  return nullptr;
+}
+
+Status Disagree(const std::vector<NamedHeader>& files, const Tensor& tensor,
+                const Part& a, const Part& b, const std::string& what) {
+  return Conflict(what + " in " + files[a.file].name + " and " +
+                  files[b.file].name +
+                  "; files of different saves stand side by side")
+      .WithTensor(std::string(tensor.name));
+}
+
+// Sets `is_said` to whether a file says it.
+Result<Dims> GlobalShape(const std::vector<NamedHeader>& files,
+                         const Tensor& tensor, bool* is_said) {
+  const Part& first_part = tensor.parts[0];
+  const SafetensorsEntry& first = EntryOf(files, first_part);
+  const Part* said_by = nullptr;
+  const Dims* said = nullptr;
+  Dims hull = Dims::Filled(first.shape.size(), 0);
+  for (const Part& part : tensor.parts) {
+    const SafetensorsEntry& entry = EntryOf(files, part);
+    if (entry.dtype != first.dtype) {
+      return Disagree(files, tensor, first_part, part,
+                      std::string("is ") + DtypeName(first.dtype) + " and " +
+                          DtypeName(entry.dtype));
+    }
+    if (entry.shape.size() != first.shape.size()) {
+      return Disagree(files, tensor, first_part, part,
+                      "has another number of dimensions");
+    }
+    if (const Dims* shape = SaidShape(files, part)) {
+      if (said && !(*said == *shape)) {
+        return Disagree(files, tensor, *said_by, part,
+                        "has the global shape " + said->ToString() + " and " +
+                            shape->ToString());
+      }
+      said = shape;
+      said_by = &part;
+    }
+    const Dims& offsets = ShardOf(files, part).offsets;
+    for (int d = 0; d < hull.size(); ++d) {
+      hull[d] = std::max(hull[d], offsets[d] + entry.shape[d]);
+    }
+  }
+  *is_said = said != nullptr;
+  return said ? *said : hull;
+}
+
+}  // namespace
+
+Result<CatalogBuilder> BuildCatalog(const std::vector<NamedHeader>& files,
+                                    BoxProof proof,
+                                    std::vector<std::string>* hulls) {
+  CatalogBuilder catalog;
+  std::vector<Part> parts;
+  const std::vector<Tensor> tensors = GroupByName(files, &parts);
+  std::vector<Box> boxes;
+  for (const Tensor& tensor : tensors) {
+    bool is_said = false;
+    TC_ASSIGN_OR_RETURN(const Dims shape, GlobalShape(files, tensor, &is_said));
+    if (!is_said && hulls) hulls->emplace_back(tensor.name);
+    const Dtype dtype = EntryOf(files, tensor.parts[0]).dtype;
+    if (!is_said) {
+      const Status size = ByteSize(dtype, shape).status();
+      if (!size.ok()) {
+        return Corrupt("the shape " + shape.ToString() +
+                       " that its parts make is impossible: " + size.message())
+            .WithTensor(std::string(tensor.name))
+            .WithFile(files[tensor.parts[0].file].name);
+      }
+    }
+    TC_ASSIGN_OR_RETURN(
+        const uint32_t id,
+        catalog.AddTensor(std::string(tensor.name), dtype, shape));
+    boxes.clear();
+    for (const Part& part : tensor.parts) {
+      const SafetensorsEntry& in_file = EntryOf(files, part);
+      const NamedHeader& file = files[part.file];
+      Placement placement;
+      placement.file = file.position;
+      placement.offset = file.file.header.data_begin + in_file.begin;
+      placement.box = {ShardOf(files, part).offsets, in_file.shape};
+      Status added = catalog.AddPlacement(id, placement);
+      if (!added.ok()) return std::move(added).WithFile(file.name);
+      boxes.push_back(placement.box);
+    }
+    if (boxes.size() == 1 && boxes[0] == Box::Whole(shape)) continue;
+    Status proved = proof == BoxProof::kTiling
+                        ? ProveTiling(Box::Whole(shape), boxes)
+                        : ProveDisjoint(boxes);
+    if (!proved.ok()) {
+      std::string where;
+      for (const Part& part : tensor.parts) {
+        if (where.size() > 200) {
+          where += ", ...";
+          break;
+        }
+        where += (where.empty() ? "" : ", ") + files[part.file].name;
+      }
+      return Status(proved.kind(),
+                    proved.message() + " (parts in " + where + ")")
+          .WithTensor(std::string(tensor.name));
+    }
+  }
+  return catalog;
+}
+
+Status ProveOwners(const Dims& shape, std::span<const Placement> placements) {
+  std::vector<Box> owners;
+  for (const Placement& placement : placements) {
+    if (placement.role == PlacementRole::kReplica) continue;
+    for (Box& box : BoxesOf(placement, shape)) owners.push_back(std::move(box));
+  }
+  const Box whole = Box::Whole(shape);
+  if (owners.size() == 1 && owners[0] == whole) return {};
+  return ProveTiling(whole, owners);
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,102 @@
+#include "engine/open/open_files.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "os/probe.h"
+
+namespace torch_ckpt {
+namespace {
+
+// Three quarters of what this process may still open; a few even where that is
+// nothing, since no job can go on without.
+uint64_t MostDescriptors() {
+  constexpr uint64_t kLeast = 16;
+  const uint64_t free = FreeDescriptors();
+  return ByteSource::OpenDescriptors() + std::max(kLeast, free - free / 4);
+}
+
+}  // namespace
+
+OpenFiles::OpenFiles(std::shared_ptr<const Checkpoint> checkpoint,
+                     bool direct_io)
+    : checkpoint_(std::move(checkpoint)),
+      direct_io_(direct_io),
+      most_(MostDescriptors()),
+      slots_(checkpoint_->files().size()) {}
+
+std::shared_ptr<const ByteSource> OpenFiles::Use(Slot* slot) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!slot->source) return nullptr;
+  recent_.splice(recent_.begin(), recent_, slot->place);
+  return slot->source;
+}
+
+void OpenFiles::CloseSome(size_t count) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (; count > 0 && !recent_.empty(); --count) {
+    recent_.back()->source.reset();
+    recent_.pop_back();
+  }
+}
+
+Result<std::shared_ptr<const ByteSource>> OpenFiles::Open(uint32_t at) {
+  Slot* const slot = &slots_[at];
+  const std::string& name = checkpoint_->files()[at].name;
+  const FileInfo* known = slot->known ? &*slot->known : nullptr;
+  // Two: the one before may have had a second descriptor.
+  if (ByteSource::OpenDescriptors() >= most_) CloseSome(2);
+  Result<File> file = checkpoint_->OpenFile(name, known);
+  if (file.status().sys_errno() == EMFILE) {
+    // The rest of the process has taken what was free.
+    CloseSome(SIZE_MAX);
+    file = checkpoint_->OpenFile(name, known);
+  }
+  if (!file.ok()) return file.status();
+  TC_ASSIGN_OR_RETURN(slot->known, file->Stat());
+  return std::make_shared<const ByteSource>(std::move(file).value(),
+                                            slot->known->bytes, direct_io_);
+}
+
+Result<std::shared_ptr<const ByteSource>> OpenFiles::Get(uint32_t file) {
+  Slot* const slot = &slots_[file];
+  if (auto source = Use(slot)) return source;
+  std::lock_guard<std::mutex> opening(slot->opening);
+  if (auto source = Use(slot)) return source;  // another thread has opened it
+  TC_ASSIGN_OR_RETURN(std::shared_ptr<const ByteSource> source, Open(file));
+  std::lock_guard<std::mutex> lock(mutex_);
+  slot->source = source;
+  slot->place = recent_.insert(recent_.begin(), slot);
+  return source;
+}
+
+void OpenFiles::Forget(uint32_t file) {
+  Slot* const slot = &slots_[file];
+  std::lock_guard<std::mutex> opening(slot->opening);
+  slot->known.reset();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!slot->source) return;
+  recent_.erase(slot->place);
+  slot->source.reset();
+}
+
+Status OpenFiles::CheckUnchanged() const {
+  std::vector<uint32_t> opened;
+  for (size_t file = 0; file < slots_.size(); ++file) {
+    if (slots_[file].known) opened.push_back(static_cast<uint32_t>(file));
+  }
+  return checkpoint_->CheckUnchanged(opened);
+}
+
+Status OpenFiles::Read(uint32_t file,
+                       const std::function<Status(const ByteSource&)>& step) {
+  bool again = false;
+  return checkpoint_->UntilSure([&]() -> Status {
+    if (std::exchange(again, true)) Forget(file);
+    TC_ASSIGN_OR_RETURN(const auto source, Get(file));
+    return step(*source);
+  });
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,299 @@
+#include "engine/open/scan.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/open/build_catalog.h"
+#include "format/hf_index.h"
+#include "format/names.h"
+#include "runtime/crc32c.h"
+#include "runtime/workers.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr int kScanThreads = 4;
+
+// `infos`: what the files are before that.
+Result<std::vector<NamedHeader>> ReadHeaders(
+    const Directory& directory, const std::vector<std::string>& names,
+    std::vector<FileInfo>* infos) {
+  std::vector<NamedHeader> headers(names.size());
+  infos->resize(names.size());
+  TC_RETURN_IF_ERROR(ForEachItem(
+      kScanThreads, static_cast<int64_t>(names.size()), nullptr,
+      [&](int64_t item, int) -> Status {
+        const auto i = static_cast<size_t>(item);
+        TC_ASSIGN_OR_RETURN(const File file, directory.OpenFile(names[i], {}));
+        TC_ASSIGN_OR_RETURN((*infos)[i], file.Stat());
+        TC_ASSIGN_OR_RETURN(headers[i].file, ReadFileHeader(file));
+        headers[i].name = names[i];
+        headers[i].position = static_cast<uint32_t>(i);
+        return {};
+      }));
+  return headers;
+}
+
+std::string IdentityOf(const std::vector<std::string>& names,
+                       const std::vector<FileInfo>& infos) {
+  uint32_t crc = 0;
+  for (size_t i = 0; i < names.size(); ++i) {
+    const std::string said = names[i] + "/" + std::to_string(infos[i].bytes) +
+                             "/" + std::to_string(infos[i].modified_ns) + "/";
+    crc = Crc32c(crc, said.data(), said.size());
+  }
+  return "files " + std::to_string(crc);
+}
+
+// The index and the headers of its files must name the same tensors.
+Status CheckIndex(const HfIndex& index, const CatalogBuilder& catalog,
+                  const std::vector<std::string>& files) {
+  for (const auto& [name, file] : index.weight_map) {
+    const int64_t id = catalog.Find(name);
+    if (id < 0) {
+      return Incomplete("the index says it is in " + file +
+                        ", which does not hold it")
+          .WithTensor(name);
+    }
+    bool found = false;
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        catalog.Placements(static_cast<uint32_t>(id)));
+    for (const Placement& p : placements) {
+      found = found || files[p.file] == file;
+    }
+    if (!found) {
+      return Conflict("the index says it is in " + file +
+                      ", it is in another file")
+          .WithTensor(name);
+    }
+  }
+  std::set<std::string_view> indexed;
+  for (const auto& [name, file] : index.weight_map) indexed.insert(name);
+  for (uint32_t e = 0; e < catalog.size(); ++e) {
+    const std::string& name = catalog.entry(e).name;
+    if (indexed.contains(name)) continue;
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        catalog.Placements(e));
+    return Conflict("is in " + files[placements[0].file] +
+                    ", but the index does not name it")
+        .WithTensor(name);
+  }
+  return {};
+}
+
+// Files "-of-N" without an index: all N, whichever ranks have written them.
+Status CheckNumbers(const std::vector<std::string>& names) {
+  struct Group {
+    std::set<int64_t> indices;
+    std::string_view example;
+  };
+  std::map<std::pair<std::string_view, int64_t>, Group> groups;
+  for (const std::string& name : names) {
+    const auto numbered = ParseNumberedName(name);
+    if (!numbered) continue;
+    Group& group = groups[{numbered->stem, numbered->count}];
+    group.indices.insert(numbered->index);
+    group.example = name;
+  }
+  for (const auto& [key, group] : groups) {
+    if (static_cast<int64_t>(group.indices.size()) == key.second) continue;
+    int64_t missing = 1;
+    while (group.indices.contains(missing)) ++missing;
+    return Incomplete("file " + std::to_string(missing) + " of " +
+                      std::to_string(key.second) + " is missing beside " +
+                      std::string(group.example));
+  }
+  return {};
+}
+
+// Files beside an index: left over from a consolidation in place, or stale.
+// `files` are those of `others`.
+Status CheckAgree(const CatalogBuilder& final_files,
+                  const CatalogBuilder& others,
+                  const std::vector<std::string>& files) {
+  for (uint32_t e = 0; e < others.size(); ++e) {
+    const CatalogBuilder::Entry& shard = others.entry(e);
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        others.Placements(e));
+    const std::string& file = files[placements[0].file];
+    const int64_t id = final_files.Find(shard.name);
+    if (id < 0) {
+      return Conflict("is in " + file +
+                      " but not in the index of the directory")
+          .WithTensor(shard.name);
+    }
+    const CatalogBuilder::Entry& entry =
+        final_files.entry(static_cast<uint32_t>(id));
+    if (entry.dtype != shard.dtype || !(entry.shape == shard.shape)) {
+      return Conflict("differs between the indexed files (" +
+                      std::string(DtypeName(entry.dtype)) + " " +
+                      entry.shape.ToString() + ") and " + file + " (" +
+                      DtypeName(shard.dtype) + " " + shard.shape.ToString() +
+                      ")")
+          .WithTensor(shard.name);
+    }
+  }
+  return {};
+}
+
+bool IsDataName(const std::string& name) {
+  return name.size() > kDataSuffix.size() && name.ends_with(kDataSuffix) &&
+         name[0] != '.';
+}
+
+// The index to go by: that of a model, else the only one there is.
+std::string IndexOf(const std::vector<std::string>& names) {
+  std::vector<std::string> found;
+  for (const std::string& name : names) {
+    if (name == kIndexName) return name;
+    if (name.ends_with(kIndexSuffix) && name[0] != '.') found.push_back(name);
+  }
+  return found.size() == 1 ? found[0] : std::string();
+}
+
+// "model.fp16.safetensors" beside "model.safetensors" (`names` are sorted):
+// the same tensors in another dtype, for those who ask for that variant.
+bool IsVariant(const std::string& name, const std::vector<std::string>& names) {
+  return std::any_of(
+      kFinalStems.begin(), kFinalStems.end(), [&](std::string_view stem) {
+        const std::string single = std::string(stem) + std::string(kDataSuffix);
+        return name.starts_with(std::string(stem) + ".") && name != single &&
+               std::binary_search(names.begin(), names.end(), single);
+      });
+}
+
+// Which files of a directory count.
+struct Listing {
+  std::string index_name;  // empty: none
+  std::optional<HfIndex> index;
+  std::vector<std::string> indexed;  // by the index, there or not
+  std::vector<std::string> missing;  // of these
+  std::vector<std::string> shards;   // not by the index, but they count
+  std::vector<std::string> single;   // the file that would hide an index
+  std::vector<std::string> beside;   // nobody reads them
+};
+
+Result<Listing> ListFiles(const Directory& directory) {
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
+  std::vector<std::string> data;
+  std::copy_if(names.begin(), names.end(), std::back_inserter(data),
+               IsDataName);
+  if (data.empty()) {
+    std::string hint;
+    if (std::find(names.begin(), names.end(), "sharded") != names.end()) {
+      hint = "; its subdirectory 'sharded' may hold one";
+    }
+    return Incomplete("holds no checkpoint: neither " +
+                      std::string(kManifestName) +
+                      " nor any .safetensors file" + hint)
+        .WithFile(directory.path());
+  }
+  Listing list;
+  list.index_name = IndexOf(names);
+  std::string single;
+  if (!list.index_name.empty()) {
+    TC_ASSIGN_OR_RETURN(const std::string text,
+                        directory.ReadFile(list.index_name, kMaxIndexBytes));
+    Result<HfIndex> parsed = ParseHfIndex(AsBytes(text));
+    if (!parsed.ok()) {
+      return parsed.status().WithFile(directory.Join(list.index_name));
+    }
+    list.index = std::move(parsed).value();
+    std::set<std::string> wanted;
+    for (const auto& [name, file] : list.index->weight_map) wanted.insert(file);
+    list.indexed.assign(wanted.begin(), wanted.end());
+    single = SingleFileName(list.index_name);
+  }
+  std::set_difference(list.indexed.begin(), list.indexed.end(), data.begin(),
+                      data.end(), std::back_inserter(list.missing));
+  std::vector<std::string> others;
+  std::set_difference(data.begin(), data.end(), list.indexed.begin(),
+                      list.indexed.end(), std::back_inserter(others));
+  for (std::string& name : others) {
+    const bool counts = list.index ? IsShardName(name) : !IsVariant(name, data);
+    (name == single ? list.single
+     : counts       ? list.shards
+                    : list.beside)
+        .push_back(std::move(name));
+  }
+  return list;
+}
+
+}  // namespace
+
+Result<ScanResult> ScanDirectory(const Directory& directory) {
+  TC_ASSIGN_OR_RETURN(Listing list, ListFiles(directory));
+  const std::vector<std::string>* unindexed[] = {&list.shards, &list.single};
+  if (!list.missing.empty() && list.shards.empty() && list.single.empty()) {
+    return Incomplete("is named by " + list.index_name + " and is missing")
+        .WithFile(directory.Join(list.missing[0]));
+  }
+  ScanResult result;
+  result.by_index = list.index && list.missing.empty() && !list.indexed.empty();
+  std::vector<std::string> read;
+  if (result.by_index) {
+    read = list.indexed;
+  } else {
+    std::set_difference(list.indexed.begin(), list.indexed.end(),
+                        list.missing.begin(), list.missing.end(),
+                        std::back_inserter(read));
+    for (const auto* files : unindexed) {
+      read.insert(read.end(), files->begin(), files->end());
+    }
+    std::sort(read.begin(), read.end());
+  }
+  if (!list.index) {
+    Status whole = CheckNumbers(read);
+    if (!whole.ok()) return std::move(whole).WithFile(directory.path());
+  }
+  TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> headers,
+                      ReadHeaders(directory, read, &result.infos));
+  result.identity = IdentityOf(read, result.infos);
+  Result<CatalogBuilder> catalog =
+      BuildCatalog(headers, BoxProof::kTiling, &result.hulls);
+  if (!catalog.ok()) return catalog.status().WithFile(directory.path());
+  if (!list.missing.empty()) {
+    // The shards beside an index whose files are not all there count only when
+    // they hold everything that it names.
+    for (const auto& [name, file] : list.index->weight_map) {
+      if (catalog->Find(name) >= 0) continue;
+      return Incomplete("is named by " + list.index_name +
+                        ", and neither its file " + file +
+                        " nor another one has it")
+          .WithTensor(name)
+          .WithFile(directory.path());
+    }
+  }
+  if (result.by_index) {
+    Status status = CheckIndex(*list.index, *catalog, read);
+    for (const auto* files : unindexed) {
+      if (!status.ok() || files->empty()) continue;
+      std::vector<FileInfo> infos;
+      TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> read_headers,
+                          ReadHeaders(directory, *files, &infos));
+      Result<CatalogBuilder> of_files = BuildCatalog(read_headers);
+      if (!of_files.ok()) return of_files.status().WithFile(directory.path());
+      status = CheckAgree(*catalog, *of_files, *files);
+    }
+    if (!status.ok()) return std::move(status).WithFile(directory.path());
+  }
+  for (const NamedHeader& header : headers) {
+    ManifestFile file;
+    file.name = header.name;
+    file.id = header.file.sharding.file_id;
+    file.bytes = header.file.header.file_bytes;
+    result.files.push_back(std::move(file));
+  }
+  TC_ASSIGN_OR_RETURN(std::string encoded, catalog->Encode());
+  TC_ASSIGN_OR_RETURN(result.catalog,
+                      Catalog::Parse(std::move(encoded), result.files));
+  result.beside = std::move(list.beside);
+  return result;
+}
+
+}  // namespace torch_ckpt

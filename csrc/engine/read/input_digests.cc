@@ -1,0 +1,93 @@
+#include "engine/read/input_digests.h"
+
+#include <algorithm>
+
+#include "base/checked.h"
+#include "runtime/arena.h"
+#include "runtime/crc32c.h"
+
+namespace torch_ckpt {
+
+void InputDigests::Add(int worker, uint32_t file, uint64_t offset,
+                       const std::byte* data, uint64_t size) {
+  while (size > 0) {
+    const uint64_t cut = RoundDown(offset, kSegmentBytes) + kSegmentBytes;
+    const uint64_t length = std::min(size, cut - offset);
+    Add(worker, file, offset, Crc32c(0, data, length), length);
+    data += length;
+    offset += length;
+    size -= length;
+  }
+}
+
+void InputDigests::Add(int worker, uint32_t file, uint64_t offset, uint32_t crc,
+                       uint64_t size) {
+  std::vector<Part>& parts = parts_[static_cast<size_t>(worker)];
+  // Runs mostly continue where the last one ended.
+  if (!parts.empty() && parts.back().file == file &&
+      parts.back().offset + parts.back().size == offset &&
+      offset % kSegmentBytes != 0) {
+    Part& last = parts.back();
+    last.crc = Crc32cCombine(last.crc, crc, size);
+    last.size += size;
+  } else {
+    parts.push_back({file, crc, offset, size});
+  }
+}
+
+void InputDigests::Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi) {
+  // An empty part marks the segment; it never completes a tiling.
+  for (uint64_t at = RoundDown(lo, kSegmentBytes); at < hi;
+       at += kSegmentBytes) {
+    parts_[static_cast<size_t>(worker)].push_back({file, 0, at, 0});
+  }
+}
+
+Status InputDigests::Check(const Checkpoint& checkpoint, OpenFiles* files,
+                           const Job* job) {
+  if (!checkpoint.manifest()) return {};
+  std::vector<Part> parts;
+  for (std::vector<Part>& of_worker : parts_) {
+    parts.insert(parts.end(), of_worker.begin(), of_worker.end());
+    of_worker.clear();
+  }
+  std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) {
+    return a.file != b.file ? a.file < b.file : a.offset < b.offset;
+  });
+  ArenaLease scratch;
+  for (size_t i = 0; i < parts.size();) {
+    const uint32_t file = parts[i].file;
+    const ManifestFile& named = checkpoint.files()[file];
+    const uint64_t begin = RoundDown(parts[i].offset, kSegmentBytes);
+    const uint64_t end = std::min(begin + kSegmentBytes, named.bytes);
+    uint32_t crc = 0;
+    uint64_t at = begin;
+    bool tiled = true;
+    for (; i < parts.size() && parts[i].file == file && parts[i].offset < end;
+         ++i) {
+      tiled = tiled && parts[i].offset == at;
+      crc = Crc32cCombine(crc, parts[i].crc, parts[i].size);
+      at = parts[i].offset + parts[i].size;
+    }
+    if (!tiled || at != end) {
+      if (job->cancelled()) return Cancelled("the job was cancelled");
+      if (!scratch) {
+        TC_ASSIGN_OR_RETURN(
+            scratch, LeaseBuffer(kSegmentBytes + ByteSource::kSlack, job));
+      }
+      TC_ASSIGN_OR_RETURN(const auto source, files->Get(file));
+      TC_ASSIGN_OR_RETURN(const std::byte* bytes,
+                          source->Read(begin, end, scratch.span()));
+      crc = Crc32c(0, bytes, end - begin);
+    }
+    if (crc != named.crc32c[begin / kSegmentBytes]) {
+      return checkpoint.Explain(
+          Corrupt("bytes " + std::to_string(begin) + " to " +
+                  std::to_string(end) + " do not match their CRC-32C")
+              .WithFile(checkpoint.path() + "/" + named.name));
+    }
+  }
+  return {};
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,280 @@
+#include "engine/read/read_job.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "base/checked.h"
+#include "engine/open/open_files.h"
+#include "engine/read/read_plan.h"
+#include "plan/clip.h"
+#include "plan/copy_run.h"
+#include "runtime/arena.h"
+#include "runtime/crc32c.h"
+#include "runtime/workers.h"
+
+namespace torch_ckpt {
+namespace {
+
+// Needed ranges closer than this are read as one. With digests, which need
+// whole segments, those that leave none out between them.
+constexpr uint64_t kMergeGap = uint64_t{64} << 10;
+constexpr uint64_t kScratchBytes = kCellBytes + ByteSource::kSlack;
+
+struct Range {
+  uint64_t lo, hi;
+};
+
+// Appends the stretches that loops [level, outer) of `run` make of one of
+// `span` bytes at `at`.
+void AddStretches(const Run& run, int level, int outer, uint64_t at,
+                  uint64_t span, std::vector<Range>* out) {
+  if (level == outer) {
+    out->push_back({at, at + span});
+    return;
+  }
+  const auto l = static_cast<size_t>(level);
+  const auto stride = static_cast<uint64_t>(run.src_stride[l]);
+  const int64_t count = stride == 0 ? 1 : run.count[l];
+  for (int64_t i = 0; i < count; ++i, at += stride) {
+    AddStretches(run, level + 1, outer, at, span, out);
+  }
+}
+
+// Appends what `run` needs of its file, as one where gaps are not above `gap`.
+// Of a dense box the gaps of an outer loop are the larger ones, so that this
+// makes no more stretches than a cell has gaps.
+void AddStretches(const Run& run, uint64_t gap, std::vector<Range>* out) {
+  int outer = run.loops;
+  uint64_t span = run.bytes;
+  for (; outer > 0; --outer) {
+    const auto l = static_cast<size_t>(outer - 1);
+    const auto stride = static_cast<uint64_t>(run.src_stride[l]);
+    if (stride > span + gap) break;
+    span += static_cast<uint64_t>(run.count[l] - 1) * stride;
+  }
+  AddStretches(run, 0, outer, run.src, span, out);
+}
+
+// Copies what `run` has in [lo, hi) from `bytes`, which hold that range.
+void Deliver(const Run& run, uint64_t lo, uint64_t hi, const std::byte* bytes,
+             std::vector<Run>* parts) {
+  parts->clear();
+  ClipRun(run, lo, hi, parts);
+  for (const Run& part : *parts) {
+    CopyRun(part, bytes, lo, reinterpret_cast<std::byte*>(part.dst), part.dst);
+  }
+}
+
+// One cell at a time, on one thread.
+class CellReader {
+ public:
+  // `neighbours`, see ReadPlan.
+  CellReader(const ByteSource& file, const ManifestFile* digests,
+             uint64_t file_bytes, bool neighbours, MutableByteSpan scratch)
+      : file_(file),
+        digests_(digests),
+        file_bytes_(file_bytes),
+        neighbours_(neighbours),
+        scratch_(scratch) {}
+
+  Status Read(const ReadCell& cell) {
+    const std::vector<Range> ranges = Ranges(cell);
+    readers_ = ReadersOf(cell, ranges);
+    for (const Range& range : ranges) {
+      TC_RETURN_IF_ERROR(ReadRange(cell, range));
+    }
+    return {};
+  }
+  uint64_t bytes_read() const { return read_; }
+  uint64_t bytes_verified() const { return verified_; }
+
+ private:
+  // What to read: whole segments when they are verified, else what is needed
+  // with small gaps filled.
+  std::vector<Range> Ranges(const ReadCell& cell) const {
+    const uint64_t gap = digests_ ? 0 : kMergeGap;
+    std::vector<Range> stretches, ranges;
+    for (const Run& run : cell.runs) {
+      AddStretches(run, digests_ ? kSegmentBytes : kMergeGap, &stretches);
+    }
+    std::sort(stretches.begin(), stretches.end(),
+              [](const Range& a, const Range& b) { return a.lo < b.lo; });
+    for (Range range : stretches) {
+      if (digests_) {
+        range.lo = RoundDown(range.lo, kSegmentBytes);
+        range.hi = std::min(RoundUp(range.hi, kSegmentBytes), file_bytes_);
+      }
+      if (!ranges.empty() && range.lo <= ranges.back().hi + gap) {
+        ranges.back().hi = std::max(ranges.back().hi, range.hi);
+      } else {
+        ranges.push_back(range);
+      }
+    }
+    return ranges;
+  }
+
+  // Edges that are shared weigh little in large shards, and make up most of
+  // what is read of small ones.
+  Readers ReadersOf(const ReadCell& cell,
+                    const std::vector<Range>& ranges) const {
+    uint64_t needed = 0, read = 0;
+    for (const Run& run : cell.runs) needed += run.TotalBytes();
+    for (const Range& range : ranges) read += range.hi - range.lo;
+    const bool shared =
+        cell.shared || (neighbours_ && read > needed + needed / 4);
+    return shared ? Readers::kSeveral : Readers::kThisProcess;
+  }
+
+  // The digest of the segment that starts at `lo` is `digest`.
+  Status Check(uint64_t lo, uint64_t size, uint32_t digest) {
+    if (!digests_) return {};
+    verified_ += size;
+    if (digest == digests_->crc32c[lo / kSegmentBytes]) return {};
+    return Corrupt("bytes " + std::to_string(lo) + " to " +
+                   std::to_string(lo + size) +
+                   " do not match their CRC-32C: the file was altered or the "
+                   "disk returned wrong data")
+        .WithFile(file_.path());
+  }
+
+  // Runs of the cell that end at or before `lo` are done with.
+  void SkipTo(const ReadCell& cell, uint64_t lo) {
+    while (first_ < cell.runs.size() &&
+           cell.runs[first_].src + cell.runs[first_].SrcSpan() <= lo) {
+      ++first_;
+    }
+  }
+
+  // The run that fills all of [lo, hi) by itself with contiguous memory.
+  const Run* Sole(const ReadCell& cell, uint64_t lo, uint64_t hi) const {
+    for (size_t i = first_; i < cell.runs.size(); ++i) {
+      const Run& run = cell.runs[i];
+      if (run.src > lo) break;
+      if (run.loops == 0 && run.src + run.bytes >= hi) return &run;
+    }
+    return nullptr;
+  }
+
+  // Segment by segment, and those in steps: what was just read is still in the
+  // CPU's cache for the digest and the copies.
+  Status ReadRange(const ReadCell& cell, const Range& range) {
+    const std::byte* rest = nullptr;  // from `rest_lo` to the end of the range
+    uint64_t rest_lo = range.hi;
+    const bool several = readers_ == Readers::kSeveral;
+    if (several) file_.ReadAhead(range.lo, range.hi);
+    for (uint64_t lo = range.lo; lo < range.hi;) {
+      const uint64_t end =
+          std::min(RoundDown(lo, kSegmentBytes) + kSegmentBytes, range.hi);
+      uint32_t digest = 0;
+      for (uint64_t at = lo; at < end;) {
+        const uint64_t hi = std::min<uint64_t>(at + kDigestStep, end);
+        SkipTo(cell, at);
+        const Run* sole = Sole(cell, at, hi);
+        std::byte* const target =
+            sole ? reinterpret_cast<std::byte*>(sole->dst) + (at - sole->src)
+                 : nullptr;
+        const std::byte* bytes = nullptr;
+        if (several) {
+          TC_ASSIGN_OR_RETURN(bytes, file_.Read(at, hi, scratch_, readers_));
+        } else if (!rest) {
+          TC_ASSIGN_OR_RETURN(const uint64_t cached,
+                              file_.ReadCached(scratch_.first(hi - at), at));
+          bytes = scratch_.data();
+          if (cached < hi - at) {
+            // The page cache gave out: one large read for what is left.
+            TC_ASSIGN_OR_RETURN(rest,
+                                file_.Read(at, range.hi, scratch_, readers_));
+            rest_lo = at;
+          }
+        }
+        if (rest) bytes = rest + (at - rest_lo);
+        if (target) {
+          // Faster than reading straight into the target, digest and all.
+          digest = Crc32cCopy(digest, target, bytes, hi - at);
+        } else if (digests_) {
+          digest = Crc32c(digest, bytes, hi - at);
+        }
+        DeliverAll(cell, at, hi, bytes, sole);
+        at = hi;
+      }
+      TC_RETURN_IF_ERROR(Check(lo, end - lo, digest));
+      lo = end;
+    }
+    read_ += range.hi - range.lo;
+    return {};
+  }
+
+  // To every run but `done`, which has the bytes already.
+  void DeliverAll(const ReadCell& cell, uint64_t lo, uint64_t hi,
+                  const std::byte* bytes, const Run* done) {
+    for (size_t i = first_; i < cell.runs.size(); ++i) {
+      const Run& run = cell.runs[i];
+      if (run.src >= hi) break;
+      if (&run != done) Deliver(run, lo, hi, bytes, &parts_);
+    }
+  }
+
+  const ByteSource& file_;
+  const ManifestFile* digests_;
+  const uint64_t file_bytes_;
+  const bool neighbours_;
+  const MutableByteSpan scratch_;
+  Readers readers_ = Readers::kThisProcess;
+  std::vector<Run> parts_;
+  size_t first_ = 0;  // of the cell's runs that still need bytes
+  uint64_t read_ = 0, verified_ = 0;
+};
+
+}  // namespace
+
+Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
+                              const ReadPlan& plan,
+                              const std::vector<TargetTensor>& targets,
+                              Job* job) {
+  TC_ASSIGN_OR_RETURN(const std::vector<ReadCell> cells,
+                      PlanReads(*checkpoint, plan.items, targets));
+  ReadReport report;
+  for (const ReadCell& cell : cells) {
+    for (const Run& run : cell.runs) report.bytes_needed += run.TotalBytes();
+  }
+  job->AddTotal(report.bytes_needed);
+  OpenFiles files(checkpoint, plan.direct_io);
+  // Files without an id inside are small, and only their digests tell them
+  // from those of another save.
+  const auto digests = [&](const ManifestFile& file) {
+    return checkpoint->manifest() &&
+           (plan.verify || file.container != Container::kSafetensors);
+  };
+  const int workers = static_cast<int>(
+      std::min<size_t>(static_cast<size_t>(std::max(1, plan.workers)),
+                       std::max<size_t>(1, cells.size())));
+  std::atomic<uint64_t> read{0}, verified{0};
+  TC_RETURN_IF_ERROR(ForEachItem(
+      workers, static_cast<int64_t>(cells.size()), job,
+      [&](int64_t i, int) -> Status {
+        const ReadCell& cell = cells[static_cast<size_t>(i)];
+        // For one cell at a time: more workers than the budget holds just wait.
+        TC_ASSIGN_OR_RETURN(const ArenaLease lease,
+                            LeaseBuffer(kScratchBytes, job));
+        const ManifestFile& listed = checkpoint->files()[cell.file];
+        TC_RETURN_IF_ERROR(files.Read(cell.file, [&](const ByteSource& file) {
+          CellReader reader(file, digests(listed) ? &listed : nullptr,
+                            listed.bytes, plan.neighbours, lease.span());
+          Status status = reader.Read(cell);
+          if (!status.ok()) return status;
+          read += reader.bytes_read();
+          verified += reader.bytes_verified();
+          return Status();
+        }));
+        uint64_t done = 0;
+        for (const Run& run : cell.runs) done += run.TotalBytes();
+        job->AddDone(done);
+        return {};
+      }));
+  TC_RETURN_IF_ERROR(files.CheckUnchanged());
+  report.bytes_read = read;
+  report.bytes_verified = verified;
+  return report;
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,27 @@
+// The verify job: does every byte of a checkpoint match its digest?
+#pragma once
+
+#include <memory>
+
+#include "engine/open/checkpoint.h"
+#include "runtime/jobs.h"
+
+namespace torch_ckpt {
+
+struct VerifyOptions {
+  int workers = 2;
+  bool direct_io = true;  // past the page cache, where that goes
+};
+
+struct VerifyReport {
+  uint64_t bytes = 0;
+  uint64_t files = 0;
+};
+
+// Reads all files that the manifest names and compares every segment. Opening
+// the checkpoint has compared names, sizes and ids; a directory without a
+// manifest has no digests and is kUnsupported. kCorrupt names the file.
+Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
+                                  const VerifyOptions& options, Job* job);
+
+}  // namespace torch_ckpt

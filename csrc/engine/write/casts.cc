@@ -1,0 +1,145 @@
+#include "engine/write/casts.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/checked.h"
+#include "engine/write/fill.h"
+#include "format/cast.h"
+#include "runtime/crc32c.h"
+
+namespace torch_ckpt {
+namespace {
+
+// Elements before they are cast.
+constexpr uint64_t kElementBytes = uint64_t{4} << 20;
+
+uint64_t ElementBytes(Dtype dtype) {
+  return static_cast<uint64_t>(DtypeBits(dtype)) / 8;
+}
+
+}  // namespace
+
+// Parts of one provider's things that are made together: a device is waited for
+// once.
+class Casts::Batch {
+ public:
+  Batch(MutableByteSpan scratch, FillBuffer* buffer)
+      : elements_(scratch.first(kElementBytes)),
+        rest_(scratch.subspan(kElementBytes)),
+        buffer_(buffer) {}
+
+  // REQUIRES: its elements are not more than kElementBytes.
+  Status Add(Part part) {
+    const uint64_t bytes = part.count * part.thing->from_bytes;
+    if (!parts_.empty() &&
+        (parts_.back().thing->of.provider != part.thing->of.provider ||
+         used_ + bytes > kElementBytes)) {
+      TC_RETURN_IF_ERROR(Cast());
+    }
+    part.elements_at = used_;
+    used_ += bytes;
+    parts_.push_back(part);
+    return {};
+  }
+
+  Status Cast() {
+    if (parts_.empty()) return {};
+    Provider* const provider = parts_.front().thing->of.provider;
+    std::vector<Share> shares = {{provider, {}}};
+    for (const Part& part : parts_) {
+      const uint64_t each = part.thing->from_bytes;
+      shares[0].stretches.push_back({part.thing->of.index, part.first * each,
+                                     part.count * each, part.elements_at});
+    }
+    FillBuffer elements(elements_.first(used_), 0, buffer_->worker(),
+                        FillBuffer::Copies::kCached);
+    TC_RETURN_IF_ERROR(FillShares(shares, rest_, &elements));
+    for (const Part& part : parts_) {
+      Casts::Cast(part, elements_.data() + part.elements_at, buffer_);
+    }
+    parts_.clear();
+    used_ = 0;
+    return {};
+  }
+
+ private:
+  const MutableByteSpan elements_, rest_;
+  FillBuffer* const buffer_;
+  std::vector<Part> parts_;
+  uint64_t used_ = 0;
+};
+
+Origin Casts::Add(Origin of, Dtype from, Dtype to) {
+  things_.push_back({of, from, to, ElementBytes(from), ElementBytes(to)});
+  scratch_bytes_ = std::max(
+      scratch_bytes_,
+      kElementBytes + RoundUp(of.provider->ScratchBytes(), kScratchAlignment));
+  if (locker_ == nullptr) locker_ = of.provider->Locker();
+  return {this, things_.size() - 1};
+}
+
+Casts::Part Casts::PartOf(const Thing& thing, const Stretch& stretch) {
+  const uint64_t first = stretch.from / thing.to_bytes;
+  const uint64_t last =
+      (stretch.from + stretch.bytes + thing.to_bytes - 1) / thing.to_bytes;
+  return {&thing, stretch, first, last - first, 0};
+}
+
+// `elements` is where the part's first one is.
+void Casts::Cast(const Part& part, const std::byte* elements,
+                 FillBuffer* buffer) {
+  const Thing& thing = *part.thing;
+  const Stretch& stretch = part.stretch;
+  const MutableByteSpan out = buffer->Out(stretch.at, stretch.bytes);
+  if (stretch.from % thing.to_bytes != 0 ||
+      stretch.bytes % thing.to_bytes != 0) {
+    // It cuts an element.
+    std::vector<std::byte> whole(part.count * thing.to_bytes);
+    CastElements(thing.from, elements, thing.to, whole.data(), part.count);
+    std::memcpy(out.data(),
+                whole.data() + (stretch.from - part.first * thing.to_bytes),
+                out.size());
+    return;
+  }
+  const uint64_t step = kDigestStep / thing.to_bytes;
+  for (uint64_t at = 0; at < part.count; at += step) {
+    const uint64_t count = std::min(step, part.count - at);
+    const uint64_t to = at * thing.to_bytes;
+    CastElements(thing.from, elements + at * thing.from_bytes, thing.to,
+                 out.data() + to, count);
+    buffer->Made(stretch.at + to, count * thing.to_bytes);
+  }
+}
+
+Status Casts::Fill(const std::vector<Stretch>& stretches,
+                   MutableByteSpan scratch, FillBuffer* buffer) {
+  Batch batch(scratch, buffer);
+  for (Stretch stretch : stretches) {
+    const Thing& thing = things_[stretch.index];
+    const Part whole = PartOf(thing, stretch);
+    const std::byte* const found =
+        thing.of.provider->Find({thing.of.index, whole.first * thing.from_bytes,
+                                 whole.count * thing.from_bytes, 0});
+    if (found != nullptr) {
+      Cast(whole, found, buffer);
+      continue;
+    }
+    // Up to elements that fill the scratch.
+    const uint64_t most = kElementBytes / thing.from_bytes;
+    while (stretch.bytes > 0) {
+      const uint64_t until =
+          (stretch.from / thing.to_bytes + most) * thing.to_bytes;
+      Stretch part = stretch;
+      part.bytes = std::min(stretch.bytes, until - stretch.from);
+      TC_RETURN_IF_ERROR(batch.Add(PartOf(thing, part)));
+      stretch.from += part.bytes;
+      stretch.at += part.bytes;
+      stretch.bytes -= part.bytes;
+    }
+  }
+  return batch.Cast();
+}
+
+}  // namespace torch_ckpt

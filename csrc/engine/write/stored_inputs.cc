@@ -1,0 +1,133 @@
+#include "engine/write/stored_inputs.h"
+
+#include <algorithm>
+
+#include "base/checked.h"
+#include "plan/copy_run.h"
+#include "runtime/crc32c.h"
+
+namespace torch_ckpt {
+namespace {
+
+// Below this a run is not worth a digest of its own.
+constexpr uint64_t kMinStream = uint64_t{64} << 10;
+
+bool DenseSource(const Run& run) { return run.SrcSpan() == run.TotalBytes(); }
+
+}  // namespace
+
+StoredInputs::StoredInputs(std::shared_ptr<const Checkpoint> checkpoint,
+                           bool direct_io, int workers)
+    : checkpoint_(std::move(checkpoint)),
+      files_(checkpoint_, direct_io),
+      digests_(workers) {}
+
+Status StoredInputs::Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
+                          FillBuffer* buffer) {
+  std::sort(runs->begin(), runs->end(),
+            [](const StoredRun& a, const StoredRun& b) {
+              return a.file != b.file ? a.file < b.file : a.run.src < b.run.src;
+            });
+  for (size_t i = 0; i < runs->size();) {
+    const StoredRun& first = (*runs)[i];
+    size_t last = i + 1;
+    uint64_t hi = first.run.src + first.run.SrcSpan();
+    if (DenseSource(first.run)) {
+      while (last < runs->size() && (*runs)[last].file == first.file &&
+             (*runs)[last].run.src == hi && DenseSource((*runs)[last].run) &&
+             hi + (*runs)[last].run.SrcSpan() - first.run.src <= kFetchBytes) {
+        hi += (*runs)[last].run.SrcSpan();
+        ++last;
+      }
+    }
+    const bool alone =
+        last - i == 1 && first.run.loops == 0 && first.run.bytes >= kMinStream;
+    TC_RETURN_IF_ERROR(checkpoint_->Explain(
+        alone ? Stream(first, scratch, buffer)
+              : Fetch(&first, last - i, hi, scratch, buffer)));
+    i = last;
+  }
+  return {};
+}
+
+Status StoredInputs::Stream(const StoredRun& stored, MutableByteSpan scratch,
+                            FillBuffer* buffer) {
+  const Run& run = stored.run;
+  TC_ASSIGN_OR_RETURN(const auto source, files_.Get(stored.file));
+  const uint64_t end = run.src + run.bytes;
+  const std::byte* rest = nullptr;  // from `rest_at` to the end of the run
+  uint64_t rest_at = 0;
+  for (uint64_t at = run.src; at < end;) {
+    const uint64_t dst = run.dst + (at - run.src);
+    const uint64_t segment = RoundDown(at, kSegmentBytes) + kSegmentBytes;
+    const uint64_t size =
+        std::min({uint64_t{kDigestStep}, end - at, segment - at,
+                  buffer->SegmentEnd(dst) - dst});
+    const std::byte* bytes = scratch.data();
+    if (!rest) {
+      TC_ASSIGN_OR_RETURN(const uint64_t cached,
+                          source->ReadCached(scratch.first(size), at));
+      if (cached < size) {
+        // The page cache gave out: one large read for what is left.
+        TC_ASSIGN_OR_RETURN(rest, source->Read(at, end, scratch));
+        rest_at = at;
+      }
+    }
+    if (rest) bytes = rest + (at - rest_at);
+    const uint32_t crc = buffer->CopyAndDigest(dst, {bytes, size});
+    digests_.Add(buffer->worker(), stored.file, at, crc, size);
+    at += size;
+  }
+  return {};
+}
+
+Status StoredInputs::Fetch(const StoredRun* group, size_t count, uint64_t hi,
+                           MutableByteSpan scratch, FillBuffer* buffer) {
+  const uint32_t file = group->file;
+  const uint64_t lo = group->run.src;
+  const int worker = buffer->worker();
+  TC_ASSIGN_OR_RETURN(const auto source, files_.Get(file));
+  if (count == 1 && group->run.loops == 0) {
+    const MutableByteSpan into = buffer->Out(group->run.dst, hi - lo);
+    TC_ASSIGN_OR_RETURN(const uint64_t cached, source->ReadCached(into, lo));
+    if (cached == hi - lo) {
+      digests_.Add(worker, file, lo, into.data(), hi - lo);
+      return {};
+    }
+  }
+  if (hi - lo > kFetchBytes) {
+    digests_.Touch(worker, file, lo, hi);
+    return FetchWindows(*source, group->run, scratch, buffer);
+  }
+  TC_ASSIGN_OR_RETURN(const std::byte* bytes, source->Read(lo, hi, scratch));
+  if (count > 1 || DenseSource(group->run)) {
+    digests_.Add(worker, file, lo, bytes, hi - lo);
+  } else {
+    digests_.Touch(worker, file, lo, hi);
+  }
+  std::byte* const out = buffer->Out(0, 0).data();
+  for (size_t i = 0; i < count; ++i) CopyRun(group[i].run, bytes, lo, out, 0);
+  return {};
+}
+
+Status StoredInputs::FetchWindows(const ByteSource& source, const Run& run,
+                                  MutableByteSpan scratch, FillBuffer* buffer) {
+  std::byte* const out = buffer->Out(0, 0).data();
+  Status status;
+  SplitBySrcSpan(run, kFetchBytes, [&](const Run& part) {
+    if (!status.ok()) return;
+    const auto bytes =
+        source.Read(part.src, part.src + part.SrcSpan(), scratch);
+    if (bytes.ok()) CopyRun(part, *bytes, part.src, out, 0);
+    status = bytes.status();
+  });
+  return status;
+}
+
+Status StoredInputs::Check(bool verify, const Job* job) {
+  TC_RETURN_IF_ERROR(files_.CheckUnchanged());
+  return verify ? digests_.Check(*checkpoint_, &files_, job)
+                : checkpoint_->CheckCurrent();
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,60 @@
+// What jobs read of the files of a checkpoint: in ascending order, together
+// where it lies together, and compared with its digests when all is done.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "engine/open/checkpoint.h"
+#include "engine/open/open_files.h"
+#include "engine/read/input_digests.h"
+#include "engine/write/fill_buffer.h"
+#include "plan/runs.h"
+
+namespace torch_ckpt {
+
+// Bytes of a file. src: offset in the file; dst: in the buffer that is filled.
+struct StoredRun {
+  uint32_t file;
+  Run run;
+};
+
+class StoredInputs {
+ public:
+  // What is fetched at once, and the memory that Read wants for it.
+  static constexpr uint64_t kFetchBytes = uint64_t{4} << 20;
+  static constexpr uint64_t kScratchBytes = kFetchBytes + ByteSource::kSlack;
+
+  StoredInputs(std::shared_ptr<const Checkpoint> checkpoint, bool direct_io,
+               int workers);
+
+  const Checkpoint& checkpoint() const { return *checkpoint_; }
+
+  // Fills the buffer with what the runs are; sorts them. From several threads
+  // at once, for different workers.
+  Status Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
+              FillBuffer* buffer);
+
+  // When all is read: whether the files are still those that were opened, and,
+  // with `verify`, whether what was read of them is what their digests say.
+  // kCorrupt names a file whose bytes do not match.
+  Status Check(bool verify, const Job* job);
+
+ private:
+  // A run that stands in the buffer as in its file: one pass over memory copies
+  // it and digests it for both, in steps that lie in one segment of either.
+  Status Stream(const StoredRun& stored, MutableByteSpan scratch,
+                FillBuffer* buffer);
+  // `count` runs of one file that are fetched together, up to byte `hi`.
+  Status Fetch(const StoredRun* group, size_t count, uint64_t hi,
+               MutableByteSpan scratch, FillBuffer* buffer);
+  // A strided run that spans more than fits: window by window.
+  Status FetchWindows(const ByteSource& source, const Run& run,
+                      MutableByteSpan scratch, FillBuffer* buffer);
+
+  const std::shared_ptr<const Checkpoint> checkpoint_;
+  OpenFiles files_;
+  InputDigests digests_;
+};
+
+}  // namespace torch_ckpt
