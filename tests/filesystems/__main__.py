@@ -2,8 +2,8 @@
 
 Tries the product on the file systems that are named (all, if none is), each made anew and mounted
 on one or two nodes in namespaces of this command, and keeps what it saw in build/filesystems, one
-JSON file each; then writes the page of all that is there. `ranks` as a scenario is what torchrun
-launches.
+JSON file each. Then it writes the page of all of them, which is that of docs/ where none is missing,
+else one beside them. `ranks` as a scenario is what torchrun launches.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Options:
     names: list[str]
     only: list[str]
     results: pathlib.Path
-    page: pathlib.Path
+    page: pathlib.Path | None
 
 
 def parse(arguments: list[str]) -> Options:
@@ -213,7 +213,7 @@ def parse(arguments: list[str]) -> Options:
         "--only", nargs="+", default=[], metavar="SCENARIO", help=", ".join(["ranks", *SCENARIOS])
     )
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="a folder")
-    parser.add_argument("--page", type=pathlib.Path, default=PAGE, help="the page to write")
+    parser.add_argument("--page", type=pathlib.Path, help="the page to write")
     given = parser.parse_args(arguments)
     for name in given.names:
         if name not in ALL:
@@ -239,9 +239,10 @@ def main() -> int:
         store(record, options.only, options.results)
     files = (options.results / f"{name}.json" for name in ALL)
     records = [json.loads(file.read_text()) for file in files if file.exists()]
-    options.page.write_text(report.page(records))
+    page = options.page or (PAGE if len(records) == len(ALL) else options.results / "page.md")
+    page.write_text(report.page(records))
     failed = sum(not result["holds"] for record in records for result in record["results"].values())
-    print(f"{failed} do not hold; see {options.page}", file=sys.stderr)
+    print(f"{failed} do not hold; see {page}", file=sys.stderr)
     return 1 if failed else 0
 
 
