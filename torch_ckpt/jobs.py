@@ -57,9 +57,7 @@ def apart(
                 begun = True
                 thread.start()
             elif not ended.wait(_LOOK_S) and interrupt is not None and thread.ident is None:
-                break  # interrupted before there was a thread
-        except RuntimeError:
-            raise  # no thread is to be had
+                break  # interrupted before there was a thread, or none is to be had
         except BaseException as error:
             if interrupt is None:
                 interrupt = error

@@ -84,8 +84,15 @@ def test_an_answer_of_the_commit_that_is_lost(
     check(tmp_path / "c")
 
 
-def test_ctrl_c_waits_for_the_work_however_often() -> None:
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+def test_what_a_signal_handler_raises_waits_for_the_work(kind: type[BaseException]) -> None:
+    """Ctrl-C however often; and torch's DataLoader has a handler that raises RuntimeError."""
     seen = []
+
+    def handler(*_: Any) -> None:
+        raise kind
+
+    signal.signal(signal.SIGINT, handler)
 
     def work() -> None:
         for _ in range(3):
@@ -94,7 +101,7 @@ def test_ctrl_c_waits_for_the_work_however_often() -> None:
         seen.append("ended")
 
     with Job() as job:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(kind):
             job.run(work)
         assert seen == ["ended"]
         assert job.run(lambda: 5) == 5
