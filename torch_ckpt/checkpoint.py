@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from torch_ckpt import _core
 from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
 from torch_ckpt.jobs import Job, OpenedCheckpoint, SaveSession
+from torch_ckpt.options import local_path
 from torch_ckpt.progress import Progress, run_job
 
 T = TypeVar("T")
@@ -132,7 +133,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.path.abspath(path)
+        self.path = local_path(path)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r})"

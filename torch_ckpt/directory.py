@@ -21,6 +21,7 @@ from torch_ckpt.dcp.agreement import rank_0_decides
 from torch_ckpt.dcp.planning import rank_and_size
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
+from torch_ckpt.options import local_path
 
 
 class CheckpointDirectory:
@@ -60,7 +61,7 @@ class CheckpointDirectory:
     ) -> None:
         if keep_last is not None and not _is_count(keep_last, least=1):
             raise InvalidArgumentError(f"keep_last is None or at least 1; it was {keep_last!r}")
-        self.root = os.path.abspath(root)
+        self.root = local_path(root)
         self.keep_last = keep_last
         self._group = process_group
         self._publishing = threading.Lock()

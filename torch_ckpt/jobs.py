@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from torch_ckpt import _core
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, error_from
+from torch_ckpt.options import local_path
 
 T = TypeVar("T")
 
@@ -154,8 +155,8 @@ class OpenedCheckpoint:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self.id: int = _core.call({"op": "open", "path": path})["checkpoint"]
+        self.path = local_path(path)
+        self.id: int = _core.call({"op": "open", "path": self.path})["checkpoint"]
         self.close = _finalizer(self, _close_checkpoint, self.id)
 
     def __reduce__(self) -> Any:

@@ -14,7 +14,7 @@ from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import MIN_WORKERS, Job, OpenedCheckpoint
 from torch_ckpt.key_mapping import KeyMapping, renamed
 from torch_ckpt.mapping import NAMINGS, Naming, checked_mapping
-from torch_ckpt.options import check_choice, parse_bytes
+from torch_ckpt.options import check_choice, local_path, parse_bytes
 from torch_ckpt.progress import Progress, run_job
 
 WORKER_BYTES = 16 << 20  # that a worker leases at most: see OfExtents in engine/merge/merge_plan.cc
@@ -112,13 +112,13 @@ def merge_request(
     if max_shard_size is not None and mapping is not None:
         raise InvalidArgumentError("a mapping and max_shard_size exclude each other")
     checked = checked_mapping(mapping)
-    opened = OpenedCheckpoint(os.path.abspath(input_dir))
+    opened = OpenedCheckpoint(local_path(input_dir))
     dtypes = opened.dtypes() if policy or key_mapping else {}
     new_names = renamed(key_mapping, list(dtypes))
     return MergeRequest(
         opened,
         {
-            "output": os.path.abspath(output_dir),
+            "output": local_path(output_dir),
             "mapping": checked,
             "max_bytes": parse_bytes(max_shard_size, "max_shard_size") if max_shard_size else 0,
             **NAMINGS[naming]._asdict(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 
@@ -24,6 +25,22 @@ def parse_bytes(size: int | str, argument: str) -> int:
             f'{argument} is a number of bytes, or text as "2GiB"; it was {size!r}'
         )
     return value
+
+
+# pathlib makes one slash of two.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """`path`, absolute. Raises InvalidArgumentError for a URL, which would be a directory "s3:"
+    here."""
+    text = os.fsdecode(path)
+    if _URL.match(text):
+        raise InvalidArgumentError(
+            f"{text} is a URL: checkpoints are saved to directories and loaded from them. Mount it, "
+            "or copy the checkpoint"
+        )
+    return os.path.abspath(text)
 
 
 def check_choice(argument: str, value: object, choices: Collection[str]) -> None:

@@ -16,6 +16,7 @@ from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.extras import ExtraFiles, extra_files
 from torch_ckpt.mapping import INDEX_NAME, NAMINGS, load_json
 from torch_ckpt.merge import MEMORY_BUDGET, FileNames, MergeRequest, merge, merge_request
+from torch_ckpt.options import local_path
 from torch_ckpt.progress import Progress
 
 _TIMEOUT_S = 600.0  # until a rank that does not answer is taken for dead
@@ -107,7 +108,7 @@ def consolidate(
     if mapping and index:
         raise click.UsageError("--mapping and --index exclude each other.")
     policy = DtypePolicy(dtype, keep_fp32)
-    paths = {"input": os.path.abspath(input_dir), "output": os.path.abspath(output_dir)}
+    paths = {"input": local_path(input_dir), "output": local_path(output_dir)}
 
     def make() -> tuple[MergeRequest, ExtraFiles]:
         request = merge_request(

@@ -40,7 +40,7 @@ from torch_ckpt.dcp.whole_state import Unwrapping, whole_state, without_stateful
 from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import CancelledError, CheckpointError, InvalidArgumentError, with_rank
 from torch_ckpt.key_mapping import KeyMapping
-from torch_ckpt.options import check_choice
+from torch_ckpt.options import check_choice, local_path
 
 # Single-process use is intended where no process group was made. In an async save stock says it in
 # a thread, which no filter for a block of code reaches.
@@ -261,7 +261,7 @@ def async_save(
     check_choice("on_failure", on_failure, get_args(OnFailure))
     rank, world_size = rank_and_size(process_group, no_dist)
     if checkpoint_id is not None and isinstance(storage_writer, _OURS):
-        checkpoint_id = os.path.abspath(checkpoint_id)  # the save goes on in another directory
+        checkpoint_id = local_path(checkpoint_id)  # the save goes on in another directory
     place = checkpoint_id or getattr(storage_writer, "path", None) or type(storage_writer).__name__
     where = os.fsdecode(place)
     log = None if log_path is None else os.fsdecode(os.path.abspath(log_path))

@@ -52,6 +52,7 @@ from torch_ckpt.extras import extra_files
 from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession
 from torch_ckpt.mapping import NAMINGS, checked_mapping
 from torch_ckpt.merge import merge, merge_request
+from torch_ckpt.options import local_path
 
 
 class HuggingFaceStorageWriter(StockWriter):
@@ -167,7 +168,7 @@ class HuggingFaceStorageWriter(StockWriter):
     def _place(self, path: str) -> None:
         """Shards and output follow the checkpoint id together."""
         # Now, not when it is used: an async save goes on while the trainer changes directory.
-        self.path = Path(os.path.abspath(path))
+        self.path = Path(local_path(path))
         self.consolidated_output_path = None
         if self.enable_consolidation:
             self.consolidated_output_path = str(self.path)
@@ -255,7 +256,7 @@ class HuggingFaceStorageWriter(StockWriter):
             tensors = None if self.save_distributed else self._final_tensors(plans)
             if self.save_distributed and self.consolidated_output_path is not None:
                 naming = NAMINGS[self.naming]._asdict()
-                output = os.path.abspath(self.consolidated_output_path)
+                output = local_path(self.consolidated_output_path)
                 _core.call({"op": "check_final", "path": output, **naming})
             shard_ranks = len(plans) if self.save_distributed else 0
             self._session = SaveSession(path, overwrite=self.overwrite, shard_ranks=shard_ranks)
