@@ -212,7 +212,7 @@ class _Session:
         return self._thread is threading.current_thread() or not self._thread.is_alive()
 
     def commit(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Commit what `request` names (csrc/engine/commit/commit.h). On failure the session ends."""
+        """Commit what `request` names (engine/commit/commit.h). On failure the session ends."""
         try:
             answer: dict[str, Any] = _core.call(
                 {"op": f"commit_{self._kind}", "session": self.id, **request}
@@ -253,7 +253,7 @@ class SaveSession(_Session):
         return answer["files"]  # type: ignore[no-any-return]
 
     def stage_final(self, request: dict[str, Any]) -> None:
-        """Lay out final files, and write their headers into staging (csrc/engine/final/final_files.h)."""
+        """Lay out final files, and write their headers into staging (engine/final/final_files.h)."""
         _core.call({"op": "stage_final", "session": self.id, **request})
 
 

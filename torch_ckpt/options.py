@@ -37,7 +37,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     text = os.fsdecode(path)
     if _URL.match(text):
         raise InvalidArgumentError(
-            f"{text} is a URL: checkpoints are saved to directories and loaded from them. Mount it, "
+            f"{text} is a URL: checkpoints are saved to directories and loaded from them. Mount it "
             "or copy the checkpoint"
         )
     return os.path.abspath(text)

@@ -78,7 +78,9 @@ def kill_in_replay(path: Path) -> None:
 @pytest.mark.parametrize("call", ["openat", "fstat", "pread"])
 def test_a_handle_that_went_stale_is_no_error(path: Path, call: str, fault_points: None) -> None:
     """A network file system says so of a manifest that another node has just replaced."""
-    code = "import sys; from torch_ckpt import Checkpoint as C; print(C(sys.argv[1]).is_committed())"
+    code = (
+        "import sys; from torch_ckpt import Checkpoint as C; print(C(sys.argv[1]).is_committed())"
+    )
     for nth in (1, 2, 3):
         done = subprocess.run(
             [sys.executable, "-c", code, str(path)],
