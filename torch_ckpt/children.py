@@ -1,6 +1,6 @@
 """The children of a CheckpointDirectory on disk. Nothing here needs torch.
 
-    root/step-<n>     the checkpoint of step n
+    root/step-<n>     the checkpoint of step n; one with zeros before n, of another tool, counts too
     root/LATEST       the name of the newest one and a line break, for other tools
     root/.step-<n>.torch_ckpt-removed-<id>   one that is being deleted
     root/.step-<n>.torch_ckpt-stage          of a save that is going on, or of one that died
@@ -33,9 +33,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from torch_ckpt.checkpoint import Checkpoint, locked
 from torch_ckpt.errors import ConflictError, InvalidArgumentError
 
-_CHILD = re.compile(r"step-(0|[1-9][0-9]*)")
+_CHILD = re.compile(r"step-([0-9]+)")
 _REMOVED = re.compile(r"\.step-[0-9]+\.torch_ckpt-removed-[0-9a-f]+")
-_STAGING = re.compile(r"\.(step-(0|[1-9][0-9]*))\.torch_ckpt-stage")
+_STAGING = re.compile(r"\.(step-([0-9]+))\.torch_ckpt-stage")
 _LATEST = "LATEST"
 _NEW_LATEST = f".{_LATEST}.torch_ckpt-new-"
 _SHARDED = "sharded"  # where stock's enable_consolidation puts the shards
@@ -53,18 +53,25 @@ def make_directory(path: str) -> None:
         raise InvalidArgumentError("is not a directory", file=path)
 
 
-def child_name(step: int) -> str:
-    return f"step-{step}"
+def child_name(root: str, step: int) -> str:
+    """The name of the checkpoint of `step` in `root`, or what it would be."""
+    name = f"step-{step}"
+    if not os.path.lexists(os.path.join(root, name)):
+        for other in sorted(os.listdir(root) if os.path.isdir(root) else ()):
+            match = _CHILD.fullmatch(other)
+            if match and int(match[1]) == step:
+                return other
+    return name
 
 
 def newest_first(root: str, *, up_to: int | None = None) -> Iterator[int]:
     """The steps of the committed children, highest first. Looks no further than it is asked."""
     found = (_CHILD.fullmatch(name) for name in os.listdir(root))
-    steps = sorted((int(match[1]) for match in found if match), reverse=True)
+    steps = sorted({int(match[1]) for match in found if match}, reverse=True)
     for step in steps:
         if up_to is not None and step > up_to:
             continue
-        if Checkpoint(os.path.join(root, child_name(step))).is_committed():
+        if Checkpoint(os.path.join(root, child_name(root, step))).is_committed():
             yield step
 
 
@@ -76,7 +83,7 @@ def write_latest(root: str, step: int) -> None:
     new = os.path.join(root, _NEW_LATEST + secrets.token_hex(8))
     try:
         with open(new, "x", encoding="utf-8") as file:
-            file.write(f"{child_name(step)}\n")
+            file.write(f"{child_name(root, step)}\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, os.path.join(root, _LATEST))
@@ -116,7 +123,7 @@ class Deletions:
         self._leave_parents()
         with self._mutex:
             self._saving.add(step)
-        name = child_name(step)
+        name = child_name(self._root, step)
         if any(
             os.path.lexists(os.path.join(self._root, each))
             for each in (name, f".{name}.torch_ckpt-stage")
@@ -175,7 +182,10 @@ class Deletions:
         for work, what in [
             *((_remove_tree, os.path.join(self._root, name)) for name in leftovers),
             *((_remove_staged, os.path.join(self._root, name)) for name in dead),
-            *((_delete, os.path.join(self._root, child_name(number))) for number in reversed(old)),
+            *(
+                (_delete, os.path.join(self._root, child_name(self._root, number)))
+                for number in reversed(old)
+            ),
         ]:
             try:
                 work(what)

@@ -69,10 +69,11 @@ class CheckpointDirectory:
         rank_0_decides(self._group, "directory", lambda: make_directory(self.root))
 
     def path(self, step: int) -> str:
-        """Where the checkpoint of `step` is, or would be: root/step-<step>."""
+        """Where the checkpoint of `step` is, or would be: root/step-<step>. One that is there with
+        zeros before its number is found."""
         if not _is_count(step, least=0):
             raise InvalidArgumentError(f"a step is an integer from 0 on; it was {step!r}")
-        return os.path.join(self.root, child_name(step))
+        return os.path.join(self.root, child_name(self.root, step))
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, in ascending order, as rank 0 sees them."""
@@ -191,8 +192,9 @@ class CheckpointDirectory:
                 return  # somebody has removed them all
             write_latest(self.root, newest)
         if newest > step:
+            name = child_name(self.root, newest)
             warnings.warn(
-                f"{self.root}: saved a step below {child_name(newest)}, which stays the latest; "
+                f"{self.root}: saved a step below {name}, which stays the latest; "
                 "if the training went back, remove the later checkpoints",
                 stacklevel=2,
             )

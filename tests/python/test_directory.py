@@ -185,7 +185,7 @@ def test_a_child_that_is_not_committed_does_not_count(
 
 
 @pytest.mark.parametrize(
-    "name", ["step-007", "step-+7", "step-7 ", "step-", "step-7x", "step-٧", "Step-7", "step--7"]
+    "name", ["step-+7", "step-7 ", "step-", "step-7x", "step-٧", "Step-7", "step--7"]
 )
 def test_other_names_are_not_looked_at(root: Path, name: str) -> None:
     torch_ckpt.save(state(7), checkpoint_id=root / name)

@@ -42,6 +42,7 @@ class Flat:
     values: {fqn: leaf}; for a PerRank leaf its value, under this rank's fqn.
     paths: {fqn: path}, the `planner_data` that stock planners know.
     slots: {fqn: (container, key)}, where a leaf is to be replaced; only when asked for.
+    empty: the paths of empty mappings.
     structured: whether the fqns leave something unsaid.
     has_sharded_tensor, has_meta: whether a leaf is one.
     """
@@ -50,6 +51,7 @@ class Flat:
         "values",
         "paths",
         "slots",
+        "empty",
         "structured",
         "has_sharded_tensor",
         "has_meta",
@@ -64,6 +66,7 @@ class Flat:
         self.values: dict[str, Any] = {}
         self.paths: dict[str, Path] = {}
         self.slots: dict[str, tuple[Any, Any]] | None = {} if slots else None
+        self.empty: set[Path] = set() if state_dict else {()}
         self.structured = type(state_dict) not in _PLAIN_MAPPINGS
         self.has_sharded_tensor = False
         self.has_meta = False
@@ -104,6 +107,8 @@ class Flat:
                 if isinstance(value, Mapping):
                     if not value or kind not in _PLAIN_MAPPINGS:
                         self.structured = True
+                    if not value:
+                        self.empty.add((*path, name))
                     self._visit(value, value.items(), f"{fqn}.", (*path, name))
                     continue
                 if isinstance(value, list):
@@ -293,15 +298,13 @@ def merge_structures(structures: Iterable[Structure | None]) -> Structure | None
     return merged
 
 
-def empty_container(structure: Structure | None, path: Path) -> Any:
-    """A new container if `structure` has an empty one at `path`, else None."""
-    for at, kind, keys in structure["containers"] if structure is not None else ():
-        if tuple(at) == path and not keys:
-            return _new_container(kind)
-    return None
+def empty_containers(structure: Structure | None) -> dict[Path, str]:
+    """Of the empty containers that `structure` has, the kinds by path, for `new_container`."""
+    containers = structure["containers"] if structure is not None else ()
+    return {tuple(path): kind for path, kind, keys in containers if not keys}
 
 
-def _new_container(kind: str) -> Any:
+def new_container(kind: str) -> Any:
     if kind == "list":
         return []
     if kind == "odict":
@@ -351,7 +354,7 @@ def rebuild(
             if not path or not numbered:
                 raise CorruptError(f"what is at {path} can be no list")
             return [make_child((*path, name)) for name in sorted(names)]
-        container = _new_container(kind or "dict")
+        container = new_container(kind or "dict")
         named = keys_at.get(path, {})
         for name in names:
             child = (*path, name)

@@ -26,7 +26,8 @@ from torch_ckpt.dcp.flatten import (
     Flat,
     Structure,
     check_structure,
-    empty_container,
+    empty_containers,
+    new_container,
     rebuild,
 )
 from torch_ckpt.dcp.items import PLAIN_TENSORS, dtensor_part, read_items
@@ -38,6 +39,14 @@ from torch_ckpt.errors import IncompleteError, InvalidArgumentError
 from torch_ckpt.key_mapping import KeyMapping
 
 logger = logging.getLogger(__name__)
+
+
+_MOST_LISTED = 20
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _saved_structure(metadata: Metadata) -> Structure | None:
@@ -84,6 +93,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.key_mapping = key_mapping
         self._stored: dict[str, str] = {}  # names in the checkpoint, of what is renamed
         self._slots: dict[str, tuple[Any, Any]] | None = None
+        self._empty: set[tuple[Any, ...]] = set()  # the paths of the target's empty mappings
 
     def set_up_planner(
         self,
@@ -111,6 +121,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 flat = Flat(state_dict, rank, world_size, slots=True)
         self.original_state_dict = state_dict
         self.state_dict, self.mappings, self._slots = flat.values, flat.paths, flat.slots
+        self._empty = flat.empty
         if flat.has_sharded_tensor and self.flatten_sharded_tensors:
             self.state_dict = _flatten_sharded_tensors(flat.values)
         self.metadata = metadata
@@ -167,8 +178,8 @@ class LoadPlanner(DefaultLoadPlanner):
         if missing and self._is_old_format():
             return super().create_local_plan()
         with paused_gc():
-            for fqn in missing:
-                self._settle_missing(fqn)
+            if missing:
+                self._settle_missing(missing)
             items: list[ReadItem] = []
             for fqn, value in self.state_dict.items():
                 entry = saved.get(fqn)
@@ -199,31 +210,75 @@ class LoadPlanner(DefaultLoadPlanner):
         self._slots = None
         return True
 
-    def _settle_missing(self, fqn: str) -> None:
-        """A target leaf that the checkpoint has no entry for: settle it, skip it, or raise."""
+    def _settle_missing(self, missing: list[str]) -> None:
+        """Target leaves that the checkpoint has no entries for: settle them, skip them, or raise
+        one error that names them."""
         assert self.metadata is not None and self._slots is not None
-        container, key = self._slots[fqn]
-        empty = empty_container(_saved_structure(self.metadata), self.mappings[fqn])
-        if empty is not None and not isinstance(container, PerRank):
-            container[key] = empty
-            return
-        per_rank = isinstance(container, PerRank)
-        path = fqn.rpartition(".")[0] if per_rank else fqn
-        sizes = saved_world_sizes(path, self.metadata.state_dict_metadata)
+        saved = self.metadata.state_dict_metadata
+        empty = empty_containers(_saved_structure(self.metadata))
+        sizes_of = saved_world_sizes(saved)
         _, world_size = world_of(self._rank, self._world_size)
-        if per_rank and sizes:
-            raise InvalidArgumentError(
-                f"{path}: this per-rank value was saved by {sizes[0]} ranks and cannot be loaded "
-                f"by {world_size}; load with as many ranks, or leave it out of the target"
+        lost: list[str] = []
+        hints: dict[str, None] = {}
+        for fqn in missing:
+            container, key = self._slots[fqn]
+            per_rank = isinstance(container, PerRank)
+            kind = None if per_rank else empty.get(tuple(self.mappings[fqn]))
+            if kind is not None:
+                container[key] = new_container(kind)
+                continue
+            path = fqn.rpartition(".")[0] if per_rank else fqn
+            sizes = sizes_of.get(path)
+            if per_rank and sizes:
+                raise InvalidArgumentError(
+                    f"{path}: this per-rank value was saved by {sizes[0]} ranks and cannot "
+                    f"be loaded by {world_size}; load with as many, or leave it out of the target"
+                )
+            lost.append(path)
+            if per_rank and path in saved:
+                hints[" It was saved as one value for all ranks, not as PerRank."] = None
+            elif sizes:
+                hints[" It was saved as PerRank; put a PerRank there in the target."] = None
+        if lost and not self.allow_partial_load:
+            keys = "key" if len(lost) == 1 else f"{len(lost)} keys"
+            raise MissingKeyError(
+                f"Missing {keys} in checkpoint state_dict: {_listed(lost)}.{''.join(hints)}"
             )
-        if self.allow_partial_load:
-            return
-        hint = ""
-        if per_rank and path in self.metadata.state_dict_metadata:
-            hint = " It was saved as one value for all ranks, not as PerRank."
-        elif sizes:
-            hint = " It was saved as PerRank; put a PerRank there in the target."
-        raise MissingKeyError(f"Missing key in checkpoint state_dict: {path}.{hint}")
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        asked = {item.storage_index.fqn for plan in global_plan for item in plan.items}
+        if self._slots is not None:
+            self._mention_unasked(asked)
+        return super().create_global_plan(global_plan)
+
+    def _mention_unasked(self, asked: set[str]) -> None:
+        """Log one warning of what the checkpoint has and no rank's target, where that is what an
+        earlier model or a fresh optimizer lacks: beside as much that is asked for in the same
+        container, or below a mapping that is empty in the target. Whoever loads a few values of
+        many, or a model without its optimizer, means it."""
+        assert self.metadata is not None
+        paths = self.metadata.planner_data or {}
+        beside: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}  # unasked, asked
+        below: list[str] = []
+        for fqn in self.metadata.state_dict_metadata:
+            path = tuple(paths.get(fqn, (fqn,)))
+            if fqn == STRUCTURE_FQN or is_rank_part(str(path[-1])):
+                continue
+            names = beside.setdefault(path[:-1], ([], []))
+            is_asked = self._stored.get(fqn, fqn) in asked
+            names[is_asked].append(fqn)
+            if not is_asked and any(path[:depth] in self._empty for depth in range(len(path))):
+                below.append(fqn)
+        unasked = dict.fromkeys(below)
+        for left, found in beside.values():
+            if found and len(left) <= len(found):
+                unasked.update(dict.fromkeys(left))
+        if unasked:
+            logger.warning(
+                "the checkpoint has values that the target has no place for; they are not "
+                "loaded: %s",
+                _listed(list(unasked)),
+            )
 
     def load_object(self, read_item: ReadItem, obj: Any) -> None:
         """Put the loaded object `obj` where `read_item` says. Once per object; in any thread."""

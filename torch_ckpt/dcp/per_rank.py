@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 # "<path>.__rank_3_of_8__": the fqn under which rank 3 of 8 writes its value of the leaf at <path>.
@@ -42,13 +43,12 @@ def is_rank_part(part: str) -> bool:
     return _PART.fullmatch(part) is not None
 
 
-def saved_world_sizes(fqn: str, saved: Any) -> list[int]:
-    """The world sizes for which `saved`, a collection of fqns, has per-rank values of `fqn`."""
-    prefix = f"{fqn}."
-    sizes = set()
+def saved_world_sizes(saved: Iterable[str]) -> dict[str, list[int]]:
+    """By fqn, the world sizes for which `saved`, the fqns of a checkpoint, has per-rank values."""
+    sizes: dict[str, set[int]] = {}
     for name in saved:
-        if name.startswith(prefix):
-            part = _PART.fullmatch(name, len(prefix))
-            if part is not None:
-                sizes.add(int(part[2]))
-    return sorted(sizes)
+        fqn, _, last = name.rpartition(".")
+        part = _PART.fullmatch(last)
+        if part is not None:
+            sizes.setdefault(fqn, set()).add(int(part[2]))
+    return {fqn: sorted(worlds) for fqn, worlds in sizes.items()}
