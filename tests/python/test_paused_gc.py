@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 import weakref
 
@@ -34,6 +35,28 @@ def test_garbage_collector_is_paused_and_restored():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_process_that_is_forked_meanwhile_collects() -> None:
+    """As the workers of a DataLoader are, beside a save in the background."""
+    begun, forked = threading.Event(), threading.Event()
+
+    def plan() -> None:
+        with paused_gc():
+            begun.set()
+            forked.wait(60)
+
+    thread = threading.Thread(target=plan)
+    thread.start()
+    begun.wait(60)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if gc.isenabled() else 1)
+    forked.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert gc.isenabled()
 
 
 class Node:

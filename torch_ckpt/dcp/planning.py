@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -44,6 +45,17 @@ def paused_gc(*, keeps: bool = True) -> Iterator[None]:
         if outermost:
             _paused = False
             gc.enable()
+
+
+def _resume_in_child() -> None:
+    """The thread that would is not there, if it is another one than the one that forked."""
+    global _paused
+    if _paused:
+        _paused = False
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_resume_in_child)
 
 
 def paused_while_trainer_waits(*, keeps: bool) -> contextlib.AbstractContextManager[None]:
