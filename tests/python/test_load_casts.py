@@ -235,3 +235,15 @@ def test_casts_to_float8_that_keep_every_value(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="w: stored as"):
         load(target, HuggingFaceStorageReader(tmp_path / "c"))
     assert target["w"].float()[:2].tolist() == [0.5, 4.0] and target["w"].float()[2].isnan()
+
+
+def test_one_warning_for_all_casts_that_lose_precision(tmp_path: Path) -> None:
+    state = {f"t{i}": torch.rand(4) for i in range(9)}
+    torch_ckpt.save(state, checkpoint_id=tmp_path / "c")
+    target = {name: torch.zeros(4, dtype=torch.bfloat16) for name in state}
+    target["t8"] = torch.zeros(4, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="lose precision") as caught:
+        torch_ckpt.load(target, checkpoint_id=tmp_path / "c")
+    (text,) = (str(warning.message) for warning in caught)
+    assert text.startswith("t0: stored as torch.float32, loaded into torch.bfloat16; t1: stored as")
+    assert text.endswith("; and 3 more; values may lose precision") and "t8" not in text

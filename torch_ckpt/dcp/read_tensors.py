@@ -22,6 +22,7 @@ from torch_ckpt.jobs import Job, OpenedCheckpoint
 _WAVE_BYTES = 32 << 20
 _DEVICE_WAVE_BYTES = 128 << 20
 _ALIGNMENT = 64  # of a tensor in a wave, in bytes; more than any dtype needs
+_MOST_NAMED = 5
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class TensorReader:
         casts = {(r.item.storage_index.fqn, r.target.dtype): r for r in indirect}
         for request in casts.values():
             self._check_cast(request)
+        _warn_of_narrow([r for r in casts.values() if not widens(r.stored, r.target.dtype)])
         for request in indirect:
             if request.size and any(n > 1 and not step for n, step in _steps(request.target)):
                 raise InvalidArgumentError(
@@ -154,11 +156,19 @@ class TensorReader:
                 f"is stored as {source}; a cast to {target} would drop the imaginary part",
                 tensor=fqn,
             )
-        if not widens(source, target):
-            warnings.warn(
-                f"{fqn}: stored as {source}, loaded into {target}; values may lose precision",
-                stacklevel=2,
-            )
+
+
+def _warn_of_narrow(requests: list[_Request]) -> None:
+    """One warning for all tensors whose targets cannot hold every value of what is stored."""
+    if not requests:
+        return
+    said = [
+        f"{r.item.storage_index.fqn}: stored as {r.stored}, loaded into {r.target.dtype}"
+        for r in requests[:_MOST_NAMED]
+    ]
+    more = len(requests) - len(said)
+    said += [f"and {more} more"] if more else []
+    warnings.warn(f"{'; '.join(said)}; values may lose precision", stacklevel=3)
 
 
 def _steps(target: torch.Tensor) -> Iterator[tuple[int, int]]:
