@@ -94,6 +94,7 @@ def merge(folder: Path) -> dict[str, int]:
 
 def async_(folder: Path) -> dict[str, int]:
     import torch
+    from torch.distributed.checkpoint.staging import StagingOptions
 
     from torch_ckpt import PinnedMemoryStager, async_save
 
@@ -101,7 +102,7 @@ def async_(folder: Path) -> dict[str, int]:
     # What a first save makes for ever: threads, buffers, code.
     tiny = {"w": torch.zeros(1)}
     async_save(tiny, checkpoint_id=folder / "tiny", no_dist=True).upload_completion.result()
-    stagers = [None, PinnedMemoryStager()]
+    stagers = [None, PinnedMemoryStager(StagingOptions())]
 
     def saves() -> None:
         for number in range(20):
@@ -111,7 +112,7 @@ def async_(folder: Path) -> dict[str, int]:
                 no_dist=True,
                 async_stager=stagers[number % 2],
             ).staging_completion.result()
-        PinnedMemoryStager().close()
+        PinnedMemoryStager(StagingOptions()).close()
 
     return {"grown": peak(saves)}
 

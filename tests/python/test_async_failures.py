@@ -25,6 +25,7 @@ from async_writers import (
     memory,
     weights,
 )
+from torch.distributed.checkpoint.staging import StagingOptions
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
@@ -93,7 +94,7 @@ def test_what_fails_at_the_end_of_a_save_is_heard(
 def test_a_forked_child_does_not_wait_for_its_parents_saves(
     tmp_path: Path, gate: threading.Event
 ) -> None:
-    stager = PinnedMemoryStager()
+    stager = PinnedMemoryStager(StagingOptions())
     staged: Any = stager.stage({})
     assert staged.result(20) == {}
     save = begin(tmp_path / "1")

@@ -29,22 +29,48 @@ from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import torch_ckpt
-from torch_ckpt import PinnedMemoryStager
+from torch_ckpt import PinnedMemoryStager, _ext
 from torch_ckpt.dcp import async_saves
 
 pytestmark = MARKS
 
 
+def test_tensors_may_change_when_the_call_has_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stager that was made to prepare memory as well, and told nothing else."""
+    copy = _ext.stage
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.3)
+        return copy(*arguments, **options)
+
+    monkeypatch.setattr(_ext, "stage", slow)
+    state = {f"w{i}": torch.zeros(1 << 20) for i in range(4)}
+    stager = PinnedMemoryStager(prepare=state)
+    save = torch_ckpt.async_save(state, checkpoint_id=tmp_path / "c", async_stager=stager)
+    assert save.staging_completion.done()
+    for tensor in state.values():
+        tensor.add_(1)
+    save.result(20)
+    target = {name: torch.ones(1 << 20) for name in state}
+    torch_ckpt.load(target, checkpoint_id=tmp_path / "c")
+    assert all(not tensor.any() for tensor in target.values())
+    stager.close()
+
+
 def test_it_returns_what_stock_would(tmp_path: Path) -> None:
-    """Callers go by the type: an AsyncSaveResponse says that tensors must not change yet."""
+    """Both of what stock returns: a future, and a response with two."""
     for config in (BLOCKING, StagingOptions()):
         for stager in (PinnedMemoryStager(config), None):
             answer: Any = torch_ckpt.async_save(
                 weights(), checkpoint_id=tmp_path, async_stager=stager
             )
+            assert isinstance(answer, AsyncSaveResponse)
+            assert isinstance(answer, concurrent.futures.Future)
+            assert len({answer, answer.staging_completion}) == 2
             beside = stager is not None and config.use_async_staging
-            assert isinstance(answer, AsyncSaveResponse) == beside
-            assert isinstance(answer, concurrent.futures.Future) != beside
+            assert beside or answer.staging_completion.done()
             answer.staging_completion.result(20)
             save = answer.upload_completion
             assert isinstance(save, torch_ckpt.AsyncSave)
@@ -111,7 +137,7 @@ def test_of_two_threads_that_save_at_once_one_begins(
 def test_saves_that_overlap_are_staged_at_once_and_written_in_turn(
     tmp_path: Path, gate: threading.Event
 ) -> None:
-    stagers = [None, PinnedMemoryStager(BLOCKING), PinnedMemoryStager()]
+    stagers = [None, PinnedMemoryStager(BLOCKING), PinnedMemoryStager(StagingOptions())]
     saves = []
     for number in range(6):
         state = weights(number)
@@ -172,7 +198,7 @@ def test_an_error_nobody_asked_for_is_raised_by_the_next_save(tmp_path: Path) ->
 
 
 def test_an_error_nobody_asked_for_is_raised_by_close(tmp_path: Path) -> None:
-    stager = PinnedMemoryStager()
+    stager = PinnedMemoryStager(StagingOptions())
     async_save(weights(), storage_writer=FailingWriter(tmp_path / "1"), async_stager=stager)
     with pytest.raises(
         torch_ckpt.CheckpointError, match=r"into .*/1, failed: .*broken disk"
@@ -183,7 +209,7 @@ def test_an_error_nobody_asked_for_is_raised_by_close(tmp_path: Path) -> None:
 
 
 def test_close_waits_for_the_save(tmp_path: Path, gate: threading.Event) -> None:
-    stager = PinnedMemoryStager(timeout=0.05)
+    stager = PinnedMemoryStager(StagingOptions(), timeout=0.05)
     save = begin(tmp_path / "1", 1, async_stager=stager)
     with pytest.raises(torch_ckpt.ConflictError, match="into .*/1"):
         stager.close()
@@ -229,7 +255,12 @@ def test_failures_may_be_warnings(tmp_path: Path, gate: threading.Event) -> None
 
     meta = {"w": torch.zeros(3, device="meta")}
     warned("meta", meta, checkpoint_id=tmp_path / "1")
-    warned("meta", meta, checkpoint_id=tmp_path / "1", async_stager=PinnedMemoryStager())
+    warned(
+        "meta",
+        meta,
+        checkpoint_id=tmp_path / "1",
+        async_stager=PinnedMemoryStager(StagingOptions()),
+    )
     warned("broken disk", weights(), storage_writer=FailingWriter(tmp_path / "1"))
     warned("needs a checkpoint_id", weights())
     running = begin(tmp_path / "0")

@@ -22,6 +22,7 @@ from async_writers import (
 )
 from safetensors.torch import load_file
 from sample_states import load_ours
+from torch.distributed.checkpoint.staging import StagingOptions
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
@@ -56,7 +57,7 @@ def test_a_state_that_does_not_fit_is_written_from_where_it_is(
 def test_a_state_that_does_not_fit_beside_the_trainer(
     tmp_path: Path, gate: threading.Event
 ) -> None:
-    stager = PinnedMemoryStager(memory_budget="4MiB", over_budget="stream")
+    stager = PinnedMemoryStager(StagingOptions(), memory_budget="4MiB", over_budget="stream")
     state = big(7)
     save = async_save(state, storage_writer=GatedWriter(tmp_path / "c"), async_stager=stager)
     with pytest.raises(concurrent.futures.TimeoutError):

@@ -46,8 +46,8 @@ def stage(state: dict[str, Any], **options: Any) -> dict[str, Any]:
     return staged
 
 
-def test_the_default_config_works_without_cuda() -> None:
-    stager = PinnedMemoryStager()
+def test_stocks_default_config_works_without_cuda() -> None:
+    stager = PinnedMemoryStager(StagingOptions())
     assert isinstance(stager, AsyncStager)
     if not torch.cuda.is_available():
         with pytest.raises(AssertionError):
@@ -169,7 +169,7 @@ def test_memory_that_cannot_be_prepared_is_an_error_of_the_next_call() -> None:
 
 
 def test_a_failure_in_the_background_is_the_futures() -> None:
-    stager = PinnedMemoryStager(memory_budget=1)
+    stager = PinnedMemoryStager(StagingOptions(), memory_budget=1)
     try:
         staged = stager.stage({"w": torch.ones(3)})
         assert isinstance(staged, Future)
@@ -273,7 +273,7 @@ def test_a_save_that_is_over_has_no_memory(tmp_path: Path) -> None:
         kind = FailingWriter if step % 2 else HuggingFaceStorageWriter
         options: dict[str, Any] = {"storage_writer": kind(tmp_path / str(step))}
         if step > 1:
-            options |= {"planner": planner, "async_stager": PinnedMemoryStager()}
+            options |= {"planner": planner, "async_stager": PinnedMemoryStager(StagingOptions())}
         answer: Any = torch_ckpt.async_save(source, **options)
         save = answer if isinstance(answer, Future) else answer.upload_completion
         if step % 2:
@@ -292,7 +292,7 @@ def test_a_writer_with_its_stager_can_be_pickled(tmp_path: Path) -> None:
     writer.stage({"w": torch.ones(3)})
     again = pickle.loads(pickle.dumps(writer))
     assert again.stage({"w": torch.ones(3)})["w"].sum() == 3
-    stager = PinnedMemoryStager()
+    stager = PinnedMemoryStager(StagingOptions())
     stager.stage({"w": torch.ones(3)})
     assert pickle.loads(pickle.dumps(stager)).config == stager.config
     stager.close()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import planner as stock_planner
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
@@ -226,12 +226,12 @@ def async_save(
     timeout: float = 600.0,
     key_mapping: KeyMapping | None = None,
     **options: Any,
-) -> AsyncSave | AsyncSaveResponse:
+) -> AsyncSave:
     """`torch.distributed.checkpoint.async_save` with our writer, planner and stager as defaults.
 
     Returns an AsyncSave, a future, when the tensors may change. With a stager that stages beside
-    the trainer it returns before, and as stock does an AsyncSaveResponse: the tensors may change
-    when its `staging_completion` is done, and the AsyncSave is its `upload_completion`.
+    the trainer (`use_async_staging`) it returns before: the tensors may change when the
+    `staging_completion` of the AsyncSave is done.
 
     The save goes on with collectives in a thread of its own. A trainer that uses the same process
     group meanwhile gives it another one: `process_group=dist.new_group(backend="gloo")`.
@@ -304,7 +304,7 @@ def async_save(
         if stager is None and isinstance(writer, AsyncStager):
             stager = writer  # as stock does it
         if stager is None:
-            stager = PinnedMemoryStager(StagingOptions(False, False, False, False))
+            stager = PinnedMemoryStager()
         one = OneSaveStager(
             state_dict,
             stager,
@@ -342,9 +342,7 @@ def async_save(
     if one.error is not None and (on_failure == "raise" or not isinstance(one.error, Exception)):
         save.told()
         raise one.error
-    if one.blocks:
-        return save
-    return AsyncSaveResponse(save.staging_completion, save)
+    return save
 
 
 def _named(error: BaseException | None, save: AsyncSave) -> BaseException | None:

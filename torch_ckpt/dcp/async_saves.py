@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torch_ckpt.dcp.agreement import rank_0_decides
 from torch_ckpt.dcp.commit import Phases
@@ -62,13 +63,14 @@ class SaveStats:
     total_s: float | None = None
 
 
-class AsyncSave(Future[Any]):
-    """A save that goes on in the background: the future of its upload.
+class AsyncSave(Future[Any], AsyncSaveResponse):
+    """A save that goes on in the background: the future of its upload, and stock's response with
+    both futures, whichever of the two a caller expects.
 
     result(), exception(): wait until the checkpoint is committed, or the save has failed. The
         result is DCP's Metadata; None for a failure with on_failure="warn".
     staging_completion: a future; when it is done the trainer may change its tensors.
-    upload_completion: this object, as in stock's AsyncSaveResponse.
+    upload_completion: this object.
     stats: SaveStats, complete when the save is over.
     error: what it failed with, or None.
     """
@@ -90,8 +92,12 @@ class AsyncSave(Future[Any]):
         self._heard = False
         self._pid = os.getpid()
 
+    # By identity, as futures are, and not by its fields, as a response.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     @property
-    def upload_completion(self) -> AsyncSave:
+    def upload_completion(self) -> AsyncSave:  # type: ignore[override]
         return self
 
     def result(self, timeout: float | None = None) -> Any:

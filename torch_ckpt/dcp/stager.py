@@ -24,8 +24,9 @@ _MAX_WORKERS = 8
 class PinnedMemoryStager(AsyncStager):
     """Copies state dicts into the process's host arena, for `dcp.async_save`.
 
-    config: stock's StagingOptions. `use_async_staging` makes `stage` return a Future: the copy goes
-        on while the trainer does, which must not change its tensors before the future is done.
+    config: stock's StagingOptions; without one `stage` returns when the tensors may change. Not so
+        with `use_async_staging`, stock's default: it makes `stage` return a Future, and the copy
+        goes on while the trainer does, which must not change its tensors before that is done.
         `use_pinned_memory` and `use_non_blocking_copy` change nothing: memory that a device copies
         into is always page-locked, and the copies of all tensors run at once. `use_shared_memory`
         neither, but see `async_checkpointer_type`.
@@ -66,7 +67,7 @@ class PinnedMemoryStager(AsyncStager):
         if over_budget not in ("wait", "raise", "stream"):
             raise InvalidArgumentError(f"over_budget={over_budget!r}")
         self.over_budget = over_budget
-        self.config = StagingOptions() if config is None else config
+        self.config = StagingOptions(False, False, False, False) if config is None else config
         if not timeout >= 0:
             raise InvalidArgumentError(f"a timeout of {timeout} seconds")
         if memory_budget is not None:

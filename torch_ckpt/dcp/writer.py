@@ -21,7 +21,6 @@ from torch.distributed.checkpoint._hf_utils import SHARDED_DIR_NAME
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -188,7 +187,7 @@ class HuggingFaceStorageWriter(StockWriter):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What `dcp.async_save` saves when it is given no stager: see PinnedMemoryStager."""
         self.per_thread_copy_ahead = 0  # as stock's: it says that there is nothing to copy ahead of
-        stager = PinnedMemoryStager(StagingOptions(False, False, False, False))
+        stager = PinnedMemoryStager()
         return stager.stage(state_dict)  # type: ignore[return-value]  # is no Future
 
     def _begin_save(self, rank: int, world_size: int) -> None:

@@ -66,7 +66,7 @@ def changes_after_return(context: Context) -> None:
     stagers: list[Callable[[], Any]] = [
         lambda: None,
         lambda: PinnedMemoryStager(BLOCKING),
-        lambda: PinnedMemoryStager(prepare="2MiB"),
+        lambda: PinnedMemoryStager(StagingOptions(), prepare="2MiB"),
     ]
     uploads: list[Future[Any]] = []
     for number in range(6):
@@ -163,7 +163,7 @@ def random_states_change_after_return(context: Context) -> None:
             answer = torch_ckpt.async_save(
                 state,
                 checkpoint_id=context.folder / str(number),
-                async_stager=[None, PinnedMemoryStager()][number % 2],
+                async_stager=[None, PinnedMemoryStager(StagingOptions())][number % 2],
                 process_group=group,
                 on_busy="overlap",
             )
@@ -220,7 +220,7 @@ def check_saved(folder: Any, value: float) -> None:
 @case
 def a_state_that_one_rank_cannot_stage(context: Context) -> None:
     """The call raises there; the others hear of it from their futures, at once."""
-    for stager in (None, PinnedMemoryStager(BLOCKING), PinnedMemoryStager()):
+    for stager in (None, PinnedMemoryStager(BLOCKING), PinnedMemoryStager(StagingOptions())):
         state = weights(1)
         if context.rank == 1:
             state["bad"] = torch.zeros(3, device="meta")
