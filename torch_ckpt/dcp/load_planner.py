@@ -257,6 +257,8 @@ class LoadPlanner(DefaultLoadPlanner):
         container, or below a mapping that is empty in the target. Whoever loads a few values of
         many, or a model without its optimizer, means it."""
         assert self.metadata is not None
+        if asked >= self.metadata.state_dict_metadata.keys():
+            return  # as a rule
         paths = self.metadata.planner_data or {}
         beside: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}  # unasked, asked
         below: list[str] = []

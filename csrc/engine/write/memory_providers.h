@@ -72,7 +72,6 @@ class MemorySources {
 
   // A source, as it is or cast. Before anybody fills.
   Origin Of(size_t source, const std::optional<ElementCast>& cast = {});
-  bool on_device() const { return device_->Locker() != nullptr; }
 
  private:
   explicit MemorySources(const std::vector<SourceTensor>& sources)
