@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import torch_ckpt
 from torch_ckpt.dcp import load_planner
@@ -79,3 +80,16 @@ def test_many_missing_names_cost_one_look(tmp_path: Path) -> None:
     ):
         torch_ckpt.load(target, checkpoint_id=tmp_path / "c", planner=planner)
     assert (walks.call_count, looks.call_count) == (1, 1)
+
+
+def test_a_tied_weight_that_is_stored_once(tmp_path: Path) -> None:
+    """As small models of the Hub are: `lm_head.weight` is the embedding, and not in the file."""
+    save_file({"embed.weight": torch.arange(6.0)}, tmp_path / "model.safetensors")
+    weight = torch.zeros(6)
+    target = {"embed.weight": weight, "lm_head.weight": weight}
+    torch_ckpt.load(target, checkpoint_id=tmp_path)
+    assert weight.tolist() == [0, 1, 2, 3, 4, 5] and target["lm_head.weight"] is weight
+    # A part of that memory, or other memory, is not filled.
+    for other in (weight[:3], torch.zeros(6)):
+        with pytest.raises(torch_ckpt.IncompleteError, match="Missing key.*lm_head.weight"):
+            torch_ckpt.load({**target, "lm_head.weight": other}, checkpoint_id=tmp_path)

@@ -35,6 +35,7 @@ from torch_ckpt.dcp.per_rank import PerRank, is_rank_part, rank_part, saved_worl
 from torch_ckpt.dcp.planning import paused_gc, world_of
 from torch_ckpt.dcp.renaming import new_names, rename_metadata
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
+from torch_ckpt.dcp.ties import identity
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
 from torch_ckpt.key_mapping import KeyMapping
 
@@ -218,6 +219,11 @@ class LoadPlanner(DefaultLoadPlanner):
         empty = empty_containers(_saved_structure(self.metadata))
         sizes_of = saved_world_sizes(saved)
         _, world_size = world_of(self._rank, self._world_size)
+        tied = {
+            identity(value)
+            for fqn, value in self.state_dict.items()
+            if fqn in saved and isinstance(value, torch.Tensor)
+        }
         lost: list[str] = []
         hints: dict[str, None] = {}
         for fqn in missing:
@@ -227,6 +233,8 @@ class LoadPlanner(DefaultLoadPlanner):
             if kind is not None:
                 container[key] = new_container(kind)
                 continue
+            if identity(self.state_dict[fqn]) in tied:
+                continue  # the same memory is filled under another name
             path = fqn.rpartition(".")[0] if per_rank else fqn
             sizes = sizes_of.get(path)
             if per_rank and sizes:
