@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from torch_ckpt import _core
-from torch_ckpt.errors import CheckpointError, InvalidArgumentError, error_from
+from torch_ckpt.errors import CheckpointError, IncompleteError, InvalidArgumentError, error_from
 from torch_ckpt.options import local_path
 
 T = TypeVar("T")
@@ -146,6 +147,9 @@ class Job:
         return apart(work, self.cancel, lambda _: None)
 
 
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
 class OpenedCheckpoint:
     """A checkpoint directory, looked at once: what it holds stays what it was then, and a file
     that has been replaced since is an error.
@@ -156,7 +160,16 @@ class OpenedCheckpoint:
 
     def __init__(self, path: str) -> None:
         self.path = local_path(path)
-        self.id: int = _core.call({"op": "open", "path": self.path})["checkpoint"]
+        try:
+            self.id: int = _core.call({"op": "open", "path": self.path})["checkpoint"]
+        except IncompleteError:
+            if os.path.lexists(self.path) or not _HUB_ID.fullmatch(path):
+                raise
+            raise IncompleteError(
+                "there is no such directory; for a model on the Hugging Face Hub, load from "
+                f"huggingface_hub.snapshot_download({path!r})",
+                file=self.path,
+            ) from None
         self.close = _finalizer(self, _close_checkpoint, self.id)
 
     def __reduce__(self) -> Any:

@@ -60,3 +60,16 @@ def test_a_colon_in_a_name_is_no_url(tmp_path: Path) -> None:
     target = {"w": torch.zeros(3)}
     torch_ckpt.load(target, checkpoint_id=path)
     assert torch.equal(target["w"], STATE["w"])
+
+
+def test_an_id_of_the_hub_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "meta-llama/Llama-3.2-1B"
+    with pytest.raises(torch_ckpt.IncompleteError, match=f"snapshot_download.'{name}'"):
+        torch_ckpt.load(dict(STATE), checkpoint_id=name)
+    for path in ("checkpoints/", str(tmp_path / "a/b"), "a/b/c"):
+        with pytest.raises(torch_ckpt.IncompleteError) as caught:
+            torch_ckpt.load(dict(STATE), checkpoint_id=path)
+        assert "Hub" not in str(caught.value)
