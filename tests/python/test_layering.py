@@ -1,6 +1,6 @@
 """The rooms of csrc and of torch_ckpt use only rooms before them; torch stays behind its doors.
 
-The order is the one in CONTRIBUTING.md. The checkers are functions over text,
+The order is the one in docs/design.md. The checkers are functions over text,
 so that the last test can show that each of them does find a breach.
 """
 
