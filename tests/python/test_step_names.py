@@ -1,14 +1,16 @@
-"""Checkpoints whose names have zeros before the step, as other tools write them."""
+"""Which names are those of a run's checkpoints: zeros before the step, as other tools write them,
+and what is no step."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt import CheckpointDirectory
+from torch_ckpt import Checkpoint, CheckpointDirectory
 
 
 def state(value: int) -> dict[str, torch.Tensor]:
@@ -39,3 +41,18 @@ def test_one_step_under_two_names(tmp_path: Path) -> None:
         target = state(0)
         assert checkpoints.steps() == [7]
         assert checkpoints.load(target) == 7 and target["w"][0] == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["step-+7", "step-7 ", "step-", "step-7x", "step-٧", "Step-7", "step--7"]
+)
+def test_other_names_are_not_looked_at(tmp_path: Path, name: str) -> None:
+    torch_ckpt.save(state(7), checkpoint_id=tmp_path / name)
+    with CheckpointDirectory(tmp_path, keep_last=1) as directory:
+        assert directory.steps() == []
+        directory.save(state(7), 7)
+        assert directory.steps() == [7]
+        for step in (8, 9):
+            directory.save(state(step), step)
+    assert directory.steps() == [9]
+    assert Checkpoint(tmp_path / name).verify().files > 0

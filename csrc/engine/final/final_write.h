@@ -57,7 +57,7 @@ struct FinalWrite {
   std::unique_ptr<RingWork> ring;  // null: none
 };
 
-// `sources` must stay where they are, `memory` is of them. Meets the other
+// The sources of `memory` must stay where they are. Meets the other
 // ranks of this one's ring, if there is to be one (engine/final/ring_link.h);
 // of a ring that this rank leads, the files have what the ring writes as well.
 // kConflict, naming tensor and file, where the staged header does not say what

@@ -39,8 +39,8 @@ std::vector<Share> SharesOf(const ExtentList& list, uint64_t begin,
 // Waits until filling them would not have to wait for anybody.
 Status AwaitShares(const std::vector<Share>& shares, const Job& job);
 
-// Fills `buffer` with them. What they have begun goes on until FinishShares.
-// `scratch` is as large as Providers says.
+// Fills `buffer` with them. What they have begun goes on until their providers'
+// Finish has returned. `scratch` is as large as Providers says.
 Status BeginShares(const std::vector<Share>& shares, MutableByteSpan scratch,
                    FillBuffer* buffer);
 
