@@ -59,6 +59,13 @@ def _eager(function: F) -> F:
     return disabled
 
 
+def _one_path(path: _PathLike | None, checkpoint_id: _PathLike | None) -> _PathLike | None:
+    """The directory of a call: `checkpoint_id` is stock's name for it."""
+    if path is not None and checkpoint_id is not None:
+        raise InvalidArgumentError("path and checkpoint_id are the same argument: give one")
+    return checkpoint_id if path is None else path
+
+
 def _writer(
     writer: Any,
     checkpoint_id: _PathLike | None,
@@ -68,7 +75,7 @@ def _writer(
 ) -> Any:
     if writer is None:
         if checkpoint_id is None:
-            raise InvalidArgumentError("save needs a checkpoint_id or a storage_writer")
+            raise InvalidArgumentError("save needs a path or a storage_writer")
         if "save_distributed" not in options:
             options = {"layout": "sharded", **options}
         writer = HuggingFaceStorageWriter(checkpoint_id, **options)
@@ -142,6 +149,7 @@ def _wait_for_async_saves(world_size: int) -> None:
 @_eager
 def save(
     state_dict: dict[str, Any],
+    path: _PathLike | None = None,
     *,
     checkpoint_id: _PathLike | None = None,
     storage_writer: StorageWriter | None = None,
@@ -154,7 +162,8 @@ def save(
 ) -> Metadata:
     """`torch.distributed.checkpoint.save` with our writer and planner as defaults.
 
-    Without a `storage_writer`, every rank's shards go to directory `checkpoint_id`; other keywords
+    Without a `storage_writer`, every rank's shards go to directory `path` (stock's name for it is
+    `checkpoint_id`); other keywords
     are those of HuggingFaceStorageWriter: with layout="final" the directory is the final one, of
     whole tensors, for `from_pretrained`. Tensors are stored under the names that `key_mapping`, see
     SavePlanner, makes of theirs. Raises CheckpointError kinds or OSError, naming the rank, on every
@@ -165,6 +174,7 @@ def save(
     Returns DCP's metadata, whose `storage_data` has by rank what it did: `written_bytes`,
     `ring_bytes`, `parts_bytes`, and seconds (see SaveStats).
     """
+    checkpoint_id = _one_path(path, checkpoint_id)
     rank, world_size = rank_and_size(process_group, no_dist)
     _wait_for_async_saves(world_size)
     refusal: Exception | None = None
@@ -210,6 +220,7 @@ def save(
 @_eager
 def async_save(
     state_dict: dict[str, Any],
+    path: _PathLike | None = None,
     *,
     checkpoint_id: _PathLike | None = None,
     storage_writer: StorageWriter | None = None,
@@ -257,6 +268,7 @@ def async_save(
     futures of all ranks that and all else. Besides, CheckpointError where an earlier save failed
     and nobody has heard of it, and ConflictError for `on_busy`.
     """
+    checkpoint_id = _one_path(path, checkpoint_id)
     check_choice("on_busy", on_busy, get_args(OnBusy))
     check_choice("on_failure", on_failure, get_args(OnFailure))
     rank, world_size = rank_and_size(process_group, no_dist)
@@ -362,7 +374,8 @@ def _named(error: BaseException | None, save: AsyncSave) -> BaseException | None
 
 @_eager
 def load(
-    state_dict: dict[str, Any],
+    state_dict: dict[str, Any] | None = None,
+    path: _PathLike | None = None,
     *,
     checkpoint_id: _PathLike | None = None,
     storage_reader: StorageReader | None = None,
@@ -371,17 +384,24 @@ def load(
     no_dist: bool = False,
     key_mapping: KeyMapping | None = None,
     direct_io: bool = True,
-) -> None:
+) -> dict[str, Any]:
     """`torch.distributed.checkpoint.load` with our reader and planner as defaults.
+
+    Fills `state_dict` in place and returns it. Without one it returns everything that is in the
+    checkpoint, nested as it was saved, in new tensors on the CPU. `path` is the directory;
+    `checkpoint_id` is stock's name for it.
 
     `key_mapping`, see SavePlanner, makes names in `state_dict` of those in the checkpoint.
     `direct_io=False` reads through the page cache, where no `storage_reader` is given. Begins
     again, a few times, when another save replaces the checkpoint meanwhile. Raises CheckpointError
     kinds or OSError, naming the rank, on every rank; tensors may then be filled in part.
     """
+    checkpoint_id = _one_path(path, checkpoint_id)
+    rebuilds = state_dict is None
+    state_dict = {} if state_dict is None else state_dict
     if storage_reader is None:
         if checkpoint_id is None:
-            raise InvalidArgumentError("load needs a checkpoint_id or a storage_reader")
+            raise InvalidArgumentError("load needs a path or a storage_reader")
         storage_reader = HuggingFaceStorageReader(checkpoint_id, direct_io=direct_io)
     elif not direct_io:
         raise InvalidArgumentError("direct_io: of a reader that is given, say so to it")
@@ -389,9 +409,13 @@ def load(
     rank, world_size = rank_and_size(process_group, no_dist)
     _wait_for_async_saves(world_size)
     if planner is None:
-        planner = LoadPlanner(rank=rank, world_size=world_size, key_mapping=key_mapping)
+        planner = LoadPlanner(
+            rebuild=rebuilds, rank=rank, world_size=world_size, key_mapping=key_mapping
+        )
     elif key_mapping is not None:
         raise InvalidArgumentError("key_mapping: of a planner that is given, say so to it")
+    elif rebuilds:
+        raise InvalidArgumentError("a load without a state_dict makes its own planner")
     fill = not state_dict and isinstance(planner, LoadPlanner) and planner.rebuild
 
     def metadata_errors() -> list[Exception | None]:
@@ -418,6 +442,7 @@ def load(
     if fill and isinstance(planner, LoadPlanner):
         # Stock gives the planner a state dict of its own, and takes back only the caller's keys.
         state_dict.update(planner.original_state_dict)
+    return state_dict
 
 
 def _end(writer: Any, planner: Any) -> None:
