@@ -178,9 +178,9 @@ def with_gather(part: Part, path: Path) -> None:
 def with_ours_on_own_nodes(part: Part, path: Path) -> None:
     """Straight into final files by ranks that are told to be on nodes of their own, so that no
     ring can take their columns: the coordinator puts them together, alone."""
-    rings = importlib.import_module("torch_ckpt.dcp.rings")
+    rings = importlib.import_module("torch_ckpt.dcp.plan.rings")
     node = rings.Node("boot", str(dist.get_rank()), 0)
-    with mock.patch("torch_ckpt.dcp.writer.this_node", return_value=node):
+    with mock.patch("torch_ckpt.dcp.save.writer.this_node", return_value=node):
         rivals.ours("save")(part, checkpoint_id=str(path), layout="final")
 
 

@@ -31,13 +31,14 @@ from torch_ckpt.errors import (
 if TYPE_CHECKING:
     from torch_ckpt.checkpoint import Checkpoint
     from torch_ckpt.consolidate import consolidate_safetensors_files_on_every_rank
-    from torch_ckpt.dcp.api import async_save, load, save
-    from torch_ckpt.dcp.async_saves import AsyncSave, SaveStats
-    from torch_ckpt.dcp.per_rank import PerRank
-    from torch_ckpt.dcp.planner import LoadPlanner, SavePlanner
-    from torch_ckpt.dcp.reader import HuggingFaceStorageReader
-    from torch_ckpt.dcp.stager import PinnedMemoryStager
-    from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
+    from torch_ckpt.dcp.api import load, save
+    from torch_ckpt.dcp.background.async_save import async_save
+    from torch_ckpt.dcp.load.reader import HuggingFaceStorageReader
+    from torch_ckpt.dcp.plan.per_rank import PerRank
+    from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
+    from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+    from torch_ckpt.dcp.saves import AsyncSave, SaveStats
+    from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
     from torch_ckpt.directory import CheckpointDirectory
     from torch_ckpt.merge import consolidate_safetensors_files
 
@@ -47,17 +48,17 @@ except PackageNotFoundError:  # a checkout on the path that was never installed
     __version__ = "0.0.0"
 
 _LAZY = {
-    "AsyncSave": "torch_ckpt.dcp.async_saves",
+    "AsyncSave": "torch_ckpt.dcp.saves",
     "Checkpoint": "torch_ckpt.checkpoint",
     "CheckpointDirectory": "torch_ckpt.directory",
-    "HuggingFaceStorageReader": "torch_ckpt.dcp.reader",
-    "HuggingFaceStorageWriter": "torch_ckpt.dcp.writer",
-    "LoadPlanner": "torch_ckpt.dcp.planner",
-    "PerRank": "torch_ckpt.dcp.per_rank",
-    "PinnedMemoryStager": "torch_ckpt.dcp.stager",
-    "SavePlanner": "torch_ckpt.dcp.planner",
-    "SaveStats": "torch_ckpt.dcp.async_saves",
-    "async_save": "torch_ckpt.dcp.api",
+    "HuggingFaceStorageReader": "torch_ckpt.dcp.load.reader",
+    "HuggingFaceStorageWriter": "torch_ckpt.dcp.save.writer",
+    "LoadPlanner": "torch_ckpt.dcp.plan.planners",
+    "PerRank": "torch_ckpt.dcp.plan.per_rank",
+    "PinnedMemoryStager": "torch_ckpt.dcp.stage.stager",
+    "SavePlanner": "torch_ckpt.dcp.plan.planners",
+    "SaveStats": "torch_ckpt.dcp.saves",
+    "async_save": "torch_ckpt.dcp.background.async_save",
     "consolidate_safetensors_files": "torch_ckpt.merge",
     "consolidate_safetensors_files_on_every_rank": "torch_ckpt.consolidate",
     "load": "torch_ckpt.dcp.api",

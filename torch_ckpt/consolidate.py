@@ -28,7 +28,7 @@ from torch_ckpt.merge import (
     merge_request,
 )
 from torch_ckpt.progress import Progress
-from torch_ckpt.team import Team
+from torch_ckpt.ranks import Ranks
 
 __all__ = [
     "consolidate_safetensors_files",
@@ -65,7 +65,7 @@ def consolidate_safetensors_files_on_every_rank(
     rank is raised on all, and leaves no output. `progress` is called on rank 0, with the bytes of
     all ranks, and on another thread where there are several.
 
-    The ranks talk through a Gloo group of their own, made once for each process group and timeout,
+    The ranks talk through connections of their own, made once for each process group and timeout,
     so that a long merge meets no timeout of training, nor any collective. A rank that is gone is
     noticed when its connection closes, or after `timeout` seconds: a CheckpointError, which names
     it where the store of the process group still answers. background: returns a future at once,
@@ -94,15 +94,15 @@ def consolidate_safetensors_files_on_every_rank(
 
     future = MergeFuture()
     cancel = future.wanted if background else None
-    team = None
-    if dist.is_initialized():
-        team = Team(process_group, timeout) if background else Team.of(process_group, timeout)
+    # In the background each has connections of its own: several may go on at the same time.
+    connected = Ranks.connect if background else Ranks.of
+    ranks = connected(process_group, timeout=timeout)
 
     def work() -> None:
-        if team is None:
+        if ranks.size == 1:
             merge(*make(), progress if cancel is None else _ending(cancel, progress))
         else:
-            merge_on_every_rank(make, team, progress, cancel)
+            merge_on_every_rank(make, ranks, progress, cancel)
 
     if not background:
         work()
@@ -139,12 +139,12 @@ def _ending(cancel: threading.Event, progress: Progress | None) -> Progress:
 
 def merge_on_every_rank(
     make: Callable[[], tuple[MergeRequest, ExtraFiles]],
-    team: Team,
+    ranks: Ranks,
     progress: Progress | None = None,
     cancel: threading.Event | None = None,
 ) -> dict[str, Any]:
-    """What `merge` does, by all ranks of `team`, with its result on each. `progress` is that of
-    rank 0, and counts all ranks' bytes. `cancel`, set on any rank before the commit, ends all.
+    """What `merge` does, by all `ranks`, with its result on each. `progress` is that of rank 0, and
+    counts all ranks' bytes. `cancel`, set on any rank before the commit, ends all.
 
     The coordinator begins, every rank writes a part of the bytes, the coordinator commits.
     `make` gives this rank's `merge_request` and extras; what decides over the output is rank 0's,
@@ -154,9 +154,10 @@ def merge_on_every_rank(
 
     def own() -> dict[str, Any] | None:
         made.append(make())
-        return dict(made[0][0]) if team.rank == 0 else None
+        return dict(made[0][0]) if ranks.rank == 0 else None
 
-    first_request = team.together(own)[0]
+    first_request = ranks.together("consolidation", own)[0]
+    assert first_request is not None
     request, extras = made[0]
     request.update({key: first_request[key] for key in OUTPUT_FIELDS})
     sessions: list[int] = []
@@ -164,40 +165,37 @@ def merge_on_every_rank(
     context = contextlib.ExitStack()
 
     def begin() -> Any:
-        if team.rank != 0:
-            return None
         commit["extras"] = context.enter_context(extras)  # before the work: they may be refused
         answer = _core.call({"op": "merge_begin", **request})
         sessions.append(answer["session"])
         return answer
 
-    def finish() -> Any:
-        if team.rank != 0:
-            return None
-        return _core.call({"op": "merge_commit", **commit})
-
     try:
-        begun = team.together(begin, cancel=cancel)[0]
-        part = {**request, "part": team.rank, "parts": team.size}
+        begun = ranks.decide("beginning of a consolidation", begin)
+        part = {**request, "part": ranks.rank, "parts": ranks.size}
         part.update({key: begun[key] for key in ("staging", "ids", "input_identity")})
-        with Job() as job:
-            part["job"] = job.id
-            parts = team.together(
-                lambda: _core.call({"op": "merge_part", **part}),
-                job=job,
-                progress=progress if team.rank == 0 else None,
-                cancel=cancel,
+
+        def write() -> Any:
+            with Job() as job:
+                whole = {"op": "merge_part", "job": job.id, **part}
+                return job.run(lambda: _core.call(whole))
+
+        def finish(parts: list[Any]) -> dict[str, Any]:
+            commit.update(request, parts=[answer["written"] for answer in parts])
+            commit.update(
+                {key: begun[key] for key in ("ids", "input_identity", "in_place", "session")}
             )
-        commit |= {**request, "parts": [answer["written"] for answer in parts]}
-        commit.update({key: begun[key] for key in ("ids", "input_identity", "in_place", "session")})
-        answers = team.together(finish, to_its_end=True)
+            committed: dict[str, Any] = _core.call({"op": "merge_commit", **commit})
+            return committed
+
+        told = progress if ranks.rank == 0 else None
+        result = ranks.gather("consolidation", write, finish, progress=told, cancel=cancel)
     except BaseException:
         for session in sessions:
             end_session("save", session)
         raise
     finally:
         context.close()
-    result: dict[str, Any] = answers[0]
-    if team.rank == 0:
+    if ranks.rank == 0:
         warn_of_hulls(request.opened.path, result["hulls"])
     return result

@@ -10,18 +10,20 @@ import threading
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt.children import Deletions, child_name, make_directory, newest_first, write_latest
-from torch_ckpt.dcp import api, async_saves
-from torch_ckpt.dcp.agreement import rank_0_decides
-from torch_ckpt.dcp.planning import rank_and_size
-from torch_ckpt.dcp.writer import HuggingFaceStorageWriter
+from torch_ckpt.dcp import api, saves
+from torch_ckpt.dcp.background.async_save import async_save
+from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
 from torch_ckpt.options import local_path
+from torch_ckpt.ranks import Ranks, rank_and_size
+
+T = TypeVar("T")
 
 
 class CheckpointDirectory:
@@ -34,8 +36,7 @@ class CheckpointDirectory:
 
     A child counts when a save of torch_ckpt has committed it whole (`Checkpoint.is_committed`):
     not while it is being saved or after a save that died, and not when others than torch_ckpt
-    wrote it. Only names without leading zeros count. The newest is the one of the highest step,
-    whenever it was saved. Who goes back to an older step removes the later checkpoints first:
+    wrote it. The newest is the one of the highest step, whenever it was saved. Who goes back to an older step removes the later checkpoints first:
     `latest` and LATEST would go on to name the last of them, and a save below it is a warning.
 
     A deletion looks at the steps up to the one that was saved. It spares the newest `keep_last` of
@@ -44,12 +45,11 @@ class CheckpointDirectory:
     keep_last so that a checkpoint is loaded before as many newer ones are saved. With a writer of
     sync_files=False, checkpoints that are durable make way for one that is not.
 
-    All ranks call the constructor and all methods but `path` and `close`, in one order and from one
-    thread at a time. Rank 0 alone looks at the directory, writes LATEST and deletes; the others
-    hear from it through the group's store, without collectives, so a save may go on meanwhile.
+    All ranks call the constructor, `save`, `async_save` and `load`, in one order and from one
+    thread at a time. Rank 0 alone writes LATEST, deletes, and says which step is loaded where none
+    is named. `path`, `steps` and `latest` look at the disk, on whichever rank calls them.
 
-    Raises InvalidArgumentError for arguments that make no sense, OSError. What goes wrong on rank 0
-    alone is a CheckpointError with its words on the others.
+    Raises InvalidArgumentError for arguments that make no sense, OSError; on all ranks alike.
     """
 
     def __init__(
@@ -66,7 +66,11 @@ class CheckpointDirectory:
         self._group = process_group
         self._publishing = threading.Lock()
         self._deletions = Deletions(self.root, keep_last)
-        rank_0_decides(self._group, "directory", lambda: make_directory(self.root))
+        self._decide("CheckpointDirectory", lambda: make_directory(self.root))
+
+    def _decide(self, what: str, decide: Callable[[], T]) -> T:
+        """What `decide` returns on rank 0."""
+        return Ranks.of(self._group).decide(what, decide)
 
     def path(self, step: int) -> str:
         """Where the checkpoint of `step` is, or would be: root/step-<step>. One that is there with
@@ -76,18 +80,18 @@ class CheckpointDirectory:
         return os.path.join(self.root, child_name(self.root, step))
 
     def steps(self) -> list[int]:
-        """The steps of all committed checkpoints, in ascending order, as rank 0 sees them."""
-        return rank_0_decides(self._group, "steps", lambda: sorted(newest_first(self.root)))
+        """The steps of all committed checkpoints, in ascending order."""
+        return sorted(newest_first(self.root))
 
     def latest(self) -> str | None:
-        """The path of the newest committed checkpoint, as rank 0 sees it; None if there is none."""
+        """The path of the newest committed checkpoint; None if there is none."""
         step = self._latest_step()
         return None if step is None else self.path(step)
 
     def _latest_step(self) -> int | None:
-        return rank_0_decides(self._group, "latest", lambda: next(newest_first(self.root), None))
+        return next(newest_first(self.root), None)
 
-    def save(self, state_dict: dict[str, Any], step: int, **options: Any) -> Metadata:
+    def save(self, state_dict: dict[str, Any], step: int, **options: Any) -> SavedMetadata:
         """`torch_ckpt.save` into `path(step)`, with its `options`; then LATEST is written, and the
         deletion of what is too old begins.
 
@@ -95,8 +99,8 @@ class CheckpointDirectory:
         does, and OSError where the save is committed but LATEST could not be written.
         """
         path = self._begin_save(step, options)
-        metadata = api.save(state_dict, checkpoint_id=path, process_group=self._group, **options)
-        rank_0_decides(self._group, "publish", lambda: self._publish(step))
+        metadata = api.save(state_dict, path, process_group=self._group, **options)
+        self._decide("LATEST", lambda: self._publish(step))
         return metadata
 
     def async_save(
@@ -106,7 +110,7 @@ class CheckpointDirectory:
         *,
         on_commit: Callable[[], None] | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> AsyncSave:
         """`torch_ckpt.async_save` into `path(step)`, with its `options`; LATEST is written and the
         deletion begins before its future is done, and before `on_commit` is called.
 
@@ -122,27 +126,37 @@ class CheckpointDirectory:
             if on_commit is not None:
                 on_commit()
 
-        return api.async_save(
+        return async_save(
             state_dict,
-            checkpoint_id=path,
+            path,
             process_group=self._group,
             on_commit=committed,
             **options,
         )
 
-    def load(self, state_dict: dict[str, Any], step: int | None = None, **options: Any) -> int:
-        """`torch_ckpt.load` of the checkpoint of `step`, or of the newest if it is None, with its
-        `options`. Returns the step.
+    def load(
+        self,
+        state_dict: dict[str, Any],
+        step: int | None = None,
+        *,
+        missing_ok: bool = False,
+        **options: Any,
+    ) -> int | None:
+        """`torch_ckpt.load` of the checkpoint of `step`, with its `options`; if `step` is None, of
+        the newest, as rank 0 sees it. Returns the step.
+
+        missing_ok: where there is no checkpoint, as when a run begins, return None on all ranks.
 
         Raises IncompleteError where there is none, and what torch_ckpt.load does: one that is
         damaged is an error, nothing older is loaded in its place.
         """
         if step is None:
-            step = self._latest_step()
+            step = self._decide("latest step", self._latest_step)
+            if step is None and missing_ok:
+                return None
             if step is None:
                 raise IncompleteError("holds no committed checkpoint", file=self.root)
-        path = self.path(step)
-        api.load(state_dict, checkpoint_id=path, process_group=self._group, **options)
+        api.load(state_dict, self.path(step), process_group=self._group, **options)
         return step
 
     def close(self) -> None:
@@ -153,7 +167,7 @@ class CheckpointDirectory:
         of a deletion that failed and was not made up for by a later one.
         """
         try:
-            async_saves.close()
+            saves.close()
         finally:
             self._deletions.close()
 

@@ -6,6 +6,7 @@ A native id never enters pickled state, and a leaked owner frees what it holds.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import re
 import threading
@@ -102,6 +103,9 @@ class Job:
     def __init__(self) -> None:
         self.id: int = _core.call({"op": "job_create"})["job"]
         self._finalizer = _finalizer(self, _free_job, self.id)
+        self._jobs = _jobs.get()
+        if self._jobs is not None:
+            self._jobs._add(self)
 
     def __enter__(self) -> Job:
         return self
@@ -112,6 +116,8 @@ class Job:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._jobs is not None:
+            self._jobs._remove(self)
         self._finalizer()
 
     def __reduce__(self) -> Any:
@@ -146,6 +152,54 @@ class Job:
         """
         return apart(work, self.cancel, lambda _: None)
 
+
+class Jobs:
+    """The jobs that are made in a block of code, by the thread that runs it: they are cancelled
+    and counted together. Use as a context manager; a block inside another one has its own jobs.
+    Methods may be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._running: list[Job] = []
+        self._ended = (0, 0)  # bytes done and in all, of jobs that have ended
+        self._cancelled = False
+        self._tokens: list[contextvars.Token[Jobs | None]] = []
+
+    def __enter__(self) -> Jobs:
+        self._tokens.append(_jobs.set(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _jobs.reset(self._tokens.pop())
+
+    def cancel(self) -> None:
+        """Cancel the jobs that run, and those to come."""
+        with self._mutex:
+            self._cancelled = True
+            for job in self._running:
+                job.cancel()
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes done and bytes in all, of all jobs so far."""
+        with self._mutex:
+            counts = [self._ended, *(job.progress() for job in self._running)]
+        return sum(done for done, _ in counts), sum(total for _, total in counts)
+
+    def _add(self, job: Job) -> None:
+        with self._mutex:
+            self._running.append(job)
+            if self._cancelled:
+                job.cancel()
+
+    def _remove(self, job: Job) -> None:
+        with self._mutex:
+            done, total = job.progress()
+            self._ended = (self._ended[0] + done, self._ended[1] + total)
+            self._running.remove(job)
+
+
+_jobs: contextvars.ContextVar[Jobs | None] = contextvars.ContextVar("torch_ckpt", default=None)
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 

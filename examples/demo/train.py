@@ -77,10 +77,10 @@ def run(worker: Worker, root: Path, save: bool, export: Path | None) -> None:
     settings, state = worker.settings, worker.state
     directory = CheckpointDirectory(root, keep_last=3, process_group=worker.saves)
     saver = Saver(worker, directory)
-    newest = directory.latest()
-    if newest is not None:
-        directory.load({"app": state})
-        worker.report("resumed", step=state.step, checkpoint=Path(newest).name)
+    resumed = directory.load({"app": state}, missing_ok=True)
+    if resumed is not None:
+        name = Path(directory.path(resumed)).name
+        worker.report("resumed", step=state.step, checkpoint=name)
     while state.step < settings.steps:
         rate = state.scheduler.get_last_lr()[0]
         begin = time.perf_counter()

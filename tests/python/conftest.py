@@ -16,7 +16,8 @@ from async_writers import GatedWriter, memory
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from torch_ckpt import _core
-from torch_ckpt.dcp import async_saves, plan_cache
+from torch_ckpt.dcp import saves
+from torch_ckpt.dcp.plan import plan_cache
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,7 +49,7 @@ def nothing_is_left() -> Iterator[None]:
     gc.collect()  # errors of other tests, with states in their tracebacks
     before = memory()["leased"]
     yield
-    async_saves.close(20)
+    saves.close(20)
     assert memory()["leased"] == before
     _core.call({"op": "arena", "staging": True, "budget": 1 << 62})
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torch_ckpt.dcp.planner import LoadPlanner, PerRank, SavePlanner
+from torch_ckpt.dcp.plan.planners import LoadPlanner, PerRank, SavePlanner
 
 
 class as_rank:

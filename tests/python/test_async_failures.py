@@ -9,7 +9,6 @@ import sys
 import threading
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,10 @@ from torch.distributed.checkpoint.staging import StagingOptions
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
-from torch_ckpt.dcp import api, async_saves
-from torch_ckpt.dcp.one_save import OneSaveStager
-from torch_ckpt.dcp.staged_state import StagedState
+from torch_ckpt.dcp import saves
+from torch_ckpt.dcp.background.async_save import async_save as whole_call
+from torch_ckpt.dcp.background.background import Background
+from torch_ckpt.dcp.stage.staged_state import StagedState
 
 pytestmark = MARKS
 
@@ -114,7 +114,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_saves(
                 stager.stage(weights()).result(20)  # type: ignore[union-attr]
             except torch_ckpt.UnsupportedError as error:
                 said += str(error)
-            said += f" {async_saves.running()}"
+            said += f" {saves.running()}"
         except BaseException as error:
             said = repr(error)
         os.write(write, said.encode())
@@ -149,7 +149,7 @@ def interrupt_lines(function: Any, number: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "function", [api.async_save.__wrapped__, OneSaveStager.after_execute, OneSaveStager._arrived]
+    "function", [whole_call.__wrapped__, Background.stage, Background._have, Background.let_go]
 )
 def test_ctrl_c_at_any_line(tmp_path: Path, function: Any) -> None:
     """It is raised, or comes too late; and the save ends, and so does the next one."""
@@ -157,7 +157,7 @@ def test_ctrl_c_at_any_line(tmp_path: Path, function: Any) -> None:
     planner = dcp.DefaultSavePlanner()
     interrupts = 0
     # What comes before the save is registered can lose nothing.
-    for number in range(16 if function is api.async_save.__wrapped__ else 1, 100):
+    for number in range(16 if function is whole_call.__wrapped__ else 1, 100):
         before = sys.gettrace()
         sys.settrace(interrupt_lines(function, number))
         try:
@@ -169,11 +169,10 @@ def test_ctrl_c_at_any_line(tmp_path: Path, function: Any) -> None:
             interrupted = True
         finally:
             sys.settrace(before)
-        async_saves.wait_for(async_saves.running(), 20)
-        for save in async_saves._known():
+        saves.wait_for(saves.running(), 20)
+        for save in saves.known():
             save.told()
         interrupts += interrupted
-        assert "set_up_planner" not in planner.__dict__
         gc.collect()
         async_save(weights(2), checkpoint_id=tmp_path / "d", planner=planner).result(20)
         if not interrupted:
@@ -181,17 +180,21 @@ def test_ctrl_c_at_any_line(tmp_path: Path, function: Any) -> None:
     assert interrupts >= 3 and loads(tmp_path / "c") and loads(tmp_path / "d", 2)
 
 
-def test_a_call_of_stock_that_fails_leaves_nothing(
+def test_a_thread_that_cannot_be_had_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*args: Any, **options: Any) -> Any:
-        raise RuntimeError("can't start new thread")
+    begins = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name == "torch_ckpt-save":
+            raise RuntimeError("can't start new thread")
+        begins(thread)
 
     planner = dcp.DefaultSavePlanner()
     errors = []
     for state in (weights(), {"w": torch.zeros(3, device="meta")}):
         with monkeypatch.context() as patch:
-            patch.setattr(ThreadPoolExecutor, "submit", fails)
+            patch.setattr(threading.Thread, "start", fails)
             with pytest.raises(RuntimeError, match="new thread") as raised:
                 async_save(state, checkpoint_id=tmp_path / "1", planner=planner)
             errors.append(raised.value)  # and all that its frames hold
@@ -212,7 +215,7 @@ class BrokenLater(dcp.staging.BlockingAsyncStager):
 def test_a_stager_that_fails_when_it_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no copy"):
         async_save(weights(), checkpoint_id=tmp_path / "1", async_stager=BrokenLater())
-    async_saves.wait_for(async_saves.running(), 20)
+    saves.wait_for(saves.running(), 20)
     assert not (tmp_path / "1").exists()
 
 
@@ -246,7 +249,7 @@ def keeps_no_states(tmp_path: Path) -> None:
     del state, mark, save
     gc.collect()
     assert seen() is None
-    assert async_saves._saves == []
+    assert saves._saves == []
 
 
 class Passing(dcp.staging.BlockingAsyncStager):

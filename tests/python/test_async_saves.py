@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager, _ext
-from torch_ckpt.dcp import async_saves
+from torch_ckpt.dcp import saves
+from torch_ckpt.dcp.background import turn
 
 pytestmark = MARKS
 
@@ -114,14 +115,14 @@ def test_a_second_save_is_refused(tmp_path: Path, gate: threading.Event) -> None
 def test_of_two_threads_that_save_at_once_one_begins(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decide = async_saves._verdict
+    decide = turn._verdict
 
     def slowly(*arguments: Any) -> Any:
         verdict = decide(*arguments)
         time.sleep(0.2)
         return verdict
 
-    monkeypatch.setattr(async_saves, "_verdict", slowly)
+    monkeypatch.setattr(turn, "_verdict", slowly)
 
     def save(name: str) -> Any:
         return begin(tmp_path / name, on_busy="raise")
@@ -226,9 +227,9 @@ def test_errors_of_several_saves_are_all_named(tmp_path: Path, gate: threading.E
         async_save(weights(), storage_writer=kind(tmp_path / str(number)), on_busy="overlap")
     gate.set()
     with pytest.raises(torch_ckpt.CheckpointError, match=r"/1, failed: .*; .*/2, failed: ") as told:
-        async_saves.close(20)
+        saves.close(20)
     assert isinstance(told.value.__cause__, OSError)
-    async_saves.close(20)
+    saves.close(20)
 
 
 @pytest.mark.parametrize("ask", ["result", "exception"])
@@ -262,7 +263,7 @@ def test_failures_may_be_warnings(tmp_path: Path, gate: threading.Event) -> None
         async_stager=PinnedMemoryStager(StagingOptions()),
     )
     warned("broken disk", weights(), storage_writer=FailingWriter(tmp_path / "1"))
-    warned("needs a checkpoint_id", weights())
+    warned("needs a path", weights())
     running = begin(tmp_path / "0")
     warned("another save", weights(), checkpoint_id=tmp_path / "1", on_busy="raise")
     gate.set()
@@ -273,7 +274,7 @@ def test_failures_may_be_warnings(tmp_path: Path, gate: threading.Event) -> None
 
 def test_an_unheard_error_is_a_warning_where_that_was_asked_for(tmp_path: Path) -> None:
     async_save(weights(), storage_writer=FailingWriter(tmp_path / "1"))
-    async_saves.wait_for(async_saves.running(), 20)
+    saves.wait_for(saves.running(), 20)
     with pytest.warns(RuntimeWarning, match="/1, failed: .*broken disk"):
         save = async_save(weights(), checkpoint_id=tmp_path / "2", on_failure="warn")
     save.result(20)
@@ -347,7 +348,7 @@ def test_no_save_hangs_where_warnings_are_errors(tmp_path: Path) -> None:
         writer = FailingWriter(tmp_path / "2")
         save = async_save(weights(), storage_writer=writer, on_failure="warn")
         assert save.result(20) is None and save.error is not None
-        async_saves.close(20)
+        saves.close(20)
     finally:
         logging.disable(logging.NOTSET)
 

@@ -22,8 +22,8 @@ from wrapped_tensor import Wrapped
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager, _core, _ext
-from torch_ckpt.dcp import crossing
-from torch_ckpt.dcp.staged_state import StagedState
+from torch_ckpt.dcp.stage import crossing
+from torch_ckpt.dcp.stage.staged_state import StagedState
 
 MIB = 1 << 20
 

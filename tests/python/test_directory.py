@@ -38,7 +38,7 @@ from torch_ckpt import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from torch_ckpt.dcp import writer as writer_module
+from torch_ckpt.dcp.save import writer as writer_module
 from torch_ckpt.jobs import SaveSession
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"

@@ -13,50 +13,68 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torch_ckpt
-from torch_ckpt.dcp.planner import SavePlanner
-from torch_ckpt.dcp.planning import paused_gc
+from torch_ckpt.dcp.plan.collector import paused_gc
+from torch_ckpt.dcp.plan.planners import SavePlanner
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError
 
 
+def is_on() -> bool:
+    return gc.isenabled() and gc.get_threshold()[0] > 0
+
+
 def test_garbage_collector_is_paused_and_restored():
+    before = gc.get_threshold()
     with paused_gc():
-        assert not gc.isenabled()
+        assert not is_on()
         with paused_gc():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    assert gc.isenabled()
+            assert not is_on()
+        assert not is_on()
+    assert gc.get_threshold() == before
     with pytest.raises(InvalidArgumentError):
         SavePlanner().set_up_planner({"a.b": 1, "a": {"b": 2}}, None, True)
-    assert gc.isenabled()
-    gc.disable()
+    assert gc.get_threshold() == before
+
+
+def test_what_the_trainer_says_of_its_collector_meanwhile_holds() -> None:
+    before = gc.get_threshold()
     try:
         with paused_gc():
-            pass
+            gc.disable()  # as torchtitan does, on another thread
         assert not gc.isenabled()
+        with paused_gc():
+            gc.enable()
+        assert gc.isenabled() and gc.get_threshold() == before
+        with paused_gc():
+            gc.set_threshold(123, 5, 6)
+        assert gc.get_threshold()[0] == 123
     finally:
         gc.enable()
+        gc.set_threshold(*before)
+
+
+def test_beside_the_main_thread_it_goes_on() -> None:
+    seen = []
+
+    def plan() -> None:
+        with paused_gc():
+            seen.append(is_on())
+
+    thread = threading.Thread(target=plan)
+    thread.start()
+    thread.join()
+    assert seen == [True]
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_process_that_is_forked_meanwhile_collects() -> None:
-    """As the workers of a DataLoader are, beside a save in the background."""
-    begun, forked = threading.Event(), threading.Event()
-
-    def plan() -> None:
-        with paused_gc():
-            begun.set()
-            forked.wait(60)
-
-    thread = threading.Thread(target=plan)
-    thread.start()
-    begun.wait(60)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if gc.isenabled() else 1)
-    forked.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert gc.isenabled()
+    """As the workers of a DataLoader are, from another thread."""
+    with paused_gc():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if is_on() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not is_on()
+    assert is_on()
 
 
 class Node:
@@ -108,16 +126,16 @@ def test_garbage_collector_is_off_while_the_main_thread_saves(tmp_path):
 
     class Watching(DefaultSavePlanner):
         def create_local_plan(self):
-            seen.append(gc.isenabled())
+            seen.append(is_on())
             return super().create_local_plan()
 
         def resolve_data(self, item):
-            seen.append(gc.isenabled())
+            seen.append(is_on())
             return super().resolve_data(item)
 
     options = {"planner": Watching(), "no_dist": True}
     torch_ckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", **options)
-    assert seen == [False, False] and gc.isenabled()
+    assert seen == [False, False] and is_on()
     seen.clear()
     thread = threading.Thread(
         target=torch_ckpt.save,
@@ -129,7 +147,7 @@ def test_garbage_collector_is_off_while_the_main_thread_saves(tmp_path):
     assert seen == [True, True], "the trainer's garbage is collected while another thread saves"
     with pytest.raises(CheckpointError):
         torch_ckpt.save({"w": torch.eye(2).to_sparse()}, checkpoint_id=tmp_path / "b", **options)
-    assert gc.isenabled()
+    assert is_on()
 
 
 def test_a_failed_save_lets_its_tensors_go(tmp_path):

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageWriter
-from torch_ckpt.dcp import plan_cache
-from torch_ckpt.dcp.planner import PerRank, SavePlanner
+from torch_ckpt.dcp.plan import plan_cache
+from torch_ckpt.dcp.plan.planners import PerRank, SavePlanner
 from torch_ckpt.dcp.reserved import PLAN_TOKEN
 from torch_ckpt.errors import ConflictError, IncompleteError, InvalidArgumentError
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
-from torch_ckpt.dcp.global_plan import check_catalog_size
+from torch_ckpt.dcp.plan.global_plan import check_catalog_size
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 
 

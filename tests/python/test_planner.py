@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_ckpt.dcp.planner import LoadPlanner, PerRank, SavePlanner
+from torch_ckpt.dcp.plan.planners import LoadPlanner, PerRank, SavePlanner
 from torch_ckpt.errors import (
     IncompleteError,
     InvalidArgumentError,

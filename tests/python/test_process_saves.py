@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import _async_process_executor as stock
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch_ckpt import PinnedMemoryStager, _core
-from torch_ckpt.dcp import crossing
+from torch_ckpt.dcp.stage import crossing
 group()
 
 def arena():

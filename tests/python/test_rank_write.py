@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_ckpt
 from torch_ckpt import ConflictError
-from torch_ckpt.dcp import rank_write
-from torch_ckpt.dcp.commit import RankReport, commit_request
+from torch_ckpt.dcp.save import rank_write
+from torch_ckpt.dcp.save.commit import RankReport, commit_request
 
 
 @pytest.mark.parametrize("layout", ["sharded", "final"])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from launch import run_ranks
 from ranks import (
+    agreements,
     asynchronous,
     consolidation,
     directories,
@@ -18,6 +19,7 @@ from ranks import (
 )
 
 MODULES = {
+    "agreements": agreements,
     "sharding": sharding,
     "saving": saving,
     "asynchronous": asynchronous,
@@ -29,6 +31,7 @@ MODULES = {
 }
 # In this order: the launches of "reshard" load what the ones before have saved.
 LAUNCHES = [
+    ("agreements", 3),
     ("sharding", 4),
     ("saving", 2),
     ("saving", 4),

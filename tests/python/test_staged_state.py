@@ -22,7 +22,7 @@ from wrapped_tensor import Wrapped
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
-from torch_ckpt.dcp.staged_state import StagedState
+from torch_ckpt.dcp.stage.staged_state import StagedState
 
 BLOCKING = StagingOptions(False, False, False, False)
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageWriter, PinnedMemoryStager, _core
-from torch_ckpt.dcp.staged_state import StagedState
+from torch_ckpt.dcp.stage.staged_state import StagedState
 
 BLOCKING = StagingOptions(False, False, False, False)
 MIB = 1 << 20

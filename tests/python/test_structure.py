@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.default_planner import (
     _EmptyStateDictLoadPlanner,
 )
 
-from torch_ckpt.dcp.flatten import (
+from torch_ckpt.dcp.plan.flatten import (
     Flat,
     check_structure,
     describe_structure,
     merge_structures,
     rebuild,
 )
-from torch_ckpt.dcp.planner import LoadPlanner, PerRank, SavePlanner
+from torch_ckpt.dcp.plan.planners import LoadPlanner, PerRank, SavePlanner
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import (
     CorruptError,

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 import torch_ckpt
 from torch_ckpt import Checkpoint, HuggingFaceStorageReader, consolidate_safetensors_files
 from torch_ckpt.cli import cli
-from torch_ckpt.dcp.ties import find_ties
+from torch_ckpt.dcp.plan.ties import find_ties
 
 
 def tied_state() -> dict[str, Any]:

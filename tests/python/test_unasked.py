@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import torch_ckpt
-from torch_ckpt.dcp import load_planner
+from torch_ckpt.dcp.plan import load_planner
 
 
 def ones(*names: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from sample_states import FAILED
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch_ckpt.dcp import writer
 from torch_ckpt.dcp.reserved import RAW_LEAVES, RESERVED
+from torch_ckpt.dcp.save import writer
 
 ran: list[str] = []
 
@@ -39,9 +39,9 @@ def forge(path: Path, monkeypatch: pytest.MonkeyPatch, raw: Any, step: Any) -> N
     """A checkpoint whose objects file says that a planner has packed the leaves `raw`."""
     with monkeypatch.context() as patch:
         patch.setattr(writer, "RESERVED", frozenset())
-        patch.setattr("torch_ckpt.dcp.flatten.RESERVED", frozenset())
+        patch.setattr("torch_ckpt.dcp.plan.flatten.RESERVED", frozenset())
         patch.setattr(
-            "torch_ckpt.dcp.commit.planned_entries",
+            "torch_ckpt.dcp.save.commit.planned_entries",
             lambda metadata: {"planned": [], "split": "", "paths": {}},
         )
         state = {RAW_LEAVES: raw, "step": step, "w": torch.ones(1)}

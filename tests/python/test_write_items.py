@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import Shard
 
 from torch_ckpt import SavePlanner
-from torch_ckpt.dcp.items import WriteItems
+from torch_ckpt.dcp.plan.items import WriteItems
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.staging import (
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter, _ext
-from torch_ckpt.dcp.load_planner import MissingKeyError
+from torch_ckpt.dcp.plan.load_planner import MissingKeyError
 from torch_ckpt.errors import error_from, with_rank
 from torch_ckpt.objects.types import CorruptObjectError, UnsupportedObjectError
 

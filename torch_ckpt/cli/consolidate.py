@@ -145,7 +145,7 @@ def _merge(
     import torch.distributed as dist  # only here: it takes seconds
 
     from torch_ckpt.consolidate import merge_on_every_rank
-    from torch_ckpt.team import Team
+    from torch_ckpt.ranks import Ranks
 
     with _stdout_to_stderr():
         try:
@@ -156,8 +156,7 @@ def _merge(
                 f"with torchrun, or unset it: {error}"
             ) from error
         try:
-            team = Team.of(None, _TIMEOUT_S)
-            return merge_on_every_rank(make, team, progress)
+            return merge_on_every_rank(make, Ranks.of(None, timeout=_TIMEOUT_S), progress)
         finally:
             dist.destroy_process_group()
 

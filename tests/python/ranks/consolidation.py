@@ -18,7 +18,6 @@ from sample_states import stock_rows
 
 import torch_ckpt
 from torch_ckpt import _core
-from torch_ckpt.team import Team
 
 CASES, case = cases()
 
@@ -255,18 +254,3 @@ def cancelled_by_one_rank(context: Context) -> None:
     assert os.listdir(context.folder) == ["in"]
     torch_ckpt.consolidate_safetensors_files_on_every_rank(shards, out, None)
     assert torch.equal(load_file(out / "model-00001-of-00001.safetensors")["w"], content)
-
-
-@case
-def one_team_for_each_group(context: Context) -> None:
-    groups = [dist.new_group(list(range(context.world)), backend="gloo") for _ in range(2)]
-    teams = [Team.of(group, 60) for group in (None, *groups, None, *groups)]
-    assert teams[:3] == teams[3:]
-    assert Team.of(None, 61) is not teams[0]
-    assert len(set(map(id, teams))) == 3
-    for team in teams:
-        assert team.together(lambda: context.rank) == list(range(context.world))
-    threads = threading.active_count()
-    for _ in range(20):
-        teams[0].together(lambda: None)
-    assert threading.active_count() <= threads + 1

@@ -13,11 +13,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from ranks.layouts import check, layouts, state
-from ranks.run import Context, cases, everywhere, raised
+from ranks.run import Context, cases, raised
 from ranks.saving import FailsOnRank1
 
 import torch_ckpt
-from torch_ckpt import CheckpointDirectory, CheckpointError, IncompleteError, InvalidArgumentError
+from torch_ckpt import CheckpointDirectory, IncompleteError, InvalidArgumentError
 from torch_ckpt import directory as directory_module
 
 CASES, case = cases()
@@ -64,24 +64,23 @@ def all_see_what_rank_0_sees(context: Context) -> None:
     root = context.folder / "below" / "root"
     with seen_by_rank_0_alone(context):
         directory = CheckpointDirectory(root, keep_last=2)
-        assert directory.latest() is None and directory.steps() == []
         raised(lambda: load(context, directory), "holds no committed checkpoint")
+        assert directory.load({}, missing_ok=True) is None
         for step in (1, 2, 3):
             directory.save(content(context, step), step)
             assert (root / "LATEST").read_text() == f"step-{step}\n"
-            assert directory.latest() == str(root / f"step-{step}")
             assert load(context, directory) == step
         directory.close()
         dist.barrier()
-        assert directory.steps() == [2, 3]
         assert load(context, directory, 2) == 2
+    assert directory.steps() == [2, 3]
+    assert directory.latest() == str(root / "step-3")
     assert children(root) == ["LATEST", "step-2", "step-3"]
 
 
 @case
 def saves_in_the_background(context: Context) -> None:
-    """Every save has a process group of its own, or the one of the directory, while its ranks ask
-    what is there."""
+    """While a rank asks what is there, alone: that is no collective call."""
     root = context.folder / "root"
     group = dist.new_group(backend="gloo")
     with seen_by_rank_0_alone(context):
@@ -92,16 +91,14 @@ def saves_in_the_background(context: Context) -> None:
             source = content(context, step)
             future = directory.async_save(source, step, on_commit=lambda n=step: heard.append(n))
             source["n"].fill_(-1)
-            for _ in range(10):
+            for _ in range(10 if context.rank == 0 else 0):
                 latest = directory.latest()
-                assert len(set(everywhere(latest))) == 1
-                # Committed here or not yet, but whole and never an older one.
+                # Committed or not yet, but whole and never an older one.
                 if latest is not None:
                     assert int(latest.rpartition("-")[2]) in (before, step)
             future.result()
             assert heard[-1] == step
             dist.barrier()
-            assert directory.latest() == str(root / f"step-{step}")
             assert load(context, directory) == step
             before = step
         directory.close()
@@ -134,7 +131,7 @@ def what_fails_on_rank_0(context: Context) -> None:
         (context.folder / "file").write_text("")
     dist.barrier()
     error = raised(lambda: CheckpointDirectory(context.folder / "file"), "is not a directory")
-    assert isinstance(error, InvalidArgumentError if context.rank == 0 else CheckpointError)
+    assert isinstance(error, InvalidArgumentError)
     directory = CheckpointDirectory(root)
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(directory_module, "write_latest", mock.Mock(side_effect=full)):

@@ -334,10 +334,11 @@ def errors_of_a_load_reach_every_rank(context: Context) -> None:
 @case
 def an_error_of_metadata_is_itself_on_every_rank(context: Context) -> None:
     """DCP passes on its text only, and on the other ranks nothing has failed."""
-    path, missing, file = (context.folder / name for name in ("c", "missing", "file"))
+    path, missing, file = (context.folder / name / "c" for name in ("good", "missing", "file"))
     table = layouts(context.world)
     torch_ckpt.save(state(table), checkpoint_id=path)
     if context.rank == 0:
+        file.parent.mkdir()
         file.write_text("no directory")
     dist.barrier()
     last = context.world - 1

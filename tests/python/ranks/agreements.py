@@ -1,0 +1,173 @@
+"""Ranks: what one hears of the others, and how an error of one becomes the error of all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+from ranks.run import Context, cases, raised
+
+import torch_ckpt
+from torch_ckpt import _core
+from torch_ckpt.jobs import Job
+from torch_ckpt.ranks import Ranks
+
+CASES, case = cases()
+
+
+@case
+def answers(context: Context) -> None:
+    for group in (None, dist.new_group(backend="gloo")):
+        ranks = Ranks.of(group)
+        assert (ranks.rank, ranks.size) == (context.rank, context.world)
+        assert ranks.members == tuple(range(context.world))
+        for number in range(3):
+            total = ranks.gather("sum", lambda: context.rank + number, sum)  # noqa: B023
+            assert total == sum(rank + number for rank in range(context.world))
+            own = ranks.scatter("one each", lambda: context.rank, lambda v: [10 * x for x in v])
+            assert own == 10 * context.rank
+            assert ranks.together("all", lambda: context.rank) == list(range(context.world))
+            assert ranks.decide("rank 0", lambda: ["of", context.rank]) == ["of", 0]
+
+
+@case
+def texts_of_any_length(context: Context) -> None:
+    ranks = Ranks.of(None)
+    for size in (0, 1, 1000, 1_000_000):
+        own = b"x" * (size * (context.rank + 1))
+        texts = ranks.together("texts", lambda: own)  # noqa: B023
+        assert [len(text) for text in texts] == [size * (r + 1) for r in range(context.world)]
+        answer = ranks.scatter("back", lambda: own, lambda given: given)  # noqa: B023
+        assert answer == own
+
+
+@case
+def one_for_each_group(context: Context) -> None:
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    made = [Ranks.of(group, timeout=60) for group in (None, *groups, None, *groups)]
+    assert made[:3] == made[3:]
+    others = [Ranks.of(None, timeout=61), Ranks.of(None, "beside", timeout=60)]
+    assert len(set(map(id, made[:3] + others))) == 5
+    for ranks in made:
+        assert ranks.together("ranks", lambda: context.rank) == list(range(context.world))
+
+
+@case
+def an_error_is_that_of_all(context: Context) -> None:
+    ranks = Ranks.of(None)
+
+    def fails() -> None:
+        if context.rank == 1:
+            raise FileNotFoundError(2, "No such file", "the root")
+
+    error = raised(lambda: ranks.gather("step", fails, len), "rank 1", "No such file")
+    assert isinstance(error, FileNotFoundError) and error.filename == "the root"
+
+    def damaged(_: Any) -> None:
+        raise torch_ckpt.CorruptError("not what was written", file="f")
+
+    error = raised(lambda: ranks.gather("step", lambda: None, damaged), "rank 0", "not what")
+    assert isinstance(error, torch_ckpt.CorruptError)
+
+    class Odd(Exception):
+        def __init__(self, one: Any, two: Any) -> None:
+            super().__init__("cannot be made again")
+
+    def odd() -> None:
+        if context.rank == 1:
+            raise Odd(1, 2)
+
+    error = raised(lambda: ranks.gather("step", odd, len), "cannot be made again")
+    assert isinstance(error, Odd if context.rank == 1 else torch_ckpt.CheckpointError)
+    error = raised(lambda: ranks.gather("step", threading.Lock, len), "pickle")
+    # And the ranks go on as before.
+    assert ranks.gather("sum", lambda: 1, sum) == context.world
+
+
+@case
+def the_others_jobs_are_cancelled(context: Context) -> None:
+    """Rank 1 fails at once; the others would be at work for a minute."""
+    ranks = Ranks.of(None)
+
+    def step() -> None:
+        if context.rank == 1:
+            raise torch_ckpt.ConflictError("in the way")
+        with Job() as job:
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                state = _core.call({"op": "job_poll", "job": job.id})
+                if state["cancelled"]:
+                    raise torch_ckpt.CancelledError("was cancelled")
+                time.sleep(0.01)
+
+    began = time.monotonic()
+    error = raised(lambda: ranks.gather("step", step, len), "rank 1", "in the way")
+    assert isinstance(error, torch_ckpt.ConflictError)
+    assert time.monotonic() - began < 30, "the others heard of it too late"
+
+
+@case
+def different_calls(context: Context) -> None:
+    ranks = Ranks.of(None)
+    what = f"save into step-{min(context.rank, 1)}"
+    error = raised(
+        lambda: ranks.gather(what, lambda: 1, sum), "different calls", "step-0", "step-1"
+    )
+    assert isinstance(error, torch_ckpt.InvalidArgumentError)
+    assert ranks.gather("sum", lambda: 1, sum) == context.world
+
+
+@case
+def an_interrupt_is_raised_where_it_came(context: Context) -> None:
+    ranks = Ranks.of(None)
+
+    def step() -> None:
+        if context.rank == 1:
+            raise KeyboardInterrupt
+
+    try:
+        ranks.gather("step", step, len)
+        raise AssertionError("nobody heard of it")
+    except KeyboardInterrupt:
+        assert context.rank == 1
+    except torch_ckpt.CancelledError as error:
+        assert context.rank != 1 and error.rank == 1
+
+
+@case
+def one_is_much_later(context: Context) -> None:
+    """Neither a late step nor a late answer meets the timeout of ranks that do not answer."""
+    ranks = Ranks.of(None, timeout=2)
+
+    def late() -> int:
+        time.sleep(4 if context.rank == 1 else 0)
+        return 1
+
+    assert ranks.gather("late step", late, sum) == context.world
+
+    def late_answer(values: list[int]) -> int:
+        time.sleep(4)
+        return sum(values)
+
+    assert ranks.gather("late answer", lambda: 1, late_answer) == context.world
+
+
+@case
+def what_progress_raises_ends_the_step(context: Context) -> None:
+    ranks = Ranks.of(None)
+
+    def progress(done: int, total: int) -> None:
+        raise ValueError("no bar")
+
+    def step() -> None:
+        time.sleep(0.5)
+
+    told = progress if context.rank == 1 else None
+    raised(lambda: ranks.gather("step", step, len, progress=told), "no bar")
+    cancel = threading.Event()
+    if context.rank == 1:
+        cancel.set()
+    error = raised(lambda: ranks.gather("step", step, len, cancel=cancel), "was cancelled")
+    assert isinstance(error, torch_ckpt.CancelledError)

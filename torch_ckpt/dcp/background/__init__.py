@@ -1,0 +1,1 @@
+"""Saves beside training, in a thread or in another process."""

@@ -1,0 +1,157 @@
+"""async_save: a Save in a thread, or in the process that saves, of a copy of the state."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import planner as stock_planner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from torch_ckpt.dcp.api import PathLike, eager, make_save, one_path, ranks_of
+from torch_ckpt.dcp.background.background import Background, heard_from
+from torch_ckpt.dcp.background.process import saving_process
+from torch_ckpt.dcp.background.turn import OnBusy, begin
+from torch_ckpt.dcp.save.save import Save
+from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+from torch_ckpt.dcp.saves import AsyncSave, OnFailure, SaveStats, wait_for
+from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
+from torch_ckpt.key_mapping import KeyMapping
+from torch_ckpt.options import check_choice, local_path
+from torch_ckpt.progress import Progress
+from torch_ckpt.ranks import rank_and_size
+
+_OURS = (HuggingFaceStorageWriter, type(None))
+
+
+@eager
+def async_save(
+    state_dict: dict[str, Any],
+    path: PathLike | None = None,
+    *,
+    checkpoint_id: PathLike | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: stock_planner.SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    on_busy: OnBusy = "wait",
+    on_failure: OnFailure = "raise",
+    on_commit: Callable[[], None] | None = None,
+    log_path: PathLike | None = None,
+    timeout: float = 600.0,
+    key_mapping: KeyMapping | None = None,
+    progress: Progress | None = None,
+    **writer_options: Any,
+) -> AsyncSave:
+    """`torch.distributed.checkpoint.async_save` with our writer, planner and stager as defaults.
+
+    Returns an AsyncSave, a future, when the tensors may change. With a stager that stages beside
+    the trainer (`use_async_staging`) it returns before: the tensors may change when the
+    `staging_completion` of the AsyncSave is done.
+
+    The save goes on in a thread. Its ranks talk through connections of their own, so that it meets
+    neither collectives nor timeouts of training. With AsyncCheckpointerType.PROCESS it goes on in
+    another process of each rank, which is kept for the next saves.
+
+    on_busy: what to do while an earlier async save of this process is not over. "wait" for it,
+        "raise" ConflictError, or "overlap": stage now, and save when it is over. Saves that would
+        share a writer, a planner or a stager that is not ours wait all the same.
+    on_failure: "raise" raises errors from this call, or from the future; one that nobody has asked
+        the future for, from the next call (with several ranks, if it is one of rank 0, as those of
+        saves are; what fails on another rank alone is a warning there). "warn" makes warnings of
+        them, for trainers that shall go on whatever happens; the future's result is None then.
+    on_commit: called on every rank, in the background, when the checkpoint is committed and before
+        the future is done. What it raises is the save's error. It must not save or load itself,
+        which would wait for this save.
+    log_path: a file to which each rank appends its SaveStats, a line of JSON a save.
+    timeout: seconds to wait for earlier saves.
+    key_mapping, progress: as for `save`, but called in the background, or in another process;
+        `progress` not from there.
+    writer_options: keywords of HuggingFaceStorageWriter, as for `save`.
+
+    Raises what `save` would: what is wrong with one rank's arguments, on all; on this rank what
+    goes wrong while it stages, and from the futures of all ranks that and all else. Besides,
+    CheckpointError where an earlier save failed and nobody has heard of it, and ConflictError for
+    `on_busy`.
+    """
+    rank, size = rank_and_size(process_group, no_dist)
+    own_stager = isinstance(async_stager, PinnedMemoryStager)
+    future = AsyncSave(
+        SaveStats(_where(path, checkpoint_id, storage_writer), rank, size, time.time()),
+        on_failure,
+        None if log_path is None else os.fsdecode(os.path.abspath(log_path)),
+        # What two saves cannot use at a time.
+        (storage_writer, planner, None if own_stager else async_stager),
+    )
+    background: Background | None = None
+    try:
+        ranks = ranks_of(process_group, no_dist)
+        beside = ranks_of(process_group, no_dist, "beside")
+
+        def make() -> Save:
+            check_choice("on_busy", on_busy, get_args(OnBusy))
+            check_choice("on_failure", on_failure, get_args(OnFailure))
+            place = one_path(path, checkpoint_id)
+            if place is not None and isinstance(storage_writer, _OURS):
+                place = local_path(place)  # the save goes on in another working directory
+            return make_save(
+                place,
+                storage_writer,
+                planner,
+                beside,
+                use_collectives=use_collectives,
+                key_mapping=key_mapping,
+                progress=progress,
+                options=writer_options,
+            )
+
+        made: list[Save] = []
+        # What is wrong with one rank's arguments is an error of all.
+        ranks.together("async_save", lambda: made.append(make()))
+        (save,) = made
+        turn = begin(future, ranks, on_busy, on_failure, timeout)
+        process = None
+        if async_checkpointer_type is AsyncCheckpointerType.PROCESS:
+            process = saving_process(process_group, ranks, lambda: wait_for(turn.running, timeout))
+        stager = async_stager
+        if stager is None:
+            # As stock does it.
+            stager = save.writer if isinstance(save.writer, AsyncStager) else PinnedMemoryStager()
+        background = Background(future, save, stager, turn, process, on_commit)
+        background.start()
+        background.stage(state_dict)
+        background.let_go()
+    except BaseException as error:
+        # Ctrl-C may come at any line. A state that the thread has already is saved.
+        if background is None:
+            future.finish(None, heard_from(error, future))
+            in_time = True
+        else:
+            in_time = background.give_up(error)
+        if in_time:
+            if on_failure == "warn" and isinstance(error, Exception):
+                return future
+            future.told()
+        raise
+    refused = background.refusal
+    if refused is not None and (on_failure == "raise" or not isinstance(refused, Exception)):
+        future.told()
+        raise refused
+    return future
+
+
+def _where(
+    path: PathLike | None, checkpoint_id: PathLike | None, writer: StorageWriter | None
+) -> str:
+    place = path or checkpoint_id or getattr(writer, "path", None)
+    if place is None:
+        return "" if writer is None else type(writer).__name__
+    return os.fsdecode(os.path.abspath(place) if isinstance(writer, _OURS) else place)

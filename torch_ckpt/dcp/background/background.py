@@ -1,0 +1,187 @@
+"""The life of a save in the background, from its staging to the end of its future."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, wait
+from typing import Any
+
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from torch_ckpt.dcp.background.process import SavingProcess
+from torch_ckpt.dcp.background.turn import Turn
+from torch_ckpt.dcp.save.save import Save, states_of
+from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata
+from torch_ckpt.dcp.stage import crossing
+from torch_ckpt.dcp.stage.staged_state import StagedState
+from torch_ckpt.errors import CheckpointError, ExhaustedError, with_rank
+from torch_ckpt.jobs import in_thread
+
+
+def heard_from(error: BaseException, future: AsyncSave) -> Exception:
+    """What the future raises: who waits for it was not interrupted."""
+    if isinstance(error, Exception):
+        return error
+    stats = future.stats
+    text = f"{type(error).__name__}: {error}"
+    heard = CheckpointError(text, file=stats.path, rank=stats.rank)
+    heard.__cause__ = error
+    return heard
+
+
+class Background:
+    """A save from its staging to the end of its future.
+
+    - The thread that saves waits for the copy, until the call has returned (it plans in Python, and
+      its caller would wait for the interpreter), and until all earlier saves are over.
+    - A state for which a stager with over_budget="stream" has no memory is not copied: the
+      trainer's own tensors are saved, which must not change until the writer has them.
+    - A state that cannot be staged is an error of the save, of which all ranks hear.
+    - The lease of what was staged ends with the save. Else it would end when the state is garbage:
+      an error that somebody keeps has frames in its traceback that hold the state.
+    """
+
+    def __init__(
+        self,
+        future: AsyncSave,
+        save: Save,
+        stager: AsyncStager,
+        turn: Turn,
+        process: SavingProcess | None,
+        on_commit: Callable[[], None] | None,
+    ) -> None:
+        self._future = future
+        self._save = save
+        self._stager = stager
+        self._turn = turn
+        self._process = process
+        self._on_commit = on_commit
+        save.on_written = future.release_tensors
+        # One state in a list, whose taker has it alone; or why there is none. The first counts.
+        self._offered: Future[list[dict[str, Any]]] = Future()
+        self._staged: StagedState | None = None  # that state, if it is a copy of ours
+        self._returned = threading.Event()  # the call has
+        self._thread: Future[None] | None = None
+        self._blocks = True  # as opposed to staging beside the trainer
+
+    @property
+    def refusal(self) -> BaseException | None:
+        """Why there is no state to be saved, where that is known."""
+        return self._offered.exception() if self._offered.done() else None
+
+    def start(self) -> None:
+        """Let the thread wait for the state."""
+        self._thread = in_thread(self._run, "torch_ckpt-save")
+
+    def stage(self, state_dict: dict[str, Any]) -> None:
+        """Stage the state, or let a stager that does so beside the trainer begin."""
+        state: dict[str, Any] = {}
+        try:
+            self._turn.wait()
+            began = time.perf_counter()
+            state = states_of(state_dict)
+            staged = self._stager.stage(state)
+            if isinstance(staged, Future):
+                self._blocks = False
+                staged.add_done_callback(lambda done: self._have(done.result, state, began))
+                return
+            if self._stager.should_synchronize_after_execute:
+                self._stager.synchronize_staging()
+        except BaseException as error:  # Ctrl-C as well
+            failure = error
+            self._have(lambda: _raise(failure), state, 0.0)
+        else:
+            self._have(lambda: staged, state, began)
+
+    def _have(
+        self, staged: Callable[[], dict[str, Any]], state: dict[str, Any], began: float
+    ) -> None:
+        """`staged` returns a copy of `state`, or raises why there is none."""
+        try:
+            copy = staged()
+            stats = self._future.stats
+            stats.staged_s = time.perf_counter() - began
+            if isinstance(copy, StagedState):
+                stats.staged_bytes = copy.staged_bytes
+                self._staged = copy
+                if self._process is not None:
+                    crossing.pack(copy)
+        except BaseException as error:
+            if self._streams(error):
+                self._offer(state)
+            else:
+                self._refuse(error)
+            return
+        self._offer(copy)
+        self._future.release_tensors()
+
+    def _offer(self, state: dict[str, Any]) -> None:
+        with contextlib.suppress(InvalidStateError):  # `give_up` was here
+            self._offered.set_result([state])
+
+    def _streams(self, error: BaseException) -> bool:
+        """Whether there is no copy and none is needed."""
+        wanted = getattr(self._stager, "over_budget", "") == "stream"
+        return wanted and self._process is None and isinstance(error, ExhaustedError)
+
+    def _refuse(self, error: BaseException) -> bool:
+        """There is no state. Whether there was none before."""
+        known = with_rank(error, self._save.ranks.rank)
+        try:
+            self._offered.set_exception(known)
+        except InvalidStateError:
+            return False
+        self._future.release_tensors(heard_from(known, self._future))
+        return True
+
+    def let_go(self) -> None:
+        """The call returns: let the thread go on, and wait until the tensors may change, unless the
+        stager stages beside the trainer."""
+        self._future.stats.blocked_s = self._future.elapsed()
+        self._returned.set()
+        if self._blocks and self.refusal is None:
+            self._future.staging_completion.result()
+            self._future.stats.blocked_s = self._future.elapsed()
+
+    def give_up(self, error: BaseException) -> bool:
+        """The call ends with `error`. Whether that came in time: then the save fails with it."""
+        in_time = self._refuse(error)
+        self._returned.set()
+        if self._thread is None:
+            self._run()  # or other ranks would not hear of it
+        return in_time
+
+    def _take(self) -> dict[str, Any]:
+        return self._offered.result().pop()
+
+    def _run(self) -> None:
+        metadata: Any = None
+        error: BaseException | None = None
+        try:
+            wait([self._offered])
+            self._returned.wait()
+            wait(self._turn.earlier)
+            if self._process is None:
+                metadata = self._save.run(self._take)
+            else:
+                metadata = self._process.run(self._save, self._take)
+        except BaseException as failure:
+            error = failure
+        try:
+            staged, self._staged = self._staged, None
+            if staged is not None:
+                staged.end()
+            if error is None:
+                metadata = SavedMetadata(metadata, self._future.stats)
+                if self._on_commit is not None:
+                    self._on_commit()
+        except BaseException as failure:  # or nobody would ever hear
+            error = error or failure
+        self._future.finish(metadata, None if error is None else heard_from(error, self._future))
+
+
+def _raise(error: BaseException) -> Any:
+    raise error

@@ -1,0 +1,1 @@
+"""What the ranks read: the storage reader."""

@@ -1,0 +1,107 @@
+"""Load: one load by all its ranks, in four steps: plan, gather, lay out, read.
+
+They are the calls of DCP's protocols, in the order of `torch.distributed.checkpoint.load`, so that
+any planner and any storage reader can be given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt.dcp.plan.collector import paused_gc
+from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
+from torch_ckpt.dcp.plan.load_planner import LoadPlanner as OurPlanner
+from torch_ckpt.progress import Progress
+from torch_ckpt.ranks import Ranks
+
+_NO_STATE = PLAIN_TENSORS | {DTensor}
+
+
+@dataclass
+class Load:
+    """One load.
+
+    path: None where the reader has one.
+    """
+
+    planner: LoadPlanner
+    reader: StorageReader
+    path: str | os.PathLike[str] | None
+    ranks: Ranks
+    progress: Progress | None = None
+
+    def run(self, state_dict: dict[str, Any]) -> None:
+        """Fill `state_dict`. A collective call: raises the same error on every rank; tensors may
+        then be filled in part."""
+        place = self.path or getattr(self.reader, "path", None) or type(self.reader).__name__
+        what = f"load of {os.path.basename(os.path.normpath(os.fsdecode(place)))}"
+        states: dict[str, Any] = {}
+
+        def plan() -> LoadPlan:
+            states.update(_states_of(state_dict))
+            return self._plan(states)
+
+        def lay_out(plans: list[LoadPlan]) -> list[LoadPlan]:
+            plans = self.planner.create_global_plan(plans)
+            laid_out: list[LoadPlan] = self.reader.prepare_global_plan(plans)
+            return laid_out
+
+        def read() -> None:
+            plan = self.planner.finish_plan(final_plan)
+            self.reader.read_data(plan, self.planner).wait()
+
+        # The objects of a plan are made in no time beside what collecting between them takes.
+        with paused_gc(keeps=False):
+            final_plan = self.ranks.scatter(f"plan of {what}", plan, lay_out)
+            self.ranks.gather(what, read, lambda _: None, progress=self.progress)
+        if not state_dict and isinstance(self.planner, OurPlanner) and self.planner.rebuild:
+            state_dict.update(states)
+        for key, value in state_dict.items():
+            if _has_state(value):
+                value.load_state_dict(states[key])
+            else:
+                state_dict[key] = states[key]
+
+    def _plan(self, states: dict[str, Any]) -> LoadPlan:
+        reader, ranks = self.reader, self.ranks
+        reader.reset(self.path)
+        coordinates = ranks.rank == 0
+        # Of readers like FileSystemReader, which know checkpoints that were saved without
+        # collectives by their ranks.
+        of_rank = False
+        try:
+            metadata = reader.read_metadata()
+        except Exception:
+            if "kwargs" not in inspect.signature(reader.read_metadata).parameters:
+                raise
+            of_rank = True
+            metadata = reader.read_metadata(rank=ranks.rank)
+        self.planner.set_up_planner(states, metadata, coordinates)
+        told: dict[str, Any] = {}
+        if "kwargs" in inspect.signature(reader.set_up_storage_reader).parameters:
+            told = {"rank": ranks.rank, "use_collectives": not of_rank}
+        reader.set_up_storage_reader(metadata, coordinates, **told)
+        plan: LoadPlan = reader.prepare_local_plan(self.planner.create_local_plan())
+        return plan
+
+
+def _has_state(value: Any) -> bool:
+    # Asking a protocol takes longer than loading a small tensor.
+    return type(value) not in _NO_STATE and isinstance(value, Stateful)
+
+
+def _states_of(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A plain dict of the entries of `state_dict`, with the states of those that have one. These
+    are asked in the order of their names: what they do may be a collective."""
+    states = dict(state_dict)
+    for key in sorted((key for key, value in states.items() if _has_state(value)), key=str):
+        states[key] = states[key].state_dict()
+    return states

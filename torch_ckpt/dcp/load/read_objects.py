@@ -1,0 +1,133 @@
+"""Leaves that are no tensors: from the objects files to the planner."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from torch_ckpt import _core, _ext
+from torch_ckpt.dcp.plan.load_planner import LoadPlanner as OurLoadPlanner
+from torch_ckpt.dcp.plan.stock_planner import has_method_of
+from torch_ckpt.dcp.reserved import RAW_LEAVES
+from torch_ckpt.errors import CorruptError, IncompleteError, UnsupportedError
+from torch_ckpt.jobs import Job, OpenedCheckpoint
+from torch_ckpt.objects import ObjectFile
+
+
+class ObjectReader:
+    """Reads the object items of one plan; each objects file once."""
+
+    def __init__(
+        self,
+        opened: OpenedCheckpoint,
+        described: dict[str, Any],
+        *,
+        verify: bool,
+        allow_pickle: bool,
+    ) -> None:
+        """`described` is what `opened` says of itself."""
+        self.opened = opened
+        self.path = opened.path
+        self.described = described
+        self.verify = verify
+        self.allow_pickle = allow_pickle
+        self._holders: dict[str, str] | None = None  # fqn to objects file
+
+    def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        """Give every item's object to the planner."""
+        wanted: dict[str, list[ReadItem]] = {}
+        for item in items:
+            wanted.setdefault(self._file_of(item.storage_index.fqn), []).append(item)
+        for name, of_file in wanted.items():
+            objects, raw = self._load(name, [item.storage_index.fqn for item in of_file])
+            for item in of_file:
+                fqn = item.storage_index.fqn
+                if fqn in raw:
+                    self._give_packed(planner, item, objects[fqn])
+                else:
+                    _give(planner, item, objects[fqn])
+
+    def read_one(self, fqn: str) -> Any:
+        """The object of one leaf."""
+        return self._load(self._file_of(fqn), [fqn])[0][fqn]
+
+    def _file_of(self, fqn: str) -> str:
+        described = self.described
+        if self._holders is None:
+            self._holders = {
+                name: described["files"][holder]["name"]
+                for name, holder in zip(
+                    _core.objects_of(described), described["holders"], strict=True
+                )
+            }
+        holder = self._holders.get(fqn)
+        if holder is None:
+            raise IncompleteError("is not in the checkpoint", file=self.path, tensor=fqn)
+        return holder
+
+    def _bytes(self, name: str, size: int) -> bytes:
+        if not size:
+            return b""
+        # Not a tensor's own memory: to bytes() a storage is a sequence, read one by one.
+        held = bytearray(size)
+        target = torch.frombuffer(held, dtype=torch.uint8)
+        plan = {
+            "checkpoint": self.opened.id,
+            "verify": self.verify,
+            "names": [name],
+            "files": {"0": name},
+        }
+        with Job() as job:
+            _ext.read([target], plan, job)
+        return bytes(held)
+
+    def _load(self, name: str, fqns: list[str]) -> tuple[dict[str, Any], set[str]]:
+        """The objects of one file, and the names of those that a user's planner has packed."""
+        sizes = {file["name"]: file["bytes"] for file in self.described["files"]}
+        file = ObjectFile(self._bytes(name, sizes[name]), name=f"{self.path}/{name}")
+        side_name = name.removesuffix(".json") + ".bin"
+        if file.side_bytes and side_name not in sizes:
+            raise CorruptError("its side file is not in the checkpoint", file=file.name)
+        side = self._bytes(side_name, sizes[side_name]) if file.side_bytes else b""
+        stored = set(file.fqns())
+        names = [*fqns, RAW_LEAVES] if RAW_LEAVES in stored else fqns
+        for fqn in names:
+            if fqn not in stored:
+                raise CorruptError("is not in its objects file", file=file.name, tensor=fqn)
+        objects = file.load(names, side=side, allow_pickle=self.allow_pickle)
+        raw = objects.get(RAW_LEAVES, [])
+        if type(raw) is not list or not all(type(fqn) is str for fqn in raw):
+            raise CorruptError(f"{RAW_LEAVES} is no list of names", file=file.name)
+        return objects, set(raw)
+
+    def _give_packed(self, planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+        """Bytes that a planner of the user's has made, to the planner that can read them."""
+        fqn = item.storage_index.fqn
+        if type(value) is not bytes:
+            raise CorruptError("is said to be packed and is no bytes", file=self.path, tensor=fqn)
+        unpickles = has_method_of(planner, "load_bytes", DefaultLoadPlanner, OurLoadPlanner)
+        if unpickles and not self.allow_pickle:
+            raise UnsupportedError(
+                "was packed by a planner of its own when it was saved. Load it with the planner "
+                f"that belongs to that one: {type(planner).__name__} would unpickle it, which "
+                "only allow_pickle=True permits",
+                tensor=fqn,
+            )
+        planner.load_bytes(item, io.BytesIO(value))
+
+
+def _give(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+    load_object = getattr(planner, "load_object", None)
+    if load_object is not None:
+        load_object(item, value)
+        return
+    # Stock planners take a pickle and no object. This one is made here and now, of an object that
+    # was decoded from typed JSON: nothing that came from disk is unpickled.
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    planner.load_bytes(item, data)

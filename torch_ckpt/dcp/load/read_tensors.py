@@ -1,0 +1,315 @@
+"""Tensors of a load plan, in one native call; then those that need a cast or another device."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from torch_ckpt import _core, _ext
+from torch_ckpt.dcp.load.neighbours import ranks_of_node, wanted_by_neighbours
+from torch_ckpt.dtypes import PACKED, TORCH_DTYPES, widens
+from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.jobs import Job, OpenedCheckpoint
+
+# Host memory for tensors that cannot be read in place: a wave of at most this much; and two where
+# devices copy from one while the other is read, so large that they seldom wait.
+_WAVE_BYTES = 32 << 20
+_DEVICE_WAVE_BYTES = 128 << 20
+_ALIGNMENT = 64  # of a tensor in a wave, in bytes; more than any dtype needs
+_MOST_NAMED = 5
+
+
+@dataclass(slots=True)
+class _Request:
+    item: ReadItem
+    target: torch.Tensor  # what the planner gave
+    offsets: list[int]  # in elements of the header
+    stored: torch.dtype
+    packed: int = 1  # elements of the header per element of the target, in the last dimension
+    shared: bool = False  # another rank of this node loads it too
+
+    @property
+    def size(self) -> int:
+        """Bytes of the box in host memory."""
+        return self.target.numel() * self.stored.itemsize
+
+
+class TensorReader:
+    """Reads the tensor items of one plan."""
+
+    def __init__(
+        self,
+        opened: OpenedCheckpoint,
+        described: dict[str, Any],
+        *,
+        workers: int,
+        verify: bool,
+        strict_dtype: bool,
+        direct_io: bool,
+    ) -> None:
+        """`described` is what `opened` says of itself."""
+        self.opened = opened
+        self.described = described
+        self.workers = workers
+        self.verify = verify
+        self.strict_dtype = strict_dtype
+        self.direct_io = direct_io
+        self.ranks = ranks_of_node()
+
+    def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        types = self.described["types"]
+        type_of = dict(zip(self.described["names"], self.described["type_of"], strict=True))
+        leaves = getattr(planner, "state_dict", None) or {}
+        direct: list[_Request] = []
+        indirect: list[_Request] = []
+        for item in items:
+            fqn = item.storage_index.fqn
+            target = planner.resolve_tensor(item).detach()
+            if target.shape != item.lengths:
+                raise InvalidArgumentError(
+                    f"the target has {tuple(target.shape)}, the plan reads {tuple(item.lengths)}",
+                    tensor=fqn,
+                )
+            name = types[type_of[fqn]][0]
+            offsets = list(item.storage_offsets)
+            packed = PACKED.get(name, 1) if offsets else 1
+            if packed > 1:
+                offsets[-1] *= packed
+            leaf = leaves.get(item.dest_index.fqn)
+            shared = wanted_by_neighbours(leaf, item.lengths, self.ranks)
+            request = _Request(item, target, offsets, TORCH_DTYPES[name], packed, shared)
+            (direct if _in_place(request) else indirect).append(request)
+        # Refuse before a byte is copied. Several boxes of one tensor are cast alike.
+        casts = {(r.item.storage_index.fqn, r.target.dtype): r for r in indirect}
+        for request in casts.values():
+            self._check_cast(request)
+        _warn_of_narrow([r for r in casts.values() if not widens(r.stored, r.target.dtype)])
+        for request in indirect:
+            if request.size and any(n > 1 and not step for n, step in _steps(request.target)):
+                raise InvalidArgumentError(
+                    "the target is expanded: several of its elements are one place in memory",
+                    tensor=request.item.storage_index.fqn,
+                )
+        self._fetch(direct, [request.target for request in direct])
+        torch.autograd.graph.increment_version([request.target for request in direct])
+        for request in direct:
+            planner.commit_tensor(request.item, request.target)
+        self._read_in_waves(indirect)
+        for request in indirect:
+            planner.commit_tensor(request.item, request.target)
+
+    def _fetch(self, requests: list[_Request], into: list[torch.Tensor]) -> None:
+        if not requests:
+            return
+        plan: dict[str, Any] = {
+            "checkpoint": self.opened.id,
+            "workers": self.workers,
+            "verify": self.verify,
+            "direct_io": self.direct_io,
+            "names": _core.names_text([request.item.storage_index.fqn for request in requests]),
+            "offsets": [request.offsets for request in requests],
+        }
+        if self.ranks > 1:
+            plan["shared"] = [i for i, request in enumerate(requests) if request.shared]
+        with Job() as job:
+            _ext.read(into, plan, job)
+
+    def _read_in_waves(self, requests: list[_Request]) -> None:
+        """Read through a piece of host memory; where a CUDA device is to copy from it, through two
+        that are page-locked, so that the copies of one wave run while the next is read."""
+        if not requests:
+            return
+        devices = {request.target.device for request in requests if request.target.is_cuda}
+        pieces, most = (2, _DEVICE_WAVE_BYTES) if devices else (1, _WAVE_BYTES)
+        room = min(most, sum(_padded(request.size) for request in requests))
+        memory: list[torch.Tensor] = []
+        for number, wave in enumerate(_waves(requests, most)):
+            if number < pieces:
+                memory.append(
+                    torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=bool(devices))
+                )
+            held = _carve(memory[number % pieces], wave)
+            self._fetch(wave, held)
+            # Copies from the other piece, which the wave after this one reads into.
+            _wait_for_copies(devices)
+            for request, value in zip(wave, held, strict=True):
+                _copy_into(request.target, value)
+                _check_values(request, value)
+        _wait_for_copies(devices)
+
+    def _check_cast(self, request: _Request) -> None:
+        fqn, source, target = request.item.storage_index.fqn, request.stored, request.target.dtype
+        if source == target:
+            return
+        if self.strict_dtype:
+            raise InvalidArgumentError(
+                f"is stored as {source}, the target is {target} and strict_dtype is set", tensor=fqn
+            )
+        if source.is_complex and not target.is_complex:
+            raise UnsupportedError(
+                f"is stored as {source}; a cast to {target} would drop the imaginary part",
+                tensor=fqn,
+            )
+
+
+def _warn_of_narrow(requests: list[_Request]) -> None:
+    """One warning for all tensors whose targets cannot hold every value of what is stored."""
+    if not requests:
+        return
+    said = [
+        f"{r.item.storage_index.fqn}: stored as {r.stored}, loaded into {r.target.dtype}"
+        for r in requests[:_MOST_NAMED]
+    ]
+    more = len(requests) - len(said)
+    said += [f"and {more} more"] if more else []
+    warnings.warn(f"{'; '.join(said)}; values may lose precision", stacklevel=3)
+
+
+def _steps(target: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Size and stride of every dimension; none of a target that has no strides."""
+    if target.layout == torch.strided:
+        yield from zip(target.shape, target.stride(), strict=True)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _parts(request: _Request, most: int) -> Iterator[_Request]:
+    """The request in boxes of at most `most` bytes, cut along the outermost dimension that there
+    is."""
+    if request.size <= most:
+        yield request
+        return
+    target = request.target
+    dim = next(d for d, size in enumerate(target.shape) if size > 1)
+    # Whole slices where they fit, else one slice, which is cut further.
+    count = max(1, most * target.shape[dim] // request.size)
+    scale = request.packed if dim == target.dim() - 1 else 1
+    for first in range(0, target.shape[dim], count):
+        part = target.narrow(dim, first, min(count, target.shape[dim] - first))
+        offsets = list(request.offsets)
+        offsets[dim] += first * scale
+        yield from _parts(replace(request, target=part, offsets=offsets), most)
+
+
+def _waves(requests: list[_Request], most: int) -> Iterator[list[_Request]]:
+    wave: list[_Request] = []
+    size = 0
+    for request in requests:
+        for part in _parts(request, most):
+            if wave and size + _padded(part.size) > most:
+                yield wave
+                wave, size = [], 0
+            wave.append(part)
+            size += _padded(part.size)
+    if wave:
+        yield wave
+
+
+def _carve(memory: torch.Tensor, wave: list[_Request]) -> list[torch.Tensor]:
+    """Contiguous tensors of the wave's shapes and stored dtypes, one after another in `memory`."""
+    held = []
+    start = 0
+    for request in wave:
+        flat = memory[start : start + request.size].view(request.stored)
+        held.append(flat.view(request.target.shape))
+        start += _padded(request.size)
+    return held
+
+
+def _copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy and cast. To a CUDA device the copy may still run on return."""
+    with torch.no_grad():
+        if target.is_cuda:
+            # A cast on the host would take pageable memory of its own.
+            value = (
+                value.to(target.device, non_blocking=True) if value.dtype != target.dtype else value
+            )
+            target.copy_(value, non_blocking=True)
+        else:
+            target.copy_(value)
+
+
+def _wait_for_copies(devices: set[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _in_place(request: _Request) -> bool:
+    target = request.target
+    return (
+        target.dtype == request.stored
+        and target.device.type == "cpu"
+        and target.layout == torch.strided
+        and not target.is_conj()
+        and not target.is_neg()
+        and target.dim() <= 8
+        and (
+            target.is_contiguous()
+            or all(
+                stride > 0 or size <= 1
+                for stride, size in zip(target.stride(), target.shape, strict=True)
+            )
+        )
+    )
+
+
+def _largest(dtype: torch.dtype) -> float:
+    """The largest number that is rounded to a value of `dtype`."""
+    info = torch.finfo(dtype)
+    return float(info.max) + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
+
+
+def _fits(value: torch.Tensor, target: torch.dtype) -> bool:
+    """Whether floats are all within the range of floating `target`, by one pass that takes no
+    memory. False is not yet an error: it says nothing of NaN, and not all dtypes have this pass."""
+    if not (target.is_floating_point and value.dtype.is_floating_point):
+        return False
+    if value.dtype.itemsize == 1 or target == torch.float8_e8m0fnu:
+        return False
+    if not value.numel():
+        return True
+    low, high = (end.item() for end in torch.aminmax(value))
+    return -torch.finfo(target).max <= low and high <= torch.finfo(target).max
+
+
+def _check_values(request: _Request, value: torch.Tensor) -> None:
+    """No value may change beyond rounding: a finite one stays finite, an integer the same."""
+    source, target = request.stored, request.target
+    if source == target.dtype or widens(source, target.dtype):
+        return
+    if _fits(value, target.dtype):
+        return
+    fqn = request.item.storage_index.fqn
+    result = target.to("cpu") if target.device.type != "cpu" else target
+    if target.dtype.is_floating_point or target.dtype.is_complex:
+        # float8 dtypes lack comparison kernels; float32 holds all of their values.
+        wide = result.to(torch.float32) if target.dtype.itemsize == 1 else result
+        was = value.to(torch.float32) if source.itemsize == 1 else value
+        if source.is_floating_point or source.is_complex:
+            lost = ~torch.isfinite(wide) & torch.isfinite(was)
+        else:
+            lost = ~torch.isfinite(wide)
+        if target.dtype.itemsize == 1:
+            # Some casts to float8 give the largest value where others give infinity.
+            lost |= torch.isfinite(was) & (was.double().abs() > _largest(target.dtype))
+            # Some have no infinity.
+            lost |= torch.isinf(was) & ~torch.isinf(wide)
+        if target.dtype == torch.float8_e8m0fnu:  # nor 0, nor a sign
+            lost |= was.double() <= 0
+        what = "out of range"
+    else:
+        lost = result.to(source) != value
+        what = "another number"
+    if bool(lost.any()):
+        raise InvalidArgumentError(
+            f"{int(lost.sum())} values stored as {source} would be {what} as {target.dtype}",
+            tensor=fqn,
+        )

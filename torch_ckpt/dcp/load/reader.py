@@ -1,0 +1,211 @@
+"""HuggingFaceStorageReader: DCP's StorageReader protocol on the engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as StockReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from torch_ckpt.dcp.load.read_metadata import metadata_of
+from torch_ckpt.dcp.load.read_objects import ObjectReader
+from torch_ckpt.dcp.load.read_requests import check_filled
+from torch_ckpt.dcp.load.read_tensors import TensorReader
+from torch_ckpt.dcp.plan.collector import paused_gc
+from torch_ckpt.dcp.plan.stock_planner import check_read_boxes
+from torch_ckpt.dcp.reserved import STRUCTURE_FQN
+from torch_ckpt.errors import CheckpointError, ConflictError, with_rank
+from torch_ckpt.hulls import warn_of_hulls
+from torch_ckpt.jobs import MIN_WORKERS, OpenedCheckpoint
+
+logger = logging.getLogger(__name__)
+
+# The dcp.load of torch 2.10 says only "metadata is None" where that of 2.13 gives the reason too.
+_DCP_TELLS_WHY = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+@dataclass(frozen=True, slots=True)
+class SeenSave:
+    """The save that a rank is about to load."""
+
+    rank: int | None
+    save_id: str
+
+
+class ReplacedError(ConflictError):
+    """Another save has replaced the checkpoint, as this rank or another one sees it: who looks
+    again in a second will see the newer one."""
+
+
+class HuggingFaceStorageReader(StockReader):
+    """Reads our directories, stock shards, consolidated files and Hub directories.
+
+    The positional arguments are those of
+    `torch.distributed.checkpoint.HuggingFaceStorageReader`:
+
+    path: the checkpoint directory.
+    thread_count: threads that read, at least four.
+
+    Keyword-only arguments of ours:
+
+    verify: compare every segment (1 MiB of a file) that is read with its CRC-32C. Directories that
+        are not ours have no digests.
+    strict_dtype: refuse a target whose dtype is not the stored one.
+    allow_pickle: unpickle leaves that were saved with allow_pickle, and let stock's planners and
+        ours unpickle what a planner of the user's has packed. Never do that with a checkpoint that
+        you do not trust.
+    direct_io: False reads through the page cache.
+
+    A subclass that overrides `_process_read_request(f, req, planner)` is handed one request per
+    stored shard with an open `safetensors.safe_open` file, as with stock; so is one that overrides
+    `_read_files_from_queue`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        thread_count: int = 1,
+        *,
+        verify: bool = True,
+        strict_dtype: bool = False,
+        allow_pickle: bool = False,
+        direct_io: bool = True,
+    ) -> None:
+        super().__init__(path=os.fspath(path), thread_count=thread_count)
+        self.verify = verify
+        self.strict_dtype = strict_dtype
+        self.allow_pickle = allow_pickle
+        self.direct_io = direct_io
+        # What read_metadata saw: a load fails if the checkpoint is replaced in between.
+        self._opened: OpenedCheckpoint | None = None
+        self._described: dict[str, Any] | None = None
+
+    def _reads_by_request(self) -> bool:
+        """Whether a subclass reads in its own way, as stock's hooks allow it to."""
+        own = type(self)
+        return (
+            own._process_read_request is not StockReader._process_read_request
+            or own._read_files_from_queue is not StockReader._read_files_from_queue
+        )
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None, "_described": None}
+
+    def _forget(self) -> None:
+        self._opened, self._described = None, None
+
+    def _open(self) -> OpenedCheckpoint:
+        if self._opened is None:
+            self._opened = OpenedCheckpoint(os.fspath(self.path))
+        return self._opened
+
+    def _describe(self) -> dict[str, Any]:
+        if self._described is None:
+            self._described = self._open().describe(whole=self._reads_by_request())
+        return self._described
+
+    # No **kwargs here: DCP would retry a rank that failed without collectives, and hang the others.
+    def read_metadata(self) -> Metadata:
+        """The names, shapes, dtypes and paths of the checkpoint.
+
+        Presents each tensor as one chunk, since the engine resolves the stored boxes; to a subclass
+        with its own `_process_read_request` as the stored chunks. Raises IncompleteError,
+        CorruptError, ConflictError or OSError for a directory that cannot be loaded whole, and logs
+        the error too where DCP drops it. Logs a warning for shapes that no file says, and for
+        dtypes that this torch does not have: such tensors are left out.
+        """
+        self._forget()
+        try:
+            with paused_gc(keeps=True):
+                metadata = metadata_of(
+                    self._describe(),
+                    os.fspath(self.path),
+                    self.load_id,
+                    chunks=self._reads_by_request(),
+                )
+            self._take_structure(metadata)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                warn_of_hulls(os.fspath(self.path), self._describe()["hulls"])
+            return metadata
+        except (CheckpointError, OSError) as error:
+            if not _DCP_TELLS_WHY:
+                logger.error("%s", error)
+            raise
+
+    def _take_structure(self, metadata: Metadata) -> None:
+        """The leaf in which SavePlanner keeps the containers is no leaf of the user's."""
+        if not isinstance(metadata.state_dict_metadata.get(STRUCTURE_FQN), BytesStorageMetadata):
+            return
+        del metadata.state_dict_metadata[STRUCTURE_FQN]
+        reader = ObjectReader(
+            self._open(), self._describe(), verify=self.verify, allow_pickle=False
+        )
+        metadata.planner_data[STRUCTURE_FQN] = reader.read_one(STRUCTURE_FQN)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Note which save this rank sees, for the coordinator."""
+        plan = super().prepare_local_plan(plan)
+        seen = SeenSave(self.rank, self._describe()["save_id"])
+        return replace(plan, storage_data=seen) if plan.storage_data is None else plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuse to mix two saves: while one is replaced by another, ranks on different nodes can
+        see different ones, and each would be right by itself."""
+        seen = [plan.storage_data for plan in plans if isinstance(plan.storage_data, SeenSave)]
+        other = next((each for each in seen if each.save_id != seen[0].save_id), None)
+        if other is not None:
+            raise ReplacedError(
+                f"is being replaced: rank {seen[0].rank} sees save {seen[0].save_id or 'none'}, "
+                f"rank {other.rank} sees {other.save_id or 'none'}",
+                file=os.fspath(self.path),
+            )
+        return super().prepare_global_plan(plans)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the planner's tensors and objects. Coverage is proved before a byte is copied."""
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        path = os.fspath(self.path)
+        workers = max(MIN_WORKERS, self.thread_count)
+        try:
+            check_read_boxes(planner, tensors)
+            if tensors and self._reads_by_request():
+                check_filled(tensors, planner, path)
+                super().read_data(LoadPlan(tensors), planner)
+            elif tensors:
+                strict = self.strict_dtype or bool(getattr(planner, "strict_dtype", False))
+                TensorReader(
+                    self._open(),
+                    self._describe(),
+                    workers=workers,
+                    verify=self.verify,
+                    strict_dtype=strict,
+                    direct_io=self.direct_io,
+                ).read(tensors, planner)
+            if objects:
+                ObjectReader(
+                    self._open(),
+                    self._describe(),
+                    verify=self.verify,
+                    allow_pickle=self.allow_pickle,
+                ).read(objects, planner)
+        except ConflictError as error:
+            raise ReplacedError(error.message, file=error.file, rank=self.rank) from error
+        except (CheckpointError, OSError) as error:
+            if self.rank is None:
+                raise
+            raise with_rank(error, self.rank) from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

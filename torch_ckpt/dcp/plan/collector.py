@@ -1,0 +1,56 @@
+"""Python's cyclic garbage collector, paused while many objects are made."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+from collections.abc import Iterator
+
+_own: tuple[int, int, int] | None = None  # the thresholds before a pause of ours
+
+
+@contextlib.contextmanager
+def paused_gc(*, keeps: bool = True) -> Iterator[None]:
+    """Let the collector not run by itself inside the block, in the main thread. In other threads it
+    does: the trainer may be running beside them, whose garbage must not wait.
+
+    keeps: what is made inside outlives it, and counts as old at its end: freeze and unfreeze move
+    all objects to the oldest generation without looking at them, where the next allocation would
+    walk a plan's every object, which takes as long as making them. That what is garbage already
+    does not grow old with them, the young generations are collected before the outermost block.
+
+    A block around others that keep (a whole save around its planning) need not: what it makes
+    besides is little, and may be garbage. After an error nothing is moved, and tensors which its
+    traceback holds are freed soon. Thresholds are what is changed, so that whoever calls
+    `gc.disable` meanwhile has it his way.
+    """
+    global _own
+    if threading.current_thread() is not threading.main_thread() or not gc.isenabled():
+        yield
+        return
+    outermost = _own is None
+    if outermost:
+        gc.collect(1)
+        _own = gc.get_threshold()
+        gc.set_threshold(0, *_own[1:])
+    try:
+        yield
+        if keeps and gc.get_freeze_count() == 0:  # else unfreeze would undo the trainer's own
+            gc.freeze()
+            gc.unfreeze()
+    finally:
+        if outermost:
+            _resume()
+
+
+def _resume() -> None:
+    """Also in a forked child, where the thread that would is not there."""
+    global _own
+    own, _own = _own, None
+    if own is not None and gc.get_threshold()[0] == 0:  # else somebody has set others
+        gc.set_threshold(*own)
+
+
+os.register_at_fork(after_in_child=_resume)

@@ -1,0 +1,377 @@
+"""A nested state dict as {fqn: leaf}, and the description of what the fqns alone do not say.
+
+The fqns are those of torch's `flatten_state_dict`, so that stock planners read what ours wrote:
+mappings are always opened, lists only where they hold tensors or mappings, tuples never. What that
+loses (types of keys, empty containers, types of mappings, order) is kept in a *structure*:
+
+    {"version": 1,
+     "containers": [[path, type, keys], ...],   # path: list of str (mapping) and int (list)
+     "per_rank": [path, ...]}
+
+with one entry per container that the fqns do not describe, and no structure at all where they
+describe every one, as in a plain nested dict of tensors. docs/format.md has the grammar.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt.dcp.plan.per_rank import PerRank, is_rank_part, rank_part
+from torch_ckpt.dcp.reserved import RESERVED, STRUCTURE_FQN
+from torch_ckpt.errors import CorruptError, InvalidArgumentError
+from torch_ckpt.objects.types import FACTORIES
+
+Path = tuple[Any, ...]
+Structure = dict[str, Any]
+
+_LEAVES = frozenset(
+    {torch.Tensor, torch.nn.Parameter, DTensor, int, float, str, bool, type(None), bytes}
+)
+_FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
+
+
+class Flat:
+    """A flattened state dict.
+
+    values: {fqn: leaf}; for a PerRank leaf its value, under this rank's fqn.
+    paths: {fqn: path}, the `planner_data` that stock planners know.
+    slots: {fqn: (container, key)}, where a leaf is to be replaced; only when asked for.
+    empty: the paths of empty mappings.
+    structured: whether the fqns leave something unsaid.
+    has_sharded_tensor, has_meta: whether a leaf is one.
+    """
+
+    __slots__ = (
+        "values",
+        "paths",
+        "slots",
+        "empty",
+        "structured",
+        "has_sharded_tensor",
+        "has_meta",
+        "_part",
+        "_per_rank_leaves",
+    )
+
+    def __init__(
+        self, state_dict: Mapping[Any, Any], rank: int, world_size: int, slots: bool = False
+    ) -> None:
+        """Flatten `state_dict`. Raises InvalidArgumentError where two leaves have one fqn."""
+        self.values: dict[str, Any] = {}
+        self.paths: dict[str, Path] = {}
+        self.slots: dict[str, tuple[Any, Any]] | None = {} if slots else None
+        self.empty: set[Path] = set() if state_dict else {()}
+        self.structured = type(state_dict) not in _PLAIN_MAPPINGS
+        self.has_sharded_tensor = False
+        self.has_meta = False
+        self._part = rank_part(rank, world_size)
+        self._per_rank_leaves: set[str] = set()
+        try:
+            self._visit(state_dict, state_dict.items(), "", ())
+        except RecursionError:
+            raise InvalidArgumentError(
+                "the state dict contains itself, or is nested too deeply"
+            ) from None
+        if slots:  # of a load, which takes whatever names a checkpoint has
+            return
+        for name in RESERVED & self.values.keys():
+            raise InvalidArgumentError(f"{name}: this name is reserved for torch_ckpt")
+        for fqn in self.values if self._per_rank_leaves else ():
+            leaf, _, part = fqn.rpartition(".")
+            if leaf in self._per_rank_leaves and part != self._part and is_rank_part(part):
+                raise InvalidArgumentError(
+                    f"{fqn}: this name belongs to {leaf}, which is a PerRank"
+                )
+
+    def _visit(
+        self, container: Any, items: Iterable[tuple[Any, Any]], prefix: str, path: Path
+    ) -> None:
+        values, paths, slots = self.values, self.paths, self.slots
+        in_list = isinstance(container, list)
+        for key, value in items:
+            if type(key) is str:
+                name, fqn = key, prefix + key
+            else:
+                name = key if in_list else str(key)
+                fqn = f"{prefix}{key}"
+                if not in_list:
+                    self.structured = True
+            kind = type(value)
+            if kind not in _LEAVES:
+                if isinstance(value, Mapping):
+                    if not value or kind not in _PLAIN_MAPPINGS:
+                        self.structured = True
+                    if not value:
+                        self.empty.add((*path, name))
+                    self._visit(value, value.items(), f"{fqn}.", (*path, name))
+                    continue
+                if isinstance(value, list):
+                    if _opens(value):
+                        self._visit(value, enumerate(value), f"{fqn}.", (*path, name))
+                        continue
+                elif kind is PerRank:
+                    self.structured = True
+                    self._per_rank(fqn, value, (*path, name))
+                    continue
+                elif isinstance(value, ShardedTensor):
+                    self.has_sharded_tensor = True
+            if fqn in values:
+                self._collision(fqn, (*path, name), key)
+            values[fqn] = value
+            paths[fqn] = (*path, name)
+            if slots is not None:
+                slots[fqn] = (container, key)
+                # A ShardedTensor of several local shards has no is_meta, nor an __init_tensor__.
+                if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor):
+                    self.has_meta |= value.is_meta
+
+    def _per_rank(self, fqn: str, leaf: PerRank, path: Path) -> None:
+        if isinstance(leaf.value, (DTensor, ShardedTensor, PerRank)):
+            raise InvalidArgumentError(
+                f"{fqn}: a {type(leaf.value).__name__} cannot be a per-rank value"
+            )
+        own = f"{fqn}.{self._part}"
+        if own in self.values or fqn in self.values:
+            self._collision(own if own in self.values else fqn, path, path[-1])
+        self._per_rank_leaves.add(fqn)
+        self.values[own] = leaf.value
+        self.paths[own] = (*path, self._part)
+        if self.slots is not None:
+            self.slots[own] = (leaf, "value")
+
+    def _collision(self, fqn: str, path: Path, key: Any) -> None:
+        raise InvalidArgumentError(
+            f"{fqn}: two leaves of the state dict have this name: the one at "
+            f"{_show(self.paths[fqn])} and the one at {_show((*path[:-1], key))}; rename one"
+        )
+
+
+# Types whose own entries need no word in the structure.
+_PLAIN_MAPPINGS = frozenset({dict})
+
+
+def _opens(value: list[Any]) -> bool:
+    """Whether stock's flattening, and so ours, goes into this list."""
+    for entry in value:
+        if isinstance(entry, (torch.Tensor, Mapping, PerRank)):
+            return True
+        if isinstance(entry, list) and _opens(entry):
+            return True
+    return False
+
+
+def _show(path: Path) -> str:
+    return "state_dict" + "".join(f"[{part!r}]" for part in path)
+
+
+def _mapping_type(value: Mapping[Any, Any]) -> str:
+    """The word for a mapping's type; types that are not listed come back as a dict."""
+    kind = type(value)
+    if kind is OrderedDict:
+        return "odict"
+    if kind is Counter:
+        return "counter"
+    if isinstance(value, defaultdict):
+        try:
+            factory = _FACTORY_NAMES.get(value.default_factory)
+        except TypeError:  # an unhashable callable
+            factory = None
+        return "dict" if factory is None else f"defaultdict:{factory}"
+    return "dict"
+
+
+def describe_structure(state_dict: Mapping[Any, Any]) -> Structure:
+    """The structure of `state_dict`. Keys of other types than `_KEY_TYPES` are given as str."""
+    containers: list[list[Any]] = []
+    per_rank: list[list[Any]] = []
+
+    def visit(container: Any, path: list[Any]) -> bool:
+        """Describe `container` and what is in it; whether its parent must list its keys."""
+        items: Iterable[tuple[Any, Any]]
+        if isinstance(container, list):
+            kind, items = "list", enumerate(container)
+            listed = False
+        else:
+            kind, items = _mapping_type(container), container.items()
+            listed = kind != "dict" or not container
+        at = len(containers)
+        special = False
+        for key, value in items:
+            part = key if type(key) is str or kind == "list" else str(key)
+            if type(key) is not str and kind != "list":
+                listed = True
+            if type(value) in _LEAVES:
+                continue
+            if type(value) is PerRank:
+                per_rank.append([*path, part])
+                listed = True
+            elif isinstance(value, Mapping) or (isinstance(value, list) and _opens(value)):
+                special |= visit(value, [*path, part])
+        if listed or special:
+            keys: int | list[Any] = len(container)
+            if kind != "list":
+                keys = [_safe_key(key) for key in container]
+            if type(keys) is list and len({str(key) for key in keys}) != len(keys):
+                raise InvalidArgumentError(
+                    f"{'.'.join(map(str, path))}: two keys of this mapping have the same text; "
+                    f"rename one: {keys!r:.200}"
+                )
+            containers.insert(at, [path, kind, keys])
+        return not container
+
+    visit(state_dict, [])
+    return {"version": 1, "containers": containers, "per_rank": per_rank}
+
+
+# Key types that come back as they are, beside tuples of them. Of Enum members and named tuples only
+# the text does: a reader that lacks the class could not read the structure, and so nothing at all.
+_KEY_TYPES = frozenset(
+    {str, int, float, complex, bool, type(None), bytes, torch.Size, torch.dtype, torch.device}
+)
+
+
+def _safe_key(key: Any) -> Any:
+    kind: type = type(key)
+    if kind in _KEY_TYPES:
+        return key
+    if kind is tuple and all(_safe_key(part) is part for part in key):
+        return key
+    return str(key)
+
+
+def check_structure(value: Any) -> Structure:
+    """`value`, which was read from a checkpoint, as a structure. Raises CorruptError."""
+    try:
+        if set(value) != {"version", "containers", "per_rank"} or value["version"] != 1:
+            raise ValueError("its members or version")
+        for path, kind, keys in value["containers"]:
+            _check_path(path)
+            if type(kind) is not str or type(keys) is not (int if kind == "list" else list):
+                raise ValueError("a container")
+        for path in value["per_rank"]:
+            _check_path(path)
+    except (TypeError, ValueError) as error:
+        raise CorruptError(f"{STRUCTURE_FQN}: malformed: {error}") from error
+    checked: Structure = value
+    return checked
+
+
+def _check_path(path: Any) -> None:
+    if type(path) is not list or any(type(part) not in (str, int) for part in path):
+        raise ValueError("a path")
+
+
+def merge_structures(structures: Iterable[Structure | None]) -> Structure | None:
+    """One structure for ranks that hold different parts of a state dict.
+
+    Where two ranks differ on a container's type the lower rank's holds; keys are united.
+    """
+    merged: Structure | None = None
+    by_path: dict[Path, list[Any]] = {}
+    for structure in structures:
+        if structure is None:
+            continue
+        if merged is None:
+            merged = {"version": 1, "containers": [], "per_rank": []}
+        for path, kind, keys in structure["containers"]:
+            entry = by_path.get(tuple(path))
+            if entry is None:
+                entry = [path, kind, keys]
+                by_path[tuple(path)] = entry
+                merged["containers"].append(entry)
+            elif keys == entry[2]:
+                continue
+            elif type(keys) is list and type(entry[2]) is list:
+                known = {str(key) for key in entry[2]}
+                entry[2] = entry[2] + [key for key in keys if str(key) not in known]
+            elif type(keys) is int and type(entry[2]) is int:
+                entry[2] = max(keys, entry[2])
+        for path in structure["per_rank"]:
+            if path not in merged["per_rank"]:
+                merged["per_rank"].append(path)
+    return merged
+
+
+def empty_containers(structure: Structure | None) -> dict[Path, str]:
+    """Of the empty containers that `structure` has, the kinds by path, for `new_container`."""
+    containers = structure["containers"] if structure is not None else ()
+    return {tuple(path): kind for path, kind, keys in containers if not keys}
+
+
+def new_container(kind: str) -> Any:
+    if kind == "list":
+        return []
+    if kind == "odict":
+        return OrderedDict()
+    if kind == "counter":
+        return Counter()
+    if kind.startswith("defaultdict:"):
+        return defaultdict(FACTORIES.get(kind.partition(":")[2]))
+    return {}
+
+
+def rebuild(
+    values: Mapping[str, Any], paths: Mapping[str, Path], structure: Structure | None
+) -> dict[Any, Any]:
+    """Nest `values` ({fqn: leaf}) again along `paths`, with the types and keys of `structure`.
+
+    Raises CorruptError where paths and structure, which come from a checkpoint, contradict each
+    other, InvalidArgumentError beyond Python's recursion limit.
+    """
+    children: dict[Path, dict[Any, None]] = {(): {}}
+    leaves: dict[Path, Any] = {}
+    kinds: dict[Path, str] = {}
+    keys_at: dict[Path, dict[str, Any]] = {}
+    for at, kind, keys in structure["containers"] if structure is not None else ():
+        path = tuple(at)
+        kinds[path] = kind
+        named = {str(key): key for key in keys} if type(keys) is list else {}
+        keys_at[path] = named
+        children.setdefault(path, {}).update(dict.fromkeys(named))
+        for parent, part in _ancestors(path):
+            children.setdefault(parent, {}).setdefault(part)
+    for fqn, value in values.items():
+        path = tuple(paths.get(fqn, (fqn,)))
+        if path in leaves:
+            raise CorruptError("its path is that of another leaf", tensor=fqn)
+        leaves[path] = value
+        for parent, part in _ancestors(path):
+            children.setdefault(parent, {}).setdefault(part)
+    for path in leaves.keys() & children.keys():
+        raise CorruptError(f"there is a leaf at {path}, and others below it")
+
+    def make(path: Path) -> Any:
+        names = children[path]
+        kind = kinds.get(path)
+        numbered = all(type(name) is int for name in names)
+        if kind == "list" or (kind is None and names and numbered):
+            if not path or not numbered:
+                raise CorruptError(f"what is at {path} can be no list")
+            return [make_child((*path, name)) for name in sorted(names)]
+        container = new_container(kind or "dict")
+        named = keys_at.get(path, {})
+        for name in names:
+            child = (*path, name)
+            if child in children or child in leaves:
+                container[named.get(name, name)] = make_child(child)
+        return container
+
+    def make_child(path: Path) -> Any:
+        return make(path) if path in children else leaves[path]
+
+    try:
+        nested: dict[Any, Any] = make(())
+    except RecursionError:
+        raise InvalidArgumentError("the checkpoint is nested too deeply to be rebuilt") from None
+    return nested
+
+
+def _ancestors(path: Path) -> Iterator[tuple[Path, Any]]:
+    for depth in range(len(path)):
+        yield path[:depth], path[depth]

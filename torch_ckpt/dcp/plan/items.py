@@ -1,0 +1,190 @@
+"""Write and read items for leaves of a state dict, the way stock's planners make them, but one item
+per true box of a DTensor and as little work per tensor as the stock types allow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    ReadItem,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_chunk_list,
+    _create_write_items,
+    create_read_items_for_chunk_list,
+)
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt.dcp.plan.boxes import local_boxes, local_part
+from torch_ckpt.dcp.plan.collector import paused_gc
+from torch_ckpt.errors import InvalidArgumentError
+
+# An offset of zeros per number of dimensions: shared, since torch.Size is immutable.
+ZEROS = tuple(torch.Size((0,) * ndim) for ndim in range(65))
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_NO_SIZE = torch.Size((0,))
+
+
+class WriteItems(list[WriteItem]):
+    """Items of a plan, which pickle as their names and what else many of them have in common: a
+    tenth of the time, and most of it in Python, so that other threads run meanwhile."""
+
+    def __reduce__(self) -> Any:
+        kinds: dict[Any, int] = {}
+        firsts: list[WriteItem] = []
+        numbers = []
+        for item in self:
+            index, data = item.index, item.tensor_data
+            kind: Any = id(item)  # of a subclass, which may hold more
+            if type(item) is WriteItem and type(index) is MetadataIndex:
+                # The type is one of an Enum, whose hash takes longer than all of this.
+                kind = (index.offset, index.index, id(item.type), id(item.bytes_io_data), id(data))
+            number = kinds.setdefault(kind, len(firsts))
+            if number == len(firsts):
+                firsts.append(item)
+            numbers.append(number)
+        return _unpickled, ([item.index.fqn for item in self], numbers, firsts)
+
+
+def _unpickled(fqns: list[str], numbers: list[int], firsts: list[WriteItem]) -> WriteItems:
+    items = WriteItems()
+    new, put = object.__new__, object.__setattr__
+    with paused_gc():
+        for fqn, number in zip(fqns, numbers, strict=True):
+            first = firsts[number]
+            index = new(type(first.index))
+            index.__dict__.update(first.index.__dict__)
+            put(index, "fqn", fqn)
+            item = new(type(first))
+            item.__dict__.update(first.__dict__)
+            put(item, "index", index)
+            items.append(item)
+    return items
+
+
+def dtensor_part(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
+    """The local data of the box of `tensor` at `index`."""
+    if hasattr(tensor._local_tensor, "__get_tensor_shard__"):
+        return find_state_dict_object({index.fqn: tensor}, index)  # type: ignore[no-any-return]
+    for box in local_boxes(tensor, index.fqn):
+        if index.offset is None or box.offsets == index.offset:
+            return local_part(tensor, box)
+    raise ValueError(f"{index.fqn}: this rank has no box at offset {index.offset}")
+
+
+def write_items(state_dict: Mapping[str, Any]) -> WriteItems:
+    """The items by which this rank offers to write the leaves of a flat state dict.
+
+    Boxes that are alike share one TensorWriteData: making it costs more than the rest of an item,
+    and a pickled plan holds it once.
+    """
+    items = WriteItems()
+    whole: dict[tuple[Any, ...], TensorWriteData] = {}
+    boxes: dict[tuple[Any, ...], TensorWriteData] = {}
+    # What the constructors of these frozen classes do, without calling them: that takes half.
+    new, put, tensor_type = object.__new__, object.__setattr__, WriteItemType.TENSOR
+    for fqn, value in state_dict.items():
+        if type(value) not in PLAIN_TENSORS:
+            items += _special_items(fqn, value, boxes)
+            continue
+        size = value.size()
+        alike = (size, value.dtype, value.layout, value.requires_grad)
+        data = whole.get(alike)
+        if data is None:
+            chunk = ChunkStorageMetadata(ZEROS[len(size)], size)
+            # pin_memory is deprecated, never read.
+            data = whole[alike] = TensorWriteData(chunk, TensorProperties(*alike[1:]), size)
+        index = new(MetadataIndex)
+        put(index, "fqn", fqn)
+        put(index, "offset", data.chunk.offsets)
+        # The hint (position among the tensor's chunks) of a tensor in one piece, so that the
+        # global plan need not replace the item.
+        put(index, "index", 0)
+        item = new(WriteItem)
+        put(item, "index", index)
+        put(item, "type", tensor_type)
+        put(item, "bytes_io_data", None)
+        put(item, "tensor_data", data)
+        items.append(item)
+    return items
+
+
+def _special_items(
+    fqn: str, value: Any, known: dict[tuple[Any, ...], TensorWriteData]
+) -> list[WriteItem]:
+    """The items of a leaf that is no plain tensor. `known` has what boxes share."""
+    if isinstance(value, DTensor):
+        local = value._local_tensor
+        if hasattr(local, "__create_write_items__"):  # a local tensor that knows its own boxes
+            return list(_create_write_items(fqn, value))
+        size = value.size()
+        properties = (local.dtype, local.layout, value.requires_grad)
+        items = []
+        for position, (offsets, sizes, _) in enumerate(local_boxes(value, fqn)):
+            alike = (offsets, sizes, size, properties)
+            data = known.get(alike)
+            if data is None:
+                chunk = ChunkStorageMetadata(offsets, sizes)
+                data = known[alike] = TensorWriteData(chunk, TensorProperties(*properties), size)
+            index = MetadataIndex(fqn, offsets, position)
+            items.append(WriteItem(index, WriteItemType.SHARD, None, data))
+        return items
+    if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
+        return list(_create_write_items(fqn, value))
+    return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
+
+
+def object_read_item(fqn: str) -> ReadItem:
+    index = MetadataIndex(fqn)
+    return ReadItem(LoadItemType.BYTE_IO, index, _NO_SIZE, index, _NO_SIZE, _NO_SIZE)
+
+
+def read_items(
+    fqn: str, saved: TensorStorageMetadata | BytesStorageMetadata, target: Any
+) -> list[ReadItem]:
+    """The items that fill `target` from what was saved as `fqn`.
+
+    Raises InvalidArgumentError naming the fqn, what the target expects, and what was found.
+    """
+    if isinstance(saved, BytesStorageMetadata):
+        return [object_read_item(fqn)]
+    if not isinstance(target, torch.Tensor):
+        raise InvalidArgumentError(
+            f"{fqn}: the target expects an object (it has a {type(target).__name__}), the "
+            f"checkpoint has a tensor of shape {list(saved.size)} and {saved.properties.dtype}"
+        )
+    size = target.size()
+    if size != saved.size:
+        raise InvalidArgumentError(
+            f"Size mismatch between saved {saved.size} and current: {size} for {fqn}: the target "
+            f"expects shape {list(size)}, the checkpoint has {list(saved.size)}"
+        )
+    kind = type(target)
+    if kind in PLAIN_TENSORS:
+        chunks = saved.chunks
+        zeros = ZEROS[len(size)]
+        if len(chunks) == 1 and chunks[0].sizes == size:
+            index = MetadataIndex(fqn, zeros, 0)
+            return [ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, size)]
+        local_chunks = [ChunkStorageMetadata(zeros, size)]
+    elif isinstance(target, DTensor) and not hasattr(target._local_tensor, "__create_chunk_list__"):
+        local_chunks = [
+            ChunkStorageMetadata(box.offsets, box.sizes) for box in local_boxes(target, fqn)
+        ]
+    else:
+        local_chunks = list(_create_chunk_list(target))
+    return list(create_read_items_for_chunk_list(fqn, saved, local_chunks))

@@ -1,0 +1,340 @@
+"""LoadPlanner: stock's, which fills the target in place whatever its keys and containers are."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict_v_2_3
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _init_state_dict
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt.dcp.plan.collector import paused_gc
+from torch_ckpt.dcp.plan.flatten import (
+    Flat,
+    Structure,
+    check_structure,
+    empty_containers,
+    new_container,
+    rebuild,
+)
+from torch_ckpt.dcp.plan.items import PLAIN_TENSORS, dtensor_part, read_items
+from torch_ckpt.dcp.plan.per_rank import (
+    PerRank,
+    is_rank_part,
+    rank_part,
+    saved_world_sizes,
+    world_of,
+)
+from torch_ckpt.dcp.plan.renaming import new_names, rename_metadata
+from torch_ckpt.dcp.plan.ties import identity
+from torch_ckpt.dcp.reserved import STRUCTURE_FQN
+from torch_ckpt.errors import IncompleteError, InvalidArgumentError
+from torch_ckpt.key_mapping import KeyMapping
+
+logger = logging.getLogger(__name__)
+
+
+_MOST_LISTED = 20
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _saved_structure(metadata: Metadata) -> Structure | None:
+    """The structure, where the checkpoint has one and the reader has put it among the paths."""
+    value = (metadata.planner_data or {}).get(STRUCTURE_FQN)
+    return check_structure(value) if isinstance(value, dict) else None
+
+
+class MissingKeyError(IncompleteError, RuntimeError):
+    """The target has a leaf that the checkpoint has not. Stock raises RuntimeError."""
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Stock's arguments, and keyword-only ones:
+
+    strict_dtype: carried for the storage reader: refuse any cast.
+    rebuild: an empty target is filled with everything the checkpoint has, nested as it was saved.
+        dcp.load hands over a copy of its target, so take the result from `original_state_dict`.
+    rank, world_size: whose PerRank values are loaded; the default group's if not given.
+    key_mapping: as SavePlanner's, from the names of tensors in the checkpoint to those in the
+        target.
+
+    A storage reader of torch_ckpt gives objects to `load_object`; `load_bytes`, for other readers,
+    takes what torch.save wrote and reads it as stock does. Pickles.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        strict_dtype: bool = False,
+        rebuild: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        key_mapping: KeyMapping | None = None,
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        self.strict_dtype = strict_dtype
+        self.rebuild = rebuild
+        self._rank = rank
+        self._world_size = world_size
+        self.key_mapping = key_mapping
+        self._stored: dict[str, str] = {}  # names in the checkpoint, of what is renamed
+        self._slots: dict[str, tuple[Any, Any]] | None = None
+        self._empty: set[tuple[Any, ...]] = set()  # the paths of the target's empty mappings
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self._stored = {}
+        if metadata is not None and self.key_mapping is not None:
+            names = new_names(self.key_mapping, metadata.state_dict_metadata)
+            metadata = rename_metadata(metadata, names)
+            self._stored = {new: stored for stored, new in names.items()}
+        if self.rebuild and not state_dict and metadata is not None:
+            with paused_gc():
+                state_dict.update(self._rebuilt(metadata))
+        if not self.flatten_state_dict:
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+            self._slots = None
+            return
+        rank, world_size = world_of(self._rank, self._world_size)
+        with paused_gc():
+            flat = Flat(state_dict, rank, world_size, slots=True)
+            if flat.has_meta:
+                _init_state_dict(state_dict)
+                flat = Flat(state_dict, rank, world_size, slots=True)
+        self.original_state_dict = state_dict
+        self.state_dict, self.mappings, self._slots = flat.values, flat.paths, flat.slots
+        self._empty = flat.empty
+        if flat.has_sharded_tensor and self.flatten_sharded_tensors:
+            self.state_dict = _flatten_sharded_tensors(flat.values)
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def _rebuilt(self, metadata: Metadata) -> dict[Any, Any]:
+        """A state dict for everything in `metadata`, with new tensors and None for objects."""
+        paths = metadata.planner_data or {}
+        structure = _saved_structure(metadata)
+        rank, world_size = world_of(self._rank, self._world_size)
+        per_rank = {
+            f"{'.'.join(map(str, path))}.": tuple(path)
+            for path in (structure["per_rank"] if structure is not None else ())
+        }
+        values: dict[str, Any] = {}
+        own_paths = {fqn: path for fqn, path in paths.items() if fqn != STRUCTURE_FQN}
+        for fqn, saved in metadata.state_dict_metadata.items():
+            if fqn == STRUCTURE_FQN and isinstance(saved, BytesStorageMetadata):
+                continue
+            value = None
+            if isinstance(saved, TensorStorageMetadata):
+                value = torch.empty(saved.size, dtype=saved.properties.dtype)
+            prefix, _, part = fqn.rpartition(".")
+            path = per_rank.get(f"{prefix}.")
+            if path is not None and is_rank_part(part):
+                values.setdefault(prefix, PerRank())
+                own_paths[prefix] = path
+                if part == rank_part(rank, world_size):
+                    values[prefix].value = value
+            else:
+                values[fqn] = value
+        return rebuild(values, own_paths, structure)
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = self._plan_under_new_names()
+        if self._stored:
+            plan.items = [self._under_stored_name(item) for item in plan.items]
+        return plan
+
+    def _under_stored_name(self, item: ReadItem) -> ReadItem:
+        stored = self._stored.get(item.storage_index.fqn)
+        if stored is None:
+            return item
+        index = dataclasses.replace(item.storage_index, fqn=stored)
+        return dataclasses.replace(item, storage_index=index)
+
+    def _plan_under_new_names(self) -> LoadPlan:
+        if self.metadata is None:
+            raise InvalidArgumentError("set_up_planner was not given the checkpoint's metadata")
+        saved = self.metadata.state_dict_metadata
+        if self._slots is None:
+            return super().create_local_plan()
+        missing = [fqn for fqn in self.state_dict if fqn not in saved]
+        if missing and self._is_old_format():
+            return super().create_local_plan()
+        with paused_gc():
+            if missing:
+                self._settle_missing(missing)
+            items: list[ReadItem] = []
+            for fqn, value in self.state_dict.items():
+                entry = saved.get(fqn)
+                if entry is not None:
+                    if isinstance(entry, BytesStorageMetadata) and isinstance(value, torch.Tensor):
+                        logger.warning(
+                            "%s: the target has a tensor, the checkpoint an object, which will "
+                            "take its place",
+                            fqn,
+                        )
+                    items += read_items(fqn, entry, value)
+        return LoadPlan(items)
+
+    def _is_old_format(self) -> bool:
+        """Whether the checkpoint names leaves as torch up to 2.3 did. If so, stock loads it."""
+        assert self.metadata is not None
+        saved, current = self.metadata.state_dict_metadata, self.state_dict
+        found = False
+
+        def visit(path: tuple[Any, ...], value: Any) -> None:
+            nonlocal found
+            name = ".".join(map(str, path))
+            found |= name in saved and name not in current and type(value) is not PerRank
+
+        traverse_state_dict_v_2_3(self.original_state_dict, visit)
+        if not found:
+            return False
+        self._slots = None
+        return True
+
+    def _settle_missing(self, missing: list[str]) -> None:
+        """Target leaves that the checkpoint has no entries for: settle them, skip them, or raise
+        one error that names them."""
+        assert self.metadata is not None and self._slots is not None
+        saved = self.metadata.state_dict_metadata
+        empty = empty_containers(_saved_structure(self.metadata))
+        sizes_of = saved_world_sizes(saved)
+        _, world_size = world_of(self._rank, self._world_size)
+        tied = {
+            identity(value)
+            for fqn, value in self.state_dict.items()
+            if fqn in saved and isinstance(value, torch.Tensor)
+        }
+        lost: list[str] = []
+        hints: dict[str, None] = {}
+        for fqn in missing:
+            container, key = self._slots[fqn]
+            per_rank = isinstance(container, PerRank)
+            kind = None if per_rank else empty.get(tuple(self.mappings[fqn]))
+            if kind is not None:
+                container[key] = new_container(kind)
+                continue
+            if identity(self.state_dict[fqn]) in tied:
+                continue  # the same memory is filled under another name
+            path = fqn.rpartition(".")[0] if per_rank else fqn
+            sizes = sizes_of.get(path)
+            if per_rank and sizes:
+                raise InvalidArgumentError(
+                    f"{path}: this per-rank value was saved by {sizes[0]} ranks and cannot "
+                    f"be loaded by {world_size}; load with as many, or leave it out of the target"
+                )
+            lost.append(path)
+            if per_rank and path in saved:
+                hints[" It was saved as one value for all ranks, not as PerRank."] = None
+            elif sizes:
+                hints[" It was saved as PerRank; put a PerRank there in the target."] = None
+        if lost and not self.allow_partial_load:
+            keys = "key" if len(lost) == 1 else f"{len(lost)} keys"
+            raise MissingKeyError(
+                f"Missing {keys} in checkpoint state_dict: {_listed(lost)}.{''.join(hints)}"
+            )
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        asked = {item.storage_index.fqn for plan in global_plan for item in plan.items}
+        if self._slots is not None:
+            self._mention_unasked(asked)
+        return super().create_global_plan(global_plan)
+
+    def _mention_unasked(self, asked: set[str]) -> None:
+        """Log one warning of what the checkpoint has and no rank's target, where that is what an
+        earlier model or a fresh optimizer lacks: beside as much that is asked for in the same
+        container, or below a mapping that is empty in the target. Whoever loads a few values of
+        many, or a model without its optimizer, means it."""
+        assert self.metadata is not None
+        if asked >= self.metadata.state_dict_metadata.keys():
+            return  # as a rule
+        paths = self.metadata.planner_data or {}
+        beside: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}  # unasked, asked
+        below: list[str] = []
+        for fqn in self.metadata.state_dict_metadata:
+            path = tuple(paths.get(fqn, (fqn,)))
+            if fqn == STRUCTURE_FQN or is_rank_part(str(path[-1])):
+                continue
+            names = beside.setdefault(path[:-1], ([], []))
+            is_asked = self._stored.get(fqn, fqn) in asked
+            names[is_asked].append(fqn)
+            if not is_asked and any(path[:depth] in self._empty for depth in range(len(path))):
+                below.append(fqn)
+        unasked = dict.fromkeys(below)
+        for left, found in beside.values():
+            if found and len(left) <= len(found):
+                unasked.update(dict.fromkeys(left))
+        if unasked:
+            logger.warning(
+                "the checkpoint has values that the target has no place for; they are not "
+                "loaded: %s",
+                _listed(list(unasked)),
+            )
+
+    def load_object(self, read_item: ReadItem, obj: Any) -> None:
+        """Put the loaded object `obj` where `read_item` says. Once per object; in any thread."""
+        fqn = read_item.dest_index.fqn
+        if self._slots is None:
+            if self.flatten_state_dict:  # names of torch up to 2.3
+                set_element(self.original_state_dict, self.mappings[fqn], obj)
+            else:
+                self.state_dict[fqn] = obj
+            return
+        container, key = self._slots[fqn]
+        if isinstance(container, PerRank):
+            container.value = obj
+            return
+        try:
+            container[key] = obj
+        except TypeError as error:
+            raise InvalidArgumentError(
+                f"{fqn}: the target's {type(container).__name__} does not take new values"
+            ) from error
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        if self._slots is None:
+            super().load_bytes(read_item, value)
+            return
+        # Stock's own way with what a stock storage reader brings; ours never comes here.
+        stock = DefaultLoadPlanner(flatten_state_dict=False)
+        stock.state_dict = {}
+        stock.load_bytes(read_item, value)
+        self.load_object(read_item, stock.state_dict[read_item.dest_index.fqn])
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        value = self.state_dict[index.fqn]
+        if type(value) in PLAIN_TENSORS:
+            return value
+        if isinstance(value, DTensor):
+            return dtensor_part(value, index)
+        return find_state_dict_object(self.state_dict, index)  # type: ignore[no-any-return]
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.size() == read_item.lengths:
+            return tensor
+        return super().transform_tensor(read_item, tensor)  # type: ignore[no-any-return]

@@ -1,0 +1,58 @@
+"""A key mapping on the names that planners plan with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torch_ckpt.dcp.plan.per_rank import is_rank_part
+from torch_ckpt.dcp.reserved import RESERVED
+from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.key_mapping import KeyMapping, renamed
+
+V = TypeVar("V")
+_TENSORS = (torch.Tensor, ShardedTensor, TensorStorageMetadata)
+
+
+def new_names(key_mapping: KeyMapping | None, values: Mapping[str, Any]) -> dict[str, str]:
+    """{fqn: new name} of the tensors in `values` that `key_mapping` changes. Objects and PerRank
+    values keep theirs. Raises InvalidArgumentError for a name that is taken already."""
+    tensors = [
+        fqn
+        for fqn, value in values.items()
+        if isinstance(value, _TENSORS) and not is_rank_part(fqn.rpartition(".")[2])
+    ]
+    names = renamed(key_mapping, tensors)
+    kept = values.keys() - tensors
+    for fqn, new in names.items():
+        if new in RESERVED or new in kept:
+            raise InvalidArgumentError(
+                f"key_mapping gives it the name '{new}', which is that of something else",
+                tensor=fqn,
+            )
+    return names
+
+
+def rename(values: Mapping[str, V], names: Mapping[str, str]) -> dict[str, V]:
+    return {names.get(fqn, fqn): value for fqn, value in values.items()}
+
+
+def rename_paths(paths: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """`paths` with renamed leaves outermost, under their new names."""
+    return {
+        names.get(fqn, fqn): (names[fqn],) if fqn in names else path for fqn, path in paths.items()
+    }
+
+
+def rename_metadata(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
+    """`metadata` as if it were of a checkpoint with the new names."""
+    return dataclasses.replace(
+        metadata,
+        state_dict_metadata=rename(metadata.state_dict_metadata, names),
+        planner_data=rename_paths(metadata.planner_data or {}, names),
+    )

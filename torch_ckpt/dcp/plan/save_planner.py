@@ -1,0 +1,254 @@
+"""SavePlanner: stock's, exact about boxes, keys, containers and values of single ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import _compare_save_plans
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt.dcp.plan import plan_cache
+from torch_ckpt.dcp.plan.collector import paused_gc
+from torch_ckpt.dcp.plan.flatten import Flat, Structure, describe_structure, merge_structures
+from torch_ckpt.dcp.plan.global_plan import assemble, dedup_plans, warn_of_differences
+from torch_ckpt.dcp.plan.items import PLAIN_TENSORS, WriteItems, dtensor_part, write_items
+from torch_ckpt.dcp.plan.per_rank import rank_part, world_of
+from torch_ckpt.dcp.plan.renaming import new_names, rename, rename_paths
+from torch_ckpt.dcp.plan.ties import drop_aliases, find_ties
+from torch_ckpt.dcp.reserved import DIGESTS_KEY, STRUCTURE_FQN, TIES_KEY
+from torch_ckpt.key_mapping import KeyMapping
+from torch_ckpt.objects import ObjectError, object_digest
+
+
+class _Begun(NamedTuple):
+    members: tuple[int, ...] | None
+    stored_names: Collection[str] | None
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Stock's arguments, and keyword-only ones:
+
+    enable_plan_caching: a rank whose plan is that of its last save does not send it again. Through
+        another process group than the default one this needs torch_ckpt.save.
+    keep_structure: write the leaf "torch_ckpt.structure" where the names of the leaves do not say
+        the containers (keys that are not str, empty ones, OrderedDict, ...).
+    rank, world_size: what PerRank values are saved under; the default group's if not given.
+    key_mapping: other names to store tensors under: a function from name to name, or (regular
+        expression, replacement) pairs, of which the first that is found in a name is applied. A
+        renamed tensor stands outermost in the state dict that is saved, under its new name, which
+        is also the one that a writer's options mean. Objects and PerRank values keep their names.
+
+    In a plan boxes that are alike share one TensorWriteData, and in the metadata tensors of the
+    same boxes one TensorStorageMetadata: replace them, do not change them.
+
+    Pickles. Raises InvalidArgumentError where two leaves get one name.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+        *,
+        keep_structure: bool = True,
+        rank: int | None = None,
+        world_size: int | None = None,
+        key_mapping: KeyMapping | None = None,
+    ) -> None:
+        super().__init__(
+            flatten_state_dict,
+            flatten_sharded_tensors,
+            dedup_replicated_tensors,
+            dedup_save_to_lowest_rank,
+            enable_plan_caching,
+        )
+        self.keep_structure = keep_structure
+        self.key_mapping = key_mapping
+        self._rank = rank
+        self._world_size = world_size
+        self._begun: _Begun | None = None  # of the next save
+        self._save = _Begun(None, None)  # of the save that is going on
+        # What this rank's state dict has, and, on the coordinator, what is written for all.
+        self._structure: Structure | None = None
+        self._written_structure: Structure | None = None
+
+    def begin(self, members: tuple[int, ...], stored_names: Collection[str] | None) -> None:
+        """Say of the save whose `set_up_planner` comes next what DCP does not say.
+
+        members: the global ranks that save.
+        stored_names: for final files, in which tied tensors are stored once; these names are stored
+            all the same. None for others.
+        """
+        self._begun = _Begun(members, stored_names)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self._save, self._begun = self._begun or _Begun(None, None), None
+        self.is_coordinator = is_coordinator
+        self._structure = None
+        if not self.flatten_state_dict:
+            names = new_names(self.key_mapping, state_dict)
+            state_dict = rename(state_dict, names) if names else state_dict
+            if self.flatten_sharded_tensors:
+                state_dict = _flatten_sharded_tensors(state_dict)
+            self.state_dict = state_dict
+            return
+        with paused_gc():
+            flat = Flat(state_dict, *world_of(self._rank, self._world_size))
+            if flat.structured and self.keep_structure:
+                self._structure = describe_structure(state_dict)
+            names = new_names(self.key_mapping, flat.values)
+            self.mappings = rename_paths(flat.paths, names) if names else flat.paths
+            self.state_dict = rename(flat.values, names) if names else flat.values
+            if flat.has_sharded_tensor and self.flatten_sharded_tensors:
+                self.state_dict = _flatten_sharded_tensors(self.state_dict)
+
+    def create_local_plan(self) -> SavePlan:
+        with paused_gc():
+            plan = SavePlan(write_items(self.state_dict), planner_data=self._planner_data())
+        self.plan = self._local_plan = plan
+        if not self._enable_plan_caching:
+            return plan
+        ranks = world_of(self._rank, self._world_size)
+        kind = type(self)
+        name = (kind.__module__, kind.__qualname__, self._cached_plans_key)
+        # With final files the coordinator is told more than the items, and caches that with them.
+        final = self._save.stored_names is not None
+        self._cache_key = (*name, *ranks, self._save.members, final)
+        last = self._last_plans = plan_cache.begin(self._cache_key)
+        if last is not None and _same_plan(plan, last.local):
+            return plan_cache.unchanged(last.token)
+        return plan
+
+    def _planner_data(self) -> dict[str, Any] | None:
+        """The paths, as stock has them, and beside them what the coordinator is to compare."""
+        if not self.flatten_state_dict:
+            return None
+        data: dict[str, Any] = dict(self.mappings)
+        if self._structure is not None:
+            data[STRUCTURE_FQN] = self._structure
+        if self._save.stored_names is not None:
+            ties = find_ties(self.state_dict, self._save.stored_names)
+            if ties:
+                data[TIES_KEY] = ties
+        rank, world_size = world_of(self._rank, self._world_size)
+        if world_size > 1:
+            data[DIGESTS_KEY] = self._digests(rank_part(rank, world_size))
+        return data
+
+    def _digests(self, own_part: str) -> dict[str, bytes]:
+        digests = {}
+        for fqn, value in self.state_dict.items():
+            if isinstance(value, torch.Tensor) or fqn.endswith(own_part):
+                continue
+            try:
+                digests[fqn] = object_digest(value, fqn)
+            except ObjectError:
+                continue  # whether it can be written at all is for the storage writer to say
+        return digests
+
+    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
+        return dedup_plans(all_plans, self.dedup_save_to_lowest_rank)
+
+    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        with paused_gc():
+            all_plans, aliases = drop_aliases(all_plans)
+            plans, metadata = assemble(self._dedup_save_plans(all_plans))
+            if not self.flatten_state_dict:
+                return plans, metadata
+            entries = metadata.state_dict_metadata
+            entries.update({alias: entries[name] for alias, name in aliases.items()})
+            structures = []
+            merged: dict[str, Any] = {}
+            for plan in reversed(plans):  # as stock: the lowest rank's path holds
+                merged.update(plan.planner_data or {})
+                structures.append((plan.planner_data or {}).get(STRUCTURE_FQN))
+            merged.pop(DIGESTS_KEY, None)
+            merged.pop(TIES_KEY, None)
+            if aliases:
+                merged[TIES_KEY] = aliases
+            merged.pop(STRUCTURE_FQN, None)
+            structure = merge_structures(reversed(structures))
+            if structure is not None:
+                # Not in state_dict_metadata: stock planners must not take it for a leaf.
+                merged[STRUCTURE_FQN] = structure
+                item = WriteItem(MetadataIndex(STRUCTURE_FQN), WriteItemType.BYTE_IO)
+                items = WriteItems([*plans[0].items, item])
+                plans = [dataclasses.replace(plans[0], items=items), *plans[1:]]
+            metadata.planner_data = merged
+        return plans, metadata
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        # A plan that is not usable stands for a cached one, whose digests are of an earlier save.
+        if len(all_plans) > 1 and all(plan.usable for plan in all_plans):
+            digests = [(plan.planner_data or {}).get(DIGESTS_KEY, {}) for plan in all_plans]
+            warn_of_differences(digests)
+        if self._enable_plan_caching:
+            plans, metadata = self._create_cached_global_plan(all_plans)
+        else:
+            plans, metadata = super().create_global_plan(all_plans)
+        self._written_structure = (metadata.planner_data or {}).get(STRUCTURE_FQN)
+        return plans, metadata
+
+    def _create_cached_global_plan(
+        self, all_plans: list[SavePlan]
+    ) -> tuple[list[SavePlan], Metadata]:
+        if len(all_plans) == 1:  # this rank's own, so nothing is saved by not sending it
+            self.global_plan, self.metadata = self._create_global_plan([self._local_plan])
+            return self.global_plan, self.metadata
+        key = self._cache_key
+        local, known, unchanged = plan_cache.whole_plans(key, all_plans)
+        if known is not None and unchanged:
+            self.global_plan, self.metadata = known.final, known.metadata
+            return [plan_cache.unchanged(known.token)] * len(all_plans), known.metadata
+        self.global_plan, self.metadata = self._create_global_plan(local)
+        final = self.global_plan
+        return plan_cache.remember(
+            key, all_plans, local, final, self.metadata, known
+        ), self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if not self._enable_plan_caching:
+            plan: SavePlan = super().finish_plan(new_plan)
+            return plan
+        self.plan = plan_cache.finish(self._cache_key, self._local_plan, new_plan, self._last_plans)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict.get(index.fqn)
+        if type(value) in PLAIN_TENSORS:
+            return value
+        if isinstance(value, DTensor):
+            return dtensor_part(value, index)
+        if index.fqn == STRUCTURE_FQN and index.fqn not in self.state_dict:
+            return self._written_structure
+        return find_state_dict_object(self.state_dict, index)
+
+
+def _same_plan(plan: SavePlan, cached: SavePlan) -> bool:
+    """Stock's comparison, which knows neither dtypes nor paths and structure."""
+    if not _compare_save_plans(plan, cached):
+        return False
+    for item, other in zip(plan.items, cached.items, strict=True):
+        data, other_data = item.tensor_data, other.tensor_data
+        if data is not None and other_data is not None:
+            if data.properties.dtype != other_data.properties.dtype:
+                return False
+    new, old = dict(plan.planner_data or {}), dict(cached.planner_data or {})
+    new.pop(DIGESTS_KEY, None)
+    old.pop(DIGESTS_KEY, None)
+    return new == old

@@ -1,0 +1,1 @@
+"""What the ranks write, and its commit: the storage writer."""

@@ -1,0 +1,131 @@
+"""What the coordinator makes of all ranks' reports."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_ckpt._core import names_text
+from torch_ckpt.dcp.reserved import STRUCTURE_FQN, TIES_KEY
+from torch_ckpt.dcp.saves import Phases
+from torch_ckpt.errors import ConflictError, InvalidArgumentError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What one rank has written into staging.
+
+    files: {"staged", "name", "id", "role", "bytes", "crc32c"} each.
+    final: what each call of the write op has written of the final files that the coordinator has
+        staged, as the op says it.
+    objects: fqns of the leaves in its objects file.
+    digests: of the leaves that are no tensors, where the planner does not compare them.
+    phases: until the files were written; filled in when they are.
+    written_bytes: into files of all kinds.
+    """
+
+    rank: int
+    save_id: str
+    files: list[dict[str, Any]]
+    objects: list[str]
+    final: list[dict[str, Any]] = field(default_factory=list)
+    digests: dict[str, bytes] = field(default_factory=dict)
+    phases: Phases | None = None
+    written_bytes: int = 0
+
+
+def commit_request(
+    metadata: Metadata,
+    results: list[list[Any]],
+    save_id: str,
+    *,
+    final: bool,
+) -> dict[str, Any]:
+    """The request that commits `results`, one list per rank (csrc/engine/commit/commit.h).
+
+    final: the tensors are in files that the coordinator has staged. Raises ConflictError when
+    a rank wrote for another save than `save_id`.
+    """
+    reports = [report for of_rank in results for report in of_rank]
+    files: list[dict[str, Any]] = []
+    objects = []
+    finals = []
+    for report in reports:
+        if not isinstance(report, RankReport):
+            raise InvalidArgumentError(
+                f"a rank's write result is a {type(report).__name__}, not what write_data returned"
+            )
+        if (report.files or report.final) and report.save_id != save_id:
+            raise ConflictError("wrote for another save into the same directory", rank=report.rank)
+        files += report.files
+        if final:
+            finals.append({"rank": report.rank, "calls": report.final})
+        objects += [
+            {"name": name, "file": f"objects-{report.rank + 1:05}.json"} for name in report.objects
+        ]
+    return {
+        "world_size": len(results),
+        "files": files,
+        "objects": objects,
+        **planned_entries(metadata),
+        "final": finals if final else None,
+        "aliases": (metadata.planner_data or {}).get(TIES_KEY),
+    }
+
+
+def planned_entries(metadata: Metadata) -> dict[str, Any]:
+    """The leaves that ranks were to write, which the commit looks for, and where they stand in the
+    state dict: {"planned": their fqns as `names_text`; "split": of each "1" if its path is what it
+    says when it is cut at the dots, else "0"; "paths": {fqn: path} of those where it is neither
+    that nor just (fqn,)}.
+    """
+    known = metadata.planner_data or {}
+    planned = list(metadata.state_dict_metadata)
+    if STRUCTURE_FQN in known:
+        planned.append(STRUCTURE_FQN)
+    split = []
+    paths = {}
+    for fqn in planned:
+        path = known.get(fqn)
+        if type(path) is not tuple or (len(path) == 1 and path[0] == fqn):
+            split.append("0")
+        elif _is_split(path, fqn):
+            split.append("1")
+        else:
+            split.append("0")
+            paths[fqn] = path
+    return {"planned": names_text(planned), "split": "".join(split), "paths": paths}
+
+
+def _is_split(path: tuple[str | int, ...], fqn: str) -> bool:
+    """Whether `path` is `fqn` cut at its dots."""
+    try:
+        return ".".join(path) == fqn and len(path) == fqn.count(".") + 1  # type: ignore[arg-type]
+    except TypeError:  # a number, as places in lists are
+        return False
+
+
+def warn_of_differing_leaves(reports: list[RankReport]) -> None:
+    """Log one warning for each leaf whose digest differs between ranks."""
+    written = {fqn: report.rank for report in reports for fqn in report.objects}
+    seen: dict[str, tuple[int, bytes]] = {}
+    warned = set()
+    for report in reports:
+        for fqn, digest in report.digests.items():
+            rank, first = seen.setdefault(fqn, (report.rank, digest))
+            if digest == first or fqn in warned:
+                continue
+            warned.add(fqn)
+            logger.warning(
+                "%s: this value differs between ranks %d and %d; %s is saved. "
+                "Use torch_ckpt.SavePlanner and torch_ckpt.PerRank to keep every rank's own.",
+                fqn,
+                rank,
+                report.rank,
+                f"rank {written[fqn]}'s" if fqn in written else "one of them",
+            )

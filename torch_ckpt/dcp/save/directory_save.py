@@ -1,0 +1,321 @@
+"""One save into a directory, as this rank takes part in it.
+
+What travels between ranks is one `RankReport` each, through DCP's own gather of write results.
+Nothing that a rank needs is in `storage_data`: with cached plans a rank writes by the plan of an
+earlier save. The staging directory is a function of the path, and its `save_id` file tells every
+rank which save it is part of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torch_ckpt import _core
+from torch_ckpt.dcp.plan import plan_cache
+from torch_ckpt.dcp.plan.global_plan import check_catalog_size
+from torch_ckpt.dcp.plan.rings import RankNote, note_of, this_node
+from torch_ckpt.dcp.plan.stock_planner import leaf_digests
+from torch_ckpt.dcp.reserved import RESERVED
+from torch_ckpt.dcp.save.commit import RankReport, commit_request, warn_of_differing_leaves
+from torch_ckpt.dcp.save.final_layout import (
+    check_castable,
+    check_mapped,
+    check_planned,
+    final_tensors,
+)
+from torch_ckpt.dcp.save.parts import Part, check_supported, part_of
+from torch_ckpt.dcp.save.rank_write import RankWrite
+from torch_ckpt.dcp.save.write_files import check_item
+from torch_ckpt.dcp.saves import Phases
+from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError, with_rank
+from torch_ckpt.extras import extra_files
+from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession
+from torch_ckpt.mapping import NAMINGS
+from torch_ckpt.merge import merge, merge_request
+from torch_ckpt.options import local_path
+
+if TYPE_CHECKING:
+    from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class DirectorySave:
+    """The steps of a save by `writer`, which says where and how. Made when the save begins."""
+
+    def __init__(
+        self,
+        writer: HuggingFaceStorageWriter,
+        world_size: int | None,
+        sequence: int | None,
+        on_written: Callable[[], None] | None,
+    ) -> None:
+        self._writer = writer
+        self._path = str(writer.path)
+        self._rank = writer.rank or 0
+        self._began = time.perf_counter()
+        self._on_written = on_written
+        self._checked = False  # the plan that is being saved, by `check`
+        self._extra_files: list[dict[str, Any]] = []  # coordinator: in staging
+        self._session: SaveSession | PartSession | None = None
+        self._part: Part | None = None  # with collectives there are no parts
+        if not writer.use_collectives:
+            check_supported(
+                save_distributed=writer.save_distributed,
+                enable_consolidation=writer.enable_consolidation,
+                extras=writer.extras,
+            )
+            self._part = part_of(self._path, writer.rank, world_size, sequence)
+
+    def check(self, plan: SavePlan) -> SavePlan:
+        """This rank's plan, with a note for the coordinator. Refuses what could not be written."""
+        writer, rank = self._writer, self._writer.rank
+        for item in plan.items:
+            fqn = item.index.fqn
+            if fqn in RESERVED:
+                raise InvalidArgumentError(
+                    "this name is reserved for torch_ckpt", tensor=fqn, rank=rank
+                )
+            check_item(item, rank)
+        check_mapped(plan, writer.fqn_to_index_mapping, rank)
+        # A cached plan comes as an empty one; what it stands for is seen when it is written.
+        self._checked = plan.usable
+        if writer.save_distributed or not plan.usable:
+            return plan
+        fqns = list(dict.fromkeys(item.index.fqn for item in plan.items))
+        return replace(plan, storage_data=RankNote(this_node(), fqns))
+
+    def lay_out(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Coordinator, and without collectives every rank: lock the staging directory, clear what a
+        dead save left, and stage what is there before any rank writes."""
+        writer = self._writer
+        # A plan that is not usable stands for a cached one: `commit` looks again.
+        if all(plan.usable for plan in plans):
+            planned = {item.index.fqn for plan in plans for item in plan.items}
+            # Names that are tied to others are no items any more.
+            self._check_planned(planned.union(*(note_of(plan).fqns for plan in plans)))
+            if writer.save_distributed and writer.dtype_policy:  # it consolidates
+                check_castable(plans, writer.dtype_policy)
+        check_catalog_size(plans)
+        if self._part is not None:
+            try:
+                self._session = PartSession(self._path, self._part.request())
+            except (CheckpointError, OSError) as error:
+                raise with_rank(error, self._part.rank) from error
+            return plans
+        tensors = None if writer.save_distributed else self._final_tensors(plans)
+        if writer.save_distributed and writer.consolidated_output_path is not None:
+            naming = NAMINGS[writer.naming]._asdict()
+            output = local_path(writer.consolidated_output_path)
+            _core.call({"op": "check_final", "path": output, **naming})
+        shard_ranks = len(plans) if writer.save_distributed else 0
+        session = SaveSession(self._path, overwrite=writer.overwrite, shard_ranks=shard_ranks)
+        self._session = session
+        try:
+            self._stage(session, tensors)
+        except BaseException:
+            self.end()
+            raise
+        # Notes are for the coordinator: not back to the ranks.
+        return [
+            replace(plan, storage_data=None) if isinstance(plan.storage_data, RankNote) else plan
+            for plan in plans
+        ]
+
+    def _stage(self, session: SaveSession, tensors: dict[str, Any] | None) -> None:
+        writer = self._writer
+        # With shards and final files they stand beside the final ones.
+        consolidates = writer.save_distributed and writer.enable_consolidation
+        given = None if consolidates else writer.extras
+        with extra_files(given, writer.dtype_policy.torch_name) as extras:
+            self._extra_files = session.stage_extras(extras) if extras else []
+        if tensors is None:
+            return
+        session.stage_final(
+            {
+                **tensors,
+                "mapping": writer.fqn_to_index_mapping,
+                "max_bytes": writer.max_shard_size,
+                **NAMINGS[writer.naming]._asdict(),
+                "sync": writer.sync_files,
+            }
+        )
+
+    def _final_tensors(self, plans: list[SavePlan]) -> dict[str, Any]:
+        """What final files are to hold: of these plans, or of those that they stand for."""
+        writer = self._writer
+        whole = plan_cache.final_plans(plans)
+        if whole is not None:
+            writer.last_final = final_tensors(whole, writer.dtype_policy)
+        elif writer.last_final is None:
+            raise ConflictError(
+                "stock's planner has cached a plan that another writer has saved by; save with "
+                "torch_ckpt.SavePlanner, or reuse the writer, or without enable_plan_caching"
+            )
+        return writer.last_final
+
+    def _check_planned(self, planned: Collection[str]) -> None:
+        """Before anything is committed: would final files lack what the mapping names?"""
+        writer = self._writer
+        final = not writer.save_distributed or writer.enable_consolidation
+        if final and writer.strict:
+            check_planned(planned, writer.fqn_to_index_mapping)
+
+    def write(self, plan: SavePlan, write: Callable[[], T]) -> T:
+        """What `write` returns, which calls `write_items` with what is in `plan`."""
+        try:
+            if not self._checked:
+                check_mapped(plan, self._writer.fqn_to_index_mapping, self._writer.rank)
+            return write()
+        except BaseException:
+            # Final files take their room on the disk from the beginning: the coordinator's failure
+            # ends the save at once.
+            if not self._writer.save_distributed:
+                self._refuse_ring()
+                self.end()
+            raise
+        finally:
+            if self._on_written is not None:
+                self._on_written()
+
+    def write_items(
+        self,
+        planner: SavePlanner,
+        buckets: dict[int, list[WriteItem]],
+        objects: list[WriteItem],
+    ) -> RankReport:
+        """Write the tensors of every mapping index, and the objects, into staging."""
+        writer, rank = self._writer, self._rank
+        began = time.perf_counter()
+        report = RankReport(rank, "", [], [])
+        if buckets or objects:
+            try:
+                staging, report.save_id = self._staging()
+                write = RankWrite(
+                    planner,
+                    staging,
+                    report,
+                    policy=None if writer.save_distributed else writer.dtype_policy,
+                    file_count=self._file_count(),
+                    allow_pickle=writer.allow_pickle,
+                    options=self._options(),
+                )
+                write.run(buckets, objects)
+            except (CheckpointError, OSError) as error:
+                if self._part is not None:
+                    self.end()  # no coordinator will
+                raise with_rank(error, rank) from error
+        report.digests = leaf_digests(planner)
+        report.phases = Phases(
+            began - self._began,
+            time.perf_counter() - began,
+            report.written_bytes,
+            ring_bytes=sum(call["ring_bytes"] for call in report.final),
+            parts_bytes=sum(call["parts"]["bytes"] for call in report.final if call["parts"]),
+        )
+        return report
+
+    def _staging(self) -> tuple[str, str]:
+        """The staging directory of the save, and its id."""
+        if self._session is not None:
+            return self._session.staging, self._session.save_id
+        joined = _core.call({"op": "join_save", "path": self._path})
+        return joined["staging"], joined["save_id"]
+
+    def _refuse_ring(self) -> None:
+        """Tell those who may be waiting for this rank that it does not come; without it they wait
+        for a minute."""
+        with contextlib.suppress(CheckpointError, OSError):
+            staging, _ = self._staging()
+            _core.call({"op": "refuse_ring", "staging": staging, "rank": self._rank})
+
+    def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Coordinator: commit, then consolidate where that was asked for. Without collectives
+        every rank: commit its part."""
+        writer = self._writer
+        session, self._session = self._session, None
+        if session is None:
+            raise InvalidArgumentError("finish was called on a writer that has not begun a save")
+        try:
+            self._check_planned(metadata.state_dict_metadata)
+            request = commit_request(
+                metadata, results, session.save_id, final=not writer.save_distributed
+            )
+        except BaseException:
+            session.end()
+            raise
+        reports: list[RankReport] = [report for of_rank in results for report in of_rank]  # type: ignore[misc]
+        warn_of_differing_leaves(reports)
+        began = time.perf_counter()
+        self._commit(session, request)
+        if writer.save_distributed and writer.consolidated_output_path is not None:
+            self._consolidate(writer.consolidated_output_path)
+        took = time.perf_counter() - began
+        # DCP brings the metadata to every rank, from a process that saves too; nothing writes them.
+        metadata.storage_data = {
+            report.rank: replace(report.phases, committed_s=took)
+            for report in reports
+            if report.phases is not None
+        }
+        written = sum(report.written_bytes for report in reports)
+        logger.info(
+            "saved %s: %.3f GB in %.2f s, %.2f of them to commit",
+            self._path,
+            written / 1e9,
+            time.perf_counter() - self._began,
+            took,
+        )
+
+    def _commit(self, session: SaveSession | PartSession, request: dict[str, Any]) -> None:
+        request["files"] += self._extra_files
+        if request["final"] is None:
+            session.commit(request)
+            return
+        # What the ranks have left of final files is put in place first, which may take time.
+        with Job() as job:
+            whole = {**request, "job": job.id, **self._options()}
+            job.run(lambda: session.commit(whole))
+
+    def _consolidate(self, output: str) -> None:
+        writer = self._writer
+        request = merge_request(
+            self._path,
+            output,
+            writer.fqn_to_index_mapping,
+            writer.thread_count_consolidation,
+            strict=writer.strict,
+            max_shard_size=writer.max_shard_size,
+            naming=writer.naming,
+            policy=writer.dtype_policy,
+            direct_io=writer.direct_io,
+        )
+        merge(request, extra_files(writer.extras, writer.dtype_policy.torch_name))
+
+    def _options(self) -> dict[str, Any]:
+        """How native calls write."""
+        return {
+            "workers": max(MIN_WORKERS, self._writer.thread_count),
+            "sync": self._writer.sync_files,
+            "direct_io": self._writer.direct_io,
+        }
+
+    def _file_count(self) -> int:
+        mapping = self._writer.fqn_to_index_mapping
+        return max(mapping.values(), default=1) if mapping else 1
+
+    def end(self) -> None:
+        """Give up what is not committed. Once more is fine."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.end()

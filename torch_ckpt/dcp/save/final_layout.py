@@ -1,0 +1,151 @@
+"""Final files: the arguments that ask for them, and what the coordinator says of them: which
+tensors they hold, and who writes these."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+
+from torch_ckpt._core import names_text
+from torch_ckpt.dcp.plan.rings import Band, Boxes, node_numbers, note_of, plan_rings
+from torch_ckpt.dcp.reserved import TIES_KEY
+from torch_ckpt.dtype_policy import DtypePolicy
+from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
+from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.mapping import NAMINGS
+from torch_ckpt.options import check_choice, parse_bytes
+
+
+def checked_layout(
+    layout: str | None,
+    max_shard_size: int | str | None,
+    policy: DtypePolicy,
+    naming: str,
+    *,
+    save_distributed: bool,
+    enable_consolidation: bool,
+    has_mapping: bool,
+) -> tuple[bool, int | None]:
+    """Whether every rank writes shards, and the bytes of a final file at most, as the arguments of
+    a writer say. Raises InvalidArgumentError for those that exclude each other."""
+    check_choice("naming", naming, NAMINGS)
+    if layout is not None:
+        check_choice("layout", layout, ("sharded", "final"))
+        if save_distributed and layout == "final":
+            raise InvalidArgumentError(
+                "save_distributed=True and layout='final' exclude each other"
+            )
+        save_distributed = layout == "sharded"
+    if save_distributed and not enable_consolidation:
+        if policy:
+            raise InvalidArgumentError("dtype and keep_fp32 are of final files")
+        if naming != "dcp":
+            raise InvalidArgumentError("naming is of final files")
+    if max_shard_size is None:
+        if layout != "final" or has_mapping:
+            return save_distributed, None
+        max_shard_size = "5GB"
+    if has_mapping or (save_distributed and not enable_consolidation):
+        raise InvalidArgumentError(
+            "max_shard_size is of final files, and without fqn_to_index_mapping"
+        )
+    return save_distributed, parse_bytes(max_shard_size, "max_shard_size")
+
+
+def check_mapped(plan: SavePlan, mapping: Mapping[str, int] | None, rank: int | None) -> None:
+    """Raise InvalidArgumentError for a tensor of the plan that `mapping` lacks."""
+    if mapping is None:
+        return
+    # Of what is tied one name is enough.
+    tied = (plan.planner_data or {}).get(TIES_KEY, ())
+    for item in plan.items:
+        fqn = item.index.fqn
+        if item.type is not WriteItemType.BYTE_IO and fqn not in mapping and fqn not in tied:
+            raise InvalidArgumentError("is not in fqn_to_index_mapping", tensor=fqn, rank=rank)
+
+
+def check_planned(planned: Collection[str], mapping: Mapping[str, int] | None) -> None:
+    """Raise InvalidArgumentError for a name of `mapping` that is not planned."""
+    for fqn in mapping or ():
+        if fqn not in planned:
+            raise InvalidArgumentError(
+                "is in fqn_to_index_mapping but not in the state dict; strict=False would "
+                "ignore it",
+                tensor=fqn,
+            )
+
+
+def check_castable(plans: list[SavePlan], policy: DtypePolicy) -> None:
+    """Raise InvalidArgumentError for a tensor of the plans that `policy` names a dtype for which it
+    is not cast to."""
+    for plan in plans:
+        for item in plan.items:
+            if item.tensor_data is not None:
+                fqn = item.index.fqn
+                policy.stored(fqn, _dtype_name(item.tensor_data.properties, fqn))
+
+
+def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
+    """The tensors of all plans, in the order of the state dict, in the dtypes that they are stored
+    in, and who writes what of them, as fields of a request: their names; "kinds", each a dtype,
+    shape and bands that tensors have in common; which of these each has; and the rings."""
+    planned: dict[str, Boxes] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.tensor_data is not None:
+                planned.setdefault(item.index.fqn, []).append((rank, item.tensor_data))
+    # Who writes a replica goes by load, not by order.
+    ordered = dict.fromkeys(itertools.chain(*(note_of(plan).fqns for plan in plans), planned))
+    tensors = {fqn: planned[fqn] for fqn in ordered if fqn in planned}
+    for plan in plans if policy else ():
+        for alias, fqn in ((plan.planner_data or {}).get(TIES_KEY) or {}).items():
+            if alias not in tensors and fqn in tensors:
+                properties = tensors[fqn][0][1].properties
+                policy.check_tied(alias, fqn, _dtype_name(properties, fqn))
+    rings, bands = plan_rings(tensors, node_numbers(plans))
+    kinds: list[tuple[str, list[int], list[Band]]] = []
+    numbers: dict[tuple[int, int, str], int] = {}  # of kinds, by what tensors share
+    kind_of = []
+    dtypes: dict[int, str] = {}  # of what boxes share
+    no_bands: list[Band] = []
+    for fqn, boxes in tensors.items():
+        data = boxes[0][1]
+        dtype = dtypes.get(id(data))
+        if dtype is None:
+            dtype = dtypes[id(data)] = _dtype_name(data.properties, fqn)
+        stored = policy.stored(fqn, dtype) if policy else dtype
+        of_tensor = bands.get(fqn, no_bands)
+        number = numbers.setdefault((id(data), id(of_tensor), stored), len(kinds))
+        if number == len(kinds):
+            packed = PACKED.get(dtype, 1)
+            if packed > 1 and not data.size:
+                raise UnsupportedError("packed elements need a dimension", tensor=fqn)
+            kinds.append((stored, *_in_elements(data.size, packed, of_tensor)))
+        kind_of.append(number)
+    return {
+        "names": names_text(list(tensors)),
+        "kinds": kinds,
+        "kind_of": kind_of,
+        "rings": rings,
+    }
+
+
+def _in_elements(size: torch.Size, packed: int, bands: list[Band]) -> tuple[list[int], list[Band]]:
+    """Shape and bands of a tensor whose elements hold `packed` of safetensors' each."""
+    if packed == 1:
+        return [*size], bands
+    if len(size) == 1:
+        bands = [(ring, begin * packed, end * packed) for ring, begin, end in bands]
+    return [*size[:-1], size[-1] * packed], bands
+
+
+def _dtype_name(properties: TensorProperties, fqn: str) -> str:
+    name = DTYPE_NAMES.get(properties.dtype)
+    if name is None:
+        raise UnsupportedError(f"is {properties.dtype}; safetensors cannot hold it", tensor=fqn)
+    return name

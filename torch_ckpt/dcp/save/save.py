@@ -1,0 +1,152 @@
+"""Save: one save by all its ranks, in five steps: plan, gather, lay out, write, commit.
+
+They are the calls of DCP's protocols, in the order of `torch.distributed.checkpoint.save`, so that
+any planner and any storage writer can be given. What our writer does in them for a directory is in
+directory_save.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt.dcp.plan.collector import paused_gc
+from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
+from torch_ckpt.dcp.plan.save_planner import SavePlanner as OurPlanner
+from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+from torch_ckpt.progress import Progress
+from torch_ckpt.ranks import Ranks
+
+_NO_STATE = PLAIN_TENSORS | {DTensor}
+
+
+def states_of(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A plain dict of the entries of `state_dict`, with the states of those that have one."""
+    return {
+        # Asking a protocol takes longer than staging a small tensor.
+        key: value.state_dict()
+        if type(value) not in _NO_STATE and isinstance(value, Stateful)
+        else value
+        for key, value in state_dict.items()
+    }
+
+
+@dataclass
+class Save:
+    """One save. Pickles, without its ranks, for the process that saves.
+
+    path: None where the writer has one.
+    use_collectives: False: every rank saves its own part, and they agree at the end alone.
+    on_written: called when this rank has written, or could not; by writers of ours alone.
+    """
+
+    planner: SavePlanner
+    writer: StorageWriter
+    path: str | os.PathLike[str] | None
+    ranks: Ranks
+    use_collectives: bool = True
+    on_written: Callable[[], None] | None = None
+    progress: Progress | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "ranks": None, "on_written": None, "progress": None}
+
+    def run(self, state: Callable[[], dict[str, Any]]) -> Metadata:
+        """Save what `state` returns, on every rank; what it raises is an error of all. A collective
+        call: raises the same error on every rank, and nothing of a failed save is left.
+
+        Holds no reference to the state when it returns.
+        """
+        what = self._what()
+        metadata: list[Metadata] = []
+
+        def plan() -> SavePlan:
+            self.writer.reset(self.path)
+            if isinstance(self.writer, HuggingFaceStorageWriter):
+                self.writer.count_save(self.ranks.rank)
+            # A plain dict, as planners get it from stock: of other types ours keeps a record.
+            return self._plan(dict(state()))
+
+        def lay_out(plans: list[SavePlan]) -> list[SavePlan]:
+            plans, planned = self.planner.create_global_plan(plans)
+            metadata.append(planned)
+            laid_out: list[SavePlan] = self.writer.prepare_global_plan(plans)
+            return laid_out
+
+        def write(plan: SavePlan) -> list[WriteResult]:
+            written = self.writer.write_data(self.planner.finish_plan(plan), self.planner)
+            written.wait()
+            results: list[WriteResult] = written.value()
+            return results
+
+        def commit(results: list[list[WriteResult]]) -> Metadata:
+            self.writer.finish(metadata[0], results)
+            return metadata[0]
+
+        try:
+            # Planning makes some twenty objects per tensor, with stock's planner a hundred;
+            # collecting between them takes longer than making them.
+            with paused_gc(keeps=False):
+                if not self.use_collectives:
+                    return self._run_alone(plan, lay_out, write, commit)
+                final_plan = self.ranks.scatter(f"plan of {what}", plan, lay_out)
+                return self.ranks.gather(
+                    what, lambda: write(final_plan), commit, progress=self.progress
+                )
+        finally:
+            self._end()
+
+    def _run_alone(self, plan: Any, lay_out: Any, write: Any, commit: Any) -> Metadata:
+        def all_steps() -> Metadata:
+            (final_plan,) = lay_out([plan()])
+            saved: Metadata = commit([write(final_plan)])
+            return saved
+
+        # The others have theirs; that all are there, or that one failed, every rank hears.
+        own: list[Metadata] = []
+        self.ranks.together(self._what(), lambda: own.append(all_steps()), progress=self.progress)
+        return own[0]
+
+    def _what(self) -> str:
+        place = self.path or getattr(self.writer, "path", None) or type(self.writer).__name__
+        # Nodes may mount a directory at different places.
+        return f"save into {os.path.basename(os.path.normpath(os.fsdecode(place)))}"
+
+    def _plan(self, state_dict: dict[str, Any]) -> SavePlan:
+        planner, writer, ranks = self.planner, self.writer, self.ranks
+        coordinates = ranks.rank == 0
+        ours = isinstance(writer, HuggingFaceStorageWriter)
+        if isinstance(planner, OurPlanner):
+            stored_names = None
+            if isinstance(writer, HuggingFaceStorageWriter) and not writer.save_distributed:
+                stored_names = writer.mapped_names()
+            planner.begin(ranks.members, stored_names)
+        set_up: dict[str, Any] = {"state_dict": state_dict, "is_coordinator": coordinates}
+        if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+            set_up["storage_meta"] = writer.storage_meta()
+        planner.set_up_planner(**set_up)
+        told: dict[str, Any] = {}
+        if "kwargs" in inspect.signature(writer.set_up_storage_writer).parameters:
+            told = {"rank": ranks.rank, "use_collectives": self.use_collectives}
+            if ours:
+                told |= {"world_size": ranks.size, "on_written": self.on_written}
+        writer.set_up_storage_writer(coordinates, **told)
+        plan: SavePlan = writer.prepare_local_plan(planner.create_local_plan())
+        return plan
+
+    def _end(self) -> None:
+        """After a failure elsewhere the coordinator still holds its staging directory. A planner
+        that is kept would hold what was saved, which may be no tensors of the trainer's."""
+        if isinstance(self.planner, OurPlanner):
+            self.planner.state_dict = {}
+        if isinstance(self.writer, HuggingFaceStorageWriter):
+            self.writer.end_save()

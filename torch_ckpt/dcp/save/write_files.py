@@ -1,0 +1,274 @@
+"""From write items to the files of one rank: what goes where, and from which memory."""
+
+from __future__ import annotations
+
+import io
+import secrets
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from torch_ckpt import _core
+from torch_ckpt.dcp.plan import save_planner
+from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
+from torch_ckpt.dcp.plan.stock_planner import has_method_of
+from torch_ckpt.dcp.reserved import RAW_LEAVES
+from torch_ckpt.dcp.stage.sources import MAX_DIMENSIONS, reachable
+from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
+from torch_ckpt.errors import InternalError, InvalidArgumentError, UnsupportedError
+from torch_ckpt.objects import dumps_objects
+
+_MAX_NAME_BYTES = 65_535  # kMaxNameBytes in csrc/format/names.h
+
+
+@dataclass(slots=True)
+class TensorColumns:
+    """What is written of the tensors of one mapping index: entry i of every list is tensor i's."""
+
+    fqns: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)  # names of safetensors
+    # Of a box that is not the whole tensor; None for one that is.
+    offsets: list[list[int] | None] = field(default_factory=list)
+    global_shapes: list[list[int] | None] = field(default_factory=list)
+    # In host memory, or contiguous on a CUDA device.
+    data: list[torch.Tensor] = field(default_factory=list)
+    gathered: bool = False  # some of the data are copies on a device, made for this save
+
+    def extend(self, other: TensorColumns) -> None:
+        """Add the tensors of `other`."""
+        self.fqns += other.fqns
+        self.dtypes += other.dtypes
+        self.offsets += other.offsets
+        self.global_shapes += other.global_shapes
+        self.data += other.data
+        self.gathered |= other.gathered
+
+    def rows(self, positions: list[int]) -> TensorColumns:
+        """The tensors at `positions`."""
+        return TensorColumns(
+            [self.fqns[i] for i in positions],
+            [self.dtypes[i] for i in positions],
+            [self.offsets[i] for i in positions],
+            [self.global_shapes[i] for i in positions],
+            [self.data[i] for i in positions],
+        )
+
+
+def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColumns:
+    """The memory of every item's box. Raises UnsupportedError or InvalidArgumentError.
+
+    Contiguous CUDA tensors stay where they are: the engine copies them piece by piece while it
+    writes. Others are gathered here, on their device. Tensors of other devices are copied to
+    host memory. Those of the CPU go as they are: before it calls an op that knows no conjugated
+    or negated views, torch's dispatcher makes them real.
+    """
+    columns = TensorColumns()
+    resolve, strided = planner.resolve_data, torch.strided
+    # What `resolve` would return for a plain tensor, after three calls.
+    values = planner.state_dict if _resolves_as_stock(planner) else {}
+    for item in items:
+        fqn = item.index.fqn
+        tensor = values.get(fqn)
+        if type(tensor) not in PLAIN_TENSORS:
+            tensor = resolve(item)
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError("the planner gave no tensor for a tensor", tensor=fqn)
+        dtype = DTYPE_NAMES.get(tensor.dtype)
+        if dtype is None or tensor.layout is not strided:
+            kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
+            raise UnsupportedError(f"is {kind}; safetensors cannot hold it", tensor=fqn)
+        if tensor.dim() > MAX_DIMENSIONS:
+            raise UnsupportedError(
+                f"has {tensor.dim()} dimensions; at most {MAX_DIMENSIONS} are supported",
+                tensor=fqn,
+            )
+        if not tensor.is_cpu:
+            given = tensor.detach()
+            tensor = reachable(given, fqn)
+            columns.gathered |= tensor.is_cuda and tensor is not given
+        data = item.tensor_data
+        if data is None:
+            raise InternalError("a tensor's plan has no shape", tensor=fqn)
+        sizes, shape = data.chunk.sizes, data.size
+        if sizes != tensor.shape:
+            raise InvalidArgumentError(
+                f"the plan says {tuple(sizes)}, the tensor has {tuple(tensor.shape)}", tensor=fqn
+            )
+        columns.fqns.append(fqn)
+        columns.dtypes.append(dtype)
+        columns.data.append(tensor)
+        if sizes == shape:
+            columns.offsets.append(None)
+            columns.global_shapes.append(None)
+        else:
+            packed = PACKED.get(dtype, 1)
+            columns.offsets.append(_unpacked(data.chunk.offsets, packed))
+            columns.global_shapes.append(_unpacked(shape, packed))
+    return columns
+
+
+def _transforms_as_stock(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+    """Whether an item's data are what `lookup_object` finds, and pickling is all that follows."""
+    return (
+        isinstance(planner, DefaultSavePlanner)
+        and has_method_of(planner, "resolve_data", DefaultSavePlanner)
+        and has_method_of(planner, "transform_object", DefaultSavePlanner)
+    )
+
+
+def _resolves_as_stock(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+    """Whether the data of an item are, besides, those that the flat state dict has by its fqn."""
+    return _transforms_as_stock(planner) and has_method_of(
+        planner, "lookup_object", DefaultSavePlanner, save_planner.SavePlanner
+    )
+
+
+def _unpacked(sizes: torch.Size, packed: int) -> list[int]:
+    """Sizes in elements, where the last dimension counts groups of `packed` of them."""
+    return list(sizes) if packed == 1 else [*sizes[:-1], sizes[-1] * packed]
+
+
+def tensors_request(tensors: TensorColumns, sources: list[torch.Tensor]) -> dict[str, Any]:
+    """The fields by which the write op knows tensors (csrc/ops/write_ops.cc); appends to
+    `sources`."""
+    partial = any(offset is not None for offset in tensors.offsets)
+    dtypes = set(tensors.dtypes)
+    request = {
+        "first_source": len(sources),
+        "names": _core.names_text(tensors.fqns),
+        "dtypes": dtypes.pop() if len(dtypes) == 1 else tensors.dtypes,
+        "offsets": tensors.offsets if partial else None,
+        "global_shapes": tensors.global_shapes if partial else None,
+    }
+    sources += tensors.data
+    return request
+
+
+def shard_files(
+    tensors: TensorColumns, index: int, count: int, rank: int, sources: list[torch.Tensor]
+) -> list[dict[str, Any]]:
+    """The files of this rank for the tensors of mapping index `index` of `count`; appends to
+    `sources`.
+
+    Box k of a tensor that has several on this rank goes to file index + k * count: stock readers
+    load that right, and two entries of one name cannot stand in one file.
+    """
+    layers = _layers(tensors)
+    files = []
+    for layer, members in enumerate(layers):
+        number, total = index + layer * count, count * len(layers)
+        files.append(
+            {
+                "name": f"shard-{rank + 1:05}-model-{number:05}-of-{total:05}.safetensors",
+                "role": "data",
+                **tensors_request(members, sources),
+            }
+        )
+    return files
+
+
+def _layers(tensors: TensorColumns) -> list[TensorColumns]:
+    """The first box of every tensor, the second of those that have one, and so on."""
+    if tensors.fqns and len(set(tensors.fqns)) == len(tensors.fqns):
+        return [tensors]
+    positions: list[list[int]] = []
+    seen: defaultdict[str, int] = defaultdict(int)
+    for position, fqn in enumerate(tensors.fqns):
+        layer = seen[fqn]
+        seen[fqn] += 1
+        if layer == len(positions):
+            positions.append([])
+        positions[layer].append(position)
+    return [tensors.rows(of_layer) for of_layer in positions]
+
+
+def check_item(item: WriteItem, rank: int | None) -> None:
+    """Raise InvalidArgumentError or UnsupportedError for an item that the format cannot hold."""
+    fqn = item.index.fqn
+    check_object_name(fqn, rank)
+    if item.type is WriteItemType.BYTE_IO:
+        return
+    # Rules of safetensors (CheckTensorName in csrc/format/names.h).
+    if "\0" in fqn or fqn == "__metadata__":
+        raise InvalidArgumentError("safetensors cannot hold this name", tensor=fqn, rank=rank)
+    data = item.tensor_data
+    if data is not None and len(data.size) > MAX_DIMENSIONS:
+        raise UnsupportedError(
+            f"has {len(data.size)} dimensions; at most {MAX_DIMENSIONS} are supported",
+            tensor=fqn,
+            rank=rank,
+        )
+
+
+def check_object_name(fqn: str, rank: int | None) -> None:
+    """Raise InvalidArgumentError for a name that an object of a checkpoint cannot have."""
+    if fqn.isascii() and len(fqn) <= _MAX_NAME_BYTES:
+        return
+    try:
+        size = len(fqn.encode())
+    except UnicodeEncodeError:
+        raise InvalidArgumentError(f"the name {fqn[:100]!a} is not UTF-8", rank=rank) from None
+    if size > _MAX_NAME_BYTES:
+        raise InvalidArgumentError(
+            f"the name has {size} bytes; {_MAX_NAME_BYTES} are allowed",
+            tensor=f"{fqn[:100]}...",
+            rank=rank,
+        )
+
+
+class RawBytes:
+    """What a planner of the user's made of a leaf; it alone can read it again."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+def _leaf(planner: SavePlanner, item: WriteItem) -> Any:
+    """The object of a leaf: itself where the planner leaves pickling to stock's default."""
+    if _transforms_as_stock(planner):
+        return planner.lookup_object(item.index)
+    data = planner.resolve_data(item)
+    if isinstance(data, io.BytesIO):
+        return RawBytes(data.getvalue())
+    return data
+
+
+def collect_objects(
+    planner: SavePlanner,
+    items: list[WriteItem],
+    rank: int,
+    sources: list[torch.Tensor],
+    *,
+    allow_pickle: bool,
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """The leaves that are no tensors: their fqns, and the objects file with its side file."""
+    leaves, raw = {}, []
+    for item in items:
+        leaf = _leaf(planner, item)
+        if isinstance(leaf, RawBytes):
+            raw.append(item.index.fqn)
+            leaf = leaf.data
+        leaves[item.index.fqn] = leaf
+    if raw:
+        leaves[RAW_LEAVES] = raw
+    text, side = dumps_objects(leaves, file_id=secrets.token_hex(16), allow_pickle=allow_pickle)
+    files = []
+    for name, pieces in (
+        (f"objects-{rank + 1:05}.json", [text.encode("ascii")]),
+        (f"objects-{rank + 1:05}.bin", side),
+    ):
+        if not pieces:
+            continue
+        request = {
+            "name": name,
+            "role": "objects",
+            "first_source": len(sources),
+            "source_count": len(pieces),
+        }
+        sources += [torch.frombuffer(bytearray(piece), dtype=torch.uint8) for piece in pieces]
+        files.append(request)
+    return [name for name in leaves if name != RAW_LEAVES], files

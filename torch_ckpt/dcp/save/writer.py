@@ -1,0 +1,253 @@
+"""HuggingFaceStorageWriter: DCP's StorageWriter protocol on the engine.
+
+It is a configuration. What one save does, step by step, is in directory_save.py.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.distributed.checkpoint._hf_utils import SHARDED_DIR_NAME
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torch_ckpt.dcp.save.directory_save import DirectorySave
+from torch_ckpt.dcp.save.final_layout import checked_layout
+from torch_ckpt.dcp.save.parts import next_sequence
+from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
+from torch_ckpt.dtype_policy import DtypePolicy
+from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.mapping import checked_mapping
+from torch_ckpt.options import local_path
+
+
+class HuggingFaceStorageWriter(StockWriter):
+    """Writes sharded or final safetensors, all or nothing.
+
+    The positional arguments are those of
+    `torch.distributed.checkpoint.HuggingFaceStorageWriter`:
+
+    path: the checkpoint directory. It appears (or its new content does) when the save is whole.
+    fqn_to_index_mapping: fqn to index of its file, from 1; every saved tensor must be in it. Or a
+        model.safetensors.index.json, or the directory of one, whose division is taken.
+    thread_count: threads that write this rank's files, at least four.
+    save_distributed: every rank writes its own shards. False: final files of whole tensors, into
+        which every rank writes what it has.
+    enable_consolidation: with save_distributed, shards go to path/sharded and final files to path;
+        without it the files are final already and nothing more is done.
+    thread_count_consolidation: threads that merge, at least four.
+
+    Keyword-only arguments of ours:
+
+    layout: "sharded" and "final" say what save_distributed says. With "final" a file is no larger
+        than 5 GB unless max_shard_size or the mapping says otherwise.
+    max_shard_size: bytes, or text as "5GB" (10^9) or "5GiB", of the tensors of a final file, in the
+        order of the state dict; a tensor that is larger has a file to itself. Not with a mapping.
+        This, naming and dtype are of final files, with enable_consolidation of those that it makes.
+    naming: what final files are called. "dcp": model-00001-of-00001.safetensors with an index,
+        always; "hf" the same, but one file is model.safetensors without an index; "diffusers" is
+        diffusion_pytorch_model in the same way, "peft" adapter_model.
+    dtype, keep_fp32: in which dtypes final files hold the tensors; see DtypePolicy. They are cast
+        while they are written, to the values of `tensor.to(dtype)`.
+    extras: what is to stand in the directory beside the tensors, committed with them: a directory
+        (all of it but weights and subdirectories), files, objects with `save_pretrained` (a
+        configuration, a tokenizer, a model, without its weights), or a list of these. Asked on the
+        coordinator only.
+    overwrite: False refuses a directory that holds a checkpoint (ConflictError).
+    sync_files: False leaves durability to the kernel; a machine that crashes may lose the save.
+    direct_io: False writes through the page cache.
+    strict: a name of the mapping that is not in the state dict is an error, with final files and
+        with a consolidation.
+    allow_pickle: leaves that typed JSON cannot say are pickled instead of refused.
+    world_size: for use_collectives=False, how many ranks save; the default group's size if None.
+
+    With use_collectives=False every rank commits its own part, into a directory that holds no
+    checkpoint; it can be read once all parts are there. Where ranks save values of one name that
+    differ, the lowest rank's is read. Needs save_distributed, without enable_consolidation.
+
+    Raises, from the save: CheckpointError kinds and OSError, naming file and tensor.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        fqn_to_index_mapping: dict[str, int] | str | os.PathLike[str] | None = None,
+        thread_count: int = 1,
+        save_distributed: bool = False,
+        enable_consolidation: bool = False,
+        thread_count_consolidation: int = 1,
+        *,
+        layout: Literal["sharded", "final"] | None = None,
+        max_shard_size: int | str | None = None,
+        naming: Literal["dcp", "hf", "diffusers", "peft"] = "dcp",
+        dtype: Any = None,
+        keep_fp32: Sequence[str] = (),
+        extras: Any = None,
+        overwrite: bool = True,
+        sync_files: bool = True,
+        direct_io: bool = True,
+        strict: bool = True,
+        allow_pickle: bool = False,
+        world_size: int | None = None,
+    ) -> None:
+        self.dtype_policy = DtypePolicy(dtype, keep_fp32)
+        save_distributed, self.max_shard_size = checked_layout(
+            layout,
+            max_shard_size,
+            self.dtype_policy,
+            naming,
+            save_distributed=save_distributed,
+            enable_consolidation=enable_consolidation,
+            has_mapping=fqn_to_index_mapping is not None,
+        )
+        super().__init__(
+            path=os.fspath(path),
+            fqn_to_index_mapping=fqn_to_index_mapping,  # type: ignore[arg-type]  # or a path
+            thread_count=thread_count,
+            save_distributed=save_distributed,
+            enable_consolidation=enable_consolidation,
+            thread_count_consolidation=thread_count_consolidation,
+        )
+        self.naming = naming
+        self.extras = extras
+        self.overwrite = overwrite
+        self.sync_files = sync_files
+        self.direct_io = direct_io
+        self.strict = strict
+        self.allow_pickle = allow_pickle
+        self.world_size = world_size
+        self.is_coordinator = False
+        self.last_final: dict[str, Any] | None = None  # coordinator: the tensors of the last save
+        self._sequence: int | None = None  # see count_save
+        self._save: DirectorySave | None = None  # that is going on
+        self._place(os.fspath(path))
+
+    def _place(self, path: str) -> None:
+        """Shards and output follow the checkpoint id together."""
+        # Now, not when it is used: an async save goes on while the trainer changes directory.
+        self.path = Path(local_path(path))
+        self.consolidated_output_path = None
+        if self.enable_consolidation:
+            self.consolidated_output_path = str(self.path)
+            if self.save_distributed:
+                self.path = self.path / SHARDED_DIR_NAME
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Process-based async save pickles the writer; a save lives in one process.
+        return {**self.__dict__, "_save": None}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, into `checkpoint_id` where given. Twice with one id is fine."""
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self._place(os.fspath(checkpoint_id))
+
+    def count_save(self, rank: int) -> None:
+        """After `reset`, and before anything can fail, where that can be: without collectives,
+        which save a rank takes part in follows from how many it has begun."""
+        self._sequence = next_sequence(str(self.path), rank)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What `dcp.async_save` saves when it is given no stager: see PinnedMemoryStager."""
+        self.per_thread_copy_ahead = 0  # as stock's: it says that there is nothing to copy ahead of
+        stager = PinnedMemoryStager()
+        return stager.stage(state_dict)  # type: ignore[return-value]  # is no Future
+
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,
+        *args: Any,
+        world_size: int | None = None,
+        on_written: Callable[[], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As DCP calls it. world_size: how many ranks save, where `world_size` of the constructor
+        does not say. on_written: called when this rank has written, or could not."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if self.rank is None and not is_coordinator:
+            raise InvalidArgumentError(
+                "the writer was not told its rank: DCP tells a set_up_storage_writer that takes "
+                "**kwargs, and one that overrides it has to as well"
+            )
+        self.is_coordinator = is_coordinator
+        self.end_save()
+        sequence, self._sequence = self._sequence, None
+        world_size = world_size if self.world_size is None else self.world_size
+        self._save = DirectorySave(self, world_size, sequence, on_written)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse here, before anything is on disk, what could not be written."""
+        self.fqn_to_index_mapping = checked_mapping(self.fqn_to_index_mapping)
+        return self._going_on().check(plan)
+
+    def mapped_names(self) -> frozenset[str]:
+        """The tensors that `fqn_to_index_mapping` names."""
+        self.fqn_to_index_mapping = checked_mapping(self.fqn_to_index_mapping)
+        return frozenset(self.fqn_to_index_mapping or ())
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Coordinator, and without collectives every rank: lock the staging directory and clear
+        what a dead save left."""
+        return self._going_on().lay_out(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items into staging. The future holds one RankReport."""
+        save = self._going_on()
+        return save.write(plan, lambda: self._write_plan(plan, planner))
+
+    # Stock's private hooks, which subclasses override: it fills a queue by file and empties it.
+
+    def _write_plan(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        file_queue: queue.Queue[Any] = queue.Queue()
+        tensors: list[WriteItem] = []
+        objects: list[WriteItem] = []
+        byte_io = WriteItemType.BYTE_IO  # found once: an Enum looks its members up
+        for item in plan.items:
+            (objects if item.type is byte_io else tensors).append(item)
+        mapping = self.fqn_to_index_mapping
+        buckets = self._split_by_storage_plan(mapping, tensors) if tensors else {}
+        for index, items in buckets.items():
+            file_queue.put((index, str(index), items))
+        if objects:
+            file_queue.put((None, "objects", objects))
+        return self._write_data(planner, file_queue)
+
+    def _write_data(
+        self, planner: SavePlanner, file_queue: queue.Queue[Any]
+    ) -> Future[list[WriteResult]]:
+        buckets: dict[int, list[WriteItem]] = {}
+        objects: list[WriteItem] = []
+        while not file_queue.empty():
+            index, _, items = file_queue.get_nowait()
+            if index is None:
+                objects = items
+            else:
+                buckets[index] = items
+        done: Future[list[WriteResult]] = Future()
+        report = self._going_on().write_items(planner, buckets, objects)
+        done.set_result([report])  # type: ignore[list-item]
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Coordinator: commit, then consolidate where that was asked for. Without collectives
+        every rank: commit its part."""
+        self._going_on().commit(metadata, results)
+
+    def end_save(self) -> None:
+        """Give up a save that failed on another rank, of which DCP does not tell the writer. Once
+        more, and after one that is committed, is fine."""
+        save, self._save = self._save, None
+        if save is not None:
+            save.end()
+
+    def _going_on(self) -> DirectorySave:
+        if self._save is None:
+            raise InvalidArgumentError("was called on a writer that has not begun a save")
+        return self._save

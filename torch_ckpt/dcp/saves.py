@@ -1,0 +1,308 @@
+"""One save as its caller sees it: what it took, and the future of one in the background.
+
+The saves in the background of this process are registered from their call until they are over, and
+failed ones until somebody has heard of it: from the future, from the next save, from `close`, or in
+a warning when the interpreter ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import threading
+import time
+import warnings
+from concurrent.futures import Future, InvalidStateError, wait
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError
+
+OnFailure = Literal["raise", "warn"]
+
+
+@dataclass(slots=True)
+class Phases:
+    """What one rank's part of a save took, in seconds, and the bytes that it wrote.
+
+    planned_s: from the beginning of the save until this rank began to write.
+    written_s, written_bytes: this rank's files, durable.
+    committed_s: what the coordinator did after the last rank had written.
+    ring_bytes, parts_bytes: of tensors in final files that are sharded in short rows, what this
+        rank had of those that the ranks of its node wrote together, through shared memory, and what
+        it left, with the ends of its own rows, for the coordinator to put in place.
+    """
+
+    planned_s: float
+    written_s: float
+    written_bytes: int
+    committed_s: float = 0.0
+    ring_bytes: int = 0
+    parts_bytes: int = 0
+
+
+@dataclass(slots=True)
+class SaveStats:
+    """Times in seconds and bytes of one save, as this rank has seen it; None where it is not known
+    (yet). A planner, writer or stager that is not ours does not tell.
+
+    started: when it was called, in seconds since 1970.
+    waited_s: for earlier saves, before anything else.
+    staged_s, staged_bytes: the copy into host memory, of a save in the background.
+    blocked_s: the whole call of `async_save`.
+    planned_s: from the beginning of the save, in the background of `async_save`, until this rank
+        began to write.
+    written_s, written_bytes: this rank's files, durable.
+    ring_bytes, parts_bytes: how what is sharded in short rows went into final files: through shared
+        memory to a rank of the same node, or through a file to the coordinator.
+    committed_s: what the coordinator did after the last rank had written.
+    total_s: from the call until the save was over.
+    """
+
+    path: str
+    rank: int
+    world_size: int
+    started: float
+    error: str | None = None
+    waited_s: float | None = None
+    staged_s: float | None = None
+    staged_bytes: int | None = None
+    blocked_s: float | None = None
+    planned_s: float | None = None
+    written_s: float | None = None
+    written_bytes: int | None = None
+    ring_bytes: int | None = None
+    parts_bytes: int | None = None
+    committed_s: float | None = None
+    total_s: float | None = None
+
+    def count(self, metadata: Metadata) -> None:
+        """Take the phases of this rank, which our writer has left in the save's metadata."""
+        phases = metadata.storage_data
+        mine = phases.get(self.rank) if isinstance(phases, dict) else None
+        if isinstance(mine, Phases):
+            for field in fields(Phases):
+                setattr(self, field.name, getattr(mine, field.name))
+
+
+class SavedMetadata(Metadata):
+    """DCP's Metadata of a save that is committed, and `stats`, the SaveStats of this rank."""
+
+    stats: SaveStats
+
+    def __init__(self, metadata: Metadata, stats: SaveStats) -> None:
+        self.__dict__.update(vars(metadata))
+        self.stats = stats
+        stats.count(metadata)
+
+
+class AsyncSave(Future[Any], AsyncSaveResponse):
+    """A save that goes on in the background: the future of its upload, and stock's response with
+    both futures, whichever of the two a caller expects.
+
+    result(), exception(): wait until the checkpoint is committed, or the save has failed. The
+        result is DCP's Metadata; None for a failure with on_failure="warn".
+    staging_completion: a future; when it is done the trainer may change its tensors.
+    upload_completion: this object.
+    stats: SaveStats, complete when the save is over.
+    error: what it failed with, or None.
+    """
+
+    def __init__(
+        self,
+        stats: SaveStats,
+        on_failure: OnFailure = "raise",
+        log_path: str | None = None,
+        uses: tuple[Any, ...] = (),
+    ) -> None:
+        """`uses`: what other saves cannot use at the same time."""
+        Future.__init__(self)
+        self.staging_completion: Future[None] = Future()
+        for future in (self, self.staging_completion):
+            future.set_running_or_notify_cancel()  # there is no way back
+        self.stats = stats
+        self.error: BaseException | None = None
+        self._uses = tuple(used for used in uses if used is not None)
+        self._finishing = threading.Lock()
+        self._log_path = log_path
+        self._began = time.perf_counter()
+        self._on_failure = on_failure
+        self._heard = False
+        self._pid = os.getpid()
+
+    # By identity, as futures are, and not by its fields, as a response.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @property
+    def upload_completion(self) -> AsyncSave:  # type: ignore[override]
+        return self
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._is_ours()
+        try:
+            return Future.result(self, timeout)
+        except BaseException as error:
+            if error is self.error:
+                self.told()
+            raise
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._is_ours()
+        error = Future.exception(self, timeout)
+        self.told()
+        return error
+
+    def _is_ours(self) -> None:
+        if os.getpid() != self._pid and not self.done():
+            raise InvalidArgumentError(
+                f"the save into {self.stats.path} belongs to the parent of this forked process"
+            )
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._began
+
+    def shares_with(self, other: AsyncSave) -> bool:
+        """Whether both use something that two saves cannot use at the same time."""
+        return any(used is theirs for used in self._uses for theirs in other._uses)
+
+    def release_tensors(self, error: BaseException | None = None) -> None:
+        """The tensors may change; or, with an error, were not read. The first call counts."""
+        with contextlib.suppress(InvalidStateError):
+            if error is None:
+                self.staging_completion.set_result(None)
+            else:
+                self.staging_completion.set_exception(error)
+
+    def finish(self, metadata: Any, error: BaseException | None) -> None:
+        """The save is over. The first call counts."""
+        with self._finishing:
+            if self.done():
+                return
+            self.stats.total_s = self.elapsed()
+            self.error = error
+            if error is not None:
+                self.stats.error = str(error) or type(error).__name__
+            log = None if self._log_path is None else _log(self._log_path, self.stats)
+            self._uses = ()
+            self.release_tensors()
+            warns = error is not None and self._on_failure == "warn"
+            if warns:
+                self.told()
+            if error is None or warns:
+                self.set_result(metadata)
+            else:
+                self.set_exception(error)
+        known()  # or the register would keep it
+        # Last: where warnings are errors, these raise.
+        if warns:
+            warn(f"the save into {self.stats.path} failed: {error}")
+        if log is not None:
+            warn(f"no line in the log of saves: {log}")
+
+    def told(self) -> None:
+        """Its caller has heard, or will have, why it fails."""
+        self._heard = True
+
+    def is_unheard(self) -> bool:
+        return self.done() and self.error is not None and not self._heard
+
+
+_mutex = threading.Lock()
+_saves: list[AsyncSave] = []  # in the order of their calls
+
+
+def register(save: AsyncSave) -> None:
+    with _mutex:
+        _saves.append(save)
+
+
+def known() -> list[AsyncSave]:
+    """The saves that are not over, and those that failed and that nobody has heard of."""
+    with _mutex:
+        _saves[:] = [save for save in _saves if not save.done() or save.is_unheard()]
+        return list(_saves)
+
+
+def running() -> list[AsyncSave]:
+    """The saves that are not over, in the order of their calls."""
+    return [save for save in known() if not save.done()]
+
+
+def failures() -> str:
+    """What nobody has heard of; empty if there is nothing."""
+    return "; ".join(
+        f"an earlier save, into {save.stats.path}, failed: {save.error}"
+        for save in known()
+        if save.is_unheard()
+    )
+
+
+def hear() -> tuple[str, BaseException | None]:
+    """`failures`, and the first of the errors; now all have been heard of."""
+    text = failures()
+    unheard = [save for save in known() if save.is_unheard()]
+    for save in unheard:
+        save.told()
+    return text, unheard[0].error if unheard else None
+
+
+BUSY = "another save is going on"
+
+
+def wait_for(saves: list[AsyncSave], timeout: float | None) -> None:
+    """Wait until all of `saves` are over. Raises ConflictError after `timeout` seconds."""
+    wait(saves, timeout)
+    late = [save for save in saves if not save.done()]
+    if late:
+        path = late[0].stats.path
+        raise ConflictError(f"{BUSY}, into {path}, and did not end within {timeout} seconds")
+
+
+def close(timeout: float | None = None) -> None:
+    """Wait until the saves of this process are over; then raise a CheckpointError for those that
+    failed and that nobody has heard of."""
+    wait_for(running(), timeout)
+    text, error = hear()
+    if error is not None:
+        raise CheckpointError(text) from error
+
+
+def _log(path: str, stats: SaveStats) -> OSError | None:
+    """Append one line. A log that cannot be written is no reason to fail a save."""
+    line = json.dumps(asdict(stats)) + "\n"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(descriptor, line.encode())  # at once, or lines of ranks would mix
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return error
+    return None
+
+
+def warn(message: str) -> None:
+    warnings.warn(f"torch_ckpt: {message}", RuntimeWarning, stacklevel=2)
+
+
+@atexit.register
+def _name_the_unheard() -> None:
+    # Threads that save have been joined: what is not over now will not be.
+    for save in known():
+        outcome = f"failed: {save.error}" if save.done() else "was not over"
+        warn(f"the save into {save.stats.path} {outcome}")
+
+
+def _forget_parents() -> None:
+    global _mutex
+    _mutex = threading.Lock()  # the parent's may be held for ever
+    _saves.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parents)

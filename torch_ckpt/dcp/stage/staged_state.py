@@ -1,0 +1,217 @@
+"""A copy of a state dict: its structure at once, its tensors when they are staged."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torch_ckpt._ext import Region
+from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
+from torch_ckpt.dcp.stage.sources import MAX_DIMENSIONS, reachable
+from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+
+# Immutable, so that a copy may share them.
+_VALUES = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
+)
+
+
+class StagedState(dict[str, Any]):
+    """A state dict whose tensors lie in one leased region of host memory.
+
+    Equal to the state it was made of, type for type but for the outermost dict. The region is
+    leased until `end`, or until the state and the last of its tensors are gone. How it goes to
+    another process is in dcp/crossing.py.
+    """
+
+    def __init__(self, *items: Any) -> None:
+        super().__init__(*items)
+        self._region: Region | None = None
+        self.packed: Any = None  # see crossing.pack
+        self._staged: list[torch.Tensor] = []  # that lie in the region
+
+    def lies_in(self, region: Region | None, tensors: list[torch.Tensor]) -> None:
+        """`tensors` are those of the state that lie in `region`."""
+        self._region, self._staged = region, tensors
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of the region, that hold tensors."""
+        return 0 if self._region is None else self._region.used
+
+    def __reduce__(self) -> Any:
+        return StagedState, (dict(self),)
+
+    def end(self) -> None:
+        """Let the region go, whoever still refers to the tensors: they are empty from now on."""
+        tensors, self._staged, self._region, self.packed = self._staged, [], None, None
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.set_()  # type: ignore[call-overload]
+
+
+@functools.cache
+def _at_the_beginning(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype)
+
+
+def _dtensor(local: torch.Tensor, spec: Any) -> DTensor:
+    """A DTensor that can be pickled. torch gives one the storage offset of its local tensor, and
+    takes one with an offset for a tensor with memory of its own, which it then reads: torch 2.13
+    crashes."""
+    tensor = DTensor(_at_the_beginning(local.dtype), spec, requires_grad=False)
+    tensor._local_tensor = local
+    return tensor
+
+
+class StateCopy:
+    """The structure of `state_dict`, copied, with its leaves that are no tensors; `tensors` are
+    what is to be staged, `names` their names as DCP flattens them.
+
+    Containers keep their types; leaves that are mutable are copied with `copy.deepcopy`. Every
+    tensor is the memory of one leaf, or of one inner tensor of a DTensor, ShardedTensor or other
+    wrapper: in host memory, or contiguous on a CUDA device, where kernels that make it so may still
+    run. Tensors that the engine cannot copy (sparse, quantized, of too many dimensions) are copied
+    here.
+
+    Raises InvalidArgumentError or UnsupportedError that name the leaf.
+    """
+
+    def __init__(self, state_dict: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.names: list[str] = []
+        self._state = StagedState()
+        self._places: list[tuple[Any, Any]] = []  # container and key of every tensor
+        # What can only be made of what is inside: inner ones first.
+        self._finish: list[Callable[[], None]] = []
+        with torch.no_grad():
+            for key, value in state_dict.items():
+                self._copy(self._state, key, value, str(key))
+
+    def with_tensors(self, staged: list[torch.Tensor], region: Region | None) -> StagedState:
+        """The copy, with `staged`, which lie in `region`, in the places of `tensors`. Call it
+        once."""
+        for (container, key), tensor in zip(self._places, staged, strict=True):
+            container[key] = tensor
+        for finish in self._finish:
+            finish()
+        self._state.lies_in(region, staged)
+        self.tensors, self._places, self._finish = [], [], []
+        return self._state
+
+    def _copy(self, into: Any, key: Any, value: Any, name: str) -> None:
+        """Put a copy of `value` at `into[key]`, now or when there are tensors."""
+        kind = type(value)
+        if kind in PLAIN_TENSORS:
+            self._copy_plain(into, key, value, name)
+        elif kind in _VALUES:
+            into[key] = value
+        elif isinstance(value, torch.Tensor):
+            self._copy_tensor(into, key, value, name)
+        elif isinstance(value, dict):
+            into[key] = inner = {} if kind is dict else copy.copy(value)
+            if hasattr(value, "__dict__"):  # as the _metadata of a module's state dict
+                inner.__dict__.update(value.__dict__)
+            for k, v in value.items():
+                self._copy(inner, k, v, f"{name}.{k}")
+        elif isinstance(value, list):
+            into[key] = items = [None] * len(value) if kind is list else copy.copy(value)
+            for i, v in enumerate(value):
+                self._copy(items, i, v, f"{name}.{i}")
+        elif isinstance(value, tuple):
+            self._copy_tuple(into, key, value, name)
+        else:
+            try:
+                into[key] = copy.deepcopy(value)
+            except Exception as error:
+                raise UnsupportedError(
+                    f"a {kind.__qualname__} cannot be copied for staging: {error}", tensor=name
+                ) from error
+
+    def _copy_tuple(self, into: Any, key: Any, value: tuple[Any, ...], name: str) -> None:
+        items: list[Any] = [None] * len(value)
+        for i, v in enumerate(value):
+            self._copy(items, i, v, f"{name}.{i}")
+        make = getattr(value, "_make", type(value))  # of a named tuple
+
+        def finish() -> None:
+            into[key] = make(items)
+
+        into[key] = None  # its place in the order of a dict
+        self._finish.append(finish)
+
+    def _copy_tensor(self, into: Any, key: Any, value: Any, name: str) -> None:
+        """A subclass of Tensor."""
+        if isinstance(value, AsyncCollectiveTensor):
+            self._copy_plain(into, key, value.wait(), name)
+        elif isinstance(value, DTensor):
+            spec = value._spec
+            local: list[Any] = [None]
+            self._copy(local, 0, value._local_tensor, name)
+
+            def finish_dtensor() -> None:
+                into[key] = _dtensor(local[0], spec)
+
+            into[key] = None
+            self._finish.append(finish_dtensor)
+        elif isinstance(value, ShardedTensor):
+            self._copy_sharded(into, key, value, name)
+        elif is_traceable_wrapper_subclass(value):
+            self._copy_wrapper(into, key, value, name)
+        else:  # a subclass with memory of its own
+            self._copy_plain(into, key, value.as_subclass(torch.Tensor), name)
+
+    def _copy_wrapper(self, into: Any, key: Any, value: Any, name: str) -> None:
+        """One of the subclasses that are made of other tensors, as torchao's."""
+        attributes, context = value.__tensor_flatten__()
+        inner: dict[str, Any] = {}
+        for attribute in attributes:
+            self._copy(inner, attribute, getattr(value, attribute), f"{name}.{attribute}")
+        make, size, stride = type(value).__tensor_unflatten__, value.size(), value.stride()
+
+        def finish() -> None:
+            into[key] = make(inner, context, size, stride)
+
+        into[key] = None
+        self._finish.append(finish)
+
+    def _copy_sharded(self, into: Any, key: Any, value: ShardedTensor, name: str) -> None:
+        locals_: list[Any] = [None] * len(value.local_shards())
+        places = [shard.metadata for shard in value.local_shards()]
+        for i, shard in enumerate(value.local_shards()):
+            self._copy(locals_, i, shard.tensor, name)
+        metadata, group = value.metadata(), value._process_group
+
+        def finish() -> None:
+            shards = [Shard(tensor, place) for tensor, place in zip(locals_, places, strict=True)]
+            into[key] = ShardedTensor._init_from_local_shards_and_global_metadata(
+                shards, metadata, process_group=group
+            )
+
+        into[key] = None
+        self._finish.append(finish)
+
+    def _copy_plain(self, into: Any, key: Any, tensor: torch.Tensor, name: str) -> None:
+        if tensor.is_meta:
+            raise InvalidArgumentError("is on the meta device and has no data", tensor=name)
+        if (
+            tensor.layout is not torch.strided
+            or tensor.is_quantized
+            or tensor.dim() > MAX_DIMENSIONS
+        ):
+            into[key] = tensor.clone() if tensor.is_cpu else tensor.cpu()
+            return
+        if not tensor.is_cpu:
+            tensor = reachable(tensor, name)
+        into[key] = None
+        self._places.append((into, key))
+        self.tensors.append(tensor)
+        self.names.append(name)

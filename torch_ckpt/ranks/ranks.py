@@ -1,0 +1,159 @@
+"""Ranks: the processes that save, load or consolidate together."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from torch_ckpt.errors import CheckpointError, with_rank
+from torch_ckpt.jobs import Jobs
+from torch_ckpt.progress import Progress, told
+from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.ranks.links import Links
+
+T = TypeVar("T")
+
+TIMEOUT_S = 600.0
+
+# By process group, then by purpose and timeout. Made once, and again when a rank was lost.
+_known: weakref.WeakKeyDictionary[Any, dict[tuple[str, float], Ranks]] = weakref.WeakKeyDictionary()
+# How many each process group has made.
+_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def rank_and_size(group: dist.ProcessGroup | None = None, no_dist: bool = False) -> tuple[int, int]:
+    """This rank in `group`, and how many ranks that has; (0, 1) for a process by itself."""
+    if no_dist or not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+class Ranks:
+    """The ranks of a process group, on connections of their own: neither the collectives nor the
+    timeouts of training are met. All ranks make the same calls in the same order, from one thread
+    at a time.
+
+    rank, size: of this process in the group.
+    members: the global ranks of all.
+    """
+
+    def __init__(self, rank: int, members: tuple[int, ...], links: Links | None) -> None:
+        self.rank = rank
+        self.size = len(members)
+        self.members = members
+        self._links = links
+
+    @staticmethod
+    def alone() -> Ranks:
+        """This process by itself."""
+        return Ranks(0, (0,), None)
+
+    @staticmethod
+    def of(
+        group: dist.ProcessGroup | None, purpose: str = "", *, timeout: float = TIMEOUT_S
+    ) -> Ranks:
+        """What `connect` gives, made once for each purpose and timeout, and again when a rank was
+        lost. Threads with different purposes may talk at the same time."""
+        if rank_and_size(group)[1] == 1:
+            return Ranks.alone()
+        known = _known.setdefault(_made(group), {})
+        ranks = known.get((purpose, timeout))
+        if ranks is None or ranks._is_broken():
+            ranks = known[purpose, timeout] = Ranks.connect(group, timeout=timeout)
+        return ranks
+
+    @staticmethod
+    def connect(group: dist.ProcessGroup | None, *, timeout: float = TIMEOUT_S) -> Ranks:
+        """The ranks of `group`; the default one if None, and this process alone where there is
+        none. A collective call.
+
+        timeout: seconds after which a rank that does not answer is taken for dead. One whose
+        connection is closed is noticed at once. Raises CheckpointError where not all come in that
+        time.
+        """
+        rank, size = rank_and_size(group)
+        if size == 1:
+            return Ranks.alone()
+        made = _made(group)
+        count = _counts[made] = _counts.get(made, 0) + 1
+        store = distributed_c10d._get_process_group_store(made)
+        links = Links(store, f"torch_ckpt/ranks/{count}", rank, size, timeout)
+        return Ranks(rank, tuple(dist.get_process_group_ranks(made)), links)
+
+    def _is_broken(self) -> bool:
+        return self._links is not None and self._links.are_broken
+
+    def gather(
+        self,
+        what: str,
+        own: Callable[[], Any],
+        answer: Callable[[list[Any]], T],
+        *,
+        progress: Progress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> T:
+        """Call `own` here; on rank 0 then `answer`, with what `own` returned on every rank. Returns
+        on every rank what `answer` returned.
+
+        what: which call this is, the same on all ranks. Ranks that make different ones get an
+            InvalidArgumentError that says which.
+        progress: called about five times a second, on another thread, with bytes done and bytes in
+            all, of the native jobs of all ranks. What it raises ends the step.
+        cancel: once it is set on any rank, while a step runs there, all end with a CancelledError.
+
+        The error of the lowest rank that has one is raised on all, and cancels the native jobs of
+        the others. Ctrl-C is raised where it came; the others get a CancelledError, unless all
+        steps have ended. A rank that is gone is a CheckpointError that names it.
+        """
+        return self._exchange(what, own, lambda values: [answer(values)], progress, cancel)  # type: ignore[no-any-return]
+
+    def scatter(
+        self, what: str, own: Callable[[], Any], answers: Callable[[list[Any]], list[T]]
+    ) -> T:
+        """As `gather`, where `answers` returns one answer for each rank."""
+        return self._exchange(what, own, answers, None, None)  # type: ignore[no-any-return]
+
+    def together(
+        self,
+        what: str,
+        own: Callable[[], T],
+        *,
+        progress: Progress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> list[T]:
+        """As `gather`: what `own` has returned on every rank."""
+        return self.gather(what, own, lambda values: values, progress=progress, cancel=cancel)
+
+    def decide(self, what: str, decide: Callable[[], T]) -> T:
+        """As `gather`: what `decide`, which is called on rank 0 alone, has returned."""
+        return self.gather(what, lambda: None, lambda _: decide())
+
+    def _exchange(
+        self,
+        what: str,
+        own: Callable[[], Any],
+        answers: Callable[[list[Any]], list[Any]],
+        progress: Progress | None,
+        cancel: threading.Event | None,
+    ) -> Any:
+        if self._links is not None:
+            if self._links.are_broken:
+                raise CheckpointError("another rank was lost in an earlier call", rank=self.rank)
+            return Exchange(self._links, what, progress, cancel).run(own, answers)
+        try:
+            with Jobs() as jobs, told(jobs, progress, cancel):
+                return answers([own()])[0]
+        except Exception as error:
+            known = with_rank(error, self.rank)
+            if known is error:
+                raise
+            raise known from error
+
+
+def _made(group: dist.ProcessGroup | None) -> Any:
+    return group if group is not None else dist.group.WORLD
