@@ -25,12 +25,13 @@ from torch_ckpt.errors import (
     IncompleteError,
     InternalError,
     InvalidArgumentError,
+    MissingKeyError,
     UnsupportedError,
 )
 
 if TYPE_CHECKING:
     from torch_ckpt.checkpoint import Checkpoint
-    from torch_ckpt.consolidate import consolidate_safetensors_files_on_every_rank
+    from torch_ckpt.consolidate import MergeFuture, consolidate_safetensors_files_on_every_rank
     from torch_ckpt.dcp.api import async_save, load, save
     from torch_ckpt.dcp.async_saves import AsyncSave, SaveStats
     from torch_ckpt.dcp.per_rank import PerRank
@@ -53,6 +54,7 @@ _LAZY = {
     "HuggingFaceStorageReader": "torch_ckpt.dcp.reader",
     "HuggingFaceStorageWriter": "torch_ckpt.dcp.writer",
     "LoadPlanner": "torch_ckpt.dcp.planner",
+    "MergeFuture": "torch_ckpt.consolidate",
     "PerRank": "torch_ckpt.dcp.per_rank",
     "PinnedMemoryStager": "torch_ckpt.dcp.stager",
     "SavePlanner": "torch_ckpt.dcp.planner",
@@ -79,6 +81,8 @@ __all__ = [
     "InternalError",
     "InvalidArgumentError",
     "LoadPlanner",
+    "MergeFuture",
+    "MissingKeyError",
     "PerRank",
     "PinnedMemoryStager",
     "SavePlanner",

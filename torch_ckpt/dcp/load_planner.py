@@ -36,7 +36,7 @@ from torch_ckpt.dcp.planning import paused_gc, world_of
 from torch_ckpt.dcp.renaming import new_names, rename_metadata
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.dcp.ties import identity
-from torch_ckpt.errors import IncompleteError, InvalidArgumentError
+from torch_ckpt.errors import InvalidArgumentError, MissingKeyError
 from torch_ckpt.key_mapping import KeyMapping
 
 logger = logging.getLogger(__name__)
@@ -66,10 +66,6 @@ def _saved_structure(metadata: Metadata) -> Structure | None:
     """The structure, where the checkpoint has one and the reader has put it among the paths."""
     value = (metadata.planner_data or {}).get(STRUCTURE_FQN)
     return check_structure(value) if isinstance(value, dict) else None
-
-
-class MissingKeyError(IncompleteError, RuntimeError):
-    """The target has a leaf that the checkpoint has not. Stock raises RuntimeError."""
 
 
 class LoadPlanner(DefaultLoadPlanner):
