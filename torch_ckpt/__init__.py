@@ -25,12 +25,13 @@ from torch_ckpt.errors import (
     IncompleteError,
     InternalError,
     InvalidArgumentError,
+    MissingKeyError,
     UnsupportedError,
 )
 
 if TYPE_CHECKING:
     from torch_ckpt.checkpoint import Checkpoint
-    from torch_ckpt.consolidate import consolidate_safetensors_files_on_every_rank
+    from torch_ckpt.consolidate import MergeFuture, consolidate_safetensors_files_on_every_rank
     from torch_ckpt.dcp.api import load, save
     from torch_ckpt.dcp.background.async_save import async_save
     from torch_ckpt.dcp.load.reader import HuggingFaceStorageReader
@@ -54,6 +55,7 @@ _LAZY = {
     "HuggingFaceStorageReader": "torch_ckpt.dcp.load.reader",
     "HuggingFaceStorageWriter": "torch_ckpt.dcp.save.writer",
     "LoadPlanner": "torch_ckpt.dcp.plan.planners",
+    "MergeFuture": "torch_ckpt.consolidate",
     "PerRank": "torch_ckpt.dcp.plan.per_rank",
     "PinnedMemoryStager": "torch_ckpt.dcp.stage.stager",
     "SavePlanner": "torch_ckpt.dcp.plan.planners",
@@ -80,6 +82,8 @@ __all__ = [
     "InternalError",
     "InvalidArgumentError",
     "LoadPlanner",
+    "MergeFuture",
+    "MissingKeyError",
     "PerRank",
     "PinnedMemoryStager",
     "SavePlanner",

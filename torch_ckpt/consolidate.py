@@ -40,7 +40,7 @@ __all__ = [
 def consolidate_safetensors_files_on_every_rank(
     input_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
-    fqn_to_index_mapping: Mapping[str, int] | str | os.PathLike[str] | None,
+    fqn_to_index_mapping: Mapping[str, int] | str | os.PathLike[str] | None = None,
     num_threads: int = 1,
     process_group: dist.ProcessGroup | None = None,
     *,

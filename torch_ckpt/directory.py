@@ -36,8 +36,9 @@ class CheckpointDirectory:
 
     A child counts when a save of torch_ckpt has committed it whole (`Checkpoint.is_committed`):
     not while it is being saved or after a save that died, and not when others than torch_ckpt
-    wrote it. The newest is the one of the highest step, whenever it was saved. Who goes back to an older step removes the later checkpoints first:
-    `latest` and LATEST would go on to name the last of them, and a save below it is a warning.
+    wrote it. The newest is the one of the highest step, whenever it was saved. Who goes back to an
+    older step removes the later checkpoints first: `latest` and LATEST would go on to name the last
+    of them, and a save below it is a warning.
 
     A deletion looks at the steps up to the one that was saved. It spares the newest `keep_last` of
     them, what is not committed, links, and every other name. What saves that died have staged for

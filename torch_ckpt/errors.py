@@ -51,6 +51,10 @@ class IncompleteError(CheckpointError):
     """A checkpoint, a file, a tensor or a part of one is missing."""
 
 
+class MissingKeyError(IncompleteError, RuntimeError):
+    """The target of a load has a leaf that the checkpoint has not. Stock raises RuntimeError."""
+
+
 class ConflictError(CheckpointError):
     """Overlapping shards, a lost race, or a directory that is being replaced."""
 

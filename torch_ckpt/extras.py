@@ -83,12 +83,8 @@ def _written(item: Any, directory: str, dtype: str | None) -> str:
     os.mkdir(directory)
     peft = sys.modules.get("peft")  # imported by whoever has made a model of it
     if peft is not None and isinstance(item, peft.PeftModel):
-        adapter = item.active_adapter
-        item.save_pretrained(
-            directory, selected_adapters=[adapter], state_dict={}, save_embedding_layers=False
-        )
-        own = os.path.join(directory, adapter)  # unless it is the one called "default"
-        return own if os.path.isdir(own) else directory
+        _write_adapter(item, directory)
+        return directory
     is_model = hasattr(item, "state_dict") and hasattr(item, "config")
     if not hasattr(item.config if is_model else item, "save_pretrained"):
         raise InvalidArgumentError(
@@ -99,6 +95,22 @@ def _written(item: Any, directory: str, dtype: str | None) -> str:
     else:
         item.save_pretrained(directory)
     return directory
+
+
+def _write_adapter(model: Any, directory: str) -> None:
+    """What `save_pretrained` of a PeftModel writes beside the weights of the active adapter. It
+    cannot be called for that alone: it looks up every weight, of whole modules too."""
+    config = copy.copy(model.peft_config[model.active_adapter])
+    base = model.base_model if config.is_prompt_learning else model.base_model.model
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+    config.inference_mode = True
+    made_of = None  # without a task, those who load find the model's class by this
+    if config.task_type is None:
+        kind = type(base)
+        made_of = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    model.create_or_update_model_card(directory)
+    config.save_pretrained(directory, auto_mapping_dict=made_of)
 
 
 def _write_model(model: Any, directory: str, dtype: str | None) -> None:

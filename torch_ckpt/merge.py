@@ -25,7 +25,7 @@ FileNames = Literal["dcp", "hf", "diffusers", "peft"]
 def consolidate_safetensors_files(
     input_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
-    fqn_to_index_mapping: Mapping[str, int] | str | os.PathLike[str] | None,
+    fqn_to_index_mapping: Mapping[str, int] | str | os.PathLike[str] | None = None,
     num_threads: int = 1,
     *,
     strict: bool = True,

@@ -15,9 +15,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from sample_states import FAILED, assert_same, blank, load, load_ours, save
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
-    consolidate_safetensors_files as stock_consolidate,
-)
-from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files_on_every_rank as stock_consolidate_on_every_rank,
 )
 from torch.distributed.checkpoint.staging import (
@@ -41,7 +38,6 @@ def parameters(function: Any) -> list[tuple[str, Any, Any]]:
 PAIRS = [
     (HuggingFaceStorageWriter.__init__, dcp.HuggingFaceStorageWriter.__init__),
     (HuggingFaceStorageReader.__init__, dcp.HuggingFaceStorageReader.__init__),
-    (torch_ckpt.consolidate_safetensors_files, stock_consolidate),
     (torch_ckpt.consolidate_safetensors_files_on_every_rank, stock_consolidate_on_every_rank),
     (torch_ckpt.save, dcp.save),
     (torch_ckpt.load, dcp.load),

@@ -7,8 +7,10 @@ stays plain JSON; all else is a tagged object {"$": tag, ...}.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import ctypes
+import dataclasses
 import datetime
 import decimal
 import enum
@@ -18,6 +20,7 @@ import json
 import math
 import pickle
 import sys
+import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -332,8 +335,8 @@ class Encoder:
                 "object cannot be written; put them into a dict or list"
             )
         raise self.fail(
-            f"objects of type {_type_name(cls)} cannot be written; convert it to plain Python "
-            "data, or pass allow_pickle=True to store it as a pickle"
+            f"objects of type {_type_name(cls)} cannot be written; convert it {_way_out(obj)}, or "
+            "pass allow_pickle=True to store it as a pickle"
         )
 
     def _enum(self, obj: enum.Enum) -> Any:
@@ -393,6 +396,15 @@ def _type_name(cls: type) -> str:
     return (
         cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     )
+
+
+def _way_out(obj: Any) -> str:
+    """How `obj` becomes plain data."""
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        return "with dataclasses.asdict(...)"
+    if isinstance(obj, (argparse.Namespace, types.SimpleNamespace)):
+        return "with vars(...)"
+    return "to plain Python data"
 
 
 _ALWAYS_PLAIN = frozenset({type(None), bool})

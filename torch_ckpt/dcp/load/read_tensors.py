@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,11 @@ _WAVE_BYTES = 32 << 20
 _DEVICE_WAVE_BYTES = 128 << 20
 _ALIGNMENT = 64  # of a tensor in a wave, in bytes; more than any dtype needs
 _MOST_NAMED = 5
+# Floats that are kept beside scales, and the names of those, after the name of what they scale.
+_CODES = frozenset(
+    {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+)
+_SCALES = ("_scale_inv", "_scale")
 
 
 @dataclass(slots=True)
@@ -88,7 +93,7 @@ class TensorReader:
         # Refuse before a byte is copied. Several boxes of one tensor are cast alike.
         casts = {(r.item.storage_index.fqn, r.target.dtype): r for r in indirect}
         for request in casts.values():
-            self._check_cast(request)
+            self._check_cast(request, type_of)
         _warn_of_narrow([r for r in casts.values() if not widens(r.stored, r.target.dtype)])
         for request in indirect:
             if request.size and any(n > 1 and not step for n, step in _steps(request.target)):
@@ -143,7 +148,8 @@ class TensorReader:
                 _check_values(request, value)
         _wait_for_copies(devices)
 
-    def _check_cast(self, request: _Request) -> None:
+    def _check_cast(self, request: _Request, names: Collection[str]) -> None:
+        """`names` are those of the checkpoint."""
         fqn, source, target = request.item.storage_index.fqn, request.stored, request.target.dtype
         if source == target:
             return
@@ -154,6 +160,13 @@ class TensorReader:
         if source.is_complex and not target.is_complex:
             raise UnsupportedError(
                 f"is stored as {source}; a cast to {target} would drop the imaginary part",
+                tensor=fqn,
+            )
+        scales = [fqn + end for end in _SCALES if fqn + end in names] if source in _CODES else []
+        if scales:
+            raise UnsupportedError(
+                f"is stored as {source}, to be multiplied by '{scales[0]}'; a cast to {target} "
+                f"would leave that out: load it as {source}",
                 tensor=fqn,
             )
 

@@ -34,6 +34,7 @@ _LEAVES = frozenset(
     {torch.Tensor, torch.nn.Parameter, DTensor, int, float, str, bool, type(None), bytes}
 )
 _FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
+TOO_DEEP = "the state dict contains itself, or is nested too deeply"
 
 
 class Flat:
@@ -75,9 +76,7 @@ class Flat:
         try:
             self._visit(state_dict, state_dict.items(), "", ())
         except RecursionError:
-            raise InvalidArgumentError(
-                "the state dict contains itself, or is nested too deeply"
-            ) from None
+            raise InvalidArgumentError(TOO_DEEP) from None
         if slots:  # of a load, which takes whatever names a checkpoint has
             return
         for name in RESERVED & self.values.keys():

@@ -42,7 +42,7 @@ from torch_ckpt.dcp.plan.per_rank import (
 from torch_ckpt.dcp.plan.renaming import new_names, rename_metadata
 from torch_ckpt.dcp.plan.ties import identity
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
-from torch_ckpt.errors import IncompleteError, InvalidArgumentError
+from torch_ckpt.errors import InvalidArgumentError, MissingKeyError
 from torch_ckpt.key_mapping import KeyMapping
 
 logger = logging.getLogger(__name__)
@@ -56,14 +56,22 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
+def _mismatch(said: list[str]) -> InvalidArgumentError:
+    """One error for all leaves of the target that do not fit the checkpoint."""
+    if len(said) == 1:
+        return InvalidArgumentError(said[0])
+    more = len(said) - _MOST_LISTED
+    return InvalidArgumentError(
+        f"{len(said)} leaves of the target do not fit the checkpoint: "
+        + "; ".join(said[:_MOST_LISTED])
+        + (f"; and {more} more" if more > 0 else "")
+    )
+
+
 def _saved_structure(metadata: Metadata) -> Structure | None:
     """The structure, where the checkpoint has one and the reader has put it among the paths."""
     value = (metadata.planner_data or {}).get(STRUCTURE_FQN)
     return check_structure(value) if isinstance(value, dict) else None
-
-
-class MissingKeyError(IncompleteError, RuntimeError):
-    """The target has a leaf that the checkpoint has not. Stock raises RuntimeError."""
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -188,6 +196,7 @@ class LoadPlanner(DefaultLoadPlanner):
             if missing:
                 self._settle_missing(missing)
             items: list[ReadItem] = []
+            mismatches: list[str] = []
             for fqn, value in self.state_dict.items():
                 entry = saved.get(fqn)
                 if entry is not None:
@@ -197,7 +206,12 @@ class LoadPlanner(DefaultLoadPlanner):
                             "take its place",
                             fqn,
                         )
-                    items += read_items(fqn, entry, value)
+                    try:
+                        items += read_items(fqn, entry, value)
+                    except InvalidArgumentError as error:
+                        mismatches.append(str(error))
+            if mismatches:
+                raise _mismatch(mismatches)
         return LoadPlan(items)
 
     def _is_old_format(self) -> bool:
@@ -231,6 +245,7 @@ class LoadPlanner(DefaultLoadPlanner):
             if fqn in saved and isinstance(value, torch.Tensor)
         }
         lost: list[str] = []
+        of_other_worlds: list[str] = []
         hints: dict[str, None] = {}
         for fqn in missing:
             container, key = self._slots[fqn]
@@ -244,15 +259,18 @@ class LoadPlanner(DefaultLoadPlanner):
             path = fqn.rpartition(".")[0] if per_rank else fqn
             sizes = sizes_of.get(path)
             if per_rank and sizes:
-                raise InvalidArgumentError(
+                of_other_worlds.append(
                     f"{path}: this per-rank value was saved by {sizes[0]} ranks and cannot "
                     f"be loaded by {world_size}; load with as many, or leave it out of the target"
                 )
+                continue
             lost.append(path)
             if per_rank and path in saved:
                 hints[" It was saved as one value for all ranks, not as PerRank."] = None
             elif sizes:
                 hints[" It was saved as PerRank; put a PerRank there in the target."] = None
+        if of_other_worlds:
+            raise _mismatch(of_other_worlds)
         if lost and not self.allow_partial_load:
             keys = "key" if len(lost) == 1 else f"{len(lost)} keys"
             raise MissingKeyError(

@@ -55,10 +55,10 @@ def _of_dtensors(
         return
     for index, item in items:
         value = state_dict.get(index.fqn)
+        if not isinstance(value, DTensor) or 0 in value.shape:
+            continue  # without elements nothing is at a wrong place, whatever box stock names
         # A local tensor with a protocol of its own says its boxes by itself.
-        if isinstance(value, DTensor) and not hasattr(
-            value._local_tensor, "__create_write_items__"
-        ):
+        if not hasattr(value._local_tensor, "__create_write_items__"):
             yield item, local_boxes(value, index.fqn)
 
 

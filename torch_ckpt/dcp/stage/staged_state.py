@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ckpt._ext import Region
+from torch_ckpt.dcp.plan.flatten import TOO_DEEP
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
+from torch_ckpt.dcp.plan.per_rank import PerRank
 from torch_ckpt.dcp.stage.sources import MAX_DIMENSIONS, reachable
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 
@@ -22,6 +26,9 @@ from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 _VALUES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
 )
+
+# Dicts that take any value and keep it as it is.
+_DICTS = frozenset({OrderedDict, defaultdict, Counter})
 
 
 class StagedState(dict[str, Any]):
@@ -76,7 +83,10 @@ class StateCopy:
     """The structure of `state_dict`, copied, with its leaves that are no tensors; `tensors` are
     what is to be staged, `names` their names as DCP flattens them.
 
-    Containers keep their types; leaves that are mutable are copied with `copy.deepcopy`. Every
+    Containers keep their types, but for a subclass of dict that refuses or changes values that are
+    put into a copy of it: the copy is a plain dict of its items. Leaves that are mutable are copied
+    with `copy.deepcopy`. A tensor's attributes come along where they are plain data, and not the
+    gradients or modules that they may refer to. Every
     tensor is the memory of one leaf, or of one inner tensor of a DTensor, ShardedTensor or other
     wrapper: in host memory, or contiguous on a CUDA device, where kernels that make it so may still
     run. Tensors that the engine cannot copy (sparse, quantized, of too many dimensions) are copied
@@ -92,9 +102,12 @@ class StateCopy:
         self._places: list[tuple[Any, Any]] = []  # container and key of every tensor
         # What can only be made of what is inside: inner ones first.
         self._finish: list[Callable[[], None]] = []
-        with torch.no_grad():
-            for key, value in state_dict.items():
-                self._copy(self._state, key, value, str(key))
+        try:
+            with torch.no_grad():
+                for key, value in state_dict.items():
+                    self._copy(self._state, key, value, str(key))
+        except RecursionError:
+            raise InvalidArgumentError(TOO_DEEP) from None
 
     def with_tensors(self, staged: list[torch.Tensor], region: Region | None) -> StagedState:
         """The copy, with `staged`, which lie in `region`, in the places of `tensors`. Call it
@@ -116,25 +129,54 @@ class StateCopy:
             into[key] = value
         elif isinstance(value, torch.Tensor):
             self._copy_tensor(into, key, value, name)
-        elif isinstance(value, dict):
-            into[key] = inner = {} if kind is dict else copy.copy(value)
-            if hasattr(value, "__dict__"):  # as the _metadata of a module's state dict
-                inner.__dict__.update(value.__dict__)
+        elif kind is dict or kind in _DICTS:
+            into[key] = inner = {} if kind is dict else _like(value)
             for k, v in value.items():
                 self._copy(inner, k, v, f"{name}.{k}")
+        elif isinstance(value, dict):
+            self._copy_dict(into, key, value, name)
         elif isinstance(value, list):
             into[key] = items = [None] * len(value) if kind is list else copy.copy(value)
             for i, v in enumerate(value):
                 self._copy(items, i, v, f"{name}.{i}")
         elif isinstance(value, tuple):
             self._copy_tuple(into, key, value, name)
+        elif kind is PerRank:
+            self._copy_per_rank(into, key, value, name)
         else:
             try:
                 into[key] = copy.deepcopy(value)
+            except RecursionError:
+                raise
             except Exception as error:
                 raise UnsupportedError(
                     f"a {kind.__qualname__} cannot be copied for staging: {error}", tensor=name
                 ) from error
+
+    def _copy_dict(self, into: Any, key: Any, value: dict[Any, Any], name: str) -> None:
+        """Of a subclass."""
+        items: dict[Any, Any] = {}
+        for k, v in value.items():
+            self._copy(items, k, v, f"{name}.{k}")
+        like: Any = None
+        with contextlib.suppress(Exception):
+            like = _like(value)
+
+        def finish() -> None:
+            into[key] = like if like is not None and _takes(like, items) else items
+
+        into[key] = None
+        self._finish.append(finish)
+
+    def _copy_per_rank(self, into: Any, key: Any, value: PerRank, name: str) -> None:
+        held: list[Any] = [None]
+        self._copy(held, 0, value.value, name)
+
+        def finish() -> None:
+            into[key] = PerRank(held[0])
+
+        into[key] = None
+        self._finish.append(finish)
 
     def _copy_tuple(self, into: Any, key: Any, value: tuple[Any, ...], name: str) -> None:
         items: list[Any] = [None] * len(value)
@@ -200,18 +242,56 @@ class StateCopy:
         self._finish.append(finish)
 
     def _copy_plain(self, into: Any, key: Any, tensor: torch.Tensor, name: str) -> None:
-        if tensor.is_meta:
+        on_cpu = tensor.is_cpu
+        if not on_cpu and tensor.is_meta:
             raise InvalidArgumentError("is on the meta device and has no data", tensor=name)
+        if tensor.__dict__:
+            self._copy_attributes(into, key, tensor.__dict__)
         if (
             tensor.layout is not torch.strided
             or tensor.is_quantized
             or tensor.dim() > MAX_DIMENSIONS
         ):
-            into[key] = tensor.clone() if tensor.is_cpu else tensor.cpu()
+            into[key] = tensor.clone() if on_cpu else tensor.cpu()
             return
-        if not tensor.is_cpu:
+        if not on_cpu:
             tensor = reachable(tensor, name)
         into[key] = None
         self._places.append((into, key))
         self.tensors.append(tensor)
         self.names.append(name)
+
+    def _copy_attributes(self, into: Any, key: Any, attributes: dict[str, Any]) -> None:
+        """For the tensor that will be at `into[key]`."""
+        copies = {name: copy.deepcopy(v) for name, v in attributes.items() if _is_data(v)}
+        if copies:
+            self._finish.append(lambda: into[key].__dict__.update(copies))
+
+
+def _like(value: Any) -> Any:
+    """A shallow copy of a dict, with its attributes, as the _metadata of a module's state dict."""
+    inner = copy.copy(value)
+    if hasattr(value, "__dict__"):
+        inner.__dict__.update(value.__dict__)
+    return inner
+
+
+def _takes(like: Any, items: dict[Any, Any]) -> bool:
+    """Whether `like`, a dict of some subclass, has taken `items` as they are."""
+    try:
+        for key, value in items.items():
+            like[key] = value
+        return len(like) == len(items) and all(
+            dict.__getitem__(like, key) is value for key, value in items.items()
+        )
+    except Exception:  # whatever a foreign __setitem__ raises
+        return False
+
+
+def _is_data(value: Any) -> bool:
+    kind = type(value)
+    if kind is dict:
+        return all(_is_data(part) for pair in value.items() for part in pair)
+    if kind in (list, tuple, set, frozenset):
+        return all(map(_is_data, value))
+    return kind in _VALUES
