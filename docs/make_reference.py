@@ -13,13 +13,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
-import importlib
+import functools
 import inspect
 import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -46,20 +47,10 @@ SECTIONS = {
     ),
 }
 ERRORS = "Errors"
-BESIDE = {
-    "torch_ckpt.checkpoint": (
-        "Description",
-        "FileInfo",
-        "TensorInfo",
-        "ObjectInfo",
-        "Placement",
-        "VerifyReport",
-        "RemoveReport",
-    ),
-    "torch_ckpt.consolidate": ("MergeFuture",),
-    "torch_ckpt.dcp.commit": ("Phases",),
-    "torch_ckpt.dtype_policy": ("DtypePolicy",),
-}
+BESIDE = (
+    *("Description", "FileInfo", "TensorInfo", "ObjectInfo", "Placement"),
+    *("VerifyReport", "RemoveReport", "MergeFuture", "Phases", "DtypePolicy"),
+)
 
 # Where the arguments that a docstring does not describe are described.
 AS_IN = {
@@ -82,46 +73,54 @@ INTERNAL = {
     "HuggingFaceStorageWriter": {"mapped_names"},
 }
 
-# Names in annotations that mean nothing to a reader, and where each is defined: its definition is
-# printed in its place.
-ALIASES = {
-    "_PathLike": "torch_ckpt.dcp.api",
-    "FileNames": "torch_ckpt.merge",
-    "KeyMapping": "torch_ckpt.key_mapping",
-    "OnBusy": "torch_ckpt.dcp.async_saves",
-    "OnFailure": "torch_ckpt.dcp.async_saves",
-    "Progress": "torch_ckpt.progress",
-}
-
 WIDTH = 88
 
 INTRODUCTION = """\
 # Reference
 
 Written by `./dev reference` from the docstrings; edit those instead. "Stock" is what torch itself
-has in `torch.distributed.checkpoint` (DCP). The [README](../README.md) shows how to use it all.
+has in `torch.distributed.checkpoint` (DCP). [guide.md](guide.md) shows how to use it all, and
+[guarantees.md](guarantees.md) says what holds when something fails.
 """
 
 
-def aliased(name: str) -> str:
-    """The definition of the alias `name`, as text."""
-    tree = ast.parse(inspect.getsource(importlib.import_module(ALIASES[name])))
-    (value,) = (
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
-    )
-    return ast.unparse(value)
+def modules() -> list[ModuleType]:
+    """Those of torch_ckpt, all that its names have imported."""
+    return [module for name, module in sorted(sys.modules.items()) if name.startswith("torch_ckpt")]
+
+
+def of_package(name: str) -> Any:
+    """The class `name`, wherever it is defined."""
+    found = {getattr(module, name) for module in modules() if hasattr(module, name)}
+    (item,) = (item for item in found if item.__module__.startswith("torch_ckpt"))
+    return item
+
+
+@functools.cache
+def aliases() -> dict[str, str]:
+    """Types that modules have a name for (`OnBusy = Literal["wait", ...]`), as text: what a
+    reader of a signature wants to see."""
+    return {
+        target.id: ast.unparse(node.value)
+        for module in modules()
+        for node in ast.parse(inspect.getsource(module)).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp)
+        for target in node.targets
+        if isinstance(target, ast.Name) and re.fullmatch("_?[A-Z][a-z].*", target.id)
+    }
 
 
 def annotation(text: Any) -> str:
     said = text if isinstance(text, str) else getattr(text, "__name__", str(text))
     said = re.sub(r"\b(dist|stock_planner|threading)\.", "", said)
-    return re.sub(rf"\b(?:{'|'.join(ALIASES)})\b", lambda match: aliased(match[0]), said)
+    return re.sub(r"\b_?[A-Z]\w+", lambda match: aliases().get(match[0], match[0]), said).replace(
+        "'", '"'
+    )
 
 
 def default(value: Any) -> str:
-    return str(value) if isinstance(value, enum.Enum) else repr(value)
+    # In the quotes of `ruff format`, which formats Markdown too.
+    return str(value) if isinstance(value, enum.Enum) else repr(value).replace("'", '"')
 
 
 def parameter_text(parameter: inspect.Parameter) -> str:
@@ -318,9 +317,8 @@ def page() -> str:
         for name in names:
             out += entry(name, getattr(torch_ckpt, name))
     out.append("## What these return or name\n")
-    for module, names in BESIDE.items():
-        for name in names:
-            out += entry(name, getattr(importlib.import_module(module), name))
+    for name in BESIDE:
+        out += entry(name, of_package(name))
     out += errors()
     out += command_line()
     return "\n".join(out)
