@@ -37,6 +37,7 @@ SECTIONS = {
     "Consolidation": (
         "consolidate_safetensors_files",
         "consolidate_safetensors_files_on_every_rank",
+        "MergeFuture",
     ),
     "Parts for DCP's own functions": (
         "HuggingFaceStorageWriter",
@@ -49,7 +50,7 @@ SECTIONS = {
 ERRORS = "Errors"
 BESIDE = (
     *("Description", "FileInfo", "TensorInfo", "ObjectInfo", "Placement"),
-    *("VerifyReport", "RemoveReport", "MergeFuture", "Phases", "DtypePolicy"),
+    *("VerifyReport", "RemoveReport", "SavedMetadata", "Phases", "DtypePolicy"),
 )
 
 # Where the arguments that a docstring does not describe are described.
@@ -67,10 +68,12 @@ RECEIVED = ("AsyncSave", "MergeFuture")
 # What only torch_ckpt calls, although the names do not say so.
 INTERNAL = {
     "AsyncSave": {
-        *("count", "elapsed", "finish", "hear", "is_unheard", "release_tensors", "told"),
+        *("elapsed", "finish", "is_unheard", "release_tensors", "shares_with", "told"),
     },
     "DtypePolicy": {"check_tied", "stored", "stored_dtypes", "torch_name"},
-    "HuggingFaceStorageWriter": {"mapped_names"},
+    "HuggingFaceStorageWriter": {"count_save", "end_save", "mapped_names"},
+    "SavePlanner": {"begin"},
+    "SaveStats": {"count"},
 }
 
 WIDTH = 88

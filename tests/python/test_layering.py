@@ -34,9 +34,11 @@ PYTHON_ROOMS = (
         "progress",
         "_ext",
     ),
-    *("checkpoint", "dtype_policy", "children", "merge", "objects", "dcp", "team"),
+    *("checkpoint", "dtype_policy", "children", "merge", "objects", "ranks", "dcp"),
     *("consolidate", "directory", "cli"),
 )
+# Of torch_ckpt/dcp.
+DCP_ROOMS = ("reserved", "saves", "plan", "stage", "save", "load", "api", "background")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/|^Python\.h$")
 STABLE_HEADER = re.compile(r"^torch/(csrc/stable|headeronly|csrc/inductor/aoti_torch/c)/")
@@ -95,22 +97,24 @@ def include_breaches(room: str, text: str) -> Iterator[str]:
                 yield f"{name}: {room} may not use {target}"
 
 
-def import_breaches(room: str, tree: ast.AST) -> Iterator[str]:
-    """The rooms of torch_ckpt that a module in `room` imports, anywhere, and must not."""
+def import_breaches(
+    room: str, tree: ast.AST, house: str = "torch_ckpt", rooms: tuple[str, ...] = PYTHON_ROOMS
+) -> Iterator[str]:
+    """The `rooms` of package `house` that a module in `room` imports, anywhere, and must not."""
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "torch_ckpt":
-            names = [f"torch_ckpt.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == house:
+            names = [f"{house}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             names = [node.module]
         for name in names:
-            package, _, rest = name.partition(".")
-            target = rest.partition(".")[0]
-            if package == "torch_ckpt" and target in PYTHON_ROOMS:
-                if PYTHON_ROOMS.index(target) > PYTHON_ROOMS.index(room):
-                    yield f"{name}: {room} may not use {target}"
+            if not name.startswith(f"{house}."):
+                continue
+            target = name.removeprefix(f"{house}.").partition(".")[0]
+            if target in rooms and rooms.index(target) > rooms.index(room):
+                yield f"{name}: {room} may not use {target}"
 
 
 def foreign_calls(tree: ast.AST, module: str, allowed: set[str]) -> set[str]:
@@ -193,14 +197,33 @@ def test_no_python_room_imports_a_later_one() -> None:
     assert not breaches, "\n".join(breaches)
 
 
-def test_the_storage_classes_call_no_collective() -> None:
-    # DCP calls them on each rank by itself: one that fails would leave the others waiting.
-    looks = {"is_available", "is_initialized", "get_rank", "get_world_size"}
-    looks.add("get_process_group_ranks")
-    for path in sorted((ROOT / "torch_ckpt/dcp").glob("*.py")):
-        if path.name == "api.py":
+def test_no_room_of_dcp_imports_a_later_one() -> None:
+    house = ROOT / "torch_ckpt" / "dcp"
+    breaches, rooms = [], set()
+    for path in sorted(house.rglob("*.py")):
+        room = path.relative_to(house).parts[0].removesuffix(".py")
+        if room == "__init__":
             continue
-        more = {"parts.py": {"distributed_c10d"}}
+        rooms.add(room)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        breaches += [
+            f"{path.relative_to(ROOT)}: {breach}"
+            for breach in import_breaches(room, tree, "torch_ckpt.dcp", DCP_ROOMS)
+        ]
+    assert rooms == set(DCP_ROOMS)
+    assert not breaches, "\n".join(breaches)
+
+
+def test_ranks_talk_through_ranks_alone() -> None:
+    # Whatever else calls a collective would leave the others waiting when it fails on one rank.
+    looks = {"is_available", "is_initialized", "get_rank", "get_world_size"}
+    for path in python_sources():
+        if path.parent.name == "ranks" or path.parent.name == "cli":
+            continue
+        more = {
+            "parts.py": {"distributed_c10d"},  # a look-up in the store
+            "process.py": {"TCPStore", "init_process_group"},  # of the process that saves
+        }
         allowed = looks | more.get(path.name, set())
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert foreign_calls(tree, "dist", allowed) == set(), path.name
@@ -224,10 +247,10 @@ def test_the_ctypes_door_works_without_torch() -> None:
 def test_python_never_unpickles() -> None:
     # Reading a checkpoint must not run code. Only the leaves that are no tensors
     # have a door for it, and it opens for callers who asked. crossing.py unpickles what a process
-    # has sent to one that it has started itself, inside a pickle of stock's; team.py what other ranks
-    # of the job have sent, as torch's own all_gather_object does.
+    # has sent to one that it has started itself; exchange.py what other ranks of the job have sent, as
+    # torch's own all_gather_object does.
     for path in python_sources():
-        if path.parent.name == "objects" or path.name in ("crossing.py", "team.py"):
+        if path.parent.name == "objects" or path.name in ("crossing.py", "exchange.py"):
             continue
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"pickle\.(load|Unpickler)|torch\.load\(", text), path
@@ -261,6 +284,10 @@ def calls(text: str) -> set[str]:
 
 def imports(room: str, text: str) -> list[str]:
     return list(import_breaches(room, ast.parse(text)))
+
+
+def dcp_imports(room: str, text: str) -> list[str]:
+    return list(import_breaches(room, ast.parse(text), "torch_ckpt.dcp", DCP_ROOMS))
 
 
 def test_direct_io_is_decided_in_os() -> None:
@@ -302,6 +329,9 @@ CHECKED = [
     (imports("dcp", "def f():\n    import torch_ckpt.cli.output"), True),
     (imports("dcp", "from torch_ckpt import cli"), True),
     (imports("dcp", "from torch_ckpt import _ext, merge"), False),
+    (dcp_imports("plan", "from torch_ckpt.dcp.save.writer import x"), True),
+    (dcp_imports("plan", "from torch_ckpt.dcp import saves, stage"), True),
+    (dcp_imports("save", "from torch_ckpt.dcp.plan import rings"), False),
     (calls("dist.get_rank()\ndist.barrier(group)"), True),
     (calls("dist.get_rank()"), False),
     (uses_torch_ops(ast.parse("import torch\ntorch.ops.dcp_ext.version()")), True),
