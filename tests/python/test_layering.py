@@ -24,6 +24,7 @@ PYTHON_ROOMS = (
     *(
         "errors",
         "options",
+        "torch_private",
         "extras",
         "hulls",
         "dtypes",
@@ -129,6 +130,24 @@ def foreign_calls(tree: ast.AST, module: str, allowed: set[str]) -> set[str]:
     } - allowed
 
 
+# Of tensors, modules and groups; names of ours would be found as well, and have other words.
+PRIVATE_ATTRIBUTES = {"_local_tensor", "_spec", "_cdata", "_process_group"}
+
+
+def torch_privates(tree: ast.AST) -> Iterator[str]:
+    """The private names of torch that the code imports or looks at."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from (name for name in names if name.startswith("_"))
+        elif isinstance(node, ast.Attribute):
+            if node.attr in PRIVATE_ATTRIBUTES:
+                yield node.attr
+            elif isinstance(node.value, ast.Name) and node.value.id in ("torch", "dist"):
+                if node.attr.startswith("_") and not node.attr.startswith("__"):
+                    yield node.attr
+
+
 def uses_torch_ops(tree: ast.AST) -> bool:
     """Whether the code says `torch.ops` in any form."""
     for node in ast.walk(tree):
@@ -221,12 +240,21 @@ def test_ranks_talk_through_ranks_alone() -> None:
         if path.parent.name == "ranks" or path.parent.name == "cli":
             continue
         more = {
-            "parts.py": {"distributed_c10d"},  # a look-up in the store
             "process.py": {"TCPStore", "init_process_group"},  # of the process that saves
         }
         allowed = looks | more.get(path.name, set())
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert foreign_calls(tree, "dist", allowed) == set(), path.name
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    users = {
+        path.relative_to(ROOT).as_posix(): sorted(found)
+        for path in python_sources()
+        if (found := set(torch_privates(ast.parse(path.read_text(encoding="utf-8")))))
+    }
+    assert users.pop("torch_ckpt/torch_private.py")
+    assert users == {}
 
 
 def test_only_ext_says_torch_ops() -> None:
@@ -334,6 +362,10 @@ CHECKED = [
     (dcp_imports("save", "from torch_ckpt.dcp.plan import rings"), False),
     (calls("dist.get_rank()\ndist.barrier(group)"), True),
     (calls("dist.get_rank()"), False),
+    (list(torch_privates(ast.parse("from torch.a._b import c"))), True),
+    (list(torch_privates(ast.parse("from torch.a import _c as c"))), True),
+    (list(torch_privates(ast.parse("x._local_tensor"))), True),
+    (list(torch_privates(ast.parse("from torch_ckpt import _core\nself._x"))), False),
     (uses_torch_ops(ast.parse("import torch\ntorch.ops.dcp_ext.version()")), True),
     (uses_torch_ops(ast.parse("from torch import ops")), True),
     (uses_torch_ops(ast.parse("import torch.ops")), True),

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.staging import (
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter, _ext
 from torch_ckpt.dcp.plan.load_planner import MissingKeyError
+from torch_ckpt.dcp.save.writer import WriterOptions
 from torch_ckpt.errors import error_from, with_rank
 from torch_ckpt.objects.types import CorruptObjectError, UnsupportedObjectError
 
@@ -431,3 +432,9 @@ def test_results_are_by_keyword_and_of_our_own(tmp_path: Path) -> None:
     writer = HuggingFaceStorageWriter(tmp_path / "c")
     with pytest.raises(torch_ckpt.InvalidArgumentError):
         writer.finish(metadata=dcp.Metadata({}), results=[])
+
+
+def test_the_writers_options_are_typed() -> None:
+    """`save` and `async_save` take them as keywords."""
+    own = inspect.signature(torch_ckpt.HuggingFaceStorageWriter).parameters.keys() - {"path"}
+    assert own == WriterOptions.__annotations__.keys()

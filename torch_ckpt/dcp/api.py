@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,12 +17,15 @@ from torch_ckpt.dcp.load.load import Load
 from torch_ckpt.dcp.load.reader import HuggingFaceStorageReader, ReplacedError
 from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
 from torch_ckpt.dcp.save.save import Save, states_of
-from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter, WriterOptions
 from torch_ckpt.dcp.saves import SavedMetadata, SaveStats, running, wait_for
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.progress import Progress
 from torch_ckpt.ranks import TIMEOUT_S, Ranks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
 F = TypeVar("F", bound=Callable[..., Any])
 PathLike = str | os.PathLike[str]
@@ -94,7 +96,7 @@ def save(
     use_collectives: bool = True,
     key_mapping: KeyMapping | None = None,
     progress: Progress | None = None,
-    **writer_options: Any,
+    **writer_options: Unpack[WriterOptions],
 ) -> SavedMetadata:
     """`torch.distributed.checkpoint.save` with our writer and planner as defaults.
 
@@ -124,7 +126,7 @@ def save(
             use_collectives=use_collectives,
             key_mapping=key_mapping,
             progress=progress,
-            options=writer_options,
+            options=dict(writer_options),
         )
 
     made: list[Save] = []
@@ -191,6 +193,3 @@ def load(
     ranks.together("load", lambda: made.append(make()))
     look_again(lambda: made[0].run(target), ReplacedError)  # what was read is read again
     return target
-
-
-WRITER_OPTIONS = inspect.signature(HuggingFaceStorageWriter).parameters.keys() - {"path"}

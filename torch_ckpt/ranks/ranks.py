@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from torch_ckpt.errors import CheckpointError, with_rank
 from torch_ckpt.jobs import Jobs
 from torch_ckpt.progress import Progress, told
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.links import Links
+from torch_ckpt.torch_private import store_of
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class Ranks:
             return Ranks.alone()
         made = _made(group)
         count = _counts[made] = _counts.get(made, 0) + 1
-        store = distributed_c10d._get_process_group_store(made)
+        store = store_of(made)
         links = Links(store, f"torch_ckpt/ranks/{count}", rank, size, timeout)
         return Ranks(rank, tuple(dist.get_process_group_ranks(made)), links)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import planner as stock_planner
@@ -18,13 +18,16 @@ from torch_ckpt.dcp.background.background import Background, heard_from
 from torch_ckpt.dcp.background.process import saving_process
 from torch_ckpt.dcp.background.turn import OnBusy, begin
 from torch_ckpt.dcp.save.save import Save
-from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter, WriterOptions
 from torch_ckpt.dcp.saves import AsyncSave, OnFailure, SaveStats, wait_for
 from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
 from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.options import check_choice, local_path
 from torch_ckpt.progress import Progress
 from torch_ckpt.ranks import rank_and_size
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
 _OURS = (HuggingFaceStorageWriter, type(None))
 
@@ -49,7 +52,7 @@ def async_save(
     timeout: float = 600.0,
     key_mapping: KeyMapping | None = None,
     progress: Progress | None = None,
-    **writer_options: Any,
+    **writer_options: Unpack[WriterOptions],
 ) -> AsyncSave:
     """`torch.distributed.checkpoint.async_save` with our writer, planner and stager as defaults.
 
@@ -110,7 +113,7 @@ def async_save(
                 use_collectives=use_collectives,
                 key_mapping=key_mapping,
                 progress=progress,
-                options=writer_options,
+                options=dict(writer_options),
             )
 
         made: list[Save] = []

@@ -9,7 +9,6 @@ import os
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._hf_utils import _HFStorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_ckpt import _core
 from torch_ckpt.dtypes import PACKED, TORCH_DTYPES
+from torch_ckpt.torch_private import HFStorageInfo
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def metadata_of(described: dict[str, Any], path: str, load_id: str, *, chunks: b
                 offsets = _torch_sizes(part["offsets"], kept.packed)
                 sizes = _torch_sizes(part["sizes"], kept.packed)
                 stored.append(ChunkStorageMetadata(offsets, sizes))
-                info = _HFStorageInfo(files[part["file"]], sizes, kept.properties.dtype)
+                info = HFStorageInfo(files[part["file"]], sizes, kept.properties.dtype)
                 storage[MetadataIndex(name, offsets)] = info
         state[name] = TensorStorageMetadata(kept.properties, kept.size, stored)
     metadata = Metadata(state_dict_metadata=state, planner_data=planner_data, storage_data=storage)

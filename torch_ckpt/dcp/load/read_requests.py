@@ -6,17 +6,17 @@ import math
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.errors import IncompleteError
+from torch_ckpt.torch_private import ShardedTensor, local_tensor
 
 
 def _local_elements(target: Any) -> int | None:
     """Elements that this rank holds of `target`; None where that cannot be known."""
     if isinstance(target, DTensor):
-        return target._local_tensor.numel()
+        return local_tensor(target).numel()
     if isinstance(target, ShardedTensor):
         return sum(shard.tensor.numel() for shard in target.local_shards())
     if type(target) in (torch.Tensor, torch.nn.Parameter):

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.torch_private import StridedShard, local_tensor
 
 
 class LocalBox(NamedTuple):
@@ -50,7 +51,7 @@ def local_boxes(tensor: DTensor, fqn: str) -> tuple[LocalBox, ...]:
 
 def local_part(tensor: DTensor, box: LocalBox) -> torch.Tensor:
     """The part of the local tensor that holds `box`: a view, without autograd history."""
-    local: torch.Tensor = tensor._local_tensor
+    local = local_tensor(tensor)
     if local.shape == box.sizes:
         return local
     with torch.no_grad():
@@ -70,7 +71,7 @@ class _NoBoxes(Exception):
 def _rule(placements: tuple[Placement, ...]) -> tuple[tuple[Any, ...], ...]:
     rule: list[tuple[Any, ...]] = []
     for placement in placements:
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             rule.append(("strided_shard", placement.dim, int(placement.split_factor)))
         elif isinstance(placement, Shard):
             rule.append(("shard", placement.dim))

@@ -19,13 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.plan.per_rank import PerRank, is_rank_part, rank_part
 from torch_ckpt.dcp.reserved import RESERVED, STRUCTURE_FQN
 from torch_ckpt.errors import CorruptError, InvalidArgumentError
 from torch_ckpt.objects.types import FACTORIES
+from torch_ckpt.torch_private import ShardedTensor
 
 Path = tuple[Any, ...]
 Structure = dict[str, Any]

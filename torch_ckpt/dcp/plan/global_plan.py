@@ -8,7 +8,6 @@ import logging
 import math
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.planner import (
 from torch_ckpt.dcp.plan.items import ZEROS, WriteItems
 from torch_ckpt.dcp.plan.rings import node_numbers, short_rows
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.torch_private import validate_global_plan
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ def _check_same_tensor(plans: list[SavePlan], entry: Any, item: WriteItem) -> No
 
 def _prove(plans: list[SavePlan], tensors: dict[str, TensorStorageMetadata]) -> None:
     # list[str] of errors since torch 2.13, a bool (True: valid) before.
-    errors: Any = _validate_global_plan(plans, Metadata(dict(tensors)))
+    errors: Any = validate_global_plan(plans, Metadata(dict(tensors)))
     if errors is True or errors == []:
         return
     summary = "; ".join(errors) if isinstance(errors, list) else "see the warnings logged above"

@@ -21,17 +21,14 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import (
-    _create_chunk_list,
-    _create_write_items,
-    create_read_items_for_chunk_list,
-)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.plan.boxes import local_boxes, local_part
 from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.torch_private import create_chunk_list, create_write_items, local_tensor
 
 # An offset of zeros per number of dimensions: shared, since torch.Size is immutable.
 ZEROS = tuple(torch.Size((0,) * ndim) for ndim in range(65))
@@ -78,7 +75,7 @@ def _unpickled(fqns: list[str], numbers: list[int], firsts: list[WriteItem]) -> 
 
 def dtensor_part(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
     """The local data of the box of `tensor` at `index`."""
-    if hasattr(tensor._local_tensor, "__get_tensor_shard__"):
+    if hasattr(local_tensor(tensor), "__get_tensor_shard__"):
         return find_state_dict_object({index.fqn: tensor}, index)  # type: ignore[no-any-return]
     for box in local_boxes(tensor, index.fqn):
         if index.offset is None or box.offsets == index.offset:
@@ -128,9 +125,9 @@ def _special_items(
 ) -> list[WriteItem]:
     """The items of a leaf that is no plain tensor. `known` has what boxes share."""
     if isinstance(value, DTensor):
-        local = value._local_tensor
+        local = local_tensor(value)
         if hasattr(local, "__create_write_items__"):  # a local tensor that knows its own boxes
-            return list(_create_write_items(fqn, value))
+            return list(create_write_items(fqn, value))
         size = value.size()
         properties = (local.dtype, local.layout, value.requires_grad)
         items = []
@@ -144,7 +141,7 @@ def _special_items(
             items.append(WriteItem(index, WriteItemType.SHARD, None, data))
         return items
     if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
-        return list(_create_write_items(fqn, value))
+        return list(create_write_items(fqn, value))
     return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
 
 
@@ -181,10 +178,10 @@ def read_items(
             index = MetadataIndex(fqn, zeros, 0)
             return [ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, size)]
         local_chunks = [ChunkStorageMetadata(zeros, size)]
-    elif isinstance(target, DTensor) and not hasattr(target._local_tensor, "__create_chunk_list__"):
+    elif isinstance(target, DTensor) and not hasattr(local_tensor(target), "__create_chunk_list__"):
         local_chunks = [
             ChunkStorageMetadata(box.offsets, box.sizes) for box in local_boxes(target, fqn)
         ]
     else:
-        local_chunks = list(_create_chunk_list(target))
+        local_chunks = list(create_chunk_list(target))
     return list(create_read_items_for_chunk_list(fqn, saved, local_chunks))

@@ -8,8 +8,6 @@ import logging
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
-from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -18,7 +16,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
@@ -44,6 +41,12 @@ from torch_ckpt.dcp.plan.ties import identity
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import InvalidArgumentError, MissingKeyError
 from torch_ckpt.key_mapping import KeyMapping
+from torch_ckpt.torch_private import (
+    flatten_sharded_tensors,
+    init_state_dict,
+    set_element,
+    traverse_state_dict_v_2_3,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -132,13 +135,13 @@ class LoadPlanner(DefaultLoadPlanner):
         with paused_gc():
             flat = Flat(state_dict, rank, world_size, slots=True)
             if flat.has_meta:
-                _init_state_dict(state_dict)
+                init_state_dict(state_dict)
                 flat = Flat(state_dict, rank, world_size, slots=True)
         self.original_state_dict = state_dict
         self.state_dict, self.mappings, self._slots = flat.values, flat.paths, flat.slots
         self._empty = flat.empty
         if flat.has_sharded_tensor and self.flatten_sharded_tensors:
-            self.state_dict = _flatten_sharded_tensors(flat.values)
+            self.state_dict = flatten_sharded_tensors(flat.values)
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torch_ckpt.dcp.plan.per_rank import is_rank_part
 from torch_ckpt.dcp.reserved import RESERVED
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.key_mapping import KeyMapping, renamed
+from torch_ckpt.torch_private import ShardedTensor
 
 V = TypeVar("V")
 _TENSORS = (torch.Tensor, ShardedTensor, TensorStorageMetadata)

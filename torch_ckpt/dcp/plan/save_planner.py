@@ -7,11 +7,9 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import _compare_save_plans
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +24,7 @@ from torch_ckpt.dcp.plan.ties import drop_aliases, find_ties
 from torch_ckpt.dcp.reserved import DIGESTS_KEY, STRUCTURE_FQN, TIES_KEY
 from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.objects import ObjectError, object_digest
+from torch_ckpt.torch_private import compare_save_plans, flatten_sharded_tensors
 
 
 class _Begun(NamedTuple):
@@ -104,7 +103,7 @@ class SavePlanner(DefaultSavePlanner):
             names = new_names(self.key_mapping, state_dict)
             state_dict = rename(state_dict, names) if names else state_dict
             if self.flatten_sharded_tensors:
-                state_dict = _flatten_sharded_tensors(state_dict)
+                state_dict = flatten_sharded_tensors(state_dict)
             self.state_dict = state_dict
             return
         with paused_gc():
@@ -115,7 +114,7 @@ class SavePlanner(DefaultSavePlanner):
             self.mappings = rename_paths(flat.paths, names) if names else flat.paths
             self.state_dict = rename(flat.values, names) if names else flat.values
             if flat.has_sharded_tensor and self.flatten_sharded_tensors:
-                self.state_dict = _flatten_sharded_tensors(self.state_dict)
+                self.state_dict = flatten_sharded_tensors(self.state_dict)
 
     def create_local_plan(self) -> SavePlan:
         with paused_gc():
@@ -241,7 +240,7 @@ class SavePlanner(DefaultSavePlanner):
 
 def _same_plan(plan: SavePlan, cached: SavePlan) -> bool:
     """Stock's comparison, which knows neither dtypes nor paths and structure."""
-    if not _compare_save_plans(plan, cached):
+    if not compare_save_plans(plan, cached):
         return False
     for item, other in zip(plan.items, cached.items, strict=True):
         data, other_data = item.tensor_data, other.tensor_data

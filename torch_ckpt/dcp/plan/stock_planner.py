@@ -22,6 +22,7 @@ from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.objects import ObjectError, object_digest
+from torch_ckpt.torch_private import local_tensor
 
 
 def check_written_boxes(planner: Any, items: list[WriteItem]) -> None:
@@ -58,7 +59,7 @@ def _of_dtensors(
         if not isinstance(value, DTensor) or 0 in value.shape:
             continue  # without elements nothing is at a wrong place, whatever box stock names
         # A local tensor with a protocol of its own says its boxes by itself.
-        if not hasattr(value._local_tensor, "__create_write_items__"):
+        if not hasattr(local_tensor(value), "__create_write_items__"):
             yield item, local_boxes(value, index.fqn)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS, WriteItems
 from torch_ckpt.dcp.reserved import TIES_KEY
+from torch_ckpt.torch_private import local_tensor
 
 Ties = dict[str, str]  # an alias, and the name that its tensor is stored under
 
@@ -51,7 +52,7 @@ def identity(value: Any) -> tuple[Any, ...]:
 def _address(value: Any) -> int:
     """Where the bytes of a tensor begin; 0 for what is no tensor, or has no bytes."""
     if isinstance(value, DTensor):
-        value = value._local_tensor
+        value = local_tensor(value)
     if type(value) not in PLAIN_TENSORS or value.layout is not torch.strided:
         return 0
     # Without elements there may be an address all the same.
@@ -63,7 +64,7 @@ def _what(value: torch.Tensor) -> tuple[Any, ...]:
     where: tuple[Any, ...] = ()
     if isinstance(value, DTensor):
         where = (value.shape, tuple(value.placements), value.device_mesh)
-        value = value._local_tensor
+        value = local_tensor(value)
     turned = (value.is_conj(), value.is_neg())
     return (value.device, value.dtype, value.size(), value.stride(), turned, where)
 

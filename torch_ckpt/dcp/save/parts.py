@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.torch_private import store_of
 
 _STORE_KEY = "torch_ckpt/run"
 
@@ -67,7 +68,7 @@ def _launch() -> str:
 
 
 def _agreed_token() -> str | None:
-    store = dist.distributed_c10d._get_default_store()
+    store = store_of(None)
     try:
         agreed = store.compare_set(_STORE_KEY, "", secrets.token_hex(16))
     except NotImplementedError:

@@ -9,9 +9,8 @@ import os
 import queue
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
-from torch.distributed.checkpoint._hf_utils import SHARDED_DIR_NAME
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -26,6 +25,29 @@ from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.mapping import checked_mapping
 from torch_ckpt.options import local_path
+from torch_ckpt.torch_private import SHARDED_DIR_NAME
+
+
+class WriterOptions(TypedDict, total=False):
+    """The keywords of HuggingFaceStorageWriter, but for its path, for editors and type checkers."""
+
+    fqn_to_index_mapping: dict[str, int] | str | os.PathLike[str] | None
+    thread_count: int
+    save_distributed: bool
+    enable_consolidation: bool
+    thread_count_consolidation: int
+    layout: Literal["sharded", "final"] | None
+    max_shard_size: int | str | None
+    naming: Literal["dcp", "hf", "diffusers", "peft"]
+    dtype: Any
+    keep_fp32: Sequence[str]
+    extras: Any
+    overwrite: bool
+    sync_files: bool
+    direct_io: bool
+    strict: bool
+    allow_pickle: bool
+    world_size: int | None
 
 
 class HuggingFaceStorageWriter(StockWriter):

@@ -19,6 +19,7 @@ import torch
 
 from torch_ckpt import _ext
 from torch_ckpt.dcp.stage.staged_state import StagedState
+from torch_ckpt.torch_private import storage_number
 
 _expected = False
 
@@ -47,7 +48,7 @@ class _Pickler(reduction.ForkingPickler):
 
     def __init__(self, buffer: io.BytesIO, region: _ext.Region) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
-        self._storage = _storage(region.memory)
+        self._storage = storage_number(region.memory)
         self._numbers: dict[int, int] = {}  # by id
         self.tensors: list[torch.Tensor] = []  # by number; kept, or ids would be given again
 
@@ -55,7 +56,7 @@ class _Pickler(reduction.ForkingPickler):
         if (
             type(value) is not torch.Tensor
             or value.layout is not torch.strided
-            or _storage(value) != self._storage
+            or storage_number(value) != self._storage
             or value.is_conj()
             or value.is_neg()
             or value.requires_grad
@@ -74,11 +75,6 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, number: int) -> torch.Tensor:
         return self._tensors[number]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number
 
 
 def pack(state: StagedState) -> None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_ckpt._ext import Region
 from torch_ckpt.dcp.plan.flatten import TOO_DEEP
@@ -21,6 +17,14 @@ from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.per_rank import PerRank
 from torch_ckpt.dcp.stage.sources import MAX_DIMENSIONS, reachable
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.torch_private import (
+    AsyncCollectiveTensor,
+    ShardedTensor,
+    dtensor_of,
+    is_traceable_wrapper_subclass,
+    local_tensor,
+    sharded_tensor_like,
+)
 
 # Immutable, so that a copy may share them.
 _VALUES = frozenset(
@@ -63,20 +67,6 @@ class StagedState(dict[str, Any]):
         with torch.no_grad():
             for tensor in tensors:
                 tensor.set_()  # type: ignore[call-overload]
-
-
-@functools.cache
-def _at_the_beginning(dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype)
-
-
-def _dtensor(local: torch.Tensor, spec: Any) -> DTensor:
-    """A DTensor that can be pickled. torch gives one the storage offset of its local tensor, and
-    takes one with an offset for a tensor with memory of its own, which it then reads: torch 2.13
-    crashes."""
-    tensor = DTensor(_at_the_beginning(local.dtype), spec, requires_grad=False)
-    tensor._local_tensor = local
-    return tensor
 
 
 class StateCopy:
@@ -195,12 +185,11 @@ class StateCopy:
         if isinstance(value, AsyncCollectiveTensor):
             self._copy_plain(into, key, value.wait(), name)
         elif isinstance(value, DTensor):
-            spec = value._spec
             local: list[Any] = [None]
-            self._copy(local, 0, value._local_tensor, name)
+            self._copy(local, 0, local_tensor(value), name)
 
             def finish_dtensor() -> None:
-                into[key] = _dtensor(local[0], spec)
+                into[key] = dtensor_of(local[0], value)
 
             into[key] = None
             self._finish.append(finish_dtensor)
@@ -227,16 +216,11 @@ class StateCopy:
 
     def _copy_sharded(self, into: Any, key: Any, value: ShardedTensor, name: str) -> None:
         locals_: list[Any] = [None] * len(value.local_shards())
-        places = [shard.metadata for shard in value.local_shards()]
         for i, shard in enumerate(value.local_shards()):
             self._copy(locals_, i, shard.tensor, name)
-        metadata, group = value.metadata(), value._process_group
 
         def finish() -> None:
-            shards = [Shard(tensor, place) for tensor, place in zip(locals_, places, strict=True)]
-            into[key] = ShardedTensor._init_from_local_shards_and_global_metadata(
-                shards, metadata, process_group=group
-            )
+            into[key] = sharded_tensor_like(locals_, value)
 
         into[key] = None
         self._finish.append(finish)

@@ -1,0 +1,110 @@
+"""What torch does not promise: every private name of torch that this package uses, under a plain
+name, so that a torch which changes one breaks here and in tests/python/test_torch_private.py.
+
+Not here are the private methods that our planners, writer and reader override, or that subclasses
+of stock's do: those are names of ours as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.checkpoint._hf_utils import SHARDED_DIR_NAME
+from torch.distributed.checkpoint._hf_utils import _HFStorageInfo as HFStorageInfo
+from torch.distributed.checkpoint._sharded_tensor_utils import (
+    _flatten_sharded_tensors as flatten_sharded_tensors,
+)
+from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict_v_2_3
+from torch.distributed.checkpoint.default_planner import (
+    _validate_global_plan as validate_global_plan,
+)
+from torch.distributed.checkpoint.planner_helpers import (
+    _compare_save_plans as compare_save_plans,
+)
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_chunk_list as create_chunk_list,
+)
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_write_items as create_write_items,
+)
+from torch.distributed.checkpoint.planner_helpers import (
+    _init_state_dict as init_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "SHARDED_DIR_NAME",
+    "AsyncCollectiveTensor",
+    "HFStorageInfo",
+    "Shard",
+    "ShardedTensor",
+    "StridedShard",
+    "compare_save_plans",
+    "create_chunk_list",
+    "create_write_items",
+    "dtensor_of",
+    "flatten_sharded_tensors",
+    "init_state_dict",
+    "is_traceable_wrapper_subclass",
+    "local_tensor",
+    "set_element",
+    "sharded_tensor_like",
+    "storage_number",
+    "store_of",
+    "traverse_state_dict_v_2_3",
+    "validate_global_plan",
+]
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """This rank's part, as it is: `to_local` waits, and makes a view for autograd."""
+    local: torch.Tensor = tensor._local_tensor
+    return local
+
+
+_EMPTY: dict[torch.dtype, torch.Tensor] = {}
+
+
+def dtensor_of(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor of mesh and placements as `like`, with this rank's part `local`.
+
+    It can be pickled. torch gives one the storage offset of its local tensor, and takes one with an
+    offset for a tensor with memory of its own, which it then reads: torch 2.13 crashes.
+    """
+    empty = _EMPTY.get(local.dtype)
+    if empty is None:
+        empty = _EMPTY[local.dtype] = torch.empty(0, dtype=local.dtype, device="cpu")
+    tensor = DTensor(empty, like._spec, requires_grad=False)
+    tensor._local_tensor = local
+    return tensor
+
+
+def sharded_tensor_like(tensors: list[torch.Tensor], like: ShardedTensor) -> ShardedTensor:
+    """A ShardedTensor as `like`, with the local shards `tensors`."""
+    shards = [
+        Shard(tensor, shard.metadata)
+        for tensor, shard in zip(tensors, like.local_shards(), strict=True)
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, like.metadata(), process_group=like._process_group
+    )
+
+
+def storage_number(tensor: torch.Tensor) -> int:
+    """The same for tensors of one storage, and no others."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def store_of(group: dist.ProcessGroup | None) -> Any:
+    """The store of a process group, the default one if None."""
+    if group is None:
+        return distributed_c10d._get_default_store()
+    return distributed_c10d._get_process_group_store(group)
