@@ -23,6 +23,7 @@ from torch.distributed.checkpoint._traverse import set_element, traverse_state_d
 from torch.distributed.checkpoint.default_planner import (
     _validate_global_plan as validate_global_plan,
 )
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import (
     _compare_save_plans as compare_save_plans,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "local_tensor",
     "set_element",
     "sharded_tensor_like",
+    "stocks_cached_plans",
     "storage_number",
     "store_of",
     "traverse_state_dict_v_2_3",
@@ -95,6 +97,14 @@ def sharded_tensor_like(tensors: list[torch.Tensor], like: ShardedTensor) -> Sha
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, like.metadata(), process_group=like._process_group
     )
+
+
+def stocks_cached_plans(ranks: int) -> list[SavePlan] | None:
+    """The final plans of all ranks that stock's planner has cached, in this process, of the last
+    save of that many ranks. None where it has none, or those of several classes of planners."""
+    cached = getattr(SavePlanner, "_cached_global_plan", {})  # newer than torch 2.10
+    known = [plans for plans in cached.values() if len(plans) == ranks]
+    return known[0] if len(known) == 1 else None
 
 
 def storage_number(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -280,9 +281,13 @@ def test_a_mapping_of_more_than_there_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, {"another": "bf16"}])
-def test_a_cached_plan_of_stock_needs_the_same_writer(tmp_path: Path, dtype: Any) -> None:
-    if not STOCK_213:
-        pytest.skip("stock's cache is that of torch 2.13 here")
+def test_a_cached_plan_of_stock(
+    tmp_path: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(dcp.SavePlanner, "_cached_global_plan"):
+        pytest.skip("stock's planners of this torch cache no plans")
+    for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+        monkeypatch.setattr(dcp.SavePlanner, f"_cached_{name}", {})  # of other tests
     state = {"w": torch.arange(5.0)}
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
     writer = HuggingFaceStorageWriter(tmp_path / "a", layout="final", dtype=dtype)
@@ -294,10 +299,22 @@ def test_a_cached_plan_of_stock_needs_the_same_writer(tmp_path: Path, dtype: Any
     with pytest.raises(FAILED, match=r"'w'.*F64.*F32.*a plan for other tensors"):
         dcp.save(other, checkpoint_id=tmp_path / "c", storage_writer=writer, planner=planner)
     assert not (tmp_path / "c").exists()
-    writer = HuggingFaceStorageWriter(tmp_path / "d", layout="final")
-    with pytest.raises(FAILED, match="reuse the writer"):
-        dcp.save(state, checkpoint_id=tmp_path / "d", storage_writer=writer, planner=planner)
-    assert not (tmp_path / "d").exists()
+    writer = HuggingFaceStorageWriter(tmp_path / "d", layout="final")  # another one
+    dcp.save(state, checkpoint_id=tmp_path / "d", storage_writer=writer, planner=planner)
+    assert_same(tensors_of(tmp_path / "d"), state)
+
+    class Other(dcp.DefaultSavePlanner):
+        pass
+
+    for name in "ef":
+        writer = HuggingFaceStorageWriter(tmp_path / name, layout="final")
+        save = functools.partial(dcp.save, state, storage_writer=writer)
+        if name == "e":
+            save(planner=Other(enable_plan_caching=True))
+        else:
+            with pytest.raises(FAILED, match="planners of several classes"):
+                save(planner=Other(enable_plan_caching=True))
+            assert not (tmp_path / "f").exists()
 
 
 def test_what_final_files_are_like_where_they_are_made_of_shards(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ _TENSORS = (torch.Tensor, ShardedTensor, TensorStorageMetadata)
 def new_names(key_mapping: KeyMapping | None, values: Mapping[str, Any]) -> dict[str, str]:
     """{fqn: new name} of the tensors in `values` that `key_mapping` changes. Objects and PerRank
     values keep theirs. Raises InvalidArgumentError for a name that is taken already."""
+    if key_mapping is None:
+        return {}
     tensors = [
         fqn
         for fqn, value in values.items()

@@ -42,6 +42,7 @@ from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession
 from torch_ckpt.mapping import NAMINGS
 from torch_ckpt.merge import merge, merge_request
 from torch_ckpt.options import local_path
+from torch_ckpt.torch_private import stocks_cached_plans
 
 if TYPE_CHECKING:
     from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
@@ -102,9 +103,10 @@ class DirectorySave:
         writer = self._writer
         # A plan that is not usable stands for a cached one: `commit` looks again.
         if all(plan.usable for plan in plans):
-            planned = {item.index.fqn for plan in plans for item in plan.items}
-            # Names that are tied to others are no items any more.
-            self._check_planned(planned.union(*(note_of(plan).fqns for plan in plans)))
+            if writer.fqn_to_index_mapping:
+                planned = {item.index.fqn for plan in plans for item in plan.items}
+                # Names that are tied to others are no items any more.
+                self._check_planned(planned.union(*(note_of(plan).fqns for plan in plans)))
             if writer.save_distributed and writer.dtype_policy:  # it consolidates
                 check_castable(plans, writer.dtype_policy)
         check_catalog_size(plans)
@@ -138,8 +140,9 @@ class DirectorySave:
         # With shards and final files they stand beside the final ones.
         consolidates = writer.save_distributed and writer.enable_consolidation
         given = None if consolidates else writer.extras
-        with extra_files(given, writer.dtype_policy.torch_name) as extras:
-            self._extra_files = session.stage_extras(extras) if extras else []
+        if given is not None:
+            with extra_files(given, writer.dtype_policy.torch_name) as extras:
+                self._extra_files = session.stage_extras(extras) if extras else []
         if tensors is None:
             return
         session.stage_final(
@@ -154,16 +157,13 @@ class DirectorySave:
 
     def _final_tensors(self, plans: list[SavePlan]) -> dict[str, Any]:
         """What final files are to hold: of these plans, or of those that they stand for."""
-        writer = self._writer
-        whole = plan_cache.final_plans(plans)
-        if whole is not None:
-            writer.last_final = final_tensors(whole, writer.dtype_policy)
-        elif writer.last_final is None:
+        whole = plan_cache.final_plans(plans) or stocks_cached_plans(len(plans))
+        if whole is None:
             raise ConflictError(
-                "stock's planner has cached a plan that another writer has saved by; save with "
-                "torch_ckpt.SavePlanner, or reuse the writer, or without enable_plan_caching"
+                "planners of several classes have cached plans, and which of them is meant is not "
+                "known; save with torch_ckpt.SavePlanner, or without enable_plan_caching"
             )
-        return writer.last_final
+        return final_tensors(whole, self._writer.dtype_policy)
 
     def _check_planned(self, planned: Collection[str]) -> None:
         """Before anything is committed: would final files lack what the mapping names?"""

@@ -71,7 +71,7 @@ class Save:
 
         def plan() -> SavePlan:
             self.writer.reset(self.path)
-            if isinstance(self.writer, HuggingFaceStorageWriter):
+            if isinstance(self.writer, HuggingFaceStorageWriter) and not self.use_collectives:
                 self.writer.count_save(self.ranks.rank)
             # A plain dict, as planners get it from stock: of other types ours keeps a record.
             return self._plan(dict(state()))
@@ -89,7 +89,7 @@ class Save:
             return results
 
         def commit(results: list[list[WriteResult]]) -> Metadata:
-            self.writer.finish(metadata[0], results)
+            self.writer.finish(metadata=metadata[0], results=results)  # by name, as stock does
             return metadata[0]
 
         try:

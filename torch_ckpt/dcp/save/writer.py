@@ -146,7 +146,6 @@ class HuggingFaceStorageWriter(StockWriter):
         self.allow_pickle = allow_pickle
         self.world_size = world_size
         self.is_coordinator = False
-        self.last_final: dict[str, Any] | None = None  # coordinator: the tensors of the last save
         self._sequence: int | None = None  # see count_save
         self._save: DirectorySave | None = None  # that is going on
         self._place(os.fspath(path))
