@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner_helpers import (
     _init_state_dict as init_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -44,6 +45,7 @@ __all__ = [
     "SHARDED_DIR_NAME",
     "AsyncCollectiveTensor",
     "HFStorageInfo",
+    "LocalShardsWrapper",
     "Shard",
     "ShardedTensor",
     "StridedShard",

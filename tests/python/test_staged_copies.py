@@ -11,10 +11,13 @@ import pytest
 import torch
 from sample_states import FAILED
 from torch.distributed.checkpoint.staging import StagingOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import torch_ckpt
 from torch_ckpt import PerRank, PinnedMemoryStager
 from torch_ckpt.dcp.stage.staged_state import StagedState
+from torch_ckpt.torch_private import LocalShardsWrapper
 
 BLOCKING = StagingOptions(False, False, False, False)
 
@@ -128,3 +131,22 @@ def test_values_of_single_ranks_are_staged_like_others(tmp_path: Path) -> None:
     torch_ckpt.load(target, checkpoint_id=tmp_path / "c")
     assert not target["own"].value.any() and target["none"].value is None
     assert torch.equal(target["nested"].value["rng"], nested["rng"])
+
+
+def test_a_part_in_several_pieces(tmp_path: Path, group: None) -> None:
+    """As torchrec has them: a local tensor that says its boxes by itself."""
+    pieces = [torch.arange(8.0).view(2, 4), torch.arange(100.0, 108.0).view(2, 4)]
+    part = LocalShardsWrapper([piece.clone() for piece in pieces], [(0, 0), (2, 0)])
+    mesh = init_device_mesh("cpu", (1,))
+    size, stride = torch.Size([4, 4]), (4, 1)
+    state = {
+        "t": DTensor.from_local(  # type: ignore[call-arg]
+            part, mesh, [Shard(0)], run_check=False, shape=size, stride=stride
+        )
+    }
+    save = torch_ckpt.async_save(state, tmp_path / "c")
+    for piece in part.local_shards():
+        piece.zero_()
+    save.result(20)
+    assert save.stats.staged_bytes == 64
+    assert torch.equal(torch_ckpt.load(path=tmp_path / "c")["t"], torch.cat(pieces))

@@ -19,6 +19,7 @@ from torch_ckpt.dcp.stage.sources import MAX_DIMENSIONS, reachable
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.torch_private import (
     AsyncCollectiveTensor,
+    LocalShardsWrapper,
     ShardedTensor,
     dtensor_of,
     is_traceable_wrapper_subclass,
@@ -134,14 +135,17 @@ class StateCopy:
         elif kind is PerRank:
             self._copy_per_rank(into, key, value, name)
         else:
-            try:
-                into[key] = copy.deepcopy(value)
-            except RecursionError:
-                raise
-            except Exception as error:
-                raise UnsupportedError(
-                    f"a {kind.__qualname__} cannot be copied for staging: {error}", tensor=name
-                ) from error
+            self._copy_object(into, key, value, name)
+
+    def _copy_object(self, into: Any, key: Any, value: Any, name: str) -> None:
+        try:
+            into[key] = copy.deepcopy(value)
+        except RecursionError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"a {type(value).__qualname__} cannot be copied for staging: {error}", tensor=name
+            ) from error
 
     def _copy_dict(self, into: Any, key: Any, value: dict[Any, Any], name: str) -> None:
         """Of a subclass."""
@@ -195,8 +199,12 @@ class StateCopy:
             self._finish.append(finish_dtensor)
         elif isinstance(value, ShardedTensor):
             self._copy_sharded(into, key, value, name)
+        elif isinstance(value, LocalShardsWrapper):
+            self._copy_local_shards(into, key, value, name)
         elif is_traceable_wrapper_subclass(value):
             self._copy_wrapper(into, key, value, name)
+        elif hasattr(value, "__create_write_items__"):  # it says by itself what is in it
+            self._copy_object(into, key, value, name)
         else:  # a subclass with memory of its own
             self._copy_plain(into, key, value.as_subclass(torch.Tensor), name)
 
@@ -210,6 +218,19 @@ class StateCopy:
 
         def finish() -> None:
             into[key] = make(inner, context, size, stride)
+
+        into[key] = None
+        self._finish.append(finish)
+
+    def _copy_local_shards(self, into: Any, key: Any, value: LocalShardsWrapper, name: str) -> None:
+        """What a rank has of a DTensor in several pieces, as of torchrec's tables."""
+        shards: list[Any] = [None] * len(value.local_shards())
+        offsets = [tuple(offset) for offset in value.local_offsets()]
+        for i, shard in enumerate(value.local_shards()):
+            self._copy(shards, i, shard, name)
+
+        def finish() -> None:
+            into[key] = LocalShardsWrapper(shards, offsets)
 
         into[key] = None
         self._finish.append(finish)
