@@ -38,7 +38,7 @@ from torch_ckpt import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from torch_ckpt.dcp.save import writer as writer_module
+from torch_ckpt.dcp.save import directory_save
 from torch_ckpt.jobs import SaveSession
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -235,7 +235,7 @@ def test_a_consolidating_save_counts_with_its_final_files(
             def fails(*args: Any, **options: Any) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(writer_module, "merge", fails)
+            patch.setattr(directory_save, "merge", fails)
             with pytest.raises(OSError, match="No space"):
                 directory.save(weights, 2, storage_writer=writer)
         assert Checkpoint(root / "step-2/sharded").is_committed()

@@ -137,7 +137,7 @@ def test_arguments_that_make_no_sense(tmp_path: Path, options: dict[str, Any], w
 
 def test_writer_options_need_our_writer(tmp_path: Path) -> None:
     writer = HuggingFaceStorageWriter(tmp_path / "c")
-    with pytest.raises(InvalidArgumentError, match="layout: of a storage_writer"):
+    with pytest.raises(InvalidArgumentError, match="layout: give these to the constructor"):
         torch_ckpt.save(STATE, storage_writer=writer, layout="final")
     with pytest.raises(TypeError, match="nonsense"):
         torch_ckpt.save(STATE, checkpoint_id=tmp_path / "c", nonsense=1)

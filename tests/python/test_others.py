@@ -300,6 +300,6 @@ def test_extras_leave_out_subdirectories(tmp_path: Path, caplog: pytest.LogCaptu
         )
     assert "config.json" in names_in(tmp_path / "c")
     assert not {"original", "onnx", "params.json"} & set(names_in(tmp_path / "c"))
-    assert [record.message for record in caplog.records if "extras" in record.message] == [
+    assert [record.message for record in caplog.records if "leave out" in record.message] == [
         f"extras leave out the subdirectories of {model}: onnx, original"
     ]

@@ -8,17 +8,14 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from traceback import StackSummary
 
 import pytest
 import torch
 from final_rank import ENDED, SMALL, columns, small
 from launch import run_scripts
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from torch_ckpt.dcp.api import _first_failure
 
 WORLD = 3
 
@@ -81,12 +78,3 @@ def test_a_rank_that_ends_in_the_middle_ends_the_others(
     assert [status for status, _ in save(path)] == [0] * WORLD
     check_saved(path)
     assert sorted(os.listdir(tmp_path)) == ["c"]
-
-
-def test_who_was_cancelled_by_a_failure_is_not_blamed() -> None:
-    cancelled, failed = torch_ckpt.CancelledError("rank 1 is gone"), OSError(28, "full")
-    for failures in ({0: cancelled, 1: failed}, {0: failed, 1: cancelled}):
-        error = CheckpointException(
-            "failed", {rank: (why, StackSummary()) for rank, why in failures.items()}
-        )
-        assert isinstance(_first_failure(error, None), OSError)

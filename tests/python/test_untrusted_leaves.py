@@ -15,7 +15,7 @@ from sample_states import FAILED
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch_ckpt.dcp.reserved import RAW_LEAVES, RESERVED
-from torch_ckpt.dcp.save import writer
+from torch_ckpt.dcp.save import directory_save
 
 ran: list[str] = []
 
@@ -38,7 +38,7 @@ def pickled(value: Any) -> bytes:
 def forge(path: Path, monkeypatch: pytest.MonkeyPatch, raw: Any, step: Any) -> None:
     """A checkpoint whose objects file says that a planner has packed the leaves `raw`."""
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "RESERVED", frozenset())
+        patch.setattr(directory_save, "RESERVED", frozenset())
         patch.setattr("torch_ckpt.dcp.plan.flatten.RESERVED", frozenset())
         patch.setattr(
             "torch_ckpt.dcp.save.commit.planned_entries",
@@ -101,7 +101,7 @@ def test_foreign_tensors_may_have_names_of_ours(tmp_path: Path, name: str) -> No
 def test_a_tensor_of_the_structure_s_name_is_a_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "RESERVED", frozenset())
+    monkeypatch.setattr(directory_save, "RESERVED", frozenset())
     state = {"torch_ckpt.structure": torch.arange(3.0)}
     save_writer = HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True)
     dcp.save(state, storage_writer=save_writer)

@@ -39,9 +39,6 @@ def parameters(function: Any) -> list[tuple[str, Any, Any]]:
 PAIRS = [
     (HuggingFaceStorageWriter.__init__, dcp.HuggingFaceStorageWriter.__init__),
     (HuggingFaceStorageReader.__init__, dcp.HuggingFaceStorageReader.__init__),
-    (torch_ckpt.consolidate_safetensors_files_on_every_rank, stock_consolidate_on_every_rank),
-    (torch_ckpt.save, dcp.save),
-    (torch_ckpt.load, dcp.load),
     (torch_ckpt.SavePlanner.__init__, dcp.DefaultSavePlanner.__init__),
     (torch_ckpt.LoadPlanner.__init__, dcp.DefaultLoadPlanner.__init__),
 ]
@@ -53,6 +50,27 @@ def test_signatures_begin_with_those_of_stock(pair: Any) -> None:
     assert ours[: len(stock)] == stock
     own = {kind for _, _, kind in ours[len(stock) :]}
     assert own <= {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
+
+
+FUNCTIONS = [
+    (torch_ckpt.save, dcp.save),
+    (torch_ckpt.load, dcp.load),
+    (torch_ckpt.async_save, dcp.async_save),
+    (torch_ckpt.consolidate_safetensors_files_on_every_rank, stock_consolidate_on_every_rank),
+]
+
+
+@pytest.mark.parametrize("pair", FUNCTIONS, ids=lambda pair: pair[0].__qualname__)
+def test_every_call_of_stocks_function_is_one_of_ours(pair: Any) -> None:
+    """Ours have more arguments, and defaults where stock has none."""
+    ours, stock = (inspect.signature(function).parameters for function in pair)
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    of_stock = [name for name, parameter in stock.items() if parameter.kind is positional]
+    assert list(ours)[: len(of_stock)] == of_stock
+    for name, parameter in stock.items():
+        assert ours[name].kind is parameter.kind
+        if parameter.default is not inspect.Parameter.empty:
+            assert ours[name].default == parameter.default
 
 
 METHODS = [

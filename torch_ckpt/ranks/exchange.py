@@ -43,6 +43,7 @@ class Exchange:
         self._answers: Future[list[Any]] = Future()  # on rank 0
         self._stopped: BaseException | None = None  # why this rank ends its step
         self._raised: BaseException | None = None  # what the others hear of this rank
+        self._first: list[int] = []  # the ranks whose steps failed first
 
     def run(self, own: Callable[[], Any], answers: Callable[[list[Any]], list[Any]]) -> Any:
         """`answers` returns one answer for all ranks, or one for each."""
@@ -98,7 +99,7 @@ class Exchange:
                 if not self._values.done():
                     self._values.set_exception(error)
                 steps.append(self._answers)
-            raise self._links.give_up(error, steps) from error
+            raise self._links.give_up(self._what, error, steps) from error
         finally:
             if rank_0 and not self._values.done():  # or its caller would wait for ever
                 self._values.set_exception(CancelledError("was given up"))
@@ -114,7 +115,9 @@ class Exchange:
             failed = self._stopped is not None or (ended and self._own.exception() is not None)
             all_ranks = self._links.all_numbers((call, ended, failed, *self._jobs.progress()))
             calls_differ = any(other != call for other, *_ in all_ranks)
-            if calls_differ or any(failed for _, _, failed, *_ in all_ranks):
+            failed_ranks = [rank for rank, (_, _, failed, *_) in enumerate(all_ranks) if failed]
+            self._first = self._first or failed_ranks
+            if calls_differ or failed_ranks:
                 self._jobs.cancel()
             self._tell([numbers[3:] for numbers in all_ranks])
             if all(ended for _, ended, *_ in all_ranks):
@@ -161,8 +164,9 @@ class Exchange:
             raise _Failed(None, InvalidArgumentError(f"ranks make different calls: {calls}"))
         failed = [rank for rank, (good, _) in enumerate(outcomes) if not good]
         if failed:
-            # Ranks whose jobs were cancelled were so because of another's error.
-            rank = min(failed, key=lambda rank: isinstance(outcomes[rank][1], CancelledError))
+            # Those that failed later may have been cancelled because of the first.
+            first = [rank for rank in self._first if rank in failed] or failed
+            rank = min(first, key=lambda rank: isinstance(outcomes[rank][1], CancelledError))
             raise _Failed(rank, outcomes[rank][1])
         return [self._own.result(), *(value for _, value in outcomes[1:])]
 

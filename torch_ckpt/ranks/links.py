@@ -42,7 +42,7 @@ class Links:
                 dist.PrefixStore(key, self._store), rank, size, datetime.timedelta(seconds=timeout)
             )
         except RuntimeError as error:
-            raise self._without("come", error) from error
+            raise self._without("come", "connecting", error) from error
 
     @property
     def are_broken(self) -> bool:
@@ -83,21 +83,22 @@ class Links:
         _whole(lambda: self._gloo.scatter([out], [tensors] if tensors else [], options).wait())
         return out.numpy().tobytes()
 
-    def give_up(self, error: LostError, steps: list[Future[Any]]) -> CheckpointError:
-        """What `error` says, with the ranks that are missed, once `steps` have ended."""
+    def give_up(self, what: str, error: LostError, steps: list[Future[Any]]) -> CheckpointError:
+        """What `error` says, with the ranks that are missed in `what`, once `steps` have ended."""
         self._gloo = None  # closes the connections: the others hear of it now
         with contextlib.suppress(RuntimeError):  # of the store, whose host may be gone as well
             self._say("here")  # before the wait, which may be long
         until = time.monotonic() + _MOMENT_S
         wait(steps)
         time.sleep(max(0.0, until - time.monotonic()))
-        return self._without("here", error)
+        return self._without("here", what, error)
 
     def _say(self, word: str) -> None:
         self._store.set(f"{self._key}/{word}/{self.rank}", "")
 
-    def _without(self, word: str, error: Exception) -> CheckpointError:
+    def _without(self, word: str, what: str, error: Exception) -> CheckpointError:
         """The error for `error` that names the ranks that have not said `word`."""
+        noticed = f"noticed by rank {self.rank} during '{what}': {error}"
         try:
             gone = [
                 rank
@@ -107,17 +108,13 @@ class Links:
         except RuntimeError:  # of the store
             return CheckpointError(
                 "a rank is gone, or has not answered in time; which one cannot be said without the "
-                f"process group's store, which does not answer either; noticed by rank {self.rank}:"
-                f" {error}"
+                f"process group's store, which does not answer either; {noticed}"
             )
         if not gone:  # it was stopped, and goes on
-            return CheckpointError(
-                f"a rank has not answered in time; noticed by rank {self.rank}: {error}"
-            )
+            return CheckpointError(f"a rank has not answered in time; {noticed}")
         others = f", nor have ranks {gone[1:]}" if gone[1:] else ""
         return CheckpointError(
-            f"is gone, or has not answered in time{others}; noticed by rank {self.rank}: {error}",
-            rank=gone[0],
+            f"is gone, or has not answered in time{others}; {noticed}", rank=gone[0]
         )
 
 

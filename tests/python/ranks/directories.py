@@ -160,6 +160,7 @@ def parts_of_all_ranks(context: Context) -> None:
     dist.barrier()
     if context.rank == 0:
         parts[-1].unlink()
+    dist.barrier()
     assert directory.latest() is None
     error = raised(lambda: load(context, directory), "holds no committed checkpoint")
     assert isinstance(error, IncompleteError)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -181,16 +181,10 @@ class HuggingFaceStorageWriter(StockWriter):
         stager = PinnedMemoryStager()
         return stager.stage(state_dict)  # type: ignore[return-value]  # is no Future
 
-    def set_up_storage_writer(
-        self,
-        is_coordinator: bool,
-        *args: Any,
-        world_size: int | None = None,
-        on_written: Callable[[], None] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """As DCP calls it. world_size: how many ranks save, where `world_size` of the constructor
-        does not say. on_written: called when this rank has written, or could not."""
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """As DCP calls it, with two more keywords of ours. world_size: how many ranks save, where
+        the constructor was not told. on_written: called when this rank has written, or could
+        not."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if self.rank is None and not is_coordinator:
             raise InvalidArgumentError(
@@ -200,8 +194,8 @@ class HuggingFaceStorageWriter(StockWriter):
         self.is_coordinator = is_coordinator
         self.end_save()
         sequence, self._sequence = self._sequence, None
-        world_size = world_size if self.world_size is None else self.world_size
-        self._save = DirectorySave(self, world_size, sequence, on_written)
+        world_size = kwargs.get("world_size") if self.world_size is None else self.world_size
+        self._save = DirectorySave(self, world_size, sequence, kwargs.get("on_written"))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse here, before anything is on disk, what could not be written."""
