@@ -71,6 +71,9 @@ class CMakeBuild(build_ext):
         configure += [f"-DPython_EXECUTABLE={sys.executable}"]
         configure += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}"]
         configure += [f"-DTORCH_CKPT_FAULTS={'ON' if editable else 'OFF'}"]
+        if not editable:  # three quarters of what would be installed are for debuggers
+            configure += ["-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O2 -DNDEBUG"]
+            configure += ["-DCMAKE_SHARED_LINKER_FLAGS_RELWITHDEBINFO=-s"]
         configure += shlex.split(os.environ.get("TORCH_CKPT_CMAKE_ARGS", ""))
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         for command in (configure, [cmake, "--build", str(tree), "--parallel", jobs]):

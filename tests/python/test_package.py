@@ -135,6 +135,9 @@ def test_installs_of_the_sdist(source: Path, tmp_path: Path) -> None:
     assert wheel.name == f"torch_ckpt-{torch_ckpt.__version__}-py310-none-{platform}.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        for name in names:
+            if name.endswith(".so"):
+                assert b".debug_info" not in archive.read(name), f"{name} is not stripped"
     libraries = {"torch_ckpt/libtorch_ckpt_core.so", "torch_ckpt/libtorch_ckpt_ext.so"}
     assert names == modules() | libraries | {"torch_ckpt/py.typed"}
 

@@ -78,7 +78,7 @@ def make_save(
 
 
 def _wait_for_saves_beside(world_size: int) -> None:
-    """All ranks of them would not begin at the same time."""
+    """Their writers and directories are not free before, on some ranks earlier than on others."""
     if world_size > 1:
         wait_for(running(), TIMEOUT_S)
 

@@ -143,16 +143,14 @@ class Exchange:
         return pickle.dumps((False, self._heard(error, rank)))
 
     def _heard(self, error: BaseException, rank: int) -> BaseException:
-        """What others hear of this rank's `error`: one that can be pickled."""
+        """What others hear of this rank's `error`: one that can be pickled and says the rank."""
         if not isinstance(error, Exception):
             self._raised = error
             return CancelledError("was interrupted", rank=rank)
         self._raised = with_rank(error, rank)
         if self._raised is not error:
             self._raised.__cause__ = error
-        try:
-            pickle.loads(pickle.dumps(self._raised))
-        except Exception:
+        if not isinstance(error, CheckpointError | OSError) or not _is_portable(self._raised):
             return CheckpointError(f"{type(error).__name__}: {error}", rank=rank)
         return self._raised
 
@@ -209,6 +207,15 @@ class Exchange:
         if isinstance(error, _Failed):
             return [pickle.dumps((False, error.error, error.rank))]
         return [pickle.dumps((False, self._heard(self._stopped or error, 0), 0))]
+
+
+def _is_portable(error: BaseException) -> bool:
+    """Whether it can be pickled and made again."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True
 
 
 class _Failed(Exception):

@@ -106,9 +106,10 @@ class Ranks:
             all, of the native jobs of all ranks. What it raises ends the step.
         cancel: once it is set on any rank, while a step runs there, all end with a CancelledError.
 
-        The error of the lowest rank that has one is raised on all, and cancels the native jobs of
-        the others. Ctrl-C is raised where it came; the others get a CancelledError, unless all
-        steps have ended. A rank that is gone is a CheckpointError that names it.
+        The error of the rank that fails first is raised on all, and cancels the native jobs of the
+        others; one that is no CheckpointError or OSError is a CheckpointError there. Ctrl-C is
+        raised where it came; the others get a CancelledError, unless all steps have ended. A rank
+        that is gone is a CheckpointError that names it.
         """
         return self._exchange(what, own, lambda values: [answer(values)], progress, cancel)  # type: ignore[no-any-return]
 
