@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import struct
 import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_ckpt.errors import CancelledError, CheckpointError, InvalidArgumentError, with_rank
 from torch_ckpt.jobs import Jobs, apart, in_thread
@@ -21,6 +22,23 @@ from torch_ckpt.progress import Progress
 from torch_ckpt.ranks.links import Links, LostError
 
 _ROUND_S = 0.2  # how often ranks hear of each other
+
+
+class _Message(NamedTuple):
+    """What a rank says in a round. Short texts are in it."""
+
+    call: int  # a hash of which it is
+    failed: bool
+    done: int  # bytes, of the native jobs of its step
+    total: int
+    texts: int  # how many it has for the others; none while its step runs
+    longest: int  # of these, in bytes
+    text: bytes
+
+
+_NUMBERS = "<I?qqIq"
+_MESSAGE_BYTES = 512
+_ROOM = _MESSAGE_BYTES - struct.calcsize(_NUMBERS)  # for a text, in bytes
 
 
 class Exchange:
@@ -44,6 +62,7 @@ class Exchange:
         self._stopped: BaseException | None = None  # why this rank ends its step
         self._raised: BaseException | None = None  # what the others hear of this rank
         self._first: list[int] = []  # the ranks whose steps failed first
+        self._messages: list[_Message] = []  # of the last round
 
     def run(self, own: Callable[[], Any], answers: Callable[[list[Any]], list[Any]]) -> Any:
         """`answers` returns one answer for all ranks, or one for each."""
@@ -85,12 +104,9 @@ class Exchange:
     def _talk(self) -> Any:
         rank_0 = self._links.rank == 0
         try:
-            calls_differ = self._until_all_have_ended()
-            text = pickle.dumps((False, self._what)) if calls_differ else self._outcome()
-            longest = max(size for (size,) in self._links.all_numbers((len(text),)))
-            texts = self._links.gather(text, longest)
+            texts = self._until_all_have_ended()
             if rank_0:
-                _settle(self._values, lambda: self._taken(texts, calls_differ))
+                _settle(self._values, lambda: self._taken(texts))
             return self._answered()
         except LostError as error:
             self._jobs.cancel()
@@ -104,43 +120,66 @@ class Exchange:
             if rank_0 and not self._values.done():  # or its caller would wait for ever
                 self._values.set_exception(CancelledError("was given up"))
 
-    def _until_all_have_ended(self) -> bool:
-        """Until the steps of all ranks have ended. Returns whether they make different calls."""
+    def _round(self, failed: bool, texts: list[bytes]) -> list[_Message]:
+        """How all ranks are; `texts` are what this rank has to say, if it has ended."""
+        done, total = self._jobs.progress()
+        longest = max(map(len, texts), default=0)
         call = zlib.crc32(self._what.encode())
-        while True:
-            wait([self._own], _ROUND_S)
-            ended = self._own.done()
-            if not ended and self._cancel is not None and self._cancel.is_set():
-                self._stop(CancelledError("was cancelled"))
-            failed = self._stopped is not None or (ended and self._own.exception() is not None)
-            all_ranks = self._links.all_numbers((call, ended, failed, *self._jobs.progress()))
-            calls_differ = any(other != call for other, *_ in all_ranks)
-            failed_ranks = [rank for rank, (_, _, failed, *_) in enumerate(all_ranks) if failed]
-            self._first = self._first or failed_ranks
-            if calls_differ or failed_ranks:
-                self._jobs.cancel()
-            self._tell([numbers[3:] for numbers in all_ranks])
-            if all(ended for _, ended, *_ in all_ranks):
-                return calls_differ
+        numbers = struct.pack(_NUMBERS, call, failed, done, total, len(texts), longest)
+        text = texts[0] if len(texts) == 1 and longest <= _ROOM else b""
+        packed = self._links.all_gather(numbers + text, _MESSAGE_BYTES)
+        self._messages = [
+            _Message(*struct.unpack_from(_NUMBERS, message), message[-_ROOM:])  # type: ignore[call-arg]
+            for message in packed
+        ]
+        return self._messages
 
-    def _tell(self, counts: list[list[int]]) -> None:
+    def _tell(self) -> None:
+        """Tell `progress` what all ranks have done, the others as of the last round."""
         if self._progress is None or self._stopped is not None:
             return
+        counts = [(message.done, message.total) for message in self._messages]
+        counts[self._links.rank : self._links.rank + 1] = [self._jobs.progress()]
         try:
             self._progress(sum(done for done, _ in counts), sum(total for _, total in counts))
         except BaseException as error:
             self._stop(error)
 
+    def _until_all_have_ended(self) -> list[bytes]:
+        """Until the steps of all ranks have ended. Returns, on rank 0 at least, how each did."""
+        text = b""
+        while True:
+            wait([self._own], _ROUND_S)
+            if not self._own.done() and self._cancel is not None and self._cancel.is_set():
+                self._stop(CancelledError("was cancelled"))
+            self._tell()
+            stopped_late = self._stopped is not None and self._raised is None
+            if self._own.done() and (text == b"" or stopped_late):
+                text = self._outcome()
+            ended = text != b""
+            failed = self._stopped is not None or (ended and self._own.exception() is not None)
+            messages = self._round(failed, [text] if ended else [])
+            failed_ranks = [rank for rank, message in enumerate(messages) if message.failed]
+            self._first = self._first or failed_ranks
+            if failed_ranks or any(message.call != messages[0].call for message in messages):
+                self._jobs.cancel()
+            if all(message.texts for message in messages):
+                longest = max(message.longest for message in messages)
+                if longest <= _ROOM:
+                    return [message.text for message in messages]
+                return self._links.gather(text, longest)
+
     def _outcome(self) -> bytes:
-        """(True, what this rank's step returned) or (False, why it has not), pickled."""
+        """This rank's call, and True and what its step returned, or False and why it has not."""
         rank = self._links.rank
         error = self._stopped or self._own.exception()
         if error is None:
+            outcome = (self._what, True, self._own.result())
             try:
-                return pickle.dumps((True, self._own.result()), pickle.HIGHEST_PROTOCOL)
+                return pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)
             except Exception as unpicklable:
                 error = self._stopped = unpicklable
-        return pickle.dumps((False, self._heard(error, rank)))
+        return pickle.dumps((self._what, False, self._heard(error, rank)))
 
     def _heard(self, error: BaseException, rank: int) -> BaseException:
         """What others hear of this rank's `error`: one that can be pickled and says the rank."""
@@ -154,37 +193,37 @@ class Exchange:
             return CheckpointError(f"{type(error).__name__}: {error}", rank=rank)
         return self._raised
 
-    def _taken(self, texts: list[bytes], calls_differ: bool) -> list[Any]:
+    def _taken(self, texts: list[bytes]) -> list[Any]:
         """On rank 0: what all steps have returned, or raises why one has not."""
         outcomes = [pickle.loads(text) for text in texts]
-        if calls_differ:
-            calls = ", ".join(f"rank {rank} '{what}'" for rank, (_, what) in enumerate(outcomes))
+        if any(what != self._what for what, _, _ in outcomes):
+            calls = ", ".join(f"rank {rank} '{each[0]}'" for rank, each in enumerate(outcomes))
             raise _Failed(None, InvalidArgumentError(f"ranks make different calls: {calls}"))
-        failed = [rank for rank, (good, _) in enumerate(outcomes) if not good]
+        failed = [rank for rank, (_, good, _) in enumerate(outcomes) if not good]
         if failed:
             # Those that failed later may have been cancelled because of the first.
             first = [rank for rank in self._first if rank in failed] or failed
-            rank = min(first, key=lambda rank: isinstance(outcomes[rank][1], CancelledError))
-            raise _Failed(rank, outcomes[rank][1])
-        return [self._own.result(), *(value for _, value in outcomes[1:])]
+            rank = min(first, key=lambda rank: isinstance(outcomes[rank][2], CancelledError))
+            raise _Failed(rank, outcomes[rank][2])
+        return [self._own.result(), *(value for _, _, value in outcomes[1:])]
 
     def _answered(self) -> Any:
         """Until rank 0 has answered: this rank's answer. Raises the error of all."""
         texts: list[bytes] = []
-        count = longest = 0
-        while count == 0:
+        answer = None
+        while answer is None or answer.texts == 0:
             if self._links.rank == 0:
                 wait([self._answers], _ROUND_S)
                 if self._answers.done():
                     texts = self._answer_texts()
-            longest = max(map(len, texts), default=0)
-            all_ranks = self._links.all_numbers((len(texts), longest, *self._jobs.progress()))
-            count, longest = all_ranks[0][:2]
-            self._tell([numbers[2:] for numbers in all_ranks])
-        if count == 1:
-            text = self._links.broadcast(texts[0] if texts else b"", longest)
+            answer = self._round(False, texts)[0]
+            self._tell()
+        if answer.texts > 1:
+            text = self._links.scatter(texts, answer.longest)
+        elif answer.longest > _ROOM:
+            text = self._links.broadcast(texts[0] if texts else b"", answer.longest)
         else:
-            text = self._links.scatter(texts, longest)
+            text = answer.text
         good, value, rank = pickle.loads(text)
         if not good:
             own = self._raised if rank == self._links.rank else None

@@ -26,7 +26,7 @@ class LostError(Exception):
 class Links:
     """Connections of `size` ranks that find each other below `key` in `store`.
 
-    Used by one thread at a time. Every method is a collective; all raise LostError.
+    Used by one thread at a time. What ranks exchange is a collective, which raises LostError.
     """
 
     def __init__(self, store: Any, key: str, rank: int, size: int, timeout: float) -> None:
@@ -48,14 +48,14 @@ class Links:
     def are_broken(self) -> bool:
         return self._gloo is None
 
-    def all_numbers(self, own: tuple[int, ...]) -> list[list[int]]:
-        """A few numbers of every rank."""
-        numbers = torch.tensor(own, dtype=torch.int64, device="cpu")
-        out = [torch.empty_like(numbers) for _ in range(self.size)]
-        _whole(lambda: self._gloo.allgather([out], [numbers]).wait())
-        return [each.tolist() for each in out]
-
     # What is shorter than `length` is padded with zeros: a pickle says where it ends.
+
+    def all_gather(self, own: bytes, length: int) -> list[bytes]:
+        """The bytes of every rank, on every rank."""
+        given = _tensor(own, length)
+        out = [torch.empty_like(given) for _ in range(self.size)]
+        _whole(lambda: self._gloo.allgather([out], [given]).wait())
+        return [each.numpy().tobytes() for each in out]
 
     def gather(self, own: bytes, length: int) -> list[bytes]:
         """On rank 0 the bytes of every rank, else nothing."""

@@ -165,6 +165,22 @@ def what_progress_raises_ends_the_step(context: Context) -> None:
         time.sleep(0.5)
 
     told = progress if context.rank == 1 else None
+
+    def late(done: int, total: int) -> None:
+        """Raises when its own step has ended and the others' have not."""
+        if time.monotonic() - began > 0.5:
+            raise ValueError("no bar any more")
+
+    began = time.monotonic()
+    raised(
+        lambda: ranks.gather(
+            "step",
+            lambda: time.sleep(0 if context.rank == 1 else 2),
+            len,
+            progress=late if context.rank == 1 else None,
+        ),
+        "no bar any more",
+    )
     raised(lambda: ranks.gather("step", step, len, progress=told), "no bar")
     cancel = threading.Event()
     if context.rank == 1:

@@ -118,9 +118,8 @@ def async_save(
 
         made: list[Save] = []
         # What is wrong with one rank's arguments is an error of all.
-        ranks.together("async_save", lambda: made.append(make()))
+        turn = begin(future, ranks, lambda: made.append(make()), on_busy, on_failure, timeout)
         (save,) = made
-        turn = begin(future, ranks, on_busy, on_failure, timeout)
         process = None
         if async_checkpointer_type is AsyncCheckpointerType.PROCESS:
             process = saving_process(process_group, ranks, lambda: wait_for(turn.running, timeout))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any, Literal
 
@@ -52,21 +53,22 @@ class Turn:
 def begin(
     save: AsyncSave,
     ranks: Ranks,
+    check: Callable[[], None],
     on_busy: OnBusy,
     on_failure: OnFailure,
     timeout: float,
 ) -> Turn:
     """Register `save`, if it may begin.
 
-    Raises, on all ranks alike, ConflictError where other saves are running, CheckpointError where
-    nobody has heard yet that an earlier one failed.
+    Raises, on all ranks alike, what `check` raises on one, ConflictError where other saves are
+    running, CheckpointError where nobody has heard yet that an earlier one failed.
     """
     with _beginning:
         running = saves.running()
         if on_busy == "overlap" and any(save.shares_with(earlier) for earlier in running):
             on_busy = "wait"
-        verdict = ranks.decide(
-            "beginning of async_save", lambda: _verdict(on_busy, on_failure, timeout)
+        verdict = ranks.gather(
+            "async_save", check, lambda _: _verdict(on_busy, on_failure, timeout)
         )
         if "busy" in verdict:
             raise ConflictError(verdict["busy"], rank=ranks.rank)
