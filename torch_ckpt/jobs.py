@@ -259,17 +259,19 @@ class _Session:
         with _Session._mutex:
             earlier_ref = _Session._open.get(key)
             earlier = earlier_ref() if earlier_ref is not None else None
-            if earlier is not None and earlier._is_over():
-                earlier.end()
-            answer = apart(
-                lambda: _core.call({"op": f"begin_{self._kind}", "path": path, **options}),
-                lambda: None,
-                lambda begun: end_session(self._kind, begun["session"]),
-            )
-            self.id: int = answer["session"]
-            self.staging: str = answer["staging"]
-            self.save_id: str = answer["save_id"]
-            self._finalizer = _finalizer(self, end_session, self._kind, self.id)
+        if earlier is not None and earlier._is_over():
+            earlier.end()
+        # Not under the lock: this is work on the disk, and others begin elsewhere.
+        answer = apart(
+            lambda: _core.call({"op": f"begin_{self._kind}", "path": path, **options}),
+            lambda: None,
+            lambda begun: end_session(self._kind, begun["session"]),
+        )
+        self.id: int = answer["session"]
+        self.staging: str = answer["staging"]
+        self.save_id: str = answer["save_id"]
+        self._finalizer = _finalizer(self, end_session, self._kind, self.id)
+        with _Session._mutex:
             _Session._open[key] = weakref.ref(self)
 
     def __reduce__(self) -> Any:

@@ -165,3 +165,28 @@ def test_a_process_that_is_dead_and_not_yet_waited_for() -> None:
         assert process.is_alive()
         theirs.close()
         assert not process.is_alive()
+
+
+def test_a_model_whose_files_go_along_stays_where_it_is(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+        class Model(torch.nn.Linear):
+            def save_pretrained(self, folder, **_):
+                with open(f"{folder}/config.json", "w") as file:
+                    file.write("{}")
+        model = Model(3, 3)
+        began = torch_ckpt.async_save(
+            model.state_dict(), f"{folder}/1", layout="final", naming="hf", extras=[model],
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS)
+        began.result()
+        assert sorted(os.listdir(f"{folder}/1"))[:2] == ["config.json", "model.safetensors"]
+        assert not any(p.is_shared() for p in model.parameters())
+        error = torch_ckpt.async_save(
+            model.state_dict(), f"{folder}/2", layout="final", extras=[f"{folder}/none"],
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS).exception()
+        assert "extras have no such file" in str(error), error
+        save(3)
+        assert holds(3) and not os.path.exists(f"{folder}/2")
+        """,
+    )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from torch_ckpt.dcp.background.process import SavingProcess
@@ -157,6 +158,15 @@ class Background:
     def _take(self) -> dict[str, Any]:
         return self._offered.result().pop()
 
+    def _run_there(self, process: SavingProcess) -> Metadata:
+        with contextlib.ExitStack() as stack:
+            try:
+                save = stack.enter_context(self._save.portable())
+            except Exception as error:
+                failure = error  # of which the other ranks hear there
+                return process.run(self._save, lambda: _raise(failure))
+            return process.run(save, self._take)
+
     def _run(self) -> None:
         metadata: Any = None
         error: BaseException | None = None
@@ -167,7 +177,7 @@ class Background:
             if self._process is None:
                 metadata = self._save.run(self._take)
             else:
-                metadata = self._process.run(self._save, self._take)
+                metadata = self._run_there(self._process)
         except BaseException as failure:
             error = failure
         try:

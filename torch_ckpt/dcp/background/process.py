@@ -130,14 +130,20 @@ def saving_process(
         wait()
         if process is not None:
             process.end()
-        new = SavingProcess(ranks.rank)
+        new: list[SavingProcess] = []
         try:
-            address = ranks.decide("its address", new.address)
-            ranks.together("its connections", lambda: new.connect(address, ranks.size))
+            address = ranks.gather(
+                "start of the process that saves",
+                lambda: new.append(SavingProcess(ranks.rank)),
+                lambda _: new[0].address(),
+            )
+            ranks.together("its connections", lambda: new[0].connect(address, ranks.size))
         except BaseException:
-            new.end()
+            for started in new:
+                started.end()
             raise
-        process = _known[made] = new
+        (process,) = new
+        _known[made] = process
     assert process is not None
     return process
 

@@ -7,10 +7,12 @@ directory_save.py.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -23,6 +25,7 @@ from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.save_planner import SavePlanner as OurPlanner
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+from torch_ckpt.extras import extra_files
 from torch_ckpt.progress import Progress
 from torch_ckpt.ranks import Ranks
 
@@ -59,6 +62,20 @@ class Save:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "ranks": None, "on_written": None, "progress": None}
+
+    @contextlib.contextmanager
+    def portable(self) -> Iterator[Save]:
+        """This save as it crosses to another process: until the end of the block there are files
+        for `extras` that are objects. A model among them would cross with all of its memory."""
+        writer = self.writer
+        if not isinstance(writer, HuggingFaceStorageWriter) or writer.extras is None:
+            yield self
+            return
+        given = writer.extras if self.ranks.rank == 0 else []  # asked there alone
+        with extra_files(given, writer.dtype_policy.torch_name) as files:
+            writer = copy.copy(writer)
+            writer.extras = files
+            yield replace(self, writer=writer)
 
     def run(self, state: Callable[[], dict[str, Any]]) -> Metadata:
         """Save what `state` returns, on every rank; what it raises is an error of all. A collective
