@@ -281,13 +281,9 @@ def test_a_mapping_of_more_than_there_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, {"another": "bf16"}])
-def test_a_cached_plan_of_stock(
-    tmp_path: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_plan_of_stock(tmp_path: Path, dtype: Any) -> None:
     if not hasattr(dcp.SavePlanner, "_cached_global_plan"):
         pytest.skip("stock's planners of this torch cache no plans")
-    for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
-        monkeypatch.setattr(dcp.SavePlanner, f"_cached_{name}", {})  # of other tests
     state = {"w": torch.arange(5.0)}
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
     writer = HuggingFaceStorageWriter(tmp_path / "a", layout="final", dtype=dtype)
