@@ -5,7 +5,7 @@
 #include "capi/sessions.h"
 #include "engine/commit/commit.h"
 #include "engine/commit/previous.h"
-#include "engine/merge/merge_job.h"
+#include "engine/merge/merge_plan.h"
 #include "format/names.h"
 
 namespace torch_ckpt::capi {

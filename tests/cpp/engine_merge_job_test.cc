@@ -5,7 +5,7 @@
 #include <mutex>
 #include <thread>
 
-#include "engine/merge/merge_job.h"
+#include "engine/merge/merge_plan.h"
 #include "engine/open/header_io.h"
 #include "engine_test_util.h"
 #include "format/hf_index.h"

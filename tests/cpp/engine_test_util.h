@@ -21,7 +21,7 @@
 
 #include "engine/commit/commit.h"
 #include "engine/final/write_job.h"
-#include "engine/merge/merge_job.h"
+#include "engine/merge/merge_plan.h"
 #include "engine/open/checkpoint.h"
 #include "engine/read/read_job.h"
 #include "format/names.h"

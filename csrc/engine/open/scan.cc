@@ -224,6 +224,39 @@ Result<Listing> ListFiles(const Directory& directory) {
   return list;
 }
 
+// The shards beside an index whose files are not all there count only when they
+// hold everything that it names.
+Status CheckNothingIsMissing(const Directory& directory, const Listing& list,
+                             const CatalogBuilder& catalog) {
+  if (list.missing.empty()) return {};
+  for (const auto& [name, file] : list.index->weight_map) {
+    if (catalog.Find(name) >= 0) continue;
+    return Incomplete("is named by " + list.index_name +
+                      ", and neither its file " + file +
+                      " nor another one has it")
+        .WithTensor(name)
+        .WithFile(directory.path());
+  }
+  return {};
+}
+
+// `catalog` is that of the files `read`, which the index names: whether it says
+// what they hold, and the files beside them the same.
+Status CheckByIndex(const Directory& directory, const Listing& list,
+                    const CatalogBuilder& catalog,
+                    const std::vector<std::string>& read) {
+  TC_RETURN_IF_ERROR(CheckIndex(*list.index, catalog, read));
+  for (const auto* files : {&list.shards, &list.single}) {
+    if (files->empty()) continue;
+    std::vector<FileInfo> infos;
+    TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> headers,
+                        ReadHeaders(directory, *files, &infos));
+    TC_ASSIGN_OR_RETURN(CatalogBuilder of_files, BuildCatalog(headers));
+    TC_RETURN_IF_ERROR(CheckAgree(catalog, of_files, *files));
+  }
+  return {};
+}
+
 }  // namespace
 
 Result<ScanResult> ScanDirectory(const Directory& directory) {
@@ -257,29 +290,9 @@ Result<ScanResult> ScanDirectory(const Directory& directory) {
   Result<CatalogBuilder> catalog =
       BuildCatalog(headers, BoxProof::kTiling, &result.hulls);
   if (!catalog.ok()) return catalog.status().WithFile(directory.path());
-  if (!list.missing.empty()) {
-    // The shards beside an index whose files are not all there count only when
-    // they hold everything that it names.
-    for (const auto& [name, file] : list.index->weight_map) {
-      if (catalog->Find(name) >= 0) continue;
-      return Incomplete("is named by " + list.index_name +
-                        ", and neither its file " + file +
-                        " nor another one has it")
-          .WithTensor(name)
-          .WithFile(directory.path());
-    }
-  }
+  TC_RETURN_IF_ERROR(CheckNothingIsMissing(directory, list, *catalog));
   if (result.by_index) {
-    Status status = CheckIndex(*list.index, *catalog, read);
-    for (const auto* files : unindexed) {
-      if (!status.ok() || files->empty()) continue;
-      std::vector<FileInfo> infos;
-      TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> read_headers,
-                          ReadHeaders(directory, *files, &infos));
-      Result<CatalogBuilder> of_files = BuildCatalog(read_headers);
-      if (!of_files.ok()) return of_files.status().WithFile(directory.path());
-      status = CheckAgree(*catalog, *of_files, *files);
-    }
+    Status status = CheckByIndex(directory, list, *catalog, read);
     if (!status.ok()) return std::move(status).WithFile(directory.path());
   }
   for (const NamedHeader& header : headers) {
