@@ -151,14 +151,19 @@ class CheckpointDirectory:
         Raises IncompleteError where there is none, and what torch_ckpt.load does: one that is
         damaged is an error, nothing older is loaded in its place.
         """
-        if step is None:
-            step = self._decide("latest step", self._latest_step)
-            if step is None and missing_ok:
-                return None
-            if step is None:
-                raise IncompleteError("holds no committed checkpoint", file=self.root)
-        api.load(state_dict, self.path(step), process_group=self._group, **options)
-        return step
+        name, found = self._decide("step to load", lambda: self._named(step))
+        if found is None and missing_ok:
+            return None
+        if found is None:
+            raise IncompleteError("holds no committed checkpoint", file=self.root)
+        path = os.path.join(self.root, name)
+        api.load(state_dict, path, process_group=self._group, **options)
+        return found
+
+    def _named(self, step: int | None) -> tuple[str, int | None]:
+        """The name and the number of `step`, or of the newest if it is None."""
+        found = self._latest_step() if step is None else step
+        return ("", None) if found is None else (os.path.basename(self.path(found)), found)
 
     def close(self) -> None:
         """Wait for the async saves of this process and for the deletions. The directory may be used
@@ -184,20 +189,26 @@ class CheckpointDirectory:
         self.close()
 
     def _begin_save(self, step: int, options: dict[str, Any]) -> str:
-        path = self.path(step)
-        if not isinstance(options.get("storage_writer"), HuggingFaceStorageWriter | None):
-            raise InvalidArgumentError(
-                "a CheckpointDirectory needs a torch_ckpt.HuggingFaceStorageWriter: what others "
-                "write has no mark that says whether it is whole",
-                file=path,
-            )
-        _, world_size = rank_and_size(self._group)
-        if options.get("no_dist") and world_size > 1:
-            raise InvalidArgumentError(
-                "no_dist would make every rank save its own checkpoint here", file=path
-            )
+        """Where `step` is saved. What is wrong with one rank's arguments is an error of all."""
+
+        def check() -> None:
+            if not isinstance(options.get("storage_writer"), HuggingFaceStorageWriter | None):
+                raise InvalidArgumentError(
+                    "a CheckpointDirectory needs a torch_ckpt.HuggingFaceStorageWriter: what "
+                    "others write has no mark that says whether it is whole",
+                    file=self.root,
+                )
+            _, world_size = rank_and_size(self._group)
+            if options.get("no_dist") and world_size > 1:
+                raise InvalidArgumentError(
+                    "no_dist would make every rank save its own checkpoint here", file=self.root
+                )
+
+        name = Ranks.of(self._group).gather(
+            "beginning of a save", check, lambda _: os.path.basename(self.path(step))
+        )
         self._deletions.spare(step)
-        return path
+        return os.path.join(self.root, name)
 
     def _publish(self, step: int) -> None:
         """On rank 0, when `step` is committed."""

@@ -28,6 +28,9 @@ T = TypeVar("T")
 MIN_WORKERS = 4
 
 
+_local = threading.local()  # caller: the thread for which `apart` has made this one
+
+
 def apart(
     work: Callable[[], Any], interrupted: Callable[[], None], undo: Callable[[Any], None]
 ) -> Any:
@@ -42,8 +45,10 @@ def apart(
         return work()
     outcome: dict[str, Any] = {}
     ended = threading.Event()
+    caller = threading.current_thread()
 
     def call() -> None:
+        _local.caller = caller
         try:
             outcome["value"] = work()
         except BaseException as error:
@@ -254,7 +259,7 @@ class _Session:
 
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         self.path = path
-        self._thread = threading.current_thread()
+        self._thread = getattr(_local, "caller", threading.current_thread())
         key = (self._kind, path)
         with _Session._mutex:
             earlier_ref = _Session._open.get(key)

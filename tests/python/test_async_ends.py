@@ -196,7 +196,7 @@ def test_a_process_that_saves_and_is_killed_is_replaced(tmp_path: Path) -> None:
     from torch_ckpt.dcp.background.process import _known
     group()
     def child():
-        return _known[dist.group.WORLD]
+        return _known[dist.group.WORLD][(0, 1)]
     def gone(process):
         while process.is_alive():
             time.sleep(0.01)
@@ -225,7 +225,7 @@ def test_a_process_that_saves_and_is_killed_is_replaced(tmp_path: Path) -> None:
         # A group of one rank has a process of its own.
         torch_ckpt.async_save(
             weights(5), checkpoint_id=folder + "/5", process_group=other, **process).result()
-        assert child() is not _known[other]
+        assert child() not in _known[other].values()
     begin(6).result()
     if rank == 0:
         os.kill(child().pid, signal.SIGKILL)
@@ -303,3 +303,41 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert loads(disk / "c", 3)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_save_of_one_rank_and_one_of_all_have_processes_of_their_own(tmp_path: Path) -> None:
+    program = """
+    group()
+    process = dict(async_checkpointer_type=AsyncCheckpointerType.PROCESS)
+    torch_ckpt.async_save(
+        weights(rank), f"{folder}/own-{rank}", no_dist=True, **process).result()
+    state = {**weights(3), f"r{rank}": torch.ones(2)}
+    torch_ckpt.async_save(state, f"{folder}/all", **process).result()
+
+    class Interrupted(torch_ckpt.PinnedMemoryStager):
+        def stage(self, state_dict, **options):
+            if rank == 1:
+                raise KeyboardInterrupt
+            return super().stage(state_dict, **options)
+
+    began = time.monotonic()
+    try:
+        error = torch_ckpt.async_save(
+            state, f"{folder}/none", async_stager=Interrupted(), **process).exception()
+        assert rank == 0 and "rank 1" in str(error) and "interrupted" in str(error), error
+    except KeyboardInterrupt:
+        assert rank == 1
+    assert time.monotonic() - began < 60, "somebody waited for the timeout"
+    torch_ckpt.async_save(state, f"{folder}/again", **process).result()
+    print("all well", flush=True)
+    dist.destroy_process_group()
+    """
+    trainers = [Trainer(tmp_path, program, rank, 2) for rank in range(2)]
+    for trainer in trainers:
+        status, said = trainer.end(120)
+        assert status == 0 and "all well" in said, said
+    for rank in range(2):
+        assert loads(tmp_path / f"own-{rank}", rank)
+    for name in ("all", "again"):
+        assert {"r0", "r1", "w", "step"} <= torch_ckpt.load(path=tmp_path / name).keys()
+    assert not (tmp_path / "none").exists()

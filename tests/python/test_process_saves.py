@@ -27,8 +27,8 @@ def arena():
     return _core.call({"op": "arena", "staging": True})
 
 def child():
-    ours = _known.get(dist.group.WORLD)
-    return stock._CHECKPOINT_PROCESS._save_process.pid if ours is None else ours.pid
+    ours = list(_known.get(dist.group.WORLD, {}).values())
+    return ours[0].pid if ours else stock._CHECKPOINT_PROCESS._save_process.pid
 
 def counts(process):
     maps = open(f"/proc/{process}/maps").read()
@@ -188,5 +188,25 @@ def test_a_model_whose_files_go_along_stays_where_it_is(tmp_path: Path) -> None:
         assert "extras have no such file" in str(error), error
         save(3)
         assert holds(3) and not os.path.exists(f"{folder}/2")
+        """,
+    )
+
+
+def test_ctrl_c_in_a_terminal_reaches_all_processes(tmp_path: Path) -> None:
+    """The one that saves leaves it to the trainer what becomes of a save."""
+    run(
+        tmp_path,
+        """
+        save(1)
+        os.kill(child(), signal.SIGINT)
+        time.sleep(0.2)
+        save(2)
+        began = torch_ckpt.async_save(
+            state, storage_writer=SlowWriter(f"{folder}/3", save_distributed=True),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS)
+        time.sleep(0.2)
+        os.kill(child(), signal.SIGINT)
+        began.result()
+        assert all(holds(value) for value in (1, 2))
         """,
     )

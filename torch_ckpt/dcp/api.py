@@ -16,7 +16,8 @@ from torch_ckpt.checkpoint import look_again
 from torch_ckpt.dcp.load.load import Load
 from torch_ckpt.dcp.load.reader import HuggingFaceStorageReader, ReplacedError
 from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
-from torch_ckpt.dcp.save.save import Save, states_of
+from torch_ckpt.dcp.plan.states import states_of
+from torch_ckpt.dcp.save.save import Save
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter, WriterOptions
 from torch_ckpt.dcp.saves import SavedMetadata, SaveStats, running, wait_for
 from torch_ckpt.errors import InvalidArgumentError
@@ -113,11 +114,11 @@ def save(
     what each wrote: `written_bytes`, `ring_bytes`, `parts_bytes`, and seconds.
     """
     ranks = ranks_of(process_group, no_dist)
-    _wait_for_saves_beside(ranks.size)
     stats = SaveStats("", ranks.rank, ranks.size, time.time())
     began = time.perf_counter()
 
     def make() -> Save:
+        _wait_for_saves_beside(ranks.size)
         return make_save(
             one_path(path, checkpoint_id),
             storage_writer,
@@ -165,11 +166,11 @@ def load(
     then be filled in part.
     """
     ranks = ranks_of(process_group, no_dist)
-    _wait_for_saves_beside(ranks.size)
     rebuilds = state_dict is None
     target: dict[str, Any] = {} if state_dict is None else state_dict
 
     def make() -> Load:
+        _wait_for_saves_beside(ranks.size)
         place = one_path(path, checkpoint_id)
         reader, own_planner = storage_reader, planner
         if reader is None:

@@ -74,13 +74,15 @@ class Exchange:
             if self._links.rank == 0:
                 # Ctrl-C cancels the jobs of this step, and is raised when all have heard how it
                 # ended: what is committed does not become a failure.
-                apart(lambda: self._answer(answers), self._jobs.cancel, lambda _: None)
+                apart(lambda: self._answer(answers), self._interrupted, lambda _: None)
             wait([talk])
         except BaseException as error:  # Ctrl-C, at any line
             self._stop(error)
             for future in (self._own, self._answers):
                 if not future.done():
                     future.set_exception(error)
+            if talk is None:  # no thread was to be had
+                self._links.close()
             while talk is not None and not talk.done():
                 with contextlib.suppress(BaseException):
                     wait([talk])
@@ -92,6 +94,13 @@ class Exchange:
             if interrupt is not None and not isinstance(interrupt, Exception):
                 raise interrupt from error
             raise
+
+    def _interrupted(self) -> None:
+        """Ctrl-C on rank 0, whose own step has ended."""
+        if self._values.done():
+            self._jobs.cancel()
+        else:
+            self._stop(KeyboardInterrupt())
 
     def _stop(self, error: BaseException) -> None:
         self._stopped = self._stopped or error
@@ -150,7 +159,7 @@ class Exchange:
         text = b""
         while True:
             wait([self._own], _ROUND_S)
-            if not self._own.done() and self._cancel is not None and self._cancel.is_set():
+            if self._cancel is not None and self._cancel.is_set():
                 self._stop(CancelledError("was cancelled"))
             self._tell()
             stopped_late = self._stopped is not None and self._raised is None
@@ -183,15 +192,10 @@ class Exchange:
 
     def _heard(self, error: BaseException, rank: int) -> BaseException:
         """What others hear of this rank's `error`: one that can be pickled and says the rank."""
-        if not isinstance(error, Exception):
-            self._raised = error
-            return CancelledError("was interrupted", rank=rank)
         self._raised = with_rank(error, rank)
         if self._raised is not error:
             self._raised.__cause__ = error
-        if not isinstance(error, CheckpointError | OSError) or not _is_portable(self._raised):
-            return CheckpointError(f"{type(error).__name__}: {error}", rank=rank)
-        return self._raised
+        return portable(self._raised, rank)
 
     def _taken(self, texts: list[bytes]) -> list[Any]:
         """On rank 0: what all steps have returned, or raises why one has not."""
@@ -248,13 +252,16 @@ class Exchange:
         return [pickle.dumps((False, self._heard(self._stopped or error, 0), 0))]
 
 
-def _is_portable(error: BaseException) -> bool:
-    """Whether it can be pickled and made again."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return False
-    return True
+def portable(error: BaseException, rank: int | None) -> Exception:
+    """What another process can be told of `error`: one of our kinds or of the system's that can be
+    pickled and made again there, or a CheckpointError with its words."""
+    if not isinstance(error, Exception):
+        return CancelledError("was interrupted", rank=rank)
+    if isinstance(error, CheckpointError | OSError):
+        with contextlib.suppress(Exception):
+            pickle.loads(pickle.dumps(error))
+            return error
+    return CheckpointError(f"{type(error).__name__}: {error}", rank=rank)
 
 
 class _Failed(Exception):

@@ -48,6 +48,10 @@ class Links:
     def are_broken(self) -> bool:
         return self._gloo is None
 
+    def close(self) -> None:
+        """The other ranks hear of it at once."""
+        self._gloo = None
+
     # What is shorter than `length` is padded with zeros: a pickle says where it ends.
 
     def all_gather(self, own: bytes, length: int) -> list[bytes]:
@@ -85,7 +89,7 @@ class Links:
 
     def give_up(self, what: str, error: LostError, steps: list[Future[Any]]) -> CheckpointError:
         """What `error` says, with the ranks that are missed in `what`, once `steps` have ended."""
-        self._gloo = None  # closes the connections: the others hear of it now
+        self.close()
         with contextlib.suppress(RuntimeError):  # of the store, whose host may be gone as well
             self._say("here")  # before the wait, which may be long
         until = time.monotonic() + _MOMENT_S

@@ -47,6 +47,7 @@ class Ranks:
         self.size = len(members)
         self.members = members
         self._links = links
+        self._mutex = threading.Lock()  # of two threads one makes its call after the other
 
     @staticmethod
     def alone() -> Ranks:
@@ -117,7 +118,14 @@ class Ranks:
         self, what: str, own: Callable[[], Any], answers: Callable[[list[Any]], list[T]]
     ) -> T:
         """As `gather`, where `answers` returns one answer for each rank."""
-        return self._exchange(what, own, answers, None, None)  # type: ignore[no-any-return]
+
+        def checked(values: list[Any]) -> list[T]:
+            given = answers(values)
+            if len(given) != self.size:
+                raise CheckpointError(f"{what}: {len(given)} answers for {self.size} ranks")
+            return given
+
+        return self._exchange(what, own, checked, None, None)  # type: ignore[no-any-return]
 
     def together(
         self,
@@ -145,7 +153,8 @@ class Ranks:
         if self._links is not None:
             if self._links.are_broken:
                 raise CheckpointError("another rank was lost in an earlier call", rank=self.rank)
-            return Exchange(self._links, what, progress, cancel).run(own, answers)
+            with self._mutex:
+                return Exchange(self._links, what, progress, cancel).run(own, answers)
         try:
             with Jobs() as jobs, told(jobs, progress, cancel):
                 return answers([own()])[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from typing import Any
@@ -187,3 +189,69 @@ def what_progress_raises_ends_the_step(context: Context) -> None:
         cancel.set()
     error = raised(lambda: ranks.gather("step", step, len, cancel=cancel), "was cancelled")
     assert isinstance(error, torch_ckpt.CancelledError)
+
+
+@case
+def as_many_answers_as_ranks(context: Context) -> None:
+    ranks = Ranks.of(None)
+    for count in (0, 1, context.world + 1):
+        error = raised(
+            lambda: ranks.scatter("plan", lambda: 1, lambda _: ["x"] * count),  # noqa: B023
+            f"{count} answers for {context.world} ranks",
+        )
+        assert isinstance(error, torch_ckpt.CheckpointError)
+    assert ranks.gather("sum", lambda: 1, sum) == context.world
+
+
+@case
+def a_cancel_counts_until_all_have_ended(context: Context) -> None:
+    """Also on a rank that has done its own."""
+    ranks = Ranks.of(None)
+    cancel = threading.Event()
+    if context.rank == 1:
+        threading.Timer(0.5, cancel.set).start()
+    error = raised(
+        lambda: ranks.gather(
+            "step", lambda: time.sleep(0 if context.rank == 1 else 2), len, cancel=cancel
+        ),
+        "rank 1",
+        "was cancelled",
+    )
+    assert isinstance(error, torch_ckpt.CancelledError)
+
+
+@case
+def ctrl_c_on_rank_0_while_others_work(context: Context) -> None:
+    ranks = Ranks.of(None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    answered = []
+    try:
+        if context.rank == 0:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        ranks.gather("step", lambda: time.sleep(0 if context.rank == 0 else 2), answered.append)
+        raise AssertionError("nobody heard of it")
+    except KeyboardInterrupt:
+        assert context.rank == 0
+    except torch_ckpt.CancelledError as error:
+        assert context.rank != 0 and error.rank == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert answered == []
+    assert ranks.gather("sum", lambda: 1, sum) == context.world
+
+
+@case
+def two_threads(context: Context) -> None:
+    """One makes its call after the other."""
+    ranks = Ranks.of(None)
+    sums: list[int] = []
+
+    def call() -> None:
+        sums.extend(ranks.gather("sum", lambda: 1, sum) for _ in range(20))
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums == [context.world] * 40

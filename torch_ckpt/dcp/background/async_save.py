@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch_ckpt.dcp.api import PathLike, eager, make_save, one_path, ranks_of
 from torch_ckpt.dcp.background.background import Background, heard_from
 from torch_ckpt.dcp.background.process import saving_process
-from torch_ckpt.dcp.background.turn import OnBusy, begin
+from torch_ckpt.dcp.background.turn import OnBusy, Turn, begin
 from torch_ckpt.dcp.save.save import Save
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter, WriterOptions
 from torch_ckpt.dcp.saves import AsyncSave, OnFailure, SaveStats, wait_for
@@ -87,19 +88,29 @@ def async_save(
     """
     rank, size = rank_and_size(process_group, no_dist)
     own_stager = isinstance(async_stager, PinnedMemoryStager)
+    where, log, bad_path = "", None, None
+    try:
+        where = _where(path, checkpoint_id, storage_writer)
+        log = None if log_path is None else os.fsdecode(os.path.abspath(log_path))
+    except Exception as error:
+        bad_path = error
     future = AsyncSave(
-        SaveStats(_where(path, checkpoint_id, storage_writer), rank, size, time.time()),
+        SaveStats(where, rank, size, time.time()),
         on_failure,
-        None if log_path is None else os.fsdecode(os.path.abspath(log_path)),
+        log,
         # What two saves cannot use at a time.
         (storage_writer, planner, None if own_stager else async_stager),
     )
     background: Background | None = None
+    turn: Turn | None = None
+    made: list[Save] = []
     try:
         ranks = ranks_of(process_group, no_dist)
         beside = ranks_of(process_group, no_dist, "beside")
 
         def make() -> Save:
+            if bad_path is not None:
+                raise bad_path
             check_choice("on_busy", on_busy, get_args(OnBusy))
             check_choice("on_failure", on_failure, get_args(OnFailure))
             place = one_path(path, checkpoint_id)
@@ -116,7 +127,6 @@ def async_save(
                 options=dict(writer_options),
             )
 
-        made: list[Save] = []
         # What is wrong with one rank's arguments is an error of all.
         turn = begin(future, ranks, lambda: made.append(make()), on_busy, on_failure, timeout)
         (save,) = made
@@ -134,6 +144,8 @@ def async_save(
     except BaseException as error:
         # Ctrl-C may come at any line. A state that the thread has already is saved.
         if background is None:
+            if turn is not None:  # other ranks go on to save
+                _refuse(made[0], error)
             future.finish(None, heard_from(error, future))
             in_time = True
         else:
@@ -148,6 +160,16 @@ def async_save(
         future.told()
         raise refused
     return future
+
+
+def _refuse(save: Save, error: BaseException) -> None:
+    """Take part in a save that this rank cannot begin, which fails it on all ranks."""
+
+    def raising() -> dict[str, Any]:
+        raise error
+
+    with contextlib.suppress(BaseException):  # `error`, which the caller raises
+        save.run(raising)
 
 
 def _where(

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from torch_ckpt.dcp.background.process import SavingProcess
 from torch_ckpt.dcp.background.turn import Turn
-from torch_ckpt.dcp.save.save import Save, states_of
+from torch_ckpt.dcp.plan.states import states_of
+from torch_ckpt.dcp.save.save import Save
 from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata
 from torch_ckpt.dcp.stage import crossing
 from torch_ckpt.dcp.stage.staged_state import StagedState
@@ -65,7 +66,7 @@ class Background:
         self._offered: Future[list[dict[str, Any]]] = Future()
         self._staged: StagedState | None = None  # that state, if it is a copy of ours
         self._returned = threading.Event()  # the call has
-        self._thread: Future[None] | None = None
+        self._runs = [self._save_and_finish]  # until somebody does
         self._blocks = True  # as opposed to staging beside the trainer
 
     @property
@@ -75,7 +76,7 @@ class Background:
 
     def start(self) -> None:
         """Let the thread wait for the state."""
-        self._thread = in_thread(self._run, "torch_ckpt-save")
+        in_thread(self._run, "torch_ckpt-save")
 
     def stage(self, state_dict: dict[str, Any]) -> None:
         """Stage the state, or let a stager that does so beside the trainer begin."""
@@ -151,8 +152,8 @@ class Background:
         """The call ends with `error`. Whether that came in time: then the save fails with it."""
         in_time = self._refuse(error)
         self._returned.set()
-        if self._thread is None:
-            self._run()  # or other ranks would not hear of it
+        if in_time:
+            self._run()  # where no thread could be had: or other ranks would not hear of it
         return in_time
 
     def _take(self) -> dict[str, Any]:
@@ -168,12 +169,20 @@ class Background:
             return process.run(save, self._take)
 
     def _run(self) -> None:
+        """Once, by whoever comes first: the thread, or the caller where there is none."""
+        try:
+            run = self._runs.pop()
+        except IndexError:
+            return
+        run()
+
+    def _save_and_finish(self) -> None:
         metadata: Any = None
         error: BaseException | None = None
         try:
             wait([self._offered])
             self._returned.wait()
-            wait(self._turn.earlier)
+            wait(self._turn.running)
             if self._process is None:
                 metadata = self._save.run(self._take)
             else:

@@ -6,7 +6,9 @@ import functools
 import multiprocessing
 import os
 import select
+import signal
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,10 +21,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_ckpt.dcp.save.save import Save
 from torch_ckpt.dcp.stage import crossing
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError
-from torch_ckpt.ranks import Ranks
+from torch_ckpt.ranks import Ranks, portable
 
-# By process group: this rank's.
-_known: weakref.WeakKeyDictionary[Any, SavingProcess] = weakref.WeakKeyDictionary()
+# This rank's, by process group, and by who saves: with no_dist that is one rank alone.
+_known: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], SavingProcess]]
+_known = weakref.WeakKeyDictionary()
 
 
 class SavingProcess:
@@ -59,29 +62,26 @@ class SavingProcess:
         outcome: Any = None
         try:
             outcome = state()
-        except Exception as error:
-            outcome = error
+        except BaseException as error:
+            outcome = portable(error, save.ranks.rank)
         with self._mutex:
             try:
-                self._send((save, outcome))
+                self._send(save)
+            except CheckpointError:
+                raise
+            except Exception:  # of pickling: what it has of the caller's cannot be sent
+                self.end()  # closes the connections: the other ranks hear of that
+                raise
+            try:
+                self._send(outcome)
             except CheckpointError:
                 raise
             except Exception as error:  # of pickling, of which the other ranks hear there
-                self._refuse(save, error)
+                text = f"cannot be sent to the process that saves: {type(error).__name__}: {error}"
+                self._send(CheckpointError(text))
             del outcome
             metadata: Metadata = self._answer()
         return metadata
-
-    def _refuse(self, save: Save, error: Exception) -> None:
-        """Let the save fail because what was to be saved cannot be sent."""
-        text = f"cannot be sent to the process that saves: {type(error).__name__}: {error}"
-        try:
-            self._send((save, CheckpointError(text)))
-        except CheckpointError:
-            raise
-        except Exception:  # nor can the save itself
-            self.end()  # closes the connections: the others hear of that
-            raise error from None
 
     def _send(self, what: Any) -> None:
         try:
@@ -103,6 +103,8 @@ class SavingProcess:
         return CheckpointError(f"the process that saves is gone (exit {self._process.exitcode})")
 
     def is_alive(self) -> bool:
+        if self._pipe.closed:
+            return False
         # A process that is killed closes its end of the pipe before it can be waited for.
         ends = select.poll()
         ends.register(self._pipe.fileno(), 0)
@@ -124,18 +126,21 @@ def saving_process(
         raise InvalidArgumentError("AsyncCheckpointerType.PROCESS needs a process group")
     crossing.expect()
     made: Any = group if group is not None else dist.group.WORLD
-    process = _known.get(made)
+    known = _known.setdefault(made, {})
+    process = known.get(ranks.members)
     lives = process is not None and process.is_alive()
     if not all(ranks.together("process that saves", lambda: lives)):
-        wait()
-        if process is not None:
-            process.end()
         new: list[SavingProcess] = []
+
+        def start() -> None:
+            wait()
+            if process is not None:
+                process.end()
+            new.append(SavingProcess(ranks.rank))
+
         try:
             address = ranks.gather(
-                "start of the process that saves",
-                lambda: new.append(SavingProcess(ranks.rank)),
-                lambda _: new[0].address(),
+                "start of the process that saves", start, lambda _: new[0].address()
             )
             ranks.together("its connections", lambda: new[0].connect(address, ranks.size))
         except BaseException:
@@ -143,47 +148,67 @@ def saving_process(
                 started.end()
             raise
         (process,) = new
-        _known[made] = process
+        known[ranks.members] = process
     assert process is not None
     return process
 
 
+_LISTEN = "listen"
+
+
 def _serve(pipe: Connection, rank: int) -> None:
     """What the process does until the trainer is gone."""
-    store: dist.TCPStore | None = None
-    ranks: Ranks | None = None
-    while True:
-        try:
-            asked = pipe.recv()
-        except EOFError:
-            break
-        except BaseException as error:
-            _tell(pipe, False, error)
-            continue
-        try:
-            if asked == _LISTEN:
-                store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-                answer: Any = store.port
-            elif isinstance(asked[0], Save):
-                save, *outcome = asked
-                del asked
-                assert ranks is not None
-                save.ranks = ranks
-                answer = save.run(functools.partial(_state, outcome))
-                del save
-            else:
-                address, size = asked
-                store = store or dist.TCPStore(address[0], address[1], is_master=False)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-                ranks, answer = Ranks.of(None), None
-        except BaseException as error:
-            _tell(pipe, False, error)
-        else:
-            _tell(pipe, True, answer)
+    # A terminal sends Ctrl-C to all processes. What becomes of a save then the trainer says.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ranks = _connected(pipe, rank)
+    while ranks is not None and _serve_save(pipe, ranks):
+        pass
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(0)  # a save that others still wait for is given up
 
 
-_LISTEN = "listen"
+def _connected(pipe: Connection, rank: int) -> Ranks | None:
+    """The ranks whose processes the trainer names; None where that fails, of which it hears."""
+    try:
+        store: dist.TCPStore | None = None
+        asked = pipe.recv()
+        if asked == _LISTEN:
+            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            _tell(pipe, True, store.port)
+            asked = pipe.recv()
+        address, size = asked
+        store = store or dist.TCPStore(address[0], address[1], is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        ranks = Ranks.of(None)
+    except Exception as error:
+        _tell(pipe, False, error)
+        return None
+    _tell(pipe, True, None)
+    return ranks
+
+
+def _serve_save(pipe: Connection, ranks: Ranks) -> bool:
+    """Take a save, and a state or why there is none, and save it. Whether more may come."""
+    try:
+        save = pipe.recv()
+    except EOFError:  # the trainer is gone
+        return False
+    except Exception as error:  # it cannot be made again here: without it no part can be taken
+        _tell(pipe, False, error)
+        return False
+    try:
+        outcome = [pipe.recv()]
+    except Exception as error:
+        outcome = [portable(error, ranks.rank)]
+    save.ranks = ranks
+    try:
+        metadata = save.run(functools.partial(_state, outcome))
+    except BaseException as error:
+        _tell(pipe, False, error)
+    else:
+        _tell(pipe, True, metadata)
+    return True
 
 
 def _state(outcome: list[Any]) -> dict[str, Any]:
@@ -196,12 +221,11 @@ def _state(outcome: list[Any]) -> dict[str, Any]:
 
 def _tell(pipe: Connection, good: bool, value: Any) -> None:
     try:
-        pipe.send((good, value))
+        pipe.send((good, value if good else portable(value, None)))
     except OSError:
         pass  # the trainer is gone, which the next look at the pipe says
-    except Exception as error:  # of pickling
-        text = f"{type(value).__name__}: {value}" if not good else f"its answer: {error}"
-        pipe.send((False, CheckpointError(text)))
+    except Exception as error:  # of pickling an answer
+        pipe.send((False, portable(error, None)))
 
 
 def _host() -> str:

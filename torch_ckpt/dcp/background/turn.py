@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import wait
-from typing import Any, Literal
+from typing import Literal
 
 from torch_ckpt.dcp import saves
 from torch_ckpt.dcp.saves import AsyncSave, OnFailure
@@ -21,33 +20,27 @@ _beginning = threading.Lock()  # of two threads that call at once, one sees the 
 class Turn:
     """That a save may begin.
 
-    earlier: the saves beside which it is staged. They are over before it is written.
-    running: all that were running when it was called.
+    running: the saves that were running when it was called. They are over before it is written, and
+        before it is staged, unless it overlaps them.
     """
 
     def __init__(
-        self,
-        save: AsyncSave,
-        running: list[AsyncSave],
-        heard: str,
-        *,
-        overlaps: bool,
-        timeout: float,
+        self, save: AsyncSave, running: list[AsyncSave], *, overlaps: bool, timeout: float
     ) -> None:
         self.running = running
-        self.earlier = running if overlaps else []
+        self.heard = ""  # of an earlier save that failed
         self._save = save
-        self._heard = heard
+        self._overlaps = overlaps
         self._timeout = timeout
 
     def wait(self) -> None:
         """Until it may be staged. Raises ConflictError; on this rank alone, where others of its own
         are late."""
-        if not self.earlier:
+        if not self._overlaps:
             saves.wait_for(self.running, self._timeout)
         self._save.stats.waited_s = self._save.elapsed()
-        if self._heard != "":
-            saves.warn(self._heard)
+        if self.heard != "":
+            saves.warn(self.heard)
 
 
 def begin(
@@ -58,40 +51,38 @@ def begin(
     on_failure: OnFailure,
     timeout: float,
 ) -> Turn:
-    """Register `save`, if it may begin.
+    """Register `save`, and say when it may begin.
 
     Raises, on all ranks alike, what `check` raises on one, ConflictError where other saves are
-    running, CheckpointError where nobody has heard yet that an earlier one failed.
+    running, CheckpointError where nobody has heard yet that an earlier one failed. The save is
+    registered until it has finished: finish it then.
     """
     with _beginning:
         running = saves.running()
-        if on_busy == "overlap" and any(save.shares_with(earlier) for earlier in running):
-            on_busy = "wait"
-        verdict = ranks.gather(
-            "async_save", check, lambda _: _verdict(on_busy, on_failure, timeout)
-        )
-        if "busy" in verdict:
-            raise ConflictError(verdict["busy"], rank=ranks.rank)
-        if on_busy != "overlap":
-            # Rank 0 may be ahead. `Turn.wait` looks what came of it, where others hear of that.
-            wait(running, timeout)
-        heard, error = saves.hear()
-        if "failed" in verdict:
-            raise CheckpointError(verdict["failed"], rank=ranks.rank) from error
         saves.register(save)
+    overlaps = on_busy == "overlap" and not any(save.shares_with(other) for other in running)
+    turn = Turn(save, running, overlaps=overlaps, timeout=timeout)
+
+    def own() -> None:
+        check()
+        if on_busy != "raise" and not overlaps:
+            saves.wait_for(running, timeout)
+
+    verdict = ranks.gather("async_save", own, lambda _: _verdict(running, on_busy, on_failure))
+    if "busy" in verdict:
+        raise ConflictError(verdict["busy"], rank=ranks.rank)
+    turn.heard, error = saves.hear()
+    if "failed" in verdict:
+        raise CheckpointError(verdict["failed"], rank=ranks.rank) from error
     # Heard of in a warning: on_failure="warn", or rank 0 has heard of it before.
-    return Turn(save, running, heard, overlaps=on_busy == "overlap", timeout=timeout)
+    return turn
 
 
-def _verdict(on_busy: OnBusy, on_failure: OnFailure, timeout: float) -> dict[str, Any]:
+def _verdict(running: list[AsyncSave], on_busy: OnBusy, on_failure: OnFailure) -> dict[str, str]:
     """Why rank 0 would not begin a save now: {"busy": text} or {"failed": text}; {} if it would."""
-    if on_busy == "wait":
-        try:
-            saves.wait_for(saves.running(), timeout)
-        except ConflictError as error:
-            return {"busy": error.message}
-    elif on_busy == "raise" and saves.running():
-        return {"busy": f"{saves.BUSY}, into {saves.running()[0].stats.path}"}
+    busy = [save for save in running if not save.done()] if on_busy == "raise" else []
+    if busy:
+        return {"busy": f"{saves.BUSY}, into {busy[0].stats.path}"}
     failed = saves.failures() if on_failure == "raise" else ""
     return {"failed": failed} if failed != "" else {}
 

@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.tensor import DTensor
 
+from torch_ckpt.dcp.load.reader import HuggingFaceStorageReader
 from torch_ckpt.dcp.plan.collector import paused_gc
-from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner as OurPlanner
+from torch_ckpt.dcp.plan.states import has_state, states_of
 from torch_ckpt.progress import Progress
 from torch_ckpt.ranks import Ranks
-
-_NO_STATE = PLAIN_TENSORS | {DTensor}
 
 
 @dataclass
@@ -41,12 +38,14 @@ class Load:
     def run(self, state_dict: dict[str, Any]) -> None:
         """Fill `state_dict`. A collective call: raises the same error on every rank; tensors may
         then be filled in part."""
-        place = self.path or getattr(self.reader, "path", None) or type(self.reader).__name__
-        what = f"load of {os.path.basename(os.path.normpath(os.fsdecode(place)))}"
+        what = f"load by {type(self.reader).__name__}"
+        if isinstance(self.reader, HuggingFaceStorageReader):
+            place = os.path.normpath(os.fsdecode(self.path or self.reader.path))
+            what = f"load of {os.path.basename(place)}"
         states: dict[str, Any] = {}
 
         def plan() -> LoadPlan:
-            states.update(_states_of(state_dict))
+            states.update(states_of(state_dict))
             return self._plan(states)
 
         def lay_out(plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -64,9 +63,12 @@ class Load:
             self.ranks.gather(what, read, lambda _: None, progress=self.progress)
         if not state_dict and isinstance(self.planner, OurPlanner) and self.planner.rebuild:
             state_dict.update(states)
-        for key, value in state_dict.items():
-            if _has_state(value):
-                value.load_state_dict(states[key])
+        # In one order on all ranks: what a `load_state_dict` does may be a collective.
+        for key in sorted(states, key=str):
+            if key not in state_dict:
+                continue
+            if has_state(state_dict[key]):
+                state_dict[key].load_state_dict(states[key])
             else:
                 state_dict[key] = states[key]
 
@@ -79,11 +81,14 @@ class Load:
         of_rank = False
         try:
             metadata = reader.read_metadata()
-        except Exception:
+        except Exception as error:
             if "kwargs" not in inspect.signature(reader.read_metadata).parameters:
                 raise
             of_rank = True
-            metadata = reader.read_metadata(rank=ranks.rank)
+            try:
+                metadata = reader.read_metadata(rank=ranks.rank)
+            except Exception:
+                raise error from None  # of the metadata of all
         self.planner.set_up_planner(states, metadata, coordinates)
         told: dict[str, Any] = {}
         if "kwargs" in inspect.signature(reader.set_up_storage_reader).parameters:
@@ -91,17 +96,3 @@ class Load:
         reader.set_up_storage_reader(metadata, coordinates, **told)
         plan: LoadPlan = reader.prepare_local_plan(self.planner.create_local_plan())
         return plan
-
-
-def _has_state(value: Any) -> bool:
-    # Asking a protocol takes longer than loading a small tensor.
-    return type(value) not in _NO_STATE and isinstance(value, Stateful)
-
-
-def _states_of(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A plain dict of the entries of `state_dict`, with the states of those that have one. These
-    are asked in the order of their names: what they do may be a collective."""
-    states = dict(state_dict)
-    for key in sorted((key for key, value in states.items() if _has_state(value)), key=str):
-        states[key] = states[key].state_dict()
-    return states

@@ -15,32 +15,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.plan.collector import paused_gc
-from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.save_planner import SavePlanner as OurPlanner
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
 from torch_ckpt.extras import extra_files
 from torch_ckpt.progress import Progress
 from torch_ckpt.ranks import Ranks
-
-_NO_STATE = PLAIN_TENSORS | {DTensor}
-
-
-def states_of(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A plain dict of the entries of `state_dict`, with the states of those that have one."""
-    return {
-        # Asking a protocol takes longer than staging a small tensor.
-        key: value.state_dict()
-        if type(value) not in _NO_STATE and isinstance(value, Stateful)
-        else value
-        for key, value in state_dict.items()
-    }
 
 
 @dataclass
@@ -134,9 +119,11 @@ class Save:
         return own[0]
 
     def _what(self) -> str:
-        place = self.path or getattr(self.writer, "path", None) or type(self.writer).__name__
+        if not isinstance(self.writer, HuggingFaceStorageWriter):
+            return f"save by {type(self.writer).__name__}"
         # Nodes may mount a directory at different places.
-        return f"save into {os.path.basename(os.path.normpath(os.fsdecode(place)))}"
+        place = os.path.normpath(os.fsdecode(self.path or self.writer.path))
+        return f"save into {os.path.basename(place)}"
 
     def _plan(self, state_dict: dict[str, Any]) -> SavePlan:
         planner, writer, ranks = self.planner, self.writer, self.ranks
@@ -163,7 +150,7 @@ class Save:
     def _end(self) -> None:
         """After a failure elsewhere the coordinator still holds its staging directory. A planner
         that is kept would hold what was saved, which may be no tensors of the trainer's."""
-        if isinstance(self.planner, OurPlanner):
+        if isinstance(self.planner, DefaultSavePlanner):
             self.planner.state_dict = {}
         if isinstance(self.writer, HuggingFaceStorageWriter):
             self.writer.end_save()
