@@ -38,7 +38,7 @@ _KINDS: dict[type[CheckpointError], tuple[str, int, str]] = {
     ),
     CorruptError: ("corrupt", FAILED, "restore the file from a copy, or use another checkpoint"),
     ConflictError: ("conflict", FAILED, "see whether a save or another job uses the directory"),
-    UnsupportedError: ("unsupported", FAILED, "see 'Limits' in the README"),
+    UnsupportedError: ("unsupported", FAILED, "see 'Limits' in docs/guarantees.md"),
     ExhaustedError: ("exhausted", FAILED, "use fewer threads, or free some memory"),
     CancelledError: ("cancelled", INTERRUPTED, "run it again"),
     InternalError: ("internal", FAILED, "this is a bug of torch_ckpt; please report it"),
