@@ -97,7 +97,7 @@ Result<Json> CloseRequest(const Json& request) {
 Result<Json> DescribeRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
   if (GetBool(request, "check_files", false)) {
-    TC_RETURN_IF_ERROR(checkpoint->CheckFiles());
+    TC_RETURN_IF_ERROR(checkpoint->file_set()->CheckFiles());
   }
   const bool whole = GetBool(request, "whole", false);
   const Catalog& catalog = checkpoint->catalog();
@@ -137,10 +137,10 @@ Result<Json> DescribeRequest(const Json& request) {
                           PlacementsJson(*checkpoint, i));
     }
   }
-  const Manifest* manifest = checkpoint->manifest();
+  const bool ours = checkpoint->source() == CheckpointSource::kManifest;
   return Json{{"source", CheckpointSourceName(checkpoint->source())},
               {"save_id", checkpoint->save_id()},
-              {"world_size", manifest ? Json(manifest->world_size) : Json()},
+              {"world_size", ours ? Json(checkpoint->world_size()) : Json()},
               {"hulls", checkpoint->hulls()},
               {"beside", checkpoint->beside()},
               {"files", std::move(files)},

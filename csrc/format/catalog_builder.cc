@@ -93,17 +93,12 @@ int64_t CatalogBuilder::Find(std::string_view name) const {
   return by_name_.Find(name, NameAt());
 }
 
-Result<std::string> CatalogBuilder::Encode(
-    std::vector<uint32_t>* positions) const {
+Result<std::string> CatalogBuilder::Encode() const {
   std::vector<uint32_t> order(entries_.size());
   std::iota(order.begin(), order.end(), 0u);
   std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
     return entries_[a].name < entries_[b].name;
   });
-  if (positions) {
-    positions->resize(order.size());
-    for (uint32_t i = 0; i < order.size(); ++i) (*positions)[order[i]] = i;
-  }
   std::string out(internal::kCatalogMagic);
   out += internal::kCatalogVersion;
   const auto put_u32 = [&out](size_t at, uint64_t value) {

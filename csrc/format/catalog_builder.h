@@ -48,10 +48,9 @@ class CatalogBuilder {
   // -1 when there is none.
   int64_t Find(std::string_view name) const;
 
-  // The catalog file; `positions`, where given, gets the position there of
-  // every entry by its number here. kUnsupported above kMaxCatalogBytes. What
-  // Catalog::Parse refuses is not looked for.
-  Result<std::string> Encode(std::vector<uint32_t>* positions = nullptr) const;
+  // The catalog file. kUnsupported above kMaxCatalogBytes. What Catalog::Parse
+  // refuses is not looked for.
+  Result<std::string> Encode() const;
 
  private:
   Result<uint32_t> Add(Entry entry);

@@ -301,7 +301,7 @@ TEST_F(CommitTest, FilesInSubdirectories) {
   ExpectHolds(old_);
   const auto opened = OpenCheckpoint(Path("c"));
   ASSERT_OK(opened.status());
-  EXPECT_OK((*opened)->CheckFiles());
+  EXPECT_OK((*opened)->file_set()->CheckFiles());
   // What is not of the checkpoint stays, and so does what holds it.
   WriteText(Path("c/data/notes"), "mine");
   below.below = "data/again/";

@@ -125,7 +125,7 @@ TEST_F(LateViewTest, DamageIsToldInTheEnd) {
   Fail("", "", 0, 0, /*shared=*/true);
   const auto begin = Clock::now();
   for (int i = 0; i < 5; ++i) {
-    const Status status = (*opened)->CheckFiles();
+    const Status status = (*opened)->file_set()->CheckFiles();
     EXPECT_EQ(status.kind(), ErrorKind::kCorrupt) << status.ToString();
   }
   const auto took = Clock::now() - begin;

@@ -37,7 +37,7 @@ class OpenFilesTest : public EngineTest {
 
 TEST_F(OpenFilesTest, TheSameFileIsOpenedOnce) {
   Save(3, 1);
-  OpenFiles files(checkpoint_, true);
+  OpenFiles files(checkpoint_->file_set(), true);
   const auto first = files.Get(1);
   ASSERT_OK(first.status());
   EXPECT_EQ(*first, *files.Get(1));
@@ -94,7 +94,7 @@ TEST_F(OpenFilesTest, ALimitOnDescriptorsIsKept) {
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
   uint64_t most = 0;
   const auto [opens, reads] = CountOpens([&] {
-    OpenFiles files(checkpoint_, true);
+    OpenFiles files(checkpoint_->file_set(), true);
     for (int round = 0; round < 2; ++round) {
       for (uint32_t f = 0; f < kFiles; ++f) {
         EXPECT_OK(files.Get(f).status());
@@ -117,7 +117,7 @@ TEST_F(OpenFilesTest, WhenNoDescriptorIsLeftOthersAreClosed) {
     const bool hit = site.op == std::string("openat") && ++opens % 6 == 0;
     return {.sys_errno = hit ? EMFILE : 0};
   });
-  OpenFiles files(checkpoint_, true);
+  OpenFiles files(checkpoint_->file_set(), true);
   for (uint32_t f = 0; f < 20; ++f) EXPECT_OK(files.Get(f).status());
   EXPECT_LT(ByteSource::OpenDescriptors(), 10u);
   SetFaultHook([&](const FaultSite& site) -> FaultAction {
@@ -131,7 +131,7 @@ TEST_F(OpenFilesTest, WhenNoDescriptorIsLeftOthersAreClosed) {
 // A file that is slow to open holds back nobody who wants another one.
 TEST_F(OpenFilesTest, OpeningIsOutsideTheLock) {
   Save(2, 1);
-  OpenFiles files(checkpoint_, true);
+  OpenFiles files(checkpoint_->file_set(), true);
   std::atomic<bool> began = false, go_on = false;
   SetFaultHook([&](const FaultSite& site) -> FaultAction {
     if (site.op == std::string("openat") && site.path.ends_with(Name(0))) {

@@ -362,8 +362,9 @@ TEST_F(ReadJobTest, ASaveUnderAnOpenCheckpointIsAConflict) {
                    &job)
             .status();
     EXPECT_EQ(object.kind(), ErrorKind::kConflict) << object.ToString();
-    EXPECT_EQ((*opened)->ReadWhole(ObjectFileName(0)).status().kind(),
-              ErrorKind::kConflict);
+    const FileSet& files = *(*opened)->file_set();
+    const auto at = static_cast<uint32_t>(files.FindFile(ObjectFileName(0)));
+    EXPECT_EQ(files.ReadWhole(at).status().kind(), ErrorKind::kConflict);
     // Back to the old bytes for the second round.
     settings.object = "{\"step\": 1}";
     ASSERT_OK(SaveAll(Path("c"), GridPieces("a", old_array, {2, 1}), settings)

@@ -48,7 +48,7 @@ TEST_F(ScanTest, HubDirectoryWithoutMetadata) {
   auto checkpoint = OpenCheckpoint(Path("c"));
   ASSERT_OK(checkpoint.status());
   EXPECT_EQ((*checkpoint)->source(), CheckpointSource::kHeaders);
-  EXPECT_EQ((*checkpoint)->manifest(), nullptr);
+  EXPECT_FALSE((*checkpoint)->file_set()->has_digests());
   EXPECT_EQ(*ReadBox(*checkpoint, "a", Box::Whole(a_.shape)), a_.bytes);
   const Box box{{3, 1}, {5, 2}};
   EXPECT_EQ(*ReadBox(*checkpoint, "a", box), BoxBytes(a_, box));

@@ -241,8 +241,8 @@ inline Result<std::map<std::string, std::string>> ReadAll(
   for (const CatalogEntry& entry : checkpoint->catalog().entries()) {
     const std::string name(entry.name);
     if (entry.kind == EntryKind::kObject) {
-      TC_ASSIGN_OR_RETURN(out[name], checkpoint->ReadWhole(
-                                         checkpoint->files()[entry.file].name));
+      TC_ASSIGN_OR_RETURN(out[name],
+                          checkpoint->file_set()->ReadWhole(entry.file));
       continue;
     }
     TC_ASSIGN_OR_RETURN(

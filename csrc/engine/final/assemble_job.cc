@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "base/checked.h"
 #include "engine/open/build_catalog.h"
 #include "engine/write/stored_providers.h"
 
@@ -11,21 +12,10 @@ namespace {
 
 constexpr uint64_t kMinWorkerBytes = uint64_t{1} << 20;
 
-// Bytes [begin, end) of a final file that ranks have left: those of a band, or
-// of a file of parts from `from` on.
-struct Left {
-  uint64_t begin = 0, end = 0;
-  bool is_band = false;
-  uint32_t index = 0;  // of the band in the catalog, or of the file
-  uint64_t from = 0;
-};
-
 // A final file while it is put together.
 struct Assembly {
   FileHeader header;
   std::vector<WrittenRange> ranges;  // the header's and those of the ranks
-  std::vector<ByteRange> holes;
-  std::vector<Left> left;  // ascending
 };
 
 Result<WrittenRange> HeaderRange(const Directory& staging,
@@ -66,37 +56,64 @@ Status CheckIds(const FinalFiles& list, const RankFinals& rank) {
   return {};
 }
 
-// The parts of all ranks, as a checkpoint that can be read.
-class Parts {
+std::shared_ptr<const FileSet> SpillsOf(const std::vector<RankFinals>& ranks,
+                                        Directory staging) {
+  FileList list{std::make_shared<const Directory>(std::move(staging)), {}};
+  for (const RankFinals& rank : ranks) {
+    for (const WrittenParts& parts : rank.parts) {
+      const OutputSpec& spec = parts.file.spec;
+      list.files.push_back({spec.staged, spec.id, FileRole::kData, spec.bytes,
+                            parts.file.crc32c, Container::kRaw});
+    }
+  }
+  return std::make_shared<const FileSet>(std::move(list));
+}
+
+// Rows of a tensor that ranks have left box by box.
+struct Gathered {
+  SafetensorsEntry rows;
+  std::vector<Placement> boxes;
+};
+
+// What ranks have left of the final files, as extents of these.
+class Spills {
  public:
-  explicit Parts(const std::vector<RankFinals>& ranks) {
+  // `ranks` must outlive this.
+  Spills(const std::vector<RankFinals>& ranks, Directory staging,
+         const OutputOptions& options)
+      : files_(SpillsOf(ranks, std::move(staging))),
+        inputs_(files_, options.direct_io, options.workers),
+        stretches_(&inputs_),
+        bands_(&inputs_, [this](uint32_t band) -> Result<StoredTensor> {
+          const auto& [rows, boxes] = gathered_[band];
+          StoredTensor tensor{{}, boxes};
+          tensor.entry.name = rows.name;
+          tensor.entry.dtype = rows.dtype;
+          tensor.entry.shape = rows.shape;
+          return tensor;
+        }) {
+    uint32_t file = 0;
     for (const RankFinals& rank : ranks) {
       for (const WrittenParts& parts : rank.parts) {
-        const OutputSpec& spec = parts.file.spec;
-        const auto file = static_cast<uint32_t>(manifest_.files.size());
-        // Without a header.
-        manifest_.files.push_back({spec.staged, spec.id, FileRole::kData,
-                                   spec.bytes, parts.file.crc32c,
-                                   Container::kRaw});
-        for (const PartBytes& bytes : parts.bytes)
-          bytes_.push_back({file, bytes});
+        for (const PartBytes& bytes : parts.bytes) {
+          left_[bytes.file].push_back({bytes.bytes.begin,
+                                       bytes.bytes.end,
+                                       {&stretches_, file},
+                                       bytes.at});
+        }
         for (const PartBox& box : parts.boxes) {
           boxes_[box.tensor].push_back({file, &box});
         }
+        ++file;
       }
     }
   }
 
-  // What the parts hold of final file `file`. Adds the bands of which there are
-  // boxes to the catalog, as tensors.
-  Result<std::vector<Left>> LeftOf(const FinalFiles& list, uint32_t file,
-                                   const FileHeader& header) {
-    std::vector<Left> left;
-    for (const auto& [from, bytes] : bytes_) {
-      if (bytes.file != file) continue;
-      left.push_back(
-          {bytes.bytes.begin, bytes.bytes.end, false, from, bytes.at});
-    }
+  // Of final file `file`, ascending. Proves that the boxes of each band tile
+  // it.
+  Result<std::vector<Extent>> LeftOf(const FinalFiles& list, uint32_t file,
+                                     const FileHeader& header) {
+    std::vector<Extent> left = std::move(left_[file]);
     const std::vector<SafetensorsEntry>& entries = header.header.tensors;
     for (uint32_t e = 0; e < entries.size(); ++e) {
       const auto boxes = boxes_.find(entries[e].name);
@@ -105,52 +122,28 @@ class Parts {
                                   header.header.data_begin, &left)
                              .WithTensor(entries[e].name));
     }
-    std::sort(left.begin(), left.end(),
-              [](const Left& a, const Left& b) { return a.begin < b.begin; });
+    std::sort(left.begin(), left.end(), [](const Extent& a, const Extent& b) {
+      return a.begin < b.begin;
+    });
     return left;
   }
 
-  // What is left of `files` knows bands by their number till here.
-  Result<std::shared_ptr<const Checkpoint>> Open(
-      const Directory& staging, std::vector<Assembly>* files) && {
-    std::vector<uint32_t> positions;
-    TC_ASSIGN_OR_RETURN(std::string encoded, catalog_.Encode(&positions));
-    for (Assembly& file : *files) {
-      for (Left& left : file.left) {
-        if (left.is_band) left.index = positions[left.index];
-      }
-    }
-    TC_ASSIGN_OR_RETURN(Catalog catalog,
-                        Catalog::Parse(std::move(encoded), manifest_.files));
-    // Before anything is written: boxes that do not tile their band.
-    for (uint32_t e = 0; e < catalog_.size(); ++e) {
-      const CatalogBuilder::Entry& band = catalog_.entry(e);
-      TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
-                          catalog_.Placements(e));
-      TC_RETURN_IF_ERROR(
-          ProveOwners(band.shape, placements).WithTensor(band.name));
-    }
-    return Checkpoint::OfStaged(staging, std::move(manifest_),
-                                std::move(catalog));
-  }
+  // When all is read: whether it was what the ranks have written.
+  Status Check(const Job* job) { return inputs_.Check(/*verify=*/true, job); }
 
  private:
-  struct FromBytes {
-    uint32_t file;
-    PartBytes bytes;
-  };
-  struct FromBox {
-    uint32_t file;
+  struct LeftBox {
+    uint32_t file;  // the spill
     const PartBox* box;
   };
 
   // The bands of a tensor that there are boxes of.
   Status AddBands(const FinalFiles& list, FinalPlace place,
                   const SafetensorsEntry& whole,
-                  const std::vector<FromBox>& boxes, uint64_t data,
-                  std::vector<Left>* left) {
-    std::map<const FinalBand*, std::vector<FromBox>> by_band;
-    for (const FromBox& each : boxes) {
+                  const std::vector<LeftBox>& boxes, uint64_t data,
+                  std::vector<Extent>* left) {
+    std::map<const FinalBand*, std::vector<LeftBox>> by_band;
+    for (const LeftBox& each : boxes) {
       TC_ASSIGN_OR_RETURN(const FinalBand* const band,
                           list.BandOf(place, each.box->box));
       if (!band) {
@@ -161,57 +154,72 @@ class Parts {
       by_band[band].push_back(each);
     }
     for (const auto& [band, of_band] : by_band) {
-      TC_RETURN_IF_ERROR(AddBand(whole, *band, of_band, data, left));
+      TC_ASSIGN_OR_RETURN(SafetensorsEntry rows, EntryOf(whole, *band));
+      if (!(rows.shape == whole.shape)) {  // another band may come
+        rows.name += " rows " + std::to_string(band->begin) + " to " +
+                     std::to_string(band->end);
+      }
+      Gathered gathered{std::move(rows), {}};
+      TC_RETURN_IF_ERROR(
+          Gather(*band, of_band, &gathered).WithTensor(gathered.rows.name));
+      const uint64_t begin = gathered.rows.begin, end = gathered.rows.end;
+      if (begin == end) continue;
+      left->push_back(
+          {data + begin, data + end, {&bands_, gathered_.size()}, 0});
+      gathered_.push_back(std::move(gathered));
     }
     return {};
   }
 
-  Status AddBand(const SafetensorsEntry& whole, const FinalBand& band,
-                 const std::vector<FromBox>& boxes, uint64_t data,
-                 std::vector<Left>* left) {
-    TC_ASSIGN_OR_RETURN(const SafetensorsEntry entry, EntryOf(whole, band));
-    std::string name = whole.name;
-    if (!(entry.shape == whole.shape)) {  // another band may come
-      name += " rows " + std::to_string(band.begin) + " to " +
-              std::to_string(band.end);
-    }
-    TC_ASSIGN_OR_RETURN(
-        const uint32_t id,
-        catalog_.AddTensor(std::move(name), entry.dtype, entry.shape));
-    for (const auto& [from, box] : boxes) {
+  Status Gather(const FinalBand& band, const std::vector<LeftBox>& boxes,
+                Gathered* gathered) {
+    const SafetensorsEntry& rows = gathered->rows;
+    for (const auto& [file, box] : boxes) {
       Placement placement;
-      placement.file = from;
+      placement.file = file;
       placement.offset = box->at;
       placement.box = InBand(box->box, band);
-      TC_RETURN_IF_ERROR(catalog_.AddPlacement(id, placement));
+      if (!Inside(placement.box, rows.shape)) {
+        return Corrupt("box " + placement.box.ToString() +
+                       " is not inside shape " + rows.shape.ToString());
+      }
+      TC_ASSIGN_OR_RETURN(const uint64_t bytes,
+                          ByteSize(rows.dtype, placement.box.sizes));
+      const auto end = CheckedAdd(box->at, bytes);
+      if (!end || *end > files_->files()[file].bytes) {
+        return Corrupt("a rank has left a box behind the end of its file");
+      }
+      gathered->boxes.push_back(std::move(placement));
     }
-    if (entry.begin == entry.end) return {};
-    left->push_back({data + entry.begin, data + entry.end, true, id, 0});
-    return {};
+    return ProveOwners(rows.shape, gathered->boxes);
   }
 
-  Manifest manifest_;
-  CatalogBuilder catalog_;
-  std::vector<FromBytes> bytes_;
-  std::map<std::string_view, std::vector<FromBox>> boxes_;
+  const std::shared_ptr<const FileSet> files_;
+  StoredInputs inputs_;
+  StoredFiles stretches_;
+  StoredTensors bands_;
+  std::map<uint32_t, std::vector<Extent>> left_;  // by final file, no bands
+  std::map<std::string_view, std::vector<LeftBox>> boxes_;  // by tensor
+  std::vector<Gathered> gathered_;
 };
 
 // Ok where what is left are the holes.
-Status CheckCovered(const Assembly& file, const std::string& name) {
+Status CheckCovered(const Assembly& file, const std::vector<ByteRange>& holes,
+                    const std::vector<Extent>& extents,
+                    const std::string& name) {
   const auto wrong = [&](Status status, uint64_t at) {
     std::string tensor = TensorAt(file, at);
     return tensor.empty()
                ? std::move(status).WithFile(name)
                : std::move(status).WithFile(name).WithTensor(std::move(tensor));
   };
-  auto left = file.left.begin();
-  for (const ByteRange& hole : file.holes) {
+  auto left = extents.begin();
+  for (const ByteRange& hole : holes) {
     uint64_t at = hole.begin;
     while (at < hole.end) {
-      if (left == file.left.end() || left->begin > at) {
-        const uint64_t end = left == file.left.end()
-                                 ? hole.end
-                                 : std::min(hole.end, left->begin);
+      if (left == extents.end() || left->begin > at) {
+        const uint64_t end =
+            left == extents.end() ? hole.end : std::min(hole.end, left->begin);
         return wrong(
             Incomplete("bytes " + std::to_string(at) + " to " +
                        std::to_string(end) + " were written by no rank"),
@@ -223,7 +231,7 @@ Status CheckCovered(const Assembly& file, const std::string& name) {
     }
     if (at < hole.end) break;
   }
-  if (left == file.left.end()) return {};
+  if (left == extents.end()) return {};
   return wrong(
       Conflict("bytes " + std::to_string(left->begin) + " to " +
                std::to_string(left->end) + " were written by two ranks"),
@@ -262,7 +270,7 @@ class AssembleJob {
     return {};
   }
 
-  // What the ranks have written, and what they have left for the holes.
+  // What the ranks have written; the rest are holes.
   Status TakeReports(const std::vector<RankFinals>& ranks) {
     for (const RankFinals& rank : ranks) {
       TC_RETURN_IF_ERROR(CheckIds(list_, rank));
@@ -271,43 +279,39 @@ class AssembleJob {
         all.insert(all.end(), written.ranges.begin(), written.ranges.end());
       }
     }
-    Parts parts(ranks);
     for (size_t f = 0; f < files_.size(); ++f) {
-      Assembly& file = files_[f];
       OutputSpec& spec = outputs_[f].spec;
-      auto holes = Holes(file.ranges, spec.bytes);
+      auto holes = Holes(files_[f].ranges, spec.bytes);
       if (!holes.ok()) return holes.status().WithFile(spec.name);
-      file.holes = std::move(holes).value();
-      TC_ASSIGN_OR_RETURN(
-          file.left,
-          parts.LeftOf(list_, static_cast<uint32_t>(f), file.header));
-      TC_RETURN_IF_ERROR(CheckCovered(file, spec.name));
-      for (const ByteRange& hole : file.holes) left_ += hole.end - hole.begin;
-      spec.ranges = file.holes;
+      for (const ByteRange& hole : *holes) left_ += hole.end - hole.begin;
+      spec.ranges = std::move(holes).value();
     }
-    TC_ASSIGN_OR_RETURN(checkpoint_, std::move(parts).Open(staging_, &files_));
     return {};
   }
 
-  Status Write(OutputOptions options, Job* job) {
+  // Fills the holes with what the ranks have left.
+  Status Write(const std::vector<RankFinals>& ranks, OutputOptions options,
+               Job* job) {
     // Often it is little, and memory that a worker needs takes longer to get.
     options.workers = static_cast<int>(std::clamp<uint64_t>(
         left_ / kMinWorkerBytes, 1,
         static_cast<uint64_t>(std::max(1, options.workers))));
-    StoredInputs inputs(checkpoint_, options.direct_io, options.workers);
-    StoredTensors bands(&inputs);
-    StoredFiles parts(&inputs);
+    TC_ASSIGN_OR_RETURN(Directory staging, Directory::Open(staging_.path()));
+    Spills spills(ranks, std::move(staging), options);
     for (size_t f = 0; f < files_.size(); ++f) {
-      for (const Left& left : files_[f].left) {
-        Origin origin{&parts, left.index};
-        if (left.is_band) origin.provider = &bands;
-        outputs_[f].extents.Place(left.begin, left.end - left.begin, origin,
-                                  left.from);
+      auto& [spec, extents] = outputs_[f];
+      TC_ASSIGN_OR_RETURN(
+          const std::vector<Extent> left,
+          spills.LeftOf(list_, static_cast<uint32_t>(f), files_[f].header));
+      TC_RETURN_IF_ERROR(
+          CheckCovered(files_[f], *spec.ranges, left, spec.name));
+      for (const Extent& e : left) {
+        extents.Place(e.begin, e.end - e.begin, e.origin, e.from);
       }
     }
     TC_ASSIGN_OR_RETURN(written_,
                         WriteOutputs(staging_, outputs_, options, job));
-    return inputs.Check(/*verify=*/true, job);
+    return spills.Check(job);
   }
 
   Result<std::vector<CommitFile>> Finish() {
@@ -331,7 +335,6 @@ class AssembleJob {
   std::vector<Assembly> files_;
   std::vector<Output> outputs_;
   uint64_t left_ = 0;  // bytes
-  std::shared_ptr<const Checkpoint> checkpoint_;
   std::vector<std::vector<WrittenRange>> written_;
 };
 
@@ -344,7 +347,7 @@ Result<std::vector<CommitFile>> RunAssembleJob(
   AssembleJob assemble(staging, list);
   TC_RETURN_IF_ERROR(assemble.ReadHeaders());
   TC_RETURN_IF_ERROR(assemble.TakeReports(ranks));
-  TC_RETURN_IF_ERROR(assemble.Write(options, job));
+  TC_RETURN_IF_ERROR(assemble.Write(ranks, options, job));
   return assemble.Finish();
 }
 

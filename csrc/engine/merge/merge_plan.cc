@@ -77,6 +77,19 @@ Result<Assigned> Assign(const Catalog& catalog, const MergeOptions& options) {
 
 }  // namespace
 
+MergePlan::Sources::Sources(const std::shared_ptr<const Checkpoint>& checkpoint,
+                            const OutputOptions& options)
+    : inputs(checkpoint->file_set(), options.direct_io,
+             std::max(1, options.workers)),
+      tensors(&inputs,
+              [checkpoint](uint32_t e) -> Result<StoredTensor> {
+                TC_ASSIGN_OR_RETURN(std::vector<Placement> placements,
+                                    checkpoint->Placements(e));
+                return StoredTensor{checkpoint->catalog().entries()[e],
+                                    std::move(placements)};
+              }),
+      files(&inputs) {}
+
 MergePlan::MergePlan(std::shared_ptr<const Checkpoint> checkpoint,
                      MergeOptions options)
     : checkpoint_(std::move(checkpoint)),
@@ -175,7 +188,9 @@ Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
 
 Result<std::vector<std::string>> KeptInPlace(const MergePlan& plan) {
   const Checkpoint& input = plan.checkpoint();
-  if (!input.manifest()) return std::vector<std::string>();
+  if (input.source() != CheckpointSource::kManifest) {
+    return std::vector<std::string>();
+  }
   std::set<std::string> keep;
   for (const ManifestFile& file : input.files()) {
     if (file.role == FileRole::kObjects || file.role == FileRole::kExtra ||

@@ -61,12 +61,8 @@ class MergePlan {
  private:
   // The providers of the outputs.
   struct Sources {
-    Sources(std::shared_ptr<const Checkpoint> checkpoint,
-            const OutputOptions& options)
-        : inputs(std::move(checkpoint), options.direct_io,
-                 std::max(1, options.workers)),
-          tensors(&inputs),
-          files(&inputs) {}
+    Sources(const std::shared_ptr<const Checkpoint>& checkpoint,
+            const OutputOptions& options);
 
     StoredInputs inputs;
     StoredTensors tensors;

@@ -19,12 +19,11 @@ uint64_t MostDescriptors() {
 
 }  // namespace
 
-OpenFiles::OpenFiles(std::shared_ptr<const Checkpoint> checkpoint,
-                     bool direct_io)
-    : checkpoint_(std::move(checkpoint)),
+OpenFiles::OpenFiles(std::shared_ptr<const FileSet> set, bool direct_io)
+    : set_(std::move(set)),
       direct_io_(direct_io),
       most_(MostDescriptors()),
-      slots_(checkpoint_->files().size()) {}
+      slots_(set_->files().size()) {}
 
 std::shared_ptr<const ByteSource> OpenFiles::Use(Slot* slot) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -43,15 +42,14 @@ void OpenFiles::CloseSome(size_t count) {
 
 Result<std::shared_ptr<const ByteSource>> OpenFiles::Open(uint32_t at) {
   Slot* const slot = &slots_[at];
-  const std::string& name = checkpoint_->files()[at].name;
   const FileInfo* known = slot->known ? &*slot->known : nullptr;
   // Two: the one before may have had a second descriptor.
   if (ByteSource::OpenDescriptors() >= most_) CloseSome(2);
-  Result<File> file = checkpoint_->OpenFile(name, known);
+  Result<File> file = set_->OpenFile(at, known);
   if (file.status().sys_errno() == EMFILE) {
     // The rest of the process has taken what was free.
     CloseSome(SIZE_MAX);
-    file = checkpoint_->OpenFile(name, known);
+    file = set_->OpenFile(at, known);
   }
   if (!file.ok()) return file.status();
   TC_ASSIGN_OR_RETURN(slot->known, file->Stat());
@@ -86,13 +84,13 @@ Status OpenFiles::CheckUnchanged() const {
   for (size_t file = 0; file < slots_.size(); ++file) {
     if (slots_[file].known) opened.push_back(static_cast<uint32_t>(file));
   }
-  return checkpoint_->CheckUnchanged(opened);
+  return set_->CheckUnchanged(opened);
 }
 
 Status OpenFiles::Read(uint32_t file,
                        const std::function<Status(const ByteSource&)>& step) {
   bool again = false;
-  return checkpoint_->UntilSure([&]() -> Status {
+  return set_->UntilSure([&]() -> Status {
     if (std::exchange(again, true)) Forget(file);
     TC_ASSIGN_OR_RETURN(const auto source, Get(file));
     return step(*source);

@@ -1,4 +1,4 @@
-// The data files of a checkpoint while a job reads them.
+// The files of a set while a job reads them.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/open/checkpoint.h"
+#include "engine/open/file_set.h"
 #include "os/byte_source.h"
 
 namespace torch_ckpt {
@@ -20,17 +20,19 @@ namespace torch_ckpt {
 // called from any thread; no file waits until another one is open.
 class OpenFiles {
  public:
-  OpenFiles(std::shared_ptr<const Checkpoint> checkpoint, bool direct_io);
+  OpenFiles(std::shared_ptr<const FileSet> set, bool direct_io);
 
-  // By its position in checkpoint->files(). Stays good while it is held,
-  // whatever is closed here meanwhile. The errors of Checkpoint::OpenFile;
-  // after one the next call tries again.
+  const FileSet& set() const { return *set_; }
+
+  // By its position in the set. Stays good while it is held, whatever is closed
+  // here meanwhile. The errors of FileSet::OpenFile; after one the next call
+  // tries again.
   Result<std::shared_ptr<const ByteSource>> Get(uint32_t file);
-  // Checkpoint::UntilSure of what `step` does with that file, which is opened
+  // FileSet::UntilSure of what `step` does with that file, which is opened
   // anew before each time but the first.
   Status Read(uint32_t file,
               const std::function<Status(const ByteSource&)>& step);
-  // Checkpoint::CheckUnchanged of every file that was opened. When all is read,
+  // FileSet::CheckUnchanged of every file that was opened. When all is read,
   // and no other thread is in here.
   Status CheckUnchanged() const;
 
@@ -50,7 +52,7 @@ class OpenFiles {
   // Closes at most `count`, those first that were not used for longest.
   void CloseSome(size_t count);
 
-  const std::shared_ptr<const Checkpoint> checkpoint_;
+  const std::shared_ptr<const FileSet> set_;
   const bool direct_io_;
   const uint64_t most_;  // descriptors that the sources of this process hold
   std::mutex mutex_;     // guards all but what `opening` does

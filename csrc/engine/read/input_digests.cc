@@ -43,9 +43,9 @@ void InputDigests::Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi) {
   }
 }
 
-Status InputDigests::Check(const Checkpoint& checkpoint, OpenFiles* files,
-                           const Job* job) {
-  if (!checkpoint.manifest()) return {};
+Status InputDigests::Check(OpenFiles* files, const Job* job) {
+  const FileSet& set = files->set();
+  if (!set.has_digests()) return {};
   std::vector<Part> parts;
   for (std::vector<Part>& of_worker : parts_) {
     parts.insert(parts.end(), of_worker.begin(), of_worker.end());
@@ -57,7 +57,7 @@ Status InputDigests::Check(const Checkpoint& checkpoint, OpenFiles* files,
   ArenaLease scratch;
   for (size_t i = 0; i < parts.size();) {
     const uint32_t file = parts[i].file;
-    const ManifestFile& named = checkpoint.files()[file];
+    const ManifestFile& named = set.files()[file];
     const uint64_t begin = RoundDown(parts[i].offset, kSegmentBytes);
     const uint64_t end = std::min(begin + kSegmentBytes, named.bytes);
     uint32_t crc = 0;
@@ -81,10 +81,10 @@ Status InputDigests::Check(const Checkpoint& checkpoint, OpenFiles* files,
       crc = Crc32c(0, bytes, end - begin);
     }
     if (crc != named.crc32c[begin / kSegmentBytes]) {
-      return checkpoint.Explain(
-          Corrupt("bytes " + std::to_string(begin) + " to " +
-                  std::to_string(end) + " do not match their CRC-32C")
-              .WithFile(checkpoint.path() + "/" + named.name));
+      return set.Explain(Corrupt("bytes " + std::to_string(begin) + " to " +
+                                 std::to_string(end) +
+                                 " do not match their CRC-32C")
+                             .WithFile(set.path() + "/" + named.name));
     }
   }
   return {};

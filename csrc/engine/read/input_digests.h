@@ -6,7 +6,6 @@
 #include <memory>
 #include <vector>
 
-#include "engine/open/checkpoint.h"
 #include "engine/open/open_files.h"
 #include "runtime/jobs.h"
 
@@ -27,8 +26,9 @@ class InputDigests {
   void Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi);
   // Compares every segment that was touched. A segment whose parts do not
   // tile it exactly (a part was read twice, left out, or on another rank) is
-  // read again. kCorrupt names the file; kCancelled where `job` was.
-  Status Check(const Checkpoint& checkpoint, OpenFiles* files, const Job* job);
+  // read again. Ok where the files have no digests. kCorrupt names the file;
+  // kCancelled where `job` was.
+  Status Check(OpenFiles* files, const Job* job);
 
  private:
   struct Part {

@@ -238,11 +238,11 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
     for (const Run& run : cell.runs) report.bytes_needed += run.TotalBytes();
   }
   job->AddTotal(report.bytes_needed);
-  OpenFiles files(checkpoint, plan.direct_io);
+  OpenFiles files(checkpoint->file_set(), plan.direct_io);
   // Files without an id inside are small, and only their digests tell them
   // from those of another save.
   const auto digests = [&](const ManifestFile& file) {
-    return checkpoint->manifest() &&
+    return files.set().has_digests() &&
            (plan.verify || file.container != Container::kSafetensors);
   };
   const int workers = static_cast<int>(

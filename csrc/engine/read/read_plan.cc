@@ -103,7 +103,7 @@ Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
 
 Status PlanFile(const Checkpoint& checkpoint, const ReadItem& item,
                 const TargetTensor& target, std::vector<CellRun>* out) {
-  const int64_t f = checkpoint.FindFile(item.file);
+  const int64_t f = checkpoint.file_set()->FindFile(item.file);
   if (f < 0) {
     return Incomplete("is no file of the checkpoint").WithFile(item.file);
   }

@@ -34,7 +34,7 @@ Status CheckSegments(const ByteSource& source, const ManifestFile& file,
 
 Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
                                   const VerifyOptions& options, Job* job) {
-  if (!checkpoint->manifest()) {
+  if (!checkpoint->file_set()->has_digests()) {
     return Unsupported("has no manifest and so no digests to compare")
         .WithFile(checkpoint->path());
   }
@@ -54,7 +54,7 @@ Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
     ++report.files;
   }
   job->AddTotal(report.bytes);
-  OpenFiles files(checkpoint, options.direct_io);
+  OpenFiles files(checkpoint->file_set(), options.direct_io);
   TC_RETURN_IF_ERROR(ForEachItem(
       std::max(1, options.workers), static_cast<int64_t>(items.size()), job,
       [&](int64_t i, int) -> Status {

@@ -16,11 +16,9 @@ bool DenseSource(const Run& run) { return run.SrcSpan() == run.TotalBytes(); }
 
 }  // namespace
 
-StoredInputs::StoredInputs(std::shared_ptr<const Checkpoint> checkpoint,
-                           bool direct_io, int workers)
-    : checkpoint_(std::move(checkpoint)),
-      files_(checkpoint_, direct_io),
-      digests_(workers) {}
+StoredInputs::StoredInputs(std::shared_ptr<const FileSet> files, bool direct_io,
+                           int workers)
+    : files_(std::move(files), direct_io), digests_(workers) {}
 
 Status StoredInputs::Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
                           FillBuffer* buffer) {
@@ -42,7 +40,7 @@ Status StoredInputs::Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
     }
     const bool alone =
         last - i == 1 && first.run.loops == 0 && first.run.bytes >= kMinStream;
-    TC_RETURN_IF_ERROR(checkpoint_->Explain(
+    TC_RETURN_IF_ERROR(files_.set().Explain(
         alone ? Stream(first, scratch, buffer)
               : Fetch(&first, last - i, hi, scratch, buffer)));
     i = last;
@@ -126,8 +124,7 @@ Status StoredInputs::FetchWindows(const ByteSource& source, const Run& run,
 
 Status StoredInputs::Check(bool verify, const Job* job) {
   TC_RETURN_IF_ERROR(files_.CheckUnchanged());
-  return verify ? digests_.Check(*checkpoint_, &files_, job)
-                : checkpoint_->CheckCurrent();
+  return verify ? digests_.Check(&files_, job) : files_.set().CheckCurrent();
 }
 
 }  // namespace torch_ckpt

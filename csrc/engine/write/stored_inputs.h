@@ -1,11 +1,10 @@
-// What jobs read of the files of a checkpoint: in ascending order, together
-// where it lies together, and compared with its digests when all is done.
+// What jobs read of stored files: in ascending order, together where it lies
+// together, and compared with its digests when all is done.
 #pragma once
 
 #include <memory>
 #include <vector>
 
-#include "engine/open/checkpoint.h"
 #include "engine/open/open_files.h"
 #include "engine/read/input_digests.h"
 #include "engine/write/fill_buffer.h"
@@ -25,10 +24,8 @@ class StoredInputs {
   static constexpr uint64_t kFetchBytes = uint64_t{4} << 20;
   static constexpr uint64_t kScratchBytes = kFetchBytes + ByteSource::kSlack;
 
-  StoredInputs(std::shared_ptr<const Checkpoint> checkpoint, bool direct_io,
+  StoredInputs(std::shared_ptr<const FileSet> files, bool direct_io,
                int workers);
-
-  const Checkpoint& checkpoint() const { return *checkpoint_; }
 
   // Fills the buffer with what the runs are; sorts them. From several threads
   // at once, for different workers.
@@ -52,7 +49,6 @@ class StoredInputs {
   Status FetchWindows(const ByteSource& source, const Run& run,
                       MutableByteSpan scratch, FillBuffer* buffer);
 
-  const std::shared_ptr<const Checkpoint> checkpoint_;
   OpenFiles files_;
   InputDigests digests_;
 };

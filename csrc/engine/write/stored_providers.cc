@@ -11,17 +11,15 @@ namespace {
 // The runs of one tensor's bytes.
 class TensorRuns {
  public:
-  static Result<TensorRuns> Make(const Checkpoint& checkpoint, uint32_t id,
+  static Result<TensorRuns> Make(StoredTensor tensor,
                                  std::vector<StoredRun>* runs) {
-    const CatalogEntry& entry = checkpoint.catalog().entries()[id];
+    const CatalogEntry& entry = tensor.entry;
     TC_ASSIGN_OR_RETURN(const UnitView whole, InUnits(entry.dtype, entry.shape,
                                                       Box::Whole(entry.shape)));
-    TC_ASSIGN_OR_RETURN(std::vector<Placement> placements,
-                        checkpoint.Placements(id));
-    std::erase_if(placements, [](const Placement& placement) {
+    std::erase_if(tensor.placements, [](const Placement& placement) {
       return placement.role == PlacementRole::kReplica;
     });
-    return TensorRuns(entry, whole, std::move(placements), runs);
+    return TensorRuns(std::move(tensor), whole, runs);
   }
 
   // Adds those of bytes [from, to), which go to `dst`. A piece may cut a unit
@@ -44,12 +42,8 @@ class TensorRuns {
   }
 
  private:
-  TensorRuns(const CatalogEntry& entry, UnitView whole,
-             std::vector<Placement> placements, std::vector<StoredRun>* runs)
-      : entry_(entry),
-        whole_(std::move(whole)),
-        placements_(std::move(placements)),
-        runs_(runs) {}
+  TensorRuns(StoredTensor tensor, UnitView whole, std::vector<StoredRun>* runs)
+      : tensor_(std::move(tensor)), whole_(std::move(whole)), runs_(runs) {}
 
   Status AddUnits(uint64_t from, uint64_t to, uint64_t dst) {
     const Dims strides = DenseStrides(whole_.shape, whole_.unit_bytes);
@@ -57,9 +51,9 @@ class TensorRuns {
     const std::vector<Box> boxes =
         BoxesOfRange(whole_.shape, static_cast<int64_t>(from) / unit,
                      static_cast<int64_t>(to) / unit);
-    for (const Placement& placement : placements_) {
+    for (const Placement& placement : tensor_.placements) {
       TC_ASSIGN_OR_RETURN(const std::vector<StridedBox> stored,
-                          StoredBoxes(entry_, placement));
+                          StoredBoxes(tensor_.entry, placement));
       for (const StridedBox& src : stored) {
         for (const Box& box : boxes) {
           uint64_t linear = 0;
@@ -82,9 +76,9 @@ class TensorRuns {
     const auto linear = static_cast<int64_t>(from / unit);
     const Box one = BoxesOfRange(whole_.shape, linear, linear + 1)[0];
     const Dims strides = DenseStrides(one.sizes, whole_.unit_bytes);
-    for (const Placement& placement : placements_) {
+    for (const Placement& placement : tensor_.placements) {
       TC_ASSIGN_OR_RETURN(const std::vector<StridedBox> stored,
-                          StoredBoxes(entry_, placement));
+                          StoredBoxes(tensor_.entry, placement));
       for (const StridedBox& src : stored) {
         Run run;
         if (!MakeRun(src, {one, dst, strides}, whole_.unit_bytes, &run)) {
@@ -97,12 +91,11 @@ class TensorRuns {
       }
     }
     return Internal("no placement holds a unit")
-        .WithTensor(std::string(entry_.name));
+        .WithTensor(std::string(tensor_.entry.name));
   }
 
-  const CatalogEntry& entry_;
+  const StoredTensor tensor_;
   const UnitView whole_;
-  const std::vector<Placement> placements_;
   std::vector<StoredRun>* const runs_;
 };
 
@@ -112,10 +105,10 @@ Status StoredTensors::Fill(const std::vector<Stretch>& stretches,
                            MutableByteSpan scratch, FillBuffer* buffer) {
   std::vector<StoredRun> runs;
   for (const Stretch& stretch : stretches) {
-    TC_ASSIGN_OR_RETURN(
-        TensorRuns tensor,
-        TensorRuns::Make(inputs_->checkpoint(),
-                         static_cast<uint32_t>(stretch.index), &runs));
+    TC_ASSIGN_OR_RETURN(StoredTensor found,
+                        find_(static_cast<uint32_t>(stretch.index)));
+    TC_ASSIGN_OR_RETURN(TensorRuns tensor,
+                        TensorRuns::Make(std::move(found), &runs));
     TC_RETURN_IF_ERROR(
         tensor.Add(stretch.from, stretch.from + stretch.bytes, stretch.at));
   }

@@ -1,15 +1,29 @@
-// Tensors and files of an opened checkpoint, as the bytes of outputs.
+// Stored tensors and files, as the bytes of outputs.
 #pragma once
+
+#include <functional>
+#include <vector>
 
 #include "engine/write/provider.h"
 #include "engine/write/stored_inputs.h"
+#include "format/catalog.h"
 
 namespace torch_ckpt {
 
-// Things are entries of the catalog: tensors, whole, in row-major order.
+// A tensor, and where it is in the files.
+struct StoredTensor {
+  CatalogEntry entry;
+  std::vector<Placement> placements;  // the owners among these tile it
+};
+
+// Things are tensors, whole, in row-major order.
 class StoredTensors final : public Provider {
  public:
-  explicit StoredTensors(StoredInputs* inputs) : inputs_(inputs) {}
+  // Finds a tensor by its number, in any thread.
+  using Finder = std::function<Result<StoredTensor>(uint32_t number)>;
+
+  StoredTensors(StoredInputs* inputs, Finder find)
+      : inputs_(inputs), find_(std::move(find)) {}
 
   uint64_t ScratchBytes() const override { return StoredInputs::kScratchBytes; }
   Status Fill(const std::vector<Stretch>& stretches, MutableByteSpan scratch,
@@ -17,9 +31,10 @@ class StoredTensors final : public Provider {
 
  private:
   StoredInputs* const inputs_;
+  const Finder find_;
 };
 
-// Things are files of the checkpoint.
+// Things are files.
 class StoredFiles final : public Provider {
  public:
   explicit StoredFiles(StoredInputs* inputs) : inputs_(inputs) {}
