@@ -5,17 +5,15 @@
 #include <new>
 
 #include "capi/requests.h"
+#include "os/fork.h"
 
 namespace torch_ckpt::capi {
 namespace {
 
 Result<Json> Dispatch(const char* request, size_t size) {
   TC_RETURN_IF_ERROR(NotInForkedChild());
-  const Json parsed =
-      Json::parse(request, request + size, nullptr, /*allow_exceptions=*/false);
-  if (!parsed.is_object()) {
-    return InvalidArgument("the request is not a JSON object");
-  }
+  TC_ASSIGN_OR_RETURN(const Json parsed,
+                      ParseObject({request, size}, "request"));
   TC_ASSIGN_OR_RETURN(const std::string op, GetString(parsed, "op"));
   const Handler handler = FindHandler(op);
   if (!handler) return InvalidArgument("unknown request '" + op + "'");

@@ -1,15 +1,28 @@
-// Requests about a checkpoint that is there: open, close, describe, verify.
+// Requests about a checkpoint that is there.
+#include <cerrno>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
 
-#include "capi/checkpoints.h"
+#include "capi/requests.h"
+#include "engine/commit/commit.h"
+#include "engine/commit/remove.h"
+#include "engine/open/rank_manifests.h"
 #include "engine/open/stored_box.h"
 #include "engine/read/verify_job.h"
+#include "format/names.h"
+#include "json/held.h"
+#include "os/directory.h"
 
 namespace torch_ckpt::capi {
 namespace {
+
+Json ListedJson(const ManifestFile& file) {
+  return {{"name", file.name},
+          {"role", RoleName(file.role)},
+          {"bytes", file.bytes}};
+}
 
 // Every box that is stored of a tensor, once.
 Result<Json> PlacementsJson(const Checkpoint& checkpoint, uint32_t entry) {
@@ -70,14 +83,35 @@ Json NamesJson(const std::vector<std::string_view>& names) {
   return text;
 }
 
-}  // namespace
-
-Result<std::shared_ptr<const Checkpoint>> CheckpointOf(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "checkpoint", 0));
-  if (id != 0) return Checkpoints().Find(id);
-  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
-  return OpenCheckpoint(path);
+Json ManifestFilesJson(const Manifest& manifest) {
+  Json files = Json::array();
+  for (const ManifestFile& file : manifest.files) {
+    files.push_back(ListedJson(file));
+  }
+  return files;
 }
+
+// The same of the parts of a save without collectives, all there or not.
+Result<Json> PartManifests(const Directory& directory) {
+  TC_ASSIGN_OR_RETURN(const std::vector<Manifest> parts, ReadParts(directory));
+  if (parts.empty()) {
+    return Incomplete("holds no checkpoint of torch_ckpt: there is no " +
+                      std::string(kManifestName))
+        .WithFile(directory.path());
+  }
+  Json manifests = Json::array(), files = Json::array();
+  for (const Manifest& part : parts) {
+    manifests.push_back(
+        PartManifestName(part.part->rank, part.part->world_size));
+    for (Json& file : ManifestFilesJson(part)) files.push_back(std::move(file));
+  }
+  return Json{{"save_id", PartsSaveId(parts)},
+              {"world_size", parts[0].world_size},
+              {"manifests", std::move(manifests)},
+              {"files", std::move(files)}};
+}
+
+}  // namespace
 
 Result<Json> OpenRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
@@ -109,9 +143,7 @@ Result<Json> DescribeRequest(const Json& request) {
     const ManifestFile& file = checkpoint->files()[i];
     if (!whole && file.role != FileRole::kObjects) continue;
     place[i] = files.size();
-    files.push_back({{"name", file.name},
-                     {"role", RoleName(file.role)},
-                     {"bytes", file.bytes}});
+    files.push_back(ListedJson(file));
   }
   Types types;
   std::vector<std::string_view> names;
@@ -154,6 +186,31 @@ Result<Json> DescribeRequest(const Json& request) {
               {"placements", std::move(placements)}};
 }
 
+// What the manifest names, without a look at those files: a checkpoint that is
+// damaged can be removed too.
+Result<Json> ManifestRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
+  Result<Directory> directory = Directory::Open(path);
+  if (!directory.ok()) {
+    if (directory.status().sys_errno() != ENOENT) return directory.status();
+    return Incomplete("there is no such directory").WithFile(path);
+  }
+  const std::string name(kManifestName);
+  Result<std::string> text = directory->ReadFile(name, kMaxManifestBytes);
+  if (!text.ok()) {
+    if (text.status().sys_errno() != ENOENT) return text.status();
+    return PartManifests(*directory);
+  }
+  Result<Manifest> manifest = ParseManifest(AsBytes(*text));
+  if (!manifest.ok()) {
+    return manifest.status().WithFile(directory->Join(name));
+  }
+  return Json{{"save_id", manifest->save_id},
+              {"world_size", manifest->world_size},
+              {"manifests", {name}},
+              {"files", ManifestFilesJson(*manifest)}};
+}
+
 Result<Json> VerifyRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t workers, GetInt(request, "workers", 2));
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
@@ -163,6 +220,20 @@ Result<Json> VerifyRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const VerifyReport report,
                       RunVerifyJob(checkpoint, options, job.get()));
   return Json{{"bytes", report.bytes}, {"files", report.files}};
+}
+
+Result<Json> RecoverRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
+  TC_ASSIGN_OR_RETURN(const bool acted, RecoverDirectory(path));
+  return Json{{"recovered", acted}};
+}
+
+Result<Json> RemoveRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
+  TC_ASSIGN_OR_RETURN(const RemovedCheckpoint gone, RemoveCheckpoint(path));
+  return Json{{"removed", gone.removed},
+              {"left", gone.left},
+              {"directory_removed", gone.directory}};
 }
 
 }  // namespace torch_ckpt::capi

@@ -1,83 +1,17 @@
+// Requests about the final files of a save.
+#include <algorithm>
 #include <cerrno>
 
 #include "capi/requests.h"
-#include "capi/sessions.h"
 #include "engine/commit/previous.h"
 #include "engine/final/assemble_job.h"
 #include "engine/final/ring_link.h"
+#include "json/held.h"
+#include "json/options.h"
+#include "json/written.h"
 
 namespace torch_ckpt::capi {
 namespace {
-
-Result<uint64_t> GetUnsigned(const Json& value) {
-  if (value.is_number_unsigned()) return value.get<uint64_t>();
-  return InvalidArgument("a report holds numbers of bytes");
-}
-
-Result<WrittenParts> ParseParts(const Json& item) {
-  WrittenParts parts;
-  OutputSpec& spec = parts.file.spec;
-  TC_ASSIGN_OR_RETURN(spec.staged, GetString(item, "staged"));
-  TC_ASSIGN_OR_RETURN(spec.id, GetString(item, "id"));
-  TC_ASSIGN_OR_RETURN(const int64_t bytes, GetInt(item, "bytes"));
-  spec.bytes = static_cast<uint64_t>(bytes);
-  TC_RETURN_IF_ERROR(CheckFileName(spec.staged));
-  TC_ASSIGN_OR_RETURN(const std::string crc, GetString(item, "crc32c"));
-  TC_ASSIGN_OR_RETURN(parts.file.crc32c, ParseCrcHex(crc));
-  if (parts.file.crc32c.size() != SegmentCount({0, spec.bytes})) {
-    return InvalidArgument("a rank's parts have too few digests");
-  }
-  TC_ASSIGN_OR_RETURN(const Json* pieces, GetList(item, "pieces"));
-  for (const Json& piece : *pieces) {
-    if (!piece.is_array() || piece.size() != 4) {
-      return InvalidArgument("a piece is a file, begin, end and place");
-    }
-    TC_ASSIGN_OR_RETURN(const uint64_t file, GetUnsigned(piece[0]));
-    PartBytes part;
-    part.file = static_cast<uint32_t>(file);
-    TC_ASSIGN_OR_RETURN(part.bytes.begin, GetUnsigned(piece[1]));
-    TC_ASSIGN_OR_RETURN(part.bytes.end, GetUnsigned(piece[2]));
-    TC_ASSIGN_OR_RETURN(part.at, GetUnsigned(piece[3]));
-    parts.bytes.push_back(part);
-  }
-  TC_ASSIGN_OR_RETURN(const Json* boxes, GetList(item, "boxes"));
-  for (const Json& box : *boxes) {
-    if (!box.is_array() || box.size() != 4 || !box[0].is_string()) {
-      return InvalidArgument("a box is a name, offsets, sizes and place");
-    }
-    PartBox part;
-    part.tensor = box[0].get<std::string>();
-    TC_ASSIGN_OR_RETURN(part.box.offsets, GetDims(box[1]));
-    TC_ASSIGN_OR_RETURN(part.box.sizes, GetDims(box[2]));
-    TC_ASSIGN_OR_RETURN(part.at, GetUnsigned(box[3]));
-    parts.boxes.push_back(std::move(part));
-  }
-  return parts;
-}
-
-// What one rank has written, in one call or several.
-Result<RankFinals> ParseRank(const Json& item) {
-  RankFinals rank;
-  TC_ASSIGN_OR_RETURN(rank.rank, GetInt(item, "rank"));
-  TC_ASSIGN_OR_RETURN(const Json* calls, GetList(item, "calls"));
-  for (const Json& call : *calls) {
-    TC_ASSIGN_OR_RETURN(const Json* files, GetList(call, "files"));
-    for (const Json& file : *files) {
-      WrittenFinal written;
-      TC_ASSIGN_OR_RETURN(const int64_t index, GetInt(file, "file"));
-      written.file = static_cast<uint32_t>(index);
-      TC_ASSIGN_OR_RETURN(written.id, GetString(file, "id"));
-      TC_ASSIGN_OR_RETURN(const Json* ranges, GetList(file, "ranges"));
-      TC_ASSIGN_OR_RETURN(written.ranges, ParseWritten(*ranges));
-      rank.files.push_back(std::move(written));
-    }
-    const auto parts = call.find("parts");
-    if (parts == call.end() || parts->is_null()) continue;
-    TC_ASSIGN_OR_RETURN(WrittenParts parsed, ParseParts(*parts));
-    rank.parts.push_back(std::move(parsed));
-  }
-  return rank;
-}
 
 // What tensors have in common: [dtype, shape, bands], of which each is the
 // number of a ring or -1, a first row and an end.
@@ -86,8 +20,8 @@ Result<FinalTensor> ParseKind(const Json& item) {
     return InvalidArgument("a kind is a dtype, a shape and bands");
   }
   FinalTensor kind;
-  TC_ASSIGN_OR_RETURN(kind.dtype, DtypeOf(item[0], ""));
-  TC_ASSIGN_OR_RETURN(kind.shape, GetDims(item[1]));
+  TC_ASSIGN_OR_RETURN(kind.dtype, ParseDtype(item[0], ""));
+  TC_ASSIGN_OR_RETURN(kind.shape, ParseDims(item[1]));
   for (const Json& band : item[2]) {
     if (!band.is_array() || band.size() != 3 ||
         !std::all_of(band.begin(), band.end(), [](const Json& number) {
@@ -129,36 +63,6 @@ Result<std::vector<FinalTensor>> ParseTensors(const Json& request) {
 }
 
 }  // namespace
-
-Json FinalsJson(const WrittenPlan& written) {
-  Json files = Json::array();
-  for (const WrittenFinal& file : written.final_files) {
-    files.push_back({{"file", file.file},
-                     {"id", file.id},
-                     {"ranges", WrittenJson(file.ranges)}});
-  }
-  Json out = {{"files", std::move(files)},
-              {"parts", nullptr},
-              {"ring_bytes", written.ring_bytes}};
-  if (!written.parts) return out;
-  const OutputSpec& spec = written.parts->file.spec;
-  Json pieces = Json::array(), boxes = Json::array();
-  for (const PartBytes& piece : written.parts->bytes) {
-    pieces.push_back(
-        {piece.file, piece.bytes.begin, piece.bytes.end, piece.at});
-  }
-  for (const PartBox& box : written.parts->boxes) {
-    boxes.push_back({box.tensor, DimsJson(box.box.offsets),
-                     DimsJson(box.box.sizes), box.at});
-  }
-  out["parts"] = {{"staged", spec.staged},
-                  {"id", spec.id},
-                  {"bytes", spec.bytes},
-                  {"crc32c", CrcHex(written.parts->file.crc32c)},
-                  {"pieces", std::move(pieces)},
-                  {"boxes", std::move(boxes)}};
-  return out;
-}
 
 Result<Json> StageFinalRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
@@ -221,7 +125,7 @@ Status AssembleFinals(const Json& request, const SaveSession& session,
   if (reports == request.end() || !reports->is_array()) return {};
   std::vector<RankFinals> ranks;
   for (const Json& item : *reports) {
-    TC_ASSIGN_OR_RETURN(RankFinals rank, ParseRank(item));
+    TC_ASSIGN_OR_RETURN(RankFinals rank, ParseFinals(item));
     ranks.push_back(std::move(rank));
   }
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));

@@ -1,12 +1,8 @@
+// Requests about jobs: those that other calls run under.
 #include "capi/requests.h"
+#include "runtime/jobs.h"
 
 namespace torch_ckpt::capi {
-
-Result<std::shared_ptr<Job>> JobOf(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "job", 0));
-  if (id == 0) return std::make_shared<Job>();
-  return Jobs().Find(id);
-}
 
 Result<Json> JobCreateRequest(const Json&) {
   TC_ASSIGN_OR_RETURN(const int64_t id, Jobs().Add(std::make_shared<Job>()));

@@ -1,12 +1,15 @@
+// Requests about a merge, by one process or by several ranks.
 #include <cerrno>
 #include <map>
 
-#include "capi/checkpoints.h"
-#include "capi/sessions.h"
+#include "capi/requests.h"
 #include "engine/commit/commit.h"
 #include "engine/commit/previous.h"
 #include "engine/merge/merge_plan.h"
 #include "format/names.h"
+#include "json/held.h"
+#include "json/options.h"
+#include "json/written.h"
 
 namespace torch_ckpt::capi {
 namespace {
@@ -22,7 +25,7 @@ Result<MergeOptions> ParseOptions(const Json& request) {
   const auto dtypes = request.find("dtypes");
   if (dtypes != request.end() && dtypes->is_object()) {
     for (const auto& [name, dtype] : dtypes->items()) {
-      TC_ASSIGN_OR_RETURN(options.dtypes[name], DtypeOf(dtype, name));
+      TC_ASSIGN_OR_RETURN(options.dtypes[name], ParseDtype(dtype, name));
     }
   }
   options.strict = GetBool(request, "strict", true);
@@ -140,7 +143,7 @@ Result<std::vector<std::vector<WrittenRange>>> ParseWrittenFiles(
   }
   std::vector<std::vector<WrittenRange>> written;
   for (const Json& file : files) {
-    TC_ASSIGN_OR_RETURN(std::vector<WrittenRange> ranges, ParseWritten(file));
+    TC_ASSIGN_OR_RETURN(std::vector<WrittenRange> ranges, ParseRanges(file));
     written.push_back(std::move(ranges));
   }
   return written;
@@ -148,7 +151,7 @@ Result<std::vector<std::vector<WrittenRange>>> ParseWrittenFiles(
 
 Json WrittenFilesJson(const std::vector<std::vector<WrittenRange>>& written) {
   Json files = Json::array();
-  for (const auto& of_file : written) files.push_back(WrittenJson(of_file));
+  for (const auto& of_file : written) files.push_back(RangesJson(of_file));
   return files;
 }
 

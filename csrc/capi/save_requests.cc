@@ -1,28 +1,16 @@
+// Requests about a save: its begin, its commit, its end.
 #include <algorithm>
 
 #include "capi/requests.h"
-#include "capi/sessions.h"
 #include "engine/commit/commit.h"
 #include "engine/commit/previous.h"
-#include "engine/commit/remove.h"
+#include "engine/commit/staged_files.h"
 #include "format/json.h"
+#include "json/held.h"
+#include "json/written.h"
 
 namespace torch_ckpt::capi {
 namespace {
-
-Result<CommitFile> ParseFile(const Json& item) {
-  CommitFile file;
-  TC_ASSIGN_OR_RETURN(file.staged, GetString(item, "staged"));
-  TC_ASSIGN_OR_RETURN(file.file.name, GetString(item, "name"));
-  TC_ASSIGN_OR_RETURN(file.file.id, GetString(item, "id"));
-  TC_ASSIGN_OR_RETURN(file.file.role, GetRole(item));
-  file.file.container = ContainerOf(file.file.role);
-  TC_ASSIGN_OR_RETURN(const int64_t bytes, GetInt(item, "bytes"));
-  file.file.bytes = static_cast<uint64_t>(bytes);
-  TC_ASSIGN_OR_RETURN(const std::string crc, GetString(item, "crc32c"));
-  TC_ASSIGN_OR_RETURN(file.file.crc32c, ParseCrcHex(crc));
-  return file;
-}
 
 // The path that a name cut at its dots says, as JSON text.
 std::string SplitPath(std::string_view name) {
@@ -92,6 +80,18 @@ Json CommittedJson(const Manifest& manifest) {
 
 }  // namespace
 
+Status AddExtras(const Json& request, const Directory& staging,
+                 CommitRequest* commit) {
+  TC_ASSIGN_OR_RETURN(const Json* extras, GetList(request, "extras"));
+  for (const Json& path : *extras) {
+    if (!path.is_string()) return InvalidArgument("'extras' holds paths");
+    TC_ASSIGN_OR_RETURN(CommitFile file,
+                        AddStagedExtra(staging, path.get<std::string>()));
+    commit->files.push_back(std::move(file));
+  }
+  return {};
+}
+
 Result<Json> BeginSaveRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
   TC_ASSIGN_OR_RETURN(SaveSession begun,
@@ -111,6 +111,20 @@ Result<Json> JoinSaveRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
   TC_ASSIGN_OR_RETURN(const JoinedSave joined, JoinSave(path));
   return Json{{"staging", joined.staging}, {"save_id", joined.save_id}};
+}
+
+Result<Json> StageExtrasRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, Saves().Take(id));
+  CommitRequest added;
+  const Status status = AddExtras(request, session->directory(), &added);
+  Saves().PutBack(id, std::move(session));
+  TC_RETURN_IF_ERROR(status);
+  Json files = Json::array();
+  for (const CommitFile& file : added.files) {
+    files.push_back(FileJson(file));
+  }
+  return Json{{"files", std::move(files)}};
 }
 
 Result<Json> CommitSaveRequest(const Json& request) {
@@ -168,20 +182,6 @@ Result<Json> EndPartRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(std::unique_ptr<PartSession> part, Parts().Take(id));
   part.reset();
   return Json::object();
-}
-
-Result<Json> RecoverRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
-  TC_ASSIGN_OR_RETURN(const bool acted, RecoverDirectory(path));
-  return Json{{"recovered", acted}};
-}
-
-Result<Json> RemoveRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
-  TC_ASSIGN_OR_RETURN(const RemovedCheckpoint gone, RemoveCheckpoint(path));
-  return Json{{"removed", gone.removed},
-              {"left", gone.left},
-              {"directory_removed", gone.directory}};
 }
 
 }  // namespace torch_ckpt::capi

@@ -10,8 +10,8 @@
 // zeros) of the global tensor, or, where "files" has i, that whole file.
 // "shared" is there when other processes of this machine read the checkpoint as
 // well, and lists the items that they want too.
-#include "capi/checkpoints.h"
 #include "engine/read/read_job.h"
+#include "json/held.h"
 #include "ops/tensors.h"
 #include "runtime/crc32c.h"
 
@@ -41,7 +41,7 @@ Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
       item.box.sizes[item.box.sizes.size() - 1] *= DtypeUnit(dtype).elements;
     }
   }
-  TC_ASSIGN_OR_RETURN(const auto offsets, DimsAt(plan, "offsets", i));
+  TC_ASSIGN_OR_RETURN(const auto offsets, GetDimsAt(plan, "offsets", i));
   item.box.offsets =
       offsets ? *offsets : Dims::Filled(item.box.sizes.size(), 0);
   return item;
@@ -49,9 +49,8 @@ Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
 
 Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
            int64_t* report) {
-  TC_ASSIGN_OR_RETURN(const auto checkpoint, capi::CheckpointOf(plan));
-  TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
-                      capi::GetNames(plan, "names"));
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(plan));
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> names, GetNames(plan, "names"));
   if (names.size() != tensors.size()) {
     return InvalidArgument("the plan names " + std::to_string(names.size()) +
                            " items for " + std::to_string(tensors.size()) +
@@ -59,10 +58,10 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   }
   ReadPlan read_plan;
   TC_ASSIGN_OR_RETURN(const int64_t workers,
-                      capi::GetInt(plan, "workers", read_plan.workers));
+                      GetInt(plan, "workers", read_plan.workers));
   read_plan.workers = static_cast<int>(workers);
-  read_plan.verify = capi::GetBool(plan, "verify", true);
-  read_plan.direct_io = capi::GetBool(plan, "direct_io", true);
+  read_plan.verify = GetBool(plan, "verify", true);
+  read_plan.direct_io = GetBool(plan, "direct_io", true);
   const auto shared = plan.find("shared");
   read_plan.neighbours = shared != plan.end() && shared->is_array();
   std::vector<TargetTensor> targets;

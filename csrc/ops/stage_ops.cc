@@ -12,7 +12,6 @@
 #include <chrono>
 #include <memory>
 
-#include "capi/requests.h"
 #include "engine/write/stage_job.h"
 #include "ops/tensors.h"
 #include "plan/runs.h"
@@ -30,7 +29,7 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   }
   TC_ASSIGN_OR_RETURN(const SourceTensor room, SourceOf(offsets));
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
-                      capi::GetNames(plan, "names"));
+                      GetNames(plan, "names"));
   if (names.size() != sources.size() || room.element_bytes != 8 ||
       !room.IsDense() || room.bytes() != 8 * sources.size()) {
     return InvalidArgument(
@@ -38,12 +37,11 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   }
   StageOptions options;
   TC_ASSIGN_OR_RETURN(const int64_t workers,
-                      capi::GetInt(plan, "workers", options.workers));
+                      GetInt(plan, "workers", options.workers));
   options.workers = static_cast<int>(std::clamp<int64_t>(workers, 1, 256));
-  TC_ASSIGN_OR_RETURN(const int64_t patience,
-                      capi::GetInt(plan, "patience_ms", 0));
+  TC_ASSIGN_OR_RETURN(const int64_t patience, GetInt(plan, "patience_ms", 0));
   options.patience = std::chrono::milliseconds(patience);
-  if (capi::GetBool(plan, "shared", false)) options.kind = MemoryKind::kShared;
+  if (GetBool(plan, "shared", false)) options.kind = MemoryKind::kShared;
   TC_ASSIGN_OR_RETURN(StagedRegion region, RunStageJob(names, sources, options,
                                                        &Arena::Staging(), job));
   std::copy(region.offsets.begin(), region.offsets.end(),

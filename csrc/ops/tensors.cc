@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "capi/requests.h"
+#include "json/held.h"
 
 namespace torch_ckpt::ops {
 namespace {
@@ -50,21 +50,7 @@ Result<Json> ParsePlanTensor(const Tensor& plan) {
     return InvalidArgument("the plan is not a dense uint8 tensor");
   }
   const auto* text = reinterpret_cast<const char*>(bytes.data);
-  Json parsed = Json::parse(text, text + bytes.sizes[0], nullptr,
-                            /*allow_exceptions=*/false);
-  if (!parsed.is_object()) {
-    return InvalidArgument("the plan is not a JSON object");
-  }
-  return parsed;
-}
-
-// The job that plan["job"] names, or a private one.
-Result<std::shared_ptr<Job>> JobOfPlan(const Json& plan) {
-  const auto id = plan.find("job");
-  if (id == plan.end() || !id->is_number_integer() || *id == 0) {
-    return std::make_shared<Job>();
-  }
-  return Jobs().Find(id->get<int64_t>());
+  return ParseObject({text, static_cast<size_t>(bytes.sizes[0])}, "plan");
 }
 
 }  // namespace
@@ -95,7 +81,7 @@ void RunOp(const Tensor& plan, Tensor& report, const OpWork& work) {
   ThrowIfError(values.status());
   Result<Json> parsed = ParsePlanTensor(plan);
   ThrowIfError(parsed.status());
-  Result<std::shared_ptr<Job>> job = JobOfPlan(*parsed);
+  Result<std::shared_ptr<Job>> job = JobOf(*parsed);
   ThrowIfError(job.status());
   Status status = work(*parsed, job->get(), *values);
   if (!status.ok()) ThrowIfError((*job)->Fail(std::move(status)));
@@ -113,20 +99,6 @@ Result<SourceTensor> WriteSourceOf(const Tensor& tensor) {
   TC_ASSIGN_OR_RETURN(SourceTensor source, Describe(tensor));
   source.device = static_cast<int>(tensor.get_device_index());
   return source;
-}
-
-Result<std::optional<Dims>> DimsAt(const Json& plan, const char* column,
-                                   size_t i) {
-  const auto it = plan.find(column);
-  if (it == plan.end() || it->is_null()) return std::optional<Dims>();
-  if (!it->is_array() || i >= it->size()) {
-    return InvalidArgument(std::string("the plan's '") + column +
-                           "' is too short");
-  }
-  const Json& item = (*it)[i];
-  if (item.is_null()) return std::optional<Dims>();
-  TC_ASSIGN_OR_RETURN(const Dims dims, capi::GetDims(item));
-  return std::optional<Dims>(dims);
 }
 
 }  // namespace torch_ckpt::ops

@@ -9,16 +9,15 @@
 
 #include <cstdint>
 #include <functional>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <vector>
 
-#include "engine/final/write_job.h"
+#include "engine/write/source_tensor.h"
+#include "json/fields.h"
 #include "runtime/jobs.h"
 
 namespace torch_ckpt::ops {
 
-using Json = nlohmann::json;
 using torch::stable::Tensor;
 
 // The report of every data op: int64, at least this many elements.
@@ -51,11 +50,6 @@ Result<SourceTensor> SourceOf(const Tensor& tensor);
 
 // The same of a tensor to be written, which may be on a CUDA device.
 Result<SourceTensor> WriteSourceOf(const Tensor& tensor);
-
-// Element `i` of a column of shapes; nullopt when the column or the element is
-// null.
-Result<std::optional<Dims>> DimsAt(const Json& plan, const char* column,
-                                   size_t i);
 
 // The ops. write_ops.cc:
 void write(std::vector<Tensor> tensors, Tensor plan, Tensor report);

@@ -18,8 +18,10 @@
 // number `first_source` on. Null offsets mean zeros, a null global shape the
 // tensor's own; either column may be null or absent as a whole. The result,
 // {"files": [{"staged", "name", "id", "role", "bytes", "crc32c"}], "final":
-// what capi::FinalsJson makes}, is kept in the job.
-#include "capi/requests.h"
+// what json/written.h says}, is kept in the job.
+#include "engine/final/write_job.h"
+#include "json/options.h"
+#include "json/written.h"
 #include "ops/tensors.h"
 
 namespace torch_ckpt::ops {
@@ -30,10 +32,10 @@ Result<std::vector<Dtype>> ParseDtypes(const Json& file, const char* field,
                                        const std::vector<std::string>& names) {
   const auto it = file.find(field);
   if (it != file.end() && it->is_string()) {
-    TC_ASSIGN_OR_RETURN(const Dtype dtype, capi::DtypeOf(*it, {}));
+    TC_ASSIGN_OR_RETURN(const Dtype dtype, ParseDtype(*it, {}));
     return std::vector<Dtype>(names.size(), dtype);
   }
-  TC_ASSIGN_OR_RETURN(const Json* list, capi::GetList(file, field));
+  TC_ASSIGN_OR_RETURN(const Json* list, GetList(file, field));
   if (list->size() != names.size()) {
     return InvalidArgument("tensors need as many '" + std::string(field) +
                            "' as 'names'");
@@ -42,7 +44,7 @@ Result<std::vector<Dtype>> ParseDtypes(const Json& file, const char* field,
   dtypes.reserve(list->size());
   for (const Json& name : *list) {
     TC_ASSIGN_OR_RETURN(const Dtype dtype,
-                        capi::DtypeOf(name, names[dtypes.size()]));
+                        ParseDtype(name, names[dtypes.size()]));
     dtypes.push_back(dtype);
   }
   return dtypes;
@@ -65,8 +67,8 @@ Result<WriteTensor> ParseTensor(const Json& file, size_t i, std::string name,
     }
     tensor.shape[tensor.shape.size() - 1] *= packed;
   }
-  TC_ASSIGN_OR_RETURN(const auto offsets, DimsAt(file, "offsets", i));
-  TC_ASSIGN_OR_RETURN(const auto global, DimsAt(file, "global_shapes", i));
+  TC_ASSIGN_OR_RETURN(const auto offsets, GetDimsAt(file, "offsets", i));
+  TC_ASSIGN_OR_RETURN(const auto global, GetDimsAt(file, "global_shapes", i));
   tensor.offsets = offsets ? *offsets : Dims::Filled(tensor.shape.size(), 0);
   tensor.global_shape = global ? *global : tensor.shape;
   return tensor;
@@ -76,9 +78,8 @@ Result<WriteTensor> ParseTensor(const Json& file, size_t i, std::string name,
 // numbers of its sources to `raw`.
 Status ParseTensors(const Json& item, const std::vector<SourceTensor>& sources,
                     std::vector<WriteTensor>* out, std::vector<size_t>* raw) {
-  TC_ASSIGN_OR_RETURN(const int64_t first, capi::GetInt(item, "first_source"));
-  TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
-                      capi::GetNames(item, "names"));
+  TC_ASSIGN_OR_RETURN(const int64_t first, GetInt(item, "first_source"));
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> names, GetNames(item, "names"));
   TC_ASSIGN_OR_RETURN(const std::vector<Dtype> dtypes,
                       ParseDtypes(item, "dtypes", names));
   std::vector<Dtype> stored;
@@ -88,7 +89,7 @@ Status ParseTensors(const Json& item, const std::vector<SourceTensor>& sources,
   }
   auto count = static_cast<int64_t>(names.size());
   if (raw) {
-    TC_ASSIGN_OR_RETURN(count, capi::GetInt(item, "source_count"));
+    TC_ASSIGN_OR_RETURN(count, GetInt(item, "source_count"));
   }
   const auto given = static_cast<int64_t>(sources.size());
   if (first < 0 || first > given || count < 0 || count > given - first) {
@@ -117,8 +118,8 @@ Status ParseTensors(const Json& item, const std::vector<SourceTensor>& sources,
 Result<WriteFile> ParseFile(const Json& item,
                             const std::vector<SourceTensor>& sources) {
   WriteFile file;
-  TC_ASSIGN_OR_RETURN(file.name, capi::GetString(item, "name"));
-  TC_ASSIGN_OR_RETURN(file.role, capi::GetRole(item));
+  TC_ASSIGN_OR_RETURN(file.name, GetString(item, "name"));
+  TC_ASSIGN_OR_RETURN(file.role, GetRole(item));
   TC_RETURN_IF_ERROR(
       ParseTensors(item, sources, &file.tensors,
                    file.role == FileRole::kData ? nullptr : &file.raw));
@@ -134,9 +135,9 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
     sources.push_back(source);
   }
   WritePlan write_plan;
-  TC_ASSIGN_OR_RETURN(write_plan.staging, capi::GetString(plan, "staging"));
-  write_plan.options = capi::OutputOptionsOf(plan);
-  TC_ASSIGN_OR_RETURN(const Json* planned, capi::GetList(plan, "files"));
+  TC_ASSIGN_OR_RETURN(write_plan.staging, GetString(plan, "staging"));
+  write_plan.options = OutputOptionsOf(plan);
+  TC_ASSIGN_OR_RETURN(const Json* planned, GetList(plan, "files"));
   for (const Json& item : *planned) {
     TC_ASSIGN_OR_RETURN(WriteFile file, ParseFile(item, sources));
     write_plan.files.push_back(std::move(file));
@@ -145,19 +146,14 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   if (final != plan.end() && !final->is_null()) {
     TC_RETURN_IF_ERROR(ParseTensors(*final, sources, &write_plan.final_tensors,
                                     /*raw=*/nullptr));
-    TC_ASSIGN_OR_RETURN(write_plan.rank, capi::GetInt(plan, "rank"));
+    TC_ASSIGN_OR_RETURN(write_plan.rank, GetInt(plan, "rank"));
   }
   TC_ASSIGN_OR_RETURN(const WrittenPlan written,
                       RunWriteJob(std::move(write_plan), sources, job));
   Json files = Json::array();
   uint64_t bytes = 0;
   for (const WrittenFile& file : written.files) {
-    files.push_back({{"staged", file.spec.staged},
-                     {"name", file.spec.name},
-                     {"id", file.spec.id},
-                     {"role", RoleName(file.spec.role)},
-                     {"bytes", file.spec.bytes},
-                     {"crc32c", capi::CrcHex(file.crc32c)}});
+    files.push_back(FileJson(file.spec, file.crc32c));
     bytes += file.spec.bytes;
   }
   for (const WrittenFinal& file : written.final_files) {
@@ -167,8 +163,7 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   }
   if (written.parts) bytes += written.parts->file.spec.bytes;
   job->SetResult(
-      Json{{"files", std::move(files)}, {"final", capi::FinalsJson(written)}}
-          .dump());
+      Json{{"files", std::move(files)}, {"final", FinalsJson(written)}}.dump());
   report[0] = 1;
   report[1] = report[2] = static_cast<int64_t>(bytes);
   report[3] = static_cast<int64_t>(written.files.size());

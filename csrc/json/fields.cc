@@ -1,0 +1,169 @@
+#include "json/fields.h"
+
+#include <algorithm>
+
+namespace torch_ckpt {
+namespace {
+
+Status Missing(const char* field, const char* type) {
+  return InvalidArgument(std::string("the request needs '") + field + "' (" +
+                         type + ")");
+}
+
+}  // namespace
+
+Result<Json> ParseObject(std::string_view text, const char* what) {
+  Json parsed = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (parsed.is_object()) return parsed;
+  return InvalidArgument(std::string("the ") + what + " is not a JSON object");
+}
+
+Result<std::string> GetString(const Json& object, const char* field) {
+  const auto it = object.find(field);
+  if (it == object.end() || !it->is_string()) return Missing(field, "string");
+  return it->get<std::string>();
+}
+
+Result<int64_t> GetInt(const Json& object, const char* field,
+                       std::optional<int64_t> otherwise) {
+  const auto it = object.find(field);
+  if (it != object.end() && it->is_number_integer()) {
+    return it->get<int64_t>();
+  }
+  if (otherwise && (it == object.end() || it->is_null())) return *otherwise;
+  return Missing(field, "integer");
+}
+
+Result<const Json*> GetList(const Json& object, const char* field) {
+  static const Json* empty = new Json(Json::array());
+  const auto it = object.find(field);
+  if (it == object.end() || it->is_null()) return empty;
+  if (!it->is_array()) return Missing(field, "list");
+  return &*it;
+}
+
+Result<std::vector<std::string>> GetNames(const Json& object,
+                                          const char* field) {
+  std::vector<std::string> names;
+  const auto it = object.find(field);
+  if (it == object.end() || it->is_null()) return names;
+  if (it->is_string()) {
+    const auto& text = it->get_ref<const std::string&>();
+    const auto breaks = std::count(text.begin(), text.end(), '\n');
+    names.reserve(static_cast<size_t>(breaks) + 1);
+    for (size_t begin = 0; begin <= text.size();) {
+      const size_t end = std::min(text.find('\n', begin), text.size());
+      names.emplace_back(text, begin, end - begin);
+      begin = end + 1;
+    }
+    return names;
+  }
+  if (!it->is_array()) return Missing(field, "names");
+  names.reserve(it->size());
+  for (const Json& name : *it) {
+    if (!name.is_string()) return Missing(field, "names");
+    names.push_back(name.get<std::string>());
+  }
+  return names;
+}
+
+bool GetBool(const Json& object, const char* field, bool otherwise) {
+  const auto it = object.find(field);
+  return it != object.end() && it->is_boolean() ? it->get<bool>() : otherwise;
+}
+
+Result<std::optional<Dims>> GetDimsAt(const Json& object, const char* field,
+                                      size_t i) {
+  const auto it = object.find(field);
+  if (it == object.end() || it->is_null()) return std::optional<Dims>();
+  if (!it->is_array() || i >= it->size()) {
+    return InvalidArgument(std::string("'") + field + "' is too short");
+  }
+  const Json& item = (*it)[i];
+  if (item.is_null()) return std::optional<Dims>();
+  TC_ASSIGN_OR_RETURN(const Dims dims, ParseDims(item));
+  return std::optional<Dims>(dims);
+}
+
+Result<uint64_t> ParseUnsigned(const Json& value) {
+  if (value.is_number_unsigned()) return value.get<uint64_t>();
+  return InvalidArgument("a number of bytes is an integer of 0 or more");
+}
+
+Result<Dims> ParseDims(const Json& value) {
+  if (!value.is_array() || value.size() > kMaxDims) {
+    return Unsupported("a shape is a list of at most " +
+                       std::to_string(kMaxDims) + " integers");
+  }
+  Dims dims;
+  for (const Json& item : value) {
+    if (!item.is_number_integer()) {
+      return InvalidArgument("a shape holds integers only");
+    }
+    dims.push_back(item.get<int64_t>());
+  }
+  return dims;
+}
+
+Json DimsJson(const Dims& dims) {
+  Json out = Json::array();
+  for (int64_t d : dims) out.push_back(d);
+  return out;
+}
+
+Json ErrorJson(const Status& status) {
+  return {{"error",
+           {{"kind", ErrorKindName(status.kind())},
+            {"message", status.message()},
+            {"errno", status.sys_errno()},
+            {"file", status.file()},
+            {"tensor", status.tensor()}}}};
+}
+
+Result<Dtype> ParseDtype(const Json& dtype, const std::string& name) {
+  if (dtype.is_string()) {
+    const auto& text = dtype.get_ref<const std::string&>();
+    if (const auto known = DtypeFromName(text)) return *known;
+    return Unsupported("safetensors cannot hold the dtype " + text)
+        .WithTensor(name);
+  }
+  return InvalidArgument("a dtype is text").WithTensor(name);
+}
+
+std::string DigestsText(const std::vector<uint32_t>& crc32c) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  text.reserve(crc32c.size() * 8);
+  for (uint32_t crc : crc32c) {
+    for (int shift = 28; shift >= 0; shift -= 4) {
+      text += kDigits[(crc >> shift) & 15];
+    }
+  }
+  return text;
+}
+
+Result<std::vector<uint32_t>> ParseDigests(const std::string& hex) {
+  if (hex.size() % 8 != 0) return InvalidArgument("a digest is cut short");
+  std::vector<uint32_t> crc32c(hex.size() / 8, 0);
+  for (size_t i = 0; i < hex.size(); ++i) {
+    const char c = hex[i];
+    uint32_t digit = 0;
+    if (c >= '0' && c <= '9') {
+      digit = static_cast<uint32_t>(c - '0');
+    } else if (c >= 'a' && c <= 'f') {
+      digit = static_cast<uint32_t>(c - 'a' + 10);
+    } else {
+      return InvalidArgument("a digest is not hexadecimal");
+    }
+    crc32c[i / 8] = crc32c[i / 8] << 4 | digit;
+  }
+  return crc32c;
+}
+
+Result<FileRole> GetRole(const Json& object) {
+  TC_ASSIGN_OR_RETURN(const std::string name, GetString(object, "role"));
+  if (const auto role = RoleFromName(name)) return *role;
+  return InvalidArgument("unknown file role '" + name + "'");
+}
+
+}  // namespace torch_ckpt

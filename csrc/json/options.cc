@@ -1,0 +1,38 @@
+#include "json/options.h"
+
+namespace torch_ckpt {
+
+OutputOptions OutputOptionsOf(const Json& object) {
+  OutputOptions options;
+  const auto workers = GetInt(object, "workers", options.workers);
+  if (workers.ok()) options.workers = static_cast<int>(*workers);
+  options.sync = GetBool(object, "sync", true);
+  options.direct_io = GetBool(object, "direct_io", true);
+  return options;
+}
+
+Result<FileNaming> FileNamingOf(const Json& object) {
+  FileNaming naming;
+  TC_ASSIGN_OR_RETURN(naming.stem, GetString(object, "stem"));
+  naming.number_single = GetBool(object, "number_single", true);
+  return naming;
+}
+
+Result<FileRule> FileRuleOf(const Json& object) {
+  FileRule rule;
+  TC_ASSIGN_OR_RETURN(const int64_t max_bytes, GetInt(object, "max_bytes", 0));
+  if (max_bytes < 0) return InvalidArgument("'max_bytes' is negative");
+  rule.max_bytes = static_cast<uint64_t>(max_bytes);
+  const auto mapping = object.find("mapping");
+  if (mapping == object.end() || !mapping->is_object()) return rule;
+  rule.mapping.emplace();
+  for (const auto& [name, index] : mapping->items()) {
+    if (!index.is_number_integer()) {
+      return InvalidArgument("the mapping holds file indices").WithTensor(name);
+    }
+    rule.mapping->emplace_back(name, index.get<int64_t>());
+  }
+  return rule;
+}
+
+}  // namespace torch_ckpt

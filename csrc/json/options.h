@@ -1,0 +1,19 @@
+// Options that several requests have.
+#pragma once
+
+#include "engine/write/output_files.h"
+#include "format/names.h"
+#include "json/fields.h"
+#include "plan/divide.h"
+
+namespace torch_ckpt {
+
+// Of "workers", "sync" and "direct_io".
+OutputOptions OutputOptionsOf(const Json& object);
+// Of "stem" and "number_single".
+Result<FileNaming> FileNamingOf(const Json& object);
+// Of "mapping", fqn to index of its file, or "max_bytes"; one file without
+// them.
+Result<FileRule> FileRuleOf(const Json& object);
+
+}  // namespace torch_ckpt
