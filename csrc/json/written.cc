@@ -7,18 +7,18 @@
 namespace torch_ckpt {
 namespace {
 
-Result<WrittenParts> ParseParts(const Json& item) {
-  WrittenParts parts;
-  OutputSpec& spec = parts.file.spec;
+Result<WrittenSpill> ParseSpill(const Json& item) {
+  WrittenSpill spill;
+  OutputSpec& spec = spill.file.spec;
   TC_ASSIGN_OR_RETURN(spec.staged, GetString(item, "staged"));
   TC_ASSIGN_OR_RETURN(spec.id, GetString(item, "id"));
   TC_ASSIGN_OR_RETURN(const int64_t bytes, GetInt(item, "bytes"));
   spec.bytes = static_cast<uint64_t>(bytes);
   TC_RETURN_IF_ERROR(CheckFileName(spec.staged));
   TC_ASSIGN_OR_RETURN(const std::string crc, GetString(item, "crc32c"));
-  TC_ASSIGN_OR_RETURN(parts.file.crc32c, ParseDigests(crc));
-  if (parts.file.crc32c.size() != SegmentCount({0, spec.bytes})) {
-    return InvalidArgument("a rank's parts have too few digests");
+  TC_ASSIGN_OR_RETURN(spill.file.crc32c, ParseDigests(crc));
+  if (spill.file.crc32c.size() != SegmentCount({0, spec.bytes})) {
+    return InvalidArgument("a rank's spill has too few digests");
   }
   TC_ASSIGN_OR_RETURN(const Json* pieces, GetList(item, "pieces"));
   for (const Json& piece : *pieces) {
@@ -26,42 +26,42 @@ Result<WrittenParts> ParseParts(const Json& item) {
       return InvalidArgument("a piece is a file, begin, end and place");
     }
     TC_ASSIGN_OR_RETURN(const uint64_t file, ParseUnsigned(piece[0]));
-    PartBytes part;
-    part.file = static_cast<uint32_t>(file);
-    TC_ASSIGN_OR_RETURN(part.bytes.begin, ParseUnsigned(piece[1]));
-    TC_ASSIGN_OR_RETURN(part.bytes.end, ParseUnsigned(piece[2]));
-    TC_ASSIGN_OR_RETURN(part.at, ParseUnsigned(piece[3]));
-    parts.bytes.push_back(part);
+    SpillBytes left;
+    left.file = static_cast<uint32_t>(file);
+    TC_ASSIGN_OR_RETURN(left.bytes.begin, ParseUnsigned(piece[1]));
+    TC_ASSIGN_OR_RETURN(left.bytes.end, ParseUnsigned(piece[2]));
+    TC_ASSIGN_OR_RETURN(left.at, ParseUnsigned(piece[3]));
+    spill.bytes.push_back(left);
   }
   TC_ASSIGN_OR_RETURN(const Json* boxes, GetList(item, "boxes"));
   for (const Json& box : *boxes) {
     if (!box.is_array() || box.size() != 4 || !box[0].is_string()) {
       return InvalidArgument("a box is a name, offsets, sizes and place");
     }
-    PartBox part;
-    part.tensor = box[0].get<std::string>();
-    TC_ASSIGN_OR_RETURN(part.box.offsets, ParseDims(box[1]));
-    TC_ASSIGN_OR_RETURN(part.box.sizes, ParseDims(box[2]));
-    TC_ASSIGN_OR_RETURN(part.at, ParseUnsigned(box[3]));
-    parts.boxes.push_back(std::move(part));
+    SpillBox left;
+    left.tensor = box[0].get<std::string>();
+    TC_ASSIGN_OR_RETURN(left.box.offsets, ParseDims(box[1]));
+    TC_ASSIGN_OR_RETURN(left.box.sizes, ParseDims(box[2]));
+    TC_ASSIGN_OR_RETURN(left.at, ParseUnsigned(box[3]));
+    spill.boxes.push_back(std::move(left));
   }
-  return parts;
+  return spill;
 }
 
-Json PartsJson(const WrittenParts& parts) {
-  const OutputSpec& spec = parts.file.spec;
+Json SpillJson(const WrittenSpill& spill) {
+  const OutputSpec& spec = spill.file.spec;
   Json pieces = Json::array(), boxes = Json::array();
-  for (const PartBytes& piece : parts.bytes) {
+  for (const SpillBytes& piece : spill.bytes) {
     pieces.push_back(
         {piece.file, piece.bytes.begin, piece.bytes.end, piece.at});
   }
-  for (const PartBox& box : parts.boxes) {
+  for (const SpillBox& box : spill.boxes) {
     boxes.push_back({box.tensor, DimsJson(box.box.offsets),
                      DimsJson(box.box.sizes), box.at});
   }
   return {
       {"staged", spec.staged},       {"id", spec.id},
-      {"bytes", spec.bytes},         {"crc32c", DigestsText(parts.file.crc32c)},
+      {"bytes", spec.bytes},         {"crc32c", DigestsText(spill.file.crc32c)},
       {"pieces", std::move(pieces)}, {"boxes", std::move(boxes)}};
 }
 
@@ -123,7 +123,7 @@ Json FinalsJson(const WrittenPlan& written) {
                      {"ranges", RangesJson(file.ranges)}});
   }
   return {{"files", std::move(files)},
-          {"parts", written.parts ? PartsJson(*written.parts) : Json()},
+          {"spill", written.spill ? SpillJson(*written.spill) : Json()},
           {"ring_bytes", written.ring_bytes}};
 }
 
@@ -142,10 +142,10 @@ Result<RankFinals> ParseFinals(const Json& item) {
       TC_ASSIGN_OR_RETURN(written.ranges, ParseRanges(*ranges));
       rank.files.push_back(std::move(written));
     }
-    const auto parts = call.find("parts");
-    if (parts == call.end() || parts->is_null()) continue;
-    TC_ASSIGN_OR_RETURN(WrittenParts parsed, ParseParts(*parts));
-    rank.parts.push_back(std::move(parsed));
+    const auto spill = call.find("spill");
+    if (spill == call.end() || spill->is_null()) continue;
+    TC_ASSIGN_OR_RETURN(WrittenSpill parsed, ParseSpill(*spill));
+    rank.spills.push_back(std::move(parsed));
   }
   return rank;
 }

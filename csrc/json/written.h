@@ -21,7 +21,7 @@ Json RangesJson(const std::vector<WrittenRange>& ranges);
 Result<std::vector<WrittenRange>> ParseRanges(const Json& ranges);
 
 // Of final files, by one call of one rank: {"files": [{"file", "id", "ranges"},
-// ...], "parts": parts or null, "ring_bytes": int}
+// ...], "spill": spill or null, "ring_bytes": int}
 Json FinalsJson(const WrittenPlan& written);
 // By all calls of one rank: {"rank": int, "calls": [what FinalsJson makes]}
 Result<RankFinals> ParseFinals(const Json& object);

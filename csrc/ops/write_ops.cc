@@ -161,7 +161,7 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
       bytes += range.bytes.end - range.bytes.begin;
     }
   }
-  if (written.parts) bytes += written.parts->file.spec.bytes;
+  if (written.spill) bytes += written.spill->file.spec.bytes;
   job->SetResult(
       Json{{"files", std::move(files)}, {"final", FinalsJson(written)}}.dump());
   report[0] = 1;

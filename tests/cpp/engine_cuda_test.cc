@@ -149,7 +149,7 @@ TEST_F(WriteFromDeviceTest, FinalFilesWithCasts) {
   ASSERT_OK(written.status());
   RankFinals rank;
   rank.files = written->final_files;
-  if (written->parts) rank.parts.push_back(*written->parts);
+  if (written->spill) rank.spills.push_back(*written->spill);
   auto files = RunAssembleJob(*stage, *list, {rank}, {}, &job);
   ASSERT_OK(files.status());
   expected_ = {{"cast", cast}, {"gathered", cast}, {"plain", plain}};

@@ -185,7 +185,7 @@ TEST_F(FinalFilesTest, BytesOfTwoRanksAreAConflict) {
   EXPECT_EQ(status.kind(), ErrorKind::kConflict) << status.ToString();
   // And of the tensors that are gathered alone.
   ranks_.pop_back();
-  for (WrittenParts& parts : finals->parts) parts.bytes.clear();
+  for (WrittenSpill& spill : finals->spills) spill.bytes.clear();
   for (WrittenFinal& file : finals->files) file.ranges.clear();
   ranks_.push_back(*finals);
   const Status boxes = Assemble();
@@ -206,7 +206,7 @@ TEST_F(FinalFilesTest, PartsThatWereDamagedAreFound) {
   Begin(pieces_);
   WriteAll();
   const std::string path =
-      session_->place().path + "/" + ranks_[1].parts[0].file.spec.staged;
+      session_->place().path + "/" + ranks_[1].spills[0].file.spec.staged;
   std::string text = ReadText(path);
   text[text.size() / 2] ^= 1;
   WriteText(path, text);

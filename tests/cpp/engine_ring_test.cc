@@ -126,8 +126,8 @@ TEST_F(RingTest, ColumnsOfManySizes) {
     // Only edges are left for the coordinator.
     for (const auto& rank : written) {
       ASSERT_OK(rank.status());
-      for (const WrittenParts& parts : rank->parts) {
-        EXPECT_TRUE(parts.boxes.empty());
+      for (const WrittenSpill& spill : rank->spills) {
+        EXPECT_TRUE(spill.boxes.empty());
       }
     }
     EXPECT_GT(ring_bytes_, cube.bytes.size());
@@ -215,8 +215,8 @@ TEST_F(TwoNodes, EachWritesItsRows) {
   EXPECT_EQ(ring_bytes_, AllBytes());
   for (const auto& rank : written) {
     ASSERT_OK(rank.status());
-    for (const WrittenParts& parts : rank->parts) {
-      EXPECT_TRUE(parts.boxes.empty());
+    for (const WrittenSpill& spill : rank->spills) {
+      EXPECT_TRUE(spill.boxes.empty());
     }
   }
   Finish(std::move(written), pieces_);

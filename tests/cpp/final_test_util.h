@@ -62,7 +62,7 @@ inline Result<RankFinals> WriteFinalRank(const std::string& staging,
   RankFinals finals;
   finals.rank = rank;
   finals.files = std::move(written.final_files);
-  if (written.parts) finals.parts.push_back(std::move(*written.parts));
+  if (written.spill) finals.spills.push_back(std::move(*written.spill));
   return finals;
 }
 

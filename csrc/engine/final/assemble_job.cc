@@ -60,10 +60,10 @@ std::shared_ptr<const FileSet> SpillsOf(const std::vector<RankFinals>& ranks,
                                         Directory staging) {
   FileList list{std::make_shared<const Directory>(std::move(staging)), {}};
   for (const RankFinals& rank : ranks) {
-    for (const WrittenParts& parts : rank.parts) {
-      const OutputSpec& spec = parts.file.spec;
+    for (const WrittenSpill& spill : rank.spills) {
+      const OutputSpec& spec = spill.file.spec;
       list.files.push_back({spec.staged, spec.id, FileRole::kData, spec.bytes,
-                            parts.file.crc32c, Container::kRaw});
+                            spill.file.crc32c, Container::kRaw});
     }
   }
   return std::make_shared<const FileSet>(std::move(list));
@@ -94,14 +94,14 @@ class Spills {
         }) {
     uint32_t file = 0;
     for (const RankFinals& rank : ranks) {
-      for (const WrittenParts& parts : rank.parts) {
-        for (const PartBytes& bytes : parts.bytes) {
+      for (const WrittenSpill& spill : rank.spills) {
+        for (const SpillBytes& bytes : spill.bytes) {
           left_[bytes.file].push_back({bytes.bytes.begin,
                                        bytes.bytes.end,
                                        {&stretches_, file},
                                        bytes.at});
         }
-        for (const PartBox& box : parts.boxes) {
+        for (const SpillBox& box : spill.boxes) {
           boxes_[box.tensor].push_back({file, &box});
         }
         ++file;
@@ -134,7 +134,7 @@ class Spills {
  private:
   struct LeftBox {
     uint32_t file;  // the spill
-    const PartBox* box;
+    const SpillBox* box;
   };
 
   // The bands of a tensor that there are boxes of.

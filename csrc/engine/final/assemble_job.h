@@ -1,4 +1,5 @@
-// The coordinator's part of final files: what the ranks could not write there.
+// What the coordinator does for final files: what the ranks could not write
+// there.
 #pragma once
 
 #include <string>
@@ -14,15 +15,15 @@ namespace torch_ckpt {
 struct RankFinals {
   int64_t rank = 0;
   std::vector<WrittenFinal> files;
-  std::vector<WrittenParts> parts;
+  std::vector<WrittenSpill> spills;
 };
 
-// Puts the parts of all ranks in place and proves that every byte of every file
-// was written once; the boxes of gathered tensors must tile them. The parts are
-// compared with their digests. Memory: as a merge. Errors name file, tensor and
-// rank: kConflict where ranks have written by different headers or have written
-// the same bytes, kIncomplete where nobody has written some. Returns the files
-// for the commit.
+// Puts the spills of all ranks in place and proves that every byte of every
+// file was written once; the boxes of gathered tensors must tile them. The
+// spills are compared with their digests. Memory: as a merge. Errors name file,
+// tensor and rank: kConflict where ranks have written by different headers or
+// have written the same bytes, kIncomplete where nobody has written some.
+// Returns the files for the commit.
 Result<std::vector<CommitFile>> RunAssembleJob(
     const Directory& staging, const FinalFiles& files,
     const std::vector<RankFinals>& ranks, const OutputOptions& options,

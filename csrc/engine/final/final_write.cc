@@ -108,7 +108,7 @@ bool ByBegin(const Row& a, const Row& b) {
 }
 
 // Sorts the rows of a file into what this rank writes there and what goes to
-// its parts. Leaves the former.
+// its spill. Leaves the former.
 Status PlaceRows(std::vector<Row>* rows, uint32_t file, FinalWrite* out) {
   std::sort(rows->begin(), rows->end(), ByBegin);
   OutputSpec& spec = out->files[file].spec;
@@ -129,23 +129,23 @@ Status PlaceRows(std::vector<Row>* rows, uint32_t file, FinalWrite* out) {
     ranges.back().end = end;
   }
   rows->clear();
-  const auto to_parts = [&](uint64_t begin, uint64_t end) {
+  const auto to_spill = [&](uint64_t begin, uint64_t end) {
     if (begin >= end) return;
-    out->part_bytes.push_back({file, {begin, end}, out->parts.size()});
+    out->spill_bytes.push_back({file, {begin, end}, out->spill.size()});
     own.ForEach(begin, end - begin,
                 [&](Origin origin, uint64_t from, uint64_t bytes) {
-                  out->parts.Place(out->parts.size(), bytes, origin, from);
+                  out->spill.Place(out->spill.size(), bytes, origin, from);
                 });
   };
   for (const ByteRange& range : ranges) {
     const ByteRange inner = Interior(range, spec.bytes);
     if (inner.begin >= inner.end) {
-      to_parts(range.begin, range.end);
+      to_spill(range.begin, range.end);
       continue;
     }
     spec.ranges->push_back(inner);
-    to_parts(range.begin, inner.begin);
-    to_parts(inner.end, range.end);
+    to_spill(range.begin, inner.begin);
+    to_spill(inner.end, range.end);
     uint64_t at = inner.begin;
     own.ForEach(inner.begin, inner.end - inner.begin,
                 [&](Origin origin, uint64_t from, uint64_t bytes) {
@@ -223,16 +223,16 @@ class FinalPlanner {
           out_.ring, PlanRingWork(staging_, list_, headers_, *ring_, gathered_,
                                   options_.rank, options_.job, &edges));
     }
-    ExtentList& parts = out_.parts;
+    ExtentList& spill = out_.spill;
     for (const RingSource& source : gathered_) {
       if (out_.ring && source.band.ring >= 0) continue;
-      out_.part_boxes.push_back(
-          {std::string(source.name), source.box, parts.size()});
-      parts.Append(source.origin, source.bytes);
+      out_.spill_boxes.push_back(
+          {std::string(source.name), source.box, spill.size()});
+      spill.Append(source.origin, source.bytes);
     }
     for (const RingEdge& edge : edges) {
-      out_.part_bytes.push_back({edge.file, edge.range, parts.size()});
-      parts.Place(parts.size(), edge.range.end - edge.range.begin,
+      out_.spill_bytes.push_back({edge.file, edge.range, spill.size()});
+      spill.Place(spill.size(), edge.range.end - edge.range.begin,
                   gathered_[edge.source].origin, edge.from);
     }
     return {};

@@ -2,7 +2,7 @@
 //
 // What a rank writes there by itself begins and ends at multiples of 4096 (or
 // at the end of the file): no two ranks touch one block. The few bytes before
-// and behind, and the boxes of tensors that are gathered, go to a file of parts
+// and behind, and the boxes of tensors that are gathered, go to a spill file
 // beside, from which the coordinator puts them in place; gathered boxes that
 // the ranks of one node have only where these cannot write them together.
 #pragma once
@@ -29,15 +29,15 @@ struct WriteTensor {
   std::optional<Dtype> stored = {};  // to be cast to, into a final file
 };
 
-// Bytes of a final file that stand in a file of parts.
-struct PartBytes {
+// Bytes of a final file that stand in a spill.
+struct SpillBytes {
   uint32_t file = 0;  // in the list of final files
   ByteRange bytes;    // of that
-  uint64_t at = 0;    // in the file of parts
+  uint64_t at = 0;    // in the spill
 };
 
 // A box that stands there, row-major.
-struct PartBox {
+struct SpillBox {
   std::string tensor;
   Box box;  // in elements
   uint64_t at = 0;
@@ -51,9 +51,9 @@ struct FinalWriteOptions {
 
 struct FinalWrite {
   std::vector<Output> files;  // in the order of the list, with ranges
-  ExtentList parts;
-  std::vector<PartBytes> part_bytes;
-  std::vector<PartBox> part_boxes;
+  ExtentList spill;
+  std::vector<SpillBytes> spill_bytes;
+  std::vector<SpillBox> spill_boxes;
   std::unique_ptr<RingWork> ring;  // null: none
 };
 

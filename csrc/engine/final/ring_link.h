@@ -4,7 +4,7 @@
 // The leader listens; each other member connects to it, says which boxes it
 // has, and gives it a memory file with slots that its bytes will go through.
 // When all are there and the boxes tile the bands, the leader says yes to
-// all; else no, and every member puts its boxes into its file of parts instead.
+// all; else no, and every member puts its boxes into its spill instead.
 // A member that cannot take part leaves a file in staging that says so, for
 // those who wait for it.
 #pragma once

@@ -8,7 +8,7 @@
 // through the slots of engine/final/ring_link.h in the order of the pieces.
 //
 // The first and last bytes of a stretch of tensors, which share a block with
-// what others write, go to the files of parts of those who have them.
+// what others write, go to the spills of those who have them.
 #pragma once
 
 #include <memory>
@@ -33,7 +33,7 @@ struct RingSource {
   uint64_t bytes = 0;
 };
 
-// Bytes of this rank that go to its file of parts: `range` of the file are
+// Bytes of this rank that go to its spill: `range` of the file are
 // those from `from` on of source `source`.
 struct RingEdge {
   uint32_t file = 0;

@@ -11,7 +11,7 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr std::string_view kPartsName = "parts";
+constexpr std::string_view kSpillName = "parts";
 
 Status CheckBytes(const WriteTensor& tensor, const SourceTensor& source) {
   TC_ASSIGN_OR_RETURN(const uint64_t bytes,
@@ -125,7 +125,7 @@ class WriteJob {
     return {};
   }
 
-  // This rank's part of the final files, and what it leaves for others.
+  // What this rank writes of the final files, and what it leaves for others.
   Status LayOutFinals() {
     if (plan_.final_tensors.empty()) return {};
     for (const WriteTensor& tensor : plan_.final_tensors) {
@@ -134,9 +134,9 @@ class WriteJob {
     TC_ASSIGN_OR_RETURN(finals_, PlanFinalWrite(staging_, plan_.final_tensors,
                                                 &memory_, {plan_.rank, job_}));
     for (Output& file : finals_.files) outputs_.push_back(std::move(file));
-    if (finals_.parts.size() == 0) return {};
-    AddOutput(std::string(kPartsName), FileRole::kExtra, NewId(),
-              std::move(finals_.parts));
+    if (finals_.spill.size() == 0) return {};
+    AddOutput(std::string(kSpillName), FileRole::kExtra, NewId(),
+              std::move(finals_.spill));
     return {};
   }
 
@@ -178,9 +178,9 @@ class WriteJob {
         report.final_files.push_back(
             {static_cast<uint32_t>(of_final), spec.id, std::move(written_[f])});
       } else {
-        report.parts = WrittenParts{{spec, std::move(written_[f][0].crc32c)},
-                                    std::move(finals_.part_bytes),
-                                    std::move(finals_.part_boxes)};
+        report.spill = WrittenSpill{{spec, std::move(written_[f][0].crc32c)},
+                                    std::move(finals_.spill_bytes),
+                                    std::move(finals_.spill_boxes)};
       }
     }
     headers_.Keep();
@@ -223,7 +223,7 @@ class WriteJob {
   Job* const job_;
   StagedHeaders headers_;
   FinalWrite finals_;
-  std::vector<Output> outputs_;  // of files, then final ones, then parts
+  std::vector<Output> outputs_;  // of files, then final ones, then the spill
   std::vector<std::vector<WrittenRange>> written_;
 };
 

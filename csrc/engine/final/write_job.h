@@ -39,16 +39,16 @@ struct WrittenFinal {
 };
 
 // What it has left for the coordinator to put in place.
-struct WrittenParts {
+struct WrittenSpill {
   WrittenFile file;
-  std::vector<PartBytes> bytes;
-  std::vector<PartBox> boxes;
+  std::vector<SpillBytes> bytes;
+  std::vector<SpillBox> boxes;
 };
 
 struct WrittenPlan {
   std::vector<WrittenFile> files;
   std::vector<WrittenFinal> final_files;
-  std::optional<WrittenParts> parts;
+  std::optional<WrittenSpill> spill;
   uint64_t ring_bytes = 0;  // what this rank has had of tensors of a ring
 };
 
