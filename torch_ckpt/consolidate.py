@@ -146,7 +146,7 @@ def merge_on_every_rank(
     """What `merge` does, by all `ranks`, with its result on each. `progress` is that of rank 0, and
     counts all ranks' bytes. `cancel`, set on any rank before the commit, ends all.
 
-    The coordinator begins, every rank writes a part of the bytes, the coordinator commits.
+    The coordinator begins, every rank writes a share of the bytes, the coordinator commits.
     `make` gives this rank's `merge_request` and extras; what decides over the output is rank 0's,
     so that all have one plan.
     """
@@ -172,16 +172,16 @@ def merge_on_every_rank(
 
     try:
         begun = ranks.decide("beginning of a consolidation", begin)
-        part = {**request, "part": ranks.rank, "parts": ranks.size}
-        part.update({key: begun[key] for key in ("staging", "ids", "input_identity")})
+        share = {**request, "share": ranks.rank, "shares": ranks.size}
+        share.update({key: begun[key] for key in ("staging", "ids", "input_identity")})
 
         def write() -> Any:
             with Job() as job:
-                whole = {"op": "merge_part", "job": job.id, **part}
+                whole = {"op": "merge_share", "job": job.id, **share}
                 return job.run(lambda: _core.call(whole))
 
-        def finish(parts: list[Any]) -> dict[str, Any]:
-            commit.update(request, parts=[answer["written"] for answer in parts])
+        def finish(shares: list[Any]) -> dict[str, Any]:
+            commit.update(request, shares=[answer["written"] for answer in shares])
             commit.update(
                 {key: begun[key] for key in ("ids", "input_identity", "in_place", "session")}
             )

@@ -14,7 +14,7 @@
 namespace torch_ckpt::capi {
 namespace {
 
-constexpr int64_t kMaxParts = 1 << 20;
+constexpr int64_t kMaxShares = 1 << 20;
 
 Result<MergeOptions> ParseOptions(const Json& request) {
   MergeOptions options;
@@ -139,7 +139,7 @@ Result<Begun> Begin(const Json& request) {
 Result<std::vector<std::vector<WrittenRange>>> ParseWrittenFiles(
     const MergePlan& plan, const Json& files) {
   if (!files.is_array() || files.size() != plan.outputs().size()) {
-    return InvalidArgument("a part does not fit the plan");
+    return InvalidArgument("a share does not fit the plan");
   }
   std::vector<std::vector<WrittenRange>> written;
   for (const Json& file : files) {
@@ -207,7 +207,7 @@ Result<Json> MergeRequest(const Json& request) {
                 std::move(written));
 }
 
-// Over several ranks: the coordinator begins, every rank writes a part of the
+// Over several ranks: the coordinator begins, every rank writes a share of the
 // bytes, the coordinator commits with the digests of all.
 Result<Json> MergeBeginRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(Begun begun, Begin(request));
@@ -222,14 +222,14 @@ Result<Json> MergeBeginRequest(const Json& request) {
   return out;
 }
 
-Result<Json> MergePartRequest(const Json& request) {
+Result<Json> MergeShareRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const MergePlan plan, ParsePlan(request));
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "staging"));
-  TC_ASSIGN_OR_RETURN(const int64_t part, GetInt(request, "part"));
-  TC_ASSIGN_OR_RETURN(const int64_t parts, GetInt(request, "parts"));
-  if (part < 0 || part >= parts || parts > kMaxParts) {
-    return InvalidArgument("there is no such part of the merge");
+  TC_ASSIGN_OR_RETURN(const int64_t share, GetInt(request, "share"));
+  TC_ASSIGN_OR_RETURN(const int64_t shares, GetInt(request, "shares"));
+  if (share < 0 || share >= shares || shares > kMaxShares) {
+    return InvalidArgument("there is no such share of the merge");
   }
   Result<Directory> staging = Directory::Open(path);
   if (!staging.ok()) {
@@ -239,7 +239,7 @@ Result<Json> MergePartRequest(const Json& request) {
         .WithFile(path);
   }
   std::vector<Output> outputs = plan.outputs();
-  TakePart(&outputs, static_cast<int>(part), static_cast<int>(parts));
+  TakeShare(&outputs, static_cast<int>(share), static_cast<int>(shares));
   TC_ASSIGN_OR_RETURN(const auto own,
                       RunMergeJob(plan, *staging, outputs, job.get()));
   return Json{{"written", WrittenFilesJson(own)}};
@@ -248,9 +248,9 @@ Result<Json> MergePartRequest(const Json& request) {
 Result<Json> MergeCommitRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const MergePlan plan, ParsePlan(request));
   std::vector<std::vector<WrittenRange>> written(plan.outputs().size());
-  TC_ASSIGN_OR_RETURN(const Json* parts, GetList(request, "parts"));
-  for (const Json& part : *parts) {
-    TC_ASSIGN_OR_RETURN(const auto own, ParseWrittenFiles(plan, part));
+  TC_ASSIGN_OR_RETURN(const Json* shares, GetList(request, "shares"));
+  for (const Json& share : *shares) {
+    TC_ASSIGN_OR_RETURN(const auto own, ParseWrittenFiles(plan, share));
     for (size_t f = 0; f < own.size(); ++f) {
       written[f].insert(written[f].end(), own[f].begin(), own[f].end());
     }

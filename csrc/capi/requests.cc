@@ -27,7 +27,7 @@ Handler FindHandler(const std::string& op) {
       {"merge", MergeRequest},
       {"merge_begin", MergeBeginRequest},
       {"merge_commit", MergeCommitRequest},
-      {"merge_part", MergePartRequest},
+      {"merge_share", MergeShareRequest},
       {"open", OpenRequest},
       {"recover", RecoverRequest},
       {"refuse_ring", RefuseRingRequest},

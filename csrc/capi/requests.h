@@ -45,7 +45,7 @@ Status AssembleFinals(const Json& request, const SaveSession& session,
 // merge_requests.cc
 Result<Json> MergeRequest(const Json& request);
 Result<Json> MergeBeginRequest(const Json& request);
-Result<Json> MergePartRequest(const Json& request);
+Result<Json> MergeShareRequest(const Json& request);
 Result<Json> MergeCommitRequest(const Json& request);
 // job_requests.cc
 Result<Json> JobCreateRequest(const Json& request);

@@ -14,7 +14,7 @@
 namespace torch_ckpt {
 
 // One look at a directory serves describe, every wave of a load, verify, and
-// all parts of a merge.
+// all shares of a merge.
 HandleTable<std::shared_ptr<const Checkpoint>>& Checkpoints();
 
 // A save that is being committed is out of the table meanwhile. One that is

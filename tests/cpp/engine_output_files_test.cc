@@ -157,11 +157,11 @@ TEST_F(OutputFilesTest, PartsOfSeveralWritersMakeTheFilesAndTheirDigests) {
   for (const OutputSpec& spec : files) ASSERT_OK(CreateOutput(*staging, spec));
   uint64_t total = 0;
   for (const OutputSpec& file : files) total += file.bytes;
-  constexpr int kParts = 5;
+  constexpr int kShares = 5;
   std::vector<std::vector<WrittenRange>> written(files.size());
-  for (int part = 0; part < kParts; ++part) {
+  for (int share = 0; share < kShares; ++share) {
     std::vector<Output> own = OutputsOf(files);
-    TakePart(&own, part, kParts);
+    TakeShare(&own, share, kShares);
     Job job;
     const auto ranges = WriteOutputs(*staging, own, {}, &job);
     ASSERT_OK(ranges.status());
@@ -172,8 +172,8 @@ TEST_F(OutputFilesTest, PartsOfSeveralWritersMakeTheFilesAndTheirDigests) {
         written[f].push_back(range);
       }
     }
-    EXPECT_GT(bytes, total / kParts * 9 / 10);
-    EXPECT_LT(bytes, total / kParts * 11 / 10);
+    EXPECT_GT(bytes, total / kShares * 9 / 10);
+    EXPECT_LT(bytes, total / kShares * 11 / 10);
   }
   for (size_t f = 0; f < files.size(); ++f) {
     std::string expected(files[f].bytes, '\0');

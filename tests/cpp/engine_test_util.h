@@ -310,7 +310,7 @@ inline Result<Manifest> Merge(const std::string& from, const std::string& to,
       TC_ASSIGN_OR_RETURN(const MergePlan own,
                           MergePlan::Make(checkpoint, options, ids));
       std::vector<Output> outputs = own.outputs();
-      TakePart(&outputs, rank, settings.ranks);
+      TakeShare(&outputs, rank, settings.ranks);
       Job job;
       TC_ASSIGN_OR_RETURN(const auto part,
                           RunMergeJob(own, session.directory(), outputs, &job));

@@ -39,7 +39,7 @@ def main() -> int:
     call = _core.call
 
     def watched(request: dict[str, Any]) -> Any:
-        if request["op"] == "merge_part" and dist.get_rank() == 1:
+        if request["op"] == "merge_share" and dist.get_rank() == 1:
             if what == "kill":
                 time.sleep(1)  # the others write their parts
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -115,8 +115,8 @@ request = merge_request(
     policy=DtypePolicy(None), memory_budget="1GiB", key_mapping=None,
 )
 begun = _core.call({"op": "merge_begin", **request})
-part = {key: begun[key] for key in ("staging", "ids", "input_identity")}
-_core.call({"op": "merge_part", **request, **part, "part": 0, "parts": 2})
+share = {key: begun[key] for key in ("staging", "ids", "input_identity")}
+_core.call({"op": "merge_share", **request, **share, "share": 0, "shares": 2})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -217,12 +217,12 @@ def test_ranks_of_a_merge_that_see_another_input(tmp_path: Path) -> None:
     begun = _core.call({"op": "merge_begin", **requests[0]})
     try:
         with Job() as job:
-            part = {"op": "merge_part", "job": job.id, "part": 0, "parts": 1}
-            _core.call({**begun, **requests[0], **part})
+            share = {"op": "merge_share", "job": job.id, "share": 0, "shares": 1}
+            _core.call({**begun, **requests[0], **share})
             with pytest.raises(torch_ckpt.ConflictError, match=r"/1: is not what the merge began"):
-                _core.call({**begun, **requests[1], **part})
+                _core.call({**begun, **requests[1], **share})
         with pytest.raises(torch_ckpt.ConflictError, match=r"/1: is not what the merge began"):
-            _core.call({**begun, **requests[1], "op": "merge_commit", "parts": []})
+            _core.call({**begun, **requests[1], "op": "merge_commit", "shares": []})
     finally:
         end_session("save", begun["session"])
     assert not (tmp_path / "out").exists()

@@ -144,8 +144,8 @@ Status RingWork::Send(int workers, Job* job) const {
     }
     FillBuffer buffer({leader.slots.slot(i), message.size()}, 0, worker,
                       FillBuffer::Copies::kCached);
-    TC_RETURN_IF_ERROR(FillShares(SharesOf(message, 0, message.size()),
-                                  scratch.span(), &buffer));
+    TC_RETURN_IF_ERROR(FillPortions(PortionsOf(message, 0, message.size()),
+                                    scratch.span(), &buffer));
     leader.slots.Fill(i);
     return {};
   };
@@ -177,7 +177,7 @@ Status RingWork::AddOwn(const Piece& piece, MutableByteSpan room,
       });
   FillBuffer buffer(room.first(made.size()), 0, worker,
                     FillBuffer::Copies::kCached);
-  return FillShares(SharesOf(made, 0, made.size()), scratch, &buffer);
+  return FillPortions(PortionsOf(made, 0, made.size()), scratch, &buffer);
 }
 
 void RingWork::Scatter(const Piece& piece, uint64_t at, uint64_t end,

@@ -47,15 +47,15 @@ class Casts::Batch {
   Status Cast() {
     if (parts_.empty()) return {};
     Provider* const provider = parts_.front().thing->of.provider;
-    std::vector<Share> shares = {{provider, {}}};
+    std::vector<Portion> portions = {{provider, {}}};
     for (const Part& part : parts_) {
       const uint64_t each = part.thing->from_bytes;
-      shares[0].stretches.push_back({part.thing->of.index, part.first * each,
-                                     part.count * each, part.elements_at});
+      portions[0].stretches.push_back({part.thing->of.index, part.first * each,
+                                       part.count * each, part.elements_at});
     }
     FillBuffer elements(elements_.first(used_), 0, buffer_->worker(),
                         FillBuffer::Copies::kCached);
-    TC_RETURN_IF_ERROR(FillShares(shares, rest_, &elements));
+    TC_RETURN_IF_ERROR(FillPortions(portions, rest_, &elements));
     for (const Part& part : parts_) {
       Casts::Cast(part, elements_.data() + part.elements_at, buffer_);
     }

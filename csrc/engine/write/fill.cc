@@ -28,56 +28,57 @@ PageLocker* Providers::locker() const {
   return nullptr;
 }
 
-std::vector<Share> SharesOf(const ExtentList& list, uint64_t begin,
-                            uint64_t bytes) {
-  std::vector<Share> shares;
+std::vector<Portion> PortionsOf(const ExtentList& list, uint64_t begin,
+                                uint64_t bytes) {
+  std::vector<Portion> portions;
   uint64_t at = 0;
   list.ForEach(begin, bytes, [&](Origin origin, uint64_t from, uint64_t size) {
-    auto share = std::find_if(
-        shares.begin(), shares.end(),
-        [&](const Share& s) { return s.provider == origin.provider; });
-    if (share == shares.end()) {
-      share = shares.insert(shares.end(), {origin.provider, {}});
+    auto portion = std::find_if(
+        portions.begin(), portions.end(),
+        [&](const Portion& p) { return p.provider == origin.provider; });
+    if (portion == portions.end()) {
+      portion = portions.insert(portions.end(), {origin.provider, {}});
     }
-    share->stretches.push_back({origin.index, from, size, at});
+    portion->stretches.push_back({origin.index, from, size, at});
     at += size;
   });
-  return shares;
+  return portions;
 }
 
-Status AwaitShares(const std::vector<Share>& shares, const Job& job) {
-  for (const Share& share : shares) {
-    TC_RETURN_IF_ERROR(share.provider->Await(share.stretches, job));
+Status AwaitPortions(const std::vector<Portion>& portions, const Job& job) {
+  for (const Portion& portion : portions) {
+    TC_RETURN_IF_ERROR(portion.provider->Await(portion.stretches, job));
   }
   return {};
 }
 
-Status BeginShares(const std::vector<Share>& shares, MutableByteSpan scratch,
-                   FillBuffer* buffer) {
-  for (const Share& share : shares) {
-    TC_RETURN_IF_ERROR(share.provider->Fill(share.stretches, scratch, buffer));
+Status BeginPortions(const std::vector<Portion>& portions,
+                     MutableByteSpan scratch, FillBuffer* buffer) {
+  for (const Portion& portion : portions) {
+    TC_RETURN_IF_ERROR(
+        portion.provider->Fill(portion.stretches, scratch, buffer));
   }
   return {};
 }
 
-Status FillShares(const std::vector<Share>& shares, MutableByteSpan scratch,
-                  FillBuffer* buffer) {
+Status FillPortions(const std::vector<Portion>& portions,
+                    MutableByteSpan scratch, FillBuffer* buffer) {
   // Waits after an exception as well: the memory must not go back while a
   // device writes into it.
   struct Finisher {
-    const std::vector<Share>& shares;
+    const std::vector<Portion>& portions;
     int worker;
     Status All() {
       Status first;
-      for (const Share& share : shares) {
-        Status status = share.provider->Finish(worker);
+      for (const Portion& portion : portions) {
+        Status status = portion.provider->Finish(worker);
         if (first.ok()) first = std::move(status);
       }
       return first;
     }
     ~Finisher() { (void)All(); }
-  } finisher{shares, buffer->worker()};
-  TC_RETURN_IF_ERROR(BeginShares(shares, scratch, buffer));
+  } finisher{portions, buffer->worker()};
+  TC_RETURN_IF_ERROR(BeginPortions(portions, scratch, buffer));
   return finisher.All();
 }
 

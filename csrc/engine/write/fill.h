@@ -27,25 +27,25 @@ class Providers {
 };
 
 // What one provider makes of a part of an output.
-struct Share {
+struct Portion {
   Provider* provider = nullptr;
   std::vector<Stretch> stretches;
 };
 
-// The shares of [begin, begin + bytes).
-std::vector<Share> SharesOf(const ExtentList& list, uint64_t begin,
-                            uint64_t bytes);
+// The portions of [begin, begin + bytes).
+std::vector<Portion> PortionsOf(const ExtentList& list, uint64_t begin,
+                                uint64_t bytes);
 
 // Waits until filling them would not have to wait for anybody.
-Status AwaitShares(const std::vector<Share>& shares, const Job& job);
+Status AwaitPortions(const std::vector<Portion>& portions, const Job& job);
 
 // Fills `buffer` with them. What they have begun goes on until their providers'
 // Finish has returned. `scratch` is as large as Providers says.
-Status BeginShares(const std::vector<Share>& shares, MutableByteSpan scratch,
-                   FillBuffer* buffer);
+Status BeginPortions(const std::vector<Portion>& portions,
+                     MutableByteSpan scratch, FillBuffer* buffer);
 
 // Fills `buffer`. However it ends, nobody writes there any more.
-Status FillShares(const std::vector<Share>& shares, MutableByteSpan scratch,
-                  FillBuffer* buffer);
+Status FillPortions(const std::vector<Portion>& portions,
+                    MutableByteSpan scratch, FillBuffer* buffer);
 
 }  // namespace torch_ckpt

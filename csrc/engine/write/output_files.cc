@@ -42,13 +42,13 @@ Status CheckRange(const OutputSpec& spec, const ByteRange& range) {
 // Where a piece lies in staged memory, aligned so that it can be written from
 // there; empty where a part of it does not, or where writing so many short
 // stretches would take longer than copying them together.
-std::vector<ByteSpan> StagedPlaces(const std::vector<Share>& shares) {
+std::vector<ByteSpan> StagedPlaces(const std::vector<Portion>& portions) {
   constexpr size_t kMaxPlaces = 16;
   std::vector<ByteSpan> places;
   // Of several providers only one has staged memory.
-  if (shares.size() != 1) return places;
-  for (const Stretch& stretch : shares[0].stretches) {
-    const std::byte* const found = shares[0].provider->Find(stretch);
+  if (portions.size() != 1) return places;
+  for (const Stretch& stretch : portions[0].stretches) {
+    const std::byte* const found = portions[0].provider->Find(stretch);
     if (found == nullptr) return {};
     if (!places.empty() &&
         places.back().data() + places.back().size() == found) {
@@ -187,10 +187,10 @@ class OutputWriter {
 
   Status WriteBytes(const Piece& piece, ByteSink* sink, int worker) const {
     SegmentDigester digester(piece.digests, piece.begin);
-    const std::vector<Share> shares =
-        SharesOf(outputs_[piece.file].extents, piece.begin, piece.bytes);
-    TC_RETURN_IF_ERROR(AwaitShares(shares, *job_));
-    const std::vector<ByteSpan> places = StagedPlaces(shares);
+    const std::vector<Portion> portions =
+        PortionsOf(outputs_[piece.file].extents, piece.begin, piece.bytes);
+    TC_RETURN_IF_ERROR(AwaitPortions(portions, *job_));
+    const std::vector<ByteSpan> places = StagedPlaces(portions);
     for (const ByteSpan& bytes : places) {
       TC_RETURN_IF_ERROR(sink->Write(bytes, digester.offset()));
       digester.Add(bytes);
@@ -209,7 +209,7 @@ class OutputWriter {
     FillBuffer buffer(bytes, piece.begin, worker,
                       FillBuffer::Copies::kDigested);
     TC_RETURN_IF_ERROR(
-        FillShares(shares, lease.span().subspan(kPieceBytes), &buffer));
+        FillPortions(portions, lease.span().subspan(kPieceBytes), &buffer));
     buffer.Digest(&digester);
     return sink->Write(bytes, piece.begin);
   }
@@ -234,7 +234,7 @@ ByteRange Interior(const ByteRange& range, uint64_t file_bytes) {
   return {begin, std::max(begin, end)};
 }
 
-void TakePart(std::vector<Output>* outputs, int part, int parts) {
+void TakeShare(std::vector<Output>* outputs, int share, int shares) {
   // A multiple of kWriterBlock, and small beside what a writer gets of any file
   // that is worth dividing.
   constexpr uint64_t kGrain = uint64_t{64} << 10;
@@ -249,9 +249,9 @@ void TakePart(std::vector<Output>* outputs, int part, int parts) {
       total += RoundUp(end - begin, kGrain);
     }
   }
-  const std::vector<uint64_t> cuts = BalancedCuts(total, parts, kGrain);
-  const uint64_t first = cuts[static_cast<size_t>(part)];
-  const uint64_t last = cuts[static_cast<size_t>(part) + 1];
+  const std::vector<uint64_t> cuts = BalancedCuts(total, shares, kGrain);
+  const uint64_t first = cuts[static_cast<size_t>(share)];
+  const uint64_t last = cuts[static_cast<size_t>(share) + 1];
   uint64_t at = 0;  // of the range, counted through all of them
   for (Output& output : *outputs) {
     std::vector<ByteRange> own;

@@ -66,8 +66,8 @@ void ForEachPiece(const ByteRange& range, const Fn& fn) {
 }
 
 // Leaves of what is to be written of `outputs` (their ranges, or all of them)
-// what writer `part` of `parts` writes, each about as many bytes.
-void TakePart(std::vector<Output>* outputs, int part, int parts);
+// what writer `share` of `shares` writes, each about as many bytes.
+void TakeShare(std::vector<Output>* outputs, int share, int shares);
 
 // Creates the files in staging, or opens those that have ranges; fills, writes
 // and syncs what is to be written of each, by workers that count from

@@ -92,7 +92,7 @@ Status FillRegion(const ExtentList& extents, int workers,
     FillBuffer buffer(lease.span().subspan(begin, bytes), begin, worker,
                       FillBuffer::Copies::kStreamed);
     TC_RETURN_IF_ERROR(
-        BeginShares(SharesOf(extents, begin, bytes), {}, &buffer));
+        BeginPortions(PortionsOf(extents, begin, bytes), {}, &buffer));
     job->AddDone(bytes);
     return {};
   };

@@ -129,7 +129,7 @@ def extras_that_there_are_not(context: Context) -> None:
             "rank 0",
             "no such file",
         )
-    assert "merge_part" not in asked
+    assert "merge_share" not in asked
     dist.barrier()
     assert not out.exists()
 
@@ -230,7 +230,7 @@ def cancelled_by_one_rank(context: Context) -> None:
     cancelled = threading.Event()
 
     def waiting(request: dict[str, Any]) -> Any:
-        if request["op"] == "merge_part":
+        if request["op"] == "merge_share":
             cancelled.wait(20)
         return call(request)
 
