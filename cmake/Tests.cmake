@@ -84,7 +84,7 @@ add_executable(
   tests/cpp/engine_remove_test.cc
   tests/cpp/engine_ring_test.cc
   tests/cpp/engine_scan_test.cc
-  tests/cpp/engine_stage_job_test.cc
+  tests/cpp/engine_snapshot_job_test.cc
   tests/cpp/engine_verify_job_test.cc
   tests/cpp/engine_write_job_test.cc)
 target_include_directories(core_tests PRIVATE csrc)

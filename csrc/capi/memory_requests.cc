@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "capi/requests.h"
-#include "engine/write/stage_job.h"
+#include "engine/write/snapshot_job.h"
 #include "runtime/adopted.h"
 #include "runtime/arena.h"
 #include "runtime/crc32c.h"
@@ -14,8 +14,8 @@ namespace torch_ckpt::capi {
 
 Result<Json> ArenaRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t budget, GetInt(request, "budget", -1));
-  Arena& arena =
-      GetBool(request, "staging", false) ? Arena::Staging() : Arena::Process();
+  Arena& arena = GetBool(request, "snapshots", false) ? Arena::Snapshots()
+                                                      : Arena::Process();
   if (budget >= 0) arena.SetBudget(static_cast<uint64_t>(budget));
   if (GetBool(request, "trim", false)) {
     arena.Trim();
@@ -23,7 +23,7 @@ Result<Json> ArenaRequest(const Json& request) {
   }
   TC_ASSIGN_OR_RETURN(const int64_t prepare, GetInt(request, "prepare", 0));
   if (prepare > 0) {
-    StageOptions options;
+    SnapshotOptions options;
     if (GetBool(request, "shared", false)) options.kind = MemoryKind::kShared;
     TC_ASSIGN_OR_RETURN(const int64_t workers,
                         GetInt(request, "workers", options.workers));
@@ -40,7 +40,7 @@ Result<Json> ArenaRequest(const Json& request) {
 }
 
 // The region that a "stage" of another process has told of: leased until the
-// job is freed, as one that is staged here.
+// job is freed, as a snapshot that is taken here.
 Result<Json> AdoptRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "job"));
   TC_ASSIGN_OR_RETURN(const auto job, Jobs().Find(id));

@@ -12,7 +12,7 @@
 #include <chrono>
 #include <memory>
 
-#include "engine/write/stage_job.h"
+#include "engine/write/snapshot_job.h"
 #include "ops/tensors.h"
 #include "plan/runs.h"
 
@@ -35,28 +35,30 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
     return InvalidArgument(
         "a plan for staging needs as many names and offsets as tensors");
   }
-  StageOptions options;
+  SnapshotOptions options;
   TC_ASSIGN_OR_RETURN(const int64_t workers,
                       GetInt(plan, "workers", options.workers));
   options.workers = static_cast<int>(std::clamp<int64_t>(workers, 1, 256));
   TC_ASSIGN_OR_RETURN(const int64_t patience, GetInt(plan, "patience_ms", 0));
   options.patience = std::chrono::milliseconds(patience);
   if (GetBool(plan, "shared", false)) options.kind = MemoryKind::kShared;
-  TC_ASSIGN_OR_RETURN(StagedRegion region, RunStageJob(names, sources, options,
-                                                       &Arena::Staging(), job));
-  std::copy(region.offsets.begin(), region.offsets.end(),
+  TC_ASSIGN_OR_RETURN(
+      Snapshot snapshot,
+      RunSnapshotJob(names, sources, options, &Arena::Snapshots(), job));
+  std::copy(snapshot.offsets.begin(), snapshot.offsets.end(),
             static_cast<int64_t*>(offsets.mutable_data_ptr()));
-  Json result = {{"address", reinterpret_cast<uintptr_t>(region.lease.data())},
-                 {"bytes", region.bytes},
-                 {"region_bytes", region.lease.size()}};
-  if (const auto place = region.lease.shared()) {
+  Json result = {
+      {"address", reinterpret_cast<uintptr_t>(snapshot.lease.data())},
+      {"bytes", snapshot.bytes},
+      {"region_bytes", snapshot.lease.size()}};
+  if (const auto place = snapshot.lease.shared()) {
     result["fd"] = place->fd;
     result["offset"] = place->offset;
   }
   job->SetResult(result.dump());
   report[0] = 1;
-  report[1] = report[2] = static_cast<int64_t>(region.bytes);
-  job->Hold(std::make_shared<ArenaLease>(std::move(region.lease)));
+  report[1] = report[2] = static_cast<int64_t>(snapshot.bytes);
+  job->Hold(std::make_shared<ArenaLease>(std::move(snapshot.lease)));
   return {};
 }
 

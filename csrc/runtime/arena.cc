@@ -268,7 +268,7 @@ Arena& Arena::Process() {
   return *arena;
 }
 
-Arena& Arena::Staging() {
+Arena& Arena::Snapshots() {
   static Arena* const arena =
       new Arena(std::numeric_limits<uint64_t>::max(), IdleMemory::kReplaced);
   return *arena;

@@ -103,8 +103,8 @@ class Arena {
  public:
   // Buffers of pieces of files. Never destroyed.
   static Arena& Process();
-  // States that are staged, each in one region. Never destroyed.
-  static Arena& Staging();
+  // Snapshots of states, each in one region. Never destroyed.
+  static Arena& Snapshots();
   explicit Arena(uint64_t budget_bytes, IdleMemory idle = IdleMemory::kKept);
   ~Arena();  // REQUIRES: no lease is out
 
@@ -130,7 +130,7 @@ class Arena {
 // others have kept theirs for ten minutes, or the job ends.
 Result<ArenaLease> LeaseBuffer(size_t bytes, const Job* job);
 
-// Of the process's buffers. States to be staged have no limit until one is set.
+// Of the process's buffers. Snapshots have no limit until one is set.
 inline constexpr uint64_t kDefaultArenaBudget = uint64_t{256} << 20;
 
 }  // namespace torch_ckpt

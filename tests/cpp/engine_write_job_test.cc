@@ -6,7 +6,7 @@
 
 #include "engine/final/write_job.h"
 #include "engine/open/header_io.h"
-#include "engine/write/stage_job.h"
+#include "engine/write/snapshot_job.h"
 #include "engine_test_util.h"
 #include "os/probe.h"
 #include "runtime/adopted.h"
@@ -396,11 +396,12 @@ TEST_F(WriteJobTest, StagedTensorsAreWrittenFromWhereTheyAre) {
     file.tensors.push_back(WholeTensor(name, Dtype::kU8, arrays[i].shape, i));
   }
   Job staging;
-  StageOptions shared;
+  SnapshotOptions shared;
   shared.kind = MemoryKind::kShared;
   Arena theirs(64 << 20);  // of the process that has staged
-  auto region = RunStageJob(names, sources, {}, &Arena::Staging(), &staging);
-  auto sent = RunStageJob(names, sources, shared, &theirs, &staging);
+  auto region =
+      RunSnapshotJob(names, sources, {}, &Arena::Snapshots(), &staging);
+  auto sent = RunSnapshotJob(names, sources, shared, &theirs, &staging);
   ASSERT_OK(region.status());
   ASSERT_OK(sent.status());
   auto adopted = AdoptedMemory::Process().Adopt(sent->lease.shared()->fd,

@@ -25,7 +25,7 @@ MARKS = [
 
 
 def memory() -> dict[str, int]:
-    stats: dict[str, int] = _core.call({"op": "arena", "staging": True})
+    stats: dict[str, int] = _core.call({"op": "arena", "snapshots": True})
     return stats
 
 

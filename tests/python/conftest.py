@@ -51,7 +51,7 @@ def nothing_is_left() -> Iterator[None]:
     yield
     saves.close(20)
     assert memory()["leased"] == before
-    _core.call({"op": "arena", "staging": True, "budget": 1 << 62})
+    _core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
 
 
 @pytest.fixture

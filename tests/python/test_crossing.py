@@ -35,12 +35,12 @@ def stage(state: dict[str, Any]) -> StagedState:
 
 
 def leased() -> int:
-    bytes_: int = _core.call({"op": "arena", "staging": True})["leased"]
+    bytes_: int = _core.call({"op": "arena", "snapshots": True})["leased"]
     return bytes_
 
 
 def trim() -> None:
-    _core.call({"op": "arena", "staging": True, "trim": True})
+    _core.call({"op": "arena", "snapshots": True, "trim": True})
 
 
 @pytest.fixture(autouse=True)
@@ -281,7 +281,7 @@ def test_a_region_that_crossed_serves_others_when_it_ends(other: Other) -> None:
         staged.end()
         assert leased() == 0
         other.call(look)
-    assert _core.call({"op": "arena", "staging": True})["mapped"] == 4 * MIB
+    assert _core.call({"op": "arena", "snapshots": True})["mapped"] == 4 * MIB
     assert len(mappings()) == 1
     trim()
     assert mappings() == []
@@ -300,7 +300,7 @@ def test_memory_that_was_prepared_is_of_the_kind_that_is_expected(
     staged = stager.stage({"w": torch.ones(3 * MIB, dtype=torch.uint8)})
     assert isinstance(staged, StagedState)
     assert staged._region is not None and staged._region.fd is not None
-    assert _core.call({"op": "arena", "staging": True})["mapped"] == 4 * MIB
+    assert _core.call({"op": "arena", "snapshots": True})["mapped"] == 4 * MIB
     assert mappings() == [4 * MIB]
 
 

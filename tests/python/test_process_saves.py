@@ -24,7 +24,7 @@ from torch_ckpt.dcp.background.process import _known
 group()
 
 def arena():
-    return _core.call({"op": "arena", "staging": True})
+    return _core.call({"op": "arena", "snapshots": True})
 
 def child():
     ours = list(_known.get(dist.group.WORLD, {}).values())

@@ -29,13 +29,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def memory() -> dict[str, int]:
-    stats: dict[str, int] = _core.call({"op": "arena", "staging": True})
+    stats: dict[str, int] = _core.call({"op": "arena", "snapshots": True})
     return stats
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_leased() -> Any:
-    _core.call({"op": "arena", "staging": True, "trim": True})
+    _core.call({"op": "arena", "snapshots": True, "trim": True})
     yield
     assert memory()["leased"] == 0
 
@@ -111,7 +111,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_touched() -> No
         assert stage({"w": source})["w"].sum() == 0
         release.join()
     finally:
-        _core.call({"op": "arena", "staging": True, "budget": 1 << 62})
+        _core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
 
 
 @pytest.mark.parametrize("budget", [0, -1, True, 1.5, "", "many", "-5 GB", "2 GiBB", "0"])
@@ -134,7 +134,7 @@ def test_a_budget_in_any_unit() -> None:
             PinnedMemoryStager(memory_budget=text)
             assert memory()["budget"] == value
     finally:
-        _core.call({"op": "arena", "staging": True, "budget": 1 << 62})
+        _core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
 
 
 @pytest.mark.parametrize("config", [StagingOptions(), BLOCKING], ids=["overlapped", "blocking"])
@@ -142,7 +142,7 @@ def test_memory_that_was_prepared_is_taken(config: StagingOptions) -> None:
     source = {"w": torch.arange(8 * MIB, dtype=torch.uint8), "b": {"c": torch.ones(5)}}
     sizes: list[Any] = [source, 9 * MIB, "9MiB"]
     for prepare in sizes:
-        _core.call({"op": "arena", "staging": True, "trim": True})
+        _core.call({"op": "arena", "snapshots": True, "trim": True})
         stager = PinnedMemoryStager(config, prepare=prepare)
         staged: Any = stager.stage(source)
         staged = staged.result() if isinstance(staged, Future) else staged
@@ -165,7 +165,7 @@ def test_memory_that_cannot_be_prepared_is_an_error_of_the_next_call() -> None:
         with pytest.raises(torch_ckpt.InvalidArgumentError, match="prepare"):
             PinnedMemoryStager(prepare="much")
     finally:
-        _core.call({"op": "arena", "staging": True, "budget": 1 << 62})
+        _core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
 
 
 def test_a_failure_in_the_background_is_the_futures() -> None:
@@ -176,7 +176,7 @@ def test_a_failure_in_the_background_is_the_futures() -> None:
         with pytest.raises(torch_ckpt.ExhaustedError):
             staged.result()
     finally:
-        _core.call({"op": "arena", "staging": True, "budget": 1 << 62})
+        _core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
         stager.close()
 
 

@@ -39,13 +39,13 @@ Status CheckRange(const OutputSpec& spec, const ByteRange& range) {
       .WithFile(spec.name);
 }
 
-// Where a piece lies in staged memory, aligned so that it can be written from
+// Where a piece lies in a snapshot, aligned so that it can be written from
 // there; empty where a part of it does not, or where writing so many short
 // stretches would take longer than copying them together.
-std::vector<ByteSpan> StagedPlaces(const std::vector<Portion>& portions) {
+std::vector<ByteSpan> SnapshotPlaces(const std::vector<Portion>& portions) {
   constexpr size_t kMaxPlaces = 16;
   std::vector<ByteSpan> places;
-  // Of several providers only one has staged memory.
+  // Of several providers only one has snapshots.
   if (portions.size() != 1) return places;
   for (const Stretch& stretch : portions[0].stretches) {
     const std::byte* const found = portions[0].provider->Find(stretch);
@@ -62,7 +62,7 @@ std::vector<ByteSpan> StagedPlaces(const std::vector<Portion>& portions) {
   const auto fits = [](const ByteSpan& place) {
     return reinterpret_cast<uintptr_t>(place.data()) % kDataAlignment == 0 &&
            place.size() % kDataAlignment == 0 &&
-           (Arena::Staging().IsLeased(place) ||
+           (Arena::Snapshots().IsLeased(place) ||
             AdoptedMemory::Process().Holds(place));
   };
   return std::all_of(places.begin(), places.end(), fits)
@@ -190,7 +190,7 @@ class OutputWriter {
     const std::vector<Portion> portions =
         PortionsOf(outputs_[piece.file].extents, piece.begin, piece.bytes);
     TC_RETURN_IF_ERROR(AwaitPortions(portions, *job_));
-    const std::vector<ByteSpan> places = StagedPlaces(portions);
+    const std::vector<ByteSpan> places = SnapshotPlaces(portions);
     for (const ByteSpan& bytes : places) {
       TC_RETURN_IF_ERROR(sink->Write(bytes, digester.offset()));
       digester.Add(bytes);

@@ -73,7 +73,7 @@ void TakeShare(std::vector<Output>* outputs, int share, int shares);
 // and syncs what is to be written of each, by workers that count from
 // `first_worker`. Memory: a piece and the scratch of the providers a worker,
 // leased for one piece at a time so that more workers than the budget holds
-// just wait; none for pieces that lie in staged memory already, aligned and in
+// just wait; none for pieces that lie in a snapshot already, aligned and in
 // few stretches, which are written from there. Returns what was written of each
 // file, with digests; of a file that was created, one range. After an error the
 // files that this call created are unlinked.

@@ -29,7 +29,7 @@ BLOCKING = StagingOptions(False, False, False, False)
 
 
 def leased() -> int:
-    stats: dict[str, int] = _core.call({"op": "arena", "staging": True})
+    stats: dict[str, int] = _core.call({"op": "arena", "snapshots": True})
     return stats["leased"]
 
 
@@ -373,4 +373,4 @@ def one_rank_has_no_memory(context: Context) -> None:
     assert (save.stats.staged_bytes is None) == (context.rank == 1)
     torch_ckpt.load(state, checkpoint_id=context.folder / "c")
     assert (state["w"].to_local() == context.rank).all()
-    _core.call({"op": "arena", "staging": True, "budget": 1 << 62})
+    _core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})

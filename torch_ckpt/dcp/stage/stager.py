@@ -73,7 +73,7 @@ class PinnedMemoryStager(AsyncStager):
             raise InvalidArgumentError(f"a timeout of {timeout} seconds")
         if memory_budget is not None:
             budget = parse_bytes(memory_budget, "memory_budget")
-            _core.call({"op": "arena", "staging": True, "budget": budget})
+            _core.call({"op": "arena", "snapshots": True, "budget": budget})
         self.timeout = timeout
         if async_checkpointer_type is AsyncCheckpointerType.PROCESS:
             crossing.expect()
@@ -87,7 +87,7 @@ class PinnedMemoryStager(AsyncStager):
             else:
                 size = parse_bytes(prepare, "prepare")
             shared = crossing.is_expected()
-            request = {"op": "arena", "staging": True, "prepare": size, "shared": shared}
+            request = {"op": "arena", "snapshots": True, "prepare": size, "shared": shared}
             request["workers"] = min(_MAX_WORKERS, os.cpu_count() or 1)
             self._preparing = self._thread().submit(_core.call, request)
 

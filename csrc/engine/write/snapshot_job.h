@@ -1,5 +1,5 @@
-// The stage job: tensors of this process into one leased region of host memory,
-// where they stay as they are while the trainer changes its own.
+// The snapshot job: tensors of this process into one leased region of host
+// memory, where they stay as they are while the trainer changes its own.
 #pragma once
 
 #include <chrono>
@@ -13,23 +13,23 @@
 
 namespace torch_ckpt {
 
-struct StageOptions {
+struct SnapshotOptions {
   int workers = 2;
-  // How long to wait for memory that other staged states have.
+  // How long to wait for memory that other snapshots have.
   std::chrono::milliseconds patience{0};
   MemoryKind kind = MemoryKind::kPrivate;  // of the region, see Arena::Lease
 };
 
 // Tensors in a region. `offsets[i]` is where the bytes of source i begin, in
 // row-major order. The memory belongs to the lease.
-struct StagedRegion {
+struct Snapshot {
   ArenaLease lease;
   uint64_t bytes = 0;  // of the lease, that hold tensors
   std::vector<uint64_t> offsets;
 };
 
 // Copies every source once: sources that are the same memory, or dense parts of
-// others, share what is staged. The rest stand in the order of plan/layout.h,
+// others, share a copy. The rest stand in the order of plan/layout.h,
 // from the region's first byte on, so that a file of these tensors can be
 // written from where they are. Blocks until the copies are done, those from
 // devices too; nothing is leased after an error. A copy that a device refuses
@@ -41,14 +41,15 @@ struct StagedRegion {
 // page-locked for devices, by the workers, each for what it is about to fill.
 //
 // REQUIRES: as many names as sources.
-Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
-                                 const std::vector<SourceTensor>& sources,
-                                 const StageOptions& options, Arena* arena,
-                                 Job* job);
+Result<Snapshot> RunSnapshotJob(const std::vector<std::string>& names,
+                                const std::vector<SourceTensor>& sources,
+                                const SnapshotOptions& options, Arena* arena,
+                                Job* job);
 
 // Has the system give memory for a state of so many bytes, by `workers`, and
-// leaves it idle in the arena for the state that is staged next. Errors as
+// leaves it idle in the arena for the next snapshot. Errors as
 // Arena::Lease.
-Status PrepareRegion(uint64_t bytes, const StageOptions& options, Arena* arena);
+Status PrepareRegion(uint64_t bytes, const SnapshotOptions& options,
+                     Arena* arena);
 
 }  // namespace torch_ckpt

@@ -7,7 +7,7 @@
 #include <set>
 #include <thread>
 
-#include "engine/write/stage_job.h"
+#include "engine/write/snapshot_job.h"
 #include "engine_test_util.h"
 #include "fake_cuda.h"
 #include "format/safetensors.h"
@@ -30,10 +30,10 @@ class StageJobTest : public testing::Test {
     sources_.push_back(source);
   }
 
-  Result<StagedRegion> Stage(int workers = 3) {
-    StageOptions options;
+  Result<Snapshot> Stage(int workers = 3) {
+    SnapshotOptions options;
     options.workers = workers;
-    return RunStageJob(names_, sources_, options, &arena_, &job_);
+    return RunSnapshotJob(names_, sources_, options, &arena_, &job_);
   }
 
   // The bytes of source `i` in row-major order, element by element.
@@ -52,7 +52,7 @@ class StageJobTest : public testing::Test {
     return out;
   }
 
-  void ExpectStaged(const StagedRegion& region) {
+  void ExpectStaged(const Snapshot& region) {
     for (size_t i = 0; i < sources_.size(); ++i) {
       const std::string expected = Expected(i);
       ASSERT_LE(region.offsets[i] + expected.size(), region.bytes);

@@ -1,4 +1,4 @@
-#include "engine/write/stage_job.h"
+#include "engine/write/snapshot_job.h"
 
 #include <algorithm>
 #include <tuple>
@@ -109,10 +109,10 @@ Status FillRegion(const ExtentList& extents, int workers,
 
 }  // namespace
 
-Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
-                                 const std::vector<SourceTensor>& sources,
-                                 const StageOptions& options, Arena* arena,
-                                 Job* job) {
+Result<Snapshot> RunSnapshotJob(const std::vector<std::string>& names,
+                                const std::vector<SourceTensor>& sources,
+                                const SnapshotOptions& options, Arena* arena,
+                                Job* job) {
   const int workers = std::max(1, options.workers);
   TC_ASSIGN_OR_RETURN(MemorySources memory,
                       MemorySources::Make(sources, &names, workers));
@@ -127,7 +127,7 @@ Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
   std::vector<uint32_t> order = FileOrder(keys);
   std::erase_if(order, [&](uint32_t i) { return enclosing[i].source != i; });
 
-  StagedRegion region;
+  Snapshot region;
   region.offsets.resize(sources.size());
   ExtentList extents;
   extents.Reserve(order.size());
@@ -154,7 +154,7 @@ Result<StagedRegion> RunStageJob(const std::vector<std::string>& names,
   return region;
 }
 
-Status PrepareRegion(uint64_t bytes, const StageOptions& options,
+Status PrepareRegion(uint64_t bytes, const SnapshotOptions& options,
                      Arena* arena) {
   TC_ASSIGN_OR_RETURN(const ArenaLease lease,
                       arena->Lease(bytes, {.patience = options.patience,
