@@ -14,30 +14,30 @@ namespace torch_ckpt {
 namespace {
 
 // Entry `entry` of the header of file `file`.
-struct Part {
+struct Place {
   uint32_t file;
   uint32_t entry;
 };
 
-// The parts of one tensor, in the order of files.
+// The places of one tensor, in the order of files.
 struct Tensor {
   std::string_view name;
-  std::span<const Part> parts;
+  std::span<const Place> places;
 };
 
 // Every tensor of the files in the order in which it first stands there. All
-// parts lie in one list, which outlives the result: most tensors have one.
+// places lie in one list, which outlives the result: most tensors have one.
 std::vector<Tensor> GroupByName(const std::vector<NamedHeader>& files,
-                                std::vector<Part>* parts) {
+                                std::vector<Place>* places) {
   size_t count = 0;
   for (const NamedHeader& file : files) {
     count += file.file.header.tensors.size();
   }
   std::vector<Tensor> tensors;
   tensors.reserve(files.empty() ? 0 : files[0].file.header.tensors.size());
-  std::vector<uint32_t> ids;  // of the tensor of every part
+  std::vector<uint32_t> ids;  // of the tensor of every place
   ids.reserve(count);
-  std::vector<size_t> ends;  // of the parts of every tensor
+  std::vector<size_t> ends;  // of the places of every tensor
   NameIndex by_name;
   const auto name_at = [&](uint32_t id) { return tensors[id].name; };
   for (const NamedHeader& file : files) {
@@ -53,47 +53,48 @@ std::vector<Tensor> GroupByName(const std::vector<NamedHeader>& files,
     }
   }
   std::partial_sum(ends.begin(), ends.end(), ends.begin());
-  parts->resize(count);
+  places->resize(count);
   size_t begin = 0;
   for (size_t id = 0; id < tensors.size(); ++id) {
-    tensors[id].parts = std::span(*parts).subspan(begin, ends[id] - begin);
-    begin = std::exchange(ends[id], begin);  // now where its next part goes
+    tensors[id].places = std::span(*places).subspan(begin, ends[id] - begin);
+    begin = std::exchange(ends[id], begin);  // now where its next place goes
   }
   size_t at = 0;
   for (uint32_t f = 0; f < files.size(); ++f) {
     const size_t of_file = files[f].file.header.tensors.size();
     for (uint32_t i = 0; i < of_file; ++i) {
-      (*parts)[ends[ids[at++]]++] = {f, i};
+      (*places)[ends[ids[at++]]++] = {f, i};
     }
   }
   return tensors;
 }
 
 const SafetensorsEntry& EntryOf(const std::vector<NamedHeader>& files,
-                                const Part& part) {
-  return files[part.file].file.header.tensors[part.entry];
+                                const Place& place) {
+  return files[place.file].file.header.tensors[place.entry];
 }
 
 const ShardEntry& ShardOf(const std::vector<NamedHeader>& files,
-                          const Part& part) {
-  return files[part.file].file.sharding.entries[part.entry];
+                          const Place& place) {
+  return files[place.file].file.sharding.entries[place.entry];
 }
 
 // What the file says of the tensor's global shape, null when nothing.
-const Dims* SaidShape(const std::vector<NamedHeader>& files, const Part& part) {
-  const ShardEntry& shard = ShardOf(files, part);
+const Dims* SaidShape(const std::vector<NamedHeader>& files,
+                      const Place& place) {
+  const ShardEntry& shard = ShardOf(files, place);
   if (shard.global_shape) return &*shard.global_shape;
   // Whole in a file of ours, or a file without sharding: the shape is known
   // and not just a hull.
-  const ShardingInfo& sharding = files[part.file].file.sharding;
+  const ShardingInfo& sharding = files[place.file].file.sharding;
   if (!sharding.file_id.empty() || !sharding.has_sharding_info) {
-    return &EntryOf(files, part).shape;
+    return &EntryOf(files, place).shape;
   }
   return nullptr;
 }
 
 Status Disagree(const std::vector<NamedHeader>& files, const Tensor& tensor,
-                const Part& a, const Part& b, const std::string& what) {
+                const Place& a, const Place& b, const std::string& what) {
   return Conflict(what + " in " + files[a.file].name + " and " +
                   files[b.file].name +
                   "; files of different saves stand side by side")
@@ -103,32 +104,32 @@ Status Disagree(const std::vector<NamedHeader>& files, const Tensor& tensor,
 // Sets `is_said` to whether a file says it.
 Result<Dims> GlobalShape(const std::vector<NamedHeader>& files,
                          const Tensor& tensor, bool* is_said) {
-  const Part& first_part = tensor.parts[0];
-  const SafetensorsEntry& first = EntryOf(files, first_part);
-  const Part* said_by = nullptr;
+  const Place& first_place = tensor.places[0];
+  const SafetensorsEntry& first = EntryOf(files, first_place);
+  const Place* said_by = nullptr;
   const Dims* said = nullptr;
   Dims hull = Dims::Filled(first.shape.size(), 0);
-  for (const Part& part : tensor.parts) {
-    const SafetensorsEntry& entry = EntryOf(files, part);
+  for (const Place& place : tensor.places) {
+    const SafetensorsEntry& entry = EntryOf(files, place);
     if (entry.dtype != first.dtype) {
-      return Disagree(files, tensor, first_part, part,
+      return Disagree(files, tensor, first_place, place,
                       std::string("is ") + DtypeName(first.dtype) + " and " +
                           DtypeName(entry.dtype));
     }
     if (entry.shape.size() != first.shape.size()) {
-      return Disagree(files, tensor, first_part, part,
+      return Disagree(files, tensor, first_place, place,
                       "has another number of dimensions");
     }
-    if (const Dims* shape = SaidShape(files, part)) {
+    if (const Dims* shape = SaidShape(files, place)) {
       if (said && !(*said == *shape)) {
-        return Disagree(files, tensor, *said_by, part,
+        return Disagree(files, tensor, *said_by, place,
                         "has the global shape " + said->ToString() + " and " +
                             shape->ToString());
       }
       said = shape;
-      said_by = &part;
+      said_by = &place;
     }
-    const Dims& offsets = ShardOf(files, part).offsets;
+    const Dims& offsets = ShardOf(files, place).offsets;
     for (int d = 0; d < hull.size(); ++d) {
       hull[d] = std::max(hull[d], offsets[d] + entry.shape[d]);
     }
@@ -143,34 +144,34 @@ Result<CatalogBuilder> BuildCatalog(const std::vector<NamedHeader>& files,
                                     BoxProof proof,
                                     std::vector<std::string>* hulls) {
   CatalogBuilder catalog;
-  std::vector<Part> parts;
-  const std::vector<Tensor> tensors = GroupByName(files, &parts);
+  std::vector<Place> places;
+  const std::vector<Tensor> tensors = GroupByName(files, &places);
   std::vector<Box> boxes;
   for (const Tensor& tensor : tensors) {
     bool is_said = false;
     TC_ASSIGN_OR_RETURN(const Dims shape, GlobalShape(files, tensor, &is_said));
     if (!is_said && hulls) hulls->emplace_back(tensor.name);
-    const Dtype dtype = EntryOf(files, tensor.parts[0]).dtype;
+    const Dtype dtype = EntryOf(files, tensor.places[0]).dtype;
     if (!is_said) {
       const Status size = ByteSize(dtype, shape).status();
       if (!size.ok()) {
         return Corrupt("the shape " + shape.ToString() +
                        " that its parts make is impossible: " + size.message())
             .WithTensor(std::string(tensor.name))
-            .WithFile(files[tensor.parts[0].file].name);
+            .WithFile(files[tensor.places[0].file].name);
       }
     }
     TC_ASSIGN_OR_RETURN(
         const uint32_t id,
         catalog.AddTensor(std::string(tensor.name), dtype, shape));
     boxes.clear();
-    for (const Part& part : tensor.parts) {
-      const SafetensorsEntry& in_file = EntryOf(files, part);
-      const NamedHeader& file = files[part.file];
+    for (const Place& place : tensor.places) {
+      const SafetensorsEntry& in_file = EntryOf(files, place);
+      const NamedHeader& file = files[place.file];
       Placement placement;
       placement.file = file.position;
       placement.offset = file.file.header.data_begin + in_file.begin;
-      placement.box = {ShardOf(files, part).offsets, in_file.shape};
+      placement.box = {ShardOf(files, place).offsets, in_file.shape};
       Status added = catalog.AddPlacement(id, placement);
       if (!added.ok()) return std::move(added).WithFile(file.name);
       boxes.push_back(placement.box);
@@ -181,12 +182,12 @@ Result<CatalogBuilder> BuildCatalog(const std::vector<NamedHeader>& files,
                         : ProveDisjoint(boxes);
     if (!proved.ok()) {
       std::string where;
-      for (const Part& part : tensor.parts) {
+      for (const Place& place : tensor.places) {
         if (where.size() > 200) {
           where += ", ...";
           break;
         }
-        where += (where.empty() ? "" : ", ") + files[part.file].name;
+        where += (where.empty() ? "" : ", ") + files[place.file].name;
       }
       return Status(proved.kind(),
                     proved.message() + " (parts in " + where + ")")

@@ -22,52 +22,54 @@ void InputDigests::Add(int worker, uint32_t file, uint64_t offset,
 
 void InputDigests::Add(int worker, uint32_t file, uint64_t offset, uint32_t crc,
                        uint64_t size) {
-  std::vector<Part>& parts = parts_[static_cast<size_t>(worker)];
+  std::vector<Digest>& digests = digests_[static_cast<size_t>(worker)];
   // Runs mostly continue where the last one ended.
-  if (!parts.empty() && parts.back().file == file &&
-      parts.back().offset + parts.back().size == offset &&
+  if (!digests.empty() && digests.back().file == file &&
+      digests.back().offset + digests.back().size == offset &&
       offset % kSegmentBytes != 0) {
-    Part& last = parts.back();
+    Digest& last = digests.back();
     last.crc = Crc32cCombine(last.crc, crc, size);
     last.size += size;
   } else {
-    parts.push_back({file, crc, offset, size});
+    digests.push_back({file, crc, offset, size});
   }
 }
 
 void InputDigests::Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi) {
-  // An empty part marks the segment; it never completes a tiling.
+  // An empty one marks the segment; it never completes a tiling.
   for (uint64_t at = RoundDown(lo, kSegmentBytes); at < hi;
        at += kSegmentBytes) {
-    parts_[static_cast<size_t>(worker)].push_back({file, 0, at, 0});
+    digests_[static_cast<size_t>(worker)].push_back({file, 0, at, 0});
   }
 }
 
 Status InputDigests::Check(OpenFiles* files, const Job* job) {
   const FileSet& set = files->set();
   if (!set.has_digests()) return {};
-  std::vector<Part> parts;
-  for (std::vector<Part>& of_worker : parts_) {
-    parts.insert(parts.end(), of_worker.begin(), of_worker.end());
+  std::vector<Digest> digests;
+  for (std::vector<Digest>& of_worker : digests_) {
+    digests.insert(digests.end(), of_worker.begin(), of_worker.end());
     of_worker.clear();
   }
-  std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) {
-    return a.file != b.file ? a.file < b.file : a.offset < b.offset;
-  });
+  std::sort(digests.begin(), digests.end(),
+            [](const Digest& a, const Digest& b) {
+              return a.file != b.file ? a.file < b.file : a.offset < b.offset;
+            });
   ArenaLease scratch;
-  for (size_t i = 0; i < parts.size();) {
-    const uint32_t file = parts[i].file;
+  for (size_t i = 0; i < digests.size();) {
+    const uint32_t file = digests[i].file;
     const ManifestFile& named = set.files()[file];
-    const uint64_t begin = RoundDown(parts[i].offset, kSegmentBytes);
+    const uint64_t begin = RoundDown(digests[i].offset, kSegmentBytes);
     const uint64_t end = std::min(begin + kSegmentBytes, named.bytes);
     uint32_t crc = 0;
     uint64_t at = begin;
     bool tiled = true;
-    for (; i < parts.size() && parts[i].file == file && parts[i].offset < end;
+    for (; i < digests.size() && digests[i].file == file &&
+           digests[i].offset < end;
          ++i) {
-      tiled = tiled && parts[i].offset == at;
-      crc = Crc32cCombine(crc, parts[i].crc, parts[i].size);
-      at = parts[i].offset + parts[i].size;
+      tiled = tiled && digests[i].offset == at;
+      crc = Crc32cCombine(crc, digests[i].crc, digests[i].size);
+      at = digests[i].offset + digests[i].size;
     }
     if (!tiled || at != end) {
       if (job->cancelled()) return Cancelled("the job was cancelled");

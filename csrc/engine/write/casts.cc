@@ -21,8 +21,8 @@ uint64_t ElementBytes(Dtype dtype) {
 
 }  // namespace
 
-// Parts of one provider's things that are made together: a device is waited for
-// once.
+// Sections of one provider's things that are made together: a device is waited
+// for once.
 class Casts::Batch {
  public:
   Batch(MutableByteSpan scratch, FillBuffer* buffer)
@@ -31,35 +31,36 @@ class Casts::Batch {
         buffer_(buffer) {}
 
   // REQUIRES: its elements are not more than kElementBytes.
-  Status Add(Part part) {
-    const uint64_t bytes = part.count * part.thing->from_bytes;
-    if (!parts_.empty() &&
-        (parts_.back().thing->of.provider != part.thing->of.provider ||
+  Status Add(Section section) {
+    const uint64_t bytes = section.count * section.thing->from_bytes;
+    if (!sections_.empty() &&
+        (sections_.back().thing->of.provider != section.thing->of.provider ||
          used_ + bytes > kElementBytes)) {
       TC_RETURN_IF_ERROR(Cast());
     }
-    part.elements_at = used_;
+    section.elements_at = used_;
     used_ += bytes;
-    parts_.push_back(part);
+    sections_.push_back(section);
     return {};
   }
 
   Status Cast() {
-    if (parts_.empty()) return {};
-    Provider* const provider = parts_.front().thing->of.provider;
+    if (sections_.empty()) return {};
+    Provider* const provider = sections_.front().thing->of.provider;
     std::vector<Portion> portions = {{provider, {}}};
-    for (const Part& part : parts_) {
-      const uint64_t each = part.thing->from_bytes;
-      portions[0].stretches.push_back({part.thing->of.index, part.first * each,
-                                       part.count * each, part.elements_at});
+    for (const Section& section : sections_) {
+      const uint64_t each = section.thing->from_bytes;
+      portions[0].stretches.push_back(
+          {section.thing->of.index, section.first * each, section.count * each,
+           section.elements_at});
     }
     FillBuffer elements(elements_.first(used_), 0, buffer_->worker(),
                         FillBuffer::Copies::kCached);
     TC_RETURN_IF_ERROR(FillPortions(portions, rest_, &elements));
-    for (const Part& part : parts_) {
-      Casts::Cast(part, elements_.data() + part.elements_at, buffer_);
+    for (const Section& section : sections_) {
+      Casts::Cast(section, elements_.data() + section.elements_at, buffer_);
     }
-    parts_.clear();
+    sections_.clear();
     used_ = 0;
     return {};
   }
@@ -67,7 +68,7 @@ class Casts::Batch {
  private:
   const MutableByteSpan elements_, rest_;
   FillBuffer* const buffer_;
-  std::vector<Part> parts_;
+  std::vector<Section> sections_;
   uint64_t used_ = 0;
 };
 
@@ -80,32 +81,32 @@ Origin Casts::Add(Origin of, Dtype from, Dtype to) {
   return {this, things_.size() - 1};
 }
 
-Casts::Part Casts::PartOf(const Thing& thing, const Stretch& stretch) {
+Casts::Section Casts::SectionOf(const Thing& thing, const Stretch& stretch) {
   const uint64_t first = stretch.from / thing.to_bytes;
   const uint64_t last =
       (stretch.from + stretch.bytes + thing.to_bytes - 1) / thing.to_bytes;
   return {&thing, stretch, first, last - first, 0};
 }
 
-// `elements` is where the part's first one is.
-void Casts::Cast(const Part& part, const std::byte* elements,
+// `elements` is where the section's first one is.
+void Casts::Cast(const Section& section, const std::byte* elements,
                  FillBuffer* buffer) {
-  const Thing& thing = *part.thing;
-  const Stretch& stretch = part.stretch;
+  const Thing& thing = *section.thing;
+  const Stretch& stretch = section.stretch;
   const MutableByteSpan out = buffer->Out(stretch.at, stretch.bytes);
   if (stretch.from % thing.to_bytes != 0 ||
       stretch.bytes % thing.to_bytes != 0) {
     // It cuts an element.
-    std::vector<std::byte> whole(part.count * thing.to_bytes);
-    CastElements(thing.from, elements, thing.to, whole.data(), part.count);
+    std::vector<std::byte> whole(section.count * thing.to_bytes);
+    CastElements(thing.from, elements, thing.to, whole.data(), section.count);
     std::memcpy(out.data(),
-                whole.data() + (stretch.from - part.first * thing.to_bytes),
+                whole.data() + (stretch.from - section.first * thing.to_bytes),
                 out.size());
     return;
   }
   const uint64_t step = kDigestStep / thing.to_bytes;
-  for (uint64_t at = 0; at < part.count; at += step) {
-    const uint64_t count = std::min(step, part.count - at);
+  for (uint64_t at = 0; at < section.count; at += step) {
+    const uint64_t count = std::min(step, section.count - at);
     const uint64_t to = at * thing.to_bytes;
     CastElements(thing.from, elements + at * thing.from_bytes, thing.to,
                  out.data() + to, count);
@@ -118,7 +119,7 @@ Status Casts::Fill(const std::vector<Stretch>& stretches,
   Batch batch(scratch, buffer);
   for (Stretch stretch : stretches) {
     const Thing& thing = things_[stretch.index];
-    const Part whole = PartOf(thing, stretch);
+    const Section whole = SectionOf(thing, stretch);
     const std::byte* const found =
         thing.of.provider->Find({thing.of.index, whole.first * thing.from_bytes,
                                  whole.count * thing.from_bytes, 0});
@@ -131,12 +132,12 @@ Status Casts::Fill(const std::vector<Stretch>& stretches,
     while (stretch.bytes > 0) {
       const uint64_t until =
           (stretch.from / thing.to_bytes + most) * thing.to_bytes;
-      Stretch part = stretch;
-      part.bytes = std::min(stretch.bytes, until - stretch.from);
-      TC_RETURN_IF_ERROR(batch.Add(PartOf(thing, part)));
-      stretch.from += part.bytes;
-      stretch.at += part.bytes;
-      stretch.bytes -= part.bytes;
+      Stretch head = stretch;
+      head.bytes = std::min(stretch.bytes, until - stretch.from);
+      TC_RETURN_IF_ERROR(batch.Add(SectionOf(thing, head)));
+      stretch.from += head.bytes;
+      stretch.at += head.bytes;
+      stretch.bytes -= head.bytes;
     }
   }
   return batch.Cast();

@@ -26,7 +26,7 @@ class Casts final : public Provider {
     uint64_t from_bytes, to_bytes;  // of an element
   };
   // Elements that a stretch touches, whole or not, and its bytes of them.
-  struct Part {
+  struct Section {
     const Thing* thing;
     Stretch stretch;        // after the cast
     uint64_t first, count;  // elements
@@ -34,8 +34,8 @@ class Casts final : public Provider {
   };
   class Batch;
 
-  static Part PartOf(const Thing& thing, const Stretch& stretch);
-  static void Cast(const Part& part, const std::byte* elements,
+  static Section SectionOf(const Thing& thing, const Stretch& stretch);
+  static void Cast(const Section& section, const std::byte* elements,
                    FillBuffer* buffer);
 
   std::vector<Thing> things_;
