@@ -1,5 +1,7 @@
 // Saves straight into final files: what every rank writes there, what the
 // coordinator puts in place, and what it refuses.
+#include <cstdio>
+
 #include "base/checked.h"
 #include "final_test_util.h"
 
@@ -202,7 +204,7 @@ TEST_F(FinalFilesTest, AHeaderThatIsNotTheCoordinatorsIsAConflict) {
   EXPECT_NE(status.message().find("rank 1"), std::string::npos);
 }
 
-TEST_F(FinalFilesTest, PartsThatWereDamagedAreFound) {
+TEST_F(FinalFilesTest, SpillsThatWereDamagedAreFound) {
   Begin(pieces_);
   WriteAll();
   const std::string path =
@@ -212,6 +214,41 @@ TEST_F(FinalFilesTest, PartsThatWereDamagedAreFound) {
   WriteText(path, text);
   const Status status = Assemble();
   EXPECT_EQ(status.kind(), ErrorKind::kCorrupt) << status.ToString();
+}
+
+TEST_F(FinalFilesTest, ASpillThatIsGoneOrCutIsFound) {
+  for (const bool gone : {true, false}) {
+    Begin(pieces_);
+    ranks_.clear();
+    WriteAll();
+    const std::string path =
+        session_->place().path + "/" + ranks_[1].spills[0].file.spec.staged;
+    if (gone) {
+      ASSERT_EQ(std::remove(path.c_str()), 0);
+    } else {
+      WriteText(path, ReadText(path).substr(1));
+    }
+    const Status status = Assemble();
+    EXPECT_EQ(status.kind(),
+              gone ? ErrorKind::kIncomplete : ErrorKind::kCorrupt)
+        << status.ToString();
+    EXPECT_EQ(status.file(), path);
+    session_.reset();
+  }
+}
+
+TEST_F(FinalFilesTest, ABoxThatIsNotInItsSpillIsFound) {
+  Begin(pieces_);
+  WriteAll();
+  std::vector<SpillBox>& boxes = ranks_[1].spills[0].boxes;
+  ASSERT_FALSE(boxes.empty());
+  for (const uint64_t at :
+       {ranks_[1].spills[0].file.spec.bytes, ~uint64_t{0}}) {
+    boxes[0].at = at;
+    const Status status = Assemble();
+    EXPECT_EQ(status.kind(), ErrorKind::kCorrupt) << status.ToString();
+    EXPECT_EQ(status.tensor(), boxes[0].tensor);
+  }
 }
 
 // Fresh memory is slow, and what ranks leave is little mostly.

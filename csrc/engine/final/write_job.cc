@@ -11,7 +11,7 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr std::string_view kSpillName = "parts";
+constexpr std::string_view kSpillName = "parts";  // on disk
 
 Status CheckBytes(const WriteTensor& tensor, const SourceTensor& source) {
   TC_ASSIGN_OR_RETURN(const uint64_t bytes,
