@@ -17,8 +17,14 @@ class Page:
 
 
 PAGES = {
-    "save": Page("saves, and the machine's limits", ("limits", "save_llama", "save_many")),
-    "load": Page("loads", ("load_cold", "load_warm", "load_metadata", "load_plan", "load_pieces")),
+    "save": Page("saves, and the machine's limits", ("limits", "save_llama", "save_many", "save_experts")),
+    "load": Page(
+        "loads",
+        (
+            *("load_cold", "load_warm", "load_many", "load_partial"),
+            *("load_metadata", "load_plan", "load_pieces"),
+        ),
+    ),
     "consolidate": Page("consolidation of shards", ("consolidate_",)),
     "export": Page("from the ranks to Hugging Face files", ("export_",)),
     "async": Page("saves in the background", ("async_llama",)),

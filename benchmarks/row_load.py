@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -73,9 +74,13 @@ def loader(
     cold: bool,
     planner: str = "-",
     skip: str = "",
+    nested: Mapping[str, Any] | None = None,
     write: Callable[[Path], None] | None = None,
 ) -> Contender:
-    """A contender that loads ``path``, made by ``write`` if it is not there, into ``target``."""
+    """A contender that loads ``path``, made by ``write`` if it is not there, into ``target``.
+
+    ``nested`` are the tensors of ``target`` in nested dicts, which are loaded into instead.
+    """
 
     def before() -> None:
         if write is not None and not path.exists():
@@ -87,11 +92,11 @@ def loader(
     return Contender(
         name=name,
         role=role,
-        run=lambda: load_from(target, path),
+        run=lambda: load_from(target if nested is None else dict(nested), path),
         before=before,
         check=lambda: states.check_equal(sample, target),
         planner=planner,
-        nesting="flat",
+        nesting="flat" if nested is None else "3 levels",
         skip=skip,
     )
 

@@ -66,6 +66,11 @@ def save_with_our_save(state: Nested, path: Path) -> None:
     rivals.ours("save")(state, checkpoint_id=str(path), no_dist=True)
 
 
+def save_with_our_final_layout(state: Nested, path: Path) -> None:
+    """The same straight to final files of whole tensors."""
+    rivals.ours("save")(state, str(path), layout="final", no_dist=True)
+
+
 def save_with_our_save_and_stock_planner(state: Nested, path: Path) -> None:
     """torch_ckpt.save with the planner that dcp.save takes when given none."""
     planner = DefaultSavePlanner()
@@ -183,6 +188,13 @@ def savers(context: Context, flat: states.State, nested: Nested, nesting: str) -
             planner=rivals.OUR_PLANNER,
             skip=rivals.why_not_ours("save"),
         ),
+        add(
+            "ours, save, final layout",
+            save_with_our_final_layout,
+            role="ours",
+            planner=rivals.OUR_PLANNER,
+            skip=rivals.why_not_ours("save"),
+        ),
     ]
 
 
@@ -206,18 +218,30 @@ def save_llama(context: Context) -> Row:
     )
 
 
+@row("save_experts")
+def save_experts(context: Context) -> Row:
+    """18,867 tensors of a mixture of experts in bfloat16, mostly of 48 KiB."""
+    shapes = states.mixture_of_experts(context.scale)
+    state = states.random_state(shapes, torch.bfloat16)
+    size = states.total_bytes(shapes, torch.bfloat16)
+    return Row(
+        title="Durable save, mixture of experts bfloat16, fresh files",
+        bytes=size,
+        tensors=len(shapes),
+        contenders=[
+            *savers(context, state, state, "flat"),
+            rivals.write_limit(context, rivals.FRESH, "direct", size),
+        ],
+        limit=rivals.FRESH,
+    )
+
+
 @row("save_many")
 def save_many(context: Context) -> Row:
     """20,000 tensors of 16 KiB, 20 in each of 1,000 inner dicts."""
-    shapes = {
-        f"model.layer_{i // 20}.weight_{i % 20}": (4096,)
-        for i in range(states.scaled(20_000, context.scale))
-    }
+    shapes = states.small_tensors(context.scale)
     flat = states.random_state(shapes, torch.float32)
-    nested: dict[str, dict[str, states.State]] = {"model": {}}
-    for name, tensor in flat.items():
-        _, layer, weight = name.split(".")
-        nested["model"].setdefault(layer, {})[weight] = tensor
+    nested = states.nested(flat)
     size = states.total_bytes(shapes, torch.float32)
     return Row(
         title="Durable save, tensors of 16 KiB in nested dicts, fresh files",

@@ -70,6 +70,25 @@ def mixture_of_experts(scale: float) -> Shapes:
     return shapes
 
 
+def small_tensors(scale: float) -> Shapes:
+    """20,000 tensors of 16 KiB in float32, named for 1,000 inner dicts of 20 each: see nested.
+
+    ``scale`` takes away tensors.
+    """
+    return {
+        f"model.layer_{i // 20}.weight_{i % 20}": (4096,) for i in range(scaled(20_000, scale))
+    }
+
+
+def nested(flat: State) -> dict[str, dict[str, State]]:
+    """Tensors of three names joined by dots, in dicts of three levels."""
+    levels: dict[str, dict[str, State]] = {}
+    for name, tensor in flat.items():
+        model, layer, weight = name.split(".")
+        levels.setdefault(model, {}).setdefault(layer, {})[weight] = tensor
+    return levels
+
+
 def lora_1b(scale: float) -> Shapes:
     """Adapters of rank 16 for every projection of Llama-3.2-1B: 224 tensors, 22.5 MB in bfloat16.
 
