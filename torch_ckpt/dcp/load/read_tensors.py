@@ -9,10 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.load.neighbours import ranks_of_node, wanted_by_neighbours
+from torch_ckpt.dcp.plan import load_planner
+from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
+from torch_ckpt.dcp.plan.stock_planner import has_method_of
 from torch_ckpt.dtypes import PACKED, TORCH_DTYPES, widens
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import Job, OpenedCheckpoint
@@ -71,23 +75,31 @@ class TensorReader:
         types = self.described["types"]
         type_of = dict(zip(self.described["names"], self.described["type_of"], strict=True))
         leaves = getattr(planner, "state_dict", None) or {}
+        # What `resolve_tensor` would return for a plain tensor, after three calls.
+        values = leaves if _resolves_as_stock(planner) else {}
         direct: list[_Request] = []
         indirect: list[_Request] = []
         for item in items:
             fqn = item.storage_index.fqn
-            target = planner.resolve_tensor(item).detach()
-            if target.shape != item.lengths:
-                raise InvalidArgumentError(
-                    f"the target has {tuple(target.shape)}, the plan reads {tuple(item.lengths)}",
-                    tensor=fqn,
-                )
+            target = values.get(item.dest_index.fqn)
+            if type(target) not in PLAIN_TENSORS or target.shape != item.lengths:
+                target = planner.resolve_tensor(item)
+                if target.shape != item.lengths:
+                    raise InvalidArgumentError(
+                        f"the target has {tuple(target.shape)}, the plan reads "
+                        f"{tuple(item.lengths)}",
+                        tensor=fqn,
+                    )
+            if target.requires_grad:
+                target = target.detach()
             name = types[type_of[fqn]][0]
             offsets = list(item.storage_offsets)
             packed = PACKED.get(name, 1) if offsets else 1
             if packed > 1:
                 offsets[-1] *= packed
-            leaf = leaves.get(item.dest_index.fqn)
-            shared = wanted_by_neighbours(leaf, item.lengths, self.ranks)
+            shared = self.ranks > 1 and wanted_by_neighbours(
+                leaves.get(item.dest_index.fqn), item.lengths, self.ranks
+            )
             request = _Request(item, target, offsets, TORCH_DTYPES[name], packed, shared)
             (direct if _in_place(request) else indirect).append(request)
         # Refuse before a byte is copied. Several boxes of one tensor are cast alike.
@@ -169,6 +181,17 @@ class TensorReader:
                 f"would leave that out: load it as {source}",
                 tensor=fqn,
             )
+
+
+def _resolves_as_stock(planner: LoadPlanner) -> bool:
+    """Whether the target of an item that fills a whole tensor is what the flat state dict has."""
+    ours = (DefaultLoadPlanner, load_planner.LoadPlanner)
+    return (
+        isinstance(planner, DefaultLoadPlanner)
+        and has_method_of(planner, "resolve_tensor", DefaultLoadPlanner)
+        and has_method_of(planner, "lookup_tensor", *ours)
+        and has_method_of(planner, "transform_tensor", *ours)
+    )
 
 
 def _warn_of_narrow(requests: list[_Request]) -> None:
@@ -258,9 +281,9 @@ def _wait_for_copies(devices: set[torch.device]) -> None:
 def _in_place(request: _Request) -> bool:
     target = request.target
     return (
-        target.dtype == request.stored
-        and target.device.type == "cpu"
-        and target.layout == torch.strided
+        target.dtype is request.stored
+        and target.is_cpu
+        and target.layout is torch.strided
         and not target.is_conj()
         and not target.is_neg()
         and target.dim() <= 8

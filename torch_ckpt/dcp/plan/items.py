@@ -34,6 +34,7 @@ from torch_ckpt.torch_private import create_chunk_list, create_write_items, loca
 ZEROS = tuple(torch.Size((0,) * ndim) for ndim in range(65))
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _NO_SIZE = torch.Size((0,))
+_TENSOR = LoadItemType.TENSOR  # an attribute of an Enum takes as long to get as all else of an item
 
 
 class WriteItems(list[WriteItem]):
@@ -150,6 +151,23 @@ def object_read_item(fqn: str) -> ReadItem:
     return ReadItem(LoadItemType.BYTE_IO, index, _NO_SIZE, index, _NO_SIZE, _NO_SIZE)
 
 
+def _whole_read_item(fqn: str, size: torch.Size) -> ReadItem:
+    """ReadItem(TENSOR, ...) of a tensor in one piece, as write_items makes its items."""
+    new, put, zeros = object.__new__, object.__setattr__, ZEROS[len(size)]
+    index = new(MetadataIndex)
+    put(index, "fqn", fqn)
+    put(index, "offset", zeros)
+    put(index, "index", 0)
+    item = new(ReadItem)
+    put(item, "type", _TENSOR)
+    put(item, "dest_index", index)
+    put(item, "dest_offsets", zeros)
+    put(item, "storage_index", index)
+    put(item, "storage_offsets", zeros)
+    put(item, "lengths", size)
+    return item
+
+
 def read_items(
     fqn: str, saved: TensorStorageMetadata | BytesStorageMetadata, target: Any
 ) -> list[ReadItem]:
@@ -175,8 +193,7 @@ def read_items(
         chunks = saved.chunks
         zeros = ZEROS[len(size)]
         if len(chunks) == 1 and chunks[0].sizes == size:
-            index = MetadataIndex(fqn, zeros, 0)
-            return [ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, size)]
+            return [_whole_read_item(fqn, size)]
         local_chunks = [ChunkStorageMetadata(zeros, size)]
     elif isinstance(target, DTensor) and not hasattr(local_tensor(target), "__create_chunk_list__"):
         local_chunks = [

@@ -129,7 +129,12 @@ def plan_rings(
     """
     kinds: dict[tuple[Any, ...], _Kind] = {}
     kind_of: dict[str, _Kind] = {}
+    whole = _Kind([], nodes)
     for fqn, boxes in tensors.items():
+        data = boxes[0][1]
+        if data.chunk.sizes == data.size:
+            kind_of[fqn] = whole
+            continue
         key = tuple([(rank, id(data)) for rank, data in boxes])
         kind = kinds.get(key)
         if kind is None:

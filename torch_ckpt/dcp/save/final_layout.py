@@ -109,18 +109,18 @@ def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
                 policy.check_tied(alias, fqn, _dtype_name(properties, fqn))
     rings, bands = plan_rings(tensors, node_numbers(plans))
     kinds: list[tuple[str, list[int], list[Band]]] = []
-    numbers: dict[tuple[int, int, str], int] = {}  # of kinds, by what tensors share
+    # Numbers of kinds, by what tensors share. Not by their descriptions: stock's planner makes one
+    # for each tensor.
+    numbers: dict[tuple[torch.Size, str, str, int], int] = {}
     kind_of = []
-    dtypes: dict[int, str] = {}  # of what boxes share
     no_bands: list[Band] = []
+    casts = bool(policy)
     for fqn, boxes in tensors.items():
         data = boxes[0][1]
-        dtype = dtypes.get(id(data))
-        if dtype is None:
-            dtype = dtypes[id(data)] = _dtype_name(data.properties, fqn)
-        stored = policy.stored(fqn, dtype) if policy else dtype
+        dtype = _dtype_name(data.properties, fqn)
+        stored = policy.stored(fqn, dtype) if casts else dtype
         of_tensor = bands.get(fqn, no_bands)
-        number = numbers.setdefault((id(data), id(of_tensor), stored), len(kinds))
+        number = numbers.setdefault((data.size, dtype, stored, id(of_tensor)), len(kinds))
         if number == len(kinds):
             packed = PACKED.get(dtype, 1)
             if packed > 1 and not data.size:
