@@ -51,7 +51,8 @@ def not_contiguous() -> dict[str, Any]:
 
 def shared_memory() -> dict[str, Any]:
     base = torch.randn(8, 6)
-    return {"a": base, "tied": base, "low": base[:4], "overlap": base[2:6], "flat": base.view(-1)}
+    views = {"flat": base.view(-1), "turned": base.view(6, 8), "other type": base.view(torch.int32)}
+    return {"a": base, "tied": base, "low": base[:4], "overlap": base[2:6], **views}
 
 
 def nested() -> dict[str, Any]:
