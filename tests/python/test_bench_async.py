@@ -19,44 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import test_benchmarks
+from test_benchmarks import failures, run
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks import bench_async, processes
+from benchmarks.async_trainer import SHAPES, time_save
+from benchmarks.contender import ROWS, Contender, Context, Figure, Row
+from benchmarks.program import LimitsProgram, MemoryWatcher, Timing
+from benchmarks.report import figure_cells, markdown, ratio_cells
+from benchmarks.summary import summarise
+from benchmarks.trainer import Pace, Trainer
 
-import benchmarks.rows  # noqa: E402, F401
-from benchmarks import bench_async, environment, processes, states  # noqa: E402
-from benchmarks.async_contenders import contenders  # noqa: E402
-from benchmarks.async_trainer import SHAPES, time_save  # noqa: E402
-from benchmarks.contender import ROWS, Contender, Context, Figure, Row  # noqa: E402
-from benchmarks.program import LimitsProgram, MemoryWatcher, Timing  # noqa: E402
-from benchmarks.report import figure_cells, markdown, ratio_cells  # noqa: E402
-from benchmarks.run_row import run_row  # noqa: E402
-from benchmarks.summary import summarise  # noqa: E402
-from benchmarks.trainer import Pace, Trainer  # noqa: E402
-
-SCALE = 0.0005
-ROW_NAMES = ["async_llama", "async_experts", "async_lora"]
+context, program = test_benchmarks.context, test_benchmarks.program
+ROW_NAMES = [f"async_{name}" for name in SHAPES]
 FIRST = "async_first"
-REFUSED = "Invalid argument"  # what O_DIRECT gets where the file system has none
-
-
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> LimitsProgram:
-    return LimitsProgram.build(tmp_path_factory.mktemp("program"))
-
-
-@pytest.fixture
-def context(program: LimitsProgram, tmp_path: Path) -> Context:
-    work = tmp_path / "work"
-    work.mkdir()
-    return Context(work, SCALE, program)
-
-
-def run(name: str, context: Context, rounds: int = 1) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = []
-    run_row(name, context, "as-is", rounds, records.append)
-    return records
 
 
 @pytest.mark.campaign
@@ -74,13 +51,7 @@ def test_every_contender_runs_and_leaves_nothing(
 
     monkeypatch.setitem(ROWS, name, some)
     records = run(name, context)
-    failed = [
-        record
-        for record in records
-        if record["kind"] == "failed"
-        and not (record["role"] == "limit" and REFUSED in record["reason"])
-    ]
-    assert failed == []
+    assert failures(records) == []
     measured = [record for record in records if record["kind"] == "measured"]
     assert any(record["role"] == "ours" for record in measured)
     for record in measured:
@@ -112,7 +83,7 @@ def contender_of(row: Row, name: str) -> Contender:
     return next(contender for contender in row.contenders if contender.name == name)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_wrong_bytes_fail_the_check(context: Context) -> None:
     found = contender_of(ROWS["async_lora"](context), "ours, async_save")
     if found.skip:
@@ -131,25 +102,12 @@ def test_wrong_bytes_fail_the_check(context: Context) -> None:
     found.after()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_trainer_that_fails_says_why(context: Context) -> None:
     found = contender_of(ROWS["async_lora"](context), "DCP FS THREAD")
     (context.directory / "training").write_text("")  # a file where the directory should be
     with pytest.raises(bench_async.TrainerError, match="training"):
         found.run()
-
-
-def test_rivals_that_are_not_installed_say_so() -> None:
-    found = contenders(1)["torch_checkpointing"]
-    installed = environment.version("torch_checkpointing") != "not installed"
-    assert installed or "pip install torch_checkpointing" in found.skip
-
-
-def test_states_have_the_sizes_they_claim() -> None:
-    lora = states.lora_1b(1.0)
-    assert len(lora) == 224
-    assert round(states.total_bytes(lora, torch.bfloat16) / 1e6, 1) == 22.5
-    assert {f"async_{name}" for name in SHAPES} == set(ROW_NAMES)
 
 
 class ScriptedTrainer(Trainer):
@@ -220,11 +178,15 @@ def test_a_save_that_fails_is_heard(tmp_path: Path) -> None:
         time_save(lambda *_: upload, {}, tmp_path, trainer, Pace(1, 1), lambda _: None, lambda: 0.0)
 
 
+# Of memory that it shares with a child counts one copy only.
 BURN = """
-import sys, time
+import os, signal, sys, time
 while time.process_time() < 0.3: pass
 held = bytearray(64 << 20); held[::4096] = b"x" * (len(held) // 4096)
+child = os.fork()
+if child == 0: signal.pause()
 print("done", flush=True); sys.stdin.read()
+os.kill(child, signal.SIGKILL)
 """
 
 
@@ -244,7 +206,7 @@ def undisturbed(measure: Callable[[], int]) -> int:
     return grown
 
 
-def test_children_count(program: LimitsProgram) -> None:
+def test_children_count_and_what_they_share_counts_once(program: LimitsProgram) -> None:
     def measure() -> int:
         with MemoryWatcher(program, tree=True) as watcher:
             before = processes.cpu_seconds(without=watcher.pid)
@@ -254,41 +216,13 @@ def test_children_count(program: LimitsProgram) -> None:
             )
             assert child.stdout is not None and child.stdin is not None
             assert child.stdout.readline() == b"done\n"
+            time.sleep(0.05)  # the watcher looks every 5 ms
             grown = watcher.end() - memory
             running = processes.cpu_seconds(without=watcher.pid) - before
             assert running >= 0.3
             assert processes.cpu_seconds(without=child.pid) - before < running
             child.communicate()
             assert processes.cpu_seconds(without=watcher.pid) - before >= running  # ended, not lost
-        return grown
-
-    assert undisturbed(measure) > 60 << 20
-
-
-FORK = """
-import os, signal, sys
-held = bytearray(64 << 20); held[::4096] = b"x" * (len(held) // 4096)
-child = os.fork()
-if child == 0: signal.pause()
-print("done", flush=True); sys.stdin.read()
-os.kill(child, signal.SIGKILL)
-"""
-
-
-def test_memory_that_a_fork_shares_counts_once(program: LimitsProgram) -> None:
-    """As that of a process which is about to start a program does."""
-
-    def measure() -> int:
-        with MemoryWatcher(program, tree=True) as watcher:
-            memory = watcher.begin()
-            child = subprocess.Popen(
-                [sys.executable, "-c", FORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-            assert child.stdout is not None and child.stdin is not None
-            assert child.stdout.readline() == b"done\n"
-            time.sleep(0.05)  # the watcher looks every 5 ms
-            grown = watcher.end() - memory
-            child.communicate()
         return grown
 
     assert 60 << 20 < undisturbed(measure) < 120 << 20
