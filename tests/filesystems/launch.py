@@ -31,7 +31,8 @@ def torchrun(site: Site) -> tuple[dict[str, str], dict[str, float]]:
         given = {"PYTHONPATH": path, "SPEED_FILE": str(speeds), "RANKS_TIMEOUT": "60"}
         children.append(node.ask("run", command=command, environment=given)["id"])
     ends = [node.wait(child, limit=400) for node, child in zip(site.nodes, children, strict=True)]
-    outcome: dict[str, str] = json.loads(results.read_text()) if results.exists() else {}
+    cases = json.loads(results.read_text()) if results.exists() else {}
+    outcome = {case.removeprefix("filesystem-"): str(said) for case, said in cases.items()}
     if any("ok" not in end or end["ok"]["status"] != 0 for end in ends):
         said = [end["ok"]["output"][-1500:] if "ok" in end else told(end) for end in ends]
         parts = [file.read_text()[-1500:] for file in sorted(site.folder.glob("ranks.json.*"))]

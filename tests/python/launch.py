@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch_ckpt
 
@@ -17,20 +21,20 @@ HERE = Path(__file__).parent
 PACKAGE = Path(torch_ckpt.__file__).parents[1]
 
 
-def run_ranks(module: str, world: int, folder: Path, *, timeout: int = 240) -> dict[str, str]:
-    """Run every case of `ranks.<module>` on `world` Gloo processes.
+def run_ranks(modules: str, world: int, folder: Path, *, timeout: int = 600) -> dict[str, str]:
+    """Run every case of the modules, "saving,final", of ranks/ on `world` Gloo processes.
 
-    Returns {case: "ok" or what went wrong}. `folder` is shared by the cases, and by launches that
+    Returns {"saving-case": "ok" or what went wrong}. `folder` is shared by the cases, and by launches that
     are given the same one. Fails with the output of all ranks if no result came.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    results = folder / f"{module}-{world}.json"
+    results = folder / f"{modules}-{world}.json"
     path = os.pathsep.join([str(PACKAGE), str(HERE), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
-        *("--nproc-per-node", str(world), "-m", "ranks.run", module, str(folder), str(results)),
+        *("--nproc-per-node", str(world), "-m", "ranks.run", modules, str(folder), str(results)),
     ]
     done = subprocess.run(
         command,
@@ -45,11 +49,55 @@ def run_ranks(module: str, world: int, folder: Path, *, timeout: int = 240) -> d
     failed = sorted(folder.glob(f"{results.name}.*"))
     output = "\n".join([*(f"{file.name}\n{file.read_text()}" for file in failed), output])
     if not results.exists():
-        raise RuntimeError(f"{module} on {world} ranks ended with {done.returncode}:\n{output}")
+        raise RuntimeError(f"{modules} on {world} ranks ended with {done.returncode}:\n{output}")
     outcome: dict[str, str] = json.loads(results.read_text())
     if done.returncode != 0:
         outcome.setdefault("", f"ended with {done.returncode}:\n{output}")
     return outcome
+
+
+class Warm:
+    """warm.py, which has imported torch for all that it runs."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(PACKAGE), str(HERE), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "warm.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        )
+        atexit.register(self._process.communicate)
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def start(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        output: Path,
+        errors: Path | None = None,
+    ) -> int:
+        """The process id of a run of a script, whose output goes to files."""
+        words = [str(HERE / argv[0]), *argv[1:]]
+        files = {"output": str(output), "errors": errors and str(errors)}
+        return int(self._ask({"argv": words, "environment": dict(environment), **files}))
+
+    def wait(self, pid: int, limit: float = 120) -> int:
+        """The exit status; a script that does not end in time is killed."""
+        status = self._ask({"wait": pid, "limit": limit})
+        assert status is not None, "a script hung"
+        return int(status)
+
+
+@functools.cache
+def warm() -> Warm:
+    return Warm()
 
 
 def run_scripts(
@@ -62,26 +110,19 @@ def run_scripts(
     ends all when one has ended. `environments`: what is special about ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / script), *arguments],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                **(environments or {}).get(rank, {}),
-            },
-        )
-        for rank in range(world)
-    ]
-    try:
-        return [(rank.wait(120), rank.communicate()[0]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+        port = str(free.getsockname()[1])
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(world)]
+        pids = [
+            warm().start(
+                [script, *arguments],
+                {**job, "RANK": str(rank), **(environments or {}).get(rank, {})},
+                outputs[rank],
+            )
+            for rank in range(world)
+        ]
+        statuses = [warm().wait(pid) for pid in pids]
+        return [
+            (status, output.read_text()) for status, output in zip(statuses, outputs, strict=True)
+        ]

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launch import warm
 
 import torch_ckpt
-
-HERE = Path(__file__).parent
-PACKAGE = Path(torch_ckpt.__file__).parents[1]
 
 # A trainer: rank `rank` of `world`, in the Gloo group of `folder`; `save` is slow.
 PRELUDE = """
@@ -58,35 +56,26 @@ class Trainer:
         # A process that saves imports the main module again.
         body = textwrap.indent(textwrap.dedent(program), "    ")
         path.write_text(f"{PRELUDE}\ndef main():\n{body}\nif __name__ == '__main__':\n    main()\n")
-        self.process = subprocess.Popen(
-            [sys.executable, str(path), str(folder), str(rank), str(world)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(PACKAGE),
-                "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": "127.0.0.1",
-            },
-        )
+        self.files = [folder / f"{name}-{rank}" for name in ("output", "errors")]
+        words = [str(path), str(folder), str(rank), str(world)]
+        self.pid = warm().start(words, {"MASTER_ADDR": "127.0.0.1"}, *self.files)
+        self.heard = 0
 
     def wait_for(self, line: str) -> None:
-        assert self.process.stdout is not None
-        for said in self.process.stdout:
-            if said.strip() == line:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            said = self.files[0].read_text() if self.files[0].exists() else ""
+            found = said.find(f"{line}\n", self.heard)
+            if found >= 0:
+                self.heard = found + len(line)
                 return
-        raise AssertionError(f"it never said {line!r}: {self.process.communicate()[1]}")
+            time.sleep(0.005)
+        raise AssertionError(f"it never said {line!r}: {self.files[1].read_text()}")
 
-    def end(self, timeout: float = 60) -> tuple[int, str]:
+    def end(self, limit: float = 60) -> tuple[int, str]:
         """Exit status and output."""
-        try:
-            out, err = self.process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            out, err = self.process.communicate()
-            raise AssertionError(f"it hangs:\n{out}\n{err}") from None
-        return self.process.returncode, out + err
+        status = warm().wait(self.pid, limit)
+        return status, "".join(file.read_text() for file in self.files)
 
 
 def loads(path: Path, value: int) -> bool:
@@ -136,7 +125,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, program)
     for _ in range(2):
         trainer.wait_for("waiting")
-        trainer.process.send_signal(signal.SIGINT)
+        os.kill(trainer.pid, signal.SIGINT)
         trainer.wait_for("interrupted")
     status, said = trainer.end()
     assert status == 0, said

@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 from launch import run_ranks
-from ranks import (
-    agreements,
-    asynchronous,
-    consolidation,
-    directories,
-    final,
-    frameworks,
-    reshard,
-    saving,
-    sharding,
-)
 
-MODULES = {
-    "agreements": agreements,
-    "sharding": sharding,
-    "saving": saving,
-    "asynchronous": asynchronous,
-    "consolidation": consolidation,
-    "directories": directories,
-    "final": final,
-    "frameworks": frameworks,
-    "reshard": reshard,
-}
-# In this order: the launches of "reshard" load what the ones before have saved.
+# Modules that run one after the other in one launch, and how many ranks. In this order: the later
+# launches of "reshard" load what the first has saved.
 LAUNCHES = [
-    ("agreements", 3),
-    ("sharding", 4),
-    ("saving", 2),
-    ("saving", 4),
-    ("asynchronous", 2),
-    ("consolidation", 2),
-    ("consolidation", 4),
-    ("directories", 2),
-    ("final", 4),
-    ("frameworks", 4),
-    ("reshard", 4),
-    ("reshard", 2),
-    ("reshard", 3),
+    ("sharding,saving,consolidation,final,frameworks,reshard", 4),
+    ("saving,asynchronous,consolidation,directories,empty_tensors,reshard", 2),
+    ("agreements,reshard", 3),
     ("reshard", 1),
 ]
 # What the others nearly cover, and more ranks than there are cores: ./dev campaign runs them.
@@ -61,27 +31,28 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("ranks")
     done: dict[tuple[str, int], dict[str, str]] = {}
 
-    def outcome(module: str, world: int) -> dict[str, str]:
-        if (module, world) not in done:
-            done[module, world] = run_ranks(module, world, folder)
-        return done[module, world]
+    def outcome(modules: str, world: int) -> dict[str, str]:
+        if (modules, world) not in done:
+            done[modules, world] = run_ranks(modules, world, folder)
+        return done[modules, world]
 
     return outcome
 
 
 @pytest.mark.parametrize(
-    ("module", "world", "case"),
+    ("modules", "world", "case"),
     [
         pytest.param(
-            *(module, world, case),
+            *(modules, world, f"{module}-{case}"),
             id=f"{module}-{world}-{case}",
-            marks=[pytest.mark.campaign] if (module, world) in CAMPAIGN else [],
+            marks=[pytest.mark.campaign] if (modules, world) in CAMPAIGN else [],
         )
-        for module, world in LAUNCHES + CAMPAIGN
-        for case in MODULES[module].CASES
+        for modules, world in LAUNCHES + CAMPAIGN
+        for module in modules.split(",")
+        for case in importlib.import_module(f"ranks.{module}").CASES
     ],
 )
-def test_case(results: Any, module: str, world: int, case: str) -> None:
-    outcome = results(module, world)
+def test_case(results: Any, modules: str, world: int, case: str) -> None:
+    outcome = results(modules, world)
     assert case in outcome, outcome.get("", "the launch ended before this case")
     assert outcome[case] == "ok", outcome[case]

@@ -1,7 +1,7 @@
-"""python -m ranks.run MODULE FOLDER RESULTS: one rank of a launch of the cases of a module.
+"""python -m ranks.run MODULES FOLDER RESULTS: one rank of a launch of the cases of some modules.
 
-A module's CASES are functions of a Context. Every case starts after a barrier; what any rank raised
-is its result.
+MODULES are names with commas between them. A module's CASES are functions of a Context. Every case
+starts after a barrier; what any rank raised is its result, by the name MODULE-CASE.
 """
 
 from __future__ import annotations
@@ -72,18 +72,22 @@ def raised(call: Callable[[], Any], *texts: str) -> BaseException:
 
 
 def main() -> int:
-    module, folder, results = sys.argv[1:]
+    modules, folder, results = sys.argv[1:]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    table: dict[str, Case] = importlib.import_module(f"ranks.{module}").CASES
+    table: dict[str, Case] = {
+        f"{module}-{name}": function
+        for module in modules.split(",")
+        for name, function in importlib.import_module(f"ranks.{module}").CASES.items()
+    }
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     outcome: dict[str, str] = {}
     only = os.environ.get("ONLY_CASE")
     for name, function in table.items():
-        if only and name != only:
+        if only and only not in name:
             continue
-        own = Path(folder) / f"{module}-{name}-{world}"
+        own = Path(folder) / f"{name}-{world}"
         if rank == 0:
             own.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(0)

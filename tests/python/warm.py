@@ -1,0 +1,78 @@
+"""python warm.py: runs scripts in children of one process, so that torch is imported once.
+
+This process never loads the core: it refuses to work in children of a process that has. Requests
+and answers are JSON, one per line:
+
+    {"argv": [script, ...], "environment": {...}, "output": path}  ->  process id of the child
+    {"wait": process id, "limit": seconds}  ->  exit status, as subprocess has it, or null: killed
+
+"errors" may be another path; else standard error is this process's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what torch.compiler.disable needs: most of an import's time
+import torch.distributed.tensor
+
+# All that the children need, but nothing that loads the core.
+import torch_ckpt.consolidate
+import torch_ckpt.dcp.plan.stock_planner
+import torch_ckpt.dcp.save.write_files  # noqa: F401
+
+
+def run(request: dict[str, Any]) -> None:
+    """The script's own process, which ends as the script does."""
+    os.environ.update(request["environment"])
+    out = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(out, 1)
+    if request["errors"]:
+        os.dup2(os.open(request["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 2)
+    sys.argv = request["argv"]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def wait(pid: int, limit: float) -> int | None:
+    end = time.monotonic() + limit
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return None
+        time.sleep(0.005)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            answer = wait(request["wait"], request["limit"])
+        else:
+            if "libtorch_ckpt_core" in Path("/proc/self/maps").read_text():
+                raise RuntimeError("the parent must not load the core")
+            answer = os.fork()
+            if answer == 0:
+                run(request)
+                return
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
