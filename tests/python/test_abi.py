@@ -173,19 +173,6 @@ def test_exports() -> None:
     assert symbols(EXT, "--defined-only") == set()
 
 
-def test_core_loads_without_torch() -> None:
-    code = (
-        "import ctypes, sys\n"
-        f"library = ctypes.CDLL({str(CORE)!r})\n"
-        "assert 'torch' not in sys.modules\n"
-        "print('loaded')\n"
-    )
-    out = subprocess.run(
-        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False
-    )
-    assert (out.returncode, out.stdout.strip()) == (0, "loaded"), out.stderr
-
-
 def test_both_libraries_load_only_once() -> None:
     """A second registration of the namespace would end the process."""
     code = "import importlib, torch_ckpt._ext as ext; importlib.reload(ext); print('alive')"

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from sample_states import FAILED, assert_same, load_ours
 from torch.distributed.checkpoint.staging import (
@@ -24,14 +23,6 @@ import torch_ckpt
 from torch_ckpt import HuggingFaceStorageWriter
 
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3, dtype=torch.bfloat16)}
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Any:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 STAGERS: dict[str, Any] = {

@@ -16,6 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
+from test_checkpoint import flip
 
 import torch_ckpt
 from torch_ckpt.cli import cli
@@ -39,12 +40,6 @@ def path(saved: Path, tmp_path: Path) -> Path:
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
-
-
-def flip(file: Path, at: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(data)
 
 
 def test_inspect(path: Path) -> None:

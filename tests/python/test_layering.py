@@ -84,6 +84,20 @@ def direct_io_breaches(file: str, text: str) -> Iterator[str]:
             yield f"{found[0]}: the way that bytes go is decided in os"
 
 
+# The thread sanitizer leaves out the tests of these rooms (cmake/Tests.cmake).
+THREADLESS_ROOMS = ("base", "format", "plan")
+THREADS = re.compile(
+    r"#\s*include\s*(<thread>|<future>|<pthread[.]h>|\"runtime/workers)|std::j?thread\b"
+)
+
+
+def thread_breaches(room: str, text: str) -> Iterator[str]:
+    """What a file of `room`, or of its tests, says of threads and must not."""
+    if room in THREADLESS_ROOMS:
+        for found in THREADS.finditer(text):
+            yield f"{found[0]}: {room} starts no threads"
+
+
 def include_breaches(room: str, text: str) -> Iterator[str]:
     """What the #include lines of a file in `csrc/<room>` break, in words."""
     for bracket, name in INCLUDE.findall(text):
@@ -198,6 +212,18 @@ def test_no_room_includes_a_later_one() -> None:
     ]
     assert core_sources(), "no sources found"
     assert not breaches, "\n".join(breaches)
+
+
+def test_rooms_without_threads_start_none() -> None:
+    tests = sorted((ROOT / "tests/cpp").glob("*.cc"))
+    breaches = [
+        f"{path.relative_to(ROOT)}: {breach}"
+        for path in core_sources() + tests
+        for breach in thread_breaches(
+            path.name.partition("_")[0] if path in tests else room_of(path), path.read_text()
+        )
+    ]
+    assert breaches == []
 
 
 def test_every_source_lies_in_a_room() -> None:
@@ -342,6 +368,11 @@ CHECKED = [
     (list(direct_io_breaches("engine/x.cc", "open(path, O_RDONLY | O_DIRECT);\n")), True),
     (list(direct_io_breaches("engine/x.cc", "bool direct_io = true;  // direct I/O\n")), False),
     (list(direct_io_breaches("os/x.cc", "O_DIRECT\n")), False),
+    (list(thread_breaches("plan", "#include <thread>\n")), True),
+    (list(thread_breaches("format", '#include "runtime/workers.h"\n')), True),
+    (list(thread_breaches("base", "std::jthread t(f);\n")), True),
+    (list(thread_breaches("engine/read", "#include <thread>\n")), False),
+    (list(thread_breaches("plan", "// for one thread\n#include <vector>\n")), False),
     (list(include_breaches("os", '#include "plan/runs.h"\n')), True),
     (list(include_breaches("os", '  #  include "ops/register.h"\n')), True),
     (list(include_breaches("plan", '#include "base/box.h"\n#include <vector>\n')), False),

@@ -86,14 +86,6 @@ def test_stock_planner_is_wrong_where_ours_is_not():
     assert torch.equal(Storage().save([strided(full)] * 2).whole("w"), full)
 
 
-@pytest.mark.parametrize("placements", [[Shard(0)], [Shard(1)], [Replicate()]], ids=str)
-def test_dtensor_without_elements_is_not_lost(placements):
-    states = [lambda: {"w": dtensor(torch.zeros(0, 4), (2,), placements)}] * 2
-    storage = Storage().save(states)
-    assert storage.metadata.state_dict_metadata["w"].size == (0, 4)
-    assert storage.load(lambda: {"w": torch.ones(0, 4)})["w"].shape == (0, 4)
-
-
 def test_partial_placement_is_refused_by_name():
     def state():
         mesh = init_device_mesh("cpu", (2,))

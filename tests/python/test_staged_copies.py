@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from async_writers import BLOCKING
 from sample_states import FAILED
-from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -18,8 +18,6 @@ import torch_ckpt
 from torch_ckpt import PerRank, PinnedMemoryStager
 from torch_ckpt.dcp.stage.staged_state import StagedState
 from torch_ckpt.torch_private import LocalShardsWrapper
-
-BLOCKING = StagingOptions(False, False, False, False)
 
 
 def stage(state: dict[str, Any]) -> StagedState:

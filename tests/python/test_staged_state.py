@@ -8,14 +8,13 @@ import dataclasses
 import itertools
 import pickle
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from async_writers import BLOCKING
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from wrapped_tensor import Wrapped
@@ -23,8 +22,6 @@ from wrapped_tensor import Wrapped
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
 from torch_ckpt.dcp.stage.staged_state import StagedState
-
-BLOCKING = StagingOptions(False, False, False, False)
 
 
 def stage(state: dict[str, Any]) -> dict[str, Any]:
@@ -170,24 +167,16 @@ def test_wrappers_are_staged_by_what_is_inside() -> None:
     assert staged.inner.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_dtensors_keep_their_layout(tmp_path: Path) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        whole = torch.arange(12.0).view(4, 3)
-        tensor = distribute_tensor(whole.clone(), mesh, [Shard(0)])
-        staged = stage({"w": tensor})["w"]
-        tensor._local_tensor.zero_()
-        assert type(staged) is DTensor
-        assert staged.placements == (Shard(0),)
-        assert staged.device_mesh is mesh
-        assert torch.equal(staged.full_tensor(), whole)
-    finally:
-        torch.distributed.destroy_process_group()
+def test_dtensors_keep_their_layout(group: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    whole = torch.arange(12.0).view(4, 3)
+    tensor = distribute_tensor(whole.clone(), mesh, [Shard(0)])
+    staged = stage({"w": tensor})["w"]
+    tensor._local_tensor.zero_()
+    assert type(staged) is DTensor
+    assert staged.placements == (Shard(0),)
+    assert staged.device_mesh is mesh
+    assert torch.equal(staged.full_tensor(), whole)
 
 
 def test_views_of_other_element_sizes() -> None:

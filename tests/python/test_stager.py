@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from async_writers import BLOCKING, MIB, FailingWriter, memory
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 
@@ -22,15 +23,8 @@ import torch_ckpt
 from torch_ckpt import HuggingFaceStorageWriter, PinnedMemoryStager, _core
 from torch_ckpt.dcp.stage.staged_state import StagedState
 
-BLOCKING = StagingOptions(False, False, False, False)
-MIB = 1 << 20
 # Whatever pytest makes of warnings: stock says that there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def memory() -> dict[str, int]:
-    stats: dict[str, int] = _core.call({"op": "arena", "snapshots": True})
-    return stats
 
 
 @pytest.fixture(autouse=True)
@@ -258,11 +252,6 @@ def test_two_hundred_saves_leave_nothing_behind(tmp_path: Path, config: StagingO
     assert saves(200) == before
     assert resident_bytes() - resident < 8 * MIB
     stager.close()
-
-
-class FailingWriter(HuggingFaceStorageWriter):
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        raise OSError(5, "broken disk")
 
 
 def test_a_save_that_is_over_has_no_memory(tmp_path: Path) -> None:

@@ -415,12 +415,6 @@ def test_other_options(
     assert_same(load_ours(tmp_path / "c", STATE), STATE)
 
 
-def test_mapping_that_is_no_good(tmp_path: Path) -> None:
-    for mapping in ({"w": 0, "b": 1}, {"w": -1, "b": 1}):
-        with pytest.raises(FAILED, match="index|mapping"):
-            save(STATE, HuggingFaceStorageWriter(tmp_path / "c", mapping))
-
-
 def test_empty_state(tmp_path: Path) -> None:
     save({}, HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True))
     target: dict[str, Any] = {}
