@@ -240,7 +240,7 @@ def test_summary_per_tensor_subtracts_the_limit_of_the_same_round() -> None:
         (row,) = summarise(records)
         ours = next(contender for contender in row.contenders if contender.role == "ours")
         assert dataclasses.astuple(ours.speed) == speed
-        assert bool(ours.of_limit) == bool(limit)
+        assert bool(ours.of_limit) == bool(limit) and ours.cpu == 500.0
 
 
 def test_report_shows_every_contender_and_every_reason() -> None:

@@ -64,9 +64,7 @@ def same(a, b):
             return False
         raw = [t.detach().resolve_conj().resolve_neg() for t in (a, b)]
         raw = [torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in raw]
-        return bytes(raw[0].flatten().view(torch.uint8)) == bytes(
-            raw[1].flatten().view(torch.uint8)
-        )
+        return torch.equal(*(t.flatten().view(torch.uint8) for t in raw))
     if isinstance(a, (np.ndarray, np.generic)):
         return (
             a.dtype == b.dtype
