@@ -74,10 +74,6 @@ class WriteFromDeviceTest : public EngineTest {
   std::map<std::string, std::string> expected_;
 };
 
-std::string RandomBytes(size_t size, uint32_t seed) {
-  return MakeArray(Dtype::kU8, {static_cast<int64_t>(size)}, seed).bytes;
-}
-
 TEST_F(WriteFromDeviceTest, HostAndDeviceMemoryInOneFile) {
   const std::string large = RandomBytes(2 * kPieceBytes + 4096 + 7, 1);
   const std::string host = RandomBytes(5000, 2);

@@ -8,12 +8,6 @@
 namespace torch_ckpt {
 namespace {
 
-std::string RandomText(std::mt19937* random, size_t size) {
-  std::string text(size, '\0');
-  for (char& c : text) c = static_cast<char>((*random)());
-  return text;
-}
-
 std::vector<uint32_t> DigestsOf(std::string_view bytes) {
   std::vector<uint32_t> digests;
   for (size_t at = 0; at < bytes.size(); at += kSegmentBytes) {
@@ -26,7 +20,7 @@ std::vector<uint32_t> DigestsOf(std::string_view bytes) {
 
 TEST(SegmentDigester, AnySplitGivesTheDigestsOfTheSegments) {
   std::mt19937 random(3);
-  const std::string bytes = RandomText(&random, 3 * kSegmentBytes + 12345);
+  const std::string bytes = RandomBytes(3 * kSegmentBytes + 12345, 4);
   for (int round = 0; round < 20; ++round) {
     std::vector<uint32_t> digests(4, 0);
     SegmentDigester digester(digests.data(), 0);
@@ -53,7 +47,7 @@ TEST(FillBuffer, AnyOrderAndAnyWayGiveTheBytesAndTheirDigests) {
     // The buffer begins anywhere in its file.
     const uint64_t offset = random() % (2 * kSegmentBytes);
     const std::string file =
-        RandomText(&random, offset + random() % (3 * kSegmentBytes));
+        RandomBytes(offset + random() % (3 * kSegmentBytes), random());
     const std::string bytes = file.substr(offset);
     std::vector<std::pair<size_t, size_t>> parts;
     const size_t most = round % 2 == 0 ? 100'000 : 900'000;

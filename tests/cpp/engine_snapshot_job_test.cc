@@ -80,10 +80,6 @@ SourceTensor Dense(const std::string& bytes, Dims sizes, int64_t unit) {
   return source;
 }
 
-std::string RandomBytes(size_t size, uint32_t seed) {
-  return MakeArray(Dtype::kU8, {static_cast<int64_t>(size)}, seed).bytes;
-}
-
 TEST_F(StageJobTest, StandAsTheyWillInTheFile) {
   std::vector<std::string> memory;
   std::vector<SafetensorsEntry> entries;
