@@ -119,13 +119,11 @@ target_include_directories(core_tests PRIVATE csrc)
 target_link_libraries(
   core_tests PRIVATE torch_ckpt_options nlohmann_headers GTest::gtest
                      GTest::gtest_main Threads::Threads ${CMAKE_DL_LIBS})
-# Most of what building takes are tests: they share headers, need no speed, and
-# it is not them that are tested for undefined behaviour.
+# Much of what building takes are tests: they share headers, need no speed, and it
+# is not them that are tested for undefined behaviour.
+target_compile_options(core_tests PRIVATE -O0)
 if(TORCH_CKPT_SANITIZE)
-  target_compile_options(core_tests PRIVATE -O0)
   target_compile_definitions(core_tests PRIVATE TORCH_CKPT_SANITIZED)
-else()
-  target_compile_options(core_tests PRIVATE -O1)
 endif()
 if(TORCH_CKPT_SANITIZE STREQUAL "address")
   target_compile_options(core_tests PRIVATE -fno-sanitize=undefined)

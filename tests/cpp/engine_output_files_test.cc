@@ -47,7 +47,8 @@ TEST(FillBuffer, AnyOrderAndAnyWayGiveTheBytesAndTheirDigests) {
     // The buffer begins anywhere in its file.
     const uint64_t offset = random() % (2 * kSegmentBytes);
     const std::string file =
-        RandomBytes(offset + random() % (3 * kSegmentBytes), random());
+        RandomBytes(offset + random() % (3 * kSegmentBytes),
+                    static_cast<uint32_t>(random()));
     const std::string bytes = file.substr(offset);
     std::vector<std::pair<size_t, size_t>> parts;
     const size_t most = round % 2 == 0 ? 100'000 : 900'000;
