@@ -17,7 +17,9 @@ class Page:
 
 
 PAGES = {
-    "save": Page("saves, and the machine's limits", ("limits", "save_llama", "save_many", "save_experts")),
+    "save": Page(
+        "saves, and the machine's limits", ("limits", "save_llama", "save_many", "save_experts")
+    ),
     "load": Page(
         "loads",
         (

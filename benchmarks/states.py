@@ -75,9 +75,7 @@ def small_tensors(scale: float) -> Shapes:
 
     ``scale`` takes away tensors.
     """
-    return {
-        f"model.layer_{i // 20}.weight_{i % 20}": (4096,) for i in range(scaled(20_000, scale))
-    }
+    return {f"model.layer_{i // 20}.weight_{i % 20}": (4096,) for i in range(scaled(20_000, scale))}
 
 
 def nested(flat: State) -> dict[str, dict[str, State]]:
