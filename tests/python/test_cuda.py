@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import torch_ckpt
 import torch_ckpt._ext
-from torch_ckpt.dcp.save import rank_write, write_files
+from torch_ckpt.dcp.save import write_files
 
 State = dict[str, torch.Tensor]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -83,7 +83,7 @@ def test_a_bucket_of_copies_is_written_at_once(
     calls: list[int] = []
 
     def as_copies(*args: Any) -> write_files.TensorColumns:
-        columns = write_files.collect_tensors(*args)
+        columns = collect(*args)
         columns.gathered = "t0" not in columns.fqns  # as if only that one were contiguous
         return columns
 
@@ -91,8 +91,8 @@ def test_a_bucket_of_copies_is_written_at_once(
         calls.append(len(sources))
         return write(sources, *args)
 
-    write = torch_ckpt._ext.write
-    monkeypatch.setattr(rank_write, "collect_tensors", as_copies)
+    write, collect = torch_ckpt._ext.write, write_files.collect_tensors
+    monkeypatch.setattr(write_files, "collect_tensors", as_copies)
     monkeypatch.setattr(torch_ckpt._ext, "write", counted)
     save(state, tmp_path / "saved", fqn_to_index_mapping=mapping)
     assert calls == [4, 2]

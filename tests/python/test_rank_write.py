@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_ckpt
 from torch_ckpt import ConflictError
-from torch_ckpt.dcp.save import rank_write
+from torch_ckpt.dcp.save import write_files
 from torch_ckpt.dcp.save.commit import RankReport, commit_request
 
 
@@ -21,7 +21,7 @@ def test_kernels_that_are_queued_are_waited_for_before_the_write(
 ) -> None:
     """The engine reads on streams of its own; without a GPU the order of the calls must do."""
     calls: list[str] = []
-    write = rank_write._ext.write
+    write = write_files._ext.write
 
     class Event:
         def synchronize(self) -> None:
@@ -35,8 +35,8 @@ def test_kernels_that_are_queued_are_waited_for_before_the_write(
         calls.append("written")
         return write(*arguments)
 
-    monkeypatch.setattr(rank_write, "queued_kernels", queued_kernels)
-    monkeypatch.setattr(rank_write._ext, "write", writing)
+    monkeypatch.setattr(write_files, "queued_kernels", queued_kernels)
+    monkeypatch.setattr(write_files._ext, "write", writing)
     state = {"a": torch.ones(3), "b": torch.ones(5)}
     torch_ckpt.save(state, checkpoint_id=tmp_path / "c", layout=layout)
     assert calls == ["[3, 5]", "waited", "waited", "written"]

@@ -81,7 +81,7 @@ class TensorReader:
         indirect: list[_Request] = []
         for item in items:
             fqn = item.storage_index.fqn
-            target = values.get(item.dest_index.fqn)
+            target: Any = values.get(item.dest_index.fqn)
             if type(target) not in PLAIN_TENSORS or target.shape != item.lengths:
                 target = planner.resolve_tensor(item)
                 if target.shape != item.lengths:

@@ -33,8 +33,7 @@ from torch_ckpt.dcp.save.final_layout import (
     final_tensors,
 )
 from torch_ckpt.dcp.save.parts import Part, check_supported, part_of
-from torch_ckpt.dcp.save.rank_write import RankWrite
-from torch_ckpt.dcp.save.write_files import check_item
+from torch_ckpt.dcp.save.write_files import RankWrite, check_item
 from torch_ckpt.dcp.saves import Phases
 from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError, with_rank
 from torch_ckpt.extras import extra_files
