@@ -84,6 +84,26 @@ def direct_io_breaches(file: str, text: str) -> Iterator[str]:
             yield f"{found[0]}: the way that bytes go is decided in os"
 
 
+MOST_LINES = 60  # of a function of the engine
+FUNCTION = re.compile(
+    r"^((?:  )?)(?!(?:namespace|class|struct|enum|union)\b)[\w~][^;{}]*?\)[^;{}()]*\{\n",
+    re.MULTILINE,
+)
+
+
+def long_functions(file: str, text: str) -> Iterator[str]:
+    """The functions of `file`, a path below csrc, that are too long. clang-format has set them: a
+    function ends with a brace as far from the margin as its first line."""
+    if not file.startswith("engine/"):
+        return
+    text = re.sub(r"^(?: *\w+:|.*//.*)$", "", text, flags=re.MULTILINE)  # labels and comments
+    for found in FUNCTION.finditer(text):
+        end = text.find(f"\n{found[1]}}}", found.end() - 1)
+        lines = text.count("\n", found.start(), end) + 2
+        if lines > MOST_LINES:
+            yield f"{found[0].split('(')[0].strip()} has {lines} lines, {MOST_LINES} are allowed"
+
+
 # Only runtime/workers starts threads, and only from the engine on is it used: cmake/Tests.cmake goes
 # by that where it leaves out tests that show nothing under the thread sanitizer.
 THREADS = re.compile(
@@ -353,6 +373,17 @@ def test_direct_io_is_decided_in_os() -> None:
     assert breaches == []
 
 
+def test_functions_of_the_engine_are_short() -> None:
+    breaches = [
+        f"{path.relative_to(ROOT)}: {breach}"
+        for path in core_sources()
+        for breach in long_functions(str(path.relative_to(ROOT / "csrc")), path.read_text())
+    ]
+    assert breaches == []
+
+
+SHORT = "Status Run(int a,\n           int b) {\n" + "  Step();\n" * 57 + "}\n"
+LONG = SHORT.replace("}", "  Step();\n}")
 STABLE = "#include <torch/csrc/stable/library.h>\n"
 # What a checker is given, and whether it is to find something.
 CHECKED = [
@@ -372,6 +403,9 @@ CHECKED = [
     (list(thread_breaches("os/x.cc", "std::this_thread::sleep_for(wait);\n")), False),
     (list(thread_breaches("engine/x.cc", '#include "runtime/workers.h"\n')), False),
     (list(thread_breaches("runtime/workers.cc", "std::vector<std::thread> threads;\n")), False),
+    (list(long_functions("engine/x.cc", LONG)), True),
+    (list(long_functions("engine/x.cc", SHORT)), False),
+    (list(long_functions("plan/x.cc", LONG)), False),
     (list(include_breaches("os", '#include "plan/runs.h"\n')), True),
     (list(include_breaches("os", '  #  include "ops/register.h"\n')), True),
     (list(include_breaches("plan", '#include "base/box.h"\n#include <vector>\n')), False),

@@ -15,11 +15,9 @@ namespace {
 constexpr int kHeaderThreads = 4;
 constexpr size_t kMaxShownName = 100;
 
-}  // namespace
-
-Result<CatalogBuilder> CatalogOfStaged(const Directory& staging,
-                                       const CommitRequest& request,
-                                       BoxProof proof) {
+// The headers of the data files, once every file has a name of its own.
+Result<std::vector<NamedHeader>> ReadHeaders(const Directory& staging,
+                                             const CommitRequest& request) {
   std::vector<uint32_t> data;  // positions in the request
   std::set<std::string_view> names;
   for (uint32_t f = 0; f < request.files.size(); ++f) {
@@ -48,16 +46,24 @@ Result<CatalogBuilder> CatalogOfStaged(const Directory& staging,
         }
         return {};
       }));
-  TC_ASSIGN_OR_RETURN(CatalogBuilder catalog, BuildCatalog(headers, proof));
-  // Aliases, objects and paths, which headers do not know.
+  return headers;
+}
+
+Status AddAliases(const CommitRequest& request, CatalogBuilder* catalog) {
   for (const auto& [name, alias_of] : request.aliases) {
-    if (catalog.Find(alias_of) < 0) {
+    if (catalog->Find(alias_of) < 0) {
       return Incomplete("was to be an alias of '" + alias_of +
                         "', which no rank has written")
           .WithTensor(name);
     }
-    TC_RETURN_IF_ERROR(catalog.AddAlias(name, alias_of).status());
+    TC_RETURN_IF_ERROR(catalog->AddAlias(name, alias_of).status());
   }
+  return {};
+}
+
+// Of files that are no data they are looked for, too.
+Status AddObjects(const Directory& staging, const CommitRequest& request,
+                  CatalogBuilder* catalog) {
   std::map<std::string_view, uint32_t> object_files;
   for (uint32_t f = 0; f < request.files.size(); ++f) {
     const CommitFile& file = request.files[f];
@@ -83,16 +89,36 @@ Result<CatalogBuilder> CatalogOfStaged(const Directory& staging,
                              std::to_string(kMaxNameBytes) + " bytes")
           .WithTensor(object.name.substr(0, kMaxShownName) + "...");
     }
-    TC_RETURN_IF_ERROR(catalog.AddObject(object.name, file->second).status());
+    TC_RETURN_IF_ERROR(catalog->AddObject(object.name, file->second).status());
   }
+  return {};
+}
+
+// The paths of all that was planned, which must be there by now.
+Status SetPaths(const CommitRequest& request, CatalogBuilder* catalog) {
   for (const auto& [name, path] : request.planned) {
-    const int64_t id = catalog.Find(name);
+    const int64_t id = catalog->Find(name);
     if (id < 0) {
       return Incomplete("was planned, and no rank has written it")
           .WithTensor(name);
     }
-    if (!path.empty()) catalog.SetPath(static_cast<uint32_t>(id), path);
+    if (!path.empty()) catalog->SetPath(static_cast<uint32_t>(id), path);
   }
+  return {};
+}
+
+}  // namespace
+
+Result<CatalogBuilder> CatalogOfStaged(const Directory& staging,
+                                       const CommitRequest& request,
+                                       BoxProof proof) {
+  TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> headers,
+                      ReadHeaders(staging, request));
+  TC_ASSIGN_OR_RETURN(CatalogBuilder catalog, BuildCatalog(headers, proof));
+  // What headers do not know.
+  TC_RETURN_IF_ERROR(AddAliases(request, &catalog));
+  TC_RETURN_IF_ERROR(AddObjects(staging, request, &catalog));
+  TC_RETURN_IF_ERROR(SetPaths(request, &catalog));
   return catalog;
 }
 

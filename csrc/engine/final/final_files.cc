@@ -149,6 +149,20 @@ Status StageFile(const Directory& staging, const FinalLayout& layout,
   return StageHeader(staging, layout.spec.staged, parsed, layout.header);
 }
 
+Status WriteList(const Directory& staging, const FinalFiles& list) {
+  TC_ASSIGN_OR_RETURN(File out,
+                      staging.OpenFile(std::string(kListName),
+                                       {.write = true, .create_new = true}));
+  const std::string text = EncodeList(list);
+  if (text.size() > kMaxListBytes) {
+    return Unsupported("the list of what ranks are to write has " +
+                       std::to_string(text.size()) + " bytes, of " +
+                       std::to_string(kMaxListBytes) + " at most");
+  }
+  TC_RETURN_IF_ERROR(out.WriteAll(AsBytes(text), 0));
+  return out.Close();
+}
+
 }  // namespace
 
 Result<const FinalBand*> FinalFiles::BandOf(FinalPlace tensor,
@@ -289,17 +303,7 @@ Result<FinalFiles> StageFinalFiles(const Directory& staging,
     list.files.push_back(
         {name, layout->spec.staged, layout->spec.id, layout->spec.bytes});
   }
-  TC_ASSIGN_OR_RETURN(File out,
-                      staging.OpenFile(std::string(kListName),
-                                       {.write = true, .create_new = true}));
-  const std::string text = EncodeList(list);
-  if (text.size() > kMaxListBytes) {
-    return Unsupported("the list of what ranks are to write has " +
-                       std::to_string(text.size()) + " bytes, of " +
-                       std::to_string(kMaxListBytes) + " at most");
-  }
-  TC_RETURN_IF_ERROR(out.WriteAll(AsBytes(text), 0));
-  TC_RETURN_IF_ERROR(out.Close());
+  TC_RETURN_IF_ERROR(WriteList(staging, list));
   return list;
 }
 
