@@ -119,6 +119,17 @@ def look(_: Any) -> tuple[int, list[int]]:
     return len(os.listdir("/proc/self/fd")), mappings()
 
 
+def attributes_of(state: StagedState) -> list[dict[str, Any]]:
+    return [vars(tensor) for tensor in state.values()]
+
+
+def test_attributes_of_tensors_cross(other: Other) -> None:
+    tagged, plain = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
+    tagged.axes = {"rows": [0, 1]}  # type: ignore[attr-defined]
+    staged = stage({"tagged": tagged, "plain": plain})
+    assert other.call(attributes_of, staged) == [{"axes": {"rows": [0, 1]}}, {}]
+
+
 def keep(state: StagedState) -> tuple[int, list[int], list[int]]:
     kept[:] = [state]
     kept[0]["w"][1] = 77
@@ -383,7 +394,7 @@ def test_only_regions_are_adopted() -> None:
 def test_a_place_beyond_the_region_is_an_error() -> None:
     staged = stage({"w": torch.ones(3)})
     make, (descriptor, offset, size, used, places, pickled) = crossing._reduce(staged)
-    (dtype, shape, strides, begin) = places[0]
-    wrong = [(dtype, (size,), strides, begin)]
+    dtype, shape, strides, begin, attributes = places[0]
+    wrong = [(dtype, (size,), strides, begin, attributes)]
     with pytest.raises(RuntimeError, match="storage"):
         make(descriptor, offset, size, used, wrong, pickled)

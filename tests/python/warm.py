@@ -26,8 +26,7 @@ import torch.distributed.tensor
 
 # All that the children need, but nothing that loads the core.
 import torch_ckpt.consolidate
-import torch_ckpt.dcp.plan.stock_planner
-import torch_ckpt.dcp.save.write_files  # noqa: F401
+import torch_ckpt.dcp.plan.planners  # noqa: F401
 
 
 def run(request: dict[str, Any]) -> None:

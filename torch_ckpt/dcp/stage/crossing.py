@@ -39,8 +39,9 @@ def is_expected() -> bool:
     return _expected
 
 
-# Of a tensor in a region: dtype, sizes, strides and storage offset, in elements.
-_Place = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int | torch.SymInt]
+# Of a tensor in a region: dtype, sizes, strides and storage offset, in elements; and attributes,
+# which are plain data by now.
+_Place = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int | torch.SymInt, dict[str, Any]]
 
 
 class _Pickler(reduction.ForkingPickler):
@@ -88,8 +89,8 @@ def pack(state: StagedState) -> None:
     pickler = _Pickler(buffer, region)
     pickler.dump(dict(state))
     places: list[_Place] = [
-        (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-        for tensor in pickler.tensors
+        (each.dtype, tuple(each.shape), each.stride(), each.storage_offset(), vars(each))
+        for each in pickler.tensors
     ]
     state.packed = (places, buffer.getvalue())
 
@@ -116,11 +117,13 @@ def _receive(
     finally:
         os.close(fd)
     storage = region.memory.untyped_storage()
-    tensors = [
+    tensors = []
+    for dtype, shape, strides, begin, attributes in places:
         # Beyond the region's end this raises.
-        torch.empty(0, dtype=dtype, device="cpu").set_(storage, begin, shape, strides)
-        for dtype, shape, strides, begin in places
-    ]
+        tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, begin, shape, strides)
+        if attributes:
+            tensor.__dict__.update(attributes)
+        tensors.append(tensor)
     state = StagedState(_Unpickler(pickled, tensors).load())
     state.lies_in(region, tensors)
     return state
