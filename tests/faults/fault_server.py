@@ -25,8 +25,7 @@ import torch._dynamo  # what torch.compiler.disable needs: most of an import's t
 
 # All that the children need, but nothing that loads the core.
 import torch_ckpt.consolidate
-import torch_ckpt.dcp.plan.stock_planner
-import torch_ckpt.dcp.save.write_files  # noqa: F401
+import torch_ckpt.dcp.plan.planners  # noqa: F401
 
 LIMIT_SECONDS = 120
 

@@ -168,8 +168,7 @@ def prepare() -> None:
     import torch.distributed.tensor
 
     import torch_ckpt.consolidate
-    import torch_ckpt.dcp.plan.stock_planner
-    import torch_ckpt.dcp.save.write_files  # noqa: F401
+    import torch_ckpt.dcp.plan.planners  # noqa: F401
 
     torch.set_num_threads(1)
 

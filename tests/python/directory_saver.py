@@ -18,8 +18,7 @@ import torch._dynamo  # what torch.compiler.disable needs: most of an import's t
 
 # Nothing that loads the core, which refuses to work in children of a process that has.
 import torch_ckpt.consolidate
-import torch_ckpt.dcp.plan.stock_planner
-import torch_ckpt.dcp.save.write_files  # noqa: F401
+import torch_ckpt.dcp.plan.planners  # noqa: F401
 
 CALLS = ("mkdir", "open", "rename", "replace", "unlink", "rmdir", "fsync")
 
