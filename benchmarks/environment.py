@@ -86,7 +86,8 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """The commit of this checkout, with a plus sign if tracked files differ from it."""
+    """The commit of this checkout, with a plus sign if tracked files differ from it, but for pages
+    of figures: one run after the other writes these."""
 
     def git(*words: str) -> str | None:
         try:
@@ -98,4 +99,8 @@ def commit() -> str:
     head = git("rev-parse", "--short", "HEAD")
     if not head:
         return "unknown"
-    return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    differing = git(
+        *("status", "--porcelain", "--untracked-files=no", "--", "."),
+        ":(exclude)docs/benchmark_results_*.md",
+    )
+    return head + ("+" if differing else "")

@@ -18,7 +18,7 @@ from torch_ckpt import _core
 from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
 from torch_ckpt.jobs import Job, OpenedCheckpoint, SaveSession
 from torch_ckpt.options import local_path
-from torch_ckpt.progress import Progress, run_job
+from torch_ckpt.progress import Progress, told
 
 T = TypeVar("T")
 
@@ -217,9 +217,9 @@ class Checkpoint:
         replaces the checkpoint meanwhile.
 
         workers: threads. progress: called with bytes done and bytes in all, about ten times a
-        second. direct_io: False reads through the page cache. Raises CorruptError that names the
-        file and the bytes; UnsupportedError for a directory without a manifest, which has no
-        digests; and what `describe` raises.
+        second, on another thread. direct_io: False reads through the page cache. Raises
+        CorruptError that names the file and the bytes; UnsupportedError for a directory without a
+        manifest, which has no digests; and what `describe` raises.
         """
 
         def once() -> VerifyReport:
@@ -231,7 +231,8 @@ class Checkpoint:
                     "direct_io": direct_io,
                     "job": job.id,
                 }
-                answer = run_job(job, lambda: _core.call(request), progress)
+                with told(job, progress):
+                    answer = job.run(lambda: _core.call(request))
             return VerifyReport(answer["files"], answer["bytes"])
 
         return look_again(once, ConflictError)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from torch_ckpt import _core
 from torch_ckpt.dtype_policy import DtypePolicy
-from torch_ckpt.errors import CancelledError
 from torch_ckpt.extras import ExtraFiles, extra_files
 from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import Job, end_session, in_thread
@@ -62,8 +61,8 @@ def consolidate_safetensors_files_on_every_rank(
 
     Work is divided by bytes, so one output file is written by all ranks. Every rank must see both
     directories. What decides over the output is as the group's rank 0 says. An error on one
-    rank is raised on all, and leaves no output. `progress` is called on rank 0, with the bytes of
-    all ranks, and on another thread where there are several.
+    rank is raised on all, and leaves no output. `progress` is called on rank 0, on another thread,
+    with the bytes of all ranks.
 
     The ranks talk through connections of their own, made once for each process group and timeout,
     so that a long merge meets no timeout of training, nor any collective. A rank that is gone is
@@ -100,7 +99,7 @@ def consolidate_safetensors_files_on_every_rank(
 
     def work() -> None:
         if ranks.size == 1:
-            merge(*make(), progress if cancel is None else _ending(cancel, progress))
+            merge(*make(), progress, cancel)
         else:
             merge_on_every_rank(make, ranks, progress, cancel)
 
@@ -120,21 +119,9 @@ class MergeFuture(Future[None]):
 
     def cancel(self) -> bool:
         """Ask it to end, on all ranks. Whether it was going on. Its result is a CancelledError
-        then, unless it is being committed already."""
+        then, unless all is written already."""
         self.wanted.set()
         return not self.done()
-
-
-def _ending(cancel: threading.Event, progress: Progress | None) -> Progress:
-    """`progress`, which ends a merge by raising once `cancel` is set."""
-
-    def ending(done: int, total: int) -> None:
-        if cancel.is_set() and not 0 < total == done:  # that is committed, or about to be
-            raise CancelledError("was cancelled")
-        if progress is not None:
-            progress(done, total)
-
-    return ending
 
 
 def merge_on_every_rank(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from torch_ckpt.jobs import MIN_WORKERS, Job, OpenedCheckpoint
 from torch_ckpt.key_mapping import KeyMapping, renamed
 from torch_ckpt.mapping import NAMINGS, Naming, checked_mapping
 from torch_ckpt.options import check_choice, local_path, parse_bytes
-from torch_ckpt.progress import Progress, run_job
+from torch_ckpt.progress import Progress, told
 
 WORKER_BYTES = 16 << 20  # that a worker leases at most: see OfExtents in engine/merge/merge_plan.cc
 MEMORY_BUDGET = "512MiB"
@@ -60,7 +61,8 @@ def consolidate_safetensors_files(
         (regular expression, replacement) pairs, of which the first that is found in a name is
         applied. All other arguments mean the new names.
     direct_io: False reads and writes through the page cache.
-    progress: called with bytes written and bytes in all, about ten times a second.
+    progress: called with bytes written and bytes in all, about ten times a second, on another
+        thread.
 
     Raises IncompleteError for a hole, ConflictError for overlapping shards, CorruptError for
     damage, OSError; they name file and tensor. Logs a warning for shapes that no file says (stock's
@@ -162,11 +164,16 @@ def _changed_dtypes(dtypes: Mapping[str, str], policy: DtypePolicy) -> dict[str,
 
 
 def merge(
-    request: MergeRequest, extras: ExtraFiles, progress: Progress | None = None
+    request: MergeRequest,
+    extras: ExtraFiles,
+    progress: Progress | None = None,
+    cancel: threading.Event | None = None,
 ) -> dict[str, Any]:
-    """The whole merge. Returns {"save_id", "files", "bytes", "hulls"} of what was written."""
-    with extras as files, Job() as job:
+    """The whole merge. Returns {"save_id", "files", "bytes", "hulls"} of what was written. Once
+    `cancel` is set, which is looked at every 0.1 s, it ends with a CancelledError, unless all is
+    written by then."""
+    with extras as files, Job() as job, told(job, progress, cancel):
         whole = {"op": "merge", "job": job.id, "extras": files, **request}
-        answer: dict[str, Any] = run_job(job, lambda: _core.call(whole), progress)
+        answer: dict[str, Any] = job.run(lambda: _core.call(whole))
     warn_of_hulls(request.opened.path, answer["hulls"])
     return answer

@@ -248,6 +248,7 @@ TEST_F(FinalFilesTest, ABoxThatIsNotInItsSpillIsFound) {
     const Status status = Assemble();
     EXPECT_EQ(status.kind(), ErrorKind::kCorrupt) << status.ToString();
     EXPECT_EQ(status.tensor(), boxes[0].tensor);
+    EXPECT_EQ(status.file(), ranks_[1].spills[0].file.spec.staged);
   }
 }
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,11 +89,10 @@ class Warm:
         files = {"output": str(output), "errors": errors and str(errors)}
         return int(self._ask({"argv": words, "environment": dict(environment), **files}))
 
-    def wait(self, pid: int, limit: float = 120) -> int:
-        """The exit status; a script that does not end in time is killed."""
-        status = self._ask({"wait": pid, "limit": limit})
-        assert status is not None, "a script hung"
-        return int(status)
+    def wait(self, pid: int, limit: float) -> int | None:
+        """The exit status; None for a script that did not end in time, and was killed."""
+        status: int | None = self._ask({"wait": pid, "limit": limit})
+        return status
 
 
 @functools.cache
@@ -122,7 +122,9 @@ def run_scripts(
             )
             for rank in range(world)
         ]
-        statuses = [warm().wait(pid) for pid in pids]
-        return [
-            (status, output.read_text()) for status, output in zip(statuses, outputs, strict=True)
-        ]
+        end = time.monotonic() + 120
+        statuses = [warm().wait(pid, max(0, end - time.monotonic())) for pid in pids]
+        said = [output.read_text() for output in outputs]
+        ended = [status for status in statuses if status is not None]
+        assert len(ended) == world, f"some hang, {statuses}:\n" + "\n".join(said)
+        return list(zip(ended, said, strict=True))

@@ -75,7 +75,9 @@ class Trainer:
     def end(self, limit: float = 60) -> tuple[int, str]:
         """Exit status and output."""
         status = warm().wait(self.pid, limit)
-        return status, "".join(file.read_text() for file in self.files)
+        said = "".join(file.read_text() for file in self.files)
+        assert status is not None, f"it hangs:\n{said}"
+        return status, said
 
 
 def loads(path: Path, value: int) -> bool:

@@ -287,6 +287,12 @@ def test_limits_program_says_what_is_wrong(program: LimitsProgram, tmp_path: Pat
         program.time("memcpy")
 
 
+def test_no_compiler_is_one_clear_line(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(LimitsError, match="need the C.. compiler no-such-compiler"):
+        LimitsProgram.build(tmp_path)
+
+
 @pytest.mark.campaign
 def test_command(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"

@@ -29,9 +29,10 @@ def demo() -> Any:
         import corpus
         import settings
         import state
+        import verify
 
         names = ModuleType("demo_parts")
-        for module in (checkpoints, corpus, settings, state):
+        for module in (checkpoints, corpus, settings, state, verify):
             setattr(names, module.__name__, module)
         yield names
     finally:
@@ -100,6 +101,17 @@ def test_only_whole_checkpoints_count(demo: Any, tmp_path: Path) -> None:
     assert parts.staging_of(parts.directory_of(tmp_path, 30)) == staging
     assert parts.staging_of(newest) is None
     assert parts.left_behind(tmp_path) == [staging]
+
+
+def test_bits_are_compared_not_values(demo: Any) -> None:
+    same_bits = demo.verify.same_bits
+    nan = torch.tensor([float("nan"), 1.0])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16))
+    assert not same_bits(torch.zeros(2), torch.zeros(1, 2))
+    names = demo.verify.different_names({"a": nan, "b": nan}, {"b": nan + 1, "c": nan})
+    assert names == ["a", "b", "c"]
 
 
 def test_batches_go_on_where_they_were(demo: Any) -> None:

@@ -92,6 +92,31 @@ def test_cancelled_without_other_ranks(tmp_path: Path, monkeypatch: pytest.Monke
     assert os.listdir(tmp_path) == ["in"]
 
 
+def test_an_error_of_the_callback_ends_a_merge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_ckpt.save({"w": torch.arange(1000)}, checkpoint_id=tmp_path / "in")
+    call = _core.call
+    raised = threading.Event()
+
+    def waiting(request: dict[str, Any]) -> Any:
+        if request["op"] == "merge":
+            assert raised.wait(20)
+            time.sleep(0.3)  # until it is cancelled
+        return call(request)
+
+    def fail(done: int, total: int) -> None:
+        raised.set()
+        raise ZeroDivisionError(threading.current_thread().name)
+
+    monkeypatch.setattr(_core, "call", waiting)
+    with pytest.raises(ZeroDivisionError, match="torch_ckpt-progress"):
+        torch_ckpt.consolidate_safetensors_files(
+            tmp_path / "in", tmp_path / "out", None, progress=fail
+        )
+    assert os.listdir(tmp_path) == ["in"]
+
+
 def test_a_cancel_that_comes_too_late_is_none(tmp_path: Path) -> None:
     torch_ckpt.save({"w": torch.arange(1000)}, checkpoint_id=tmp_path / "in")
     for number in range(10):

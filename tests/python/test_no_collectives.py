@@ -67,7 +67,7 @@ def save_rank(rank: int, path: Path, faults: str = "", *, same: bool = False) ->
     """Save this rank's tensor, "w" and its number, or just "w" if it is the same on all."""
     script = ["part_rank.py", str(rank), str(path), *(["same"] if same else [])]
     output = path.parent / "output"
-    status = warm().wait(warm().start(script, {"TORCH_CKPT_FAULTS": faults}, output))
+    status = warm().wait(warm().start(script, {"TORCH_CKPT_FAULTS": faults}, output), 120)
     output.unlink()
     assert status in (0, -9)
     return status

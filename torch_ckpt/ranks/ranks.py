@@ -105,7 +105,8 @@ class Ranks:
             InvalidArgumentError that says which.
         progress: called about five times a second, on another thread, with bytes done and bytes in
             all, of the native jobs of all ranks. What it raises ends the step.
-        cancel: once it is set on any rank, while a step runs there, all end with a CancelledError.
+        cancel: once it is set on any rank, while a step runs there, all end with a CancelledError;
+            a process by itself, where a native job of the step can still be cancelled.
 
         The error of the rank that fails first is raised on all, and cancels the native jobs of the
         others; one that is no CheckpointError or OSError is a CheckpointError there. Ctrl-C is

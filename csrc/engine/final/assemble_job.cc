@@ -181,13 +181,15 @@ class Spills {
       placement.box = InBand(box->box, band);
       if (!Inside(placement.box, rows.shape)) {
         return Corrupt("box " + placement.box.ToString() +
-                       " is not inside shape " + rows.shape.ToString());
+                       " is not inside shape " + rows.shape.ToString())
+            .WithFile(files_->files()[file].name);
       }
       TC_ASSIGN_OR_RETURN(const uint64_t bytes,
                           ByteSize(rows.dtype, placement.box.sizes));
       const auto end = CheckedAdd(box->at, bytes);
       if (!end || *end > files_->files()[file].bytes) {
-        return Corrupt("a rank has left a box behind the end of its file");
+        return Corrupt("a rank has left a box behind the end of its file")
+            .WithFile(files_->files()[file].name);
       }
       gathered->boxes.push_back(std::move(placement));
     }

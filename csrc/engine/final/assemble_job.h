@@ -20,10 +20,10 @@ struct RankFinals {
 
 // Puts the spills of all ranks in place and proves that every byte of every
 // file was written once; the boxes of gathered tensors must tile them. The
-// spills are compared with their digests. Memory: as a merge. Errors name file,
-// tensor and rank: kConflict where ranks have written by different headers or
-// have written the same bytes, kIncomplete where nobody has written some.
-// Returns the files for the commit.
+// spills are compared with their digests. Memory: as a merge. Errors name the
+// final file or the spill, and the tensor: kConflict where ranks have written
+// by different headers, which names the rank, or have written the same bytes,
+// kIncomplete where nobody has written some. Returns the files for the commit.
 Result<std::vector<CommitFile>> RunAssembleJob(
     const Directory& staging, const FinalFiles& files,
     const std::vector<RankFinals>& ranks, const OutputOptions& options,

@@ -111,7 +111,7 @@ def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
     kinds: list[tuple[str, list[int], list[Band]]] = []
     # Numbers of kinds, by what tensors share. Not by their descriptions: stock's planner makes one
     # for each tensor.
-    numbers: dict[tuple[torch.Size, str, str, int], int] = {}
+    numbers: dict[tuple[tuple[int, ...], str, str, int], int] = {}
     kind_of = []
     no_bands: list[Band] = []
     casts = bool(policy)
@@ -120,7 +120,7 @@ def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
         dtype = _dtype_name(data.properties, fqn)
         stored = policy.stored(fqn, dtype) if casts else dtype
         of_tensor = bands.get(fqn, no_bands)
-        number = numbers.setdefault((data.size, dtype, stored, id(of_tensor)), len(kinds))
+        number = numbers.setdefault((tuple(data.size), dtype, stored, id(of_tensor)), len(kinds))
         if number == len(kinds):
             packed = PACKED.get(dtype, 1)
             if packed > 1 and not data.size:
