@@ -25,10 +25,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 folder, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 
+def say(word):  # print writes the end of the line apart, and other threads between
+    os.write(1, f"{word}\\n".encode())
+
 class SlowWriter(torch_ckpt.HuggingFaceStorageWriter):
     def write_data(self, plan, planner):
-        print("writing", flush=True)
-        time.sleep(0.5)
+        say("writing")
+        time.sleep(1)
         return super().write_data(plan, planner)
 
 class FailingWriter(torch_ckpt.HuggingFaceStorageWriter):
@@ -70,13 +73,14 @@ class Trainer:
                 self.heard = found + len(line)
                 return
             time.sleep(0.005)
-        raise AssertionError(f"it never said {line!r}: {self.files[1].read_text()}")
+        status, said = self.end(0)
+        raise AssertionError(f"it ended with {status} and never said {line!r}:\n{said}")
 
     def end(self, limit: float = 60) -> tuple[int, str]:
         """Exit status and output."""
         status = warm().wait(self.pid, limit)
         said = "".join(file.read_text() for file in self.files)
-        assert status is not None, f"it hangs:\n{said}"
+        assert status is not None, f"it hung:\n{said}"
         return status, said
 
 
@@ -112,10 +116,10 @@ def test_ctrl_c(tmp_path: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     def interrupted(call):
         try:
-            print("waiting", flush=True)
+            say("waiting")
             call()
         except KeyboardInterrupt:
-            print("interrupted", flush=True)
+            say("interrupted")
     began = save(1)
     interrupted(began.result)
     assert not began.done()

@@ -11,6 +11,7 @@ and answers are JSON, one per line:
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import runpy
@@ -38,6 +39,7 @@ def run(request: dict[str, Any]) -> None:
     os.dup2(out, 1)
     if request["errors"]:
         os.dup2(os.open(request["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 2)
+    faulthandler.enable()  # a script that hangs is aborted, and says where it was
     sys.argv = request["argv"]
     sys.path[0] = os.path.dirname(sys.argv[0])
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -50,7 +52,7 @@ def wait(pid: int, limit: float) -> int | None:
         if ended:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > end:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGABRT)
             os.waitpid(pid, 0)
             return None
         time.sleep(0.005)
