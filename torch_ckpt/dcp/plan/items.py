@@ -34,7 +34,7 @@ from torch_ckpt.torch_private import create_chunk_list, create_write_items, loca
 ZEROS = tuple(torch.Size((0,) * ndim) for ndim in range(65))
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _NO_SIZE = torch.Size((0,))
-_TENSOR = LoadItemType.TENSOR  # an attribute of an Enum takes as long to get as all else of an item
+_TENSOR = LoadItemType.TENSOR  # looked up once: attributes of an Enum are slow
 
 
 class WriteItems(list[WriteItem]):
