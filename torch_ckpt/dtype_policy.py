@@ -19,6 +19,7 @@ _NAMES = {
     "F8_E4M3": ("float8_e4m3fn", "f8_e4m3", "fp8_e4m3"),
     "F8_E5M2": ("float8_e5m2", "f8_e5m2", "fp8_e5m2"),
 }
+CASTABLE = frozenset(_NAMES)  # the core casts between any two of them
 _BY_NAME = {name: dtype for dtype, names in _NAMES.items() for name in names}
 # Those that a dtype for all is for; the others (8 bits and less, integers, ...) mean what they mean
 # together with scales, or nothing else at all.

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
+#include <string_view>
 
 #include "format/dtype.h"
 
@@ -15,9 +17,15 @@ bool CanCast(Dtype from, Dtype to);
 // needs an alignment. The value of every element is that of `tensor.to(dtype)`
 // in torch 2.13: rounded to nearest, ties to even, by way of float32; what is
 // too large becomes infinite, or 448 in F8_E4M3, which has no infinity (NaN in
-// older torches). A NaN stays a NaN, of whatever bits. REQUIRES: CanCast.
-// Thread-safe.
-void CastElements(Dtype from, const std::byte* source, Dtype to,
-                  std::byte* target, size_t count);
+// older torches). A NaN stays a NaN, of whatever bits. Returns how many were
+// lost: numbers that `to` has no number for but infinity or 448, and infinity
+// where it has none. REQUIRES: CanCast. Thread-safe.
+size_t CastElements(Dtype from, const std::byte* source, Dtype to,
+                    std::byte* target, size_t count);
+// For tests: by the named implementation ("portable", "avx2", "avx512");
+// nullopt where this CPU or build does not have it.
+std::optional<size_t> CastElementsBy(std::string_view implementation,
+                                     Dtype from, const std::byte* source,
+                                     Dtype to, std::byte* target, size_t count);
 
 }  // namespace torch_ckpt

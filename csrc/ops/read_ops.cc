@@ -5,9 +5,11 @@
 //    "workers": int, "verify": bool, "direct_io": bool,
 //    "names": [fqn] or one text, a name a line,
 //    "offsets": [[int] or null], "files": {"i": name},
-//    "shared": [i] or null}
+//    "casts": {"i": dtype}, "shared": [i] or null}
 // Item i goes into targets[i]: the box of the target's size at `offsets` (null:
-// zeros) of the global tensor, or, where "files" has i, that whole file.
+// zeros) of the global tensor, or, where "files" has i, that whole file. Where
+// "casts" has i, the target's elements are of that dtype (its name in
+// safetensors), and stored ones of another are cast.
 // "shared" is there when other processes of this machine read the checkpoint as
 // well, and lists the items that they want too.
 #include "engine/read/read_job.h"
@@ -47,6 +49,23 @@ Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
   return item;
 }
 
+Status SetCasts(const Json& plan, std::vector<TargetTensor>* targets) {
+  const auto casts = plan.find("casts");
+  if (casts == plan.end() || !casts->is_object()) return {};
+  for (size_t i = 0; i < targets->size(); ++i) {
+    const auto name = casts->find(std::to_string(i));
+    if (name == casts->end()) continue;
+    TargetTensor& target = (*targets)[i];
+    target.cast_to = name->is_string() ? DtypeFromName(name->get<std::string>())
+                                       : std::nullopt;
+    if (!target.cast_to) {
+      return InvalidArgument("'casts' has no dtype for target " +
+                             std::to_string(i));
+    }
+  }
+  return {};
+}
+
 Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
            int64_t* report) {
   TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(plan));
@@ -73,6 +92,7 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
                                                  *checkpoint, targets.back()));
     read_plan.items.push_back(std::move(item));
   }
+  TC_RETURN_IF_ERROR(SetCasts(plan, &targets));
   if (read_plan.neighbours) {
     for (const Json& item : *shared) {
       if (!item.is_number_unsigned() ||

@@ -1,5 +1,6 @@
 #include <atomic>
 #include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -7,6 +8,7 @@
 
 #include "engine/read/read_job.h"
 #include "engine_test_util.h"
+#include "format/cast.h"
 #include "os_test_util.h"
 #include "plan/runs.h"
 #include "runtime/crc32c.h"
@@ -112,6 +114,101 @@ TEST_F(ReadJobTest, ItemsThatOverlap) {
     EXPECT_EQ(job.done(), job.total());
     EXPECT_EQ(report->bytes_verified > 0, verify);
   }
+}
+
+// Numbers below 2, which every float type of more than 8 bits rounds.
+Array SmallFloats(const Dims& shape, uint32_t seed) {
+  Array array = MakeArray(Dtype::kF32, shape, seed);
+  for (size_t i = 3; i < array.bytes.size(); i += 4) {
+    array.bytes[i] = static_cast<char>(array.bytes[i] & ~0x40);
+  }
+  return array;
+}
+
+Status ReadCast(const CheckpointPtr& checkpoint, const Box& box, Dtype to,
+                int workers, std::string* out) {
+  const auto bytes = static_cast<int64_t>(DtypeBits(to)) / 8;
+  out->assign(static_cast<size_t>(box.Volume() * bytes), '\x5a');
+  ReadPlan plan;
+  plan.workers = workers;
+  plan.items.push_back({"a", box, {}, 0});
+  const TargetTensor target{reinterpret_cast<std::byte*>(out->data()),
+                            box.sizes, DenseStrides(box.sizes, bytes), bytes,
+                            to};
+  Job job;
+  TC_RETURN_IF_ERROR(RunReadJob(checkpoint, plan, {target}, &job).status());
+  return job.done() == job.total() ? Status() : Internal("not all is done");
+}
+
+std::string Cast(const std::string& floats, Dtype to) {
+  const size_t count = floats.size() / 4;
+  std::string out(count * static_cast<size_t>(DtypeBits(to)) / 8, '\0');
+  CastElements(Dtype::kF32, reinterpret_cast<const std::byte*>(floats.data()),
+               to, reinterpret_cast<std::byte*>(out.data()), count);
+  return out;
+}
+
+TEST_F(ReadJobTest, TargetsOfAnotherDtype) {
+  const Array a = SmallFloats({1000, 3001}, 1);  // 11 MiB
+  ASSERT_OK(SaveAll(Path("c"), GridPieces("a", a, {2, 3})).status());
+  // One byte before it: every bound of a step or cell cuts an element.
+  std::filesystem::create_directory(Path("odd"));
+  WriteForeign(
+      Path("odd/model.safetensors"),
+      {{"0", Dtype::kU8, {1}, "x", {}}, {"a", a.dtype, a.shape, a.bytes, {}}});
+  std::mt19937 random(4);
+  for (const char* name : {"c", "odd"}) {
+    auto checkpoint = OpenCheckpoint(Path(name));
+    ASSERT_OK(checkpoint.status());
+    std::vector<Box> boxes = {Box::Whole(a.shape)};
+    for (int i = 0; i < 8; ++i) boxes.push_back(RandomBox(a.shape, 1, &random));
+    for (const Box& box : boxes) {
+      const std::string stored = BoxBytes(a, box);
+      for (const Dtype to : {Dtype::kBF16, Dtype::kF64, Dtype::kF32}) {
+        std::string out;
+        ASSERT_OK(ReadCast(*checkpoint, box, to, 3, &out));
+        EXPECT_TRUE(out == (to == a.dtype ? stored : Cast(stored, to)))
+            << name << " " << box.ToString() << " " << DtypeName(to);
+      }
+    }
+  }
+}
+
+TEST_F(ReadJobTest, CastsThatLoseValuesAndTargetsThatDoNotFit) {
+  Array a = SmallFloats({3, 50}, 1);
+  const float large = 70000;
+  std::memcpy(a.bytes.data() + 4 * 120, &large, sizeof large);
+  ASSERT_OK(SaveAll(Path("c"), GridPieces("a", a, {3, 1})).status());
+  auto checkpoint = OpenCheckpoint(Path("c"));
+  ASSERT_OK(checkpoint.status());
+  std::string out;
+  const Status lost =
+      ReadCast(*checkpoint, Box::Whole(a.shape), Dtype::kF16, 2, &out);
+  EXPECT_EQ(lost.kind(), ErrorKind::kInvalidArgument);
+  EXPECT_NE(lost.ToString().find("'a'"), std::string::npos) << lost.ToString();
+  EXPECT_NE(lost.ToString().find("1 values stored as F32"), std::string::npos)
+      << lost.ToString();
+  EXPECT_OK(ReadCast(*checkpoint, {{0, 0}, {2, 50}}, Dtype::kF16, 2, &out));
+
+  ReadPlan plan;
+  plan.items.push_back({"a", Box::Whole(a.shape), {}, 0});
+  std::string memory(600, '\x5a');
+  TargetTensor target{reinterpret_cast<std::byte*>(memory.data()), a.shape,
+                      DenseStrides(a.shape, 2), 2, Dtype::kBF16};
+  const auto refused = [&](TargetTensor wrong) {
+    Job job;
+    return RunReadJob(*checkpoint, plan, {wrong}, &job).status().kind();
+  };
+  TargetTensor wrong = target;
+  wrong.strides = {2, 6};  // a transpose
+  EXPECT_EQ(refused(wrong), ErrorKind::kUnsupported);
+  wrong = target;
+  wrong.cast_to = Dtype::kI32;
+  EXPECT_EQ(refused(wrong), ErrorKind::kUnsupported);
+  wrong = target;
+  wrong.cast_to = Dtype::kF64;  // of more bytes than the elements have
+  EXPECT_EQ(refused(wrong), ErrorKind::kInvalidArgument);
+  EXPECT_EQ(memory, std::string(600, '\x5a'));
 }
 
 TEST_F(ReadJobTest, LargeFilesInManyCells) {

@@ -98,6 +98,90 @@ TEST(CastElements, RoundsToTheNearestNumberOfEveryFormat) {
   }
 }
 
+// Of all types: every code of the narrow ones, random bits of the others.
+std::vector<std::byte> Elements(Dtype dtype) {
+  const auto bytes = static_cast<size_t>(DtypeBits(dtype)) / 8;
+  std::vector<std::byte> out;
+  std::mt19937_64 random(11);
+  for (uint64_t i = 0; i < 70001; ++i) {
+    // Some of the magnitude of floats, for doubles.
+    uint64_t bits = bytes < 4 ? i : random();
+    if (bytes == 8 && i % 2 == 0) {
+      bits = (bits & ~(uint64_t{0x7ff} << 52)) | ((800 + i % 400) << 52);
+    }
+    std::byte element[8];
+    std::memcpy(element, &bits, sizeof element);
+    out.insert(out.end(), element, element + bytes);
+  }
+  return out;
+}
+
+TEST(CastElements, VectorsOfEveryCpuCastAlike) {
+  for (const Dtype from : kFloats) {
+    const std::vector<std::byte> in = Elements(from);
+    const size_t count = in.size() * 8 / static_cast<size_t>(DtypeBits(from));
+    for (const Dtype to : kFloats) {
+      if (from == to) continue;
+      const size_t size = count * static_cast<size_t>(DtypeBits(to)) / 8;
+      std::vector<std::byte> wanted(size), out(size);
+      const auto lost =
+          CastElementsBy("portable", from, in.data(), to, wanted.data(), count);
+      ASSERT_TRUE(lost);
+      for (const char* implementation : {"avx2", "avx512"}) {
+        const auto found = CastElementsBy(implementation, from, in.data(), to,
+                                          out.data(), count);
+        if (!found) continue;
+        EXPECT_EQ(*found, *lost) << implementation;
+        EXPECT_TRUE(out == wanted)
+            << implementation << " " << DtypeName(from) << " " << DtypeName(to);
+      }
+    }
+  }
+  EXPECT_FALSE(
+      CastElementsBy("abacus", Dtype::kF32, nullptr, Dtype::kBF16, nullptr, 0));
+}
+
+TEST(CastElements, CountsWhatIsLost) {
+  std::vector<float> values = Samples();
+  for (const Dtype to : kFloats) {
+    if (to == Dtype::kF64) continue;
+    const Format format = FormatOf(to);
+    // Each alone, and all at once.
+    size_t lost = 0;
+    std::vector<std::byte> out(values.size() * 4);
+    for (const float& value : values) {
+      const double was = value;
+      // Without its bound: the nearest of numbers that go on above the largest.
+      Format endless = format;
+      endless.largest = INFINITY;
+      const bool gone = std::isinf(was)
+                            ? !format.has_infinity
+                            : std::abs(Rounded(was, endless)) > format.largest;
+      EXPECT_EQ(
+          CastElements(Dtype::kF32, reinterpret_cast<const std::byte*>(&value),
+                       to, out.data(), 1),
+          gone ? 1u : 0u)
+          << DtypeName(to) << " " << value;
+      lost += gone ? 1 : 0;
+    }
+    EXPECT_EQ(CastElements(Dtype::kF32,
+                           reinterpret_cast<const std::byte*>(values.data()),
+                           to, out.data(), values.size()),
+              lost);
+    EXPECT_EQ(lost > 0, to != Dtype::kF32);
+  }
+  const double wide[] = {1e39, -1e300, INFINITY, NAN, 3e38};
+  std::vector<std::byte> out(sizeof wide);
+  for (const auto& [to, lost] :
+       {std::pair(Dtype::kF32, 2u), {Dtype::kF16, 3u}, {Dtype::kF8E4M3, 4u}}) {
+    EXPECT_EQ(
+        CastElements(Dtype::kF64, reinterpret_cast<const std::byte*>(wide), to,
+                     out.data(), std::size(wide)),
+        lost)
+        << DtypeName(to);
+  }
+}
+
 TEST(CastElements, EveryNarrowNumberComesBack) {
   for (const Dtype dtype : kFloats) {
     const int bits = DtypeBits(dtype);

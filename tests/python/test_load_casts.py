@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import struct
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from sample_states import (
     FAILED,
     bits,
@@ -23,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch_ckpt.dtypes import TORCH_DTYPES
 
 
 def saved(path: Path, state: dict[str, Any]) -> Path:
@@ -235,6 +240,72 @@ def test_casts_to_float8_that_keep_every_value(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="w: stored as"):
         load(target, HuggingFaceStorageReader(tmp_path / "c"))
     assert target["w"].float()[:2].tolist() == [0.5, 4.0] and target["w"].float()[2].isnan()
+
+
+FLOATS = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+]
+
+
+def write_at(path: Path, value: torch.Tensor, odd: int) -> None:
+    """A safetensors file whose data begins `odd` bytes after a multiple of 8."""
+    name = next(key for key, dtype in TORCH_DTYPES.items() if dtype == value.dtype)
+    data = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    fields = {"dtype": name, "shape": list(value.shape), "data_offsets": [0, len(data)]}
+    header = json.dumps({"w": fields}).encode()
+    header += b" " * ((odd - len(header)) % 8)
+    path.mkdir(exist_ok=True)
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    source=st.sampled_from(FLOATS),
+    target=st.sampled_from(FLOATS),
+    rows=st.integers(0, 40),
+    columns=st.sampled_from([1, 7, 4099, 70_001]),
+    odd=st.integers(0, 7),
+    strided=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_casts_are_those_of_torch_wherever_elements_lie(
+    tmp_path_factory: pytest.TempPathFactory,
+    source: torch.dtype,
+    target: torch.dtype,
+    rows: int,
+    columns: int,
+    odd: int,
+    strided: bool,
+    seed: int,
+) -> None:
+    """Odd offsets have elements that steps, segments and cells of a read cut in two."""
+    path = tmp_path_factory.mktemp("odd")
+    random = torch.Generator().manual_seed(seed)
+    value = torch.randn(rows, columns, generator=random).mul(8).to(source)
+    write_at(path, value, odd)
+    into = (
+        torch.zeros(columns, rows, dtype=target).t()
+        if strided
+        else value.new_zeros(rows, columns, dtype=target)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load({"w": into}, HuggingFaceStorageReader(path))
+    assert bits(into.contiguous()) == bits(value.to(target))
+
+
+def test_what_a_cast_would_lose_is_counted(tmp_path: Path) -> None:
+    value = torch.zeros(3_000_001, dtype=torch.float64)
+    value[[0, 1_000_000, 3_000_000]] = torch.tensor([1e300, -1e6, math.inf], dtype=torch.float64)
+    write_at(tmp_path / "c", value, 3)
+    for dtype, lost in ((torch.float16, 2), (torch.float32, 1), (torch.float8_e4m3fn, 3)):
+        target = {"w": torch.zeros(value.shape, dtype=dtype)}
+        with (
+            pytest.warns(UserWarning, match="w: stored as"),
+            pytest.raises(FAILED, match=f"'w': {lost} values stored as F64"),
+        ):
+            load(target, HuggingFaceStorageReader(tmp_path / "c"))
 
 
 def test_one_warning_for_all_casts_that_lose_precision(tmp_path: Path) -> None:

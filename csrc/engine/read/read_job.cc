@@ -55,14 +55,38 @@ void AddStretches(const Run& run, uint64_t gap, std::vector<Range>* out) {
   AddStretches(run, 0, outer, run.src, span, out);
 }
 
-// Copies what `run` has in [lo, hi) from `bytes`, which hold that range.
-void Deliver(const Run& run, uint64_t lo, uint64_t hi, const std::byte* bytes,
-             std::vector<Run>* parts) {
+// Takes what `read` has in [lo, hi) from `bytes`, which hold that range.
+void Deliver(const ReadRun& read, uint64_t lo, uint64_t hi,
+             const std::byte* bytes, std::vector<Run>* parts) {
   parts->clear();
-  ClipRun(run, lo, hi, parts);
+  ClipRun(read.run, lo, hi, parts);
   for (const Run& part : *parts) {
-    CopyRun(part, bytes, lo, reinterpret_cast<std::byte*>(part.dst), part.dst);
+    if (read.cast) {
+      read.cast->Deliver(part, bytes + (part.src - lo));
+    } else {
+      CopyRun(part, bytes, lo, reinterpret_cast<std::byte*>(part.dst),
+              part.dst);
+    }
   }
+}
+
+uint64_t BytesOf(const ReadCell& cell) {
+  uint64_t bytes = 0;
+  for (const ReadRun& read : cell.runs) bytes += read.run.TotalBytes();
+  return bytes;
+}
+
+// Whether casts have kept every value.
+Status CheckCasts(const std::deque<CastItem>& casts) {
+  for (const CastItem& cast : casts) {
+    const uint64_t lost = cast.target.lost();
+    if (lost == 0) continue;
+    return InvalidArgument(std::to_string(lost) + " values stored as " +
+                           DtypeName(cast.from) + " would be out of range as " +
+                           DtypeName(cast.to))
+        .WithTensor(cast.name);
+  }
+  return {};
 }
 
 // One cell at a time, on one thread.
@@ -94,8 +118,8 @@ class CellReader {
   std::vector<Range> Ranges(const ReadCell& cell) const {
     const uint64_t gap = digests_ ? 0 : kMergeGap;
     std::vector<Range> stretches, ranges;
-    for (const Run& run : cell.runs) {
-      AddStretches(run, digests_ ? kSegmentBytes : kMergeGap, &stretches);
+    for (const ReadRun& read : cell.runs) {
+      AddStretches(read.run, digests_ ? kSegmentBytes : kMergeGap, &stretches);
     }
     std::sort(stretches.begin(), stretches.end(),
               [](const Range& a, const Range& b) { return a.lo < b.lo; });
@@ -117,8 +141,8 @@ class CellReader {
   // what is read of small ones.
   Readers ReadersOf(const ReadCell& cell,
                     const std::vector<Range>& ranges) const {
-    uint64_t needed = 0, read = 0;
-    for (const Run& run : cell.runs) needed += run.TotalBytes();
+    const uint64_t needed = BytesOf(cell);
+    uint64_t read = 0;
     for (const Range& range : ranges) read += range.hi - range.lo;
     const bool shared =
         cell.shared || (neighbours_ && read > needed + needed / 4);
@@ -139,18 +163,21 @@ class CellReader {
 
   // Runs of the cell that end at or before `lo` are done with.
   void SkipTo(const ReadCell& cell, uint64_t lo) {
-    while (first_ < cell.runs.size() &&
-           cell.runs[first_].src + cell.runs[first_].SrcSpan() <= lo) {
-      ++first_;
+    for (; first_ < cell.runs.size(); ++first_) {
+      const Run& run = cell.runs[first_].run;
+      if (run.src + run.SrcSpan() > lo) break;
     }
   }
 
-  // The run that fills all of [lo, hi) by itself with contiguous memory.
-  const Run* Sole(const ReadCell& cell, uint64_t lo, uint64_t hi) const {
+  // The one that copies all of [lo, hi) by itself to contiguous memory.
+  const ReadRun* Sole(const ReadCell& cell, uint64_t lo, uint64_t hi) const {
     for (size_t i = first_; i < cell.runs.size(); ++i) {
-      const Run& run = cell.runs[i];
+      const ReadRun& read = cell.runs[i];
+      const Run& run = read.run;
       if (run.src > lo) break;
-      if (run.loops == 0 && run.src + run.bytes >= hi) return &run;
+      if (!read.cast && run.loops == 0 && run.src + run.bytes >= hi) {
+        return &read;
+      }
     }
     return nullptr;
   }
@@ -169,9 +196,10 @@ class CellReader {
       for (uint64_t at = lo; at < end;) {
         const uint64_t hi = std::min<uint64_t>(at + kDigestStep, end);
         SkipTo(cell, at);
-        const Run* sole = Sole(cell, at, hi);
+        const ReadRun* sole = Sole(cell, at, hi);
         std::byte* const target =
-            sole ? reinterpret_cast<std::byte*>(sole->dst) + (at - sole->src)
+            sole ? reinterpret_cast<std::byte*>(sole->run.dst) +
+                       (at - sole->run.src)
                  : nullptr;
         const std::byte* bytes = nullptr;
         if (several) {
@@ -206,11 +234,11 @@ class CellReader {
 
   // To every run but `done`, which has the bytes already.
   void DeliverAll(const ReadCell& cell, uint64_t lo, uint64_t hi,
-                  const std::byte* bytes, const Run* done) {
+                  const std::byte* bytes, const ReadRun* done) {
     for (size_t i = first_; i < cell.runs.size(); ++i) {
-      const Run& run = cell.runs[i];
-      if (run.src >= hi) break;
-      if (&run != done) Deliver(run, lo, hi, bytes, &parts_);
+      const ReadRun& read = cell.runs[i];
+      if (read.run.src >= hi) break;
+      if (&read != done) Deliver(read, lo, hi, bytes, &parts_);
     }
   }
 
@@ -231,12 +259,11 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
                               const ReadPlan& plan,
                               const std::vector<TargetTensor>& targets,
                               Job* job) {
-  TC_ASSIGN_OR_RETURN(const std::vector<ReadCell> cells,
+  TC_ASSIGN_OR_RETURN(const PlannedReads planned,
                       PlanReads(*checkpoint, plan.items, targets));
+  const std::vector<ReadCell>& cells = planned.cells;
   ReadReport report;
-  for (const ReadCell& cell : cells) {
-    for (const Run& run : cell.runs) report.bytes_needed += run.TotalBytes();
-  }
+  for (const ReadCell& cell : cells) report.bytes_needed += BytesOf(cell);
   job->AddTotal(report.bytes_needed);
   OpenFiles files(checkpoint->file_set(), plan.direct_io);
   // Files without an id inside are small, and only their digests tell them
@@ -266,12 +293,11 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
           verified += reader.bytes_verified();
           return Status();
         }));
-        uint64_t done = 0;
-        for (const Run& run : cell.runs) done += run.TotalBytes();
-        job->AddDone(done);
+        job->AddDone(BytesOf(cell));
         return {};
       }));
   TC_RETURN_IF_ERROR(files.CheckUnchanged());
+  TC_RETURN_IF_ERROR(CheckCasts(planned.casts));
   report.bytes_read = read;
   report.bytes_verified = verified;
   return report;

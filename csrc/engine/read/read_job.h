@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,9 @@ struct TargetTensor {
   Dims sizes;
   Dims strides;
   int64_t element_bytes = 1;
+  // If set, the dtype of the elements, to which stored ones are cast where
+  // theirs is another; it is dense then. Else bytes are taken as they are.
+  std::optional<Dtype> cast_to{};
 };
 
 // Either a box of a tensor or, with `file` set, the whole of a file of the
@@ -53,7 +57,8 @@ struct ReadReport {
 
 // First proves that every element of every box is in the checkpoint and that
 // targets fit, before a byte is copied; then reads each file in ascending
-// order with bounded memory. After an error targets may be partly filled.
+// order with bounded memory. A cast that loses values (format/cast.h) is
+// kInvalidArgument. After an error targets may be partly filled.
 Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
                               const ReadPlan& plan,
                               const std::vector<TargetTensor>& targets,

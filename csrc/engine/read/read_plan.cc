@@ -4,6 +4,7 @@
 
 #include "base/checked.h"
 #include "engine/open/stored_box.h"
+#include "format/cast.h"
 #include "plan/clip.h"
 #include "plan/cover.h"
 
@@ -12,11 +13,11 @@ namespace {
 
 struct CellRun {
   uint32_t file;
-  Run run;
+  ReadRun read;
   bool shared;
 };
 
-void AddRun(uint32_t file, const Run& run, bool shared,
+void AddRun(uint32_t file, const Run& run, CastTarget* cast, bool shared,
             std::vector<CellRun>* out) {
   std::vector<Run> parts;
   const uint64_t end = run.src + run.SrcSpan();
@@ -24,8 +25,24 @@ void AddRun(uint32_t file, const Run& run, bool shared,
        cell += kCellBytes) {
     parts.clear();
     ClipRun(run, cell, cell + kCellBytes, &parts);
-    for (const Run& part : parts) out->push_back({file, part, shared});
+    for (const Run& part : parts) {
+      out->push_back({file, {part, cast}, shared});
+    }
   }
+}
+
+// The bytes of a target that is dense.
+Result<uint64_t> DenseBytes(const TargetTensor& target) {
+  if (target.sizes.Product() == 0) return 0;  // strides say nothing
+  uint64_t dense = static_cast<uint64_t>(target.element_bytes);
+  for (int d = target.sizes.size() - 1; d >= 0; --d) {
+    if (target.sizes[d] != 1 &&
+        target.strides[d] != static_cast<int64_t>(dense)) {
+      return Unsupported("needs a contiguous target");
+    }
+    dense *= static_cast<uint64_t>(target.sizes[d]);
+  }
+  return dense;
 }
 
 // Target strides of the box in units. Flat views (sub-byte tensors that only
@@ -37,14 +54,7 @@ Result<StridedBox> TargetBox(const UnitView& view, const TargetTensor& target) {
       view.box.sizes == target.sizes) {
     return box;
   }
-  uint64_t dense = static_cast<uint64_t>(target.element_bytes);
-  for (int d = target.sizes.size() - 1; d >= 0; --d) {
-    if (target.sizes[d] != 1 &&
-        target.strides[d] != static_cast<int64_t>(dense)) {
-      return Unsupported("needs a contiguous target");
-    }
-    dense *= static_cast<uint64_t>(target.sizes[d]);
-  }
+  TC_ASSIGN_OR_RETURN(const uint64_t dense, DenseBytes(target));
   if (dense != static_cast<uint64_t>(view.box.Volume() * view.unit_bytes)) {
     return InvalidArgument("the target holds " + std::to_string(dense) +
                            " bytes, the box takes " +
@@ -54,8 +64,27 @@ Result<StridedBox> TargetBox(const UnitView& view, const TargetTensor& target) {
   return box;
 }
 
+// The box of a CastTarget.
+Result<StridedBox> CastBox(const UnitView& view, Dtype from,
+                           const TargetTensor& target) {
+  if (!CanCast(from, *target.cast_to)) {
+    return Unsupported(std::string("cannot be cast from ") + DtypeName(from) +
+                       " to " + DtypeName(*target.cast_to));
+  }
+  TC_ASSIGN_OR_RETURN(const uint64_t dense, DenseBytes(target));
+  const int64_t elements = view.box.Volume();
+  if (view.box.sizes != target.sizes ||
+      dense != static_cast<uint64_t>(elements) *
+                   static_cast<uint64_t>(DtypeBits(*target.cast_to)) / 8) {
+    return InvalidArgument("the target does not hold the " +
+                           std::to_string(elements) + " elements of the box");
+  }
+  return StridedBox{view.box, 0, DenseStrides(view.box.sizes, view.unit_bytes)};
+}
+
 Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
-                  const TargetTensor& target, std::vector<CellRun>* out) {
+                  const TargetTensor& target, std::deque<CastItem>* casts,
+                  std::vector<CellRun>* out) {
   const Catalog& catalog = checkpoint.catalog();
   const int64_t id = catalog.Find(item.name);
   if (id < 0) return Incomplete("is not in the checkpoint");
@@ -70,7 +99,15 @@ Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
   }
   TC_ASSIGN_OR_RETURN(const UnitView wanted,
                       InUnits(entry.dtype, entry.shape, item.box));
-  TC_ASSIGN_OR_RETURN(const StridedBox dst, TargetBox(wanted, target));
+  const bool is_cast = target.cast_to && *target.cast_to != entry.dtype;
+  TC_ASSIGN_OR_RETURN(const StridedBox dst,
+                      is_cast ? CastBox(wanted, entry.dtype, target)
+                              : TargetBox(wanted, target));
+  CastTarget* cast = nullptr;
+  if (is_cast) {
+    casts->emplace_back(item.name, entry.dtype, target);
+    cast = &casts->back().target;
+  }
   uint64_t found = 0;
   TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
                       checkpoint.Placements(static_cast<uint32_t>(id)));
@@ -83,7 +120,7 @@ Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
       Run run;
       if (!MakeRun(src, dst, wanted.unit_bytes, &run)) continue;
       found += run.TotalBytes();
-      AddRun(placement.file, run, item.shared, out);
+      AddRun(placement.file, run, cast, item.shared, out);
     }
   }
   const auto needed =
@@ -119,43 +156,45 @@ Status PlanFile(const Checkpoint& checkpoint, const ReadItem& item,
   Run run;
   run.dst = reinterpret_cast<uint64_t>(target.data);
   run.bytes = size;
-  AddRun(static_cast<uint32_t>(f), run, item.shared, out);
+  AddRun(static_cast<uint32_t>(f), run, nullptr, item.shared, out);
   return {};
 }
 
 }  // namespace
 
-Result<std::vector<ReadCell>> PlanReads(
-    const Checkpoint& checkpoint, const std::vector<ReadItem>& items,
-    const std::vector<TargetTensor>& targets) {
+Result<PlannedReads> PlanReads(const Checkpoint& checkpoint,
+                               const std::vector<ReadItem>& items,
+                               const std::vector<TargetTensor>& targets) {
+  PlannedReads planned;
   std::vector<CellRun> runs;
   for (const ReadItem& item : items) {
     if (item.target >= targets.size()) {
       return InvalidArgument("has no target").WithTensor(item.name);
     }
     const TargetTensor& target = targets[item.target];
-    Status status = item.file.empty()
-                        ? PlanTensor(checkpoint, item, target, &runs)
-                        : PlanFile(checkpoint, item, target, &runs);
+    Status status =
+        item.file.empty()
+            ? PlanTensor(checkpoint, item, target, &planned.casts, &runs)
+            : PlanFile(checkpoint, item, target, &runs);
     if (!status.ok()) {
       return std::move(status).WithTensor(item.name).WithFile(
           checkpoint.path());
     }
   }
   std::sort(runs.begin(), runs.end(), [](const CellRun& a, const CellRun& b) {
-    return a.file != b.file ? a.file < b.file : a.run.src < b.run.src;
+    return a.file != b.file ? a.file < b.file : a.read.run.src < b.read.run.src;
   });
-  std::vector<ReadCell> cells;
+  std::vector<ReadCell>& cells = planned.cells;
   for (const CellRun& r : runs) {
-    const uint64_t begin = RoundDown(r.run.src, kCellBytes);
+    const uint64_t begin = RoundDown(r.read.run.src, kCellBytes);
     if (cells.empty() || cells.back().file != r.file ||
         cells.back().begin != begin) {
       cells.push_back({r.file, begin, false, {}});
     }
-    cells.back().runs.push_back(r.run);
+    cells.back().runs.push_back(r.read);
     cells.back().shared = cells.back().shared || r.shared;
   }
-  return cells;
+  return planned;
 }
 
 }  // namespace torch_ckpt

@@ -2,8 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "engine/read/cast_target.h"
 #include "engine/read/read_job.h"
 #include "plan/runs.h"
 
@@ -14,16 +18,39 @@ namespace torch_ckpt {
 // read once and each cell is one work item.
 inline constexpr uint64_t kCellBytes = uint64_t{4} << 20;
 
+struct ReadRun {
+  Run run;
+  CastTarget* cast = nullptr;  // if set, where run.dst is; else an address
+};
+
 struct ReadCell {
   uint32_t file = 0;
   uint64_t begin = 0;
-  bool shared = false;    // one of its items is
-  std::vector<Run> runs;  // by src
+  bool shared = false;        // one of its items is
+  std::vector<ReadRun> runs;  // by src
+};
+
+// A target whose elements are cast, and how errors name it.
+struct CastItem {
+  CastItem(std::string fqn, Dtype stored, const TargetTensor& into)
+      : name(std::move(fqn)),
+        from(stored),
+        to(*into.cast_to),
+        target(into.data, from, to) {}
+
+  const std::string name;  // fqn
+  const Dtype from, to;
+  CastTarget target;
+};
+
+struct PlannedReads {
+  std::vector<ReadCell> cells;
+  std::deque<CastItem> casts;  // cells point there
 };
 
 // Proves coverage of every item; kIncomplete names the fqn and the missing box.
-Result<std::vector<ReadCell>> PlanReads(
-    const Checkpoint& checkpoint, const std::vector<ReadItem>& items,
-    const std::vector<TargetTensor>& targets);
+Result<PlannedReads> PlanReads(const Checkpoint& checkpoint,
+                               const std::vector<ReadItem>& items,
+                               const std::vector<TargetTensor>& targets);
 
 }  // namespace torch_ckpt

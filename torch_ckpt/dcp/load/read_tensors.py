@@ -1,4 +1,4 @@
-"""Tensors of a load plan, in one native call; then those that need a cast or another device."""
+"""Tensors of a load plan, in one native call; then those that the core cannot fill in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torch_ckpt.dcp.load.neighbours import ranks_of_node, wanted_by_neighbours
 from torch_ckpt.dcp.plan import load_planner
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.stock_planner import has_method_of
-from torch_ckpt.dtypes import PACKED, TORCH_DTYPES, widens
+from torch_ckpt.dtype_policy import CASTABLE
+from torch_ckpt.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES, widens
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import Job, OpenedCheckpoint
 
@@ -32,6 +33,8 @@ _CODES = frozenset(
     {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 )
 _SCALES = ("_scale_inv", "_scale")
+# What the core casts to each other while it reads, and refuses where a value would be lost.
+_CAST_BY_CORE = frozenset(TORCH_DTYPES[name] for name in CASTABLE if name in TORCH_DTYPES)
 
 
 @dataclass(slots=True)
@@ -44,9 +47,20 @@ class _Request:
     shared: bool = False  # another rank of this node loads it too
 
     @property
+    def held(self) -> torch.dtype:
+        """What a wave holds: what is stored, or, where that is no larger, what the core casts it
+        to."""
+        to = self.target.dtype
+        return to if to.itemsize <= self.stored.itemsize and self.cast_by_core else self.stored
+
+    @property
+    def cast_by_core(self) -> bool:
+        return self.stored in _CAST_BY_CORE and self.target.dtype in _CAST_BY_CORE
+
+    @property
     def size(self) -> int:
-        """Bytes of the box in host memory."""
-        return self.target.numel() * self.stored.itemsize
+        """Bytes of the box in a wave."""
+        return self.target.numel() * self.held.itemsize
 
 
 class TensorReader:
@@ -79,6 +93,8 @@ class TensorReader:
         values = leaves if _resolves_as_stock(planner) else {}
         direct: list[_Request] = []
         indirect: list[_Request] = []
+        # Several boxes of one tensor are cast alike.
+        casts: dict[tuple[str, torch.dtype], _Request] = {}
         for item in items:
             fqn = item.storage_index.fqn
             target: Any = values.get(item.dest_index.fqn)
@@ -102,8 +118,9 @@ class TensorReader:
             )
             request = _Request(item, target, offsets, TORCH_DTYPES[name], packed, shared)
             (direct if _in_place(request) else indirect).append(request)
-        # Refuse before a byte is copied. Several boxes of one tensor are cast alike.
-        casts = {(r.item.storage_index.fqn, r.target.dtype): r for r in indirect}
+            if target.dtype is not request.stored:
+                casts[fqn, target.dtype] = request
+        # Refuse before a byte is copied.
         for request in casts.values():
             self._check_cast(request, type_of)
         _warn_of_narrow([r for r in casts.values() if not widens(r.stored, r.target.dtype)])
@@ -132,6 +149,14 @@ class TensorReader:
             "names": _core.names_text([request.item.storage_index.fqn for request in requests]),
             "offsets": [request.offsets for request in requests],
         }
+        # The dtypes of targets that are to be cast to.
+        casts = {
+            str(i): DTYPE_NAMES[target.dtype]
+            for i, (request, target) in enumerate(zip(requests, into, strict=True))
+            if target.dtype is not request.stored
+        }
+        if casts:
+            plan["casts"] = casts
         if self.ranks > 1:
             plan["shared"] = [i for i, request in enumerate(requests) if request.shared]
         with Job() as job:
@@ -163,8 +188,6 @@ class TensorReader:
     def _check_cast(self, request: _Request, names: Collection[str]) -> None:
         """`names` are those of the checkpoint."""
         fqn, source, target = request.item.storage_index.fqn, request.stored, request.target.dtype
-        if source == target:
-            return
         if self.strict_dtype:
             raise InvalidArgumentError(
                 f"is stored as {source}, the target is {target} and strict_dtype is set", tensor=fqn
@@ -250,11 +273,11 @@ def _waves(requests: list[_Request], most: int) -> Iterator[list[_Request]]:
 
 
 def _carve(memory: torch.Tensor, wave: list[_Request]) -> list[torch.Tensor]:
-    """Contiguous tensors of the wave's shapes and stored dtypes, one after another in `memory`."""
+    """Contiguous tensors of the wave's shapes and dtypes, one after another in `memory`."""
     held = []
     start = 0
     for request in wave:
-        flat = memory[start : start + request.size].view(request.stored)
+        flat = memory[start : start + request.size].view(request.held)
         held.append(flat.view(request.target.shape))
         start += _padded(request.size)
     return held
@@ -279,21 +302,20 @@ def _wait_for_copies(devices: set[torch.device]) -> None:
 
 
 def _in_place(request: _Request) -> bool:
+    """Whether the core can fill the target."""
     target = request.target
-    return (
-        target.dtype is request.stored
-        and target.is_cpu
+    if not (
+        target.is_cpu
         and target.layout is torch.strided
         and not target.is_conj()
         and not target.is_neg()
         and target.dim() <= 8
-        and (
-            target.is_contiguous()
-            or all(
-                stride > 0 or size <= 1
-                for stride, size in zip(target.stride(), target.shape, strict=True)
-            )
-        )
+    ):
+        return False
+    if target.dtype is not request.stored:
+        return request.cast_by_core and target.is_contiguous()
+    return target.is_contiguous() or all(
+        stride > 0 or size <= 1 for stride, size in zip(target.stride(), target.shape, strict=True)
     )
 
 
@@ -303,25 +325,10 @@ def _largest(dtype: torch.dtype) -> float:
     return float(info.max) + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
 
 
-def _fits(value: torch.Tensor, target: torch.dtype) -> bool:
-    """Whether floats are all within the range of floating `target`, by one pass that takes no
-    memory. False is not yet an error: it says nothing of NaN, and not all dtypes have this pass."""
-    if not (target.is_floating_point and value.dtype.is_floating_point):
-        return False
-    if value.dtype.itemsize == 1 or target == torch.float8_e8m0fnu:
-        return False
-    if not value.numel():
-        return True
-    low, high = (end.item() for end in torch.aminmax(value))
-    return -torch.finfo(target).max <= low and high <= torch.finfo(target).max
-
-
 def _check_values(request: _Request, value: torch.Tensor) -> None:
     """No value may change beyond rounding: a finite one stays finite, an integer the same."""
-    source, target = request.stored, request.target
-    if source == target.dtype or widens(source, target.dtype):
-        return
-    if _fits(value, target.dtype):
+    source, target = value.dtype, request.target
+    if widens(source, target.dtype):
         return
     fqn = request.item.storage_index.fqn
     result = target.to("cpu") if target.device.type != "cpu" else target
