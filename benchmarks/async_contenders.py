@@ -160,20 +160,19 @@ def contenders(bytes_: int) -> dict[str, AsyncContender]:
         for format_, writer in (("HF", stock_hf_writer), ("FS", stock_fs_writer)):
             read = read_safetensors if format_ == "HF" else row_save.read_file_system
             name = f"DCP {format_} {kind.name}"
-            found[name] = AsyncContender("rival", stock(writer, kind), read)
-            for kept, options in (("kept stager", PLAIN), ("kept async stager", ASYNC)):
-                if kind is PROCESS and options is PLAIN:
-                    continue  # what it stages is copied again into shared memory, as without it
-                stager = functools.partial(DefaultStager, options)
+            # What is left out blocks as long as what is here, and is durable no sooner.
+            if kind is THREAD:
+                found[name] = AsyncContender("rival", stock(writer, kind), read)
+            if (format_, kind) != ("HF", PROCESS):
+                stager = functools.partial(DefaultStager, ASYNC)
                 made = AsyncContender("rival", stock(writer, kind, stager), read)
-                found[f"{name}, {kept}"] = made
+                found[f"{name}, kept async stager"] = made
     found["torch_checkpointing"] = AsyncContender(
         "rival", torch_checkpointing, skip=rivals.why_not_torch_checkpointing()
     )
     skip = rivals.why_not_ours("async_save", "HuggingFaceStorageWriter", "PinnedMemoryStager")
     for name, make in {
         "ours, async_save": ours(),
-        "ours, kept stager": ours(lambda: our_stager(PLAIN)),
         "ours, memory prepared": ours(prepare=bytes_),
         "ours, kept async stager": ours(lambda: our_stager(ASYNC)),
         "ours, kept stager for dcp.async_save": stock(
