@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -268,6 +269,14 @@ bool CanCast(Dtype from, Dtype to) {
 size_t CastElements(Dtype from, const std::byte* source, Dtype to,
                     std::byte* target, size_t count) {
   return CastBy(Implementations().front(), from, source, to, target, count);
+}
+
+Status LostInCast(uint64_t count, Dtype from, Dtype to, std::string_view fqn) {
+  if (count == 0) return {};
+  return InvalidArgument(std::to_string(count) + " values of " +
+                         DtypeName(from) + " would be out of range as " +
+                         DtypeName(to))
+      .WithTensor(std::string(fqn));
 }
 
 std::optional<size_t> CastElementsBy(std::string_view implementation,

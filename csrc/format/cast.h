@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string_view>
 
+#include "base/status.h"
 #include "format/dtype.h"
 
 namespace torch_ckpt {
@@ -22,6 +24,10 @@ bool CanCast(Dtype from, Dtype to);
 // where it has none. REQUIRES: CanCast. Thread-safe.
 size_t CastElements(Dtype from, const std::byte* source, Dtype to,
                     std::byte* target, size_t count);
+
+// The error of a cast that has lost so many values of a tensor; ok for 0.
+Status LostInCast(uint64_t count, Dtype from, Dtype to, std::string_view fqn);
+
 // For tests: by the named implementation ("portable", "avx2", "avx512");
 // nullopt where this CPU or build does not have it.
 std::optional<size_t> CastElementsBy(std::string_view implementation,

@@ -186,7 +186,7 @@ TEST_F(ReadJobTest, CastsThatLoseValuesAndTargetsThatDoNotFit) {
       ReadCast(*checkpoint, Box::Whole(a.shape), Dtype::kF16, 2, &out);
   EXPECT_EQ(lost.kind(), ErrorKind::kInvalidArgument);
   EXPECT_NE(lost.ToString().find("'a'"), std::string::npos) << lost.ToString();
-  EXPECT_NE(lost.ToString().find("1 values stored as F32"), std::string::npos)
+  EXPECT_NE(lost.ToString().find("1 values of F32"), std::string::npos)
       << lost.ToString();
   EXPECT_OK(ReadCast(*checkpoint, {{0, 0}, {2, 50}}, Dtype::kF16, 2, &out));
 

@@ -258,7 +258,9 @@ class FinalPlanner {
   Status PlaceTensor(const WriteTensor& tensor, FinalPlace place,
                      const SafetensorsEntry& entry) {
     std::optional<ElementCast> cast;
-    if (tensor.dtype != entry.dtype) cast = {tensor.dtype, entry.dtype};
+    if (tensor.dtype != entry.dtype) {
+      cast = {tensor.dtype, entry.dtype, tensor.name};
+    }
     const Origin origin = memory_->Of(tensor.source, cast);
     const Box box{tensor.offsets, tensor.shape};
     TC_ASSIGN_OR_RETURN(const FinalBand* const band, list_.BandOf(place, box));

@@ -141,29 +141,15 @@ class WriteJob {
   }
 
   Status Write() {
-    const bool leads = finals_.ring && finals_.ring->leads();
-    OutputOptions options = plan_.options;
-    // The leader of a ring spends as long on a piece of what many ranks have as
-    // on writing it.
-    if (leads) options.workers = 2 * workers_;
-    const auto write = [&](int first_worker) -> Status {
-      TC_ASSIGN_OR_RETURN(written_, WriteOutputs(staging_, outputs_, options,
-                                                 job_, first_worker));
-      return {};
-    };
-    if (!finals_.ring || leads) return write(0);
-    // The leader has as much to write as all members send it: this rank's own
-    // bytes do not wait for that.
-    Status both = ForEachItem(2, 2, nullptr, [&](int64_t item, int) {
-      return item == 0 ? finals_.ring->Send(workers_, job_) : write(workers_);
-    });
-    if (both.ok()) return {};
-    // Its own may be written all the same.
+    Status status = WriteAndSend();
+    if (status.ok()) status = memory_.CheckCasts();
+    if (status.ok()) return {};
+    // Some may be written all the same.
     for (const Output& output : outputs_) {
       if (output.spec.ranges) continue;
       (void)staging_.Unlink(output.spec.staged, true);
     }
-    return both;
+    return status;
   }
 
   WrittenPlan Report() {
@@ -188,6 +174,25 @@ class WriteJob {
   }
 
  private:
+  Status WriteAndSend() {
+    const bool leads = finals_.ring && finals_.ring->leads();
+    OutputOptions options = plan_.options;
+    // The leader of a ring spends as long on a piece of what many ranks have as
+    // on writing it.
+    if (leads) options.workers = 2 * workers_;
+    const auto write = [&](int first_worker) -> Status {
+      TC_ASSIGN_OR_RETURN(written_, WriteOutputs(staging_, outputs_, options,
+                                                 job_, first_worker));
+      return {};
+    };
+    if (!finals_.ring || leads) return write(0);
+    // The leader has as much to write as all members send it: this rank's own
+    // bytes do not wait for that.
+    return ForEachItem(2, 2, nullptr, [&](int64_t item, int) {
+      return item == 0 ? finals_.ring->Send(workers_, job_) : write(workers_);
+    });
+  }
+
   Status LayOut(WriteFile& file) {
     const std::string id = NewId();
     if (file.role == FileRole::kData) {

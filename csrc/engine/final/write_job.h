@@ -54,10 +54,11 @@ struct WrittenPlan {
 
 // Blocks until every file is written and synced (and its short header beside
 // it, engine/open/header_io.h), or fails and has unlinked those that it has
-// made. Checks that sources match shapes and dtypes. Errors name file and
-// tensor. Progress and cancellation through `job`. Device memory is copied
-// piece by piece, each worker into its own buffer of the arena, so that one
-// copies while another writes; kUnsupported where CUDA's driver is not usable.
+// made. Checks that sources match shapes and dtypes, and that casts lose no
+// value (engine/write/casts.h). Errors name file and tensor. Progress and
+// cancellation through `job`. Device memory is copied piece by piece, each
+// worker into its own buffer of the arena, so that one copies while another
+// writes; kUnsupported where CUDA's driver is not usable.
 Result<WrittenPlan> RunWriteJob(WritePlan plan,
                                 const std::vector<SourceTensor>& sources,
                                 Job* job);

@@ -117,7 +117,8 @@ Status MergePlan::AddFile(std::string name, std::string id,
     const uint32_t e = members[file.order[i]];
     Origin origin{&sources_->tensors, e};
     if (catalog[e].dtype != tensor.dtype) {
-      origin = sources_->casts.Add(origin, catalog[e].dtype, tensor.dtype);
+      origin = sources_->casts.Add(origin, catalog[e].dtype, tensor.dtype,
+                                   tensor.name);
     }
     extents.Place(data + tensor.begin, tensor.end - tensor.begin, origin, 0);
   }
@@ -218,6 +219,7 @@ Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
   TC_ASSIGN_OR_RETURN(auto written,
                       WriteOutputs(staging, outputs, options.output, job));
   TC_RETURN_IF_ERROR(plan.inputs()->Check(options.verify, job));
+  TC_RETURN_IF_ERROR(plan.casts().Check());
   return written;
 }
 

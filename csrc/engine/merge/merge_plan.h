@@ -57,6 +57,7 @@ class MergePlan {
 
   // What the outputs read. Their files open when they are read.
   StoredInputs* inputs() const { return &sources_->inputs; }
+  const Casts& casts() const { return sources_->casts; }
 
  private:
   // The providers of the outputs.
@@ -92,7 +93,7 @@ class MergePlan {
 // gathered from the input files, digested and written, with two pieces of
 // memory a worker, three with casts. The bytes that are read are compared with
 // their digests before this returns; kCorrupt names an input file whose bytes
-// do not match.
+// do not match, kInvalidArgument a tensor of which a cast has lost a value.
 Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
     const MergePlan& plan, const Directory& staging,
     const std::vector<Output>& outputs, Job* job);

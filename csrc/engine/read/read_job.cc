@@ -6,6 +6,7 @@
 #include "base/checked.h"
 #include "engine/open/open_files.h"
 #include "engine/read/read_plan.h"
+#include "format/cast.h"
 #include "plan/clip.h"
 #include "plan/copy_run.h"
 #include "runtime/arena.h"
@@ -79,12 +80,8 @@ uint64_t BytesOf(const ReadCell& cell) {
 // Whether casts have kept every value.
 Status CheckCasts(const std::deque<CastItem>& casts) {
   for (const CastItem& cast : casts) {
-    const uint64_t lost = cast.target.lost();
-    if (lost == 0) continue;
-    return InvalidArgument(std::to_string(lost) + " values stored as " +
-                           DtypeName(cast.from) + " would be out of range as " +
-                           DtypeName(cast.to))
-        .WithTensor(cast.name);
+    TC_RETURN_IF_ERROR(
+        LostInCast(cast.target.lost(), cast.from, cast.to, cast.name));
   }
   return {};
 }

@@ -72,8 +72,14 @@ class Casts::Batch {
   uint64_t used_ = 0;
 };
 
-Origin Casts::Add(Origin of, Dtype from, Dtype to) {
-  things_.push_back({of, from, to, ElementBytes(from), ElementBytes(to)});
+Origin Casts::Add(Origin of, Dtype from, Dtype to, std::string fqn) {
+  Thing& thing = things_.emplace_back();
+  thing.of = of;
+  thing.from = from;
+  thing.to = to;
+  thing.from_bytes = ElementBytes(from);
+  thing.to_bytes = ElementBytes(to);
+  thing.fqn = std::move(fqn);
   scratch_bytes_ = std::max(
       scratch_bytes_,
       kElementBytes + RoundUp(of.provider->ScratchBytes(), kScratchAlignment));
@@ -81,24 +87,37 @@ Origin Casts::Add(Origin of, Dtype from, Dtype to) {
   return {this, things_.size() - 1};
 }
 
-Casts::Section Casts::SectionOf(const Thing& thing, const Stretch& stretch) {
-  const uint64_t first = stretch.from / thing.to_bytes;
+Status Casts::Check() const {
+  for (const Thing& thing : things_) {
+    TC_RETURN_IF_ERROR(LostInCast(thing.lost, thing.from, thing.to, thing.fqn));
+  }
+  return {};
+}
+
+Casts::Section Casts::SectionOf(Thing* thing, const Stretch& stretch) {
+  const uint64_t first = stretch.from / thing->to_bytes;
   const uint64_t last =
-      (stretch.from + stretch.bytes + thing.to_bytes - 1) / thing.to_bytes;
-  return {&thing, stretch, first, last - first, 0};
+      (stretch.from + stretch.bytes + thing->to_bytes - 1) / thing->to_bytes;
+  return {thing, stretch, first, last - first, 0};
 }
 
 // `elements` is where the section's first one is.
 void Casts::Cast(const Section& section, const std::byte* elements,
                  FillBuffer* buffer) {
-  const Thing& thing = *section.thing;
+  Thing& thing = *section.thing;
   const Stretch& stretch = section.stretch;
   const MutableByteSpan out = buffer->Out(stretch.at, stretch.bytes);
   if (stretch.from % thing.to_bytes != 0 ||
       stretch.bytes % thing.to_bytes != 0) {
     // It cuts an element.
     std::vector<std::byte> whole(section.count * thing.to_bytes);
-    CastElements(thing.from, elements, thing.to, whole.data(), section.count);
+    thing.lost += CastElements(thing.from, elements, thing.to, whole.data(),
+                               section.count);
+    if (stretch.from % thing.to_bytes != 0) {
+      // Its first element is counted where that begins.
+      thing.lost -=
+          CastElements(thing.from, elements, thing.to, whole.data(), 1);
+    }
     std::memcpy(out.data(),
                 whole.data() + (stretch.from - section.first * thing.to_bytes),
                 out.size());
@@ -108,8 +127,10 @@ void Casts::Cast(const Section& section, const std::byte* elements,
   for (uint64_t at = 0; at < section.count; at += step) {
     const uint64_t count = std::min(step, section.count - at);
     const uint64_t to = at * thing.to_bytes;
-    CastElements(thing.from, elements + at * thing.from_bytes, thing.to,
-                 out.data() + to, count);
+    const size_t lost =
+        CastElements(thing.from, elements + at * thing.from_bytes, thing.to,
+                     out.data() + to, count);
+    if (lost > 0) thing.lost += lost;
     buffer->Made(stretch.at + to, count * thing.to_bytes);
   }
 }
@@ -118,8 +139,8 @@ Status Casts::Fill(const std::vector<Stretch>& stretches,
                    MutableByteSpan scratch, FillBuffer* buffer) {
   Batch batch(scratch, buffer);
   for (Stretch stretch : stretches) {
-    const Thing& thing = things_[stretch.index];
-    const Section whole = SectionOf(thing, stretch);
+    Thing& thing = things_[stretch.index];
+    const Section whole = SectionOf(&thing, stretch);
     const std::byte* const found =
         thing.of.provider->Find({thing.of.index, whole.first * thing.from_bytes,
                                  whole.count * thing.from_bytes, 0});
@@ -134,7 +155,7 @@ Status Casts::Fill(const std::vector<Stretch>& stretches,
           (stretch.from / thing.to_bytes + most) * thing.to_bytes;
       Stretch head = stretch;
       head.bytes = std::min(stretch.bytes, until - stretch.from);
-      TC_RETURN_IF_ERROR(batch.Add(SectionOf(thing, head)));
+      TC_RETURN_IF_ERROR(batch.Add(SectionOf(&thing, head)));
       stretch.from += head.bytes;
       stretch.at += head.bytes;
       stretch.bytes -= head.bytes;

@@ -1,6 +1,9 @@
 // Elements of other providers' things, cast to another dtype.
 #pragma once
 
+#include <atomic>
+#include <deque>
+#include <string>
 #include <vector>
 
 #include "engine/write/provider.h"
@@ -11,8 +14,14 @@ namespace torch_ckpt {
 class Casts final : public Provider {
  public:
   // The thing whose bytes are those of `of`, elements of `from`, as elements of
-  // `to`. Things are added before anybody fills. REQUIRES: CanCast(from, to).
-  Origin Add(Origin of, Dtype from, Dtype to);
+  // `to`. Errors name `fqn`. Things are added before anybody fills. REQUIRES:
+  // CanCast(from, to).
+  Origin Add(Origin of, Dtype from, Dtype to, std::string fqn);
+
+  // When all is filled: whether every value is within the range of its new type
+  // (format/cast.h). kInvalidArgument names the first tensor of which one is
+  // not.
+  Status Check() const;
 
   uint64_t ScratchBytes() const override { return scratch_bytes_; }
   PageLocker* Locker() const override { return locker_; }
@@ -24,21 +33,23 @@ class Casts final : public Provider {
     Origin of;
     Dtype from, to;
     uint64_t from_bytes, to_bytes;  // of an element
+    std::string fqn;
+    std::atomic<uint64_t> lost{0};  // see CastElements
   };
   // Elements that a stretch touches, whole or not, and its bytes of them.
   struct Section {
-    const Thing* thing;
+    Thing* thing;
     Stretch stretch;        // after the cast
     uint64_t first, count;  // elements
     uint64_t elements_at;   // in the scratch
   };
   class Batch;
 
-  static Section SectionOf(const Thing& thing, const Stretch& stretch);
+  static Section SectionOf(Thing* thing, const Stretch& stretch);
   static void Cast(const Section& section, const std::byte* elements,
                    FillBuffer* buffer);
 
-  std::vector<Thing> things_;
+  std::deque<Thing> things_;
   uint64_t scratch_bytes_ = 0;
   PageLocker* locker_ = nullptr;
 };

@@ -98,7 +98,7 @@ Origin MemorySources::Of(size_t source,
   Provider* provider = host_.get();
   if ((*sources_)[source].device >= 0) provider = device_.get();
   const Origin origin{provider, source};
-  return cast ? casts_->Add(origin, cast->from, cast->to) : origin;
+  return cast ? casts_->Add(origin, cast->from, cast->to, cast->fqn) : origin;
 }
 
 }  // namespace torch_ckpt

@@ -19,6 +19,7 @@ namespace torch_ckpt {
 struct ElementCast {
   Dtype from;
   Dtype to;
+  std::string fqn;  // for errors
 };
 
 class HostMemory final : public Provider {
@@ -72,6 +73,9 @@ class MemorySources {
 
   // A source, as it is or cast. Before anybody fills.
   Origin Of(size_t source, const std::optional<ElementCast>& cast = {});
+
+  // See Casts::Check.
+  Status CheckCasts() const { return casts_->Check(); }
 
  private:
   explicit MemorySources(const std::vector<SourceTensor>& sources)
