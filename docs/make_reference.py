@@ -116,9 +116,8 @@ def aliases() -> dict[str, str]:
 def annotation(text: Any) -> str:
     said = text if isinstance(text, str) else getattr(text, "__name__", str(text))
     said = re.sub(r"\b(dist|stock_planner|threading)\.", "", said)
-    return re.sub(r"\b_?[A-Z]\w+", lambda match: aliases().get(match[0], match[0]), said).replace(
-        "'", '"'
-    )
+    said = re.sub(r"(?<![.\w])_?[A-Z]\w+", lambda match: aliases().get(match[0], match[0]), said)
+    return said.replace("'", '"')
 
 
 def default(value: Any) -> str:

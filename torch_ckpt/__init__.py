@@ -4,7 +4,8 @@
 
 are drop-ins for the classes of the same name in torch.distributed.checkpoint, PinnedMemoryStager is
 one for its DefaultStager; `save`, `async_save` and `load` are its calls with our planners and
-clean-up around them. A CheckpointDirectory keeps those of a training run by step.
+clean-up around them. A CheckpointDirectory keeps the checkpoints of a training run, one directory
+per step.
 
 Names that need torch are imported on first use, so that the command line starts without it.
 """

@@ -118,8 +118,8 @@ class MergeFuture(Future[None]):
         self.wanted = threading.Event()
 
     def cancel(self) -> bool:
-        """Ask it to end, on all ranks. Whether it was going on. Its result is a CancelledError
-        then, unless all is written already."""
+        """Ask the consolidation to stop, on all ranks. Returns whether it was still running;
+        `result()` then raises CancelledError, unless everything was written already."""
         self.wanted.set()
         return not self.done()
 

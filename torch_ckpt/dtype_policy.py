@@ -33,8 +33,9 @@ class DtypePolicy:
     keep_fp32: regular expressions; floats of 16, 32 and 64 bits whose name one of them finds are
         stored in float32 whatever `dtype` says.
 
-    Values become those of torch 2.13's `tensor.to(dtype)`: beyond the range of float8_e4m3fn they
-    are its largest, 448 (before 2.13: NaN), beyond that of the other dtypes infinite.
+    Values become those of `tensor.to(dtype)`. One that would be infinite, or beyond the 448 of
+    float8_e4m3fn, fails the save or consolidation with an InvalidArgumentError that names the
+    tensor.
 
     Raises InvalidArgumentError for what is none of these.
     """

@@ -50,7 +50,7 @@ def consolidate_safetensors_files(
 
     fqn_to_index_mapping: fqn to index of its file, from 1; an index file, or a directory with one,
         that divides the tensors so; None: one file, or files by `max_shard_size`.
-    num_threads: threads, at least four, unless `memory_budget` holds fewer.
+    num_threads: threads; fewer than 4 mean 4, and `memory_budget` may hold fewer.
     strict: a tensor that is not in the mapping, or a name of the mapping that is not in the
         checkpoint, is an error (else left out).
     verify: compare all bytes that are read with their digests, where there are any.

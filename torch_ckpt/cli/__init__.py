@@ -15,7 +15,8 @@ from torch_ckpt.cli.verify import recover, verify
 def cli() -> None:
     """Checkpoints of torch.distributed.checkpoint in safetensors: look, check, repair, merge.
 
-    Exit status: 0 done, 1 corrupt or failed, 2 wrong usage, 3 incomplete.
+    Exit status: 0 done, 1 corrupt or failed, 2 wrong usage, 3 incomplete, 130
+    interrupted.
     """
 
 

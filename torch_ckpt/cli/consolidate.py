@@ -40,7 +40,7 @@ _TIMEOUT_S = 600.0  # until a rank that does not answer is taken for dead
     type=click.IntRange(1, 256),
     default=4,
     show_default=True,
-    help="At least four run.",
+    help="Fewer than 4 mean 4.",
 )
 @click.option("--max-shard-size", help='Bytes of tensors in a file at most, as "5GB" or "5GiB".')
 @click.option(

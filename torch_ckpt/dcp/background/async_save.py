@@ -68,10 +68,11 @@ def async_save(
     on_busy: what to do while an earlier async save of this process is not over. "wait" for it,
         "raise" ConflictError, or "overlap": stage now, and save when it is over. Saves that would
         share a writer, a planner or a stager that is not ours wait all the same.
-    on_failure: "raise" raises errors from this call, or from the future; one that nobody has asked
-        the future for, from the next call (with several ranks, if it is one of rank 0, as those of
-        saves are; what fails on another rank alone is a warning there). "warn" makes warnings of
-        them, for trainers that shall go on whatever happens; the future's result is None then.
+    on_failure: "raise" raises errors from this call or from the future. An error that you do not
+        take from the future is raised by the next call. With several ranks that call raises only
+        what rank 0 has, which every failed save is; what fails on another rank alone is a warning
+        there. "warn" makes warnings of all, for training that must go on; the future's result is
+        None then.
     on_commit: called on every rank, in the background, when the checkpoint is committed and before
         the future is done. What it raises is the save's error. It must not save or load itself,
         which would wait for this save.
@@ -81,10 +82,10 @@ def async_save(
         `progress` not from there.
     writer_options: keywords of HuggingFaceStorageWriter, as for `save`.
 
-    Raises what `save` would: what is wrong with one rank's arguments, on all; on this rank what
-    goes wrong while it stages, and from the futures of all ranks that and all else. Besides,
-    CheckpointError where an earlier save failed and nobody has heard of it, and ConflictError for
-    `on_busy`.
+    Raises what `save` would. An error in one rank's arguments is raised on all ranks, an error
+    while staging on that rank; the futures of all ranks raise the latter too, and all later ones.
+    CheckpointError if an earlier save failed and its error has not been raised yet, and
+    ConflictError for `on_busy`.
     """
     rank, size = rank_and_size(process_group, no_dist)
     own_stager = isinstance(async_stager, PinnedMemoryStager)

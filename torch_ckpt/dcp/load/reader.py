@@ -51,7 +51,7 @@ class HuggingFaceStorageReader(StockReader):
     `torch.distributed.checkpoint.HuggingFaceStorageReader`:
 
     path: the checkpoint directory.
-    thread_count: threads that read, at least four.
+    thread_count: threads that read; fewer than 4 mean 4.
 
     Keyword-only arguments of ours:
 

@@ -59,12 +59,12 @@ class HuggingFaceStorageWriter(StockWriter):
     path: the checkpoint directory. It appears (or its new content does) when the save is whole.
     fqn_to_index_mapping: fqn to index of its file, from 1; every saved tensor must be in it. Or a
         model.safetensors.index.json, or the directory of one, whose division is taken.
-    thread_count: threads that write this rank's files, at least four.
+    thread_count: threads that write this rank's files; fewer than 4 mean 4.
     save_distributed: every rank writes its own shards. False: final files of whole tensors, into
         which every rank writes what it has.
     enable_consolidation: with save_distributed, shards go to path/sharded and final files to path;
         without it the files are final already and nothing more is done.
-    thread_count_consolidation: threads that merge, at least four.
+    thread_count_consolidation: threads that merge; fewer than 4 mean 4.
 
     Keyword-only arguments of ours:
 
@@ -83,7 +83,8 @@ class HuggingFaceStorageWriter(StockWriter):
         configuration, a tokenizer, a model, without its weights), or a list of these. Asked on the
         coordinator only.
     overwrite: False refuses a directory that holds a checkpoint (ConflictError).
-    sync_files: False leaves durability to the kernel; a machine that crashes may lose the save.
+    sync_files: False skips the fsync of data files: a machine that crashes can lose the save, and
+        the checkpoint that it replaced.
     direct_io: False writes through the page cache.
     strict: a name of the mapping that is not in the state dict is an error, with final files and
         with a consolidation.
