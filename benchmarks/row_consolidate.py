@@ -74,9 +74,11 @@ def consolidate_row(
     bfloat16."""
     source, target = context.directory / "sharded", context.directory / "merged"
     state = states.random_state(shapes, dtype)
-    if dtype != torch.bfloat16:  # torch casts NaNs to one code or another, as vectors or as scalars
+    if dtype != torch.bfloat16:
+        # torch casts NaNs to one code or another, as vectors or as scalars, and ours refuses what
+        # bfloat16 has no number for.
         for tensor in state.values():
-            tensor.nan_to_num_()
+            tensor.nan_to_num_().clamp_(-3e38, 3e38)
     size = states.total_bytes(shapes, torch.bfloat16)
     write_shards(state, source, world, dim)
     files.make_durable(source)
