@@ -88,12 +88,6 @@ def export_llama_1(context: Context) -> Row:
     return export_row(context, "llama", "Llama 1B", 0, 1)
 
 
-@row("export_llama_2")
-def export_llama_2(context: Context) -> Row:
-    """Row shards of 2 ranks."""
-    return export_row(context, "llama", "Llama 1B, Shard(0),", 0, 2)
-
-
 @row("export_llama_4")
 def export_llama_4(context: Context) -> Row:
     """Row shards of 4 ranks."""
@@ -110,22 +104,10 @@ def _columns(context: Context, run: int) -> Row:
     return export_row(context, str(run), f"16 matrices, Shard(1), runs of {run} B,", 1, 2)
 
 
-@row("export_columns_64")
-def export_columns_64(context: Context) -> Row:
-    """Column shards with runs of 64 B."""
-    return _columns(context, 64)
-
-
 @row("export_columns_256")
 def export_columns_256(context: Context) -> Row:
     """Column shards with runs of 256 B."""
     return _columns(context, 256)
-
-
-@row("export_columns_1024")
-def export_columns_1024(context: Context) -> Row:
-    """Column shards with runs of 1 KiB."""
-    return _columns(context, 1024)
 
 
 @row("export_columns_4096")

@@ -137,13 +137,6 @@ def with_torch_checkpointing(part: Part, path: Path) -> None:
     sync_everything(path)
 
 
-def with_ours_sharded(part: Part, path: Path) -> None:
-    """Our shards, and our consolidation by all ranks."""
-    shards = path.with_name("shards")
-    rivals.ours("save")(part, checkpoint_id=str(shards))
-    rivals.ours("consolidate_safetensors_files_on_every_rank")(str(shards), str(path), None)
-
-
 def with_ours(part: Part, path: Path) -> None:
     """Straight into the final files."""
     rivals.ours("save")(part, checkpoint_id=str(path), layout="final")
@@ -192,7 +185,6 @@ EXPORTS: Mapping[str, Export] = {
     "gather, save_file and fsync": with_gather,
     "DCP HF shards, then consolidate": with_stock,
     "torch_checkpointing, then consolidate": with_torch_checkpointing,
-    "ours, shards, then consolidate": with_ours_sharded,
     OURS: with_ours,
     f"ours, direct, {NODES}": with_ours_on_own_nodes,
     "ours, shards alone": without_export,
@@ -208,7 +200,6 @@ def import_packages(contender: str) -> None:
     """A job imports what it exports with once, so that is not timed."""
     if contender.startswith("ours"):
         rivals.ours("save")
-        rivals.ours("consolidate_safetensors_files_on_every_rank")
     elif contender.startswith("torch_checkpointing"):
         importlib.import_module("torch_checkpointing.hf.consolidation")
 
