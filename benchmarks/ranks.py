@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from typing import Any
+
+import torch.distributed as dist
 
 from benchmarks import environment
 
@@ -26,9 +27,8 @@ def run_ranks(module: str, words: list[list[str]]) -> list[dict[str, Any] | None
     Raises:
         RankError: one of them failed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # As torchrun's agent, which has the port before anybody else can.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = len(words)
     ranks = [
         subprocess.Popen(
@@ -40,7 +40,8 @@ def run_ranks(module: str, words: list[list[str]]) -> list[dict[str, Any] | None
             env={
                 **os.environ,
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "RANK": str(rank),
                 "WORLD_SIZE": str(world),
                 "LOCAL_RANK": str(rank),
