@@ -73,6 +73,33 @@ def run(tmp_path: Path, program: str) -> None:
     assert status == 0 and "all well" in said, said
 
 
+def test_training_does_not_wait_for_the_process_to_start(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+        import threading
+        from torch_ckpt.dcp.background.process import SavingProcess
+        may_start = threading.Event()
+        start = SavingProcess.__init__
+
+        def when_told(self, rank):
+            assert may_start.wait(60)
+            start(self, rank)
+
+        SavingProcess.__init__ = when_told
+        fill(1)
+        future = torch_ckpt.async_save(
+            state, f"{folder}/1", async_checkpointer_type=AsyncCheckpointerType.PROCESS
+        )
+        assert not future.done()
+        fill(-1)  # the state is staged
+        may_start.set()
+        future.result()
+        assert holds(1)
+        """,
+    )
+
+
 def test_saves_in_another_process_grow_nothing(tmp_path: Path) -> None:
     run(
         tmp_path,

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from torch_ckpt.dcp.api import PathLike, eager, make_save, one_path, ranks_of
 from torch_ckpt.dcp.background.background import Background, heard_from
-from torch_ckpt.dcp.background.process import saving_process
+from torch_ckpt.dcp.background.process import expect_process, saving_process
 from torch_ckpt.dcp.background.turn import OnBusy, Turn, begin
 from torch_ckpt.dcp.save.save import Save
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter, WriterOptions
-from torch_ckpt.dcp.saves import AsyncSave, OnFailure, SaveStats, wait_for
+from torch_ckpt.dcp.saves import AsyncSave, OnFailure, SaveStats
 from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
 from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.options import check_choice, local_path
@@ -102,6 +102,7 @@ def async_save(
         # What two saves cannot use at a time.
         (storage_writer, planner, None if own_stager else async_stager),
     )
+    in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
     background: Background | None = None
     turn: Turn | None = None
     made: list[Save] = []
@@ -112,6 +113,8 @@ def async_save(
         def make() -> Save:
             if bad_path is not None:
                 raise bad_path
+            if in_process:
+                expect_process()
             check_choice("on_busy", on_busy, get_args(OnBusy))
             check_choice("on_failure", on_failure, get_args(OnFailure))
             place = one_path(path, checkpoint_id)
@@ -131,9 +134,7 @@ def async_save(
         # What is wrong with one rank's arguments is an error of all.
         turn = begin(future, ranks, lambda: made.append(make()), on_busy, on_failure, timeout)
         (save,) = made
-        process = None
-        if async_checkpointer_type is AsyncCheckpointerType.PROCESS:
-            process = saving_process(process_group, ranks, lambda: wait_for(turn.running, timeout))
+        process = (lambda: saving_process(process_group, beside)) if in_process else None
         stager = async_stager
         if stager is None:
             # As stock does it.

@@ -42,6 +42,8 @@ class Background:
     - A state for which a stager with over_budget="stream" has no memory is not copied: the
       trainer's own tensors are saved, which must not change until the writer has them.
     - A state that cannot be staged is an error of the save, of which all ranks hear.
+    - `process`, if given, finds or starts the process that saves: in the thread, since a new one
+      takes seconds, and in turn, since it ends one that is dead on another rank.
     - The lease of what was staged ends with the save. Else it would end when the state is garbage:
       an error that somebody keeps has frames in its traceback that hold the state.
     """
@@ -52,7 +54,7 @@ class Background:
         save: Save,
         stager: AsyncStager,
         turn: Turn,
-        process: SavingProcess | None,
+        process: Callable[[], SavingProcess] | None,
         on_commit: Callable[[], None] | None,
     ) -> None:
         self._future = future
@@ -186,7 +188,7 @@ class Background:
             if self._process is None:
                 metadata = self._save.run(self._take)
             else:
-                metadata = self._run_there(self._process)
+                metadata = self._run_there(self._process())
         except BaseException as failure:
             error = failure
         try:

@@ -117,14 +117,16 @@ class SavingProcess:
         self._pipe.close()
 
 
-def saving_process(
-    group: dist.ProcessGroup | None, ranks: Ranks, wait: Callable[[], None]
-) -> SavingProcess:
-    """That of this rank for `group`: a collective call. Where some rank has none, or a dead one,
-    all make new ones when `wait` has returned, which waits for the saves that are running."""
+def expect_process() -> None:
+    """Before a state is staged that is to be saved in another process."""
     if not dist.is_initialized():
         raise InvalidArgumentError("AsyncCheckpointerType.PROCESS needs a process group")
     crossing.expect()
+
+
+def saving_process(group: dist.ProcessGroup | None, ranks: Ranks) -> SavingProcess:
+    """That of this rank for `group`: a collective call, while none of them saves. Where some rank
+    has none, or a dead one, all make new ones."""
     made: Any = group if group is not None else dist.group.WORLD
     known = _known.setdefault(made, {})
     process = known.get(ranks.members)
@@ -133,7 +135,6 @@ def saving_process(
         new: list[SavingProcess] = []
 
         def start() -> None:
-            wait()
             if process is not None:
                 process.end()
             new.append(SavingProcess(ranks.rank))
