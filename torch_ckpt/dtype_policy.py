@@ -33,9 +33,9 @@ class DtypePolicy:
     keep_fp32: regular expressions; floats of 16, 32 and 64 bits whose name one of them finds are
         stored in float32 whatever `dtype` says.
 
-    Values become those of `tensor.to(dtype)`. One that would be infinite, or beyond the 448 of
-    float8_e4m3fn, fails the save or consolidation with an InvalidArgumentError that names the
-    tensor.
+    Values become those of `tensor.to(dtype)`. A finite value that would round to more than the
+    largest of the dtype, or an infinity where it has none (float8_e4m3fn), fails the save or
+    consolidation with an InvalidArgumentError that names the tensor.
 
     Raises InvalidArgumentError for what is none of these.
     """

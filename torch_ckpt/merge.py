@@ -65,8 +65,8 @@ def consolidate_safetensors_files(
         thread.
 
     Raises IncompleteError for a hole, ConflictError for overlapping shards, CorruptError for
-    damage, OSError; they name file and tensor. Logs a warning for shapes that no file says (stock's
-    shards).
+    damage, InvalidArgumentError for a value that `dtype` loses, OSError; they name file and tensor.
+    Logs a warning for shapes that no file says (stock's shards).
     """
     policy = DtypePolicy(dtype, keep_fp32)
     request = merge_request(

@@ -273,7 +273,7 @@ size_t CastElements(Dtype from, const std::byte* source, Dtype to,
 
 Status LostInCast(uint64_t count, Dtype from, Dtype to, std::string_view fqn) {
   if (count == 0) return {};
-  return InvalidArgument(std::to_string(count) + " values of " +
+  return InvalidArgument("at least " + std::to_string(count) + " values of " +
                          DtypeName(from) + " would be out of range as " +
                          DtypeName(to))
       .WithTensor(std::string(fqn));

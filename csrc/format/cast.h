@@ -20,12 +20,13 @@ bool CanCast(Dtype from, Dtype to);
 // in torch 2.13: rounded to nearest, ties to even, by way of float32; what is
 // too large becomes infinite, or 448 in F8_E4M3, which has no infinity (NaN in
 // older torches). A NaN stays a NaN, of whatever bits. Returns how many were
-// lost: numbers that `to` has no number for but infinity or 448, and infinity
-// where it has none. REQUIRES: CanCast. Thread-safe.
+// lost: finite ones that round to more than the largest number of `to`, and
+// infinite ones where it has no infinity. REQUIRES: CanCast. Thread-safe.
 size_t CastElements(Dtype from, const std::byte* source, Dtype to,
                     std::byte* target, size_t count);
 
-// The error of a cast that has lost so many values of a tensor; ok for 0.
+// The error of a cast that has lost so many values of a part of a tensor; ok
+// for 0.
 Status LostInCast(uint64_t count, Dtype from, Dtype to, std::string_view fqn);
 
 // For tests: by the named implementation ("portable", "avx2", "avx512");

@@ -5,20 +5,6 @@
 namespace torch_ckpt {
 namespace {
 
-// The run without its first `level` loops, at index 0 of each.
-Run Inner(const Run& run, int level) {
-  Run inner = run;
-  inner.loops = run.loops - level;
-  for (int i = 0; i < inner.loops; ++i) {
-    const auto to = static_cast<size_t>(i);
-    const auto from = static_cast<size_t>(i + level);
-    inner.count[to] = run.count[from];
-    inner.src_stride[to] = run.src_stride[from];
-    inner.dst_stride[to] = run.dst_stride[from];
-  }
-  return inner;
-}
-
 void Shift(Run* run, uint64_t steps, int64_t src_stride, int64_t dst_stride) {
   run->src += steps * static_cast<uint64_t>(src_stride);
   run->dst += steps * static_cast<uint64_t>(dst_stride);
@@ -42,7 +28,7 @@ void ClipRun(const Run& run, uint64_t lo, uint64_t hi, std::vector<Run>* out) {
     out->push_back(part);
     return;
   }
-  const Run inner = Inner(run, 1);
+  const Run inner = InnerRun(run, 1);
   const uint64_t span = inner.SrcSpan();
   const auto stride = static_cast<uint64_t>(run.src_stride[0]);
   const auto count = static_cast<uint64_t>(run.count[0]);

@@ -38,6 +38,19 @@ uint64_t Run::Iterations() const {
   return n;
 }
 
+Run InnerRun(const Run& run, int level) {
+  Run inner = run;
+  inner.loops = run.loops - level;
+  for (int i = 0; i < inner.loops; ++i) {
+    const auto to = static_cast<size_t>(i);
+    const auto from = static_cast<size_t>(i + level);
+    inner.count[to] = run.count[from];
+    inner.src_stride[to] = run.src_stride[from];
+    inner.dst_stride[to] = run.dst_stride[from];
+  }
+  return inner;
+}
+
 uint64_t Run::SrcSpan() const {
   uint64_t span = bytes;
   for (size_t l = 0; l < static_cast<size_t>(loops); ++l) {

@@ -203,14 +203,16 @@ def test_an_export_that_would_make_values_infinite_is_refused(tmp_path: Path) ->
 
     for number, write in enumerate((export, merge)):
         path = tmp_path / str(number)
-        with pytest.raises(FAILED, match="'w': 3 values of F32 would be out of range as F16"):
+        with pytest.raises(
+            FAILED, match="'w': at least 3 values of F32 would be out of range as F16"
+        ):
             write(path, dtype="fp16")
         assert not path.exists()
         write(path, dtype="fp16", keep_fp32=["w"])
         saved = tensors_of(path)
         assert torch.equal(saved["w"], value)
         assert torch.equal(saved["kept"][:3], state["kept"][:3].half())
-        with pytest.raises(FAILED, match="'kept': 3 values of F32 would be out of range as F8_E4M3"):
+        with pytest.raises(FAILED, match="'kept': at least 3 values of F32 would .* F8_E4M3"):
             write(path, dtype={"kept": "fp8_e4m3"})
         assert torch.equal(tensors_of(path)["w"], value)  # the old one
 

@@ -66,12 +66,10 @@ def test_strided_targets_of_a_cast(tmp_path: Path, waves: list[tuple[int, int]])
     assert torch.equal(into, stored.long()) and len(waves) > 8
 
 
-def test_floats_of_strided_targets_are_cast_before_they_are_held(
-    tmp_path: Path, waves: list[tuple[int, int]]
-) -> None:
+def test_floats_are_cast_before_they_are_held(tmp_path: Path, waves: list[tuple[int, int]]) -> None:
     stored = torch.randn(512)
     save_file({"x": stored}, tmp_path / "model.safetensors")
-    into = torch.zeros(512, 2, dtype=torch.bfloat16)[:, 1]
+    into = torch._neg_view(torch.zeros(512, dtype=torch.bfloat16))  # written by torch alone
     with pytest.warns(UserWarning, match="x: stored as"):
         load(tmp_path, {"x": into})
     assert torch.equal(into, stored.bfloat16())

@@ -181,6 +181,7 @@ TARGETS: dict[str, Any] = {
     "transposed": lambda: torch.zeros(4, 6).t(),
     "strided": lambda: torch.zeros(12, 8)[::2, ::2],
     "a part of another": lambda: torch.zeros(10, 10)[2:8, 3:7],
+    "double": lambda: torch.zeros(6, 4, dtype=torch.float64),
     "double, transposed": lambda: torch.zeros(4, 6, dtype=torch.float64).t(),
     "needs a gradient": lambda: torch.zeros(6, 4, requires_grad=True),
     "a parameter": lambda: torch.nn.Parameter(torch.zeros(6, 4)),
@@ -203,6 +204,16 @@ def test_targets_of_every_kind_are_filled_in_place(tmp_path: Path, case: str, pl
         target.detach().to(value.dtype) if not target.is_complex() else target.real, value
     )
     assert target._version > version, "autograd sees that the tensor changed"
+
+
+def test_autograd_sees_what_a_load_that_fails_has_changed(tmp_path: Path) -> None:
+    path = saved(tmp_path / "in", {"w": torch.tensor([1.0, 7e4])})
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    loss = (weight * weight).sum()
+    with pytest.warns(UserWarning), pytest.raises(FAILED, match="'w': at least 1 values of F32"):
+        load({"w": weight}, HuggingFaceStorageReader(path))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_memory_around_a_view_is_left_alone(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ class WriteJob {
     Status status = WriteAndSend();
     if (status.ok()) status = memory_.CheckCasts();
     if (status.ok()) return {};
-    // Some may be written all the same.
+    // Some are written all the same.
     for (const Output& output : outputs_) {
       if (output.spec.ranges) continue;
       (void)staging_.Unlink(output.spec.staged, true);

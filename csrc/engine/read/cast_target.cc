@@ -2,39 +2,52 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "format/cast.h"
+#include "plan/copy_run.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {
 namespace {
 
-constexpr uint64_t kStepBytes = uint64_t{32} << 10;
+// Elements that are cast before they are copied to where they belong: so few
+// that both stay in a core's second cache.
+constexpr uint64_t kStepElements = 8192;
+using Step = std::array<std::byte, kStepElements * sizeof(double)>;
+// Rows of this many are cast by themselves.
+constexpr uint64_t kLongRow = 1024;
+
+// The run of `count` indices of its first loop, from `first` on.
+Run Indices(Run run, int64_t first, int64_t count) {
+  run.src += static_cast<uint64_t>(first * run.src_stride[0]);
+  run.dst += static_cast<uint64_t>(first * run.dst_stride[0]);
+  run.count[0] = count;
+  return run;
+}
 
 }  // namespace
 
-CastTarget::CastTarget(std::byte* data, Dtype from, Dtype to)
-    : data_(data),
+CastTarget::CastTarget(std::string fqn, std::byte* data, Dtype from, Dtype to)
+    : fqn_(std::move(fqn)),
+      data_(data),
       from_(from),
       to_(to),
       from_bytes_(static_cast<uint64_t>(DtypeBits(from)) / 8),
       to_bytes_(static_cast<uint64_t>(DtypeBits(to)) / 8) {}
 
-void CastTarget::Deliver(const Run& run, const std::byte* bytes) {
-  lost_ += DeliverLoops(run, 0, run.dst, bytes);
+uint64_t CastTarget::Deliver(const Run& run, const std::byte* bytes) {
+  return run.loops == 0 ? DeliverBytes(run.dst, bytes, run.bytes)
+                        : DeliverLoops(run, bytes);
 }
 
-uint64_t CastTarget::DeliverLoops(const Run& run, int level, uint64_t dst,
-                                  const std::byte* bytes) {
-  if (level == run.loops) return DeliverBytes(dst, bytes, run.bytes);
-  const auto l = static_cast<size_t>(level);
-  uint64_t lost = 0;
-  for (int64_t i = 0; i < run.count[l]; ++i) {
-    lost += DeliverLoops(run, level + 1, dst, bytes);
-    dst += static_cast<uint64_t>(run.dst_stride[l]);
-    bytes += run.src_stride[l];
+Status CastTarget::Finish() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [element, bytes] : kept_) {
+    AddLost(Cast(element, bytes.data(), 1));
   }
-  return lost;
+  kept_.clear();
+  return LostInCast(lost_, from_, to_, fqn_);
 }
 
 uint64_t CastTarget::DeliverBytes(uint64_t dst, const std::byte* bytes,
@@ -43,27 +56,56 @@ uint64_t CastTarget::DeliverBytes(uint64_t dst, const std::byte* bytes,
   const uint64_t head = into == 0 ? 0 : std::min(count, from_bytes_ - into);
   const uint64_t tail = (count - head) % from_bytes_;
   const uint64_t whole = count - head - tail;
+  if (head > 0) Keep(dst, bytes, head);
+  if (tail > 0) Keep(dst + head + whole, bytes + head + whole, tail);
+  if (whole == 0) return 0;
+  return Cast((dst + head) / from_bytes_, bytes + head, whole / from_bytes_);
+}
+
+void CastTarget::Keep(uint64_t dst, const std::byte* bytes, uint64_t count) {
+  const std::lock_guard lock(mutex_);
+  std::array<std::byte, 8>& element = kept_[dst / from_bytes_];
+  std::memcpy(element.data() + dst % from_bytes_, bytes, count);
+}
+
+// Rows of a run are whole elements: only what has no loops is clipped inside
+// one.
+uint64_t CastTarget::DeliverLoops(const Run& run, const std::byte* bytes) {
+  const Run inner = InnerRun(run, 1);
+  const uint64_t slice = inner.TotalBytes() / from_bytes_;
+  const bool apart =
+      slice > kStepElements || run.bytes / from_bytes_ >= kLongRow;
+  const auto at_once = apart ? 1 : static_cast<int64_t>(kStepElements / slice);
   uint64_t lost = 0;
-  if (head > 0) lost += DeliverCut(dst, bytes, head);
-  if (whole > 0) {
-    lost += Cast((dst + head) / from_bytes_, bytes + head, whole / from_bytes_);
-  }
-  if (tail > 0) {
-    lost += DeliverCut(dst + head + whole, bytes + head + whole, tail);
+  for (int64_t i = 0; i < run.count[0]; i += at_once) {
+    const Run part = Indices(run, i, std::min(at_once, run.count[0] - i));
+    const std::byte* const from = bytes + (part.src - run.src);
+    lost += apart ? Deliver(InnerRun(part, 1), from) : DeliverBlock(part, from);
   }
   return lost;
 }
 
-uint64_t CastTarget::DeliverCut(uint64_t dst, const std::byte* bytes,
-                                uint64_t count) {
-  const uint64_t element = dst / from_bytes_;
-  const std::lock_guard lock(mutex_);
-  CutElement& cut = cut_[element];
-  std::memcpy(cut.bytes.data() + dst % from_bytes_, bytes, count);
-  cut.count += count;
-  if (cut.count < from_bytes_) return 0;
-  const uint64_t lost = Cast(element, cut.bytes.data(), 1);
-  cut_.erase(element);
+uint64_t CastTarget::DeliverBlock(const Run& run, const std::byte* bytes) {
+  Step stored, cast;
+  // Its rows one after another, and from there to their places.
+  Run gather = run, scatter = run;
+  gather.dst = scatter.src = 0;
+  auto dense = static_cast<int64_t>(run.bytes);
+  for (int l = run.loops - 1; l >= 0; --l) {
+    const auto at = static_cast<size_t>(l);
+    gather.dst_stride[at] = dense;
+    scatter.src_stride[at] = InTarget(dense);
+    scatter.dst_stride[at] = InTarget(run.dst_stride[at]);
+    dense *= run.count[at];
+  }
+  scatter.bytes =
+      static_cast<uint64_t>(InTarget(static_cast<int64_t>(run.bytes)));
+  scatter.dst = static_cast<uint64_t>(InTarget(static_cast<int64_t>(run.dst)));
+  CopyRun(gather, bytes, run.src, stored.data(), 0);
+  const uint64_t lost =
+      CastElements(from_, stored.data(), to_, cast.data(),
+                   static_cast<uint64_t>(dense) / from_bytes_);
+  CopyRun(scatter, cast.data(), 0, data_, 0);
   return lost;
 }
 
@@ -71,11 +113,10 @@ uint64_t CastTarget::Cast(uint64_t element, const std::byte* bytes,
                           uint64_t count) {
   // By way of the cache, and from there past it: what is overwritten need not
   // be read.
-  std::array<std::byte, kStepBytes> step;
-  const uint64_t most = kStepBytes / to_bytes_;
+  Step step;
   uint64_t lost = 0;
-  for (uint64_t at = 0; at < count; at += most) {
-    const uint64_t size = std::min(most, count - at);
+  for (uint64_t at = 0; at < count; at += kStepElements) {
+    const uint64_t size = std::min(kStepElements, count - at);
     lost +=
         CastElements(from_, bytes + at * from_bytes_, to_, step.data(), size);
     StreamCopy(data_ + (element + at) * to_bytes_, step.data(),

@@ -1,4 +1,4 @@
-// Dense memory whose elements are cast from stored ones as they arrive.
+// Memory whose elements are cast from stored ones as they arrive.
 #pragma once
 
 #include <array>
@@ -7,7 +7,9 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <string>
 
+#include "base/status.h"
 #include "format/dtype.h"
 #include "plan/runs.h"
 
@@ -15,39 +17,44 @@ namespace torch_ckpt {
 
 class CastTarget {
  public:
-  // `data` is the first element. REQUIRES: CanCast(from, to).
-  CastTarget(std::byte* data, Dtype from, Dtype to);
+  // Errors name `fqn`. `data` is the first element. REQUIRES: CanCast(from,
+  // to).
+  CastTarget(std::string fqn, std::byte* data, Dtype from, Dtype to);
 
   // Casts the elements of `run`, whose source begins at `bytes`; its `dst` is
-  // where they would be if the memory, from 0 on, had elements of `from`. An
-  // element that files cut waits for its other bytes. Thread-safe for runs that
-  // share no byte.
-  void Deliver(const Run& run, const std::byte* bytes);
+  // where they would be if the memory, from 0 on, had elements of `from`.
+  // Returns how many were lost, see CastElements. Of an element that the run
+  // begins or ends in, the bytes are kept until Finish. What is delivered again
+  // takes the place of what was. Thread-safe for runs that share no byte.
+  uint64_t Deliver(const Run& run, const std::byte* bytes);
+  void AddLost(uint64_t count) { lost_ += count; }
 
-  // Of the elements until now, see CastElements.
-  uint64_t lost() const { return lost_; }
+  // When all is delivered: casts what was kept. kInvalidArgument if values are
+  // lost.
+  Status Finish();
 
  private:
-  // An element of which some bytes are there.
-  struct CutElement {
-    std::array<std::byte, 8> bytes;
-    uint64_t count = 0;
-  };
-
-  // Of loops [level, run.loops). All of these return how many were lost.
-  uint64_t DeliverLoops(const Run& run, int level, uint64_t dst,
-                        const std::byte* bytes);
   uint64_t DeliverBytes(uint64_t dst, const std::byte* bytes, uint64_t count);
+  uint64_t DeliverLoops(const Run& run, const std::byte* bytes);
+  // As many elements as a step holds at most.
+  uint64_t DeliverBlock(const Run& run, const std::byte* bytes);
   // Bytes of one element, not all.
-  uint64_t DeliverCut(uint64_t dst, const std::byte* bytes, uint64_t count);
+  void Keep(uint64_t dst, const std::byte* bytes, uint64_t count);
   uint64_t Cast(uint64_t element, const std::byte* bytes, uint64_t count);
+  // Where in the memory byte `dst` of elements of `from` is.
+  int64_t InTarget(int64_t dst) const {
+    return dst / static_cast<int64_t>(from_bytes_) *
+           static_cast<int64_t>(to_bytes_);
+  }
 
+  const std::string fqn_;
   std::byte* const data_;
   const Dtype from_, to_;
   const uint64_t from_bytes_, to_bytes_;  // of an element
   std::atomic<uint64_t> lost_{0};
   std::mutex mutex_;
-  std::map<uint64_t, CutElement> cut_;  // by number; guarded by mutex_
+  // Elements that are cut, by number; guarded by mutex_.
+  std::map<uint64_t, std::array<std::byte, 8>> kept_;
 };
 
 }  // namespace torch_ckpt

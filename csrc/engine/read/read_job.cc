@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 
 #include "base/checked.h"
 #include "engine/open/open_files.h"
 #include "engine/read/read_plan.h"
-#include "format/cast.h"
 #include "plan/clip.h"
 #include "plan/copy_run.h"
 #include "runtime/arena.h"
@@ -56,34 +56,10 @@ void AddStretches(const Run& run, uint64_t gap, std::vector<Range>* out) {
   AddStretches(run, 0, outer, run.src, span, out);
 }
 
-// Takes what `read` has in [lo, hi) from `bytes`, which hold that range.
-void Deliver(const ReadRun& read, uint64_t lo, uint64_t hi,
-             const std::byte* bytes, std::vector<Run>* parts) {
-  parts->clear();
-  ClipRun(read.run, lo, hi, parts);
-  for (const Run& part : *parts) {
-    if (read.cast) {
-      read.cast->Deliver(part, bytes + (part.src - lo));
-    } else {
-      CopyRun(part, bytes, lo, reinterpret_cast<std::byte*>(part.dst),
-              part.dst);
-    }
-  }
-}
-
 uint64_t BytesOf(const ReadCell& cell) {
   uint64_t bytes = 0;
   for (const ReadRun& read : cell.runs) bytes += read.run.TotalBytes();
   return bytes;
-}
-
-// Whether casts have kept every value.
-Status CheckCasts(const std::deque<CastItem>& casts) {
-  for (const CastItem& cast : casts) {
-    TC_RETURN_IF_ERROR(
-        LostInCast(cast.target.lost(), cast.from, cast.to, cast.name));
-  }
-  return {};
 }
 
 // One cell at a time, on one thread.
@@ -105,6 +81,11 @@ class CellReader {
       TC_RETURN_IF_ERROR(ReadRange(cell, range));
     }
     return {};
+  }
+  // Of a cell that was read: what is counted before is that of bytes that may
+  // be read anew.
+  void CountLost() const {
+    for (const auto& [cast, lost] : lost_) cast->AddLost(lost);
   }
   uint64_t bytes_read() const { return read_; }
   uint64_t bytes_verified() const { return verified_; }
@@ -235,7 +216,23 @@ class CellReader {
     for (size_t i = first_; i < cell.runs.size(); ++i) {
       const ReadRun& read = cell.runs[i];
       if (read.run.src >= hi) break;
-      if (&read != done) Deliver(read, lo, hi, bytes, &parts_);
+      if (&read != done) Deliver(read, lo, hi, bytes);
+    }
+  }
+
+  // What the run has in [lo, hi) from `bytes`, which hold that range.
+  void Deliver(const ReadRun& read, uint64_t lo, uint64_t hi,
+               const std::byte* bytes) {
+    parts_.clear();
+    ClipRun(read.run, lo, hi, &parts_);
+    for (const Run& part : parts_) {
+      if (!read.cast) {
+        CopyRun(part, bytes, lo, reinterpret_cast<std::byte*>(part.dst),
+                part.dst);
+        continue;
+      }
+      const uint64_t lost = read.cast->Deliver(part, bytes + (part.src - lo));
+      if (lost > 0) lost_[read.cast] += lost;
     }
   }
 
@@ -246,6 +243,7 @@ class CellReader {
   const MutableByteSpan scratch_;
   Readers readers_ = Readers::kThisProcess;
   std::vector<Run> parts_;
+  std::map<CastTarget*, uint64_t> lost_;
   size_t first_ = 0;  // of the cell's runs that still need bytes
   uint64_t read_ = 0, verified_ = 0;
 };
@@ -256,7 +254,7 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
                               const ReadPlan& plan,
                               const std::vector<TargetTensor>& targets,
                               Job* job) {
-  TC_ASSIGN_OR_RETURN(const PlannedReads planned,
+  TC_ASSIGN_OR_RETURN(PlannedReads planned,
                       PlanReads(*checkpoint, plan.items, targets));
   const std::vector<ReadCell>& cells = planned.cells;
   ReadReport report;
@@ -286,6 +284,7 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
                             listed.bytes, plan.neighbours, lease.span());
           Status status = reader.Read(cell);
           if (!status.ok()) return status;
+          reader.CountLost();
           read += reader.bytes_read();
           verified += reader.bytes_verified();
           return Status();
@@ -294,7 +293,7 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
         return {};
       }));
   TC_RETURN_IF_ERROR(files.CheckUnchanged());
-  TC_RETURN_IF_ERROR(CheckCasts(planned.casts));
+  for (CastTarget& cast : planned.casts) TC_RETURN_IF_ERROR(cast.Finish());
   report.bytes_read = read;
   report.bytes_verified = verified;
   return report;

@@ -20,7 +20,7 @@ struct TargetTensor {
   Dims strides;
   int64_t element_bytes = 1;
   // If set, the dtype of the elements, to which stored ones are cast where
-  // theirs is another; it is dense then. Else bytes are taken as they are.
+  // theirs is another. Else bytes are taken as they are.
   std::optional<Dtype> cast_to{};
 };
 

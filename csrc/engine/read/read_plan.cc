@@ -31,20 +31,6 @@ void AddRun(uint32_t file, const Run& run, CastTarget* cast, bool shared,
   }
 }
 
-// The bytes of a target that is dense.
-Result<uint64_t> DenseBytes(const TargetTensor& target) {
-  if (target.sizes.Product() == 0) return 0;  // strides say nothing
-  uint64_t dense = static_cast<uint64_t>(target.element_bytes);
-  for (int d = target.sizes.size() - 1; d >= 0; --d) {
-    if (target.sizes[d] != 1 &&
-        target.strides[d] != static_cast<int64_t>(dense)) {
-      return Unsupported("needs a contiguous target");
-    }
-    dense *= static_cast<uint64_t>(target.sizes[d]);
-  }
-  return dense;
-}
-
 // Target strides of the box in units. Flat views (sub-byte tensors that only
 // exist whole) need dense memory.
 Result<StridedBox> TargetBox(const UnitView& view, const TargetTensor& target) {
@@ -54,7 +40,14 @@ Result<StridedBox> TargetBox(const UnitView& view, const TargetTensor& target) {
       view.box.sizes == target.sizes) {
     return box;
   }
-  TC_ASSIGN_OR_RETURN(const uint64_t dense, DenseBytes(target));
+  uint64_t dense = static_cast<uint64_t>(target.element_bytes);
+  for (int d = target.sizes.size() - 1; d >= 0; --d) {
+    if (target.sizes[d] != 1 &&
+        target.strides[d] != static_cast<int64_t>(dense)) {
+      return Unsupported("needs a contiguous target");
+    }
+    dense *= static_cast<uint64_t>(target.sizes[d]);
+  }
   if (dense != static_cast<uint64_t>(view.box.Volume() * view.unit_bytes)) {
     return InvalidArgument("the target holds " + std::to_string(dense) +
                            " bytes, the box takes " +
@@ -64,26 +57,30 @@ Result<StridedBox> TargetBox(const UnitView& view, const TargetTensor& target) {
   return box;
 }
 
-// The box of a CastTarget.
+// The same of a CastTarget, which counts in stored elements from its own start.
 Result<StridedBox> CastBox(const UnitView& view, Dtype from,
                            const TargetTensor& target) {
-  if (!CanCast(from, *target.cast_to)) {
+  const Dtype to = *target.cast_to;
+  if (!CanCast(from, to)) {
     return Unsupported(std::string("cannot be cast from ") + DtypeName(from) +
-                       " to " + DtypeName(*target.cast_to));
+                       " to " + DtypeName(to));
   }
-  TC_ASSIGN_OR_RETURN(const uint64_t dense, DenseBytes(target));
-  const int64_t elements = view.box.Volume();
   if (view.box.sizes != target.sizes ||
-      dense != static_cast<uint64_t>(elements) *
-                   static_cast<uint64_t>(DtypeBits(*target.cast_to)) / 8) {
-    return InvalidArgument("the target does not hold the " +
-                           std::to_string(elements) + " elements of the box");
+      target.element_bytes * 8 != DtypeBits(to)) {
+    return InvalidArgument(
+        "the target does not have the shape of the box, or "
+        "no elements of " +
+        std::string(DtypeName(to)));
   }
-  return StridedBox{view.box, 0, DenseStrides(view.box.sizes, view.unit_bytes)};
+  StridedBox box{view.box, 0, target.strides};
+  for (int d = 0; d < box.strides.size(); ++d) {
+    box.strides[d] = target.strides[d] / target.element_bytes * view.unit_bytes;
+  }
+  return box;
 }
 
 Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
-                  const TargetTensor& target, std::deque<CastItem>* casts,
+                  const TargetTensor& target, std::deque<CastTarget>* casts,
                   std::vector<CellRun>* out) {
   const Catalog& catalog = checkpoint.catalog();
   const int64_t id = catalog.Find(item.name);
@@ -105,8 +102,8 @@ Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
                               : TargetBox(wanted, target));
   CastTarget* cast = nullptr;
   if (is_cast) {
-    casts->emplace_back(item.name, entry.dtype, target);
-    cast = &casts->back().target;
+    cast = &casts->emplace_back(item.name, target.data, entry.dtype,
+                                *target.cast_to);
   }
   uint64_t found = 0;
   TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,

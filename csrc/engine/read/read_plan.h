@@ -3,8 +3,6 @@
 
 #include <cstdint>
 #include <deque>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "engine/read/cast_target.h"
@@ -20,7 +18,9 @@ inline constexpr uint64_t kCellBytes = uint64_t{4} << 20;
 
 struct ReadRun {
   Run run;
-  CastTarget* cast = nullptr;  // if set, where run.dst is; else an address
+  // Null: run.dst is an address. Else it is where the stored elements would be
+  // in this.
+  CastTarget* cast = nullptr;
 };
 
 struct ReadCell {
@@ -30,22 +30,9 @@ struct ReadCell {
   std::vector<ReadRun> runs;  // by src
 };
 
-// A target whose elements are cast, and how errors name it.
-struct CastItem {
-  CastItem(std::string fqn, Dtype stored, const TargetTensor& into)
-      : name(std::move(fqn)),
-        from(stored),
-        to(*into.cast_to),
-        target(into.data, from, to) {}
-
-  const std::string name;  // fqn
-  const Dtype from, to;
-  CastTarget target;
-};
-
 struct PlannedReads {
   std::vector<ReadCell> cells;
-  std::deque<CastItem> casts;  // cells point there
+  std::deque<CastTarget> casts;  // cells point there
 };
 
 // Proves coverage of every item; kIncomplete names the fqn and the missing box.

@@ -111,13 +111,12 @@ void Casts::Cast(const Section& section, const std::byte* elements,
       stretch.bytes % thing.to_bytes != 0) {
     // It cuts an element.
     std::vector<std::byte> whole(section.count * thing.to_bytes);
-    thing.lost += CastElements(thing.from, elements, thing.to, whole.data(),
-                               section.count);
-    if (stretch.from % thing.to_bytes != 0) {
-      // Its first element is counted where that begins.
-      thing.lost -=
-          CastElements(thing.from, elements, thing.to, whole.data(), 1);
-    }
+    // An element is counted where it begins.
+    const uint64_t head = stretch.from % thing.to_bytes != 0 ? 1 : 0;
+    CastElements(thing.from, elements, thing.to, whole.data(), head);
+    thing.lost += CastElements(thing.from, elements + head * thing.from_bytes,
+                               thing.to, whole.data() + head * thing.to_bytes,
+                               section.count - head);
     std::memcpy(out.data(),
                 whole.data() + (stretch.from - section.first * thing.to_bytes),
                 out.size());

@@ -383,3 +383,43 @@ def what_one_rank_is_told_wrong(context: Context) -> None:
     target = {name: torch.zeros_like(value) for name, value in content.items()}
     torch_ckpt.load(target, checkpoint_id=path)
     assert all(torch.equal(target[name], value) for name, value in content.items())
+
+
+@case
+def a_value_that_a_cast_loses(context: Context) -> None:
+    """However it reaches its file: as rows, through a ring, put in place by the coordinator, in the
+    background, from shards. The last rank alone has it."""
+    mesh = mesh_of((context.world,))
+    value = torch.zeros(8 * context.world, 8 * context.world)
+    value[-1, -1] = 7e4
+    lost = f"rank {context.world - 1}", "at least 1 values of F32 would be out of range as F16"
+    for name, placement in (("rows", Shard(0)), ("columns", Shard(1))):
+        state = {name: distribute_tensor(value, mesh, [placement])}
+        options: dict[str, Any] = {"layout": "final", "dtype": "fp16"}
+        path, out = context.folder / name, context.folder / f"{name}-out"
+
+        def save(state: Any = state, path: Path = path, options: Any = options) -> None:
+            torch_ckpt.save(state, path, **options)
+
+        def save_beside(state: Any = state, path: Path = path, options: Any = options) -> None:
+            torch_ckpt.async_save(state, path, **options).result()
+
+        for count in {1, min(2, context.world)}:
+            with nodes(context, count):
+                raised(save, f"'{name}'", *lost)
+        raised(save_beside, f"'{name}'", *lost)
+        dist.barrier()
+        assert not os.path.exists(path)
+        torch_ckpt.save(state, path)
+
+        def merge(path: Path = path, out: Path = out) -> None:
+            torch_ckpt.consolidate_safetensors_files_on_every_rank(path, out, dtype="fp16")
+
+        raised(merge, f"'{name}'", lost[1])
+        dist.barrier()
+        assert not os.path.exists(out)
+        torch_ckpt.consolidate_safetensors_files_on_every_rank(
+            path, out, dtype="fp16", keep_fp32=[name]
+        )
+        assert torch.equal(final_tensors(out)[name], value)
+        dist.barrier()

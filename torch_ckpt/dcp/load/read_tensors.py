@@ -48,8 +48,8 @@ class _Request:
 
     @property
     def held(self) -> torch.dtype:
-        """What a wave holds: what is stored, or, where that is no larger, what the core casts it
-        to."""
+        """The dtype in a wave: the target's if the core casts to it and it is no larger, else the
+        stored one."""
         to = self.target.dtype
         return to if to.itemsize <= self.stored.itemsize and self.cast_by_core else self.stored
 
@@ -130,8 +130,10 @@ class TensorReader:
                     "the target is expanded: several of its elements are one place in memory",
                     tensor=request.item.storage_index.fqn,
                 )
-        self._fetch(direct, [request.target for request in direct])
-        torch.autograd.graph.increment_version([request.target for request in direct])
+        try:
+            self._fetch(direct, [request.target for request in direct])
+        finally:  # an error may have filled some
+            torch.autograd.graph.increment_version([request.target for request in direct])
         for request in direct:
             planner.commit_tensor(request.item, request.target)
         self._read_in_waves(indirect)
@@ -312,8 +314,8 @@ def _in_place(request: _Request) -> bool:
         and target.dim() <= 8
     ):
         return False
-    if target.dtype is not request.stored:
-        return request.cast_by_core and target.is_contiguous()
+    if target.dtype is not request.stored and not request.cast_by_core:
+        return False
     return target.is_contiguous() or all(
         stride > 0 or size <= 1 for stride, size in zip(target.stride(), target.shape, strict=True)
     )
@@ -352,7 +354,7 @@ def _check_values(request: _Request, value: torch.Tensor) -> None:
         lost = result.to(source) != value
         what = "another number"
     if bool(lost.any()):
+        said, wanted = (DTYPE_NAMES.get(dtype, dtype) for dtype in (source, target.dtype))
         raise InvalidArgumentError(
-            f"{int(lost.sum())} values stored as {source} would be {what} as {target.dtype}",
-            tensor=fqn,
+            f"at least {int(lost.sum())} values of {said} would be {what} as {wanted}", tensor=fqn
         )
