@@ -46,6 +46,20 @@ std::string BoxBytes(const Array& array, const Box& box) {
   return out;
 }
 
+Box RandomBox(const Dims& shape, int64_t last_unit, std::mt19937* random) {
+  Box box = Box::Whole(shape);
+  for (int d = 0; d < shape.size(); ++d) {
+    const int64_t unit = d == shape.size() - 1 ? last_unit : 1;
+    const int64_t units = shape[d] / unit;
+    std::uniform_int_distribution<int64_t> begin(0, units);
+    box.offsets[d] = begin(*random);
+    std::uniform_int_distribution<int64_t> size(0, units - box.offsets[d]);
+    box.sizes[d] = size(*random) * unit;
+    box.offsets[d] *= unit;
+  }
+  return box;
+}
+
 Piece WholePiece(std::string name, const Array& array, int64_t rank) {
   return {rank, std::move(name), &array, Box::Whole(array.shape)};
 }

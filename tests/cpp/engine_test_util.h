@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <random>
 #include <set>
 #include <string>
 #include <system_error>
@@ -39,6 +40,9 @@ std::string RandomBytes(size_t size, uint32_t seed);
 
 // Bytes of a box, unit by unit.
 std::string BoxBytes(const Array& array, const Box& box);
+
+// One inside `shape`, cut at multiples of `last_unit` in the last dimension.
+Box RandomBox(const Dims& shape, int64_t last_unit, std::mt19937* random);
 
 // A box of a tensor that a simulated rank holds.
 struct Piece {
