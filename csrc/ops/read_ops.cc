@@ -51,10 +51,12 @@ Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
 
 Status SetCasts(const Json& plan, std::vector<TargetTensor>* targets) {
   const auto casts = plan.find("casts");
-  if (casts == plan.end() || !casts->is_object()) return {};
-  for (size_t i = 0; i < targets->size(); ++i) {
+  if (casts == plan.end() || casts->is_null()) return {};
+  size_t found = 0;
+  for (size_t i = 0; i < targets->size() && casts->is_object(); ++i) {
     const auto name = casts->find(std::to_string(i));
     if (name == casts->end()) continue;
+    ++found;
     TargetTensor& target = (*targets)[i];
     target.cast_to = name->is_string() ? DtypeFromName(name->get<std::string>())
                                        : std::nullopt;
@@ -62,6 +64,9 @@ Status SetCasts(const Json& plan, std::vector<TargetTensor>* targets) {
       return InvalidArgument("'casts' has no dtype for target " +
                              std::to_string(i));
     }
+  }
+  if (!casts->is_object() || found != casts->size()) {
+    return InvalidArgument("'casts' has dtypes by the numbers of targets");
   }
   return {};
 }

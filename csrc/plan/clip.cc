@@ -28,7 +28,7 @@ void ClipRun(const Run& run, uint64_t lo, uint64_t hi, std::vector<Run>* out) {
     out->push_back(part);
     return;
   }
-  const Run inner = InnerRun(run, 1);
+  const Run inner = InnerRun(run);
   const uint64_t span = inner.SrcSpan();
   const auto stride = static_cast<uint64_t>(run.src_stride[0]);
   const auto count = static_cast<uint64_t>(run.count[0]);

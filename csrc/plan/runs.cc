@@ -38,15 +38,13 @@ uint64_t Run::Iterations() const {
   return n;
 }
 
-Run InnerRun(const Run& run, int level) {
+Run InnerRun(const Run& run) {
   Run inner = run;
-  inner.loops = run.loops - level;
-  for (int i = 0; i < inner.loops; ++i) {
-    const auto to = static_cast<size_t>(i);
-    const auto from = static_cast<size_t>(i + level);
-    inner.count[to] = run.count[from];
-    inner.src_stride[to] = run.src_stride[from];
-    inner.dst_stride[to] = run.dst_stride[from];
+  --inner.loops;
+  for (size_t i = 0; i < static_cast<size_t>(inner.loops); ++i) {
+    inner.count[i] = run.count[i + 1];
+    inner.src_stride[i] = run.src_stride[i + 1];
+    inner.dst_stride[i] = run.dst_stride[i + 1];
   }
   return inner;
 }

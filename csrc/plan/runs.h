@@ -26,8 +26,8 @@ struct Run {
   uint64_t SrcSpan() const;
 };
 
-// The run without its first `level` loops, at index 0 of each.
-Run InnerRun(const Run& run, int level);
+// The run without its outermost loop, at index 0 of that. REQUIRES: loops > 0.
+Run InnerRun(const Run& run);
 
 // A box with its bytes somewhere: `base` is the byte offset or address of the
 // box's first element, `strides` are bytes per step of each dimension.

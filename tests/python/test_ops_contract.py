@@ -125,6 +125,18 @@ def test_read_in_eager_mode(checkpoint: Path) -> None:
     assert report.tolist()[:2] == [1, 4000]
 
 
+def test_casts_of_a_read(checkpoint: Path) -> None:
+    plan = {"path": str(checkpoint), "names": ["x"]}
+    target = torch.zeros(1000, dtype=torch.bfloat16)
+    OPS.read([target], as_plan({**plan, "casts": {"0": "BF16"}}), new_report())
+    assert torch.equal(target, torch.arange(1000.0).bfloat16())
+    wrong: list[object] = [{"0": "BF17"}, {"0": 7}, {"1": "BF16"}, ["BF16"], "BF16", {"0": "F64"}]
+    for casts in wrong:
+        with pytest.raises((ValueError, RuntimeError), match="casts|the target"):
+            OPS.read([target.zero_()], as_plan({**plan, "casts": casts}), new_report())
+        assert not target.any()
+
+
 def test_crc32c_is_castagnolis() -> None:
     # The check value of CRC-32C: the digest of the digits 1 to 9.
     data, report = torch.tensor(list(b"123456789"), dtype=torch.uint8), new_report()

@@ -71,7 +71,7 @@ void CastTarget::Keep(uint64_t dst, const std::byte* bytes, uint64_t count) {
 // Rows of a run are whole elements: only what has no loops is clipped inside
 // one.
 uint64_t CastTarget::DeliverLoops(const Run& run, const std::byte* bytes) {
-  const Run inner = InnerRun(run, 1);
+  const Run inner = InnerRun(run);
   const uint64_t slice = inner.TotalBytes() / from_bytes_;
   const bool apart =
       slice > kStepElements || run.bytes / from_bytes_ >= kLongRow;
@@ -80,7 +80,7 @@ uint64_t CastTarget::DeliverLoops(const Run& run, const std::byte* bytes) {
   for (int64_t i = 0; i < run.count[0]; i += at_once) {
     const Run part = Indices(run, i, std::min(at_once, run.count[0] - i));
     const std::byte* const from = bytes + (part.src - run.src);
-    lost += apart ? Deliver(InnerRun(part, 1), from) : DeliverBlock(part, from);
+    lost += apart ? Deliver(InnerRun(part), from) : DeliverBlock(part, from);
   }
   return lost;
 }
