@@ -200,7 +200,7 @@ def test_installs_again_and_again(source: Path, tmp_path: Path) -> None:
         assert str(tmp_path / "venv") in said, said
         return compiled(done.stdout + done.stderr)
 
-    everything = {path.relative_to(source).as_posix() for path in source.glob("csrc/*/*.cc")}
+    everything = {path.relative_to(source).as_posix() for path in source.glob("csrc/**/*.cc")}
     assert everything and set(build()) == everything
     assert list((tmp_path / "venv").rglob("stale.py")) == []
     assert build() == []

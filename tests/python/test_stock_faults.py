@@ -150,7 +150,8 @@ def test_consolidation_of_damage_is_an_error_and_leaves_what_there_was(
     assert not listing(tmp_path / "out")
     assert {file.name: file.read_bytes() for file in (tmp_path / "earlier").iterdir()} == before
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["earlier", "in"]
-    if case != "unknown dtype":  # which stock takes for that of the first shard
+    # Stock takes an unknown dtype for that of the first shard, and reads no further than it must.
+    if case not in ("unknown dtype", "longer"):
         merged = lambda: stock_merged(tmp_path / "in", tmp_path / "stock", {"w": 1})["w"]  # noqa: E731
         stock_is_wrong(merged, value())
 
