@@ -204,10 +204,13 @@ class CheckpointDirectory:
                     "no_dist would make every rank save its own checkpoint here", file=self.root
                 )
 
-        name = Ranks.of(self._group).gather(
-            "beginning of a save", check, lambda _: os.path.basename(self.path(step))
-        )
-        self._deletions.spare(step)
+        # Rank 0 alone: a node that has looked for what is not there yet does not see it for a while
+        # when it is, where a file system keeps what it was told.
+        def begin(_: list[None]) -> str:
+            self._deletions.spare(step)
+            return os.path.basename(self.path(step))
+
+        name = Ranks.of(self._group).gather("beginning of a save", check, begin)
         return os.path.join(self.root, name)
 
     def _publish(self, step: int) -> None:

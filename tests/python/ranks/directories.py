@@ -38,7 +38,8 @@ def load(context: Context, directory: CheckpointDirectory, step: int | None = No
 
 @contextlib.contextmanager
 def seen_by_rank_0_alone(context: Context) -> Iterator[None]:
-    """Every other rank sees another directory, and fails if it changes it."""
+    """Every other rank sees another directory, and fails if it changes it, or looks for what is to
+    come: its node may remember for a while that it is not there."""
     if context.rank == 0:
         yield
         return
@@ -46,13 +47,15 @@ def seen_by_rank_0_alone(context: Context) -> Iterator[None]:
         "newest_first": mock.Mock(side_effect=lambda *args, **options: iter([999, 5])),
         **{
             name: mock.Mock(side_effect=AssertionError(f"{name} on rank {context.rank}"))
-            for name in ("write_latest", "make_directory")
+            for name in ("write_latest", "make_directory", "child_name")
         },
     }
-    begin = mock.Mock(side_effect=AssertionError(f"deletes on rank {context.rank}"))
-    with mock.patch.multiple(directory_module, **wrong):
-        with mock.patch.object(directory_module.Deletions, "begin", begin):
-            yield
+    deletes = mock.Mock(side_effect=AssertionError(f"deletes on rank {context.rank}"))
+    with (
+        mock.patch.multiple(directory_module, **wrong),
+        mock.patch.multiple(directory_module.Deletions, begin=deletes, spare=deletes),
+    ):
+        yield
 
 
 def children(root: Path) -> list[str]:
