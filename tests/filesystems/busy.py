@@ -36,7 +36,7 @@ def busy(trial: Trial) -> Iterator[dict[str, Any]]:
 
 def is_replaced(text: str) -> bool:
     """What a reader may always hear beside a saver."""
-    return text.startswith("ConflictError") and "replaced" in text
+    return text.startswith(("ConflictError", "ReplacedError")) and "replaced" in text
 
 
 def come_to(trial: Trial, numbers: list[int], mib: int = 8) -> None:
