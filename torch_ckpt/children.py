@@ -1,7 +1,8 @@
 """The children of a CheckpointDirectory on disk. Nothing here needs torch.
 
     root/step-<n>     the checkpoint of step n; one with zeros before n, of another tool, counts too
-    root/LATEST       the name of the newest one and a line break, for other tools
+    root/LATEST       the name of the newest one and a line break, for other tools, and for nodes
+                      to which a file system still shows what root held some seconds ago
     root/.step-<n>.torch_ckpt-removed-<id>   one that is being deleted
     root/.step-<n>.torch_ckpt-stage          of a save that is going on, or of one that died
     root/.LATEST.torch_ckpt-new-<id>         the next LATEST
@@ -10,7 +11,7 @@ What happens after a save, all on rank 0, and what a kill leaves:
 
 1. The save commits step-<n> (docs/design.md). Only what is committed counts.
 2. LATEST is written under another name, synced and renamed, and root is synced. A kill before the
-   rename leaves it behind, so nothing of ours reads it.
+   rename leaves it behind, so it only adds to what root lists.
 3. A background thread deletes what is too old: under the lock that a save into it would take, a
    child gets its hidden name, and root is synced; then the tree is removed. A kill leaves the child
    whole, or a hidden name that the next deletion removes: a child is never seen half removed.
@@ -21,6 +22,7 @@ What happens after a save, all on rank 0, and what a kill leaves:
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -37,6 +39,7 @@ _CHILD = re.compile(r"step-([0-9]+)")
 _REMOVED = re.compile(r"\.step-[0-9]+\.torch_ckpt-removed-[0-9a-f]+")
 _STAGING = re.compile(r"\.(step-([0-9]+))\.torch_ckpt-stage")
 _LATEST = "LATEST"
+_MOST_OF_A_NAME = 256  # bytes
 _NEW_LATEST = f".{_LATEST}.torch_ckpt-new-"
 _SHARDED = "sharded"  # where stock's enable_consolidation puts the shards
 
@@ -66,13 +69,26 @@ def child_name(root: str, step: int) -> str:
 
 def newest_first(root: str, *, up_to: int | None = None) -> Iterator[int]:
     """The steps of the committed children, highest first. Looks no further than it is asked."""
-    found = (_CHILD.fullmatch(name) for name in os.listdir(root))
+    # A listing may be as old as the caches of a network file system let it be; a file is read as it
+    # is on the server.
+    found = (_CHILD.fullmatch(name) for name in [*os.listdir(root), _read_latest(root)])
     steps = sorted({int(match[1]) for match in found if match}, reverse=True)
     for step in steps:
         if up_to is not None and step > up_to:
             continue
         if Checkpoint(os.path.join(root, child_name(root, step))).is_committed():
             yield step
+
+
+def _read_latest(root: str) -> str:
+    """What LATEST says; nothing where there is none, or one that is being replaced."""
+    try:
+        with open(os.path.join(root, _LATEST), "rb") as file:
+            return file.read(_MOST_OF_A_NAME).decode("ascii", "replace").removesuffix("\n")
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE, errno.EISDIR):
+            return ""
+        raise
 
 
 def write_latest(root: str, step: int) -> None:

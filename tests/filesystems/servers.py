@@ -158,7 +158,9 @@ class Rclone(FileSystem):
     def mount(self, site: Site, node: Node) -> None:
         store = site.folder / "store"
         node.sh(f"mkdir -p {site.mount} {store}")
-        options = "--vfs-cache-mode off --daemon --config /dev/null --cache-dir /tmp/rclone"
+        # What it shows of directories may be five minutes old if nothing else is said.
+        options = "--vfs-cache-mode off --dir-cache-time 1s --daemon"
+        options += " --config /dev/null --cache-dir /tmp/rclone"
         node.sh(f"rclone mount {options} {store} {site.mount}")
         is_mounted(node, site.mount)
 

@@ -1,4 +1,5 @@
-"""LATEST survives a power failure: what is deleted afterwards is deleted for its sake."""
+"""LATEST survives a power failure: what is deleted afterwards is deleted for its sake. And it is
+seen where a listing is old."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from torch_ckpt.children import write_latest
+import torch_ckpt
+from torch_ckpt.children import newest_first, write_latest
 
 
 def test_the_file_and_then_its_name_are_synced(
@@ -48,3 +51,27 @@ def test_a_sync_that_fails_is_an_error(
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         write_latest(str(tmp_path), 7)
     assert [name for name in os.listdir(tmp_path) if name != "LATEST"] == []
+
+
+def test_a_listing_that_is_old_does_not_hide_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = torch_ckpt.CheckpointDirectory(tmp_path)
+    directory.save({"w": torch.ones(1)}, 1)
+    listed = os.listdir(tmp_path)
+    directory.save({"w": torch.ones(1)}, 2)
+    monkeypatch.setattr(os, "listdir", lambda path: listed)
+    assert directory.latest() == str(tmp_path / "step-2")
+    assert directory.steps() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "said", ["", "step-9\n", "../step-1\n", "step-1", "step-\xff\n", "x" * 999]
+)
+def test_what_latest_says_counts_only_if_it_is_there(tmp_path: Path, said: str) -> None:
+    torch_ckpt.CheckpointDirectory(tmp_path).save({"w": torch.ones(1)}, 1)
+    (tmp_path / "LATEST").write_bytes(said.encode("latin-1"))
+    assert list(newest_first(str(tmp_path))) == [1]
+    (tmp_path / "LATEST").unlink()
+    (tmp_path / "LATEST").mkdir()
+    assert list(newest_first(str(tmp_path))) == [1]
