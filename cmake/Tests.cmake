@@ -37,6 +37,7 @@ set(test_sources
     tests/cpp/runtime_arena_test.cc
     tests/cpp/runtime_crc32c_test.cc
     tests/cpp/runtime_cuda_copy_test.cc
+    tests/cpp/runtime_crc32_test.cc
     tests/cpp/runtime_cuda_driver_test.cc
     tests/cpp/runtime_fresh_memory_test.cc
     tests/cpp/runtime_handles_test.cc
@@ -51,6 +52,8 @@ set(test_sources
     tests/cpp/format_manifest_test.cc
     tests/cpp/format_name_index_test.cc
     tests/cpp/format_names_test.cc
+    tests/cpp/format_pickle_test.cc
+    tests/cpp/format_zip_test.cc
     tests/cpp/format_safetensors_test.cc
     tests/cpp/format_sharding_info_test.cc
     tests/cpp/plan_byte_box_test.cc

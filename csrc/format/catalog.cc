@@ -27,6 +27,15 @@ uint32_t LoadU32(const std::string& bytes, size_t at) {
   return value;
 }
 
+// Whether an object may be in that file: anywhere in one of objects, or in a
+// part of one of tensors.
+bool MayHold(const ManifestFile& file,
+             const std::optional<FileRange>& archive) {
+  if (!archive) return file.role == FileRole::kObjects;
+  const auto end = CheckedAdd(archive->offset, archive->bytes);
+  return file.role == FileRole::kData && end && *end <= file.bytes;
+}
+
 // A name for a message about an entry that may have none.
 Status Named(Status status, const CatalogEntry& entry) {
   return std::move(status).WithTensor(std::string(entry.name));
@@ -97,14 +106,29 @@ Status Catalog::ParseEntry(size_t begin, size_t end,
   if (!entries_.empty() && entries_.back().name >= entry.name)
     return Named(Malformed("its names do not ascend"), entry);
   bool path_ok = true;
+  bool archive_ok = true;
   Status fields = GetFields(&in, [&](uint64_t field, ByteSpan bytes) {
-    if (field != static_cast<uint64_t>(EntryField::kPath)) return false;
-    entry.path = AsText(bytes);
-    path_ok = IsUtf8(entry.path) && internal::IsPath(entry.path);
-    return true;
+    switch (field) {
+      case static_cast<uint64_t>(EntryField::kPath):
+        entry.path = AsText(bytes);
+        path_ok = IsUtf8(entry.path) && internal::IsPath(entry.path);
+        return true;
+      case static_cast<uint64_t>(EntryField::kArchive): {
+        BinaryReader range(bytes);
+        const auto from = range.Varint();
+        const auto size = range.Varint();
+        archive_ok = from && size && range.empty();
+        if (archive_ok) entry.archive = FileRange{*from, *size};
+        return true;
+      }
+      default:
+        return false;
+    }
   });
   if (!fields.ok()) return Named(std::move(fields), entry);
   if (!path_ok) return Named(Malformed("a path"), entry);
+  if (!archive_ok || (entry.archive && entry.kind != EntryKind::kObject))
+    return Named(Malformed("an archive"), entry);
   Slice slice;
   switch (entry.kind) {
     case EntryKind::kAlias: {
@@ -116,7 +140,7 @@ Status Catalog::ParseEntry(size_t begin, size_t end,
     case EntryKind::kObject: {
       const auto file = in.Varint();
       if (!file || !in.empty() || *file >= files.size() ||
-          files[*file].role != FileRole::kObjects)
+          !MayHold(files[*file], entry.archive))
         return Named(Malformed("an object"), entry);
       entry.file = static_cast<uint32_t>(*file);
       break;
@@ -209,7 +233,7 @@ Result<Catalog> Catalog::Renamed(
         case EntryKind::kAlias:
           return builder.AddAlias(std::move(name), renamed(entry.alias_of));
         case EntryKind::kObject:
-          return builder.AddObject(std::move(name), entry.file);
+          return builder.AddObject(std::move(name), entry.file, entry.archive);
         case EntryKind::kTensor:
           break;
       }

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -32,6 +33,10 @@ enum class PlacementKind : uint8_t {
   kBox,         // row-major bytes of a box
   kStridedBox,  // a box with a stride for each dimension
   kRange,       // elements of the tensor in its row-major order
+  // A torch.save archive whose tensor is the box. Where in it the bytes are,
+  // and with which strides, only the archive says: Checkpoint::Placements
+  // looks.
+  kArchive,
 };
 
 struct Placement {
@@ -44,8 +49,14 @@ struct Placement {
   // dimension; not negative.
   Dims strides;
   int64_t begin = 0, end = 0;  // kRange
+  uint64_t bytes = 0;          // kArchive: of the archive
 
   bool operator==(const Placement&) const = default;
+};
+
+// Bytes [offset, offset + bytes) of a file.
+struct FileRange {
+  uint64_t offset = 0, bytes = 0;
 };
 
 // The views are of the catalog and live as long as any copy of it.
@@ -56,6 +67,8 @@ struct CatalogEntry {
   Dims shape;                 // of tensors and aliases
   std::string_view alias_of;  // kAlias: the tensor whose bytes it has
   uint32_t file = 0;          // kObject: position of the file that holds it
+  // kObject: the torch.save archive that it is; none in a file of objects.
+  std::optional<FileRange> archive;
   // The state-dict path as JSON text, e.g. ["model","layers",0]; empty when
   // the path is just (name,). Source of DCP's planner_data.
   std::string_view path;

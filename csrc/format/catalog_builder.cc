@@ -39,11 +39,13 @@ Result<uint32_t> CatalogBuilder::AddAlias(std::string name,
   return Add(std::move(entry));
 }
 
-Result<uint32_t> CatalogBuilder::AddObject(std::string name, uint32_t file) {
+Result<uint32_t> CatalogBuilder::AddObject(std::string name, uint32_t file,
+                                           std::optional<FileRange> archive) {
   Entry entry;
   entry.name = std::move(name);
   entry.kind = EntryKind::kObject;
   entry.file = file;
+  entry.archive = archive;
   return Add(std::move(entry));
 }
 
@@ -117,6 +119,14 @@ Result<std::string> CatalogBuilder::Encode() const {
     if (!e.path.empty()) {
       PutVarint(&out, static_cast<uint64_t>(EntryField::kPath) << 1);
       PutString(&out, e.path);
+    }
+    if (e.archive) {
+      std::string range;
+      PutVarint(&range, e.archive->offset);
+      PutVarint(&range, e.archive->bytes);
+      PutVarint(&out, static_cast<uint64_t>(EntryField::kArchive) << 1 |
+                          internal::kCriticalBit);
+      PutString(&out, range);
     }
     PutVarint(&out, 0);
     switch (e.kind) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -18,10 +19,11 @@ class CatalogBuilder {
   struct Entry {
     std::string name;
     EntryKind kind = EntryKind::kTensor;
-    Dtype dtype = Dtype::kU8;  // tensors
-    Dims shape;                // tensors
-    std::string alias_of;      // aliases
-    uint32_t file = 0;         // objects
+    Dtype dtype = Dtype::kU8;          // tensors
+    Dims shape;                        // tensors
+    std::string alias_of;              // aliases
+    uint32_t file = 0;                 // objects
+    std::optional<FileRange> archive;  // objects
     std::string path;
     size_t placement_count = 0;
     std::string placements;  // encoded
@@ -31,7 +33,8 @@ class CatalogBuilder {
   // taken.
   Result<uint32_t> AddTensor(std::string name, Dtype dtype, const Dims& shape);
   Result<uint32_t> AddAlias(std::string name, std::string alias_of);
-  Result<uint32_t> AddObject(std::string name, uint32_t file);
+  Result<uint32_t> AddObject(std::string name, uint32_t file,
+                             std::optional<FileRange> archive = {});
   // REQUIRES of all that follow: the entry exists, and is a tensor where
   // placements are meant.
   void SetPath(uint32_t entry, std::string path);

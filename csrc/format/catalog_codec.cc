@@ -33,6 +33,8 @@ StoredKind StoredKindOf(const Placement& placement, const Dims& shape) {
       return StoredKind::kStridedBox;
     case PlacementKind::kRange:
       return StoredKind::kRange;
+    case PlacementKind::kArchive:
+      return StoredKind::kArchive;
     case PlacementKind::kBox:
       break;
   }
@@ -86,6 +88,7 @@ void PutPlacement(std::string* out, const Placement& placement,
     return;
   }
   if (kind == StoredKind::kWhole) return;
+  if (kind == StoredKind::kArchive) PutVarint(out, placement.bytes);
   PutDims(out, placement.box.offsets);
   PutDims(out, placement.box.sizes);
   if (kind == StoredKind::kStridedBox) PutDims(out, placement.strides);
@@ -121,6 +124,16 @@ Result<Placement> GetPlacement(BinaryReader* in, Dtype dtype,
       if (!strides) return Malformed("the strides of a box");
       placement.kind = PlacementKind::kStridedBox;
       placement.strides = *strides;
+      break;
+    }
+    case static_cast<uint64_t>(StoredKind::kArchive): {
+      const auto bytes = in->Varint();
+      const auto offsets = in->Sizes(shape.size());
+      const auto sizes = in->Sizes(shape.size());
+      if (!bytes || !offsets || !sizes) return Malformed("an archive");
+      placement.kind = PlacementKind::kArchive;
+      placement.bytes = *bytes;
+      placement.box = {*offsets, *sizes};
       break;
     }
     case static_cast<uint64_t>(StoredKind::kRange): {
@@ -169,6 +182,8 @@ Result<uint64_t> PlacementBytes(const Placement& placement, Dtype dtype,
         return Malformed("the size of a range");
       return *bytes;
     }
+    case PlacementKind::kArchive:
+      return placement.bytes;
     case PlacementKind::kStridedBox:
       break;
   }

@@ -27,6 +27,7 @@ enum class StoredKind : uint8_t {
   kRange = 3,
   kFill = 4,  // no bytes: a value
   kRule = 5,  // of a device mesh
+  kArchive = 6,
 };
 // A placement begins with its kind, times 4, and these.
 inline constexpr uint64_t kReplicaBit = 1;
@@ -36,7 +37,7 @@ inline constexpr uint64_t kFieldsBit = 2;
 // field's number, times 2, and this bit where a reader that does not know the
 // field must refuse the entry.
 inline constexpr uint64_t kCriticalBit = 1;
-enum class EntryField : uint64_t { kPath = 1 };
+enum class EntryField : uint64_t { kPath = 1, kArchive = 2 };
 // Of placements: 1 is to be the hash of the content (128 bits).
 
 inline Status Malformed(std::string_view what) {

@@ -298,9 +298,9 @@ std::string OneEntry(const std::string& fields, const std::string& placement) {
 TEST(CatalogFile, FieldsThatAreNotKnown) {
   const std::string none(1, '\0'), whole("\x00\x00\x00", 3);
   EXPECT_EQ(Kind(OneEntry(none, whole)), ErrorKind::kOk);
-  // Number 2, of three bytes: passed over, unless it is critical.
-  EXPECT_EQ(Kind(OneEntry("\x04\x03xyz" + none, whole)), ErrorKind::kOk);
-  const Status refused = ReadAll(OneEntry("\x05\x03xyz" + none, whole));
+  // Number 3, of three bytes: passed over, unless it is critical.
+  EXPECT_EQ(Kind(OneEntry("\x06\x03xyz" + none, whole)), ErrorKind::kOk);
+  const Status refused = ReadAll(OneEntry("\x07\x03xyz" + none, whole));
   EXPECT_EQ(refused.kind(), ErrorKind::kUnsupported);
   EXPECT_EQ(refused.tensor(), "w");
   // Of a placement likewise; a bit says that it has any.
@@ -320,7 +320,7 @@ TEST(CatalogFile, FieldsThatAreNotKnown) {
 
 TEST(CatalogFile, KindsThatAreToCome) {
   const std::string none(1, '\0');
-  for (const char head : {'\x10', '\x14', '\x18'}) {
+  for (const char head : {'\x10', '\x14', '\x1c'}) {
     const Status refused = ReadAll(OneEntry(none, std::string{head, 0, 0, 0}));
     EXPECT_EQ(refused.kind(), ErrorKind::kUnsupported);
     EXPECT_EQ(refused.tensor(), "w");

@@ -10,13 +10,17 @@ a build with fault points (a journal is what a kill leaves).
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
+import numpy  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.simulated import Box, save_as_ranks  # noqa: E402
@@ -168,6 +173,50 @@ def catalog_input(file: bytes) -> bytes:
     return file[len(MAGIC) : -CRC_BYTES]
 
 
+def pickles() -> Iterator[tuple[str, bytes]]:
+    """What stock DCP writes as .metadata, and pickles of values that are no tensors."""
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    chunks = [
+        dcp.ChunkStorageMetadata(torch.Size([2 * row, 0]), torch.Size([2, 3])) for row in range(2)
+    ]
+    stored = {
+        "model.w": dcp.TensorStorageMetadata(
+            dcp.TensorProperties(torch.bfloat16), torch.Size([4, 3]), chunks
+        ),
+        "step": dcp.BytesStorageMetadata(),
+    }
+    places = {
+        dcp.MetadataIndex("model.w", chunk.offsets, i): _StorageInfo(f"__{i}_0.distcp", 0, 900)
+        for i, chunk in enumerate(chunks)
+    }
+    places[dcp.MetadataIndex("step")] = _StorageInfo("__0_0.distcp", 900, 100)
+    paths = {"model.w": ("model", "w"), "step": ("step",)}
+    meta = dcp.StorageMeta("a", "b", "c")
+    yield "metadata", pickle.dumps(dcp.Metadata(stored, paths, places, meta, "1.0.0"), 4)
+    values = {
+        "plain": [None, True, -1, 1 << 70, 0.5, float("nan"), "a\ud800", b"\xff", (1,), {2}],
+        "torch": [torch.Size([1]), torch.float32, torch.device("cuda", 1), torch.strided],
+        "numpy": [numpy.float32(1.5), numpy.arange(3)],
+        "dicts": [OrderedDict(a=1), {1: {"x": []}}],
+    }
+    for protocol in (2, 4):
+        yield f"values-{protocol}", pickle.dumps(values, protocol)
+
+
+def archives() -> Iterator[tuple[str, bytes]]:
+    """Zip archives of stored entries, and one of a compressed one."""
+    for name, method in (("stored", zipfile.ZIP_STORED), ("deflated", zipfile.ZIP_DEFLATED)):
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w", method) as archive:
+            for entry, data in (("a/data.pkl", b"\x80\x02N."), ("a/data/0", bytes(40))):
+                archive.writestr(zipfile.ZipInfo(entry), data, method)
+            with archive.open(zipfile.ZipInfo("a/big"), "w", force_zip64=True) as big:
+                big.write(b"x")
+        yield name, out.getvalue()
+
+
 def valid_seeds(folder: Path) -> Iterator[tuple[str, str, bytes]]:
     """Target, name and bytes."""
     save_everything(folder)
@@ -191,6 +240,10 @@ def valid_seeds(folder: Path) -> Iterator[tuple[str, str, bytes]]:
             yield "manifest_fuzz", name, data
     for name, data in SHARDING.items():
         yield "sharding_info_fuzz", name, data
+    for name, data in pickles():
+        yield "pickle_fuzz", name, data
+    for name, data in archives():
+        yield "zip_fuzz", name, data
 
 
 def the_same_in_every_run(data: bytes) -> bytes:

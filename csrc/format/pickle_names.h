@@ -1,0 +1,90 @@
+// The names that pickles of checkpoints may say: a static list. A name stands
+// for what the pickle means by it, whichever module it was in at the time;
+// nothing is imported, looked up or called.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "format/dtype.h"
+
+namespace torch_ckpt {
+
+enum class PickleName : uint8_t {
+  // torch
+  kDtype,    // PickleValue::dtype says which
+  kStorage,  // torch.FloatStorage; PickleValue::dtype says of what
+  kUntypedStorage,
+  kSize,
+  kDevice,
+  kLayout,
+  kRebuildTensor,    // of a storage that has a dtype
+  kRebuildTensorV3,  // of one that has none
+  kRebuildParameter,
+  kRebuildParameterWithState,
+  kRebuildFromType,
+  kRebuildWrapperSubclass,
+  kTensor,
+  kParameter,
+  // torch.distributed.tensor
+  kDTensor,
+  kDTensorSpec,
+  kTensorMeta,
+  kShardOrderEntry,
+  kShard,
+  kStridedShard,
+  kReplicate,
+  kPartial,
+  kDeviceMesh,
+  kMeshLayout,
+  // torch.distributed.checkpoint
+  kMetadata,
+  kTensorStorageMetadata,
+  kBytesStorageMetadata,
+  kTensorProperties,
+  kChunkStorageMetadata,
+  kMetadataIndex,
+  kMemoryFormat,
+  kStorageMeta,
+  kStorageInfo,
+  kSavePlan,
+  kWriteItem,
+  kWriteItemType,
+  kTensorWriteData,
+  kBytesWriteData,
+  // Python and numpy
+  kOrderedDict,
+  kDefaultDict,
+  kSet,
+  kFrozenSet,
+  kBytes,
+  kBytearray,
+  kRange,
+  kComplex,
+  kSlice,
+  kEncode,
+  kPosixPath,
+  kPurePosixPath,
+  kWindowsPath,
+  kPureWindowsPath,
+  kArray,
+  kArrayDtype,
+  kReconstructArray,
+  kArrayScalar,
+  kArrayFromBuffer,
+};
+
+struct PickleNameInfo {
+  PickleName name;
+  // Whether what it makes has a state that BUILD sets, or items: an object that
+  // is changed after it was made. Others are what they were made of.
+  bool is_object;
+  Dtype dtype = Dtype::kU8;  // kDtype and kStorage
+};
+
+// nullopt: the list does not have it.
+std::optional<PickleNameInfo> FindPickleName(std::string_view module,
+                                             std::string_view name);
+
+}  // namespace torch_ckpt

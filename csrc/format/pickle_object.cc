@@ -1,0 +1,608 @@
+#include "format/pickle_object.h"
+
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <set>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "format/json.h"
+#include "format/names.h"
+
+namespace torch_ckpt {
+namespace {
+
+using Values = std::span<const PickleValue>;
+
+constexpr int kMaxDepth = 100;
+constexpr size_t kMaxTextBytes = size_t{256} << 20;
+constexpr std::string_view kTag = "$";
+
+// As torch calls them, without "torch.".
+const char* TorchName(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kBool:
+      return "bool";
+    case Dtype::kF4:
+      return "float4_e2m1fn_x2";
+    case Dtype::kU8:
+      return "uint8";
+    case Dtype::kI8:
+      return "int8";
+    case Dtype::kF8E5M2:
+      return "float8_e5m2";
+    case Dtype::kF8E4M3:
+      return "float8_e4m3fn";
+    case Dtype::kF8E8M0:
+      return "float8_e8m0fnu";
+    case Dtype::kF8E4M3Fnuz:
+      return "float8_e4m3fnuz";
+    case Dtype::kF8E5M2Fnuz:
+      return "float8_e5m2fnuz";
+    case Dtype::kI16:
+      return "int16";
+    case Dtype::kU16:
+      return "uint16";
+    case Dtype::kF16:
+      return "float16";
+    case Dtype::kBF16:
+      return "bfloat16";
+    case Dtype::kI32:
+      return "int32";
+    case Dtype::kU32:
+      return "uint32";
+    case Dtype::kF32:
+      return "float32";
+    case Dtype::kC64:
+      return "complex64";
+    case Dtype::kF64:
+      return "float64";
+    case Dtype::kI64:
+      return "int64";
+    case Dtype::kU64:
+      return "uint64";
+    case Dtype::kF6E2M3:
+    case Dtype::kF6E3M2:
+      break;
+  }
+  return nullptr;
+}
+
+void AppendHex(std::string* out, std::string_view bytes) {
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  for (const char c : bytes) {
+    const auto byte = static_cast<unsigned char>(c);
+    *out += kDigits[byte >> 4];
+    *out += kDigits[byte & 15];
+  }
+}
+
+void AppendBase64(std::string* out, std::string_view bytes) {
+  constexpr std::string_view kDigits =
+      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  for (size_t i = 0; i < bytes.size(); i += 3) {
+    const size_t count = std::min<size_t>(3, bytes.size() - i);
+    uint32_t word = 0;
+    for (size_t j = 0; j < 3; ++j) {
+      word = word << 8 |
+             (j < count ? static_cast<unsigned char>(bytes[i + j]) : 0u);
+    }
+    for (size_t j = 0; j < 4; ++j) {
+      *out += j <= count ? kDigits[word >> (18 - 6 * j) & 63] : '=';
+    }
+  }
+}
+
+class ObjectWriter {
+ public:
+  explicit ObjectWriter(const TensorBytes& tensor_bytes)
+      : tensor_bytes_(tensor_bytes) {}
+
+  Result<std::string> Take() {
+    if (out_.size() > kMaxTextBytes) return TooLong();
+    return std::move(out_);
+  }
+
+  Status Write(const PickleValue& value) {
+    // What stands in many places of a value is written in each.
+    if (out_.size() > kMaxTextBytes) return TooLong();
+    switch (value.kind()) {
+      case PickleKind::kNone:
+        return Plain("null");
+      case PickleKind::kBool:
+        return Plain(value.boolean() ? "true" : "false");
+      case PickleKind::kInt:
+        return Int(value.integer());
+      case PickleKind::kBigInt:
+        return BigInt(value.text());
+      case PickleKind::kFloat:
+        return Float(value.real());
+      case PickleKind::kString:
+        return Text(value.text());
+      case PickleKind::kBytes:
+        Open("bytes");
+        return Data(value.text());
+      case PickleKind::kTuple:
+        Open("tuple");
+        return Listed(value.items(), "}");
+      case PickleKind::kList:
+        return List(value.items());
+      case PickleKind::kSet:
+        return Set("set", value.items());
+      case PickleKind::kDict:
+        return Dict(value.items());
+      case PickleKind::kName:
+        return Named(value);
+      case PickleKind::kMade:
+        return Made(value);
+      case PickleKind::kObject:
+        return Object(value);
+      case PickleKind::kPersistent:
+        break;
+    }
+    return Corrupt("the object has a storage outside of a tensor");
+  }
+
+ private:
+  static Status TooLong() {
+    return Exhausted("the object takes more than 256 MiB as text");
+  }
+  Status Plain(std::string_view text) {
+    out_ += text;
+    return {};
+  }
+  // {"$":"<tag>"
+  void Open(std::string_view tag) {
+    out_ += "{\"$\":\"";
+    out_ += tag;
+    out_ += '"';
+  }
+  void Member(std::string_view name) {
+    out_ += ",\"";
+    out_ += name;
+    out_ += "\":";
+  }
+
+  // --- scalars ---
+
+  Status Int(int64_t number) {
+    if (number == INT64_MIN) {
+      return Plain("{\"$\":\"int\",\"v\":\"-0x8000000000000000\"}");
+    }
+    return Plain(std::to_string(number));
+  }
+  // Two's complement, little-endian.
+  Status BigInt(std::string_view bytes) {
+    std::string magnitude(bytes);
+    const bool negative = (bytes.back() & 0x80) != 0;
+    if (negative) {
+      unsigned carry = 1;
+      for (char& c : magnitude) {
+        const unsigned sum =
+            (~static_cast<unsigned>(static_cast<unsigned char>(c)) & 0xff) +
+            carry;
+        c = static_cast<char>(sum);
+        carry = sum >> 8;
+      }
+    }
+    std::string digits;
+    AppendHex(&digits, std::string(magnitude.rbegin(), magnitude.rend()));
+    digits.erase(0, std::min(digits.find_first_not_of('0'), digits.size() - 1));
+    Open("int");
+    Member("v");
+    return Plain(std::string("\"") + (negative ? "-0x" : "0x") + digits +
+                 "\"}");
+  }
+  Status Float(double number) {
+    if (!std::isfinite(number)) {
+      Open("float");
+      Member("v");
+      return Plain(std::isnan(number) ? "\"nan\"}"
+                   : number > 0       ? "\"inf\"}"
+                                      : "\"-inf\"}");
+    }
+    std::array<char, 32> raw;
+    const auto end =
+        std::to_chars(raw.data(), raw.data() + raw.size(), number).ptr;
+    const std::string_view text(raw.data(), end);
+    out_ += text;
+    return Plain(text.find_first_of(".e") == text.npos ? ".0" : "");
+  }
+  Status Text(std::string_view text) {
+    if (text.size() > kMaxTextBytes) return TooLong();
+    if (IsUtf8(text)) {
+      AppendJsonString(&out_, text);
+      return {};
+    }
+    // Surrogates, as pickles and this grammar have them; others are refused by
+    // who reads it.
+    Open("str");
+    Member("v");
+    out_ += '"';
+    AppendHex(&out_, text);
+    return Plain("\"}");
+  }
+  // The member that has `bytes`, and the end of the object.
+  Status Data(std::string_view bytes) {
+    if (bytes.size() > kMaxTextBytes) return TooLong();
+    Member("b");
+    out_ += '"';
+    AppendBase64(&out_, bytes);
+    return Plain("\"}");
+  }
+
+  // --- containers ---
+
+  Status Enter() {
+    if (++depth_ <= kMaxDepth) return {};
+    return Unsupported("the object nests deeper than " +
+                       std::to_string(kMaxDepth) + " containers");
+  }
+  Status List(Values items) {
+    TC_RETURN_IF_ERROR(Enter());
+    out_ += '[';
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (i > 0) out_ += ',';
+      TC_RETURN_IF_ERROR(Write(items[i]));
+    }
+    out_ += ']';
+    --depth_;
+    return {};
+  }
+  Status Listed(Values items, std::string_view end) {
+    Member("v");
+    TC_RETURN_IF_ERROR(List(items));
+    return Plain(end);
+  }
+  Status Set(std::string_view tag, Values items) {
+    Open(tag);
+    return Listed(items, "}");
+  }
+  Status Dict(Values items) {
+    bool plain = true;
+    std::set<std::string_view> keys;
+    for (size_t i = 0; i + 1 < items.size(); i += 2) {
+      plain = plain && items[i].Is(PickleKind::kString) &&
+              items[i].text() != kTag && IsUtf8(items[i].text()) &&
+              keys.insert(items[i].text()).second;
+    }
+    if (!plain) {
+      Open("dict");
+      return Pairs(items);
+    }
+    TC_RETURN_IF_ERROR(Enter());
+    out_ += '{';
+    for (size_t i = 0; i + 1 < items.size(); i += 2) {
+      if (i > 0) out_ += ',';
+      TC_RETURN_IF_ERROR(Text(items[i].text()));
+      out_ += ':';
+      TC_RETURN_IF_ERROR(Write(items[i + 1]));
+    }
+    out_ += '}';
+    --depth_;
+    return {};
+  }
+  Status Pairs(Values items) {
+    TC_RETURN_IF_ERROR(Enter());
+    Member("v");
+    out_ += '[';
+    for (size_t i = 0; i + 1 < items.size(); i += 2) {
+      out_ += i > 0 ? ",[" : "[";
+      TC_RETURN_IF_ERROR(Write(items[i]));
+      out_ += ',';
+      TC_RETURN_IF_ERROR(Write(items[i + 1]));
+      out_ += ']';
+    }
+    --depth_;
+    return Plain("]}");
+  }
+
+  // --- what names stand for ---
+
+  Status CannotSay(const char* what) {
+    return Unsupported(std::string("the object has ") + what +
+                       ", which typed JSON cannot say");
+  }
+  Status Named(const PickleValue& value) {
+    const char* name =
+        value.name() == PickleName::kDtype ? TorchName(value.dtype()) : nullptr;
+    if (!name) return CannotSay("a class or a function");
+    Open("dtype");
+    Member("v");
+    AppendJsonString(&out_, name);
+    return Plain("}");
+  }
+  Status Made(const PickleValue& value) {
+    if (IsTorchTensor(value)) return Tensor(value);
+    const Values arguments = value.items();
+    switch (value.name()) {
+      case PickleName::kSize:
+        return Size(arguments);
+      case PickleName::kDevice:
+        return Device(arguments);
+      case PickleName::kLayout:
+        return Layout(arguments);
+      case PickleName::kSet:
+      case PickleName::kFrozenSet:
+        if (arguments.size() == 1 && (arguments[0].Is(PickleKind::kList) ||
+                                      arguments[0].Is(PickleKind::kTuple))) {
+          return Set(value.name() == PickleName::kSet ? "set" : "frozenset",
+                     arguments[0].items());
+        }
+        break;
+      case PickleName::kEncode:
+      case PickleName::kBytes:
+      case PickleName::kBytearray: {
+        TC_ASSIGN_OR_RETURN(const std::string bytes, BytesOf(value));
+        Open(value.name() == PickleName::kBytearray ? "bytearray" : "bytes");
+        return Data(bytes);
+      }
+      case PickleName::kComplex:
+        if (arguments.size() == 2 && arguments[0].Is(PickleKind::kFloat) &&
+            arguments[1].Is(PickleKind::kFloat)) {
+          Open("complex");
+          return Listed(arguments, "}");
+        }
+        break;
+      case PickleName::kSlice:
+      case PickleName::kRange:
+        if (arguments.size() != 3) break;
+        Open(value.name() == PickleName::kSlice ? "slice" : "range");
+        return Listed(arguments, "}");
+      case PickleName::kPosixPath:
+        return Path("PosixPath", '/', arguments);
+      case PickleName::kPurePosixPath:
+        return Path("PurePosixPath", '/', arguments);
+      case PickleName::kWindowsPath:
+        return Path("WindowsPath", '\\', arguments);
+      case PickleName::kPureWindowsPath:
+        return Path("PureWindowsPath", '\\', arguments);
+      case PickleName::kArrayScalar:
+        return ArrayScalar(arguments);
+      case PickleName::kArrayFromBuffer:
+        if (arguments.size() != 4 || !arguments[3].Is(PickleKind::kString)) {
+          break;
+        }
+        return Array(arguments[2], arguments[1], arguments[3].text() == "F",
+                     arguments[0]);
+      default:
+        return CannotSay("something of torch's own");
+    }
+    return Corrupt("the object has arguments that do not belong to it");
+  }
+  Status Device(Values arguments) {
+    if (arguments.empty() || !arguments[0].Is(PickleKind::kString)) {
+      return Corrupt("the object has a device without a name");
+    }
+    std::string name(arguments[0].text());
+    if (arguments.size() > 1 && arguments[1].Is(PickleKind::kInt)) {
+      name += ":" + std::to_string(arguments[1].integer());
+    }
+    return Tagged("device", name);
+  }
+  Status Layout(Values arguments) {
+    constexpr std::string_view kPrefix = "torch.";
+    if (arguments.size() != 1 || !arguments[0].Is(PickleKind::kString) ||
+        !arguments[0].text().starts_with(kPrefix)) {
+      return Corrupt("the object has a layout without a name");
+    }
+    return Tagged("layout", arguments[0].text().substr(kPrefix.size()));
+  }
+  Status Size(Values arguments) {
+    const bool listed =
+        arguments.size() == 1 && (arguments[0].Is(PickleKind::kTuple) ||
+                                  arguments[0].Is(PickleKind::kList));
+    if (!listed) return Corrupt("the object has a size of no numbers");
+    for (const PickleValue& item : arguments[0].items()) {
+      if (!item.Is(PickleKind::kInt)) {
+        return Corrupt("the object has a size of no numbers");
+      }
+    }
+    Open("size");
+    return Listed(arguments[0].items(), "}");
+  }
+  // Of its parts, the first of which may be a root that ends in `separator`.
+  Status Path(std::string_view type, char separator, Values parts) {
+    std::string path;
+    for (const PickleValue& part : parts) {
+      if (!part.Is(PickleKind::kString)) {
+        return Corrupt("the object has a path that is no text");
+      }
+      if (!path.empty() && path.back() != separator) path += separator;
+      path += part.text();
+    }
+    Open("path");
+    Member("t");
+    AppendJsonString(&out_, type);
+    Member("v");
+    TC_RETURN_IF_ERROR(Text(path.empty() ? "." : path));
+    return Plain("}");
+  }
+  Status Tagged(std::string_view tag, std::string_view text) {
+    Open(tag);
+    Member("v");
+    TC_RETURN_IF_ERROR(Text(text));
+    return Plain("}");
+  }
+
+  // Bytes, which protocol 2 makes of text: each character is one.
+  static Result<std::string> BytesOf(const PickleValue& value) {
+    const PickleValue* said = &value;
+    if (said->Is(PickleKind::kMade, PickleName::kBytearray)) {
+      if (said->items().empty()) return std::string();
+      said = &said->items()[0];
+    }
+    if (said->Is(PickleKind::kBytes)) return std::string(said->text());
+    // What Python 3 says of empty bytes at protocol 2.
+    if (said->Is(PickleKind::kMade, PickleName::kBytes) &&
+        said->items().empty()) {
+      return std::string();
+    }
+    if (!said->Is(PickleKind::kMade, PickleName::kEncode)) {
+      return Corrupt("the object has bytes that are none");
+    }
+    const Values arguments = said->items();
+    if (arguments.size() != 2 || !arguments[0].Is(PickleKind::kString) ||
+        !arguments[1].Is(PickleKind::kString) ||
+        arguments[1].text() != "latin1") {
+      return Corrupt("the object has bytes that are none");
+    }
+    const std::string_view text = arguments[0].text();
+    std::string out;
+    for (size_t i = 0; i < text.size(); ++i) {
+      const auto c = static_cast<unsigned char>(text[i]);
+      if (c < 0x80) {
+        out += text[i];
+        continue;
+      }
+      // Two bytes of UTF-8 that stand for one of 0x80 to 0xff.
+      if ((c != 0xc2 && c != 0xc3) || i + 1 == text.size()) {
+        return Corrupt("the object has bytes that are none");
+      }
+      const auto next = static_cast<unsigned char>(text[++i]);
+      out +=
+          static_cast<char>(static_cast<unsigned char>(c << 6) | (next & 63));
+    }
+    return out;
+  }
+
+  Status Tensor(const PickleValue& value) {
+    TC_ASSIGN_OR_RETURN(const TorchTensor tensor, ReadTorchTensor(value));
+    const char* dtype = TorchName(tensor.dtype);
+    if (!dtype) return CannotSay("a tensor of this dtype");
+    TC_ASSIGN_OR_RETURN(const std::string bytes, tensor_bytes_(tensor));
+    const bool parameter = value.name() != PickleName::kRebuildTensor &&
+                           value.name() != PickleName::kRebuildTensorV3;
+    const size_t at = parameter ? 1 : 4;  // of requires_grad
+    const bool grad = value.items().size() > at &&
+                      value.items()[at].Is(PickleKind::kBool) &&
+                      value.items()[at].boolean();
+    Dims shape = tensor.shape;
+    const int64_t packed = DtypeUnit(tensor.dtype).elements;
+    if (packed > 1) shape[shape.size() - 1] /= packed;
+    Open(parameter ? "parameter" : "tensor");
+    Member("t");
+    AppendJsonString(&out_, dtype);
+    Member("s");
+    AppendJsonDims(&out_, shape);
+    Member("g");
+    out_ += grad ? "true" : "false";
+    return Data(bytes);
+  }
+
+  // --- objects with a state ---
+
+  Status Object(const PickleValue& value) {
+    const PickleObject& object = value.object();
+    const Values items = {object.items.values, object.items.size};
+    switch (value.name()) {
+      case PickleName::kOrderedDict:
+        // Attributes of state dicts, which are versions of modules, are left
+        // out.
+        if (!object.arguments.items().empty()) {
+          return CannotSay("an OrderedDict that is made of another one");
+        }
+        Open("odict");
+        return Pairs(items);
+      case PickleName::kReconstructArray:
+        return ArrayOfState(object.state);
+      default:
+        return CannotSay("something of torch's own");
+    }
+  }
+  // "<f4" of numpy.dtype("f4", ...) with the state (3, "<", None, None, None,
+  // ...), and "<M8[D]" where that ends with (None, (b"D", 1, 1, 1)).
+  static Result<std::string> TypeCode(const PickleValue& value) {
+    const Status other =
+        Unsupported("the object has a numpy value of a type of its own");
+    if (!value.Is(PickleKind::kObject, PickleName::kArrayDtype)) return other;
+    const Values arguments = value.object().arguments.items();
+    const PickleValue& state = value.object().state;
+    if (arguments.empty() || !arguments[0].Is(PickleKind::kString) ||
+        !state.Is(PickleKind::kTuple) || state.items().size() < 5) {
+      return other;
+    }
+    const Values parts = state.items();
+    if (!parts[1].Is(PickleKind::kString) || !parts[2].Is(PickleKind::kNone) ||
+        !parts[3].Is(PickleKind::kNone)) {
+      return other;
+    }
+    std::string code = std::string(parts[1].text().substr(0, 1)) +
+                       std::string(arguments[0].text().substr(0, 16));
+    if (arguments[0].text().starts_with('M') ||
+        arguments[0].text().starts_with('m')) {
+      if (parts.size() != 9 || !parts[8].Is(PickleKind::kTuple) ||
+          parts[8].items().size() != 2 ||
+          !parts[8].items()[1].Is(PickleKind::kTuple) ||
+          parts[8].items()[1].items().size() < 2) {
+        return other;
+      }
+      const Values unit = parts[8].items()[1].items();
+      const Result<std::string> name = unit[0].Is(PickleKind::kString)
+                                           ? std::string(unit[0].text())
+                                           : BytesOf(unit[0]);
+      if (!name.ok() || name->size() > 8 || !unit[1].Is(PickleKind::kInt)) {
+        return other;
+      }
+      if (*name != "generic") {
+        const int64_t count = unit[1].integer();
+        code += "[" + (count == 1 ? "" : std::to_string(count)) + *name + "]";
+      }
+    }
+    if (!IsUtf8(code)) return other;
+    return code;
+  }
+  Status ArrayScalar(Values arguments) {
+    if (arguments.size() != 2) {
+      return Corrupt("the object has a numpy value without bytes");
+    }
+    TC_ASSIGN_OR_RETURN(const std::string code, TypeCode(arguments[0]));
+    TC_ASSIGN_OR_RETURN(const std::string bytes, BytesOf(arguments[1]));
+    Open("npscalar");
+    Member("t");
+    AppendJsonString(&out_, code);
+    return Data(bytes);
+  }
+  // The state of an array: (version, shape, dtype, in Fortran's order, bytes).
+  Status ArrayOfState(const PickleValue& state) {
+    if (!state.Is(PickleKind::kTuple) || state.items().size() != 5 ||
+        !state.items()[3].Is(PickleKind::kBool)) {
+      return Corrupt("the object has a numpy array without a state");
+    }
+    const Values parts = state.items();
+    return Array(parts[1], parts[2], parts[3].boolean(), parts[4]);
+  }
+  Status Array(const PickleValue& size, const PickleValue& type, bool fortran,
+               const PickleValue& data) {
+    if (data.Is(PickleKind::kList)) return CannotSay("an array of objects");
+    TC_ASSIGN_OR_RETURN(const Dims shape, ReadSize(size));
+    TC_ASSIGN_OR_RETURN(const std::string code, TypeCode(type));
+    TC_ASSIGN_OR_RETURN(const std::string bytes, BytesOf(data));
+    Open("ndarray");
+    Member("t");
+    AppendJsonString(&out_, code);
+    Member("s");
+    AppendJsonDims(&out_, shape);
+    Member("o");
+    out_ += fortran ? "\"F\"" : "\"C\"";
+    return Data(bytes);
+  }
+
+  const TensorBytes& tensor_bytes_;
+  std::string out_;
+  int depth_ = 0;
+};
+
+}  // namespace
+
+Result<std::string> ObjectOfPickle(const PickleValue& value,
+                                   const TensorBytes& tensor_bytes) {
+  ObjectWriter writer(tensor_bytes);
+  TC_RETURN_IF_ERROR(writer.Write(value));
+  return writer.Take();
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,183 @@
+#include "format/torch_tensor.h"
+
+#include <span>
+#include <string>
+
+#include "base/checked.h"
+#include "format/safetensors.h"
+
+namespace torch_ckpt {
+namespace {
+
+// The arguments of torch._utils._rebuild_tensor_v2 and _v3.
+enum TensorArgument : size_t {
+  kStorageArgument,
+  kOffsetArgument,
+  kSizeArgument,
+  kStrideArgument,
+  kMetadataArgument = 6,  // _v2
+  kDtypeArgument = 6,     // _v3, its metadata behind it
+};
+// A persistent id: ("storage", type, key, location, number of elements).
+constexpr size_t kStorageFields = 5;
+
+using Values = std::span<const PickleValue>;
+
+// A parameter is what it was made of: how deep may that go?
+constexpr int kMaxWrappings = 4;
+
+struct Storage {
+  std::string_view key;
+  const PickleValue* type = nullptr;  // a kName
+};
+
+Result<Storage> ReadStorage(const PickleValue& value) {
+  if (value.Is(PickleKind::kPersistent)) {
+    const PickleValue& id = value.items()[0];
+    if (id.Is(PickleKind::kTuple) && id.items().size() == kStorageFields) {
+      const Values fields = id.items();
+      if (fields[0].Is(PickleKind::kString) && fields[0].text() == "storage" &&
+          fields[1].Is(PickleKind::kName) && fields[2].Is(PickleKind::kString))
+        return Storage{fields[2].text(), &fields[1]};
+    }
+  }
+  return Corrupt("the pickle has a tensor without a storage");
+}
+
+Status Impossible(const TorchTensor& tensor) {
+  return Corrupt("the pickle has a tensor of impossible shape " +
+                 tensor.shape.ToString());
+}
+
+// Sets `end`, and makes `strides` and `begin`, counted in elements, bytes.
+Status InBytes(uint64_t element_bytes, TorchTensor* tensor) {
+  const auto begin = CheckedMul(tensor->begin, element_bytes);
+  if (!begin) return Impossible(*tensor);
+  tensor->begin = *begin;
+  uint64_t last = 0;
+  bool empty = false;
+  for (int d = 0; d < tensor->shape.size(); ++d) {
+    empty = empty || tensor->shape[d] == 0;
+    const auto stride =
+        CheckedMul(static_cast<uint64_t>(tensor->strides[d]), element_bytes);
+    if (!stride || *stride > static_cast<uint64_t>(INT64_MAX)) {
+      return Impossible(*tensor);
+    }
+    tensor->strides[d] = static_cast<int64_t>(*stride);
+    if (tensor->shape[d] == 0) continue;
+    const auto steps =
+        CheckedMul(*stride, static_cast<uint64_t>(tensor->shape[d] - 1));
+    const auto sum = steps ? CheckedAdd(last, *steps) : steps;
+    if (!sum) return Impossible(*tensor);
+    last = *sum;
+  }
+  const auto end = CheckedAdd(last, empty ? 0 : element_bytes);
+  const auto after = end ? CheckedAdd(tensor->begin, empty ? 0 : *end) : end;
+  if (!after) return Impossible(*tensor);
+  tensor->end = *after;
+  return {};
+}
+
+}  // namespace
+
+Result<Dims> ReadSize(const PickleValue& value) {
+  Values items;
+  if (value.Is(PickleKind::kMade, PickleName::kSize) &&
+      value.items().size() == 1) {
+    items = value.items()[0].Is(PickleKind::kTuple) ||
+                    value.items()[0].Is(PickleKind::kList)
+                ? value.items()[0].items()
+                : Values{};
+  } else if (value.Is(PickleKind::kTuple) || value.Is(PickleKind::kList)) {
+    items = value.items();
+  } else {
+    return Corrupt("the pickle has no size where one belongs");
+  }
+  if (items.size() > kMaxDims) {
+    return Unsupported("has " + std::to_string(items.size()) +
+                       " dimensions; at most " + std::to_string(kMaxDims) +
+                       " are supported");
+  }
+  Dims out;
+  for (const PickleValue& item : items) {
+    if (!item.Is(PickleKind::kInt) || item.integer() < 0 ||
+        item.integer() > kMaxDimension) {
+      return Corrupt("the pickle has a size that is no size");
+    }
+    out.push_back(item.integer());
+  }
+  return out;
+}
+
+bool IsTorchTensor(const PickleValue& value) {
+  if (!value.Is(PickleKind::kMade)) return false;
+  switch (value.name()) {
+    case PickleName::kRebuildTensor:
+    case PickleName::kRebuildTensorV3:
+    case PickleName::kRebuildParameter:
+    case PickleName::kRebuildParameterWithState:
+      return true;
+    default:
+      return false;
+  }
+}
+
+Result<TorchTensor> ReadTorchTensor(const PickleValue& value) {
+  const PickleValue* made = &value;
+  for (int i = 0; i < kMaxWrappings &&
+                  (made->name() == PickleName::kRebuildParameter ||
+                   made->name() == PickleName::kRebuildParameterWithState);
+       ++i) {
+    if (made->items().empty() || !IsTorchTensor(made->items()[0])) {
+      return Corrupt("the pickle has a parameter without a tensor");
+    }
+    made = &made->items()[0];
+  }
+  const Values arguments = made->items();
+  const bool v3 = made->name() == PickleName::kRebuildTensorV3;
+  if ((!v3 && made->name() != PickleName::kRebuildTensor) ||
+      arguments.size() <= (v3 ? kDtypeArgument : kStrideArgument)) {
+    return Corrupt("the pickle has a tensor without its arguments");
+  }
+  // {"conj": True} and {"neg": True}: the elements are not what is stored.
+  const size_t metadata = kMetadataArgument + (v3 ? 1 : 0);
+  if (arguments.size() > metadata &&
+      !arguments[metadata].Is(PickleKind::kNone) &&
+      !(arguments[metadata].Is(PickleKind::kDict) &&
+        arguments[metadata].items().empty())) {
+    return Unsupported(
+        "is a view that torch negates or conjugates when it is read, which is "
+        "not done here");
+  }
+  TC_ASSIGN_OR_RETURN(const Storage storage,
+                      ReadStorage(arguments[kStorageArgument]));
+  TorchTensor out;
+  out.storage = storage.key;
+  const PickleValue& typed = v3 ? arguments[kDtypeArgument] : *storage.type;
+  if (!typed.Is(PickleKind::kName,
+                v3 ? PickleName::kDtype : PickleName::kStorage)) {
+    return Corrupt("the pickle has a tensor without a dtype");
+  }
+  out.dtype = typed.dtype();
+  TC_ASSIGN_OR_RETURN(out.shape, ReadSize(arguments[kSizeArgument]));
+  TC_ASSIGN_OR_RETURN(out.strides, ReadSize(arguments[kStrideArgument]));
+  const PickleValue& offset = arguments[kOffsetArgument];
+  if (out.strides.size() != out.shape.size() || !offset.Is(PickleKind::kInt) ||
+      offset.integer() < 0) {
+    return Corrupt("the pickle has a tensor without strides");
+  }
+  out.begin = static_cast<uint64_t>(offset.integer());
+  const Unit unit = DtypeUnit(out.dtype);
+  TC_RETURN_IF_ERROR(InBytes(static_cast<uint64_t>(unit.bytes), &out));
+  // torch counts packed elements as one: float4_e2m1fn_x2 is a byte of two.
+  if (unit.elements > 1) {
+    if (out.shape.empty()) {
+      return Unsupported("is a packed tensor without dimensions");
+    }
+    out.shape[out.shape.size() - 1] *= unit.elements;
+  }
+  if (!ByteSize(out.dtype, out.shape).ok()) return Impossible(out);
+  return out;
+}
+
+}  // namespace torch_ckpt

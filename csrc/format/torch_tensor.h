@@ -1,0 +1,35 @@
+// What a pickle of torch.save says of a tensor: its type, its shape, and where
+// in which storage its elements are.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "base/box.h"
+#include "base/status.h"
+#include "format/dtype.h"
+#include "format/pickle.h"
+
+namespace torch_ckpt {
+
+struct TorchTensor {
+  Dtype dtype = Dtype::kU8;
+  Dims shape;                // in elements
+  Dims strides;              // in bytes
+  uint64_t begin = 0;        // of the first element, in bytes of the storage
+  uint64_t end = 0;          // behind the last element
+  std::string_view storage;  // its key: the entry data/<key> of the archive
+};
+
+// Whether `value` is a tensor or a parameter.
+bool IsTorchTensor(const PickleValue& value);
+// REQUIRES: IsTorchTensor(value). kUnsupported for what is no dense tensor of
+// this machine's byte order, kCorrupt for numbers that make no sense. That the
+// storage is there and holds `end` bytes is for the caller to check.
+Result<TorchTensor> ReadTorchTensor(const PickleValue& value);
+
+// A torch.Size, or a tuple or list of numbers. kCorrupt for anything else,
+// kUnsupported above kMaxDims.
+Result<Dims> ReadSize(const PickleValue& value);
+
+}  // namespace torch_ckpt
