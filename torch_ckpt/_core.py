@@ -61,7 +61,9 @@ def describe(which: dict[str, Any], *, whole: bool) -> dict[str, Any]:
     names, paths (None where a name is the path): of all entries, in one order.
     kinds: a character for each, OBJECT for those that are no tensors.
     types: [dtype, shape, bytes], each once; type_of: the place in it, for each entry.
-    holders: for each object the place of its file in `files`.
+    holders: for each object the place of its file in `files`; None for an archived one, unless
+        `whole`.
+    archived: the names of objects that are archives in files of a foreign format.
     files: those of objects only, and placements empty, without `whole`; with it all files, and for
         each tensor its boxes.
     """

@@ -78,14 +78,15 @@ class ObjectInfo:
 class Description:
     """What a checkpoint holds.
 
-    source: "manifest" for a directory that torch_ckpt wrote; "index" (its
-        index.json) or "headers" (all .safetensors files) for any other.
+    source: "manifest" for a directory that torch_ckpt wrote; "dcp" for one of stock DCP
+        (.metadata beside .distcp files); "index" (its index.json) or "headers" (all .safetensors
+        files) for any other.
     save_id, world_size: of the save; None without a manifest.
     beside: data files that are no part of such a directory's checkpoint, and are not read.
     """
 
     path: str
-    source: Literal["manifest", "index", "headers"]
+    source: Literal["manifest", "index", "headers", "dcp"]
     save_id: str | None
     world_size: int | None
     files: tuple[FileInfo, ...]
@@ -213,13 +214,14 @@ class Checkpoint:
     def verify(
         self, workers: int = 2, progress: Progress | None = None, *, direct_io: bool = True
     ) -> VerifyReport:
-        """Compare every byte of every file with its digest. Begins again, a few times, when a save
-        replaces the checkpoint meanwhile.
+        """Compare every byte of every file with its digest; of a checkpoint of stock DCP, every
+        entry of its archives with its CRC-32. Begins again, a few times, when a save replaces the
+        checkpoint meanwhile.
 
         workers: threads. progress: called with bytes done and bytes in all, about ten times a
         second, on another thread. direct_io: False reads through the page cache. Raises
-        CorruptError that names the file and the bytes; UnsupportedError for a directory without a
-        manifest, which has no digests; and what `describe` raises.
+        CorruptError that names the file and the bytes; UnsupportedError for a directory that has
+        neither, as plain safetensors; and what `describe` raises.
         """
 
         def once() -> VerifyReport:

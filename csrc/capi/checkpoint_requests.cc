@@ -152,7 +152,8 @@ Result<Json> DescribeRequest(const Json& request) {
   std::vector<size_t> type_of;
   type_of.reserve(count);
   Json paths = Json::array(), placements = Json::array(),
-       holders = Json::array(), aliases = Json::object();
+       holders = Json::array(), archived = Json::array(),
+       aliases = Json::object();
   for (uint32_t i = 0; i < count; ++i) {
     const CatalogEntry& entry = catalog.entries()[i];
     names.push_back(entry.name);
@@ -163,14 +164,16 @@ Result<Json> DescribeRequest(const Json& request) {
       aliases[std::string(entry.name)] = entry.alias_of;
     }
     if (entry.kind == EntryKind::kObject) {
-      holders.push_back(place[entry.file]);
+      if (entry.archive) archived.push_back(entry.name);
+      holders.push_back(entry.archive && !whole ? Json()
+                                                : Json(place[entry.file]));
     } else if (whole) {
       TC_ASSIGN_OR_RETURN(placements.emplace_back(),
                           PlacementsJson(*checkpoint, i));
     }
   }
-  const bool ours = checkpoint->source() == CheckpointSource::kManifest;
-  return Json{{"source", CheckpointSourceName(checkpoint->source())},
+  const bool ours = checkpoint->source() == kManifestSource;
+  return Json{{"source", checkpoint->source()},
               {"save_id", checkpoint->save_id()},
               {"world_size", ours ? Json(checkpoint->world_size()) : Json()},
               {"hulls", checkpoint->hulls()},
@@ -183,7 +186,23 @@ Result<Json> DescribeRequest(const Json& request) {
               {"paths", std::move(paths)},
               {"aliases", std::move(aliases)},
               {"holders", std::move(holders)},
+              {"archived", std::move(archived)},
               {"placements", std::move(placements)}};
+}
+
+// The value of an object that is an archive in a file, as JSON text.
+Result<Json> ReadObjectRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
+  TC_ASSIGN_OR_RETURN(const std::string name, GetString(request, "name"));
+  const int64_t entry = checkpoint->catalog().Find(name);
+  if (entry < 0 ||
+      !checkpoint->catalog().entries()[static_cast<size_t>(entry)].archive) {
+    return Incomplete("is no archived object of the checkpoint")
+        .WithTensor(name);
+  }
+  TC_ASSIGN_OR_RETURN(std::string text,
+                      checkpoint->ArchivedObject(static_cast<uint32_t>(entry)));
+  return Json{{"text", std::move(text)}};
 }
 
 // What the manifest names, without a look at those files: a checkpoint that is

@@ -99,7 +99,7 @@ TEST_F(PartsTest, AllPartsMakeOneCheckpoint) {
                                  "torch_ckpt-00002-of-00002.catalog",
                                  "torch_ckpt-00002-of-00002.json"}));
   auto checkpoint = *OpenCheckpoint(Target());
-  EXPECT_EQ(checkpoint->source(), CheckpointSource::kManifest);
+  EXPECT_EQ(checkpoint->source(), kManifestSource);
   EXPECT_EQ(checkpoint->world_size(), 2);
   EXPECT_EQ(checkpoint->files().size(), 6u);
   EXPECT_TRUE(IsId(checkpoint->save_id()));

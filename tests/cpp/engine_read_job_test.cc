@@ -26,7 +26,7 @@ TEST_F(ReadJobTest, SameLayoutAndOtherBoxes) {
   ASSERT_OK(SaveAll(Path("c"), pieces).status());
   auto checkpoint = OpenCheckpoint(Path("c"));
   ASSERT_OK(checkpoint.status());
-  EXPECT_EQ((*checkpoint)->source(), CheckpointSource::kManifest);
+  EXPECT_EQ((*checkpoint)->source(), kManifestSource);
   EXPECT_EQ(*ReadBox(*checkpoint, "a", Box::Whole(a.shape)), a.bytes);
   EXPECT_EQ(*ReadBox(*checkpoint, "s", {}), s.bytes);
   EXPECT_EQ(*ReadBox(*checkpoint, "e", Box::Whole(e.shape)), "");

@@ -47,7 +47,7 @@ TEST_F(ScanTest, HubDirectoryWithoutMetadata) {
   WriteText(In("config.json"), "{}");
   auto checkpoint = OpenCheckpoint(Path("c"));
   ASSERT_OK(checkpoint.status());
-  EXPECT_EQ((*checkpoint)->source(), CheckpointSource::kHeaders);
+  EXPECT_EQ((*checkpoint)->source(), "headers");
   EXPECT_FALSE((*checkpoint)->file_set()->has_digests());
   EXPECT_EQ(*ReadBox(*checkpoint, "a", Box::Whole(a_.shape)), a_.bytes);
   const Box box{{3, 1}, {5, 2}};
@@ -70,11 +70,11 @@ TEST_F(ScanTest, CompleteIndexWinsOverAgreeingShards) {
          {"b", "model-00002-of-00002.safetensors"}});
   auto checkpoint = OpenCheckpoint(Path("c"));
   ASSERT_OK(checkpoint.status());
-  EXPECT_EQ((*checkpoint)->source(), CheckpointSource::kIndex);
+  EXPECT_EQ((*checkpoint)->source(), "index");
   Shards(a_, {0, 6, 12});
   checkpoint = OpenCheckpoint(Path("c"));
   ASSERT_OK(checkpoint.status());
-  EXPECT_EQ((*checkpoint)->source(), CheckpointSource::kIndex);
+  EXPECT_EQ((*checkpoint)->source(), "index");
   EXPECT_EQ((*checkpoint)->Placements(0)->size(), 1u);
 }
 
@@ -133,9 +133,9 @@ TEST_F(ScanTest, OfSeveralIndicesOnlyTheModelsCounts) {
     WriteText(In(std::string(stem) + std::string(kIndexSuffix)),
               BuildHfIndex(index));
   }
-  EXPECT_EQ((*OpenCheckpoint(Path("c")))->source(), CheckpointSource::kHeaders);
+  EXPECT_EQ((*OpenCheckpoint(Path("c")))->source(), "headers");
   Index({{"a", "x.safetensors"}});
-  EXPECT_EQ((*OpenCheckpoint(Path("c")))->source(), CheckpointSource::kIndex);
+  EXPECT_EQ((*OpenCheckpoint(Path("c")))->source(), "index");
 }
 
 TEST_F(ScanTest, IdentityIsOfTheFiles) {

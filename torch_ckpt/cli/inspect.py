@@ -14,6 +14,7 @@ _SOURCES = {
     "manifest": "written by torch_ckpt",
     "index": "read by its index",
     "headers": "read by the headers of its .safetensors files",
+    "dcp": "written by stock DCP, read by its .metadata",
 }
 
 

@@ -189,7 +189,7 @@ Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
 
 Result<std::vector<std::string>> KeptInPlace(const MergePlan& plan) {
   const Checkpoint& input = plan.checkpoint();
-  if (input.source() != CheckpointSource::kManifest) {
+  if (input.source() != kManifestSource) {
     return std::vector<std::string>();
   }
   std::set<std::string> keep;

@@ -6,12 +6,14 @@
 #include <utility>
 
 #include "engine/open/build_catalog.h"
+#include "engine/open/catalog_reader.h"
 #include "engine/open/rank_manifests.h"
-#include "engine/open/scan.h"
+#include "engine/open/torch_archive.h"
 #include "format/names.h"
 #include "os/path.h"
 #include "os/patience.h"
 #include "os/probe.h"
+#include "plan/runs.h"
 
 namespace torch_ckpt {
 namespace {
@@ -157,7 +159,7 @@ Result<Contents> LoadParts(const DirectoryPtr& directory,
 }
 
 Result<Contents> LoadForeign(const DirectoryPtr& directory) {
-  TC_ASSIGN_OR_RETURN(ScanResult scan, ScanDirectory(*directory));
+  TC_ASSIGN_OR_RETURN(ForeignCatalog scan, ReadForeign(*directory));
   FileList list{directory, {}};
   list.has_digests = false;
   list.seen = std::move(scan.infos);
@@ -166,8 +168,7 @@ Result<Contents> LoadForeign(const DirectoryPtr& directory) {
   manifest.files = std::move(scan.files);
   Contents out = FilesOf(std::move(manifest), std::move(list));
   out.catalog = std::move(scan.catalog);
-  out.source =
-      scan.by_index ? CheckpointSource::kIndex : CheckpointSource::kHeaders;
+  out.source = scan.source;
   out.identity = std::move(scan.identity);
   out.hulls = std::move(scan.hulls);
   out.beside = std::move(scan.beside);
@@ -235,18 +236,6 @@ Look LookAt(const std::string& path) {
 
 }  // namespace
 
-const char* CheckpointSourceName(CheckpointSource source) {
-  switch (source) {
-    case CheckpointSource::kManifest:
-      return "manifest";
-    case CheckpointSource::kIndex:
-      return "index";
-    case CheckpointSource::kHeaders:
-      return "headers";
-  }
-  return "headers";
-}
-
 Checkpoint::Checkpoint(Contents contents)
     : has_(std::move(contents)), proved_(has_.catalog.entries().size()) {}
 
@@ -257,7 +246,41 @@ std::string Checkpoint::CatalogPath() const {
   return path();
 }
 
-Result<std::vector<Placement>> Checkpoint::Placements(uint32_t entry) const {
+Status Checkpoint::ProveTiled(uint32_t entry,
+                              std::span<const Placement> placements) const {
+  const CatalogEntry& e = catalog().entries()[entry];
+  if (e.kind == EntryKind::kObject || proved_[entry]) return {};
+  const Status proved = ProveOwners(e.shape, placements);
+  if (!proved.ok()) {
+    return Status(ErrorKind::kCorrupt, proved.message())
+        .WithTensor(std::string(e.name))
+        .WithFile(CatalogPath());
+  }
+  proved_[entry] = true;
+  return {};
+}
+
+Result<Placement> Checkpoint::Resolve(uint32_t entry,
+                                      const Placement& archive) const {
+  const CatalogEntry& e = catalog().entries()[entry];
+  const auto renamed = has_.stored_names.find(e.name);
+  const std::string_view stored =
+      renamed == has_.stored_names.end() ? e.name : renamed->second;
+  Placement found;
+  const Status resolved = file_set()->UntilSure([&]() -> Status {
+    TC_ASSIGN_OR_RETURN(const File file, file_set()->OpenFile(archive.file));
+    TC_ASSIGN_OR_RETURN(const bool zip, IsTorchArchive(file, archive.offset));
+    TC_ASSIGN_OR_RETURN(found,
+                        zip ? ResolveArchive(file, archive, e.dtype)
+                            : blobs_.Resolve(file, archive, stored, e.dtype));
+    return {};
+  });
+  if (!resolved.ok()) return Status(resolved).WithTensor(std::string(e.name));
+  return found;
+}
+
+Result<std::vector<Placement>> Checkpoint::Placements(uint32_t entry,
+                                                      const Box* needed) const {
   Result<std::vector<Placement>> placements =
       catalog().Placements(entry, files());
   if (!placements.ok()) {
@@ -265,22 +288,70 @@ Result<std::vector<Placement>> Checkpoint::Placements(uint32_t entry) const {
   }
   // Digests say that the catalog is what was written, not that it is true; and
   // what follows relies on boxes that tile.
-  const CatalogEntry& e = catalog().entries()[entry];
-  if (e.kind == EntryKind::kObject || proved_[entry]) return placements;
-  const Status proved = ProveOwners(e.shape, *placements);
-  if (!proved.ok()) {
-    return Status(ErrorKind::kCorrupt, proved.message())
-        .WithTensor(std::string(e.name))
-        .WithFile(CatalogPath());
+  TC_RETURN_IF_ERROR(ProveTiled(entry, *placements));
+  if (needed) {
+    std::erase_if(*placements, [&](const Placement& placement) {
+      return placement.kind != PlacementKind::kRange &&
+             Intersect(placement.box, *needed).Empty();
+    });
   }
-  proved_[entry] = true;
+  for (Placement& placement : *placements) {
+    if (placement.kind != PlacementKind::kArchive) continue;
+    TC_ASSIGN_OR_RETURN(placement, Resolve(entry, placement));
+  }
   return placements;
+}
+
+Result<std::vector<std::pair<uint32_t, Placement>>> Checkpoint::Archives()
+    const {
+  std::vector<std::pair<uint32_t, Placement>> out;
+  const std::vector<CatalogEntry>& entries = catalog().entries();
+  for (uint32_t e = 0; e < entries.size(); ++e) {
+    if (entries[e].archive) {
+      Placement object;
+      object.kind = PlacementKind::kArchive;
+      object.file = entries[e].file;
+      object.offset = entries[e].archive->offset;
+      object.bytes = entries[e].archive->bytes;
+      out.emplace_back(e, object);
+    }
+    if (entries[e].kind != EntryKind::kTensor) continue;
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        catalog().Placements(e, files()));
+    for (const Placement& placement : placements) {
+      if (placement.kind == PlacementKind::kArchive) {
+        out.emplace_back(e, placement);
+      }
+    }
+  }
+  return out;
+}
+
+Result<std::string> Checkpoint::ArchivedObject(uint32_t entry) const {
+  const CatalogEntry& e = catalog().entries()[entry];
+  std::string text;
+  const Status read = file_set()->UntilSure([&]() -> Status {
+    TC_ASSIGN_OR_RETURN(const File file, file_set()->OpenFile(e.file));
+    Result<std::string> object = ReadArchivedObject(file, *e.archive);
+    if (!object.ok()) return object.status().WithFile(file.path());
+    text = std::move(object).value();
+    return {};
+  });
+  if (read.ok()) TC_RETURN_IF_ERROR(file_set()->CheckUnchanged({e.file}));
+  if (!read.ok()) return Status(read).WithTensor(std::string(e.name));
+  return text;
 }
 
 Result<std::shared_ptr<const Checkpoint>> Checkpoint::Renamed(
     const std::map<std::string, std::string>& new_names) const {
   Contents renamed = has_;
   TC_ASSIGN_OR_RETURN(renamed.catalog, catalog().Renamed(new_names, files()));
+  for (const auto& each : new_names) renamed.stored_names.erase(each.first);
+  for (const auto& [name, new_name] : new_names) {
+    const auto before = has_.stored_names.find(name);
+    renamed.stored_names[new_name] =
+        before == has_.stored_names.end() ? name : before->second;
+  }
   return std::make_shared<const Checkpoint>(std::move(renamed));
 }
 

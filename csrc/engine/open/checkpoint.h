@@ -17,18 +17,23 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "engine/open/file_set.h"
+#include "engine/open/safetensors_blobs.h"
 #include "format/catalog.h"
 #include "format/manifest.h"
 #include "os/directory.h"
 
 namespace torch_ckpt {
 
-enum class CheckpointSource { kManifest, kIndex, kHeaders };
-const char* CheckpointSourceName(CheckpointSource source);
+// What says which files a checkpoint of ours has; others have words of their
+// readers (engine/open/catalog_reader.h).
+inline constexpr std::string_view kManifestSource = "manifest";
 
 // Immutable; const access is thread-safe.
 class Checkpoint {
@@ -38,7 +43,7 @@ class Checkpoint {
     // they have no digests.
     std::shared_ptr<const FileSet> files;
     Catalog catalog;
-    CheckpointSource source = CheckpointSource::kManifest;
+    std::string_view source = kManifestSource;
     std::string save_id;     // empty without a manifest
     int64_t world_size = 0;  // 0 without a manifest
     // Not that of another checkpoint: the save id, or what its files are.
@@ -48,6 +53,8 @@ class Checkpoint {
     std::vector<std::string> hulls;
     // Data files of such a directory that are no part of the checkpoint.
     std::vector<std::string> beside;
+    // What entries are called in the files, where that is another name.
+    std::map<std::string, std::string, std::less<>> stored_names = {};
   };
   explicit Checkpoint(Contents contents);
 
@@ -55,26 +62,40 @@ class Checkpoint {
   const std::string& path() const { return has_.files->path(); }
   const std::vector<ManifestFile>& files() const { return has_.files->files(); }
   const Catalog& catalog() const { return has_.catalog; }
-  CheckpointSource source() const { return has_.source; }
+  std::string_view source() const { return has_.source; }
   const std::string& save_id() const { return has_.save_id; }
   int64_t world_size() const { return has_.world_size; }
   const std::string& identity() const { return has_.identity; }
   const std::vector<std::string>& hulls() const { return has_.hulls; }
   const std::vector<std::string>& beside() const { return has_.beside; }
 
-  // Those of a tensor or of what it is an alias of. Proves the first time that
-  // the owners among them tile it. kCorrupt names the tensor.
-  Result<std::vector<Placement>> Placements(uint32_t entry) const;
+  // Those of a tensor or of what it is an alias of: those that `needed` meets,
+  // where that is given. Proves the first time that the owners among all tile
+  // it. None is a kArchive: the archives are looked at. kCorrupt names the
+  // tensor.
+  Result<std::vector<Placement>> Placements(uint32_t entry,
+                                            const Box* needed = nullptr) const;
+  // All archives that tensors and objects are, their entries' numbers beside;
+  // none in a checkpoint of ours. Of an object it is a placement without a box.
+  Result<std::vector<std::pair<uint32_t, Placement>>> Archives() const;
+  // A kArchive of an entry as what it is in its file.
+  Result<Placement> Resolve(uint32_t entry, const Placement& archive) const;
+  // An object that is an archive, as typed JSON (docs/format.md, section 7).
+  // REQUIRES: its entry has one.
+  Result<std::string> ArchivedObject(uint32_t entry) const;
   // The same checkpoint with a catalog that is Renamed.
   Result<std::shared_ptr<const Checkpoint>> Renamed(
       const std::map<std::string, std::string>& new_names) const;
 
  private:
+  Status ProveTiled(uint32_t entry,
+                    std::span<const Placement> placements) const;
   // Of what says which boxes there are, for messages.
   std::string CatalogPath() const;
 
   const Contents has_;
   mutable std::vector<std::atomic<bool>> proved_;  // by entry
+  mutable SafetensorsBlobs blobs_;
 };
 
 // Errors: kIncomplete when there is no checkpoint or a part of it is missing,

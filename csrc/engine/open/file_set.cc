@@ -111,10 +111,10 @@ Result<File> FileSet::LookForFile(const ManifestFile& listed,
     }
     TC_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
     if (info.bytes != listed.bytes) {
-      return Corrupt(
-                 "has " + std::to_string(info.bytes) + " bytes, " +
-                 (has_digests() ? "was written with " : "the header says ") +
-                 std::to_string(listed.bytes))
+      return Corrupt("has " + std::to_string(info.bytes) + " bytes, " +
+                     (has_digests() ? "was written with "
+                                    : "had others when it was looked at: ") +
+                     std::to_string(listed.bytes))
           .WithFile(file->path());
     }
     const bool is_known = known && info.SameFile(*known) &&

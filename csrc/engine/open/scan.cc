@@ -4,6 +4,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,7 +12,6 @@
 #include "engine/open/build_catalog.h"
 #include "format/hf_index.h"
 #include "format/names.h"
-#include "runtime/crc32c.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
@@ -37,17 +37,6 @@ Result<std::vector<NamedHeader>> ReadHeaders(
         return {};
       }));
   return headers;
-}
-
-std::string IdentityOf(const std::vector<std::string>& names,
-                       const std::vector<FileInfo>& infos) {
-  uint32_t crc = 0;
-  for (size_t i = 0; i < names.size(); ++i) {
-    const std::string said = names[i] + "/" + std::to_string(infos[i].bytes) +
-                             "/" + std::to_string(infos[i].modified_ns) + "/";
-    crc = Crc32c(crc, said.data(), said.size());
-  }
-  return "files " + std::to_string(crc);
 }
 
 // The index and the headers of its files must name the same tensors.
@@ -184,13 +173,7 @@ Result<Listing> ListFiles(const Directory& directory) {
   std::copy_if(names.begin(), names.end(), std::back_inserter(data),
                IsDataName);
   if (data.empty()) {
-    std::string hint;
-    if (std::find(names.begin(), names.end(), "sharded") != names.end()) {
-      hint = "; its subdirectory 'sharded' may hold one";
-    }
-    return Incomplete("holds no checkpoint: neither " +
-                      std::string(kManifestName) +
-                      " nor any .safetensors file" + hint)
+    return Incomplete("its .safetensors files are gone")
         .WithFile(directory.path());
   }
   Listing list;
@@ -259,17 +242,23 @@ Status CheckByIndex(const Directory& directory, const Listing& list,
 
 }  // namespace
 
-Result<ScanResult> ScanDirectory(const Directory& directory) {
+bool HasSafetensors(std::span<const std::string> names) {
+  return std::any_of(names.begin(), names.end(), IsDataName);
+}
+
+Result<ForeignCatalog> ScanDirectory(const Directory& directory) {
   TC_ASSIGN_OR_RETURN(Listing list, ListFiles(directory));
   const std::vector<std::string>* unindexed[] = {&list.shards, &list.single};
   if (!list.missing.empty() && list.shards.empty() && list.single.empty()) {
     return Incomplete("is named by " + list.index_name + " and is missing")
         .WithFile(directory.Join(list.missing[0]));
   }
-  ScanResult result;
-  result.by_index = list.index && list.missing.empty() && !list.indexed.empty();
+  ForeignCatalog result;
+  const bool by_index =
+      list.index && list.missing.empty() && !list.indexed.empty();
+  result.source = by_index ? "index" : "headers";
   std::vector<std::string> read;
-  if (result.by_index) {
+  if (by_index) {
     read = list.indexed;
   } else {
     std::set_difference(list.indexed.begin(), list.indexed.end(),
@@ -286,12 +275,11 @@ Result<ScanResult> ScanDirectory(const Directory& directory) {
   }
   TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> headers,
                       ReadHeaders(directory, read, &result.infos));
-  result.identity = IdentityOf(read, result.infos);
   Result<CatalogBuilder> catalog =
       BuildCatalog(headers, BoxProof::kTiling, &result.hulls);
   if (!catalog.ok()) return catalog.status().WithFile(directory.path());
   TC_RETURN_IF_ERROR(CheckNothingIsMissing(directory, list, *catalog));
-  if (result.by_index) {
+  if (by_index) {
     Status status = CheckByIndex(directory, list, *catalog, read);
     if (!status.ok()) return std::move(status).WithFile(directory.path());
   }
@@ -302,6 +290,7 @@ Result<ScanResult> ScanDirectory(const Directory& directory) {
     file.bytes = header.file.header.file_bytes;
     result.files.push_back(std::move(file));
   }
+  result.identity = IdentityOf(result.files, result.infos);
   TC_ASSIGN_OR_RETURN(std::string encoded, catalog->Encode());
   TC_ASSIGN_OR_RETURN(result.catalog,
                       Catalog::Parse(std::move(encoded), result.files));

@@ -106,8 +106,9 @@ Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
                                 *target.cast_to);
   }
   uint64_t found = 0;
-  TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
-                      checkpoint.Placements(static_cast<uint32_t>(id)));
+  TC_ASSIGN_OR_RETURN(
+      const std::vector<Placement> placements,
+      checkpoint.Placements(static_cast<uint32_t>(id), &item.box));
   for (const Placement& placement : placements) {
     // Owners tile the tensor; replicas repeat what an owner has.
     if (placement.role == PlacementRole::kReplica) continue;

@@ -19,8 +19,9 @@ struct VerifyReport {
 };
 
 // Reads all files that the manifest names and compares every segment. Opening
-// the checkpoint has compared names, sizes and ids; a directory without a
-// manifest has no digests and is kUnsupported. kCorrupt names the file.
+// the checkpoint has compared names, sizes and ids. Of a directory of
+// torch.save archives it compares the entries with the CRC-32s of these, where
+// they have any; one without either is kUnsupported. kCorrupt names the file.
 Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
                                   const VerifyOptions& options, Job* job);
 

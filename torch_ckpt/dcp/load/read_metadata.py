@@ -68,9 +68,9 @@ def metadata_of(described: dict[str, Any], path: str, load_id: str, *, chunks: b
         if kind == _core.OBJECT:
             planner_data[name] = path_of
             state[name] = BytesStorageMetadata()
-            holder = files[next(holders)]
+            holder = next(holders)
             if chunks:
-                storage[MetadataIndex(name)] = holder
+                storage[MetadataIndex(name)] = files[holder]
             continue
         kept = types[at]
         parts = next(placements) if chunks else None

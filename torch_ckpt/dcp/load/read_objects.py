@@ -15,7 +15,7 @@ from torch_ckpt.dcp.plan.stock_planner import has_method_of
 from torch_ckpt.dcp.reserved import RAW_LEAVES
 from torch_ckpt.errors import CorruptError, IncompleteError, UnsupportedError
 from torch_ckpt.jobs import Job, OpenedCheckpoint
-from torch_ckpt.objects import ObjectFile
+from torch_ckpt.objects import ObjectFile, decode_object
 
 
 class ObjectReader:
@@ -35,13 +35,18 @@ class ObjectReader:
         self.described = described
         self.verify = verify
         self.allow_pickle = allow_pickle
-        self._holders: dict[str, str] | None = None  # fqn to objects file
+        self._holders: dict[str, str | None] | None = None  # fqn to objects file
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         """Give every item's object to the planner."""
         wanted: dict[str, list[ReadItem]] = {}
         for item in items:
-            wanted.setdefault(self._file_of(item.storage_index.fqn), []).append(item)
+            fqn = item.storage_index.fqn
+            name = self._file_of(fqn)
+            if name is None:
+                _give(planner, item, self._archived(fqn))
+            else:
+                wanted.setdefault(name, []).append(item)
         for name, of_file in wanted.items():
             objects, raw = self._load(name, [item.storage_index.fqn for item in of_file])
             for item in of_file:
@@ -53,21 +58,26 @@ class ObjectReader:
 
     def read_one(self, fqn: str) -> Any:
         """The object of one leaf."""
-        return self._load(self._file_of(fqn), [fqn])[0][fqn]
+        name = self._file_of(fqn)
+        return self._archived(fqn) if name is None else self._load(name, [fqn])[0][fqn]
 
-    def _file_of(self, fqn: str) -> str:
+    def _archived(self, fqn: str) -> Any:
+        return decode_object(self.opened.archived_object(fqn), fqn)
+
+    def _file_of(self, fqn: str) -> str | None:
+        """The objects file that holds it; None for an archive in a foreign file."""
         described = self.described
         if self._holders is None:
+            archived = set(described["archived"])
             self._holders = {
-                name: described["files"][holder]["name"]
+                name: None if name in archived else described["files"][holder]["name"]
                 for name, holder in zip(
                     _core.objects_of(described), described["holders"], strict=True
                 )
             }
-        holder = self._holders.get(fqn)
-        if holder is None:
+        if fqn not in self._holders:
             raise IncompleteError("is not in the checkpoint", file=self.path, tensor=fqn)
-        return holder
+        return self._holders[fqn]
 
     def _bytes(self, name: str, size: int) -> bytes:
         if not size:

@@ -1,0 +1,63 @@
+#include "engine/open/read_dcp.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "format/dcp_metadata.h"
+
+namespace torch_ckpt {
+
+bool HasDcpMetadata(std::span<const std::string> names) {
+  return std::binary_search(names.begin(), names.end(), kDcpMetadataName);
+}
+
+bool IsDcpFile(const std::string& name) { return name.ends_with(".distcp"); }
+
+Result<ForeignCatalog> ReadDcp(const Directory& directory) {
+  const std::string metadata(kDcpMetadataName);
+  const std::string path = directory.Join(metadata);
+  TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> seen,
+                      directory.StatName(metadata));
+  TC_ASSIGN_OR_RETURN(const std::string pickle,
+                      directory.ReadFile(metadata, kMaxDcpMetadataBytes));
+  Result<DcpMetadata> parsed = ParseDcpMetadata(AsBytes(pickle));
+  if (!parsed.ok()) return parsed.status().WithFile(path);
+  ForeignCatalog out;
+  out.source = "dcp";
+  for (const DcpFile& named : parsed->files) {
+    TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info,
+                        directory.StatName(named.name));
+    if (!info) {
+      return Incomplete("is missing, and .metadata names it")
+          .WithFile(directory.Join(named.name));
+    }
+    if (info->bytes < named.bytes) {
+      return Incomplete("has " + std::to_string(info->bytes) +
+                        " bytes, and .metadata says that it has " +
+                        std::to_string(named.bytes) + " at least")
+          .WithFile(directory.Join(named.name));
+    }
+    ManifestFile file;
+    file.name = named.name;
+    file.bytes = info->bytes;
+    file.container = Container::kRaw;
+    out.files.push_back(std::move(file));
+    out.infos.push_back(*info);
+  }
+  TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> still,
+                      directory.StatName(metadata));
+  if (!seen || !still || !still->SameFile(*seen) ||
+      still->modified_ns != seen->modified_ns) {
+    return Conflict("was written while it was read").WithFile(path);
+  }
+  out.identity = IdentityOf(out.files, out.infos);
+  out.identity += " " + std::to_string(seen->modified_ns);
+  TC_ASSIGN_OR_RETURN(std::string encoded, parsed->catalog.Encode());
+  Result<Catalog> catalog = Catalog::Parse(std::move(encoded), out.files);
+  if (!catalog.ok()) return catalog.status().WithFile(path);
+  out.catalog = std::move(catalog).value();
+  return out;
+}
+
+}  // namespace torch_ckpt

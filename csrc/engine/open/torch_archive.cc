@@ -1,0 +1,226 @@
+#include "engine/open/torch_archive.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "format/pickle_object.h"
+#include "plan/copy_run.h"
+#include "plan/runs.h"
+
+namespace torch_ckpt {
+namespace {
+
+// What is read of each end at once: of a box that DCP saved, all but the
+// elements.
+constexpr uint64_t kEnd = 4096;
+constexpr uint64_t kMaxElementBytes = uint64_t{128} << 20;
+constexpr std::string_view kPickleName = "data.pkl";
+
+Status Foreign(const std::string& what) {
+  return Corrupt("the torch.save archive " + what);
+}
+
+Status TooLarge(const char* what, uint64_t most) {
+  return Exhausted(std::string("the torch.save archive has a ") + what +
+                   " of more than " + std::to_string(most) + " bytes");
+}
+
+}  // namespace
+
+Result<std::string> TorchArchive::Read(uint64_t offset, uint64_t bytes) const {
+  if (offset > range_.bytes || bytes > range_.bytes - offset) {
+    return Foreign("ends too early");
+  }
+  if (offset + bytes <= head_.size()) return head_.substr(offset, bytes);
+  const uint64_t tail = range_.bytes - tail_.size();
+  if (offset >= tail) return tail_.substr(offset - tail, bytes);
+  std::string out(bytes, '\0');
+  TC_RETURN_IF_ERROR(
+      file_->ReadExact({reinterpret_cast<std::byte*>(out.data()), out.size()},
+                       range_.offset + offset));
+  return out;
+}
+
+Result<std::string> TorchArchive::ReadEntry(const ZipEntry& entry) const {
+  TC_ASSIGN_OR_RETURN(const std::string header,
+                      Read(entry.header, kZipLocalHeader));
+  TC_ASSIGN_OR_RETURN(const uint64_t begin,
+                      ZipContentBegin(AsBytes(header), entry, directory_));
+  return Read(begin, entry.bytes);
+}
+
+Status TorchArchive::ReadDirectory(uint64_t most) {
+  const uint64_t end = std::min(range_.bytes, kEnd);
+  TC_ASSIGN_OR_RETURN(tail_, Read(range_.bytes - end, end));
+  TC_ASSIGN_OR_RETURN(head_, Read(0, end));
+  const size_t seen = std::min<size_t>(tail_.size(), kZipTail);
+  TC_ASSIGN_OR_RETURN(
+      directory_,
+      FindZipDirectory(
+          AsBytes(std::string_view(tail_).substr(tail_.size() - seen)),
+          range_.bytes));
+  if (directory_.bytes > most) return TooLarge("directory", most);
+  TC_ASSIGN_OR_RETURN(std::string names,
+                      Read(directory_.begin, directory_.bytes));
+  names_ = std::make_shared<const std::string>(std::move(names));
+  TC_ASSIGN_OR_RETURN(const std::vector<ZipEntry> entries,
+                      ParseZipDirectory(AsBytes(*names_), directory_));
+  // As torch: everything is below what the first name begins with.
+  const std::string_view first = entries.empty() ? "" : entries[0].name;
+  stem_ = first.substr(0, first.find('/') + 1);
+  for (const ZipEntry& entry : entries) {
+    if (!entries_.try_emplace(entry.name, entry).second) {
+      return Foreign("has the entry " + std::string(entry.name) + " twice");
+    }
+  }
+  return {};
+}
+
+Status TorchArchive::ReadPickle(uint64_t most) {
+  const auto pickle = entries_.find(stem_ + std::string(kPickleName));
+  if (stem_.empty() || pickle == entries_.end()) {
+    return Foreign("has no data.pkl");
+  }
+  // Who wrote none wrote what this machine has.
+  const auto order = entries_.find(stem_ + "byteorder");
+  if (order != entries_.end()) {
+    constexpr std::string_view kOurs = "little";
+    std::string text;
+    if (order->second.bytes == kOurs.size()) {
+      TC_ASSIGN_OR_RETURN(text, ReadEntry(order->second));
+    }
+    if (text != kOurs) {
+      return Unsupported("the torch.save archive has another byte order");
+    }
+  }
+  if (pickle->second.bytes > most) return TooLarge("pickle", most);
+  TC_ASSIGN_OR_RETURN(std::string text, ReadEntry(pickle->second));
+  text_ = std::make_shared<const std::string>(std::move(text));
+  TC_ASSIGN_OR_RETURN(pickle_, Pickle::Parse(AsBytes(*text_)));
+  return {};
+}
+
+Result<TorchArchive> TorchArchive::Open(const File& file, FileRange range,
+                                        uint64_t most) {
+  TorchArchive out(file, range);
+  TC_RETURN_IF_ERROR(out.ReadDirectory(most));
+  TC_RETURN_IF_ERROR(out.ReadPickle(most));
+  return out;
+}
+
+Result<std::vector<ZipContent>> TorchArchive::Contents() const {
+  std::vector<ZipContent> out;
+  for (const auto& [name, entry] : entries_) {
+    TC_ASSIGN_OR_RETURN(const std::string header,
+                        Read(entry.header, kZipLocalHeader));
+    TC_ASSIGN_OR_RETURN(const uint64_t begin,
+                        ZipContentBegin(AsBytes(header), entry, directory_));
+    out.push_back(
+        {std::string(name), {range_.offset + begin, entry.bytes}, entry.crc32});
+  }
+  return out;
+}
+
+Result<Placement> TorchArchive::Find(const TorchTensor& tensor) const {
+  const auto entry =
+      entries_.find(stem_ + "data/" + std::string(tensor.storage));
+  if (entry == entries_.end()) {
+    return Foreign("has no storage " + std::string(tensor.storage));
+  }
+  if (tensor.end > entry->second.bytes) {
+    return Foreign("has a storage of " + std::to_string(entry->second.bytes) +
+                   " bytes, and its tensor ends at byte " +
+                   std::to_string(tensor.end));
+  }
+  TC_ASSIGN_OR_RETURN(const std::string header,
+                      Read(entry->second.header, kZipLocalHeader));
+  TC_ASSIGN_OR_RETURN(
+      const uint64_t begin,
+      ZipContentBegin(AsBytes(header), entry->second, directory_));
+  Placement out;
+  out.kind = PlacementKind::kStridedBox;
+  out.offset = range_.offset + begin + tensor.begin;
+  out.box = Box::Whole(tensor.shape);
+  out.strides = tensor.strides;
+  return out;
+}
+
+Result<std::string> TorchArchive::Elements(const TorchTensor& tensor) const {
+  TC_ASSIGN_OR_RETURN(const uint64_t bytes,
+                      ByteSize(tensor.dtype, tensor.shape));
+  if (bytes > kMaxElementBytes ||
+      tensor.end - tensor.begin > kMaxElementBytes) {
+    return Unsupported("the object has a tensor above 128 MiB");
+  }
+  std::string out(bytes, '\0');
+  if (bytes == 0) return out;
+  TC_ASSIGN_OR_RETURN(const Placement found, Find(tensor));
+  TC_ASSIGN_OR_RETURN(
+      const std::string stored,
+      Read(found.offset - range_.offset, tensor.end - tensor.begin));
+  TC_ASSIGN_OR_RETURN(const UnitView view,
+                      InUnits(tensor.dtype, tensor.shape, found.box));
+  Run run;
+  if (MakeRun({view.box, 0, found.strides},
+              {view.box, 0, DenseStrides(view.shape, view.unit_bytes)},
+              view.unit_bytes, &run)) {
+    CopyRun(run, AsBytes(stored).data(), 0,
+            reinterpret_cast<std::byte*>(out.data()), 0);
+  }
+  return out;
+}
+
+Result<std::string> ReadArchivedObject(const File& file, FileRange range) {
+  TC_ASSIGN_OR_RETURN(const TorchArchive archive,
+                      TorchArchive::Open(file, range, kMaxObjectPickle));
+  // Views of one storage are read for each of them.
+  uint64_t left = 2 * kMaxElementBytes;
+  return ObjectOfPickle(
+      archive.root(), [&](const TorchTensor& tensor) -> Result<std::string> {
+        if (tensor.end - tensor.begin > left) {
+          return Exhausted("the object has tensors above 256 MiB together");
+        }
+        left -= tensor.end - tensor.begin;
+        return archive.Elements(tensor);
+      });
+}
+
+Result<bool> IsTorchArchive(const File& file, uint64_t offset) {
+  constexpr std::string_view kMagic("PK\x03\x04");
+  std::array<std::byte, kMagic.size()> first;
+  TC_RETURN_IF_ERROR(file.ReadExact(first, offset));
+  return AsText(first) == kMagic;
+}
+
+Result<Placement> ResolveArchive(const File& file, const Placement& placement,
+                                 Dtype dtype) {
+  const auto resolve = [&]() -> Result<Placement> {
+    TC_ASSIGN_OR_RETURN(
+        const TorchArchive archive,
+        TorchArchive::Open(file, {placement.offset, placement.bytes},
+                           kMaxTensorPickle));
+    if (!IsTorchTensor(archive.root())) {
+      return Unsupported("the torch.save archive holds no plain tensor");
+    }
+    TC_ASSIGN_OR_RETURN(const TorchTensor tensor,
+                        ReadTorchTensor(archive.root()));
+    if (tensor.dtype != dtype || !(tensor.shape == placement.box.sizes)) {
+      return Foreign(std::string("holds ") + DtypeName(tensor.dtype) + " " +
+                     tensor.shape.ToString() + " where the metadata says " +
+                     DtypeName(dtype) + " " + placement.box.sizes.ToString());
+    }
+    TC_ASSIGN_OR_RETURN(Placement found, archive.Find(tensor));
+    found.file = placement.file;
+    found.role = placement.role;
+    found.box = placement.box;
+    return found;
+  };
+  Result<Placement> found = resolve();
+  if (found.ok()) return found;
+  return Status(found.status())
+      .WithFile(file.path() + " from byte " + std::to_string(placement.offset) +
+                " on");
+}
+
+}  // namespace torch_ckpt

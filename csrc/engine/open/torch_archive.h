@@ -1,0 +1,85 @@
+// An archive of torch.save inside a file: what its pickle says, and where the
+// bytes of its storages are.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "format/catalog.h"
+#include "format/pickle.h"
+#include "format/torch_tensor.h"
+#include "format/zip.h"
+#include "os/file.h"
+
+namespace torch_ckpt {
+
+// An entry of an archive: where its bytes are in the file, and their CRC-32.
+struct ZipContent {
+  std::string name;
+  FileRange range;
+  uint32_t crc32 = 0;  // 0: the writer did not say
+};
+
+class TorchArchive {
+ public:
+  // Reads the directory and the pickle of the archive at `range`, and no
+  // tensor. `file` must outlive the result. kCorrupt where there is none, or of
+  // before torch 1.6; kUnsupported for what pickle.h and zip.h do not read, and
+  // for another byte order; kExhausted where the pickle or the directory has
+  // more than `most` bytes.
+  static Result<TorchArchive> Open(const File& file, FileRange range,
+                                   uint64_t most);
+
+  const PickleValue& root() const { return pickle_.root(); }
+  // What all of its entries are, for who verifies them.
+  Result<std::vector<ZipContent>> Contents() const;
+  // Where in the file the tensor is: kStridedBox of all of it. Reads the header
+  // of its storage. kCorrupt where that has too few bytes.
+  Result<Placement> Find(const TorchTensor& tensor) const;
+  // Its elements in row-major order, for those of objects: kUnsupported where
+  // more than 128 MiB were to be read for them.
+  Result<std::string> Elements(const TorchTensor& tensor) const;
+
+ private:
+  TorchArchive(const File& file, FileRange range)
+      : file_(&file), range_(range) {}
+
+  Result<std::string> Read(uint64_t offset, uint64_t bytes) const;
+  Result<std::string> ReadEntry(const ZipEntry& entry) const;
+  Status ReadDirectory(uint64_t most);
+  Status ReadPickle(uint64_t most);
+
+  const File* file_;
+  FileRange range_;
+  // The first bytes of it, and the last: most that is asked for is there.
+  std::string head_, tail_;
+  ZipDirectory directory_;
+  // What entries_ and pickle_ view, wherever this is moved.
+  std::shared_ptr<const std::string> names_, text_;
+  std::map<std::string_view, ZipEntry> entries_;
+  std::string stem_;  // of all names, with its '/'
+  Pickle pickle_;
+};
+
+// The object that the archive at `range` is, as typed JSON (docs/format.md,
+// section 7).
+Result<std::string> ReadArchivedObject(const File& file, FileRange range);
+
+// What pickle and directory of an archive may have: of one tensor, of an
+// object.
+inline constexpr uint64_t kMaxTensorPickle = uint64_t{1} << 20;
+inline constexpr uint64_t kMaxObjectPickle = uint64_t{256} << 20;
+
+// Whether one begins there, by its first bytes.
+Result<bool> IsTorchArchive(const File& file, uint64_t offset);
+
+// `placement`, a kArchive of a tensor of `dtype`, as the kStridedBox that
+// it is. kCorrupt where the archive holds something else.
+Result<Placement> ResolveArchive(const File& file, const Placement& placement,
+                                 Dtype dtype);
+
+}  // namespace torch_ckpt

@@ -1,0 +1,374 @@
+"""Directories that stock DCP wrote: .metadata and .distcp files."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import tempfile
+from collections import OrderedDict
+from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+import torch_ckpt
+
+
+def state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(7)
+    return {
+        "model": {
+            "weight": torch.randn(37, 19, generator=generator),
+            "transposed": torch.randn(8, 6, generator=generator).t(),
+            "half": torch.randn(5, generator=generator).to(torch.bfloat16),
+            "fp4": torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).view(2, 4),
+            "fp8": torch.randn(16, generator=generator).to(torch.float8_e4m3fn),
+            "scalar": torch.tensor(3.25),
+            "empty": torch.empty(0, 4),
+            "unsigned": torch.arange(6).to(torch.uint16),
+            "parameter": torch.nn.Parameter(torch.ones(3)),
+            "view": torch.arange(100.0)[10:20],
+        },
+        "step": 7,
+        "rate": 1e-3,
+        "name": "größe",
+        "none": None,
+        "betas": (0.9, 0.999),
+        "groups": [{"params": [0, 1], "lr": 0.1}],
+        "rng": numpy.random.default_rng(0).bit_generator.state,
+    }
+
+
+def saved(path: Path, what: dict[str, Any] | None = None) -> Path:
+    dcp.save(state() if what is None else what, storage_writer=dcp.FileSystemWriter(path))
+    return path
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        dense = [
+            each.detach().clone(memory_format=torch.contiguous_format) for each in (left, right)
+        ]
+        return (
+            left.dtype == right.dtype
+            and left.shape == right.shape
+            and torch.equal(*(each.view(-1).view(torch.uint8) for each in dense))
+        )
+    if isinstance(left, dict):
+        return set(left) == set(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and bool(left == right)
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    loaded = torch_ckpt.load(path=saved(tmp_path / "c"))
+    wanted = state()
+    assert set(loaded) == set(wanted)
+    for key, value in wanted["model"].items():
+        assert same(value.detach(), loaded["model"][key]), key
+    for key in set(wanted) - {"model"}:
+        assert same(wanted[key], loaded[key]), key
+
+
+def test_stock_dcp_load_reads_them_through_our_reader(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    target = {
+        "model": {"weight": torch.zeros(37, 19)},
+        "step": 0,
+        "groups": [{"params": [], "lr": 0}],
+    }
+    dcp.load(target, storage_reader=torch_ckpt.HuggingFaceStorageReader(path))
+    assert same(target["model"]["weight"], state()["model"]["weight"])
+    assert target["step"] == 7
+
+
+def test_describe_and_inspect_say_what_it_is(tmp_path: Path) -> None:
+    described = torch_ckpt.Checkpoint(saved(tmp_path / "c")).describe()
+    assert described.source == "dcp"
+    assert {tensor.name for tensor in described.tensors} >= {"model.weight", "model.fp8"}
+    assert {leaf.name for leaf in described.objects} >= {"step", "betas"}
+
+
+class Payload:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+def test_a_payload_in_the_metadata_never_runs(tmp_path: Path) -> None:
+    path, marker = saved(tmp_path / "c"), tmp_path / "ran"
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.planner_data = Payload(marker)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(torch_ckpt.UnsupportedError, match=r"posix\.system"):
+        torch_ckpt.load(path=path)
+    assert not marker.exists()
+
+
+def test_a_payload_in_an_object_never_runs(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    path = saved(tmp_path / "c", {"x": torch.ones(2), "evil": Payload(marker)})
+    assert not marker.exists()
+    with pytest.raises(torch_ckpt.UnsupportedError, match=r"posix\.system") as error:
+        torch_ckpt.load(path=path)
+    assert "evil" in str(error.value)
+    assert not marker.exists()
+    target = {"x": torch.zeros(2)}
+    torch_ckpt.load(target, path)
+    assert same(target["x"], torch.ones(2))
+
+
+def data_file(path: Path) -> Path:
+    (file,) = path.glob("*.distcp")
+    return file
+
+
+def test_a_file_that_is_cut_short_or_gone_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    file = data_file(path)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(torch_ckpt.IncompleteError, match=file.name):
+        torch_ckpt.load(path=path)
+    file.unlink()
+    with pytest.raises(torch_ckpt.IncompleteError, match=file.name):
+        torch_ckpt.load(path=path)
+
+
+def test_archives_that_were_swapped_are_errors(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", {"a": torch.zeros(4), "b": torch.zeros(5)})
+    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    first, second = metadata.storage_data
+    places = metadata.storage_data
+    places[first], places[second] = places[second], places[first]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(torch_ckpt.CorruptError, match="where the metadata says"):
+        torch_ckpt.load(path=path)
+
+
+@pytest.mark.parametrize("what", ["place", "chunk", "object"])
+def test_metadata_that_does_not_add_up_is_refused(tmp_path: Path, what: str) -> None:
+    path = saved(tmp_path / "c", {"a": torch.zeros(4)})
+    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    stored: Any = metadata.state_dict_metadata["a"]
+    if what == "place":
+        metadata.storage_data = {}
+    elif what == "chunk":
+        stored.chunks = []
+    else:
+        metadata.state_dict_metadata["o"] = BytesStorageMetadata()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises((torch_ckpt.CorruptError, torch_ckpt.IncompleteError)):
+        torch_ckpt.load(path=path)
+
+
+def test_merging_reads_them(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", {"a": torch.arange(12.0).view(3, 4).t(), "b": torch.ones(2)})
+    torch_ckpt.consolidate_safetensors_files_on_every_rank(path, tmp_path / "hf", None)
+    loaded = torch_ckpt.load(path=tmp_path / "hf")
+    assert same(loaded["a"], torch.arange(12.0).view(3, 4).t())
+
+
+def test_ordered_dicts_and_tensors_inside_of_objects(tmp_path: Path) -> None:
+    value = {"o": OrderedDict(a=torch.arange(6).view(2, 3).t()), "s": {1, 2}, "b": b"\xff\0"}
+    path = saved(tmp_path / "c", {"leaf": [(value,)]})
+    ((loaded,),) = torch_ckpt.load(path=path)["leaf"]
+    assert same(loaded["o"]["a"], value["o"]["a"])  # type: ignore[index]
+    assert loaded["s"] == {1, 2} and loaded["b"] == b"\xff\0"
+
+
+def test_verify_finds_every_flipped_byte_of_what_archives_hold(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", {"a": torch.randn(64), "step": 3})
+    report = torch_ckpt.Checkpoint(path).verify()
+    assert report.files == 1 and report.bytes > 256
+    file = data_file(path)
+    whole = file.read_bytes()
+    wrong = []
+    for at in range(0, len(whole), 7):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+        try:
+            torch_ckpt.Checkpoint(path).verify()
+        except torch_ckpt.CheckpointError as error:
+            assert file.name in str(error)
+            wrong.append(at)
+    file.write_bytes(whole)
+    content = torch_ckpt.load(path=path)["a"].numpy().tobytes()
+    begin = whole.index(content)
+    assert {at for at in range(0, len(whole), 7) if begin <= at < begin + len(content)} <= set(
+        wrong
+    )
+    # Beside it: padding, and fields of zip headers that say nothing.
+    assert len(wrong) > len(content) // 7
+
+
+def test_blobs_of_safetensors_which_stock_cannot_read_back(tmp_path: Path) -> None:
+    what = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2).bfloat16(), "step": 7}
+    writer = dcp.FileSystemWriter(
+        tmp_path / "c", serialization_format=SerializationFormat.SAFETENSORS
+    )
+    dcp.save(what, storage_writer=writer)
+    loaded = torch_ckpt.load(path=tmp_path / "c")
+    assert all(same(what[key], loaded[key]) for key in what)
+    torch_ckpt.Checkpoint(tmp_path / "c").verify()
+    file = data_file(tmp_path / "c")
+    file.write_bytes(file.read_bytes().replace(b'"a"', b'"x"'))
+    with pytest.raises(torch_ckpt.CorruptError, match="'a'"):
+        torch_ckpt.load(path=tmp_path / "c")
+    with pytest.raises(torch_ckpt.CorruptError, match="'a'"):
+        torch_ckpt.Checkpoint(tmp_path / "c").verify()
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.uint64, torch.bool]
+DTYPES += [torch.complex64, torch.float8_e5m2]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Of any shape, with its dimensions in any order, and perhaps a part of a larger storage."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    order = draw(st.permutations(range(len(shape))))
+    larger = [size + draw(st.integers(0, 2)) for size in shape]
+    count = torch.Size(larger).numel()
+    values = torch.arange(count).remainder(2).to(draw(st.sampled_from(DTYPES)))
+    part = values.view(larger)[tuple(slice(0, size) for size in shape)]
+    return part.permute(order)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    state=st.dictionaries(st.sampled_from("abcdefgh"), tensors(), min_size=1),
+    threads=st.integers(1, 3),
+    blobs=st.booleans(),
+)
+def test_any_tensors(state: dict[str, torch.Tensor], threads: int, blobs: bool) -> None:
+    kind = SerializationFormat.SAFETENSORS if blobs else SerializationFormat.TORCH_SAVE
+    if blobs:  # safetensors writes dense tensors only
+        state = {name: tensor.contiguous() for name, tensor in state.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        writer = dcp.FileSystemWriter(folder, thread_count=threads, serialization_format=kind)
+        dcp.save(state, storage_writer=writer)
+        loaded = torch_ckpt.load(path=folder)
+        if not blobs:
+            torch_ckpt.Checkpoint(folder).verify()
+    assert set(loaded) == set(state)
+    for name, tensor in state.items():
+        assert same(tensor, loaded[name]), name
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_views_that_torch_changes_when_it_reads_them_are_refused(tmp_path: Path, view: Any) -> None:
+    tensor = view(torch.tensor([1 + 2j, 3 - 1j]))
+    assert tensor.is_conj() or tensor.is_neg()
+    path = saved(tmp_path / "c", {"w": tensor})
+    with pytest.raises(torch_ckpt.UnsupportedError, match="'w'.*negates or conjugates"):
+        torch_ckpt.load(path=path)
+
+
+VALUES = {
+    "frozen": frozenset({1, "a"}),
+    "bytearray": bytearray(b"ab"),
+    "empty": [b"", bytearray(), numpy.array([]), numpy.bytes_(b"")],
+    "paths": [PurePosixPath("a/b"), PosixPath("//a/b"), PureWindowsPath("C:\\a")],
+    "times": [numpy.datetime64("2020-01-01"), numpy.timedelta64(25, "s"), numpy.datetime64("NaT")],
+    "arrays": [numpy.arange(6).reshape(2, 3, order="F"), numpy.array(["x", "yy"])],
+    "sizes": [torch.Size([-1]), torch.Size(range(9))],
+    "range": range(3, 9, 2),
+    "many": [True] * 1_200_000,
+    "dicts": tuple({} for _ in range(50_000)),
+    "numbers": [-(2**63), 2**63, -(2**200), 1e22, -0.0, float("inf"), 5e-324, 1j],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_objects_come_back_equal_in_value_and_type(
+    tmp_path: Path, name: str, protocol: int
+) -> None:
+    def packed(value: Any) -> io.BytesIO:
+        out = io.BytesIO()
+        torch.save(value, out, pickle_protocol=protocol)
+        return out
+
+    class Planner(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            found = super().resolve_data(write_item)
+            return packed(value) if isinstance(found, io.BytesIO) else found
+
+    value = VALUES[name]
+    dcp.save(
+        {"x": torch.ones(1), "leaf": value},
+        storage_writer=dcp.FileSystemWriter(tmp_path / "c"),
+        planner=Planner(),
+    )
+    assert repr(torch_ckpt.load(path=tmp_path / "c")["leaf"]) == repr(value)
+
+
+def test_an_object_of_a_later_save_is_not_mixed_in(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", {"x": torch.ones(1), "step": 7})
+    reader = torch_ckpt.HuggingFaceStorageReader(path)
+    reader.read_metadata()
+    saved(path, {"x": torch.ones(1), "step": 8})
+    with pytest.raises(torch_ckpt.ConflictError):
+        reader._open().archived_object("step")
+
+
+def test_verify_needs_checksums(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = saved(tmp_path / "c", {"x": torch.ones(1)})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with pytest.raises(torch_ckpt.UnsupportedError, match="no checksums"):
+        torch_ckpt.Checkpoint(path).verify()
+
+
+def test_blobs_under_other_names(tmp_path: Path) -> None:
+    what = {"a": torch.ones(2), "b": torch.zeros(3)}
+    writer = dcp.FileSystemWriter(
+        tmp_path / "c", serialization_format=SerializationFormat.SAFETENSORS
+    )
+    dcp.save(what, storage_writer=writer)
+    torch_ckpt.consolidate_safetensors_files(
+        tmp_path / "c", tmp_path / "hf", None, key_mapping={"^a$": "b", "^b$": "a"}
+    )
+    loaded = torch_ckpt.load(path=tmp_path / "hf")
+    assert same(loaded["b"], what["a"]) and same(loaded["a"], what["b"])
+
+
+def test_chunks_that_several_ranks_have(tmp_path: Path) -> None:
+    """As DCP wrote them before it dropped replicas."""
+    path = saved(tmp_path / "c", {"a": torch.arange(4.0)})
+    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    stored: Any = metadata.state_dict_metadata["a"]
+    stored.chunks = stored.chunks * 3
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert same(torch_ckpt.load(path=path)["a"], torch.arange(4.0))
+
+
+def test_two_checkpoints_in_one_directory_are_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", {"a": torch.ones(4)})
+    save_file({"z": torch.ones(1)}, path / "extra.safetensors")
+    with pytest.raises(torch_ckpt.ConflictError, match="two checkpoints"):
+        torch_ckpt.load(path=path)
+
+
+def test_a_small_file_does_not_make_large_tensors(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", {"a": torch.ones(4)})
+    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    stored: Any = metadata.state_dict_metadata["a"]
+    stored.size = stored.chunks[0].sizes = torch.Size([1 << 30])
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(torch_ckpt.CorruptError, match="does not fit"):
+        torch_ckpt.load(path=path)
