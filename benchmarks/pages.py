@@ -40,6 +40,7 @@ PAGES = {
             *("describe_colliding", "async_first"),
         ),
     ),
+    "formats": Page("checkpoints of other formats", ("load_distcp_", "metadata_distcp")),
     "cuda": Page("saves and staging from CUDA devices", ("save_cuda", "stage_cuda_")),
 }
 

@@ -11,6 +11,7 @@ from benchmarks import row_load_many
 from benchmarks import row_consolidate
 from benchmarks import bench_export
 from benchmarks import row_load_plan
+from benchmarks import row_load_dcp
 from benchmarks import row_open
 from benchmarks import row_many_ranks
 from benchmarks import row_colliding
