@@ -169,6 +169,13 @@ constexpr auto kRows = Sorted(std::to_array<Row>({
 
 }  // namespace
 
+std::string_view TorchDtypeName(Dtype dtype) {
+  for (const Row& row : kRows) {
+    if (row.info.name == kDtype && row.info.dtype == dtype) return row.name;
+  }
+  return {};
+}
+
 std::optional<PickleNameInfo> FindPickleName(std::string_view module,
                                              std::string_view name) {
   const Row wanted{module, name, {}};

@@ -83,6 +83,9 @@ struct PickleNameInfo {
   Dtype dtype = Dtype::kU8;  // kDtype and kStorage
 };
 
+// As torch calls it, without "torch."; empty where the list has no such dtype.
+std::string_view TorchDtypeName(Dtype dtype);
+
 // nullopt: the list does not have it.
 std::optional<PickleNameInfo> FindPickleName(std::string_view module,
                                              std::string_view name);

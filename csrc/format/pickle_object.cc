@@ -21,56 +21,6 @@ constexpr int kMaxDepth = 100;
 constexpr size_t kMaxTextBytes = size_t{256} << 20;
 constexpr std::string_view kTag = "$";
 
-// As torch calls them, without "torch.".
-const char* TorchName(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kBool:
-      return "bool";
-    case Dtype::kF4:
-      return "float4_e2m1fn_x2";
-    case Dtype::kU8:
-      return "uint8";
-    case Dtype::kI8:
-      return "int8";
-    case Dtype::kF8E5M2:
-      return "float8_e5m2";
-    case Dtype::kF8E4M3:
-      return "float8_e4m3fn";
-    case Dtype::kF8E8M0:
-      return "float8_e8m0fnu";
-    case Dtype::kF8E4M3Fnuz:
-      return "float8_e4m3fnuz";
-    case Dtype::kF8E5M2Fnuz:
-      return "float8_e5m2fnuz";
-    case Dtype::kI16:
-      return "int16";
-    case Dtype::kU16:
-      return "uint16";
-    case Dtype::kF16:
-      return "float16";
-    case Dtype::kBF16:
-      return "bfloat16";
-    case Dtype::kI32:
-      return "int32";
-    case Dtype::kU32:
-      return "uint32";
-    case Dtype::kF32:
-      return "float32";
-    case Dtype::kC64:
-      return "complex64";
-    case Dtype::kF64:
-      return "float64";
-    case Dtype::kI64:
-      return "int64";
-    case Dtype::kU64:
-      return "uint64";
-    case Dtype::kF6E2M3:
-    case Dtype::kF6E3M2:
-      break;
-  }
-  return nullptr;
-}
-
 void AppendHex(std::string* out, std::string_view bytes) {
   constexpr std::string_view kDigits = "0123456789abcdef";
   for (const char c : bytes) {
@@ -307,13 +257,10 @@ class ObjectWriter {
                        ", which typed JSON cannot say");
   }
   Status Named(const PickleValue& value) {
-    const char* name =
-        value.name() == PickleName::kDtype ? TorchName(value.dtype()) : nullptr;
-    if (!name) return CannotSay("a class or a function");
-    Open("dtype");
-    Member("v");
-    AppendJsonString(&out_, name);
-    return Plain("}");
+    if (value.name() != PickleName::kDtype) {
+      return CannotSay("a class or a function");
+    }
+    return Tagged("dtype", TorchDtypeName(value.dtype()));
   }
   Status Made(const PickleValue& value) {
     if (IsTorchTensor(value)) return Tensor(value);
@@ -471,8 +418,6 @@ class ObjectWriter {
 
   Status Tensor(const PickleValue& value) {
     TC_ASSIGN_OR_RETURN(const TorchTensor tensor, ReadTorchTensor(value));
-    const char* dtype = TorchName(tensor.dtype);
-    if (!dtype) return CannotSay("a tensor of this dtype");
     TC_ASSIGN_OR_RETURN(const std::string bytes, tensor_bytes_(tensor));
     const bool parameter = value.name() != PickleName::kRebuildTensor &&
                            value.name() != PickleName::kRebuildTensorV3;
@@ -485,7 +430,7 @@ class ObjectWriter {
     if (packed > 1) shape[shape.size() - 1] /= packed;
     Open(parameter ? "parameter" : "tensor");
     Member("t");
-    AppendJsonString(&out_, dtype);
+    AppendJsonString(&out_, TorchDtypeName(tensor.dtype));
     Member("s");
     AppendJsonDims(&out_, shape);
     Member("g");

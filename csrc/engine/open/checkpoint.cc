@@ -270,9 +270,14 @@ Result<Placement> Checkpoint::Resolve(uint32_t entry,
   const Status resolved = file_set()->UntilSure([&]() -> Status {
     TC_ASSIGN_OR_RETURN(const File file, file_set()->OpenFile(archive.file));
     TC_ASSIGN_OR_RETURN(const bool zip, IsTorchArchive(file, archive.offset));
-    TC_ASSIGN_OR_RETURN(found,
-                        zip ? ResolveArchive(file, archive, e.dtype)
-                            : blobs_.Resolve(file, archive, stored, e.dtype));
+    Result<Placement> looked =
+        zip ? ResolveArchive(file, archive, e.dtype)
+            : blobs_.Resolve(file, archive, stored, e.dtype);
+    if (!looked.ok()) {
+      return looked.status().WithFile(file.path() + " from byte " +
+                                      std::to_string(archive.offset) + " on");
+    }
+    found = std::move(looked).value();
     return {};
   });
   if (!resolved.ok()) return Status(resolved).WithTensor(std::string(e.name));

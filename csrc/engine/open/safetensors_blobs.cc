@@ -47,30 +47,23 @@ Result<Placement> SafetensorsBlobs::Resolve(const File& file,
                                             const Placement& placement,
                                             std::string_view name,
                                             Dtype dtype) {
-  const auto resolve = [&]() -> Result<Placement> {
-    TC_ASSIGN_OR_RETURN(const BlobPtr blob, BlobOf(file, placement));
-    const auto found = blob->by_name.find(name);
-    if (found == blob->by_name.end()) return Corrupt("holds no such tensor");
-    const SafetensorsEntry* at = &blob->file.header.tensors[found->second];
-    const ShardEntry& shard = blob->file.sharding.entries[found->second];
-    if (at->dtype != dtype || !(at->shape == placement.box.sizes) ||
-        !(shard.offsets == placement.box.offsets)) {
-      return Corrupt(std::string("holds ") + DtypeName(at->dtype) + " " +
-                     Box{shard.offsets, at->shape}.ToString() +
-                     " where the metadata says " + DtypeName(dtype) + " " +
-                     placement.box.ToString());
-    }
-    Placement out = placement;
-    out.kind = PlacementKind::kBox;
-    out.bytes = 0;
-    out.offset += blob->file.header.data_begin + at->begin;
-    return out;
-  };
-  Result<Placement> found = resolve();
-  if (found.ok()) return found;
-  return Status(found.status())
-      .WithFile(file.path() + " from byte " + std::to_string(placement.offset) +
-                " on");
+  TC_ASSIGN_OR_RETURN(const BlobPtr blob, BlobOf(file, placement));
+  const auto found = blob->by_name.find(name);
+  if (found == blob->by_name.end()) return Corrupt("holds no such tensor");
+  const SafetensorsEntry* at = &blob->file.header.tensors[found->second];
+  const ShardEntry& shard = blob->file.sharding.entries[found->second];
+  if (at->dtype != dtype || !(at->shape == placement.box.sizes) ||
+      !(shard.offsets == placement.box.offsets)) {
+    return Corrupt(std::string("holds ") + DtypeName(at->dtype) + " " +
+                   Box{shard.offsets, at->shape}.ToString() +
+                   " where the metadata says " + DtypeName(dtype) + " " +
+                   placement.box.ToString());
+  }
+  Placement out = placement;
+  out.kind = PlacementKind::kBox;
+  out.bytes = 0;
+  out.offset += blob->file.header.data_begin + at->begin;
+  return out;
 }
 
 }  // namespace torch_ckpt

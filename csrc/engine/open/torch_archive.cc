@@ -195,32 +195,25 @@ Result<bool> IsTorchArchive(const File& file, uint64_t offset) {
 
 Result<Placement> ResolveArchive(const File& file, const Placement& placement,
                                  Dtype dtype) {
-  const auto resolve = [&]() -> Result<Placement> {
-    TC_ASSIGN_OR_RETURN(
-        const TorchArchive archive,
-        TorchArchive::Open(file, {placement.offset, placement.bytes},
-                           kMaxTensorPickle));
-    if (!IsTorchTensor(archive.root())) {
-      return Unsupported("the torch.save archive holds no plain tensor");
-    }
-    TC_ASSIGN_OR_RETURN(const TorchTensor tensor,
-                        ReadTorchTensor(archive.root()));
-    if (tensor.dtype != dtype || !(tensor.shape == placement.box.sizes)) {
-      return Foreign(std::string("holds ") + DtypeName(tensor.dtype) + " " +
-                     tensor.shape.ToString() + " where the metadata says " +
-                     DtypeName(dtype) + " " + placement.box.sizes.ToString());
-    }
-    TC_ASSIGN_OR_RETURN(Placement found, archive.Find(tensor));
-    found.file = placement.file;
-    found.role = placement.role;
-    found.box = placement.box;
-    return found;
-  };
-  Result<Placement> found = resolve();
-  if (found.ok()) return found;
-  return Status(found.status())
-      .WithFile(file.path() + " from byte " + std::to_string(placement.offset) +
-                " on");
+  TC_ASSIGN_OR_RETURN(
+      const TorchArchive archive,
+      TorchArchive::Open(file, {placement.offset, placement.bytes},
+                         kMaxTensorPickle));
+  if (!IsTorchTensor(archive.root())) {
+    return Unsupported("the torch.save archive holds no plain tensor");
+  }
+  TC_ASSIGN_OR_RETURN(const TorchTensor tensor,
+                      ReadTorchTensor(archive.root()));
+  if (tensor.dtype != dtype || !(tensor.shape == placement.box.sizes)) {
+    return Foreign(std::string("holds ") + DtypeName(tensor.dtype) + " " +
+                   tensor.shape.ToString() + " where the metadata says " +
+                   DtypeName(dtype) + " " + placement.box.sizes.ToString());
+  }
+  TC_ASSIGN_OR_RETURN(Placement found, archive.Find(tensor));
+  found.file = placement.file;
+  found.role = placement.role;
+  found.box = placement.box;
+  return found;
 }
 
 }  // namespace torch_ckpt
