@@ -79,14 +79,14 @@ class Description:
     """What a checkpoint holds.
 
     source: "manifest" for a directory that torch_ckpt wrote; "dcp" for one of stock DCP
-        (.metadata beside .distcp files); "index" (its index.json) or "headers" (all .safetensors
-        files) for any other.
+        (.metadata beside .distcp files); "torch" for files of torch.save; "index" (its index.json)
+        or "headers" (all .safetensors files) for any other.
     save_id, world_size: of the save; None without a manifest.
     beside: data files that are no part of such a directory's checkpoint, and are not read.
     """
 
     path: str
-    source: Literal["manifest", "index", "headers", "dcp"]
+    source: Literal["manifest", "index", "headers", "dcp", "torch"]
     save_id: str | None
     world_size: int | None
     files: tuple[FileInfo, ...]

@@ -226,8 +226,8 @@ class OpenedCheckpoint:
             if os.path.lexists(self.path) or not _HUB_ID.fullmatch(path):
                 raise
             raise IncompleteError(
-                "there is no such directory; for a model on the Hugging Face Hub, load from "
-                f"huggingface_hub.snapshot_download({path!r})",
+                "there is no such file or directory; for a model on the Hugging Face Hub, load "
+                f"from huggingface_hub.snapshot_download({path!r})",
                 file=self.path,
             ) from None
         self.close = _finalizer(self, _close_checkpoint, self.id)
@@ -239,11 +239,14 @@ class OpenedCheckpoint:
         """What it holds, as `_core.describe` says it."""
         return _core.describe({"checkpoint": self.id}, whole=whole)
 
-    def archived_object(self, name: str) -> Any:
-        """An object that `describe` calls archived, as the parsed JSON of an objects file
-        (docs/format.md, section 7). Nothing of its pickle is run."""
-        answer = _core.call({"op": "read_object", "checkpoint": self.id, "name": name})
-        return json.loads(answer["text"])
+    def archived_objects(self, names: list[str]) -> list[Any]:
+        """Objects that `describe` calls archived, each as the parsed JSON of an objects file
+        (docs/format.md, section 7), or as the error that names it. Nothing of a pickle is run."""
+        answer = _core.call({"op": "read_objects", "checkpoint": self.id, "names": names})
+        return [
+            error_from(each["error"]) if "error" in each else json.loads(each["text"])
+            for each in answer["objects"]
+        ]
 
     def dtypes(self) -> dict[str, str]:
         """The dtype of every tensor by its name, as safetensors calls it ("BF16")."""

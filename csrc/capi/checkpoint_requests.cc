@@ -164,9 +164,9 @@ Result<Json> DescribeRequest(const Json& request) {
       aliases[std::string(entry.name)] = entry.alias_of;
     }
     if (entry.kind == EntryKind::kObject) {
-      if (entry.archive) archived.push_back(entry.name);
-      holders.push_back(entry.archive && !whole ? Json()
-                                                : Json(place[entry.file]));
+      if (entry.archived) archived.push_back(entry.name);
+      holders.push_back(entry.archived && !whole ? Json()
+                                                 : Json(place[entry.file]));
     } else if (whole) {
       TC_ASSIGN_OR_RETURN(placements.emplace_back(),
                           PlacementsJson(*checkpoint, i));
@@ -190,19 +190,29 @@ Result<Json> DescribeRequest(const Json& request) {
               {"placements", std::move(placements)}};
 }
 
-// The value of an object that is an archive in a file, as JSON text.
-Result<Json> ReadObjectRequest(const Json& request) {
+// Objects that are archived in files, each as JSON text or as an error.
+Result<Json> ReadObjectsRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
-  TC_ASSIGN_OR_RETURN(const std::string name, GetString(request, "name"));
-  const int64_t entry = checkpoint->catalog().Find(name);
-  if (entry < 0 ||
-      !checkpoint->catalog().entries()[static_cast<size_t>(entry)].archive) {
-    return Incomplete("is no archived object of the checkpoint")
-        .WithTensor(name);
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                      GetNames(request, "names"));
+  const Catalog& catalog = checkpoint->catalog();
+  std::vector<uint32_t> entries;
+  for (const std::string& name : names) {
+    const int64_t entry = catalog.Find(name);
+    if (entry < 0 || !catalog.entries()[static_cast<size_t>(entry)].archived) {
+      return Incomplete("is no archived object of the checkpoint")
+          .WithTensor(name);
+    }
+    entries.push_back(static_cast<uint32_t>(entry));
   }
-  TC_ASSIGN_OR_RETURN(std::string text,
-                      checkpoint->ArchivedObject(static_cast<uint32_t>(entry)));
-  return Json{{"text", std::move(text)}};
+  TC_ASSIGN_OR_RETURN(std::vector<Result<std::string>> objects,
+                      checkpoint->ArchivedObjects(entries));
+  Json out = Json::array();
+  for (Result<std::string>& each : objects) {
+    out.push_back(each.ok() ? Json{{"text", std::move(each).value()}}
+                            : ErrorJson(each.status()));
+  }
+  return Json{{"objects", std::move(out)}};
 }
 
 // What the manifest names, without a look at those files: a checkpoint that is

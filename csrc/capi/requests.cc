@@ -29,7 +29,7 @@ Handler FindHandler(const std::string& op) {
       {"merge_commit", MergeCommitRequest},
       {"merge_share", MergeShareRequest},
       {"open", OpenRequest},
-      {"read_object", ReadObjectRequest},
+      {"read_objects", ReadObjectsRequest},
       {"recover", RecoverRequest},
       {"refuse_ring", RefuseRingRequest},
       {"remove", RemoveRequest},

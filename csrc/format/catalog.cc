@@ -30,9 +30,10 @@ uint32_t LoadU32(const std::string& bytes, size_t at) {
 // Whether an object may be in that file: anywhere in one of objects, or in a
 // part of one of tensors.
 bool MayHold(const ManifestFile& file,
-             const std::optional<FileRange>& archive) {
-  if (!archive) return file.role == FileRole::kObjects;
-  const auto end = CheckedAdd(archive->offset, archive->bytes);
+             const std::optional<ArchivedObject>& archived) {
+  if (!archived) return file.role == FileRole::kObjects;
+  const FileRange& archive = archived->archive;
+  const auto end = CheckedAdd(archive.offset, archive.bytes);
   return file.role == FileRole::kData && end && *end <= file.bytes;
 }
 
@@ -117,8 +118,9 @@ Status Catalog::ParseEntry(size_t begin, size_t end,
         BinaryReader range(bytes);
         const auto from = range.Varint();
         const auto size = range.Varint();
-        archive_ok = from && size && range.empty();
-        if (archive_ok) entry.archive = FileRange{*from, *size};
+        const auto leaf = range.empty() ? 0 : range.Varint();
+        archive_ok = from && size && leaf && range.empty();
+        if (archive_ok) entry.archived = {{*from, *size}, *leaf};
         return true;
       }
       default:
@@ -127,7 +129,7 @@ Status Catalog::ParseEntry(size_t begin, size_t end,
   });
   if (!fields.ok()) return Named(std::move(fields), entry);
   if (!path_ok) return Named(Malformed("a path"), entry);
-  if (!archive_ok || (entry.archive && entry.kind != EntryKind::kObject))
+  if (!archive_ok || (entry.archived && entry.kind != EntryKind::kObject))
     return Named(Malformed("an archive"), entry);
   Slice slice;
   switch (entry.kind) {
@@ -140,7 +142,7 @@ Status Catalog::ParseEntry(size_t begin, size_t end,
     case EntryKind::kObject: {
       const auto file = in.Varint();
       if (!file || !in.empty() || *file >= files.size() ||
-          !MayHold(files[*file], entry.archive))
+          !MayHold(files[*file], entry.archived))
         return Named(Malformed("an object"), entry);
       entry.file = static_cast<uint32_t>(*file);
       break;
@@ -233,7 +235,7 @@ Result<Catalog> Catalog::Renamed(
         case EntryKind::kAlias:
           return builder.AddAlias(std::move(name), renamed(entry.alias_of));
         case EntryKind::kObject:
-          return builder.AddObject(std::move(name), entry.file, entry.archive);
+          return builder.AddObject(std::move(name), entry.file, entry.archived);
         case EntryKind::kTensor:
           break;
       }

@@ -59,6 +59,14 @@ struct FileRange {
   uint64_t offset = 0, bytes = 0;
 };
 
+// An object inside of a torch.save archive.
+struct ArchivedObject {
+  FileRange archive;
+  // 0: what the archive holds; n: the n-th leaf of the state dict that it is
+  // (format/torch_state.h).
+  uint64_t leaf = 0;
+};
+
 // The views are of the catalog and live as long as any copy of it.
 struct CatalogEntry {
   std::string_view name;
@@ -67,8 +75,7 @@ struct CatalogEntry {
   Dims shape;                 // of tensors and aliases
   std::string_view alias_of;  // kAlias: the tensor whose bytes it has
   uint32_t file = 0;          // kObject: position of the file that holds it
-  // kObject: the torch.save archive that it is; none in a file of objects.
-  std::optional<FileRange> archive;
+  std::optional<ArchivedObject> archived;  // kObject: not of a file of objects
   // The state-dict path as JSON text, e.g. ["model","layers",0]; empty when
   // the path is just (name,). Source of DCP's planner_data.
   std::string_view path;

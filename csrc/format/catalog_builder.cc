@@ -39,13 +39,13 @@ Result<uint32_t> CatalogBuilder::AddAlias(std::string name,
   return Add(std::move(entry));
 }
 
-Result<uint32_t> CatalogBuilder::AddObject(std::string name, uint32_t file,
-                                           std::optional<FileRange> archive) {
+Result<uint32_t> CatalogBuilder::AddObject(
+    std::string name, uint32_t file, std::optional<ArchivedObject> archived) {
   Entry entry;
   entry.name = std::move(name);
   entry.kind = EntryKind::kObject;
   entry.file = file;
-  entry.archive = archive;
+  entry.archived = archived;
   return Add(std::move(entry));
 }
 
@@ -120,10 +120,11 @@ Result<std::string> CatalogBuilder::Encode() const {
       PutVarint(&out, static_cast<uint64_t>(EntryField::kPath) << 1);
       PutString(&out, e.path);
     }
-    if (e.archive) {
+    if (e.archived) {
       std::string range;
-      PutVarint(&range, e.archive->offset);
-      PutVarint(&range, e.archive->bytes);
+      PutVarint(&range, e.archived->archive.offset);
+      PutVarint(&range, e.archived->archive.bytes);
+      if (e.archived->leaf > 0) PutVarint(&range, e.archived->leaf);
       PutVarint(&out, static_cast<uint64_t>(EntryField::kArchive) << 1 |
                           internal::kCriticalBit);
       PutString(&out, range);

@@ -19,11 +19,11 @@ class CatalogBuilder {
   struct Entry {
     std::string name;
     EntryKind kind = EntryKind::kTensor;
-    Dtype dtype = Dtype::kU8;          // tensors
-    Dims shape;                        // tensors
-    std::string alias_of;              // aliases
-    uint32_t file = 0;                 // objects
-    std::optional<FileRange> archive;  // objects
+    Dtype dtype = Dtype::kU8;                // tensors
+    Dims shape;                              // tensors
+    std::string alias_of;                    // aliases
+    uint32_t file = 0;                       // objects
+    std::optional<ArchivedObject> archived;  // objects
     std::string path;
     size_t placement_count = 0;
     std::string placements;  // encoded
@@ -34,7 +34,7 @@ class CatalogBuilder {
   Result<uint32_t> AddTensor(std::string name, Dtype dtype, const Dims& shape);
   Result<uint32_t> AddAlias(std::string name, std::string alias_of);
   Result<uint32_t> AddObject(std::string name, uint32_t file,
-                             std::optional<FileRange> archive = {});
+                             std::optional<ArchivedObject> archived = {});
   // REQUIRES of all that follow: the entry exists, and is a tensor where
   // placements are meant.
   void SetPath(uint32_t entry, std::string path);

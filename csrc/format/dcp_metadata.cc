@@ -327,8 +327,9 @@ class MetadataReader {
     }
     TC_ASSIGN_OR_RETURN(
         const uint32_t entry,
-        out_.catalog.AddObject(std::string(name), placement.file,
-                               FileRange{placement.offset, placement.bytes}));
+        out_.catalog.AddObject(
+            std::string(name), placement.file,
+            ArchivedObject{{placement.offset, placement.bytes}}));
     SetPath(entry, name);
     return {};
   }
@@ -418,7 +419,8 @@ class MetadataReader {
 }  // namespace
 
 Result<DcpMetadata> ParseDcpMetadata(ByteSpan pickle) {
-  TC_ASSIGN_OR_RETURN(const Pickle parsed, Pickle::Parse(pickle));
+  TC_ASSIGN_OR_RETURN(const Pickle parsed,
+                      Pickle::Parse(pickle, UnknownNames::kRefuse));
   return MetadataReader(pickle.size()).Read(parsed.root());
 }
 

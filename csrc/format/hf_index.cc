@@ -14,7 +14,8 @@ constexpr int kIndexDepth = 16;  // of keys that are skipped
 
 class IndexHandler final : public JsonHandler {
  public:
-  explicit IndexHandler(HfIndex* out) : out_(out) {}
+  IndexHandler(std::string_view suffix, HfIndex* out)
+      : suffix_(suffix), out_(out) {}
   bool has_weight_map() const { return has_weight_map_; }
 
   bool OnKey(std::string_view key) override {
@@ -42,8 +43,9 @@ class IndexHandler final : public JsonHandler {
     const bool same = count > 1 && out_->weight_map[count - 2].second == text;
     if (!same) {
       Status status = CheckFileName(text);
-      if (status.ok() && !text.ends_with(kDataSuffix))
-        status = Corrupt("a file name in the index is not *.safetensors");
+      if (status.ok() && !text.ends_with(suffix_))
+        status =
+            Corrupt("a file name in the index is not *" + std::string(suffix_));
       if (!status.ok()) {
         return Fail(
             std::move(status).WithTensor(out_->weight_map.back().first));
@@ -106,6 +108,7 @@ class IndexHandler final : public JsonHandler {
     return true;
   }
 
+  const std::string_view suffix_;
   HfIndex* out_;
   bool has_weight_map_ = false;
   int depth_ = 0;       // of the objects that we read
@@ -116,11 +119,11 @@ class IndexHandler final : public JsonHandler {
 
 }  // namespace
 
-Result<HfIndex> ParseHfIndex(ByteSpan text) {
+Result<HfIndex> ParseHfIndex(ByteSpan text, std::string_view suffix) {
   if (text.size() > kMaxIndexBytes)
     return Unsupported("the index is larger than 512 MiB");
   HfIndex out;
-  IndexHandler handler(&out);
+  IndexHandler handler(suffix, &out);
   TC_RETURN_IF_ERROR(ParseJson(AsText(text), kIndexDepth, &handler));
   if (!handler.has_weight_map()) return Corrupt("the index has no weight_map");
   return out;

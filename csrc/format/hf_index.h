@@ -7,6 +7,7 @@
 
 #include "base/bytes.h"
 #include "base/status.h"
+#include "format/names.h"
 
 namespace torch_ckpt {
 
@@ -17,9 +18,11 @@ struct HfIndex {
   std::vector<std::pair<std::string, std::string>> weight_map;  // fqn, file
 };
 
-// Strict: no duplicate keys, plain file names only, strings where strings are
-// due. Other keys of "metadata" are ignored. Caps: 512 MiB, 10 M names.
-Result<HfIndex> ParseHfIndex(ByteSpan text);
+// Strict: no duplicate keys, plain file names that end in `suffix`, strings
+// where strings are due. Other keys of "metadata" are ignored. Caps: 512 MiB,
+// 10 M names.
+Result<HfIndex> ParseHfIndex(ByteSpan text,
+                             std::string_view suffix = kDataSuffix);
 std::string BuildHfIndex(const HfIndex& index);  // two-space indent, as stock
 
 }  // namespace torch_ckpt

@@ -121,10 +121,11 @@ std::string IndexFileName(int64_t count, const FileNaming& naming) {
   return naming.stem + std::string(kIndexSuffix);
 }
 
-std::optional<NumberedName> ParseNumberedName(std::string_view name) {
+std::optional<NumberedName> ParseNumberedName(std::string_view name,
+                                              std::string_view suffix) {
   constexpr size_t kDigits = 5;
-  if (!name.ends_with(kDataSuffix)) return std::nullopt;
-  name.remove_suffix(kDataSuffix.size());
+  if (!name.ends_with(suffix)) return std::nullopt;
+  name.remove_suffix(suffix.size());
   const size_t of = name.rfind(kOf);
   if (of == name.npos) return std::nullopt;
   const auto count = FromPadded(name.substr(of + kOf.size()));

@@ -52,13 +52,14 @@ bool IsShardName(std::string_view name);
 // The rank whose file is called so.
 std::optional<int64_t> RankOfShard(std::string_view name);
 
-// What the name "<stem>-{i:05}-of-{n:05}.safetensors" says, by which everybody
+// What the name "<stem>-{i:05}-of-{n:05}<suffix>" says, by which everybody
 // calls the files of one model. The stem of a shard is without its rank.
 struct NumberedName {
   std::string_view stem;  // of the name that was parsed
   int64_t index = 0, count = 0;
 };
-std::optional<NumberedName> ParseNumberedName(std::string_view name);
+std::optional<NumberedName> ParseNumberedName(
+    std::string_view name, std::string_view suffix = kDataSuffix);
 
 // A save without collectives: every rank commits a part of its own.
 //   torch_ckpt-{rank+1:05}-of-{world:05}.json / .catalog   in the directory

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/checked.h"
-#include "os/memory.h"
+#include "format/pickle_arena.h"
+#include "format/pickle_ops.h"
 
 namespace torch_ckpt {
 
@@ -17,97 +17,6 @@ namespace {
 
 constexpr size_t kKeptPerByte = 100;
 constexpr size_t kKeptAnyway = size_t{1} << 20;
-constexpr size_t kMinChunk = size_t{1} << 14;
-constexpr size_t kHugePage = size_t{2} << 20;
-constexpr size_t kMaxChunk = size_t{64} << 20;
-
-// The operations of protocols 2 to 5, as pickletools calls them.
-enum Op : uint8_t {
-  kMark = '(',
-  kStop = '.',
-  kPop = '0',
-  kPopMark = '1',
-  kDup = '2',
-  kBinInt = 'J',
-  kBinInt1 = 'K',
-  kBinInt2 = 'M',
-  kNoneOp = 'N',
-  kBinPersId = 'Q',
-  kReduce = 'R',
-  kBinString = 'T',
-  kShortBinString = 'U',
-  kBinUnicode = 'X',
-  kAppend = 'a',
-  kBuild = 'b',
-  kGlobal = 'c',
-  kAppends = 'e',
-  kBinGet = 'h',
-  kLongBinGet = 'j',
-  kBinPut = 'q',
-  kLongBinPut = 'r',
-  kSetItem = 's',
-  kTupleOp = 't',
-  kSetItems = 'u',
-  kEmptyTuple = ')',
-  kEmptyList = ']',
-  kEmptyDict = '}',
-  kBinFloat = 'G',
-  kBinBytes = 'B',
-  kShortBinBytes = 'C',
-  kProto = 0x80,
-  kNewObj = 0x81,
-  kTuple1 = 0x85,
-  kTuple2 = 0x86,
-  kTuple3 = 0x87,
-  kNewTrue = 0x88,
-  kNewFalse = 0x89,
-  kLong1 = 0x8a,
-  kLong4 = 0x8b,
-  kShortBinUnicode = 0x8c,
-  kBinUnicode8 = 0x8d,
-  kBinBytes8 = 0x8e,
-  kEmptySet = 0x8f,
-  kAddItems = 0x90,
-  kFrozenSetOp = 0x91,
-  kNewObjEx = 0x92,
-  kStackGlobal = 0x93,
-  kMemoize = 0x94,
-  kFrame = 0x95,
-  kByteArray8 = 0x96,
-};
-
-// Those that are known, and refused.
-const char* RefusedOp(uint8_t op) {
-  switch (op) {
-    case 'i':
-      return "INST";
-    case 'o':
-      return "OBJ";
-    case 0x82:
-      return "EXT1";
-    case 0x83:
-      return "EXT2";
-    case 0x84:
-      return "EXT4";
-    case 0x97:
-      return "NEXT_BUFFER";
-    case 0x98:
-      return "READONLY_BUFFER";
-    case 'F':
-    case 'I':
-    case 'L':
-    case 'P':
-    case 'S':
-    case 'V':
-    case 'd':
-    case 'g':
-    case 'l':
-    case 'p':
-      return "of protocol 0 or 1";
-    default:
-      return nullptr;
-  }
-}
 
 // For messages: of a name in the pickle, which may be any text.
 std::string Short(std::string_view name) {
@@ -169,82 +78,22 @@ const PickleValue* FindAttribute(const PickleObject& object,
   return nullptr;
 }
 
-// What values point to, in chunks that are freed together. Large ones are of
-// the system's huge pages: giving small ones takes as long as all else.
-class Pickle::Arena {
- public:
-  explicit Arena(size_t limit) : limit_(limit) {}
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
-  ~Arena() {
-    for (const auto& [data, size] : mapped_) UnmapMemory(data, size);
-  }
-
-  // Whether the last thing that was made, `size` values from `values` on, can
-  // have `more` behind it; then it has.
-  bool Lengthen(const PickleValue* values, size_t size, size_t more) {
-    const size_t bytes = more * sizeof(PickleValue);
-    if (reinterpret_cast<const std::byte*>(values + size) != at_ ||
-        bytes > left_) {
-      return false;
-    }
-    at_ += bytes;
-    left_ -= bytes;
-    return true;
-  }
-  // Null above the limit, and where there is no memory. What is there is not
-  // initialised; T needs no destructor.
-  template <class T>
-  T* New(size_t count) {
-    const size_t bytes = count * sizeof(T);
-    if (bytes > left_ && !Grow(bytes)) return nullptr;
-    // Chunks are aligned for any of the types, which are multiples of 8 bytes.
-    auto* made = reinterpret_cast<T*>(at_);
-    at_ += bytes;
-    left_ -= bytes;
-    return made;
-  }
-
- private:
-  bool Grow(size_t bytes) {
-    next_ = std::min(std::max(kMinChunk, 2 * next_), kMaxChunk);
-    const size_t size = RoundUp(std::max(bytes, next_), next_);
-    if (size > limit_ - used_) return false;
-    if (size >= kHugePage) {
-      const Result<std::byte*> mapped = MapMemory(size, kHugePage);
-      if (!mapped.ok()) return false;
-      mapped_.emplace_back(at_ = *mapped, size);
-    } else {
-      small_.push_back(std::make_unique_for_overwrite<std::byte[]>(size));
-      at_ = small_.back().get();
-    }
-    used_ += size;
-    left_ = size;
-    return true;
-  }
-
-  const size_t limit_;
-  size_t used_ = 0, next_ = 0, left_ = 0;
-  std::byte* at_ = nullptr;
-  std::vector<std::unique_ptr<std::byte[]>> small_;
-  std::vector<std::pair<std::byte*, size_t>> mapped_;
-};
-
 class PickleMachine {
  public:
-  explicit PickleMachine(ByteSpan bytes)
-      : begin_(AsText(bytes).data()),
+  PickleMachine(ByteSpan bytes, UnknownNames unknown)
+      : unknown_(unknown),
+        begin_(AsText(bytes).data()),
         at_(begin_),
         end_(begin_ + bytes.size()),
-        arena_(std::make_shared<Pickle::Arena>(kKeptAnyway +
-                                               kKeptPerByte * bytes.size())) {
+        arena_(std::make_shared<PickleArena>(kKeptAnyway +
+                                             kKeptPerByte * bytes.size())) {
     // Of most pickles a bit more than is remembered. What is not used takes no
     // memory.
     memo_.reserve(bytes.size() / 10);
   }
 
   Result<Pickle> Run() {
-    if (end_ - at_ < 2 || static_cast<uint8_t>(*at_) != kProto) {
+    if (end_ - at_ < 2 || static_cast<PickleOp>(*at_) != PickleOp::kProto) {
       return Corrupt("is no pickle of protocol 2 or newer");
     }
     while (error_.ok() && !stopped_) Step();
@@ -422,10 +271,14 @@ class PickleMachine {
   // takes none.
   PickleSequence* ItemsOf(const PickleValue& value, PickleKind kind) {
     if (value.kind_ == kind) return value.sequence_;
-    if (kind == PickleKind::kDict && value.kind_ == PickleKind::kObject &&
-        (value.name_ == PickleName::kOrderedDict ||
-         value.name_ == PickleName::kDefaultDict)) {
-      return &value.object_->items;
+    if (value.kind_ == PickleKind::kObject) {
+      const bool takes = value.name_ == PickleName::kUnknown ||
+                         (kind == PickleKind::kDict
+                              ? value.name_ == PickleName::kOrderedDict ||
+                                    value.name_ == PickleName::kDefaultDict
+                              : kind == PickleKind::kList &&
+                                    value.name_ == PickleName::kDeque);
+      if (takes) return &value.object_->items;
     }
     Fail(Corrupt(std::string("adds the items of a ") + PickleKindName(kind) +
                  " to a " + PickleKindName(value.kind_) + Where()));
@@ -450,17 +303,27 @@ class PickleMachine {
 
   void PushName(std::string_view module, std::string_view name) {
     const auto info = FindPickleName(module, name);
-    if (!info) {
-      return Fail(Unsupported(
-          "the pickle names " + Short(module) + "." + Short(name) +
-          ", which is not on the list of what is read without running code" +
-          Where()));
-    }
+    if (!info) return PushUnknownName(Short(module) + "." + Short(name));
     PickleValue value;
     value.kind_ = PickleKind::kName;
     value.name_ = info->name;
     value.dtype_ = info->dtype;
     value.number_ = info->is_object;
+    Push(value);
+  }
+  void PushUnknownName(const std::string& name) {
+    if (unknown_ == UnknownNames::kRefuse) {
+      Status refused = RefuseUnknownName(name);
+      return Fail(Unsupported(refused.message() + Where()));
+    }
+    char* kept = arena_->New<char>(RoundUp(name.size(), sizeof(PickleValue)));
+    if (!kept) return Full();
+    std::copy(name.begin(), name.end(), kept);
+    PickleValue value;
+    value.kind_ = PickleKind::kName;
+    value.name_ = PickleName::kUnknown;
+    value.text_ = kept;
+    value.size_ = static_cast<uint32_t>(name.size());
     Push(value);
   }
   void StackGlobal() {
@@ -477,6 +340,7 @@ class PickleMachine {
     if (!Has(2)) return;
     const PickleValue arguments = stack_.back();
     const PickleValue name = stack_[stack_.size() - 2];
+    if (!UnknownName(name).empty()) return MakeUnknown();
     if (!name.Is(PickleKind::kName) || !arguments.Is(PickleKind::kTuple)) {
       return Damaged("makes something of what is no name and no arguments");
     }
@@ -494,6 +358,25 @@ class PickleMachine {
     Drop(2);
     Push(made);
   }
+  // What somebody's class or function makes of the two values on the top, or
+  // what is called of that: an object of its name, whose arguments are that
+  // name and those.
+  void MakeUnknown() {
+    PickleValue* const last = &stack_.back();
+    PickleValue* const name = last - 1;
+    if (name->Is(PickleKind::kObject)) {
+      *name = name->object().arguments.items()[0];
+    }
+    Collect(PickleKind::kTuple, 2);
+    if (!error_.ok()) return;
+    PickleValue made;
+    made.kind_ = PickleKind::kObject;
+    made.name_ = PickleName::kUnknown;
+    made.object_ = arena_->New<PickleObject>(1);
+    if (!made.object_) return Full();
+    *made.object_ = {.arguments = stack_.back()};
+    stack_.back() = made;
+  }
   // The top becomes what `name` makes of it.
   void Wrap(PickleName name) {
     Collect(PickleKind::kMade, 1);
@@ -503,7 +386,8 @@ class PickleMachine {
   void MakeWithNames() {
     if (!Has(3)) return;
     const PickleValue names = stack_.back();
-    if (!names.Is(PickleKind::kDict) || !names.items().empty()) {
+    const bool known = UnknownName(stack_[stack_.size() - 3]).empty();
+    if (known && (!names.Is(PickleKind::kDict) || !names.items().empty())) {
       return Fail(Unsupported("makes something of named arguments" + Where()));
     }
     Drop(1);
@@ -517,7 +401,8 @@ class PickleMachine {
       return Fail(Unsupported(std::string("sets the state of a ") +
                               PickleKindName(target.kind_) + Where()));
     }
-    if (!target.object_->state.Is(PickleKind::kNone)) {
+    if (!target.object_->state.Is(PickleKind::kNone) &&
+        target.name_ != PickleName::kUnknown) {
       return Damaged("sets a state twice");
     }
     target.object_->state = state;
@@ -552,10 +437,11 @@ class PickleMachine {
   void Step();
   void Rarely(uint8_t op);
 
+  const UnknownNames unknown_;
   const char* const begin_;
   const char* at_;
   const char* const end_;
-  std::shared_ptr<Pickle::Arena> arena_;
+  std::shared_ptr<PickleArena> arena_;
   std::vector<PickleValue> stack_, memo_;
   std::vector<size_t> marks_;  // heights of the stack
   bool stopped_ = false;
@@ -567,7 +453,8 @@ void PickleMachine::Step() {
   const char* raw = Take(1);
   if (!raw) return;
   const auto op = static_cast<uint8_t>(*raw);
-  switch (op) {
+  using enum PickleOp;
+  switch (static_cast<PickleOp>(op)) {
     case kMark:
       return marks_.push_back(stack_.size());
     case kNoneOp:
@@ -636,7 +523,8 @@ void PickleMachine::Step() {
 }
 
 void PickleMachine::Rarely(uint8_t op) {
-  switch (op) {
+  using enum PickleOp;
+  switch (static_cast<PickleOp>(op)) {
     case kProto:
       if (const auto n = Number<uint8_t>(); n && (*n < 2 || *n > 5)) {
         Fail(Unsupported("is a pickle of protocol " + std::to_string(*n)));
@@ -705,15 +593,31 @@ void PickleMachine::Rarely(uint8_t op) {
     default:
       break;
   }
-  if (const char* name = RefusedOp(op)) {
+  if (const char* name = RefusedPickleOp(op)) {
     return Fail(Unsupported(std::string("the pickle has an operation ") + name +
                             ", which is not read" + Where()));
   }
   Damaged("has an operation that there is not");
 }
 
-Result<Pickle> Pickle::Parse(ByteSpan bytes) {
-  return PickleMachine(bytes).Run();
+Result<Pickle> Pickle::Parse(ByteSpan bytes, UnknownNames unknown) {
+  return PickleMachine(bytes, unknown).Run();
+}
+
+std::string_view UnknownName(const PickleValue& value) {
+  const PickleValue* name = &value;
+  // As PickleMachine::Make keeps it.
+  if (value.Is(PickleKind::kObject, PickleName::kUnknown)) {
+    name = &value.object().arguments.items()[0];
+  }
+  return name->Is(PickleKind::kName, PickleName::kUnknown) ? name->text()
+                                                           : std::string_view();
+}
+
+Status RefuseUnknownName(std::string_view name) {
+  return Unsupported("the pickle names " + std::string(name) +
+                     ", which is not on the list of what is read without "
+                     "running code");
 }
 
 }  // namespace torch_ckpt

@@ -31,7 +31,8 @@ enum class PickleKind : uint8_t {
   kList,        // items()
   kSet,         // items()
   kDict,        // items(): key, value, key, value, ...
-  kName,        // name(), and dtype() of a dtype or storage
+  kName,        // name(), and dtype() of a dtype or storage; text(), as
+                // "module.name", of one that is not on the list
   kMade,        // name(), and items(): the arguments that it is made of
   kObject,      // name(), and what object() says
   kPersistent,  // items()[0]: the persistent id
@@ -39,6 +40,7 @@ enum class PickleKind : uint8_t {
 
 const char* PickleKindName(PickleKind kind);
 
+class PickleArena;
 struct PickleSequence;
 struct PickleObject;
 
@@ -89,7 +91,7 @@ struct PickleSequence {
 struct PickleObject {
   PickleValue arguments = {};  // a tuple
   PickleValue state = {};      // kNone until BUILD
-  PickleSequence items = {};   // of a dict, as in kDict
+  PickleSequence items = {};   // of a dict as in kDict, of a deque as in kList
 };
 
 inline std::span<const PickleValue> PickleValue::items() const {
@@ -113,15 +115,26 @@ const PickleValue* FindKey(std::span<const PickleValue> dict,
 const PickleValue* FindAttribute(const PickleObject& object,
                                  std::string_view name);
 
+// What becomes of names that are not on the list. A record of one may stand
+// wherever any value can, and what it would make is a kObject of it, whose
+// state and items are whatever the pickle adds to it.
+enum class UnknownNames : uint8_t { kRefuse, kRecord };
+
+// The name that `value` is or was made by, where that is not on the list; else
+// empty.
+std::string_view UnknownName(const PickleValue& value);
+// kUnsupported, of what UnknownName says.
+Status RefuseUnknownName(std::string_view name);
+
 // Immutable; const access is thread-safe. Values may hold themselves: whoever
 // follows them bounds how deep.
 class Pickle {
  public:
   // Reads one pickle of protocol 2 to 5 from the start of `bytes`, which
   // outlive the result. kCorrupt for what is no pickle, kUnsupported for an
-  // operation or a name that is not on the lists, with its name; kExhausted
-  // where values take more than 100 times `bytes` and a MiB.
-  static Result<Pickle> Parse(ByteSpan bytes);
+  // operation that is not on the list, or a name under kRefuse, with its name;
+  // kExhausted where values take more than 100 times `bytes` and a MiB.
+  static Result<Pickle> Parse(ByteSpan bytes, UnknownNames unknown);
 
   const PickleValue& root() const { return root_; }
   // Of the pickle, STOP included.
@@ -129,9 +142,8 @@ class Pickle {
 
  private:
   friend class PickleMachine;
-  class Arena;
 
-  std::shared_ptr<Arena> arena_;
+  std::shared_ptr<PickleArena> arena_;
   PickleValue root_;
   size_t bytes_ = 0;
 };

@@ -12,6 +12,7 @@
 namespace torch_ckpt {
 
 enum class PickleName : uint8_t {
+  kUnknown,  // on no list
   // torch
   kDtype,    // PickleValue::dtype says which
   kStorage,  // torch.FloatStorage; PickleValue::dtype says of what
@@ -56,6 +57,8 @@ enum class PickleName : uint8_t {
   // Python and numpy
   kOrderedDict,
   kDefaultDict,
+  kCounter,
+  kDeque,
   kSet,
   kFrozenSet,
   kBytes,

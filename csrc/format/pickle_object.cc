@@ -257,6 +257,9 @@ class ObjectWriter {
                        ", which typed JSON cannot say");
   }
   Status Named(const PickleValue& value) {
+    if (value.name() == PickleName::kUnknown) {
+      return RefuseUnknownName(value.text());
+    }
     if (value.name() != PickleName::kDtype) {
       return CannotSay("a class or a function");
     }
@@ -280,6 +283,10 @@ class ObjectWriter {
                      arguments[0].items());
         }
         break;
+      case PickleName::kCounter:
+        if (arguments.size() != 1 || !arguments[0].Is(PickleKind::kDict)) break;
+        Open("counter");
+        return Pairs(arguments[0].items());
       case PickleName::kEncode:
       case PickleName::kBytes:
       case PickleName::kBytearray: {
@@ -452,11 +459,39 @@ class ObjectWriter {
         }
         Open("odict");
         return Pairs(items);
+      case PickleName::kDefaultDict: {
+        const auto factory = FactoryOfDefaultDict(value);
+        if (!factory) {
+          return CannotSay("a defaultdict whose default_factory is no type");
+        }
+        Open("defaultdict");
+        Member("f");
+        AppendJsonString(&out_, *factory);
+        return Pairs(items);
+      }
+      case PickleName::kDeque:
+        return Deque(object.arguments.items(), items);
       case PickleName::kReconstructArray:
         return ArrayOfState(object.state);
+      case PickleName::kUnknown:
+        return RefuseUnknownName(UnknownName(value));
       default:
         return CannotSay("something of torch's own");
     }
+  }
+  // deque((), limit), to which items are added.
+  Status Deque(Values arguments, Values items) {
+    const bool limited = arguments.size() == 2;
+    if (arguments.size() > 2 ||
+        (!arguments.empty() && !(arguments[0].Is(PickleKind::kTuple) &&
+                                 arguments[0].items().empty())) ||
+        (limited && !arguments[1].Is(PickleKind::kInt))) {
+      return Corrupt("the object has arguments that do not belong to it");
+    }
+    Open("deque");
+    Member("m");
+    out_ += limited ? std::to_string(arguments[1].integer()) : "null";
+    return Listed(items, "}");
   }
   // "<f4" of numpy.dtype("f4", ...) with the state (3, "<", None, None, None,
   // ...), and "<M8[D]" where that ends with (None, (b"D", 1, 1, 1)).
@@ -542,6 +577,51 @@ class ObjectWriter {
 };
 
 }  // namespace
+
+std::optional<std::string_view> FactoryOfDefaultDict(const PickleValue& value) {
+  const Values arguments = value.object().arguments.items();
+  if (arguments.empty()) return "none";
+  switch (const PickleValue& factory = arguments[0]; factory.kind()) {
+    case PickleKind::kNone:
+      return "none";
+    case PickleKind::kName:
+      break;
+    default:
+      return std::nullopt;
+  }
+  switch (arguments[0].name()) {
+    case PickleName::kBytearray:
+      return "bytearray";
+    case PickleName::kBytes:
+      return "bytes";
+    case PickleName::kComplex:
+      return "complex";
+    case PickleName::kFrozenSet:
+      return "frozenset";
+    case PickleName::kOrderedDict:
+      return "OrderedDict";
+    case PickleName::kSet:
+      return "set";
+    case PickleName::kUnknown:
+      break;
+    default:
+      return std::nullopt;
+  }
+  std::string_view name = arguments[0].text();
+  // Protocol 2 has the names of Python 2.
+  for (const std::string_view module : {"builtins.", "__builtin__."}) {
+    if (!name.starts_with(module)) continue;
+    name.remove_prefix(module.size());
+    if (name == "unicode") return "str";
+    if (name == "long") return "int";
+    for (const std::string_view type :
+         {"bool", "dict", "float", "int", "list", "str", "tuple"}) {
+      if (name == type) return type;
+    }
+    return std::nullopt;
+  }
+  return std::nullopt;
+}
 
 Result<std::string> ObjectOfPickle(const PickleValue& value,
                                    const TensorBytes& tensor_bytes) {

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "base/status.h"
 #include "format/pickle.h"
@@ -18,5 +20,9 @@ using TensorBytes = std::function<Result<std::string>(const TorchTensor&)>;
 // cannot say, kCorrupt for what no pickler makes, kExhausted above 256 MiB.
 Result<std::string> ObjectOfPickle(const PickleValue& value,
                                    const TensorBytes& tensor_bytes);
+
+// The word of typed JSON for the default_factory of `value`, a defaultdict;
+// nullopt for one that has none.
+std::optional<std::string_view> FactoryOfDefaultDict(const PickleValue& value);
 
 }  // namespace torch_ckpt

@@ -145,8 +145,9 @@ Result<std::vector<ZipEntry>> ParseZipDirectory(ByteSpan bytes,
       return Unsupported(named + " is encrypted");
     }
     if (Load<uint16_t>(bytes, 10) != 0 || *content != *stored) {
-      return Unsupported(named +
-                         " is compressed, which torch.save does not do");
+      return Unsupported(
+          named +
+          " is compressed, which torch.save does not do (torch.jit.save does)");
     }
     entry.header = *header;
     entry.bytes = *content;

@@ -3,6 +3,8 @@
 #include <string>
 
 #include "format/pickle.h"
+#include "format/pickle_object.h"
+#include "format/torch_state.h"
 #include "format/torch_tensor.h"
 
 namespace torch_ckpt {
@@ -17,7 +19,7 @@ std::string Pickled(const std::string& program) {
 
 Status ErrorOf(const std::string& program) {
   const std::string text = Pickled(program);
-  return Pickle::Parse(AsBytes(text)).status();
+  return Pickle::Parse(AsBytes(text), UnknownNames::kRefuse).status();
 }
 
 TEST(PickleTest, ReadsPlainValues) {
@@ -26,7 +28,7 @@ TEST(PickleTest, ReadsPlainValues) {
       "\0"
       "\x8c\x02hiC\x01\xff"
       "t"s);
-  const auto pickle = Pickle::Parse(AsBytes(text));
+  const auto pickle = Pickle::Parse(AsBytes(text), UnknownNames::kRefuse);
   ASSERT_TRUE(pickle.ok()) << pickle.status().ToString();
   EXPECT_EQ(pickle->bytes(), text.size());
   const auto items = pickle->root().items();
@@ -50,7 +52,7 @@ TEST(PickleTest, RemembersAndFillsContainers) {
       "a](K\x01K\x02"
       "e\x94\x8c\x02"
       "a2h\0u"s);
-  const auto pickle = Pickle::Parse(AsBytes(text));
+  const auto pickle = Pickle::Parse(AsBytes(text), UnknownNames::kRefuse);
   ASSERT_TRUE(pickle.ok()) << pickle.status().ToString();
   const PickleValue* list = FindKey(pickle->root().items(), "a2");
   ASSERT_TRUE(list && list->Is(PickleKind::kList));
@@ -61,7 +63,7 @@ TEST(PickleTest, RemembersAndFillsContainers) {
 // torch.Size((2, 3)), by REDUCE.
 TEST(PickleTest, MakesNothingOfNames) {
   const std::string text = Pickled("ctorch\nSize\nK\x02K\x03\x86\x85R");
-  const auto pickle = Pickle::Parse(AsBytes(text));
+  const auto pickle = Pickle::Parse(AsBytes(text), UnknownNames::kRefuse);
   ASSERT_TRUE(pickle.ok()) << pickle.status().ToString();
   EXPECT_TRUE(pickle->root().Is(PickleKind::kMade, PickleName::kSize));
   EXPECT_EQ(*ReadSize(pickle->root()), (Dims{2, 3}));
@@ -73,7 +75,7 @@ TEST(PickleTest, AnObjectHasItsStateWhereverItIsRemembered) {
       "ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81\x94"
       "}\x8c\x03"
       "fqn\x8c\x01wsb0h\0"s);
-  const auto pickle = Pickle::Parse(AsBytes(text));
+  const auto pickle = Pickle::Parse(AsBytes(text), UnknownNames::kRefuse);
   ASSERT_TRUE(pickle.ok()) << pickle.status().ToString();
   ASSERT_TRUE(
       pickle->root().Is(PickleKind::kObject, PickleName::kMetadataIndex));
@@ -112,10 +114,15 @@ TEST(PickleTest, BuildChangesObjectsOnly) {
 }
 
 TEST(PickleTest, WhatIsNoPickleIsAnError) {
-  EXPECT_EQ(Pickle::Parse({}).status().kind(), ErrorKind::kCorrupt);
-  EXPECT_EQ(Pickle::Parse(AsBytes("PK\x03\x04")).status().kind(),
+  EXPECT_EQ(Pickle::Parse({}, UnknownNames::kRefuse).status().kind(),
             ErrorKind::kCorrupt);
-  EXPECT_EQ(Pickle::Parse(AsBytes("\x80\x01N.")).status().kind(),
+  EXPECT_EQ(Pickle::Parse(AsBytes("PK\x03\x04"), UnknownNames::kRefuse)
+                .status()
+                .kind(),
+            ErrorKind::kCorrupt);
+  EXPECT_EQ(Pickle::Parse(AsBytes("\x80\x01N."), UnknownNames::kRefuse)
+                .status()
+                .kind(),
             ErrorKind::kUnsupported);
   for (const char* program : {"",
                               "NN",
@@ -191,10 +198,65 @@ TEST(PickleTest, EveryPrefixIsAnError) {
       "a2h\0\x8c\x01"
       "bctorch\nSize\n"
       "K\x02K\x03\x86\x85Ru"s);
-  ASSERT_TRUE(Pickle::Parse(AsBytes(text)).ok());
+  ASSERT_TRUE(Pickle::Parse(AsBytes(text), UnknownNames::kRefuse).ok());
   for (size_t size = 0; size < text.size(); ++size) {
-    EXPECT_FALSE(Pickle::Parse(AsBytes(text).first(size)).ok()) << size;
+    EXPECT_FALSE(
+        Pickle::Parse(AsBytes(text).first(size), UnknownNames::kRefuse).ok())
+        << size;
   }
+}
+
+// What names that are not on the list make is a record of them, whatever the
+// pickle does with it.
+TEST(PickleTest, RecordsUnknownNames) {
+  // {"a": os.system("x"), "b": evil.Class.__new__() with state and items,
+  //  "c": evil.f()(), "d": evil.g}
+  const std::string text = Pickled(
+      "}(\x8c\x01"
+      "acos\nsystem\n\x8c\x01x\x85R"
+      "\x8c\x01"
+      "bcevil\nClass\n)\x81(K\x01K\x02"
+      "e(K\x03K\x04u}bNb"
+      "\x8c\x01"
+      "ccevil\nf\n)R)R"
+      "\x8c\x01"
+      "dcevil\ng\nu"s);
+  EXPECT_EQ(Pickle::Parse(AsBytes(text), UnknownNames::kRefuse).status().kind(),
+            ErrorKind::kUnsupported);
+  const auto pickle = Pickle::Parse(AsBytes(text), UnknownNames::kRecord);
+  ASSERT_TRUE(pickle.ok()) << pickle.status().ToString();
+  const auto items = pickle->root().items();
+  EXPECT_EQ(UnknownName(*FindKey(items, "a")), "os.system");
+  EXPECT_EQ(UnknownName(*FindKey(items, "b")), "evil.Class");
+  EXPECT_EQ(UnknownName(*FindKey(items, "c")), "evil.f");
+  EXPECT_EQ(UnknownName(*FindKey(items, "d")), "evil.g");
+  EXPECT_EQ(UnknownName(pickle->root()), "");
+  const auto object = ObjectOfPickle(*FindKey(items, "a"), {});
+  EXPECT_EQ(object.status().kind(), ErrorKind::kUnsupported);
+  EXPECT_NE(object.status().message().find("os.system"), std::string::npos);
+}
+
+TEST(TorchStateTest, BoundsWhatSharedContainersSay) {
+  // Each dict holds the one before it twice: 2^60 leaves.
+  std::string program = "}\x94\x8c\x01xK\x01s";
+  for (char i = 0; i < 60; ++i) {
+    program += "}\x94(\x8c\x01"s + "ah" + i + "\x8c\x01" + "bh" + i + "u";
+  }
+  // The stack holds them all; only the last stays.
+  const std::string text = Pickled("(" + program + "t");
+  const auto pickle = Pickle::Parse(AsBytes(text), UnknownNames::kRecord);
+  ASSERT_TRUE(pickle.ok()) << pickle.status().ToString();
+  const auto state =
+      FlattenState(pickle->root().items().back(), pickle->bytes());
+  EXPECT_EQ(state.status().kind(), ErrorKind::kExhausted);
+}
+
+TEST(TorchStateTest, RefusesADictThatHoldsItself) {
+  const std::string text = Pickled("}\x94\x8c\x01xh\0s"s);
+  const auto pickle = Pickle::Parse(AsBytes(text), UnknownNames::kRecord);
+  ASSERT_TRUE(pickle.ok()) << pickle.status().ToString();
+  const auto state = FlattenState(pickle->root(), pickle->bytes());
+  EXPECT_FALSE(state.ok());
 }
 
 }  // namespace

@@ -1,17 +1,19 @@
-// Pickles: bounded, and what they say is read as .metadata and as an object.
+// Pickles: bounded, and what they say is read as .metadata, as an object and as
+// a state dict.
 #include <cstdlib>
 #include <string>
 
 #include "format/dcp_metadata.h"
 #include "format/pickle.h"
 #include "format/pickle_object.h"
+#include "format/torch_state.h"
 #include "json/fields.h"
 
 using namespace torch_ckpt;
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const ByteSpan bytes{reinterpret_cast<const std::byte*>(data), size};
-  const auto pickle = Pickle::Parse(bytes);
+  const auto pickle = Pickle::Parse(bytes, UnknownNames::kRecord);
   if (!pickle.ok()) return 0;
   if (pickle->bytes() > size) abort();
   const auto metadata = ParseDcpMetadata(bytes);
@@ -20,5 +22,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     return Result<std::string>(std::string());
   });
   if (object.ok() && !Json::accept(*object)) abort();
+  const auto state = FlattenState(pickle->root(), pickle->bytes());
+  if (state.ok()) {
+    const std::string structure = StructureJson(state->containers);
+    if (!structure.empty() && !Json::accept(structure)) abort();
+    for (const StateLeaf& leaf : state->leaves) {
+      if (!leaf.path.empty() && !Json::accept(leaf.path)) abort();
+    }
+  }
   return 0;
 }

@@ -137,7 +137,7 @@ def test_describe_of_a_directory_of_others(tmp_path: Path) -> None:
 
 
 def test_describe_of_nothing(tmp_path: Path) -> None:
-    with pytest.raises(torch_ckpt.IncompleteError, match="no such directory"):
+    with pytest.raises(torch_ckpt.IncompleteError, match="no such file or directory"):
         Checkpoint(tmp_path / "absent").describe()
     with pytest.raises(torch_ckpt.IncompleteError, match="holds no checkpoint"):
         Checkpoint(tmp_path).describe()

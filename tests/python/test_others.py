@@ -257,8 +257,8 @@ def test_hub_directories_with_more_in_them(tmp_path: Path, stem: str) -> None:
     assert_same(target, STATE)
     described = Checkpoint(path).describe()
     assert described.source == "index"
-    beside = ("broken.safetensors", "consolidated.safetensors", f"{stem}.fp16.safetensors")
-    beside = tuple(sorted(beside))
+    beside = ["broken.safetensors", "consolidated.safetensors", f"{stem}.fp16.safetensors"]
+    beside = tuple(sorted([*beside, "pytorch_model.bin"]))
     assert described.beside == beside
     done = CliRunner().invoke(cli, ["inspect", str(path)])
     assert f"not read: {', '.join(beside)}" in done.output

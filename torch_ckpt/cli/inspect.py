@@ -15,6 +15,7 @@ _SOURCES = {
     "index": "read by its index",
     "headers": "read by the headers of its .safetensors files",
     "dcp": "written by stock DCP, read by its .metadata",
+    "torch": "written by torch.save",
 }
 
 

@@ -4,6 +4,7 @@
 #include <array>
 
 #include "engine/open/read_dcp.h"
+#include "engine/open/read_torch.h"
 #include "engine/open/scan.h"
 #include "format/names.h"
 #include "runtime/crc32c.h"
@@ -12,9 +13,16 @@ namespace torch_ckpt {
 namespace {
 
 constexpr std::array kReaders = {
-    CatalogReader{HasSafetensors, ScanDirectory},
+    CatalogReader{HasSafetensors, ReadSafetensors},
     CatalogReader{HasDcpMetadata, ReadDcp},
+    CatalogReader{HasTorchWeights, ReadTorchFiles},
 };
+
+// As people call files of torch.save.
+bool IsTorchName(std::string_view name) {
+  return name.ends_with(".pt") || name.ends_with(".pth") ||
+         name.ends_with(".bin") || name.ends_with(".ckpt");
+}
 
 }  // namespace
 
@@ -28,7 +36,15 @@ Result<ForeignCatalog> ReadForeign(const Directory& directory) {
         .WithFile(directory.path());
   }
   for (const CatalogReader& reader : kReaders) {
-    if (reader.recognise(names)) return reader.read(directory);
+    if (!reader.recognise(names)) continue;
+    TC_ASSIGN_OR_RETURN(ForeignCatalog read, reader.read(directory, names));
+    if (!read.archives) {
+      for (std::string& name : TorchWeights(names)) {
+        read.beside.push_back(std::move(name));
+      }
+      std::sort(read.beside.begin(), read.beside.end());
+    }
+    return read;
   }
   std::string hint;
   if (std::find(names.begin(), names.end(), "__0.metadata") != names.end()) {
@@ -37,10 +53,24 @@ Result<ForeignCatalog> ReadForeign(const Directory& directory) {
   if (std::find(names.begin(), names.end(), "sharded") != names.end()) {
     hint = "; its subdirectory 'sharded' may hold one";
   }
+  const auto file = std::find_if(names.begin(), names.end(), IsTorchName);
+  if (file != names.end()) {
+    hint = "; of files such as " + *file + ", give the path of one";
+  }
   return Incomplete("holds no checkpoint: neither " +
                     std::string(kManifestName) +
-                    " nor any .safetensors file nor .metadata" + hint)
+                    " nor any .safetensors file, .metadata or "
+                    "pytorch_model.bin" +
+                    hint)
       .WithFile(directory.path());
+}
+
+Result<ForeignCatalog> ReadForeignFile(const Directory& directory,
+                                       const std::string& name) {
+  for (const CatalogReader& reader : kReaders) {
+    if (reader.recognise({&name, 1})) return reader.read(directory, {&name, 1});
+  }
+  return ReadTorchFiles(directory, {&name, 1});
 }
 
 std::string IdentityOf(std::span<const ManifestFile> files,

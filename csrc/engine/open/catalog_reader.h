@@ -2,6 +2,8 @@
 // catalog. A new format is one more reader, and a line in catalog_reader.cc.
 #pragma once
 
+#include <functional>
+#include <map>
 #include <span>
 #include <string>
 #include <string_view>
@@ -20,6 +22,11 @@ struct ForeignCatalog {
   std::string_view source;          // how its files are known, in a word
   // Tensors whose shape no file says: what the shards that are there make up.
   std::vector<std::string> hulls;
+  // Whether each of `files` is one torch.save archive.
+  bool archives = false;
+  // Objects that stand in no file, by their names: typed JSON. Their entries
+  // are ArchivedObjects of no bytes.
+  std::map<std::string, std::string, std::less<>> made_objects;
   // Data files that are no part of the checkpoint: neither opened nor read.
   std::vector<std::string> beside;
   std::vector<FileInfo> infos;  // of `files`, before anything was read of them
@@ -28,15 +35,20 @@ struct ForeignCatalog {
   std::string identity;
 };
 
+// Both see `names`, sorted, of the directory: all of them, or that of one file.
 struct CatalogReader {
-  // Whether a directory with these names, sorted, is of this format. Looks at
-  // names alone.
+  // Whether they are of this format. Looks at names alone.
   bool (*recognise)(std::span<const std::string> names);
-  Result<ForeignCatalog> (*read)(const Directory& directory);
+  Result<ForeignCatalog> (*read)(const Directory& directory,
+                                 std::span<const std::string> names);
 };
 
 // By the first reader that recognises it. kIncomplete where none does.
 Result<ForeignCatalog> ReadForeign(const Directory& directory);
+// One file of a directory: by the first reader that recognises it, else as one
+// of torch.save.
+Result<ForeignCatalog> ReadForeignFile(const Directory& directory,
+                                       const std::string& name);
 
 // Of files that were looked at: ForeignCatalog::identity.
 std::string IdentityOf(std::span<const ManifestFile> files,

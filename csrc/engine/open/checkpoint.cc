@@ -83,15 +83,18 @@ Status CheckSave(const Directory& directory, const std::string& id) {
 using DirectoryPtr = std::shared_ptr<const Directory>;
 using Contents = Checkpoint::Contents;
 
-// All but the catalog.
-Contents FilesOf(Manifest manifest, FileList list) {
+// All but the catalog. Saves take the place of files in `directory`, but not of
+// one that was asked for by its own name.
+Contents FilesOf(Manifest manifest, FileList list, bool replaceable = true) {
   Contents out;
   out.save_id = out.identity = std::move(manifest.save_id);
   out.world_size = manifest.world_size;
   list.files = std::move(manifest.files);
-  list.check_current = [directory = list.directory, id = out.save_id] {
-    return CheckSave(*directory, id);
-  };
+  if (replaceable) {
+    list.check_current = [directory = list.directory, id = out.save_id] {
+      return CheckSave(*directory, id);
+    };
+  }
   out.files = std::make_shared<const FileSet>(std::move(list));
   return out;
 }
@@ -158,20 +161,26 @@ Result<Contents> LoadParts(const DirectoryPtr& directory,
   return out;
 }
 
-Result<Contents> LoadForeign(const DirectoryPtr& directory) {
-  TC_ASSIGN_OR_RETURN(ForeignCatalog scan, ReadForeign(*directory));
+// `file`: null for all of the directory.
+Result<Contents> LoadForeign(const DirectoryPtr& directory,
+                             const std::string* file = nullptr) {
+  TC_ASSIGN_OR_RETURN(
+      ForeignCatalog scan,
+      file ? ReadForeignFile(*directory, *file) : ReadForeign(*directory));
   FileList list{directory, {}};
   list.has_digests = false;
   list.seen = std::move(scan.infos);
   Manifest manifest;  // of the files alone
   manifest.world_size = 0;
   manifest.files = std::move(scan.files);
-  Contents out = FilesOf(std::move(manifest), std::move(list));
+  Contents out = FilesOf(std::move(manifest), std::move(list), !file);
   out.catalog = std::move(scan.catalog);
   out.source = scan.source;
   out.identity = std::move(scan.identity);
   out.hulls = std::move(scan.hulls);
   out.beside = std::move(scan.beside);
+  out.archives = scan.archives;
+  out.made_objects = std::move(scan.made_objects);
   return out;
 }
 
@@ -192,7 +201,15 @@ Look LookAt(const std::string& path) {
     if (opened.status().sys_errno() == ENOENT) {
       const auto parent = Directory::Open(ParentPath(path));
       look.shared = look.late = parent.ok() && IsShared(*parent);
-      return Incomplete("there is no such directory").WithFile(path);
+      return Incomplete("there is no such file or directory").WithFile(path);
+    }
+    if (opened.status().sys_errno() == ENOTDIR) {
+      Result<Directory> parent = Directory::Open(ParentPath(path));
+      if (!parent.ok()) return opened.status();
+      look.shared = IsShared(*parent);
+      const std::string name = BaseName(path);
+      return LoadForeign(
+          std::make_shared<const Directory>(std::move(parent).value()), &name);
     }
     TC_RETURN_IF_ERROR(opened.status());
     look.shared = IsShared(*opened);
@@ -260,19 +277,22 @@ Status Checkpoint::ProveTiled(uint32_t entry,
   return {};
 }
 
+std::string_view Checkpoint::StoredName(uint32_t entry) const {
+  const std::string_view name = catalog().entries()[entry].name;
+  const auto renamed = has_.stored_names.find(name);
+  return renamed == has_.stored_names.end() ? name : renamed->second;
+}
+
 Result<Placement> Checkpoint::Resolve(uint32_t entry,
                                       const Placement& archive) const {
   const CatalogEntry& e = catalog().entries()[entry];
-  const auto renamed = has_.stored_names.find(e.name);
-  const std::string_view stored =
-      renamed == has_.stored_names.end() ? e.name : renamed->second;
   Placement found;
   const Status resolved = file_set()->UntilSure([&]() -> Status {
     TC_ASSIGN_OR_RETURN(const File file, file_set()->OpenFile(archive.file));
     TC_ASSIGN_OR_RETURN(const bool zip, IsTorchArchive(file, archive.offset));
     Result<Placement> looked =
         zip ? ResolveArchive(file, archive, e.dtype)
-            : blobs_.Resolve(file, archive, stored, e.dtype);
+            : blobs_.Resolve(file, archive, StoredName(entry), e.dtype);
     if (!looked.ok()) {
       return looked.status().WithFile(file.path() + " from byte " +
                                       std::to_string(archive.offset) + " on");
@@ -307,44 +327,80 @@ Result<std::vector<Placement>> Checkpoint::Placements(uint32_t entry,
   return placements;
 }
 
-Result<std::vector<std::pair<uint32_t, Placement>>> Checkpoint::Archives()
-    const {
-  std::vector<std::pair<uint32_t, Placement>> out;
+Result<std::vector<Checkpoint::Archive>> Checkpoint::Archives() const {
+  std::vector<Archive> out;
+  const auto add = [&](uint32_t file, FileRange range) {
+    Archive& archive = out.emplace_back();
+    archive.placement.kind = PlacementKind::kArchive;
+    archive.placement.file = file;
+    archive.placement.offset = range.offset;
+    archive.placement.bytes = range.bytes;
+  };
+  if (has_.archives) {
+    for (uint32_t f = 0; f < files().size(); ++f) add(f, {0, files()[f].bytes});
+    return out;
+  }
   const std::vector<CatalogEntry>& entries = catalog().entries();
   for (uint32_t e = 0; e < entries.size(); ++e) {
-    if (entries[e].archive) {
-      Placement object;
-      object.kind = PlacementKind::kArchive;
-      object.file = entries[e].file;
-      object.offset = entries[e].archive->offset;
-      object.bytes = entries[e].archive->bytes;
-      out.emplace_back(e, object);
-    }
+    if (entries[e].archived) add(entries[e].file, entries[e].archived->archive);
     if (entries[e].kind != EntryKind::kTensor) continue;
     TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
                         catalog().Placements(e, files()));
     for (const Placement& placement : placements) {
       if (placement.kind == PlacementKind::kArchive) {
-        out.emplace_back(e, placement);
+        out.push_back({placement, e});
       }
     }
   }
   return out;
 }
 
-Result<std::string> Checkpoint::ArchivedObject(uint32_t entry) const {
-  const CatalogEntry& e = catalog().entries()[entry];
-  std::string text;
-  const Status read = file_set()->UntilSure([&]() -> Status {
-    TC_ASSIGN_OR_RETURN(const File file, file_set()->OpenFile(e.file));
-    Result<std::string> object = ReadArchivedObject(file, *e.archive);
-    if (!object.ok()) return object.status().WithFile(file.path());
-    text = std::move(object).value();
-    return {};
-  });
-  if (read.ok()) TC_RETURN_IF_ERROR(file_set()->CheckUnchanged({e.file}));
-  if (!read.ok()) return Status(read).WithTensor(std::string(e.name));
-  return text;
+Result<std::vector<Result<std::string>>> Checkpoint::ArchivedObjects(
+    std::span<const uint32_t> wanted) const {
+  const std::vector<CatalogEntry>& entries = catalog().entries();
+  std::vector<Result<std::string>> out(wanted.size(), std::string());
+  // By archive, so that each is read once: the positions in `wanted`.
+  std::map<std::pair<uint32_t, uint64_t>, std::vector<size_t>> archives;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const CatalogEntry& entry = entries[wanted[i]];
+    const auto made = has_.made_objects.find(StoredName(wanted[i]));
+    if (made != has_.made_objects.end()) {
+      out[i] = made->second;
+    } else {
+      archives[{entry.file, entry.archived->archive.offset}].push_back(i);
+    }
+  }
+  std::vector<uint32_t> read;
+  for (const auto& [place, members] : archives) {
+    const uint32_t number = place.first;
+    const FileRange range = entries[wanted[members[0]]].archived->archive;
+    std::vector<uint64_t> leaves;
+    for (const size_t i : members) {
+      leaves.push_back(entries[wanted[i]].archived->leaf);
+    }
+    std::vector<Result<std::string>> objects;
+    const Status looked = file_set()->UntilSure([&]() -> Status {
+      TC_ASSIGN_OR_RETURN(const File file, file_set()->OpenFile(number));
+      auto found = ReadArchivedObjects(file, range, leaves);
+      if (!found.ok()) return found.status().WithFile(file.path());
+      objects = std::move(found).value();
+      return {};
+    });
+    for (size_t m = 0; m < members.size(); ++m) {
+      const Status status = looked.ok() ? objects[m].status() : looked;
+      Result<std::string>* const object = &out[members[m]];
+      if (status.ok()) {
+        *object = std::move(objects[m]);
+      } else {
+        *object = Status(status)
+                      .WithTensor(std::string(entries[wanted[members[m]]].name))
+                      .WithFile(path() + "/" + files()[number].name);
+      }
+    }
+    read.push_back(number);
+  }
+  TC_RETURN_IF_ERROR(file_set()->CheckUnchanged(read));
+  return out;
 }
 
 Result<std::shared_ptr<const Checkpoint>> Checkpoint::Renamed(

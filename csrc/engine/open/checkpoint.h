@@ -1,22 +1,20 @@
 // A checkpoint directory, opened for reading.
 //
-// Opening never writes. Three kinds of directory are understood:
-//   1. with our manifest (torch_ckpt.json, or the journal of a commit that is
-//      not replayed yet, or the part manifests of all ranks of a save without
-//      collectives): only what it names is read;
-//   2. with a complete index: the files it names;
-//   3. with .safetensors files only: all of them, by their headers.
-// Which files of 2 and 3 count, engine/open/scan.h says.
-// For 2 and 3 every header is parsed and every tensor is proved to be tiled by
-// its boxes. For 1 that was done before the commit: opening reads the manifest
-// and the catalog, whatever they name. A file is compared with the manifest
-// when it is opened, a tensor's placements are proved when they are first asked
-// for, since a rank of thousands needs few of either.
+// Opening never writes. Understood are
+//   1. directories with our manifest (torch_ckpt.json, or the journal of a
+//      commit that is not replayed yet, or the part manifests of all ranks of a
+//      save without collectives): only what it names is read;
+//   2. directories of others, and single files: engine/open/catalog_reader.h.
+// Of 1 every tensor was proved to be whole before the commit: opening reads the
+// manifest and the catalog, whatever they name. A file is compared with the
+// manifest when it is opened, a tensor's placements are proved when they are
+// first asked for, since a rank of thousands needs few of either.
 #pragma once
 
 #include <atomic>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -53,6 +51,9 @@ class Checkpoint {
     std::vector<std::string> hulls;
     // Data files of such a directory that are no part of the checkpoint.
     std::vector<std::string> beside;
+    // ForeignCatalog's.
+    bool archives = false;
+    std::map<std::string, std::string, std::less<>> made_objects = {};
     // What entries are called in the files, where that is another name.
     std::map<std::string, std::string, std::less<>> stored_names = {};
   };
@@ -75,14 +76,19 @@ class Checkpoint {
   // tensor.
   Result<std::vector<Placement>> Placements(uint32_t entry,
                                             const Box* needed = nullptr) const;
-  // All archives that tensors and objects are, their entries' numbers beside;
-  // none in a checkpoint of ours. Of an object it is a placement without a box.
-  Result<std::vector<std::pair<uint32_t, Placement>>> Archives() const;
+  // An archive in a file, as a kArchive, and the tensor that it is.
+  struct Archive {
+    Placement placement;
+    std::optional<uint32_t> tensor;  // none: a state dict, or an object
+  };
+  // All there are; none in a checkpoint of ours.
+  Result<std::vector<Archive>> Archives() const;
   // A kArchive of an entry as what it is in its file.
   Result<Placement> Resolve(uint32_t entry, const Placement& archive) const;
-  // An object that is an archive, as typed JSON (docs/format.md, section 7).
-  // REQUIRES: its entry has one.
-  Result<std::string> ArchivedObject(uint32_t entry) const;
+  // Objects that are archived, as typed JSON (docs/format.md, section 7). Each
+  // may have an error of its own, which names it. REQUIRES: all are archived.
+  Result<std::vector<Result<std::string>>> ArchivedObjects(
+      std::span<const uint32_t> entries) const;
   // The same checkpoint with a catalog that is Renamed.
   Result<std::shared_ptr<const Checkpoint>> Renamed(
       const std::map<std::string, std::string>& new_names) const;
@@ -90,6 +96,8 @@ class Checkpoint {
  private:
   Status ProveTiled(uint32_t entry,
                     std::span<const Placement> placements) const;
+  // The name that an entry has in the files.
+  std::string_view StoredName(uint32_t entry) const;
   // Of what says which boxes there are, for messages.
   std::string CatalogPath() const;
 

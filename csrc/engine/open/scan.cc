@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/open/build_catalog.h"
+#include "engine/open/numbered_files.h"
 #include "format/hf_index.h"
 #include "format/names.h"
 #include "runtime/workers.h"
@@ -75,31 +76,6 @@ Status CheckIndex(const HfIndex& index, const CatalogBuilder& catalog,
   return {};
 }
 
-// Files "-of-N" without an index: all N, whichever ranks have written them.
-Status CheckNumbers(const std::vector<std::string>& names) {
-  struct Group {
-    std::set<int64_t> indices;
-    std::string_view example;
-  };
-  std::map<std::pair<std::string_view, int64_t>, Group> groups;
-  for (const std::string& name : names) {
-    const auto numbered = ParseNumberedName(name);
-    if (!numbered) continue;
-    Group& group = groups[{numbered->stem, numbered->count}];
-    group.indices.insert(numbered->index);
-    group.example = name;
-  }
-  for (const auto& [key, group] : groups) {
-    if (static_cast<int64_t>(group.indices.size()) == key.second) continue;
-    int64_t missing = 1;
-    while (group.indices.contains(missing)) ++missing;
-    return Incomplete("file " + std::to_string(missing) + " of " +
-                      std::to_string(key.second) + " is missing beside " +
-                      std::string(group.example));
-  }
-  return {};
-}
-
 // Files beside an index: left over from a consolidation in place, or stale.
 // `files` are those of `others`.
 Status CheckAgree(const CatalogBuilder& final_files,
@@ -136,7 +112,7 @@ bool IsDataName(const std::string& name) {
 }
 
 // The index to go by: that of a model, else the only one there is.
-std::string IndexOf(const std::vector<std::string>& names) {
+std::string IndexOf(std::span<const std::string> names) {
   std::vector<std::string> found;
   for (const std::string& name : names) {
     if (name == kIndexName) return name;
@@ -167,8 +143,8 @@ struct Listing {
   std::vector<std::string> beside;   // nobody reads them
 };
 
-Result<Listing> ListFiles(const Directory& directory) {
-  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
+Result<Listing> ListFiles(const Directory& directory,
+                          std::span<const std::string> names) {
   std::vector<std::string> data;
   std::copy_if(names.begin(), names.end(), std::back_inserter(data),
                IsDataName);
@@ -246,8 +222,9 @@ bool HasSafetensors(std::span<const std::string> names) {
   return std::any_of(names.begin(), names.end(), IsDataName);
 }
 
-Result<ForeignCatalog> ScanDirectory(const Directory& directory) {
-  TC_ASSIGN_OR_RETURN(Listing list, ListFiles(directory));
+Result<ForeignCatalog> ReadSafetensors(const Directory& directory,
+                                       std::span<const std::string> names) {
+  TC_ASSIGN_OR_RETURN(Listing list, ListFiles(directory, names));
   const std::vector<std::string>* unindexed[] = {&list.shards, &list.single};
   if (!list.missing.empty() && list.shards.empty() && list.single.empty()) {
     return Incomplete("is named by " + list.index_name + " and is missing")
@@ -270,7 +247,7 @@ Result<ForeignCatalog> ScanDirectory(const Directory& directory) {
     std::sort(read.begin(), read.end());
   }
   if (!list.index) {
-    Status whole = CheckNumbers(read);
+    Status whole = CheckNumbers(read, kDataSuffix);
     if (!whole.ok()) return std::move(whole).WithFile(directory.path());
   }
   TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> headers,

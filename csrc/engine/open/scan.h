@@ -20,7 +20,9 @@ bool HasSafetensors(std::span<const std::string> names);
 // other file beside an index is not read. Without one, every .safetensors file
 // of the directory counts, but for variants ("model.fp16.safetensors" beside
 // "model.safetensors"), and of files that are called "-of-N" all N must be
-// there (kIncomplete). Reads headers with a few threads.
-Result<ForeignCatalog> ScanDirectory(const Directory& directory);
+// there (kIncomplete). `names`, sorted, are those to look among. Reads headers
+// with a few threads.
+Result<ForeignCatalog> ReadSafetensors(const Directory& directory,
+                                       std::span<const std::string> names);
 
 }  // namespace torch_ckpt

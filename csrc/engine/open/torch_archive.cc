@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <utility>
 
 #include "format/pickle_object.h"
+#include "format/torch_state.h"
 #include "plan/copy_run.h"
 #include "plan/runs.h"
 
@@ -97,7 +99,8 @@ Status TorchArchive::ReadPickle(uint64_t most) {
   if (pickle->second.bytes > most) return TooLarge("pickle", most);
   TC_ASSIGN_OR_RETURN(std::string text, ReadEntry(pickle->second));
   text_ = std::make_shared<const std::string>(std::move(text));
-  TC_ASSIGN_OR_RETURN(pickle_, Pickle::Parse(AsBytes(*text_)));
+  TC_ASSIGN_OR_RETURN(pickle_,
+                      Pickle::Parse(AsBytes(*text_), UnknownNames::kRecord));
   return {};
 }
 
@@ -171,19 +174,36 @@ Result<std::string> TorchArchive::Elements(const TorchTensor& tensor) const {
   return out;
 }
 
-Result<std::string> ReadArchivedObject(const File& file, FileRange range) {
+Result<std::vector<Result<std::string>>> ReadArchivedObjects(
+    const File& file, FileRange range, std::span<const uint64_t> leaves) {
   TC_ASSIGN_OR_RETURN(const TorchArchive archive,
                       TorchArchive::Open(file, range, kMaxObjectPickle));
-  // Views of one storage are read for each of them.
-  uint64_t left = 2 * kMaxElementBytes;
-  return ObjectOfPickle(
-      archive.root(), [&](const TorchTensor& tensor) -> Result<std::string> {
-        if (tensor.end - tensor.begin > left) {
-          return Exhausted("the object has tensors above 256 MiB together");
-        }
-        left -= tensor.end - tensor.begin;
-        return archive.Elements(tensor);
-      });
+  std::optional<TorchState> state;
+  std::vector<Result<std::string>> out;
+  for (const uint64_t leaf : leaves) {
+    const PickleValue* value = &archive.root();
+    if (leaf > 0) {
+      if (!state) {
+        TC_ASSIGN_OR_RETURN(
+            state, FlattenState(archive.root(), archive.pickle_bytes()));
+      }
+      if (leaf > state->leaves.size()) {
+        return Foreign("has no leaf " + std::to_string(leaf));
+      }
+      value = state->leaves[leaf - 1].value;
+    }
+    // Views of one storage are read for each of them.
+    uint64_t left = 2 * kMaxElementBytes;
+    out.push_back(ObjectOfPickle(
+        *value, [&](const TorchTensor& tensor) -> Result<std::string> {
+          if (tensor.end - tensor.begin > left) {
+            return Exhausted("the object has tensors above 256 MiB together");
+          }
+          left -= tensor.end - tensor.begin;
+          return archive.Elements(tensor);
+        }));
+  }
+  return out;
 }
 
 Result<bool> IsTorchArchive(const File& file, uint64_t offset) {

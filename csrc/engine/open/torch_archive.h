@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -35,6 +36,7 @@ class TorchArchive {
                                    uint64_t most);
 
   const PickleValue& root() const { return pickle_.root(); }
+  size_t pickle_bytes() const { return pickle_.bytes(); }
   // What all of its entries are, for who verifies them.
   Result<std::vector<ZipContent>> Contents() const;
   // Where in the file the tensor is: kStridedBox of all of it. Reads the header
@@ -65,9 +67,10 @@ class TorchArchive {
   Pickle pickle_;
 };
 
-// The object that the archive at `range` is, as typed JSON (docs/format.md,
-// section 7).
-Result<std::string> ReadArchivedObject(const File& file, FileRange range);
+// Objects that the archive at `range` holds (ArchivedObject::leaf), as typed
+// JSON (docs/format.md, section 7). Each may have an error of its own.
+Result<std::vector<Result<std::string>>> ReadArchivedObjects(
+    const File& file, FileRange range, std::span<const uint64_t> leaves);
 
 // What pickle and directory of an archive may have: of one tensor, of an
 // object.

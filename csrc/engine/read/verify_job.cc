@@ -54,12 +54,11 @@ Status CheckContent(const ByteSource& source, const ZipContent& content,
       .WithFile(source.path());
 }
 
-// What an archive of an entry holds; of an object it is always one of torch.
 Result<std::vector<ZipContent>> ContentsOf(const Checkpoint& checkpoint,
-                                           uint32_t entry,
-                                           const Placement& placement) {
-  if (checkpoint.catalog().entries()[entry].kind == EntryKind::kTensor) {
-    TC_RETURN_IF_ERROR(checkpoint.Resolve(entry, placement).status());
+                                           const Checkpoint::Archive& one) {
+  const Placement& placement = one.placement;
+  if (one.tensor) {
+    TC_RETURN_IF_ERROR(checkpoint.Resolve(*one.tensor, placement).status());
   }
   TC_ASSIGN_OR_RETURN(const File file,
                       checkpoint.file_set()->OpenFile(placement.file));
@@ -80,16 +79,17 @@ Result<std::vector<ZipContent>> ContentsOf(const Checkpoint& checkpoint,
 // Of a checkpoint without digests, what its archives say of themselves.
 Result<VerifyReport> VerifyArchives(const Checkpoint& checkpoint,
                                     const VerifyOptions& options, Job* job) {
-  TC_ASSIGN_OR_RETURN(auto archives, checkpoint.Archives());
+  TC_ASSIGN_OR_RETURN(const std::vector<Checkpoint::Archive> archives,
+                      checkpoint.Archives());
   if (archives.empty()) {
     return Unsupported("has no manifest and so no digests to compare")
         .WithFile(checkpoint.path());
   }
   std::set<uint32_t> named;
   uint64_t total = 0;
-  for (const auto& [entry, placement] : archives) {
-    named.insert(placement.file);
-    total += placement.bytes;
+  for (const Checkpoint::Archive& one : archives) {
+    named.insert(one.placement.file);
+    total += one.placement.bytes;
   }
   job->AddTotal(total);
   std::atomic<uint64_t> checked{0};
@@ -97,11 +97,12 @@ Result<VerifyReport> VerifyArchives(const Checkpoint& checkpoint,
   TC_RETURN_IF_ERROR(ForEachItem(
       std::max(1, options.workers), static_cast<int64_t>(archives.size()), job,
       [&](int64_t i, int) -> Status {
-        const auto& [entry, placement] = archives[static_cast<size_t>(i)];
+        const Checkpoint::Archive& one = archives[static_cast<size_t>(i)];
+        const Placement& placement = one.placement;
         TC_ASSIGN_OR_RETURN(const ArenaLease lease,
                             LeaseBuffer(kStep + ByteSource::kSlack, job));
         TC_ASSIGN_OR_RETURN(const std::vector<ZipContent> contents,
-                            ContentsOf(checkpoint, entry, placement));
+                            ContentsOf(checkpoint, one));
         uint64_t of_archive = 0;
         for (const ZipContent& content : contents) {
           // Who saves without them writes 0.

@@ -355,8 +355,11 @@ def an_error_of_metadata_is_itself_on_every_rank(context: Context) -> None:
     assert isinstance(error, torch_ckpt.IncompleteError), repr(error)
     assert (error.rank, error.file) == (last, str(missing)), repr(error)
     error = load(file)
+    assert isinstance(error, torch_ckpt.CorruptError), repr(error)
+    assert (error.rank, error.file) == (last, str(file)), repr(error)
+    error = load(file / "c")
     assert type(error) is NotADirectoryError, repr(error)
-    assert (error.errno, error.filename) == (errno.ENOTDIR, str(file)), repr(error)
+    assert (error.errno, error.filename) == (errno.ENOTDIR, str(file / "c")), repr(error)
     assert f"rank {last}:" in str(error)
     # And the ranks still agree on what comes next.
     torch_ckpt.load(state(table, blank=True), checkpoint_id=path)

@@ -39,15 +39,15 @@ class ObjectReader:
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         """Give every item's object to the planner."""
-        wanted: dict[str, list[ReadItem]] = {}
+        wanted: dict[str | None, list[ReadItem]] = {}
         for item in items:
-            fqn = item.storage_index.fqn
-            name = self._file_of(fqn)
-            if name is None:
-                _give(planner, item, self._archived(fqn))
-            else:
-                wanted.setdefault(name, []).append(item)
+            wanted.setdefault(self._file_of(item.storage_index.fqn), []).append(item)
+        archived = wanted.pop(None, [])
+        values = self._archived([item.storage_index.fqn for item in archived])
+        for item, value in zip(archived, values, strict=True):
+            _give(planner, item, value)
         for name, of_file in wanted.items():
+            assert name is not None
             objects, raw = self._load(name, [item.storage_index.fqn for item in of_file])
             for item in of_file:
                 fqn = item.storage_index.fqn
@@ -59,10 +59,15 @@ class ObjectReader:
     def read_one(self, fqn: str) -> Any:
         """The object of one leaf."""
         name = self._file_of(fqn)
-        return self._archived(fqn) if name is None else self._load(name, [fqn])[0][fqn]
+        return self._archived([fqn])[0] if name is None else self._load(name, [fqn])[0][fqn]
 
-    def _archived(self, fqn: str) -> Any:
-        return decode_object(self.opened.archived_object(fqn), fqn)
+    def _archived(self, fqns: list[str]) -> list[Any]:
+        values = []
+        for fqn, value in zip(fqns, self.opened.archived_objects(fqns), strict=True):
+            if isinstance(value, Exception):
+                raise value
+            values.append(decode_object(value, fqn))
+        return values
 
     def _file_of(self, fqn: str) -> str | None:
         """The objects file that holds it; None for an archive in a foreign file."""

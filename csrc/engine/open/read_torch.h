@@ -1,0 +1,27 @@
+// Files of torch.save: one that is named, or the weights of a Hub directory.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/open/catalog_reader.h"
+
+namespace torch_ckpt {
+
+// Whether any of `names`, which are sorted, is a file of weights as the Hub
+// calls them: pytorch_model.bin, pytorch_model-00001-of-00002.bin, and the same
+// of adapter_model and diffusion_pytorch_model.
+bool HasTorchWeights(std::span<const std::string> names);
+std::vector<std::string> TorchWeights(std::span<const std::string> names);
+
+// Of several files an index says which count, where there is one; without it
+// all files "-of-N" must be there (kIncomplete), and files of two stems are
+// kConflict. A name that is the only one is read, whatever it is. Where in the
+// files the tensors are is in the catalog; the leaves that are no tensors are
+// objects. Refused in clear words: files of torch before 1.6, TorchScript,
+// pickles without an archive.
+Result<ForeignCatalog> ReadTorchFiles(const Directory& directory,
+                                      std::span<const std::string> names);
+
+}  // namespace torch_ckpt

@@ -1,0 +1,271 @@
+#include "format/torch_state.h"
+
+#include <map>
+#include <optional>
+#include <set>
+#include <span>
+#include <utility>
+
+#include "format/json.h"
+#include "format/names.h"
+#include "format/pickle_object.h"
+#include "format/torch_tensor.h"
+
+namespace torch_ckpt {
+namespace {
+
+using Values = std::span<const PickleValue>;
+
+constexpr int kMaxDepth = 100;
+constexpr size_t kTextPerByte = 100;
+constexpr size_t kTextAnyway = size_t{1} << 20;
+
+// A mapping that is opened: its word in a structure, and its items.
+struct Mapping {
+  std::string kind;
+  Values items;
+};
+
+std::optional<Mapping> MappingOf(const PickleValue& value) {
+  if (value.Is(PickleKind::kDict)) return Mapping{"dict", value.items()};
+  if (value.Is(PickleKind::kMade, PickleName::kCounter)) {
+    if (value.items().size() != 1 || !value.items()[0].Is(PickleKind::kDict)) {
+      return std::nullopt;
+    }
+    return Mapping{"counter", value.items()[0].items()};
+  }
+  if (!value.Is(PickleKind::kObject)) return std::nullopt;
+  const PickleSequence& sequence = value.object().items;
+  const Values items{sequence.values, sequence.size};
+  if (value.name() == PickleName::kOrderedDict) {
+    if (!value.object().arguments.items().empty()) return std::nullopt;
+    return Mapping{"odict", items};
+  }
+  if (value.name() == PickleName::kDefaultDict) {
+    const auto factory = FactoryOfDefaultDict(value);
+    return Mapping{factory ? "defaultdict:" + std::string(*factory) : "dict",
+                   items};
+  }
+  return std::nullopt;
+}
+
+// A key as it stands in a path, and as the structure has it.
+struct Key {
+  std::string text;
+  std::string json;
+  bool is_text = false;
+};
+
+Result<Key> KeyOf(const PickleValue& value) {
+  switch (value.kind()) {
+    case PickleKind::kString: {
+      Key key{std::string(value.text()), {}, true};
+      if (!IsUtf8(key.text)) return Corrupt("has a key that is no UTF-8");
+      AppendJsonString(&key.json, key.text);
+      return key;
+    }
+    case PickleKind::kInt: {
+      std::string number = std::to_string(value.integer());
+      return Key{number, number};
+    }
+    case PickleKind::kBool:
+      return value.boolean() ? Key{"True", "true"} : Key{"False", "false"};
+    case PickleKind::kNone:
+      return Key{"None", "null"};
+    default:
+      return Unsupported(std::string("has a key of type ") +
+                         PickleKindName(value.kind()) +
+                         "; keys of state dicts that are read are text, "
+                         "integers, bools or None");
+  }
+}
+
+class Flattener {
+ public:
+  explicit Flattener(size_t pickle_bytes)
+      : steps_left_(4 * pickle_bytes),
+        text_left_(kTextAnyway + kTextPerByte * pickle_bytes) {}
+
+  Result<TorchState> Run(const PickleValue& root) {
+    const auto mapping = MappingOf(root);
+    if (!mapping) {
+      const std::string_view name = UnknownName(root);
+      const std::string what =
+          !name.empty() ? "an object of " + std::string(name)
+          : IsTorchTensor(root)
+              ? "a tensor"
+              : std::string("a ") + PickleKindName(root.kind());
+      return Unsupported("holds " + what +
+                         " and no state dict: only mappings of names are read");
+    }
+    TC_RETURN_IF_ERROR(VisitMapping(*mapping, "", "[]").status());
+    return std::move(out_);
+  }
+
+ private:
+  // A few steps of work for each byte of the pickle at most: a container may
+  // stand in many places.
+  Status Step() {
+    if (steps_left_ == 0) {
+      return Exhausted("the pickle says more leaves than it has bytes");
+    }
+    --steps_left_;
+    return {};
+  }
+  Status Spend(size_t text) {
+    if (text > text_left_) {
+      return Exhausted("the pickle says names that are longer than all of it");
+    }
+    text_left_ -= text;
+    return {};
+  }
+  Status Enter() {
+    if (++depth_ <= kMaxDepth) return {};
+    return Unsupported("nests deeper than " + std::to_string(kMaxDepth) +
+                       " containers");
+  }
+
+  // Whether DCP's flattening goes into this list.
+  Result<bool> Opens(const PickleValue& list) {
+    TC_RETURN_IF_ERROR(Enter());
+    bool opens = false;
+    for (const PickleValue& item : list.items()) {
+      TC_RETURN_IF_ERROR(Step());
+      opens = IsTorchTensor(item) || MappingOf(item);
+      if (!opens && item.Is(PickleKind::kList)) {
+        TC_ASSIGN_OR_RETURN(opens, Opens(item));
+      }
+      if (opens) break;
+    }
+    --depth_;
+    return opens;
+  }
+
+  // 0 and "0" are two keys, and one name.
+  static Status CheckKeys(const Mapping& mapping, const std::string& prefix) {
+    bool texts = true;
+    for (size_t i = 0; i < mapping.items.size(); i += 2) {
+      texts = texts && mapping.items[i].Is(PickleKind::kString);
+    }
+    if (texts) return {};
+    std::map<std::string, std::string> known;
+    for (size_t i = 0; i < mapping.items.size(); i += 2) {
+      TC_ASSIGN_OR_RETURN(const Key key, KeyOf(mapping.items[i]));
+      const auto [at, fresh] = known.try_emplace(key.text, key.json);
+      if (fresh || at->second == key.json) continue;
+      return Conflict("two keys of the state dict have this name")
+          .WithTensor(prefix + key.text);
+    }
+    return {};
+  }
+
+  // Each visit says whether the container above must list its keys.
+  Result<bool> VisitMapping(const Mapping& mapping, const std::string& prefix,
+                            const std::string& path) {
+    TC_RETURN_IF_ERROR(Enter());
+    TC_RETURN_IF_ERROR(CheckKeys(mapping, prefix));
+    StateContainer container{path, mapping.kind, 0, {}};
+    bool listed = mapping.kind != "dict" || mapping.items.empty();
+    const size_t place = out_.containers.size();
+    for (size_t i = 0; i + 1 < mapping.items.size(); i += 2) {
+      TC_ASSIGN_OR_RETURN(Key key, KeyOf(mapping.items[i]));
+      listed = listed || !key.is_text;
+      std::string part;
+      AppendJsonString(&part, key.text);
+      TC_ASSIGN_OR_RETURN(
+          const bool special,
+          Visit(mapping.items[i + 1], prefix + key.text, part, path));
+      listed = listed || special;
+      TC_RETURN_IF_ERROR(Spend(key.json.size()));
+      container.keys.push_back(std::move(key.json));
+    }
+    if (listed) Keep(std::move(container), place);
+    --depth_;
+    return mapping.items.empty();
+  }
+  Result<bool> VisitList(const PickleValue& list, const std::string& prefix,
+                         const std::string& path) {
+    TC_RETURN_IF_ERROR(Enter());
+    const Values items = list.items();
+    const size_t place = out_.containers.size();
+    bool listed = false;
+    for (size_t i = 0; i < items.size(); ++i) {
+      const std::string number = std::to_string(i);
+      TC_ASSIGN_OR_RETURN(const bool special,
+                          Visit(items[i], prefix + number, number, path));
+      listed = listed || special;
+    }
+    if (listed) Keep({path, "list", items.size(), {}}, place);
+    --depth_;
+    return false;
+  }
+  // Before those that are in it, as describe_structure has them.
+  void Keep(StateContainer container, size_t place) {
+    out_.containers.insert(
+        out_.containers.begin() + static_cast<ptrdiff_t>(place),
+        std::move(container));
+  }
+
+  // What stands at `part`, JSON text, of the container at `path`.
+  Result<bool> Visit(const PickleValue& value, const std::string& name,
+                     const std::string& part, const std::string& path) {
+    TC_RETURN_IF_ERROR(Step());
+    TC_RETURN_IF_ERROR(Spend(name.size() + path.size()));
+    std::string own = path.substr(0, path.size() - 1);
+    if (own.size() > 1) own += ',';
+    own += part + "]";
+    if (const auto mapping = MappingOf(value)) {
+      return VisitMapping(*mapping, name + ".", own);
+    }
+    if (value.Is(PickleKind::kList)) {
+      TC_ASSIGN_OR_RETURN(const bool opens, Opens(value));
+      if (opens) return VisitList(value, name + ".", own);
+    }
+    const Status possible = CheckTensorName(name);
+    if (!possible.ok()) return Corrupt(possible.message());
+    if (!names_.insert(name).second) {
+      return Conflict("two leaves of the state dict have this name")
+          .WithTensor(name);
+    }
+    if (depth_ == 1) own.clear();
+    out_.leaves.push_back({name, std::move(own), &value});
+    return false;
+  }
+
+  TorchState out_;
+  std::set<std::string> names_;
+  size_t steps_left_, text_left_;
+  int depth_ = 0;
+};
+
+}  // namespace
+
+Result<TorchState> FlattenState(const PickleValue& root, size_t pickle_bytes) {
+  return Flattener(pickle_bytes).Run(root);
+}
+
+std::string StructureJson(const std::vector<StateContainer>& containers) {
+  if (containers.empty()) return {};
+  std::string out = "{\"version\":1,\"containers\":[";
+  for (size_t i = 0; i < containers.size(); ++i) {
+    const StateContainer& each = containers[i];
+    if (i > 0) out += ',';
+    out += '[' + each.path + ',';
+    AppendJsonString(&out, each.kind);
+    out += ',';
+    if (each.kind == "list") {
+      out += std::to_string(each.count);
+    } else {
+      out += '[';
+      for (size_t k = 0; k < each.keys.size(); ++k) {
+        if (k > 0) out += ',';
+        out += each.keys[k];
+      }
+      out += ']';
+    }
+    out += ']';
+  }
+  return out + "],\"per_rank\":[]}";
+}
+
+}  // namespace torch_ckpt
