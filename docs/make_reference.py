@@ -26,6 +26,7 @@ from typing import Any
 import click
 
 import torch_ckpt
+import torch_ckpt.dcp.load.stored  # of what `open` gives
 from torch_ckpt.cli import cli
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -33,7 +34,7 @@ PAGE = Path(__file__).with_name("reference.md")
 # Every name of torch_ckpt.__all__ but the errors, and after them what those return or name.
 SECTIONS = {
     "Saving and loading": ("save", "load", "async_save", "AsyncSave", "SaveStats", "PerRank"),
-    "Checkpoints on disk": ("CheckpointDirectory", "Checkpoint"),
+    "Checkpoints on disk": ("CheckpointDirectory", "open", "Checkpoint"),
     "Consolidation": (
         "consolidate_safetensors_files",
         "consolidate_safetensors_files_on_every_rank",
@@ -41,6 +42,7 @@ SECTIONS = {
     ),
     "Parts for DCP's own functions": (
         "HuggingFaceStorageWriter",
+        "CheckpointReader",
         "HuggingFaceStorageReader",
         "PinnedMemoryStager",
         "SavePlanner",
@@ -49,6 +51,7 @@ SECTIONS = {
 }
 ERRORS = "Errors"
 BESIDE = (
+    *("StoredTensor", "StoredObjects", "Topology"),
     *("Description", "FileInfo", "TensorInfo", "ObjectInfo", "Placement"),
     *("VerifyReport", "RemoveReport", "SavedMetadata", "Phases", "DtypePolicy"),
 )
@@ -58,13 +61,15 @@ AS_IN = {
     "save": ("torch.distributed.checkpoint.save",),
     "async_save": ("torch_ckpt.save", "torch.distributed.checkpoint.async_save"),
     "load": ("torch.distributed.checkpoint.load",),
+    "open": ("torch_ckpt.Checkpoint",),
+    "HuggingFaceStorageReader": ("torch_ckpt.CheckpointReader",),
     "SavePlanner": ("torch.distributed.checkpoint.DefaultSavePlanner",),
     "LoadPlanner": ("torch.distributed.checkpoint.DefaultLoadPlanner",),
     "consolidate_safetensors_files_on_every_rank": ("torch_ckpt.consolidate_safetensors_files",),
 }
 
 # Users receive these and do not make them.
-RECEIVED = ("AsyncSave", "MergeFuture")
+RECEIVED = ("AsyncSave", "MergeFuture", "StoredTensor", "StoredObjects")
 # What only torch_ckpt calls, although the names do not say so.
 INTERNAL = {
     "AsyncSave": {

@@ -31,11 +31,11 @@ from torch_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch_ckpt.checkpoint import Checkpoint
+    from torch_ckpt.checkpoint import Checkpoint, open
     from torch_ckpt.consolidate import MergeFuture, consolidate_safetensors_files_on_every_rank
     from torch_ckpt.dcp.api import load, save
     from torch_ckpt.dcp.background.async_save import async_save
-    from torch_ckpt.dcp.load.reader import HuggingFaceStorageReader
+    from torch_ckpt.dcp.load.reader import CheckpointReader, HuggingFaceStorageReader
     from torch_ckpt.dcp.plan.per_rank import PerRank
     from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
     from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
@@ -53,6 +53,7 @@ _LAZY = {
     "AsyncSave": "torch_ckpt.dcp.saves",
     "Checkpoint": "torch_ckpt.checkpoint",
     "CheckpointDirectory": "torch_ckpt.directory",
+    "CheckpointReader": "torch_ckpt.dcp.load.reader",
     "HuggingFaceStorageReader": "torch_ckpt.dcp.load.reader",
     "HuggingFaceStorageWriter": "torch_ckpt.dcp.save.writer",
     "LoadPlanner": "torch_ckpt.dcp.plan.planners",
@@ -65,6 +66,7 @@ _LAZY = {
     "consolidate_safetensors_files": "torch_ckpt.merge",
     "consolidate_safetensors_files_on_every_rank": "torch_ckpt.consolidate",
     "load": "torch_ckpt.dcp.api",
+    "open": "torch_ckpt.checkpoint",
     "save": "torch_ckpt.dcp.api",
 }
 
@@ -74,6 +76,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointDirectory",
     "CheckpointError",
+    "CheckpointReader",
     "ConflictError",
     "CorruptError",
     "ExhaustedError",
@@ -94,6 +97,7 @@ __all__ = [
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",
     "load",
+    "open",
     "save",
 ]
 

@@ -7,92 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_ckpt import _core
+from torch_ckpt.description import Description, FileInfo, Topology, entries_of, topology_of
 from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
 from torch_ckpt.jobs import Job, OpenedCheckpoint, SaveSession
 from torch_ckpt.options import local_path
 from torch_ckpt.progress import Progress, told
 
+if TYPE_CHECKING:
+    from torch_ckpt.dcp.load.stored import StoredObjects, StoredTensor
+
 T = TypeVar("T")
 
 _MANIFEST = "torch_ckpt.json"
 _JOURNAL = ".torch_ckpt-stage/commit.json"
-
-
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """A file of a checkpoint. `role` is "data", "objects", "catalog", "index" or "extra"."""
-
-    name: str
-    role: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where one box of a tensor is stored: its bytes, row-major, from byte `offset` of `file` on.
-
-    `offsets` and `sizes` say which box of the global tensor, in elements.
-    """
-
-    file: str
-    offset: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A stored tensor: safetensors dtype name, global shape in elements, bytes of the whole.
-
-    `path` is where it stands in the nested state dict; (name,) where that is not known. `alias_of`
-    is the tensor that has the same bytes in the same place, stored once (tied tensors).
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-    path: tuple[str | int, ...]
-    placements: tuple[Placement, ...]
-    alias_of: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
-    """A stored leaf that is no tensor, and the objects file that holds it."""
-
-    name: str
-    file: str
-    path: tuple[str | int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What a checkpoint holds.
-
-    source: "manifest" for a directory that torch_ckpt wrote; "dcp" for one of stock DCP
-        (.metadata beside .distcp files); "torch" for files of torch.save; "index" (its index.json)
-        or "headers" (all .safetensors files) for any other.
-    save_id, world_size: of the save; None without a manifest.
-    beside: data files that are no part of such a directory's checkpoint, and are not read.
-    """
-
-    path: str
-    source: Literal["manifest", "index", "headers", "dcp", "torch"]
-    save_id: str | None
-    world_size: int | None
-    files: tuple[FileInfo, ...]
-    tensors: tuple[TensorInfo, ...]
-    objects: tuple[ObjectInfo, ...]
-    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +60,104 @@ def look_again(look: Callable[[], T], replaced: type[CheckpointError]) -> T:
     return look()
 
 
-class Checkpoint:
-    """The checkpoint in directory `path`.
+class Checkpoint(Mapping[str, "StoredTensor"]):
+    """The checkpoint at `path`: a directory, or a file of safetensors or torch.save.
 
-    Holds no descriptor and no native handle: every method looks at the directory anew. Methods may
-    be called from any thread. All raise CheckpointError kinds or OSError that name the file.
+    A mapping of its tensors: `checkpoint["name"][2:5, :]` reads that slice and no more. As a
+    mapping, and for `format`, `topology` and `objects`, it is what it was at the first look;
+    where a save has replaced it since, reading raises ConflictError. The methods look anew each
+    time. All may be called from any thread, and raise CheckpointError kinds or OSError that name
+    the file. No descriptor is held.
+
+    path: where it is.
+    format: what it is read as, a word of `format` below; None to find out by the names there.
+    verify: compare what is read of tensors with its digests, where there are any.
+    direct_io: False reads through the page cache.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,
+        verify: bool = True,
+        direct_io: bool = True,
+    ) -> None:
         self.path = local_path(path)
+        self._format = format
+        self._verify = verify
+        self._direct_io = direct_io
+        self._look: _Look | None = None
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r})"
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_look": None}
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """What requests of the core say of it."""
+        return (
+            {"path": self.path}
+            if self._format is None
+            else {
+                "path": self.path,
+                "format": self._format,
+            }
+        )
+
+    def _looked(self) -> _Look:
+        if self._look is None:
+            self._look = _Look(OpenedCheckpoint(self.path, self._format))
+        return self._look
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._looked().tensors)
+
+    def __len__(self) -> int:
+        return len(self._looked().tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._looked().tensors
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """The tensor `name`, of which nothing is read yet. Raises KeyError."""
+        look = self._looked()
+        stored = look.described["types"][look.tensors[name]]
+        tensor: StoredTensor = _stored().StoredTensor(
+            look.opened, name, stored, verify=self._verify, direct_io=self._direct_io
+        )
+        return tensor
+
+    @property
+    def objects(self) -> StoredObjects:
+        """The leaves that are no tensors, as a mapping: see StoredObjects."""
+        look = self._looked()
+        objects: StoredObjects = _stored().StoredObjects(look.opened, look.described, self._verify)
+        return objects
+
+    @property
+    def format(self) -> str:
+        """What the checkpoint is, in the words of `convert`: "torch_ckpt" for shards of ours, "hf"
+        for safetensors of others and for whole tensors, "dcp" for .distcp files of stock DCP,
+        "torch" for files of torch.save."""
+        word: str = self._looked().described["format"]
+        return word
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks wrote it."""
+        look = self._looked()
+        answer = _core.call({"op": "files", "checkpoint": look.opened.id})
+        names = [file["name"] for file in answer["files"]]
+        return topology_of(look.described["world_size"], names)
 
     def is_committed(self) -> bool:
         """Whether a save of torch_ckpt is there whole: its manifest, or the journal of a commit
@@ -163,7 +183,7 @@ class Checkpoint:
         return source == "manifest"
 
     def _described(self, *, whole: bool) -> dict[str, Any]:
-        return _core.describe({"path": self.path, "check_files": True}, whole=whole)
+        return _core.describe({**self._place, "check_files": True}, whole=whole)
 
     def _holds(self, name: str) -> bool:
         return os.path.exists(os.path.join(self.path, name))
@@ -192,10 +212,11 @@ class Checkpoint:
         overlapping shards or while it is being replaced, OSError.
         """
         answer = self._described(whole=True)
-        tensors, objects = _entries(answer)
+        tensors, objects = entries_of(answer)
         files = tuple(FileInfo(**file) for file in answer["files"])
         return Description(
             path=self.path,
+            format=answer["format"],
             source=answer["source"],
             save_id=answer["save_id"] or None,
             world_size=answer["world_size"],
@@ -209,7 +230,7 @@ class Checkpoint:
         """The dtype of every tensor by its name, as safetensors calls it ("BF16"): a part of what
         `describe` says, in a fraction of the time, since no file of tensors is looked at where
         there is a manifest. Raises what that does."""
-        return OpenedCheckpoint(self.path).dtypes()
+        return OpenedCheckpoint(self.path, self._format).dtypes()
 
     def verify(
         self, workers: int = 2, progress: Progress | None = None, *, direct_io: bool = True
@@ -228,7 +249,7 @@ class Checkpoint:
             with Job() as job:
                 request = {
                     "op": "verify",
-                    "path": self.path,
+                    **self._place,
                     "workers": workers,
                     "direct_io": direct_io,
                     "job": job.id,
@@ -265,31 +286,43 @@ class Checkpoint:
         )
 
 
-def _path(name: str, text: str | None) -> tuple[str | int, ...]:
-    return (name,) if text is None else tuple(json.loads(text))
+def _stored() -> Any:
+    """The module that reads values, which needs torch."""
+    from torch_ckpt.dcp.load import stored
+
+    return stored
 
 
-def _entries(answer: dict[str, Any]) -> tuple[tuple[TensorInfo, ...], tuple[ObjectInfo, ...]]:
-    files = [file["name"] for file in answer["files"]]
-    columns = ("names", "kinds", "type_of", "paths")
-    holders, of_tensors = iter(answer["holders"]), iter(answer["placements"])
-    tensors, objects = [], []
-    for name, kind, at, path in zip(*(answer[column] for column in columns), strict=True):
-        if kind == _core.OBJECT:
-            objects.append(ObjectInfo(name, files[next(holders)], _path(name, path)))
-            continue
-        placements = tuple(
-            Placement(
-                files[part["file"]], part["offset"], tuple(part["offsets"]), tuple(part["sizes"])
-            )
-            for part in next(of_tensors)
-        )
-        dtype, shape, size = answer["types"][at]
-        alias_of = answer["aliases"].get(name)
-        tensors.append(
-            TensorInfo(name, dtype, tuple(shape), size, _path(name, path), placements, alias_of)
-        )
-    return tuple(tensors), tuple(objects)
+class _Look:
+    """One look at a checkpoint. tensors: by name, the position of the type."""
+
+    def __init__(self, opened: OpenedCheckpoint) -> None:
+        self.opened = opened
+        self.described = opened.describe()
+        columns = (self.described[column] for column in ("names", "kinds", "type_of"))
+        self.tensors: dict[str, int] = {
+            name: at for name, kind, at in zip(*columns, strict=True) if kind != _core.OBJECT
+        }
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    verify: bool = True,
+    direct_io: bool = True,
+) -> Checkpoint:
+    """The checkpoint at `path`, looked at now; arguments are those of Checkpoint.
+
+        checkpoint = torch_ckpt.open("run/step-1000")
+        rows = checkpoint["layer.weight"][:2]  # reads two rows
+        step = checkpoint.objects["step"]
+
+    Raises IncompleteError where there is none, and what `Checkpoint.describe` raises.
+    """
+    checkpoint = Checkpoint(path, format=format, verify=verify, direct_io=direct_io)
+    checkpoint._looked()
+    return checkpoint
 
 
 @contextlib.contextmanager

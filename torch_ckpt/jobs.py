@@ -218,10 +218,13 @@ class OpenedCheckpoint:
     go on. Raises what the core's "open" raises (csrc/engine/open/checkpoint.h).
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, format: str | None = None) -> None:
         self.path = local_path(path)
+        request = {"op": "open", "path": self.path}
+        if format is not None:
+            request["format"] = format
         try:
-            self.id: int = _core.call({"op": "open", "path": self.path})["checkpoint"]
+            self.id: int = _core.call(request)["checkpoint"]
         except IncompleteError:
             if os.path.lexists(self.path) or not _HUB_ID.fullmatch(path):
                 raise

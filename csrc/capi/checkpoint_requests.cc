@@ -24,6 +24,16 @@ Json ListedJson(const ManifestFile& file) {
           {"bytes", file.bytes}};
 }
 
+// Whether the elements are row-major, one after another.
+bool IsDense(Dtype dtype, const StridedBox& stored) {
+  const Dims& sizes = stored.box.sizes;
+  const Dims dense = DenseStrides(sizes, DtypeUnit(dtype).bytes);
+  for (int d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] > 1 && stored.strides[d] != dense[d]) return false;
+  }
+  return true;
+}
+
 // Every box that is stored of a tensor, once.
 Result<Json> PlacementsJson(const Checkpoint& checkpoint, uint32_t entry) {
   const CatalogEntry& e = checkpoint.catalog().entries()[entry];
@@ -37,10 +47,14 @@ Result<Json> PlacementsJson(const Checkpoint& checkpoint, uint32_t entry) {
                         StoredBoxes(e, p));
     const std::vector<Box> held = BoxesOf(p, e.shape);
     for (size_t i = 0; i < held.size(); ++i) {
-      boxes.push_back({{"file", p.file},
-                       {"offset", stored[i].base},
-                       {"offsets", DimsJson(held[i].offsets)},
-                       {"sizes", DimsJson(held[i].sizes)}});
+      Json& box =
+          boxes.emplace_back(Json{{"file", p.file},
+                                  {"offset", stored[i].base},
+                                  {"offsets", DimsJson(held[i].offsets)},
+                                  {"sizes", DimsJson(held[i].sizes)}});
+      if (!IsDense(e.dtype, stored[i])) {
+        box["strides"] = DimsJson(stored[i].strides);
+      }
     }
   }
   return boxes;
@@ -114,8 +128,7 @@ Result<Json> PartManifests(const Directory& directory) {
 }  // namespace
 
 Result<Json> OpenRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
-  TC_ASSIGN_OR_RETURN(auto checkpoint, OpenCheckpoint(path));
+  TC_ASSIGN_OR_RETURN(auto checkpoint, CheckpointOf(request));
   TC_ASSIGN_OR_RETURN(const int64_t id,
                       Checkpoints().Add(std::move(checkpoint)));
   return Json{{"checkpoint", id}};
@@ -174,6 +187,7 @@ Result<Json> DescribeRequest(const Json& request) {
   }
   const bool ours = checkpoint->source() == kManifestSource;
   return Json{{"source", checkpoint->source()},
+              {"format", checkpoint->format()},
               {"save_id", checkpoint->save_id()},
               {"world_size", ours ? Json(checkpoint->world_size()) : Json()},
               {"hulls", checkpoint->hulls()},
@@ -188,6 +202,38 @@ Result<Json> DescribeRequest(const Json& request) {
               {"holders", std::move(holders)},
               {"archived", std::move(archived)},
               {"placements", std::move(placements)}};
+}
+
+Result<Json> FilesRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
+  Json files = Json::array();
+  for (const ManifestFile& file : checkpoint->files()) {
+    files.push_back(ListedJson(file));
+  }
+  return Json{{"files", std::move(files)}};
+}
+
+// Where the boxes of one tensor are, their files as paths that were opened and
+// found to be those that are meant.
+Result<Json> PlacementsRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
+  TC_ASSIGN_OR_RETURN(const std::string name, GetString(request, "name"));
+  const int64_t entry = checkpoint->catalog().Find(name);
+  if (entry < 0) {
+    return Incomplete("is not in the checkpoint")
+        .WithFile(checkpoint->path())
+        .WithTensor(name);
+  }
+  TC_ASSIGN_OR_RETURN(
+      Json boxes, PlacementsJson(*checkpoint, static_cast<uint32_t>(entry)));
+  for (Json& box : boxes) {
+    TC_ASSIGN_OR_RETURN(const int64_t number, GetInt(box, "file"));
+    const auto at = static_cast<uint32_t>(number);
+    TC_ASSIGN_OR_RETURN(const File file, checkpoint->file_set()->OpenFile(at));
+    box["file"] = checkpoint->files()[at].name;
+    box["path"] = file.path();
+  }
+  return Json{{"placements", std::move(boxes)}};
 }
 
 // Objects that are archived in files, each as JSON text or as an error.

@@ -22,6 +22,9 @@ inline constexpr std::string_view kStageSuffix = ".torch_ckpt-stage";
 inline constexpr std::string_view kDataSuffix = ".safetensors";
 inline constexpr std::string_view kIndexSuffix = ".safetensors.index.json";
 
+// What directories with our manifest are called among formats.
+inline constexpr std::string_view kOurFormat = "torch_ckpt";
+
 // Of a tensor's name, and of every key in a JSON text that is read.
 inline constexpr size_t kMaxNameBytes = 65535;
 

@@ -25,7 +25,11 @@ Result<std::shared_ptr<const Checkpoint>> CheckpointOf(const Json& object) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(object, "checkpoint", 0));
   if (id != 0) return Checkpoints().Find(id);
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(object, "path"));
-  return OpenCheckpoint(path);
+  std::string format;
+  if (object.contains("format")) {
+    TC_ASSIGN_OR_RETURN(format, GetString(object, "format"));
+  }
+  return OpenCheckpoint(path, format);
 }
 
 Result<std::shared_ptr<Job>> JobOf(const Json& object) {

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import torch_ckpt
 from torch_ckpt import Checkpoint
-from torch_ckpt.checkpoint import ObjectInfo, Placement
+from torch_ckpt.description import ObjectInfo, Placement
 from torch_ckpt.jobs import SaveSession
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"

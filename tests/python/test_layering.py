@@ -37,9 +37,11 @@ PYTHON_ROOMS = (
         "progress",
         "_ext",
     ),
-    *("checkpoint", "dtype_policy", "children", "merge", "objects", "ranks", "dcp"),
+    *("description", "checkpoint", "dtype_policy", "children", "merge", "objects", "ranks", "dcp"),
     *("consolidate", "directory", "cli"),
 )
+# What reads values needs torch, and is imported when the first value is asked for.
+LATER = {("checkpoint", "torch_ckpt.dcp.load"), ("checkpoint", "torch_ckpt.dcp.load.stored")}
 # Of torch_ckpt/dcp.
 DCP_ROOMS = ("reserved", "saves", "plan", "stage", "save", "load", "api", "background")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
@@ -148,7 +150,7 @@ def import_breaches(
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             names = [node.module]
         for name in names:
-            if not name.startswith(f"{house}."):
+            if not name.startswith(f"{house}.") or (room, name) in LATER:
                 continue
             target = name.removeprefix(f"{house}.").partition(".")[0]
             if target in rooms and rooms.index(target) > rooms.index(room):

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import torch_ckpt
-from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch_ckpt import CheckpointReader, HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 FINAL = "model-00001-of-00001.safetensors"
 
@@ -158,15 +158,15 @@ def test_a_load_begins_again_when_the_checkpoint_was_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tmp_path / "in", {"w": torch.zeros(3), "more": torch.zeros(2)})
-    read, times = HuggingFaceStorageReader.read_data, []
+    read, times = CheckpointReader.read_data, []
 
-    def replaced(self: HuggingFaceStorageReader, *args: Any) -> Any:
+    def replaced(self: CheckpointReader, *args: Any) -> Any:
         times.append(1)
         if len(times) < 3:
             saved(path, {"w": torch.full((3,), float(len(times))), "more": torch.zeros(2)})
         return read(self, *args)
 
-    monkeypatch.setattr(HuggingFaceStorageReader, "read_data", replaced)
+    monkeypatch.setattr(CheckpointReader, "read_data", replaced)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     target = {"w": torch.full((3,), -1.0), "more": torch.ones(2)}
     torch_ckpt.load(target, checkpoint_id=path)

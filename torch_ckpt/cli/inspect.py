@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from torch_ckpt.checkpoint import Checkpoint, Description, TensorInfo
+from torch_ckpt.checkpoint import Checkpoint
 from torch_ckpt.cli.output import Output, count, format_bytes, printable, with_output
+from torch_ckpt.description import Description, TensorInfo
 
 _SOURCES = {
     "manifest": "written by torch_ckpt",

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torch_ckpt.checkpoint import look_again
 from torch_ckpt.dcp.load.load import Load
-from torch_ckpt.dcp.load.reader import HuggingFaceStorageReader, ReplacedError
+from torch_ckpt.dcp.load.reader import CheckpointReader, ReplacedError
 from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
 from torch_ckpt.dcp.plan.states import states_of
 from torch_ckpt.dcp.save.save import Save
@@ -176,7 +176,7 @@ def load(
         if reader is None:
             if place is None:
                 raise InvalidArgumentError("load needs a path or a storage_reader")
-            reader = HuggingFaceStorageReader(place, direct_io=direct_io)
+            reader = CheckpointReader(place, direct_io=direct_io)
         elif not direct_io:
             raise InvalidArgumentError("direct_io: give it to the storage_reader")
         if own_planner is None:

@@ -13,9 +13,9 @@ namespace torch_ckpt {
 namespace {
 
 constexpr std::array kReaders = {
-    CatalogReader{HasSafetensors, ReadSafetensors},
-    CatalogReader{HasDcpMetadata, ReadDcp},
-    CatalogReader{HasTorchWeights, ReadTorchFiles},
+    CatalogReader{"hf", HasSafetensors, ReadSafetensors},
+    CatalogReader{"dcp", HasDcpMetadata, ReadDcp},
+    CatalogReader{"torch", HasTorchWeights, ReadTorchFiles},
 };
 
 // As people call files of torch.save.
@@ -24,37 +24,16 @@ bool IsTorchName(std::string_view name) {
          name.ends_with(".bin") || name.ends_with(".ckpt");
 }
 
-}  // namespace
-
-Result<ForeignCatalog> ReadForeign(const Directory& directory) {
-  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
-  if (HasSafetensors(names) && HasDcpMetadata(names) &&
-      std::any_of(names.begin(), names.end(), IsDcpFile)) {
-    return Conflict(
-               "holds two checkpoints: .safetensors files, and .metadata with "
-               ".distcp files; move those that you do not mean elsewhere")
-        .WithFile(directory.path());
-  }
-  for (const CatalogReader& reader : kReaders) {
-    if (!reader.recognise(names)) continue;
-    TC_ASSIGN_OR_RETURN(ForeignCatalog read, reader.read(directory, names));
-    if (!read.archives) {
-      for (std::string& name : TorchWeights(names)) {
-        read.beside.push_back(std::move(name));
-      }
-      std::sort(read.beside.begin(), read.beside.end());
-    }
-    return read;
-  }
+Status NothingHere(const Directory& directory,
+                   std::span<const std::string> names) {
   std::string hint;
-  if (std::find(names.begin(), names.end(), "__0.metadata") != names.end()) {
+  if (std::binary_search(names.begin(), names.end(), "__0.metadata")) {
     hint = "; __0.metadata is of a save without collectives, which is not read";
-  }
-  if (std::find(names.begin(), names.end(), "sharded") != names.end()) {
+  } else if (std::binary_search(names.begin(), names.end(), "sharded")) {
     hint = "; its subdirectory 'sharded' may hold one";
-  }
-  const auto file = std::find_if(names.begin(), names.end(), IsTorchName);
-  if (file != names.end()) {
+  } else if (const auto file =
+                 std::find_if(names.begin(), names.end(), IsTorchName);
+             file != names.end()) {
     hint = "; of files such as " + *file + ", give the path of one";
   }
   return Incomplete("holds no checkpoint: neither " +
@@ -65,12 +44,62 @@ Result<ForeignCatalog> ReadForeign(const Directory& directory) {
       .WithFile(directory.path());
 }
 
-Result<ForeignCatalog> ReadForeignFile(const Directory& directory,
-                                       const std::string& name) {
-  for (const CatalogReader& reader : kReaders) {
-    if (reader.recognise({&name, 1})) return reader.read(directory, {&name, 1});
+Result<const CatalogReader*> FindReader(const Directory& directory,
+                                        std::span<const std::string> names,
+                                        bool is_file) {
+  if (HasSafetensors(names) && HasDcpMetadata(names) &&
+      std::any_of(names.begin(), names.end(), IsDcpFile)) {
+    return Conflict(
+               "holds two checkpoints: .safetensors files, and .metadata with "
+               ".distcp files; move those that you do not mean elsewhere, or "
+               "say which format is meant")
+        .WithFile(directory.path());
   }
-  return ReadTorchFiles(directory, {&name, 1});
+  for (const CatalogReader& reader : kReaders) {
+    if (reader.recognise(names)) return &reader;
+  }
+  if (is_file) return &kReaders.back();
+  return NothingHere(directory, names);
+}
+
+}  // namespace
+
+Result<ForeignCatalog> ReadForeign(const Directory& directory,
+                                   const std::string* file,
+                                   std::string_view format) {
+  std::vector<std::string> names;
+  if (file) {
+    names.push_back(*file);
+  } else {
+    TC_ASSIGN_OR_RETURN(names, directory.List());
+  }
+  const CatalogReader* reader = nullptr;
+  for (const CatalogReader& each : kReaders) {
+    if (each.format == format) reader = &each;
+  }
+  if (format.empty()) {
+    TC_ASSIGN_OR_RETURN(reader, FindReader(directory, names, file != nullptr));
+  } else if (!reader) {
+    std::string known(kOurFormat);
+    for (const CatalogReader& each : kReaders) {
+      known += ", " + std::string(each.format);
+    }
+    return InvalidArgument("format is one of " + known + "; not '" +
+                           std::string(format) + "'");
+  } else if (!file && !reader->recognise(names)) {
+    return Incomplete("holds no checkpoint of the format " +
+                      std::string(format))
+        .WithFile(directory.path());
+  }
+  TC_ASSIGN_OR_RETURN(ForeignCatalog read, reader->read(directory, names));
+  read.format = reader->format;
+  if (!read.archives) {
+    for (std::string& name : TorchWeights(names)) {
+      read.beside.push_back(std::move(name));
+    }
+    std::sort(read.beside.begin(), read.beside.end());
+  }
+  return read;
 }
 
 std::string IdentityOf(std::span<const ManifestFile> files,

@@ -19,6 +19,7 @@ namespace torch_ckpt {
 struct ForeignCatalog {
   std::vector<ManifestFile> files;  // without digests
   Catalog catalog;                  // of these
+  std::string_view format;          // of its reader
   std::string_view source;          // how its files are known, in a word
   // Tensors whose shape no file says: what the shards that are there make up.
   std::vector<std::string> hulls;
@@ -37,18 +38,20 @@ struct ForeignCatalog {
 
 // Both see `names`, sorted, of the directory: all of them, or that of one file.
 struct CatalogReader {
+  std::string_view format;  // as people call it
   // Whether they are of this format. Looks at names alone.
   bool (*recognise)(std::span<const std::string> names);
   Result<ForeignCatalog> (*read)(const Directory& directory,
                                  std::span<const std::string> names);
 };
 
-// By the first reader that recognises it. kIncomplete where none does.
-Result<ForeignCatalog> ReadForeign(const Directory& directory);
-// One file of a directory: by the first reader that recognises it, else as one
-// of torch.save.
-Result<ForeignCatalog> ReadForeignFile(const Directory& directory,
-                                       const std::string& name);
+// What `directory` holds, or one `file` of it, where that is not null. By the
+// reader of `format`; where that is empty, by the first reader that recognises
+// the names, and a file that none does as one of torch.save. kIncomplete where
+// no reader recognises a directory, kInvalidArgument for another word.
+Result<ForeignCatalog> ReadForeign(const Directory& directory,
+                                   const std::string* file,
+                                   std::string_view format);
 
 // Of files that were looked at: ForeignCatalog::identity.
 std::string IdentityOf(std::span<const ManifestFile> files,

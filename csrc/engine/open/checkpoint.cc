@@ -163,10 +163,9 @@ Result<Contents> LoadParts(const DirectoryPtr& directory,
 
 // `file`: null for all of the directory.
 Result<Contents> LoadForeign(const DirectoryPtr& directory,
-                             const std::string* file = nullptr) {
-  TC_ASSIGN_OR_RETURN(
-      ForeignCatalog scan,
-      file ? ReadForeignFile(*directory, *file) : ReadForeign(*directory));
+                             const std::string* file, std::string_view format) {
+  TC_ASSIGN_OR_RETURN(ForeignCatalog scan,
+                      ReadForeign(*directory, file, format));
   FileList list{directory, {}};
   list.has_digests = false;
   list.seen = std::move(scan.infos);
@@ -176,6 +175,7 @@ Result<Contents> LoadForeign(const DirectoryPtr& directory,
   Contents out = FilesOf(std::move(manifest), std::move(list), !file);
   out.catalog = std::move(scan.catalog);
   out.source = scan.source;
+  out.format = scan.format;
   out.identity = std::move(scan.identity);
   out.hulls = std::move(scan.hulls);
   out.beside = std::move(scan.beside);
@@ -194,27 +194,33 @@ struct Look {
   bool late = false;                // an error may go with another look
 };
 
-Look LookAt(const std::string& path) {
+// What is at a path that opens as no directory, for the reason `why`.
+Result<Contents> LoadFile(const std::string& path, std::string_view format,
+                          const Status& why, Look* look) {
+  Result<Directory> parent = Directory::Open(ParentPath(path));
+  look->shared = parent.ok() && IsShared(*parent);
+  if (why.sys_errno() == ENOENT) {
+    look->late = look->shared;
+    return Incomplete("there is no such file or directory").WithFile(path);
+  }
+  if (why.sys_errno() != ENOTDIR || !parent.ok()) return why;
+  const std::string name = BaseName(path);
+  return LoadForeign(
+      std::make_shared<const Directory>(std::move(parent).value()), &name,
+      format);
+}
+
+Look LookAt(const std::string& path, std::string_view format) {
   Look look;
   const auto load = [&]() -> Result<Contents> {
     Result<Directory> opened = Directory::Open(path);
-    if (opened.status().sys_errno() == ENOENT) {
-      const auto parent = Directory::Open(ParentPath(path));
-      look.shared = look.late = parent.ok() && IsShared(*parent);
-      return Incomplete("there is no such file or directory").WithFile(path);
-    }
-    if (opened.status().sys_errno() == ENOTDIR) {
-      Result<Directory> parent = Directory::Open(ParentPath(path));
-      if (!parent.ok()) return opened.status();
-      look.shared = IsShared(*parent);
-      const std::string name = BaseName(path);
-      return LoadForeign(
-          std::make_shared<const Directory>(std::move(parent).value()), &name);
-    }
-    TC_RETURN_IF_ERROR(opened.status());
+    if (!opened.ok()) return LoadFile(path, format, opened.status(), &look);
     look.shared = IsShared(*opened);
     const auto directory =
         std::make_shared<const Directory>(std::move(opened).value());
+    if (!format.empty() && format != kOurFormat) {
+      return LoadForeign(directory, nullptr, format);
+    }
     TC_ASSIGN_OR_RETURN(const Committed committed, ReadCommitted(*directory));
     look.text = committed.text;
     look.journal = committed.journal;
@@ -235,7 +241,11 @@ Look LookAt(const std::string& path) {
                  "is still going on, or died")
           .WithFile(path);
     }
-    Result<Contents> loaded = LoadForeign(directory);
+    if (format == kOurFormat) {
+      return Incomplete("holds no " + std::string(kManifestName))
+          .WithFile(path);
+    }
+    Result<Contents> loaded = LoadForeign(directory, nullptr, format);
     // A save may have committed over these files meanwhile: then what was
     // read may be a mixture.
     TC_ASSIGN_OR_RETURN(const Committed again, ReadCommitted(*directory));
@@ -255,6 +265,18 @@ Look LookAt(const std::string& path) {
 
 Checkpoint::Checkpoint(Contents contents)
     : has_(std::move(contents)), proved_(has_.catalog.entries().size()) {}
+
+std::string_view Checkpoint::format() const {
+  if (!has_.format.empty()) return has_.format;
+  const bool whole = std::none_of(
+      files().begin(), files().end(), [](const ManifestFile& file) {
+        return file.role == FileRole::kData && IsShardName(file.name);
+      });
+  const bool any = std::any_of(
+      files().begin(), files().end(),
+      [](const ManifestFile& file) { return file.role == FileRole::kData; });
+  return whole && any ? std::string_view("hf") : kOurFormat;
+}
 
 std::string Checkpoint::CatalogPath() const {
   for (const ManifestFile& file : files()) {
@@ -417,12 +439,12 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Renamed(
 }
 
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
-    const std::string& path) {
+    const std::string& path, std::string_view format) {
   std::optional<Patience> patience;
   std::optional<std::string> last_text;
   bool changed = false;
   for (;;) {
-    Look look = LookAt(path);
+    Look look = LookAt(path, format);
     if (look.found.ok()) {
       return std::make_shared<const Checkpoint>(std::move(look.found).value());
     }

@@ -42,8 +42,9 @@ class Checkpoint {
     std::shared_ptr<const FileSet> files;
     Catalog catalog;
     std::string_view source = kManifestSource;
-    std::string save_id;     // empty without a manifest
-    int64_t world_size = 0;  // 0 without a manifest
+    std::string_view format = {};  // its reader's; empty with a manifest
+    std::string save_id;           // empty without a manifest
+    int64_t world_size = 0;        // 0 without a manifest
     // Not that of another checkpoint: the save id, or what its files are.
     std::string identity;
     // Tensors of a directory that is not ours whose shape no file says: were
@@ -64,6 +65,9 @@ class Checkpoint {
   const std::vector<ManifestFile>& files() const { return has_.files->files(); }
   const Catalog& catalog() const { return has_.catalog; }
   std::string_view source() const { return has_.source; }
+  // The word that people say: kOurFormat for shards of ours; "hf" for whole
+  // tensors, whoever wrote them.
+  std::string_view format() const;
   const std::string& save_id() const { return has_.save_id; }
   int64_t world_size() const { return has_.world_size; }
   const std::string& identity() const { return has_.identity; }
@@ -106,11 +110,13 @@ class Checkpoint {
   mutable SafetensorsBlobs blobs_;
 };
 
-// Errors: kIncomplete when there is no checkpoint or a part of it is missing,
-// kConflict while it is being replaced, kCorrupt. On a shared file system
-// these come after kPatience only.
+// `format`: a word of Checkpoint::format; empty to find out, which prefers our
+// manifest. Errors: kIncomplete when there is no checkpoint (of that format) or
+// a part of it is missing, kConflict while it is being replaced, kCorrupt,
+// kInvalidArgument for another word. On a shared file system these come after
+// kPatience only.
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
-    const std::string& path);
+    const std::string& path, std::string_view format = {});
 
 // Where the files of a committed journal were staged: the directory of its
 // save; the place itself once that is gone.

@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torch_ckpt.dcp.load.reader import HuggingFaceStorageReader
+from torch_ckpt.dcp.load.reader import CheckpointReader
 from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner as OurPlanner
 from torch_ckpt.dcp.plan.states import has_state, states_of
@@ -39,7 +39,7 @@ class Load:
         """Fill `state_dict`. A collective call: raises the same error on every rank; tensors may
         then be filled in part."""
         what = f"load by {type(self.reader).__name__}"
-        if isinstance(self.reader, HuggingFaceStorageReader):
+        if isinstance(self.reader, CheckpointReader):
             place = os.path.normpath(os.fsdecode(self.path or self.reader.path))
             what = f"load of {os.path.basename(place)}"
         states: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""HuggingFaceStorageReader: DCP's StorageReader protocol on the engine."""
+"""CheckpointReader: DCP's StorageReader protocol on the engine."""
 
 from __future__ import annotations
 
@@ -44,17 +44,19 @@ class ReplacedError(ConflictError):
     again in a second will see the newer one."""
 
 
-class HuggingFaceStorageReader(StockReader):
-    """Reads our directories, stock shards, consolidated files and Hub directories.
+class CheckpointReader(StockReader):
+    """A StorageReader over every format that is read: see `torch_ckpt.open`.
 
     The positional arguments are those of
     `torch.distributed.checkpoint.HuggingFaceStorageReader`:
 
-    path: the checkpoint directory.
+    path: the checkpoint directory, or a file of safetensors or torch.save.
     thread_count: threads that read; fewer than 4 mean 4.
 
     Keyword-only arguments of ours:
 
+    format: what the checkpoint is read as: "torch_ckpt", "hf", "dcp" or "torch"; None to find out
+        by the names in the directory.
     verify: compare every segment (1 MiB of a file) that is read with its CRC-32C. Directories that
         are not ours have no digests.
     strict_dtype: refuse a target whose dtype is not the stored one.
@@ -73,12 +75,14 @@ class HuggingFaceStorageReader(StockReader):
         path: str | os.PathLike[str],
         thread_count: int = 1,
         *,
+        format: str | None = None,
         verify: bool = True,
         strict_dtype: bool = False,
         allow_pickle: bool = False,
         direct_io: bool = True,
     ) -> None:
         super().__init__(path=os.fspath(path), thread_count=thread_count)
+        self.format = format
         self.verify = verify
         self.strict_dtype = strict_dtype
         self.allow_pickle = allow_pickle
@@ -107,7 +111,7 @@ class HuggingFaceStorageReader(StockReader):
 
     def _open(self) -> OpenedCheckpoint:
         if self._opened is None:
-            self._opened = OpenedCheckpoint(os.fspath(self.path))
+            self._opened = OpenedCheckpoint(os.fspath(self.path), self.format)
         return self._opened
 
     def _describe(self) -> dict[str, Any]:
@@ -209,3 +213,7 @@ class HuggingFaceStorageReader(StockReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+class HuggingFaceStorageReader(CheckpointReader):
+    """CheckpointReader under the name of stock's class."""

@@ -1,0 +1,251 @@
+"""Tensors and other leaves of an opened checkpoint, read one by one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from torch_ckpt import _core
+from torch_ckpt.dcp.load.read_objects import ObjectReader
+from torch_ckpt.dcp.load.read_tensors import TensorReader
+from torch_ckpt.dcp.reserved import STRUCTURE_FQN
+from torch_ckpt.dtypes import PACKED, TORCH_DTYPES
+from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.jobs import MIN_WORKERS, OpenedCheckpoint
+
+Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+
+
+class StoredTensor:
+    """A tensor in a checkpoint. What is read of it is what an index asks for, and no more.
+
+    name: its fqn.
+    shape: the global shape, in torch's elements.
+    dtype: the stored one. Raises UnsupportedError where this torch lacks it.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedCheckpoint,
+        name: str,
+        stored: tuple[str, list[int], int],
+        *,
+        verify: bool,
+        direct_io: bool,
+    ) -> None:
+        """`stored`: dtype name, shape in the header's elements, bytes."""
+        self.name = name
+        self._opened = opened
+        self._stored = stored
+        self._verify = verify
+        self._direct_io = direct_io
+        self._packed = PACKED.get(stored[0], 1)
+        sizes = list(stored[1])
+        if self._packed > 1 and sizes:
+            sizes[-1] //= self._packed
+        self.shape = torch.Size(sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype = TORCH_DTYPES.get(self._stored[0])
+        if dtype is None:
+            raise UnsupportedError(
+                f"has dtype {self._stored[0]}, which this torch does not have",
+                file=self._opened.path,
+                tensor=self.name,
+            )
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self._stored[2]
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.name!r}, {self._stored[0]}{list(self.shape)})"
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a tensor without dimensions has no length")
+        return self.shape[0]
+
+    def __getitem__(self, index: Index) -> torch.Tensor:
+        """A new CPU tensor with what torch's own basic indexing would give: integers, slices with
+        positive steps, `...`. Read is the box around it. Raises IndexError, TypeError, and what
+        `read` raises."""
+        return self.read(index)
+
+    def read(self, index: Index = ..., *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`self[index]`, into `out` where that is given: a tensor of that shape, of any dtype,
+        strides or device. Casts, and refuses, as `torch_ckpt.load` does.
+
+        The bytes are compared with their digests, where there are any. Raises CheckpointError kinds
+        and OSError; `out` may then be filled in part.
+        """
+        box = _Box(self.shape, index)
+        if out is not None and out.shape != box.shape:
+            raise InvalidArgumentError(
+                f"out has shape {tuple(out.shape)}, the index gives {tuple(box.shape)}",
+                tensor=self.name,
+            )
+        if out is not None and not box.stepped:
+            self._fill(box, box.unsqueezed(out))
+            return out
+        target = torch.empty(box.sizes, dtype=self.dtype, device="cpu")
+        self._fill(box, target)
+        found = box.picked(target)
+        if out is None:
+            return found.contiguous() if box.stepped else found
+        with torch.no_grad():
+            return out.copy_(found)
+
+    def _fill(self, box: _Box, target: torch.Tensor) -> None:
+        described = {"types": [self._stored], "names": [self.name], "type_of": [0]}
+        reader = TensorReader(
+            self._opened,
+            described,
+            workers=MIN_WORKERS,
+            verify=self._verify,
+            strict_dtype=False,
+            direct_io=self._direct_io,
+        )
+        place = MetadataIndex(self.name)
+        zeros = torch.Size([0] * len(box.sizes))
+        item = ReadItem(LoadItemType.TENSOR, place, zeros, place, box.offsets, box.sizes)
+        planner: Any = _OneTarget(target)
+        reader.read([item], planner)
+
+    def mmap(self) -> torch.Tensor:
+        """The whole tensor as a view of its file, mapped: nothing is read before it is used, and no
+        digest is compared. What is written to it stays in this process.
+
+        Raises UnsupportedError where the tensor is not in one piece of one file, or not aligned
+        there for its dtype. A file that is cut short while it is mapped ends the process (SIGBUS).
+        """
+        answer = _core.call({"op": "placements", "checkpoint": self._opened.id, "name": self.name})
+        placements = answer["placements"]
+        dtype = self.dtype
+        if not self.shape.numel():
+            return torch.empty(self.shape, dtype=dtype, device="cpu")
+        if len(placements) != 1:
+            raise UnsupportedError(
+                f"is stored in {len(placements)} pieces and cannot be mapped as one",
+                file=self._opened.path,
+                tensor=self.name,
+            )
+        (placed,) = placements
+        strides = placed.get("strides")
+        if placed["offset"] % dtype.itemsize or any(s % dtype.itemsize for s in strides or ()):
+            raise UnsupportedError(
+                f"begins at byte {placed['offset']} of its file, where a {dtype} cannot be mapped",
+                file=placed["path"],
+                tensor=self.name,
+            )
+        steps = (
+            torch.empty(self.shape, device="meta").stride()
+            if strides is None
+            else [stride // dtype.itemsize for stride in strides]
+        )
+        span = 1 + sum((size - 1) * step for size, step in zip(self.shape, steps, strict=True))
+        end = placed["offset"] + span * dtype.itemsize
+        storage: Any = torch.UntypedStorage.from_file(placed["path"], False, end)
+        view = torch.empty(0, dtype=dtype, device="cpu")
+        return view.set_(storage, placed["offset"] // dtype.itemsize, self.shape, steps)
+
+
+class _Box:
+    """What an index takes of a tensor: a box of it, and what is then picked of the box."""
+
+    def __init__(self, shape: torch.Size, index: Index) -> None:
+        parts = index if isinstance(index, tuple) else (index,)
+        for part in parts:
+            if not isinstance(part, slice) and part is not Ellipsis:
+                if isinstance(part, bool | torch.Tensor):
+                    raise TypeError("an index is made of integers, slices and ...")
+                operator.index(part)
+        dots = [at for at, part in enumerate(parts) if part is Ellipsis]
+        missing = len(shape) - (len(parts) - len(dots))
+        if missing < 0 or len(dots) > 1:
+            raise IndexError(f"too many indices for a tensor of {len(shape)} dimensions")
+        at = dots[0] if dots else len(parts)
+        full: tuple[Any, ...] = (*parts[:at], *[slice(None)] * missing, *parts[at + 1 :])
+        offsets: list[int] = []
+        sizes: list[int] = []
+        picks: list[slice | int] = []
+        for size, part in zip(shape, full, strict=True):
+            if isinstance(part, slice):
+                begin, end, step = part.indices(size)
+                if step < 1:
+                    raise ValueError("a slice of a stored tensor has a step above 0")
+                count = len(range(begin, end, step))
+                offsets.append(begin if count else 0)
+                sizes.append((count - 1) * step + 1 if count else 0)
+                picks.append(slice(None, None, step))
+                continue
+            position = operator.index(part)
+            if not -size <= position < size:
+                raise IndexError(f"index {position} is out of range for a dimension of {size}")
+            offsets.append(position % size)
+            sizes.append(1)
+            picks.append(0)
+        self.offsets, self.sizes = torch.Size(offsets), torch.Size(sizes)
+        self._picks = picks
+        self.stepped = any(isinstance(pick, slice) and pick.step > 1 for pick in picks)
+        self.shape = torch.Size(
+            -(-size // pick.step)
+            for size, pick in zip(sizes, picks, strict=True)
+            if isinstance(pick, slice)
+        )
+
+    def picked(self, box: torch.Tensor) -> torch.Tensor:
+        return box[tuple(self._picks)] if self._picks else box
+
+    def unsqueezed(self, out: torch.Tensor) -> torch.Tensor:
+        """A view of `out` with the dimensions of the box."""
+        for dim, pick in enumerate(self._picks):
+            if not isinstance(pick, slice):
+                out = out.unsqueeze(dim)
+        return out
+
+
+class _OneTarget:
+    """What a reader asks of a planner, where there is one tensor to fill."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self.target = target
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        return self.target
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+class StoredObjects(Mapping[str, Any]):
+    """The leaves of an opened checkpoint that are no tensors, by their fqns. Each is read when it
+    is asked for, from typed JSON: no pickle is run. Raises UnsupportedError for a leaf that is an
+    object of some class."""
+
+    def __init__(self, opened: OpenedCheckpoint, described: dict[str, Any], verify: bool) -> None:
+        self._reader = ObjectReader(opened, described, verify=verify, allow_pickle=False)
+        self._names = {name: None for name in _core.objects_of(described) if name != STRUCTURE_FQN}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._reader.read_one(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"StoredObjects({list(self._names)})"

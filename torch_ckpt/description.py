@@ -1,0 +1,148 @@
+"""What a checkpoint holds, as data.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch_ckpt import _core
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file of a checkpoint. `role` is "data", "objects", "catalog", "index" or "extra"."""
+
+    name: str
+    role: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one box of a tensor is stored: from byte `offset` of `file` on.
+
+    `offsets` and `sizes` say which box of the global tensor, in elements. `strides` are bytes from
+    one element to the next in each dimension (of packed dtypes, from one byte to the next); None
+    where they are row-major, one after another.
+    """
+
+    file: str
+    offset: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A stored tensor: safetensors dtype name, global shape in elements, bytes of the whole.
+
+    `path` is where it stands in the nested state dict; (name,) where that is not known. `alias_of`
+    is the tensor that has the same bytes in the same place, stored once (tied tensors).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    path: tuple[str | int, ...]
+    placements: tuple[Placement, ...]
+    alias_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """A stored leaf that is no tensor, and the objects file that holds it."""
+
+    name: str
+    file: str
+    path: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a checkpoint holds.
+
+    format: "torch_ckpt" for shards of ours, "hf" for safetensors of others and for whole tensors,
+        "dcp" for .distcp files of stock DCP, "torch" for files of torch.save.
+    source: "manifest" for a directory that torch_ckpt wrote; "dcp" for one of stock DCP
+        (.metadata beside .distcp files); "torch" for files of torch.save; "index" (its index.json)
+        or "headers" (all .safetensors files) for any other.
+    save_id, world_size: of the save; None without a manifest.
+    beside: data files that are no part of such a directory's checkpoint, and are not read.
+    """
+
+    path: str
+    format: Literal["torch_ckpt", "hf", "dcp", "torch"]
+    source: Literal["manifest", "index", "headers", "dcp", "torch"]
+    save_id: str | None
+    world_size: int | None
+    files: tuple[FileInfo, ...]
+    tensors: tuple[TensorInfo, ...]
+    objects: tuple[ObjectInfo, ...]
+    beside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Which ranks wrote a checkpoint.
+
+    world_size: how many there were; None where nothing says it.
+    ranks: the rank that wrote a file, of those that are named after one.
+    """
+
+    world_size: int | None
+    ranks: Mapping[str, int]
+
+
+_SHARD = re.compile(r"(?:shard|objects)-(\d{5})[-.]|__(\d+)_\d+\.distcp$")
+
+
+def topology_of(world_size: int | None, files: Iterable[str]) -> Topology:
+    """`world_size` is that of a manifest; else the names of `files` say it, where they do."""
+    ranks = {}
+    for name in files:
+        if match := _SHARD.match(name):
+            # Ours and stock's shards count from 1, .distcp files from 0.
+            ranks[name] = int(match[1]) - 1 if match[1] else int(match[2])
+    if world_size is None and ranks:
+        world_size = 1 + max(ranks.values())
+    return Topology(world_size, ranks)
+
+
+def _path(name: str, text: str | None) -> tuple[str | int, ...]:
+    return (name,) if text is None else tuple(json.loads(text))
+
+
+def entries_of(answer: dict[str, Any]) -> tuple[tuple[TensorInfo, ...], tuple[ObjectInfo, ...]]:
+    """The tensors and the objects of an answer of `_core.describe` of the whole."""
+    files = [file["name"] for file in answer["files"]]
+    columns = ("names", "kinds", "type_of", "paths")
+    holders, of_tensors = iter(answer["holders"]), iter(answer["placements"])
+    tensors, objects = [], []
+    for name, kind, at, path in zip(*(answer[column] for column in columns), strict=True):
+        if kind == _core.OBJECT:
+            objects.append(ObjectInfo(name, files[next(holders)], _path(name, path)))
+            continue
+        placements = tuple(
+            Placement(
+                files[part["file"]],
+                part["offset"],
+                tuple(part["offsets"]),
+                tuple(part["sizes"]),
+                tuple(part["strides"]) if "strides" in part else None,
+            )
+            for part in next(of_tensors)
+        )
+        dtype, shape, size = answer["types"][at]
+        alias_of = answer["aliases"].get(name)
+        tensors.append(
+            TensorInfo(name, dtype, tuple(shape), size, _path(name, path), placements, alias_of)
+        )
+    return tuple(tensors), tuple(objects)
