@@ -35,10 +35,11 @@ PAGE = Path(__file__).with_name("reference.md")
 SECTIONS = {
     "Saving and loading": ("save", "load", "async_save", "AsyncSave", "SaveStats", "PerRank"),
     "Checkpoints on disk": ("CheckpointDirectory", "open", "Checkpoint"),
-    "Consolidation": (
+    "Consolidation and conversion": (
         "consolidate_safetensors_files",
         "consolidate_safetensors_files_on_every_rank",
         "MergeFuture",
+        "convert",
     ),
     "Parts for DCP's own functions": (
         "HuggingFaceStorageWriter",
@@ -62,6 +63,10 @@ AS_IN = {
     "async_save": ("torch_ckpt.save", "torch.distributed.checkpoint.async_save"),
     "load": ("torch.distributed.checkpoint.load",),
     "open": ("torch_ckpt.Checkpoint",),
+    "convert": (
+        "torch_ckpt.consolidate_safetensors_files",
+        "torch_ckpt.HuggingFaceStorageWriter",
+    ),
     "HuggingFaceStorageReader": ("torch_ckpt.CheckpointReader",),
     "SavePlanner": ("torch.distributed.checkpoint.DefaultSavePlanner",),
     "LoadPlanner": ("torch.distributed.checkpoint.DefaultLoadPlanner",),

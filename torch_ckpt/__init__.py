@@ -33,6 +33,7 @@ from torch_ckpt.errors import (
 if TYPE_CHECKING:
     from torch_ckpt.checkpoint import Checkpoint, open
     from torch_ckpt.consolidate import MergeFuture, consolidate_safetensors_files_on_every_rank
+    from torch_ckpt.conversion import convert
     from torch_ckpt.dcp.api import load, save
     from torch_ckpt.dcp.background.async_save import async_save
     from torch_ckpt.dcp.load.reader import CheckpointReader, HuggingFaceStorageReader
@@ -65,6 +66,7 @@ _LAZY = {
     "async_save": "torch_ckpt.dcp.background.async_save",
     "consolidate_safetensors_files": "torch_ckpt.merge",
     "consolidate_safetensors_files_on_every_rank": "torch_ckpt.consolidate",
+    "convert": "torch_ckpt.conversion",
     "load": "torch_ckpt.dcp.api",
     "open": "torch_ckpt.checkpoint",
     "save": "torch_ckpt.dcp.api",
@@ -96,6 +98,7 @@ __all__ = [
     "async_save",
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",
+    "convert",
     "load",
     "open",
     "save",

@@ -23,6 +23,7 @@ class Naming(NamedTuple):
 
     stem: str
     number_single: bool  # else a single file is "<stem>.safetensors", without an index
+    has_index: bool = True  # else no index stands beside the files
 
 
 NAMINGS = {
@@ -31,6 +32,9 @@ NAMINGS = {
     "diffusers": Naming("diffusion_pytorch_model", False),
     "peft": Naming("adapter_model", False),
 }
+
+# As the shards of the one rank of a save.
+SHARDS = Naming("shard-00001-model", True, has_index=False)
 
 
 def checked_mapping(

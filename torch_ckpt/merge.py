@@ -95,14 +95,18 @@ def merge_request(
     strict: bool,
     verify: bool = True,
     max_shard_size: int | str | None,
-    naming: FileNames,
+    naming: FileNames | Naming,
     policy: DtypePolicy,
     memory_budget: int | str = MEMORY_BUDGET,
     key_mapping: KeyMapping | None = None,
     direct_io: bool = True,
+    format: str | None = None,
+    objects: bool = True,
 ) -> MergeRequest:
-    """Opens the input. Raises what that does (csrc/engine/open/checkpoint.h)."""
-    check_choice("naming", naming, NAMINGS)
+    """Opens the input, as `format`. Raises what that does (csrc/engine/open/checkpoint.h)."""
+    if not isinstance(naming, Naming):
+        check_choice("naming", naming, NAMINGS)
+        naming = NAMINGS[naming]
     workers = min(
         max(MIN_WORKERS, num_threads), parse_bytes(memory_budget, "memory_budget") // WORKER_BYTES
     )
@@ -114,7 +118,7 @@ def merge_request(
     if max_shard_size is not None and mapping is not None:
         raise InvalidArgumentError("a mapping and max_shard_size exclude each other")
     checked = checked_mapping(mapping)
-    opened = OpenedCheckpoint(local_path(input_dir))
+    opened = OpenedCheckpoint(local_path(input_dir), format)
     dtypes = opened.dtypes() if policy or key_mapping else {}
     new_names = renamed(key_mapping, list(dtypes))
     return MergeRequest(
@@ -123,13 +127,14 @@ def merge_request(
             "output": local_path(output_dir),
             "mapping": checked,
             "max_bytes": parse_bytes(max_shard_size, "max_shard_size") if max_shard_size else 0,
-            **NAMINGS[naming]._asdict(),
+            **naming._asdict(),
             "new_names": new_names,
             "dtypes": _changed_dtypes(
                 {new_names.get(name, name): dtype for name, dtype in dtypes.items()}, policy
             ),
             "workers": workers,
             "strict": strict,
+            "objects": objects,
             "verify": verify,
             "direct_io": direct_io,
         },
@@ -153,6 +158,7 @@ OUTPUT_FIELDS = (
     "new_names",
     "dtypes",
     "strict",
+    "objects",
     "verify",
 )
 

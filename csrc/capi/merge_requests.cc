@@ -29,6 +29,7 @@ Result<MergeOptions> ParseOptions(const Json& request) {
     }
   }
   options.strict = GetBool(request, "strict", true);
+  options.objects = GetBool(request, "objects", true);
   options.verify = GetBool(request, "verify", true);
   options.output = OutputOptionsOf(request);
   return options;
@@ -178,7 +179,7 @@ Result<Json> Commit(const Json& request, const MergePlan& plan,
     commit.planned.emplace_back(entry.name, entry.path);
     if (entry.kind != EntryKind::kObject) continue;
     commit.objects.push_back(
-        {std::string(entry.name), plan.checkpoint().files()[entry.file].name});
+        {std::string(entry.name), plan.ObjectsFile(entry)});
   }
   for (const uint32_t e : plan.aliases()) {
     const CatalogEntry& entry = catalog.entries()[e];

@@ -188,6 +188,37 @@ void AppendJsonString(std::string* out, std::string_view text) {
   out->push_back('"');
 }
 
+std::string AsciiJson(std::string_view text) {
+  std::string out;
+  const auto escape = [&](uint32_t unit) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    out += "\\u";
+    for (int shift = 12; shift >= 0; shift -= 4) {
+      out += kDigits[unit >> shift & 15];
+    }
+  };
+  for (size_t i = 0; i < text.size();) {
+    const auto first = static_cast<unsigned char>(text[i]);
+    if (first < 0x80) {
+      out += text[i++];
+      continue;
+    }
+    const size_t size = first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
+    uint32_t point = first & (0xffu >> (size + 1));
+    for (size_t k = 1; k < size && i + k < text.size(); ++k) {
+      point = point << 6 | (static_cast<unsigned char>(text[i + k]) & 0x3f);
+    }
+    i += size;
+    if (point < 0x10000) {
+      escape(point);
+    } else {
+      escape(0xd800 + ((point - 0x10000) >> 10));
+      escape(0xdc00 + ((point - 0x10000) & 0x3ff));
+    }
+  }
+  return out;
+}
+
 void AppendUnsigned(std::string* out, uint64_t value) {
   char digits[20];
   const auto end = std::to_chars(digits, digits + sizeof digits, value).ptr;

@@ -55,6 +55,8 @@ Status ParseJson(std::string_view text, int max_depth, JsonHandler* handler);
 
 // `text` in quotes, escaped. REQUIRES: UTF-8.
 void AppendJsonString(std::string* out, std::string_view text);
+// JSON text of UTF-8 as the same in ASCII.
+std::string AsciiJson(std::string_view text);
 void AppendUnsigned(std::string* out, uint64_t value);
 void AppendJsonDims(std::string* out, const Dims& dims);  // REQUIRES: >= 0
 

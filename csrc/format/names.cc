@@ -117,7 +117,7 @@ std::string FinalFileName(int64_t index, int64_t count,
 }
 
 std::string IndexFileName(int64_t count, const FileNaming& naming) {
-  if (count == 1 && !naming.number_single) return {};
+  if (!naming.has_index || (count == 1 && !naming.number_single)) return {};
   return naming.stem + std::string(kIndexSuffix);
 }
 

@@ -34,6 +34,7 @@ struct FileNaming {
   // One file is called that too, and not "<stem>.safetensors", without an
   // index.
   bool number_single = true;
+  bool has_index = true;  // else no index stands beside the files
 };
 
 // The stems that we write and readers look for by themselves.

@@ -15,6 +15,7 @@ Result<FileNaming> FileNamingOf(const Json& object) {
   FileNaming naming;
   TC_ASSIGN_OR_RETURN(naming.stem, GetString(object, "stem"));
   naming.number_single = GetBool(object, "number_single", true);
+  naming.has_index = GetBool(object, "has_index", true);
   return naming;
 }
 

@@ -10,7 +10,7 @@ namespace torch_ckpt {
 
 // Of "workers", "sync" and "direct_io".
 OutputOptions OutputOptionsOf(const Json& object);
-// Of "stem" and "number_single".
+// Of "stem", "number_single" and "has_index".
 Result<FileNaming> FileNamingOf(const Json& object);
 // Of "mapping", fqn to index of its file, or "max_bytes"; one file without
 // them.

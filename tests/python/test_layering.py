@@ -37,7 +37,17 @@ PYTHON_ROOMS = (
         "progress",
         "_ext",
     ),
-    *("description", "checkpoint", "dtype_policy", "children", "merge", "objects", "ranks", "dcp"),
+    *(
+        "description",
+        "checkpoint",
+        "dtype_policy",
+        "children",
+        "merge",
+        "conversion",
+        "objects",
+        "ranks",
+        "dcp",
+    ),
     *("consolidate", "directory", "cli"),
 )
 # What reads values needs torch, and is imported when the first value is asked for.

@@ -5,6 +5,7 @@
 
 #include "engine/final/final_files.h"
 #include "format/cast.h"
+#include "format/json.h"
 #include "format/names.h"
 
 namespace torch_ckpt {
@@ -141,17 +142,71 @@ void MergePlan::AddObjects(uint32_t index, const std::string& id) {
                       std::move(extents)});
 }
 
+std::string MergePlan::ObjectsFile(const CatalogEntry& object) const {
+  return object.archived ? ObjectFileName(0)
+                         : checkpoint_->files()[object.file].name;
+}
+
+// Objects that stand in archives, as a file of objects.
+Status MergePlan::AddArchived(const std::string& id) {
+  constexpr size_t kMostText = size_t{1} << 30;
+  const std::vector<CatalogEntry>& catalog = checkpoint_->catalog().entries();
+  std::vector<uint32_t> members;
+  for (const uint32_t e : entries_) {
+    if (catalog[e].archived) members.push_back(e);
+  }
+  TC_ASSIGN_OR_RETURN(const std::vector<Result<std::string>> objects,
+                      checkpoint_->ArchivedObjects(members));
+  std::string text = "{\"format_version\":1,\"file_id\":\"" + id +
+                     "\",\"side_bytes\":0,\"objects\":{";
+  for (size_t i = 0; i < members.size(); ++i) {
+    TC_RETURN_IF_ERROR(objects[i].status());
+    std::string name;
+    AppendJsonString(&name, catalog[members[i]].name);
+    text +=
+        (i > 0 ? ",\n" : "\n") + AsciiJson(name) + ":" + AsciiJson(*objects[i]);
+    if (text.size() > kMostText) {
+      return Exhausted("its leaves that are no tensors take more than 1 GiB")
+          .WithFile(checkpoint_->path());
+    }
+  }
+  text += "\n}}\n";
+  ExtentList extents;
+  const std::string name = ObjectFileName(0);
+  const uint64_t bytes = text.size();
+  sources_->headers.Append(std::move(text), &extents);
+  outputs_.push_back(
+      {{name, StagedName(name, id), id, FileRole::kObjects, bytes, {}},
+       std::move(extents)});
+  return {};
+}
+
 // Leaves that are no tensors go along, and aliases of what is there.
 void MergePlan::KeepLeaves() {
   const Catalog& catalog = checkpoint_->catalog();
   const std::set<uint32_t> stored(entries_.begin(), entries_.end());
   for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
     const CatalogEntry& entry = catalog.entries()[e];
-    if (entry.kind == EntryKind::kObject) entries_.push_back(e);
+    if (entry.kind == EntryKind::kObject && options_.objects) {
+      entries_.push_back(e);
+    }
     if (entry.kind != EntryKind::kAlias || stored.count(e)) continue;
     const auto of = static_cast<uint32_t>(catalog.Find(entry.alias_of));
     if (stored.count(of)) aliases_.push_back(e);
   }
+}
+
+Status MergePlan::AddObjectFiles(const std::function<std::string()>& take_id) {
+  if (!options_.objects) return {};
+  const std::vector<ManifestFile>& files = checkpoint_->files();
+  for (uint32_t f = 0; f < files.size(); ++f) {
+    if (files[f].role == FileRole::kObjects) AddObjects(f, take_id());
+  }
+  const std::vector<CatalogEntry>& catalog = checkpoint_->catalog().entries();
+  const bool archived =
+      std::any_of(catalog.begin(), catalog.end(),
+                  [](const CatalogEntry& e) { return e.archived.has_value(); });
+  return archived ? AddArchived(take_id()) : Status();
 }
 
 Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
@@ -174,10 +229,7 @@ Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
         FinalFileName(index, assigned.count, naming), take_id(), members));
   }
   plan.KeepLeaves();
-  const std::vector<ManifestFile>& files = plan.checkpoint_->files();
-  for (uint32_t f = 0; f < files.size(); ++f) {
-    if (files[f].role == FileRole::kObjects) plan.AddObjects(f, take_id());
-  }
+  TC_RETURN_IF_ERROR(plan.AddObjectFiles(take_id));
   if (next_id != ids.size()) {
     return InvalidArgument(
         "the merge plan of this rank has another number of "

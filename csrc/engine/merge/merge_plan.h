@@ -32,6 +32,7 @@ struct MergeOptions {
   // A tensor without an index, or an index for no tensor, is an error; with
   // false such tensors are left out and such indices ignored.
   bool strict = true;
+  bool objects = true;  // leaves that are no tensors go along
   bool verify = true;
   OutputOptions output;
 };
@@ -52,6 +53,8 @@ class MergePlan {
   const std::vector<uint32_t>& entries() const { return entries_; }
   // Those that are aliases there, too.
   const std::vector<uint32_t>& aliases() const { return aliases_; }
+  // The output that holds one of the entries that are objects.
+  std::string ObjectsFile(const CatalogEntry& object) const;
   const MergeOptions& options() const { return options_; }
   const Checkpoint& checkpoint() const { return *checkpoint_; }
 
@@ -77,6 +80,8 @@ class MergePlan {
   Status AddFile(std::string name, std::string id,
                  const std::vector<uint32_t>& members);
   void AddObjects(uint32_t file, const std::string& id);
+  Status AddArchived(const std::string& id);
+  Status AddObjectFiles(const std::function<std::string()>& take_id);
   void KeepLeaves();
 
   std::shared_ptr<const Checkpoint> checkpoint_;

@@ -1,0 +1,98 @@
+"""torch-ckpt convert: a checkpoint of one format as one of another."""
+
+from __future__ import annotations
+
+import click
+
+from torch_ckpt.cli.output import Output, count, format_bytes, with_output
+from torch_ckpt.conversion import TARGETS, Target
+from torch_ckpt.conversion import convert as converted
+from torch_ckpt.merge import MEMORY_BUDGET
+from torch_ckpt.options import local_path
+
+
+@click.command()
+@click.argument("source", metavar="IN", type=click.Path())
+@click.argument("target", metavar="OUT", type=click.Path())
+@click.option("--to", type=click.Choice(list(TARGETS)), help="What OUT is to be. Default: as IN.")
+@click.option("--format", help="What IN is read as: torch_ckpt, hf, dcp or torch.")
+@click.option("--dtype", help="Store floats as bf16, fp16, fp32, ..., or as this directory does.")
+@click.option(
+    "--keep-fp32",
+    multiple=True,
+    metavar="REGEX",
+    help="Store floats of these names in fp32; may be given several times.",
+)
+@click.option(
+    "--rename",
+    "key_mapping",
+    multiple=True,
+    type=(str, str),
+    metavar="REGEX REPLACEMENT",
+    help="Store tensors under other names; of several, the first found in a name counts.",
+)
+@click.option("--no-objects", is_flag=True, help="Leave out the leaves that are no tensors.")
+@click.option("--max-shard-size", help='Bytes of tensors in a file at most, as "5GB" or "5GiB".')
+@click.option(
+    "--memory-budget",
+    default=MEMORY_BUDGET,
+    show_default=True,
+    help="Bytes that the buffers take at most.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 256),
+    default=4,
+    show_default=True,
+    help="Fewer than 4 mean 4.",
+)
+@click.option("--no-verify", is_flag=True, help="Do not compare what is read with its digests.")
+@click.option("--no-direct-io", is_flag=True, help="Read and write through the page cache.")
+@with_output
+def convert(
+    source: str,
+    target: str,
+    to: Target | None,
+    format: str | None,
+    dtype: str | None,
+    keep_fp32: tuple[str, ...],
+    key_mapping: tuple[tuple[str, str], ...],
+    no_objects: bool,
+    max_shard_size: str | None,
+    memory_budget: str,
+    threads: int,
+    no_verify: bool,
+    no_direct_io: bool,
+    output: Output,
+) -> None:
+    """Write the checkpoint IN, of any format that is read, into directory OUT.
+
+    IN is a directory of torch_ckpt, of stock DCP, of the Hub or of plain safetensors files, or a
+    file of safetensors or torch.save. No pickle is run. All or nothing.
+
+    \b
+    torch-ckpt convert run.pt weights --to hf --dtype bf16
+    torch-ckpt convert dcp_checkpoint resharded --to torch_ckpt
+    """
+    with output.progress("converting") as progress:
+        answer = converted(
+            source,
+            target,
+            to,
+            format=format,
+            dtype=dtype,
+            keep_fp32=keep_fp32,
+            key_mapping=key_mapping,
+            objects=not no_objects,
+            max_shard_size=max_shard_size,
+            verify=not no_verify,
+            memory_budget=memory_budget,
+            num_threads=threads,
+            direct_io=not no_direct_io,
+            progress=progress,
+        )
+    place = local_path(target)
+    output.report(
+        {"input": local_path(source), "output": place, **answer},
+        lambda: f"{place}: {count(answer['files'], 'file')}, {format_bytes(answer['bytes'])}",
+    )
