@@ -31,7 +31,9 @@ from torch_ckpt.cli import cli
 
 PAGE = Path(__file__).with_name("reference.md")
 
-# Every name of torch_ckpt.__all__ but the errors, and after them what those return or name.
+# `open` would hide the built-in one in a star import.
+EXPORTED = [*torch_ckpt.__all__, "open"]
+# Every one of these but the errors, and after them what those return or name.
 SECTIONS = {
     "Saving and loading": ("save", "load", "async_save", "AsyncSave", "SaveStats", "PerRank"),
     "Checkpoints on disk": ("CheckpointDirectory", "open", "Checkpoint"),
@@ -231,7 +233,7 @@ def entry(name: str, item: Any) -> Iterator[str]:
     if dataclasses.is_dataclass(item) and name not in RECEIVED:
         yield fields(item)
     elif name not in RECEIVED:
-        yield signature(f"torch_ckpt.{name}" if name in torch_ckpt.__all__ else name, item)
+        yield signature(f"torch_ckpt.{name}" if name in EXPORTED else name, item)
     yield markdown(item.__doc__)
     if name in AS_IN:
         yield listed(f"As in {names_text(AS_IN[name], ' and ')}", undescribed(item))
@@ -311,9 +313,9 @@ def command_line() -> Iterator[str]:
 def check_sections() -> None:
     """Every exported name is in one section, and no other."""
     known = [name for names in SECTIONS.values() for name in names]
-    exported = [name for name in torch_ckpt.__all__ if not is_error(name)]
+    exported = [name for name in EXPORTED if not is_error(name)]
     if sorted(known) != sorted(exported):
-        raise SystemExit(f"SECTIONS and torch_ckpt.__all__ differ: {set(known) ^ set(exported)}")
+        raise SystemExit(f"SECTIONS and EXPORTED differ: {set(known) ^ set(exported)}")
 
 
 def is_error(name: str) -> bool:

@@ -31,7 +31,8 @@ from torch_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch_ckpt.checkpoint import Checkpoint, open
+    from torch_ckpt.checkpoint import Checkpoint
+    from torch_ckpt.checkpoint import open as open
     from torch_ckpt.consolidate import MergeFuture, consolidate_safetensors_files_on_every_rank
     from torch_ckpt.conversion import convert
     from torch_ckpt.dcp.api import load, save
@@ -100,9 +101,8 @@ __all__ = [
     "consolidate_safetensors_files_on_every_rank",
     "convert",
     "load",
-    "open",
     "save",
-]
+]  # but not `open`, which would hide the built-in one
 
 
 def __getattr__(name: str) -> Any:
@@ -115,4 +115,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "open"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         self._verify = verify
         self._direct_io = direct_io
         self._look: _Look | None = None
+        self._looking = threading.Lock()
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r})"
@@ -99,7 +101,10 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_look": None}
+        return {**self.__dict__, "_look": None, "_looking": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _looking=threading.Lock())
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -114,9 +119,10 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         )
 
     def _looked(self) -> _Look:
-        if self._look is None:
-            self._look = _Look(OpenedCheckpoint(self.path, self._format))
-        return self._look
+        with self._looking:
+            if self._look is None:
+                self._look = _Look(OpenedCheckpoint(self.path, self._format))
+            return self._look
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._looked().tensors)
@@ -132,7 +138,12 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         look = self._looked()
         stored = look.described["types"][look.tensors[name]]
         tensor: StoredTensor = _stored().StoredTensor(
-            look.opened, name, stored, verify=self._verify, direct_io=self._direct_io
+            look.opened,
+            name,
+            stored,
+            look.tensors,
+            verify=self._verify,
+            direct_io=self._direct_io,
         )
         return tensor
 
@@ -235,9 +246,9 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
     def verify(
         self, workers: int = 2, progress: Progress | None = None, *, direct_io: bool = True
     ) -> VerifyReport:
-        """Compare every byte of every file with its digest; of a checkpoint of stock DCP, every
-        entry of its archives with its CRC-32. Begins again, a few times, when a save replaces the
-        checkpoint meanwhile.
+        """Compare every byte of every file with its digest; of files of stock DCP and torch.save,
+        every entry of their archives with its CRC-32. Begins again, a few times, when a save
+        replaces the checkpoint meanwhile.
 
         workers: threads. progress: called with bytes done and bytes in all, about ten times a
         second, on another thread. direct_io: False reads through the page cache. Raises

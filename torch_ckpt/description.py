@@ -58,7 +58,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """A stored leaf that is no tensor, and the objects file that holds it."""
+    """A stored leaf that is no tensor, and the file that holds it."""
 
     name: str
     file: str

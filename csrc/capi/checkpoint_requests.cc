@@ -226,13 +226,16 @@ Result<Json> PlacementsRequest(const Json& request) {
   }
   TC_ASSIGN_OR_RETURN(
       Json boxes, PlacementsJson(*checkpoint, static_cast<uint32_t>(entry)));
+  std::vector<uint32_t> opened;
   for (Json& box : boxes) {
     TC_ASSIGN_OR_RETURN(const int64_t number, GetInt(box, "file"));
     const auto at = static_cast<uint32_t>(number);
+    opened.push_back(at);
     TC_ASSIGN_OR_RETURN(const File file, checkpoint->file_set()->OpenFile(at));
     box["file"] = checkpoint->files()[at].name;
     box["path"] = file.path();
   }
+  TC_RETURN_IF_ERROR(checkpoint->file_set()->CheckUnchanged(opened));
   return Json{{"placements", std::move(boxes)}};
 }
 

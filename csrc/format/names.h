@@ -24,6 +24,8 @@ inline constexpr std::string_view kIndexSuffix = ".safetensors.index.json";
 
 // What directories with our manifest are called among formats.
 inline constexpr std::string_view kOurFormat = "torch_ckpt";
+// And those of safetensors files of whole tensors, whoever wrote them.
+inline constexpr std::string_view kWholeFormat = "hf";
 
 // Of a tensor's name, and of every key in a JSON text that is read.
 inline constexpr size_t kMaxNameBytes = 65535;

@@ -21,8 +21,11 @@ constexpr size_t kKeptAnyway = size_t{1} << 20;
 // For messages: of a name in the pickle, which may be any text.
 std::string Short(std::string_view name) {
   constexpr size_t kMost = 200;
-  return std::string(name.substr(0, kMost)) +
-         (name.size() > kMost ? "..." : "");
+  std::string out(name.substr(0, kMost));
+  for (char& c : out) {
+    if (c < 0x20 || c == 0x7f) c = '?';  // nor what is no ASCII
+  }
+  return out + (name.size() > kMost ? "..." : "");
 }
 
 template <class T>

@@ -18,7 +18,6 @@ namespace {
 using Values = std::span<const PickleValue>;
 
 constexpr int kMaxDepth = 100;
-constexpr size_t kMaxTextBytes = size_t{256} << 20;
 constexpr std::string_view kTag = "$";
 
 void AppendHex(std::string* out, std::string_view bytes) {
@@ -48,17 +47,17 @@ void AppendBase64(std::string* out, std::string_view bytes) {
 
 class ObjectWriter {
  public:
-  explicit ObjectWriter(const TensorBytes& tensor_bytes)
-      : tensor_bytes_(tensor_bytes) {}
+  ObjectWriter(const TensorBytes& tensor_bytes, size_t most)
+      : tensor_bytes_(tensor_bytes), most_(most) {}
 
   Result<std::string> Take() {
-    if (out_.size() > kMaxTextBytes) return TooLong();
+    if (out_.size() > most_) return TooLong();
     return std::move(out_);
   }
 
   Status Write(const PickleValue& value) {
     // What stands in many places of a value is written in each.
-    if (out_.size() > kMaxTextBytes) return TooLong();
+    if (out_.size() > most_) return TooLong();
     switch (value.kind()) {
       case PickleKind::kNone:
         return Plain("null");
@@ -97,8 +96,10 @@ class ObjectWriter {
   }
 
  private:
-  static Status TooLong() {
-    return Exhausted("the object takes more than 256 MiB as text");
+  Status TooLong() const {
+    return Exhausted("the object takes more than " + std::to_string(most_) +
+                     " bytes as text, which is what is left of 256 MiB for "
+                     "all that are read together");
   }
   Status Plain(std::string_view text) {
     out_ += text;
@@ -162,7 +163,7 @@ class ObjectWriter {
     return Plain(text.find_first_of(".e") == text.npos ? ".0" : "");
   }
   Status Text(std::string_view text) {
-    if (text.size() > kMaxTextBytes) return TooLong();
+    if (text.size() > most_) return TooLong();
     if (IsUtf8(text)) {
       AppendJsonString(&out_, text);
       return {};
@@ -177,7 +178,7 @@ class ObjectWriter {
   }
   // The member that has `bytes`, and the end of the object.
   Status Data(std::string_view bytes) {
-    if (bytes.size() > kMaxTextBytes) return TooLong();
+    if (bytes.size() > most_) return TooLong();
     Member("b");
     out_ += '"';
     AppendBase64(&out_, bytes);
@@ -572,6 +573,7 @@ class ObjectWriter {
   }
 
   const TensorBytes& tensor_bytes_;
+  const size_t most_;
   std::string out_;
   int depth_ = 0;
 };
@@ -624,8 +626,9 @@ std::optional<std::string_view> FactoryOfDefaultDict(const PickleValue& value) {
 }
 
 Result<std::string> ObjectOfPickle(const PickleValue& value,
-                                   const TensorBytes& tensor_bytes) {
-  ObjectWriter writer(tensor_bytes);
+                                   const TensorBytes& tensor_bytes,
+                                   size_t most) {
+  ObjectWriter writer(tensor_bytes, most);
   TC_RETURN_IF_ERROR(writer.Write(value));
   return writer.Take();
 }

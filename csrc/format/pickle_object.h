@@ -13,13 +13,16 @@
 
 namespace torch_ckpt {
 
+inline constexpr size_t kMaxObjectText = size_t{256} << 20;
+
 // The elements of a tensor of the value, in row-major order.
 using TensorBytes = std::function<Result<std::string>(const TorchTensor&)>;
 
 // One value, all of its data in the text. kUnsupported for what typed JSON
-// cannot say, kCorrupt for what no pickler makes, kExhausted above 256 MiB.
+// cannot say, kCorrupt for what no pickler makes, kExhausted for a longer text.
 Result<std::string> ObjectOfPickle(const PickleValue& value,
-                                   const TensorBytes& tensor_bytes);
+                                   const TensorBytes& tensor_bytes,
+                                   size_t most = kMaxObjectText);
 
 // The word of typed JSON for the default_factory of `value`, a defaultdict;
 // nullopt for one that has none.

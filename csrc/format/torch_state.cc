@@ -1,5 +1,6 @@
 #include "format/torch_state.h"
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <set>
@@ -17,8 +18,15 @@ namespace {
 using Values = std::span<const PickleValue>;
 
 constexpr int kMaxDepth = 100;
-constexpr size_t kTextPerByte = 100;
-constexpr size_t kTextAnyway = size_t{1} << 20;
+// What leaves may take: of a byte of the pickle, anyway, and at the most.
+constexpr size_t kBytesPerByte = 400;
+constexpr size_t kBytesAnyway = size_t{64} << 20;
+constexpr size_t kMostBytes = size_t{16} << 30;
+// Of a leaf or a key beside its text, here and in the catalog.
+constexpr size_t kBytesOfLeaf = 512;
+constexpr size_t kBytesOfKey = 64;
+constexpr size_t kStepsPerByte = 100;
+constexpr size_t kStepsAnyway = size_t{1} << 20;
 
 // A mapping that is opened: its word in a structure, and its items.
 struct Mapping {
@@ -43,10 +51,33 @@ std::optional<Mapping> MappingOf(const PickleValue& value) {
   }
   if (value.name() == PickleName::kDefaultDict) {
     const auto factory = FactoryOfDefaultDict(value);
-    return Mapping{factory ? "defaultdict:" + std::string(*factory) : "dict",
-                   items};
+    if (!factory) return std::nullopt;
+    return Mapping{"defaultdict:" + std::string(*factory), items};
   }
   return std::nullopt;
+}
+
+// Whether keys can be parts of names.
+bool IsName(const PickleValue& key) {
+  switch (key.kind()) {
+    case PickleKind::kString:
+      return IsUtf8(key.text()) && key.text().find('\0') == std::string::npos;
+    case PickleKind::kInt:
+    case PickleKind::kBool:
+    case PickleKind::kNone:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// A mapping that is opened below the root. One with other keys is a leaf.
+std::optional<Mapping> OpenedMapping(const PickleValue& value) {
+  std::optional<Mapping> mapping = MappingOf(value);
+  for (size_t i = 0; mapping && i < mapping->items.size(); i += 2) {
+    if (!IsName(mapping->items[i])) return std::nullopt;
+  }
+  return mapping;
 }
 
 // A key as it stands in a path, and as the structure has it.
@@ -83,8 +114,9 @@ Result<Key> KeyOf(const PickleValue& value) {
 class Flattener {
  public:
   explicit Flattener(size_t pickle_bytes)
-      : steps_left_(4 * pickle_bytes),
-        text_left_(kTextAnyway + kTextPerByte * pickle_bytes) {}
+      : steps_left_(kStepsAnyway + kStepsPerByte * pickle_bytes),
+        bytes_left_(std::min(kMostBytes,
+                             kBytesAnyway + kBytesPerByte * pickle_bytes)) {}
 
   Result<TorchState> Run(const PickleValue& root) {
     const auto mapping = MappingOf(root);
@@ -112,11 +144,13 @@ class Flattener {
     --steps_left_;
     return {};
   }
-  Status Spend(size_t text) {
-    if (text > text_left_) {
-      return Exhausted("the pickle says names that are longer than all of it");
+  Status Spend(size_t bytes) {
+    if (bytes > bytes_left_) {
+      return Exhausted("the pickle says more leaves than fit into " +
+                       std::to_string(kBytesPerByte) +
+                       " bytes for each of its own");
     }
-    text_left_ -= text;
+    bytes_left_ -= bytes;
     return {};
   }
   Status Enter() {
@@ -127,11 +161,13 @@ class Flattener {
 
   // Whether DCP's flattening goes into this list.
   Result<bool> Opens(const PickleValue& list) {
-    TC_RETURN_IF_ERROR(Enter());
+    // Too deep to be said: a leaf, which says so when it is read.
+    if (depth_ == kMaxDepth) return false;
+    ++depth_;
     bool opens = false;
     for (const PickleValue& item : list.items()) {
       TC_RETURN_IF_ERROR(Step());
-      opens = IsTorchTensor(item) || MappingOf(item);
+      opens = IsTorchTensor(item) || OpenedMapping(item);
       if (!opens && item.Is(PickleKind::kList)) {
         TC_ASSIGN_OR_RETURN(opens, Opens(item));
       }
@@ -176,7 +212,7 @@ class Flattener {
           const bool special,
           Visit(mapping.items[i + 1], prefix + key.text, part, path));
       listed = listed || special;
-      TC_RETURN_IF_ERROR(Spend(key.json.size()));
+      TC_RETURN_IF_ERROR(Spend(kBytesOfKey + key.json.size()));
       container.keys.push_back(std::move(key.json));
     }
     if (listed) Keep(std::move(container), place);
@@ -210,11 +246,11 @@ class Flattener {
   Result<bool> Visit(const PickleValue& value, const std::string& name,
                      const std::string& part, const std::string& path) {
     TC_RETURN_IF_ERROR(Step());
-    TC_RETURN_IF_ERROR(Spend(name.size() + path.size()));
+    TC_RETURN_IF_ERROR(Spend(kBytesOfLeaf + name.size() + path.size()));
     std::string own = path.substr(0, path.size() - 1);
     if (own.size() > 1) own += ',';
     own += part + "]";
-    if (const auto mapping = MappingOf(value)) {
+    if (const auto mapping = OpenedMapping(value)) {
       return VisitMapping(*mapping, name + ".", own);
     }
     if (value.Is(PickleKind::kList)) {
@@ -222,7 +258,13 @@ class Flattener {
       if (opens) return VisitList(value, name + ".", own);
     }
     const Status possible = CheckTensorName(name);
-    if (!possible.ok()) return Corrupt(possible.message());
+    if (!possible.ok()) {
+      return Unsupported("a name in the state dict: " + possible.message());
+    }
+    if (name == kStructureName) {
+      return Unsupported("this name is reserved for torch_ckpt")
+          .WithTensor(name);
+    }
     if (!names_.insert(name).second) {
       return Conflict("two leaves of the state dict have this name")
           .WithTensor(name);
@@ -234,7 +276,7 @@ class Flattener {
 
   TorchState out_;
   std::set<std::string> names_;
-  size_t steps_left_, text_left_;
+  size_t steps_left_, bytes_left_;
   int depth_ = 0;
 };
 

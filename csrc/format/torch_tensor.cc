@@ -154,6 +154,10 @@ Result<TorchTensor> ReadTorchTensor(const PickleValue& value) {
   TorchTensor out;
   out.storage = storage.key;
   const PickleValue& typed = v3 ? arguments[kDtypeArgument] : *storage.type;
+  if (const std::string_view other = UnknownName(typed); !other.empty()) {
+    return Unsupported("is of the type " + std::string(other) +
+                       ", which is not read");
+  }
   if (!typed.Is(PickleKind::kName,
                 v3 ? PickleName::kDtype : PickleName::kStorage)) {
     return Corrupt("the pickle has a tensor without a dtype");

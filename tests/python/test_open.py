@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,58 @@ def test_mapped_tensors(tmp_path: Path, kind: str) -> None:
             assert same(checkpoint[name][...], tensor)
 
 
+def test_a_file_that_was_replaced_is_not_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.zeros(1000), "b": torch.arange(1000.0)}, path)
+    stored = torch_ckpt.open(path)["a"]
+    torch.save({"b": torch.arange(1000.0), "a": torch.zeros(1000)}, path)  # of the same size
+    with pytest.raises(torch_ckpt.ConflictError):
+        stored.mmap()
+    stored = torch_ckpt.open(path)["a"]
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(torch_ckpt.CheckpointError):
+        stored.mmap()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (torch.tensor([1e30, 1.0]), torch.float16),
+        (torch.tensor([1j, 1.0]), torch.float32),
+        (torch.tensor([300, 1]), torch.int8),
+    ],
+)
+def test_steps_change_nothing_about_casts(
+    tmp_path: Path, value: torch.Tensor, dtype: torch.dtype
+) -> None:
+    torch.save({"w": value}, tmp_path / "a.pt")
+    stored = torch_ckpt.open(tmp_path / "a.pt")["w"]
+    for index in (slice(None), slice(None, None, 2)):
+        with pytest.raises(torch_ckpt.CheckpointError, match="'w'"):
+            stored.read(index, out=torch.zeros_like(value[index], dtype=dtype))
+
+
+def test_codes_beside_a_scale_are_not_cast(tmp_path: Path) -> None:
+    what = {"w": torch.ones(3).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1)}
+    torch.save(what, tmp_path / "a.pt")
+    with pytest.raises(torch_ckpt.UnsupportedError, match="w_scale_inv"):
+        torch_ckpt.open(tmp_path / "a.pt")["w"].read(out=torch.zeros(3))
+
+
+def test_iteration_is_over_the_first_dimension(tmp_path: Path) -> None:
+    checkpoint = torch_ckpt.open(ours(tmp_path / "c"))
+    assert same(list(checkpoint["w"]), list(STATE["w"]))
+    with pytest.raises(TypeError):
+        iter(checkpoint["scalar"])
+
+
+def test_threads_see_one_look(tmp_path: Path) -> None:
+    checkpoint = torch_ckpt.Checkpoint(ours(tmp_path / "c"))
+    with ThreadPoolExecutor(8) as pool:
+        looks = set(pool.map(lambda _: checkpoint._looked(), range(32)))
+    assert len(looks) == 1
+
+
 def test_a_tensor_in_pieces_is_not_mapped(tmp_path: Path) -> None:
     data = STATE["w"].contiguous()
     for half in range(2):
@@ -240,6 +293,19 @@ def test_the_format_can_be_said(tmp_path: Path) -> None:
     assert set(torch_ckpt.Checkpoint(path, format="hf").dtypes()) == set(STATE)
     with pytest.raises(torch_ckpt.IncompleteError, match="no checkpoint of the format dcp"):
         torch_ckpt.open(path, format="dcp")
+    # Whole files of ours keep their digests and leaves.
+    whole = torch_ckpt.open(final(tmp_path / "whole"))
+    again = torch_ckpt.open(whole.path, format=whole.format)
+    assert dict(again.objects) == LEAVES
+    torch_ckpt.Checkpoint(whole.path, format="hf").verify()
+
+
+@pytest.mark.parametrize("word", ["torch_ckpt", "hf", "dcp"])
+def test_a_file_is_of_its_own_format(tmp_path: Path, word: str) -> None:
+    path = torch_file(tmp_path / "a.pt")
+    assert torch_ckpt.open(path, format="torch").format == "torch"
+    with pytest.raises(torch_ckpt.IncompleteError, match=rf"a\.pt.*format {word}"):
+        torch_ckpt.open(path, format=word)
 
 
 def test_a_checkpoint_that_is_replaced_is_an_error_and_not_a_mixture(tmp_path: Path) -> None:

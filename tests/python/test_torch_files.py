@@ -153,6 +153,7 @@ WHOLE = {
     "a tensor": (torch.ones(1), "holds a tensor and no state dict"),
     "a list": ([torch.ones(1)], "holds a list and no state dict"),
     "a tuple key": ({(1, 2): torch.ones(1)}, "key of type tuple"),
+    "a reserved name": ({"torch_ckpt.structure": 1}, "reserved for torch_ckpt"),
     "one name twice": ({"a": {"b": 1}, "a.b": 2}, "two leaves of the state dict"),
 }
 
@@ -311,3 +312,82 @@ def test_a_file_that_is_replaced_is_not_mixed_in(tmp_path: Path) -> None:
     saved(path, {"x": torch.ones(1), "step": 8})
     with pytest.raises(torch_ckpt.ConflictError):
         reader._open().archived_objects(["step"])
+
+
+def test_one_file_that_is_alone_in_its_directory_is_not_whole(tmp_path: Path) -> None:
+    first, second = PARTS
+    path = hub(tmp_path / "m", {first: PARTS[first]}, index=False)
+    (path / "config.json").unlink()
+    with pytest.raises(torch_ckpt.IncompleteError, match="file 2 of 2 is missing"):
+        torch_ckpt.load(path=path)
+    path = hub(tmp_path / "two", {first: PARTS[first], "pytorch_model-00001-of-00001.bin": {}})
+    (path / "pytorch_model.bin.index.json").unlink()
+    torch.save({}, path / second)
+    with pytest.raises(torch_ckpt.ConflictError, match="more than once"):
+        torch_ckpt.load(path=path)
+    path = hub(tmp_path / "swapped", PARTS)
+    (path / first).rename(path / "x")
+    (path / second).rename(path / first)
+    (path / "x").rename(path / second)
+    with pytest.raises(torch_ckpt.IncompleteError, match="does not hold it"):
+        torch_ckpt.load(path=path)
+
+
+def test_odd_leaves_spoil_nothing_else(tmp_path: Path) -> None:
+    deep: Any = []
+    for _ in range(150):
+        deep = [deep]
+    itself: list[Any] = []
+    itself.append(itself)
+    good = {"w": torch.ones(3), "pairs": {(1, 2): 3, 2.5: torch.ones(1)}, "big": {2**70: 1}}
+    bad = {
+        "complex": torch.ones(2, dtype=torch.complex128),
+        "deep": deep,
+        "itself": itself,
+        "sparse": torch.ones(2).to_sparse(),
+    }
+    path = saved(tmp_path / "a.pt", {**good, **bad})
+    checkpoint = torch_ckpt.open(path)
+    assert same(checkpoint["w"][...], good["w"])
+    assert same(
+        {name: checkpoint.objects[name] for name in ("pairs", "big")},
+        {name: good[name] for name in ("pairs", "big")},
+    )
+    for name in bad:
+        with pytest.raises(torch_ckpt.CheckpointError, match=f"'{name}'"):
+            checkpoint.objects[name]
+    with pytest.raises(torch_ckpt.UnsupportedError, match="ComplexDoubleStorage"):
+        checkpoint.objects["complex"]
+
+
+def test_honest_files_with_much_structure(tmp_path: Path) -> None:
+    nested: Any = [True] * 20_000 + [torch.ones(1)]
+    for _ in range(6):
+        nested = [nested]
+    what = {"n": nested, "k" * 400: {number: number for number in range(3000)}}
+    loaded = torch_ckpt.load(path=saved(tmp_path / "a.pt", what))
+    assert same(loaded, what)
+
+
+def test_what_shared_containers_say_is_bounded(tmp_path: Path) -> None:
+    inner = {f"k{number}": number for number in range(1000)}
+    path = saved(tmp_path / "a.pt", {f"x{number}": inner for number in range(3000)})
+    with pytest.raises(torch_ckpt.ExhaustedError, match=r"a\.pt.*more leaves"):
+        torch_ckpt.load(path=path)
+    text: Any = "x" * 1000
+    for _ in range(16):
+        text = (text, text)
+    path = saved(path, {f"x{number}": (text,) for number in range(6)})
+    with pytest.raises(torch_ckpt.ExhaustedError, match="256 MiB"):
+        torch_ckpt.load(path=path)
+
+
+def test_names_of_classes_are_printable(tmp_path: Path) -> None:
+    program = b"\x80\x02}X\x01\x00\x00\x00ac\x1b[31m\xff\nC\n)\x81s."
+    saved(tmp_path / "a.pt", {"a": 1})
+    with zipfile.ZipFile(tmp_path / "b.pt", "w") as new, zipfile.ZipFile(tmp_path / "a.pt") as old:
+        for name in old.namelist():
+            new.writestr(name, program if name.endswith("data.pkl") else old.read(name))
+    with pytest.raises(torch_ckpt.UnsupportedError, match=r"\?\[31m\?\.C") as error:
+        torch_ckpt.load(path=tmp_path / "b.pt")
+    assert str(error.value).isprintable()

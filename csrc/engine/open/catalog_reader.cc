@@ -13,7 +13,7 @@ namespace torch_ckpt {
 namespace {
 
 constexpr std::array kReaders = {
-    CatalogReader{"hf", HasSafetensors, ReadSafetensors},
+    CatalogReader{kWholeFormat, HasSafetensors, ReadSafetensors},
     CatalogReader{"dcp", HasDcpMetadata, ReadDcp},
     CatalogReader{"torch", HasTorchWeights, ReadTorchFiles},
 };
@@ -79,6 +79,9 @@ Result<ForeignCatalog> ReadForeign(const Directory& directory,
   }
   if (format.empty()) {
     TC_ASSIGN_OR_RETURN(reader, FindReader(directory, names, file != nullptr));
+  } else if (file && format == kOurFormat) {
+    return Incomplete("is a file; the format torch_ckpt is of directories")
+        .WithFile(directory.Join(*file));
   } else if (!reader) {
     std::string known(kOurFormat);
     for (const CatalogReader& each : kReaders) {
@@ -86,12 +89,14 @@ Result<ForeignCatalog> ReadForeign(const Directory& directory,
     }
     return InvalidArgument("format is one of " + known + "; not '" +
                            std::string(format) + "'");
-  } else if (!file && !reader->recognise(names)) {
+  } else if (!reader->recognise(names) &&
+             !(file && reader == &kReaders.back())) {
     return Incomplete("holds no checkpoint of the format " +
                       std::string(format))
-        .WithFile(directory.path());
+        .WithFile(file ? directory.Join(*file) : directory.path());
   }
-  TC_ASSIGN_OR_RETURN(ForeignCatalog read, reader->read(directory, names));
+  TC_ASSIGN_OR_RETURN(ForeignCatalog read,
+                      reader->read(directory, names, file != nullptr));
   read.format = reader->format;
   if (!read.archives) {
     for (std::string& name : TorchWeights(names)) {

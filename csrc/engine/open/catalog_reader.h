@@ -36,13 +36,15 @@ struct ForeignCatalog {
   std::string identity;
 };
 
-// Both see `names`, sorted, of the directory: all of them, or that of one file.
+// Both see `names`, sorted, of the directory: all of them, or, of a file that
+// was asked for, its own.
 struct CatalogReader {
   std::string_view format;  // as people call it
   // Whether they are of this format. Looks at names alone.
   bool (*recognise)(std::span<const std::string> names);
   Result<ForeignCatalog> (*read)(const Directory& directory,
-                                 std::span<const std::string> names);
+                                 std::span<const std::string> names,
+                                 bool is_file);
 };
 
 // What `directory` holds, or one `file` of it, where that is not null. By the

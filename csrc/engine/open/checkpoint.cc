@@ -84,7 +84,7 @@ using DirectoryPtr = std::shared_ptr<const Directory>;
 using Contents = Checkpoint::Contents;
 
 // All but the catalog. Saves take the place of files in `directory`, but not of
-// one that was asked for by its own name.
+// those that were asked for by their own name or format.
 Contents FilesOf(Manifest manifest, FileList list, bool replaceable = true) {
   Contents out;
   out.save_id = out.identity = std::move(manifest.save_id);
@@ -172,7 +172,8 @@ Result<Contents> LoadForeign(const DirectoryPtr& directory,
   Manifest manifest;  // of the files alone
   manifest.world_size = 0;
   manifest.files = std::move(scan.files);
-  Contents out = FilesOf(std::move(manifest), std::move(list), !file);
+  Contents out =
+      FilesOf(std::move(manifest), std::move(list), !file && format.empty());
   out.catalog = std::move(scan.catalog);
   out.source = scan.source;
   out.format = scan.format;
@@ -275,7 +276,7 @@ std::string_view Checkpoint::format() const {
   const bool any = std::any_of(
       files().begin(), files().end(),
       [](const ManifestFile& file) { return file.role == FileRole::kData; });
-  return whole && any ? std::string_view("hf") : kOurFormat;
+  return whole && any ? kWholeFormat : kOurFormat;
 }
 
 std::string Checkpoint::CatalogPath() const {
@@ -440,6 +441,11 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Renamed(
 
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
     const std::string& path, std::string_view format) {
+  if (format == kWholeFormat) {
+    // Whole files of ours have digests and other leaves: as by themselves.
+    auto ours = OpenCheckpoint(path, kOurFormat);
+    if (ours.ok() && (*ours)->format() == format) return ours;
+  }
   std::optional<Patience> patience;
   std::optional<std::string> last_text;
   bool changed = false;

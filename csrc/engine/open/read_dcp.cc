@@ -15,7 +15,7 @@ bool HasDcpMetadata(std::span<const std::string> names) {
 bool IsDcpFile(const std::string& name) { return name.ends_with(".distcp"); }
 
 Result<ForeignCatalog> ReadDcp(const Directory& directory,
-                               std::span<const std::string>) {
+                               std::span<const std::string>, bool) {
   const std::string metadata(kDcpMetadataName);
   const std::string path = directory.Join(metadata);
   TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> seen,

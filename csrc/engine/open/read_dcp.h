@@ -15,6 +15,7 @@ bool IsDcpFile(const std::string& name);
 // Reads .metadata alone, and looks at the sizes of the files that it names:
 // kIncomplete where one is missing or ends before what it is said to hold.
 Result<ForeignCatalog> ReadDcp(const Directory& directory,
-                               std::span<const std::string> names);
+                               std::span<const std::string> names,
+                               bool is_file);
 
 }  // namespace torch_ckpt

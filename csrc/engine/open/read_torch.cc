@@ -135,6 +135,7 @@ class Merger {
               : catalog_.AddObject(name, number,
                                    ArchivedObject{{0, file.bytes}, i + 1}));
       catalog_.SetPath(entry, leaf.leaf.path);
+      files_.emplace(name, number);
     }
     // As the ranks of a save: the first says the kind, keys are united.
     for (const StateContainer& each : found.containers) {
@@ -172,7 +173,11 @@ class Merger {
     return {};
   }
 
-  bool Has(std::string_view name) const { return catalog_.Find(name) >= 0; }
+  // Whether file `number` has it.
+  bool Has(const std::string& name, uint32_t number) const {
+    const auto found = files_.find(name);
+    return found != files_.end() && found->second == number;
+  }
 
  private:
   Result<uint32_t> AddTensor(uint32_t number, const FoundLeaf& leaf) {
@@ -189,6 +194,7 @@ class Merger {
   }
 
   CatalogBuilder catalog_;
+  std::map<std::string, uint32_t> files_;  // by leaf
   std::map<Place, std::string> places_;
   std::vector<StateContainer> containers_;
   std::map<std::string, size_t> by_path_;
@@ -229,9 +235,9 @@ Status ChooseIndexed(const Directory& directory,
 }
 
 Result<Chosen> Choose(const Directory& directory,
-                      std::span<const std::string> names) {
+                      std::span<const std::string> names, bool is_file) {
   Chosen out;
-  if (names.size() == 1) {
+  if (is_file) {
     out.files.push_back(names[0]);
     return out;
   }
@@ -244,10 +250,11 @@ Result<Chosen> Choose(const Directory& directory,
     return out;
   }
   TC_RETURN_IF_ERROR(CheckNumbers(out.files, kSuffix));
-  std::set<std::string_view> sets;
+  std::set<std::pair<std::string_view, int64_t>> sets;
   for (const std::string& name : out.files) {
     const auto numbered = ParseNumberedName(name, kSuffix);
-    sets.insert(numbered ? numbered->stem : std::string_view(name));
+    sets.insert(numbered ? std::pair(numbered->stem, numbered->count)
+                         : std::pair(std::string_view(name), int64_t{0}));
   }
   if (sets.size() > 1) {
     return Conflict("holds weights more than once, " + out.files.front() +
@@ -270,8 +277,9 @@ bool HasTorchWeights(std::span<const std::string> names) {
 }
 
 Result<ForeignCatalog> ReadTorchFiles(const Directory& directory,
-                                      std::span<const std::string> names) {
-  Result<Chosen> chosen = Choose(directory, names);
+                                      std::span<const std::string> names,
+                                      bool is_file) {
+  Result<Chosen> chosen = Choose(directory, names, is_file);
   if (!chosen.ok()) return chosen.status().WithFile(directory.path());
   const std::vector<std::string>& files = chosen->files;
   std::vector<FoundFile> found(files.size());
@@ -302,7 +310,8 @@ Result<ForeignCatalog> ReadTorchFiles(const Directory& directory,
   }
   if (chosen->index) {
     for (const auto& [name, file] : chosen->index->weight_map) {
-      if (merger.Has(name)) continue;
+      const auto at = std::lower_bound(files.begin(), files.end(), file);
+      if (merger.Has(name, static_cast<uint32_t>(at - files.begin()))) continue;
       return Incomplete("the index says it is in " + file +
                         ", which does not hold it")
           .WithTensor(name)

@@ -17,11 +17,12 @@ std::vector<std::string> TorchWeights(std::span<const std::string> names);
 
 // Of several files an index says which count, where there is one; without it
 // all files "-of-N" must be there (kIncomplete), and files of two stems are
-// kConflict. A name that is the only one is read, whatever it is. Where in the
-// files the tensors are is in the catalog; the leaves that are no tensors are
-// objects. Refused in clear words: files of torch before 1.6, TorchScript,
+// kConflict. A file that was asked for is read, whatever its name is. Where in
+// the files the tensors are is in the catalog; the leaves that are no tensors
+// are objects. Refused in clear words: files of torch before 1.6, TorchScript,
 // pickles without an archive.
 Result<ForeignCatalog> ReadTorchFiles(const Directory& directory,
-                                      std::span<const std::string> names);
+                                      std::span<const std::string> names,
+                                      bool is_file);
 
 }  // namespace torch_ckpt

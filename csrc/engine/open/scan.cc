@@ -223,7 +223,8 @@ bool HasSafetensors(std::span<const std::string> names) {
 }
 
 Result<ForeignCatalog> ReadSafetensors(const Directory& directory,
-                                       std::span<const std::string> names) {
+                                       std::span<const std::string> names,
+                                       bool) {
   TC_ASSIGN_OR_RETURN(Listing list, ListFiles(directory, names));
   const std::vector<std::string>* unindexed[] = {&list.shards, &list.single};
   if (!list.missing.empty() && list.shards.empty() && list.single.empty()) {

@@ -23,6 +23,7 @@ bool HasSafetensors(std::span<const std::string> names);
 // there (kIncomplete). `names`, sorted, are those to look among. Reads headers
 // with a few threads.
 Result<ForeignCatalog> ReadSafetensors(const Directory& directory,
-                                       std::span<const std::string> names);
+                                       std::span<const std::string> names,
+                                       bool is_file);
 
 }  // namespace torch_ckpt

@@ -180,6 +180,10 @@ Result<std::vector<Result<std::string>>> ReadArchivedObjects(
                       TorchArchive::Open(file, range, kMaxObjectPickle));
   std::optional<TorchState> state;
   std::vector<Result<std::string>> out;
+  // Views of one storage are read for each of them, and what stands in several
+  // leaves is written for each.
+  uint64_t left = 2 * kMaxElementBytes;
+  size_t text_left = kMaxObjectText;
   for (const uint64_t leaf : leaves) {
     const PickleValue* value = &archive.root();
     if (leaf > 0) {
@@ -192,16 +196,17 @@ Result<std::vector<Result<std::string>>> ReadArchivedObjects(
       }
       value = state->leaves[leaf - 1].value;
     }
-    // Views of one storage are read for each of them.
-    uint64_t left = 2 * kMaxElementBytes;
     out.push_back(ObjectOfPickle(
-        *value, [&](const TorchTensor& tensor) -> Result<std::string> {
+        *value,
+        [&](const TorchTensor& tensor) -> Result<std::string> {
           if (tensor.end - tensor.begin > left) {
-            return Exhausted("the object has tensors above 256 MiB together");
+            return Exhausted("the objects have tensors above 256 MiB together");
           }
           left -= tensor.end - tensor.begin;
           return archive.Elements(tensor);
-        }));
+        },
+        text_left));
+    if (out.back().ok()) text_left -= std::min(text_left, out.back()->size());
   }
   return out;
 }

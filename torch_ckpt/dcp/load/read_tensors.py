@@ -32,7 +32,7 @@ _MOST_NAMED = 5
 _CODES = frozenset(
     {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 )
-_SCALES = ("_scale_inv", "_scale")
+SCALES = ("_scale_inv", "_scale")
 # What the core casts to each other while it reads, and refuses where a value would be lost.
 _CAST_BY_CORE = frozenset(TORCH_DTYPES[name] for name in CASTABLE if name in TORCH_DTYPES)
 
@@ -199,7 +199,7 @@ class TensorReader:
                 f"is stored as {source}; a cast to {target} would drop the imaginary part",
                 tensor=fqn,
             )
-        scales = [fqn + end for end in _SCALES if fqn + end in names] if source in _CODES else []
+        scales = [fqn + end for end in SCALES if fqn + end in names] if source in _CODES else []
         if scales:
             raise UnsupportedError(
                 f"is stored as {source}, to be multiplied by '{scales[0]}'; a cast to {target} "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from types import EllipsisType
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_ckpt import _core
 from torch_ckpt.dcp.load.read_objects import ObjectReader
-from torch_ckpt.dcp.load.read_tensors import TensorReader
+from torch_ckpt.dcp.load.read_tensors import SCALES, TensorReader
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.dtypes import PACKED, TORCH_DTYPES
-from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.errors import CorruptError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import MIN_WORKERS, OpenedCheckpoint
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
@@ -35,14 +35,16 @@ class StoredTensor:
         opened: OpenedCheckpoint,
         name: str,
         stored: tuple[str, list[int], int],
+        names: Container[str],
         *,
         verify: bool,
         direct_io: bool,
     ) -> None:
-        """`stored`: dtype name, shape in the header's elements, bytes."""
+        """`stored`: dtype name, shape in the header's elements, bytes. `names` of all tensors."""
         self.name = name
         self._opened = opened
         self._stored = stored
+        self._names = names
         self._verify = verify
         self._direct_io = direct_io
         self._packed = PACKED.get(stored[0], 1)
@@ -75,10 +77,13 @@ class StoredTensor:
             raise TypeError("a tensor without dimensions has no length")
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[at] for at in range(len(self)))
+
     def __getitem__(self, index: Index) -> torch.Tensor:
         """A new CPU tensor with what torch's own basic indexing would give: integers, slices with
-        positive steps, `...`. Read is the box around it. Raises IndexError, TypeError, and what
-        `read` raises."""
+        positive steps, `...`. Read, and held meanwhile, is the box around it. Raises IndexError,
+        TypeError, ValueError for other steps, and what `read` raises."""
         return self.read(index)
 
     def read(self, index: Index = ..., *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,7 +102,8 @@ class StoredTensor:
         if out is not None and not box.stepped:
             self._fill(box, box.unsqueezed(out))
             return out
-        target = torch.empty(box.sizes, dtype=self.dtype, device="cpu")
+        dtype = self.dtype if out is None else out.dtype
+        target = torch.empty(box.sizes, dtype=dtype, device="cpu")
         self._fill(box, target)
         found = box.picked(target)
         if out is None:
@@ -106,7 +112,9 @@ class StoredTensor:
             return out.copy_(found)
 
     def _fill(self, box: _Box, target: torch.Tensor) -> None:
-        described = {"types": [self._stored], "names": [self.name], "type_of": [0]}
+        names = [self.name, *(self.name + end for end in SCALES if self.name + end in self._names)]
+        # Of scales beside it only the names count.
+        described = {"types": [self._stored], "names": names, "type_of": [0] * len(names)}
         reader = TensorReader(
             self._opened,
             described,
@@ -121,6 +129,12 @@ class StoredTensor:
         planner: Any = _OneTarget(target)
         reader.read([item], planner)
 
+    def _placements(self) -> list[dict[str, Any]]:
+        """Where its boxes are. Raises ConflictError where their files are others by now."""
+        request = {"op": "placements", "checkpoint": self._opened.id, "name": self.name}
+        placements: list[dict[str, Any]] = _core.call(request)["placements"]
+        return placements
+
     def mmap(self) -> torch.Tensor:
         """The whole tensor as a view of its file, mapped: nothing is read before it is used, and no
         digest is compared. What is written to it stays in this process.
@@ -128,8 +142,7 @@ class StoredTensor:
         Raises UnsupportedError where the tensor is not in one piece of one file, or not aligned
         there for its dtype. A file that is cut short while it is mapped ends the process (SIGBUS).
         """
-        answer = _core.call({"op": "placements", "checkpoint": self._opened.id, "name": self.name})
-        placements = answer["placements"]
+        placements = self._placements()
         dtype = self.dtype
         if not self.shape.numel():
             return torch.empty(self.shape, dtype=dtype, device="cpu")
@@ -154,7 +167,15 @@ class StoredTensor:
         )
         span = 1 + sum((size - 1) * step for size, step in zip(self.shape, steps, strict=True))
         end = placed["offset"] + span * dtype.itemsize
-        storage: Any = torch.UntypedStorage.from_file(placed["path"], False, end)
+        try:
+            storage: Any = torch.UntypedStorage.from_file(placed["path"], False, end)
+        except RuntimeError as error:
+            self._placements()  # says what has become of the file
+            raise CorruptError(
+                f"cannot be mapped: {error}", file=placed["path"], tensor=self.name
+            ) from error
+        # Whatever is there now is what was looked at.
+        self._placements()
         view = torch.empty(0, dtype=dtype, device="cpu")
         return view.set_(storage, placed["offset"] // dtype.itemsize, self.shape, steps)
 
