@@ -7,22 +7,25 @@ import click
 import torch_ckpt
 from torch_ckpt.cli.consolidate import consolidate
 from torch_ckpt.cli.convert import convert
+from torch_ckpt.cli.diff import diff
 from torch_ckpt.cli.inspect import inspect
+from torch_ckpt.cli.ls import ls
+from torch_ckpt.cli.show import show
 from torch_ckpt.cli.verify import recover, verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(torch_ckpt.__version__, prog_name="torch-ckpt")
 def cli() -> None:
-    """Checkpoints of torch.distributed.checkpoint in safetensors: look, check, repair, merge,
-    convert.
+    """Checkpoints of torch.distributed.checkpoint, safetensors and torch.save: look, check,
+    compare, repair, merge, convert.
 
-    Exit status: 0 done, 1 corrupt or failed, 2 wrong usage, 3 incomplete, 130
-    interrupted.
+    Exit status: 0 done, 1 corrupt or failed, 2 wrong usage, 3 incomplete, 4
+    different (diff), 130 interrupted.
     """
 
 
-for _command in (consolidate, convert, inspect, verify, recover):
+for _command in (consolidate, convert, diff, inspect, ls, recover, show, verify):
     cli.add_command(_command)
 
 

@@ -25,9 +25,9 @@ _SOURCES = {
 @click.option("--tensors", is_flag=True, help="List every tensor and every other leaf.")
 @with_output
 def inspect(path: str, tensors: bool, output: Output) -> None:
-    """Show what the checkpoint in directory PATH holds.
+    """Show what the checkpoint PATH holds, a directory or a file.
 
-    Reads headers only; 'verify' reads the data.
+    Reads headers only; 'verify' reads the data, 'ls' lists names, 'show' shows values.
     """
     described = Checkpoint(path).describe()
     output.report(_fields(described, tensors), lambda: _text(described, tensors))
@@ -40,6 +40,7 @@ def _stored_bytes(described: Description) -> int:
 def _fields(described: Description, tensors: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "path": described.path,
+        "format": described.format,
         "source": described.source,
         "save_id": described.save_id,
         "world_size": described.world_size,
@@ -57,7 +58,7 @@ def _fields(described: Description, tensors: bool) -> dict[str, Any]:
 
 def _text(described: Description, tensors: bool) -> str:
     size = format_bytes(_stored_bytes(described))
-    lines = [f"{described.path}: {_SOURCES[described.source]}"]
+    lines = [f"{described.path}: {described.format}, {_SOURCES[described.source]}"]
     if described.save_id is not None:
         saved_by = count(described.world_size or 1, "rank")
         lines.append(f"  save {described.save_id}, by {saved_by}")

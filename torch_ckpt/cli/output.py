@@ -26,7 +26,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.progress import Progress
 
-FAILED, USAGE, INCOMPLETE, INTERRUPTED = 1, 2, 3, 130
+FAILED, USAGE, INCOMPLETE, DIFFERENT, INTERRUPTED = 1, 2, 3, 4, 130
 
 # Kind of error: its name, the exit status, what to do next.
 _KINDS: dict[type[CheckpointError], tuple[str, int, str]] = {

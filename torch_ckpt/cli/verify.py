@@ -18,9 +18,10 @@ from torch_ckpt.cli.output import Output, count, format_bytes, with_output
 @click.option("--no-direct-io", is_flag=True, help="Read through the page cache.")
 @with_output
 def verify(path: str, threads: int, no_direct_io: bool, output: Output) -> None:
-    """Compare every byte of the checkpoint in directory PATH with its digest.
+    """Compare every byte of the checkpoint PATH with its digest.
 
-    Only directories that torch_ckpt wrote have digests.
+    What torch_ckpt wrote has digests; of files of stock DCP and torch.save the CRC-32 of every
+    entry is compared. Other files have neither.
     """
     checkpoint = Checkpoint(path)
     with output.progress("verifying") as progress:

@@ -1,0 +1,181 @@
+"""torch-ckpt ls, show and diff: single leaves of checkpoints of any format."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner, Result
+from foreign_samples import DTYPES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torch_ckpt
+from torch_ckpt.cli import cli
+from torch_ckpt.dcp.load import statistics
+
+
+def run(*arguments: Any) -> Result:
+    return CliRunner().invoke(cli, [str(each) for each in arguments])
+
+
+def fields(*arguments: Any) -> Any:
+    return json.loads(run(*arguments, "--json").stdout)
+
+
+def state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    layers = {f"layers.{n}.w": torch.randn(4, n + 1, generator=generator) for n in range(12)}
+    return {**layers, "half": torch.randn(9, generator=generator).bfloat16(), "step": 7}
+
+
+def of_ours(path: Path, what: Any) -> Path:
+    torch_ckpt.save(what, path)
+    return path
+
+
+def of_dcp(path: Path, what: Any) -> Path:
+    dcp.save(what, storage_writer=dcp.FileSystemWriter(path))
+    return path
+
+
+def of_torch(path: Path, what: Any) -> Path:
+    torch.save(what, path)
+    return path
+
+
+SAVERS = [of_ours, of_dcp, of_torch]
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+def test_ls(tmp_path: Path, saver: Any) -> None:
+    path = saver(tmp_path / "c", state())
+    lines = run("ls", path).stdout.splitlines()
+    names = [line.split()[0] for line in lines]
+    assert names == ["half", *(f"layers.{n}.w" for n in range(12)), "step"]
+    assert lines[3].split() == ["layers.2.w", "F32", "[4,", "3]", "48", "B"]
+    assert lines[-1].split() == ["step", "object"]
+    assert len({len(line) for line in lines[:-1]}) == 1  # sizes stand on the right
+    leaves = fields("ls", path, "layers.1*", "--sort", "size")["leaves"]
+    assert [leaf["name"] for leaf in leaves] == [f"layers.{n}.w" for n in (11, 10, 1)]
+    assert leaves[0]["bytes"] == 192 and leaves[0]["shape"] == [4, 12]
+    assert run("ls", path, "nothing*").stdout.strip() == ""
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+def test_show(tmp_path: Path, saver: Any) -> None:
+    value = torch.tensor([[1.0, -2.0], [math.nan, math.inf]])
+    path = saver(tmp_path / "c", {"w": value, "leaf": {"a": (1, 2)}})
+    shown = fields("show", path, "w")
+    assert (shown["min"], shown["max"], shown["mean"]) == (-2.0, 1.0, -0.5)
+    assert (shown["nan"], shown["inf"]) == (1, 1)
+    assert shown["shape"] == [2, 2] and shown["dtype"] == "float32"
+    text = run("show", path, "w").stdout
+    assert "w  float32[2, 2]  16 B" in text and "-2." in text
+    leaf = "leaf.a"
+    assert fields("show", path, leaf) == {"name": leaf, "type": "tuple", "value": "(1, 2)"}
+    done = run("show", path, "gone")
+    assert done.exit_code == 3 and "'gone'" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint16, torch.uint32, torch.int64])
+def test_statistics_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.save(
+        {"x": torch.arange(6).remainder(2).to(dtype), "e": torch.empty(0, dtype=dtype)},
+        tmp_path / "a.pt",
+    )
+    checkpoint = torch_ckpt.open(tmp_path / "a.pt")
+    found = statistics.statistics_of(checkpoint["x"])
+    if not dtype.is_complex:
+        assert (found["min"], found["max"], found["mean"]) == (0, 1, 0.5)
+    assert found["nan"] == (0 if dtype.is_floating_point or dtype.is_complex else None)
+    assert statistics.statistics_of(checkpoint["e"])["mean"] is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(shape=st.lists(st.integers(0, 6), max_size=4), most=st.integers(1, 200))
+def test_pieces_are_all_of_a_tensor_once(shape: list[int], most: int) -> None:
+    seen = torch.zeros(shape)
+    for index in statistics.pieces(torch.Size(shape), 4, most):
+        assert seen[index].numel() * 4 <= max(most, 4)
+        seen[index] += 1
+    assert torch.equal(seen, torch.ones(shape))
+
+
+@pytest.mark.parametrize("left", SAVERS)
+@pytest.mark.parametrize("right", SAVERS)
+def test_diff_over_formats(tmp_path: Path, left: Any, right: Any) -> None:
+    a = left(tmp_path / "a", state())
+    assert run("diff", a, right(tmp_path / "same", state())).exit_code == 0
+    what = state()
+    what["layers.3.w"][1, 2] += 0.5
+    what["half"] = what["half"].float()
+    what["layers.4.w"] = torch.zeros(2)
+    what["step"] = 8
+    what["new"] = 1
+    del what["layers.0.w"]
+    b = right(tmp_path / "b", what)
+    done = run("diff", a, b, "--json")
+    assert done.exit_code == 4
+    answer = json.loads(done.stdout)
+    told = {each["name"]: (each["in"], each["what"]) for each in answer["different"]}
+    assert told == {
+        "half": ("both", "bfloat16 and float32"),
+        "layers.0.w": ("a", "only in A"),
+        "layers.3.w": ("both", "1 of 16 values differ, by 0.5 at most"),
+        "layers.4.w": ("both", "shapes [4, 5] and [2]"),
+        "new": ("b", "only in B"),
+        "step": ("both", "7 and 8"),
+    }
+    assert answer["same"] == 9
+    assert "layers.3.w  1 of 16 values differ" in run("diff", a, b).stdout
+    assert "layers.3.w" not in run("diff", a, b, "--names-only").stdout
+    assert "layers.3.w" not in run("diff", a, b, "--atol", "0.6").stdout
+
+
+def test_diff_is_bit_by_bit_without_tolerances(tmp_path: Path) -> None:
+    nan, zero = torch.tensor([math.nan, 1.0]), torch.tensor([0.0, 1.0])
+    a = of_torch(tmp_path / "a.pt", {"nan": nan, "zero": zero})
+    assert run("diff", a, of_torch(tmp_path / "b.pt", {"nan": nan, "zero": zero})).exit_code == 0
+    b = of_torch(tmp_path / "c.pt", {"nan": nan.abs() * -1, "zero": -zero.abs()})
+    told = {each["name"]: each["what"] for each in fields("diff", a, b)["different"]}
+    assert told["zero"] == "2 of 2 values differ, by 2 at most"
+    minus = of_torch(tmp_path / "d.pt", {"nan": nan, "zero": torch.tensor([-0.0, 1.0])})
+    told = {each["name"]: each["what"] for each in fields("diff", a, minus)["different"]}
+    assert told == {"zero": "1 of 2 values differ, by 0 at most"}
+    assert run("diff", a, minus, "--atol", "1e-9").exit_code == 0
+    other = of_torch(tmp_path / "e.pt", {"nan": torch.ones(2), "zero": zero})
+    told = {each["name"]: each["what"] for each in fields("diff", a, other)["different"]}
+    assert told == {"nan": "1 of 2 values differ, by nan at most"}
+
+
+def test_diff_and_show_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics.pieces, "__defaults__", (64,))
+    monkeypatch.setattr(statistics, "PIECE_BYTES", 64)
+    value = torch.arange(1000.0).view(10, 100)
+    a = of_torch(tmp_path / "a.pt", {"x": value})
+    b = of_torch(tmp_path / "b.pt", {"x": value + (value == 777)})
+    (found,) = fields("diff", a, b)["different"]
+    assert found["what"] == "1 of 1,000 values differ, by 1 at most"
+    assert fields("show", a, "x")["mean"] == 499.5
+
+
+def test_ls_and_inspect_start_without_torch(tmp_path: Path) -> None:
+    path = of_torch(tmp_path / "a.pt", {"w": torch.ones(2), "n": 1})
+    for command in ("ls", "inspect"):
+        program = (
+            "import sys\nfrom torch_ckpt.cli import cli\n"
+            f"cli(['{command}', {str(path)!r}], standalone_mode=False)\n"
+            "assert 'torch' not in sys.modules\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert "torch, written by torch.save" in done.stdout
+    assert fields("inspect", path)["format"] == "torch"

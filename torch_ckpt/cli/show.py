@@ -1,0 +1,68 @@
+"""torch-ckpt show: one leaf of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from torch_ckpt.checkpoint import open as open_checkpoint
+from torch_ckpt.cli.output import Output, format_bytes, printable, with_output
+from torch_ckpt.errors import IncompleteError
+
+if TYPE_CHECKING:
+    from torch_ckpt.dcp.load.stored import StoredTensor
+
+_CORNER = 6  # values of a dimension that are shown
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@click.argument("fqn")
+@click.option("--format", help="What PATH is read as: torch_ckpt, hf, dcp or torch.")
+@with_output
+def show(path: str, fqn: str, format: str | None, output: Output) -> None:
+    """Show the leaf FQN of the checkpoint PATH.
+
+    Of a tensor: its first values, the least, the largest and the mean of all that are finite, and
+    how many are not. It is read in pieces. Imports torch.
+
+    \b
+    torch-ckpt show checkpoint model.layers.0.weight
+    """
+    checkpoint = open_checkpoint(path, format=format)
+    if fqn in checkpoint:
+        fields = _of_tensor(checkpoint[fqn])
+        output.report(fields, lambda: _text(fields))
+        return
+    objects = checkpoint.objects
+    if fqn not in objects:
+        raise IncompleteError("is not in the checkpoint", file=checkpoint.path, tensor=fqn)
+    value = objects[fqn]
+    fields = {"name": fqn, "type": type(value).__name__, "value": repr(value)}
+    output.report(fields, lambda: f"{printable(fqn)}  {fields['type']}\n{value!r}")
+
+
+def _of_tensor(stored: StoredTensor) -> dict[str, Any]:
+    from torch_ckpt.dcp.load.statistics import statistics_of
+
+    outer = [slice(0, 1)] * max(0, len(stored.shape) - 2)
+    inner = [slice(0, _CORNER)] * min(2, len(stored.shape))
+    corner = stored[tuple(outer + inner)]
+    return {
+        "name": stored.name,
+        "dtype": str(stored.dtype).removeprefix("torch."),
+        "shape": list(stored.shape),
+        "bytes": stored.nbytes,
+        **statistics_of(stored),
+        "first": str(corner),
+    }
+
+
+def _text(fields: dict[str, Any]) -> str:
+    size = format_bytes(fields["bytes"])
+    lines = [f"{printable(fields['name'])}  {fields['dtype']}{fields['shape']}  {size}"]
+    for key in ("min", "max", "mean", "nan", "inf"):
+        if fields[key] is not None:
+            lines.append(f"  {key:4}  {fields[key]}")
+    return "\n".join([*lines, fields["first"]])

@@ -1,0 +1,111 @@
+"""Numbers about stored tensors, which are read in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torch_ckpt.dcp.load.stored import StoredTensor
+
+PIECE_BYTES = 32 << 20  # of a tensor, at most, held at once
+
+
+def pieces(
+    shape: torch.Size, itemsize: int, most: int = PIECE_BYTES
+) -> Iterator[tuple[slice, ...]]:
+    """Indices that take a tensor apart into boxes of at most `most` bytes, or of one element."""
+    if shape.numel() * itemsize <= most or all(size == 1 for size in shape):
+        yield tuple(slice(0, size) for size in shape)
+        return
+    dim = next(d for d, size in enumerate(shape) if size > 1)
+    count = max(1, most * shape[dim] // (shape.numel() * itemsize))
+    for begin in range(0, shape[dim], count):
+        end = min(shape[dim], begin + count)
+        part = torch.Size([*shape[:dim], end - begin, *shape[dim + 1 :]])
+        for inner in pieces(part, itemsize, most):
+            moved = slice(begin + inner[dim].start, begin + inner[dim].stop)
+            yield (*inner[:dim], moved, *inner[dim + 1 :])
+
+
+def statistics_of(stored: StoredTensor) -> dict[str, Any]:
+    """{"min", "max", "mean", "nan", "inf"}: of the finite elements, and how many are not numbers or
+    not finite. None for what a dtype does not have, and of no elements. Complex numbers are counted
+    only; so are packed ones, which torch cannot compute with."""
+    answer: dict[str, Any] = dict.fromkeys(("min", "max", "mean", "nan", "inf"))
+    dtype = stored.dtype
+    if dtype == getattr(torch, "float4_e2m1fn_x2", None):
+        return answer
+    floating = dtype.is_floating_point or dtype.is_complex
+    count, total = 0, 0.0
+    nan = inf = 0
+    # Sums are of float64, which holds every integer up to 2^53.
+    for index in pieces(stored.shape, dtype.itemsize):
+        piece = stored[index]
+        if dtype.itemsize == 1 and floating:
+            piece = piece.to(torch.float32)  # float8 lacks kernels
+        if floating:
+            nan += int(torch.isnan(piece).sum())
+            inf += int(torch.isinf(piece).sum())
+            piece = piece[torch.isfinite(piece)]
+        if dtype.is_complex or not piece.numel():
+            continue
+        if dtype in (torch.uint16, torch.uint32, torch.bool):
+            piece = piece.to(torch.int64)
+        elif dtype == torch.uint64:
+            piece = piece.to(torch.float64)
+        least, largest = (each.item() for each in (piece.min(), piece.max()))
+        answer["min"] = least if answer["min"] is None else min(answer["min"], least)
+        answer["max"] = largest if answer["max"] is None else max(answer["max"], largest)
+        count += piece.numel()
+        total += float(piece.sum(dtype=torch.float64))
+    if count:
+        answer["mean"] = total / count
+    if floating:
+        answer.update(nan=nan, inf=inf)
+    return answer
+
+
+def differences(a: StoredTensor, b: StoredTensor, rtol: float, atol: float) -> tuple[int, float]:
+    """How many elements differ, and by how much at most. REQUIRES: shapes are equal.
+
+    Without tolerances and of one dtype elements are compared bit by bit, so that a NaN equals
+    itself; else as float64, where |a - b| <= atol + rtol * |b| counts as equal, and so do two NaNs.
+    The second is 0.0 where only the bits differ, and NaN where one of two is a NaN.
+    """
+    exact = a.dtype == b.dtype and not rtol and not atol
+    count, largest = 0, 0.0
+    for index in pieces(a.shape, max(a.dtype.itemsize, b.dtype.itemsize), PIECE_BYTES // 2):
+        left, right = a[index].contiguous(), b[index].contiguous()
+        if exact and _bits_equal(left, right):
+            continue
+        if a.dtype == getattr(torch, "float4_e2m1fn_x2", None):
+            if not exact:
+                left, right = (each.view(torch.uint8) for each in (left, right))
+            count += int((left.view(torch.uint8) != right.view(torch.uint8)).sum())
+            continue
+        x, y = _wide(left), _wide(right)
+        if exact:
+            size = a.dtype.itemsize
+            bits = [each.view(-1).view(torch.uint8).view(-1, size) for each in (left, right)]
+            count += int((bits[0] != bits[1]).any(dim=1).sum())
+        else:
+            close = torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
+            count += int((~close).sum())
+        apart = (x - y).abs()[~(torch.isnan(x) & torch.isnan(y)) & (x != y)]
+        if apart.numel():
+            found = float(apart.max())
+            largest = found if found != found or found > largest else largest
+    return count, largest
+
+
+def _bits_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    flat = [each.view(-1).view(torch.uint8) for each in (left, right)]
+    return torch.equal(*flat)
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    if value.dtype.itemsize == 1 and value.dtype.is_floating_point:
+        value = value.to(torch.float32)
+    return value.to(torch.complex128 if value.dtype.is_complex else torch.float64)
