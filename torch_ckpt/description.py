@@ -120,6 +120,11 @@ def _path(name: str, text: str | None) -> tuple[str | int, ...]:
     return (name,) if text is None else tuple(json.loads(text))
 
 
+def entry_paths(answer: dict[str, Any]) -> list[tuple[str | int, ...]]:
+    """Where each entry of an answer of `_core.describe` stands in the state dict."""
+    return [_path(*each) for each in zip(answer["names"], answer["paths"], strict=True)]
+
+
 def entries_of(answer: dict[str, Any]) -> tuple[tuple[TensorInfo, ...], tuple[ObjectInfo, ...]]:
     """The tensors and the objects of an answer of `_core.describe` of the whole."""
     files = [file["name"] for file in answer["files"]]

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint._traverse import set_element, traverse_state_d
 from torch.distributed.checkpoint.default_planner import (
     _validate_global_plan as validate_global_plan,
 )
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import (
     _compare_save_plans as compare_save_plans,
@@ -48,6 +49,7 @@ __all__ = [
     "LocalShardsWrapper",
     "Shard",
     "ShardedTensor",
+    "StorageInfo",
     "StridedShard",
     "compare_save_plans",
     "create_chunk_list",
@@ -64,6 +66,7 @@ __all__ = [
     "store_of",
     "traverse_state_dict_v_2_3",
     "validate_global_plan",
+    "without_elements",
 ]
 
 
@@ -107,6 +110,14 @@ def stocks_cached_plans(ranks: int) -> list[SavePlan] | None:
     cached = getattr(SavePlanner, "_cached_global_plan", {})  # newer than torch 2.10
     known = [plans for plans in cached.values() if len(plans) == ranks]
     return known[0] if len(known) == 1 else None
+
+
+def without_elements(sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor that takes no memory: `torch.save` under `skip_data` leaves room for it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes long
+
+    with FakeTensorMode():
+        return torch.empty(sizes, dtype=dtype, device="cpu")
 
 
 def storage_number(tensor: torch.Tensor) -> int:

@@ -5,6 +5,7 @@
 #include "capi/requests.h"
 #include "engine/commit/commit.h"
 #include "engine/commit/previous.h"
+#include "engine/merge/fill_archives.h"
 #include "engine/merge/merge_plan.h"
 #include "format/names.h"
 #include "json/held.h"
@@ -44,9 +45,8 @@ struct Input {
   }
 };
 
-Result<Input> ParseInput(const Json& request) {
-  Input input;
-  TC_ASSIGN_OR_RETURN(input.options, ParseOptions(request));
+// The checkpoint of a request, under its "new_names".
+Result<std::shared_ptr<const Checkpoint>> RenamedInput(const Json& request) {
   std::map<std::string, std::string> new_names;
   const auto given = request.find("new_names");
   if (given != request.end() && given->is_object()) {
@@ -55,10 +55,15 @@ Result<Input> ParseInput(const Json& request) {
       new_names[name] = renamed.get<std::string>();
     }
   }
-  TC_ASSIGN_OR_RETURN(input.checkpoint, CheckpointOf(request));
-  if (!new_names.empty()) {
-    TC_ASSIGN_OR_RETURN(input.checkpoint, input.checkpoint->Renamed(new_names));
-  }
+  TC_ASSIGN_OR_RETURN(auto checkpoint, CheckpointOf(request));
+  if (new_names.empty()) return checkpoint;
+  return checkpoint->Renamed(new_names);
+}
+
+Result<Input> ParseInput(const Json& request) {
+  Input input;
+  TC_ASSIGN_OR_RETURN(input.options, ParseOptions(request));
+  TC_ASSIGN_OR_RETURN(input.checkpoint, RenamedInput(request));
   return input;
 }
 
@@ -244,6 +249,25 @@ Result<Json> MergeShareRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const auto own,
                       RunMergeJob(plan, *staging, outputs, job.get()));
   return Json{{"written", WrittenFilesJson(own)}};
+}
+
+// "layout" is the number of a checkpoint that is open, "directory" an empty
+// one.
+Result<Json> FillArchivesRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const auto source, RenamedInput(request));
+  TC_ASSIGN_OR_RETURN(const int64_t layout, GetInt(request, "layout"));
+  TC_ASSIGN_OR_RETURN(const auto laid_out, Checkpoints().Find(layout));
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "directory"));
+  TC_ASSIGN_OR_RETURN(const Directory out, Directory::Open(path));
+  TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
+  const FillOptions options{GetBool(request, "verify", true),
+                            OutputOptionsOf(request)};
+  TC_RETURN_IF_ERROR(FillArchives(source, laid_out, out, options, job.get()));
+  uint64_t bytes = 0;
+  for (const ManifestFile& file : laid_out->files()) bytes += file.bytes;
+  return Json{{"files", laid_out->files().size()},
+              {"bytes", bytes},
+              {"hulls", source->hulls()}};
 }
 
 Result<Json> MergeCommitRequest(const Json& request) {

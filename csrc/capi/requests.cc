@@ -19,6 +19,7 @@ Handler FindHandler(const std::string& op) {
       {"end_save", EndSaveRequest},
       {"expand_rule", ExpandRuleRequest},
       {"files", FilesRequest},
+      {"fill_archives", FillArchivesRequest},
       {"job_cancel", JobCancelRequest},
       {"job_create", JobCreateRequest},
       {"job_free", JobFreeRequest},

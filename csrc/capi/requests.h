@@ -50,6 +50,7 @@ Result<Json> MergeRequest(const Json& request);
 Result<Json> MergeBeginRequest(const Json& request);
 Result<Json> MergeShareRequest(const Json& request);
 Result<Json> MergeCommitRequest(const Json& request);
+Result<Json> FillArchivesRequest(const Json& request);
 // job_requests.cc
 Result<Json> JobCreateRequest(const Json& request);
 Result<Json> JobPollRequest(const Json& request);

@@ -135,6 +135,9 @@ Result<std::vector<ZipEntry>> ParseZipDirectory(ByteSpan bytes,
     ZipEntry entry;
     entry.name = AsText(bytes.subspan(kEntryBytes, name));
     entry.crc32 = Load<uint32_t>(bytes, 16);
+    entry.crc32_at = directory.begin + directory.bytes - bytes.size() + 16;
+    constexpr uint16_t kDescribed = 8;  // a flag
+    entry.described = (Load<uint16_t>(bytes, 8) & kDescribed) != 0;
     Extra64 large(bytes.subspan(kEntryBytes + name, extra));
     const auto content = large.Number(Load<uint32_t>(bytes, 24));
     const auto stored = large.Number(Load<uint32_t>(bytes, 20));

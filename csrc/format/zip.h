@@ -24,7 +24,12 @@ struct ZipEntry {
   uint64_t header = 0;    // of its local header
   uint64_t bytes = 0;     // of its content
   uint32_t crc32 = 0;     // 0 where the writer left it out
+  uint64_t crc32_at = 0;  // where in the archive that stands
+  // Whether it stands behind the content too, kZipCrcBehind bytes from its end.
+  bool described = false;
 };
+
+inline constexpr uint64_t kZipCrcBehind = 4;
 
 inline constexpr size_t kZipLocalHeader = 30;  // bytes, without name and extra
 // What FindZipDirectory wants to see of the end of an archive without a

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from foreign_samples import same, state
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import torch_ckpt
 from torch_ckpt.cli import cli
@@ -65,7 +70,10 @@ def plain(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("to", ["torch_ckpt", "hf"])
+FORMATS = ["torch_ckpt", "hf", "dcp", "torch"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("kind", SOURCES)
 def test_everything_comes_back_and_again(tmp_path: Path, kind: str, to: Any) -> None:
     source = SOURCES[kind](tmp_path / "c")
@@ -77,9 +85,9 @@ def test_everything_comes_back_and_again(tmp_path: Path, kind: str, to: Any) -> 
     assert torch_ckpt.open(tmp_path / "out").format == to
     assert same(torch_ckpt.load(path=tmp_path / "out"), wanted)
     torch_ckpt.Checkpoint(tmp_path / "out").verify()
-    other = "hf" if to == "torch_ckpt" else "torch_ckpt"
-    torch_ckpt.convert(tmp_path / "out", tmp_path / "back", other)
-    assert same(torch_ckpt.load(path=tmp_path / "back"), wanted)
+    for other in FORMATS:
+        torch_ckpt.convert(tmp_path / "out", tmp_path / other, other)  # type: ignore[arg-type]
+        assert same(torch_ckpt.load(path=tmp_path / other), wanted)
     assert same(plain(wanted.get("model", wanted)), plain(state()["model"]))
 
 
@@ -122,9 +130,9 @@ def test_the_format_stays_where_none_is_said(tmp_path: Path) -> None:
     assert torch_ckpt.open(tmp_path / "a").format == "torch_ckpt"
     torch_ckpt.convert(of_safetensors(tmp_path / "plain"), tmp_path / "b")
     assert (tmp_path / "b" / "model.safetensors").exists()
-    with pytest.raises(torch_ckpt.UnsupportedError, match="format dcp, which is read and not"):
-        torch_ckpt.convert(of_dcp(tmp_path / "dcp"), tmp_path / "c")
-    assert not (tmp_path / "c").exists()
+    for make, name in ((of_dcp, "dcp"), (of_torch, "torch")):
+        torch_ckpt.convert(make(tmp_path / f"{name}-in"), tmp_path / f"{name}-out")
+        assert torch_ckpt.open(tmp_path / f"{name}-out").format == name
 
 
 def test_the_source_is_not_written_to(tmp_path: Path) -> None:
@@ -132,9 +140,12 @@ def test_the_source_is_not_written_to(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(path)
     for source, target in ((path, link), (path / "a.safetensors", path)):
-        with pytest.raises(torch_ckpt.InvalidArgumentError, match="directory of the source"):
+        with pytest.raises(torch_ckpt.InvalidArgumentError, match="source, or its directory"):
             torch_ckpt.convert(source, target, "hf")
     assert os.listdir(path) == ["a.safetensors"]
+    file = of_torch(tmp_path / "a.pt")
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match="source, or its directory"):
+        torch_ckpt.convert(file, file, "torch")
     with pytest.raises(torch_ckpt.InvalidArgumentError, match="'zip'"):
         torch_ckpt.convert(path, tmp_path / "out", "zip")  # type: ignore[arg-type]
 
@@ -160,6 +171,107 @@ def test_the_command(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["output"] == str(tmp_path / "out")
     assert same(torch_ckpt.load(path=tmp_path / "out"), torch_ckpt.load(path=source))
     done = CliRunner().invoke(cli, ["convert", str(source), str(tmp_path / "two")])
-    assert done.exit_code == 1 and "format torch, which is read and not written" in done.stderr
+    assert done.exit_code == 0 and torch_ckpt.open(tmp_path / "two").format == "torch"
     done = CliRunner().invoke(cli, ["convert", str(tmp_path / "gone"), "x", "--to", "hf"])
     assert done.exit_code == 3
+
+
+def test_torch_reads_what_is_written_as_torch_and_dcp(tmp_path: Path) -> None:
+    what = state()
+    tied = torch.randn(5, 3)
+    what.update(tied=tied, tied_too=tied, numbers={1: torch.ones(2), 2: {}}, rows=[torch.zeros(2)])
+    source = tmp_path / "a.pt"
+    torch.save(what, source)  # which keeps ties
+    torch_ckpt.convert(source, tmp_path / "b.pt")
+    loaded = torch.load(tmp_path / "b.pt", weights_only=False)
+    assert same(loaded, plain(what))
+    assert loaded["tied"].data_ptr() == loaded["tied_too"].data_ptr()
+    with zipfile.ZipFile(tmp_path / "b.pt") as archive:
+        assert archive.testzip() is None  # every CRC-32
+        assert all(each.CRC or not each.file_size for each in archive.infolist())
+    mapped = torch.load(tmp_path / "b.pt", weights_only=False, mmap=True)
+    assert same(mapped, plain(what))
+
+    torch_ckpt.convert(source, tmp_path / "dcp", "dcp")
+    target = {
+        "model": {name: torch.zeros_like(value) for name, value in what["model"].items()},
+        "tied": torch.zeros(5, 3),
+        "step": 0,
+    }
+    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"))
+    assert same(plain(target), {name: plain(what[name]) for name in target})
+    whole: dict[str, Any] = {}
+    _load_state_dict(
+        whole,
+        storage_reader=dcp.FileSystemReader(tmp_path / "dcp"),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    assert same(whole["numbers"]["1"], torch.ones(2))
+
+
+def test_casts_and_names_in_files_of_torch(tmp_path: Path) -> None:
+    torch.save({"w": torch.tensor([1.0, 2.5]), "n": 1}, tmp_path / "a.pt")
+    for to in ("torch", "dcp"):
+        torch_ckpt.convert(
+            tmp_path / "a.pt",
+            tmp_path / to,
+            to,  # type: ignore[arg-type]
+            dtype="bf16",
+            key_mapping=[("^", "model.")],
+            objects=False,
+        )
+        loaded = torch_ckpt.load(path=tmp_path / to)
+        assert same(loaded, {"model.w": torch.tensor([1.0, 2.5]).bfloat16()})
+    torch.save({"w": torch.tensor([1e30])}, tmp_path / "b.pt")
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match="'w'"):
+        torch_ckpt.convert(tmp_path / "b.pt", tmp_path / "torch", "torch", dtype="fp16")
+    assert same(torch_ckpt.load(path=tmp_path / "torch"), loaded)  # as it was
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_targets_that_stand_in_the_way(tmp_path: Path) -> None:
+    source = of_torch(tmp_path / "a.pt")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(torch_ckpt.ConflictError, match="folder.*is a directory"):
+        torch_ckpt.convert(source, folder, "torch")
+    torch_ckpt.convert(source, folder, "dcp")  # it is empty
+    with pytest.raises(torch_ckpt.ConflictError, match="folder.*there already"):
+        torch_ckpt.convert(source, folder, "dcp")
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match="no shards"):
+        torch_ckpt.convert(source, tmp_path / "x", "dcp", max_shard_size=100)
+    left = tmp_path / ".x.torch_ckpt-killed"
+    left.mkdir()
+    torch_ckpt.convert(source, tmp_path / "x", "dcp")
+    assert not left.exists()
+
+
+def test_damage_in_the_source_leaves_nothing(tmp_path: Path) -> None:
+    source = of_ours(tmp_path / "c")
+    (file,) = source.glob("shard-*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for to in ("torch", "dcp"):
+        with pytest.raises(torch_ckpt.CorruptError, match=file.name):
+            torch_ckpt.convert(source, tmp_path / "out", to)  # type: ignore[arg-type]
+    assert sorted(os.listdir(tmp_path)) == ["c"]
+
+
+def test_a_large_checkpoint_takes_little_memory(tmp_path: Path) -> None:
+    tensors = {f"w{number}": torch.ones(32 << 20, dtype=torch.uint8) for number in range(12)}
+    torch.save(tensors, tmp_path / "a.pt")
+    program = (
+        "import resource, torch, sys, torch_ckpt, torch_ckpt.archives\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
+        "torch_ckpt.convert(*sys.argv[1:], memory_budget='64MiB')\n"
+        "assert peak() - before < 160 << 10, (before, peak())\n"
+    )
+    for to in FORMATS:
+        arguments = [str(tmp_path / "a.pt"), str(tmp_path / to), to]
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr

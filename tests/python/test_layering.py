@@ -43,12 +43,11 @@ PYTHON_ROOMS = (
         "dtype_policy",
         "children",
         "merge",
-        "conversion",
         "objects",
         "ranks",
         "dcp",
     ),
-    *("consolidate", "directory", "cli"),
+    *("archives", "conversion", "consolidate", "directory", "cli"),
 )
 # What reads values needs torch, and is imported when the first value is asked for.
 LATER = {("checkpoint", "torch_ckpt.dcp.load"), ("checkpoint", "torch_ckpt.dcp.load.stored")}

@@ -65,10 +65,11 @@ def convert(
     no_direct_io: bool,
     output: Output,
 ) -> None:
-    """Write the checkpoint IN, of any format that is read, into directory OUT.
+    """Write the checkpoint IN, of any format that is read, to OUT.
 
     IN is a directory of torch_ckpt, of stock DCP, of the Hub or of plain safetensors files, or a
-    file of safetensors or torch.save. No pickle is run. All or nothing.
+    file of safetensors or torch.save. No pickle is run. All or nothing. With --to dcp
+    and --to torch, a file, torch is imported.
 
     \b
     torch-ckpt convert run.pt weights --to hf --dtype bf16

@@ -119,8 +119,15 @@ Result<std::vector<ZipContent>> TorchArchive::Contents() const {
                         Read(entry.header, kZipLocalHeader));
     TC_ASSIGN_OR_RETURN(const uint64_t begin,
                         ZipContentBegin(AsBytes(header), entry, directory_));
-    out.push_back(
-        {std::string(name), {range_.offset + begin, entry.bytes}, entry.crc32});
+    ZipContent& content = out.emplace_back();
+    content.name = name;
+    content.range = {range_.offset + begin, entry.bytes};
+    content.crc32 = entry.crc32;
+    content.crc32_at.push_back(range_.offset + entry.crc32_at);
+    if (entry.described) {
+      content.crc32_at.push_back(content.range.offset + entry.bytes +
+                                 kZipCrcBehind);
+    }
   }
   return out;
 }

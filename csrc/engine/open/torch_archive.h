@@ -22,7 +22,8 @@ namespace torch_ckpt {
 struct ZipContent {
   std::string name;
   FileRange range;
-  uint32_t crc32 = 0;  // 0: the writer did not say
+  uint32_t crc32 = 0;              // 0: the writer did not say
+  std::vector<uint64_t> crc32_at;  // where in the file that stands
 };
 
 class TorchArchive {

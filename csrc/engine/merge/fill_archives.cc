@@ -1,0 +1,206 @@
+#include "engine/merge/fill_archives.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/open/open_files.h"
+#include "engine/open/torch_archive.h"
+#include "engine/write/casts.h"
+#include "engine/write/stored_providers.h"
+#include "format/cast.h"
+#include "plan/runs.h"
+#include "runtime/arena.h"
+#include "runtime/crc32.h"
+#include "runtime/workers.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr uint64_t kStep = uint64_t{8} << 20;
+
+// A part of a file of the layout that the elements of a tensor go to.
+struct Slot {
+  uint64_t offset, bytes;
+  Origin origin;
+};
+
+class Filler {
+ public:
+  Filler(std::shared_ptr<const Checkpoint> source,
+         std::shared_ptr<const Checkpoint> layout, const FillOptions& options)
+      : source_(std::move(source)),
+        layout_(std::move(layout)),
+        options_(options),
+        inputs_(source_->file_set(), options.output.direct_io,
+                std::max(1, options.output.workers)),
+        own_(layout_->file_set(), options.output.direct_io,
+             std::max(1, options.output.workers)),
+        tensors_(&inputs_,
+                 [this](uint32_t e) -> Result<StoredTensor> {
+                   TC_ASSIGN_OR_RETURN(std::vector<Placement> placements,
+                                       source_->Placements(e));
+                   return StoredTensor{source_->catalog().entries()[e],
+                                       std::move(placements)};
+                 }),
+        files_(&own_),
+        slots_(layout_->files().size()) {}
+
+  Status Run(const Directory& out, Job* job) {
+    const std::vector<CatalogEntry>& entries = layout_->catalog().entries();
+    for (uint32_t e = 0; e < entries.size(); ++e) {
+      if (entries[e].kind != EntryKind::kTensor) continue;
+      Status added = AddTensor(e);
+      if (!added.ok()) {
+        return std::move(added).WithTensor(std::string(entries[e].name));
+      }
+    }
+    OutputOptions unsynced = options_.output;
+    unsynced.sync = false;  // the checksums come after
+    TC_RETURN_IF_ERROR(WriteOutputs(out, Outputs(), unsynced, job).status());
+    TC_RETURN_IF_ERROR(inputs_.Check(options_.verify, job));
+    TC_RETURN_IF_ERROR(own_.Check(false, job));
+    TC_RETURN_IF_ERROR(casts_.Check());
+    return Seal(out, job);
+  }
+
+ private:
+  Status AddTensor(uint32_t e) {
+    const CatalogEntry& wanted = layout_->catalog().entries()[e];
+    const int64_t found = source_->catalog().Find(wanted.name);
+    if (found < 0) return Incomplete("is not in the checkpoint");
+    const CatalogEntry& stored =
+        source_->catalog().entries()[static_cast<size_t>(found)];
+    if (stored.kind == EntryKind::kObject || !(stored.shape == wanted.shape)) {
+      return InvalidArgument("is another one in the layout");
+    }
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        layout_->Placements(e));
+    TC_ASSIGN_OR_RETURN(const uint64_t bytes,
+                        ByteSize(wanted.dtype, wanted.shape));
+    if (bytes == 0) return {};
+    if (placements.size() != 1 ||
+        !(placements[0].box == Box::Whole(wanted.shape))) {
+      return InvalidArgument("is in several pieces in the layout");
+    }
+    Origin origin{&tensors_, static_cast<uint32_t>(found)};
+    if (stored.dtype != wanted.dtype) {
+      if (!CanCast(stored.dtype, wanted.dtype)) {
+        return InvalidArgument(std::string("is ") + DtypeName(stored.dtype) +
+                               ", which is not cast to " +
+                               DtypeName(wanted.dtype));
+      }
+      origin = casts_.Add(origin, stored.dtype, wanted.dtype,
+                          std::string(wanted.name));
+    }
+    slots_[placements[0].file].push_back({placements[0].offset, bytes, origin});
+    return {};
+  }
+
+  std::vector<Output> Outputs() {
+    std::vector<Output> outputs;
+    for (uint32_t f = 0; f < slots_.size(); ++f) {
+      const ManifestFile& file = layout_->files()[f];
+      std::vector<Slot>& slots = slots_[f];
+      std::sort(slots.begin(), slots.end(), [](const Slot& a, const Slot& b) {
+        return a.offset < b.offset;
+      });
+      ExtentList extents;
+      uint64_t at = 0;
+      for (const Slot& slot : slots) {
+        extents.Place(at, slot.offset - at, {&files_, f}, at);
+        extents.Place(slot.offset, slot.bytes, slot.origin, 0);
+        at = slot.offset + slot.bytes;
+      }
+      extents.Place(at, file.bytes - at, {&files_, f}, at);
+      outputs.push_back(
+          {{file.name, file.name, "", FileRole::kData, file.bytes, {}},
+           std::move(extents)});
+    }
+    return outputs;
+  }
+
+  // Writes the checksums that torch has left out, and syncs.
+  Status Seal(const Directory& out, Job* job) {
+    struct Item {
+      uint32_t file;
+      ZipContent content;
+    };
+    std::vector<Item> items;
+    TC_ASSIGN_OR_RETURN(const auto archives, layout_->Archives());
+    for (const Checkpoint::Archive& each : archives) {
+      const Placement& placement = each.placement;
+      TC_ASSIGN_OR_RETURN(const File file,
+                          layout_->file_set()->OpenFile(placement.file));
+      TC_ASSIGN_OR_RETURN(
+          const TorchArchive archive,
+          TorchArchive::Open(file, {placement.offset, placement.bytes},
+                             kMaxObjectPickle));
+      TC_ASSIGN_OR_RETURN(std::vector<ZipContent> contents, archive.Contents());
+      for (ZipContent& content : contents) {
+        if (content.crc32 != 0 || content.range.bytes == 0) continue;
+        items.push_back({placement.file, std::move(content)});
+      }
+    }
+    std::vector<File> files;
+    for (const ManifestFile& file : layout_->files()) {
+      TC_ASSIGN_OR_RETURN(files.emplace_back(),
+                          out.OpenFile(file.name, {.write = true}));
+    }
+    TC_RETURN_IF_ERROR(ForEachItem(
+        std::max(1, options_.output.workers),
+        static_cast<int64_t>(items.size()), job, [&](int64_t i, int) -> Status {
+          const Item& item = items[static_cast<size_t>(i)];
+          return SealOne(files[item.file], item.content, job);
+        }));
+    for (const File& file : files) TC_RETURN_IF_ERROR(file.Sync());
+    return out.Sync();
+  }
+
+  static Status SealOne(const File& file, const ZipContent& content, Job* job) {
+    TC_ASSIGN_OR_RETURN(const ArenaLease lease, LeaseBuffer(kStep, job));
+    uint32_t crc = 0;
+    const uint64_t end = content.range.offset + content.range.bytes;
+    for (uint64_t at = content.range.offset; at < end; at += kStep) {
+      if (job->cancelled()) return Cancelled("the job was cancelled");
+      const MutableByteSpan bytes =
+          lease.span().first(std::min(kStep, end - at));
+      TC_RETURN_IF_ERROR(file.ReadExact(bytes, at));
+      crc = Crc32(crc, bytes.data(), bytes.size());
+    }
+    if (content.crc32_at.size() > 1) {
+      std::string magic(4, '\0');
+      TC_RETURN_IF_ERROR(file.ReadExact(
+          {reinterpret_cast<std::byte*>(magic.data()), magic.size()}, end));
+      if (magic != "PK\x07\x08") {
+        return Unsupported("torch lays out its archives in another way")
+            .WithFile(file.path());
+      }
+    }
+    for (const uint64_t at : content.crc32_at) {
+      TC_RETURN_IF_ERROR(file.WriteAll(
+          {reinterpret_cast<const std::byte*>(&crc), sizeof crc}, at));
+    }
+    return {};
+  }
+
+  const std::shared_ptr<const Checkpoint> source_, layout_;
+  const FillOptions& options_;
+  StoredInputs inputs_, own_;
+  StoredTensors tensors_;
+  StoredFiles files_;
+  Casts casts_;
+  std::vector<std::vector<Slot>> slots_;  // by file of the layout
+};
+
+}  // namespace
+
+Status FillArchives(const std::shared_ptr<const Checkpoint>& source,
+                    const std::shared_ptr<const Checkpoint>& layout,
+                    const Directory& out, const FillOptions& options,
+                    Job* job) {
+  return Filler(source, layout, options).Run(out, job);
+}
+
+}  // namespace torch_ckpt
