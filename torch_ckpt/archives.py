@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import io
 import os
 import pickle
+import re
 import shutil
+import struct
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -25,24 +29,33 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from torch_ckpt import _core
 from torch_ckpt.dcp.load.read_objects import ObjectReader
-from torch_ckpt.dcp.plan.flatten import check_structure, rebuild
+from torch_ckpt.dcp.load.stored import StoredTensor
+from torch_ckpt.dcp.plan.flatten import Flat, check_structure, rebuild
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.description import entry_paths
 from torch_ckpt.dtypes import PACKED, TORCH_DTYPES
-from torch_ckpt.errors import ConflictError, UnsupportedError
+from torch_ckpt.errors import ConflictError, InternalError, UnsupportedError
 from torch_ckpt.jobs import Job, OpenedCheckpoint
 from torch_ckpt.merge import MergeRequest
 from torch_ckpt.progress import Progress, told
 from torch_ckpt.torch_private import StorageInfo, without_elements
 
 _DATA_FILE = "__0_0.distcp"
+_ARCHIVE = "archive.pt"
+_STAGING_PREFIX = ".torch_ckpt-convert-"
+_STAGING = re.compile(re.escape(_STAGING_PREFIX) + r"\w{8}")
 
 
 @dataclass(frozen=True)
 class _Leaves:
-    """What is to be written. tensors: without elements, tied ones the same."""
+    """What is to be written.
+
+    tensors: without elements, by the names to be; tied ones are the same.
+    stored: of each, what it is called in the source.
+    """
 
     tensors: dict[str, torch.Tensor]
+    stored: dict[str, str]
     objects: dict[str, Any]
     paths: dict[str, tuple[Any, ...]]
     structure: Any
@@ -53,14 +66,29 @@ def write_torch(request: MergeRequest, target: str, progress: Progress | None) -
     if os.path.isdir(target):
         raise ConflictError("is a directory; a file of torch.save is written here", file=target)
     with _staged(target) as (layout, filled):
-        name = os.path.basename(target)
         leaves = _leaves_of(request)
-        values = {**leaves.tensors, **leaves.objects}
+        nested = rebuild({**leaves.tensors, **leaves.objects}, leaves.paths, leaves.structure)
+        place = os.path.join(layout, _ARCHIVE)
         with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(rebuild(values, leaves.paths, leaves.structure), os.path.join(layout, name))
-        place = os.path.join(layout, name)
-        answer = _fill(request, OpenedCheckpoint(place, "torch"), filled, progress)
-        os.replace(os.path.join(filled, name), target)
+            torch.save(nested, place)
+        # By identity: a list from which a leaf was left out counts anew.
+        names = {id(tensor): name for name, tensor in leaves.tensors.items()}
+        found = Flat(nested, 0, 1).values.items()
+        tensors = {fqn: names[id(leaf)] for fqn, leaf in found if id(leaf) in names}
+        # Where keys are no names, as tuples, all of a mapping is one leaf to who reads it.
+        known = OpenedCheckpoint(place, "torch").describe()["names"]
+        inside = {tensors.pop(fqn) for fqn in tensors.keys() - set(known)}
+        held = {
+            id(tensor): _elements(request, leaves, name) if name in inside else torch.empty(0)
+            for name, tensor in leaves.tensors.items()
+        }
+        values = {name: held[id(tensor)] for name, tensor in leaves.tensors.items()}
+        _fill_in_objects(
+            place, rebuild({**values, **leaves.objects}, leaves.paths, leaves.structure)
+        )
+        tensors = {fqn: leaves.stored[name] for fqn, name in tensors.items()}
+        answer = _fill(request, OpenedCheckpoint(place, "torch"), tensors, filled, progress)
+        os.replace(os.path.join(filled, _ARCHIVE), target)
         _sync_directory(os.path.dirname(target))
     return answer
 
@@ -68,8 +96,9 @@ def write_torch(request: MergeRequest, target: str, progress: Progress | None) -
 def write_dcp(request: MergeRequest, target: str, progress: Progress | None) -> dict[str, Any]:
     """The checkpoint of `request` as a directory of stock DCP, of one rank. `target` must not be
     there, or be empty."""
+    taken = ConflictError("is there already; give another directory", file=target)
     if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
-        raise ConflictError("is there already; give another directory", file=target)
+        raise taken
     with _staged(target) as (layout, filled):
         leaves = _leaves_of(request)
         if leaves.structure is not None:
@@ -78,35 +107,101 @@ def write_dcp(request: MergeRequest, target: str, progress: Progress | None) -> 
         metadata = _lay_out_dcp(leaves, layout)
         with open(os.path.join(layout, ".metadata"), "wb") as file:
             pickle.dump(metadata, file)
-        answer = _fill(request, OpenedCheckpoint(layout, "dcp"), filled, progress)
+        opened = OpenedCheckpoint(layout, "dcp")
+        answer = _fill(request, opened, leaves.stored, filled, progress)
         place = os.path.join(filled, ".metadata")
         shutil.copyfile(os.path.join(layout, ".metadata"), place)
         with open(place, "rb") as file:
             os.fsync(file.fileno())
         _sync_directory(filled)
-        os.rename(filled, target)  # onto what is not there, or empty
+        try:
+            os.rename(filled, target)  # onto what is not there, or empty
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise taken from None
+            raise
         _sync_directory(os.path.dirname(target))
     return answer
+
+
+def _elements(request: MergeRequest, leaves: _Leaves, name: str) -> torch.Tensor:
+    """All of a tensor, in memory."""
+    opened, stored = request.opened, leaves.stored[name]
+    described = opened.describe()
+    at = described["type_of"][described["names"].index(stored)]
+    tensor = StoredTensor(
+        opened,
+        stored,
+        described["types"][at],
+        (),
+        verify=request["verify"],
+        direct_io=request["direct_io"],
+    )
+    like = leaves.tensors[name]
+    return tensor.read(out=torch.empty(like.shape, dtype=like.dtype, device="cpu"))
+
+
+def _fill_in_objects(place: str, nested: Any) -> None:
+    """Writes the tensors that stand inside of other leaves into the archive at `place`, where they
+    were left out like all the others. `nested` is what it holds, with tensors of no elements in the
+    places of those that the engine fills in: torch numbers storages in the order in which it meets
+    them."""
+    packed = io.BytesIO()
+    torch.save(nested, packed)
+    with zipfile.ZipFile(packed) as archive, zipfile.ZipFile(place) as laid_out:
+        holes = {m.filename.partition("/")[2]: m for m in laid_out.infolist()}
+        with open(place, "r+b") as file:
+            for member in archive.infolist():
+                name = member.filename.partition("/")[2]
+                if not name.startswith("data/") or not member.file_size:
+                    continue
+                hole = holes.get(name)
+                if hole is None or hole.file_size != member.file_size:
+                    raise InternalError(f"torch numbers {name} in another way", file=place)
+                file.seek(_content_begin(file, hole))
+                file.write(archive.read(member))
+
+
+def _content_begin(file: Any, member: zipfile.ZipInfo) -> int:
+    """Where the content of an archive's member begins: behind its name and extra fields, whose
+    lengths its local header says."""
+    file.seek(member.header_offset + 26)
+    name, extra = struct.unpack("<HH", file.read(4))
+    return int(member.header_offset + 30 + name + extra)
 
 
 @contextlib.contextmanager
 def _staged(target: str) -> Iterator[tuple[str, str]]:
     """Two directories beside `target` while the block runs: for what is laid out, and filled.
-    Removes those that a kill has left; another conversion to the same target fails then."""
+    Removes those for the same target that a kill has left."""
     parent, name = os.path.split(target)
     os.makedirs(parent, exist_ok=True)
-    start = f".{name}.torch_ckpt-"
     for left in os.listdir(parent):
-        if left.startswith(start):
-            shutil.rmtree(os.path.join(parent, left))
-    staging = tempfile.mkdtemp(prefix=start, dir=parent)
+        if _STAGING.fullmatch(left):
+            _remove_dead(os.path.join(parent, left), name)
+    staging = tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=parent)
     try:
-        places = os.path.join(staging, "layout"), os.path.join(staging, "filled")
-        for place in places:
-            os.mkdir(place)
-        yield places
+        with open(os.path.join(staging, "target"), "w", encoding="utf-8") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX)  # while this process lives
+            owner.write(name)
+            owner.flush()
+            places = os.path.join(staging, "layout"), os.path.join(staging, "filled")
+            for place in places:
+                os.mkdir(place)
+            yield places
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _remove_dead(staging: str, name: str) -> None:
+    """Removes a staging directory for the target `name` whose process is gone."""
+    try:
+        with open(os.path.join(staging, "target"), encoding="utf-8") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if owner.read() == name:
+                shutil.rmtree(staging, ignore_errors=True)
+    except OSError:
+        return  # somebody's who lives, or gone by now, or none of ours
 
 
 def _leaves_of(request: MergeRequest) -> _Leaves:
@@ -127,9 +222,12 @@ def _leaves_of(request: MergeRequest) -> _Leaves:
             dtype_name, shape, _ = described["types"][at]
             tensors[name] = _without_elements(name, dtypes.get(name, dtype_name), shape, opened)
         if stored != STRUCTURE_FQN:
-            paths[name] = path if name == stored else (name,)
-    for alias, of in described["aliases"].items():
+            paths[name] = path if name == stored else _renamed_path(path, stored, name)
+    aliases = described["aliases"].items()
+    for alias, of in aliases:
         tensors[new_names.get(alias, alias)] = tensors[new_names.get(of, of)]
+    sources = {new_names.get(name, name): name for name in described["names"]}
+    sources.update({new_names.get(alias, alias): of for alias, of in aliases})
     objects: dict[str, Any] = {}
     if request["objects"]:
         reader = ObjectReader(opened, described, verify=request["verify"], allow_pickle=False)
@@ -140,7 +238,14 @@ def _leaves_of(request: MergeRequest) -> _Leaves:
     structure = objects.pop(STRUCTURE_FQN, None)
     if structure is not None:
         structure = check_structure(structure)
-    return _Leaves(tensors, objects, paths, structure)
+    return _Leaves(tensors, {name: sources[name] for name in tensors}, objects, paths, structure)
+
+
+def _renamed_path(path: tuple[Any, ...], stored: str, name: str) -> tuple[Any, ...]:
+    """Where a leaf stands under its new name: in its container, where only its last part is new."""
+    container, _, last = name.rpartition(".")
+    stays = len(path) > 1 and container == stored.rpartition(".")[0]
+    return (*path[:-1], last) if stays and type(path[-1]) is str else (name,)
 
 
 def _without_elements(
@@ -199,10 +304,7 @@ def _append(archive: str, out: Any) -> int:
     begin, size = out.tell(), os.path.getsize(archive)
     with zipfile.ZipFile(archive) as members, open(archive, "rb") as file:
         (data,) = (m for m in members.infolist() if m.filename.endswith("/data/0"))
-        file.seek(data.header_offset + 26)
-        lengths = file.read(4)
-        first = data.header_offset + 30 + lengths[0] + 256 * lengths[1]
-        first += lengths[2] + 256 * lengths[3]
+        first = _content_begin(file, data)
         file.seek(0)
         out.write(file.read(first))
         file.seek(first + data.file_size)
@@ -213,16 +315,21 @@ def _append(archive: str, out: Any) -> int:
 
 
 def _fill(
-    request: MergeRequest, layout: OpenedCheckpoint, place: str, progress: Progress | None
+    request: MergeRequest,
+    layout: OpenedCheckpoint,
+    tensors: dict[str, str],
+    place: str,
+    progress: Progress | None,
 ) -> dict[str, Any]:
+    """Writes the files of `layout` into `place`; `tensors`: its names, and the source's."""
     with Job() as job, told(job, progress):
         whole = {
             "op": "fill_archives",
             "job": job.id,
             "layout": layout.id,
+            "tensors": tensors,
             "directory": place,
-            **{key: request[key] for key in ("checkpoint", "new_names", "workers")},
-            **{key: request[key] for key in ("verify", "direct_io")},
+            **{key: request[key] for key in ("checkpoint", "workers", "verify", "direct_io")},
         }
         answer: dict[str, Any] = job.run(lambda: _core.call(whole))
     return answer

@@ -6,11 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from torch_ckpt import _core
 from torch_ckpt.checkpoint import Checkpoint
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.extras import extra_files
 from torch_ckpt.hulls import warn_of_hulls
+from torch_ckpt.jobs import OpenedCheckpoint
 from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.mapping import NAMINGS, SHARDS
 from torch_ckpt.merge import MEMORY_BUDGET, merge, merge_request
@@ -40,9 +42,9 @@ def convert(
 ) -> dict[str, Any]:
     """Write the checkpoint at `source`, of any format that is read, to `target`.
 
-    The bytes are streamed, whatever the size of the checkpoint. All or nothing: on an error no
-    output is left; what a kill leaves is removed when it is called again. The source is untouched;
-    `target` must be elsewhere.
+    Tensors are streamed, whatever the size of the checkpoint; leaves that are none are held in
+    memory. All or nothing: on an error no output is left; what a kill leaves is removed when it is
+    called again. The source is untouched; `target` must be elsewhere.
 
     to: what `target` is to be; None for what the source is.
         "torch_ckpt": a directory of shards as `save` writes them. "hf": one of whole tensors as
@@ -54,7 +56,9 @@ def convert(
     objects: False leaves out the leaves that are no tensors. Else one that cannot be written, as an
         object of some class in a pickle, is an error that names it.
     dtype, keep_fp32, max_shard_size: as HuggingFaceStorageWriter's.
-    key_mapping, verify, memory_budget, num_threads, direct_io, progress: as those of
+    verify: compare what is read with its digests. Files of stock DCP and torch.save have none but
+        the CRC-32s that `Checkpoint.verify` compares, and this does not.
+    key_mapping, memory_budget, num_threads, direct_io, progress: as those of
         `consolidate_safetensors_files`.
 
     Returns {"files", "bytes", "hulls"} of what was written; `hulls` are tensors whose shape no file
@@ -63,7 +67,6 @@ def convert(
     """
     kind = Checkpoint(source, format=format).format if to is None else to
     check_choice("to", kind, TARGETS)
-    _check_apart(local_path(source), local_path(target))
     if kind in ("dcp", "torch") and max_shard_size is not None:
         raise InvalidArgumentError(f"max_shard_size: there are no shards of the format {kind}")
     policy = DtypePolicy(dtype, keep_fp32)
@@ -83,22 +86,28 @@ def convert(
         format=format,
         objects=objects,
     )
+    place = os.path.realpath(local_path(target))
+    _check_apart(request.opened, place, into_directory=kind != "torch")
     if kind in ("dcp", "torch"):
         from torch_ckpt import archives  # imports torch
 
         write = archives.write_dcp if kind == "dcp" else archives.write_torch
-        answer = write(request, local_path(target), progress)
+        answer = write(request, place, progress)
         warn_of_hulls(request.opened.path, answer["hulls"])
         return answer
     return merge(request, extra_files(None, policy.torch_name), progress)
 
 
-def _check_apart(source: str, target: str) -> None:
-    """Not into the directory that is read, nor over the file: what is written there could replace
-    it."""
-    place = source if os.path.isdir(source) else os.path.dirname(source)
-    if os.path.exists(target) and any(
-        os.path.exists(each) and os.path.samefile(each, target) for each in (place, source)
+def _check_apart(source: OpenedCheckpoint, target: str, *, into_directory: bool) -> None:
+    """Refuses a target, a real path, where what is written could replace a part of the source."""
+    answer = _core.call({"op": "files", "checkpoint": source.id})
+    is_file = os.path.isfile(source.path)
+    root = os.path.dirname(source.path) if is_file else source.path
+    files = {os.path.realpath(os.path.join(root, each["name"])) for each in answer["files"]}
+    folders = {os.path.dirname(file) for file in files}
+    folders |= set() if is_file and not into_directory else {os.path.realpath(root)}
+    if target in files or (target if into_directory else os.path.dirname(target)) in (
+        folders if into_directory or not is_file else ()
     ):
         raise InvalidArgumentError(
             "is the source, or its directory; give another path", file=target

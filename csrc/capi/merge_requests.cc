@@ -45,19 +45,27 @@ struct Input {
   }
 };
 
+// An object of texts; empty where there is none.
+Result<std::map<std::string, std::string, std::less<>>> GetTexts(
+    const Json& request, const char* field) {
+  std::map<std::string, std::string, std::less<>> texts;
+  const auto given = request.find(field);
+  if (given == request.end() || !given->is_object()) return texts;
+  for (const auto& [name, text] : given->items()) {
+    if (!text.is_string()) {
+      return InvalidArgument(std::string("'") + field + "' holds no texts");
+    }
+    texts[name] = text.get<std::string>();
+  }
+  return texts;
+}
+
 // The checkpoint of a request, under its "new_names".
 Result<std::shared_ptr<const Checkpoint>> RenamedInput(const Json& request) {
-  std::map<std::string, std::string> new_names;
-  const auto given = request.find("new_names");
-  if (given != request.end() && given->is_object()) {
-    for (const auto& [name, renamed] : given->items()) {
-      if (!renamed.is_string()) return InvalidArgument("a new name is no text");
-      new_names[name] = renamed.get<std::string>();
-    }
-  }
+  TC_ASSIGN_OR_RETURN(const auto given, GetTexts(request, "new_names"));
   TC_ASSIGN_OR_RETURN(auto checkpoint, CheckpointOf(request));
-  if (new_names.empty()) return checkpoint;
-  return checkpoint->Renamed(new_names);
+  if (given.empty()) return checkpoint;
+  return checkpoint->Renamed({given.begin(), given.end()});
 }
 
 Result<Input> ParseInput(const Json& request) {
@@ -252,15 +260,17 @@ Result<Json> MergeShareRequest(const Json& request) {
 }
 
 // "layout" is the number of a checkpoint that is open, "directory" an empty
-// one.
+// one, "tensors" names of the layout and of the checkpoint.
 Result<Json> FillArchivesRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const auto source, RenamedInput(request));
+  TC_ASSIGN_OR_RETURN(const auto source, CheckpointOf(request));
+  TC_ASSIGN_OR_RETURN(auto tensors, GetTexts(request, "tensors"));
   TC_ASSIGN_OR_RETURN(const int64_t layout, GetInt(request, "layout"));
   TC_ASSIGN_OR_RETURN(const auto laid_out, Checkpoints().Find(layout));
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "directory"));
   TC_ASSIGN_OR_RETURN(const Directory out, Directory::Open(path));
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
-  const FillOptions options{GetBool(request, "verify", true),
+  const FillOptions options{std::move(tensors),
+                            GetBool(request, "verify", true),
                             OutputOptionsOf(request)};
   TC_RETURN_IF_ERROR(FillArchives(source, laid_out, out, options, job.get()));
   uint64_t bytes = 0;

@@ -179,3 +179,32 @@ def test_ls_and_inspect_start_without_torch(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     assert "torch, written by torch.save" in done.stdout
     assert fields("inspect", path)["format"] == "torch"
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "atol", "said"),
+    [
+        (torch.tensor([2**60]), torch.tensor([2**60 + 100]), 1, "by 100 at most"),
+        (torch.tensor([2**60]), torch.tensor([2**60 + 100]), 200, None),
+        (torch.tensor([2**63 - 1]), torch.tensor([2**63 - 2]), 0, "by 1 at most"),
+        (torch.ones(2), torch.ones(2, dtype=torch.complex64) * 1j, 0, "float32 and complex64; 2"),
+        (torch.tensor([3]), torch.tensor([3.5]), 0.1, "int64 and float32; 1 of 1 value"),
+    ],
+)
+def test_diff_of_numbers(tmp_path: Path, left: Any, right: Any, atol: Any, said: Any) -> None:
+    a = of_torch(tmp_path / "a.pt", {"x": left})
+    b = of_torch(tmp_path / "b.pt", {"x": right})
+    found = fields("diff", a, b, "--atol", str(atol))["different"]
+    assert (said is None) == (not found)
+    assert said is None or said in found[0]["what"]
+
+
+def test_diff_of_packed_numbers_and_wrong_tolerances(tmp_path: Path) -> None:
+    packed = torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    a = of_torch(tmp_path / "a.pt", {"x": packed})
+    b = of_torch(tmp_path / "b.pt", {"x": torch.arange(4, dtype=torch.uint8)})
+    for pair in ((a, b), (b, a)):
+        (found,) = fields("diff", *pair, "--atol", "1")["different"]
+        assert "float4_e2m1fn_x2" in found["what"]
+    for wrong in ("-1", "nan"):
+        assert run("diff", a, a, "--atol", wrong).exit_code == 2

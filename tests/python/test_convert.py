@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import subprocess
@@ -142,6 +143,21 @@ def test_the_source_is_not_written_to(tmp_path: Path) -> None:
     for source, target in ((path, link), (path / "a.safetensors", path)):
         with pytest.raises(torch_ckpt.InvalidArgumentError, match="source, or its directory"):
             torch_ckpt.convert(source, target, "hf")
+    # Through links too, and over a file of it.
+    (tmp_path / "alone.safetensors").symlink_to(path / "a.safetensors")
+    ours = of_ours(tmp_path / "ours")
+    (shard,) = ours.glob("shard-*.safetensors")
+    (tmp_path / "apart").mkdir()
+    (tmp_path / "apart" / "model.safetensors").symlink_to(path / "a.safetensors")
+    for source, target, to in (
+        (tmp_path / "alone.safetensors", path, "hf"),
+        (ours, shard, "torch"),
+        (ours, ours / "new.pt", "torch"),
+        (tmp_path / "apart", path / "a.safetensors", "torch"),
+    ):
+        with pytest.raises(torch_ckpt.InvalidArgumentError, match="source, or its directory"):
+            torch_ckpt.convert(source, target, to)
+    torch_ckpt.Checkpoint(ours).verify()
     assert os.listdir(path) == ["a.safetensors"]
     file = of_torch(tmp_path / "a.pt")
     with pytest.raises(torch_ckpt.InvalidArgumentError, match="source, or its directory"):
@@ -241,10 +257,16 @@ def test_targets_that_stand_in_the_way(tmp_path: Path) -> None:
         torch_ckpt.convert(source, folder, "dcp")
     with pytest.raises(torch_ckpt.InvalidArgumentError, match="no shards"):
         torch_ckpt.convert(source, tmp_path / "x", "dcp", max_shard_size=100)
-    left = tmp_path / ".x.torch_ckpt-killed"
-    left.mkdir()
-    torch_ckpt.convert(source, tmp_path / "x", "dcp")
-    assert not left.exists()
+    dead, other, alive, strange = (tmp_path / f".torch_ckpt-convert-{n}2345678" for n in "abcd")
+    for left, name in ((dead, "x"), (other, "y"), (alive, "x"), (strange, None)):
+        left.mkdir()
+        if name:
+            (left / "target").write_text(name)
+    with (alive / "target").open() as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        torch_ckpt.convert(source, tmp_path / "x", "dcp")
+    assert not dead.exists()
+    assert other.exists() and alive.exists() and strange.exists()
 
 
 def test_damage_in_the_source_leaves_nothing(tmp_path: Path) -> None:
@@ -275,3 +297,65 @@ def test_a_large_checkpoint_takes_little_memory(tmp_path: Path) -> None:
             [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_tensors_inside_of_other_leaves(tmp_path: Path, to: Any) -> None:
+    what = {
+        "w": torch.ones(2),
+        "pair": (1, torch.arange(3.0), [torch.tensor(7)]),
+        "odd": {1: torch.ones(1), (1, 2): torch.zeros(2, 2) + 5},
+        "v": torch.arange(4),
+    }
+    for make in (of_torch_of, of_ours_of, of_dcp_of):
+        source = make(tmp_path / make.__name__, what)
+        target = tmp_path / f"{make.__name__}-out"
+        torch_ckpt.convert(source, target, to)
+        wanted = torch_ckpt.load(path=source)
+        assert same(torch_ckpt.load(path=target), wanted)
+        if to == "torch":
+            assert same(torch.load(target, weights_only=False)["pair"], what["pair"])
+            torch_ckpt.Checkpoint(target).verify()
+
+
+def of_torch_of(path: Path, what: Any) -> Path:
+    torch.save(what, path)
+    return path
+
+
+def of_ours_of(path: Path, what: Any) -> Path:
+    torch_ckpt.save(what, path)
+    return path
+
+
+def of_dcp_of(path: Path, what: Any) -> Path:
+    dcp.save(what, storage_writer=dcp.FileSystemWriter(path))
+    return path
+
+
+def test_leaves_of_one_rank_and_lists_with_holes(tmp_path: Path) -> None:
+    source = tmp_path / "c"
+    one = torch.ones(2)
+    torch_ckpt.save({"l": [1, one, one * 2], "r": torch_ckpt.PerRank({"x": one * 3})}, source)
+    torch_ckpt.convert(source, tmp_path / "a.pt", "torch")
+    loaded = torch.load(tmp_path / "a.pt", weights_only=False)
+    assert same(loaded["l"], [1, one, one * 2])
+    assert same(loaded["r"], {"__rank_0_of_1__": {"x": one * 3}})
+    torch_ckpt.convert(source, tmp_path / "b.pt", "torch", objects=False)
+    assert same(torch.load(tmp_path / "b.pt"), {"l": [one, one * 2]})
+
+
+def test_renamed_leaves_stay_in_their_containers(tmp_path: Path) -> None:
+    torch.save({"model": {"weight": torch.ones(1), "bias": torch.zeros(1)}}, tmp_path / "a.pt")
+    torch_ckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", key_mapping=[("weight$", "kernel")])
+    wanted = {"model": {"kernel": torch.ones(1), "bias": torch.zeros(1)}}
+    assert same(torch.load(tmp_path / "b.pt"), wanted)
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    source = of_torch(tmp_path / "a.pt")
+    (tmp_path / "link.pt").symlink_to(tmp_path / "real.pt")
+    torch_ckpt.convert(source, tmp_path / "link.pt")
+    assert (tmp_path / "link.pt").is_symlink() and (tmp_path / "real.pt").is_file()
+    torch_ckpt.convert(source, tmp_path / ".hidden")
+    assert same(torch_ckpt.load(path=tmp_path / ".hidden"), torch_ckpt.load(path=source))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,23 +13,27 @@ from torch_ckpt.checkpoint import open as open_checkpoint
 from torch_ckpt.cli.ls import natural
 from torch_ckpt.cli.output import DIFFERENT, Output, count, printable, with_output
 
+_TOLERANCE = click.FloatRange(min=0.0, max=1e300)
+
 
 @click.command()
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@click.option("--rtol", default=0.0, help="Relative tolerance of values.")
-@click.option("--atol", default=0.0, help="Absolute tolerance of values.")
+@click.option("--rtol", type=_TOLERANCE, default=0.0, help="Relative tolerance of tensors.")
+@click.option("--atol", type=_TOLERANCE, default=0.0, help="Absolute tolerance of tensors.")
 @click.option("--names-only", is_flag=True, help="Compare names, shapes and dtypes, and no value.")
 @with_output
 def diff(a: str, b: str, rtol: float, atol: float, names_only: bool, output: Output) -> None:
-    """Compare the checkpoints A and B, of whatever formats and shardings.
+    """Compare the leaves of the checkpoints A and B, of whatever formats and shardings.
 
-    Values are compared bit by bit, or within --rtol and --atol; both are read in pieces. Exit
-    status 4 where something differs. Imports torch.
+    Tensors are compared bit by bit, or within --rtol and --atol, in pieces; of the containers that
+    leaves stand in only their names count. Exit status 4 where something differs. Imports torch.
 
     \b
     torch-ckpt diff checkpoint exported --atol 1e-3
     """
+    if math.isnan(rtol) or math.isnan(atol):
+        raise click.UsageError("A tolerance is a number.")
     left, right = open_checkpoint(a), open_checkpoint(b)
     tolerances = None if names_only else (rtol, atol)
     found = list(_differences(left, right, tolerances))

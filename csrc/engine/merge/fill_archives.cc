@@ -48,13 +48,9 @@ class Filler {
         slots_(layout_->files().size()) {}
 
   Status Run(const Directory& out, Job* job) {
-    const std::vector<CatalogEntry>& entries = layout_->catalog().entries();
-    for (uint32_t e = 0; e < entries.size(); ++e) {
-      if (entries[e].kind != EntryKind::kTensor) continue;
-      Status added = AddTensor(e);
-      if (!added.ok()) {
-        return std::move(added).WithTensor(std::string(entries[e].name));
-      }
+    for (const auto& [name, stored] : options_.tensors) {
+      Status added = AddTensor(name, stored);
+      if (!added.ok()) return std::move(added).WithTensor(stored);
     }
     OutputOptions unsynced = options_.output;
     unsynced.sync = false;  // the checksums come after
@@ -66,10 +62,14 @@ class Filler {
   }
 
  private:
-  Status AddTensor(uint32_t e) {
-    const CatalogEntry& wanted = layout_->catalog().entries()[e];
-    const int64_t found = source_->catalog().Find(wanted.name);
+  Status AddTensor(const std::string& name, const std::string& of) {
+    const int64_t at = layout_->catalog().Find(name);
+    const int64_t found = source_->catalog().Find(of);
+    if (at < 0) return Incomplete("is not in the layout");
     if (found < 0) return Incomplete("is not in the checkpoint");
+    const auto e = static_cast<uint32_t>(at);
+    const CatalogEntry& wanted = layout_->catalog().entries()[e];
+    if (wanted.kind == EntryKind::kAlias) return {};  // of another of these
     const CatalogEntry& stored =
         source_->catalog().entries()[static_cast<size_t>(found)];
     if (stored.kind == EntryKind::kObject || !(stored.shape == wanted.shape)) {

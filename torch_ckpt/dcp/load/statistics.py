@@ -9,6 +9,7 @@ import torch
 
 from torch_ckpt.dcp.load.stored import StoredTensor
 
+_FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 PIECE_BYTES = 32 << 20  # of a tensor, at most, held at once
 
 
@@ -35,7 +36,7 @@ def statistics_of(stored: StoredTensor) -> dict[str, Any]:
     only; so are packed ones, which torch cannot compute with."""
     answer: dict[str, Any] = dict.fromkeys(("min", "max", "mean", "nan", "inf"))
     dtype = stored.dtype
-    if dtype == getattr(torch, "float4_e2m1fn_x2", None):
+    if dtype == _FLOAT4:
         return answer
     floating = dtype.is_floating_point or dtype.is_complex
     count, total = 0, 0.0
@@ -71,8 +72,8 @@ def differences(a: StoredTensor, b: StoredTensor, rtol: float, atol: float) -> t
     """How many elements differ, and by how much at most. REQUIRES: shapes are equal.
 
     Without tolerances and of one dtype elements are compared bit by bit, so that a NaN equals
-    itself; else as float64, where |a - b| <= atol + rtol * |b| counts as equal, and so do two NaNs.
-    The second is 0.0 where only the bits differ, and NaN where one of two is a NaN.
+    itself; else as integers, or as float64, where |a - b| <= atol + rtol * |b| counts as equal, and
+    so do two NaNs. The second is 0.0 where only the bits differ, and NaN where one of two is a NaN.
     """
     exact = a.dtype == b.dtype and not rtol and not atol
     count, largest = 0, 0.0
@@ -80,20 +81,20 @@ def differences(a: StoredTensor, b: StoredTensor, rtol: float, atol: float) -> t
         left, right = a[index].contiguous(), b[index].contiguous()
         if exact and _bits_equal(left, right):
             continue
-        if a.dtype == getattr(torch, "float4_e2m1fn_x2", None):
-            if not exact:
-                left, right = (each.view(torch.uint8) for each in (left, right))
+        if _FLOAT4 in (a.dtype, b.dtype):
+            if a.dtype != b.dtype:
+                return 0, 0.0  # torch cannot compute with them
             count += int((left.view(torch.uint8) != right.view(torch.uint8)).sum())
             continue
-        x, y = _wide(left), _wide(right)
+        x, y = _wide(left, right), _wide(right, left)
         if exact:
             size = a.dtype.itemsize
             bits = [each.view(-1).view(torch.uint8).view(-1, size) for each in (left, right)]
             count += int((bits[0] != bits[1]).any(dim=1).sum())
         else:
-            close = torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
+            close = _close(x, y, rtol, atol)
             count += int((~close).sum())
-        apart = (x - y).abs()[~(torch.isnan(x) & torch.isnan(y)) & (x != y)]
+        apart = (x - y).abs()[~(torch.isnan(x) & torch.isnan(y)) & (x != y)].to(torch.float64)
         if apart.numel():
             found = float(apart.max())
             largest = found if found != found or found > largest else largest
@@ -105,7 +106,27 @@ def _bits_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(*flat)
 
 
-def _wide(value: torch.Tensor) -> torch.Tensor:
+def _close(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
+    if x.dtype != torch.int64:
+        return torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
+    # Differences of integers are exact, as they are not between float64s.
+    return (x == y) | ((x - y).abs().double() <= atol + rtol * y.double().abs())
+
+
+def _wide(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`value` in the dtype in which it is compared with `other`: int64, float64 or complex128."""
+    if value.dtype.is_complex or other.dtype.is_complex:
+        return _as_float(value).to(torch.complex128)
+    if value.dtype.is_floating_point or other.dtype.is_floating_point:
+        return _as_float(value).to(torch.float64)
+    if value.dtype == torch.uint64:
+        if other.dtype != torch.uint64:
+            return value.to(torch.float64)
+        return value.view(torch.int64) ^ torch.iinfo(torch.int64).min  # in the same order
+    return value.to(torch.float64 if other.dtype == torch.uint64 else torch.int64)
+
+
+def _as_float(value: torch.Tensor) -> torch.Tensor:
     if value.dtype.itemsize == 1 and value.dtype.is_floating_point:
-        value = value.to(torch.float32)
-    return value.to(torch.complex128 if value.dtype.is_complex else torch.float64)
+        value = value.to(torch.float32)  # float8 lacks kernels
+    return value
