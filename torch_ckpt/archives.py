@@ -12,10 +12,10 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import io
 import os
 import pickle
-import re
 import shutil
 import struct
 import tempfile
@@ -42,8 +42,6 @@ from torch_ckpt.torch_private import StorageInfo, without_elements
 
 _DATA_FILE = "__0_0.distcp"
 _ARCHIVE = "archive.pt"
-_STAGING_PREFIX = ".torch_ckpt-convert-"
-_STAGING = re.compile(re.escape(_STAGING_PREFIX) + r"\w{8}")
 
 
 @dataclass(frozen=True)
@@ -176,32 +174,46 @@ def _staged(target: str) -> Iterator[tuple[str, str]]:
     Removes those for the same target that a kill has left."""
     parent, name = os.path.split(target)
     os.makedirs(parent, exist_ok=True)
+    start = f".torch_ckpt-convert-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}-"
     for left in os.listdir(parent):
-        if _STAGING.fullmatch(left):
-            _remove_dead(os.path.join(parent, left), name)
-    staging = tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=parent)
+        if left.startswith(start):
+            _remove_dead(os.path.join(parent, left))
+    staging, held = _make_staging(start, parent)
     try:
-        with open(os.path.join(staging, "target"), "w", encoding="utf-8") as owner:
-            fcntl.flock(owner, fcntl.LOCK_EX)  # while this process lives
-            owner.write(name)
-            owner.flush()
-            places = os.path.join(staging, "layout"), os.path.join(staging, "filled")
-            for place in places:
-                os.mkdir(place)
-            yield places
+        places = os.path.join(staging, "layout"), os.path.join(staging, "filled")
+        for place in places:
+            os.mkdir(place)
+        yield places
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        os.close(held)
 
 
-def _remove_dead(staging: str, name: str) -> None:
-    """Removes a staging directory for the target `name` whose process is gone."""
-    try:
-        with open(os.path.join(staging, "target"), encoding="utf-8") as owner:
-            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if owner.read() == name:
+def _make_staging(start: str, parent: str) -> tuple[str, int]:
+    """A new directory, and the descriptor that has it locked for as long as this process lives."""
+    while True:
+        staging = tempfile.mkdtemp(prefix=start, dir=parent)
+        with contextlib.suppress(OSError):  # another process has taken it for dead
+            held = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.stat(staging)
+            except BaseException:
+                os.close(held)
+                raise
+            return staging, held
+
+
+def _remove_dead(staging: str) -> None:
+    """Removes a staging directory whose process is gone."""
+    with contextlib.suppress(OSError):  # somebody's who lives, or gone by now, or none of ours
+        held = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if set(os.listdir(held)) <= {"layout", "filled"}:
                 shutil.rmtree(staging, ignore_errors=True)
-    except OSError:
-        return  # somebody's who lives, or gone by now, or none of ours
+        finally:
+            os.close(held)
 
 
 def _leaves_of(request: MergeRequest) -> _Leaves:
