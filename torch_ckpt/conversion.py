@@ -104,11 +104,12 @@ def _check_apart(source: OpenedCheckpoint, target: str, *, into_directory: bool)
     is_file = os.path.isfile(source.path)
     root = os.path.dirname(source.path) if is_file else source.path
     files = {os.path.realpath(os.path.join(root, each["name"])) for each in answer["files"]}
-    folders = {os.path.dirname(file) for file in files}
-    folders |= set() if is_file and not into_directory else {os.path.realpath(root)}
-    if target in files or (target if into_directory else os.path.dirname(target)) in (
-        folders if into_directory or not is_file else ()
-    ):
+    folders = {os.path.realpath(root), *map(os.path.dirname, files)}
+    if into_directory:
+        taken = target in folders
+    else:  # a file of one directory may become another one there
+        taken = target in files or (not is_file and os.path.dirname(target) in folders)
+    if taken:
         raise InvalidArgumentError(
             "is the source, or its directory; give another path", file=target
         )

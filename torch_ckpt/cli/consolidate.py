@@ -10,12 +10,13 @@ from typing import Any
 
 import click
 
+from torch_ckpt.cli.merge_options import with_merge_options
 from torch_ckpt.cli.output import Output, count, format_bytes, with_output, world_size
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.extras import ExtraFiles, extra_files
 from torch_ckpt.mapping import INDEX_NAME, NAMINGS, load_json
-from torch_ckpt.merge import MEMORY_BUDGET, FileNames, MergeRequest, merge, merge_request
+from torch_ckpt.merge import FileNames, MergeRequest, merge, merge_request
 from torch_ckpt.options import local_path
 from torch_ckpt.progress import Progress
 
@@ -36,32 +37,11 @@ _TIMEOUT_S = 600.0  # until a rank that does not answer is taken for dead
     help=f"Divide the tensors as this {INDEX_NAME} (or the one in this directory) does.",
 )
 @click.option(
-    "--threads",
-    type=click.IntRange(1, 256),
-    default=4,
-    show_default=True,
-    help="Fewer than 4 mean 4.",
-)
-@click.option("--max-shard-size", help='Bytes of tensors in a file at most, as "5GB" or "5GiB".')
-@click.option(
     "--naming",
     type=click.Choice(list(NAMINGS)),
     default="dcp",
     show_default=True,
     help="hf: one file is model.safetensors; diffusers, peft: their names.",
-)
-@click.option("--dtype", help="Store floats as bf16, fp16, fp32, ..., or as this directory does.")
-@click.option(
-    "--keep-fp32",
-    multiple=True,
-    metavar="REGEX",
-    help="Store floats of these names in fp32; may be given several times.",
-)
-@click.option(
-    "--memory-budget",
-    default=MEMORY_BUDGET,
-    show_default=True,
-    help="Bytes that the buffers of each process take at most.",
 )
 @click.option(
     "--extra",
@@ -70,17 +50,8 @@ _TIMEOUT_S = 600.0  # until a rank that does not answer is taken for dead
     type=click.Path(exists=True),
     help="A file to put beside the tensors, or a directory: all of it but weights.",
 )
-@click.option(
-    "--rename",
-    "key_mapping",
-    multiple=True,
-    type=(str, str),
-    metavar="REGEX REPLACEMENT",
-    help="Store tensors under other names; of several, the first found in a name counts.",
-)
 @click.option("--no-strict", is_flag=True, help="Leave out tensors that the mapping lacks.")
-@click.option("--no-verify", is_flag=True, help="Do not compare what is read with its digests.")
-@click.option("--no-direct-io", is_flag=True, help="Read and write through the page cache.")
+@with_merge_options
 @with_output
 def consolidate(
     input_dir: str,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
+from torch_ckpt.cli.merge_options import with_merge_options
 from torch_ckpt.cli.output import Output, count, format_bytes, with_output
 from torch_ckpt.conversion import TARGETS, Target
 from torch_ckpt.conversion import convert as converted
-from torch_ckpt.merge import MEMORY_BUDGET
 from torch_ckpt.options import local_path
 
 
@@ -16,38 +16,8 @@ from torch_ckpt.options import local_path
 @click.argument("target", metavar="OUT", type=click.Path())
 @click.option("--to", type=click.Choice(list(TARGETS)), help="What OUT is to be. Default: as IN.")
 @click.option("--format", help="What IN is read as: torch_ckpt, hf, dcp or torch.")
-@click.option("--dtype", help="Store floats as bf16, fp16, fp32, ..., or as this directory does.")
-@click.option(
-    "--keep-fp32",
-    multiple=True,
-    metavar="REGEX",
-    help="Store floats of these names in fp32; may be given several times.",
-)
-@click.option(
-    "--rename",
-    "key_mapping",
-    multiple=True,
-    type=(str, str),
-    metavar="REGEX REPLACEMENT",
-    help="Store tensors under other names; of several, the first found in a name counts.",
-)
 @click.option("--no-objects", is_flag=True, help="Leave out the leaves that are no tensors.")
-@click.option("--max-shard-size", help='Bytes of tensors in a file at most, as "5GB" or "5GiB".')
-@click.option(
-    "--memory-budget",
-    default=MEMORY_BUDGET,
-    show_default=True,
-    help="Bytes that the buffers take at most.",
-)
-@click.option(
-    "--threads",
-    type=click.IntRange(1, 256),
-    default=4,
-    show_default=True,
-    help="Fewer than 4 mean 4.",
-)
-@click.option("--no-verify", is_flag=True, help="Do not compare what is read with its digests.")
-@click.option("--no-direct-io", is_flag=True, help="Read and write through the page cache.")
+@with_merge_options
 @with_output
 def convert(
     source: str,
