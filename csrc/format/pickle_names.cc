@@ -31,6 +31,8 @@ constexpr std::string_view kOldPlacement =
     "torch.distributed._tensor.placement_types";
 constexpr std::string_view kSpec = "torch.distributed.tensor._dtensor_spec";
 constexpr std::string_view kOldSpec = "torch.distributed._tensor._dtensor_spec";
+constexpr std::string_view kMegatron =
+    "megatron.core.dist_checkpointing.strategies.torch";
 constexpr std::string_view kMesh = "torch.distributed.device_mesh";
 
 using enum PickleName;
@@ -55,6 +57,7 @@ constexpr auto kRows = Sorted(std::to_array<Row>({
     {"__builtin__", "slice", Made(kSlice)},
     {"__builtin__", "xrange", Made(kRange)},
     {"_codecs", "encode", Made(kEncode)},
+    {"argparse", "Namespace", Object(kNamespace)},
     {"builtins", "bytearray", Made(kBytearray)},
     {"builtins", "bytes", Made(kBytes)},
     {"builtins", "complex", Made(kComplex)},
@@ -66,6 +69,8 @@ constexpr auto kRows = Sorted(std::to_array<Row>({
     {"collections", "OrderedDict", Object(kOrderedDict)},
     {"collections", "defaultdict", Object(kDefaultDict)},
     {"collections", "deque", Object(kDeque)},
+    {kMegatron, "MCoreMetadata", Object(kMetadata)},
+    {kMegatron, "MCoreSavePlan", Object(kSavePlan)},
     {"numpy", "dtype", Object(kArrayDtype)},
     {"numpy", "ndarray", Made(kArray)},
     {"numpy._core.multiarray", "_reconstruct", Object(kReconstructArray)},
@@ -97,6 +102,8 @@ constexpr auto kRows = Sorted(std::to_array<Row>({
     {"torch", "Tensor", Made(kTensor)},
     {"torch", "bfloat16", OfDtype(Dtype::kBF16)},
     {"torch", "bool", OfDtype(Dtype::kBool)},
+    {"torch", "complex128", Made(kOtherDtype)},
+    {"torch", "complex32", Made(kOtherDtype)},
     {"torch", "complex64", OfDtype(Dtype::kC64)},
     {"torch", "device", Made(kDevice)},
     {"torch", "float16", OfDtype(Dtype::kF16)},
@@ -112,6 +119,9 @@ constexpr auto kRows = Sorted(std::to_array<Row>({
     {"torch", "int32", OfDtype(Dtype::kI32)},
     {"torch", "int64", OfDtype(Dtype::kI64)},
     {"torch", "int8", OfDtype(Dtype::kI8)},
+    {"torch", "qint32", Made(kOtherDtype)},
+    {"torch", "qint8", Made(kOtherDtype)},
+    {"torch", "quint8", Made(kOtherDtype)},
     {"torch", "uint16", OfDtype(Dtype::kU16)},
     {"torch", "uint32", OfDtype(Dtype::kU32)},
     {"torch", "uint64", OfDtype(Dtype::kU64)},
@@ -167,6 +177,7 @@ constexpr auto kRows = Sorted(std::to_array<Row>({
     {"torch.nn.parameter", "Parameter", Made(kParameter)},
     {"torch.serialization", "_get_layout", Made(kLayout)},
     {"torch.storage", "UntypedStorage", Made(kUntypedStorage)},
+    {"types", "SimpleNamespace", Object(kSimpleNamespace)},
 }));
 
 }  // namespace

@@ -14,8 +14,9 @@ namespace torch_ckpt {
 enum class PickleName : uint8_t {
   kUnknown,  // on no list
   // torch
-  kDtype,    // PickleValue::dtype says which
-  kStorage,  // torch.FloatStorage; PickleValue::dtype says of what
+  kDtype,       // PickleValue::dtype says which
+  kOtherDtype,  // one that safetensors has no name for
+  kStorage,     // torch.FloatStorage; PickleValue::dtype says of what
   kUntypedStorage,
   kSize,
   kDevice,
@@ -59,6 +60,8 @@ enum class PickleName : uint8_t {
   kDefaultDict,
   kCounter,
   kDeque,
+  kNamespace,
+  kSimpleNamespace,
   kSet,
   kFrozenSet,
   kBytes,

@@ -261,6 +261,9 @@ class ObjectWriter {
     if (value.name() == PickleName::kUnknown) {
       return RefuseUnknownName(value.text());
     }
+    if (value.name() == PickleName::kOtherDtype) {
+      return CannotSay("a dtype that safetensors has no name for");
+    }
     if (value.name() != PickleName::kDtype) {
       return CannotSay("a class or a function");
     }
@@ -470,6 +473,10 @@ class ObjectWriter {
         AppendJsonString(&out_, *factory);
         return Pairs(items);
       }
+      case PickleName::kNamespace:
+        return Namespace("argparse", object);
+      case PickleName::kSimpleNamespace:
+        return Namespace("simple", object);
       case PickleName::kDeque:
         return Deque(object.arguments.items(), items);
       case PickleName::kReconstructArray:
@@ -479,6 +486,24 @@ class ObjectWriter {
       default:
         return CannotSay("something of torch's own");
     }
+  }
+  // Its attributes are its state.
+  Status Namespace(std::string_view kind, const PickleObject& object) {
+    const PickleValue& state = object.state;
+    if (!object.arguments.items().empty() ||
+        (!state.Is(PickleKind::kDict) && !state.Is(PickleKind::kNone))) {
+      return Corrupt("the object has arguments that do not belong to it");
+    }
+    const Values attributes =
+        state.Is(PickleKind::kDict) ? state.items() : Values{};
+    for (size_t i = 0; i < attributes.size(); i += 2) {
+      if (attributes[i].Is(PickleKind::kString)) continue;
+      return Corrupt("the object has an attribute without a name");
+    }
+    Open("namespace");
+    Member("t");
+    AppendJsonString(&out_, kind);
+    return Pairs(attributes);
   }
   // deque((), limit), to which items are added.
   Status Deque(Values arguments, Values items) {

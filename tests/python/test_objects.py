@@ -1,5 +1,6 @@
 """Object leaves as typed JSON: exact round trips, fixed bytes, and what is refused."""
 
+import argparse
 import collections
 import datetime
 import decimal
@@ -123,7 +124,8 @@ EXAMPLES = [
     {"$": 1}, {"a": {"$": "tuple", "v": []}}, {1: "int", "1": "str", (1, 2): [3], None: 0, 2.5: 1, b"k": 2},
     {"\ud800": 1}, {True: 1}, collections.OrderedDict([("b", 1), ("a", 2)]), collections.OrderedDict(),
     collections.defaultdict(int, {"a": 1}), collections.defaultdict(None), collections.defaultdict(list, {1: [2]}),
-    collections.Counter("abca"), set(), {1, "a", (2,)}, frozenset({1, 2}), collections.deque([1, 2], 5),
+    argparse.Namespace(), argparse.Namespace(rate=0.1, more=argparse.Namespace(a=(1, 2))),
+    types.SimpleNamespace(x=[1], y=None), collections.Counter("abca"), set(), {1, "a", (2,)}, frozenset({1, 2}), collections.deque([1, 2], 5),
     collections.deque(), range(0), range(3, -10**30, -2), slice(None), slice(1, 2.5, "x"), Point(1, [2]), Typed(1),
     Color.RED, Level.LOW, Bits.A, torch.Size([2, 3]), torch.Size([]), torch.bfloat16, torch.device("cuda:3"),
     torch.device("cpu"), torch.strided, torch.sparse_coo, torch.channels_last,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import types
 from typing import Any
 
 import pytest
@@ -30,9 +29,7 @@ class Arguments(argparse.Namespace):
     ("value", "advice"),
     [
         (Options(), "convert it with dataclasses.asdict(...), or pass allow_pickle=True"),
-        (argparse.Namespace(rate=0.1), "convert it with vars(...), or pass allow_pickle=True"),
         (Arguments(rate=0.1), "convert it with vars(...), or pass allow_pickle=True"),
-        (types.SimpleNamespace(rate=0.1), "convert it with vars(...), or pass allow_pickle=True"),
         (Other(), "convert it to plain Python data, or pass allow_pickle=True"),
         (Options, "convert it to plain Python data, or pass allow_pickle=True"),
     ],

@@ -24,6 +24,7 @@ from torch_ckpt.objects.types import (
     FACTORIES,
     MAX_DEPTH,
     MAX_PLAIN_INT,
+    NAMESPACES,
     TAG,
     CorruptObjectError,
     UnsupportedObjectError,
@@ -163,6 +164,14 @@ class Decoder(ValueDecoder):
         dict.update(counter, self._pairs(value["v"]))
         return counter
 
+    def _namespace(self, value: dict[str, Any]) -> Any:
+        attributes = self._pairs(value["v"])
+        if not all(type(name) is str for name in attributes):
+            raise self.fail("an attribute has no name")
+        space = NAMESPACES[value["t"]]()
+        vars(space).update(attributes)
+        return space
+
     def _defaultdict(self, value: dict[str, Any]) -> defaultdict[Any, Any]:
         return defaultdict(FACTORIES[value["f"]], self._pairs(value["v"]))
 
@@ -250,6 +259,7 @@ _HANDLERS = {
     "odict": _entry("v", Decoder._ordered_dict),
     "counter": _entry("v", Decoder._counter),
     "defaultdict": _entry("f v", Decoder._defaultdict),
+    "namespace": _entry("t v", Decoder._namespace),
     "set": _entry("v", Decoder._set),
     "frozenset": _entry("v", Decoder._frozenset),
     "deque": _entry("m v", Decoder._deque),

@@ -38,6 +38,7 @@ from torch_ckpt.objects.types import (
     MAX_PLAIN_INT,
     MEMORY_FORMATS,
     MICROSECOND,
+    NAMESPACES,
     PATHS,
     TAG,
     UnsupportedObjectError,
@@ -47,6 +48,7 @@ from torch_ckpt.objects.types import (
     torch_name,
 )
 
+_NAMESPACE_NAMES = {cls: name for name, cls in NAMESPACES.items()}
 _FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
 # numpy dtype kinds that are plain values: bool, ints, floats, complex, datetime, timedelta, text.
 _NUMPY_KINDS = frozenset("biufcmMSU")
@@ -188,6 +190,9 @@ class Encoder:
 
     def _counter(self, obj: Counter[Any]) -> Any:
         return {TAG: "counter", "v": self._pairs(obj)}
+
+    def _namespace(self, obj: argparse.Namespace | types.SimpleNamespace) -> Any:
+        return {TAG: "namespace", "t": _NAMESPACE_NAMES[type(obj)], "v": self._pairs(vars(obj))}
 
     def _defaultdict(self, obj: defaultdict[Any, Any]) -> Any:
         factory = obj.default_factory
@@ -402,7 +407,7 @@ def _way_out(obj: Any) -> str:
     """How `obj` becomes plain data."""
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         return "with dataclasses.asdict(...)"
-    if isinstance(obj, (argparse.Namespace, types.SimpleNamespace)):
+    if isinstance(obj, (argparse.Namespace, types.SimpleNamespace)):  # of a class below these
         return "with vars(...)"
     return "to plain Python data"
 
@@ -425,6 +430,7 @@ _HANDLERS: dict[type, Callable[[Encoder, Any], Any]] = {
     OrderedDict: Encoder._ordered_dict,
     Counter: Encoder._counter,
     defaultdict: Encoder._defaultdict,
+    **{cls: Encoder._namespace for cls in NAMESPACES.values()},
     set: Encoder._set,
     frozenset: Encoder._set,
     deque: Encoder._deque,

@@ -5,6 +5,7 @@ The grammar is in docs/format.md, section "Objects file".
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import pathlib
 import sys
@@ -64,6 +65,11 @@ PATHS: dict[str, type[pathlib.PurePath]] = {
         pathlib.PosixPath,
         pathlib.WindowsPath,
     )
+}
+
+NAMESPACES: dict[str, type] = {
+    "argparse": argparse.Namespace,
+    "simple": types.SimpleNamespace,
 }
 
 # The only default_factory values of a defaultdict that are written: calling them runs no code of
