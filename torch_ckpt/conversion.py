@@ -66,6 +66,11 @@ def convert(
     way, UnsupportedError, and what `consolidate_safetensors_files` raises.
     """
     kind = Checkpoint(source, format=format).format if to is None else to
+    if to is None and kind not in TARGETS:
+        raise InvalidArgumentError(
+            f"to: {kind}, the format of the source, is read and not written; "
+            f"say one of {', '.join(TARGETS)}"
+        )
     check_choice("to", kind, TARGETS)
     if kind in ("dcp", "torch") and max_shard_size is not None:
         raise InvalidArgumentError(f"max_shard_size: there are no shards of the format {kind}")

@@ -70,17 +70,19 @@ class Description:
     """What a checkpoint holds.
 
     format: "torch_ckpt" for shards of ours, "hf" for safetensors of others and for whole tensors,
-        "dcp" for .distcp files of stock DCP, "torch" for files of torch.save.
+        "dcp" for .distcp files of stock DCP, "megatron" for those of Megatron Core (torch_dist),
+        "torch" for files of torch.save.
     source: "manifest" for a directory that torch_ckpt wrote; "dcp" for one of stock DCP
-        (.metadata beside .distcp files); "torch" for files of torch.save; "index" (its index.json)
-        or "headers" (all .safetensors files) for any other.
+        (.metadata beside .distcp files), "megatron" for the same with Megatron's metadata.json;
+        "torch" for files of torch.save; "index" (its index.json) or "headers" (all .safetensors
+        files) for any other.
     save_id, world_size: of the save; None without a manifest.
     beside: data files that are no part of such a directory's checkpoint, and are not read.
     """
 
     path: str
-    format: Literal["torch_ckpt", "hf", "dcp", "torch"]
-    source: Literal["manifest", "index", "headers", "dcp", "torch"]
+    format: Literal["torch_ckpt", "hf", "dcp", "megatron", "torch"]
+    source: Literal["manifest", "index", "headers", "dcp", "megatron", "torch"]
     save_id: str | None
     world_size: int | None
     files: tuple[FileInfo, ...]

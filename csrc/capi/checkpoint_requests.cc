@@ -34,12 +34,10 @@ bool IsDense(Dtype dtype, const StridedBox& stored) {
   return true;
 }
 
-// Every box that is stored of a tensor, once.
-Result<Json> PlacementsJson(const Checkpoint& checkpoint, uint32_t entry) {
-  const CatalogEntry& e = checkpoint.catalog().entries()[entry];
+// Every box among the placements of a tensor, once.
+Result<Json> PlacementsJson(const CatalogEntry& e,
+                            const std::vector<Placement>& placements) {
   Json boxes = Json::array();
-  TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
-                      checkpoint.Placements(entry));
   for (const Placement& p : placements) {
     if (p.role == PlacementRole::kReplica) continue;
     // Of a range each box has its own first byte.
@@ -181,8 +179,10 @@ Result<Json> DescribeRequest(const Json& request) {
       holders.push_back(entry.archived && !whole ? Json()
                                                  : Json(place[entry.file]));
     } else if (whole) {
+      TC_ASSIGN_OR_RETURN(const std::vector<Placement> stored,
+                          checkpoint->DescribedPlacements(i));
       TC_ASSIGN_OR_RETURN(placements.emplace_back(),
-                          PlacementsJson(*checkpoint, i));
+                          PlacementsJson(entry, stored));
     }
   }
   const bool ours = checkpoint->source() == kManifestSource;
@@ -224,12 +224,16 @@ Result<Json> PlacementsRequest(const Json& request) {
         .WithFile(checkpoint->path())
         .WithTensor(name);
   }
+  const auto number = static_cast<uint32_t>(entry);
+  TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                      checkpoint->Placements(number));
   TC_ASSIGN_OR_RETURN(
-      Json boxes, PlacementsJson(*checkpoint, static_cast<uint32_t>(entry)));
+      Json boxes,
+      PlacementsJson(checkpoint->catalog().entries()[number], placements));
   std::vector<uint32_t> opened;
   for (Json& box : boxes) {
-    TC_ASSIGN_OR_RETURN(const int64_t number, GetInt(box, "file"));
-    const auto at = static_cast<uint32_t>(number);
+    TC_ASSIGN_OR_RETURN(const int64_t place, GetInt(box, "file"));
+    const auto at = static_cast<uint32_t>(place);
     opened.push_back(at);
     TC_ASSIGN_OR_RETURN(const File file, checkpoint->file_set()->OpenFile(at));
     box["file"] = checkpoint->files()[at].name;

@@ -59,6 +59,12 @@ struct FileRange {
   uint64_t offset = 0, bytes = 0;
 };
 
+// An archive of torch.save.
+struct TorchArchivePlace {
+  uint32_t file = 0;
+  FileRange range;
+};
+
 // An object inside of a torch.save archive.
 struct ArchivedObject {
   FileRange archive;

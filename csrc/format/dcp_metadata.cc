@@ -183,7 +183,8 @@ Result<std::string> PathJson(const PickleValue& value, std::string_view name) {
 
 class MetadataReader {
  public:
-  explicit MetadataReader(size_t pickle_bytes) : pickle_bytes_(pickle_bytes) {}
+  MetadataReader(size_t pickle_bytes, std::string_view apart)
+      : pickle_bytes_(pickle_bytes), apart_(apart) {}
 
   Result<DcpMetadata> Read(const PickleValue& root) {
     TC_ASSIGN_OR_RETURN(
@@ -244,6 +245,12 @@ class MetadataReader {
     TC_ASSIGN_OR_RETURN(
         const PickleValue* properties,
         Attribute(value, PickleName::kTensorStorageMetadata, "properties"));
+    if (IsOfOtherDtype(*properties)) {
+      // An object, which says what it is when it is read.
+      objects_.insert(key.text());
+      others_.insert(key.text());
+      return {};
+    }
     TC_ASSIGN_OR_RETURN(
         const PickleValue* size,
         Attribute(value, PickleName::kTensorStorageMetadata, "size"));
@@ -268,16 +275,26 @@ class MetadataReader {
     return {};
   }
 
-  // TensorProperties are a tuple of their own making, the dtype first.
-  static Result<Dtype> DtypeOf(const PickleValue& properties) {
-    if (properties.Is(PickleKind::kObject, PickleName::kTensorProperties)) {
-      const PickleValue& state = properties.object().state;
-      if (state.Is(PickleKind::kTuple) && !state.items().empty() &&
-          state.items()[0].Is(PickleKind::kName, PickleName::kDtype)) {
-        return state.items()[0].dtype();
-      }
+  // TensorProperties are a tuple of their own making, the dtype first. Null
+  // where it is not.
+  static const PickleValue* FindDtype(const PickleValue& properties) {
+    if (!properties.Is(PickleKind::kObject, PickleName::kTensorProperties)) {
+      return nullptr;
     }
-    return Lacks("dtype");
+    const PickleValue& state = properties.object().state;
+    if (!state.Is(PickleKind::kTuple) || state.items().empty()) return nullptr;
+    return &state.items()[0];
+  }
+  static bool IsOfOtherDtype(const PickleValue& properties) {
+    const PickleValue* dtype = FindDtype(properties);
+    return dtype && dtype->Is(PickleKind::kName, PickleName::kOtherDtype);
+  }
+  static Result<Dtype> DtypeOf(const PickleValue& properties) {
+    const PickleValue* dtype = FindDtype(properties);
+    if (!dtype || !dtype->Is(PickleKind::kName, PickleName::kDtype)) {
+      return Lacks("dtype");
+    }
+    return dtype->dtype();
   }
 
   Status AddPlace(const PickleValue& key, const PickleValue& value) {
@@ -294,6 +311,8 @@ class MetadataReader {
     TC_ASSIGN_OR_RETURN(const Placement placement, PlaceOf(value));
     const int64_t known = out_.catalog.Find(fqn.text());
     if (known < 0) return AddObject(fqn.text(), placement);
+    // The first chunk of such a tensor stands for all.
+    if (others_.contains(fqn.text())) return {};
     if (static_cast<size_t>(known) >= chunks_.size()) {
       return Conflict("the metadata says twice where it is");
     }
@@ -324,6 +343,11 @@ class MetadataReader {
   Status AddObject(std::string_view name, const Placement& placement) {
     if (!objects_.contains(name)) {
       return Corrupt("the metadata says where it is, and not what");
+    }
+    if (name == apart_ && !out_.apart) {
+      out_.apart = TorchArchivePlace{placement.file,
+                                     {placement.offset, placement.bytes}};
+      return {};
     }
     TC_ASSIGN_OR_RETURN(
         const uint32_t entry,
@@ -392,6 +416,7 @@ class MetadataReader {
       }
     }
     for (const std::string_view name : objects_) {
+      if (name == apart_ && out_.apart) continue;
       const int64_t entry = out_.catalog.Find(name);
       if (entry >= static_cast<int64_t>(chunks_.size())) continue;
       if (entry >= 0) {
@@ -408,20 +433,22 @@ class MetadataReader {
   std::vector<Chunks> chunks_;  // of the catalog's first entries
   // Views of the pickle's text.
   std::set<std::string_view> objects_;
+  std::set<std::string_view> others_;  // of these, tensors of no dtype of ours
   std::map<std::string_view, std::string> paths_;
   std::map<std::string_view, uint32_t> files_;
   uint32_t last_file_ = 0;
   const size_t pickle_bytes_;
+  const std::string_view apart_;
   size_t path_bytes_ = 0;
   size_t chunks_said_ = 0;
 };
 
 }  // namespace
 
-Result<DcpMetadata> ParseDcpMetadata(ByteSpan pickle) {
+Result<DcpMetadata> ParseDcpMetadata(ByteSpan pickle, std::string_view apart) {
   TC_ASSIGN_OR_RETURN(const Pickle parsed,
                       Pickle::Parse(pickle, UnknownNames::kRefuse));
-  return MetadataReader(pickle.size()).Read(parsed.root());
+  return MetadataReader(pickle.size(), apart).Read(parsed.root());
 }
 
 }  // namespace torch_ckpt

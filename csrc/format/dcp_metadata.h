@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/bytes.h"
@@ -24,11 +26,15 @@ struct DcpMetadata {
   // its own. Objects are such archives too.
   CatalogBuilder catalog;
   std::vector<DcpFile> files;
+  // The object that was asked for, which is no entry of the catalog then.
+  std::optional<TorchArchivePlace> apart;
 };
 
 // kCorrupt and kIncomplete name the tensor; kUnsupported for what
 // pickles must not say (format/pickle.h) and for transformed items. That the
-// boxes of a tensor tile it is not seen here.
-Result<DcpMetadata> ParseDcpMetadata(ByteSpan pickle);
+// boxes of a tensor tile it is not seen here. The object named `apart`, where
+// that is not empty, goes to DcpMetadata::apart.
+Result<DcpMetadata> ParseDcpMetadata(ByteSpan pickle,
+                                     std::string_view apart = {});
 
 }  // namespace torch_ckpt

@@ -26,6 +26,8 @@ inline constexpr std::string_view kIndexSuffix = ".safetensors.index.json";
 inline constexpr std::string_view kOurFormat = "torch_ckpt";
 // And those of safetensors files of whole tensors, whoever wrote them.
 inline constexpr std::string_view kWholeFormat = "hf";
+// And files of torch.save.
+inline constexpr std::string_view kTorchFormat = "torch";
 
 // Of a tensor's name, and of every key in a JSON text that is read.
 inline constexpr size_t kMaxNameBytes = 65535;

@@ -119,7 +119,8 @@ class Flattener {
                              kBytesAnyway + kBytesPerByte * pickle_bytes)) {}
 
   Result<TorchState> Run(const PickleValue& root) {
-    const auto mapping = MappingOf(root);
+    const bool listed = root.Is(PickleKind::kList) && root.items().size() == 1;
+    const auto mapping = MappingOf(listed ? root.items()[0] : root);
     if (!mapping) {
       const std::string_view name = UnknownName(root);
       const std::string what =

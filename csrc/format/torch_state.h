@@ -36,6 +36,8 @@ struct TorchState {
 };
 
 // Mappings are opened, and lists that hold tensors or mappings; tuples never.
+// A list of nothing but one mapping, as Megatron saves objects, is that
+// mapping.
 // `root` lives as long as the result is used. `pickle_bytes`: of its pickle;
 // what is made of it is bounded by a multiple of them. kUnsupported for what is
 // no mapping, for keys that are no text, numbers or None, and for containers

@@ -18,6 +18,14 @@ enum TensorArgument : size_t {
   kMetadataArgument = 6,  // _v2
   kDtypeArgument = 6,     // _v3, its metadata behind it
 };
+// Those of torch._tensor._rebuild_from_type_v2: of tensors that have attributes
+// or are of a class.
+enum TypedArgument : size_t {
+  kTypedFunction,
+  kTypedType,
+  kTypedArguments,
+  kTypedState,
+};
 // A persistent id: ("storage", type, key, location, number of elements).
 constexpr size_t kStorageFields = 5;
 
@@ -111,31 +119,64 @@ Result<Dims> ReadSize(const PickleValue& value) {
 
 bool IsTorchTensor(const PickleValue& value) {
   if (!value.Is(PickleKind::kMade)) return false;
+  const Values items = value.items();
   switch (value.name()) {
     case PickleName::kRebuildTensor:
     case PickleName::kRebuildTensorV3:
     case PickleName::kRebuildParameter:
     case PickleName::kRebuildParameterWithState:
       return true;
+    case PickleName::kRebuildFromType:
+      return items.size() > kTypedArguments &&
+             items[kTypedFunction].Is(PickleKind::kName) &&
+             items[kTypedArguments].Is(PickleKind::kTuple) &&
+             items[kTypedType].Is(PickleKind::kName) &&
+             (items[kTypedType].name() == PickleName::kTensor ||
+              items[kTypedType].name() == PickleName::kParameter ||
+              items[kTypedType].name() == PickleName::kDTensor);
     default:
       return false;
   }
 }
 
-Result<TorchTensor> ReadTorchTensor(const PickleValue& value) {
+Result<TorchRebuild> FindTorchRebuild(const PickleValue& value) {
+  TorchRebuild out;
   const PickleValue* made = &value;
-  for (int i = 0; i < kMaxWrappings &&
-                  (made->name() == PickleName::kRebuildParameter ||
-                   made->name() == PickleName::kRebuildParameterWithState);
-       ++i) {
-    if (made->items().empty() || !IsTorchTensor(made->items()[0])) {
-      return Corrupt("the pickle has a parameter without a tensor");
+  for (int i = 0; i < kMaxWrappings; ++i) {
+    out.function = made->name();
+    out.arguments = made->items();
+    if (out.function == PickleName::kRebuildFromType) {
+      const Values typed = out.arguments;
+      out.function = typed[kTypedFunction].name();
+      out.arguments = typed[kTypedArguments].items();
+      out.type = typed[kTypedType].name();
+      out.state = typed.size() > kTypedState ? &typed[kTypedState] : nullptr;
     }
-    made = &made->items()[0];
+    if (out.function != PickleName::kRebuildParameter &&
+        out.function != PickleName::kRebuildParameterWithState) {
+      return out;
+    }
+    if (out.arguments.empty() || !IsTorchTensor(out.arguments[0])) break;
+    made = &out.arguments[0];
   }
-  const Values arguments = made->items();
-  const bool v3 = made->name() == PickleName::kRebuildTensorV3;
-  if ((!v3 && made->name() != PickleName::kRebuildTensor) ||
+  return Corrupt("the pickle has a parameter without a tensor");
+}
+
+bool IsTorchDTensor(const TorchRebuild& rebuild) {
+  return rebuild.function == PickleName::kRebuildWrapperSubclass &&
+         rebuild.type == PickleName::kDTensor;
+}
+
+Result<TorchTensor> ReadTorchTensor(const PickleValue& value) {
+  TC_ASSIGN_OR_RETURN(const TorchRebuild rebuild, FindTorchRebuild(value));
+  if (IsTorchDTensor(rebuild)) {
+    return Unsupported(
+        "is a DTensor, of which one rank's part is read as a leaf of a state "
+        "dict only");
+  }
+  const Values arguments = rebuild.arguments;
+  const bool v3 = rebuild.function == PickleName::kRebuildTensorV3;
+  if ((!v3 && rebuild.function != PickleName::kRebuildTensor) ||
       arguments.size() <= (v3 ? kDtypeArgument : kStrideArgument)) {
     return Corrupt("the pickle has a tensor without its arguments");
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 #include "base/box.h"
@@ -21,11 +22,24 @@ struct TorchTensor {
   std::string_view storage;  // its key: the entry data/<key> of the archive
 };
 
-// Whether `value` is a tensor or a parameter.
+// Whether `value` is a tensor, a parameter or a DTensor.
 bool IsTorchTensor(const PickleValue& value);
+
+// What rebuilds a tensor, behind the parameters and attributes around it.
+struct TorchRebuild {
+  PickleName function{};
+  std::span<const PickleValue> arguments;
+  PickleName type = PickleName::kTensor;
+  const PickleValue* state = nullptr;  // of a class; else null
+};
+// REQUIRES: IsTorchTensor(value). kCorrupt for a parameter of no tensor.
+Result<TorchRebuild> FindTorchRebuild(const PickleValue& value);
+bool IsTorchDTensor(const TorchRebuild& rebuild);
+
 // REQUIRES: IsTorchTensor(value). kUnsupported for what is no dense tensor of
-// this machine's byte order, kCorrupt for numbers that make no sense. That the
-// storage is there and holds `end` bytes is for the caller to check.
+// this machine's byte order, DTensors included, kCorrupt for numbers that make
+// no sense. That the storage is there and holds `end` bytes is for the caller
+// to check.
 Result<TorchTensor> ReadTorchTensor(const PickleValue& value);
 
 // A torch.Size, or a tuple or list of numbers. kCorrupt for anything else,

@@ -5,22 +5,10 @@
 #include <vector>
 
 #include "base/box.h"
+#include "base/mesh_rule.h"
 #include "base/status.h"
 
 namespace torch_ckpt {
-
-enum class MeshPlacementKind : uint8_t { kReplicate, kShard, kStridedShard };
-
-struct MeshPlacement {
-  MeshPlacementKind kind = MeshPlacementKind::kReplicate;
-  int dim = 0;               // tensor dimension, for the two shard kinds
-  int64_t split_factor = 1;  // _StridedShard only
-};
-
-struct MeshRule {
-  Dims mesh;                              // sizes of the mesh dimensions
-  std::vector<MeshPlacement> placements;  // one per mesh dimension
-};
 
 // The boxes of a tensor of `shape` that the rank at `coordinate` holds, in the
 // order in which their elements stand in the local tensor along each dimension

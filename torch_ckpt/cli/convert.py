@@ -15,7 +15,7 @@ from torch_ckpt.options import local_path
 @click.argument("source", metavar="IN", type=click.Path())
 @click.argument("target", metavar="OUT", type=click.Path())
 @click.option("--to", type=click.Choice(list(TARGETS)), help="What OUT is to be. Default: as IN.")
-@click.option("--format", help="What IN is read as: torch_ckpt, hf, dcp or torch.")
+@click.option("--format", help="What IN is read as: torch_ckpt, hf, dcp, megatron or torch.")
 @click.option("--no-objects", is_flag=True, help="Leave out the leaves that are no tensors.")
 @with_merge_options
 @with_output

@@ -16,6 +16,7 @@ _SOURCES = {
     "index": "read by its index",
     "headers": "read by the headers of its .safetensors files",
     "dcp": "written by stock DCP, read by its .metadata",
+    "megatron": "written by Megatron Core, read by its .metadata",
     "torch": "written by torch.save",
 }
 

@@ -39,7 +39,7 @@ def natural(name: str) -> list[Any]:
     show_default=True,
     help="size: the largest first.",
 )
-@click.option("--format", help="What PATH is read as: torch_ckpt, hf, dcp or torch.")
+@click.option("--format", help="What PATH is read as: torch_ckpt, hf, dcp, megatron or torch.")
 @with_output
 def ls(path: str, pattern: str, sort: str, format: str | None, output: Output) -> None:
     """List the leaves of the checkpoint PATH whose names match PATTERN.

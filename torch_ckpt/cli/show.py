@@ -19,7 +19,7 @@ _CORNER = 6  # values of a dimension that are shown
 @click.command()
 @click.argument("path", type=click.Path())
 @click.argument("fqn")
-@click.option("--format", help="What PATH is read as: torch_ckpt, hf, dcp or torch.")
+@click.option("--format", help="What PATH is read as: torch_ckpt, hf, dcp, megatron or torch.")
 @with_output
 def show(path: str, fqn: str, format: str | None, output: Output) -> None:
     """Show the leaf FQN of the checkpoint PATH.

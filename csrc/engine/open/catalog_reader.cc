@@ -4,6 +4,7 @@
 #include <array>
 
 #include "engine/open/read_dcp.h"
+#include "engine/open/read_megatron.h"
 #include "engine/open/read_torch.h"
 #include "engine/open/scan.h"
 #include "format/names.h"
@@ -12,10 +13,16 @@
 namespace torch_ckpt {
 namespace {
 
+template <bool (*kHas)(std::span<const std::string>)>
+Result<bool> ByNames(const Directory&, std::span<const std::string> names) {
+  return kHas(names);
+}
+
 constexpr std::array kReaders = {
-    CatalogReader{kWholeFormat, HasSafetensors, ReadSafetensors},
-    CatalogReader{"dcp", HasDcpMetadata, ReadDcp},
-    CatalogReader{"torch", HasTorchWeights, ReadTorchFiles},
+    CatalogReader{kWholeFormat, ByNames<HasSafetensors>, ReadSafetensors},
+    CatalogReader{"megatron", IsMegatron, ReadMegatron},
+    CatalogReader{"dcp", ByNames<HasDcpMetadata>, ReadDcp},
+    CatalogReader{kTorchFormat, ByNames<HasTorchWeights>, ReadTorchFiles},
 };
 
 // As people call files of torch.save.
@@ -56,13 +63,22 @@ Result<const CatalogReader*> FindReader(const Directory& directory,
         .WithFile(directory.path());
   }
   for (const CatalogReader& reader : kReaders) {
-    if (reader.recognise(names)) return &reader;
+    TC_ASSIGN_OR_RETURN(const bool is, reader.recognise(directory, names));
+    if (is) return &reader;
   }
   if (is_file) return &kReaders.back();
   return NothingHere(directory, names);
 }
 
 }  // namespace
+
+void ForeignCatalog::AddFile(std::string name, const FileInfo& info) {
+  ManifestFile& file = files.emplace_back();
+  file.name = std::move(name);
+  file.bytes = info.bytes;
+  file.container = Container::kRaw;
+  infos.push_back(info);
+}
 
 Result<ForeignCatalog> ReadForeign(const Directory& directory,
                                    const std::string* file,
@@ -89,16 +105,18 @@ Result<ForeignCatalog> ReadForeign(const Directory& directory,
     }
     return InvalidArgument("format is one of " + known + "; not '" +
                            std::string(format) + "'");
-  } else if (!reader->recognise(names) &&
-             !(file && reader == &kReaders.back())) {
-    return Incomplete("holds no checkpoint of the format " +
-                      std::string(format))
-        .WithFile(file ? directory.Join(*file) : directory.path());
+  } else if (!file || reader != &kReaders.back()) {
+    TC_ASSIGN_OR_RETURN(const bool is, reader->recognise(directory, names));
+    if (!is) {
+      return Incomplete("holds no checkpoint of the format " +
+                        std::string(format))
+          .WithFile(file ? directory.Join(*file) : directory.path());
+    }
   }
   TC_ASSIGN_OR_RETURN(ForeignCatalog read,
                       reader->read(directory, names, file != nullptr));
   read.format = reader->format;
-  if (!read.archives) {
+  if (reader != &kReaders.back()) {
     for (std::string& name : TorchWeights(names)) {
       read.beside.push_back(std::move(name));
     }

@@ -23,8 +23,8 @@ struct ForeignCatalog {
   std::string_view source;          // how its files are known, in a word
   // Tensors whose shape no file says: what the shards that are there make up.
   std::vector<std::string> hulls;
-  // Whether each of `files` is one torch.save archive.
-  bool archives = false;
+  // Those that hold state dicts.
+  std::vector<TorchArchivePlace> archives;
   // Objects that stand in no file, by their names: typed JSON. Their entries
   // are ArchivedObjects of no bytes.
   std::map<std::string, std::string, std::less<>> made_objects;
@@ -34,14 +34,19 @@ struct ForeignCatalog {
   // Of the names, sizes and times of the files that are: who sees another one
   // sees other files.
   std::string identity;
+
+  // One more of `files` and `infos`.
+  void AddFile(std::string name, const FileInfo& info);
 };
 
 // Both see `names`, sorted, of the directory: all of them, or, of a file that
 // was asked for, its own.
 struct CatalogReader {
   std::string_view format;  // as people call it
-  // Whether they are of this format. Looks at names alone.
-  bool (*recognise)(std::span<const std::string> names);
+  // Whether they are of this format. Goes by names, and where other formats
+  // have these too by a few bytes.
+  Result<bool> (*recognise)(const Directory& directory,
+                            std::span<const std::string> names);
   Result<ForeignCatalog> (*read)(const Directory& directory,
                                  std::span<const std::string> names,
                                  bool is_file);

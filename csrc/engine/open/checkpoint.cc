@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <chrono>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "engine/open/build_catalog.h"
@@ -291,6 +292,13 @@ Status Checkpoint::ProveTiled(uint32_t entry,
   const CatalogEntry& e = catalog().entries()[entry];
   if (e.kind == EntryKind::kObject || proved_[entry]) return {};
   const Status proved = ProveOwners(e.shape, placements);
+  if (!proved.ok() && format() == kTorchFormat) {
+    return Incomplete("is a DTensor of which one rank saved its part: " +
+                      proved.message())
+        .WithTensor(std::string(e.name))
+        .WithFile(files().size() == 1 ? path() + "/" + files()[0].name
+                                      : path());
+  }
   if (!proved.ok()) {
     return Status(ErrorKind::kCorrupt, proved.message())
         .WithTensor(std::string(e.name))
@@ -350,18 +358,29 @@ Result<std::vector<Placement>> Checkpoint::Placements(uint32_t entry,
   return placements;
 }
 
+Result<std::vector<Placement>> Checkpoint::DescribedPlacements(
+    uint32_t entry) const {
+  if (format() != kTorchFormat) return Placements(entry);
+  Result<std::vector<Placement>> placements =
+      catalog().Placements(entry, files());
+  if (placements.ok()) return placements;
+  return Status(placements.status()).WithFile(path());
+}
+
 Result<std::vector<Checkpoint::Archive>> Checkpoint::Archives() const {
   std::vector<Archive> out;
+  // Objects may share one.
+  std::set<std::pair<uint32_t, uint64_t>> known;
   const auto add = [&](uint32_t file, FileRange range) {
+    if (range.bytes == 0 || !known.emplace(file, range.offset).second) return;
     Archive& archive = out.emplace_back();
     archive.placement.kind = PlacementKind::kArchive;
     archive.placement.file = file;
     archive.placement.offset = range.offset;
     archive.placement.bytes = range.bytes;
   };
-  if (has_.archives) {
-    for (uint32_t f = 0; f < files().size(); ++f) add(f, {0, files()[f].bytes});
-    return out;
+  for (const TorchArchivePlace& each : has_.archives) {
+    add(each.file, each.range);
   }
   const std::vector<CatalogEntry>& entries = catalog().entries();
   for (uint32_t e = 0; e < entries.size(); ++e) {

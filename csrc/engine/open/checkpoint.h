@@ -53,7 +53,7 @@ class Checkpoint {
     // Data files of such a directory that are no part of the checkpoint.
     std::vector<std::string> beside;
     // ForeignCatalog's.
-    bool archives = false;
+    std::vector<TorchArchivePlace> archives;
     std::map<std::string, std::string, std::less<>> made_objects = {};
     // What entries are called in the files, where that is another name.
     std::map<std::string, std::string, std::less<>> stored_names = {};
@@ -80,6 +80,9 @@ class Checkpoint {
   // tensor.
   Result<std::vector<Placement>> Placements(uint32_t entry,
                                             const Box* needed = nullptr) const;
+  // The same, of all boxes, for who looks and does not read: what one rank
+  // saved of a DTensor need not tile it.
+  Result<std::vector<Placement>> DescribedPlacements(uint32_t entry) const;
   // An archive in a file, as a kArchive, and the tensor that it is.
   struct Archive {
     Placement placement;

@@ -14,18 +14,17 @@ bool HasDcpMetadata(std::span<const std::string> names) {
 
 bool IsDcpFile(const std::string& name) { return name.ends_with(".distcp"); }
 
-Result<ForeignCatalog> ReadDcp(const Directory& directory,
-                               std::span<const std::string>, bool) {
+Result<DcpDirectory> ReadDcpDirectory(const Directory& directory,
+                                      std::string_view apart) {
   const std::string metadata(kDcpMetadataName);
   const std::string path = directory.Join(metadata);
   TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> seen,
                       directory.StatName(metadata));
   TC_ASSIGN_OR_RETURN(const std::string pickle,
                       directory.ReadFile(metadata, kMaxDcpMetadataBytes));
-  Result<DcpMetadata> parsed = ParseDcpMetadata(AsBytes(pickle));
+  Result<DcpMetadata> parsed = ParseDcpMetadata(AsBytes(pickle), apart);
   if (!parsed.ok()) return parsed.status().WithFile(path);
-  ForeignCatalog out;
-  out.source = "dcp";
+  DcpDirectory out;
   for (const DcpFile& named : parsed->files) {
     TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info,
                         directory.StatName(named.name));
@@ -39,12 +38,7 @@ Result<ForeignCatalog> ReadDcp(const Directory& directory,
                         std::to_string(named.bytes) + " at least")
           .WithFile(directory.Join(named.name));
     }
-    ManifestFile file;
-    file.name = named.name;
-    file.bytes = info->bytes;
-    file.container = Container::kRaw;
-    out.files.push_back(std::move(file));
-    out.infos.push_back(*info);
+    out.found.AddFile(named.name, *info);
   }
   TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> still,
                       directory.StatName(metadata));
@@ -52,11 +46,24 @@ Result<ForeignCatalog> ReadDcp(const Directory& directory,
       still->modified_ns != seen->modified_ns) {
     return Conflict("was written while it was read").WithFile(path);
   }
-  out.identity = IdentityOf(out.files, out.infos);
-  out.identity += " " + std::to_string(seen->modified_ns);
-  TC_ASSIGN_OR_RETURN(std::string encoded, parsed->catalog.Encode());
+  out.found.identity = IdentityOf(out.found.files, out.found.infos) + " " +
+                       std::to_string(seen->modified_ns);
+  out.catalog = std::move(parsed->catalog);
+  out.apart = parsed->apart;
+  return out;
+}
+
+Result<ForeignCatalog> ReadDcp(const Directory& directory,
+                               std::span<const std::string>, bool) {
+  TC_ASSIGN_OR_RETURN(DcpDirectory read, ReadDcpDirectory(directory, {}));
+  ForeignCatalog out = std::move(read.found);
+  out.source = "dcp";
+  TC_ASSIGN_OR_RETURN(std::string encoded, read.catalog.Encode());
   Result<Catalog> catalog = Catalog::Parse(std::move(encoded), out.files);
-  if (!catalog.ok()) return catalog.status().WithFile(path);
+  if (!catalog.ok()) {
+    return catalog.status().WithFile(
+        directory.Join(std::string(kDcpMetadataName)));
+  }
   out.catalog = std::move(catalog).value();
   return out;
 }

@@ -1,10 +1,13 @@
 // Directories of stock DCP: .metadata beside .distcp files.
 #pragma once
 
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "engine/open/catalog_reader.h"
+#include "format/dcp_metadata.h"
 
 namespace torch_ckpt {
 
@@ -12,8 +15,17 @@ namespace torch_ckpt {
 bool HasDcpMetadata(std::span<const std::string> names);
 bool IsDcpFile(const std::string& name);
 
+// What is known of a directory before its catalog is made.
+struct DcpDirectory {
+  ForeignCatalog found;  // with files and identity, without a catalog
+  CatalogBuilder catalog;
+  std::optional<TorchArchivePlace> apart;  // as of ParseDcpMetadata
+};
+
 // Reads .metadata alone, and looks at the sizes of the files that it names:
 // kIncomplete where one is missing or ends before what it is said to hold.
+Result<DcpDirectory> ReadDcpDirectory(const Directory& directory,
+                                      std::string_view apart);
 Result<ForeignCatalog> ReadDcp(const Directory& directory,
                                std::span<const std::string> names,
                                bool is_file);

@@ -2,19 +2,17 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
 #include <optional>
 #include <set>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "engine/open/numbered_files.h"
 #include "engine/open/torch_archive.h"
+#include "engine/open/torch_leaves.h"
 #include "format/catalog_builder.h"
 #include "format/hf_index.h"
 #include "format/names.h"
-#include "format/torch_state.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
@@ -61,17 +59,9 @@ Status NoArchive(const File& file) {
       "is no archive of torch.save, and of no other format that is read");
 }
 
-// A leaf of a file, and where it is.
-struct FoundLeaf {
-  StateLeaf leaf;  // its value lives no longer than the archive
-  Dtype dtype = Dtype::kU8;
-  std::optional<Placement> tensor;  // none: an object
-};
-
 struct FoundFile {
   FileInfo info;
-  std::vector<FoundLeaf> leaves;
-  std::vector<StateContainer> containers;
+  TorchLeaves leaves;
 };
 
 Result<FoundFile> LookInto(const File& file) {
@@ -82,123 +72,10 @@ Result<FoundFile> LookInto(const File& file) {
                                           ? Result<bool>(false)
                                           : IsTorchArchive(file, 0));
   if (!zip) return NoArchive(file);
-  TC_ASSIGN_OR_RETURN(
-      const TorchArchive archive,
-      TorchArchive::Open(file, {0, out.info.bytes}, kMaxObjectPickle));
-  TC_ASSIGN_OR_RETURN(TorchState state,
-                      FlattenState(archive.root(), archive.pickle_bytes()));
-  out.containers = std::move(state.containers);
-  for (StateLeaf& leaf : state.leaves) {
-    FoundLeaf& found = out.leaves.emplace_back();
-    found.leaf = std::move(leaf);
-    if (!IsTorchTensor(*found.leaf.value)) continue;
-    const auto located = [&]() -> Status {
-      TC_ASSIGN_OR_RETURN(const TorchTensor tensor,
-                          ReadTorchTensor(*found.leaf.value));
-      TC_ASSIGN_OR_RETURN(found.tensor, archive.Find(tensor));
-      found.dtype = tensor.dtype;
-      return {};
-    }();
-    // What can be no placement is an object, which says so when it is read.
-    if (located.ok() || located.kind() == ErrorKind::kUnsupported) continue;
-    return Status(located).WithTensor(found.leaf.name);
-  }
+  TC_ASSIGN_OR_RETURN(out.leaves,
+                      FindTorchLeaves(file, {0, out.info.bytes}, false));
   return out;
 }
-
-// The same bytes in the same way: tied tensors are stored once.
-using Place = std::tuple<uint32_t, uint64_t, Dtype, std::vector<int64_t>>;
-
-Place PlaceOf(uint32_t file, const FoundLeaf& found) {
-  std::vector<int64_t> numbers(found.tensor->box.sizes.begin(),
-                               found.tensor->box.sizes.end());
-  numbers.insert(numbers.end(), found.tensor->strides.begin(),
-                 found.tensor->strides.end());
-  return {file, found.tensor->offset, found.dtype, std::move(numbers)};
-}
-
-class Merger {
- public:
-  Status Add(uint32_t number, const ManifestFile& file,
-             const FoundFile& found) {
-    for (size_t i = 0; i < found.leaves.size(); ++i) {
-      const FoundLeaf& leaf = found.leaves[i];
-      const std::string& name = leaf.leaf.name;
-      if (catalog_.Find(name) >= 0) {
-        return Conflict("is in " + file.name + " and in another file")
-            .WithTensor(name);
-      }
-      TC_ASSIGN_OR_RETURN(
-          const uint32_t entry,
-          leaf.tensor
-              ? AddTensor(number, leaf)
-              : catalog_.AddObject(name, number,
-                                   ArchivedObject{{0, file.bytes}, i + 1}));
-      catalog_.SetPath(entry, leaf.leaf.path);
-      files_.emplace(name, number);
-    }
-    // As the ranks of a save: the first says the kind, keys are united.
-    for (const StateContainer& each : found.containers) {
-      const auto [at, fresh] =
-          by_path_.try_emplace(each.path, containers_.size());
-      if (fresh) {
-        containers_.push_back(each);
-        continue;
-      }
-      StateContainer& known = containers_[at->second];
-      if (known.kind == "list" || each.kind == "list") {
-        known.count = std::max(known.count, each.count);
-        continue;
-      }
-      std::set<std::string> keys(known.keys.begin(), known.keys.end());
-      for (const std::string& key : each.keys) {
-        if (keys.insert(key).second) known.keys.push_back(key);
-      }
-    }
-    return {};
-  }
-
-  Status Finish(const std::string& path, ForeignCatalog* out) {
-    const std::string structure = StructureJson(containers_);
-    if (!structure.empty() && !out->files.empty()) {
-      const std::string name(kStructureName);
-      TC_RETURN_IF_ERROR(
-          catalog_.AddObject(name, 0, ArchivedObject{}).status());
-      out->made_objects[name] = structure;
-    }
-    TC_ASSIGN_OR_RETURN(std::string encoded, catalog_.Encode());
-    Result<Catalog> parsed = Catalog::Parse(std::move(encoded), out->files);
-    if (!parsed.ok()) return parsed.status().WithFile(path);
-    out->catalog = std::move(parsed).value();
-    return {};
-  }
-
-  // Whether file `number` has it.
-  bool Has(const std::string& name, uint32_t number) const {
-    const auto found = files_.find(name);
-    return found != files_.end() && found->second == number;
-  }
-
- private:
-  Result<uint32_t> AddTensor(uint32_t number, const FoundLeaf& leaf) {
-    const auto [tied, fresh] =
-        places_.try_emplace(PlaceOf(number, leaf), leaf.leaf.name);
-    if (!fresh) return catalog_.AddAlias(leaf.leaf.name, tied->second);
-    TC_ASSIGN_OR_RETURN(
-        const uint32_t entry,
-        catalog_.AddTensor(leaf.leaf.name, leaf.dtype, leaf.tensor->box.sizes));
-    Placement placement = *leaf.tensor;
-    placement.file = number;
-    TC_RETURN_IF_ERROR(catalog_.AddPlacement(entry, placement));
-    return entry;
-  }
-
-  CatalogBuilder catalog_;
-  std::map<std::string, uint32_t> files_;  // by leaf
-  std::map<Place, std::string> places_;
-  std::vector<StateContainer> containers_;
-  std::map<std::string, size_t> by_path_;
-};
 
 // Which files count, and the index that says so.
 struct Chosen {
@@ -283,7 +160,8 @@ Result<ForeignCatalog> ReadTorchFiles(const Directory& directory,
   if (!chosen.ok()) return chosen.status().WithFile(directory.path());
   const std::vector<std::string>& files = chosen->files;
   std::vector<FoundFile> found(files.size());
-  Merger merger;
+  CatalogBuilder catalog;
+  TorchLeavesAdder adder(&catalog);
   // Values of a file live as long as its archive: nothing looks at them later.
   TC_RETURN_IF_ERROR(ForEachItem(
       kThreads, static_cast<int64_t>(files.size()), nullptr,
@@ -297,21 +175,17 @@ Result<ForeignCatalog> ReadTorchFiles(const Directory& directory,
       }));
   ForeignCatalog out;
   out.source = "torch";
-  out.archives = true;
   for (size_t i = 0; i < files.size(); ++i) {
-    ManifestFile file;
-    file.name = files[i];
-    file.bytes = found[i].info.bytes;
-    file.container = Container::kRaw;
-    Status added = merger.Add(static_cast<uint32_t>(i), file, found[i]);
+    Status added =
+        adder.Add(static_cast<uint32_t>(i), files[i], found[i].leaves);
     if (!added.ok()) return std::move(added).WithFile(directory.path());
-    out.files.push_back(std::move(file));
-    out.infos.push_back(found[i].info);
+    out.AddFile(files[i], found[i].info);
+    out.archives.push_back({static_cast<uint32_t>(i), found[i].leaves.range});
   }
   if (chosen->index) {
     for (const auto& [name, file] : chosen->index->weight_map) {
       const auto at = std::lower_bound(files.begin(), files.end(), file);
-      if (merger.Has(name, static_cast<uint32_t>(at - files.begin()))) continue;
+      if (adder.Has(name, static_cast<uint32_t>(at - files.begin()))) continue;
       return Incomplete("the index says it is in " + file +
                         ", which does not hold it")
           .WithTensor(name)
@@ -319,7 +193,8 @@ Result<ForeignCatalog> ReadTorchFiles(const Directory& directory,
     }
   }
   out.identity = IdentityOf(out.files, out.infos);
-  TC_RETURN_IF_ERROR(merger.Finish(directory.path(), &out));
+  Status finished = adder.Finish(&out);
+  if (!finished.ok()) return std::move(finished).WithFile(directory.path());
   return out;
 }
 

@@ -1,0 +1,192 @@
+#include "engine/open/torch_leaves.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "engine/open/torch_archive.h"
+#include "format/json.h"
+#include "format/torch_dtensor.h"
+#include "plan/mesh.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr std::string_view kRootPath = "[]";
+
+// What the rank had of it: boxes of the whole, each in its place in the local
+// tensor.
+Status PlaceDTensor(const TorchArchive& archive, const TorchRebuild& rebuild,
+                    TorchLeaf* leaf) {
+  TC_ASSIGN_OR_RETURN(const TorchDTensor found, ReadTorchDTensor(rebuild));
+  Result<std::vector<LocalBox>> boxes =
+      ExpandRule(found.shape, found.rule, found.coordinate);
+  if (!boxes.ok()) {
+    return Corrupt("is a DTensor whose placements are impossible: " +
+                   boxes.status().message());
+  }
+  TC_ASSIGN_OR_RETURN(const Placement local, archive.Find(found.local));
+  leaf->dtype = found.local.dtype;
+  leaf->shape = found.shape;
+  uint64_t elements = 0;
+  for (const LocalBox& each : *boxes) {
+    Placement placement = local;
+    placement.box = each.box;
+    for (int d = 0; d < each.local_offset.size(); ++d) {
+      if (d >= found.local.shape.size() ||
+          each.local_offset[d] + each.box.sizes[d] > found.local.shape[d]) {
+        elements = UINT64_MAX;  // larger than what is there
+        break;
+      }
+      placement.offset +=
+          static_cast<uint64_t>(each.local_offset[d] * local.strides[d]);
+    }
+    if (elements == UINT64_MAX) break;
+    TC_ASSIGN_OR_RETURN(const uint64_t bytes,
+                        ByteSize(leaf->dtype, each.box.sizes));
+    elements += bytes;
+    leaf->placements.push_back(std::move(placement));
+  }
+  TC_ASSIGN_OR_RETURN(const uint64_t there,
+                      ByteSize(leaf->dtype, found.local.shape));
+  if (elements == there) return {};
+  return Corrupt("is a DTensor of shape " + found.shape.ToString() +
+                 " whose part of shape " + found.local.shape.ToString() +
+                 " is not what its placements say");
+}
+
+Status PlaceTensor(const TorchArchive& archive, const PickleValue& value,
+                   TorchLeaf* leaf) {
+  TC_ASSIGN_OR_RETURN(const TorchRebuild rebuild, FindTorchRebuild(value));
+  if (IsTorchDTensor(rebuild)) return PlaceDTensor(archive, rebuild, leaf);
+  TC_ASSIGN_OR_RETURN(const TorchTensor tensor, ReadTorchTensor(value));
+  TC_ASSIGN_OR_RETURN(Placement placement, archive.Find(tensor));
+  leaf->dtype = tensor.dtype;
+  leaf->shape = tensor.shape;
+  leaf->placements.push_back(std::move(placement));
+  return {};
+}
+
+}  // namespace
+
+Result<TorchLeaves> FindTorchLeaves(const File& file, FileRange range,
+                                    bool listed) {
+  TC_ASSIGN_OR_RETURN(const TorchArchive archive,
+                      TorchArchive::Open(file, range, kMaxObjectPickle));
+  if (!listed && archive.root().Is(PickleKind::kList)) {
+    return Unsupported("holds a list and no state dict");
+  }
+  TC_ASSIGN_OR_RETURN(TorchState state,
+                      FlattenState(archive.root(), archive.pickle_bytes()));
+  TorchLeaves out;
+  out.range = range;
+  out.containers = std::move(state.containers);
+  out.leaves.reserve(state.leaves.size());
+  for (StateLeaf& leaf : state.leaves) {
+    TorchLeaf& found = out.leaves.emplace_back();
+    found.name = std::move(leaf.name);
+    found.path = std::move(leaf.path);
+    if (!IsTorchTensor(*leaf.value)) continue;
+    Status placed = PlaceTensor(archive, *leaf.value, &found);
+    found.is_tensor = placed.ok();
+    if (placed.ok() || placed.kind() == ErrorKind::kUnsupported) continue;
+    return std::move(placed).WithTensor(found.name);
+  }
+  return out;
+}
+
+TorchLeavesAdder::Place TorchLeavesAdder::PlaceOf(uint32_t number,
+                                                  const TorchLeaf& leaf) {
+  std::vector<int64_t> numbers(leaf.shape.begin(), leaf.shape.end());
+  const auto append = [&](const Dims& dims) {
+    numbers.insert(numbers.end(), dims.begin(), dims.end());
+  };
+  for (const Placement& each : leaf.placements) {
+    numbers.push_back(static_cast<int64_t>(each.offset));
+    append(each.box.offsets);
+    append(each.box.sizes);
+    append(each.strides);
+  }
+  return {number, leaf.dtype, std::move(numbers)};
+}
+
+Result<uint32_t> TorchLeavesAdder::AddTensor(uint32_t number,
+                                             const TorchLeaf& leaf) {
+  const auto [tied, fresh] =
+      places_.try_emplace(PlaceOf(number, leaf), leaf.name);
+  if (!fresh) return catalog_->AddAlias(leaf.name, tied->second);
+  TC_ASSIGN_OR_RETURN(const uint32_t entry,
+                      catalog_->AddTensor(leaf.name, leaf.dtype, leaf.shape));
+  for (Placement placement : leaf.placements) {
+    placement.file = number;
+    TC_RETURN_IF_ERROR(catalog_->AddPlacement(entry, placement));
+  }
+  return entry;
+}
+
+// As of the ranks of a save: the first says the kind, keys are united.
+void TorchLeavesAdder::AddContainer(const StateContainer& container) {
+  const auto [at, fresh] =
+      by_path_.try_emplace(container.path, containers_.size());
+  if (fresh) {
+    containers_.push_back(container);
+    return;
+  }
+  StateContainer& known = containers_[at->second];
+  if (known.kind == "list" || container.kind == "list") {
+    known.count = std::max(known.count, container.count);
+    return;
+  }
+  std::set<std::string> keys(known.keys.begin(), known.keys.end());
+  for (const std::string& key : container.keys) {
+    if (keys.insert(key).second) known.keys.push_back(key);
+  }
+}
+
+Status TorchLeavesAdder::Add(uint32_t number, const std::string& file_name,
+                             const TorchLeaves& found) {
+  for (size_t i = 0; i < found.leaves.size(); ++i) {
+    const TorchLeaf& leaf = found.leaves[i];
+    if (catalog_->Find(leaf.name) >= 0) {
+      return Conflict("is in " + file_name + " and in another file")
+          .WithTensor(leaf.name);
+    }
+    TC_ASSIGN_OR_RETURN(
+        const uint32_t entry,
+        leaf.is_tensor
+            ? AddTensor(number, leaf)
+            : catalog_->AddObject(leaf.name, number,
+                                  ArchivedObject{found.range, i + 1}));
+    catalog_->SetPath(entry, leaf.path);
+    files_.emplace(leaf.name, number);
+  }
+  for (const StateContainer& each : found.containers) AddContainer(each);
+  return {};
+}
+
+bool TorchLeavesAdder::Has(const std::string& name, uint32_t number) const {
+  const auto found = files_.find(name);
+  return found != files_.end() && found->second == number;
+}
+
+Status TorchLeavesAdder::Finish(ForeignCatalog* out) {
+  // Entries that are of no state dict stand at its root.
+  const auto root = by_path_.find(std::string(kRootPath));
+  for (uint32_t i = 0; root != by_path_.end() && i < catalog_->size(); ++i) {
+    const std::string& name = catalog_->entry(i).name;
+    if (files_.contains(name)) continue;
+    AppendJsonString(&containers_[root->second].keys.emplace_back(), name);
+  }
+  const std::string structure = StructureJson(containers_);
+  if (!structure.empty() && !out->files.empty()) {
+    const std::string name(kStructureName);
+    TC_RETURN_IF_ERROR(catalog_->AddObject(name, 0, ArchivedObject{}).status());
+    out->made_objects[name] = structure;
+  }
+  TC_ASSIGN_OR_RETURN(std::string encoded, catalog_->Encode());
+  TC_ASSIGN_OR_RETURN(out->catalog,
+                      Catalog::Parse(std::move(encoded), out->files));
+  return {};
+}
+
+}  // namespace torch_ckpt

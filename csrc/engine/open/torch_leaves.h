@@ -1,0 +1,71 @@
+// The leaves of state dicts in archives of torch.save, as entries of a catalog.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "engine/open/catalog_reader.h"
+#include "format/catalog_builder.h"
+#include "format/torch_state.h"
+#include "os/file.h"
+
+namespace torch_ckpt {
+
+struct TorchLeaf {
+  std::string name, path;  // as of StateLeaf
+  bool is_tensor = false;
+  // Of tensors; `file` is not set. What a rank had of a DTensor may be one box
+  // of the whole, several or none.
+  Dtype dtype = Dtype::kU8;
+  Dims shape;
+  std::vector<Placement> placements;
+};
+
+struct TorchLeaves {
+  FileRange range;                // of the archive
+  std::vector<TorchLeaf> leaves;  // in the order of FlattenState
+  std::vector<StateContainer> containers;
+};
+
+// Those of the archive at `range` of a file, which holds a state dict. What
+// can be no placement becomes an object, which says why when it is read.
+// `listed`: whether it may be the only item of a list. kCorrupt names the
+// tensor; kUnsupported for what holds no state dict, and as TorchArchive::Open.
+Result<TorchLeaves> FindTorchLeaves(const File& file, FileRange range,
+                                    bool listed);
+
+// Adds them to a catalog, those of one archive after the other. For one thread.
+class TorchLeavesAdder {
+ public:
+  // `catalog` outlives it, and may hold other entries.
+  explicit TorchLeavesAdder(CatalogBuilder* catalog) : catalog_(catalog) {}
+
+  // Those that the file `number` has. kConflict where a name is taken; it names
+  // `file_name`.
+  Status Add(uint32_t number, const std::string& file_name,
+             const TorchLeaves& found);
+  // Whether file `number` had it.
+  bool Has(const std::string& name, uint32_t number) const;
+  // Adds the structure, where names do not say all of it, and makes what
+  // the builder holds the catalog of `out`, whose files are known.
+  Status Finish(ForeignCatalog* out);
+
+ private:
+  // The same bytes in the same way: tied tensors are stored once.
+  using Place = std::tuple<uint32_t, Dtype, std::vector<int64_t>>;
+
+  static Place PlaceOf(uint32_t number, const TorchLeaf& leaf);
+  Result<uint32_t> AddTensor(uint32_t number, const TorchLeaf& leaf);
+  void AddContainer(const StateContainer& container);
+
+  CatalogBuilder* catalog_;
+  std::map<std::string, uint32_t> files_;  // by leaf
+  std::map<Place, std::string> places_;
+  std::vector<StateContainer> containers_;
+  std::map<std::string, size_t> by_path_;
+};
+
+}  // namespace torch_ckpt

@@ -1,0 +1,177 @@
+#include "format/torch_dtensor.h"
+
+#include <span>
+#include <string>
+
+#include "base/checked.h"
+
+namespace torch_ckpt {
+namespace {
+
+using Values = std::span<const PickleValue>;
+
+// The arguments of torch._utils._rebuild_wrapper_subclass.
+enum WrapperArgument : size_t { kClass, kDtype, kShape };
+// How deep the sizes of a layout nest.
+constexpr int kMaxNesting = 3;
+
+Status Lacks(const char* what) {
+  return Corrupt(std::string("the pickle has a DTensor without ") + what);
+}
+
+// The state is a pair: attributes, and those that DTensor has slots for.
+const PickleValue* FindState(const PickleValue& state, const char* name) {
+  if (!state.Is(PickleKind::kTuple)) return nullptr;
+  for (const PickleValue& part : state.items()) {
+    if (!part.Is(PickleKind::kDict)) continue;
+    if (const PickleValue* found = FindKey(part.items(), name)) return found;
+  }
+  return nullptr;
+}
+
+Result<int64_t> ReadNumber(const PickleValue* value, const char* what) {
+  if (!value || !value->Is(PickleKind::kInt)) return Lacks(what);
+  return value->integer();
+}
+
+Result<MeshPlacement> ReadPlacement(const PickleValue& value) {
+  if (!value.Is(PickleKind::kObject)) return Lacks("placements");
+  MeshPlacement out;
+  switch (value.name()) {
+    case PickleName::kReplicate:
+      return out;
+    case PickleName::kPartial:
+      return Unsupported(
+          "is a DTensor of partial sums, which are not in one file");
+    case PickleName::kShard:
+      out.kind = MeshPlacementKind::kShard;
+      break;
+    case PickleName::kStridedShard:
+      out.kind = MeshPlacementKind::kStridedShard;
+      break;
+    default:
+      return Lacks("placements that are known");
+  }
+  TC_ASSIGN_OR_RETURN(
+      const int64_t dim,
+      ReadNumber(FindAttribute(value.object(), "dim"), "the dim of a shard"));
+  if (dim < 0 || dim >= kMaxDims) return Lacks("a dim that it has");
+  out.dim = static_cast<int>(dim);
+  if (out.kind == MeshPlacementKind::kStridedShard) {
+    TC_ASSIGN_OR_RETURN(
+        out.split_factor,
+        ReadNumber(FindAttribute(value.object(), "split_factor"),
+                   "a split factor"));
+  }
+  return out;
+}
+
+// A size of a mesh: a number, or numbers whose product it is.
+Result<int64_t> ReadMeshSize(const PickleValue& value, int depth) {
+  if (value.Is(PickleKind::kInt) && value.integer() > 0) return value.integer();
+  if (!value.Is(PickleKind::kTuple) || value.items().size() > kMaxDims ||
+      depth == 0) {
+    return Lacks("a mesh size");
+  }
+  uint64_t product = 1;
+  for (const PickleValue& item : value.items()) {
+    TC_ASSIGN_OR_RETURN(const int64_t size, ReadMeshSize(item, depth - 1));
+    const auto more = CheckedMul(product, static_cast<uint64_t>(size));
+    if (!more || *more > static_cast<uint64_t>(INT32_MAX)) {
+      return Lacks("a mesh of possible size");
+    }
+    product = *more;
+  }
+  return static_cast<int64_t>(product);
+}
+
+Result<Dims> ReadMeshSizes(Values sizes) {
+  if (sizes.size() > kMaxDims) return Lacks("a mesh of few dimensions");
+  Dims out;
+  for (const PickleValue& size : sizes) {
+    TC_ASSIGN_OR_RETURN(const int64_t each, ReadMeshSize(size, kMaxNesting));
+    out.push_back(each);
+  }
+  return out;
+}
+
+// torch up to 2.8 keeps the ranks as a tensor of the mesh's shape, 2.9 a layout
+// of nested sizes, and later ones a layout with one part for each dimension.
+Result<Dims> ReadMesh(const PickleObject& mesh) {
+  if (const PickleValue* ranks = FindAttribute(mesh, "mesh");
+      ranks && IsTorchTensor(*ranks)) {
+    TC_ASSIGN_OR_RETURN(const TorchTensor tensor, ReadTorchTensor(*ranks));
+    return tensor.shape;
+  }
+  const PickleValue* layout = FindAttribute(mesh, "_layout");
+  if (!layout || !layout->Is(PickleKind::kObject, PickleName::kMeshLayout)) {
+    return Lacks("a mesh that is known");
+  }
+  if (const PickleValue* shape = FindAttribute(layout->object(), "shape")) {
+    return ReadMeshSizes(shape->Is(PickleKind::kTuple) ? shape->items()
+                                                       : Values(shape, 1));
+  }
+  const PickleValue* axes = FindAttribute(layout->object(), "axes");
+  if (!axes || !axes->Is(PickleKind::kTuple)) return Lacks("axes of its mesh");
+  if (axes->items().size() > kMaxDims) return Lacks("a mesh of few dimensions");
+  Dims out;
+  for (const PickleValue& axis : axes->items()) {
+    const PickleValue* shape =
+        axis.Is(PickleKind::kObject, PickleName::kMeshLayout)
+            ? FindAttribute(axis.object(), "shape")
+            : nullptr;
+    if (!shape) return Lacks("a mesh size");
+    TC_ASSIGN_OR_RETURN(const int64_t size, ReadMeshSize(*shape, kMaxNesting));
+    out.push_back(size);
+  }
+  return out;
+}
+
+}  // namespace
+
+Result<TorchDTensor> ReadTorchDTensor(const TorchRebuild& rebuild) {
+  TorchDTensor out;
+  if (rebuild.arguments.size() <= kShape || !rebuild.state) {
+    return Lacks("its arguments");
+  }
+  TC_ASSIGN_OR_RETURN(out.shape, ReadSize(rebuild.arguments[kShape]));
+  const PickleValue* local = FindState(*rebuild.state, "_local_tensor");
+  const PickleValue* spec = FindState(*rebuild.state, "_spec");
+  if (!local || !IsTorchTensor(*local)) return Lacks("its local tensor");
+  if (!spec || !spec->Is(PickleKind::kObject, PickleName::kDTensorSpec)) {
+    return Lacks("its placements");
+  }
+  TC_ASSIGN_OR_RETURN(out.local, ReadTorchTensor(*local));
+  if (DtypeUnit(out.local.dtype).elements > 1) {
+    return Unsupported("is a DTensor of packed elements");
+  }
+  const PickleValue& dtype = rebuild.arguments[kDtype];
+  if (!dtype.Is(PickleKind::kName, PickleName::kDtype) ||
+      dtype.dtype() != out.local.dtype) {
+    return Lacks("the dtype of its local tensor");
+  }
+  const PickleValue* placements = FindAttribute(spec->object(), "placements");
+  const PickleValue* mesh = FindAttribute(spec->object(), "mesh");
+  if (!placements || (!placements->Is(PickleKind::kTuple) &&
+                      !placements->Is(PickleKind::kList))) {
+    return Lacks("placements");
+  }
+  if (!mesh || !mesh->Is(PickleKind::kObject, PickleName::kDeviceMesh)) {
+    return Lacks("a mesh");
+  }
+  for (const PickleValue& each : placements->items()) {
+    TC_ASSIGN_OR_RETURN(const MeshPlacement placement, ReadPlacement(each));
+    out.rule.placements.push_back(placement);
+  }
+  TC_ASSIGN_OR_RETURN(out.rule.mesh, ReadMesh(mesh->object()));
+  const PickleValue* coordinate =
+      FindAttribute(mesh->object(), "_coordinate_on_dim");
+  if (!coordinate || coordinate->Is(PickleKind::kNone)) {
+    return Unsupported(
+        "is a DTensor, and its file does not say which rank's part it is");
+  }
+  TC_ASSIGN_OR_RETURN(out.coordinate, ReadSize(*coordinate));
+  return out;
+}
+
+}  // namespace torch_ckpt
