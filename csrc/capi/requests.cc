@@ -32,6 +32,7 @@ Handler FindHandler(const std::string& op) {
       {"merge_share", MergeShareRequest},
       {"open", OpenRequest},
       {"placements", PlacementsRequest},
+      {"probe", ProbeRequest},
       {"read_objects", ReadObjectsRequest},
       {"recover", RecoverRequest},
       {"refuse_ring", RefuseRingRequest},

@@ -59,6 +59,8 @@ Result<Json> JobFreeRequest(const Json& request);
 // memory_requests.cc
 Result<Json> AdoptRequest(const Json& request);
 Result<Json> ArenaRequest(const Json& request);
+// probe_requests.cc
+Result<Json> ProbeRequest(const Json& request);
 // mesh_requests.cc
 Result<Json> ExpandRuleRequest(const Json& request);
 

@@ -156,6 +156,8 @@ void File::ReadAhead(uint64_t offset, uint64_t bytes) const {
   posix_fadvise(fd_, ToOffset(offset), ToOffset(bytes), POSIX_FADV_WILLNEED);
 }
 
+void File::DropCached() const { posix_fadvise(fd_, 0, 0, POSIX_FADV_DONTNEED); }
+
 Status File::WriteAll(ByteSpan data, uint64_t offset) const {
   TC_RETURN_IF_ERROR(CheckRange(offset, data.size(), path_));
   while (!data.empty()) {

@@ -59,6 +59,9 @@ class File {
   // Has the kernel fetch a range into the page cache, and does not wait for it:
   // a hint that may do nothing.
   void ReadAhead(uint64_t offset, uint64_t bytes) const;
+  // Has the kernel forget what it holds of the file in the page cache, but for
+  // pages that are not on the disk yet: a hint that may do nothing.
+  void DropCached() const;
   Status WriteAll(ByteSpan data, uint64_t offset) const;
   // Reserves blocks so that ENOSPC comes now. True when the file system did
   // it, false when it cannot (that is no error).

@@ -14,23 +14,13 @@
 #include <sstream>
 
 #include "os/call.h"
-#include "os/directory.h"
-#include "os/path.h"
+#include "os/machine.h"
 
 namespace torch_ckpt {
 namespace {
 
 // The kernel gives the first process space this number (PROC_PID_INIT_INO).
 constexpr const char* kFirstPidSpace = "4026531836";
-
-// A small file of the system's; empty when it cannot be read.
-std::string ReadSmall(const std::string& path) {
-  constexpr uint64_t kMaxBytes = 4096;
-  const auto directory = Directory::Open(ParentPath(path));
-  if (!directory.ok()) return {};
-  const auto text = directory->ReadFile(BaseName(path), kMaxBytes);
-  return text.ok() ? *text : std::string();
-}
 
 std::string Word(std::string text) {
   while (!text.empty() && text.back() == '\n') text.pop_back();
@@ -43,7 +33,7 @@ std::string Word(std::string text) {
 // When the process began: field 22, counted behind the command, which may hold
 // any character.
 std::string StartTime(const std::string& pid) {
-  const std::string stat = ReadSmall("/proc/" + pid + "/stat");
+  const std::string stat = ReadSystemFile("/proc/" + pid + "/stat");
   const size_t paren = stat.rfind(')');
   if (paren == std::string::npos) return "-";
   std::istringstream rest(stat.substr(paren + 1));
@@ -79,8 +69,8 @@ LockHolder ThisProcess() {
   std::array<char, 256> host{};
   if (gethostname(host.data(), host.size() - 1) != 0) host[0] = '\0';
   self.host = Word(host.data());
-  self.machine = Word(ReadSmall("/etc/machine-id"));
-  self.boot = Word(ReadSmall("/proc/sys/kernel/random/boot_id"));
+  self.machine = Word(ReadSystemFile("/etc/machine-id"));
+  self.boot = Word(ReadSystemFile("/proc/sys/kernel/random/boot_id"));
   struct stat space;
   // Two containers of one host may share its name, but not their process ids.
   const char* const kSpace = "/proc/self/ns/pid";
