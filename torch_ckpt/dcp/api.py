@@ -19,7 +19,7 @@ from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
 from torch_ckpt.dcp.plan.states import states_of
 from torch_ckpt.dcp.save.save import Save
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter, WriterOptions
-from torch_ckpt.dcp.saves import SavedMetadata, SaveStats, running, wait_for
+from torch_ckpt.dcp.saves import SavedMetadata, SaveStats, append_to_log, running, wait_for, warn
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.progress import Progress
@@ -97,6 +97,7 @@ def save(
     use_collectives: bool = True,
     key_mapping: KeyMapping | None = None,
     progress: Progress | None = None,
+    log_path: PathLike | None = None,
     **writer_options: Unpack[WriterOptions],
 ) -> SavedMetadata:
     """`torch.distributed.checkpoint.save` with our writer and planner as defaults.
@@ -105,7 +106,9 @@ def save(
     `checkpoint_id`); other keywords are those of HuggingFaceStorageWriter: with layout="final" the
     directory is the final one, of whole tensors, for `from_pretrained`. Tensors are stored under
     the names that `key_mapping`, see SavePlanner, makes of theirs. `progress` is called about ten
-    times a second, on another thread, with bytes written and bytes in all, of all ranks. Raises
+    times a second, on another thread, with bytes written and bytes in all, of all ranks. `log_path`
+    is a file to which each rank appends its SaveStats, a line of JSON, also when the save fails;
+    where that cannot be done there is a warning. Raises
     CheckpointError kinds or OSError, naming the rank, on every rank; nothing of a failed save is
     left, and what stood there before still loads. Called from the main thread, it keeps Python's
     cyclic garbage collector off until it returns. With several ranks it waits for async saves.
@@ -116,11 +119,17 @@ def save(
     ranks = ranks_of(process_group, no_dist)
     stats = SaveStats("", ranks.rank, ranks.size, time.time())
     began = time.perf_counter()
+    log: str | None = None
 
     def make() -> Save:
+        nonlocal log
+        log = None if log_path is None else os.fsdecode(log_path)
+        place = one_path(path, checkpoint_id)
+        stats.path = "" if place is None else os.fsdecode(place)
         _wait_for_saves_beside(ranks.size)
+        stats.waited_s = time.perf_counter() - began
         return make_save(
-            one_path(path, checkpoint_id),
+            place,
             storage_writer,
             planner,
             ranks,
@@ -131,12 +140,20 @@ def save(
         )
 
     made: list[Save] = []
-    # What is wrong with one rank's arguments is an error of all.
-    ranks.together("save", lambda: made.append(make()))
-    metadata = made[0].run(lambda: states_of(state_dict))
-    stats.path = os.fspath(getattr(made[0].writer, "path", None) or made[0].path or "")
-    stats.total_s = time.perf_counter() - began
-    return SavedMetadata(metadata, stats)
+    try:
+        # What is wrong with one rank's arguments is an error of all.
+        ranks.together("save", lambda: made.append(make()))
+        stats.path = os.fspath(getattr(made[0].writer, "path", None) or made[0].path or "")
+        metadata = SavedMetadata(made[0].run(lambda: states_of(state_dict)), stats)
+    except BaseException as error:
+        stats.error = str(error) or type(error).__name__
+        raise
+    finally:
+        stats.total_s = time.perf_counter() - began
+        not_logged = append_to_log(log, stats)
+        if not_logged is not None:
+            warn(not_logged)
+    return metadata
 
 
 @eager

@@ -30,17 +30,24 @@ OnFailure = Literal["raise", "warn"]
 class Phases:
     """What one rank's part of a save took, in seconds, and the bytes that it wrote.
 
-    planned_s: from the beginning of the save until this rank began to write.
+    planned_at: when the save began, in seconds since 1970.
+    planned_s: from then until this rank began to write.
+    agreed_s: of these, what followed its own plan: waiting for the plans of others, and for the
+        coordinator, which lays out the files.
     written_s, written_bytes: this rank's files, durable.
-    committed_s: what the coordinator did after the last rank had written.
+    committed_at, committed_s: what the coordinator did after the last rank had written; when it
+        began, by its own clock, in seconds since 1970.
     ring_bytes, parts_bytes: of tensors in final files that are sharded in short rows, what this
         rank had of those that the ranks of its node wrote together, through shared memory, and what
         it left, with the ends of its own rows, for the coordinator to put in place.
     """
 
+    planned_at: float
     planned_s: float
+    agreed_s: float
     written_s: float
     written_bytes: int
+    committed_at: float = 0.0
     committed_s: float = 0.0
     ring_bytes: int = 0
     parts_bytes: int = 0
@@ -49,18 +56,22 @@ class Phases:
 @dataclass(slots=True)
 class SaveStats:
     """Times in seconds and bytes of one save, as this rank has seen it; None where it is not known
-    (yet). A planner, writer or stager that is not ours does not tell.
+    (yet). A planner, writer or stager that is not ours does not tell. `log_path` of a save appends
+    these to a file, and `torch-ckpt timeline` draws them.
 
     started: when it was called, in seconds since 1970.
     waited_s: for earlier saves, before anything else.
-    staged_s, staged_bytes: the copy into host memory, of a save in the background.
+    staged_s, staged_bytes: the copy into host memory, of a save in the background, right after.
     blocked_s: the whole call of `async_save`.
-    planned_s: from the beginning of the save, in the background of `async_save`, until this rank
-        began to write.
-    written_s, written_bytes: this rank's files, durable.
+    planned_at: when the save began, in the background of `async_save`, in seconds since 1970.
+    planned_s: from then until this rank began to write.
+    agreed_s: of these, what followed its own plan: waiting for the plans of others, and for the
+        coordinator, which lays out the files.
+    written_s, written_bytes: this rank's files, durable, right after.
     ring_bytes, parts_bytes: how what is sharded in short rows went into final files: through shared
         memory to a rank of the same node, or through a file to the coordinator.
-    committed_s: what the coordinator did after the last rank had written.
+    committed_at, committed_s: what the coordinator did after the last rank had written; when it
+        began, by its own clock, in seconds since 1970.
     total_s: from the call until the save was over.
     """
 
@@ -73,11 +84,14 @@ class SaveStats:
     staged_s: float | None = None
     staged_bytes: int | None = None
     blocked_s: float | None = None
+    planned_at: float | None = None
     planned_s: float | None = None
+    agreed_s: float | None = None
     written_s: float | None = None
     written_bytes: int | None = None
     ring_bytes: int | None = None
     parts_bytes: int | None = None
+    committed_at: float | None = None
     committed_s: float | None = None
     total_s: float | None = None
 
@@ -88,6 +102,11 @@ class SaveStats:
         if isinstance(mine, Phases):
             for field in fields(Phases):
                 setattr(self, field.name, getattr(mine, field.name))
+
+
+def wall_time(then: float) -> float:
+    """A reading of `time.perf_counter`, in seconds since 1970."""
+    return time.time() - (time.perf_counter() - then)
 
 
 class SavedMetadata(Metadata):
@@ -188,7 +207,7 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
             self.error = error
             if error is not None:
                 self.stats.error = str(error) or type(error).__name__
-            log = None if self._log_path is None else _log(self._log_path, self.stats)
+            not_logged = append_to_log(self._log_path, self.stats)
             self._uses = ()
             self.release_tensors()
             warns = error is not None and self._on_failure == "warn"
@@ -202,8 +221,8 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
         # Last: where warnings are errors, these raise.
         if warns:
             warn(f"the save into {self.stats.path} failed: {error}")
-        if log is not None:
-            warn(f"no line in the log of saves: {log}")
+        if not_logged is not None:
+            warn(not_logged)
 
     def told(self) -> None:
         """Its caller has heard, or will have, why it fails."""
@@ -273,8 +292,11 @@ def close(timeout: float | None = None) -> None:
         raise CheckpointError(text) from error
 
 
-def _log(path: str, stats: SaveStats) -> OSError | None:
-    """Append one line. A log that cannot be written is no reason to fail a save."""
+def append_to_log(path: str | None, stats: SaveStats) -> str | None:
+    """Append one line to the log of saves, where there is one. Why there is no line now, for a
+    warning: a log that cannot be written is no reason to fail a save."""
+    if path is None:
+        return None
     line = json.dumps(asdict(stats)) + "\n"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -283,7 +305,7 @@ def _log(path: str, stats: SaveStats) -> OSError | None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        return error
+        return f"no line in the log of saves: {error}"
     return None
 
 

@@ -76,7 +76,7 @@ def async_save(
     on_commit: called on every rank, in the background, when the checkpoint is committed and before
         the future is done. What it raises is the save's error. It must not save or load itself,
         which would wait for this save.
-    log_path: a file to which each rank appends its SaveStats, a line of JSON a save.
+    log_path: as for `save`; the line is there before the future is done.
     timeout: seconds to wait for earlier saves.
     key_mapping, progress: as for `save`, but called in the background, or in another process;
         `progress` not from there.

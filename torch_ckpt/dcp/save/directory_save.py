@@ -34,7 +34,7 @@ from torch_ckpt.dcp.save.final_layout import (
 )
 from torch_ckpt.dcp.save.parts import Part, check_supported, part_of
 from torch_ckpt.dcp.save.write_files import RankWrite, check_item
-from torch_ckpt.dcp.saves import Phases
+from torch_ckpt.dcp.saves import Phases, wall_time
 from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError, with_rank
 from torch_ckpt.extras import extra_files
 from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession
@@ -60,11 +60,13 @@ class DirectorySave:
         world_size: int | None,
         sequence: int | None,
         on_written: Callable[[], None] | None,
+        began: float,
     ) -> None:
+        """`began`: when the save did, as `time.perf_counter` says it."""
         self._writer = writer
         self._path = str(writer.path)
         self._rank = writer.rank or 0
-        self._began = time.perf_counter()
+        self._began = self._planned = began
         self._on_written = on_written
         self._checked = False  # the plan that is being saved, by `check`
         self._extra_files: list[dict[str, Any]] = []  # coordinator: in staging
@@ -91,6 +93,7 @@ class DirectorySave:
         check_mapped(plan, writer.fqn_to_index_mapping, rank)
         # A cached plan comes as an empty one; what it stands for is seen when it is written.
         self._checked = plan.usable
+        self._planned = time.perf_counter()
         if writer.save_distributed or not plan.usable:
             return plan
         fqns = list(dict.fromkeys(item.index.fqn for item in plan.items))
@@ -217,7 +220,9 @@ class DirectorySave:
                 raise with_rank(error, rank) from error
         report.digests = leaf_digests(planner)
         report.phases = Phases(
+            wall_time(self._began),
             began - self._began,
+            began - self._planned,
             time.perf_counter() - began,
             report.written_bytes,
             ring_bytes=sum(call["ring_bytes"] for call in report.final),
@@ -260,10 +265,10 @@ class DirectorySave:
         self._commit(session, request)
         if writer.save_distributed and writer.consolidated_output_path is not None:
             self._consolidate(writer.consolidated_output_path)
-        took = time.perf_counter() - began
+        took, committed_at = time.perf_counter() - began, wall_time(began)
         # DCP brings the metadata to every rank, from a process that saves too; nothing writes them.
         metadata.storage_data = {
-            report.rank: replace(report.phases, committed_s=took)
+            report.rank: replace(report.phases, committed_at=committed_at, committed_s=took)
             for report in reports
             if report.phases is not None
         }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import queue
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -149,6 +150,7 @@ class HuggingFaceStorageWriter(StockWriter):
         self.is_coordinator = False
         self._sequence: int | None = None  # see count_save
         self._save: DirectorySave | None = None  # that is going on
+        self._began: float | None = None  # the next one, by `reset`
         self._place(os.fspath(path))
 
     def _place(self, path: str) -> None:
@@ -168,6 +170,7 @@ class HuggingFaceStorageWriter(StockWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, into `checkpoint_id` where given. Twice with one id is fine."""
         super().reset(checkpoint_id)
+        self._began = time.perf_counter()
         if checkpoint_id:
             self._place(os.fspath(checkpoint_id))
 
@@ -196,7 +199,14 @@ class HuggingFaceStorageWriter(StockWriter):
         self.end_save()
         sequence, self._sequence = self._sequence, None
         world_size = kwargs.get("world_size") if self.world_size is None else self.world_size
-        self._save = DirectorySave(self, world_size, sequence, kwargs.get("on_written"))
+        began, self._began = self._began, None
+        self._save = DirectorySave(
+            self,
+            world_size,
+            sequence,
+            kwargs.get("on_written"),
+            time.perf_counter() if began is None else began,
+        )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse here, before anything is on disk, what could not be written."""
