@@ -48,6 +48,8 @@ _ERRNO_HINTS = {
     errno.EDQUOT: "free some of your quota; nothing was left behind",
     errno.EACCES: "check who may read and write there",
     errno.EPERM: "check who may read and write there",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path",
     errno.EROFS: "choose a directory that can be written",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
@@ -77,7 +79,9 @@ def fields_of(error: BaseException) -> tuple[dict[str, Any], int]:
         fields.update(kind="exhausted", message="out of memory")
         hint = _KINDS[ExhaustedError][2]
     elif isinstance(error, ImportError):
-        fields["kind"], hint = "not installed", "reinstall torch_ckpt"
+        package = (error.name or "torch_ckpt").partition(".")[0]
+        hint = "reinstall torch_ckpt" if package == "torch_ckpt" else f"pip install {package}"
+        fields["kind"] = "not installed"
     fields["next"] = hint
     return fields, status
 
