@@ -9,6 +9,7 @@ from torch_ckpt.cli.consolidate import consolidate
 from torch_ckpt.cli.convert import convert
 from torch_ckpt.cli.diff import diff
 from torch_ckpt.cli.inspect import inspect
+from torch_ckpt.cli.layout import layout
 from torch_ckpt.cli.ls import ls
 from torch_ckpt.cli.show import show
 from torch_ckpt.cli.verify import recover, verify
@@ -26,6 +27,8 @@ def cli() -> None:
 
 
 for _command in (consolidate, convert, diff, inspect, ls, recover, show, verify):
+    cli.add_command(_command)
+for _command in (layout,):
     cli.add_command(_command)
 
 
