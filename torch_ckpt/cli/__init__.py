@@ -12,6 +12,7 @@ from torch_ckpt.cli.inspect import inspect
 from torch_ckpt.cli.layout import layout
 from torch_ckpt.cli.ls import ls
 from torch_ckpt.cli.show import show
+from torch_ckpt.cli.timeline import timeline
 from torch_ckpt.cli.verify import recover, verify
 
 
@@ -28,7 +29,7 @@ def cli() -> None:
 
 for _command in (consolidate, convert, diff, inspect, ls, recover, show, verify):
     cli.add_command(_command)
-for _command in (layout,):
+for _command in (layout, timeline):
     cli.add_command(_command)
 
 

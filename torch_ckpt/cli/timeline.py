@@ -1,0 +1,189 @@
+"""torch-ckpt timeline: what each rank did in a save, and when."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from typing import Any
+
+import click
+
+from torch_ckpt.cli.output import Output, count, format_bytes, printable, with_output
+from torch_ckpt.cli.save_log import PHASES, LoggedSave, RankSave, Span, read_logs
+
+# The character of a phase, and its colour on a terminal.
+_LOOK = {
+    "queue": (".", "bright_black"),
+    "stage": ("s", "blue"),
+    "plan": ("p", "yellow"),
+    "write": ("w", "green"),
+    "commit": ("c", "magenta"),
+    "wait": ("-", "bright_black"),
+    "unknown": ("?", "red"),
+}
+_NARROWEST = 24
+_WAITING = ("queue", "wait", "unknown")
+_LATE = 0.05  # of the time of a save
+
+
+@click.command()
+@click.argument("logs", metavar="LOG...", type=click.Path(), nargs=-1, required=True)
+@click.option(
+    "--last",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Show the last N saves.",
+)
+@click.option("--png", type=click.Path(), metavar="FILE", help="Draw them into FILE as well.")
+@with_output
+def timeline(logs: tuple[str, ...], last: int, png: str | None, output: Output) -> None:
+    """Show what each rank did in a save, and when.
+
+    A save with log_path= appends to LOG; each rank may have a file of its own. The commit is drawn
+    for all ranks, which wait for it. Ranks of several nodes are put side by side by the clocks of
+    these. --png needs matplotlib.
+
+    \b
+    torch-ckpt timeline saves.jsonl
+    torch-ckpt timeline saves-rank*.jsonl --last 1 --png timeline.png
+    """
+    found = read_logs(logs)
+    shown = found[-last:]
+    if png is not None:
+        from torch_ckpt.cli.timeline_png import draw
+
+        draw(shown, png)
+    fields = {"saves": [_fields(save) for save in shown], "count": len(found), "png": png}
+    output.report(fields, lambda: _text(shown, len(found)))
+
+
+def _fields(save: LoggedSave) -> dict[str, Any]:
+    ranks = [
+        {
+            "rank": rank,
+            "error": save.ranks[rank].error,
+            "written_bytes": save.ranks[rank].written_bytes,
+            "phases": [
+                {"phase": span.phase, "begin": span.begin, "seconds": span.seconds}
+                for span in save.spans(rank)
+            ],
+        }
+        for rank in sorted(save.ranks)
+    ]
+    head = {"path": save.path, "world_size": save.world_size}
+    return {**head, "started": save.started, "seconds": save.seconds, "ranks": ranks}
+
+
+def _text(saves: list[LoggedSave], in_all: int) -> str:
+    if not saves:
+        return "no saves"
+    width = shutil.get_terminal_size((100, 24)).columns
+    lines = []
+    if len(saves) < in_all:
+        lines += [f"the last {len(saves):,} of {count(in_all, 'save')}", ""]
+    for save in saves:
+        lines += [*_save_lines(save, width), ""]
+    there = {span.phase for save in saves for each in save.ranks.values() for span in each.spans}
+    lines += [
+        f"{click.style(*_style(phase))} {meaning}"
+        for phase, meaning in PHASES.items()
+        if phase in there
+    ]
+    return "\n".join(lines)
+
+
+def _style(phase: str, length: int = 1) -> tuple[str, str]:
+    character, colour = _LOOK[phase]
+    return character * length, colour
+
+
+def heading(save: LoggedSave) -> str:
+    """ "step-100: 4 ranks, 2026-11-25 13:41:50, 1.84 s"."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(save.started))
+    ranks = count(save.world_size, "rank")
+    return f"{printable(save.path)}: {ranks}, {when}, {save.seconds:.3g} s"
+
+
+def notes(save: LoggedSave) -> list[str]:
+    """What stands out: ranks without a line, errors, and a rank that was late to write."""
+    out = []
+    if missing := save.missing():
+        ranks = count(len(missing), "rank")
+        named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        out.append(f"no line of {ranks}: {named}")
+    errors: dict[str, list[int]] = {}
+    for rank, each in sorted(save.ranks.items()):
+        if each.error is not None:
+            errors.setdefault(each.error, []).append(rank)
+    for error, ranks_of in errors.items():
+        who = f"rank {ranks_of[0]}" if len(ranks_of) == 1 else f"{len(ranks_of):,} ranks"
+        out.append(f"failed on {who}: {printable(error)}")
+    ends = {
+        span.begin + span.seconds: rank
+        for rank in save.ranks
+        for span in save.spans(rank)
+        if span.phase == "write"
+    }
+    first, last = min(ends, default=0.0), max(ends, default=0.0)
+    if last - first > _LATE * save.seconds:
+        out.append(f"rank {ends[last]} was last to write, {last - first:.3g} s after the first")
+    return out
+
+
+def _save_lines(save: LoggedSave, width: int) -> list[str]:
+    there = {span.phase for each in save.ranks.values() for span in each.spans}
+    columns = [phase for phase in PHASES if phase in there]
+    rows = [["rank"], *([str(rank)] for rank in sorted(save.ranks))]
+    cells = [[*columns, "written"]]
+    cells += [_cells(save.ranks[rank], columns) for rank in sorted(save.ranks)]
+    widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
+    left = max(len(row[0]) for row in rows)
+    bar = max(_NARROWEST, width - left - 2 - sum(widths) - 2 * len(widths))
+    scale = f"0 s{f'{save.seconds:.3g} s':>{bar - 3}}"
+    bars = [scale, *(_bar(save.spans(rank), save.seconds, bar) for rank in sorted(save.ranks))]
+    out = [heading(save)]
+    for row, drawn, numbers in zip(rows, bars, cells, strict=True):
+        aligned = "  ".join(f"{cell:>{each}}" for cell, each in zip(numbers, widths, strict=True))
+        out.append(f"{row[0]:>{left}}  {drawn}  {aligned}".rstrip())
+    return [*out, *notes(save)]
+
+
+def _cells(line: RankSave, columns: list[str]) -> list[str]:
+    seconds = [line.seconds(phase) for phase in columns]
+    written = "" if line.written_bytes is None else format_bytes(line.written_bytes)
+    return [*("" if each is None else f"{each:.3f}" for each in seconds), written]
+
+
+def _bar(spans: list[Span], seconds: float, width: int) -> str:
+    """Each character is the phase that has most of its share of the time; but every phase has one
+    that is no waiting."""
+    shares: list[dict[str, float]] = [{} for _ in range(width)]
+    for span in spans:
+        begin, end = (
+            at / seconds * width if seconds else 0.0
+            for at in (span.begin, span.begin + span.seconds)
+        )
+        for at in range(int(begin), min(width, int(end) + 1)):
+            share = min(end, at + 1) - max(begin, at)
+            if share > 0:
+                shares[at][span.phase] = shares[at].get(span.phase, 0.0) + share
+    phases = [max(share, key=lambda phase: share[phase], default="") for share in shares]
+    for span in spans:
+        if span.phase not in (*_WAITING, *phases):
+            phases[min(width - 1, int((span.begin + span.seconds / 2) / seconds * width))] = (
+                span.phase
+            )
+    out, at = "", 0
+    while at < width:
+        end = at
+        while end < width and phases[end] == phases[at]:
+            end += 1
+        if phases[at]:
+            text, colour = _style(phases[at], end - at)
+            out += click.style(text, fg=colour)
+        else:
+            out += " " * (end - at)
+        at = end
+    return out
