@@ -8,6 +8,7 @@ import torch_ckpt
 from torch_ckpt.cli.consolidate import consolidate
 from torch_ckpt.cli.convert import convert
 from torch_ckpt.cli.diff import diff
+from torch_ckpt.cli.doctor import doctor
 from torch_ckpt.cli.inspect import inspect
 from torch_ckpt.cli.layout import layout
 from torch_ckpt.cli.ls import ls
@@ -29,7 +30,7 @@ def cli() -> None:
 
 for _command in (consolidate, convert, diff, inspect, ls, recover, show, verify):
     cli.add_command(_command)
-for _command in (layout, timeline):
+for _command in (doctor, layout, timeline):
     cli.add_command(_command)
 
 
