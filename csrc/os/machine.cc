@@ -13,11 +13,10 @@
 namespace torch_ckpt {
 namespace {
 
-std::optional<uint64_t> SoftLimit(int resource) {
+std::optional<uint64_t> SoftLimit(decltype(RLIMIT_NOFILE) resource) {
   rlimit limit{};
-  const int result = internal::SystemCall("getrlimit", {}, [&] {
-    return getrlimit(static_cast<__rlimit_resource>(resource), &limit);
-  });
+  const int result = internal::SystemCall(
+      "getrlimit", {}, [&] { return getrlimit(resource, &limit); });
   if (result < 0 || limit.rlim_cur == RLIM_INFINITY) return std::nullopt;
   return limit.rlim_cur;
 }

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import click
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,6 +36,7 @@ from torch_ckpt.description import Placement, TensorInfo, topology_of
 layout = sys.modules["torch_ckpt.cli.layout"]
 
 WORLD = 4
+PACKAGE = str(Path(torch_ckpt.__file__).parents[1])
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -194,6 +200,16 @@ def test_a_name_that_is_not_there_and_names_near_it(saved: Path) -> None:
     assert "near" not in run("layout", saved / "sharded", "?????").stderr
 
 
+def test_a_shard_that_is_missing_is_named(saved: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(saved / "sharded", tmp_path / "c"))
+    gone = "shard-00002-model-00001-of-00001.safetensors"
+    (copy / gone).unlink()
+    done = run("layout", copy, "grid")
+    assert done.exit_code == 3 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert gone in line
+
+
 def test_what_has_no_boxes(saved: Path) -> None:
     done = run("layout", saved / "sharded", "step")
     assert done.exit_code == 2 and "is no tensor" in done.stderr
@@ -218,6 +234,36 @@ def test_tied_tensors(tmp_path: Path) -> None:
     assert "stored as a" in run("layout", tmp_path / "c", "b").stdout
 
 
+# --- terminals ----------------------------------------------------------------
+
+
+def drawn_on_a_terminal(*arguments: Any) -> str:
+    """What a command prints on one."""
+    ours, theirs = os.openpty()
+    words = [sys.executable, "-m", "torch_ckpt", *(str(each) for each in arguments)]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": PACKAGE}
+    with subprocess.Popen(words, stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        said = b""
+        with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
+            while part := terminal.read(1 << 16):  # an OSError at its end
+                said += part
+    assert process.returncode == 0
+    return said.decode()
+
+
+def test_colours_on_a_terminal_only(saved: Path) -> None:
+    log = saved / "log.jsonl"
+    for arguments in (
+        ("layout", saved / "sharded", "grid"),
+        ("timeline", log),
+        ("doctor", saved, "--mib", 0),
+    ):
+        said = drawn_on_a_terminal(*arguments)
+        assert "\x1b[" in said and "\x1b" not in run(*arguments).stdout
+        assert "\x1b" not in drawn_on_a_terminal(*arguments, "--json")
+
+
 # --- tilings ------------------------------------------------------------------
 
 
@@ -232,6 +278,10 @@ def tensor_of(
     size = 4 * math.prod(shape)
     tensor = TensorInfo(name, "F32", shape, size, (name,), placements)
     return tensor, boxes_of(tensor, topology_of(None, files))
+
+
+def text_of(tensor: TensorInfo, boxes: list[Box], plane: Plane, slices: list[Slice]) -> str:
+    return click.unstyle(layout._text(tensor, boxes, plane, slices))
 
 
 def grid_of(
@@ -286,7 +336,7 @@ def test_slices_tile_every_tensor(tiling: Any) -> None:
     assert {key: area * undrawn for key, area in seen.items()} == {
         id(box): math.prod(box.sizes) for box in boxes
     }
-    text = layout._text(tensor, boxes, plane, slices[:8])
+    text = text_of(tensor, boxes, plane, slices[:8])
     for row in re.findall(r"\|(.*)\|", text):
         assert " " not in row
 
@@ -313,7 +363,7 @@ def test_slices_that_are_too_many_are_counted() -> None:
     plane = plane_of(shape, boxes)
     slices = list(itertools.islice(plane.slices(), 8))
     assert "the first 8 of 32 slices are drawn" in svg("t", plane, slices, boxes)
-    text = layout._text(tensor, boxes, plane, slices)
+    text = text_of(tensor, boxes, plane, slices)
     assert "32 slices of dimension 2" in text and "the first 8 of them" in text
     assert text.count("where dimension 2 is") == 8
 
@@ -322,7 +372,7 @@ def test_what_many_share_is_said() -> None:
     shape = (1, 1000)
     tensor, boxes = tensor_of(shape, grid_of(shape, (1, 500)))
     plane = plane_of(shape, boxes)
-    text = layout._text(tensor, boxes, plane, list(plane.slices()))
+    text = text_of(tensor, boxes, plane, list(plane.slices()))
     assert "|" + "*" * 64 + "|" in text and "*: several" in text
 
 

@@ -71,7 +71,7 @@ def test_phases_of_a_line(tmp_path: Path) -> None:
         ("commit", 6, 1),
         ("wait", 7, 1),
     ]
-    assert save.missing() == [1]
+    assert list(save.missing()) == [1]
 
 
 def test_a_save_in_the_background_waits_its_turn(tmp_path: Path) -> None:
@@ -133,6 +133,10 @@ DAMAGED = {
     "rank": json.dumps({**line(), "rank": 2}),
     "negative": json.dumps({**line(), "written_s": -1}),
     "endless": json.dumps({**line(), "total_s": float("inf")}),
+    "late": json.dumps({**line(), "started": 1e300}),
+    "not a number": json.dumps({**line(), "total_s": float("nan")}),
+    "many": json.dumps({**line(), "written_bytes": 10**400}),
+    "digits": json.dumps({**line(), "rank": 0}).replace('"rank": 0', '"rank": ' + "9" * 5000),
     "no number": json.dumps({**line(), "started": "now"}),
     "truth": json.dumps({**line(), "world_size": True}),
     "bytes": json.dumps({**line(), "written_bytes": 1.5}),
@@ -197,6 +201,21 @@ def test_a_row_for_each_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "rank 1 was last to write, 1 s after the first" in lines
     assert "w write and fsync" in lines and "s copy to host memory" not in lines
     assert "\x1b" not in text
+
+
+def test_short_phases_are_seen(tmp_path: Path) -> None:
+    parts = {"written_s": 2e-3, "committed_at": 1e9 + 3.002, "committed_s": 1e-3, "total_s": 3.003}
+    short = line(waited_s=0.0, staged_s=1e-3, **parts, planned_s=2.0, agreed_s=1.999)
+    text = run("timeline", write(tmp_path / "log", short)).stdout
+    bar = text.splitlines()[2].split()[1]
+    assert [bar.index(each) for each in "spwc"] == sorted(bar.index(each) for each in "spwc")
+    assert bar.endswith("wc") and bar[0] == "s"
+
+
+def test_ranks_without_a_line_are_named(tmp_path: Path) -> None:
+    some = [line(rank, world_size=10**15) for rank in (0, 2)]
+    text = run("timeline", write(tmp_path / "log", *some)).stdout
+    assert "no line of 999,999,999,999,998 ranks: 1, 3, 4, 5, 6, 7, 8, 9, ...\n" in text
 
 
 def test_the_last_saves_are_shown(tmp_path: Path) -> None:

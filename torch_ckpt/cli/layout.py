@@ -20,6 +20,7 @@ _WIDTH, _HEIGHT = 64, 16  # characters of a map, at the most
 _SLICES = 8  # that are drawn, at the most
 _SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SEVERAL = "*"
+_COLOURS = ("blue", "yellow", "green", "red", "cyan", "magenta")  # on a terminal
 
 
 @click.command()
@@ -157,7 +158,7 @@ def _maps(plane: Plane, slices: list[Slice], symbols: dict[int | str, str]) -> l
         cells = _cells(part, plane, rows, columns, symbols)
         edge = f"{'':{margin}} +{'-' * columns}+"
         lines.append(f"{'0' if margin else '':>{margin}}{edge[margin:]}")
-        lines += [f"{'':{margin}} |{''.join(row)}|" for row in cells]
+        lines += [f"{'':{margin}} |{_painted(row)}|" for row in cells]
         end = f"{plane.height:,}" if margin else ""
         lines.append(f"{end:>{margin}}{edge[margin:]}")
         if plane.columns is not None:
@@ -166,6 +167,15 @@ def _maps(plane: Plane, slices: list[Slice], symbols: dict[int | str, str]) -> l
     if any(_SEVERAL in line for line in lines):
         lines.append(f"{_SEVERAL}: several, none of which has half")
     return lines
+
+
+def _painted(row: list[str]) -> str:
+    return "".join(
+        click.style("".join(run), fg=_COLOURS[_SYMBOLS.index(symbol) % len(_COLOURS)])
+        if symbol in _SYMBOLS
+        else "".join(run)
+        for symbol, run in itertools.groupby(row)
+    )
 
 
 def _cells(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,8 +73,9 @@ class LoggedSave:
     def seconds(self) -> float:
         return self.ended - self.started
 
-    def missing(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank not in self.ranks]
+    def missing(self) -> Iterator[int]:
+        """The ranks without a line."""
+        return (rank for rank in range(self.world_size) if rank not in self.ranks)
 
     def spans(self, rank: int) -> list[Span]:
         """Those of a rank, with times from the start of the save on the first rank."""
@@ -119,6 +119,9 @@ def _lines(path: str) -> Iterator[RankSave]:
                 raise CorruptError(f"line {number} is not of a save: {error}", file=path) from None
 
 
+_LONGEST = 1e11  # seconds: some thousand years
+
+
 class _Fields:
     """The fields of a line, each of the type that it must have; those that it does not know of are
     of a newer version."""
@@ -142,7 +145,7 @@ class _Fields:
 
     def count(self, name: str, *, required: bool = False) -> int | None:
         value = self._value(name, required)
-        if value is not None and (type(value) is not int or value < 0):
+        if value is not None and (type(value) is not int or not 0 <= value < 1 << 63):
             raise ValueError(f"{name!r} is no count")
         return value
 
@@ -150,7 +153,7 @@ class _Fields:
         value = self._value(name, required)
         if value is None:
             return None
-        if type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
+        if type(value) not in (int, float) or not 0 <= value < _LONGEST:
             raise ValueError(f"{name!r} is no time")
         return float(value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import time
 from typing import Any
@@ -22,6 +23,7 @@ _LOOK = {
     "unknown": ("?", "red"),
 }
 _NARROWEST = 24
+_NAMED = 8  # ranks without a line, at the most
 _WAITING = ("queue", "wait", "unknown")
 _LATE = 0.05  # of the time of a save
 
@@ -109,10 +111,10 @@ def heading(save: LoggedSave) -> str:
 def notes(save: LoggedSave) -> list[str]:
     """What stands out: ranks without a line, errors, and a rank that was late to write."""
     out = []
-    if missing := save.missing():
-        ranks = count(len(missing), "rank")
-        named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        out.append(f"no line of {ranks}: {named}")
+    if missing := save.world_size - len(save.ranks):
+        named = ", ".join(map(str, itertools.islice(save.missing(), _NAMED)))
+        more = ", ..." if missing > _NAMED else ""
+        out.append(f"no line of {count(missing, 'rank')}: {named}{more}")
     errors: dict[str, list[int]] = {}
     for rank, each in sorted(save.ranks.items()):
         if each.error is not None:
@@ -170,11 +172,13 @@ def _bar(spans: list[Span], seconds: float, width: int) -> str:
             if share > 0:
                 shares[at][span.phase] = shares[at].get(span.phase, 0.0) + share
     phases = [max(share, key=lambda phase: share[phase], default="") for share in shares]
-    for span in spans:
-        if span.phase not in (*_WAITING, *phases):
-            phases[min(width - 1, int((span.begin + span.seconds / 2) / seconds * width))] = (
-                span.phase
-            )
+    for span in reversed(spans):
+        if span.phase in (*_WAITING, *phases):
+            continue
+        at = min(width - 1, int((span.begin + span.seconds / 2) / seconds * width))
+        while at > 0 and phases[at] not in _WAITING and phases.count(phases[at]) == 1:
+            at -= 1
+        phases[at] = span.phase
     out, at = "", 0
     while at < width:
         end = at

@@ -61,13 +61,13 @@ class SaveStats:
 
     started: when it was called, in seconds since 1970.
     waited_s: for earlier saves, before anything else.
-    staged_s, staged_bytes: the copy into host memory, of a save in the background, right after.
+    staged_s, staged_bytes: the copy into host memory that follows, of a save in the background.
     blocked_s: the whole call of `async_save`.
     planned_at: when the save began, in the background of `async_save`, in seconds since 1970.
     planned_s: from then until this rank began to write.
     agreed_s: of these, what followed its own plan: waiting for the plans of others, and for the
         coordinator, which lays out the files.
-    written_s, written_bytes: this rank's files, durable, right after.
+    written_s, written_bytes: then, this rank's files, durable.
     ring_bytes, parts_bytes: how what is sharded in short rows went into final files: through shared
         memory to a rank of the same node, or through a file to the coordinator.
     committed_at, committed_s: what the coordinator did after the last rank had written; when it
