@@ -24,6 +24,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_ranks
+from matplotlib import image
 from safetensors.torch import save_file
 
 import torch_ckpt
@@ -383,3 +384,21 @@ def test_names_are_escaped() -> None:
     assert "\x1b" not in title
     root = ElementTree.fromstring(svg(title, plane, list(plane.slices()), boxes))
     assert any("<w>&" in "".join(text.itertext()) for text in root.iter(f"{SVG}text"))
+
+
+# --- the guide ----------------------------------------------------------------
+
+
+def test_the_pictures_of_the_guide() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    shown = re.findall(r"!\[[^\]]+\]\((pictures/[^)]+)\)", (docs / "guide.md").read_text())
+    there = sorted(path.relative_to(docs).as_posix() for path in (docs / "pictures").iterdir())
+    assert sorted(shown) == there
+    for name in there:
+        path = docs / name
+        assert path.stat().st_size < 60_000
+        if path.suffix == ".svg":
+            (found,) = (boxes for _, boxes in rectangles(path.read_text()))
+            assert len(found) == 4
+        else:
+            assert image.imread(path).std() > 0.1
