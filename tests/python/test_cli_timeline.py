@@ -164,6 +164,7 @@ def test_fields_of_newer_versions_do_not_matter(tmp_path: Path) -> None:
 def test_logs_that_are_not_there(tmp_path: Path) -> None:
     done = run("timeline", tmp_path / "no")
     assert done.exit_code == 1 and str(tmp_path / "no") in done.stderr
+    assert run("timeline", tmp_path).stderr.endswith("Is a directory (check the path)\n")
     assert run("timeline").exit_code == 2
     assert run("timeline", write(tmp_path / "empty")).stdout == "no saves\n"
 

@@ -125,14 +125,16 @@ def _text(tensor: TensorInfo, boxes: list[Box], plane: Plane, slices: list[Slice
 
 
 def _table(boxes: list[Box], symbols: dict[int | str, str]) -> list[str]:
-    rows = [("map", "rank", "offsets", "sizes", "file", "at byte", "size")]
+    rows: list[tuple[str, ...]] = [("map", "rank", "offsets", "sizes", "file", "at byte", "size")]
     for box in boxes:
         rank = str(box.owner) if isinstance(box.owner, int) else "-"
         sides = str(list(box.offsets)), str(list(box.sizes))
         where = printable(box.file), f"{box.at:,}", format_bytes(box.bytes)
         rows.append((symbols[box.owner], rank, *sides, *where))
-    widths = [max(len(row[at]) for row in rows) for at in range(7)]
     alignments = "<><<<>>"
+    if len(symbols) == 1:  # of which no map is drawn
+        rows, alignments = [row[1:] for row in rows], alignments[1:]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
             f"{cell:{align}{width}}"

@@ -50,6 +50,7 @@ _ERRNO_HINTS = {
     errno.EPERM: "check who may read and write there",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "check the path",
+    errno.EISDIR: "check the path",
     errno.EROFS: "choose a directory that can be written",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
