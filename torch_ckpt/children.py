@@ -97,16 +97,22 @@ def write_latest(root: str, step: int) -> None:
         if name.startswith(_NEW_LATEST):  # of a process that was killed
             _unlink(os.path.join(root, name))
     new = os.path.join(root, _NEW_LATEST + secrets.token_hex(8))
+    write_durably(os.path.join(root, _LATEST), f"{child_name(root, step)}\n", new)
+
+
+def write_durably(path: str, text: str, new: str) -> None:
+    """Make the file `path` hold `text`, at once and durably. It is written under the name `new`, in
+    the same directory, which nobody else writes."""
     try:
-        with open(new, "x", encoding="utf-8") as file:
-            file.write(f"{child_name(root, step)}\n")
+        with open(new, "w", encoding="utf-8") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(new, os.path.join(root, _LATEST))
+        os.replace(new, path)
     except BaseException:
         _unlink(new)
         raise
-    _sync(root)
+    _sync(os.path.dirname(path))
 
 
 class Deletions:
