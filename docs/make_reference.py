@@ -51,6 +51,7 @@ SECTIONS = {
         "SavePlanner",
         "LoadPlanner",
     ),
+    "For programs that call stock": ("patch_torch", "TorchPatch"),
 }
 ERRORS = "Errors"
 BESIDE = (
@@ -76,7 +77,7 @@ AS_IN = {
 }
 
 # Users receive these and do not make them.
-RECEIVED = ("AsyncSave", "MergeFuture", "StoredTensor", "StoredObjects")
+RECEIVED = ("AsyncSave", "MergeFuture", "TorchPatch", "StoredTensor", "StoredObjects")
 # What only torch_ckpt calls, although the names do not say so.
 INTERNAL = {
     "AsyncSave": {

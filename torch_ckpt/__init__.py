@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
     from torch_ckpt.directory import CheckpointDirectory
     from torch_ckpt.merge import consolidate_safetensors_files
+    from torch_ckpt.patching.patch import TorchPatch, patch_torch
 
 try:
     __version__ = _installed_version("torch_ckpt")
@@ -64,12 +65,14 @@ _LAZY = {
     "PinnedMemoryStager": "torch_ckpt.dcp.stage.stager",
     "SavePlanner": "torch_ckpt.dcp.plan.planners",
     "SaveStats": "torch_ckpt.dcp.saves",
+    "TorchPatch": "torch_ckpt.patching.patch",
     "async_save": "torch_ckpt.dcp.background.async_save",
     "consolidate_safetensors_files": "torch_ckpt.merge",
     "consolidate_safetensors_files_on_every_rank": "torch_ckpt.consolidate",
     "convert": "torch_ckpt.conversion",
     "load": "torch_ckpt.dcp.api",
     "open": "torch_ckpt.checkpoint",
+    "patch_torch": "torch_ckpt.patching.patch",
     "save": "torch_ckpt.dcp.api",
 }
 
@@ -95,12 +98,14 @@ __all__ = [
     "PinnedMemoryStager",
     "SavePlanner",
     "SaveStats",
+    "TorchPatch",
     "UnsupportedError",
     "async_save",
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",
     "convert",
     "load",
+    "patch_torch",
     "save",
 ]  # but not `open`, which would hide the built-in one
 

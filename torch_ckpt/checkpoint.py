@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MANIFEST = "torch_ckpt.json"
+MANIFEST = "torch_ckpt.json"
 _JOURNAL = ".torch_ckpt-stage/commit.json"
 
 
@@ -190,7 +190,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         except IncompleteError:
             return False
         except CheckpointError:
-            return self._holds(_MANIFEST) or self._holds(_JOURNAL)
+            return self._holds(MANIFEST) or self._holds(_JOURNAL)
         return source == "manifest"
 
     def _described(self, *, whole: bool) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         IncompleteError where there is none, of parts neither."""
         try:
             answer = _core.call({"op": "manifest", "path": self.path})
-            return answer["manifests"] == [_MANIFEST] and all(
+            return answer["manifests"] == [MANIFEST] and all(
                 os.stat(os.path.join(self.path, file["name"])).st_size == file["bytes"]
                 for file in answer["files"]
             )

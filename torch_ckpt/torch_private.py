@@ -14,6 +14,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.checkpoint import _storage_utils as storage_choice
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files as stock_consolidate,
+)
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files_on_every_rank as stock_consolidate_on_every_rank,
+)
 from torch.distributed.checkpoint._hf_utils import SHARDED_DIR_NAME
 from torch.distributed.checkpoint._hf_utils import _HFStorageInfo as HFStorageInfo
 from torch.distributed.checkpoint._sharded_tensor_utils import (
@@ -37,6 +44,12 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torch.distributed.checkpoint.planner_helpers import (
     _init_state_dict as init_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import (
+    _ProcessBasedAsyncCheckpointExecutor as ProcessExecutor,
+)
+from torch.distributed.checkpoint.state_dict_saver import (
+    _ThreadBasedAsyncCheckpointExecutor as ThreadExecutor,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -47,10 +60,12 @@ __all__ = [
     "AsyncCollectiveTensor",
     "HFStorageInfo",
     "LocalShardsWrapper",
+    "ProcessExecutor",
     "Shard",
     "ShardedTensor",
     "StorageInfo",
     "StridedShard",
+    "ThreadExecutor",
     "compare_save_plans",
     "create_chunk_list",
     "create_write_items",
@@ -62,6 +77,9 @@ __all__ = [
     "set_element",
     "sharded_tensor_like",
     "stocks_cached_plans",
+    "stock_consolidate",
+    "stock_consolidate_on_every_rank",
+    "storage_choice",
     "storage_number",
     "store_of",
     "traverse_state_dict_v_2_3",

@@ -47,7 +47,7 @@ PYTHON_ROOMS = (
         "ranks",
         "dcp",
     ),
-    *("archives", "conversion", "consolidate", "directory", "cli"),
+    *("archives", "conversion", "consolidate", "patching", "directory", "cli"),
 )
 # What reads values needs torch, and is imported when the first value is asked for.
 LATER = {("checkpoint", "torch_ckpt.dcp.load"), ("checkpoint", "torch_ckpt.dcp.load.stored")}

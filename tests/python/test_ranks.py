@@ -9,12 +9,14 @@ import pytest
 from launch import run_ranks
 
 # Modules that run one after the other in one launch, and how many ranks. In this order: the later
-# launches of "reshard" load what the first has saved.
+# launches of "reshard" and "clients_reload" load what earlier ones have saved.
 LAUNCHES = [
     ("sharding,saving,consolidation,final,frameworks,reshard", 4),
     ("saving,asynchronous,consolidation,directories,empty_tensors,reshard", 2),
     ("agreements,reshard", 3),
     ("reshard", 1),
+    ("clients", 2),
+    ("clients_reload", 1),
 ]
 # What the others nearly cover, and more ranks than there are cores: ./dev campaign runs them.
 CAMPAIGN = [

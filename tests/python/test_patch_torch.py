@@ -1,0 +1,447 @@
+"""patch_torch: which names it binds, to what, and that it puts them back. The programs that it is
+for are in ranks/clients.py."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from launch import PACKAGE
+from sample_states import FAILED, assert_same
+from torch.distributed.checkpoint import (
+    _consolidate_hf_safetensors,
+    _fsspec_filesystem,
+    _storage_utils,
+    filesystem,
+    format_utils,
+    hf_storage,
+    state_dict_saver,
+)
+
+import torch_ckpt
+from torch_ckpt import patch_torch
+from torch_ckpt.patching import storage
+
+HF = ("HuggingFaceStorageWriter", "HuggingFaceStorageReader")
+FILES = ("FileSystemWriter", "FileSystemReader")
+MERGES = ("consolidate_safetensors_files", "consolidate_safetensors_files_on_every_rank")
+EXECUTORS = ("_ThreadBasedAsyncCheckpointExecutor", "_ProcessBasedAsyncCheckpointExecutor")
+# Where stock's names stand, by the option that rebinds them.
+PLACES: dict[str, list[tuple[types.ModuleType, str]]] = {
+    "hf": [
+        *((module, name) for module in (dcp, hf_storage) for name in HF),
+        *((_consolidate_hf_safetensors, name) for name in MERGES),
+        (hf_storage, MERGES[0]),
+    ],
+    "file_system": [
+        (module, name)
+        for module in (dcp, filesystem, format_utils, _fsspec_filesystem)
+        for name in FILES
+    ],
+    "default_storage": [
+        *((_storage_utils, name) for name in FILES),
+        *((state_dict_saver, name) for name in EXECUTORS),
+    ],
+}
+STOCK = {place: vars(place[0])[place[1]] for places in PLACES.values() for place in places}
+# In no module, where a patch would find them.
+KEPT: dict[str, Any] = {name: vars(dcp)[name] for name in (*HF, *FILES)}
+
+STATE = {"a": torch.arange(6.0).reshape(2, 3), "n": 3, "g": {"x": [1, "two"], "l": torch.tensor(4)}}
+
+
+def empty() -> dict[str, Any]:
+    return {"a": torch.zeros(2, 3), "n": 0, "g": {"x": [0], "l": torch.tensor(0)}}
+
+
+def loaded(load: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    target = empty()
+    load(target)
+    return target
+
+
+def rebound() -> set[str]:
+    """The options by which names are bound to ours; all names of one, or none."""
+    found = set()
+    for option, places in PLACES.items():
+        ours = {vars(module)[name] is not STOCK[module, name] for module, name in places}
+        assert len(ours) == 1, option
+        if ours == {True}:
+            found.add(option)
+            modules = {vars(module)[name].__module__ for module, name in places}
+            assert all(module.startswith("torch_ckpt.patching.") for module in modules)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    assert rebound() == set()
+    yield
+    assert rebound() == set()
+
+
+@pytest.fixture
+def module() -> Iterator[types.ModuleType]:
+    """One that is imported, and binds what a test says."""
+    made = types.ModuleType("a_client")
+    sys.modules["a_client"] = made
+    yield made
+    del sys.modules["a_client"]
+
+
+def test_each_option_binds_its_names_until_it_is_undone() -> None:
+    for options in ((), ("file_system",), ("default_storage",), ("file_system", "default_storage")):
+        patch = patch_torch(**dict.fromkeys(options, True))
+        assert rebound() == {"hf", *options}
+        patch.undo()
+        assert rebound() == set()
+        patch.undo()  # does nothing
+    assert all(vars(module)[name] is stock for (module, name), stock in STOCK.items())
+
+
+def test_a_block_that_raises_is_undone() -> None:
+    with pytest.raises(KeyError), patch_torch(file_system=True) as patch:
+        assert isinstance(patch, torch_ckpt.TorchPatch)
+        raise KeyError
+    assert rebound() == set()
+
+
+def test_names_that_other_modules_have_bound(module: types.ModuleType) -> None:
+    before = (
+        "from torch.distributed.checkpoint import FileSystemWriter as Writer\n"
+        "from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader\n"
+        "class Own(Writer): pass\n"
+        "kept = {'writer': Writer}\n"
+    )
+    exec(before, vars(module))
+    own = module.Own
+    with patch_torch(file_system=True):
+        assert module.Writer is dcp.FileSystemWriter is not KEPT["FileSystemWriter"]
+        assert module.HuggingFaceStorageReader is dcp.HuggingFaceStorageReader
+        assert module.Own is own and module.kept["writer"] is KEPT["FileSystemWriter"]
+        # One that is imported, or binds a name, while the patch is active.
+        exec("from torch.distributed.checkpoint import FileSystemReader as late", vars(module))
+        assert module.late is dcp.FileSystemReader is not KEPT["FileSystemReader"]
+    assert module.Writer is KEPT["FileSystemWriter"]
+    assert module.HuggingFaceStorageReader is KEPT["HuggingFaceStorageReader"]
+    assert module.late is KEPT["FileSystemReader"]
+
+
+def test_our_own_names_are_left(module: types.ModuleType) -> None:
+    from torch_ckpt.dcp.load import reader
+    from torch_ckpt.dcp.save import writer
+
+    vars(module)["own"] = torch_ckpt.HuggingFaceStorageWriter
+    with patch_torch(file_system=True, default_storage=True):
+        assert writer.StockWriter is KEPT["HuggingFaceStorageWriter"]
+        assert reader.StockReader is KEPT["HuggingFaceStorageReader"]
+        assert module.own is torch_ckpt.HuggingFaceStorageWriter
+    assert module.own is torch_ckpt.HuggingFaceStorageWriter
+
+
+def test_what_somebody_else_has_bound_meanwhile_is_left(
+    module: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    vars(module).update(a=KEPT["FileSystemWriter"], b=KEPT["FileSystemWriter"])
+    with patch_torch(file_system=True):
+        module.a = object
+        del module.b
+    assert module.a is object and not hasattr(module, "b")
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "a_client.a has been bound to something else meanwhile: it is left"
+    ]
+
+
+def test_a_module_that_is_gone_is_put_right_as_well(module: types.ModuleType) -> None:
+    module.a = KEPT["FileSystemWriter"]
+    with patch_torch(file_system=True):
+        assert module.a is dcp.FileSystemWriter
+        with mock.patch.dict(sys.modules):
+            del sys.modules["a_client"]
+            patch_torch().undo()
+            assert module.a is dcp.FileSystemWriter
+    assert module.a is KEPT["FileSystemWriter"]
+
+
+def test_patches_nest_in_any_order() -> None:
+    first = patch_torch(file_system=True)
+    second = patch_torch(default_storage=True)
+    third = patch_torch(file_system=True)
+    first.undo()
+    assert rebound() == {"hf", "file_system", "default_storage"}
+    third.undo()
+    assert rebound() == {"hf", "default_storage"}
+    first.undo()
+    assert rebound() == {"hf", "default_storage"}
+    second.undo()
+    assert rebound() == set()
+
+
+def test_threads_patch_at_the_same_time() -> None:
+    errors = []
+
+    def work() -> None:
+        try:
+            for _ in range(5):
+                with patch_torch(file_system=True):
+                    assert dcp.FileSystemWriter is not KEPT["FileSystemWriter"]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+@pytest.mark.parametrize("option", ["file_system", "default_storage"])
+def test_what_a_save_writes_by_option(option: str, tmp_path: Path) -> None:
+    with patch_torch(**{option: True}):
+        dcp.save(STATE, checkpoint_id=str(tmp_path / "bare"))
+        dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path / "given"))
+        ours, stocks = ("given", "bare") if option == "file_system" else ("bare", "given")
+        assert torch_ckpt.Checkpoint(tmp_path / ours).format == "torch_ckpt"
+        assert torch_ckpt.Checkpoint(tmp_path / stocks).format == "dcp"
+        read = dcp.FileSystemReader(tmp_path / "given")
+        assert_same(loaded(lambda target: dcp.load(target, storage_reader=read)), STATE)
+        bare = str(tmp_path / "bare")
+        assert_same(loaded(lambda target: dcp.load(target, checkpoint_id=bare)), STATE)
+
+
+def test_what_stock_wrote_is_read(tmp_path: Path) -> None:
+    dcp.save(STATE, checkpoint_id=tmp_path / "c")
+    with patch_torch(file_system=True, default_storage=True):
+        assert_same(loaded(lambda target: dcp.load(target, checkpoint_id=tmp_path / "c")), STATE)
+        reader = dcp.FileSystemReader(tmp_path / "c")
+        assert isinstance(reader, torch_ckpt.CheckpointReader)
+        assert_same(loaded(lambda target: dcp.load(target, storage_reader=reader)), STATE)
+
+
+def test_checkpoint_id_overrides_the_path_of_a_writer(tmp_path: Path) -> None:
+    with patch_torch(file_system=True):
+        writer = dcp.FileSystemWriter(tmp_path / "a")
+        dcp.save(STATE, checkpoint_id=tmp_path / "b", storage_writer=writer)
+    assert os.listdir(tmp_path) == ["b"]
+    assert (tmp_path / "b" / ".metadata").is_file()
+
+
+def test_async_saves(tmp_path: Path) -> None:
+    with patch_torch(file_system=True, default_storage=True):
+        dcp.async_save(STATE, checkpoint_id=tmp_path / "bare").result()
+        writer = dcp.FileSystemWriter(tmp_path / "given")
+        dcp.async_save(STATE, storage_writer=writer).result()
+    for name in ("bare", "given"):
+        assert_same(torch_ckpt.load(path=tmp_path / name), STATE)
+
+
+def test_urls_stay_with_stock() -> None:
+    url = "memory://test_patch_torch"
+    with patch_torch(file_system=True, default_storage=True):
+        dcp.save(STATE, checkpoint_id=url)
+        dcp.async_save(STATE, checkpoint_id=f"{url}_async").result()
+        for each in (url, f"{url}_async"):
+            assert_same(
+                loaded(lambda target, each=each: dcp.load(target, checkpoint_id=each)), STATE
+            )
+        writer = _fsspec_filesystem.FsspecWriter(url)
+        assert isinstance(writer, dcp.FileSystemWriter)  # as it is without the patch
+        with pytest.raises(torch_ckpt.InvalidArgumentError, match="is a URL"):
+            dcp.FileSystemWriter(url)
+
+
+def test_urls_stay_with_stock_where_one_is_first_used_under_the_patch() -> None:
+    script = (
+        "import sys, torch, torch.distributed.checkpoint as dcp, torch_ckpt\n"
+        "assert 'torch.distributed.checkpoint._fsspec_filesystem' not in sys.modules\n"
+        "stock = (dcp.FileSystemWriter,)\n"
+        "torch_ckpt.patch_torch(file_system=True, default_storage=True)\n"
+        "from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter\n"
+        "assert FsspecWriter.__bases__ == stock\n"
+        "dcp.save({'a': torch.ones(2)}, checkpoint_id='memory://x')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, env=environment)
+
+
+def test_classes_derived_meanwhile_are_stocks(tmp_path: Path) -> None:
+    with patch_torch(file_system=True, default_storage=True):
+
+        class Writer(dcp.FileSystemWriter):
+            def __init__(self, path: Path) -> None:
+                super().__init__(path, single_file_per_rank=False)
+
+        class Reader(dcp.HuggingFaceStorageReader):
+            def __init__(self, path: Path) -> None:
+                dcp.HuggingFaceStorageReader.__init__(self, path)  # by name, not by super()
+
+            def read_metadata(self) -> Any:
+                return dcp.HuggingFaceStorageReader.read_metadata(self)
+
+        assert Writer.__bases__ == (KEPT["FileSystemWriter"],)
+        assert Reader.__bases__ == (KEPT["HuggingFaceStorageReader"],)
+        assert Writer.__module__ == __name__ and Writer.__qualname__.endswith("<locals>.Writer")
+        writer = Writer(tmp_path / "c")
+        assert isinstance(writer, dcp.FileSystemWriter) and issubclass(Writer, dcp.FileSystemWriter)
+        assert not issubclass(dict, dcp.FileSystemWriter)
+        assert not isinstance(writer, dcp.HuggingFaceStorageWriter)
+        dcp.save(STATE, storage_writer=writer)
+        dcp.save({"a": torch.ones(2)}, storage_writer=dcp.HuggingFaceStorageWriter(tmp_path / "h"))
+        target = {"a": torch.zeros(2)}
+        dcp.load(target, storage_reader=Reader(tmp_path / "h"))
+        assert target["a"].tolist() == [1, 1]
+        assert isinstance(KEPT["FileSystemReader"](tmp_path), dcp.FileSystemReader)
+        assert isinstance(dcp.FileSystemWriter(tmp_path), KEPT["FileSystemWriter"])
+        # ... and stock's are none of ours.
+        assert not isinstance(writer, torch_ckpt.HuggingFaceStorageWriter)
+        assert not isinstance(KEPT["FileSystemReader"](tmp_path), torch_ckpt.CheckpointReader)
+    assert len(list((tmp_path / "c").glob("*.distcp"))) > 1
+
+
+def test_a_writer_crosses_to_another_process(tmp_path: Path) -> None:
+    with patch_torch(file_system=True):
+        sent = pickle.dumps(dcp.FileSystemWriter(tmp_path, sync_files=False, overwrite=False))
+    writer = pickle.loads(sent)
+    assert type(writer) is storage.FileSystemWriter
+    assert (writer.path, writer.sync_files, writer.overwrite) == (tmp_path, False, False)
+
+
+def test_arguments_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    with patch_torch(file_system=True):
+        with pytest.raises(torch_ckpt.UnsupportedError, match="_extensions"):
+            dcp.FileSystemWriter(tmp_path, _extensions=[mock.Mock()])
+        with pytest.raises(torch_ckpt.UnsupportedError, match="_extension_registry"):
+            dcp.FileSystemReader(tmp_path, _extension_registry=mock.Mock())
+        with pytest.raises(TypeError, match="unheard_of"):
+            dcp.FileSystemWriter(tmp_path, unheard_of=1)
+        # Those that say how stock writes its own files change nothing.
+        writer = dcp.FileSystemWriter(
+            tmp_path,
+            False,
+            False,
+            2,
+            1,
+            True,
+            True,
+            None,
+            filesystem.SerializationFormat.SAFETENSORS,
+        )
+        assert (writer.thread_count, writer.sync_files) == (2, False)
+        dcp.save(STATE, storage_writer=writer)
+        with pytest.raises(FAILED, match="holds a checkpoint"):
+            dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path, overwrite=False))
+
+
+@pytest.mark.parametrize("name", [*FILES, *MERGES])
+def test_storage_take_what_stock_takes(name: str) -> None:
+    stock = KEPT.get(name) or vars(_consolidate_hf_safetensors)[name]
+    wanted = inspect.signature(stock).parameters
+    found = inspect.signature(vars(storage)[name]).parameters
+    assert list(found)[: len(wanted)] == list(wanted)
+    for key, parameter in wanted.items():
+        assert found[key].default == parameter.default, key
+    assert all(found[key].default is not found[key].empty for key in set(found) - set(wanted))
+
+
+def test_stock_refuses_our_directory(tmp_path: Path) -> None:
+    with patch_torch(file_system=True):
+        dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path))
+    assert b"torch_ckpt.load" in (tmp_path / ".metadata").read_bytes()
+    with pytest.raises(pickle.UnpicklingError, match="invalid load key, '#'"):
+        dcp.FileSystemReader(tmp_path).read_metadata()
+
+
+def test_both_have_saved_to_one_directory(tmp_path: Path) -> None:
+    new = {**STATE, "n": 4}
+    dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path))
+    with patch_torch(file_system=True):
+        dcp.save(new, storage_writer=dcp.FileSystemWriter(tmp_path))
+        reader = dcp.FileSystemReader(tmp_path)
+        assert_same(loaded(lambda target: dcp.load(target, storage_reader=reader)), new)
+    with pytest.raises(pickle.UnpicklingError):  # and not the older one
+        dcp.FileSystemReader(tmp_path).read_metadata()
+    newest = {**STATE, "n": 5}
+    dcp.save(newest, storage_writer=dcp.FileSystemWriter(tmp_path))
+    with patch_torch(file_system=True):
+        with pytest.raises(torch_ckpt.ConflictError, match="holds two checkpoints"):
+            dcp.FileSystemReader(tmp_path).read_metadata()
+        (tmp_path / "torch_ckpt.json").unlink()
+        for ours in tmp_path.glob("*.safetensors"):
+            ours.unlink()
+        reader = dcp.FileSystemReader(tmp_path)
+        assert_same(loaded(lambda target: dcp.load(target, storage_reader=reader)), newest)
+
+
+def test_a_failed_save_leaves_stocks_checkpoint(tmp_path: Path) -> None:
+    dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path))
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with patch_torch(file_system=True), pytest.raises(FAILED, match="odd"):
+        dcp.save({**STATE, "odd": object()}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert kept == files
+    reader = dcp.FileSystemReader(tmp_path)
+    assert_same(loaded(lambda target: dcp.load(target, storage_reader=reader)), STATE)
+
+
+def test_metadata_is_written_last(tmp_path: Path) -> None:
+    """A save that dies before it is committed all the same."""
+    with patch_torch(file_system=True):
+        with mock.patch.object(storage, "write_durably", side_effect=OSError(28, "no space")):
+            with pytest.raises(FAILED, match="no space"):
+                dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path))
+        assert not (tmp_path / ".metadata").exists()
+        assert_same(torch_ckpt.load(path=tmp_path), STATE)
+        dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path))
+        assert (tmp_path / ".metadata").exists()
+
+
+def test_saves_without_collectives(tmp_path: Path) -> None:
+    with patch_torch(file_system=True):
+        writer = dcp.FileSystemWriter(tmp_path)
+        dcp.save(STATE, storage_writer=writer, use_collectives=False)
+        assert not (tmp_path / ".metadata").exists()
+        reader = dcp.FileSystemReader(tmp_path)
+        assert_same(loaded(lambda target: dcp.load(target, storage_reader=reader)), STATE)
+
+
+def test_format_utils(tmp_path: Path) -> None:
+    with patch_torch(file_system=True):
+        torch.save(STATE, tmp_path / "in.pt")
+        format_utils.torch_save_to_dcp(tmp_path / "in.pt", tmp_path / "c")
+        assert torch_ckpt.Checkpoint(tmp_path / "c").format == "torch_ckpt"
+        format_utils.dcp_to_torch_save(tmp_path / "c", tmp_path / "out.pt")
+    assert_same(torch.load(tmp_path / "out.pt"), STATE)
+
+
+def test_convert_writes_stocks_format_all_the_same(tmp_path: Path) -> None:
+    torch_ckpt.save(STATE, tmp_path / "c", no_dist=True)
+    with patch_torch(file_system=True, default_storage=True):
+        torch_ckpt.convert(tmp_path / "c", tmp_path / "stock", "dcp")
+    assert_same(loaded(lambda target: dcp.load(target, checkpoint_id=tmp_path / "stock")), STATE)
+
+
+def test_consolidation(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(6.0), "b": torch.ones(2, 2)}
+    with patch_torch():
+        writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "c"), save_distributed=True)
+        dcp.save(tensors, storage_writer=writer)
+        for name in MERGES:
+            merge = vars(_consolidate_hf_safetensors)[name]
+            merge(str(tmp_path / "c"), str(tmp_path / name), {"a": 1, "b": 2}, num_threads=2)
+            torch_ckpt.Checkpoint(tmp_path / name).verify()
+            with pytest.raises(torch_ckpt.IncompleteError):  # stock takes nothing for an answer
+                merge(str(tmp_path / "none"), str(tmp_path / "x"), {"a": 1})
