@@ -16,6 +16,7 @@ LAUNCHES = [
     ("agreements,reshard", 3),
     ("reshard", 1),
     ("clients", 2),
+    ("clients_reload", 2),
     ("clients_reload", 1),
 ]
 # What the others nearly cover, and more ranks than there are cores: ./dev campaign runs them.

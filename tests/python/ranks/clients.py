@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,10 @@ def trainer(context: Context) -> None:
         for name in ("pytorch_model_fsdp_0", "optimizer_0"):
             assert written_by(path / "checkpoint-3" / name) == "torch_ckpt"
         assert run_trainer(path, 2, resume=True) == whole
+        # clients_reload.py resumes it in processes of its own.
+        run_trainer(context.shared / "trainer", 1, stop_at=3)
+    result = context.shared / f"trainer-{context.rank}.pkl"
+    result.write_bytes(pickle.dumps(whole))
 
 
 @case

@@ -1,9 +1,11 @@
-"""What clients.py has saved, with another number of ranks."""
+"""What clients.py has saved, in other processes and with another number of them."""
 
 from __future__ import annotations
 
+import pickle
+
 import torch
-from ranks.clients import accelerator, prepared
+from ranks.clients import accelerator, prepared, run_trainer
 from ranks.frameworks import same, state_of
 from ranks.run import Context, cases
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -21,3 +23,12 @@ def accelerate(context: Context) -> None:
         loaded = state_of(built, StateDictOptions(full_state_dict=True, cpu_offload=True))
     if context.rank == 0:
         same(loaded, torch.load(context.shared / "accelerate.pt"))
+
+
+@case
+def trainer(context: Context) -> None:
+    if context.world != 2:
+        return  # each rank would be given other batches
+    whole = pickle.loads((context.shared / f"trainer-{context.rank}.pkl").read_bytes())
+    with torch_ckpt.patch_torch(file_system=True):
+        assert run_trainer(context.shared / "trainer", 2, resume=True) == whole
