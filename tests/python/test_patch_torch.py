@@ -3,6 +3,8 @@ for are in ranks/clients.py."""
 
 from __future__ import annotations
 
+import abc
+import copy
 import inspect
 import logging
 import os
@@ -34,6 +36,7 @@ from torch.distributed.checkpoint import (
 import torch_ckpt
 from torch_ckpt import patch_torch
 from torch_ckpt.patching import storage
+from torch_ckpt.patching.stand_in import StandIn
 
 HF = ("HuggingFaceStorageWriter", "HuggingFaceStorageReader")
 FILES = ("FileSystemWriter", "FileSystemReader")
@@ -81,8 +84,9 @@ def rebound() -> set[str]:
         assert len(ours) == 1, option
         if ours == {True}:
             found.add(option)
-            modules = {vars(module)[name].__module__ for module, name in places}
-            assert all(module.startswith("torch_ckpt.patching.") for module in modules)
+            for module, name in places:
+                bound = vars(module)[name]
+                assert isinstance(bound, StandIn) or bound.__module__ == storage.__name__
     return found
 
 
@@ -292,6 +296,11 @@ def test_classes_derived_meanwhile_are_stocks(tmp_path: Path) -> None:
             def read_metadata(self) -> Any:
                 return dcp.HuggingFaceStorageReader.read_metadata(self)
 
+        class Both(dcp.FileSystemReader, abc.ABC):  # of another metaclass than type
+            pass
+
+        assert Both.__bases__ == (KEPT["FileSystemReader"], abc.ABC)
+        assert isinstance(Both(tmp_path), dcp.FileSystemReader)
         assert Writer.__bases__ == (KEPT["FileSystemWriter"],)
         assert Reader.__bases__ == (KEPT["HuggingFaceStorageReader"],)
         assert Writer.__module__ == __name__ and Writer.__qualname__.endswith("<locals>.Writer")
@@ -310,6 +319,18 @@ def test_classes_derived_meanwhile_are_stocks(tmp_path: Path) -> None:
         assert not isinstance(writer, torch_ckpt.HuggingFaceStorageWriter)
         assert not isinstance(KEPT["FileSystemReader"](tmp_path), torch_ckpt.CheckpointReader)
     assert len(list((tmp_path / "c").glob("*.distcp"))) > 1
+
+
+def test_a_class_goes_where_stocks_goes() -> None:
+    with patch_torch(file_system=True):
+        assert "torch_ckpt" in repr(dcp.FileSystemWriter)
+        assert dcp.FileSystemWriter.__qualname__ == "FileSystemWriter"
+        assert dcp.FileSystemWriter.validate_checkpoint_id("x")
+        assert isinstance(dcp.FileSystemWriter | None, types.UnionType)
+        assert copy.deepcopy(dcp.FileSystemWriter) is dcp.FileSystemWriter
+        sent = pickle.dumps(dcp.FileSystemWriter)
+        assert pickle.loads(sent) is dcp.FileSystemWriter
+    assert pickle.loads(sent) is KEPT["FileSystemWriter"]
 
 
 def test_a_writer_crosses_to_another_process(tmp_path: Path) -> None:

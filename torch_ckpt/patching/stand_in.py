@@ -6,8 +6,11 @@ import inspect
 import types
 from typing import Any
 
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-class StandIn(type):
+
+# Of stock's kind: a class that is derived from it may have abstract bases as well.
+class StandIn(type(FileSystemWriter)):  # type: ignore[misc]
     """A class in the place of a class of stock. Called, it makes one of ours. In all else it is the
     stock class: to isinstance and issubclass, in its attributes, and in a `class` statement, so
     that a class which is derived while the patch is active overrides stock's internals as one that
@@ -29,12 +32,16 @@ class StandIn(type):
 
     @classmethod
     def of(mcls, stock: type, ours: type) -> StandIn:
-        made: StandIn = mcls(stock.__name__, (), {})
-        made.stock, made.ours = stock, ours
-        made.__module__, made.__doc__ = __name__, ours.__doc__
-        made.__init__ = stock.__init__  # type: ignore[misc]  # for who calls it by name
-        made.__signature__ = inspect.signature(ours)  # type: ignore[attr-defined]
+        # A stock class may be called by name: FileSystemWriter.__init__(self, path).
+        own = {"__init__": vars(stock)["__init__"], "_is_protocol": False}
+        own.update(stock=stock, ours=ours)
+        made: StandIn = mcls(stock.__name__, (), own)
+        made.__module__, made.__doc__ = stock.__module__, ours.__doc__  # so it pickles by that name
+        made.__signature__ = inspect.signature(ours)
         return made
+
+    def __repr__(cls) -> str:
+        return f"<stand-in of torch_ckpt for {cls.stock.__module__}.{cls.__name__}>"
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
         return cls.ours(*arguments, **keywords)
