@@ -32,12 +32,16 @@ class StandIn(type(FileSystemWriter)):  # type: ignore[misc]
 
     @classmethod
     def of(mcls, stock: type, ours: type) -> StandIn:
-        # A stock class may be called by name: FileSystemWriter.__init__(self, path).
-        own = {"__init__": vars(stock)["__init__"], "_is_protocol": False}
-        own.update(stock=stock, ours=ours)
+        own = {
+            "stock": stock,
+            "ours": ours,
+            "__init__": vars(stock)["__init__"],  # for who calls it by name, not by super()
+            "__module__": stock.__module__,  # by which the class pickles
+            "__doc__": ours.__doc__,
+            "__signature__": inspect.signature(ours),
+            "_is_protocol": False,
+        }
         made: StandIn = mcls(stock.__name__, (), own)
-        made.__module__, made.__doc__ = stock.__module__, ours.__doc__  # so it pickles by that name
-        made.__signature__ = inspect.signature(ours)
         return made
 
     def __repr__(cls) -> str:
