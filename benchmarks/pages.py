@@ -40,7 +40,13 @@ PAGES = {
             *("describe_colliding", "async_first"),
         ),
     ),
-    "formats": Page("checkpoints of other formats", ("load_distcp_", "metadata_distcp")),
+    "formats": Page(
+        "checkpoints of other formats",
+        (
+            *("load_distcp_", "reshard_distcp", "metadata_distcp"),
+            *("convert_", "diff_formats", "inspect_"),
+        ),
+    ),
     "cuda": Page("saves and staging from CUDA devices", ("save_cuda", "stage_cuda_")),
 }
 

@@ -12,6 +12,8 @@ from benchmarks import row_consolidate
 from benchmarks import bench_export
 from benchmarks import row_load_plan
 from benchmarks import row_load_dcp
+from benchmarks import row_reshard
+from benchmarks import row_convert
 from benchmarks import row_open
 from benchmarks import row_many_ranks
 from benchmarks import row_colliding
