@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from torch_ckpt import _core
 from torch_ckpt.checkpoint import Checkpoint
+from torch_ckpt.description import is_shard
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
-from torch_ckpt.extras import extra_files
+from torch_ckpt.extras import extra_files, files_beside
 from torch_ckpt.hulls import warn_of_hulls
-from torch_ckpt.jobs import OpenedCheckpoint
 from torch_ckpt.key_mapping import KeyMapping
-from torch_ckpt.mapping import NAMINGS, SHARDS
-from torch_ckpt.merge import MEMORY_BUDGET, merge, merge_request
+from torch_ckpt.mapping import NAMINGS, SHARDS, Naming
+from torch_ckpt.merge import MEMORY_BUDGET, FileNames, merge, merge_request
 from torch_ckpt.options import check_choice, local_path
 from torch_ckpt.progress import Progress
 
@@ -34,6 +34,8 @@ def convert(
     key_mapping: KeyMapping | None = None,
     objects: bool = True,
     max_shard_size: int | str | None = None,
+    naming: FileNames | None = None,
+    extras: Any = None,
     verify: bool = True,
     memory_budget: int | str = MEMORY_BUDGET,
     num_threads: int = 1,
@@ -56,6 +58,11 @@ def convert(
     objects: False leaves out the leaves that are no tensors. Else one that cannot be written, as an
         object of some class in a pickle, is an error that names it.
     dtype, keep_fp32, max_shard_size: as HuggingFaceStorageWriter's.
+    naming: with "hf", what the files are called, as HuggingFaceStorageWriter's; None as those of
+        the source are: of an adapter as "peft", of a diffusion model as "diffusers", else as "hf".
+    extras: with "hf", what stands beside the tensors, as HuggingFaceStorageWriter's. None takes
+        what the source has, where that is a directory of whole safetensors or torch.save files: all
+        of it but weights. () for nothing.
     verify: compare what is read with its digests. Files of stock DCP and torch.save have none but
         the CRC-32s that `Checkpoint.verify` compares, and this does not.
     key_mapping, memory_budget, num_threads, direct_io, progress: as those of
@@ -74,6 +81,11 @@ def convert(
     check_choice("to", kind, TARGETS)
     if kind in ("dcp", "torch") and max_shard_size is not None:
         raise InvalidArgumentError(f"max_shard_size: there are no shards of the format {kind}")
+    if kind != "hf" and (naming is not None or extras):
+        given = "extras" if naming is None else "naming"
+        raise InvalidArgumentError(f"{given}: is of the format hf, and not of {kind}")
+    if naming is not None:
+        check_choice("naming", naming, NAMINGS)
     policy = DtypePolicy(dtype, keep_fp32)
     request = merge_request(
         source,
@@ -83,7 +95,7 @@ def convert(
         strict=True,
         verify=verify,
         max_shard_size=max_shard_size,
-        naming=SHARDS if kind == "torch_ckpt" else NAMINGS["hf"],
+        naming=SHARDS if kind == "torch_ckpt" else naming or "hf",
         policy=policy,
         memory_budget=memory_budget,
         key_mapping=key_mapping,
@@ -92,23 +104,50 @@ def convert(
         objects=objects,
     )
     place = os.path.realpath(local_path(target))
-    _check_apart(request.opened, place, into_directory=kind != "torch")
+    opened = request.opened
+    listed = _core.call({"op": "files", "checkpoint": opened.id})["files"]
+    files = [each["name"] for each in listed if each["role"] != "extra"]
+    names = [each["name"] for each in listed]
+    _check_apart(opened.path, names, place, into_directory=kind != "torch")
     if kind in ("dcp", "torch"):
         from torch_ckpt import archives  # imports torch
 
         write = archives.write_dcp if kind == "dcp" else archives.write_torch
         answer = write(request, place, progress)
-        warn_of_hulls(request.opened.path, answer["hulls"])
+        warn_of_hulls(opened.path, answer["hulls"])
         return answer
-    return merge(request, extra_files(None, policy.torch_name), progress)
+    if kind == "hf" and naming is None:
+        request.update(_naming_of(files)._asdict())
+    if kind == "hf" and extras is None:
+        extras = _extras_of(opened.path, files)
+    return merge(request, extra_files(extras, policy.torch_name), progress)
 
 
-def _check_apart(source: OpenedCheckpoint, target: str, *, into_directory: bool) -> None:
+def _naming_of(files: list[str]) -> Naming:
+    """The naming that a source's file of tensors has."""
+    for name in ("peft", "diffusers"):
+        naming = NAMINGS[name]
+        if any(file.startswith(naming.stem) for file in files):
+            return naming
+    return NAMINGS["hf"]
+
+
+def _extras_of(source: str, files: list[str]) -> list[str]:
+    """What stands beside the tensors of a directory as the Hub has them."""
+    if os.path.isfile(source) or not any(_is_of_the_hub(file) for file in files):
+        return []
+    return files_beside(source, files)
+
+
+def _is_of_the_hub(file: str) -> bool:
+    return file.endswith(".bin") or (file.endswith(".safetensors") and not is_shard(file))
+
+
+def _check_apart(source: str, names: list[str], target: str, *, into_directory: bool) -> None:
     """Refuses a target, a real path, where what is written could replace a part of the source."""
-    answer = _core.call({"op": "files", "checkpoint": source.id})
-    is_file = os.path.isfile(source.path)
-    root = os.path.dirname(source.path) if is_file else source.path
-    files = {os.path.realpath(os.path.join(root, each["name"])) for each in answer["files"]}
+    is_file = os.path.isfile(source)
+    root = os.path.dirname(source) if is_file else source
+    files = {os.path.realpath(os.path.join(root, name)) for name in names}
     folders = {os.path.realpath(root), *map(os.path.dirname, files)}
     if into_directory:
         taken = target in folders

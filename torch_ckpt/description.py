@@ -106,6 +106,11 @@ class Topology:
 _SHARD = re.compile(r"(?:shard|objects)-(\d{5})[-.]|__(\d+)_\d+\.distcp$")
 
 
+def is_shard(name: str) -> bool:
+    """Whether a file is the part of one rank, by its name."""
+    return _SHARD.match(name) is not None
+
+
 def topology_of(world_size: int | None, files: Iterable[str]) -> Topology:
     """`world_size` is that of a manifest; else the names of `files` say it, where they do."""
     ranks = {}

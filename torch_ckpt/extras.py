@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,12 @@ def extra_files(extras: Any, dtype: str | None = None) -> Iterator[list[str]]:
                         f"extras have two files of this name: {other}", file=str(path)
                     )
         yield list(found.values())
+
+
+def files_beside(directory: str, weights: Collection[str]) -> list[str]:
+    """The files of a Hugging Face directory that are no weights, neither by their names nor among
+    `weights`."""
+    return [str(file) for file in _files_of(Path(directory)) if file.name not in weights]
 
 
 def _files_of(path: Path) -> list[Path]:

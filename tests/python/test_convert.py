@@ -15,9 +15,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from click.testing import CliRunner
 from foreign_samples import same, state
 from safetensors.torch import load_file, save_file
@@ -30,7 +32,6 @@ from torch_ckpt.cli import cli
 
 class Options(argparse.Namespace):
     pass
-
 
 
 def of_ours(path: Path) -> Path:
@@ -396,3 +397,76 @@ def test_a_kill_leaves_the_old_or_the_new(tmp_path: Path, to: Any) -> None:
     torch_ckpt.convert(source, target, to)
     assert same(torch_ckpt.load(path=target), wanted)
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "out"]
+
+
+def adapter(path: Path, *, safe: bool) -> Any:
+    """A directory that PEFT wrote, and its model."""
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=64,
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        transformers.LlamaForCausalLM(config), peft.LoraConfig(r=4, target_modules=["q_proj"])
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.ones_(parameter)
+    model.save_pretrained(path, safe_serialization=safe)
+    return model
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_an_adapter_stays_an_adapter(tmp_path: Path, safe: bool) -> None:
+    model = adapter(tmp_path / "a", safe=safe)
+    assert torch_ckpt.open(tmp_path / "a").format == ("hf" if safe else "torch")
+    torch_ckpt.convert(tmp_path / "a", tmp_path / "b", "hf")
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= set(os.listdir(tmp_path / "b"))
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(model.base_model.model.config)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "b")
+    assert same(dict(loaded.state_dict()), dict(model.state_dict()))
+
+
+def test_what_stands_beside_the_weights_goes_along(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    torch.save({"w": torch.ones(3), "n": 1}, source / "pytorch_model.bin")
+    (source / "config.json").write_text("{}")
+    (source / "optimizer.pt").write_bytes(b"x")
+    torch_ckpt.convert(source, tmp_path / "a", "hf")
+    ours = {"torch_ckpt.json", "torch_ckpt.catalog", "model.safetensors", "objects-00001.json"}
+    assert set(os.listdir(tmp_path / "a")) == {*ours, "config.json"}
+    torch_ckpt.convert(tmp_path / "a", tmp_path / "b", "hf")  # its objects are no extra
+    assert set(os.listdir(tmp_path / "b")) == {*ours, "config.json"}
+    torch_ckpt.convert(source, tmp_path / "c", "hf", extras=(), objects=False)
+    assert set(os.listdir(tmp_path / "c")) == ours - {"objects-00001.json"}
+    (tmp_path / "other.json").write_text("{}")
+    extra = ["--extra", str(tmp_path / "other.json"), "--naming", "diffusers", "--no-objects"]
+    result = CliRunner().invoke(
+        cli, ["convert", str(source), str(tmp_path / "d"), "--to", "hf", *extra]
+    )
+    assert result.exit_code == 0, result.output
+    found = set(os.listdir(tmp_path / "d"))
+    assert {"diffusion_pytorch_model.safetensors", "other.json"} <= found
+    assert "config.json" not in found
+
+
+def test_files_and_shards_bring_nothing_along(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    torch_ckpt.save({"w": torch.ones(3)}, tmp_path / "shards")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "shards" / "config.json").write_text("{}")
+    for source in ("a.pt", "shards"):
+        torch_ckpt.convert(tmp_path / source, tmp_path / f"{source}-hf", "hf")
+        assert not (tmp_path / f"{source}-hf" / "config.json").exists()
+
+
+@pytest.mark.parametrize("given", [{"extras": ["x"]}, {"naming": "peft"}])
+def test_only_hugging_face_directories_have_extras(tmp_path: Path, given: Any) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match=f"{next(iter(given))}.*not of dcp"):
+        torch_ckpt.convert(tmp_path / "a.pt", tmp_path / "out", "dcp", **given)

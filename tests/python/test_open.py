@@ -281,7 +281,9 @@ def test_the_format_can_be_said(tmp_path: Path) -> None:
     assert list(torch_ckpt.open(path, format="torch")) == ["third"]
     with pytest.raises(torch_ckpt.IncompleteError, match=r"no torch_ckpt\.json"):
         torch_ckpt.open(path, format="torch_ckpt")
-    with pytest.raises(torch_ckpt.InvalidArgumentError, match="torch_ckpt, hf, megatron, dcp, torch"):
+    with pytest.raises(
+        torch_ckpt.InvalidArgumentError, match="torch_ckpt, hf, megatron, dcp, torch"
+    ):
         torch_ckpt.open(path, format="zip")
     target = {"other": torch.zeros(1)}
     reader = torch_ckpt.CheckpointReader(path, format="hf")

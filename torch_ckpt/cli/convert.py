@@ -8,6 +8,8 @@ from torch_ckpt.cli.merge_options import with_merge_options
 from torch_ckpt.cli.output import Output, count, format_bytes, with_output
 from torch_ckpt.conversion import TARGETS, Target
 from torch_ckpt.conversion import convert as converted
+from torch_ckpt.mapping import NAMINGS
+from torch_ckpt.merge import FileNames
 from torch_ckpt.options import local_path
 
 
@@ -17,6 +19,19 @@ from torch_ckpt.options import local_path
 @click.option("--to", type=click.Choice(list(TARGETS)), help="What OUT is to be. Default: as IN.")
 @click.option("--format", help="What IN is read as: torch_ckpt, hf, dcp, megatron or torch.")
 @click.option("--no-objects", is_flag=True, help="Leave out the leaves that are no tensors.")
+@click.option(
+    "--naming",
+    type=click.Choice(list(NAMINGS)),
+    help="With --to hf: what the files are called. Default: as those of IN.",
+)
+@click.option(
+    "--extra",
+    "extras",
+    multiple=True,
+    type=click.Path(exists=True),
+    help="With --to hf: a file to put beside the tensors, or a directory: all of it but weights. "
+    "Default: what stands beside those of IN.",
+)
 @with_merge_options
 @with_output
 def convert(
@@ -28,6 +43,8 @@ def convert(
     keep_fp32: tuple[str, ...],
     key_mapping: tuple[tuple[str, str], ...],
     no_objects: bool,
+    naming: FileNames | None,
+    extras: tuple[str, ...],
     max_shard_size: str | None,
     memory_budget: str,
     threads: int,
@@ -56,6 +73,8 @@ def convert(
             key_mapping=key_mapping,
             objects=not no_objects,
             max_shard_size=max_shard_size,
+            naming=naming,
+            extras=list(extras) or None,
             verify=not no_verify,
             memory_budget=memory_budget,
             num_threads=threads,
