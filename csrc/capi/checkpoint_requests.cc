@@ -268,6 +268,25 @@ Result<Json> ReadObjectsRequest(const Json& request) {
   return Json{{"objects", std::move(out)}};
 }
 
+// A whole objects file of ours, which is ASCII text, compared with its digests.
+Result<Json> ObjectsFileRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
+  TC_ASSIGN_OR_RETURN(const std::string name, GetString(request, "name"));
+  const FileSet& files = *checkpoint->file_set();
+  const int64_t file = files.FindFile(name);
+  if (file < 0 || !files.has_digests() ||
+      files.files()[static_cast<size_t>(file)].role != FileRole::kObjects) {
+    return InvalidArgument("is no objects file of the checkpoint")
+        .WithFile(files.path() + "/" + name);
+  }
+  std::string text;
+  TC_RETURN_IF_ERROR(files.UntilSure([&]() -> Status {
+    TC_ASSIGN_OR_RETURN(text, files.ReadWhole(static_cast<uint32_t>(file)));
+    return {};
+  }));
+  return Json{{"text", std::move(text)}};
+}
+
 // What the manifest names, without a look at those files: a checkpoint that is
 // damaged can be removed too.
 Result<Json> ManifestRequest(const Json& request) {
@@ -302,6 +321,19 @@ Result<Json> VerifyRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const VerifyReport report,
                       RunVerifyJob(checkpoint, options, job.get()));
   return Json{{"bytes", report.bytes}, {"files", report.files}};
+}
+
+// Where saves into "path" stage, or have staged.
+Result<Json> StagedPlacesRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
+  TC_ASSIGN_OR_RETURN(const std::vector<StagedPlace> found, StagedPlaces(path));
+  Json places = Json::array();
+  for (const StagedPlace& place : found) {
+    places.push_back({{"path", place.path},
+                      {"in_use", place.in_use},
+                      {"committed", place.committed}});
+  }
+  return Json{{"places", std::move(places)}};
 }
 
 Result<Json> RecoverRequest(const Json& request) {

@@ -30,6 +30,7 @@ Handler FindHandler(const std::string& op) {
       {"merge_begin", MergeBeginRequest},
       {"merge_commit", MergeCommitRequest},
       {"merge_share", MergeShareRequest},
+      {"objects_file", ObjectsFileRequest},
       {"open", OpenRequest},
       {"placements", PlacementsRequest},
       {"probe", ProbeRequest},
@@ -39,6 +40,7 @@ Handler FindHandler(const std::string& op) {
       {"remove", RemoveRequest},
       {"stage_extras", StageExtrasRequest},
       {"stage_final", StageFinalRequest},
+      {"staged_places", StagedPlacesRequest},
       {"verify", VerifyRequest},
   };
   const auto it = handlers.find(op);

@@ -182,6 +182,30 @@ Result<DirectoryLock> DirectoryLock::Acquire(const std::string& path) {
   return lock;
 }
 
+Result<bool> DirectoryLock::IsHeld(const std::string& path) {
+  TC_ASSIGN_OR_RETURN(const Directory directory, Directory::Open(path));
+  const std::string name(kLockFileName);
+  const Result<File> file = directory.OpenFile(name, {});
+  if (file.status().sys_errno() == ENOENT) return false;
+  TC_RETURN_IF_ERROR(file.status());
+  struct flock whole = {};
+  whole.l_type = F_WRLCK;
+  whole.l_whence = SEEK_SET;
+  const int asked = internal::SystemCall("ofd_lock", file->path(), [&] {
+    return fcntl(file->fd(), F_OFD_GETLK, &whole);
+  });
+  if (asked == 0 && whole.l_type != F_UNLCK) return true;
+  if (asked != 0 && !LacksLocks(errno)) {
+    return Status::Io(errno, "ofd_lock", file->path());
+  }
+  if (asked == 0) return false;
+  const Result<std::string> text = directory.ReadFile(name, kMaxLockFile);
+  if (text.status().sys_errno() == ENOENT) return false;
+  TC_RETURN_IF_ERROR(text.status());
+  const auto holder = ParseLockHolder(*text);
+  return !holder || !ProvablyDead(*holder);
+}
+
 Status DirectoryLock::Lock() {
   const std::string& path = directory_.path();
   bool by_kernel = internal::SystemCall("flock", path, [&] {

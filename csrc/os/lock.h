@@ -43,6 +43,10 @@ class DirectoryLock {
   // in this process or any other; ESTALE when `path` was removed or replaced
   // meanwhile (the holder has just finished). `path` must exist.
   static Result<DirectoryLock> Acquire(const std::string& path);
+  // Whether somebody holds the lock of the directory `path`. Takes nothing, so
+  // that nobody who wants the lock meets this; what it says may be over by now.
+  // Doubt means held.
+  static Result<bool> IsHeld(const std::string& path);
   bool held() const { return held_; }
   bool by_file() const { return by_file_; }
   const Directory& directory() const { return directory_; }

@@ -75,6 +75,24 @@ TEST_F(LockTest, DiesWithItsProcess) {
   EXPECT_TRUE(DirectoryLock::Acquire(path()).ok());
 }
 
+TEST_F(LockTest, SaysWhetherItIsHeldAndTakesNothing) {
+  EXPECT_FALSE(*DirectoryLock::IsHeld(path()));
+  auto lock = DirectoryLock::Acquire(path());
+  ASSERT_TRUE(lock.ok());
+  EXPECT_TRUE(*DirectoryLock::IsHeld(path()));
+  lock->Release();
+  EXPECT_FALSE(*DirectoryLock::IsHeld(path()));
+  const pid_t child = fork();
+  if (child == 0) {
+    auto dying = DirectoryLock::Acquire(path());
+    kill(getpid(), SIGKILL);
+  }
+  ASSERT_EQ(waitpid(child, nullptr, 0), child);
+  ASSERT_TRUE(std::filesystem::exists(path() + "/.lock"));
+  EXPECT_FALSE(*DirectoryLock::IsHeld(path()));
+  EXPECT_TRUE(DirectoryLock::Acquire(path()).ok());
+}
+
 // As on a network file system whose server is not asked for flock.
 void ReleaseFlocks(const std::string& path) {
   for (const auto& entry :
@@ -199,6 +217,7 @@ TEST_F(LockFileTest, ADeadProcessIsReplaced) {
   }
   ASSERT_EQ(waitpid(child, nullptr, 0), child);
   ASSERT_EQ(dir().List()->size(), 1u);
+  EXPECT_FALSE(*DirectoryLock::IsHeld(path()));
   auto lock = DirectoryLock::Acquire(path());
   ASSERT_TRUE(lock.ok()) << lock.status().ToString();
   EXPECT_EQ(dir().List()->size(), 1u) << "nothing is left aside";
@@ -359,6 +378,7 @@ TEST_F(LockTest, EitherLockWillDo) {
     EXPECT_FALSE(first->by_file());
     EXPECT_EQ(DirectoryLock::Acquire(path()).status().kind(),
               ErrorKind::kConflict);
+    EXPECT_TRUE(*DirectoryLock::IsHeld(path())) << op;
   }
 }
 

@@ -243,6 +243,34 @@ Result<Manifest> CommitSave(SaveSession* session,
   return manifest;
 }
 
+Result<std::vector<StagedPlace>> StagedPlaces(const std::string& target) {
+  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
+  std::vector<std::string> paths = {PlaceInside(absolute),
+                                    PlaceBeside(absolute)};
+  const Result<Directory> directory = Directory::Open(absolute);
+  if (directory.ok()) {
+    TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                        directory->List());
+    for (const std::string& name : names) {
+      if (RankOfPartStage(name)) paths.push_back(directory->Join(name));
+    }
+  } else if (directory.status().sys_errno() != ENOENT) {
+    return directory.status();
+  }
+  std::vector<StagedPlace> found;
+  for (std::string& path : paths) {
+    TC_ASSIGN_OR_RETURN(const auto info, StatPathEntry(path));
+    if (!info || !info->is_directory) continue;
+    const Result<bool> held = DirectoryLock::IsHeld(path);
+    if (held.status().sys_errno() == ENOENT) continue;  // it went with its save
+    TC_RETURN_IF_ERROR(held.status());
+    TC_ASSIGN_OR_RETURN(const auto journal,
+                        StatPathEntry(path + "/" + std::string(kJournalName)));
+    found.push_back({std::move(path), *held, journal.has_value()});
+  }
+  return found;
+}
+
 Result<bool> RecoverDirectory(const std::string& target) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
   bool acted = false;

@@ -59,6 +59,17 @@ struct CommitRequest {
 // committed since it began, or when something in T cannot be replaced.
 Result<Manifest> CommitSave(SaveSession* session, const CommitRequest& request);
 
+// A place where a save into a target stages, or has staged.
+struct StagedPlace {
+  std::string path;
+  bool in_use = false;     // by a save that is going on, as far as locks tell
+  bool committed = false;  // it holds a journal that is to be replayed
+};
+
+// All that there are of `target`, those of ranks without collectives as well.
+// Writes and locks nothing. `target` itself need not be there.
+Result<std::vector<StagedPlace>> StagedPlaces(const std::string& target);
+
 // Replays an interrupted commit of `target` and removes what dead saves left.
 // True when there was something to do.
 Result<bool> RecoverDirectory(const std::string& target);
