@@ -36,6 +36,7 @@ from torch_ckpt.description import entry_paths
 from torch_ckpt.dtypes import PACKED, TORCH_DTYPES
 from torch_ckpt.errors import ConflictError, InternalError, UnsupportedError
 from torch_ckpt.jobs import Job, OpenedCheckpoint
+from torch_ckpt.leftovers import CONVERSION, remove_dead_conversion
 from torch_ckpt.merge import MergeRequest
 from torch_ckpt.progress import Progress, told
 from torch_ckpt.torch_private import StorageInfo, without_elements
@@ -174,10 +175,10 @@ def _staged(target: str) -> Iterator[tuple[str, str]]:
     Removes those for the same target that a kill has left."""
     parent, name = os.path.split(target)
     os.makedirs(parent, exist_ok=True)
-    start = f".torch_ckpt-convert-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}-"
+    start = f"{CONVERSION}{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}-"
     for left in os.listdir(parent):
         if left.startswith(start):
-            _remove_dead(os.path.join(parent, left))
+            remove_dead_conversion(os.path.join(parent, left))
     staging, held = _make_staging(start, parent)
     try:
         places = os.path.join(staging, "layout"), os.path.join(staging, "filled")
@@ -202,18 +203,6 @@ def _make_staging(start: str, parent: str) -> tuple[str, int]:
                 os.close(held)
                 raise
             return staging, held
-
-
-def _remove_dead(staging: str) -> None:
-    """Removes a staging directory whose process is gone."""
-    with contextlib.suppress(OSError):  # somebody's who lives, or gone by now, or none of ours
-        held = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if set(os.listdir(held)) <= {"layout", "filled"}:
-                shutil.rmtree(staging, ignore_errors=True)
-        finally:
-            os.close(held)
 
 
 def _leaves_of(request: MergeRequest) -> _Leaves:

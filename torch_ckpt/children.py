@@ -35,13 +35,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from torch_ckpt.checkpoint import Checkpoint, locked
 from torch_ckpt.errors import ConflictError, InvalidArgumentError
 
-_CHILD = re.compile(r"step-([0-9]+)")
-_REMOVED = re.compile(r"\.step-[0-9]+\.torch_ckpt-removed-[0-9a-f]+")
+CHILD = re.compile(r"step-([0-9]+)")
+REMOVED = re.compile(r"\.step-[0-9]+\.torch_ckpt-removed-[0-9a-f]+")
 _STAGING = re.compile(r"\.(step-([0-9]+))\.torch_ckpt-stage")
 _LATEST = "LATEST"
 _MOST_OF_A_NAME = 256  # bytes
-_NEW_LATEST = f".{_LATEST}.torch_ckpt-new-"
-_SHARDED = "sharded"  # where stock's enable_consolidation puts the shards
+NEW_LATEST = f".{_LATEST}.torch_ckpt-new-"
+SHARDED = "sharded"  # where stock's enable_consolidation puts the shards
 
 
 def make_directory(path: str) -> None:
@@ -61,7 +61,7 @@ def child_name(root: str, step: int) -> str:
     name = f"step-{step}"
     if not os.path.lexists(os.path.join(root, name)):
         for other in sorted(os.listdir(root) if os.path.isdir(root) else ()):
-            match = _CHILD.fullmatch(other)
+            match = CHILD.fullmatch(other)
             if match and int(match[1]) == step:
                 return other
     return name
@@ -71,7 +71,7 @@ def newest_first(root: str, *, up_to: int | None = None) -> Iterator[int]:
     """The steps of the committed children, highest first. Looks no further than it is asked."""
     # A listing may be as old as the caches of a network file system let it be; a file is read as it
     # is on the server.
-    found = (_CHILD.fullmatch(name) for name in [*os.listdir(root), _read_latest(root)])
+    found = (CHILD.fullmatch(name) for name in [*os.listdir(root), _read_latest(root)])
     steps = sorted({int(match[1]) for match in found if match}, reverse=True)
     for step in steps:
         if up_to is not None and step > up_to:
@@ -94,9 +94,9 @@ def _read_latest(root: str) -> str:
 def write_latest(root: str, step: int) -> None:
     """Make LATEST name the checkpoint of `step`, at once and durably. One thread at a time."""
     for name in os.listdir(root):
-        if name.startswith(_NEW_LATEST):  # of a process that was killed
+        if name.startswith(NEW_LATEST):  # of a process that was killed
             _unlink(os.path.join(root, name))
-    new = os.path.join(root, _NEW_LATEST + secrets.token_hex(8))
+    new = os.path.join(root, NEW_LATEST + secrets.token_hex(8))
     write_durably(os.path.join(root, _LATEST), f"{child_name(root, step)}\n", new)
 
 
@@ -189,7 +189,7 @@ class Deletions:
         first: Exception | None = None
         try:
             names = os.listdir(self._root)
-            leftovers = [name for name in names if _REMOVED.fullmatch(name)]
+            leftovers = [name for name in names if REMOVED.fullmatch(name)]
             with self._mutex:
                 dead = [
                     match[1]
@@ -202,10 +202,10 @@ class Deletions:
         except Exception as error:
             first, leftovers, dead, old = error, [], [], []
         for work, what in [
-            *((_remove_tree, os.path.join(self._root, name)) for name in leftovers),
+            *((remove_tree, os.path.join(self._root, name)) for name in leftovers),
             *((_remove_staged, os.path.join(self._root, name)) for name in dead),
             *(
-                (_delete, os.path.join(self._root, child_name(self._root, number)))
+                (delete_child, os.path.join(self._root, child_name(self._root, number)))
                 for number in reversed(old)
             ),
         ]:
@@ -222,7 +222,7 @@ class Deletions:
             )
 
 
-def _delete(path: str) -> None:
+def delete_child(path: str) -> None:
     """Delete the checkpoint at `path` with all that stands in it."""
     if os.path.islink(path):
         return  # what it points to is not ours
@@ -230,7 +230,7 @@ def _delete(path: str) -> None:
     hidden = os.path.join(root, f".{name}.torch_ckpt-removed-{secrets.token_hex(8)}")
     with contextlib.ExitStack() as locks:
         # Consolidating saves begin with the shards, which have a lock of their own.
-        for place in (path, os.path.join(path, _SHARDED)):
+        for place in (path, os.path.join(path, SHARDED)):
             if os.path.isdir(place):
                 locks.enter_context(locked(place))
         try:
@@ -238,7 +238,7 @@ def _delete(path: str) -> None:
         except FileNotFoundError:
             return  # somebody else has deleted it
         _sync(root)
-    _remove_tree(hidden)
+    remove_tree(hidden)
 
 
 def _remove_staged(path: str) -> None:
@@ -246,7 +246,8 @@ def _remove_staged(path: str) -> None:
         Checkpoint(path).recover()
 
 
-def _remove_tree(path: str) -> None:
+def remove_tree(path: str) -> None:
+    """Remove the directory `path` and all in it, of which others may remove parts too."""
     while os.path.lexists(path):
         with contextlib.suppress(FileNotFoundError):  # somebody else removes it too
             shutil.rmtree(path)

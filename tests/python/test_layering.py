@@ -42,6 +42,7 @@ PYTHON_ROOMS = (
         "checkpoint",
         "dtype_policy",
         "children",
+        "leftovers",
         "merge",
         "objects",
         "ranks",
