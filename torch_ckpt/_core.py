@@ -10,7 +10,9 @@ from typing import Any
 
 from torch_ckpt.errors import InvalidArgumentError, error_from
 
-OBJECT = "2"  # a leaf that is no tensor: EntryKind in csrc/format/catalog.h
+# Of entries: EntryKind in csrc/format/catalog.h.
+ALIAS = "1"  # a tensor that is stored under another name
+OBJECT = "2"  # a leaf that is no tensor
 
 _PATH = pathlib.Path(__file__).with_name("libtorch_ckpt_core.so")
 
@@ -59,7 +61,7 @@ def describe(which: dict[str, Any], *, whole: bool) -> dict[str, Any]:
     """What the checkpoint holds that `which` names, by its "path" or by its number.
 
     names, paths (None where a name is the path): of all entries, in one order.
-    kinds: a character for each, OBJECT for those that are no tensors.
+    kinds: a character for each: OBJECT for those that are no tensors, ALIAS for tied ones.
     types: [dtype, shape, bytes], each once; type_of: the place in it, for each entry.
     holders: for each object the place of its file in `files`; None for an archived one, unless
         `whole`.

@@ -49,8 +49,9 @@ def test_inspect(path: Path) -> None:
         assert word in done.stdout
     assert "[60, 50]" not in done.stdout
     done = run("inspect", "--tensors", path)
-    assert "w  F32[60, 50]  11.7 KiB, 1 box" in done.stdout
-    assert "step  in objects-00001.json" in done.stdout
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "w F32 [60, 50] 1 box 11.7 KiB" in lines
+    assert "step object in objects-00001.json 3" in lines
 
 
 def test_inspect_json(path: Path) -> None:

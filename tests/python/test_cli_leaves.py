@@ -61,7 +61,7 @@ def test_ls(tmp_path: Path, saver: Any) -> None:
     names = [line.split()[0] for line in lines]
     assert names == ["half", *(f"layers.{n}.w" for n in range(12)), "step"]
     assert lines[3].split() == ["layers.2.w", "F32", "[4,", "3]", "48", "B"]
-    assert lines[-1].split() == ["step", "object"]
+    assert lines[-1].split() == ["step", "object", "7"]
     assert len({len(line) for line in lines[:-1]}) == 1  # sizes stand on the right
     leaves = fields("ls", path, "layers.1*", "--sort", "size")["leaves"]
     assert [leaf["name"] for leaf in leaves] == [f"layers.{n}.w" for n in (11, 10, 1)]

@@ -75,6 +75,10 @@ def consolidate(
 
     OUT gets model-XXXXX-of-XXXXX.safetensors and their index; it may be IN. All or nothing. Under
     torchrun all processes share the work.
+
+    \b
+    torch-ckpt consolidate run/step-1000 model --naming hf --dtype bf16
+    torchrun --nproc-per-node 8 -m torch_ckpt consolidate run/step-1000 model
     """
     if mapping and index:
         raise click.UsageError("--mapping and --index exclude each other.")

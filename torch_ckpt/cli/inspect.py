@@ -1,15 +1,25 @@
-"""torch-ckpt inspect: what is in a checkpoint."""
+"""torch-ckpt inspect: what is in a checkpoint, in a file of one, or in a directory of several."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections import Counter
 from typing import Any
 
 import click
 
-from torch_ckpt.checkpoint import Checkpoint
+from torch_ckpt import _core
+from torch_ckpt.cli.leaves import cells_of, count_objects, leaves_of, with_values
 from torch_ckpt.cli.output import Output, count, format_bytes, printable, with_output
-from torch_ckpt.description import Description, TensorInfo
+from torch_ckpt.cli.shard_file import checkpoint_around, file_fields, file_text
+from torch_ckpt.cli.steps import find_steps, step_of, steps_text
+from torch_ckpt.cli.text import bold, columns, dim
+from torch_ckpt.cli.tree import tree_lines
+from torch_ckpt.description import entries_of, topology_of
+from torch_ckpt.errors import IncompleteError
+from torch_ckpt.jobs import OpenedCheckpoint
+from torch_ckpt.options import local_path
 
 _SOURCES = {
     "manifest": "written by torch_ckpt",
@@ -19,73 +29,191 @@ _SOURCES = {
     "megatron": "written by Megatron Core, read by its .metadata",
     "torch": "written by torch.save",
 }
+_FILES_SHOWN = 24
 
 
 @click.command()
 @click.argument("path", type=click.Path())
 @click.option("--tensors", is_flag=True, help="List every tensor and every other leaf.")
+@click.option("--tree", is_flag=True, help="Show the names as a tree, with counts and sizes.")
+@click.option(
+    "--depth", type=click.IntRange(min=1), help="Levels of the tree that are shown. Default: all."
+)
+@click.option("--steps", is_flag=True, help="List the checkpoints in PATH, even if it is one too.")
+@click.option("--format", help="What PATH is read as: torch_ckpt, hf, dcp or torch.")
 @with_output
-def inspect(path: str, tensors: bool, output: Output) -> None:
-    """Show what the checkpoint PATH holds, a directory or a file.
+def inspect(
+    path: str,
+    tensors: bool,
+    tree: bool,
+    depth: int | None,
+    steps: bool,
+    format: str | None,
+    output: Output,
+) -> None:
+    """Show what PATH holds: a checkpoint, a file of one, or a directory of checkpoints.
 
-    Reads headers only; 'verify' reads the data, 'ls' lists names, 'show' shows values.
+    Of a checkpoint: format, step, tensors and bytes by dtype, files, and how evenly the bytes are
+    shared out. Of one of its shards: the boxes in it. A directory of checkpoints is listed by
+    steps. Reads headers only; 'verify' reads the data, 'ls' lists names, 'show' shows values.
+
+    \b
+    torch-ckpt inspect run
+    torch-ckpt inspect run/step-1000 --tree --depth 2
+    torch-ckpt inspect run/step-1000/shard-00001-model-00001-of-00001.safetensors
     """
-    described = Checkpoint(path).describe()
-    output.report(_fields(described, tensors), lambda: _text(described, tensors))
+    if steps:
+        found = find_steps(path)
+        if not found:
+            raise IncompleteError("holds no checkpoints", file=local_path(path))
+        _report_steps(path, found, output)
+        return
+    if format is None and (around := checkpoint_around(path)):
+        of_file = file_fields(*around)
+        output.report(of_file, lambda: file_text(of_file))
+        return
+    try:
+        opened = OpenedCheckpoint(path, format)
+    except IncompleteError:
+        if format is None and os.path.isdir(path) and (found := find_steps(path)):
+            _report_steps(path, found, output)
+            return
+        raise
+    which = {"checkpoint": opened.id, "check_files": True}
+    described = _core.describe(which, whole=tensors)
+    fields = _fields(opened, described)
+    leaves: list[dict[str, Any]] = []
+    if tensors or tree:
+        leaves = with_values(opened, described, leaves_of(described))
+    if tensors:
+        fields.update(_every_leaf(described, leaves))
+    if tree and output.as_json:
+        fields["leaves"] = leaves
+    output.report(fields, lambda: "\n".join(_lines(fields, leaves, tree, depth)))
 
 
-def _stored_bytes(described: Description) -> int:
-    return sum(tensor.bytes for tensor in described.tensors if tensor.alias_of is None)
+def _report_steps(path: str, steps: list[dict[str, Any]], output: Output) -> None:
+    fields = {"path": local_path(path), "steps": steps}
+    output.report(fields, lambda: steps_text(fields))
 
 
-def _fields(described: Description, tensors: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "path": described.path,
-        "format": described.format,
-        "source": described.source,
-        "save_id": described.save_id,
-        "world_size": described.world_size,
-        "files": [dataclasses.asdict(file) for file in described.files],
-        "beside": list(described.beside),
-        "tensor_count": len(described.tensors),
-        "tensor_bytes": _stored_bytes(described),
-        "object_count": len(described.objects),
+def _fields(opened: OpenedCheckpoint, described: dict[str, Any]) -> dict[str, Any]:
+    """What the report says: nothing here is done for each tensor in Python."""
+    files = _core.call({"op": "files", "checkpoint": opened.id})["files"]
+    dtypes = _dtypes(described)
+    return {
+        "path": opened.path,
+        "format": described["format"],
+        "source": described["source"],
+        "step": step_of(opened, described),
+        "save_id": described["save_id"] or None,
+        "world_size": described["world_size"],
+        "files": files,
+        "beside": described["beside"],
+        "balance": _balance(described["world_size"], files),
+        "tensor_count": len(described["kinds"]) - described["kinds"].count(_core.OBJECT),
+        "tensor_bytes": sum(each["bytes"] for each in dtypes.values()),
+        "dtypes": dtypes,
+        "object_count": count_objects(described),
     }
-    if tensors:
-        fields["tensors"] = [dataclasses.asdict(tensor) for tensor in described.tensors]
-        fields["objects"] = [dataclasses.asdict(leaf) for leaf in described.objects]
-    return fields
 
 
-def _text(described: Description, tensors: bool) -> str:
-    size = format_bytes(_stored_bytes(described))
-    lines = [f"{described.path}: {described.format}, {_SOURCES[described.source]}"]
-    if described.save_id is not None:
-        saved_by = count(described.world_size or 1, "rank")
-        lines.append(f"  save {described.save_id}, by {saved_by}")
-    dtypes = ", ".join(sorted({tensor.dtype for tensor in described.tensors}))
-    lines.append(
-        f"  {count(len(described.tensors), 'tensor')}, {size}" + (f" ({dtypes})" if dtypes else "")
-    )
-    lines.append(f"  {count(len(described.objects), 'other leaf', 'other leaves')}")
-    lines.append(f"  {count(len(described.files), 'file')}:")
-    width = max((len(file.name) for file in described.files), default=0)
-    lines += [
-        f"    {file.name:{width}}  {file.role:8} {format_bytes(file.bytes):>10}"
-        for file in described.files
-    ]
-    if described.beside:
-        lines.append(f"  not read: {', '.join(map(printable, described.beside))}")
-    if tensors:
-        lines.append("  tensors:")
-        lines += [f"    {_tensor_line(tensor)}" for tensor in described.tensors]
-        lines.append("  other leaves:")
-        lines += [f"    {printable(leaf.name)}  in {leaf.file}" for leaf in described.objects]
-    return "\n".join(lines)
+def _dtypes(described: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """{"tensors", "bytes"} by dtype, what takes most bytes first. Tied tensors count once."""
+    totals: dict[str, dict[str, int]] = {}
+    pairs = Counter(zip(described["kinds"], described["type_of"], strict=True))
+    for (kind, at), number in pairs.items():
+        if kind in (_core.OBJECT, _core.ALIAS):
+            continue
+        dtype, _, size = described["types"][at]
+        total = totals.setdefault(dtype, {"tensors": 0, "bytes": 0})
+        total["tensors"] += number
+        total["bytes"] += number * size
+    return dict(sorted(totals.items(), key=lambda each: (-each[1]["bytes"], each[0])))
 
 
-def _tensor_line(tensor: TensorInfo) -> str:
-    size = format_bytes(tensor.bytes)
-    boxes = count(len(tensor.placements), "box", "boxes")
-    where = f"{size}, {boxes}" if tensor.alias_of is None else f"is {printable(tensor.alias_of)}"
-    return f"{printable(tensor.name)}  {tensor.dtype}{list(tensor.shape)}  {where}"
+def _balance(world_size: int | None, files: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """How the bytes of data files are shared out among ranks, or else files; None of a single
+    one. "ratio": the largest to the mean, 1.0 where all are alike."""
+    data = {file["name"]: file["bytes"] for file in files if file["role"] == "data"}
+    ranks = topology_of(world_size, data).ranks
+    if data and ranks.keys() == data.keys():
+        sizes = dict.fromkeys(range(max(world_size or 0, 1 + max(ranks.values()))), 0)
+        for name, size in data.items():
+            sizes[ranks[name]] += size
+        of, shares = "rank", list(sizes.values())
+    else:
+        of, shares = "file", list(data.values())
+    if len(shares) < 2 or not sum(shares):
+        return None
+    return {
+        "of": of,
+        "count": len(shares),
+        "min": min(shares),
+        "max": max(shares),
+        "ratio": round(max(shares) * len(shares) / sum(shares), 3),
+    }
+
+
+def _every_leaf(described: dict[str, Any], leaves: list[dict[str, Any]]) -> dict[str, Any]:
+    tensors, objects = entries_of(described)
+    values = {leaf["name"]: leaf["value"] for leaf in leaves}
+    return {
+        "tensors": [dataclasses.asdict(tensor) for tensor in tensors],
+        "objects": [
+            {**dataclasses.asdict(leaf), "value": values[leaf.name]}
+            for leaf in objects
+            if leaf.name in values  # of what the user saved
+        ],
+    }
+
+
+def _lines(
+    fields: dict[str, Any], leaves: list[dict[str, Any]], tree: bool, depth: int | None
+) -> list[str]:
+    what = f"{fields['format']}, {_SOURCES[fields['source']]}"
+    lines = [f"{bold(printable(fields['path']))}: {what}"]
+    known = [f"step {fields['step']}"] if fields["step"] is not None else []
+    if fields["save_id"] is not None:
+        known.append(f"save {fields['save_id']}, by {count(fields['world_size'] or 1, 'rank')}")
+    if known:
+        lines.append(f"  {', '.join(known)}")
+    dtypes = fields["dtypes"]
+    size = format_bytes(fields["tensor_bytes"])
+    said = ", ".join(f"{dtype} {format_bytes(each['bytes'])}" for dtype, each in dtypes.items())
+    if len(dtypes) < 2:
+        said = "".join(dtypes)
+    tensors = count(fields["tensor_count"], "tensor")
+    lines.append(f"  {tensors}, {size}" + (f": {said}" if said else ""))
+    lines.append(f"  {count(fields['object_count'], 'other leaf', 'other leaves')}")
+    if fields["balance"] is not None:
+        balance = fields["balance"]
+        least, most = format_bytes(balance["min"]), format_bytes(balance["max"])
+        lines.append(
+            f"  {count(balance['count'], balance['of'])} with {least} to {most}; "
+            f"the largest is {balance['ratio']:.2f} times the mean"
+        )
+    files = fields["files"]
+    rows = [(printable(each["name"]), each["role"], format_bytes(each["bytes"])) for each in files]
+    lines.append(f"  {count(len(files), 'file')}:")
+    lines += [f"    {line}" for line in columns(rows[:_FILES_SHOWN], right={2})]
+    if len(files) > _FILES_SHOWN:
+        lines.append(dim(f"    and {len(files) - _FILES_SHOWN:,} more; --json lists all"))
+    if fields["beside"]:
+        lines.append(f"  not read: {', '.join(map(printable, fields['beside']))}")
+    if tree:
+        lines += [f"  {line}" for line in tree_lines(leaves, depth)]
+    if "tensors" in fields:
+        boxes = {each["name"]: len(each["placements"]) for each in fields["tensors"]}
+        held = {each["name"]: each["file"] for each in fields["objects"]}
+        lines.append("  leaves:")
+        rows_of_leaves = []
+        for leaf in leaves:
+            name, dtype, shape, size = cells_of(leaf)
+            if leaf["dtype"] is None:
+                rows_of_leaves.append((name, dtype, f"in {held[leaf['name']]}", shape, ""))
+            else:
+                number = count(boxes[leaf["name"]], "box", "boxes")
+                rows_of_leaves.append((name, dtype, shape, number, size))
+        lines += [f"    {line}" for line in columns(rows_of_leaves, right={4}, styles={0: bold})]
+    return lines

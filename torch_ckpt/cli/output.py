@@ -114,13 +114,14 @@ class Output:
         self.silent = silent
 
     def report(self, fields: dict[str, Any], text: Callable[[], str]) -> None:
-        """The result: `fields` with --json, else `text()` unless --quiet."""
+        """The result: `fields` with --json, else `text()` unless --quiet, in colour on a terminal
+        only, and not with NO_COLOR."""
         if self.silent:
             return
         if self.as_json:
             click.echo(json.dumps(fields))
         elif not self.quiet:
-            click.echo(text())
+            click.echo(text(), color=False if os.environ.get("NO_COLOR") else None)
 
     @contextlib.contextmanager
     def progress(self, label: str) -> Iterator[Progress | None]:

@@ -9,6 +9,7 @@ import click
 from torch_ckpt.checkpoint import open as open_checkpoint
 from torch_ckpt.cli.output import Output, format_bytes, printable, with_output
 from torch_ckpt.errors import IncompleteError
+from torch_ckpt.progress import Progress
 
 if TYPE_CHECKING:
     from torch_ckpt.dcp.load.stored import StoredTensor
@@ -29,10 +30,12 @@ def show(path: str, fqn: str, format: str | None, output: Output) -> None:
 
     \b
     torch-ckpt show checkpoint model.layers.0.weight
+    torch-ckpt show run/step-1000 optimizer.param_groups.0.lr
     """
     checkpoint = open_checkpoint(path, format=format)
     if fqn in checkpoint:
-        fields = _of_tensor(checkpoint[fqn])
+        with output.progress("reading") as progress:
+            fields = _of_tensor(checkpoint[fqn], progress)
         output.report(fields, lambda: _text(fields))
         return
     objects = checkpoint.objects
@@ -43,8 +46,16 @@ def show(path: str, fqn: str, format: str | None, output: Output) -> None:
     output.report(fields, lambda: f"{printable(fqn)}  {fields['type']}\n{value!r}")
 
 
-def _of_tensor(stored: StoredTensor) -> dict[str, Any]:
+def _of_tensor(stored: StoredTensor, progress: Progress | None) -> dict[str, Any]:
     from torch_ckpt.dcp.load.statistics import statistics_of
+
+    done = 0
+
+    def read(size: int) -> None:
+        nonlocal done
+        done += size
+        if progress is not None:
+            progress(done, stored.nbytes)
 
     outer = [slice(0, 1)] * max(0, len(stored.shape) - 2)
     inner = [slice(0, _CORNER)] * min(2, len(stored.shape))
@@ -54,7 +65,7 @@ def _of_tensor(stored: StoredTensor) -> dict[str, Any]:
         "dtype": str(stored.dtype).removeprefix("torch."),
         "shape": list(stored.shape),
         "bytes": stored.nbytes,
-        **statistics_of(stored),
+        **statistics_of(stored, read),
         "first": str(corner),
     }
 

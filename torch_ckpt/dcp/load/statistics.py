@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,10 +30,13 @@ def pieces(
             yield (*inner[:dim], moved, *inner[dim + 1 :])
 
 
-def statistics_of(stored: StoredTensor) -> dict[str, Any]:
+def statistics_of(
+    stored: StoredTensor, read: Callable[[int], None] = lambda _: None
+) -> dict[str, Any]:
     """{"min", "max", "mean", "nan", "inf"}: of the finite elements, and how many are not numbers or
     not finite. None for what a dtype does not have, and of no elements. Complex numbers are counted
-    only; so are packed ones, which torch cannot compute with."""
+    only; so are packed ones, which torch cannot compute with. `read` is called with the bytes of
+    each piece that was read."""
     answer: dict[str, Any] = dict.fromkeys(("min", "max", "mean", "nan", "inf"))
     dtype = stored.dtype
     if dtype == _FLOAT4:
@@ -44,6 +47,7 @@ def statistics_of(stored: StoredTensor) -> dict[str, Any]:
     # Sums are of float64, which holds every integer up to 2^53.
     for index in pieces(stored.shape, dtype.itemsize):
         piece = stored[index]
+        read(piece.nbytes)
         if dtype.itemsize == 1 and floating:
             piece = piece.to(torch.float32)  # float8 lacks kernels
         if floating:
@@ -68,17 +72,33 @@ def statistics_of(stored: StoredTensor) -> dict[str, Any]:
     return answer
 
 
-def differences(a: StoredTensor, b: StoredTensor, rtol: float, atol: float) -> tuple[int, float]:
+def differences(
+    a: StoredTensor,
+    b: StoredTensor,
+    rtol: float,
+    atol: float,
+    *,
+    budget: int = 16 * PIECE_BYTES,
+    read: Callable[[int], None] = lambda _: None,
+) -> tuple[int, float]:
     """How many elements differ, and by how much at most. REQUIRES: shapes are equal.
 
     Without tolerances and of one dtype elements are compared bit by bit, so that a NaN equals
     itself; else as integers, or as float64, where |a - b| <= atol + rtol * |b| counts as equal, and
     so do two NaNs. The second is 0.0 where only the bits differ, and NaN where one of two is a NaN.
+
+    budget: bytes of memory that this takes at most, from 64 MiB on. read: is called with the bytes
+    of each piece that was compared.
     """
     exact = a.dtype == b.dtype and not rtol and not atol
+    sizes = a.dtype.itemsize, b.dtype.itemsize
+    # Two pieces are a quarter of the budget at most, what is computed of a part of them another.
+    most = min(PIECE_BYTES // 2, budget // 8)
+    part = max(1, most // _BYTES_TO_COMPARE)
     count, largest = 0, 0.0
-    for index in pieces(a.shape, max(a.dtype.itemsize, b.dtype.itemsize), PIECE_BYTES // 2):
-        left, right = a[index].contiguous(), b[index].contiguous()
+    for index in pieces(a.shape, max(sizes), most):
+        left, right = (each[index].contiguous().view(-1) for each in (a, b))
+        read(left.numel() * sum(sizes))
         if exact and _bits_equal(left, right):
             continue
         if _FLOAT4 in (a.dtype, b.dtype):
@@ -86,24 +106,34 @@ def differences(a: StoredTensor, b: StoredTensor, rtol: float, atol: float) -> t
                 return 0, 0.0  # torch cannot compute with them
             count += int((left.view(torch.uint8) != right.view(torch.uint8)).sum())
             continue
-        x, y = _wide(left, right), _wide(right, left)
-        if exact:
-            size = a.dtype.itemsize
-            bits = [each.view(-1).view(torch.uint8).view(-1, size) for each in (left, right)]
-            count += int((bits[0] != bits[1]).any(dim=1).sum())
-        else:
-            close = _close(x, y, rtol, atol)
-            count += int((~close).sum())
-        apart = (x - y).abs()[~(torch.isnan(x) & torch.isnan(y)) & (x != y)].to(torch.float64)
-        if apart.numel():
-            found = float(apart.max())
-            largest = found if found != found or found > largest else largest
+        for x, y in zip(left.split(part), right.split(part), strict=True):
+            number, apart = _differences(x, y, None if exact else (rtol, atol))
+            count += number
+            largest = apart if apart != apart or apart > largest else largest
     return count, largest
 
 
+# Of an element: two of complex128, their difference and its size, and what torch makes on the way.
+_BYTES_TO_COMPARE = 128
+
+
+def _differences(
+    left: torch.Tensor, right: torch.Tensor, tolerances: tuple[float, float] | None
+) -> tuple[int, float]:
+    """The same of two flat tensors in memory; bit by bit without tolerances."""
+    x, y = _wide(left, right), _wide(right, left)
+    if tolerances is None:
+        size = left.dtype.itemsize
+        bits = [each.view(torch.uint8).view(-1, size) for each in (left, right)]
+        count = int((bits[0] != bits[1]).any(dim=1).sum())
+    else:
+        count = int((~_close(x, y, *tolerances)).sum())
+    apart = (x - y).abs()[~(torch.isnan(x) & torch.isnan(y)) & (x != y)].to(torch.float64)
+    return count, float(apart.max()) if apart.numel() else 0.0
+
+
 def _bits_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    flat = [each.view(-1).view(torch.uint8) for each in (left, right)]
-    return torch.equal(*flat)
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 def _close(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:

@@ -1,0 +1,174 @@
+"""The checkpoints in a directory, one for each step of a run: which there are, in what state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from typing import Any
+
+from torch_ckpt import _core
+from torch_ckpt.checkpoint import Checkpoint
+from torch_ckpt.cli.leaves import values_of
+from torch_ckpt.cli.output import count, format_bytes, printable
+from torch_ckpt.cli.text import bold, columns, natural, red
+from torch_ckpt.errors import CheckpointError, IncompleteError
+from torch_ckpt.jobs import OpenedCheckpoint
+from torch_ckpt.leftovers import tree_bytes
+from torch_ckpt.options import local_path
+
+# step-7 of ours, checkpoint-7 of Trainer, iter_0000007 of Megatron, global_step7 of DeepSpeed,
+# epoch=1-step=7.ckpt of Lightning.
+_STEP = re.compile(
+    r"(?:.*[^a-z])?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?([0-9]+)(\.[a-z]+)?",
+    re.IGNORECASE,
+)
+_STAGED = re.compile(r"\.(.+)\.torch_ckpt-stage")
+_FILES = (".pt", ".pth", ".ckpt", ".bin")  # as people call files of torch.save
+_MARKS = ("torch_ckpt.json", ".metadata", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_LEAVES = ("step", "global_step", "iteration")
+
+WHOLE, INCOMPLETE, WRITING, ABANDONED, UNREADABLE = (
+    "whole",
+    "incomplete",
+    "being written",
+    "abandoned",
+    "unreadable",
+)
+
+
+def step_in_name(name: str) -> int | None:
+    """The step that the name of a directory or a file says."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def step_of(opened: OpenedCheckpoint, described: dict[str, Any]) -> int | None:
+    """The step of a checkpoint: by its name, else by a leaf that is called so."""
+    step = step_in_name(os.path.basename(opened.path))
+    if step is not None:
+        return step
+    names = set(_LEAVES).intersection(_core.objects_of(described))
+    values = values_of(opened, described, names)
+    found = (values.get(name) for name in _LEAVES)
+    return next((value for value in found if type(value) is int), None)
+
+
+def find_steps(root: str) -> list[dict[str, Any]]:
+    """The checkpoints right below `root` by their steps, then those without by their names: "name",
+    "step", "state", "format", "bytes", "modified" (seconds since 1970) and "error", what is wrong.
+
+    Other children are passed over; damage of one is its state. Raises OSError.
+    """
+    root = local_path(root)
+    with os.scandir(root) as children:
+        names = {child.name: child.is_dir() for child in children}
+    found = []
+    for name, is_directory in names.items():
+        staged = _STAGED.fullmatch(name)
+        if staged and staged[1] not in names:
+            found.append(_staged(root, staged[1]))
+        elif not name.startswith(".") and _may_be_one(root, name, is_directory):
+            found.append(_look(os.path.join(root, name)))
+    return sorted(
+        found, key=lambda each: (each["step"] is None, each["step"], natural(each["name"]))
+    )
+
+
+def _may_be_one(root: str, name: str, is_directory: bool) -> bool:
+    if step_in_name(name) is not None:
+        return is_directory or name.endswith(_FILES)
+    if not is_directory:
+        return False
+    try:
+        inside = os.listdir(os.path.join(root, name))
+    except OSError:
+        return False
+    return any(
+        each in _MARKS or each.endswith(".safetensors") or each.startswith("torch_ckpt-")
+        for each in inside
+    )
+
+
+def _entry(path: str) -> dict[str, Any]:
+    name = os.path.basename(path)
+    entry: dict[str, Any] = {"name": name, "step": step_in_name(name), "state": WHOLE}
+    return {**entry, "format": None, "bytes": None, "modified": None, "error": None}
+
+
+def _look(path: str) -> dict[str, Any]:
+    entry = _entry(path)
+    try:
+        opened = OpenedCheckpoint(path)
+        described = opened.describe()
+        entry["format"] = described["format"]
+        files = _core.call({"op": "files", "checkpoint": opened.id})["files"]
+        entry["bytes"] = sum(file["bytes"] for file in files)
+        if described["source"] == "manifest" and not Checkpoint(path).is_committed():
+            # As `describe` says what is missing.
+            _core.describe({"checkpoint": opened.id, "check_files": True}, whole=False)
+    except (CheckpointError, OSError) as error:
+        state = INCOMPLETE if isinstance(error, IncompleteError) else UNREADABLE
+        entry.update(state=state, bytes=None, error=_short(error, path))
+    with contextlib.suppress(OSError):
+        entry["bytes"], entry["modified"] = _measured(path, entry["bytes"])
+    if entry["state"] == INCOMPLETE and os.path.isdir(path) and _in_use(path):
+        entry.update(state=WRITING, error=None)
+    return entry
+
+
+def _short(error: CheckpointError | OSError, path: str) -> str:
+    """The error without `path`, which it is about."""
+    said = str(error).replace(f"{path}/", "").removeprefix(f"{path}: ")
+    return said if isinstance(error, CheckpointError) else f"cannot be read: {said}"
+
+
+def _staged(root: str, name: str) -> dict[str, Any]:
+    """Of a first save to `name`, which shows there when it is committed."""
+    path = os.path.join(root, name)
+    entry = _entry(path)
+    entry["state"] = WRITING if _in_use(path) else ABANDONED
+    if entry["state"] == ABANDONED:
+        entry["error"] = "left by a save that died; 'torch-ckpt clean' removes it"
+    with contextlib.suppress(OSError):
+        entry["bytes"], entry["modified"] = _measured(f"{root}/.{name}.torch_ckpt-stage", None)
+    return entry
+
+
+def _in_use(path: str) -> bool:
+    try:
+        places = _core.call({"op": "staged_places", "path": path})["places"]
+    except (CheckpointError, OSError):
+        return False
+    return any(place["in_use"] for place in places)
+
+
+def _measured(path: str, size: int | None) -> tuple[int, float]:
+    """Bytes of `path`, those of all that is in it unless `size` says them; and when it was changed
+    last, or something right in it."""
+    latest = os.stat(path).st_mtime
+    if os.path.isdir(path):
+        with os.scandir(path) as children:
+            for child in children:
+                latest = max(latest, child.stat(follow_symlinks=False).st_mtime)
+    return tree_bytes(path) if size is None else size, latest
+
+
+def steps_text(fields: dict[str, Any]) -> str:
+    rows = []
+    for each in fields["steps"]:
+        size = "" if each["bytes"] is None else format_bytes(each["bytes"])
+        when = "" if each["modified"] is None else _time(each["modified"])
+        wrong = printable(each["error"] or "")
+        row = (printable(each["name"]), each["state"], each["format"] or "", size, when, wrong)
+        rows.append(row)
+    states = [each["state"] for each in fields["steps"]]
+    said = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
+    head = f"{bold(printable(fields['path']))}: {count(len(rows), 'checkpoint')}, {', '.join(said)}"
+    styles = {0: bold, 1: lambda state: state if state == WHOLE else red(state)}
+    return "\n".join([head, *(f"  {line}" for line in columns(rows, right={3}, styles=styles))])
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
