@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 import torch_ckpt
+from torch_ckpt.cli.clean import clean
 from torch_ckpt.cli.consolidate import consolidate
 from torch_ckpt.cli.convert import convert
 from torch_ckpt.cli.diff import diff
@@ -28,7 +29,7 @@ def cli() -> None:
     """
 
 
-for _command in (consolidate, convert, diff, inspect, ls, recover, show, verify):
+for _command in (clean, consolidate, convert, diff, inspect, ls, recover, show, verify):
     cli.add_command(_command)
 for _command in (doctor, layout, timeline):
     cli.add_command(_command)

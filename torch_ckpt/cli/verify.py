@@ -22,6 +22,9 @@ def verify(path: str, threads: int, no_direct_io: bool, output: Output) -> None:
 
     What torch_ckpt wrote has digests; of files of stock DCP and torch.save the CRC-32 of every
     entry is compared. Other files have neither.
+
+    \b
+    torch-ckpt verify run/step-1000 && echo whole
     """
     checkpoint = Checkpoint(path)
     with output.progress("verifying") as progress:
@@ -41,7 +44,11 @@ def verify(path: str, threads: int, no_direct_io: bool, output: Output) -> None:
 def recover(path: str, output: Output) -> None:
     """Finish an interrupted save into directory PATH, or remove what it left.
 
-    Every save does this first; this command is for directories that no save will come to.
+    Every save does this first; this command is for directories that no save will come to. 'clean'
+    says what there is before it does the same, for all checkpoints of a directory.
+
+    \b
+    torch-ckpt recover run/step-1000
     """
     checkpoint = Checkpoint(path)
     acted = checkpoint.recover()
