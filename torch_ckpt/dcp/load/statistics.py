@@ -45,9 +45,7 @@ def statistics_of(
     count, total = 0, 0.0
     nan = inf = 0
     # Sums are of float64, which holds every integer up to 2^53.
-    for index in pieces(stored.shape, dtype.itemsize):
-        piece = stored[index]
-        read(piece.nbytes)
+    for piece in _read_in_parts(stored, read):
         if dtype.itemsize == 1 and floating:
             piece = piece.to(torch.float32)  # float8 lacks kernels
         if floating:
@@ -70,6 +68,14 @@ def statistics_of(
     if floating:
         answer.update(nan=nan, inf=inf)
     return answer
+
+
+def _read_in_parts(stored: StoredTensor, read: Callable[[int], None]) -> Iterator[torch.Tensor]:
+    """All elements, in flat parts so small that what is computed of one takes little memory."""
+    for index in pieces(stored.shape, stored.dtype.itemsize):
+        piece = stored[index].contiguous().view(-1)
+        read(piece.nbytes)
+        yield from piece.split(max(1, PIECE_BYTES // _BYTES_TO_COMPARE))
 
 
 def differences(
