@@ -89,14 +89,17 @@ def test_nothing_is_left_by_saves_that_lived(root: Path) -> None:
 def test_killed_saves(root: Path) -> None:
     killed_save(root / "step-4")
     killed_save(root / "step-2")
+    # Of a first save of step 2, before the directory was made by others.
+    shutil.copytree(root / "step-2/.torch_ckpt-stage", root / ".step-2.torch_ckpt-stage")
     before = everything(root)
     wanted = {
         ".step-4.torch_ckpt-stage": ("remove", None),
         "step-2/.torch_ckpt-stage": ("remove", None),
+        ".step-2.torch_ckpt-stage": ("remove", None),
     }
     assert clean(root) == wanted
     done = run("clean", root)
-    assert "would remove or finish 2 things, " in done.stdout and "--yes" in done.stdout
+    assert "would remove or finish 3 things, " in done.stdout and "--yes" in done.stdout
     assert everything(root) == before  # not even a lock was touched
     assert clean(root, "--yes") == wanted
     assert sorted(os.listdir(root)) == ["LATEST", "step-1", "step-2", "step-3"]
@@ -112,6 +115,9 @@ def test_one_checkpoint_there_or_not(root: Path) -> None:
     assert clean(root / "step-4", "--yes") == {"../.step-4.torch_ckpt-stage": ("remove", None)}
     assert clean(root) == {}
     assert run("clean", root / "step-4").exit_code == 3
+    assert run("clean", root / "no" / "such").exit_code == 3
+    done = run("clean", root / "LATEST")
+    assert done.exit_code == 1 and len(done.stderr.splitlines()) == 1
 
 
 def test_what_a_running_save_owns_stays(root: Path) -> None:

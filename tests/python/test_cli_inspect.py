@@ -300,6 +300,10 @@ def test_a_directory_of_steps(tmp_path: Path) -> None:
     of_ours(root / "step-11", nested())
     (root / "step-11" / SHARD).unlink()
     (root / "iter_0000012").mkdir()
+    of_dcp(root / "global_step12", nested())
+    (root / "global_step12" / ".metadata").unlink()
+    (root / "checkpoint-12").mkdir()
+    (root / "checkpoint-12" / "mp_rank_00_model_states.pt").touch()
     killed_save(root / "step-13")
     live = SaveSession(str(root / "step-14"), overwrite=True)
     try:
@@ -313,15 +317,18 @@ def test_a_directory_of_steps(tmp_path: Path) -> None:
         ("step-5.pt", "whole", "torch"),
         ("step-10", "whole", "torch_ckpt"),
         ("step-11", "incomplete", "torch_ckpt"),
+        ("checkpoint-12", "unreadable", None),
+        ("global_step12", "incomplete", None),
         ("iter_0000012", "incomplete", None),
         ("step-13", "abandoned", None),
         ("step-14", "being written", None),
         ("best", "whole", "torch_ckpt"),
     ]
-    assert [each["step"] for each in steps] == [2, 3, 5, 10, 11, 12, 13, 14, None]
-    assert SHARD in steps[4]["error"] and steps[6]["bytes"] >= 5000
+    assert [each["step"] for each in steps] == [2, 3, 5, 10, 11, 12, 12, 12, 13, 14, None]
+    assert SHARD in steps[4]["error"] and steps[8]["bytes"] >= 5000
     assert all(each["bytes"] is not None and each["modified"] for each in steps)
-    assert lines[0] == f"{root}: 9 checkpoints, 5 whole, 2 incomplete, 1 abandoned, 1 being written"
+    said = "5 whole, 3 incomplete, 1 unreadable, 1 abandoned, 1 being written"
+    assert lines[0] == f"{root}: 11 checkpoints, {said}"
 
 
 def test_a_step_that_is_damaged_does_not_hide_the_others(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def clean(path: str, yes: bool, keep_last: int | None, output: Output) -> None:
         item = _fields(each)
         if yes and each.kept is None:
             try:
-                if not each.remove():
+                # One recovery may do the work of several: what is gone by now is removed.
+                if not each.remove() and os.path.lexists(each.path):
                     item.update(action="keep", reason="it holds what others wrote, or is in use")
             except ConflictError as error:
                 item.update(action="keep", reason=error.message)

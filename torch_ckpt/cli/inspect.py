@@ -36,9 +36,7 @@ _FILES_SHOWN = 24
 @click.argument("path", type=click.Path())
 @click.option("--tensors", is_flag=True, help="List every tensor and every other leaf.")
 @click.option("--tree", is_flag=True, help="Show the names as a tree, with counts and sizes.")
-@click.option(
-    "--depth", type=click.IntRange(min=1), help="Levels of the tree that are shown. Default: all."
-)
+@click.option("--depth", type=click.IntRange(min=1), help="Show a tree of this many levels.")
 @click.option("--steps", is_flag=True, help="List the checkpoints in PATH, even if it is one too.")
 @click.option("--format", help="What PATH is read as: torch_ckpt, hf, dcp or torch.")
 @with_output
@@ -79,6 +77,7 @@ def inspect(
             _report_steps(path, found, output)
             return
         raise
+    tree = tree or depth is not None
     which = {"checkpoint": opened.id, "check_files": True}
     described = _core.describe(which, whole=tensors)
     fields = _fields(opened, described)

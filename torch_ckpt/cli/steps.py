@@ -26,7 +26,9 @@ _STEP = re.compile(
 )
 _STAGED = re.compile(r"\.(.+)\.torch_ckpt-stage")
 _FILES = (".pt", ".pth", ".ckpt", ".bin")  # as people call files of torch.save
-_MARKS = ("torch_ckpt.json", ".metadata", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_MARK = re.compile(
+    r"torch_ckpt[-.].*|\.torch_ckpt-stage.*|\.metadata|pytorch_model.*\.bin.*|.*\.(safetensors|distcp)"
+)
 _LEAVES = ("step", "global_step", "iteration")
 
 WHOLE, INCOMPLETE, WRITING, ABANDONED, UNREADABLE = (
@@ -79,16 +81,14 @@ def find_steps(root: str) -> list[dict[str, Any]]:
 def _may_be_one(root: str, name: str, is_directory: bool) -> bool:
     if step_in_name(name) is not None:
         return is_directory or name.endswith(_FILES)
-    if not is_directory:
-        return False
-    try:
-        inside = os.listdir(os.path.join(root, name))
-    except OSError:
-        return False
-    return any(
-        each in _MARKS or each.endswith(".safetensors") or each.startswith("torch_ckpt-")
-        for each in inside
-    )
+    return is_directory and _has_marks(os.path.join(root, name))
+
+
+def _has_marks(path: str) -> bool:
+    """Whether directory `path` has files that are called as those of a checkpoint are."""
+    with contextlib.suppress(OSError):
+        return any(map(_MARK.fullmatch, os.listdir(path)))
+    return False
 
 
 def _entry(path: str) -> dict[str, Any]:
@@ -109,7 +109,9 @@ def _look(path: str) -> dict[str, Any]:
             # As `describe` says what is missing.
             _core.describe({"checkpoint": opened.id, "check_files": True}, whole=False)
     except (CheckpointError, OSError) as error:
-        state = INCOMPLETE if isinstance(error, IncompleteError) else UNREADABLE
+        # What is there must be the beginning of a checkpoint, or nothing.
+        begun = _has_marks(path) or (os.path.isdir(path) and not os.listdir(path))
+        state = INCOMPLETE if isinstance(error, IncompleteError) and begun else UNREADABLE
         entry.update(state=state, bytes=None, error=_short(error, path))
     with contextlib.suppress(OSError):
         entry["bytes"], entry["modified"] = _measured(path, entry["bytes"])

@@ -98,8 +98,9 @@ def differences(
     """
     exact = a.dtype == b.dtype and not rtol and not atol
     sizes = a.dtype.itemsize, b.dtype.itemsize
-    # Two pieces are a quarter of the budget at most, what is computed of a part of them another.
-    most = min(PIECE_BYTES // 2, budget // 8)
+    # Two pieces are an eighth of the budget at most, and so is what is computed of a part of them;
+    # the core reads through buffers of its own, of 32 MiB at most.
+    most = min(PIECE_BYTES // 2, budget // 16)
     part = max(1, most // _BYTES_TO_COMPARE)
     count, largest = 0, 0.0
     for index in pieces(a.shape, max(sizes), most):
