@@ -71,9 +71,9 @@ def consolidate(
     no_direct_io: bool,
     output: Output,
 ) -> None:
-    """Merge the checkpoint in directory IN into whole tensors in directory OUT.
+    """Merge the shards in IN into whole tensors in OUT.
 
-    OUT gets model-XXXXX-of-XXXXX.safetensors and their index; it may be IN. All or nothing. Under
+    Both are directories. OUT gets model-XXXXX-of-XXXXX.safetensors and their index; it may be IN. All or nothing. Under
     torchrun all processes share the work.
 
     \b

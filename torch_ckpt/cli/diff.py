@@ -42,9 +42,9 @@ def diff(
     memory_budget: str,
     output: Output,
 ) -> None:
-    """Compare the leaves of the checkpoints A and B, of whatever formats and shardings.
+    """Compare the leaves of the checkpoints A and B.
 
-    Tensors are compared bit by bit, or within --rtol and --atol, in pieces; of the containers that
+    They may be of any formats and shardings. Tensors are compared bit by bit, or within --rtol and --atol, in pieces; of the containers that
     leaves stand in only their names count. Exit status 4 where something differs. Imports torch.
 
     \b

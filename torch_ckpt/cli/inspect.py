@@ -49,11 +49,11 @@ def inspect(
     format: str | None,
     output: Output,
 ) -> None:
-    """Show what PATH holds: a checkpoint, a file of one, or a directory of checkpoints.
+    """Show what PATH holds.
 
     Of a checkpoint: format, step, tensors and bytes by dtype, files, and how evenly the bytes are
-    shared out. Of one of its shards: the boxes in it. A directory of checkpoints is listed by
-    steps. Reads headers only; 'verify' reads the data, 'ls' lists names, 'show' shows values.
+    shared out. Of a file of one: the boxes in it. Of a directory of checkpoints: one line for each,
+    by steps, with its state. Reads headers only; 'verify' reads the data, 'ls' lists names, 'show' shows values.
 
     \b
     torch-ckpt inspect run

@@ -34,7 +34,7 @@ _ORDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 @click.option("--format", help="What PATH is read as: torch_ckpt, hf, dcp, megatron or torch.")
 @with_output
 def ls(path: str, pattern: str, sort: str, format: str | None, output: Output) -> None:
-    """List the leaves of the checkpoint PATH whose names match PATTERN.
+    """List the leaves of a checkpoint by their names.
 
     PATTERN is as in a shell, where * stands for dots too. Of tensors: dtype, shape, size; of other
     leaves: the value, unless it stands in a file of more than 16 MiB.

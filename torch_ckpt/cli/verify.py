@@ -42,7 +42,7 @@ def verify(path: str, threads: int, no_direct_io: bool, output: Output) -> None:
 @click.argument("path", type=click.Path())
 @with_output
 def recover(path: str, output: Output) -> None:
-    """Finish an interrupted save into directory PATH, or remove what it left.
+    """Finish an interrupted save, or remove what it left.
 
     Every save does this first; this command is for directories that no save will come to. 'clean'
     says what there is before it does the same, for all checkpoints of a directory.
