@@ -167,6 +167,31 @@ def test_diff_and_show_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     assert fields("show", a, "x")["mean"] == 499.5
 
 
+def test_diff_reads_small_tensors_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    read = statistics.read_together
+    monkeypatch.setattr(
+        statistics, "read_together", lambda each: calls.append(len(each)) or read(each)
+    )
+    what = {f"w{number}": torch.full((number % 7,), float(number)) for number in range(100)}
+    what["large"] = torch.arange(5_000_000.0)
+    a = of_torch(tmp_path / "a.pt", what)
+    for name in ("w50", "w99", "large"):
+        what[name] = what[name] + 1
+    b = of_dcp(tmp_path / "b", what)
+    found = {each["name"]: each["what"] for each in fields("diff", a, b)["different"]}
+    assert found == {
+        "large": "5,000,000 of 5,000,000 values differ, by 1 at most",
+        "w50": "1 of 1 value differ, by 1 at most",
+        "w99": "1 of 1 value differ, by 1 at most",
+    }
+    assert calls == [100, 100]
+    calls.clear()
+    monkeypatch.setattr(statistics, "_MOST_TOGETHER", 30)
+    assert len(fields("diff", a, b)["different"]) == 3
+    assert calls == [30, 30, 30, 30, 30, 30, 10, 10]
+
+
 def test_ls_and_inspect_start_without_torch(tmp_path: Path) -> None:
     path = of_torch(tmp_path / "a.pt", {"w": torch.ones(2), "n": 1})
     for command in ("ls", "inspect"):

@@ -28,9 +28,10 @@ _DONE = {"remove": "removed", "finish": "finished", "keep": "kept"}
 def clean(path: str, yes: bool, keep_last: int | None, output: Output) -> None:
     """Show what may be removed from PATH, and remove it.
 
-    PATH is a checkpoint or a directory of checkpoints. What may go is what saves, deletions and conversions that died have left, and checkpoints of torch_ckpt
-    that are not whole, if a whole one of a later step is there. A commit that was interrupted is
-    finished. What a running save owns stays, and so does what others wrote.
+    PATH is a checkpoint or a directory of checkpoints. What may go is what saves, deletions and
+    conversions that died have left, and checkpoints of torch_ckpt that are not whole, if a whole
+    one of a later step is there. A commit that was interrupted is finished. What a running save
+    owns stays, and so does what others wrote.
 
     \b
     torch-ckpt clean run

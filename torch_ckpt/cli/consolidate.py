@@ -73,8 +73,8 @@ def consolidate(
 ) -> None:
     """Merge the shards in IN into whole tensors in OUT.
 
-    Both are directories. OUT gets model-XXXXX-of-XXXXX.safetensors and their index; it may be IN. All or nothing. Under
-    torchrun all processes share the work.
+    Both are directories. OUT gets model-XXXXX-of-XXXXX.safetensors and their index; it may be IN.
+    All or nothing. Under torchrun all processes share the work.
 
     \b
     torch-ckpt consolidate run/step-1000 model --naming hf --dtype bf16

@@ -44,8 +44,9 @@ def diff(
 ) -> None:
     """Compare the leaves of the checkpoints A and B.
 
-    They may be of any formats and shardings. Tensors are compared bit by bit, or within --rtol and --atol, in pieces; of the containers that
-    leaves stand in only their names count. Exit status 4 where something differs. Imports torch.
+    They may be of any formats and shardings. Tensors are compared bit by bit, or within --rtol and
+    --atol, in pieces; of the containers that leaves stand in only their names count. Exit status 4
+    where something differs. Imports torch.
 
     \b
     torch-ckpt diff run/step-1000 run/step-2000 --names-only
@@ -103,7 +104,18 @@ def _differences(
 
     objects = [each.objects for each in (a, b)]
     sides = [{*each, *leaves} for each, leaves in zip((a, b), objects, strict=True)]
-    for name in sorted(sides[0] | sides[1], key=natural):
+    names = sorted(sides[0] | sides[1], key=natural)
+    compared = differences(
+        (
+            (a[name], b[name])
+            for name in names
+            if tolerances and name in a and name in b and a[name].shape == b[name].shape
+        ),
+        *(tolerances or (0.0, 0.0)),
+        budget=budget,
+        read=read,
+    )
+    for name in names:
         if not (name in sides[0] and name in sides[1]):
             where = "a" if name in sides[0] else "b"
             yield {"name": name, "in": where, "what": f"only in {where.upper()}"}
@@ -124,7 +136,7 @@ def _differences(
             if left.shape != right.shape:
                 what.append(f"shapes {list(left.shape)} and {list(right.shape)}")
             elif tolerances is not None:
-                number, largest = differences(left, right, *tolerances, budget=budget, read=read)
+                number, largest = next(compared)
                 if number:
                     of = count(left.shape.numel(), "value")
                     what.append(f"{number:,} of {of} differ, by {largest:.6g} at most")

@@ -53,7 +53,8 @@ def inspect(
 
     Of a checkpoint: format, step, tensors and bytes by dtype, files, and how evenly the bytes are
     shared out. Of a file of one: the boxes in it. Of a directory of checkpoints: one line for each,
-    by steps, with its state. Reads headers only; 'verify' reads the data, 'ls' lists names, 'show' shows values.
+    by steps, with its state. Reads headers only; 'verify' reads the data, 'ls' lists names, 'show'
+    shows values.
 
     \b
     torch-ckpt inspect run

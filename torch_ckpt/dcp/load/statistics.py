@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from torch_ckpt.dcp.load.stored import StoredTensor
+from torch_ckpt.dcp.load.stored import StoredTensor, read_together
 
 _FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 PIECE_BYTES = 32 << 20  # of a tensor, at most, held at once
@@ -79,44 +79,83 @@ def _read_in_parts(stored: StoredTensor, read: Callable[[int], None]) -> Iterato
 
 
 def differences(
-    a: StoredTensor,
-    b: StoredTensor,
+    pairs: Iterable[tuple[StoredTensor, StoredTensor]],
     rtol: float,
     atol: float,
     *,
     budget: int = 16 * PIECE_BYTES,
     read: Callable[[int], None] = lambda _: None,
-) -> tuple[int, float]:
-    """How many elements differ, and by how much at most. REQUIRES: shapes are equal.
+) -> Iterator[tuple[int, float]]:
+    """Of each pair how many elements differ, and by how much at most. REQUIRES: the shapes of a
+    pair are equal, all first ones are of one checkpoint, and so are all second ones.
 
     Without tolerances and of one dtype elements are compared bit by bit, so that a NaN equals
     itself; else as integers, or as float64, where |a - b| <= atol + rtol * |b| counts as equal, and
     so do two NaNs. The second is 0.0 where only the bits differ, and NaN where one of two is a NaN.
 
     budget: bytes of memory that this takes at most, from 64 MiB on. read: is called with the bytes
-    of each piece that was compared.
+    that were compared, again and again.
     """
-    exact = a.dtype == b.dtype and not rtol and not atol
-    sizes = a.dtype.itemsize, b.dtype.itemsize
     # Two pieces are an eighth of the budget at most, and so is what is computed of a part of them;
     # the core reads through buffers of its own, of 32 MiB at most.
     most = min(PIECE_BYTES // 2, budget // 16)
     part = max(1, most // _BYTES_TO_COMPARE)
-    count, largest = 0, 0.0
-    for index in pieces(a.shape, max(sizes), most):
-        left, right = (each[index].contiguous().view(-1) for each in (a, b))
-        read(left.numel() * sum(sizes))
-        if exact and _bits_equal(left, right):
+    together: list[tuple[StoredTensor, StoredTensor]] = []  # small ones, read by one call
+    size = 0
+
+    def flush() -> Iterator[tuple[int, float]]:
+        lefts, rights = (read_together([pair[side] for pair in together]) for side in (0, 1))
+        for left, right in zip(lefts, rights, strict=True):
+            read(left.nbytes + right.nbytes)
+            yield _compared(left, right, rtol, atol, part)
+        together.clear()
+
+    for a, b in pairs:
+        itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
+        bytes_of_it = a.shape.numel() * itemsize
+        if together and (size + bytes_of_it > most or len(together) >= _MOST_TOGETHER):
+            yield from flush()
+            size = 0
+        if bytes_of_it <= most:
+            together.append((a, b))
+            size += bytes_of_it
             continue
-        if _FLOAT4 in (a.dtype, b.dtype):
-            if a.dtype != b.dtype:
-                return 0, 0.0  # torch cannot compute with them
-            count += int((left.view(torch.uint8) != right.view(torch.uint8)).sum())
-            continue
-        for x, y in zip(left.split(part), right.split(part), strict=True):
-            number, apart = _differences(x, y, None if exact else (rtol, atol))
+        count, largest = 0, 0.0
+        for index in pieces(a.shape, itemsize, most):
+            left, right = a[index], b[index]
+            read(left.nbytes + right.nbytes)
+            number, apart = _compared(left, right, rtol, atol, part)
             count += number
-            largest = apart if apart != apart or apart > largest else largest
+            largest = _larger(apart, largest)
+        yield count, largest
+    yield from flush()
+
+
+_MOST_TOGETHER = 4096
+
+
+def _larger(a: float, b: float) -> float:
+    """NaN is larger than any number."""
+    return a if a != a or a > b else b
+
+
+def _compared(
+    left: torch.Tensor, right: torch.Tensor, rtol: float, atol: float, part: int
+) -> tuple[int, float]:
+    """The same of two tensors in memory. What is computed is of `part` elements at a time."""
+    exact = left.dtype == right.dtype and not rtol and not atol
+    left, right = left.contiguous().view(-1), right.contiguous().view(-1)
+    if exact and _bits_equal(left, right):
+        return 0, 0.0
+    if _FLOAT4 in (left.dtype, right.dtype):
+        if left.dtype != right.dtype:
+            return 0, 0.0  # torch cannot compute with them
+        return int((left.view(torch.uint8) != right.view(torch.uint8)).sum()), 0.0
+    count, largest = 0, 0.0
+    for x, y in zip(left.split(part), right.split(part), strict=True):
+        number, apart = _differences(x, y, None if exact else (rtol, atol))
+        count += number
+        largest = _larger(apart, largest)
     return count, largest
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any
 
@@ -115,7 +115,12 @@ class StoredTensor:
         names = [self.name, *(self.name + end for end in SCALES if self.name + end in self._names)]
         # Of scales beside it only the names count.
         described = {"types": [self._stored], "names": names, "type_of": [0] * len(names)}
-        reader = TensorReader(
+        item = _item(self.name, box.offsets, box.sizes)
+        planner: Any = _Targets({self.name: target})
+        self._reader(described).read([item], planner)
+
+    def _reader(self, described: dict[str, Any]) -> TensorReader:
+        return TensorReader(
             self._opened,
             described,
             workers=MIN_WORKERS,
@@ -123,11 +128,6 @@ class StoredTensor:
             strict_dtype=False,
             direct_io=self._direct_io,
         )
-        place = MetadataIndex(self.name)
-        zeros = torch.Size([0] * len(box.sizes))
-        item = ReadItem(LoadItemType.TENSOR, place, zeros, place, box.offsets, box.sizes)
-        planner: Any = _OneTarget(target)
-        reader.read([item], planner)
 
     def _placements(self) -> list[dict[str, Any]]:
         """Where its boxes are. Raises ConflictError where their files are others by now."""
@@ -178,6 +178,33 @@ class StoredTensor:
         self._placements()
         view = torch.empty(0, dtype=dtype, device="cpu")
         return view.set_(storage, placed["offset"] // dtype.itemsize, self.shape, steps)
+
+
+def read_together(tensors: Sequence[StoredTensor]) -> list[torch.Tensor]:
+    """All of each of the tensors, as `tensor[...]`, by one call of the core: of many small ones in
+    a fraction of the time. REQUIRES: they are of one checkpoint. Raises what `read` does."""
+    if not tensors:
+        return []
+    targets = {
+        each.name: torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in tensors
+    }
+    described = {
+        "types": [each._stored for each in tensors],
+        "names": list(targets),
+        "type_of": list(range(len(tensors))),
+    }
+    items = [_item(name, [0] * target.dim(), target.shape) for name, target in targets.items()]
+    planner: Any = _Targets(targets)
+    tensors[0]._reader(described).read(items, planner)
+    return list(targets.values())
+
+
+def _item(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> ReadItem:
+    """What is read of a tensor: a box, into a target of its sizes."""
+    place = MetadataIndex(name)
+    zeros = torch.Size([0] * len(sizes))
+    box = torch.Size(offsets), torch.Size(sizes)
+    return ReadItem(LoadItemType.TENSOR, place, zeros, place, *box)
 
 
 class _Box:
@@ -235,14 +262,14 @@ class _Box:
         return out
 
 
-class _OneTarget:
-    """What a reader asks of a planner, where there is one tensor to fill."""
+class _Targets:
+    """What a reader asks of a planner: the tensors that are filled, by their names."""
 
-    def __init__(self, target: torch.Tensor) -> None:
-        self.target = target
+    def __init__(self, targets: dict[str, torch.Tensor]) -> None:
+        self.targets = targets
 
     def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        return self.target
+        return self.targets[item.storage_index.fqn]
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         pass
