@@ -171,7 +171,7 @@ def _every_leaf(described: dict[str, Any], leaves: list[dict[str, Any]]) -> dict
 def _lines(
     fields: dict[str, Any], leaves: list[dict[str, Any]], tree: bool, depth: int | None
 ) -> list[str]:
-    what = f"{fields['format']}, {_SOURCES[fields['source']]}"
+    what = f"{fields['format']}, {_SOURCES.get(fields['source'], fields['source'])}"
     lines = [f"{bold(printable(fields['path']))}: {what}"]
     known = [f"step {fields['step']}"] if fields["step"] is not None else []
     if fields["save_id"] is not None:
@@ -189,8 +189,9 @@ def _lines(
     if fields["balance"] is not None:
         balance = fields["balance"]
         least, most = format_bytes(balance["min"]), format_bytes(balance["max"])
+        said = f"{least} each" if least == most else f"{least} to {most}"
         lines.append(
-            f"  {count(balance['count'], balance['of'])} with {least} to {most}; "
+            f"  {count(balance['count'], balance['of'])} with {said}; "
             f"the largest is {balance['ratio']:.2f} times the mean"
         )
     files = fields["files"]
