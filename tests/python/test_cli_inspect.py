@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from launch import PACKAGE
 from sample_states import stock_rows, stock_shard
 
@@ -190,6 +192,32 @@ def test_values_are_cut_and_printable() -> None:
         {"$": 7},
     ):
         assert "\n" not in value_text(malformed)  # and no error
+
+
+TAGS = (
+    *("int", "float", "str", "complex", "bytes", "tuple", "set", "deque", "namedtuple", "dict"),
+    *("odict", "counter", "defaultdict", "range", "size", "datetime", "path", "fraction", "dtype"),
+    *("tensor", "ndarray", "npscalar", "enum", "pickle", "device", "strange"),
+)
+PLAIN_JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+JSON = st.recursive(
+    PLAIN_JSON,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.fixed_dictionaries(
+            {"$": st.sampled_from(TAGS) | inner},
+            optional={key: inner for key in "vctsfpm"},
+        )
+    ),
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(value=JSON)
+def test_values_of_any_json_are_one_short_line(value: Any) -> None:
+    told = value_text(value)
+    assert len(told) <= 60 and told.isprintable()
 
 
 def test_a_value_that_cannot_be_read(tmp_path: Path) -> None:

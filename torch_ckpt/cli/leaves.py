@@ -104,7 +104,7 @@ def value_text(value: Any) -> str:
         return printable(f"({message})")
     try:
         text = _shown(value, _MOST_SHOWN)
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return "(malformed)"  # `show`, `load` and `verify` say how
     text = printable(text)
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
