@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -197,7 +198,7 @@ def test_values_are_cut_and_printable() -> None:
 TAGS = (
     *("int", "float", "str", "complex", "bytes", "tuple", "set", "deque", "namedtuple", "dict"),
     *("odict", "counter", "defaultdict", "range", "size", "datetime", "path", "fraction", "dtype"),
-    *("tensor", "ndarray", "npscalar", "enum", "pickle", "device", "strange"),
+    *("tensor", "ndarray", "npscalar", "namespace", "enum", "pickle", "device", "strange"),
 )
 PLAIN_JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 JSON = st.recursive(
@@ -218,6 +219,12 @@ JSON = st.recursive(
 def test_values_of_any_json_are_one_short_line(value: Any) -> None:
     told = value_text(value)
     assert len(told) <= 60 and told.isprintable()
+
+
+def test_a_namespace_shows_what_is_in_it(tmp_path: Path) -> None:
+    path = of_ours(tmp_path / "c", {"args": argparse.Namespace(lr=0.1, name="x")})
+    (leaf,) = fields("ls", path)["leaves"]
+    assert leaf["value"] == "Namespace(lr=0.1, name='x')"
 
 
 def test_a_value_that_cannot_be_read(tmp_path: Path) -> None:

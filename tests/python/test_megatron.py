@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from foreign_samples import Payload, same
 from launch import run_ranks
 from ranks.megatron import common_state, layer
 
 import torch_ckpt
+from torch_ckpt.cli import cli
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +170,22 @@ def test_stock_directories_with_dtypes_that_are_not_read(tmp_path: Path) -> None
     assert same(checkpoint["w"][...], torch.ones(3))
     with pytest.raises(torch_ckpt.UnsupportedError, match="'z'.*ComplexDoubleStorage"):
         checkpoint.objects["z"]
+
+
+def test_it_is_looked_into(written: Path) -> None:
+    def told(*arguments: str) -> Any:
+        done = CliRunner().invoke(cli, [*arguments, "--json"])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    found = told("inspect", str(written))
+    assert (found["format"], found["step"], found["tensor_count"]) == (
+        "megatron",
+        100,
+        len(torch_ckpt.open(written)),
+    )
+    (step,) = told("inspect", str(written.parent))["steps"]
+    assert (step["step"], step["state"], step["format"]) == (100, "whole", "megatron")
+    boxes = told("inspect", str(written / "__0_0.distcp"))["boxes"]
+    assert "layer.weight" in {box["name"] for box in boxes}
+    assert len(told("ls", str(written))["leaves"]) == found["tensor_count"] + found["object_count"]

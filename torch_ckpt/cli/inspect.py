@@ -38,7 +38,7 @@ _FILES_SHOWN = 24
 @click.option("--tree", is_flag=True, help="Show the names as a tree, with counts and sizes.")
 @click.option("--depth", type=click.IntRange(min=1), help="Show a tree of this many levels.")
 @click.option("--steps", is_flag=True, help="List the checkpoints in PATH, even if it is one too.")
-@click.option("--format", help="What PATH is read as: torch_ckpt, hf, dcp or torch.")
+@click.option("--format", help="What PATH is read as: torch_ckpt, hf, dcp, megatron or torch.")
 @with_output
 def inspect(
     path: str,

@@ -146,6 +146,9 @@ def _tagged(tag: str, value: dict[str, Any], room: int) -> str:
         fields = zip(value["f"], inner or (), strict=True)
         pairs = (f"{name}={_shown(member, room)}" for name, member in fields)
         return f"{value['c'].rpartition(':')[2]}({_items(pairs, room)})"
+    if tag == "namespace":
+        pairs = (f"{name}={_shown(member, room)}" for name, member in inner or ())
+        return f"Namespace({_items(pairs, room)})"
     if tag in ("tensor", "parameter", "ndarray"):
         return f"{tag} {value['t']}{value['s']}"
     if tag == "enum":
