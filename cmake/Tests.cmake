@@ -89,11 +89,13 @@ set(test_sources
     tests/cpp/engine_remove_test.cc
     tests/cpp/engine_ring_test.cc
     tests/cpp/engine_scan_test.cc
+    tests/cpp/engine_save_job_test.cc
     tests/cpp/engine_snapshot_job_test.cc
     tests/cpp/engine_test_util.cc
     tests/cpp/engine_verify_job_test.cc
     tests/cpp/engine_write_job_test.cc
-    tests/cpp/final_test_util.cc)
+    tests/cpp/final_test_util.cc
+    tests/cpp/json_fields_test.cc)
 # A test that starts no thread shows nothing under the thread sanitizer. Those of
 # the engine have its jobs do it; below it a test says so itself, since no code
 # does (test_layering.py).

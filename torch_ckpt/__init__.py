@@ -13,6 +13,7 @@ Names that need torch are imported on first use, so that the command line starts
 from __future__ import annotations
 
 import importlib
+import sys
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as _installed_version
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ from torch_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
+    from torch_ckpt._core import library_path
+    from torch_ckpt._ext import plan
     from torch_ckpt.checkpoint import Checkpoint
     from torch_ckpt.checkpoint import open as open
     from torch_ckpt.consolidate import MergeFuture, consolidate_safetensors_files_on_every_rank
@@ -70,9 +73,11 @@ _LAZY = {
     "consolidate_safetensors_files": "torch_ckpt.merge",
     "consolidate_safetensors_files_on_every_rank": "torch_ckpt.consolidate",
     "convert": "torch_ckpt.conversion",
+    "library_path": "torch_ckpt._core",
     "load": "torch_ckpt.dcp.api",
     "open": "torch_ckpt.checkpoint",
     "patch_torch": "torch_ckpt.patching.patch",
+    "plan": "torch_ckpt._ext",
     "save": "torch_ckpt.dcp.api",
 }
 
@@ -104,8 +109,10 @@ __all__ = [
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",
     "convert",
+    "library_path",
     "load",
     "patch_torch",
+    "plan",
     "save",
 ]  # but not `open`, which would hide the built-in one
 
@@ -121,3 +128,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "open"})
+
+
+# Beside torch its operators are there at once. The command line starts without either.
+if hasattr(sys.modules.get("torch"), "ops"):
+    importlib.import_module("torch_ckpt._ext")

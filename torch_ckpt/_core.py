@@ -17,6 +17,12 @@ OBJECT = "2"  # a leaf that is no tensor
 _PATH = pathlib.Path(__file__).with_name("libtorch_ckpt_core.so")
 
 
+def library_path() -> str:
+    """The file that registers the operators `torch.ops.dcp_ext.*` when it is loaded, by
+    `torch.ops.load_library` or by a program on libtorch. Any process loads it once."""
+    return str(_PATH.with_name("libtorch_ckpt_ext.so"))
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     try:

@@ -6,7 +6,7 @@ The names here are those of the ops and of the C++ functions behind them (csrc/o
 from __future__ import annotations
 
 import ctypes
-import pathlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +14,37 @@ from typing import Any
 import torch
 
 from torch_ckpt import _core
+from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.jobs import Job
-
-_PATH = pathlib.Path(__file__).with_name("libtorch_ckpt_ext.so")
+from torch_ckpt.options import local_path
 
 # A second copy of the library (an installed one beside a checkout) would end the process.
 if not hasattr(torch.ops.dcp_ext, "version"):
     _core.version()  # loads libtorch_ckpt_core.so, or says why it cannot
-    torch.ops.load_library(str(_PATH))
+    torch.ops.load_library(_core.library_path())
+
+
+def plan(
+    path: str | os.PathLike[str] | None = None, names: Sequence[str] = (), **keys: Any
+) -> torch.Tensor:
+    """The plan of an operator, made of plain arguments.
+
+    path: the directory or file of the checkpoint; relative to where the process stands now.
+    names: of the tensors, in their order.
+    keys: any others that the operator's plan has (docs/operators.md).
+
+    Returns UTF-8 JSON in a uint8 tensor on the CPU. Raises InvalidArgumentError for a path that is
+    a URL, or text that is not UTF-8; the operator says which key is wrong.
+    """
+    given: dict[str, Any] = {} if path is None else {"path": local_path(path)}
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise InvalidArgumentError(f"names is a list of names, not {names!r:.100}")
+    if names:
+        given["names"] = _core.names_text(list(names))
+    try:
+        return plan_tensor({**given, **keys})
+    except TypeError as error:
+        raise InvalidArgumentError(f"a key of the plan cannot be JSON: {error}") from None
 
 
 def plan_tensor(plan: dict[str, Any]) -> torch.Tensor:

@@ -90,11 +90,7 @@ Result<Json> StageFinalRequest(const Json& request) {
                       GetBool(request, "sync", true), std::move(rings));
   Status hidden;
   if (staged.ok()) {
-    NewFiles files;
-    for (const FinalFile& file : staged->files)
-      files.names.push_back(file.name);
-    if (!staged->index_name.empty()) files.names.push_back(staged->index_name);
-    hidden = CheckNotHidden(session->place().target, files);
+    hidden = CheckNotHidden(session->place().target, NewFilesOf(*staged));
   }
   Saves().PutBack(id, std::move(session));
   if (!staged.ok()) return staged.status();

@@ -5,9 +5,36 @@
 namespace torch_ckpt {
 namespace {
 
-Status Missing(const char* field, const char* type) {
-  return InvalidArgument(std::string("the request needs '") + field + "' (" +
-                         type + ")");
+// The error of a field that is not there, or not what it should be.
+Status Wrong(const Json& object, const std::string& field, const char* type) {
+  const auto it = object.find(field);
+  const bool missing = it == object.end() || it->is_null();
+  return InvalidArgument(
+      "'" + field + (missing ? "' is missing; it is " : "' is not ") + type);
+}
+
+constexpr char kString[] = "a string", kInteger[] = "an integer",
+               kBool[] = "true or false", kList[] = "a list",
+               kObject[] = "an object",
+               kNames[] = "a list of names, or one text with a name a line";
+
+// What `value` should be, in words; null where it is that.
+const char* Breach(const Json& value, FieldType type) {
+  switch (type) {
+    case FieldType::kString:
+      return value.is_string() ? nullptr : kString;
+    case FieldType::kInteger:
+      return value.is_number_integer() ? nullptr : kInteger;
+    case FieldType::kBool:
+      return value.is_boolean() ? nullptr : kBool;
+    case FieldType::kList:
+      return value.is_array() ? nullptr : kList;
+    case FieldType::kObject:
+      return value.is_object() ? nullptr : kObject;
+    case FieldType::kNames:
+      return value.is_string() || value.is_array() ? nullptr : kNames;
+  }
+  return nullptr;
 }
 
 }  // namespace
@@ -18,9 +45,30 @@ Result<Json> ParseObject(std::string_view text, const char* what) {
   return InvalidArgument(std::string("the ") + what + " is not a JSON object");
 }
 
+Status CheckFields(const Json& object, const std::string& what,
+                   std::span<const Field> fields) {
+  for (const auto& [name, value] : object.items()) {
+    const auto field =
+        std::find_if(fields.begin(), fields.end(),
+                     [&](const Field& known) { return known.name == name; });
+    if (field == fields.end()) {
+      std::string known;
+      for (const Field& each : fields) {
+        known += (known.empty() ? "'" : ", '") + std::string(each.name) + "'";
+      }
+      return InvalidArgument(what + " has no '" + name + "'; it has " + known);
+    }
+    if (!value.is_null() && Breach(value, field->type) != nullptr) {
+      return Wrong(object, name, Breach(value, field->type));
+    }
+  }
+  return {};
+}
+
 Result<std::string> GetString(const Json& object, const char* field) {
   const auto it = object.find(field);
-  if (it == object.end() || !it->is_string()) return Missing(field, "string");
+  if (it == object.end() || !it->is_string())
+    return Wrong(object, field, kString);
   return it->get<std::string>();
 }
 
@@ -31,14 +79,14 @@ Result<int64_t> GetInt(const Json& object, const char* field,
     return it->get<int64_t>();
   }
   if (otherwise && (it == object.end() || it->is_null())) return *otherwise;
-  return Missing(field, "integer");
+  return Wrong(object, field, kInteger);
 }
 
 Result<const Json*> GetList(const Json& object, const char* field) {
   static const Json* empty = new Json(Json::array());
   const auto it = object.find(field);
   if (it == object.end() || it->is_null()) return empty;
-  if (!it->is_array()) return Missing(field, "list");
+  if (!it->is_array()) return Wrong(object, field, kList);
   return &*it;
 }
 
@@ -58,10 +106,10 @@ Result<std::vector<std::string>> GetNames(const Json& object,
     }
     return names;
   }
-  if (!it->is_array()) return Missing(field, "names");
+  if (!it->is_array()) return Wrong(object, field, kNames);
   names.reserve(it->size());
   for (const Json& name : *it) {
-    if (!name.is_string()) return Missing(field, "names");
+    if (!name.is_string()) return Wrong(object, field, kNames);
     names.push_back(name.get<std::string>());
   }
   return names;
@@ -81,8 +129,11 @@ Result<std::optional<Dims>> GetDimsAt(const Json& object, const char* field,
   }
   const Json& item = (*it)[i];
   if (item.is_null()) return std::optional<Dims>();
-  TC_ASSIGN_OR_RETURN(const Dims dims, ParseDims(item));
-  return std::optional<Dims>(dims);
+  const Result<Dims> dims = ParseDims(item);
+  if (dims.ok()) return std::optional<Dims>(*dims);
+  return Status(dims.status().kind(), std::string("'") + field + "', entry " +
+                                          std::to_string(i) + ": " +
+                                          dims.status().message());
 }
 
 Result<uint64_t> ParseUnsigned(const Json& value) {

@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/box.h"
@@ -18,6 +20,18 @@ using Json = nlohmann::json;
 
 // `text` as an object; kInvalidArgument where `what` is none.
 Result<Json> ParseObject(std::string_view text, const char* what);
+
+// The fields that an object may have, and what they hold. Null is as good as
+// absent.
+enum class FieldType { kString, kInteger, kBool, kList, kObject, kNames };
+struct Field {
+  std::string_view name;
+  FieldType type;
+};
+// kInvalidArgument names a field of `object` that `fields` lacks, or that holds
+// anything else. `what` is what the object is, in words.
+Status CheckFields(const Json& object, const std::string& what,
+                   std::span<const Field> fields);
 
 // A field of an object. kInvalidArgument names the field.
 Result<std::string> GetString(const Json& object, const char* field);

@@ -1,11 +1,18 @@
 #include "json/options.h"
 
+#include <algorithm>
+
 namespace torch_ckpt {
+
+int WorkersOf(const Json& object) {
+  const auto workers = GetInt(object, "workers", kDefaultWorkers);
+  if (!workers.ok()) return kDefaultWorkers;
+  return static_cast<int>(std::clamp<int64_t>(*workers, 1, kMaxWorkers));
+}
 
 OutputOptions OutputOptionsOf(const Json& object) {
   OutputOptions options;
-  const auto workers = GetInt(object, "workers", options.workers);
-  if (workers.ok()) options.workers = static_cast<int>(*workers);
+  options.workers = WorkersOf(object);
   options.sync = GetBool(object, "sync", true);
   options.direct_io = GetBool(object, "direct_io", true);
   return options;

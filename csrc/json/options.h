@@ -8,6 +8,10 @@
 
 namespace torch_ckpt {
 
+// Of "workers": how many threads a job has, from 1 to kMaxWorkers.
+inline constexpr int kDefaultWorkers = 4;
+inline constexpr int kMaxWorkers = 256;
+int WorkersOf(const Json& object);
 // Of "workers", "sync" and "direct_io".
 OutputOptions OutputOptionsOf(const Json& object);
 // Of "stem", "number_single" and "has_index".

@@ -2,23 +2,30 @@
 //
 // Plan of read:
 //   {"checkpoint": id of an opened one, or "path": directory, "job": id or 0,
-//    "workers": int, "verify": bool, "direct_io": bool,
+//    "format": word, "workers": int, "verify": bool, "direct_io": bool,
 //    "names": [fqn] or one text, a name a line,
-//    "offsets": [[int] or null], "files": {"i": name},
-//    "casts": {"i": dtype}, "shared": [i] or null}
+//    "offsets": [[int] or null], "files": {"i": name}, "shared": [i] or null}
 // Item i goes into targets[i]: the box of the target's size at `offsets` (null:
-// zeros) of the global tensor, or, where "files" has i, that whole file. Where
-// "casts" has i, the target's elements are of that dtype (its name in
-// safetensors), and stored ones of another are cast.
+// zeros) of the global tensor, cast to the target's dtype where it is stored as
+// another; or, where "files" has i, that whole file.
 // "shared" is there when other processes of this machine read the checkpoint as
 // well, and lists the items that they want too.
 #include "engine/read/read_job.h"
 #include "json/held.h"
+#include "json/options.h"
 #include "ops/tensors.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt::ops {
 namespace {
+
+constexpr Field kPlan[] = {
+    {"checkpoint", FieldType::kInteger}, {"path", FieldType::kString},
+    {"format", FieldType::kString},      {"names", FieldType::kNames},
+    {"offsets", FieldType::kList},       {"files", FieldType::kObject},
+    {"shared", FieldType::kList},        {"workers", FieldType::kInteger},
+    {"verify", FieldType::kBool},        {"direct_io", FieldType::kBool},
+    {"job", FieldType::kInteger}};
 
 Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
                            const Checkpoint& checkpoint,
@@ -29,7 +36,10 @@ Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
   const auto files = plan.find("files");
   if (files != plan.end() && files->is_object()) {
     const auto file = files->find(std::to_string(i));
-    if (file != files->end() && file->is_string()) {
+    if (file != files->end()) {
+      if (!file->is_string()) {
+        return InvalidArgument("'files' has names of files");
+      }
       item.file = file->get<std::string>();
       return item;
     }
@@ -49,41 +59,23 @@ Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
   return item;
 }
 
-Status SetCasts(const Json& plan, std::vector<TargetTensor>* targets) {
-  const auto casts = plan.find("casts");
-  if (casts == plan.end() || casts->is_null()) return {};
-  size_t found = 0;
-  for (size_t i = 0; i < targets->size() && casts->is_object(); ++i) {
-    const auto name = casts->find(std::to_string(i));
-    if (name == casts->end()) continue;
-    ++found;
-    TargetTensor& target = (*targets)[i];
-    target.cast_to = name->is_string() ? DtypeFromName(name->get<std::string>())
-                                       : std::nullopt;
-    if (!target.cast_to) {
-      return InvalidArgument("'casts' has no dtype for target " +
-                             std::to_string(i));
-    }
-  }
-  if (!casts->is_object() || found != casts->size()) {
-    return InvalidArgument("'casts' has dtypes by the numbers of targets");
-  }
-  return {};
+// `tensor` as the target of `item`.
+Status SetDtype(const Tensor& tensor, const ReadItem& item,
+                TargetTensor* target) {
+  if (!item.file.empty()) return {};  // bytes
+  target->cast_to = DtypeOf(tensor);
+  if (target->cast_to) return {};
+  return Unsupported("the target has a dtype that no file holds")
+      .WithTensor(item.name);
 }
 
 Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
            int64_t* report) {
   TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(plan));
-  TC_ASSIGN_OR_RETURN(std::vector<std::string> names, GetNames(plan, "names"));
-  if (names.size() != tensors.size()) {
-    return InvalidArgument("the plan names " + std::to_string(names.size()) +
-                           " items for " + std::to_string(tensors.size()) +
-                           " targets");
-  }
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
+                      NamesOfEach(plan, tensors.size()));
   ReadPlan read_plan;
-  TC_ASSIGN_OR_RETURN(const int64_t workers,
-                      GetInt(plan, "workers", read_plan.workers));
-  read_plan.workers = static_cast<int>(workers);
+  read_plan.workers = WorkersOf(plan);
   read_plan.verify = GetBool(plan, "verify", true);
   read_plan.direct_io = GetBool(plan, "direct_io", true);
   const auto shared = plan.find("shared");
@@ -95,9 +87,9 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
                        memory.strides, memory.element_bytes});
     TC_ASSIGN_OR_RETURN(ReadItem item, ParseItem(plan, i, std::move(names[i]),
                                                  *checkpoint, targets.back()));
+    TC_RETURN_IF_ERROR(SetDtype(tensors[i], item, &targets.back()));
     read_plan.items.push_back(std::move(item));
   }
-  TC_RETURN_IF_ERROR(SetCasts(plan, &targets));
   if (read_plan.neighbours) {
     for (const Json& item : *shared) {
       if (!item.is_number_unsigned() ||
@@ -123,9 +115,10 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
 }  // namespace
 
 void read(std::vector<Tensor> targets, Tensor plan, Tensor report) {
-  RunOp(plan, report, [&](const Json& parsed, Job* job, int64_t* values) {
-    return Run(targets, parsed, job, values);
-  });
+  RunOp("read", kPlan, plan, report,
+        [&](const Json& parsed, Job* job, int64_t* values) {
+          return Run(targets, parsed, job, values);
+        });
 }
 
 void crc32c(Tensor data, Tensor report) {

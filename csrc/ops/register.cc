@@ -17,12 +17,16 @@ std::string version() { return TORCH_CKPT_VERSION; }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(dcp_ext, library) {
   library.def("version() -> str");
+  library.def("plan(str path, str[] names, str more=\"{}\") -> Tensor");
+  library.def(
+      "describe(Tensor plan) -> (str[] names, str[] dtypes, int[][] shapes)");
+  library.def("save(Tensor[] tensors, Tensor plan, Tensor(a!) report) -> ()");
   library.def("write(Tensor[] tensors, Tensor plan, Tensor(a!) report) -> ()");
   library.def(
       "read(Tensor(a!)[] targets, Tensor plan, Tensor(b!) report) -> ()");
   library.def(
       "stage(Tensor[] tensors, Tensor plan, Tensor(a!) offsets, Tensor(b!) "
-      "report) -> ()");
+      "report, Tensor(c!)? region=None) -> ()");
   library.def(
       "views(Tensor(a -> *) region, Tensor[] like, Tensor offsets) -> "
       "Tensor(a)[]");
@@ -31,9 +35,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dcp_ext, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CompositeExplicitAutograd, library) {
   library.impl("version", TORCH_BOX(&torch_ckpt::ops::version));
+  library.impl("plan", TORCH_BOX(&torch_ckpt::ops::plan));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CPU, library) {
+  library.impl("describe", TORCH_BOX(&torch_ckpt::ops::describe));
+  library.impl("save", TORCH_BOX(&torch_ckpt::ops::save));
   library.impl("write", TORCH_BOX(&torch_ckpt::ops::write));
   library.impl("stage", TORCH_BOX(&torch_ckpt::ops::stage));
   library.impl("views", TORCH_BOX(&torch_ckpt::ops::views));
@@ -46,6 +53,7 @@ STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CPU, library) {
 // themselves, so that memory is never named by an address in the plan. Builds
 // of torch without CUDA accept the entry and never use it.
 STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CUDA, library) {
+  library.impl("save", TORCH_BOX(&torch_ckpt::ops::save));
   library.impl("write", TORCH_BOX(&torch_ckpt::ops::write));
   library.impl("stage", TORCH_BOX(&torch_ckpt::ops::stage));
   library.impl("views", TORCH_BOX(&torch_ckpt::ops::views));

@@ -1,52 +1,44 @@
-// stage: tensors into one leased region of host memory.
+// stage: tensors into one region of host memory, the caller's or a leased one.
 // views: tensors that lie in such a region.
 //
 // Plan of stage:
 //   {"job": id, "workers": int, "patience_ms": int, "shared": bool,
 //    "names": [fqn] or one text, a name a line}
 // with a name per tensor. `offsets` has an int64 for each, where its bytes
-// begin in the region. The result, {"address", "bytes", "region_bytes"} and,
-// where other processes can adopt the region, {"fd", "offset"}, is kept in the
-// job, and so is the region: it is leased until the job is freed.
+// begin in the region. Without a region one is leased. Then the result,
+// {"address", "bytes", "region_bytes"} and, where other processes can adopt the
+// region, {"fd", "offset"}, is kept in the job, and so is the region: it is
+// leased until the job is freed.
 #include <algorithm>
 #include <chrono>
 #include <memory>
 
+#include "engine/write/memory_providers.h"
 #include "engine/write/snapshot_job.h"
+#include "json/options.h"
 #include "ops/tensors.h"
 #include "plan/runs.h"
 
 namespace torch_ckpt::ops {
 namespace {
 
-Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
-           Tensor& offsets, int64_t* report) {
-  std::vector<SourceTensor> sources;
-  sources.reserve(tensors.size());
-  for (const Tensor& tensor : tensors) {
-    TC_ASSIGN_OR_RETURN(const SourceTensor source, WriteSourceOf(tensor));
-    sources.push_back(source);
+constexpr Field kPlan[] = {{"names", FieldType::kNames},
+                           {"workers", FieldType::kInteger},
+                           {"patience_ms", FieldType::kInteger},
+                           {"shared", FieldType::kBool},
+                           {"job", FieldType::kInteger}};
+
+Result<MutableByteSpan> BytesOf(Tensor& region) {
+  TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(region));
+  if (memory.element_bytes != 1 || !memory.IsDense()) {
+    return InvalidArgument("the region is not a dense uint8 tensor");
   }
-  TC_ASSIGN_OR_RETURN(const SourceTensor room, SourceOf(offsets));
-  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
-                      GetNames(plan, "names"));
-  if (names.size() != sources.size() || room.element_bytes != 8 ||
-      !room.IsDense() || room.bytes() != 8 * sources.size()) {
-    return InvalidArgument(
-        "a plan for staging needs as many names and offsets as tensors");
-  }
-  SnapshotOptions options;
-  TC_ASSIGN_OR_RETURN(const int64_t workers,
-                      GetInt(plan, "workers", options.workers));
-  options.workers = static_cast<int>(std::clamp<int64_t>(workers, 1, 256));
-  TC_ASSIGN_OR_RETURN(const int64_t patience, GetInt(plan, "patience_ms", 0));
-  options.patience = std::chrono::milliseconds(patience);
-  if (GetBool(plan, "shared", false)) options.kind = MemoryKind::kShared;
-  TC_ASSIGN_OR_RETURN(
-      Snapshot snapshot,
-      RunSnapshotJob(names, sources, options, &Arena::Snapshots(), job));
-  std::copy(snapshot.offsets.begin(), snapshot.offsets.end(),
-            static_cast<int64_t*>(offsets.mutable_data_ptr()));
+  return MutableByteSpan(static_cast<std::byte*>(region.mutable_data_ptr()),
+                         memory.bytes());
+}
+
+// What only Python can use, by the job.
+void KeepLease(Snapshot snapshot, Job* job) {
   Json result = {
       {"address", reinterpret_cast<uintptr_t>(snapshot.lease.data())},
       {"bytes", snapshot.bytes},
@@ -56,19 +48,55 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
     result["offset"] = place->offset;
   }
   job->SetResult(result.dump());
+  job->Hold(std::make_shared<ArenaLease>(std::move(snapshot.lease)));
+}
+
+Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
+           Tensor& offsets, std::optional<Tensor>& region, int64_t* report) {
+  std::vector<SourceTensor> sources;
+  sources.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    TC_ASSIGN_OR_RETURN(const SourceTensor source, WriteSourceOf(tensor));
+    sources.push_back(source);
+  }
+  TC_ASSIGN_OR_RETURN(const SourceTensor room, SourceOf(offsets));
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                      NamesOfEach(plan, sources.size()));
+  if (room.element_bytes != 8 || !room.IsDense() ||
+      room.bytes() != 8 * sources.size()) {
+    return InvalidArgument(
+        "the offsets are not a dense int64 tensor with one for each tensor");
+  }
+  SnapshotOptions options;
+  options.workers = WorkersOf(plan);
+  if (region) {
+    TC_ASSIGN_OR_RETURN(options.region, BytesOf(*region));
+    TC_RETURN_IF_ERROR(WaitForDevices(sources));  // torch_ckpt does it itself
+  } else if (!plan.contains("job")) {
+    return InvalidArgument("stage needs a region");
+  }
+  TC_ASSIGN_OR_RETURN(const int64_t patience, GetInt(plan, "patience_ms", 0));
+  options.patience = std::chrono::milliseconds(patience);
+  if (GetBool(plan, "shared", false)) options.kind = MemoryKind::kShared;
+  TC_ASSIGN_OR_RETURN(
+      Snapshot snapshot,
+      RunSnapshotJob(names, sources, options, &Arena::Snapshots(), job));
+  std::copy(snapshot.offsets.begin(), snapshot.offsets.end(),
+            static_cast<int64_t*>(offsets.mutable_data_ptr()));
   report[0] = 1;
   report[1] = report[2] = static_cast<int64_t>(snapshot.bytes);
-  job->Hold(std::make_shared<ArenaLease>(std::move(snapshot.lease)));
+  if (!region) KeepLease(std::move(snapshot), job);
   return {};
 }
 
 }  // namespace
 
 void stage(std::vector<Tensor> tensors, Tensor plan, Tensor offsets,
-           Tensor report) {
-  RunOp(plan, report, [&](const Json& parsed, Job* job, int64_t* values) {
-    return Run(tensors, parsed, job, offsets, values);
-  });
+           Tensor report, std::optional<Tensor> region) {
+  RunOp("stage", kPlan, plan, report,
+        [&](const Json& parsed, Job* job, int64_t* values) {
+          return Run(tensors, parsed, job, offsets, region, values);
+        });
 }
 
 std::vector<Tensor> views(Tensor region, std::vector<Tensor> like,

@@ -1,6 +1,9 @@
 #include "ops/tensors.h"
 
+#include <torch/headeronly/core/ScalarType.h>
+
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -76,15 +79,31 @@ Result<int64_t*> ReportOf(Tensor& report) {
   return values;
 }
 
-void RunOp(const Tensor& plan, Tensor& report, const OpWork& work) {
+Result<Json> ParsePlan(const char* op, std::span<const Field> fields,
+                       const Tensor& plan) {
+  TC_ASSIGN_OR_RETURN(Json parsed, ParsePlanTensor(plan));
+  TC_RETURN_IF_ERROR(
+      CheckFields(parsed, std::string("the plan of ") + op, fields));
+  return parsed;
+}
+
+void RunOp(const char* op, std::span<const Field> fields, const Tensor& plan,
+           Tensor& report, const OpWork& work) {
   Result<int64_t*> values = ReportOf(report);
   ThrowIfError(values.status());
-  Result<Json> parsed = ParsePlanTensor(plan);
+  Result<Json> parsed = ParsePlan(op, fields, plan);
   ThrowIfError(parsed.status());
   Result<std::shared_ptr<Job>> job = JobOf(*parsed);
   ThrowIfError(job.status());
   Status status = work(*parsed, job->get(), *values);
   if (!status.ok()) ThrowIfError((*job)->Fail(std::move(status)));
+}
+
+Result<std::vector<std::string>> NamesOfEach(const Json& plan, size_t count) {
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> names, GetNames(plan, "names"));
+  if (names.size() == count) return names;
+  return InvalidArgument("'names' has " + std::to_string(names.size()) +
+                         " names for " + std::to_string(count) + " tensors");
 }
 
 Result<SourceTensor> SourceOf(const Tensor& tensor) {
@@ -99,6 +118,93 @@ Result<SourceTensor> WriteSourceOf(const Tensor& tensor) {
   TC_ASSIGN_OR_RETURN(SourceTensor source, Describe(tensor));
   source.device = static_cast<int>(tensor.get_device_index());
   return source;
+}
+
+std::optional<Dtype> DtypeOf(const Tensor& tensor) {
+  int32_t number = 0;
+  if (aoti_torch_get_dtype(tensor.get(), &number) != 0) return std::nullopt;
+  // The numbers are c10's, which stand in files of torch.save and of
+  // TorchScript; the shims that say them lack some at the floor.
+  using torch::headeronly::ScalarType;
+  switch (static_cast<ScalarType>(number)) {
+    case ScalarType::Bool:
+      return Dtype::kBool;
+    case ScalarType::Float4_e2m1fn_x2:
+      return Dtype::kF4;
+    case ScalarType::Byte:
+      return Dtype::kU8;
+    case ScalarType::Char:
+      return Dtype::kI8;
+    case ScalarType::Float8_e5m2:
+      return Dtype::kF8E5M2;
+    case ScalarType::Float8_e4m3fn:
+      return Dtype::kF8E4M3;
+    case ScalarType::Float8_e8m0fnu:
+      return Dtype::kF8E8M0;
+    case ScalarType::Float8_e4m3fnuz:
+      return Dtype::kF8E4M3Fnuz;
+    case ScalarType::Float8_e5m2fnuz:
+      return Dtype::kF8E5M2Fnuz;
+    case ScalarType::Short:
+      return Dtype::kI16;
+    case ScalarType::UInt16:
+      return Dtype::kU16;
+    case ScalarType::Half:
+      return Dtype::kF16;
+    case ScalarType::BFloat16:
+      return Dtype::kBF16;
+    case ScalarType::Int:
+      return Dtype::kI32;
+    case ScalarType::UInt32:
+      return Dtype::kU32;
+    case ScalarType::Float:
+      return Dtype::kF32;
+    case ScalarType::ComplexFloat:
+      return Dtype::kC64;
+    case ScalarType::Double:
+      return Dtype::kF64;
+    case ScalarType::Long:
+      return Dtype::kI64;
+    case ScalarType::UInt64:
+      return Dtype::kU64;
+    default:
+      return std::nullopt;
+  }
+}
+
+Result<Dims> ShapeInHeader(const Dims& sizes, Dtype dtype) {
+  if (DtypeBits(dtype) >= 8) return sizes;
+  if (sizes.empty()) return Unsupported("packed elements need a dimension");
+  Dims shape = sizes;
+  shape[shape.size() - 1] *= DtypeUnit(dtype).elements;
+  return shape;
+}
+
+Tensor BytesTensor(const std::string& bytes) {
+  const auto size = static_cast<int64_t>(bytes.size());
+  const int64_t stride = 1;
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_uint8(),
+                               aoti_torch_device_type_cpu(), 0, &handle) != 0) {
+    ThrowIfError(Exhausted("torch makes no tensor of " + std::to_string(size) +
+                           " bytes"));
+  }
+  Tensor tensor(handle);
+  if (size > 0) {
+    std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  }
+  return tensor;
+}
+
+std::string Take(Text text) {
+  size_t size = 0;
+  const char* data = nullptr;
+  const bool known = torch_string_length(text, &size) == 0 &&
+                     torch_string_c_str(text, &data) == 0;
+  std::string taken = known ? std::string(data, size) : std::string();
+  const bool gone = torch_delete_string(text) == 0;
+  if (!known || !gone) ThrowIfError(Internal("torch gives no text"));
+  return taken;
 }
 
 }  // namespace torch_ckpt::ops

@@ -10,9 +10,13 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <span>
+#include <string>
+#include <tuple>
 #include <vector>
 
 #include "engine/write/source_tensor.h"
+#include "format/dtype.h"
 #include "json/fields.h"
 #include "runtime/jobs.h"
 
@@ -38,11 +42,20 @@ Result<int64_t*> ReportOf(Tensor& report);
 using OpWork =
     std::function<Status(const Json& plan, Job* job, int64_t* report)>;
 
-// Every op with a plan: `work` under the job that plan["job"] names, or a
-// private one. Throws its error after keeping it in the job, where Python finds
-// its parts. A wrong report, plan or number of a job is only thrown: there is
-// no job yet.
-void RunOp(const Tensor& plan, Tensor& report, const OpWork& work);
+// The plan of op `op`, which has `fields` and no others; kInvalidArgument names
+// the key that is wrong.
+Result<Json> ParsePlan(const char* op, std::span<const Field> fields,
+                       const Tensor& plan);
+
+// Every op with a plan and a report: `work` under the job that plan["job"]
+// names, or a private one. Throws its error after keeping it in the job, where
+// Python finds its parts. A wrong report, plan or number of a job is only
+// thrown: there is no job yet.
+void RunOp(const char* op, std::span<const Field> fields, const Tensor& plan,
+           Tensor& report, const OpWork& work);
+
+// The names in plan["names"], one for each of `count` tensors.
+Result<std::vector<std::string>> NamesOfEach(const Json& plan, size_t count);
 
 // Memory of a dense or strided CPU tensor. kUnsupported for other devices and
 // for more than kMaxDims dimensions.
@@ -51,11 +64,36 @@ Result<SourceTensor> SourceOf(const Tensor& tensor);
 // The same of a tensor to be written, which may be on a CUDA device.
 Result<SourceTensor> WriteSourceOf(const Tensor& tensor);
 
-// The ops. write_ops.cc:
+// The dtype of a tensor's elements; nullopt where safetensors has none for it.
+std::optional<Dtype> DtypeOf(const Tensor& tensor);
+
+// A tensor's sizes as a header counts them: elements of less than a byte
+// singly, where torch packs them. kUnsupported for packed ones of no dimension.
+Result<Dims> ShapeInHeader(const Dims& sizes, Dtype dtype);
+
+// A new uint8 tensor in host memory.
+Tensor BytesTensor(const std::string& bytes);
+
+// A `str` argument, which the kernel owns; as std::string TORCH_BOX would leak
+// it, up to torch 2.13.
+using Text = StringHandle;
+// Its content; `text` is deleted.
+std::string Take(Text text);
+
+// Names, dtypes and shapes.
+using Listing = std::tuple<std::vector<std::string>, std::vector<std::string>,
+                           std::vector<std::vector<int64_t>>>;
+
+// The ops. save_ops.cc:
+void save(std::vector<Tensor> tensors, Tensor plan, Tensor report);
+// describe_ops.cc:
+Listing describe(Tensor plan);
+Tensor plan(Text path, std::vector<Text> names, Text more);
+// write_ops.cc:
 void write(std::vector<Tensor> tensors, Tensor plan, Tensor report);
 // stage_ops.cc:
 void stage(std::vector<Tensor> tensors, Tensor plan, Tensor offsets,
-           Tensor report);
+           Tensor report, std::optional<Tensor> region);
 std::vector<Tensor> views(Tensor region, std::vector<Tensor> like,
                           Tensor offsets);
 // read_ops.cc:

@@ -27,6 +27,12 @@
 namespace torch_ckpt::ops {
 namespace {
 
+constexpr Field kPlan[] = {
+    {"staging", FieldType::kString},  {"files", FieldType::kList},
+    {"final", FieldType::kObject},    {"rank", FieldType::kInteger},
+    {"workers", FieldType::kInteger}, {"sync", FieldType::kBool},
+    {"direct_io", FieldType::kBool},  {"job", FieldType::kInteger}};
+
 // What column `field` says of every name.
 Result<std::vector<Dtype>> ParseDtypes(const Json& file, const char* field,
                                        const std::vector<std::string>& names) {
@@ -56,17 +62,9 @@ Result<WriteTensor> ParseTensor(const Json& file, size_t i, std::string name,
   WriteTensor tensor;
   tensor.name = std::move(name);
   tensor.dtype = dtype;
-  tensor.shape = source.sizes;
-  // torch packs sub-byte elements; the header counts them singly.
-  const int64_t packed =
-      DtypeBits(tensor.dtype) < 8 ? DtypeUnit(tensor.dtype).elements : 1;
-  if (packed > 1) {
-    if (tensor.shape.empty()) {
-      return Unsupported("packed elements need a dimension")
-          .WithTensor(tensor.name);
-    }
-    tensor.shape[tensor.shape.size() - 1] *= packed;
-  }
+  const Result<Dims> shape = ShapeInHeader(source.sizes, dtype);
+  if (!shape.ok()) return shape.status().WithTensor(tensor.name);
+  tensor.shape = *shape;
   TC_ASSIGN_OR_RETURN(const auto offsets, GetDimsAt(file, "offsets", i));
   TC_ASSIGN_OR_RETURN(const auto global, GetDimsAt(file, "global_shapes", i));
   tensor.offsets = offsets ? *offsets : Dims::Filled(tensor.shape.size(), 0);
@@ -173,9 +171,10 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
 }  // namespace
 
 void write(std::vector<Tensor> tensors, Tensor plan, Tensor report) {
-  RunOp(plan, report, [&](const Json& parsed, Job* job, int64_t* values) {
-    return Run(tensors, parsed, job, values);
-  });
+  RunOp("write", kPlan, plan, report,
+        [&](const Json& parsed, Job* job, int64_t* values) {
+          return Run(tensors, parsed, job, values);
+        });
 }
 
 }  // namespace torch_ckpt::ops

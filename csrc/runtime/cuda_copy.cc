@@ -80,6 +80,11 @@ void CudaDevice::Unlock(std::byte* data) {
   });
 }
 
+Status CudaDevice::WaitForAll() const {
+  return InContext("cuCtxSynchronize",
+                   [](const CudaFunctions& f) { return f.cuCtxSynchronize(); });
+}
+
 Result<CuStream> CudaDevice::CreateStream() {
   CuStream stream = nullptr;
   TC_RETURN_IF_ERROR(InContext("cuStreamCreate", [&](const CudaFunctions& f) {

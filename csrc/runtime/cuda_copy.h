@@ -41,6 +41,9 @@ class CudaDevice final : public PageLocker {
   Status Lock(std::byte* data, size_t size) override;
   void Unlock(std::byte* data) override;
 
+  // Returns when all that the process has queued on the device is done.
+  Status WaitForAll() const;
+
   // A stream that does not wait for the legacy default stream, so that copies
   // run beside the trainer's kernels.
   Result<CuStream> CreateStream();

@@ -76,6 +76,7 @@ Result<std::unique_ptr<const CudaDriver>> CudaDriver::Load(
   symbols.Find("cuDevicePrimaryCtxRetain", &f.cuDevicePrimaryCtxRetain);
   symbols.Find("cuCtxPushCurrent_v2", &f.cuCtxPushCurrent_v2);
   symbols.Find("cuCtxPopCurrent_v2", &f.cuCtxPopCurrent_v2);
+  symbols.Find("cuCtxSynchronize", &f.cuCtxSynchronize);
   symbols.Find("cuStreamCreate", &f.cuStreamCreate);
   symbols.Find("cuStreamSynchronize", &f.cuStreamSynchronize);
   symbols.Find("cuStreamDestroy_v2", &f.cuStreamDestroy_v2);

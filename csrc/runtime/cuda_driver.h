@@ -44,6 +44,7 @@ struct CudaFunctions {
   CuResult (*cuDevicePrimaryCtxRetain)(CuContext* context, CuDevice device);
   CuResult (*cuCtxPushCurrent_v2)(CuContext context);
   CuResult (*cuCtxPopCurrent_v2)(CuContext* context);
+  CuResult (*cuCtxSynchronize)();
   CuResult (*cuStreamCreate)(CuStream* stream, unsigned int flags);
   CuResult (*cuStreamSynchronize)(CuStream stream);
   CuResult (*cuStreamDestroy_v2)(CuStream stream);

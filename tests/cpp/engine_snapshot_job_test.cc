@@ -80,6 +80,47 @@ SourceTensor Dense(const std::string& bytes, Dims sizes, int64_t unit) {
   return source;
 }
 
+TEST_F(StageJobTest, IntoMemoryOfTheCaller) {
+  const std::string a = RandomBytes(3 * kMiB, 1), b = RandomBytes(4 * 5001, 2);
+  Add("a", BytesSource(a));
+  Add("b", Dense(b, {3, 1667}, 4));
+  sources_[1].sizes = {1667, 3};  // transposed
+  std::swap(sources_[1].strides[0], sources_[1].strides[1]);
+  Add("rows", Dense(a, {16}, 1));  // lies in a
+  SnapshotOptions options;
+  const uint64_t bytes = a.size() + b.size();
+  std::unique_ptr<std::byte, decltype(&std::free)> memory(
+      static_cast<std::byte*>(std::aligned_alloc(kRegionAlignment, 4 * kMiB)),
+      &std::free);
+  const auto stage = [&](size_t from, size_t size) {
+    options.region = MutableByteSpan(memory.get() + from, size);
+    return RunSnapshotJob(names_, sources_, options, &arena_, &job_);
+  };
+  std::memset(memory.get(), 7, 4 * kMiB);
+  for (const auto& [from, size] :
+       {std::pair<size_t, size_t>{0, bytes - 1}, {1, bytes}, {32, bytes}}) {
+    const Status status = stage(from, size).status();
+    EXPECT_EQ(status.kind(), ErrorKind::kInvalidArgument);
+    EXPECT_NE(status.message().find("the region"), std::string::npos);
+  }
+  EXPECT_EQ(std::count(memory.get(), memory.get() + 4 * kMiB, std::byte{7}),
+            static_cast<int64_t>(4 * kMiB));
+  auto staged = stage(64, bytes);
+  ASSERT_OK(staged.status());
+  EXPECT_EQ(staged->bytes, bytes);
+  EXPECT_EQ(staged->lease.size(), 0u);
+  EXPECT_EQ(staged->offsets[2], staged->offsets[0]);
+  for (size_t i = 0; i < sources_.size(); ++i) {
+    const std::string expected = Expected(i);
+    EXPECT_EQ(std::memcmp(memory.get() + 64 + staged->offsets[i],
+                          expected.data(), expected.size()),
+              0)
+        << names_[i];
+  }
+  EXPECT_EQ(memory.get()[63], std::byte{7});
+  EXPECT_EQ(memory.get()[64 + bytes], std::byte{7});
+}
+
 TEST_F(StageJobTest, StandAsTheyWillInTheFile) {
   std::vector<std::string> memory;
   std::vector<SafetensorsEntry> entries;

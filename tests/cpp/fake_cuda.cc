@@ -180,6 +180,11 @@ int cuCtxPopCurrent_v2(int** context) {
   return 0;
 }
 
+int cuCtxSynchronize() {
+  FAKE_ENTER_IN_CONTEXT("cuCtxSynchronize");
+  return 0;
+}
+
 int cuStreamCreate(int** stream, unsigned int flags) {
   FAKE_ENTER_IN_CONTEXT("cuStreamCreate");
   if (flags > 1) return kInvalidValue;

@@ -25,7 +25,7 @@ import torch_ckpt._ext
 
 OPS = torch.ops.dcp_ext
 BACKENDS = ("eager", "aot_eager", "inductor")
-NAMES = ("write", "read", "stage", "crc32c")
+NAMES = ("save", "write", "read", "stage", "crc32c")
 
 
 def as_plan(plan: dict[str, object]) -> torch.Tensor:
@@ -39,6 +39,11 @@ def new_report() -> torch.Tensor:
 def new_offsets() -> torch.Tensor:
     """Of one tensor."""
     return torch.full((1,), -1, dtype=torch.int64)
+
+
+def new_region() -> torch.Tensor:
+    """Room for one tensor of 1000 float32."""
+    return torch.zeros(4000, dtype=torch.uint8)
 
 
 def write_plan(staging: Path, **more: object) -> torch.Tensor:
@@ -83,12 +88,15 @@ def call_count(name: str, function: Callable[[], object]) -> int:
 
 
 def arguments(name: str, staging: Path, checkpoint: Path) -> tuple[object, ...]:
+    if name == "save":
+        return [torch.arange(1000.0)], torch_ckpt.plan(staging / "c", ["x"]), new_report()
     if name == "write":
         return [torch.arange(1000.0)], write_plan(staging), new_report()
     if name == "read":
         return [torch.zeros(1000)], read_plan(checkpoint), new_report()
     if name == "stage":
-        return [torch.arange(1000.0)], as_plan({"names": "x"}), new_offsets(), new_report()
+        plan = as_plan({"names": "x"})
+        return [torch.arange(1000.0)], plan, new_offsets(), new_report(), new_region()
     return torch.arange(1000.0), new_report()
 
 
@@ -125,15 +133,15 @@ def test_read_in_eager_mode(checkpoint: Path) -> None:
     assert report.tolist()[:2] == [1, 4000]
 
 
-def test_casts_of_a_read(checkpoint: Path) -> None:
-    plan = {"path": str(checkpoint), "names": ["x"]}
+def test_a_read_casts_to_the_dtype_of_the_target(checkpoint: Path) -> None:
     target = torch.zeros(1000, dtype=torch.bfloat16)
-    OPS.read([target], as_plan({**plan, "casts": {"0": "BF16"}}), new_report())
+    OPS.read([target], read_plan(checkpoint), new_report())
     assert torch.equal(target, torch.arange(1000.0).bfloat16())
-    wrong: list[object] = [{"0": "BF17"}, {"0": 7}, {"1": "BF16"}, ["BF16"], "BF16", {"0": "F64"}]
-    for casts in wrong:
-        with pytest.raises((ValueError, RuntimeError), match="casts|the target"):
-            OPS.read([target.zero_()], as_plan({**plan, "casts": casts}), new_report())
+    # Never the bits of one dtype as those of another.
+    for dtype in (torch.int32, torch.uint8, torch.complex64, torch.complex128):
+        target = torch.zeros(1000, dtype=dtype)
+        with pytest.raises(RuntimeError, match="tensor 'x': (cannot be cast|the target has a dty)"):
+            OPS.read([target], read_plan(checkpoint), new_report())
         assert not target.any()
 
 
@@ -306,17 +314,21 @@ def test_compiled_stage_runs_exactly_once(backend: str) -> None:
     plan = as_plan({"names": "x"})
 
     @torch.compile(fullgraph=True, backend=backend)
-    def step(x: torch.Tensor, offsets: torch.Tensor, report: torch.Tensor) -> torch.Tensor:
-        torch.ops.dcp_ext.stage([x * 2], plan, offsets, report)
+    def step(
+        x: torch.Tensor, offsets: torch.Tensor, report: torch.Tensor, region: torch.Tensor
+    ) -> torch.Tensor:
+        torch.ops.dcp_ext.stage([x * 2], plan, offsets, report, region)
         return x + 1
 
     x = torch.arange(1000.0)
     for _ in range(2):
-        offsets, report = new_offsets(), new_report()
-        assert torch.equal(step(x, offsets, report), x + 1)
+        offsets, report, region = new_offsets(), new_report(), new_region()
+        assert torch.equal(step(x, offsets, report, region), x + 1)
         assert offsets.tolist() == [0]
         assert report.tolist() == [1, 4000, 4000, 0]
-    assert call_count("stage", lambda: step(x, new_offsets(), new_report())) == 1
+        assert torch.equal(region.view(torch.float32), x * 2)
+    more = new_offsets(), new_report(), new_region()
+    assert call_count("stage", lambda: step(x, *more)) == 1
 
 
 def test_views_lie_in_the_region() -> None:
@@ -337,11 +349,11 @@ def test_views_lie_in_the_region() -> None:
 def test_a_plan_of_stage_that_does_not_fit_is_refused(plan: dict[str, object]) -> None:
     report = new_report()
     with pytest.raises((RuntimeError, ValueError)):
-        OPS.stage([torch.zeros(3)], as_plan(plan), new_offsets(), report)
+        OPS.stage([torch.zeros(3)], as_plan(plan), new_offsets(), report, new_region())
     assert report[0] == 0
     for offsets in (torch.zeros(2, dtype=torch.int64), torch.zeros(1), torch.zeros(1, 1)):
-        with pytest.raises((RuntimeError, ValueError)):
-            OPS.stage([torch.zeros(3)], as_plan({"names": "x"}), offsets, report)
+        with pytest.raises((RuntimeError, ValueError), match="offsets"):
+            OPS.stage([torch.zeros(3)], as_plan({"names": "x"}), offsets, report, new_region())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -12,14 +12,17 @@ import torch
 
 SCHEMAS = {
     "version": "dcp_ext::version() -> str",
+    "plan": 'dcp_ext::plan(str path, str[] names, str more="{}") -> Tensor',
+    "describe": "dcp_ext::describe(Tensor plan) -> (str[] names, str[] dtypes, int[][] shapes)",
+    "save": "dcp_ext::save(Tensor[] tensors, Tensor plan, Tensor(a!) report) -> ()",
     "write": "dcp_ext::write(Tensor[] tensors, Tensor plan, Tensor(a!) report) -> ()",
     "read": "dcp_ext::read(Tensor(a!)[] targets, Tensor plan, Tensor(b!) report) -> ()",
     "stage": "dcp_ext::stage(Tensor[] tensors, Tensor plan, Tensor(a!) offsets, "
-    "Tensor(b!) report) -> ()",
+    "Tensor(b!) report, Tensor(c!)? region=None) -> ()",
     "views": "dcp_ext::views(Tensor(a -> *) region, Tensor[] like, Tensor offsets) -> Tensor(a)[]",
     "crc32c": "dcp_ext::crc32c(Tensor data, Tensor(a!) report) -> ()",
 }
-DATA_OPS = ("write", "read", "stage", "crc32c")
+DATA_OPS = ("save", "write", "read", "stage", "crc32c")
 
 
 def registered() -> dict[str, str]:
@@ -41,7 +44,7 @@ def test_data_ops_have_kernels_for_real_memory_only(name: str) -> None:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert has(f"dcp_ext::{name}", "CPU")
     # Only what reads tensors takes device memory; a list with one CUDA tensor dispatches to CUDA.
-    assert has(f"dcp_ext::{name}", "CUDA") == (name in ("write", "stage"))
+    assert has(f"dcp_ext::{name}", "CUDA") == (name in ("save", "write", "stage"))
     for key in ("CompositeExplicitAutograd", "CompositeImplicitAutograd", "Meta"):
         assert not has(f"dcp_ext::{name}", key), key
 

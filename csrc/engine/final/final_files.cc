@@ -187,6 +187,13 @@ Result<const FinalBand*> FinalFiles::BandOf(FinalPlace tensor,
   return nullptr;
 }
 
+NewFiles NewFilesOf(const FinalFiles& list) {
+  NewFiles files;
+  for (const FinalFile& file : list.files) files.names.push_back(file.name);
+  if (!list.index_name.empty()) files.names.push_back(list.index_name);
+  return files;
+}
+
 Result<SafetensorsEntry> EntryOf(const SafetensorsEntry& tensor,
                                  const FinalBand& band) {
   SafetensorsEntry entry = tensor;

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/box.h"
+#include "engine/commit/previous.h"
 #include "engine/open/header_io.h"
 #include "engine/write/output_files.h"
 #include "format/names.h"
@@ -86,6 +87,9 @@ struct FinalFiles {
   // its rows.
   Result<const FinalBand*> BandOf(FinalPlace tensor, const Box& box) const;
 };
+
+// What is to stand in the directory of the save, for CheckNotHidden.
+NewFiles NewFilesOf(const FinalFiles& list);
 
 // The rows of a band as a tensor: its place is where the band's bytes are.
 Result<SafetensorsEntry> EntryOf(const SafetensorsEntry& tensor,

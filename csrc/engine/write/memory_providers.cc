@@ -1,6 +1,7 @@
 #include "engine/write/memory_providers.h"
 
 #include <algorithm>
+#include <set>
 
 #include "base/checked.h"
 #include "runtime/crc32c.h"
@@ -82,6 +83,17 @@ Status DeviceMemory::Fill(const std::vector<Stretch>& stretches,
     }
   }
   return status;
+}
+
+Status WaitForDevices(const std::vector<SourceTensor>& sources) {
+  std::set<int> waited;
+  for (const SourceTensor& source : sources) {
+    if (source.device < 0 || !waited.insert(source.device).second) continue;
+    TC_ASSIGN_OR_RETURN(const CudaDevice* const device,
+                        CudaDevice::Process(source.device));
+    TC_RETURN_IF_ERROR(device->WaitForAll());
+  }
+  return {};
 }
 
 Result<MemorySources> MemorySources::Make(

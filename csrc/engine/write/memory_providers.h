@@ -62,6 +62,10 @@ class DeviceMemory final : public Provider {
   CudaCopies copies_;
 };
 
+// Waits for all that is queued on the devices of `sources`: for callers who do
+// not know which kernels fill them.
+Status WaitForDevices(const std::vector<SourceTensor>& sources);
+
 // All sources of a job. They must outlive it, and stay where they are.
 class MemorySources {
  public:

@@ -78,18 +78,20 @@ std::vector<Enclosing> FindEnclosing(const std::vector<SourceTensor>& sources) {
   return enclosing;
 }
 
-// Fills a region by several workers. Devices copy beside them, and are waited
-// for at the end. Nothing writes there any more when it returns.
+// Fills a region, that of the lease if there is one, by several workers.
+// Devices copy beside them, and are waited for at the end. Nothing writes there
+// any more when it returns.
 Status FillRegion(const ExtentList& extents, int workers,
-                  const ArenaLease& lease, Job* job) {
+                  MutableByteSpan region, const ArenaLease* lease, Job* job) {
   const Providers providers({&extents});
-  FreshMemory memory(&lease, providers.locker());
+  std::optional<FreshMemory> memory;
+  if (lease) memory.emplace(lease, providers.locker());
   const auto fill = [&](int64_t chunk, int worker) -> Status {
-    TC_RETURN_IF_ERROR(memory.Take(chunk));
+    if (memory) TC_RETURN_IF_ERROR(memory->Take(chunk));
     const uint64_t begin = static_cast<uint64_t>(chunk) * kFillBytes;
     const uint64_t bytes =
         std::min<uint64_t>(kFillBytes, extents.size() - begin);
-    FillBuffer buffer(lease.span().subspan(begin, bytes), begin, worker,
+    FillBuffer buffer(region.subspan(begin, bytes), begin, worker,
                       FillBuffer::Copies::kStreamed);
     TC_RETURN_IF_ERROR(
         BeginPortions(PortionsOf(extents, begin, bytes), {}, &buffer));
@@ -105,6 +107,18 @@ Status FillRegion(const ExtentList& extents, int workers,
     }
   }
   return first;
+}
+
+Status CheckRegion(MutableByteSpan region, uint64_t bytes) {
+  if (region.size() < bytes) {
+    return InvalidArgument("the region has " + std::to_string(region.size()) +
+                           " bytes, the tensors take " + std::to_string(bytes));
+  }
+  if (reinterpret_cast<uintptr_t>(region.data()) % kRegionAlignment != 0) {
+    return InvalidArgument("the region does not begin at a multiple of " +
+                           std::to_string(kRegionAlignment) + " bytes");
+  }
+  return {};
 }
 
 }  // namespace
@@ -145,12 +159,19 @@ Result<Snapshot> RunSnapshotJob(const std::vector<std::string>& names,
   }
   region.bytes = extents.size();
   job->AddTotal(region.bytes);
+  if (options.region) {
+    TC_RETURN_IF_ERROR(CheckRegion(*options.region, region.bytes));
+    TC_RETURN_IF_ERROR(
+        FillRegion(extents, workers, *options.region, nullptr, job));
+    return region;
+  }
   TC_ASSIGN_OR_RETURN(region.lease,
                       arena->Lease(region.bytes, {.patience = options.patience,
                                                   .kind = options.kind,
                                                   .job = job,
                                                   .present = false}));
-  TC_RETURN_IF_ERROR(FillRegion(extents, workers, region.lease, job));
+  TC_RETURN_IF_ERROR(
+      FillRegion(extents, workers, region.lease.span(), &region.lease, job));
   return region;
 }
 

@@ -151,14 +151,6 @@ class TensorReader:
             "names": _core.names_text([request.item.storage_index.fqn for request in requests]),
             "offsets": [request.offsets for request in requests],
         }
-        # The dtypes of targets that are to be cast to.
-        casts = {
-            str(i): DTYPE_NAMES[target.dtype]
-            for i, (request, target) in enumerate(zip(requests, into, strict=True))
-            if target.dtype is not request.stored
-        }
-        if casts:
-            plan["casts"] = casts
         if self.ranks > 1:
             plan["shared"] = [i for i, request in enumerate(requests) if request.shared]
         with Job() as job:

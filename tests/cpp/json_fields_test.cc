@@ -1,0 +1,69 @@
+// What is said of fields that are missing, unknown or of another type.
+#include <gtest/gtest.h>
+
+#include "json/fields.h"
+#include "json/options.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr Field kFields[] = {
+    {"path", FieldType::kString},  {"workers", FieldType::kInteger},
+    {"sync", FieldType::kBool},    {"offsets", FieldType::kList},
+    {"files", FieldType::kObject}, {"names", FieldType::kNames}};
+
+Status Check(const char* text) {
+  return CheckFields(Json::parse(text), "the plan", kFields);
+}
+
+TEST(FieldsTest, KnownFieldsOfTheirTypes) {
+  EXPECT_TRUE(Check("{}").ok());
+  EXPECT_TRUE(Check(R"({"path": "x", "workers": -1, "sync": false,
+      "offsets": [], "files": {}, "names": "a\nb"})")
+                  .ok());
+  EXPECT_TRUE(Check(R"({"path": null, "names": ["a"]})").ok());
+}
+
+TEST(FieldsTest, ErrorsNameTheField) {
+  const std::pair<const char*, const char*> cases[] = {
+      {R"({"pth": 1})",
+       "the plan has no 'pth'; it has 'path', 'workers', "
+       "'sync', 'offsets', 'files', 'names'"},
+      {R"({"path": 1})", "'path' is not a string"},
+      {R"({"workers": 1.0})", "'workers' is not an integer"},
+      {R"({"sync": 1})", "'sync' is not true or false"},
+      {R"({"offsets": {}})", "'offsets' is not a list"},
+      {R"({"files": []})", "'files' is not an object"},
+      {R"({"names": {}})",
+       "'names' is not a list of names, or one text with a name a line"}};
+  for (const auto& [text, message] : cases) {
+    const Status status = Check(text);
+    EXPECT_EQ(status.kind(), ErrorKind::kInvalidArgument);
+    EXPECT_EQ(status.message(), message);
+  }
+}
+
+TEST(FieldsTest, GettersNameTheField) {
+  const Json object = Json::parse(
+      R"({"n": "x", "shapes": [[1], null, ["a"]], "names": ["a", 2]})");
+  EXPECT_EQ(GetInt(object, "n", 3).status().message(), "'n' is not an integer");
+  EXPECT_EQ(GetInt(object, "m").status().message(),
+            "'m' is missing; it is an integer");
+  EXPECT_EQ(GetString(object, "path").status().message(),
+            "'path' is missing; it is a string");
+  EXPECT_EQ(GetDimsAt(object, "shapes", 2).status().message(),
+            "'shapes', entry 2: a shape holds integers only");
+  EXPECT_EQ(GetDimsAt(object, "shapes", 3).status().message(),
+            "'shapes' is too short");
+  EXPECT_EQ(GetNames(object, "names").status().message(),
+            "'names' is not a list of names, or one text with a name a line");
+}
+
+TEST(FieldsTest, WorkersAreWithinBounds) {
+  EXPECT_EQ(WorkersOf(Json::object()), kDefaultWorkers);
+  EXPECT_EQ(WorkersOf({{"workers", -3}}), 1);
+  EXPECT_EQ(WorkersOf({{"workers", int64_t{1} << 40}}), kMaxWorkers);
+}
+
+}  // namespace
+}  // namespace torch_ckpt
