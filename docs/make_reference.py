@@ -43,6 +43,7 @@ SECTIONS = {
         "MergeFuture",
         "convert",
     ),
+    "Operators": ("plan", "library_path"),
     "Parts for DCP's own functions": (
         "HuggingFaceStorageWriter",
         "CheckpointReader",

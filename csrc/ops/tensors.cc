@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "json/held.h"
+#include "os/fork.h"
 
 namespace torch_ckpt::ops {
 namespace {
@@ -81,6 +82,7 @@ Result<int64_t*> ReportOf(Tensor& report) {
 
 Result<Json> ParsePlan(const char* op, std::span<const Field> fields,
                        const Tensor& plan) {
+  TC_RETURN_IF_ERROR(NotInForkedChild());
   TC_ASSIGN_OR_RETURN(Json parsed, ParsePlanTensor(plan));
   TC_RETURN_IF_ERROR(
       CheckFields(parsed, std::string("the plan of ") + op, fields));

@@ -43,7 +43,8 @@ using OpWork =
     std::function<Status(const Json& plan, Job* job, int64_t* report)>;
 
 // The plan of op `op`, which has `fields` and no others; kInvalidArgument names
-// the key that is wrong.
+// the key that is wrong. Every op with a plan begins here, which refuses to run
+// in a forked child.
 Result<Json> ParsePlan(const char* op, std::span<const Field> fields,
                        const Tensor& plan);
 

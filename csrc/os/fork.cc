@@ -9,20 +9,22 @@ namespace {
 
 std::atomic<bool> in_forked_child{false};
 
-// Registered while the library is loaded, before anything can have forked from
-// a process that used it. It fails only for want of memory at that time; then
-// no fork is ever seen.
-[[maybe_unused]] const int registered =
-    pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
+std::atomic<bool> registered{false};
 
 }  // namespace
 
 bool InForkedChild() { return in_forked_child.load(std::memory_order_relaxed); }
 
 Status NotInForkedChild() {
+  // Not by a static object: a child that is forked while another thread makes
+  // it would wait for that thread. It fails only for want of memory; then no
+  // fork is ever seen.
+  if (!registered.exchange(true)) {
+    (void)pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
+  }
   if (!InForkedChild()) return {};
   return Unsupported(
-      "torch_ckpt was loaded before this process was forked, and its threads "
+      "torch_ckpt was used before this process was forked, and its threads "
       "and buffers stayed with the parent; start workers with the 'spawn' or "
       "'forkserver' method to use it in them");
 }

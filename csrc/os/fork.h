@@ -6,7 +6,9 @@
 
 namespace torch_ckpt {
 
-// True in a process that was forked from one in which the core was loaded.
+// True in a process that was forked from one that had used the core, by a call
+// of NotInForkedChild: one that has only loaded it, as an import beside torch
+// does, leaves nothing behind.
 bool InForkedChild();
 
 // kUnsupported there, saying what to do instead; ok in any other process. To

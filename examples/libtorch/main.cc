@@ -8,8 +8,8 @@
 #include <torch/nn/module.h>
 #include <torch/nn/modules/linear.h>
 
-#include <cstdio>
 #include <exception>
+#include <iostream>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -41,8 +41,8 @@ std::map<std::string, std::vector<int64_t>> Describe(const std::string& path) {
   for (size_t i = 0; i < names.size(); ++i) {
     const std::string name = names.get(i).toStringRef();
     described[name] = shapes.get(i).toIntVector();
-    std::printf("%s: %s, %zu dimensions\n", name.c_str(),
-                dtypes.get(i).toStringRef().c_str(), described[name].size());
+    std::cout << name << ": " << dtypes.get(i).toStringRef() << " "
+              << at::IntArrayRef(described[name]) << std::endl;
   }
   return described;
 }
@@ -80,8 +80,8 @@ void Save(const Net& net, const std::string& path) {
   const auto [names, tensors] = TensorsOf(net, "");
   const at::Tensor report = at::zeros({4}, at::kLong);
   Call("save", {tensors, Plan(path, names), report});
-  std::printf("saved %lld bytes to %s\n",
-              static_cast<long long>(report[1].item<int64_t>()), path.c_str());
+  std::cout << "saved " << report[1].item<int64_t>() << " bytes to " << path
+            << std::endl;
 }
 
 void Run(const std::string& source, const std::string& target,
@@ -91,8 +91,8 @@ void Run(const std::string& source, const std::string& target,
   Net net(shapes.at(prefix + "fc1.weight"), shapes.at(prefix + "fc2.weight"));
   Load(net, source, prefix);
   const at::Tensor ones = at::ones({1, net.fc1->weight.size(1)});
-  std::printf("net(1, ...) is %.6f in sum\n",
-              net.forward(ones).sum().item<double>());
+  std::cout << "the sum of net(1, ...) is "
+            << net.forward(ones).sum().item<double>() << std::endl;
   for (at::Tensor& parameter : net.parameters()) parameter.mul_(0.5);
   Save(net, target);
 }
@@ -101,16 +101,16 @@ void Run(const std::string& source, const std::string& target,
 
 int main(int argc, char** argv) {
   if (argc != 3 && argc != 4) {
-    std::fprintf(stderr, "usage: %s SOURCE TARGET [PREFIX]\n", argv[0]);
+    std::cerr << "usage: " << argv[0] << " SOURCE TARGET [PREFIX]\n";
     return 2;
   }
   try {
     Run(argv[1], argv[2], argc == 4 ? argv[3] : "");
   } catch (const std::out_of_range&) {
-    std::fprintf(stderr, "%s: there is no fc1.weight or fc2.weight\n", argv[1]);
+    std::cerr << argv[1] << ": there is no fc1.weight or fc2.weight\n";
     return 1;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
+    std::cerr << error.what() << "\n";
     return 1;
   }
   return 0;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,20 @@ def test_a_forked_child_is_refused(tmp_path: Path, what: str) -> None:
     os.close(reads)
     assert said.startswith("UnsupportedError") and "'spawn'" in said, said
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_child_of_a_process_that_has_only_imported_saves(tmp_path: Path) -> None:
+    code = f"""
+import os, sys, torch, torch_ckpt
+torch.ops.dcp_ext.save  # loaded, and not used
+if os.fork() == 0:
+    torch_ckpt.save({{"w": torch.ones(3)}}, {str(tmp_path / "c")!r}, no_dist=True)
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert torch_ckpt.load(path=tmp_path / "c")["w"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -74,6 +74,23 @@ def test_the_library_needs_nothing_of_the_package() -> None:
     assert run(f"{code}\nassert 'torch_ckpt' not in sys.modules").strip() == torch_ckpt.__version__
 
 
+def test_a_forked_child_is_refused(tmp_path: Path) -> None:
+    code = f"""
+import os, torch, torch_ckpt
+plan, report = torch_ckpt.plan({str(tmp_path / "c")!r}, ["x"]), torch.zeros(4, dtype=torch.int64)
+torch.ops.dcp_ext.stage([], torch_ckpt.plan(), report[:0], report, torch.zeros(0, dtype=torch.uint8))
+if os.fork() == 0:
+    for op in ("save", "read"):
+        try:
+            getattr(torch.ops.dcp_ext, op)([torch.ones(1)], plan, report)
+        except RuntimeError as error:
+            print(error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+    assert run(code).count("spawn") == 2 and not list(tmp_path.iterdir())
+
+
 # --- plans ----------------------------------------------------------------------
 
 
@@ -432,8 +449,6 @@ def test_opcheck_of_the_operators_that_only_look(tmp_path: Path) -> None:
 
 
 class LoadsItself(torch.nn.Module):
-    count: torch.Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(16, 4)
@@ -473,3 +488,26 @@ def test_a_script_loads_its_own_weights(tmp_path: Path, format: str) -> None:
     assert torch.equal(module(x), trained(x))
     with pytest.raises(RuntimeError, match="tensor 'no.linear.weight': is not in the checkpoint"):
         module.load(str(path), "no.")
+
+
+def saves_and_describes(x: torch.Tensor, path: str) -> tuple[list[str], list[str], list[list[int]]]:
+    report = torch.zeros(4, dtype=torch.int64)
+    plan = torch.ops.dcp_ext.plan(path, ["x"], '{"overwrite": false}')
+    torch.ops.dcp_ext.save([x * 2], plan, report)
+    assert int(report[0]) == 1  # without this TorchScript would drop the save
+    none: list[str] = []
+    names, dtypes, shapes = torch.ops.dcp_ext.describe(torch.ops.dcp_ext.plan(path, none))
+    return names, dtypes, shapes
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch supports TorchScript up to 3.13")
+def test_a_script_saves_exactly_once_and_describes(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        script = torch.jit.script(saves_and_describes)
+    x = torch.arange(6.0).reshape(2, 3)
+    for number in range(3):
+        found = script(x, str(tmp_path / f"c{number}"))
+        assert found == (["x"], ["F32"], [[2, 3]])
+        saved = load_file(tmp_path / f"c{number}/model.safetensors")
+        assert torch.equal(saved["x"], x * 2)

@@ -1,4 +1,4 @@
-"""What the README and the guide show works when pasted."""
+"""What the README, the guide and the page of operators show works when pasted."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def fences(page: str, language: str) -> list[str]:
 
 README = fences("README.md", "python")
 EXAMPLES = README + fences("docs/guide.md", "python")
+OPERATORS = fences("docs/operators.md", "python")
 
 
 def run(arguments: list[str], folder: Path) -> str:
@@ -38,7 +39,19 @@ def test_every_example_runs(number: int, tmp_path: Path) -> None:
     said = run(
         [sys.executable, "-W", "error::DeprecationWarning", "-c", EXAMPLES[number]], tmp_path
     )
-    for line in re.findall(r"^print\(.*\)  # (.*)$", EXAMPLES[number], re.MULTILINE):
+    check_printed(EXAMPLES[number], said)
+
+
+@pytest.mark.parametrize("number", range(len(OPERATORS)))
+def test_every_example_of_the_operators_runs(number: int, tmp_path: Path) -> None:
+    """As a file, since TorchScript looks for the source; inductor uses what torch deprecates."""
+    file = tmp_path / "example.py"
+    file.write_text(OPERATORS[number], encoding="utf-8")
+    check_printed(OPERATORS[number], run([sys.executable, str(file)], tmp_path))
+
+
+def check_printed(example: str, said: str) -> None:
+    for line in re.findall(r"^print\(.*\)  # (.*)$", example, re.MULTILINE):
         assert line in said.splitlines()
 
 
