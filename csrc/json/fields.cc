@@ -18,6 +18,21 @@ constexpr char kString[] = "a string", kInteger[] = "an integer",
                kObject[] = "an object",
                kNames[] = "a list of names, or one text with a name a line";
 
+// As torch_ckpt/options.py says it.
+bool IsUrl(std::string_view path) {
+  const size_t colon = path.find(":/");
+  if (colon == std::string_view::npos || colon == 0) return false;
+  const auto letter = [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+  };
+  return letter(path[0]) &&
+         std::all_of(path.begin(), path.begin() + static_cast<ptrdiff_t>(colon),
+                     [&](char c) {
+                       return letter(c) || (c >= '0' && c <= '9') || c == '+' ||
+                              c == '.' || c == '-';
+                     });
+}
+
 // What `value` should be, in words; null where it is that.
 const char* Breach(const Json& value, FieldType type) {
   switch (type) {
@@ -70,6 +85,15 @@ Result<std::string> GetString(const Json& object, const char* field) {
   if (it == object.end() || !it->is_string())
     return Wrong(object, field, kString);
   return it->get<std::string>();
+}
+
+Result<std::string> GetPath(const Json& object, const char* field) {
+  TC_ASSIGN_OR_RETURN(std::string path, GetString(object, field));
+  if (IsUrl(path)) {
+    return InvalidArgument("'" + std::string(field) + "' is a URL, " + path +
+                           ": mount it or copy the checkpoint");
+  }
+  return path;
 }
 
 Result<int64_t> GetInt(const Json& object, const char* field,

@@ -35,6 +35,9 @@ Status CheckFields(const Json& object, const std::string& what,
 
 // A field of an object. kInvalidArgument names the field.
 Result<std::string> GetString(const Json& object, const char* field);
+// The path of a file or directory; kInvalidArgument for a URL, which would be a
+// directory "s3:" here.
+Result<std::string> GetPath(const Json& object, const char* field);
 Result<int64_t> GetInt(const Json& object, const char* field,
                        std::optional<int64_t> otherwise = std::nullopt);
 bool GetBool(const Json& object, const char* field, bool otherwise);

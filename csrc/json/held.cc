@@ -24,7 +24,7 @@ HandleTable<std::unique_ptr<PartSession>>& Parts() {
 Result<std::shared_ptr<const Checkpoint>> CheckpointOf(const Json& object) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(object, "checkpoint", 0));
   if (id != 0) return Checkpoints().Find(id);
-  TC_ASSIGN_OR_RETURN(const std::string path, GetString(object, "path"));
+  TC_ASSIGN_OR_RETURN(const std::string path, GetPath(object, "path"));
   std::string format;
   if (object.contains("format")) {
     TC_ASSIGN_OR_RETURN(format, GetString(object, "format"));

@@ -59,10 +59,23 @@ Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
   return item;
 }
 
-// `tensor` as the target of `item`.
+Result<TargetTensor> TargetOf(const Tensor& tensor) {
+  TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(tensor));
+  for (int d = 0; d < memory.sizes.size(); ++d) {
+    if (memory.sizes[d] > 1 && memory.strides[d] == 0) {
+      return InvalidArgument(
+          "the target is expanded: several of its elements are one place in "
+          "memory");
+    }
+  }
+  return TargetTensor{const_cast<std::byte*>(memory.data), memory.sizes,
+                      memory.strides, memory.element_bytes};
+}
+
+// What the elements of `target` are, unless `item` is bytes of a file.
 Status SetDtype(const Tensor& tensor, const ReadItem& item,
                 TargetTensor* target) {
-  if (!item.file.empty()) return {};  // bytes
+  if (!item.file.empty()) return {};
   target->cast_to = DtypeOf(tensor);
   if (target->cast_to) return {};
   return Unsupported("the target has a dtype that no file holds")
@@ -82,9 +95,9 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   read_plan.neighbours = shared != plan.end() && shared->is_array();
   std::vector<TargetTensor> targets;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(tensors[i]));
-    targets.push_back({const_cast<std::byte*>(memory.data), memory.sizes,
-                       memory.strides, memory.element_bytes});
+    Result<TargetTensor> target = TargetOf(tensors[i]);
+    if (!target.ok()) return target.status().WithTensor(names[i]);
+    targets.push_back(*target);
     TC_ASSIGN_OR_RETURN(ReadItem item, ParseItem(plan, i, std::move(names[i]),
                                                  *checkpoint, targets.back()));
     TC_RETURN_IF_ERROR(SetDtype(tensors[i], item, &targets.back()));

@@ -44,7 +44,7 @@ Result<WriteTensor> WholeTensor(const Tensor& tensor, std::string name,
 Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
            int64_t* report) {
   SavePlan save;
-  TC_ASSIGN_OR_RETURN(save.path, GetString(plan, "path"));
+  TC_ASSIGN_OR_RETURN(save.path, GetPath(plan, "path"));
   TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
                       NamesOfEach(plan, tensors.size()));
   save.overwrite = GetBool(plan, "overwrite", true);
@@ -56,11 +56,12 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   std::vector<SourceTensor> sources;
   sources.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    TC_ASSIGN_OR_RETURN(const SourceTensor source, WriteSourceOf(tensors[i]));
-    sources.push_back(source);
+    Result<SourceTensor> source = WriteSourceOf(tensors[i]);
+    if (!source.ok()) return source.status().WithTensor(names[i]);
+    sources.push_back(*source);
     TC_ASSIGN_OR_RETURN(
         WriteTensor tensor,
-        WholeTensor(tensors[i], std::move(names[i]), i, source));
+        WholeTensor(tensors[i], std::move(names[i]), i, *source));
     save.tensors.push_back(std::move(tensor));
   }
   TC_ASSIGN_OR_RETURN(const Manifest manifest,

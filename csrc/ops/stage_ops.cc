@@ -30,7 +30,7 @@ constexpr Field kPlan[] = {{"names", FieldType::kNames},
 
 Result<MutableByteSpan> BytesOf(Tensor& region) {
   TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(region));
-  if (memory.element_bytes != 1 || !memory.IsDense()) {
+  if (DtypeOf(region) != Dtype::kU8 || !memory.IsDense()) {
     return InvalidArgument("the region is not a dense uint8 tensor");
   }
   return MutableByteSpan(static_cast<std::byte*>(region.mutable_data_ptr()),
@@ -62,7 +62,7 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   TC_ASSIGN_OR_RETURN(const SourceTensor room, SourceOf(offsets));
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
                       NamesOfEach(plan, sources.size()));
-  if (room.element_bytes != 8 || !room.IsDense() ||
+  if (DtypeOf(offsets) != Dtype::kI64 || !room.IsDense() ||
       room.bytes() != 8 * sources.size()) {
     return InvalidArgument(
         "the offsets are not a dense int64 tensor with one for each tensor");

@@ -49,7 +49,7 @@ Result<SourceTensor> Describe(const Tensor& tensor) {
 
 Result<Json> ParsePlanTensor(const Tensor& plan) {
   TC_ASSIGN_OR_RETURN(const SourceTensor bytes, SourceOf(plan));
-  if (bytes.element_bytes != 1 || bytes.sizes.size() != 1 ||
+  if (DtypeOf(plan) != Dtype::kU8 || bytes.sizes.size() != 1 ||
       (bytes.sizes[0] > 1 && bytes.strides[0] != 1)) {
     return InvalidArgument("the plan is not a dense uint8 tensor");
   }
@@ -69,7 +69,7 @@ void ThrowIfError(const Status& status) {
 
 Result<int64_t*> ReportOf(Tensor& report) {
   TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(report));
-  if (memory.element_bytes != 8 || memory.sizes.size() != 1 ||
+  if (DtypeOf(report) != Dtype::kI64 || memory.sizes.size() != 1 ||
       memory.sizes[0] < kReportSize || memory.strides[0] != 8) {
     return InvalidArgument(
         "the report is not a dense int64 tensor of at least " +

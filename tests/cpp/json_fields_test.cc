@@ -59,6 +59,17 @@ TEST(FieldsTest, GettersNameTheField) {
             "'names' is not a list of names, or one text with a name a line");
 }
 
+TEST(FieldsTest, UrlsAreNoPaths) {
+  for (const char* path : {"/a:/b", "a/b:/c", "C3PO", ":/x", "1s:/x", ""}) {
+    EXPECT_EQ(GetPath({{"path", path}}, "path").value(), path);
+  }
+  for (const char* path : {"s3://bucket/c", "gs+x.y-z:/c", "h:/"}) {
+    EXPECT_EQ(GetPath({{"path", path}}, "path").status().message(),
+              "'path' is a URL, " + std::string(path) +
+                  ": mount it or copy the checkpoint");
+  }
+}
+
 TEST(FieldsTest, WorkersAreWithinBounds) {
   EXPECT_EQ(WorkersOf(Json::object()), kDefaultWorkers);
   EXPECT_EQ(WorkersOf({{"workers", -3}}), 1);

@@ -73,6 +73,33 @@ def test_the_kernel_of_the_cuda_key_is_that_of_the_cpu(tmp_path: Path) -> None:
     torch.ops.dcp_ext.write.default._op_dk(torch._C.DispatchKey.CUDA, [x], blob, report)
     (written,) = tmp_path.iterdir()
     assert report[0] == 1 and torch.equal(load_file(written)["x"], x)
+    blob = torch_ckpt.plan(tmp_path / "c", ["x"])
+    torch.ops.dcp_ext.save.default._op_dk(torch._C.DispatchKey.CUDA, [x], blob, report)
+    assert report[0] == 1 and torch.equal(load_file(tmp_path / "c/model.safetensors")["x"], x)
+
+
+@needs_cuda
+def test_operators_wait_for_kernels(tmp_path: Path) -> None:
+    """Whatever stream they are on: nobody told the operator."""
+    x = torch.zeros(1 << 20, device="cuda")
+    plan, report = torch_ckpt.plan(tmp_path / "c", ["x"]), torch_ckpt._ext.new_report()
+    region = torch.zeros(x.nbytes, dtype=torch.uint8, pin_memory=True)
+    offsets = torch.zeros(1, dtype=torch.int64)
+    torch.cuda.synchronize()
+
+    def later() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(200_000_000)
+            x.add_(1)
+
+    later()
+    torch.ops.dcp_ext.save([x], plan, report)
+    assert (load_file(tmp_path / "c/model.safetensors")["x"] == 1).all()
+    later()
+    torch.ops.dcp_ext.stage([x], torch_ckpt.plan(names=["x"]), offsets, report, region)
+    assert (region.view(torch.float32) == 2).all()
+    with pytest.raises(RuntimeError, match="tensor 'x': is not contiguous on its device"):
+        torch.ops.dcp_ext.save([x.view(1024, 1024).t()], plan, report)
 
 
 def test_a_bucket_of_copies_is_written_at_once(

@@ -140,6 +140,9 @@ print(grown(300))  # 120 MB pass
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("read", {"offset": [[0]]}, "the plan of read has no 'offset'; it has .*'offsets'"),
     ("read", {"path": 3}, "'path' is not a string"),
+    ("read", {"path": "s3://bucket/c"}, "'path' is a URL, s3://bucket/c"),
+    ("save", {"path": "s3://bucket/c"}, "'path' is a URL"),
+    ("describe", {"path": "hf://bert/base"}, "'path' is a URL"),
     ("read", {"path": None}, "'path' is missing; it is a string"),
     ("read", {"format": 1}, "'format' is not a string"),
     ("read", {"names": None}, "'names' has 0 names for 1 tensors"),
@@ -264,6 +267,28 @@ def test_boxes_into_tensors(tmp_path: Path) -> None:
     plan = torch_ckpt.plan(tmp_path / "c", ["x", "x"], offsets=[[4, 7], [0, 9]])
     OPS.read([corner, column], plan, new_report())
     assert torch.equal(corner, x[4:, 7:].bfloat16()) and torch.equal(column, x[:, 9:])
+
+
+def test_tensors_that_do_not_do_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save(path, {"x": torch.arange(4.0)})
+    expanded, deep = torch.zeros(1).expand(4), torch.ones([1] * 9)
+    with pytest.raises(ValueError, match="tensor 'x': the target is expanded"):
+        read(path, {"x": expanded})
+    assert not expanded.any()
+    for call in (save, read):
+        with pytest.raises(RuntimeError, match="tensor 'deep': a tensor has 9 dimensions"):
+            call(path, {"x": torch.zeros(4), "deep": deep})
+    plan = torch_ckpt.plan(path, ["x"])
+    for report in (torch.zeros(4, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="the report is not a dense int64 tensor"):
+            OPS.save([torch.zeros(4)], plan, report)
+    for wrong in (plan.view(torch.int8), plan.long(), plan[::2]):
+        with pytest.raises(ValueError, match="the plan is not a dense uint8 tensor"):
+            OPS.save([torch.zeros(4)], wrong, new_report())
+    target = torch.empty(4)
+    read(path, {"x": target})
+    assert torch.equal(target, torch.arange(4.0))
 
 
 FORMATS = ("torch_ckpt", "hf", "dcp", "torch", "safetensors")
