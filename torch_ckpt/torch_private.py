@@ -97,6 +97,13 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 _EMPTY: dict[torch.dtype, torch.Tensor] = {}
 
 
+def sharded_in_order(tensor: DTensor) -> bool:
+    """Whether mesh dimensions that shard one dimension do so from left to right. Versions of torch
+    that do not say it (before 2.10) know no other order."""
+    order = getattr(tensor._spec, "shard_order", None) or ()
+    return all(list(dims) == sorted(dims) for _, dims in order)
+
+
 def dtensor_of(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor of mesh and placements as `like`, with this rank's part `local`.
 

@@ -430,22 +430,17 @@ class ObjectWriter {
   Status Tensor(const PickleValue& value) {
     TC_ASSIGN_OR_RETURN(const TorchTensor tensor, ReadTorchTensor(value));
     TC_ASSIGN_OR_RETURN(const std::string bytes, tensor_bytes_(tensor));
-    const bool parameter = value.name() != PickleName::kRebuildTensor &&
-                           value.name() != PickleName::kRebuildTensorV3;
-    const size_t at = parameter ? 1 : 4;  // of requires_grad
-    const bool grad = value.items().size() > at &&
-                      value.items()[at].Is(PickleKind::kBool) &&
-                      value.items()[at].boolean();
+    TC_ASSIGN_OR_RETURN(const TorchRebuild rebuild, FindTorchRebuild(value));
     Dims shape = tensor.shape;
     const int64_t packed = DtypeUnit(tensor.dtype).elements;
     if (packed > 1) shape[shape.size() - 1] /= packed;
-    Open(parameter ? "parameter" : "tensor");
+    Open(rebuild.is_parameter ? "parameter" : "tensor");
     Member("t");
     AppendJsonString(&out_, TorchDtypeName(tensor.dtype));
     Member("s");
     AppendJsonDims(&out_, shape);
     Member("g");
-    out_ += grad ? "true" : "false";
+    out_ += rebuild.requires_grad ? "true" : "false";
     return Data(bytes);
   }
 

@@ -1,5 +1,6 @@
 #include "format/torch_dtensor.h"
 
+#include <array>
 #include <span>
 #include <string>
 
@@ -21,9 +22,13 @@ Status Lacks(const char* what) {
 
 // The state is a pair: attributes, and those that DTensor has slots for.
 const PickleValue* FindState(const PickleValue& state, const char* name) {
-  if (!state.Is(PickleKind::kTuple)) return nullptr;
+  // More would take long to search, and many tensors may share them.
+  constexpr size_t kMost = 200;
+  if (!state.Is(PickleKind::kTuple) || state.items().size() != 2) {
+    return nullptr;
+  }
   for (const PickleValue& part : state.items()) {
-    if (!part.Is(PickleKind::kDict)) continue;
+    if (!part.Is(PickleKind::kDict) || part.items().size() > kMost) continue;
     if (const PickleValue* found = FindKey(part.items(), name)) return found;
   }
   return nullptr;
@@ -36,6 +41,10 @@ Result<int64_t> ReadNumber(const PickleValue* value, const char* what) {
 
 Result<MeshPlacement> ReadPlacement(const PickleValue& value) {
   if (!value.Is(PickleKind::kObject)) return Lacks("placements");
+  if (const std::string_view name = UnknownName(value); !name.empty()) {
+    return Unsupported("is a DTensor with the placement " + std::string(name) +
+                       ", which is not known");
+  }
   MeshPlacement out;
   switch (value.name()) {
     case PickleName::kReplicate:
@@ -127,6 +136,46 @@ Result<Dims> ReadMesh(const PickleObject& mesh) {
   return out;
 }
 
+// Mesh dimensions that shard one dimension do so from left to right. Newer
+// versions of torch say where they do not; of older ones, which have the mesh
+// as a tensor, FSDP over tensor parallelism did not and does not say it.
+Status CheckOrder(const PickleObject& spec, const PickleObject& mesh,
+                  const MeshRule& rule) {
+  const Status other = Unsupported(
+      "is a DTensor whose mesh dimensions shard one of its own in another "
+      "order than from left to right");
+  const PickleValue* order = FindAttribute(spec, "shard_order");
+  if (order && order->Is(PickleKind::kTuple)) {
+    if (order->items().size() > kMaxDims) return other;
+    for (const PickleValue& entry : order->items()) {
+      // ShardOrderEntry(tensor_dim, mesh_dims)
+      if (!entry.Is(PickleKind::kObject, PickleName::kShardOrderEntry) ||
+          entry.object().arguments.items().size() != 2 ||
+          !entry.object().arguments.items()[1].Is(PickleKind::kTuple)) {
+        return other;
+      }
+      int64_t last = -1;
+      for (const PickleValue& dim :
+           entry.object().arguments.items()[1].items()) {
+        if (!dim.Is(PickleKind::kInt) || dim.integer() <= last) return other;
+        last = dim.integer();
+      }
+    }
+    return {};
+  }
+  if (!FindAttribute(mesh, "mesh")) return {};
+  std::array<int, kMaxDims> shards{};
+  for (const MeshPlacement& placement : rule.placements) {
+    if (placement.kind != MeshPlacementKind::kShard) continue;
+    if (++shards[static_cast<size_t>(placement.dim)] > 1) {
+      return Unsupported(
+          "is a DTensor of which two mesh dimensions shard one of its own, "
+          "saved by a torch that does not say in which order");
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 Result<TorchDTensor> ReadTorchDTensor(const TorchRebuild& rebuild) {
@@ -159,10 +208,15 @@ Result<TorchDTensor> ReadTorchDTensor(const TorchRebuild& rebuild) {
   if (!mesh || !mesh->Is(PickleKind::kObject, PickleName::kDeviceMesh)) {
     return Lacks("a mesh");
   }
+  if (placements->items().size() > kMaxDims) {
+    return Unsupported("is a DTensor on a mesh of more than " +
+                       std::to_string(kMaxDims) + " dimensions");
+  }
   for (const PickleValue& each : placements->items()) {
     TC_ASSIGN_OR_RETURN(const MeshPlacement placement, ReadPlacement(each));
     out.rule.placements.push_back(placement);
   }
+  TC_RETURN_IF_ERROR(CheckOrder(spec->object(), mesh->object(), out.rule));
   TC_ASSIGN_OR_RETURN(out.rule.mesh, ReadMesh(mesh->object()));
   const PickleValue* coordinate =
       FindAttribute(mesh->object(), "_coordinate_on_dim");

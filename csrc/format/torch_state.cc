@@ -71,15 +71,6 @@ bool IsName(const PickleValue& key) {
   }
 }
 
-// A mapping that is opened below the root. One with other keys is a leaf.
-std::optional<Mapping> OpenedMapping(const PickleValue& value) {
-  std::optional<Mapping> mapping = MappingOf(value);
-  for (size_t i = 0; mapping && i < mapping->items.size(); i += 2) {
-    if (!IsName(mapping->items[i])) return std::nullopt;
-  }
-  return mapping;
-}
-
 // A key as it stands in a path, and as the structure has it.
 struct Key {
   std::string text;
@@ -160,6 +151,16 @@ class Flattener {
                        " containers");
   }
 
+  // A mapping that is opened below the root. One with other keys is a leaf.
+  Result<std::optional<Mapping>> OpenedMapping(const PickleValue& value) {
+    std::optional<Mapping> mapping = MappingOf(value);
+    for (size_t i = 0; mapping && i < mapping->items.size(); i += 2) {
+      TC_RETURN_IF_ERROR(Step());
+      if (!IsName(mapping->items[i])) mapping.reset();
+    }
+    return mapping;
+  }
+
   // Whether DCP's flattening goes into this list.
   Result<bool> Opens(const PickleValue& list) {
     // Too deep to be said: a leaf, which says so when it is read.
@@ -168,7 +169,8 @@ class Flattener {
     bool opens = false;
     for (const PickleValue& item : list.items()) {
       TC_RETURN_IF_ERROR(Step());
-      opens = IsTorchTensor(item) || OpenedMapping(item);
+      TC_ASSIGN_OR_RETURN(const auto mapping, OpenedMapping(item));
+      opens = IsTorchTensor(item) || mapping;
       if (!opens && item.Is(PickleKind::kList)) {
         TC_ASSIGN_OR_RETURN(opens, Opens(item));
       }
@@ -251,7 +253,8 @@ class Flattener {
     std::string own = path.substr(0, path.size() - 1);
     if (own.size() > 1) own += ',';
     own += part + "]";
-    if (const auto mapping = OpenedMapping(value)) {
+    TC_ASSIGN_OR_RETURN(const auto mapping, OpenedMapping(value));
+    if (mapping) {
       return VisitMapping(*mapping, name + ".", own);
     }
     if (value.Is(PickleKind::kList)) {

@@ -15,6 +15,7 @@ enum TensorArgument : size_t {
   kOffsetArgument,
   kSizeArgument,
   kStrideArgument,
+  kGradArgument,
   kMetadataArgument = 6,  // _v2
   kDtypeArgument = 6,     // _v3, its metadata behind it
 };
@@ -26,6 +27,8 @@ enum TypedArgument : size_t {
   kTypedArguments,
   kTypedState,
 };
+// And those of _rebuild_parameter: the tensor, and whether it has a gradient.
+constexpr size_t kGradOfParameter = 1;
 // A persistent id: ("storage", type, key, location, number of elements).
 constexpr size_t kStorageFields = 5;
 
@@ -50,6 +53,11 @@ Result<Storage> ReadStorage(const PickleValue& value) {
     }
   }
   return Corrupt("the pickle has a tensor without a storage");
+}
+
+bool IsTrue(Values arguments, size_t at) {
+  return arguments.size() > at && arguments[at].Is(PickleKind::kBool) &&
+         arguments[at].boolean();
 }
 
 Status Impossible(const TorchTensor& tensor) {
@@ -143,6 +151,7 @@ Result<TorchRebuild> FindTorchRebuild(const PickleValue& value) {
   TorchRebuild out;
   const PickleValue* made = &value;
   for (int i = 0; i < kMaxWrappings; ++i) {
+    if (i > 0) out.is_parameter = true;
     out.function = made->name();
     out.arguments = made->items();
     if (out.function == PickleName::kRebuildFromType) {
@@ -150,13 +159,16 @@ Result<TorchRebuild> FindTorchRebuild(const PickleValue& value) {
       out.function = typed[kTypedFunction].name();
       out.arguments = typed[kTypedArguments].items();
       out.type = typed[kTypedType].name();
+      out.is_parameter = out.is_parameter || out.type == PickleName::kParameter;
       out.state = typed.size() > kTypedState ? &typed[kTypedState] : nullptr;
     }
     if (out.function != PickleName::kRebuildParameter &&
         out.function != PickleName::kRebuildParameterWithState) {
+      if (i == 0) out.requires_grad = IsTrue(out.arguments, kGradArgument);
       return out;
     }
     if (out.arguments.empty() || !IsTorchTensor(out.arguments[0])) break;
+    out.requires_grad = IsTrue(out.arguments, kGradOfParameter);
     made = &out.arguments[0];
   }
   return Corrupt("the pickle has a parameter without a tensor");
@@ -198,6 +210,9 @@ Result<TorchTensor> ReadTorchTensor(const PickleValue& value) {
   if (const std::string_view other = UnknownName(typed); !other.empty()) {
     return Unsupported("is of the type " + std::string(other) +
                        ", which is not read");
+  }
+  if (typed.Is(PickleKind::kName, PickleName::kOtherDtype)) {
+    return Unsupported("is of a dtype that safetensors has no name for");
   }
   if (!typed.Is(PickleKind::kName,
                 v3 ? PickleName::kDtype : PickleName::kStorage)) {

@@ -31,6 +31,7 @@ struct TorchRebuild {
   std::span<const PickleValue> arguments;
   PickleName type = PickleName::kTensor;
   const PickleValue* state = nullptr;  // of a class; else null
+  bool is_parameter = false, requires_grad = false;
 };
 // REQUIRES: IsTorchTensor(value). kCorrupt for a parameter of no tensor.
 Result<TorchRebuild> FindTorchRebuild(const PickleValue& value);

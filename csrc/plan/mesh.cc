@@ -8,10 +8,6 @@
 namespace torch_ckpt {
 namespace {
 
-// A strided shard may have one box per element, and rules are read from disk:
-// no rank of a sane layout comes near this.
-constexpr size_t kMaxBoxesPerRank = size_t{1} << 20;
-
 struct Interval {
   int64_t begin;
   int64_t end;
@@ -71,9 +67,9 @@ class Picker {
   Intervals picked_;
 };
 
-Status TooManyBoxes() {
-  return Exhausted("a placement rule makes more than " +
-                   std::to_string(kMaxBoxesPerRank) + " boxes on one rank");
+Status TooManyBoxes(size_t most) {
+  return Exhausted("a placement rule makes more than " + std::to_string(most) +
+                   " boxes on one rank");
 }
 
 Status CheckRule(const Dims& shape, const MeshRule& rule,
@@ -125,7 +121,7 @@ Status CheckRule(const Dims& shape, const MeshRule& rule,
 
 // The part that the rank at `index` of `ranks` keeps of `held`.
 Result<Intervals> Apply(const MeshPlacement& placement, int64_t ranks,
-                        int64_t index, const Intervals& held) {
+                        int64_t index, const Intervals& held, size_t most) {
   const Interval all = {0, Length(held)};
   Picker picker(held);
   if (placement.kind == MeshPlacementKind::kShard) {
@@ -134,11 +130,13 @@ Result<Intervals> Apply(const MeshPlacement& placement, int64_t ranks,
   }
   // As if the dimension had been cut into split_factor pieces before: chunk
   // `index` of each piece, one after the other.
+  if (static_cast<uint64_t>(std::min(placement.split_factor, all.end)) > most) {
+    return TooManyBoxes(most);  // of which most may be empty
+  }
   for (int64_t j = 0; j < placement.split_factor; ++j) {
     const Interval piece = Chunk(all, placement.split_factor, j);
     if (piece.begin == piece.end) break;  // and so are all that follow
     picker.Pick(Chunk(piece, ranks, index));
-    if (picker.count() > kMaxBoxesPerRank) return TooManyBoxes();
   }
   return picker.Take();
 }
@@ -146,7 +144,7 @@ Result<Intervals> Apply(const MeshPlacement& placement, int64_t ranks,
 // One list per tensor dimension. Mesh dimensions apply from left to right.
 using HeldDims = std::array<Intervals, kMaxDims>;
 Result<HeldDims> Expand(const Dims& shape, const MeshRule& rule,
-                        const Dims& coordinate) {
+                        const Dims& coordinate, size_t most) {
   TC_RETURN_IF_ERROR(CheckRule(shape, rule, coordinate));
   HeldDims held;
   for (int d = 0; d < shape.size(); ++d) {
@@ -156,8 +154,8 @@ Result<HeldDims> Expand(const Dims& shape, const MeshRule& rule,
     const MeshPlacement& placement = rule.placements[static_cast<size_t>(m)];
     if (placement.kind == MeshPlacementKind::kReplicate) continue;
     Intervals& dim = held[static_cast<size_t>(placement.dim)];
-    TC_ASSIGN_OR_RETURN(dim,
-                        Apply(placement, rule.mesh[m], coordinate[m], dim));
+    TC_ASSIGN_OR_RETURN(
+        dim, Apply(placement, rule.mesh[m], coordinate[m], dim, most));
   }
   return held;
 }
@@ -166,13 +164,14 @@ Result<HeldDims> Expand(const Dims& shape, const MeshRule& rule,
 
 Result<std::vector<LocalBox>> ExpandRule(const Dims& shape,
                                          const MeshRule& rule,
-                                         const Dims& coordinate) {
-  TC_ASSIGN_OR_RETURN(const HeldDims held, Expand(shape, rule, coordinate));
+                                         const Dims& coordinate, size_t most) {
+  TC_ASSIGN_OR_RETURN(const HeldDims held,
+                      Expand(shape, rule, coordinate, most));
   size_t boxes = 1;
   for (int d = 0; d < shape.size(); ++d) {
     const size_t n = held[static_cast<size_t>(d)].size();
     if (n == 0) return std::vector<LocalBox>();
-    if (n > kMaxBoxesPerRank / boxes) return TooManyBoxes();
+    if (n > most / boxes) return TooManyBoxes(most);
     boxes *= n;
   }
   // The product of the lists, the last dimension fastest. Each step splits

@@ -15,6 +15,8 @@ from click.testing import CliRunner
 from foreign_samples import Payload, same
 from launch import run_ranks
 from ranks.megatron import common_state, layer
+from test_torch_dtensors import as_rank
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_ckpt
 from torch_ckpt.cli import cli
@@ -151,6 +153,18 @@ def test_other_backends_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a" / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
     with pytest.raises(torch_ckpt.UnsupportedError, match=r"metadata\.json.*'zarr'.*torch_dist"):
         torch_ckpt.open(tmp_path / "a")
+
+
+def test_a_part_of_a_dtensor_in_the_common_state(written: Path, tmp_path: Path) -> None:
+    both = tmp_path / "a"
+    shutil.copytree(written, both)
+    with as_rank(0, (2,)) as devices:
+        part = distribute_tensor(torch.ones(4), devices, [Shard(0)], src_data_rank=None)
+        torch.save({"d": part}, both / "common.pt")
+    checkpoint = torch_ckpt.open(both)
+    assert {each.name for each in checkpoint.describe().tensors} == {*whole(), "d"}
+    with pytest.raises(torch_ckpt.IncompleteError, match=r"common\.pt.*'d'.*one rank saved"):
+        checkpoint["d"][...]
 
 
 def test_a_name_in_both_states_is_a_conflict(written: Path, tmp_path: Path) -> None:

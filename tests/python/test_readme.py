@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
     (commands,) = [code for code in fences("README.md", "") if code.startswith("torch-ckpt ")]
     run([sys.executable, "-c", README[0]], tmp_path)
     for line in commands.splitlines():
-        program, *arguments = line.split()
+        program, *arguments = shlex.split(line, comments=True)
         assert program == "torch-ckpt"
         assert run([sys.executable, "-m", "torch_ckpt", *arguments], tmp_path)
     assert (tmp_path / "consolidated" / "model-00001-of-00001.safetensors").exists()

@@ -19,10 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ckpt
+from torch_ckpt.dcp.plan.boxes import local_boxes
 
 
 @contextmanager
@@ -53,6 +55,10 @@ def fill(target: numpy.ndarray[Any, Any], path: Path) -> None:
         box = numpy.ndarray(place.sizes, target.dtype, content, place.offset, place.strides)
         at = tuple(slice(o, o + n) for o, n in zip(place.offsets, place.sizes, strict=True))
         target[at] = box
+
+
+class Other(Shard):
+    """A placement that only its program knows."""
 
 
 PLACES = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2)]
@@ -193,9 +199,13 @@ def test_a_part_that_is_not_what_its_placements_say(tmp_path: Path) -> None:
     with as_rank(0, (2,)) as devices:
         part = distribute_tensor(torch.ones(6, 2), devices, [Shard(0)], src_data_rank=None)
         part._local_tensor = torch.ones(2, 2)
-        torch.save({"w": part}, path)
-    with pytest.raises(torch_ckpt.CorruptError, match=r"a\.pt.*'w'.*\(2, 2\) is not what its"):
-        torch_ckpt.open(path)
+        # As DTensor.from_local makes it of uneven parts.
+        uneven = DTensor.from_local(torch.ones(3), devices, [Shard(0)], shape=(8,), stride=(1,))
+        torch.save({"w": part, "u": uneven, "plain": torch.ones(2)}, path)
+    checkpoint = torch_ckpt.open(path)
+    assert list(checkpoint) == ["plain"]
+    with pytest.raises(torch_ckpt.UnsupportedError, match=r"a\.pt.*'w'"):
+        checkpoint.objects["w"]
 
 
 def test_tensors_with_attributes(tmp_path: Path) -> None:
@@ -207,3 +217,114 @@ def test_tensors_with_attributes(tmp_path: Path) -> None:
     checkpoint = torch_ckpt.open(tmp_path / "a.pt")
     assert same(checkpoint["t"][...], torch.arange(6.0).view(2, 3))
     assert same(checkpoint["p"][...], torch.ones(2))
+
+
+def test_an_order_of_shards_that_is_not_from_left_to_right(tmp_path: Path) -> None:
+    """No public function of torch makes one; files of it must not be read as if it were none."""
+    path = tmp_path / "a.pt"
+    with as_rank(1, (2, 2)) as devices:
+        part = distribute_tensor(
+            torch.arange(8.0), devices, [Shard(0), Shard(0)], src_data_rank=None
+        )
+        order = ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0))
+        object.__setattr__(part._spec, "shard_order", (order,))
+        torch.save({"w": part, "plain": torch.ones(2)}, path)
+        with pytest.raises(torch_ckpt.UnsupportedError, match="w: .*another order"):
+            local_boxes(part, "w")
+    assert list(torch_ckpt.open(path)) == ["plain"]
+
+
+def test_two_shards_of_one_dimension_by_an_old_torch(tmp_path: Path) -> None:
+    """FSDP over tensor parallelism stored them in another order before torch 2.5."""
+    path = tmp_path / "a.pt"
+    places, mesh = [Shard(0), Shard(0)], pickling(old_mesh)
+    save_part(path, 0, (2, 2), torch.arange(8.0), places, pickle_module=without_order(mesh))
+    assert list(torch_ckpt.open(path)) == ["plain"]
+
+
+def without_order(module: Any) -> Any:
+    class Pickler(module.Pickler):  # type: ignore[misc,name-defined]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, DTensorSpec):
+                state = {"mesh": obj.mesh, "placements": obj.placements}
+                return copyreg.__newobj__, (DTensorSpec,), state
+            return super().reducer_override(obj)
+
+    return types.SimpleNamespace(Pickler=Pickler, __name__="pickling")
+
+
+def test_parts_of_nothing_are_not_tied(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    with as_rank(1, (2,)) as devices:
+        parts = {
+            name: distribute_tensor(torch.ones(1, 4), devices, [Shard(0)], src_data_rank=None)
+            for name in "ab"
+        }
+        torch.save({**parts, "step": torch.tensor(3)}, path)
+    described = {each.name: each for each in torch_ckpt.open(path).describe().tensors}
+    assert all(described[name].alias_of is None for name in "ab")
+    assert described["a"].placements == ()
+    assert described["a"].shape == (1, 4)
+
+
+def hostile(path: Path, split: int, size: int, leaves: int) -> None:
+    """Names of one DTensor, whose placement makes a box of every other element."""
+    with as_rank(0, (2,)) as devices:
+        part = distribute_tensor(torch.ones(4), devices, [Shard(0)], src_data_rank=None)
+        spec = DTensorSpec(devices, (_StridedShard(0, split_factor=split),))
+        part._spec = spec
+        state = {f"w{i}": part for i in range(leaves)}
+
+        class Pickler(pickle._Pickler):
+            def reducer_override(self, obj: Any) -> Any:
+                if obj is part:
+                    function, (rebuild, kind, arguments, rest) = part.__reduce_ex__(2)
+                    changed = (*arguments[:2], (size,), (1,), *arguments[4:])
+                    return function, (rebuild, kind, changed, rest)
+                return NotImplemented
+
+        module = types.SimpleNamespace(Pickler=Pickler, __name__="pickling")
+        torch.save(state, path, pickle_module=module)
+
+
+@pytest.mark.parametrize(
+    ("split", "size", "leaves"), [(2**40, 2**40, 1), (2**19, 2**20, 1), (2**15, 2**16, 20)]
+)
+def test_placements_that_make_very_many_boxes(
+    tmp_path: Path, split: int, size: int, leaves: int
+) -> None:
+    hostile(tmp_path / "a.pt", split, size, leaves)
+    with pytest.raises(torch_ckpt.CheckpointError):
+        torch_ckpt.open(tmp_path / "a.pt").describe()
+
+
+def test_a_placement_of_an_unknown_class(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    with as_rank(0, (2,)) as devices:
+        part = distribute_tensor(torch.ones(4), devices, [Shard(0)], src_data_rank=None)
+        part._spec = DTensorSpec(devices, (Other(0),))
+        torch.save({"w": part, "plain": torch.ones(2)}, path)
+    assert list(torch_ckpt.open(path)) == ["plain"]
+
+
+def test_dtypes_that_safetensors_has_no_name_for(tmp_path: Path) -> None:
+    state = {
+        "z": torch.zeros(3, dtype=torch.complex32),
+        "y": torch.zeros(3, dtype=torch.complex128),
+    }
+    torch.save({**state, "plain": torch.ones(2)}, tmp_path / "a.pt")
+    checkpoint = torch_ckpt.open(tmp_path / "a.pt")
+    assert list(checkpoint) == ["plain"]
+    with pytest.raises(torch_ckpt.UnsupportedError, match="'z'.*no name for"):
+        checkpoint.objects["z"]
+
+
+def test_tensors_with_attributes_inside_of_objects(tmp_path: Path) -> None:
+    tensor = torch.ones(2)
+    tensor.foo = 1  # type: ignore[attr-defined]
+    parameter = torch.nn.Parameter(torch.ones(2), requires_grad=True)
+    parameter.foo = 1  # type: ignore[attr-defined]
+    torch.save({"a": (tensor, parameter)}, tmp_path / "a.pt")
+    plain, made = torch_ckpt.open(tmp_path / "a.pt").objects["a"]
+    assert type(plain) is torch.Tensor and not plain.requires_grad
+    assert type(made) is torch.nn.Parameter and made.requires_grad

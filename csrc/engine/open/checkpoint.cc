@@ -287,17 +287,26 @@ std::string Checkpoint::CatalogPath() const {
   return path();
 }
 
+bool Checkpoint::MayBePart(std::span<const Placement> placements) const {
+  return !has_.archives.empty() &&
+         std::all_of(placements.begin(), placements.end(),
+                     [&](const Placement& placement) {
+                       return placement.kind == PlacementKind::kStridedBox;
+                     });
+}
+
 Status Checkpoint::ProveTiled(uint32_t entry,
                               std::span<const Placement> placements) const {
   const CatalogEntry& e = catalog().entries()[entry];
   if (e.kind == EntryKind::kObject || proved_[entry]) return {};
   const Status proved = ProveOwners(e.shape, placements);
-  if (!proved.ok() && format() == kTorchFormat) {
+  if (!proved.ok() && MayBePart(placements)) {
+    const uint32_t file =
+        placements.empty() ? has_.archives[0].file : placements[0].file;
     return Incomplete("is a DTensor of which one rank saved its part: " +
                       proved.message())
         .WithTensor(std::string(e.name))
-        .WithFile(files().size() == 1 ? path() + "/" + files()[0].name
-                                      : path());
+        .WithFile(path() + "/" + files()[file].name);
   }
   if (!proved.ok()) {
     return Status(ErrorKind::kCorrupt, proved.message())
@@ -360,11 +369,10 @@ Result<std::vector<Placement>> Checkpoint::Placements(uint32_t entry,
 
 Result<std::vector<Placement>> Checkpoint::DescribedPlacements(
     uint32_t entry) const {
-  if (format() != kTorchFormat) return Placements(entry);
   Result<std::vector<Placement>> placements =
       catalog().Placements(entry, files());
-  if (placements.ok()) return placements;
-  return Status(placements.status()).WithFile(path());
+  if (placements.ok() && MayBePart(*placements)) return placements;
+  return Placements(entry);
 }
 
 Result<std::vector<Checkpoint::Archive>> Checkpoint::Archives() const {

@@ -103,6 +103,9 @@ class Checkpoint {
  private:
   Status ProveTiled(uint32_t entry,
                     std::span<const Placement> placements) const;
+  // Whether they are those of a leaf of a state dict in an archive, which may
+  // be what one rank had of a DTensor.
+  bool MayBePart(std::span<const Placement> placements) const;
   // The name that an entry has in the files.
   std::string_view StoredName(uint32_t entry) const;
   // Of what says which boxes there are, for messages.

@@ -14,17 +14,23 @@ namespace {
 
 constexpr std::string_view kRootPath = "[]";
 
+// Boxes of DTensors in one archive: as many, and one for each byte of its
+// pickle.
+constexpr size_t kBoxesAnyway = size_t{1} << 16;
+
 // What the rank had of it: boxes of the whole, each in its place in the local
-// tensor.
+// tensor. At most `*boxes_left`, which it lessens.
 Status PlaceDTensor(const TorchArchive& archive, const TorchRebuild& rebuild,
-                    TorchLeaf* leaf) {
+                    size_t* boxes_left, TorchLeaf* leaf) {
   TC_ASSIGN_OR_RETURN(const TorchDTensor found, ReadTorchDTensor(rebuild));
   Result<std::vector<LocalBox>> boxes =
-      ExpandRule(found.shape, found.rule, found.coordinate);
+      ExpandRule(found.shape, found.rule, found.coordinate, *boxes_left);
+  if (boxes.status().kind() == ErrorKind::kExhausted) return boxes.status();
   if (!boxes.ok()) {
     return Corrupt("is a DTensor whose placements are impossible: " +
                    boxes.status().message());
   }
+  *boxes_left -= boxes->size();
   TC_ASSIGN_OR_RETURN(const Placement local, archive.Find(found.local));
   leaf->dtype = found.local.dtype;
   leaf->shape = found.shape;
@@ -50,15 +56,18 @@ Status PlaceDTensor(const TorchArchive& archive, const TorchRebuild& rebuild,
   TC_ASSIGN_OR_RETURN(const uint64_t there,
                       ByteSize(leaf->dtype, found.local.shape));
   if (elements == there) return {};
-  return Corrupt("is a DTensor of shape " + found.shape.ToString() +
-                 " whose part of shape " + found.local.shape.ToString() +
-                 " is not what its placements say");
+  // DTensor.from_local makes such of what its caller says.
+  return Unsupported("is a DTensor of shape " + found.shape.ToString() +
+                     " whose part of shape " + found.local.shape.ToString() +
+                     " is not what its placements say");
 }
 
 Status PlaceTensor(const TorchArchive& archive, const PickleValue& value,
-                   TorchLeaf* leaf) {
+                   size_t* boxes_left, TorchLeaf* leaf) {
   TC_ASSIGN_OR_RETURN(const TorchRebuild rebuild, FindTorchRebuild(value));
-  if (IsTorchDTensor(rebuild)) return PlaceDTensor(archive, rebuild, leaf);
+  if (IsTorchDTensor(rebuild)) {
+    return PlaceDTensor(archive, rebuild, boxes_left, leaf);
+  }
   TC_ASSIGN_OR_RETURN(const TorchTensor tensor, ReadTorchTensor(value));
   TC_ASSIGN_OR_RETURN(Placement placement, archive.Find(tensor));
   leaf->dtype = tensor.dtype;
@@ -82,12 +91,13 @@ Result<TorchLeaves> FindTorchLeaves(const File& file, FileRange range,
   out.range = range;
   out.containers = std::move(state.containers);
   out.leaves.reserve(state.leaves.size());
+  size_t boxes_left = kBoxesAnyway + archive.pickle_bytes();
   for (StateLeaf& leaf : state.leaves) {
     TorchLeaf& found = out.leaves.emplace_back();
     found.name = std::move(leaf.name);
     found.path = std::move(leaf.path);
     if (!IsTorchTensor(*leaf.value)) continue;
-    Status placed = PlaceTensor(archive, *leaf.value, &found);
+    Status placed = PlaceTensor(archive, *leaf.value, &boxes_left, &found);
     found.is_tensor = placed.ok();
     if (placed.ok() || placed.kind() == ErrorKind::kUnsupported) continue;
     return std::move(placed).WithTensor(found.name);
@@ -97,10 +107,12 @@ Result<TorchLeaves> FindTorchLeaves(const File& file, FileRange range,
 
 TorchLeavesAdder::Place TorchLeavesAdder::PlaceOf(uint32_t number,
                                                   const TorchLeaf& leaf) {
-  std::vector<int64_t> numbers(leaf.shape.begin(), leaf.shape.end());
+  std::vector<int64_t> numbers;
   const auto append = [&](const Dims& dims) {
+    numbers.push_back(dims.size());
     numbers.insert(numbers.end(), dims.begin(), dims.end());
   };
+  append(leaf.shape);
   for (const Placement& each : leaf.placements) {
     numbers.push_back(static_cast<int64_t>(each.offset));
     append(each.box.offsets);
@@ -112,9 +124,12 @@ TorchLeavesAdder::Place TorchLeavesAdder::PlaceOf(uint32_t number,
 
 Result<uint32_t> TorchLeavesAdder::AddTensor(uint32_t number,
                                              const TorchLeaf& leaf) {
-  const auto [tied, fresh] =
-      places_.try_emplace(PlaceOf(number, leaf), leaf.name);
-  if (!fresh) return catalog_->AddAlias(leaf.name, tied->second);
+  // Those of which nothing is here have nothing in common.
+  if (!leaf.placements.empty()) {
+    const auto [tied, fresh] =
+        places_.try_emplace(PlaceOf(number, leaf), leaf.name);
+    if (!fresh) return catalog_->AddAlias(leaf.name, tied->second);
+  }
   TC_ASSIGN_OR_RETURN(const uint32_t entry,
                       catalog_->AddTensor(leaf.name, leaf.dtype, leaf.shape));
   for (Placement placement : leaf.placements) {

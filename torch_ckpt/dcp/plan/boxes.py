@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.torch_private import StridedShard, local_tensor
+from torch_ckpt.torch_private import StridedShard, local_tensor, sharded_in_order
 
 
 class LocalBox(NamedTuple):
@@ -42,6 +42,11 @@ def local_boxes(tensor: DTensor, fqn: str) -> tuple[LocalBox, ...]:
             f"{fqn}: a DTensor with placement {error} holds no boxes of the tensor; "
             "redistribute it to Shard or Replicate first"
         ) from None
+    if len(rule) > 1 and not sharded_in_order(tensor):
+        raise UnsupportedError(
+            f"{fqn}: a DTensor whose mesh dimensions shard one of its own in another order than from "
+            "left to right; redistribute it first"
+        )
     shape = tensor.shape
     if 0 in shape:
         zeros = (0,) * len(shape)
