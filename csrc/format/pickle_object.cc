@@ -11,6 +11,7 @@
 
 #include "format/json.h"
 #include "format/names.h"
+#include "format/pickle_values.h"
 
 namespace torch_ckpt {
 namespace {
@@ -294,7 +295,7 @@ class ObjectWriter {
       case PickleName::kEncode:
       case PickleName::kBytes:
       case PickleName::kBytearray: {
-        TC_ASSIGN_OR_RETURN(const std::string bytes, BytesOf(value));
+        TC_ASSIGN_OR_RETURN(const std::string bytes, BytesOfPickle(value));
         Open(value.name() == PickleName::kBytearray ? "bytearray" : "bytes");
         return Data(bytes);
       }
@@ -386,47 +387,6 @@ class ObjectWriter {
     return Plain("}");
   }
 
-  // Bytes, which protocol 2 makes of text: each character is one.
-  static Result<std::string> BytesOf(const PickleValue& value) {
-    const PickleValue* said = &value;
-    if (said->Is(PickleKind::kMade, PickleName::kBytearray)) {
-      if (said->items().empty()) return std::string();
-      said = &said->items()[0];
-    }
-    if (said->Is(PickleKind::kBytes)) return std::string(said->text());
-    // What Python 3 says of empty bytes at protocol 2.
-    if (said->Is(PickleKind::kMade, PickleName::kBytes) &&
-        said->items().empty()) {
-      return std::string();
-    }
-    if (!said->Is(PickleKind::kMade, PickleName::kEncode)) {
-      return Corrupt("the object has bytes that are none");
-    }
-    const Values arguments = said->items();
-    if (arguments.size() != 2 || !arguments[0].Is(PickleKind::kString) ||
-        !arguments[1].Is(PickleKind::kString) ||
-        arguments[1].text() != "latin1") {
-      return Corrupt("the object has bytes that are none");
-    }
-    const std::string_view text = arguments[0].text();
-    std::string out;
-    for (size_t i = 0; i < text.size(); ++i) {
-      const auto c = static_cast<unsigned char>(text[i]);
-      if (c < 0x80) {
-        out += text[i];
-        continue;
-      }
-      // Two bytes of UTF-8 that stand for one of 0x80 to 0xff.
-      if ((c != 0xc2 && c != 0xc3) || i + 1 == text.size()) {
-        return Corrupt("the object has bytes that are none");
-      }
-      const auto next = static_cast<unsigned char>(text[++i]);
-      out +=
-          static_cast<char>(static_cast<unsigned char>(c << 6) | (next & 63));
-    }
-    return out;
-  }
-
   Status Tensor(const PickleValue& value) {
     TC_ASSIGN_OR_RETURN(const TorchTensor tensor, ReadTorchTensor(value));
     TC_ASSIGN_OR_RETURN(const std::string bytes, tensor_bytes_(tensor));
@@ -514,54 +474,13 @@ class ObjectWriter {
     out_ += limited ? std::to_string(arguments[1].integer()) : "null";
     return Listed(items, "}");
   }
-  // "<f4" of numpy.dtype("f4", ...) with the state (3, "<", None, None, None,
-  // ...), and "<M8[D]" where that ends with (None, (b"D", 1, 1, 1)).
-  static Result<std::string> TypeCode(const PickleValue& value) {
-    const Status other =
-        Unsupported("the object has a numpy value of a type of its own");
-    if (!value.Is(PickleKind::kObject, PickleName::kArrayDtype)) return other;
-    const Values arguments = value.object().arguments.items();
-    const PickleValue& state = value.object().state;
-    if (arguments.empty() || !arguments[0].Is(PickleKind::kString) ||
-        !state.Is(PickleKind::kTuple) || state.items().size() < 5) {
-      return other;
-    }
-    const Values parts = state.items();
-    if (!parts[1].Is(PickleKind::kString) || !parts[2].Is(PickleKind::kNone) ||
-        !parts[3].Is(PickleKind::kNone)) {
-      return other;
-    }
-    std::string code = std::string(parts[1].text().substr(0, 1)) +
-                       std::string(arguments[0].text().substr(0, 16));
-    if (arguments[0].text().starts_with('M') ||
-        arguments[0].text().starts_with('m')) {
-      if (parts.size() != 9 || !parts[8].Is(PickleKind::kTuple) ||
-          parts[8].items().size() != 2 ||
-          !parts[8].items()[1].Is(PickleKind::kTuple) ||
-          parts[8].items()[1].items().size() < 2) {
-        return other;
-      }
-      const Values unit = parts[8].items()[1].items();
-      const Result<std::string> name = unit[0].Is(PickleKind::kString)
-                                           ? std::string(unit[0].text())
-                                           : BytesOf(unit[0]);
-      if (!name.ok() || name->size() > 8 || !unit[1].Is(PickleKind::kInt)) {
-        return other;
-      }
-      if (*name != "generic") {
-        const int64_t count = unit[1].integer();
-        code += "[" + (count == 1 ? "" : std::to_string(count)) + *name + "]";
-      }
-    }
-    if (!IsUtf8(code)) return other;
-    return code;
-  }
   Status ArrayScalar(Values arguments) {
     if (arguments.size() != 2) {
       return Corrupt("the object has a numpy value without bytes");
     }
-    TC_ASSIGN_OR_RETURN(const std::string code, TypeCode(arguments[0]));
-    TC_ASSIGN_OR_RETURN(const std::string bytes, BytesOf(arguments[1]));
+    TC_ASSIGN_OR_RETURN(const std::string code,
+                        ArrayTypeOfPickle(arguments[0]));
+    TC_ASSIGN_OR_RETURN(const std::string bytes, BytesOfPickle(arguments[1]));
     Open("npscalar");
     Member("t");
     AppendJsonString(&out_, code);
@@ -580,8 +499,8 @@ class ObjectWriter {
                const PickleValue& data) {
     if (data.Is(PickleKind::kList)) return CannotSay("an array of objects");
     TC_ASSIGN_OR_RETURN(const Dims shape, ReadSize(size));
-    TC_ASSIGN_OR_RETURN(const std::string code, TypeCode(type));
-    TC_ASSIGN_OR_RETURN(const std::string bytes, BytesOf(data));
+    TC_ASSIGN_OR_RETURN(const std::string code, ArrayTypeOfPickle(type));
+    TC_ASSIGN_OR_RETURN(const std::string bytes, BytesOfPickle(data));
     Open("ndarray");
     Member("t");
     AppendJsonString(&out_, code);
@@ -599,51 +518,6 @@ class ObjectWriter {
 };
 
 }  // namespace
-
-std::optional<std::string_view> FactoryOfDefaultDict(const PickleValue& value) {
-  const Values arguments = value.object().arguments.items();
-  if (arguments.empty()) return "none";
-  switch (const PickleValue& factory = arguments[0]; factory.kind()) {
-    case PickleKind::kNone:
-      return "none";
-    case PickleKind::kName:
-      break;
-    default:
-      return std::nullopt;
-  }
-  switch (arguments[0].name()) {
-    case PickleName::kBytearray:
-      return "bytearray";
-    case PickleName::kBytes:
-      return "bytes";
-    case PickleName::kComplex:
-      return "complex";
-    case PickleName::kFrozenSet:
-      return "frozenset";
-    case PickleName::kOrderedDict:
-      return "OrderedDict";
-    case PickleName::kSet:
-      return "set";
-    case PickleName::kUnknown:
-      break;
-    default:
-      return std::nullopt;
-  }
-  std::string_view name = arguments[0].text();
-  // Protocol 2 has the names of Python 2.
-  for (const std::string_view module : {"builtins.", "__builtin__."}) {
-    if (!name.starts_with(module)) continue;
-    name.remove_prefix(module.size());
-    if (name == "unicode") return "str";
-    if (name == "long") return "int";
-    for (const std::string_view type :
-         {"bool", "dict", "float", "int", "list", "str", "tuple"}) {
-      if (name == type) return type;
-    }
-    return std::nullopt;
-  }
-  return std::nullopt;
-}
 
 Result<std::string> ObjectOfPickle(const PickleValue& value,
                                    const TensorBytes& tensor_bytes,

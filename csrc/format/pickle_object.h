@@ -24,8 +24,4 @@ Result<std::string> ObjectOfPickle(const PickleValue& value,
                                    const TensorBytes& tensor_bytes,
                                    size_t most = kMaxObjectText);
 
-// The word of typed JSON for the default_factory of `value`, a defaultdict;
-// nullopt for one that has none.
-std::optional<std::string_view> FactoryOfDefaultDict(const PickleValue& value);
-
 }  // namespace torch_ckpt

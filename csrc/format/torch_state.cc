@@ -9,7 +9,7 @@
 
 #include "format/json.h"
 #include "format/names.h"
-#include "format/pickle_object.h"
+#include "format/pickle_values.h"
 #include "format/torch_tensor.h"
 
 namespace torch_ckpt {
