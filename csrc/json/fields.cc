@@ -62,7 +62,9 @@ Result<Json> ParseObject(std::string_view text, const char* what) {
 
 Status CheckFields(const Json& object, const std::string& what,
                    std::span<const Field> fields) {
-  for (const auto& [name, value] : object.items()) {
+  for (const auto& item : object.items()) {
+    const std::string& name = item.key();
+    const Json& value = item.value();
     const auto field =
         std::find_if(fields.begin(), fields.end(),
                      [&](const Field& known) { return known.name == name; });

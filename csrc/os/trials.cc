@@ -22,17 +22,17 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr const char *kName = "trial", *kOther = "trial.other";
+constexpr const char *kTrialName = "trial", *kOther = "trial.other";
 
 // What fn(File) returns, with a new file of which nothing is left.
 template <class Fn>
 auto WithFile(const Directory& directory, Fn fn)
     -> decltype(fn(std::declval<File>())) {
   Result<File> file =
-      directory.OpenFile(kName, {.write = true, .create_new = true});
+      directory.OpenFile(kTrialName, {.write = true, .create_new = true});
   if (!file.ok()) return file.status();
   auto result = fn(std::move(file).value());
-  const Status gone = directory.Unlink(kName, /*missing_ok=*/true);
+  const Status gone = directory.Unlink(kTrialName, /*missing_ok=*/true);
   if (result.ok() && !gone.ok()) return gone;
   return result;
 }
@@ -86,9 +86,9 @@ Result<bool> TryAllocate(const Directory& directory) {
 
 Result<bool> TryNoReplace(const Directory& directory) {
   const auto rename = [&](const File&) -> Result<bool> {
-    const std::string from = directory.Join(kName);
+    const std::string from = directory.Join(kTrialName);
     if (internal::SystemCall("renameat2", from, directory.Join(kOther), [&] {
-          return renameat2(directory.fd(), kName, directory.fd(), kOther,
+          return renameat2(directory.fd(), kTrialName, directory.fd(), kOther,
                            RENAME_NOREPLACE);
         }) == 0) {
       TC_RETURN_IF_ERROR(directory.Unlink(kOther, /*missing_ok=*/true));

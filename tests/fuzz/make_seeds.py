@@ -10,6 +10,7 @@ a build with fault points (a journal is what a kill leaves).
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -19,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -201,8 +203,43 @@ def pickles() -> Iterator[tuple[str, bytes]]:
         "numpy": [numpy.float32(1.5), numpy.arange(3)],
         "dicts": [OrderedDict(a=1), {1: {"x": []}}],
     }
+    values["namespaces"] = [argparse.Namespace(a=1), types.SimpleNamespace(b=[2])]
     for protocol in (2, 4):
         yield f"values-{protocol}", pickle.dumps(values, protocol)
+    yield "dtensors", dtensors()
+
+
+def dtensors() -> bytes:
+    """The pickle in a file of torch.save that has DTensors."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=6)
+    try:
+        mesh = init_device_mesh("cpu", (2, 3))
+        state = {
+            str(number): distribute_tensor(torch.ones(7, 5), mesh, places, src_data_rank=None)
+            for number, places in enumerate(
+                (
+                    [Shard(0), Shard(1)],
+                    [_StridedShard(0, split_factor=3), Shard(0)],
+                    [Replicate()] * 2,
+                )
+            )
+        }
+        mesh._hash = 0  # of text, and so another one in each process
+        for tensor in state.values():
+            tensor._spec._hash = None
+        out = io.BytesIO()
+        torch.save(state, out)
+    finally:
+        dist.destroy_process_group()
+    with zipfile.ZipFile(out) as archive:
+        (name,) = [each for each in archive.namelist() if each.endswith("data.pkl")]
+        return archive.read(name)
 
 
 def archives() -> Iterator[tuple[str, bytes]]:
