@@ -144,6 +144,7 @@ Result<Json> ProbeDirectory(const std::string& path, uint64_t bytes, Job* job) {
   std::string name = ".torch_ckpt-doctor-";
   for (const std::byte byte : id) {
     constexpr const char* kHex = "0123456789abcdef";
+  if (bytes != 0) bytes = std::max(bytes, kPiece);
     name +=
         {kHex[static_cast<int>(byte) >> 4], kHex[static_cast<int>(byte) & 15]};
   }

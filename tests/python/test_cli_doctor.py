@@ -86,6 +86,13 @@ def test_no_speed_is_measured_where_none_is_asked_for(tmp_path: Path) -> None:
     assert not {"write", "read", "speed"} & set(states(fields))
 
 
+@pytest.mark.parametrize("mib", [1, 2, 3, 4, 5])
+def test_a_little_is_measured_too(tmp_path: Path, mib: int) -> None:
+    fields = json.loads(run(tmp_path, "--mib", mib, "--json").stdout)
+    assert fields["works"] is True
+    assert fields["facts"]["directory"]["speed"]["bytes"] == 4 << 20
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
 def test_memory_is_said_to_be_memory() -> None:
     done = run("/dev/shm", "--mib", 4)
@@ -135,6 +142,12 @@ def test_a_small_file_system_is_measured_with_less(tmp_path: Path) -> None:
     done = started(tmp_path, "--json", before=tmpfs("size=32m", tmp_path))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["facts"]["directory"]["speed"]["bytes"] == 16 << 20
+
+
+def test_no_room_to_measure_is_room_for_saves(tmp_path: Path) -> None:
+    done = started(tmp_path, before=tmpfs("size=6m", tmp_path))
+    assert done.returncode == 0, done.stdout
+    assert "not measured" in done.stdout and done.stdout.endswith("saves work here\n")
 
 
 def test_a_read_only_file_system(tmp_path: Path) -> None:
@@ -274,3 +287,4 @@ def test_what_is_not_good(
     assert check.means
     others = [each for each in checks_of(facts, measured=True) if each.name != name]
     assert all(each.state == "ok" for each in others)
+    assert check.needed == (state == "missing" and name == "free space")

@@ -140,8 +140,9 @@ def _of_sync(name: str, fact: dict[str, Any]) -> Check:
 
 
 def _of_speed(fact: dict[str, Any] | None) -> Iterator[Check]:
-    if fact is None:
-        yield _missing("speed", "not measured", "there is no room for a file to measure with")
+    if fact is None:  # what that means for saves, the free space says
+        means = "there is no room for a file to measure with"
+        yield Check("directory", "speed", "not measured", "missing", means)
         return
     if "error" in fact:
         yield _failed("speed", fact)
