@@ -34,6 +34,7 @@ set(test_sources
     tests/cpp/os_lock_test.cc
     tests/cpp/os_machine_test.cc
     tests/cpp/os_shared_memory_test.cc
+    tests/cpp/os_trial_directory_test.cc
     tests/cpp/os_trials_test.cc
     tests/cpp/runtime_adopted_test.cc
     tests/cpp/runtime_arena_test.cc

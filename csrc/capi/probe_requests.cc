@@ -14,6 +14,7 @@
 #include "os/probe.h"
 #include "os/random.h"
 #include "os/trials.h"
+#include "os/trial_directory.h"
 #include "runtime/arena.h"
 #include "runtime/crc32c.h"
 #include "runtime/cuda_driver.h"
@@ -84,16 +85,17 @@ Result<double> TimeRead(const ByteSource& source, int64_t pieces, Job* job) {
 }
 
 // Writes a file as saves do, and reads it as loads do. It loses its name
-// before a byte is in it, so that not even a kill leaves it.
+// before it has a size, so that not even a kill leaves it.
 Result<Json> MeasureSpeed(const Directory& directory, uint64_t bytes,
                           Job* job) {
   const auto pieces = static_cast<int64_t>(bytes / kPiece);
   bytes = static_cast<uint64_t>(pieces) * kPiece;
   job->AddTotal(2 * bytes);
-  TC_RETURN_IF_ERROR(ByteSink::Create(directory, kFile, bytes));
+  TC_ASSIGN_OR_RETURN(
+      File file,
+      directory.OpenFile(kFile, {.write = true, .create_new = true}));
   TC_ASSIGN_OR_RETURN(const auto sink, ByteSink::Open(directory, kFile, bytes,
                                                       /*direct_io=*/true));
-  TC_ASSIGN_OR_RETURN(File file, directory.OpenFile(kFile, {}));
   TC_RETURN_IF_ERROR(directory.Unlink(kFile, /*missing_ok=*/false));
   TC_ASSIGN_OR_RETURN(const double write_s, TimeWrite(sink.get(), pieces, job));
   file.DropCached();
@@ -102,7 +104,8 @@ Result<Json> MeasureSpeed(const Directory& directory, uint64_t bytes,
   return Json{{"bytes", bytes}, {"write_s", write_s}, {"read_s", read_s}};
 }
 
-void TryAll(const Directory& directory, uint64_t bytes, Job* job, Json* out) {
+void TryAll(const TrialDirectory& own, uint64_t bytes, Job* job, Json* out) {
+  const Directory& directory = own.directory();
   const auto works = [](bool found) { return Json{{"works", found}}; };
   const Status writes = ProbeWrites(directory);
   (*out)["writes"] = writes.ok() ? works(true) : ErrorJson(writes);
@@ -111,10 +114,14 @@ void TryAll(const Directory& directory, uint64_t bytes, Job* job, Json* out) {
         return Json{{"works", found.works},
                     {"offset_unit", found.offset_unit},
                     {"memory_unit", found.memory_unit}};
+  TC_ASSIGN_OR_RETURN(const bool reserved, file.Allocate(bytes));
+  if (!reserved) TC_RETURN_IF_ERROR(file.Truncate(bytes));
       });
   (*out)["allocate"] = Found(TryAllocate(directory), works);
   (*out)["no_replace"] = Found(TryNoReplace(directory), works);
-  (*out)["lock"] = Found(TryLock(directory), [](const LockTrial& found) {
+  const Result<LockTrial> lock =
+      own.lock().ok() ? TryLock(*own.lock()) : own.lock().status();
+  (*out)["lock"] = Found(lock, [](const LockTrial& found) {
     return Json{{"excludes", found.excludes}, {"by_file", found.by_file}};
   });
   (*out)["sync"] = Found(TimeSync(directory), [](double seconds) {
@@ -139,26 +146,12 @@ Result<Json> ProbeDirectory(const std::string& path, uint64_t bytes, Job* job) {
   Json out = {{"file_system", kind},
               {"shared", IsShared(directory)},
               {"space", SpaceJson(SpaceOf(directory))}};
-  std::array<std::byte, 8> id;
-  FillRandom(id);
-  std::string name = ".torch_ckpt-doctor-";
-  for (const std::byte byte : id) {
-    constexpr const char* kHex = "0123456789abcdef";
-  if (bytes != 0) bytes = std::max(bytes, kPiece);
-    name +=
-        {kHex[static_cast<int>(byte) >> 4], kHex[static_cast<int>(byte) & 15]};
-  }
-  if (const Status made = directory.MakeDirectory(name); !made.ok()) {
-    out["writes"] = ErrorJson(made);
-    return out;
-  }
-  const Result<Directory> own = directory.OpenDirectory(name);
-  if (own.ok()) {
-    TryAll(*own, bytes, job, &out);
-  } else {
+  Result<TrialDirectory> own = TrialDirectory::Make(directory);
+  if (!own.ok()) {
     out["writes"] = ErrorJson(own.status());
   }
-  const Status gone = directory.RemoveTree(name);
+  TryAll(*own, bytes, job, &out);
+  const Status gone = own->Remove();
   if (job->cancelled()) return Cancelled("the job was cancelled");
   TC_RETURN_IF_ERROR(gone);
   return out;
@@ -174,6 +167,7 @@ Json MachineJson() {
   return {{"cpus", UsableCpus()},
           {"crc32c", Crc32cImplementation()},
           {"open_files", OptionalJson(OpenFilesLimit())},
+    return out;
           {"locked_memory", OptionalJson(LockedMemoryLimit())},
           {"huge_pages", HugePagesOfMemory()},
           {"shared_huge_pages", HugePagesOfSharedMemory()},

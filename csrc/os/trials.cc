@@ -14,7 +14,6 @@
 
 #include "base/bytes.h"
 #include "os/call.h"
-#include "os/lock.h"
 #include "os/memory.h"
 #include "os/probe.h"
 #include "os/transfer_file.h"
@@ -100,12 +99,11 @@ Result<bool> TryNoReplace(const Directory& directory) {
   return WithFile(directory, rename);
 }
 
-Result<LockTrial> TryLock(const Directory& directory) {
+Result<LockTrial> TryLock(const DirectoryLock& held) {
   LockTrial trial;
-  TC_ASSIGN_OR_RETURN(DirectoryLock held,
-                      DirectoryLock::Acquire(directory.path()));
   trial.by_file = held.by_file();
-  const Result<DirectoryLock> second = DirectoryLock::Acquire(directory.path());
+  const Result<DirectoryLock> second =
+      DirectoryLock::Acquire(held.directory().path());
   if (!second.ok() && second.status().kind() != ErrorKind::kConflict) {
     return second.status();
   }

@@ -1,14 +1,16 @@
 // What the file system of a directory can do, found by trying it. For reports.
 //
-// Each trial makes files in `directory`, which is the caller's own and empty,
-// and leaves none. An error is one of a call that a save makes too. All may be
-// called from any thread, one at a time for a directory.
+// Each trial makes files in `directory`, which is the caller's own
+// (os/trial_directory.h), and leaves none. An error is one of a call that a
+// save makes too. All may be called from any thread, one at a time for a
+// directory.
 #pragma once
 
 #include <cstdint>
 
 #include "base/status.h"
 #include "os/directory.h"
+#include "os/lock.h"
 
 namespace torch_ckpt {
 
@@ -43,8 +45,8 @@ struct LockTrial {
   bool by_file = false;
 };
 
-// The lock of a save (os/lock.h).
-Result<LockTrial> TryLock(const Directory& directory);
+// Of the lock of a save (os/lock.h), which the caller holds.
+Result<LockTrial> TryLock(const DirectoryLock& held);
 
 // Seconds that a write of 4 KiB and its fsync take: the median of some.
 Result<double> TimeSync(const Directory& directory);

@@ -33,9 +33,14 @@ TEST_F(TrialsTest, SayWhatWorksAndLeaveNothing) {
   }
   EXPECT_TRUE(TryAllocate(dir()).ok());
   EXPECT_TRUE(TryNoReplace(dir()).ok());
-  const auto lock = TryLock(dir());
-  ASSERT_TRUE(lock.ok()) << lock.status().ToString();
-  EXPECT_TRUE(lock->excludes);
+  {
+    const auto held = DirectoryLock::Acquire(path());
+    ASSERT_TRUE(held.ok()) << held.status().ToString();
+    const auto lock = TryLock(*held);
+    ASSERT_TRUE(lock.ok()) << lock.status().ToString();
+    EXPECT_TRUE(lock->excludes);
+    EXPECT_FALSE(lock->by_file);
+  }
   const auto sync = TimeSync(dir());
   ASSERT_TRUE(sync.ok()) << sync.status().ToString();
   EXPECT_GT(*sync, 0);
@@ -71,7 +76,9 @@ TEST_F(TrialsTest, ALockThatIsAFileAloneIsSeen) {
     const std::string op = site.op;
     return {.sys_errno = op == "flock" || op == "ofd_lock" ? EOPNOTSUPP : 0};
   });
-  const auto lock = TryLock(dir());
+  const auto held = DirectoryLock::Acquire(path());
+  ASSERT_TRUE(held.ok()) << held.status().ToString();
+  const auto lock = TryLock(*held);
   ASSERT_TRUE(lock.ok()) << lock.status().ToString();
   EXPECT_TRUE(lock->by_file);
   EXPECT_TRUE(lock->excludes);
@@ -92,9 +99,12 @@ TEST_F(TrialsTest, EachFailureComesOutAndLeavesNothing) {
   with("pwrite", ENOSPC, TryDirectIo);
   with("close", EIO, TryDirectIo);
   with("renameat2", EACCES, TryNoReplace);
-  with("flock", EIO, TryLock);
   with("pwrite", ENOSPC, TimeSync);
   with("fsync", EIO, TimeSync);
+  const auto held = DirectoryLock::Acquire(path());
+  ASSERT_TRUE(held.ok()) << held.status().ToString();
+  Fail("flock", EIO);
+  EXPECT_EQ(TryLock(*held).status().sys_errno(), EIO);
 }
 
 #endif

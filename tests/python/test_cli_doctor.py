@@ -139,7 +139,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 
 
 def test_a_small_file_system_is_measured_with_less(tmp_path: Path) -> None:
-    done = started(tmp_path, "--json", before=tmpfs("size=32m", tmp_path))
+    done = started(tmp_path, "--json", before=tmpfs("size=34m", tmp_path))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["facts"]["directory"]["speed"]["bytes"] == 16 << 20
 
@@ -180,11 +180,36 @@ def test_what_fails_is_found_and_leaves_nothing(
     assert done.stderr == ""
 
 
-def test_a_kill_leaves_no_large_file(fault_points: None, tmp_path: Path) -> None:
-    done = started(tmp_path, "--mib", 64, faults="pwrite:20:kill")
+# Before its file has a size, and while it is written.
+@pytest.mark.parametrize("fault", ["fallocate:2:kill", "pwrite:20:kill"])
+def test_a_kill_leaves_no_large_file_and_the_next_one_removes_the_rest(
+    fault_points: None, tmp_path: Path, fault: str
+) -> None:
+    done = started(tmp_path, "--mib", 64, faults=fault)
     assert done.returncode == -signal.SIGKILL
-    left = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
-    assert sum(left) < 1 << 20
+    (left,) = tmp_path.iterdir()
+    assert re.fullmatch(r"\.torch_ckpt-doctor-[0-9a-f]{16}", left.name)
+    assert sum(path.stat().st_size for path in left.iterdir()) < 1 << 20
+    assert run(tmp_path, "--mib", 0).exit_code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_still_runs_keeps_its_directory(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "torch_ckpt", "doctor", str(tmp_path), "--mib", "4096"]
+    environment = {**os.environ, "PYTHONPATH": PACKAGE}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as process:
+        end = time.monotonic() + 30
+        while not list(tmp_path.glob("*/.lock")) and time.monotonic() < end:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGSTOP)
+        there = list(tmp_path.iterdir())
+        assert run(tmp_path, "--mib", 0).exit_code == 0
+        assert list(tmp_path.iterdir()) == there != []
+        process.terminate()
+        process.send_signal(signal.SIGCONT)
+        process.communicate(timeout=60)
+    assert run(tmp_path, "--mib", 0).exit_code == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
@@ -285,6 +310,6 @@ def test_what_is_not_good(
     (check,) = [each for each in checks_of(facts, measured=True) if each.name == name]
     assert check.found.startswith(found) and check.state == state
     assert check.means
+    assert check.needed == (state == "missing" and name == "free space")
     others = [each for each in checks_of(facts, measured=True) if each.name != name]
     assert all(each.state == "ok" for each in others)
-    assert check.needed == (state == "missing" and name == "free space")
