@@ -96,7 +96,8 @@ set(test_sources
     tests/cpp/engine_verify_job_test.cc
     tests/cpp/engine_write_job_test.cc
     tests/cpp/final_test_util.cc
-    tests/cpp/json_fields_test.cc)
+    tests/cpp/json_fields_test.cc
+    tests/cpp/capi_probe_requests_test.cc)
 # A test that starts no thread shows nothing under the thread sanitizer. Those of
 # the engine have its jobs do it; below it a test says so itself, since no code
 # does (test_layering.py).

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -13,8 +14,8 @@
 #include "os/machine.h"
 #include "os/probe.h"
 #include "os/random.h"
-#include "os/trials.h"
 #include "os/trial_directory.h"
+#include "os/trials.h"
 #include "runtime/arena.h"
 #include "runtime/crc32c.h"
 #include "runtime/cuda_driver.h"
@@ -44,24 +45,39 @@ double Since(std::chrono::steady_clock::time_point begin) {
       .count();
 }
 
-Status FillPiece(MutableByteSpan piece) {
+// What no file system compresses.
+void FillPiece(MutableByteSpan piece) {
   constexpr size_t kAtOnce = 256;
   for (size_t at = 0; at < piece.size(); at += kAtOnce) {
-    FillRandom(piece.subspan(at, kAtOnce));  // no disk stores it in less
+    FillRandom(piece.subspan(at, kAtOnce));
   }
-  return {};
+}
+
+// Each block says where it is, so that no file system stores equal ones once.
+void Stamp(MutableByteSpan piece, uint64_t offset) {
+  constexpr size_t kBlock = 4096;
+  for (size_t at = 0; at < piece.size(); at += kBlock) {
+    const uint64_t place = offset + at;
+    std::memcpy(piece.data() + at, &place, sizeof place);
+  }
 }
 
 // Seconds in which pieces of a file are written, and are durable.
 Result<double> TimeWrite(ByteSink* sink, int64_t pieces, Job* job) {
-  TC_ASSIGN_OR_RETURN(const ArenaLease lease, LeaseBuffer(kPiece, job));
-  const MutableByteSpan piece = lease.span().first(kPiece);
-  TC_RETURN_IF_ERROR(FillPiece(piece));
+  std::array<ArenaLease, kWorkers> leases;
+  for (ArenaLease& lease : leases) {
+    TC_ASSIGN_OR_RETURN(lease, LeaseBuffer(kPiece, job));
+    FillPiece(lease.span().first(kPiece));
+  }
   const auto begin = std::chrono::steady_clock::now();
-  TC_RETURN_IF_ERROR(
-      ForEachItem(kWorkers, pieces, job, [&](int64_t item, int) -> Status {
+  TC_RETURN_IF_ERROR(ForEachItem(
+      kWorkers, pieces, job, [&](int64_t item, int worker) -> Status {
+        const uint64_t at = static_cast<uint64_t>(item) * kPiece;
+        const MutableByteSpan piece =
+            leases[static_cast<size_t>(worker)].span().first(kPiece);
+        Stamp(piece, at);
         job->AddDone(kPiece);
-        return sink->Write(piece, static_cast<uint64_t>(item) * kPiece);
+        return sink->Write(piece, at);
       }));
   TC_RETURN_IF_ERROR(sink->Close(/*sync=*/true));
   return Since(begin);
@@ -97,6 +113,8 @@ Result<Json> MeasureSpeed(const Directory& directory, uint64_t bytes,
   TC_ASSIGN_OR_RETURN(const auto sink, ByteSink::Open(directory, kFile, bytes,
                                                       /*direct_io=*/true));
   TC_RETURN_IF_ERROR(directory.Unlink(kFile, /*missing_ok=*/false));
+  TC_ASSIGN_OR_RETURN(const bool reserved, file.Allocate(bytes));
+  if (!reserved) TC_RETURN_IF_ERROR(file.Truncate(bytes));
   TC_ASSIGN_OR_RETURN(const double write_s, TimeWrite(sink.get(), pieces, job));
   file.DropCached();
   const ByteSource source(std::move(file), bytes, /*direct_io=*/true);
@@ -114,8 +132,6 @@ void TryAll(const TrialDirectory& own, uint64_t bytes, Job* job, Json* out) {
         return Json{{"works", found.works},
                     {"offset_unit", found.offset_unit},
                     {"memory_unit", found.memory_unit}};
-  TC_ASSIGN_OR_RETURN(const bool reserved, file.Allocate(bytes));
-  if (!reserved) TC_RETURN_IF_ERROR(file.Truncate(bytes));
       });
   (*out)["allocate"] = Found(TryAllocate(directory), works);
   (*out)["no_replace"] = Found(TryNoReplace(directory), works);
@@ -128,6 +144,7 @@ void TryAll(const TrialDirectory& own, uint64_t bytes, Job* job, Json* out) {
     return Json{{"seconds", seconds}};
   });
   const Result<Space> space = SpaceOf(directory);
+  if (bytes != 0) bytes = std::max(bytes, kPiece);
   // Some mounts do not say what room they have.
   if (space.ok() && space->total != 0) {
     bytes = std::min(bytes, space->available / 2);
@@ -149,6 +166,7 @@ Result<Json> ProbeDirectory(const std::string& path, uint64_t bytes, Job* job) {
   Result<TrialDirectory> own = TrialDirectory::Make(directory);
   if (!own.ok()) {
     out["writes"] = ErrorJson(own.status());
+    return out;
   }
   TryAll(*own, bytes, job, &out);
   const Status gone = own->Remove();
@@ -167,7 +185,6 @@ Json MachineJson() {
   return {{"cpus", UsableCpus()},
           {"crc32c", Crc32cImplementation()},
           {"open_files", OptionalJson(OpenFilesLimit())},
-    return out;
           {"locked_memory", OptionalJson(LockedMemoryLimit())},
           {"huge_pages", HugePagesOfMemory()},
           {"shared_huge_pages", HugePagesOfSharedMemory()},
