@@ -85,6 +85,34 @@ def test_show(tmp_path: Path, saver: Any) -> None:
     assert done.exit_code == 3 and "'gone'" in done.stderr
 
 
+def test_show_has_dots_where_values_are_left_out(tmp_path: Path) -> None:
+    values = {
+        "all": torch.arange(6),
+        "line": torch.arange(8),
+        "rows": torch.arange(14.0).view(7, 2),
+        "wide": torch.arange(14).view(2, 7) > 6,
+        "deep": torch.arange(8, dtype=torch.int32).view(2, 2, 2),
+        "one": torch.arange(2).view(1, 2, 1),
+        "none": torch.empty(0, 9),
+        "scalar": torch.tensor(3),
+        "complex": torch.zeros(7, dtype=torch.complex64),
+    }
+    path = of_ours(tmp_path / "c", values)
+    shown = {name: fields("show", path, name)["first"] for name in values}
+    assert shown["all"] == "tensor([0, 1, 2, 3, 4, 5])"
+    assert shown["line"] == "tensor([0, 1, 2, 3, 4, 5, ...])"
+    assert run("show", path, "line").stdout.endswith("4, 5, ...])\n")
+    rows = shown["rows"].split("\n")
+    assert len(rows) == 7 and rows[-1] == "        ...])" and rows[-2].strip() == "[10., 11.],"
+    assert (
+        shown["wide"].split("\n")[0] == "tensor([[False, False, False, False, False, False, ...],"
+    )
+    assert shown["deep"].endswith("[2, 3]],\n\n        ...], dtype=torch.int32)")
+    assert shown["one"] == str(values["one"])
+    assert shown["scalar"] == "tensor(3)" and "..." not in shown["none"]
+    assert shown["complex"].endswith(", ...])")
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint16, torch.uint32, torch.int64])
 def test_statistics_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     torch.save(

@@ -59,15 +59,32 @@ def _of_tensor(stored: StoredTensor, progress: Progress | None) -> dict[str, Any
 
     outer = [slice(0, 1)] * max(0, len(stored.shape) - 2)
     inner = [slice(0, _CORNER)] * min(2, len(stored.shape))
-    corner = stored[tuple(outer + inner)]
+    index = tuple(outer + inner)
+    cut = [part.stop < size for part, size in zip(index, stored.shape, strict=True)]
     return {
         "name": stored.name,
         "dtype": str(stored.dtype).removeprefix("torch."),
         "shape": list(stored.shape),
         "bytes": stored.nbytes,
         **statistics_of(stored, read),
-        "first": str(corner),
+        "first": _with_dots(str(stored[index]), cut) if stored.nbytes else str(stored[index]),
     }
+
+
+def _with_dots(text: str, cut: list[bool]) -> str:
+    """The text of a tensor, with dots at the end of each dimension that is `cut`."""
+    out, depth = "", 0
+    for character in text:
+        if character == "]":
+            depth -= 1
+            if cut[depth]:
+                lines = len(cut) - 1 - depth  # as torch sets the elements of a dimension apart
+                indent = " " * (len("tensor(") + depth + 1)
+                out += "," + ("\n" * lines + indent if lines else " ") + "..."
+        elif character == "[":
+            depth += 1
+        out += character
+    return out
 
 
 def _text(fields: dict[str, Any]) -> str:
