@@ -214,7 +214,8 @@ Result<Json> FilesRequest(const Json& request) {
 }
 
 // Where the boxes of one tensor are, their files as paths that were opened and
-// found to be those that are meant.
+// found to be those that are meant. With "described" they are for who looks and
+// does not read: they need not be all of the tensor.
 Result<Json> PlacementsRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
   TC_ASSIGN_OR_RETURN(const std::string name, GetString(request, "name"));
@@ -226,7 +227,9 @@ Result<Json> PlacementsRequest(const Json& request) {
   }
   const auto number = static_cast<uint32_t>(entry);
   TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
-                      checkpoint->Placements(number));
+                      GetBool(request, "described", false)
+                          ? checkpoint->DescribedPlacements(number)
+                          : checkpoint->Placements(number));
   TC_ASSIGN_OR_RETURN(
       Json boxes,
       PlacementsJson(checkpoint->catalog().entries()[number], placements));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import json
 import pickle
 import types
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from foreign_samples import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ckpt
+from torch_ckpt.cli import cli
 from torch_ckpt.dcp.plan.boxes import local_boxes
 
 
@@ -104,6 +107,24 @@ def test_a_part_of_a_tensor_is_not_taken_for_it(tmp_path: Path) -> None:
     with pytest.raises(torch_ckpt.IncompleteError, match="one rank saved its part"):
         torch_ckpt.convert(path, tmp_path / "out", "hf")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_layout_of_a_part(tmp_path: Path) -> None:
+    path, picture = tmp_path / "rank_1.pt", tmp_path / "w.svg"
+    save_part(path, 1, (2,), torch.arange(10.0).view(5, 2), [Shard(0)])
+    (tensor,) = [each for each in torch_ckpt.open(path).describe().tensors if each.name == "w"]
+    (box,) = tensor.placements
+    words = ["layout", str(path), "w", "--svg", str(picture)]
+    done = CliRunner().invoke(cli, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    (shown,) = json.loads(done.stdout)["boxes"]
+    assert (shown["offsets"], shown["sizes"]) == ([3, 0], [2, 2])
+    assert shown["at"] == box.offset
+    assert picture.read_text().count('class="box"') == 1
+    assert "[3, 0]" in CliRunner().invoke(cli, words).stdout
+    # Who reads is told that it is not all.
+    with pytest.raises(torch_ckpt.IncompleteError, match="one rank saved its part"):
+        torch_ckpt.open(path)["w"].mmap()
 
 
 def test_parameters(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""torch-ckpt layout: which rank holds which box of a tensor."""
+"""torch-ckpt layout: which rank wrote which box of a tensor."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _COLOURS = ("blue", "yellow", "green", "red", "cyan", "magenta")  # on a termina
 @click.command()
 @click.argument("path", type=click.Path())
 @click.argument("fqn")
-@click.option("--svg", "picture", type=click.Path(), metavar="FILE", help="Draw it into FILE too.")
-@click.option("--format", help="What PATH is read as: torch_ckpt, hf, dcp or torch.")
+@click.option("--svg", "picture", type=click.Path(), metavar="FILE.svg", help="Draw it too.")
+@click.option("--format", help="What PATH is read as: torch_ckpt, hf, dcp, megatron or torch.")
 @with_output
 def layout(path: str, fqn: str, picture: str | None, format: str | None, output: Output) -> None:
-    """Show which rank holds what of a tensor.
+    """Show which rank wrote what of a tensor.
 
-    These are the boxes of the tensor FQN in the checkpoint PATH. Final files do not say which ranks
-    wrote them: there files stand for ranks. Two dimensions are drawn, the first that are sharded,
-    in slices of further ones that are.
+    These are the boxes of the tensor FQN in the checkpoint PATH. Replicas, which one rank writes
+    for all, are of that rank. Final files do not say which ranks wrote them: there files stand for
+    ranks. Two dimensions are drawn, the first that are sharded, in slices of further ones that are.
 
     \b
     torch-ckpt layout checkpoint model.layers.0.weight
@@ -66,7 +66,9 @@ def _find(opened: OpenedCheckpoint, fqn: str) -> TensorInfo:
         text = "is no tensor and has no boxes; 'torch-ckpt show' shows it"
         raise InvalidArgumentError(text, file=opened.path, tensor=fqn)
     dtype, shape, size = described["types"][described["type_of"][at]]
-    answer = _core.call({"op": "placements", "checkpoint": opened.id, "name": fqn})
+    answer = _core.call(
+        {"op": "placements", "checkpoint": opened.id, "name": fqn, "described": True}
+    )
     placements = tuple(
         Placement(box["file"], box["offset"], tuple(box["offsets"]), tuple(box["sizes"]))
         for box in answer["placements"]
