@@ -18,7 +18,7 @@ from matplotlib import colors, image
 
 import torch_ckpt
 from torch_ckpt.cli import cli
-from torch_ckpt.cli.save_log import PHASES, RankSave, read_logs
+from torch_ckpt.cli.save_log import PHASES, LoggedSave, RankSave, read_logs
 from torch_ckpt.cli.timeline_png import _COLOURS, draw
 from torch_ckpt.dcp.saves import SaveStats
 
@@ -124,6 +124,21 @@ def test_which_lines_are_of_one_save(tmp_path: Path) -> None:
 
 
 DAMAGED = {
+def test_many_saves_that_lack_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+
+    class Counted(LoggedSave):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal looked
+            looked += 1
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr("torch_ckpt.cli.save_log.LoggedSave", Counted)
+    lines = [line(path="c", started=1e9 + 10 * n) for n in range(400)]
+    assert len(read_logs([str(write(tmp_path / "log", *lines))])) == 400
+    assert looked < 50 * 400
+
+
     "cut off": json.dumps(line())[:40],
     "no object": "[1]",
     "no text": "\udcff",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,19 +56,21 @@ class RankSave:
 
 @dataclass(slots=True)
 class LoggedSave:
-    """The lines of one save, by rank; not every rank needs to have one."""
+    """The lines of one save, by rank; not every rank needs to have one.
+
+    started, ended: of the first rank that began, and of the last one that ended.
+    """
 
     path: str
     world_size: int
     ranks: dict[int, RankSave] = field(default_factory=dict)
+    started: float = math.inf
+    ended: float = -math.inf
 
-    @property
-    def started(self) -> float:
-        return min(each.started for each in self.ranks.values())
-
-    @property
-    def ended(self) -> float:
-        return max(each.ended for each in self.ranks.values())
+    def add(self, line: RankSave) -> None:
+        self.ranks[line.rank] = line
+        self.started = min(self.started, line.started)
+        self.ended = max(self.ended, line.ended)
 
     @property
     def seconds(self) -> float:
@@ -95,16 +98,20 @@ def read_logs(paths: Sequence[str]) -> list[LoggedSave]:
     latest: dict[tuple[str, int], list[LoggedSave]] = {}
     for line in lines:
         known = latest.setdefault((line.path, line.world_size), [])
+        # Lines come by their beginnings: to a save that is over no line comes any more.
+        known[:] = [
+            save
+            for save in known
+            if line.started <= save.ended and len(save.ranks) < save.world_size
+        ]
         for save in known:
-            if line.rank not in save.ranks and line.started <= save.ended:
+            if line.rank not in save.ranks:
                 break
         else:
             save = LoggedSave(line.path, line.world_size)
             known.append(save)
             saves.append(save)
-        save.ranks[line.rank] = line
-        if len(save.ranks) == save.world_size:
-            known.remove(save)
+        save.add(line)
     return saves
 
 
