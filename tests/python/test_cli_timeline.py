@@ -229,6 +229,14 @@ def test_short_phases_are_seen(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_line_are_named(tmp_path: Path) -> None:
+def test_a_save_that_is_shorter_than_its_clock_tells(tmp_path: Path) -> None:
+    short = line(started=1.7e9, total_s=1e-8, staged_s=1e-8, planned_at=None)
+    log = write(tmp_path / "log", short)
+    done = run("timeline", log, "--png", tmp_path / "t.png")
+    assert done.exit_code == 0 and ", 0 s\n" in done.stdout, done.output
+    assert image.imread(tmp_path / "t.png").size > 0
+
+
     some = [line(rank, world_size=10**15) for rank in (0, 2)]
     text = run("timeline", write(tmp_path / "log", *some)).stdout
     assert "no line of 999,999,999,999,998 ranks: 1, 3, 4, 5, 6, 7, 8, 9, ...\n" in text

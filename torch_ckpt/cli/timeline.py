@@ -163,14 +163,13 @@ def _bar(spans: list[Span], seconds: float, width: int) -> str:
     that is no waiting."""
     shares: list[dict[str, float]] = [{} for _ in range(width)]
     for span in spans:
-        begin, end = (
-            at / seconds * width if seconds else 0.0
-            for at in (span.begin, span.begin + span.seconds)
-        )
+        begin, end = (at / seconds * width for at in (span.begin, span.begin + span.seconds))
         for at in range(int(begin), min(width, int(end) + 1)):
             share = min(end, at + 1) - max(begin, at)
             if share > 0:
                 shares[at][span.phase] = shares[at].get(span.phase, 0.0) + share
+    if not seconds:  # shorter than what times since 1970 can tell
+        return " " * width
     phases = [max(share, key=lambda phase: share[phase], default="") for share in shares]
     for span in reversed(spans):
         if span.phase in (*_WAITING, *phases):
