@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 import torch_ckpt
 from torch_ckpt.cli import cli
 from torch_ckpt.cli.layout_svg import svg
+from torch_ckpt.cli.picture import write_picture
 from torch_ckpt.cli.plane import Box, Plane, Slice, boxes_of, plane_of
 from torch_ckpt.description import Placement, TensorInfo, topology_of
 
@@ -222,6 +223,33 @@ def test_a_picture_that_cannot_be_written(saved: Path, tmp_path: Path) -> None:
     done = run("layout", saved / "sharded", "grid", "--svg", tmp_path / "no" / "a.svg")
     assert done.exit_code == 1 and str(tmp_path / "no" / "a.svg") in done.stderr
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1
+
+
+def test_a_picture_replaces_pictures_only(saved: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(saved / "sharded", tmp_path / "c"))
+    shard = copy / "shard-00001-model-00001-of-00001.safetensors"
+    before = shard.read_bytes()
+    for target in (shard, tmp_path / "a.png", tmp_path / "svg"):
+        done = run("layout", copy, "grid", "--svg", target)
+        assert done.exit_code == 2 and "must end with .svg" in done.stderr and done.stdout == ""
+    assert shard.read_bytes() == before
+    # A link of that name is replaced, and not what it leads to.
+    (tmp_path / "a.svg").symlink_to(shard)
+    assert run("layout", copy, "grid", "--svg", tmp_path / "a.svg").exit_code == 0
+    assert shard.read_bytes() == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.svg", "c"]
+
+
+def test_a_picture_is_written_wholly_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = tmp_path / "a.svg"
+    write_picture(str(picture), b"old")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(OSError, match="full") as raised:
+        write_picture(str(picture), b"new")
+    assert raised.value.filename == str(picture)
+    assert picture.read_bytes() == b"old" and list(tmp_path.iterdir()) == [picture]
 
 
 def test_quiet_draws_all_the_same(saved: Path, tmp_path: Path) -> None:

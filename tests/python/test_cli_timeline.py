@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 from launch import run_ranks
 from matplotlib import colors, image
+from matplotlib.backends.backend_agg import RendererAgg
 
 import torch_ckpt
 from torch_ckpt.cli import cli
@@ -123,7 +124,6 @@ def test_which_lines_are_of_one_save(tmp_path: Path) -> None:
     assert [sorted(save.ranks) for save in read_logs([str(alone)])] == [[0], [1]]
 
 
-DAMAGED = {
 def test_many_saves_that_lack_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = 0
 
@@ -139,6 +139,7 @@ def test_many_saves_that_lack_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert looked < 50 * 400
 
 
+DAMAGED = {
     "cut off": json.dumps(line())[:40],
     "no object": "[1]",
     "no text": "\udcff",
@@ -228,7 +229,6 @@ def test_short_phases_are_seen(tmp_path: Path) -> None:
     assert bar.endswith("wc") and bar[0] == "s"
 
 
-def test_ranks_without_a_line_are_named(tmp_path: Path) -> None:
 def test_a_save_that_is_shorter_than_its_clock_tells(tmp_path: Path) -> None:
     short = line(started=1.7e9, total_s=1e-8, staged_s=1e-8, planned_at=None)
     log = write(tmp_path / "log", short)
@@ -237,6 +237,7 @@ def test_a_save_that_is_shorter_than_its_clock_tells(tmp_path: Path) -> None:
     assert image.imread(tmp_path / "t.png").size > 0
 
 
+def test_ranks_without_a_line_are_named(tmp_path: Path) -> None:
     some = [line(rank, world_size=10**15) for rank in (0, 2)]
     text = run("timeline", write(tmp_path / "log", *some)).stdout
     assert "no line of 999,999,999,999,998 ranks: 1, 3, 4, 5, 6, 7, 8, 9, ...\n" in text
@@ -319,13 +320,55 @@ def test_the_picture_of_real_saves(saved: Path, tmp_path: Path) -> None:
 def test_pictures_of_few_and_of_many_ranks(tmp_path: Path, world: int) -> None:
     lines = [line(rank, world_size=world) for rank in range(world)]
     saves = read_logs([str(write(tmp_path / "log", *lines))])
-    draw(saves, str(tmp_path / "t.png"))
+    (tmp_path / "t.png").write_bytes(draw(saves))
     pixels = image.imread(tmp_path / "t.png")
     assert pixels.shape[0] < 1500 and {"plan", "write", "commit"} <= colours_in(tmp_path / "t.png")
     # A quarter of the time is written, in all rows.
     rows = pixels[:, pixels.shape[1] // 2]
     green = abs(rows[:, :3] - numpy.array(colors.to_rgb(_COLOURS["write"]))).max(axis=1) < 0.02
     assert green.sum() > 15
+
+
+@pytest.mark.parametrize("path", ["/scratch/$USER/$RUN", r"a\$b", "$"])
+def test_what_a_log_says_is_no_formula(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    drawn = []
+    draw_text = RendererAgg.draw_text
+
+    def recorded(self: Any, gc: Any, x: Any, y: Any, s: str, *rest: Any, **more: Any) -> None:
+        drawn.append((s, more.get("ismath", rest[2] if len(rest) > 2 else False)))
+        draw_text(self, gc, x, y, s, *rest, **more)
+
+    monkeypatch.setattr(RendererAgg, "draw_text", recorded)
+    error = r"cost is $5 \frac $"
+    log, picture = write(tmp_path / "log", line(path=path, error=error)), tmp_path / "t.png"
+    done = run("timeline", log, "--png", picture)
+    assert done.exit_code == 0, done.output
+    texts = [text for text, _ in drawn]
+    assert any(text.startswith(f"{path}: 2 ranks") for text in texts)
+    assert any(text.endswith(f"failed on rank 0: {error}") for text in texts)
+    assert not any(formula for _, formula in drawn)
+
+
+def test_too_many_saves_for_a_picture_are_refused(tmp_path: Path) -> None:
+    lines = [line(path=f"step-{n}", started=1e9 + 10 * n) for n in range(60)]
+    log, picture = write(tmp_path / "log", *lines), tmp_path / "t.png"
+    done = run("timeline", log, "--last", 60, "--png", picture)
+    assert done.exit_code == 2 and done.stdout == "" and not picture.exists()
+    (said,) = done.stderr.splitlines()
+    assert "60 saves" in said and "--last" in said
+    assert run("timeline", log, "--last", 60).exit_code == 0
+    assert run("timeline", log, "--last", 2, "--png", picture).exit_code == 0
+
+
+def test_a_picture_replaces_pictures_only(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", line())
+    before = log.read_bytes()
+    for name in ("log", "png", "t.svg"):
+        done = run("timeline", log, "--png", tmp_path / name)
+        assert done.exit_code == 2 and "must end with .png" in done.stderr
+    assert log.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["log"]
 
 
 def test_a_picture_of_nothing_and_in_no_place(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import click
 from torch_ckpt import _core
 from torch_ckpt.cli.layout_svg import svg
 from torch_ckpt.cli.output import Output, count, format_bytes, printable, with_output
+from torch_ckpt.cli.picture import check_picture_name, write_picture
 from torch_ckpt.cli.plane import Box, Plane, Slice, boxes_of, owners_of, plane_of
 from torch_ckpt.description import Placement, TensorInfo, topology_of
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
@@ -40,14 +41,15 @@ def layout(path: str, fqn: str, picture: str | None, format: str | None, output:
     torch-ckpt layout checkpoint model.layers.0.weight
     torch-ckpt layout checkpoint model.layers.0.weight --svg weight.svg
     """
+    if picture is not None:
+        check_picture_name(picture, ".svg")
     opened = OpenedCheckpoint(path, format)
     tensor = _find(opened, fqn)
     boxes = boxes_of(tensor, topology_of(None, (each.file for each in tensor.placements)))
     plane = plane_of(tensor.shape, boxes)
     slices = list(itertools.islice(plane.slices(), _SLICES))
     if picture is not None:
-        with open(picture, "w", encoding="utf-8") as file:
-            file.write(svg(_title(tensor, boxes), plane, slices, boxes))
+        write_picture(picture, svg(_title(tensor, boxes), plane, slices, boxes).encode())
     output.report(
         _fields(tensor, boxes, opened.path, picture), lambda: _text(tensor, boxes, plane, slices)
     )

@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from torch_ckpt.cli.output import Output, count, format_bytes, printable, with_output
+from torch_ckpt.cli.picture import check_picture_name, write_picture
 from torch_ckpt.cli.save_log import PHASES, LoggedSave, RankSave, Span, read_logs
+from torch_ckpt.errors import InvalidArgumentError
 
 # The character of a phase, and its colour on a terminal.
 _LOOK = {
@@ -23,6 +25,7 @@ _LOOK = {
     "unknown": ("?", "red"),
 }
 _NARROWEST = 24
+_DRAWN = 50  # saves of a picture, at the most
 _NAMED = 8  # ranks without a line, at the most
 _WAITING = ("queue", "wait", "unknown")
 _LATE = 0.05  # of the time of a save
@@ -38,7 +41,7 @@ _LATE = 0.05  # of the time of a save
     metavar="N",
     help="Show the last N saves.",
 )
-@click.option("--png", type=click.Path(), metavar="FILE", help="Draw them into FILE as well.")
+@click.option("--png", type=click.Path(), metavar="FILE.png", help="Draw them too.")
 @with_output
 def timeline(logs: tuple[str, ...], last: int, png: str | None, output: Output) -> None:
     """Show what each rank did in a save, and when.
@@ -51,12 +54,19 @@ def timeline(logs: tuple[str, ...], last: int, png: str | None, output: Output) 
     torch-ckpt timeline saves.jsonl
     torch-ckpt timeline saves-rank*.jsonl --last 1 --png timeline.png
     """
+    if png is not None:
+        check_picture_name(png, ".png")
     found = read_logs(logs)
     shown = found[-last:]
     if png is not None:
+        if len(shown) > _DRAWN:
+            text = (
+                f"{len(shown):,} saves are too many for a picture: use --last, of {_DRAWN} at most"
+            )
+            raise InvalidArgumentError(text)
         from torch_ckpt.cli.timeline_png import draw
 
-        draw(shown, png)
+        write_picture(png, draw(shown))
     fields = {"saves": [_fields(save) for save in shown], "count": len(found), "png": png}
     output.report(fields, lambda: _text(shown, len(found)))
 
@@ -161,6 +171,8 @@ def _cells(line: RankSave, columns: list[str]) -> list[str]:
 def _bar(spans: list[Span], seconds: float, width: int) -> str:
     """Each character is the phase that has most of its share of the time; but every phase has one
     that is no waiting."""
+    if not seconds:  # shorter than what times since 1970 can tell
+        return " " * width
     shares: list[dict[str, float]] = [{} for _ in range(width)]
     for span in spans:
         begin, end = (at / seconds * width for at in (span.begin, span.begin + span.seconds))
@@ -168,8 +180,6 @@ def _bar(spans: list[Span], seconds: float, width: int) -> str:
             share = min(end, at + 1) - max(begin, at)
             if share > 0:
                 shares[at][span.phase] = shares[at].get(span.phase, 0.0) + share
-    if not seconds:  # shorter than what times since 1970 can tell
-        return " " * width
     phases = [max(share, key=lambda phase: share[phase], default="") for share in shares]
     for span in reversed(spans):
         if span.phase in (*_WAITING, *phases):
