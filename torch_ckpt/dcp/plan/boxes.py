@@ -44,8 +44,8 @@ def local_boxes(tensor: DTensor, fqn: str) -> tuple[LocalBox, ...]:
         ) from None
     if len(rule) > 1 and not sharded_in_order(tensor):
         raise UnsupportedError(
-            f"{fqn}: a DTensor whose mesh dimensions shard one of its own in another order than from "
-            "left to right; redistribute it first"
+            f"{fqn}: a DTensor whose mesh dimensions shard one of its own in another order than "
+            "from left to right; redistribute it first"
         )
     shape = tensor.shape
     if 0 in shape:
