@@ -337,6 +337,40 @@ def test_a_log_that_cannot_be_written_fails_no_save(tmp_path: Path) -> None:
         save = async_save(weights(), checkpoint_id=tmp_path / "1", log_path=tmp_path / "no" / "log")
         save.result(20)
     assert loads(tmp_path / "1")
+    with pytest.warns(RuntimeWarning, match="no line in the log"):
+        async_save(weights(), checkpoint_id=tmp_path / "2", log_path="a\0b").result(20)
+    with pytest.warns(RuntimeWarning, match="no line in the log"):
+        torch_ckpt.save(weights(), tmp_path / "3", log_path="a\0b")
+    assert loads(tmp_path / "2") and loads(tmp_path / "3")
+
+
+class OddWriter(dcp.FileSystemWriter):
+    """Keeps where it saves to elsewhere."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.path = self.place
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+
+def test_a_writer_whose_path_is_no_path(tmp_path: Path) -> None:
+    writer = OddWriter(tmp_path / "c")
+    writer.place, writer.path = writer.path, 5
+    assert torch_ckpt.save(weights(), storage_writer=writer).stats.path == "OddWriter"
+    writer.path = 5
+    save = async_save(weights(), storage_writer=writer)
+    save.result(20)
+    assert save.stats.path == "OddWriter"
+    assert loads(tmp_path / "c")
+
+
+def test_time_between_saves_counts_as_none(tmp_path: Path) -> None:
+    writer = torch_ckpt.HuggingFaceStorageWriter(tmp_path / "1", save_distributed=True)
+    writer.reset(tmp_path / "2")
+    time.sleep(0.5)
+    stats = torch_ckpt.SaveStats("", 0, 1, 0.0)
+    began = time.time()
+    stats.count(dcp.save(weights(), storage_writer=writer))
+    assert stats.planned_at is not None and stats.planned_at >= began - 0.1
 
 
 @pytest.mark.filterwarnings("error")

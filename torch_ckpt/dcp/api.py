@@ -78,6 +78,14 @@ def make_save(
     return Save(planner, writer, path, ranks, use_collectives, progress=progress)
 
 
+def place_of(save: Save) -> str:
+    """Where it saves to; where nobody says, the class of its writer, which may be a user's."""
+    for place in (getattr(save.writer, "path", None), save.path):
+        if place and isinstance(place, str | os.PathLike):
+            return os.fsdecode(place)
+    return type(save.writer).__name__
+
+
 def _wait_for_saves_beside(world_size: int) -> None:
     """Their writers and directories are not free before, on some ranks earlier than on others."""
     if world_size > 1:
@@ -128,7 +136,7 @@ def save(
         stats.path = "" if place is None else os.fsdecode(place)
         _wait_for_saves_beside(ranks.size)
         stats.waited_s = time.perf_counter() - began
-        return make_save(
+        made_save = make_save(
             place,
             storage_writer,
             planner,
@@ -138,12 +146,13 @@ def save(
             progress=progress,
             options=dict(writer_options),
         )
+        stats.path = place_of(made_save)
+        return made_save
 
     made: list[Save] = []
     try:
         # What is wrong with one rank's arguments is an error of all.
         ranks.together("save", lambda: made.append(make()))
-        stats.path = os.fspath(getattr(made[0].writer, "path", None) or made[0].path or "")
         metadata = SavedMetadata(made[0].run(lambda: states_of(state_dict)), stats)
     except BaseException as error:
         stats.error = str(error) or type(error).__name__

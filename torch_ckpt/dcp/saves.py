@@ -304,7 +304,7 @@ def append_to_log(path: str | None, stats: SaveStats) -> str | None:
             os.write(descriptor, line.encode())  # at once, or lines of ranks would mix
         finally:
             os.close(descriptor)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         return f"no line in the log of saves: {error}"
     return None
 

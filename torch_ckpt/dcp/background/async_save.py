@@ -177,7 +177,9 @@ def _refuse(save: Save, error: BaseException) -> None:
 def _where(
     path: PathLike | None, checkpoint_id: PathLike | None, writer: StorageWriter | None
 ) -> str:
-    place = path or checkpoint_id or getattr(writer, "path", None)
-    if place is None:
-        return "" if writer is None else type(writer).__name__
+    place = path or checkpoint_id
+    if not place:
+        place = getattr(writer, "path", None)
+        if not isinstance(place, str | os.PathLike):  # a user's writer may call anything its path
+            return "" if writer is None else type(writer).__name__
     return os.fsdecode(os.path.abspath(place) if isinstance(writer, _OURS) else place)

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import inspect
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,11 +73,12 @@ class Save:
         metadata: list[Metadata] = []
 
         def plan() -> SavePlan:
+            began = time.perf_counter()
             self.writer.reset(self.path)
             if isinstance(self.writer, HuggingFaceStorageWriter) and not self.use_collectives:
                 self.writer.count_save(self.ranks.rank)
             # A plain dict, as planners get it from stock: of other types ours keeps a record.
-            return self._plan(dict(state()))
+            return self._plan(dict(state()), began)
 
         def lay_out(plans: list[SavePlan]) -> list[SavePlan]:
             plans, planned = self.planner.create_global_plan(plans)
@@ -125,7 +127,7 @@ class Save:
         place = os.path.normpath(os.fsdecode(self.path or self.writer.path))
         return f"save into {os.path.basename(place)}"
 
-    def _plan(self, state_dict: dict[str, Any]) -> SavePlan:
+    def _plan(self, state_dict: dict[str, Any], began: float) -> SavePlan:
         planner, writer, ranks = self.planner, self.writer, self.ranks
         coordinates = ranks.rank == 0
         ours = isinstance(writer, HuggingFaceStorageWriter)
@@ -142,7 +144,11 @@ class Save:
         if "kwargs" in inspect.signature(writer.set_up_storage_writer).parameters:
             told = {"rank": ranks.rank, "use_collectives": self.use_collectives}
             if ours:
-                told |= {"world_size": ranks.size, "on_written": self.on_written}
+                told |= {
+                    "world_size": ranks.size,
+                    "on_written": self.on_written,
+                    "began": began,
+                }
         writer.set_up_storage_writer(coordinates, **told)
         plan: SavePlan = writer.prepare_local_plan(planner.create_local_plan())
         return plan

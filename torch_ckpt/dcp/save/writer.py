@@ -150,7 +150,6 @@ class HuggingFaceStorageWriter(StockWriter):
         self.is_coordinator = False
         self._sequence: int | None = None  # see count_save
         self._save: DirectorySave | None = None  # that is going on
-        self._began: float | None = None  # the next one, by `reset`
         self._place(os.fspath(path))
 
     def _place(self, path: str) -> None:
@@ -170,7 +169,6 @@ class HuggingFaceStorageWriter(StockWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, into `checkpoint_id` where given. Twice with one id is fine."""
         super().reset(checkpoint_id)
-        self._began = time.perf_counter()
         if checkpoint_id:
             self._place(os.fspath(checkpoint_id))
 
@@ -186,9 +184,9 @@ class HuggingFaceStorageWriter(StockWriter):
         return stager.stage(state_dict)  # type: ignore[return-value]  # is no Future
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """As DCP calls it, with two more keywords of ours. world_size: how many ranks save, where
-        the constructor was not told. on_written: called when this rank has written, or could
-        not."""
+        """As DCP calls it, with three more keywords of ours. world_size: how many ranks save,
+        where the constructor was not told. on_written: called when this rank has written, or could
+        not. began: when the save did, as `time.perf_counter` says it; now, if it is not given."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if self.rank is None and not is_coordinator:
             raise InvalidArgumentError(
@@ -199,7 +197,7 @@ class HuggingFaceStorageWriter(StockWriter):
         self.end_save()
         sequence, self._sequence = self._sequence, None
         world_size = kwargs.get("world_size") if self.world_size is None else self.world_size
-        began, self._began = self._began, None
+        began = kwargs.get("began")
         self._save = DirectorySave(
             self,
             world_size,
