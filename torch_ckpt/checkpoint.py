@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MANIFEST = "torch_ckpt.json"
-_JOURNAL = ".torch_ckpt-stage/commit.json"
+JOURNAL = ".torch_ckpt-stage/commit.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +183,14 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
             return False
         try:
             # The journal first: it goes only when the manifest is in its place.
-            if not self._holds(_JOURNAL) and self._agrees_with_manifest():
+            if not self._holds(JOURNAL) and self._agrees_with_manifest():
                 return True
             # A journal, parts, or files that are missing or changed: as readers see it.
             source: str = self._described(whole=False)["source"]
         except IncompleteError:
             return False
         except CheckpointError:
-            return self._holds(MANIFEST) or self._holds(_JOURNAL)
+            return self._holds(MANIFEST) or self._holds(JOURNAL)
         return source == "manifest"
 
     def _described(self, *, whole: bool) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from torch_ckpt.options import local_path
 
 CONVERSION = ".torch_ckpt-convert-"  # how the names of the directories begin that it stages in
 
-_PART = re.compile(r"torch_ckpt-[0-9]{5,}-of-[0-9]{5,}\.json")
+PART = re.compile(r"torch_ckpt-[0-9]{5,}-of-[0-9]{5,}\.json")
 _BESIDE = re.compile(r"\.(.+)\.torch_ckpt-stage")
 # Since its last change: a save without collectives holds no lock between the parts of its ranks.
 _QUIET_S = 3600.0
@@ -168,7 +168,7 @@ def _is_ours(path: str) -> bool:
     if not names:
         return CHILD.fullmatch(os.path.basename(path)) is not None
     return any(
-        name == "torch_ckpt.json" or _PART.fullmatch(name) or name.startswith(".torch_ckpt-stage-")
+        name == "torch_ckpt.json" or PART.fullmatch(name) or name.startswith(".torch_ckpt-stage-")
         for name in names
     )
 

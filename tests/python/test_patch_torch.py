@@ -34,8 +34,8 @@ from torch.distributed.checkpoint import (
 )
 
 import torch_ckpt
-from torch_ckpt import patch_torch
-from torch_ckpt.patching import storage
+from torch_ckpt import children, patch_torch
+from torch_ckpt.patching import patch, storage
 from torch_ckpt.patching.stand_in import StandIn
 
 HF = ("HuggingFaceStorageWriter", "HuggingFaceStorageReader")
@@ -108,17 +108,17 @@ def module() -> Iterator[types.ModuleType]:
 
 def test_each_option_binds_its_names_until_it_is_undone() -> None:
     for options in ((), ("file_system",), ("default_storage",), ("file_system", "default_storage")):
-        patch = patch_torch(**dict.fromkeys(options, True))
+        active = patch_torch(**dict.fromkeys(options, True))
         assert rebound() == {"hf", *options}
-        patch.undo()
+        active.undo()
         assert rebound() == set()
-        patch.undo()  # does nothing
+        active.undo()  # does nothing
     assert all(vars(module)[name] is stock for (module, name), stock in STOCK.items())
 
 
 def test_a_block_that_raises_is_undone() -> None:
-    with pytest.raises(KeyError), patch_torch(file_system=True) as patch:
-        assert isinstance(patch, torch_ckpt.TorchPatch)
+    with pytest.raises(KeyError), patch_torch(file_system=True) as active:
+        assert isinstance(active, torch_ckpt.TorchPatch)
         raise KeyError
     assert rebound() == set()
 
@@ -159,14 +159,119 @@ def test_our_own_names_are_left(module: types.ModuleType) -> None:
 def test_what_somebody_else_has_bound_meanwhile_is_left(
     module: types.ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
-    vars(module).update(a=KEPT["FileSystemWriter"], b=KEPT["FileSystemWriter"])
+    vars(module).update(dict.fromkeys("abc", KEPT["FileSystemWriter"]))
     with patch_torch(file_system=True):
-        module.a = object
+        module.a, module.c = object, None
         del module.b
-    assert module.a is object and not hasattr(module, "b")
-    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "a_client.a has been bound to something else meanwhile: it is left"
-    ]
+    assert module.a is object and module.c is None and not hasattr(module, "b")
+    warned = {record.message for record in caplog.records if record.levelno >= logging.WARNING}
+    assert warned == {
+        f"a_client.{name} has been rebound by other code meanwhile: it is left" for name in "ac"
+    }
+
+
+def test_modules_that_are_imported_during_the_walk() -> None:
+    """By other threads, as it were: one before each step of it."""
+    made: list[types.ModuleType] = []
+    bind = patch._bind
+
+    def importing(module: types.ModuleType) -> None:
+        made.append(types.ModuleType(f"a_client_{len(made)}"))
+        sys.modules[made[-1].__name__] = made[-1]
+        exec("from torch.distributed.checkpoint import FileSystemReader as late", vars(made[-1]))
+        bind(module)
+
+    with mock.patch.dict(sys.modules):
+        with mock.patch.object(patch, "_bind", importing):
+            active = patch_torch(file_system=True)
+            assert {each.late for each in made} == {dcp.FileSystemReader}
+            made.clear()
+            active.undo()
+            assert {each.late for each in made} == {KEPT["FileSystemReader"]}
+
+
+@pytest.mark.parametrize("at", [0, 5, 500])
+def test_ctrl_c_in_the_walk(at: int, module: types.ModuleType) -> None:
+    module.a = KEPT["FileSystemWriter"]
+    bind = patch._bind
+    step = 0
+
+    def interrupted(module: types.ModuleType) -> None:
+        nonlocal step
+        step += 1
+        if step == at + 1:
+            raise KeyboardInterrupt
+        bind(module)
+
+    with mock.patch.object(patch, "_bind", interrupted):
+        with pytest.raises(KeyboardInterrupt):
+            patch_torch(file_system=True)
+        assert rebound() == set() and module.a is KEPT["FileSystemWriter"]
+        active = patch_torch(file_system=True)
+        assert module.a is dcp.FileSystemWriter
+        step = 0
+        with pytest.raises(KeyboardInterrupt):
+            active.undo()
+        active.undo()
+    assert rebound() == set() and module.a is KEPT["FileSystemWriter"]
+
+
+def test_a_signal_handler_patches_during_the_walk() -> None:
+    bind = patch._bind
+
+    def handler(module: types.ModuleType) -> None:
+        with mock.patch.object(patch, "_bind", bind), patch_torch(default_storage=True):
+            pass
+        patch._bind = bind  # once
+        bind(module)
+
+    def work() -> None:
+        with mock.patch.object(patch, "_bind", handler), patch_torch(file_system=True):
+            assert rebound() == {"hf", "file_system"}
+            done.set()
+
+    done = threading.Event()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert done.is_set()
+
+
+def test_a_patch_that_is_over_is_not_entered_again() -> None:
+    active = patch_torch(file_system=True)
+    with active:
+        pass
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match="over"), active:
+        pass
+
+
+def test_what_is_kept_of_ours_makes_stocks_when_the_patch_is_over(tmp_path: Path) -> None:
+    with patch_torch(file_system=True):
+
+        def write(path: Path, cls: Any = dcp.FileSystemWriter) -> Any:
+            return cls(path)
+
+        registry = {name: vars(dcp)[name] for name in KEPT}
+        merges = [vars(_consolidate_hf_safetensors)[name] for name in MERGES]
+        assert type(write(tmp_path)) is storage.FileSystemWriter
+    with patch_torch(default_storage=True):  # which does not want it
+        assert type(write(tmp_path)) is KEPT["FileSystemWriter"]
+        choice, executor = (
+            _storage_utils.FileSystemWriter,
+            vars(state_dict_saver)[EXECUTORS[0]],
+        )
+        assert type(choice(tmp_path)) is storage.FileSystemWriter
+    assert type(choice(tmp_path)) is KEPT["FileSystemWriter"]
+    for name in KEPT:
+        assert type(registry[name](str(tmp_path))) is KEPT[name]
+    executor().execute_save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path / "c")).result()
+    assert torch_ckpt.Checkpoint(tmp_path / "c").format == "dcp"
+    writer = KEPT["HuggingFaceStorageWriter"](str(tmp_path / "in"), save_distributed=True)
+    dcp.save({"a": torch.ones(2)}, storage_writer=writer)
+    for number, merge in enumerate(merges):
+        (tmp_path / f"{number}").mkdir()
+        merge(str(tmp_path / "in"), str(tmp_path / f"{number}"), {"a": 1})
+        assert not (tmp_path / f"{number}" / "torch_ckpt.json").exists()
 
 
 def test_a_module_that_is_gone_is_put_right_as_well(module: types.ModuleType) -> None:
@@ -333,6 +438,21 @@ def test_a_class_goes_where_stocks_goes() -> None:
     assert pickle.loads(sent) is KEPT["FileSystemWriter"]
 
 
+def test_attributes_are_set_on_stocks_class(tmp_path: Path) -> None:
+    stock = KEPT["FileSystemWriter"]
+    before = dict(vars(stock))
+    with patch_torch(file_system=True):
+        dcp.FileSystemWriter.is_set = 1
+        assert stock.is_set == 1 and dcp.FileSystemWriter.is_set == 1
+        del dcp.FileSystemWriter.is_set
+        assert not hasattr(stock, "is_set")
+        # `stage` is of the class itself, `finish` of a base.
+        for name in ("stage", "finish"):
+            with mock.patch.object(dcp.FileSystemWriter, name) as mocked:
+                assert getattr(stock, name) is mocked
+    assert dict(vars(stock)) == before
+
+
 def test_a_writer_crosses_to_another_process(tmp_path: Path) -> None:
     with patch_torch(file_system=True):
         sent = pickle.dumps(dcp.FileSystemWriter(tmp_path, sync_files=False, overwrite=False))
@@ -362,6 +482,9 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path: Path) -> None:
             filesystem.SerializationFormat.SAFETENSORS,
         )
         assert (writer.thread_count, writer.sync_files) == (2, False)
+        assert (writer.single_file_per_rank, writer.per_thread_copy_ahead) == (False, 1)
+        assert writer.cache_staged_state_dict is True
+        assert writer.serialization_format is filesystem.SerializationFormat.SAFETENSORS
         dcp.save(STATE, storage_writer=writer)
         with pytest.raises(FAILED, match="holds a checkpoint"):
             dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path, overwrite=False))
@@ -407,6 +530,65 @@ def test_both_have_saved_to_one_directory(tmp_path: Path) -> None:
         assert_same(loaded(lambda target: dcp.load(target, storage_reader=reader)), newest)
 
 
+def test_both_have_saved_to_one_directory_in_parts(tmp_path: Path) -> None:
+    """Without collectives, with which neither writes the one file that says what is there."""
+    for number, (stocks, ours) in enumerate(((True, False), (False, True), (False, False))):
+        path = tmp_path / str(number)
+        dcp.save(STATE, storage_writer=dcp.FileSystemWriter(path), use_collectives=stocks)
+        torch_ckpt.save(STATE, path, use_collectives=ours)
+        with patch_torch(file_system=True):
+            reader = dcp.FileSystemReader(path)
+            with pytest.raises(torch_ckpt.ConflictError, match="holds two checkpoints"):
+                reader.read_metadata()
+
+
+def test_a_commit_that_was_interrupted_is_ours_as_well(tmp_path: Path) -> None:
+    dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path))
+    (tmp_path / ".torch_ckpt-stage").mkdir()
+    (tmp_path / ".torch_ckpt-stage" / "commit.json").write_text("{}")
+    with patch_torch(file_system=True):
+        with pytest.raises(torch_ckpt.ConflictError, match="holds two checkpoints"):
+            dcp.FileSystemReader(tmp_path).read_metadata()
+
+
+def test_what_stock_saved_beside_safetensors_is_read_as_stock_does(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(2)}
+    weights = dcp.HuggingFaceStorageWriter(str(tmp_path))
+    dcp.save(tensors, storage_writer=weights)
+    dcp.save({"a": torch.zeros(2)}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    with pytest.raises(torch_ckpt.ConflictError):
+        torch_ckpt.load(path=tmp_path)
+    with patch_torch(file_system=True):
+        for name, value in (("HuggingFaceStorageReader", 1), ("FileSystemReader", 0)):
+            target = {"a": torch.full((2,), 5.0)}
+            dcp.load(target, storage_reader=vars(dcp)[name](str(tmp_path)))
+            assert target["a"].tolist() == [value] * 2
+    # A reader goes on to other directories.
+    with patch_torch(file_system=True):
+        reader = dcp.FileSystemReader(tmp_path)
+        reader.read_metadata()
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(tmp_path / "ours"))
+        dcp.load(target, storage_reader=reader, checkpoint_id=str(tmp_path / "ours"))
+        assert target["a"].tolist() == [1, 1]
+        one = dcp.FileSystemReader(tmp_path / "model-00001-of-00001.safetensors")
+        dcp.load(target, storage_reader=one)
+        with pytest.raises(torch_ckpt.IncompleteError):
+            dcp.FileSystemReader(tmp_path / "none").read_metadata()
+
+
+@pytest.mark.parametrize("collectives", [True, False])
+def test_overwrite_false_leaves_stocks_checkpoint(collectives: bool, tmp_path: Path) -> None:
+    dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path), use_collectives=collectives)
+    files = sorted(tmp_path.iterdir())
+    with patch_torch(file_system=True):
+        with pytest.raises(FAILED, match="holds a checkpoint of stock"):
+            dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path, overwrite=False))
+        assert sorted(tmp_path.iterdir()) == files
+        dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path / "c"))
+        torch_ckpt.Checkpoint(tmp_path / "c").remove()  # which leaves our .metadata
+        dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path / "c", overwrite=False))
+
+
 def test_a_failed_save_leaves_stocks_checkpoint(tmp_path: Path) -> None:
     dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path))
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -430,13 +612,40 @@ def test_metadata_is_written_last(tmp_path: Path) -> None:
         assert (tmp_path / ".metadata").exists()
 
 
-def test_saves_without_collectives(tmp_path: Path) -> None:
-    with patch_torch(file_system=True):
-        writer = dcp.FileSystemWriter(tmp_path)
-        dcp.save(STATE, storage_writer=writer, use_collectives=False)
-        assert not (tmp_path / ".metadata").exists()
-        reader = dcp.FileSystemReader(tmp_path)
-        assert_same(loaded(lambda target: dcp.load(target, storage_reader=reader)), STATE)
+def test_two_saves_leave_metadata_at_the_same_time(tmp_path: Path) -> None:
+    replace = os.replace
+
+    def meanwhile(new: str, path: str) -> None:
+        with mock.patch.object(children.os, "replace", replace):
+            storage._leave_metadata(tmp_path)
+        replace(new, path)
+
+    with mock.patch.object(children.os, "replace", meanwhile):
+        storage._leave_metadata(tmp_path)
+    assert os.listdir(tmp_path) == [".metadata"]
+
+
+def test_saves_without_collectives_are_refused(tmp_path: Path) -> None:
+    with patch_torch(file_system=True, default_storage=True):
+        for options in ({"storage_writer": dcp.FileSystemWriter(tmp_path / "c")}, {}):
+            for save in (dcp.save, torch_ckpt.save):
+                if save is torch_ckpt.save and not options:
+                    continue  # has a writer of its own, and one value of each name
+                with pytest.raises(torch_ckpt.UnsupportedError, match="use_collectives"):
+                    save(STATE, checkpoint_id=tmp_path / "c", use_collectives=False, **options)
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_metadata_of_a_save(tmp_path: Path) -> None:
+    metadata = []
+    for active in (False, True):
+        with patch_torch(file_system=active):
+            writer = dcp.FileSystemWriter(tmp_path / str(active))
+            metadata.append(dcp.save(STATE, storage_writer=writer))
+            assert metadata[-1].storage_meta == writer.storage_meta() is not None
+    stocks, ours = metadata
+    assert getattr(ours, "version", None) == getattr(stocks, "version", None)
+    assert ours.storage_meta.checkpoint_id == tmp_path / "True"
 
 
 def test_format_utils(tmp_path: Path) -> None:
@@ -466,3 +675,5 @@ def test_consolidation(tmp_path: Path) -> None:
             torch_ckpt.Checkpoint(tmp_path / name).verify()
             with pytest.raises(torch_ckpt.IncompleteError):  # stock takes nothing for an answer
                 merge(str(tmp_path / "none"), str(tmp_path / "x"), {"a": 1})
+            merge(str(tmp_path / "c"), str(tmp_path / f"{name}-b"), {"b": 1})  # as stock does
+            assert torch_ckpt.Checkpoint(tmp_path / f"{name}-b").keys() == {"b"}

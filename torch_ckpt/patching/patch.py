@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections import Counter
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
@@ -29,14 +28,13 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as 
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
 
 from torch_ckpt import torch_private
-from torch_ckpt.dcp.load.reader import HuggingFaceStorageReader
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.patching import storage
+from torch_ckpt.patching.groups import DEFAULT_STORAGE, FILE_SYSTEM, HF, is_wanted, wanted
 from torch_ckpt.patching.stand_in import StandIn
 
 logger = logging.getLogger(__name__)
-
-_HF, _FILE_SYSTEM, _DEFAULT = "hf", "file_system", "default_storage"
 
 
 class _Pair(NamedTuple):
@@ -46,48 +44,69 @@ class _Pair(NamedTuple):
 
 
 def _of_class(stock: type, ours: type, group: str) -> _Pair:
-    return _Pair(stock, StandIn.of(stock, ours), group)
+    return _Pair(stock, StandIn.of(stock, ours, group), group)
 
 
 _PAIRS = [
-    _of_class(StockWriter, HuggingFaceStorageWriter, _HF),
-    _of_class(StockReader, HuggingFaceStorageReader, _HF),
-    _of_class(StockFileSystemWriter, storage.FileSystemWriter, _FILE_SYSTEM),
-    _of_class(StockFileSystemReader, storage.FileSystemReader, _FILE_SYSTEM),
-    _Pair(torch_private.stock_consolidate, storage.consolidate_safetensors_files, _HF),
+    _of_class(StockWriter, HuggingFaceStorageWriter, HF),
+    _of_class(StockReader, storage.HuggingFaceStorageReader, HF),
+    _of_class(StockFileSystemWriter, storage.FileSystemWriter, FILE_SYSTEM),
+    _of_class(StockFileSystemReader, storage.FileSystemReader, FILE_SYSTEM),
+    _Pair(torch_private.stock_consolidate, storage.consolidate_safetensors_files, HF),
     _Pair(
         torch_private.stock_consolidate_on_every_rank,
         storage.consolidate_safetensors_files_on_every_rank,
-        _HF,
+        HF,
     ),
-    _Pair(torch_private.ThreadExecutor, storage.ThreadExecutor, _DEFAULT),
-    _Pair(torch_private.ProcessExecutor, storage.ProcessExecutor, _DEFAULT),
+    _Pair(torch_private.ThreadExecutor, storage.ThreadExecutor, DEFAULT_STORAGE),
+    _Pair(torch_private.ProcessExecutor, storage.ProcessExecutor, DEFAULT_STORAGE),
 ]
-_OF_OBJECT = {id(each): pair for pair in _PAIRS for each in (pair.stock, pair.stand_in)}
+_PAIRS_OF_DEFAULT = [  # in the module that chooses one
+    _of_class(StockFileSystemWriter, storage.FileSystemWriter, DEFAULT_STORAGE),
+    _of_class(StockFileSystemReader, storage.FileSystemReader, DEFAULT_STORAGE),
+]
+_STOCK_OF = {
+    id(each): pair.stock
+    for pair in (*_PAIRS, *_PAIRS_OF_DEFAULT)
+    for each in (pair.stock, pair.stand_in)
+}
+_BY_STOCK = {id(pair.stock): pair for pair in _PAIRS}
+_BY_STOCK_OF_DEFAULT = {**_BY_STOCK, **{id(pair.stock): pair for pair in _PAIRS_OF_DEFAULT}}
 
-_lock = threading.Lock()
-_active: Counter[str] = Counter()  # by group, how many patches want it
+# Signal handlers run in the middle of what this thread does, and may save.
+_lock = threading.RLock()
 _bound: set[tuple[ModuleType, str]] = set()  # the names that stand for ours
+_DCP = "torch.distributed.checkpoint"
+_MISSING = object()
 
 
 class TorchPatch:
     """An active `patch_torch`. As a context manager it is undone at the end of the block."""
 
     def __init__(self, groups: tuple[str, ...]) -> None:
-        self._groups = groups
+        self._is_over = False
         with _lock:
-            _change(groups, 1)
+            wanted[self] = groups
+            try:
+                _bind_all()
+            except BaseException:  # Ctrl-C: nobody has this patch, who could undo it
+                self.undo()
+                raise
 
     def undo(self) -> None:
         """Give every name its stock object back, but those that another patch still wants. Once
-        more does nothing. A name to which somebody else has bound something of his own meanwhile
-        keeps that, and is named in a warning in the log."""
+        more does nothing, but for what an exception such as Ctrl-C has left undone. A name that
+        other code has rebound while the patch was active is left as it is, with a warning in the
+        log. What a program has kept of ours elsewhere makes stock's from now on."""
         with _lock:
-            groups, self._groups = self._groups, ()
-            if groups:
-                _change(groups, -1)
+            if not self._is_over:
+                wanted.pop(self, None)
+                _bind_all()
+                self._is_over = True
 
     def __enter__(self) -> TorchPatch:
+        if self not in wanted:
+            raise InvalidArgumentError("this patch is over: call patch_torch again")
         return self
 
     def __exit__(
@@ -113,9 +132,10 @@ def patch_torch(*, file_system: bool = False, default_storage: bool = False) -> 
         these two. A URL still goes to stock's storage for fsspec.
 
     The writer also leaves a file `.metadata`, by which programs recognise a checkpoint of stock. It
-    is no pickle, and stock's reader refuses it. The reader refuses a directory to which both have
-    saved. Arguments that transform the streams of stock's format (`_extensions`,
-    `_extension_registry`) raise UnsupportedError, and so do leaves that are objects of some class.
+    is no pickle, and stock's reader refuses it. FileSystemReader refuses a directory to which both
+    have saved. These raise UnsupportedError: arguments that transform the streams of stock's format
+    (`_extensions`, `_extension_registry`), saves by FileSystemWriter with use_collectives=False,
+    and leaves that are objects of classes that torch_ckpt does not know.
 
     What stays stock's: DefaultStager and the planners; classes that are derived from stock's,
     before or meanwhile; names that are no globals of a module (attributes of objects, default
@@ -123,30 +143,42 @@ def patch_torch(*, file_system: bool = False, default_storage: bool = False) -> 
     program writes with `torch.save` stay what they are. isinstance goes by stock's classes.
 
     A module that is imported meanwhile gets stock's objects back too. Patches nest: what one of
-    them wants stays until that one is undone. Threads may call this; which storage a save or load
-    takes that another thread begins at the same time is not said.
+    them wants stays until that one is undone. Threads may call this. If another thread begins a
+    save or load while this runs, it may get either storage.
     """
-    groups = [_HF]
+    groups = [HF]
     if file_system:
-        groups.append(_FILE_SYSTEM)
+        groups.append(FILE_SYSTEM)
     if default_storage:
-        groups.append(_DEFAULT)
+        groups.append(DEFAULT_STORAGE)
     return TorchPatch(tuple(groups))
 
 
-def _change(groups: tuple[str, ...], by: int) -> None:
-    for group in groups:
-        _active[group] += by
-    before = set(_bound)
-    _bound.clear()
-    for module in _modules_of_others() | {module for module, _ in before}:
+def _bind_all() -> None:
+    """Give every name the object that is due. Can be interrupted, and called again."""
+    # DCP's own modules first: what other threads import meanwhile is in `sys.modules` by then, or
+    # takes its names from these.
+    for module in _modules_of_dcp():
         _bind(module)
-    for module, name in before - _bound:
-        value = vars(module).get(name)
-        if value is not None and id(value) not in _OF_OBJECT:
+    for module in _modules_of_others() | {module for module, _ in _bound}:
+        _bind(module)
+    for module, name in list(_bound):
+        value = vars(module).get(name, _MISSING)
+        if id(value) in _STOCK_OF:
+            continue
+        _bound.discard((module, name))
+        if value is not _MISSING:
             said = f"{module.__name__}.{name}"
-            logger.warning("%s has been bound to something else meanwhile: it is left", said)
+            logger.warning("%s has been rebound by other code meanwhile: it is left", said)
     logger.info("names that stand for torch_ckpt in other modules: %d", len(_bound))
+
+
+def _modules_of_dcp() -> list[ModuleType]:
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and (name == _DCP or name.startswith(f"{_DCP}."))
+    ]
 
 
 def _modules_of_others() -> set[ModuleType]:
@@ -159,14 +191,16 @@ def _modules_of_others() -> set[ModuleType]:
 
 def _bind(module: ModuleType) -> None:
     """Give each name of a stock object or a stand-in the one that is due."""
+    pairs = _BY_STOCK_OF_DEFAULT if module is torch_private.storage_choice else _BY_STOCK
     names = vars(module)
     for name, value in list(names.items()):
-        pair = _OF_OBJECT.get(id(value))
-        if pair is None:
+        stock = _STOCK_OF.get(id(value))
+        if stock is None:
             continue
-        group = pair.group
-        if group == _FILE_SYSTEM and module is torch_private.storage_choice:
-            group = _DEFAULT
-        if _active[group]:
+        pair = pairs[id(stock)]
+        if is_wanted(pair.group):
             _bound.add((module, name))
-        names[name] = pair.stand_in if _active[group] else pair.stock
+            names[name] = pair.stand_in
+        else:
+            names[name] = pair.stock
+            _bound.discard((module, name))

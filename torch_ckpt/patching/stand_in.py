@@ -8,19 +8,25 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from torch_ckpt.patching.groups import is_wanted
+
+_SET_BY_ABC_META = {"__abstractmethods__", "_abc_impl"}  # on every class that it makes
+
 
 # Of stock's kind: a class that is derived from it may have abstract bases as well.
 class StandIn(type(FileSystemWriter)):  # type: ignore[misc]
-    """A class in the place of a class of stock. Called, it makes one of ours. In all else it is the
-    stock class: to isinstance and issubclass, in its attributes, and in a `class` statement, so
-    that a class which is derived while the patch is active overrides stock's internals as one that
-    was derived before does.
+    """A class in the place of a class of stock. Called, it makes one of ours, or one of stock's
+    when no patch wants its group any more. In all else it is the stock class: to isinstance and
+    issubclass, in its attributes, also when they are set, and in a `class` statement, so that a
+    class which is derived while the patch is active overrides stock's internals as one that was
+    derived before does.
 
     It is no subclass of either: abstract base classes ask their subclasses what is an instance.
     """
 
     stock: type
     ours: type
+    group: str
 
     def __new__(
         mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any
@@ -31,11 +37,13 @@ class StandIn(type(FileSystemWriter)):  # type: ignore[misc]
         return types.prepare_class(name, bases)[0](name, bases, namespace, **keywords)
 
     @classmethod
-    def of(mcls, stock: type, ours: type) -> StandIn:
+    def of(mcls, stock: type, ours: type, group: str) -> StandIn:
         own = {
             "stock": stock,
             "ours": ours,
-            "__init__": vars(stock)["__init__"],  # for who calls it by name, not by super()
+            "group": group,
+            # for callers of `FileSystemWriter.__init__(self, ...)`
+            "__init__": vars(stock)["__init__"],
             "__module__": stock.__module__,  # by which the class pickles
             "__doc__": ours.__doc__,
             "__signature__": inspect.signature(ours),
@@ -48,10 +56,24 @@ class StandIn(type(FileSystemWriter)):  # type: ignore[misc]
         return f"<stand-in of torch_ckpt for {cls.stock.__module__}.{cls.__name__}>"
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
-        return cls.ours(*arguments, **keywords)
+        return (cls.ours if is_wanted(cls.group) else cls.stock)(*arguments, **keywords)
 
     def __getattr__(cls, name: str) -> Any:
         return getattr(cls.stock, name)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name in _SET_BY_ABC_META:
+            super().__setattr__(name, value)
+        else:
+            setattr(cls.stock, name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        delattr(cls.stock, name)
+
+    @property
+    def __dict__(cls) -> Any:  # type: ignore[override]
+        """Stock's: unittest.mock looks here whether it has to put an attribute back."""
+        return vars(cls.stock)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.stock)

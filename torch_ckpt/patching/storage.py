@@ -1,28 +1,38 @@
 """What does the work under the names of stock DCP while `patch_torch` is active.
 
-Each takes the arguments of the stock object of its name, and no others.
+Each takes the arguments of the stock object of its name, and no others. What a program has kept of
+it when the patch is over does what stock does.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemWriter as StockFileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from torch_ckpt import consolidate, merge, torch_private
-from torch_ckpt.checkpoint import MANIFEST
+from torch_ckpt.checkpoint import JOURNAL, MANIFEST
 from torch_ckpt.children import write_durably
+from torch_ckpt.dcp.load import reader
 from torch_ckpt.dcp.load.reader import CheckpointReader
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import ConflictError, UnsupportedError
+from torch_ckpt.leftovers import PART
+from torch_ckpt.patching.groups import DEFAULT_STORAGE, HF, is_wanted
 
 _METADATA = ".metadata"
+_OF_RANK = re.compile(r"__[0-9]+\.metadata")  # of a save without collectives
+_DCP_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # newer than torch 2.10
 # No pickle begins so: stock's reader raises UnpicklingError at once.
 _MARK = "# torch_ckpt"
 _SAYS = (
@@ -37,7 +47,9 @@ class FileSystemWriter(HuggingFaceStorageWriter):
 
     single_file_per_rank, per_thread_copy_ahead, cache_staged_state_dict and serialization_format
     change nothing: each rank writes a file, without copies, of safetensors. `_extensions` are
-    refused: they transform the streams of stock's own format.
+    refused: they transform the streams of stock's own format. overwrite=False refuses checkpoints
+    of either. So is use_collectives=False refused, by the save: with it stock gives each rank its
+    own value of a name that several have saved, and a checkpoint of ours has one.
     """
 
     def __init__(
@@ -61,16 +73,82 @@ class FileSystemWriter(HuggingFaceStorageWriter):
             overwrite=overwrite,
             sync_files=sync_files,
         )
+        # For programs that ask the writer what they have given it.
+        self.single_file_per_rank = single_file_per_rank
+        self.per_thread_copy_ahead = per_thread_copy_ahead
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self.serialization_format = serialization_format
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise UnsupportedError(
+                "FileSystemWriter saves with use_collectives=True only while patch_torch is "
+                "active: without, stock keeps every rank's own value of a name, and torch_ckpt "
+                "one of them",
+                file=os.fspath(self.path),
+            )
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        stocks = _name_of_stocks(self.path)
+        if stocks is not None and not self.overwrite:  # the engine looks for ours
+            raise ConflictError(
+                f"holds a checkpoint of stock DCP ({stocks}), and overwrite=False was given",
+                file=os.fspath(self.path),
+            )
+        return super().prepare_global_plan(plans)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        if self.use_collectives:  # else the parts of other ranks may not be there yet
-            path = os.path.join(self.path, _METADATA)
-            write_durably(path, _SAYS, f"{path}.torch_ckpt-new")
+        metadata.storage_meta = self.storage_meta()
+        if _DCP_VERSION is not None:
+            metadata.version = _DCP_VERSION
+        _leave_metadata(self.path)
+
+
+def _leave_metadata(path: str | os.PathLike[str]) -> None:
+    """`.metadata`, in the directory `path`. Several saves may come to this at the same time."""
+    name = os.path.join(path, _METADATA)
+    if not _is_ours(name):
+        write_durably(name, _SAYS, f"{name}.torch_ckpt-new-{secrets.token_hex(8)}")
+
+
+def _is_ours(metadata: str) -> bool:
+    try:
+        with open(metadata, "rb") as file:
+            return file.read(len(_MARK)) == _MARK.encode()
+    except FileNotFoundError:
+        return False
+
+
+def _names(path: str | os.PathLike[str]) -> list[str]:
+    """Of what is in the directory; none where it is a file, or not there."""
+    try:
+        return sorted(os.listdir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _name_of_ours(path: str | os.PathLike[str]) -> str | None:
+    """A file by which the directory `path` holds a checkpoint of torch_ckpt; None: it does not."""
+    if os.path.exists(os.path.join(path, JOURNAL)):
+        return JOURNAL
+    return next((name for name in _names(path) if name == MANIFEST or PART.fullmatch(name)), None)
+
+
+def _name_of_stocks(path: str | os.PathLike[str]) -> str | None:
+    """The same of stock DCP, with collectives or without."""
+    for name in _names(path):
+        if _OF_RANK.fullmatch(name):
+            return name
+        if name == _METADATA and not _is_ours(os.path.join(path, name)):
+            return name
+    return None
 
 
 class FileSystemReader(CheckpointReader):
-    """Reads every format that CheckpointReader does, stock's own among them."""
+    """Reads every format that CheckpointReader does, stock's own among them, but for what stock has
+    saved without collectives."""
 
     def __init__(
         self,
@@ -84,16 +162,26 @@ class FileSystemReader(CheckpointReader):
 
     def read_metadata(self) -> Metadata:
         """Refuses, with a ConflictError, a directory to which both have saved: programs save to one
-        path with the patch and without it, and either may be the newer one."""
-        ours, stocks = os.path.join(self.path, MANIFEST), os.path.join(self.path, _METADATA)
-        if os.path.exists(ours) and os.path.exists(stocks):
-            with open(stocks, "rb") as file:
-                if file.read(len(_MARK)) != _MARK.encode():
-                    raise ConflictError(
-                        f"holds two checkpoints: {MANIFEST} is of torch_ckpt, {_METADATA} of stock "
-                        "DCP. Remove the one that you do not mean",
-                        file=os.fspath(self.path),
-                    )
+        path with the patch and without it, and either may be the newer one. Passes over
+        .safetensors files beside what stock has saved, as stock does."""
+        ours, stocks = _name_of_ours(self.path), _name_of_stocks(self.path)
+        if ours is not None and stocks is not None:
+            raise ConflictError(
+                f"holds two checkpoints: {ours} is of torch_ckpt, {stocks} of stock DCP. "
+                "Remove the one that you do not mean",
+                file=os.fspath(self.path),
+            )
+        self.format = "dcp" if stocks == _METADATA else None
+        return super().read_metadata()
+
+
+class HuggingFaceStorageReader(reader.HuggingFaceStorageReader):
+    """Reads every format, but .safetensors files where stock DCP has saved .distcp files beside
+    them, as stock's reader does."""
+
+    def read_metadata(self) -> Metadata:
+        ours, stocks = _name_of_ours(self.path), _name_of_stocks(self.path)
+        self.format = "hf" if stocks is not None and ours is None else None
         return super().read_metadata()
 
 
@@ -103,8 +191,16 @@ def consolidate_safetensors_files(
     fqn_to_index_mapping: dict[str, int],
     num_threads: int = 1,
 ) -> None:
-    """`torch_ckpt.consolidate_safetensors_files`."""
-    merge.consolidate_safetensors_files(input_dir, output_dir, fqn_to_index_mapping, num_threads)
+    """`torch_ckpt.consolidate_safetensors_files`. What the mapping does not name is left out, as
+    stock does it."""
+    if not is_wanted(HF):
+        torch_private.stock_consolidate(
+            os.fspath(input_dir), os.fspath(output_dir), fqn_to_index_mapping, num_threads
+        )
+        return
+    merge.consolidate_safetensors_files(
+        input_dir, output_dir, fqn_to_index_mapping, num_threads, strict=False
+    )
 
 
 def consolidate_safetensors_files_on_every_rank(
@@ -114,9 +210,18 @@ def consolidate_safetensors_files_on_every_rank(
     num_threads: int = 1,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """`torch_ckpt.consolidate_safetensors_files_on_every_rank`."""
+    """`torch_ckpt.consolidate_safetensors_files_on_every_rank`, in the same way."""
+    if not is_wanted(HF):
+        torch_private.stock_consolidate_on_every_rank(
+            os.fspath(input_dir),
+            os.fspath(output_dir),
+            fqn_to_index_mapping,
+            num_threads,
+            process_group,
+        )
+        return
     consolidate.consolidate_safetensors_files_on_every_rank(
-        input_dir, output_dir, fqn_to_index_mapping, num_threads, process_group
+        input_dir, output_dir, fqn_to_index_mapping, num_threads, process_group, strict=False
     )
 
 
@@ -132,7 +237,7 @@ class _ChoosesNow:
         storage_writer: StorageWriter | None = None,
         **others: Any,
     ) -> Any:
-        if storage_writer is None and checkpoint_id:
+        if is_wanted(DEFAULT_STORAGE) and storage_writer is None and checkpoint_id:
             if StockFileSystemWriter.validate_checkpoint_id(checkpoint_id):  # and no URL
                 storage_writer = FileSystemWriter(checkpoint_id)
         execute: Callable[..., Any] = super().execute_save  # type: ignore[misc]
