@@ -563,6 +563,9 @@ def test_what_stock_saved_beside_safetensors_is_read_as_stock_does(tmp_path: Pat
             target = {"a": torch.full((2,), 5.0)}
             dcp.load(target, storage_reader=vars(dcp)[name](str(tmp_path)))
             assert target["a"].tolist() == [value] * 2
+        reader = dcp.HuggingFaceStorageReader(str(tmp_path), format="dcp")
+        dcp.load(target, storage_reader=reader)
+        assert target["a"].tolist() == [0, 0]
     # A reader goes on to other directories.
     with patch_torch(file_system=True):
         reader = dcp.FileSystemReader(tmp_path)

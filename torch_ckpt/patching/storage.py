@@ -148,7 +148,8 @@ def _name_of_stocks(path: str | os.PathLike[str]) -> str | None:
 
 class FileSystemReader(CheckpointReader):
     """Reads every format that CheckpointReader does, stock's own among them, but for what stock has
-    saved without collectives."""
+    saved without collectives. Passes over .safetensors files beside what stock has saved, as stock
+    does."""
 
     def __init__(
         self,
@@ -162,8 +163,7 @@ class FileSystemReader(CheckpointReader):
 
     def read_metadata(self) -> Metadata:
         """Refuses, with a ConflictError, a directory to which both have saved: programs save to one
-        path with the patch and without it, and either may be the newer one. Passes over
-        .safetensors files beside what stock has saved, as stock does."""
+        path with the patch and without it, and either may be the newer one."""
         ours, stocks = _name_of_ours(self.path), _name_of_stocks(self.path)
         if ours is not None and stocks is not None:
             raise ConflictError(
@@ -171,18 +171,20 @@ class FileSystemReader(CheckpointReader):
                 "Remove the one that you do not mean",
                 file=os.fspath(self.path),
             )
-        self.format = "dcp" if stocks == _METADATA else None
         return super().read_metadata()
+
+    def _format_here(self) -> str | None:
+        return "dcp" if _name_of_stocks(self.path) == _METADATA else None
 
 
 class HuggingFaceStorageReader(reader.HuggingFaceStorageReader):
     """Reads every format, but .safetensors files where stock DCP has saved .distcp files beside
     them, as stock's reader does."""
 
-    def read_metadata(self) -> Metadata:
-        ours, stocks = _name_of_ours(self.path), _name_of_stocks(self.path)
-        self.format = "hf" if stocks is not None and ours is None else None
-        return super().read_metadata()
+    def _format_here(self) -> str | None:
+        if self.format is None and _name_of_ours(self.path) is None:
+            return "hf" if _name_of_stocks(self.path) is not None else None
+        return self.format
 
 
 def consolidate_safetensors_files(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks.frameworks import Built, leaves, net, same, state_of
-from ranks.run import Context, cases
+from ranks.run import Context, cases, raised
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
@@ -482,3 +482,23 @@ def lightning_fabric_resumes_what_stock_saved(context: Context) -> None:
     with torch_ckpt.patch_torch(file_system=True, default_storage=True):
         assert load_with_fabric(path, loaded) == 5
     assert bits_of(loaded) == bits_of(saved)
+
+
+@case
+def values_of_each_rank_are_refused(context: Context) -> None:
+    """Without collectives stock gives each rank its own back, where ours has one of a name."""
+    value = 1.0 + context.rank
+    stock, ours = context.folder / "stock", context.folder / "ours"
+    dcp.save({"a": torch.full((2,), value)}, checkpoint_id=stock, use_collectives=False)
+    loaded = {"a": torch.zeros(2)}
+    dcp.load(loaded, checkpoint_id=stock)
+    assert loaded["a"].tolist() == [value] * 2
+    with torch_ckpt.patch_torch(default_storage=True):
+        raised(
+            lambda: dcp.save(
+                {"a": torch.full((2,), value)}, checkpoint_id=ours, use_collectives=False
+            ),
+            "use_collectives=True only",
+        )
+        raised(lambda: dcp.load(loaded, checkpoint_id=stock), "__0.metadata")
+    assert not ours.exists()

@@ -109,9 +109,13 @@ class CheckpointReader(StockReader):
     def _forget(self) -> None:
         self._opened, self._described = None, None
 
+    def _format_here(self) -> str | None:
+        """What the checkpoint at `path` is read as."""
+        return self.format
+
     def _open(self) -> OpenedCheckpoint:
         if self._opened is None:
-            self._opened = OpenedCheckpoint(os.fspath(self.path), self.format)
+            self._opened = OpenedCheckpoint(os.fspath(self.path), self._format_here())
         return self._opened
 
     def _describe(self) -> dict[str, Any]:
