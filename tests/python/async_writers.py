@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from sample_states import load_ours
 from torch.distributed.checkpoint.staging import StagingOptions
 
@@ -42,6 +43,14 @@ class GatedWriter(HuggingFaceStorageWriter):
 class FailingWriter(HuggingFaceStorageWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:
         raise OSError(5, "broken disk", "the file")
+
+
+class OddWriter(dcp.FileSystemWriter):
+    """Keeps where it saves to elsewhere."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.path = self.place
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
 
 def weights(value: float = 1.0) -> dict[str, Any]:

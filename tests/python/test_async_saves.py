@@ -19,6 +19,7 @@ from async_writers import (
     MIB,
     FailingWriter,
     GatedWriter,
+    OddWriter,
     async_save,
     begin,
     loads,
@@ -342,14 +343,6 @@ def test_a_log_that_cannot_be_written_fails_no_save(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="no line in the log"):
         torch_ckpt.save(weights(), tmp_path / "3", log_path="a\0b")
     assert loads(tmp_path / "2") and loads(tmp_path / "3")
-
-
-class OddWriter(dcp.FileSystemWriter):
-    """Keeps where it saves to elsewhere."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.path = self.place
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
 
 def test_a_writer_whose_path_is_no_path(tmp_path: Path) -> None:

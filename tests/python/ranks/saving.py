@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from async_writers import OddWriter
 from ranks.layouts import Layout, check, dtensor, layouts, state, whole
 from ranks.run import Context, cases, everywhere, raised
 from safetensors.torch import load_file
@@ -477,3 +478,13 @@ def one_writer_many_saves(context: Context) -> None:
         assert torch.equal(target["w"].to_local(), source["w"].to_local())
         assert target["step"] == number
         dist.barrier()
+
+
+@case
+def a_writer_of_one_rank_has_no_path(context: Context) -> None:
+    writer = OddWriter(context.folder / "c")
+    writer.place = writer.path
+    if context.rank == 1:
+        writer.path = 5
+    torch_ckpt.save(plain(), storage_writer=writer)
+    assert_same(torch_ckpt.load(path=context.folder / "c"), plain())
