@@ -592,6 +592,16 @@ def test_overwrite_false_leaves_stocks_checkpoint(collectives: bool, tmp_path: P
         dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path / "c", overwrite=False))
 
 
+def test_a_save_does_not_go_over_what_stock_saved_in_parts(tmp_path: Path) -> None:
+    """It would succeed, and the next load refuse the directory."""
+    dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path), use_collectives=False)
+    files = sorted(tmp_path.iterdir())
+    with patch_torch(file_system=True):
+        with pytest.raises(FAILED, match="without collectives .__0.metadata."):
+            dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path))
+    assert sorted(tmp_path.iterdir()) == files
+
+
 def test_a_failed_save_leaves_stocks_checkpoint(tmp_path: Path) -> None:
     dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path))
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

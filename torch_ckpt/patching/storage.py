@@ -96,6 +96,12 @@ class FileSystemWriter(HuggingFaceStorageWriter):
                 f"holds a checkpoint of stock DCP ({stocks}), and overwrite=False was given",
                 file=os.fspath(self.path),
             )
+        if stocks is not None and stocks != _METADATA:  # which `finish` would replace
+            raise ConflictError(
+                f"holds what stock DCP saved without collectives ({stocks}); remove it, or a load "
+                "could not tell which of the two is meant",
+                file=os.fspath(self.path),
+            )
         return super().prepare_global_plan(plans)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
