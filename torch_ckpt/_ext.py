@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,32 @@ from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.jobs import Job
 from torch_ckpt.options import local_path
 
-# A second copy of the library (an installed one beside a checkout) would end the process.
-if not hasattr(torch.ops.dcp_ext, "version"):
-    _core.version()  # loads libtorch_ckpt_core.so, or says why it cannot
-    torch.ops.load_library(_core.library_path())
+
+def _load() -> None:
+    """Load the library, unless torch or a program has. Raises ImportError where that was another
+    copy: a second one would end the process, and either has its own table of jobs."""
+    ours = _core.library_path()
+    if not hasattr(torch.ops.dcp_ext, "version"):
+        _core.version()  # loads libtorch_ckpt_core.so, or says why it cannot
+        torch.ops.load_library(ours)
+        return
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        mapped = {line.rstrip("\n").partition("/")[2].removesuffix(" (deleted)") for line in maps}
+    loaded = sorted(
+        f"/{path}" for path in mapped if os.path.basename(path) == os.path.basename(ours)
+    )
+    if loaded and os.path.realpath(ours) not in loaded:
+        raise ImportError(
+            f"this process has the operators of {loaded[0]}, and this torch_ckpt has its own in "
+            f"{ours}: load that file, or import torch_ckpt first"
+        )
+
+
+_load()
 
 
 def plan(
-    path: str | os.PathLike[str] | None = None, names: Sequence[str] = (), **keys: Any
+    path: str | os.PathLike[str] | None = None, names: Iterable[str] = (), **keys: Any
 ) -> torch.Tensor:
     """The plan of an operator, made of plain arguments.
 
@@ -34,13 +52,16 @@ def plan(
     keys: any others that the operator's plan has (docs/operators.md).
 
     Returns UTF-8 JSON in a uint8 tensor on the CPU. Raises InvalidArgumentError for a path that is
-    a URL, or text that is not UTF-8; the operator says which key is wrong.
+    empty or a URL, or text that is not UTF-8; the operator says which key is wrong.
     """
+    if path is not None and not os.fspath(path):
+        raise InvalidArgumentError("path is empty")  # not the directory where the process stands
     given: dict[str, Any] = {} if path is None else {"path": local_path(path)}
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    listed = [] if isinstance(names, str) else list(names)
+    if isinstance(names, str) or not all(isinstance(name, str) for name in listed):
         raise InvalidArgumentError(f"names is a list of names, not {names!r:.100}")
-    if names:
-        given["names"] = _core.names_text(list(names))
+    if listed:
+        given["names"] = _core.names_text(listed)
     try:
         return plan_tensor({**given, **keys})
     except TypeError as error:

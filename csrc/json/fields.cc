@@ -1,6 +1,7 @@
 #include "json/fields.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace torch_ckpt {
 namespace {
@@ -52,9 +53,35 @@ const char* Breach(const Json& value, FieldType type) {
   return nullptr;
 }
 
+// Whether more lists and objects than that are in each other.
+bool NestsDeeper(std::string_view text, int most) {
+  int depth = 0;
+  bool quoted = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (quoted) {
+      if (c == '\\') ++i;
+      if (c == '"') quoted = false;
+    } else if (c == '"') {
+      quoted = true;
+    } else if (c == '[' || c == '{') {
+      if (++depth > most) return true;
+    } else if (c == ']' || c == '}') {
+      --depth;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 Result<Json> ParseObject(std::string_view text, const char* what) {
+  constexpr int kMaxNesting = 64;
+  if (NestsDeeper(text, kMaxNesting)) {
+    return InvalidArgument(std::string("the ") + what +
+                           " is nested deeper than " +
+                           std::to_string(kMaxNesting) + " levels");
+  }
   Json parsed = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (parsed.is_object()) return parsed;
   return InvalidArgument(std::string("the ") + what + " is not a JSON object");
@@ -102,6 +129,10 @@ Result<int64_t> GetInt(const Json& object, const char* field,
                        std::optional<int64_t> otherwise) {
   const auto it = object.find(field);
   if (it != object.end() && it->is_number_integer()) {
+    if (it->is_number_unsigned() &&
+        it->get<uint64_t>() > std::numeric_limits<int64_t>::max()) {
+      return InvalidArgument("'" + std::string(field) + "' is too large");
+    }
     return it->get<int64_t>();
   }
   if (otherwise && (it == object.end() || it->is_null())) return *otherwise;

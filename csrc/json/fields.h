@@ -18,7 +18,8 @@ namespace torch_ckpt {
 
 using Json = nlohmann::json;
 
-// `text` as an object; kInvalidArgument where `what` is none.
+// `text` as an object; kInvalidArgument where `what` is none, or holds more
+// than 64 lists and objects in each other: what writes JSON calls itself.
 Result<Json> ParseObject(std::string_view text, const char* what);
 
 // The fields that an object may have, and what they hold. Null is as good as

@@ -26,7 +26,8 @@ Result<std::shared_ptr<const Checkpoint>> CheckpointOf(const Json& object) {
   if (id != 0) return Checkpoints().Find(id);
   TC_ASSIGN_OR_RETURN(const std::string path, GetPath(object, "path"));
   std::string format;
-  if (object.contains("format")) {
+  const auto given = object.find("format");
+  if (given != object.end() && !given->is_null()) {
     TC_ASSIGN_OR_RETURN(format, GetString(object, "format"));
   }
   return OpenCheckpoint(path, format);

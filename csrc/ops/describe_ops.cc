@@ -19,7 +19,7 @@ constexpr Field kPlan[] = {{"checkpoint", FieldType::kInteger},
 
 Result<Listing> List(const Tensor& plan) {
   TC_ASSIGN_OR_RETURN(const Json parsed, ParsePlan("describe", kPlan, plan));
-  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(parsed));
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointNamedBy(parsed));
   Listing listing;
   auto& [names, dtypes, shapes] = listing;
   for (const CatalogEntry& entry : checkpoint->catalog().entries()) {

@@ -13,6 +13,7 @@
 #include "engine/read/read_job.h"
 #include "json/held.h"
 #include "json/options.h"
+#include "ops/overlap.h"
 #include "ops/tensors.h"
 #include "runtime/crc32c.h"
 
@@ -59,17 +60,36 @@ Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
   return item;
 }
 
-Result<TargetTensor> TargetOf(const Tensor& tensor) {
-  TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(tensor));
-  for (int d = 0; d < memory.sizes.size(); ++d) {
-    if (memory.sizes[d] > 1 && memory.strides[d] == 0) {
-      return InvalidArgument(
-          "the target is expanded: several of its elements are one place in "
-          "memory");
-    }
+Result<TargetTensor> TargetOf(const SourceTensor& memory) {
+  if (OverlapsItself(memory)) {
+    return InvalidArgument(
+        "the target is expanded or overlaps itself: several of its elements "
+        "are one place in memory");
   }
   return TargetTensor{const_cast<std::byte*>(memory.data), memory.sizes,
                       memory.strides, memory.element_bytes};
+}
+
+// Which of two targets in one place is filled last is left to chance. Only for
+// plans of users: torch_ckpt gives tied tensors twice, which are one in file.
+Status CheckApart(const std::vector<SourceTensor>& targets,
+                  const std::vector<ReadItem>& items) {
+  const auto shared = FindOverlap(targets);
+  if (!shared) return {};
+  return InvalidArgument("the target shares memory with that of '" +
+                         items[shared->first].name + "'")
+      .WithTensor(items[shared->second].name);
+}
+
+// A list with an entry for each target, where there is one.
+Status CheckOffsets(const Json& plan, size_t count) {
+  TC_ASSIGN_OR_RETURN(const Json* offsets, GetList(plan, "offsets"));
+  const auto given = plan.find("offsets");
+  if (given == plan.end() || given->is_null() || offsets->size() == count) {
+    return {};
+  }
+  return InvalidArgument("'offsets' has " + std::to_string(offsets->size()) +
+                         " entries for " + std::to_string(count) + " tensors");
 }
 
 // What the elements of `target` are, unless `item` is bytes of a file.
@@ -84,18 +104,23 @@ Status SetDtype(const Tensor& tensor, const ReadItem& item,
 
 Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
            int64_t* report) {
-  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(plan));
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointNamedBy(plan));
   TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
                       NamesOfEach(plan, tensors.size()));
+  TC_RETURN_IF_ERROR(CheckOffsets(plan, tensors.size()));
   ReadPlan read_plan;
   read_plan.workers = WorkersOf(plan);
   read_plan.verify = GetBool(plan, "verify", true);
   read_plan.direct_io = GetBool(plan, "direct_io", true);
   const auto shared = plan.find("shared");
   read_plan.neighbours = shared != plan.end() && shared->is_array();
+  std::vector<SourceTensor> memory;
   std::vector<TargetTensor> targets;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    Result<TargetTensor> target = TargetOf(tensors[i]);
+    const Result<SourceTensor> place = SourceOf(tensors[i]);
+    if (!place.ok()) return place.status().WithTensor(names[i]);
+    memory.push_back(*place);
+    const Result<TargetTensor> target = TargetOf(*place);
     if (!target.ok()) return target.status().WithTensor(names[i]);
     targets.push_back(*target);
     TC_ASSIGN_OR_RETURN(ReadItem item, ParseItem(plan, i, std::move(names[i]),
@@ -103,6 +128,8 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
     TC_RETURN_IF_ERROR(SetDtype(tensors[i], item, &targets.back()));
     read_plan.items.push_back(std::move(item));
   }
+  TC_ASSIGN_OR_RETURN(const int64_t opened, GetInt(plan, "checkpoint", 0));
+  if (opened == 0) TC_RETURN_IF_ERROR(CheckApart(memory, read_plan.items));
   if (read_plan.neighbours) {
     for (const Json& item : *shared) {
       if (!item.is_number_unsigned() ||
@@ -139,15 +166,11 @@ void crc32c(Tensor data, Tensor report) {
   ThrowIfError(values.status());
   Result<SourceTensor> source = SourceOf(data);
   ThrowIfError(source.status());
-  int64_t dense = source->element_bytes;
-  for (int d = source->sizes.size() - 1; d >= 0; --d) {
-    if (source->sizes[d] > 1 && source->strides[d] != dense) {
-      ThrowIfError(InvalidArgument("the tensor is not contiguous"));
-    }
-    dense *= source->sizes[d];
+  if (!source->IsDense()) {
+    ThrowIfError(InvalidArgument("the tensor is not contiguous"));
   }
   (*values)[1] = static_cast<int64_t>(
-      torch_ckpt::Crc32c(0, source->data, static_cast<size_t>(dense)));
+      torch_ckpt::Crc32c(0, source->data, source->bytes()));
   (*values)[0] = 1;
 }
 

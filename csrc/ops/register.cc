@@ -2,7 +2,9 @@
 //
 // Ops that touch memory exist for keys of real memory only, so that tracing
 // with fake tensors never touches a file, and mutate `report`, so that no
-// compiler drops or repeats them.
+// compiler repeats them or drops them, where the report is an input of the
+// graph or is returned or read. AOTAutograd makes every mutation of a tensor of
+// the graph a new tensor, and one that nobody reads goes, with what made it.
 #include <string>
 
 #include "ops/tensors.h"

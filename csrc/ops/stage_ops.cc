@@ -16,6 +16,7 @@
 #include "engine/write/memory_providers.h"
 #include "engine/write/snapshot_job.h"
 #include "json/options.h"
+#include "ops/overlap.h"
 #include "ops/tensors.h"
 #include "plan/runs.h"
 
@@ -28,13 +29,21 @@ constexpr Field kPlan[] = {{"names", FieldType::kNames},
                            {"shared", FieldType::kBool},
                            {"job", FieldType::kInteger}};
 
-Result<MutableByteSpan> BytesOf(Tensor& region) {
-  TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(region));
+// torch makes views of a storage from its beginning on.
+Result<SourceTensor> RegionOf(const Tensor& region) {
+  TC_ASSIGN_OR_RETURN(const SourceTensor memory,
+                      SourceOf(region, "the region"));
   if (DtypeOf(region) != Dtype::kU8 || !memory.IsDense()) {
     return InvalidArgument("the region is not a dense uint8 tensor");
   }
-  return MutableByteSpan(static_cast<std::byte*>(region.mutable_data_ptr()),
-                         memory.bytes());
+  int64_t begin = 0;
+  if (aoti_torch_get_storage_offset(region.get(), &begin) != 0) {
+    return Internal("torch says no storage offset");
+  }
+  if (begin != 0) {
+    return InvalidArgument("the region is not the beginning of its storage");
+  }
+  return memory;
 }
 
 // What only Python can use, by the job.
@@ -51,29 +60,40 @@ void KeepLease(Snapshot snapshot, Job* job) {
   job->Hold(std::make_shared<ArenaLease>(std::move(snapshot.lease)));
 }
 
+constexpr char kWrongOffsets[] =
+    "the offsets are not a dense int64 tensor with one for each tensor";
+
 Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
            Tensor& offsets, std::optional<Tensor>& region, int64_t* report) {
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                      NamesOfEach(plan, tensors.size()));
   std::vector<SourceTensor> sources;
   sources.reserve(tensors.size());
-  for (const Tensor& tensor : tensors) {
-    TC_ASSIGN_OR_RETURN(const SourceTensor source, WriteSourceOf(tensor));
-    sources.push_back(source);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Result<SourceTensor> source = WriteSourceOf(tensors[i]);
+    if (!source.ok()) return source.status().WithTensor(names[i]);
+    sources.push_back(*source);
   }
-  TC_ASSIGN_OR_RETURN(const SourceTensor room, SourceOf(offsets));
-  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
-                      NamesOfEach(plan, sources.size()));
+  TC_ASSIGN_OR_RETURN(const SourceTensor room,
+                      SourceOf(offsets, "the tensor of offsets"));
   if (DtypeOf(offsets) != Dtype::kI64 || !room.IsDense() ||
       room.bytes() != 8 * sources.size()) {
-    return InvalidArgument(
-        "the offsets are not a dense int64 tensor with one for each tensor");
+    return InvalidArgument(kWrongOffsets);
   }
   SnapshotOptions options;
   options.workers = WorkersOf(plan);
   if (region) {
-    TC_ASSIGN_OR_RETURN(options.region, BytesOf(*region));
+    TC_ASSIGN_OR_RETURN(const SourceTensor memory, RegionOf(*region));
+    options.region = MutableByteSpan(
+        static_cast<std::byte*>(region->mutable_data_ptr()), memory.bytes());
+    for (size_t i = 0; i < sources.size(); ++i) {
+      if (!ReachesInto(sources[i], *options.region)) continue;
+      return InvalidArgument("is in the region already").WithTensor(names[i]);
+    }
     TC_RETURN_IF_ERROR(WaitForDevices(sources));  // torch_ckpt does it itself
-  } else if (!plan.contains("job")) {
-    return InvalidArgument("stage needs a region");
+  } else {
+    TC_ASSIGN_OR_RETURN(const int64_t holder, GetInt(plan, "job", 0));
+    if (holder == 0) return InvalidArgument("stage needs a region");
   }
   TC_ASSIGN_OR_RETURN(const int64_t patience, GetInt(plan, "patience_ms", 0));
   options.patience = std::chrono::milliseconds(patience);
@@ -101,15 +121,13 @@ void stage(std::vector<Tensor> tensors, Tensor plan, Tensor offsets,
 
 std::vector<Tensor> views(Tensor region, std::vector<Tensor> like,
                           Tensor offsets) {
-  Result<SourceTensor> memory = SourceOf(region);
+  Result<SourceTensor> memory = RegionOf(region);
   ThrowIfError(memory.status());
-  Result<SourceTensor> places = SourceOf(offsets);
+  Result<SourceTensor> places = SourceOf(offsets, "the tensor of offsets");
   ThrowIfError(places.status());
-  if (memory->element_bytes != 1 || !memory->IsDense() ||
-      places->element_bytes != 8 || !places->IsDense() ||
+  if (DtypeOf(offsets) != Dtype::kI64 || !places->IsDense() ||
       places->bytes() != 8 * like.size()) {
-    ThrowIfError(InvalidArgument(
-        "views needs a region of bytes, and an offset for every tensor"));
+    ThrowIfError(InvalidArgument(kWrongOffsets));
   }
   const auto* at = reinterpret_cast<const int64_t*>(places->data);
   std::vector<Tensor> out;
@@ -121,7 +139,11 @@ std::vector<Tensor> views(Tensor region, std::vector<Tensor> like,
     const uint64_t room = memory->bytes();
     if (offset > room || tensor->bytes() > room - offset ||
         offset % static_cast<uint64_t>(tensor->element_bytes) != 0) {
-      ThrowIfError(InvalidArgument("a view does not fit into the region"));
+      ThrowIfError(InvalidArgument(
+          "tensor " + std::to_string(i) + " of " +
+          std::to_string(tensor->bytes()) + " bytes does not fit at offset " +
+          std::to_string(at[i]) + " of the region, which has " +
+          std::to_string(room)));
     }
     int32_t dtype = 0;
     if (aoti_torch_get_dtype(like[i].get(), &dtype) != 0) {

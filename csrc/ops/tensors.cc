@@ -10,15 +10,17 @@
 #include <utility>
 
 #include "json/held.h"
+#include "json/options.h"
 #include "os/fork.h"
 
 namespace torch_ckpt::ops {
 namespace {
 
-Result<SourceTensor> Describe(const Tensor& tensor) {
+Result<SourceTensor> Describe(const Tensor& tensor,
+                              const char* what = "a tensor") {
   const int64_t rank = tensor.dim();
   if (rank > kMaxDims) {
-    return Unsupported("a tensor has " + std::to_string(rank) +
+    return Unsupported(std::string(what) + " has " + std::to_string(rank) +
                        " dimensions, at most " + std::to_string(kMaxDims) +
                        " are supported");
   }
@@ -42,19 +44,32 @@ Result<SourceTensor> Describe(const Tensor& tensor) {
   }
   source.data = static_cast<const std::byte*>(tensor.data_ptr());
   if (count > 0 && !source.data) {
-    return InvalidArgument("a tensor has no memory (meta or fake tensor?)");
+    return InvalidArgument(std::string(what) +
+                           " has no memory (meta or fake tensor?)");
   }
   return source;
 }
 
 Result<Json> ParsePlanTensor(const Tensor& plan) {
-  TC_ASSIGN_OR_RETURN(const SourceTensor bytes, SourceOf(plan));
+  TC_ASSIGN_OR_RETURN(const SourceTensor bytes, SourceOf(plan, "the plan"));
   if (DtypeOf(plan) != Dtype::kU8 || bytes.sizes.size() != 1 ||
       (bytes.sizes[0] > 1 && bytes.strides[0] != 1)) {
     return InvalidArgument("the plan is not a dense uint8 tensor");
   }
   const auto* text = reinterpret_cast<const char*>(bytes.data);
   return ParseObject({text, static_cast<size_t>(bytes.sizes[0])}, "plan");
+}
+
+// A number of threads that no job can have is a mistake in a plan that somebody
+// wrote; those of torch_ckpt, which name a job, have what is next to it.
+Status CheckWorkers(const Json& plan) {
+  TC_ASSIGN_OR_RETURN(const int64_t job, GetInt(plan, "job", 0));
+  if (job != 0) return {};
+  TC_ASSIGN_OR_RETURN(const int64_t workers,
+                      GetInt(plan, "workers", kDefaultWorkers));
+  if (workers >= 1 && workers <= kMaxWorkers) return {};
+  return InvalidArgument("'workers' is " + std::to_string(workers) +
+                         ", and not from 1 to " + std::to_string(kMaxWorkers));
 }
 
 }  // namespace
@@ -68,7 +83,8 @@ void ThrowIfError(const Status& status) {
 }
 
 Result<int64_t*> ReportOf(Tensor& report) {
-  TC_ASSIGN_OR_RETURN(const SourceTensor memory, SourceOf(report));
+  TC_ASSIGN_OR_RETURN(const SourceTensor memory,
+                      SourceOf(report, "the report"));
   if (DtypeOf(report) != Dtype::kI64 || memory.sizes.size() != 1 ||
       memory.sizes[0] < kReportSize || memory.strides[0] != 8) {
     return InvalidArgument(
@@ -97,8 +113,26 @@ void RunOp(const char* op, std::span<const Field> fields, const Tensor& plan,
   ThrowIfError(parsed.status());
   Result<std::shared_ptr<Job>> job = JobOf(*parsed);
   ThrowIfError(job.status());
+  ThrowIfError(CheckWorkers(*parsed));
   Status status = work(*parsed, job->get(), *values);
-  if (!status.ok()) ThrowIfError((*job)->Fail(std::move(status)));
+  if (status.ok()) return;
+  const auto path = parsed->find("path");
+  if (path != parsed->end() && path->is_string()) {
+    status = std::move(status).WithFile(path->get<std::string>());
+  }
+  ThrowIfError((*job)->Fail(std::move(status)));
+}
+
+Result<std::shared_ptr<const Checkpoint>> CheckpointNamedBy(const Json& plan) {
+  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(plan, "checkpoint", 0));
+  for (const char* other : {"path", "format"}) {
+    const auto given = plan.find(other);
+    if (id != 0 && given != plan.end() && !given->is_null()) {
+      return InvalidArgument("'checkpoint' and '" + std::string(other) +
+                             "' are not given together");
+    }
+  }
+  return CheckpointOf(plan);
 }
 
 Result<std::vector<std::string>> NamesOfEach(const Json& plan, size_t count) {
@@ -108,11 +142,11 @@ Result<std::vector<std::string>> NamesOfEach(const Json& plan, size_t count) {
                          " names for " + std::to_string(count) + " tensors");
 }
 
-Result<SourceTensor> SourceOf(const Tensor& tensor) {
+Result<SourceTensor> SourceOf(const Tensor& tensor, const char* what) {
   if (!tensor.is_cpu()) {
-    return Unsupported("a tensor is not in host memory");
+    return Unsupported(std::string(what) + " is not in host memory");
   }
-  return Describe(tensor);
+  return Describe(tensor, what);
 }
 
 Result<SourceTensor> WriteSourceOf(const Tensor& tensor) {

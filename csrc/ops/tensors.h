@@ -9,12 +9,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "engine/open/checkpoint.h"
 #include "engine/write/source_tensor.h"
 #include "format/dtype.h"
 #include "json/fields.h"
@@ -55,12 +57,16 @@ Result<Json> ParsePlan(const char* op, std::span<const Field> fields,
 void RunOp(const char* op, std::span<const Field> fields, const Tensor& plan,
            Tensor& report, const OpWork& work);
 
+// The checkpoint that a plan names, by its number or its path, but not by both.
+Result<std::shared_ptr<const Checkpoint>> CheckpointNamedBy(const Json& plan);
+
 // The names in plan["names"], one for each of `count` tensors.
 Result<std::vector<std::string>> NamesOfEach(const Json& plan, size_t count);
 
 // Memory of a dense or strided CPU tensor. kUnsupported for other devices and
-// for more than kMaxDims dimensions.
-Result<SourceTensor> SourceOf(const Tensor& tensor);
+// for more than kMaxDims dimensions; `what` is what the tensor is, in words.
+Result<SourceTensor> SourceOf(const Tensor& tensor,
+                              const char* what = "a tensor");
 
 // The same of a tensor to be written, which may be on a CUDA device.
 Result<SourceTensor> WriteSourceOf(const Tensor& tensor);

@@ -47,11 +47,25 @@ std::map<std::string, std::vector<int64_t>> Describe(const std::string& path) {
   return described;
 }
 
+// Rows and columns of a layer's weight.
+std::vector<int64_t> SizesOf(
+    const std::map<std::string, std::vector<int64_t>>& shapes,
+    const std::string& name) {
+  const auto found = shapes.find(name);
+  if (found == shapes.end()) throw std::runtime_error("there is no " + name);
+  if (found->second.size() != 2) {
+    throw std::runtime_error(name + " has " +
+                             std::to_string(found->second.size()) +
+                             " dimensions, and not 2");
+  }
+  return found->second;
+}
+
 // Two layers of the sizes that the checkpoint says.
 struct Net : torch::nn::Module {
   Net(const std::vector<int64_t>& first, const std::vector<int64_t>& second) {
-    fc1 = register_module("fc1", torch::nn::Linear(first.at(1), first.at(0)));
-    fc2 = register_module("fc2", torch::nn::Linear(second.at(1), second.at(0)));
+    fc1 = register_module("fc1", torch::nn::Linear(first[1], first[0]));
+    fc2 = register_module("fc2", torch::nn::Linear(second[1], second[0]));
   }
   at::Tensor forward(const at::Tensor& x) {
     return fc2->forward(at::relu(fc1->forward(x)));
@@ -88,7 +102,8 @@ void Run(const std::string& source, const std::string& target,
          const std::string& prefix) {
   const torch::NoGradGuard no_grad;
   const auto shapes = Describe(source);
-  Net net(shapes.at(prefix + "fc1.weight"), shapes.at(prefix + "fc2.weight"));
+  Net net(SizesOf(shapes, prefix + "fc1.weight"),
+          SizesOf(shapes, prefix + "fc2.weight"));
   Load(net, source, prefix);
   const at::Tensor ones = at::ones({1, net.fc1->weight.size(1)});
   std::cout << "the sum of net(1, ...) is "
@@ -106,9 +121,6 @@ int main(int argc, char** argv) {
   }
   try {
     Run(argv[1], argv[2], argc == 4 ? argv[3] : "");
-  } catch (const std::out_of_range&) {
-    std::cerr << argv[1] << ": there is no fc1.weight or fc2.weight\n";
-    return 1;
   } catch (const std::exception& error) {
     std::cerr << error.what() << "\n";
     return 1;

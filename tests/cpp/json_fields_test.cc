@@ -70,6 +70,27 @@ TEST(FieldsTest, UrlsAreNoPaths) {
   }
 }
 
+TEST(FieldsTest, NestingIsBounded) {
+  const auto nested = [](size_t depth) {
+    return "{\"a\":" + std::string(depth - 1, '[') + "\"[[\\\"[[\"" +
+           std::string(depth - 1, ']') + "}";
+  };
+  EXPECT_TRUE(ParseObject(nested(64), "plan").ok());
+  EXPECT_EQ(ParseObject(nested(65), "plan").status().message(),
+            "the plan is nested deeper than 64 levels");
+  EXPECT_EQ(ParseObject(std::string(1 << 20, '['), "plan").status().message(),
+            "the plan is nested deeper than 64 levels");
+  std::string flat = "{\"a\":[";
+  for (int i = 0; i < 100; ++i) flat += "[],";
+  EXPECT_TRUE(ParseObject(flat + "{}]}", "plan").ok());
+}
+
+TEST(FieldsTest, IntegersThatAreTooLarge) {
+  EXPECT_EQ(GetInt({{"n", INT64_MAX}}, "n").value(), INT64_MAX);
+  EXPECT_EQ(GetInt({{"n", uint64_t{1} << 63}}, "n").status().message(),
+            "'n' is too large");
+}
+
 TEST(FieldsTest, WorkersAreWithinBounds) {
   EXPECT_EQ(WorkersOf(Json::object()), kDefaultWorkers);
   EXPECT_EQ(WorkersOf({{"workers", -3}}), 1);

@@ -96,6 +96,9 @@ def test_errors_are_said_in_words(halve: Path, tmp_path: Path) -> None:
     torch_ckpt.save({"x": torch.ones(3)}, tmp_path / "c", no_dist=True)
     done = run(halve, tmp_path / "c", tmp_path / "halved")
     assert done.returncode == 1 and "there is no fc1.weight" in done.stderr
+    torch_ckpt.save({"fc1.weight": torch.ones(3)}, tmp_path / "flat", no_dist=True)
+    done = run(halve, tmp_path / "flat", tmp_path / "halved")
+    assert done.returncode == 1 and done.stderr == "fc1.weight has 1 dimensions, and not 2\n"
     assert not (tmp_path / "halved").exists()
 
 

@@ -7,6 +7,8 @@
 
 #include "engine/commit/journal.h"
 #include "engine/commit/rank_parts.h"
+#include "engine/open/read_torch.h"
+#include "format/dcp_metadata.h"
 #include "format/names.h"
 #include "os/path.h"
 #include "os/probe.h"
@@ -46,11 +48,14 @@ Result<StagingPlace> LocatePlace(const std::string& target) {
   return place;
 }
 
+// Checkpoints of others count: those of stock DCP, and weights as the Hub calls
+// them.
 Status RefuseExisting(const Directory& target) {
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, target.List());
   for (const std::string& name : names) {
     if (name == kManifestName || name == kIndexName ||
-        IsPartManifestName(name) || name.ends_with(kDataSuffix)) {
+        name == kDcpMetadataName || IsPartManifestName(name) ||
+        name.ends_with(kDataSuffix) || HasTorchWeights({&name, 1})) {
       return Conflict("holds a checkpoint (" + name +
                       ") and overwrite is False")
           .WithFile(target.path());

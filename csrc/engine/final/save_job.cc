@@ -21,6 +21,7 @@ Result<std::vector<FinalTensor>> FinalTensorsOf(
     if (!names.insert(tensor.name).second) {
       return InvalidArgument("is there twice").WithTensor(tensor.name);
     }
+    TC_RETURN_IF_ERROR(CheckTensorName(tensor.name));
     finals.push_back({tensor.name,
                       tensor.stored.value_or(tensor.dtype),
                       tensor.global_shape,

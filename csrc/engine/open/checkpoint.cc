@@ -199,14 +199,15 @@ struct Look {
 // What is at a path that opens as no directory, for the reason `why`.
 Result<Contents> LoadFile(const std::string& path, std::string_view format,
                           const Status& why, Look* look) {
-  Result<Directory> parent = Directory::Open(ParentPath(path));
+  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(path));
+  Result<Directory> parent = Directory::Open(ParentPath(absolute));
   look->shared = parent.ok() && IsShared(*parent);
   if (why.sys_errno() == ENOENT) {
     look->late = look->shared;
     return Incomplete("there is no such file or directory").WithFile(path);
   }
   if (why.sys_errno() != ENOTDIR || !parent.ok()) return why;
-  const std::string name = BaseName(path);
+  const std::string name = BaseName(absolute);
   return LoadForeign(
       std::make_shared<const Directory>(std::move(parent).value()), &name,
       format);

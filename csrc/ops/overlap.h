@@ -1,0 +1,28 @@
+// Tensors that are one place in memory, in whole or in part.
+#pragma once
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/bytes.h"
+#include "engine/write/source_tensor.h"
+
+namespace torch_ckpt::ops {
+
+// Whether several of its elements may be one place: always where they are, and
+// for some odd strides of which torch's own check says no more either.
+bool OverlapsItself(const SourceTensor& tensor);
+
+// The numbers of two tensors that share a byte, if any do. Not found where
+// neither is one piece of memory and their first elements are apart, as with
+// columns of one matrix.
+// REQUIRES: none overlaps itself.
+std::optional<std::pair<size_t, size_t>> FindOverlap(
+    const std::vector<SourceTensor>& tensors);
+
+// Whether host memory between the first and the last byte of the tensor is in
+// `region`.
+bool ReachesInto(const SourceTensor& tensor, MutableByteSpan region);
+
+}  // namespace torch_ckpt::ops
