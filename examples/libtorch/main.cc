@@ -54,9 +54,7 @@ std::vector<int64_t> SizesOf(
   const auto found = shapes.find(name);
   if (found == shapes.end()) throw std::runtime_error("there is no " + name);
   if (found->second.size() != 2) {
-    throw std::runtime_error(name + " has " +
-                             std::to_string(found->second.size()) +
-                             " dimensions, and not 2");
+    throw std::runtime_error(name + " is no matrix");
   }
   return found->second;
 }
@@ -102,8 +100,9 @@ void Run(const std::string& source, const std::string& target,
          const std::string& prefix) {
   const torch::NoGradGuard no_grad;
   const auto shapes = Describe(source);
-  Net net(SizesOf(shapes, prefix + "fc1.weight"),
-          SizesOf(shapes, prefix + "fc2.weight"));
+  const auto first = SizesOf(shapes, prefix + "fc1.weight");
+  const auto second = SizesOf(shapes, prefix + "fc2.weight");
+  Net net(first, second);
   Load(net, source, prefix);
   const at::Tensor ones = at::ones({1, net.fc1->weight.size(1)});
   std::cout << "the sum of net(1, ...) is "
