@@ -77,7 +77,7 @@ Status CheckApart(const std::vector<SourceTensor>& targets,
   const auto shared = FindOverlap(targets);
   if (!shared) return {};
   return InvalidArgument("the target shares memory with that of '" +
-                         items[shared->first].name + "'")
+                         items[shared->first].name + "': pass one of them")
       .WithTensor(items[shared->second].name);
 }
 
