@@ -27,13 +27,14 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from torch_ckpt.checkpoint import Checkpoint, locked
-from torch_ckpt.errors import ConflictError, InvalidArgumentError
+from torch_ckpt.errors import ConflictError, InvalidArgumentError, UnsupportedError
 
 CHILD = re.compile(r"step-([0-9]+)")
 REMOVED = re.compile(r"\.step-[0-9]+\.torch_ckpt-removed-[0-9a-f]+")
@@ -41,6 +42,7 @@ _STAGING = re.compile(r"\.(step-([0-9]+))\.torch_ckpt-stage")
 _LATEST = "LATEST"
 _MOST_OF_A_NAME = 256  # bytes
 NEW_LATEST = f".{_LATEST}.torch_ckpt-new-"
+BESIDE = re.compile(r"\.(.+)\.torch_ckpt-stage")  # where a save into what is not there stages
 SHARDED = "sharded"  # where stock's enable_consolidation puts the shards
 
 
@@ -67,23 +69,52 @@ def child_name(root: str, step: int) -> str:
     return name
 
 
-def newest_first(root: str, *, up_to: int | None = None) -> Iterator[int]:
+def newest_first(root: str) -> Iterator[int]:
     """The steps of the committed children, highest first. Looks no further than it is asked."""
-    # A listing may be as old as the caches of a network file system let it be; a file is read as it
-    # is on the server.
-    found = (CHILD.fullmatch(name) for name in [*os.listdir(root), _read_latest(root)])
-    steps = sorted({int(match[1]) for match in found if match}, reverse=True)
-    for step in steps:
-        if up_to is not None and step > up_to:
-            continue
-        if Checkpoint(os.path.join(root, child_name(root, step))).is_committed():
+    names = _names_by_step(root)
+    for step in sorted(names, reverse=True):
+        if Checkpoint(os.path.join(root, names[step])).is_committed():
             yield step
 
 
+def _names_by_step(root: str) -> dict[int, str]:
+    """As `child_name` has them, of all steps by one listing."""
+    # A listing may be as old as the caches of a network file system let it be; a file is read as it
+    # is on the server.
+    names: dict[int, str] = {}
+    for name in [*sorted(os.listdir(root)), _read_latest(root)]:
+        if match := CHILD.fullmatch(name):
+            step = int(match[1])
+            if step not in names or name == f"step-{step}":
+                names[step] = name
+    return names
+
+
+def own_children(root: str, is_whole: Callable[[str], bool]) -> Iterator[tuple[int, str]]:
+    """Step and name of the children that `is_whole` says of their paths, highest first, but for
+    links: what they lead to is no second checkpoint. Looks no further than it is asked."""
+    names = _names_by_step(root)
+    for step in sorted(names, reverse=True):
+        path = os.path.join(root, names[step])
+        if not os.path.islink(path) and is_whole(path):
+            yield step, names[step]
+
+
+def linked(root: str) -> set[str]:
+    """Names in `root` that links in it lead to, or into."""
+    real = os.path.realpath(root)
+    with os.scandir(root) as entries:
+        links = [entry.path for entry in entries if entry.is_symlink()]
+    return {os.path.relpath(os.path.realpath(link), real).split(os.sep)[0] for link in links}
+
+
 def _read_latest(root: str) -> str:
-    """What LATEST says; nothing where there is none, or one that is being replaced."""
+    """What LATEST says; nothing where there is no such file, or one that is being replaced."""
     try:
-        with open(os.path.join(root, _LATEST), "rb") as file:
+        fd = os.open(os.path.join(root, _LATEST), os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return ""
             return file.read(_MOST_OF_A_NAME).decode("ascii", "replace").removesuffix("\n")
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE, errno.EISDIR):
@@ -196,18 +227,18 @@ class Deletions:
                     for match in map(_STAGING.fullmatch, names)
                     if match and int(match[2]) <= step and int(match[2]) not in self._saving
                 ]
-            old = []
+            old: list[str] = []
             if self._keep is not None:
-                old = list(newest_first(self._root, up_to=step))[self._keep :]
+                whole = own_children(self._root, lambda path: Checkpoint(path).is_committed())
+                spared = linked(self._root)
+                old = [name for number, name in whole if number <= step][self._keep :]
+                old = [name for name in reversed(old) if name not in spared]
         except Exception as error:
             first, leftovers, dead, old = error, [], [], []
         for work, what in [
             *((remove_tree, os.path.join(self._root, name)) for name in leftovers),
             *((_remove_staged, os.path.join(self._root, name)) for name in dead),
-            *(
-                (delete_child, os.path.join(self._root, child_name(self._root, number)))
-                for number in reversed(old)
-            ),
+            *((delete_child, os.path.join(self._root, name)) for name in old),
         ]:
             try:
                 work(what)
@@ -229,9 +260,9 @@ def delete_child(path: str) -> None:
     root, name = os.path.split(path)
     hidden = os.path.join(root, f".{name}.torch_ckpt-removed-{secrets.token_hex(8)}")
     with contextlib.ExitStack() as locks:
-        # Consolidating saves begin with the shards, which have a lock of their own.
-        for place in (path, os.path.join(path, SHARDED)):
-            if os.path.isdir(place):
+        if os.path.isdir(path):
+            locks.enter_context(locked(path))
+            for place in targets_below(path):
                 locks.enter_context(locked(place))
         try:
             os.rename(path, hidden)
@@ -239,6 +270,23 @@ def delete_child(path: str) -> None:
             return  # somebody else has deleted it
         _sync(root)
     remove_tree(hidden)
+
+
+def targets_below(path: str) -> list[str]:
+    """What in the checkpoint at `path` saves have locks of their own for: where they stage right
+    below it, as an export that stands in it, and its shards, with which consolidating saves begin.
+    No link is followed."""
+    found = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if match := BESIDE.fullmatch(entry.name):
+                found.append(os.path.join(path, match[1]))
+            elif entry.is_dir(follow_symlinks=False) and (
+                entry.name == SHARDED
+                or any(name.startswith(".torch_ckpt-stage") for name in os.listdir(entry.path))
+            ):
+                found.append(entry.path)
+    return sorted(set(found))
 
 
 def _remove_staged(path: str) -> None:
@@ -250,7 +298,13 @@ def remove_tree(path: str) -> None:
     """Remove the directory `path` and all in it, of which others may remove parts too."""
     while os.path.lexists(path):
         with contextlib.suppress(FileNotFoundError):  # somebody else removes it too
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except RecursionError:
+                raise UnsupportedError(
+                    "has too many directories in each other to be removed here; use rm -r",
+                    file=path,
+                ) from None
 
 
 def _unlink(path: str) -> None:

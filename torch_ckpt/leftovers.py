@@ -1,9 +1,9 @@
 """What may go in a directory of checkpoints: what killed saves, deletions and conversions have
 left, checkpoints that are not whole, and old ones. Nothing here needs torch.
 
-Finding writes nothing and holds no save off. Removing is left to what else does it:
-`Checkpoint.recover` and `remove`, and the deletions of children.py, each under the lock that a save
-would take. So what a save owns stays, whatever was found a moment ago.
+Finding writes nothing and holds no save off. Removing looks again, and is then
+left to what else does it: `Checkpoint.recover` and `remove`, and the deletions of children.py, each
+under the lock that a save would take. So what a save owns stays, whatever was found a moment ago.
 
 What is no checkpoint of ours, and what bears a name that is none of ours, is never touched.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -19,28 +20,31 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch_ckpt import _core
 from torch_ckpt.checkpoint import Checkpoint
 from torch_ckpt.children import (
+    BESIDE,
     CHILD,
     NEW_LATEST,
     REMOVED,
     SHARDED,
-    child_name,
     delete_child,
-    newest_first,
+    linked,
+    own_children,
     remove_tree,
+    targets_below,
 )
-from torch_ckpt.errors import CheckpointError, IncompleteError
+from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
 from torch_ckpt.jobs import OpenedCheckpoint
 from torch_ckpt.options import local_path
 
 CONVERSION = ".torch_ckpt-convert-"  # how the names of the directories begin that it stages in
 
 PART = re.compile(r"torch_ckpt-[0-9]{5,}-of-[0-9]{5,}\.json")
-_BESIDE = re.compile(r"\.(.+)\.torch_ckpt-stage")
-# Since its last change: a save without collectives holds no lock between the parts of its ranks.
+# Since its last change. A save without collectives holds no lock between the parts of its ranks,
+# and where a file system keeps locks to each node, those of other nodes are not seen.
 _QUIET_S = 3600.0
 
 
@@ -58,62 +62,87 @@ class Leftover:
     bytes: int
     kept: str | None
     finishes: bool
-    _act: Callable[[], bool]
+    _act: Callable[[], str | None]
 
-    def remove(self) -> bool:
-        """Remove it, or finish it. False where something was there that had to stay. Raises
-        ConflictError where a save has begun to use it, CheckpointError kinds, OSError."""
+    def remove(self) -> str | None:
+        """Remove it, or finish it, if what was found still holds. Returns what of others stays in
+        it, in words. Raises ConflictError where it has to stay by now, CheckpointError kinds,
+        OSError."""
         return self._act()
 
 
 def leftovers(path: str | os.PathLike[str], keep_last: int | None = None) -> list[Leftover]:
     """What may go of the checkpoint `path`, or right below a directory of checkpoints.
 
-    keep_last: how many of the newest whole checkpoints `step-<n>` stay; None for all.
+    keep_last: how many of the newest whole checkpoints `step-<n>` stay; None for all. Links are not
+    counted, and what they lead to stays.
 
     A checkpoint of ours that is not whole may go if a whole one of a later step is there, and it
-    has not changed for an hour. Raises OSError, and CheckpointError kinds for paths that make no
-    sense.
+    has not changed for an hour. What cannot be looked at stays, and says why. Raises OSError, and
+    CheckpointError kinds for paths that make no sense.
     """
     root = local_path(path)
-    found = list(_of_target(root))
     if not os.path.isdir(root):
+        found = _of_target(root)
         if not found and not os.path.lexists(root):
             raise IncompleteError("there is no such file or directory", file=root)
         return found
+    found = _tried(root, partial(_of_target, root))
+    whole = own_children(root, _is_whole)  # which looks at no more of them than it has to
+    if keep_last is None:
+        newest, old = next(whole, (None, ""))[0], set[str]()
+    else:
+        steps = list(whole)
+        newest, spared = steps[0][0] if steps else None, linked(root)
+        old = {name for _, name in steps[keep_last:] if name not in spared}
     names = sorted(os.listdir(root))
-    steps = [
-        step for step in newest_first(root) if _opens(os.path.join(root, child_name(root, step)))
-    ]
-    old = {child_name(root, step) for step in steps[keep_last:]} if keep_last is not None else set()
     for name in names:
         place = os.path.join(root, name)
-        if REMOVED.fullmatch(name):
-            what = "a checkpoint whose deletion was interrupted"
-            found.append(_leftover(place, what, partial(_tree_removed, place)))
-        elif name.startswith(NEW_LATEST):
-            what, kept = "a LATEST that was not finished", _if_recent(place)
-            found.append(_leftover(place, what, partial(_unlinked, place), kept=kept))
-        elif name.startswith(CONVERSION):
-            found += _of_conversion(place)
-        elif match := _BESIDE.fullmatch(name):
-            if match[1] not in names:
-                found += _of_target(os.path.join(root, match[1]))
-        elif name in old and not os.path.islink(place):
-            what = "an old checkpoint"
-            found.append(_leftover(place, what, partial(_deleted, place)))
-        elif not name.startswith(".") and os.path.isdir(place) and not os.path.islink(place):
-            newest = steps[0] if steps else None
-            found += _unfinished(place, newest) or _of_target(place)
+        if name in old and keep_last is not None:
+            found += _tried(place, partial(_old, place, keep_last))
+        elif not (match := BESIDE.fullmatch(name)):
+            found += _tried(place, partial(_of_name, place, newest))
+        elif match[1] not in names:
+            found += _tried(place, partial(_of_target, os.path.join(root, match[1])))
     return list({each.path: each for each in found}.values())
 
 
-def _opens(path: str) -> bool:
-    """Of a checkpoint that is committed: whether it can be read, so that older ones may make way
-    for it."""
+def _tried(place: str, look: Callable[[], list[Leftover]]) -> list[Leftover]:
+    """What `look` finds at `place`, which others may have removed meanwhile. What cannot be looked
+    at stays."""
     try:
-        OpenedCheckpoint(path)
-    except CheckpointError:
+        return look()
+    except FileNotFoundError:
+        return []
+    except (CheckpointError, OSError) as error:
+        kept = str(error)
+        return [Leftover(place, "cannot be looked at", 0, kept, False, partial(_stay, kept))]
+
+
+def _of_name(place: str, newest: int | None) -> list[Leftover]:
+    name = os.path.basename(place)
+    if REMOVED.fullmatch(name):
+        what = "a checkpoint whose deletion was interrupted"
+        return [_leftover(place, what, partial(remove_tree, place))]
+    if name.startswith(NEW_LATEST):
+        what, kept = "a LATEST that was not finished", _if_recent(place)
+        return [_leftover(place, what, partial(_unlinked, place), kept=kept)]
+    if name.startswith(CONVERSION):
+        return _of_conversion(place)
+    if name.startswith(".") or not os.path.isdir(place) or os.path.islink(place):
+        return []
+    return _unfinished(place, newest) or _of_target(place)
+
+
+def _is_whole(path: str) -> bool:
+    """Whether a save of ours is committed at `path` and all its files are what they should be, so
+    that others may make way for it."""
+    try:
+        if not Checkpoint(path).is_committed():
+            return False
+        opened = OpenedCheckpoint(path)
+        _core.describe({"checkpoint": opened.id, "check_files": True}, whole=False)
+    except (CheckpointError, OSError):
         return False
     return True
 
@@ -121,7 +150,7 @@ def _opens(path: str) -> bool:
 def _leftover(
     path: str,
     what: str,
-    act: Callable[[], bool],
+    act: Callable[[], str | None],
     *,
     kept: str | None = None,
     finishes: bool = False,
@@ -129,36 +158,95 @@ def _leftover(
     return Leftover(path, what, tree_bytes(path), kept, finishes, act)
 
 
-def _of_target(target: str) -> Iterator[Leftover]:
+def _stay(why: str | None) -> None:
+    """Raises ConflictError where there is a reason."""
+    if why is not None:
+        raise ConflictError(why)
+
+
+def _of_target(target: str) -> list[Leftover]:
     """What saves into `target` have staged."""
+    found = []
     for place in (target, os.path.join(target, SHARDED)):
-        places = _core.call({"op": "staged_places", "path": place})["places"]
-        in_use = any(each["in_use"] for each in places)
-        for each in places:
+        if place != target and os.path.islink(place):
+            continue  # what it leads to is not ours
+        kept = _if_saving(place)
+        for each in _staged(place):
             done = each["committed"]
             what = "a commit that was interrupted" if done else "staged by a save that died"
-            kept = None
-            if in_use:
-                what, kept = "staged by a save", "the save goes on"
-            act = Checkpoint(place).recover
-            yield _leftover(each["path"], what, act, kept=kept, finishes=done and not in_use)
+            if kept is not None:
+                what = "staged by a save"
+            act = partial(_recovered, place)
+            finishes = done and kept is None
+            found.append(_leftover(each["path"], what, act, kept=kept, finishes=finishes))
+    return found
+
+
+def _staged(target: str) -> list[dict[str, Any]]:
+    places: list[dict[str, Any]] = _core.call({"op": "staged_places", "path": target})["places"]
+    return places
+
+
+def _if_saving(target: str) -> str | None:
+    """Why what is staged for `target` stays: of several places one may be in use."""
+    places = _staged(target)
+    if any(each["in_use"] for each in places):
+        return "the save goes on"
+    recent = (_if_recent(each["path"]) for each in places)
+    return next((why for why in recent if why is not None), None)
+
+
+def _recovered(target: str) -> None:
+    _stay(_if_saving(target))
+    Checkpoint(target).recover()
+
+
+def _old(place: str, keep_last: int) -> list[Leftover]:
+    act = partial(_old_removed, place, keep_last)
+    return [_leftover(place, "an old checkpoint", act, kept=_if_saving_in(place))]
+
+
+def _if_saving_in(path: str) -> str | None:
+    """Why an old checkpoint stays: a save stages in it, or in what stands in it."""
+    for target in (path, *targets_below(path)):
+        if (why := _if_saving(target)) is not None:
+            inside = os.path.relpath(target, path)
+            return why if target == path else f"{inside} in it: {why}"
+    return None
+
+
+def _old_removed(path: str, keep_last: int) -> None:
+    root, name = os.path.split(path)
+    if name in linked(root):
+        _stay("a link leads to it")
+    match = CHILD.fullmatch(name)
+    later = (step for step, _ in own_children(root, _is_whole) if match and step > int(match[1]))
+    if len(list(itertools.islice(later, keep_last))) < keep_last:
+        _stay("fewer later checkpoints are whole by now")
+    _stay(_if_saving_in(path))
+    delete_child(path)
 
 
 def _unfinished(path: str, newest: int | None) -> list[Leftover]:
     """The directory `path` where it is a checkpoint of ours that is not whole."""
     if not _is_ours(path) or Checkpoint(path).is_committed():
         return []
-    places = _core.call({"op": "staged_places", "path": path})["places"]
+    act = partial(_unfinished_removed, path)
+    kept = _if_unfinished_stays(path, newest)
+    return [_leftover(path, "a checkpoint that is not whole", act, kept=kept)]
+
+
+def _if_unfinished_stays(path: str, newest: int | None) -> str | None:
     match = CHILD.fullmatch(os.path.basename(path))
-    kept = None
-    if any(each["in_use"] for each in places):
-        kept = "a save goes on"
-    elif match is None or newest is None or int(match[1]) > newest:
-        kept = "no whole checkpoint of a later step is there"
-    else:
-        kept = _if_recent(path)
-    what = "a checkpoint that is not whole"
-    return [_leftover(path, what, partial(_removed_unfinished, path), kept=kept)]
+    if any(each["in_use"] for each in _staged(path)):
+        return "a save goes on"
+    if match is None or newest is None or int(match[1]) > newest:
+        return "no whole checkpoint of a later step is there"
+    for entry in _below(path, strict=True):
+        if entry.is_symlink() and not os.path.exists(entry.path):
+            name = os.path.relpath(entry.path, path)
+            return f"{name} leads nowhere; its storage may not be mounted"
+    return _if_recent(path)
 
 
 def _is_ours(path: str) -> bool:
@@ -173,41 +261,44 @@ def _is_ours(path: str) -> bool:
     )
 
 
-def _removed_unfinished(path: str) -> bool:
+def _unfinished_removed(path: str) -> str | None:
+    newest, _ = next(own_children(os.path.dirname(path), _is_whole), (None, ""))
+    _stay(_if_unfinished_stays(path, newest))
     checkpoint = Checkpoint(path)
     checkpoint.recover()
+    # From here to the lock that `remove` takes a whole save would have to begin and to commit.
     if checkpoint.is_committed():
-        return False  # it has become one meanwhile
+        _stay("it has become whole")
     with contextlib.suppress(IncompleteError):  # only parts that were staged, which are gone
         checkpoint.remove()
-    with contextlib.suppress(OSError):  # what others have put there stays
+    try:
         os.rmdir(path)
-    return not os.path.lexists(path)
+    except OSError:
+        left = sorted(os.listdir(path)) if os.path.lexists(path) else []
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        return f"{', '.join(left[:3])}{more} of others stays" if left else None
+    return None
 
 
-def _deleted(path: str) -> bool:
-    delete_child(path)
-    return True
-
-
-def _tree_removed(path: str) -> bool:
-    remove_tree(path)
-    return True
-
-
-def _unlinked(path: str) -> bool:
+def _unlinked(path: str) -> None:
+    _stay(_if_recent(path))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    return True
 
 
 def _of_conversion(path: str) -> list[Leftover]:
     held = _lock_of_conversion(path, fcntl.LOCK_SH)
     if held is not None:
         os.close(held)
-    kept = "the conversion goes on, or it is none of ours" if held is None else None
-    what = "staged by a conversion" if kept else "staged by a conversion that died"
-    return [_leftover(path, what, partial(remove_dead_conversion, path), kept=kept)]
+    what = "staged by a conversion" if held is None else "staged by a conversion that died"
+    kept = "the conversion goes on, or it is none of ours" if held is None else _if_recent(path)
+    return [_leftover(path, what, partial(_conversion_removed, path), kept=kept)]
+
+
+def _conversion_removed(path: str) -> None:
+    _stay(_if_recent(path))
+    if not remove_dead_conversion(path) and os.path.lexists(path):
+        _stay("the conversion goes on, or a part of it could not be removed")
 
 
 def remove_dead_conversion(staging: str) -> bool:
@@ -240,31 +331,42 @@ def _lock_of_conversion(staging: str, lock: int) -> int | None:
 
 
 def tree_bytes(path: str) -> int:
-    """Bytes of the file `path`, or of all files below it. What goes meanwhile does not count."""
+    """Bytes of the file `path`, or of all files below it. What goes meanwhile, and what cannot be
+    looked at, does not count."""
     total = 0
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if not os.path.isdir(path) or os.path.islink(path):
             return os.lstat(path).st_size
-        for folder, _, names in os.walk(path):
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    total += os.lstat(os.path.join(folder, name)).st_size
+    for entry in _below(path, strict=False):
+        with contextlib.suppress(OSError):
+            if not entry.is_dir(follow_symlinks=False):
+                total += entry.stat(follow_symlinks=False).st_size
     return total
 
 
 def _if_recent(path: str) -> str | None:
     """Why `path` stays, where somebody may be writing it still."""
-    seconds = time.time() - _changed(path)
+    latest = os.lstat(path).st_mtime
+    for entry in _below(path, strict=True):
+        with contextlib.suppress(FileNotFoundError):
+            latest = max(latest, entry.stat(follow_symlinks=False).st_mtime)
+    seconds = time.time() - latest
     if seconds >= _QUIET_S:
         return None
-    return f"it changed {max(0, int(seconds // 60))} minutes ago, a save may be going on"
+    return f"it changed {max(0, int(seconds // 60))} minutes ago, somebody may be writing it"
 
 
-def _changed(path: str) -> float:
-    """When `path`, or something below it, was changed last, in seconds since 1970."""
-    latest = os.lstat(path).st_mtime
-    for folder, folders, names in os.walk(path):
-        for name in (*folders, *names):
-            with contextlib.suppress(FileNotFoundError):
-                latest = max(latest, os.lstat(os.path.join(folder, name)).st_mtime)
-    return latest
+def _below(path: str, *, strict: bool) -> Iterator[os.DirEntry[str]]:
+    """All that is below `path`, however deep. What cannot be looked at is an error if `strict`,
+    else it is passed over; so is what goes meanwhile."""
+    folders = [path]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                found = list(entries)
+        except OSError as error:
+            if strict and not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise
+            continue
+        folders += [entry.path for entry in found if entry.is_dir(follow_symlinks=False)]
+        yield from found

@@ -7,10 +7,17 @@ from typing import Any
 
 import click
 
-from torch_ckpt.cli.output import Output, count, format_bytes, printable, with_output
+from torch_ckpt.cli.output import (
+    Output,
+    count,
+    fields_of,
+    format_bytes,
+    printable,
+    with_output,
+)
 from torch_ckpt.cli.text import bold, columns
 from torch_ckpt.errors import CheckpointError, ConflictError
-from torch_ckpt.leftovers import Leftover, leftovers
+from torch_ckpt.leftovers import Leftover, leftovers, tree_bytes
 from torch_ckpt.options import local_path
 
 _DONE = {"remove": "removed", "finish": "finished", "keep": "kept"}
@@ -45,20 +52,30 @@ def clean(path: str, yes: bool, keep_last: int | None, output: Output) -> None:
         item = _fields(each)
         if yes and each.kept is None:
             try:
-                # One recovery may do the work of several: what is gone by now is removed.
-                if not each.remove() and os.path.lexists(each.path):
-                    item.update(action="keep", reason="it holds what others wrote, or is in use")
+                item["reason"] = each.remove()
+                if item["reason"] is None and os.path.lexists(each.path):
+                    item.update(action="keep", reason="it is in use, or holds what others wrote")
+                item["bytes"] -= tree_bytes(each.path)
             except ConflictError as error:
                 item.update(action="keep", reason=error.message)
             except (CheckpointError, OSError) as error:
-                first = first or error
-                item.update(action="keep", reason=str(error))
+                gone = item["bytes"] - tree_bytes(each.path)
+                if not os.path.lexists(each.path):
+                    pass  # one recovery may do the work of several, and others may clean too
+                elif gone > 0:
+                    item.update(bytes=gone, reason=f"not all of it: {error}")
+                    first = first or error
+                else:
+                    item.update(action="keep", reason=str(error))
+                    first = first or error
         items.append(item)
     freed = sum(item["bytes"] for item in items if item["action"] == "remove")
-    fields = {"path": root, "removed": yes, "bytes": freed, "items": items}
+    error_fields, status = fields_of(first) if first is not None else (None, 0)
+    fields = {"path": root, "removed": yes, "bytes": freed, "items": items, "error": error_fields}
     output.report(fields, lambda: _text(fields))
-    if first is not None:
-        raise first
+    if error_fields is not None:
+        output.error(error_fields)
+        raise SystemExit(status)
 
 
 def _fields(each: Leftover) -> dict[str, Any]:

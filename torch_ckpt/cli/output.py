@@ -123,6 +123,11 @@ class Output:
         elif not self.quiet:
             click.echo(text(), color=False if os.environ.get("NO_COLOR") else None)
 
+    def error(self, fields: dict[str, Any]) -> None:
+        """An error, given by `fields_of`, as a line on stderr."""
+        if not self.silent:
+            click.echo(f"torch-ckpt: {error_line(fields)}", err=True)
+
     @contextlib.contextmanager
     def progress(self, label: str) -> Iterator[Progress | None]:
         """A bar on stderr while the block runs, where somebody would see one."""
@@ -144,7 +149,7 @@ class Output:
             if not self.silent:
                 if self.as_json:
                     click.echo(json.dumps({"error": fields}))
-                click.echo(f"torch-ckpt: {error_line(fields)}", err=True)
+                self.error(fields)
             raise SystemExit(status) from None
         except KeyboardInterrupt:
             click.echo("torch-ckpt: interrupted", err=True)
