@@ -42,6 +42,8 @@ from torch_ckpt.progress import Progress, told
 from torch_ckpt.torch_private import StorageInfo, without_elements
 
 _DATA_FILE = "__0_0.distcp"
+# What says that a file system has no such lock, as csrc/os/lock.cc knows it.
+_NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF)
 _ARCHIVE = "archive.pt"
 
 
@@ -191,18 +193,33 @@ def _staged(target: str) -> Iterator[tuple[str, str]]:
 
 
 def _make_staging(start: str, parent: str) -> tuple[str, int]:
-    """A new directory, and the descriptor that has it locked for as long as this process lives."""
+    """A new directory, and the descriptor that has it locked, where there are locks, for as long
+    as this process lives."""
     while True:
         staging = tempfile.mkdtemp(prefix=start, dir=parent)
-        with contextlib.suppress(OSError):  # another process has taken it for dead
+        held = -1
+        try:
             held = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.stat(staging)
-            except BaseException:
-                os.close(held)
-                raise
+            _lock(held)
+            os.stat(staging)
             return staging, held
+        except BaseException as error:
+            if held >= 0:
+                os.close(held)
+            with contextlib.suppress(OSError):
+                os.rmdir(staging)
+            # Another process has taken it for dead.
+            if not isinstance(error, BlockingIOError | FileNotFoundError):
+                raise
+
+
+def _lock(directory: int) -> None:
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # Without locks nobody can take it for dead either.
+        if error.errno not in _NO_LOCKS:
+            raise
 
 
 def _leaves_of(request: MergeRequest) -> _Leaves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from torch_ckpt import _core
 from torch_ckpt.checkpoint import Checkpoint
 from torch_ckpt.description import is_shard
 from torch_ckpt.dtype_policy import DtypePolicy
-from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.errors import CheckpointError, InvalidArgumentError
 from torch_ckpt.extras import extra_files, files_beside
 from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.key_mapping import KeyMapping
@@ -118,9 +119,11 @@ def convert(
         return answer
     if kind == "hf" and naming is None:
         request.update(_naming_of(files)._asdict())
-    if kind == "hf" and extras is None:
-        extras = _extras_of(opened.path, files)
-    return merge(request, extra_files(extras, policy.torch_name), progress)
+    beside = extra_files(extras, policy.torch_name)
+    if kind == "hf" and extras is None and _is_of_the_hub(opened.path, files):
+        taken = _names_of_others(place)
+        beside = files_beside(opened.path, files, taken, policy.torch_name)
+    return merge(request, beside, progress)
 
 
 def _naming_of(files: list[str]) -> Naming:
@@ -132,15 +135,24 @@ def _naming_of(files: list[str]) -> Naming:
     return NAMINGS["hf"]
 
 
-def _extras_of(source: str, files: list[str]) -> list[str]:
-    """What stands beside the tensors of a directory as the Hub has them."""
-    if os.path.isfile(source) or not any(_is_of_the_hub(file) for file in files):
-        return []
-    return files_beside(source, files)
+def _is_of_the_hub(source: str, files: list[str]) -> bool:
+    """Whether it is a directory as the Hub has them, where more stands beside the tensors."""
+    return not os.path.isfile(source) and any(
+        file.endswith(".bin") or (file.endswith(".safetensors") and not is_shard(file))
+        for file in files
+    )
 
 
-def _is_of_the_hub(file: str) -> bool:
-    return file.endswith(".bin") or (file.endswith(".safetensors") and not is_shard(file))
+def _names_of_others(target: str) -> set[str]:
+    """What is in the directory `target` and was not written by a save or a conversion of ours, so
+    that nobody has asked to replace it."""
+    if not os.path.isdir(target):
+        return set()
+    ours: set[str] = set()
+    with contextlib.suppress(CheckpointError):  # no manifest, or none that can be read
+        named = _core.call({"op": "manifest", "path": target})["files"]
+        ours = {file["name"] for file in named}
+    return set(os.listdir(target)) - ours
 
 
 def _check_apart(source: str, names: list[str], target: str, *, into_directory: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import os
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from torch_ckpt.description import is_shard
 from torch_ckpt.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
@@ -22,6 +24,15 @@ _WEIGHTS = (
     *(".index.json", ".catalog"),
 )
 _OURS = ("torch_ckpt.json", "commit.json")
+# Of the directory that is converted, where nobody has said what to take: what configurations,
+# tokenizers and code are written as. All else may be weights of some kind, data or logs.
+_BESIDE = (
+    *(".json", ".jsonl", ".txt", ".py", ".md", ".jinja", ".yaml", ".yml", ".license"),
+    *(".model", ".tiktoken", ".spm", ".vocab", ".merges", ".bpe", ".codes"),
+    *("LICENSE", "NOTICE"),
+)
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # the second before transformers 4.56
+_CONFIGS_OF_PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
 
 # Entered once, by who commits them.
 ExtraFiles = contextlib.AbstractContextManager[list[str]]
@@ -61,10 +72,53 @@ def extra_files(extras: Any, dtype: str | None = None) -> Iterator[list[str]]:
         yield list(found.values())
 
 
-def files_beside(directory: str, weights: Collection[str]) -> list[str]:
-    """The files of a Hugging Face directory that are no weights, neither by their names nor among
-    `weights`."""
-    return [str(file) for file in _files_of(Path(directory)) if file.name not in weights]
+@contextlib.contextmanager
+def files_beside(
+    directory: str, weights: Collection[str], taken: Collection[str], dtype: str | None
+) -> Iterator[list[str]]:
+    """The paths of what stands beside the `weights` of a Hugging Face directory: configuration,
+    tokenizer and code, by their names. What else is there is left out, with a line in the log; so
+    are the names that are `taken`. With a `dtype` the one of config.json is a copy that says it."""
+    found: list[Path] = []
+    left: list[Path] = []
+    for file in _files_of(Path(directory)):
+        if file.name in weights:
+            continue
+        known = file.name.endswith(_BESIDE) and file.name.isprintable()
+        (found if known and file.name not in taken and file.is_file() else left).append(file)
+    if left:
+        names = ", ".join(ascii(file.name) for file in left)
+        logger.info("left out of what stands beside the weights in %s: %s", directory, names)
+    with tempfile.TemporaryDirectory(prefix="torch_ckpt-extras-") as made:
+        yield [
+            _saying_dtype(file, dtype, made) if dtype and file.name == "config.json" else str(file)
+            for file in found
+        ]
+
+
+def _saying_dtype(file: Path, dtype: str, made: str) -> str:
+    """A copy of the configuration `file` of a model, in the directory `made`, that says `dtype`
+    where it says one; `file` itself where it says none."""
+    try:
+        config = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        return str(file)  # it is copied as it is
+    if not isinstance(config, dict):
+        return str(file)
+    # Models of several parts have a configuration for each.
+    of_parts = [each for key, each in config.items() if key in _CONFIGS_OF_PARTS]
+    changed = False
+    for part in (config, *(each for each in of_parts if isinstance(each, dict))):
+        for key in _DTYPE_KEYS:
+            if isinstance(part.get(key), str):
+                part[key], changed = dtype, True
+    if not changed:
+        return str(file)
+    copied = os.path.join(made, file.name)
+    with open(copied, "w", encoding="utf-8") as out:
+        json.dump(config, out, indent=2)
+        out.write("\n")
+    return copied
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -74,6 +128,8 @@ def _files_of(path: Path) -> list[Path]:
     for entry in sorted(path.iterdir()):
         if entry.name.startswith(".") or entry.name in _OURS or entry.name.endswith(_WEIGHTS):
             continue
+        if is_shard(entry.name):
+            continue  # as objects-00001.json: the names of what we write ourselves
         if entry.is_dir():
             directories.append(entry.name)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import hashlib
 import json
@@ -463,6 +464,87 @@ def test_files_and_shards_bring_nothing_along(tmp_path: Path) -> None:
     for source in ("a.pt", "shards"):
         torch_ckpt.convert(tmp_path / source, tmp_path / f"{source}-hf", "hf")
         assert not (tmp_path / f"{source}-hf" / "config.json").exists()
+
+
+def of_the_hub(path: Path) -> Path:
+    path.mkdir()
+    torch.save({"w": torch.ones(3)}, path / "pytorch_model.bin")
+    return path
+
+
+OURS = {"torch_ckpt.json", "torch_ckpt.catalog", "model.safetensors"}
+
+
+def test_what_is_neither_configuration_nor_tokenizer_stays_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = of_the_hub(tmp_path / "in")
+    for name in ("tokenizer.model", "merges.txt", "modeling.py", "chat_template.jinja"):
+        (source / name).write_text("x")
+    (source / "vocab.json").symlink_to("merges.txt")
+    for name in ("a.onnx_data", "a.ot", "a.tflite", "a.npz", "a.pkl", "a.log", "__0_0.distcp"):
+        (source / name).write_bytes(b"x")
+    (source / "objects-00001.json").write_text("{}")
+    (source / "dangling.json").symlink_to("nowhere")
+    os.mkfifo(source / "fifo.json")
+    Path(os.fsdecode(os.fsencode(source) + b"/\xff.json")).write_text("{}")
+    with caplog.at_level("INFO"):
+        torch_ckpt.convert(source, tmp_path / "out", "hf")
+    names = {"tokenizer.model", "merges.txt", "modeling.py", "chat_template.jinja", "vocab.json"}
+    assert set(os.listdir(tmp_path / "out")) == OURS | names
+    for name in ("dangling.json", "fifo.json", "a.pkl", "udcff.json"):
+        assert name in caplog.text
+
+
+def test_files_of_others_in_the_target_are_not_replaced(tmp_path: Path) -> None:
+    source = of_the_hub(tmp_path / "in")
+    (source / "README.md").write_text("theirs")
+    (source / "config.json").write_text('{"a": 1}')
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "README.md").write_text("mine")
+    torch_ckpt.convert(source, out, "hf")
+    assert (out / "README.md").read_text() == "mine"
+    assert json.loads((out / "config.json").read_text()) == {"a": 1}
+    (source / "config.json").write_text('{"a": 2}')
+    torch_ckpt.convert(source, out, "hf")  # what an earlier one has written is replaced
+    assert json.loads((out / "config.json").read_text()) == {"a": 2}
+    assert (out / "README.md").read_text() == "mine"
+
+
+def test_the_configuration_says_what_the_tensors_are_cast_to(tmp_path: Path) -> None:
+    source = of_the_hub(tmp_path / "in")
+    config = {"torch_dtype": "float32", "text_config": {"dtype": "float32"}, "name": "\u00e9"}
+    (source / "config.json").write_text(json.dumps(config))
+    torch_ckpt.convert(source, tmp_path / "a", "hf", dtype="bf16")
+    assert json.loads((tmp_path / "a" / "config.json").read_text()) == {
+        "torch_dtype": "bfloat16",
+        "text_config": {"dtype": "bfloat16"},
+        "name": "\u00e9",
+    }
+    torch_ckpt.convert(source, tmp_path / "b", "hf")
+    assert (tmp_path / "b" / "config.json").read_text() == json.dumps(config)
+    for wrong in ("[1]", "{", "{}", '{"torch_dtype": null}'):
+        (source / "config.json").write_text(wrong)
+        torch_ckpt.convert(source, tmp_path / "c", "hf", dtype="bf16")
+        assert (tmp_path / "c" / "config.json").read_text() == wrong
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_where_there_are_no_locks(tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = errno.EBADF
+
+    def refused(fd: int, operation: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    source = of_torch(tmp_path / "a.pt")
+    torch_ckpt.convert(source, tmp_path / "out" / "b", to)
+    assert os.listdir(tmp_path / "out") == ["b"]
+    error = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        torch_ckpt.convert(source, tmp_path / "other" / "b", to)
+    assert os.listdir(tmp_path / "other") == []
 
 
 @pytest.mark.parametrize("given", [{"extras": ["x"]}, {"naming": "peft"}])

@@ -30,7 +30,7 @@ from torch_ckpt.options import local_path
     multiple=True,
     type=click.Path(exists=True),
     help="With --to hf: a file to put beside the tensors, or a directory: all of it but weights. "
-    "Default: what stands beside those of IN.",
+    "Default: configuration, tokenizer and code beside those of IN.",
 )
 @with_merge_options
 @with_output
