@@ -103,7 +103,7 @@ class Topology:
     ranks: Mapping[str, int]
 
 
-_SHARD = re.compile(r"(?:shard|objects)-(\d{5})[-.]|__(\d+)_\d+\.distcp$")
+_SHARD = re.compile(r"(?:shard|objects)-(\d{5})[-.]|__(\d{1,18})_\d+\.distcp$")
 
 
 def is_shard(name: str) -> bool:

@@ -375,6 +375,66 @@ def test_a_step_that_is_damaged_does_not_hide_the_others(tmp_path: Path) -> None
     assert states == ["unreadable", "whole"]
 
 
+def test_a_step_with_another_shard_is_not_whole(tmp_path: Path) -> None:
+    path = of_ours(tmp_path / "step-1", nested())
+    of_ours(tmp_path / "step-2", nested())
+    (path / SHARD).write_bytes(bytes((path / SHARD).stat().st_size))
+    assert run("inspect", path).exit_code == 1
+    states = [each["state"] for each in fields("inspect", tmp_path)["steps"]]
+    assert states == ["unreadable", "whole"]
+
+
+def test_awkward_children_do_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_ours(tmp_path / "step-2", nested())
+    (tmp_path / "step-1").symlink_to("step-1")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-4").mkdir()
+    os.utime(tmp_path / "step-4", (0, 2**50))
+    listdir = os.listdir
+
+    def refused(path: str) -> list[str]:
+        if path == str(tmp_path / "step-3"):
+            raise PermissionError(13, "Permission denied", path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refused)
+    if (tmp_path / "step-4").stat().st_mtime < 2**50:  # some file systems have no such time
+        monkeypatch.setattr("torch_ckpt.cli.steps._measured", lambda *_: (0, 2.0**60))
+    steps = fields("inspect", tmp_path)["steps"]
+    states = {each["name"]: each["state"] for each in steps}
+    assert states == {"step-2": "whole", "step-3": "unreadable", "step-4": "incomplete"}
+    lines = words(run("inspect", tmp_path))
+    assert any(line.startswith("step-4 incomplete") and " ? " in line for line in lines)
+
+
+def test_a_rank_by_name_takes_no_memory(tmp_path: Path) -> None:
+    from torch_ckpt.cli.inspect import _balance
+
+    files = [
+        {"name": f"__{rank}_0.distcp", "role": "data", "bytes": 8}
+        for rank in (0, 30_000_000_000_000)
+    ]
+    balance = _balance(None, files)
+    assert balance is not None and balance["count"] == 30_000_000_000_001
+    assert (balance["min"], balance["max"]) == (0, 8)
+
+
+def test_names_of_any_length_and_depth(tmp_path: Path) -> None:
+    digits, dots = "9" * 5000, "a" + ".b" * 5000
+    state = {digits: torch.ones(1), "10": torch.ones(1), dots: torch.ones(2), dots + "c": 1}
+    path = tmp_path / "a.pt"
+    torch.save(state, path)
+    for arguments in (("ls",), ("inspect", "--tree"), ("inspect", "--tensors"), ("inspect",)):
+        done = run(*arguments, path)
+        assert done.exit_code == 0, done.output[-300:]
+    assert run("diff", path, path).exit_code == 0
+    names = [each["name"] for each in fields("ls", path)["leaves"]]
+    assert names == [dots, dots + "c", "10", digits]
+
+
 def test_a_checkpoint_that_holds_others(tmp_path: Path) -> None:
     torch_ckpt.save({"w": torch.ones(3)}, tmp_path / "out", layout="final", no_dist=True)
     of_ours(tmp_path / "out" / "checkpoint-1", nested())
@@ -433,6 +493,11 @@ def test_columns() -> None:
         "b                  12 B",
     ]
     assert columns([]) == []
+
+
+def test_natural_order_of_zeros() -> None:
+    names = ["l.7", "l.08", "l.009", "l.10", "l.x"]
+    assert sorted(reversed(names), key=natural) == names
 
 
 def test_natural_order() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,8 @@ def test_ls_and_inspect_start_without_torch(tmp_path: Path) -> None:
         (torch.tensor([2**60]), torch.tensor([2**60 + 100]), 1, "by 100 at most"),
         (torch.tensor([2**60]), torch.tensor([2**60 + 100]), 200, None),
         (torch.tensor([2**63 - 1]), torch.tensor([2**63 - 2]), 0, "by 1 at most"),
+        (torch.tensor([-(2**63)]), torch.tensor([2**63 - 1]), 1e9, "by 1.84467e+19 at most"),
+        (torch.tensor([-(2**63)]), torch.tensor([2**63 - 1]), 2e19, None),
         (torch.ones(2), torch.ones(2, dtype=torch.complex64) * 1j, 0, "float32 and complex64; 2"),
         (torch.tensor([3]), torch.tensor([3.5]), 0.1, "int64 and float32; 1 of 1 value"),
     ],
@@ -250,6 +253,48 @@ def test_diff_of_numbers(tmp_path: Path, left: Any, right: Any, atol: Any, said:
     found = fields("diff", a, b, "--atol", str(atol))["different"]
     assert (said is None) == (not found)
     assert said is None or said in found[0]["what"]
+
+
+def test_diff_of_unsigned_numbers(tmp_path: Path) -> None:
+    a = of_torch(tmp_path / "a.pt", {"x": torch.tensor([2**63 + 10], dtype=torch.uint64)})
+    b = of_torch(tmp_path / "b.pt", {"x": torch.tensor([2**63], dtype=torch.uint64)})
+    assert fields("diff", a, b, "--rtol", "1e-12")["different"] == []  # of 2^63, and not of 0
+    assert "by 10 at most" in fields("diff", a, b, "--atol", "9")["different"][0]["what"]
+
+
+def test_statistics_of_very_large_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "PIECE_BYTES", 32)
+    large = torch.full((40,), 1e308, dtype=torch.float64)
+    largest = torch.full((40,), torch.finfo(torch.float64).max, dtype=torch.float64)
+    unsigned = torch.tensor([2**53 + 1, 2**64 - 1, 3], dtype=torch.uint64)
+    path = of_torch(
+        tmp_path / "a.pt",
+        {
+            "x": large,
+            "y": torch.cat([large, -large]),
+            "z": largest,
+            "u": unsigned,
+            "v": unsigned[:1],
+        },
+    )
+    found = fields("show", path, "x")
+    assert found["mean"] == pytest.approx(1e308)
+    assert fields("show", path, "y")["mean"] == pytest.approx(0.0, abs=1e293)
+    done = run("show", path, "z", "--json")
+    assert "Infinity" not in done.stdout and json.loads(done.stdout)["max"] == largest[0].item()
+    found = fields("show", path, "u")
+    assert (found["min"], found["max"]) == (3, 2**64 - 1)
+    assert fields("show", path, "v")["min"] == 2**53 + 1
+
+
+def test_objects_do_not_command_a_terminal_and_are_cut(tmp_path: Path) -> None:
+    value = types.SimpleNamespace(**{"a\x1b[2Jb\nc": 1})
+    path = of_ours(tmp_path / "a", {"x": value, "long": "y" * 100_000, "w": torch.ones(1)})
+    done = run("show", path, "x")
+    assert done.exit_code == 0 and "\x1b" not in done.stdout and "?[2Jb" in done.stdout
+    assert len(done.stdout.splitlines()) == 3
+    assert len(run("show", path, "long").stdout) < 30_000
+    assert len(fields("show", path, "long")["value"]) == 100_002
 
 
 def test_diff_of_packed_numbers_and_wrong_tolerances(tmp_path: Path) -> None:

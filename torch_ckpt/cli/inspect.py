@@ -138,20 +138,22 @@ def _balance(world_size: int | None, files: list[dict[str, Any]]) -> dict[str, A
     data = {file["name"]: file["bytes"] for file in files if file["role"] == "data"}
     ranks = topology_of(world_size, data).ranks
     if data and ranks.keys() == data.keys():
-        sizes = dict.fromkeys(range(max(world_size or 0, 1 + max(ranks.values()))), 0)
+        sizes: Counter[int] = Counter()
         for name, size in data.items():
             sizes[ranks[name]] += size
         of, shares = "rank", list(sizes.values())
+        # By the names of files there may be any number of ranks, most of them without bytes.
+        number = max(world_size or 0, 1 + max(ranks.values()))
     else:
-        of, shares = "file", list(data.values())
-    if len(shares) < 2 or not sum(shares):
+        of, shares, number = "file", list(data.values()), len(data)
+    if number < 2 or not sum(shares):
         return None
     return {
         "of": of,
-        "count": len(shares),
-        "min": min(shares),
+        "count": number,
+        "min": min(shares) if len(shares) == number else 0,
         "max": max(shares),
-        "ratio": round(max(shares) * len(shares) / sum(shares), 3),
+        "ratio": round(max(shares) * number / sum(shares), 3),
     }
 
 

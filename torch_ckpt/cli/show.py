@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch_ckpt.dcp.load.stored import StoredTensor
 
 _CORNER = 6  # values of a dimension that are shown
+_MOST_SHOWN = 20_000  # characters of what is no tensor
 
 
 @click.command()
@@ -43,7 +44,15 @@ def show(path: str, fqn: str, format: str | None, output: Output) -> None:
         raise IncompleteError("is not in the checkpoint", file=checkpoint.path, tensor=fqn)
     value = objects[fqn]
     fields = {"name": fqn, "type": type(value).__name__, "value": repr(value)}
-    output.report(fields, lambda: f"{printable(fqn)}  {fields['type']}\n{value!r}")
+    output.report(fields, lambda: _text_of_object(fields))
+
+
+def _text_of_object(fields: dict[str, Any]) -> str:
+    value = fields["value"]
+    lines = [f"{fields['name']}  {fields['type']}", *value[:_MOST_SHOWN].split("\n")]
+    if len(value) > _MOST_SHOWN:
+        lines.append(f"... and {len(value) - _MOST_SHOWN:,} characters more; --json has all")
+    return "\n".join(map(printable, lines))
 
 
 def _of_tensor(stored: StoredTensor, progress: Progress | None) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 from torch_ckpt import _core
-from torch_ckpt.checkpoint import Checkpoint
 from torch_ckpt.cli.leaves import values_of
 from torch_ckpt.cli.output import count, format_bytes, printable
 from torch_ckpt.cli.text import bold, columns, natural, red
@@ -65,7 +64,7 @@ def find_steps(root: str) -> list[dict[str, Any]]:
     """
     root = local_path(root)
     with os.scandir(root) as children:
-        names = {child.name: child.is_dir() for child in children}
+        names = {child.name: os.path.isdir(child.path) for child in children}
     found = []
     for name, is_directory in names.items():
         staged = _STAGED.fullmatch(name)
@@ -91,6 +90,12 @@ def _has_marks(path: str) -> bool:
     return False
 
 
+def _is_empty(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return not os.listdir(path)
+    return False
+
+
 def _entry(path: str) -> dict[str, Any]:
     name = os.path.basename(path)
     entry: dict[str, Any] = {"name": name, "step": step_in_name(name), "state": WHOLE}
@@ -105,12 +110,12 @@ def _look(path: str) -> dict[str, Any]:
         entry["format"] = described["format"]
         files = _core.call({"op": "files", "checkpoint": opened.id})["files"]
         entry["bytes"] = sum(file["bytes"] for file in files)
-        if described["source"] == "manifest" and not Checkpoint(path).is_committed():
-            # As `describe` says what is missing.
+        if described["source"] == "manifest":
+            # As inspecting it alone does.
             _core.describe({"checkpoint": opened.id, "check_files": True}, whole=False)
     except (CheckpointError, OSError) as error:
         # What is there must be the beginning of a checkpoint, or nothing.
-        begun = _has_marks(path) or (os.path.isdir(path) and not os.listdir(path))
+        begun = _has_marks(path) or _is_empty(path)
         state = INCOMPLETE if isinstance(error, IncompleteError) and begun else UNREADABLE
         entry.update(state=state, bytes=None, error=_short(error, path))
     with contextlib.suppress(OSError):
@@ -173,4 +178,7 @@ def steps_text(fields: dict[str, Any]) -> str:
 
 
 def _time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):  # what a file system may say, and no calendar
+        return "?"

@@ -19,7 +19,8 @@ _DIGITS = re.compile(r"(\d+)")
 def natural(name: str) -> list[Any]:
     """A key by which layers.2 comes before layers.10."""
     return [
-        (1, int(part), "") if part.isdecimal() else (0, 0, part)
+        # Not as an int, which takes no more than some thousand digits.
+        (1, len(digits := part.lstrip("0")), digits) if part.isdecimal() else (0, 0, part)
         for part in _DIGITS.split(name)
         if part
     ]

@@ -10,6 +10,8 @@ from torch_ckpt.cli.output import count, format_bytes, printable
 from torch_ckpt.cli.text import bold, columns, natural
 
 _INDENT = "  "
+_MOST_LEVELS = 100  # what is deeper is one name, with its dots
+_MOST_DIGITS = 19  # of a number that may have neighbours
 _Row = tuple[str, str, str, str]
 
 
@@ -37,7 +39,7 @@ def tree_lines(leaves: list[dict[str, Any]], depth: int | None) -> list[str]:
     for leaf in leaves:
         node = root
         node.add(leaf)
-        for part in leaf["name"].split("."):
+        for part in leaf["name"].split(".", _MOST_LEVELS):
             node = node.below.setdefault(part, _Node())
             node.add(leaf)
         node.leaf = leaf
@@ -98,5 +100,5 @@ def _runs(node: _Node) -> Iterator[list[str]]:
 
 
 def _follows(name: str, other: str) -> bool:
-    digits = name.isascii() and name.isdigit() and other.isascii() and other.isdigit()
+    digits = name.isascii() and name.isdigit() and len(name) < _MOST_DIGITS
     return digits and other == str(int(name) + 1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -42,9 +45,9 @@ def statistics_of(
     if dtype == _FLOAT4:
         return answer
     floating = dtype.is_floating_point or dtype.is_complex
-    count, total = 0, 0.0
+    count, total = 0, Fraction(0)  # a sum may be too large for a float64
     nan = inf = 0
-    # Sums are of float64, which holds every integer up to 2^53.
+    # Sums of pieces are of float64, which holds every integer up to 2^53.
     for piece in _read_in_parts(stored, read):
         if dtype.itemsize == 1 and floating:
             piece = piece.to(torch.float32)  # float8 lacks kernels
@@ -54,20 +57,30 @@ def statistics_of(
             piece = piece[torch.isfinite(piece)]
         if dtype.is_complex or not piece.numel():
             continue
+        ordered, shift = piece, 0
         if dtype in (torch.uint16, torch.uint32, torch.bool):
-            piece = piece.to(torch.int64)
+            ordered = piece = piece.to(torch.int64)
         elif dtype == torch.uint64:
+            ordered, shift = _shifted(piece), 1 << 63
             piece = piece.to(torch.float64)
-        least, largest = (each.item() for each in (piece.min(), piece.max()))
+        least, largest = (each.item() + shift for each in (ordered.min(), ordered.max()))
         answer["min"] = least if answer["min"] is None else min(answer["min"], least)
         answer["max"] = largest if answer["max"] is None else max(answer["max"], largest)
         count += piece.numel()
-        total += float(piece.sum(dtype=torch.float64))
+        total += _sum(piece)
     if count:
-        answer["mean"] = total / count
+        with contextlib.suppress(OverflowError):  # it rounds to infinity
+            answer["mean"] = float(total / count)
     if floating:
         answer.update(nan=nan, inf=inf)
     return answer
+
+
+def _sum(piece: torch.Tensor) -> Fraction:
+    total = float(piece.sum(dtype=torch.float64))
+    if math.isfinite(total):
+        return Fraction(total)
+    return 2**64 * Fraction(float((piece.to(torch.float64) * 2.0**-64).sum()))
 
 
 def _read_in_parts(stored: StoredTensor, read: Callable[[int], None]) -> Iterator[torch.Tensor]:
@@ -173,8 +186,8 @@ def _differences(
         bits = [each.view(torch.uint8).view(-1, size) for each in (left, right)]
         count = int((bits[0] != bits[1]).any(dim=1).sum())
     else:
-        count = int((~_close(x, y, *tolerances)).sum())
-    apart = (x - y).abs()[~(torch.isnan(x) & torch.isnan(y)) & (x != y)].to(torch.float64)
+        count = int((~_close(x, y, right, *tolerances)).sum())
+    apart = _apart(x, y)[~(torch.isnan(x) & torch.isnan(y)) & (x != y)].to(torch.float64)
     return count, float(apart.max()) if apart.numel() else 0.0
 
 
@@ -182,11 +195,20 @@ def _bits_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
-def _close(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
+def _close(
+    x: torch.Tensor, y: torch.Tensor, right: torch.Tensor, rtol: float, atol: float
+) -> torch.Tensor:
+    """Which elements of `_wide` ones are equal within the tolerances; `right` is what y was."""
     if x.dtype != torch.int64:
         return torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
-    # Differences of integers are exact, as they are not between float64s.
-    return (x == y) | ((x - y).abs().double() <= atol + rtol * y.double().abs())
+    return (x == y) | (_apart(x, y) <= atol + rtol * right.to(torch.float64).abs())
+
+
+def _apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """|x - y|; of integers exact up to 2^53, however far apart they are."""
+    if x.dtype != torch.int64:
+        return (x - y).abs()
+    return (torch.maximum(x, y) - torch.minimum(x, y)).view(torch.uint64).to(torch.float64)
 
 
 def _wide(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -198,8 +220,13 @@ def _wide(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if value.dtype == torch.uint64:
         if other.dtype != torch.uint64:
             return value.to(torch.float64)
-        return value.view(torch.int64) ^ torch.iinfo(torch.int64).min  # in the same order
+        return _shifted(value)
     return value.to(torch.float64 if other.dtype == torch.uint64 else torch.int64)
+
+
+def _shifted(value: torch.Tensor) -> torch.Tensor:
+    """uint64 less 2^63, as int64, for which torch has more kernels."""
+    return value.view(torch.int64) ^ torch.iinfo(torch.int64).min
 
 
 def _as_float(value: torch.Tensor) -> torch.Tensor:
