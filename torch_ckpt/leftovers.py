@@ -46,6 +46,7 @@ PART = re.compile(r"torch_ckpt-[0-9]{5,}-of-[0-9]{5,}\.json")
 # Since its last change. A save without collectives holds no lock between the parts of its ranks,
 # and where a file system keeps locks to each node, those of other nodes are not seen.
 _QUIET_S = 3600.0
+_IS_LINKED = "a link leads to it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,7 @@ def _if_saving_in(path: str) -> str | None:
 def _old_removed(path: str, keep_last: int) -> None:
     root, name = os.path.split(path)
     if name in linked(root):
-        _stay("a link leads to it")
+        _stay(_IS_LINKED)
     match = CHILD.fullmatch(name)
     later = (step for step, _ in own_children(root, _is_whole) if match and step > int(match[1]))
     if len(list(itertools.islice(later, keep_last))) < keep_last:
@@ -242,6 +243,8 @@ def _if_unfinished_stays(path: str, newest: int | None) -> str | None:
         return "a save goes on"
     if match is None or newest is None or int(match[1]) > newest:
         return "no whole checkpoint of a later step is there"
+    if os.path.basename(path) in linked(os.path.dirname(path)):
+        return _IS_LINKED
     for entry in _below(path, strict=True):
         if entry.is_symlink() and not os.path.exists(entry.path):
             name = os.path.relpath(entry.path, path)

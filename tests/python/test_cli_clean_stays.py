@@ -31,6 +31,9 @@ def test_links_are_not_counted_and_what_they_lead_to_stays(root: Path) -> None:
     (root / "best").symlink_to(root / "step-1")
     assert clean(root, "--keep-last", "1", "--yes") == {"step-2": ("remove", None)}
     assert sorted(os.listdir(root)) == ["best", "step-1", "step-3", "step-9"]
+    (root / "step-1" / SHARD).unlink()
+    age(root / "step-1")
+    assert clean(root, "--yes") == {"step-1": ("keep", "a link leads to it")}
 
 
 def test_links_when_a_directory_of_checkpoints_deletes(root: Path) -> None:

@@ -27,7 +27,6 @@ PYTHON_ROOMS = (
         "errors",
         "options",
         "torch_private",
-        "extras",
         "hulls",
         "dtypes",
         "_core",
@@ -39,6 +38,7 @@ PYTHON_ROOMS = (
     ),
     *(
         "description",
+        "extras",
         "checkpoint",
         "dtype_policy",
         "children",
