@@ -112,12 +112,15 @@ def _read_latest(root: str) -> str:
     """What LATEST says; nothing where there is no such file, or one that is being replaced."""
     try:
         fd = os.open(os.path.join(root, _LATEST), os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait
-        with open(fd, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return ""
-            return file.read(_MOST_OF_A_NAME).decode("ascii", "replace").removesuffix("\n")
+            return os.read(fd, _MOST_OF_A_NAME).decode("ascii", "replace").removesuffix("\n")
+        finally:
+            os.close(fd)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ESTALE, errno.EISDIR):
+        # Also of a socket, and of a link to itself.
+        if error.errno in (errno.ENOENT, errno.ESTALE, errno.ENXIO, errno.ELOOP):
             return ""
         raise
 

@@ -94,8 +94,7 @@ def leftovers(path: str | os.PathLike[str], keep_last: int | None = None) -> lis
         newest, old = next(whole, (None, ""))[0], set[str]()
     else:
         steps = list(whole)
-        newest, spared = steps[0][0] if steps else None, linked(root)
-        old = {name for _, name in steps[keep_last:] if name not in spared}
+        newest, old = steps[0][0] if steps else None, {name for _, name in steps[keep_last:]}
     names = sorted(os.listdir(root))
     for name in names:
         place = os.path.join(root, name)
@@ -204,11 +203,15 @@ def _recovered(target: str) -> None:
 
 def _old(place: str, keep_last: int) -> list[Leftover]:
     act = partial(_old_removed, place, keep_last)
-    return [_leftover(place, "an old checkpoint", act, kept=_if_saving_in(place))]
+    return [_leftover(place, "an old checkpoint", act, kept=_if_old_stays(place))]
 
 
-def _if_saving_in(path: str) -> str | None:
-    """Why an old checkpoint stays: a save stages in it, or in what stands in it."""
+def _if_old_stays(path: str) -> str | None:
+    """Why an old checkpoint stays: a link leads to it, or a save stages in it or in what stands in
+    it."""
+    root, name = os.path.split(path)
+    if name in linked(root):
+        return _IS_LINKED
     for target in (path, *targets_below(path)):
         if (why := _if_saving(target)) is not None:
             inside = os.path.relpath(target, path)
@@ -218,13 +221,11 @@ def _if_saving_in(path: str) -> str | None:
 
 def _old_removed(path: str, keep_last: int) -> None:
     root, name = os.path.split(path)
-    if name in linked(root):
-        _stay(_IS_LINKED)
     match = CHILD.fullmatch(name)
     later = (step for step, _ in own_children(root, _is_whole) if match and step > int(match[1]))
     if len(list(itertools.islice(later, keep_last))) < keep_last:
         _stay("fewer later checkpoints are whole by now")
-    _stay(_if_saving_in(path))
+    _stay(_if_old_stays(path))
     delete_child(path)
 
 

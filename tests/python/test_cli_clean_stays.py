@@ -29,11 +29,13 @@ def root(tmp_path: Path) -> Path:
 def test_links_are_not_counted_and_what_they_lead_to_stays(root: Path) -> None:
     (root / "step-9").symlink_to("step-3")
     (root / "best").symlink_to(root / "step-1")
-    assert clean(root, "--keep-last", "1", "--yes") == {"step-2": ("remove", None)}
+    linked = ("keep", "a link leads to it")
+    wanted = {"step-1": linked, "step-2": ("remove", None)}
+    assert clean(root, "--keep-last", "1", "--yes") == wanted
     assert sorted(os.listdir(root)) == ["best", "step-1", "step-3", "step-9"]
     (root / "step-1" / SHARD).unlink()
     age(root / "step-1")
-    assert clean(root, "--yes") == {"step-1": ("keep", "a link leads to it")}
+    assert clean(root, "--yes") == {"step-1": linked}
 
 
 def test_links_when_a_directory_of_checkpoints_deletes(root: Path) -> None:
@@ -184,9 +186,14 @@ def test_a_name_that_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatch)
     assert "Permission denied" in str(found["step-2"][1])
 
 
-def test_a_latest_that_is_a_fifo(root: Path) -> None:
-    os.mkfifo(root / "LATEST")
-    assert list(newest_first(str(root))) == [3, 2, 1]
+def test_a_latest_that_is_no_file(root: Path) -> None:
+    latest = root / "LATEST"
+    for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("LATEST", path)):
+        make(latest)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        assert list(newest_first(str(root))) == [3, 2, 1]
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        latest.rmdir() if latest.is_dir() else latest.unlink()
 
 
 def test_one_json_object_even_where_something_fails(
