@@ -11,9 +11,10 @@ from torch_ckpt import _core
 from torch_ckpt.checkpoint import Checkpoint
 from torch_ckpt.description import is_shard
 from torch_ckpt.dtype_policy import DtypePolicy
-from torch_ckpt.errors import CheckpointError, InvalidArgumentError
+from torch_ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.extras import extra_files, files_beside
 from torch_ckpt.hulls import warn_of_hulls
+from torch_ckpt.jobs import OpenedCheckpoint
 from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.mapping import NAMINGS, SHARDS, Naming
 from torch_ckpt.merge import MEMORY_BUDGET, FileNames, merge, merge_request
@@ -110,20 +111,31 @@ def convert(
     files = [each["name"] for each in listed if each["role"] != "extra"]
     names = [each["name"] for each in listed]
     _check_apart(opened.path, names, place, into_directory=kind != "torch")
-    if kind in ("dcp", "torch"):
-        from torch_ckpt import archives  # imports torch
-
-        write = archives.write_dcp if kind == "dcp" else archives.write_torch
-        answer = write(request, place, progress)
-        warn_of_hulls(opened.path, answer["hulls"])
-        return answer
     if kind == "hf" and naming is None:
         request.update(_naming_of(files)._asdict())
     beside = extra_files(extras, policy.torch_name)
     if kind == "hf" and extras is None and _is_of_the_hub(opened.path, files):
         taken = _names_of_others(place)
         beside = files_beside(opened.path, files, taken, policy.torch_name)
-    return merge(request, beside, progress)
+    try:
+        if kind not in ("dcp", "torch"):
+            return merge(request, beside, progress)
+        from torch_ckpt import archives  # imports torch
+
+        write = archives.write_dcp if kind == "dcp" else archives.write_torch
+        answer = write(request, place, progress)
+    except UnsupportedError as error:
+        if error.tensor in _objects_of(opened):
+            error.message += "; objects=False (--no-objects) leaves out what is no tensor"
+        raise
+    warn_of_hulls(opened.path, answer["hulls"])
+    return answer
+
+
+def _objects_of(opened: OpenedCheckpoint) -> set[str]:
+    described = opened.describe()
+    named = zip(described["names"], described["kinds"], strict=True)
+    return {name for name, kind in named if kind == _core.OBJECT}
 
 
 def _naming_of(files: list[str]) -> Naming:

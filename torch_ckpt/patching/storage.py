@@ -91,11 +91,6 @@ class FileSystemWriter(HuggingFaceStorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         stocks = _name_of_stocks(self.path)
-        if stocks is not None and not self.overwrite:  # the engine looks for ours
-            raise ConflictError(
-                f"holds a checkpoint of stock DCP ({stocks}), and overwrite=False was given",
-                file=os.fspath(self.path),
-            )
         if stocks is not None and stocks != _METADATA:  # which `finish` would replace
             raise ConflictError(
                 f"holds what stock DCP saved without collectives ({stocks}); remove it, or a load "

@@ -7,8 +7,8 @@
 
 #include "engine/commit/journal.h"
 #include "engine/commit/rank_parts.h"
+#include "engine/open/read_dcp.h"
 #include "engine/open/read_torch.h"
-#include "format/dcp_metadata.h"
 #include "format/names.h"
 #include "os/path.h"
 #include "os/probe.h"
@@ -53,9 +53,9 @@ Result<StagingPlace> LocatePlace(const std::string& target) {
 Status RefuseExisting(const Directory& target) {
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, target.List());
   for (const std::string& name : names) {
-    if (name == kManifestName || name == kIndexName ||
-        name == kDcpMetadataName || IsPartManifestName(name) ||
-        name.ends_with(kDataSuffix) || HasTorchWeights({&name, 1})) {
+    if (name == kManifestName || name == kIndexName || IsDcpFile(name) ||
+        IsPartManifestName(name) || name.ends_with(kDataSuffix) ||
+        HasTorchWeights({&name, 1})) {
       return Conflict("holds a checkpoint (" + name +
                       ") and overwrite is False")
           .WithFile(target.path());
