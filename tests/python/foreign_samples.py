@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
+
+import torch_ckpt
 
 
 def state() -> dict[str, Any]:
@@ -90,3 +93,21 @@ VALUES = {
     "dicts": tuple({} for _ in range(50_000)),
     "numbers": [-(2**63), 2**63, -(2**200), 1e22, -0.0, float("inf"), 5e-324, 1j],
 }
+
+
+def of_ours(path: Path, what: Any) -> Path:
+    torch_ckpt.save(what, path, no_dist=True)
+    return path
+
+
+def of_dcp(path: Path, what: Any) -> Path:
+    dcp.save(what, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    return path
+
+
+def of_torch(path: Path, what: Any) -> Path:
+    torch.save(what, path)
+    return path
+
+
+SAVERS = [of_ours, of_dcp, of_torch]

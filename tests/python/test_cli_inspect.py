@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
+from foreign_samples import SAVERS, of_dcp, of_ours, of_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import PACKAGE
@@ -55,24 +55,6 @@ def nested(layers: int = 12) -> dict[str, Any]:
         "norm": torch.ones(6, dtype=torch.bfloat16),
     }
     return {"model": model, "opt": {"lr": 1e-3, "betas": (0.9, 0.99)}, "step": 7}
-
-
-def of_ours(path: Path, what: Any) -> Path:
-    torch_ckpt.save(what, path, no_dist=True)
-    return path
-
-
-def of_dcp(path: Path, what: Any) -> Path:
-    dcp.save(what, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
-    return path
-
-
-def of_torch(path: Path, what: Any) -> Path:
-    torch.save(what, path)
-    return path
-
-
-SAVERS = [of_ours, of_dcp, of_torch]
 
 
 @pytest.mark.parametrize("saver", SAVERS)

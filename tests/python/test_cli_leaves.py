@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
-from foreign_samples import DTYPES
+from foreign_samples import DTYPES, SAVERS, of_dcp, of_ours, of_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,24 +34,6 @@ def state() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     layers = {f"layers.{n}.w": torch.randn(4, n + 1, generator=generator) for n in range(12)}
     return {**layers, "half": torch.randn(9, generator=generator).bfloat16(), "step": 7}
-
-
-def of_ours(path: Path, what: Any) -> Path:
-    torch_ckpt.save(what, path)
-    return path
-
-
-def of_dcp(path: Path, what: Any) -> Path:
-    dcp.save(what, storage_writer=dcp.FileSystemWriter(path))
-    return path
-
-
-def of_torch(path: Path, what: Any) -> Path:
-    torch.save(what, path)
-    return path
-
-
-SAVERS = [of_ours, of_dcp, of_torch]
 
 
 @pytest.mark.parametrize("saver", SAVERS)
