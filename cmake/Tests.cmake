@@ -55,6 +55,7 @@ set(test_sources
     tests/cpp/format_manifest_test.cc
     tests/cpp/format_name_index_test.cc
     tests/cpp/format_names_test.cc
+    tests/cpp/format_numbers_test.cc
     tests/cpp/format_pickle_test.cc
     tests/cpp/format_zip_test.cc
     tests/cpp/format_safetensors_test.cc
@@ -93,6 +94,7 @@ set(test_sources
     tests/cpp/engine_save_job_test.cc
     tests/cpp/engine_snapshot_job_test.cc
     tests/cpp/engine_test_util.cc
+    tests/cpp/engine_value_jobs_test.cc
     tests/cpp/engine_verify_job_test.cc
     tests/cpp/engine_write_job_test.cc
     tests/cpp/final_test_util.cc

@@ -14,6 +14,7 @@ Handler FindHandler(const std::string& op) {
       {"close", CloseRequest},
       {"commit_part", CommitPartRequest},
       {"commit_save", CommitSaveRequest},
+      {"compare", CompareRequest},
       {"describe", DescribeRequest},
       {"end_part", EndPartRequest},
       {"end_save", EndSaveRequest},
@@ -41,6 +42,7 @@ Handler FindHandler(const std::string& op) {
       {"stage_extras", StageExtrasRequest},
       {"stage_final", StageFinalRequest},
       {"staged_places", StagedPlacesRequest},
+      {"statistics", StatisticsRequest},
       {"verify", VerifyRequest},
   };
   const auto it = handlers.find(op);

@@ -53,6 +53,9 @@ Result<Json> MergeBeginRequest(const Json& request);
 Result<Json> MergeShareRequest(const Json& request);
 Result<Json> MergeCommitRequest(const Json& request);
 Result<Json> FillArchivesRequest(const Json& request);
+// value_requests.cc
+Result<Json> CompareRequest(const Json& request);
+Result<Json> StatisticsRequest(const Json& request);
 // job_requests.cc
 Result<Json> JobCreateRequest(const Json& request);
 Result<Json> JobPollRequest(const Json& request);

@@ -35,6 +35,7 @@ PYTHON_ROOMS = (
         "jobs",
         "progress",
         "_ext",
+        "values",
     ),
     *(
         "description",

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 
-from torch_ckpt.checkpoint import Checkpoint
-from torch_ckpt.checkpoint import open as open_checkpoint
+from torch_ckpt.cli.leaves import leaves_of, value_text, values_of
 from torch_ckpt.cli.output import DIFFERENT, Output, count, printable, with_output
 from torch_ckpt.cli.text import bold, columns, natural
 from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.jobs import OpenedCheckpoint
 from torch_ckpt.merge import MEMORY_BUDGET
 from torch_ckpt.options import parse_bytes
+from torch_ckpt.values import MEMORY, compare
 
 _TOLERANCE = click.FloatRange(min=0.0, max=1e300)
-_LEAST_BUDGET = 64 << 20
 
 
 @click.command()
@@ -46,7 +47,7 @@ def diff(
 
     They may be of any formats and shardings. Tensors are compared bit by bit, or within --rtol and
     --atol, in pieces; of the containers that leaves stand in only their names count. Exit status 4
-    where something differs. Imports torch.
+    where something differs.
 
     \b
     torch-ckpt diff run/step-1000 run/step-2000 --names-only
@@ -55,24 +56,18 @@ def diff(
     if math.isnan(rtol) or math.isnan(atol):
         raise click.UsageError("A tolerance is a number.")
     budget = parse_bytes(memory_budget, "memory_budget")
-    if budget < _LEAST_BUDGET:
+    if budget < MEMORY:
         raise InvalidArgumentError(f"memory_budget={memory_budget!r} is less than 64MiB")
-    left, right = open_checkpoint(a), open_checkpoint(b)
-    with output.progress("comparing") as progress:
-        total = 0 if names_only else _bytes_of_both(left, right)
-        done = 0
-
-        def read(size: int) -> None:
-            nonlocal done
-            done += size
-            if progress is not None:
-                progress(done, total)
-
-        tolerances = None if names_only else (rtol, atol)
-        found = list(_differences(left, right, tolerances, budget, read))
-    same = (
-        len(left) + len(left.objects) - len({each["name"] for each in found if each["in"] != "b"})
-    )
+    left, right = _Side(a), _Side(b)
+    names = sorted({*left.leaves, *right.leaves}, key=natural)
+    both = [name for name in names if name in left.leaves and name in right.leaves]
+    differences: dict[str, str] = {}
+    if not names_only:
+        with output.progress("comparing") as progress:
+            differences = _of_tensors(left, right, both, (rtol, atol), budget, progress)
+        differences.update(_of_objects(left, right, both))
+    found = list(_found(left, right, names, differences))
+    same = len(left.leaves) - sum(each["in"] != "b" for each in found)
     output.report(
         {"a": left.path, "b": right.path, "same": same, "different": found},
         lambda: _text(found, same),
@@ -81,65 +76,113 @@ def diff(
         raise SystemExit(DIFFERENT)
 
 
-def _bytes_of_both(a: Checkpoint, b: Checkpoint) -> int:
-    """Bytes of the tensors that are compared by their values."""
-    return sum(
-        a[name].nbytes + b[name].nbytes
-        for name in a
-        if name in b and a[name].shape == b[name].shape
-    )
+class _Side:
+    """One of the two checkpoints. leaves: those of `leaves_of`, by their names."""
+
+    def __init__(self, path: str) -> None:
+        self.opened = OpenedCheckpoint(path)
+        self.path = self.opened.path
+        self.described = self.opened.describe()
+        self.leaves = {leaf["name"]: leaf for leaf in leaves_of(self.described)}
+
+    def typed(self, names: list[str]) -> dict[str, Any]:
+        """`values_of` of leaves that are no tensors."""
+        return values_of(self.opened, self.described, set(names))
+
+    def value(self, name: str) -> Any:
+        """One of them. Needs torch, and raises what StoredObjects does."""
+        from torch_ckpt.dcp.load.stored import StoredObjects
+
+        return StoredObjects(self.opened, self.described, verify=True)[name]
 
 
-def _differences(
-    a: Checkpoint,
-    b: Checkpoint,
-    tolerances: tuple[float, float] | None,
+def _of_tensors(
+    a: _Side,
+    b: _Side,
+    names: list[str],
+    tolerances: tuple[float, float],
     budget: int,
-    read: Callable[[int], None],
-) -> Iterator[dict[str, Any]]:
-    """{"name", "in": "a", "b" or "both", "what"} of every leaf that differs. `read` hears of bytes
-    that were compared."""
-    from torch_ckpt.dcp.load.statistics import differences
+    progress: Callable[[int, int], None] | None,
+) -> dict[str, str]:
+    """What is to be said of each of the tensors of equal shapes whose values differ."""
+    shapes = [{name: side.leaves[name]["shape"] for name in names} for side in (a, b)]
+    names = [name for name in names if shapes[0][name] == shapes[1][name] is not None]
+    total = sum(side.leaves[name]["bytes"] for name in names for side in (a, b))
+    compared = compare(
+        a.opened,
+        b.opened,
+        names,
+        rtol=tolerances[0],
+        atol=tolerances[1],
+        memory=budget,
+        progress=progress and (lambda done, _: progress(done, total)),
+    )
+    said = {}
+    for name, (number, largest) in zip(names, compared, strict=True):
+        if number:
+            of = count(math.prod(a.leaves[name]["shape"]), "value")
+            said[name] = f"{number:,} of {of} differ, by {largest:.6g} at most"
+    return said
+
+
+def _of_objects(a: _Side, b: _Side, names: list[str]) -> dict[str, str]:
+    """The same of leaves that are no tensors in both."""
+    names = [n for n in names if a.leaves[n]["dtype"] is None and b.leaves[n]["dtype"] is None]
+    typed = [side.typed(names) for side in (a, b)]
+    said = {}
+    for name in names:
+        texts = [_text_of(values, name) for values in typed]
+        if texts[0] is not None and texts[0] == texts[1]:
+            continue
+        pair = [values.get(name, ()) for values in typed]
+        if all(type(value) in _SCALARS for value in pair):
+            said[name] = " and ".join(map(value_text, pair))
+        elif (text := _of_decoded(a, b, name)) is not None:
+            said[name] = text
+    return said
+
+
+_SCALARS = (type(None), bool, int, float, str)
+
+
+def _text_of(values: dict[str, Any], name: str) -> str | None:
+    """Of a value of `values_of` a text that no other value has; None where there is none."""
+    if name not in values or isinstance(values[name], Exception):
+        return None
+    text = json.dumps(values[name])
+    return None if '"at"' in text else text  # it has bytes in a file beside
+
+
+def _of_decoded(a: _Side, b: _Side, name: str) -> str | None:
+    """What is to be said of two values, which are compared as they would be saved."""
+    values = [side.value(name) for side in (a, b)]
     from torch_ckpt.objects import object_digest
 
-    objects = [each.objects for each in (a, b)]
-    sides = [{*each, *leaves} for each, leaves in zip((a, b), objects, strict=True)]
-    names = sorted(sides[0] | sides[1], key=natural)
-    compared = differences(
-        (
-            (a[name], b[name])
-            for name in names
-            if tolerances and name in a and name in b and a[name].shape == b[name].shape
-        ),
-        *(tolerances or (0.0, 0.0)),
-        budget=budget,
-        read=read,
-    )
+    if object_digest(values[0], name) == object_digest(values[1], name):
+        return None
+    return " and ".join(f"{value!r:.80}" for value in values)
+
+
+def _found(
+    a: _Side, b: _Side, names: list[str], differences: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """{"name", "in": "a", "b" or "both", "what"} of every leaf that differs."""
     for name in names:
-        if not (name in sides[0] and name in sides[1]):
-            where = "a" if name in sides[0] else "b"
+        if not (name in a.leaves and name in b.leaves):
+            where = "a" if name in a.leaves else "b"
             yield {"name": name, "in": where, "what": f"only in {where.upper()}"}
             continue
+        left, right = a.leaves[name], b.leaves[name]
         what = []
-        if (name in a) != (name in b):
-            what.append("a tensor in one of them only")
-        elif name not in a:
-            if tolerances is not None:
-                values = [leaves[name] for leaves in objects]
-                digests = [object_digest(value, name) for value in values]
-                if digests[0] != digests[1]:
-                    what.append(" and ".join(f"{value!r:.80}" for value in values))
+        if (left["dtype"] is None) != (right["dtype"] is None):
+            what = ["a tensor in one of them only"]
         else:
-            left, right = a[name], b[name]
-            if left.dtype != right.dtype:
-                what.append(f"{left.dtype} and {right.dtype}".replace("torch.", ""))
-            if left.shape != right.shape:
-                what.append(f"shapes {list(left.shape)} and {list(right.shape)}")
-            elif tolerances is not None:
-                number, largest = next(compared)
-                if number:
-                    of = count(left.shape.numel(), "value")
-                    what.append(f"{number:,} of {of} differ, by {largest:.6g} at most")
+            if left["dtype"] != right["dtype"]:
+                what.append(f"{left['dtype']} and {right['dtype']}")
+            if left["shape"] != right["shape"]:
+                what.append(f"shapes {left['shape']} and {right['shape']}")
+            if name in differences:
+                what.append(differences[name])
         if what:
             yield {"name": name, "in": "both", "what": "; ".join(what)}
 

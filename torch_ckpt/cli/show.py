@@ -56,16 +56,7 @@ def _text_of_object(fields: dict[str, Any]) -> str:
 
 
 def _of_tensor(stored: StoredTensor, progress: Progress | None) -> dict[str, Any]:
-    from torch_ckpt.dcp.load.statistics import statistics_of
-
-    done = 0
-
-    def read(size: int) -> None:
-        nonlocal done
-        done += size
-        if progress is not None:
-            progress(done, stored.nbytes)
-
+    numbers = stored.statistics(progress)
     outer = [slice(0, 1)] * max(0, len(stored.shape) - 2)
     inner = [slice(0, _CORNER)] * min(2, len(stored.shape))
     index = tuple(outer + inner)
@@ -75,7 +66,7 @@ def _of_tensor(stored: StoredTensor, progress: Progress | None) -> dict[str, Any
         "dtype": str(stored.dtype).removeprefix("torch."),
         "shape": list(stored.shape),
         "bytes": stored.nbytes,
-        **statistics_of(stored, read),
+        **numbers,
         "first": _with_dots(str(stored[index]), cut) if stored.nbytes else str(stored[index]),
     }
 

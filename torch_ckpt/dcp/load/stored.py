@@ -18,6 +18,8 @@ from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.dtypes import PACKED, TORCH_DTYPES
 from torch_ckpt.errors import CorruptError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import MIN_WORKERS, OpenedCheckpoint
+from torch_ckpt.progress import Progress
+from torch_ckpt.values import statistics
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
@@ -111,6 +113,22 @@ class StoredTensor:
         with torch.no_grad():
             return out.copy_(found)
 
+    def statistics(self, progress: Progress | None = None) -> dict[str, Any]:
+        """{"min", "max", "mean", "nan", "inf"}: of the finite elements, and how many are not
+        numbers or not finite; read in pieces, in 64 MiB of memory. None for what a dtype does not
+        have, and of no elements. Complex numbers are only counted; of packed ones nothing is said.
+
+        progress: called with bytes read and bytes in all, about ten times a second, on another
+        thread. Raises what `read` does.
+        """
+        return statistics(
+            self._opened,
+            self.name,
+            verify=self._verify,
+            direct_io=self._direct_io,
+            progress=progress and (lambda done, _: progress(done, self.nbytes)),
+        )
+
     def _fill(self, box: _Box, target: torch.Tensor) -> None:
         names = [self.name, *(self.name + end for end in SCALES if self.name + end in self._names)]
         # Of scales beside it only the names count.
@@ -178,25 +196,6 @@ class StoredTensor:
         self._placements()
         view = torch.empty(0, dtype=dtype, device="cpu")
         return view.set_(storage, placed["offset"] // dtype.itemsize, self.shape, steps)
-
-
-def read_together(tensors: Sequence[StoredTensor]) -> list[torch.Tensor]:
-    """All of each of the tensors, as `tensor[...]`, by one call of the core: of many small ones in
-    a fraction of the time. REQUIRES: they are of one checkpoint. Raises what `read` does."""
-    if not tensors:
-        return []
-    targets = {
-        each.name: torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in tensors
-    }
-    described = {
-        "types": [each._stored for each in tensors],
-        "names": list(targets),
-        "type_of": list(range(len(tensors))),
-    }
-    items = [_item(name, [0] * target.dim(), target.shape) for name, target in targets.items()]
-    planner: Any = _Targets(targets)
-    tensors[0]._reader(described).read(items, planner)
-    return list(targets.values())
 
 
 def _item(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> ReadItem:
