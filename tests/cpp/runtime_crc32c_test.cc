@@ -13,32 +13,17 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <random>
 #include <string>
 #include <vector>
 
+#include "crc_test_util.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {
 namespace {
 
-std::vector<unsigned char> RandomBytes(size_t n, unsigned seed) {
-  std::mt19937 random(seed);
-  std::vector<unsigned char> bytes(n);
-  for (auto& b : bytes) b = static_cast<unsigned char>(random());
-  return bytes;
-}
-
-// One bit at a time, from the definition.
 uint32_t Bitwise(const unsigned char* p, size_t n) {
-  uint32_t crc = 0xffffffff;
-  for (size_t i = 0; i < n; ++i) {
-    crc ^= p[i];
-    for (int bit = 0; bit < 8; ++bit) {
-      crc = (crc >> 1) ^ ((crc & 1) != 0 ? 0x82f63b78u : 0u);
-    }
-  }
-  return ~crc;
+  return BitwiseCrc(0x82f63b78, 0, p, n);
 }
 
 uint32_t Portable(uint32_t crc, const void* data, size_t n) {
@@ -62,7 +47,7 @@ TEST(Crc32c, KnownValues) {
 }
 
 TEST(Crc32c, PortableAgreesWithTheDefinition) {
-  const auto data = RandomBytes(300, 1);
+  const auto data = CrcInput(300, 1);
   for (size_t n = 0; n <= data.size(); ++n) {
     ASSERT_EQ(Portable(0, data.data(), n), Bitwise(data.data(), n)) << n;
   }
@@ -82,7 +67,7 @@ class Crc32cBySuite : public ::testing::TestWithParam<const char*> {
 };
 
 TEST_P(Crc32cBySuite, EveryLengthAgreesWithPortable) {
-  const auto data = RandomBytes(4096 + 64, 2);
+  const auto data = CrcInput(4096 + 64, 2);
   for (size_t n = 0; n <= 4096; ++n) {
     const unsigned char* p = data.data() + n % 64;
     ASSERT_EQ(Run(0, p, n), Portable(0, p, n)) << n;
@@ -92,7 +77,7 @@ TEST_P(Crc32cBySuite, EveryLengthAgreesWithPortable) {
 TEST_P(Crc32cBySuite, EveryAlignmentAgreesWithPortable) {
   constexpr size_t kLengths[] = {0,   7,    8,    255,   511,   512,   767,
                                  768, 1023, 4096, 12287, 12288, 12289, 39900};
-  const auto data = RandomBytes(40000, 3);
+  const auto data = CrcInput(40000, 3);
   for (size_t at = 0; at < 64; ++at) {
     for (const size_t n : kLengths) {
       const uint32_t start = static_cast<uint32_t>(at * 2654435761u);
@@ -108,7 +93,7 @@ TEST_P(Crc32cBySuite, CopiesOfEveryAlignmentAgreeAndTouchNothingElse) {
   constexpr size_t kLengths[] = {0,     1,     63,    64,    255,  256,  511,
                                  512,   8191,  8192,  8193,  8447, 8448, 8511,
                                  12288, 12351, 12352, 16384, 69900};
-  const auto data = RandomBytes(70000, 5);
+  const auto data = CrcInput(70000, 5);
   for (size_t at = 0; at < 64; ++at) {
     for (const size_t n : kLengths) {
       for (size_t to : {size_t{0}, size_t{1}, at}) {
@@ -157,7 +142,7 @@ TEST_P(Crc32cBySuite, ACopyTakesLittleLongerThanThePortableOne) {
   if (std::getenv("TORCH_CKPT_TEST_RUNNER") != nullptr) {
     GTEST_SKIP() << "an emulated CPU has times of its own";
   }
-  const auto from = RandomBytes(size_t{4} << 20, 7);
+  const auto from = CrcInput(size_t{4} << 20, 7);
   std::vector<unsigned char> to(from.size());
   const auto time = [&](const char* name) {
     const auto start = std::chrono::steady_clock::now();
@@ -185,7 +170,7 @@ INSTANTIATE_TEST_SUITE_P(All, Crc32cBySuite,
                          });
 
 TEST(StreamCopy, EverySizeAndAlignment) {
-  const auto from = RandomBytes(300'000, 7);
+  const auto from = CrcInput(300'000, 7);
   // On both sides of the size from which on stores are streamed.
   for (const size_t size : {0, 1, 63, 4096, 8191, 8192, 8255, 65537, 200'003}) {
     for (const size_t source : {0, 1, 8, 63}) {
@@ -201,7 +186,7 @@ TEST(StreamCopy, EverySizeAndAlignment) {
 }
 
 TEST(Crc32c, GoesOnWhereItStopped) {
-  const auto data = RandomBytes(20000, 4);
+  const auto data = CrcInput(20000, 4);
   const uint32_t whole = Crc32c(0, data.data(), data.size());
   for (size_t cut = 0; cut <= data.size(); cut += 997) {
     const uint32_t first = Crc32c(0, data.data(), cut);

@@ -62,7 +62,7 @@ STABLE_HEADER = re.compile(r"^torch/(csrc/stable|headeronly|csrc/inductor/aoti_t
 # Headers of system calls, which have their fault points in os/; and who includes one all the same.
 SYSTEM_HEADER = re.compile(r"^(sys|linux|asm)/|^(unistd|fcntl|dlfcn|poll|dirent)\.h$")
 SYSTEM_EXCEPTIONS = {
-    "runtime/crc32c.cc": {"asm/hwcap.h", "sys/auxv.h"},  # what the CPU can, no call
+    "runtime/crc_instruction.h": {"asm/hwcap.h", "sys/auxv.h"},  # what the CPU can, no call
     "runtime/cuda_driver.cc": {"dlfcn.h"},  # the driver is there or not
 }
 
