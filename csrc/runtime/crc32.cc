@@ -1,54 +1,69 @@
+// CRC-32: x86-64 folds, 256 bytes a step where it has AVX-512 and VPCLMULQDQ,
+// else 64; arm64 has instructions for it; other CPUs slice by 16.
 #include "runtime/crc32.h"
 
 #include <array>
-#include <cstring>
+
+#include "runtime/crc_fold.h"
+#include "runtime/crc_instruction.h"
+#include "runtime/crc_polynomial.h"
 
 namespace torch_ckpt {
 namespace {
 
-constexpr uint32_t kIeeePolynomial = 0xedb88320;  // reflected
-constexpr size_t kBytesAtOnce = 16;               // bytes a step
+using crc::kIeee;
 
-// tables[k][b]: the CRC of byte b followed by k zeros (Kounavis and Berry,
-// "slicing-by-8").
-constexpr auto kIeeeTables = [] {
-  std::array<std::array<uint32_t, 256>, kBytesAtOnce> tables{};
-  for (uint32_t byte = 0; byte < 256; ++byte) {
-    uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) {
-      crc = crc & 1 ? crc >> 1 ^ kIeeePolynomial : crc >> 1;
-    }
-    tables[0][byte] = crc;
+struct IeeeUpdate {
+  const char* name;  // null: no such entry
+  crc::Update update;
+};
+
+// What this CPU can run, the fastest first, the portable one last.
+using IeeeUpdates = std::array<IeeeUpdate, 3>;
+IeeeUpdates DetectIeee() {
+  IeeeUpdates found{};
+  size_t count = 0;
+  constexpr crc::Update kPortable = crc::UpdatePortable<kIeee>;
+#if defined(__x86_64__)
+  constexpr crc::Update kFolding = crc::UpdateFolding<kIeee, kPortable>;
+  if (crc::CpuFoldsWide()) {
+    found[count++] = {"vpclmulqdq", crc::UpdateFoldingWide<kIeee, kFolding>};
   }
-  for (size_t k = 1; k < kBytesAtOnce; ++k) {
-    for (size_t byte = 0; byte < 256; ++byte) {
-      const uint32_t crc = tables[k - 1][byte];
-      tables[k][byte] = crc >> 8 ^ tables[0][crc & 255];
-    }
+  if (crc::CpuFolds()) found[count++] = {"pclmulqdq", kFolding};
+#elif defined(__aarch64__)
+  if (crc::CpuHasInstruction()) {
+    found[count++] = {"armv8-crc", crc::UpdateInstruction<kIeee>};
   }
-  return tables;
-}();
+#endif
+  found[count] = {"portable", kPortable};
+  return found;
+}
+
+const IeeeUpdates& DetectedIeee() {
+  static const IeeeUpdates detected = DetectIeee();
+  return detected;
+}
 
 }  // namespace
 
 uint32_t Crc32(uint32_t crc, const void* data, size_t bytes) {
-  const auto* at = static_cast<const unsigned char*>(data);
-  crc = ~crc;
-  for (; bytes >= kBytesAtOnce; bytes -= kBytesAtOnce, at += kBytesAtOnce) {
-    std::array<uint32_t, kBytesAtOnce / 4> words;
-    std::memcpy(words.data(), at, kBytesAtOnce);
-    words[0] ^= crc;
-    crc = 0;
-    for (size_t w = 0; w < words.size(); ++w) {
-      for (size_t b = 0; b < 4; ++b) {
-        crc ^=
-            kIeeeTables[kBytesAtOnce - 1 - 4 * w - b][words[w] >> 8 * b & 255];
-      }
-    }
+  return ~DetectedIeee()[0].update(
+      ~crc, static_cast<const unsigned char*>(data), bytes);
+}
+
+uint32_t Crc32Combine(uint32_t a, uint32_t b, uint64_t b_bytes) {
+  return crc::Combine<kIeee>(a, b, b_bytes);
+}
+
+const char* Crc32Implementation() { return DetectedIeee()[0].name; }
+
+std::optional<uint32_t> Crc32By(std::string_view implementation, uint32_t crc,
+                                const void* data, size_t bytes) {
+  for (const IeeeUpdate& one : DetectedIeee()) {
+    if (one.name == nullptr || implementation != one.name) continue;
+    return ~one.update(~crc, static_cast<const unsigned char*>(data), bytes);
   }
-  for (; bytes > 0; --bytes)
-    crc = crc >> 8 ^ kIeeeTables[0][(crc ^ *at++) & 255];
-  return ~crc;
+  return std::nullopt;
 }
 
 }  // namespace torch_ckpt
