@@ -65,8 +65,8 @@ def convert(
     extras: with "hf", what stands beside the tensors, as HuggingFaceStorageWriter's. None takes
         what the source has, where that is a directory of whole safetensors or torch.save files: all
         of it but weights. () for nothing.
-    verify: compare what is read with its digests. Files of stock DCP and torch.save have none but
-        the CRC-32s that `Checkpoint.verify` compares, and this does not.
+    verify: compare what is read with its digests: those of ours, and of files of stock DCP and
+        torch.save the CRC-32 of every entry of an archive of which anything is read.
     key_mapping, memory_budget, num_threads, direct_io, progress: as those of
         `consolidate_safetensors_files`.
 

@@ -82,7 +82,7 @@ class Spills {
   Spills(const std::vector<RankFinals>& ranks, Directory staging,
          const OutputOptions& options)
       : files_(SpillsOf(ranks, std::move(staging))),
-        inputs_(files_, options.direct_io, options.workers),
+        inputs_(files_, /*verify=*/true, options.direct_io, options.workers),
         stretches_(&inputs_),
         bands_(&inputs_, [this](uint32_t band) -> Result<StoredTensor> {
           const auto& [rows, boxes] = gathered_[band];
@@ -129,7 +129,7 @@ class Spills {
   }
 
   // When all is read: whether it was what the ranks have written.
-  Status Check(const Job* job) { return inputs_.Check(/*verify=*/true, job); }
+  Status Check(Job* job) { return inputs_.Check(job); }
 
  private:
   struct LeftBox {

@@ -33,9 +33,9 @@ class Filler {
       : source_(std::move(source)),
         layout_(std::move(layout)),
         options_(options),
-        inputs_(source_->file_set(), options.output.direct_io,
+        inputs_(source_, options.verify, options.output.direct_io,
                 std::max(1, options.output.workers)),
-        own_(layout_->file_set(), options.output.direct_io,
+        own_(layout_->file_set(), /*verify=*/false, options.output.direct_io,
              std::max(1, options.output.workers)),
         tensors_(&inputs_,
                  [this](uint32_t e) -> Result<StoredTensor> {
@@ -55,8 +55,8 @@ class Filler {
     OutputOptions unsynced = options_.output;
     unsynced.sync = false;  // the checksums come after
     TC_RETURN_IF_ERROR(WriteOutputs(out, Outputs(), unsynced, job).status());
-    TC_RETURN_IF_ERROR(inputs_.Check(options_.verify, job));
-    TC_RETURN_IF_ERROR(own_.Check(false, job));
+    TC_RETURN_IF_ERROR(inputs_.Check(job));
+    TC_RETURN_IF_ERROR(own_.Check(job));
     TC_RETURN_IF_ERROR(casts_.Check());
     return Seal(out, job);
   }

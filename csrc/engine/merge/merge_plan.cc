@@ -79,9 +79,9 @@ Result<Assigned> Assign(const Catalog& catalog, const MergeOptions& options) {
 }  // namespace
 
 MergePlan::Sources::Sources(const std::shared_ptr<const Checkpoint>& checkpoint,
-                            const OutputOptions& options)
-    : inputs(checkpoint->file_set(), options.direct_io,
-             std::max(1, options.workers)),
+                            const MergeOptions& options)
+    : inputs(checkpoint, options.verify, options.output.direct_io,
+             std::max(1, options.output.workers)),
       tensors(&inputs,
               [checkpoint](uint32_t e) -> Result<StoredTensor> {
                 TC_ASSIGN_OR_RETURN(std::vector<Placement> placements,
@@ -95,7 +95,7 @@ MergePlan::MergePlan(std::shared_ptr<const Checkpoint> checkpoint,
                      MergeOptions options)
     : checkpoint_(std::move(checkpoint)),
       options_(std::move(options)),
-      sources_(std::make_unique<Sources>(checkpoint_, options_.output)) {}
+      sources_(std::make_unique<Sources>(checkpoint_, options_)) {}
 
 // A file of tensors: entries of the catalog.
 Status MergePlan::AddFile(std::string name, std::string id,
@@ -270,7 +270,7 @@ Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
   const MergeOptions& options = plan.options();
   TC_ASSIGN_OR_RETURN(auto written,
                       WriteOutputs(staging, outputs, options.output, job));
-  TC_RETURN_IF_ERROR(plan.inputs()->Check(options.verify, job));
+  TC_RETURN_IF_ERROR(plan.inputs()->Check(job));
   TC_RETURN_IF_ERROR(plan.casts().Check());
   return written;
 }

@@ -66,7 +66,7 @@ class MergePlan {
   // The providers of the outputs.
   struct Sources {
     Sources(const std::shared_ptr<const Checkpoint>& checkpoint,
-            const OutputOptions& options);
+            const MergeOptions& options);
 
     StoredInputs inputs;
     StoredTensors tensors;

@@ -9,6 +9,7 @@
 #include "format/torch_state.h"
 #include "plan/copy_run.h"
 #include "plan/runs.h"
+#include "runtime/crc32.h"
 
 namespace torch_ckpt {
 namespace {
@@ -49,7 +50,14 @@ Result<std::string> TorchArchive::ReadEntry(const ZipEntry& entry) const {
                       Read(entry.header, kZipLocalHeader));
   TC_ASSIGN_OR_RETURN(const uint64_t begin,
                       ZipContentBegin(AsBytes(header), entry, directory_));
-  return Read(begin, entry.bytes);
+  TC_ASSIGN_OR_RETURN(std::string content, Read(begin, entry.bytes));
+  // Who saves without them writes 0.
+  if (entry.crc32 != 0 &&
+      Crc32(0, content.data(), content.size()) != entry.crc32) {
+    return Foreign("has an entry " + std::string(entry.name) +
+                   " that does not match its CRC-32");
+  }
+  return content;
 }
 
 Status TorchArchive::ReadDirectory(uint64_t most) {

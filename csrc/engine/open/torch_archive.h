@@ -30,9 +30,10 @@ class TorchArchive {
  public:
   // Reads the directory and the pickle of the archive at `range`, and no
   // tensor. `file` must outlive the result. kCorrupt where there is none, or of
-  // before torch 1.6; kUnsupported for what pickle.h and zip.h do not read, and
-  // for another byte order; kExhausted where the pickle or the directory has
-  // more than `most` bytes.
+  // before torch 1.6, or what is read of it does not match its CRC-32;
+  // kUnsupported for what pickle.h and zip.h do not read, and for another byte
+  // order; kExhausted where the pickle or the directory has more than `most`
+  // bytes.
   static Result<TorchArchive> Open(const File& file, FileRange range,
                                    uint64_t most);
 

@@ -12,13 +12,28 @@ namespace {
 // Below this a run is not worth a digest of its own.
 constexpr uint64_t kMinStream = uint64_t{64} << 10;
 
+DigestKind KindOf(const Checkpoint& checkpoint, bool verify) {
+  if (!verify) return DigestKind::kNone;
+  if (checkpoint.file_set()->has_digests()) return DigestKind::kSegments;
+  return checkpoint.HasArchives() ? DigestKind::kArchives : DigestKind::kNone;
+}
+
 bool DenseSource(const Run& run) { return run.SrcSpan() == run.TotalBytes(); }
 
 }  // namespace
 
-StoredInputs::StoredInputs(std::shared_ptr<const FileSet> files, bool direct_io,
-                           int workers)
-    : files_(std::move(files), direct_io), digests_(workers) {}
+StoredInputs::StoredInputs(std::shared_ptr<const FileSet> files, bool verify,
+                           bool direct_io, int workers)
+    : files_(std::move(files), direct_io),
+      digests_(workers, verify && files_.set().has_digests()
+                            ? DigestKind::kSegments
+                            : DigestKind::kNone) {}
+
+StoredInputs::StoredInputs(std::shared_ptr<const Checkpoint> checkpoint,
+                           bool verify, bool direct_io, int workers)
+    : checkpoint_(std::move(checkpoint)),
+      files_(checkpoint_->file_set(), direct_io),
+      digests_(workers, KindOf(*checkpoint_, verify)) {}
 
 Status StoredInputs::Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
                           FillBuffer* buffer) {
@@ -73,7 +88,11 @@ Status StoredInputs::Stream(const StoredRun& stored, MutableByteSpan scratch,
     }
     if (rest) bytes = rest + (at - rest_at);
     const uint32_t crc = buffer->CopyAndDigest(dst, {bytes, size});
-    digests_.Add(buffer->worker(), stored.file, at, crc, size);
+    if (digests_.kind() == DigestKind::kSegments) {
+      digests_.Add(buffer->worker(), stored.file, at, crc, size);
+    } else {
+      digests_.Add(buffer->worker(), stored.file, at, bytes, size);
+    }
     at += size;
   }
   return {};
@@ -122,9 +141,17 @@ Status StoredInputs::FetchWindows(const ByteSource& source, const Run& run,
   return status;
 }
 
-Status StoredInputs::Check(bool verify, const Job* job) {
+Status StoredInputs::Check(Job* job) {
   TC_RETURN_IF_ERROR(files_.CheckUnchanged());
-  return verify ? digests_.Check(&files_, job) : files_.set().CheckCurrent();
+  switch (digests_.kind()) {
+    case DigestKind::kSegments:
+      return digests_.CheckSegments(&files_, job);
+    case DigestKind::kArchives:
+      return digests_.CheckArchives(*checkpoint_, &files_, job);
+    case DigestKind::kNone:
+      break;
+  }
+  return files_.set().has_digests() ? files_.set().CheckCurrent() : Status();
 }
 
 }  // namespace torch_ckpt

@@ -24,18 +24,22 @@ class StoredInputs {
   static constexpr uint64_t kFetchBytes = uint64_t{4} << 20;
   static constexpr uint64_t kScratchBytes = kFetchBytes + ByteSource::kSlack;
 
-  StoredInputs(std::shared_ptr<const FileSet> files, bool direct_io,
-               int workers);
+  // With `verify` what is read is compared with the digests of a manifest.
+  StoredInputs(std::shared_ptr<const FileSet> files, bool verify,
+               bool direct_io, int workers);
+  // The same of a checkpoint, whose archives may say digests instead.
+  StoredInputs(std::shared_ptr<const Checkpoint> checkpoint, bool verify,
+               bool direct_io, int workers);
 
   // Fills the buffer with what the runs are; sorts them. From several threads
   // at once, for different workers.
   Status Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
               FillBuffer* buffer);
 
-  // When all is read: whether the files are still those that were opened, and,
-  // with `verify`, whether what was read of them is what their digests say.
-  // kCorrupt names a file whose bytes do not match.
-  Status Check(bool verify, const Job* job);
+  // When all is read: whether the files are still those that were opened, and
+  // what was read of them is what their digests say. kCorrupt names a file
+  // whose bytes do not match.
+  Status Check(Job* job);
 
  private:
   // A run that stands in the buffer as in its file: one pass over memory copies
@@ -49,6 +53,7 @@ class StoredInputs {
   Status FetchWindows(const ByteSource& source, const Run& run,
                       MutableByteSpan scratch, FillBuffer* buffer);
 
+  const std::shared_ptr<const Checkpoint> checkpoint_;  // null: of files alone
   OpenFiles files_;
   InputDigests digests_;
 };

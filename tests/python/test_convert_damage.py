@@ -1,0 +1,154 @@
+"""convert of archives whose bytes are not what their CRC-32s say."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from foreign_samples import of_dcp, of_torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import torch_ckpt
+from torch_ckpt.conversion import TARGETS
+
+
+def state() -> dict[str, torch.Tensor]:
+    """In one piece of a merge, in several, twice, in part, and not as it stands in its file."""
+    generator = torch.Generator().manual_seed(3)
+    large = torch.randn(1500, 1100, generator=generator)
+    shared = torch.randn(300, 200, generator=generator)
+    return {
+        "small": torch.arange(5),
+        "large": large,
+        "columns": torch.randn(1200, 1300, generator=generator).t(),
+        "first": shared[:100],
+        "twice": shared[50:200],
+        "apart": torch.randn(40, 50, generator=generator)[::2, ::3],
+    }
+
+
+def archives(path: Path) -> Iterator[tuple[Path, int, bytes]]:
+    """Each archive of torch.save: its file, where it begins, its bytes."""
+    if path.is_file():
+        yield path, 0, path.read_bytes()
+        return
+    for place in dcp.FileSystemReader(path).read_metadata().storage_data.values():
+        file = path / place.relative_path
+        content = file.read_bytes()
+        yield file, place.offset, content[place.offset : place.offset + place.length]
+
+
+def storages(path: Path) -> Iterator[tuple[Path, int, int]]:
+    """Where the bytes of tensors are: the file, their beginning and their end."""
+    for file, begin, content in archives(path):
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            for entry in archive.infolist():
+                if "/data/" in entry.filename and entry.file_size:
+                    at = entry.header_offset + 26
+                    lengths = [int.from_bytes(content[p : p + 2], "little") for p in (at, at + 2)]
+                    first = begin + at + 4 + sum(lengths)
+                    yield file, first, first + entry.file_size
+
+
+def flip(file: Path, at: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        (byte,) = opened.read(1)
+        opened.seek(at)
+        opened.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("saver", [of_torch, of_dcp])
+def test_every_flipped_bit_is_found(tmp_path: Path, saver: Any) -> None:
+    source = saver(tmp_path / "source", state())
+    found = list(storages(source))
+    assert len(found) >= 5
+    for number, (file, begin, end) in enumerate(found):
+        to = TARGETS[number % len(TARGETS)]
+        for at in (begin, (begin + end) // 2, end - 1):
+            flip(file, at)
+            with pytest.raises(torch_ckpt.CorruptError, match="does not match its CRC-32") as error:
+                torch_ckpt.convert(source, tmp_path / "out", to)
+            assert error.value.file is not None and error.value.file.endswith(file.name)
+            assert os.listdir(tmp_path) == ["source"]
+            flip(file, at)
+    flip(*found[0][:2])
+    for to in TARGETS:
+        torch_ckpt.convert(source, tmp_path / f"unverified-{to}", to, verify=False)
+    flip(*found[0][:2])
+    for to in TARGETS:
+        torch_ckpt.convert(source, tmp_path / f"whole-{to}", to)
+
+
+def test_casts_and_other_names_are_compared_too(tmp_path: Path) -> None:
+    source = of_torch(tmp_path / "a.pt", state())
+    file, begin, _ = next(storages(source))
+    flip(file, begin)
+    with pytest.raises(torch_ckpt.CorruptError, match="CRC-32"):
+        torch_ckpt.convert(
+            source, tmp_path / "out", "hf", dtype=torch.bfloat16, key_mapping={"^": "model."}
+        )
+
+
+def test_archives_without_checksums_are_taken_as_they_are(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        source = of_torch(tmp_path / "a.pt", state())
+    finally:
+        torch.serialization.set_crc32_options(True)
+    for file, begin, _ in storages(source):
+        flip(file, begin)
+    torch_ckpt.convert(source, tmp_path / "out", "hf")
+
+
+@pytest.mark.parametrize("saver", [of_torch, of_dcp])
+def test_flipped_bits_of_pickles_are_found_by_every_reader(tmp_path: Path, saver: Any) -> None:
+    source = saver(tmp_path / "source", {"rate": 0.125, "weight": torch.ones(3)})
+    whole = torch_ckpt.open(source)
+    assert whole.objects["rate"] == 0.125
+    number = struct.pack(">d", 0.125)
+    for file, begin, content in archives(source):
+        at = content.find(number)
+        if at < 0:
+            continue
+        flip(file, begin + at + 3)
+        with pytest.raises(torch_ckpt.CorruptError, match="CRC-32"):
+            print(torch_ckpt.open(source).objects["rate"])
+        flip(file, begin + at + 3)
+        break
+    else:
+        raise AssertionError("no pickle holds the number")
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_views_of_one_storage(tmp_path: Path, data: st.DataObject) -> None:
+    """Whole storages match, however often and in whatever order their bytes are read; and one
+    flipped bit in them does not."""
+    rows = data.draw(st.integers(1, 40))
+    base = torch.arange(rows * 30, dtype=torch.int32).view(rows, 30)
+    tensors = {}
+    for name in "abcd"[: data.draw(st.integers(1, 4))]:
+        begin = data.draw(st.integers(0, rows - 1))
+        view = base[
+            begin : data.draw(st.integers(begin + 1, rows)), :: data.draw(st.integers(1, 4))
+        ]
+        tensors[name] = view.t() if data.draw(st.booleans()) else view
+    source = of_torch(tmp_path / "a.pt", tensors)
+    torch_ckpt.convert(source, tmp_path / "b.pt", "torch")
+    assert all(torch.equal(torch.load(tmp_path / "b.pt")[name], tensors[name]) for name in tensors)
+    ((file, begin, end),) = storages(source)
+    flip(file, data.draw(st.integers(begin, end - 1)))
+    with pytest.raises(torch_ckpt.CorruptError, match="CRC-32"):
+        torch_ckpt.convert(source, tmp_path / "b.pt", "torch")
