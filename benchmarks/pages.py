@@ -44,7 +44,7 @@ PAGES = {
         "checkpoints of other formats",
         (
             *("load_distcp_", "reshard_distcp", "metadata_distcp"),
-            *("convert_", "diff_formats", "inspect_"),
+            *("convert_", "diff_formats", "diff_values", "inspect_"),
         ),
     ),
     "cuda": Page("saves and staging from CUDA devices", ("save_cuda", "stage_cuda_")),

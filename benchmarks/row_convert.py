@@ -88,41 +88,59 @@ def convert_cast(context: Context) -> Row:
     return convert_row(context, shapes, torch.float32, "1.07 GB of float32")
 
 
-@row("diff_formats", memory=("as-is",))
-def diff_formats(context: Context) -> Row:
-    """The Llama weights as .distcp files and as one safetensors file, which are equal."""
+def diff_row(context: Context, title: str, rival: str, *, equal: bool) -> Row:
+    """The Llama weights as .distcp files and as one safetensors file."""
     shapes = states.llama_1b(context.scale)
     left, right = context.directory / "distcp", context.directory / "whole"
     state = states.random_state(shapes, torch.bfloat16)
     for tensor in state.values():
         tensor.nan_to_num_()  # which are not equal to themselves
     row_save.save_with_file_system(state, left, 1)
+    for tensor in state.values():
+        if not equal:
+            tensor.clamp_(-100, 100)
+            tensor.view(torch.int16).bitwise_xor_(1)
     right.mkdir()
     save_file(state, right / "model.safetensors", metadata={"format": "pt"})
     del state
     size = states.total_bytes(shapes, torch.bfloat16)
 
-    def add(name: str, role: Role, words: list[str]) -> Contender:
+    def add(name: str, role: Role, words: list[str], status: int = 0) -> Contender:
         return Contender(
             name=name,
             role=role,
             before=lambda: files.bring_into_memory(files.files_in(context.directory)),
-            run=lambda: run_command(words, size),
+            run=lambda: run_command(words, size, status=status),
             skip=rivals.why_not_ours("convert") if role == "ours" else "",
         )
 
+    ours = [*OURS, "diff", str(left), str(right), "-q"]
     return Row(
-        title="Compare .distcp files with a safetensors file, the whole command, warm",
+        title=title,
         bytes=size,
         tensors=len(shapes),
         contenders=[
-            add("load both and compare", "rival", script(f"{SCRIPTS}:compare", left, right)),
-            add("ours, torch-ckpt diff", "ours", [*OURS, "diff", str(left), str(right), "-q"]),
+            add("load both and compare", "rival", script(f"{SCRIPTS}:{rival}", left, right)),
+            add("ours, torch-ckpt diff", "ours", ours, 0 if equal else 4),
         ],
         limit="",
         figures=(SECONDS, PEAK),
         close=lambda: files.empty(context.directory),
     )
+
+
+@row("diff_formats", memory=("as-is",))
+def diff_formats(context: Context) -> Row:
+    """They are equal."""
+    title = "Compare .distcp files with a safetensors file, the whole command, warm"
+    return diff_row(context, title, "compare", equal=True)
+
+
+@row("diff_values", memory=("as-is",))
+def diff_values(context: Context) -> Row:
+    """All values differ."""
+    title = "The same where all values differ, how many and by how much"
+    return diff_row(context, title, "compare_values", equal=False)
 
 
 def write_headers(directory: Path, names: list[str], in_a_file: int) -> None:
