@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as _installed_version
 from typing import TYPE_CHECKING, Any
 
 from torch_ckpt.errors import (
@@ -34,6 +32,7 @@ from torch_ckpt.errors import (
 if TYPE_CHECKING:
     from torch_ckpt._core import library_path
     from torch_ckpt._ext import plan
+    from torch_ckpt._version import __version__ as __version__
     from torch_ckpt.checkpoint import Checkpoint
     from torch_ckpt.checkpoint import open as open
     from torch_ckpt.consolidate import MergeFuture, consolidate_safetensors_files_on_every_rank
@@ -50,12 +49,8 @@ if TYPE_CHECKING:
     from torch_ckpt.merge import consolidate_safetensors_files
     from torch_ckpt.patching.patch import TorchPatch, patch_torch
 
-try:
-    __version__ = _installed_version("torch_ckpt")
-except PackageNotFoundError:  # a checkout on the path that was never installed
-    __version__ = "0.0.0"
-
 _LAZY = {
+    "__version__": "torch_ckpt._version",
     "AsyncSave": "torch_ckpt.dcp.saves",
     "Checkpoint": "torch_ckpt.checkpoint",
     "CheckpointDirectory": "torch_ckpt.directory",
@@ -127,7 +122,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "open"})
+    return sorted({*globals(), *__all__, "__version__", "open"})
 
 
 # Beside torch its operators are there at once. The command line starts without either.

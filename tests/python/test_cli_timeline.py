@@ -20,6 +20,7 @@ from matplotlib.backends.backend_agg import RendererAgg
 import torch_ckpt
 from torch_ckpt.cli import cli
 from torch_ckpt.cli.save_log import PHASES, LoggedSave, RankSave, read_logs
+from torch_ckpt.cli.timeline import _LOOK
 from torch_ckpt.cli.timeline_png import _COLOURS, draw
 from torch_ckpt.dcp.saves import SaveStats
 
@@ -398,7 +399,7 @@ def test_without_matplotlib_and_without_torch(tmp_path: Path) -> None:
 
 
 def test_every_phase_has_a_look() -> None:
-    assert set(_COLOURS) == set(PHASES) == set(sys.modules["torch_ckpt.cli.timeline"]._LOOK)
+    assert set(_COLOURS) == set(PHASES) == set(_LOOK)
 
 
 # --- log_path of save -------------------------------------------------------------

@@ -25,6 +25,7 @@ STRANGERS = {("ops", "capi")}
 PYTHON_ROOMS = (
     *(
         "errors",
+        "_version",
         "options",
         "torch_private",
         "hulls",

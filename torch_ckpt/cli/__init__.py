@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+import importlib
+
 import click
 
 import torch_ckpt
-from torch_ckpt.cli.clean import clean
-from torch_ckpt.cli.consolidate import consolidate
-from torch_ckpt.cli.convert import convert
-from torch_ckpt.cli.diff import diff
-from torch_ckpt.cli.doctor import doctor
-from torch_ckpt.cli.inspect import inspect
-from torch_ckpt.cli.layout import layout
-from torch_ckpt.cli.ls import ls
-from torch_ckpt.cli.show import show
-from torch_ckpt.cli.timeline import timeline
-from torch_ckpt.cli.verify import recover, verify
+
+# The module here that each command is in. It is imported when it is asked for: all of them take
+# longer than most commands do.
+_MODULES = {
+    "clean": "clean",
+    "consolidate": "consolidate",
+    "convert": "convert",
+    "diff": "diff",
+    "doctor": "doctor",
+    "inspect": "inspect",
+    "layout": "layout",
+    "ls": "ls",
+    "recover": "verify",
+    "show": "show",
+    "timeline": "timeline",
+    "verify": "verify",
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(torch_ckpt.__version__, prog_name="torch-ckpt")
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _MODULES:
+            return None
+        module = importlib.import_module(f"torch_ckpt.cli.{_MODULES[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+
+def _say_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        click.echo(f"torch-ckpt, version {torch_ckpt.__version__}")
+        context.exit()
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_say_version,
+    help="Show the version and exit.",
+)
 def cli() -> None:
     """Checkpoints of torch.distributed.checkpoint, safetensors and torch.save: look, check,
     compare, repair, merge, convert.
@@ -27,12 +60,6 @@ def cli() -> None:
     Exit status: 0 done, 1 corrupt or failed, 2 wrong usage, 3 incomplete, 4
     different (diff), 130 interrupted.
     """
-
-
-for _command in (clean, consolidate, convert, diff, inspect, ls, recover, show, verify):
-    cli.add_command(_command)
-for _command in (doctor, layout, timeline):
-    cli.add_command(_command)
 
 
 def main() -> None:
