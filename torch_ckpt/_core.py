@@ -63,10 +63,16 @@ def names_text(names: list[str]) -> str | list[str]:
     return text if text.count("\n") == len(names) - 1 else names
 
 
-def describe(which: dict[str, Any], *, whole: bool) -> dict[str, Any]:
+def _names(said: str | list[str]) -> list[str]:
+    return said.split("\n") if isinstance(said, str) else said
+
+
+def describe(which: dict[str, Any], *, whole: bool, tensors: bool = True) -> dict[str, Any]:
     """What the checkpoint holds that `which` names, by its "path" or by its number.
 
-    names, paths (None where a name is the path): of all entries, in one order.
+    tensor_count: of tensors, tied ones too; dtypes: {"tensors", "bytes"} by dtype, of them once.
+    names, paths (None where a name is the path): of all entries, in one order;
+        without `tensors` of objects only, and so is all that follows.
     kinds: a character for each: OBJECT for those that are no tensors, ALIAS for tied ones.
     types: [dtype, shape, bytes], each once; type_of: the place in it, for each entry.
     holders: for each object the place of its file in `files`; None for an archived one, unless
@@ -75,10 +81,17 @@ def describe(which: dict[str, Any], *, whole: bool) -> dict[str, Any]:
     files: those of objects only, and placements empty, without `whole`; with it all files, and for
         each tensor its boxes.
     """
-    answer: dict[str, Any] = call({"op": "describe", "whole": whole, **which})
-    if isinstance(answer["names"], str):
-        answer["names"] = answer["names"].split("\n")
+    request = {"op": "describe", "whole": whole, "tensors": tensors, **which}
+    answer: dict[str, Any] = call(request)
+    answer["names"] = _names(answer["names"])
     return answer
+
+
+def files_of(checkpoint: int) -> list[dict[str, Any]]:
+    """{"name", "role", "bytes"} of every file of the checkpoint of that number."""
+    answer = call({"op": "files", "checkpoint": checkpoint})
+    columns = zip(_names(answer["names"]), _names(answer["roles"]), answer["bytes"], strict=True)
+    return [{"name": name, "role": role, "bytes": size} for name, role, size in columns]
 
 
 def objects_of(described: dict[str, Any]) -> list[str]:

@@ -166,8 +166,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
     def topology(self) -> Topology:
         """Which ranks wrote it."""
         look = self._looked()
-        answer = _core.call({"op": "files", "checkpoint": look.opened.id})
-        names = [file["name"] for file in answer["files"]]
+        names = [file["name"] for file in _core.files_of(look.opened.id)]
         return topology_of(look.described["world_size"], names)
 
     def is_committed(self) -> bool:
@@ -186,15 +185,16 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
             if not self._holds(JOURNAL) and self._agrees_with_manifest():
                 return True
             # A journal, parts, or files that are missing or changed: as readers see it.
-            source: str = self._described(whole=False)["source"]
+            source: str = self._described(whole=False, tensors=False)["source"]
         except IncompleteError:
             return False
         except CheckpointError:
             return self._holds(MANIFEST) or self._holds(JOURNAL)
         return source == "manifest"
 
-    def _described(self, *, whole: bool) -> dict[str, Any]:
-        return _core.describe({**self._place, "check_files": True}, whole=whole)
+    def _described(self, *, whole: bool, tensors: bool = True) -> dict[str, Any]:
+        which = {**self._place, "check_files": True}
+        return _core.describe(which, whole=whole, tensors=tensors)
 
     def _holds(self, name: str) -> bool:
         return os.path.exists(os.path.join(self.path, name))

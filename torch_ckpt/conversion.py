@@ -107,7 +107,7 @@ def convert(
     )
     place = os.path.realpath(local_path(target))
     opened = request.opened
-    listed = _core.call({"op": "files", "checkpoint": opened.id})["files"]
+    listed = _core.files_of(opened.id)
     files = [each["name"] for each in listed if each["role"] != "extra"]
     names = [each["name"] for each in listed]
     _check_apart(opened.path, names, place, into_directory=kind != "torch")

@@ -238,9 +238,9 @@ class OpenedCheckpoint:
     def __reduce__(self) -> Any:
         raise TypeError("an opened checkpoint cannot be pickled")
 
-    def describe(self, *, whole: bool = False) -> dict[str, Any]:
+    def describe(self, *, whole: bool = False, tensors: bool = True) -> dict[str, Any]:
         """What it holds, as `_core.describe` says it."""
-        return _core.describe({"checkpoint": self.id}, whole=whole)
+        return _core.describe({"checkpoint": self.id}, whole=whole, tensors=tensors)
 
     def archived_objects(self, names: list[str]) -> list[Any]:
         """Objects that `describe` calls archived, each as the parsed JSON of an objects file

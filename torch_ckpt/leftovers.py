@@ -141,7 +141,8 @@ def _is_whole(path: str) -> bool:
         if not Checkpoint(path).is_committed():
             return False
         opened = OpenedCheckpoint(path)
-        _core.describe({"checkpoint": opened.id, "check_files": True}, whole=False)
+        which = {"checkpoint": opened.id, "check_files": True}
+        _core.describe(which, whole=False, tensors=False)
     except (CheckpointError, OSError):
         return False
     return True

@@ -1,4 +1,5 @@
 // Requests about a checkpoint that is there.
+#include <array>
 #include <cerrno>
 #include <string>
 #include <string_view>
@@ -83,6 +84,35 @@ struct Types {
   std::unordered_map<std::string, size_t> places_;
 };
 
+// How many tensors there are of each dtype and their bytes; tied ones are one.
+class DtypeTotals {
+ public:
+  void Add(const CatalogEntry& entry) {
+    if (entry.kind != EntryKind::kTensor) return;
+    Total& total = totals_[static_cast<size_t>(entry.dtype)];
+    ++total.tensors;
+    const Result<uint64_t> bytes = ByteSize(entry.dtype, entry.shape);
+    total.bytes += bytes.ok() ? *bytes : 0;
+  }
+
+  Json ToJson() const {
+    Json out = Json::object();
+    for (size_t i = 0; i < totals_.size(); ++i) {
+      const auto& [tensors, bytes] = totals_[i];
+      if (tensors == 0) continue;
+      out[DtypeName(static_cast<Dtype>(i))] = {{"tensors", tensors},
+                                               {"bytes", bytes}};
+    }
+    return out;
+  }
+
+ private:
+  struct Total {
+    uint64_t tensors = 0, bytes = 0;
+  };
+  std::array<Total, kDtypeCount> totals_;
+};
+
 // As GetNames reads them: one text with a name a line, where that can be.
 Json NamesJson(const std::vector<std::string_view>& names) {
   if (names.empty()) return Json::array();
@@ -145,6 +175,7 @@ Result<Json> DescribeRequest(const Json& request) {
     TC_RETURN_IF_ERROR(checkpoint->file_set()->CheckFiles());
   }
   const bool whole = GetBool(request, "whole", false);
+  const bool tensors = GetBool(request, "tensors", true);
   const Catalog& catalog = checkpoint->catalog();
   const size_t count = catalog.entries().size();
   // Files are thousands, and who loads wants those of objects only.
@@ -157,16 +188,20 @@ Result<Json> DescribeRequest(const Json& request) {
     files.push_back(ListedJson(file));
   }
   Types types;
+  DtypeTotals dtypes;
+  size_t tensor_count = 0;
   std::vector<std::string_view> names;
-  names.reserve(count);
   std::string kinds;
   std::vector<size_t> type_of;
-  type_of.reserve(count);
   Json paths = Json::array(), placements = Json::array(),
        holders = Json::array(), archived = Json::array(),
        aliases = Json::object();
   for (uint32_t i = 0; i < count; ++i) {
     const CatalogEntry& entry = catalog.entries()[i];
+    dtypes.Add(entry);
+    const bool is_tensor = entry.kind != EntryKind::kObject;
+    tensor_count += is_tensor;
+    if (is_tensor && !tensors) continue;
     names.push_back(entry.name);
     kinds += static_cast<char>('0' + static_cast<int>(entry.kind));
     type_of.push_back(types.Find(entry));
@@ -174,7 +209,7 @@ Result<Json> DescribeRequest(const Json& request) {
     if (entry.kind == EntryKind::kAlias) {
       aliases[std::string(entry.name)] = entry.alias_of;
     }
-    if (entry.kind == EntryKind::kObject) {
+    if (!is_tensor) {
       if (entry.archived) archived.push_back(entry.name);
       holders.push_back(entry.archived && !whole ? Json()
                                                  : Json(place[entry.file]));
@@ -193,6 +228,8 @@ Result<Json> DescribeRequest(const Json& request) {
               {"hulls", checkpoint->hulls()},
               {"beside", checkpoint->beside()},
               {"files", std::move(files)},
+              {"tensor_count", tensor_count},
+              {"dtypes", dtypes.ToJson()},
               {"names", NamesJson(names)},
               {"kinds", std::move(kinds)},
               {"types", std::move(types.list)},
@@ -204,13 +241,19 @@ Result<Json> DescribeRequest(const Json& request) {
               {"placements", std::move(placements)}};
 }
 
+// In columns, since there may be a file for each tensor.
 Result<Json> FilesRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
-  Json files = Json::array();
+  std::vector<std::string_view> names, roles;
+  std::vector<uint64_t> bytes;
   for (const ManifestFile& file : checkpoint->files()) {
-    files.push_back(ListedJson(file));
+    names.push_back(file.name);
+    roles.push_back(RoleName(file.role));
+    bytes.push_back(file.bytes);
   }
-  return Json{{"files", std::move(files)}};
+  return Json{{"names", NamesJson(names)},
+              {"roles", NamesJson(roles)},
+              {"bytes", std::move(bytes)}};
 }
 
 // Where the boxes of one tensor are, their files as paths that were opened and

@@ -22,11 +22,12 @@ from launch import PACKAGE
 from sample_states import stock_rows, stock_shard
 
 import torch_ckpt
+from torch_ckpt import _core
 from torch_ckpt.cli import cli
 from torch_ckpt.cli.leaves import value_text
 from torch_ckpt.cli.steps import step_in_name
 from torch_ckpt.cli.text import columns, natural
-from torch_ckpt.jobs import SaveSession
+from torch_ckpt.jobs import OpenedCheckpoint, SaveSession
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 Pair = namedtuple("Pair", "a b")
@@ -427,6 +428,23 @@ def test_a_checkpoint_that_holds_others(tmp_path: Path) -> None:
     assert none.exit_code == 3 and "holds no checkpoints" in none.stderr
 
 
+def test_without_tensors_objects_are_described(tmp_path: Path) -> None:
+    shared = torch.ones(2)
+    state = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(3, dtype=torch.int8), "step": 7}
+    opened = OpenedCheckpoint(str(of_ours(tmp_path / "c", state)))
+    whole, objects = opened.describe(), opened.describe(tensors=False)
+    assert "step" in objects["names"] and not {"a", "b", "c"} & {*objects["names"]}
+    assert objects["names"] == _core.objects_of(whole) == _core.objects_of(objects)
+    assert len(objects["type_of"]) == len(objects["paths"]) == len(objects["names"])
+    for described in (whole, objects):
+        assert described["tensor_count"] == 3
+        assert described["dtypes"] == {
+            "F32": {"tensors": 2, "bytes": 16},
+            "I8": {"tensors": 1, "bytes": 3},
+        }
+        assert described["holders"] == [0] * len(objects["names"])
+
+
 def test_a_directory_of_neither_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     for path in (tmp_path, tmp_path / "gone"):
@@ -490,7 +508,6 @@ def test_natural_order() -> None:
 def test_plain_inspect_makes_no_object_of_a_tensor(tmp_path: Path, monkeypatch: Any) -> None:
     path = of_ours(tmp_path / "c", nested())
     monkeypatch.setattr("torch_ckpt.description.TensorInfo", pytest.fail)
-    # In the package the name is the command's.
-    monkeypatch.setattr(sys.modules["torch_ckpt.cli.inspect"], "leaves_of", pytest.fail)
+    monkeypatch.setattr("torch_ckpt.cli.inspect.leaves_of", pytest.fail)
     assert run("inspect", path).exit_code == 0
     assert run("inspect", path, "--tensors").exit_code != 0

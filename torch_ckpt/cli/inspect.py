@@ -80,7 +80,7 @@ def inspect(
         raise
     tree = tree or depth is not None
     which = {"checkpoint": opened.id, "check_files": True}
-    described = _core.describe(which, whole=tensors)
+    described = _core.describe(which, whole=tensors, tensors=tensors or tree)
     fields = _fields(opened, described)
     leaves: list[dict[str, Any]] = []
     if tensors or tree:
@@ -99,8 +99,10 @@ def _report_steps(path: str, steps: list[dict[str, Any]], output: Output) -> Non
 
 def _fields(opened: OpenedCheckpoint, described: dict[str, Any]) -> dict[str, Any]:
     """What the report says: nothing here is done for each tensor in Python."""
-    files = _core.call({"op": "files", "checkpoint": opened.id})["files"]
-    dtypes = _dtypes(described)
+    files = _core.files_of(opened.id)
+    dtypes = sorted(
+        described["dtypes"].items(), key=lambda each: (-each[1]["bytes"], each[0])
+    )  # what takes most bytes first
     return {
         "path": opened.path,
         "format": described["format"],
@@ -111,25 +113,11 @@ def _fields(opened: OpenedCheckpoint, described: dict[str, Any]) -> dict[str, An
         "files": files,
         "beside": described["beside"],
         "balance": _balance(described["world_size"], files),
-        "tensor_count": len(described["kinds"]) - described["kinds"].count(_core.OBJECT),
-        "tensor_bytes": sum(each["bytes"] for each in dtypes.values()),
-        "dtypes": dtypes,
+        "tensor_count": described["tensor_count"],
+        "tensor_bytes": sum(each["bytes"] for _, each in dtypes),
+        "dtypes": dict(dtypes),
         "object_count": count_objects(described),
     }
-
-
-def _dtypes(described: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """{"tensors", "bytes"} by dtype, what takes most bytes first. Tied tensors count once."""
-    totals: dict[str, dict[str, int]] = {}
-    pairs = Counter(zip(described["kinds"], described["type_of"], strict=True))
-    for (kind, at), number in pairs.items():
-        if kind in (_core.OBJECT, _core.ALIAS):
-            continue
-        dtype, _, size = described["types"][at]
-        total = totals.setdefault(dtype, {"tensors": 0, "bytes": 0})
-        total["tensors"] += number
-        total["bytes"] += number * size
-    return dict(sorted(totals.items(), key=lambda each: (-each[1]["bytes"], each[0])))
 
 
 def _balance(world_size: int | None, files: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -197,9 +185,12 @@ def _lines(
             f"the largest is {balance['ratio']:.2f} times the mean"
         )
     files = fields["files"]
-    rows = [(printable(each["name"]), each["role"], format_bytes(each["bytes"])) for each in files]
+    rows = [
+        (printable(each["name"]), each["role"], format_bytes(each["bytes"]))
+        for each in files[:_FILES_SHOWN]
+    ]
     lines.append(f"  {count(len(files), 'file')}:")
-    lines += [f"    {line}" for line in columns(rows[:_FILES_SHOWN], right={2})]
+    lines += [f"    {line}" for line in columns(rows, right={2})]
     if len(files) > _FILES_SHOWN:
         lines.append(dim(f"    and {len(files) - _FILES_SHOWN:,} more; --json lists all"))
     if fields["beside"]:

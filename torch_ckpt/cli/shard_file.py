@@ -28,7 +28,7 @@ def checkpoint_around(path: str) -> tuple[OpenedCheckpoint, str] | None:
         return None
     try:
         opened = OpenedCheckpoint(directory)
-        files = _core.call({"op": "files", "checkpoint": opened.id})["files"]
+        files = _core.files_of(opened.id)
     except CheckpointError as error:
         if not name.endswith(_DISTCP):
             return None

@@ -106,13 +106,13 @@ def _look(path: str) -> dict[str, Any]:
     entry = _entry(path)
     try:
         opened = OpenedCheckpoint(path)
-        described = opened.describe()
+        described = opened.describe(tensors=False)
         entry["format"] = described["format"]
-        files = _core.call({"op": "files", "checkpoint": opened.id})["files"]
+        files = _core.files_of(opened.id)
         entry["bytes"] = sum(file["bytes"] for file in files)
-        if described["source"] == "manifest":
-            # As inspecting it alone does.
-            _core.describe({"checkpoint": opened.id, "check_files": True}, whole=False)
+        # As inspecting it alone does.
+        which = {"checkpoint": opened.id, "check_files": True}
+        _core.describe(which, whole=False, tensors=False)
     except (CheckpointError, OSError) as error:
         # What is there must be the beginning of a checkpoint, or nothing.
         begun = _has_marks(path) or _is_empty(path)

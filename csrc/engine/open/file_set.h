@@ -52,8 +52,9 @@ class FileSet {
   // have taken the place of these files by now. On a shared file system it
   // looks for kPatience before it says so.
   Result<File> OpenFile(uint32_t file, const FileInfo* known = nullptr) const;
-  // Ok when every file is there, as OpenFile finds it. For who wants to know
-  // before he reads: readers hear of each when they open it.
+  // Ok when every file is there, as OpenFile finds it, or was when the
+  // checkpoint was opened: of others each was looked at then. For who wants to
+  // know before he reads: readers hear of each when they open it.
   Status CheckFiles() const;
   // Of files without digests, which have no ids either: kConflict when one of
   // these is not what it was when its header was read. Ok for any other.
