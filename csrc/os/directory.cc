@@ -40,12 +40,9 @@ Status CheckOpened(const File& file) {
                                       : "is not a regular file")
         .WithFile(file.path());
   }
-  const int flags = SystemCall("fcntl", file.path(),
-                               [&] { return fcntl(file.fd(), F_GETFL); });
-  if (flags < 0) return Status::Io(errno, "fcntl", file.path());
-  if (SystemCall("fcntl", file.path(), [&] {
-        return fcntl(file.fd(), F_SETFL, flags & ~O_NONBLOCK);
-      }) < 0) {
+  // Of the flags that this sets, it was opened with no other one.
+  if (SystemCall("fcntl", file.path(),
+                 [&] { return fcntl(file.fd(), F_SETFL, 0); }) < 0) {
     return Status::Io(errno, "fcntl", file.path());
   }
   return {};

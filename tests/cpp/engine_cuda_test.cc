@@ -57,7 +57,7 @@ class WriteFromDeviceTest : public EngineTest {
     }
     auto stage = Directory::Open(Path("stage"));
     auto opened = stage->OpenFile(file.spec.staged, {});
-    auto header = ReadFileHeader(*opened);
+    auto header = ReadFileHeader(*opened, *opened->Stat());
     ASSERT_TRUE(header.ok()) << header.status().ToString();
     for (const SafetensorsEntry& entry : header->header.tensors) {
       EXPECT_EQ(text.substr(header->header.data_begin + entry.begin,

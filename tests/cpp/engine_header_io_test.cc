@@ -71,7 +71,7 @@ class HeaderIoTest : public EngineTest {
   FileHeader FromText(const std::string& staged) {
     auto directory = Directory::Open(staging_);
     auto file = directory->OpenFile(staged, {});
-    auto header = ReadFileHeader(*file);
+    auto header = ReadFileHeader(*file, *file->Stat());
     EXPECT_TRUE(header.ok()) << header.status().ToString();
     return std::move(header).value();
   }
@@ -100,6 +100,27 @@ TEST_F(HeaderIoTest, TheShortHeaderSaysWhatTheTextSays) {
     ASSERT_OK(short_header.status());
     EXPECT_TRUE(short_header->header.metadata.empty()) << "this was the text";
     ExpectSame(*short_header, FromText(file.staged));
+  }
+}
+
+TEST_F(HeaderIoTest, HeadersOfAnyLength) {
+  const std::string entry = R"({"x":{"dtype":"U8","shape":[5000],)"
+                            R"("data_offsets":[0,5000]})";
+  for (const uint64_t end : {100, 4095, 4096, 4097, 8192, 100'000}) {
+    std::string text;
+    AppendU64(&text, end - 8);
+    text += entry + "}" + std::string(end - 8 - entry.size() - 1, ' ');
+    const std::string path = staging_ + "/any";
+    WriteText(path, text + std::string(5000, 'x'));
+    const FileHeader header = FromText("any");
+    EXPECT_EQ(header.header.data_begin, end);
+    ASSERT_EQ(header.header.tensors.size(), 1u);
+    WriteText(path, text.substr(0, end - 1));
+    auto directory = Directory::Open(staging_);
+    auto file = directory->OpenFile("any", {});
+    const Status cut = ReadFileHeader(*file, *file->Stat()).status();
+    EXPECT_EQ(cut.kind(), ErrorKind::kCorrupt);
+    EXPECT_EQ(cut.file(), path);
   }
 }
 

@@ -42,7 +42,7 @@ class MergeJobTest : public EngineDiskTest {
       auto opened = out->OpenFile(name, {});
       ASSERT_OK(opened.status());
       const File& file = *opened;
-      auto header = ReadFileHeader(file);
+      auto header = ReadFileHeader(file, *file.Stat());
       ASSERT_OK(header.status());
       EXPECT_EQ(header->header.data_begin % kDataAlignment, 0u);
       EXPECT_EQ(*header->header.FindMetadata("format"), "pt");

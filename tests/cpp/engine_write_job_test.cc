@@ -42,7 +42,7 @@ class WriteJobTest : public EngineDiskTest {
   std::string Data(const WrittenFile& file, const std::string& name) {
     auto stage = Directory::Open(Path("stage"));
     auto opened = stage->OpenFile(file.spec.staged, {});
-    auto header = ReadFileHeader(*opened);
+    auto header = ReadFileHeader(*opened, *opened->Stat());
     EXPECT_TRUE(header.ok()) << header.status().ToString();
     EXPECT_EQ(header->sharding.file_id, file.spec.id);
     for (const SafetensorsEntry& entry : header->header.tensors) {

@@ -1,6 +1,6 @@
 #include "engine/open/header_io.h"
 
-#include <array>
+#include <algorithm>
 #include <new>
 
 #include "runtime/crc32c.h"
@@ -9,6 +9,8 @@ namespace torch_ckpt {
 namespace {
 
 constexpr uint64_t kLengthBytes = 8;
+// Of the first read: the whole header of a file of a few tensors.
+constexpr uint64_t kFirstBytes = 4096;
 
 std::string ShortName(const std::string& staged) { return staged + ".header"; }
 
@@ -22,13 +24,19 @@ Result<std::string> ReadText(const File& file, const FileInfo& info) {
                    " bytes, too few for a safetensors file")
         .WithFile(file.path());
   }
-  std::array<std::byte, kLengthBytes> first;
-  TC_RETURN_IF_ERROR(file.ReadExact(first, 0));
-  Result<uint64_t> length = ParseHeaderLength(first, info.bytes);
+  std::string text;
+  const auto read_to = [&](uint64_t end) {
+    const uint64_t begin = text.size();
+    text.resize(end);
+    auto* const data = reinterpret_cast<std::byte*>(text.data());
+    return file.ReadExact({data + begin, end - begin}, begin);
+  };
+  TC_RETURN_IF_ERROR(read_to(std::min(kFirstBytes, info.bytes)));
+  Result<uint64_t> length = ParseHeaderLength(AsBytes(text), info.bytes);
   if (!length.ok()) return length.status().WithFile(file.path());
-  std::string text(kLengthBytes + *length, '\0');
-  TC_RETURN_IF_ERROR(file.ReadExact(
-      {reinterpret_cast<std::byte*>(text.data()), text.size()}, 0));
+  const uint64_t end = kLengthBytes + *length;
+  if (end > text.size()) TC_RETURN_IF_ERROR(read_to(end));
+  text.resize(end);
   return text;
 }
 
@@ -44,8 +52,7 @@ Result<FileHeader> Parse(const File& file, const FileInfo& info,
 
 }  // namespace
 
-Result<FileHeader> ReadFileHeader(const File& file) {
-  TC_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
+Result<FileHeader> ReadFileHeader(const File& file, const FileInfo& info) {
   TC_ASSIGN_OR_RETURN(const std::string text, ReadText(file, info));
   return Parse(file, info, text);
 }

@@ -10,9 +10,9 @@
 
 namespace torch_ckpt {
 
-// Parses and checks the header of an open .safetensors file. Memory: twice the
-// header. Errors name the file. Thread-safe.
-Result<FileHeader> ReadFileHeader(const File& file);
+// Parses and checks the header of an open .safetensors file, which is what
+// `info` says. Memory: twice the header. Errors name the file. Thread-safe.
+Result<FileHeader> ReadFileHeader(const File& file, const FileInfo& info);
 
 // A shorter text is parsed at less cost than another file takes.
 inline constexpr size_t kMinStagedText = size_t{64} << 10;

@@ -32,7 +32,7 @@ Result<std::vector<NamedHeader>> ReadHeaders(
         const auto i = static_cast<size_t>(item);
         TC_ASSIGN_OR_RETURN(const File file, directory.OpenFile(names[i], {}));
         TC_ASSIGN_OR_RETURN((*infos)[i], file.Stat());
-        TC_ASSIGN_OR_RETURN(headers[i].file, ReadFileHeader(file));
+        TC_ASSIGN_OR_RETURN(headers[i].file, ReadFileHeader(file, (*infos)[i]));
         headers[i].name = names[i];
         headers[i].position = static_cast<uint32_t>(i);
         return {};
