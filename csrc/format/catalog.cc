@@ -53,10 +53,9 @@ Result<Catalog> Catalog::Parse(std::string bytes,
   const auto version = static_cast<uint64_t>(body[0]);
   if (version == 1) {
     TC_ASSIGN_OR_RETURN(
-        const CatalogBuilder builder,
+        CatalogBuilder builder,
         internal::ReadCatalogV1(BinaryReader(body.subspan(1)), files));
-    TC_ASSIGN_OR_RETURN(std::string encoded, builder.Encode());
-    return Parse(std::move(encoded), files);
+    return From(std::move(builder), files);
   }
   if (version == 0) return Malformed("version");
   if (version > static_cast<uint64_t>(kCatalogVersion)) {
@@ -90,6 +89,13 @@ Result<Catalog> Catalog::Parse(std::string bytes,
   }
   TC_RETURN_IF_ERROR(out.LinkAliases());
   return out;
+}
+
+Result<Catalog> Catalog::From(CatalogBuilder built,
+                              std::span<const ManifestFile> files) {
+  TC_ASSIGN_OR_RETURN(std::string encoded, built.Encode());
+  built = CatalogBuilder();
+  return Parse(std::move(encoded), files);
 }
 
 Status Catalog::ParseEntry(size_t begin, size_t end,
@@ -251,8 +257,7 @@ Result<Catalog> Catalog::Renamed(
                         Placements(e, files));
     builder.SetPlacements(*added, placements);
   }
-  TC_ASSIGN_OR_RETURN(std::string encoded, builder.Encode());
-  return Parse(std::move(encoded), files);
+  return From(std::move(builder), files);
 }
 
 }  // namespace torch_ckpt

@@ -24,6 +24,8 @@
 
 namespace torch_ckpt {
 
+class CatalogBuilder;
+
 enum class EntryKind : uint8_t { kTensor = 0, kAlias = 1, kObject = 2 };
 
 // Two owners of one element are an error; replicas may repeat an owner's box.
@@ -96,6 +98,10 @@ class Catalog {
   // error, bounded memory, never a crash. Placements are not looked at.
   static Result<Catalog> Parse(std::string bytes,
                                std::span<const ManifestFile> files);
+
+  // What was built, as it is read from its file. Its memory is freed first.
+  static Result<Catalog> From(CatalogBuilder built,
+                              std::span<const ManifestFile> files);
 
   // Ascending by name, compared as bytes.
   const std::vector<CatalogEntry>& entries() const { return entries_; }

@@ -1,7 +1,6 @@
 #include "format/catalog_builder.h"
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "format/catalog_codec.h"
@@ -47,6 +46,17 @@ Result<uint32_t> CatalogBuilder::AddObject(
   entry.file = file;
   entry.archived = archived;
   return Add(std::move(entry));
+}
+
+uint32_t CatalogBuilder::FindOrAddTensor(std::string_view name) {
+  const uint32_t number = by_name_.Insert(name, size(), NameAt());
+  if (number == size()) entries_.emplace_back().name = name;
+  return number;
+}
+
+void CatalogBuilder::SetType(uint32_t entry, Dtype dtype, const Dims& shape) {
+  entries_[entry].dtype = dtype;
+  entries_[entry].shape = shape;
 }
 
 void CatalogBuilder::SetPath(uint32_t entry, std::string path) {
@@ -96,11 +106,12 @@ int64_t CatalogBuilder::Find(std::string_view name) const {
 }
 
 Result<std::string> CatalogBuilder::Encode() const {
-  std::vector<uint32_t> order(entries_.size());
-  std::iota(order.begin(), order.end(), 0u);
-  std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
-    return entries_[a].name < entries_[b].name;
-  });
+  // With the names, so that to compare two is to follow no more than those.
+  std::vector<std::pair<std::string_view, const Entry*>> order;
+  order.reserve(entries_.size());
+  for (const Entry& entry : entries_) order.emplace_back(entry.name, &entry);
+  // Most often runs that ascend, the files', on which std::sort is slow.
+  std::stable_sort(order.begin(), order.end());
   std::string out(internal::kCatalogMagic);
   out += internal::kCatalogVersion;
   const auto put_u32 = [&out](size_t at, uint64_t value) {
@@ -112,7 +123,7 @@ Result<std::string> CatalogBuilder::Encode() const {
   out.resize(begin);
   put_u32(internal::kCatalogMagic.size() + 1, order.size());
   for (size_t i = 0; i < order.size(); ++i) {
-    const Entry& e = entries_[order[i]];
+    const Entry& e = *order[i].second;
     put_u32(index + i * sizeof(uint32_t), out.size() - begin);
     PutVarint(&out, static_cast<uint64_t>(e.kind));
     PutString(&out, e.name);

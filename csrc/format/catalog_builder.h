@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <span>
 #include <string>
@@ -35,8 +36,12 @@ class CatalogBuilder {
   Result<uint32_t> AddAlias(std::string name, std::string alias_of);
   Result<uint32_t> AddObject(std::string name, uint32_t file,
                              std::optional<ArchivedObject> archived = {});
+  // The tensor of this name, which is a new one where there was none; all but
+  // the name is then to be set.
+  uint32_t FindOrAddTensor(std::string_view name);
   // REQUIRES of all that follow: the entry exists, and is a tensor where
-  // placements are meant.
+  // dtype, shape or placements are meant, which come in this order.
+  void SetType(uint32_t entry, Dtype dtype, const Dims& shape);
   void SetPath(uint32_t entry, std::string path);
   // kCorrupt where it is not inside the tensor.
   Status AddPlacement(uint32_t entry, const Placement& placement);
@@ -62,7 +67,8 @@ class CatalogBuilder {
         [this](uint32_t id) -> const std::string& { return entries_[id].name; };
   }
 
-  std::vector<Entry> entries_;
+  // Not a vector, which has all of them twice while it grows.
+  std::deque<Entry> entries_;
   NameIndex by_name_;
 };
 

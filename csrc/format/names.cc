@@ -5,9 +5,8 @@
 #include <charconv>
 #include <functional>
 #include <span>
-#include <utility>
-#include <vector>
 
+#include "format/name_index.h"
 #include "os/random.h"
 
 namespace torch_ckpt {
@@ -260,17 +259,12 @@ std::optional<std::string_view> FindDuplicate(
       names.end()) {
     return std::nullopt;
   }
-  // Sorted by hash, then by name: names chosen to collide cost a comparison
-  // more, not a quadratic search.
-  using Item = std::pair<size_t, std::string_view>;
-  std::vector<Item> items;
-  items.reserve(names.size());
-  for (std::string_view name : names)
-    items.emplace_back(std::hash<std::string_view>()(name), name);
-  std::sort(items.begin(), items.end());
-  const auto twin = std::adjacent_find(items.begin(), items.end());
-  if (twin == items.end()) return std::nullopt;
-  return twin->second;
+  NameIndex seen;
+  const auto name_at = [&](uint32_t i) { return names[i]; };
+  for (uint32_t i = 0; i < names.size(); ++i) {
+    if (seen.Insert(names[i], i, name_at) != i) return names[i];
+  }
+  return std::nullopt;
 }
 
 std::string StagedName(std::string_view name, std::string_view file_id) {

@@ -98,7 +98,7 @@ Status CheckTensorName(std::string_view name);
 
 bool IsUtf8(std::string_view text);
 
-// The first name found that occurs twice. O(n log n) whatever the names are.
+// The first name found that occurs twice. O(n) whatever the names are.
 // The result views what `names` views.
 std::optional<std::string_view> FindDuplicate(
     std::span<const std::string_view> names);

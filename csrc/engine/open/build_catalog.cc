@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "engine/open/stored_box.h"
-#include "format/name_index.h"
 #include "plan/cover.h"
 
 namespace torch_ckpt {
@@ -25,38 +24,35 @@ struct Tensor {
   std::span<const Place> places;
 };
 
-// Every tensor of the files in the order in which it first stands there. All
-// places lie in one list, which outlives the result: most tensors have one.
+// Adds every tensor of the files to `catalog`, which is empty, in the order in
+// which it first stands there; the result is by its numbers. All places lie in
+// one list, which outlives the result: most tensors have one.
 std::vector<Tensor> GroupByName(const std::vector<NamedHeader>& files,
+                                CatalogBuilder* catalog,
                                 std::vector<Place>* places) {
   size_t count = 0;
   for (const NamedHeader& file : files) {
     count += file.file.header.tensors.size();
   }
-  std::vector<Tensor> tensors;
-  tensors.reserve(files.empty() ? 0 : files[0].file.header.tensors.size());
   std::vector<uint32_t> ids;  // of the tensor of every place
   ids.reserve(count);
   std::vector<size_t> ends;  // of the places of every tensor
-  NameIndex by_name;
-  const auto name_at = [&](uint32_t id) { return tensors[id].name; };
   for (const NamedHeader& file : files) {
     for (const SafetensorsEntry& entry : file.file.header.tensors) {
-      const auto next = static_cast<uint32_t>(tensors.size());
-      const uint32_t id = by_name.Insert(entry.name, next, name_at);
-      if (id == next) {
-        tensors.push_back({entry.name, {}});
-        ends.push_back(0);
-      }
+      const uint32_t id = catalog->FindOrAddTensor(entry.name);
+      if (id == ends.size()) ends.push_back(0);
       ids.push_back(id);
       ++ends[id];
     }
   }
   std::partial_sum(ends.begin(), ends.end(), ends.begin());
   places->resize(count);
+  std::vector<Tensor> tensors;
+  tensors.reserve(ends.size());
   size_t begin = 0;
-  for (size_t id = 0; id < tensors.size(); ++id) {
-    tensors[id].places = std::span(*places).subspan(begin, ends[id] - begin);
+  for (uint32_t id = 0; id < ends.size(); ++id) {
+    tensors.push_back({catalog->entry(id).name,
+                       std::span(*places).subspan(begin, ends[id] - begin)});
     begin = std::exchange(ends[id], begin);  // now where its next place goes
   }
   size_t at = 0;
@@ -145,9 +141,10 @@ Result<CatalogBuilder> BuildCatalog(const std::vector<NamedHeader>& files,
                                     std::vector<std::string>* hulls) {
   CatalogBuilder catalog;
   std::vector<Place> places;
-  const std::vector<Tensor> tensors = GroupByName(files, &places);
+  const std::vector<Tensor> tensors = GroupByName(files, &catalog, &places);
   std::vector<Box> boxes;
-  for (const Tensor& tensor : tensors) {
+  for (uint32_t id = 0; id < tensors.size(); ++id) {
+    const Tensor& tensor = tensors[id];
     bool is_said = false;
     TC_ASSIGN_OR_RETURN(const Dims shape, GlobalShape(files, tensor, &is_said));
     if (!is_said && hulls) hulls->emplace_back(tensor.name);
@@ -161,9 +158,7 @@ Result<CatalogBuilder> BuildCatalog(const std::vector<NamedHeader>& files,
             .WithFile(files[tensor.places[0].file].name);
       }
     }
-    TC_ASSIGN_OR_RETURN(
-        const uint32_t id,
-        catalog.AddTensor(std::string(tensor.name), dtype, shape));
+    catalog.SetType(id, dtype, shape);
     boxes.clear();
     for (const Place& place : tensor.places) {
       const SafetensorsEntry& in_file = EntryOf(files, place);

@@ -155,10 +155,9 @@ Result<Contents> LoadParts(const DirectoryPtr& directory,
     TC_ASSIGN_OR_RETURN(Catalog read, ReadCatalog(*out.files, part.files));
     catalogs.push_back({std::move(read), part.files});
   }
-  TC_ASSIGN_OR_RETURN(const CatalogBuilder merged, MergeCatalogs(catalogs));
-  TC_ASSIGN_OR_RETURN(std::string encoded, merged.Encode());
+  TC_ASSIGN_OR_RETURN(CatalogBuilder merged, MergeCatalogs(catalogs));
   TC_ASSIGN_OR_RETURN(out.catalog,
-                      Catalog::Parse(std::move(encoded), out.files->files()));
+                      Catalog::From(std::move(merged), out.files->files()));
   return out;
 }
 

@@ -58,8 +58,7 @@ Result<ForeignCatalog> ReadDcp(const Directory& directory,
   TC_ASSIGN_OR_RETURN(DcpDirectory read, ReadDcpDirectory(directory, {}));
   ForeignCatalog out = std::move(read.found);
   out.source = "dcp";
-  TC_ASSIGN_OR_RETURN(std::string encoded, read.catalog.Encode());
-  Result<Catalog> catalog = Catalog::Parse(std::move(encoded), out.files);
+  Result<Catalog> catalog = Catalog::From(std::move(read.catalog), out.files);
   if (!catalog.ok()) {
     return catalog.status().WithFile(
         directory.Join(std::string(kDcpMetadataName)));

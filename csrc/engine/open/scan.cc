@@ -40,9 +40,27 @@ Result<std::vector<NamedHeader>> ReadHeaders(
   return headers;
 }
 
+// The catalog of the files `names`, which are added to `out`.
+Result<CatalogBuilder> ReadCatalog(const Directory& directory,
+                                   const std::vector<std::string>& names,
+                                   ForeignCatalog* out) {
+  TC_ASSIGN_OR_RETURN(std::vector<NamedHeader> headers,
+                      ReadHeaders(directory, names, &out->infos));
+  Result<CatalogBuilder> catalog =
+      BuildCatalog(headers, BoxProof::kTiling, &out->hulls);
+  for (NamedHeader& header : headers) {
+    ManifestFile& file = out->files.emplace_back();
+    file.name = std::move(header.name);
+    file.id = std::move(header.file.sharding.file_id);
+    file.bytes = header.file.header.file_bytes;
+  }
+  return catalog;
+}
+
 // The index and the headers of its files must name the same tensors.
 Status CheckIndex(const HfIndex& index, const CatalogBuilder& catalog,
                   const std::vector<std::string>& files) {
+  std::vector<bool> indexed(catalog.size());
   for (const auto& [name, file] : index.weight_map) {
     const int64_t id = catalog.Find(name);
     if (id < 0) {
@@ -61,17 +79,15 @@ Status CheckIndex(const HfIndex& index, const CatalogBuilder& catalog,
                       ", it is in another file")
           .WithTensor(name);
     }
+    indexed[static_cast<size_t>(id)] = true;
   }
-  std::set<std::string_view> indexed;
-  for (const auto& [name, file] : index.weight_map) indexed.insert(name);
   for (uint32_t e = 0; e < catalog.size(); ++e) {
-    const std::string& name = catalog.entry(e).name;
-    if (indexed.contains(name)) continue;
+    if (indexed[e]) continue;
     TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
                         catalog.Placements(e));
     return Conflict("is in " + files[placements[0].file] +
                     ", but the index does not name it")
-        .WithTensor(name);
+        .WithTensor(catalog.entry(e).name);
   }
   return {};
 }
@@ -123,7 +139,7 @@ std::string IndexOf(std::span<const std::string> names) {
 
 // "model.fp16.safetensors" beside "model.safetensors" (`names` are sorted):
 // the same tensors in another dtype, for those who ask for that variant.
-bool IsVariant(const std::string& name, const std::vector<std::string>& names) {
+bool IsVariant(std::string_view name, std::span<const std::string_view> names) {
   return std::any_of(
       kFinalStems.begin(), kFinalStems.end(), [&](std::string_view stem) {
         const std::string single = std::string(stem) + std::string(kDataSuffix);
@@ -145,7 +161,7 @@ struct Listing {
 
 Result<Listing> ListFiles(const Directory& directory,
                           std::span<const std::string> names) {
-  std::vector<std::string> data;
+  std::vector<std::string_view> data;  // of `names`
   std::copy_if(names.begin(), names.end(), std::back_inserter(data),
                IsDataName);
   if (data.empty()) {
@@ -163,22 +179,25 @@ Result<Listing> ListFiles(const Directory& directory,
       return parsed.status().WithFile(directory.Join(list.index_name));
     }
     list.index = std::move(parsed).value();
-    std::set<std::string> wanted;
-    for (const auto& [name, file] : list.index->weight_map) wanted.insert(file);
+    std::set<std::string_view> wanted;
+    // The hint is that a file most often follows the one before it.
+    for (const auto& [name, file] : list.index->weight_map) {
+      wanted.insert(wanted.end(), file);
+    }
     list.indexed.assign(wanted.begin(), wanted.end());
     single = SingleFileName(list.index_name);
   }
   std::set_difference(list.indexed.begin(), list.indexed.end(), data.begin(),
                       data.end(), std::back_inserter(list.missing));
-  std::vector<std::string> others;
+  std::vector<std::string_view> others;
   std::set_difference(data.begin(), data.end(), list.indexed.begin(),
                       list.indexed.end(), std::back_inserter(others));
-  for (std::string& name : others) {
+  for (const std::string_view name : others) {
     const bool counts = list.index ? IsShardName(name) : !IsVariant(name, data);
     (name == single ? list.single
      : counts       ? list.shards
                     : list.beside)
-        .push_back(std::move(name));
+        .emplace_back(name);
   }
   return list;
 }
@@ -207,10 +226,9 @@ Status CheckByIndex(const Directory& directory, const Listing& list,
   TC_RETURN_IF_ERROR(CheckIndex(*list.index, catalog, read));
   for (const auto* files : {&list.shards, &list.single}) {
     if (files->empty()) continue;
-    std::vector<FileInfo> infos;
-    TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> headers,
-                        ReadHeaders(directory, *files, &infos));
-    TC_ASSIGN_OR_RETURN(CatalogBuilder of_files, BuildCatalog(headers));
+    ForeignCatalog others;
+    TC_ASSIGN_OR_RETURN(const CatalogBuilder of_files,
+                        ReadCatalog(directory, *files, &others));
     TC_RETURN_IF_ERROR(CheckAgree(catalog, of_files, *files));
   }
   return {};
@@ -237,7 +255,7 @@ Result<ForeignCatalog> ReadSafetensors(const Directory& directory,
   result.source = by_index ? "index" : "headers";
   std::vector<std::string> read;
   if (by_index) {
-    read = list.indexed;
+    read = std::move(list.indexed);
   } else {
     std::set_difference(list.indexed.begin(), list.indexed.end(),
                         list.missing.begin(), list.missing.end(),
@@ -251,27 +269,17 @@ Result<ForeignCatalog> ReadSafetensors(const Directory& directory,
     Status whole = CheckNumbers(read, kDataSuffix);
     if (!whole.ok()) return std::move(whole).WithFile(directory.path());
   }
-  TC_ASSIGN_OR_RETURN(const std::vector<NamedHeader> headers,
-                      ReadHeaders(directory, read, &result.infos));
-  Result<CatalogBuilder> catalog =
-      BuildCatalog(headers, BoxProof::kTiling, &result.hulls);
+  Result<CatalogBuilder> catalog = ReadCatalog(directory, read, &result);
   if (!catalog.ok()) return catalog.status().WithFile(directory.path());
   TC_RETURN_IF_ERROR(CheckNothingIsMissing(directory, list, *catalog));
   if (by_index) {
     Status status = CheckByIndex(directory, list, *catalog, read);
     if (!status.ok()) return std::move(status).WithFile(directory.path());
   }
-  for (const NamedHeader& header : headers) {
-    ManifestFile file;
-    file.name = header.name;
-    file.id = header.file.sharding.file_id;
-    file.bytes = header.file.header.file_bytes;
-    result.files.push_back(std::move(file));
-  }
+  list.index.reset();  // its memory, before the catalog takes as much
   result.identity = IdentityOf(result.files, result.infos);
-  TC_ASSIGN_OR_RETURN(std::string encoded, catalog->Encode());
   TC_ASSIGN_OR_RETURN(result.catalog,
-                      Catalog::Parse(std::move(encoded), result.files));
+                      Catalog::From(std::move(catalog).value(), result.files));
   result.beside = std::move(list.beside);
   return result;
 }

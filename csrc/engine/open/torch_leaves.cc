@@ -198,9 +198,8 @@ Status TorchLeavesAdder::Finish(ForeignCatalog* out) {
     TC_RETURN_IF_ERROR(catalog_->AddObject(name, 0, ArchivedObject{}).status());
     out->made_objects[name] = structure;
   }
-  TC_ASSIGN_OR_RETURN(std::string encoded, catalog_->Encode());
   TC_ASSIGN_OR_RETURN(out->catalog,
-                      Catalog::Parse(std::move(encoded), out->files));
+                      Catalog::From(std::move(*catalog_), out->files));
   return {};
 }
 
