@@ -145,21 +145,22 @@ Result<ShardingInfo> ParseShardingInfo(const SafetensorsHeader& header) {
     if (!IsId(*id)) return Corrupt("the file id in the header is malformed");
     out.file_id = *id;
   }
+  const std::string* text = header.FindMetadata(kShardingInfoKey);
+  const std::string* shapes_text = header.FindMetadata(kGlobalShapesKey);
+  if (!text && !shapes_text) return out;
   std::vector<std::optional<Dims>> offsets(header.tensors.size());
   std::vector<std::optional<Dims>> shapes(header.tensors.size());
-  if (const std::string* text = header.FindMetadata(kShardingInfoKey)) {
+  if (text) {
     out.has_sharding_info = true;
     TC_RETURN_IF_ERROR(
         ParseDims(header, kShardingInfoKey, *text, /*nested=*/true, &offsets));
   }
-  const std::string* shapes_text = header.FindMetadata(kGlobalShapesKey);
   if (shapes_text) {
     TC_RETURN_IF_ERROR(ParseDims(header, kGlobalShapesKey, *shapes_text,
                                  /*nested=*/false, &shapes));
   }
-  // Where the key for global shapes is there, what it leaves out is whole; so
-  // is everything in a file that says nothing about shards.
-  const bool rest_is_whole = shapes_text || !out.has_sharding_info;
+  // Where the key for global shapes is there, what it leaves out is whole.
+  const bool rest_is_whole = shapes_text != nullptr;
   out.entries.reserve(header.tensors.size());
   for (size_t i = 0; i < header.tensors.size(); ++i) {
     const SafetensorsEntry& t = header.tensors[i];

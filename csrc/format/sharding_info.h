@@ -34,9 +34,15 @@ struct ShardEntry {
 };
 
 struct ShardingInfo {
-  std::string file_id;              // empty when the file is not ours
-  bool has_sharding_info = false;   // false: whole tensors at offset 0
-  std::vector<ShardEntry> entries;  // in the order of header.tensors
+  std::string file_id;             // empty when the file is not ours
+  bool has_sharding_info = false;  // false: whole tensors at offset 0
+  // In the order of header.tensors; none where the file says nothing of shards.
+  std::vector<ShardEntry> entries;
+
+  // Of that tensor; null where it is whole.
+  const ShardEntry* Find(size_t tensor) const {
+    return entries.empty() ? nullptr : &entries[tensor];
+  }
 };
 
 // Reads and checks the keys above against the tensors of the header: every

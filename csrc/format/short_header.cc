@@ -34,7 +34,8 @@ Status ReadTensor(BinaryReader* in, uint64_t begin, FileHeader* out) {
   if (!*whole) {
     const auto offsets = in->Sizes(shape->size());
     const auto global_shape = in->Sizes(shape->size());
-    if (!offsets || !global_shape) return Malformed("a box");
+    if (!offsets || !global_shape || !out->sharding.has_sharding_info)
+      return Malformed("a box");
     if (Box{*offsets, *shape} == Box::Whole(*global_shape)) {
       return Malformed("a whole box that is not marked as one");
     }
@@ -50,7 +51,9 @@ Status ReadTensor(BinaryReader* in, uint64_t begin, FileHeader* out) {
   }
   entry.end = *end;
   out->header.tensors.push_back(std::move(entry));
-  out->sharding.entries.push_back(std::move(shard));
+  if (out->sharding.has_sharding_info) {
+    out->sharding.entries.push_back(std::move(shard));
+  }
   return {};
 }
 
@@ -69,17 +72,17 @@ std::string EncodeShortHeader(const FileHeader& file, uint32_t text_crc32c) {
   PutVarint(&out, header.tensors.size());
   for (size_t i = 0; i < header.tensors.size(); ++i) {
     const SafetensorsEntry& entry = header.tensors[i];
-    const ShardEntry& shard = file.sharding.entries[i];
+    const ShardEntry* shard = file.sharding.Find(i);
     PutString(&out, entry.name);
     PutVarint(&out, static_cast<uint64_t>(entry.dtype));
     PutVarint(&out, static_cast<uint64_t>(entry.shape.size()));
     PutDims(&out, entry.shape);
-    const bool whole =
-        Box{shard.offsets, entry.shape} == Box::Whole(*shard.global_shape);
+    const bool whole = !shard || Box{shard->offsets, entry.shape} ==
+                                     Box::Whole(*shard->global_shape);
     PutVarint(&out, whole ? 1 : 0);
     if (whole) continue;
-    PutDims(&out, shard.offsets);
-    PutDims(&out, *shard.global_shape);
+    PutDims(&out, shard->offsets);
+    PutDims(&out, *shard->global_shape);
   }
   PutCrc(&out);
   return out;
@@ -109,7 +112,7 @@ Result<ShortHeader> DecodeShortHeader(ByteSpan bytes) {
   out.file.sharding.has_sharding_info = *sharded != 0;
   const auto room = static_cast<size_t>(std::min(*count, kMaxReserved));
   header.tensors.reserve(room);
-  out.file.sharding.entries.reserve(room);
+  if (*sharded) out.file.sharding.entries.reserve(room);
   uint64_t end = 0;
   for (uint64_t i = 0; i < *count; ++i) {
     TC_RETURN_IF_ERROR(ReadTensor(&in, end, &out.file));

@@ -98,6 +98,7 @@ TEST(ShortHeader, RefusesWhatAHeaderCannotSay) {
   refused([](FileHeader* f) { f->header.data_begin = 1 << 20; });
   refused([](FileHeader* f) { f->sharding.file_id = "short"; });
   refused([](FileHeader* f) { f->header.tensors[0].name = "\xff"; });
+  refused([](FileHeader* f) { f->sharding.has_sharding_info = false; });
   refused([](FileHeader* f) { f->sharding.entries[1].offsets = {4, 0}; });
   refused([](FileHeader* f) { f->sharding.entries[0].offsets = {1, 0}; });
   refused([](FileHeader* f) {  // 2^96 elements
@@ -107,6 +108,18 @@ TEST(ShortHeader, RefusesWhatAHeaderCannotSay) {
   refused([](FileHeader* f) {
     f->sharding.entries[1].global_shape = {int64_t{1} << 47, int64_t{1} << 47};
   });
+}
+
+TEST(ShortHeader, WithoutShardsAllIsWhole) {
+  FileHeader file = Sample();
+  file.sharding.has_sharding_info = false;
+  file.sharding.entries.clear();
+  const auto decoded =
+      DecodeShortHeader(AsBytes(EncodeShortHeader(file, kTextCrc)));
+  ASSERT_TRUE(decoded.ok()) << decoded.status().ToString();
+  EXPECT_EQ(decoded->file.header.tensors.size(), file.header.tensors.size());
+  EXPECT_TRUE(decoded->file.sharding.entries.empty());
+  EXPECT_FALSE(decoded->file.sharding.has_sharding_info);
 }
 
 }  // namespace

@@ -142,10 +142,6 @@ Status StageFile(const Directory& staging, const FinalLayout& layout,
   parsed.header.data_begin = layout.header.size();
   parsed.header.file_bytes = layout.spec.bytes;
   parsed.sharding.file_id = layout.spec.id;
-  for (const SafetensorsEntry& tensor : layout.tensors) {
-    parsed.sharding.entries.push_back(
-        {Dims::Filled(tensor.shape.size(), 0), tensor.shape});
-  }
   return StageHeader(staging, layout.spec.staged, parsed, layout.header);
 }
 

@@ -70,16 +70,23 @@ const SafetensorsEntry& EntryOf(const std::vector<NamedHeader>& files,
   return files[place.file].file.header.tensors[place.entry];
 }
 
-const ShardEntry& ShardOf(const std::vector<NamedHeader>& files,
+// Null where the tensor is whole there.
+const ShardEntry* ShardOf(const std::vector<NamedHeader>& files,
                           const Place& place) {
-  return files[place.file].file.sharding.entries[place.entry];
+  return files[place.file].file.sharding.Find(place.entry);
+}
+
+Box BoxOf(const std::vector<NamedHeader>& files, const Place& place) {
+  const Dims& sizes = EntryOf(files, place).shape;
+  const ShardEntry* shard = ShardOf(files, place);
+  return shard ? Box{shard->offsets, sizes} : Box::Whole(sizes);
 }
 
 // What the file says of the tensor's global shape, null when nothing.
 const Dims* SaidShape(const std::vector<NamedHeader>& files,
                       const Place& place) {
-  const ShardEntry& shard = ShardOf(files, place);
-  if (shard.global_shape) return &*shard.global_shape;
+  const ShardEntry* shard = ShardOf(files, place);
+  if (shard && shard->global_shape) return &*shard->global_shape;
   // Whole in a file of ours, or a file without sharding: the shape is known
   // and not just a hull.
   const ShardingInfo& sharding = files[place.file].file.sharding;
@@ -125,9 +132,9 @@ Result<Dims> GlobalShape(const std::vector<NamedHeader>& files,
       said = shape;
       said_by = &place;
     }
-    const Dims& offsets = ShardOf(files, place).offsets;
+    const Box box = BoxOf(files, place);
     for (int d = 0; d < hull.size(); ++d) {
-      hull[d] = std::max(hull[d], offsets[d] + entry.shape[d]);
+      hull[d] = std::max(hull[d], box.offsets[d] + box.sizes[d]);
     }
   }
   *is_said = said != nullptr;
@@ -166,7 +173,7 @@ Result<CatalogBuilder> BuildCatalog(const std::vector<NamedHeader>& files,
       Placement placement;
       placement.file = file.position;
       placement.offset = file.file.header.data_begin + in_file.begin;
-      placement.box = {ShardOf(files, place).offsets, in_file.shape};
+      placement.box = BoxOf(files, place);
       Status added = catalog.AddPlacement(id, placement);
       if (!added.ok()) return std::move(added).WithFile(file.name);
       boxes.push_back(placement.box);

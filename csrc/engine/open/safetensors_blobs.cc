@@ -51,11 +51,13 @@ Result<Placement> SafetensorsBlobs::Resolve(const File& file,
   const auto found = blob->by_name.find(name);
   if (found == blob->by_name.end()) return Corrupt("holds no such tensor");
   const SafetensorsEntry* at = &blob->file.header.tensors[found->second];
-  const ShardEntry& shard = blob->file.sharding.entries[found->second];
+  const ShardEntry* shard = blob->file.sharding.Find(found->second);
+  const Dims offsets =
+      shard ? shard->offsets : Dims::Filled(at->shape.size(), 0);
   if (at->dtype != dtype || !(at->shape == placement.box.sizes) ||
-      !(shard.offsets == placement.box.offsets)) {
+      !(offsets == placement.box.offsets)) {
     return Corrupt(std::string("holds ") + DtypeName(at->dtype) + " " +
-                   Box{shard.offsets, at->shape}.ToString() +
+                   Box{offsets, at->shape}.ToString() +
                    " where the metadata says " + DtypeName(dtype) + " " +
                    placement.box.ToString());
   }
