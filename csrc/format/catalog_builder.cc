@@ -50,7 +50,11 @@ Result<uint32_t> CatalogBuilder::AddObject(
 
 uint32_t CatalogBuilder::FindOrAddTensor(std::string_view name) {
   const uint32_t number = by_name_.Insert(name, size(), NameAt());
-  if (number == size()) entries_.emplace_back().name = name;
+  if (number == size()) {
+    // Not emplace_back, a weak symbol that passes for one of ours.
+    entries_.resize(number + size_t{1});
+    entries_.back().name = name;
+  }
   return number;
 }
 

@@ -429,8 +429,12 @@ def test_a_checkpoint_that_holds_others(tmp_path: Path) -> None:
 
 
 def test_without_tensors_objects_are_described(tmp_path: Path) -> None:
-    shared = torch.ones(2)
-    state = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(3, dtype=torch.int8), "step": 7}
+    state = {
+        "a": torch.ones(2),
+        "b": torch.ones(2),
+        "c": torch.ones(3, dtype=torch.int8),
+        "step": 7,
+    }
     opened = OpenedCheckpoint(str(of_ours(tmp_path / "c", state)))
     whole, objects = opened.describe(), opened.describe(tensors=False)
     assert "step" in objects["names"] and not {"a", "b", "c"} & {*objects["names"]}

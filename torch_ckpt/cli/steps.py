@@ -14,7 +14,6 @@ from torch_ckpt.cli.output import count, format_bytes, printable
 from torch_ckpt.cli.text import bold, columns, natural, red
 from torch_ckpt.errors import CheckpointError, IncompleteError
 from torch_ckpt.jobs import OpenedCheckpoint
-from torch_ckpt.leftovers import tree_bytes
 from torch_ckpt.options import local_path
 
 # step-7 of ours, checkpoint-7 of Trainer, iter_0000007 of Megatron, global_step7 of DeepSpeed,
@@ -154,6 +153,8 @@ def _in_use(path: str) -> bool:
 def _measured(path: str, size: int | None) -> tuple[int, float]:
     """Bytes of `path`, those of all that is in it unless `size` says them; and when it was changed
     last, or something right in it."""
+    from torch_ckpt.leftovers import tree_bytes  # imports as much as all else of a command
+
     latest = os.stat(path).st_mtime
     if os.path.isdir(path):
         with os.scandir(path) as children:
