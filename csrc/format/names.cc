@@ -6,6 +6,7 @@
 #include <functional>
 #include <span>
 
+#include "base/bytes.h"
 #include "format/name_index.h"
 #include "os/random.h"
 
@@ -231,8 +232,16 @@ Status CheckTensorName(std::string_view name) {
 }
 
 bool IsUtf8(std::string_view text) {
+  constexpr uint64_t kNotAscii = 0x8080808080808080;
+  const ByteSpan bytes = AsBytes(text);
   const auto* p = reinterpret_cast<const unsigned char*>(text.data());
   for (size_t i = 0; i < text.size();) {
+    // Eight characters at a time, since nearly all names are ASCII.
+    if (text.size() - i >= sizeof(uint64_t) &&
+        (LoadU64(&bytes[i]) & kNotAscii) == 0) {
+      i += sizeof(uint64_t);
+      continue;
+    }
     const size_t length = SequenceLength(p + i, text.size() - i);
     if (length == 0) return false;
     i += length;

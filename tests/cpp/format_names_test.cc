@@ -139,6 +139,19 @@ TEST(FormatNames, Utf8) {
     EXPECT_FALSE(IsUtf8(bad));
 }
 
+TEST(FormatNames, Utf8AnywhereInAText) {
+  for (size_t size = 0; size < 40; ++size) {
+    const std::string text(size, 'a');
+    EXPECT_TRUE(IsUtf8(text));
+    for (size_t at = 0; at <= size; ++at) {
+      EXPECT_TRUE(IsUtf8(std::string(text).insert(at, "\xE2\x82\xAC")));
+      for (const char* bad : {"\x80", "\xE2\x82", "\xFF", "\xC0\x80"}) {
+        EXPECT_FALSE(IsUtf8(std::string(text).insert(at, bad))) << at;
+      }
+    }
+  }
+}
+
 TEST(FormatNames, FindDuplicate) {
   std::vector<std::string> text;
   for (int i = 0; i < 1000; ++i) text.push_back(std::to_string(i));

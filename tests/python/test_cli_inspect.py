@@ -27,6 +27,7 @@ from torch_ckpt.cli import cli
 from torch_ckpt.cli.leaves import value_text
 from torch_ckpt.cli.steps import step_in_name
 from torch_ckpt.cli.text import columns, natural
+from torch_ckpt.errors import IncompleteError
 from torch_ckpt.jobs import OpenedCheckpoint, SaveSession
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -447,6 +448,24 @@ def test_without_tensors_objects_are_described(tmp_path: Path) -> None:
             "I8": {"tensors": 1, "bytes": 3},
         }
         assert described["holders"] == [0] * len(objects["names"])
+
+
+def test_files_of_others_are_looked_at_when_opened(tmp_path: Path) -> None:
+    of_ours(tmp_path / "ours", {"a": torch.ones(2)})
+    stock_rows(tmp_path / "stock", torch.ones(4, 1), 4)
+    opened = {name: OpenedCheckpoint(str(tmp_path / name)) for name in ("ours", "stock")}
+    for file in tmp_path.glob("*/*.safetensors"):
+        file.unlink()
+
+    def check(name: str) -> None:
+        which = {"checkpoint": opened[name].id, "check_files": True}
+        _core.describe(which, whole=False, tensors=False)
+
+    check("stock")
+    with pytest.raises(IncompleteError, match="is missing"):
+        check("ours")
+    with pytest.raises(IncompleteError):
+        OpenedCheckpoint(str(tmp_path / "stock"))
 
 
 def test_a_directory_of_neither_is_an_error(tmp_path: Path) -> None:
