@@ -199,6 +199,22 @@ int64_t Catalog::Find(std::string_view name) const {
   return at != entries_.end() && at->name == name ? at - entries_.begin() : -1;
 }
 
+void SortRanges(std::vector<DigestedRange>* ranges) {
+  const auto place = [](const DigestedRange& each) {
+    return std::pair(each.file, each.range.offset);
+  };
+  std::sort(ranges->begin(), ranges->end(),
+            [&](const DigestedRange& a, const DigestedRange& b) {
+              return place(a) < place(b);
+            });
+  const auto end =
+      std::unique(ranges->begin(), ranges->end(),
+                  [&](const DigestedRange& a, const DigestedRange& b) {
+                    return place(a) == place(b);
+                  });
+  ranges->erase(end, ranges->end());
+}
+
 Result<std::vector<Placement>> Catalog::Placements(
     uint32_t entry, std::span<const ManifestFile> files) const {
   const CatalogEntry& e = entries_[entry];

@@ -61,6 +61,15 @@ struct FileRange {
   uint64_t offset = 0, bytes = 0;
 };
 
+// Bytes of a file whose CRC-32 is known, as an archive says it of its entries.
+struct DigestedRange {
+  uint32_t file = 0;
+  FileRange range;
+  uint32_t crc32 = 0;
+};
+// By file and offset, each once.
+void SortRanges(std::vector<DigestedRange>* ranges);
+
 // An archive of torch.save.
 struct TorchArchivePlace {
   uint32_t file = 0;

@@ -38,12 +38,7 @@ class Filler {
         own_(layout_->file_set(), /*verify=*/false, options.output.direct_io,
              std::max(1, options.output.workers)),
         tensors_(&inputs_,
-                 [this](uint32_t e) -> Result<StoredTensor> {
-                   TC_ASSIGN_OR_RETURN(std::vector<Placement> placements,
-                                       source_->Placements(e));
-                   return StoredTensor{source_->catalog().entries()[e],
-                                       std::move(placements)};
-                 }),
+                 [this](uint32_t e) { return FindStoredTensor(*source_, e); }),
         files_(&own_),
         slots_(layout_->files().size()) {}
 

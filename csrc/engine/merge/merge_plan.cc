@@ -83,11 +83,8 @@ MergePlan::Sources::Sources(const std::shared_ptr<const Checkpoint>& checkpoint,
     : inputs(checkpoint, options.verify, options.output.direct_io,
              std::max(1, options.output.workers)),
       tensors(&inputs,
-              [checkpoint](uint32_t e) -> Result<StoredTensor> {
-                TC_ASSIGN_OR_RETURN(std::vector<Placement> placements,
-                                    checkpoint->Placements(e));
-                return StoredTensor{checkpoint->catalog().entries()[e],
-                                    std::move(placements)};
+              [checkpoint](uint32_t e) {
+                return FindStoredTensor(*checkpoint, e);
               }),
       files(&inputs) {}
 

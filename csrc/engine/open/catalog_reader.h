@@ -23,8 +23,10 @@ struct ForeignCatalog {
   std::string_view source;          // how its files are known, in a word
   // Tensors whose shape no file says: what the shards that are there make up.
   std::vector<std::string> hulls;
-  // Those that hold state dicts.
+  // Those that hold state dicts, and the storages in them that tensors are in,
+  // where their CRC-32s are known, sorted.
   std::vector<TorchArchivePlace> archives;
+  std::vector<DigestedRange> storages;
   // Objects that stand in no file, by their names: typed JSON. Their entries
   // are ArchivedObjects of no bytes.
   std::map<std::string, std::string, std::less<>> made_objects;

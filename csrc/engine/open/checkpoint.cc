@@ -180,7 +180,8 @@ Result<Contents> LoadForeign(const DirectoryPtr& directory,
   out.identity = std::move(scan.identity);
   out.hulls = std::move(scan.hulls);
   out.beside = std::move(scan.beside);
-  out.archives = scan.archives;
+  out.archives = std::move(scan.archives);
+  out.storages = std::move(scan.storages);
   out.made_objects = std::move(scan.made_objects);
   return out;
 }
@@ -323,29 +324,54 @@ std::string_view Checkpoint::StoredName(uint32_t entry) const {
   return renamed == has_.stored_names.end() ? name : renamed->second;
 }
 
-Result<Placement> Checkpoint::Resolve(uint32_t entry,
-                                      const Placement& archive) const {
+Result<Checkpoint::Resolved> Checkpoint::Resolve(
+    uint32_t entry, const Placement& archive) const {
   const CatalogEntry& e = catalog().entries()[entry];
-  Placement found;
+  Resolved found;
+  const auto look = [&](const File& file) -> Status {
+    TC_ASSIGN_OR_RETURN(const bool zip, IsTorchArchive(file, archive.offset));
+    if (!zip) {
+      TC_ASSIGN_OR_RETURN(
+          found.placement,
+          blobs_.Resolve(file, archive, StoredName(entry), e.dtype));
+      return {};
+    }
+    TC_ASSIGN_OR_RETURN(TorchArchive::Found in_archive,
+                        ResolveArchive(file, archive, e.dtype));
+    found = {std::move(in_archive.placement), in_archive.storage};
+    return {};
+  };
   const Status resolved = file_set()->UntilSure([&]() -> Status {
     TC_ASSIGN_OR_RETURN(const File file, file_set()->OpenFile(archive.file));
-    TC_ASSIGN_OR_RETURN(const bool zip, IsTorchArchive(file, archive.offset));
-    Result<Placement> looked =
-        zip ? ResolveArchive(file, archive, e.dtype)
-            : blobs_.Resolve(file, archive, StoredName(entry), e.dtype);
-    if (!looked.ok()) {
-      return looked.status().WithFile(file.path() + " from byte " +
-                                      std::to_string(archive.offset) + " on");
-    }
-    found = std::move(looked).value();
-    return {};
+    const Status looked = look(file);
+    if (looked.ok()) return {};
+    return Status(looked).WithFile(file.path() + " from byte " +
+                                   std::to_string(archive.offset) + " on");
   });
   if (!resolved.ok()) return Status(resolved).WithTensor(std::string(e.name));
   return found;
 }
 
-Result<std::vector<Placement>> Checkpoint::Placements(uint32_t entry,
-                                                      const Box* needed) const {
+void Checkpoint::AddStorageOf(const Placement& placement,
+                              std::vector<DigestedRange>* storages) const {
+  // The last one that begins at or before it.
+  const auto after =
+      std::upper_bound(has_.storages.begin(), has_.storages.end(), placement,
+                       [](const Placement& p, const DigestedRange& each) {
+                         return std::pair(p.file, p.offset) <
+                                std::pair(each.file, each.range.offset);
+                       });
+  if (after == has_.storages.begin()) return;
+  const DigestedRange& storage = *(after - 1);
+  if (storage.file == placement.file &&
+      placement.offset < storage.range.offset + storage.range.bytes) {
+    storages->push_back(storage);
+  }
+}
+
+Result<std::vector<Placement>> Checkpoint::Placements(
+    uint32_t entry, const Box* needed,
+    std::vector<DigestedRange>* storages) const {
   Result<std::vector<Placement>> placements =
       catalog().Placements(entry, files());
   if (!placements.ok()) {
@@ -361,8 +387,15 @@ Result<std::vector<Placement>> Checkpoint::Placements(uint32_t entry,
     });
   }
   for (Placement& placement : *placements) {
-    if (placement.kind != PlacementKind::kArchive) continue;
-    TC_ASSIGN_OR_RETURN(placement, Resolve(entry, placement));
+    if (placement.kind == PlacementKind::kArchive) {
+      TC_ASSIGN_OR_RETURN(Resolved found, Resolve(entry, placement));
+      placement = std::move(found.placement);
+      if (storages && found.storage.crc32 != 0) {
+        storages->push_back(found.storage);
+      }
+    } else if (storages) {
+      AddStorageOf(placement, storages);
+    }
   }
   return placements;
 }

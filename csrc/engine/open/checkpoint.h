@@ -54,6 +54,7 @@ class Checkpoint {
     std::vector<std::string> beside;
     // ForeignCatalog's.
     std::vector<TorchArchivePlace> archives;
+    std::vector<DigestedRange> storages = {};
     std::map<std::string, std::string, std::less<>> made_objects = {};
     // What entries are called in the files, where that is another name.
     std::map<std::string, std::string, std::less<>> stored_names = {};
@@ -76,10 +77,12 @@ class Checkpoint {
 
   // Those of a tensor or of what it is an alias of: those that `needed` meets,
   // where that is given. Proves the first time that the owners among all tile
-  // it. None is a kArchive: the archives are looked at. kCorrupt names the
-  // tensor.
-  Result<std::vector<Placement>> Placements(uint32_t entry,
-                                            const Box* needed = nullptr) const;
+  // it. None is a kArchive: the archives are looked at, and the storages that
+  // the placements are in are added to `storages`, where that is given and
+  // their CRC-32s are known. kCorrupt names the tensor.
+  Result<std::vector<Placement>> Placements(
+      uint32_t entry, const Box* needed = nullptr,
+      std::vector<DigestedRange>* storages = nullptr) const;
   // The same, of all boxes, for who looks and does not read: what one rank
   // saved of a DTensor need not tile it.
   Result<std::vector<Placement>> DescribedPlacements(uint32_t entry) const;
@@ -92,8 +95,13 @@ class Checkpoint {
   };
   // All there are; none in a checkpoint of ours.
   Result<std::vector<Archive>> Archives() const;
-  // A kArchive of an entry as what it is in its file.
-  Result<Placement> Resolve(uint32_t entry, const Placement& archive) const;
+  // A kArchive of an entry as what it is in its file, and its storage, of crc32
+  // 0 where nothing is known.
+  struct Resolved {
+    Placement placement;
+    DigestedRange storage;
+  };
+  Result<Resolved> Resolve(uint32_t entry, const Placement& archive) const;
   // Objects that are archived, as typed JSON (docs/format.md, section 7). Each
   // may have an error of its own, which names it. REQUIRES: all are archived.
   Result<std::vector<Result<std::string>>> ArchivedObjects(
@@ -108,6 +116,9 @@ class Checkpoint {
   // Whether they are those of a leaf of a state dict in an archive, which may
   // be what one rank had of a DTensor.
   bool MayBePart(std::span<const Placement> placements) const;
+  // Adds that of Contents::storages that a placement is in.
+  void AddStorageOf(const Placement& placement,
+                    std::vector<DigestedRange>* storages) const;
   // The name that an entry has in the files.
   std::string_view StoredName(uint32_t entry) const;
   // Of what says which boxes there are, for messages.

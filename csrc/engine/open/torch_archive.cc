@@ -140,7 +140,8 @@ Result<std::vector<ZipContent>> TorchArchive::Contents() const {
   return out;
 }
 
-Result<Placement> TorchArchive::Find(const TorchTensor& tensor) const {
+Result<TorchArchive::Found> TorchArchive::Find(
+    const TorchTensor& tensor) const {
   const auto entry =
       entries_.find(stem_ + "data/" + std::string(tensor.storage));
   if (entry == entries_.end()) {
@@ -156,11 +157,13 @@ Result<Placement> TorchArchive::Find(const TorchTensor& tensor) const {
   TC_ASSIGN_OR_RETURN(
       const uint64_t begin,
       ZipContentBegin(AsBytes(header), entry->second, directory_));
-  Placement out;
-  out.kind = PlacementKind::kStridedBox;
-  out.offset = range_.offset + begin + tensor.begin;
-  out.box = Box::Whole(tensor.shape);
-  out.strides = tensor.strides;
+  Found out;
+  out.storage.range = {range_.offset + begin, entry->second.bytes};
+  out.storage.crc32 = entry->second.crc32;
+  out.placement.kind = PlacementKind::kStridedBox;
+  out.placement.offset = range_.offset + begin + tensor.begin;
+  out.placement.box = Box::Whole(tensor.shape);
+  out.placement.strides = tensor.strides;
   return out;
 }
 
@@ -173,7 +176,8 @@ Result<std::string> TorchArchive::Elements(const TorchTensor& tensor) const {
   }
   std::string out(bytes, '\0');
   if (bytes == 0) return out;
-  TC_ASSIGN_OR_RETURN(const Placement found, Find(tensor));
+  TC_ASSIGN_OR_RETURN(const Found placed, Find(tensor));
+  const Placement& found = placed.placement;
   TC_ASSIGN_OR_RETURN(
       const std::string stored,
       Read(found.offset - range_.offset, tensor.end - tensor.begin));
@@ -233,8 +237,9 @@ Result<bool> IsTorchArchive(const File& file, uint64_t offset) {
   return AsText(first) == kMagic;
 }
 
-Result<Placement> ResolveArchive(const File& file, const Placement& placement,
-                                 Dtype dtype) {
+Result<TorchArchive::Found> ResolveArchive(const File& file,
+                                           const Placement& placement,
+                                           Dtype dtype) {
   TC_ASSIGN_OR_RETURN(
       const TorchArchive archive,
       TorchArchive::Open(file, {placement.offset, placement.bytes},
@@ -249,10 +254,10 @@ Result<Placement> ResolveArchive(const File& file, const Placement& placement,
                    tensor.shape.ToString() + " where the metadata says " +
                    DtypeName(dtype) + " " + placement.box.sizes.ToString());
   }
-  TC_ASSIGN_OR_RETURN(Placement found, archive.Find(tensor));
-  found.file = placement.file;
-  found.role = placement.role;
-  found.box = placement.box;
+  TC_ASSIGN_OR_RETURN(TorchArchive::Found found, archive.Find(tensor));
+  found.storage.file = found.placement.file = placement.file;
+  found.placement.role = placement.role;
+  found.placement.box = placement.box;
   return found;
 }
 

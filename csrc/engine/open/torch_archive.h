@@ -41,9 +41,14 @@ class TorchArchive {
   size_t pickle_bytes() const { return pickle_.bytes(); }
   // What all of its entries are, for who verifies them.
   Result<std::vector<ZipContent>> Contents() const;
-  // Where in the file the tensor is: kStridedBox of all of it. Reads the header
-  // of its storage. kCorrupt where that has too few bytes.
-  Result<Placement> Find(const TorchTensor& tensor) const;
+  // Where in the file the tensor is: kStridedBox of all of it, and the storage
+  // that it is in. No `file` is set. Reads the header of the storage. kCorrupt
+  // where that has too few bytes.
+  struct Found {
+    Placement placement;
+    DigestedRange storage;  // of crc32 0 where the writer did not say
+  };
+  Result<Found> Find(const TorchTensor& tensor) const;
   // Its elements in row-major order, for those of objects: kUnsupported where
   // more than 128 MiB were to be read for them.
   Result<std::string> Elements(const TorchTensor& tensor) const;
@@ -83,8 +88,9 @@ inline constexpr uint64_t kMaxObjectPickle = uint64_t{256} << 20;
 Result<bool> IsTorchArchive(const File& file, uint64_t offset);
 
 // `placement`, a kArchive of a tensor of `dtype`, as the kStridedBox that
-// it is. kCorrupt where the archive holds something else.
-Result<Placement> ResolveArchive(const File& file, const Placement& placement,
-                                 Dtype dtype);
+// it is, and its storage. kCorrupt where the archive holds something else.
+Result<TorchArchive::Found> ResolveArchive(const File& file,
+                                           const Placement& placement,
+                                           Dtype dtype);
 
 }  // namespace torch_ckpt

@@ -31,7 +31,10 @@ Status PlaceDTensor(const TorchArchive& archive, const TorchRebuild& rebuild,
                    boxes.status().message());
   }
   *boxes_left -= boxes->size();
-  TC_ASSIGN_OR_RETURN(const Placement local, archive.Find(found.local));
+  TC_ASSIGN_OR_RETURN(const TorchArchive::Found placed,
+                      archive.Find(found.local));
+  const Placement& local = placed.placement;
+  leaf->storage = placed.storage;
   leaf->dtype = found.local.dtype;
   leaf->shape = found.shape;
   uint64_t elements = 0;
@@ -69,10 +72,11 @@ Status PlaceTensor(const TorchArchive& archive, const PickleValue& value,
     return PlaceDTensor(archive, rebuild, boxes_left, leaf);
   }
   TC_ASSIGN_OR_RETURN(const TorchTensor tensor, ReadTorchTensor(value));
-  TC_ASSIGN_OR_RETURN(Placement placement, archive.Find(tensor));
+  TC_ASSIGN_OR_RETURN(TorchArchive::Found placed, archive.Find(tensor));
   leaf->dtype = tensor.dtype;
   leaf->shape = tensor.shape;
-  leaf->placements.push_back(std::move(placement));
+  leaf->storage = placed.storage;
+  leaf->placements.push_back(std::move(placed.placement));
   return {};
 }
 
@@ -136,6 +140,10 @@ Result<uint32_t> TorchLeavesAdder::AddTensor(uint32_t number,
     placement.file = number;
     TC_RETURN_IF_ERROR(catalog_->AddPlacement(entry, placement));
   }
+  if (leaf.storage.crc32 != 0) {
+    storages_.push_back(leaf.storage);
+    storages_.back().file = number;
+  }
   return entry;
 }
 
@@ -198,6 +206,8 @@ Status TorchLeavesAdder::Finish(ForeignCatalog* out) {
     TC_RETURN_IF_ERROR(catalog_->AddObject(name, 0, ArchivedObject{}).status());
     out->made_objects[name] = structure;
   }
+  out->storages = std::move(storages_);
+  SortRanges(&out->storages);
   TC_ASSIGN_OR_RETURN(out->catalog,
                       Catalog::From(std::move(*catalog_), out->files));
   return {};

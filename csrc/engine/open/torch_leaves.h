@@ -22,6 +22,7 @@ struct TorchLeaf {
   Dtype dtype = Dtype::kU8;
   Dims shape;
   std::vector<Placement> placements;
+  DigestedRange storage;  // that these are in
 };
 
 struct TorchLeaves {
@@ -66,6 +67,7 @@ class TorchLeavesAdder {
   std::map<Place, std::string> places_;
   std::vector<StateContainer> containers_;
   std::map<std::string, size_t> by_path_;
+  std::vector<DigestedRange> storages_;
 };
 
 }  // namespace torch_ckpt

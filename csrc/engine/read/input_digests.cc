@@ -4,7 +4,7 @@
 #include <string>
 
 #include "base/checked.h"
-#include "engine/open/archive_contents.h"
+#include "os/byte_source.h"
 #include "runtime/arena.h"
 #include "runtime/crc32.h"
 #include "runtime/crc32c.h"
@@ -12,17 +12,38 @@
 
 namespace torch_ckpt {
 
+namespace {
+
+constexpr uint64_t kStep = uint64_t{8} << 20;
+
+// Of bytes [begin, end), which are read for it.
+Result<uint32_t> Crc32Of(const ByteSource& source, uint64_t begin, uint64_t end,
+                         Job* job) {
+  TC_ASSIGN_OR_RETURN(const ArenaLease lease,
+                      LeaseBuffer(kStep + ByteSource::kSlack, job));
+  uint32_t crc = 0;
+  for (uint64_t at = begin; at < end; at += kStep) {
+    if (job->cancelled()) return Cancelled("the job was cancelled");
+    const uint64_t to = std::min(at + kStep, end);
+    TC_ASSIGN_OR_RETURN(const std::byte* const bytes,
+                        source.Read(at, to, lease.span()));
+    crc = Crc32(crc, bytes, to - at);
+  }
+  return crc;
+}
+
+}  // namespace
+
+DigestKind DigestsOf(const Checkpoint& checkpoint, bool verify) {
+  if (!verify) return DigestKind::kNone;
+  if (checkpoint.file_set()->has_digests()) return DigestKind::kSegments;
+  return checkpoint.HasArchives() ? DigestKind::kArchives : DigestKind::kNone;
+}
+
 void InputDigests::Add(int worker, uint32_t file, uint64_t offset,
                        const std::byte* data, uint64_t size) {
   if (kind_ == DigestKind::kArchives) {
-    Digests& digests = digests_[static_cast<size_t>(worker)];
-    const bool goes_on = !digests.empty() && digests.back().file == file &&
-                         digests.back().offset + digests.back().size == offset;
-    if (!goes_on) digests.push_back({file, 0, offset, 0});
-    Digest& last = digests.back();
-    last.crc = Crc32(last.crc, data, size);
-    last.size += size;
-    return;
+    Add(worker, file, offset, Crc32(0, data, size), size);
   }
   while (kind_ == DigestKind::kSegments && size > 0) {
     const uint64_t cut = RoundDown(offset, kSegmentBytes) + kSegmentBytes;
@@ -34,23 +55,25 @@ void InputDigests::Add(int worker, uint32_t file, uint64_t offset,
   }
 }
 
-void InputDigests::Add(int worker, uint32_t file, uint64_t offset,
-                       uint32_t crc32c, uint64_t size) {
-  Digests& digests = digests_[static_cast<size_t>(worker)];
+void InputDigests::Add(int worker, uint32_t file, uint64_t offset, uint32_t crc,
+                       uint64_t size) {
+  Digests& digests = workers_[static_cast<size_t>(worker)].digests;
+  const bool archives = kind_ == DigestKind::kArchives;
   // Runs mostly continue where the last one ended.
   if (!digests.empty() && digests.back().file == file &&
       digests.back().offset + digests.back().size == offset &&
-      offset % kSegmentBytes != 0) {
+      (archives || offset % kSegmentBytes != 0)) {
     Digest& last = digests.back();
-    last.crc = Crc32cCombine(last.crc, crc32c, size);
+    last.crc = archives ? Crc32Combine(last.crc, crc, size)
+                        : Crc32cCombine(last.crc, crc, size);
     last.size += size;
   } else {
-    digests.push_back({file, crc32c, offset, size});
+    digests.push_back({file, crc, offset, size});
   }
 }
 
 void InputDigests::Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi) {
-  Digests& digests = digests_[static_cast<size_t>(worker)];
+  Digests& digests = workers_[static_cast<size_t>(worker)].digests;
   // An empty one marks what it is in; it never completes a tiling.
   if (kind_ == DigestKind::kArchives) digests.push_back({file, 0, lo, 0});
   if (kind_ != DigestKind::kSegments) return;
@@ -60,15 +83,31 @@ void InputDigests::Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi) {
   }
 }
 
-InputDigests::Digests InputDigests::Sorted() {
+void InputDigests::Expect(int worker, std::span<const DigestedRange> ranges) {
+  if (kind_ != DigestKind::kArchives) return;
+  auto& expected = workers_[static_cast<size_t>(worker)].expected;
+  expected.insert(expected.end(), ranges.begin(), ranges.end());
+}
+
+InputDigests::Digests InputDigests::SortedDigests() {
   Digests sorted;
-  for (Digests& of_worker : digests_) {
-    sorted.insert(sorted.end(), of_worker.begin(), of_worker.end());
-    of_worker.clear();
+  for (Worker& worker : workers_) {
+    sorted.insert(sorted.end(), worker.digests.begin(), worker.digests.end());
+    worker.digests.clear();
   }
   std::sort(sorted.begin(), sorted.end(), [](const Digest& a, const Digest& b) {
     return a.file != b.file ? a.file < b.file : a.offset < b.offset;
   });
+  return sorted;
+}
+
+std::vector<DigestedRange> InputDigests::SortedRanges() {
+  std::vector<DigestedRange> sorted;
+  for (Worker& worker : workers_) {
+    sorted.insert(sorted.end(), worker.expected.begin(), worker.expected.end());
+    worker.expected.clear();
+  }
+  SortRanges(&sorted);
   return sorted;
 }
 
@@ -93,7 +132,7 @@ std::optional<uint32_t> InputDigests::Joined(const Digests& sorted,
 
 Status InputDigests::CheckSegments(OpenFiles* files, const Job* job) {
   const FileSet& set = files->set();
-  const Digests digests = Sorted();
+  const Digests digests = SortedDigests();
   ArenaLease scratch;
   for (size_t i = 0; i < digests.size();) {
     const uint32_t file = digests[i].file;
@@ -126,53 +165,40 @@ Status InputDigests::CheckSegments(OpenFiles* files, const Job* job) {
   return {};
 }
 
-Status InputDigests::CheckArchives(const Checkpoint& checkpoint,
-                                   OpenFiles* files, Job* job) {
-  const Digests digests = Sorted();
-  TC_ASSIGN_OR_RETURN(const std::vector<Checkpoint::Archive> archives,
-                      checkpoint.Archives());
-  // The first one from there on.
-  const auto first = [&](uint32_t file, uint64_t offset) {
+Status InputDigests::CheckArchives(OpenFiles* files, Untiled untiled,
+                                   Job* job) {
+  const Digests digests = SortedDigests();
+  const std::vector<DigestedRange> ranges = SortedRanges();
+  const auto check = [&](const DigestedRange& range) -> Status {
+    const uint64_t begin = range.range.offset;
+    const uint64_t end = begin + range.range.bytes;
     const auto at = std::partition_point(
         digests.begin(), digests.end(), [&](const Digest& digest) {
-          return digest.file != file ? digest.file < file
-                                     : digest.offset < offset;
+          return digest.file != range.file ? digest.file < range.file
+                                           : digest.offset < begin;
         });
-    return static_cast<size_t>(at - digests.begin());
+    if (at == digests.end() || at->file != range.file || at->offset >= end) {
+      return {};
+    }
+    std::optional<uint32_t> crc =
+        Joined(digests, static_cast<size_t>(at - digests.begin()), range.file,
+               begin, end);
+    if (!crc && untiled == Untiled::kPassedOver) return {};
+    TC_ASSIGN_OR_RETURN(const auto source, files->Get(range.file));
+    if (!crc) {
+      TC_ASSIGN_OR_RETURN(crc, Crc32Of(*source, begin, end, job));
+    }
+    if (*crc == range.crc32) return {};
+    return files->set().Explain(
+        Corrupt("the entry of the archive at bytes " + std::to_string(begin) +
+                " to " + std::to_string(end) + " does not match its CRC-32")
+            .WithFile(source->path()));
   };
-  const auto touched = [&](uint32_t file, FileRange range) {
-    const size_t at = first(file, range.offset);
-    return at < digests.size() && digests[at].file == file &&
-           digests[at].offset < range.offset + range.bytes;
-  };
-  const auto check = [&](uint32_t file, const ZipContent& content) -> Status {
-    const auto [offset, bytes] = content.range;
-    // Who saves without them writes 0.
-    if (content.crc32 == 0 || !touched(file, content.range)) return {};
-    const std::optional<uint32_t> crc =
-        Joined(digests, first(file, offset), file, offset, offset + bytes);
-    TC_ASSIGN_OR_RETURN(const auto source, files->Get(file));
-    if (crc) return CheckContent(source->path(), content, *crc);
-    TC_ASSIGN_OR_RETURN(const ArenaLease lease,
-                        LeaseBuffer(kContentScratch, job));
-    return CheckContent(*source, content, lease.span(), job, [](uint64_t) {});
-  };
-  return ForEachItem(
-      static_cast<int>(digests_.size()), static_cast<int64_t>(archives.size()),
-      job, [&](int64_t i, int) -> Status {
-        const Checkpoint::Archive& one = archives[static_cast<size_t>(i)];
-        const Placement& placement = one.placement;
-        if (!touched(placement.file, {placement.offset, placement.bytes})) {
-          return {};
-        }
-        TC_ASSIGN_OR_RETURN(const std::vector<ZipContent> contents,
-                            ContentsOf(checkpoint, one));
-        for (const ZipContent& content : contents) {
-          const Status status = check(placement.file, content);
-          if (!status.ok()) return files->set().Explain(status);
-        }
-        return {};
-      });
+  return ForEachItem(static_cast<int>(workers_.size()),
+                     static_cast<int64_t>(ranges.size()), job,
+                     [&](int64_t i, int) -> Status {
+                       return check(ranges[static_cast<size_t>(i)]);
+                     });
 }
 
 }  // namespace torch_ckpt

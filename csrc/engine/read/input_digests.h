@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "engine/open/checkpoint.h"
@@ -19,10 +20,16 @@ enum class DigestKind : uint8_t {
   kArchives,  // archives of torch.save: CRC-32 of every entry
 };
 
+// Those of a checkpoint, where what is read is to be verified.
+DigestKind DigestsOf(const Checkpoint& checkpoint, bool verify);
+
+// What becomes of a range of an archive that was not read as a whole, once.
+enum class Untiled : uint8_t { kReadAgain, kPassedOver };
+
 class InputDigests {
  public:
   InputDigests(int workers, DigestKind kind)
-      : kind_(kind), digests_(static_cast<size_t>(workers)) {}
+      : kind_(kind), workers_(static_cast<size_t>(workers)) {}
 
   DigestKind kind() const { return kind_; }
 
@@ -30,22 +37,22 @@ class InputDigests {
   // calls with its own number, so no lock is taken.
   void Add(int worker, uint32_t file, uint64_t offset, const std::byte* data,
            uint64_t size);
-  // The same of bytes in one segment that are known by their CRC-32C. REQUIRES:
-  // kSegments.
-  void Add(int worker, uint32_t file, uint64_t offset, uint32_t crc32c,
+  // The same of bytes that are known by their CRC: of kSegments in one segment
+  // by their CRC-32C, of kArchives by their CRC-32.
+  void Add(int worker, uint32_t file, uint64_t offset, uint32_t crc,
            uint64_t size);
   // Bytes of [lo, hi) were used, but not in a form that Add can digest.
   void Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi);
+  // Of kArchives: what bytes that are read may be in.
+  void Expect(int worker, std::span<const DigestedRange> ranges);
 
   // Compares every segment that was touched. One whose digests do not tile it
   // exactly (a stretch was read twice, left out, or on another rank) is read
   // again. kCorrupt names the file; kCancelled where `job` was. REQUIRES:
   // kSegments.
   Status CheckSegments(OpenFiles* files, const Job* job);
-  // The same of entries of the archives of `checkpoint`, which has these files.
-  // REQUIRES: kArchives.
-  Status CheckArchives(const Checkpoint& checkpoint, OpenFiles* files,
-                       Job* job);
+  // The same of the ranges that were expected. REQUIRES: kArchives.
+  Status CheckArchives(OpenFiles* files, Untiled untiled, Job* job);
 
  private:
   struct Digest {
@@ -54,9 +61,14 @@ class InputDigests {
     uint64_t offset, size;
   };
   using Digests = std::vector<Digest>;
+  struct Worker {
+    Digests digests;
+    std::vector<DigestedRange> expected;
+  };
 
-  // Of all workers, by file and offset; they are gone from digests_ then.
-  Digests Sorted();
+  // Of all workers, by file and offset; they are gone there then.
+  Digests SortedDigests();
+  std::vector<DigestedRange> SortedRanges();
   // The digests in [begin, end) of a file, from position `first` on in sorted
   // ones, as one; nullopt where they do not tile it.
   std::optional<uint32_t> Joined(const Digests& sorted, size_t first,
@@ -64,7 +76,7 @@ class InputDigests {
                                  uint64_t end) const;
 
   const DigestKind kind_;
-  std::vector<Digests> digests_;  // by worker
+  std::vector<Worker> workers_;
 };
 
 }  // namespace torch_ckpt

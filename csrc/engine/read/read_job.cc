@@ -3,13 +3,16 @@
 #include <algorithm>
 #include <atomic>
 #include <map>
+#include <span>
 
 #include "base/checked.h"
 #include "engine/open/open_files.h"
+#include "engine/read/input_digests.h"
 #include "engine/read/read_plan.h"
 #include "plan/clip.h"
 #include "plan/copy_run.h"
 #include "runtime/arena.h"
+#include "runtime/crc32.h"
 #include "runtime/crc32c.h"
 #include "runtime/workers.h"
 
@@ -65,11 +68,15 @@ uint64_t BytesOf(const ReadCell& cell) {
 // One cell at a time, on one thread.
 class CellReader {
  public:
+  // `digests`: of the manifest, null where what is read is not compared with
+  // them. `storages`: those of the file whose CRC-32s are wanted, sorted.
   // `neighbours`, see ReadPlan.
   CellReader(const ByteSource& file, const ManifestFile* digests,
-             uint64_t file_bytes, bool neighbours, MutableByteSpan scratch)
+             std::span<const DigestedRange> storages, uint64_t file_bytes,
+             bool neighbours, MutableByteSpan scratch)
       : file_(file),
         digests_(digests),
+        storages_(storages),
         file_bytes_(file_bytes),
         neighbours_(neighbours),
         scratch_(scratch) {}
@@ -87,10 +94,21 @@ class CellReader {
   void CountLost() const {
     for (const auto& [cast, lost] : lost_) cast->AddLost(lost);
   }
+  // The same of CRC-32s.
+  void AddSums(int worker, uint32_t file, InputDigests* to) const {
+    for (const Summed& each : sums_) {
+      to->Add(worker, file, each.offset, each.crc32, each.bytes);
+    }
+  }
   uint64_t bytes_read() const { return read_; }
   uint64_t bytes_verified() const { return verified_; }
 
  private:
+  struct Summed {
+    uint64_t offset, bytes;
+    uint32_t crc32;
+  };
+
   // What to read: whole segments when they are verified, else what is needed
   // with small gaps filled.
   std::vector<Range> Ranges(const ReadCell& cell) const {
@@ -194,6 +212,7 @@ class CellReader {
           }
         }
         if (rest) bytes = rest + (at - rest_lo);
+        Sum(at, hi, bytes);
         if (target) {
           // Faster than reading straight into the target, digest and all.
           digest = Crc32cCopy(digest, target, bytes, hi - at);
@@ -208,6 +227,22 @@ class CellReader {
     }
     read_ += range.hi - range.lo;
     return {};
+  }
+
+  // Takes the CRC-32 of what each storage has in [lo, hi) of `bytes`.
+  void Sum(uint64_t lo, uint64_t hi, const std::byte* bytes) {
+    auto storage = std::partition_point(
+        storages_.begin(), storages_.end(), [&](const DigestedRange& each) {
+          return each.range.offset + each.range.bytes <= lo;
+        });
+    for (; storage != storages_.end() && storage->range.offset < hi;
+         ++storage) {
+      const uint64_t from = std::max(lo, storage->range.offset);
+      const uint64_t to =
+          std::min(hi, storage->range.offset + storage->range.bytes);
+      sums_.push_back(
+          {from, to - from, Crc32(0, bytes + (from - lo), to - from)});
+    }
   }
 
   // To every run but `done`, which has the bytes already.
@@ -238,15 +273,28 @@ class CellReader {
 
   const ByteSource& file_;
   const ManifestFile* digests_;
+  const std::span<const DigestedRange> storages_;
   const uint64_t file_bytes_;
   const bool neighbours_;
   const MutableByteSpan scratch_;
   Readers readers_ = Readers::kThisProcess;
   std::vector<Run> parts_;
   std::map<CastTarget*, uint64_t> lost_;
+  std::vector<Summed> sums_;
   size_t first_ = 0;  // of the cell's runs that still need bytes
   uint64_t read_ = 0, verified_ = 0;
 };
+
+// Those of one file among sorted ones.
+std::span<const DigestedRange> StoragesOf(std::span<const DigestedRange> sorted,
+                                          uint32_t file) {
+  const auto [first, last] =
+      std::equal_range(sorted.begin(), sorted.end(), DigestedRange{file, {}, 0},
+                       [](const DigestedRange& a, const DigestedRange& b) {
+                         return a.file < b.file;
+                       });
+  return {first, last};
+}
 
 }  // namespace
 
@@ -270,10 +318,15 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
   const int workers = static_cast<int>(
       std::min<size_t>(static_cast<size_t>(std::max(1, plan.workers)),
                        std::max<size_t>(1, cells.size())));
+  InputDigests sums(workers, DigestsOf(*checkpoint, plan.verify));
+  const bool archives = sums.kind() == DigestKind::kArchives;
+  if (!archives) planned.storages.clear();
+  SortRanges(&planned.storages);
+  sums.Expect(0, planned.storages);
   std::atomic<uint64_t> read{0}, verified{0};
   TC_RETURN_IF_ERROR(ForEachItem(
       workers, static_cast<int64_t>(cells.size()), job,
-      [&](int64_t i, int) -> Status {
+      [&](int64_t i, int worker) -> Status {
         const ReadCell& cell = cells[static_cast<size_t>(i)];
         // For one cell at a time: more workers than the budget holds just wait.
         TC_ASSIGN_OR_RETURN(const ArenaLease lease,
@@ -281,10 +334,12 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
         const ManifestFile& listed = checkpoint->files()[cell.file];
         TC_RETURN_IF_ERROR(files.Read(cell.file, [&](const ByteSource& file) {
           CellReader reader(file, digests(listed) ? &listed : nullptr,
+                            StoragesOf(planned.storages, cell.file),
                             listed.bytes, plan.neighbours, lease.span());
           Status status = reader.Read(cell);
           if (!status.ok()) return status;
           reader.CountLost();
+          reader.AddSums(worker, cell.file, &sums);
           read += reader.bytes_read();
           verified += reader.bytes_verified();
           return Status();
@@ -293,6 +348,9 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
         return {};
       }));
   TC_RETURN_IF_ERROR(files.CheckUnchanged());
+  if (archives) {
+    TC_RETURN_IF_ERROR(sums.CheckArchives(&files, Untiled::kPassedOver, job));
+  }
   for (CastTarget& cast : planned.casts) TC_RETURN_IF_ERROR(cast.Finish());
   report.bytes_read = read;
   report.bytes_verified = verified;

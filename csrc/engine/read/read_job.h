@@ -38,8 +38,9 @@ struct ReadItem {
 struct ReadPlan {
   std::vector<ReadItem> items;
   int workers = 2;
-  // Compare every segment that is touched with its CRC-32C; where a manifest
-  // has none (directories that are not ours) there is nothing to compare.
+  // Compare every segment that is touched with its CRC-32C; of archives, every
+  // storage that is read as a whole with its CRC-32. Safetensors of others have
+  // nothing to compare.
   bool verify = true;
   bool direct_io = true;  // large ranges past the page cache, where that goes
   // Whether other processes of this machine read the same checkpoint. Then what

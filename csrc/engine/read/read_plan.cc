@@ -80,7 +80,7 @@ Result<StridedBox> CastBox(const UnitView& view, Dtype from,
 }
 
 Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
-                  const TargetTensor& target, std::deque<CastTarget>* casts,
+                  const TargetTensor& target, PlannedReads* planned,
                   std::vector<CellRun>* out) {
   const Catalog& catalog = checkpoint.catalog();
   const int64_t id = catalog.Find(item.name);
@@ -102,13 +102,13 @@ Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
                               : TargetBox(wanted, target));
   CastTarget* cast = nullptr;
   if (is_cast) {
-    cast = &casts->emplace_back(item.name, target.data, entry.dtype,
-                                *target.cast_to);
+    cast = &planned->casts.emplace_back(item.name, target.data, entry.dtype,
+                                        *target.cast_to);
   }
   uint64_t found = 0;
-  TC_ASSIGN_OR_RETURN(
-      const std::vector<Placement> placements,
-      checkpoint.Placements(static_cast<uint32_t>(id), &item.box));
+  TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                      checkpoint.Placements(static_cast<uint32_t>(id),
+                                            &item.box, &planned->storages));
   for (const Placement& placement : placements) {
     // Owners tile the tensor; replicas repeat what an owner has.
     if (placement.role == PlacementRole::kReplica) continue;
@@ -170,10 +170,9 @@ Result<PlannedReads> PlanReads(const Checkpoint& checkpoint,
       return InvalidArgument("has no target").WithTensor(item.name);
     }
     const TargetTensor& target = targets[item.target];
-    Status status =
-        item.file.empty()
-            ? PlanTensor(checkpoint, item, target, &planned.casts, &runs)
-            : PlanFile(checkpoint, item, target, &runs);
+    Status status = item.file.empty()
+                        ? PlanTensor(checkpoint, item, target, &planned, &runs)
+                        : PlanFile(checkpoint, item, target, &runs);
     if (!status.ok()) {
       return std::move(status).WithTensor(item.name).WithFile(
           checkpoint.path());

@@ -31,6 +31,8 @@ struct ReadCell {
 };
 
 struct PlannedReads {
+  // What cells may be in (Checkpoint::Placements).
+  std::vector<DigestedRange> storages;
   std::vector<ReadCell> cells;
   std::deque<CastTarget> casts;  // cells point there
 };

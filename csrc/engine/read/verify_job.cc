@@ -5,9 +5,10 @@
 #include <set>
 #include <vector>
 
-#include "engine/open/archive_contents.h"
 #include "engine/open/open_files.h"
+#include "engine/open/torch_archive.h"
 #include "runtime/arena.h"
+#include "runtime/crc32.h"
 #include "runtime/crc32c.h"
 #include "runtime/workers.h"
 
@@ -31,6 +32,48 @@ Status CheckSegments(const ByteSource& source, const ManifestFile& file,
     }
   }
   return {};
+}
+
+// One entry of an archive.
+Status CheckContent(const ByteSource& source, const ZipContent& content,
+                    MutableByteSpan scratch, Job* job) {
+  uint32_t crc = 0;
+  const uint64_t end = content.range.offset + content.range.bytes;
+  for (uint64_t at = content.range.offset; at < end; at += kStep) {
+    if (job->cancelled()) return Cancelled("the job was cancelled");
+    const uint64_t to = std::min(at + kStep, end);
+    TC_ASSIGN_OR_RETURN(const std::byte* const bytes,
+                        source.Read(at, to, scratch));
+    crc = Crc32(crc, bytes, to - at);
+    job->AddDone(to - at);
+  }
+  if (crc == content.crc32) return {};
+  return Corrupt("the entry " + content.name +
+                 " of the archive does not match its CRC-32, from byte " +
+                 std::to_string(content.range.offset) + " on")
+      .WithFile(source.path());
+}
+
+Result<std::vector<ZipContent>> ContentsOf(const Checkpoint& checkpoint,
+                                           const Checkpoint::Archive& one) {
+  const Placement& placement = one.placement;
+  if (one.tensor) {
+    TC_RETURN_IF_ERROR(checkpoint.Resolve(*one.tensor, placement).status());
+  }
+  TC_ASSIGN_OR_RETURN(const File file,
+                      checkpoint.file_set()->OpenFile(placement.file));
+  const auto contents = [&]() -> Result<std::vector<ZipContent>> {
+    TC_ASSIGN_OR_RETURN(const bool zip, IsTorchArchive(file, placement.offset));
+    // A blob of safetensors has no digests.
+    if (!zip) return std::vector<ZipContent>();
+    TC_ASSIGN_OR_RETURN(
+        const TorchArchive archive,
+        TorchArchive::Open(file, {placement.offset, placement.bytes},
+                           kMaxObjectPickle));
+    return archive.Contents();
+  }();
+  if (!contents.ok()) return contents.status().WithFile(file.path());
+  return contents;
 }
 
 // Of a checkpoint without digests, what its archives say of themselves.
@@ -57,7 +100,7 @@ Result<VerifyReport> VerifyArchives(const Checkpoint& checkpoint,
         const Checkpoint::Archive& one = archives[static_cast<size_t>(i)];
         const Placement& placement = one.placement;
         TC_ASSIGN_OR_RETURN(const ArenaLease lease,
-                            LeaseBuffer(kContentScratch, job));
+                            LeaseBuffer(kStep + ByteSource::kSlack, job));
         TC_ASSIGN_OR_RETURN(const std::vector<ZipContent> contents,
                             ContentsOf(checkpoint, one));
         uint64_t of_archive = 0;
@@ -66,8 +109,7 @@ Result<VerifyReport> VerifyArchives(const Checkpoint& checkpoint,
           if (content.crc32 == 0) continue;
           TC_RETURN_IF_ERROR(
               files.Read(placement.file, [&](const ByteSource& source) {
-                return CheckContent(source, content, lease.span(), job,
-                                    [&](uint64_t n) { job->AddDone(n); });
+                return CheckContent(source, content, lease.span(), job);
               }));
           of_archive += content.range.bytes;
         }

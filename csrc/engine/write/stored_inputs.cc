@@ -12,12 +12,6 @@ namespace {
 // Below this a run is not worth a digest of its own.
 constexpr uint64_t kMinStream = uint64_t{64} << 10;
 
-DigestKind KindOf(const Checkpoint& checkpoint, bool verify) {
-  if (!verify) return DigestKind::kNone;
-  if (checkpoint.file_set()->has_digests()) return DigestKind::kSegments;
-  return checkpoint.HasArchives() ? DigestKind::kArchives : DigestKind::kNone;
-}
-
 bool DenseSource(const Run& run) { return run.SrcSpan() == run.TotalBytes(); }
 
 }  // namespace
@@ -29,11 +23,10 @@ StoredInputs::StoredInputs(std::shared_ptr<const FileSet> files, bool verify,
                             ? DigestKind::kSegments
                             : DigestKind::kNone) {}
 
-StoredInputs::StoredInputs(std::shared_ptr<const Checkpoint> checkpoint,
+StoredInputs::StoredInputs(const std::shared_ptr<const Checkpoint>& checkpoint,
                            bool verify, bool direct_io, int workers)
-    : checkpoint_(std::move(checkpoint)),
-      files_(checkpoint_->file_set(), direct_io),
-      digests_(workers, KindOf(*checkpoint_, verify)) {}
+    : files_(checkpoint->file_set(), direct_io),
+      digests_(workers, DigestsOf(*checkpoint, verify)) {}
 
 Status StoredInputs::Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
                           FillBuffer* buffer) {
@@ -147,7 +140,7 @@ Status StoredInputs::Check(Job* job) {
     case DigestKind::kSegments:
       return digests_.CheckSegments(&files_, job);
     case DigestKind::kArchives:
-      return digests_.CheckArchives(*checkpoint_, &files_, job);
+      return digests_.CheckArchives(&files_, Untiled::kReadAgain, job);
     case DigestKind::kNone:
       break;
   }

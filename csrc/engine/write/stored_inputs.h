@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "engine/open/open_files.h"
@@ -28,13 +29,18 @@ class StoredInputs {
   StoredInputs(std::shared_ptr<const FileSet> files, bool verify,
                bool direct_io, int workers);
   // The same of a checkpoint, whose archives may say digests instead.
-  StoredInputs(std::shared_ptr<const Checkpoint> checkpoint, bool verify,
+  StoredInputs(const std::shared_ptr<const Checkpoint>& checkpoint, bool verify,
                bool direct_io, int workers);
 
   // Fills the buffer with what the runs are; sorts them. From several threads
   // at once, for different workers.
   Status Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
               FillBuffer* buffer);
+
+  // What is read may be in these ranges, which are compared as a whole.
+  void Expect(int worker, std::span<const DigestedRange> ranges) {
+    digests_.Expect(worker, ranges);
+  }
 
   // When all is read: whether the files are still those that were opened, and
   // what was read of them is what their digests say. kCorrupt names a file
@@ -53,7 +59,6 @@ class StoredInputs {
   Status FetchWindows(const ByteSource& source, const Run& run,
                       MutableByteSpan scratch, FillBuffer* buffer);
 
-  const std::shared_ptr<const Checkpoint> checkpoint_;  // null: of files alone
   OpenFiles files_;
   InputDigests digests_;
 };

@@ -101,12 +101,22 @@ class TensorRuns {
 
 }  // namespace
 
+Result<StoredTensor> FindStoredTensor(const Checkpoint& checkpoint,
+                                      uint32_t entry) {
+  StoredTensor out;
+  out.entry = checkpoint.catalog().entries()[entry];
+  TC_ASSIGN_OR_RETURN(out.placements,
+                      checkpoint.Placements(entry, nullptr, &out.storages));
+  return out;
+}
+
 Status StoredTensors::Fill(const std::vector<Stretch>& stretches,
                            MutableByteSpan scratch, FillBuffer* buffer) {
   std::vector<StoredRun> runs;
   for (const Stretch& stretch : stretches) {
     TC_ASSIGN_OR_RETURN(StoredTensor found,
                         find_(static_cast<uint32_t>(stretch.index)));
+    inputs_->Expect(buffer->worker(), found.storages);
     TC_ASSIGN_OR_RETURN(TensorRuns tensor,
                         TensorRuns::Make(std::move(found), &runs));
     TC_RETURN_IF_ERROR(

@@ -14,7 +14,13 @@ namespace torch_ckpt {
 struct StoredTensor {
   CatalogEntry entry;
   std::vector<Placement> placements;  // the owners among these tile it
+  // That these are in, where CRC-32s of such are known.
+  std::vector<DigestedRange> storages = {};
 };
+
+// An entry of a checkpoint. Errors are those of Checkpoint::Placements.
+Result<StoredTensor> FindStoredTensor(const Checkpoint& checkpoint,
+                                      uint32_t entry);
 
 // Things are tensors, whole, in row-major order.
 class StoredTensors final : public Provider {

@@ -57,8 +57,9 @@ class CheckpointReader(StockReader):
 
     format: what the checkpoint is read as: "torch_ckpt", "hf", "dcp" or "torch"; None to find out
         by the names in the directory.
-    verify: compare every segment (1 MiB of a file) that is read with its CRC-32C. Directories that
-        are not ours have no digests.
+    verify: compare every segment (1 MiB of a file) that is read with its CRC-32C, and in files of
+        torch.save and stock DCP every storage that is read as a whole with its CRC-32. Safetensors
+        of others have no digests.
     strict_dtype: refuse a target whose dtype is not the stored one.
     allow_pickle: unpickle leaves that were saved with allow_pickle, and let stock's planners and
         ours unpickle what a planner of the user's has packed. Never do that with a checkpoint that

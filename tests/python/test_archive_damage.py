@@ -1,4 +1,4 @@
-"""convert of archives whose bytes are not what their CRC-32s say."""
+"""Archives whose bytes are not what their CRC-32s say, converted and loaded."""
 
 from __future__ import annotations
 
@@ -87,6 +87,41 @@ def test_every_flipped_bit_is_found(tmp_path: Path, saver: Any) -> None:
     flip(*found[0][:2])
     for to in TARGETS:
         torch_ckpt.convert(source, tmp_path / f"whole-{to}", to)
+
+
+@pytest.mark.parametrize("saver", [of_torch, of_dcp])
+def test_loads_compare_what_they_read_as_a_whole(tmp_path: Path, saver: Any) -> None:
+    tensors = {
+        "large": torch.randn(3000, 1100),
+        "half": torch.randn(70, 90).bfloat16(),
+        "small": torch.arange(5),
+    }
+    source = saver(tmp_path / "source", tensors)
+
+    def loads(**options: Any) -> None:
+        target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        verified = {} if options else {"path": source}
+        reader = torch_ckpt.CheckpointReader(source, **options)
+        torch_ckpt.load(target, **(verified or {"storage_reader": reader}), no_dist=True)
+        cast = {name: torch.zeros_like(tensor).float() for name, tensor in tensors.items()}
+        reader = torch_ckpt.CheckpointReader(source, **options)
+        dcp.load(cast, storage_reader=reader, no_dist=True)
+        assert not options or torch.equal(target["large"], cast["large"])
+
+    loads()
+    for file, begin, end in storages(source):
+        for at in (begin, end - 1):
+            flip(file, at)
+            with pytest.raises(torch_ckpt.CorruptError, match="does not match its CRC-32") as error:
+                loads()
+            assert error.value.file is not None and error.value.file.endswith(file.name)
+            loads(verify=False)
+            opened = torch_ckpt.open(source)
+            with pytest.raises(torch_ckpt.CorruptError, match="CRC-32"):
+                [opened[name][...] for name in tensors]
+            opened["large"][1000:1001]  # the rest of the storage is not read for it
+            flip(file, at)
+    loads()
 
 
 def test_casts_and_other_names_are_compared_too(tmp_path: Path) -> None:
