@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "os/call.h"
+#include "os/memory.h"
 #include "os/names.h"
 #include "os/path.h"
 #include "os/patience.h"
@@ -248,6 +249,8 @@ Status Directory::Sync() const { return file_.Sync(); }
 Result<std::string> Directory::ReadFile(const std::string& name,
                                         uint64_t max_bytes) const {
   constexpr size_t kStep = size_t{64} << 10;
+  // So much the allocator maps by itself, and unmaps when it is freed.
+  constexpr size_t kMappedText = size_t{64} << 20;
   TC_ASSIGN_OR_RETURN(const File file, OpenFile(name, {}));
   // To its end and not to the size that stat says, which on a network file
   // system may still be that of the file before.
@@ -265,6 +268,14 @@ Result<std::string> Directory::ReadFile(const std::string& name,
           .WithFile(file.path());
     }
     if (got < kStep) return text;
+    if (at > 0) continue;
+    // A larger one, for which memory is asked at once.
+    TC_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
+    text.reserve(std::min(info.bytes, max_bytes) + kStep);
+    if (text.capacity() >= kMappedText) {
+      PreferHugePages(reinterpret_cast<std::byte*>(text.data()),
+                      text.capacity());
+    }
   }
 }
 

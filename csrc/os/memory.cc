@@ -76,6 +76,14 @@ Status MakePresent(std::byte* data, size_t bytes) {
   return {};
 }
 
+void PreferHugePages(std::byte* data, size_t bytes) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const size_t head = RoundUp(address, page) - address;
+  if (bytes < head + page) return;
+  (void)Advise(data + head, (bytes - head) / page * page, MADV_HUGEPAGE);
+}
+
 void PreferSmallPages(std::byte* data, size_t bytes) {
   (void)Advise(data, bytes, MADV_NOHUGEPAGE);
 }

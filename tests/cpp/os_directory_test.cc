@@ -86,6 +86,23 @@ TEST_F(DirectoryTest, CreateNewNeverOpensWhatIsThere) {
   EXPECT_FALSE(dir().StatName("target")->has_value());
 }
 
+// Into memory of its own pages.
+TEST_F(DirectoryTest, ReadsLargeFilesWhole) {
+  constexpr uint64_t kBytes = (uint64_t{70} << 20) + 1;
+  {
+    auto file = dir().OpenFile("a", {.write = true, .create_new = true});
+    ASSERT_TRUE(file.ok());
+    ASSERT_TRUE(file->WriteAll(AsBytes("begin"), 0).ok());
+    ASSERT_TRUE(file->WriteAll(AsBytes("end"), kBytes - 3).ok());
+  }
+  const auto text = dir().ReadFile("a", kBytes);
+  ASSERT_TRUE(text.ok()) << text.status().ToString();
+  EXPECT_EQ(text->size(), kBytes);
+  EXPECT_TRUE(text->starts_with("begin") && text->ends_with("end"));
+  EXPECT_EQ(dir().ReadFile("a", kBytes - 1).status().kind(),
+            ErrorKind::kCorrupt);
+}
+
 TEST_F(DirectoryTest, ModeFollowsTheUmask) {
   const mode_t old = umask(027);
   const bool made =
