@@ -24,6 +24,12 @@ inline std::string_view AsText(ByteSpan b) {
   return {reinterpret_cast<const char*>(b.data()), b.size()};
 }
 
+template <class T>
+T Load(const char* from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
 inline uint64_t LoadU64(const std::byte* p) {
   uint64_t v;
   std::memcpy(&v, p, sizeof v);

@@ -1,6 +1,10 @@
 #include "format/pickle.h"
 
+#include <bit>
 #include <string>
+
+#include "base/bytes.h"
+#include "format/pickle_ops.h"
 
 namespace torch_ckpt {
 
@@ -10,6 +14,35 @@ const char* PickleKindName(PickleKind kind) {
                                     "list",   "set",    "dict",         "name",
                                     "object", "object", "persistent id"};
   return kNames[static_cast<size_t>(kind)];
+}
+
+double PickleValue::real() const {
+  return std::bit_cast<double>(
+      __builtin_bswap64(Load<uint64_t>(At<const char>() + 1)));
+}
+
+std::string_view PickleValue::text() const {
+  const char* at = At<const char>();
+  if (Is(PickleKind::kName)) {
+    // As PickleMachine::PushUnknownName keeps it.
+    const auto size = Load<PickleValue>(at).Payload();
+    return {at + sizeof(PickleValue), static_cast<size_t>(size)};
+  }
+  // The operation, the size, the text.
+  const auto op = static_cast<PickleOp>(*at++);
+  switch (op) {
+    case PickleOp::kShortBinUnicode:
+    case PickleOp::kShortBinString:
+    case PickleOp::kShortBinBytes:
+    case PickleOp::kLong1:
+      return {at + sizeof(uint8_t), Load<uint8_t>(at)};
+    case PickleOp::kBinUnicode8:
+    case PickleOp::kBinBytes8:
+    case PickleOp::kByteArray8:
+      return {at + sizeof(uint64_t), Load<uint64_t>(at)};
+    default:
+      return {at + sizeof(uint32_t), Load<uint32_t>(at)};
+  }
 }
 
 const PickleValue* FindKey(std::span<const PickleValue> dict,

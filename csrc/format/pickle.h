@@ -20,7 +20,7 @@
 namespace torch_ckpt {
 
 enum class PickleKind : uint8_t {
-  kNone,
+  kNone,  // items(): none
   kBool,
   kInt,
   kBigInt,  // text(): two's complement, little-endian, more than 8 bytes
@@ -44,44 +44,62 @@ class PickleArena;
 struct PickleSequence;
 struct PickleObject;
 
-// 16 bytes; what it points to belongs to the Pickle, or is the text read.
+// 8 bytes, since there are millions: a kind, a name, and 48 bits of a number or
+// of an address. (A process has no longer ones on x86-64 and arm64, unless it
+// asks for them.) What it points to belongs to the Pickle, or is the operation
+// in the bytes read.
 class PickleValue {
  public:
   PickleValue() = default;
 
-  PickleKind kind() const { return kind_; }
-  bool Is(PickleKind kind) const { return kind_ == kind; }
+  PickleKind kind() const { return static_cast<PickleKind>(bits_ & 0xff); }
+  bool Is(PickleKind kind) const { return this->kind() == kind; }
   bool Is(PickleKind kind, PickleName name) const {
-    return kind_ == kind && name_ == name;
+    return (bits_ & 0xffff) == PickleValue(kind, name).bits_;
   }
+  // Whether it is this very value: text or number are not looked at.
+  bool IsSame(const PickleValue& other) const { return bits_ == other.bits_; }
   // Each REQUIRES a kind that has it, above.
-  bool boolean() const { return number_ != 0; }
-  int64_t integer() const { return number_; }
-  double real() const { return real_; }
-  std::string_view text() const { return {text_, size_}; }
-  PickleName name() const { return name_; }
-  Dtype dtype() const { return dtype_; }
+  bool boolean() const { return Payload() != 0; }
+  int64_t integer() const {
+    return IsLong() ? *At<const int64_t>() : Payload();
+  }
+  double real() const;
+  std::string_view text() const;
+  PickleName name() const { return static_cast<PickleName>(bits_ >> 8 & 0xff); }
+  Dtype dtype() const { return static_cast<Dtype>(bits_ >> 16 & 0xff); }
   std::span<const PickleValue> items() const;
-  const PickleObject& object() const { return *object_; }
+  const PickleObject& object() const { return *At<const PickleObject>(); }
 
  private:
   friend class PickleMachine;
 
-  PickleKind kind_ = PickleKind::kNone;
-  PickleName name_{};
-  Dtype dtype_{};
-  uint32_t size_ = 0;  // of the text or of a tuple
-  union {
-    int64_t number_ = 0;
-    double real_;
-    const char* text_;
-    const PickleValue* values_;  // of a tuple, and of what is made
-    PickleSequence* sequence_;   // of what may grow
-    PickleObject* object_;
-  };
-};
-static_assert(sizeof(PickleValue) == 16);
+  // In place of a name, of which ints have none.
+  static constexpr PickleName kLongMark{1};
 
+  explicit PickleValue(PickleKind kind, PickleName name = {},
+                       int64_t number = 0)
+      : bits_(static_cast<uint64_t>(number) << 16 |
+              static_cast<uint64_t>(name) << 8 | static_cast<uint64_t>(kind)) {}
+  PickleValue(PickleKind kind, PickleName name, const void* at)
+      : PickleValue(kind, name, reinterpret_cast<intptr_t>(at)) {}
+
+  // A kInt of more than 48 bits.
+  static PickleValue Long(const int64_t* at) {
+    return {PickleKind::kInt, kLongMark, at};
+  }
+  bool IsLong() const { return name() == kLongMark; }
+  int64_t Payload() const { return static_cast<int64_t>(bits_) >> 16; }
+  template <class T>
+  T* At() const {
+    return reinterpret_cast<T*>(bits_ >> 16);
+  }
+
+  uint64_t bits_ = 0;  // a kNone
+};
+static_assert(sizeof(PickleValue) == 8 && sizeof(void*) == 8);
+
+// Of what may grow.
 struct PickleSequence {
   PickleValue* values = nullptr;
   uint32_t size = 0, capacity = 0;
@@ -89,19 +107,27 @@ struct PickleSequence {
 
 // Made by a name on the list that has a state or items.
 struct PickleObject {
-  PickleValue arguments = {};  // a tuple
-  PickleValue state = {};      // kNone until BUILD
-  PickleSequence items = {};   // of a dict as in kDict, of a deque as in kList
+  PickleValue arguments;  // a tuple
+  PickleValue state;      // kNone until BUILD
+  PickleValue items;  // a kDict, a deque's kList; kNone where none was added
 };
 
 inline std::span<const PickleValue> PickleValue::items() const {
-  switch (kind_) {
+  switch (kind()) {
+    case PickleKind::kNone:
+      return {};
     case PickleKind::kList:
     case PickleKind::kSet:
-    case PickleKind::kDict:
-      return {sequence_->values, sequence_->size};
-    default:
-      return {values_, size_};
+    case PickleKind::kDict: {
+      const auto* sequence = At<const PickleSequence>();
+      return {sequence->values, sequence->size};
+    }
+    default: {
+      // How many there are stands before them.
+      const auto* size = At<const PickleValue>();
+      if (!size) return {};
+      return {size + 1, static_cast<size_t>(size->Payload())};
+    }
   }
 }
 

@@ -17,6 +17,13 @@ namespace {
 constexpr size_t kKeptPerByte = 100;
 constexpr size_t kKeptAnyway = size_t{1} << 20;
 
+// What is remembered together, and how much one byte can recall.
+constexpr size_t kMemoBlock = 64;
+constexpr size_t kShortIndexes = 256;
+
+// Of a name, beside its dtype.
+constexpr int64_t kMakesObjects = 0x100;
+
 // For messages: of a name in the pickle, which may be any text.
 std::string Short(std::string_view name) {
   constexpr size_t kMost = 200;
@@ -25,13 +32,6 @@ std::string Short(std::string_view name) {
     if (c < 0x20 || c == 0x7f) c = '?';  // nor what is no ASCII
   }
   return out + (name.size() > kMost ? "..." : "");
-}
-
-template <class T>
-T Load(const char* at) {
-  T value;
-  std::memcpy(&value, at, sizeof value);
-  return value;
 }
 
 }  // namespace
@@ -43,17 +43,14 @@ class PickleMachine {
         begin_(AsText(bytes).data()),
         at_(begin_),
         end_(begin_ + bytes.size()),
-        arena_(std::make_shared<PickleArena>(kKeptAnyway +
-                                             kKeptPerByte * bytes.size())) {
-    // Of most pickles a bit more than is remembered. What is not used takes no
-    // memory.
-    memo_.reserve(bytes.size() / 10);
-  }
+        arena_(std::make_shared<PickleArena>(MostKept(bytes))),
+        memo_arena_(MostKept(bytes)) {}
 
   Result<Pickle> Run() {
     if (end_ - at_ < 2 || static_cast<PickleOp>(*at_) != PickleOp::kProto) {
       return Corrupt("is no pickle of protocol 2 or newer");
     }
+    FindRecalled();
     while (error_.ok() && !stopped_) Step();
     if (!error_.ok()) return error_;
     Pickle out;
@@ -64,16 +61,23 @@ class PickleMachine {
   }
 
  private:
+  static size_t MostKept(ByteSpan bytes) {
+    return kKeptAnyway + kKeptPerByte * bytes.size();
+  }
+
   // --- errors; the first is kept, and ends the run ---
 
   std::string Where() const {
     return " (byte " + std::to_string(at_ - begin_) + " of the pickle)";
   }
-  void Fail(Status status) {
+  // Cold, so that operations which can fail need not keep a text ready.
+  [[gnu::cold, gnu::noinline]] void Fail(Status status) {
     if (error_.ok()) error_ = std::move(status);
   }
-  void Damaged(const char* what) { Fail(Corrupt(what + Where())); }
-  void Full() {
+  [[gnu::cold, gnu::noinline]] void Damaged(const char* what) {
+    Fail(Corrupt(what + Where()));
+  }
+  [[gnu::cold, gnu::noinline]] void Full() {
     Fail(Exhausted("the pickle makes more objects than " +
                    std::to_string(kKeptPerByte) + " bytes for each of its own" +
                    Where()));
@@ -126,33 +130,19 @@ class PickleMachine {
   }
   void Drop(size_t count) { stack_.resize(stack_.size() - count); }
   void Push(PickleValue value) { stack_.push_back(value); }
-  void Push(PickleKind kind) {
-    PickleValue value;
-    value.kind_ = kind;
-    Push(value);
-  }
   void PushInt(int64_t number) {
-    PickleValue value;
-    value.kind_ = PickleKind::kInt;
-    value.number_ = number;
-    Push(value);
+    const PickleValue value(PickleKind::kInt, {}, number);
+    if (value.Payload() == number) return Push(value);
+    int64_t* kept = arena_->New<int64_t>(1);
+    if (!kept) return Full();
+    *kept = number;
+    Push(PickleValue::Long(kept));
   }
-  void PushBool(bool truth) {
-    PickleValue value;
-    value.kind_ = PickleKind::kBool;
-    value.number_ = truth;
-    Push(value);
-  }
+  // The operation, whose text is behind it.
   void PushText(PickleKind kind, std::optional<uint64_t> size) {
     if (!size) return;
     if (*size > UINT32_MAX) return Damaged("has a text above 4 GiB");
-    const char* text = Take(*size);
-    if (!text) return;
-    PickleValue value;
-    value.kind_ = kind;
-    value.text_ = text;
-    value.size_ = static_cast<uint32_t>(*size);
-    Push(value);
+    if (Take(*size)) Push(PickleValue(kind, {}, op_));
   }
   void PushLong(std::optional<uint32_t> size) {
     if (!size) return;
@@ -165,39 +155,38 @@ class PickleMachine {
     PushInt(*size == 0 ? 0 : static_cast<int64_t>(bits << unused) >> unused);
   }
   void PushFloat() {
-    const auto raw = Number<uint64_t>();
-    if (!raw) return;
-    PickleValue value;
-    value.kind_ = PickleKind::kFloat;
-    value.real_ = std::bit_cast<double>(__builtin_bswap64(*raw));
-    Push(value);
+    if (Take(sizeof(double))) Push(PickleValue(PickleKind::kFloat, {}, op_));
   }
 
   // --- tuples and what grows ---
 
   // The top `count` values become one.
-  void Collect(PickleKind kind, size_t count) {
-    PickleValue value;
-    value.kind_ = kind;
-    value.size_ = static_cast<uint32_t>(count);
+  void Collect(PickleKind kind, size_t count, PickleName name = {}) {
     PickleValue* items = nullptr;
     if (count > 0) {
-      items = arena_->New<PickleValue>(count);
+      items = arena_->New<PickleValue>(1 + count);
       if (!items) return Full();
+      *items = PickleValue(PickleKind::kInt, {}, static_cast<int64_t>(count));
       std::copy(stack_.end() - static_cast<ptrdiff_t>(count), stack_.end(),
-                items);
+                items + 1);
     }
-    value.values_ = items;
     Drop(count);
-    Push(value);
+    Push(PickleValue(kind, name, items));
+  }
+  // Null, and an error, where there is no memory.
+  PickleSequence* NewSequence() {
+    PickleSequence* made = arena_->New<PickleSequence>(1);
+    if (made) {
+      *made = {};
+    } else {
+      Full();
+    }
+    return made;
   }
   void PushSequence(PickleKind kind) {
-    PickleValue value;
-    value.kind_ = kind;
-    value.sequence_ = arena_->New<PickleSequence>(1);
-    if (!value.sequence_) return Full();
-    *value.sequence_ = {};
-    Push(value);
+    if (PickleSequence* made = NewSequence()) {
+      Push(PickleValue(kind, {}, made));
+    }
   }
   bool Extend(PickleSequence* to, std::span<const PickleValue> values) {
     const size_t size = to->size + values.size();
@@ -228,19 +217,29 @@ class PickleMachine {
   // What APPEND, SETITEM and their like add to; null, and an error, where it
   // takes none.
   PickleSequence* ItemsOf(const PickleValue& value, PickleKind kind) {
-    if (value.kind_ == kind) return value.sequence_;
-    if (value.kind_ == PickleKind::kObject) {
-      const bool takes = value.name_ == PickleName::kUnknown ||
-                         (kind == PickleKind::kDict
-                              ? value.name_ == PickleName::kOrderedDict ||
-                                    value.name_ == PickleName::kDefaultDict
-                              : kind == PickleKind::kList &&
-                                    value.name_ == PickleName::kDeque);
-      if (takes) return &value.object_->items;
+    if (value.Is(kind)) return value.At<PickleSequence>();
+    if (value.Is(PickleKind::kObject)) {
+      const PickleName name = value.name();
+      const bool takes =
+          name == PickleName::kUnknown ||
+          (kind == PickleKind::kDict
+               ? name == PickleName::kOrderedDict ||
+                     name == PickleName::kDefaultDict
+               : kind == PickleKind::kList && name == PickleName::kDeque);
+      if (takes) return ItemsOfObject(value.At<PickleObject>(), kind);
     }
     Fail(Corrupt(std::string("adds the items of a ") + PickleKindName(kind) +
-                 " to a " + PickleKindName(value.kind_) + Where()));
+                 " to a " + PickleKindName(value.kind()) + Where()));
     return nullptr;
+  }
+  // Nobody reads those of an object that is not known, to which both kinds go.
+  PickleSequence* ItemsOfObject(PickleObject* object, PickleKind kind) {
+    if (object->items.Is(PickleKind::kNone)) {
+      PickleSequence* made = NewSequence();
+      if (!made) return nullptr;
+      object->items = PickleValue(kind, {}, made);
+    }
+    return object->items.At<PickleSequence>();
   }
   // The last `count` values go to what stands below them.
   void AddItems(PickleKind kind, size_t count) {
@@ -262,27 +261,23 @@ class PickleMachine {
   void PushName(std::string_view module, std::string_view name) {
     const auto info = FindPickleName(module, name);
     if (!info) return PushUnknownName(Short(module) + "." + Short(name));
-    PickleValue value;
-    value.kind_ = PickleKind::kName;
-    value.name_ = info->name;
-    value.dtype_ = info->dtype;
-    value.number_ = info->is_object;
-    Push(value);
+    Push(PickleValue(PickleKind::kName, info->name,
+                     static_cast<int64_t>(info->dtype) |
+                         (info->is_object ? kMakesObjects : 0)));
   }
   void PushUnknownName(const std::string& name) {
     if (unknown_ == UnknownNames::kRefuse) {
       Status refused = RefuseUnknownName(name);
       return Fail(Unsupported(refused.message() + Where()));
     }
-    char* kept = arena_->New<char>(RoundUp(name.size(), sizeof(PickleValue)));
+    const size_t words =
+        RoundUp(name.size(), sizeof(PickleValue)) / sizeof(PickleValue);
+    PickleValue* kept = arena_->New<PickleValue>(1 + words);
     if (!kept) return Full();
-    std::copy(name.begin(), name.end(), kept);
-    PickleValue value;
-    value.kind_ = PickleKind::kName;
-    value.name_ = PickleName::kUnknown;
-    value.text_ = kept;
-    value.size_ = static_cast<uint32_t>(name.size());
-    Push(value);
+    *kept =
+        PickleValue(PickleKind::kInt, {}, static_cast<int64_t>(name.size()));
+    std::memcpy(kept + 1, name.data(), name.size());
+    Push(PickleValue(PickleKind::kName, PickleName::kUnknown, kept));
   }
   void StackGlobal() {
     if (!Has(2)) return;
@@ -302,19 +297,20 @@ class PickleMachine {
     if (!name.Is(PickleKind::kName) || !arguments.Is(PickleKind::kTuple)) {
       return Damaged("makes something of what is no name and no arguments");
     }
-    PickleValue made = arguments;
-    made.name_ = name.name_;
-    made.dtype_ = name.dtype_;
-    made.kind_ = PickleKind::kMade;
-    if (name.number_) {
-      made.kind_ = PickleKind::kObject;
-      made.size_ = 0;
-      made.object_ = arena_->New<PickleObject>(1);
-      if (!made.object_) return Full();
-      *made.object_ = {.arguments = arguments};
+    if (!(name.Payload() & kMakesObjects)) {
+      Drop(2);
+      return Push(PickleValue(PickleKind::kMade, name.name(),
+                              arguments.At<PickleValue>()));
     }
-    Drop(2);
-    Push(made);
+    Drop(1);
+    MakeObject(name.name(), arguments);
+  }
+  // The top becomes an object.
+  void MakeObject(PickleName name, PickleValue arguments) {
+    PickleObject* made = arena_->New<PickleObject>(1);
+    if (!made) return Full();
+    *made = {.arguments = arguments, .state = {}, .items = {}};
+    stack_.back() = PickleValue(PickleKind::kObject, name, made);
   }
   // What somebody's class or function makes of the two values on the top, or
   // what is called of that: an object of its name, whose arguments are that
@@ -327,19 +323,10 @@ class PickleMachine {
     }
     Collect(PickleKind::kTuple, 2);
     if (!error_.ok()) return;
-    PickleValue made;
-    made.kind_ = PickleKind::kObject;
-    made.name_ = PickleName::kUnknown;
-    made.object_ = arena_->New<PickleObject>(1);
-    if (!made.object_) return Full();
-    *made.object_ = {.arguments = stack_.back()};
-    stack_.back() = made;
+    MakeObject(PickleName::kUnknown, stack_.back());
   }
   // The top becomes what `name` makes of it.
-  void Wrap(PickleName name) {
-    Collect(PickleKind::kMade, 1);
-    if (error_.ok()) stack_.back().name_ = name;
-  }
+  void Wrap(PickleName name) { Collect(PickleKind::kMade, 1, name); }
   // NEWOBJ_EX: with named arguments, of which there must be none.
   void MakeWithNames() {
     if (!Has(3)) return;
@@ -357,13 +344,14 @@ class PickleMachine {
     const PickleValue target = stack_[stack_.size() - 2];
     if (!target.Is(PickleKind::kObject)) {
       return Fail(Unsupported(std::string("sets the state of a ") +
-                              PickleKindName(target.kind_) + Where()));
+                              PickleKindName(target.kind()) + Where()));
     }
-    if (!target.object_->state.Is(PickleKind::kNone) &&
-        target.name_ != PickleName::kUnknown) {
+    PickleValue* const before = &target.At<PickleObject>()->state;
+    if (!before->Is(PickleKind::kNone) &&
+        target.name() != PickleName::kUnknown) {
       return Damaged("sets a state twice");
     }
-    target.object_->state = state;
+    *before = state;
     Drop(1);
   }
   void Persistent() {
@@ -373,23 +361,50 @@ class PickleMachine {
 
   // --- the memo ---
 
+  // Pickles remember nearly all that they make, and recall little of it. Sees
+  // which blocks of the memo are needed, and maybe some more: a recall from
+  // above the first ones is these five bytes, whatever stands around them.
+  void FindRecalled() {
+    needed_.resize(static_cast<size_t>(end_ - begin_) / kMemoBlock + 1);
+    std::fill_n(needed_.begin(),
+                std::min(needed_.size(), kShortIndexes / kMemoBlock), true);
+    for (const char* at = begin_;; ++at) {
+      at = static_cast<const char*>(
+          std::memchr(at, static_cast<int>(PickleOp::kLongBinGet),
+                      static_cast<size_t>(end_ - at)));
+      if (!at || static_cast<size_t>(end_ - at) <= sizeof(uint32_t)) return;
+      const size_t block = Load<uint32_t>(at + 1) / kMemoBlock;
+      if (block < needed_.size()) needed_[block] = true;
+    }
+  }
   // Picklers count what they remember: an index is the next one, or one that
   // was there.
-  void Put(std::optional<uint32_t> index) {
+  void Put(std::optional<uint64_t> index) {
     if (!index || !Has(1)) return;
-    if (*index > memo_.size()) return Damaged("remembers out of order");
-    if (*index == memo_.size()) {
-      memo_.push_back(stack_.back());
-    } else {
-      memo_[*index] = stack_.back();
+    if (*index > remembered_) return Damaged("remembers out of order");
+    if (*index == remembered_) {
+      if (*index % kMemoBlock == 0 && !AddMemoBlock()) return;
+      ++remembered_;
     }
+    if (PickleValue* block = memo_[*index / kMemoBlock]) {
+      block[*index % kMemoBlock] = stack_.back();
+    }
+  }
+  bool AddMemoBlock() {
+    PickleValue* block = nullptr;
+    if (needed_[memo_.size()]) {
+      block = memo_arena_.New<PickleValue>(kMemoBlock);
+      if (!block) Full();
+    }
+    memo_.push_back(block);
+    return error_.ok();
   }
   void Get(std::optional<uint32_t> index) {
     if (!index) return;
-    if (*index >= memo_.size()) {
+    if (*index >= remembered_) {
       return Damaged("recalls what was not remembered");
     }
-    Push(PickleValue(memo_[*index]));
+    Push(memo_[*index / kMemoBlock][*index % kMemoBlock]);
   }
 
   void Step();
@@ -399,8 +414,13 @@ class PickleMachine {
   const char* const begin_;
   const char* at_;
   const char* const end_;
+  const char* op_ = nullptr;  // the operation that runs
   std::shared_ptr<PickleArena> arena_;
-  std::vector<PickleValue> stack_, memo_;
+  std::vector<PickleValue> stack_;
+  PickleArena memo_arena_;          // goes when the pickle is read
+  std::vector<bool> needed_;        // of the memo's blocks
+  std::vector<PickleValue*> memo_;  // null: not needed
+  uint64_t remembered_ = 0;
   std::vector<size_t> marks_;  // heights of the stack
   bool stopped_ = false;
   Status error_;
@@ -408,19 +428,21 @@ class PickleMachine {
 
 // The operations that large pickles consist of.
 void PickleMachine::Step() {
-  const char* raw = Take(1);
-  if (!raw) return;
-  const auto op = static_cast<uint8_t>(*raw);
+  op_ = Take(1);
+  if (!op_) return;
+  const auto op = static_cast<uint8_t>(*op_);
   using enum PickleOp;
+  // Every third one, or so: a branch of its own is foretold better.
+  if (static_cast<PickleOp>(op) == kMemoize) return Put(remembered_);
   switch (static_cast<PickleOp>(op)) {
     case kMark:
       return marks_.push_back(stack_.size());
     case kNoneOp:
-      return Push(PickleKind::kNone);
+      return Push(PickleValue());
     case kNewTrue:
-      return PushBool(true);
+      return Push(PickleValue(PickleKind::kBool, {}, int64_t{1}));
     case kNewFalse:
-      return PushBool(false);
+      return Push(PickleValue(PickleKind::kBool, {}, int64_t{0}));
     case kBinInt:
       if (const auto n = Number<int32_t>()) PushInt(*n);
       return;
@@ -468,8 +490,6 @@ void PickleMachine::Step() {
       return Put(Number<uint8_t>());
     case kLongBinPut:
       return Put(Number<uint32_t>());
-    case kMemoize:
-      return Put(static_cast<uint32_t>(memo_.size()));
     case kReduce:
     case kNewObj:
       return Make();

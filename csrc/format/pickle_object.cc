@@ -407,7 +407,7 @@ class ObjectWriter {
 
   Status Object(const PickleValue& value) {
     const PickleObject& object = value.object();
-    const Values items = {object.items.values, object.items.size};
+    const Values items = object.items.items();
     switch (value.name()) {
       case PickleName::kOrderedDict:
         // Attributes of state dicts, which are versions of modules, are left

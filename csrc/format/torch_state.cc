@@ -43,8 +43,7 @@ std::optional<Mapping> MappingOf(const PickleValue& value) {
     return Mapping{"counter", value.items()[0].items()};
   }
   if (!value.Is(PickleKind::kObject)) return std::nullopt;
-  const PickleSequence& sequence = value.object().items;
-  const Values items{sequence.values, sequence.size};
+  const Values items = value.object().items.items();
   if (value.name() == PickleName::kOrderedDict) {
     if (!value.object().arguments.items().empty()) return std::nullopt;
     return Mapping{"odict", items};

@@ -60,6 +60,76 @@ TEST(PickleTest, RemembersAndFillsContainers) {
   EXPECT_EQ(FindKey(pickle->root().items(), "b"), nullptr);
 }
 
+TEST(PickleTest, ReadsNumbersAndTextsOfEverySize) {
+  const std::string text = Pickled(
+      "(\x8a\x06\xff\xff\xff\xff\xff\x7f"
+      "\x8a\x06\0\0\0\0\0\x80"
+      "\x8a\x07\0\0\0\0\0\x80\0"
+      "\x8a\x08\0\0\0\0\0\0\0\x80"
+      "\x8b\x08\0\0\0\xff\xff\xff\xff\xff\xff\xff\x7f"
+      "\x8a\0\x8a\x09\0\0\0\0\0\0\0\0\x01"
+      "\x8b\x09\0\0\0\0\0\0\0\0\0\0\0\x02"
+      "\x8c\x02uaX\x02\0\0\0ub\x8d\x02\0\0\0\0\0\0\0uc"
+      "U\x02saT\x02\0\0\0sbC\x02"
+      "baB\x02\0\0\0bb\x8e\x02\0\0\0\0\0\0\0bc"
+      "\x96\x02\0\0\0\0\0\0\0bdt"s);
+  const auto pickle = Pickle::Parse(AsBytes(text), UnknownNames::kRefuse);
+  ASSERT_TRUE(pickle.ok()) << pickle.status().ToString();
+  const auto items = pickle->root().items();
+  ASSERT_EQ(items.size(), 17u);
+  const int64_t numbers[] = {(int64_t{1} << 47) - 1,
+                             -(int64_t{1} << 47),
+                             int64_t{1} << 47,
+                             INT64_MIN,
+                             INT64_MAX,
+                             0};
+  for (size_t i = 0; i < std::size(numbers); ++i) {
+    EXPECT_TRUE(items[i].Is(PickleKind::kInt)) << i;
+    EXPECT_EQ(items[i].integer(), numbers[i]) << i;
+  }
+  EXPECT_TRUE(items[6].Is(PickleKind::kBigInt));
+  EXPECT_EQ(items[6].text(), "\0\0\0\0\0\0\0\0\x01"s);
+  EXPECT_EQ(items[7].text(), "\0\0\0\0\0\0\0\0\x02"s);
+  const char* const texts[] = {"ua", "ub", "uc", "sa", "sb", "ba", "bb", "bc"};
+  for (size_t i = 0; i < std::size(texts); ++i) {
+    EXPECT_EQ(items[8 + i].text(), texts[i]);
+  }
+  EXPECT_TRUE(items[16].Is(PickleKind::kMade, PickleName::kBytearray));
+  EXPECT_EQ(items[16].items()[0].text(), "bd");
+}
+
+// [0, 1, ..., 999], each remembered; then some of them recalled.
+TEST(PickleTest, RecallsWhateverWasRemembered) {
+  std::string program = "(";
+  for (int i = 0; i < 1000; ++i) {
+    program += "M"s + static_cast<char>(i) + static_cast<char>(i >> 8) + "\x94";
+  }
+  program += "h\xffj\0\x01\0\0j\xe7\x03\0\0j\x07\0\0\0"s;
+  // A pickler that counts itself may remember anew.
+  program += "\x88r\x07\x01\0\0j\x07\x01\0\0\x8c\x01jt"s;
+  const std::string text = Pickled(program);
+  const auto pickle = Pickle::Parse(AsBytes(text), UnknownNames::kRefuse);
+  ASSERT_TRUE(pickle.ok()) << pickle.status().ToString();
+  const auto items = pickle->root().items();
+  ASSERT_EQ(items.size(), 1007u);
+  EXPECT_EQ(items[999].integer(), 999);
+  EXPECT_EQ(items[1000].integer(), 255);
+  EXPECT_EQ(items[1001].integer(), 256);
+  EXPECT_EQ(items[1002].integer(), 999);
+  EXPECT_EQ(items[1003].integer(), 7);
+  EXPECT_TRUE(items[1005].Is(PickleKind::kBool));
+  EXPECT_EQ(items[1006].text(), "j");
+  for (const char* beyond : {"j\xe8\x03\0\0t", "j\xff\xff\xff\xfft"}) {
+    const std::string again =
+        "(" + program.substr(1, 4000) + std::string(beyond, 6);
+    EXPECT_EQ(ErrorOf(again).kind(), ErrorKind::kCorrupt);
+  }
+}
+
+TEST(PickleTest, AllThatIsRememberedFits) {
+  EXPECT_EQ(ErrorOf("N" + std::string(20'000'000, '\x94')).ToString(), "ok");
+}
+
 // torch.Size((2, 3)), by REDUCE.
 TEST(PickleTest, MakesNothingOfNames) {
   const std::string text = Pickled("ctorch\nSize\nK\x02K\x03\x86\x85R");
