@@ -1,6 +1,7 @@
 #include "format/dcp_metadata.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <map>
 #include <set>
@@ -8,6 +9,7 @@
 #include <string_view>
 #include <utility>
 
+#include "format/dcp_chunks.h"
 #include "format/json.h"
 #include "format/names.h"
 #include "format/pickle.h"
@@ -18,130 +20,74 @@ namespace {
 
 using Values = std::span<const PickleValue>;
 
+constexpr size_t kNowhere = std::numeric_limits<size_t>::max();
+
 Status Lacks(const char* what) {
   return Corrupt(std::string("the metadata has no ") + what);
 }
 
-// An attribute of an object of that name.
-Result<const PickleValue*> Attribute(const PickleValue& value, PickleName name,
-                                     const char* attribute) {
-  if (!value.Is(PickleKind::kObject, name)) {
-    return Corrupt(std::string("the metadata has something else where ") +
-                   attribute + " belongs");
-  }
-  const PickleValue* found = FindAttribute(value.object(), attribute);
-  if (!found) return Lacks(attribute);
-  return found;
-}
-
-// What the metadata says of one name, and which places it has found for it: a
-// tensor has chunks, an object is one piece.
-class Chunks {
+// Finds attributes of the objects of one class, of which there are millions.
+// Most are pickled alike: the same keys in the same order, said once and
+// recalled in each. Then each attribute is looked for once.
+template <size_t N>
+class Attributes {
  public:
-  Chunks(std::string_view name, uint32_t entry, Values values, int64_t packed)
-      : name_(name),
-        entry_(entry),
-        values_(values),
-        packed_(packed),
-        found_(values.size(), false) {}
+  Attributes(PickleName name, std::array<const char*, N> attributes)
+      : name_(name), attributes_(attributes) {}
 
-  std::string_view name() const { return name_; }
-  uint32_t entry() const { return entry_; }
-
-  // The box of the chunk at `offsets`, which is expected at position `hint`
-  // and is marked as found.
-  Result<Box> Take(const Dims& offsets, size_t hint) {
-    size_t at = hint;
-    bool same = false;
-    if (at < values_.size()) {
-      TC_ASSIGN_OR_RETURN(const Dims there, OffsetsOf(at));
-      same = there == offsets;
+  // `value` is the object that is meant from now on.
+  Status Look(const PickleValue& value) {
+    if (!value.Is(PickleKind::kObject, name_)) {
+      return Corrupt(std::string("the metadata has something else where ") +
+                     attributes_[0] + " belongs");
     }
-    if (!same) {
-      TC_ASSIGN_OR_RETURN(const size_t first, Search(offsets));
-      at = sorted_[first].second;
-    }
-    if (found_[at]) {
-      return Conflict("the metadata says twice where " + offsets.ToString() +
-                      " is");
-    }
-    found_[at] = true;
-    TC_ASSIGN_OR_RETURN(const Dims taken, SizesOf(at));
-    if (taken.size() != offsets.size()) return Lacks("box of a chunk");
-    return Box{Unpacked(offsets), Unpacked(taken)};
-  }
-
-  // Earlier versions of DCP list a chunk for each rank that has it, and a place
-  // for one of them.
-  Status CheckAllFound() {
-    for (size_t at = 0; at < found_.size(); ++at) {
-      if (found_[at]) continue;
-      TC_ASSIGN_OR_RETURN(const Dims offsets, OffsetsOf(at));
-      TC_ASSIGN_OR_RETURN(size_t same, Search(offsets));
-      for (; same < sorted_.size() && sorted_[same].first == offsets; ++same) {
-        if (found_[sorted_[same].second]) break;
+    const PickleValue& state = value.object().state;
+    const Values items = state.Is(PickleKind::kDict) ? state.items() : Values{};
+    if (HasSameKeys(items)) {
+      for (size_t i = 0; i < N; ++i) {
+        found_[i] = at_[i] == kNowhere ? nullptr : &items[at_[i]];
       }
-      if (same == sorted_.size() || !(sorted_[same].first == offsets)) {
-        return Incomplete(
-            "the metadata does not say which file has the chunk at " +
-            offsets.ToString());
-      }
-      TC_ASSIGN_OR_RETURN(const Dims missing, SizesOf(at));
-      TC_ASSIGN_OR_RETURN(const Dims found, SizesOf(sorted_[same].second));
-      if (!(missing == found)) {
-        return Conflict("the metadata has two chunks at " + offsets.ToString());
-      }
-      found_[at] = true;  // so that whole runs of them are found at once
+      return {};
     }
+    for (size_t i = 0; i < N; ++i) {
+      found_[i] = FindAttribute(value.object(), attributes_[i]);
+    }
+    RememberKeys(items);
     return {};
+  }
+  // By its position in the list of them. Null where there is none.
+  const PickleValue* Find(size_t attribute) const { return found_[attribute]; }
+  Result<const PickleValue*> Get(size_t attribute) const {
+    if (!found_[attribute]) return Lacks(attributes_[attribute]);
+    return found_[attribute];
   }
 
  private:
-  Result<Dims> OffsetsOf(size_t at) const {
-    TC_ASSIGN_OR_RETURN(
-        const PickleValue* offsets,
-        Attribute(values_[at], PickleName::kChunkStorageMetadata, "offsets"));
-    return ReadSize(*offsets);
-  }
-  Result<Dims> SizesOf(size_t at) const {
-    TC_ASSIGN_OR_RETURN(
-        const PickleValue* sizes,
-        Attribute(values_[at], PickleName::kChunkStorageMetadata, "sizes"));
-    return ReadSize(*sizes);
-  }
-  // torch counts packed elements as one.
-  Dims Unpacked(Dims dims) const {
-    if (packed_ > 1 && !dims.empty()) dims[dims.size() - 1] *= packed_;
-    return dims;
-  }
-  static bool Before(const Dims& a, const Dims& b) {
-    return std::lexicographical_compare(a.begin(), a.end(), b.begin(), b.end());
-  }
-  // The first one in sorted_ with these offsets.
-  Result<size_t> Search(const Dims& offsets) {
-    if (sorted_.empty()) {
-      for (size_t i = 0; i < values_.size(); ++i) {
-        TC_ASSIGN_OR_RETURN(Dims each, OffsetsOf(i));
-        sorted_.emplace_back(std::move(each), i);
-      }
-      std::sort(sorted_.begin(), sorted_.end(),
-                [](auto& a, auto& b) { return Before(a.first, b.first); });
+  // Objects that have more are rare, and each is looked through.
+  static constexpr size_t kMostKeys = 10;
+
+  bool HasSameKeys(Values items) const {
+    if (keys_.empty() || items.size() != 2 * keys_.size()) return false;
+    for (size_t i = 0; i < keys_.size(); ++i) {
+      if (!items[2 * i].IsSame(keys_[i])) return false;
     }
-    const auto at = std::lower_bound(
-        sorted_.begin(), sorted_.end(), offsets,
-        [](const auto& a, const Dims& b) { return Before(a.first, b); });
-    if (at == sorted_.end() || !(at->first == offsets)) {
-      return Corrupt("the metadata knows no chunk at " + offsets.ToString());
+    return true;
+  }
+  void RememberKeys(Values items) {
+    keys_.clear();
+    if (items.size() > 2 * kMostKeys) return;
+    for (size_t i = 0; i < items.size(); i += 2) keys_.push_back(items[i]);
+    for (size_t i = 0; i < N; ++i) {
+      at_[i] =
+          found_[i] ? static_cast<size_t>(found_[i] - items.data()) : kNowhere;
     }
-    return static_cast<size_t>(at - sorted_.begin());
   }
 
-  std::string_view name_;
-  uint32_t entry_;
-  Values values_;
-  int64_t packed_;
-  std::vector<bool> found_;
-  std::vector<std::pair<Dims, size_t>> sorted_;
+  const PickleName name_;
+  const std::array<const char*, N> attributes_;
+  std::array<const PickleValue*, N> found_{};
+  std::vector<PickleValue> keys_;
+  std::array<size_t, N> at_{};  // in items with these keys
 };
 
 constexpr size_t kMostParts = 100;  // of a path
@@ -187,15 +133,17 @@ class MetadataReader {
       : pickle_bytes_(pickle_bytes), apart_(apart) {}
 
   Result<DcpMetadata> Read(const PickleValue& root) {
-    TC_ASSIGN_OR_RETURN(
-        const PickleValue* state,
-        Attribute(root, PickleName::kMetadata, "state_dict_metadata"));
-    TC_ASSIGN_OR_RETURN(const PickleValue* storage,
-                        Attribute(root, PickleName::kMetadata, "storage_data"));
+    enum : size_t { kState, kStorage, kPlanner };
+    Attributes<3> parts(
+        PickleName::kMetadata,
+        {"state_dict_metadata", "storage_data", "planner_data"});
+    TC_RETURN_IF_ERROR(parts.Look(root));
+    TC_ASSIGN_OR_RETURN(const PickleValue* state, parts.Get(kState));
+    TC_ASSIGN_OR_RETURN(const PickleValue* storage, parts.Get(kStorage));
     if (!state->Is(PickleKind::kDict) || !storage->Is(PickleKind::kDict)) {
       return Corrupt("the metadata is of another storage than .distcp files");
     }
-    if (const PickleValue* paths = FindAttribute(root.object(), "planner_data");
+    if (const PickleValue* paths = parts.Find(kPlanner);
         paths && paths->Is(PickleKind::kDict)) {
       TC_RETURN_IF_ERROR(ReadPaths(paths->items()));
     }
@@ -242,21 +190,17 @@ class MetadataReader {
       objects_.insert(key.text());
       return {};
     }
-    TC_ASSIGN_OR_RETURN(
-        const PickleValue* properties,
-        Attribute(value, PickleName::kTensorStorageMetadata, "properties"));
+    TC_RETURN_IF_ERROR(tensor_.Look(value));
+    TC_ASSIGN_OR_RETURN(const PickleValue* properties,
+                        tensor_.Get(kProperties));
     if (IsOfOtherDtype(*properties)) {
       // An object, which says what it is when it is read.
       objects_.insert(key.text());
       others_.insert(key.text());
       return {};
     }
-    TC_ASSIGN_OR_RETURN(
-        const PickleValue* size,
-        Attribute(value, PickleName::kTensorStorageMetadata, "size"));
-    TC_ASSIGN_OR_RETURN(
-        const PickleValue* chunks,
-        Attribute(value, PickleName::kTensorStorageMetadata, "chunks"));
+    TC_ASSIGN_OR_RETURN(const PickleValue* size, tensor_.Get(kShape));
+    TC_ASSIGN_OR_RETURN(const PickleValue* chunks, tensor_.Get(kChunks));
     TC_ASSIGN_OR_RETURN(const Dtype dtype, DtypeOf(*properties));
     TC_ASSIGN_OR_RETURN(Dims shape, ReadSize(*size));
     const int64_t packed = DtypeUnit(dtype).elements;
@@ -271,7 +215,16 @@ class MetadataReader {
     TC_ASSIGN_OR_RETURN(const uint32_t entry,
                         out_.catalog.AddTensor(name, dtype, shape));
     SetPath(entry, key.text());
-    chunks_.emplace_back(key.text(), entry, chunks->items(), packed);
+    DcpChunks& read =
+        chunks_.emplace_back(shape.size(), packed, chunks->items().size());
+    for (const PickleValue& chunk : chunks->items()) {
+      TC_RETURN_IF_ERROR(chunk_.Look(chunk));
+      TC_ASSIGN_OR_RETURN(const PickleValue* offsets, chunk_.Get(kOffsets));
+      TC_ASSIGN_OR_RETURN(const PickleValue* sizes, chunk_.Get(kSizes));
+      TC_ASSIGN_OR_RETURN(const Dims begin, ReadSize(*offsets));
+      TC_ASSIGN_OR_RETURN(const Dims taken, ReadSize(*sizes));
+      TC_RETURN_IF_ERROR(read.Add(begin, taken));
+    }
     return {};
   }
 
@@ -298,46 +251,61 @@ class MetadataReader {
   }
 
   Status AddPlace(const PickleValue& key, const PickleValue& value) {
-    TC_ASSIGN_OR_RETURN(const PickleValue* fqn,
-                        Attribute(key, PickleName::kMetadataIndex, "fqn"));
-    Status added = AddPlaceOf(*fqn, key, value);
+    TC_RETURN_IF_ERROR(index_.Look(key));
+    TC_ASSIGN_OR_RETURN(const PickleValue* fqn, index_.Get(kFqn));
+    Status added = AddPlaceOf(*fqn, value);
     if (!added.ok()) return WithName(std::move(added), *fqn);
     return {};
   }
 
-  Status AddPlaceOf(const PickleValue& fqn, const PickleValue& key,
-                    const PickleValue& value) {
+  // Of what index_ looks at.
+  Status AddPlaceOf(const PickleValue& fqn, const PickleValue& value) {
     if (!fqn.Is(PickleKind::kString)) return Lacks("name of a chunk");
-    TC_ASSIGN_OR_RETURN(const Placement placement, PlaceOf(value));
-    const int64_t known = out_.catalog.Find(fqn.text());
-    if (known < 0) return AddObject(fqn.text(), placement);
+    Placement place;
+    TC_RETURN_IF_ERROR(ReadPlace(value, &place));
+    const int64_t known = Find(fqn.text());
+    if (known < 0) return AddObject(fqn.text(), place);
     // The first chunk of such a tensor stands for all.
     if (others_.contains(fqn.text())) return {};
     if (static_cast<size_t>(known) >= chunks_.size()) {
       return Conflict("the metadata says twice where it is");
     }
-    Chunks* chunks = &chunks_[static_cast<size_t>(known)];
-    TC_ASSIGN_OR_RETURN(const PickleValue* offset,
-                        Attribute(key, PickleName::kMetadataIndex, "offset"));
+    const auto entry = static_cast<uint32_t>(known);
+    TC_ASSIGN_OR_RETURN(const PickleValue* offset, index_.Get(kOffsetsOfIndex));
     TC_ASSIGN_OR_RETURN(const Dims offsets, ReadSize(*offset));
-    const PickleValue* index = FindAttribute(key.object(), "index");
+    const PickleValue* index = index_.Find(kHint);
     const bool hinted =
         index && index->Is(PickleKind::kInt) && index->integer() >= 0;
-    Placement chunk = placement;
-    TC_ASSIGN_OR_RETURN(
-        chunk.box,
-        chunks->Take(offsets, hinted ? static_cast<size_t>(index->integer())
-                                     : std::numeric_limits<size_t>::max()));
+    const size_t hint =
+        hinted ? static_cast<size_t>(index->integer()) : kNowhere;
+    TC_RETURN_IF_ERROR(chunks_[entry].Take(offsets, hint, &place.box));
     // Whatever holds a box, it is no smaller: nothing larger is ever read of
     // it.
-    const CatalogBuilder::Entry& entry = out_.catalog.entry(chunks->entry());
-    const Result<uint64_t> bytes = ByteSize(entry.dtype, chunk.box.sizes);
-    if (!bytes.ok() || *bytes > chunk.bytes) {
-      return Corrupt("the chunk " + chunk.box.ToString() +
-                     " does not fit into " + std::to_string(chunk.bytes) +
+    const Result<uint64_t> bytes =
+        ByteSize(EntryOf(entry).dtype, place.box.sizes);
+    if (!bytes.ok() || *bytes > place.bytes) {
+      return Corrupt("the chunk " + place.box.ToString() +
+                     " does not fit into " + std::to_string(place.bytes) +
                      " bytes");
     }
-    return out_.catalog.AddPlacement(chunks->entry(), chunk);
+    return out_.catalog.AddPlacement(entry, place);
+  }
+
+  // As the catalog has it. Places mostly come rank by rank, in the order of the
+  // tensors: the next one is tried first.
+  int64_t Find(std::string_view name) {
+    const size_t next = last_found_ + 1 < chunks_.size() ? last_found_ + 1 : 0;
+    if (next < chunks_.size() && EntryOf(next).name == name) {
+      last_found_ = next;
+      return static_cast<int64_t>(next);
+    }
+    const int64_t known = out_.catalog.Find(name);
+    if (known >= 0) last_found_ = static_cast<size_t>(known);
+    return known;
+  }
+  // Of a position in chunks_.
+  const CatalogBuilder::Entry& EntryOf(size_t at) const {
+    return out_.catalog.entry(static_cast<uint32_t>(at));
   }
 
   Status AddObject(std::string_view name, const Placement& placement) {
@@ -358,17 +326,13 @@ class MetadataReader {
     return {};
   }
 
-  // What a _StorageInfo says, as a placement without a box.
-  Result<Placement> PlaceOf(const PickleValue& info) {
-    constexpr auto kInfo = PickleName::kStorageInfo;
-    TC_ASSIGN_OR_RETURN(const PickleValue* path,
-                        Attribute(info, kInfo, "relative_path"));
-    TC_ASSIGN_OR_RETURN(const PickleValue* offset,
-                        Attribute(info, kInfo, "offset"));
-    TC_ASSIGN_OR_RETURN(const PickleValue* length,
-                        Attribute(info, kInfo, "length"));
-    const PickleValue* transforms =
-        FindAttribute(info.object(), "transform_descriptors");
+  // Sets all but the box to what a _StorageInfo says.
+  Status ReadPlace(const PickleValue& info, Placement* out) {
+    TC_RETURN_IF_ERROR(place_.Look(info));
+    TC_ASSIGN_OR_RETURN(const PickleValue* path, place_.Get(kPath));
+    TC_ASSIGN_OR_RETURN(const PickleValue* offset, place_.Get(kOffset));
+    TC_ASSIGN_OR_RETURN(const PickleValue* length, place_.Get(kLength));
+    const PickleValue* transforms = place_.Find(kTransforms);
     if (transforms && !transforms->Is(PickleKind::kNone) &&
         !(transforms->Is(PickleKind::kList) && transforms->items().empty())) {
       return Unsupported("was saved through an extension, such as compression");
@@ -378,14 +342,13 @@ class MetadataReader {
         length->integer() < 0) {
       return Lacks("place of a chunk");
     }
-    Placement out;
-    out.kind = PlacementKind::kArchive;
-    TC_ASSIGN_OR_RETURN(out.file, FileOf(path->text()));
-    out.offset = static_cast<uint64_t>(offset->integer());
-    out.bytes = static_cast<uint64_t>(length->integer());
-    DcpFile& file = out_.files[out.file];
-    file.bytes = std::max(file.bytes, out.offset + out.bytes);
-    return out;
+    out->kind = PlacementKind::kArchive;
+    TC_ASSIGN_OR_RETURN(out->file, FileOf(path->text()));
+    out->offset = static_cast<uint64_t>(offset->integer());
+    out->bytes = static_cast<uint64_t>(length->integer());
+    DcpFile& file = out_.files[out->file];
+    file.bytes = std::max(file.bytes, out->offset + out->bytes);
+    return {};
   }
 
   Result<uint32_t> FileOf(std::string_view name) {
@@ -409,11 +372,9 @@ class MetadataReader {
   }
 
   Result<DcpMetadata> Finish() {
-    for (Chunks& chunks : chunks_) {
-      Status found = chunks.CheckAllFound();
-      if (!found.ok()) {
-        return std::move(found).WithTensor(std::string(chunks.name()));
-      }
+    for (size_t at = 0; at < chunks_.size(); ++at) {
+      Status found = chunks_[at].CheckAllFound();
+      if (!found.ok()) return std::move(found).WithTensor(EntryOf(at).name);
     }
     for (const std::string_view name : objects_) {
       if (name == apart_ && out_.apart) continue;
@@ -429,14 +390,26 @@ class MetadataReader {
     return std::move(out_);
   }
 
+  enum : size_t { kProperties, kShape, kChunks };
+  Attributes<3> tensor_{PickleName::kTensorStorageMetadata,
+                        {"properties", "size", "chunks"}};
+  enum : size_t { kOffsets, kSizes };
+  Attributes<2> chunk_{PickleName::kChunkStorageMetadata, {"offsets", "sizes"}};
+  enum : size_t { kFqn, kOffsetsOfIndex, kHint };
+  Attributes<3> index_{PickleName::kMetadataIndex, {"fqn", "offset", "index"}};
+  enum : size_t { kPath, kOffset, kLength, kTransforms };
+  Attributes<4> place_{
+      PickleName::kStorageInfo,
+      {"relative_path", "offset", "length", "transform_descriptors"}};
   DcpMetadata out_;
-  std::vector<Chunks> chunks_;  // of the catalog's first entries
+  std::vector<DcpChunks> chunks_;  // of the catalog's first entries
   // Views of the pickle's text.
   std::set<std::string_view> objects_;
   std::set<std::string_view> others_;  // of these, tensors of no dtype of ours
   std::map<std::string_view, std::string> paths_;
   std::map<std::string_view, uint32_t> files_;
   uint32_t last_file_ = 0;
+  size_t last_found_ = 0;
   const size_t pickle_bytes_;
   const std::string_view apart_;
   size_t path_bytes_ = 0;

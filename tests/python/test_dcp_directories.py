@@ -123,6 +123,38 @@ def test_metadata_that_does_not_add_up_is_refused(tmp_path: Path, what: str) -> 
         torch_ckpt.load(path=path)
 
 
+def test_attributes_stand_in_any_order_and_among_others(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", {name: torch.arange(3.0) + i for i, name in enumerate("abcdef")})
+    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    for i, (index, place) in enumerate(metadata.storage_data.items()):
+        for value in (index, place, metadata.state_dict_metadata[index.fqn].chunks[0]):  # type: ignore[union-attr]
+            attributes = dict(value.__dict__)
+            value.__dict__.clear()
+            if i % 3 == 1:
+                attributes = dict(reversed(attributes.items()))
+            value.__dict__.update(attributes)
+            if i % 3 == 2:
+                value.__dict__.update({f"later{j}": j for j in range(20 * (i - 2))}, last=None)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    loaded = torch_ckpt.load(path=path)
+    assert all(same(loaded[name], torch.arange(3.0) + i) for i, name in enumerate("abcdef"))
+    del metadata.storage_data[index].__dict__["offset"]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(torch_ckpt.CorruptError, match="no offset"):
+        torch_ckpt.load(path=path)
+
+
+def test_chunks_have_the_dimensions_of_their_tensor(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", {"a": torch.zeros(4)})
+    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    stored: Any = metadata.state_dict_metadata["a"]
+    stored.chunks[0].sizes = torch.Size([2, 2])
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(torch_ckpt.CorruptError, match="no box of a chunk") as error:
+        torch_ckpt.load(path=path)
+    assert error.value.tensor == "a"
+
+
 def test_merging_reads_them(tmp_path: Path) -> None:
     path = saved(tmp_path / "c", {"a": torch.arange(12.0).view(3, 4).t(), "b": torch.ones(2)})
     torch_ckpt.consolidate_safetensors_files_on_every_rank(path, tmp_path / "hf", None)
