@@ -88,11 +88,12 @@ def metadata_of(tensors: int, ranks: int) -> dcp.Metadata:
             )
         )
     storage = {
-        # Ranks send their indexes, so each has a name of its own.
+        # Ranks send their indexes and places: each index has a name of its own, and a rank's places
+        # share that of their file.
         dcp.MetadataIndex("".join(name), torch.Size([4 * rank, 0]), rank): _StorageInfo(
-            f"__{rank}_0.distcp", at * ITEM, ITEM
+            path, at * ITEM, ITEM
         )
-        for rank in range(ranks)
+        for rank, path in enumerate([f"__{rank}_0.distcp" for rank in range(ranks)])
         for at, name in enumerate(state)
     }
     return dcp.Metadata(state, {name: tuple(name.split(".")) for name in state}, storage)
