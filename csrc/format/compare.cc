@@ -11,7 +11,8 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr size_t kBlock = 1024;  // elements that are held as numbers at once
+constexpr size_t kComparedAtOnce =
+    1024;  // elements that are held as numbers at once
 
 // Whether |a - b| = `apart` counts as equal, of the size of b.
 bool Within(const Tolerances& allowed, double apart, double size) {
@@ -99,13 +100,13 @@ void ToComplex(Dtype dtype, const std::byte* from, size_t count, double* to) {
   }
 }
 
-// Of at most kBlock elements, as numbers.
+// Of at most kComparedAtOnce elements, as numbers.
 Difference CompareNumbers(Dtype a, const std::byte* x, Dtype b,
                           const std::byte* y, size_t count,
                           const Tolerances& allowed) {
   const NumberKind kind = CommonKind(a, b);
   if (kind == NumberKind::kInteger || kind == NumberKind::kUnsigned) {
-    std::array<int64_t, kBlock> left, right;
+    std::array<int64_t, kComparedAtOnce> left, right;
     ToIntegers(a, x, count, left.data());
     ToIntegers(b, y, count, right.data());
     return kind == NumberKind::kInteger
@@ -114,7 +115,7 @@ Difference CompareNumbers(Dtype a, const std::byte* x, Dtype b,
                : CompareIntegers<uint64_t>(left.data(), right.data(), count,
                                            allowed);
   }
-  std::array<double, 2 * kBlock> left, right;
+  std::array<double, 2 * kComparedAtOnce> left, right;
   if (kind == NumberKind::kComplex) {
     ToComplex(a, x, count, left.data());
     ToComplex(b, y, count, right.data());
@@ -127,7 +128,7 @@ Difference CompareNumbers(Dtype a, const std::byte* x, Dtype b,
 
 template <class Bits>
 uint64_t CountOtherBits(const std::byte* x, const std::byte* y, size_t count) {
-  std::array<Bits, kBlock> left, right;
+  std::array<Bits, kComparedAtOnce> left, right;
   std::memcpy(left.data(), x, count * sizeof(Bits));
   std::memcpy(right.data(), y, count * sizeof(Bits));
   uint64_t other = 0;
@@ -192,8 +193,8 @@ Difference CompareElements(Dtype a, const std::byte* x, Dtype b,
                  (tolerances.relative == 0 && tolerances.absolute == 0));
   const bool numbers = CommonKind(a, b) != NumberKind::kNone;
   Difference out;
-  for (size_t at = 0; at < count; at += kBlock) {
-    const size_t size = std::min(kBlock, count - at);
+  for (size_t at = 0; at < count; at += kComparedAtOnce) {
+    const size_t size = std::min(kComparedAtOnce, count - at);
     const std::byte* const left = x + BytesOf(a, at);
     const std::byte* const right = y + BytesOf(b, at);
     // Equal bits are equal in any way: a NaN equals itself here.

@@ -11,13 +11,13 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr size_t kChunk = 1024;
+constexpr size_t kConvertedAtOnce = 1024;
 
 template <class Element, class Number>
 void Convert(const std::byte* from, size_t count, Number* to) {
-  std::array<Element, kChunk> elements;
-  for (size_t at = 0; at < count; at += kChunk) {
-    const size_t size = std::min(kChunk, count - at);
+  std::array<Element, kConvertedAtOnce> elements;
+  for (size_t at = 0; at < count; at += kConvertedAtOnce) {
+    const size_t size = std::min(kConvertedAtOnce, count - at);
     std::memcpy(elements.data(), from + at * sizeof(Element),
                 size * sizeof(Element));
     for (size_t i = 0; i < size; ++i) {
@@ -68,9 +68,9 @@ void LookUp(const Table& table, const std::byte* from, size_t count,
 void FloatsToDoubles(Dtype dtype, const std::byte* from, size_t count,
                      double* to) {
   const auto element = static_cast<size_t>(DtypeBits(dtype)) / 8;
-  std::array<float, kChunk> floats;
-  for (size_t at = 0; at < count; at += kChunk) {
-    const size_t size = std::min(kChunk, count - at);
+  std::array<float, kConvertedAtOnce> floats;
+  for (size_t at = 0; at < count; at += kConvertedAtOnce) {
+    const size_t size = std::min(kConvertedAtOnce, count - at);
     CastElements(dtype, from + at * element, Dtype::kF32,
                  reinterpret_cast<std::byte*>(floats.data()), size);
     std::copy_n(floats.begin(), size, to + at);

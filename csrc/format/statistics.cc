@@ -7,12 +7,13 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr size_t kBlock = 1024;  // elements that are held as numbers at once
+constexpr size_t kCountedAtOnce =
+    1024;  // elements that are held as numbers at once
 
 Statistics OfReal(const double* numbers, size_t count) {
   Statistics out;
   // Those that are not finite go out of the way.
-  std::array<double, kBlock> finite;
+  std::array<double, kCountedAtOnce> finite;
   size_t size = 0;
   for (size_t i = 0; i < count; ++i) {
     finite[size] = numbers[i];
@@ -94,11 +95,11 @@ double Statistics::Mean() const {
 Statistics StatisticsOf(Dtype dtype, const std::byte* from, size_t count) {
   const NumberKind kind = NumberKindOf(dtype);
   const auto bytes = static_cast<size_t>(DtypeBits(dtype)) / 8;
-  std::array<double, 2 * kBlock> reals;
-  std::array<int64_t, kBlock> integers;
+  std::array<double, 2 * kCountedAtOnce> reals;
+  std::array<int64_t, kCountedAtOnce> integers;
   Statistics out;
-  for (size_t at = 0; at < count; at += kBlock) {
-    const size_t size = std::min(kBlock, count - at);
+  for (size_t at = 0; at < count; at += kCountedAtOnce) {
+    const size_t size = std::min(kCountedAtOnce, count - at);
     const std::byte* const here = from + at * bytes;
     switch (kind) {
       case NumberKind::kInteger:

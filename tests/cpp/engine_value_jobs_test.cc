@@ -9,8 +9,6 @@
 namespace torch_ckpt {
 namespace {
 
-constexpr size_t kMiB = size_t{1} << 20;
-
 class ValueJobsTest : public EngineDiskTest {
  protected:
   Result<std::vector<Difference>> Compare(const std::vector<std::string>& names,
@@ -38,7 +36,7 @@ Difference Whole(const Array& a, const Array& b) {
 StreamOptions Little() {
   StreamOptions options;
   options.workers = 1;
-  options.memory = 8 * kMiB;
+  options.memory = uint64_t{8} << 20;
   return options;
 }
 

@@ -14,17 +14,17 @@ namespace torch_ckpt {
 
 namespace {
 
-constexpr uint64_t kStep = uint64_t{8} << 20;
+constexpr uint64_t kAgainStep = uint64_t{8} << 20;
 
 // Of bytes [begin, end), which are read for it.
 Result<uint32_t> Crc32Of(const ByteSource& source, uint64_t begin, uint64_t end,
                          Job* job) {
   TC_ASSIGN_OR_RETURN(const ArenaLease lease,
-                      LeaseBuffer(kStep + ByteSource::kSlack, job));
+                      LeaseBuffer(kAgainStep + ByteSource::kSlack, job));
   uint32_t crc = 0;
-  for (uint64_t at = begin; at < end; at += kStep) {
+  for (uint64_t at = begin; at < end; at += kAgainStep) {
     if (job->cancelled()) return Cancelled("the job was cancelled");
-    const uint64_t to = std::min(at + kStep, end);
+    const uint64_t to = std::min(at + kAgainStep, end);
     TC_ASSIGN_OR_RETURN(const std::byte* const bytes,
                         source.Read(at, to, lease.span()));
     crc = Crc32(crc, bytes, to - at);
