@@ -63,9 +63,10 @@ class _Leaves:
 
 
 def write_torch(request: MergeRequest, target: str, progress: Progress | None) -> dict[str, Any]:
-    """The checkpoint of `request` as one file of torch.save. Replaces the file `target`, whole."""
-    if os.path.isdir(target):
-        raise ConflictError("is a directory; a file of torch.save is written here", file=target)
+    """The checkpoint of `request` as one file of torch.save. Replaces such a file at `target`, as a
+    whole, and nothing else."""
+    if os.path.lexists(target) and not _is_archive(target):
+        raise ConflictError("is there already, and no file of torch.save", file=target)
     with _staged(target) as (layout, filled):
         leaves = _leaves_of(request)
         nested = rebuild({**leaves.tensors, **leaves.objects}, leaves.paths, leaves.structure)
@@ -123,6 +124,14 @@ def write_dcp(request: MergeRequest, target: str, progress: Progress | None) -> 
             raise
         _sync_directory(os.path.dirname(target))
     return answer
+
+
+def _is_archive(path: str) -> bool:
+    """Whether it is a regular file that begins as torch.save has them since 1.6."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
 
 
 def _elements(request: MergeRequest, leaves: _Leaves, name: str) -> torch.Tensor:

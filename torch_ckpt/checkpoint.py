@@ -151,8 +151,9 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
     def objects(self) -> StoredObjects:
         """The leaves that are no tensors, as a mapping: see StoredObjects."""
         look = self._looked()
-        objects: StoredObjects = _stored().StoredObjects(look.opened, look.described, self._verify)
-        return objects
+        if look.objects is None:
+            look.objects = _stored().StoredObjects(look.opened, look.described, self._verify)
+        return look.objects
 
     @property
     def format(self) -> str:
@@ -305,10 +306,12 @@ def _stored() -> Any:
 
 
 class _Look:
-    """One look at a checkpoint. tensors: by name, the position of the type."""
+    """One look at a checkpoint. tensors: by name, the position of the type. objects: made when they
+    are asked for."""
 
     def __init__(self, opened: OpenedCheckpoint) -> None:
         self.opened = opened
+        self.objects: StoredObjects | None = None
         self.described = opened.describe()
         columns = (self.described[column] for column in ("names", "kinds", "type_of"))
         self.tensors: dict[str, int] = {

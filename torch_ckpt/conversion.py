@@ -54,8 +54,8 @@ def convert(
         "torch_ckpt": a directory of shards as `save` writes them. "hf": one of whole tensors as
         `from_pretrained` reads them (model.safetensors, or several files and their index). "dcp":
         one of stock DCP, as if saved by one rank, which must not be there yet. "torch": a file of
-        `torch.save`, which is replaced. The last two import torch, which pickles what is no
-        tensor's elements.
+        `torch.save`, in place of such a file and of nothing else. The last two import torch, which
+        pickles what is no tensor's elements.
     format: what the source is read as, see Checkpoint; None to find out.
     objects: False leaves out the leaves that are no tensors. Else one that cannot be written, as an
         object of some class in a pickle, is an error that names it.

@@ -33,8 +33,10 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 def local_path(path: str | os.PathLike[str]) -> str:
     """`path`, absolute. Raises InvalidArgumentError for a URL, which would be a directory "s3:"
-    here."""
+    here, and for an empty path, which nobody means to be the current directory."""
     text = os.fsdecode(path)
+    if not text:
+        raise InvalidArgumentError("the path is empty; the current directory is '.'")
     if _URL.match(text):
         raise InvalidArgumentError(
             f"{text} is a URL: checkpoints are saved to directories and loaded from them. Mount it "

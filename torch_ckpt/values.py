@@ -25,8 +25,9 @@ def compare(
     in both checkpoints, in equal shapes.
 
     Without tolerances elements of one dtype are compared bit by bit, so that a NaN equals itself;
-    else as integers, or as float64, where |a - b| <= atol + rtol * |b| counts as equal, and so do
-    two NaNs. The second is 0.0 where only the bits differ, and NaN where one of two is a NaN.
+    else as integers, or as float64 where one is a float, or only one a uint64. Then |a - b| <=
+    atol + rtol * |b| counts as equal, and so do two NaNs. The second is 0.0 where only the bits
+    differ, and NaN where one of two is a NaN.
 
     memory: bytes. progress: called with the bytes that were read and 0, since the core plans as it
     reads. Raises what reading raises, of CheckpointError kinds, and OSError.

@@ -59,6 +59,8 @@ struct Placement {
 // Bytes [offset, offset + bytes) of a file.
 struct FileRange {
   uint64_t offset = 0, bytes = 0;
+
+  bool operator==(const FileRange&) const = default;
 };
 
 // Bytes of a file whose CRC-32 is known, as an archive says it of its entries.
@@ -66,6 +68,8 @@ struct DigestedRange {
   uint32_t file = 0;
   FileRange range;
   uint32_t crc32 = 0;
+
+  bool operator==(const DigestedRange&) const = default;
 };
 // By file and offset, each once.
 void SortRanges(std::vector<DigestedRange>* ranges);

@@ -51,7 +51,7 @@ Difference CompareComplex(const double* x, const double* y, size_t count,
   Difference out;
   for (size_t i = 0; i < count; ++i, x += 2, y += 2) {
     if ((x[0] == y[0] && x[1] == y[1]) || (is_nan(x) && is_nan(y))) continue;
-    const double apart = std::abs(std::complex(x[0] - y[0], x[1] - y[1]));
+    const double apart = std::hypot(Apart(x[0], y[0]), Apart(x[1], y[1]));
     const bool close =
         Within(allowed, apart, std::abs(std::complex(y[0], y[1])));
     out.Add({close ? uint64_t{0} : uint64_t{1}, apart});

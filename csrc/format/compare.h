@@ -25,9 +25,10 @@ struct Difference {
 
 // Of `count` elements each at `x` and `y`, which need no alignment. Elements of
 // one dtype without tolerances are compared bit by bit; others as integers, or
-// as doubles if one of them is a float. Those of dtypes that share bytes are
-// compared by bits, and with those of no other dtype. Thread-safe. REQUIRES:
-// `count` is a whole number of units of both dtypes.
+// as doubles if one of them is a float or only one is unsigned of 64 bits.
+// Those of dtypes that share bytes are compared by bits, and with those of no
+// other dtype. Thread-safe. REQUIRES: `count` is a whole number of units of
+// both dtypes.
 Difference CompareElements(Dtype a, const std::byte* x, Dtype b,
                            const std::byte* y, size_t count,
                            const Tolerances& tolerances);

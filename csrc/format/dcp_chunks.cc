@@ -1,6 +1,8 @@
 #include "format/dcp_chunks.h"
 
+#include <functional>
 #include <numeric>
+#include <optional>
 
 namespace torch_ckpt {
 namespace {
@@ -48,34 +50,41 @@ Status DcpChunks::Take(const Dims& offsets, size_t hint, Box* box) {
 }
 
 Status DcpChunks::CheckAllFound() {
-  for (size_t at = 0; at < found_.size(); ++at) {
-    if (found_[at]) continue;
-    const Dims offsets = ToDims(Offsets(at));
-    TC_ASSIGN_OR_RETURN(size_t same, Search(offsets));
-    for (; same < sorted_.size() && IsAt(sorted_[same], offsets); ++same) {
-      if (found_[sorted_[same]]) break;
+  if (std::ranges::all_of(found_, std::identity())) return {};
+  Sort();
+  for (size_t first = 0; first < sorted_.size();) {
+    // Those at the same offsets, of which one that has a place stands for all.
+    const Dims offsets = ToDims(Offsets(sorted_[first]));
+    size_t end = first;
+    std::optional<size_t> placed;
+    for (; end < sorted_.size() && IsAt(sorted_[end], offsets); ++end) {
+      if (found_[sorted_[end]]) placed = sorted_[end];
     }
-    if (same == sorted_.size() || !IsAt(sorted_[same], offsets)) {
+    if (!placed) {
       return Incomplete(
           "the metadata does not say which file has the chunk at " +
           offsets.ToString());
     }
-    if (!std::ranges::equal(Sizes(at), Sizes(sorted_[same]))) {
-      return Conflict("the metadata has two chunks at " + offsets.ToString());
+    for (; first < end; ++first) {
+      if (!std::ranges::equal(Sizes(sorted_[first]), Sizes(*placed))) {
+        return Conflict("the metadata has two chunks at " + offsets.ToString());
+      }
     }
-    found_[at] = true;  // so that whole runs of them are found at once
   }
   return {};
 }
 
+void DcpChunks::Sort() {
+  if (!sorted_.empty()) return;
+  sorted_.resize(found_.size());
+  std::iota(sorted_.begin(), sorted_.end(), 0u);
+  std::sort(sorted_.begin(), sorted_.end(), [this](uint32_t a, uint32_t b) {
+    return std::ranges::lexicographical_compare(Offsets(a), Offsets(b));
+  });
+}
+
 Result<size_t> DcpChunks::Search(const Dims& offsets) {
-  if (sorted_.empty()) {
-    sorted_.resize(found_.size());
-    std::iota(sorted_.begin(), sorted_.end(), 0u);
-    std::sort(sorted_.begin(), sorted_.end(), [this](uint32_t a, uint32_t b) {
-      return std::ranges::lexicographical_compare(Offsets(a), Offsets(b));
-    });
-  }
+  Sort();
   const auto at = std::lower_bound(
       sorted_.begin(), sorted_.end(), offsets,
       [this](uint32_t a, const Dims& b) {

@@ -46,6 +46,7 @@ class DcpChunks {
   bool IsAt(size_t at, const Dims& offsets) const {
     return std::ranges::equal(Offsets(at), offsets);
   }
+  void Sort();
   // The first one in sorted_ with these offsets.
   Result<size_t> Search(const Dims& offsets);
 

@@ -75,7 +75,7 @@ class Attributes {
   }
   void RememberKeys(Values items) {
     keys_.clear();
-    if (items.size() > 2 * kMostKeys) return;
+    if (items.empty() || items.size() > 2 * kMostKeys) return;
     for (size_t i = 0; i < items.size(); i += 2) keys_.push_back(items[i]);
     for (size_t i = 0; i < N; ++i) {
       at_[i] =
@@ -208,9 +208,10 @@ class MetadataReader {
     TC_RETURN_IF_ERROR(ByteSize(dtype, shape).status());
     if (!chunks->Is(PickleKind::kList)) return Lacks("chunks");
     // Before anything is kept of chunks: a pickle may say one list many times.
-    chunks_said_ += chunks->items().size();
-    if (chunks_said_ > pickle_bytes_) {
-      return Exhausted("the metadata says more chunks than it has bytes");
+    numbers_said_ +=
+        chunks->items().size() * (1 + 2 * static_cast<size_t>(shape.size()));
+    if (numbers_said_ > pickle_bytes_) {
+      return Exhausted("the metadata says more chunks than it has bytes for");
     }
     TC_ASSIGN_OR_RETURN(const uint32_t entry,
                         out_.catalog.AddTensor(name, dtype, shape));
@@ -413,7 +414,7 @@ class MetadataReader {
   const size_t pickle_bytes_;
   const std::string_view apart_;
   size_t path_bytes_ = 0;
-  size_t chunks_said_ = 0;
+  size_t numbers_said_ = 0;  // of chunks
 };
 
 }  // namespace

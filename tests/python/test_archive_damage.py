@@ -6,7 +6,7 @@ import io
 import os
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ import torch.distributed.checkpoint as dcp
 from foreign_samples import of_dcp, of_torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
 from torch_ckpt.conversion import TARGETS
+from torch_ckpt.jobs import OpenedCheckpoint
+from torch_ckpt.values import compare
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -68,7 +71,7 @@ def flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("saver", [of_torch, of_dcp])
-def test_every_flipped_bit_is_found(tmp_path: Path, saver: Any) -> None:
+def test_a_flipped_bit_of_any_storage_is_found(tmp_path: Path, saver: Any) -> None:
     source = saver(tmp_path / "source", state())
     found = list(storages(source))
     assert len(found) >= 5
@@ -89,39 +92,81 @@ def test_every_flipped_bit_is_found(tmp_path: Path, saver: Any) -> None:
         torch_ckpt.convert(source, tmp_path / f"whole-{to}", to)
 
 
+ERRORS = (torch_ckpt.CorruptError, CheckpointException)  # the second is dcp.load's, around ours
+READERS: dict[str, Callable[[Path, dict[str, torch.Tensor]], Any]] = {
+    "load": lambda path, target: torch_ckpt.load(target, path=path, no_dist=True),
+    "everything": lambda path, _: torch_ckpt.load(path=path, no_dist=True),
+    "dcp.load": lambda path, target: dcp.load(
+        target, storage_reader=torch_ckpt.CheckpointReader(path), no_dist=True
+    ),
+    "casts": lambda path, target: dcp.load(
+        {name: tensor.float() for name, tensor in target.items()},
+        storage_reader=torch_ckpt.CheckpointReader(path),
+        no_dist=True,
+    ),
+    "open": lambda path, target: [torch_ckpt.open(path)[name][...] for name in target],
+    "statistics": lambda path, target: [
+        torch_ckpt.open(path)[name].statistics() for name in target
+    ],
+    "diff": lambda path, target: compare(
+        OpenedCheckpoint(str(path)), OpenedCheckpoint(str(path)), list(target)
+    ),
+}
+
+
 @pytest.mark.parametrize("saver", [of_torch, of_dcp])
-def test_loads_compare_what_they_read_as_a_whole(tmp_path: Path, saver: Any) -> None:
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_compare_what_they_read_as_a_whole(tmp_path: Path, saver: Any, reader: str) -> None:
     tensors = {
         "large": torch.randn(3000, 1100),
         "half": torch.randn(70, 90).bfloat16(),
-        "small": torch.arange(5),
+        "small": torch.arange(5.0),
     }
     source = saver(tmp_path / "source", tensors)
 
-    def loads(**options: Any) -> None:
-        target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        verified = {} if options else {"path": source}
-        reader = torch_ckpt.CheckpointReader(source, **options)
-        torch_ckpt.load(target, **(verified or {"storage_reader": reader}), no_dist=True)
-        cast = {name: torch.zeros_like(tensor).float() for name, tensor in tensors.items()}
-        reader = torch_ckpt.CheckpointReader(source, **options)
-        dcp.load(cast, storage_reader=reader, no_dist=True)
-        assert not options or torch.equal(target["large"], cast["large"])
+    def read() -> None:
+        READERS[reader](source, {name: torch.zeros_like(each) for name, each in tensors.items()})
 
-    loads()
+    read()
     for file, begin, end in storages(source):
         for at in (begin, end - 1):
             flip(file, at)
-            with pytest.raises(torch_ckpt.CorruptError, match="does not match its CRC-32") as error:
-                loads()
-            assert error.value.file is not None and error.value.file.endswith(file.name)
-            loads(verify=False)
-            opened = torch_ckpt.open(source)
-            with pytest.raises(torch_ckpt.CorruptError, match="CRC-32"):
-                [opened[name][...] for name in tensors]
-            opened["large"][1000:1001]  # the rest of the storage is not read for it
+            with pytest.raises(ERRORS, match="does not match its CRC-32") as error:
+                read()
+            assert file.name in str(error.value)
+            target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+            unverified = torch_ckpt.CheckpointReader(source, verify=False)
+            torch_ckpt.load(target, storage_reader=unverified, no_dist=True)
+            assert not all(torch.equal(target[name], tensors[name]) for name in tensors)
+            # The rest of the storage is not read for it.
+            torch_ckpt.open(source)["large"][1000:1001]
             flip(file, at)
-    loads()
+    read()
+
+
+@pytest.mark.parametrize("mebibytes", [1, 4, 8, 17, 64, 100])
+def test_streams_compare_storages_that_they_read_in_pieces(tmp_path: Path, mebibytes: int) -> None:
+    tensors = {"w": torch.zeros(mebibytes << 18)}
+    source = of_torch(tmp_path / "a.pt", tensors)
+    ((file, begin, end),) = storages(source)
+    flip(file, (begin + end) // 2)
+    for reader in ("statistics", "diff", "load"):
+        with pytest.raises(torch_ckpt.CorruptError, match="does not match its CRC-32"):
+            READERS[reader](source, dict(tensors))
+
+
+def test_tensors_in_objects(tmp_path: Path) -> None:
+    inside = {"pairs": [(torch.ones(3), 1)], "single": (torch.arange(5.0),)}
+    source = of_torch(tmp_path / "a.pt", {**inside, "tensor": torch.zeros(8)})
+    assert torch.equal(torch_ckpt.open(source).objects["single"][0], torch.arange(5.0))
+    for file, begin, end in list(storages(source)):
+        flip(file, begin)
+        if end - begin < 32:  # the tensor by itself is no object
+            with pytest.raises(torch_ckpt.CorruptError, match="does not match its CRC-32"):
+                dict(torch_ckpt.open(source).objects)
+        with pytest.raises(torch_ckpt.CorruptError, match="does not match its CRC-32"):
+            torch_ckpt.convert(source, tmp_path / "out", "torch_ckpt")
+        flip(file, begin)
 
 
 def test_casts_and_other_names_are_compared_too(tmp_path: Path) -> None:

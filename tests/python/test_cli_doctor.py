@@ -102,12 +102,16 @@ def test_memory_is_said_to_be_memory() -> None:
 
 
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    """What is to be made is tried in the nearest directory that is there."""
+    done = run(tmp_path / "not" / "yet", "--mib", "0", "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout)["path"] == str(tmp_path)
+    assert os.listdir(tmp_path) == []
     (tmp_path / "file").write_text("")
-    for name in ("no", "file"):
-        done = run(tmp_path / name)
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        done = run(path)
         assert done.exit_code == 1 and done.stdout == ""
         (line,) = done.stderr.splitlines()
-        assert str(tmp_path / name) in line and line.endswith("(check the path)")
+        assert str(tmp_path / "file") in line and line.endswith("(check the path)")
     assert run("s3://bucket/x").exit_code == 2
 
 

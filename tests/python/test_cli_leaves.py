@@ -126,13 +126,13 @@ def test_diff_over_formats(tmp_path: Path, left: Any, right: Any) -> None:
     assert told == {
         "half": ("both", "BF16 and F32"),
         "layers.0.w": ("a", "only in A"),
-        "layers.3.w": ("both", "1 of 16 values differ, by 0.5 at most"),
+        "layers.3.w": ("both", "1 of 16 values differs, by 0.5 at most"),
         "layers.4.w": ("both", "shapes [4, 5] and [2]"),
         "new": ("b", "only in B"),
         "step": ("both", "7 and 8"),
     }
     assert answer["same"] == 9
-    assert "layers.3.w  1 of 16 values differ" in run("diff", a, b).stdout
+    assert "layers.3.w  1 of 16 values differs" in run("diff", a, b).stdout
     assert "layers.3.w" not in run("diff", a, b, "--names-only").stdout
     assert "layers.3.w" not in run("diff", a, b, "--atol", "0.6").stdout
 
@@ -146,11 +146,11 @@ def test_diff_is_bit_by_bit_without_tolerances(tmp_path: Path) -> None:
     assert told["zero"] == "2 of 2 values differ, by 2 at most"
     minus = of_torch(tmp_path / "d.pt", {"nan": nan, "zero": torch.tensor([-0.0, 1.0])})
     told = {each["name"]: each["what"] for each in fields("diff", a, minus)["different"]}
-    assert told == {"zero": "1 of 2 values differ, by 0 at most"}
+    assert told == {"zero": "1 of 2 values differs, in their bits only"}
     assert run("diff", a, minus, "--atol", "1e-9").exit_code == 0
     other = of_torch(tmp_path / "e.pt", {"nan": torch.ones(2), "zero": zero})
     told = {each["name"]: each["what"] for each in fields("diff", a, other)["different"]}
-    assert told == {"nan": "1 of 2 values differ, by nan at most"}
+    assert told == {"nan": "1 of 2 values differs, by nan at most"}
 
 
 def test_commands_start_without_torch(tmp_path: Path) -> None:

@@ -296,6 +296,36 @@ def test_damage_in_the_source_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["c"]
 
 
+def test_only_a_file_of_torch_save_is_replaced(tmp_path: Path) -> None:
+    source = of_torch(tmp_path / "a.pt")
+    text, pipe, folder = tmp_path / "notes.txt", tmp_path / "pipe", tmp_path / "folder"
+    text.write_text("mine")
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for target in (text, pipe, folder, Path("/dev/null")):
+        with pytest.raises(torch_ckpt.ConflictError, match="no file of torch.save"):
+            torch_ckpt.convert(source, target, "torch")
+    assert text.read_text() == "mine" and pipe.is_fifo() and Path("/dev/null").is_char_device()
+    torch.save({}, tmp_path / "old.pt")
+    torch_ckpt.convert(source, tmp_path / "old.pt", "torch")
+    assert same(torch.load(tmp_path / "old.pt", weights_only=False), state())
+
+
+def test_an_empty_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = of_torch(tmp_path / "a.pt")
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: torch_ckpt.convert(source, "", "hf"),
+        lambda: torch_ckpt.save(state(), ""),
+        lambda: torch_ckpt.open(""),
+        lambda: torch_ckpt.Checkpoint("").remove(),
+    ):
+        with pytest.raises(torch_ckpt.InvalidArgumentError, match="the path is empty"):
+            call()
+    assert CliRunner().invoke(cli, ["clean", "", "--yes"]).exit_code == 2
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
 def test_a_large_checkpoint_takes_little_memory(tmp_path: Path) -> None:
     tensors = {f"w{number}": torch.ones(32 << 20, dtype=torch.uint8) for number in range(12)}
     torch.save(tensors, tmp_path / "a.pt")

@@ -307,6 +307,23 @@ def test_chunks_that_several_ranks_have(tmp_path: Path) -> None:
     assert same(torch_ckpt.load(path=path)["a"], torch.arange(4.0))
 
 
+def test_one_chunk_said_very_often(tmp_path: Path) -> None:
+    """The pickle says the same object again, in two bytes. Time does not grow with the square, and
+    what is kept of them is no more than it has bytes."""
+    path = saved(tmp_path / "c", {"a": torch.arange(4.0)})
+    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    stored: Any = metadata.state_dict_metadata["a"]
+    # What one chunk of one dimension may take of a pickle, as a comment would be.
+    metadata.planner_data = {"x": "x" * 3_000_000}
+    stored.chunks = stored.chunks * 600_000
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert same(torch_ckpt.load(path=path)["a"], torch.arange(4.0))
+    metadata.planner_data = None
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(torch_ckpt.CheckpointError, match="more chunks than it has bytes for"):
+        torch_ckpt.load(path=path)
+
+
 def test_two_checkpoints_in_one_directory_are_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "c", {"a": torch.ones(4)})
     save_file({"z": torch.ones(1)}, path / "extra.safetensors")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import torch_ckpt
 from torch_ckpt.cli import cli
+from torch_ckpt.dcp.load import read_objects
 from torch_ckpt.dtypes import DTYPE_NAMES
 from torch_ckpt.jobs import OpenedCheckpoint
 from torch_ckpt.values import compare
@@ -101,7 +102,7 @@ def test_differences_are_those_of_torch(tmp_path: Path, data: st.DataObject) -> 
     ((number, largest),) = compare(a, b, ["x"], rtol=rtol, atol=atol)
     wanted, by = expected(left, right, rtol, atol)
     assert number == wanted
-    assert largest == pytest.approx(by, rel=1e-15, nan_ok=True)
+    assert largest == pytest.approx(by, rel=1e-15, abs=0, nan_ok=True)
 
 
 @settings(
@@ -166,3 +167,37 @@ def test_diff_of_objects(tmp_path: Path) -> None:
         assert told["truth"] == "True and 1"
         assert told["large"].startswith("b'xxx")
     assert diff(a, of_ours(tmp_path / "none", {**value, "nothing": 0})) == {"nothing": "None and 0"}
+
+
+def test_diff_of_texts_and_of_leaves_that_cannot_be_read(tmp_path: Path) -> None:
+    value = {"at": "at", "list": ["at"], "long": "y" * 100 + "a"}
+    a = of_torch(tmp_path / "a.pt", value)
+    assert diff(a, a) == {} and diff(a, of_ours(tmp_path / "b", value)) == {}
+    told = diff(a, of_torch(tmp_path / "c.pt", {**value, "at": "to", "long": "y" * 100 + "b"}))
+    assert told["at"] == "'at' and 'to'"
+    assert told["long"].endswith("..., which differ from character 102 on")
+    opaque = of_torch(tmp_path / "d.pt", {**value, "object": Opaque(), "x": torch.ones(2)})
+    other = of_torch(tmp_path / "e.pt", {**value, "object": Opaque(), "x": torch.zeros(2)})
+    told = diff(opaque, other)
+    assert told["x"] == "2 of 2 values differ, by 1 at most"
+    assert told["object"].startswith("cannot be compared: ") and "Opaque" in told["object"]
+
+
+class Opaque:
+    pass
+
+
+def test_objects_of_one_file_are_parsed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = of_ours(tmp_path / "a", {f"leaf{number}": (number,) for number in range(50)})
+    reads = []
+    read = read_objects.ObjectReader._read_file
+    monkeypatch.setattr(
+        read_objects.ObjectReader,
+        "_read_file",
+        lambda self, name: reads.append(name) or read(self, name),
+    )
+    opened = torch_ckpt.open(path)
+    assert [opened.objects[f"leaf{number}"] for number in range(50)] == [(n,) for n in range(50)]
+    assert len(reads) == 1

@@ -1,4 +1,4 @@
-"""The torch-ckpt command. Works without torch, except under torchrun."""
+"""The torch-ckpt command. Torch is imported by the few commands that need it, when they do."""
 
 from __future__ import annotations
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import click
 
-from torch_ckpt.cli.leaves import leaves_of, value_text, values_of
+from torch_ckpt.cli.leaves import leaves_of, values_of
 from torch_ckpt.cli.output import DIFFERENT, Output, count, printable, with_output
 from torch_ckpt.cli.text import bold, columns, natural
-from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.errors import CheckpointError, InvalidArgumentError
 from torch_ckpt.jobs import OpenedCheckpoint
-from torch_ckpt.merge import MEMORY_BUDGET
 from torch_ckpt.options import parse_bytes
-from torch_ckpt.values import MEMORY, compare
+from torch_ckpt.values import compare
 
 _TOLERANCE = click.FloatRange(min=0.0, max=1e300)
+_LEAST_BUDGET = 32 << 20
 
 
 @click.command()
@@ -29,9 +30,9 @@ _TOLERANCE = click.FloatRange(min=0.0, max=1e300)
 @click.option("--names-only", is_flag=True, help="Compare names, shapes and dtypes, and no value.")
 @click.option(
     "--memory-budget",
-    default=MEMORY_BUDGET,
+    default="64MiB",
     show_default=True,
-    help="Bytes that tensors take at most while they are compared, from 64MiB on.",
+    help="Bytes that tensors take at most while they are compared, from 32MiB on.",
 )
 @with_output
 def diff(
@@ -47,7 +48,7 @@ def diff(
 
     They may be of any formats and shardings. Tensors are compared bit by bit, or within --rtol and
     --atol, in pieces; of the containers that leaves stand in only their names count. Exit status 4
-    where something differs.
+    where something differs, or cannot be compared.
 
     \b
     torch-ckpt diff run/step-1000 run/step-2000 --names-only
@@ -56,8 +57,8 @@ def diff(
     if math.isnan(rtol) or math.isnan(atol):
         raise click.UsageError("A tolerance is a number.")
     budget = parse_bytes(memory_budget, "memory_budget")
-    if budget < MEMORY:
-        raise InvalidArgumentError(f"memory_budget={memory_budget!r} is less than 64MiB")
+    if budget < _LEAST_BUDGET:
+        raise InvalidArgumentError(f"memory_budget={memory_budget!r} is less than 32MiB")
     left, right = _Side(a), _Side(b)
     names = sorted({*left.leaves, *right.leaves}, key=natural)
     both = [name for name in names if name in left.leaves and name in right.leaves]
@@ -89,11 +90,12 @@ class _Side:
         """`values_of` of leaves that are no tensors."""
         return values_of(self.opened, self.described, set(names))
 
-    def value(self, name: str) -> Any:
-        """One of them. Needs torch, and raises what StoredObjects does."""
+    @functools.cached_property
+    def objects(self) -> Mapping[str, Any]:
+        """All of these, see StoredObjects. Needs torch."""
         from torch_ckpt.dcp.load.stored import StoredObjects
 
-        return StoredObjects(self.opened, self.described, verify=True)[name]
+        return StoredObjects(self.opened, self.described, verify=True)
 
 
 def _of_tensors(
@@ -121,7 +123,8 @@ def _of_tensors(
     for name, (number, largest) in zip(names, compared, strict=True):
         if number:
             of = count(math.prod(a.leaves[name]["shape"]), "value")
-            said[name] = f"{number:,} of {of} differ, by {largest:.6g} at most"
+            how = f"by {largest:.6g} at most" if largest else "in their bits only"
+            said[name] = f"{number:,} of {of} {'differs' if number == 1 else 'differ'}, {how}"
     return said
 
 
@@ -131,13 +134,19 @@ def _of_objects(a: _Side, b: _Side, names: list[str]) -> dict[str, str]:
     typed = [side.typed(names) for side in (a, b)]
     said = {}
     for name in names:
-        texts = [_text_of(values, name) for values in typed]
-        if texts[0] is not None and texts[0] == texts[1]:
-            continue
         pair = [values.get(name, ()) for values in typed]
         if all(type(value) in _SCALARS for value in pair):
-            said[name] = " and ".join(map(value_text, pair))
-        elif (text := _of_decoded(a, b, name)) is not None:
+            if json.dumps(pair[0]) != json.dumps(pair[1]):
+                said[name] = _both(*pair)
+            continue
+        texts = [_text_of(value) for value in pair]
+        if texts[0] is not None and texts[0] == texts[1]:
+            continue
+        try:
+            text = _of_decoded(a, b, name)
+        except CheckpointError as error:
+            text = f"cannot be compared: {error.message}"
+        if text is not None:
             said[name] = text
     return said
 
@@ -145,22 +154,35 @@ def _of_objects(a: _Side, b: _Side, names: list[str]) -> dict[str, str]:
 _SCALARS = (type(None), bool, int, float, str)
 
 
-def _text_of(values: dict[str, Any], name: str) -> str | None:
+def _text_of(typed: Any) -> str | None:
     """Of a value of `values_of` a text that no other value has; None where there is none."""
-    if name not in values or isinstance(values[name], Exception):
+    if typed == () or isinstance(typed, Exception):
         return None
-    text = json.dumps(values[name])
-    return None if '"at"' in text else text  # it has bytes in a file beside
+    text = json.dumps(typed)
+    return None if '"at"' in text else text  # it may have bytes in a file beside
 
 
 def _of_decoded(a: _Side, b: _Side, name: str) -> str | None:
     """What is to be said of two values, which are compared as they would be saved."""
-    values = [side.value(name) for side in (a, b)]
+    values = [side.objects[name] for side in (a, b)]
     from torch_ckpt.objects import object_digest
 
     if object_digest(values[0], name) == object_digest(values[1], name):
         return None
-    return " and ".join(f"{value!r:.80}" for value in values)
+    return _both(*values)
+
+
+_MOST = 80  # characters of a value
+
+
+def _both(a: Any, b: Any) -> str:
+    """Two values that differ, cut where they are long."""
+    texts = [repr(value) for value in (a, b)]
+    cut = [text if len(text) <= _MOST else text[: _MOST - 3] + "..." for text in texts]
+    if cut[0] != cut[1]:
+        return " and ".join(cut)
+    same = next((n for n, (x, y) in enumerate(zip(*texts, strict=False)) if x != y), 0)
+    return f"{cut[0]}, which differ from character {same + 1:,} on"
 
 
 def _found(
@@ -175,7 +197,7 @@ def _found(
         left, right = a.leaves[name], b.leaves[name]
         what = []
         if (left["dtype"] is None) != (right["dtype"] is None):
-            what = ["a tensor in one of them only"]
+            what = [f"a tensor in {'A' if right['dtype'] is None else 'B'} only"]
         else:
             if left["dtype"] != right["dtype"]:
                 what.append(f"{left['dtype']} and {right['dtype']}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 
 import click
@@ -29,8 +30,9 @@ _COLOURS = {"ok": "green", "slow": "yellow", "missing": "red"}
 def doctor(path: str, mib: int, output: Output) -> None:
     """Try what saves need of a directory.
 
-    Looks at this machine too. Writes into a hidden directory in PATH, which is removed again.
-    "slow" works, at the cost that is named. Exit status 1 where saves cannot work.
+    Looks at this machine too. Writes into a hidden directory in PATH, which is removed again; where
+    there is no PATH yet, in the nearest directory above it. "slow" works, at the cost that is
+    named. Exit status 1 where saves cannot work.
 
     \b
     torch-ckpt doctor /mnt/checkpoints
@@ -39,6 +41,8 @@ def doctor(path: str, mib: int, output: Output) -> None:
     if output.silent:  # ranks that measured at the same time would each see a part of the speed
         return
     where = local_path(path)
+    while not os.path.lexists(where):
+        where = os.path.dirname(where)
     with output.progress("measuring") as progress, Job() as job:
         request = {"op": "probe", "path": where, "bytes": mib << 20, "job": job.id}
         with told(job, progress):

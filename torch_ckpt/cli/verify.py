@@ -16,8 +16,9 @@ from torch_ckpt.cli.output import Output, count, format_bytes, with_output
     "--threads", type=click.IntRange(1, 256), default=2, show_default=True, help="Reading threads."
 )
 @click.option("--no-direct-io", is_flag=True, help="Read through the page cache.")
+@click.option("--format", help="What PATH is read as: torch_ckpt, hf, dcp, megatron or torch.")
 @with_output
-def verify(path: str, threads: int, no_direct_io: bool, output: Output) -> None:
+def verify(path: str, threads: int, no_direct_io: bool, format: str | None, output: Output) -> None:
     """Compare every byte of the checkpoint PATH with its digest.
 
     What torch_ckpt wrote has digests; of files of stock DCP and torch.save the CRC-32 of every
@@ -26,7 +27,7 @@ def verify(path: str, threads: int, no_direct_io: bool, output: Output) -> None:
     \b
     torch-ckpt verify run/step-1000 && echo whole
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, format=format)
     with output.progress("verifying") as progress:
         report = checkpoint.verify(workers=threads, progress=progress, direct_io=not no_direct_io)
     output.report(

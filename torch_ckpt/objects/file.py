@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch_ckpt.objects.decode import Decoder
@@ -81,9 +81,9 @@ class ObjectFile:
         self.side_bytes: int = document["side_bytes"]
         self._objects: dict[str, Any] = document["objects"]
 
-    def fqns(self) -> list[str]:
+    def fqns(self) -> Collection[str]:
         """The names of the leaves, in the order in which they were saved."""
-        return list(self._objects)
+        return self._objects.keys()
 
     def load(
         self,

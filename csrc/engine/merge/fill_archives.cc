@@ -33,7 +33,7 @@ class Filler {
       : source_(std::move(source)),
         layout_(std::move(layout)),
         options_(options),
-        inputs_(source_, options.verify, options.output.direct_io,
+        inputs_(source_->file_set(), options.verify, options.output.direct_io,
                 std::max(1, options.output.workers)),
         own_(layout_->file_set(), /*verify=*/false, options.output.direct_io,
              std::max(1, options.output.workers)),

@@ -80,7 +80,7 @@ Result<Assigned> Assign(const Catalog& catalog, const MergeOptions& options) {
 
 MergePlan::Sources::Sources(const std::shared_ptr<const Checkpoint>& checkpoint,
                             const MergeOptions& options)
-    : inputs(checkpoint, options.verify, options.output.direct_io,
+    : inputs(checkpoint->file_set(), options.verify, options.output.direct_io,
              std::max(1, options.output.workers)),
       tensors(&inputs,
               [checkpoint](uint32_t e) {

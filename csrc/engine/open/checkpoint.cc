@@ -408,22 +408,6 @@ Result<std::vector<Placement>> Checkpoint::DescribedPlacements(
   return Placements(entry);
 }
 
-bool Checkpoint::HasArchives() const {
-  if (!has_.archives.empty()) return true;
-  for (const CatalogEntry& entry : catalog().entries()) {
-    if (entry.archived) return true;
-    if (entry.kind != EntryKind::kTensor) continue;
-    const auto number =
-        static_cast<uint32_t>(&entry - catalog().entries().data());
-    const auto placements = catalog().Placements(number, files());
-    // Tensors of a directory are all stored alike.
-    if (placements.ok() && !placements->empty()) {
-      return (*placements)[0].kind == PlacementKind::kArchive;
-    }
-  }
-  return false;
-}
-
 Result<std::vector<Checkpoint::Archive>> Checkpoint::Archives() const {
   std::vector<Archive> out;
   // Objects may share one.

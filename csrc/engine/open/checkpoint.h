@@ -86,8 +86,6 @@ class Checkpoint {
   // The same, of all boxes, for who looks and does not read: what one rank
   // saved of a DTensor need not tile it.
   Result<std::vector<Placement>> DescribedPlacements(uint32_t entry) const;
-  // Whether there are archives of torch.save.
-  bool HasArchives() const;
   // An archive in a file, as a kArchive, and the tensor that it is.
   struct Archive {
     Placement placement;

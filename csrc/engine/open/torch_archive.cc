@@ -167,6 +167,24 @@ Result<TorchArchive::Found> TorchArchive::Find(
   return out;
 }
 
+Status TorchArchive::CheckStorage(const DigestedRange& storage) const {
+  constexpr uint64_t kAtOnce = uint64_t{4} << 20;
+  if (storage.crc32 == 0 || !checked_.insert(storage.range.offset).second) {
+    return {};
+  }
+  const uint64_t begin = storage.range.offset - range_.offset;
+  const uint64_t end = begin + storage.range.bytes;
+  uint32_t crc = 0;
+  for (uint64_t at = begin; at < end; at += kAtOnce) {
+    TC_ASSIGN_OR_RETURN(const std::string bytes,
+                        Read(at, std::min(kAtOnce, end - at)));
+    crc = Crc32(crc, bytes.data(), bytes.size());
+  }
+  if (crc == storage.crc32) return {};
+  return Foreign("has an entry at bytes " + std::to_string(begin) + " to " +
+                 std::to_string(end) + " that does not match its CRC-32");
+}
+
 Result<std::string> TorchArchive::Elements(const TorchTensor& tensor) const {
   TC_ASSIGN_OR_RETURN(const uint64_t bytes,
                       ByteSize(tensor.dtype, tensor.shape));
@@ -177,6 +195,7 @@ Result<std::string> TorchArchive::Elements(const TorchTensor& tensor) const {
   std::string out(bytes, '\0');
   if (bytes == 0) return out;
   TC_ASSIGN_OR_RETURN(const Found placed, Find(tensor));
+  TC_RETURN_IF_ERROR(CheckStorage(placed.storage));
   const Placement& found = placed.placement;
   TC_ASSIGN_OR_RETURN(
       const std::string stored,

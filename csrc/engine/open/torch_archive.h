@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -50,7 +51,8 @@ class TorchArchive {
   };
   Result<Found> Find(const TorchTensor& tensor) const;
   // Its elements in row-major order, for those of objects: kUnsupported where
-  // more than 128 MiB were to be read for them.
+  // more than 128 MiB were to be read for them. Compares its storage with its
+  // CRC-32, the first time. For one thread.
   Result<std::string> Elements(const TorchTensor& tensor) const;
 
  private:
@@ -59,6 +61,7 @@ class TorchArchive {
 
   Result<std::string> Read(uint64_t offset, uint64_t bytes) const;
   Result<std::string> ReadEntry(const ZipEntry& entry) const;
+  Status CheckStorage(const DigestedRange& storage) const;
   Status ReadDirectory(uint64_t most);
   Status ReadPickle(uint64_t most);
 
@@ -72,6 +75,7 @@ class TorchArchive {
   std::map<std::string_view, ZipEntry> entries_;
   std::string stem_;  // of all names, with its '/'
   Pickle pickle_;
+  mutable std::set<uint64_t> checked_;  // where storages begin
 };
 
 // Objects that the archive at `range` holds (ArchivedObject::leaf), as typed

@@ -34,15 +34,19 @@ Result<uint32_t> Crc32Of(const ByteSource& source, uint64_t begin, uint64_t end,
 
 }  // namespace
 
-DigestKind DigestsOf(const Checkpoint& checkpoint, bool verify) {
+DigestKind DigestsOf(const FileSet& files, bool verify) {
   if (!verify) return DigestKind::kNone;
-  if (checkpoint.file_set()->has_digests()) return DigestKind::kSegments;
-  return checkpoint.HasArchives() ? DigestKind::kArchives : DigestKind::kNone;
+  return files.has_digests() ? DigestKind::kSegments : DigestKind::kArchives;
+}
+
+DigestKind ArchivesOf(const FileSet& files, bool verify) {
+  return files.has_digests() ? DigestKind::kNone : DigestsOf(files, verify);
 }
 
 void InputDigests::Add(int worker, uint32_t file, uint64_t offset,
                        const std::byte* data, uint64_t size) {
-  if (kind_ == DigestKind::kArchives) {
+  const Worker& own = workers_[static_cast<size_t>(worker)];
+  if (kind_ == DigestKind::kArchives && !own.expected.empty()) {
     Add(worker, file, offset, Crc32(0, data, size), size);
   }
   while (kind_ == DigestKind::kSegments && size > 0) {
@@ -83,10 +87,15 @@ void InputDigests::Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi) {
   }
 }
 
-void InputDigests::Expect(int worker, std::span<const DigestedRange> ranges) {
-  if (kind_ != DigestKind::kArchives) return;
+void InputDigests::Expect(int worker, std::span<const DigestedRange> storages) {
+  if (kind_ != DigestKind::kArchives || storages.empty()) return;
   auto& expected = workers_[static_cast<size_t>(worker)].expected;
-  expected.insert(expected.end(), ranges.begin(), ranges.end());
+  // Pieces of one tensor, which come one after another, are in the same ones.
+  const size_t count = storages.size();
+  const bool known = expected.size() >= count &&
+                     std::equal(storages.begin(), storages.end(),
+                                expected.end() - static_cast<ptrdiff_t>(count));
+  if (!known) expected.insert(expected.end(), storages.begin(), storages.end());
 }
 
 InputDigests::Digests InputDigests::SortedDigests() {
@@ -101,7 +110,7 @@ InputDigests::Digests InputDigests::SortedDigests() {
   return sorted;
 }
 
-std::vector<DigestedRange> InputDigests::SortedRanges() {
+std::vector<DigestedRange> InputDigests::SortedStorages() {
   std::vector<DigestedRange> sorted;
   for (Worker& worker : workers_) {
     sorted.insert(sorted.end(), worker.expected.begin(), worker.expected.end());
@@ -165,40 +174,56 @@ Status InputDigests::CheckSegments(OpenFiles* files, const Job* job) {
   return {};
 }
 
-Status InputDigests::CheckArchives(OpenFiles* files, Untiled untiled,
+Status InputDigests::CheckStorages(OpenFiles* files, Untiled untiled,
                                    Job* job) {
   const Digests digests = SortedDigests();
-  const std::vector<DigestedRange> ranges = SortedRanges();
-  const auto check = [&](const DigestedRange& range) -> Status {
-    const uint64_t begin = range.range.offset;
-    const uint64_t end = begin + range.range.bytes;
+  const std::vector<DigestedRange> storages = SortedStorages();
+  const FileSet& set = files->set();
+  const auto check = [&](const DigestedRange& storage) -> Status {
+    const uint64_t begin = storage.range.offset;
+    const uint64_t end = begin + storage.range.bytes;
     const auto at = std::partition_point(
         digests.begin(), digests.end(), [&](const Digest& digest) {
-          return digest.file != range.file ? digest.file < range.file
-                                           : digest.offset < begin;
+          return digest.file != storage.file ? digest.file < storage.file
+                                             : digest.offset < begin;
         });
-    if (at == digests.end() || at->file != range.file || at->offset >= end) {
+    if (at == digests.end() || at->file != storage.file || at->offset >= end) {
       return {};
     }
     std::optional<uint32_t> crc =
-        Joined(digests, static_cast<size_t>(at - digests.begin()), range.file,
+        Joined(digests, static_cast<size_t>(at - digests.begin()), storage.file,
                begin, end);
     if (!crc && untiled == Untiled::kPassedOver) return {};
-    TC_ASSIGN_OR_RETURN(const auto source, files->Get(range.file));
     if (!crc) {
-      TC_ASSIGN_OR_RETURN(crc, Crc32Of(*source, begin, end, job));
+      TC_RETURN_IF_ERROR(
+          files->Read(storage.file, [&](const ByteSource& source) -> Status {
+            TC_ASSIGN_OR_RETURN(crc, Crc32Of(source, begin, end, job));
+            return {};
+          }));
     }
-    if (*crc == range.crc32) return {};
-    return files->set().Explain(
+    if (*crc == storage.crc32) return {};
+    return set.Explain(
         Corrupt("the entry of the archive at bytes " + std::to_string(begin) +
                 " to " + std::to_string(end) + " does not match its CRC-32")
-            .WithFile(source->path()));
+            .WithFile(set.path() + "/" + set.files()[storage.file].name));
   };
   return ForEachItem(static_cast<int>(workers_.size()),
-                     static_cast<int64_t>(ranges.size()), job,
+                     static_cast<int64_t>(storages.size()), job,
                      [&](int64_t i, int) -> Status {
-                       return check(ranges[static_cast<size_t>(i)]);
+                       return check(storages[static_cast<size_t>(i)]);
                      });
+}
+
+Status InputDigests::Check(OpenFiles* files, Untiled untiled, Job* job) {
+  switch (kind_) {
+    case DigestKind::kSegments:
+      return CheckSegments(files, job);
+    case DigestKind::kArchives:
+      return CheckStorages(files, untiled, job);
+    case DigestKind::kNone:
+      break;
+  }
+  return {};
 }
 
 }  // namespace torch_ckpt

@@ -7,8 +7,8 @@
 #include <span>
 #include <vector>
 
-#include "engine/open/checkpoint.h"
 #include "engine/open/open_files.h"
+#include "format/catalog.h"
 #include "runtime/jobs.h"
 
 namespace torch_ckpt {
@@ -17,13 +17,16 @@ namespace torch_ckpt {
 enum class DigestKind : uint8_t {
   kNone,
   kSegments,  // a manifest: CRC-32C of every segment
-  kArchives,  // archives of torch.save: CRC-32 of every entry
+  kArchives,  // archives of torch.save: CRC-32 of every storage
 };
 
-// Those of a checkpoint, where what is read is to be verified.
-DigestKind DigestsOf(const Checkpoint& checkpoint, bool verify);
+// Those of files, where what is read of them is to be verified.
+DigestKind DigestsOf(const FileSet& files, bool verify);
 
-// What becomes of a range of an archive that was not read as a whole, once.
+// The same of who compares segments by himself.
+DigestKind ArchivesOf(const FileSet& files, bool verify);
+
+// What becomes of a storage that was not read as a whole, once.
 enum class Untiled : uint8_t { kReadAgain, kPassedOver };
 
 class InputDigests {
@@ -43,16 +46,15 @@ class InputDigests {
            uint64_t size);
   // Bytes of [lo, hi) were used, but not in a form that Add can digest.
   void Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi);
-  // Of kArchives: what bytes that are read may be in.
-  void Expect(int worker, std::span<const DigestedRange> ranges);
+  // Of kArchives: storages, with their CRC-32s, that bytes which are added from
+  // now on may be in. What is in none is not digested.
+  void Expect(int worker, std::span<const DigestedRange> storages);
 
-  // Compares every segment that was touched. One whose digests do not tile it
-  // exactly (a stretch was read twice, left out, or on another rank) is read
-  // again. kCorrupt names the file; kCancelled where `job` was. REQUIRES:
-  // kSegments.
-  Status CheckSegments(OpenFiles* files, const Job* job);
-  // The same of the ranges that were expected. REQUIRES: kArchives.
-  Status CheckArchives(OpenFiles* files, Untiled untiled, Job* job);
+  // Compares every segment that was touched, or every storage that was expected
+  // and touched. One whose digests do not tile it exactly (a stretch was read
+  // twice, left out, or on another rank) is read again, a storage only with
+  // kReadAgain. kCorrupt names the file; kCancelled where `job` was.
+  Status Check(OpenFiles* files, Untiled untiled, Job* job);
 
  private:
   struct Digest {
@@ -66,9 +68,11 @@ class InputDigests {
     std::vector<DigestedRange> expected;
   };
 
+  Status CheckSegments(OpenFiles* files, const Job* job);
+  Status CheckStorages(OpenFiles* files, Untiled untiled, Job* job);
   // Of all workers, by file and offset; they are gone there then.
   Digests SortedDigests();
-  std::vector<DigestedRange> SortedRanges();
+  std::vector<DigestedRange> SortedStorages();
   // The digests in [begin, end) of a file, from position `first` on in sorted
   // ones, as one; nullopt where they do not tile it.
   std::optional<uint32_t> Joined(const Digests& sorted, size_t first,

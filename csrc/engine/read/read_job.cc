@@ -7,7 +7,6 @@
 
 #include "base/checked.h"
 #include "engine/open/open_files.h"
-#include "engine/read/input_digests.h"
 #include "engine/read/read_plan.h"
 #include "plan/clip.h"
 #include "plan/copy_run.h"
@@ -301,7 +300,7 @@ std::span<const DigestedRange> StoragesOf(std::span<const DigestedRange> sorted,
 Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
                               const ReadPlan& plan,
                               const std::vector<TargetTensor>& targets,
-                              Job* job) {
+                              Job* job, InputDigests* shared) {
   TC_ASSIGN_OR_RETURN(PlannedReads planned,
                       PlanReads(*checkpoint, plan.items, targets));
   const std::vector<ReadCell>& cells = planned.cells;
@@ -318,11 +317,11 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
   const int workers = static_cast<int>(
       std::min<size_t>(static_cast<size_t>(std::max(1, plan.workers)),
                        std::max<size_t>(1, cells.size())));
-  InputDigests sums(workers, DigestsOf(*checkpoint, plan.verify));
-  const bool archives = sums.kind() == DigestKind::kArchives;
-  if (!archives) planned.storages.clear();
+  InputDigests own(workers, ArchivesOf(files.set(), plan.verify));
+  InputDigests* const sums = shared ? shared : &own;
+  if (sums->kind() == DigestKind::kNone) planned.storages.clear();
   SortRanges(&planned.storages);
-  sums.Expect(0, planned.storages);
+  sums->Expect(0, planned.storages);
   std::atomic<uint64_t> read{0}, verified{0};
   TC_RETURN_IF_ERROR(ForEachItem(
       workers, static_cast<int64_t>(cells.size()), job,
@@ -339,7 +338,7 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
           Status status = reader.Read(cell);
           if (!status.ok()) return status;
           reader.CountLost();
-          reader.AddSums(worker, cell.file, &sums);
+          reader.AddSums(worker, cell.file, sums);
           read += reader.bytes_read();
           verified += reader.bytes_verified();
           return Status();
@@ -348,9 +347,7 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
         return {};
       }));
   TC_RETURN_IF_ERROR(files.CheckUnchanged());
-  if (archives) {
-    TC_RETURN_IF_ERROR(sums.CheckArchives(&files, Untiled::kPassedOver, job));
-  }
+  TC_RETURN_IF_ERROR(own.Check(&files, Untiled::kPassedOver, job));
   for (CastTarget& cast : planned.casts) TC_RETURN_IF_ERROR(cast.Finish());
   report.bytes_read = read;
   report.bytes_verified = verified;

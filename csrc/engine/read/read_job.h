@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/open/checkpoint.h"
+#include "engine/read/input_digests.h"
 #include "runtime/jobs.h"
 
 namespace torch_ckpt {
@@ -59,10 +60,12 @@ struct ReadReport {
 // First proves that every element of every box is in the checkpoint and that
 // targets fit, before a byte is copied; then reads each file in ascending
 // order with bounded memory. A cast that loses values (format/cast.h) is
-// kInvalidArgument. After an error targets may be partly filled.
+// kInvalidArgument. After an error targets may be partly filled. Who reads in
+// several calls gives `shared` ones, of kArchives or kNone, and checks them at
+// the end: what one call reads of a storage is compared by none.
 Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
                               const ReadPlan& plan,
                               const std::vector<TargetTensor>& targets,
-                              Job* job);
+                              Job* job, InputDigests* shared = nullptr);
 
 }  // namespace torch_ckpt

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/checked.h"
+#include "engine/open/open_files.h"
 #include "engine/read/read_job.h"
 #include "engine/read/read_plan.h"
 #include "os/byte_source.h"
@@ -29,6 +30,11 @@ Result<TensorStream> TensorStream::Open(
     const std::vector<std::string>& names, const StreamOptions& options,
     Job* job) {
   TensorStream out(std::move(checkpoints), options, job);
+  for (const auto& checkpoint : out.checkpoints_) {
+    out.digests_.emplace_back(
+        std::max(1, options.workers),
+        ArchivesOf(*checkpoint->file_set(), options.verify));
+  }
   for (const std::string& name : names) {
     TC_RETURN_IF_ERROR(out.AddTensor(name));
   }
@@ -77,7 +83,9 @@ Status TensorStream::LeaseMemory() {
     needed += Taken(i, Box::Whole(tensors_[i].shape));
   }
   if (needed == 0) return {};
-  TC_ASSIGN_OR_RETURN(buffer_, LeaseBuffer(std::min(needed, most), job_));
+  // Each piece of a tensor is aligned, which takes a bit more than the whole.
+  TC_ASSIGN_OR_RETURN(buffer_,
+                      LeaseBuffer(std::min(needed + kArenaPage, most), job_));
   return {};
 }
 
@@ -110,8 +118,8 @@ void TensorStream::Cut(size_t tensor, const Box& box) {
   }
   const int64_t step = dim == last ? unit : 1;
   const int64_t steps = box.sizes[dim] / step;
-  const auto at_once =
-      static_cast<int64_t>(most / (taken / static_cast<uint64_t>(steps) + 1));
+  const uint64_t of_step = (taken - 1) / static_cast<uint64_t>(steps) + 1;
+  const auto at_once = static_cast<int64_t>(most / of_step);
   const int64_t count = std::max<int64_t>(1, at_once) * step;
   for (int64_t end = box.sizes[dim], at = (end - 1) / count * count; end > 0;
        end = at, at -= count) {
@@ -151,7 +159,7 @@ Result<std::vector<TensorStream::Piece>> TensorStream::TakePieces() {
   return pieces;
 }
 
-Status TensorStream::Read(const std::vector<Piece>& pieces, size_t c) const {
+Status TensorStream::Read(const std::vector<Piece>& pieces, size_t c) {
   ReadPlan plan;
   plan.workers = options_.workers;
   plan.verify = options_.verify;
@@ -166,7 +174,18 @@ Status TensorStream::Read(const std::vector<Piece>& pieces, size_t c) const {
     const uint64_t bytes = BytesOf(tensor.dtypes[c], piece.box);
     targets.push_back({piece.bytes[c], {static_cast<int64_t>(bytes)}, {1}});
   }
-  return RunReadJob(checkpoints_[c], plan, targets, job_).status();
+  return RunReadJob(checkpoints_[c], plan, targets, job_, &digests_[c])
+      .status();
+}
+
+// Of storages, which pieces are parts of.
+Status TensorStream::CheckDigests() {
+  for (size_t c = 0; c < checkpoints_.size(); ++c) {
+    OpenFiles files(checkpoints_[c]->file_set(), options_.direct_io);
+    TC_RETURN_IF_ERROR(digests_[c].Check(&files, Untiled::kReadAgain, job_));
+    TC_RETURN_IF_ERROR(files.CheckUnchanged());
+  }
+  return {};
 }
 
 void TensorStream::Divide(const std::vector<Piece>& pieces) {
@@ -188,10 +207,9 @@ void TensorStream::Divide(const std::vector<Piece>& pieces) {
 
 Result<std::span<const TensorStream::Part>> TensorStream::Next() {
   TC_ASSIGN_OR_RETURN(const std::vector<Piece> pieces, TakePieces());
-  if (!pieces.empty()) {
-    for (size_t c = 0; c < checkpoints_.size(); ++c) {
-      TC_RETURN_IF_ERROR(Read(pieces, c));
-    }
+  if (pieces.empty()) TC_RETURN_IF_ERROR(CheckDigests());
+  for (size_t c = 0; !pieces.empty() && c < checkpoints_.size(); ++c) {
+    TC_RETURN_IF_ERROR(Read(pieces, c));
   }
   Divide(pieces);
   return std::span<const Part>(parts_);

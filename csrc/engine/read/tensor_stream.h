@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/open/checkpoint.h"
+#include "engine/read/input_digests.h"
 #include "runtime/arena.h"
 #include "runtime/jobs.h"
 
@@ -75,13 +76,15 @@ class TensorStream {
   uint64_t Taken(size_t tensor, const Box& box) const;
   void Cut(size_t tensor, const Box& box);
   Result<std::vector<Piece>> TakePieces();
-  Status Read(const std::vector<Piece>& pieces, size_t c) const;
+  Status Read(const std::vector<Piece>& pieces, size_t c);
+  Status CheckDigests();
   void Divide(const std::vector<Piece>& pieces);
 
   std::vector<std::shared_ptr<const Checkpoint>> checkpoints_;
   StreamOptions options_;
   Job* job_;
   std::vector<Tensor> tensors_;
+  std::vector<InputDigests> digests_;  // by checkpoint
   ArenaLease buffer_;
   size_t next_ = 0;         // tensor that is not cut yet
   std::vector<Box> boxes_;  // of the one before, the next one last

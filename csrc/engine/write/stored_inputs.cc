@@ -19,14 +19,7 @@ bool DenseSource(const Run& run) { return run.SrcSpan() == run.TotalBytes(); }
 StoredInputs::StoredInputs(std::shared_ptr<const FileSet> files, bool verify,
                            bool direct_io, int workers)
     : files_(std::move(files), direct_io),
-      digests_(workers, verify && files_.set().has_digests()
-                            ? DigestKind::kSegments
-                            : DigestKind::kNone) {}
-
-StoredInputs::StoredInputs(const std::shared_ptr<const Checkpoint>& checkpoint,
-                           bool verify, bool direct_io, int workers)
-    : files_(checkpoint->file_set(), direct_io),
-      digests_(workers, DigestsOf(*checkpoint, verify)) {}
+      digests_(workers, DigestsOf(files_.set(), verify)) {}
 
 Status StoredInputs::Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
                           FillBuffer* buffer) {
@@ -136,15 +129,11 @@ Status StoredInputs::FetchWindows(const ByteSource& source, const Run& run,
 
 Status StoredInputs::Check(Job* job) {
   TC_RETURN_IF_ERROR(files_.CheckUnchanged());
-  switch (digests_.kind()) {
-    case DigestKind::kSegments:
-      return digests_.CheckSegments(&files_, job);
-    case DigestKind::kArchives:
-      return digests_.CheckArchives(&files_, Untiled::kReadAgain, job);
-    case DigestKind::kNone:
-      break;
+  const FileSet& set = files_.set();
+  if (set.has_digests() && digests_.kind() == DigestKind::kNone) {
+    return set.CheckCurrent();  // which digests would have told
   }
-  return files_.set().has_digests() ? files_.set().CheckCurrent() : Status();
+  return digests_.Check(&files_, Untiled::kReadAgain, job);
 }
 
 }  // namespace torch_ckpt

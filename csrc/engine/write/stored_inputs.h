@@ -25,11 +25,8 @@ class StoredInputs {
   static constexpr uint64_t kFetchBytes = uint64_t{4} << 20;
   static constexpr uint64_t kScratchBytes = kFetchBytes + ByteSource::kSlack;
 
-  // With `verify` what is read is compared with the digests of a manifest.
+  // With `verify` what is read is compared with its digests.
   StoredInputs(std::shared_ptr<const FileSet> files, bool verify,
-               bool direct_io, int workers);
-  // The same of a checkpoint, whose archives may say digests instead.
-  StoredInputs(const std::shared_ptr<const Checkpoint>& checkpoint, bool verify,
                bool direct_io, int workers);
 
   // Fills the buffer with what the runs are; sorts them. From several threads
@@ -37,9 +34,9 @@ class StoredInputs {
   Status Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
               FillBuffer* buffer);
 
-  // What is read may be in these ranges, which are compared as a whole.
-  void Expect(int worker, std::span<const DigestedRange> ranges) {
-    digests_.Expect(worker, ranges);
+  // See InputDigests::Expect.
+  void Expect(int worker, std::span<const DigestedRange> storages) {
+    digests_.Expect(worker, storages);
   }
 
   // When all is read: whether the files are still those that were opened, and

@@ -4,6 +4,7 @@
 #include <functional>
 #include <vector>
 
+#include "engine/open/checkpoint.h"
 #include "engine/write/provider.h"
 #include "engine/write/stored_inputs.h"
 #include "format/catalog.h"

@@ -36,6 +36,7 @@ class ObjectReader:
         self.verify = verify
         self.allow_pickle = allow_pickle
         self._holders: dict[str, str | None] | None = None  # fqn to objects file
+        self._last: tuple[str, ObjectFile, bytes] | None = None  # of the file read last, its side
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         """Give every item's object to the planner."""
@@ -102,13 +103,10 @@ class ObjectReader:
 
     def _load(self, name: str, fqns: list[str]) -> tuple[dict[str, Any], set[str]]:
         """The objects of one file, and the names of those that a user's planner has packed."""
-        sizes = {file["name"]: file["bytes"] for file in self.described["files"]}
-        file = ObjectFile(self._bytes(name, sizes[name]), name=f"{self.path}/{name}")
-        side_name = name.removesuffix(".json") + ".bin"
-        if file.side_bytes and side_name not in sizes:
-            raise CorruptError("its side file is not in the checkpoint", file=file.name)
-        side = self._bytes(side_name, sizes[side_name]) if file.side_bytes else b""
-        stored = set(file.fqns())
+        if self._last is None or self._last[0] != name:
+            self._last = (name, *self._read_file(name))
+        _, file, side = self._last
+        stored = file.fqns()
         names = [*fqns, RAW_LEAVES] if RAW_LEAVES in stored else fqns
         for fqn in names:
             if fqn not in stored:
@@ -118,6 +116,15 @@ class ObjectReader:
         if type(raw) is not list or not all(type(fqn) is str for fqn in raw):
             raise CorruptError(f"{RAW_LEAVES} is no list of names", file=file.name)
         return objects, set(raw)
+
+    def _read_file(self, name: str) -> tuple[ObjectFile, bytes]:
+        """An objects file, and the bytes of its side file."""
+        sizes = {file["name"]: file["bytes"] for file in self.described["files"]}
+        file = ObjectFile(self._bytes(name, sizes[name]), name=f"{self.path}/{name}")
+        side_name = name.removesuffix(".json") + ".bin"
+        if file.side_bytes and side_name not in sizes:
+            raise CorruptError("its side file is not in the checkpoint", file=file.name)
+        return file, self._bytes(side_name, sizes[side_name]) if file.side_bytes else b""
 
     def _give_packed(self, planner: LoadPlanner, item: ReadItem, value: Any) -> None:
         """Bytes that a planner of the user's has made, to the planner that can read them."""
