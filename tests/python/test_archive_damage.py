@@ -155,6 +155,16 @@ def test_streams_compare_storages_that_they_read_in_pieces(tmp_path: Path, mebib
             READERS[reader](source, dict(tensors))
 
 
+def test_a_view_is_looked_at_without_the_rest_of_its_storage(tmp_path: Path) -> None:
+    source = of_torch(tmp_path / "a.pt", {"w": torch.zeros(1000, 1000)[:10]})
+    ((file, begin, end),) = storages(source)
+    assert end - begin == 4_000_000
+    flip(file, end - 1)
+    assert torch_ckpt.open(source)["w"].statistics()["max"] == 0.0
+    with pytest.raises(torch_ckpt.CorruptError, match="CRC-32"):
+        torch_ckpt.convert(source, tmp_path / "out", "hf")
+
+
 def test_tensors_in_objects(tmp_path: Path) -> None:
     inside = {"pairs": [(torch.ones(3), 1)], "single": (torch.arange(5.0),)}
     source = of_torch(tmp_path / "a.pt", {**inside, "tensor": torch.zeros(8)})
