@@ -31,6 +31,32 @@ void ConvertBools(const std::byte* from, size_t count, Number* to) {
   for (size_t i = 0; i < count; ++i) to[i] = from[i] != std::byte{0} ? 1 : 0;
 }
 
+// Of kInteger and kUnsigned.
+template <class Number>
+void ConvertIntegers(Dtype dtype, const std::byte* from, size_t count,
+                     Number* to) {
+  switch (dtype) {
+    case Dtype::kBool:
+      return ConvertBools(from, count, to);
+    case Dtype::kU8:
+      return Convert<uint8_t>(from, count, to);
+    case Dtype::kI8:
+      return Convert<int8_t>(from, count, to);
+    case Dtype::kI16:
+      return Convert<int16_t>(from, count, to);
+    case Dtype::kU16:
+      return Convert<uint16_t>(from, count, to);
+    case Dtype::kI32:
+      return Convert<int32_t>(from, count, to);
+    case Dtype::kU32:
+      return Convert<uint32_t>(from, count, to);
+    case Dtype::kU64:
+      return Convert<uint64_t>(from, count, to);
+    default:
+      return Convert<int64_t>(from, count, to);
+  }
+}
+
 // All numbers of a type of 8 bits.
 using Table = std::array<double, 256>;
 
@@ -117,24 +143,6 @@ void ToDoubles(Dtype dtype, const std::byte* from, size_t count, double* to) {
   static const Table kE4M3Fnuz = FiniteAndUnsignedZero(3, 8);
   static const Table kE5M2Fnuz = FiniteAndUnsignedZero(2, 16);
   switch (dtype) {
-    case Dtype::kBool:
-      return ConvertBools(from, count, to);
-    case Dtype::kU8:
-      return Convert<uint8_t>(from, count, to);
-    case Dtype::kI8:
-      return Convert<int8_t>(from, count, to);
-    case Dtype::kI16:
-      return Convert<int16_t>(from, count, to);
-    case Dtype::kU16:
-      return Convert<uint16_t>(from, count, to);
-    case Dtype::kI32:
-      return Convert<int32_t>(from, count, to);
-    case Dtype::kU32:
-      return Convert<uint32_t>(from, count, to);
-    case Dtype::kI64:
-      return Convert<int64_t>(from, count, to);
-    case Dtype::kU64:
-      return Convert<uint64_t>(from, count, to);
     case Dtype::kF8E8M0:
       return LookUp(kE8M0, from, count, to);
     case Dtype::kF8E4M3Fnuz:
@@ -152,32 +160,13 @@ void ToDoubles(Dtype dtype, const std::byte* from, size_t count, double* to) {
       return Convert<double>(from, count, to);
     case Dtype::kC64:
       return Convert<float>(from, 2 * count, to);
-    case Dtype::kF4:
-    case Dtype::kF6E2M3:
-    case Dtype::kF6E3M2:
-      return;  // kNone
+    default:
+      return ConvertIntegers(dtype, from, count, to);
   }
 }
 
 void ToIntegers(Dtype dtype, const std::byte* from, size_t count, int64_t* to) {
-  switch (dtype) {
-    case Dtype::kBool:
-      return ConvertBools(from, count, to);
-    case Dtype::kU8:
-      return Convert<uint8_t>(from, count, to);
-    case Dtype::kI8:
-      return Convert<int8_t>(from, count, to);
-    case Dtype::kI16:
-      return Convert<int16_t>(from, count, to);
-    case Dtype::kU16:
-      return Convert<uint16_t>(from, count, to);
-    case Dtype::kI32:
-      return Convert<int32_t>(from, count, to);
-    case Dtype::kU32:
-      return Convert<uint32_t>(from, count, to);
-    default:
-      return Convert<int64_t>(from, count, to);
-  }
+  ConvertIntegers(dtype, from, count, to);
 }
 
 }  // namespace torch_ckpt

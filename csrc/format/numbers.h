@@ -23,7 +23,8 @@ NumberKind NumberKindOf(Dtype dtype);
 // Exact, but for integers above 2^53, which are rounded. Of complex elements
 // there are two numbers each. REQUIRES: not kNone.
 void ToDoubles(Dtype dtype, const std::byte* from, size_t count, double* to);
-// Exact. REQUIRES: kInteger; anything but 0 is a bool of 1.
+// Exact; of kUnsigned the same bits. REQUIRES: one of these two. Anything but 0
+// is a bool of 1.
 void ToIntegers(Dtype dtype, const std::byte* from, size_t count, int64_t* to);
 
 }  // namespace torch_ckpt
