@@ -96,8 +96,8 @@ def diff_row(context: Context, title: str, rival: str, *, equal: bool) -> Row:
     for tensor in state.values():
         tensor.nan_to_num_()  # which are not equal to themselves
     row_save.save_with_file_system(state, left, 1)
-    for tensor in state.values():
-        if not equal:
+    if not equal:
+        for tensor in state.values():
             tensor.clamp_(-100, 100)
             tensor.view(torch.int16).bitwise_xor_(1)
     right.mkdir()

@@ -8,7 +8,7 @@ from torch_ckpt import _core
 from torch_ckpt.jobs import MIN_WORKERS, Job, OpenedCheckpoint
 from torch_ckpt.progress import Progress, told
 
-MEMORY = 64 << 20  # bytes that tensors take at most, the least that is enough
+MEMORY = 64 << 20  # bytes that tensors take at most
 
 
 def compare(
@@ -29,8 +29,8 @@ def compare(
     atol + rtol * |b| counts as equal, and so do two NaNs. The second is 0.0 where only the bits
     differ, and NaN where one of two is a NaN.
 
-    memory: bytes. progress: called with the bytes that were read and 0, since the core plans as it
-    reads. Raises what reading raises, of CheckpointError kinds, and OSError.
+    memory: bytes. progress: called with the bytes that were read, and with those of what is planned
+    so far, as it is read. Raises what reading raises, of CheckpointError kinds, and OSError.
     """
     request = {"op": "compare", "checkpoint": a.id, "other": b.id, "rtol": rtol, "atol": atol}
     answer = _run({**request, "names": names, "memory": memory}, progress)

@@ -4,35 +4,13 @@
 #include <string>
 
 #include "base/checked.h"
-#include "os/byte_source.h"
+#include "engine/read/range_crc32.h"
 #include "runtime/arena.h"
 #include "runtime/crc32.h"
 #include "runtime/crc32c.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
-
-namespace {
-
-constexpr uint64_t kAgainStep = uint64_t{8} << 20;
-
-// Of bytes [begin, end), which are read for it.
-Result<uint32_t> Crc32Of(const ByteSource& source, uint64_t begin, uint64_t end,
-                         Job* job) {
-  TC_ASSIGN_OR_RETURN(const ArenaLease lease,
-                      LeaseBuffer(kAgainStep + ByteSource::kSlack, job));
-  uint32_t crc = 0;
-  for (uint64_t at = begin; at < end; at += kAgainStep) {
-    if (job->cancelled()) return Cancelled("the job was cancelled");
-    const uint64_t to = std::min(at + kAgainStep, end);
-    TC_ASSIGN_OR_RETURN(const std::byte* const bytes,
-                        source.Read(at, to, lease.span()));
-    crc = Crc32(crc, bytes, to - at);
-  }
-  return crc;
-}
-
-}  // namespace
 
 DigestKind DigestsOf(const FileSet& files, bool verify) {
   if (!verify) return DigestKind::kNone;
@@ -197,7 +175,7 @@ Status InputDigests::CheckStorages(OpenFiles* files, Untiled untiled,
     if (!crc) {
       TC_RETURN_IF_ERROR(
           files->Read(storage.file, [&](const ByteSource& source) -> Status {
-            TC_ASSIGN_OR_RETURN(crc, Crc32Of(source, begin, end, job));
+            TC_ASSIGN_OR_RETURN(crc, Crc32OfRange(source, storage.range, job));
             return {};
           }));
     }

@@ -7,8 +7,8 @@
 
 #include "engine/open/open_files.h"
 #include "engine/open/torch_archive.h"
+#include "engine/read/range_crc32.h"
 #include "runtime/arena.h"
-#include "runtime/crc32.h"
 #include "runtime/crc32c.h"
 #include "runtime/workers.h"
 
@@ -36,17 +36,10 @@ Status CheckSegments(const ByteSource& source, const ManifestFile& file,
 
 // One entry of an archive.
 Status CheckContent(const ByteSource& source, const ZipContent& content,
-                    MutableByteSpan scratch, Job* job) {
-  uint32_t crc = 0;
-  const uint64_t end = content.range.offset + content.range.bytes;
-  for (uint64_t at = content.range.offset; at < end; at += kStep) {
-    if (job->cancelled()) return Cancelled("the job was cancelled");
-    const uint64_t to = std::min(at + kStep, end);
-    TC_ASSIGN_OR_RETURN(const std::byte* const bytes,
-                        source.Read(at, to, scratch));
-    crc = Crc32(crc, bytes, to - at);
-    job->AddDone(to - at);
-  }
+                    Job* job) {
+  TC_ASSIGN_OR_RETURN(const uint32_t crc,
+                      Crc32OfRange(source, content.range, job,
+                                   [&](uint64_t n) { job->AddDone(n); }));
   if (crc == content.crc32) return {};
   return Corrupt("the entry " + content.name +
                  " of the archive does not match its CRC-32, from byte " +
@@ -99,8 +92,6 @@ Result<VerifyReport> VerifyArchives(const Checkpoint& checkpoint,
       [&](int64_t i, int) -> Status {
         const Checkpoint::Archive& one = archives[static_cast<size_t>(i)];
         const Placement& placement = one.placement;
-        TC_ASSIGN_OR_RETURN(const ArenaLease lease,
-                            LeaseBuffer(kStep + ByteSource::kSlack, job));
         TC_ASSIGN_OR_RETURN(const std::vector<ZipContent> contents,
                             ContentsOf(checkpoint, one));
         uint64_t of_archive = 0;
@@ -109,7 +100,7 @@ Result<VerifyReport> VerifyArchives(const Checkpoint& checkpoint,
           if (content.crc32 == 0) continue;
           TC_RETURN_IF_ERROR(
               files.Read(placement.file, [&](const ByteSource& source) {
-                return CheckContent(source, content, lease.span(), job);
+                return CheckContent(source, content, job);
               }));
           of_archive += content.range.bytes;
         }

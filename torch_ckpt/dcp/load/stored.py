@@ -135,17 +135,14 @@ class StoredTensor:
         described = {"types": [self._stored], "names": names, "type_of": [0] * len(names)}
         item = _item(self.name, box.offsets, box.sizes)
         planner: Any = _Targets({self.name: target})
-        self._reader(described).read([item], planner)
-
-    def _reader(self, described: dict[str, Any]) -> TensorReader:
-        return TensorReader(
+        TensorReader(
             self._opened,
             described,
             workers=MIN_WORKERS,
             verify=self._verify,
             strict_dtype=False,
             direct_io=self._direct_io,
-        )
+        ).read([item], planner)
 
     def _placements(self) -> list[dict[str, Any]]:
         """Where its boxes are. Raises ConflictError where their files are others by now."""

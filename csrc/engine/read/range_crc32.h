@@ -1,0 +1,18 @@
+// The CRC-32 of a part of a file.
+#pragma once
+
+#include <functional>
+
+#include "format/catalog.h"
+#include "os/byte_source.h"
+#include "runtime/jobs.h"
+
+namespace torch_ckpt {
+
+// Reads the range with a buffer of 8 MiB; `done` is called with the bytes of
+// each step. kCancelled where `job` was.
+Result<uint32_t> Crc32OfRange(
+    const ByteSource& source, FileRange range, Job* job,
+    const std::function<void(uint64_t)>& done = [](uint64_t) {});
+
+}  // namespace torch_ckpt
