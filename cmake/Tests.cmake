@@ -79,6 +79,7 @@ set(test_sources
     tests/cpp/engine_crash_states.cc
     tests/cpp/engine_crash_test.cc
     tests/cpp/engine_cuda_test.cc
+    tests/cpp/engine_fill_test.cc
     tests/cpp/engine_final_files_test.cc
     tests/cpp/engine_header_io_test.cc
     tests/cpp/engine_merge_job_test.cc

@@ -1,5 +1,7 @@
 // Runs: what the engine executes. A run is a loop nest of counts and strides
-// around contiguous bytes, from one address space to another.
+// around contiguous bytes, from one address space to another. Those that are
+// made of a strided box may read bytes several times, in slices that overlap or
+// repeat: whatever takes a Run takes these too.
 #pragma once
 
 #include <array>

@@ -111,6 +111,7 @@ class Computed final : public Provider {
       for (size_t i = 0; i < out.size(); ++i) {
         out[i] = ByteAt(stretch.index, stretch.from + i);
       }
+      buffer->Filled(out.size());
     }
     return {};
   }

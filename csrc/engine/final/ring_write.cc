@@ -194,6 +194,7 @@ void RingWork::Scatter(const Piece& piece, uint64_t at, uint64_t end,
         buffer->Out(tensor.begin + first - begin, last - first).data();
     stream.flow->box.Scatter(stream.next, until - stream.next, stream.bytes, to,
                              first);
+    buffer->Filled(until - stream.next);
     stream.bytes += until - stream.next;
     stream.next = until;
   }

@@ -68,13 +68,13 @@ void CastTarget::Keep(uint64_t dst, const std::byte* bytes, uint64_t count) {
   std::memcpy(element.data() + dst % from_bytes_, bytes, count);
 }
 
-// Rows of a run are whole elements: only what has no loops is clipped inside
-// one.
 uint64_t CastTarget::DeliverLoops(const Run& run, const std::byte* bytes) {
   const Run inner = InnerRun(run);
   const uint64_t slice = inner.TotalBytes() / from_bytes_;
+  // Rows that are no whole elements are clipped ones of expanded tensors.
+  const bool cut = run.dst % from_bytes_ != 0 || run.bytes % from_bytes_ != 0;
   const bool apart =
-      slice > kStepElements || run.bytes / from_bytes_ >= kLongRow;
+      cut || slice > kStepElements || run.bytes / from_bytes_ >= kLongRow;
   const auto at_once = apart ? 1 : static_cast<int64_t>(kStepElements / slice);
   uint64_t lost = 0;
   for (int64_t i = 0; i < run.count[0]; i += at_once) {

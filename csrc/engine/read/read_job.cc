@@ -86,7 +86,12 @@ class CellReader {
     for (const Range& range : ranges) {
       TC_RETURN_IF_ERROR(ReadRange(cell, range));
     }
-    return {};
+    if (delivered_ == BytesOf(cell)) return {};
+    return Internal("delivered " + std::to_string(delivered_) + " of " +
+                    std::to_string(BytesOf(cell)) + " bytes from byte " +
+                    std::to_string(cell.begin) +
+                    " on: this is a bug of torch_ckpt")
+        .WithFile(file_.path());
   }
   // Of a cell that was read: what is counted before is that of bytes that may
   // be read anew.
@@ -215,6 +220,7 @@ class CellReader {
         if (target) {
           // Faster than reading straight into the target, digest and all.
           digest = Crc32cCopy(digest, target, bytes, hi - at);
+          delivered_ += hi - at;
         } else if (digests_) {
           digest = Crc32c(digest, bytes, hi - at);
         }
@@ -260,6 +266,7 @@ class CellReader {
     parts_.clear();
     ClipRun(read.run, lo, hi, &parts_);
     for (const Run& part : parts_) {
+      delivered_ += part.TotalBytes();
       if (!read.cast) {
         CopyRun(part, bytes, lo, reinterpret_cast<std::byte*>(part.dst),
                 part.dst);
@@ -281,7 +288,7 @@ class CellReader {
   std::map<CastTarget*, uint64_t> lost_;
   std::vector<Summed> sums_;
   size_t first_ = 0;  // of the cell's runs that still need bytes
-  uint64_t read_ = 0, verified_ = 0;
+  uint64_t read_ = 0, verified_ = 0, delivered_ = 0;
 };
 
 // Those of one file among sorted ones.

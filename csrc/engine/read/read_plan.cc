@@ -17,8 +17,10 @@ struct CellRun {
   bool shared;
 };
 
-void AddRun(uint32_t file, const Run& run, CastTarget* cast, bool shared,
-            std::vector<CellRun>* out) {
+// By cells; every byte of the run must be in one.
+Status AddRun(uint32_t file, const Run& run, CastTarget* cast, bool shared,
+              std::vector<CellRun>* out) {
+  uint64_t planned = 0;
   std::vector<Run> parts;
   const uint64_t end = run.src + run.SrcSpan();
   for (uint64_t cell = RoundDown(run.src, kCellBytes); cell < end;
@@ -26,9 +28,14 @@ void AddRun(uint32_t file, const Run& run, CastTarget* cast, bool shared,
     parts.clear();
     ClipRun(run, cell, cell + kCellBytes, &parts);
     for (const Run& part : parts) {
+      planned += part.TotalBytes();
       out->push_back({file, {part, cast}, shared});
     }
   }
+  if (planned == run.TotalBytes()) return {};
+  return Internal("only " + std::to_string(planned) + " of " +
+                  std::to_string(run.TotalBytes()) +
+                  " bytes would be read: this is a bug of torch_ckpt");
 }
 
 // Target strides of the box in units. Flat views (sub-byte tensors that only
@@ -118,7 +125,7 @@ Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
       Run run;
       if (!MakeRun(src, dst, wanted.unit_bytes, &run)) continue;
       found += run.TotalBytes();
-      AddRun(placement.file, run, cast, item.shared, out);
+      TC_RETURN_IF_ERROR(AddRun(placement.file, run, cast, item.shared, out));
     }
   }
   const auto needed =
@@ -154,8 +161,7 @@ Status PlanFile(const Checkpoint& checkpoint, const ReadItem& item,
   Run run;
   run.dst = reinterpret_cast<uint64_t>(target.data);
   run.bytes = size;
-  AddRun(static_cast<uint32_t>(f), run, nullptr, item.shared, out);
-  return {};
+  return AddRun(static_cast<uint32_t>(f), run, nullptr, item.shared, out);
 }
 
 }  // namespace

@@ -107,6 +107,7 @@ void Casts::Cast(const Section& section, const std::byte* elements,
   Thing& thing = *section.thing;
   const Stretch& stretch = section.stretch;
   const MutableByteSpan out = buffer->Out(stretch.at, stretch.bytes);
+  buffer->Filled(out.size());
   if (stretch.from % thing.to_bytes != 0 ||
       stretch.bytes % thing.to_bytes != 0) {
     // It cuts an element.

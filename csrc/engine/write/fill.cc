@@ -55,8 +55,16 @@ Status AwaitPortions(const std::vector<Portion>& portions, const Job& job) {
 Status BeginPortions(const std::vector<Portion>& portions,
                      MutableByteSpan scratch, FillBuffer* buffer) {
   for (const Portion& portion : portions) {
+    uint64_t asked = 0;
+    for (const Stretch& stretch : portion.stretches) asked += stretch.bytes;
+    const uint64_t before = buffer->filled();
     TC_RETURN_IF_ERROR(
         portion.provider->Fill(portion.stretches, scratch, buffer));
+    const uint64_t made = buffer->filled() - before;
+    if (made == asked) continue;
+    return Internal("made " + std::to_string(made) + " of " +
+                    std::to_string(asked) +
+                    " bytes: this is a bug of torch_ckpt");
   }
   return {};
 }

@@ -65,6 +65,7 @@ bool FillBuffer::Extend(uint64_t at, uint64_t bytes, const Step& step) {
 
 void FillBuffer::Copy(uint64_t at, ByteSpan bytes) {
   std::byte* const to = out_.data() + at;
+  Filled(bytes.size());
   if (copies_ == Copies::kStreamed) {
     StreamCopy(to, bytes.data(), bytes.size());
     return;
@@ -87,6 +88,7 @@ void FillBuffer::Made(uint64_t at, uint64_t bytes) {
 }
 
 uint32_t FillBuffer::CopyAndDigest(uint64_t at, ByteSpan bytes) {
+  Filled(bytes.size());
   const uint32_t crc =
       Crc32cCopy(0, out_.data() + at, bytes.data(), bytes.size());
   if (copies_ == Copies::kDigested)

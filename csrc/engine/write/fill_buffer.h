@@ -50,6 +50,12 @@ class FillBuffer {
     return out_.subspan(at, bytes);
   }
 
+  // Providers say how many bytes they have put there, or have begun to: who
+  // asked compares it with what they were asked for. What is copied by the two
+  // functions below is counted already.
+  void Filled(uint64_t bytes) { filled_ += bytes; }
+  uint64_t filled() const { return filled_; }
+
   // Copies bytes to `at`.
   void Copy(uint64_t at, ByteSpan bytes);
   // Says that these bytes are there and still in the cache, which spares a
@@ -81,6 +87,7 @@ class FillBuffer {
   const int worker_;
   const Copies copies_;
   std::vector<Digested> digested_;
+  uint64_t filled_ = 0;
 };
 
 }  // namespace torch_ckpt

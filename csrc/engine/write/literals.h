@@ -43,6 +43,7 @@ class Zeros final : public Provider {
     for (const Stretch& stretch : stretches) {
       const MutableByteSpan out = buffer->Out(stretch.at, stretch.bytes);
       std::memset(out.data(), 0, out.size());
+      buffer->Filled(out.size());
     }
     return {};
   }

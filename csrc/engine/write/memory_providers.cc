@@ -35,7 +35,8 @@ Status HostMemory::Fill(const std::vector<Stretch>& stretches, MutableByteSpan,
       const uint64_t from = stretch.from + done;
       const uint64_t until = RoundDown(from + kDigestStep, unit);
       const uint64_t bytes = std::min(stretch.bytes - done, until - from);
-      Gather(source, from, buffer->Out(stretch.at + done, bytes));
+      buffer->Filled(
+          Gather(source, from, buffer->Out(stretch.at + done, bytes)));
       buffer->Made(stretch.at + done, bytes);
       done += bytes;
     }
@@ -72,6 +73,7 @@ Status DeviceMemory::Fill(const std::vector<Stretch>& stretches,
     copies_.Add(buffer->worker(), devices_.at(source.device),
                 source.data + stretch.from,
                 buffer->Out(stretch.at, stretch.bytes));
+    buffer->Filled(stretch.bytes);
   }
   const std::byte* failed = nullptr;
   Status status = copies_.Begin(buffer->worker(), &failed);

@@ -44,7 +44,8 @@ class Provider {
   // memory is taken for a buffer: those who wait hold none.
   virtual Status Await(const std::vector<Stretch>&, const Job&) { return {}; }
   // Makes the bytes of `stretches`, which ascend, in the buffer, or begins to:
-  // they are there when Finish has returned. `scratch` begins at a multiple of
+  // they are there when Finish has returned, and are counted as Filled when
+  // this returns. `scratch` begins at a multiple of
   // kScratchAlignment.
   virtual Status Fill(const std::vector<Stretch>& stretches,
                       MutableByteSpan scratch, FillBuffer* buffer) = 0;

@@ -11,8 +11,9 @@ namespace torch_ckpt {
 namespace {
 
 // The same of whole elements.
-void GatherElements(const SourceTensor& source, uint64_t from,
-                    MutableByteSpan out) {
+uint64_t GatherElements(const SourceTensor& source, uint64_t from,
+                        MutableByteSpan out) {
+  uint64_t copied = 0;
   const auto unit = static_cast<uint64_t>(source.element_bytes);
   const Dims order = DenseStrides(source.sizes, source.element_bytes);
   for (const Box& box :
@@ -27,8 +28,10 @@ void GatherElements(const SourceTensor& source, uint64_t from,
     Run run;
     if (MakeRun(src, dst, source.element_bytes, &run)) {
       CopyRun(run, source.data, 0, out.data(), from);
+      copied += run.TotalBytes();
     }
   }
+  return copied;
 }
 
 }  // namespace
@@ -48,19 +51,20 @@ bool SourceTensor::IsDense() const {
   return true;
 }
 
-void Gather(const SourceTensor& source, uint64_t from, MutableByteSpan out) {
+uint64_t Gather(const SourceTensor& source, uint64_t from,
+                MutableByteSpan out) {
   // It may cut an element (3-byte units, odd offsets): then whole ones are
   // gathered, and what is asked for is taken of them.
   const auto unit = static_cast<uint64_t>(source.element_bytes);
   const uint64_t first = RoundDown(from, unit);
   const uint64_t last = RoundUp(from + out.size(), unit);
   if (first == from && last == from + out.size()) {
-    GatherElements(source, from, out);
-    return;
+    return GatherElements(source, from, out);
   }
   std::vector<std::byte> whole(last - first);
-  GatherElements(source, first, whole);
+  const uint64_t copied = GatherElements(source, first, whole);
   std::memcpy(out.data(), whole.data() + (from - first), out.size());
+  return copied == whole.size() ? out.size() : 0;
 }
 
 }  // namespace torch_ckpt

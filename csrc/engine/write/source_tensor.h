@@ -24,7 +24,7 @@ struct SourceTensor {
 };
 
 // Copies bytes [from, from + out.size()) of a source in host memory, in its
-// row-major order, to `out`.
-void Gather(const SourceTensor& source, uint64_t from, MutableByteSpan out);
+// row-major order, to `out`. Returns how many it has copied.
+uint64_t Gather(const SourceTensor& source, uint64_t from, MutableByteSpan out);
 
 }  // namespace torch_ckpt

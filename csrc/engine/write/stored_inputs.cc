@@ -12,7 +12,21 @@ namespace {
 // Below this a run is not worth a digest of its own.
 constexpr uint64_t kMinStream = uint64_t{64} << 10;
 
-bool DenseSource(const Run& run) { return run.SrcSpan() == run.TotalBytes(); }
+// Its bytes lie in a row, and it copies each once.
+bool DenseSource(const Run& run) {
+  uint64_t span = run.bytes;
+  for (size_t l = static_cast<size_t>(run.loops); l > 0; --l) {
+    if (static_cast<uint64_t>(run.src_stride[l - 1]) != span) return false;
+    span *= static_cast<uint64_t>(run.count[l - 1]);
+  }
+  return true;
+}
+
+void CopyInto(const Run& run, const std::byte* bytes, uint64_t origin,
+              FillBuffer* buffer) {
+  CopyRun(run, bytes, origin, buffer->Out(0, 0).data(), 0);
+  buffer->Filled(run.TotalBytes());
+}
 
 }  // namespace
 
@@ -95,6 +109,7 @@ Status StoredInputs::Fetch(const StoredRun* group, size_t count, uint64_t hi,
     TC_ASSIGN_OR_RETURN(const uint64_t cached, source->ReadCached(into, lo));
     if (cached == hi - lo) {
       digests_.Add(worker, file, lo, into.data(), hi - lo);
+      buffer->Filled(hi - lo);
       return {};
     }
   }
@@ -108,20 +123,18 @@ Status StoredInputs::Fetch(const StoredRun* group, size_t count, uint64_t hi,
   } else {
     digests_.Touch(worker, file, lo, hi);
   }
-  std::byte* const out = buffer->Out(0, 0).data();
-  for (size_t i = 0; i < count; ++i) CopyRun(group[i].run, bytes, lo, out, 0);
+  for (size_t i = 0; i < count; ++i) CopyInto(group[i].run, bytes, lo, buffer);
   return {};
 }
 
 Status StoredInputs::FetchWindows(const ByteSource& source, const Run& run,
                                   MutableByteSpan scratch, FillBuffer* buffer) {
-  std::byte* const out = buffer->Out(0, 0).data();
   Status status;
   SplitBySrcSpan(run, kFetchBytes, [&](const Run& part) {
     if (!status.ok()) return;
     const auto bytes =
         source.Read(part.src, part.src + part.SrcSpan(), scratch);
-    if (bytes.ok()) CopyRun(part, *bytes, part.src, out, 0);
+    if (bytes.ok()) CopyInto(part, *bytes, part.src, buffer);
     status = bytes.status();
   });
   return status;
