@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -16,6 +17,7 @@
 
 #include "base/checked.h"
 #include "base/stretches.h"
+#include "os/control_group.h"
 #include "os/fork.h"
 #include "os/memory.h"
 #include "os/shared_memory.h"
@@ -28,6 +30,19 @@ constexpr size_t kHugePage = kArenaPage;
 constexpr std::chrono::milliseconds kLook{50};
 // More than there is, and still a number that can be rounded up.
 constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max() - kHugePage;
+// Below this nobody asks whether there is room.
+constexpr size_t kLargeRegion = size_t{64} << 20;
+
+// Asked before: past its limit a control group is killed, not refused.
+Status EnoughRoom(size_t bytes) {
+  if (bytes < kLargeRegion) return {};
+  const std::optional<uint64_t> room = ControlGroupRoom();
+  if (!room || bytes <= *room) return {};
+  return Exhausted("a region of " + std::to_string(bytes) +
+                   " bytes is more than the " + std::to_string(*room) +
+                   " that the memory limit of this process's control group "
+                   "leaves");
+}
 
 }  // namespace
 
@@ -80,6 +95,7 @@ struct Arena::Impl {
 
   // New memory, no page of it present. REQUIRES: the mutex is not held.
   Result<std::byte*> Map(MemoryKind kind, size_t size) const {
+    TC_RETURN_IF_ERROR(EnoughRoom(size));
     return kind == MemoryKind::kShared ? shared->Map(size)
                                        : MapMemory(size, kHugePage);
   }

@@ -3,8 +3,10 @@
 #include <sys/resource.h>
 
 #include <cerrno>
+#include <filesystem>
 #include <fstream>
 
+#include "os/control_group.h"
 #include "os/machine.h"
 #include "os_test_util.h"
 
@@ -50,6 +52,49 @@ TEST_F(MachineTest, ReadsSmallFiles) {
   EXPECT_EQ(ReadSystemFile("/gone/too"), "");
   const std::string pages = HugePagesOfMemory() + HugePagesOfSharedMemory();
   EXPECT_EQ(pages.find_first_of("[] \n"), std::string::npos) << pages;
+}
+
+// Files of the system below a directory.
+class ControlGroupTest : public TemporaryDirectory {
+ protected:
+  void Write(const std::string& name, const std::string& text) {
+    const std::filesystem::path file = path() + name;
+    std::filesystem::create_directories(file.parent_path());
+    std::ofstream(file) << text;
+  }
+  std::optional<uint64_t> Room() { return ControlGroupRoom(path()); }
+};
+
+TEST_F(ControlGroupTest, TheTightestGroupCounts) {
+  Write("/proc/self/cgroup", "0::/job/step\n");
+  Write("/sys/fs/cgroup/job/step/memory.max", "max\n");
+  Write("/sys/fs/cgroup/job/step/memory.current", "10\n");
+  Write("/sys/fs/cgroup/job/memory.max", "1000\n");
+  Write("/sys/fs/cgroup/job/memory.current", "700\n");
+  Write("/sys/fs/cgroup/job/memory.stat", "anon 100\nfile 600\n");
+  EXPECT_EQ(Room(), 900u);  // what files have in the page cache is free
+  Write("/sys/fs/cgroup/job/step/memory.max", "500\n");
+  EXPECT_EQ(Room(), 900u);  // how much of it is the page cache is not known
+  Write("/sys/fs/cgroup/job/step/memory.stat", "file 0\n");
+  EXPECT_EQ(Room(), 490u);
+  Write("/sys/fs/cgroup/job/step/memory.current", "600\n");
+  EXPECT_EQ(Room(), 0u);
+  Write("/proc/swaps", "Filename Type\n/swap file\n");
+  EXPECT_EQ(Room(), std::nullopt);
+}
+
+TEST_F(ControlGroupTest, OfVersion1) {
+  Write("/proc/self/cgroup", "5:cpu:/x\n4:memory:/job\n0::/\n");
+  Write("/sys/fs/cgroup/memory/job/memory.limit_in_bytes", "100\n");
+  Write("/sys/fs/cgroup/memory/job/memory.usage_in_bytes", "60\n");
+  Write("/sys/fs/cgroup/memory/job/memory.stat", "cache 1\ntotal_cache 20\n");
+  EXPECT_EQ(Room(), 60u);
+}
+
+TEST_F(ControlGroupTest, WhereNothingIsSaidNothingIsKnown) {
+  EXPECT_EQ(Room(), std::nullopt);
+  Write("/proc/self/cgroup", "garbage\n0:\n::\n1:memory:relative\n0::/job");
+  EXPECT_EQ(Room(), std::nullopt);
 }
 
 #ifdef TORCH_CKPT_FAULTS
