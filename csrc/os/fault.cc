@@ -26,7 +26,7 @@ struct Rule {
   std::string op;  // "*" is any, "direct" any transfer past the cache
   uint64_t nth = 0;
   FaultAction action;
-  bool kill = false;
+  int signal = 0;  // to this process, before the call is made
 };
 
 int ErrnoByName(const std::string& name) {
@@ -53,7 +53,9 @@ bool ParseRule(std::string_view text, Rule* rule) {
   rule->op = text.substr(0, first);
   const std::string action(text.substr(second + 1));
   if (action == "kill") {
-    rule->kill = true;
+    rule->signal = SIGKILL;
+  } else if (action == "stop") {
+    rule->signal = SIGSTOP;
   } else if (action == "short") {
     rule->action.short_count = true;
   } else {
@@ -87,7 +89,7 @@ class Faults {
                                : rule.op == site.op  ? own
                                                      : 0;
           if (rule.nth != nth) continue;
-          if (rule.kill) kill(getpid(), SIGKILL);
+          if (rule.signal != 0) kill(getpid(), rule.signal);
           return rule.action;
         }
       }

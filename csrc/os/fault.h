@@ -6,7 +6,9 @@
 // op is the call ("openat", "pwrite", "fsync", "renameat"), "*" for any, or
 // "direct" for a pread or pwrite past the page cache; n counts its calls in
 // this process from 1, action is an errno name ("ENOSPC"), "short" (the call
-// moves half the bytes) or "kill" (SIGKILL to the process).
+// moves half the bytes), "kill" (SIGKILL to the process) or "stop" (SIGSTOP:
+// the call is made once somebody sends SIGCONT, so that a test can do something
+// else in the middle of it).
 #pragma once
 
 #include <cstddef>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import json
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 from pathlib import Path
 
 import pytest
@@ -243,6 +245,37 @@ def test_as_a_module(path: Path) -> None:
     assert SHARD in done.stdout and done.stderr == ""
 
 
+def on_a_terminal(
+    words: list[str], environment: dict[str, str]
+) -> tuple[subprocess.CompletedProcess[str], str]:
+    """A command whose standard error is a terminal of 80 columns, and what it drew there."""
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    drawn: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # EIO: nobody has the other end open any more
+            while piece := os.read(master, 65536):
+                drawn.append(piece)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        done = subprocess.run(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=slave,
+            text=True,
+            check=True,
+            env={**os.environ, **environment},
+        )
+    finally:
+        os.close(slave)
+        reader.join()
+        os.close(master)
+    return done, b"".join(drawn).decode(errors="replace")
+
+
 @pytest.mark.parametrize(
     ("bars", "command", "label"),
     [
@@ -260,27 +293,18 @@ def test_progress_is_drawn_on_a_terminal_only(
         "from torch_ckpt.cli import main\nmain()"
     )
     more = {"verify": (), "diff": (str(path),), "show": ("w",)}[command]
-    master, slave = os.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, command, str(path), *more],
-            stdout=subprocess.PIPE,
-            stderr=slave,
-            text=True,
-            check=True,
-            env={**os.environ, "TERM": "xterm"},
-        )
-        os.set_blocking(master, False)
-        try:
-            drawn = os.read(master, 65536).decode(errors="replace")
-        except BlockingIOError:
-            drawn = ""
-    finally:
-        os.close(master)
-        os.close(slave)
+    done, drawn = on_a_terminal(
+        [sys.executable, "-c", code, command, str(path), *more], {"TERM": "xterm"}
+    )
     assert done.stdout and "\x1b" not in done.stdout
     assert (label in drawn) == (bars != "none")
+
+
+def test_more_is_drawn_than_a_terminal_keeps() -> None:
+    """Somebody reads what is drawn while the command runs: else it waits for ever."""
+    code = "import sys; sys.stderr.write('x' * (1 << 20)); print('done')"
+    done, drawn = on_a_terminal([sys.executable, "-c", code], {})
+    assert done.stdout == "done\n" and drawn == "x" * (1 << 20)
 
 
 def test_what_torch_prints_on_stdout_is_no_part_of_the_report(

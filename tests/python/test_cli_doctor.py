@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,19 @@ def run(*arguments: Any) -> Result:
 
 def states(fields: dict[str, Any]) -> dict[str, str]:
     return {check["name"]: check["state"] for check in fields["checks"]}
+
+
+def stopped(directory: Path) -> subprocess.Popen[str]:
+    """In a process of its own, which has written a part of its file and waits for SIGCONT."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch_ckpt", "doctor", str(directory), "--mib", "64"],
+        env={**os.environ, "PYTHONPATH": PACKAGE, "TORCH_CKPT_FAULTS": "pwrite:20:stop"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+    return process
 
 
 def started(
@@ -198,14 +210,8 @@ def test_a_kill_leaves_no_large_file_and_the_next_one_removes_the_rest(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_still_runs_keeps_its_directory(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "torch_ckpt", "doctor", str(tmp_path), "--mib", "4096"]
-    environment = {**os.environ, "PYTHONPATH": PACKAGE}
-    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as process:
-        end = time.monotonic() + 30
-        while not list(tmp_path.glob("*/.lock")) and time.monotonic() < end:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGSTOP)
+def test_one_that_still_runs_keeps_its_directory(fault_points: None, tmp_path: Path) -> None:
+    with stopped(tmp_path) as process:
         there = list(tmp_path.iterdir())
         assert run(tmp_path, "--mib", 0).exit_code == 0
         assert list(tmp_path.iterdir()) == there != []
@@ -216,14 +222,11 @@ def test_one_that_still_runs_keeps_its_directory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "torch_ckpt", "doctor", str(tmp_path), "--mib", "4096"]
-    environment = {**os.environ, "PYTHONPATH": PACKAGE}
-    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        end = time.monotonic() + 30
-        while not list(tmp_path.iterdir()) and time.monotonic() < end:
-            time.sleep(0.01)
+def test_ctrl_c_ends_it_and_leaves_nothing(fault_points: None, tmp_path: Path) -> None:
+    with stopped(tmp_path) as process:
+        assert list(tmp_path.iterdir()) != []
         process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and said.splitlines() == ["torch-ckpt: interrupted"]
     assert list(tmp_path.iterdir()) == []
