@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,13 @@ def test_steps_change_nothing_about_casts(
     for index in (slice(None), slice(None, None, 2)):
         with pytest.raises(torch_ckpt.CheckpointError, match="'w'"):
             stored.read(index, out=torch.zeros_like(value[index], dtype=dtype))
+
+
+def test_the_dtype_of_out_is_the_callers_and_warned_of_nowhere(tmp_path: Path) -> None:
+    torch.save({"w": torch.rand(4)}, tmp_path / "a.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_ckpt.open(tmp_path / "a.pt")["w"].read(out=torch.zeros(4, dtype=torch.bfloat16))
 
 
 def test_codes_beside_a_scale_are_not_cast(tmp_path: Path) -> None:

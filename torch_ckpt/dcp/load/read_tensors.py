@@ -75,14 +75,17 @@ class TensorReader:
         verify: bool,
         strict_dtype: bool,
         direct_io: bool,
+        warns: bool = True,
     ) -> None:
-        """`described` is what `opened` says of itself."""
+        """`described` is what `opened` says of itself. `warns` of targets that cannot hold every
+        value of what is stored."""
         self.opened = opened
         self.described = described
         self.workers = workers
         self.verify = verify
         self.strict_dtype = strict_dtype
         self.direct_io = direct_io
+        self.warns = warns
         self.ranks = ranks_of_node()
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
@@ -123,7 +126,8 @@ class TensorReader:
         # Refuse before a byte is copied.
         for request in casts.values():
             self._check_cast(request, type_of)
-        _warn_of_narrow([r for r in casts.values() if not widens(r.stored, r.target.dtype)])
+        if self.warns:
+            _warn_of_narrow([r for r in casts.values() if not widens(r.stored, r.target.dtype)])
         for request in indirect:
             if request.size and any(n > 1 and not step for n, step in _steps(request.target)):
                 raise InvalidArgumentError(

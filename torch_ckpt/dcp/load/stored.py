@@ -90,7 +90,8 @@ class StoredTensor:
 
     def read(self, index: Index = ..., *, out: torch.Tensor | None = None) -> torch.Tensor:
         """`self[index]`, into `out` where that is given: a tensor of that shape, of any dtype,
-        strides or device. Casts, and refuses, as `torch_ckpt.load` does.
+        strides or device. Casts, and refuses, as `torch_ckpt.load` does, and warns of no cast:
+        the dtype is the caller's.
 
         The bytes are compared with their digests, where there are any. Raises CheckpointError kinds
         and OSError; `out` may then be filled in part.
@@ -142,6 +143,7 @@ class StoredTensor:
             verify=self._verify,
             strict_dtype=False,
             direct_io=self._direct_io,
+            warns=False,  # `out` is of the dtype that the caller wants
         ).read([item], planner)
 
     def _placements(self) -> list[dict[str, Any]]:
