@@ -12,10 +12,20 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
-from setuptools.command.build_py import build_py
+import setuptools
+
+# Looked at first: an older one has no `bdist_wheel`, and does not know the licence's form.
+SETUPTOOLS = 77
+if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS:
+    raise SystemExit(
+        f"torch_ckpt needs setuptools >= {SETUPTOOLS} to build, and this one is "
+        f"{setuptools.__version__}. Type: pip install 'setuptools>={SETUPTOOLS}'"
+    )
+
+from setuptools import Extension, setup  # noqa: E402
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
+from setuptools.command.build_py import build_py  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 

@@ -258,6 +258,24 @@ def test_what_a_build_misses_is_one_clear_line(tmp_path: Path, command: str, wha
     assert "copying" not in done.stdout + done.stderr, "the line comes before all work"
 
 
+def test_a_setuptools_that_is_too_old_is_one_clear_line(tmp_path: Path) -> None:
+    """As in a fresh venv of Python 3.11, with --no-build-isolation."""
+    package = tmp_path / "setuptools/__init__.py"
+    package.parent.mkdir()
+    package.write_text("__version__ = '65.5.0'\nExtension = setup = None\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "setup.py", "bdist_wheel"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "this one is 65.5.0. Type: pip install 'setuptools>=77'" in done.stderr
+    assert "setuptools>=77" in PYPROJECT
+
+
 def test_builds_at_the_same_time_take_turns(tmp_path: Path) -> None:
     """Two ./dev at once would spoil ninja's records of the tree: every later build begins anew."""
     dev = (ROOT / "dev").read_text(encoding="utf-8")
