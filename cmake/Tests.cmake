@@ -23,6 +23,7 @@ if(NOT GTest_FOUND)
 endif()
 
 set(test_sources
+    tests/cpp/bound_of_tests.cc
     tests/cpp/base_siphash_test.cc
     tests/cpp/base_status_test.cc
     tests/cpp/os_byte_sink_test.cc

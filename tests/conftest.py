@@ -8,6 +8,17 @@ import sys
 
 import pytest
 
+# Seconds: what is marked as slow may take longer than the bound of each test in pyproject.toml.
+BOUNDS = {"campaign": 3600, "slow": 900}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marks = [mark for mark in BOUNDS if item.get_closest_marker(mark)]
+        if marks and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(BOUNDS[marks[0]]))
+
+
 PROBE = """
 import sys, torch
 import torch_ckpt

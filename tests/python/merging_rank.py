@@ -19,7 +19,7 @@ import torch_ckpt
 from torch_ckpt import _core
 
 ENDED = 7  # exit status after an error of ours
-TIMEOUT = 5.0  # of ranks that do not answer, where one is stopped
+TIMEOUT = 10.0  # of ranks that do not answer, where one is stopped
 
 
 def wait_for_the_others(out: str, gone: int) -> None:

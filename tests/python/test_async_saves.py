@@ -82,14 +82,22 @@ def test_it_returns_what_stock_would(tmp_path: Path) -> None:
             assert not save.cancel()
 
 
-def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: threading.Event) -> None:
+def test_a_second_save_waits_for_the_first(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = begin(tmp_path / "1", 1)
-    opener = threading.Timer(0.3, gate.set)
-    opener.start()
+    wait = saves.wait_for
+
+    def waits(*arguments: Any) -> None:
+        assert gate.is_set() or not first.done()
+        gate.set()
+        wait(*arguments)
+
+    monkeypatch.setattr(saves, "wait_for", waits)
     second = begin(tmp_path / "2", 2)
     assert first.done()
     second.result(20)
-    assert second.stats.waited_s is not None and second.stats.waited_s > 0.1
+    assert second.stats.waited_s is not None and second.stats.waited_s > 0
     assert loads(tmp_path / "1", 1) and loads(tmp_path / "2", 2)
 
 

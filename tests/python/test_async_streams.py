@@ -41,11 +41,10 @@ def test_a_state_that_does_not_fit_is_written_from_where_it_is(
     state = big(7)
     opened = threading.Timer(0.3, gate.set)
     opened.start()
-    began = time.perf_counter()
     save = async_save(state, storage_writer=GatedWriter(tmp_path / "c"), async_stager=stager)
     state["w"].fill_(1)  # it has been written when the call returns
     state["step"] = 1
-    assert time.perf_counter() - began > 0.25
+    assert gate.is_set()
     save.result(20)
     assert load_ours(tmp_path / "c", big(0))["step"] == 7
     (file,) = (tmp_path / "c").glob("*.safetensors")

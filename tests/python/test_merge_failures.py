@@ -27,6 +27,22 @@ def launch(source: Path, out: Path, what: str) -> list[tuple[int, str]]:
     return run_scripts("merging_rank.py", WORLD, [str(source), str(out), what])
 
 
+def merges_once_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merge begins when its job has been cancelled, however late that is."""
+    call = _core.call
+    cancelled = threading.Event()
+
+    def waiting(request: dict[str, Any]) -> Any:
+        if request["op"] == "merge":
+            assert cancelled.wait(60)
+        answer = call(request)
+        if request["op"] == "job_cancel":
+            cancelled.set()
+        return answer
+
+    monkeypatch.setattr(_core, "call", waiting)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["kill", "kill early", "kill the first", "stop", "interrupt"])
 def test_a_rank_that_ends_in_the_middle_ends_the_others(tmp_path: Path, what: str) -> None:
@@ -72,21 +88,11 @@ def test_interrupted_while_it_is_committed(tmp_path: Path) -> None:
 
 def test_cancelled_without_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_ckpt.save({"w": torch.arange(1000)}, checkpoint_id=tmp_path / "in")
-    call = _core.call
-    cancelled = threading.Event()
-
-    def waiting(request: dict[str, Any]) -> Any:
-        if request["op"] == "merge":
-            cancelled.wait(20)
-        return call(request)
-
-    monkeypatch.setattr(_core, "call", waiting)
+    merges_once_cancelled(monkeypatch)
     future = torch_ckpt.consolidate_safetensors_files_on_every_rank(
         tmp_path / "in", tmp_path / "out", None, background=True
     )
     assert future is not None and future.cancel()
-    time.sleep(0.3)  # until it has looked
-    cancelled.set()
     assert isinstance(future.exception(20), torch_ckpt.CancelledError)
     assert not future.cancel()
     assert os.listdir(tmp_path) == ["in"]
@@ -96,20 +102,11 @@ def test_an_error_of_the_callback_ends_a_merge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch_ckpt.save({"w": torch.arange(1000)}, checkpoint_id=tmp_path / "in")
-    call = _core.call
-    raised = threading.Event()
-
-    def waiting(request: dict[str, Any]) -> Any:
-        if request["op"] == "merge":
-            assert raised.wait(20)
-            time.sleep(0.3)  # until it is cancelled
-        return call(request)
+    merges_once_cancelled(monkeypatch)
 
     def fail(done: int, total: int) -> None:
-        raised.set()
         raise ZeroDivisionError(threading.current_thread().name)
 
-    monkeypatch.setattr(_core, "call", waiting)
     with pytest.raises(ZeroDivisionError, match="torch_ckpt-progress"):
         torch_ckpt.consolidate_safetensors_files(
             tmp_path / "in", tmp_path / "out", None, progress=fail

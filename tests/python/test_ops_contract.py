@@ -246,8 +246,7 @@ def test_the_gil_is_released_while_an_op_blocks(
         thread.join()
     # With the GIL held no tick at all could fall into the middle of the call.
     margin = (end - begin) / 4
-    inside = [tick for tick in ticks if begin + margin < tick < end - margin]
-    assert len(inside) >= 3, f"{len(inside)} ticks in {end - begin:.3f} s"
+    assert any(begin + margin < tick < end - margin for tick in ticks), f"{end - begin:.3f} s"
 
 
 # --- torch.compile ----------------------------------------------------------

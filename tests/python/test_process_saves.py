@@ -171,9 +171,9 @@ def test_a_process_that_is_killed_while_it_saves(tmp_path: Path) -> None:
         save(1)
         fill(2)
         began = torch_ckpt.async_save(
-            state, storage_writer=SlowWriter(f"{folder}/2", save_distributed=True),
+            state, storage_writer=HeldWriter(f"{folder}/2", save_distributed=True),
             async_checkpointer_type=AsyncCheckpointerType.PROCESS)
-        time.sleep(0.2)
+        until_there(f"{folder}/writing-0")
         os.kill(child(), signal.SIGKILL)
         assert isinstance(began.exception(), torch_ckpt.CheckpointError)
         assert arena()["leased"] == 0

@@ -88,6 +88,17 @@ def an_error_is_that_of_all(context: Context) -> None:
     assert ranks.gather("sum", lambda: 1, sum) == context.world
 
 
+def at_work() -> None:
+    """For a minute, unless that is cancelled."""
+    with Job() as job:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            state = _core.call({"op": "job_poll", "job": job.id})
+            if state["cancelled"]:
+                raise torch_ckpt.CancelledError("was cancelled")
+            time.sleep(0.01)
+
+
 @case
 def the_others_jobs_are_cancelled(context: Context) -> None:
     """Rank 1 fails at once; the others would be at work for a minute."""
@@ -96,13 +107,7 @@ def the_others_jobs_are_cancelled(context: Context) -> None:
     def step() -> None:
         if context.rank == 1:
             raise torch_ckpt.ConflictError("in the way")
-        with Job() as job:
-            until = time.monotonic() + 60
-            while time.monotonic() < until:
-                state = _core.call({"op": "job_poll", "job": job.id})
-                if state["cancelled"]:
-                    raise torch_ckpt.CancelledError("was cancelled")
-                time.sleep(0.01)
+        at_work()
 
     began = time.monotonic()
     error = raised(lambda: ranks.gather("step", step, len), "rank 1", "in the way")
@@ -177,7 +182,7 @@ def what_progress_raises_ends_the_step(context: Context) -> None:
     raised(
         lambda: ranks.gather(
             "step",
-            lambda: time.sleep(0 if context.rank == 1 else 2),
+            (lambda: None) if context.rank == 1 else at_work,
             len,
             progress=late if context.rank == 1 else None,
         ),
@@ -212,7 +217,7 @@ def a_cancel_counts_until_all_have_ended(context: Context) -> None:
         threading.Timer(0.5, cancel.set).start()
     error = raised(
         lambda: ranks.gather(
-            "step", lambda: time.sleep(0 if context.rank == 1 else 2), len, cancel=cancel
+            "step", (lambda: None) if context.rank == 1 else at_work, len, cancel=cancel
         ),
         "rank 1",
         "was cancelled",
@@ -228,7 +233,7 @@ def ctrl_c_on_rank_0_while_others_work(context: Context) -> None:
     try:
         if context.rank == 0:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        ranks.gather("step", lambda: time.sleep(0 if context.rank == 0 else 2), answered.append)
+        ranks.gather("step", (lambda: None) if context.rank == 0 else at_work, answered.append)
         raise AssertionError("nobody heard of it")
     except KeyboardInterrupt:
         assert context.rank == 0

@@ -232,7 +232,7 @@ def a_state_that_one_rank_cannot_stage(context: Context) -> None:
         except torch_ckpt.InvalidArgumentError as raised:
             assert context.rank == 1
             error = raised
-        assert time.monotonic() - began < 15, "somebody waited for the group's timeout"
+        assert time.monotonic() - began < 60, "somebody waited for the group's timeout"
         text = str(error)
         assert "rank 1" in text and "'bad'" in text and "meta" in text, text
         assert not (context.folder / "c").exists()
