@@ -1,0 +1,1 @@
+"""The tests that meet torch, on each torch and Python that installs."""
