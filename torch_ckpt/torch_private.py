@@ -98,10 +98,18 @@ _EMPTY: dict[torch.dtype, torch.Tensor] = {}
 
 
 def sharded_in_order(tensor: DTensor) -> bool:
-    """Whether mesh dimensions that shard one dimension do so from left to right. Versions of torch
-    that do not say it (before 2.10) know no other order."""
-    order = getattr(tensor._spec, "shard_order", None) or ()
-    return all(list(dims) == sorted(dims) for _, dims in order)
+    """Whether its placements say all about how it is sharded: mesh dimensions that shard one
+    dimension do so from left to right, but where strided placements say otherwise.
+
+    No placement tells an order that was asked for of plain ones. Torch 2.10 also has an order of
+    strided ones, as those of FSDP over tensor parallelism, which it makes of the placements.
+    """
+    spec = tensor._spec
+    order = getattr(spec, "shard_order", None) or ()
+    if all(list(dims) == sorted(dims) for _, dims in order):
+        return True
+    meant: bool = order == type(spec)(spec.mesh, spec.placements).shard_order
+    return meant
 
 
 def dtensor_of(local: torch.Tensor, like: DTensor) -> DTensor:

@@ -109,10 +109,11 @@ def test_tensors_of_the_same_boxes_have_one_description() -> None:
     assert [item.index.index for item in plans[1].items] == [1, 1, 1]
 
 
-def test_one_of_many_tensors_that_is_not_covered_is_named() -> None:
+def test_one_of_many_tensors_that_is_not_covered_is_named(caplog: pytest.LogCaptureFixture) -> None:
     shapes = {f"t{i}": [8, 4] for i in range(5)}
     (planner, first), (_, second) = planned(0, shapes), planned(1, shapes)
     missing = WriteItems(item for item in second.items if item.index.fqn != "t3")
     second = SavePlan(missing, planner_data=second.planner_data)
-    with pytest.raises(ValueError, match="t3"):
+    with pytest.raises(ValueError, match="t3|see the warnings logged above") as raised:
         planner.create_global_plan([first, second])
+    assert "t3" in str(raised.value) or "t3" in caplog.text  # stock logs it before torch 2.13
