@@ -47,10 +47,10 @@ def test_a_rank_that_wrote_for_another_save_is_refused(final: bool) -> None:
     file = {"staged": "0", "name": "a", "id": "", "role": "data", "bytes": 1, "crc32c": 0}
     files, finals = ([], [{}]) if final else ([file], [])
     reports = [[RankReport(rank, save_id, files, [], finals)] for rank, save_id in enumerate("aab")]
-    with pytest.raises(ConflictError, match="wrote for another save") as error:
+    with pytest.raises(ConflictError, match="found another save") as error:
         commit_request(Metadata({}), reports, "a", final=final)
     assert error.value.rank == 2
     assert commit_request(Metadata({}), reports[:2], "a", final=final)["world_size"] == 2
-    # One that had nothing to write may not have asked whose save it is.
-    nothing = [[RankReport(0, "a", [], [])], [RankReport(1, "", [], [])]]
-    assert commit_request(Metadata({}), nothing, "a", final=False)["files"] == []
+    nothing = [[RankReport(0, "a", [], [])], [RankReport(1, "b", [], [])]]
+    with pytest.raises(ConflictError, match="found another save"):
+        commit_request(Metadata({}), nothing, "a", final=False)

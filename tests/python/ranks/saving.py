@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch_ckpt.jobs import SaveSession
 
 CASES, case = cases()
 
@@ -333,6 +334,31 @@ def errors_of_a_load_reach_every_rank(context: Context) -> None:
 
 
 @case
+def an_error_of_load_state_dict_reaches_every_rank(context: Context) -> None:
+    """Also what those do that are given theirs before it: none when one rank could not read."""
+    given = []
+
+    class Counter:
+        def state_dict(self) -> dict[str, Any]:
+            return {"w": torch.zeros(2)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            given.append(state["w"].tolist())
+            if context.rank == 1:
+                raise RuntimeError("size mismatch")
+
+    path = context.folder / "c"
+    torch_ckpt.save({"a": {"w": torch.ones(2)}}, path)
+    error = raised(lambda: torch_ckpt.load({"a": Counter()}, path), "size mismatch")
+    assert isinstance(error, RuntimeError if context.rank == 1 else torch_ckpt.CheckpointError)
+    assert given == [[1, 1]]
+    # On one rank alone: the others take part.
+    target = {"a": Counter() if context.rank == 0 else {"w": torch.zeros(2)}}
+    torch_ckpt.load(target, path)
+    assert given == [[1, 1], [1, 1]] if context.rank == 0 else [[1, 1]]
+
+
+@case
 def an_error_of_metadata_is_itself_on_every_rank(context: Context) -> None:
     """DCP passes on its text only, and on the other ranks nothing has failed."""
     path, missing, file = (context.folder / name / "c" for name in ("good", "missing", "file"))
@@ -459,10 +485,25 @@ def paths_that_are_not_the_same_place(context: Context) -> None:
     """As where a path is a disk of each node's own."""
     own = context.folder / f"node{context.rank}"
     own.mkdir()
-    source = {f"w{context.rank}": torch.ones(2)}
-    raised(lambda: torch_ckpt.save(source, checkpoint_id=own / "c"), "rank 1", "same file system")
+    mine = {f"w{context.rank}": torch.ones(2)}
+    of_all = {"w": torch.ones(2)}  # which rank 0 writes alone
+    for source in (mine, of_all):
+        for layout in ("sharded", "final"):
+            raised(
+                lambda: torch_ckpt.save(source, own / "c", layout=layout),  # noqa: B023
+                "rank 1",
+                f"node1{os.sep}c",
+                "same file system",
+            )
+            dist.barrier()
+            assert os.listdir(own) == []
+    # Where it finds another save, that of a machine that has stopped.
+    if context.rank == 1:
+        held = SaveSession(str(own / "c"), overwrite=True)
     dist.barrier()
-    assert os.listdir(own) == []
+    raised(lambda: torch_ckpt.save(of_all, own / "c"), "rank 1", "same file system")
+    if context.rank == 1:
+        held.end()
 
 
 @case

@@ -53,24 +53,23 @@ class Load:
             laid_out: list[LoadPlan] = self.reader.prepare_global_plan(plans)
             return laid_out
 
-        def read() -> None:
+        def read() -> bool:
+            """Whether this rank has entries that take their states themselves."""
             plan = self.planner.finish_plan(final_plan)
             self.reader.read_data(plan, self.planner).wait()
+            return any(has_state(state_dict[key]) for key in states if key in state_dict)
 
         # The objects of a plan are made in no time beside what collecting between them takes.
         with paused_gc(keeps=False):
             final_plan = self.ranks.scatter(f"plan of {what}", plan, lay_out)
-            self.ranks.gather(what, read, lambda _: None, progress=self.progress)
+        taken = self.ranks.gather(what, read, any, progress=self.progress)
         if not state_dict and isinstance(self.planner, OurPlanner) and self.planner.rebuild:
             state_dict.update(states)
-        # In one order on all ranks: what a `load_state_dict` does may be a collective.
-        for key in sorted(states, key=str):
-            if key not in state_dict:
-                continue
-            if has_state(state_dict[key]):
-                state_dict[key].load_state_dict(states[key])
-            else:
-                state_dict[key] = states[key]
+        if taken:
+            # Only when all have read theirs: what one is given may not fit another's.
+            self.ranks.gather(f"states of {what}", lambda: _give(state_dict, states), len)
+        else:
+            _give(state_dict, states)
 
     def _plan(self, states: dict[str, Any]) -> LoadPlan:
         reader, ranks = self.reader, self.ranks
@@ -96,3 +95,15 @@ class Load:
         reader.set_up_storage_reader(metadata, coordinates, **told)
         plan: LoadPlan = reader.prepare_local_plan(self.planner.create_local_plan())
         return plan
+
+
+def _give(state_dict: dict[str, Any], states: dict[str, Any]) -> None:
+    """Give `state_dict` what was loaded."""
+    # In one order on all ranks: what a `load_state_dict` does may be a collective.
+    for key in sorted(states, key=str):
+        if key not in state_dict:
+            continue
+        if has_state(state_dict[key]):
+            state_dict[key].load_state_dict(states[key])
+        else:
+            state_dict[key] = states[key]

@@ -60,8 +60,12 @@ def commit_request(
             raise InvalidArgumentError(
                 f"a rank's write result is a {type(report).__name__}, not what write_data returned"
             )
-        if (report.files or report.final) and report.save_id != save_id:
-            raise ConflictError("wrote for another save into the same directory", rank=report.rank)
+        if report.save_id != save_id:
+            raise ConflictError(
+                "found another save at its path than the coordinator's: every rank must see the "
+                "same file system under this path",
+                rank=report.rank,
+            )
         files += report.files
         if final:
             finals.append({"rank": report.rank, "calls": report.final})

@@ -201,9 +201,11 @@ class DirectorySave:
         writer, rank = self._writer, self._rank
         began = time.perf_counter()
         report = RankReport(rank, "", [], [])
-        if buckets or objects:
-            try:
-                staging, report.save_id = self._staging()
+        try:
+            # Also without anything to write: a rank that has another place must not return from a
+            # save which it cannot load.
+            staging, report.save_id = self._staging()
+            if buckets or objects:
                 write = RankWrite(
                     planner,
                     staging,
@@ -214,10 +216,10 @@ class DirectorySave:
                     options=self._options(),
                 )
                 write.run(buckets, objects)
-            except (CheckpointError, OSError) as error:
-                if self._part is not None:
-                    self.end()  # no coordinator will
-                raise with_rank(error, rank) from error
+        except (CheckpointError, OSError) as error:
+            if self._part is not None:
+                self.end()  # no coordinator will
+            raise with_rank(error, rank) from error
         report.digests = leaf_digests(planner)
         report.phases = Phases(
             wall_time(self._began),
