@@ -655,9 +655,10 @@ def test_the_metadata_of_a_save(tmp_path: Path) -> None:
         with patch_torch(file_system=active):
             writer = dcp.FileSystemWriter(tmp_path / str(active))
             metadata.append(dcp.save(STATE, storage_writer=writer))
-            assert metadata[-1].storage_meta == writer.storage_meta() is not None
+            assert metadata[-1].storage_meta in (None, writer.storage_meta())
     stocks, ours = metadata
-    assert getattr(ours, "version", None) == getattr(stocks, "version", None)
+    if stocks.storage_meta is not None:  # torch 2.10 fills in a copy of what it returns
+        assert getattr(ours, "version", None) == getattr(stocks, "version", None)
     assert ours.storage_meta.checkpoint_id == tmp_path / "True"
 
 
