@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmarks import environment, report
 from benchmarks.contender import MEMORY_OF, MEMORY_STATES, ROWS
-from benchmarks.pages import PAGES, path_of
+from benchmarks.pages import PAGES, behind, path_of
 from benchmarks.program import LimitsError, LimitsProgram
 from benchmarks.run_row import Record
 from benchmarks.summary import summarise
@@ -36,12 +36,21 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         sys.stdout.write("".join(f"{name}\n" for name in ROWS))
         return 0
+    if options.stale:
+        found = {name: path_of(name) for name in PAGES if path_of(name).exists()}
+        why = {name: behind(page.read_text()) for name, page in found.items()}
+        sys.stdout.write("".join(f"{name} {text}\n" for name, text in why.items() if text))
+        return 1 if any(why.values()) else 0
     if options.page:
         in_part = options.rows or options.scale != 1 or options.memory != "both"
         if in_part or options.busy or options.rounds < ROUNDS:
             return _refuse(
                 "a page is all of its rows, at full size, in both states of memory, on an idle "
                 f"machine, {ROUNDS} rounds or more: leave rows and other options away"
+            )
+        if not environment.commit().isalnum():  # a plus sign, or none
+            return _refuse(
+                "a page is of a commit: commit what tracked files differ in, or stash it"
             )
         options.rows = PAGES[options.page].rows
     unknown = [word for word in options.rows if not any(n.startswith(word) for n in ROWS)]
@@ -131,6 +140,11 @@ def _parser() -> argparse.ArgumentParser:
         "rows", nargs="*", help="beginnings of row names; all rows if none is given"
     )
     parser.add_argument("--list", action="store_true", help="print the row names")
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="name the pages of docs/ that are of another engine than this one, or of no commit",
+    )
     parser.add_argument("--rounds", type=_positive(int), default=ROUNDS, help="default %(default)s")
     parser.add_argument(
         "--scale", type=_positive(float), default=1.0, help="part of the full size, 1 if not given"

@@ -14,6 +14,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TELLING_OPTIONS = ("discard", "data=", "barrier", "nobarrier", "sync", "compress")
 
 
+RIVALS = ("torch_checkpointing", "fastsafetensors", "runai-model-streamer")
 IDLE = 0.5
 """The load average of a machine that does nothing else."""
 
@@ -41,7 +42,7 @@ def describe(directory: Path) -> dict[str, str]:
         "Python": platform.python_version(),
         "torch": version("torch"),
         "safetensors": version("safetensors"),
-        "torch_checkpointing": version("torch_checkpointing"),
+        **{name: version(name) for name in RIVALS},
         "torch_ckpt": f"{version('torch_ckpt')}, commit {commit()}",
     }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import subprocess
 from pathlib import Path
 
 from benchmarks import environment
@@ -49,6 +51,29 @@ PAGES = {
     ),
     "cuda": Page("saves and staging from CUDA devices", ("save_cuda", "stage_cuda_")),
 }
+
+
+COMMIT = re.compile(r"^\| torch_ckpt \| .*commit (\w+)(\+?) \|$", re.MULTILINE)
+ENGINE = ("csrc", "torch_ckpt")
+
+
+def behind(text: str, repository: Path = environment.REPOSITORY) -> str:
+    """Why the figures of a page are not of the engine that is here; empty if they are."""
+    found = COMMIT.search(text)
+    if found is None:
+        return "names no commit"
+    measured, dirty = found.groups()
+    if dirty:
+        return f"was measured in a tree that differs from commit {measured}"
+
+    def git(*words: str) -> str | None:
+        done = subprocess.run(["git", *words], cwd=repository, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    since = git("rev-list", "--count", f"{measured}..HEAD", "--", *ENGINE)
+    if since is None:
+        return f"is of commit {measured}, which is not known here"
+    return "" if since == "0" else f"is of commit {measured}: {since} have changed the engine since"
 
 
 def path_of(name: str) -> Path:

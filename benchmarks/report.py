@@ -23,7 +23,7 @@ class Cells:
 def contender_cells(row: RowSummary) -> Cells:
     """One line per contender."""
     head = ["contender", "planner", "nesting"]
-    per_tensor = "us/tensor over limit" if row.limit else "us/tensor"
+    per_tensor = f"us/tensor over {row.bound}" if row.limit else "us/tensor"
     head += [per_tensor if row.per_tensor else "GB/s", "worst", "first"]
     head += [f"of {row.bound}", "worst"]
     head += ["CPU us/tensor", "machine"] if row.per_tensor else ["CPU s/GB", "machine"]

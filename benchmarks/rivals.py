@@ -32,6 +32,12 @@ def why_not_torch_checkpointing() -> str:
     return ""
 
 
+def why_not(package: str) -> str:
+    """Why that rival cannot run; empty if it is installed."""
+    there = environment.version(package) != "not installed"
+    return "" if there else f"{package} is not installed; pip install '.[dev]'"
+
+
 def why_not_ours(*names: str) -> str:
     """Why our contenders cannot run: empty if torch_ckpt imports and has these names."""
     try:
@@ -61,6 +67,12 @@ def quiet() -> None:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
 
 
+def split(names: Iterable[str], files: int) -> dict[str, int]:
+    """Which of so many files, counted from 1, each tensor goes to: neighbours go together."""
+    ordered = list(names)
+    return {name: 1 + files * i // len(ordered) for i, name in enumerate(ordered)}
+
+
 def read_safetensors(directory: Path, names: Iterable[str]) -> State:
     """Whole tensors from the safetensors files below ``directory``, by the safetensors package."""
     wanted = set(names)
@@ -84,6 +96,8 @@ def limit(name: str, time: Callable[[], Timing], remove: Path | None = None) -> 
     return Contender(name=name, role="limit", run=time, after=after)
 
 
+READ_BOUND = "reference"
+"""What the two below are: several requests at once, or copies by other means, can be faster."""
 FRESH = "O_DIRECT write, fresh file, queue depth 1"
 RECYCLED = "O_DIRECT write, recycled file, queue depth 1"
 COLD_READ = "O_DIRECT read, cold, queue depth 1"

@@ -26,6 +26,11 @@ def load_with_stock_hf(state: states.State, path: Path) -> None:
     load(state, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
+def load_with_stock_hf_threads(state: states.State, path: Path) -> None:
+    """The same by two threads, which take a file each."""
+    load(state, storage_reader=HuggingFaceStorageReader(str(path), thread_count=2), no_dist=True)
+
+
 def load_with_file_system(state: states.State, path: Path) -> None:
     """dcp.load from DCP's own format."""
     load(state, storage_reader=FileSystemReader(path), no_dist=True)
@@ -43,6 +48,40 @@ def load_with_load_file(state: states.State, path: Path) -> None:
     loaded = load_file(path / "model.safetensors")
     for name, tensor in state.items():
         tensor.copy_(loaded[name])
+
+
+def load_with_fastsafetensors(state: states.State, path: Path) -> None:
+    """fastsafetensors without GPUDirect, then one copy per tensor."""
+    from fastsafetensors import fastsafe_open
+
+    files_ = [str(file) for file in sorted(path.glob("*.safetensors"))]
+    with fastsafe_open(files_, nogds=True, device="cpu") as file:
+        for name, tensor in state.items():
+            tensor.copy_(file.get_tensor(name))
+
+
+def load_with_streamer(state: states.State, path: Path) -> None:
+    """The run:ai streamer with its own number of threads, one copy per tensor as it comes."""
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files([str(file) for file in sorted(path.glob("*.safetensors"))])
+        for name, tensor in streamer.get_tensors():
+            state[name].copy_(tensor)
+
+
+def load_with_instanttensor(state: states.State, path: Path) -> None:
+    """Never runs: it is in the tables so that nobody looks for it in vain."""
+    raise NotImplementedError(ON_DEVICES_ONLY)
+
+
+ON_DEVICES_ONLY = "instanttensor 0.2.2 loads onto CUDA devices only"
+# Loaders of safetensors files, beside those of the safetensors package.
+OTHER_LOADERS: dict[str, tuple[Loader, str]] = {
+    "fastsafetensors and copy_": (load_with_fastsafetensors, rivals.why_not("fastsafetensors")),
+    "run:ai streamer and copy_": (load_with_streamer, rivals.why_not("runai-model-streamer")),
+    "InstantTensor": (load_with_instanttensor, ON_DEVICES_ONLY),
+}
 
 
 def load_with_torch(state: states.State, path: Path) -> None:
@@ -116,11 +155,12 @@ def write_own_elsewhere(scale: float, path: Path) -> None:
 def load_row(context: Context, cold: bool) -> Row:
     """Builds both rows: each input is written once, by the package that reads it."""
     shapes = states.llama_1b(context.scale)
-    plain, native, zipped, own = (
-        context.directory / name for name in ("plain", "native", "zipped", "own")
+    plain, halves, native, zipped, own = (
+        context.directory / name for name in ("plain", "halves", "native", "zipped", "own")
     )
     state = states.random_state(shapes, torch.bfloat16)
     row_save.save_with_safetensors(state, plain)
+    row_save.save_with_stock_hf_threads(state, halves)
     row_save.save_with_file_system(state, native, 1)
     row_save.save_with_torch(state, zipped)
     sample = states.sample(state)
@@ -143,9 +183,11 @@ def load_row(context: Context, cold: bool) -> Row:
     skip_reader = rivals.why_not_ours("HuggingFaceStorageReader")
     contenders = [
         add("DCP HF reader", load_with_stock_hf, plain, stock),
+        add("DCP HF reader, 2 files, 2 threads", load_with_stock_hf_threads, halves, stock),
         add("DCP FileSystemReader", load_with_file_system, native, stock),
         add("safetensors safe_open and copy_", load_with_safe_open, plain),
         add("safetensors load_file and copy_", load_with_load_file, plain),
+        *(add(name, do, plain, skip=why) for name, (do, why) in OTHER_LOADERS.items()),
         add("torch.load(mmap) and copy_", load_with_torch, zipped),
         add("ours, HF reader, same file", load_with_our_reader, plain, stock, "ours", skip_reader),
         loader(
@@ -169,7 +211,7 @@ def load_row(context: Context, cold: bool) -> Row:
         contenders.append(rivals.warm_read_limit(context, 2, inputs))
 
     def close() -> None:
-        for path in (plain, native, zipped, own):
+        for path in (plain, halves, native, zipped, own):
             if path.exists():
                 files.remove(path)
 
@@ -179,6 +221,7 @@ def load_row(context: Context, cold: bool) -> Row:
         tensors=len(shapes),
         contenders=contenders,
         limit=rivals.COLD_READ if cold else rivals.WARM_READ,
+        bound=rivals.READ_BOUND,
         close=close,
     )
 

@@ -57,6 +57,7 @@ def load_row(context: Context, cold: bool) -> Row:
         tensors=len(shapes),
         contenders=contenders,
         limit=rivals.COLD_READ if cold else rivals.WARM_READ,
+        bound=rivals.READ_BOUND,
         close=lambda: files.empty(context.directory),
     )
 

@@ -21,9 +21,12 @@ NEEDS = ("save", "load", "LoadPlanner", "HuggingFaceStorageReader")
 def load_many(context: Context) -> Row:
     """20,000 tensors of 16 KiB, flat and in nested dicts, from the page cache."""
     shapes = states.small_tensors(context.scale)
-    plain, native, own = (context.directory / name for name in ("plain", "native", "own"))
+    plain, halves, native, own = (
+        context.directory / name for name in ("plain", "halves", "native", "own")
+    )
     state = states.random_state(shapes, torch.float32)
     row_save.save_with_safetensors(state, plain)
+    row_save.save_with_stock_hf_threads(state, halves)
     row_save.save_with_file_system(states.nested(state), native, 1)
     sample = states.sample(state)
     skip = rivals.why_not_ours(*NEEDS)
@@ -41,19 +44,20 @@ def load_many(context: Context) -> Row:
         planner: str = "-",
         **options: Any,
     ) -> Contender:
-        options["skip"] = skip if role == "ours" else ""
+        options.setdefault("skip", skip if role == "ours" else "")
         return row_load.loader(
             name, role, load_from, target, sample, path, cold=False, planner=planner, **options
         )
 
     def close() -> None:
-        for path in (plain, native, own):
+        for path in (plain, halves, native, own):
             if path.exists():
                 files.remove(path)
 
     stock, own_planner = rivals.STOCK_PLANNER, rivals.OUR_PLANNER
     our_reader, our_load = row_load.load_with_our_reader, row_load.load_with_our_load
-    inner = "DCP FileSystemReader"
+    inner, two = "DCP FileSystemReader", "DCP HF reader, 2 files, 2 threads"
+    others = row_load.OTHER_LOADERS.items()
     return Row(
         title="Load tensors of 16 KiB into existing ones, warm",
         bytes=states.total_bytes(shapes, torch.float32),
@@ -61,7 +65,9 @@ def load_many(context: Context) -> Row:
         contenders=[
             add("safetensors safe_open and copy_", "rival", row_load.load_with_safe_open, plain),
             add("safetensors load_file and copy_", "rival", row_load.load_with_load_file, plain),
+            *(add(name, "rival", do, plain, skip=why) for name, (do, why) in others),
             add("DCP HF reader", "rival", row_load.load_with_stock_hf, plain, stock),
+            add(two, "rival", row_load.load_with_stock_hf_threads, halves, stock),
             add(inner, "rival", row_load.load_with_file_system, native, stock, nested=nested),
             add("ours, HF reader, same file", "ours", our_reader, plain, stock),
             add("ours, load, same file", "ours", our_load, plain, own_planner),
@@ -70,6 +76,7 @@ def load_many(context: Context) -> Row:
             rivals.warm_read_limit(context, 2, files.files_in(plain)),
         ],
         limit=rivals.WARM_READ,
+        bound=rivals.READ_BOUND,
         per_tensor=True,
         close=close,
     )

@@ -28,8 +28,7 @@ def save_with_stock_hf(state: Nested, path: Path) -> None:
 
 def save_with_stock_hf_threads(state: Nested, path: Path) -> None:
     """The same into two files by two threads, which takes a mapping."""
-    names = list(flatten(state, "."))
-    mapping = {name: 1 + 2 * i // len(names) for i, name in enumerate(names)}
+    mapping = rivals.split(flatten(state, "."), 2)
     writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=mapping, thread_count=2)
     save(state, storage_writer=writer, no_dist=True)
     files.make_durable(path)

@@ -29,7 +29,7 @@ from benchmarks import (  # noqa: E402
     states,
 )
 from benchmarks.contender import MEMORY_OF, ROWS, Contender, Context, Row  # noqa: E402
-from benchmarks.pages import PAGES, path_of  # noqa: E402
+from benchmarks.pages import PAGES, behind, path_of  # noqa: E402
 from benchmarks.program import LimitsError, LimitsProgram  # noqa: E402
 from benchmarks.report import (  # noqa: E402
     contender_cells,
@@ -341,6 +341,44 @@ def test_every_row_is_on_one_page() -> None:
         there = path_of(name).exists()
         shown = f"[`{name}`]({path_of(name).name})" if there else f"`{name}`, not measured yet"
         assert f"| {shown} | {page.title} | `{' '.join(page.rows)}` |" in text
+
+
+def test_a_page_is_of_a_commit(monkeypatch: Any, capsys: Any) -> None:
+    from benchmarks import __main__ as command
+
+    for commit in ("abc1234+", "unknown+"):
+        monkeypatch.setattr(environment, "commit", lambda commit=commit: commit)
+        assert command.main(["--page", "save"]) == 2
+        assert "a page is of a commit" in capsys.readouterr().err
+
+
+def test_a_page_of_an_older_engine_is_seen(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=t", "-c", "user.email=t")
+        done = subprocess.run(
+            ["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    def committed(name: str) -> str:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+        git("add", ".")
+        git("commit", "-qm", name)
+        return git("rev-parse", "--short", "HEAD")
+
+    git("init", "-q")
+    first, second = committed("csrc/a.cc"), committed("torch_ckpt/b.py")
+    committed("docs/page.md")
+
+    def why(commit: str) -> str:
+        return behind(f"| Python | 3.11 |\n| torch_ckpt | 0.1.0, commit {commit} |\n", tmp_path)
+
+    assert why(second) == ""
+    assert why(first) == f"is of commit {first}: 1 have changed the engine since"
+    assert "differs from commit" in why(f"{second}+")
+    assert "not known here" in why("abcdef12")
+    assert behind("| torch | 2.13 |\n", tmp_path) == "names no commit"
 
 
 def test_a_row_is_measured_in_the_states_that_change_it() -> None:

@@ -71,6 +71,28 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
+FIGURES = [
+    line
+    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ") and "](docs/benchmark_results_" in line
+]
+
+
+@pytest.mark.parametrize("line", FIGURES, ids=lambda line: line.split("|")[1].strip()[:40])
+def test_figures_are_those_of_the_pages(line: str) -> None:
+    """Each number of a row is on the page that it names, in the same unit or in milliseconds."""
+    *cells, link = line.strip("| ").split(" | ")
+    (page,) = re.findall(r"\((docs/[^)]*)\)", link)
+    measured = (ROOT / page).read_text(encoding="utf-8")
+    there = {float(word) for word in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])", measured)}
+    shown = [cell for cell in cells[1:] if cell.strip()]
+    assert len(shown) >= 3
+    for number in re.findall(r"\d+\.\d+", " ".join(shown)):
+        digits = len(number.partition(".")[2])
+        in_ms = {round(value / 1000, digits) for value in there}
+        assert float(number) in there | in_ms, f"{number} is not on {page}"
+
+
 def anchors(page: Path) -> set[str]:
     """What GitHub makes of the headings of `page`."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
