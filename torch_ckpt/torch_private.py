@@ -7,6 +7,7 @@ of stock's do: those are names of ours as well.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -72,8 +73,10 @@ __all__ = [
     "dtensor_of",
     "flatten_sharded_tensors",
     "init_state_dict",
+    "is_fake",
     "is_traceable_wrapper_subclass",
     "local_tensor",
+    "own_word",
     "set_element",
     "sharded_tensor_like",
     "stocks_cached_plans",
@@ -85,6 +88,7 @@ __all__ = [
     "traverse_state_dict_v_2_3",
     "validate_global_plan",
     "without_elements",
+    "without_functions",
 ]
 
 
@@ -151,6 +155,29 @@ def without_elements(sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
 
     with FakeTensorMode():
         return torch.empty(sizes, dtype=dtype, device="cpu")
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it is a FakeTensor, or is made of some."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # takes long to import
+    if fakes is None:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(fakes.is_fake(tensor))
+
+
+def own_word(tensor: torch.Tensor, name: str) -> Any:
+    """Attribute `name` of a tensor, of whose class `__torch_function__` is not asked: that of a
+    ShardedTensor refuses most."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return getattr(tensor, name)
+
+
+def without_functions(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor in the memory of one of a subclass, whose own `__torch_function__` is not
+    asked."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
 
 
 def storage_number(tensor: torch.Tensor) -> int:

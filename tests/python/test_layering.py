@@ -30,6 +30,7 @@ PYTHON_ROOMS = (
         "torch_private",
         "hulls",
         "dtypes",
+        "tensors",
         "_core",
         "mapping",
         "key_mapping",

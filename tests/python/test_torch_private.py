@@ -109,3 +109,18 @@ def test_the_rest_is_there() -> None:
     assert private.StridedShard(0, split_factor=2).split_factor == 2
     assert not private.is_traceable_wrapper_subclass(torch.ones(1))
     assert hasattr(private.AsyncCollectiveTensor, "wait")
+
+
+def test_what_is_behind_a_subclass() -> None:
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *ignored: Any) -> Any:
+            raise AssertionError
+
+    base = torch.ones(2)
+    with torch._C.DisableTorchFunctionSubclass():
+        own = base.as_subclass(Own)  # type: ignore[arg-type]
+    plain = private.without_functions(own)
+    assert type(plain) is torch.Tensor and plain.data_ptr() == base.data_ptr()
+    assert private.is_fake(private.without_elements([2], torch.float32))
+    assert not private.is_fake(base)

@@ -296,10 +296,12 @@ class Encoder:
 
     def _tensor(self, obj: torch.Tensor) -> Any:
         dtype = torch_name(obj.dtype)
-        if obj.layout is not torch.strided or obj.is_quantized or dtype not in DTYPES:
+        dense = obj.layout is torch.strided and not obj.is_nested and not obj.is_quantized
+        if not dense or dtype not in DTYPES:
             if self._allow_pickle:
                 return self._pickle(obj)
-            raise self.fail(f"tensors of {obj.layout} and {obj.dtype} cannot be written")
+            layout = "nested" if obj.is_nested else str(obj.layout)
+            raise self.fail(f"tensors of {layout} and {obj.dtype} cannot be written")
         if obj.dim() > MAX_DIMENSIONS:
             raise self.fail(f"tensors of more than {MAX_DIMENSIONS} dimensions cannot be written")
         if obj.is_meta:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from async_writers import OddWriter
+from odd_tensors import Coded, codes
 from ranks.layouts import Layout, check, dtensor, layouts, state, whole
 from ranks.run import Context, cases, everywhere, raised
 from safetensors.torch import load_file
@@ -316,6 +317,34 @@ def a_rank_that_fails(context: Context) -> None:
     assert torch.equal(target["rows"].to_local(), changed["rows"].to_local())
     dist.barrier()
     assert not [name for name in listing(context.folder) if "stage" in name]
+
+
+@case
+def a_tensor_that_is_made_of_others_is_refused_everywhere(context: Context) -> None:
+    """Before anything is written; and so are targets of one rank that share memory."""
+    table = layouts(context.world)
+    last = context.rank == context.world - 1
+    odd = {**state(table), "odd": Coded(codes()) if last else torch.ones(8)}
+    path = context.folder / "odd"
+    for layout in ("sharded", "final"):
+        writer = HuggingFaceStorageWriter(path, layout=layout)
+        planner = torch_ckpt.SavePlanner()
+        for call in (
+            lambda layout=layout: torch_ckpt.save(odd, path, layout=layout),
+            lambda layout=layout: torch_ckpt.async_save(odd, path, layout=layout).result(),
+            lambda writer=writer, planner=planner: dcp.save(
+                odd, storage_writer=writer, planner=planner
+            ),
+        ):
+            error = raised(call, "tensor 'odd': is a odd_tensors.Coded")
+            assert getattr(error, "rank", context.world - 1) == context.world - 1
+        dist.barrier()
+        assert not path.exists()
+    path = context.folder / "plain"
+    torch_ckpt.save({"a": torch.ones(8), "b": torch.ones(8)}, path)
+    room = torch.zeros(12)
+    target = {"a": room[:8], "b": room[4:] if last else torch.zeros(8)}
+    raised(lambda: torch_ckpt.load(target, path), f"rank {context.world - 1}: tensor 'b'", "'a'")
 
 
 @case

@@ -4,6 +4,7 @@ per true box of a DTensor and as little work per tensor as the stock types allow
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,16 +26,33 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
+from torch_ckpt import tensors
 from torch_ckpt.dcp.plan.boxes import local_boxes, local_part
 from torch_ckpt.dcp.plan.collector import paused_gc
-from torch_ckpt.errors import InvalidArgumentError
-from torch_ckpt.torch_private import create_chunk_list, create_write_items, local_tensor
+from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.torch_private import (
+    ShardedTensor,
+    create_chunk_list,
+    create_write_items,
+    local_tensor,
+)
 
 # An offset of zeros per number of dimensions: shared, since torch.Size is immutable.
 ZEROS = tuple(torch.Size((0,) * ndim) for ndim in range(65))
-PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN_TENSORS = tensors.PLAIN_TENSORS
 _NO_SIZE = torch.Size((0,))
 _TENSOR = LoadItemType.TENSOR  # looked up once: attributes of an Enum are slow
+
+
+@dataclass(frozen=True)
+class UnwritableItem(WriteItem):
+    """A tensor that the engine cannot write, where a writer of torch's could: ours refuses it when
+    it sees the plan, before anything is written.
+
+    reason: what is wrong with it, in words.
+    """
+
+    reason: str = ""
 
 
 class WriteItems(list[WriteItem]):
@@ -96,13 +114,16 @@ def write_items(state_dict: Mapping[str, Any]) -> WriteItems:
     # What the constructors of these frozen classes do, without calling them: that takes half.
     new, put, tensor_type = object.__new__, object.__setattr__, WriteItemType.TENSOR
     for fqn, value in state_dict.items():
-        if type(value) not in PLAIN_TENSORS:
+        if type(value) not in PLAIN_TENSORS or value.is_nested or value.is_meta:
             items += _special_items(fqn, value, boxes)
             continue
         size = value.size()
         alike = (size, value.dtype, value.layout, value.requires_grad)
         data = whole.get(alike)
         if data is None:
+            if not tensors.is_writable(value):
+                items += _special_items(fqn, value, boxes)
+                continue
             chunk = ChunkStorageMetadata(ZEROS[len(size)], size)
             # pin_memory is deprecated, never read.
             data = whole[alike] = TensorWriteData(chunk, TensorProperties(*alike[1:]), size)
@@ -124,26 +145,35 @@ def write_items(state_dict: Mapping[str, Any]) -> WriteItems:
 def _special_items(
     fqn: str, value: Any, known: dict[tuple[Any, ...], TensorWriteData]
 ) -> list[WriteItem]:
-    """The items of a leaf that is no plain tensor. `known` has what boxes share."""
+    """The items of a leaf that is no plain tensor, or one that the engine cannot write. `known` has
+    what boxes share."""
+    local = local_tensor(value) if isinstance(value, DTensor) else value
+    if hasattr(local, "__create_write_items__") or isinstance(value, ShardedTensor):
+        return list(create_write_items(fqn, value))  # it knows its own boxes
+    if not isinstance(value, torch.Tensor):
+        return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
+    wrong = None if tensors.is_writable(local) else tensors.what_is_wrong(local)
+    if wrong is not None and tensors.is_shapeless(local):  # no plan can say it
+        raise UnsupportedError(wrong, tensor=fqn)
+    size = value.size()
+    properties = (local.dtype, local.layout, value.requires_grad)
+    kind, boxes = WriteItemType.TENSOR, [(ZEROS[len(size)], size)]
     if isinstance(value, DTensor):
-        local = local_tensor(value)
-        if hasattr(local, "__create_write_items__"):  # a local tensor that knows its own boxes
-            return list(create_write_items(fqn, value))
-        size = value.size()
-        properties = (local.dtype, local.layout, value.requires_grad)
-        items = []
-        for position, (offsets, sizes, _) in enumerate(local_boxes(value, fqn)):
-            alike = (offsets, sizes, size, properties)
-            data = known.get(alike)
-            if data is None:
-                chunk = ChunkStorageMetadata(offsets, sizes)
-                data = known[alike] = TensorWriteData(chunk, TensorProperties(*properties), size)
-            index = MetadataIndex(fqn, offsets, position)
-            items.append(WriteItem(index, WriteItemType.SHARD, None, data))
-        return items
-    if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
-        return list(create_write_items(fqn, value))
-    return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
+        kind, boxes = WriteItemType.SHARD, [box[:2] for box in local_boxes(value, fqn)]
+    items: list[WriteItem] = []
+    for position, (offsets, sizes) in enumerate(boxes):
+        alike = (offsets, sizes, size, properties)
+        data = known.get(alike)
+        if data is None:
+            chunk = ChunkStorageMetadata(offsets, sizes)
+            data = known[alike] = TensorWriteData(chunk, TensorProperties(*properties), size)
+        index = MetadataIndex(fqn, offsets, position)
+        items.append(
+            WriteItem(index, kind, None, data)
+            if wrong is None
+            else UnwritableItem(index, kind, None, data, wrong)
+        )
+    return items
 
 
 def object_read_item(fqn: str) -> ReadItem:
@@ -173,7 +203,8 @@ def read_items(
 ) -> list[ReadItem]:
     """The items that fill `target` from what was saved as `fqn`.
 
-    Raises InvalidArgumentError naming the fqn, what the target expects, and what was found.
+    Raises InvalidArgumentError naming the fqn, what the target expects, and what was found;
+    UnsupportedError for a target without a shape.
     """
     if isinstance(saved, BytesStorageMetadata):
         return [object_read_item(fqn)]
@@ -182,13 +213,15 @@ def read_items(
             f"{fqn}: the target expects an object (it has a {type(target).__name__}), the "
             f"checkpoint has a tensor of shape {list(saved.size)} and {saved.properties.dtype}"
         )
+    kind = type(target)
+    if (kind not in PLAIN_TENSORS or target.is_nested) and tensors.is_shapeless(target):
+        raise UnsupportedError(f"its target {tensors.what_is_wrong(target)}", tensor=fqn)
     size = target.size()
     if size != saved.size:
         raise InvalidArgumentError(
             f"Size mismatch between saved {saved.size} and current: {size} for {fqn}: the target "
             f"expects shape {list(size)}, the checkpoint has {list(saved.size)}"
         )
-    kind = type(target)
     if kind in PLAIN_TENSORS:
         chunks = saved.chunks
         zeros = ZEROS[len(size)]

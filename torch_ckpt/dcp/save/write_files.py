@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.plan import save_planner
-from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
+from torch_ckpt.dcp.plan.items import PLAIN_TENSORS, UnwritableItem
 from torch_ckpt.dcp.plan.stock_planner import check_written_boxes, has_method_of
 from torch_ckpt.dcp.reserved import RAW_LEAVES
 from torch_ckpt.dcp.save.commit import RankReport
@@ -25,6 +25,7 @@ from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.errors import InternalError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import Job
 from torch_ckpt.objects import dumps_objects
+from torch_ckpt.tensors import source_of
 
 _MAX_NAME_BYTES = 65_535  # kMaxNameBytes in csrc/format/names.h
 
@@ -71,7 +72,7 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColum
     or negated views, torch's dispatcher makes them real.
     """
     columns = TensorColumns()
-    resolve, strided = planner.resolve_data, torch.strided
+    resolve = planner.resolve_data
     # What `resolve` would return for a plain tensor, after three calls.
     values = planner.state_dict if _resolves_as_stock(planner) else {}
     for item in items:
@@ -81,10 +82,8 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColum
             tensor = resolve(item)
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError("the planner gave no tensor for a tensor", tensor=fqn)
-        dtype = DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None or tensor.layout is not strided:
-            kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
-            raise UnsupportedError(f"is {kind}; safetensors cannot hold it", tensor=fqn)
+        tensor = source_of(tensor, fqn)
+        dtype = DTYPE_NAMES[tensor.dtype]
         if tensor.dim() > MAX_DIMENSIONS:
             raise UnsupportedError(
                 f"has {tensor.dim()} dimensions; at most {MAX_DIMENSIONS} are supported",
@@ -92,7 +91,7 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColum
             )
         if not tensor.is_cpu:
             given = tensor.detach()
-            tensor = reachable(given, fqn)
+            tensor = reachable(given)
             columns.gathered |= tensor.is_cuda and tensor is not given
         data = item.tensor_data
         if data is None:
@@ -194,6 +193,8 @@ def check_item(item: WriteItem, rank: int | None) -> None:
     """Raise InvalidArgumentError or UnsupportedError for an item that the format cannot hold."""
     fqn = item.index.fqn
     check_object_name(fqn, rank)
+    if type(item) is UnwritableItem:
+        raise UnsupportedError(item.reason, tensor=fqn, rank=rank)
     if item.type is WriteItemType.BYTE_IO:
         return
     # Rules of safetensors (CheckTensorName in csrc/format/names.h).

@@ -6,19 +6,13 @@ from typing import Any
 
 import torch
 
-from torch_ckpt.errors import InvalidArgumentError
-
 MAX_DIMENSIONS = 8  # kMaxDims in csrc/base/box.h
 
 
-def reachable(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
+def reachable(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, strided and not on the CPU, where the engine can read it: contiguous on a CUDA
     device, where kernels that make it so may still run, or copied to host memory.
-
-    Raises InvalidArgumentError for a tensor without data.
     """
-    if tensor.is_meta:
-        raise InvalidArgumentError("is on the meta device and has no data", tensor=fqn)
     if tensor.is_cuda and torch.version.cuda is not None:  # and not ROCm, which is_cuda too
         # Not left to the dispatcher: the engine waits only for the kernels queued until now.
         return tensor.resolve_conj().resolve_neg().contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.per_rank import PerRank
 from torch_ckpt.dcp.stage.sources import MAX_DIMENSIONS, reachable
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.tensors import has_elements, memory_of, what_is_wrong
 from torch_ckpt.torch_private import (
     AsyncCollectiveTensor,
     LocalShardsWrapper,
@@ -80,8 +81,8 @@ class StateCopy:
     gradients or modules that they may refer to. Every
     tensor is the memory of one leaf, or of one inner tensor of a DTensor, ShardedTensor or other
     wrapper: in host memory, or contiguous on a CUDA device, where kernels that make it so may still
-    run. Tensors that the engine cannot copy (sparse, quantized, of too many dimensions) are copied
-    here.
+    run. Tensors that the engine cannot copy (sparse, quantized, nested, of too many dimensions) are
+    copied here. One that has no data is refused.
 
     Raises InvalidArgumentError or UnsupportedError that name the leaf.
     """
@@ -126,6 +127,10 @@ class StateCopy:
                 self._copy(inner, k, v, f"{name}.{k}")
         elif isinstance(value, dict):
             self._copy_dict(into, key, value, name)
+        elif isinstance(value, Mapping):  # as the planner opens it
+            into[key] = inner = {}
+            for k, v in value.items():
+                self._copy(inner, k, v, f"{name}.{k}")
         elif isinstance(value, list):
             into[key] = items = [None] * len(value) if kind is list else copy.copy(value)
             for i, v in enumerate(value):
@@ -201,12 +206,15 @@ class StateCopy:
             self._copy_sharded(into, key, value, name)
         elif isinstance(value, LocalShardsWrapper):
             self._copy_local_shards(into, key, value, name)
-        elif is_traceable_wrapper_subclass(value):
+        elif has_elements(value) and is_traceable_wrapper_subclass(value):
             self._copy_wrapper(into, key, value, name)
         elif hasattr(value, "__create_write_items__"):  # it says by itself what is in it
             self._copy_object(into, key, value, name)
         else:  # a subclass with memory of its own
-            self._copy_plain(into, key, value.as_subclass(torch.Tensor), name)
+            memory = memory_of(value)
+            if memory is None:
+                raise UnsupportedError(what_is_wrong(value), tensor=name)
+            self._copy_plain(into, key, memory, name)
 
     def _copy_wrapper(self, into: Any, key: Any, value: Any, name: str) -> None:
         """One of the subclasses that are made of other tensors, as torchao's."""
@@ -249,18 +257,17 @@ class StateCopy:
     def _copy_plain(self, into: Any, key: Any, tensor: torch.Tensor, name: str) -> None:
         on_cpu = tensor.is_cpu
         if not on_cpu and tensor.is_meta:
-            raise InvalidArgumentError("is on the meta device and has no data", tensor=name)
+            raise UnsupportedError(what_is_wrong(tensor), tensor=name)
         if tensor.__dict__:
             self._copy_attributes(into, key, tensor.__dict__)
         if (
-            tensor.layout is not torch.strided
-            or tensor.is_quantized
+            memory_of(tensor) is None  # sparse, quantized, nested
             or tensor.dim() > MAX_DIMENSIONS
         ):
             into[key] = tensor.clone() if on_cpu else tensor.cpu()
             return
         if not on_cpu:
-            tensor = reachable(tensor, name)
+            tensor = reachable(tensor)
         into[key] = None
         self._places.append((into, key))
         self.tensors.append(tensor)
