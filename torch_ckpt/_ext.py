@@ -142,9 +142,11 @@ def stage(
     }
     result = _run(torch.ops.dcp_ext.stage, tensors, plan, job, offsets)
     memory = _leased(job, result["address"], result["region_bytes"])
-    views: list[torch.Tensor] = _without_grad(
-        torch.ops.dcp_ext.views, memory, list(tensors), offsets
-    )
+    # Made in that mode they could be changed in it alone, and no other thread lets them go.
+    with torch.inference_mode(False):
+        views: list[torch.Tensor] = _without_grad(
+            torch.ops.dcp_ext.views, memory, list(tensors), offsets
+        )
     return views, Region(memory, result["bytes"], result.get("fd"), result.get("offset", 0))
 
 
@@ -162,7 +164,8 @@ def adopt(fd: int, offset: int, size: int, used: int) -> Region:
 def _leased(job: Job, address: int, size: int) -> torch.Tensor:
     region: Any = (ctypes.c_byte * size).from_address(address)
     region.lease = job  # storages keep the region, and the region the job whose memory it is
-    return torch.frombuffer(region, dtype=torch.uint8)
+    with torch.inference_mode(False):
+        return torch.frombuffer(region, dtype=torch.uint8)
 
 
 def crc32c(data: torch.Tensor) -> int:

@@ -194,7 +194,8 @@ class Background:
         try:
             staged, self._staged = self._staged, None
             if staged is not None:
-                staged.end()
+                with contextlib.suppress(Exception):  # it ends with its tensors at the latest
+                    staged.end()
             if error is None:
                 metadata = SavedMetadata(metadata, self._future.stats)
                 if self._on_commit is not None:

@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -77,6 +78,22 @@ def _saved_structure(metadata: Metadata) -> Structure | None:
     return check_structure(value) if isinstance(value, dict) else None
 
 
+def _make_real(state_dict: dict[str, Any], flat: Flat) -> None:
+    """Give the meta tensors of a target memory: where torch says, which asks the process group."""
+    if dist.is_initialized():
+        init_state_dict(state_dict)
+        return
+    assert flat.slots is not None
+    for fqn, value in flat.values.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            container, key = flat.slots[fqn]
+            made = torch.empty_like(value, device="cpu")
+            if isinstance(container, PerRank):
+                container.value = made
+            else:
+                container[key] = made
+
+
 class LoadPlanner(DefaultLoadPlanner):
     """Stock's arguments, and keyword-only ones:
 
@@ -135,7 +152,7 @@ class LoadPlanner(DefaultLoadPlanner):
         with paused_gc():
             flat = Flat(state_dict, rank, world_size, slots=True)
             if flat.has_meta:
-                init_state_dict(state_dict)
+                _make_real(state_dict, flat)
                 flat = Flat(state_dict, rank, world_size, slots=True)
         self.original_state_dict = state_dict
         self.state_dict, self.mappings, self._slots = flat.values, flat.paths, flat.slots
@@ -161,7 +178,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 continue
             value = None
             if isinstance(saved, TensorStorageMetadata):
-                value = torch.empty(saved.size, dtype=saved.properties.dtype)
+                value = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             prefix, _, part = fqn.rpartition(".")
             path = per_rank.get(f"{prefix}.")
             if path is not None and is_rank_part(part):
