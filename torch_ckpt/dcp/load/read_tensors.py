@@ -14,6 +14,13 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.load.neighbours import ranks_of_node, wanted_by_neighbours
+from torch_ckpt.dcp.load.targets import (
+    check_target,
+    copy_by_itself,
+    copy_into,
+    find_tied,
+    same_bits,
+)
 from torch_ckpt.dcp.plan import load_planner
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.stock_planner import has_method_of
@@ -21,6 +28,7 @@ from torch_ckpt.dtype_policy import CASTABLE
 from torch_ckpt.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES, widens
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import Job, OpenedCheckpoint
+from torch_ckpt.tensors import memory_of
 
 # Host memory for tensors that cannot be read in place: a wave of at most this much; and two where
 # devices copy from one while the other is read, so large that they seldom wait.
@@ -89,13 +97,18 @@ class TensorReader:
         self.ranks = ranks_of_node()
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        """Fill the planner's targets. Of those that are one memory the last one is read, and there
+        is a warning where the checkpoint has other values for the rest.
+
+        Raises UnsupportedError, InvalidArgumentError for what cannot be filled, before a byte is.
+        """
         types = self.described["types"]
         type_of = dict(zip(self.described["names"], self.described["type_of"], strict=True))
         leaves = getattr(planner, "state_dict", None) or {}
         # What `resolve_tensor` would return for a plain tensor, after three calls.
         values = leaves if _resolves_as_stock(planner) else {}
-        direct: list[_Request] = []
-        indirect: list[_Request] = []
+        requests: list[_Request] = []
+        own_way: list[_Request] = []
         # Several boxes of one tensor are cast alike.
         casts: dict[tuple[str, torch.dtype], _Request] = {}
         for item in items:
@@ -109,8 +122,12 @@ class TensorReader:
                         f"{tuple(item.lengths)}",
                         tensor=fqn,
                     )
-            if target.requires_grad:
-                target = target.detach()
+            memory = memory_of(target)
+            kind = requests
+            if memory is None:
+                memory, kind = check_target(target, fqn), own_way
+            elif memory.requires_grad:
+                memory = memory.detach()
             name = types[type_of[fqn]][0]
             offsets = list(item.storage_offsets)
             packed = PACKED.get(name, 1) if offsets else 1
@@ -119,15 +136,57 @@ class TensorReader:
             shared = self.ranks > 1 and wanted_by_neighbours(
                 leaves.get(item.dest_index.fqn), item.lengths, self.ranks
             )
-            request = _Request(item, target, offsets, TORCH_DTYPES[name], packed, shared)
-            (direct if _in_place(request) else indirect).append(request)
-            if target.dtype is not request.stored:
-                casts[fqn, target.dtype] = request
+            request = _Request(item, memory, offsets, TORCH_DTYPES[name], packed, shared)
+            kind.append(request)
+            if memory.dtype is not request.stored:
+                casts[fqn, memory.dtype] = request
         # Refuse before a byte is copied.
         for request in casts.values():
             self._check_cast(request, type_of)
         if self.warns:
             _warn_of_narrow([r for r in casts.values() if not widens(r.stored, r.target.dtype)])
+        tied, alone = self._tied(requests)
+        self._fill(alone)
+        for request in own_way:
+            self._fill_by_copy(request)
+        _warn_of_tied([pair for pair in tied if not self._holds(*pair)])
+        for request in (*requests, *own_way):
+            planner.commit_tensor(request.item, request.target)
+
+    def _tied(
+        self, requests: list[_Request]
+    ) -> tuple[list[tuple[_Request, _Request]], list[_Request]]:
+        """Those in the memory of a later one, each with that one; and those that are read."""
+        groups = find_tied([r.item.dest_index.fqn for r in requests], [r.target for r in requests])
+        if not groups:
+            return [], requests
+        last = {number: group[-1] for group in groups for number in group[:-1]}
+        tied = [(requests[number], requests[last[number]]) for number in sorted(last)]
+        return tied, [request for number, request in enumerate(requests) if number not in last]
+
+    def _holds(self, request: _Request, filled: _Request) -> bool:
+        """Whether what is stored for `request` is what its target has by now, as `filled`: that is
+        read and compared, unless both are one tensor of the checkpoint."""
+        aliases = self.described.get("aliases", {})
+        own, other = (
+            (aliases.get(name, name), r.offsets, r.target.dtype, r.target.shape, r.target.stride())
+            for r in (request, filled)
+            for name in (r.item.storage_index.fqn,)
+        )
+        if own == other:
+            return True
+        for part in _parts(request, _WAVE_BYTES):
+            read = replace(part, target=torch.empty_like(part.target, requires_grad=False))
+            self._fill([read])
+            if not same_bits(read.target, part.target):
+                return False
+        return True
+
+    def _fill(self, requests: list[_Request]) -> None:
+        direct: list[_Request] = []
+        indirect: list[_Request] = []
+        for request in requests:
+            (direct if _in_place(request) else indirect).append(request)
         for request in indirect:
             if request.size and any(n > 1 and not step for n, step in _steps(request.target)):
                 raise InvalidArgumentError(
@@ -138,11 +197,14 @@ class TensorReader:
             self._fetch(direct, [request.target for request in direct])
         finally:  # an error may have filled some
             torch.autograd.graph.increment_version([request.target for request in direct])
-        for request in direct:
-            planner.commit_tensor(request.item, request.target)
         self._read_in_waves(indirect)
-        for request in indirect:
-            planner.commit_tensor(request.item, request.target)
+
+    def _fill_by_copy(self, request: _Request) -> None:
+        """Read the box as it is stored, and let its target take it as it does."""
+        lengths, fqn = request.item.lengths, request.item.storage_index.fqn
+        value = torch.empty(lengths, dtype=request.stored, device="cpu")
+        self._fetch([replace(request, target=value)], [value])
+        copy_by_itself(request.target, value, fqn)
 
     def _fetch(self, requests: list[_Request], into: list[torch.Tensor]) -> None:
         if not requests:
@@ -179,7 +241,7 @@ class TensorReader:
             # Copies from the other piece, which the wave after this one reads into.
             _wait_for_copies(devices)
             for request, value in zip(wave, held, strict=True):
-                _copy_into(request.target, value)
+                copy_into(request.target, value)
                 _check_values(request, value)
         _wait_for_copies(devices)
 
@@ -228,10 +290,23 @@ def _warn_of_narrow(requests: list[_Request]) -> None:
     warnings.warn(f"{'; '.join(said)}; values may lose precision", stacklevel=3)
 
 
+def _warn_of_tied(pairs: list[tuple[_Request, _Request]]) -> None:
+    """One warning for all tensors that did not get what the checkpoint has for them."""
+    names = dict.fromkeys((r.item.dest_index.fqn, last.item.dest_index.fqn) for r, last in pairs)
+    if not names:
+        return
+    said = [f"'{name}' has the values of '{last}'" for name, last in list(names)[:_MOST_NAMED]]
+    more = len(names) - len(said)
+    said += [f"and {more} more"] if more else []
+    warnings.warn(
+        f"{'; '.join(said)}: they are one memory in the target, and other values in the checkpoint",
+        stacklevel=3,
+    )
+
+
 def _steps(target: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Size and stride of every dimension; none of a target that has no strides."""
-    if target.layout == torch.strided:
-        yield from zip(target.shape, target.stride(), strict=True)
+    """Size and stride of every dimension."""
+    yield from zip(target.shape, target.stride(), strict=True)
 
 
 def _padded(size: int) -> int:
@@ -281,19 +356,6 @@ def _carve(memory: torch.Tensor, wave: list[_Request]) -> list[torch.Tensor]:
     return held
 
 
-def _copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy and cast. To a CUDA device the copy may still run on return."""
-    with torch.no_grad():
-        if target.is_cuda:
-            # A cast on the host would take pageable memory of its own.
-            value = (
-                value.to(target.device, non_blocking=True) if value.dtype != target.dtype else value
-            )
-            target.copy_(value, non_blocking=True)
-        else:
-            target.copy_(value)
-
-
 def _wait_for_copies(devices: set[torch.device]) -> None:
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
@@ -302,13 +364,7 @@ def _wait_for_copies(devices: set[torch.device]) -> None:
 def _in_place(request: _Request) -> bool:
     """Whether the core can fill the target."""
     target = request.target
-    if not (
-        target.is_cpu
-        and target.layout is torch.strided
-        and not target.is_conj()
-        and not target.is_neg()
-        and target.dim() <= 8
-    ):
+    if not (target.is_cpu and not target.is_conj() and not target.is_neg() and target.dim() <= 8):
         return False
     if target.dtype is not request.stored and not request.cast_by_core:
         return False

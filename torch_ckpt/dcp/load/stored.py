@@ -14,11 +14,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch_ckpt import _core
 from torch_ckpt.dcp.load.read_objects import ObjectReader
 from torch_ckpt.dcp.load.read_tensors import SCALES, TensorReader
+from torch_ckpt.dcp.load.targets import check_target, copy_by_itself, copy_into
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
-from torch_ckpt.dtypes import PACKED, TORCH_DTYPES
+from torch_ckpt.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES
 from torch_ckpt.errors import CorruptError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import MIN_WORKERS, OpenedCheckpoint
 from torch_ckpt.progress import Progress
+from torch_ckpt.tensors import memory_of
 from torch_ckpt.values import statistics
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
@@ -90,29 +92,37 @@ class StoredTensor:
 
     def read(self, index: Index = ..., *, out: torch.Tensor | None = None) -> torch.Tensor:
         """`self[index]`, into `out` where that is given: a tensor of that shape, of any dtype,
-        strides or device. Casts, and refuses, as `torch_ckpt.load` does, and warns of no cast:
-        the dtype is the caller's.
+        strides or device, or one with a `copy_` of its own. Casts, and refuses, as
+        `torch_ckpt.load` does, and warns of no cast: the dtype is the caller's.
 
         The bytes are compared with their digests, where there are any. Raises CheckpointError kinds
         and OSError; `out` may then be filled in part.
         """
         box = _Box(self.shape, index)
+        if out is not None:
+            check_target(out, self.name)
         if out is not None and out.shape != box.shape:
             raise InvalidArgumentError(
                 f"out has shape {tuple(out.shape)}, the index gives {tuple(box.shape)}",
                 tensor=self.name,
             )
-        if out is not None and not box.stepped:
-            self._fill(box, box.unsqueezed(out))
+        memory = None if out is None else memory_of(out)
+        if out is not None and memory is not None and not box.stepped:
+            self._fill(box, box.unsqueezed(memory))
             return out
-        dtype = self.dtype if out is None else out.dtype
+        dtype = self.dtype
+        if out is not None and out.dtype in DTYPE_NAMES:
+            dtype = out.dtype
         target = torch.empty(box.sizes, dtype=dtype, device="cpu")
         self._fill(box, target)
         found = box.picked(target)
         if out is None:
             return found.contiguous() if box.stepped else found
-        with torch.no_grad():
-            return out.copy_(found)
+        if memory is None:
+            copy_by_itself(out, found, self.name)
+        else:
+            copy_into(memory, found)
+        return out
 
     def statistics(self, progress: Progress | None = None) -> dict[str, Any]:
         """{"min", "max", "mean", "nan", "inf"}: of the finite elements, and how many are not
