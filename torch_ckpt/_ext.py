@@ -184,13 +184,20 @@ def _run(
 ) -> dict[str, Any]:
     plan = {**plan, "job": job.id}
     blob, report = plan_tensor(plan), new_report()
-    try:
-        job.run(lambda: _without_grad(op, list(tensors), blob, *more, report))
-    except (RuntimeError, ValueError):
-        error = job.error()
-        if error is None:
-            raise
-        raise error from None
+
+    def call() -> None:
+        try:
+            _without_grad(op, list(tensors), blob, *more, report)
+        except (RuntimeError, ValueError):
+            error = job.error()
+            if error is None:
+                raise
+            try:
+                raise error from None
+            finally:
+                del error  # or it would find itself in this frame
+
+    job.run(call)  # which raises what a signal handler has as well, and that is not the operator's
     result: dict[str, Any] = job.result()
     return result
 

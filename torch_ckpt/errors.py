@@ -6,7 +6,8 @@ DCP sends them between ranks and processes.
 
 from __future__ import annotations
 
-from typing import Any
+import traceback
+from typing import Any, NoReturn
 
 
 class CheckpointError(Exception):
@@ -116,3 +117,27 @@ def with_rank(error: BaseException, rank: int) -> BaseException:
         named.rank = rank  # type: ignore[attr-defined]  # it pickles along
         return named
     return error
+
+
+def raise_with_rank(error: BaseException, rank: int) -> NoReturn:
+    """Raise `error`, which is being handled, as `with_rank` makes it."""
+    named = with_rank(error, rank)
+    try:
+        if named is error:
+            raise
+        raise named from error
+    finally:
+        del error, named  # or they would find themselves in this frame
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go what the frames hold in which `error` and its causes were raised, but for those that
+    run: somebody keeps the error, and with it a state as large as the memory. Lines stay."""
+    seen: list[BaseException | None] = [None]
+    todo: list[BaseException | None] = [error]
+    while todo:
+        each = todo.pop()
+        if each is not None and not any(each is known for known in seen):
+            seen.append(each)
+            traceback.clear_frames(each.__traceback__)
+            todo += [each.__cause__, each.__context__]

@@ -71,13 +71,17 @@ def apart(
             if interrupt is None:
                 interrupt = error
                 interrupted()
-    if interrupt is not None:
-        if "value" in outcome:
-            undo(outcome["value"])
-        raise interrupt
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
+    if interrupt is not None and "value" in outcome:
+        undo(outcome["value"])
+    try:
+        if interrupt is not None:
+            raise interrupt
+        if "error" in outcome:
+            raise outcome["error"]
+        return outcome["value"]
+    finally:
+        outcome.clear()  # or the error would find itself in this frame
+        del interrupt
 
 
 _LOOK_S = 5.0
@@ -88,15 +92,17 @@ def in_thread(work: Callable[[], T], name: str, done: Future[T] | None = None) -
     outcome to `done`, or to a new future. Not an executor's thread: those take nothing any more
     when the interpreter begins to end."""
     done = Future() if done is None else done
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=name).start()
+    threading.Thread(target=_give, args=(work, done), name=name).start()
     return done
+
+
+def _give(work: Callable[[], T], done: Future[T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
+    finally:
+        del work, done  # or the error would find itself in this frame
 
 
 class Job:

@@ -43,8 +43,9 @@ def told(
         yield
     finally:
         over.set()
-        error = teller.exception()
-        if error is not None:
-            raise error
+        try:
+            teller.result()
+        finally:
+            del teller  # or what it raises would find itself in this frame
     if progress is not None:
         progress(*jobs.progress())

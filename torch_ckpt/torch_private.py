@@ -7,6 +7,7 @@ of stock's do: those are names of ours as well.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -80,6 +81,7 @@ __all__ = [
     "set_element",
     "sharded_tensor_like",
     "stocks_cached_plans",
+    "timeout_of",
     "stock_consolidate",
     "stock_consolidate_on_every_rank",
     "storage_choice",
@@ -191,3 +193,12 @@ def store_of(group: dist.ProcessGroup | None) -> Any:
     if group is None:
         return distributed_c10d._get_default_store()
     return distributed_c10d._get_process_group_store(group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """The seconds that collectives of `group` may take; 0 where its backends do not say."""
+    seconds = [0.0]
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            seconds.append(group._get_backend(device).options._timeout.total_seconds())
+    return max(seconds)

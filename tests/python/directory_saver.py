@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo  # what torch.compiler.disable needs: most of an import's time
 
 # Nothing that loads the core, which refuses to work in children of a process that has.
 import torch_ckpt.consolidate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import os
 import sys
@@ -149,7 +150,7 @@ def interrupt_lines(function: Any, number: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "function", [whole_call.__wrapped__, Background.stage, Background._have, Background.let_go]
+    "function", [inspect.unwrap(whole_call), Background.stage, Background._have, Background.let_go]
 )
 def test_ctrl_c_at_any_line(tmp_path: Path, function: Any) -> None:
     """It is raised, or comes too late; and the save ends, and so does the next one."""
@@ -157,7 +158,7 @@ def test_ctrl_c_at_any_line(tmp_path: Path, function: Any) -> None:
     planner = dcp.DefaultSavePlanner()
     interrupts = 0
     # What comes before the save is registered can lose nothing.
-    for number in range(16 if function is whole_call.__wrapped__ else 1, 100):
+    for number in range(16 if function is inspect.unwrap(whole_call) else 1, 100):
         before = sys.gettrace()
         sys.settrace(interrupt_lines(function, number))
         try:

@@ -44,6 +44,25 @@ class Saves(torch.nn.Module):
         return (x + 1,)
 
 
+def test_save_breaks_the_graph(tmp_path: Path) -> None:
+    """Nothing of it is traced: two graphs, of what is before it and after."""
+    graphs = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch_ckpt.save({"w": y}, tmp_path / "c")
+        return y * 2
+
+    torch._dynamo.reset()
+    assert torch.compile(step, backend=backend)(torch.ones(2)).tolist() == [4, 4]
+    assert len(graphs) == 2
+    assert torch_ckpt.load(path=tmp_path / "c")["w"].tolist() == [2, 2]
+
+
 KEPT = ("input", "returned", "read")
 
 

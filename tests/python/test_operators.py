@@ -55,6 +55,21 @@ def test_without_torch_none_is_imported() -> None:
     run("import sys, torch_ckpt; torch_ckpt.library_path(); assert 'torch' not in sys.modules")
 
 
+def test_no_import_brings_the_compiler_that_torch_leaves_out() -> None:
+    """It takes a third as long as torch itself."""
+    run(
+        "import sys, tempfile, torch, torch.distributed.checkpoint\n"
+        "if 'torch._dynamo' in sys.modules: sys.exit(print('torch imports it'))\n"
+        "import torch_ckpt\n"
+        "for name in torch_ckpt.__all__: getattr(torch_ckpt, name)\n"
+        "path = tempfile.mkdtemp()\n"
+        "torch_ckpt.save({'w': torch.ones(2)}, path)\n"
+        "torch_ckpt.load(path=path)\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+
+
 def test_where_torch_comes_later_the_library_is_loaded() -> None:
     run(
         "import torch_ckpt, torch\n"

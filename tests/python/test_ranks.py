@@ -24,6 +24,7 @@ CAMPAIGN = [
     ("sharding", 2),
     ("asynchronous", 4),
     ("directories", 4),
+    ("agreements", 8),
     *(("final", world) for world in (1, 2, 3, 5, 6, 7, 8)),
 ]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,8 +36,18 @@ PathLike = str | os.PathLike[str]
 
 def eager(function: F) -> F:
     """I/O is never traced: torch.compile breaks the graph here."""
-    disabled: F = torch.compiler.disable(function)
-    return disabled
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        # Asked at the call: it imports a compiler, and most processes have none.
+        nonlocal disabled
+        if disabled is None and "torch._dynamo" in sys.modules:
+            disabled = torch.compiler.disable(function)
+        return (disabled or function)(*arguments, **keywords)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # as that marks what it makes
+    return call  # type: ignore[return-value]
 
 
 def one_path(path: PathLike | None, checkpoint_id: PathLike | None) -> PathLike | None:

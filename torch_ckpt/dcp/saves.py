@@ -170,6 +170,8 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
             if error is self.error:
                 self.told()
             raise
+        finally:
+            del self  # or the error would find itself in this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._is_ours()
@@ -227,6 +229,7 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
     def told(self) -> None:
         """Its caller has heard, or will have, why it fails."""
         self._heard = True
+        known()  # or the register would keep it
 
     def is_unheard(self) -> bool:
         return self.done() and self.error is not None and not self._heard

@@ -1,22 +1,30 @@
-"""The connections between ranks: a Gloo group of their own, and who is missed when it breaks."""
+"""The connections between ranks, a tree of sockets, and who is missed when one of them breaks."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import hmac
+import json
+import os
+import select
+import socket
+import struct
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
+from typing import Any
 
 from torch_ckpt.errors import CheckpointError
-
-T = TypeVar("T")
+from torch_ckpt.ranks import tree
+from torch_ckpt.ranks.listener import listener
 
 _MOMENT_S = 2.0  # that ranks have to say that they are here, when one is missed
+_STRANGER_S = 5.0  # that who connects has to say who it is
+_TOKEN_BYTES = 16
+_LENGTH, _RANK = struct.Struct("<Q"), struct.Struct("<I")
+_PIECE = 1 << 20
 
 
 class LostError(Exception):
@@ -24,68 +32,163 @@ class LostError(Exception):
 
 
 class Links:
-    """Connections of `size` ranks that find each other below `key` in `store`.
+    """Connections of `size` ranks that find each other below `key` in `store`: of this one to the
+    rank above it in the tree and to those below.
 
-    Used by one thread at a time. What ranks exchange is a collective, which raises LostError.
+    Used by one thread at a time. What ranks tell each other goes up and then down; a rank that is
+    waited for while it has nothing to say, and yet does, has closed its connection. That, and who
+    has not answered for `timeout` seconds, is a LostError.
     """
 
     def __init__(self, store: Any, key: str, rank: int, size: int, timeout: float) -> None:
         """Raises CheckpointError where not all ranks come within `timeout` seconds."""
+        self._sockets: dict[int, socket.socket] = {}  # by rank
+        self._is_broken = False
+        _all.add(self)
         self.rank, self.size = rank, size
+        self.above = tree.above(rank)
+        self.below = tree.below(rank, size)
         # A client of its own where there can be one: others wait in theirs, with all who share it.
         self._store = store.clone() if hasattr(store, "clone") else store
         self._key = key
-        self._gloo: Any = None
+        self._timeout = timeout
         try:
             self._say("come")
-            self._gloo = dist.ProcessGroupGloo(
-                dist.PrefixStore(key, self._store), rank, size, datetime.timedelta(seconds=timeout)
-            )
-        except RuntimeError as error:
+            self._connect(time.monotonic() + timeout)
+        except (OSError, RuntimeError, LostError) as error:  # RuntimeError: of the store
+            self.close()
             raise self._without("come", "connecting", error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __del__(self) -> None:
+        self._close()
 
     @property
     def are_broken(self) -> bool:
-        return self._gloo is None
+        return self._is_broken
 
-    def close(self) -> None:
-        """The other ranks hear of it at once."""
-        self._gloo = None
+    def close(self, why: str = "") -> None:
+        """The other ranks hear of it at once, and of `why`."""
+        if why:
+            with contextlib.suppress(RuntimeError):  # of the store, whose host may be gone
+                self._say("why", why)
+        self._close()
 
-    # What is shorter than `length` is padded with zeros: a pickle says where it ends.
+    def _close(self) -> None:
+        self._is_broken = True
+        for connection in self._sockets.values():
+            connection.close()
+        self._sockets.clear()
 
-    def all_gather(self, own: bytes, length: int) -> list[bytes]:
-        """The bytes of every rank, on every rank."""
-        given = _tensor(own, length)
-        out = [torch.empty_like(given) for _ in range(self.size)]
-        _whole(lambda: self._gloo.allgather([out], [given]).wait())
-        return [each.numpy().tobytes() for each in out]
+    def from_below(self) -> dict[int, bytes]:
+        """What each rank below has sent up."""
+        messages: dict[int, bytes] = {}
+        while len(messages) < len(self.below):
+            for rank in self._ready(rank for rank in self.below if rank not in messages):
+                messages[rank] = self._receive(rank)
+        return messages
 
-    def gather(self, own: bytes, length: int) -> list[bytes]:
-        """On rank 0 the bytes of every rank, else nothing."""
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        given = _tensor(own, length)
-        out = [torch.empty_like(given) for _ in range(self.size)] if self.rank == 0 else []
-        _whole(lambda: self._gloo.gather([out] if out else [], [given], options).wait())
-        return [each.numpy().tobytes() for each in out]
+    def from_above(self) -> bytes:
+        assert self.above is not None
+        self._ready([self.above])
+        return self._receive(self.above)
 
-    def broadcast(self, own: bytes, length: int) -> bytes:
-        """Rank 0's bytes."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        held = _tensor(own, length)
-        _whole(lambda: self._gloo.broadcast([held], options).wait())
-        return held.numpy().tobytes()
+    def send(self, rank: int, message: bytes) -> None:
+        """To `rank`, which is the one above or one below."""
+        try:
+            connection = self._sockets[rank]
+            if len(message) < _PIECE:
+                connection.sendall(_LENGTH.pack(len(message)) + message)
+            else:
+                connection.sendall(_LENGTH.pack(len(message)))
+                connection.sendall(message)
+        except OSError as error:
+            raise LostError(f"sending to rank {rank}: {error}") from error
 
-    def scatter(self, given: list[bytes], length: int) -> bytes:
-        """Of rank 0's `given`, which others leave empty, the bytes for this rank."""
-        options = dist.ScatterOptions()
-        options.rootRank = 0
-        out = _tensor(b"", length)
-        tensors = [_tensor(each, length) for each in given]
-        _whole(lambda: self._gloo.scatter([out], [tensors] if tensors else [], options).wait())
-        return out.numpy().tobytes()
+    def _ready(self, expected: Iterable[int]) -> list[int]:
+        """Wait; which of the `expected` ranks have sent something."""
+        wanted = set(expected)
+        poll = select.poll()
+        rank_of = {}
+        for rank, connection in self._sockets.items():
+            # Those below may have said already what is asked of them next.
+            if rank in wanted or (rank == self.above) or self.above in wanted:
+                poll.register(connection, select.POLLIN)
+                rank_of[connection.fileno()] = rank
+        ready = {rank_of[number] for number, _ in poll.poll(1000 * self._timeout)}
+        if not ready:
+            raise LostError(
+                f"ranks {sorted(wanted)} have said nothing for {self._timeout:g} seconds"
+            )
+        if ready - wanted:
+            raise LostError(f"rank {min(ready - wanted)} has closed its connection")
+        return sorted(ready)
+
+    def _receive(self, rank: int) -> bytes:
+        try:
+            connection = self._sockets[rank]
+            (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+            return _exactly(connection, length)
+        except OSError as error:
+            raise LostError(f"receiving from rank {rank}: {error}") from error
+
+    def _connect(self, until: float) -> None:
+        """To the rank above and to those below, and until all ranks have come."""
+        with contextlib.ExitStack() as stack:
+            if self.below:
+                heard = stack.enter_context(listener())
+                token = os.urandom(_TOKEN_BYTES)
+                at = [*heard.getsockname()[:2], token.hex()]
+                self._store.set(f"{self._key}/at/{self.rank}", json.dumps(at))
+            if self.above is not None:
+                self._store.wait([self._at(self.above)], _seconds(until))
+                host, port, theirs = json.loads(self._store.get(self._at(self.above)))
+                above = socket.create_connection((host, port), _left(until))
+                self._keep(self.above, above)
+                above.sendall(bytes.fromhex(theirs) + _RANK.pack(self.rank))
+            while len(self._sockets) < len(self.below) + (self.above is not None):
+                self._accept(heard, token, until)
+        # All below are there when each has said so, and all others when rank 0 has.
+        self.from_below()
+        if self.above is not None:
+            self.send(self.above, b"")
+            self.from_above()
+        for rank in self.below:
+            self.send(rank, b"")
+
+    def _at(self, rank: int) -> str:
+        return f"{self._key}/at/{rank}"
+
+    def _accept(self, heard: socket.socket, token: bytes, until: float) -> None:
+        """Who comes next, if it is one of those below. Others do not know the token."""
+        poll = select.poll()
+        poll.register(heard, select.POLLIN)
+        for connection in self._sockets.values():
+            poll.register(connection, select.POLLHUP)  # who has come may have gone
+        events = poll.poll(1000 * _left(until))
+        if not events:
+            raise LostError("not all ranks have come in time")
+        if all(number != heard.fileno() for number, _ in events):
+            raise LostError("a rank has closed its connection")
+        connection, _ = heard.accept()
+        try:
+            connection.settimeout(_STRANGER_S)
+            said = _exactly(connection, _TOKEN_BYTES + _RANK.size)
+            (rank,) = _RANK.unpack(said[_TOKEN_BYTES:])
+            known = hmac.compare_digest(said[:_TOKEN_BYTES], token) and rank in self.below
+        except OSError:
+            known = False
+        if known:
+            self._keep(rank, connection)
+        else:
+            connection.close()
+
+    def _keep(self, rank: int, connection: socket.socket) -> None:
+        self._sockets[rank] = connection
+        connection.settimeout(self._timeout)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def give_up(self, what: str, error: LostError, steps: list[Future[Any]]) -> CheckpointError:
         """What `error` says, with the ranks that are missed in `what`, once `steps` have ended."""
@@ -97,18 +200,28 @@ class Links:
         time.sleep(max(0.0, until - time.monotonic()))
         return self._without("here", what, error)
 
-    def _say(self, word: str) -> None:
-        self._store.set(f"{self._key}/{word}/{self.rank}", "")
+    def _say(self, word: str, text: str = "") -> None:
+        self._store.set(f"{self._key}/{word}/{self.rank}", text)
+
+    def _silent(self, word: str, first: int, end: int) -> list[int]:
+        """Of the ranks from `first` to `end` those that have not said `word`."""
+        if self._store.check([f"{self._key}/{word}/{rank}" for rank in range(first, end)]):
+            return []
+        if end - first == 1:
+            return [first]
+        middle = (first + end) // 2
+        return self._silent(word, first, middle) + self._silent(word, middle, end)
 
     def _without(self, word: str, what: str, error: Exception) -> CheckpointError:
-        """The error for `error` that names the ranks that have not said `word`."""
+        """The error for `error` that names the rank that said why it has closed its connections, or
+        else those that have not said `word`."""
         noticed = f"noticed by rank {self.rank} during '{what}': {error}"
         try:
-            gone = [
-                rank
-                for rank in range(self.size)
-                if not self._store.check([f"{self._key}/{word}/{rank}"])
-            ]
+            gone = self._silent(word, 0, self.size)
+            for rank in gone:
+                if self._store.check([f"{self._key}/why/{rank}"]):
+                    why = self._store.get(f"{self._key}/why/{rank}").decode(errors="replace")
+                    return CheckpointError(f"{why}; {noticed}", rank=rank)
         except RuntimeError:  # of the store
             return CheckpointError(
                 "a rank is gone, or has not answered in time; which one cannot be said without the "
@@ -122,14 +235,33 @@ class Links:
         )
 
 
-def _whole(call: Callable[[], T]) -> T:
-    try:
-        return call()
-    except RuntimeError as error:  # all that Gloo raises
-        raise LostError(str(error)) from error
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    """Raises OSError; ConnectionError where the connection is closed before."""
+    got = bytearray(length)
+    view = memoryview(got)
+    while view:
+        count = connection.recv_into(view)
+        if count == 0:
+            raise ConnectionError("it has closed its connection")
+        view = view[count:]
+    return bytes(got)
 
 
-def _tensor(content: bytes, length: int) -> torch.Tensor:
-    held = bytearray(max(length, 1))
-    held[: len(content)] = content
-    return torch.frombuffer(held, dtype=torch.uint8)
+def _left(until: float) -> float:
+    return max(0.001, until - time.monotonic())
+
+
+def _seconds(until: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=_left(until))
+
+
+_all: weakref.WeakSet[Links] = weakref.WeakSet()
+
+
+def _close_parents() -> None:
+    """In a forked child: what it holds open would hide the end of its parent."""
+    for links in list(_all):
+        links._close()
+
+
+os.register_at_fork(after_in_child=_close_parents)

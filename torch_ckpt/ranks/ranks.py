@@ -9,19 +9,21 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_ckpt.errors import CheckpointError, with_rank
+from torch_ckpt.errors import CheckpointError, raise_with_rank
 from torch_ckpt.jobs import Jobs
 from torch_ckpt.progress import Progress, told
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.links import Links
-from torch_ckpt.torch_private import store_of
+from torch_ckpt.torch_private import store_of, timeout_of
 
 T = TypeVar("T")
 
 TIMEOUT_S = 600.0
 
 # By process group, then by purpose and timeout. Made once, and again when a rank was lost.
-_known: weakref.WeakKeyDictionary[Any, dict[tuple[str, float], Ranks]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[tuple[str, float | None], Ranks]] = (
+    weakref.WeakKeyDictionary()
+)
 # How many each process group has made.
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -56,7 +58,7 @@ class Ranks:
 
     @staticmethod
     def of(
-        group: dist.ProcessGroup | None, purpose: str = "", *, timeout: float = TIMEOUT_S
+        group: dist.ProcessGroup | None, purpose: str = "", *, timeout: float | None = None
     ) -> Ranks:
         """What `connect` gives, made once for each purpose and timeout, and again when a rank was
         lost. Threads with different purposes may talk at the same time."""
@@ -69,12 +71,13 @@ class Ranks:
         return ranks
 
     @staticmethod
-    def connect(group: dist.ProcessGroup | None, *, timeout: float = TIMEOUT_S) -> Ranks:
+    def connect(group: dist.ProcessGroup | None, *, timeout: float | None = None) -> Ranks:
         """The ranks of `group`; the default one if None, and this process alone where there is
         none. A collective call.
 
-        timeout: seconds after which a rank that does not answer is taken for dead. One whose
-        connection is closed is noticed at once. Raises CheckpointError where not all come in that
+        timeout: seconds after which a rank that does not come or answer is taken for dead; if None
+        600, or the timeout of `group` where that is longer. One whose connection is closed is
+        noticed at once. Raises CheckpointError where not all come in that
         time.
         """
         rank, size = rank_and_size(group)
@@ -82,6 +85,8 @@ class Ranks:
             return Ranks.alone()
         made = _made(group)
         count = _counts[made] = _counts.get(made, 0) + 1
+        if timeout is None:
+            timeout = max(TIMEOUT_S, timeout_of(made))
         store = store_of(made)
         links = Links(store, f"torch_ckpt/ranks/{count}", rank, size, timeout)
         return Ranks(rank, tuple(dist.get_process_group_ranks(made)), links)
@@ -160,10 +165,7 @@ class Ranks:
             with Jobs() as jobs, told(jobs, progress, cancel):
                 return answers([own()])[0]
         except Exception as error:
-            known = with_rank(error, self.rank)
-            if known is error:
-                raise
-            raise known from error
+            raise_with_rank(error, self.rank)
 
 
 def _made(group: dist.ProcessGroup | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ from ranks.run import Context, cases, raised
 import torch_ckpt
 from torch_ckpt import _core
 from torch_ckpt.jobs import Job
-from torch_ckpt.ranks import Ranks
+from torch_ckpt.ranks import Ranks, tree
 
 CASES, case = cases()
 
@@ -54,6 +55,25 @@ def one_for_each_group(context: Context) -> None:
     assert len(set(map(id, made[:3] + others))) == 5
     for ranks in made:
         assert ranks.together("ranks", lambda: context.rank) == list(range(context.world))
+
+
+@case
+def a_long_timeout_of_the_group_is_heard(context: Context) -> None:
+    """Not a shorter one than ours: those of training are."""
+    for hours, seconds in ((2, 7200), (0.01, 600)):
+        group = dist.new_group(timeout=datetime.timedelta(hours=hours), backend="gloo")
+        links = Ranks.of(group)._links
+        assert links is not None and links._timeout == seconds
+
+
+@case
+def few_descriptors(context: Context) -> None:
+    """Those of the ranks above and below in the tree, and a client of the store."""
+    before = len(os.listdir("/proc/self/fd"))
+    ranks = Ranks.connect(None)
+    assert ranks.together("all", lambda: 1) == [1] * context.world
+    near = len(tree.below(context.rank, context.world)) + (context.rank > 0)
+    assert len(os.listdir("/proc/self/fd")) - before <= near + 1
 
 
 @case

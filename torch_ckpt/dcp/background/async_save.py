@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from torch_ckpt.dcp.api import PathLike, eager, make_save, one_path, ranks_of
+from torch_ckpt.dcp.api import F, PathLike, eager, make_save, one_path, ranks_of
 from torch_ckpt.dcp.background.background import Background, heard_from
 from torch_ckpt.dcp.background.process import expect_process, saving_process
 from torch_ckpt.dcp.background.turn import OnBusy, Turn, begin
@@ -22,6 +23,7 @@ from torch_ckpt.dcp.save.save import Save
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter, WriterOptions
 from torch_ckpt.dcp.saves import AsyncSave, OnFailure, SaveStats
 from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
+from torch_ckpt.errors import forget_frames
 from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.options import check_choice, local_path
 from torch_ckpt.progress import Progress
@@ -33,7 +35,23 @@ if TYPE_CHECKING:
 _OURS = (HuggingFaceStorageWriter, type(None))
 
 
+def _without_frames(function: F) -> F:
+    """What `function` raises, the future has as well: without what its frames hold, which is this
+    future again, and the state."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except BaseException as error:
+            forget_frames(error)
+            raise
+
+    return call  # type: ignore[return-value]
+
+
 @eager
+@_without_frames
 def async_save(
     state_dict: dict[str, Any],
     path: PathLike | None = None,

@@ -19,7 +19,7 @@ from torch_ckpt.dcp.save.save import Save
 from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata
 from torch_ckpt.dcp.stage import crossing
 from torch_ckpt.dcp.stage.staged_state import StagedState
-from torch_ckpt.errors import CheckpointError, ExhaustedError, with_rank
+from torch_ckpt.errors import CheckpointError, ExhaustedError, forget_frames, with_rank
 from torch_ckpt.jobs import in_thread
 
 
@@ -176,34 +176,59 @@ class Background:
             run = self._runs.pop()
         except IndexError:
             return
-        run()
+        try:
+            run()
+        finally:
+            del run, self  # as in `_save_and_finish`
 
     def _save_and_finish(self) -> None:
-        metadata: Any = None
-        error: BaseException | None = None
+        saved: list[Metadata] = []
+        error = _raised_by(self._saved, saved)
+        after = _raised_by(self._ended, saved)  # or nobody would ever hear
+        if error is None:
+            error = after
+        metadata = None if error is not None else saved[0]
+        self._save.on_written = None  # which the future has
         try:
-            wait([self._offered])
-            self._returned.wait()
-            wait(self._turn.running)
-            if self._process is None:
-                metadata = self._save.run(self._take)
-            else:
-                metadata = self._run_there(self._process())
-        except BaseException as failure:
-            error = failure
-        try:
-            staged, self._staged = self._staged, None
-            if staged is not None:
-                with contextlib.suppress(Exception):  # it ends with its tensors at the latest
-                    staged.end()
-            if error is None:
-                metadata = SavedMetadata(metadata, self._future.stats)
-                if self._on_commit is not None:
-                    self._on_commit()
-        except BaseException as failure:  # or nobody would ever hear
-            error = error or failure
-        self._future.finish(metadata, None if error is None else heard_from(error, self._future))
+            self._future.finish(
+                metadata, None if error is None else heard_from(error, self._future)
+            )
+        finally:
+            del self, error, after  # the frames of an error know who has called them
+
+    def _saved(self, saved: list[Metadata]) -> None:
+        wait([self._offered])
+        self._returned.wait()
+        wait(self._turn.running)
+        if self._process is None:
+            saved.append(self._save.run(self._take))
+        else:
+            saved.append(self._run_there(self._process()))
+
+    def _ended(self, saved: list[Metadata]) -> None:
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            with contextlib.suppress(Exception):  # it ends with its tensors at the latest
+                staged.end()
+        if saved:
+            saved[0] = SavedMetadata(saved[0], self._future.stats)
+            if self._on_commit is not None:
+                self._on_commit()
 
 
 def _raise(error: BaseException) -> Any:
     raise error
+
+
+def _raised_by(
+    step: Callable[[list[Metadata]], None], saved: list[Metadata]
+) -> BaseException | None:
+    """What `step` raises, which the future has from then on: without what its frames hold."""
+    try:
+        step(saved)
+    except BaseException as error:
+        forget_frames(error)
+        return error
+    finally:
+        del step
+    return None

@@ -21,7 +21,7 @@ from torch_ckpt.dcp.load.read_tensors import TensorReader
 from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.plan.stock_planner import check_read_boxes
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
-from torch_ckpt.errors import CheckpointError, ConflictError, with_rank
+from torch_ckpt.errors import CheckpointError, ConflictError, raise_with_rank
 from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import MIN_WORKERS, OpenedCheckpoint
 
@@ -214,7 +214,7 @@ class CheckpointReader(StockReader):
         except (CheckpointError, OSError) as error:
             if self.rank is None:
                 raise
-            raise with_rank(error, self.rank) from error
+            raise_with_rank(error, self.rank)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -35,7 +35,7 @@ from torch_ckpt.dcp.save.final_layout import (
 from torch_ckpt.dcp.save.parts import Part, check_supported, part_of
 from torch_ckpt.dcp.save.write_files import RankWrite, check_item
 from torch_ckpt.dcp.saves import Phases, wall_time
-from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError, with_rank
+from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError, raise_with_rank
 from torch_ckpt.extras import extra_files
 from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession
 from torch_ckpt.mapping import NAMINGS
@@ -116,7 +116,7 @@ class DirectorySave:
             try:
                 self._session = PartSession(self._path, self._part.request())
             except (CheckpointError, OSError) as error:
-                raise with_rank(error, self._part.rank) from error
+                raise_with_rank(error, self._part.rank)
             return plans
         tensors = None if writer.save_distributed else self._final_tensors(plans)
         if writer.save_distributed and writer.consolidated_output_path is not None:
@@ -219,7 +219,7 @@ class DirectorySave:
         except (CheckpointError, OSError) as error:
             if self._part is not None:
                 self.end()  # no coordinator will
-            raise with_rank(error, rank) from error
+            raise_with_rank(error, rank)
         report.digests = leaf_digests(planner)
         report.phases = Phases(
             wall_time(self._began),
