@@ -46,27 +46,33 @@ def test_what_pytest_said_is_counted_and_named() -> None:
 def test_what_cannot_be_had_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environments, "FOLDER", tmp_path)
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    why = "could not be had: no Python 3.99 on PATH or of pyenv"
-    assert torches.try_one("2.13.0", "3.99", "") == ["2.13.0", "3.99", "", why]
+    record = torches.try_one("2.13.0", "3.99", "")
+    assert record["outcome"] == "could not be had: no Python 3.99 on PATH or of pyenv"
 
     def refuse(into: Path, *words: str) -> None:
         assert into.is_relative_to(tmp_path) and into.exists()
         raise environments.NotHad("No matching distribution found for torch==9.9")
 
     monkeypatch.setattr(environments, "install", refuse)
-    row = torches.try_one("9.9", torches.HERE, "")
-    assert row[3] == "could not be had: No matching distribution found for torch==9.9"
+    record = torches.try_one("9.9", torches.HERE, "")
+    assert record["outcome"] == "could not be had: No matching distribution found for torch==9.9"
     assert os.listdir(tmp_path) == []  # the environment has gone
 
 
 def test_the_page_names_what_failed() -> None:
-    rows = [
-        ["2.13.0+cpu", "3.11.7", "0.9 GB", "passed: 900 tests"],
-        ["2.15.0+cu132", "3.13.0", "4.4 GB", "1 failed, 5 passed", "test_a.py::test_one[x|y]"],
-    ]
-    text = torches.page(rows)
-    assert "| 2.13.0+cpu | 3.11.7 | 0.9 GB | passed: 900 tests |\n" in text
-    assert text.endswith("\n- 2.15.0+cu132, Python 3.13.0: `test_a.py::test_one[x|y]`\n")
+    at = {"commit": "abc", "date": "2026-11-26"}
+    good = {"torch": "2.13.0+cpu", "python": "3.11.7", "gb": 0.91, "outcome": "passed: 900 tests"}
+    bad = {
+        "torch": "9.9",
+        "python": "3.11.7",
+        "gb": 0.0,
+        "outcome": "1 failed",
+        "failed": ["a[x|y]"],
+    }
+    text = torches.page({f"2.13.0@{torches.HERE}": {**at, **good}, "9.9@3.11": {**at, **bad}})
+    assert "| 2.13.0+cpu | 3.11.7 | 0.9 GB | passed: 900 tests | abc, 2026-11-26 |\n" in text
+    assert f"| 2.10.0 | {torches.HERE} |  | not tried yet |  |\n" in text
+    assert text.endswith("\n- 9.9, Python 3.11.7: `a[x|y]`\n")
 
 
 def test_the_tests_of_the_operators_and_of_dcp_are_among_them() -> None:

@@ -2,20 +2,22 @@
 
 Runs the tests that meet torch on each torch and Python that is named (all of ALL, if none is), with
 the libraries that the build of this checkout made: one build serves them all. Each gets a virtual
-environment of its own, of up to 5 GB, which is removed before the next one is made. Then it writes
-docs/versions.md where none of ALL is missing, else a page beside it in build/torches.
+environment of its own, of up to 5 GB, which is removed before the next one is made. What came of it
+is kept in build/torches, and docs/versions.md is written of all that is there, after each.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.environment import commit, version
 
@@ -37,12 +39,13 @@ LEFT_OUT = (
     *("test_others", "test_megatron", "test_clients_killed", "test_extras", "test_torches"),
 )
 PAGE = REPOSITORY / "docs" / "versions.md"
+Record = dict[str, Any]
 HEAD = """# Versions of torch and Python
 
-Written by `./dev torches`{which}; nothing here is typed by hand. The tests of `dcp/`, `patching/`
-and the operators ran on each torch below, in an environment of its own, {date} at commit {commit}.
-One build of the two libraries, made with torch {built}, served them all. What differs
-between these torches, `torch_ckpt/torch_private.py` knows. A build "+cu" ran without a GPU.
+Written by `./dev torches`; nothing here is typed by hand. The tests of `dcp/`, `patching/` and the
+operators run on each torch below, in an environment of its own that is removed afterwards. One build
+of the two libraries, made with torch {built}, serves them all. What differs between these torches,
+`torch_ckpt/torch_private.py` knows. A build with "+cu" in its name ran without a GPU.
 
 """
 
@@ -62,60 +65,74 @@ def counts(output: str) -> dict[str, int]:
     return {what.rstrip("s"): int(number) for number, what in found}
 
 
+def recorded() -> dict[str, Record]:
+    """Of this checkout, what was tried last under each name."""
+    return {file.stem: json.loads(file.read_text()) for file in FOLDER.glob("*@*.json")}
+
+
 def failures(output: str) -> list[str]:
     """The tests that failed."""
     return re.findall(r"^(?:FAILED|ERROR) (?:tests/python/)?(\S+)", output, re.MULTILINE)
 
 
-def try_one(torch: str, python: str, only: str) -> list[str]:
-    """A row of the table, and the tests that failed after it."""
+def try_one(torch: str, python: str, only: str) -> Record:
+    """What came of it."""
     log = FOLDER / f"torch-{torch}-python-{python}.log"
+    at = {"date": datetime.datetime.now(datetime.timezone.utc).date().isoformat()}
+    record: Record = {**at, "commit": commit(), "torch": torch, "python": python, "gb": 0.0}
     try:
         with environment(torch, python) as made:
             words = [str(made.interpreter), "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile"]
             words += ["-p", "no:cacheprovider", *(["-k", only] if only else []), *tests()]
-            path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-            settings = {**os.environ, "PYTHONPATH": path, "PATH": path_with(made.interpreter)}
-            try:
-                done = subprocess.run(
-                    words,
-                    cwd=REPOSITORY,
-                    env=settings,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    timeout=TESTS_SECONDS,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                return [torch, python, "", f"not done after {TESTS_SECONDS} s"]
-            log.write_text(done.stdout)
-            found = counts(done.stdout)
-            outcome = ", ".join(f"{number} {what}" for what, number in found.items())
-            if done.returncode == 0:
-                outcome = f"passed: {found['passed']} tests"
-            size = f"{made.bytes / 1e9:.1f} GB"
-            row = [made.torch, made.python, size, outcome or f"pytest ended with {done.returncode}"]
-            return [*row, *failures(done.stdout)]
+            record |= {"torch": made.torch, "python": made.python, "gb": made.bytes / 1e9}
+            done = subprocess.run(
+                words,
+                cwd=REPOSITORY,
+                env={**os.environ, "PATH": path_with(made.interpreter)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=TESTS_SECONDS,
+                check=False,
+            )
+    except subprocess.TimeoutExpired:
+        return {**record, "outcome": f"not done after {TESTS_SECONDS} s"}
     except NotHad as error:
-        return [torch, python, "", f"could not be had: {error}"]
+        return {**record, "outcome": f"could not be had: {error}"}
+    log.write_text(done.stdout)
+    found = counts(done.stdout)
+    outcome = ", ".join(f"{number} {what}" for what, number in found.items())
+    if done.returncode == 0:
+        outcome = f"passed: {found['passed']} tests"
+    outcome = outcome or f"pytest ended with {done.returncode}"
+    return {**record, "outcome": outcome, "failed": failures(done.stdout)}
 
 
 def path_with(interpreter: Path) -> str:
     return os.pathsep.join([str(interpreter.parent), os.environ["PATH"]])
 
 
-def page(rows: Sequence[Sequence[str]], which: str = "") -> str:
-    """Markdown."""
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    built = version("torch")
-    lines = [["torch", "Python", "environment", "outcome"], ["---"] * 4]
-    lines += [[cell.replace("|", "\\|") for cell in row[:4]] for row in rows]
-    text = HEAD.format(which=which, date=today, commit=commit(), built=built)
-    text += "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    for row in rows:
-        text += "".join(f"\n- {row[0]}, Python {row[1]}: `{name}`" for name in row[4:])
-    return text.rstrip("\n") + "\n"
+def page(records: Mapping[str, Record]) -> str:
+    """Markdown. `records` by names as in ALL."""
+    lines = [["torch", "Python", "environment", "outcome", "of"], ["---"] * 5]
+    after = []
+    for name in [*ALL, *sorted(set(records) - set(ALL))]:
+        torch, _, python = name.partition("@")
+        of = records.get(name)
+        if of is None:
+            lines.append([torch, python, "", "not tried yet", ""])
+            continue
+        size = f"{of['gb']:.1f} GB" if of["gb"] else ""
+        at = f"{of['commit']}, {of['date']}"
+        lines.append([of["torch"], of["python"], size, of["outcome"], at])
+        after += [
+            f"- {of['torch']}, Python {of['python']}: `{test}`" for test in of.get("failed", ())
+        ]
+    table = "".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
+    )
+    failed = "".join(f"\n{line}" for line in after) + "\n" if after else ""
+    return HEAD.format(built=version("torch")) + table + failed
 
 
 def main() -> int:
@@ -128,18 +145,19 @@ def main() -> int:
     )
     options = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    rows = []
+    good = True
     for name in options.which or ALL:
         torch, _, python = name.partition("@")
-        print(f"== torch {torch}, Python {python or HERE}", file=sys.stderr, flush=True)
-        rows.append(try_one(torch, python or HERE, options.only))
-        print(f"   {rows[-1][3]}", *rows[-1][4:], sep="\n   ", file=sys.stderr, flush=True)
-    whole = not options.only and set(ALL) <= set(options.which or ALL)
-    to = PAGE if whole else FOLDER / PAGE.name
-    which = "" if whole else f" {' '.join(sys.argv[1:])}"
-    to.write_text(page(rows, which), encoding="utf-8")
-    print(f"wrote {to.relative_to(REPOSITORY)}")
-    return 0 if all(row[3].startswith(("passed", "could not be had")) for row in rows) else 1
+        python = python or HERE
+        print(f"== torch {torch}, Python {python}", file=sys.stderr, flush=True)
+        record = try_one(torch, python, options.only)
+        print("  ", record["outcome"], *record.get("failed", ()), sep="\n   ", file=sys.stderr)
+        good &= record["outcome"].startswith(("passed", "could not be had"))
+        if not options.only:  # at once: all of them take hours
+            (FOLDER / f"{torch}@{python}.json").write_text(json.dumps(record))
+            PAGE.write_text(page(recorded()), encoding="utf-8")
+            print(f"wrote {PAGE.relative_to(REPOSITORY)}", flush=True)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

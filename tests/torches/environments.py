@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import os
 import re
@@ -21,6 +22,7 @@ LEFT_OUT = ("triton", "cuda-bindings")
 # Of the tests: what the dev extra has of it. None of these brings another torch.
 WITH_IT = (
     *("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis>=6", "numpy", "safetensors>=0.5"),
+    "setuptools>=77",  # torch.compile asks for it
     *("click>=8.1", "rich>=13", "tqdm>=4.60", "transformers>=5.23", "accelerate>=1.14", "peft"),
 )
 # What a torch says of itself, as JSON.
@@ -31,6 +33,10 @@ print(json.dumps({"torch": torch.__version__, "python": platform.python_version(
 REQUIRES = (
     "import importlib.metadata, json; print(json.dumps(importlib.metadata.requires('torch')))"
 )
+
+
+# What pip leaves of an editable install, without a build: the libraries are those of the checkout.
+METADATA = "Metadata-Version: 2.1\nName: torch_ckpt\nVersion: {version}\n"
 
 
 class NotHad(Exception):
@@ -99,6 +105,16 @@ def needed(requirements: list[str]) -> list[str]:
     ]
 
 
+def name_package(inside: Path) -> None:
+    """The checkout's package is on the path of this interpreter, and its version is known there."""
+    site = Path(said(inside, "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    version = importlib.metadata.version("torch_ckpt")
+    told = site / f"torch_ckpt-{version}.dist-info" / "METADATA"
+    told.parent.mkdir()
+    told.write_text(METADATA.format(version=version))
+    (site / "torch_ckpt.pth").write_text(f"{REPOSITORY}\n")
+
+
 def size_of(folder: Path) -> int:
     return sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_symlink())
 
@@ -116,6 +132,7 @@ def environment(torch: str, python: str) -> Iterator[Made]:
         # By itself first: what it asks for is read in its metadata.
         install(inside, "--no-deps", f"torch=={torch}")
         install(inside, *needed(json.loads(said(inside, REQUIRES))), *WITH_IT)
+        name_package(inside)
         versions = json.loads(said(inside, ASK))
         yield Made(inside, versions["torch"], versions["python"], size_of(folder))
     finally:
