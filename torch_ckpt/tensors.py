@@ -81,8 +81,8 @@ def what_is_wrong(value: torch.Tensor) -> str:
         return "is on the meta device and has no data"
     if _dispatches(kind) and memory_of(value) is None:
         return (
-            f"is a {kind.__module__}.{kind.__qualname__}, a tensor that is made of others: give "
-            "those, or a plain tensor of its values"
+            f"is of class {kind.__module__}.{kind.__qualname__}, a tensor that is made of others: "
+            "give those, or a plain tensor of its values"
         )
     layout = own_word(value, "layout")
     word = layout if layout is not torch.strided else own_word(value, "dtype")

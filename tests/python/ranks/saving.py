@@ -336,7 +336,7 @@ def a_tensor_that_is_made_of_others_is_refused_everywhere(context: Context) -> N
                 odd, storage_writer=writer, planner=planner
             ),
         ):
-            error = raised(call, "tensor 'odd': is a odd_tensors.Coded")
+            error = raised(call, "tensor 'odd': is of class odd_tensors.Coded")
             assert getattr(error, "rank", context.world - 1) == context.world - 1
         dist.barrier()
         assert not path.exists()

@@ -16,7 +16,7 @@ from torch_ckpt.dcp.background.process import SavingProcess
 from torch_ckpt.dcp.background.turn import Turn
 from torch_ckpt.dcp.plan.states import states_of
 from torch_ckpt.dcp.save.save import Save
-from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata
+from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata, warn
 from torch_ckpt.dcp.stage import crossing
 from torch_ckpt.dcp.stage.staged_state import StagedState
 from torch_ckpt.errors import CheckpointError, ExhaustedError, forget_frames, with_rank
@@ -208,8 +208,10 @@ class Background:
     def _ended(self, saved: list[Metadata]) -> None:
         staged, self._staged = self._staged, None
         if staged is not None:
-            with contextlib.suppress(Exception):  # it ends with its tensors at the latest
+            try:
                 staged.end()
+            except Exception as failure:  # which undoes no commit
+                warn(f"a staged state keeps its memory until its tensors are gone: {failure}")
         if saved:
             saved[0] = SavedMetadata(saved[0], self._future.stats)
             if self._on_commit is not None:

@@ -64,11 +64,11 @@ def copy_by_itself(target: torch.Tensor, value: torch.Tensor, name: str) -> None
                     return
     except Exception as error:
         raise UnsupportedError(
-            f"its target, a {kind}, does not take a plain tensor: {error}", tensor=name
+            f"its target, of class {kind}, does not take a plain tensor: {error}", tensor=name
         ) from error
     raise UnsupportedError(
-        f"its target, a {kind}, does not take a plain tensor: its copy_ changes nothing; load into "
-        "a plain tensor, and make it of that",
+        f"its target, of class {kind}, does not take a plain tensor: its copy_ changes nothing; "
+        "load into a plain tensor, and make it of that",
         tensor=name,
     )
 
