@@ -1,6 +1,7 @@
 """Makes tests/fuzz/seeds: what each fuzz target begins with, and the words that it knows.
 
     .venv/bin/python tests/fuzz/make_seeds.py [DIRECTORY]
+    .venv/bin/python tests/fuzz/make_seeds.py --large DIRECTORY
 
 Run it again whenever a format changes: everything is made by saving, so that the seeds are what the
 code writes today, and tests/python/test_fuzz_seeds.py fails where they are not. Beside each valid
@@ -175,17 +176,18 @@ def catalog_input(file: bytes) -> bytes:
     return file[len(MAGIC) : -CRC_BYTES]
 
 
-def pickles() -> Iterator[tuple[str, bytes]]:
-    """What stock DCP writes as .metadata, and pickles of values that are no tensors."""
+def metadata(count: int = 2) -> Iterator[tuple[str, bytes]]:
+    """What stock DCP writes as .metadata, of tensors in `count` chunks."""
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     chunks = [
-        dcp.ChunkStorageMetadata(torch.Size([2 * row, 0]), torch.Size([2, 3])) for row in range(2)
+        dcp.ChunkStorageMetadata(torch.Size([2 * row, 0]), torch.Size([2, 3]))
+        for row in range(count)
     ]
-    stored = {
+    stored: dict[str, object] = {
         "model.w": dcp.TensorStorageMetadata(
-            dcp.TensorProperties(torch.bfloat16), torch.Size([4, 3]), chunks
+            dcp.TensorProperties(torch.bfloat16), torch.Size([2 * count, 3]), chunks
         ),
         "step": dcp.BytesStorageMetadata(),
     }
@@ -194,9 +196,24 @@ def pickles() -> Iterator[tuple[str, bytes]]:
         for i, chunk in enumerate(chunks)
     }
     places[dcp.MetadataIndex("step")] = _StorageInfo("__0_0.distcp", 900, 100)
-    paths = {"model.w": ("model", "w"), "step": ("step",)}
+    paths: dict[str, tuple[str | int, ...]] = {"model.w": ("model", "w"), "step": ("step",)}
     meta = dcp.StorageMeta("a", "b", "c")
-    yield "metadata", pickle.dumps(dcp.Metadata(stored, paths, places, meta, "1.0.0"), 4)
+    yield "two", pickle.dumps(dcp.Metadata(stored, paths, places, meta, "1.0.0"), 4)
+    # What Megatron adds, an optimizer's numbers in the path, and dtypes of few.
+    stored["common_state"] = dcp.BytesStorageMetadata()
+    places[dcp.MetadataIndex("common_state")] = _StorageInfo("common.distcp", 0, 100)
+    for name, dtype in (("four", torch.float4_e2m1fn_x2), ("complex", torch.complex128)):
+        (box,) = [dcp.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))]
+        stored[name] = dcp.TensorStorageMetadata(
+            dcp.TensorProperties(dtype), torch.Size([4]), [box]
+        )
+        places[dcp.MetadataIndex(name, box.offsets, None)] = _StorageInfo("__0_0.distcp", 0, 999)
+        paths[name] = ("optimizer", 0, name)
+    yield "odd", pickle.dumps(dcp.Metadata(stored, paths, places), 2)
+
+
+def pickles() -> Iterator[tuple[str, bytes]]:
+    """Pickles of values that are no tensors, and those in files of torch.save."""
     values = {
         "plain": [None, True, -1, 1 << 70, 0.5, float("nan"), "a\ud800", b"\xff", (1,), {2}],
         "torch": [torch.Size([1]), torch.float32, torch.device("cuda", 1), torch.strided],
@@ -206,11 +223,56 @@ def pickles() -> Iterator[tuple[str, bytes]]:
     values["namespaces"] = [argparse.Namespace(a=1), types.SimpleNamespace(b=[2])]
     for protocol in (2, 4):
         yield f"values-{protocol}", pickle.dumps(values, protocol)
-    yield "dtensors", dtensors()
+    yield "dtensors", pickle_in(dtensors())
+    for name, data in saved_files():
+        yield name, pickle_in(data)
+
+
+def pickle_in(data: bytes) -> bytes:
+    """Of a file of torch.save; Python misses its checksum."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (entry,) = [each for each in archive.infolist() if each.filename.endswith("data.pkl")]
+    at = entry.header_offset + 26
+    begin = at + 4 + sum(int.from_bytes(data[p : p + 2], "little") for p in (at, at + 2))
+    return data[begin : begin + entry.file_size]
+
+
+def saved(value: object, protocol: int = 2) -> bytes:
+    """A file of torch.save, without checksums, which no fuzzer finds."""
+    out = io.BytesIO()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(value, out, pickle_protocol=protocol)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    return out.getvalue()
+
+
+def saved_files() -> Iterator[tuple[str, bytes]]:
+    """The kinds of files that torch.save writes: a tensor, as DCP does of each box, the states of a
+    model and of its optimizer, and leaves that are no tensors."""
+    yield "tensor", saved(torch.arange(6.0).reshape(2, 3))
+    base = torch.arange(12.0)
+    model = OrderedDict(
+        {
+            "a.weight": torch.nn.Parameter(base[:6].view(2, 3).t()),
+            "tied": base[:6].view(2, 3).t(),
+            "expanded": base[:1].expand(3, 2),
+            "eight": torch.ones(2).to(torch.float8_e4m3fn),
+            "unsigned": torch.arange(3).to(torch.uint16),
+        }
+    )
+    yield "model", saved(model)
+    optimizer = {
+        "state": {0: {"step": torch.tensor(5.0), "exp_avg": torch.zeros(0, 3)}},
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}],
+    }
+    objects = {"text": "a", "array": numpy.arange(3), "inside": ({"t": torch.ones(2)},)}
+    yield "training", saved({"optimizer": optimizer, "objects": objects, 7: None}, 4)
 
 
 def dtensors() -> bytes:
-    """The pickle in a file of torch.save that has DTensors."""
+    """A file of torch.save that has DTensors."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -233,13 +295,9 @@ def dtensors() -> bytes:
         mesh._hash = 0  # of text, and so another one in each process
         for tensor in state.values():
             tensor._spec._hash = None
-        out = io.BytesIO()
-        torch.save(state, out)
+        return saved(state)
     finally:
         dist.destroy_process_group()
-    with zipfile.ZipFile(out) as archive:
-        (name,) = [each for each in archive.namelist() if each.endswith("data.pkl")]
-        return archive.read(name)
 
 
 def archives() -> Iterator[tuple[str, bytes]]:
@@ -279,8 +337,58 @@ def valid_seeds(folder: Path) -> Iterator[tuple[str, str, bytes]]:
         yield "sharding_info_fuzz", name, data
     for name, data in pickles():
         yield "pickle_fuzz", name, data
+    for name, data in metadata():
+        yield "dcp_metadata_fuzz", name, data
+    for name, data in (*saved_files(), ("dtensors", dtensors())):
+        yield "torch_archive_fuzz", name, data
     for name, data in archives():
         yield "zip_fuzz", name, data
+
+
+def large_seeds(folder: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Target, name and bytes of inputs of some 100 KB to a megabyte, which are not kept: of real
+    files with much in them, and of those that say the same in very many places."""
+    import torch_ckpt
+
+    text, many = "k" * 60_000, 20_000
+    shared = {"a": 1, text: 2}
+    hostile = {
+        "keys": {str(number): {text: 1} for number in range(many)},
+        "mixed": {str(number): {1: 1, **shared} for number in range(many)},
+        "dicts": dict.fromkeys(map(str, range(many)), {str(i): i for i in range(2000)}),
+        "lists": dict.fromkeys(map(str, range(many)), [*range(9000), {}]),
+        "texts": (text,) * 100_000,
+        "path": Path(*[text] * 3),
+        "plain": {f"layer.{number}.bias": number for number in range(many)},
+    }
+    for name, value in hostile.items():
+        yield "pickle_fuzz", name, pickle.dumps(value, 4)
+        yield "torch_archive_fuzz", name, saved(value if isinstance(value, dict) else {"a": value})
+    large = torch.ones(1).expand(1 << 20)
+    yield "torch_archive_fuzz", "views", saved({str(i): (large,) for i in range(2000)})
+    yield "torch_archive_fuzz", "tensors", saved({str(i): torch.ones(1) for i in range(1500)})
+    for name, data in metadata(4000):
+        yield "dcp_metadata_fuzz", name, data
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for number in range(4000):
+            archive.writestr(zipfile.ZipInfo(f"a/data/{number}"), b"1234")
+    yield "zip_fuzz", "many", out.getvalue()
+    tied = torch.ones(2)
+    state = {f"{number:05}": tied if number % 2 else torch.ones(1) for number in range(8000)}
+    torch_ckpt.save(state, checkpoint_id=folder / "many", no_dist=True)
+    save_as_ranks(folder / "ranks", 64, lambda rank: {"w": Box(torch.ones(1), (rank,), (64,))})
+    for name in ("many", "ranks"):
+        data = (folder / name / "torch_ckpt.catalog").read_bytes()
+        yield "catalog_fuzz", name, catalog_input(data)
+
+
+def make_large(directory: Path) -> None:
+    """Writes those below `directory`, which may exist."""
+    with tempfile.TemporaryDirectory() as made:
+        for target, name, data in large_seeds(Path(made)):
+            (directory / target).mkdir(parents=True, exist_ok=True)
+            (directory / target / name).write_bytes(data)
 
 
 def the_same_in_every_run(data: bytes) -> bytes:
@@ -328,6 +436,9 @@ def make(directory: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--large"]:
+        make_large(Path(arguments[1]))
+        return 0
     directory = Path(arguments[0]) if arguments else HERE / "seeds"
     shutil.rmtree(directory, ignore_errors=True)
     make(directory)

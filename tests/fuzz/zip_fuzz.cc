@@ -8,8 +8,8 @@ using namespace torch_ckpt;
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const ByteSpan bytes{reinterpret_cast<const std::byte*>(data), size};
-  const auto directory =
-      FindZipDirectory(bytes.last(std::min(size, kZipTail)), size);
+  const auto directory = FindZipDirectory(
+      bytes.last(std::min(size, kZipTail + kMaxZipComment)), size);
   if (!directory.ok()) return 0;
   if (directory->begin + directory->bytes > size) abort();
   const auto entries = ParseZipDirectory(

@@ -1,0 +1,67 @@
+// Archives of torch.save: what their leaves are, and where; every place that is
+// found lies inside of the file, and what is read as an object is JSON.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <vector>
+
+#include "engine/open/torch_archive.h"
+#include "engine/open/torch_leaves.h"
+#include "format/catalog_codec.h"
+#include "json/fields.h"
+
+using namespace torch_ckpt;
+
+namespace {
+
+void CheckLeaves(const TorchLeaves& found, const File& file, uint64_t size) {
+  std::vector<uint64_t> objects;
+  for (size_t i = 0; i < found.leaves.size(); ++i) {
+    const TorchLeaf& leaf = found.leaves[i];
+    if (!leaf.is_tensor) objects.push_back(i + 1);
+    for (const Placement& placement : leaf.placements) {
+      const auto bytes =
+          internal::PlacementBytes(placement, leaf.dtype, leaf.shape);
+      if (!bytes.ok() || placement.offset > size ||
+          *bytes > size - placement.offset)
+        abort();
+    }
+    if (leaf.storage.range.offset > size ||
+        leaf.storage.range.bytes > size - leaf.storage.range.offset)
+      abort();
+  }
+  const auto read = ReadArchivedObjects(file, found.range, objects);
+  if (!read.ok()) return;
+  for (const auto& each : *read) {
+    if (each.ok() && !Json::accept(*each)) abort();
+  }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  static const File file(memfd_create("input", 0), "input");
+  if (!file.Truncate(0).ok() ||
+      !file.WriteAll({reinterpret_cast<const std::byte*>(data), size}, 0).ok())
+    abort();
+  const FileRange range{0, size};
+  const auto archive = TorchArchive::Open(file, range, kMaxObjectPickle);
+  if (!archive.ok()) return 0;
+  const auto contents = archive->Contents();
+  if (contents.ok()) {
+    for (const ZipContent& each : *contents) {
+      if (each.range.offset > size ||
+          each.range.bytes > size - each.range.offset)
+        abort();
+    }
+  }
+  Placement whole;
+  whole.kind = PlacementKind::kArchive;
+  whole.bytes = size;
+  whole.box = Box::Whole({2, 3});
+  (void)ResolveArchive(file, whole, Dtype::kF32).ok();
+  const auto found = FindTorchLeaves(file, range, true);
+  if (found.ok()) CheckLeaves(*found, file, size);
+  return 0;
+}
