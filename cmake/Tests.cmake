@@ -24,6 +24,7 @@ endif()
 
 set(test_sources
     tests/cpp/bound_of_tests.cc
+    tests/cpp/base_budget_test.cc
     tests/cpp/base_siphash_test.cc
     tests/cpp/base_status_test.cc
     tests/cpp/os_byte_sink_test.cc
@@ -53,6 +54,7 @@ set(test_sources
     tests/cpp/format_dtype_test.cc
     tests/cpp/format_short_header_test.cc
     tests/cpp/format_hf_index_test.cc
+    tests/cpp/format_hostile_test.cc
     tests/cpp/format_manifest_test.cc
     tests/cpp/format_name_index_test.cc
     tests/cpp/format_names_test.cc

@@ -79,7 +79,7 @@ def describe(which: dict[str, Any], *, whole: bool, tensors: bool = True) -> dic
         `whole`.
     archived: the names of objects that are archives in files of a foreign format.
     files: those of objects only, and placements empty, without `whole`; with it all files, and for
-        each tensor its boxes.
+        each tensor its boxes. Those of an alias are None: they are its tensor's.
     """
     request = {"op": "describe", "whole": whole, "tensors": tensors, **which}
     answer: dict[str, Any] = call(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -20,6 +21,10 @@ from torch_ckpt.mapping import NAMINGS, SHARDS, Naming
 from torch_ckpt.merge import MEMORY_BUDGET, FileNames, merge, merge_request
 from torch_ckpt.options import check_choice, local_path
 from torch_ckpt.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+_GROWTH = 1 << 30  # bytes that are worth a warning
 
 Target = Literal["torch_ckpt", "hf", "dcp", "torch"]
 TARGETS = ("torch_ckpt", "hf", "dcp", "torch")
@@ -111,6 +116,7 @@ def convert(
     files = [each["name"] for each in listed if each["role"] != "extra"]
     names = [each["name"] for each in listed]
     _check_apart(opened.path, names, place, into_directory=kind != "torch")
+    _warn_of_growth(opened, sum(each["bytes"] for each in listed))
     if kind == "hf" and naming is None:
         request.update(_naming_of(files)._asdict())
     beside = extra_files(extras, policy.torch_name)
@@ -130,6 +136,20 @@ def convert(
         raise
     warn_of_hulls(opened.path, answer["hulls"])
     return answer
+
+
+def _warn_of_growth(opened: OpenedCheckpoint, stored: int) -> None:
+    """Log a warning where much more is written than `stored` bytes: a tensor that torch.save wrote
+    of an expanded one has few bytes and may be of any size."""
+    totals = opened.describe(tensors=False)["dtypes"].values()
+    written = sum(total["bytes"] for total in totals)
+    if written - stored > _GROWTH and written > 2 * stored:
+        logger.warning(
+            "%s: its tensors are expanded from less: of %d bytes in files %d will be written",
+            opened.path,
+            stored,
+            written,
+        )
 
 
 def _objects_of(opened: OpenedCheckpoint) -> set[str]:

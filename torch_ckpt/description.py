@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch_ckpt import _core
@@ -138,23 +138,33 @@ def entries_of(answer: dict[str, Any]) -> tuple[tuple[TensorInfo, ...], tuple[Ob
     columns = ("names", "kinds", "type_of", "paths")
     holders, of_tensors = iter(answer["holders"]), iter(answer["placements"])
     tensors, objects = [], []
+    stored: dict[str, tuple[Placement, ...]] = {}
     for name, kind, at, path in zip(*(answer[column] for column in columns), strict=True):
         if kind == _core.OBJECT:
             objects.append(ObjectInfo(name, files[next(holders)], _path(name, path)))
             continue
-        placements = tuple(
-            Placement(
-                files[part["file"]],
-                part["offset"],
-                tuple(part["offsets"]),
-                tuple(part["sizes"]),
-                tuple(part["strides"]) if "strides" in part else None,
+        boxes = next(of_tensors)
+        if boxes is not None:
+            stored[name] = tuple(
+                Placement(
+                    files[part["file"]],
+                    part["offset"],
+                    tuple(part["offsets"]),
+                    tuple(part["sizes"]),
+                    tuple(part["strides"]) if "strides" in part else None,
+                )
+                for part in boxes
             )
-            for part in next(of_tensors)
-        )
         dtype, shape, size = answer["types"][at]
         alias_of = answer["aliases"].get(name)
         tensors.append(
-            TensorInfo(name, dtype, tuple(shape), size, _path(name, path), placements, alias_of)
+            TensorInfo(
+                name, dtype, tuple(shape), size, _path(name, path), stored.get(name, ()), alias_of
+            )
         )
+    # Aliases share those of their tensors, which may come behind them.
+    tensors = [
+        replace(each, placements=stored[each.alias_of]) if each.alias_of is not None else each
+        for each in tensors
+    ]
     return tuple(tensors), tuple(objects)

@@ -213,6 +213,8 @@ Result<Json> DescribeRequest(const Json& request) {
       if (entry.archived) archived.push_back(entry.name);
       holders.push_back(entry.archived && !whole ? Json()
                                                  : Json(place[entry.file]));
+    } else if (whole && entry.kind == EntryKind::kAlias) {
+      placements.emplace_back();  // of many boxes there may be many
     } else if (whole) {
       TC_ASSIGN_OR_RETURN(const std::vector<Placement> stored,
                           checkpoint->DescribedPlacements(i));

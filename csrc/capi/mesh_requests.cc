@@ -31,8 +31,9 @@ Result<Json> ExpandRuleRequest(const Json& request) {
     }
     rule.placements.push_back(placement);
   }
+  Budget budget("the placement rule", 0);
   TC_ASSIGN_OR_RETURN(const std::vector<LocalBox> boxes,
-                      ExpandRule(shape, rule, coordinate));
+                      ExpandRule(shape, rule, coordinate, &budget));
   Json out = Json::array();
   for (const LocalBox& box : boxes) {
     out.push_back({{"offsets", DimsJson(box.box.offsets)},

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/budget.h"
 #include "base/checked.h"
 #include "format/catalog_builder.h"
 #include "format/catalog_codec.h"
@@ -71,6 +72,10 @@ Result<Catalog> Catalog::Parse(std::string bytes,
   const size_t entries = index + count * sizeof(uint32_t);
   if (count == 0 && entries != end)
     return Malformed("bytes behind the last entry");
+  Budget budget("the catalog", bytes.size());
+  if (!budget.Keep(count * (sizeof(CatalogEntry) + sizeof(Slice)))) {
+    return budget.Over();
+  }
   Catalog out;
   out.bytes_ = std::make_shared<const std::string>(std::move(bytes));
   out.entries_.reserve(count);
@@ -169,6 +174,7 @@ Status Catalog::ParseEntry(size_t begin, size_t end,
       break;
     }
   }
+  slice.tensor = static_cast<uint32_t>(entries_.size());
   entries_.push_back(entry);
   slices_.push_back(slice);
   return {};
@@ -221,8 +227,14 @@ Result<std::vector<Placement>> Catalog::Placements(
   const Slice& slice = slices_[entry];
   BinaryReader in(
       AsBytes(bytes()).subspan(slice.begin, slice.end - slice.begin));
+  // A few bytes say a placement, which takes hundreds.
+  Budget budget("the list of its placements", slice.end - slice.begin);
+  if (!budget.Keep(slice.count * sizeof(Placement))) {
+    return Named(budget.Over(), e);
+  }
   std::vector<Placement> placements;
   placements.reserve(slice.count);
+  size_t owners = 0;
   for (size_t i = 0; i < slice.count; ++i) {
     Result<Placement> placement = GetPlacement(&in, e.dtype, e.shape);
     if (!placement.ok()) return Named(placement.status(), e);
@@ -234,8 +246,12 @@ Result<std::vector<Placement>> Catalog::Placements(
     const auto end = CheckedAdd(placement->offset, bytes);
     if (!end || *end > files[placement->file].bytes)
       return Named(Malformed("a placement behind the end of its file"), e);
+    owners += placement->role == PlacementRole::kOwner;
     placements.push_back(std::move(placement).value());
   }
+  // A rank has a box once, and files of its own.
+  if (placements.size() - owners > owners * files.size())
+    return Named(Malformed("more replicas than there are ranks"), e);
   if (!in.empty()) return Named(Malformed("bytes behind a placement"), e);
   return placements;
 }

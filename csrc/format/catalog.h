@@ -123,9 +123,14 @@ class Catalog {
   // Decodes the placements of an entry, or of what it is an alias of, and
   // checks each by itself: inside its tensor, inside one of `files`, of whole
   // bytes. Whether the owners tile the tensor is not seen here
-  // (engine/open/checkpoint.h). An object has none.
+  // (engine/open/checkpoint.h). An object has none. kCorrupt for more replicas
+  // of each owner than there are files, kExhausted for more placements than a
+  // Budget of their bytes keeps.
   Result<std::vector<Placement>> Placements(
       uint32_t entry, std::span<const ManifestFile> files) const;
+
+  // The tensor that an alias is of; else the entry itself.
+  uint32_t TensorOf(uint32_t entry) const { return slices_[entry].tensor; }
 
   // The same under other names, and paths of just them; names that are not
   // there do not matter. kInvalidArgument where two would have one name.
@@ -142,6 +147,7 @@ class Catalog {
   struct Slice {
     size_t begin = 0, end = 0;  // in bytes_
     size_t count = 0;
+    uint32_t tensor = 0;  // whose they are
   };
   Status ParseEntry(size_t begin, size_t end,
                     std::span<const ManifestFile> files);

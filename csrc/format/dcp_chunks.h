@@ -18,6 +18,12 @@ namespace torch_ckpt {
 // packed ones as one.
 class DcpChunks {
  public:
+  // What is kept of a chunk of `rank` dimensions, its place in the catalog
+  // included.
+  static uint64_t BytesOfEach(int rank) {
+    return 32 + 2 * static_cast<uint64_t>(rank) * sizeof(int64_t);
+  }
+
   // Of a tensor of `rank` dimensions, `packed` elements of which are one.
   DcpChunks(int rank, int64_t packed, size_t count);
 

@@ -36,7 +36,7 @@ class Attributes {
       : name_(name), attributes_(attributes) {}
 
   // `value` is the object that is meant from now on.
-  Status Look(const PickleValue& value) {
+  Status Look(const PickleValue& value, Budget* budget) {
     if (!value.Is(PickleKind::kObject, name_)) {
       return Corrupt(std::string("the metadata has something else where ") +
                      attributes_[0] + " belongs");
@@ -49,6 +49,7 @@ class Attributes {
       }
       return {};
     }
+    if (!budget->Step(1 + items.size())) return budget->Over();
     for (size_t i = 0; i < N; ++i) {
       found_[i] = FindAttribute(value.object(), attributes_[i]);
     }
@@ -91,12 +92,13 @@ class Attributes {
 };
 
 constexpr size_t kMostParts = 100;  // of a path
-// Of all paths together, for each byte of the pickle: in it they share texts.
-constexpr size_t kPathBytesPerByte = 4;
+// What is kept beside the text of one, here and in the catalog.
+constexpr size_t kBytesOfPath = 128;
 
 // A state-dict path as the catalog has it; empty where it is just (name,), and
 // where DCP says something else than names and numbers.
-Result<std::string> PathJson(const PickleValue& value, std::string_view name) {
+Result<std::string> PathJson(const PickleValue& value, std::string_view name,
+                             Budget* budget) {
   const std::string none;
   if (!value.Is(PickleKind::kTuple) && !value.Is(PickleKind::kList)) {
     return none;
@@ -107,11 +109,15 @@ Result<std::string> PathJson(const PickleValue& value, std::string_view name) {
     return none;
   }
   size_t bytes = 0;
-  for (const PickleValue& part : parts) {
-    if (part.Is(PickleKind::kString)) bytes += part.text().size();
+  for (size_t i = 0; i < parts.size() && i < kMostParts; ++i) {
+    if (parts[i].Is(PickleKind::kString)) bytes += parts[i].text().size();
   }
   if (parts.size() > kMostParts || bytes > kMaxNameBytes) {
     return Unsupported("has a path of more than 100 parts or 64 KiB");
+  }
+  // Before it is known whether it is one: many may share the parts.
+  if (!budget->Step(parts.size()) || !budget->Touch(bytes)) {
+    return budget->Over();
   }
   std::string out;
   for (const PickleValue& part : parts) {
@@ -129,15 +135,15 @@ Result<std::string> PathJson(const PickleValue& value, std::string_view name) {
 
 class MetadataReader {
  public:
-  MetadataReader(size_t pickle_bytes, std::string_view apart)
-      : pickle_bytes_(pickle_bytes), apart_(apart) {}
+  MetadataReader(Budget* budget, std::string_view apart)
+      : budget_(*budget), apart_(apart) {}
 
   Result<DcpMetadata> Read(const PickleValue& root) {
     enum : size_t { kState, kStorage, kPlanner };
     Attributes<3> parts(
         PickleName::kMetadata,
         {"state_dict_metadata", "storage_data", "planner_data"});
-    TC_RETURN_IF_ERROR(parts.Look(root));
+    TC_RETURN_IF_ERROR(parts.Look(root, &budget_));
     TC_ASSIGN_OR_RETURN(const PickleValue* state, parts.Get(kState));
     TC_ASSIGN_OR_RETURN(const PickleValue* storage, parts.Get(kStorage));
     if (!state->Is(PickleKind::kDict) || !storage->Is(PickleKind::kDict)) {
@@ -168,14 +174,13 @@ class MetadataReader {
   Status ReadPaths(Values paths) {
     for (size_t i = 0; i + 1 < paths.size(); i += 2) {
       if (!paths[i].Is(PickleKind::kString)) continue;
-      Result<std::string> path = PathJson(paths[i + 1], paths[i].text());
+      if (!budget_.Touch(paths[i].text().size())) return budget_.Over();
+      Result<std::string> path =
+          PathJson(paths[i + 1], paths[i].text(), &budget_);
       if (!path.ok()) return WithName(path.status(), paths[i]);
       std::string json = std::move(path).value();
       if (json.empty()) continue;
-      path_bytes_ += json.size();
-      if (path_bytes_ / kPathBytesPerByte > pickle_bytes_) {
-        return Exhausted("the paths in the metadata are longer than all of it");
-      }
+      if (!budget_.Keep(kBytesOfPath + json.size())) return budget_.Over();
       paths_[paths[i].text()] = std::move(json);
     }
     return {};
@@ -183,6 +188,7 @@ class MetadataReader {
 
   Status AddEntry(const PickleValue& key, const PickleValue& value) {
     if (!key.Is(PickleKind::kString)) return Lacks("name of a tensor");
+    if (!budget_.Touch(key.text().size())) return budget_.Over();
     const std::string name(key.text());
     const Status possible = CheckTensorName(name);
     if (!possible.ok()) return Corrupt(possible.message());
@@ -190,7 +196,7 @@ class MetadataReader {
       objects_.insert(key.text());
       return {};
     }
-    TC_RETURN_IF_ERROR(tensor_.Look(value));
+    TC_RETURN_IF_ERROR(tensor_.Look(value, &budget_));
     TC_ASSIGN_OR_RETURN(const PickleValue* properties,
                         tensor_.Get(kProperties));
     if (IsOfOtherDtype(*properties)) {
@@ -207,11 +213,11 @@ class MetadataReader {
     if (packed > 1 && !shape.empty()) shape[shape.size() - 1] *= packed;
     TC_RETURN_IF_ERROR(ByteSize(dtype, shape).status());
     if (!chunks->Is(PickleKind::kList)) return Lacks("chunks");
-    // Before anything is kept of chunks: a pickle may say one list many times.
-    numbers_said_ +=
-        chunks->items().size() * (1 + 2 * static_cast<size_t>(shape.size()));
-    if (numbers_said_ > pickle_bytes_) {
-      return Exhausted("the metadata says more chunks than it has bytes for");
+    // A pickle may say one list many times.
+    if (!budget_.Step(chunks->items().size()) ||
+        !budget_.Keep(chunks->items().size() *
+                      DcpChunks::BytesOfEach(shape.size()))) {
+      return budget_.Over();
     }
     TC_ASSIGN_OR_RETURN(const uint32_t entry,
                         out_.catalog.AddTensor(name, dtype, shape));
@@ -219,7 +225,7 @@ class MetadataReader {
     DcpChunks& read =
         chunks_.emplace_back(shape.size(), packed, chunks->items().size());
     for (const PickleValue& chunk : chunks->items()) {
-      TC_RETURN_IF_ERROR(chunk_.Look(chunk));
+      TC_RETURN_IF_ERROR(chunk_.Look(chunk, &budget_));
       TC_ASSIGN_OR_RETURN(const PickleValue* offsets, chunk_.Get(kOffsets));
       TC_ASSIGN_OR_RETURN(const PickleValue* sizes, chunk_.Get(kSizes));
       TC_ASSIGN_OR_RETURN(const Dims begin, ReadSize(*offsets));
@@ -252,7 +258,7 @@ class MetadataReader {
   }
 
   Status AddPlace(const PickleValue& key, const PickleValue& value) {
-    TC_RETURN_IF_ERROR(index_.Look(key));
+    TC_RETURN_IF_ERROR(index_.Look(key, &budget_));
     TC_ASSIGN_OR_RETURN(const PickleValue* fqn, index_.Get(kFqn));
     Status added = AddPlaceOf(*fqn, value);
     if (!added.ok()) return WithName(std::move(added), *fqn);
@@ -262,6 +268,8 @@ class MetadataReader {
   // Of what index_ looks at.
   Status AddPlaceOf(const PickleValue& fqn, const PickleValue& value) {
     if (!fqn.Is(PickleKind::kString)) return Lacks("name of a chunk");
+    // Of names and files that are the next ones too: each is compared.
+    if (!budget_.Touch(fqn.text().size())) return budget_.Over();
     Placement place;
     TC_RETURN_IF_ERROR(ReadPlace(value, &place));
     const int64_t known = Find(fqn.text());
@@ -329,7 +337,7 @@ class MetadataReader {
 
   // Sets all but the box to what a _StorageInfo says.
   Status ReadPlace(const PickleValue& info, Placement* out) {
-    TC_RETURN_IF_ERROR(place_.Look(info));
+    TC_RETURN_IF_ERROR(place_.Look(info, &budget_));
     TC_ASSIGN_OR_RETURN(const PickleValue* path, place_.Get(kPath));
     TC_ASSIGN_OR_RETURN(const PickleValue* offset, place_.Get(kOffset));
     TC_ASSIGN_OR_RETURN(const PickleValue* length, place_.Get(kLength));
@@ -343,6 +351,7 @@ class MetadataReader {
         length->integer() < 0) {
       return Lacks("place of a chunk");
     }
+    if (!budget_.Touch(path->text().size())) return budget_.Over();
     out->kind = PlacementKind::kArchive;
     TC_ASSIGN_OR_RETURN(out->file, FileOf(path->text()));
     out->offset = static_cast<uint64_t>(offset->integer());
@@ -411,18 +420,17 @@ class MetadataReader {
   std::map<std::string_view, uint32_t> files_;
   uint32_t last_file_ = 0;
   size_t last_found_ = 0;
-  const size_t pickle_bytes_;
+  Budget& budget_;
   const std::string_view apart_;
-  size_t path_bytes_ = 0;
-  size_t numbers_said_ = 0;  // of chunks
 };
 
 }  // namespace
 
-Result<DcpMetadata> ParseDcpMetadata(ByteSpan pickle, std::string_view apart) {
+Result<DcpMetadata> ParseDcpMetadata(ByteSpan pickle, Budget* budget,
+                                     std::string_view apart) {
   TC_ASSIGN_OR_RETURN(const Pickle parsed,
                       Pickle::Parse(pickle, UnknownNames::kRefuse));
-  return MetadataReader(pickle.size(), apart).Read(parsed.root());
+  return MetadataReader(budget, apart).Read(parsed.root());
 }
 
 }  // namespace torch_ckpt

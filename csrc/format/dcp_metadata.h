@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/budget.h"
 #include "base/bytes.h"
 #include "base/status.h"
 #include "format/catalog_builder.h"
@@ -33,8 +34,8 @@ struct DcpMetadata {
 // kCorrupt and kIncomplete name the tensor; kUnsupported for what
 // pickles must not say (format/pickle.h) and for transformed items. That the
 // boxes of a tensor tile it is not seen here. The object named `apart`, where
-// that is not empty, goes to DcpMetadata::apart.
-Result<DcpMetadata> ParseDcpMetadata(ByteSpan pickle,
+// that is not empty, goes to DcpMetadata::apart. `budget`: of the pickle.
+Result<DcpMetadata> ParseDcpMetadata(ByteSpan pickle, Budget* budget,
                                      std::string_view apart = {});
 
 }  // namespace torch_ckpt

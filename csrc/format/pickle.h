@@ -159,7 +159,7 @@ class Pickle {
   // Reads one pickle of protocol 2 to 5 from the start of `bytes`, which
   // outlive the result. kCorrupt for what is no pickle, kUnsupported for an
   // operation that is not on the list, or a name under kRefuse, with its name;
-  // kExhausted where values take more than 100 times `bytes` and a MiB.
+  // kExhausted where values take more than Budget::MostKept of `bytes`.
   static Result<Pickle> Parse(ByteSpan bytes, UnknownNames unknown);
 
   const PickleValue& root() const { return root_; }

@@ -56,7 +56,8 @@ class PickleArena {
 
   bool Grow(size_t bytes) {
     next_ = std::min(std::max(kMinChunk, 2 * next_), kMaxChunk);
-    const size_t size = RoundUp(std::max(bytes, next_), next_);
+    size_t size = RoundUp(std::max(bytes, next_), next_);
+    if (size > limit_ - used_) size = RoundUp(bytes, kMinChunk);
     if (size > limit_ - used_) return false;
     if (size >= kHugePage) {
       const Result<std::byte*> mapped = MapMemory(size, kHugePage);

@@ -7,15 +7,13 @@
 #include <utility>
 #include <vector>
 
+#include "base/budget.h"
 #include "format/pickle.h"
 #include "format/pickle_arena.h"
 #include "format/pickle_ops.h"
 
 namespace torch_ckpt {
 namespace {
-
-constexpr size_t kKeptPerByte = 100;
-constexpr size_t kKeptAnyway = size_t{1} << 20;
 
 // What is remembered together, and how much one byte can recall.
 constexpr size_t kMemoBlock = 64;
@@ -62,7 +60,7 @@ class PickleMachine {
 
  private:
   static size_t MostKept(ByteSpan bytes) {
-    return kKeptAnyway + kKeptPerByte * bytes.size();
+    return Budget::MostKept(bytes.size());
   }
 
   // --- errors; the first is kept, and ends the run ---
@@ -78,8 +76,9 @@ class PickleMachine {
     Fail(Corrupt(what + Where()));
   }
   [[gnu::cold, gnu::noinline]] void Full() {
-    Fail(Exhausted("the pickle makes more objects than " +
-                   std::to_string(kKeptPerByte) + " bytes for each of its own" +
+    const auto size = static_cast<size_t>(end_ - begin_);
+    Fail(Exhausted("the pickle makes more than fits into " +
+                   std::to_string(Budget::MostKept(size) >> 20) + " MiB" +
                    Where()));
   }
 

@@ -47,17 +47,17 @@ void AppendBase64(std::string* out, std::string_view bytes) {
 
 class ObjectWriter {
  public:
-  ObjectWriter(const TensorBytes& tensor_bytes, size_t most)
-      : tensor_bytes_(tensor_bytes), most_(most) {}
+  ObjectWriter(const TensorBytes& tensor_bytes, Budget* budget)
+      : tensor_bytes_(tensor_bytes), budget_(*budget) {}
 
   Result<std::string> Take() {
-    if (out_.size() > most_) return TooLong();
+    TC_RETURN_IF_ERROR(Fits(0));
+    if (!budget_.Keep(out_.size())) return budget_.Over();
     return std::move(out_);
   }
 
   Status Write(const PickleValue& value) {
-    // What stands in many places of a value is written in each.
-    if (out_.size() > most_) return TooLong();
+    TC_RETURN_IF_ERROR(Fits(0));
     switch (value.kind()) {
       case PickleKind::kNone:
         return Plain("null");
@@ -96,10 +96,15 @@ class ObjectWriter {
   }
 
  private:
-  Status TooLong() const {
-    return Exhausted("the object takes more than " + std::to_string(most_) +
-                     " bytes as text, which is what is left of 256 MiB for "
-                     "all that are read together");
+  // Before a value is written that has `bytes` of data: what stands in many
+  // places is written in each. Of what is left for all that are read together.
+  Status Fits(uint64_t bytes) {
+    if (!budget_.Touch(bytes)) return budget_.Over();
+    const uint64_t left = budget_.kept_left();
+    if (out_.size() <= left && bytes <= left - out_.size()) return {};
+    return Exhausted("the object takes more than " + std::to_string(left) +
+                     " bytes as text, which is what is left of 256 MiB and 16 "
+                     "times the pickle for all that are read together");
   }
   Status Plain(std::string_view text) {
     out_ += text;
@@ -127,6 +132,7 @@ class ObjectWriter {
   }
   // Two's complement, little-endian.
   Status BigInt(std::string_view bytes) {
+    TC_RETURN_IF_ERROR(Fits(bytes.size()));
     std::string magnitude(bytes);
     const bool negative = (bytes.back() & 0x80) != 0;
     if (negative) {
@@ -163,7 +169,7 @@ class ObjectWriter {
     return Plain(text.find_first_of(".e") == text.npos ? ".0" : "");
   }
   Status Text(std::string_view text) {
-    if (text.size() > most_) return TooLong();
+    TC_RETURN_IF_ERROR(Fits(text.size()));
     if (IsUtf8(text)) {
       AppendJsonString(&out_, text);
       return {};
@@ -178,7 +184,7 @@ class ObjectWriter {
   }
   // The member that has `bytes`, and the end of the object.
   Status Data(std::string_view bytes) {
-    if (bytes.size() > most_) return TooLong();
+    TC_RETURN_IF_ERROR(Fits(bytes.size()));
     Member("b");
     out_ += '"';
     AppendBase64(&out_, bytes);
@@ -215,10 +221,12 @@ class ObjectWriter {
   Status Dict(Values items) {
     bool plain = true;
     std::set<std::string_view> keys;
-    for (size_t i = 0; i + 1 < items.size(); i += 2) {
-      plain = plain && items[i].Is(PickleKind::kString) &&
-              items[i].text() != kTag && IsUtf8(items[i].text()) &&
-              keys.insert(items[i].text()).second;
+    for (size_t i = 0; plain && i + 1 < items.size(); i += 2) {
+      plain = items[i].Is(PickleKind::kString);
+      if (!plain) break;
+      const std::string_view key = items[i].text();
+      TC_RETURN_IF_ERROR(Fits(key.size()));
+      plain = key != kTag && IsUtf8(key) && keys.insert(key).second;
     }
     if (!plain) {
       Open("dict");
@@ -294,7 +302,8 @@ class ObjectWriter {
       case PickleName::kEncode:
       case PickleName::kBytes:
       case PickleName::kBytearray: {
-        TC_ASSIGN_OR_RETURN(const std::string bytes, BytesOfPickle(value));
+        TC_ASSIGN_OR_RETURN(const std::string bytes,
+                            BytesOfPickle(value, &budget_));
         Open(value.name() == PickleName::kBytearray ? "bytearray" : "bytes");
         return Data(bytes);
       }
@@ -370,7 +379,9 @@ class ObjectWriter {
         return Corrupt("the object has a path that is no text");
       }
       if (!path.empty() && path.back() != separator) path += separator;
+      TC_RETURN_IF_ERROR(Fits(part.text().size()));
       path += part.text();
+      if (path.size() > budget_.kept_left()) return Fits(path.size());
     }
     Open("path");
     Member("t");
@@ -478,8 +489,9 @@ class ObjectWriter {
       return Corrupt("the object has a numpy value without bytes");
     }
     TC_ASSIGN_OR_RETURN(const std::string code,
-                        ArrayTypeOfPickle(arguments[0]));
-    TC_ASSIGN_OR_RETURN(const std::string bytes, BytesOfPickle(arguments[1]));
+                        ArrayTypeOfPickle(arguments[0], &budget_));
+    TC_ASSIGN_OR_RETURN(const std::string bytes,
+                        BytesOfPickle(arguments[1], &budget_));
     Open("npscalar");
     Member("t");
     AppendJsonString(&out_, code);
@@ -498,8 +510,9 @@ class ObjectWriter {
                const PickleValue& data) {
     if (data.Is(PickleKind::kList)) return CannotSay("an array of objects");
     TC_ASSIGN_OR_RETURN(const Dims shape, ReadSize(size));
-    TC_ASSIGN_OR_RETURN(const std::string code, ArrayTypeOfPickle(type));
-    TC_ASSIGN_OR_RETURN(const std::string bytes, BytesOfPickle(data));
+    TC_ASSIGN_OR_RETURN(const std::string code,
+                        ArrayTypeOfPickle(type, &budget_));
+    TC_ASSIGN_OR_RETURN(const std::string bytes, BytesOfPickle(data, &budget_));
     Open("ndarray");
     Member("t");
     AppendJsonString(&out_, code);
@@ -511,7 +524,7 @@ class ObjectWriter {
   }
 
   const TensorBytes& tensor_bytes_;
-  const size_t most_;
+  Budget& budget_;
   std::string out_;
   int depth_ = 0;
 };
@@ -520,8 +533,8 @@ class ObjectWriter {
 
 Result<std::string> ObjectOfPickle(const PickleValue& value,
                                    const TensorBytes& tensor_bytes,
-                                   size_t most) {
-  ObjectWriter writer(tensor_bytes, most);
+                                   Budget* budget) {
+  ObjectWriter writer(tensor_bytes, budget);
   TC_RETURN_IF_ERROR(writer.Write(value));
   return writer.Take();
 }

@@ -7,21 +7,22 @@
 #include <string>
 #include <string_view>
 
+#include "base/budget.h"
 #include "base/status.h"
 #include "format/pickle.h"
 #include "format/torch_tensor.h"
 
 namespace torch_ckpt {
 
-inline constexpr size_t kMaxObjectText = size_t{256} << 20;
-
 // The elements of a tensor of the value, in row-major order.
 using TensorBytes = std::function<Result<std::string>(const TorchTensor&)>;
 
 // One value, all of its data in the text. kUnsupported for what typed JSON
-// cannot say, kCorrupt for what no pickler makes, kExhausted for a longer text.
+// cannot say, kCorrupt for what no pickler makes, kExhausted for what costs
+// more than `budget` has, which is of all that are read together: the work of
+// those that fail too, and the texts of the others.
 Result<std::string> ObjectOfPickle(const PickleValue& value,
                                    const TensorBytes& tensor_bytes,
-                                   size_t most = kMaxObjectText);
+                                   Budget* budget);
 
 }  // namespace torch_ckpt

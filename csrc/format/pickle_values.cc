@@ -11,13 +11,16 @@ using Values = std::span<const PickleValue>;
 
 }  // namespace
 
-Result<std::string> BytesOfPickle(const PickleValue& value) {
+Result<std::string> BytesOfPickle(const PickleValue& value, Budget* budget) {
   const PickleValue* said = &value;
   if (said->Is(PickleKind::kMade, PickleName::kBytearray)) {
     if (said->items().empty()) return std::string();
     said = &said->items()[0];
   }
-  if (said->Is(PickleKind::kBytes)) return std::string(said->text());
+  if (said->Is(PickleKind::kBytes)) {
+    if (!budget->Touch(said->text().size())) return budget->Over();
+    return std::string(said->text());
+  }
   // What Python 3 says of empty bytes at protocol 2.
   if (said->Is(PickleKind::kMade, PickleName::kBytes) &&
       said->items().empty()) {
@@ -33,6 +36,7 @@ Result<std::string> BytesOfPickle(const PickleValue& value) {
     return Corrupt("the object has bytes that are none");
   }
   const std::string_view text = arguments[0].text();
+  if (!budget->Touch(text.size())) return budget->Over();
   std::string out;
   for (size_t i = 0; i < text.size(); ++i) {
     const auto c = static_cast<unsigned char>(text[i]);
@@ -50,7 +54,8 @@ Result<std::string> BytesOfPickle(const PickleValue& value) {
   return out;
 }
 
-Result<std::string> ArrayTypeOfPickle(const PickleValue& value) {
+Result<std::string> ArrayTypeOfPickle(const PickleValue& value,
+                                      Budget* budget) {
   const Status other =
       Unsupported("the object has a numpy value of a type of its own");
   if (!value.Is(PickleKind::kObject, PickleName::kArrayDtype)) return other;
@@ -78,7 +83,7 @@ Result<std::string> ArrayTypeOfPickle(const PickleValue& value) {
     const Values unit = parts[8].items()[1].items();
     const Result<std::string> name = unit[0].Is(PickleKind::kString)
                                          ? std::string(unit[0].text())
-                                         : BytesOfPickle(unit[0]);
+                                         : BytesOfPickle(unit[0], budget);
     if (!name.ok() || name->size() > 8 || !unit[1].Is(PickleKind::kInt)) {
       return other;
     }
@@ -90,6 +95,7 @@ Result<std::string> ArrayTypeOfPickle(const PickleValue& value) {
   if (!IsUtf8(code)) return other;
   return code;
 }
+
 std::optional<std::string_view> FactoryOfDefaultDict(const PickleValue& value) {
   const Values arguments = value.object().arguments.items();
   if (arguments.empty()) return "none";

@@ -15,6 +15,9 @@ using Values = std::span<const PickleValue>;
 enum WrapperArgument : size_t { kClass, kDtype, kShape };
 // How deep the sizes of a layout nest.
 constexpr int kMaxNesting = 3;
+// What looking for the attributes of one takes: some forty, each among up to a
+// hundred.
+constexpr uint64_t kSteps = 1000;
 
 Status Lacks(const char* what) {
   return Corrupt(std::string("the pickle has a DTensor without ") + what);
@@ -76,7 +79,9 @@ Result<MeshPlacement> ReadPlacement(const PickleValue& value) {
 }
 
 // A size of a mesh: a number, or numbers whose product it is.
-Result<int64_t> ReadMeshSize(const PickleValue& value, int depth) {
+Result<int64_t> ReadMeshSize(const PickleValue& value, int depth,
+                             Budget* budget) {
+  if (!budget->Step()) return budget->Over();
   if (value.Is(PickleKind::kInt) && value.integer() > 0) return value.integer();
   if (!value.Is(PickleKind::kTuple) || value.items().size() > kMaxDims ||
       depth == 0) {
@@ -84,7 +89,8 @@ Result<int64_t> ReadMeshSize(const PickleValue& value, int depth) {
   }
   uint64_t product = 1;
   for (const PickleValue& item : value.items()) {
-    TC_ASSIGN_OR_RETURN(const int64_t size, ReadMeshSize(item, depth - 1));
+    TC_ASSIGN_OR_RETURN(const int64_t size,
+                        ReadMeshSize(item, depth - 1, budget));
     const auto more = CheckedMul(product, static_cast<uint64_t>(size));
     if (!more || *more > static_cast<uint64_t>(INT32_MAX)) {
       return Lacks("a mesh of possible size");
@@ -94,11 +100,12 @@ Result<int64_t> ReadMeshSize(const PickleValue& value, int depth) {
   return static_cast<int64_t>(product);
 }
 
-Result<Dims> ReadMeshSizes(Values sizes) {
+Result<Dims> ReadMeshSizes(Values sizes, Budget* budget) {
   if (sizes.size() > kMaxDims) return Lacks("a mesh of few dimensions");
   Dims out;
   for (const PickleValue& size : sizes) {
-    TC_ASSIGN_OR_RETURN(const int64_t each, ReadMeshSize(size, kMaxNesting));
+    TC_ASSIGN_OR_RETURN(const int64_t each,
+                        ReadMeshSize(size, kMaxNesting, budget));
     out.push_back(each);
   }
   return out;
@@ -106,7 +113,7 @@ Result<Dims> ReadMeshSizes(Values sizes) {
 
 // torch up to 2.8 keeps the ranks as a tensor of the mesh's shape, 2.9 a layout
 // of nested sizes, and later ones a layout with one part for each dimension.
-Result<Dims> ReadMesh(const PickleObject& mesh) {
+Result<Dims> ReadMesh(const PickleObject& mesh, Budget* budget) {
   if (const PickleValue* ranks = FindAttribute(mesh, "mesh");
       ranks && IsTorchTensor(*ranks)) {
     TC_ASSIGN_OR_RETURN(const TorchTensor tensor, ReadTorchTensor(*ranks));
@@ -117,8 +124,9 @@ Result<Dims> ReadMesh(const PickleObject& mesh) {
     return Lacks("a mesh that is known");
   }
   if (const PickleValue* shape = FindAttribute(layout->object(), "shape")) {
-    return ReadMeshSizes(shape->Is(PickleKind::kTuple) ? shape->items()
-                                                       : Values(shape, 1));
+    return ReadMeshSizes(
+        shape->Is(PickleKind::kTuple) ? shape->items() : Values(shape, 1),
+        budget);
   }
   const PickleValue* axes = FindAttribute(layout->object(), "axes");
   if (!axes || !axes->Is(PickleKind::kTuple)) return Lacks("axes of its mesh");
@@ -130,7 +138,8 @@ Result<Dims> ReadMesh(const PickleObject& mesh) {
             ? FindAttribute(axis.object(), "shape")
             : nullptr;
     if (!shape) return Lacks("a mesh size");
-    TC_ASSIGN_OR_RETURN(const int64_t size, ReadMeshSize(*shape, kMaxNesting));
+    TC_ASSIGN_OR_RETURN(const int64_t size,
+                        ReadMeshSize(*shape, kMaxNesting, budget));
     out.push_back(size);
   }
   return out;
@@ -154,10 +163,14 @@ Status CheckOrder(const PickleObject& spec, const PickleObject& mesh,
           !entry.object().arguments.items()[1].Is(PickleKind::kTuple)) {
         return other;
       }
+      // As many as there are at the most, and so no more than it has.
       int64_t last = -1;
       for (const PickleValue& dim :
            entry.object().arguments.items()[1].items()) {
-        if (!dim.Is(PickleKind::kInt) || dim.integer() <= last) return other;
+        if (!dim.Is(PickleKind::kInt) || dim.integer() <= last ||
+            dim.integer() >= static_cast<int64_t>(rule.placements.size())) {
+          return other;
+        }
         last = dim.integer();
       }
     }
@@ -178,7 +191,9 @@ Status CheckOrder(const PickleObject& spec, const PickleObject& mesh,
 
 }  // namespace
 
-Result<TorchDTensor> ReadTorchDTensor(const TorchRebuild& rebuild) {
+Result<TorchDTensor> ReadTorchDTensor(const TorchRebuild& rebuild,
+                                      Budget* budget) {
+  if (!budget->Step(kSteps)) return budget->Over();
   TorchDTensor out;
   if (rebuild.arguments.size() <= kShape || !rebuild.state) {
     return Lacks("its arguments");
@@ -217,7 +232,7 @@ Result<TorchDTensor> ReadTorchDTensor(const TorchRebuild& rebuild) {
     out.rule.placements.push_back(placement);
   }
   TC_RETURN_IF_ERROR(CheckOrder(spec->object(), mesh->object(), out.rule));
-  TC_ASSIGN_OR_RETURN(out.rule.mesh, ReadMesh(mesh->object()));
+  TC_ASSIGN_OR_RETURN(out.rule.mesh, ReadMesh(mesh->object(), budget));
   const PickleValue* coordinate =
       FindAttribute(mesh->object(), "_coordinate_on_dim");
   if (!coordinate || coordinate->Is(PickleKind::kNone)) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "base/box.h"
+#include "base/budget.h"
 #include "base/mesh_rule.h"
 #include "base/status.h"
 #include "format/torch_tensor.h"
@@ -20,7 +21,9 @@ struct TorchDTensor {
 // mesh as a tensor of ranks, or as a layout. kUnsupported for partial sums,
 // packed elements, and where the pickle does not say which rank saved it;
 // kCorrupt for what torch does not write. That the rule makes such a local part
-// is for the caller to check.
-Result<TorchDTensor> ReadTorchDTensor(const TorchRebuild& rebuild);
+// is for the caller to check. `budget`: of the pickle, of which many tensors
+// may share the parts.
+Result<TorchDTensor> ReadTorchDTensor(const TorchRebuild& rebuild,
+                                      Budget* budget);
 
 }  // namespace torch_ckpt

@@ -1,6 +1,5 @@
 #include "format/torch_state.h"
 
-#include <algorithm>
 #include <map>
 #include <optional>
 #include <set>
@@ -18,15 +17,9 @@ namespace {
 using Values = std::span<const PickleValue>;
 
 constexpr int kMaxDepth = 100;
-// What leaves may take: of a byte of the pickle, anyway, and at the most.
-constexpr size_t kBytesPerByte = 400;
-constexpr size_t kBytesAnyway = size_t{64} << 20;
-constexpr size_t kMostBytes = size_t{16} << 30;
-// Of a leaf or a key beside its text, here and in the catalog.
+// What is kept of a leaf or a key beside its text, here and in the catalog.
 constexpr size_t kBytesOfLeaf = 512;
 constexpr size_t kBytesOfKey = 64;
-constexpr size_t kStepsPerByte = 100;
-constexpr size_t kStepsAnyway = size_t{1} << 20;
 
 // A mapping that is opened: its word in a structure, and its items.
 struct Mapping {
@@ -56,11 +49,20 @@ std::optional<Mapping> MappingOf(const PickleValue& value) {
   return std::nullopt;
 }
 
+// Too long for a name, of which nobody looks at more.
+bool IsTooLong(const PickleValue& key) {
+  return key.Is(PickleKind::kString) && key.text().size() > kMaxNameBytes;
+}
+size_t TextBytes(const PickleValue& key) {
+  return key.Is(PickleKind::kString) && !IsTooLong(key) ? key.text().size() : 0;
+}
+
 // Whether keys can be parts of names.
 bool IsName(const PickleValue& key) {
   switch (key.kind()) {
     case PickleKind::kString:
-      return IsUtf8(key.text()) && key.text().find('\0') == std::string::npos;
+      return !IsTooLong(key) && IsUtf8(key.text()) &&
+             key.text().find('\0') == std::string::npos;
     case PickleKind::kInt:
     case PickleKind::kBool:
     case PickleKind::kNone:
@@ -80,6 +82,11 @@ struct Key {
 Result<Key> KeyOf(const PickleValue& value) {
   switch (value.kind()) {
     case PickleKind::kString: {
+      if (IsTooLong(value)) {
+        return Unsupported(
+            "has a key of " + std::to_string(value.text().size()) +
+            " bytes; names have at most " + std::to_string(kMaxNameBytes));
+      }
       Key key{std::string(value.text()), {}, true};
       if (!IsUtf8(key.text)) return Corrupt("has a key that is no UTF-8");
       AppendJsonString(&key.json, key.text);
@@ -103,10 +110,7 @@ Result<Key> KeyOf(const PickleValue& value) {
 
 class Flattener {
  public:
-  explicit Flattener(size_t pickle_bytes)
-      : steps_left_(kStepsAnyway + kStepsPerByte * pickle_bytes),
-        bytes_left_(std::min(kMostBytes,
-                             kBytesAnyway + kBytesPerByte * pickle_bytes)) {}
+  explicit Flattener(Budget* budget) : budget_(*budget) {}
 
   Result<TorchState> Run(const PickleValue& root) {
     const bool listed = root.Is(PickleKind::kList) && root.items().size() == 1;
@@ -126,24 +130,6 @@ class Flattener {
   }
 
  private:
-  // A few steps of work for each byte of the pickle at most: a container may
-  // stand in many places.
-  Status Step() {
-    if (steps_left_ == 0) {
-      return Exhausted("the pickle says more leaves than it has bytes");
-    }
-    --steps_left_;
-    return {};
-  }
-  Status Spend(size_t bytes) {
-    if (bytes > bytes_left_) {
-      return Exhausted("the pickle says more leaves than fit into " +
-                       std::to_string(kBytesPerByte) +
-                       " bytes for each of its own");
-    }
-    bytes_left_ -= bytes;
-    return {};
-  }
   Status Enter() {
     if (++depth_ <= kMaxDepth) return {};
     return Unsupported("nests deeper than " + std::to_string(kMaxDepth) +
@@ -154,7 +140,7 @@ class Flattener {
   Result<std::optional<Mapping>> OpenedMapping(const PickleValue& value) {
     std::optional<Mapping> mapping = MappingOf(value);
     for (size_t i = 0; mapping && i < mapping->items.size(); i += 2) {
-      TC_RETURN_IF_ERROR(Step());
+      if (!budget_.Touch(TextBytes(mapping->items[i]))) return budget_.Over();
       if (!IsName(mapping->items[i])) mapping.reset();
     }
     return mapping;
@@ -167,7 +153,7 @@ class Flattener {
     ++depth_;
     bool opens = false;
     for (const PickleValue& item : list.items()) {
-      TC_RETURN_IF_ERROR(Step());
+      if (!budget_.Step()) return budget_.Over();
       TC_ASSIGN_OR_RETURN(const auto mapping, OpenedMapping(item));
       opens = IsTorchTensor(item) || mapping;
       if (!opens && item.Is(PickleKind::kList)) {
@@ -180,14 +166,16 @@ class Flattener {
   }
 
   // 0 and "0" are two keys, and one name.
-  static Status CheckKeys(const Mapping& mapping, const std::string& prefix) {
+  Status CheckKeys(const Mapping& mapping, const std::string& prefix) {
     bool texts = true;
     for (size_t i = 0; i < mapping.items.size(); i += 2) {
       texts = texts && mapping.items[i].Is(PickleKind::kString);
     }
+    if (!budget_.Step(1 + mapping.items.size() / 2)) return budget_.Over();
     if (texts) return {};
     std::map<std::string, std::string> known;
     for (size_t i = 0; i < mapping.items.size(); i += 2) {
+      if (!budget_.Touch(TextBytes(mapping.items[i]))) return budget_.Over();
       TC_ASSIGN_OR_RETURN(const Key key, KeyOf(mapping.items[i]));
       const auto [at, fresh] = known.try_emplace(key.text, key.json);
       if (fresh || at->second == key.json) continue;
@@ -206,6 +194,7 @@ class Flattener {
     bool listed = mapping.kind != "dict" || mapping.items.empty();
     const size_t place = out_.containers.size();
     for (size_t i = 0; i + 1 < mapping.items.size(); i += 2) {
+      if (!budget_.Touch(TextBytes(mapping.items[i]))) return budget_.Over();
       TC_ASSIGN_OR_RETURN(Key key, KeyOf(mapping.items[i]));
       listed = listed || !key.is_text;
       std::string part;
@@ -214,10 +203,12 @@ class Flattener {
           const bool special,
           Visit(mapping.items[i + 1], prefix + key.text, part, path));
       listed = listed || special;
-      TC_RETURN_IF_ERROR(Spend(kBytesOfKey + key.json.size()));
+      if (!budget_.Keep(kBytesOfKey + key.json.size())) return budget_.Over();
       container.keys.push_back(std::move(key.json));
     }
-    if (listed) Keep(std::move(container), place);
+    if (listed) {
+      TC_RETURN_IF_ERROR(Keep(std::move(container), place));
+    }
     --depth_;
     return mapping.items.empty();
   }
@@ -233,22 +224,30 @@ class Flattener {
                           Visit(items[i], prefix + number, number, path));
       listed = listed || special;
     }
-    if (listed) Keep({path, "list", items.size(), {}}, place);
+    if (listed) {
+      TC_RETURN_IF_ERROR(Keep({path, "list", items.size(), {}}, place));
+    }
     --depth_;
     return false;
   }
   // Before those that are in it, as describe_structure has them.
-  void Keep(StateContainer container, size_t place) {
+  Status Keep(StateContainer container, size_t place) {
+    if (!budget_.Step(1 + out_.containers.size() - place)) {
+      return budget_.Over();
+    }
     out_.containers.insert(
         out_.containers.begin() + static_cast<ptrdiff_t>(place),
         std::move(container));
+    return {};
   }
 
   // What stands at `part`, JSON text, of the container at `path`.
   Result<bool> Visit(const PickleValue& value, const std::string& name,
                      const std::string& part, const std::string& path) {
-    TC_RETURN_IF_ERROR(Step());
-    TC_RETURN_IF_ERROR(Spend(kBytesOfLeaf + name.size() + path.size()));
+    const size_t texts = name.size() + path.size() + part.size();
+    if (!budget_.Touch(texts) || !budget_.Keep(kBytesOfLeaf + texts)) {
+      return budget_.Over();
+    }
     std::string own = path.substr(0, path.size() - 1);
     if (own.size() > 1) own += ',';
     own += part + "]";
@@ -279,14 +278,14 @@ class Flattener {
 
   TorchState out_;
   std::set<std::string> names_;
-  size_t steps_left_, bytes_left_;
+  Budget& budget_;
   int depth_ = 0;
 };
 
 }  // namespace
 
-Result<TorchState> FlattenState(const PickleValue& root, size_t pickle_bytes) {
-  return Flattener(pickle_bytes).Run(root);
+Result<TorchState> FlattenState(const PickleValue& root, Budget* budget) {
+  return Flattener(budget).Run(root);
 }
 
 std::string StructureJson(const std::vector<StateContainer>& containers) {

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/budget.h"
 #include "base/status.h"
 #include "format/pickle.h"
 
@@ -38,11 +39,11 @@ struct TorchState {
 // Mappings are opened, and lists that hold tensors or mappings; tuples never.
 // A list of nothing but one mapping, as Megatron saves objects, is that
 // mapping.
-// `root` lives as long as the result is used. `pickle_bytes`: of its pickle;
-// what is made of it is bounded by a multiple of them. kUnsupported for what is
-// no mapping, for keys that are no text, numbers or None, and for containers
-// deeper than 100; kConflict where two leaves have one name, kExhausted.
-Result<TorchState> FlattenState(const PickleValue& root, size_t pickle_bytes);
+// `root` lives as long as the result is used. `budget`: of its pickle.
+// kUnsupported for what is no mapping, for keys that are no text, numbers or
+// None, or longer than any name, and for containers deeper than 100; kConflict
+// where two leaves have one name, kExhausted.
+Result<TorchState> FlattenState(const PickleValue& root, Budget* budget);
 
 // The structure as typed JSON; empty where there are no containers.
 std::string StructureJson(const std::vector<StateContainer>& containers);

@@ -40,6 +40,7 @@ constexpr int kMaxWrappings = 4;
 struct Storage {
   std::string_view key;
   const PickleValue* type = nullptr;  // a kName
+  uint64_t elements = 0;
 };
 
 Result<Storage> ReadStorage(const PickleValue& value) {
@@ -48,8 +49,12 @@ Result<Storage> ReadStorage(const PickleValue& value) {
     if (id.Is(PickleKind::kTuple) && id.items().size() == kStorageFields) {
       const Values fields = id.items();
       if (fields[0].Is(PickleKind::kString) && fields[0].text() == "storage" &&
-          fields[1].Is(PickleKind::kName) && fields[2].Is(PickleKind::kString))
-        return Storage{fields[2].text(), &fields[1]};
+          fields[1].Is(PickleKind::kName) &&
+          fields[2].Is(PickleKind::kString) && fields[4].Is(PickleKind::kInt) &&
+          fields[4].integer() >= 0) {
+        return Storage{fields[2].text(), &fields[1],
+                       static_cast<uint64_t>(fields[4].integer())};
+      }
     }
   }
   return Corrupt("the pickle has a tensor without a storage");
@@ -206,6 +211,11 @@ Result<TorchTensor> ReadTorchTensor(const PickleValue& value) {
                       ReadStorage(arguments[kStorageArgument]));
   TorchTensor out;
   out.storage = storage.key;
+  out.storage_elements = storage.elements;
+  if (storage.type->Is(PickleKind::kName, PickleName::kStorage)) {
+    out.storage_element_bytes =
+        static_cast<uint64_t>(DtypeUnit(storage.type->dtype()).bytes);
+  }
   const PickleValue& typed = v3 ? arguments[kDtypeArgument] : *storage.type;
   if (const std::string_view other = UnknownName(typed); !other.empty()) {
     return Unsupported("is of the type " + std::string(other) +

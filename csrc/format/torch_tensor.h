@@ -20,6 +20,8 @@ struct TorchTensor {
   uint64_t begin = 0;        // of the first element, in bytes of the storage
   uint64_t end = 0;          // behind the last element
   std::string_view storage;  // its key: the entry data/<key> of the archive
+  // Of the storage: torch rounds down where it was another type's before.
+  uint64_t storage_elements = 0, storage_element_bytes = 1;
 };
 
 // Whether `value` is a tensor, a parameter or a DTensor.
@@ -39,8 +41,8 @@ bool IsTorchDTensor(const TorchRebuild& rebuild);
 
 // REQUIRES: IsTorchTensor(value). kUnsupported for what is no dense tensor of
 // this machine's byte order, DTensors included, kCorrupt for numbers that make
-// no sense. That the storage is there and holds `end` bytes is for the caller
-// to check.
+// no sense. That the storage is there, has so many elements and holds `end`
+// bytes is for the caller to check.
 Result<TorchTensor> ReadTorchTensor(const PickleValue& value);
 
 // A torch.Size, or a tuple or list of numbers. kCorrupt for anything else,

@@ -91,17 +91,33 @@ Result<ZipDirectory> Directory64(ByteSpan tail, uint64_t archive_bytes) {
                       Load<uint64_t>(end, 32)};
 }
 
+// Whether the end of an archive stands there, and its comment behind it.
+bool EndsAt(ByteSpan tail, size_t at) {
+  return Load<uint32_t>(tail, at) == kEndMagic &&
+         Load<uint16_t>(tail, at + 20) == tail.size() - at - kEndBytes;
+}
+
 }  // namespace
+
+bool EndsWithoutComment(ByteSpan tail) {
+  return tail.size() >= kEndBytes && EndsAt(tail, tail.size() - kEndBytes);
+}
 
 Result<ZipDirectory> FindZipDirectory(ByteSpan tail, uint64_t archive_bytes) {
   if (tail.size() < kEndBytes || tail.size() > archive_bytes) {
     return Corrupt("is no zip archive: it has " +
                    std::to_string(archive_bytes) + " bytes");
   }
-  const ByteSpan end = tail.last(kEndBytes);
-  if (Load<uint32_t>(end, 0) != kEndMagic || Load<uint16_t>(end, 20) != 0) {
+  // The last one there is: a comment may hold anything.
+  size_t at = tail.size() - kEndBytes;
+  while (at > 0 && !EndsAt(tail, at)) --at;
+  if (!EndsAt(tail, at)) {
     return Corrupt("is no zip archive, or is cut short: its end is missing");
   }
+  const uint64_t comment = tail.size() - at - kEndBytes;
+  tail = tail.first(at + kEndBytes);
+  archive_bytes -= comment;
+  const ByteSpan end = tail.last(kEndBytes);
   if (Load<uint16_t>(end, 4) != 0 || Load<uint16_t>(end, 6) != 0) {
     return Unsupported("the zip archive spans several disks");
   }
@@ -162,7 +178,8 @@ Result<std::vector<ZipEntry>> ParseZipDirectory(ByteSpan bytes,
     bytes = bytes.subspan(kEntryBytes + name + extra + comment);
   }
   if (!bytes.empty()) return Damaged("its directory is longer than it says");
-  // Who reads all entries reads no byte twice.
+  // Of what the directory says; TorchArchive::Contents looks at the headers
+  // too.
   std::vector<std::pair<uint64_t, uint64_t>> spans;  // begin, end at least
   for (const ZipEntry& entry : out) {
     spans.emplace_back(entry.header, entry.header + kZipLocalHeader +

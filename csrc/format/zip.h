@@ -33,11 +33,16 @@ inline constexpr uint64_t kZipCrcBehind = 4;
 
 inline constexpr size_t kZipLocalHeader = 30;  // bytes, without name and extra
 // What FindZipDirectory wants to see of the end of an archive without a
-// comment.
+// comment, and what more of one with it.
 inline constexpr size_t kZipTail = 22 + 20 + 56;
+inline constexpr size_t kMaxZipComment = 0xffff;
+
+// Whether the last bytes of `tail` are the end of an archive that has no
+// comment, as torch.save writes none.
+bool EndsWithoutComment(ByteSpan tail);
 
 // `tail` is the end of an archive of `archive_bytes`. kCorrupt where it is none
-// or cut short, kUnsupported where it spans disks or has a comment.
+// or cut short, kUnsupported where it spans disks.
 Result<ZipDirectory> FindZipDirectory(ByteSpan tail, uint64_t archive_bytes);
 
 // The entries, of the bytes of `directory`. All lie before its begin, and

@@ -26,9 +26,6 @@ using Items = std::span<size_t>;  // positions in a list of boxes
 // Slabs that peel off a few boxes at a time would make the recursion deep;
 // beyond this depth the general method takes over.
 constexpr int kMaxSlabDepth = 64;
-// Boxes that a search for a hole may look at, counting repetitions: a few
-// seconds. Only hostile sets of boxes need more.
-constexpr int64_t kHoleBudget = int64_t{1} << 27;
 
 int64_t Begin(const Box& box, int dim) { return box.offsets[dim]; }
 int64_t End(const Box& box, int dim) {
@@ -95,24 +92,33 @@ using Pair = std::optional<std::pair<size_t, size_t>>;
 
 class OverlapFinder {
  public:
-  OverlapFinder(const std::vector<Box>& boxes, int rank)
-      : boxes_(boxes), rank_(rank) {}
+  OverlapFinder(const std::vector<Box>& boxes, int rank, Budget* budget)
+      : boxes_(boxes), rank_(rank), budget_(*budget) {}
 
-  // A pair of `items` that overlaps. The last `uncut` dimensions before `dim`
+  // A pair of `items` that overlaps, or nullopt; exhausted() tells whether the
+  // search gave up instead. The last `uncut` dimensions before `dim`
   // (in rotation) are known to give a single slab.
-  Pair Find(Items items, int dim, int uncut, int depth) const {
+  Pair Find(Items items, int dim, int uncut, int depth) {
     if (items.size() <= 4) return Compare(items);
+    if (!Look(items.size())) return std::nullopt;
     if (uncut == rank_ || depth == kMaxSlabDepth) return Sweep(items);
     const int next = (dim + 1) % rank_;
     const std::vector<Slab> slabs = CutIntoSlabs(boxes_, dim, items);
     if (slabs.size() == 1) return Find(items, next, uncut + 1, depth + 1);
     for (const Slab& slab : slabs) {
       if (Pair pair = Find(slab.items, next, 1, depth + 1)) return pair;
+      if (exhausted_) break;
     }
     return std::nullopt;
   }
+  bool exhausted() const { return exhausted_; }
 
  private:
+  // At so many boxes.
+  bool Look(size_t boxes) {
+    exhausted_ = exhausted_ || !budget_.Step(boxes);
+    return !exhausted_;
+  }
   bool Overlap(size_t a, size_t b) const {
     return HasVolume(Intersect(boxes_[a], boxes_[b]));
   }
@@ -129,7 +135,7 @@ class OverlapFinder {
   // Moves a plane along the dimension with the most distinct begins. The boxes
   // it cuts are kept by their begin along a second dimension, so that only the
   // near ones are compared with the next box.
-  Pair Sweep(Items items) const {
+  Pair Sweep(Items items) {
     if (rank_ == 0) return Named(items[0], items[1]);
     const Axes axes = ChooseAxes(items);
     const int along = axes.along, across = axes.across;
@@ -159,6 +165,7 @@ class OverlapFinder {
            it != active.begin();) {
         --it;
         if (it->first <= reach) break;
+        if (!Look(1)) return std::nullopt;
         if (Overlap(it->second, i)) return Named(it->second, i);
         if (axes.flat) break;  // the kept ones before this one end before it
       }
@@ -203,13 +210,15 @@ class OverlapFinder {
 
   const std::vector<Box>& boxes_;
   const int rank_;
+  Budget& budget_;
+  bool exhausted_ = false;
 };
 
 class HoleFinder {
  public:
   // Boxes outside `region` are ignored, the others clipped to it.
-  HoleFinder(const Box& region, const std::vector<Box>& boxes)
-      : region_(region) {
+  HoleFinder(const Box& region, const std::vector<Box>& boxes, Budget* budget)
+      : region_(region), budget_(*budget) {
     boxes_.reserve(boxes.size());
     for (const Box& box : boxes) {
       if (!HasVolume(box)) continue;
@@ -225,15 +234,15 @@ class HoleFinder {
     std::iota(items.begin(), items.end(), size_t{0});
     return Find(region_, items, 0, 0, 0);
   }
-  bool exhausted() const { return budget_ < 0; }
+  bool exhausted() const { return exhausted_; }
 
  private:
   // `items` lie inside `region`; `uncut` as in OverlapFinder.
   std::optional<Box> Find(const Box& region, Items items, int dim, int uncut,
                           int depth) {
     if (items.empty()) return region;
-    budget_ -= static_cast<int64_t>(items.size());
-    if (exhausted()) return std::nullopt;
+    exhausted_ = exhausted_ || !budget_.Step(items.size());
+    if (exhausted_) return std::nullopt;
     for (size_t i : items) {
       if (Contains(boxes_[i], region)) return std::nullopt;
     }
@@ -321,7 +330,8 @@ class HoleFinder {
 
   const Box region_;
   std::vector<Box> boxes_;
-  int64_t budget_ = kHoleBudget;
+  Budget& budget_;
+  bool exhausted_ = false;
 };
 
 // box.ToString(), for boxes with volume whose end may overflow.
@@ -343,13 +353,22 @@ Status CheckRanks(int rank, const std::vector<Box>& boxes) {
   return {};
 }
 
-Status FindOverlap(int rank, const std::vector<Box>& boxes) {
+Status TooIrregular(const Budget& budget, const char* how) {
+  return Exhausted(
+      std::string("the boxes ") + how +
+      " in too many ways to prove that they are all of a tensor: " +
+      budget.Over().message());
+}
+
+Status FindOverlap(int rank, const std::vector<Box>& boxes, Budget* budget) {
   std::vector<size_t> items;
   items.reserve(boxes.size());
   for (size_t i = 0; i < boxes.size(); ++i) {
     if (HasVolume(boxes[i])) items.push_back(i);
   }
-  const Pair pair = OverlapFinder(boxes, rank).Find(items, 0, 0, 0);
+  OverlapFinder finder(boxes, rank, budget);
+  const Pair pair = finder.Find(items, 0, 0, 0);
+  if (finder.exhausted()) return TooIrregular(*budget, "interlock");
   if (!pair) return {};
   const auto [a, b] = *pair;
   return Conflict("box " + std::to_string(a) + " " + Text(boxes[a]) +
@@ -357,22 +376,25 @@ Status FindOverlap(int rank, const std::vector<Box>& boxes) {
                   " overlap");
 }
 
-Status FindHole(const Box& region, const std::vector<Box>& boxes) {
-  HoleFinder finder(region, boxes);
+Status FindHole(const Box& region, const std::vector<Box>& boxes,
+                Budget* budget) {
+  HoleFinder finder(region, boxes, budget);
   const std::optional<Box> hole = finder.Find();
   if (hole) return Incomplete("nothing covers " + hole->ToString());
-  if (finder.exhausted()) {
-    return Exhausted(
-        "the boxes overlap in too many ways to prove that they "
-        "cover " +
-        region.ToString());
-  }
+  if (finder.exhausted()) return TooIrregular(*budget, "overlap");
   return {};
+}
+
+Budget BudgetOf(const std::vector<Box>& boxes) {
+  return Budget("the list of boxes", boxes.size() * sizeof(Box));
 }
 
 }  // namespace
 
-Status ProveTiling(const Box& region, const std::vector<Box>& boxes) {
+Status ProveTiling(const Box& region, const std::vector<Box>& boxes,
+                   Budget* budget) {
+  Budget own = BudgetOf(boxes);
+  if (!budget) budget = &own;
   TC_RETURN_IF_ERROR(CheckRanks(region.rank(), boxes));
   // Wraps where the boxes overlap wildly, which is found out first.
   uint64_t volume = 0;
@@ -384,23 +406,28 @@ Status ProveTiling(const Box& region, const std::vector<Box>& boxes) {
     }
     volume += static_cast<uint64_t>(boxes[i].Volume());
   }
-  TC_RETURN_IF_ERROR(FindOverlap(region.rank(), boxes));
+  TC_RETURN_IF_ERROR(FindOverlap(region.rank(), boxes, budget));
   if (!HasVolume(region) || volume == static_cast<uint64_t>(region.Volume())) {
     return {};
   }
-  return FindHole(region, boxes);
+  return FindHole(region, boxes, budget);
 }
 
-Status ProveCover(const Box& region, const std::vector<Box>& boxes) {
+Status ProveCover(const Box& region, const std::vector<Box>& boxes,
+                  Budget* budget) {
+  Budget own = BudgetOf(boxes);
+  if (!budget) budget = &own;
   TC_RETURN_IF_ERROR(CheckRanks(region.rank(), boxes));
   if (!HasVolume(region)) return {};
-  return FindHole(region, boxes);
+  return FindHole(region, boxes, budget);
 }
 
-Status ProveDisjoint(const std::vector<Box>& boxes) {
+Status ProveDisjoint(const std::vector<Box>& boxes, Budget* budget) {
+  Budget own = BudgetOf(boxes);
+  if (!budget) budget = &own;
   if (boxes.empty()) return {};
   TC_RETURN_IF_ERROR(CheckRanks(boxes[0].rank(), boxes));
-  return FindOverlap(boxes[0].rank(), boxes);
+  return FindOverlap(boxes[0].rank(), boxes, budget);
 }
 
 }  // namespace torch_ckpt

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/box.h"
+#include "base/budget.h"
 #include "base/status.h"
 
 namespace torch_ckpt {
@@ -14,14 +15,17 @@ namespace torch_ckpt {
 // that reaches outside. Empty boxes are ignored. About n log n for the grids
 // that sharding makes; never quadratic on one-dimensional cuts. The volume of
 // `region` fits in int64 unless it is empty; any numbers do for the boxes,
-// sizes below 0 included (they count as empty).
-Status ProveTiling(const Box& region, const std::vector<Box>& boxes);
+// sizes below 0 included (they count as empty). kExhausted when they interlock
+// or overlap in so many ways that the proof would take more than `budget` has;
+// without one, more than belongs to so many boxes. All three proofs do so.
+Status ProveTiling(const Box& region, const std::vector<Box>& boxes,
+                   Budget* budget = nullptr);
 
 // Like ProveTiling, but boxes may overlap (replicas) and may reach outside.
-// kExhausted when they overlap in so many ways that the proof would take long.
-Status ProveCover(const Box& region, const std::vector<Box>& boxes);
+Status ProveCover(const Box& region, const std::vector<Box>& boxes,
+                  Budget* budget = nullptr);
 
 // kConflict naming a pair that overlaps, or ok.
-Status ProveDisjoint(const std::vector<Box>& boxes);
+Status ProveDisjoint(const std::vector<Box>& boxes, Budget* budget = nullptr);
 
 }  // namespace torch_ckpt

@@ -67,11 +67,6 @@ class Picker {
   Intervals picked_;
 };
 
-Status TooManyBoxes(size_t most) {
-  return Exhausted("a placement rule makes more than " + std::to_string(most) +
-                   " boxes on one rank");
-}
-
 Status CheckRule(const Dims& shape, const MeshRule& rule,
                  const Dims& coordinate) {
   if (rule.placements.size() != static_cast<size_t>(rule.mesh.size())) {
@@ -121,7 +116,7 @@ Status CheckRule(const Dims& shape, const MeshRule& rule,
 
 // The part that the rank at `index` of `ranks` keeps of `held`.
 Result<Intervals> Apply(const MeshPlacement& placement, int64_t ranks,
-                        int64_t index, const Intervals& held, size_t most) {
+                        int64_t index, const Intervals& held, Budget* budget) {
   const Interval all = {0, Length(held)};
   Picker picker(held);
   if (placement.kind == MeshPlacementKind::kShard) {
@@ -130,8 +125,11 @@ Result<Intervals> Apply(const MeshPlacement& placement, int64_t ranks,
   }
   // As if the dimension had been cut into split_factor pieces before: chunk
   // `index` of each piece, one after the other.
-  if (static_cast<uint64_t>(std::min(placement.split_factor, all.end)) > most) {
-    return TooManyBoxes(most);  // of which most may be empty
+  // Most of the pieces may be empty.
+  const auto pieces =
+      static_cast<uint64_t>(std::min(placement.split_factor, all.end));
+  if (!budget->Step(pieces) || !budget->Keep(pieces * sizeof(Interval))) {
+    return budget->Over();
   }
   for (int64_t j = 0; j < placement.split_factor; ++j) {
     const Interval piece = Chunk(all, placement.split_factor, j);
@@ -144,7 +142,7 @@ Result<Intervals> Apply(const MeshPlacement& placement, int64_t ranks,
 // One list per tensor dimension. Mesh dimensions apply from left to right.
 using HeldDims = std::array<Intervals, kMaxDims>;
 Result<HeldDims> Expand(const Dims& shape, const MeshRule& rule,
-                        const Dims& coordinate, size_t most) {
+                        const Dims& coordinate, Budget* budget) {
   TC_RETURN_IF_ERROR(CheckRule(shape, rule, coordinate));
   HeldDims held;
   for (int d = 0; d < shape.size(); ++d) {
@@ -155,7 +153,7 @@ Result<HeldDims> Expand(const Dims& shape, const MeshRule& rule,
     if (placement.kind == MeshPlacementKind::kReplicate) continue;
     Intervals& dim = held[static_cast<size_t>(placement.dim)];
     TC_ASSIGN_OR_RETURN(
-        dim, Apply(placement, rule.mesh[m], coordinate[m], dim, most));
+        dim, Apply(placement, rule.mesh[m], coordinate[m], dim, budget));
   }
   return held;
 }
@@ -164,15 +162,19 @@ Result<HeldDims> Expand(const Dims& shape, const MeshRule& rule,
 
 Result<std::vector<LocalBox>> ExpandRule(const Dims& shape,
                                          const MeshRule& rule,
-                                         const Dims& coordinate, size_t most) {
+                                         const Dims& coordinate,
+                                         Budget* budget) {
   TC_ASSIGN_OR_RETURN(const HeldDims held,
-                      Expand(shape, rule, coordinate, most));
-  size_t boxes = 1;
+                      Expand(shape, rule, coordinate, budget));
+  uint64_t boxes = 1;
   for (int d = 0; d < shape.size(); ++d) {
-    const size_t n = held[static_cast<size_t>(d)].size();
+    const uint64_t n = held[static_cast<size_t>(d)].size();
     if (n == 0) return std::vector<LocalBox>();
-    if (n > most / boxes) return TooManyBoxes(most);
-    boxes *= n;
+    // No list is longer than 2^32: the budget saw to that.
+    boxes = std::min(boxes * n, uint64_t{UINT32_MAX});
+  }
+  if (!budget->Step(boxes) || !budget->Keep(boxes * sizeof(LocalBox))) {
+    return budget->Over();
   }
   // The product of the lists, the last dimension fastest. Each step splits
   // every box of the dimensions before by the intervals of one more.

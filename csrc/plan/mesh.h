@@ -5,14 +5,11 @@
 #include <vector>
 
 #include "base/box.h"
+#include "base/budget.h"
 #include "base/mesh_rule.h"
 #include "base/status.h"
 
 namespace torch_ckpt {
-
-// A strided shard may have one box per element, and rules are read from disk:
-// no rank of a sane layout comes near this.
-inline constexpr size_t kMaxBoxesPerRank = size_t{1} << 20;
 
 // The boxes of a tensor of `shape` that the rank at `coordinate` holds, in the
 // order in which their elements stand in the local tensor along each dimension
@@ -20,8 +17,9 @@ inline constexpr size_t kMaxBoxesPerRank = size_t{1} << 20;
 // Uneven sizes split as torch.chunk does: ceil(n / k) rows, trailing ranks
 // short or empty. kInvalidArgument for a rule that torch would refuse (negative
 // dimensions included: torch counts them from the front before it gets here),
-// kExhausted for one that makes more than `most` boxes on a rank, or that cuts
-// a dimension into more pieces.
+// kExhausted for one that cuts dimensions into more pieces, or makes more
+// boxes, than `budget` has: a strided shard may have one box for each element,
+// and rules are read from disk.
 struct LocalBox {
   Box box;
   Dims local_offset;  // element offsets in the local tensor
@@ -29,6 +27,6 @@ struct LocalBox {
 Result<std::vector<LocalBox>> ExpandRule(const Dims& shape,
                                          const MeshRule& rule,
                                          const Dims& coordinate,
-                                         size_t most = kMaxBoxesPerRank);
+                                         Budget* budget);
 
 }  // namespace torch_ckpt

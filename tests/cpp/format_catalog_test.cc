@@ -441,10 +441,11 @@ TEST(CatalogFile, RandomCatalogsComeBack) {
         shape.push_back(static_cast<int64_t>(below(5)));
       ASSERT_TRUE(
           b.AddTensor("t" + std::to_string(i), Dtype::kF16, shape).ok());
-      for (uint64_t k = below(4); k-- > 0;) {
+      const uint64_t placements = below(4);
+      for (uint64_t k = 0; k < placements; ++k) {
         Placement p;
         p.file = static_cast<uint32_t>(below(3));
-        p.role = static_cast<PlacementRole>(below(2));
+        if (k > 0) p.role = static_cast<PlacementRole>(below(2));
         p.kind = static_cast<PlacementKind>(below(3));
         p.offset = below(uint64_t{1} << 39);
         if (p.kind == PlacementKind::kRange) {

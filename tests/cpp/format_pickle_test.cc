@@ -301,7 +301,8 @@ TEST(PickleTest, RecordsUnknownNames) {
   EXPECT_EQ(UnknownName(*FindKey(items, "c")), "evil.f");
   EXPECT_EQ(UnknownName(*FindKey(items, "d")), "evil.g");
   EXPECT_EQ(UnknownName(pickle->root()), "");
-  const auto object = ObjectOfPickle(*FindKey(items, "a"), {});
+  Budget budget("the pickle", text.size());
+  const auto object = ObjectOfPickle(*FindKey(items, "a"), {}, &budget);
   EXPECT_EQ(object.status().kind(), ErrorKind::kUnsupported);
   EXPECT_NE(object.status().message().find("os.system"), std::string::npos);
 }
@@ -316,8 +317,8 @@ TEST(TorchStateTest, BoundsWhatSharedContainersSay) {
   const std::string text = Pickled("(" + program + "t");
   const auto pickle = Pickle::Parse(AsBytes(text), UnknownNames::kRecord);
   ASSERT_TRUE(pickle.ok()) << pickle.status().ToString();
-  const auto state =
-      FlattenState(pickle->root().items().back(), pickle->bytes());
+  Budget budget("the pickle", text.size());
+  const auto state = FlattenState(pickle->root().items().back(), &budget);
   EXPECT_EQ(state.status().kind(), ErrorKind::kExhausted);
 }
 
@@ -325,7 +326,8 @@ TEST(TorchStateTest, RefusesADictThatHoldsItself) {
   const std::string text = Pickled("}\x94\x8c\x01xh\0s"s);
   const auto pickle = Pickle::Parse(AsBytes(text), UnknownNames::kRecord);
   ASSERT_TRUE(pickle.ok()) << pickle.status().ToString();
-  const auto state = FlattenState(pickle->root(), pickle->bytes());
+  Budget budget("the pickle", text.size());
+  const auto state = FlattenState(pickle->root(), &budget);
   EXPECT_FALSE(state.ok());
 }
 

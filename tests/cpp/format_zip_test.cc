@@ -9,6 +9,8 @@
 namespace torch_ckpt {
 namespace {
 
+using namespace std::string_literals;
+
 template <class T>
 std::string Raw(T value) {
   return {reinterpret_cast<const char*>(&value), sizeof value};
@@ -61,8 +63,9 @@ Result<std::string> Content(const std::string& archive) {
   const ByteSpan bytes = AsBytes(archive);
   TC_ASSIGN_OR_RETURN(
       const ZipDirectory directory,
-      FindZipDirectory(bytes.last(std::min(bytes.size(), kZipTail)),
-                       bytes.size()));
+      FindZipDirectory(
+          bytes.last(std::min(bytes.size(), kZipTail + kMaxZipComment)),
+          bytes.size()));
   TC_ASSIGN_OR_RETURN(
       const std::vector<ZipEntry> entries,
       ParseZipDirectory(bytes.subspan(directory.begin, directory.bytes),
@@ -92,7 +95,13 @@ TEST(ZipTest, FindsContent) {
 TEST(ZipTest, RefusesWhatTorchDoesNotWrite) {
   EXPECT_EQ(KindOf({.flags = 1}), ErrorKind::kUnsupported);
   EXPECT_EQ(KindOf({.method = 8}), ErrorKind::kUnsupported);
-  EXPECT_EQ(KindOf({.comment = "hello"}), ErrorKind::kCorrupt);
+  for (const std::string& comment : {"hello"s, std::string(0xffff, 'x')}) {
+    EXPECT_EQ(KindOf({.comment = comment}), ErrorKind::kOk);
+    EXPECT_EQ(KindOf({.large = true, .comment = comment}), ErrorKind::kOk);
+    const std::string archive = Archive({.comment = comment});
+    EXPECT_EQ(Content(archive.substr(0, archive.size() - 1)).status().kind(),
+              ErrorKind::kCorrupt);
+  }
   // A data descriptor says nothing that the directory does not.
   EXPECT_EQ(KindOf({.flags = 8}), ErrorKind::kOk);
 }

@@ -5,6 +5,7 @@
 #include <random>
 #include <vector>
 
+#include "budget_test_util.h"
 #include "plan/cover.h"
 
 namespace torch_ckpt {
@@ -317,6 +318,25 @@ TEST(ProveTiling, StaircaseIsNotQuadratic) {
   const std::chrono::duration<double> took =
       std::chrono::steady_clock::now() - start;
   EXPECT_LT(took.count(), 20) << "seconds";
+}
+
+// Three stacks of plates, each of which reaches past the two others: no slab
+// holds fewer than all.
+TEST(ProveDisjoint, InterlockingStacksAreNotQuadratic) {
+  const auto prove = [](size_t n) -> Cost {
+    const auto k = static_cast<int64_t>(n);
+    Boxes boxes;
+    for (int64_t i = 0; i < k; ++i) {
+      boxes.push_back({{0, 0, k + i}, {3 * k, k, 1}});
+      boxes.push_back({{k + i, 0, 0}, {1, 3 * k, k}});
+      boxes.push_back({{0, k + i, 0}, {k, 1, 3 * k}});
+    }
+    const size_t bytes = boxes.size() * sizeof(Box);
+    Budget budget("the boxes", bytes);
+    return {ProveDisjoint(boxes, &budget), budget.steps(), bytes};
+  };
+  EXPECT_TRUE(prove(500).status.ok());
+  ExpectLinear(prove, 3600);
 }
 
 INSTANTIATE_TEST_SUITE_P(Grids, ManyBoxes,

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "budget_test_util.h"
 #include "plan/cover.h"
 #include "plan/mesh.h"
 
@@ -33,8 +34,9 @@ Dims Hull(const std::vector<Box>& boxes) {
 // "<box>@<local offset> ...", or the kind of the error.
 std::string Expand(const Dims& shape, const MeshRule& rule,
                    const Dims& coordinate) {
+  Budget budget("the rule", 0);
   const Result<std::vector<LocalBox>> boxes =
-      ExpandRule(shape, rule, coordinate);
+      ExpandRule(shape, rule, coordinate, &budget);
   if (!boxes.ok()) return ErrorKindName(boxes.status().kind());
   std::string text;
   for (const LocalBox& box : *boxes) {
@@ -133,6 +135,23 @@ TEST(ExpandRule, HostileRuleIsBounded) {
             "exhausted");
 }
 
+// No box is made of an empty tensor, and each piece is looked at.
+TEST(ExpandRule, PiecesOfEmptyTensorsCount) {
+  const int64_t pieces = 65'536;
+  const auto expand = [&](size_t leaves) -> Cost {
+    const size_t bytes = 14 * leaves;
+    Budget budget("the pickle", bytes);
+    for (size_t i = 0; i < leaves; ++i) {
+      const auto boxes = ExpandRule({0, 4 * pieces},
+                                    {{2}, {Strided(1, pieces)}}, {0}, &budget);
+      if (!boxes.ok()) return {boxes.status(), budget.steps(), bytes};
+    }
+    return {{}, budget.steps(), bytes};
+  };
+  ExpectLinear(expand, 50);
+  EXPECT_EQ(expand(2000).status.kind(), ErrorKind::kExhausted);
+}
+
 TEST(ExpandRule, RanksTileTheTensor) {
   std::mt19937_64 rng(5);
   const auto pick = [&](int64_t low, int64_t high) {
@@ -157,7 +176,8 @@ TEST(ExpandRule, RanksTileTheTensor) {
         rest /= rule.mesh[m];
       }
       std::vector<Box> local;
-      const auto boxes = ExpandRule(shape, rule, coordinate);
+      Budget budget("the rule", 0);
+      const auto boxes = ExpandRule(shape, rule, coordinate, &budget);
       ASSERT_TRUE(boxes.ok());
       for (const LocalBox& box : *boxes) {
         all.push_back(box.box);

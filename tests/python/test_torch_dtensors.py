@@ -255,6 +255,19 @@ def test_an_order_of_shards_that_is_not_from_left_to_right(tmp_path: Path) -> No
     assert list(torch_ckpt.open(path)) == ["plain"]
 
 
+def test_an_order_of_more_dimensions_than_the_mesh_has(tmp_path: Path) -> None:
+    """Nobody looks through 30,000 of them for each of the leaves that share them."""
+    path = tmp_path / "a.pt"
+    with as_rank(1, (2, 2)) as devices:
+        part = distribute_tensor(
+            torch.arange(8.0), devices, [Shard(0), Shard(0)], src_data_rank=None
+        )
+        order = ShardOrderEntry(tensor_dim=0, mesh_dims=tuple(range(30_000)))
+        object.__setattr__(part._spec, "shard_order", (order,))
+        torch.save({"w": part, "plain": torch.ones(2)}, path)
+    assert list(torch_ckpt.open(path)) == ["plain"]
+
+
 def test_two_shards_of_one_dimension_by_an_old_torch(tmp_path: Path) -> None:
     """FSDP over tensor parallelism stored them in another order before torch 2.5."""
     path = tmp_path / "a.pt"

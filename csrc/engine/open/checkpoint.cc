@@ -299,7 +299,8 @@ bool Checkpoint::MayBePart(std::span<const Placement> placements) const {
 Status Checkpoint::ProveTiled(uint32_t entry,
                               std::span<const Placement> placements) const {
   const CatalogEntry& e = catalog().entries()[entry];
-  if (e.kind == EntryKind::kObject || proved_[entry]) return {};
+  std::atomic<bool>& is_proved = proved_[catalog().TensorOf(entry)];
+  if (e.kind == EntryKind::kObject || is_proved) return {};
   const Status proved = ProveOwners(e.shape, placements);
   if (!proved.ok() && MayBePart(placements)) {
     const uint32_t file =
@@ -314,7 +315,7 @@ Status Checkpoint::ProveTiled(uint32_t entry,
         .WithTensor(std::string(e.name))
         .WithFile(CatalogPath());
   }
-  proved_[entry] = true;
+  is_proved = true;
   return {};
 }
 

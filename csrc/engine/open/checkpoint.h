@@ -123,7 +123,7 @@ class Checkpoint {
   std::string CatalogPath() const;
 
   const Contents has_;
-  mutable std::vector<std::atomic<bool>> proved_;  // by entry
+  mutable std::vector<std::atomic<bool>> proved_;  // by TensorOf
   mutable SafetensorsBlobs blobs_;
 };
 

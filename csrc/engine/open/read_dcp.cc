@@ -22,7 +22,9 @@ Result<DcpDirectory> ReadDcpDirectory(const Directory& directory,
                       directory.StatName(metadata));
   TC_ASSIGN_OR_RETURN(const std::string pickle,
                       directory.ReadFile(metadata, kMaxDcpMetadataBytes));
-  Result<DcpMetadata> parsed = ParseDcpMetadata(AsBytes(pickle), apart);
+  Budget budget("the pickle", pickle.size());
+  Result<DcpMetadata> parsed =
+      ParseDcpMetadata(AsBytes(pickle), &budget, apart);
   if (!parsed.ok()) return parsed.status().WithFile(path);
   DcpDirectory out;
   for (const DcpFile& named : parsed->files) {

@@ -64,12 +64,13 @@ Status TorchArchive::ReadDirectory(uint64_t most) {
   const uint64_t end = std::min(range_.bytes, kEnd);
   TC_ASSIGN_OR_RETURN(tail_, Read(range_.bytes - end, end));
   TC_ASSIGN_OR_RETURN(head_, Read(0, end));
-  const size_t seen = std::min<size_t>(tail_.size(), kZipTail);
-  TC_ASSIGN_OR_RETURN(
-      directory_,
-      FindZipDirectory(
-          AsBytes(std::string_view(tail_).substr(tail_.size() - seen)),
-          range_.bytes));
+  if (!EndsWithoutComment(AsBytes(tail_))) {
+    const uint64_t more =
+        std::min<uint64_t>(range_.bytes, kZipTail + kMaxZipComment);
+    TC_ASSIGN_OR_RETURN(tail_, Read(range_.bytes - more, more));
+  }
+  TC_ASSIGN_OR_RETURN(directory_,
+                      FindZipDirectory(AsBytes(tail_), range_.bytes));
   if (directory_.bytes > most) return TooLarge("directory", most);
   TC_ASSIGN_OR_RETURN(std::string names,
                       Read(directory_.begin, directory_.bytes));
@@ -122,6 +123,7 @@ Result<TorchArchive> TorchArchive::Open(const File& file, FileRange range,
 
 Result<std::vector<ZipContent>> TorchArchive::Contents() const {
   std::vector<ZipContent> out;
+  std::vector<std::pair<uint64_t, uint64_t>> spans;  // begin, end in the file
   for (const auto& [name, entry] : entries_) {
     TC_ASSIGN_OR_RETURN(const std::string header,
                         Read(entry.header, kZipLocalHeader));
@@ -136,6 +138,17 @@ Result<std::vector<ZipContent>> TorchArchive::Contents() const {
       content.crc32_at.push_back(content.range.offset + entry.bytes +
                                  kZipCrcBehind);
     }
+    spans.push_back(
+        {range_.offset + entry.header, content.range.offset + entry.bytes});
+  }
+  // Who reads all of them reads no byte twice: only their headers say how long
+  // these are.
+  std::sort(spans.begin(), spans.end());
+  for (size_t i = 1; i < spans.size(); ++i) {
+    if (spans[i].first < spans[i - 1].second) {
+      return Foreign("has two entries that overlap at byte " +
+                     std::to_string(spans[i].first - range_.offset));
+    }
   }
   return out;
 }
@@ -146,6 +159,15 @@ Result<TorchArchive::Found> TorchArchive::Find(
       entries_.find(stem_ + "data/" + std::string(tensor.storage));
   if (entry == entries_.end()) {
     return Foreign("has no storage " + std::string(tensor.storage));
+  }
+  if (entry->second.bytes / tensor.storage_element_bytes !=
+      tensor.storage_elements) {
+    return Foreign("has a storage " + std::string(tensor.storage) + " of " +
+                   std::to_string(entry->second.bytes) +
+                   " bytes, and its pickle says " +
+                   std::to_string(tensor.storage_elements) + " elements of " +
+                   std::to_string(tensor.storage_element_bytes) +
+                   ": they are of different files, or one is damaged");
   }
   if (tensor.end > entry->second.bytes) {
     return Foreign("has a storage of " + std::to_string(entry->second.bytes) +
@@ -185,12 +207,18 @@ Status TorchArchive::CheckStorage(const DigestedRange& storage) const {
                  std::to_string(end) + " that does not match its CRC-32");
 }
 
-Result<std::string> TorchArchive::Elements(const TorchTensor& tensor) const {
+Result<std::string> TorchArchive::Elements(const TorchTensor& tensor,
+                                           Budget* budget) const {
   TC_ASSIGN_OR_RETURN(const uint64_t bytes,
                       ByteSize(tensor.dtype, tensor.shape));
   if (bytes > kMaxElementBytes ||
       tensor.end - tensor.begin > kMaxElementBytes) {
     return Unsupported("the object has a tensor above 128 MiB");
+  }
+  // Views of one storage are read for each of them, and an expanded one makes
+  // more than is stored.
+  if (!budget->Touch(std::max(bytes, tensor.end - tensor.begin))) {
+    return budget->Over();
   }
   std::string out(bytes, '\0');
   if (bytes == 0) return out;
@@ -218,16 +246,14 @@ Result<std::vector<Result<std::string>>> ReadArchivedObjects(
                       TorchArchive::Open(file, range, kMaxObjectPickle));
   std::optional<TorchState> state;
   std::vector<Result<std::string>> out;
-  // Views of one storage are read for each of them, and what stands in several
-  // leaves is written for each.
-  uint64_t left = 2 * kMaxElementBytes;
-  size_t text_left = kMaxObjectText;
+  // Of all together, those that cannot be read included.
+  Budget budget("the pickle", archive.pickle_bytes());
   for (const uint64_t leaf : leaves) {
     const PickleValue* value = &archive.root();
     if (leaf > 0) {
       if (!state) {
-        TC_ASSIGN_OR_RETURN(
-            state, FlattenState(archive.root(), archive.pickle_bytes()));
+        Budget of_names("the pickle", archive.pickle_bytes());
+        TC_ASSIGN_OR_RETURN(state, FlattenState(archive.root(), &of_names));
       }
       if (leaf > state->leaves.size()) {
         return Foreign("has no leaf " + std::to_string(leaf));
@@ -236,15 +262,10 @@ Result<std::vector<Result<std::string>>> ReadArchivedObjects(
     }
     out.push_back(ObjectOfPickle(
         *value,
-        [&](const TorchTensor& tensor) -> Result<std::string> {
-          if (tensor.end - tensor.begin > left) {
-            return Exhausted("the objects have tensors above 256 MiB together");
-          }
-          left -= tensor.end - tensor.begin;
-          return archive.Elements(tensor);
+        [&](const TorchTensor& tensor) {
+          return archive.Elements(tensor, &budget);
         },
-        text_left));
-    if (out.back().ok()) text_left -= std::min(text_left, out.back()->size());
+        &budget));
   }
   return out;
 }

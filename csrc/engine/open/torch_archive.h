@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/budget.h"
 #include "format/catalog.h"
 #include "format/pickle.h"
 #include "format/torch_tensor.h"
@@ -44,16 +45,17 @@ class TorchArchive {
   Result<std::vector<ZipContent>> Contents() const;
   // Where in the file the tensor is: kStridedBox of all of it, and the storage
   // that it is in. No `file` is set. Reads the header of the storage. kCorrupt
-  // where that has too few bytes.
+  // where that has too few bytes, or other ones than the pickle says.
   struct Found {
     Placement placement;
     DigestedRange storage;  // of crc32 0 where the writer did not say
   };
   Result<Found> Find(const TorchTensor& tensor) const;
   // Its elements in row-major order, for those of objects: kUnsupported where
-  // more than 128 MiB were to be read for them. Compares its storage with its
-  // CRC-32, the first time. For one thread.
-  Result<std::string> Elements(const TorchTensor& tensor) const;
+  // more than 128 MiB were to be read or made for them, kExhausted where
+  // `budget` has not so much. Compares its storage with its CRC-32, the first
+  // time. For one thread.
+  Result<std::string> Elements(const TorchTensor& tensor, Budget* budget) const;
 
  private:
   TorchArchive(const File& file, FileRange range)

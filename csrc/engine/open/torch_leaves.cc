@@ -14,23 +14,24 @@ namespace {
 
 constexpr std::string_view kRootPath = "[]";
 
-// Boxes of DTensors in one archive: as many, and one for each byte of its
-// pickle.
-constexpr size_t kBoxesAnyway = size_t{1} << 16;
-
 // What the rank had of it: boxes of the whole, each in its place in the local
-// tensor. At most `*boxes_left`, which it lessens.
+// tensor.
 Status PlaceDTensor(const TorchArchive& archive, const TorchRebuild& rebuild,
-                    size_t* boxes_left, TorchLeaf* leaf) {
-  TC_ASSIGN_OR_RETURN(const TorchDTensor found, ReadTorchDTensor(rebuild));
-  Result<std::vector<LocalBox>> boxes =
-      ExpandRule(found.shape, found.rule, found.coordinate, *boxes_left);
+                    Budget* budget, TorchLeaf* leaf) {
+  TC_ASSIGN_OR_RETURN(const TorchDTensor found,
+                      ReadTorchDTensor(rebuild, budget));
+  const Result<std::vector<LocalBox>> boxes =
+      ExpandRule(found.shape, found.rule, found.coordinate, budget);
   if (boxes.status().kind() == ErrorKind::kExhausted) return boxes.status();
   if (!boxes.ok()) {
     return Corrupt("is a DTensor whose placements are impossible: " +
                    boxes.status().message());
   }
-  *boxes_left -= boxes->size();
+  // As much again is what it is compared by, and encoded as.
+  if (!budget->Keep(boxes->size() * 2 * sizeof(Placement)) ||
+      !budget->Touch(found.local.storage.size())) {
+    return budget->Over();
+  }
   TC_ASSIGN_OR_RETURN(const TorchArchive::Found placed,
                       archive.Find(found.local));
   const Placement& local = placed.placement;
@@ -66,12 +67,13 @@ Status PlaceDTensor(const TorchArchive& archive, const TorchRebuild& rebuild,
 }
 
 Status PlaceTensor(const TorchArchive& archive, const PickleValue& value,
-                   size_t* boxes_left, TorchLeaf* leaf) {
+                   Budget* budget, TorchLeaf* leaf) {
   TC_ASSIGN_OR_RETURN(const TorchRebuild rebuild, FindTorchRebuild(value));
   if (IsTorchDTensor(rebuild)) {
-    return PlaceDTensor(archive, rebuild, boxes_left, leaf);
+    return PlaceDTensor(archive, rebuild, budget, leaf);
   }
   TC_ASSIGN_OR_RETURN(const TorchTensor tensor, ReadTorchTensor(value));
+  if (!budget->Touch(tensor.storage.size())) return budget->Over();
   TC_ASSIGN_OR_RETURN(TorchArchive::Found placed, archive.Find(tensor));
   leaf->dtype = tensor.dtype;
   leaf->shape = tensor.shape;
@@ -89,19 +91,18 @@ Result<TorchLeaves> FindTorchLeaves(const File& file, FileRange range,
   if (!listed && archive.root().Is(PickleKind::kList)) {
     return Unsupported("holds a list and no state dict");
   }
-  TC_ASSIGN_OR_RETURN(TorchState state,
-                      FlattenState(archive.root(), archive.pickle_bytes()));
+  Budget budget("the pickle", archive.pickle_bytes());
+  TC_ASSIGN_OR_RETURN(TorchState state, FlattenState(archive.root(), &budget));
   TorchLeaves out;
   out.range = range;
   out.containers = std::move(state.containers);
   out.leaves.reserve(state.leaves.size());
-  size_t boxes_left = kBoxesAnyway + archive.pickle_bytes();
   for (StateLeaf& leaf : state.leaves) {
     TorchLeaf& found = out.leaves.emplace_back();
     found.name = std::move(leaf.name);
     found.path = std::move(leaf.path);
     if (!IsTorchTensor(*leaf.value)) continue;
-    Status placed = PlaceTensor(archive, *leaf.value, &boxes_left, &found);
+    Status placed = PlaceTensor(archive, *leaf.value, &budget, &found);
     found.is_tensor = placed.ok();
     if (placed.ok() || placed.kind() == ErrorKind::kUnsupported) continue;
     return std::move(placed).WithTensor(found.name);

@@ -59,7 +59,14 @@ def metadata_of(described: dict[str, Any], path: str, load_id: str, *, chunks: b
     planner_data: dict[str, Any] = {}
     files = [os.path.join(path, file["name"]) for file in described["files"]]
     types = [_Type(*each) for each in described["types"]]
-    holders, placements = iter(described["holders"]), iter(described["placements"])
+    holders = iter(described["holders"])
+    names_of_tensors = (
+        name
+        for name, kind in zip(described["names"], described["kinds"], strict=True)
+        if kind != _core.OBJECT
+    )
+    # Those of aliases are None: they have their tensors'.
+    boxes = dict(zip(names_of_tensors, described["placements"], strict=True)) if chunks else {}
     # One parse for all paths: a call for each costs more than all the rest.
     paths = json.loads("[" + ",".join(text or "null" for text in described["paths"]) + "]")
     columns = zip(described["names"], described["kinds"], described["type_of"], paths, strict=True)
@@ -73,7 +80,7 @@ def metadata_of(described: dict[str, Any], path: str, load_id: str, *, chunks: b
                 storage[MetadataIndex(name)] = files[holder]
             continue
         kept = types[at]
-        parts = next(placements) if chunks else None
+        parts = boxes[described["aliases"].get(name, name)] if chunks else None
         if kept.properties is None:
             logger.warning(
                 "%s: tensor '%s' is left out: it has dtype %s, which this torch does not have",

@@ -1,0 +1,79 @@
+// What reading the bytes of a stranger may take.
+//
+// A small file can say the same thing in very many places, and each place costs
+// what the thing costs. So whoever follows what bytes say charges each value
+// and each text that is *touched*, and each byte that is kept, to a Budget that
+// was made of the number of bytes read: time and memory then grow with the
+// file, whatever it says.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string_view>
+
+#include "base/status.h"
+
+namespace torch_ckpt {
+
+// Not thread-safe. Once it is over it stays over.
+class Budget {
+ public:
+  static constexpr uint64_t kStepsAnyway = uint64_t{1} << 24;
+  static constexpr uint64_t kStepsPerByte = 8;
+  // As much text is touched in one step: about as fast as a value is.
+  static constexpr uint64_t kTextPerStep = 64;
+  static constexpr uint64_t kKeptAnyway = uint64_t{256} << 20;
+  static constexpr uint64_t kKeptPerByte = 16;
+  // Of files so large that this is less than four times their bytes, that.
+  static constexpr uint64_t kMostKept = uint64_t{1} << 30;
+
+  // `what` was read, and has `bytes`; a literal, for messages.
+  Budget(std::string_view what, uint64_t bytes)
+      : what_(what), bytes_(bytes), kept_left_(MostKept(bytes)) {}
+
+  // What may be kept of `bytes` that were read.
+  static constexpr uint64_t MostKept(uint64_t bytes) {
+    return std::min(kKeptAnyway + kKeptPerByte * bytes,
+                    std::max(kMostKept, 4 * bytes));
+  }
+
+  // Each charges, and is false where that was too much. Then Over() says so.
+  [[nodiscard]] bool Step(uint64_t steps = 1) {
+    if (steps > MostSteps() - steps_) {
+      steps_ = MostSteps();
+      is_over_ = true;
+    } else {
+      steps_ += steps;
+    }
+    return !is_over_;
+  }
+  // A value, and the text that it has.
+  [[nodiscard]] bool Touch(uint64_t text_bytes) {
+    return Step(1 + text_bytes / kTextPerStep);
+  }
+  [[nodiscard]] bool Keep(uint64_t bytes) {
+    if (bytes > kept_left_) {
+      is_over_ = true;
+    } else {
+      kept_left_ -= bytes;
+    }
+    return !is_over_;
+  }
+
+  uint64_t kept_left() const { return kept_left_; }
+  // Charged so far: the same on every machine.
+  uint64_t steps() const { return steps_; }
+  // kExhausted.
+  Status Over() const;
+
+ private:
+  uint64_t MostSteps() const { return kStepsAnyway + kStepsPerByte * bytes_; }
+
+  std::string_view what_;
+  uint64_t bytes_;
+  uint64_t steps_ = 0;
+  uint64_t kept_left_;
+  bool is_over_ = false;
+};
+
+}  // namespace torch_ckpt
