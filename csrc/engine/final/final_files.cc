@@ -85,7 +85,6 @@ Result<FinalFiles> DecodeList(ByteSpan bytes) {
   }
   const auto banded = in.Bounded(in.left());
   if (!banded) return damaged;
-  list.banded.reserve(*banded);
   for (uint64_t i = 0; i < *banded; ++i) {
     const auto file = in.Bounded(UINT32_MAX);
     const auto entry = in.Bounded(UINT32_MAX);

@@ -87,8 +87,7 @@ Result<RingPeer> PeerOf(LocalSocket socket, LocalMessage message) {
   if (!rank || !offset || !count || !message.descriptor.valid()) {
     return malformed;
   }
-  std::vector<RingBox> boxes;
-  boxes.reserve(*count);
+  std::vector<RingBox> boxes;  // of two bytes each, and more in memory
   for (uint64_t b = 0; b < *count; ++b) {
     const auto tensor = in.Bounded(SIZE_MAX);
     const auto dims = in.Bounded(kMaxDims);
