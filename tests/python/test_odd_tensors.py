@@ -63,7 +63,7 @@ def test_it_is_not_saved(tmp_path: Path, kind: str, save: str) -> None:
         assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("kind", ODD.keys() - {"complex128"})
+@pytest.mark.parametrize("kind", sorted(ODD.keys() - {"complex128"}))
 def test_it_is_no_part_of_an_object(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ObjectError, match=r"w\.0: (a )?tensors? "):
         torch_ckpt.save({"w": (ODD[kind](),)}, tmp_path / "c")
@@ -156,6 +156,23 @@ def test_what_is_inside_of_a_dtensor(tmp_path: Path, plain: Path) -> None:
     local.codes.zero_()
     torch_ckpt.load({"w": wrapped}, plain)
     assert torch.equal(local.codes, codes())
+
+
+@pytest.mark.parametrize("op", ["save", "read", "stage"])
+@pytest.mark.parametrize("kind", sorted(ODD.keys() - {"odd_tensors.Coded", "complex128"}))
+def test_operators_have_no_kernel_for_it(tmp_path: Path, plain: Path, kind: str, op: str) -> None:
+    """What a class like Coded makes of an operator no kernel can see (docs/operators.md)."""
+    report = torch.zeros(4, dtype=torch.int64)
+    value = [ODD[kind]()]
+    with pytest.raises((NotImplementedError, TypeError, ValueError, AssertionError), match=op):
+        if op == "stage":
+            offsets, region = torch.zeros(1, dtype=torch.int64), torch.zeros(4096).byte()
+            stage = torch.ops.dcp_ext.stage
+            stage(value, torch_ckpt.plan(names=["w"]), offsets, report, region)
+        else:
+            path = plain if op == "read" else tmp_path / "c"
+            getattr(torch.ops.dcp_ext, op)(value, torch_ckpt.plan(path, ["w"]), report)
+    assert report[0] == 0 and not (tmp_path / "c").exists()
 
 
 class Gathered(Coded):
