@@ -105,7 +105,7 @@ bool ProvablyDead(const LockHolder& holder) {
   const LockHolder self = ThisProcess();
   if (!Same(holder.boot, self.boot)) {
     return holder.boot != "-" && self.boot != "-" &&
-           Same(holder.machine, self.machine) &&
+           Same(holder.host, self.host) && Same(holder.machine, self.machine) &&
            holder.pid_space == kFirstPidSpace &&
            self.pid_space == kFirstPidSpace;
   }

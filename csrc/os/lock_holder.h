@@ -30,8 +30,9 @@ std::optional<LockHolder> ParseLockHolder(const std::string& text);
 // somebody can clear up, a lock too few is a damaged checkpoint. Proof is
 //   - the same boot and process ids of one space, and no such process, or one
 //     that began at another time;
-//   - the same machine at another boot, both told by its first process space:
-//     what a container calls its machine may be many.
+//   - the same machine under the same host name at another boot, both told by
+//     its first process space: what a container calls its machine may be many,
+//     and so may virtual machines that were cloned from one image.
 // Another boot under the same host name proves nothing: two live pods may have
 // one name, and each its host's boot.
 bool ProvablyDead(const LockHolder& holder);

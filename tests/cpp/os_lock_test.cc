@@ -276,6 +276,19 @@ TEST_F(LockFileTest, AnotherBootOfAnotherMachineIsAlive) {
             ErrorKind::kConflict);
 }
 
+// Machines that were cloned from one image may share what they call themselves.
+TEST_F(LockFileTest, AnotherBootOfAnotherHostIsAlive) {
+  auto own = DirectoryLock::Acquire(path());
+  ASSERT_TRUE(own.ok());
+  std::vector<std::string> lines = Lines();
+  own->Release();
+  lines[0] = "elsewhere";
+  lines[2] = "other-boot";
+  Write(lines);
+  EXPECT_EQ(DirectoryLock::Acquire(path()).status().kind(),
+            ErrorKind::kConflict);
+}
+
 TEST_F(LockFileTest, ALockThatIsFasterThanOursIsLeftAlone) {
   for (const int rename_error : {0, EINVAL}) {
     auto own = DirectoryLock::Acquire(path());
