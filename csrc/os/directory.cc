@@ -109,7 +109,7 @@ std::string Directory::Join(const std::string& name) const {
   return base + "/" + name;
 }
 
-Result<Directory> Directory::Inner(const std::string& name) const {
+Result<Directory> Directory::OpenDirectory(const std::string& name) const {
   TC_RETURN_IF_ERROR(CheckName(*this, name));
   const std::string joined = Join(name);
   const int child =
@@ -123,13 +123,14 @@ Result<Directory> Directory::Inner(const std::string& name) const {
 Result<File> Directory::OpenFile(const std::string& path,
                                  OpenOptions options) const {
   if (const Steps steps(path); steps.deep()) {
-    TC_ASSIGN_OR_RETURN(const Directory inner, Inner(steps.first));
+    TC_ASSIGN_OR_RETURN(const Directory inner, OpenDirectory(steps.first));
     return inner.OpenFile(steps.rest, options);
   }
   TC_RETURN_IF_ERROR(CheckName(*this, path));
   const std::string joined = Join(path);
   int flags = options.write ? O_RDWR : O_RDONLY;
   flags |= options.create_new ? O_CREAT | O_EXCL | O_NOFOLLOW : O_NONBLOCK;
+  if (options.no_follow) flags |= O_NOFOLLOW;
   const int fd = OpenAt(this->fd(), path.c_str(), joined, flags);
   if (fd < 0) {
     Status failed = Status::Io(errno, "openat", joined);
@@ -142,16 +143,6 @@ Result<File> Directory::OpenFile(const std::string& path,
   File file(fd, joined);
   if (!options.create_new) TC_RETURN_IF_ERROR(CheckOpened(file));
   return file;
-}
-
-Result<Directory> Directory::OpenDirectory(const std::string& name) const {
-  TC_RETURN_IF_ERROR(CheckName(*this, name));
-  const std::string joined = Join(name);
-  const int child = OpenAt(fd(), name.c_str(), joined, O_RDONLY | O_DIRECTORY);
-  if (child < 0) return Status::Io(errno, "openat", joined);
-  Directory directory;
-  directory.file_ = File(child, joined);
-  return directory;
 }
 
 Status Directory::MakeDirectory(const std::string& name) const {
@@ -168,7 +159,7 @@ Status Directory::MakeDirectory(const std::string& name) const {
 Result<std::optional<FileInfo>> Directory::StatName(
     const std::string& path) const {
   if (const Steps steps(path); steps.deep()) {
-    const Result<Directory> inner = Inner(steps.first);
+    const Result<Directory> inner = OpenDirectory(steps.first);
     if (inner.ok()) return inner->StatName(steps.rest);
     if (inner.status().sys_errno() != ENOENT) return inner.status();
     return std::optional<FileInfo>();
@@ -178,9 +169,15 @@ Result<std::optional<FileInfo>> Directory::StatName(
 }
 
 Result<std::optional<FileInfo>> Directory::StatEntry(
-    const std::string& name) const {
-  TC_RETURN_IF_ERROR(CheckName(*this, name));
-  return StatAt(fd(), name, Join(name), AT_SYMLINK_NOFOLLOW);
+    const std::string& path) const {
+  if (const Steps steps(path); steps.deep()) {
+    const Result<Directory> inner = OpenDirectory(steps.first);
+    if (inner.ok()) return inner->StatEntry(steps.rest);
+    if (inner.status().sys_errno() != ENOENT) return inner.status();
+    return std::optional<FileInfo>();
+  }
+  TC_RETURN_IF_ERROR(CheckName(*this, path));
+  return StatAt(fd(), path, Join(path), AT_SYMLINK_NOFOLLOW);
 }
 
 Result<std::vector<std::string>> Directory::List() const {
@@ -216,7 +213,7 @@ Result<std::vector<std::string>> Directory::List() const {
 
 Status Directory::Unlink(const std::string& path, bool missing_ok) const {
   if (const Steps steps(path); steps.deep()) {
-    const Result<Directory> inner = Inner(steps.first);
+    const Result<Directory> inner = OpenDirectory(steps.first);
     if (inner.ok()) return inner->Unlink(steps.rest, missing_ok);
     const bool missing = inner.status().sys_errno() == ENOENT;
     return missing && missing_ok ? Status() : inner.status();
@@ -247,11 +244,12 @@ Status Directory::RemoveDirectory(const std::string& name,
 Status Directory::Sync() const { return file_.Sync(); }
 
 Result<std::string> Directory::ReadFile(const std::string& name,
-                                        uint64_t max_bytes) const {
+                                        uint64_t max_bytes,
+                                        OpenOptions options) const {
   constexpr size_t kStep = size_t{64} << 10;
   // So much the allocator maps by itself, and unmaps when it is freed.
   constexpr size_t kMappedText = size_t{64} << 20;
-  TC_ASSIGN_OR_RETURN(const File file, OpenFile(name, {}));
+  TC_ASSIGN_OR_RETURN(const File file, OpenFile(name, options));
   // To its end and not to the size that stat says, which on a network file
   // system may still be that of the file before.
   std::string text;

@@ -14,6 +14,7 @@ namespace torch_ckpt {
 struct OpenOptions {
   bool write = false;       // O_RDWR instead of O_RDONLY
   bool create_new = false;  // O_CREAT | O_EXCL | O_NOFOLLOW, mode 0666 & ~umask
+  bool no_follow = false;   // ELOOP where the name is a link
 };
 
 // Movable, not copyable. Const members may be called from several threads.
@@ -36,6 +37,7 @@ class Directory {
   std::string Join(const std::string& name) const;
 
   Result<File> OpenFile(const std::string& path, OpenOptions options) const;
+  // The directory `name` itself: where that is a link, ENOTDIR.
   Result<Directory> OpenDirectory(const std::string& name) const;
   Status MakeDirectory(const std::string& name) const;  // EEXIST is an error
   // Makes the directories that lead to `path`, where they are missing.
@@ -47,7 +49,7 @@ class Directory {
   // nullopt when there is no such name; follows links.
   Result<std::optional<FileInfo>> StatName(const std::string& path) const;
   // The same of the name itself: a symbolic link is one, and not followed.
-  Result<std::optional<FileInfo>> StatEntry(const std::string& name) const;
+  Result<std::optional<FileInfo>> StatEntry(const std::string& path) const;
   Result<FileInfo> Stat() const { return file_.Stat(); }
   // All names but "." and "..", sorted.
   Result<std::vector<std::string>> List() const;
@@ -68,24 +70,22 @@ class Directory {
   // Renames to a name that nothing may have: kConflict when something does.
   // Where the file system knows no RENAME_NOREPLACE (NFS, many FUSE ones), a
   // file is linked to its new name and unlinked from the old one, which is as
-  // atomic: until the second step it has both names. A directory, and a file
-  // where there are no hard links either, is renamed after a look at the new
-  // name: an empty directory or a file that comes to be there in that moment
-  // is replaced.
+  // atomic: until the second step it has both names. For a directory an empty
+  // one is made under the new name, of which there can be one only, and renamed
+  // over, which fails once something is in it. A file where there are no hard
+  // links either is renamed after a look at the new name: one that comes to be
+  // there in that moment is replaced.
   Status RenameNoReplace(const std::string& from, const Directory& to,
                          const std::string& to_name) const;
   Status Sync() const;  // fsync of the directory itself
 
   // Whole small files. ReadFile refuses more than max_bytes (kCorrupt);
   // WriteFile creates `name` new, writes, fsyncs and closes it.
-  Result<std::string> ReadFile(const std::string& name,
-                               uint64_t max_bytes) const;
+  Result<std::string> ReadFile(const std::string& name, uint64_t max_bytes,
+                               OpenOptions options = {}) const;
   Status WriteFile(const std::string& name, const std::string& text) const;
 
  private:
-  // The directory `name` itself, and not where a link of that name leads.
-  Result<Directory> Inner(const std::string& name) const;
-
   File file_;
 };
 

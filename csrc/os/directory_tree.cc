@@ -16,10 +16,10 @@ using internal::Steps;
 Status Directory::MakeParents(const std::string& path) const {
   const Steps steps(path);
   if (!steps.deep()) return {};
-  Result<Directory> inner = Inner(steps.first);
+  Result<Directory> inner = OpenDirectory(steps.first);
   if (inner.status().sys_errno() == ENOENT) {
     TC_RETURN_IF_ERROR(MakeDirectory(steps.first));
-    inner = Inner(steps.first);
+    inner = OpenDirectory(steps.first);
   }
   return inner.ok() ? inner->MakeParents(steps.rest) : inner.status();
 }
@@ -28,7 +28,7 @@ Status Directory::RemoveEmptyParents(const std::string& path) const {
   const Steps steps(path);
   if (!steps.deep()) return {};
   {
-    const Result<Directory> inner = Inner(steps.first);
+    const Result<Directory> inner = OpenDirectory(steps.first);
     if (!inner.ok()) {
       return inner.status().sys_errno() == ENOENT ? Status() : inner.status();
     }
@@ -45,7 +45,7 @@ Status Directory::SyncParents(const std::vector<std::string>& paths) const {
     if (steps.deep()) below[steps.first].push_back(std::move(steps.rest));
   }
   for (const auto& [name, rest] : below) {
-    const Result<Directory> inner = Inner(name);
+    const Result<Directory> inner = OpenDirectory(name);
     if (inner.status().sys_errno() == ENOENT) continue;
     TC_RETURN_IF_ERROR(inner.status());
     TC_RETURN_IF_ERROR(inner->SyncParents(rest));
@@ -59,13 +59,16 @@ Status Directory::RemoveTree(const std::string& name) const {
   // Not a look and then a step: what is no directory, a link too, goes so.
   Status first = Unlink(name, /*missing_ok=*/true);
   if (first.sys_errno() != EISDIR && first.sys_errno() != EPERM) return first;
-  const Result<Directory> inner = Inner(name);
+  const Result<Directory> inner = OpenDirectory(name);
+  if (inner.status().sys_errno() == ENOENT) return {};  // others remove it too
   if (!inner.ok()) {
     return inner.status().sys_errno() == ENOTDIR ? first : inner.status();
   }
-  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, inner->List());
+  const Result<std::vector<std::string>> names = inner->List();
+  if (names.status().sys_errno() == ENOENT) return {};
+  TC_RETURN_IF_ERROR(names.status());
   first = Status();
-  for (const std::string& entry : names) {
+  for (const std::string& entry : *names) {
     Status removed = inner->RemoveTree(entry);
     if (first.ok()) first = std::move(removed);
   }

@@ -30,13 +30,31 @@ Status Exists(const std::string& target, const std::string& source) {
       .WithFile(target);
 }
 
-// For what can be neither renamed without replacing nor linked.
+// For a file that can be neither renamed without replacing nor linked.
 Status LookAndRename(const Directory& directory, const std::string& from,
                      const Directory& to, const std::string& to_name) {
   TC_ASSIGN_OR_RETURN(const auto there, to.StatEntry(to_name));
   if (there) return Exists(to.Join(to_name), directory.Join(from));
   Status renamed = directory.Rename(from, to, to_name);
   const int error = renamed.sys_errno();
+  if (error == EEXIST || error == ENOTEMPTY || error == ENOTDIR) {
+    return Exists(to.Join(to_name), directory.Join(from));
+  }
+  return renamed;
+}
+
+// For a directory that cannot be renamed without replacing.
+Status MakeAndRename(const Directory& directory, const std::string& from,
+                     const Directory& to, const std::string& to_name) {
+  Status made = to.MakeDirectory(to_name);
+  if (made.sys_errno() == EEXIST) {
+    return Exists(to.Join(to_name), directory.Join(from));
+  }
+  TC_RETURN_IF_ERROR(std::move(made));
+  Status renamed = directory.Rename(from, to, to_name);
+  const int error = renamed.sys_errno();
+  // It stays where others have begun to use it.
+  if (error != 0) (void)to.RemoveDirectory(to_name, /*missing_ok=*/true);
   if (error == EEXIST || error == ENOTEMPTY || error == ENOTDIR) {
     return Exists(to.Join(to_name), directory.Join(from));
   }
@@ -50,11 +68,11 @@ Status LookAndRename(const Directory& directory, const std::string& from,
 Status Directory::Rename(const std::string& from, const Directory& to,
                          const std::string& to_path) const {
   if (const Steps steps(from); steps.deep()) {
-    TC_ASSIGN_OR_RETURN(const Directory inner, Inner(steps.first));
+    TC_ASSIGN_OR_RETURN(const Directory inner, OpenDirectory(steps.first));
     return inner.Rename(steps.rest, to, to_path);
   }
   if (const Steps steps(to_path); steps.deep()) {
-    TC_ASSIGN_OR_RETURN(const Directory inner, to.Inner(steps.first));
+    TC_ASSIGN_OR_RETURN(const Directory inner, to.OpenDirectory(steps.first));
     return Rename(from, inner, steps.rest);
   }
   TC_RETURN_IF_ERROR(CheckName(*this, from));
@@ -86,7 +104,7 @@ Status Directory::RenameNoReplace(const std::string& from, const Directory& to,
   TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info, StatEntry(from));
   if (!info) return Status::Io(ENOENT, "renameat to '" + target + "'", source);
   if (info->is_directory) {
-    return LookAndRename(*this, from, to, to_name);
+    return MakeAndRename(*this, from, to, to_name);
   }
   if (SystemCall("linkat", source, target, [&] {
         return linkat(fd(), from.c_str(), to.fd(), to_name.c_str(), 0);
@@ -108,7 +126,7 @@ Status Directory::RenameNoReplace(const std::string& from, const Directory& to,
 
 Status Directory::CheckReplaceable(const std::string& path) const {
   if (const Steps steps(path); steps.deep()) {
-    const Result<Directory> inner = Inner(steps.first);
+    const Result<Directory> inner = OpenDirectory(steps.first);
     if (inner.ok()) return inner->CheckReplaceable(steps.rest);
     const int error = inner.status().sys_errno();
     if (error == ENOENT) return {};
