@@ -109,6 +109,31 @@ TEST_F(PartsTest, AllPartsMakeOneCheckpoint) {
   EXPECT_EQ(report->files, 6);
 }
 
+#ifdef TORCH_CKPT_FAULTS
+// Where a move is a link and an unlink, it may be cut off in between: what has
+// both names is ours.
+TEST_F(PartsTest, APartThatDiedInTheMiddleOfAMove) {
+  bool linked = false;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    const std::string op = site.op;
+    if (linked) return {.sys_errno = EIO};
+    if (op == "unlinkat" && site.path.find("shard-00001-") != site.path.npos &&
+        std::filesystem::exists(
+            Target() + "/shard-00001-model-00001-of-00001.safetensors")) {
+      linked = true;
+      return {.sys_errno = EIO};
+    }
+    return {.sys_errno = op == "renameat2" ? EINVAL : 0};
+  });
+  EXPECT_FALSE(Save(0).ok());
+  SetFaultHook(nullptr);
+  EXPECT_TRUE(linked);
+  ASSERT_OK(Save(0));
+  ASSERT_OK(Save(1));
+  ExpectWhole();
+}
+#endif
+
 TEST_F(PartsTest, TheLowestRankOwnsWhatSeveralHold) {
   ASSERT_OK(Save(0));
   ASSERT_OK(Save(1));

@@ -94,12 +94,17 @@ Status RemoveFiles(const Directory& staging, const Directory& target,
   bool unlinked = false;
   for (const std::string& name : names) {
     if (RankOfFile(name) != rank) continue;
-    // Somebody else's, where ours has not moved yet.
-    if (std::any_of(staged.begin(), staged.end(), [&](const std::string& ours) {
-          return ours.starts_with(name + ".") &&
-                 IsId(std::string_view(ours).substr(name.size() + 1));
-        })) {
-      continue;
+    // Somebody else's, where ours has not moved yet: a link and an unlink may
+    // be the move, so that it has both names in between.
+    const auto ours =
+        std::find_if(staged.begin(), staged.end(), [&](const std::string& own) {
+          return own.starts_with(name + ".") &&
+                 IsId(std::string_view(own).substr(name.size() + 1));
+        });
+    if (ours != staged.end()) {
+      TC_ASSIGN_OR_RETURN(const auto moving, staging.StatEntry(*ours));
+      TC_ASSIGN_OR_RETURN(const auto there, target.StatEntry(name));
+      if (!moving || !there || !there->SameFile(*moving)) continue;
     }
     TC_RETURN_IF_ERROR(target.Unlink(name, /*missing_ok=*/true));
     unlinked = true;
