@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_ckpt import _core
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MANIFEST = "torch_ckpt.json"
-JOURNAL = ".torch_ckpt-stage/commit.json"
+JOURNAL = ".torch_ckpt-stage/committed/commit.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +195,10 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
             return self._holds(MANIFEST) or self._holds(JOURNAL)
         return source == "manifest"
 
-    def _described(self, *, whole: bool, tensors: bool = True) -> dict[str, Any]:
-        which = {**self._place, "check_files": True}
+    def _described(
+        self, *, whole: bool, tensors: bool = True, check_files: bool = True
+    ) -> dict[str, Any]:
+        which = {**self._place, "check_files": check_files}
         return _core.describe(which, whole=whole, tensors=tensors)
 
     def _holds(self, name: str) -> bool:
@@ -285,9 +289,10 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         """Delete the checkpoint: the files that its manifest names, then the manifest.
 
         Whatever else is in the directory stays and is reported, and the directory with it. After
-        a kill half way the checkpoint is incomplete, which every reader says, and can be removed
-        again, as any damaged one whose manifest is whole. No link is followed: a name that is a
-        link is unlinked itself, and `path` must not be one.
+        a kill half way the checkpoint is incomplete, which every reader says; the next `remove`,
+        `recover` or save goes on. A damaged one can be removed too; where it is the manifest that
+        is damaged, the files go that are called as only those of our saves are. No link is
+        followed: a name that is a link is unlinked itself, and `path` must not be one.
 
         Raises IncompleteError for a directory without a manifest (nothing says which files belong
         to a checkpoint there), ConflictError while a save into it is in progress.
@@ -337,6 +342,29 @@ def open(
     checkpoint = Checkpoint(path, format=format, verify=verify, direct_io=direct_io)
     checkpoint._looked()
     return checkpoint
+
+
+def was_committed(path: str) -> bool:
+    """Whether a save of torch_ckpt was committed at `path` and not removed since, whatever became
+    of its files: as Checkpoint.is_committed, but true as well where one of them is missing. Raises
+    OSError."""
+    try:
+        # The journal first, as there. That of a removal names no file.
+        return bool(json.loads(Path(path, JOURNAL).read_bytes())["manifest"]["files"])
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass  # none, or in a place that only its owner may look into
+    except (ValueError, KeyError, TypeError):
+        return True  # damaged
+    checkpoint = Checkpoint(path)
+    if checkpoint._holds(MANIFEST):
+        return True
+    if not os.path.isdir(path):
+        return False
+    try:
+        source: str = checkpoint._described(whole=False, tensors=False, check_files=False)["source"]
+    except CheckpointError:
+        return False
+    return source == "manifest"
 
 
 @contextlib.contextmanager

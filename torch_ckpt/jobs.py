@@ -11,6 +11,7 @@ import json
 import os
 import re
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -294,6 +295,8 @@ class _Session:
         self.id: int = answer["session"]
         self.staging: str = answer["staging"]
         self.save_id: str = answer["save_id"]
+        for text in answer.get("warnings", ()):
+            warnings.warn(text, stacklevel=2)
         self._finalizer = _finalizer(self, end_session, self._kind, self.id)
         with _Session._mutex:
             _Session._open[key] = weakref.ref(self)

@@ -102,7 +102,8 @@ Result<Json> BeginSaveRequest(const Json& request) {
   auto session = std::make_unique<SaveSession>(std::move(begun));
   Json out = {{"staging", session->place().path},
               {"fresh", session->place().fresh},
-              {"save_id", session->save_id()}};
+              {"save_id", session->save_id()},
+              {"warnings", session->warnings()}};
   TC_ASSIGN_OR_RETURN(out["session"], Saves().Add(std::move(session)));
   return out;
 }

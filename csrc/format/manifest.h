@@ -83,7 +83,11 @@ struct JournalRename {
   std::string from, to;
 };
 
+// One whose manifest names no file removes the checkpoint that stands there:
+// what `removes` names, and then the manifest.
 struct Journal {
+  bool IsRemoval() const { return manifest.files.empty(); }
+
   Manifest manifest;
   std::vector<JournalRename> renames;
   std::vector<std::string> removes;  // names in the target, of the old manifest

@@ -18,6 +18,9 @@ inline constexpr std::string_view kManifestName = "torch_ckpt.json";
 inline constexpr std::string_view kCatalogName = "torch_ckpt.catalog";
 inline constexpr std::string_view kIndexName = "model.safetensors.index.json";
 inline constexpr std::string_view kJournalName = "commit.json";
+// In a staging place: the directory of the save that is committed, with its
+// journal.
+inline constexpr std::string_view kCommittedName = "committed";
 inline constexpr std::string_view kStageSuffix = ".torch_ckpt-stage";
 inline constexpr std::string_view kDataSuffix = ".safetensors";
 inline constexpr std::string_view kIndexSuffix = ".safetensors.index.json";

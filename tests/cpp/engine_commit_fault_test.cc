@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "engine/commit/commit.h"
-#include "engine/commit/journal.h"
 #include "engine/commit/staged_files.h"
 #include "engine_commit_test_util.h"
 #include "os/path.h"
@@ -20,9 +19,7 @@ namespace {
 class Phases {
  public:
   explicit Phases(const std::string& target)
-      : target_(target),
-        parent_(ParentPath(target)),
-        journal_(target + "/" + std::string(kStageSuffix) + "/commit.json") {}
+      : target_(target), parent_(ParentPath(target)) {}
 
   // To be called before each call, in order.
   void See(const FaultSite& site) {
@@ -30,8 +27,8 @@ class Phases {
     if (synced_) cleaning_ = true;
     if (renamed_ && op == "fsync" && site.path == parent_) synced_ = true;
     if (op == "renameat2" && site.path2 == target_) renamed_ = true;
-    if (op == "renameat2" && site.path2 == journal_) journalled_ = true;
-    if (journalled_ && op == "unlinkat" && site.path == journal_) {
+    // A journal is renamed away when it is carried out.
+    if (op == "renameat" && site.path.ends_with("/commit.json")) {
       cleaning_ = true;
     }
   }
@@ -39,8 +36,8 @@ class Phases {
   bool cleaning() const { return cleaning_; }
 
  private:
-  const std::string target_, parent_, journal_;
-  bool renamed_ = false, synced_ = false, journalled_ = false;
+  const std::string target_, parent_;
+  bool renamed_ = false, synced_ = false;
   bool cleaning_ = false;
 };
 
@@ -271,7 +268,8 @@ TEST_F(CommitTest, ReadersDuringAJournal) {
     survived = calls < nth;
     const std::string stage = Path("c/") + std::string(kStageSuffix);
     const bool left = std::filesystem::exists(stage);
-    const bool journal = std::filesystem::exists(stage + "/commit.json");
+    const bool journal =
+        std::filesystem::exists(stage + "/committed/commit.json");
     auto checkpoint = OpenCheckpoint(Path("c"));
     ASSERT_OK(checkpoint.status());
     auto all = ReadAll(Path("c"));
@@ -413,8 +411,8 @@ TEST_F(CommitTest, ExtrasCalledLikeTheProtocol) {
             WriteRanks(session->place().path, Pieces(new_), {}, &request));
         for (const std::string& name :
              {std::string("lock"), std::string("save_id"), std::string("probe"),
-              std::string("final_files"), session->save_id(),
-              JournalDraftName(session->save_id())}) {
+              std::string("final_files"), std::string("committed"),
+              session->save_id()}) {
           auto file = AddStagedFile(session->directory(), name,
                                     FileRole::kExtra, "extra");
           ASSERT_OK(file.status());

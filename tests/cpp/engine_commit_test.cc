@@ -345,36 +345,23 @@ TEST_F(CommitTest, ASubdirectoryThatIsALinkIsNotRead) {
   EXPECT_EQ(Names(Path("elsewhere")).size(), 2u);
 }
 
-// The journal of an earlier layout has its files beside it.
-TEST_F(CommitTest, AJournalWhoseFilesLieBesideIt) {
-  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
-  ASSERT_OK(SaveAll(Path("d"), Pieces(new_)).status());
-  auto manifest = ParseManifest(AsBytes(ReadText(Path("d/torch_ckpt.json"))));
-  ASSERT_OK(manifest.status());
-  Journal journal;
-  journal.manifest = *manifest;
-  const std::string stage = Path("c/") + std::string(kStageSuffix);
-  std::filesystem::create_directory(stage);
-  for (const ManifestFile& file : manifest->files) {
-    journal.renames.push_back({StagedName(file.name, file.id), file.name});
-    std::filesystem::rename(Path("d/" + file.name),
-                            stage + "/" + journal.renames.back().from);
-  }
-  WriteText(stage + "/" + std::string(kJournalName), EncodeJournal(journal));
-  ExpectHolds(new_);
-  EXPECT_TRUE(*RecoverDirectory(Path("c")));
-  ExpectHolds(new_);
-  ExpectNoStaging();
-}
-
 TEST_F(CommitTest, ADamagedJournalIsNamed) {
   ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
   const std::string stage = Path("c/") + std::string(kStageSuffix);
-  std::filesystem::create_directory(stage);
-  WriteText(stage + "/" + std::string(kJournalName), "{}");
+  std::filesystem::create_directories(stage + "/committed");
+  WriteText(stage + "/committed/commit.json", "{}");
   const Status status = OpenCheckpoint(Path("c")).status();
   EXPECT_EQ(status.kind(), ErrorKind::kCorrupt);
-  EXPECT_EQ(status.file(), stage + "/" + std::string(kJournalName));
+  EXPECT_EQ(status.file(), stage + "/committed/commit.json");
+  const Status recovered = RecoverDirectory(Path("c")).status();
+  EXPECT_EQ(recovered.kind(), ErrorKind::kCorrupt) << recovered.ToString();
+  EXPECT_EQ(BeginSave(Path("c"), false).status().kind(), ErrorKind::kCorrupt);
+  // Who replaces all that is there needs none of it.
+  const auto session = BeginSave(Path("c"), true);
+  ASSERT_OK(session.status());
+  ASSERT_EQ(session->warnings().size(), 1u);
+  EXPECT_NE(session->warnings()[0].find("given up"), std::string::npos);
+  ExpectHolds(old_);
 }
 
 TEST_F(CommitTest, NamesAsLongAsTheyMayBe) {

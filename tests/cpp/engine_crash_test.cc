@@ -302,8 +302,8 @@ TEST_F(CrashTest, KilledReplayedThenPowerLost) {
         int after = 0;
         recorder_->KillAt([&](const FaultSite& site) {
           if (after > 0) return ++after > calls;
-          if (std::string(site.op) == "renameat2" &&
-              site.path2.ends_with("/commit.json")) {
+          if (std::string(site.op) == "renameat" &&
+              site.path2.ends_with("/committed")) {
             after = 1;
           }
           return false;

@@ -1,6 +1,8 @@
 // Saves straight into final files: what every rank writes there, what the
 // coordinator puts in place, and what it refuses.
 #include <cstdio>
+#include <map>
+#include <mutex>
 
 #include "base/checked.h"
 #include "final_test_util.h"
@@ -56,6 +58,30 @@ class FinalFilesTest : public EngineDiskTest {
   FinalFiles list_;
   std::vector<RankFinals> ranks_;
 };
+
+#ifdef TORCH_CKPT_FAULTS
+// Of a file whose tensors have no bytes the header is all there is, and nobody
+// writes, and syncs, the file after that.
+TEST_F(FinalFilesTest, TheHeaderOfAFileWithoutBytesIsSynced) {
+  const Array empty = MakeArray(Dtype::kF32, {0, 3}, 1);
+  std::mutex mutex;
+  std::map<std::string, std::string> last;  // call on a staged file
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    const std::string op = site.op;
+    const std::lock_guard<std::mutex> lock(mutex);
+    const bool data = site.path.find(".safetensors.") != site.path.npos &&
+                      !site.path.ends_with(".header");
+    if (data && (op == "pwrite" || op == "fsync")) last[site.path] = op;
+    return {};
+  });
+  const Status saved =
+      SaveFinal(Path("c"), {WholePiece("empty", empty)}).status();
+  SetFaultHook(nullptr);
+  ASSERT_OK(saved);
+  EXPECT_EQ(last.size(), 1u);
+  for (const auto& [path, op] : last) EXPECT_EQ(op, "fsync") << path;
+}
+#endif
 
 TEST_F(FinalFilesTest, AreTheBytesThatAMergeWrites) {
   for (const bool direct : {true, false}) {

@@ -43,7 +43,7 @@ TEST_F(RemoveTest, SaysWhatItHasRemovedAndWhatIsLeft) {
 #ifdef TORCH_CKPT_FAULTS
 
 // No state is a checkpoint of which something is missing and that readers take.
-// With `killed`, the removal is killed at that unlink or rmdir and begun again.
+// With `killed`, the removal is killed at that rename or rmdir and begun again.
 class CrashedRemoveTest : public RemoveTest,
                           public ::testing::WithParamInterface<int> {};
 
@@ -60,7 +60,7 @@ TEST_P(CrashedRemoveTest, LeavesItWholeOrIncomplete) {
   if (killed > 0) {
     recorder.KillAt([&](const FaultSite& site) {
       const std::string op = site.op;
-      return (op == "unlinkat" || op == "rmdir") &&
+      return (op == "renameat" || op == "rmdir") &&
              site.path.find("/one/") != std::string::npos &&
              ++unlinks == killed;
     });

@@ -55,7 +55,7 @@ PHASES = (
     (1, "write", "pwrite:1:kill"),
     (1, "sync", "fsync:1:kill"),
     (0, "sync", "fsync:3:kill"),
-    (0, "rename", "renameat2:1:kill"),
+    (0, "rename", "renameat:3:kill"),
     (0, "replay", "renameat:4:kill"),
 )
 

@@ -156,7 +156,7 @@ def leave_a_journal(source: Path, target: Path) -> None:
             },
             check=False,
         )
-        if list(target.rglob("commit.json")):
+        if list(target.rglob("committed/commit.json")):
             return
         shutil.rmtree(target)
     raise SystemExit("no kill leaves a journal: are there fault points in this build?")

@@ -70,9 +70,9 @@ def kill_in_save(path: Path, call: str) -> None:
 
 def kill_in_replay(path: Path) -> None:
     """Leave `path` as a kill right behind the commit point of a save over it does."""
-    # The first rename is a probe, the second names the save, the third moves a file in.
-    kill_in_save(path, "renameat:3")
-    assert (path / ".torch_ckpt-stage/commit.json").exists()
+    # The first rename is a probe, the second names the save, the third commits it.
+    kill_in_save(path, "renameat:4")
+    assert (path / ".torch_ckpt-stage/committed/commit.json").exists()
 
 
 @pytest.mark.parametrize("call", ["openat", "fstat", "pread"])
@@ -264,12 +264,20 @@ def test_remove_refuses_what_has_no_manifest(tmp_path: Path, make: bool) -> None
     assert not make or os.listdir(target) == ["model.safetensors"]
 
 
-def test_remove_refuses_an_altered_manifest(path: Path) -> None:
+def test_remove_of_an_altered_manifest_goes_by_names(path: Path) -> None:
+    """What may be of others stays: a final file has a name that they use too."""
     flip(path / "torch_ckpt.json", 40)
-    before = sorted(os.listdir(path))
-    with pytest.raises(torch_ckpt.CorruptError):
-        Checkpoint(path).remove()
-    assert sorted(os.listdir(path)) == before
+    names = sorted(os.listdir(path))
+    shutil.copy(next(path.glob("*.safetensors")), path / "model.safetensors")
+    report = Checkpoint(path).remove()
+    assert sorted(report.removed) == names and report.left == ("model.safetensors",)
+
+
+def test_a_save_over_an_altered_manifest_warns(path: Path) -> None:
+    flip(path / "torch_ckpt.json", 40)
+    with pytest.warns(UserWarning, match=r"torch_ckpt\.json.*called as those of our saves"):
+        torch_ckpt.save({"w": torch.ones(3)}, path, no_dist=True)
+    Checkpoint(path).verify()
 
 
 def test_remove_waits_for_no_save(path: Path) -> None:
@@ -292,7 +300,8 @@ def test_remove_of_an_interrupted_commit(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fault_points")
-def test_killed_while_removing_is_incomplete_and_removed_again(path: Path) -> None:
+@pytest.mark.parametrize("call", ["unlinkat", "renameat"])
+def test_killed_while_removing_is_incomplete_and_removed_again(path: Path, call: str) -> None:
     # Files that are whole by themselves, so that the rest would do for a foreign directory.
     mapping = {"a": 1, "b": 2}
     torch_ckpt.save(
@@ -308,8 +317,8 @@ def test_killed_while_removing_is_incomplete_and_removed_again(path: Path) -> No
         copy = Path(shutil.copytree(path, path.with_name(f"copy{kept}")))
         done = subprocess.run(
             [sys.executable, "-c", code, str(copy)],
-            # The first unlinks are of what the lock's session makes: a probe, and names of its own.
-            env={**os.environ, "TORCH_CKPT_FAULTS": f"unlinkat:{kept + 1}:kill"},
+            # The first are of what the lock's session makes: a probe, and names of its own.
+            env={**os.environ, "TORCH_CKPT_FAULTS": f"{call}:{kept + 1}:kill"},
             check=False,
         )
         kept += 1

@@ -275,7 +275,7 @@ def test_an_interrupted_commit_is_finished(root: Path) -> None:
         "merge(sys.argv[1], sys.argv[2], None)"
     )
     path = root / "step-2"
-    assert a_process(program, other, path, faults="renameat:3:kill") == -signal.SIGKILL
+    assert a_process(program, other, path, faults="renameat:4:kill") == -signal.SIGKILL
     age(path / ".torch_ckpt-stage")
     before = everything(root)
     assert clean(root) == {"step-2/.torch_ckpt-stage": ("finish", None)}

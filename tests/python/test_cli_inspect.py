@@ -237,12 +237,12 @@ def test_values_of_a_commit_that_was_interrupted(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(other), str(path)],
-        # The third rename moves a file in, behind the commit point.
-        env={**os.environ, "PYTHONPATH": str(PACKAGE), "TORCH_CKPT_FAULTS": "renameat:3:kill"},
+        # The third rename is the commit point.
+        env={**os.environ, "PYTHONPATH": str(PACKAGE), "TORCH_CKPT_FAULTS": "renameat:4:kill"},
         check=False,
     )
     assert done.returncode == -signal.SIGKILL
-    assert (path / ".torch_ckpt-stage/commit.json").exists()
+    assert (path / ".torch_ckpt-stage/committed/commit.json").exists()
     assert fields("inspect", path)["step"] == 2
 
 

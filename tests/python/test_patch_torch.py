@@ -544,8 +544,8 @@ def test_both_have_saved_to_one_directory_in_parts(tmp_path: Path) -> None:
 
 def test_a_commit_that_was_interrupted_is_ours_as_well(tmp_path: Path) -> None:
     dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path))
-    (tmp_path / ".torch_ckpt-stage").mkdir()
-    (tmp_path / ".torch_ckpt-stage" / "commit.json").write_text("{}")
+    (tmp_path / ".torch_ckpt-stage" / "committed").mkdir(parents=True)
+    (tmp_path / ".torch_ckpt-stage" / "committed" / "commit.json").write_text("{}")
     with patch_torch(file_system=True):
         with pytest.raises(torch_ckpt.ConflictError, match="holds two checkpoints"):
             dcp.FileSystemReader(tmp_path).read_metadata()

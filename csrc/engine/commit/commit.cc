@@ -121,9 +121,7 @@ Status CommitExisting(SaveSession* session, const CommitRequest& request,
         TC_RETURN_IF_ERROR(session->CheckTarget(target));
         return session->CheckStillOurs();
       }));
-  TC_RETURN_IF_ERROR(ReplayJournal(session->root(), target));
-  (void)RemoveJournal(session->root());
-  return {};
+  return CarryOut(session->root(), staging, target, journal);
 }
 
 // Ok(true) when committed, Ok(false) when T has come to be meanwhile.
@@ -265,7 +263,8 @@ Result<std::vector<StagedPlace>> StagedPlaces(const std::string& target) {
     if (held.status().sys_errno() == ENOENT) continue;  // it went with its save
     TC_RETURN_IF_ERROR(held.status());
     TC_ASSIGN_OR_RETURN(const auto journal,
-                        StatPathEntry(path + "/" + std::string(kJournalName)));
+                        StatPathEntry(path + "/" + std::string(kCommittedName) +
+                                      "/" + std::string(kJournalName)));
     found.push_back({std::move(path), *held, journal.has_value()});
   }
   return found;
@@ -286,10 +285,10 @@ Result<bool> RecoverDirectory(const std::string& target) {
     TC_ASSIGN_OR_RETURN(const Directory parent,
                         Directory::Open(ParentPath(place)));
     if (place == inner) {
-      TC_RETURN_IF_ERROR(ReplayJournal(lock.directory(), parent));
-      TC_RETURN_IF_ERROR(RemoveJournal(lock.directory()));
+      TC_RETURN_IF_ERROR(CarryOutAndSweep(lock.directory(), parent));
+    } else {
+      TC_RETURN_IF_ERROR(SweepPlace(lock.directory()).status());
     }
-    TC_RETURN_IF_ERROR(SweepPlace(lock.directory()));
     TC_RETURN_IF_ERROR(lock.Remove());
     TC_RETURN_IF_ERROR(parent.Sync());
     acted = true;

@@ -9,9 +9,9 @@
 //     commit point.
 //  4. Existing target: every name in T that the commit would replace or remove
 //     is looked at, since after the commit point it would be too late to find
-//     that one cannot be. If all staged files are there, the journal is written
-//     (engine/commit/journal.h), whose rename is the commit point, and
-//     replayed.
+//     that one cannot be. If all staged files are there, staging is renamed
+//     with its journal (engine/commit/journal.h), which is the commit point,
+//     and the journal carried out.
 //  5. What is left of staging is removed. Nothing after the replay makes an
 //     error of a save that is committed: what cannot go now goes with the next.
 //

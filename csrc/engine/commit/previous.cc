@@ -47,9 +47,8 @@ bool IsStrayShard(const std::string& name, const NewFiles& files) {
          std::any_of(files.names.begin(), files.names.end(), IsShardName);
 }
 
-}  // namespace
-
-Result<Previous> ReadPrevious(const Directory& target) {
+// What the manifests say; kCorrupt, naming it, for one that is damaged.
+Result<Previous> ReadManifests(const Directory& target) {
   const std::string name(kManifestName);
   Previous previous;
   Result<std::string> text = target.ReadFile(name, kMaxManifestBytes);
@@ -73,6 +72,26 @@ Result<Previous> ReadPrevious(const Directory& target) {
     }
   }
   return previous;
+}
+
+}  // namespace
+
+Result<Previous> ReadPrevious(const Directory& target) {
+  Result<Previous> previous = ReadManifests(target);
+  if (previous.status().kind() != ErrorKind::kCorrupt) return previous;
+  Previous guessed;
+  guessed.damage = previous.status();
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, target.List());
+  for (const std::string& name : names) {
+    if (name == kManifestName) {
+      guessed.manifest = true;
+    } else if (IsPartManifestName(name)) {
+      guessed.part_manifests.push_back(name);
+    } else if (name == kCatalogName || RankOfFile(name)) {
+      guessed.files.emplace_back().name = name;
+    }
+  }
+  return guessed;
 }
 
 Status CheckNotHidden(const Directory& target, const Previous& previous,

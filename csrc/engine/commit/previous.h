@@ -15,7 +15,12 @@ struct Previous {
   std::vector<ManifestFile> files;  // every name once
   bool manifest = false;            // whether there is one of the whole
   std::vector<std::string> part_manifests;
+  // Why the manifests say nothing, where one is damaged: then `files` has what
+  // is called as only files of our saves are, by name alone.
+  Status damage;
 };
+// A manifest of a newer version is kUnsupported: it may name what we know
+// nothing of.
 Result<Previous> ReadPrevious(const Directory& target);
 
 // The data files and the index of what is to stand in T.

@@ -5,9 +5,10 @@
 #include <utility>
 #include <vector>
 
-#include "engine/commit/commit.h"
+#include "engine/commit/journal.h"
 #include "engine/commit/previous.h"
 #include "engine/commit/staging.h"
+#include "engine/open/checkpoint.h"
 #include "format/names.h"
 #include "os/directory.h"
 #include "os/path.h"
@@ -15,52 +16,78 @@
 namespace torch_ckpt {
 namespace {
 
-// What the manifests name. kIncomplete where there is none.
-Result<Previous> Named(const std::string& path) {
-  const Result<Directory> directory = Directory::Open(path);
-  if (!directory.ok()) {
-    if (directory.status().sys_errno() != ENOENT) return directory.status();
-    return Incomplete("there is no such directory").WithFile(path);
-  }
-  TC_ASSIGN_OR_RETURN(Previous named, ReadPrevious(*directory));
-  if (named.manifest || !named.part_manifests.empty()) return named;
+Status HoldsNone(const std::string& path) {
   return Incomplete("holds no checkpoint of torch_ckpt: there is no " +
                     std::string(kManifestName))
       .WithFile(path);
 }
 
-// Steps 2 and 3.
-Result<std::vector<std::string>> UnlinkAll(const SaveSession& session,
-                                           const Directory& directory,
-                                           const Previous& named) {
-  std::vector<std::string> removed, gone;
-  for (const ManifestFile& file : named.files) {
-    const Status status = directory.Unlink(file.name, /*missing_ok=*/false);
-    const int error = status.sys_errno();
-    // What is a directory by now, or lies below what is none, is not the file
-    // that the manifest means.
-    if (error == EISDIR || error == ENOTDIR || error == ELOOP) continue;
-    if (!status.ok() && error != ENOENT) return status;
-    if (status.ok()) removed.push_back(file.name);
-    // What a killed removal has unlinked need not be durable either.
-    gone.push_back(file.name);
+bool IsThere(const Previous& named) {
+  return named.manifest || !named.part_manifests.empty();
+}
+
+// The journal that stands, or one of no files and no removes. kIncomplete where
+// there is nothing to remove.
+Result<Journal> LookBefore(const std::string& path) {
+  const Result<Directory> directory = Directory::Open(path);
+  if (directory.status().sys_errno() == ENOENT) {
+    return Incomplete("there is no such directory").WithFile(path);
   }
-  // What holds files of others stays.
-  for (const std::string& name : gone) {
-    (void)directory.RemoveEmptyParents(name);
+  TC_RETURN_IF_ERROR(directory.status());
+  const Result<Directory> place =
+      directory->OpenDirectory(std::string(kStageSuffix));
+  if (place.ok()) {
+    TC_ASSIGN_OR_RETURN(const auto found, FindJournal(*place));
+    if (found) {
+      Result<Journal> journal = ParseJournal(AsBytes(found->text));
+      return journal.ok() ? std::move(journal).value() : Journal();
+    }
   }
-  TC_RETURN_IF_ERROR(directory.SyncParents(gone));
-  TC_RETURN_IF_ERROR(directory.Sync());
-  // Where locks do not reach another node, its save may have gone ahead.
-  TC_RETURN_IF_ERROR(session.CheckTarget(directory));
-  std::vector<std::string> manifests = named.part_manifests;
-  if (named.manifest) manifests.emplace_back(kManifestName);
-  for (std::string& name : manifests) {
-    TC_RETURN_IF_ERROR(directory.Unlink(name, /*missing_ok=*/true));
-    removed.push_back(std::move(name));
+  TC_ASSIGN_OR_RETURN(const Previous named, ReadPrevious(*directory));
+  if (!IsThere(named)) return HoldsNone(path);
+  return Journal();
+}
+
+// What is there under the names, but for directories, and for what lies below
+// what is none by now.
+Result<std::vector<std::string>> Existing(const Directory& directory,
+                                          const Previous& named) {
+  std::vector<std::string> names;
+  for (const ManifestFile& file : named.files) names.push_back(file.name);
+  names.insert(names.end(), named.part_manifests.begin(),
+               named.part_manifests.end());
+  std::vector<std::string> existing;
+  for (std::string& name : names) {
+    const auto info = directory.StatEntry(name);
+    const int error = info.status().sys_errno();
+    if (error == ENOTDIR || error == ELOOP) continue;
+    TC_RETURN_IF_ERROR(info.status());
+    if (*info && !(*info)->is_directory) existing.push_back(std::move(name));
   }
-  TC_RETURN_IF_ERROR(directory.Sync());
-  return removed;
+  return existing;
+}
+
+// Step 2. The names of what went.
+Result<std::vector<std::string>> CommitNothing(const SaveSession& session,
+                                               const Directory& directory,
+                                               const Previous& named) {
+  Journal journal;
+  journal.manifest.save_id = session.save_id();
+  TC_ASSIGN_OR_RETURN(journal.removes, Existing(directory, named));
+  std::vector<std::string> going = journal.removes;
+  if (named.manifest) going.emplace_back(kManifestName);
+  TC_RETURN_IF_ERROR(WriteJournal(
+      session.root(), session.directory(), directory, journal, [&]() -> Status {
+        for (const std::string& name : going) {
+          TC_RETURN_IF_ERROR(directory.CheckReplaceable(name));
+        }
+        // Where locks do not reach another node, its save may have gone ahead.
+        TC_RETURN_IF_ERROR(session.CheckTarget(directory));
+        return session.CheckStillOurs();
+      }));
+  TC_RETURN_IF_ERROR(
+      CarryOut(session.root(), session.directory(), directory, journal));
+  return going;
 }
 
 }  // namespace
@@ -73,17 +100,21 @@ Result<RemovedCheckpoint> RemoveCheckpoint(const std::string& path) {
                "is a symbolic link; remove the checkpoint that it points to")
         .WithFile(target);
   }
-  TC_RETURN_IF_ERROR(RecoverDirectory(target).status());
   // Before the lock, which would make a place to stage in.
-  TC_RETURN_IF_ERROR(Named(target).status());
+  TC_ASSIGN_OR_RETURN(Journal before, LookBefore(target));
   TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(target, true));
   // Under the lock: what is about to go is what stands there.
-  TC_ASSIGN_OR_RETURN(const Previous named, Named(target));
   TC_ASSIGN_OR_RETURN(const Directory directory, Directory::Open(target));
-  TC_RETURN_IF_ERROR(session.CheckTarget(directory));
-  TC_RETURN_IF_ERROR(session.CheckStillOurs());
+  TC_ASSIGN_OR_RETURN(const Previous named, ReadPrevious(directory));
   RemovedCheckpoint out;
-  TC_ASSIGN_OR_RETURN(out.removed, UnlinkAll(session, directory, named));
+  if (IsThere(named)) {
+    TC_ASSIGN_OR_RETURN(out.removed, CommitNothing(session, directory, named));
+  } else if (before.IsRemoval() && !before.manifest.save_id.empty()) {
+    out.removed = std::move(before.removes);  // it has just been carried out
+    out.removed.emplace_back(kManifestName);
+  } else {
+    return HoldsNone(target);
+  }
   session.End();
   // It stays where it holds files of others, is a mount point, or stands in a
   // directory that we may not read or write: the checkpoint is gone all the

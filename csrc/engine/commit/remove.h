@@ -1,17 +1,15 @@
 // Removing a checkpoint.
 //
-//  1. A commit that was interrupted is carried out, and the lock of a save is
-//     taken.
-//  2. The files that the manifest names are unlinked, and those of parts that
-//     stand beside it or instead of it, which would be a checkpoint without it;
-//     with the subdirectories that this leaves empty. All that is synced.
-//  3. The manifests of parts are unlinked, then the manifest, and the directory
-//     is synced.
-//  4. The lock goes, and then the directory, if nothing of others is in it.
+//  1. A save begins, which carries out a commit that was interrupted.
+//  2. It commits nothing: a journal (engine/commit/journal.h) of no files, by
+//     which all goes that the manifests name, and they themselves, the manifest
+//     of the whole last; with the subdirectories that this leaves empty.
+//  3. The lock goes, and then the directory, if nothing of others is in it.
 //
-// Crash argument: until step 3 there is a manifest, by which what is left is
-// incomplete, for every reader, and can be removed again. Without one the rest
-// of the files would be taken for a whole checkpoint of somebody else's.
+// Crash argument: that of any commit. Before it the checkpoint is whole; after
+// it readers are told by the journal that it is being removed, and the next
+// removal, save or `recover` goes on. Nowhere in between would anybody take
+// what is left for a checkpoint, a whole one of somebody else's least of all.
 #pragma once
 
 #include <string>
@@ -22,17 +20,20 @@
 namespace torch_ckpt {
 
 struct RemovedCheckpoint {
-  std::vector<std::string> removed;  // files that were there, manifests last
-  std::vector<std::string> left;     // what is in the directory still
-  bool directory = false;            // whether that was empty and is gone too
+  // Files that were there, manifests last; those that the journal of a removal
+  // names which was interrupted, where this one goes on with it.
+  std::vector<std::string> removed;
+  std::vector<std::string> left;  // what is in the directory still
+  bool directory = false;         // whether that was empty and is gone too
 };
 
-// Steps 1 to 4, of a damaged checkpoint too. No link is followed: one that has
-// a file's name goes itself. A directory that has one stays, with what is in
-// it. kInvalidArgument where `path` itself is a link; kIncomplete, and no more
-// is done than the first half of step 1, where there is no manifest; kConflict
-// while a save is in progress, or has gone ahead of this on a file system that
-// keeps locks to each node.
+// Steps 1 to 3, of a damaged checkpoint too; where a manifest is damaged, of
+// what is called as only files of our saves are. No link is followed: one that
+// has a file's name goes itself. A directory that has one stays, with what is
+// in it. kInvalidArgument where `path` itself is a link; kIncomplete, and
+// nothing is done, where there is no manifest; kConflict while a save is in
+// progress, or has gone ahead of this on a file system that keeps locks to each
+// node.
 Result<RemovedCheckpoint> RemoveCheckpoint(const std::string& path);
 
 }  // namespace torch_ckpt

@@ -6,6 +6,7 @@
 #include <cstdio>
 
 #include "engine/commit/journal.h"
+#include "engine/commit/previous.h"
 #include "engine/commit/rank_parts.h"
 #include "engine/open/read_dcp.h"
 #include "engine/open/read_torch.h"
@@ -19,7 +20,8 @@ namespace {
 
 constexpr uint64_t kMaxIdBytes = 64;
 constexpr size_t kMaxFileNameBytes = 255;  // of all file systems in use
-constexpr std::string_view kDeadPrefix = "dead-";
+// How often a place is looked at while other saves come and go.
+constexpr int kLooks = 5;
 
 // Whether there is nothing at T, so that a directory can be renamed to it. A
 // directory that is there is kept, even an empty one: somebody has chosen its
@@ -71,7 +73,7 @@ Status RemoveStaleSibling(const std::string& target) {
   if (!info) return {};
   TC_RETURN_IF_ERROR(RefuseLink(sibling));
   TC_ASSIGN_OR_RETURN(DirectoryLock lock, DirectoryLock::Acquire(sibling));
-  TC_RETURN_IF_ERROR(SweepPlace(lock.directory()));
+  TC_RETURN_IF_ERROR(SweepPlace(lock.directory()).status());
   return lock.Remove();
 }
 
@@ -82,24 +84,15 @@ Status Discard(const Directory& root, const std::string& name) {
   return error == ENOTEMPTY || error == EBUSY ? Status() : removed;
 }
 
-// Step 3 for one save. Ok when it can never commit and its files are gone.
-Status Supersede(const Directory& root, const std::string& id) {
-  const std::string draft = JournalDraftName(id);
-  const std::string dead = std::string(kDeadPrefix) + id;
-  Status made = root.WriteFile(draft, "");
-  if (made.sys_errno() == EEXIST) {
-    made = root.Unlink(draft, /*missing_ok=*/false);
-    if (made.sys_errno() == ENOENT) {
-      return Conflict("another save has committed just now")
-          .WithFile(root.path());
-    }
-  }
-  TC_RETURN_IF_ERROR(std::move(made));
+// Step 3 for one save. False where it does not have its name any more: it has
+// committed just now, or another one has superseded it.
+Result<bool> Supersede(const Directory& root, const std::string& id) {
+  const std::string dead = DeadName(id);
   const Status renamed = root.Rename(id, root, dead);
-  // Not there: it has just become T, which the look before the commit tells.
-  if (!renamed.ok() && renamed.sys_errno() != ENOENT) return renamed;
+  if (renamed.sys_errno() == ENOENT) return false;
+  TC_RETURN_IF_ERROR(renamed);
   TC_RETURN_IF_ERROR(Discard(root, dead));
-  return root.Unlink(draft, /*missing_ok=*/true);
+  return true;
 }
 
 // By an open, which network file systems answer from the server and not from
@@ -115,9 +108,11 @@ Result<std::optional<FileInfo>> StatByOpen(const Directory& directory,
 
 // A save that is going on at the place.
 Result<JoinedSave> JoinAt(const std::string& path) {
+  TC_RETURN_IF_ERROR(RefuseLink(path));
   TC_ASSIGN_OR_RETURN(const Directory root, Directory::Open(path));
   TC_ASSIGN_OR_RETURN(const std::string id,
-                      root.ReadFile(std::string(kSaveIdName), kMaxIdBytes));
+                      root.ReadFile(std::string(kSaveIdName), kMaxIdBytes,
+                                    {.no_follow = true}));
   if (!IsId(id)) return Corrupt("is no save id").WithFile(root.path());
   TC_RETURN_IF_ERROR(root.OpenDirectory(id).status());
   return JoinedSave{root.Join(id), id};
@@ -138,6 +133,8 @@ std::string PlaceBeside(const std::string& target) {
   return (parent == "/" ? "" : parent) + "/" + name;
 }
 
+std::string DeadName(const std::string& id) { return "dead-" + id; }
+
 std::string PlaceInside(const std::string& target) {
   return target + "/" + std::string(kStageSuffix);
 }
@@ -157,13 +154,31 @@ Status EmptyDirectory(const Directory& directory, std::string_view keep) {
   return {};
 }
 
-Status SweepPlace(const Directory& root) {
+Result<bool> SweepPlace(const Directory& root) {
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, root.List());
+  bool all = true;
   for (const std::string& name : names) {
-    if (name == kLockFileName || name == kJournalName) continue;
+    if (name == kLockFileName) continue;
     TC_ASSIGN_OR_RETURN(const auto info, root.StatEntry(name));
-    const bool save = IsId(name) && info && info->is_directory;
-    TC_RETURN_IF_ERROR(save ? Supersede(root, name) : Discard(root, name));
+    const bool directory = info && info->is_directory;
+    if (name == kCommittedName && directory) continue;
+    if (IsId(name) && directory) {
+      TC_ASSIGN_OR_RETURN(const bool superseded, Supersede(root, name));
+      all = all && superseded;
+    } else {
+      TC_RETURN_IF_ERROR(Discard(root, name));
+    }
+  }
+  return all;
+}
+
+Status CarryOutAndSweep(const Directory& root, const Directory& target,
+                        Status* given_up) {
+  for (int look = 0; look < kLooks; ++look) {
+    TC_RETURN_IF_ERROR(CarryOutFound(root, target, given_up).status());
+    TC_ASSIGN_OR_RETURN(const bool all, SweepPlace(root));
+    // Else one of them may have committed meanwhile.
+    if (all) break;
   }
   return {};
 }
@@ -178,13 +193,24 @@ Status SaveSession::Enter() {
         .WithFile(place_.target);
   }
   lock_ = std::move(*lock);
-  if (place_.fresh) return SweepPlace(root());
+  // One that has committed has made T, for which is looked again.
+  if (place_.fresh) return SweepPlace(root()).status();
   TC_ASSIGN_OR_RETURN(const Directory target, Directory::Open(place_.target));
-  TC_RETURN_IF_ERROR(ReplayJournal(root(), target));
-  TC_RETURN_IF_ERROR(RemoveJournal(root()));
+  Status given_up;
+  TC_RETURN_IF_ERROR(
+      CarryOutAndSweep(root(), target, overwrite_ ? &given_up : nullptr));
+  if (!given_up.ok()) {
+    warnings_.push_back(given_up.ToString() + "; it is given up now");
+  }
   if (!overwrite_) TC_RETURN_IF_ERROR(RefuseExisting(target));
-  TC_RETURN_IF_ERROR(RemoveDeadParts(target).status());
-  return SweepPlace(root());
+  const Result<Previous> previous = ReadPrevious(target);
+  if (previous.status().kind() == ErrorKind::kIo) return previous.status();
+  if (previous.ok() && !previous->damage.ok()) {
+    warnings_.push_back(previous->damage.ToString() +
+                        "; of what stands there only the files go that are "
+                        "called as those of our saves");
+  }
+  return RemoveDeadParts(target).status();
 }
 
 Status SaveSession::NameInPlace() const {
@@ -309,10 +335,13 @@ Status SaveSession::CheckTarget(const Directory& target) const {
 
 SaveSession::~SaveSession() {
   if (!lock_.held()) return;
-  // A journal past the commit point stays for the replay, with its files; any
+  // Past the commit point it stays, with its files, to be carried out; any
   // other leftover goes.
-  const auto journal = root().StatEntry(std::string(kJournalName));
-  if (journal.ok() && !*journal) End();
+  const auto held = staging_.Stat();
+  const auto named = root().StatEntry(std::string(kCommittedName));
+  if (named.ok() && (!*named || (held.ok() && !(*named)->SameFile(*held)))) {
+    End();
+  }
 }
 
 void SaveSession::End() {
@@ -322,10 +351,9 @@ void SaveSession::End() {
     // directory the checkpoint.
     const std::string name(kSaveIdName);
     (void)root().RemoveTree(save_id_);
-    const auto id = root().ReadFile(name, kMaxIdBytes);
+    const auto id = root().ReadFile(name, kMaxIdBytes, {.no_follow = true});
     if (id.ok() && *id == save_id_) (void)root().Unlink(name, true);
     (void)root().Unlink(StagedName(name, save_id_), true);
-    (void)root().Unlink(JournalDraftName(save_id_), true);
   }
   (void)lock_.Remove();
 }
@@ -333,6 +361,7 @@ void SaveSession::End() {
 Status SaveSession::MoveInside() {
   SaveSession inside;
   inside.overwrite_ = overwrite_;
+  inside.warnings_ = warnings_;
   inside.place_ = place_;
   inside.place_.root = PlaceInside(place_.target);
   inside.place_.path = inside.place_.root + "/" + save_id_;

@@ -8,23 +8,19 @@
 //
 //   <place>/.lock            the lock of its coordinator (os/lock.h)
 //   <place>/save_id          the id of the save that is going on
-//   <place>/<save id>/       what its ranks write; a first commit renames this
-//                            to T
-//   <place>/<save id>.new    the journal of a commit into T, not yet committed
-//   <place>/commit.json      the same, committed (engine/commit/journal.h)
+//   <place>/<save id>/       what its ranks write; the commit renames this
+//                            directory: to T if T is absent, else
+//   <place>/committed/       to this; it has the journal (journal.h)
 //   <place>/dead-<save id>/  of a save that was superseded; to be removed
 //
 // The coordinator, from BeginSave to the commit or the end of the session:
 //
 //  1. makes the place and takes its lock; the loser of a race is told here,
 //     where locks tell the truth;
-//  2. replays a commit that was interrupted (engine/commit/journal.h);
-//  3. supersedes every other save whose directory is there:
-//       a. makes the file <id>.new, which that save would have to make; or, if
-//          it has made it, unlinks it, which is what its commit would rename;
-//       b. renames <id>/ to dead-<id>/, which is what a first commit of it
-//          would rename;
-//       c. removes dead-<id>/, and then <id>.new;
+//  2. carries out a commit that was interrupted (journal.h);
+//  3. supersedes every other save whose directory is there: renames <id>/ to
+//     dead-<id>/, and removes it. If <id>/ is not there any more, that save may
+//     have committed: 2 and 3 again;
 //  4. makes a directory of its own, and names it in save_id, by a rename;
 //  5. before its commit point it looks whether save_id and the name of its
 //     directory are what they were, and whether T has the manifest that it had
@@ -32,17 +28,21 @@
 //
 // Two nodes whose file system keeps locks to each node: both get past step 1.
 // Nobody has to prove the other one dead, because a superseded save cannot
-// commit: 3a, 3b and its commit point are each one operation on one name, and
-// of two on the same name the server does one first. So the later of the two
+// commit: superseding (3) and committing are each one rename of one name,
+// <place>/<id>, of which the server does one first. So the later of the two
 // wins. The earlier one finds out at its commit; or it has committed already,
-// which step 3 notices (there is nothing to take away) or step 5 (T is another
-// one), and then the later one is told.
+// which the later one finds in step 3, or in step 5 (T is another one) if both
+// made their directories after both had looked: then save_id names one of them.
+// A name is only ever renamed to one that nothing has: of directories no system
+// replaces one that has anything in it. What a node finds that stood still
+// while others went on is told in journal.h.
 #pragma once
 
 #include <chrono>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "os/directory.h"
 #include "os/lock.h"
@@ -77,6 +77,8 @@ class SaveSession {
   // Step 5: kConflict when another save has superseded this one, or has
   // committed into T since the begin.
   Status CheckStillOurs() const;
+  // What the user should hear of what was found and given up.
+  const std::vector<std::string>& warnings() const { return warnings_; }
   // Of a save that is to be committed inside T: what the manifest of T is.
   Status CheckTarget(const Directory& target) const;
   // The commit is through, or the session gives up: removes what is left of
@@ -105,6 +107,7 @@ class SaveSession {
   std::string save_id_;
   bool overwrite_ = true;
   std::optional<FileInfo> manifest_;  // of T, at the begin
+  std::vector<std::string> warnings_;
 };
 
 // How long the begin of a save is tried again: the place may go with the save
@@ -142,10 +145,19 @@ struct JoinedSave {
 Result<JoinedSave> JoinSave(const std::string& target,
                             std::chrono::milliseconds total = kPatience);
 
+// Steps 2 and 3 for a place inside `target`, whose lock the caller holds.
+// `given_up` is CarryOutFound's.
+Status CarryOutAndSweep(const Directory& root, const Directory& target,
+                        Status* given_up = nullptr);
+
 // Step 3 for all that stands at a place, whose lock the caller holds. Files
 // that nobody knows go too. What a network file system keeps for a process that
-// has it open (.nfs*) stays for a later save.
-Status SweepPlace(const Directory& root);
+// has it open (.nfs*) stays for a later save. False where a save did not have
+// its name any more.
+Result<bool> SweepPlace(const Directory& root);
+
+// What a directory at a place is called that only waits to be removed.
+std::string DeadName(const std::string& id);
 
 // Removes every entry of `directory` but `keep`, with what is in it.
 Status EmptyDirectory(const Directory& directory, std::string_view keep);

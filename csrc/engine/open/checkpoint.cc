@@ -33,20 +33,23 @@ struct Committed {
 
 Result<Committed> ReadCommitted(const Directory& directory) {
   Committed out;
-  Result<Directory> staging =
-      directory.OpenDirectory(std::string(kStageSuffix));
-  if (staging.ok()) {
-    Result<std::string> read =
-        staging->ReadFile(std::string(kJournalName), kMaxManifestBytes);
-    if (read.ok()) {
-      out.text = std::move(read).value();
-      out.journal = true;
-      out.staging = std::move(staging).value();
-      return out;
-    }
-    if (read.status().sys_errno() != ENOENT) return read.status();
-  } else if (staging.status().sys_errno() != ENOENT) {
-    return staging.status();
+  const auto look = [&]() -> Result<std::optional<FoundJournal>> {
+    TC_ASSIGN_OR_RETURN(const Directory place,
+                        directory.OpenDirectory(std::string(kStageSuffix)));
+    return FindJournal(place);
+  };
+  Result<std::optional<FoundJournal>> journal = look();
+  // Where only their owner may look, the manifest and the ids of the files say
+  // enough: what they tell to be whole is.
+  const int error = journal.status().sys_errno();
+  if (!journal.ok() && error != ENOENT && error != EACCES) {
+    return journal.status();
+  }
+  if (journal.ok() && *journal) {
+    out.text = std::move((*journal)->text);
+    out.journal = true;
+    out.staging = std::move((*journal)->staging);
+    return out;
   }
   Result<std::string> read =
       directory.ReadFile(std::string(kManifestName), kMaxManifestBytes);
@@ -127,14 +130,18 @@ Result<Contents> LoadManifest(const DirectoryPtr& directory,
   return out;
 }
 
-Result<Contents> LoadJournal(const DirectoryPtr& directory,
-                             const Directory& root, const std::string& text) {
+Result<Contents> LoadJournal(const DirectoryPtr& directory, Directory staging,
+                             const std::string& text) {
   Result<Journal> journal = ParseJournal(AsBytes(text));
   if (!journal.ok()) {
-    return journal.status().WithFile(root.Join(std::string(kJournalName)));
+    return journal.status().WithFile(staging.Join(std::string(kJournalName)));
   }
-  TC_ASSIGN_OR_RETURN(Directory staging,
-                      JournalStaging(root, journal->manifest));
+  if (journal->IsRemoval()) {
+    return Incomplete(
+               "is being removed, or the removal was interrupted: remove it "
+               "again, or recover it, to carry that out")
+        .WithFile(directory->path());
+  }
   FileList list{directory, {}};
   list.staging = std::make_shared<const Directory>(std::move(staging));
   for (const JournalRename& rename : journal->renames) {
@@ -224,7 +231,7 @@ Look LookAt(const std::string& path, std::string_view format) {
     if (!format.empty() && format != kOurFormat) {
       return LoadForeign(directory, nullptr, format);
     }
-    TC_ASSIGN_OR_RETURN(const Committed committed, ReadCommitted(*directory));
+    TC_ASSIGN_OR_RETURN(Committed committed, ReadCommitted(*directory));
     look.text = committed.text;
     look.journal = committed.journal;
     if (!committed.parts.empty()) {
@@ -233,7 +240,7 @@ Look LookAt(const std::string& path, std::string_view format) {
       return loaded;
     }
     if (look.journal) {
-      return LoadJournal(directory, committed.staging, *look.text);
+      return LoadJournal(directory, std::move(committed.staging), *look.text);
     }
     if (look.text) return LoadManifest(directory, *look.text);
     // Data files of a part may be here already, but they do not count yet.
@@ -537,11 +544,21 @@ Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
   }
 }
 
-Result<Directory> JournalStaging(const Directory& root,
-                                 const Manifest& manifest) {
-  Result<Directory> staging = root.OpenDirectory(manifest.save_id);
-  if (staging.status().sys_errno() != ENOENT) return staging;
-  return Directory::Open(root.path());
+Result<std::optional<FoundJournal>> FindJournal(const Directory& place) {
+  Result<Directory> staging = place.OpenDirectory(std::string(kCommittedName));
+  if (staging.ok()) {
+    Result<std::string> text = staging->ReadFile(
+        std::string(kJournalName), kMaxManifestBytes, {.no_follow = true});
+    if (text.ok()) {
+      return std::optional(
+          FoundJournal{std::move(staging).value(), std::move(text).value()});
+    }
+    if (text.status().sys_errno() != ENOENT) return text.status();
+  } else if (staging.status().sys_errno() != ENOENT &&
+             staging.status().sys_errno() != ENOTDIR) {
+    return staging.status();
+  }
+  return std::optional<FoundJournal>();
 }
 
 }  // namespace torch_ckpt

@@ -135,9 +135,13 @@ class Checkpoint {
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
     const std::string& path, std::string_view format = {});
 
-// Where the files of a committed journal were staged: the directory of its
-// save; the place itself once that is gone.
-Result<Directory> JournalStaging(const Directory& root,
-                                 const Manifest& manifest);
+// The journal of a save into a directory that is committed and, as far as can
+// be seen, not carried out. No link is followed to it.
+struct FoundJournal {
+  Directory staging;  // where it lies, with the files that it renames
+  std::string text;
+};
+// `place`: where saves stage inside the directory. nullopt where there is none.
+Result<std::optional<FoundJournal>> FindJournal(const Directory& place);
 
 }  // namespace torch_ckpt

@@ -102,11 +102,15 @@ Result<File> FileSet::LookForFile(const ManifestFile& listed,
     if (place == 0 && staged == list_.staged.end()) continue;
     const Directory& where = place == 0 ? *list_.staging : *list_.directory;
     const std::string& as = place == 0 ? staged->second : listed.name;
-    Result<File> file = where.OpenFile(as, {});
+    // What is staged is never a link; a directory may be somebody else's work.
+    Result<File> file = where.OpenFile(as, {.no_follow = place == 0});
     if (!file.ok()) {
       const int error = file.status().sys_errno();
       // Staging goes when its commit is through.
       if (error == ENOENT || (place == 0 && error == ESTALE)) continue;
+      if (place == 0 && error == ELOOP) {
+        return Corrupt("is a symbolic link").WithFile(where.Join(as));
+      }
       return file.status();
     }
     TC_ASSIGN_OR_RETURN(const FileInfo info, file->Stat());
