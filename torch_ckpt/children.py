@@ -33,7 +33,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from torch_ckpt.checkpoint import Checkpoint, locked
+from torch_ckpt.checkpoint import Checkpoint, locked, was_committed
 from torch_ckpt.errors import ConflictError, InvalidArgumentError, UnsupportedError
 
 CHILD = re.compile(r"step-([0-9]+)")
@@ -70,10 +70,11 @@ def child_name(root: str, step: int) -> str:
 
 
 def newest_first(root: str) -> Iterator[int]:
-    """The steps of the committed children, highest first. Looks no further than it is asked."""
+    """The steps of the committed children, highest first; also of one that has lost a file since,
+    which is an error for who loads it. Looks no further than it is asked."""
     names = _names_by_step(root)
     for step in sorted(names, reverse=True):
-        if Checkpoint(os.path.join(root, names[step])).is_committed():
+        if was_committed(os.path.join(root, names[step])):
             yield step
 
 

@@ -34,11 +34,12 @@ class CheckpointDirectory:
         ones are deleted in the background, never before that save is committed.
     process_group: the ranks that save and load together; the default one if None.
 
-    A child counts when a save of torch_ckpt has committed it whole (`Checkpoint.is_committed`):
-    not while it is being saved or after a save that died, and not when others than torch_ckpt
-    wrote it. The newest is the one of the highest step, whenever it was saved. Who goes back to an
-    older step removes the later checkpoints first: `latest` and LATEST would go on to name the last
-    of them, and a save below it is a warning.
+    A child counts when a save of torch_ckpt has committed it: not while it is being saved or
+    removed, nor after a save that died, and not when others than torch_ckpt wrote it. One that is
+    damaged or has lost a file since counts too: to load it is an error that names the file, and
+    nothing older is loaded in its place. The newest is the one of the highest step, whenever it was
+    saved. Who goes back to an older step removes the later checkpoints first: `latest` and LATEST
+    would go on to name the last of them, and a save below it is a warning.
 
     A deletion looks at the steps up to the one that was saved. It spares the newest `keep_last` of
     them, what is not committed, links, and every other name. What saves that died have staged for

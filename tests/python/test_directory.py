@@ -115,11 +115,6 @@ def link_to_nothing(path: Path) -> None:
     path.symlink_to(path.parent / "nowhere")
 
 
-def a_file_is_gone(path: Path) -> None:
-    torch_ckpt.save(state(5), checkpoint_id=path)
-    (path / SHARD).unlink()
-
-
 def only_the_staging_of_a_save(path: Path) -> None:
     session = SaveSession(str(path), overwrite=True)
     shutil.copytree(session.staging, path / ".torch_ckpt-stage")
@@ -154,7 +149,7 @@ def only_shards_of_a_consolidating_save(path: Path) -> None:
     "make",
     [
         Path.mkdir,
-        *(plain_file, link_to_nothing, a_file_is_gone, only_data, only_the_staging_of_a_save),
+        *(plain_file, link_to_nothing, only_data, only_the_staging_of_a_save),
         *(of_somebody_else, some_ranks_parts, only_shards_of_a_consolidating_save),
     ],
     ids=lambda make: make.__name__,
@@ -202,6 +197,44 @@ def test_a_damaged_checkpoint_is_not_passed_over(root: Path, file: str) -> None:
     assert directory.latest() == directory.path(2)
     with pytest.raises(CorruptError):
         directory.load(state(0))
+
+
+@pytest.mark.parametrize(
+    ("file", "collectives"), [(SHARD, True), ("torch_ckpt.catalog", True), (SHARD, False)]
+)
+def test_a_checkpoint_that_lost_a_file_is_not_passed_over(
+    root: Path, file: str, collectives: bool
+) -> None:
+    directory = CheckpointDirectory(root, keep_last=2)
+    for step in (1, 2):
+        directory.save(state(step), step, use_collectives=collectives)
+    (root / "step-2" / file).unlink()
+    assert directory.latest() == directory.path(2)
+    with pytest.raises(IncompleteError, match=file):
+        directory.load(state(0))
+    directory.save(state(3), 3)
+    directory.close()
+    # It is none of those that are kept, nor one to delete.
+    assert visible(root) == [1, 2, 3] and loaded(directory) == 3
+
+
+@pytest.mark.usefixtures("fault_points")
+def test_a_removal_that_was_killed_leaves_no_committed_step(root: Path) -> None:
+    directory = CheckpointDirectory(root)
+    for step in (1, 2):
+        directory.save(state(step), step)
+    code = "import sys; from torch_ckpt import Checkpoint as C; C(sys.argv[1]).remove()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(root / "step-2")],
+        # The third rename commits it, the fourth takes a file away.
+        env={**os.environ, "PYTHONPATH": str(PACKAGE), "TORCH_CKPT_FAULTS": "renameat:5:kill"},
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert (root / "step-2/torch_ckpt.json").exists() and not (root / "step-2" / SHARD).exists()
+    assert directory.steps() == [1] and loaded(directory) == 1
+    Checkpoint(root / "step-2").remove()
+    assert not (root / "step-2").exists()
 
 
 def test_a_consolidating_save_counts_with_its_final_files(
