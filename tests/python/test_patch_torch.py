@@ -38,6 +38,8 @@ from torch_ckpt import children, patch_torch
 from torch_ckpt.patching import patch, storage
 from torch_ckpt.patching.stand_in import StandIn
 
+# Torch 2.15 has a public one, and keeps the old name for what is in it.
+FSSPEC = sys.modules.get("torch.distributed.checkpoint.fsspec_filesystem", _fsspec_filesystem)
 HF = ("HuggingFaceStorageWriter", "HuggingFaceStorageReader")
 FILES = ("FileSystemWriter", "FileSystemReader")
 MERGES = ("consolidate_safetensors_files", "consolidate_safetensors_files_on_every_rank")
@@ -50,9 +52,7 @@ PLACES: dict[str, list[tuple[types.ModuleType, str]]] = {
         (hf_storage, MERGES[0]),
     ],
     "file_system": [
-        (module, name)
-        for module in (dcp, filesystem, format_utils, _fsspec_filesystem)
-        for name in FILES
+        (module, name) for module in (dcp, filesystem, format_utils, FSSPEC) for name in FILES
     ],
     "default_storage": [
         *((_storage_utils, name) for name in FILES),

@@ -500,5 +500,6 @@ def values_of_each_rank_are_refused(context: Context) -> None:
             ),
             "use_collectives=True only",
         )
-        raised(lambda: dcp.load(loaded, checkpoint_id=stock), "__0.metadata")
+        says = "metadata is None" if torch.__version__ < "2.12" else "__0.metadata"
+        raised(lambda: dcp.load(loaded, checkpoint_id=stock), says)
     assert not ours.exists()

@@ -27,7 +27,7 @@ from torch_ckpt.jobs import MIN_WORKERS, OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
 
-# The dcp.load of torch 2.10 says only "metadata is None" where that of 2.13 gives the reason too.
+# The dcp.load of torch 2.10 and 2.11 says only "metadata is None" where that of 2.12 gives the reason too.
 _DCP_TELLS_WHY = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 

@@ -125,7 +125,7 @@ def write_items(state_dict: Mapping[str, Any]) -> WriteItems:
                 items += _special_items(fqn, value, boxes)
                 continue
             chunk = ChunkStorageMetadata(ZEROS[len(size)], size)
-            # pin_memory is deprecated, never read.
+            # pin_memory and the strides of torch 2.15 are never read.
             data = whole[alike] = TensorWriteData(chunk, TensorProperties(*alike[1:]), size)
         index = new(MetadataIndex)
         put(index, "fqn", fqn)
