@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -31,6 +32,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def nothing_stays_leased() -> Any:
     _core.call({"op": "arena", "snapshots": True, "trim": True})
     yield
+    deadline = time.monotonic() + 60  # stock's threads end by themselves
+    while memory()["leased"] and time.monotonic() < deadline:
+        gc.collect()  # torch 2.10 keeps the last state that it saved in a cycle
+        time.sleep(0.01)
     assert memory()["leased"] == 0
 
 

@@ -27,8 +27,8 @@ from torch_ckpt.jobs import MIN_WORKERS, OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
 
-# The dcp.load of torch 2.10 and 2.11 says only "metadata is None" where that of 2.12 gives the reason too.
-_DCP_TELLS_WHY = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+# The dcp.load of torch 2.10 and 2.11 says only "metadata is None" where later ones tell why.
+_DCP_TELLS_WHY = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
 
 @dataclass(frozen=True, slots=True)
