@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import operator
 import pathlib
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch_ckpt.errors import InvalidArgumentError, error_from
 # Of entries: EntryKind in csrc/format/catalog.h.
 ALIAS = "1"  # a tensor that is stored under another name
 OBJECT = "2"  # a leaf that is no tensor
+STRUCTURE = "torch_ckpt.structure"  # the leaf that says the containers
+UNREAD = "3"  # a tensor that is not read, as a sparse one
 
 _PATH = pathlib.Path(__file__).with_name("libtorch_ckpt_core.so")
 
@@ -50,7 +53,8 @@ def request_text(request: dict[str, Any]) -> bytes:
     """A request or plan as UTF-8 JSON. Raises InvalidArgumentError for text that UTF-8 cannot say,
     as a path from undecodable bytes."""
     try:
-        return json.dumps(request, ensure_ascii=False).encode()
+        # `default`: integers of numpy are integers.
+        return json.dumps(request, ensure_ascii=False, default=operator.index).encode()
     except UnicodeEncodeError as error:
         around = error.object[max(0, error.start - 60) : error.end + 20]
         raise InvalidArgumentError(f"a path or name is not UTF-8: ...{around!a}...") from None
@@ -73,7 +77,9 @@ def describe(which: dict[str, Any], *, whole: bool, tensors: bool = True) -> dic
     tensor_count: of tensors, tied ones too; dtypes: {"tensors", "bytes"} by dtype, of them once.
     names, paths (None where a name is the path): of all entries, in one order;
         without `tensors` of objects only, and so is all that follows.
-    kinds: a character for each: OBJECT for those that are no tensors, ALIAS for tied ones.
+    kinds: a character for each: OBJECT for those that are no tensors, ALIAS for tied ones, UNREAD
+        for tensors that are not read: "unread" says why by name, their types may have dtypes of
+        torch's and None as the shape, and there is nothing else of them.
     types: [dtype, shape, bytes], each once; type_of: the place in it, for each entry.
     holders: for each object the place of its file in `files`; None for an archived one, unless
         `whole`.

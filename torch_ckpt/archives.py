@@ -28,7 +28,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from torch_ckpt import _core
-from torch_ckpt.dcp.load.read_objects import ObjectReader
+from torch_ckpt.dcp.load.read_objects import ObjectReader, not_read
 from torch_ckpt.dcp.load.stored import StoredTensor
 from torch_ckpt.dcp.plan.flatten import Flat, check_structure, rebuild
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
@@ -63,10 +63,14 @@ class _Leaves:
 
 
 def write_torch(request: MergeRequest, target: str, progress: Progress | None) -> dict[str, Any]:
-    """The checkpoint of `request` as one file of torch.save. Replaces such a file at `target`, as a
-    whole, and nothing else."""
+    """The checkpoint of `request` as one file of torch.save. Where the request says so it replaces
+    such a file at `target`, as a whole, and nothing else."""
     if os.path.lexists(target) and not _is_archive(target):
         raise ConflictError("is there already, and no file of torch.save", file=target)
+    if os.path.lexists(target) and not request["overwrite"]:
+        raise ConflictError(
+            "is there already; overwrite=True (--overwrite) replaces it", file=target
+        )
     with _staged(target) as (layout, filled):
         leaves = _leaves_of(request)
         nested = rebuild({**leaves.tensors, **leaves.objects}, leaves.paths, leaves.structure)
@@ -243,6 +247,8 @@ def _leaves_of(request: MergeRequest) -> _Leaves:
         zip(*columns, strict=True), entry_paths(described), strict=True
     ):
         name = new_names.get(stored, stored)
+        if kind == _core.UNREAD:
+            raise not_read(opened.path, stored, described["unread"][stored])
         if kind == _core.OBJECT:
             names.append(stored)
         elif stored not in described["aliases"]:

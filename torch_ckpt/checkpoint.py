@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch_ckpt import _core
 from torch_ckpt.description import Description, FileInfo, Topology, entries_of, topology_of
 from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
+from torch_ckpt.hulls import warn_of_notes
 from torch_ckpt.jobs import Job, OpenedCheckpoint, SaveSession
 from torch_ckpt.options import local_path
 from torch_ckpt.progress import Progress, told
@@ -123,7 +124,9 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
     def _looked(self) -> _Look:
         with self._looking:
             if self._look is None:
-                self._look = _Look(OpenedCheckpoint(self.path, self._format))
+                opened = OpenedCheckpoint(self.path, self._format)
+                warn_of_notes(self.path, opened.notes)
+                self._look = _Look(opened)
             return self._look
 
     def __iter__(self) -> Iterator[str]:
@@ -146,6 +149,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
             look.tensors,
             verify=self._verify,
             direct_io=self._direct_io,
+            unread=look.described["unread"].get(name),
         )
         return tensor
 
@@ -240,6 +244,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
             tensors=tensors,
             objects=objects,
             beside=tuple(answer["beside"]),
+            notes=tuple(answer["notes"]),
         )
 
     def dtypes(self) -> dict[str, str]:
@@ -370,7 +375,7 @@ def was_committed(path: str) -> bool:
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[None]:
     """Hold the lock that saves into `path` take."""
-    session = SaveSession(path, overwrite=True)
+    session = SaveSession(path, overwrite="all")
     try:
         yield
     finally:

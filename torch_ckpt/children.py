@@ -126,6 +126,17 @@ def _read_latest(root: str) -> str:
         raise
 
 
+def check_latest(root: str) -> None:
+    """Raise InvalidArgumentError where LATEST cannot be written when a save is committed."""
+    place = os.path.join(root, _LATEST)
+    if os.path.isdir(place) and not os.path.islink(place):
+        raise InvalidArgumentError(
+            "is a directory, and a CheckpointDirectory keeps a file of this name, which names the "
+            "newest checkpoint; move it elsewhere",
+            file=place,
+        )
+
+
 def write_latest(root: str, step: int) -> None:
     """Make LATEST name the checkpoint of `step`, at once and durably. One thread at a time."""
     for name in os.listdir(root):

@@ -7,14 +7,13 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from torch_ckpt import _core
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.extras import ExtraFiles, extra_files
-from torch_ckpt.hulls import warn_of_hulls
 from torch_ckpt.jobs import Job, end_session, in_thread
 from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.merge import (
@@ -25,9 +24,11 @@ from torch_ckpt.merge import (
     consolidate_safetensors_files,
     merge,
     merge_request,
+    tell_of_merge,
 )
 from torch_ckpt.progress import Progress
 from torch_ckpt.ranks import Ranks
+from torch_ckpt.selection import Patterns
 
 __all__ = [
     "consolidate_safetensors_files",
@@ -52,6 +53,9 @@ def consolidate_safetensors_files_on_every_rank(
     memory_budget: int | str = MEMORY_BUDGET,
     extras: Any = None,
     key_mapping: KeyMapping | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    overwrite: bool | Literal["all"] = False,
     direct_io: bool = True,
     progress: Progress | None = None,
     background: bool = False,
@@ -87,6 +91,9 @@ def consolidate_safetensors_files_on_every_rank(
             policy=policy,
             memory_budget=memory_budget,
             key_mapping=key_mapping,
+            include=include,
+            exclude=exclude,
+            overwrite=overwrite,
             direct_io=direct_io,
         )
         return request, extra_files(extras, policy.torch_name)
@@ -146,6 +153,8 @@ def merge_on_every_rank(
     first_request = ranks.together("consolidation", own)[0]
     assert first_request is not None
     request, extras = made[0]
+    if request["left_out"] != first_request["left_out"]:
+        request.leave_out(first_request["left_out"])
     request.update({key: first_request[key] for key in OUTPUT_FIELDS})
     sessions: list[int] = []
     commit: dict[str, Any] = {}
@@ -153,7 +162,7 @@ def merge_on_every_rank(
 
     def begin() -> Any:
         commit["extras"] = context.enter_context(extras)  # before the work: they may be refused
-        answer = _core.call({"op": "merge_begin", **request})
+        answer = _core.call({"op": "merge_begin", **request, "extras": commit["extras"]})
         sessions.append(answer["session"])
         return answer
 
@@ -184,5 +193,5 @@ def merge_on_every_rank(
     finally:
         context.close()
     if ranks.rank == 0:
-        warn_of_hulls(request.opened.path, result["hulls"])
+        tell_of_merge(request, result)
     return result

@@ -21,6 +21,7 @@ from torch_ckpt.mapping import NAMINGS, SHARDS, Naming
 from torch_ckpt.merge import MEMORY_BUDGET, FileNames, merge, merge_request
 from torch_ckpt.options import check_choice, local_path
 from torch_ckpt.progress import Progress
+from torch_ckpt.selection import Patterns
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,9 @@ def convert(
     keep_fp32: Sequence[str] = (),
     key_mapping: KeyMapping | None = None,
     objects: bool = True,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    overwrite: bool | Literal["all"] = False,
     max_shard_size: int | str | None = None,
     naming: FileNames | None = None,
     extras: Any = None,
@@ -53,15 +57,17 @@ def convert(
 
     Tensors are streamed, whatever the size of the checkpoint; leaves that are none are held in
     memory. All or nothing: on an error no output is left; what a kill leaves is removed when it is
-    called again. The source is untouched; `target` must be elsewhere.
+    called again. A tensor that cannot be read, as a sparse one, is an error that names it, unless
+    `exclude` does. The source is untouched; `target` must be elsewhere.
 
     to: what `target` is to be; None for what the source is.
         "torch_ckpt": a directory of shards as `save` writes them. "hf": one of whole tensors as
         `from_pretrained` reads them (model.safetensors, or several files and their index). "dcp":
         one of stock DCP, as if saved by one rank, which must not be there yet. "torch": a file of
-        `torch.save`, in place of such a file and of nothing else. The last two import torch, which
-        pickles what is no tensor's elements.
+        `torch.save`, with `overwrite` in place of such a file and of nothing else. The last two
+        import torch, which pickles what is no tensor's elements.
     format: what the source is read as, see Checkpoint; None to find out.
+    include, exclude, overwrite: as those of `consolidate_safetensors_files`.
     objects: False leaves out the leaves that are no tensors. Else one that cannot be written, as an
         object of some class in a pickle, is an error that names it.
     dtype, keep_fp32, max_shard_size: as HuggingFaceStorageWriter's.
@@ -109,6 +115,9 @@ def convert(
         direct_io=direct_io,
         format=format,
         objects=objects,
+        include=include,
+        exclude=exclude,
+        overwrite=overwrite,
     )
     place = os.path.realpath(local_path(target))
     opened = request.opened
@@ -131,8 +140,13 @@ def convert(
         write = archives.write_dcp if kind == "dcp" else archives.write_torch
         answer = write(request, place, progress)
     except UnsupportedError as error:
-        if error.tensor in _objects_of(opened):
+        described = opened.describe()
+        if error.tensor in _core.objects_of(described):
             error.message += "; objects=False (--no-objects) leaves out what is no tensor"
+        elif error.tensor in described["names"]:
+            error.message += (
+                f"; exclude={error.tensor!r} (--exclude {error.tensor!r}) leaves it out"
+            )
         raise
     warn_of_hulls(opened.path, answer["hulls"])
     return answer
@@ -150,12 +164,6 @@ def _warn_of_growth(opened: OpenedCheckpoint, stored: int) -> None:
             stored,
             written,
         )
-
-
-def _objects_of(opened: OpenedCheckpoint) -> set[str]:
-    described = opened.describe()
-    named = zip(described["names"], described["kinds"], strict=True)
-    return {name for name, kind in named if kind == _core.OBJECT}
 
 
 def _naming_of(files: list[str]) -> Naming:

@@ -44,7 +44,9 @@ class TensorInfo:
     """A stored tensor: safetensors dtype name, global shape in elements, bytes of the whole.
 
     `path` is where it stands in the nested state dict; (name,) where that is not known. `alias_of`
-    is the tensor that has the same bytes in the same place, stored once (tied tensors).
+    is the tensor that has the same bytes in the same place, stored once (tied tensors). `unread`
+    says why it cannot be read; such a tensor may have a dtype of torch's ("complex128"), has the
+    shape () where nothing says it, and neither bytes nor placements here.
     """
 
     name: str
@@ -54,6 +56,7 @@ class TensorInfo:
     path: tuple[str | int, ...]
     placements: tuple[Placement, ...]
     alias_of: str | None = None
+    unread: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Description:
         files) for any other.
     save_id, world_size: of the save; None without a manifest.
     beside: data files that are no part of such a directory's checkpoint, and are not read.
+    notes: what is wrong with it and no error; a load logs it.
     """
 
     path: str
@@ -89,6 +93,7 @@ class Description:
     tensors: tuple[TensorInfo, ...]
     objects: tuple[ObjectInfo, ...]
     beside: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +145,14 @@ def entries_of(answer: dict[str, Any]) -> tuple[tuple[TensorInfo, ...], tuple[Ob
     tensors, objects = [], []
     stored: dict[str, tuple[Placement, ...]] = {}
     for name, kind, at, path in zip(*(answer[column] for column in columns), strict=True):
+        if kind == _core.UNREAD:
+            dtype, shape, size = answer["types"][at]
+            sizes = tuple(shape or ())
+            reason = answer["unread"][name]
+            tensors.append(
+                TensorInfo(name, dtype, sizes, size, _path(name, path), (), unread=reason)
+            )
+            continue
         if kind == _core.OBJECT:
             objects.append(ObjectInfo(name, files[next(holders)], _path(name, path)))
             continue

@@ -14,13 +14,20 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_ckpt.children import Deletions, child_name, make_directory, newest_first, write_latest
+from torch_ckpt.children import (
+    Deletions,
+    check_latest,
+    child_name,
+    make_directory,
+    newest_first,
+    write_latest,
+)
 from torch_ckpt.dcp import api, saves
 from torch_ckpt.dcp.background.async_save import async_save
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
 from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
-from torch_ckpt.options import local_path
+from torch_ckpt.options import integer, local_path
 from torch_ckpt.ranks import Ranks, rank_and_size
 
 T = TypeVar("T")
@@ -61,13 +68,14 @@ class CheckpointDirectory:
         keep_last: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if keep_last is not None and not _is_count(keep_last, least=1):
+        kept = None if keep_last is None else integer(keep_last)
+        if keep_last is not None and (kept is None or kept < 1):
             raise InvalidArgumentError(f"keep_last is None or at least 1; it was {keep_last!r}")
         self.root = local_path(root)
-        self.keep_last = keep_last
+        self.keep_last = kept
         self._group = process_group
         self._publishing = threading.Lock()
-        self._deletions = Deletions(self.root, keep_last)
+        self._deletions = Deletions(self.root, kept)
         self._decide("CheckpointDirectory", lambda: make_directory(self.root))
 
     def _decide(self, what: str, decide: Callable[[], T]) -> T:
@@ -77,9 +85,7 @@ class CheckpointDirectory:
     def path(self, step: int) -> str:
         """Where the checkpoint of `step` is, or would be: root/step-<step>. One that is there with
         zeros before its number is found."""
-        if not _is_count(step, least=0):
-            raise InvalidArgumentError(f"a step is an integer from 0 on; it was {step!r}")
-        return os.path.join(self.root, child_name(self.root, step))
+        return os.path.join(self.root, child_name(self.root, _checked_step(step)))
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, in ascending order."""
@@ -164,7 +170,9 @@ class CheckpointDirectory:
     def _named(self, step: int | None) -> tuple[str, int | None]:
         """The name and the number of `step`, or of the newest if it is None."""
         found = self._latest_step() if step is None else step
-        return ("", None) if found is None else (os.path.basename(self.path(found)), found)
+        if found is None:
+            return "", None
+        return os.path.basename(self.path(found)), _checked_step(found)
 
     def close(self) -> None:
         """Wait for the async saves of this process and for the deletions. The directory may be used
@@ -208,7 +216,8 @@ class CheckpointDirectory:
         # Rank 0 alone: a node that has looked for what is not there yet does not see it for a while
         # when it is, where a file system keeps what it was told.
         def begin(_: list[None]) -> str:
-            self._deletions.spare(step)
+            check_latest(self.root)
+            self._deletions.spare(_checked_step(step))
             return os.path.basename(self.path(step))
 
         name = Ranks.of(self._group).gather("beginning of a save", check, begin)
@@ -216,6 +225,7 @@ class CheckpointDirectory:
 
     def _publish(self, step: int) -> None:
         """On rank 0, when `step` is committed."""
+        step = _checked_step(step)
         with self._publishing:  # two saves in the background may end at once
             newest = next(newest_first(self.root), None)
             if newest is None:
@@ -231,5 +241,8 @@ class CheckpointDirectory:
         self._deletions.begin(step)
 
 
-def _is_count(value: Any, *, least: int) -> bool:
-    return type(value) is int and value >= least
+def _checked_step(step: Any) -> int:
+    number = integer(step)
+    if number is None or number < 0:
+        raise InvalidArgumentError(f"a step is an integer from 0 on; it was {step!r}")
+    return number

@@ -9,6 +9,12 @@ logger = logging.getLogger(__name__)
 _NAMED = 5  # tensors in the warning
 
 
+def warn_of_notes(path: str, notes: list[str]) -> None:
+    """Log a warning of what is wrong with the checkpoint at `path`, and no error."""
+    for note in notes:
+        logger.warning("%s: %s", path, note)
+
+
 def warn_of_hulls(path: str, names: list[str]) -> None:
     """Log a warning that names tensors whose global shape no file of `path` says.
 

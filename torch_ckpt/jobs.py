@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch_ckpt import _core
 from torch_ckpt.errors import CheckpointError, IncompleteError, InvalidArgumentError, error_from
@@ -225,13 +225,18 @@ class OpenedCheckpoint:
     go on. Raises what the core's "open" raises (csrc/engine/open/checkpoint.h).
     """
 
+    path: str
+    id: int
+    notes: list[str]  # what is wrong and no error, of which users tell: `hulls.warn_of_notes`
+    close: Callable[[], Any]
+
     def __init__(self, path: str, format: str | None = None) -> None:
         self.path = local_path(path)
         request = {"op": "open", "path": self.path}
         if format is not None:
             request["format"] = format
         try:
-            self.id: int = _core.call(request)["checkpoint"]
+            answer = _core.call(request)
         except IncompleteError:
             if os.path.lexists(self.path) or not _HUB_ID.fullmatch(path):
                 raise
@@ -240,10 +245,22 @@ class OpenedCheckpoint:
                 f"from huggingface_hub.snapshot_download({path!r})",
                 file=self.path,
             ) from None
+        self._take(answer["checkpoint"], answer["notes"])
+
+    def _take(self, number: int, notes: list[str]) -> None:
+        self.id, self.notes = number, notes
         self.close = _finalizer(self, _close_checkpoint, self.id)
 
     def __reduce__(self) -> Any:
         raise TypeError("an opened checkpoint cannot be pickled")
+
+    def without(self, names: list[str]) -> OpenedCheckpoint:
+        """The same look without these leaves, as if they were not there."""
+        request = {"op": "without", "checkpoint": self.id, "names": _core.names_text(names)}
+        left = object.__new__(OpenedCheckpoint)
+        left.path = self.path
+        left._take(_core.call(request)["checkpoint"], self.notes)
+        return left
 
     def describe(self, *, whole: bool = False, tensors: bool = True) -> dict[str, Any]:
         """What it holds, as `_core.describe` says it."""
@@ -332,16 +349,24 @@ class _Session:
             _Session._open.pop(key, None)
 
 
+def replaces(overwrite: bool | Literal["all"]) -> dict[str, bool]:
+    """`overwrite` in the words of the core's requests."""
+    return {"overwrite": bool(overwrite), "others": overwrite == "all"}
+
+
 class SaveSession(_Session):
     """The coordinator's hold on the staging directory of a save."""
 
     _kind = "save"
 
-    def __init__(self, path: str, *, overwrite: bool, shard_ranks: int = 0) -> None:
+    def __init__(
+        self, path: str, *, overwrite: bool | Literal["all"], shard_ranks: int = 0
+    ) -> None:
         """Begin a save into directory `path`. Raises ConflictError when another one is going on,
-        and with `shard_ranks`, how many are to write shards, when a file of others in the directory
-        would be read instead of them."""
-        super().__init__(path, {"overwrite": overwrite, "shard_ranks": shard_ranks})
+        when there is what `overwrite` (of HuggingFaceStorageWriter) does not replace, and with
+        `shard_ranks`, how many are to write shards, when a file of others in the directory would be
+        read instead of them."""
+        super().__init__(path, {**replaces(overwrite), "shard_ranks": shard_ranks})
 
     def stage_extras(self, paths: list[str]) -> list[dict[str, Any]]:
         """Copy files into staging; returns what the commit needs to know of them."""

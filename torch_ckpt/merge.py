@@ -11,12 +11,13 @@ from torch_ckpt import _core
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.extras import ExtraFiles, extra_files
-from torch_ckpt.hulls import warn_of_hulls
-from torch_ckpt.jobs import MIN_WORKERS, Job, OpenedCheckpoint
+from torch_ckpt.hulls import warn_of_hulls, warn_of_notes
+from torch_ckpt.jobs import MIN_WORKERS, Job, OpenedCheckpoint, replaces
 from torch_ckpt.key_mapping import KeyMapping, renamed
-from torch_ckpt.mapping import NAMINGS, Naming, checked_mapping
+from torch_ckpt.mapping import NAMINGS, SHARDS, Naming, checked_mapping
 from torch_ckpt.options import check_choice, local_path, parse_bytes
 from torch_ckpt.progress import Progress, told
+from torch_ckpt.selection import Patterns, left_out_of, warn_of_moments
 
 WORKER_BYTES = 16 << 20  # that a worker leases at most: see OfExtents in engine/merge/merge_plan.cc
 MEMORY_BUDGET = "512MiB"
@@ -38,15 +39,18 @@ def consolidate_safetensors_files(
     memory_budget: int | str = MEMORY_BUDGET,
     extras: Any = None,
     key_mapping: KeyMapping | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    overwrite: bool | Literal["all"] = False,
     direct_io: bool = True,
     progress: Progress | None = None,
 ) -> None:
     """Merge the checkpoint in `input_dir` into whole tensors in `output_dir`, on this process.
 
     Writes model-XXXXX-of-XXXXX.safetensors and model.safetensors.index.json. The directory is
-    created, and may be `input_dir` itself: the shards then stay, and the files of an earlier
-    consolidation go. All or nothing: on an error no output is left; what a kill leaves is removed
-    when it is called again.
+    created, and may be `input_dir` itself: the shards then stay, and with `overwrite` the files of
+    an earlier consolidation go. All or nothing: on an error no output is left; what a kill leaves
+    is removed when it is called again.
 
     fqn_to_index_mapping: fqn to index of its file, from 1; an index file, or a directory with one,
         that divides the tensors so; None: one file, or files by `max_shard_size`.
@@ -59,7 +63,11 @@ def consolidate_safetensors_files(
     memory_budget: bytes, or text as "512MiB", that the threads' buffers take at most.
     key_mapping: other names for the tensors that are written: a function from name to name, or
         (regular expression, replacement) pairs, of which the first that is found in a name is
-        applied. All other arguments mean the new names.
+        applied. All other arguments but include and exclude mean the new names.
+    include, exclude: patterns of names as in a shell ("optim*"), or a list of such: of the
+        checkpoint's leaves those that one of `include` matches, and none of `exclude`.
+    overwrite: False replaces nothing that is there, and refuses a directory with another checkpoint
+        (ConflictError). True, "all": as HuggingFaceStorageWriter's.
     direct_io: False reads and writes through the page cache.
     progress: called with bytes written and bytes in all, about ten times a second, on another
         thread.
@@ -81,6 +89,9 @@ def consolidate_safetensors_files(
         policy=policy,
         memory_budget=memory_budget,
         key_mapping=key_mapping,
+        include=include,
+        exclude=exclude,
+        overwrite=overwrite,
         direct_io=direct_io,
     )
     merge(request, extra_files(extras, policy.torch_name), progress)
@@ -102,8 +113,12 @@ def merge_request(
     direct_io: bool = True,
     format: str | None = None,
     objects: bool = True,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    overwrite: bool | Literal["all"] = False,
 ) -> MergeRequest:
-    """Opens the input, as `format`. Raises what that does (csrc/engine/open/checkpoint.h)."""
+    """Opens the input, as `format`, and tells what is wrong with it. Raises what that does
+    (csrc/engine/open/checkpoint.h)."""
     if not isinstance(naming, Naming):
         check_choice("naming", naming, NAMINGS)
         naming = NAMINGS[naming]
@@ -118,11 +133,15 @@ def merge_request(
     if max_shard_size is not None and mapping is not None:
         raise InvalidArgumentError("a mapping and max_shard_size exclude each other")
     checked = checked_mapping(mapping)
-    opened = OpenedCheckpoint(local_path(input_dir), format)
+    whole = OpenedCheckpoint(local_path(input_dir), format)
+    warn_of_notes(whole.path, whole.notes)
+    left_out = left_out_of(whole, include, exclude)
+    opened = whole.without(left_out) if left_out else whole
     dtypes = opened.dtypes() if policy or key_mapping else {}
     new_names = renamed(key_mapping, list(dtypes))
     return MergeRequest(
-        opened,
+        whole,
+        left_out,
         {
             "output": local_path(output_dir),
             "mapping": checked,
@@ -135,6 +154,7 @@ def merge_request(
             "workers": workers,
             "strict": strict,
             "objects": objects,
+            **replaces(overwrite),
             "verify": verify,
             "direct_io": direct_io,
         },
@@ -145,9 +165,17 @@ class MergeRequest(dict[str, Any]):
     """The fields that all requests of one merge have in common (csrc/capi/merge_requests.cc), and
     the input, looked at once for all of them."""
 
-    def __init__(self, opened: OpenedCheckpoint, fields: dict[str, Any]) -> None:
-        super().__init__(fields, checkpoint=opened.id)
-        self.opened = opened
+    def __init__(
+        self, whole: OpenedCheckpoint, left_out: list[str], fields: dict[str, Any]
+    ) -> None:
+        super().__init__(fields)
+        self._whole = whole
+        self.leave_out(left_out)
+
+    def leave_out(self, names: list[str]) -> None:
+        """Merge all of the input but the leaves of these names."""
+        self.opened = self._whole.without(names) if names else self._whole
+        self.update(checkpoint=self.opened.id, left_out=names)
 
 
 # What decides over the output, and must be the same on all ranks.
@@ -155,6 +183,7 @@ OUTPUT_FIELDS = (
     "mapping",
     "max_bytes",
     *Naming._fields,
+    "left_out",
     "new_names",
     "dtypes",
     "strict",
@@ -181,5 +210,14 @@ def merge(
     with extras as files, Job() as job, told(job, progress, cancel):
         whole = {"op": "merge", "job": job.id, "extras": files, **request}
         answer: dict[str, Any] = job.run(lambda: _core.call(whole))
-    warn_of_hulls(request.opened.path, answer["hulls"])
+    tell_of_merge(request, answer)
     return answer
+
+
+def tell_of_merge(request: MergeRequest, answer: dict[str, Any]) -> None:
+    """What is to be said of a merge that is done."""
+    warn_of_hulls(request.opened.path, answer["hulls"])
+    if request["stem"] != SHARDS.stem:
+        described = request.opened.describe()
+        columns = zip(described["names"], described["kinds"], strict=True)
+        warn_of_moments(request["output"], (name for name, kind in columns if kind != _core.OBJECT))

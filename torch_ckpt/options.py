@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Collection
@@ -9,11 +10,23 @@ from collections.abc import Collection
 from torch_ckpt.errors import InvalidArgumentError
 
 
+def integer(value: object) -> int | None:
+    """The int that `value` is, as integers of numpy are too; None for a bool, and for what is no
+    integer."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def parse_bytes(size: int | str, argument: str) -> int:
     """Bytes of 5, "5", "1.5 GB" (10^9) or "2GiB" (2^30). Raises InvalidArgumentError, naming
     `argument`."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
+    number_of_bytes = integer(size)
+    if number_of_bytes is not None and number_of_bytes > 0:
+        return number_of_bytes
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(size))
     value = 0
     if match is not None and isinstance(size, str):

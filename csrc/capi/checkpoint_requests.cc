@@ -11,10 +11,12 @@
 #include "engine/commit/remove.h"
 #include "engine/open/rank_manifests.h"
 #include "engine/open/stored_box.h"
+#include "engine/open/torch_archive.h"
 #include "engine/read/verify_job.h"
 #include "format/names.h"
 #include "json/held.h"
 #include "os/directory.h"
+#include "os/path.h"
 
 namespace torch_ckpt::capi {
 namespace {
@@ -78,6 +80,14 @@ struct Types {
     }
     return it->second;
   }
+  // Of a tensor that is not read, of whatever dtype.
+  size_t Find(const UnreadTensor& unread) {
+    const Json shape = unread.shape ? DimsJson(*unread.shape) : Json();
+    const auto [it, fresh] = places_.try_emplace(
+        "unread " + unread.dtype + " " + shape.dump(), list.size());
+    if (fresh) list.push_back({unread.dtype, shape, 0});
+    return it->second;
+  }
 
  private:
   std::string key_;
@@ -112,6 +122,9 @@ class DtypeTotals {
   };
   std::array<Total, kDtypeCount> totals_;
 };
+
+// Of tensors that are not read, beside those of EntryKind.
+constexpr char kUnreadKind = '3';
 
 // As GetNames reads them: one text with a name a line, where that can be.
 Json NamesJson(const std::vector<std::string_view>& names) {
@@ -157,8 +170,20 @@ Result<Json> PartManifests(const Directory& directory) {
 
 Result<Json> OpenRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(auto checkpoint, CheckpointOf(request));
-  TC_ASSIGN_OR_RETURN(const int64_t id,
+  Json out = {{"notes", checkpoint->notes()}};
+  TC_ASSIGN_OR_RETURN(out["checkpoint"],
                       Checkpoints().Add(std::move(checkpoint)));
+  return out;
+}
+
+// The same checkpoint without the entries "names", under a number of its own.
+Result<Json> WithoutRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                      GetNames(request, "names"));
+  TC_ASSIGN_OR_RETURN(auto left,
+                      checkpoint->Without({names.begin(), names.end()}));
+  TC_ASSIGN_OR_RETURN(const int64_t id, Checkpoints().Add(std::move(left)));
   return Json{{"checkpoint", id}};
 }
 
@@ -195,17 +220,40 @@ Result<Json> DescribeRequest(const Json& request) {
   std::vector<size_t> type_of;
   Json paths = Json::array(), placements = Json::array(),
        holders = Json::array(), archived = Json::array(),
-       aliases = Json::object();
+       aliases = Json::object(), unread_reasons = Json::object();
   for (uint32_t i = 0; i < count; ++i) {
     const CatalogEntry& entry = catalog.entries()[i];
-    dtypes.Add(entry);
-    const bool is_tensor = entry.kind != EntryKind::kObject;
+    const UnreadTensor* unread = checkpoint->FindUnread(i);
+    if (!unread) dtypes.Add(entry);
+    const bool is_tensor = unread || entry.kind != EntryKind::kObject;
     tensor_count += is_tensor;
+    if (unread) unread_reasons[std::string(entry.name)] = unread->reason;
     if (is_tensor && !tensors) continue;
+    Json boxes;
+    UnreadTensor refused;
+    if (whole && is_tensor && !unread) {
+      const auto stored = checkpoint->DescribedPlacements(i);
+      if (stored.status().kind() == ErrorKind::kUnsupported) {
+        // Seen in its archive only.
+        refused = {DtypeName(entry.dtype), entry.shape,
+                   stored.status().message()};
+        unread = &refused;
+      } else {
+        TC_RETURN_IF_ERROR(stored.status());
+        TC_ASSIGN_OR_RETURN(boxes, PlacementsJson(entry, *stored));
+      }
+    }
     names.push_back(entry.name);
-    kinds += static_cast<char>('0' + static_cast<int>(entry.kind));
-    type_of.push_back(types.Find(entry));
+    if (unread) {
+      kinds += kUnreadKind;
+      type_of.push_back(types.Find(*unread));
+      unread_reasons[std::string(entry.name)] = unread->reason;
+    } else {
+      kinds += static_cast<char>('0' + static_cast<int>(entry.kind));
+      type_of.push_back(types.Find(entry));
+    }
     paths.push_back(entry.path.empty() ? Json() : Json(entry.path));
+    if (unread) continue;
     if (entry.kind == EntryKind::kAlias) {
       aliases[std::string(entry.name)] = entry.alias_of;
     }
@@ -216,10 +264,7 @@ Result<Json> DescribeRequest(const Json& request) {
     } else if (whole && entry.kind == EntryKind::kAlias) {
       placements.emplace_back();  // of many boxes there may be many
     } else if (whole) {
-      TC_ASSIGN_OR_RETURN(const std::vector<Placement> stored,
-                          checkpoint->DescribedPlacements(i));
-      TC_ASSIGN_OR_RETURN(placements.emplace_back(),
-                          PlacementsJson(entry, stored));
+      placements.push_back(std::move(boxes));
     }
   }
   const bool ours = checkpoint->source() == kManifestSource;
@@ -229,6 +274,7 @@ Result<Json> DescribeRequest(const Json& request) {
               {"world_size", ours ? Json(checkpoint->world_size()) : Json()},
               {"hulls", checkpoint->hulls()},
               {"beside", checkpoint->beside()},
+              {"notes", checkpoint->notes()},
               {"files", std::move(files)},
               {"tensor_count", tensor_count},
               {"dtypes", dtypes.ToJson()},
@@ -240,6 +286,7 @@ Result<Json> DescribeRequest(const Json& request) {
               {"aliases", std::move(aliases)},
               {"holders", std::move(holders)},
               {"archived", std::move(archived)},
+              {"unread", std::move(unread_reasons)},
               {"placements", std::move(placements)}};
 }
 
@@ -314,6 +361,21 @@ Result<Json> ReadObjectsRequest(const Json& request) {
                             : ErrorJson(each.status()));
   }
   return Json{{"objects", std::move(out)}};
+}
+
+// What a file of torch.save holds, as text.
+Result<Json> ReadArchiveRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const std::string given, GetString(request, "path"));
+  TC_ASSIGN_OR_RETURN(const std::string path, AbsolutePath(given));
+  TC_ASSIGN_OR_RETURN(const Directory parent,
+                      Directory::Open(ParentPath(path)));
+  TC_ASSIGN_OR_RETURN(const File file, parent.OpenFile(BaseName(path), {}));
+  TC_ASSIGN_OR_RETURN(const FileInfo info, file.Stat());
+  TC_ASSIGN_OR_RETURN(const auto objects,
+                      ReadArchivedObjects(file, {0, info.bytes},
+                                          std::array{ArchivedObject{}.leaf}));
+  TC_RETURN_IF_ERROR(objects[0].status());
+  return Json{{"text", *objects[0]}};
 }
 
 // A whole objects file of ours, which is ASCII text, compared with its digests.

@@ -109,7 +109,8 @@ Result<Json> CheckFinalRequest(const Json& request) {
     return Json::object();
   }
   TC_RETURN_IF_ERROR(there);
-  TC_ASSIGN_OR_RETURN(const SaveSession session, BeginSave(path, true));
+  TC_ASSIGN_OR_RETURN(const SaveSession session,
+                      BeginSave(path, true, GetBool(request, "others", false)));
   TC_RETURN_IF_ERROR(CheckNotHidden(
       path, {{FinalFileName(1, 1, naming), IndexFileName(1, naming)}, 0, {}}));
   return Json::object();

@@ -11,6 +11,7 @@
 #include "json/held.h"
 #include "json/options.h"
 #include "json/written.h"
+#include "os/path.h"
 
 namespace torch_ckpt::capi {
 namespace {
@@ -114,7 +115,8 @@ Result<bool> IsSameDirectory(const std::string& input,
   TC_ASSIGN_OR_RETURN(const Directory from, Directory::Open(input));
   TC_ASSIGN_OR_RETURN(const FileInfo input_info, from.Stat());
   Result<Directory> to = Directory::Open(output);
-  if (!to.ok() && to.status().sys_errno() == ENOENT) return false;
+  const int error = to.status().sys_errno();
+  if (error == ENOENT || error == ENOTDIR) return false;
   if (!to.ok()) return to.status();
   TC_ASSIGN_OR_RETURN(const FileInfo output_info, to->Stat());
   return input_info.SameFile(output_info);
@@ -132,19 +134,53 @@ Result<NewFiles> NewFilesOf(const MergePlan& plan, bool in_place) {
   return files;
 }
 
+// kConflict, naming it, for what stands where a file is to be written.
+Status CheckNothingThere(const Json& request, const std::string& target,
+                         const NewFiles& files) {
+  Result<Directory> directory = Directory::Open(target);
+  if (directory.status().sys_errno() == ENOENT) return {};
+  TC_RETURN_IF_ERROR(directory.status());
+  std::vector<std::string> names = files.names;
+  TC_ASSIGN_OR_RETURN(const Json* extras, GetList(request, "extras"));
+  for (const Json& path : *extras) {
+    if (path.is_string()) names.push_back(BaseName(path.get<std::string>()));
+  }
+  for (const std::string& name : names) {
+    TC_ASSIGN_OR_RETURN(const auto there, directory->StatEntry(name));
+    if (!there) continue;
+    return Conflict(
+               "is there already; overwrite=True (--overwrite) replaces it")
+        .WithFile(directory->Join(name));
+  }
+  return {};
+}
+
 Result<Begun> Begin(const Json& request) {
   TC_ASSIGN_OR_RETURN(const Input input, ParseInput(request));
   TC_ASSIGN_OR_RETURN(const std::string output, GetString(request, "output"));
   Begun begun;
   // Before anything is on disk: what cannot be merged is refused here.
   TC_ASSIGN_OR_RETURN(begun.plan, input.Plan({}));
-  TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(output, true));
-  const std::string& target = session.place().target;
+  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(output));
   TC_ASSIGN_OR_RETURN(begun.in_place,
-                      IsSameDirectory(input.checkpoint->path(), target));
+                      IsSameDirectory(input.checkpoint->path(), absolute));
+  TC_ASSIGN_OR_RETURN(const Json* left_out, GetList(request, "left_out"));
+  if (begun.in_place && !left_out->empty()) {
+    return InvalidArgument(
+               "a part of a checkpoint is not merged into its own directory, "
+               "where the rest would be lost; give another one")
+        .WithFile(absolute);
+  }
+  const bool overwrite = GetBool(request, "overwrite", false);
+  TC_ASSIGN_OR_RETURN(
+      SaveSession session,
+      BeginSave(output, overwrite || begun.in_place,
+                overwrite && GetBool(request, "others", false)));
+  const std::string& target = session.place().target;
   TC_ASSIGN_OR_RETURN(const NewFiles files,
                       NewFilesOf(*begun.plan, begun.in_place));
   TC_RETURN_IF_ERROR(CheckNotHidden(target, files));
+  if (!overwrite) TC_RETURN_IF_ERROR(CheckNothingThere(request, target, files));
   begun.session = std::make_unique<SaveSession>(std::move(session));
   return begun;
 }

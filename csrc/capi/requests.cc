@@ -35,6 +35,7 @@ Handler FindHandler(const std::string& op) {
       {"open", OpenRequest},
       {"placements", PlacementsRequest},
       {"probe", ProbeRequest},
+      {"read_archive", ReadArchiveRequest},
       {"read_objects", ReadObjectsRequest},
       {"recover", RecoverRequest},
       {"refuse_ring", RefuseRingRequest},
@@ -44,6 +45,7 @@ Handler FindHandler(const std::string& op) {
       {"staged_places", StagedPlacesRequest},
       {"statistics", StatisticsRequest},
       {"verify", VerifyRequest},
+      {"without", WithoutRequest},
   };
   const auto it = handlers.find(op);
   return it == handlers.end() ? nullptr : it->second;

@@ -16,11 +16,13 @@ Handler FindHandler(const std::string& op);
 
 // checkpoint_requests.cc
 Result<Json> OpenRequest(const Json& request);
+Result<Json> WithoutRequest(const Json& request);
 Result<Json> CloseRequest(const Json& request);
 Result<Json> DescribeRequest(const Json& request);
 Result<Json> FilesRequest(const Json& request);
 Result<Json> PlacementsRequest(const Json& request);
 Result<Json> ReadObjectsRequest(const Json& request);
+Result<Json> ReadArchiveRequest(const Json& request);
 Result<Json> ObjectsFileRequest(const Json& request);
 Result<Json> ManifestRequest(const Json& request);
 Result<Json> VerifyRequest(const Json& request);

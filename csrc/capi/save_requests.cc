@@ -95,7 +95,8 @@ Status AddExtras(const Json& request, const Directory& staging,
 Result<Json> BeginSaveRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "path"));
   TC_ASSIGN_OR_RETURN(SaveSession begun,
-                      BeginSave(path, GetBool(request, "overwrite", true)));
+                      BeginSave(path, GetBool(request, "overwrite", true),
+                                GetBool(request, "others", false)));
   NewFiles shards;
   TC_ASSIGN_OR_RETURN(shards.shard_ranks, GetInt(request, "shard_ranks", 0));
   if (shards.shard_ranks > 0) TC_RETURN_IF_ERROR(CheckNotHidden(path, shards));

@@ -1,6 +1,7 @@
 #include "format/catalog.h"
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "base/budget.h"
@@ -254,6 +255,41 @@ Result<std::vector<Placement>> Catalog::Placements(
     return Named(Malformed("more replicas than there are ranks"), e);
   if (!in.empty()) return Named(Malformed("bytes behind a placement"), e);
   return placements;
+}
+
+Result<Catalog> Catalog::Without(
+    const std::set<std::string, std::less<>>& names,
+    std::span<const ManifestFile> files) const {
+  CatalogBuilder builder;
+  std::map<std::string_view, std::string> heirs;  // of tensors that go
+  for (uint32_t e = 0; e < entries_.size(); ++e) {
+    const CatalogEntry& entry = entries_[e];
+    if (names.contains(entry.name)) continue;
+    std::string name(entry.name);
+    std::string alias_of(entry.alias_of);
+    bool heir = false;
+    if (entry.kind == EntryKind::kAlias && names.contains(entry.alias_of)) {
+      const auto [at, fresh] = heirs.try_emplace(entry.alias_of, name);
+      heir = fresh;
+      alias_of = at->second;
+    }
+    const Result<uint32_t> added = [&] {
+      if (entry.kind == EntryKind::kObject) {
+        return builder.AddObject(std::move(name), entry.file, entry.archived);
+      }
+      if (entry.kind == EntryKind::kAlias && !heir) {
+        return builder.AddAlias(std::move(name), std::move(alias_of));
+      }
+      return builder.AddTensor(std::move(name), entry.dtype, entry.shape);
+    }();
+    TC_RETURN_IF_ERROR(added.status());
+    builder.SetPath(*added, std::string(entry.path));
+    if (entry.kind != EntryKind::kTensor && !heir) continue;
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        Placements(e, files));
+    builder.SetPlacements(*added, placements);
+  }
+  return From(std::move(builder), files);
 }
 
 Result<Catalog> Catalog::Renamed(

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -132,6 +133,10 @@ class Catalog {
   // The tensor that an alias is of; else the entry itself.
   uint32_t TensorOf(uint32_t entry) const { return slices_[entry].tensor; }
 
+  // The same without the entries of these names. The first alias of a tensor
+  // that goes takes its place.
+  Result<Catalog> Without(const std::set<std::string, std::less<>>& names,
+                          std::span<const ManifestFile> files) const;
   // The same under other names, and paths of just them; names that are not
   // there do not matter. kInvalidArgument where two would have one name.
   Result<Catalog> Renamed(const std::map<std::string, std::string>& new_names,

@@ -200,7 +200,15 @@ class MetadataReader {
     TC_ASSIGN_OR_RETURN(const PickleValue* properties,
                         tensor_.Get(kProperties));
     if (IsOfOtherDtype(*properties)) {
-      // An object, which says what it is when it is read.
+      // An object to the catalog, which has no such dtype.
+      UnreadTensor& unread = out_.unread[name];
+      unread.dtype = NamedDtype(*FindDtype(*properties));
+      unread.reason = "is of the dtype " + unread.dtype +
+                      ", which safetensors has no name for";
+      if (const PickleValue* size = tensor_.Find(kShape)) {
+        Result<Dims> shape = ReadSize(*size);
+        if (shape.ok()) unread.shape = std::move(shape).value();
+      }
       objects_.insert(key.text());
       others_.insert(key.text());
       return {};
@@ -288,14 +296,19 @@ class MetadataReader {
     const size_t hint =
         hinted ? static_cast<size_t>(index->integer()) : kNowhere;
     TC_RETURN_IF_ERROR(chunks_[entry].Take(offsets, hint, &place.box));
-    // Whatever holds a box, it is no smaller: nothing larger is ever read of
-    // it.
+    // Whatever holds a box, it is no smaller. Of a subclass stock stores what
+    // pickle makes of it, as codes that take fewer bytes.
     const Result<uint64_t> bytes =
         ByteSize(EntryOf(entry).dtype, place.box.sizes);
     if (!bytes.ok() || *bytes > place.bytes) {
-      return Corrupt("the chunk " + place.box.ToString() +
-                     " does not fit into " + std::to_string(place.bytes) +
-                     " bytes");
+      const CatalogBuilder::Entry& tensor = EntryOf(entry);
+      out_.unread.try_emplace(
+          tensor.name,
+          UnreadTensor{DtypeName(tensor.dtype), tensor.shape,
+                       "is stored as something else than its elements: the "
+                       "chunk " +
+                           place.box.ToString() + " has " +
+                           std::to_string(place.bytes) + " bytes"});
     }
     return out_.catalog.AddPlacement(entry, place);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -11,6 +12,7 @@
 #include "base/bytes.h"
 #include "base/status.h"
 #include "format/catalog_builder.h"
+#include "format/torch_unread.h"
 
 namespace torch_ckpt {
 
@@ -27,6 +29,9 @@ struct DcpMetadata {
   // its own. Objects are such archives too.
   CatalogBuilder catalog;
   std::vector<DcpFile> files;
+  // Tensors that are not read: objects of the catalog where their dtypes are
+  // none of ours, else tensors.
+  std::map<std::string, UnreadTensor, std::less<>> unread;
   // The object that was asked for, which is no entry of the catalog then.
   std::optional<TorchArchivePlace> apart;
 };

@@ -1,6 +1,5 @@
 #include "format/hf_index.h"
 
-#include <cmath>
 #include <string_view>
 
 #include "format/json.h"
@@ -36,13 +35,15 @@ class IndexHandler final : public JsonHandler {
     return true;
   }
   bool OnString(std::string_view text) override {
-    if (Skipping()) return true;
+    if (Skipping() || AtTotalSize()) return true;
     if (depth_ != 2 || part_ != Part::kWeightMap)
       return Refuse("unexpected string");
+    // As people write paths below the directory.
+    while (text.starts_with("./")) text.remove_prefix(2);
     const auto count = out_->weight_map.size();
     const bool same = count > 1 && out_->weight_map[count - 2].second == text;
     if (!same) {
-      Status status = CheckFileName(text);
+      Status status = CheckFilePath(text);
       if (status.ok() && !text.ends_with(suffix_))
         status =
             Corrupt("a file name in the index is not *" + std::string(suffix_));
@@ -65,16 +66,19 @@ class IndexHandler final : public JsonHandler {
   bool OnOtherNumber(double value) override {
     if (Skipping()) return true;
     constexpr double kLimit = 9.2e18;
-    if (!AtTotalSize() || std::isnan(value) || value < 0 || value > kLimit)
-      return Refuse("total_size is no number of bytes");
-    out_->total_size = static_cast<uint64_t>(value);
+    if (!AtTotalSize()) return Refuse("unexpected number");
+    if (value >= 0 && value <= kLimit) {
+      out_->total_size = static_cast<uint64_t>(value);
+    }
     return true;
   }
   bool OnBool(bool) override {
-    return Skipping() || Refuse("unexpected true or false");
+    return Skipping() || AtTotalSize() || Refuse("unexpected true or false");
   }
   bool OnNull() override {
-    if (Skipping() || (depth_ == 1 && part_ == Part::kMetadata)) return true;
+    if (Skipping() || AtTotalSize() ||
+        (depth_ == 1 && part_ == Part::kMetadata))
+      return true;
     return Refuse("unexpected null");
   }
   bool OnBeginObject() override { return Begin(/*object=*/true); }
@@ -94,7 +98,7 @@ class IndexHandler final : public JsonHandler {
            (depth_ == 2 && part_ == Part::kMetadata && !is_total_size_);
   }
   bool Begin(bool object) {
-    if (depth_ > 0 && Skipping()) {
+    if (depth_ > 0 && (Skipping() || AtTotalSize())) {
       ++skip_depth_;
       return true;
     }
@@ -122,9 +126,12 @@ class IndexHandler final : public JsonHandler {
 Result<HfIndex> ParseHfIndex(ByteSpan text, std::string_view suffix) {
   if (text.size() > kMaxIndexBytes)
     return Unsupported("the index is larger than 512 MiB");
+  constexpr std::string_view kMark = "\xEF\xBB\xBF";  // of some editors
+  std::string_view json = AsText(text);
+  if (json.starts_with(kMark)) json.remove_prefix(kMark.size());
   HfIndex out;
   IndexHandler handler(suffix, &out);
-  TC_RETURN_IF_ERROR(ParseJson(AsText(text), kIndexDepth, &handler));
+  TC_RETURN_IF_ERROR(ParseJson(json, kIndexDepth, &handler));
   if (!handler.has_weight_map()) return Corrupt("the index has no weight_map");
   return out;
 }

@@ -94,8 +94,14 @@ class DocumentHandler final : public JsonHandler {
       case At::kRename:
         return key_ == "from" ? Name(text, &out_->renames.back().from)
                               : Path(text, &out_->renames.back().to);
-      case At::kRemoves:
-        return Path(text, &out_->removes.emplace_back());
+      case At::kRemoves: {
+        std::string& name = out_->removes.emplace_back();
+        if (IsStockMetadataName(text)) {
+          name = text;
+          return true;
+        }
+        return Path(text, &name);
+      }
       case At::kPart:
         return key_ == "run_id" ? Id(text, &Target().part->run_id)
                                 : Refuse("unexpected string");

@@ -169,6 +169,17 @@ std::optional<int64_t> RankOfFile(std::string_view name) {
   return std::nullopt;
 }
 
+bool IsStockMetadataName(std::string_view name) {
+  if (name == kStockMetadataNames[0]) return true;
+  constexpr std::string_view kStem = "__", kEnd = ".metadata";
+  if (!name.starts_with(kStem) || !name.ends_with(kEnd)) return false;
+  name.remove_prefix(kStem.size());
+  name.remove_suffix(std::min(kEnd.size(), name.size()));
+  return !name.empty() && std::all_of(name.begin(), name.end(), [](char c) {
+    return c >= '0' && c <= '9';
+  });
+}
+
 bool IsPartManifestName(std::string_view name) {
   if (!name.starts_with(kPartStem) || !name.ends_with(kPartEnd)) return false;
   name.remove_prefix(kPartStem.size());

@@ -58,6 +58,11 @@ std::string ObjectFileName(int64_t rank);
 // "<stem>.safetensors" for "<stem>.safetensors.index.json": the file that
 // transformers takes before that index. REQUIRES: ends in kIndexSuffix.
 std::string SingleFileName(std::string_view index_name);
+// By which stock DCP finds what it has saved: ".metadata", or of each rank
+// without collectives "__{rank}.metadata".
+inline constexpr std::array<std::string_view, 2> kStockMetadataNames = {
+    ".metadata", "__0.metadata"};  // the first there is
+bool IsStockMetadataName(std::string_view name);
 // Whether a data file is called as one rank's, ours or stock's.
 bool IsShardName(std::string_view name);
 // The rank whose file is called so.

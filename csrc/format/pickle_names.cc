@@ -21,6 +21,19 @@ constexpr PickleNameInfo StorageOf(Dtype dtype) {
   return {PickleName::kStorage, false, dtype};
 }
 
+// Which safetensors has no names for.
+constexpr auto kOtherDtypes = std::to_array<std::string_view>(
+    {"bits16",    "bits1x8", "bits2x4", "bits4x2", "bits8",    "complex128",
+     "complex32", "int1",    "int2",    "int3",    "int4",     "int5",
+     "int6",      "int7",    "qint32",  "qint8",   "quint2x4", "quint4x2",
+     "quint8",    "uint1",   "uint2",   "uint3",   "uint4",    "uint5",
+     "uint6",     "uint7"});
+constexpr PickleNameInfo OtherDtype(std::string_view name) {
+  const auto at = std::find(kOtherDtypes.begin(), kOtherDtypes.end(), name);
+  return {PickleName::kOtherDtype, false,
+          static_cast<Dtype>(at - kOtherDtypes.begin())};
+}
+
 constexpr std::string_view kDcp = "torch.distributed.checkpoint.metadata";
 constexpr std::string_view kOldDcp =
     "torch.distributed._shard.sharded_tensor.metadata";
@@ -101,9 +114,33 @@ constexpr auto kRows = Sorted(std::to_array<Row>({
     {"torch", "Size", Made(kSize)},
     {"torch", "Tensor", Made(kTensor)},
     {"torch", "bfloat16", OfDtype(Dtype::kBF16)},
+    {"torch", "bits16", OtherDtype("bits16")},
+    {"torch", "bits1x8", OtherDtype("bits1x8")},
+    {"torch", "bits2x4", OtherDtype("bits2x4")},
+    {"torch", "bits4x2", OtherDtype("bits4x2")},
+    {"torch", "bits8", OtherDtype("bits8")},
+    {"torch", "complex128", OtherDtype("complex128")},
+    {"torch", "complex32", OtherDtype("complex32")},
+    {"torch", "int1", OtherDtype("int1")},
+    {"torch", "int2", OtherDtype("int2")},
+    {"torch", "int3", OtherDtype("int3")},
+    {"torch", "int4", OtherDtype("int4")},
+    {"torch", "int5", OtherDtype("int5")},
+    {"torch", "int6", OtherDtype("int6")},
+    {"torch", "int7", OtherDtype("int7")},
+    {"torch", "qint32", OtherDtype("qint32")},
+    {"torch", "qint8", OtherDtype("qint8")},
+    {"torch", "quint2x4", OtherDtype("quint2x4")},
+    {"torch", "quint4x2", OtherDtype("quint4x2")},
+    {"torch", "quint8", OtherDtype("quint8")},
+    {"torch", "uint1", OtherDtype("uint1")},
+    {"torch", "uint2", OtherDtype("uint2")},
+    {"torch", "uint3", OtherDtype("uint3")},
+    {"torch", "uint4", OtherDtype("uint4")},
+    {"torch", "uint5", OtherDtype("uint5")},
+    {"torch", "uint6", OtherDtype("uint6")},
+    {"torch", "uint7", OtherDtype("uint7")},
     {"torch", "bool", OfDtype(Dtype::kBool)},
-    {"torch", "complex128", Made(kOtherDtype)},
-    {"torch", "complex32", Made(kOtherDtype)},
     {"torch", "complex64", OfDtype(Dtype::kC64)},
     {"torch", "device", Made(kDevice)},
     {"torch", "float16", OfDtype(Dtype::kF16)},
@@ -119,9 +156,6 @@ constexpr auto kRows = Sorted(std::to_array<Row>({
     {"torch", "int32", OfDtype(Dtype::kI32)},
     {"torch", "int64", OfDtype(Dtype::kI64)},
     {"torch", "int8", OfDtype(Dtype::kI8)},
-    {"torch", "qint32", Made(kOtherDtype)},
-    {"torch", "qint8", Made(kOtherDtype)},
-    {"torch", "quint8", Made(kOtherDtype)},
     {"torch", "uint16", OfDtype(Dtype::kU16)},
     {"torch", "uint32", OfDtype(Dtype::kU32)},
     {"torch", "uint64", OfDtype(Dtype::kU64)},
@@ -187,6 +221,11 @@ std::string_view TorchDtypeName(Dtype dtype) {
     if (row.info.name == kDtype && row.info.dtype == dtype) return row.name;
   }
   return {};
+}
+
+std::string_view OtherDtypeName(Dtype number) {
+  const auto at = static_cast<size_t>(number);
+  return at < kOtherDtypes.size() ? kOtherDtypes[at] : std::string_view();
 }
 
 std::optional<PickleNameInfo> FindPickleName(std::string_view module,

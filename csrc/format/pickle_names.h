@@ -86,11 +86,14 @@ struct PickleNameInfo {
   // Whether what it makes has a state that BUILD sets, or items: an object that
   // is changed after it was made. Others are what they were made of.
   bool is_object;
-  Dtype dtype = Dtype::kU8;  // kDtype and kStorage
+  // kDtype and kStorage; kOtherDtype: what OtherDtypeName takes.
+  Dtype dtype = Dtype::kU8;
 };
 
 // As torch calls it, without "torch."; empty where the list has no such dtype.
 std::string_view TorchDtypeName(Dtype dtype);
+// The same of a kOtherDtype.
+std::string_view OtherDtypeName(Dtype number);
 
 // nullopt: the list does not have it.
 std::optional<PickleNameInfo> FindPickleName(std::string_view module,

@@ -12,7 +12,8 @@ namespace {
 
 constexpr uint64_t kLengthBytes = 8;
 constexpr uint64_t kMinHeaderBytes = 2;  // "{}"
-constexpr int kHeaderDepth = 3;          // root, entry, array
+// Root, entry, array; and what stands under keys of others.
+constexpr int kHeaderDepth = 16;
 constexpr std::string_view kMetadataKey = "__metadata__";
 
 std::string Text(uint64_t value) { return std::to_string(value); }
@@ -23,6 +24,7 @@ class HeaderHandler final : public JsonHandler {
   explicit HeaderHandler(SafetensorsHeader* out) : out_(out) {}
 
   bool OnKey(std::string_view key) override {
+    if (skip_depth_ > 0) return true;
     switch (at_) {
       case At::kRoot:
         in_metadata_ = key == kMetadataKey;
@@ -45,7 +47,7 @@ class HeaderHandler final : public JsonHandler {
         } else if (key == "data_offsets") {
           field_ = Field::kOffsets;
         } else {
-          return Refuse("unknown key in the entry");
+          field_ = Field::kOther;  // passed over, as safetensors does
         }
         return true;
       default:
@@ -54,6 +56,7 @@ class HeaderHandler final : public JsonHandler {
   }
 
   bool OnString(std::string_view text) override {
+    if (Skipping()) return true;
     if (at_ == At::kMetadata) {
       out_->metadata.back().second = text;
       return true;
@@ -68,6 +71,7 @@ class HeaderHandler final : public JsonHandler {
   }
 
   bool OnUnsigned(uint64_t value) override {
+    if (Skipping()) return true;
     if (at_ == At::kShape) {
       Dims& shape = out_->tensors.back().shape;
       if (value > static_cast<uint64_t>(kMaxDimension))
@@ -85,12 +89,22 @@ class HeaderHandler final : public JsonHandler {
     return true;
   }
 
+  bool OnOtherNumber(double) override {
+    return Skipping() || Refuse("unexpected number");
+  }
+
+  bool OnBool(bool) override {
+    return Skipping() || Refuse("unexpected true or false");
+  }
+
   bool OnNull() override {
+    if (Skipping()) return true;
     if (at_ == At::kRoot && in_metadata_) return true;
     return Refuse("unexpected null");
   }
 
   bool OnBeginObject() override {
+    if (Skipping()) return ++skip_depth_ > 0;
     switch (at_) {
       case At::kStart:
         at_ = At::kRoot;
@@ -105,6 +119,7 @@ class HeaderHandler final : public JsonHandler {
   }
 
   bool OnEndObject() override {
+    if (skip_depth_ > 0) return --skip_depth_ >= 0;
     if (at_ == At::kEntry && !(has_dtype_ && has_shape_ && has_offsets_))
       return Refuse("dtype, shape or data_offsets is missing");
     at_ = At::kRoot;
@@ -112,6 +127,7 @@ class HeaderHandler final : public JsonHandler {
   }
 
   bool OnBeginArray() override {
+    if (Skipping()) return ++skip_depth_ > 0;
     if (at_ == At::kEntry && field_ == Field::kShape) {
       at_ = At::kShape;
       has_shape_ = true;
@@ -127,6 +143,7 @@ class HeaderHandler final : public JsonHandler {
   }
 
   bool OnEndArray() override {
+    if (skip_depth_ > 0) return --skip_depth_ >= 0;
     if (at_ == At::kOffsets && offsets_seen_ != 2)
       return Refuse("data_offsets has fewer than two numbers");
     at_ = At::kEntry;
@@ -145,7 +162,12 @@ class HeaderHandler final : public JsonHandler {
 
  private:
   enum class At { kStart, kRoot, kMetadata, kEntry, kShape, kOffsets };
-  enum class Field { kNone, kDtype, kShape, kOffsets };
+  enum class Field { kNone, kDtype, kShape, kOffsets, kOther };
+
+  // Whether the value at hand stands under a key that we do not know.
+  bool Skipping() const {
+    return skip_depth_ > 0 || (at_ == At::kEntry && field_ == Field::kOther);
+  }
 
   SafetensorsHeader* out_;
   At at_ = At::kStart;
@@ -153,6 +175,7 @@ class HeaderHandler final : public JsonHandler {
   Field field_ = Field::kNone;
   bool has_dtype_ = false, has_shape_ = false, has_offsets_ = false;
   int offsets_seen_ = 0;
+  int skip_depth_ = 0;  // of containers under such a key
 };
 
 void SortByOffset(std::vector<SafetensorsEntry>* tensors) {

@@ -10,6 +10,7 @@
 #include "format/names.h"
 #include "format/pickle_values.h"
 #include "format/torch_tensor.h"
+#include "format/torch_unread.h"
 
 namespace torch_ckpt {
 namespace {
@@ -155,7 +156,7 @@ class Flattener {
     for (const PickleValue& item : list.items()) {
       if (!budget_.Step()) return budget_.Over();
       TC_ASSIGN_OR_RETURN(const auto mapping, OpenedMapping(item));
-      opens = IsTorchTensor(item) || mapping;
+      opens = IsTorchTensor(item) || IsAnyTensor(item) || mapping;
       if (!opens && item.Is(PickleKind::kList)) {
         TC_ASSIGN_OR_RETURN(opens, Opens(item));
       }

@@ -47,6 +47,13 @@ TEST(HfIndex, AcceptsWhatTheHubHolds) {
       {"{\"metadata\":{\"mergekit_version\":\"0.0.4\",\"x\":[{\"y\":-1.5},"
        "null,true],\"total_size\":9},\"weight_map\":{},\"extra\":[1,{}]}",
        9},
+      {"{\"metadata\":{\"total_size\":\"20\"},\"weight_map\":{}}", 0},
+      {"{\"metadata\":{\"total_size\":null},\"weight_map\":{}}", 0},
+      {"{\"metadata\":{\"total_size\":true},\"weight_map\":{}}", 0},
+      {"{\"metadata\":{\"total_size\":[1,{}]},\"weight_map\":{}}", 0},
+      {"{\"metadata\":{\"total_size\":-1},\"weight_map\":{}}", 0},
+      {"{\"metadata\":{\"total_size\":1e30},\"weight_map\":{}}", 0},
+      {"\xEF\xBB\xBF{\"weight_map\":{}}", 0},
       {"{\"extra\":\"s\",\"more\":null,\"f\":false,\"n\":-2,"
        "\"weight_map\":{}}",
        0},
@@ -79,7 +86,6 @@ TEST(HfIndex, Refuses) {
       "{\"weight_map\":{\"a\":\"b.bin\"}}",
       "{\"weight_map\":{\"a\":\"../b.safetensors\"}}",
       "{\"weight_map\":{\"a\":\"/b.safetensors\"}}",
-      "{\"weight_map\":{\"a\":\"d/b.safetensors\"}}",
       "{\"weight_map\":{\"a\":\"d\\\\b.safetensors\"}}",
       "{\"weight_map\":{\"a\":\"C:b.safetensors\"}}",
       "{\"weight_map\":{\"a\":\".safetensors\"}}",
@@ -90,23 +96,32 @@ TEST(HfIndex, Refuses) {
       "{\"metadata\":{\"x\":1,\"x\":1},\"weight_map\":{}}",
       "{\"other\":{\"x\":1,\"x\":1},\"weight_map\":{}}",
       "{\"metadata\":[],\"weight_map\":{}}",
-      "{\"metadata\":{\"total_size\":-1},\"weight_map\":{}}",
-      "{\"metadata\":{\"total_size\":\"1\"},\"weight_map\":{}}",
-      "{\"metadata\":{\"total_size\":null},\"weight_map\":{}}",
-      "{\"metadata\":{\"total_size\":true},\"weight_map\":{}}",
-      "{\"metadata\":{\"total_size\":[1]},\"weight_map\":{}}",
-      "{\"metadata\":{\"total_size\":{}},\"weight_map\":{}}",
-      "{\"metadata\":{\"total_size\":1e30},\"weight_map\":{}}",
-      "{\"metadata\":{\"total_size\":1e999},\"weight_map\":{}}",
       "{\"weight_map\":{}} x",
       "{\"weight_map\":{},}",
       "{\"x\":" + deep,
-      "\xEF\xBB\xBF{\"weight_map\":{}}",
       std::string("{\"weight_map\":{}}\0", 18),
       "{\"weight_map\":{\"\xFF\":\"b.safetensors\"}}",
   };
   for (const std::string& text : cases)
     EXPECT_EQ(Parse(text).status().kind(), ErrorKind::kCorrupt) << text;
+}
+
+TEST(HfIndex, PathsBelowTheDirectory) {
+  const auto parsed = Parse(
+      "{\"weight_map\":{\"a\":\"./b.safetensors\",\"c\":\"d/./"
+      "e.safetensors\"}}");
+  EXPECT_EQ(parsed.status().kind(), ErrorKind::kCorrupt);
+  const auto below = Parse(
+      "{\"weight_map\":{\"a\":\"./b.safetensors\",\"c\":\"d/e.safetensors\"}}");
+  ASSERT_TRUE(below.ok()) << below.status().ToString();
+  EXPECT_EQ(below->weight_map[0].second, "b.safetensors");
+  EXPECT_EQ(below->weight_map[1].second, "d/e.safetensors");
+  for (const char* outside :
+       {"./../b.safetensors", "d/../../b.safetensors", ".//b.safetensors"}) {
+    const auto refused =
+        Parse("{\"weight_map\":{\"a\":\"" + std::string(outside) + "\"}}");
+    EXPECT_EQ(refused.status().kind(), ErrorKind::kCorrupt) << outside;
+  }
 }
 
 TEST(HfIndex, NamesTheTensorOfABadFileName) {

@@ -321,6 +321,15 @@ TEST(JournalFormat, RefusesAReplayThatDoesHarm) {
   const ErrorKind kBad = ErrorKind::kCorrupt;
   EXPECT_EQ(with([](Journal* j) { j->removes.push_back("a/old.bin"); }),
             ErrorKind::kOk);
+  for (const char* stocks : {".metadata", "__0.metadata", "__12.metadata"}) {
+    EXPECT_EQ(with([&](Journal* j) { j->removes.push_back(stocks); }),
+              ErrorKind::kOk)
+        << stocks;
+  }
+  for (const char* other : {".metadata2", "a/.metadata", "__.metadata", ".x"}) {
+    EXPECT_EQ(with([&](Journal* j) { j->removes.push_back(other); }), kBad)
+        << other;
+  }
   EXPECT_EQ(with([](Journal* j) { j->removes.push_back("a/../x"); }), kBad);
   EXPECT_EQ(with([](Journal* j) { j->renames[1].from = "a/b"; }), kBad);
   EXPECT_EQ(with([](Journal* j) { j->removes.push_back("m.safetensors"); }),

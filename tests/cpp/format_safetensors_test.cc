@@ -97,10 +97,6 @@ std::vector<Case> Malformed() {
       {"no dtype", "{\"t\":{\"shape\":[1],\"data_offsets\":[0,4]}}", 4},
       {"no shape", "{\"t\":{\"dtype\":\"F32\",\"data_offsets\":[0,4]}}", 4},
       {"no offsets", "{\"t\":{\"dtype\":\"F32\",\"shape\":[1]}}", 4},
-      {"extra key",
-       "{\"t\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4],"
-       "\"x\":1}}",
-       4},
       {"key of other case",
        "{\"t\":{\"Dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4},
       {"no offset at all", F32("[0]", "[]"), 0},

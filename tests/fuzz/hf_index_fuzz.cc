@@ -12,7 +12,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       ParseHfIndex({reinterpret_cast<const std::byte*>(data), size});
   if (!index.ok()) return 0;
   for (const auto& [name, file] : index->weight_map) {
-    if (!CheckFileName(file).ok()) abort();
+    if (!CheckFilePath(file).ok()) abort();
   }
   const std::string text = BuildHfIndex(*index);
   const auto again = ParseHfIndex(AsBytes(text));

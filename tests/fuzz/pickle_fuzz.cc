@@ -6,6 +6,7 @@
 #include "format/pickle_object.h"
 #include "format/torch_dtensor.h"
 #include "format/torch_state.h"
+#include "format/torch_unread.h"
 #include "json/fields.h"
 #include "plan/mesh.h"
 
@@ -13,8 +14,9 @@ using namespace torch_ckpt;
 
 namespace {
 
-// A DTensor, up to the boxes that its rank had.
+// A DTensor, up to the boxes that its rank had; what is said of others.
 void LookAt(const PickleValue& value, Budget* budget) {
+  if (IsAnyTensor(value) && DescribeUnread(value, {}).reason.empty()) abort();
   if (!IsTorchTensor(value)) return;
   const auto rebuild = FindTorchRebuild(value);
   if (!rebuild.ok() || !IsTorchDTensor(*rebuild)) return;

@@ -255,7 +255,9 @@ def test_casts_and_names_in_files_of_torch(tmp_path: Path) -> None:
         assert same(loaded, {"model.w": torch.tensor([1.0, 2.5]).bfloat16()})
     torch.save({"w": torch.tensor([1e30])}, tmp_path / "b.pt")
     with pytest.raises(torch_ckpt.InvalidArgumentError, match="'w'"):
-        torch_ckpt.convert(tmp_path / "b.pt", tmp_path / "torch", "torch", dtype="fp16")
+        torch_ckpt.convert(
+            tmp_path / "b.pt", tmp_path / "torch", "torch", dtype="fp16", overwrite=True
+        )
     assert same(torch_ckpt.load(path=tmp_path / "torch"), loaded)  # as it was
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
@@ -307,7 +309,7 @@ def test_only_a_file_of_torch_save_is_replaced(tmp_path: Path) -> None:
             torch_ckpt.convert(source, target, "torch")
     assert text.read_text() == "mine" and pipe.is_fifo() and Path("/dev/null").is_char_device()
     torch.save({}, tmp_path / "old.pt")
-    torch_ckpt.convert(source, tmp_path / "old.pt", "torch")
+    torch_ckpt.convert(source, tmp_path / "old.pt", "torch", overwrite=True)
     assert same(torch.load(tmp_path / "old.pt", weights_only=False), state())
 
 
@@ -518,7 +520,6 @@ def test_what_is_neither_configuration_nor_tokenizer_stays_behind(
     (source / "vocab.json").symlink_to("merges.txt")
     for name in ("a.onnx_data", "a.ot", "a.tflite", "a.npz", "a.pkl", "a.log", "__0_0.distcp"):
         (source / name).write_bytes(b"x")
-    (source / "objects-00001.json").write_text("{}")
     (source / "dangling.json").symlink_to("nowhere")
     os.mkfifo(source / "fifo.json")
     Path(os.fsdecode(os.fsencode(source) + b"/\xff.json")).write_text("{}")
@@ -541,7 +542,7 @@ def test_files_of_others_in_the_target_are_not_replaced(tmp_path: Path) -> None:
     assert (out / "README.md").read_text() == "mine"
     assert json.loads((out / "config.json").read_text()) == {"a": 1}
     (source / "config.json").write_text('{"a": 2}')
-    torch_ckpt.convert(source, out, "hf")  # what an earlier one has written is replaced
+    torch_ckpt.convert(source, out, "hf", overwrite=True)  # what an earlier one has written
     assert json.loads((out / "config.json").read_text()) == {"a": 2}
     assert (out / "README.md").read_text() == "mine"
 
@@ -560,7 +561,7 @@ def test_the_configuration_says_what_the_tensors_are_cast_to(tmp_path: Path) -> 
     assert (tmp_path / "b" / "config.json").read_text() == json.dumps(config)
     for wrong in ("[1]", "{", "{}", '{"torch_dtype": null}'):
         (source / "config.json").write_text(wrong)
-        torch_ckpt.convert(source, tmp_path / "c", "hf", dtype="bf16")
+        torch_ckpt.convert(source, tmp_path / "c", "hf", dtype="bf16", overwrite=True)
         assert (tmp_path / "c" / "config.json").read_text() == wrong
 
 

@@ -61,7 +61,9 @@ def test_shapes_that_no_file_says_are_warned_of(
     target = {"w": torch.zeros(12, 2)}
     for act in (
         lambda path: torch_ckpt.load(target, checkpoint_id=path, no_dist=True),
-        lambda path: torch_ckpt.consolidate_safetensors_files(path, tmp_path / "out", None),
+        lambda path: torch_ckpt.consolidate_safetensors_files(
+            path, tmp_path / "out", overwrite=True
+        ),
     ):
         with caplog.at_level(logging.WARNING):
             act(tmp_path / "ours")

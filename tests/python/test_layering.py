@@ -35,6 +35,7 @@ PYTHON_ROOMS = (
         "mapping",
         "key_mapping",
         "jobs",
+        "selection",
         "progress",
         "_ext",
         "values",

@@ -149,7 +149,11 @@ def test_a_merge_is_refused_before_it_writes(tmp_path: Path, naming: Any) -> Non
     done: list[int] = []
     with pytest.raises(FAILED, match="is of no save of torch_ckpt"):
         consolidate_safetensors_files(
-            tmp_path / "in", path, None, naming=naming, progress=lambda now, _: done.append(now)
+            tmp_path / "in",
+            path,
+            naming=naming,
+            overwrite=True,
+            progress=lambda now, _: done.append(now),
         )
     assert names_in(path) == before
     assert not any(done)

@@ -112,11 +112,6 @@ class Rule:
 STRICTER = {
     "white space before": Rule("2.4", "not start with '{'", lambda h: h.text[0] != "{"),
     "line ends behind": Rule("2.4", "not end with '}'", lambda h: h.text.rstrip(" ")[-1] != "}"),
-    "further keys": Rule(
-        "2.6",
-        "unknown key in the entry",
-        lambda h: any(isinstance(e, Pairs) and dict(e).keys() - FIELDS for e in h.entries),
-    ),
     "entry as an array": Rule(
         "2.6", "unexpected array", lambda h: any(not isinstance(e, Pairs) for e in h.entries)
     ),
@@ -180,7 +175,6 @@ ONE = tensor([1], 4)
 NAMED = {
     "white space before": Draft(Pairs(), b"", before=b"\n"),
     "line ends behind": Draft(Pairs(), b"", behind=b" \r\n\t"),
-    "further keys": Draft(Pairs([("t", tensor([1], 4, "F32", ("x", [None])))]), bytes(4)),
     "entry as an array": Draft(Pairs([("t", ["F32", [1], [0, 4]])]), bytes(4)),
     "dtype as an object": Draft(Pairs([("t", tensor([1], 4, Pairs([("F32", None)])))]), bytes(4)),
     "huge dimension": Draft(Pairs([("t", tensor([0, 2**48]))]), b""),

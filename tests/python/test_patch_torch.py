@@ -523,7 +523,8 @@ def test_both_have_saved_to_one_directory(tmp_path: Path) -> None:
     with patch_torch(file_system=True):
         with pytest.raises(torch_ckpt.ConflictError, match="holds two checkpoints"):
             dcp.FileSystemReader(tmp_path).read_metadata()
-        (tmp_path / "torch_ckpt.json").unlink()
+        for ours in (*tmp_path.glob("torch_ckpt.*"), *tmp_path.glob("objects-*")):
+            ours.unlink()
         for ours in tmp_path.glob("*.safetensors"):
             ours.unlink()
         reader = dcp.FileSystemReader(tmp_path)
@@ -534,8 +535,8 @@ def test_both_have_saved_to_one_directory_in_parts(tmp_path: Path) -> None:
     """Without collectives, with which neither writes the one file that says what is there."""
     for number, (stocks, ours) in enumerate(((True, False), (False, True), (False, False))):
         path = tmp_path / str(number)
-        dcp.save(STATE, storage_writer=dcp.FileSystemWriter(path), use_collectives=stocks)
         torch_ckpt.save(STATE, path, use_collectives=ours)
+        dcp.save(STATE, storage_writer=dcp.FileSystemWriter(path), use_collectives=stocks)
         with patch_torch(file_system=True):
             reader = dcp.FileSystemReader(path)
             with pytest.raises(torch_ckpt.ConflictError, match="holds two checkpoints"):

@@ -193,7 +193,7 @@ def test_what_is_no_archive_is_refused_in_clear_words(tmp_path: Path) -> None:
         archive.writestr("a/data.pkl", pickle.dumps({}, 2))
     assert "compressed" in refusal()
     path.write_bytes(b"")
-    assert "no archive of torch.save" in refusal()
+    assert "is empty" in refusal()
     path.write_text("hello, world")
     assert "no archive of torch.save" in refusal()
 
@@ -281,7 +281,7 @@ def test_hub_directories_that_are_not_whole(tmp_path: Path) -> None:
     (path / second).rename(path / "x")
     refused(path, torch_ckpt.IncompleteError, f"{second}.*missing")
     torch.save({"d": torch.ones(1)}, path / second)
-    refused(path, torch_ckpt.IncompleteError, "'c'.*does not hold it")
+    assert "c" not in torch_ckpt.open(path)  # which the index names, and a warning says so
     torch.save({"a": torch.ones(1), "c": torch.ones(1)}, path / second)
     refused(path, torch_ckpt.ConflictError, "'a'.*and in another file")
     path = hub(tmp_path / "numbers", PARTS, index=False)
@@ -335,8 +335,7 @@ def test_one_file_that_is_alone_in_its_directory_is_not_whole(tmp_path: Path) ->
     (path / first).rename(path / "x")
     (path / second).rename(path / first)
     (path / "x").rename(path / second)
-    with pytest.raises(torch_ckpt.IncompleteError, match="does not hold it"):
-        torch_ckpt.load(path=path)
+    assert same(torch_ckpt.load(path=path), ALL)  # as transformers reads them
 
 
 def test_odd_leaves_spoil_nothing_else(tmp_path: Path) -> None:
@@ -359,11 +358,14 @@ def test_odd_leaves_spoil_nothing_else(tmp_path: Path) -> None:
         {name: checkpoint.objects[name] for name in ("pairs", "big")},
         {name: good[name] for name in ("pairs", "big")},
     )
-    for name in bad:
+    for name in ("deep", "itself"):
         with pytest.raises(torch_ckpt.CheckpointError, match=f"'{name}'"):
             checkpoint.objects[name]
+    for name in ("complex", "sparse"):
+        with pytest.raises(torch_ckpt.UnsupportedError, match=f"'{name}'"):
+            checkpoint[name].read()
     with pytest.raises(torch_ckpt.UnsupportedError, match="ComplexDoubleStorage"):
-        checkpoint.objects["complex"]
+        checkpoint["complex"][...]
 
 
 def test_honest_files_with_much_structure(tmp_path: Path) -> None:

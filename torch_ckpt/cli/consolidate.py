@@ -66,6 +66,9 @@ def consolidate(
     memory_budget: str,
     extras: tuple[str, ...],
     key_mapping: tuple[tuple[str, str], ...],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    overwrite: bool,
     no_strict: bool,
     no_verify: bool,
     no_direct_io: bool,
@@ -98,6 +101,9 @@ def consolidate(
             policy=policy,
             memory_budget=memory_budget,
             key_mapping=key_mapping,
+            include=include,
+            exclude=exclude,
+            overwrite=overwrite,
             direct_io=not no_direct_io,
         )
         return request, extra_files(extras, policy.torch_name)

@@ -42,6 +42,9 @@ def convert(
     dtype: str | None,
     keep_fp32: tuple[str, ...],
     key_mapping: tuple[tuple[str, str], ...],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    overwrite: bool,
     no_objects: bool,
     naming: FileNames | None,
     extras: tuple[str, ...],
@@ -59,7 +62,7 @@ def convert(
     and --to torch, a file, torch is imported.
 
     \b
-    torch-ckpt convert run.pt weights --to hf --dtype bf16
+    torch-ckpt convert run.pt weights --to hf --dtype bf16 --exclude 'optim*'
     torch-ckpt convert dcp_checkpoint resharded --to torch_ckpt
     """
     with output.progress("converting") as progress:
@@ -72,6 +75,9 @@ def convert(
             keep_fp32=keep_fp32,
             key_mapping=key_mapping,
             objects=not no_objects,
+            include=include,
+            exclude=exclude,
+            overwrite=overwrite,
             max_shard_size=max_shard_size,
             naming=naming,
             extras=list(extras) or None,

@@ -108,7 +108,9 @@ def _of_tensors(
 ) -> dict[str, str]:
     """What is to be said of each of the tensors of equal shapes whose values differ."""
     shapes = [{name: side.leaves[name]["shape"] for name in names} for side in (a, b)]
+    unread = [name for name in names if any(side.leaves[name]["unread"] for side in (a, b))]
     names = [name for name in names if shapes[0][name] == shapes[1][name] is not None]
+    names = [name for name in names if name not in unread]
     total = sum(side.leaves[name]["bytes"] for name in names for side in (a, b))
     compared = compare(
         a.opened,
@@ -119,7 +121,10 @@ def _of_tensors(
         memory=budget,
         progress=progress and (lambda done, _: progress(done, total)),
     )
-    said = {}
+    said = {
+        name: f"cannot be compared: {a.leaves[name]['unread'] or b.leaves[name]['unread']}"
+        for name in unread
+    }
     for name, (number, largest) in zip(names, compared, strict=True):
         if number:
             of = count(math.prod(a.leaves[name]["shape"]), "value")

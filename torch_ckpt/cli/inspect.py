@@ -112,6 +112,8 @@ def _fields(opened: OpenedCheckpoint, described: dict[str, Any]) -> dict[str, An
         "world_size": described["world_size"],
         "files": files,
         "beside": described["beside"],
+        "notes": described["notes"],
+        "unread": described["unread"],
         "balance": _balance(described["world_size"], files),
         "tensor_count": described["tensor_count"],
         "tensor_bytes": sum(each["bytes"] for _, each in dtypes),
@@ -195,6 +197,9 @@ def _lines(
         lines.append(dim(f"    and {len(files) - _FILES_SHOWN:,} more; --json lists all"))
     if fields["beside"]:
         lines.append(f"  not read: {', '.join(map(printable, fields['beside']))}")
+    lines += [f"  note: it {printable(note)}" for note in fields["notes"]]
+    for name, reason in list(fields["unread"].items())[:_FILES_SHOWN]:
+        lines.append(f"  cannot be read: {printable(name)}, which {printable(reason)}")
     if tree:
         lines += [f"  {line}" for line in tree_lines(leaves, depth)]
     if "tensors" in fields:

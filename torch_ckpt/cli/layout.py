@@ -14,7 +14,7 @@ from torch_ckpt.cli.output import Output, count, format_bytes, printable, with_o
 from torch_ckpt.cli.picture import check_picture_name, write_picture
 from torch_ckpt.cli.plane import Box, Plane, Slice, boxes_of, owners_of, plane_of
 from torch_ckpt.description import Placement, TensorInfo, topology_of
-from torch_ckpt.errors import IncompleteError, InvalidArgumentError
+from torch_ckpt.errors import IncompleteError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import OpenedCheckpoint
 
 _WIDTH, _HEIGHT = 64, 16  # characters of a map, at the most
@@ -67,6 +67,9 @@ def _find(opened: OpenedCheckpoint, fqn: str) -> TensorInfo:
     if described["kinds"][at] == _core.OBJECT:
         text = "is no tensor and has no boxes; 'torch-ckpt show' shows it"
         raise InvalidArgumentError(text, file=opened.path, tensor=fqn)
+    if fqn in described["unread"]:
+        text = f"{described['unread'][fqn]}, and is not read"
+        raise UnsupportedError(text, file=opened.path, tensor=fqn)
     dtype, shape, size = described["types"][described["type_of"][at]]
     answer = _core.call(
         {"op": "placements", "checkpoint": opened.id, "name": fqn, "described": True}

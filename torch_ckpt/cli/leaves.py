@@ -22,8 +22,9 @@ _MOST_SHOWN = 60  # characters of a value
 def leaves_of(
     described: dict[str, Any], wanted: Callable[[str], bool] = lambda _: True
 ) -> list[dict[str, Any]]:
-    """{"name", "dtype", "shape", "bytes", "alias_of"} of every leaf whose name is `wanted`, in
-    natural order; of one that is no tensor the last four are None."""
+    """{"name", "dtype", "shape", "bytes", "alias_of", "unread"} of every leaf whose name is
+    `wanted`, in natural order; of one that is no tensor the last five are None. "unread" says why
+    a tensor is not read; such a one may have no shape."""
     aliases, types = described["aliases"], described["types"]
     columns = (described[column] for column in ("names", "kinds", "type_of"))
     leaves = []
@@ -31,7 +32,9 @@ def leaves_of(
         if name != STRUCTURE_FQN and wanted(name):
             dtype, shape, size = types[at] if kind != _core.OBJECT else (None, None, None)
             leaf = {"name": name, "dtype": dtype, "shape": shape, "bytes": size}
-            leaves.append({**leaf, "alias_of": aliases.get(name)})
+            leaves.append(
+                {**leaf, "alias_of": aliases.get(name), "unread": described["unread"].get(name)}
+            )
     return sorted(leaves, key=lambda leaf: natural(leaf["name"]))
 
 
@@ -58,6 +61,9 @@ def cells_of(leaf: dict[str, Any]) -> tuple[str, str, str, str]:
     """What `columns` shows of a leaf of `with_values`: name, dtype, shape or value, size."""
     if leaf["dtype"] is None:
         return printable(leaf["name"]), "object", leaf["value"] or "", ""
+    if leaf["unread"] is not None:
+        shape = "" if leaf["shape"] is None else str(leaf["shape"])
+        return printable(leaf["name"]), printable(leaf["dtype"]), shape, "not read"
     size = format_bytes(leaf["bytes"])
     if leaf["alias_of"] is not None:
         size = f"is {printable(leaf['alias_of'])}"

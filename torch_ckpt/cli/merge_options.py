@@ -30,6 +30,19 @@ _OPTIONS = (
         help="Store tensors under other names; of several, the first found in a name counts.",
     ),
     click.option(
+        "--include",
+        multiple=True,
+        metavar="PATTERN",
+        help="Take leaves of these names only, as 'model.*'; * stands for dots too.",
+    ),
+    click.option(
+        "--exclude",
+        multiple=True,
+        metavar="PATTERN",
+        help="Leave out leaves of these names, as 'optim*'.",
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace what a save or a merge wrote there."),
+    click.option(
         "--max-shard-size", help='Bytes of tensors in a file at most, as "5GB" or "5GiB".'
     ),
     click.option(
@@ -51,8 +64,8 @@ _OPTIONS = (
 
 
 def with_merge_options(command: _Command) -> _Command:
-    """Adds dtype, keep_fp32, key_mapping, max_shard_size, memory_budget, threads, no_verify and
-    no_direct_io."""
+    """Adds dtype, keep_fp32, key_mapping, include, exclude, overwrite, max_shard_size,
+    memory_budget, threads, no_verify and no_direct_io."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

@@ -26,6 +26,7 @@ from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.progress import Progress
 from torch_ckpt.ranks import TIMEOUT_S, Ranks
+from torch_ckpt.selection import Patterns
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
@@ -188,6 +189,9 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     key_mapping: KeyMapping | None = None,
+    format: str | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
     direct_io: bool = True,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -198,10 +202,10 @@ def load(
     `checkpoint_id` is stock's name for it.
 
     `key_mapping`, see SavePlanner, makes names in `state_dict` of those in the checkpoint.
-    `direct_io=False` reads through the page cache, where no `storage_reader` is given. `progress`
-    is as for `save`. Begins again, a few times, when another save replaces the checkpoint
-    meanwhile. Raises CheckpointError kinds or OSError, naming the rank, on every rank; tensors may
-    then be filled in part.
+    Where no `storage_reader` is given, `format`, `include` and `exclude` are as CheckpointReader's,
+    and `direct_io=False` reads through the page cache. `progress` is as for `save`. Begins again, a
+    few times, when another save replaces the checkpoint meanwhile. Raises CheckpointError kinds or
+    OSError, naming the rank, on every rank; tensors may then be filled in part.
     """
     ranks = ranks_of(process_group, no_dist)
     rebuilds = state_dict is None
@@ -214,9 +218,20 @@ def load(
         if reader is None:
             if place is None:
                 raise InvalidArgumentError("load needs a path or a storage_reader")
-            reader = CheckpointReader(place, direct_io=direct_io)
-        elif not direct_io:
-            raise InvalidArgumentError("direct_io: give it to the storage_reader")
+            reader = CheckpointReader(
+                place, format=format, include=include, exclude=exclude, direct_io=direct_io
+            )
+        elif given := [
+            name
+            for name, is_given in (
+                ("format", format is not None),
+                ("include", include is not None),
+                ("exclude", exclude is not None),
+                ("direct_io", not direct_io),
+            )
+            if is_given
+        ]:
+            raise InvalidArgumentError(f"{given[0]}: give it to the storage_reader")
         if own_planner is None:
             own_planner = LoadPlanner(
                 rebuild=rebuilds, rank=ranks.rank, world_size=ranks.size, key_mapping=key_mapping

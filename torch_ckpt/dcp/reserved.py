@@ -1,6 +1,8 @@
 """Names that no leaf of the user's may have."""
 
-STRUCTURE_FQN = "torch_ckpt.structure"  # the leaf that says the containers
+from torch_ckpt._core import STRUCTURE
+
+STRUCTURE_FQN = STRUCTURE  # the leaf that says the containers
 DIGESTS_KEY = "torch_ckpt.digests"  # in planner data: what the coordinator is to compare
 RAW_LEAVES = "torch_ckpt.raw_leaves"  # in an objects file: leaves that a user's planner has packed
 PLAN_TOKEN = "torch_ckpt.plan"  # in planner data: which global plan a cached one belongs to

@@ -47,9 +47,10 @@ class FileSystemWriter(HuggingFaceStorageWriter):
 
     single_file_per_rank, per_thread_copy_ahead, cache_staged_state_dict and serialization_format
     change nothing: each rank writes a file, without copies, of safetensors. `_extensions` are
-    refused: they transform the streams of stock's own format. overwrite=False refuses checkpoints
-    of either. So is use_collectives=False refused, by the save: with it stock gives each rank its
-    own value of a name that several have saved, and a checkpoint of ours has one.
+    refused: they transform the streams of stock's own format. A checkpoint of stock is replaced by
+    the commit, which removes its .metadata; overwrite=False refuses checkpoints of either. So is
+    use_collectives=False refused, by the save: with it stock gives each rank its own value of a
+    name that several have saved, and a checkpoint of ours has one.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class FileSystemWriter(HuggingFaceStorageWriter):
             path,
             thread_count=thread_count,
             save_distributed=True,
-            overwrite=overwrite,
+            overwrite="all" if overwrite else False,  # programs go on where stock has saved
             sync_files=sync_files,
         )
         # For programs that ask the writer what they have given it.
@@ -202,7 +203,7 @@ def consolidate_safetensors_files(
         )
         return
     merge.consolidate_safetensors_files(
-        input_dir, output_dir, fqn_to_index_mapping, num_threads, strict=False
+        input_dir, output_dir, fqn_to_index_mapping, num_threads, strict=False, overwrite=True
     )
 
 
@@ -224,7 +225,13 @@ def consolidate_safetensors_files_on_every_rank(
         )
         return
     consolidate.consolidate_safetensors_files_on_every_rank(
-        input_dir, output_dir, fqn_to_index_mapping, num_threads, process_group, strict=False
+        input_dir,
+        output_dir,
+        fqn_to_index_mapping,
+        num_threads,
+        process_group,
+        strict=False,
+        overwrite=True,
     )
 
 

@@ -97,6 +97,10 @@ Status CommitExisting(SaveSession* session, const CommitRequest& request,
   const std::set<std::string> keep(request.keep.begin(), request.keep.end());
   Journal journal;
   journal.removes = std::move(previous.part_manifests);
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> of_others,
+                      session->ReplacedOfOthers(target));
+  std::move(of_others.begin(), of_others.end(),
+            std::back_inserter(journal.removes));
   std::vector<ManifestFile> kept;
   const FilesByName named(manifest->files);
   for (ManifestFile& old : previous.files) {

@@ -8,6 +8,7 @@
 #include "engine/commit/staged_files.h"
 #include "engine/commit/staging.h"
 #include "engine/open/rank_manifests.h"
+#include "engine/open/read_dcp.h"
 #include "format/names.h"
 #include "os/path.h"
 #include "os/probe.h"
@@ -37,6 +38,9 @@ Status CheckFresh(const Directory& target, const ManifestPart& own) {
       return NotFresh(target, std::string(name));
     }
   }
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> of_others,
+                      FindStockMetadata(target));
+  if (!of_others.empty()) return NotFresh(target, of_others[0]);
   std::set<int64_t> ranks;
   for (const std::string& name : stages) {
     if (const auto rank = RankOfPartStage(name)) ranks.insert(*rank);

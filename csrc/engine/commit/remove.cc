@@ -102,7 +102,7 @@ Result<RemovedCheckpoint> RemoveCheckpoint(const std::string& path) {
   }
   // Before the lock, which would make a place to stage in.
   TC_ASSIGN_OR_RETURN(Journal before, LookBefore(target));
-  TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(target, true));
+  TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(target, true, true));
   // Under the lock: what is about to go is what stands there.
   TC_ASSIGN_OR_RETURN(const Directory directory, Directory::Open(target));
   TC_ASSIGN_OR_RETURN(const Previous named, ReadPrevious(directory));

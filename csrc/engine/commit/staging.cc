@@ -4,6 +4,7 @@
 #include <array>
 #include <cerrno>
 #include <cstdio>
+#include <iterator>
 
 #include "engine/commit/journal.h"
 #include "engine/commit/previous.h"
@@ -59,7 +60,8 @@ Status RefuseExisting(const Directory& target) {
         IsPartManifestName(name) || name.ends_with(kDataSuffix) ||
         HasTorchWeights({&name, 1})) {
       return Conflict("holds a checkpoint (" + name +
-                      ") and overwrite is False")
+                      ") and overwrite is False; overwrite=True (--overwrite) "
+                      "replaces one of torch_ckpt")
           .WithFile(target.path());
     }
   }
@@ -210,6 +212,7 @@ Status SaveSession::Enter() {
                         "; of what stands there only the files go that are "
                         "called as those of our saves");
   }
+  TC_RETURN_IF_ERROR(ReplacedOfOthers(target).status());
   return RemoveDeadParts(target).status();
 }
 
@@ -220,9 +223,10 @@ Status SaveSession::NameInPlace() const {
 }
 
 Result<SaveSession> SaveSession::Begin(const std::string& target,
-                                       bool overwrite) {
+                                       bool overwrite, bool others) {
   SaveSession session;
   session.overwrite_ = overwrite;
+  session.others_ = others;
   TC_ASSIGN_OR_RETURN(session.place_, LocatePlace(target));
   TC_RETURN_IF_ERROR(Directory::Create(session.place_.root));
   TC_RETURN_IF_ERROR(session.Enter());
@@ -247,13 +251,15 @@ Result<SaveSession> SaveSession::Begin(const std::string& target,
   return session;
 }
 
-Result<SaveSession> BeginSave(const std::string& target, bool overwrite) {
+Result<SaveSession> BeginSave(const std::string& target, bool overwrite,
+                              bool others) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
   const std::string parent = ParentPath(absolute);
   TC_RETURN_IF_ERROR(Directory::CreateAll(parent));
   PlacePatience patience(parent);
   for (;;) {
-    Result<SaveSession> session = SaveSession::Begin(absolute, overwrite);
+    Result<SaveSession> session =
+        SaveSession::Begin(absolute, overwrite, others);
     const Status& last = session.status();
     if (!PlacePatience::Changed(last)) return session;
     if (!patience.Wait()) {
@@ -333,6 +339,30 @@ Status SaveSession::CheckTarget(const Directory& target) const {
       .WithFile(place_.target);
 }
 
+Result<std::vector<std::string>> SaveSession::ReplacedOfOthers(
+    const Directory& target) const {
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
+                      FindStockMetadata(target));
+  if (names.empty()) return names;
+  if (others_) {
+    TC_ASSIGN_OR_RETURN(const std::vector<std::string> all, target.List());
+    std::erase_if(names, [&](const std::string& name) {
+      return name != kStockMetadataNames[0];
+    });
+    std::copy_if(all.begin(), all.end(), std::back_inserter(names),
+                 [](const std::string& name) {
+                   return name != kStockMetadataNames[0] &&
+                          IsStockMetadataName(name);
+                 });
+    return names;
+  }
+  return Conflict("holds a checkpoint of stock DCP (" + names[0] +
+                  "), and could not be told from what is saved beside it; "
+                  "save into another directory, or replace it with "
+                  "overwrite=\"all\"")
+      .WithFile(target.path());
+}
+
 SaveSession::~SaveSession() {
   if (!lock_.held()) return;
   // Past the commit point it stays, with its files, to be carried out; any
@@ -362,6 +392,7 @@ Status SaveSession::MoveInside() {
   SaveSession inside;
   inside.overwrite_ = overwrite_;
   inside.warnings_ = warnings_;
+  inside.others_ = others_;
   inside.place_ = place_;
   inside.place_.root = PlaceInside(place_.target);
   inside.place_.path = inside.place_.root + "/" + save_id_;

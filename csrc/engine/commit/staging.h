@@ -81,6 +81,11 @@ class SaveSession {
   const std::vector<std::string>& warnings() const { return warnings_; }
   // Of a save that is to be committed inside T: what the manifest of T is.
   Status CheckTarget(const Directory& target) const;
+  // What the commit is to remove, so that T does not hold two checkpoints: the
+  // names of FindStockMetadata. kConflict for such a name where those of others
+  // are not to be replaced.
+  Result<std::vector<std::string>> ReplacedOfOthers(
+      const Directory& target) const;
   // The commit is through, or the session gives up: removes what is left of
   // staging and releases the lock. Best effort: what does not go now is
   // removed by the next save.
@@ -93,10 +98,11 @@ class SaveSession {
 
  private:
   friend Result<SaveSession> BeginSave(const std::string& target,
-                                       bool overwrite);
+                                       bool overwrite, bool others);
   SaveSession() = default;
   // One try. ENOENT or ESTALE when something changed meanwhile.
-  static Result<SaveSession> Begin(const std::string& target, bool overwrite);
+  static Result<SaveSession> Begin(const std::string& target, bool overwrite,
+                                   bool others);
   // Steps 1 to 3 at place_, whose lock is lock_ then.
   Status Enter();
   Status NameInPlace() const;  // step 4
@@ -106,6 +112,7 @@ class SaveSession {
   Directory staging_;
   std::string save_id_;
   bool overwrite_ = true;
+  bool others_ = false;
   std::optional<FileInfo> manifest_;  // of T, at the begin
   std::vector<std::string> warnings_;
 };
@@ -129,10 +136,12 @@ class PlacePatience {
 
 // Steps 1 to 4. Creates missing parents of `target`. kUnsupported on a file
 // system that cannot write out of order or rename. kConflict when another save
-// holds the lock, or when overwrite is false and T holds a checkpoint. Where
+// holds the lock, when overwrite is false and T holds a checkpoint, or when
+// T holds one of stock DCP and `others` is false. Where
 // the place changes under its hands it begins again, for kPatience; on a shared
 // file system, where another node may have removed it, for kNamePatience.
-Result<SaveSession> BeginSave(const std::string& target, bool overwrite);
+Result<SaveSession> BeginSave(const std::string& target, bool overwrite,
+                              bool others = false);
 
 // For every other rank: the directory that the coordinator has made and the id
 // of its save. Looks again for `total`, since the caches of a network file

@@ -214,6 +214,12 @@ Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
   if (assigned.files.empty()) {
     return Incomplete("holds no tensor").WithFile(checkpoint->path());
   }
+  // Whatever becomes of other leaves: no tensor is left out unasked.
+  for (uint32_t e = 0; e < checkpoint->catalog().entries().size(); ++e) {
+    if (checkpoint->FindUnread(e)) {
+      TC_RETURN_IF_ERROR(checkpoint->Placements(e).status());
+    }
+  }
   MergePlan plan(std::move(checkpoint), std::move(options));
   size_t next_id = 0;
   const auto take_id = [&]() {

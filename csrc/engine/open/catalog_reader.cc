@@ -19,7 +19,7 @@ Result<bool> ByNames(const Directory&, std::span<const std::string> names) {
 }
 
 constexpr std::array kReaders = {
-    CatalogReader{kWholeFormat, ByNames<HasSafetensors>, ReadSafetensors},
+    CatalogReader{kWholeFormat, IsSafetensors, ReadSafetensors},
     CatalogReader{"megatron", IsMegatron, ReadMegatron},
     CatalogReader{"dcp", ByNames<HasDcpMetadata>, ReadDcp},
     CatalogReader{kTorchFormat, ByNames<HasTorchWeights>, ReadTorchFiles},

@@ -11,6 +11,7 @@
 
 #include "format/catalog.h"
 #include "format/manifest.h"
+#include "format/torch_unread.h"
 #include "os/directory.h"
 
 namespace torch_ckpt {
@@ -27,11 +28,16 @@ struct ForeignCatalog {
   // where their CRC-32s are known, sorted.
   std::vector<TorchArchivePlace> archives;
   std::vector<DigestedRange> storages;
+  // Tensors that are not read, by name. To the catalog they may be objects.
+  std::map<std::string, UnreadTensor, std::less<>> unread;
   // Objects that stand in no file, by their names: typed JSON. Their entries
   // are ArchivedObjects of no bytes.
   std::map<std::string, std::string, std::less<>> made_objects;
   // Data files that are no part of the checkpoint: neither opened nor read.
   std::vector<std::string> beside;
+  // What is wrong and no error, which whoever reads it is told: sentences
+  // without a subject, which is the path.
+  std::vector<std::string> notes;
   std::vector<FileInfo> infos;  // of `files`, before anything was read of them
   // Of the names, sizes and times of the files that are: who sees another one
   // sees other files.

@@ -9,6 +9,7 @@
 #include "engine/open/build_catalog.h"
 #include "engine/open/catalog_reader.h"
 #include "engine/open/rank_manifests.h"
+#include "engine/open/read_dcp.h"
 #include "engine/open/torch_archive.h"
 #include "format/names.h"
 #include "os/path.h"
@@ -187,10 +188,47 @@ Result<Contents> LoadForeign(const DirectoryPtr& directory,
   out.identity = std::move(scan.identity);
   out.hulls = std::move(scan.hulls);
   out.beside = std::move(scan.beside);
+  out.notes = std::move(scan.notes);
   out.archives = std::move(scan.archives);
   out.storages = std::move(scan.storages);
   out.made_objects = std::move(scan.made_objects);
+  out.unread = std::move(scan.unread);
   return out;
+}
+
+// Of a directory with a checkpoint of ours, where nobody has said which of two
+// is meant. By time alone neither is the newer one: copies have other times.
+Status CheckAlone(const Directory& directory) {
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> others,
+                      FindStockMetadata(directory));
+  if (others.empty()) return {};
+  return Conflict("holds two checkpoints: one of torch_ckpt, and " + others[0] +
+                  " of stock DCP; say which is meant, by format=\"" +
+                  std::string(kOurFormat) +
+                  "\" or format=\"dcp\", or move the other one elsewhere")
+      .WithFile(directory.path());
+}
+
+// What only the manifest can say belongs together: read without it, tensors
+// would lack digests, and other leaves would be gone.
+Status CheckNotCutOff(const Directory& directory) {
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
+  for (const std::string& name : names) {
+    const auto rank = RankOfFile(name);
+    const bool ours =
+        name == kCatalogName ||
+        (rank && (name == ObjectFileName(*rank) || name.ends_with(".catalog")));
+    if (!ours) continue;
+    return Incomplete(
+               "is a part of a checkpoint of torch_ckpt, whose " +
+               std::string(kManifestName) +
+               " is not there: copy that too, with all that stands beside it; "
+               "format=\"" +
+               std::string(kWholeFormat) +
+               "\" reads the bare tensors, of which nothing is verified")
+        .WithFile(directory.Join(name));
+  }
+  return {};
 }
 
 // One look at a directory.
@@ -234,6 +272,10 @@ Look LookAt(const std::string& path, std::string_view format) {
     TC_ASSIGN_OR_RETURN(Committed committed, ReadCommitted(*directory));
     look.text = committed.text;
     look.journal = committed.journal;
+    // While a journal is there, it may be about to remove the other one.
+    if (look.text && !look.journal && format.empty()) {
+      TC_RETURN_IF_ERROR(CheckAlone(*directory));
+    }
     if (!committed.parts.empty()) {
       Result<Contents> loaded = LoadParts(directory, committed.parts);
       if (!loaded.ok()) return loaded.status().WithFile(path);
@@ -255,7 +297,11 @@ Look LookAt(const std::string& path, std::string_view format) {
       return Incomplete("holds no " + std::string(kManifestName))
           .WithFile(path);
     }
-    Result<Contents> loaded = LoadForeign(directory, nullptr, format);
+    const Status cut_off = CheckNotCutOff(*directory);
+    look.late = look.shared && !cut_off.ok();
+    Result<Contents> loaded = cut_off.ok()
+                                  ? LoadForeign(directory, nullptr, format)
+                                  : Result<Contents>(cut_off);
     // A save may have committed over these files meanwhile: then what was
     // read may be a mixture.
     TC_ASSIGN_OR_RETURN(const Committed again, ReadCommitted(*directory));
@@ -332,6 +378,20 @@ std::string_view Checkpoint::StoredName(uint32_t entry) const {
   return renamed == has_.stored_names.end() ? name : renamed->second;
 }
 
+const UnreadTensor* Checkpoint::FindUnread(uint32_t entry) const {
+  if (has_.unread.empty()) return nullptr;
+  const auto found = has_.unread.find(StoredName(entry));
+  return found == has_.unread.end() ? nullptr : &found->second;
+}
+
+Status Checkpoint::CheckRead(uint32_t entry) const {
+  const UnreadTensor* unread = FindUnread(entry);
+  if (!unread) return {};
+  return Unsupported(unread->reason + ", and is not read")
+      .WithTensor(std::string(catalog().entries()[entry].name))
+      .WithFile(path());
+}
+
 Result<Checkpoint::Resolved> Checkpoint::Resolve(
     uint32_t entry, const Placement& archive) const {
   const CatalogEntry& e = catalog().entries()[entry];
@@ -380,6 +440,7 @@ void Checkpoint::AddStorageOf(const Placement& placement,
 Result<std::vector<Placement>> Checkpoint::Placements(
     uint32_t entry, const Box* needed,
     std::vector<DigestedRange>* storages) const {
+  TC_RETURN_IF_ERROR(CheckRead(entry));
   Result<std::vector<Placement>> placements =
       catalog().Placements(entry, files());
   if (!placements.ok()) {
@@ -455,7 +516,9 @@ Result<std::vector<Result<std::string>>> Checkpoint::ArchivedObjects(
   for (size_t i = 0; i < wanted.size(); ++i) {
     const CatalogEntry& entry = entries[wanted[i]];
     const auto made = has_.made_objects.find(StoredName(wanted[i]));
-    if (made != has_.made_objects.end()) {
+    if (FindUnread(wanted[i])) {
+      out[i] = CheckRead(wanted[i]);
+    } else if (made != has_.made_objects.end()) {
       out[i] = made->second;
     } else {
       archives[{entry.file, entry.archived->archive.offset}].push_back(i);
@@ -492,6 +555,13 @@ Result<std::vector<Result<std::string>>> Checkpoint::ArchivedObjects(
   }
   TC_RETURN_IF_ERROR(file_set()->CheckUnchanged(read));
   return out;
+}
+
+Result<std::shared_ptr<const Checkpoint>> Checkpoint::Without(
+    const std::set<std::string, std::less<>>& names) const {
+  Contents left = has_;
+  TC_ASSIGN_OR_RETURN(left.catalog, catalog().Without(names, files()));
+  return std::make_shared<const Checkpoint>(std::move(left));
 }
 
 Result<std::shared_ptr<const Checkpoint>> Checkpoint::Renamed(

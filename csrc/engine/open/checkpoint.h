@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -25,6 +26,7 @@
 #include "engine/open/safetensors_blobs.h"
 #include "format/catalog.h"
 #include "format/manifest.h"
+#include "format/torch_unread.h"
 #include "os/directory.h"
 
 namespace torch_ckpt {
@@ -53,9 +55,11 @@ class Checkpoint {
     // Data files of such a directory that are no part of the checkpoint.
     std::vector<std::string> beside;
     // ForeignCatalog's.
+    std::vector<std::string> notes;
     std::vector<TorchArchivePlace> archives;
     std::vector<DigestedRange> storages = {};
     std::map<std::string, std::string, std::less<>> made_objects = {};
+    std::map<std::string, UnreadTensor, std::less<>> unread = {};
     // What entries are called in the files, where that is another name.
     std::map<std::string, std::string, std::less<>> stored_names = {};
   };
@@ -74,12 +78,18 @@ class Checkpoint {
   const std::string& identity() const { return has_.identity; }
   const std::vector<std::string>& hulls() const { return has_.hulls; }
   const std::vector<std::string>& beside() const { return has_.beside; }
+  const std::vector<std::string>& notes() const { return has_.notes; }
+
+  // What is said of an entry that is a tensor which is not read; null of
+  // another one. To the catalog it may be an object.
+  const UnreadTensor* FindUnread(uint32_t entry) const;
 
   // Those of a tensor or of what it is an alias of: those that `needed` meets,
   // where that is given. Proves the first time that the owners among all tile
   // it. None is a kArchive: the archives are looked at, and the storages that
   // the placements are in are added to `storages`, where that is given and
-  // their CRC-32s are known. kCorrupt names the tensor.
+  // their CRC-32s are known. kCorrupt names the tensor, kUnsupported one that
+  // is not read.
   Result<std::vector<Placement>> Placements(
       uint32_t entry, const Box* needed = nullptr,
       std::vector<DigestedRange>* storages = nullptr) const;
@@ -104,6 +114,10 @@ class Checkpoint {
   // may have an error of its own, which names it. REQUIRES: all are archived.
   Result<std::vector<Result<std::string>>> ArchivedObjects(
       std::span<const uint32_t> entries) const;
+  // The same checkpoint without some of its entries. What is an alias of one of
+  // these becomes a tensor.
+  Result<std::shared_ptr<const Checkpoint>> Without(
+      const std::set<std::string, std::less<>>& names) const;
   // The same checkpoint with a catalog that is Renamed.
   Result<std::shared_ptr<const Checkpoint>> Renamed(
       const std::map<std::string, std::string>& new_names) const;
@@ -119,6 +133,8 @@ class Checkpoint {
                     std::vector<DigestedRange>* storages) const;
   // The name that an entry has in the files.
   std::string_view StoredName(uint32_t entry) const;
+  // kUnsupported, naming it, of a tensor that is not read.
+  Status CheckRead(uint32_t entry) const;
   // Of what says which boxes there are, for messages.
   std::string CatalogPath() const;
 

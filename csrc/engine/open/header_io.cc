@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <new>
 
+#include "engine/open/not_weights.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {
@@ -20,6 +21,7 @@ Result<std::string> ReadText(const File& file, const FileInfo& info) {
     return Corrupt("is not a regular file").WithFile(file.path());
   }
   if (info.bytes < kLengthBytes) {
+    TC_RETURN_IF_ERROR(CheckNoStandIn(file));
     return Corrupt("has " + std::to_string(info.bytes) +
                    " bytes, too few for a safetensors file")
         .WithFile(file.path());
@@ -33,7 +35,10 @@ Result<std::string> ReadText(const File& file, const FileInfo& info) {
   };
   TC_RETURN_IF_ERROR(read_to(std::min(kFirstBytes, info.bytes)));
   Result<uint64_t> length = ParseHeaderLength(AsBytes(text), info.bytes);
-  if (!length.ok()) return length.status().WithFile(file.path());
+  if (!length.ok()) {
+    TC_RETURN_IF_ERROR(CheckNoStandIn(file));
+    return length.status().WithFile(file.path());
+  }
   const uint64_t end = kLengthBytes + *length;
   if (end > text.size()) TC_RETURN_IF_ERROR(read_to(end));
   text.resize(end);

@@ -1,10 +1,15 @@
 #include "engine/open/read_dcp.h"
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <optional>
 #include <utility>
 
+#include "base/bytes.h"
+#include "engine/open/not_weights.h"
 #include "format/dcp_metadata.h"
+#include "format/names.h"
 
 namespace torch_ckpt {
 
@@ -13,6 +18,21 @@ bool HasDcpMetadata(std::span<const std::string> names) {
 }
 
 bool IsDcpFile(const std::string& name) { return name.ends_with(".distcp"); }
+
+Result<std::vector<std::string>> FindStockMetadata(const Directory& directory) {
+  std::vector<std::string> found;
+  for (const std::string_view each : kStockMetadataNames) {
+    std::string name(each);
+    const Result<File> file = directory.OpenFile(name, {});
+    if (file.status().sys_errno() == ENOENT) continue;
+    if (!file.ok()) return file.status();
+    std::array<std::byte, kPatchMark.size()> begin;
+    TC_ASSIGN_OR_RETURN(const uint64_t count, file->Read(begin, 0));
+    if (count == begin.size() && AsText(begin) == kPatchMark) continue;
+    found.push_back(std::move(name));
+  }
+  return found;
+}
 
 Result<DcpDirectory> ReadDcpDirectory(const Directory& directory,
                                       std::string_view apart) {
@@ -25,7 +45,11 @@ Result<DcpDirectory> ReadDcpDirectory(const Directory& directory,
   Budget budget("the pickle", pickle.size());
   Result<DcpMetadata> parsed =
       ParseDcpMetadata(AsBytes(pickle), &budget, apart);
-  if (!parsed.ok()) return parsed.status().WithFile(path);
+  if (!parsed.ok()) {
+    const Result<File> file = directory.OpenFile(metadata, {});
+    if (file.ok()) TC_RETURN_IF_ERROR(CheckNoStandIn(*file));
+    return parsed.status().WithFile(path);
+  }
   DcpDirectory out;
   for (const DcpFile& named : parsed->files) {
     TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info,
@@ -51,6 +75,7 @@ Result<DcpDirectory> ReadDcpDirectory(const Directory& directory,
   out.found.identity = IdentityOf(out.found.files, out.found.infos) + " " +
                        std::to_string(seen->modified_ns);
   out.catalog = std::move(parsed->catalog);
+  out.found.unread = std::move(parsed->unread);
   out.apart = parsed->apart;
   return out;
 }

@@ -15,6 +15,13 @@ namespace torch_ckpt {
 bool HasDcpMetadata(std::span<const std::string> names);
 bool IsDcpFile(const std::string& name);
 
+// Those of kStockMetadataNames by which a checkpoint of stock DCP is in
+// `directory`; none where there is none. A text that begins with kPatchMark is
+// not stock's: programs that look for the name find it beside a checkpoint of
+// ours (torch_ckpt/patching/storage.py).
+Result<std::vector<std::string>> FindStockMetadata(const Directory& directory);
+inline constexpr std::string_view kPatchMark = "# torch_ckpt";
+
 // What is known of a directory before its catalog is made.
 struct DcpDirectory {
   ForeignCatalog found;  // with files and identity, without a catalog

@@ -7,7 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "engine/open/not_weights.h"
 #include "engine/open/numbered_files.h"
+#include "engine/open/read_index.h"
 #include "engine/open/torch_archive.h"
 #include "engine/open/torch_leaves.h"
 #include "format/catalog_builder.h"
@@ -35,6 +37,7 @@ bool IsWeights(std::string_view name) {
 
 // What a file is that begins without an archive.
 Status NoArchive(const File& file) {
+  TC_RETURN_IF_ERROR(CheckNoStandIn(file));
   std::string begin(512, '\0');
   TC_ASSIGN_OR_RETURN(
       const uint64_t count,
@@ -87,27 +90,24 @@ struct Chosen {
 // By their index: all that it names, and nothing else.
 Status ChooseIndexed(const Directory& directory,
                      std::span<const std::string> names, Chosen* out) {
-  const std::string path = directory.Join(out->index_name);
-  TC_ASSIGN_OR_RETURN(const std::string text,
-                      directory.ReadFile(out->index_name, kMaxIndexBytes));
-  Result<HfIndex> parsed = ParseHfIndex(AsBytes(text), kSuffix);
-  if (!parsed.ok()) return parsed.status().WithFile(path);
-  out->index = std::move(parsed).value();
-  std::set<std::string> indexed;
-  for (const auto& each : out->index->weight_map) indexed.insert(each.second);
-  for (const std::string& name : indexed) {
-    if (std::binary_search(names.begin(), names.end(), name)) continue;
+  TC_ASSIGN_OR_RETURN(out->index,
+                      ReadIndex(directory, out->index_name, kSuffix));
+  TC_ASSIGN_OR_RETURN(IndexedFiles indexed,
+                      FilesOf(*out->index, directory, names));
+  if (!indexed.missing.empty()) {
     return Incomplete("is named by " + out->index_name + " and is missing")
-        .WithFile(directory.Join(name));
+        .WithFile(directory.Join(indexed.missing[0]));
   }
   for (const std::string& name : out->files) {
-    if (indexed.contains(name)) continue;
+    if (std::binary_search(indexed.all.begin(), indexed.all.end(), name)) {
+      continue;
+    }
     return Conflict("stands beside " + out->index_name +
                     ", which does not name it; move what you do not mean "
                     "elsewhere")
         .WithFile(directory.Join(name));
   }
-  out->files.assign(indexed.begin(), indexed.end());
+  out->files = std::move(indexed.all);
   return {};
 }
 
@@ -183,14 +183,9 @@ Result<ForeignCatalog> ReadTorchFiles(const Directory& directory,
     out.archives.push_back({static_cast<uint32_t>(i), found[i].leaves.range});
   }
   if (chosen->index) {
-    for (const auto& [name, file] : chosen->index->weight_map) {
-      const auto at = std::lower_bound(files.begin(), files.end(), file);
-      if (adder.Has(name, static_cast<uint32_t>(at - files.begin()))) continue;
-      return Incomplete("the index says it is in " + file +
-                        ", which does not hold it")
-          .WithTensor(name)
-          .WithFile(directory.Join(chosen->index_name));
-    }
+    NoteAbsent(
+        *chosen->index, chosen->index_name,
+        [&](const std::string& name) { return adder.Has(name); }, &out.notes);
   }
   out.identity = IdentityOf(out.files, out.infos);
   Status finished = adder.Finish(&out);

@@ -11,6 +11,7 @@
 
 #include "engine/open/build_catalog.h"
 #include "engine/open/numbered_files.h"
+#include "engine/open/read_index.h"
 #include "format/hf_index.h"
 #include "format/names.h"
 #include "runtime/workers.h"
@@ -48,6 +49,16 @@ Result<CatalogBuilder> ReadCatalog(const Directory& directory,
                       ReadHeaders(directory, names, &out->infos));
   Result<CatalogBuilder> catalog =
       BuildCatalog(headers, BoxProof::kTiling, &out->hulls);
+  const bool ours = std::any_of(headers.begin(), headers.end(),
+                                [](const NamedHeader& header) {
+                                  return !header.file.sharding.file_id.empty();
+                                });
+  if (ours) {
+    out->notes.push_back(
+        "has files of a save of torch_ckpt without its " +
+        std::string(kManifestName) +
+        ", which has their digests: nothing of them is verified");
+  }
   for (NamedHeader& header : headers) {
     ManifestFile& file = out->files.emplace_back();
     file.name = std::move(header.name);
@@ -55,41 +66,6 @@ Result<CatalogBuilder> ReadCatalog(const Directory& directory,
     file.bytes = header.file.header.file_bytes;
   }
   return catalog;
-}
-
-// The index and the headers of its files must name the same tensors.
-Status CheckIndex(const HfIndex& index, const CatalogBuilder& catalog,
-                  const std::vector<std::string>& files) {
-  std::vector<bool> indexed(catalog.size());
-  for (const auto& [name, file] : index.weight_map) {
-    const int64_t id = catalog.Find(name);
-    if (id < 0) {
-      return Incomplete("the index says it is in " + file +
-                        ", which does not hold it")
-          .WithTensor(name);
-    }
-    bool found = false;
-    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
-                        catalog.Placements(static_cast<uint32_t>(id)));
-    for (const Placement& p : placements) {
-      found = found || files[p.file] == file;
-    }
-    if (!found) {
-      return Conflict("the index says it is in " + file +
-                      ", it is in another file")
-          .WithTensor(name);
-    }
-    indexed[static_cast<size_t>(id)] = true;
-  }
-  for (uint32_t e = 0; e < catalog.size(); ++e) {
-    if (indexed[e]) continue;
-    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
-                        catalog.Placements(e));
-    return Conflict("is in " + files[placements[0].file] +
-                    ", but the index does not name it")
-        .WithTensor(catalog.entry(e).name);
-  }
-  return {};
 }
 
 // Files beside an index: left over from a consolidation in place, or stale.
@@ -156,15 +132,36 @@ struct Listing {
   std::vector<std::string> missing;  // of these
   std::vector<std::string> shards;   // not by the index, but they count
   std::vector<std::string> single;   // the file that would hide an index
-  std::vector<std::string> beside;   // nobody reads them
+  std::string only;  // that transformers takes where there is no index
+  std::vector<std::string> beside;  // nobody reads them
 };
+
+// Where there is no index: the one file that transformers takes, whatever else
+// is there. Empty where there is none, and where shards stand beside it, which
+// must hold other tensors. `data` is sorted.
+Result<std::string> OnlyFile(const Directory& directory,
+                             std::span<const std::string_view> data) {
+  std::string only;
+  for (const std::string_view stem : kFinalStems) {
+    std::string single = std::string(stem) + std::string(kDataSuffix);
+    if (!std::binary_search(data.begin(), data.end(), single)) continue;
+    if (!only.empty()) {
+      return Conflict("holds two models, " + only + " and " + single +
+                      "; give the path of the file that you mean")
+          .WithFile(directory.path());
+    }
+    only = std::move(single);
+  }
+  const bool shards = std::any_of(data.begin(), data.end(), IsShardName);
+  return shards ? std::string() : only;
+}
 
 Result<Listing> ListFiles(const Directory& directory,
                           std::span<const std::string> names) {
   std::vector<std::string_view> data;  // of `names`
   std::copy_if(names.begin(), names.end(), std::back_inserter(data),
                IsDataName);
-  if (data.empty()) {
+  if (data.empty() && IndexOf(names).empty()) {
     return Incomplete("its .safetensors files are gone")
         .WithFile(directory.path());
   }
@@ -172,28 +169,22 @@ Result<Listing> ListFiles(const Directory& directory,
   list.index_name = IndexOf(names);
   std::string single;
   if (!list.index_name.empty()) {
-    TC_ASSIGN_OR_RETURN(const std::string text,
-                        directory.ReadFile(list.index_name, kMaxIndexBytes));
-    Result<HfIndex> parsed = ParseHfIndex(AsBytes(text));
-    if (!parsed.ok()) {
-      return parsed.status().WithFile(directory.Join(list.index_name));
-    }
-    list.index = std::move(parsed).value();
-    std::set<std::string_view> wanted;
-    // The hint is that a file most often follows the one before it.
-    for (const auto& [name, file] : list.index->weight_map) {
-      wanted.insert(wanted.end(), file);
-    }
-    list.indexed.assign(wanted.begin(), wanted.end());
+    TC_ASSIGN_OR_RETURN(list.index, ReadIndex(directory, list.index_name));
+    TC_ASSIGN_OR_RETURN(IndexedFiles indexed,
+                        FilesOf(*list.index, directory, names));
+    list.indexed = std::move(indexed.all);
+    list.missing = std::move(indexed.missing);
     single = SingleFileName(list.index_name);
+  } else {
+    TC_ASSIGN_OR_RETURN(list.only, OnlyFile(directory, data));
   }
-  std::set_difference(list.indexed.begin(), list.indexed.end(), data.begin(),
-                      data.end(), std::back_inserter(list.missing));
   std::vector<std::string_view> others;
   std::set_difference(data.begin(), data.end(), list.indexed.begin(),
                       list.indexed.end(), std::back_inserter(others));
   for (const std::string_view name : others) {
-    const bool counts = list.index ? IsShardName(name) : !IsVariant(name, data);
+    const bool counts = list.index          ? IsShardName(name)
+                        : list.only.empty() ? !IsVariant(name, data)
+                                            : name == list.only;
     (name == single ? list.single
      : counts       ? list.shards
                     : list.beside)
@@ -218,12 +209,9 @@ Status CheckNothingIsMissing(const Directory& directory, const Listing& list,
   return {};
 }
 
-// `catalog` is that of the files `read`, which the index names: whether it says
-// what they hold, and the files beside them the same.
-Status CheckByIndex(const Directory& directory, const Listing& list,
-                    const CatalogBuilder& catalog,
-                    const std::vector<std::string>& read) {
-  TC_RETURN_IF_ERROR(CheckIndex(*list.index, catalog, read));
+// Files beside an index, whose files make up `catalog`, hold the same.
+Status CheckBeside(const Directory& directory, const Listing& list,
+                   const CatalogBuilder& catalog) {
   for (const auto* files : {&list.shards, &list.single}) {
     if (files->empty()) continue;
     ForeignCatalog others;
@@ -238,6 +226,18 @@ Status CheckByIndex(const Directory& directory, const Listing& list,
 
 bool HasSafetensors(std::span<const std::string> names) {
   return std::any_of(names.begin(), names.end(), IsDataName);
+}
+
+Result<bool> IsSafetensors(const Directory& directory,
+                           std::span<const std::string> names) {
+  if (HasSafetensors(names)) return true;
+  const std::string index_name = IndexOf(names);
+  if (index_name.empty()) return false;
+  const Result<HfIndex> index = ReadIndex(directory, index_name);
+  if (!index.ok()) return false;
+  TC_ASSIGN_OR_RETURN(const IndexedFiles files,
+                      FilesOf(*index, directory, names));
+  return files.missing.size() < files.all.size();
 }
 
 Result<ForeignCatalog> ReadSafetensors(const Directory& directory,
@@ -273,13 +273,22 @@ Result<ForeignCatalog> ReadSafetensors(const Directory& directory,
   if (!catalog.ok()) return catalog.status().WithFile(directory.path());
   TC_RETURN_IF_ERROR(CheckNothingIsMissing(directory, list, *catalog));
   if (by_index) {
-    Status status = CheckByIndex(directory, list, *catalog, read);
+    Status status = CheckBeside(directory, list, *catalog);
     if (!status.ok()) return std::move(status).WithFile(directory.path());
+    NoteAbsent(
+        *list.index, list.index_name,
+        [&](const std::string& name) { return catalog->Find(name) >= 0; },
+        &result.notes);
   }
   list.index.reset();  // its memory, before the catalog takes as much
   result.identity = IdentityOf(result.files, result.infos);
   TC_ASSIGN_OR_RETURN(result.catalog,
                       Catalog::From(std::move(catalog).value(), result.files));
+  if (!list.only.empty() && !list.beside.empty()) {
+    result.notes.push_back("only " + list.only +
+                           " is read, as transformers does; beside it are " +
+                           Listed(list.beside));
+  }
   result.beside = std::move(list.beside);
   return result;
 }

@@ -101,10 +101,19 @@ Result<TorchLeaves> FindTorchLeaves(const File& file, FileRange range,
     TorchLeaf& found = out.leaves.emplace_back();
     found.name = std::move(leaf.name);
     found.path = std::move(leaf.path);
-    if (!IsTorchTensor(*leaf.value)) continue;
+    if (!IsTorchTensor(*leaf.value)) {
+      if (IsAnyTensor(*leaf.value)) {
+        found.unread = DescribeUnread(*leaf.value, {});
+      }
+      continue;
+    }
     Status placed = PlaceTensor(archive, *leaf.value, &budget, &found);
     found.is_tensor = placed.ok();
-    if (placed.ok() || placed.kind() == ErrorKind::kUnsupported) continue;
+    if (placed.ok()) continue;
+    if (placed.kind() == ErrorKind::kUnsupported) {
+      found.unread = DescribeUnread(*leaf.value, placed.message());
+      continue;
+    }
     return std::move(placed).WithTensor(found.name);
   }
   return out;
@@ -183,14 +192,10 @@ Status TorchLeavesAdder::Add(uint32_t number, const std::string& file_name,
                                   ArchivedObject{found.range, i + 1}));
     catalog_->SetPath(entry, leaf.path);
     files_.emplace(leaf.name, number);
+    if (leaf.unread) unread_[leaf.name] = *leaf.unread;
   }
   for (const StateContainer& each : found.containers) AddContainer(each);
   return {};
-}
-
-bool TorchLeavesAdder::Has(const std::string& name, uint32_t number) const {
-  const auto found = files_.find(name);
-  return found != files_.end() && found->second == number;
 }
 
 Status TorchLeavesAdder::Finish(ForeignCatalog* out) {
@@ -207,6 +212,7 @@ Status TorchLeavesAdder::Finish(ForeignCatalog* out) {
     TC_RETURN_IF_ERROR(catalog_->AddObject(name, 0, ArchivedObject{}).status());
     out->made_objects[name] = structure;
   }
+  out->unread.merge(unread_);
   out->storages = std::move(storages_);
   SortRanges(&out->storages);
   TC_ASSIGN_OR_RETURN(out->catalog,

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "engine/open/catalog_reader.h"
 #include "format/catalog_builder.h"
 #include "format/torch_state.h"
+#include "format/torch_unread.h"
 #include "os/file.h"
 
 namespace torch_ckpt {
@@ -22,7 +24,8 @@ struct TorchLeaf {
   Dtype dtype = Dtype::kU8;
   Dims shape;
   std::vector<Placement> placements;
-  DigestedRange storage;  // that these are in
+  DigestedRange storage;               // that these are in
+  std::optional<UnreadTensor> unread;  // of no tensor that is read
 };
 
 struct TorchLeaves {
@@ -32,7 +35,8 @@ struct TorchLeaves {
 };
 
 // Those of the archive at `range` of a file, which holds a state dict. What
-// can be no placement becomes an object, which says why when it is read.
+// can be no placement becomes an object, which says why when it is read; where
+// it is a tensor all the same, TorchLeaf::unread says so.
 // `listed`: whether it may be the only item of a list. kCorrupt names the
 // tensor; kUnsupported for what holds no state dict, and as TorchArchive::Open.
 Result<TorchLeaves> FindTorchLeaves(const File& file, FileRange range,
@@ -48,8 +52,8 @@ class TorchLeavesAdder {
   // `file_name`.
   Status Add(uint32_t number, const std::string& file_name,
              const TorchLeaves& found);
-  // Whether file `number` had it.
-  bool Has(const std::string& name, uint32_t number) const;
+  // Whether some file had it.
+  bool Has(const std::string& name) const { return files_.contains(name); }
   // Adds the structure, where names do not say all of it, and makes what
   // the builder holds the catalog of `out`, whose files are known.
   Status Finish(ForeignCatalog* out);
@@ -63,11 +67,12 @@ class TorchLeavesAdder {
   void AddContainer(const StateContainer& container);
 
   CatalogBuilder* catalog_;
-  std::map<std::string, uint32_t> files_;  // by leaf
+  std::map<std::string, uint32_t> files_;  // by leaf, that it is in
   std::map<Place, std::string> places_;
   std::vector<StateContainer> containers_;
   std::map<std::string, size_t> by_path_;
   std::vector<DigestedRange> storages_;
+  std::map<std::string, UnreadTensor, std::less<>> unread_;
 };
 
 }  // namespace torch_ckpt

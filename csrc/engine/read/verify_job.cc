@@ -50,8 +50,10 @@ Status CheckContent(const ByteSource& source, const ZipContent& content,
 Result<std::vector<ZipContent>> ContentsOf(const Checkpoint& checkpoint,
                                            const Checkpoint::Archive& one) {
   const Placement& placement = one.placement;
-  if (one.tensor) {
-    TC_RETURN_IF_ERROR(checkpoint.Resolve(*one.tensor, placement).status());
+  if (one.tensor && !checkpoint.FindUnread(*one.tensor)) {
+    const Status found = checkpoint.Resolve(*one.tensor, placement).status();
+    // One that is not read has digests all the same.
+    if (!found.ok() && found.kind() != ErrorKind::kUnsupported) return found;
   }
   TC_ASSIGN_OR_RETURN(const File file,
                       checkpoint.file_set()->OpenFile(placement.file));

@@ -41,10 +41,10 @@ def _zeros(rank: int) -> torch.Size:
 class _Type:
     """A dtype and a shape as torch says them; `properties` is None for a dtype that it lacks."""
 
-    def __init__(self, dtype_name: str, shape: list[int], _: int) -> None:
+    def __init__(self, dtype_name: str, shape: list[int] | None, _: int) -> None:
         self.dtype_name = dtype_name
         self.packed = PACKED.get(dtype_name, 1)
-        self.size = _torch_sizes(shape, self.packed)
+        self.size = _torch_sizes(shape or [], self.packed)
         dtype = TORCH_DTYPES.get(dtype_name)
         self.properties = None if dtype is None else TensorProperties(dtype=dtype)
         # Shared by all tensors of this type, and nowhere changed.
@@ -72,6 +72,11 @@ def metadata_of(described: dict[str, Any], path: str, load_id: str, *, chunks: b
     columns = zip(described["names"], described["kinds"], described["type_of"], paths, strict=True)
     for name, kind, at, names in columns:
         path_of = (name,) if names is None else tuple(names)
+        if kind == _core.UNREAD:
+            # Whoever asks for it hears why it is not read; torch has no metadata of such tensors.
+            planner_data[name] = path_of
+            state[name] = BytesStorageMetadata()
+            continue
         if kind == _core.OBJECT:
             planner_data[name] = path_of
             state[name] = BytesStorageMetadata()

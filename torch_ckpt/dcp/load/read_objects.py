@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import tempfile
 from typing import Any
 
 import torch
@@ -13,9 +15,16 @@ from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner as OurLoadPlanner
 from torch_ckpt.dcp.plan.stock_planner import has_method_of
 from torch_ckpt.dcp.reserved import RAW_LEAVES
-from torch_ckpt.errors import CorruptError, IncompleteError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, CorruptError, IncompleteError, UnsupportedError
 from torch_ckpt.jobs import Job, OpenedCheckpoint
 from torch_ckpt.objects import ObjectFile, decode_object
+
+_ARCHIVE = b"PK\x03\x04"  # how files of torch.save begin
+
+
+def not_read(path: str, name: str, why: str) -> UnsupportedError:
+    """The error of who asks for a tensor that is in the checkpoint at `path`, and not read."""
+    return UnsupportedError(f"{why}, and is not read", file=path, tensor=name)
 
 
 class ObjectReader:
@@ -60,7 +69,10 @@ class ObjectReader:
     def read_one(self, fqn: str) -> Any:
         """The object of one leaf."""
         name = self._file_of(fqn)
-        return self._archived([fqn])[0] if name is None else self._load(name, [fqn])[0][fqn]
+        if name is None:
+            return self._archived([fqn])[0]
+        objects, raw = self._load(name, [fqn])
+        return self._unpacked(fqn, objects[fqn]) if fqn in raw else objects[fqn]
 
     def _archived(self, fqns: list[str]) -> list[Any]:
         values = []
@@ -81,6 +93,8 @@ class ObjectReader:
                     _core.objects_of(described), described["holders"], strict=True
                 )
             }
+        if fqn in described["unread"]:
+            raise not_read(self.path, fqn, described["unread"][fqn])
         if fqn not in self._holders:
             raise IncompleteError("is not in the checkpoint", file=self.path, tensor=fqn)
         return self._holders[fqn]
@@ -132,6 +146,9 @@ class ObjectReader:
         if type(value) is not bytes:
             raise CorruptError("is said to be packed and is no bytes", file=self.path, tensor=fqn)
         unpickles = has_method_of(planner, "load_bytes", DefaultLoadPlanner, OurLoadPlanner)
+        if unpickles and not self.allow_pickle and value.startswith(_ARCHIVE):
+            _give(planner, item, self._unpacked(fqn, value))
+            return
         if unpickles and not self.allow_pickle:
             raise UnsupportedError(
                 "was packed by a planner of its own when it was saved. Load it with the planner "
@@ -140,6 +157,21 @@ class ObjectReader:
                 tensor=fqn,
             )
         planner.load_bytes(item, io.BytesIO(value))
+
+    def _unpacked(self, fqn: str, value: Any) -> Any:
+        """What a planner has packed by torch.save, as those of `.distcp` files are read: nothing of
+        its pickle is run. Other bytes are what they are."""
+        if type(value) is not bytes or not value.startswith(_ARCHIVE):
+            return value
+        with tempfile.NamedTemporaryFile(prefix="torch_ckpt-") as file:
+            file.write(value)
+            file.flush()
+            try:
+                text = _core.call({"op": "read_archive", "path": file.name})["text"]
+            except CheckpointError as error:
+                error.tensor, error.file = fqn, self.path
+                raise
+        return decode_object(json.loads(text), fqn)
 
 
 def _give(planner: LoadPlanner, item: ReadItem, value: Any) -> None:

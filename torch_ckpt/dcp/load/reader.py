@@ -22,8 +22,9 @@ from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.plan.stock_planner import check_read_boxes
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import CheckpointError, ConflictError, raise_with_rank
-from torch_ckpt.hulls import warn_of_hulls
+from torch_ckpt.hulls import warn_of_hulls, warn_of_notes
 from torch_ckpt.jobs import MIN_WORKERS, OpenedCheckpoint
+from torch_ckpt.selection import Patterns, left_out_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class CheckpointReader(StockReader):
 
     format: what the checkpoint is read as: "torch_ckpt", "hf", "dcp" or "torch"; None to find out
         by the names in the directory.
+    include, exclude: patterns of names as in a shell ("optim*"), or a list of such: what none of
+        `include` matches, and what one of `exclude` does, is as if it were not in the checkpoint.
     verify: compare every segment (1 MiB of a file) that is read with its CRC-32C, and in files of
         torch.save and stock DCP every storage that is read as a whole with its CRC-32. Safetensors
         of others have no digests.
@@ -77,6 +80,8 @@ class CheckpointReader(StockReader):
         thread_count: int = 1,
         *,
         format: str | None = None,
+        include: Patterns = None,
+        exclude: Patterns = None,
         verify: bool = True,
         strict_dtype: bool = False,
         allow_pickle: bool = False,
@@ -84,6 +89,8 @@ class CheckpointReader(StockReader):
     ) -> None:
         super().__init__(path=os.fspath(path), thread_count=thread_count)
         self.format = format
+        self.include = include
+        self.exclude = exclude
         self.verify = verify
         self.strict_dtype = strict_dtype
         self.allow_pickle = allow_pickle
@@ -116,7 +123,9 @@ class CheckpointReader(StockReader):
 
     def _open(self) -> OpenedCheckpoint:
         if self._opened is None:
-            self._opened = OpenedCheckpoint(os.fspath(self.path), self._format_here())
+            whole = OpenedCheckpoint(os.fspath(self.path), self._format_here())
+            left_out = left_out_of(whole, self.include, self.exclude)
+            self._opened = whole.without(left_out) if left_out else whole
         return self._opened
 
     def _describe(self) -> dict[str, Any]:
@@ -146,6 +155,7 @@ class CheckpointReader(StockReader):
             self._take_structure(metadata)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 warn_of_hulls(os.fspath(self.path), self._describe()["hulls"])
+                warn_of_notes(os.fspath(self.path), self._open().notes)
             return metadata
         except (CheckpointError, OSError) as error:
             if not _DCP_TELLS_WHY:

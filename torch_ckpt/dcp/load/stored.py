@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_ckpt import _core
-from torch_ckpt.dcp.load.read_objects import ObjectReader
+from torch_ckpt.dcp.load.read_objects import ObjectReader, not_read
 from torch_ckpt.dcp.load.read_tensors import SCALES, TensorReader
 from torch_ckpt.dcp.load.targets import check_target, copy_by_itself, copy_into
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
@@ -30,8 +30,9 @@ class StoredTensor:
     """A tensor in a checkpoint. What is read of it is what an index asks for, and no more.
 
     name: its fqn.
-    shape: the global shape, in torch's elements.
-    dtype: the stored one. Raises UnsupportedError where this torch lacks it.
+    shape: the global shape, in torch's elements; () where nothing says it, of a tensor that cannot
+        be read. Reading such a one raises UnsupportedError, which says why.
+    dtype: the stored one. Raises UnsupportedError where this torch, or safetensors, lacks it.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class StoredTensor:
         *,
         verify: bool,
         direct_io: bool,
+        unread: str | None = None,
     ) -> None:
-        """`stored`: dtype name, shape in the header's elements, bytes. `names` of all tensors."""
+        """`stored`: dtype name, shape in the header's elements, bytes. `names` of all tensors.
+        `unread`: why it cannot be read."""
         self.name = name
         self._opened = opened
         self._stored = stored
@@ -52,15 +55,21 @@ class StoredTensor:
         self._verify = verify
         self._direct_io = direct_io
         self._packed = PACKED.get(stored[0], 1)
-        sizes = list(stored[1])
+        self._unread = unread
+        sizes = list(stored[1] or ())
         if self._packed > 1 and sizes:
             sizes[-1] //= self._packed
         self.shape = torch.Size(sizes)
+
+    def _check_read(self) -> None:
+        if self._unread is not None:
+            raise not_read(self._opened.path, self.name, self._unread)
 
     @property
     def dtype(self) -> torch.dtype:
         dtype = TORCH_DTYPES.get(self._stored[0])
         if dtype is None:
+            self._check_read()
             raise UnsupportedError(
                 f"has dtype {self._stored[0]}, which this torch does not have",
                 file=self._opened.path,
@@ -98,6 +107,7 @@ class StoredTensor:
         The bytes are compared with their digests, where there are any. Raises CheckpointError kinds
         and OSError; `out` may then be filled in part.
         """
+        self._check_read()
         box = _Box(self.shape, index)
         if out is not None:
             check_target(out, self.name)
@@ -132,6 +142,7 @@ class StoredTensor:
         progress: called with bytes read and bytes in all, about ten times a second, on another
         thread. Raises what `read` does.
         """
+        self._check_read()
         return statistics(
             self._opened,
             self.name,
@@ -169,6 +180,7 @@ class StoredTensor:
         Raises UnsupportedError where the tensor is not in one piece of one file, or not aligned
         there for its dtype. A file that is cut short while it is mapped ends the process (SIGBUS).
         """
+        self._check_read()
         placements = self._placements()
         dtype = self.dtype
         if not self.shape.numel():

@@ -315,10 +315,14 @@ def new_container(kind: str) -> Any:
     return {}
 
 
+_GONE = object()  # in the place of a container
+
+
 def rebuild(
     values: Mapping[str, Any], paths: Mapping[str, Path], structure: Structure | None
 ) -> dict[Any, Any]:
-    """Nest `values` ({fqn: leaf}) again along `paths`, with the types and keys of `structure`.
+    """Nest `values` ({fqn: leaf}) again along `paths`, with the types and keys of `structure`. A
+    container goes with the last of what was in it; one that was empty stays.
 
     Raises CorruptError where paths and structure, which come from a checkpoint, contradict each
     other, InvalidArgumentError beyond Python's recursion limit.
@@ -327,10 +331,13 @@ def rebuild(
     leaves: dict[Path, Any] = {}
     kinds: dict[Path, str] = {}
     keys_at: dict[Path, dict[str, Any]] = {}
+    counted: set[Path] = set()  # lists that had items
     for at, kind, keys in structure["containers"] if structure is not None else ():
         path = tuple(at)
         kinds[path] = kind
         named = {str(key): key for key in keys} if type(keys) is list else {}
+        if type(keys) is int and keys:
+            counted.add(path)
         keys_at[path] = named
         children.setdefault(path, {}).update(dict.fromkeys(named))
         for parent, part in _ancestors(path):
@@ -352,14 +359,18 @@ def rebuild(
         if kind == "list" or (kind is None and names and numbered):
             if not path or not numbered:
                 raise CorruptError(f"what is at {path} can be no list")
-            return [make_child((*path, name)) for name in sorted(names)]
+            made = [make_child((*path, name)) for name in sorted(names)]
+            found = [value for value in made if value is not _GONE]
+            return _GONE if not found and (names or path in counted) else found
         container = new_container(kind or "dict")
         named = keys_at.get(path, {})
         for name in names:
             child = (*path, name)
             if child in children or child in leaves:
-                container[named.get(name, name)] = make_child(child)
-        return container
+                value = make_child(child)
+                if value is not _GONE:
+                    container[named.get(name, name)] = value
+        return _GONE if path and names and not container else container
 
     def make_child(path: Path) -> Any:
         return make(path) if path in children else leaves[path]

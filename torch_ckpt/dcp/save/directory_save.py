@@ -37,7 +37,7 @@ from torch_ckpt.dcp.save.write_files import RankWrite, check_item
 from torch_ckpt.dcp.saves import Phases, wall_time
 from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError, raise_with_rank
 from torch_ckpt.extras import extra_files
-from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession
+from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession, replaces
 from torch_ckpt.mapping import NAMINGS
 from torch_ckpt.merge import merge, merge_request
 from torch_ckpt.options import local_path
@@ -122,7 +122,9 @@ class DirectorySave:
         if writer.save_distributed and writer.consolidated_output_path is not None:
             naming = NAMINGS[writer.naming]._asdict()
             output = local_path(writer.consolidated_output_path)
-            _core.call({"op": "check_final", "path": output, **naming})
+            _core.call(
+                {"op": "check_final", "path": output, **naming, **replaces(writer.overwrite)}
+            )
         shard_ranks = len(plans) if writer.save_distributed else 0
         session = SaveSession(self._path, overwrite=writer.overwrite, shard_ranks=shard_ranks)
         self._session = session
@@ -305,6 +307,7 @@ class DirectorySave:
             naming=writer.naming,
             policy=writer.dtype_policy,
             direct_io=writer.direct_io,
+            overwrite=writer.overwrite,
         )
         merge(request, extra_files(writer.extras, writer.dtype_policy.torch_name))
 

@@ -43,7 +43,7 @@ class WriterOptions(TypedDict, total=False):
     dtype: Any
     keep_fp32: Sequence[str]
     extras: Any
-    overwrite: bool
+    overwrite: bool | Literal["all"]
     sync_files: bool
     direct_io: bool
     strict: bool
@@ -83,7 +83,9 @@ class HuggingFaceStorageWriter(StockWriter):
         (all of it but weights and subdirectories), files, objects with `save_pretrained` (a
         configuration, a tokenizer, a model, without its weights), or a list of these. Asked on the
         coordinator only.
-    overwrite: False refuses a directory that holds a checkpoint (ConflictError).
+    overwrite: True replaces a checkpoint of torch_ckpt, and refuses a directory that holds one of
+        stock DCP (ConflictError), which could not be told from the new one. "all" replaces that
+        too: the commit removes its .metadata; its .distcp files stay. False refuses any.
     sync_files: False skips the fsync of data files: a machine that crashes can lose the save, and
         the checkpoint that it replaced.
     direct_io: False writes through the page cache.
@@ -114,7 +116,7 @@ class HuggingFaceStorageWriter(StockWriter):
         dtype: Any = None,
         keep_fp32: Sequence[str] = (),
         extras: Any = None,
-        overwrite: bool = True,
+        overwrite: bool | Literal["all"] = True,
         sync_files: bool = True,
         direct_io: bool = True,
         strict: bool = True,
@@ -141,7 +143,9 @@ class HuggingFaceStorageWriter(StockWriter):
         )
         self.naming = naming
         self.extras = extras
-        self.overwrite = overwrite
+        if overwrite not in (True, False, "all"):
+            raise InvalidArgumentError(f'overwrite is True, False or "all"; it was {overwrite!r}')
+        self.overwrite: bool | Literal["all"] = overwrite  # type: ignore[assignment]  # stock's: bool
         self.sync_files = sync_files
         self.direct_io = direct_io
         self.strict = strict
