@@ -75,7 +75,9 @@ set(test_sources
     tests/cpp/engine_checkpoint_test.cc
     tests/cpp/engine_direct_io_test.cc
     tests/cpp/engine_open_files_test.cc
+    tests/cpp/engine_commit_damage_test.cc
     tests/cpp/engine_commit_fault_test.cc
+    tests/cpp/engine_commit_interleave_test.cc
     tests/cpp/engine_commit_nodes_test.cc
     tests/cpp/engine_late_view_test.cc
     tests/cpp/engine_commit_test.cc
@@ -102,6 +104,7 @@ set(test_sources
     tests/cpp/engine_verify_job_test.cc
     tests/cpp/engine_write_job_test.cc
     tests/cpp/final_test_util.cc
+    tests/cpp/interleaver.cc
     tests/cpp/json_fields_test.cc
     tests/cpp/capi_probe_requests_test.cc)
 # A test that starts no thread shows nothing under the thread sanitizer. Those of

@@ -25,7 +25,7 @@ auto SystemCall(const char* op, const std::string& path,
     if (fault.sys_errno != 0) {
       errno = fault.sys_errno;
     } else {
-      result = fn();
+      result = fault.skip ? 0 : fn();
     }
     if (result >= 0 || errno != EINTR) return result;
   }

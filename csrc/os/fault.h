@@ -21,6 +21,7 @@ namespace torch_ckpt {
 struct FaultAction {
   int sys_errno = 0;  // fail the call with this errno
   bool short_count = false;
+  bool skip = false;  // say that it was done, and do not do it
   // Of "statx": what direct I/O is said to need, where it is not 0.
   uint32_t alignment = 0;
 };

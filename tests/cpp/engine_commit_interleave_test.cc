@@ -1,0 +1,330 @@
+// Savers, removers, recoverers and readers of one directory in many orders, as
+// nodes whose file system carries no locks are, or processes of one: whatever
+// was acknowledged is there whole, or was replaced by what was acknowledged
+// later; readers see whole checkpoints; and the next save works.
+//
+// The orders: every pair of places where one saver stops and another one goes
+// on (TORCH_CKPT_FULL=1; else a sample), with and without a death at one of
+// them; and a sample of those of three actors.
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "engine/commit/remove.h"
+#include "engine_commit_test_util.h"
+#include "interleaver.h"
+
+#ifdef TORCH_CKPT_FAULTS
+
+namespace torch_ckpt {
+namespace {
+
+namespace fs = std::filesystem;
+
+enum class Kind { kSaver, kRemover, kRecoverer, kReader };
+
+struct Case {
+  bool existing = true;
+  World world;
+  std::vector<Kind> actors;
+};
+
+bool Full() {
+  const char* const full = std::getenv("TORCH_CKPT_FULL");
+  return full != nullptr && std::string(full) != "" && std::string(full) != "0";
+}
+
+class InterleaveTest : public CommitTest {
+ protected:
+  static constexpr int kSavers = 3;
+  static constexpr int kOld = -1, kNothing = -2;  // what may be there
+
+  void SetUp() override {
+    CommitTest::SetUp();
+    ASSERT_OK(SaveAll(Path("old"), Grid(0)).status());
+    for (int saver = 0; saver < kSavers; ++saver) {
+      fs::create_directory(Staged(saver));
+      ASSERT_OK(
+          WriteRanks(Staged(saver), Grid(saver + 1), {}, &requests_[saver]));
+    }
+    fs::create_directory(Path("run"));
+  }
+  std::string Staged(int saver) const {
+    return Path("staged" + std::to_string(saver));
+  }
+  std::string Target() const { return Path("run/c"); }
+  // Files come and go from one to the next.
+  std::vector<Piece> Grid(int which) {
+    constexpr int64_t kFiles[] = {2, 3, 1, 2};
+    return GridPieces("a", arrays_[which], {kFiles[which], 1});
+  }
+
+  struct Fate {
+    int begin = 0, end = 0;  // on the clock of the run; end 0: not yet
+    Status status;
+  };
+
+  static Status Save(const std::string& target, const std::string& staged,
+                     const CommitRequest& request) {
+    TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(target, true));
+    for (const auto& file : fs::directory_iterator(staged)) {
+      std::error_code superseded;  // then there is no such directory
+      fs::copy_file(file,
+                    fs::path(session.place().path) / file.path().filename(),
+                    superseded);
+    }
+    return CommitSave(&session, request).status();
+  }
+  // What is at a path; kNothing for Incomplete.
+  Result<int> Look(const std::string& path) {
+    const auto read = [&]() -> Result<std::string> {
+      TC_ASSIGN_OR_RETURN(const CheckpointPtr checkpoint, OpenCheckpoint(path));
+      return ReadBox(checkpoint, "a", Box::Whole(arrays_[0].shape), true, 1);
+    };
+    const Result<std::string> bytes = read();
+    if (bytes.status().kind() == ErrorKind::kIncomplete) return int{kNothing};
+    TC_RETURN_IF_ERROR(bytes.status());
+    for (int which = 0; which <= kSavers; ++which) {
+      if (*bytes == arrays_[which].bytes) return which - 1;
+    }
+    return Internal("a mixture");
+  }
+
+  void Try(const Case& c, const std::vector<Turn>& turns) {
+    fs::remove_all(Path("run"));
+    fs::create_directory(Path("run"));
+    if (c.existing) fs::copy(Path("old"), Target());
+    std::vector<Fate> fates(c.actors.size());
+    int clock = 0;
+    std::vector<std::function<void()>> acts;
+    int savers = 0;
+    std::map<size_t, int> saver_of;  // actor to saver
+    std::string mixtures;
+    for (size_t a = 0; a < c.actors.size(); ++a) {
+      if (c.actors[a] == Kind::kSaver) saver_of[a] = savers++;
+      acts.push_back([&, a] {
+        fates[a].begin = ++clock;
+        switch (c.actors[a]) {
+          case Kind::kSaver:
+            fates[a].status =
+                Save(Target(), Staged(saver_of[a]), requests_[saver_of[a]]);
+            break;
+          case Kind::kRemover:
+            fates[a].status = RemoveCheckpoint(Target()).status();
+            break;
+          case Kind::kRecoverer:
+            fates[a].status = RecoverDirectory(Target()).status();
+            break;
+          case Kind::kReader:
+            fates[a].status = Look(Target()).status();
+            if (fates[a].status.kind() == ErrorKind::kInternal) {
+              mixtures += "a reader saw a mixture; ";
+            }
+            break;
+        }
+        fates[a].end = ++clock;
+      });
+    }
+    interleaver_->Run(c.world, turns, std::move(acts));
+    ++runs_;
+    std::string wrong = mixtures + CheckEnd(c, fates, saver_of);
+    if (wrong.empty()) return;
+    std::string order;
+    for (const Turn& turn : turns) {
+      order += std::to_string(turn.actor) + ":" + std::to_string(turn.calls) +
+               (turn.dies ? "+ " : " ");
+    }
+    for (size_t a = 0; a < fates.size(); ++a) {
+      order += "\n" + std::to_string(a) + " (" +
+               std::to_string(static_cast<int>(c.actors[a])) + "): " +
+               (interleaver_->died(static_cast<int>(a))
+                    ? "died"
+                    : fates[a].status.ToString());
+    }
+    ADD_FAILURE() << wrong << "\nexisting " << c.existing << " locks "
+                  << c.world.locks << " flags " << c.world.rename_flags
+                  << " full " << c.world.full_after << "\n"
+                  << order << "\n"
+                  << interleaver_->trace();
+  }
+
+  // What is wrong at the end; empty if nothing is.
+  std::string CheckEnd(const Case& c, const std::vector<Fate>& fates,
+                       const std::map<size_t, int>& saver_of) {
+    const auto acked = [&](size_t a) {
+      return !interleaver_->died(static_cast<int>(a)) && fates[a].end > 0 &&
+             fates[a].status.ok() &&
+             (c.actors[a] == Kind::kSaver || c.actors[a] == Kind::kRemover);
+    };
+    // Whether what was there from `end` on may be there still.
+    const auto may_stay = [&](size_t self, int end) {
+      for (size_t a = 0; a < fates.size(); ++a) {
+        if (a != self && acked(a) && fates[a].begin > end) return false;
+      }
+      return true;
+    };
+    std::set<int> allowed;
+    const size_t nobody = fates.size();
+    if (may_stay(nobody, 0)) allowed.insert(c.existing ? kOld : kNothing);
+    for (size_t a = 0; a < fates.size(); ++a) {
+      const bool dead = interleaver_->died(static_cast<int>(a));
+      if (fates[a].begin == 0) continue;
+      if (!may_stay(a, dead ? Turn::kToTheEnd : fates[a].end)) continue;
+      if (c.actors[a] == Kind::kSaver) allowed.insert(saver_of.at(a));
+      if (c.actors[a] == Kind::kRemover) allowed.insert(kNothing);
+    }
+    // Two looks: before and after what was interrupted is carried out.
+    Result<int> found = 0;
+    for (const bool recovered : {false, true}) {
+      if (recovered) {
+        const Status status = RecoverDirectory(Target()).status();
+        if (!status.ok()) return "recover: " + status.ToString();
+      }
+      const Result<int> now = Look(Target());
+      if (!now.ok()) return "unreadable: " + now.status().ToString();
+      if (recovered && *now != *found) {
+        return "recover changed " + std::to_string(*found) + " to " +
+               std::to_string(*now);
+      }
+      found = now;
+    }
+    if (!allowed.contains(*found)) {
+      return "found " + std::to_string(*found) + ", which was replaced";
+    }
+    const Status next = SaveAll(Target(), Grid(0)).status();
+    if (!next.ok()) return "the next save: " + next.ToString();
+    if (Names(Target()) != Names(Path("old"))) {
+      std::string names;
+      for (const std::string& name : Names(Target())) names += name + " ";
+      return "left in T: " + names;
+    }
+    if (Names(Path("run")) != std::vector<std::string>{"c"}) {
+      return "left beside T";
+    }
+    return {};
+  }
+
+  // For the campaign's page.
+  void Tell() const {
+    RecordProperty("runs", runs_);
+    if (Full()) std::printf("ORDERS %d\n", runs_);
+  }
+
+  // How many counted calls an actor makes when nobody else is there.
+  int Calls(const Case& c, int actor) {
+    Case alone = c;
+    alone.world.full_after = -1;
+    Try(alone, {{actor}});
+    return interleaver_->calls(actor);
+  }
+
+  // Two preemptions of two savers: `one_in` of all.
+  void Pairs(Case c, int one_in, uint32_t seed) {
+    c.actors = {Kind::kSaver, Kind::kSaver};
+    std::mt19937 random(seed);
+    const int n = std::max(Calls(c, 0), Calls(c, 1));
+    for (int first = 0; first <= n; ++first) {
+      for (int second = 0; second <= n + 1; ++second) {
+        for (const int death : {-1, 0, 1}) {
+          if (random() % static_cast<uint32_t>(one_in) != 0) continue;
+          const int calls = second > n ? Turn::kToTheEnd : second;
+          Try(c, {{0, first, death == 0}, {1, calls, death == 1}});
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+
+  // Orders of any actors with up to `most` preemptions and one death.
+  void Sample(Case c, int count, int most, uint32_t seed) {
+    std::mt19937 random(seed);
+    const auto below = [&](int n) {
+      return static_cast<int>(random() % static_cast<uint32_t>(n));
+    };
+    const int n = static_cast<int>(c.actors.size());
+    std::vector<int> calls;
+    for (int a = 0; a < n; ++a) calls.push_back(Calls(c, a) + 1);
+    const int all = static_cast<int>(c.world.full_after);
+    for (int run = 0; run < count && !HasFailure(); ++run) {
+      std::vector<Turn> turns;
+      const int length = 1 + below(most);
+      for (int t = 0; t < length; ++t) {
+        int actor = below(n);
+        if (t > 0 && actor == turns.back().actor) actor = (actor + 1) % n;
+        turns.push_back({actor, below(calls[static_cast<size_t>(actor)])});
+      }
+      if (below(2) == 0) turns[static_cast<size_t>(below(length))].dies = true;
+      if (all >= 0) c.world.full_after = below(all + 1);
+      Try(c, turns);
+    }
+  }
+
+  const std::vector<Array> arrays_ = {
+      MakeArray(Dtype::kF32, {6, 4}, 1), MakeArray(Dtype::kF32, {6, 4}, 2),
+      MakeArray(Dtype::kF32, {6, 4}, 3), MakeArray(Dtype::kF32, {6, 4}, 4)};
+  CommitRequest requests_[kSavers];
+  std::unique_ptr<Interleaver> interleaver_;
+  int runs_ = 0;
+};
+
+class InterleavedPairs : public InterleaveTest,
+                         public ::testing::WithParamInterface<int> {};
+
+TEST_P(InterleavedPairs, EndWhole) {
+  interleaver_ = std::make_unique<Interleaver>(Path("run"), Full());
+  Case c;
+  c.existing = (GetParam() & 1) != 0;
+  c.world.locks = (GetParam() & 2) != 0;
+  c.world.rename_flags = (GetParam() & 4) != 0;
+  const int sample = c.world.locks ? 60 : 12;
+  Pairs(c, Full() ? (c.world.locks ? 5 : 1) : sample,
+        static_cast<uint32_t>(GetParam()));
+  Tell();
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, InterleavedPairs, ::testing::Range(0, 8));
+
+class Interleaved : public InterleaveTest,
+                    public ::testing::WithParamInterface<int> {
+ protected:
+  void All(std::vector<Kind> actors, int count, int full_after = -1) {
+    interleaver_ = std::make_unique<Interleaver>(Path("run"), true);
+    Case c;
+    c.existing = (GetParam() & 1) != 0;
+    c.world.rename_flags = (GetParam() & 2) != 0;
+    c.world.locks = false;
+    c.world.full_after = full_after;
+    c.actors = std::move(actors);
+    Sample(c, Full() ? 60 * count : count, Full() ? 4 : 3,
+           static_cast<uint32_t>(GetParam()));
+    Tell();
+  }
+};
+
+TEST_P(Interleaved, ThreeSavers) {
+  All({Kind::kSaver, Kind::kSaver, Kind::kSaver}, 100);
+}
+TEST_P(Interleaved, SaversAndARecoverer) {
+  All({Kind::kSaver, Kind::kRecoverer, Kind::kSaver}, 60);
+}
+TEST_P(Interleaved, SaversAndAReader) {
+  All({Kind::kSaver, Kind::kReader, Kind::kSaver, Kind::kReader}, 60);
+}
+TEST_P(Interleaved, SaversAndARemover) {
+  All({Kind::kSaver, Kind::kRemover, Kind::kSaver}, 60);
+}
+TEST_P(Interleaved, AFullDisk) {
+  All({Kind::kSaver, Kind::kRecoverer, Kind::kReader}, 60, 150);
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, Interleaved, ::testing::Range(0, 4));
+
+}  // namespace
+}  // namespace torch_ckpt
+
+#endif  // TORCH_CKPT_FAULTS

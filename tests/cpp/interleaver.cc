@@ -1,0 +1,119 @@
+#include "interleaver.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <initializer_list>
+#include <string_view>
+#include <utility>
+
+#ifdef TORCH_CKPT_FAULTS
+
+namespace torch_ckpt {
+namespace {
+
+thread_local int this_actor = -1;
+
+bool IsOneOf(std::string_view op, std::initializer_list<std::string_view> ops) {
+  return std::find(ops.begin(), ops.end(), op) != ops.end();
+}
+
+}  // namespace
+
+bool Interleaver::Counts(const FaultSite& site) const {
+  if (!site.path.starts_with(root_)) return false;
+  if (IsOneOf(site.op, {"mkdirat", "renameat", "renameat2", "linkat",
+                        "unlinkat", "rmdir"})) {
+    return true;
+  }
+  return fine_ && IsOneOf(site.op, {"openat", "fstatat", "getdents", "flock",
+                                    "ofd_lock", "pwrite"});
+}
+
+FaultAction Interleaver::Visit(const FaultSite& site) {
+  const std::string_view op = site.op;
+  Actor& self = *actors_[Index(running_)];
+  if (this_actor >= 0) {
+    const bool waits = op == "sleep";
+    if (waits) self.waits = true;
+    if (!self.dead && (waits || (Counts(site) && self.left-- <= 0))) {
+      back_.release();
+      self.go.acquire();
+    }
+    self.waits = false;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (op == "sleep") return {.skip = true};
+  if (self.dead) return {.sys_errno = EIO};
+  if (Counts(site)) {
+    ++total_;
+    if (this_actor >= 0) ++self.calls;
+    trace_ += "  " + std::to_string(running_) + " " + site.op + " " +
+              site.path.substr(std::min(site.path.size(), root_.size()));
+    if (!site.path2.empty()) {
+      trace_ +=
+          " -> " + site.path2.substr(std::min(site.path2.size(), root_.size()));
+    }
+    trace_ += "\n";
+  }
+  if (!world_.locks && IsOneOf(op, {"flock", "ofd_lock"})) {
+    return {.skip = true};
+  }
+  if (!world_.rename_flags && op == "renameat2") return {.sys_errno = EINVAL};
+  const bool full = world_.full_after >= 0 && total_ > world_.full_after;
+  if (full && IsOneOf(op, {"pwrite", "mkdirat", "linkat", "fallocate"})) {
+    return {.sys_errno = ENOSPC};
+  }
+  return {};
+}
+
+void Interleaver::Let(int actor, int calls) {
+  Actor& self = *actors_[Index(actor)];
+  if (self.ended) return;
+  running_ = actor;
+  self.left = calls;
+  self.go.release();
+  back_.acquire();
+}
+
+void Interleaver::Run(const World& world, const std::vector<Turn>& turns,
+                      std::vector<std::function<void()>> actors) {
+  world_ = world;
+  actors_.clear();
+  trace_.clear();
+  total_ = 0;
+  SetFaultHook([this](const FaultSite& site) { return Visit(site); });
+  for (size_t a = 0; a < actors.size(); ++a) {
+    actors_.push_back(std::make_unique<Actor>());
+    Actor* const self = actors_.back().get();
+    self->thread = std::thread([this, self, a, act = std::move(actors[a])] {
+      this_actor = static_cast<int>(a);
+      self->go.acquire();
+      act();
+      self->ended = true;
+      back_.release();
+    });
+  }
+  for (const Turn& turn : turns) {
+    Actor& self = *actors_[Index(turn.actor)];
+    Let(turn.actor, turn.calls);
+    if (!turn.dies || self.ended) continue;
+    self.dead = true;
+    Let(turn.actor, Turn::kToTheEnd);
+  }
+  const auto all_ended = [&] {
+    return std::all_of(actors_.begin(), actors_.end(),
+                       [](const auto& actor) { return actor->ended; });
+  };
+  while (!all_ended()) {
+    for (size_t a = 0; a < actors_.size(); ++a) {
+      Let(static_cast<int>(a), Turn::kToTheEnd);
+    }
+  }
+  for (const auto& actor : actors_) actor->thread.join();
+  SetFaultHook(nullptr);
+}
+
+}  // namespace torch_ckpt
+
+#endif  // TORCH_CKPT_FAULTS
