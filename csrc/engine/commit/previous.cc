@@ -129,8 +129,13 @@ Status CheckNotHidden(const std::string& target, const NewFiles& files) {
     return directory.status().sys_errno() == ENOENT ? Status()
                                                     : directory.status();
   }
-  TC_ASSIGN_OR_RETURN(const Previous previous, ReadPrevious(*directory));
-  return CheckNotHidden(*directory, previous, files);
+  const auto check = [&]() -> Status {
+    TC_ASSIGN_OR_RETURN(const Previous previous, ReadPrevious(*directory));
+    return CheckNotHidden(*directory, previous, files);
+  };
+  Status checked = check();
+  // Removed by others meanwhile, of which the commit will hear.
+  return checked.sys_errno() == ENOENT ? Status() : checked;
 }
 
 }  // namespace torch_ckpt

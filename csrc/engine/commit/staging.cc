@@ -35,6 +35,8 @@ Result<bool> IsAbsent(const std::string& target) {
   }
   TC_ASSIGN_OR_RETURN(const auto entry, StatPathEntry(target));
   if (!entry) return true;
+  // Else it has come to be between the two looks.
+  if (entry->is_directory) return false;
   return InvalidArgument("is a symbolic link to nothing").WithFile(target);
 }
 
