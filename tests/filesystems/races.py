@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import signal
 import time
 from pathlib import Path
 
@@ -83,6 +84,40 @@ def met(trial: Trial) -> str:
         trial.holds(3, path)
         seen.append("goes ahead, and the first saver is told")
     return " / ".join(dict.fromkeys(seen))
+
+
+@scenario("a saver stands still in its commit while the other node saves", limit=300)
+def stands_still(trial: Trial) -> str:
+    """At each rename of its commit and replay, and where its staging is cleaned: the other node
+    saves meanwhile, or dies at it, and then the first one goes on. What was acknowledged last is
+    there, whole."""
+    ends: collections.Counter[str] = collections.Counter()
+    calls = [f"renameat:{nth}" for nth in range(2, 8)] + ["rmdir:1", "unlinkat:4"]
+    for number, (call, dies) in enumerate((call, dies) for call in calls for dies in (False, True)):
+        path = f"{trial.folder}/{number}"
+        trial.one.call("save", path=path, number=1)
+        first = trial.one.start_action(
+            "save", environment={"TORCH_CKPT_FAULTS": f"{call}:stop"}, path=path, number=2
+        )
+        time.sleep(1.5)  # it stands by then, or has ended
+        faults = "renameat:3:kill" if dies else ""
+        second = trial.other.outcome("save", faults=faults, path=path, number=3)
+        trial.one.sh("kill -CONT -1")
+        earlier = trial.one.wait(first)
+        won = [which for which, end in ((2, earlier), (3, second)) if "ok" in end]
+        for end in (earlier, second):
+            known = "ok" in end or end.get("signal") == signal.SIGKILL
+            assert known or "ConflictError" in end["error"]["types"], f"{call}: {told(end)}"
+        # Where both were acknowledged the first one's commit was before the second one began.
+        numbers = won[-1:] or [1, 2, 3]
+        for node in (trial.one, trial.other):
+            found = trial.sooner_or_later(node, "load_any", path=path, numbers=numbers, mib=0)
+            assert "ok" in found, f"{call}, acknowledged {won}: {node.name}: {told(found)}"
+        trial.other.call("save", path=path, number=4)
+        trial.holds(4, path)
+        trial.nothing_left(path)
+        ends["both" if len(won) == 2 else f"{len(won)} acknowledged"] += 1
+    return ", ".join(f"{count} x {what}" for what, count in sorted(ends.items()))
 
 
 @scenario("another node loads a checkpoint that is overwritten", limit=180)
