@@ -18,7 +18,7 @@ namespace torch_ckpt {
 // Not thread-safe. Once it is over it stays over.
 class Budget {
  public:
-  static constexpr uint64_t kStepsAnyway = uint64_t{1} << 24;
+  static constexpr uint64_t kStepsAnyway = uint64_t{1} << 23;
   static constexpr uint64_t kStepsPerByte = 8;
   // As much text is touched in one step: about as fast as a value is.
   static constexpr uint64_t kTextPerStep = 64;

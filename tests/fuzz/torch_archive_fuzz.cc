@@ -15,11 +15,16 @@ using namespace torch_ckpt;
 
 namespace {
 
+// More take long where each is of a few bytes that make many.
+constexpr size_t kMostObjects = 10;
+
 void CheckLeaves(const TorchLeaves& found, const File& file, uint64_t size) {
   std::vector<uint64_t> objects;
   for (size_t i = 0; i < found.leaves.size(); ++i) {
     const TorchLeaf& leaf = found.leaves[i];
-    if (!leaf.is_tensor) objects.push_back(i + 1);
+    if (!leaf.is_tensor && objects.size() < kMostObjects) {
+      objects.push_back(i + 1);
+    }
     for (const Placement& placement : leaf.placements) {
       const auto bytes =
           internal::PlacementBytes(placement, leaf.dtype, leaf.shape);
