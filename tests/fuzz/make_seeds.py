@@ -364,7 +364,7 @@ def large_seeds(folder: Path) -> Iterator[tuple[str, str, bytes]]:
     for name, value in hostile.items():
         yield "pickle_fuzz", name, pickle.dumps(value, 4)
         yield "torch_archive_fuzz", name, saved(value if isinstance(value, dict) else {"a": value})
-    large = torch.ones(1).expand(1 << 20)
+    large = torch.ones(1).expand(1 << 16)
     yield "torch_archive_fuzz", "views", saved({str(i): (large,) for i in range(2000)})
     yield "torch_archive_fuzz", "tensors", saved({str(i): torch.ones(1) for i in range(1500)})
     for name, data in metadata(4000):

@@ -15,7 +15,7 @@ using namespace torch_ckpt;
 namespace {
 
 // Of an object anyway: what is looked for shows in less than it may have.
-constexpr uint64_t kMostText = uint64_t{16} << 20;
+constexpr uint64_t kMostText = uint64_t{1} << 20;
 
 // A DTensor, up to the boxes that its rank had; what is said of others.
 void LookAt(const PickleValue& value, Budget* budget) {
