@@ -267,7 +267,8 @@ TEST_F(ScanTest, DamagedFilesAreNamed) {
   const std::string good = ReadText(file);
   for (const size_t size : {size_t{0}, size_t{7}, size_t{9}, good.size() - 1}) {
     WriteText(file, good.substr(0, size));
-    ExpectError(ErrorKind::kCorrupt, "shard-00002");
+    ExpectError(size == 0 ? ErrorKind::kIncomplete : ErrorKind::kCorrupt,
+                "shard-00002");
   }
   WriteText(file, good + "x");
   ExpectError(ErrorKind::kCorrupt, "shard-00002");

@@ -326,7 +326,7 @@ TEST(JournalFormat, RefusesAReplayThatDoesHarm) {
               ErrorKind::kOk)
         << stocks;
   }
-  for (const char* other : {".metadata2", "a/.metadata", "__.metadata", ".x"}) {
+  for (const char* other : {".metadata2", "a/.metadata", ".x"}) {
     EXPECT_EQ(with([&](Journal* j) { j->removes.push_back(other); }), kBad)
         << other;
   }

@@ -58,7 +58,7 @@ def kill_in_save(path: Path, call: str) -> None:
     torch_ckpt.save({"new": torch.arange(5)}, checkpoint_id=other)
     code = (
         "import sys; from torch_ckpt.merge import consolidate_safetensors_files as merge; "
-        "merge(sys.argv[1], sys.argv[2], None)"
+        "merge(sys.argv[1], sys.argv[2], overwrite=True)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(other), str(path)],

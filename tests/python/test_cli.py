@@ -140,9 +140,11 @@ def test_consolidate_by_mapping(path: Path, tmp_path: Path) -> None:
     mapping = tmp_path / "mapping.json"
     mapping.write_text('{"w": 2}')
     out = tmp_path / "out"
-    done = run("consolidate", path, out, "--mapping", mapping)
+    done = run("consolidate", path, out, "--mapping", mapping, "--overwrite")
     assert done.exit_code == 3 and "tensor 'b'" in done.stderr and not out.exists()
-    done = run("consolidate", path, out, "--mapping", mapping, "--no-strict", "--no-verify")
+    done = run(
+        "consolidate", path, out, "--mapping", mapping, "--no-strict", "--no-verify", "--overwrite"
+    )
     assert done.exit_code == 0, done.stderr
     assert list(load_file(out / "model-00002-of-00002.safetensors")) == ["w"]
 
@@ -167,7 +169,7 @@ def test_consolidate_by_index(
     )
     out = tmp_path / "out"
     for source in (index, tmp_path):  # the file, or its directory
-        done = run("consolidate", path, out, "--index", source)
+        done = run("consolidate", path, out, "--index", source, "--overwrite")
         assert done.exit_code == 0, done.stderr
     written = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     assert {name: int(file.split("-")[1]) for name, file in written.items()} == expected
@@ -344,9 +346,9 @@ def test_mappings_that_are_none(path: Path, tmp_path: Path) -> None:
     mapping = tmp_path / "mapping.json"
     for text in ("[" * 200_000, '{"w": 1, "w": 2, "b": 1}', '{"w": true}', "[]"):
         mapping.write_text(text)
-        done = run("consolidate", path, tmp_path / "out", "--mapping", mapping)
+        done = run("consolidate", path, tmp_path / "out", "--mapping", mapping, "--overwrite")
         assert done.exit_code == 2 and str(mapping) in done.stderr, (text[:40], done.output)
-    done = run("consolidate", path, tmp_path / "out", "--index", tmp_path)
+    done = run("consolidate", path, tmp_path / "out", "--index", tmp_path, "--overwrite")
     assert done.exit_code == 2 and "index.json" in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -355,7 +357,9 @@ def test_an_empty_mapping_names_no_tensor(path: Path, tmp_path: Path) -> None:
     mapping = tmp_path / "mapping.json"
     mapping.write_text("{}")
     for options in ([], ["--no-strict"]):
-        done = run("consolidate", path, tmp_path / "out", "--mapping", mapping, *options)
+        done = run(
+            "consolidate", path, tmp_path / "out", "--mapping", mapping, "--overwrite", *options
+        )
         assert done.exit_code == 3, done.output
     assert not (tmp_path / "out").exists()
 

@@ -233,7 +233,7 @@ def test_values_of_a_commit_that_was_interrupted(tmp_path: Path) -> None:
     other = of_ours(tmp_path / "other", {"step": 2, "w": torch.ones(1)})
     program = (
         "import sys; from torch_ckpt.merge import consolidate_safetensors_files as merge; "
-        "merge(sys.argv[1], sys.argv[2], None)"
+        "merge(sys.argv[1], sys.argv[2], overwrite=True)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(other), str(path)],
