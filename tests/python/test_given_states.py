@@ -126,3 +126,41 @@ def test_statefuls_are_asked_for_their_state(tmp_path: Path, call: Callable[...,
     other.value = torch.zeros(4)
     torch_ckpt.load({"model": other}, checkpoint_id=tmp_path / "c")
     assert torch.equal(other.value, torch.arange(4.0))
+
+
+@pytest.mark.parametrize("call", [save, async_save])
+@pytest.mark.parametrize("state", [[torch.ones(2)], ["ab"], torch.ones(2), (1, 2)])
+def test_what_is_no_state_is_refused(tmp_path: Path, state: Any, call: Any) -> None:
+    """`dict()` would make {"a": "b"} of one of them."""
+    kind = type(state).__name__
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match=f"this is a {kind}: give it a name"):
+        call(state, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    torch_ckpt.save({"w": torch.ones(2)}, tmp_path / "c")
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match=f"this is a {kind}: give it a name"):
+        torch_ckpt.load(state, tmp_path / "c")
+
+
+class Counter:
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.weights = torch.full((2,), float(step))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+@pytest.mark.parametrize("call", [save, async_save])
+def test_a_module_or_what_has_a_state_dict_is_saved_and_loaded(tmp_path: Path, call: Any) -> None:
+    module = torch.nn.Linear(3, 2)
+    call(module, tmp_path / "module")
+    other = torch.nn.Linear(3, 2)
+    assert torch_ckpt.load(other, tmp_path / "module") is other
+    assert_same(dict(other.state_dict()), dict(module.state_dict()))
+    call(Counter(5), tmp_path / "counter")
+    counter = Counter(0)
+    torch_ckpt.load(counter, tmp_path / "counter")
+    assert counter.step == 5 and counter.weights.tolist() == [5, 5]

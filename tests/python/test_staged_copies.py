@@ -35,9 +35,11 @@ def itself(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["dict", "list", "tuple"])
 def test_a_state_that_contains_itself(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(torch_ckpt.InvalidArgumentError, match="contains itself, or is nested too"):
+    with pytest.raises(
+        torch_ckpt.InvalidArgumentError, match=r"state_dict\['again'\].* contains itself"
+    ):
         stage(itself(kind))
-    with pytest.raises(FAILED, match="contains itself, or is nested too"):
+    with pytest.raises(FAILED, match=r"state_dict\['again'\].* contains itself"):
         torch_ckpt.async_save(itself(kind), checkpoint_id=tmp_path / "c").result()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict, defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import (
     _EmptyStateDictLoadPlanner,
 )
 
+import torch_ckpt
 from torch_ckpt.dcp.plan.flatten import (
     Flat,
     check_structure,
@@ -27,6 +29,7 @@ from torch_ckpt.dcp.plan.flatten import (
 from torch_ckpt.dcp.plan.planners import LoadPlanner, PerRank, SavePlanner
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import (
+    CheckpointError,
     CorruptError,
     IncompleteError,
     InvalidArgumentError,
@@ -231,11 +234,39 @@ def test_through_stock_file_storage(tmp_path):
     assert same(planner.original_state_dict, nested())
 
 
-def test_a_state_dict_that_contains_itself():
+def test_a_state_dict_that_contains_itself(tmp_path):
     state = {"a": {}}
     state["a"]["b"] = state
-    with pytest.raises(InvalidArgumentError, match="contains itself"):
+    with pytest.raises(InvalidArgumentError, match=r"state_dict\['a'\]\['b'\] is what it lies in"):
         Flat(state, 0, 1)
+    listed = [torch.ones(1), 5]
+    listed[1] = (1, listed)
+    with pytest.raises(CheckpointError, match=r"b\.1"):
+        torch_ckpt.save({"a": {}, "b": listed}, tmp_path / "c")
+    deep: dict[str, Any] = {}
+    for _ in range(3000):
+        deep = {"a": deep}
+    with pytest.raises(InvalidArgumentError, match="too deeply"):
+        Flat(deep, 0, 1)
+
+
+def test_what_can_be_saved_can_be_loaded_however_deep(tmp_path):
+    state: dict[str, Any] = {"w": torch.ones(2), "empty": {}}
+    for number in range(700):
+        state = {number % 3: state}
+    torch_ckpt.save(state, tmp_path / "c")
+    loaded = torch_ckpt.load(path=tmp_path / "c")
+    for number in reversed(range(700)):
+        loaded = loaded[number % 3]
+    assert loaded["w"].tolist() == [1, 1] and loaded["empty"] == {}
+
+
+def test_keys_with_one_text_are_both_shown():
+    for first, second in ((0, "0"), ("0", 0)):
+        with pytest.raises(InvalidArgumentError) as caught:
+            Flat({"a": {first: 1, second: 2}}, 0, 1)
+        assert f"state_dict['a'][{first!r}] and" in str(caught.value)
+        assert f"state_dict['a'][{second!r}];" in str(caught.value)
 
 
 @pytest.mark.parametrize(

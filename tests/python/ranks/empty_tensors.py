@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks.run import Context, cases
+from ranks.saving import Warnings
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -40,7 +41,9 @@ def loads(path: Path) -> None:
     for planner in (dcp.DefaultLoadPlanner, torch_ckpt.LoadPlanner):
         target = state(0)
         reader = HuggingFaceStorageReader(path)
-        dcp.load(target, storage_reader=reader, planner=planner())
+        with Warnings() as log:
+            dcp.load(target, storage_reader=reader, planner=planner())
+        assert log.texts == []
         assert target["full"].to_local().eq(3).all()
     whole = {name: torch.zeros(shape) for name, (shape, _) in shapes().items()}
     dcp.load(whole, storage_reader=HuggingFaceStorageReader(path))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ class Load:
     ranks: Ranks
     progress: Progress | None = None
 
-    def run(self, state_dict: dict[str, Any]) -> None:
+    def run(self, state_dict: Any) -> None:
         """Fill `state_dict`. A collective call: raises the same error on every rank; tensors may
         then be filled in part."""
         what = f"load by {type(self.reader).__name__}"
@@ -57,13 +58,15 @@ class Load:
             """Whether this rank has entries that take their states themselves."""
             plan = self.planner.finish_plan(final_plan)
             self.reader.read_data(plan, self.planner).wait()
+            if not isinstance(state_dict, Mapping):
+                return True
             return any(has_state(state_dict[key]) for key in states if key in state_dict)
 
         # The objects of a plan are made in no time beside what collecting between them takes.
         with paused_gc(keeps=False):
             final_plan = self.ranks.scatter(f"plan of {what}", plan, lay_out)
         taken = self.ranks.gather(what, read, any, progress=self.progress)
-        if not state_dict and isinstance(self.planner, OurPlanner) and self.planner.rebuild:
+        if isinstance(self.planner, OurPlanner) and self.planner.rebuild and not state_dict:
             state_dict.update(states)
         if taken:
             # Only when all have read theirs: what one is given may not fit another's.
@@ -97,13 +100,17 @@ class Load:
         return plan
 
 
-def _give(state_dict: dict[str, Any], states: dict[str, Any]) -> None:
+def _give(state_dict: Any, states: dict[str, Any]) -> None:
     """Give `state_dict` what was loaded."""
+    if not isinstance(state_dict, Mapping):
+        state_dict.load_state_dict(states)
+        return
+    entries: Any = state_dict
     # In one order on all ranks: what a `load_state_dict` does may be a collective.
     for key in sorted(states, key=str):
-        if key not in state_dict:
+        if key not in entries:
             continue
-        if has_state(state_dict[key]):
-            state_dict[key].load_state_dict(states[key])
+        if has_state(entries[key]):
+            entries[key].load_state_dict(states[key])
         else:
-            state_dict[key] = states[key]
+            entries[key] = states[key]

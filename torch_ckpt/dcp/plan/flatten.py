@@ -34,7 +34,6 @@ _LEAVES = frozenset(
     {torch.Tensor, torch.nn.Parameter, DTensor, int, float, str, bool, type(None), bytes}
 )
 _FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
-TOO_DEEP = "the state dict contains itself, or is nested too deeply"
 
 
 class Flat:
@@ -76,7 +75,7 @@ class Flat:
         try:
             self._visit(state_dict, state_dict.items(), "", ())
         except RecursionError:
-            raise InvalidArgumentError(TOO_DEEP) from None
+            raise too_deep(state_dict) from None
         if slots:  # of a load, which takes whatever names a checkpoint has
             return
         for name in RESERVED & self.values.keys():
@@ -121,7 +120,7 @@ class Flat:
                 elif isinstance(value, ShardedTensor):
                     self.has_sharded_tensor = True
             if fqn in values:
-                self._collision(fqn, (*path, name), key)
+                self._collision(fqn, (*path, name), key, container)
             values[fqn] = value
             paths[fqn] = (*path, name)
             if slots is not None:
@@ -144,10 +143,13 @@ class Flat:
         if self.slots is not None:
             self.slots[own] = (leaf, "value")
 
-    def _collision(self, fqn: str, path: Path, key: Any) -> None:
+    def _collision(self, fqn: str, path: Path, key: Any, container: Any = ()) -> None:
+        first = self.paths[fqn]
+        if first == path and container:  # of keys that are no str it has the texts
+            first = (*path[:-1], next(other for other in container if str(other) == path[-1]))
         raise InvalidArgumentError(
             f"{fqn}: two leaves of the state dict have this name: the one at "
-            f"{_show(self.paths[fqn])} and the one at {_show((*path[:-1], key))}; rename one"
+            f"{_show(first)} and the one at {_show((*path[:-1], key))}; rename one"
         )
 
 
@@ -163,6 +165,32 @@ def _opens(value: list[Any]) -> bool:
         if isinstance(entry, list) and _opens(entry):
             return True
     return False
+
+
+def too_deep(state_dict: Mapping[Any, Any]) -> InvalidArgumentError:
+    """The error for a state dict that ends in a RecursionError: where it contains itself, if it
+    does."""
+    around = {id(state_dict)}
+    path: list[Any] = []
+    inside: list[tuple[Any, Iterator[Any]]] = [(state_dict, iter(state_dict.items()))]
+    while inside:
+        container, entries = inside[-1]
+        for key, value in entries:
+            if isinstance(value, Mapping | list | tuple):
+                if id(value) in around:
+                    return InvalidArgumentError(
+                        f"{_show((*path, key))} is what it lies in: the state dict contains itself"
+                    )
+                around.add(id(value))
+                path.append(key)
+                items = value.items() if isinstance(value, Mapping) else enumerate(value)
+                inside.append((value, iter(items)))
+                break
+        else:
+            around.discard(id(container))
+            inside.pop()
+            del path[-1:]
+    return InvalidArgumentError("the state dict is nested too deeply")
 
 
 def _show(path: Path) -> str:
@@ -316,6 +344,7 @@ def new_container(kind: str) -> Any:
 
 
 _GONE = object()  # in the place of a container
+_MAX_DEPTH = 2000  # Python calls itself half as often, and so does what flattens
 
 
 def rebuild(
@@ -325,7 +354,7 @@ def rebuild(
     container goes with the last of what was in it; one that was empty stays.
 
     Raises CorruptError where paths and structure, which come from a checkpoint, contradict each
-    other, InvalidArgumentError beyond Python's recursion limit.
+    other, InvalidArgumentError where one is longer than any that can be saved.
     """
     children: dict[Path, dict[Any, None]] = {(): {}}
     leaves: dict[Path, Any] = {}
@@ -334,6 +363,8 @@ def rebuild(
     counted: set[Path] = set()  # lists that had items
     for at, kind, keys in structure["containers"] if structure is not None else ():
         path = tuple(at)
+        if len(path) > _MAX_DEPTH:
+            raise InvalidArgumentError("the checkpoint is nested too deeply to be rebuilt")
         kinds[path] = kind
         named = {str(key): key for key in keys} if type(keys) is list else {}
         if type(keys) is int and keys:
@@ -344,6 +375,8 @@ def rebuild(
             children.setdefault(parent, {}).setdefault(part)
     for fqn, value in values.items():
         path = tuple(paths.get(fqn, (fqn,)))
+        if len(path) > _MAX_DEPTH:
+            raise InvalidArgumentError("the checkpoint is nested too deeply to be rebuilt")
         if path in leaves:
             raise CorruptError("its path is that of another leaf", tensor=fqn)
         leaves[path] = value
@@ -352,6 +385,8 @@ def rebuild(
     for path in leaves.keys() & children.keys():
         raise CorruptError(f"there is a leaf at {path}, and others below it")
 
+    made: dict[Path, Any] = {}
+
     def make(path: Path) -> Any:
         names = children[path]
         kind = kinds.get(path)
@@ -359,26 +394,25 @@ def rebuild(
         if kind == "list" or (kind is None and names and numbered):
             if not path or not numbered:
                 raise CorruptError(f"what is at {path} can be no list")
-            made = [make_child((*path, name)) for name in sorted(names)]
-            found = [value for value in made if value is not _GONE]
+            given = [child_at((*path, name)) for name in sorted(names)]
+            found = [value for value in given if value is not _GONE]
             return _GONE if not found and (names or path in counted) else found
         container = new_container(kind or "dict")
         named = keys_at.get(path, {})
         for name in names:
             child = (*path, name)
             if child in children or child in leaves:
-                value = make_child(child)
+                value = child_at(child)
                 if value is not _GONE:
                     container[named.get(name, name)] = value
         return _GONE if path and names and not container else container
 
-    def make_child(path: Path) -> Any:
-        return make(path) if path in children else leaves[path]
+    def child_at(path: Path) -> Any:
+        return made.pop(path) if path in children else leaves[path]
 
-    try:
-        nested: dict[Any, Any] = make(())
-    except RecursionError:
-        raise InvalidArgumentError("the checkpoint is nested too deeply to be rebuilt") from None
+    for path in sorted(children, key=len, reverse=True):  # the innermost first
+        made[path] = make(path)
+    nested: dict[Any, Any] = made[()]
     return nested
 
 

@@ -314,10 +314,12 @@ class LoadPlanner(DefaultLoadPlanner):
         paths = self.metadata.planner_data or {}
         beside: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}  # unasked, asked
         below: list[str] = []
-        for fqn in self.metadata.state_dict_metadata:
+        for fqn, stored in self.metadata.state_dict_metadata.items():
             path = tuple(paths.get(fqn, (fqn,)))
             if fqn == STRUCTURE_FQN or is_rank_part(str(path[-1])):
                 continue
+            if isinstance(stored, TensorStorageMetadata) and 0 in stored.size:
+                continue  # nothing of it is left out, and no rank asks for a part
             names = beside.setdefault(path[:-1], ([], []))
             is_asked = self._stored.get(fqn, fqn) in asked
             names[is_asked].append(fqn)

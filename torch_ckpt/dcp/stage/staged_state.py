@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt._ext import Region
-from torch_ckpt.dcp.plan.flatten import TOO_DEEP
+from torch_ckpt.dcp.plan.flatten import too_deep
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.per_rank import PerRank
 from torch_ckpt.dcp.stage.sources import MAX_DIMENSIONS, reachable
@@ -99,7 +99,7 @@ class StateCopy:
                 for key, value in state_dict.items():
                     self._copy(self._state, key, value, str(key))
         except RecursionError:
-            raise InvalidArgumentError(TOO_DEEP) from None
+            raise too_deep(state_dict) from None
 
     def with_tensors(self, staged: list[torch.Tensor], region: Region | None) -> StagedState:
         """The copy, with `staged`, which lie in `region`, in the places of `tensors`. Call it
