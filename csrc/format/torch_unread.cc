@@ -14,7 +14,7 @@ using Values = std::span<const PickleValue>;
 
 constexpr std::string_view kTorch = "torch.";
 constexpr std::string_view kRebuild = "torch._utils._rebuild_";
-constexpr int kMaxWrappings = 8;
+constexpr int kMostWrapped = 8;
 constexpr size_t kMostParts = 8;  // of a sparse tensor
 
 // Storages that have a dtype which ours lack, and that dtype.
@@ -119,7 +119,7 @@ class Describer {
 
   void Describe(const Call& call, int depth = 0) {
     const Values items = call.arguments;
-    if (depth == kMaxWrappings || call.function.empty()) return;
+    if (depth == kMostWrapped || call.function.empty()) return;
     if (call.function.starts_with("parameter")) {
       if (!items.empty()) Describe(CallOf(items[0]), depth + 1);
     } else if (call.function.starts_with("from_type")) {

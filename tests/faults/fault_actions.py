@@ -77,7 +77,7 @@ def save_large(path: str, elements: int) -> None:
 def consolidate(source: str, path: str) -> None:
     import torch_ckpt
 
-    torch_ckpt.consolidate_safetensors_files(source, path, None)
+    torch_ckpt.consolidate_safetensors_files(source, path, None, overwrite=True)
 
 
 def load(path: str, numbers: list[int]) -> int:

@@ -85,7 +85,7 @@ SHARDING = {
 KILLED = """
 import sys
 from torch_ckpt.merge import consolidate_safetensors_files
-consolidate_safetensors_files(sys.argv[1], sys.argv[2], None)
+consolidate_safetensors_files(sys.argv[1], sys.argv[2], None, overwrite=True)
 """
 
 

@@ -82,7 +82,9 @@ def merge(folder: Path) -> dict[str, int]:
 
     def many_threads(budget: str) -> None:
         out = folder / "saved-out"
-        consolidate_safetensors_files(folder / "saved", out, None, 64, memory_budget=budget)
+        consolidate_safetensors_files(
+            folder / "saved", out, None, 64, memory_budget=budget, overwrite=True
+        )
 
     return {
         "of 32 MiB": peak(lambda: many_threads("32MiB")),  # first: buffers stay for the next

@@ -236,9 +236,9 @@ def test_views_of_one_storage(tmp_path: Path, data: st.DataObject) -> None:
         ]
         tensors[name] = view.t() if data.draw(st.booleans()) else view
     source = of_torch(tmp_path / "a.pt", tensors)
-    torch_ckpt.convert(source, tmp_path / "b.pt", "torch")
+    torch_ckpt.convert(source, tmp_path / "b.pt", "torch", overwrite=True)
     assert all(torch.equal(torch.load(tmp_path / "b.pt")[name], tensors[name]) for name in tensors)
     ((file, begin, end),) = storages(source)
     flip(file, data.draw(st.integers(begin, end - 1)))
     with pytest.raises(torch_ckpt.CorruptError, match="CRC-32"):
-        torch_ckpt.convert(source, tmp_path / "b.pt", "torch")
+        torch_ckpt.convert(source, tmp_path / "b.pt", "torch", overwrite=True)

@@ -272,7 +272,7 @@ def test_an_interrupted_commit_is_finished(root: Path) -> None:
     torch_ckpt.save({"new": torch.ones(3)}, other, no_dist=True)
     program = (
         "import sys; from torch_ckpt.merge import consolidate_safetensors_files as merge; "
-        "merge(sys.argv[1], sys.argv[2], None)"
+        "merge(sys.argv[1], sys.argv[2], None, overwrite=True)"
     )
     path = root / "step-2"
     assert a_process(program, other, path, faults="renameat:4:kill") == -signal.SIGKILL

@@ -210,7 +210,7 @@ def test_objects_of_transformers(tmp_path: Path) -> None:
         assert AutoModelForCausalLM.from_pretrained(path).dtype is torch.bfloat16
         torch_ckpt.save(model.state_dict(), checkpoint_id=tmp_path / "shards")
         torch_ckpt.consolidate_safetensors_files(
-            tmp_path / "shards", path, None, dtype="fp16", extras=model
+            tmp_path / "shards", path, None, dtype="fp16", extras=model, overwrite=True
         )
         assert AutoModelForCausalLM.from_pretrained(path).dtype is torch.float16
 

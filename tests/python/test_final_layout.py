@@ -199,7 +199,7 @@ def test_an_export_that_would_make_values_infinite_is_refused(tmp_path: Path) ->
         torch_ckpt.save(state, checkpoint_id=path, layout="final", **options)
 
     def merge(path: Path, **options: Any) -> None:
-        consolidate_safetensors_files(tmp_path / "sharded", path, None, **options)
+        consolidate_safetensors_files(tmp_path / "sharded", path, None, overwrite=True, **options)
 
     for number, write in enumerate((export, merge)):
         path = tmp_path / str(number)
@@ -415,7 +415,9 @@ def test_a_file_that_transformers_would_read_instead(tmp_path: Path, merged: boo
 
     def write(naming: str) -> None:
         if merged:
-            consolidate_safetensors_files(tmp_path / "in", path, None, naming=naming)
+            consolidate_safetensors_files(
+                tmp_path / "in", path, None, naming=naming, overwrite=True
+            )
         else:
             torch_ckpt.save(state, checkpoint_id=path, layout="final", naming=naming)
 

@@ -180,10 +180,10 @@ def test_stock_directories_with_dtypes_that_are_not_read(tmp_path: Path) -> None
     state = {"w": torch.ones(3), "z": torch.ones(2, 2, dtype=torch.complex128)}
     dcp.save(state, checkpoint_id=tmp_path / "a")
     checkpoint = torch_ckpt.open(tmp_path / "a")
-    assert list(checkpoint) == ["w"]
+    assert list(checkpoint) == ["w", "z"]
     assert same(checkpoint["w"][...], torch.ones(3))
-    with pytest.raises(torch_ckpt.UnsupportedError, match="'z'.*ComplexDoubleStorage"):
-        checkpoint.objects["z"]
+    with pytest.raises(torch_ckpt.UnsupportedError, match="z.*complex128"):
+        checkpoint["z"][...]
 
 
 def test_it_is_looked_into(written: Path) -> None:

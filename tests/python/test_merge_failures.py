@@ -134,7 +134,7 @@ from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.merge import merge_request
 request = merge_request(
     *sys.argv[1:], None, 1, strict=True, verify=True, max_shard_size=None, naming="dcp",
-    policy=DtypePolicy(None), memory_budget="1GiB", key_mapping=None,
+    policy=DtypePolicy(None), memory_budget="1GiB", key_mapping=None, overwrite=True,
 )
 begun = _core.call({"op": "merge_begin", **request})
 share = {key: begun[key] for key in ("staging", "ids", "input_identity")}
@@ -161,7 +161,7 @@ def test_a_killed_one_is_in_nobodys_way(tmp_path: Path, into: str) -> None:
     written = [os.stat(file) for file in staging.glob("*/model-*.safetensors.*")]
     assert any(stat.st_blocks for stat in written)
 
-    torch_ckpt.consolidate_safetensors_files(source, out, None)
+    torch_ckpt.consolidate_safetensors_files(source, out, None, overwrite=True)
     saved = load_file(out / "model-00001-of-00001.safetensors")
     assert saved.keys() == content.keys()
     for name, value in content.items():

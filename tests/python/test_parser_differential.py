@@ -20,7 +20,7 @@ import safetensors
 from header_files import BITS, Draft, Pairs, Raw, damaged_files, whole_files
 from hypothesis import HealthCheck, given, settings
 
-from torch_ckpt import Checkpoint, CorruptError, UnsupportedError
+from torch_ckpt import Checkpoint, CorruptError, IncompleteError, UnsupportedError
 
 FULL = os.environ.get("TORCH_CKPT_FULL", "") not in ("", "0")
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
@@ -42,11 +42,11 @@ def crate_reads(path: Path) -> Tensors | None:
     return tensors
 
 
-def we_read(path: Path) -> Tensors | CorruptError | UnsupportedError:
+def we_read(path: Path) -> Tensors | CorruptError | IncompleteError | UnsupportedError:
     """What we make of it, or our refusal."""
     try:
         described = Checkpoint(path.parent).describe()
-    except (CorruptError, UnsupportedError) as error:
+    except (CorruptError, IncompleteError, UnsupportedError) as error:
         assert str(path) in str(error)
         return error
     content = path.read_bytes()

@@ -130,6 +130,7 @@ DAMAGE: dict[str, tuple[Any, type[CheckpointError], str]] = {
     "unknown dtype": (unknown_dtype, CorruptError, "shard-00002"),
     "empty input": (empty_input, IncompleteError, "/in"),
     **{case: (rewritten(change), CorruptError, "shard-00002") for case, change in BROKEN.items()},
+    "empty file": (rewritten(BROKEN["empty file"]), IncompleteError, "shard-00002"),
 }
 
 

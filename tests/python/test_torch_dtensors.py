@@ -148,9 +148,9 @@ def test_partial_sums_are_refused(tmp_path: Path) -> None:
         part = DTensor.from_local(torch.ones(3), devices, [Partial()], run_check=False)
         torch.save({"w": part, "n": 1}, path)
     checkpoint = torch_ckpt.open(path)
-    assert list(checkpoint) == []
+    assert list(checkpoint) == ["w"]  # listed, and an error when it is asked for
     with pytest.raises(torch_ckpt.UnsupportedError, match="'w'"):
-        checkpoint.objects["w"]
+        checkpoint["w"][...]
 
 
 def old_mesh(mesh: DeviceMesh) -> dict[str, Any]:
@@ -210,9 +210,9 @@ def test_a_part_of_an_unknown_rank_is_an_error_of_its_own(tmp_path: Path) -> Non
     mesh = pickling(without_rank)
     save_part(path, 0, (2,), torch.ones(4, 2), [Shard(0)], pickle_module=mesh)
     checkpoint = torch_ckpt.open(path)
-    assert list(checkpoint) == ["plain"]
+    assert "plain" in checkpoint
     with pytest.raises(torch_ckpt.UnsupportedError, match="'w'"):
-        checkpoint.objects["w"]
+        checkpoint["w"][...]
 
 
 def test_a_part_that_is_not_what_its_placements_say(tmp_path: Path) -> None:
@@ -224,9 +224,9 @@ def test_a_part_that_is_not_what_its_placements_say(tmp_path: Path) -> None:
         uneven = DTensor.from_local(torch.ones(3), devices, [Shard(0)], shape=(8,), stride=(1,))
         torch.save({"w": part, "u": uneven, "plain": torch.ones(2)}, path)
     checkpoint = torch_ckpt.open(path)
-    assert list(checkpoint) == ["plain"]
+    assert "plain" in checkpoint
     with pytest.raises(torch_ckpt.UnsupportedError, match=r"a\.pt.*'w'"):
-        checkpoint.objects["w"]
+        checkpoint["w"][...]
 
 
 def test_tensors_with_attributes(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_an_order_of_shards_that_is_not_from_left_to_right(tmp_path: Path) -> No
         torch.save({"w": part, "plain": torch.ones(2)}, path)
         with pytest.raises(torch_ckpt.UnsupportedError, match="w: .*another order"):
             local_boxes(part, "w")
-    assert list(torch_ckpt.open(path)) == ["plain"]
+    assert "plain" in torch_ckpt.open(path)
 
 
 def test_an_order_of_more_dimensions_than_the_mesh_has(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_an_order_of_more_dimensions_than_the_mesh_has(tmp_path: Path) -> None:
         order = ShardOrderEntry(tensor_dim=0, mesh_dims=tuple(range(30_000)))
         object.__setattr__(part._spec, "shard_order", (order,))
         torch.save({"w": part, "plain": torch.ones(2)}, path)
-    assert list(torch_ckpt.open(path)) == ["plain"]
+    assert "plain" in torch_ckpt.open(path)
 
 
 def test_two_shards_of_one_dimension_by_an_old_torch(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_two_shards_of_one_dimension_by_an_old_torch(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     places, mesh = [Shard(0), Shard(0)], pickling(old_mesh)
     save_part(path, 0, (2, 2), torch.arange(8.0), places, pickle_module=without_order(mesh))
-    assert list(torch_ckpt.open(path)) == ["plain"]
+    assert "plain" in torch_ckpt.open(path)
 
 
 def without_order(module: Any) -> Any:
@@ -338,7 +338,7 @@ def test_a_placement_of_an_unknown_class(tmp_path: Path) -> None:
         part = distribute_tensor(torch.ones(4), devices, [Shard(0)], src_data_rank=None)
         part._spec = DTensorSpec(devices, (Other(0),))
         torch.save({"w": part, "plain": torch.ones(2)}, path)
-    assert list(torch_ckpt.open(path)) == ["plain"]
+    assert "plain" in torch_ckpt.open(path)
 
 
 def test_dtypes_that_safetensors_has_no_name_for(tmp_path: Path) -> None:
@@ -348,9 +348,9 @@ def test_dtypes_that_safetensors_has_no_name_for(tmp_path: Path) -> None:
     }
     torch.save({**state, "plain": torch.ones(2)}, tmp_path / "a.pt")
     checkpoint = torch_ckpt.open(tmp_path / "a.pt")
-    assert list(checkpoint) == ["plain"]
+    assert "plain" in checkpoint
     with pytest.raises(torch_ckpt.UnsupportedError, match="'z'.*no name for"):
-        checkpoint.objects["z"]
+        checkpoint["z"][...]
 
 
 def test_tensors_with_attributes_inside_of_objects(tmp_path: Path) -> None:
