@@ -102,6 +102,7 @@ def test_threads_of_a_merge(
         torch_ckpt.consolidate_safetensors_files_on_every_rank,
     ):
         merge(tmp_path / "c" / "sharded", tmp_path / "out", None, threads, overwrite=True)
-    arguments = [str(tmp_path / "c" / "sharded"), str(tmp_path / "out"), "--threads", str(threads)]
+    arguments = [str(tmp_path / "c" / "sharded"), str(tmp_path / "out"), "--overwrite"]
+    arguments += ["--threads", str(threads)]
     assert CliRunner().invoke(cli, ["consolidate", *arguments]).exit_code == 0
     assert [request["workers"] for request in requests] == [workers] * 4

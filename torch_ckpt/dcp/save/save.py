@@ -107,6 +107,8 @@ class Save:
                     what, lambda: write(final_plan), commit, progress=self.progress
                 )
         finally:
+            # The frames of an error keep these functions, and they what gives the state.
+            state = dict
             self._end()
 
     def _run_alone(self, plan: Any, lay_out: Any, write: Any, commit: Any) -> Metadata:
