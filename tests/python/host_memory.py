@@ -78,7 +78,9 @@ def merge(folder: Path) -> dict[str, int]:
 
     def both() -> None:
         for kind in ("saved", "columns"):
-            consolidate_safetensors_files(folder / kind, folder / f"{kind}-out", None)
+            consolidate_safetensors_files(
+                folder / kind, folder / f"{kind}-out", None, overwrite=True
+            )
 
     def many_threads(budget: str) -> None:
         out = folder / "saved-out"

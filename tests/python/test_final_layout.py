@@ -488,7 +488,7 @@ def test_a_memory_budget_bounds_the_threads(tmp_path: Path) -> None:
     torch_ckpt.save(STATE, checkpoint_id=tmp_path / "in")
     for budget in (16 << 20, "33MiB"):
         consolidate_safetensors_files(
-            tmp_path / "in", tmp_path / "out", None, 8, memory_budget=budget
+            tmp_path / "in", tmp_path / "out", None, 8, memory_budget=budget, overwrite=True
         )
         assert_same(tensors_of(tmp_path / "out"), STATE)
     with pytest.raises(InvalidArgumentError, match="memory_budget='1MiB' is less than"):
