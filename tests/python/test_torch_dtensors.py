@@ -67,6 +67,15 @@ class Other(Shard):
 PLACES = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2)]
 
 
+def expect_unread(checkpoint: torch_ckpt.Checkpoint, *names: str) -> None:
+    """Beside a plain tensor, which can be read, those of `names` are listed and cannot."""
+    assert sorted(checkpoint) == sorted(["plain", *names])
+    assert same(checkpoint["plain"][...], torch.ones(2))
+    for name in names:
+        with pytest.raises(torch_ckpt.UnsupportedError, match=f"'{name}'"):
+            checkpoint[name][...]
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     mesh=st.sampled_from([(1,), (2,), (5,), (2, 3), (2, 2, 2)]),
@@ -210,7 +219,7 @@ def test_a_part_of_an_unknown_rank_is_an_error_of_its_own(tmp_path: Path) -> Non
     mesh = pickling(without_rank)
     save_part(path, 0, (2,), torch.ones(4, 2), [Shard(0)], pickle_module=mesh)
     checkpoint = torch_ckpt.open(path)
-    assert "plain" in checkpoint
+    expect_unread(checkpoint, "w")
     with pytest.raises(torch_ckpt.UnsupportedError, match="'w'"):
         checkpoint["w"][...]
 
@@ -224,7 +233,7 @@ def test_a_part_that_is_not_what_its_placements_say(tmp_path: Path) -> None:
         uneven = DTensor.from_local(torch.ones(3), devices, [Shard(0)], shape=(8,), stride=(1,))
         torch.save({"w": part, "u": uneven, "plain": torch.ones(2)}, path)
     checkpoint = torch_ckpt.open(path)
-    assert "plain" in checkpoint
+    expect_unread(checkpoint, "u", "w")
     with pytest.raises(torch_ckpt.UnsupportedError, match=r"a\.pt.*'w'"):
         checkpoint["w"][...]
 
@@ -252,7 +261,7 @@ def test_an_order_of_shards_that_is_not_from_left_to_right(tmp_path: Path) -> No
         torch.save({"w": part, "plain": torch.ones(2)}, path)
         with pytest.raises(torch_ckpt.UnsupportedError, match="w: .*another order"):
             local_boxes(part, "w")
-    assert "plain" in torch_ckpt.open(path)
+    expect_unread(torch_ckpt.open(path), "w")
 
 
 def test_an_order_of_more_dimensions_than_the_mesh_has(tmp_path: Path) -> None:
@@ -265,7 +274,7 @@ def test_an_order_of_more_dimensions_than_the_mesh_has(tmp_path: Path) -> None:
         order = ShardOrderEntry(tensor_dim=0, mesh_dims=tuple(range(30_000)))
         object.__setattr__(part._spec, "shard_order", (order,))
         torch.save({"w": part, "plain": torch.ones(2)}, path)
-    assert "plain" in torch_ckpt.open(path)
+    expect_unread(torch_ckpt.open(path), "w")
 
 
 def test_two_shards_of_one_dimension_by_an_old_torch(tmp_path: Path) -> None:
@@ -273,7 +282,7 @@ def test_two_shards_of_one_dimension_by_an_old_torch(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     places, mesh = [Shard(0), Shard(0)], pickling(old_mesh)
     save_part(path, 0, (2, 2), torch.arange(8.0), places, pickle_module=without_order(mesh))
-    assert "plain" in torch_ckpt.open(path)
+    expect_unread(torch_ckpt.open(path), "w")
 
 
 def without_order(module: Any) -> Any:
@@ -338,7 +347,7 @@ def test_a_placement_of_an_unknown_class(tmp_path: Path) -> None:
         part = distribute_tensor(torch.ones(4), devices, [Shard(0)], src_data_rank=None)
         part._spec = DTensorSpec(devices, (Other(0),))
         torch.save({"w": part, "plain": torch.ones(2)}, path)
-    assert "plain" in torch_ckpt.open(path)
+    expect_unread(torch_ckpt.open(path), "w")
 
 
 def test_dtypes_that_safetensors_has_no_name_for(tmp_path: Path) -> None:
@@ -348,7 +357,7 @@ def test_dtypes_that_safetensors_has_no_name_for(tmp_path: Path) -> None:
     }
     torch.save({**state, "plain": torch.ones(2)}, tmp_path / "a.pt")
     checkpoint = torch_ckpt.open(tmp_path / "a.pt")
-    assert "plain" in checkpoint
+    expect_unread(checkpoint, "y", "z")
     with pytest.raises(torch_ckpt.UnsupportedError, match="'z'.*no name for"):
         checkpoint["z"][...]
 
