@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <filesystem>
 #include <functional>
+#include <mutex>
 #include <string>
 
 #include "engine/commit/remove.h"
@@ -35,7 +36,9 @@ class DamageTest : public CommitTest {
     fs::remove_all(Path("c"));
     ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
     bool dead = false;
+    std::mutex mutex;
     SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      std::lock_guard<std::mutex> lock(mutex);
       dead = dead || from(site);
       return {.sys_errno = dead ? EIO : 0};
     });
@@ -110,7 +113,9 @@ TEST_F(DamageTest, ADiskThatIsFullBehindTheCommitPoint) {
   ASSERT_OK(SaveAll(Path("c"), GridPieces("a", old_, {3, 1})).status());
   bool committed = false;
   int refused = 0;
+  std::mutex mutex;
   SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    std::lock_guard<std::mutex> lock(mutex);
     const std::string op = site.op;
     committed = committed || (op == "renameat" && site.path2 == Committed());
     const bool needs =
