@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -15,9 +14,11 @@ from typing import TypeVar
 from rich.console import Console
 
 from benchmarks import environment, report
+from benchmarks.before import BeforeError, build
 from benchmarks.contender import MEMORY_OF, MEMORY_STATES, ROWS
 from benchmarks.pages import PAGES, behind, path_of
 from benchmarks.program import LimitsError, LimitsProgram
+from benchmarks.row_processes import run_processes
 from benchmarks.run_row import Record
 from benchmarks.summary import summarise
 
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if any(why.values()) else 0
     if options.page:
         in_part = options.rows or options.scale != 1 or options.memory != "both"
-        if in_part or options.busy or options.rounds < ROUNDS:
+        if in_part or options.busy or options.before or options.rounds < ROUNDS:
             return _refuse(
                 "a page is all of its rows, at full size, in both states of memory, on an idle "
                 f"machine, {ROUNDS} rounds or more: leave rows and other options away"
@@ -76,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="benchmarks-", dir=parent) as made:
         try:
             records = _run(options, Path(made), facts)
-        except LimitsError as error:
+        except (LimitsError, BeforeError) as error:
             return _refuse(str(error))
     rows = summarise(records)
     report.print_report(console, facts, rows)
@@ -92,6 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace, directory: Path, facts: Mapping[str, str]) -> list[Record]:
     """Runs each row in a process of its own, first with memory as it is, then touched."""
     program = LimitsProgram.build(directory)
+    before = build(options.before) if options.before else None
     if options.jsonl:
         Path(options.jsonl).write_text(json.dumps({"kind": "environment", **facts}) + "\n")
     memory_states = MEMORY_STATES if options.memory == "both" else (options.memory,)
@@ -102,29 +104,9 @@ def _run(options: argparse.Namespace, directory: Path, facts: Mapping[str, str])
         # A row that one state is enough for is measured in that one, whatever was asked for.
         of_row = [state for state in memory_states if state in MEMORY_OF[name]]
         for memory in of_row or MEMORY_OF[name]:
-            work, lines = directory / "work", directory / "records"
-            work.mkdir()
-            words = [sys.executable, "-m", "benchmarks.run_row", name, "--memory", memory]
-            words += ["--rounds", str(options.rounds), "--scale", str(options.scale)]
-            words += ["--directory", str(work), "--program", str(program.path)]
-            words += ["--records", str(lines)]
-            status = subprocess.run(words, cwd=environment.REPOSITORY).returncode
-            found: list[Record] = []
-            if lines.exists():
-                found += [json.loads(line) for line in lines.read_text().splitlines()]
-                lines.unlink()
-            if status != 0:
-                reason = f"its process ended with status {status}"
-                found.append(
-                    {
-                        "kind": "failed",
-                        "row": name,
-                        "memory": memory,
-                        "contender": "the row",
-                        "reason": reason,
-                    }
-                )
-            shutil.rmtree(work)
+            words = [name, "--memory", memory, "--rounds", str(options.rounds)]
+            words += ["--scale", str(options.scale), "--program", str(program.path)]
+            found = run_processes(words, directory, before)
             records += found
             if options.jsonl:  # at once: all rows take hours
                 with Path(options.jsonl).open("a") as file:
@@ -160,6 +142,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help=f"run although the load average is above {environment.IDLE}; otherwise the run waits "
         f"up to {PATIENCE_SECONDS // 60} minutes for it and then refuses",
+    )
+    parser.add_argument(
+        "--before",
+        metavar="COMMIT",
+        help="measure ours of an earlier commit beside, round by round; it is built first",
     )
     parser.add_argument("--directory", help="where to write; a temporary directory if not given")
     parser.add_argument("--jsonl", help="also write every measurement to this file")

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,30 @@ from benchmarks.program import LimitsProgram, MemoryWatcher
 
 Record = dict[str, Any]
 Emit = Callable[[Record], None]
+DONE = "the round is done\n"
+"""What a process that takes turns writes behind each of its rounds."""
 
 
-def run_row(name: str, context: Context, memory: Memory, rounds: int, emit: Emit) -> None:
-    """Builds the row, runs its contenders in turn ``rounds`` times, removes its files.
+def run_row(
+    name: str,
+    context: Context,
+    memory: Memory,
+    rounds: Iterable[int],
+    emit: Emit,
+    before: str = "",
+) -> None:
+    """Builds the row, runs its contenders in turn once a round, removes its files.
 
-    Each round starts with another contender, so that none always follows the same one. A
-    contender that raises is reported by a record and left out of the later rounds. ``emit`` gets
-    one record for the row, one per measurement, one per contender skipped or failed.
+    ``rounds`` numbers them, from 1 on. Each round starts with another contender, so that none
+    always follows the same one. A contender that raises is reported by a record and left out of
+    the later rounds. ``emit`` gets one record for the row, one per measurement, one per contender
+    skipped or failed. ``before`` names the commit of ours where that is an earlier one: then
+    only ours run, as rivals.
     """
     with MemoryWatcher(context.program) as watcher:
         row = ROWS[name](context)
+        if before:
+            row = _of_before(row, before)
         try:
             emit(_row_record(name, memory, row))
             active = []
@@ -41,7 +54,7 @@ def run_row(name: str, context: Context, memory: Memory, rounds: int, emit: Emit
                 else:
                     active.append(contender)
             at_first = memory_in_use(watcher)
-            for number in range(1, rounds + 1):
+            for number in rounds:
                 for contender in _rotated(active, number - 1):
                     try:
                         result = _run_once(contender, context, row, memory, watcher, at_first)
@@ -58,6 +71,24 @@ def run_row(name: str, context: Context, memory: Memory, rounds: int, emit: Emit
                         contender.after()
         finally:
             row.close()
+
+
+def _of_before(row: Row, commit: str) -> Row:
+    ours = [
+        dataclasses.replace(contender, role="rival", name=f"{contender.name}, at {commit}")
+        for contender in row.contenders
+        if contender.role == "ours"
+    ]
+    return dataclasses.replace(row, contenders=ours)
+
+
+def _in_turn(rounds: int) -> Iterator[int]:
+    """Numbers of rounds, each when a line comes from standard input; a line tells its end."""
+    for number in range(1, rounds + 1):
+        sys.stdin.readline()
+        yield number
+        sys.stdout.write(DONE)
+        sys.stdout.flush()
 
 
 def _rotated(contenders: list[Contender], by: int) -> list[Contender]:
@@ -132,6 +163,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--program", type=Path, required=True)
     parser.add_argument("--records", type=Path, required=True)
+    parser.add_argument("--before", default="", help="ours here is of this earlier commit")
+    parser.add_argument("--in-turn", action="store_true", help="a round per line of input")
     options = parser.parse_args(arguments)
 
     import benchmarks.rows  # noqa: F401  registers the rows; imports torch
@@ -153,7 +186,8 @@ def main(arguments: list[str]) -> int:
                 said = f"{record['contender']} {record['kind']}: {record['reason']}"
             sys.stderr.write(f"{seconds}  {options.row}  {said}\n")
 
-        run_row(options.row, context, options.memory, options.rounds, emit)
+        rounds = _in_turn(options.rounds) if options.in_turn else range(1, options.rounds + 1)
+        run_row(options.row, context, options.memory, rounds, emit, options.before)
     return 0
 
 

@@ -38,6 +38,7 @@ from benchmarks.report import (  # noqa: E402
     number,
     ratio_cells,
 )
+from benchmarks.row_processes import run_processes  # noqa: E402
 from benchmarks.row_save_cuda import NO_DEVICE  # noqa: E402
 from benchmarks.run_row import run_row  # noqa: E402
 from benchmarks.summary import summarise  # noqa: E402
@@ -63,7 +64,7 @@ def run(
     name: str, context: Context, memory: Any = "as-is", rounds: int = 1
 ) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
-    run_row(name, context, memory, rounds, records.append)
+    run_row(name, context, memory, range(1, rounds + 1), records.append)
     return records
 
 
@@ -308,6 +309,31 @@ def test_command(tmp_path: Path) -> None:
     kinds = [json.loads(line)["kind"] for line in lines.read_text().splitlines()]
     assert kinds[:2] == ["environment", "row"] and "measured" in kinds
     assert list(tmp_path.iterdir()) == [lines]
+
+
+def test_an_earlier_commit_takes_turns(context: Context, program: LimitsProgram) -> None:
+    """Of two processes, one begins each round; here both are of this tree."""
+    words = ["load_plan", "--memory", "as-is", "--rounds", "3", "--scale", str(SCALE)]
+    words += ["--program", str(program.path)]
+    records = run_processes(words, context.directory, environment.REPOSITORY)
+    assert failures(records) == []
+    (row,) = summarise(records)
+    roles = {contender.name: contender.role for contender in row.contenders}
+    earlier = [name for name in roles if name.endswith(f", at {environment.REPOSITORY.name}")]
+    assert earlier and all(roles[name] == "rival" for name in earlier)
+    assert {name.rpartition(", at ")[0] for name in earlier} == {
+        name for name, role in roles.items() if role == "ours"
+    }
+    counts = {record["contender"]: record.get("round") for record in records if "round" in record}
+    assert set(counts.values()) == {3}
+
+
+def test_an_unknown_commit_is_refused(capsys: Any) -> None:
+    from benchmarks import __main__ as command
+
+    words = ["limits", "--scale", "0.001", "--busy", "--before", "no-such-commit"]
+    assert command.main(words) == 2
+    assert "no-such-commit" in capsys.readouterr().err
 
 
 def test_a_busy_machine_is_waited_for_and_refused(monkeypatch: Any, capsys: Any) -> None:
