@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from benchmarks import environment, report
+from benchmarks import environment, others_win, report
 from benchmarks.before import BeforeError, build
 from benchmarks.contender import MEMORY_OF, MEMORY_STATES, ROWS
 from benchmarks.pages import PAGES, behind, path_of
@@ -86,6 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         command = f"./dev bench --page {options.page} --rounds {options.rounds}"
         title = PAGES[options.page].title
         page.write_text(report.markdown(title, facts, options.rounds, command, rows))
+        others_win.write()
         console.print(f"wrote docs/{page.name}", highlight=False)
     return 1 if any(row.failures for row in rows) else 0
 

@@ -24,6 +24,7 @@ from benchmarks import (  # noqa: E402
     colliding,
     environment,
     opens,
+    others_win,
     rivals,
     simulated,
     states,
@@ -425,6 +426,26 @@ def test_a_page_that_was_edited_is_seen(context: Context, monkeypatch: Any) -> N
     for path in (environment.REPOSITORY / "docs").glob("benchmark_results*.md"):
         text = path.read_text()
         assert is_as_written(text), f"{path.name} was edited by hand"
+
+
+def test_where_others_win_is_what_the_pages_say() -> None:
+    assert others_win.written() == others_win.table(), "call benchmarks.others_win.write"
+    text = """
+## r, memory as-is
+
+| times faster than, median (worst) | ours, a | ours, b |
+| --- | --- | --- |
+| x | 0.90x (0.80x) | 1.20x (0.90x) |
+| y | 0.70x (0.60x) | - |
+
+## r, memory touched
+
+| blocking: times less than, median (worst) | ours, a |
+| --- | --- |
+| y | 0.50x (0.40x) |
+"""
+    found = {(job.figure, job.ours): states for job, states in others_win.of_page(text).items()}
+    assert found == {("", "ours, a"): [(0.7, "y")], ("blocking", "ours, a"): [(0.5, "y")]}
 
 
 def test_names_that_collide() -> None:
