@@ -297,12 +297,7 @@ class _Session:
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         self.path = path
         self._thread = getattr(_local, "caller", threading.current_thread())
-        key = (self._kind, path)
-        with _Session._mutex:
-            earlier_ref = _Session._open.get(key)
-            earlier = earlier_ref() if earlier_ref is not None else None
-        if earlier is not None and earlier._is_over():
-            earlier.end()
+        self.end_earlier(path)
         # Not under the lock: this is work on the disk, and others begin elsewhere.
         answer = apart(
             lambda: _core.call({"op": f"begin_{self._kind}", "path": path, **options}),
@@ -316,7 +311,16 @@ class _Session:
             warnings.warn(text, stacklevel=2)
         self._finalizer = _finalizer(self, end_session, self._kind, self.id)
         with _Session._mutex:
-            _Session._open[key] = weakref.ref(self)
+            _Session._open[self._kind, path] = weakref.ref(self)
+
+    @classmethod
+    def end_earlier(cls, path: str) -> None:
+        """End what a save into `path` that is over has left open in this process."""
+        with _Session._mutex:
+            known = _Session._open.get((cls._kind, path))
+            earlier = known() if known is not None else None
+        if earlier is not None and earlier._is_over():
+            earlier.end()
 
     def __reduce__(self) -> Any:
         raise TypeError("a save session cannot be pickled")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from sample_states import assert_same, blank, listing, load, load_ours, load_stock
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -476,6 +478,49 @@ def a_leaf_that_differs_between_ranks_is_named(context: Context) -> None:
         for name in ("loader.position", "loader.queue"):
             assert any(name in text for text in texts), (kind, texts)
         assert not any("same" in text for text in texts), texts
+
+
+class FailingWriter(HuggingFaceStorageWriter):
+    """Fails where `fails` says, on every rank that comes there."""
+
+    fails = ""
+
+    def write_data(self, *arguments: Any) -> Any:
+        if self.fails == "write" and not self.is_coordinator:
+            raise ValueError("no write")
+        return super().write_data(*arguments)
+
+    def finish(self, *arguments: Any, **keywords: Any) -> None:
+        if self.fails == "finish":
+            raise ValueError("no finish")
+        super().finish(*arguments, **keywords)
+
+
+@case
+def a_failed_save_of_another_coordinator_leaves_nothing(context: Context) -> None:
+    """Its error is kept, and with it the frames in which the writer is; the collector is off."""
+    path = context.folder / "c"
+    errors = []
+    gc.collect()
+    gc.disable()
+    try:
+        for fails in ("finish", "write", "mapping"):
+            mapping = {name: 1 for name in (*PLAIN, "missing")} if fails == "mapping" else None
+            writer = FailingWriter(path, mapping)
+            writer.fails = fails
+            try:
+                _save_state_dict(plain(), writer, coordinator_rank=1)
+            except BaseException as error:
+                errors.append(error)
+            else:
+                raise AssertionError("it was saved")
+            del writer
+            dcp.save(plain(), storage_writer=HuggingFaceStorageWriter(path))
+            assert_same(torch_ckpt.load(path=path), plain())
+            dist.barrier()
+    finally:
+        gc.enable()
+    assert os.listdir(context.folder) == ["c"]
 
 
 @case

@@ -70,6 +70,9 @@ class DirectorySave:
         self._on_written = on_written
         self._checked = False  # the plan that is being saved, by `check`
         self._extra_files: list[dict[str, Any]] = []  # coordinator: in staging
+        # On every rank, before the coordinator of this save locks the directory: one of another
+        # rank, that failed elsewhere or in a writer of the user's, may have been coordinated here.
+        SaveSession.end_earlier(self._path)
         self._session: SaveSession | PartSession | None = None
         self._part: Part | None = None  # with collectives there are no parts
         if not writer.use_collectives:
@@ -260,13 +263,13 @@ class DirectorySave:
             request = commit_request(
                 metadata, results, session.save_id, final=not writer.save_distributed
             )
+            reports: list[RankReport] = [report for of_rank in results for report in of_rank]  # type: ignore[misc]
+            warn_of_differing_leaves(reports)
+            began = time.perf_counter()
+            self._commit(session, request)
         except BaseException:
-            session.end()
+            session.end()  # not when the error is garbage: its frames hold this
             raise
-        reports: list[RankReport] = [report for of_rank in results for report in of_rank]  # type: ignore[misc]
-        warn_of_differing_leaves(reports)
-        began = time.perf_counter()
-        self._commit(session, request)
         if writer.save_distributed and writer.consolidated_output_path is not None:
             self._consolidate(writer.consolidated_output_path)
         took, committed_at = time.perf_counter() - began, wall_time(began)
