@@ -50,13 +50,14 @@ PLACES: dict[str, list[tuple[types.ModuleType, str]]] = {
         *((module, name) for module in (dcp, hf_storage) for name in HF),
         *((_consolidate_hf_safetensors, name) for name in MERGES),
         (hf_storage, MERGES[0]),
+        (state_dict_saver, EXECUTORS[0]),
     ],
     "file_system": [
         (module, name) for module in (dcp, filesystem, format_utils, FSSPEC) for name in FILES
     ],
     "default_storage": [
         *((_storage_utils, name) for name in FILES),
-        *((state_dict_saver, name) for name in EXECUTORS),
+        (state_dict_saver, EXECUTORS[1]),
     ],
 }
 STOCK = {place: vars(place[0])[place[1]] for places in PLACES.values() for place in places}

@@ -8,9 +8,10 @@ as they are.
 
     group            stock objects
     hf               HuggingFaceStorageWriter and -Reader, consolidate_safetensors_files and
-                     consolidate_safetensors_files_on_every_rank
+                     consolidate_safetensors_files_on_every_rank; and what carries out
+                     `dcp.async_save` in a thread
     file_system      FileSystemWriter and -Reader, but in the module that chooses a default
-    default_storage  the same two, there; and what carries out `dcp.async_save`
+    default_storage  the same two, there; and what carries out `dcp.async_save` in a process
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _PAIRS = [
         storage.consolidate_safetensors_files_on_every_rank,
         HF,
     ),
-    _Pair(torch_private.ThreadExecutor, storage.ThreadExecutor, DEFAULT_STORAGE),
+    _Pair(torch_private.ThreadExecutor, storage.ThreadExecutor, HF),
     _Pair(torch_private.ProcessExecutor, storage.ProcessExecutor, DEFAULT_STORAGE),
 ]
 _PAIRS_OF_DEFAULT = [  # in the module that chooses one
@@ -136,6 +137,10 @@ def patch_torch(*, file_system: bool = False, default_storage: bool = False) -> 
     have saved. These raise UnsupportedError: arguments that transform the streams of stock's format
     (`_extensions`, `_extension_registry`), saves by FileSystemWriter with use_collectives=False,
     and leaves that are objects of classes that torch_ckpt does not know.
+
+    A `dcp.async_save` by one of our writers, in a thread and without a `process_group`, makes one
+    of its own, of Gloo, the first time: that call is a collective one, and its saves do not meet
+    those of training. A group that is given must not be used by anybody else meanwhile.
 
     What stays stock's: DefaultStager and the planners; classes that are derived from stock's,
     before or meanwhile; names that are no globals of a module (attributes of objects, default

@@ -29,6 +29,7 @@ from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import ConflictError, UnsupportedError
 from torch_ckpt.leftovers import PART
 from torch_ckpt.patching.groups import DEFAULT_STORAGE, HF, is_wanted
+from torch_ckpt.patching.own_group import own_group
 
 _METADATA = ".metadata"
 _OF_RANK = re.compile(r"__[0-9]+\.metadata")  # of a save without collectives
@@ -239,28 +240,40 @@ class _ChoosesNow:
     """A bare checkpoint_id is given its writer when `dcp.async_save` is called: in the thread the
     patch may be over, and another process has none."""
 
+    in_thread = False
+
     def execute_save(
         self,
         staging_future_or_state_dict: Any,
         *,
         checkpoint_id: str | os.PathLike[str] | None = None,
         storage_writer: StorageWriter | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
         **others: Any,
     ) -> Any:
+        ours = isinstance(storage_writer, HuggingFaceStorageWriter)
         if is_wanted(DEFAULT_STORAGE) and storage_writer is None and checkpoint_id:
             if StockFileSystemWriter.validate_checkpoint_id(checkpoint_id):  # and no URL
-                storage_writer = FileSystemWriter(checkpoint_id)
+                storage_writer, ours = FileSystemWriter(checkpoint_id), True
+        if self.in_thread and ours and process_group is None and not no_dist:
+            process_group = own_group()
         execute: Callable[..., Any] = super().execute_save  # type: ignore[misc]
         return execute(
             staging_future_or_state_dict,
             checkpoint_id=checkpoint_id,
             storage_writer=storage_writer,
+            process_group=process_group,
+            no_dist=no_dist,
             **others,
         )
 
 
 class ThreadExecutor(_ChoosesNow, torch_private.ThreadExecutor):
-    """Of `dcp.async_save`, by default."""
+    """Of `dcp.async_save`, by default. Where no process group is given, a save of ours has one of
+    its own: in the default one it would meet the collectives of training."""
+
+    in_thread = True
 
 
 class ProcessExecutor(_ChoosesNow, torch_private.ProcessExecutor):

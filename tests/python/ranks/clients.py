@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks.frameworks import Built, leaves, net, same, state_of
-from ranks.run import Context, cases, raised
+from ranks.run import Context, cases, everywhere, raised
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
@@ -354,6 +354,29 @@ def torchtitan_async(context: Context) -> None:
         loaded = state_of_torchtitan(2)
         dcp.load(loaded, storage_reader=torch_ckpt.CheckpointReader(each))
         same(loaded, saved)
+
+
+@case
+def async_saves_beside_training_on_the_same_group(context: Context) -> None:
+    """FSDP2 on Gloo trains through the default group, which stock would use as well."""
+    data = torch.ones(3)
+    for number, options in enumerate(
+        ({"default_storage": True}, {"file_system": True}, {"file_system": True})
+    ):
+        path = context.folder / str(number)
+        with torch_ckpt.patch_torch(**options):
+            if "default_storage" in options:
+                future = dcp.async_save(state_of_torchtitan(1), checkpoint_id=str(path))
+            else:
+                writer = dcp.FileSystemWriter(path)
+                future = dcp.async_save(state_of_torchtitan(1), storage_writer=writer)
+        while not all(everywhere(future.done())):
+            dist.all_reduce(data.fill_(1.0))
+            assert data.tolist() == [context.world] * 3
+        future.result()
+        loaded = state_of_torchtitan(2)
+        dcp.load(loaded, storage_reader=torch_ckpt.CheckpointReader(path))
+        same(loaded, state_of_torchtitan(1))
 
 
 @case
