@@ -1,4 +1,5 @@
 // read: boxes of a checkpoint into tensors. crc32c: a digest of a tensor.
+// digests: one of each of many.
 //
 // Plan of read:
 //   {"checkpoint": id of an opened one, or "path": directory, "job": id or 0,
@@ -10,6 +11,9 @@
 // another; or, where "files" has i, that whole file.
 // "shared" is there when other processes of this machine read the checkpoint as
 // well, and lists the items that they want too.
+#include <algorithm>
+#include <array>
+
 #include "engine/read/read_job.h"
 #include "json/held.h"
 #include "json/options.h"
@@ -152,6 +156,19 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   return {};
 }
 
+uint32_t DigestOf(const SourceTensor& source) {
+  const uint64_t bytes = source.bytes();
+  if (source.IsDense()) return torch_ckpt::Crc32c(0, source.data, bytes);
+  std::array<std::byte, 4096> piece;
+  uint32_t crc = 0;
+  for (uint64_t from = 0; from < bytes; from += piece.size()) {
+    const uint64_t size = std::min<uint64_t>(piece.size(), bytes - from);
+    Gather(source, from, MutableByteSpan(piece.data(), size));
+    crc = torch_ckpt::Crc32c(crc, piece.data(), size);
+  }
+  return crc;
+}
+
 }  // namespace
 
 void read(std::vector<Tensor> targets, Tensor plan, Tensor report) {
@@ -172,6 +189,22 @@ void crc32c(Tensor data, Tensor report) {
   (*values)[1] = static_cast<int64_t>(
       torch_ckpt::Crc32c(0, source->data, source->bytes()));
   (*values)[0] = 1;
+}
+
+void digests(std::vector<Tensor> tensors, Tensor digests) {
+  Result<SourceTensor> room = SourceOf(digests, "the tensor of digests");
+  ThrowIfError(room.status());
+  if (DtypeOf(digests) != Dtype::kI64 || !room->IsDense() ||
+      room->bytes() != 8 * tensors.size()) {
+    ThrowIfError(InvalidArgument(
+        "the digests are not a dense int64 tensor with one for each tensor"));
+  }
+  auto* values = static_cast<int64_t*>(digests.mutable_data_ptr());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    // What has no memory is for the save to refuse, and by its name.
+    const Result<SourceTensor> source = SourceOf(tensors[i]);
+    values[i] = source.ok() ? int64_t{DigestOf(*source)} : -1;
+  }
 }
 
 }  // namespace torch_ckpt::ops

@@ -33,6 +33,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dcp_ext, library) {
       "views(Tensor(a -> *) region, Tensor[] like, Tensor offsets) -> "
       "Tensor(a)[]");
   library.def("crc32c(Tensor data, Tensor(a!) report) -> ()");
+  library.def("digests(Tensor[] tensors, Tensor(a!) digests) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CompositeExplicitAutograd, library) {
@@ -48,6 +49,7 @@ STABLE_TORCH_LIBRARY_IMPL(dcp_ext, CPU, library) {
   library.impl("views", TORCH_BOX(&torch_ckpt::ops::views));
   library.impl("read", TORCH_BOX(&torch_ckpt::ops::read));
   library.impl("crc32c", TORCH_BOX(&torch_ckpt::ops::crc32c));
+  library.impl("digests", TORCH_BOX(&torch_ckpt::ops::digests));
 }
 
 // A list with one CUDA tensor dispatches to CUDA, whatever else is in it and

@@ -106,5 +106,8 @@ std::vector<Tensor> views(Tensor region, std::vector<Tensor> like,
 // read_ops.cc:
 void read(std::vector<Tensor> targets, Tensor plan, Tensor report);
 void crc32c(Tensor data, Tensor report);
+// Of each tensor the CRC-32C of its bytes in row-major order; -1 where it has
+// no host memory.
+void digests(std::vector<Tensor> tensors, Tensor digests);
 
 }  // namespace torch_ckpt::ops

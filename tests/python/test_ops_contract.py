@@ -152,6 +152,22 @@ def test_crc32c_is_castagnolis() -> None:
     assert report.tolist()[:2] == [1, 0xE3069283]
 
 
+def test_digests_are_of_the_elements_in_their_order() -> None:
+    letters = torch.tensor(list(b"123456789"), dtype=torch.uint8)
+    wide = torch.arange(20_000, dtype=torch.int16).reshape(4, 5000)
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    tensors = [letters, wide.t(), wide.t().contiguous(), torch.ones(3, 0), freed, letters[::2]]
+    first, *others = torch_ckpt._ext.digests(tensors)
+    assert first == 0xE3069283
+    assert others[0] == others[1] > 0 and others[2:4] == [0, -1]
+    assert others[4] == torch_ckpt._ext.crc32c(letters[::2].contiguous())
+    assert torch_ckpt._ext.digests([]) == []
+    for numbers in (torch.zeros(1, dtype=torch.int64), torch.zeros(2), torch.zeros(4).long()[::2]):
+        with pytest.raises((RuntimeError, ValueError), match="one for each tensor"):
+            OPS.digests([letters, letters], numbers)
+
+
 def test_write_of_no_tensor_reaches_the_kernel(staging: Path) -> None:
     # An empty list has no device; the report's decides.
     report = new_report()

@@ -21,8 +21,9 @@ SCHEMAS = {
     "Tensor(b!) report, Tensor(c!)? region=None) -> ()",
     "views": "dcp_ext::views(Tensor(a -> *) region, Tensor[] like, Tensor offsets) -> Tensor(a)[]",
     "crc32c": "dcp_ext::crc32c(Tensor data, Tensor(a!) report) -> ()",
+    "digests": "dcp_ext::digests(Tensor[] tensors, Tensor(a!) digests) -> ()",
 }
-DATA_OPS = ("save", "write", "read", "stage", "crc32c")
+DATA_OPS = ("save", "write", "read", "stage", "crc32c", "digests")
 
 
 def registered() -> dict[str, str]:

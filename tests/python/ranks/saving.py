@@ -546,6 +546,47 @@ def a_plain_tensor_that_differs_between_ranks_is_named(context: Context) -> None
 
 
 @case
+def plain_tensors_whose_values_differ_are_named(context: Context) -> None:
+    """In one warning, and all that is kept of them is of one rank. Of large ones no word."""
+    own = {f"bn{i}": torch.full((3, 2 + i), float(context.rank)).t() for i in range(12)}
+    own["rng"] = torch.full((64 << 10,), context.rank, dtype=torch.uint8)
+    source = {
+        **own,
+        "steps": 3 - context.rank,
+        "alike": torch.ones(5),
+        "large": torch.full(((64 << 10) + 1,), context.rank, dtype=torch.uint8),
+        "own": torch_ckpt.PerRank(torch.tensor(context.rank)),
+    }
+    calls = {
+        "save": lambda path: torch_ckpt.save(source, path),
+        "final": lambda path: torch_ckpt.save(source, path, layout="final"),
+        "async": lambda path: torch_ckpt.async_save(source, path).result(),
+        "bare": lambda path: dcp.save(
+            source, storage_writer=HuggingFaceStorageWriter(path), planner=torch_ckpt.SavePlanner()
+        ),
+        "stock": lambda path: dcp.save(
+            {name: value for name, value in source.items() if name != "own"},
+            storage_writer=HuggingFaceStorageWriter(path, save_distributed=True),
+        ),
+    }
+    for name, call in calls.items():
+        with Warnings() as log:
+            call(context.folder / name)
+        (text,) = everywhere(log.texts)[0]
+        assert text.startswith("14 values differ between ranks"), (name, text)
+        assert "(ranks 0 and 1)" in text and ", and 4 more" in text, (name, text)
+        for word in ("alike", "large", "own"):
+            assert f"{word} (" not in text, (name, text)
+        if name != "stock":  # whose planner spreads them
+            loaded = torch_ckpt.load(path=context.folder / name)
+            assert all(not loaded[key].any() for key in own), name
+    with Warnings() as log:
+        torch_ckpt.save({"rng": own["rng"], "alike": torch.ones(5)}, context.folder / "one")
+    (text,) = everywhere(log.texts)[0]
+    assert text.startswith("rng: this value differs between ranks 0 and 1; the lowest rank's is")
+
+
+@case
 def per_rank_values_come_back(context: Context) -> None:
     source = {"rng": torch_ckpt.PerRank({"seed": context.rank}), "w": torch.ones(2)}
     torch_ckpt.save(source, checkpoint_id=context.folder / "c")

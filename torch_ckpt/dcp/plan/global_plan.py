@@ -4,8 +4,8 @@ pieces of every tensor fit."""
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
+from collections.abc import Collection
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
@@ -25,8 +25,6 @@ from torch_ckpt.dcp.plan.items import ZEROS, WriteItems
 from torch_ckpt.dcp.plan.rings import node_numbers, short_rows
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.torch_private import validate_global_plan
-
-logger = logging.getLogger(__name__)
 
 MAX_CATALOG_BYTES = 1 << 30  # kMaxCatalogBytes in csrc/format/catalog.h
 _PLACE_BYTES = 1 + 4 + 6  # at most: kind, file, and an offset below 4 TiB
@@ -60,12 +58,15 @@ def _varint_bytes(number: int) -> int:
     return max(1, (number.bit_length() + 6) // 7)
 
 
-def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
+def dedup_plans(
+    plans: list[SavePlan], to_lowest_rank: bool, differing: Collection[str] = ()
+) -> list[SavePlan]:
     """Leave each item that several ranks offer with one of them.
 
     A tensor's box goes to the rank with the fewest bytes so far (the lowest rank if
-    `to_lowest_rank`), an object to the lowest rank that offers it, so that which of several
-    differing values is kept does not depend on sizes. The boxes of a tensor in short rows stay on
+    `to_lowest_rank`), an object and what is in `differing` to the lowest rank that offers it, so
+    that which of several differing values is kept does not depend on sizes, and that they are of
+    one rank. The boxes of a tensor in short rows stay on
     one node where plans say theirs (those for final files do), or on few: ranks of a node can write
     them together.
     """
@@ -98,7 +99,7 @@ def dedup_plans(plans: list[SavePlan], to_lowest_rank: bool) -> list[SavePlan]:
                 continue
             ranks = holders[key]
             data = item.tensor_data
-            if data is None or to_lowest_rank:
+            if data is None or to_lowest_rank or index.fqn in differing:
                 rank = ranks[0]
             elif not several:
                 rank = min(ranks, key=load.__getitem__)
@@ -247,27 +248,3 @@ def _prove(plans: list[SavePlan], tensors: dict[str, TensorStorageMetadata]) -> 
     if len(summary) > 500:
         summary = summary[:500] + "... (truncated)"
     raise ValueError(f"Failed to validate global plan: {summary}")
-
-
-def warn_of_differences(digests: list[dict[str, bytes]]) -> list[str]:
-    """Log one warning for each object leaf whose digest differs between ranks; return their fqns.
-
-    `digests` has one {fqn: digest} per rank; the value of the lowest rank is the one written.
-    """
-    first: dict[str, tuple[int, bytes]] = {}
-    differing: dict[str, int] = {}
-    for rank, of_rank in enumerate(digests):
-        for fqn, digest in of_rank.items():
-            known = first.setdefault(fqn, (rank, digest))
-            if known[1] != digest:
-                differing.setdefault(fqn, rank)
-    for fqn, rank in differing.items():
-        logger.warning(
-            "%s: this value differs between ranks %d and %d; rank %d's is saved. "
-            "Wrap it in torch_ckpt.PerRank to keep every rank's own.",
-            fqn,
-            first[fqn][0],
-            rank,
-            first[fqn][0],
-        )
-    return list(differing)

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -15,15 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.dcp.plan.collector import paused_gc
+from torch_ckpt.dcp.plan.digests import differences, object_digests, tensor_digests, warn_of
 from torch_ckpt.dcp.plan.flatten import Flat, Structure, describe_structure, merge_structures
-from torch_ckpt.dcp.plan.global_plan import assemble, dedup_plans, warn_of_differences
+from torch_ckpt.dcp.plan.global_plan import assemble, dedup_plans
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS, WriteItems, dtensor_part, write_items
 from torch_ckpt.dcp.plan.per_rank import rank_part, world_of
 from torch_ckpt.dcp.plan.renaming import new_names, rename, rename_paths
 from torch_ckpt.dcp.plan.ties import drop_aliases, find_ties
 from torch_ckpt.dcp.reserved import DIGESTS_KEY, STRUCTURE_FQN, TIES_KEY
 from torch_ckpt.key_mapping import KeyMapping
-from torch_ckpt.objects import ObjectError, object_digest
 from torch_ckpt.torch_private import compare_save_plans, flatten_sharded_tensors
 
 
@@ -80,6 +79,7 @@ class SavePlanner(DefaultSavePlanner):
         # What this rank's state dict has, and, on the coordinator, what is written for all.
         self._structure: Structure | None = None
         self._written_structure: Structure | None = None
+        self._differing: dict[str, tuple[int, int]] = {}  # coordinator: see digests.differences
 
     def begin(self, members: tuple[int, ...], stored_names: Collection[str] | None) -> None:
         """Say of the save whose `set_up_planner` comes next what DCP does not say.
@@ -146,22 +146,12 @@ class SavePlanner(DefaultSavePlanner):
                 data[TIES_KEY] = ties
         rank, world_size = world_of(self._rank, self._world_size)
         if world_size > 1:
-            data[DIGESTS_KEY] = self._digests(rank_part(rank, world_size))
+            digests = object_digests(self.state_dict, rank_part(rank, world_size))
+            data[DIGESTS_KEY] = {**digests, **tensor_digests(self.state_dict)}
         return data
 
-    def _digests(self, own_part: str) -> dict[str, bytes]:
-        digests = {}
-        for fqn, value in self.state_dict.items():
-            if isinstance(value, torch.Tensor) or fqn.endswith(own_part):
-                continue
-            try:
-                digests[fqn] = object_digest(value, fqn)
-            except ObjectError:
-                continue  # whether it can be written at all is for the storage writer to say
-        return digests
-
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
-        return dedup_plans(all_plans, self.dedup_save_to_lowest_rank)
+        return dedup_plans(all_plans, self.dedup_save_to_lowest_rank, self._differing)
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         with paused_gc():
@@ -192,10 +182,16 @@ class SavePlanner(DefaultSavePlanner):
         return plans, metadata
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self._differing = {}
         # A plan that is not usable stands for a cached one, whose digests are of an earlier save.
         if len(all_plans) > 1 and all(plan.usable for plan in all_plans):
             digests = [(plan.planner_data or {}).get(DIGESTS_KEY, {}) for plan in all_plans]
-            warn_of_differences(digests)
+            self._differing = differences(digests)
+            warn_of(
+                self._differing,
+                "the lowest rank's",
+                "Wrap what is each rank's own in torch_ckpt.PerRank, to keep all",
+            )
         if self._enable_plan_caching:
             plans, metadata = self._create_cached_global_plan(all_plans)
         else:

@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.plan.boxes import LocalBox, local_boxes
+from torch_ckpt.dcp.plan.digests import Digest, object_digests, tensor_digests
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.objects import ObjectError, object_digest
 from torch_ckpt.torch_private import local_tensor
 
 
@@ -72,25 +71,19 @@ def _refuse(planner: Any, fqn: str, boxes: int, verb: str, ours: str) -> None:
     )
 
 
-def leaf_digests(planner: Any) -> dict[str, bytes]:
-    """{fqn: digest} of leaves that are no tensors; of plain tensors their dtype and shape. Our
-    planner compares them while planning."""
+def leaf_digests(planner: Any) -> tuple[dict[str, Digest], dict[str, Digest]]:
+    """What our planner compares while planning: {fqn: digest} of leaves that are no tensors, and of
+    plain tensors by their dtype and shape; and those of what is in small ones."""
     state_dict = getattr(planner, "state_dict", None)
     if isinstance(planner, SavePlanner) or not isinstance(state_dict, dict):
-        return {}
+        return {}, {}
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return {}
-    digests = {}
+        return {}, {}
+    digests = object_digests(state_dict)
     for fqn, value in state_dict.items():
-        if isinstance(value, torch.Tensor):
-            if type(value) in PLAIN_TENSORS:
-                digests[fqn] = f"{value.dtype} {list(value.shape)}".encode()
-            continue
-        try:
-            digests[fqn] = object_digest(value, fqn)
-        except ObjectError:
-            continue  # whether it can be written at all is said where it is written
-    return digests
+        if type(value) in PLAIN_TENSORS:
+            digests[fqn] = f"{value.dtype} {list(value.shape)}".encode()
+    return digests, tensor_digests(state_dict)
 
 
 def has_method_of(planner: Any, method: str, *owners: type) -> bool:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt._core import names_text
+from torch_ckpt.dcp.plan.digests import Digest, differences, warn_of
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN, TIES_KEY
 from torch_ckpt.dcp.saves import Phases
 from torch_ckpt.errors import ConflictError, InvalidArgumentError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -24,7 +22,7 @@ class RankReport:
     final: what each call of the write op has written of the final files that the coordinator has
         staged, as the op says it.
     objects: fqns of the leaves in its objects file.
-    digests: of the leaves that are no tensors, where the planner does not compare them.
+    digests, contents: of leaves, see `leaf_digests`, where the planner does not compare them.
     phases: until the files were written; filled in when they are.
     written_bytes: into files of all kinds.
     """
@@ -34,7 +32,8 @@ class RankReport:
     files: list[dict[str, Any]]
     objects: list[str]
     final: list[dict[str, Any]] = field(default_factory=list)
-    digests: dict[str, bytes] = field(default_factory=dict)
+    digests: dict[str, Digest] = field(default_factory=dict)
+    contents: dict[str, Digest] = field(default_factory=dict)
     phases: Phases | None = None
     written_bytes: int = 0
 
@@ -115,21 +114,19 @@ def _is_split(path: tuple[str | int, ...], fqn: str) -> bool:
 
 
 def warn_of_differing_leaves(reports: list[RankReport]) -> None:
-    """Log one warning for each leaf whose digest differs between ranks."""
+    """Log one warning for the leaves that differ between ranks, where the planner has not."""
+    by_rank = sorted(reports, key=lambda report: report.rank)
+    # Where the kinds of two tensors differ, what is in them does as well.
+    differing = {
+        **differences([report.contents for report in by_rank]),
+        **differences([report.digests for report in by_rank]),
+    }
     written = {fqn: report.rank for report in reports for fqn in report.objects}
-    seen: dict[str, tuple[int, bytes]] = {}
-    warned = set()
-    for report in reports:
-        for fqn, digest in report.digests.items():
-            rank, first = seen.setdefault(fqn, (report.rank, digest))
-            if digest == first or fqn in warned:
-                continue
-            warned.add(fqn)
-            logger.warning(
-                "%s: this value differs between ranks %d and %d; %s is saved. "
-                "Use torch_ckpt.SavePlanner and torch_ckpt.PerRank to keep every rank's own.",
-                fqn,
-                rank,
-                report.rank,
-                f"rank {written[fqn]}'s" if fqn in written else "one of them",
-            )
+    writers = {written.get(fqn) for fqn in differing}
+    (writer,) = writers if len(writers) == 1 else (None,)
+    warn_of(
+        differing,
+        "one rank's" if writer is None else f"rank {writer}'s",
+        "Use torch_ckpt.SavePlanner, and torch_ckpt.PerRank for what is each rank's own, to keep "
+        "all",
+    )

@@ -225,7 +225,7 @@ class DirectorySave:
             if self._part is not None:
                 self.end()  # no coordinator will
             raise_with_rank(error, rank)
-        report.digests = leaf_digests(planner)
+        report.digests, report.contents = leaf_digests(planner)
         report.phases = Phases(
             wall_time(self._began),
             began - self._began,
