@@ -59,7 +59,7 @@ def consolidate_safetensors_files_on_every_rank(
     direct_io: bool = True,
     progress: Progress | None = None,
     background: bool = False,
-    timeout: float = 600.0,
+    timeout: float | None = None,
 ) -> MergeFuture | None:
     """`consolidate_safetensors_files` by all ranks of `process_group` together: a collective call.
 
@@ -70,8 +70,9 @@ def consolidate_safetensors_files_on_every_rank(
 
     The ranks talk through connections of their own, made once for each process group and timeout,
     so that a long merge meets no timeout of training, nor any collective. A rank that is gone is
-    noticed when its connection closes, or after `timeout` seconds: a CheckpointError, which names
-    it where the store of the process group still answers. background: returns a future at once,
+    noticed when its connection closes, or after `timeout` seconds (None: 600, or the process
+    group's own timeout where that is longer): a CheckpointError, which names it where the store of
+    the process group still answers. background: returns a future at once,
     and the work goes on beside training, in a thread; it is done before the interpreter ends.
     The future's `cancel()`, on any rank, ends it on all: they raise CancelledError, and no output
     is left.
@@ -101,8 +102,10 @@ def consolidate_safetensors_files_on_every_rank(
     future = MergeFuture()
     cancel = future.wanted if background else None
     # In the background each has connections of its own: several may go on at the same time.
-    connected = Ranks.connect if background else Ranks.of
-    ranks = connected(process_group, timeout=timeout)
+    if background:
+        ranks = Ranks.connect(process_group, timeout=timeout)
+    else:
+        ranks = Ranks.of(process_group, "consolidation", timeout=timeout)
 
     def work() -> None:
         if ranks.size == 1:

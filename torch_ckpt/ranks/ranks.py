@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_ckpt.errors import CheckpointError, raise_with_rank
+from torch_ckpt.errors import CheckpointError, InvalidArgumentError, raise_with_rank
 from torch_ckpt.jobs import Jobs
 from torch_ckpt.progress import Progress, told
 from torch_ckpt.ranks.exchange import Exchange
@@ -29,10 +29,17 @@ _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def rank_and_size(group: dist.ProcessGroup | None = None, no_dist: bool = False) -> tuple[int, int]:
-    """This rank in `group`, and how many ranks that has; (0, 1) for a process by itself."""
+    """This rank in `group`, and how many ranks that has; (0, 1) for a process by itself. Raises
+    InvalidArgumentError on a rank that is not in `group`."""
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise InvalidArgumentError(
+            "is not in the process_group that it gave: call this on the ranks of that group alone",
+            rank=dist.get_rank(),
+        )
+    return rank, dist.get_world_size(group)
 
 
 class Ranks:

@@ -9,13 +9,15 @@ import threading
 import time
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 from ranks.run import Context, cases, raised
 
 import torch_ckpt
 from torch_ckpt import _core
 from torch_ckpt.jobs import Job
-from torch_ckpt.ranks import Ranks, tree
+from torch_ckpt.ranks import Ranks, links, tree
 
 CASES, case = cases()
 
@@ -33,6 +35,62 @@ def answers(context: Context) -> None:
             assert own == 10 * context.rank
             assert ranks.together("all", lambda: context.rank) == list(range(context.world))
             assert ranks.decide("rank 0", lambda: ["of", context.rank]) == ["of", 0]
+
+
+@case
+def a_rank_outside_of_the_group(context: Context) -> None:
+    """Is told so, and named; the others go on."""
+    outside = context.world - 1
+    path, merged = context.folder / "c", context.folder / "merged"
+    state = {"w": torch.ones(3)}
+    calls = (
+        lambda group: torch_ckpt.save(state, path, process_group=group),
+        lambda group: torch_ckpt.load(state, path, process_group=group),
+        lambda group: torch_ckpt.async_save(state, path, process_group=group).result(),
+        lambda group: torch_ckpt.consolidate_safetensors_files_on_every_rank(
+            path, merged, process_group=group, overwrite=True
+        ),
+        lambda group: torch_ckpt.CheckpointDirectory(path, process_group=group).load(
+            state, missing_ok=True
+        ),
+    )
+    for members in (list(range(outside)), [0]):
+        group = dist.new_group(members)
+        for call in calls:
+            if context.rank in members:
+                call(group)
+            elif context.rank == outside:
+                with pytest.raises(torch_ckpt.InvalidArgumentError) as told:
+                    call(group)
+                assert f"rank {outside}" in str(told.value) and told.value.rank == outside
+                assert "process_group" in str(told.value)
+    assert context.rank or (merged / "model-00001-of-00001.safetensors").exists()
+
+
+@case
+def longer_timeouts_of_a_group_count(context: Context) -> None:
+    """Where a call says none, for consolidations as for saves."""
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=1200))
+    path = context.folder / "c"
+    torch_ckpt.save({"w": torch.ones(3)}, path, process_group=group)
+    seconds = []
+    connect = links.Links.__init__
+
+    def noted(self: Any, store: Any, key: str, rank: int, size: int, timeout: float) -> None:
+        seconds.append(timeout)
+        connect(self, store, key, rank, size, timeout)
+
+    links.Links.__init__ = noted  # type: ignore[method-assign]
+    try:
+        for number, given in enumerate(({}, {"timeout": 30.0}, {"background": True})):
+            future = torch_ckpt.consolidate_safetensors_files_on_every_rank(
+                path, context.folder / str(number), process_group=group, **given
+            )
+            if future is not None:
+                future.result()
+    finally:
+        links.Links.__init__ = connect  # type: ignore[method-assign]
+    assert seconds == [1200.0, 30.0, 1200.0], seconds
 
 
 @case
