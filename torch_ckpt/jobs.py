@@ -37,13 +37,13 @@ def apart(
     work: Callable[[], Any], interrupted: Callable[[], None], undo: Callable[[Any], None]
 ) -> Any:
     """What `work`, a blocking native call, returns; where this is the main thread it is called on
-    another one.
+    another one, but at the end of the interpreter, when there may be no other ones any more.
 
     On the main thread it would put Ctrl-C off to its end and then lose what it made. Here Ctrl-C
     calls `interrupted`, waits for the end of `work`, gives what that returned to `undo`, and is
     raised.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or at_exit():
         return work()
     outcome: dict[str, Any] = {}
     ended = threading.Event()
@@ -86,6 +86,12 @@ def apart(
 
 
 _LOOK_S = 5.0
+
+
+def at_exit() -> bool:
+    """Whether the main thread has come to its end, and only atexit's functions are called in it:
+    Python 3.12 starts no thread for them."""
+    return not threading.main_thread().is_alive()
 
 
 def in_thread(work: Callable[[], T], name: str, done: Future[T] | None = None) -> Future[T]:

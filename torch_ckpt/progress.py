@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from torch_ckpt.jobs import Job, Jobs, in_thread
+from torch_ckpt.jobs import Job, Jobs, at_exit, in_thread
 
 # (bytes done, bytes in all); the second is 0 while the job is still planning.
 Progress = Callable[[int, int], None]
@@ -19,10 +19,13 @@ def told(
     jobs: Job | Jobs, progress: Progress | None, cancel: threading.Event | None = None
 ) -> Iterator[None]:
     """While the block runs `jobs`, call `progress`, on another thread, every 0.1 s, and once at the
-    end. What it raises cancels them and comes out of here; `cancel`, once it is set, cancels them
-    alone, so that what is done all the same, as a commit, stays done."""
-    if progress is None and cancel is None:
+    end; at the end of the interpreter only once. What it raises cancels them and comes out of here;
+    `cancel`, once it is set, cancels them alone, so that what is done all the same, as a commit,
+    stays done."""
+    if (progress is None and cancel is None) or at_exit():
         yield
+        if progress is not None:
+            progress(*jobs.progress())
         return
     over = threading.Event()
 

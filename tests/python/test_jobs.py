@@ -5,6 +5,8 @@ from __future__ import annotations
 import _thread
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from launch import PACKAGE
 
 import torch_ckpt
 from torch_ckpt import _core
@@ -141,3 +144,27 @@ def test_a_rank_is_named_once() -> None:
     fields = {"kind": "io", "message": "pwrite failed", "errno": 28, "file": "/f", "tensor": None}
     error = with_rank(with_rank(error_from(fields), 1), 1)
     assert str(error).count("rank 1") == 1
+
+
+def test_at_the_end_of_the_interpreter_calls_are_made_in_place() -> None:
+    """Where Python 3.12 starts no thread."""
+    script = """
+import atexit, threading
+from torch_ckpt import jobs
+from torch_ckpt.progress import told
+
+@atexit.register
+def last() -> None:
+    assert jobs.Job().run(threading.current_thread) is threading.main_thread()
+    with jobs.Job() as job, told(job, lambda done, total: print("told", done), threading.Event()):
+        print(threading.active_count())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("1\ntold 0\n", "")
