@@ -13,9 +13,11 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torch_ckpt
+from torch_ckpt import _ext
 from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.plan.planners import SavePlanner
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError
+from torch_ckpt.jobs import SaveSession
 
 
 def is_on() -> bool:
@@ -121,7 +123,7 @@ def test_a_save_ages_its_plan_and_not_what_it_leaves_behind(tmp_path):
     assert made[0]() is None, "garbage of the write was aged"
 
 
-def test_garbage_collector_is_off_while_the_main_thread_saves(tmp_path):
+def test_garbage_collector_is_off_while_the_main_thread_plans_a_save(tmp_path):
     seen = []
 
     class Watching(DefaultSavePlanner):
@@ -148,6 +150,25 @@ def test_garbage_collector_is_off_while_the_main_thread_saves(tmp_path):
     with pytest.raises(CheckpointError):
         torch_ckpt.save({"w": torch.eye(2).to_sparse()}, checkpoint_id=tmp_path / "b", **options)
     assert is_on()
+
+
+def test_while_files_are_written_it_goes_on(tmp_path, monkeypatch):
+    """Other threads go on meanwhile, and their garbage must not wait for the disk."""
+    seen = []
+    before = gc.get_threshold()
+    for owner, name in ((_ext, "write"), (SaveSession, "commit")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name), seen))
+    for layout in ("sharded", "final"):
+        torch_ckpt.save({"w": torch.ones(2)}, tmp_path / layout, layout=layout)
+    assert seen == [True] * 4 and gc.get_threshold() == before
+
+
+def watched(call, seen):
+    def calling(*arguments):
+        seen.append(is_on())
+        return call(*arguments)
+
+    return calling
 
 
 def test_a_failed_save_lets_its_tensors_go(tmp_path):

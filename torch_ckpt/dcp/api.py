@@ -132,7 +132,8 @@ def save(
     where that cannot be done there is a warning. Raises
     CheckpointError kinds or OSError, naming the rank, on every rank; nothing of a failed save is
     left, and what stood there before still loads. Called from the main thread, it keeps Python's
-    cyclic garbage collector off until it returns. With several ranks it waits for async saves.
+    cyclic garbage collector off while it plans, but not while it writes. With several ranks it
+    waits for async saves.
 
     Returns DCP's Metadata, with `stats`, the SaveStats of this rank. Its `storage_data` has by rank
     what each wrote: `written_bytes`, `ring_bytes`, `parts_bytes`, and seconds.

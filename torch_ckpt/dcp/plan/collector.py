@@ -21,8 +21,8 @@ def paused_gc(*, keeps: bool = True) -> Iterator[None]:
     walk a plan's every object, which takes as long as making them. That what is garbage already
     does not grow old with them, the young generations are collected before the outermost block.
 
-    A block around others that keep (a whole save around its planning) need not: what it makes
-    besides is little, and may be garbage. After an error nothing is moved, and tensors which its
+    A block around others that keep (all steps of planning) need not: what it makes besides is
+    little, and may be garbage. After an error nothing is moved, and tensors which its
     traceback holds are freed soon. Thresholds are what is changed, so that whoever calls
     `gc.disable` meanwhile has it his way.
     """
@@ -43,6 +43,22 @@ def paused_gc(*, keeps: bool = True) -> Iterator[None]:
     finally:
         if outermost:
             _resume()
+
+
+@contextlib.contextmanager
+def resumed_gc() -> Iterator[None]:
+    """Let the collector run inside the block, in a pause of this thread's: of a native call, which
+    may take long, and in which other threads go on."""
+    global _own
+    paused = _own is not None and threading.current_thread() is threading.main_thread()
+    if paused:
+        _resume()
+    try:
+        yield
+    finally:
+        if paused:
+            _own = gc.get_threshold()
+            gc.set_threshold(0, *_own[1:])
 
 
 def _resume() -> None:

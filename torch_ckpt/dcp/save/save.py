@@ -87,8 +87,9 @@ class Save:
             return laid_out
 
         def write(plan: SavePlan) -> list[WriteResult]:
-            written = self.writer.write_data(self.planner.finish_plan(plan), self.planner)
-            written.wait()
+            with paused_gc(keeps=False):  # but for the native call in it
+                written = self.writer.write_data(self.planner.finish_plan(plan), self.planner)
+                written.wait()
             results: list[WriteResult] = written.value()
             return results
 
@@ -97,15 +98,15 @@ class Save:
             return metadata[0]
 
         try:
+            if not self.use_collectives:
+                return self._run_alone(plan, lay_out, write, commit)
             # Planning makes some twenty objects per tensor, with stock's planner a hundred;
             # collecting between them takes longer than making them.
             with paused_gc(keeps=False):
-                if not self.use_collectives:
-                    return self._run_alone(plan, lay_out, write, commit)
                 final_plan = self.ranks.scatter(f"plan of {what}", plan, lay_out)
-                return self.ranks.gather(
-                    what, lambda: write(final_plan), commit, progress=self.progress
-                )
+            return self.ranks.gather(
+                what, lambda: write(final_plan), commit, progress=self.progress
+            )
         finally:
             # The frames of an error keep these functions, and they what gives the state.
             state = dict

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.plan import save_planner
+from torch_ckpt.dcp.plan.collector import resumed_gc
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS, UnwritableItem
 from torch_ckpt.dcp.plan.stock_planner import check_written_boxes, has_method_of
 from torch_ckpt.dcp.reserved import RAW_LEAVES
@@ -339,7 +340,7 @@ class RankWrite:
             "rank": self.report.rank,
             **self.options,
         }
-        with Job() as job:
+        with resumed_gc(), Job() as job:
             result = _ext.write(sources, plan, job)
             self.report.written_bytes += job.progress()[0]
         self.report.files += result["files"]
