@@ -156,6 +156,38 @@ def an_error_on_one_rank_leaves_no_checkpoint(context: Context) -> None:
 
 
 @case
+def paths_that_are_not_the_same_place(context: Context) -> None:
+    """No rank hears of another while it saves, but before they commit they have looked."""
+    own = context.folder / f"node{context.rank}"
+    own.mkdir()
+    error = raised(
+        lambda: torch_ckpt.save(content(context), own / "c", use_collectives=False),
+        "rank 1",
+        "same file system",
+        str(context.folder / "node1" / "c"),
+    )
+    assert isinstance(error, IncompleteError) and error.rank == 1
+    dist.barrier()
+    assert not listing(own / "c")
+
+
+@case
+def one_rank_that_cannot_write_leaves_no_part(context: Context) -> None:
+    values = content(context)
+    if context.rank == context.world - 1:
+        values["step"] = lambda: None
+    path = context.folder / "c"
+    raised(lambda: torch_ckpt.save(values, path, use_collectives=False), "step")
+    dist.barrier()
+    assert not listing(path)
+    torch_ckpt.save(content(context), path, use_collectives=False)
+    loaded = content(context, blank=True)
+    torch_ckpt.load(loaded, path)
+    check_content(context, loaded)
+    assert not [name for name in listing(path) if "save_id" in name]
+
+
+@case
 def another_group(context: Context) -> None:
     """The last rank alone, through a group in which it is rank 0."""
     last = context.world - 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -35,7 +36,13 @@ from torch_ckpt.dcp.save.final_layout import (
 from torch_ckpt.dcp.save.parts import Part, check_supported, part_of
 from torch_ckpt.dcp.save.write_files import RankWrite, check_item
 from torch_ckpt.dcp.saves import Phases, wall_time
-from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError, raise_with_rank
+from torch_ckpt.errors import (
+    CheckpointError,
+    ConflictError,
+    IncompleteError,
+    InvalidArgumentError,
+    raise_with_rank,
+)
 from torch_ckpt.extras import extra_files
 from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession, replaces
 from torch_ckpt.mapping import NAMINGS
@@ -49,6 +56,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+_SAVE_ID = "save_id"  # as in the staging directory of other saves
+_PATIENCE_S = 5.0
 
 
 class DirectorySave:
@@ -141,6 +151,35 @@ class DirectorySave:
             replace(plan, storage_data=None) if isinstance(plan.storage_data, RankNote) else plan
             for plan in plans
         ]
+
+    def begun_part(self) -> tuple[str, str]:
+        """The name of this rank's staging directory, and what the file `save_id` in it says: ranks
+        that see it have one directory under the path."""
+        assert isinstance(self._session, PartSession)
+        staging, save_id = self._session.staging, self._session.save_id
+        with open(os.path.join(staging, _SAVE_ID), "w", encoding="ascii") as file:
+            file.write(save_id)
+        return os.path.basename(staging), save_id
+
+    def check_place(self, first: tuple[str, str]) -> None:
+        staging, save_id = first
+        until = time.monotonic() + _PATIENCE_S
+        while self._seen(staging) != save_id:
+            if time.monotonic() > until:
+                raise IncompleteError(
+                    "what rank 0 has begun to save cannot be seen here: every rank must see the "
+                    "same file system under this path",
+                    file=self._path,
+                    rank=self._rank,
+                )
+            time.sleep(0.05)  # the caches of a shared file system are late
+
+    def _seen(self, staging: str) -> str | None:
+        try:
+            with open(os.path.join(self._path, staging, _SAVE_ID), encoding="ascii") as file:
+                return file.read()
+        except OSError:
+            return None
 
     def _stage(self, session: SaveSession, tensors: dict[str, Any] | None) -> None:
         writer = self._writer

@@ -113,15 +113,28 @@ class Save:
             self._end()
 
     def _run_alone(self, plan: Any, lay_out: Any, write: Any, commit: Any) -> Metadata:
-        def all_steps() -> Metadata:
-            (final_plan,) = lay_out([plan()])
-            saved: Metadata = commit([write(final_plan)])
-            return saved
+        what, writer = self._what(), self.writer
+        planned: list[SavePlan] = []
+        saved: list[Metadata] = []
 
-        # The others have theirs; that all are there, or that one failed, every rank hears.
-        own: list[Metadata] = []
-        self.ranks.together(self._what(), lambda: own.append(all_steps()), progress=self.progress)
-        return own[0]
+        def begin() -> tuple[str, str] | None:
+            with paused_gc(keeps=False):
+                planned.extend(lay_out([plan()]))
+            return writer.begun_part() if isinstance(writer, HuggingFaceStorageWriter) else None
+
+        def write_here() -> list[WriteResult]:
+            if isinstance(writer, HuggingFaceStorageWriter) and first is not None:
+                writer.check_place(first)
+            written: list[WriteResult] = write(planned[0])
+            return written
+
+        # What ranks do by themselves they begin and end together: one that fails, or that has
+        # another place under the path, leaves no checkpoint to any.
+        first = self.ranks.together(f"plan of {what}", begin)[0]
+        results: list[list[WriteResult]] = []
+        self.ranks.together(what, lambda: results.append(write_here()), progress=self.progress)
+        self.ranks.together(f"commit of {what}", lambda: saved.append(commit(results)))
+        return saved[0]
 
     def _what(self) -> str:
         if not isinstance(self.writer, HuggingFaceStorageWriter):

@@ -268,6 +268,14 @@ class HuggingFaceStorageWriter(StockWriter):
         every rank: commit its part."""
         self._going_on().commit(metadata, results)
 
+    def begun_part(self) -> tuple[str, str]:
+        """Without collectives, where this rank's part is staged, in words for other ranks."""
+        return self._going_on().begun_part()
+
+    def check_place(self, first: tuple[str, str]) -> None:
+        """Raise IncompleteError where `first`, what `begun_part` gave on rank 0, is not seen."""
+        self._going_on().check_place(first)
+
     def end_save(self) -> None:
         """Give up a save that failed on another rank, of which DCP does not tell the writer. Once
         more, and after one that is committed, is fine."""
