@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from torch_ckpt.children import (
 )
 from torch_ckpt.dcp import api, saves
 from torch_ckpt.dcp.background.async_save import async_save
+from torch_ckpt.dcp.plan.states import HasState
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
 from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
@@ -99,7 +100,9 @@ class CheckpointDirectory:
     def _latest_step(self) -> int | None:
         return next(newest_first(self.root), None)
 
-    def save(self, state_dict: dict[str, Any], step: int, **options: Any) -> SavedMetadata:
+    def save(
+        self, state_dict: Mapping[str, Any] | HasState, step: int, **options: Any
+    ) -> SavedMetadata:
         """`torch_ckpt.save` into `path(step)`, with its `options`; then LATEST is written, and the
         deletion of what is too old begins.
 
@@ -113,7 +116,7 @@ class CheckpointDirectory:
 
     def async_save(
         self,
-        state_dict: dict[str, Any],
+        state_dict: Mapping[str, Any] | HasState,
         step: int,
         *,
         on_commit: Callable[[], None] | None = None,
@@ -144,7 +147,7 @@ class CheckpointDirectory:
 
     def load(
         self,
-        state_dict: dict[str, Any],
+        state_dict: MutableMapping[str, Any] | HasState,
         step: int | None = None,
         *,
         missing_ok: bool = False,

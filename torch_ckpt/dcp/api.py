@@ -6,8 +6,8 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch_ckpt.checkpoint import look_again
 from torch_ckpt.dcp.load.load import Load
 from torch_ckpt.dcp.load.reader import CheckpointReader, ReplacedError
 from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
-from torch_ckpt.dcp.plan.states import states_of
+from torch_ckpt.dcp.plan.states import HasState, states_of
 from torch_ckpt.dcp.save.save import Save
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter, WriterOptions
 from torch_ckpt.dcp.saves import SavedMetadata, SaveStats, append_to_log, running, wait_for, warn
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
 F = TypeVar("F", bound=Callable[..., Any])
+S = TypeVar("S", bound=MutableMapping[str, Any] | HasState)
 PathLike = str | os.PathLike[str]
 
 
@@ -107,7 +108,7 @@ def _wait_for_saves_beside(world_size: int) -> None:
 
 @eager
 def save(
-    state_dict: dict[str, Any],
+    state_dict: Mapping[str, Any] | HasState,
     path: PathLike | None = None,
     *,
     checkpoint_id: PathLike | None = None,
@@ -122,6 +123,10 @@ def save(
     **writer_options: Unpack[WriterOptions],
 ) -> SavedMetadata:
     """`torch.distributed.checkpoint.save` with our writer and planner as defaults.
+
+    `state_dict` is a Mapping of names (tensors, objects, and Mappings and lists of these), or what
+    has a `state_dict()` that returns one and a `load_state_dict()`: a module, an optimizer. So may
+    its entries.
 
     Without a `storage_writer`, every rank's shards go to directory `path` (stock's name for it is
     `checkpoint_id`); other keywords are those of HuggingFaceStorageWriter: with layout="final" the
@@ -179,9 +184,47 @@ def save(
     return metadata
 
 
+@overload
+def load(
+    state_dict: None = None,
+    path: PathLike | None = ...,
+    *,
+    checkpoint_id: PathLike | None = ...,
+    storage_reader: StorageReader | None = ...,
+    planner: stock_planner.LoadPlanner | None = ...,
+    process_group: dist.ProcessGroup | None = ...,
+    no_dist: bool = ...,
+    key_mapping: KeyMapping | None = ...,
+    format: str | None = ...,
+    include: Patterns = ...,
+    exclude: Patterns = ...,
+    direct_io: bool = ...,
+    progress: Progress | None = ...,
+) -> dict[str, Any]: ...
+
+
+@overload
+def load(
+    state_dict: S,
+    path: PathLike | None = ...,
+    *,
+    checkpoint_id: PathLike | None = ...,
+    storage_reader: StorageReader | None = ...,
+    planner: stock_planner.LoadPlanner | None = ...,
+    process_group: dist.ProcessGroup | None = ...,
+    no_dist: bool = ...,
+    key_mapping: KeyMapping | None = ...,
+    format: str | None = ...,
+    include: Patterns = ...,
+    exclude: Patterns = ...,
+    direct_io: bool = ...,
+    progress: Progress | None = ...,
+) -> S: ...
+
+
 @eager
 def load(
-    state_dict: dict[str, Any] | None = None,
+    state_dict: MutableMapping[str, Any] | HasState | None = None,
     path: PathLike | None = None,
     *,
     checkpoint_id: PathLike | None = None,
@@ -195,10 +238,12 @@ def load(
     exclude: Patterns = None,
     direct_io: bool = True,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> MutableMapping[str, Any] | HasState:
     """`torch.distributed.checkpoint.load` with our reader and planner as defaults.
 
-    Fills `state_dict` in place and returns it. Without one it returns everything that is in the
+    Fills `state_dict` in place and returns it: a dict or another mutable Mapping, or what has a
+    `state_dict()` and a `load_state_dict()`, as modules and optimizers have; so may its entries,
+    which are then given what was loaded. Without one it returns everything that is in the
     checkpoint, nested as it was saved, in new tensors on the CPU. `path` is the directory;
     `checkpoint_id` is stock's name for it.
 
@@ -210,7 +255,7 @@ def load(
     """
     ranks = ranks_of(process_group, no_dist)
     rebuilds = state_dict is None
-    target: dict[str, Any] = {} if state_dict is None else state_dict
+    target: MutableMapping[str, Any] | HasState = {} if state_dict is None else state_dict
 
     def make() -> Load:
         _wait_for_saves_beside(ranks.size)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch_ckpt.dcp.api import F, PathLike, eager, make_save, one_path, ranks_of
 from torch_ckpt.dcp.background.background import Background, heard_from
 from torch_ckpt.dcp.background.process import expect_process, saving_process
 from torch_ckpt.dcp.background.turn import OnBusy, Turn, begin
+from torch_ckpt.dcp.plan.states import HasState
 from torch_ckpt.dcp.save.save import Save
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter, WriterOptions
 from torch_ckpt.dcp.saves import AsyncSave, OnFailure, SaveStats
@@ -53,7 +54,7 @@ def _without_frames(function: F) -> F:
 @eager
 @_without_frames
 def async_save(
-    state_dict: dict[str, Any],
+    state_dict: Mapping[str, Any] | HasState,
     path: PathLike | None = None,
     *,
     checkpoint_id: PathLike | None = None,
@@ -74,6 +75,8 @@ def async_save(
     **writer_options: Unpack[WriterOptions],
 ) -> AsyncSave:
     """`torch.distributed.checkpoint.async_save` with our writer, planner and stager as defaults.
+
+    `state_dict` is as for `save`.
 
     Returns an AsyncSave, a future, when the tensors may change. With a stager that stages beside
     the trainer (`use_async_staging`) it returns before: the tensors may change when the

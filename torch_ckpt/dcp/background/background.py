@@ -80,7 +80,7 @@ class Background:
         """Let the thread wait for the state."""
         in_thread(self._run, "torch_ckpt-save")
 
-    def stage(self, state_dict: dict[str, Any]) -> None:
+    def stage(self, state_dict: Any) -> None:
         """Stage the state, or let a stager that does so beside the trainer begin."""
         state: dict[str, Any] = {}
         try:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.errors import InvalidArgumentError
+
+
+class HasState(Protocol):
+    """What modules, optimizers and stock's Stateful have in common."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
 
 _NO_STATE = PLAIN_TENSORS | {DTensor}
 
