@@ -92,7 +92,8 @@ def write(tensors: Sequence[torch.Tensor], plan: dict[str, Any], job: Job) -> di
 def read(targets: Sequence[torch.Tensor], plan: dict[str, Any], job: Job) -> dict[str, Any]:
     """Read boxes of a checkpoint into CPU tensors (csrc/ops/read_ops.cc has the plan).
 
-    Blocks with the GIL released. Returns {"bytes_needed", "bytes_read", "bytes_verified"}. Raises a
+    Blocks with the GIL released. Returns {"bytes_needed", "bytes_read", "bytes_verified"}; {"met"}
+    where the plan's "meeting" is "return" and targets may share memory: none is filled. Raises a
     CheckpointError or OSError; then targets may be partly filled.
     """
     return _run(torch.ops.dcp_ext.read, targets, plan, job)

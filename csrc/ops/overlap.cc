@@ -35,6 +35,23 @@ bool OverlapsItself(const SourceTensor& tensor) {
   return false;
 }
 
+bool SpansMeet(const std::vector<SourceTensor>& tensors) {
+  std::vector<uintptr_t> begins;
+  std::vector<uintptr_t> ends;
+  for (const SourceTensor& tensor : tensors) {
+    if (tensor.bytes() == 0) continue;
+    begins.push_back(reinterpret_cast<uintptr_t>(tensor.data));
+    ends.push_back(begins.back() + SpanBytes(tensor));
+  }
+  std::sort(begins.begin(), begins.end());
+  std::sort(ends.begin(), ends.end());
+  // Apart, each begins behind the ends of as many as begin before it.
+  for (size_t i = 1; i < begins.size(); ++i) {
+    if (begins[i] < ends[i - 1]) return true;
+  }
+  return false;
+}
+
 std::optional<std::pair<size_t, size_t>> FindOverlap(
     const std::vector<SourceTensor>& tensors) {
   std::vector<size_t> order;

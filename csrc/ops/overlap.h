@@ -14,6 +14,10 @@ namespace torch_ckpt::ops {
 // for some odd strides of which torch's own check says no more either.
 bool OverlapsItself(const SourceTensor& tensor);
 
+// Whether some address lies between the first and the last byte of two of them,
+// as it does of interleaved columns of a matrix, which share nothing.
+bool SpansMeet(const std::vector<SourceTensor>& tensors);
+
 // The numbers of two tensors that share a byte, if any do. Not found where
 // neither is one piece of memory and their first elements are apart, as with
 // columns of one matrix.

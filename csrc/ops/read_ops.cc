@@ -5,12 +5,17 @@
 //   {"checkpoint": id of an opened one, or "path": directory, "job": id or 0,
 //    "format": word, "workers": int, "verify": bool, "direct_io": bool,
 //    "names": [fqn] or one text, a name a line,
-//    "offsets": [[int] or null], "files": {"i": name}, "shared": [i] or null}
+//    "offsets": [[int] or null], "files": {"i": name}, "shared": [i] or null,
+//    "meeting": word}
 // Item i goes into targets[i]: the box of the target's size at `offsets` (null:
 // zeros) of the global tensor, cast to the target's dtype where it is stored as
 // another; or, where "files" has i, that whole file.
 // "shared" is there when other processes of this machine read the checkpoint as
 // well, and lists the items that they want too.
+// "meeting" is for targets that lie in one stretch of memory. Without it those
+// that share a byte are an error, as far as can be seen. "return": then nothing
+// is read, the result is {"met": true} and the report all 0, so that the caller
+// looks closer, and calls again with "allow".
 #include <algorithm>
 #include <array>
 
@@ -30,7 +35,7 @@ constexpr Field kPlan[] = {
     {"offsets", FieldType::kList},       {"files", FieldType::kObject},
     {"shared", FieldType::kList},        {"workers", FieldType::kInteger},
     {"verify", FieldType::kBool},        {"direct_io", FieldType::kBool},
-    {"job", FieldType::kInteger}};
+    {"job", FieldType::kInteger},        {"meeting", FieldType::kString}};
 
 Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
                            const Checkpoint& checkpoint,
@@ -74,8 +79,7 @@ Result<TargetTensor> TargetOf(const SourceTensor& memory) {
                       memory.strides, memory.element_bytes};
 }
 
-// Which of two targets in one place is filled last is left to chance. Only for
-// plans of users: torch_ckpt gives tied tensors twice, which are one in file.
+// Which of two targets in one place is filled last is left to chance.
 Status CheckApart(const std::vector<SourceTensor>& targets,
                   const std::vector<ReadItem>& items) {
   const auto shared = FindOverlap(targets);
@@ -83,6 +87,14 @@ Status CheckApart(const std::vector<SourceTensor>& targets,
   return InvalidArgument("the target shares memory with that of '" +
                          items[shared->first].name + "': pass one of them")
       .WithTensor(items[shared->second].name);
+}
+
+Result<std::string> MeetingOf(const Json& plan) {
+  const auto given = plan.find("meeting");
+  if (given == plan.end() || given->is_null()) return std::string();
+  auto word = given->get<std::string>();
+  if (word == "return" || word == "allow") return word;
+  return InvalidArgument("'meeting' is \"return\" or \"allow\"");
 }
 
 // A list with an entry for each target, where there is one.
@@ -112,6 +124,7 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
                       NamesOfEach(plan, tensors.size()));
   TC_RETURN_IF_ERROR(CheckOffsets(plan, tensors.size()));
+  TC_ASSIGN_OR_RETURN(const std::string meeting, MeetingOf(plan));
   ReadPlan read_plan;
   read_plan.workers = WorkersOf(plan);
   read_plan.verify = GetBool(plan, "verify", true);
@@ -132,8 +145,13 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
     TC_RETURN_IF_ERROR(SetDtype(tensors[i], item, &targets.back()));
     read_plan.items.push_back(std::move(item));
   }
-  TC_ASSIGN_OR_RETURN(const int64_t opened, GetInt(plan, "checkpoint", 0));
-  if (opened == 0) TC_RETURN_IF_ERROR(CheckApart(memory, read_plan.items));
+  if (meeting != "allow" && SpansMeet(memory)) {
+    if (meeting == "return") {
+      job->SetResult(Json{{"met", true}}.dump());
+      return {};
+    }
+    TC_RETURN_IF_ERROR(CheckApart(memory, read_plan.items));
+  }
   if (read_plan.neighbours) {
     for (const Json& item : *shared) {
       if (!item.is_number_unsigned() ||

@@ -214,6 +214,8 @@ def test_targets_that_overlap_themselves_or_each_other(c: Path) -> None:
     square = memory[:900].reshape(30, 30)
     refused(each_other, square[:, 3:5], square[:, 3:5])
     refused(each_other, square, square[2:4, 2:4])
+    with pytest.raises(REFUSED, match='\'meeting\' is "return" or "allow"'):
+        OPS.read([memory], torch_ckpt.plan(c, ["x"], meeting="ask"), new_report())
 
 
 def test_targets_apart_in_one_memory(c: Path) -> None:

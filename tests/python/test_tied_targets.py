@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_ckpt
+from torch_ckpt.dcp.load import read_tensors
 from torch_ckpt.dcp.load.targets import find_tied
 from torch_ckpt.errors import InvalidArgumentError
 
@@ -110,11 +111,14 @@ def test_names_that_are_one_in_the_checkpoint_are_not_read_twice(
     torch_ckpt.save({"a": w, "b": w}, tmp_path / "c", layout="final")
     reads: list[int] = []
     read = torch_ckpt._ext.read
-    monkeypatch.setattr(
-        torch_ckpt._ext,
-        "read",
-        lambda into, *rest: (reads.append(len(into)), read(into, *rest))[1],
-    )
+
+    def spy(into: list[torch.Tensor], *rest: Any) -> dict[str, Any]:
+        done = read(into, *rest)
+        if "met" not in done:  # else it has read nothing
+            reads.append(len(into))
+        return done
+
+    monkeypatch.setattr(torch_ckpt._ext, "read", spy)
     target = torch.zeros(64, 3)
     assert loaded({"a": target, "b": target}, tmp_path / "c") == []
     assert torch.equal(target, w) and reads == [1]
@@ -263,6 +267,27 @@ def test_found_against_brute_force() -> None:
         assert {i for group in tied for i in group} <= same
         apart += not same
     assert apart > 200
+
+
+def test_a_load_looks_at_no_pair_where_no_spans_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator, which has all addresses, tells; of columns of a matrix it cannot."""
+    stored = {str(i): torch.randn(5) for i in range(20)}
+    torch_ckpt.save(stored, tmp_path / "c")
+    looks: list[int] = []
+
+    def spy(names: list[str], targets: list[torch.Tensor]) -> list[list[int]]:
+        looks.append(len(targets))
+        return find_tied(names, targets)
+
+    monkeypatch.setattr(read_tensors, "find_tied", spy)
+    rows, columns = torch.zeros(20, 5), torch.zeros(5, 20)
+    for targets, wanted in ((list(rows), []), (list(columns.t()), [20])):
+        state = dict(zip(stored, targets, strict=True))
+        torch_ckpt.load(state, tmp_path / "c")
+        assert all(torch.equal(state[name], stored[name]) for name in stored)
+        assert looks == wanted
 
 
 def test_the_look_is_cheap() -> None:

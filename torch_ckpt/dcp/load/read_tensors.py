@@ -145,13 +145,22 @@ class TensorReader:
             self._check_cast(request, type_of)
         if self.warns:
             _warn_of_narrow([r for r in casts.values() if not widens(r.stored, r.target.dtype)])
-        tied, alone = self._tied(requests)
-        self._fill(alone)
+        tied = self._fill_once(requests)
         for request in own_way:
             self._fill_by_copy(request)
         _warn_of_tied([pair for pair in tied if not self._holds(*pair)])
         for request in (*requests, *own_way):
             planner.commit_tensor(request.item, request.target)
+
+    def _fill_once(self, requests: list[_Request]) -> list[tuple[_Request, _Request]]:
+        """Fill the targets, of those that are one memory the last. Returns the others, each with
+        that one."""
+        # The operator sees at no cost that no two have a common address, as a rule.
+        if all(map(_in_place, requests)) and self._fill_in_place(requests, meeting="return"):
+            return []
+        tied, alone = self._tied(requests)
+        self._fill(alone)
+        return tied
 
     def _tied(
         self, requests: list[_Request]
@@ -193,11 +202,16 @@ class TensorReader:
                     "the target is expanded: several of its elements are one place in memory",
                     tensor=request.item.storage_index.fqn,
                 )
-        try:
-            self._fetch(direct, [request.target for request in direct])
-        finally:  # an error may have filled some
-            torch.autograd.graph.increment_version([request.target for request in direct])
+        self._fill_in_place(direct, meeting="allow")
         self._read_in_waves(indirect)
+
+    def _fill_in_place(self, requests: list[_Request], meeting: str) -> bool:
+        """Whether they are filled: not those of which spans meet, where `meeting` is "return"."""
+        targets = [request.target for request in requests]
+        try:
+            return self._fetch(requests, targets, meeting)
+        finally:  # an error may have filled some
+            torch.autograd.graph.increment_version(targets)
 
     def _fill_by_copy(self, request: _Request) -> None:
         """Read the box as it is stored, and let its target take it as it does."""
@@ -206,9 +220,11 @@ class TensorReader:
         self._fetch([replace(request, target=value)], [value])
         copy_by_itself(request.target, value, fqn)
 
-    def _fetch(self, requests: list[_Request], into: list[torch.Tensor]) -> None:
+    def _fetch(
+        self, requests: list[_Request], into: list[torch.Tensor], meeting: str | None = None
+    ) -> bool:
         if not requests:
-            return
+            return True
         plan: dict[str, Any] = {
             "checkpoint": self.opened.id,
             "workers": self.workers,
@@ -216,11 +232,12 @@ class TensorReader:
             "direct_io": self.direct_io,
             "names": _core.names_text([request.item.storage_index.fqn for request in requests]),
             "offsets": [request.offsets for request in requests],
+            "meeting": meeting,
         }
         if self.ranks > 1:
             plan["shared"] = [i for i, request in enumerate(requests) if request.shared]
         with Job() as job:
-            _ext.read(into, plan, job)
+            return "met" not in _ext.read(into, plan, job)
 
     def _read_in_waves(self, requests: list[_Request]) -> None:
         """Read through a piece of host memory; where a CUDA device is to copy from it, through two
