@@ -42,6 +42,38 @@ def _load() -> None:
 _load()
 
 
+def _read_of_wrappers(targets: list[torch.Tensor], plan: torch.Tensor, report: torch.Tensor) -> Any:
+    """The kernel of `read` where a tensor is of a class with a `__torch_dispatch__` of its own, or
+    a mode is on, as while a graph is traced.
+
+    Such a class may call the operator with a plain copy of the target, which is filled and thrown
+    away, and the operator sees nothing else. Here the tensors are still those that were given.
+    """
+    from torch_ckpt import tensors, torch_private  # take long
+
+    op, arguments = torch.ops.dcp_ext.read.default, (targets, plan, report)
+    if torch_private.in_dispatch_mode():
+        return torch_private.dispatch_in_mode(op, arguments)
+    into = []
+    for number, target in enumerate(targets):
+        memory = tensors.memory_of(target)
+        if memory is None and tensors.keeps_its_own(target):
+            raise NotImplementedError(
+                f"dcp_ext::read: target {number} {tensors.what_is_wrong(target)}. torch_ckpt.load "
+                "loads into it, by its own copy_"
+            )
+        into.append(target if memory is None else memory)
+    others = [type(each) for each in (*into, plan, report) if tensors.has_own_dispatch(type(each))]
+    if not others:
+        return op(into, plan, report)
+    return others[0].__torch_dispatch__(op, others, (into, plan, report), {})
+
+
+# It lasts as long as this is referred to.
+_KERNELS = torch.library.Library("dcp_ext", "IMPL")
+_KERNELS.impl("read", _read_of_wrappers, "Python")
+
+
 def plan(
     path: str | os.PathLike[str] | None = None, names: Iterable[str] = (), **keys: Any
 ) -> torch.Tensor:

@@ -55,7 +55,9 @@ def source_of(value: torch.Tensor, name: str) -> torch.Tensor:
 def keeps_its_own(value: torch.Tensor) -> bool:
     """Whether `value`, of which `memory_of` knows no memory, has elements all the same, which only
     its own `copy_` can set: as tensors of torchao have, and quantized ones."""
-    return has_elements(value) and (_dispatches(type(value)) or own_word(value, "is_quantized"))
+    return has_elements(value) and (
+        has_own_dispatch(type(value)) or own_word(value, "is_quantized")
+    )
 
 
 def has_elements(value: torch.Tensor) -> bool:
@@ -66,6 +68,12 @@ def has_elements(value: torch.Tensor) -> bool:
 def is_shapeless(value: torch.Tensor) -> bool:
     """Whether it has no sizes that a plan could say."""
     return torch.nn.parameter.is_lazy(value) or bool(own_word(value, "is_nested"))
+
+
+def has_own_dispatch(kind: type) -> bool:
+    """Whether tensors of this class say by themselves what an operator does to them."""
+    dispatch = getattr(kind, "__torch_dispatch__", None)
+    return dispatch is not torch.Tensor.__torch_dispatch__
 
 
 def what_is_wrong(value: torch.Tensor) -> str:
@@ -79,7 +87,7 @@ def what_is_wrong(value: torch.Tensor) -> str:
         return "is a nested tensor: give its values and offsets, or a list of its tensors"
     if own_word(value, "is_meta"):
         return "is on the meta device and has no data"
-    if _dispatches(kind) and memory_of(value) is None:
+    if has_own_dispatch(kind) and memory_of(value) is None:
         return (
             f"is of class {kind.__module__}.{kind.__qualname__}, a tensor that is made of others: "
             "give those, or a plain tensor of its values"
@@ -89,12 +97,6 @@ def what_is_wrong(value: torch.Tensor) -> str:
     return f"is {word}; safetensors cannot hold it"
 
 
-def _dispatches(kind: type) -> bool:
-    """Whether tensors of this class say by themselves what an operator does to them."""
-    dispatch = getattr(kind, "__torch_dispatch__", None)
-    return dispatch is not torch.Tensor.__torch_dispatch__
-
-
 def _inner_of(value: torch.Tensor) -> torch.Tensor | None:
     """What is in the memory of a tensor of some subclass, one layer further in."""
     if torch.nn.parameter.is_lazy(value):
@@ -102,7 +104,7 @@ def _inner_of(value: torch.Tensor) -> torch.Tensor | None:
     if isinstance(value, AsyncCollectiveTensor):
         waited: torch.Tensor = value.wait()
         return waited
-    if _dispatches(type(value)):
+    if has_own_dispatch(type(value)):
         return _gathered_by_fsdp(value)
     return without_functions(value)
 

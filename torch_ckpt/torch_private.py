@@ -55,7 +55,11 @@ from torch.distributed.checkpoint.state_dict_saver import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+    is_traceable_wrapper_subclass,
+)
 
 __all__ = [
     "SHARDED_DIR_NAME",
@@ -71,8 +75,10 @@ __all__ = [
     "compare_save_plans",
     "create_chunk_list",
     "create_write_items",
+    "dispatch_in_mode",
     "dtensor_of",
     "flatten_sharded_tensors",
+    "in_dispatch_mode",
     "init_state_dict",
     "is_fake",
     "is_traceable_wrapper_subclass",
@@ -166,6 +172,22 @@ def is_fake(tensor: torch.Tensor) -> bool:
         return False
     with torch._C.DisableTorchFunctionSubclass():
         return bool(fakes.is_fake(tensor))
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a mode, as that of fake tensors, says what operators do."""
+    return _get_current_dispatch_mode() is not None
+
+
+def dispatch_in_mode(op: Any, arguments: tuple[Any, ...]) -> Any:
+    """What the innermost mode makes of `op`, as where no kernel of ours is asked first."""
+    types = [
+        type(each)
+        for each in torch.utils._pytree.tree_leaves(arguments)
+        if type(each) is not torch.Tensor
+    ]
+    with _pop_mode_temporarily() as mode:
+        return mode.__torch_dispatch__(op, types, arguments, {})
 
 
 def own_word(tensor: torch.Tensor, name: str) -> Any:
