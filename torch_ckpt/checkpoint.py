@@ -266,11 +266,16 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         neither, as plain safetensors; and what `describe` raises.
         """
 
+        # What is wrong with a directory is raised by the first look, which takes its time where a
+        # save may be replacing it: only what is replaced while it is read is looked at again.
+        first = [OpenedCheckpoint(self.path, self._format)]
+
         def once() -> VerifyReport:
+            opened = first.pop() if first else OpenedCheckpoint(self.path, self._format)
             with Job() as job:
                 request = {
                     "op": "verify",
-                    **self._place,
+                    "checkpoint": opened.id,
                     "workers": workers,
                     "direct_io": direct_io,
                     "job": job.id,
