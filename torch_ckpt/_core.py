@@ -67,7 +67,8 @@ def names_text(names: list[str]) -> str | list[str]:
     return text if text.count("\n") == len(names) - 1 else names
 
 
-def _names(said: str | list[str]) -> list[str]:
+def listed_names(said: str | list[str]) -> list[str]:
+    """What `names_text` was made of."""
     return said.split("\n") if isinstance(said, str) else said
 
 
@@ -89,14 +90,16 @@ def describe(which: dict[str, Any], *, whole: bool, tensors: bool = True) -> dic
     """
     request = {"op": "describe", "whole": whole, "tensors": tensors, **which}
     answer: dict[str, Any] = call(request)
-    answer["names"] = _names(answer["names"])
+    answer["names"] = listed_names(answer["names"])
     return answer
 
 
 def files_of(checkpoint: int) -> list[dict[str, Any]]:
     """{"name", "role", "bytes"} of every file of the checkpoint of that number."""
     answer = call({"op": "files", "checkpoint": checkpoint})
-    columns = zip(_names(answer["names"]), _names(answer["roles"]), answer["bytes"], strict=True)
+    columns = zip(
+        listed_names(answer["names"]), listed_names(answer["roles"]), answer["bytes"], strict=True
+    )
     return [{"name": name, "role": role, "bytes": size} for name, role, size in columns]
 
 

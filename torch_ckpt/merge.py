@@ -220,4 +220,8 @@ def tell_of_merge(request: MergeRequest, answer: dict[str, Any]) -> None:
     if request["stem"] != SHARDS.stem:
         described = request.opened.describe()
         columns = zip(described["names"], described["kinds"], strict=True)
-        warn_of_moments(request["output"], (name for name, kind in columns if kind != _core.OBJECT))
+        warn_of_moments(
+            request["output"],
+            (name for name, kind in columns if kind != _core.OBJECT),
+            "exclude=['optim*'] (--exclude 'optim*'), or as they are called here, leaves them out",
+        )

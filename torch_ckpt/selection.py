@@ -47,17 +47,17 @@ def left_out_of(opened: OpenedCheckpoint, include: Patterns, exclude: Patterns) 
     return left_out(names, include, exclude)
 
 
-def warn_of_moments(path: str, names: Iterable[str]) -> None:
+def warn_of_moments(path: str, names: Iterable[str], advice: str) -> None:
     """Log a warning where the state of an optimizer is among the `names` that go into files for
-    Hugging Face."""
+    Hugging Face. `advice` says what to do about it."""
     found = [name for name in names if name.endswith(_MOMENTS)]
     if found:
         logger.warning(
-            "%s: %d tensors of an optimizer go into the export, as %s; exclude=['optim*'] "
-            "(--exclude 'optim*'), or what they are called here, leaves them out",
+            "%s: %d tensors of an optimizer go into the export, as %s; %s",
             path,
             len(found),
             found[0],
+            advice,
         )
 
 

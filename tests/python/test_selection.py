@@ -93,6 +93,21 @@ def test_a_load_of_a_part(train: Path) -> None:
         torch_ckpt.load(target, train, exclude="model.*")
     with pytest.raises(torch_ckpt.InvalidArgumentError, match="matches no name"):
         torch_ckpt.load(path=train, include="modle.*")
+def test_moments_in_a_save_for_hugging_face_are_said_once(
+    train: Path, tmp_path: Path, caplog: Any
+) -> None:
+    state = torch_ckpt.load(path=train)
+    torch_ckpt.save(state, tmp_path / "hf", layout="final", naming="hf")
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert str(tmp_path / "hf") in said and "exp_avg" in said
+    assert "directories of their own" in said
+    caplog.clear()
+    torch_ckpt.save(state["model"], tmp_path / "m", layout="final", naming="hf")
+    torch_ckpt.save(state, tmp_path / "d", layout="final")
+    torch_ckpt.save(state, tmp_path / "s")
+    assert not caplog.records
+
+
     with pytest.raises(torch_ckpt.InvalidArgumentError, match="give it to the storage_reader"):
         reader = torch_ckpt.CheckpointReader(train)
         torch_ckpt.load(target, storage_reader=reader, include="model.*")

@@ -48,6 +48,7 @@ from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession, replaces
 from torch_ckpt.mapping import NAMINGS
 from torch_ckpt.merge import merge, merge_request
 from torch_ckpt.options import local_path
+from torch_ckpt.selection import warn_of_moments
 from torch_ckpt.torch_private import stocks_cached_plans
 
 if TYPE_CHECKING:
@@ -137,6 +138,12 @@ class DirectorySave:
             output = local_path(writer.consolidated_output_path)
             _core.call(
                 {"op": "check_final", "path": output, **naming, **replaces(writer.overwrite)}
+            )
+        if tensors is not None and writer.naming != "dcp":
+            warn_of_moments(
+                self._path,
+                _core.listed_names(tensors["names"]),
+                "save weights and optimizer into directories of their own",
             )
         shard_ranks = len(plans) if writer.save_distributed else 0
         session = SaveSession(self._path, overwrite=writer.overwrite, shard_ranks=shard_ranks)
