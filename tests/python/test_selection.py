@@ -93,6 +93,11 @@ def test_a_load_of_a_part(train: Path) -> None:
         torch_ckpt.load(target, train, exclude="model.*")
     with pytest.raises(torch_ckpt.InvalidArgumentError, match="matches no name"):
         torch_ckpt.load(path=train, include="modle.*")
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match="give it to the storage_reader"):
+        reader = torch_ckpt.CheckpointReader(train)
+        torch_ckpt.load(target, storage_reader=reader, include="model.*")
+
+
 def test_moments_in_a_save_for_hugging_face_are_said_once(
     train: Path, tmp_path: Path, caplog: Any
 ) -> None:
@@ -106,11 +111,6 @@ def test_moments_in_a_save_for_hugging_face_are_said_once(
     torch_ckpt.save(state, tmp_path / "d", layout="final")
     torch_ckpt.save(state, tmp_path / "s")
     assert not caplog.records
-
-
-    with pytest.raises(torch_ckpt.InvalidArgumentError, match="give it to the storage_reader"):
-        reader = torch_ckpt.CheckpointReader(train)
-        torch_ckpt.load(target, storage_reader=reader, include="model.*")
 
 
 @pytest.mark.parametrize("to", ["hf", "torch"])
