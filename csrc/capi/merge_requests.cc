@@ -32,6 +32,8 @@ Result<MergeOptions> ParseOptions(const Json& request) {
   }
   options.strict = GetBool(request, "strict", true);
   options.objects = GetBool(request, "objects", true);
+  TC_ASSIGN_OR_RETURN(const Json* left_out, GetList(request, "left_out"));
+  options.cut = !left_out->empty();
   options.verify = GetBool(request, "verify", true);
   options.output = OutputOptionsOf(request);
   return options;

@@ -57,6 +57,32 @@ def test_a_conversion_of_a_part(to: Any, train: Path, tmp_path: Path) -> None:
     assert found["step"] == 3
 
 
+@pytest.mark.parametrize("to", ["hf", "torch_ckpt"])
+def test_objects_that_are_left_out_are_in_no_file(to: Any, tmp_path: Path) -> None:
+    secret, large = "hunter2-hunter2", b"L" * 100_000
+    state = {"w": torch.ones(2), "a": {"note": "kept", "secret\n\u00e9": secret}, "blob": large}
+    torch_ckpt.save(state, tmp_path / "c")
+    for number, (chosen, files) in enumerate(
+        (
+            ({"exclude": "a.secret*"}, {"objects-00001.json", "objects-00001.bin"}),
+            ({"exclude": ["a.secret*", "blob"]}, {"objects-00001.json"}),
+            ({"include": ["w", "blob"]}, {"objects-00001.json", "objects-00001.bin"}),
+            ({"include": ["w"]}, set()),
+        )
+    ):
+        out = tmp_path / f"out{number}"
+        torch_ckpt.convert(tmp_path / "c", out, to, **chosen)
+        assert {path.name for path in out.glob("objects-*")} == files
+        texts = b"".join(path.read_bytes() for path in out.iterdir())
+        assert secret.encode() not in texts
+        assert (large in texts) == ("objects-00001.bin" in files)
+        assert (b"kept" in texts) == ("exclude" in chosen)
+        Checkpoint(out).verify()
+        found = torch_ckpt.load(path=out)
+        assert found.get("blob") == (large if large in texts else None)
+        assert found.get("a") == ({"note": "kept"} if "exclude" in chosen else None)
+
+
 def test_moments_in_an_export_are_said(train: Path, tmp_path: Path, caplog: Any) -> None:
     torch_ckpt.convert(train, tmp_path / "hf", "hf")
     (said,) = (record.getMessage() for record in caplog.records)
@@ -65,6 +91,21 @@ def test_moments_in_an_export_are_said(train: Path, tmp_path: Path, caplog: Any)
         caplog.clear()
         torch_ckpt.convert(train, tmp_path / options["to"], overwrite=True, **options)  # type: ignore[arg-type]
         assert not caplog.records
+
+
+def test_moments_in_a_save_for_hugging_face_are_said_once(
+    train: Path, tmp_path: Path, caplog: Any
+) -> None:
+    state = torch_ckpt.load(path=train)
+    torch_ckpt.save(state, tmp_path / "hf", layout="final", naming="hf")
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert str(tmp_path / "hf") in said and "exp_avg" in said
+    assert "directories of their own" in said
+    caplog.clear()
+    torch_ckpt.save(state["model"], tmp_path / "m", layout="final", naming="hf")
+    torch_ckpt.save(state, tmp_path / "d", layout="final")
+    torch_ckpt.save(state, tmp_path / "s")
+    assert not caplog.records
 
 
 def test_the_command(train: Path, tmp_path: Path) -> None:
@@ -96,21 +137,6 @@ def test_a_load_of_a_part(train: Path) -> None:
     with pytest.raises(torch_ckpt.InvalidArgumentError, match="give it to the storage_reader"):
         reader = torch_ckpt.CheckpointReader(train)
         torch_ckpt.load(target, storage_reader=reader, include="model.*")
-
-
-def test_moments_in_a_save_for_hugging_face_are_said_once(
-    train: Path, tmp_path: Path, caplog: Any
-) -> None:
-    state = torch_ckpt.load(path=train)
-    torch_ckpt.save(state, tmp_path / "hf", layout="final", naming="hf")
-    (said,) = (record.getMessage() for record in caplog.records)
-    assert str(tmp_path / "hf") in said and "exp_avg" in said
-    assert "directories of their own" in said
-    caplog.clear()
-    torch_ckpt.save(state["model"], tmp_path / "m", layout="final", naming="hf")
-    torch_ckpt.save(state, tmp_path / "d", layout="final")
-    torch_ckpt.save(state, tmp_path / "s")
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("to", ["hf", "torch"])

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "engine/final/final_files.h"
+#include "engine/merge/cut_objects.h"
 #include "format/cast.h"
 #include "format/json.h"
 #include "format/names.h"
@@ -168,13 +169,49 @@ Status MergePlan::AddArchived(const std::string& id) {
     }
   }
   text += "\n}}\n";
+  AddText(ObjectFileName(0), std::move(text), id);
+  return {};
+}
+
+// A file of objects that is made here.
+void MergePlan::AddText(std::string name, std::string text,
+                        const std::string& id) {
   ExtentList extents;
-  const std::string name = ObjectFileName(0);
   const uint64_t bytes = text.size();
   sources_->headers.Append(std::move(text), &extents);
+  std::string staged = StagedName(name, id);
   outputs_.push_back(
-      {{name, StagedName(name, id), id, FileRole::kObjects, bytes, {}},
+      {{std::move(name), std::move(staged), id, FileRole::kObjects, bytes, {}},
        std::move(extents)});
+}
+
+// Files of objects, without those of entries that the catalog lacks.
+Status MergePlan::AddCutObjects(const std::function<std::string()>& take_id) {
+  constexpr std::string_view kText = ".json", kSide = ".bin";
+  const std::vector<ManifestFile>& files = checkpoint_->files();
+  const Catalog& catalog = checkpoint_->catalog();
+  std::map<std::string_view, uint32_t> sides;
+  for (uint32_t f = 0; f < files.size(); ++f) {
+    if (files[f].role == FileRole::kObjects) sides[files[f].name] = f;
+  }
+  for (uint32_t f = 0; f < files.size(); ++f) {
+    const std::string& name = files[f].name;
+    if (files[f].role != FileRole::kObjects || !name.ends_with(kText)) continue;
+    TC_ASSIGN_OR_RETURN(const std::string text,
+                        checkpoint_->file_set()->ReadWhole(f));
+    Result<CutText> cut = CutObjects(text, [&](std::string_view leaf) {
+      const int64_t e = catalog.Find(leaf);
+      return e >= 0 && catalog.entries()[static_cast<size_t>(e)].file == f;
+    });
+    if (!cut.ok()) {
+      return cut.status().WithFile(checkpoint_->path() + "/" + name);
+    }
+    if (!cut->any) continue;
+    AddText(name, std::move(cut->text), take_id());
+    const auto side = sides.find(name.substr(0, name.size() - kText.size()) +
+                                 std::string(kSide));
+    if (cut->sides && side != sides.end()) AddObjects(side->second, take_id());
+  }
   return {};
 }
 
@@ -196,7 +233,8 @@ void MergePlan::KeepLeaves() {
 Status MergePlan::AddObjectFiles(const std::function<std::string()>& take_id) {
   if (!options_.objects) return {};
   const std::vector<ManifestFile>& files = checkpoint_->files();
-  for (uint32_t f = 0; f < files.size(); ++f) {
+  if (options_.cut) TC_RETURN_IF_ERROR(AddCutObjects(take_id));
+  for (uint32_t f = 0; f < files.size() && !options_.cut; ++f) {
     if (files[f].role == FileRole::kObjects) AddObjects(f, take_id());
   }
   const std::vector<CatalogEntry>& catalog = checkpoint_->catalog().entries();

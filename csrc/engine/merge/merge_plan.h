@@ -33,6 +33,9 @@ struct MergeOptions {
   // false such tensors are left out and such indices ignored.
   bool strict = true;
   bool objects = true;  // leaves that are no tensors go along
+  // The checkpoint is one Without some entries: what its files hold of these
+  // does not go along.
+  bool cut = false;
   bool verify = true;
   OutputOptions output;
 };
@@ -80,6 +83,8 @@ class MergePlan {
   Status AddFile(std::string name, std::string id,
                  const std::vector<uint32_t>& members);
   void AddObjects(uint32_t file, const std::string& id);
+  void AddText(std::string name, std::string text, const std::string& id);
+  Status AddCutObjects(const std::function<std::string()>& take_id);
   Status AddArchived(const std::string& id);
   Status AddObjectFiles(const std::function<std::string()>& take_id);
   void KeepLeaves();
