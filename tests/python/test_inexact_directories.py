@@ -45,6 +45,28 @@ def check(path: Path, out: Path) -> None:
     assert torch.equal(found["a"], A) and torch.equal(found["b"], B)
 
 
+@pytest.mark.parametrize("sub", ["", "weights/", "a/b/"])
+def test_torch_files_in_subdirectories(sub: str, tmp_path: Path) -> None:
+    """Where all are, the index alone tells of them, as it does to transformers."""
+    files = [f"{sub}pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+    (tmp_path / "hub" / sub).mkdir(parents=True)
+    for name, state in zip(files, ({"a": A}, {"b": B}), strict=True):
+        torch.save(state, tmp_path / "hub" / name)
+    index = tmp_path / "hub" / "pytorch_model.bin.index.json"
+    weight_map = {"a": files[0], "b": files[1]}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
+    check(tmp_path / "hub", tmp_path / "out")
+    assert Checkpoint(tmp_path / "hub").format == "torch"
+    with pytest.raises(torch_ckpt.ConflictError, match="overwrite is False"):
+        torch_ckpt.save({"a": A}, tmp_path / "hub", overwrite=False)
+    (tmp_path / "hub" / files[1]).unlink()
+    with pytest.raises(torch_ckpt.IncompleteError, match="00002-of-00002"):
+        torch_ckpt.load(path=tmp_path / "hub")
+    (tmp_path / "hub" / files[0]).unlink()
+    with pytest.raises(torch_ckpt.IncompleteError, match="pytorch_model"):
+        torch_ckpt.load(path=tmp_path / "hub")
+
+
 def test_an_index_that_names_too_much(tmp_path: Path, caplog: Any) -> None:
     path = hub(tmp_path / "hub", {"a": ONE, "b": TWO, "mtp": TWO})
     check(path, tmp_path / "out")

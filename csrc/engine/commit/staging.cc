@@ -60,7 +60,7 @@ Status RefuseExisting(const Directory& target) {
   for (const std::string& name : names) {
     if (name == kManifestName || name == kIndexName || IsDcpFile(name) ||
         IsPartManifestName(name) || name.ends_with(kDataSuffix) ||
-        HasTorchWeights({&name, 1})) {
+        IsTorchIndex(name) || HasTorchWeights({&name, 1})) {
       return Conflict("holds a checkpoint (" + name +
                       ") and overwrite is False; overwrite=True (--overwrite) "
                       "replaces one of torch_ckpt")

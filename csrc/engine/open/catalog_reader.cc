@@ -22,7 +22,7 @@ constexpr std::array kReaders = {
     CatalogReader{kWholeFormat, IsSafetensors, ReadSafetensors},
     CatalogReader{"megatron", IsMegatron, ReadMegatron},
     CatalogReader{"dcp", ByNames<HasDcpMetadata>, ReadDcp},
-    CatalogReader{kTorchFormat, ByNames<HasTorchWeights>, ReadTorchFiles},
+    CatalogReader{kTorchFormat, IsTorchWeights, ReadTorchFiles},
 };
 
 // As people call files of torch.save.

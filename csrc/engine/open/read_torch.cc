@@ -111,6 +111,15 @@ Status ChooseIndexed(const Directory& directory,
   return {};
 }
 
+// That of a model first; empty where there is none.
+std::string IndexAmong(std::span<const std::string> names) {
+  for (const std::string_view stem : kStems) {
+    std::string index = std::string(stem) + std::string(kIndexEnd);
+    if (std::binary_search(names.begin(), names.end(), index)) return index;
+  }
+  return {};
+}
+
 Result<Chosen> Choose(const Directory& directory,
                       std::span<const std::string> names, bool is_file) {
   Chosen out;
@@ -119,10 +128,8 @@ Result<Chosen> Choose(const Directory& directory,
     return out;
   }
   out.files = TorchWeights(names);
-  for (const std::string_view stem : kStems) {
-    std::string index = std::string(stem) + std::string(kIndexEnd);
-    if (!std::binary_search(names.begin(), names.end(), index)) continue;
-    out.index_name = std::move(index);
+  out.index_name = IndexAmong(names);
+  if (!out.index_name.empty()) {
     TC_RETURN_IF_ERROR(ChooseIndexed(directory, names, &out));
     return out;
   }
@@ -149,8 +156,26 @@ std::vector<std::string> TorchWeights(std::span<const std::string> names) {
   return out;
 }
 
+bool IsTorchIndex(std::string_view name) {
+  return std::any_of(kStems.begin(), kStems.end(), [&](std::string_view stem) {
+    return name == std::string(stem) + std::string(kIndexEnd);
+  });
+}
+
 bool HasTorchWeights(std::span<const std::string> names) {
   return std::any_of(names.begin(), names.end(), IsWeights);
+}
+
+Result<bool> IsTorchWeights(const Directory& directory,
+                            std::span<const std::string> names) {
+  if (HasTorchWeights(names)) return true;
+  const std::string index_name = IndexAmong(names);
+  if (index_name.empty()) return false;
+  const Result<HfIndex> index = ReadIndex(directory, index_name, kSuffix);
+  if (!index.ok()) return false;
+  TC_ASSIGN_OR_RETURN(const IndexedFiles files,
+                      FilesOf(*index, directory, names));
+  return files.missing.size() < files.all.size();
 }
 
 Result<ForeignCatalog> ReadTorchFiles(const Directory& directory,

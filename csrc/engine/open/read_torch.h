@@ -3,6 +3,7 @@
 
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/open/catalog_reader.h"
@@ -13,6 +14,11 @@ namespace torch_ckpt {
 // calls them: pytorch_model.bin, pytorch_model-00001-of-00002.bin, and the same
 // of adapter_model and diffusion_pytorch_model.
 bool HasTorchWeights(std::span<const std::string> names);
+// The same, or an index names files below the directory that are there.
+Result<bool> IsTorchWeights(const Directory& directory,
+                            std::span<const std::string> names);
+// Whether it is what the Hub calls the index of such files.
+bool IsTorchIndex(std::string_view name);
 std::vector<std::string> TorchWeights(std::span<const std::string> names);
 
 // Of several files an index says which count, where there is one; without it
