@@ -1,8 +1,12 @@
 #include "format/torch_dtensor.h"
 
+#include <algorithm>
 #include <array>
+#include <cstddef>
+#include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "base/checked.h"
 
@@ -145,6 +149,40 @@ Result<Dims> ReadMesh(const PickleObject& mesh, Budget* budget) {
   return out;
 }
 
+// Whether the strided placements of a dimension say this order themselves, as
+// those of FSDP over tensor parallelism do, of which torch 2.10 makes it: each
+// stands behind those that split the dimension before it, into as many parts as
+// its factor says.
+bool IsOrderOfPlacements(const MeshRule& rule, int64_t tensor_dim,
+                         Values said) {
+  if (rule.placements.size() != static_cast<size_t>(rule.mesh.size())) {
+    return false;
+  }
+  std::vector<int> order;
+  for (int m = rule.mesh.size() - 1; m >= 0; --m) {
+    const MeshPlacement& placement = rule.placements[static_cast<size_t>(m)];
+    if (placement.kind == MeshPlacementKind::kReplicate ||
+        placement.dim != tensor_dim) {
+      continue;
+    }
+    const bool strided = placement.kind == MeshPlacementKind::kStridedShard;
+    const auto parts =
+        static_cast<uint64_t>(strided ? placement.split_factor : 1);
+    size_t at = 0;
+    std::optional<uint64_t> before = 1;
+    for (; at < order.size() && before && *before != parts; ++at) {
+      before = CheckedMul(*before, static_cast<uint64_t>(rule.mesh[order[at]]));
+    }
+    if (before != parts) return false;
+    order.insert(order.begin() + static_cast<std::ptrdiff_t>(at), m);
+  }
+  return std::equal(order.begin(), order.end(), said.begin(), said.end(),
+                    [](int dim, const PickleValue& value) {
+                      return value.Is(PickleKind::kInt) &&
+                             value.integer() == dim;
+                    });
+}
+
 // Mesh dimensions that shard one dimension do so from left to right. Newer
 // versions of torch say where they do not; of older ones, which have the mesh
 // as a tensor, FSDP over tensor parallelism did not and does not say it.
@@ -163,15 +201,22 @@ Status CheckOrder(const PickleObject& spec, const PickleObject& mesh,
           !entry.object().arguments.items()[1].Is(PickleKind::kTuple)) {
         return other;
       }
-      // As many as there are at the most, and so no more than it has.
+      const Values said = entry.object().arguments.items();
       int64_t last = -1;
-      for (const PickleValue& dim :
-           entry.object().arguments.items()[1].items()) {
-        if (!dim.Is(PickleKind::kInt) || dim.integer() <= last ||
+      if (said[1].items().size() > rule.placements.size()) return other;
+      bool ascends = true;
+      for (const PickleValue& dim : said[1].items()) {
+        if (!dim.Is(PickleKind::kInt) ||
             dim.integer() >= static_cast<int64_t>(rule.placements.size())) {
           return other;
         }
+        ascends = ascends && dim.integer() > last;
         last = dim.integer();
+      }
+      if (!ascends &&
+          (!said[0].Is(PickleKind::kInt) ||
+           !IsOrderOfPlacements(rule, said[0].integer(), said[1].items()))) {
+        return other;
       }
     }
     return {};
@@ -231,8 +276,8 @@ Result<TorchDTensor> ReadTorchDTensor(const TorchRebuild& rebuild,
     TC_ASSIGN_OR_RETURN(const MeshPlacement placement, ReadPlacement(each));
     out.rule.placements.push_back(placement);
   }
-  TC_RETURN_IF_ERROR(CheckOrder(spec->object(), mesh->object(), out.rule));
   TC_ASSIGN_OR_RETURN(out.rule.mesh, ReadMesh(mesh->object(), budget));
+  TC_RETURN_IF_ERROR(CheckOrder(spec->object(), mesh->object(), out.rule));
   const PickleValue* coordinate =
       FindAttribute(mesh->object(), "_coordinate_on_dim");
   if (!coordinate || coordinate->Is(PickleKind::kNone)) {

@@ -264,6 +264,29 @@ def test_an_order_of_shards_that_is_not_from_left_to_right(tmp_path: Path) -> No
     expect_unread(torch_ckpt.open(path), "w")
 
 
+def test_the_order_that_strided_placements_say(tmp_path: Path) -> None:
+    """Torch 2.10 writes it beside those of FSDP over tensor parallelism. Another one is refused."""
+    whole = torch.arange(32.0).view(8, 4)
+    for order, is_read in (((1, 0), True), ((0, 1), True), ((1, 1), False)):
+        path = tmp_path / f"{order}.pt"
+        with as_rank(1, (2, 2)) as devices:
+            places = [_StridedShard(0, split_factor=2), Shard(0)]
+            part = distribute_tensor(whole, devices, places, src_data_rank=None)
+            local = part.to_local().clone()
+            entry = ShardOrderEntry(tensor_dim=0, mesh_dims=order)
+            object.__setattr__(part._spec, "shard_order", (entry,))
+            torch.save({"w": part, "plain": torch.ones(2)}, path)
+        checkpoint = torch_ckpt.open(path)
+        if not is_read:
+            expect_unread(checkpoint, "w")
+            continue
+        # Tensor parallelism gave it the second half, and FSDP the first half of that.
+        found = numpy.zeros((8, 4), numpy.float32)
+        fill(found, path)
+        assert torch.equal(local, whole[4:6])
+        assert numpy.array_equal(found[4:6], local.numpy()) and not found[:4].any()
+
+
 def test_an_order_of_more_dimensions_than_the_mesh_has(tmp_path: Path) -> None:
     """Nobody looks through 30,000 of them for each of the leaves that share them."""
     path = tmp_path / "a.pt"
