@@ -99,6 +99,7 @@ set(test_sources
     tests/cpp/engine_scan_test.cc
     tests/cpp/engine_save_job_test.cc
     tests/cpp/engine_snapshot_job_test.cc
+    tests/cpp/engine_torch_leaves_test.cc
     tests/cpp/engine_test_util.cc
     tests/cpp/engine_value_jobs_test.cc
     tests/cpp/engine_verify_job_test.cc

@@ -1,7 +1,6 @@
 #include "engine/open/torch_leaves.h"
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "engine/open/torch_archive.h"
@@ -163,6 +162,7 @@ void TorchLeavesAdder::AddContainer(const StateContainer& container) {
       by_path_.try_emplace(container.path, containers_.size());
   if (fresh) {
     containers_.push_back(container);
+    keys_.emplace_back();
     return;
   }
   StateContainer& known = containers_[at->second];
@@ -170,10 +170,16 @@ void TorchLeavesAdder::AddContainer(const StateContainer& container) {
     known.count = std::max(known.count, container.count);
     return;
   }
-  std::set<std::string> keys(known.keys.begin(), known.keys.end());
+  // Each key is looked at once: of as many files as a model has.
+  std::unordered_set<std::string>& keys = keys_[at->second];
+  if (keys.empty()) {
+    keys.insert(known.keys.begin(), known.keys.end());
+    steps_ += known.keys.size();
+  }
   for (const std::string& key : container.keys) {
     if (keys.insert(key).second) known.keys.push_back(key);
   }
+  steps_ += container.keys.size();
 }
 
 Status TorchLeavesAdder::Add(uint32_t number, const std::string& file_name,

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <unordered_set>
 #include <vector>
 
 #include "engine/open/catalog_reader.h"
@@ -54,6 +55,8 @@ class TorchLeavesAdder {
              const TorchLeaves& found);
   // Whether some file had it.
   bool Has(const std::string& name) const { return files_.contains(name); }
+  // Keys that uniting the containers of several archives has looked at.
+  uint64_t steps() const { return steps_; }
   // Adds the structure, where names do not say all of it, and makes what
   // the builder holds the catalog of `out`, whose files are known.
   Status Finish(ForeignCatalog* out);
@@ -70,7 +73,9 @@ class TorchLeavesAdder {
   std::map<std::string, uint32_t> files_;  // by leaf, that it is in
   std::map<Place, std::string> places_;
   std::vector<StateContainer> containers_;
+  std::vector<std::unordered_set<std::string>> keys_;  // of these, once united
   std::map<std::string, size_t> by_path_;
+  uint64_t steps_ = 0;
   std::vector<DigestedRange> storages_;
   std::map<std::string, UnreadTensor, std::less<>> unread_;
 };
