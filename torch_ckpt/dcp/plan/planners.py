@@ -7,6 +7,7 @@ built over and over.
 
     set_up_planner      flatten.py      {fqn: leaf}, and what the names do not say
     create_local_plan   items.py        items per leaf; boxes.py for DTensors
+                        digests.py      what ranks compare
     create_global_plan  global_plan.py  who writes what, metadata, proof of coverage
 """
 
