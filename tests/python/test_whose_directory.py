@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import torch_ckpt
 from torch_ckpt.checkpoint import Checkpoint
@@ -60,8 +60,36 @@ def test_objects_alone_tell_too(tmp_path: Path) -> None:
     torch_ckpt.save(STATE, tmp_path / "c")
     (tmp_path / "c" / MANIFEST).unlink()
     (tmp_path / "c" / "torch_ckpt.catalog").unlink()
-    with pytest.raises(torch_ckpt.IncompleteError, match=r"objects-00001\.json"):
-        torch_ckpt.load(path=tmp_path / "c")
+    objects = tmp_path / "c" / "objects-00001.json"
+    for size in (objects.stat().st_size, 40, 3, 0):  # a copy may stop anywhere
+        objects.write_bytes(objects.read_bytes()[:size])
+        with pytest.raises(torch_ckpt.IncompleteError, match=r"objects-00001\.json"):
+            torch_ckpt.load(path=tmp_path / "c")
+
+
+def test_a_file_of_others_that_is_called_as_ours(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    for content in ('{"scene": [1, 2]}', "[]", None):
+        name = tmp_path / "objects-00001.json"
+        name.unlink(missing_ok=True)
+        name.mkdir() if content is None else name.write_text(content)
+        assert torch_ckpt.load(path=tmp_path)["w"].tolist() == [1, 1]
+        status, output = run("inspect", str(tmp_path))
+        assert status == 0, output
+
+
+@pytest.mark.timeout(60)
+def test_a_conflict_that_stays_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what is replaced while it is read is looked at again."""
+    torch_ckpt.save({"w": torch.ones(2)}, tmp_path / "c")
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    slept: list[float] = []
+    monkeypatch.setattr("torch_ckpt.checkpoint.time.sleep", slept.append)
+    with pytest.raises(torch_ckpt.ConflictError, match="two checkpoints"):
+        Checkpoint(tmp_path / "c").verify()
+    assert slept == []
 
 
 @LAYOUTS

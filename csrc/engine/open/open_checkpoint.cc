@@ -1,5 +1,6 @@
 // How a checkpoint is found at a path and read; checkpoint.cc has what an
 // opened one answers.
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <optional>
@@ -207,15 +208,31 @@ Status CheckAlone(const Directory& directory) {
       .WithFile(directory.path());
 }
 
+// Whether it begins as objects files of ours do. What a copy that stopped has
+// left of one may be less, and nothing at all.
+Result<bool> IsObjectsFile(const Directory& directory,
+                           const std::string& name) {
+  constexpr std::string_view kBegin = "{\"format_version\":";
+  const Result<File> file = directory.OpenFile(name, {});
+  if (file.status().kind() == ErrorKind::kCorrupt) return false;  // no file
+  TC_RETURN_IF_ERROR(file.status());
+  std::array<std::byte, kBegin.size()> begin;
+  TC_ASSIGN_OR_RETURN(const uint64_t count, file->Read(begin, 0));
+  return kBegin.starts_with(
+      std::string_view(reinterpret_cast<const char*>(begin.data()), count));
+}
+
 // What only the manifest can say belongs together: read without it, tensors
 // would lack digests, and other leaves would be gone.
 Status CheckNotCutOff(const Directory& directory) {
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
   for (const std::string& name : names) {
     const auto rank = RankOfFile(name);
-    const bool ours =
-        name == kCatalogName ||
-        (rank && (name == ObjectFileName(*rank) || name.ends_with(".catalog")));
+    bool ours = name == kCatalogName || (rank && name.ends_with(".catalog"));
+    if (!ours && rank && name == ObjectFileName(*rank)) {
+      // Others may call a file so.
+      TC_ASSIGN_OR_RETURN(ours, IsObjectsFile(directory, name));
+    }
     if (!ours) continue;
     return Incomplete(
                "is a part of a checkpoint of torch_ckpt, whose " +
