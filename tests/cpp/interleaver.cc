@@ -4,6 +4,7 @@
 #include <array>
 #include <cerrno>
 #include <initializer_list>
+#include <iterator>
 #include <string_view>
 #include <utility>
 
@@ -11,6 +12,9 @@
 
 namespace torch_ckpt {
 namespace {
+
+constexpr std::string_view kDecisive[] = {"/committed", "/commit.json",
+                                          "/torch_ckpt.json", "/save_id"};
 
 thread_local int this_actor = -1;
 
@@ -23,11 +27,16 @@ bool IsOneOf(std::string_view op, std::initializer_list<std::string_view> ops) {
 bool Interleaver::Counts(const FaultSite& site) const {
   if (!site.path.starts_with(root_)) return false;
   if (IsOneOf(site.op, {"mkdirat", "renameat", "renameat2", "linkat",
-                        "unlinkat", "rmdir"})) {
+                        "unlinkat", "rmdir", "getdents"})) {
     return true;
   }
-  return fine_ && IsOneOf(site.op, {"openat", "fstatat", "getdents", "flock",
-                                    "ofd_lock", "pwrite"});
+  if (IsOneOf(site.op, {"openat", "fstatat"})) {
+    return fine_ || std::any_of(std::begin(kDecisive), std::end(kDecisive),
+                                [&](std::string_view name) {
+                                  return site.path.ends_with(name);
+                                });
+  }
+  return fine_ && IsOneOf(site.op, {"flock", "ofd_lock", "pwrite"});
 }
 
 FaultAction Interleaver::Visit(const FaultSite& site) {

@@ -38,8 +38,8 @@ struct Turn {
 
 class Interleaver {
  public:
-  // Counts calls on paths below `root`: those that change names, or with `fine`
-  // also those that look at them.
+  // Counts calls on paths below `root`: those that change names, list them or
+  // look at a name on which a decision hangs; with `fine` all that look.
   Interleaver(std::string root, bool fine)
       : root_(std::move(root)), fine_(fine) {}
 
