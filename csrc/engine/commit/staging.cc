@@ -220,7 +220,11 @@ Status SaveSession::Enter() {
 
 Status SaveSession::NameInPlace() const {
   const std::string name(kSaveIdName), fresh = StagedName(name, save_id_);
-  TC_RETURN_IF_ERROR(root().WriteFile(fresh, save_id_));
+  TC_ASSIGN_OR_RETURN(
+      File file, root().OpenFile(fresh, {.write = true, .create_new = true}));
+  TC_RETURN_IF_ERROR(file.WriteAll(AsBytes(save_id_), 0));
+  // Not synced: whom it names does not outlive a crash either.
+  TC_RETURN_IF_ERROR(file.Close());
   return root().Rename(fresh, root(), name);
 }
 
