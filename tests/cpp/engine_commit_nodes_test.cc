@@ -72,6 +72,22 @@ TEST_F(NodesTest, NoLockHolds) {
   });
 }
 
+// It hears the same of what it writes after that.
+TEST_F(NodesTest, ASupersededSaveIsToldWhenItWrites) {
+  ForBoth([&](bool) {
+    Saver first, second;
+    ASSERT_OK(Begin(new_, &first));
+    ReleaseLocks(root(), /*flocks_only=*/false);
+    ASSERT_OK(Begin(third_, &second));
+    const Status told = WriteRanks(first.session->place().path, Pieces(new_),
+                                   {}, &first.request);
+    EXPECT_EQ(told.kind(), ErrorKind::kConflict) << told.ToString();
+    first.session.reset();
+    ASSERT_OK(Commit(&second));
+    ExpectHolds(third_);
+  });
+}
+
 // The other way round, the earlier one ends while the later one writes.
 TEST_F(NodesTest, NoLockHoldsAndTheEarlierOneGivesUp) {
   ForBoth([&](bool) {

@@ -291,6 +291,17 @@ bool PlacePatience::Changed(const Status& status) {
   return status.sys_errno() == ENOENT || status.sys_errno() == ESTALE;
 }
 
+Status ExplainGone(Status status, const std::string& path) {
+  if (!PlacePatience::Changed(status)) return status;
+  const auto there = StatPathEntry(path);
+  if (!there.ok() || *there) return status;
+  return Conflict(
+             "another save into this directory has begun since, or this "
+             "staging directory was removed (" +
+             status.ToString() + ")")
+      .WithFile(path);
+}
+
 Result<JoinedSave> JoinSave(const std::string& target,
                             std::chrono::milliseconds total) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));

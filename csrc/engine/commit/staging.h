@@ -143,6 +143,11 @@ class PlacePatience {
 Result<SaveSession> BeginSave(const std::string& target, bool overwrite,
                               bool others = false);
 
+// What a save is told that did not find what it had staged, or where it stages,
+// at `path`: kConflict where that is not there any more, since another save has
+// superseded it. Any other error as it is.
+Status ExplainGone(Status status, const std::string& path);
+
 // For every other rank: the directory that the coordinator has made and the id
 // of its save. Looks again for `total`, since the caches of a network file
 // system may hide it for a while; then kIncomplete, saying that the path is

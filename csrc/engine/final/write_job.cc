@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "engine/commit/staging.h"
 #include "engine/open/header_io.h"
 #include "engine/write/literals.h"
 #include "format/names.h"
@@ -237,17 +238,23 @@ class WriteJob {
 Result<WrittenPlan> RunWriteJob(WritePlan plan,
                                 const std::vector<SourceTensor>& sources,
                                 Job* job) {
-  TC_ASSIGN_OR_RETURN(Directory staging, Directory::Open(plan.staging));
-  const int workers = std::max(1, plan.options.workers);
-  // Sending to a ring and writing go on at once.
-  TC_ASSIGN_OR_RETURN(MemorySources memory,
-                      MemorySources::Make(sources, nullptr, 2 * workers));
-  WriteJob write(std::move(plan), sources, std::move(staging),
-                 std::move(memory), workers, job);
-  TC_RETURN_IF_ERROR(write.LayOutFiles());
-  TC_RETURN_IF_ERROR(write.LayOutFinals());
-  TC_RETURN_IF_ERROR(write.Write());
-  return write.Report();
+  const std::string path = plan.staging;
+  const auto run = [&]() -> Result<WrittenPlan> {
+    TC_ASSIGN_OR_RETURN(Directory staging, Directory::Open(path));
+    const int workers = std::max(1, plan.options.workers);
+    // Sending to a ring and writing go on at once.
+    TC_ASSIGN_OR_RETURN(MemorySources memory,
+                        MemorySources::Make(sources, nullptr, 2 * workers));
+    WriteJob write(std::move(plan), sources, std::move(staging),
+                   std::move(memory), workers, job);
+    TC_RETURN_IF_ERROR(write.LayOutFiles());
+    TC_RETURN_IF_ERROR(write.LayOutFinals());
+    TC_RETURN_IF_ERROR(write.Write());
+    return write.Report();
+  };
+  Result<WrittenPlan> written = run();
+  if (written.ok()) return written;
+  return ExplainGone(written.status(), path);
 }
 
 }  // namespace torch_ckpt

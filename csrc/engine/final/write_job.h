@@ -19,7 +19,7 @@ struct WriteFile {
 };
 
 struct WritePlan {
-  std::string staging;  // directory
+  std::string staging;  // directory; kConflict where it is gone
   std::vector<WriteFile> files;
   std::vector<WriteTensor> final_tensors;  // into files in staging
   int64_t rank = 0;  // this one, as the list of final files counts them
