@@ -30,7 +30,8 @@ Written by `./dev filesystems`; nothing here is typed by hand. Each file system 
 Debian's packages, and mounted on one node, or shared by two: processes with network, mounts,
 process numbers, host name and boot id of their own, joined by a switch, beside a server of the same
 kind. torchrun launches four ranks with Gloo, two on each of two nodes. "Another node" is another
-process where there is only one.
+process where there is only one. NFS is not among them: it needs a client in the kernel, and the
+kernel of the machines that this ran on has none (`/proc/filesystems`).
 
 """
 
