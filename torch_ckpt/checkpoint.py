@@ -20,7 +20,7 @@ from torch_ckpt import _core
 from torch_ckpt.description import Description, FileInfo, Topology, entries_of, topology_of
 from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
 from torch_ckpt.hulls import warn_of_notes
-from torch_ckpt.jobs import Job, OpenedCheckpoint, SaveSession
+from torch_ckpt.jobs import Job, OpenedCheckpoint, SaveSession, warn_of
 from torch_ckpt.options import local_path
 from torch_ckpt.progress import Progress, told
 
@@ -308,6 +308,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         to a checkpoint there), ConflictError while a save into it is in progress.
         """
         answer = _core.call({"op": "remove", "path": self.path})
+        warn_of(answer)
         return RemoveReport(
             tuple(answer["removed"]), tuple(answer["left"]), answer["directory_removed"]
         )

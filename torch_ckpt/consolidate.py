@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch_ckpt import _core
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.extras import ExtraFiles, extra_files
-from torch_ckpt.jobs import Job, end_session, in_thread
+from torch_ckpt.jobs import Job, end_session, in_thread, warn_of
 from torch_ckpt.key_mapping import KeyMapping
 from torch_ckpt.merge import (
     MEMORY_BUDGET,
@@ -167,6 +167,7 @@ def merge_on_every_rank(
         commit["extras"] = context.enter_context(extras)  # before the work: they may be refused
         answer = _core.call({"op": "merge_begin", **request, "extras": commit["extras"]})
         sessions.append(answer["session"])
+        warn_of(answer)
         return answer
 
     try:

@@ -289,6 +289,13 @@ class OpenedCheckpoint:
         return {name: types[at][0] for name, kind, at in columns if kind != _core.OBJECT}
 
 
+def warn_of(answer: dict[str, Any]) -> None:
+    """Warn of what the engine has found and given up while it did what `answer` tells. Called when
+    all that must be kept of the answer is kept: where warnings are errors, the first one raises."""
+    for text in answer.get("warnings", ()):
+        warnings.warn(f"torch_ckpt: {text}", stacklevel=3)
+
+
 class _Session:
     """A hold on a staging directory, from planning to the commit.
 
@@ -313,11 +320,10 @@ class _Session:
         self.id: int = answer["session"]
         self.staging: str = answer["staging"]
         self.save_id: str = answer["save_id"]
-        for text in answer.get("warnings", ()):
-            warnings.warn(text, stacklevel=2)
         self._finalizer = _finalizer(self, end_session, self._kind, self.id)
         with _Session._mutex:
             _Session._open[self._kind, path] = weakref.ref(self)
+        warn_of(answer)
 
     @classmethod
     def end_earlier(cls, path: str) -> None:
@@ -345,6 +351,7 @@ class _Session:
             raise
         self._finalizer.detach()
         self._forget()
+        warn_of(answer)
         return answer
 
     def end(self) -> None:

@@ -12,7 +12,7 @@ from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.extras import ExtraFiles, extra_files
 from torch_ckpt.hulls import warn_of_hulls, warn_of_notes
-from torch_ckpt.jobs import MIN_WORKERS, Job, OpenedCheckpoint, replaces
+from torch_ckpt.jobs import MIN_WORKERS, Job, OpenedCheckpoint, replaces, warn_of
 from torch_ckpt.key_mapping import KeyMapping, renamed
 from torch_ckpt.mapping import NAMINGS, SHARDS, Naming, checked_mapping
 from torch_ckpt.options import check_choice, local_path, parse_bytes
@@ -216,6 +216,7 @@ def merge(
 
 def tell_of_merge(request: MergeRequest, answer: dict[str, Any]) -> None:
     """What is to be said of a merge that is done."""
+    warn_of(answer)
     warn_of_hulls(request.opened.path, answer["hulls"])
     if request["stem"] != SHARDS.stem:
         described = request.opened.describe()

@@ -457,7 +457,8 @@ Result<Json> RemoveRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const RemovedCheckpoint gone, RemoveCheckpoint(path));
   return Json{{"removed", gone.removed},
               {"left", gone.left},
-              {"directory_removed", gone.directory}};
+              {"directory_removed", gone.directory},
+              {"warnings", gone.warnings}};
 }
 
 }  // namespace torch_ckpt::capi

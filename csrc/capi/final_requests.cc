@@ -3,7 +3,6 @@
 #include <cerrno>
 
 #include "capi/requests.h"
-#include "engine/commit/previous.h"
 #include "engine/final/assemble_job.h"
 #include "engine/final/ring_link.h"
 #include "json/held.h"
@@ -88,13 +87,11 @@ Result<Json> StageFinalRequest(const Json& request) {
   Result<FinalFiles> staged =
       StageFinalFiles(session->directory(), tensors, rule, naming,
                       GetBool(request, "sync", true), std::move(rings));
-  Status hidden;
-  if (staged.ok()) {
-    hidden = CheckNotHidden(session->place().target, NewFilesOf(*staged));
-  }
+  const Status status =
+      staged.ok() ? session->CheckNotHidden(NewFilesOf(*staged))
+                  : ExplainGone(staged.status(), session->place().path);
   Saves().PutBack(id, std::move(session));
-  if (!staged.ok()) return staged.status();
-  TC_RETURN_IF_ERROR(hidden);
+  TC_RETURN_IF_ERROR(status);
   return Json{{"files", staged->files.size()}};
 }
 
@@ -109,11 +106,11 @@ Result<Json> CheckFinalRequest(const Json& request) {
     return Json::object();
   }
   TC_RETURN_IF_ERROR(there);
-  TC_ASSIGN_OR_RETURN(const SaveSession session,
+  TC_ASSIGN_OR_RETURN(SaveSession session,
                       BeginSave(path, true, GetBool(request, "others", false)));
-  TC_RETURN_IF_ERROR(CheckNotHidden(
-      path, {{FinalFileName(1, 1, naming), IndexFileName(1, naming)}, 0, {}}));
-  return Json::object();
+  TC_RETURN_IF_ERROR(session.CheckNotHidden(
+      {{FinalFileName(1, 1, naming), IndexFileName(1, naming)}, 0, {}}));
+  return Json{{"warnings", session.TakeWarnings()}};
 }
 
 Status AssembleFinals(const Json& request, const SaveSession& session,

@@ -4,7 +4,6 @@
 
 #include "capi/requests.h"
 #include "engine/commit/commit.h"
-#include "engine/commit/previous.h"
 #include "engine/merge/fill_archives.h"
 #include "engine/merge/merge_plan.h"
 #include "format/names.h"
@@ -181,7 +180,7 @@ Result<Begun> Begin(const Json& request) {
   const std::string& target = session.place().target;
   TC_ASSIGN_OR_RETURN(const NewFiles files,
                       NewFilesOf(*begun.plan, begun.in_place));
-  TC_RETURN_IF_ERROR(CheckNotHidden(target, files));
+  TC_RETURN_IF_ERROR(session.CheckNotHidden(files));
   if (!overwrite) TC_RETURN_IF_ERROR(CheckNothingThere(request, target, files));
   begun.session = std::make_unique<SaveSession>(std::move(session));
   return begun;
@@ -244,7 +243,8 @@ Result<Json> Commit(const Json& request, const MergePlan& plan,
   return Json{{"save_id", manifest.save_id},
               {"files", plan.outputs().size()},
               {"hulls", plan.checkpoint().hulls()},
-              {"bytes", bytes}};
+              {"bytes", bytes},
+              {"warnings", session->TakeWarnings()}};
 }
 
 }  // namespace
@@ -269,6 +269,7 @@ Result<Json> MergeBeginRequest(const Json& request) {
   Json out = {{"staging", begun.session->place().path},
               {"ids", IdsOf(*begun.plan)},
               {"in_place", begun.in_place},
+              {"warnings", begun.session->TakeWarnings()},
               {"input_identity", begun.plan->checkpoint().identity()}};
   TC_ASSIGN_OR_RETURN(out["session"], Saves().Add(std::move(begun.session)));
   return out;

@@ -3,7 +3,6 @@
 
 #include "capi/requests.h"
 #include "engine/commit/commit.h"
-#include "engine/commit/previous.h"
 #include "engine/commit/staged_files.h"
 #include "format/json.h"
 #include "json/held.h"
@@ -99,12 +98,12 @@ Result<Json> BeginSaveRequest(const Json& request) {
                                 GetBool(request, "others", false)));
   NewFiles shards;
   TC_ASSIGN_OR_RETURN(shards.shard_ranks, GetInt(request, "shard_ranks", 0));
-  if (shards.shard_ranks > 0) TC_RETURN_IF_ERROR(CheckNotHidden(path, shards));
+  if (shards.shard_ranks > 0) TC_RETURN_IF_ERROR(begun.CheckNotHidden(shards));
   auto session = std::make_unique<SaveSession>(std::move(begun));
   Json out = {{"staging", session->place().path},
               {"fresh", session->place().fresh},
               {"save_id", session->save_id()},
-              {"warnings", session->warnings()}};
+              {"warnings", session->TakeWarnings()}};
   TC_ASSIGN_OR_RETURN(out["session"], Saves().Add(std::move(session)));
   return out;
 }
@@ -119,7 +118,8 @@ Result<Json> StageExtrasRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
   TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, Saves().Take(id));
   CommitRequest added;
-  const Status status = AddExtras(request, session->directory(), &added);
+  const Status status = ExplainGone(
+      AddExtras(request, session->directory(), &added), session->place().path);
   Saves().PutBack(id, std::move(session));
   TC_RETURN_IF_ERROR(status);
   Json files = Json::array();
@@ -142,7 +142,9 @@ Result<Json> CommitSaveRequest(const Json& request) {
     Saves().PutBack(id, std::move(session));
     return manifest.status();
   }
-  return CommittedJson(*manifest);
+  Json out = CommittedJson(*manifest);
+  out["warnings"] = session->TakeWarnings();
+  return out;
 }
 
 Result<Json> EndSaveRequest(const Json& request) {

@@ -64,21 +64,22 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
         WholeTensor(tensors[i], std::move(names[i]), i, *source));
     save.tensors.push_back(std::move(tensor));
   }
-  TC_ASSIGN_OR_RETURN(const Manifest manifest,
+  TC_ASSIGN_OR_RETURN(const SavedCheckpoint saved,
                       RunSaveJob(std::move(save), sources, job));
+  const std::vector<ManifestFile>& files = saved.manifest.files;
   uint64_t bytes = 0;
-  for (const ManifestFile& file : manifest.files) bytes += file.bytes;
-  job->SetResult(Json{
-      {"save_id", manifest.save_id},
-      {"files", manifest.files.size()},
-      {"bytes",
-       bytes}}.dump());
+  for (const ManifestFile& file : files) bytes += file.bytes;
+  const Json result = {{"save_id", saved.manifest.save_id},
+                       {"files", files.size()},
+                       {"bytes", bytes}};
+  job->SetResult(result.dump());
   report[0] = 1;
   for (const SourceTensor& source : sources) {
     report[1] += static_cast<int64_t>(source.bytes());
   }
   report[2] = static_cast<int64_t>(bytes);
-  report[3] = static_cast<int64_t>(manifest.files.size());
+  report[3] = static_cast<int64_t>(files.size());
+  for (const std::string& text : saved.warnings) Warn(text);
   return {};
 }
 

@@ -82,6 +82,10 @@ void ThrowIfError(const Status& status) {
   throw std::runtime_error(status.ToString());
 }
 
+void Warn(const std::string& text) {
+  aoti_torch_warn("torch_ckpt", "", 0, ("torch_ckpt: " + text).c_str());
+}
+
 Result<int64_t*> ReportOf(Tensor& report) {
   TC_ASSIGN_OR_RETURN(const SourceTensor memory,
                       SourceOf(report, "the report"));

@@ -37,6 +37,10 @@ inline constexpr int64_t kReportSize = 4;
 // status, std::invalid_argument for a caller's mistake.
 void ThrowIfError(const Status& status);
 
+// Hands `text` to torch as a warning: to standard error, or to what the program
+// has set for them.
+void Warn(const std::string& text);
+
 // The elements of a report, all set to 0.
 Result<int64_t*> ReportOf(Tensor& report);
 

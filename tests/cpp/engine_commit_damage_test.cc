@@ -97,9 +97,9 @@ TEST_F(DamageTest, ACommitOfWhichSomethingIsMissingTouchesNothing) {
     fs::remove_all(Path("c"));
     fs::rename(Path("d"), Path("c"));
     {
-      const auto session = BeginSave(Path("c"), true);
+      auto session = BeginSave(Path("c"), true);
       ASSERT_OK(session.status());
-      EXPECT_EQ(session->warnings().size(), 1u);
+      EXPECT_EQ(session->TakeWarnings().size(), 1u);
     }
     ExpectHolds(old_);
     ASSERT_OK(SaveAll(Path("c"), Pieces(new_)).status());
@@ -223,16 +223,17 @@ TEST_F(DamageTest, ADamagedManifestIsReplaced) {
         const auto removed = RemoveCheckpoint(Path("c"));
         ASSERT_OK(removed.status());
         EXPECT_EQ(removed->left, std::vector<std::string>{"config.json"});
+        EXPECT_EQ(removed->warnings.size(), 1u);
         continue;
       }
       EXPECT_EQ(BeginSave(Path("c"), false).status().kind(),
                 ErrorKind::kConflict);
       {
-        const auto session = BeginSave(Path("c"), true);
+        auto session = BeginSave(Path("c"), true);
         ASSERT_OK(session.status());
-        ASSERT_EQ(session->warnings().size(), 1u);
-        EXPECT_NE(session->warnings()[0].find("torch_ckpt.json"),
-                  std::string::npos);
+        const auto warnings = session->TakeWarnings();
+        ASSERT_EQ(warnings.size(), 1u);
+        EXPECT_NE(warnings[0].find("torch_ckpt.json"), std::string::npos);
       }
       ASSERT_OK(SaveAll(Path("c"), Pieces(new_)).status());
       ExpectHolds(new_);

@@ -123,19 +123,4 @@ Status CheckNotHidden(const Directory& target, const Previous& previous,
   return {};
 }
 
-Status CheckNotHidden(const std::string& target, const NewFiles& files) {
-  Result<Directory> directory = Directory::Open(target);
-  if (!directory.ok()) {
-    return directory.status().sys_errno() == ENOENT ? Status()
-                                                    : directory.status();
-  }
-  const auto check = [&]() -> Status {
-    TC_ASSIGN_OR_RETURN(const Previous previous, ReadPrevious(*directory));
-    return CheckNotHidden(*directory, previous, files);
-  };
-  Status checked = check();
-  // Removed by others meanwhile, of which the commit will hear.
-  return checked.sys_errno() == ENOENT ? Status() : checked;
-}
-
 }  // namespace torch_ckpt

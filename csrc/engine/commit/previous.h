@@ -39,8 +39,5 @@ struct NewFiles {
 // does not stay is none.
 Status CheckNotHidden(const Directory& target, const Previous& previous,
                       const NewFiles& files);
-// The same before the save writes anything; what may be there by then is looked
-// at again by the commit. Where there is no directory, nothing hides.
-Status CheckNotHidden(const std::string& target, const NewFiles& files);
 
 }  // namespace torch_ckpt

@@ -107,6 +107,7 @@ Result<RemovedCheckpoint> RemoveCheckpoint(const std::string& path) {
   TC_ASSIGN_OR_RETURN(const Directory directory, Directory::Open(target));
   TC_ASSIGN_OR_RETURN(const Previous named, ReadPrevious(directory));
   RemovedCheckpoint out;
+  out.warnings = session.TakeWarnings();
   if (IsThere(named)) {
     TC_ASSIGN_OR_RETURN(out.removed, CommitNothing(session, directory, named));
   } else if (before.IsRemoval() && !before.manifest.save_id.empty()) {

@@ -23,8 +23,9 @@ struct RemovedCheckpoint {
   // Files that were there, manifests last; those that the journal of a removal
   // names which was interrupted, where this one goes on with it.
   std::vector<std::string> removed;
-  std::vector<std::string> left;  // what is in the directory still
-  bool directory = false;         // whether that was empty and is gone too
+  std::vector<std::string> left;      // what is in the directory still
+  bool directory = false;             // whether that was empty and is gone too
+  std::vector<std::string> warnings;  // as SaveSession::TakeWarnings
 };
 
 // Steps 1 to 3, of a damaged checkpoint too; where a manifest is damaged, of

@@ -7,7 +7,6 @@
 #include <iterator>
 
 #include "engine/commit/journal.h"
-#include "engine/commit/previous.h"
 #include "engine/commit/rank_parts.h"
 #include "engine/open/read_dcp.h"
 #include "engine/open/read_torch.h"
@@ -207,7 +206,8 @@ Status SaveSession::Enter() {
     warnings_.push_back(given_up.ToString() + "; it is given up now");
   }
   if (!overwrite_) TC_RETURN_IF_ERROR(RefuseExisting(target));
-  const Result<Previous> previous = ReadPrevious(target);
+  previous_ = ReadPrevious(target);
+  const Result<Previous>& previous = *previous_;
   if (previous.status().kind() == ErrorKind::kIo) return previous.status();
   if (previous.ok() && !previous->damage.ok()) {
     warnings_.push_back(previous->damage.ToString() +
@@ -342,6 +342,17 @@ Status SaveSession::CheckStillOurs() const {
              "another save into this directory has begun since, or its "
              "staging directory was moved or replaced")
       .WithFile(place_.path);
+}
+
+Status SaveSession::CheckNotHidden(const NewFiles& files) const {
+  if (!previous_) return {};
+  TC_RETURN_IF_ERROR(previous_->status());
+  const Result<Directory> target = Directory::Open(place_.target);
+  Status checked = target.ok()
+                       ? torch_ckpt::CheckNotHidden(*target, **previous_, files)
+                       : target.status();
+  // Removed by others meanwhile, of which the commit will hear.
+  return checked.sys_errno() == ENOENT ? Status() : checked;
 }
 
 Status SaveSession::CheckTarget(const Directory& target) const {

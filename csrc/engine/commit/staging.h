@@ -44,6 +44,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/commit/previous.h"
 #include "os/directory.h"
 #include "os/lock.h"
 #include "os/patience.h"
@@ -77,8 +78,15 @@ class SaveSession {
   // Step 5: kConflict when another save has superseded this one, or has
   // committed into T since the begin.
   Status CheckStillOurs() const;
-  // What the user should hear of what was found and given up.
-  const std::vector<std::string>& warnings() const { return warnings_; }
+  // What the user should hear of what was found and given up, each once:
+  // whoever holds the session hands it over after the begin, and again after
+  // the commit.
+  std::vector<std::string> TakeWarnings() {
+    return std::exchange(warnings_, {});
+  }
+  // That of previous.h, before the save writes anything; what is there by then
+  // is looked at again by the commit. Where T was not there, nothing hides.
+  Status CheckNotHidden(const NewFiles& files) const;
   // Of a save that is to be committed inside T: what the manifest of T is.
   Status CheckTarget(const Directory& target) const;
   // What the commit is to remove, so that T does not hold two checkpoints: the
@@ -113,7 +121,8 @@ class SaveSession {
   std::string save_id_;
   bool overwrite_ = true;
   bool others_ = false;
-  std::optional<FileInfo> manifest_;  // of T, at the begin
+  std::optional<FileInfo> manifest_;          // of T, at the begin
+  std::optional<Result<Previous>> previous_;  // the same
   std::vector<std::string> warnings_;
 };
 

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "engine/commit/commit.h"
-#include "engine/commit/previous.h"
 #include "engine/final/assemble_job.h"
 #include "engine/final/final_files.h"
 
@@ -32,9 +31,9 @@ Result<std::vector<FinalTensor>> FinalTensorsOf(
 
 }  // namespace
 
-Result<Manifest> RunSaveJob(SavePlan plan,
-                            const std::vector<SourceTensor>& sources,
-                            Job* job) {
+Result<SavedCheckpoint> RunSaveJob(SavePlan plan,
+                                   const std::vector<SourceTensor>& sources,
+                                   Job* job) {
   TC_ASSIGN_OR_RETURN(const std::vector<FinalTensor> finals,
                       FinalTensorsOf(plan.tensors));
   TC_RETURN_IF_ERROR(WaitForDevices(sources));
@@ -43,7 +42,7 @@ Result<Manifest> RunSaveJob(SavePlan plan,
   TC_ASSIGN_OR_RETURN(const FinalFiles list,
                       StageFinalFiles(session.directory(), finals, plan.rule,
                                       plan.naming, plan.options.sync));
-  TC_RETURN_IF_ERROR(CheckNotHidden(session.place().target, NewFilesOf(list)));
+  TC_RETURN_IF_ERROR(session.CheckNotHidden(NewFilesOf(list)));
   CommitRequest commit;
   for (const WriteTensor& tensor : plan.tensors) {
     commit.planned.emplace_back(tensor.name, "");
@@ -61,7 +60,8 @@ Result<Manifest> RunSaveJob(SavePlan plan,
       commit.files, RunAssembleJob(session.directory(), list, {std::move(rank)},
                                    plan.options, job));
   commit.index_name = list.index_name;
-  return CommitSave(&session, commit);
+  TC_ASSIGN_OR_RETURN(Manifest manifest, CommitSave(&session, commit));
+  return SavedCheckpoint{std::move(manifest), session.TakeWarnings()};
 }
 
 }  // namespace torch_ckpt

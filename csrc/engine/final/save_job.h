@@ -20,13 +20,19 @@ struct SavePlan {
   OutputOptions options;
 };
 
+struct SavedCheckpoint {
+  Manifest manifest;
+  std::vector<std::string> warnings;  // as SaveSession::TakeWarnings
+};
+
 // Waits for the kernels that are queued on the tensors' devices. Blocks until
 // the final files are written and committed: the checkpoint is
 // there, whole and, where options.sync is set, durable. After an error what was
 // there before still is, and nothing is left in staging. Errors are those of
 // BeginSave, StageFinalFiles, RunWriteJob and CommitSave; a name that is there
 // twice is kInvalidArgument. Progress and cancellation through `job`.
-Result<Manifest> RunSaveJob(SavePlan plan,
-                            const std::vector<SourceTensor>& sources, Job* job);
+Result<SavedCheckpoint> RunSaveJob(SavePlan plan,
+                                   const std::vector<SourceTensor>& sources,
+                                   Job* job);
 
 }  // namespace torch_ckpt

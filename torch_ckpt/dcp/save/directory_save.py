@@ -44,7 +44,7 @@ from torch_ckpt.errors import (
     raise_with_rank,
 )
 from torch_ckpt.extras import extra_files
-from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession, replaces
+from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession, replaces, warn_of
 from torch_ckpt.mapping import NAMINGS
 from torch_ckpt.merge import merge, merge_request
 from torch_ckpt.options import local_path
@@ -136,9 +136,8 @@ class DirectorySave:
         if writer.save_distributed and writer.consolidated_output_path is not None:
             naming = NAMINGS[writer.naming]._asdict()
             output = local_path(writer.consolidated_output_path)
-            _core.call(
-                {"op": "check_final", "path": output, **naming, **replaces(writer.overwrite)}
-            )
+            request = {"op": "check_final", "path": output, **naming, **replaces(writer.overwrite)}
+            warn_of(_core.call(request))
         if tensors is not None and writer.naming != "dcp":
             warn_of_moments(
                 self._path,
