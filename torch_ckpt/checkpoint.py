@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,8 @@ T = TypeVar("T")
 
 MANIFEST = "torch_ckpt.json"
 JOURNAL = ".torch_ckpt-stage/committed/commit.json"
+# Files of ours that mean nothing without a manifest: RankOfFile in csrc/format/names.cc.
+_ONLY_OURS = re.compile(r"torch_ckpt(-\d+-of-\d+)?\.catalog|objects-\d+\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,8 +360,8 @@ def open(
 
 def was_committed(path: str) -> bool:
     """Whether a save of torch_ckpt was committed at `path` and not removed since, whatever became
-    of its files: as Checkpoint.is_committed, but true as well where one of them is missing. Raises
-    OSError."""
+    of its files: as Checkpoint.is_committed, but true as well where one of them is missing, the
+    manifest not excepted. Raises OSError."""
     try:
         # The journal first, as there. That of a removal names no file.
         return bool(json.loads(Path(path, JOURNAL).read_bytes())["manifest"]["files"])
@@ -373,6 +376,10 @@ def was_committed(path: str) -> bool:
         return False
     try:
         source: str = checkpoint._described(whole=False, tensors=False, check_files=False)["source"]
+    except IncompleteError as error:
+        # A commit brings such a file into its place with the journal beside it, and a removal takes
+        # it away so. Alone it has lost its manifest, or, of a rank's part, is what is lost.
+        return _ONLY_OURS.fullmatch(os.path.basename(error.file or "")) is not None
     except CheckpointError:
         return False
     return source == "manifest"

@@ -121,11 +121,6 @@ def only_the_staging_of_a_save(path: Path) -> None:
     session.end()
 
 
-def only_data(path: Path) -> None:
-    torch_ckpt.save(state(5), checkpoint_id=path)
-    (path / "torch_ckpt.json").unlink()
-
-
 def of_somebody_else(path: Path) -> None:
     path.mkdir()
     save_file(
@@ -149,7 +144,7 @@ def only_shards_of_a_consolidating_save(path: Path) -> None:
     "make",
     [
         Path.mkdir,
-        *(plain_file, link_to_nothing, only_data, only_the_staging_of_a_save),
+        *(plain_file, link_to_nothing, only_the_staging_of_a_save),
         *(of_somebody_else, some_ranks_parts, only_shards_of_a_consolidating_save),
     ],
     ids=lambda make: make.__name__,
@@ -200,7 +195,12 @@ def test_a_damaged_checkpoint_is_not_passed_over(root: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "collectives"), [(SHARD, True), ("torch_ckpt.catalog", True), (SHARD, False)]
+    ("file", "collectives"),
+    [
+        *((SHARD, True), ("torch_ckpt.catalog", True), ("torch_ckpt.json", True)),
+        *((SHARD, False), ("torch_ckpt-00001-of-00001.catalog", False)),
+        ("torch_ckpt-00001-of-00001.json", False),
+    ],
 )
 def test_a_checkpoint_that_lost_a_file_is_not_passed_over(
     root: Path, file: str, collectives: bool
@@ -210,7 +210,8 @@ def test_a_checkpoint_that_lost_a_file_is_not_passed_over(
         directory.save(state(step), step, use_collectives=collectives)
     (root / "step-2" / file).unlink()
     assert directory.latest() == directory.path(2)
-    with pytest.raises(IncompleteError, match=file):
+    said = "whose torch_ckpt.json is not there" if file.endswith("of-00001.json") else file
+    with pytest.raises(IncompleteError, match=f"step-2/.*{said}"):
         directory.load(state(0))
     directory.save(state(3), 3)
     directory.close()
