@@ -4,6 +4,7 @@ and filled right, or refused by name."""
 from __future__ import annotations
 
 import re
+import warnings
 from collections import ChainMap, UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -332,3 +333,114 @@ def test_every_mapping_is_staged_that_is_saved(tmp_path: Path, kind: type[Any]) 
         assert torch.equal(found["w"], weight) and torch.equal(found["sub"]["b"], torch.ones(4))
     with pytest.raises(InvalidArgumentError, match="w"):
         torch_ckpt.load({"w": torch.zeros(3)}, tmp_path / "b")
+
+
+# --- one memory under two names ---------------------------------------------
+
+
+def _plain(value: torch.Tensor) -> list[float]:
+    return list((value.dequantize() if value.is_quantized else value + 0).tolist())
+
+
+def _same_object(make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    one = make(codes())
+    return one, one
+
+
+def _one_inner(make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    inner = codes()
+    return make(inner), make(inner)
+
+
+def _quantized(inner: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor(inner.float(), 0.5, 0, torch.qint8)
+
+
+def _quantized_views() -> tuple[torch.Tensor, torch.Tensor]:
+    one = _quantized(codes())
+    return one, one.view(2, 4).view(8)
+
+
+class Hidden(Coded):
+    """It shows nothing of what it is made of."""
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.inside = [codes]
+
+    @property
+    def codes(self) -> torch.Tensor:  # type: ignore[override]
+        return self.inside[0]
+
+
+def _coded(inner: torch.Tensor) -> torch.Tensor:
+    return Coded(inner)
+
+
+TWINS: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
+    "object": lambda: _same_object(_coded),
+    "hidden": lambda: _same_object(Hidden),
+    "inner": lambda: _one_inner(_coded),
+    "quantized": lambda: _same_object(_quantized),
+    "quantized_views": _quantized_views,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("kind", TWINS)
+def test_the_last_name_of_a_tensor_with_its_own_copy_is_loaded(
+    tmp_path: Path, kind: str, equal: bool
+) -> None:
+    stored = {"a": torch.full((8,), 1.5), "b": torch.full((8,), 1.5 if equal else 3.0)}
+    torch_ckpt.save(stored, tmp_path / "c")
+    a, b = TWINS[kind]()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch_ckpt.load({"a": a, "b": b}, tmp_path / "c")
+    assert _plain(a) == _plain(b) == stored["b"].tolist()
+    said = [str(each.message) for each in caught if "one memory" in str(each.message)]
+    assert len(said) == (0 if equal else 1)
+    assert equal or "'a' has the values of 'b'" in said[0]
+
+
+@pytest.mark.parametrize("first", ["codes", "made"])
+def test_a_tensor_and_what_it_is_made_of_are_loaded_in_order(tmp_path: Path, first: str) -> None:
+    inner = codes()
+    made = Coded(inner)
+    names = {"made": "b" if first == "codes" else "a", "codes": "a" if first == "codes" else "b"}
+    stored = {
+        names["made"]: torch.full((8,), 1.5),
+        names["codes"]: torch.full((8,), 7, dtype=torch.int8),
+    }
+    torch_ckpt.save(stored, tmp_path / "c")
+    state = dict(sorted({names["made"]: made, names["codes"]: inner}.items()))
+    with pytest.warns(UserWarning, match="'a' has the values of 'b': they are one memory"):
+        torch_ckpt.load(state, tmp_path / "c")
+    assert inner.tolist() == ([3] * 8 if first == "codes" else [7] * 8)
+
+
+def test_a_part_of_what_it_is_made_of_is_an_error_before_anything_is_read(tmp_path: Path) -> None:
+    inner = codes(16)
+    stored = {"a": torch.zeros(8), "b": torch.zeros(8, dtype=torch.int8)}
+    torch_ckpt.save(stored, tmp_path / "c")
+    with pytest.raises(InvalidArgumentError, match="'b': its target shares a part of its mem.*'a'"):
+        torch_ckpt.load({"a": Coded(inner[:8]), "b": inner[4:12]}, tmp_path / "c")
+    assert inner.tolist() == list(range(16))
+
+
+def test_a_table_that_tensors_share_and_no_load_changes_is_no_tie(tmp_path: Path) -> None:
+    table = torch.arange(4.0)
+    a, b = Coded(codes()), Coded(codes())
+    a.table = b.table = table  # type: ignore[attr-defined]
+    torch_ckpt.save({"a": torch.ones(8), "b": torch.zeros(8)}, tmp_path / "c")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_ckpt.load({"a": a, "b": b}, tmp_path / "c")
+    assert _plain(a) == [1.0] * 8 and _plain(b) == [0.0] * 8
+
+
+@pytest.mark.parametrize("index", [slice(0, 8, 2), slice(0, 4)])
+def test_an_expanded_out_is_named(tmp_path: Path, index: slice) -> None:
+    torch_ckpt.save({"a": torch.arange(8.0)}, tmp_path / "c")
+    with pytest.raises(InvalidArgumentError, match="tensor 'a': the target is expanded"):
+        torch_ckpt.open(tmp_path / "c")["a"].read(index, out=torch.zeros(1).expand(4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,15 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.load.neighbours import ranks_of_node, wanted_by_neighbours
 from torch_ckpt.dcp.load.targets import (
+    check_places,
     check_target,
     copy_by_itself,
     copy_into,
+    find_shared,
     find_tied,
+    memories_of,
     same_bits,
+    same_parts,
 )
 from torch_ckpt.dcp.plan import load_planner
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
@@ -53,6 +57,7 @@ class _Request:
     stored: torch.dtype
     packed: int = 1  # elements of the header per element of the target, in the last dimension
     shared: bool = False  # another rank of this node loads it too
+    own_way: bool = False  # the target has no memory that is known: its own `copy_` fills it
 
     @property
     def held(self) -> torch.dtype:
@@ -69,6 +74,19 @@ class _Request:
     def size(self) -> int:
         """Bytes of the box in a wave."""
         return self.target.numel() * self.held.itemsize
+
+
+# What a later target has written over, and that one.
+_Pairs = list[tuple[_Request, _Request]]
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What the target of a request has in common with those of others, by their numbers."""
+
+    last: int  # of them all
+    twin: int | None = None  # the last that has the same object
+    parts: list[torch.Tensor] = field(default_factory=list)  # that are known
 
 
 class TensorReader:
@@ -97,8 +115,8 @@ class TensorReader:
         self.ranks = ranks_of_node()
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        """Fill the planner's targets. Of those that are one memory the last one is read, and there
-        is a warning where the checkpoint has other values for the rest.
+        """Fill the planner's targets. Those that are one memory have what is stored for the last,
+        and there is a warning where the checkpoint has other values for the rest.
 
         Raises UnsupportedError, InvalidArgumentError for what cannot be filled, before a byte is.
         """
@@ -108,7 +126,7 @@ class TensorReader:
         # What `resolve_tensor` would return for a plain tensor, after three calls.
         values = leaves if _resolves_as_stock(planner) else {}
         requests: list[_Request] = []
-        own_way: list[_Request] = []
+        plain = True  # all of them
         # Several boxes of one tensor are cast alike.
         casts: dict[tuple[str, torch.dtype], _Request] = {}
         for item in items:
@@ -123,9 +141,9 @@ class TensorReader:
                         tensor=fqn,
                     )
             memory = memory_of(target)
-            kind = requests
+            own_way = memory is None
             if memory is None:
-                memory, kind = check_target(target, fqn), own_way
+                memory, plain = check_target(target, fqn), False
             elif memory.requires_grad:
                 memory = memory.detach()
             name = types[type_of[fqn]][0]
@@ -136,8 +154,8 @@ class TensorReader:
             shared = self.ranks > 1 and wanted_by_neighbours(
                 leaves.get(item.dest_index.fqn), item.lengths, self.ranks
             )
-            request = _Request(item, memory, offsets, TORCH_DTYPES[name], packed, shared)
-            kind.append(request)
+            request = _Request(item, memory, offsets, TORCH_DTYPES[name], packed, shared, own_way)
+            requests.append(request)
             if memory.dtype is not request.stored:
                 casts[fqn, memory.dtype] = request
         # Refuse before a byte is copied.
@@ -145,14 +163,40 @@ class TensorReader:
             self._check_cast(request, type_of)
         if self.warns:
             _warn_of_narrow([r for r in casts.values() if not widens(r.stored, r.target.dtype)])
-        tied = self._fill_once(requests)
-        for request in own_way:
-            self._fill_by_copy(request)
-        _warn_of_tied([pair for pair in tied if not self._holds(*pair)])
-        for request in (*requests, *own_way):
+        if plain:
+            tied, lost = self._fill_once(requests), _Pairs()
+        else:
+            tied, lost = self._fill_with_own_ways(requests)
+        _warn_of_tied([pair for pair in tied if not self._holds(*pair)] + lost)
+        for request in requests:
             planner.commit_tensor(request.item, request.target)
 
-    def _fill_once(self, requests: list[_Request]) -> list[tuple[_Request, _Request]]:
+    def _fill_with_own_ways(self, requests: list[_Request]) -> tuple[_Pairs, _Pairs]:
+        """Fill the targets; what fills itself, and what shares memory with that, one after the
+        other. Returns what `_fill_once` does of the others; and of these the ones of which a later
+        one has changed a part, each with the last that it shares one with."""
+        common = _common_parts(requests)
+        in_turn = {n: r for n, r in enumerate(requests) if r.own_way or n in common}
+        tied = self._fill_once([r for n, r in enumerate(requests) if n not in in_turn])
+        values: dict[int, torch.Tensor] = {}
+        parts: dict[int, list[torch.Tensor]] = {}
+        for number, request in in_turn.items():
+            value = self._fill_by_copy(request) if request.own_way else None
+            if value is None:
+                self._fill([request])
+            if number in common:
+                parts[number] = [part.clone() for part in common[number].parts]
+                if value is not None and common[number].twin is not None:
+                    values[number] = value
+        lost = [
+            (requests[number], requests[shared.last])
+            for number, shared in common.items()
+            if not same_parts(parts[number], shared.parts)
+            or (shared.twin is not None and not same_parts([values[number]], [values[shared.twin]]))
+        ]
+        return tied, lost
+
+    def _fill_once(self, requests: list[_Request]) -> _Pairs:
         """Fill the targets, of those that are one memory the last. Returns the others, each with
         that one."""
         # The operator sees at no cost that no two have a common address, as a rule.
@@ -162,9 +206,7 @@ class TensorReader:
         self._fill(alone)
         return tied
 
-    def _tied(
-        self, requests: list[_Request]
-    ) -> tuple[list[tuple[_Request, _Request]], list[_Request]]:
+    def _tied(self, requests: list[_Request]) -> tuple[_Pairs, list[_Request]]:
         """Those in the memory of a later one, each with that one; and those that are read."""
         groups = find_tied([r.item.dest_index.fqn for r in requests], [r.target for r in requests])
         if not groups:
@@ -197,11 +239,7 @@ class TensorReader:
         for request in requests:
             (direct if _in_place(request) else indirect).append(request)
         for request in indirect:
-            if request.size and any(n > 1 and not step for n, step in _steps(request.target)):
-                raise InvalidArgumentError(
-                    "the target is expanded: several of its elements are one place in memory",
-                    tensor=request.item.storage_index.fqn,
-                )
+            check_places(request.target, request.item.storage_index.fqn)
         self._fill_in_place(direct, meeting="allow")
         self._read_in_waves(indirect)
 
@@ -213,12 +251,13 @@ class TensorReader:
         finally:  # an error may have filled some
             torch.autograd.graph.increment_version(targets)
 
-    def _fill_by_copy(self, request: _Request) -> None:
-        """Read the box as it is stored, and let its target take it as it does."""
+    def _fill_by_copy(self, request: _Request) -> torch.Tensor:
+        """Read the box as it is stored, and let its target take it as it does. Returns it."""
         lengths, fqn = request.item.lengths, request.item.storage_index.fqn
         value = torch.empty(lengths, dtype=request.stored, device="cpu")
         self._fetch([replace(request, target=value)], [value])
         copy_by_itself(request.target, value, fqn)
+        return value
 
     def _fetch(
         self, requests: list[_Request], into: list[torch.Tensor], meeting: str | None = None
@@ -307,7 +346,7 @@ def _warn_of_narrow(requests: list[_Request]) -> None:
     warnings.warn(f"{'; '.join(said)}; values may lose precision", stacklevel=3)
 
 
-def _warn_of_tied(pairs: list[tuple[_Request, _Request]]) -> None:
+def _warn_of_tied(pairs: _Pairs) -> None:
     """One warning for all tensors that did not get what the checkpoint has for them."""
     names = dict.fromkeys((r.item.dest_index.fqn, last.item.dest_index.fqn) for r, last in pairs)
     if not names:
@@ -321,9 +360,28 @@ def _warn_of_tied(pairs: list[tuple[_Request, _Request]]) -> None:
     )
 
 
-def _steps(target: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Size and stride of every dimension."""
-    yield from zip(target.shape, target.stride(), strict=True)
+def _common_parts(requests: list[_Request]) -> dict[int, _Shared]:
+    """By the number of a request: what its target has in common with others, of which one at least
+    has a way of its own to be filled. Raises what `find_tied` does."""
+    known: dict[int, _Shared] = {}
+    objects: dict[int, list[int]] = {}
+    for number, request in enumerate(requests):
+        if request.own_way:
+            objects.setdefault(id(request.target), []).append(number)
+    for numbers in objects.values():
+        if len(numbers) > 1:
+            known.update({number: _Shared(numbers[-1], numbers[-1]) for number in numbers})
+    names = [request.item.dest_index.fqn for request in requests]
+    groups = find_shared(
+        names, [memories_of(r.target) if r.own_way else [r.target] for r in requests]
+    )
+    for group in groups:
+        if any(requests[number].own_way for number in group):
+            for number, part in group.items():
+                shared = known.setdefault(number, _Shared(number))
+                shared.parts.append(part)
+                shared.last = max(shared.last, *group)
+    return known
 
 
 def _padded(size: int) -> int:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch_ckpt import _core
 from torch_ckpt.dcp.load.read_objects import ObjectReader, not_read
 from torch_ckpt.dcp.load.read_tensors import SCALES, TensorReader
-from torch_ckpt.dcp.load.targets import check_target, copy_by_itself, copy_into
+from torch_ckpt.dcp.load.targets import check_places, check_target, copy_by_itself, copy_into
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES
 from torch_ckpt.errors import CorruptError, InvalidArgumentError, UnsupportedError
@@ -117,6 +117,8 @@ class StoredTensor:
                 tensor=self.name,
             )
         memory = None if out is None else memory_of(out)
+        if memory is not None:
+            check_places(memory, self.name)
         if out is not None and memory is not None and not box.stepped:
             self._fill(box, box.unsqueezed(memory))
             return out

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.tensors import has_elements, keeps_its_own, memory_of, what_is_wrong
+from torch_ckpt.torch_private import own_word
 
 _MOST_STEPS = 100_000  # to prove that two targets share nothing
 
@@ -58,7 +59,7 @@ def copy_by_itself(target: torch.Tensor, value: torch.Tensor, name: str) -> None
             # What it was before may be the right values, or all that it ever is.
             for each in (value, torch.zeros_like(value), torch.ones_like(value)):
                 into.copy_(each)
-                if not before or not value.numel() or not _same(before, _parts(target)):
+                if not before or not value.numel() or not same_parts(before, _parts(target)):
                     if each is not value:
                         into.copy_(value)
                     return
@@ -73,17 +74,45 @@ def copy_by_itself(target: torch.Tensor, value: torch.Tensor, name: str) -> None
     )
 
 
+def check_places(target: torch.Tensor, name: str) -> None:
+    """Raises InvalidArgumentError where elements of a strided target are one place in memory, and
+    the last would be left of each."""
+    if target.numel() and any(
+        n > 1 and not step for n, step in zip(target.shape, target.stride(), strict=True)
+    ):
+        raise InvalidArgumentError(
+            "the target is expanded: several of its elements are one place in memory", tensor=name
+        )
+
+
+def memories_of(target: torch.Tensor) -> list[torch.Tensor]:
+    """Plain strided tensors in the memory of a target, as far as it shows what it is made of."""
+    memory = memory_of(target)
+    if memory is not None:
+        return [memory]
+    return [_codes_of(target)] if own_word(target, "is_quantized") else _parts(target)
+
+
+def _codes_of(quantized: torch.Tensor) -> torch.Tensor:
+    storage: Any = quantized.untyped_storage()
+    dtype = torch.int32 if quantized.element_size() == 4 else torch.uint8
+    codes = torch.empty(0, dtype=dtype, device=quantized.device)
+    if quantized.dtype in (torch.quint4x2, torch.quint2x4):  # several in a byte
+        return codes.set_(storage)
+    return codes.set_(storage, quantized.storage_offset(), quantized.size(), quantized.stride())
+
+
 def _parts(value: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with memory that one is made of, as far as it shows them."""
-    parts = []
-    for part in vars(value).values():
-        if isinstance(part, torch.Tensor):
-            memory = memory_of(part)
-            parts += _parts(part) if memory is None else [memory]
-    return parts
+    """The memories of the tensors that one shows as its attributes."""
+    return [
+        memory
+        for part in vars(value).values()
+        if isinstance(part, torch.Tensor)
+        for memory in memories_of(part)
+    ]
 
 
-def _same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+def same_parts(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
     return len(before) == len(after) and all(
         a.dtype == b.dtype and a.shape == b.shape and same_bits(a, b)
         for a, b in zip(before, after, strict=True)
@@ -94,6 +123,20 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Of two tensors of one dtype and shape."""
     a, b = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (a, b))
     return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def find_shared(
+    names: Sequence[str], parts: Sequence[Sequence[torch.Tensor]]
+) -> list[dict[int, torch.Tensor]]:
+    """Memories that several targets have in common, as the part of each by its number; `parts` are
+    those of each target.
+
+    Raises what `find_tied` does.
+    """
+    owned = [(number, part) for number, each in enumerate(parts) for part in each]
+    tied = find_tied([names[number] for number, _ in owned], [part for _, part in owned])
+    shared = (dict(owned[at] for at in group) for group in tied)
+    return [each for each in shared if len(each) > 1]
 
 
 # From the first to behind the last byte of a target, and its number.
