@@ -29,12 +29,12 @@ import secrets
 import shutil
 import stat
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from torch_ckpt.checkpoint import Checkpoint, locked, was_committed
 from torch_ckpt.errors import ConflictError, InvalidArgumentError, UnsupportedError
+from torch_ckpt.warn import warn
 
 CHILD = re.compile(r"step-([0-9]+)")
 REMOVED = re.compile(r"\.step-[0-9]+\.torch_ckpt-removed-[0-9a-f]+")
@@ -261,10 +261,9 @@ class Deletions:
                 first = first or error
         self._error = first
         if first is not None:
-            warnings.warn(
+            warn(
                 f"{self._root}: an old checkpoint could not be deleted; the next save tries "
-                f"again: {first}",
-                stacklevel=2,
+                f"again: {first}"
             )
 
 

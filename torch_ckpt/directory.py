@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,6 +29,7 @@ from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
 from torch_ckpt.options import integer, local_path
 from torch_ckpt.ranks import Ranks, rank_and_size
+from torch_ckpt.warn import warn
 
 T = TypeVar("T")
 
@@ -236,10 +236,9 @@ class CheckpointDirectory:
             write_latest(self.root, newest)
         if newest > step:
             name = child_name(self.root, newest)
-            warnings.warn(
+            warn(
                 f"{self.root}: saved a step below {name}, which stays the latest; "
-                "if the training went back, remove the later checkpoints",
-                stacklevel=2,
+                "if the training went back, remove the later checkpoints"
             )
         self._deletions.begin(step)
 

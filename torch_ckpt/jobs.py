@@ -11,7 +11,6 @@ import json
 import os
 import re
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,6 +20,7 @@ from typing import Any, Literal, TypeVar
 from torch_ckpt import _core
 from torch_ckpt.errors import CheckpointError, IncompleteError, InvalidArgumentError, error_from
 from torch_ckpt.options import local_path
+from torch_ckpt.warn import warn
 
 T = TypeVar("T")
 
@@ -293,7 +293,7 @@ def warn_of(answer: dict[str, Any]) -> None:
     """Warn of what the engine has found and given up while it did what `answer` tells. Called when
     all that must be kept of the answer is kept: where warnings are errors, the first one raises."""
     for text in answer.get("warnings", ()):
-        warnings.warn(f"torch_ckpt: {text}", stacklevel=3)
+        warn(f"torch_ckpt: {text}")
 
 
 class _Session:

@@ -29,6 +29,7 @@ PYTHON_ROOMS = (
         "options",
         "torch_private",
         "hulls",
+        "warn",
         "dtypes",
         "tensors",
         "_core",

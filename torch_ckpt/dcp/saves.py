@@ -13,7 +13,6 @@ import json
 import os
 import threading
 import time
-import warnings
 from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError
+from torch_ckpt.warn import warn as warn_caller
 
 OnFailure = Literal["raise", "warn"]
 
@@ -313,7 +313,7 @@ def append_to_log(path: str | None, stats: SaveStats) -> str | None:
 
 
 def warn(message: str) -> None:
-    warnings.warn(f"torch_ckpt: {message}", RuntimeWarning, stacklevel=2)
+    warn_caller(f"torch_ckpt: {message}", RuntimeWarning)
 
 
 @atexit.register

@@ -12,7 +12,6 @@ import enum
 import functools
 import math
 import pickle
-import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +30,7 @@ from torch_ckpt.objects.types import (
     find_loaded_class,
     is_namedtuple_class,
 )
+from torch_ckpt.warn import warn
 
 _warned_classes: set[str] = set()
 
@@ -145,10 +145,9 @@ class Decoder(ValueDecoder):
             cls = _plain_namedtuple(reference.rpartition(":")[2].rpartition(".")[2], tuple(fields))
             if reference not in _warned_classes:
                 _warned_classes.add(reference)
-                warnings.warn(
+                warn(
                     f"{self.path}: the named tuple class {reference} is not imported or has other "
-                    "fields here; a plain named tuple with the saved fields takes its place",
-                    stacklevel=2,
+                    "fields here; a plain named tuple with the saved fields takes its place"
                 )
         # Not cls(...): a class's own __new__ is not run on a file's values.
         return tuple.__new__(cls, items)

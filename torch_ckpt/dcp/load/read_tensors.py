@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +32,7 @@ from torch_ckpt.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES, widens
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.jobs import Job, OpenedCheckpoint
 from torch_ckpt.tensors import memory_of
+from torch_ckpt.warn import warn
 
 # Host memory for tensors that cannot be read in place: a wave of at most this much; and two where
 # devices copy from one while the other is read, so large that they seldom wait.
@@ -343,7 +343,7 @@ def _warn_of_narrow(requests: list[_Request]) -> None:
     ]
     more = len(requests) - len(said)
     said += [f"and {more} more"] if more else []
-    warnings.warn(f"{'; '.join(said)}; values may lose precision", stacklevel=3)
+    warn(f"{'; '.join(said)}; values may lose precision")
 
 
 def _warn_of_tied(pairs: _Pairs) -> None:
@@ -354,9 +354,8 @@ def _warn_of_tied(pairs: _Pairs) -> None:
     said = [f"'{name}' has the values of '{last}'" for name, last in list(names)[:_MOST_NAMED]]
     more = len(names) - len(said)
     said += [f"and {more} more"] if more else []
-    warnings.warn(
-        f"{'; '.join(said)}: they are one memory in the target, and other values in the checkpoint",
-        stacklevel=3,
+    warn(
+        f"{'; '.join(said)}: they are one memory in the target, and other values in the checkpoint"
     )
 
 
