@@ -80,7 +80,8 @@ class SimulatedSave:
         self._path = path
         self._world = world
         self._part = part
-        self._coordinator = self._writer(0)
+        # All of them before the first plan, as DCP does: a writer ends what its thread left open.
+        self._writers = [self._writer(rank) for rank in range(world)]
         self._results: list[Any] = []
         self._names: dict[str, TensorStorageMetadata] = {}
 
@@ -95,9 +96,8 @@ class SimulatedSave:
     def write(self) -> None:
         """What the ranks do, and the coordinator before them."""
         # Plans without items, which would take gigabytes: a sharded save looks at none of them.
-        plans = self._coordinator.prepare_global_plan([SavePlan([])] * self._world)
-        for rank in range(self._world):
-            writer = self._coordinator if rank == 0 else self._writer(rank)
+        plans = self._writers[0].prepare_global_plan([SavePlan([])] * self._world)
+        for rank, writer in enumerate(self._writers):
             part = self._part(rank)
             plan = writer.prepare_local_plan(SavePlan(list(_items(part))))
             plan = dataclasses.replace(plans[rank], items=plan.items)
@@ -110,7 +110,7 @@ class SimulatedSave:
 
     def commit(self) -> None:
         """What the coordinator does when all ranks have written."""
-        self._coordinator.finish(Metadata(self._names), self._results)
+        self._writers[0].finish(Metadata(self._names), self._results)
 
 
 def save_as_ranks(path: Path, world: int, part: Callable[[int], Part]) -> None:
