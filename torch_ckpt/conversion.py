@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch_ckpt import _core
-from torch_ckpt.checkpoint import Checkpoint
 from torch_ckpt.description import is_shard
 from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedError
@@ -85,7 +84,7 @@ def convert(
     of the source says. Raises InvalidArgumentError, ConflictError for a target that stands in the
     way, UnsupportedError, and what `consolidate_safetensors_files` raises.
     """
-    kind = Checkpoint(source, format=format).format if to is None else to
+    kind = _format_of(source, format) if to is None else to
     if to is None and kind not in TARGETS:
         raise InvalidArgumentError(
             f"to: {kind}, the format of the source, is read and not written; "
@@ -150,6 +149,12 @@ def convert(
         raise
     warn_of_hulls(opened.path, answer["hulls"])
     return answer
+
+
+def _format_of(source: str | os.PathLike[str], format: str | None) -> str:
+    """In the words of Checkpoint.format; what is to be said of it is said when it is converted."""
+    found: str = OpenedCheckpoint(local_path(source), format).describe(tensors=False)["format"]
+    return found
 
 
 def _warn_of_growth(opened: OpenedCheckpoint, stored: int) -> None:

@@ -81,7 +81,7 @@ class Description:
         files) for any other.
     save_id, world_size: of the save; None without a manifest.
     beside: data files that are no part of such a directory's checkpoint, and are not read.
-    notes: what is wrong with it and no error; a load logs it.
+    notes: what is wrong with it and no error, and what lies beside; a load logs it.
     """
 
     path: str

@@ -78,14 +78,23 @@ def files_beside(
 ) -> Iterator[list[str]]:
     """The paths of what stands beside the `weights` of a Hugging Face directory: configuration,
     tokenizer and code, by their names. What else is there is left out, with a line in the log; so
-    are the names that are `taken`. With a `dtype` the one of config.json is a copy that says it."""
+    are the names that are `taken`, with a warning there. With a `dtype` the one of config.json is a
+    copy that says it."""
     found: list[Path] = []
     left: list[Path] = []
+    stay: list[Path] = []
     for file in _files_of(Path(directory)):
         if file.name in weights:
             continue
-        known = file.name.endswith(_BESIDE) and file.name.isprintable()
-        (found if known and file.name not in taken and file.is_file() else left).append(file)
+        known = file.name.endswith(_BESIDE) and file.name.isprintable() and file.is_file()
+        (left if not known else stay if file.name in taken else found).append(file)
+    if stay:
+        logger.warning(
+            "%s: the target has files of these names that it keeps, so they are left out; to have "
+            "them, remove those there first: %s",
+            directory,
+            ", ".join(file.name for file in stay),
+        )
     if left:
         names = ", ".join(ascii(file.name) for file in left)
         logger.info("left out of what stands beside the weights in %s: %s", directory, names)

@@ -122,6 +122,9 @@ TEST_F(ScanTest, AVariantDoesNotMakeUpForAMissingFile) {
   ASSERT_OK(checkpoint.status());
   EXPECT_EQ((*checkpoint)->beside(),
             std::vector<std::string>{"model.fp16.safetensors"});
+  ASSERT_EQ((*checkpoint)->notes().size(), 1U);
+  EXPECT_NE((*checkpoint)->notes()[0].find("model.fp16.safetensors"),
+            std::string::npos);
   EXPECT_EQ(ReadAll(Path("c"))->at("b"), b_.bytes);
 }
 

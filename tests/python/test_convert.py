@@ -531,7 +531,9 @@ def test_what_is_neither_configuration_nor_tokenizer_stays_behind(
         assert name in caplog.text
 
 
-def test_files_of_others_in_the_target_are_not_replaced(tmp_path: Path) -> None:
+def test_files_of_others_in_the_target_are_not_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = of_the_hub(tmp_path / "in")
     (source / "README.md").write_text("theirs")
     (source / "config.json").write_text('{"a": 1}')
@@ -540,6 +542,8 @@ def test_files_of_others_in_the_target_are_not_replaced(tmp_path: Path) -> None:
     (out / "README.md").write_text("mine")
     torch_ckpt.convert(source, out, "hf")
     assert (out / "README.md").read_text() == "mine"
+    (said,) = (text for text in map(str, caplog.messages) if "README.md" in text)
+    assert "left out" in said and "config.json" not in said
     assert json.loads((out / "config.json").read_text()) == {"a": 1}
     (source / "config.json").write_text('{"a": 2}')
     torch_ckpt.convert(source, out, "hf", overwrite=True)  # what an earlier one has written

@@ -141,6 +141,35 @@ def test_one_model_beside_other_files(tmp_path: Path, caplog: Any) -> None:
     assert torch_ckpt.load(path=tmp_path / "consolidated.safetensors").keys() == {"a", "c"}
 
 
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("name", ["adapter.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("does", ["load", "load all", "open", "convert", "convert as it is"])
+def test_what_is_left_unread_is_said_once(
+    does: str, name: str, indexed: bool, tmp_path: Path, caplog: Any
+) -> None:
+    path = tmp_path / "hub"
+    if indexed:
+        hub(path, {"a": ONE, "b": TWO})
+    else:
+        path.mkdir()
+        save_file({"a": A}, path / "model.safetensors")
+    if name.endswith(".bin"):
+        torch.save({"x": B}, path / name)
+    else:
+        save_file({"x": B}, path / name)
+    caplog.clear()
+    if does == "load":
+        torch_ckpt.load({"a": torch.zeros(2)}, path)
+    elif does == "load all":
+        torch_ckpt.load(path=path)
+    elif does == "open":
+        assert torch_ckpt.open(path)["a"][:].tolist() == A.tolist()
+    else:
+        torch_ckpt.convert(path, tmp_path / "out", "hf" if does == "convert" else None)
+    (said,) = (text for text in map(str, caplog.messages) if name in text)
+    assert str(path) in said and "not read" in said
+
+
 def test_two_models_in_one_directory(tmp_path: Path) -> None:
     save_file({"a": A}, tmp_path / "model.safetensors")
     save_file({"b": B}, tmp_path / "adapter_model.safetensors")

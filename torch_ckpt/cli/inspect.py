@@ -195,8 +195,6 @@ def _lines(
     lines += [f"    {line}" for line in columns(rows, right={2})]
     if len(files) > _FILES_SHOWN:
         lines.append(dim(f"    and {len(files) - _FILES_SHOWN:,} more; --json lists all"))
-    if fields["beside"]:
-        lines.append(f"  not read: {', '.join(map(printable, fields['beside']))}")
     lines += [f"  note: it {printable(note)}" for note in fields["notes"]]
     for name, reason in list(fields["unread"].items())[:_FILES_SHOWN]:
         lines.append(f"  cannot be read: {printable(name)}, which {printable(reason)}")

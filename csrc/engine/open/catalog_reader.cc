@@ -4,6 +4,7 @@
 #include <array>
 
 #include "engine/open/read_dcp.h"
+#include "engine/open/read_index.h"
 #include "engine/open/read_megatron.h"
 #include "engine/open/read_torch.h"
 #include "engine/open/scan.h"
@@ -121,6 +122,10 @@ Result<ForeignCatalog> ReadForeign(const Directory& directory,
       read.beside.push_back(std::move(name));
     }
     std::sort(read.beside.begin(), read.beside.end());
+  }
+  if (!read.beside.empty()) {
+    read.notes.push_back("holds weights beside its own that are not read: " +
+                         Listed(read.beside));
   }
   return read;
 }

@@ -132,8 +132,7 @@ struct Listing {
   std::vector<std::string> missing;  // of these
   std::vector<std::string> shards;   // not by the index, but they count
   std::vector<std::string> single;   // the file that would hide an index
-  std::string only;  // that transformers takes where there is no index
-  std::vector<std::string> beside;  // nobody reads them
+  std::vector<std::string> beside;   // nobody reads them
 };
 
 // Where there is no index: the one file that transformers takes, whatever else
@@ -167,7 +166,7 @@ Result<Listing> ListFiles(const Directory& directory,
   }
   Listing list;
   list.index_name = IndexOf(names);
-  std::string single;
+  std::string single, only;
   if (!list.index_name.empty()) {
     TC_ASSIGN_OR_RETURN(list.index, ReadIndex(directory, list.index_name));
     TC_ASSIGN_OR_RETURN(IndexedFiles indexed,
@@ -176,15 +175,15 @@ Result<Listing> ListFiles(const Directory& directory,
     list.missing = std::move(indexed.missing);
     single = SingleFileName(list.index_name);
   } else {
-    TC_ASSIGN_OR_RETURN(list.only, OnlyFile(directory, data));
+    TC_ASSIGN_OR_RETURN(only, OnlyFile(directory, data));
   }
   std::vector<std::string_view> others;
   std::set_difference(data.begin(), data.end(), list.indexed.begin(),
                       list.indexed.end(), std::back_inserter(others));
   for (const std::string_view name : others) {
-    const bool counts = list.index          ? IsShardName(name)
-                        : list.only.empty() ? !IsVariant(name, data)
-                                            : name == list.only;
+    const bool counts = list.index     ? IsShardName(name)
+                        : only.empty() ? !IsVariant(name, data)
+                                       : name == only;
     (name == single ? list.single
      : counts       ? list.shards
                     : list.beside)
@@ -284,11 +283,6 @@ Result<ForeignCatalog> ReadSafetensors(const Directory& directory,
   result.identity = IdentityOf(result.files, result.infos);
   TC_ASSIGN_OR_RETURN(result.catalog,
                       Catalog::From(std::move(catalog).value(), result.files));
-  if (!list.only.empty() && !list.beside.empty()) {
-    result.notes.push_back("only " + list.only +
-                           " is read, as transformers does; beside it are " +
-                           Listed(list.beside));
-  }
   result.beside = std::move(list.beside);
   return result;
 }
