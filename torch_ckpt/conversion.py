@@ -67,8 +67,9 @@ def convert(
         import torch, which pickles what is no tensor's elements.
     format: what the source is read as, see Checkpoint; None to find out.
     include, exclude, overwrite: as those of `consolidate_safetensors_files`.
-    objects: False leaves out the leaves that are no tensors. Else one that cannot be written, as an
-        object of some class in a pickle, is an error that names it.
+    objects: False leaves out the leaves that are no tensors; one that holds a tensor, as a tuple
+        may, is an error that names it, unless it is a PerRank value. Else one that cannot be
+        written, as an object of some class in a pickle, is an error that names it.
     dtype, keep_fp32, max_shard_size: as HuggingFaceStorageWriter's.
     naming: with "hf", what the files are called, as HuggingFaceStorageWriter's; None as those of
         the source are: of an adapter as "peft", of a diffusion model as "diffusers", else as "hf".
@@ -120,6 +121,8 @@ def convert(
     )
     place = os.path.realpath(local_path(target))
     opened = request.opened
+    if not objects:
+        _check_no_tensor_is_dropped(opened, verify)
     listed = _core.files_of(opened.id)
     files = [each["name"] for each in listed if each["role"] != "extra"]
     names = [each["name"] for each in listed]
@@ -155,6 +158,32 @@ def _format_of(source: str | os.PathLike[str], format: str | None) -> str:
     """In the words of Checkpoint.format; what is to be said of it is said when it is converted."""
     found: str = OpenedCheckpoint(local_path(source), format).describe(tensors=False)["format"]
     return found
+
+
+def _check_no_tensor_is_dropped(opened: OpenedCheckpoint, verify: bool) -> None:
+    """Raises UnsupportedError for a leaf that is no tensor and holds one, as a tuple may."""
+    described = opened.describe()
+    names = _core.objects_of(described)
+    if not names:
+        return
+    from torch_ckpt.dcp.load import read_objects  # imports torch
+    from torch_ckpt.dcp.plan.per_rank import is_rank_part
+
+    reader = read_objects.ObjectReader(opened, described, verify=verify, allow_pickle=False)
+    for name in names:
+        if is_rank_part(name.rpartition(".")[2]):
+            continue  # what one rank had: a random state, and no part of a model
+        try:
+            holds = read_objects.holds_tensor(reader.read_one(name))
+        except UnsupportedError:
+            continue  # an object of some class
+        if holds:
+            raise UnsupportedError(
+                "is no tensor, but holds one that objects=False (--no-objects) would drop; "
+                f"exclude={name!r} (--exclude {name!r}) leaves it out",
+                file=opened.path,
+                tensor=name,
+            )
 
 
 def _warn_of_growth(opened: OpenedCheckpoint, stored: int) -> None:

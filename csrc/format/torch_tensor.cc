@@ -219,7 +219,7 @@ Result<TorchTensor> ReadTorchTensor(const PickleValue& value) {
   const PickleValue& typed = v3 ? arguments[kDtypeArgument] : *storage.type;
   if (const std::string_view other = UnknownName(typed); !other.empty()) {
     return Unsupported("is of the type " + std::string(other) +
-                       ", which is not read");
+                       ", which safetensors has no name for");
   }
   if (typed.Is(PickleKind::kName, PickleName::kOtherDtype)) {
     return Unsupported("is of a dtype that safetensors has no name for");

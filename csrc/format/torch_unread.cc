@@ -4,6 +4,7 @@
 #include <array>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "format/torch_tensor.h"
 
@@ -16,6 +17,9 @@ constexpr std::string_view kTorch = "torch.";
 constexpr std::string_view kRebuild = "torch._utils._rebuild_";
 constexpr int kMostWrapped = 8;
 constexpr size_t kMostParts = 8;  // of a sparse tensor
+// Values in each other that are looked through, more than Python can pickle;
+// those that hold themselves have no end.
+constexpr size_t kMostDeep = 1000;
 
 // Storages that have a dtype which ours lack, and that dtype.
 constexpr std::array<std::pair<std::string_view, std::string_view>, 7>
@@ -112,7 +116,7 @@ class Describer {
  public:
   UnreadTensor Take(std::string_view why) {
     if (!why.empty()) out_.reason = why;
-    if (out_.reason.empty()) out_.reason = "is of a kind that is not read";
+    if (out_.reason.empty()) out_.reason = "is of an unknown kind";
     if (out_.dtype.empty()) out_.dtype = "?";
     return std::move(out_);
   }
@@ -194,6 +198,54 @@ UnreadTensor DescribeUnread(const PickleValue& value, std::string_view why) {
   Describer describer;
   describer.Describe(CallOf(value));
   return describer.Take(why);
+}
+
+std::string FindHiddenTensor(const PickleValue& value, Budget* budget) {
+  const std::string inside = "is no tensor, but has one inside that ";
+  bool found = false;
+  std::string_view unknown;
+  std::vector<Values> left = {Values(&value, 1)};
+  while (!left.empty()) {
+    if (left.back().empty()) {
+      left.pop_back();
+      continue;
+    }
+    if (!budget->Step()) return "is too much to be looked through for tensors";
+    const PickleValue& each = left.back()[0];
+    left.back() = left.back().subspan(1);
+    if (IsTorchTensor(each)) {
+      const Status read = ReadTorchTensor(each).status();
+      if (read.kind() == ErrorKind::kUnsupported) {
+        return inside + DescribeUnread(each, read.message()).reason;
+      }
+      found = true;
+      continue;
+    }
+    if (IsAnyTensor(each)) return inside + DescribeUnread(each, {}).reason;
+    if (unknown.empty()) unknown = UnknownName(each);
+    if (left.size() > kMostDeep) continue;
+    switch (each.kind()) {
+      case PickleKind::kObject:
+        for (const PickleValue* part :
+             {&each.object().arguments, &each.object().state,
+              &each.object().items}) {
+          left.emplace_back(part, 1);
+        }
+        break;
+      case PickleKind::kTuple:
+      case PickleKind::kList:
+      case PickleKind::kSet:
+      case PickleKind::kDict:
+      case PickleKind::kMade:
+        left.push_back(each.items());
+        break;
+      default:
+        break;
+    }
+  }
+  if (!found || unknown.empty()) return {};
+  return "is no tensor, but has some inside, beside an object of " +
+         std::string(unknown);
 }
 
 std::string_view NamedDtype(const PickleValue& value) {

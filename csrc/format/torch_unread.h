@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "base/box.h"
+#include "base/budget.h"
 #include "format/pickle.h"
 
 namespace torch_ckpt {
@@ -24,6 +25,12 @@ bool IsAnyTensor(const PickleValue& value);
 // REQUIRES: IsAnyTensor(value). `why`: what ReadTorchTensor, or whoever else
 // would read it, says of it; empty: it is of no kind that these know.
 UnreadTensor DescribeUnread(const PickleValue& value, std::string_view why);
+
+// Why a value that is no tensor cannot be taken for one without any: it has one
+// inside that is not read, or some and an object of a class that nobody here
+// knows. Empty where it can. `budget` is for all such looks into one pickle;
+// where it is over, that is a reason as well.
+std::string FindHiddenTensor(const PickleValue& value, Budget* budget);
 
 // What torch calls the dtype that a pickle names, without "torch."; empty where
 // it names none.

@@ -2,8 +2,11 @@
 
 #include <string>
 
+#include "base/bytes.h"
 #include "budget_test_util.h"
 #include "engine/open/torch_leaves.h"
+#include "format/pickle.h"
+#include "format/torch_unread.h"
 
 namespace torch_ckpt {
 namespace {
@@ -29,6 +32,25 @@ TEST(TorchLeavesTest, ContainersOfManyFilesAreUnitedInTheTimeOfTheirKeys) {
     return cost;
   };
   ExpectLinear(add, 300);
+}
+
+// A tuple of two the same, of two the same, ...: n levels are 2^n values.
+TEST(TorchLeavesTest, LookingForHiddenTensorsIsBounded) {
+  std::string bytes("\x80\x02)", 3);
+  for (int i = 0; i < 60; ++i) {
+    bytes += 'q';
+    bytes += static_cast<char>(i);
+    bytes += 'h';
+    bytes += static_cast<char>(i);
+    bytes += '\x86';
+  }
+  bytes += '.';
+  const auto pickle = Pickle::Parse(AsBytes(bytes), UnknownNames::kRecord);
+  ASSERT_TRUE(pickle.ok()) << pickle.status().ToString();
+  Budget budget("the pickle", bytes.size());
+  EXPECT_NE(FindHiddenTensor(pickle->root(), &budget), "");
+  // It is for all leaves together.
+  EXPECT_FALSE(budget.Step());
 }
 
 }  // namespace

@@ -134,6 +134,58 @@ def test_in_lists_of_a_file_of_torch_save(tmp_path: Path) -> None:
     assert set(torch_ckpt.open(tmp_path / "out")) == {"x"}
 
 
+class Holder:
+    """An object that holds what it is told."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+HIDDEN: dict[str, tuple[Any, str]] = {
+    "tuple": (lambda: (1, torch.eye(3).to_sparse()), "sparse"),
+    "deep": (lambda: {(1, 2): [({3: torch.ones(2, dtype=torch.complex128)},)]}, "Complex"),
+    "object": (lambda: Holder([torch.ones(2)]), "Holder"),
+}
+
+
+@pytest.mark.parametrize("kind", list(HIDDEN))
+def test_a_tensor_inside_of_what_is_none_is_not_dropped(kind: str, tmp_path: Path) -> None:
+    make, reason = HIDDEN[kind]
+    torch.save({"t": make(), "x": torch.ones(2), "o": Holder(3)}, tmp_path / "s.pt")
+    with pytest.raises(torch_ckpt.UnsupportedError, match=rf"s\.pt: tensor 't': .*{reason}"):
+        torch_ckpt.convert(tmp_path / "s.pt", tmp_path / "out", "hf", objects=False)
+    with pytest.raises(torch_ckpt.UnsupportedError, match=rf"'t': .*{reason}.*exclude='t'"):
+        torch_ckpt.convert(tmp_path / "s.pt", tmp_path / "out", "hf", exclude="o")
+    torch_ckpt.convert(tmp_path / "s.pt", tmp_path / "out", "hf", objects=False, exclude="t")
+    target = {"x": torch.zeros(2)}
+    torch_ckpt.load(target, tmp_path / "s.pt")
+    assert target["x"].tolist() == [1, 1] and set(torch_ckpt.open(tmp_path / "out")) == {"x"}
+
+
+@pytest.mark.parametrize("source", ["torch", "ours"])
+def test_a_tensor_that_is_read_in_a_tuple_is_not_dropped(source: str, tmp_path: Path) -> None:
+    state = {"t": (1, {"a": torch.ones(3)}), "x": torch.ones(2), "n": {1, 2}}
+    if source == "ours":
+        torch_ckpt.save(state, tmp_path / "s")
+    else:
+        torch.save(state, tmp_path / "s")
+    torch_ckpt.convert(tmp_path / "s", tmp_path / "all", "hf")
+    assert torch_ckpt.load(path=tmp_path / "all")["t"][1]["a"].tolist() == [1, 1, 1]
+    with pytest.raises(torch_ckpt.UnsupportedError, match="'t': .*drop; exclude='t'"):
+        torch_ckpt.convert(tmp_path / "s", tmp_path / "out", "hf", objects=False)
+    torch_ckpt.convert(tmp_path / "s", tmp_path / "out", "hf", objects=False, exclude="t")
+    assert set(torch_ckpt.open(tmp_path / "out")) == {"x"}
+
+
+def test_a_type_that_is_not_read_is_said_once(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2, dtype=torch.complex128)}, tmp_path / "s.pt")
+    with pytest.raises(torch_ckpt.UnsupportedError) as caught:
+        torch_ckpt.open(tmp_path / "s.pt")["w"].read()
+    assert str(caught.value).count("not read") == 1
+    with pytest.raises(torch_ckpt.UnsupportedError, match=r"s\.pt: tensor 'w'"):
+        torch_ckpt.convert(tmp_path / "s.pt", tmp_path / "out", "hf")
+
+
 def test_a_nested_tensor_says_no_shape(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

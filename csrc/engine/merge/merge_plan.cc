@@ -249,14 +249,14 @@ Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
                                   std::vector<std::string> ids) {
   TC_ASSIGN_OR_RETURN(const Assigned assigned,
                       Assign(checkpoint->catalog(), options));
-  if (assigned.files.empty()) {
-    return Incomplete("holds no tensor").WithFile(checkpoint->path());
-  }
   // Whatever becomes of other leaves: no tensor is left out unasked.
   for (uint32_t e = 0; e < checkpoint->catalog().entries().size(); ++e) {
     if (checkpoint->FindUnread(e)) {
       TC_RETURN_IF_ERROR(checkpoint->Placements(e).status());
     }
+  }
+  if (assigned.files.empty()) {
+    return Incomplete("holds no tensor").WithFile(checkpoint->path());
   }
   MergePlan plan(std::move(checkpoint), std::move(options));
   size_t next_id = 0;

@@ -79,9 +79,12 @@ const UnreadTensor* Checkpoint::FindUnread(uint32_t entry) const {
 Status Checkpoint::CheckRead(uint32_t entry) const {
   const UnreadTensor* unread = FindUnread(entry);
   if (!unread) return {};
+  const CatalogEntry& e = catalog().entries()[entry];
   return Unsupported(unread->reason + ", and is not read")
-      .WithTensor(std::string(catalog().entries()[entry].name))
-      .WithFile(path());
+      .WithTensor(std::string(e.name))
+      .WithFile(e.kind == EntryKind::kObject
+                    ? path() + "/" + files()[e.file].name
+                    : path());
 }
 
 Result<Checkpoint::Resolved> Checkpoint::Resolve(

@@ -92,6 +92,7 @@ Result<TorchLeaves> FindTorchLeaves(const File& file, FileRange range,
   }
   Budget budget("the pickle", archive.pickle_bytes());
   TC_ASSIGN_OR_RETURN(TorchState state, FlattenState(archive.root(), &budget));
+  Budget looks("the pickle", archive.pickle_bytes());
   TorchLeaves out;
   out.range = range;
   out.containers = std::move(state.containers);
@@ -103,6 +104,9 @@ Result<TorchLeaves> FindTorchLeaves(const File& file, FileRange range,
     if (!IsTorchTensor(*leaf.value)) {
       if (IsAnyTensor(*leaf.value)) {
         found.unread = DescribeUnread(*leaf.value, {});
+      } else if (std::string why = FindHiddenTensor(*leaf.value, &looks);
+                 !why.empty()) {
+        found.unread = {"?", std::nullopt, std::move(why)};
       }
       continue;
     }

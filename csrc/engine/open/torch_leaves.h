@@ -37,7 +37,8 @@ struct TorchLeaves {
 
 // Those of the archive at `range` of a file, which holds a state dict. What
 // can be no placement becomes an object, which says why when it is read; where
-// it is a tensor all the same, TorchLeaf::unread says so.
+// it is a tensor all the same, or hides one that would be lost with it,
+// TorchLeaf::unread says so.
 // `listed`: whether it may be the only item of a list. kCorrupt names the
 // tensor; kUnsupported for what holds no state dict, and as TorchArchive::Open.
 Result<TorchLeaves> FindTorchLeaves(const File& file, FileRange range,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import tempfile
+from collections import deque
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -25,6 +27,20 @@ _ARCHIVE = b"PK\x03\x04"  # how files of torch.save begin
 def not_read(path: str, name: str, why: str) -> UnsupportedError:
     """The error of who asks for a tensor that is in the checkpoint at `path`, and not read."""
     return UnsupportedError(f"{why}, and is not read", file=path, tensor=name)
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a value that was read from typed JSON is a tensor, or holds one."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, torch.Tensor):
+            return True
+        if isinstance(each, Mapping):
+            left += [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple | Set | deque):
+            left += each
+    return False
 
 
 class ObjectReader:
