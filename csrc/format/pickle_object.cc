@@ -400,7 +400,7 @@ class ObjectWriter {
   Status Tensor(const PickleValue& value) {
     TC_ASSIGN_OR_RETURN(const TorchTensor tensor, ReadTorchTensor(value));
     TC_ASSIGN_OR_RETURN(const std::string bytes, tensor_bytes_(tensor));
-    TC_ASSIGN_OR_RETURN(const TorchRebuild rebuild, FindTorchRebuild(value));
+    const TorchRebuild rebuild = FindTorchRebuild(value);
     Dims shape = tensor.shape;
     const int64_t packed = DtypeUnit(tensor.dtype).elements;
     if (packed > 1) shape[shape.size() - 1] /= packed;

@@ -9,7 +9,6 @@
 #include "format/json.h"
 #include "format/names.h"
 #include "format/pickle_values.h"
-#include "format/torch_tensor.h"
 #include "format/torch_unread.h"
 
 namespace torch_ckpt {
@@ -119,10 +118,9 @@ class Flattener {
     if (!mapping) {
       const std::string_view name = UnknownName(root);
       const std::string what =
-          !name.empty() ? "an object of " + std::string(name)
-          : IsTorchTensor(root)
-              ? "a tensor"
-              : std::string("a ") + PickleKindName(root.kind());
+          !name.empty()       ? "an object of " + std::string(name)
+          : IsAnyTensor(root) ? "a tensor"
+                              : std::string("a ") + PickleKindName(root.kind());
       return Unsupported("holds " + what +
                          " and no state dict: only mappings of names are read");
     }
@@ -156,7 +154,7 @@ class Flattener {
     for (const PickleValue& item : list.items()) {
       if (!budget_.Step()) return budget_.Over();
       TC_ASSIGN_OR_RETURN(const auto mapping, OpenedMapping(item));
-      opens = IsTorchTensor(item) || IsAnyTensor(item) || mapping;
+      opens = IsAnyTensor(item) || mapping;
       if (!opens && item.Is(PickleKind::kList)) {
         TC_ASSIGN_OR_RETURN(opens, Opens(item));
       }

@@ -1,5 +1,6 @@
 #include "format/torch_tensor.h"
 
+#include <optional>
 #include <span>
 #include <string>
 
@@ -99,6 +100,53 @@ Status InBytes(uint64_t element_bytes, TorchTensor* tensor) {
   return {};
 }
 
+bool IsTyped(Values items) {
+  return items.size() > kTypedArguments &&
+         items[kTypedFunction].Is(PickleKind::kName) &&
+         items[kTypedArguments].Is(PickleKind::kTuple) &&
+         items[kTypedType].Is(PickleKind::kName) &&
+         (items[kTypedType].name() == PickleName::kTensor ||
+          items[kTypedType].name() == PickleName::kParameter ||
+          items[kTypedType].name() == PickleName::kDTensor);
+}
+
+// What the parameters and attributes of `value` stand around, where that is a
+// kind that is read: sparse, quantized and other tensors are not, however they
+// are wrapped.
+std::optional<TorchRebuild> Unwrap(const PickleValue& value) {
+  TorchRebuild out;
+  const PickleValue* made = &value;
+  for (int i = 0; i < kMaxWrappings && made->Is(PickleKind::kMade); ++i) {
+    if (i > 0) out.is_parameter = true;
+    out.function = made->name();
+    out.arguments = made->items();
+    if (out.function == PickleName::kRebuildFromType) {
+      const Values typed = out.arguments;
+      if (!IsTyped(typed)) return std::nullopt;
+      out.function = typed[kTypedFunction].name();
+      out.arguments = typed[kTypedArguments].items();
+      out.type = typed[kTypedType].name();
+      out.is_parameter = out.is_parameter || out.type == PickleName::kParameter;
+      out.state = typed.size() > kTypedState ? &typed[kTypedState] : nullptr;
+    }
+    switch (out.function) {
+      case PickleName::kRebuildTensor:
+      case PickleName::kRebuildTensorV3:
+        if (i == 0) out.requires_grad = IsTrue(out.arguments, kGradArgument);
+        return out;
+      case PickleName::kRebuildParameter:
+      case PickleName::kRebuildParameterWithState:
+        break;
+      default:
+        return IsTorchDTensor(out) ? std::optional(out) : std::nullopt;
+    }
+    if (out.arguments.empty()) return std::nullopt;
+    out.requires_grad = IsTrue(out.arguments, kGradOfParameter);
+    made = &out.arguments[0];
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 Result<Dims> ReadSize(const PickleValue& value) {
@@ -131,52 +179,11 @@ Result<Dims> ReadSize(const PickleValue& value) {
 }
 
 bool IsTorchTensor(const PickleValue& value) {
-  if (!value.Is(PickleKind::kMade)) return false;
-  const Values items = value.items();
-  switch (value.name()) {
-    case PickleName::kRebuildTensor:
-    case PickleName::kRebuildTensorV3:
-    case PickleName::kRebuildParameter:
-    case PickleName::kRebuildParameterWithState:
-      return true;
-    case PickleName::kRebuildFromType:
-      return items.size() > kTypedArguments &&
-             items[kTypedFunction].Is(PickleKind::kName) &&
-             items[kTypedArguments].Is(PickleKind::kTuple) &&
-             items[kTypedType].Is(PickleKind::kName) &&
-             (items[kTypedType].name() == PickleName::kTensor ||
-              items[kTypedType].name() == PickleName::kParameter ||
-              items[kTypedType].name() == PickleName::kDTensor);
-    default:
-      return false;
-  }
+  return Unwrap(value).has_value();
 }
 
-Result<TorchRebuild> FindTorchRebuild(const PickleValue& value) {
-  TorchRebuild out;
-  const PickleValue* made = &value;
-  for (int i = 0; i < kMaxWrappings; ++i) {
-    if (i > 0) out.is_parameter = true;
-    out.function = made->name();
-    out.arguments = made->items();
-    if (out.function == PickleName::kRebuildFromType) {
-      const Values typed = out.arguments;
-      out.function = typed[kTypedFunction].name();
-      out.arguments = typed[kTypedArguments].items();
-      out.type = typed[kTypedType].name();
-      out.is_parameter = out.is_parameter || out.type == PickleName::kParameter;
-      out.state = typed.size() > kTypedState ? &typed[kTypedState] : nullptr;
-    }
-    if (out.function != PickleName::kRebuildParameter &&
-        out.function != PickleName::kRebuildParameterWithState) {
-      if (i == 0) out.requires_grad = IsTrue(out.arguments, kGradArgument);
-      return out;
-    }
-    if (out.arguments.empty() || !IsTorchTensor(out.arguments[0])) break;
-    out.requires_grad = IsTrue(out.arguments, kGradOfParameter);
-    made = &out.arguments[0];
-  }
-  return Corrupt("the pickle has a parameter without a tensor");
+TorchRebuild FindTorchRebuild(const PickleValue& value) {
+  return *Unwrap(value);
 }
 
 bool IsTorchDTensor(const TorchRebuild& rebuild) {
@@ -185,7 +192,7 @@ bool IsTorchDTensor(const TorchRebuild& rebuild) {
 }
 
 Result<TorchTensor> ReadTorchTensor(const PickleValue& value) {
-  TC_ASSIGN_OR_RETURN(const TorchRebuild rebuild, FindTorchRebuild(value));
+  const TorchRebuild rebuild = FindTorchRebuild(value);
   if (IsTorchDTensor(rebuild)) {
     return Unsupported(
         "is a DTensor, of which one rank's part is read as a leaf of a state "
@@ -193,8 +200,7 @@ Result<TorchTensor> ReadTorchTensor(const PickleValue& value) {
   }
   const Values arguments = rebuild.arguments;
   const bool v3 = rebuild.function == PickleName::kRebuildTensorV3;
-  if ((!v3 && rebuild.function != PickleName::kRebuildTensor) ||
-      arguments.size() <= (v3 ? kDtypeArgument : kStrideArgument)) {
+  if (arguments.size() <= (v3 ? kDtypeArgument : kStrideArgument)) {
     return Corrupt("the pickle has a tensor without its arguments");
   }
   // {"conj": True} and {"neg": True}: the elements are not what is stored.

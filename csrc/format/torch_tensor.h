@@ -24,7 +24,8 @@ struct TorchTensor {
   uint64_t storage_elements = 0, storage_element_bytes = 1;
 };
 
-// Whether `value` is a tensor, a parameter or a DTensor.
+// Whether `value` is a strided tensor or a DTensor, or a parameter of one;
+// IsAnyTensor is of all kinds.
 bool IsTorchTensor(const PickleValue& value);
 
 // What rebuilds a tensor, behind the parameters and attributes around it.
@@ -35,8 +36,8 @@ struct TorchRebuild {
   const PickleValue* state = nullptr;  // of a class; else null
   bool is_parameter = false, requires_grad = false;
 };
-// REQUIRES: IsTorchTensor(value). kCorrupt for a parameter of no tensor.
-Result<TorchRebuild> FindTorchRebuild(const PickleValue& value);
+// REQUIRES: IsTorchTensor(value).
+TorchRebuild FindTorchRebuild(const PickleValue& value);
 bool IsTorchDTensor(const TorchRebuild& rebuild);
 
 // REQUIRES: IsTorchTensor(value). kUnsupported for what is no dense tensor of

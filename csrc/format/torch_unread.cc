@@ -76,6 +76,9 @@ Call CallOf(const PickleValue& function, const PickleValue& arguments) {
       return {"tensor_v2", items};
     case PickleName::kRebuildTensorV3:
       return {"tensor_v3", items};
+    case PickleName::kRebuildParameter:
+    case PickleName::kRebuildParameterWithState:
+      return {"parameter", items};
     case PickleName::kRebuildWrapperSubclass:
       return {"wrapper_subclass", items};
     case PickleName::kUnknown:

@@ -22,8 +22,8 @@ void LookAt(const PickleValue& value, Budget* budget) {
   if (IsAnyTensor(value) && DescribeUnread(value, {}).reason.empty()) abort();
   if (!IsTorchTensor(value)) return;
   const auto rebuild = FindTorchRebuild(value);
-  if (!rebuild.ok() || !IsTorchDTensor(*rebuild)) return;
-  const auto found = ReadTorchDTensor(*rebuild, budget);
+  if (!IsTorchDTensor(rebuild)) return;
+  const auto found = ReadTorchDTensor(rebuild, budget);
   if (!found.ok()) return;
   ExpandRule(found->shape, found->rule, found->coordinate, budget)
       .status()

@@ -124,6 +124,43 @@ def test_in_a_file_of_torch_save(kind: str, tmp_path: Path) -> None:
     check_conversions(tmp_path / "s.pt", "w", reason, tmp_path / "out")
 
 
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.tag = 1  # type: ignore[attr-defined]
+    return tensor
+
+
+WRAPPERS: dict[str, Any] = {
+    "parameter": lambda tensor: torch.nn.Parameter(tensor, requires_grad=False),
+    "buffer": torch.nn.Buffer,
+    "attribute": with_attribute,
+    "parameter_with_attribute": lambda tensor: with_attribute(
+        torch.nn.Parameter(tensor, requires_grad=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", list(WRAPPERS))
+@pytest.mark.parametrize("kind", [*KINDS, "nested"])
+def test_wrapped_in_a_file_of_torch_save(kind: str, wrapper: str, tmp_path: Path) -> None:
+    """What stands around a tensor that is not read makes no damage of it."""
+    make, dtype, shape, reason = KINDS.get(kind, (nested, "F32", [], "nested"))
+    path = tmp_path / "s.pt"
+    torch.save({"w": WRAPPERS[wrapper](make()), "l": [make()], "x": torch.ones(2)}, path)
+    info = {tensor.name: tensor for tensor in Checkpoint(path).describe().tensors}
+    assert (info["w"].dtype, list(info["w"].shape)) == (dtype, shape)
+    assert reason in str(info["w"].unread) and info["x"].unread is None
+    target = {"x": torch.zeros(2)}
+    torch_ckpt.load(target, path)
+    assert target["x"].tolist() == [1, 1]
+    with pytest.raises(torch_ckpt.UnsupportedError, match=rf"'w'.*{reason}"):
+        torch_ckpt.open(path)["w"].read()
+    assert torch_ckpt.load(path=path, exclude=["w", "l.*"])["x"].tolist() == [1, 1]
+
+
 def test_in_lists_of_a_file_of_torch_save(tmp_path: Path) -> None:
     state = {"l": [torch.eye(3).to_sparse(), torch.eye(2).to_sparse()], "x": torch.ones(2)}
     torch.save(state, tmp_path / "s.pt")

@@ -67,7 +67,7 @@ Status PlaceDTensor(const TorchArchive& archive, const TorchRebuild& rebuild,
 
 Status PlaceTensor(const TorchArchive& archive, const PickleValue& value,
                    Budget* budget, TorchLeaf* leaf) {
-  TC_ASSIGN_OR_RETURN(const TorchRebuild rebuild, FindTorchRebuild(value));
+  const TorchRebuild rebuild = FindTorchRebuild(value);
   if (IsTorchDTensor(rebuild)) {
     return PlaceDTensor(archive, rebuild, budget, leaf);
   }
