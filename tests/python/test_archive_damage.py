@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
+from torch_ckpt.checkpoint import Checkpoint
 from torch_ckpt.conversion import TARGETS
 from torch_ckpt.jobs import OpenedCheckpoint
 from torch_ckpt.values import compare
@@ -68,6 +69,22 @@ def flip(file: Path, at: int) -> None:
         (byte,) = opened.read(1)
         opened.seek(at)
         opened.write(bytes([byte ^ 4]))
+
+
+def test_two_entries_that_overlap(tmp_path: Path) -> None:
+    """The directory has them apart; a header says that its content begins further on."""
+    path = of_torch(tmp_path / "source", {"a": torch.ones(64), "b": torch.ones(64)})
+    with zipfile.ZipFile(path) as archive:
+        at = next(e.header_offset for e in archive.infolist() if e.filename.endswith("data/0"))
+    content = bytearray(path.read_bytes())
+    (extra,) = struct.unpack_from("<H", content, at + 28)
+    struct.pack_into("<H", content, at + 28, extra + 128)
+    path.write_bytes(content)
+    with pytest.raises(torch_ckpt.CorruptError, match="two entries that overlap at byte"):
+        Checkpoint(path).verify()
+    with pytest.raises(torch_ckpt.CorruptError):
+        torch_ckpt.convert(path, tmp_path / "out", "hf")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("saver", [of_torch, of_dcp])
