@@ -37,9 +37,16 @@ std::optional<uint32_t> CrcFromHex(std::string_view digits) {
   return crc;
 }
 
+constexpr size_t kTailBytes = kTailStart.size() + kCrcDigits + kTailEnd.size();
+
+// Whether the last line looks like a checksum, right or wrong.
+bool HasTail(std::string_view text) {
+  if (text.size() < kTailBytes) return false;
+  const std::string_view tail = text.substr(text.size() - kTailBytes);
+  return tail.starts_with(kTailStart) && tail.ends_with(kTailEnd);
+}
+
 Status CheckTail(std::string_view text) {
-  constexpr size_t kTailBytes =
-      kTailStart.size() + kCrcDigits + kTailEnd.size();
   if (text.size() < kTailBytes) return Corrupt("the text is cut short");
   const std::string_view body = text.substr(0, text.size() - kTailBytes);
   const std::string_view tail = text.substr(body.size());
@@ -404,8 +411,14 @@ Status ParseDocument(ByteSpan bytes, bool journal, Journal* out) {
   if (bytes.size() > kMaxManifestBytes) return Unsupported("larger than 1 GiB");
   const std::string_view text = AsText(bytes);
   DocumentHandler handler(journal, out);
-  TC_RETURN_IF_ERROR(ParseJson(text, kDepth, &handler));
-  TC_RETURN_IF_ERROR(CheckTail(text));
+  Status parsed = ParseJson(text, kDepth, &handler);
+  // What a newer version wrote is told from what was altered by the checksum. A
+  // newer one may have another last line: it stays a newer one.
+  if (parsed.ok() ||
+      (parsed.kind() == ErrorKind::kUnsupported && HasTail(text))) {
+    TC_RETURN_IF_ERROR(CheckTail(text));
+  }
+  TC_RETURN_IF_ERROR(parsed);
   if (const auto& part = out->manifest.part;
       part && (part->rank >= part->world_size ||
                part->world_size != out->manifest.world_size)) {

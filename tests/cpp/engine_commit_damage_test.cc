@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "engine/commit/previous.h"
 #include "engine/commit/remove.h"
 #include "engine_commit_test_util.h"
 
@@ -240,6 +241,24 @@ TEST_F(DamageTest, ADamagedManifestIsReplaced) {
       EXPECT_FALSE(fs::exists(Path("c/" + ShardFileName(2, 1, 1))));
       EXPECT_TRUE(fs::exists(Path("c/config.json")));
     }
+  }
+}
+
+// Whichever bit it is: none makes a manifest of a newer version of it, which
+// nobody would replace.
+TEST_F(DamageTest, AnyFlippedBitOfTheManifestIsDamage) {
+  ASSERT_OK(SaveAll(Path("c"), GridPieces("a", old_, {3, 1})).status());
+  const std::string text = ReadText(Path("c/torch_ckpt.json"));
+  const auto directory = Directory::Open(Path("c"));
+  ASSERT_OK(directory.status());
+  for (size_t i = 0; i < text.size() * 8; ++i) {
+    std::string flipped = text;
+    flipped[i / 8] = static_cast<char>(flipped[i / 8] ^ (1 << i % 8));
+    WriteText(Path("c/torch_ckpt.json"), flipped);
+    const auto previous = ReadPrevious(*directory);
+    ASSERT_OK(previous.status());
+    EXPECT_EQ(previous->damage.kind(), ErrorKind::kCorrupt) << i;
+    EXPECT_TRUE(previous->manifest);
   }
 }
 

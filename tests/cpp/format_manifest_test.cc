@@ -192,6 +192,26 @@ TEST(ManifestFormat, EveryAlteredByteAndEveryCutIsSeen) {
   EXPECT_NE(Kind(text + " "), ErrorKind::kOk);
 }
 
+// Not even for what a newer version has written: else nobody may replace it.
+TEST(ManifestFormat, AnyFlippedBitIsDamage) {
+  const std::string texts[] = {EncodeManifest(Sample()),
+                               EncodeJournal(SampleJournal())};
+  for (const bool journal : {false, true}) {
+    std::string text = texts[journal];
+    for (size_t i = 0; i < text.size() * 8; ++i) {
+      char* const byte = &text[i / 8];
+      const char before = *byte;
+      *byte = static_cast<char>(*byte ^ (1 << i % 8));
+      const Status status = journal ? ParseJournal(AsBytes(text)).status()
+                                    : ParseManifest(AsBytes(text)).status();
+      EXPECT_EQ(status.kind(), ErrorKind::kCorrupt)
+          << "bit " << i % 8 << " of byte " << i / 8 << ": "
+          << status.ToString();
+      *byte = before;
+    }
+  }
+}
+
 TEST(ManifestFormat, Versions) {
   const std::string text = EncodeManifest(Sample());
   const auto newer =

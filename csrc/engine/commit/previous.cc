@@ -6,7 +6,9 @@
 #include <utility>
 
 #include "engine/open/checkpoint.h"
+#include "engine/open/header_io.h"
 #include "engine/open/rank_manifests.h"
+#include "engine/open/read_index.h"
 #include "format/names.h"
 
 namespace torch_ckpt {
@@ -74,6 +76,49 @@ Result<Previous> ReadManifests(const Directory& target) {
   return previous;
 }
 
+// Whether readers look for a data file by its name alone.
+bool IsLookedFor(std::string_view name) {
+  const auto numbered = ParseNumberedName(name);
+  const std::string_view stem =
+      numbered ? numbered->stem
+               : name.substr(0, name.size() - kDataSuffix.size());
+  return std::find(kFinalStems.begin(), kFinalStems.end(), stem) !=
+         kFinalStems.end();
+}
+
+// The final files of the save whose manifest, `text`, is damaged: those that
+// have an id of ours, and either that is what the text still says, or they are
+// called so that they hide what comes. What somebody has copied to another name
+// is not taken for one. With them goes the index of nothing else.
+void AddFinalFiles(const Directory& target,
+                   const std::vector<std::string>& names, std::string_view text,
+                   std::vector<ManifestFile>* files) {
+  std::set<std::string> ours;
+  for (const std::string& name : names) {
+    if (!name.ends_with(kDataSuffix) || IsShardName(name)) continue;
+    const std::string id = PeekFileIdOf(target, name, {.no_follow = true});
+    if (id.empty()) continue;
+    if (text.find(id) == text.npos && !IsLookedFor(name)) continue;
+    files->emplace_back().name = name;
+    ours.insert(name);
+  }
+  for (const std::string& name : names) {
+    if (!name.ends_with(kIndexSuffix) || ours.empty()) continue;
+    const Result<HfIndex> index = ReadIndex(target, name);
+    if (!index.ok()) continue;
+    const Result<IndexedFiles> named = FilesOf(*index, target, names);
+    if (!named.ok()) continue;
+    bool any = false, only = true;
+    for (const std::string& file : named->all) {
+      any = any || ours.contains(file);
+      only = only && (ours.contains(file) ||
+                      std::binary_search(named->missing.begin(),
+                                         named->missing.end(), file));
+    }
+    if (any && only) files->emplace_back().name = name;
+  }
+}
+
 }  // namespace
 
 Result<Previous> ReadPrevious(const Directory& target) {
@@ -91,6 +136,10 @@ Result<Previous> ReadPrevious(const Directory& target) {
       guessed.files.emplace_back().name = name;
     }
   }
+  const Result<std::string> text =
+      target.ReadFile(std::string(kManifestName), kMaxManifestBytes);
+  AddFinalFiles(target, names, text.ok() ? std::string_view(*text) : "",
+                &guessed.files);
   return guessed;
 }
 

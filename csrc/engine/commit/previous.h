@@ -16,7 +16,8 @@ struct Previous {
   bool manifest = false;            // whether there is one of the whole
   std::vector<std::string> part_manifests;
   // Why the manifests say nothing, where one is damaged: then `files` has what
-  // is called as only files of our saves are, by name alone.
+  // is called as only files of our saves are, the final files that have an
+  // id of ours, and their index.
   Status damage;
 };
 // A manifest of a newer version is kUnsupported: it may name what we know

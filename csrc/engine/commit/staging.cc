@@ -212,7 +212,7 @@ Status SaveSession::Enter() {
   if (previous.ok() && !previous->damage.ok()) {
     warnings_.push_back(previous->damage.ToString() +
                         "; of what stands there only the files go that are "
-                        "called as those of our saves");
+                        "called as those of our saves, or have an id of ours");
   }
   TC_RETURN_IF_ERROR(ReplacedOfOthers(target).status());
   return RemoveDeadParts(target).status();

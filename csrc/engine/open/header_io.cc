@@ -1,6 +1,7 @@
 #include "engine/open/header_io.h"
 
 #include <algorithm>
+#include <array>
 #include <new>
 
 #include "engine/open/not_weights.h"
@@ -60,6 +61,16 @@ Result<FileHeader> Parse(const File& file, const FileInfo& info,
 Result<FileHeader> ReadFileHeader(const File& file, const FileInfo& info) {
   TC_ASSIGN_OR_RETURN(const std::string text, ReadText(file, info));
   return Parse(file, info, text);
+}
+
+std::string PeekFileIdOf(const Directory& directory, const std::string& name,
+                         OpenOptions options) {
+  constexpr size_t kPeeked = 4096;  // an id stands in them
+  std::array<std::byte, kPeeked> first;
+  const Result<File> file = directory.OpenFile(name, options);
+  if (!file.ok()) return {};
+  const Result<uint64_t> count = file->Read(first, 0);
+  return count.ok() ? PeekFileId(ByteSpan(first).first(*count)) : std::string();
 }
 
 Status StageHeader(const Directory& staging, const std::string& staged,

@@ -14,6 +14,11 @@ namespace torch_ckpt {
 // `info` says. Memory: twice the header. Errors name the file. Thread-safe.
 Result<FileHeader> ReadFileHeader(const File& file, const FileInfo& info);
 
+// The id in the data file `name` of ours; empty for one of others, and for what
+// cannot be read. Thread-safe.
+std::string PeekFileIdOf(const Directory& directory, const std::string& name,
+                         OpenOptions options = {});
+
 // A shorter text is parsed at less cost than another file takes.
 inline constexpr size_t kMinStagedText = size_t{64} << 10;
 
