@@ -128,6 +128,29 @@ TEST_F(ScanTest, AVariantDoesNotMakeUpForAMissingFile) {
   EXPECT_EQ(ReadAll(Path("c"))->at("b"), b_.bytes);
 }
 
+// As transformers does; before, the index won in silence.
+TEST_F(ScanTest, TheSingleFileIsReadBeforeAnIndex) {
+  const Array other = MakeArray(Dtype::kF32, {12, 5}, 7);
+  WriteForeign(In("model-00001-of-00002.safetensors"), {Whole("a", other)});
+  WriteForeign(In("model-00002-of-00002.safetensors"), {Whole("b", b_)});
+  Index({{"a", "model-00001-of-00002.safetensors"},
+         {"b", "model-00002-of-00002.safetensors"}});
+  WriteForeign(In("model.safetensors"), {Whole("a", a_), Whole("b", b_)});
+  const auto checkpoint = OpenCheckpoint(Path("c"));
+  ASSERT_OK(checkpoint.status());
+  EXPECT_EQ(ReadAll(Path("c"))->at("a"), a_.bytes);
+  ASSERT_EQ((*checkpoint)->notes().size(), 1u);
+  EXPECT_NE((*checkpoint)->notes()[0].find("model-00001-of-00002.safetensors"),
+            std::string::npos);
+  EXPECT_EQ((*checkpoint)->beside().size(), 2u);
+  // Two sets of names are two models.
+  WriteForeign(In("model.safetensors"), {Whole("a", a_)});
+  ExpectError(ErrorKind::kConflict, "'b'");
+  WriteForeign(In("model.safetensors"),
+               {Whole("a", a_), Whole("b", b_), Whole("c", b_)});
+  ExpectError(ErrorKind::kConflict, "'c'");
+}
+
 TEST_F(ScanTest, OfSeveralIndicesOnlyTheModelsCounts) {
   WriteForeign(In("x.safetensors"), {Whole("a", a_)});
   for (const char* stem : {"consolidated", "adapter_model"}) {

@@ -286,10 +286,10 @@ def test_a_single_file_that_differs_from_the_index(tmp_path: Path) -> None:
     """transformers would load that one."""
     hub(tmp_path, state=STATE)
     save_file({"c": torch.zeros(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(torch_ckpt.ConflictError, match=r"'c'.*model\.safetensors"):
+    with pytest.raises(torch_ckpt.ConflictError, match=r"'a'.*model\.safetensors"):
         Checkpoint(tmp_path).describe()
     save_file(STATE, tmp_path / "model.safetensors")
-    assert Checkpoint(tmp_path).describe().source == "index"
+    assert Checkpoint(tmp_path).describe().source == "headers"
 
 
 def test_extras_leave_out_subdirectories(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -68,6 +68,7 @@ Result<const CatalogReader*> FindReader(const Directory& directory,
     if (is) return &reader;
   }
   if (is_file) return &kReaders.back();
+  TC_RETURN_IF_ERROR(CheckIndexAlone(directory, names));
   return NothingHere(directory, names);
 }
 
@@ -109,6 +110,9 @@ Result<ForeignCatalog> ReadForeign(const Directory& directory,
   } else if (!file || reader != &kReaders.back()) {
     TC_ASSIGN_OR_RETURN(const bool is, reader->recognise(directory, names));
     if (!is) {
+      if (!file && format == kWholeFormat) {
+        TC_RETURN_IF_ERROR(CheckIndexAlone(directory, names));
+      }
       return Incomplete("holds no checkpoint of the format " +
                         std::string(format))
           .WithFile(file ? directory.Join(*file) : directory.path());

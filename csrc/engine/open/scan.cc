@@ -68,9 +68,9 @@ Result<CatalogBuilder> ReadCatalog(const Directory& directory,
   return catalog;
 }
 
-// Files beside an index: left over from a consolidation in place, or stale.
-// `files` are those of `others`.
-Status CheckAgree(const CatalogBuilder& final_files,
+// Files beside those that are read: left over from a consolidation in place, or
+// stale. `files` are those of `others`; `read` says which are read.
+Status CheckAgree(const std::string& read, const CatalogBuilder& final_files,
                   const CatalogBuilder& others,
                   const std::vector<std::string>& files) {
   for (uint32_t e = 0; e < others.size(); ++e) {
@@ -80,18 +80,17 @@ Status CheckAgree(const CatalogBuilder& final_files,
     const std::string& file = files[placements[0].file];
     const int64_t id = final_files.Find(shard.name);
     if (id < 0) {
-      return Conflict("is in " + file +
-                      " but not in the index of the directory")
+      return Conflict("is in " + file + " but not in " + read +
+                      ": move what you do not mean elsewhere")
           .WithTensor(shard.name);
     }
     const CatalogBuilder::Entry& entry =
         final_files.entry(static_cast<uint32_t>(id));
     if (entry.dtype != shard.dtype || !(entry.shape == shard.shape)) {
-      return Conflict("differs between the indexed files (" +
-                      std::string(DtypeName(entry.dtype)) + " " +
-                      entry.shape.ToString() + ") and " + file + " (" +
-                      DtypeName(shard.dtype) + " " + shard.shape.ToString() +
-                      ")")
+      return Conflict("differs between " + read + " (" +
+                      DtypeName(entry.dtype) + " " + entry.shape.ToString() +
+                      ") and " + file + " (" + DtypeName(shard.dtype) + " " +
+                      shard.shape.ToString() + ")")
           .WithTensor(shard.name);
     }
   }
@@ -208,17 +207,25 @@ Status CheckNothingIsMissing(const Directory& directory, const Listing& list,
   return {};
 }
 
-// Files beside an index, whose files make up `catalog`, hold the same.
+// Files beside those that make up `catalog`, of the index or the single file
+// before it, hold the same. `indexed`: what the index names and is there.
 Status CheckBeside(const Directory& directory, const Listing& list,
+                   const std::vector<std::string>& indexed,
                    const CatalogBuilder& catalog) {
-  for (const auto* files : {&list.shards, &list.single}) {
-    if (files->empty()) continue;
+  const bool single = !list.single.empty();
+  const std::string read = single ? list.single[0] : "the indexed files";
+  const auto check = [&](const std::vector<std::string>& files,
+                         bool all) -> Status {
+    if (files.empty()) return {};
     ForeignCatalog others;
     TC_ASSIGN_OR_RETURN(const CatalogBuilder of_files,
-                        ReadCatalog(directory, *files, &others));
-    TC_RETURN_IF_ERROR(CheckAgree(catalog, of_files, *files));
-  }
-  return {};
+                        ReadCatalog(directory, files, &others));
+    TC_RETURN_IF_ERROR(CheckAgree(read, catalog, of_files, files));
+    if (!all) return {};
+    return CheckAgree("the indexed files", of_files, catalog, list.single);
+  };
+  TC_RETURN_IF_ERROR(check(list.shards, false));
+  return single ? check(indexed, list.missing.empty()) : Status();
 }
 
 }  // namespace
@@ -233,35 +240,45 @@ Result<bool> IsSafetensors(const Directory& directory,
   const std::string index_name = IndexOf(names);
   if (index_name.empty()) return false;
   const Result<HfIndex> index = ReadIndex(directory, index_name);
-  if (!index.ok()) return false;
+  if (!index.ok()) return false;  // others may be there: CheckIndexAlone
   TC_ASSIGN_OR_RETURN(const IndexedFiles files,
                       FilesOf(*index, directory, names));
   return files.missing.size() < files.all.size();
+}
+
+Status CheckIndexAlone(const Directory& directory,
+                       std::span<const std::string> names) {
+  const std::string index_name = IndexOf(names);
+  if (index_name.empty()) return {};
+  TC_ASSIGN_OR_RETURN(const HfIndex index, ReadIndex(directory, index_name));
+  TC_ASSIGN_OR_RETURN(const IndexedFiles files,
+                      FilesOf(index, directory, names));
+  if (files.missing.empty()) return {};
+  return Incomplete("is named by " + index_name + " and is missing")
+      .WithFile(directory.Join(files.missing[0]));
 }
 
 Result<ForeignCatalog> ReadSafetensors(const Directory& directory,
                                        std::span<const std::string> names,
                                        bool) {
   TC_ASSIGN_OR_RETURN(Listing list, ListFiles(directory, names));
-  const std::vector<std::string>* unindexed[] = {&list.shards, &list.single};
   if (!list.missing.empty() && list.shards.empty() && list.single.empty()) {
     return Incomplete("is named by " + list.index_name + " and is missing")
         .WithFile(directory.Join(list.missing[0]));
   }
   ForeignCatalog result;
+  // Whatever else an index names: transformers takes the single file first.
+  const bool by_single = !list.single.empty();
   const bool by_index =
-      list.index && list.missing.empty() && !list.indexed.empty();
+      !by_single && list.index && list.missing.empty() && !list.indexed.empty();
   result.source = by_index ? "index" : "headers";
-  std::vector<std::string> read;
-  if (by_index) {
-    read = std::move(list.indexed);
-  } else {
-    std::set_difference(list.indexed.begin(), list.indexed.end(),
-                        list.missing.begin(), list.missing.end(),
-                        std::back_inserter(read));
-    for (const auto* files : unindexed) {
-      read.insert(read.end(), files->begin(), files->end());
-    }
+  std::vector<std::string> indexed;  // and there
+  std::set_difference(list.indexed.begin(), list.indexed.end(),
+                      list.missing.begin(), list.missing.end(),
+                      std::back_inserter(indexed));
+  std::vector<std::string> read = by_single ? list.single : indexed;
+  if (!by_single && !by_index) {
+    read.insert(read.end(), list.shards.begin(), list.shards.end());
     std::sort(read.begin(), read.end());
   }
   if (!list.index) {
@@ -271,8 +288,8 @@ Result<ForeignCatalog> ReadSafetensors(const Directory& directory,
   Result<CatalogBuilder> catalog = ReadCatalog(directory, read, &result);
   if (!catalog.ok()) return catalog.status().WithFile(directory.path());
   TC_RETURN_IF_ERROR(CheckNothingIsMissing(directory, list, *catalog));
-  if (by_index) {
-    Status status = CheckBeside(directory, list, *catalog);
+  if (by_index || by_single) {
+    Status status = CheckBeside(directory, list, indexed, *catalog);
     if (!status.ok()) return std::move(status).WithFile(directory.path());
     NoteAbsent(
         *list.index, list.index_name,
@@ -283,6 +300,10 @@ Result<ForeignCatalog> ReadSafetensors(const Directory& directory,
   result.identity = IdentityOf(result.files, result.infos);
   TC_ASSIGN_OR_RETURN(result.catalog,
                       Catalog::From(std::move(catalog).value(), result.files));
+  if (by_single) {
+    list.beside.insert(list.beside.end(), indexed.begin(), indexed.end());
+    std::sort(list.beside.begin(), list.beside.end());
+  }
   result.beside = std::move(list.beside);
   return result;
 }

@@ -14,14 +14,20 @@ bool HasSafetensors(std::span<const std::string> names);
 // The same, or an index names files below the directory that are there.
 Result<bool> IsSafetensors(const Directory& directory,
                            std::span<const std::string> names);
+// Of names that no reader recognises: why the index among them leads to none,
+// as it is no index, or its files are missing. Ok where there is none.
+Status CheckIndexAlone(const Directory& directory,
+                       std::span<const std::string> names);
 
 // model.safetensors.index.json, or the only index there is, wins where its
 // files are all there; they may stand below the directory. What counts is what
 // they hold: names that the index lacks are read too, and those that no file
-// has are a note. Shards ("shard-*")
-// that stand beside it, and the single file that transformers would take before
-// it, must hold the same tensors (kConflict); where files of the index are
-// missing, these make up for them only when they hold all that it names. Any
+// has are a note. Beside an index the single file that transformers takes
+// before it is read, and a note says so. Shards ("shard-*") that stand beside
+// what is read, and the files of the index beside the single one, must hold the
+// same tensors (kConflict), of which not the values are compared; where files
+// of the index are missing, single file or shards make up for them only when
+// they hold all that it names. Any
 // other file beside an index is not read. Without one, "model.safetensors" (or
 // that of another stem) is read alone, as transformers does, and a note says
 // what is beside it; two of these are kConflict. Else, and where shards stand
