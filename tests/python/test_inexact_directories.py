@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import torch_ckpt
 from torch_ckpt.checkpoint import Checkpoint
+from torch_ckpt.cli import cli as main
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -197,6 +199,38 @@ def test_what_stands_in_for_weights(text: str, says: str, name: str, tmp_path: P
     with pytest.raises((torch_ckpt.IncompleteError, torch_ckpt.CorruptError)) as caught:
         torch_ckpt.load(path=path)
     assert says in str(caught.value) and name in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "says"), [(POINTER, "Git LFS"), (PAGE, "HTML"), ("", "is empty")])
+@pytest.mark.parametrize("below", [True, False])
+@pytest.mark.parametrize("format", [None, "hf"])
+def test_what_stands_in_for_an_index_alone(
+    text: str, says: str, below: bool, format: Any, tmp_path: Path
+) -> None:
+    if below:
+        (tmp_path / "shards").mkdir()
+        save_file({"a": A}, tmp_path / "shards" / "model-00001-of-00001.safetensors")
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises((torch_ckpt.IncompleteError, torch_ckpt.CorruptError)) as caught:
+        torch_ckpt.load(path=tmp_path, format=format)
+    assert says in str(caught.value) and INDEX in str(caught.value)
+
+
+def test_an_index_alone_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "y.safetensors"}}')
+    with pytest.raises(torch_ckpt.IncompleteError, match=rf"y\.safetensors.*{INDEX}.*missing"):
+        torch_ckpt.load(path=tmp_path)
+
+
+def test_inspect_says_notes_as_sentences(tmp_path: Path) -> None:
+    save_file({"a": A}, tmp_path / "model.safetensors")
+    save_file({"c": B}, tmp_path / "consolidated.safetensors")
+    output = CliRunner().invoke(main, ["inspect", str(tmp_path)]).output
+    assert "note: it has model.safetensors, which alone is read" in output
+    (tmp_path / "model.safetensors").rename(tmp_path / "y.safetensors")
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "y.safetensors", "b": "y.safetensors"}}')
+    output = CliRunner().invoke(main, ["inspect", str(tmp_path)]).output
+    assert f"note: it has {INDEX}, which names what no file of it has: b" in output
 
 
 def test_an_inexact_index_of_torch_files(tmp_path: Path, caplog: Any) -> None:

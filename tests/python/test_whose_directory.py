@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +94,79 @@ def test_a_conflict_that_stays_is_said_at_once(
     assert slept == []
 
 
-@LAYOUTS
+def test_shards_alone_may_lack_others(tmp_path: Path) -> None:
+    """Nothing but the manifest says how many ranks there were."""
+    path = tmp_path / "c"
+    torch_ckpt.save(STATE, path)
+    for file in path.iterdir():
+        if file.suffix != ".safetensors":
+            file.unlink()
+    for use in (lambda: torch_ckpt.load(path=path), lambda: list(torch_ckpt.open(path))):
+        with pytest.raises(torch_ckpt.IncompleteError, match=f'{MANIFEST}.*format="hf"'):
+            use()
+    assert run("inspect", str(path))[0] != 0
+    assert torch_ckpt.load(path=path, format="hf").keys() == {"model.w"}
+    (shard,) = path.glob("shard-*")
+    assert torch_ckpt.load(path=shard).keys() == {"model.w"}
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
+def test_final_files_whose_manifest_is_damaged(damage: str, tmp_path: Path) -> None:
+    """They go by their ids, with their index, and nothing else does."""
+    path = tmp_path / "c"
+    state = {"a": torch.arange(8.0), "b": torch.arange(8.0)}
+    for remove in (False, True):
+        torch_ckpt.save(state, path, layout="final")
+        assert (path / "model.safetensors.index.json").exists()
+        save_file({"z": torch.ones(1)}, path / "theirs.safetensors")
+        (path / "copied.safetensors").write_bytes(
+            next(path.glob("model*.safetensors")).read_bytes().replace(b"file_id", b"FILE_ID")
+        )
+        text = (path / MANIFEST).read_bytes()
+        damaged = {"empty": b"", "cut": text[:100], "flipped": text.replace(b"raw", b"rav")}
+        assert damaged[damage] != text
+        (path / MANIFEST).write_bytes(damaged[damage])
+        if remove:
+            Checkpoint(path).remove()
+            left = {"theirs.safetensors", "copied.safetensors"}
+            assert {file.name for file in path.iterdir()} == left
+            continue
+        torch_ckpt.save({"a": torch.ones(2)}, path)
+        assert torch_ckpt.load(path=path)["a"].tolist() == [1, 1]
+        assert not list(path.glob("model*"))
+        Checkpoint(path).remove()
+
+
+def test_what_stands_where_ours_or_stocks_would(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    torch_ckpt.save(STATE, path)
+    (tmp_path / "elsewhere").mkdir()
+    (path / ".torch_ckpt-stage").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(torch_ckpt.CheckpointError, match=r"torch_ckpt-stage.*symbolic.*remove it"):
+        torch_ckpt.load(path=path)
+    (path / ".torch_ckpt-stage").unlink()
+    for make in (Path.mkdir, os.mkfifo):
+        make(path / ".metadata")
+        with pytest.raises(torch_ckpt.ConflictError, match=r"\.metadata.*remove it"):
+            torch_ckpt.save(STATE, path)
+        if (path / ".metadata").is_dir():
+            (path / ".metadata").rmdir()
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    save_file({"w": torch.ones(1)}, tmp_path / "elsewhere" / "w.safetensors")
+    (hub / "sub").symlink_to(tmp_path / "elsewhere")
+    (hub / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {"w": "sub/w.safetensors"}})
+    )
+    with pytest.raises(torch_ckpt.CorruptError, match=r"sub/w\.safetensors.*symbolic link"):
+        torch_ckpt.load(path=hub)
+
+
 def test_files_that_were_copied_on_purpose(
-    layout: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "c"
-    torch_ckpt.save(STATE, path, layout=layout)
+    torch_ckpt.save(STATE, path, layout="final")
     for file in path.iterdir():
         if file.suffix != ".safetensors":
             file.unlink()

@@ -1,5 +1,6 @@
 // How a checkpoint is found at a path and read; checkpoint.cc has what an
 // opened one answers.
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
@@ -9,6 +10,7 @@
 #include "engine/open/build_catalog.h"
 #include "engine/open/catalog_reader.h"
 #include "engine/open/checkpoint.h"
+#include "engine/open/header_io.h"
 #include "engine/open/rank_manifests.h"
 #include "engine/open/read_dcp.h"
 #include "format/names.h"
@@ -42,6 +44,12 @@ Result<Committed> ReadCommitted(const Directory& directory) {
   // Where only their owner may look, the manifest and the ids of the files say
   // enough: what they tell to be whole is.
   const int error = journal.status().sys_errno();
+  if (error == ENOTDIR) {
+    return Corrupt(
+               "is a symbolic link or a file where saves of torch_ckpt stage, "
+               "and is not followed: remove it if no save of yours made it")
+        .WithFile(directory.Join(std::string(kStageSuffix)));
+  }
   if (!journal.ok() && error != ENOENT && error != EACCES) {
     return journal.status();
   }
@@ -224,6 +232,17 @@ Result<bool> IsObjectsFile(const Directory& directory,
 
 // What only the manifest can say belongs together: read without it, tensors
 // would lack digests, and other leaves would be gone.
+Status CutOff(const Directory& directory, const std::string& name) {
+  return Incomplete(
+             "is a part of a checkpoint of torch_ckpt, whose " +
+             std::string(kManifestName) +
+             " is not there: copy that too, with all that stands beside it; "
+             "format=\"" +
+             std::string(kWholeFormat) +
+             "\" reads the bare tensors, of which nothing is verified")
+      .WithFile(directory.Join(name));
+}
+
 Status CheckNotCutOff(const Directory& directory) {
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
   for (const std::string& name : names) {
@@ -233,17 +252,30 @@ Status CheckNotCutOff(const Directory& directory) {
       // Others may call a file so.
       TC_ASSIGN_OR_RETURN(ours, IsObjectsFile(directory, name));
     }
-    if (!ours) continue;
-    return Incomplete(
-               "is a part of a checkpoint of torch_ckpt, whose " +
-               std::string(kManifestName) +
-               " is not there: copy that too, with all that stands beside it; "
-               "format=\"" +
-               std::string(kWholeFormat) +
-               "\" reads the bare tensors, of which nothing is verified")
-        .WithFile(directory.Join(name));
+    if (ours) return CutOff(directory, name);
   }
   return {};
+}
+
+// The same of shards, beside which others may be missing; final files say
+// themselves how many they are. Of those that were read the ids are known; of
+// what could not be read one is looked at.
+Status CheckNoShards(const Directory& directory,
+                     const Result<Contents>& loaded) {
+  if (loaded.ok()) {
+    for (const ManifestFile& file : loaded->files->files()) {
+      if (IsShardName(file.name) && !file.id.empty()) {
+        return CutOff(directory, file.name);
+      }
+    }
+    return {};
+  }
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
+  const auto shard = std::find_if(names.begin(), names.end(), IsShardName);
+  if (shard == names.end() || PeekFileIdOf(directory, *shard).empty()) {
+    return {};
+  }
+  return CutOff(directory, *shard);
 }
 
 // One look at a directory.
@@ -312,11 +344,15 @@ Look LookAt(const std::string& path, std::string_view format) {
       return Incomplete("holds no " + std::string(kManifestName))
           .WithFile(path);
     }
-    const Status cut_off = CheckNotCutOff(*directory);
-    look.late = look.shared && !cut_off.ok();
+    Status cut_off = CheckNotCutOff(*directory);
     Result<Contents> loaded = cut_off.ok()
                                   ? LoadForeign(directory, nullptr, format)
                                   : Result<Contents>(cut_off);
+    if (cut_off.ok()) {
+      cut_off = CheckNoShards(*directory, loaded);
+      if (!cut_off.ok()) loaded = cut_off;
+    }
+    look.late = look.shared && !cut_off.ok();
     // A save may have committed over these files meanwhile: then what was
     // read may be a mixture.
     TC_ASSIGN_OR_RETURN(const Committed again, ReadCommitted(*directory));

@@ -25,6 +25,12 @@ Result<std::vector<std::string>> FindStockMetadata(const Directory& directory) {
     std::string name(each);
     const Result<File> file = directory.OpenFile(name, {});
     if (file.status().sys_errno() == ENOENT) continue;
+    if (file.status().kind() == ErrorKind::kCorrupt) {
+      return Conflict(file.status().message() +
+                      " where stock DCP has its metadata: remove it, or use "
+                      "another directory")
+          .WithFile(directory.Join(name));
+    }
     if (!file.ok()) return file.status();
     std::array<std::byte, kPatchMark.size()> begin;
     TC_ASSIGN_OR_RETURN(const uint64_t count, file->Read(begin, 0));

@@ -1,6 +1,7 @@
 #include "engine/open/read_index.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <set>
 #include <utility>
 
@@ -40,8 +41,16 @@ Result<IndexedFiles> FilesOf(const HfIndex& index, const Directory& directory,
       }
       continue;
     }
-    TC_ASSIGN_OR_RETURN(const auto info, directory.StatName(name));
-    if (!info) out.missing.push_back(name);
+    const auto info = directory.StatName(name);
+    if (info.status().sys_errno() == ENOTDIR) {
+      return Corrupt(
+                 "is named by the index, and leads through a symbolic link or "
+                 "a file, which is not followed: put the files themselves "
+                 "there, or give the path of the directory that is meant")
+          .WithFile(directory.Join(name));
+    }
+    TC_RETURN_IF_ERROR(info.status());
+    if (!*info) out.missing.push_back(name);
   }
   return out;
 }
@@ -54,8 +63,8 @@ void NoteAbsent(const HfIndex& index, const std::string& index_name,
     if (!has(each.first)) absent.push_back(each.first);
   }
   if (absent.empty()) return;
-  notes->push_back(index_name +
-                   " names what no file of it has: " + Listed(absent));
+  notes->push_back("has " + index_name +
+                   ", which names what no file of it has: " + Listed(absent));
 }
 
 std::string Listed(const std::vector<std::string>& names) {
