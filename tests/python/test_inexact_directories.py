@@ -226,7 +226,7 @@ def test_inspect_says_notes_as_sentences(tmp_path: Path) -> None:
     save_file({"a": A}, tmp_path / "model.safetensors")
     save_file({"c": B}, tmp_path / "consolidated.safetensors")
     output = CliRunner().invoke(main, ["inspect", str(tmp_path)]).output
-    assert "note: it has model.safetensors, which alone is read" in output
+    assert "note: it holds weights beside its own that are not read: consol" in output
     (tmp_path / "model.safetensors").rename(tmp_path / "y.safetensors")
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "y.safetensors", "b": "y.safetensors"}}')
     output = CliRunner().invoke(main, ["inspect", str(tmp_path)]).output

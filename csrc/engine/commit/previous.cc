@@ -87,9 +87,10 @@ bool IsLookedFor(std::string_view name) {
 }
 
 // The final files of the save whose manifest, `text`, is damaged: those that
-// have an id of ours, and either that is what the text still says, or they are
-// called so that they hide what comes. What somebody has copied to another name
-// is not taken for one. With them goes the index of nothing else.
+// have an id of ours and the name that the text still says of it; where it says
+// nothing of the id, those that are called so that they hide what comes. What
+// somebody has copied to another name is not taken for one. With them goes the
+// index of nothing else.
 void AddFinalFiles(const Directory& target,
                    const std::vector<std::string>& names, std::string_view text,
                    std::vector<ManifestFile>* files) {
@@ -98,7 +99,10 @@ void AddFinalFiles(const Directory& target,
     if (!name.ends_with(kDataSuffix) || IsShardName(name)) continue;
     const std::string id = PeekFileIdOf(target, name, {.no_follow = true});
     if (id.empty()) continue;
-    if (text.find(id) == text.npos && !IsLookedFor(name)) continue;
+    const bool told = text.find(id) != text.npos;
+    if (told ? text.find('"' + name + '"') == text.npos : !IsLookedFor(name)) {
+      continue;
+    }
     files->emplace_back().name = name;
     ours.insert(name);
   }

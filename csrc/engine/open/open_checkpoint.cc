@@ -348,10 +348,8 @@ Look LookAt(const std::string& path, std::string_view format) {
     Result<Contents> loaded = cut_off.ok()
                                   ? LoadForeign(directory, nullptr, format)
                                   : Result<Contents>(cut_off);
-    if (cut_off.ok()) {
-      cut_off = CheckNoShards(*directory, loaded);
-      if (!cut_off.ok()) loaded = cut_off;
-    }
+    if (cut_off.ok()) cut_off = CheckNoShards(*directory, loaded);
+    if (!cut_off.ok()) loaded = cut_off;
     look.late = look.shared && !cut_off.ok();
     // A save may have committed over these files meanwhile: then what was
     // read may be a mixture.
