@@ -224,5 +224,6 @@ def tell_of_merge(request: MergeRequest, answer: dict[str, Any]) -> None:
         warn_of_moments(
             request["output"],
             (name for name, kind in columns if kind != _core.OBJECT),
-            "exclude=['optim*'] (--exclude 'optim*'), or as they are called here, leaves them out",
+            "exclude=['optim*'] (--exclude 'optim*'), or what they are called here, leaves them "
+            "out",
         )

@@ -168,6 +168,7 @@ class DirectorySave:
         return os.path.basename(staging), save_id
 
     def check_place(self, first: tuple[str, str]) -> None:
+        """Raises IncompleteError where `first`, rank 0's `begun_part`, is not seen in time."""
         staging, save_id = first
         until = time.monotonic() + _PATIENCE_S
         while self._seen(staging) != save_id:
