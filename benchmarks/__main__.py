@@ -147,7 +147,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--before",
         metavar="COMMIT",
-        help="measure ours of an earlier commit beside, round by round; it is built first",
+        help="measure ours of an earlier commit in place of the rivals, round by round; it is "
+        "built first",
     )
     parser.add_argument("--directory", help="where to write; a temporary directory if not given")
     parser.add_argument("--jsonl", help="also write every measurement to this file")

@@ -62,7 +62,8 @@ def run_processes(words: Sequence[str], directory: Path, before: Path | None) ->
     """The records of a row; ``words`` are the row, ``--memory`` and the other arguments.
 
     With ``before`` (see :func:`benchmarks.before.build`) two processes take turns, round by round,
-    and another one begins each time. Both keep their inputs on the disk.
+    and another one begins each time; it is the rival, in place of all others. Both keep their
+    inputs on the disk.
     """
     if before is None:
         return _Process(words, environment.REPOSITORY, directory, in_turn=False).end()

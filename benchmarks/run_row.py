@@ -32,6 +32,7 @@ def run_row(
     rounds: Iterable[int],
     emit: Emit,
     before: str = "",
+    rivals: bool = True,
 ) -> None:
     """Builds the row, runs its contenders in turn once a round, removes its files.
 
@@ -39,12 +40,15 @@ def run_row(
     always follows the same one. A contender that raises is reported by a record and left out of
     the later rounds. ``emit`` gets one record for the row, one per measurement, one per contender
     skipped or failed. ``before`` names the commit of ours where that is an earlier one: then
-    only ours run, as rivals.
+    only ours run, as rivals. Without ``rivals`` those of others are left out.
     """
     with MemoryWatcher(context.program) as watcher:
         row = ROWS[name](context)
         if before:
             row = _of_before(row, before)
+        elif not rivals:
+            own = [contender for contender in row.contenders if contender.role != "rival"]
+            row = dataclasses.replace(row, contenders=own)
         try:
             emit(_row_record(name, memory, row))
             active = []
@@ -164,7 +168,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--program", type=Path, required=True)
     parser.add_argument("--records", type=Path, required=True)
     parser.add_argument("--before", default="", help="ours here is of this earlier commit")
-    parser.add_argument("--in-turn", action="store_true", help="a round per line of input")
+    parser.add_argument(
+        "--in-turn", action="store_true", help="a round per line of input, no rivals"
+    )
     options = parser.parse_args(arguments)
 
     import benchmarks.rows  # noqa: F401  registers the rows; imports torch
@@ -186,8 +192,9 @@ def main(arguments: list[str]) -> int:
                 said = f"{record['contender']} {record['kind']}: {record['reason']}"
             sys.stderr.write(f"{seconds}  {options.row}  {said}\n")
 
-        rounds = _in_turn(options.rounds) if options.in_turn else range(1, options.rounds + 1)
-        run_row(options.row, context, options.memory, rounds, emit, options.before)
+        turns = options.in_turn
+        rounds = _in_turn(options.rounds) if turns else range(1, options.rounds + 1)
+        run_row(options.row, context, options.memory, rounds, emit, options.before, not turns)
     return 0
 
 
