@@ -33,7 +33,9 @@ T = TypeVar("T")
 MANIFEST = "torch_ckpt.json"
 JOURNAL = ".torch_ckpt-stage/committed/commit.json"
 # Files of ours that mean nothing without a manifest: RankOfFile in csrc/format/names.cc.
-_ONLY_OURS = re.compile(r"torch_ckpt(-\d+-of-\d+)?\.catalog|objects-\d+\.json")
+_ONLY_OURS = re.compile(
+    r"torch_ckpt(-\d+-of-\d+)?\.catalog|objects-\d+\.json|shard-.*\.safetensors"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,8 +380,13 @@ def was_committed(path: str) -> bool:
         source: str = checkpoint._described(whole=False, tensors=False, check_files=False)["source"]
     except IncompleteError as error:
         # A commit brings such a file into its place with the journal beside it, and a removal takes
-        # it away so. Alone it has lost its manifest, or, of a rank's part, is what is lost.
-        return _ONLY_OURS.fullmatch(os.path.basename(error.file or "")) is not None
+        # it away so. Alone it has lost its manifest, or, of a rank's part, is what is lost. (A
+        # shard that is not there may be one of others, which their index names.)
+        named = error.file or ""
+        part = os.path.basename(named)
+        return _ONLY_OURS.fullmatch(part) is not None and (
+            os.path.exists(named) or not part.startswith("shard-")
+        )
     except CheckpointError:
         return False
     return source == "manifest"

@@ -219,6 +219,17 @@ def test_a_checkpoint_that_lost_a_file_is_not_passed_over(
     assert visible(root) == [1, 2, 3] and loaded(directory) == 3
 
 
+def test_a_step_of_bare_shards_is_not_passed_over(root: Path) -> None:
+    directory = CheckpointDirectory(root)
+    for step in (1, 2):
+        directory.save(state(step), step)
+    for file in (root / "step-2").iterdir():
+        if file.is_file() and file.name != SHARD:
+            file.unlink()
+    with pytest.raises(IncompleteError, match=f"{SHARD}.*whose torch_ckpt.json is not there"):
+        directory.load(state(0))
+
+
 @pytest.mark.usefixtures("fault_points")
 def test_a_removal_that_was_killed_leaves_no_committed_step(root: Path) -> None:
     directory = CheckpointDirectory(root)
