@@ -1,0 +1,196 @@
+"""python -m tests.campaign [PART ...] [--minutes MINUTES] [--targets TARGET ...]
+
+Runs what is too long for CI: `faults` (a fault at every system call, and the long Python tests),
+`orders` (commits in every order), `gcc11` (a build by the oldest compiler) and `fuzz` (every fuzz
+target, or those named, for MINUTES each); all of them, if none is named. What came of each is kept
+in build/campaign, beside its log, and docs/campaign_results.md is written of all that is there,
+after each: the parts may be run on different days.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import commit
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = REPOSITORY / "build" / "campaign"
+PAGE = REPOSITORY / "docs" / "campaign_results.md"
+# Beside tests/faults: those with tests that only run here, or that try more here.
+LONG = (
+    *("parser_differential", "package", "ranks", "simulated_ranks", "benchmarks", "bench_async"),
+    *("matrix", "final_layout", "demo", "stock_faults"),
+)
+Record = dict[str, Any]
+Row = tuple[str, str]
+HEAD = """# Results of the last campaign
+
+Written by `./dev campaign`; nothing here is typed by hand.
+
+A fault is a kill, an error, an interrupt or a short count at one system call of a save
+or a consolidation (*succeeded*: it got over that, or made fewer calls). Tested
+after each: the checkpoint is the old one or the new one, whole (a first save: none or the
+new one), and the next save leaves nothing behind.
+*Stricter*: refused for a reason in `docs/format.md`, where the crate accepts. Fuzz targets run
+under the address and undefined-behaviour sanitizers, with inputs of up to 1 MB.
+
+| what | outcome | of |
+|---|---|---|
+"""
+
+
+def targets() -> list[str]:
+    """The fuzz targets that CMake knows."""
+    listed = (REPOSITORY / "cmake" / "Fuzz.cmake").read_text()
+    return sorted(re.findall(r"tests/fuzz/(\w+_fuzz)\.cc", listed))
+
+
+def tried(output: str) -> list[Row]:
+    """What the tests print of the faults and headers that they tried, and pytest's last line."""
+    found: list[Row] = re.findall(r"^tried: ([^:]*): (.*)", output, re.MULTILINE)
+    last = re.findall(r"^=* ?(\d.* in [\d.]+s.*?) ?=*$", output, re.MULTILINE)
+    return [*found, *(("pytest", words) for words in last[-1:])]
+
+
+def orders(output: str) -> list[Row]:
+    """How many orders the interleaver tried."""
+    count = sum(int(number) for number in re.findall(r"^ORDERS (\d+)", output, re.MULTILINE))
+    what = "orders of savers, removers, recoverers and readers of one directory"
+    return [(what, f"{count} tried")] if count else []
+
+
+def cpp(output: str) -> list[Row]:
+    """The C++ tests that passed."""
+    count = sum(map(int, re.findall(r"^\[  PASSED  \] (\d+) test", output, re.MULTILINE)))
+    return [("C++ tests, all built by g++-11", f"{count} passed")] if count else []
+
+
+def executions(output: str) -> dict[str, Row]:
+    """By fuzz target: for how long, and how many inputs, in what `./dev fuzz` prints."""
+    found: dict[str, Row] = {}
+    name, seconds = "", 0
+    for line in output.splitlines():
+        if began := re.match(r"== (\w+_fuzz) for (\d+) s", line):
+            name, seconds = began[1], int(began[2])
+        elif count := re.match(r"stat::number_of_executed_units:\s*(\d+)", line):
+            found[name] = (f"{name} for {seconds / 60:g} min", f"{count[1]} inputs")
+    return found
+
+
+def run(part: str, command: Sequence[str | Path]) -> tuple[str, bool]:
+    """What the command said, which goes into a file as it comes, and whether it ended well."""
+    log = FOLDER / f"{part}.log"
+    print(f"== {part} (log: {log.relative_to(REPOSITORY)})", file=sys.stderr, flush=True)
+    environment = {**os.environ, "TORCH_CKPT_FULL": "1"}
+    with log.open("w") as file:
+        done = subprocess.run(
+            command,
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    return log.read_text(errors="replace"), done.returncode == 0
+
+
+def keep(part: str, rows: Sequence[Row], good: bool, seconds: float) -> None:
+    """Keeps what came of a part, and writes the page anew."""
+    if not good:
+        rows = [*rows, (part, "FAILED")]
+    at = {"commit": commit(), "date": datetime.datetime.now(datetime.timezone.utc).date()}
+    record = {**at, "rows": rows, "minutes": round(seconds / 60), "cores": os.cpu_count()}
+    (FOLDER / f"{part}.json").write_text(json.dumps(record, default=str))
+    PAGE.write_text(page(recorded()), encoding="utf-8")
+
+
+def recorded() -> dict[str, Record]:
+    """Of this checkout, what came of each part, and of each fuzz target."""
+    return {file.stem: json.loads(file.read_text()) for file in FOLDER.glob("*.json")}
+
+
+def page(records: Mapping[str, Record]) -> str:
+    """Markdown. A part that has not been run says so."""
+    lines = []
+    for part in (*PARTS, *targets()):
+        if part == "fuzz":
+            continue
+        if part not in records:
+            lines.append(f"| {part} | not run yet | |\n")
+            continue
+        of = records[part]
+        at = f"{of['commit']}, {of['date']}"
+        lines += [f"| {what} | {outcome} | {at} |\n" for what, outcome in of["rows"]]
+    return HEAD + "".join(lines)
+
+
+def pytest_words() -> list[str | Path]:
+    long = [f"tests/python/test_{name}.py" for name in LONG]
+    return [sys.executable, "-m", "pytest", "-q", "-rP", "tests/faults", *long]
+
+
+def orders_words() -> list[str | Path]:
+    return [REPOSITORY / "build/dev/core_tests", "--gtest_filter=*Interleaved*"]
+
+
+def fuzz(minutes: float, names: Sequence[str]) -> bool:
+    start = time.monotonic()
+    words: list[str | Path] = ["./dev", "fuzz", str(round(minutes * 60)), *names]
+    output, good = run("fuzz", words)
+    found = executions(output)
+    failed = output.splitlines()[-1:] if not good else []
+    for name in names:
+        well = name in found and not any(name in line for line in failed)
+        keep(name, [found[name]] if name in found else [], well, time.monotonic() - start)
+    return good
+
+
+PARTS: dict[str, tuple[Callable[[], list[str | Path]], Callable[[str], list[Row]]] | None] = {
+    "faults": (pytest_words, tried),
+    "orders": (orders_words, orders),
+    "gcc11": (lambda: ["./dev", "gcc11"], cpp),
+    "fuzz": None,  # a record for each target
+}
+
+
+def main() -> int:
+    description = (__doc__ or "").partition("\n\n")[2]
+    parser = argparse.ArgumentParser(prog="./dev campaign", description=description)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="of each fuzz target, default %(default)s"
+    )
+    parser.add_argument("--targets", nargs="*", metavar="TARGET", help=f"of {', '.join(targets())}")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}")
+    if unknown := set(options.targets or ()) - set(targets()):
+        parser.error(f"there is no fuzz target {', '.join(sorted(unknown))}")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    good = True
+    for part in options.parts or PARTS:
+        of = PARTS[part]
+        if of is None:
+            good &= fuzz(options.minutes, options.targets or targets())
+            continue
+        words, rows = of
+        start = time.monotonic()
+        output, well = run(part, words())
+        keep(part, rows(output), well, time.monotonic() - start)
+        good &= well
+    print(PAGE.read_text())
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

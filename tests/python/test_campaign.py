@@ -1,0 +1,59 @@
+"""`./dev campaign`: what it makes of what its parts print, and its page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from tests.campaign import __main__ as campaign  # noqa: E402
+
+FUZZED = """
+== header_fuzz for 3600 s
+INFO: Running with entropic power schedule (0xFF, 100).
+stat::number_of_executed_units: 2833293
+stat::average_exec_per_sec:     787
+== zip_fuzz for 90 s
+stat::number_of_executed_units: 12
+"""
+TESTED = """
+tried: 724 faults in test_an_error_of_any_call[fresh]: 395 failed, 329 succeeded
+tried: 15000 headers against the safetensors crate: 15000 accepted
+692 passed, 357 warnings in 1317.05s (0:21:57)
+"""
+
+
+def test_what_the_parts_print_becomes_rows() -> None:
+    assert campaign.executions(FUZZED) == {
+        "header_fuzz": ("header_fuzz for 60 min", "2833293 inputs"),
+        "zip_fuzz": ("zip_fuzz for 1.5 min", "12 inputs"),
+    }
+    assert campaign.tried(TESTED) == [
+        ("724 faults in test_an_error_of_any_call[fresh]", "395 failed, 329 succeeded"),
+        ("15000 headers against the safetensors crate", "15000 accepted"),
+        ("pytest", "692 passed, 357 warnings in 1317.05s (0:21:57)"),
+    ]
+    assert campaign.orders("ORDERS 12\nORDERS 30\n")[0][1] == "42 tried"
+    assert campaign.cpp("[  PASSED  ] 45 tests.\n[  PASSED  ] 1 test.\n")[0][1] == "46 passed"
+
+
+def test_a_part_that_failed_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(campaign, "FOLDER", tmp_path)
+    monkeypatch.setattr(campaign, "PAGE", tmp_path / "page.md")
+    campaign.keep("orders", campaign.orders("ORDERS 12\n"), good=False, seconds=61)
+    page = (tmp_path / "page.md").read_text()
+    assert "12 tried" in page and "| orders | FAILED |" in page
+    assert "| faults | not run yet | |" in page
+    assert json.loads((tmp_path / "orders.json").read_text())["minutes"] == 1
+
+
+def test_every_fuzz_target_is_known_and_on_the_page() -> None:
+    files = {file.stem for file in (REPOSITORY / "tests/fuzz").glob("*_fuzz.cc")}
+    assert files == set(campaign.targets())
+    page = campaign.PAGE.read_text()
+    assert [name for name in files if f"| {name} for " not in page] == []
