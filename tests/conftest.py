@@ -11,8 +11,18 @@ import pytest
 # Seconds: what is marked as slow may take longer than the bound of each test in pyproject.toml.
 BOUNDS = {"campaign": 3600, "slow": 900}
 
+# A worker runs all tests of a file. Those that take minutes begin first, or one of them is all that
+# runs at the end.
+LONG_FILES = (
+    *("test_package", "test_ranks", "test_readme", "test_errors", "test_convert", "test_kills"),
+    *("test_async_failures", "test_async_ends", "test_neighbours", "test_process_saves"),
+    *("test_benchmarks", "test_stager", "test_parser_differential", "test_directory_kills"),
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for item in items:
         marks = [mark for mark in BOUNDS if item.get_closest_marker(mark)]
         if marks and not item.get_closest_marker("timeout"):
