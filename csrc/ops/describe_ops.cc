@@ -13,12 +13,13 @@
 namespace torch_ckpt::ops {
 namespace {
 
-constexpr Field kPlan[] = {{"checkpoint", FieldType::kInteger},
-                           {"path", FieldType::kString},
-                           {"format", FieldType::kString}};
+constexpr Field kDescribePlan[] = {{"checkpoint", FieldType::kInteger},
+                                   {"path", FieldType::kString},
+                                   {"format", FieldType::kString}};
 
 Result<Listing> List(const Tensor& plan) {
-  TC_ASSIGN_OR_RETURN(const Json parsed, ParsePlan("describe", kPlan, plan));
+  TC_ASSIGN_OR_RETURN(const Json parsed,
+                      ParsePlan("describe", kDescribePlan, plan));
   TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointNamedBy(parsed));
   Listing listing;
   auto& [names, dtypes, shapes] = listing;

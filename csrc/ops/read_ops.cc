@@ -29,7 +29,7 @@
 namespace torch_ckpt::ops {
 namespace {
 
-constexpr Field kPlan[] = {
+constexpr Field kReadPlan[] = {
     {"checkpoint", FieldType::kInteger}, {"path", FieldType::kString},
     {"format", FieldType::kString},      {"names", FieldType::kNames},
     {"offsets", FieldType::kList},       {"files", FieldType::kObject},
@@ -118,8 +118,8 @@ Status SetDtype(const Tensor& tensor, const ReadItem& item,
       .WithTensor(item.name);
 }
 
-Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
-           int64_t* report) {
+Status RunRead(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
+               int64_t* report) {
   TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointNamedBy(plan));
   TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
                       NamesOfEach(plan, tensors.size()));
@@ -190,9 +190,9 @@ uint32_t DigestOf(const SourceTensor& source) {
 }  // namespace
 
 void read(std::vector<Tensor> targets, Tensor plan, Tensor report) {
-  RunOp("read", kPlan, plan, report,
+  RunOp("read", kReadPlan, plan, report,
         [&](const Json& parsed, Job* job, int64_t* values) {
-          return Run(targets, parsed, job, values);
+          return RunRead(targets, parsed, job, values);
         });
 }
 

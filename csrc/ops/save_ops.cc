@@ -13,7 +13,7 @@
 namespace torch_ckpt::ops {
 namespace {
 
-constexpr Field kPlan[] = {
+constexpr Field kSavePlan[] = {
     {"path", FieldType::kString},     {"names", FieldType::kNames},
     {"overwrite", FieldType::kBool},  {"max_shard_size", FieldType::kInteger},
     {"workers", FieldType::kInteger}, {"sync", FieldType::kBool},
@@ -41,8 +41,8 @@ Result<WriteTensor> WholeTensor(const Tensor& tensor, std::string name,
   return whole;
 }
 
-Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
-           int64_t* report) {
+Status RunSave(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
+               int64_t* report) {
   SavePlan save;
   TC_ASSIGN_OR_RETURN(save.path, GetPath(plan, "path"));
   TC_ASSIGN_OR_RETURN(std::vector<std::string> names,
@@ -86,9 +86,9 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
 }  // namespace
 
 void save(std::vector<Tensor> tensors, Tensor plan, Tensor report) {
-  RunOp("save", kPlan, plan, report,
+  RunOp("save", kSavePlan, plan, report,
         [&](const Json& parsed, Job* job, int64_t* values) {
-          return Run(tensors, parsed, job, values);
+          return RunSave(tensors, parsed, job, values);
         });
 }
 

@@ -23,11 +23,11 @@
 namespace torch_ckpt::ops {
 namespace {
 
-constexpr Field kPlan[] = {{"names", FieldType::kNames},
-                           {"workers", FieldType::kInteger},
-                           {"patience_ms", FieldType::kInteger},
-                           {"shared", FieldType::kBool},
-                           {"job", FieldType::kInteger}};
+constexpr Field kStagePlan[] = {{"names", FieldType::kNames},
+                                {"workers", FieldType::kInteger},
+                                {"patience_ms", FieldType::kInteger},
+                                {"shared", FieldType::kBool},
+                                {"job", FieldType::kInteger}};
 
 // torch makes views of a storage from its beginning on.
 Result<SourceTensor> RegionOf(const Tensor& region) {
@@ -63,8 +63,9 @@ void KeepLease(Snapshot snapshot, Job* job) {
 constexpr char kWrongOffsets[] =
     "the offsets are not a dense int64 tensor with one for each tensor";
 
-Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
-           Tensor& offsets, std::optional<Tensor>& region, int64_t* report) {
+Status RunStage(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
+                Tensor& offsets, std::optional<Tensor>& region,
+                int64_t* report) {
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
                       NamesOfEach(plan, tensors.size()));
   std::vector<SourceTensor> sources;
@@ -113,9 +114,9 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
 
 void stage(std::vector<Tensor> tensors, Tensor plan, Tensor offsets,
            Tensor report, std::optional<Tensor> region) {
-  RunOp("stage", kPlan, plan, report,
+  RunOp("stage", kStagePlan, plan, report,
         [&](const Json& parsed, Job* job, int64_t* values) {
-          return Run(tensors, parsed, job, offsets, region, values);
+          return RunStage(tensors, parsed, job, offsets, region, values);
         });
 }
 

@@ -27,7 +27,7 @@
 namespace torch_ckpt::ops {
 namespace {
 
-constexpr Field kPlan[] = {
+constexpr Field kWritePlan[] = {
     {"staging", FieldType::kString},  {"files", FieldType::kList},
     {"final", FieldType::kObject},    {"rank", FieldType::kInteger},
     {"workers", FieldType::kInteger}, {"sync", FieldType::kBool},
@@ -124,8 +124,8 @@ Result<WriteFile> ParseFile(const Json& item,
   return file;
 }
 
-Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
-           int64_t* report) {
+Status RunWrite(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
+                int64_t* report) {
   std::vector<SourceTensor> sources;
   sources.reserve(tensors.size());
   for (const Tensor& tensor : tensors) {
@@ -171,9 +171,9 @@ Status Run(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
 }  // namespace
 
 void write(std::vector<Tensor> tensors, Tensor plan, Tensor report) {
-  RunOp("write", kPlan, plan, report,
+  RunOp("write", kWritePlan, plan, report,
         [&](const Json& parsed, Job* job, int64_t* values) {
-          return Run(tensors, parsed, job, values);
+          return RunWrite(tensors, parsed, job, values);
         });
 }
 
