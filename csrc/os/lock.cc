@@ -77,6 +77,12 @@ Status JustNow(const Directory& directory) {
   return HeldBy(" (it was taken over just now)", directory.path());
 }
 
+// Whoever waits a little finds it free, or another holder.
+Status GoneMeanwhile(const Directory& directory) {
+  return Status::Io(ESTALE, "locking what was removed or replaced meanwhile",
+                    directory.path());
+}
+
 // Makes the lock file `name`, or kConflict. `depth`: rights that are held.
 Status MakeLockFile(const Directory& directory, const std::string& name,
                     const std::string& text, int depth);
@@ -86,7 +92,7 @@ Status ReplaceDead(const Directory& directory, const std::string& name,
                    const std::string& text, int depth) {
   const auto found = directory.ReadFile(name, kMaxLockFile);
   if (!found.ok()) {
-    return found.status().sys_errno() == ENOENT ? JustNow(directory)
+    return found.status().sys_errno() == ENOENT ? GoneMeanwhile(directory)
                                                 : found.status();
   }
   const auto holder = ParseLockHolder(*found);
@@ -221,7 +227,9 @@ Status DirectoryLock::Lock() {
   const bool made = opened.ok();
   if (!made && opened.status().sys_errno() == EEXIST) {
     opened = directory_.OpenFile(name, {.write = true});
-    if (opened.status().sys_errno() == ENOENT) return JustNow(directory_);
+    // Given back just now; or on another node, long ago, which a client may
+    // remember otherwise for a while.
+    if (opened.status().sys_errno() == ENOENT) return GoneMeanwhile(directory_);
   }
   TC_ASSIGN_OR_RETURN(file_, std::move(opened));
   Held::Process().Add(file_.fd());
@@ -281,8 +289,7 @@ Status DirectoryLock::CheckStillThere() const {
     }
     if (now.SameFile(directory) && named && named->SameFile(file)) return {};
   }
-  return Status::Io(ESTALE, "locking what was removed or replaced meanwhile",
-                    directory_.path());
+  return GoneMeanwhile(directory_);
 }
 
 void DirectoryLock::RemoveFile() {

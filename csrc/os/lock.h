@@ -40,8 +40,9 @@ class DirectoryLock {
   ~DirectoryLock();
 
   // Never waits: kConflict when another open of the directory holds the lock,
-  // in this process or any other; ESTALE when `path` was removed or replaced
-  // meanwhile (the holder has just finished). `path` must exist.
+  // in this process or any other; ESTALE when `path` or the lock's file was
+  // removed or replaced meanwhile: the holder has just finished, or did on
+  // another node, and this one remembers its file. `path` must exist.
   static Result<DirectoryLock> Acquire(const std::string& path);
   // Whether somebody holds the lock of the directory `path`. Takes nothing, so
   // that nobody who wants the lock meets this; what it says may be over by now.

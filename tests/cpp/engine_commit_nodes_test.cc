@@ -124,6 +124,30 @@ TEST_F(NodesTest, ACommitThatNobodySawComing) {
 
 #ifdef TORCH_CKPT_FAULTS
 
+// A client may remember the file of a lock that was given back on another node:
+// it can be neither made nor opened for a while.
+TEST_F(NodesTest, TheFileOfALockIsRememberedForAWhile) {
+  ForBoth([&](bool) {
+    int opens = 0, sleeps = 0;
+    SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      const std::string op = site.op;
+      if (op == "sleep") {
+        ++sleeps;
+        return {.skip = true};
+      }
+      if (op != "openat" || !site.path.ends_with("/.lock") || opens == 10) {
+        return {};
+      }
+      return {.sys_errno = ++opens % 2 == 1 ? EEXIST : ENOENT};
+    });
+    const Status saved = SaveAll(Path("c"), Pieces(new_)).status();
+    SetFaultHook(nullptr);
+    ASSERT_OK(saved);
+    EXPECT_EQ(sleeps, 5);
+    ExpectHolds(new_);
+  });
+}
+
 // At every call of the earlier one's commit the later one begins, without any
 // lock between them: one of them is told, and what was acknowledged is there.
 TEST_F(NodesTest, TheOtherOneBeginsAnywhereInTheCommit) {

@@ -346,6 +346,21 @@ TEST_F(LockTest, ARemovedDirectoryIsStale) {
   }
 }
 
+// A node that remembers the file of a holder on another one, who is done: to
+// make it fails, and so does to open it.
+TEST_F(LockTest, AFileThatIsOnlyRememberedIsStale) {
+  int opens = 0;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    const bool lock = std::string(site.op) == "openat" &&
+                      site.path == path() + "/" + kLockFileName;
+    return {.sys_errno = lock && ++opens == 1 ? EEXIST : 0};
+  });
+  const Status status = DirectoryLock::Acquire(path()).status();
+  EXPECT_EQ(status.sys_errno(), ESTALE) << status.ToString();
+  EXPECT_EQ(opens, 2);
+  EXPECT_TRUE(DirectoryLock::Acquire(path()).ok());
+}
+
 // NFS and FUSE keep the lock's file under a hidden name while it is open.
 TEST_F(LockTest, TheDirectoryGoesAfterItsFileIsClosed) {
   const std::string stage = path() + "/stage", hidden = stage + "/.nfs01";

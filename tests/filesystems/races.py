@@ -86,7 +86,7 @@ def met(trial: Trial) -> str:
     return " / ".join(dict.fromkeys(seen))
 
 
-@scenario("a saver stands still in its commit while the other node saves", limit=300)
+@scenario("a saver stands still in its commit while the other node saves", limit=480)
 def stands_still(trial: Trial) -> str:
     """At each rename of its commit and replay, and where its staging is cleaned: the other node
     saves meanwhile, or dies at it, and then the first one goes on. What was acknowledged last is
