@@ -13,10 +13,9 @@ Status Budget::Over() const {
                      "the same in very many places");
   }
   return Exhausted(read + "says more than fits into " +
-                   std::to_string(MostKept(bytes_) >> 20) +
-                   " MiB: what is kept of it takes at most " +
-                   std::to_string(kKeptPerByte) + " times its bytes and " +
-                   std::to_string(kKeptAnyway >> 20) + " MiB");
+                   std::to_string(most_kept_ >> 20) +
+                   " MiB, which is all that is kept of so many bytes: it says "
+                   "the same in very many places");
 }
 
 }  // namespace torch_ckpt

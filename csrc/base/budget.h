@@ -22,18 +22,25 @@ class Budget {
   static constexpr uint64_t kStepsPerByte = 8;
   // As much text is touched in one step: about as fast as a value is.
   static constexpr uint64_t kTextPerStep = 64;
-  static constexpr uint64_t kKeptAnyway = uint64_t{256} << 20;
+  // For small files that are what they seem; so little that nobody feels it.
+  static constexpr uint64_t kKeptAnyway = uint64_t{16} << 20;
   static constexpr uint64_t kKeptPerByte = 16;
   // Of files so large that this is less than four times their bytes, that.
   static constexpr uint64_t kMostKept = uint64_t{1} << 30;
 
-  // `what` was read, and has `bytes`; a literal, for messages.
-  Budget(std::string_view what, uint64_t bytes)
-      : what_(what), bytes_(bytes), kept_left_(MostKept(bytes)) {}
+  // `what` was read, and has `bytes`; a literal, for messages. `kept_anyway`:
+  // for what does not come of these bytes alone.
+  Budget(std::string_view what, uint64_t bytes,
+         uint64_t kept_anyway = kKeptAnyway)
+      : what_(what),
+        bytes_(bytes),
+        most_kept_(MostKept(bytes, kept_anyway)),
+        kept_left_(most_kept_) {}
 
   // What may be kept of `bytes` that were read.
-  static constexpr uint64_t MostKept(uint64_t bytes) {
-    return std::min(kKeptAnyway + kKeptPerByte * bytes,
+  static constexpr uint64_t MostKept(uint64_t bytes,
+                                     uint64_t kept_anyway = kKeptAnyway) {
+    return std::min(kept_anyway + kKeptPerByte * bytes,
                     std::max(kMostKept, 4 * bytes));
   }
 
@@ -60,6 +67,8 @@ class Budget {
     return !is_over_;
   }
 
+  uint64_t bytes() const { return bytes_; }
+  uint64_t most_kept() const { return most_kept_; }
   uint64_t kept_left() const { return kept_left_; }
   // Charged so far: the same on every machine.
   uint64_t steps() const { return steps_; }
@@ -72,7 +81,7 @@ class Budget {
   std::string_view what_;
   uint64_t bytes_;
   uint64_t steps_ = 0;
-  uint64_t kept_left_;
+  uint64_t most_kept_, kept_left_;
   bool is_over_ = false;
 };
 

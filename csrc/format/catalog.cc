@@ -22,6 +22,11 @@ using internal::kCatalogVersion;
 using internal::Malformed;
 
 constexpr size_t kMinPlacementBytes = 3;  // every number takes one at least
+// What placements of one tensor may take that are decoded: a million, of which
+// each is of some bytes and takes hundreds.
+constexpr uint64_t kPlacementsAnyway = uint64_t{256} << 20;
+// Decoding one, in steps.
+constexpr uint64_t kStepsOfPlacement = 8;
 
 uint32_t LoadU32(const std::string& bytes, size_t at) {
   uint32_t value;
@@ -93,7 +98,7 @@ Result<Catalog> Catalog::Parse(std::string bytes,
     TC_RETURN_IF_ERROR(out.ParseEntry(begin, next, files));
     begin = next;
   }
-  TC_RETURN_IF_ERROR(out.LinkAliases());
+  TC_RETURN_IF_ERROR(out.LinkAliases(&budget));
   return out;
 }
 
@@ -181,7 +186,7 @@ Status Catalog::ParseEntry(size_t begin, size_t end,
   return {};
 }
 
-Status Catalog::LinkAliases() {
+Status Catalog::LinkAliases(Budget* budget) {
   for (size_t id = 0; id < entries_.size(); ++id) {
     CatalogEntry& entry = entries_[id];
     if (entry.kind != EntryKind::kAlias) continue;
@@ -191,6 +196,10 @@ Status Catalog::LinkAliases() {
       return Named(Corrupt("is an alias of '" + std::string(entry.alias_of) +
                            "', which is no tensor of the catalog"),
                    entry);
+    }
+    // Whoever reads all tensors decodes them for each alias anew.
+    if (!budget->Step(kStepsOfPlacement * slices_[target].count)) {
+      return Named(budget->Over(), entry);
     }
     entry.dtype = entries_[target].dtype;
     entry.shape = entries_[target].shape;
@@ -229,7 +238,8 @@ Result<std::vector<Placement>> Catalog::Placements(
   BinaryReader in(
       AsBytes(bytes()).subspan(slice.begin, slice.end - slice.begin));
   // A few bytes say a placement, which takes hundreds.
-  Budget budget("the list of its placements", slice.end - slice.begin);
+  Budget budget("the list of its placements", slice.end - slice.begin,
+                kPlacementsAnyway);
   if (!budget.Keep(slice.count * sizeof(Placement))) {
     return Named(budget.Over(), e);
   }

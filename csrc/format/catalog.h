@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/box.h"
+#include "base/budget.h"
 #include "base/bytes.h"
 #include "base/status.h"
 #include "format/dtype.h"
@@ -110,6 +111,8 @@ class Catalog {
   // Reads a catalog file of version 1 or 2. `files` are those that it was made
   // for, in their order. kCorrupt or kUnsupported: arbitrary bytes give an
   // error, bounded memory, never a crash. Placements are not looked at.
+  // kExhausted where aliases repeat more of them than so many bytes account
+  // for.
   static Result<Catalog> Parse(std::string bytes,
                                std::span<const ManifestFile> files);
 
@@ -156,7 +159,7 @@ class Catalog {
   };
   Status ParseEntry(size_t begin, size_t end,
                     std::span<const ManifestFile> files);
-  Status LinkAliases();
+  Status LinkAliases(Budget* budget);
 
   std::shared_ptr<const std::string> bytes_;
   std::vector<CatalogEntry> entries_;

@@ -103,8 +103,9 @@ class ObjectWriter {
     const uint64_t left = budget_.kept_left();
     if (out_.size() <= left && bytes <= left - out_.size()) return {};
     return Exhausted("the object takes more than " + std::to_string(left) +
-                     " bytes as text, which is what is left of 256 MiB and 16 "
-                     "times the pickle for all that are read together");
+                     " bytes as text, which is what is left of " +
+                     std::to_string(budget_.most_kept() >> 20) +
+                     " MiB for all that are read together");
   }
   Status Plain(std::string_view text) {
     out_ += text;

@@ -1,5 +1,6 @@
 #include "format/torch_state.h"
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <set>
@@ -17,9 +18,14 @@ namespace {
 using Values = std::span<const PickleValue>;
 
 constexpr int kMaxDepth = 100;
-// What is kept of a leaf or a key beside its text, here and in the catalog.
-constexpr size_t kBytesOfLeaf = 512;
-constexpr size_t kBytesOfKey = 64;
+// What a leaf and a key are charged beside their text. Both take more, but not
+// for long: a mapping of numbers, which has them in five bytes each, is read.
+constexpr size_t kBytesOfLeaf = 64;
+constexpr size_t kBytesOfKey = 32;
+// Nor are there more than this many and one for each two bytes, which is a
+// small number in a list.
+constexpr uint64_t kLeavesAnyway = uint64_t{1} << 15;
+constexpr uint64_t kMostLeaves = uint64_t{1} << 21;
 
 // A mapping that is opened: its word in a structure, and its items.
 struct Mapping {
@@ -110,7 +116,10 @@ Result<Key> KeyOf(const PickleValue& value) {
 
 class Flattener {
  public:
-  explicit Flattener(Budget* budget) : budget_(*budget) {}
+  explicit Flattener(Budget* budget)
+      : budget_(*budget),
+        most_leaves_(
+            std::min(kLeavesAnyway + budget->bytes() / 2, kMostLeaves)) {}
 
   Result<TorchState> Run(const PickleValue& root) {
     const bool listed = root.Is(PickleKind::kList) && root.items().size() == 1;
@@ -266,6 +275,13 @@ class Flattener {
       return Unsupported("this name is reserved for torch_ckpt")
           .WithTensor(name);
     }
+    if (out_.leaves.size() == most_leaves_) {
+      return Exhausted("holds more than " + std::to_string(most_leaves_) +
+                       " leaves, more than a pickle of " +
+                       std::to_string(budget_.bytes()) +
+                       " bytes can have that does not say the same in very "
+                       "many places");
+    }
     if (!names_.insert(name).second) {
       return Conflict("two leaves of the state dict have this name")
           .WithTensor(name);
@@ -278,6 +294,7 @@ class Flattener {
   TorchState out_;
   std::set<std::string> names_;
   Budget& budget_;
+  const size_t most_leaves_;
   int depth_ = 0;
 };
 

@@ -42,7 +42,8 @@ struct TorchState {
 // `root` lives as long as the result is used. `budget`: of its pickle.
 // kUnsupported for what is no mapping, for keys that are no text, numbers or
 // None, or longer than any name, and for containers deeper than 100; kConflict
-// where two leaves have one name, kExhausted.
+// where two leaves have one name, kExhausted above `budget`, and for
+// more leaves than 2 million, or than its bytes account for.
 Result<TorchState> FlattenState(const PickleValue& root, Budget* budget);
 
 // The structure as typed JSON; empty where there are no containers.

@@ -27,21 +27,23 @@ TEST(BudgetTest, NumbersOfAnySizeEndIt) {
   EXPECT_FALSE(steps.Step(0));
   Budget kept("the file", 0);
   EXPECT_FALSE(kept.Keep(UINT64_MAX));
-  EXPECT_NE(kept.Over().message().find("says more than fits into 256 MiB"),
+  EXPECT_NE(kept.Over().message().find("says more than fits into 16 MiB"),
             std::string::npos);
 }
 
 TEST(BudgetTest, KeepsSixteenTimesTheBytesAndAGibibyteAtTheMost) {
   constexpr uint64_t kMib = uint64_t{1} << 20;
-  EXPECT_EQ(Budget::MostKept(0), 256 * kMib);
-  EXPECT_EQ(Budget::MostKept(10 * kMib), 416 * kMib);
+  EXPECT_EQ(Budget::MostKept(0), 16 * kMib);
+  EXPECT_EQ(Budget::MostKept(10 * kMib), 176 * kMib);
   EXPECT_EQ(Budget::MostKept(100 * kMib), 1024 * kMib);
   // Of which nothing smaller could be made.
   EXPECT_EQ(Budget::MostKept(1024 * kMib), 4096 * kMib);
   Budget budget("the file", 0);
-  EXPECT_TRUE(budget.Keep(200 * kMib));
-  EXPECT_EQ(budget.kept_left(), 56 * kMib);
-  EXPECT_FALSE(budget.Keep(57 * kMib));
+  EXPECT_TRUE(budget.Keep(10 * kMib));
+  EXPECT_EQ(budget.kept_left(), 6 * kMib);
+  EXPECT_FALSE(budget.Keep(7 * kMib));
+  // Of what does not come of its bytes alone.
+  EXPECT_EQ(Budget("the file", kMib, 40 * kMib).kept_left(), 56 * kMib);
 }
 
 }  // namespace

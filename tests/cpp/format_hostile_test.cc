@@ -101,11 +101,45 @@ TEST(HostileTest, ListsThatAreLookedThrough) {
       3000);
 }
 
-// 32 MiB of text, so that the tests are quick.
+// One key of 60 KB that each leaf below it has in its name.
+TEST(HostileTest, ALongKeyOfManyLeaves) {
+  const auto read = [](size_t leaves) {
+    std::string items;
+    for (size_t i = 0; i < leaves; ++i) items += Number(i) + "K\x01";
+    return Flatten(Pickled(
+        {}, "}" + Text(std::string(60'000, 'k')) + "}(" + items + "us"));
+  };
+  EXPECT_TRUE(read(100).status.ok());
+  // Of which each is named in 60 KB, and found in as many.
+  EXPECT_EQ(read(400).status.kind(), ErrorKind::kExhausted);
+}
+
+// A mapping of a thousand leaves that many others are.
+TEST(HostileTest, AMappingInManyPlaces) {
+  const auto read = [](size_t count) {
+    std::string inner, items;
+    for (size_t i = 0; i < 1000; ++i) inner += Number(i) + "K\x01";
+    for (size_t i = 0; i < count; ++i) items += Number(i) + Said(0);
+    return Flatten(Pickled({"}(" + inner + "u"}, "}(" + items + "u"));
+  };
+  EXPECT_TRUE(read(20).status.ok());
+  EXPECT_EQ(read(50).status.kind(), ErrorKind::kExhausted);
+}
+
+// Of numbers by numbers, than which nothing takes fewer bytes.
+TEST(HostileTest, HonestMappingsOfManyLeavesAreNone) {
+  std::string items;
+  for (size_t i = 0; i < 300'000; ++i) {
+    items += "J" + std::string(reinterpret_cast<const char*>(&i), 4) + "K\x01";
+  }
+  const Cost cost =
+      Flatten(Pickled({}, "}" + Text("counts") + "}(" + items + "us"));
+  EXPECT_TRUE(cost.status.ok()) << cost.status.ToString();
+}
+
 Cost WriteObject(const std::string& pickle) {
   const auto parsed = Pickle::Parse(AsBytes(pickle), UnknownNames::kRecord);
   Budget budget("the pickle", pickle.size());
-  EXPECT_TRUE(budget.Keep(Budget::kKeptAnyway - (uint64_t{32} << 20)));
   const Status status =
       parsed.ok() ? ObjectOfPickle(parsed->root(), {}, &budget).status()
                   : parsed.status();
@@ -187,6 +221,20 @@ TEST(HostileTest, PathsThatTurnOutToBeNone) {
                     Metadata("", "", paths)));
       },
       6000);
+}
+
+// A part of 60 KB that many paths share.
+TEST(HostileTest, ALongPartOfManyPaths) {
+  const auto read = [](size_t count) {
+    std::string paths;
+    for (size_t i = 0; i < count; ++i) {
+      paths += Number(i) + Said(0) + Number(i) + "\x86";
+    }
+    return ReadMetadata(
+        Pickled({Text(std::string(60'000, 'p'))}, Metadata("", "", paths)));
+  };
+  EXPECT_TRUE(read(200).status.ok());
+  EXPECT_EQ(read(400).status.kind(), ErrorKind::kExhausted);
 }
 
 TEST(HostileTest, PlacesOfATensorOfAnotherDtype) {
@@ -271,6 +319,38 @@ TEST(HostileTest, MoreReplicasThanRanks) {
       EXPECT_EQ(status.tensor(), "w");
     }
   }
+}
+
+// Who reads all of a catalog decodes the placements of each alias.
+TEST(HostileTest, AliasesOfATensorOfManyPlacements) {
+  const std::vector<ManifestFile> files = {
+      {"a", "", FileRole::kData, uint64_t{1} << 20, {}}};
+  ExpectLinear(
+      [&](size_t n) {
+        CatalogBuilder builder;
+        const auto entry =
+            builder.AddTensor("w", Dtype::kU8, {static_cast<int64_t>(n)});
+        EXPECT_TRUE(entry.ok());
+        for (size_t i = 0; i < n; ++i) {
+          Placement placement;
+          placement.box = {{static_cast<int64_t>(i)}, {1}};
+          EXPECT_TRUE(builder.AddPlacement(*entry, placement).ok());
+          EXPECT_TRUE(builder.AddAlias("a" + std::to_string(i), "w").ok());
+        }
+        Cost cost;
+        const auto text = builder.Encode();
+        EXPECT_TRUE(text.ok());
+        cost.bytes = text->size();
+        const auto catalog = Catalog::Parse(*text, files);
+        cost.status = catalog.status();
+        for (uint32_t e = 0; catalog.ok() && e <= n; ++e) {
+          const auto placements = catalog->Placements(e, files);
+          EXPECT_TRUE(placements.ok());
+          cost.steps += 8 * placements->size();
+        }
+        return cost;
+      },
+      800);
 }
 
 TEST(HostileTest, PlacementsAreDecodedInBoundedMemory) {

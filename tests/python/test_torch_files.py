@@ -380,13 +380,13 @@ def test_honest_files_with_much_structure(tmp_path: Path) -> None:
 def test_what_shared_containers_say_is_bounded(tmp_path: Path) -> None:
     inner = {f"k{number}": number for number in range(1000)}
     path = saved(tmp_path / "a.pt", {f"x{number}": inner for number in range(3000)})
-    with pytest.raises(torch_ckpt.ExhaustedError, match=r"a\.pt.*says more than fits"):
+    with pytest.raises(torch_ckpt.ExhaustedError, match=r"a\.pt.*holds more than"):
         torch_ckpt.load(path=path)
     text: Any = "x" * 1000
     for _ in range(16):
         text = (text, text)
     path = saved(path, {f"x{number}": (text,) for number in range(6)})
-    with pytest.raises(torch_ckpt.ExhaustedError, match="256 MiB"):
+    with pytest.raises(torch_ckpt.ExhaustedError, match="left of 16 MiB"):
         torch_ckpt.load(path=path)
 
 

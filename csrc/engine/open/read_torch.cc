@@ -203,7 +203,11 @@ Result<ForeignCatalog> ReadTorchFiles(const Directory& directory,
   for (size_t i = 0; i < files.size(); ++i) {
     Status added =
         adder.Add(static_cast<uint32_t>(i), files[i], found[i].leaves);
-    if (!added.ok()) return std::move(added).WithFile(directory.path());
+    if (!added.ok()) {
+      const bool of_two = added.kind() == ErrorKind::kConflict;
+      return std::move(added).WithFile(of_two ? directory.path()
+                                              : directory.Join(files[i]));
+    }
     out.AddFile(files[i], found[i].info);
     out.archives.push_back({static_cast<uint32_t>(i), found[i].leaves.range});
   }

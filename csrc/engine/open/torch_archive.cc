@@ -207,6 +207,14 @@ Status TorchArchive::CheckStorage(const DigestedRange& storage) const {
                  std::to_string(end) + " that does not match its CRC-32");
 }
 
+Budget TorchArchive::MakeBudget() const {
+  constexpr uint64_t kMost = uint64_t{256} << 20;
+  // Elements as base64 are a third larger.
+  const uint64_t elements = range_.bytes < kMost ? 2 * range_.bytes : kMost;
+  return Budget("the pickle", pickle_.bytes(),
+                std::clamp(elements, Budget::kKeptAnyway, kMost));
+}
+
 Result<std::string> TorchArchive::Elements(const TorchTensor& tensor,
                                            Budget* budget) const {
   TC_ASSIGN_OR_RETURN(const uint64_t bytes,
@@ -247,12 +255,12 @@ Result<std::vector<Result<std::string>>> ReadArchivedObjects(
   std::optional<TorchState> state;
   std::vector<Result<std::string>> out;
   // Of all together, those that cannot be read included.
-  Budget budget("the pickle", archive.pickle_bytes());
+  Budget budget = archive.MakeBudget();
   for (const uint64_t leaf : leaves) {
     const PickleValue* value = &archive.root();
     if (leaf > 0) {
       if (!state) {
-        Budget of_names("the pickle", archive.pickle_bytes());
+        Budget of_names = archive.MakeBudget();
         TC_ASSIGN_OR_RETURN(state, FlattenState(archive.root(), &of_names));
       }
       if (leaf > state->leaves.size()) {

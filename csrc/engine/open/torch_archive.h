@@ -40,7 +40,9 @@ class TorchArchive {
                                    uint64_t most);
 
   const PickleValue& root() const { return pickle_.root(); }
-  size_t pickle_bytes() const { return pickle_.bytes(); }
+  // Of the pickle. More than its bytes is kept where the archive has more:
+  // objects hold the elements of tensors. Up to 256 MiB of it.
+  Budget MakeBudget() const;
   // What all of its entries are, for who verifies them.
   Result<std::vector<ZipContent>> Contents() const;
   // Where in the file the tensor is: kStridedBox of all of it, and the storage

@@ -90,10 +90,10 @@ Result<TorchLeaves> FindTorchLeaves(const File& file, FileRange range,
   if (!listed && archive.root().Is(PickleKind::kList)) {
     return Unsupported("holds a list and no state dict");
   }
-  Budget budget("the pickle", archive.pickle_bytes());
-  TC_ASSIGN_OR_RETURN(TorchState state, FlattenState(archive.root(), &budget));
-  Budget looks("the pickle", archive.pickle_bytes());
   TorchLeaves out;
+  Budget& budget = out.left = archive.MakeBudget();
+  TC_ASSIGN_OR_RETURN(TorchState state, FlattenState(archive.root(), &budget));
+  Budget looks = archive.MakeBudget();
   out.range = range;
   out.containers = std::move(state.containers);
   out.leaves.reserve(state.leaves.size());
@@ -140,12 +140,19 @@ TorchLeavesAdder::Place TorchLeavesAdder::PlaceOf(uint32_t number,
 }
 
 Result<uint32_t> TorchLeavesAdder::AddTensor(uint32_t number,
-                                             const TorchLeaf& leaf) {
+                                             const TorchLeaf& leaf,
+                                             Budget* left) {
   // Those of which nothing is here have nothing in common.
   if (!leaf.placements.empty()) {
     const auto [tied, fresh] =
         places_.try_emplace(PlaceOf(number, leaf), leaf.name);
-    if (!fresh) return catalog_->AddAlias(leaf.name, tied->second);
+    if (!fresh) {
+      // A name for each that is tied to it.
+      if (!left->Keep(tied->second.size())) {
+        return left->Over().WithTensor(leaf.name);
+      }
+      return catalog_->AddAlias(leaf.name, tied->second);
+    }
   }
   TC_ASSIGN_OR_RETURN(const uint32_t entry,
                       catalog_->AddTensor(leaf.name, leaf.dtype, leaf.shape));
@@ -188,6 +195,7 @@ void TorchLeavesAdder::AddContainer(const StateContainer& container) {
 
 Status TorchLeavesAdder::Add(uint32_t number, const std::string& file_name,
                              const TorchLeaves& found) {
+  Budget left = found.left;
   for (size_t i = 0; i < found.leaves.size(); ++i) {
     const TorchLeaf& leaf = found.leaves[i];
     if (catalog_->Find(leaf.name) >= 0) {
@@ -197,7 +205,7 @@ Status TorchLeavesAdder::Add(uint32_t number, const std::string& file_name,
     TC_ASSIGN_OR_RETURN(
         const uint32_t entry,
         leaf.is_tensor
-            ? AddTensor(number, leaf)
+            ? AddTensor(number, leaf, &left)
             : catalog_->AddObject(leaf.name, number,
                                   ArchivedObject{found.range, i + 1}));
     catalog_->SetPath(entry, leaf.path);

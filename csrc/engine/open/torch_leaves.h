@@ -9,6 +9,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/budget.h"
 #include "engine/open/catalog_reader.h"
 #include "format/catalog_builder.h"
 #include "format/torch_state.h"
@@ -33,6 +34,7 @@ struct TorchLeaves {
   FileRange range;                // of the archive
   std::vector<TorchLeaf> leaves;  // in the order of FlattenState
   std::vector<StateContainer> containers;
+  Budget left{"the pickle", 0};  // for who keeps more of them
 };
 
 // Those of the archive at `range` of a file, which holds a state dict. What
@@ -51,7 +53,7 @@ class TorchLeavesAdder {
   explicit TorchLeavesAdder(CatalogBuilder* catalog) : catalog_(catalog) {}
 
   // Those that the file `number` has. kConflict where a name is taken; it names
-  // `file_name`.
+  // `file_name`. kExhausted where tied ones say too long a name too often.
   Status Add(uint32_t number, const std::string& file_name,
              const TorchLeaves& found);
   // Whether some file had it.
@@ -67,7 +69,8 @@ class TorchLeavesAdder {
   using Place = std::tuple<uint32_t, Dtype, std::vector<int64_t>>;
 
   static Place PlaceOf(uint32_t number, const TorchLeaf& leaf);
-  Result<uint32_t> AddTensor(uint32_t number, const TorchLeaf& leaf);
+  Result<uint32_t> AddTensor(uint32_t number, const TorchLeaf& leaf,
+                             Budget* left);
   void AddContainer(const StateContainer& container);
 
   CatalogBuilder* catalog_;
