@@ -25,7 +25,9 @@ class Budget {
   // For small files that are what they seem; so little that nobody feels it.
   static constexpr uint64_t kKeptAnyway = uint64_t{16} << 20;
   static constexpr uint64_t kKeptPerByte = 16;
-  // Of files so large that this is less than four times their bytes, that.
+  // Of files above 256 MiB four times their bytes: what stock DCP saves of
+  // 10,000 tensors on 256 ranks, a .metadata of 417 MB, takes 1.12 GB to parse,
+  // 2.7 bytes a byte, and is to be read.
   static constexpr uint64_t kMostKept = uint64_t{1} << 30;
 
   // `what` was read, and has `bytes`; a literal, for messages. `kept_anyway`:
