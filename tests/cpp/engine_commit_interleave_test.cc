@@ -99,7 +99,8 @@ class InterleaveTest : public CommitTest {
     fs::remove_all(Path("run"));
     fs::create_directory(Path("run"));
     if (c.existing) fs::copy(Path("old"), Target());
-    std::vector<Fate> fates(c.actors.size());
+    fates_.assign(c.actors.size(), {});
+    std::vector<Fate>& fates = fates_;
     int clock = 0;
     std::vector<std::function<void()>> acts;
     int savers = 0;
@@ -283,8 +284,87 @@ class InterleaveTest : public CommitTest {
       MakeArray(Dtype::kF32, {6, 4}, 3), MakeArray(Dtype::kF32, {6, 4}, 4)};
   CommitRequest requests_[kSavers];
   std::unique_ptr<Interleaver> interleaver_;
+  std::vector<Fate> fates_;  // of the last run
   int runs_ = 0;
 };
+
+// Orders that are known to have done harm, or to be close to it: docs/design.md
+// says what each of them would notice. No locks; T holds a checkpoint.
+class InterleavedOrder : public InterleaveTest {
+ protected:
+  static constexpr int kA = 0, kB = 1, kC = 2;
+  const std::string kPlace = "/c/" + std::string(kStageSuffix);
+  // What a saver does next: look what is there to be superseded; make its own
+  // directory, which nobody has seen so far; commit; move the manifest, last of
+  // all, or the first of what goes; take the journal away.
+  const std::string kSweep = "getdents " + kPlace;
+  const std::string kMake = "mkdirat " + kPlace + "/";
+  const std::string kCommit = "-> " + kPlace + "/committed";
+  const std::string kManifest = kPlace + "/committed/torch_ckpt.json.";
+  const std::string kTake = "-> " + kPlace + "/committed/gone.";
+  const std::string kRetire = "renameat " + kPlace + "/committed/commit.json";
+
+  static Turn To(int actor, const std::string& before, bool dies = false) {
+    return {actor, Turn::kToTheEnd, dies, before};
+  }
+  // Checks the end as any other, and that each turn ended where it should.
+  void Order(std::vector<Kind> actors, const std::vector<Turn>& turns) {
+    interleaver_ = std::make_unique<Interleaver>(Path("run"), true);
+    Case c;
+    c.world.locks = false;
+    c.actors = std::move(actors);
+    Try(c, turns);
+    EXPECT_EQ(interleaver_->missed(), "") << interleaver_->trace();
+  }
+  const Status& Told(int actor) {
+    return fates_[static_cast<size_t>(actor)].status;
+  }
+};
+
+// B has looked for a journal, and found none, when A commits; then it clears
+// the name, or sweeps, and dies. A is in the middle of its replay.
+TEST_F(InterleavedOrder, ABeginLeavesACommitAlone) {
+  const std::string look = "openat " + kPlace + "/committed";
+  for (const std::vector<Turn>& begun :
+       {std::vector<Turn>{To(kB, look), To(kB, look)},
+        std::vector<Turn>{To(kB, kSweep)}}) {
+    std::vector<Turn> turns = begun;
+    turns.push_back(To(kA, kManifest));
+    turns.push_back(To(kB, kMake, /*dies=*/true));
+    Order({Kind::kSaver, Kind::kSaver}, turns);
+    EXPECT_OK(Told(kA));
+  }
+}
+
+// A commits, and dies, while B is about to supersede it: what B does not find
+// any more it looks for, and is not told in the end that A stands in its way.
+TEST_F(InterleavedOrder, WhatCannotBeSupersededIsCarriedOut) {
+  Order({Kind::kSaver, Kind::kSaver},
+        {To(kA, kCommit), To(kB, "-> " + kPlace + "/dead-"),
+         To(kA, kTake, /*dies=*/true)});
+  EXPECT_OK(Told(kB));
+}
+
+// A has looked before B made its directory, and commits when B has looked for
+// the last time: B replaces what it has not seen, and leaves nothing of it.
+TEST_F(InterleavedOrder, ACommitBehindTheLastLookIsReplacedWhole) {
+  Order({Kind::kSaver, Kind::kSaver},
+        {To(kA, kMake), To(kB, kCommit), {kA}, {kB}});
+  EXPECT_OK(Told(kA));
+  EXPECT_OK(Told(kB));
+}
+
+// C has carried out what A left when it died, as B does; B commits, and is in
+// the middle of its replay when C goes on.
+TEST_F(InterleavedOrder, NobodyTakesAwayAnotherOnesJournal) {
+  Order({Kind::kSaver, Kind::kSaver, Kind::kRecoverer},
+        {To(kA, kTake, /*dies=*/true),
+         To(kC, kRetire),
+         To(kB, kManifest),
+         To(kB, kManifest),
+         {kC}});
+  EXPECT_OK(Told(kB));
+}
 
 class InterleavedPairs : public InterleaveTest,
                          public ::testing::WithParamInterface<int> {};

@@ -39,13 +39,31 @@ bool Interleaver::Counts(const FaultSite& site) const {
   return fine_ && IsOneOf(site.op, {"flock", "ofd_lock", "pwrite"});
 }
 
+std::string Interleaver::Line(const FaultSite& site) const {
+  const auto below = [&](const std::string& path) {
+    return path.substr(std::min(path.size(), root_.size()));
+  };
+  std::string line = std::string(site.op) + " " + below(site.path);
+  if (!site.path2.empty()) line += " -> " + below(site.path2);
+  return line;
+}
+
+bool Interleaver::EndsTurn(const FaultSite& site, Actor* self) const {
+  if (!Counts(site)) return false;
+  if (self->left-- <= 0) return true;
+  if (self->before.empty()) return false;
+  if (Line(site).find(self->before) == std::string::npos) return false;
+  self->before.clear();
+  return true;
+}
+
 FaultAction Interleaver::Visit(const FaultSite& site) {
   const std::string_view op = site.op;
   Actor& self = *actors_[Index(running_)];
   if (this_actor >= 0) {
     const bool waits = op == "sleep";
     if (waits) self.waits = true;
-    if (!self.dead && (waits || (Counts(site) && self.left-- <= 0))) {
+    if (!self.dead && (waits || EndsTurn(site, &self))) {
       back_.release();
       self.go.acquire();
     }
@@ -57,13 +75,7 @@ FaultAction Interleaver::Visit(const FaultSite& site) {
   if (Counts(site)) {
     ++total_;
     if (this_actor >= 0) ++self.calls;
-    trace_ += "  " + std::to_string(running_) + " " + site.op + " " +
-              site.path.substr(std::min(site.path.size(), root_.size()));
-    if (!site.path2.empty()) {
-      trace_ +=
-          " -> " + site.path2.substr(std::min(site.path2.size(), root_.size()));
-    }
-    trace_ += "\n";
+    trace_ += "  " + std::to_string(running_) + " " + Line(site) + "\n";
   }
   if (!world_.locks && IsOneOf(op, {"flock", "ofd_lock"})) {
     return {.skip = true};
@@ -76,11 +88,12 @@ FaultAction Interleaver::Visit(const FaultSite& site) {
   return {};
 }
 
-void Interleaver::Let(int actor, int calls) {
-  Actor& self = *actors_[Index(actor)];
+void Interleaver::Let(const Turn& turn) {
+  Actor& self = *actors_[Index(turn.actor)];
+  self.before = turn.before;
   if (self.ended) return;
-  running_ = actor;
-  self.left = calls;
+  running_ = turn.actor;
+  self.left = turn.calls;
   self.go.release();
   back_.acquire();
 }
@@ -90,6 +103,7 @@ void Interleaver::Run(const World& world, const std::vector<Turn>& turns,
   world_ = world;
   actors_.clear();
   trace_.clear();
+  missed_.clear();
   total_ = 0;
   SetFaultHook([this](const FaultSite& site) { return Visit(site); });
   for (size_t a = 0; a < actors.size(); ++a) {
@@ -105,10 +119,11 @@ void Interleaver::Run(const World& world, const std::vector<Turn>& turns,
   }
   for (const Turn& turn : turns) {
     Actor& self = *actors_[Index(turn.actor)];
-    Let(turn.actor, turn.calls);
+    Let(turn);
+    if (!self.before.empty()) missed_ += self.before + "; ";
     if (!turn.dies || self.ended) continue;
     self.dead = true;
-    Let(turn.actor, Turn::kToTheEnd);
+    Let({turn.actor});
   }
   const auto all_ended = [&] {
     return std::all_of(actors_.begin(), actors_.end(),
@@ -116,7 +131,7 @@ void Interleaver::Run(const World& world, const std::vector<Turn>& turns,
   };
   while (!all_ended()) {
     for (size_t a = 0; a < actors_.size(); ++a) {
-      Let(static_cast<int>(a), Turn::kToTheEnd);
+      Let({static_cast<int>(a)});
     }
   }
   for (const auto& actor : actors_) actor->thread.join();

@@ -27,13 +27,15 @@ struct World {
   int full_after = -1;       // no space after so many calls of all; -1: never
 };
 
-// An actor goes on for so many calls, or to its end if there are no more of
-// them. Then it may die: no call of its has an effect any more.
+// An actor goes on for so many calls, or up to the next one whose line in the
+// trace has `before` in it, or to its end if there are no more of them. Then it
+// may die: no call of its has an effect any more.
 struct Turn {
   static constexpr int kToTheEnd = 1 << 30;
   int actor = 0;
   int calls = kToTheEnd;
   bool dies = false;
+  std::string before = {};  // empty: no call
 };
 
 class Interleaver {
@@ -52,11 +54,14 @@ class Interleaver {
   int calls(int actor) const { return actors_[Index(actor)]->calls; }
   bool died(int actor) const { return actors_[Index(actor)]->dead; }
   const std::string& trace() const { return trace_; }
+  // The calls at which a turn was to stop and that its actor did not make.
+  const std::string& missed() const { return missed_; }
 
  private:
   struct Actor {
     std::binary_semaphore go{0};
     int calls = 0, left = 0;
+    std::string before;  // of its turn; empty once it has stopped there
     bool dead = false, ended = false, waits = false;
     std::thread thread;
   };
@@ -64,8 +69,12 @@ class Interleaver {
 
   FaultAction Visit(const FaultSite& site);
   bool Counts(const FaultSite& site) const;
+  // A counted call, in words.
+  std::string Line(const FaultSite& site) const;
+  // Whether its turn ends before this call.
+  bool EndsTurn(const FaultSite& site, Actor* self) const;
   // Lets it run until it gives up its turn.
-  void Let(int actor, int calls);
+  void Let(const Turn& turn);
 
   const std::string root_;
   const bool fine_;
@@ -74,7 +83,7 @@ class Interleaver {
   std::binary_semaphore back_{0};
   std::mutex mutex_;  // workers of an actor call at once
   int running_ = 0, total_ = 0;
-  std::string trace_;
+  std::string trace_, missed_;
 };
 
 }  // namespace torch_ckpt
