@@ -109,6 +109,27 @@ TEST_F(DamageTest, ACommitOfWhichSomethingIsMissingTouchesNothing) {
   }
 }
 
+// What vanishes when the replay has begun is not acknowledged either.
+TEST_F(DamageTest, AFileThatVanishesInTheReplayIsNotAcknowledged) {
+  const auto name = ShardFileName(1, 1, 1);
+  ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+  bool vanished = false;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    if (site.op == std::string("renameat") && site.path2 == Path("c/" + name)) {
+      vanished = fs::remove(site.path);
+    }
+    return {};
+  });
+  const Status saved = SaveAll(Path("c"), Pieces(new_)).status();
+  SetFaultHook(nullptr);
+  EXPECT_TRUE(vanished);
+  EXPECT_EQ(saved.kind(), ErrorKind::kIncomplete) << saved.ToString();
+  EXPECT_NE(saved.ToString().find(name), std::string::npos) << saved.ToString();
+  ASSERT_OK(SaveAll(Path("c"), Pieces(new_)).status());
+  ExpectHolds(new_);
+  ExpectNoStaging();
+}
+
 // What is behind the commit point needs no space.
 TEST_F(DamageTest, ADiskThatIsFullBehindTheCommitPoint) {
   ASSERT_OK(SaveAll(Path("c"), GridPieces("a", old_, {3, 1})).status());

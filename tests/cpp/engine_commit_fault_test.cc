@@ -308,21 +308,29 @@ TEST_F(CommitTest, FileSystemsThatCannotSave) {
 
 // A network file system may do a rename and lose the answer.
 TEST_F(CommitTest, ALostAnswerIsNoFailure) {
-  bool lost = false;
-  SetFaultHook([&](const FaultSite& site) -> FaultAction {
-    if (std::string(site.op) != "renameat2" || site.path2 != Path("c")) {
-      return {};
+  for (const bool existing : {false, true}) {
+    for (const int error : {ENOENT, EIO}) {
+      std::filesystem::remove_all(Path("c"));
+      if (existing) ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
+      bool lost = false;
+      SetFaultHook([&](const FaultSite& site) -> FaultAction {
+        const std::string op = site.op;
+        const bool commits =
+            existing ? op == "renameat" && site.path2.ends_with("/committed")
+                     : op == "renameat2" && site.path2 == Path("c");
+        if (!commits) return {};
+        std::filesystem::rename(site.path, site.path2);
+        lost = true;
+        return {.sys_errno = error};
+      });
+      const Status saved = SaveAll(Path("c"), Pieces(new_)).status();
+      SetFaultHook(nullptr);
+      EXPECT_OK(saved);
+      EXPECT_TRUE(lost);
+      ExpectHolds(new_);
+      ExpectNoStaging();
     }
-    std::filesystem::rename(site.path, site.path2);
-    lost = true;
-    return {.sys_errno = ENOENT};
-  });
-  const Status saved = SaveAll(Path("c"), Pieces(new_)).status();
-  SetFaultHook(nullptr);
-  EXPECT_OK(saved);
-  EXPECT_TRUE(lost);
-  ExpectHolds(new_);
-  ExpectNoStaging();
+  }
 }
 
 // Nor is what is the checkpoint now taken for a staging directory to clean.

@@ -137,6 +137,40 @@ TEST_F(RemoveTest, ASaveThatGoesAheadIsKept) {
   EXPECT_EQ(ReadAll(Path("t"))->at("b"), other.bytes);
 }
 
+// The same of one that it could not see coming, right before it commits: T is
+// another one by then, or the names of the place say that another one has
+// begun.
+TEST_F(RemoveTest, LooksOnceMoreBeforeItCommits) {
+  const Array other = MakeArray(Dtype::kF32, {30, 4}, 2);
+  for (const bool committed : {true, false}) {
+    fs::remove_all(Path("t"));
+    fs::remove_all(Path("d"));
+    ASSERT_OK(SaveAll(Path("t"), Whole()).status());
+    ASSERT_OK(SaveAll(Path("d"), GridPieces("a", other, {3, 1})).status());
+    bool done = false;
+    SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      if (done || !site.path.ends_with("/commit.json")) return {};
+      done = true;
+      if (committed) {
+        for (const std::string& name : Names(Path("d"))) {
+          fs::rename(Path("d/" + name), Path("t/" + name));
+        }
+      } else {
+        WriteText(Path("t/" + std::string(kStageSuffix) + "/save_id"),
+                  std::string(32, 'f'));
+      }
+      return {};
+    });
+    const Status removed = RemoveCheckpoint(Path("t")).status();
+    SetFaultHook(nullptr);
+    EXPECT_TRUE(done);
+    EXPECT_EQ(removed.kind(), ErrorKind::kConflict) << removed.ToString();
+    const auto read = ReadAll(Path("t"));
+    ASSERT_OK(read.status());
+    EXPECT_EQ(read->at("a"), committed ? other.bytes : array_.bytes);
+  }
+}
+
 #endif  // TORCH_CKPT_FAULTS
 
 }  // namespace
