@@ -43,6 +43,15 @@ def test_what_pytest_said_is_counted_and_named() -> None:
     assert torches.counts("Segmentation fault") == {}
 
 
+def test_what_pip_says_is_wrong_is_one_line() -> None:
+    said = """ERROR: Ignored the following versions that require a different python version: 2.3.0
+ERROR: Could not find a version that satisfies the requirement x>=5 (from versions: 1, 2)
+ERROR: No matching distribution found for x>=5
+"""
+    expected = "Could not find a version that satisfies the requirement x>=5"
+    assert environments.last_words(said) == expected
+
+
 def test_what_cannot_be_had_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environments, "FOLDER", tmp_path)
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))

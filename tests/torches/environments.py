@@ -23,7 +23,7 @@ LEFT_OUT = ("triton", "cuda-bindings")
 WITH_IT = (
     *("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis>=6", "numpy", "safetensors>=0.5"),
     "setuptools>=77",  # torch.compile asks for it
-    *("click>=8.1", "rich>=13", "tqdm>=4.60", "transformers>=5.23", "accelerate>=1.14", "peft"),
+    *("click>=8.1", "rich>=13", "tqdm>=4.60", "transformers>=4.57", "accelerate>=1.14", "peft"),
 )
 # What a torch says of itself, as JSON.
 ASK = """
@@ -70,6 +70,8 @@ def interpreter(python: str) -> Path:
 def last_words(text: str) -> str:
     """The line in which pip says what is wrong."""
     lines = [line for line in text.splitlines() if line.startswith("ERROR: ")]
+    # Versions for other Pythons come first, all of them.
+    lines = [line for line in lines if not line.startswith("ERROR: Ignored ")] or lines
     lines = [re.sub(r" \(from versions: .*\)", "", line[len("ERROR: ") :]) for line in lines]
     return lines[0] if lines else "pip failed"
 
@@ -78,9 +80,16 @@ def install(into: Path, *words: str) -> None:
     """Raises NotHad."""
     # This environment's pip, so that the other one needs none.
     command = [sys.executable, "-m", "pip", "--python", str(into), "install", "-q", *words]
+    # A constraint that this machine's pip is given would name another torch.
+    environment = {**os.environ, "PIP_CONSTRAINT": os.devnull}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise NotHad(f"not installed after {INSTALL_SECONDS} s") from None
