@@ -125,8 +125,10 @@ def consolidation(context: Context) -> None:
     """Into a directory of its own, over it, and in place."""
     shards, path = context.folder / "shards", context.folder / "c"
     torch_ckpt.save(state(table_of(context)), checkpoint_id=shards)
-    for target in (path, path, shards):
-        torch_ckpt.consolidate_safetensors_files_on_every_rank(shards, target, None)
+    for target, overwrite in ((path, False), (path, True), (shards, False)):
+        torch_ckpt.consolidate_safetensors_files_on_every_rank(
+            shards, target, None, overwrite=overwrite
+        )
         Checkpoint(target).verify()
         dist.barrier()
     check_final(path, table_of(context))
