@@ -295,13 +295,13 @@ class InterleavedOrder : public InterleaveTest {
   static constexpr int kA = 0, kB = 1, kC = 2;
   const std::string kPlace = "/c/" + std::string(kStageSuffix);
   // What a saver does next: look what is there to be superseded; make its own
-  // directory, which nobody has seen so far; commit; move the manifest, last of
-  // all, or the first of what goes; take the journal away.
+  // directory, which nobody has seen so far; commit; move a file, or the
+  // manifest, which is the last; take away a journal that it has found.
   const std::string kSweep = "getdents " + kPlace;
   const std::string kMake = "mkdirat " + kPlace + "/";
   const std::string kCommit = "-> " + kPlace + "/committed";
-  const std::string kManifest = kPlace + "/committed/torch_ckpt.json.";
-  const std::string kTake = "-> " + kPlace + "/committed/gone.";
+  const std::string kManifest = "-> /c/torch_ckpt.json";
+  const std::string kMove = "-> /c/shard-";
   const std::string kRetire = "renameat " + kPlace + "/committed/commit.json";
 
   static Turn To(int actor, const std::string& before, bool dies = false) {
@@ -341,7 +341,7 @@ TEST_F(InterleavedOrder, ABeginLeavesACommitAlone) {
 TEST_F(InterleavedOrder, WhatCannotBeSupersededIsCarriedOut) {
   Order({Kind::kSaver, Kind::kSaver},
         {To(kA, kCommit), To(kB, "-> " + kPlace + "/dead-"),
-         To(kA, kTake, /*dies=*/true)});
+         To(kA, kMove, /*dies=*/true)});
   EXPECT_OK(Told(kB));
 }
 
@@ -358,12 +358,28 @@ TEST_F(InterleavedOrder, ACommitBehindTheLastLookIsReplacedWhole) {
 // the middle of its replay when C goes on.
 TEST_F(InterleavedOrder, NobodyTakesAwayAnotherOnesJournal) {
   Order({Kind::kSaver, Kind::kSaver, Kind::kRecoverer},
-        {To(kA, kTake, /*dies=*/true),
+        {To(kA, kMove, /*dies=*/true),
          To(kC, kRetire),
          To(kB, kManifest),
          To(kB, kManifest),
          {kC}});
   EXPECT_OK(Told(kB));
+}
+
+// B has proved its files when A carries out what B has committed, commits, and
+// is about to take its own journal away: B, which goes on, has nothing left to
+// move, and nowhere to move to what stands in T.
+TEST_F(InterleavedOrder, WhoStoodStillInAReplayTouchesNothing) {
+  const std::string journal = "/commit.json -> ";
+  Order({Kind::kSaver, Kind::kSaver}, {To(kB, kCommit),
+                                       To(kB, "getdents " + kPlace + "/"),
+                                       To(kB, "openat"),
+                                       To(kA, journal),
+                                       To(kA, journal),
+                                       {kB},
+                                       {kA}});
+  EXPECT_OK(Told(kA));
+  EXPECT_EQ(Told(kB).kind(), ErrorKind::kConflict) << Told(kB).ToString();
 }
 
 class InterleavedPairs : public InterleaveTest,
