@@ -191,7 +191,6 @@ TEST_F(CommitTest, TargetFilledMeanwhileWithoutRenameFlags) {
   SetFaultHook(nullptr);
 }
 
-// As /home, which only root may list.
 // The place is looked for again under its lock: T has come to be since.
 TEST_F(CommitTest, TargetMadeBetweenTheLookAndTheLock) {
   bool made = false;
@@ -211,6 +210,7 @@ TEST_F(CommitTest, TargetMadeBetweenTheLookAndTheLock) {
   EXPECT_FALSE(std::filesystem::exists(PlaceBeside(Path("c"))));
 }
 
+// As /home, which only root may list.
 TEST_F(CommitTest, AParentThatCannotBeRead) {
   ASSERT_OK(SaveAll(Path("c"), Pieces(old_)).status());
   SetFaultHook([&](const FaultSite& site) -> FaultAction {

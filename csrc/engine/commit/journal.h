@@ -15,9 +15,8 @@
 //        size and id. Else nothing is touched: what the journal promises can
 //        not be had, and T is left as it is.
 //     c. What goes from T is renamed into gone.<save id>: what the journal
-//     says,
-//        and what the manifest names that stands in T, if that is a third one.
-//        Subdirectories that this leaves empty go.
+//        says, and what the manifest names that stands in T, if that is a
+//        third one. Subdirectories that this leaves empty go.
 //     d. The files are renamed into T, whose subdirectories are made and synced
 //        before, the manifest last. T, what lies between and `committed` are
 //        synced.
