@@ -39,6 +39,8 @@ def stopped(directory: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's & has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
     return process
