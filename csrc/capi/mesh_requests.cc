@@ -32,8 +32,8 @@ Result<Json> ExpandRuleRequest(const Json& request) {
     rule.placements.push_back(placement);
   }
   // A rule of this process, and no stranger's.
-  constexpr uint64_t kMostKept = uint64_t{256} << 20;
-  Budget budget("the placement rule", 0, kMostKept);
+  constexpr uint64_t kKeptAnyway = uint64_t{256} << 20;
+  Budget budget("the placement rule", 0, kKeptAnyway);
   TC_ASSIGN_OR_RETURN(const std::vector<LocalBox> boxes,
                       ExpandRule(shape, rule, coordinate, &budget));
   Json out = Json::array();

@@ -78,6 +78,19 @@ def failures(records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def test_an_earlier_commit_takes_the_place_of_the_rivals(context: Context) -> None:
+    def measured(before: str) -> set[tuple[str, str]]:
+        records: list[dict[str, Any]] = []
+        run_row("save_llama", context, "as-is", [1], records.append, before, rivals=False)
+        assert failures(records) == []
+        return {(record["role"], record["contender"]) for record in records if "role" in record}
+
+    now, then = measured(""), measured("abc")
+    assert {role for role, _ in now} == {"ours", "limit"}
+    ours = [name for role, name in now if role == "ours"]
+    assert then == {("rival", f"{name}, at abc") for name in ours}
+
+
 # Of a save, a consolidation and an export each; the campaign runs all.
 ALWAYS = {"save_llama", "consolidate_columns_cast", "export_llama_1"}
 

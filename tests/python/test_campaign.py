@@ -45,11 +45,25 @@ def test_what_the_parts_print_becomes_rows() -> None:
 def test_a_part_that_failed_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(campaign, "FOLDER", tmp_path)
     monkeypatch.setattr(campaign, "PAGE", tmp_path / "page.md")
-    campaign.keep("orders", campaign.orders("ORDERS 12\n"), good=False, seconds=61)
+    campaign.keep("orders", campaign.orders("ORDERS 12\n"), good=False)
     page = (tmp_path / "page.md").read_text()
     assert "12 tried" in page and "| orders | FAILED |" in page
     assert "| faults | not run yet | |" in page
-    assert json.loads((tmp_path / "orders.json").read_text())["minutes"] == 1
+    rows = json.loads((tmp_path / "orders.json").read_text())["rows"]
+    assert rows[-1] == ["orders", "FAILED"]
+
+
+def test_a_fuzz_target_fails_for_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(campaign, "FOLDER", tmp_path)
+    monkeypatch.setattr(campaign, "PAGE", tmp_path / "page.md")
+    said = FUZZED.replace("zip_fuzz", "short_header_fuzz") + "dev: failed: short_header_fuzz\n"
+    monkeypatch.setattr(campaign, "run", lambda part, command: (said, False))
+    assert not campaign.fuzz(1, ["header_fuzz", "short_header_fuzz", "pickle_fuzz"])
+    page = (tmp_path / "page.md").read_text()
+    assert "| header_fuzz | FAILED |" not in page
+    assert "| short_header_fuzz | FAILED |" in page
+    # One that is not built, or ended without its figures.
+    assert "| pickle_fuzz | FAILED |" in page
 
 
 def test_every_fuzz_target_is_known_and_on_the_page() -> None:
