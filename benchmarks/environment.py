@@ -86,9 +86,16 @@ def version(package: str) -> str:
         return "not installed"
 
 
+# What benchmarks, the campaign and the trials of file systems and versions of torch write.
+PAGES = (
+    *("docs/benchmark_results_*.md", "docs/benchmarks.md", "docs/campaign_results.md"),
+    *("docs/filesystems.md", "docs/versions.md"),
+)
+
+
 def commit() -> str:
-    """The commit of this checkout, with a plus sign if tracked files differ from it, but for pages
-    of figures: one run after the other writes these."""
+    """The commit of this checkout, with a plus sign if tracked files differ from it, but for PAGES:
+    one run after the other writes these."""
 
     def git(*words: str) -> str | None:
         try:
@@ -100,8 +107,6 @@ def commit() -> str:
     head = git("rev-parse", "--short", "HEAD")
     if not head:
         return "unknown"
-    differing = git(
-        *("status", "--porcelain", "--untracked-files=no", "--", "."),
-        ":(exclude)docs/benchmark_results_*.md",
-    )
+    others = [f":(exclude){page}" for page in PAGES]
+    differing = git("status", "--porcelain", "--untracked-files=no", "--", ".", *others)
     return head + ("+" if differing else "")

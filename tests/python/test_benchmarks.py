@@ -78,19 +78,6 @@ def failures(records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def test_an_earlier_commit_takes_the_place_of_the_rivals(context: Context) -> None:
-    def measured(before: str) -> set[tuple[str, str]]:
-        records: list[dict[str, Any]] = []
-        run_row("save_llama", context, "as-is", [1], records.append, before, rivals=False)
-        assert failures(records) == []
-        return {(record["role"], record["contender"]) for record in records if "role" in record}
-
-    now, then = measured(""), measured("abc")
-    assert {role for role, _ in now} == {"ours", "limit"}
-    ours = [name for role, name in now if role == "ours"]
-    assert then == {("rival", f"{name}, at abc") for name in ours}
-
-
 # Of a save, a consolidation and an export each; the campaign runs all.
 ALWAYS = {"save_llama", "consolidate_columns_cast", "export_llama_1"}
 
@@ -334,12 +321,34 @@ def test_an_earlier_commit_takes_turns(context: Context, program: LimitsProgram)
     (row,) = summarise(records)
     roles = {contender.name: contender.role for contender in row.contenders}
     earlier = [name for name in roles if name.endswith(f", at {environment.REPOSITORY.name}")]
-    assert earlier and all(roles[name] == "rival" for name in earlier)
+    # In place of the others.
+    assert earlier and earlier == [name for name, role in roles.items() if role == "rival"]
     assert {name.rpartition(", at ")[0] for name in earlier} == {
         name for name, role in roles.items() if role == "ours"
     }
     counts = {record["contender"]: record.get("round") for record in records if "round" in record}
     assert set(counts.values()) == {3}
+
+
+def test_what_runs_write_is_no_difference(monkeypatch: Any, tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True)
+
+    monkeypatch.setattr(environment, "REPOSITORY", tmp_path)
+    pages = [tmp_path / name.replace("*", "save") for name in environment.PAGES]
+    (tmp_path / "docs").mkdir()
+    for file in (*pages, tmp_path / "engine.cc"):
+        file.write_text("one")
+    git("init", "-q", ".")
+    git("add", ".")
+    git("commit", "-q", "-m", "one")
+    for page in pages:
+        page.write_text("two")
+    at = environment.commit()
+    assert at.isalnum()
+    (tmp_path / "engine.cc").write_text("two")
+    assert environment.commit() == f"{at}+"
 
 
 def test_an_unknown_commit_is_refused(capsys: Any) -> None:
