@@ -70,5 +70,4 @@ def test_every_fuzz_target_is_known_and_on_the_page() -> None:
     files = {file.stem for file in (REPOSITORY / "tests/fuzz").glob("*_fuzz.cc")}
     assert files == set(campaign.targets())
     page = campaign.PAGE.read_text()
-    rows = [(f"| {name} for ", f"| {name} | not run yet ") for name in files]
-    assert [row for row in rows if not any(begin in page for begin in row)] == []
+    assert [name for name in files if f"| {name} for " not in page] == []
