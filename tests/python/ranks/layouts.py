@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import zlib
 from typing import Any, NamedTuple
 
@@ -10,6 +11,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+
+# "cuda": tensors of all ranks are on the first device.
+DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
+if DEVICE == "cuda":
+    torch.cuda.set_device(0)
+    torch.cuda.init()  # or a mesh takes the device of each local rank
 
 
 class Layout(NamedTuple):
@@ -26,7 +33,7 @@ def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32)
 
 @functools.cache
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
+    return init_device_mesh(DEVICE, shape)
 
 
 def layouts(world: int) -> dict[str, Layout]:
@@ -90,7 +97,7 @@ def part_of(tensor: torch.Tensor, dim: int, rank: int, count: int) -> torch.Tens
 
 def local_of(name: str, layout: Layout, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """This rank's part, by torch's own distribution; lone strided shards by hand."""
-    tensor, mesh = whole(name, layout.shape, dtype), mesh_of(layout.mesh)
+    tensor, mesh = whole(name, layout.shape, dtype).to(DEVICE), mesh_of(layout.mesh)
     first = layout.placements[0]
     if len(layout.placements) == 1 and isinstance(first, _StridedShard):
         pieces = tensor.chunk(first.split_factor, first.dim)
