@@ -37,19 +37,14 @@ def memory_in_use(watcher: MemoryWatcher) -> int:
     return watcher.end()
 
 
-def measure(
-    contender: Contender, bytes_: int, watcher: MemoryWatcher, memory_at_first: int
-) -> Measurement:
+def measure(contender: Contender, bytes_: int, watcher: MemoryWatcher, kept: int) -> Measurement:
     """Runs ``contender.run`` once under the clocks.
 
-    ``memory_at_first`` is :func:`memory_in_use` before the row's first run. Our extra memory is
-    counted from there if that is lower than at the start of this run, because our arena keeps
-    its pages for the next run and would otherwise look free.
+    ``kept``: bytes that earlier runs of contenders of this role have left in use, which are none of
+    this run's start. Our arena keeps its pages for the next run, which would otherwise look free.
     """
-    _give_back_memory()
-    start_memory = watcher.begin()
-    if contender.role == "ours":
-        start_memory = min(start_memory, memory_at_first)
+    start_memory = memory_in_use(watcher) - kept
+    watcher.begin()
     start_machine = _machine_cpu_seconds()
     start_cpu = _cpu_seconds()
     start = time.perf_counter()

@@ -57,11 +57,13 @@ def run_row(
                     emit(_record("skipped", name, memory, contender, reason=contender.skip))
                 else:
                     active.append(contender)
-            at_first = memory_in_use(watcher)
+            kept = 0  # bytes that runs of ours have left in use
             for number in rounds:
                 for contender in _rotated(active, number - 1):
+                    at_start = memory_in_use(watcher)
+                    own = kept if contender.role == "ours" else 0
                     try:
-                        result = _run_once(contender, context, row, memory, watcher, at_first)
+                        result = _run_once(contender, context, row, memory, watcher, own)
                         if number == 1:
                             contender.check()
                     except Exception as error:  # a record of it makes the whole run fail
@@ -73,6 +75,8 @@ def run_row(
                         emit(_record("measured", name, memory, contender, round=number, **values))
                     finally:
                         contender.after()
+                        if contender.role == "ours":
+                            kept += memory_in_use(watcher) - at_start
         finally:
             row.close()
 
@@ -106,12 +110,12 @@ def _run_once(
     row: Row,
     memory: Memory,
     watcher: MemoryWatcher,
-    memory_at_first: int,
+    kept: int,
 ) -> Measurement:
     contender.before()
     if memory == "touched":
         _touch(context, row)
-    return measure(contender, row.bytes, watcher, memory_at_first)
+    return measure(contender, row.bytes, watcher, kept)
 
 
 def _touch(context: Context, row: Row) -> None:

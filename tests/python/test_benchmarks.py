@@ -181,6 +181,29 @@ def test_memory_held_by_ours_counts_in_every_round(context: Context, monkeypatch
     assert extra["idle", 1] < size * 0.5 and extra["idle", 2] < size * 0.5
 
 
+def test_memory_that_a_rival_keeps_is_not_ours(context: Context, monkeypatch: Any) -> None:
+    size = 64 << 20
+    kept: list[bytearray] = []
+
+    def keep() -> None:
+        if not kept:
+            kept.append(bytearray(size))
+            kept[0][::4096] = b"x" * (size // 4096)
+
+    fake_row(
+        context,
+        [
+            Contender(name="idle", role="ours", run=lambda: None),
+            Contender(name="keeps", role="rival", run=keep),
+        ],
+        monkeypatch,
+    )
+    records = [record for record in run("fake", context, rounds=2) if record["kind"] == "measured"]
+    extra = {(r["contender"], r["round"]): r["extra_memory"] for r in records}
+    assert extra["idle", 1] < size * 0.5 and extra["idle", 2] < size * 0.5
+    assert size * 0.9 < extra["keeps", 1]
+
+
 def record(contender: str, role: str, round_: int, seconds: float) -> dict[str, Any]:
     return {
         "kind": "measured",
