@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TELLING_OPTIONS = ("discard", "data=", "barrier", "nobarrier", "sync", "compress")
 
 
-RIVALS = ("torch_checkpointing", "fastsafetensors", "runai-model-streamer")
+RIVALS = ("torch_checkpointing", "fastsafetensors", "runai-model-streamer", "instanttensor")
 IDLE = 0.5
 """The load average of a machine that does nothing else."""
 
@@ -35,6 +35,7 @@ def describe(directory: Path) -> dict[str, str]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "CPU": f"{cpu_model()}, {os.cpu_count()} logical",
+        "GPU": gpu(),
         "memory": f"{memory_field('MemTotal') / 1e9:.1f} GB",
         "kernel": f"{platform.system()} {platform.release()}",
         "file system": file_system(directory),
@@ -53,6 +54,16 @@ def cpu_model() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()
+
+
+def gpu() -> str:
+    """The devices of NVIDIA's and their driver; "none" where there are none."""
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "none"
+    return "; ".join(done.stdout.splitlines()) if done.returncode == 0 else "none"
 
 
 def memory_field(name: str) -> int:

@@ -75,7 +75,7 @@ def load_with_instanttensor(state: states.State, path: Path) -> None:
     raise NotImplementedError(ON_DEVICES_ONLY)
 
 
-ON_DEVICES_ONLY = "instanttensor 0.2.2 loads onto CUDA devices only"
+ON_DEVICES_ONLY = "instanttensor 0.2.2 loads onto CUDA devices only, see load_cuda_cold"
 # Loaders of safetensors files, beside those of the safetensors package.
 OTHER_LOADERS: dict[str, tuple[Loader, str]] = {
     "fastsafetensors and copy_": (load_with_fastsafetensors, rivals.why_not("fastsafetensors")),

@@ -7,6 +7,7 @@ from benchmarks import row_save_cuda
 from benchmarks import bench_async
 from benchmarks import row_stage_cuda
 from benchmarks import row_load
+from benchmarks import row_load_cuda
 from benchmarks import row_load_many
 from benchmarks import row_consolidate
 from benchmarks import bench_export
