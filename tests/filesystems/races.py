@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from .busy import after, busy
 from .launch import run_ranks
-from .nodes import told
+from .nodes import Node, told
 from .trial import Trial, scenario
 
 LOOKS = 10_000
@@ -118,6 +120,64 @@ def stands_still(trial: Trial) -> str:
         trial.nothing_left(path)
         ends["both" if len(won) == 2 else f"{len(won)} acknowledged"] += 1
     return ", ".join(f"{count} x {what}" for what, count in sorted(ends.items()))
+
+
+@scenario(
+    "two savers stand still in their commits while a third node saves", limit=480, shared_only=True
+)
+def third_node(trial: Trial) -> str:
+    """The second one begins while the first one stands still, and stands still itself; they go on
+    in either order once the third one has saved. What was acknowledged last is there, whole."""
+    ends: collections.Counter[str] = collections.Counter()
+    stops = [
+        (a, b)
+        for a in ("renameat:2", "renameat:4", "rmdir:1")
+        for b in ("renameat:3", "unlinkat:4")
+    ]
+    with another_node(trial) as third:
+        for number, (stop, other_stop) in enumerate(stops):
+            path = f"{trial.folder}/{number}"
+            trial.one.call("save", path=path, number=1)
+            savers = []
+            for node, which, at in ((trial.one, 2, stop), (trial.other, 3, other_stop)):
+                faults = {"TORCH_CKPT_FAULTS": f"{at}:stop"}
+                child = node.start_action("save", environment=faults, path=path, number=which)
+                savers.append((node, which, child))
+                time.sleep(1.5)  # it stands by then, or has ended
+            ended = [(4, third.outcome("save", path=path, number=4))]
+            for node, which, child in savers[:: 1 if number % 2 else -1]:
+                node.sh("kill -CONT -1")
+                ended.append((which, node.wait(child)))
+            for _, end in ended:
+                known = "ok" in end or "ConflictError" in end["error"]["types"]
+                assert known, f"{stop}, {other_stop}: {told(end)}"
+            won = [which for which, end in ended if "ok" in end]
+            for node in trial.site.nodes:
+                found = trial.sooner_or_later(
+                    node, "load_any", path=path, numbers=won or [1, 2, 3, 4], mib=0
+                )
+                assert "ok" in found, (
+                    f"{stop}, {other_stop}, acknowledged {won}: {node.name}: {told(found)}"
+                )
+            trial.other.call("save", path=path, number=5)
+            trial.holds(5, path)
+            trial.nothing_left(path)
+            ends[f"{len(won)} acknowledged"] += 1
+    return ", ".join(f"{count} x {what}" for what, count in sorted(ends.items()))
+
+
+@contextlib.contextmanager
+def another_node(trial: Trial) -> Iterator[Node]:
+    """A third node, for as long as this lasts."""
+    node = Node("node3", 4, trial.site.folder)
+    node.start()
+    trial.site.nodes.append(node)
+    try:
+        trial.kind.mount(trial.site, node)
+        yield node
+    finally:
+        node.stop()
+        trial.site.nodes.remove(node)
 
 
 @scenario("another node loads a checkpoint that is overwritten", limit=180)
