@@ -11,8 +11,8 @@ from launch import run_ranks
 # Modules that run one after the other in one launch, and how many ranks. In this order: the later
 # launches of "reshard" and "clients_reload" load what earlier ones have saved.
 LAUNCHES = [
-    ("sharding,saving,consolidation,final,frameworks,reshard", 4),
-    ("saving,asynchronous,consolidation,directories,empty_tensors,reshard", 2),
+    ("sharding,saving,failures,differing,consolidation,final,frameworks,reshard", 4),
+    ("saving,failures,differing,asynchronous,consolidation,directories,empty_tensors,reshard", 2),
     ("agreements,reshard", 3),
     ("reshard", 1),
     ("clients", 2),

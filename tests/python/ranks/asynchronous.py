@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks.failures import FailsOnRank1
 from ranks.layouts import check, layouts, several_boxes, state
 from ranks.run import Context, cases, raised
-from ranks.saving import FailsOnRank1
 from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from ranks.failures import FailsOnRank1
 from ranks.layouts import check, layouts, state
 from ranks.run import Context, cases, raised
-from ranks.saving import FailsOnRank1
 
 import torch_ckpt
 from torch_ckpt import CheckpointDirectory, IncompleteError, InvalidArgumentError
