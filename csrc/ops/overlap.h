@@ -18,9 +18,8 @@ bool OverlapsItself(const SourceTensor& tensor);
 // as it does of interleaved columns of a matrix, which share nothing.
 bool SpansMeet(const std::vector<SourceTensor>& tensors);
 
-// The numbers of two tensors that share a byte, if any do. Not found where
-// neither is one piece of memory and their first elements are apart, as with
-// columns of one matrix.
+// The numbers of two tensors that share a byte, if any do, or of two of odd
+// strides of which it takes too long to prove that they share none.
 // REQUIRES: none overlaps itself.
 std::optional<std::pair<size_t, size_t>> FindOverlap(
     const std::vector<SourceTensor>& tensors);
