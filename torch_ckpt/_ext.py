@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,36 +42,46 @@ def _load() -> None:
 _load()
 
 
-def _read_of_wrappers(targets: list[torch.Tensor], plan: torch.Tensor, report: torch.Tensor) -> Any:
-    """The kernel of `read` where a tensor is of a class with a `__torch_dispatch__` of its own, or
-    a mode is on, as while a graph is traced.
+def _of_wrappers(name: str, whose: str, advice: str = "") -> Callable[..., Any]:
+    """The kernel of an operator where a tensor is of a class with a `__torch_dispatch__` of its
+    own, or a mode is on, as while a graph is traced.
 
-    Such a class may call the operator with a plain copy of the target, which is filled and thrown
-    away, and the operator sees nothing else. Here the tensors are still those that were given.
+    Such a class may call the operator with a plain copy of a tensor: that is written, with values
+    that nobody else has, or filled and thrown away, and the operator sees nothing else. Here the
+    tensors are still those that were given.
     """
-    from torch_ckpt import tensors, torch_private  # take long
 
-    op, arguments = torch.ops.dcp_ext.read.default, (targets, plan, report)
-    if torch_private.in_dispatch_mode():
-        return torch_private.dispatch_in_mode(op, arguments)
-    into = []
-    for number, target in enumerate(targets):
-        memory = tensors.memory_of(target)
-        if memory is None and tensors.keeps_its_own(target):
-            raise NotImplementedError(
-                f"dcp_ext::read: target {number} {tensors.what_is_wrong(target)}. torch_ckpt.load "
-                "loads into it, by its own copy_"
-            )
-        into.append(target if memory is None else memory)
-    others = [type(each) for each in (*into, plan, report) if tensors.has_own_dispatch(type(each))]
-    if not others:
-        return op(into, plan, report)
-    return others[0].__torch_dispatch__(op, others, (into, plan, report), {})
+    def kernel(given: list[torch.Tensor], *rest: Any, **named: Any) -> Any:
+        from torch_ckpt import tensors, torch_private  # take long
+
+        op = getattr(torch.ops.dcp_ext, name).default
+        if torch_private.in_dispatch_mode():
+            return torch_private.dispatch_in_mode(op, (given, *rest), named)
+        plain = []
+        for number, value in enumerate(given):
+            memory = tensors.memory_of(value)
+            if memory is None and tensors.keeps_its_own(value):
+                wrong = f"{whose} {number} {tensors.what_is_wrong(value)}{advice}"
+                raise NotImplementedError(f"dcp_ext::{name}: {wrong}")
+            plain.append(value if memory is None else memory)
+        every = (*plain, *rest, *named.values())
+        others = [type(each) for each in every if tensors.has_own_dispatch(type(each))]
+        if not others:
+            return op(plain, *rest, **named)
+        return others[0].__torch_dispatch__(op, others, (plain, *rest), named)
+
+    return kernel
 
 
-# It lasts as long as this is referred to.
+# They last as long as this is referred to.
 _KERNELS = torch.library.Library("dcp_ext", "IMPL")
-_KERNELS.impl("read", _read_of_wrappers, "Python")
+_KERNELS.impl(
+    "read",
+    _of_wrappers("read", "target", ". torch_ckpt.load loads into it, by its own copy_"),
+    "Python",
+)
+for _name in ("save", "write", "stage"):
+    _KERNELS.impl(_name, _of_wrappers(_name, "tensor"), "Python")
 
 
 def plan(

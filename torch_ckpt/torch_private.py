@@ -179,15 +179,15 @@ def in_dispatch_mode() -> bool:
     return _get_current_dispatch_mode() is not None
 
 
-def dispatch_in_mode(op: Any, arguments: tuple[Any, ...]) -> Any:
+def dispatch_in_mode(op: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """What the innermost mode makes of `op`, as where no kernel of ours is asked first."""
     types = [
         type(each)
-        for each in torch.utils._pytree.tree_leaves(arguments)
+        for each in torch.utils._pytree.tree_leaves((arguments, named))
         if type(each) is not torch.Tensor
     ]
     with _pop_mode_temporarily() as mode:
-        return mode.__torch_dispatch__(op, types, arguments, {})
+        return mode.__torch_dispatch__(op, types, arguments, named)
 
 
 def own_word(tensor: torch.Tensor, name: str) -> Any:
