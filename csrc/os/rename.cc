@@ -11,6 +11,7 @@
 #include "os/call.h"
 #include "os/directory.h"
 #include "os/names.h"
+#include "os/patience.h"
 
 namespace torch_ckpt {
 namespace {
@@ -46,19 +47,28 @@ Status LookAndRename(const Directory& directory, const std::string& from,
 // For a directory that cannot be renamed without replacing.
 Status MakeAndRename(const Directory& directory, const std::string& from,
                      const Directory& to, const std::string& to_name) {
-  Status made = to.MakeDirectory(to_name);
-  if (made.sys_errno() == EEXIST) {
+  Patience patience(kPatience);
+  for (;;) {
+    Status made = to.MakeDirectory(to_name);
+    if (made.sys_errno() == EEXIST) {
+      // GlusterFS says so of what is not there while another node looks for it.
+      TC_ASSIGN_OR_RETURN(const auto there, to.StatEntry(to_name));
+      if (!there && patience.Wait()) continue;
+      return Exists(to.Join(to_name), directory.Join(from));
+    }
+    TC_RETURN_IF_ERROR(std::move(made));
+    Status renamed = directory.Rename(from, to, to_name);
+    const int error = renamed.sys_errno();
+    if (error == 0) return renamed;
+    // It stays where others have begun to use it.
+    const Status removed = to.RemoveDirectory(to_name, /*missing_ok=*/false);
+    if (error != EEXIST && error != ENOTEMPTY && error != ENOTDIR) {
+      return renamed;
+    }
+    // What could be removed was nobody else's.
+    if (removed.ok() && patience.Wait()) continue;
     return Exists(to.Join(to_name), directory.Join(from));
   }
-  TC_RETURN_IF_ERROR(std::move(made));
-  Status renamed = directory.Rename(from, to, to_name);
-  const int error = renamed.sys_errno();
-  // It stays where others have begun to use it.
-  if (error != 0) (void)to.RemoveDirectory(to_name, /*missing_ok=*/true);
-  if (error == EEXIST || error == ENOTEMPTY || error == ENOTDIR) {
-    return Exists(to.Join(to_name), directory.Join(from));
-  }
-  return renamed;
 }
 
 }  // namespace

@@ -207,6 +207,28 @@ TEST_F(DirectoryTest, ReadFileIsBounded) {
   EXPECT_EQ(status.file(), path() + "/a");
 }
 
+#ifdef TORCH_CKPT_FAULTS
+// GlusterFS says that a name exists while another node looks for it. And what
+// we made, and could remove again, was no other save's.
+TEST_F(DirectoryTest, RenameNoReplaceBelievesWhatItSees) {
+  for (const std::string first : {"mkdirat", "renameat"}) {
+    ASSERT_TRUE(dir().MakeDirectory("x").ok());
+    int calls = 0;
+    SetFaultHook([&](const FaultSite& site) -> FaultAction {
+      const std::string op = site.op;
+      if (op == "renameat2") return {.sys_errno = EINVAL};
+      if (op == first && ++calls < 3) return {.sys_errno = EEXIST};
+      return {.skip = op == "sleep"};
+    });
+    EXPECT_TRUE(dir().RenameNoReplace("x", dir(), "z").ok()) << first;
+    SetFaultHook(nullptr);
+    EXPECT_EQ(*dir().List(), (Names{"z"}));
+    EXPECT_EQ(calls, 3) << first;
+    EXPECT_TRUE(dir().RemoveTree("z").ok());
+  }
+}
+#endif
+
 // With RENAME_NOREPLACE, with hard links, and without either.
 TEST_F(DirectoryTest, RenameNoReplaceKeepsTheTarget) {
   for (const int lacks : {0, 1, 2}) {

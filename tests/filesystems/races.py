@@ -110,8 +110,10 @@ def stands_still(trial: Trial) -> str:
         for end in (earlier, second):
             known = "ok" in end or end.get("signal") == signal.SIGKILL
             assert known or "ConflictError" in end["error"]["types"], f"{call}: {told(end)}"
-        # Where both were acknowledged the first one's commit was before the second one began.
-        numbers = won[-1:] or [1, 2, 3]
+        # Where both were acknowledged the first one's commit was before the second one began; or it
+        # stood in its begin, which it does once more.
+        anew = call == "renameat:2" and "ok" in earlier
+        numbers = [2] if anew else won[-1:] or [1, 2, 3]
         for node in (trial.one, trial.other):
             found = trial.sooner_or_later(node, "load_any", path=path, numbers=numbers, mib=0)
             assert "ok" in found, f"{call}, acknowledged {won}: {node.name}: {told(found)}"
