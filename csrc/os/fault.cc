@@ -23,8 +23,8 @@ namespace {
 using Hook = std::function<FaultAction(const FaultSite&)>;
 
 struct Rule {
-  std::string op;  // "*" is any, "direct" any transfer past the cache
-  uint64_t nth = 0;
+  std::string op;    // "*" is any, "direct" any transfer past the cache
+  uint64_t nth = 0;  // 0: every one
   FaultAction action;
   int signal = 0;  // to this process, before the call is made
 };
@@ -44,11 +44,12 @@ bool ParseRule(std::string_view text, Rule* rule) {
   const size_t second = text.find(':', first + 1);
   if (second == std::string_view::npos) return false;
   const std::string_view number = text.substr(first + 1, second - first - 1);
-  const auto parsed =
-      std::from_chars(number.data(), number.data() + number.size(), rule->nth);
-  if (parsed.ec != std::errc() || rule->nth == 0 ||
-      parsed.ptr != number.data() + number.size()) {
-    return false;
+  if (number != "*") {
+    const char* const end = number.data() + number.size();
+    const auto parsed = std::from_chars(number.data(), end, rule->nth);
+    if (parsed.ec != std::errc() || rule->nth == 0 || parsed.ptr != end) {
+      return false;
+    }
   }
   rule->op = text.substr(0, first);
   const std::string action(text.substr(second + 1));
@@ -58,6 +59,8 @@ bool ParseRule(std::string_view text, Rule* rule) {
     rule->signal = SIGSTOP;
   } else if (action == "short") {
     rule->action.short_count = true;
+  } else if (action == "skip") {
+    rule->action.skip = true;
   } else {
     rule->action.sys_errno = ErrnoByName(action);
     return rule->action.sys_errno != 0;
@@ -88,7 +91,7 @@ class Faults {
                                : rule.op == "direct" ? past_cache
                                : rule.op == site.op  ? own
                                                      : 0;
-          if (rule.nth != nth) continue;
+          if (nth == 0 || (rule.nth != 0 && rule.nth != nth)) continue;
           if (rule.signal != 0) kill(getpid(), rule.signal);
           return rule.action;
         }

@@ -5,9 +5,10 @@
 //   TORCH_CKPT_FAULTS="<op>:<n>:<action>[,...]"
 // op is the call ("openat", "pwrite", "fsync", "renameat"), "*" for any, or
 // "direct" for a pread or pwrite past the page cache; n counts its calls in
-// this process from 1, action is an errno name ("ENOSPC"), "short" (the call
-// moves half the bytes), "kill" (SIGKILL to the process) or "stop" (SIGSTOP:
-// the call is made once somebody sends SIGCONT, so that a test can do something
+// this process from 1, "*" for each of them; action is an errno name
+// ("ENOSPC"), "short" (the call moves half the bytes), "skip" (it is not made,
+// and said to be done), "kill" (SIGKILL to the process) or "stop" (SIGSTOP: the
+// call is made once somebody sends SIGCONT, so that a test can do something
 // else in the middle of it).
 #pragma once
 

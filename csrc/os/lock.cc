@@ -197,12 +197,12 @@ Result<bool> DirectoryLock::IsHeld(const std::string& path) {
   struct flock whole = {};
   whole.l_type = F_WRLCK;
   whole.l_whence = SEEK_SET;
-  const int asked = internal::SystemCall("ofd_lock", file->path(), [&] {
+  const int asked = internal::SystemCall("ofd_getlk", file->path(), [&] {
     return fcntl(file->fd(), F_OFD_GETLK, &whole);
   });
   if (asked == 0 && whole.l_type != F_UNLCK) return true;
   if (asked != 0 && !LacksLocks(errno)) {
-    return Status::Io(errno, "ofd_lock", file->path());
+    return Status::Io(errno, "ofd_getlk", file->path());
   }
   if (asked == 0) return false;
   const Result<std::string> text = directory.ReadFile(name, kMaxLockFile);

@@ -360,7 +360,7 @@ TEST_F(CommitTest, ALostAnswerThatIsNotNoticed) {
 
 bool IsLock(const FaultSite& site) {
   const std::string op = site.op;
-  return op == "flock" || op == "ofd_lock";
+  return op == "flock" || op.starts_with("ofd_");
 }
 
 // The lock is there as long as the staging directory has its name.

@@ -36,7 +36,8 @@ bool Interleaver::Counts(const FaultSite& site) const {
                                   return site.path.ends_with(name);
                                 });
   }
-  return fine_ && IsOneOf(site.op, {"flock", "ofd_lock", "pwrite"});
+  return fine_ &&
+         IsOneOf(site.op, {"flock", "ofd_lock", "ofd_getlk", "pwrite"});
 }
 
 std::string Interleaver::Line(const FaultSite& site) const {
@@ -77,7 +78,7 @@ FaultAction Interleaver::Visit(const FaultSite& site) {
     if (this_actor >= 0) ++self.calls;
     trace_ += "  " + std::to_string(running_) + " " + Line(site) + "\n";
   }
-  if (!world_.locks && IsOneOf(op, {"flock", "ofd_lock"})) {
+  if (!world_.locks && IsOneOf(op, {"flock", "ofd_lock", "ofd_getlk"})) {
     return {.skip = true};
   }
   if (!world_.rename_flags && op == "renameat2") return {.sys_errno = EINVAL};

@@ -63,6 +63,11 @@ TEST_F(FaultTest, EnvironmentFailsTheNthCall) {
   EXPECT_EQ(dir().List()->size(), 1u);
 }
 
+TEST_F(FaultTest, EnvironmentFailsOrSkipsEveryCall) {
+  EXPECT_EQ(RunChild("fsync:*:EIO", path()), EIO << 8);
+  EXPECT_EQ(RunChild("fsync:*:skip,fsync:2:EIO", path()), 0);
+}
+
 TEST_F(FaultTest, EnvironmentKillsBeforeTheCall) {
   const int status = RunChild("fsync:9:EIO,pwrite:3:kill", path());
   ASSERT_TRUE(WIFSIGNALED(status));

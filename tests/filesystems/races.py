@@ -88,8 +88,21 @@ def met(trial: Trial) -> str:
     return " / ".join(dict.fromkeys(seen))
 
 
+# Every lock is had at once: so it is where those of a mount are local to its node.
+LOCAL_LOCKS = "flock:*:skip,ofd_lock:*:skip"
+
+
 @scenario("a saver stands still in its commit while the other node saves", limit=480)
 def stands_still(trial: Trial) -> str:
+    return _stands_still(trial)
+
+
+@scenario("the same where no lock crosses from node to node", limit=480, shared_only=True)
+def without_locks(trial: Trial) -> str:
+    return _stands_still(trial, LOCAL_LOCKS)
+
+
+def _stands_still(trial: Trial, locks: str = "") -> str:
     """At each rename of its commit and replay, and where its staging is cleaned: the other node
     saves meanwhile, or dies at it, and then the first one goes on. What was acknowledged last is
     there, whole."""
@@ -99,10 +112,13 @@ def stands_still(trial: Trial) -> str:
         path = f"{trial.folder}/{number}"
         trial.one.call("save", path=path, number=1)
         first = trial.one.start_action(
-            "save", environment={"TORCH_CKPT_FAULTS": f"{call}:stop"}, path=path, number=2
+            "save",
+            environment={"TORCH_CKPT_FAULTS": _faults(f"{call}:stop", locks)},
+            path=path,
+            number=2,
         )
         time.sleep(1.5)  # it stands by then, or has ended
-        faults = "renameat:3:kill" if dies else ""
+        faults = _faults("renameat:3:kill" if dies else "", locks)
         second = trial.other.outcome("save", faults=faults, path=path, number=3)
         trial.one.sh("kill -CONT -1")
         earlier = trial.one.wait(first)
@@ -128,8 +144,22 @@ def stands_still(trial: Trial) -> str:
     "two savers stand still in their commits while a third node saves", limit=480, shared_only=True
 )
 def third_node(trial: Trial) -> str:
+    return _third_node(trial)
+
+
+@scenario("the same where no lock crosses, with three nodes", limit=480, shared_only=True)
+def third_without_locks(trial: Trial) -> str:
+    return _third_node(trial, LOCAL_LOCKS)
+
+
+def _faults(*rules: str) -> str:
+    return ",".join(filter(None, rules))
+
+
+def _third_node(trial: Trial, locks: str = "") -> str:
     """The second one begins while the first one stands still, and stands still itself; they go on
-    in either order once the third one has saved. What was acknowledged last is there, whole."""
+    in either order once the third one has saved. One that was acknowledged is there, whole: all
+    three are at it at once, so that any of them may have come last."""
     ends: collections.Counter[str] = collections.Counter()
     stops = [
         (a, b)
@@ -142,11 +172,11 @@ def third_node(trial: Trial) -> str:
             trial.one.call("save", path=path, number=1)
             savers = []
             for node, which, at in ((trial.one, 2, stop), (trial.other, 3, other_stop)):
-                faults = {"TORCH_CKPT_FAULTS": f"{at}:stop"}
+                faults = {"TORCH_CKPT_FAULTS": _faults(f"{at}:stop", locks)}
                 child = node.start_action("save", environment=faults, path=path, number=which)
                 savers.append((node, which, child))
                 time.sleep(1.5)  # it stands by then, or has ended
-            ended = [(4, third.outcome("save", path=path, number=4))]
+            ended = [(4, third.outcome("save", faults=locks, path=path, number=4))]
             for node, which, child in savers[:: 1 if number % 2 else -1]:
                 node.sh("kill -CONT -1")
                 ended.append((which, node.wait(child)))
