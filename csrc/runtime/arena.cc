@@ -11,7 +11,6 @@
 #include <new>
 #include <optional>
 #include <set>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -34,9 +33,9 @@ constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max() - kHugePage;
 constexpr size_t kLargeRegion = size_t{64} << 20;
 
 // Asked before: past its limit a control group is killed, not refused.
-Status EnoughRoom(size_t bytes) {
+Status EnoughRoom(size_t bytes, const std::string& root) {
   if (bytes < kLargeRegion) return {};
-  const std::optional<uint64_t> room = ControlGroupRoom();
+  const std::optional<uint64_t> room = ControlGroupRoom(root);
   if (!room || bytes <= *room) return {};
   return Exhausted("a region of " + std::to_string(bytes) +
                    " bytes is more than the " + std::to_string(*room) +
@@ -65,6 +64,7 @@ struct Arena::Impl {
   uint64_t budget = 0, mapped = 0, leased = 0, peak_mapped = 0;
 
   uint64_t mapping = 0;  // counted in mapped, but not there yet
+  std::string root;      // see the constructor
 
   // All below REQUIRE: mutex is held.
 
@@ -95,7 +95,7 @@ struct Arena::Impl {
 
   // New memory, no page of it present. REQUIRES: the mutex is not held.
   Result<std::byte*> Map(MemoryKind kind, size_t size) const {
-    TC_RETURN_IF_ERROR(EnoughRoom(size));
+    TC_RETURN_IF_ERROR(EnoughRoom(size, root));
     return kind == MemoryKind::kShared ? shared->Map(size)
                                        : MapMemory(size, kHugePage);
   }
@@ -290,7 +290,9 @@ Arena& Arena::Snapshots() {
   return *arena;
 }
 
-Arena::Arena(uint64_t budget_bytes, IdleMemory idle) : impl_(new Impl) {
+Arena::Arena(uint64_t budget_bytes, IdleMemory idle, std::string root)
+    : impl_(new Impl) {
+  impl_->root = std::move(root);
   impl_->budget = budget_bytes;
   impl_->policy = idle;
 }

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "base/bytes.h"
 #include "base/status.h"
@@ -105,7 +106,9 @@ class Arena {
   static Arena& Process();
   // Snapshots of states, each in one region. Never destroyed.
   static Arena& Snapshots();
-  explicit Arena(uint64_t budget_bytes, IdleMemory idle = IdleMemory::kKept);
+  // `root` is before the paths of the system's files, for tests.
+  explicit Arena(uint64_t budget_bytes, IdleMemory idle = IdleMemory::kKept,
+                 std::string root = {});
   ~Arena();  // REQUIRES: no lease is out
 
   // At least `bytes` (rounded up to 2 MiB); private where the system lets no

@@ -1,9 +1,12 @@
-// For tests of what bytes may cost: steps are counted, and time is not, so that
-// they come out the same on every machine.
+// For tests of what bytes may cost. Steps are counted, which comes out the same
+// on every machine; what no step counts shows in processor time, of which two
+// runs are compared.
 #pragma once
 
 #include <gtest/gtest.h>
+#include <time.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "base/budget.h"
@@ -16,8 +19,43 @@ struct Cost {
   size_t bytes = 0;  // of the file
 };
 
+inline double ProcessorSeconds() {
+  timespec now{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) +
+         static_cast<double>(now.tv_nsec) * 1e-9;
+}
+
+// See ExpectLinear. Files grow until one takes long enough to be measured, or
+// is large or refused.
+template <class Read>
+void ExpectLinearTime(const Read& read, size_t n) {
+  constexpr double kMeasurable = 0.04;
+  constexpr size_t kLarge = size_t{4} << 20;
+  bool refused = false;
+  const auto best = [&](size_t size) {
+    double least = 1e9;
+    for (int i = 0; i < 3 && !refused; ++i) {
+      const double begin = ProcessorSeconds();
+      const Cost cost = read(size);
+      least = std::min(least, ProcessorSeconds() - begin);
+      refused = !cost.status.ok() || cost.bytes > kLarge;
+    }
+    return least;
+  };
+  double once = best(n), twice = best(2 * n);
+  while (!refused && once < kMeasurable) {
+    n *= 2;
+    once = twice;
+    twice = best(2 * n);
+  }
+  if (once < kMeasurable) return;
+  EXPECT_LE(twice, 3.2 * once) << "of " << n << " and " << 2 * n;
+}
+
 // read(n) -> Cost of a file that grows with n. Twice the file takes at most 2.5
-// times the steps, or is refused.
+// times the steps, or is refused; and so of the time, but for what the machine
+// does to it: what is quadratic takes four times as much.
 template <class Read>
 void ExpectLinear(const Read& read, size_t n) {
   const Cost once = read(n), twice = read(2 * n);
@@ -36,6 +74,7 @@ void ExpectLinear(const Read& read, size_t n) {
   EXPECT_GT(twice.steps, once.steps);
   EXPECT_LE(static_cast<double>(twice.steps),
             2.5 * static_cast<double>(once.steps));
+  ExpectLinearTime(read, n);
 }
 
 }  // namespace torch_ckpt

@@ -7,6 +7,7 @@
 
 #include "engine/read/read_job.h"
 #include "engine_test_util.h"
+#include "os/fault.h"
 #include "os_test_util.h"
 #include "plan/runs.h"
 #include "runtime/crc32c.h"
@@ -115,6 +116,28 @@ TEST_F(ReadJobTest, LargeFilesInManyCells) {
     EXPECT_TRUE(*ReadBox(*checkpoint, "a", box, false) == BoxBytes(a, box));
   }
 }
+
+#ifdef TORCH_CKPT_FAULTS
+// Whatever leaves bytes out, the job adds up what it has delivered.
+TEST_F(ReadJobTest, WhatIsNotDeliveredIsAnError) {
+  const Array a = MakeArray(Dtype::kF32, {1000, 1000}, 1);
+  ASSERT_OK(SaveAll(Path("c"), GridPieces("a", a, {2, 1})).status());
+  auto checkpoint = OpenCheckpoint(Path("c"));
+  ASSERT_OK(checkpoint.status());
+  SetFaultHook([](const FaultSite& site) {
+    return FaultAction{.skip = std::string_view(site.op) == "cell"};
+  });
+  for (const bool verify : {true, false}) {
+    const Status status =
+        ReadBox(*checkpoint, "a", Box::Whole(a.shape), verify).status();
+    EXPECT_EQ(status.kind(), ErrorKind::kInternal) << status.ToString();
+    EXPECT_NE(status.ToString().find("delivered"), std::string::npos);
+  }
+  SetFaultHook(nullptr);
+  EXPECT_TRUE(*ReadBox(*checkpoint, "a", Box::Whole(a.shape), true) ==
+              BoxBytes(a, Box::Whole(a.shape)));
+}
+#endif
 
 TEST_F(ReadJobTest, PartialLoadReadsOnlyWhatItNeeds) {
   const Array a = MakeArray(Dtype::kF32, {16, 1 << 18}, 1);  // 16 MiB

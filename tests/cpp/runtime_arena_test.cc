@@ -5,12 +5,15 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "os/fault.h"
+#include "os_test_util.h"
 #include "runtime/arena.h"
 
 namespace torch_ckpt {
@@ -30,6 +33,26 @@ TEST(Arena, LeasesAlignedWritableMemory) {
   EXPECT_EQ(arena.Stats().leased, 4 * kMiB);
   EXPECT_EQ(arena.Lease(0)->size(), 2 * kMiB);
   EXPECT_EQ(arena.Stats().peak_mapped, 6 * kMiB);
+}
+
+using ArenaWithFiles = TemporaryDirectory;
+
+// Past that limit the kernel kills; what is small is not worth asking.
+TEST_F(ArenaWithFiles, ALimitOfTheControlGroupIsAskedBefore) {
+  const auto write = [&](const std::string& name, const std::string& text) {
+    const std::filesystem::path file = path() + name;
+    std::filesystem::create_directories(file.parent_path());
+    std::ofstream(file) << text;
+  };
+  write("/proc/self/cgroup", "0::/job\n");
+  write("/sys/fs/cgroup/job/memory.max", std::to_string(70 * kMiB) + "\n");
+  write("/sys/fs/cgroup/job/memory.current", "0\n");
+  write("/sys/fs/cgroup/job/memory.stat", "file 0\n");
+  Arena arena(1024 * kMiB, IdleMemory::kKept, path());
+  EXPECT_TRUE(arena.Lease(66 * kMiB).ok());
+  const Status status = arena.Lease(128 * kMiB).status();
+  EXPECT_EQ(status.kind(), ErrorKind::kExhausted);
+  EXPECT_NE(status.ToString().find("memory limit"), std::string::npos);
 }
 
 TEST(Arena, ReusesWhatCameBack) {

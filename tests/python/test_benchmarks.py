@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -422,6 +423,19 @@ def test_a_page_is_of_a_commit(monkeypatch: Any, capsys: Any) -> None:
         monkeypatch.setattr(environment, "commit", lambda commit=commit: commit)
         assert command.main(["--page", "save"]) == 2
         assert "a page is of a commit" in capsys.readouterr().err
+
+
+# Measured before `--page` refused a tree that differs, or where there was one run only.
+DUE = {"load", "cuda"}
+
+
+def test_pages_are_of_commits() -> None:
+    of = {
+        name: re.findall(r"^\| torch_ckpt \| .*commit (\w+\+?) \|$", path.read_text(), re.MULTILINE)
+        for name in PAGES
+        if (path := path_of(name)).exists()
+    }
+    assert {name for name, commits in of.items() if not commits[0].isalnum()} <= DUE
 
 
 def test_a_page_of_an_older_engine_is_seen(tmp_path: Path) -> None:

@@ -41,6 +41,9 @@ def test_a_state_that_contains_itself(tmp_path: Path, kind: str) -> None:
         stage(itself(kind))
     with pytest.raises(FAILED, match=r"state_dict\['again'\].* contains itself"):
         torch_ckpt.async_save(itself(kind), checkpoint_id=tmp_path / "c").result()
+    with pytest.raises(FAILED, match="again.* contains itself"):
+        torch_ckpt.save(itself(kind), tmp_path / "c", no_dist=True)
+    assert not (tmp_path / "c").exists()
 
 
 class Frozen(dict[str, Any]):

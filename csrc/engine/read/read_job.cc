@@ -8,6 +8,7 @@
 #include "base/checked.h"
 #include "engine/open/open_files.h"
 #include "engine/read/read_plan.h"
+#include "os/fault.h"
 #include "plan/clip.h"
 #include "plan/copy_run.h"
 #include "runtime/arena.h"
@@ -83,8 +84,10 @@ class CellReader {
   Status Read(const ReadCell& cell) {
     const std::vector<Range> ranges = Ranges(cell);
     readers_ = ReadersOf(cell, ranges);
-    for (const Range& range : ranges) {
-      TC_RETURN_IF_ERROR(ReadRange(cell, range));
+    // A test has one left out, to see that this is noticed below.
+    size_t next = FaultPoint("cell", file_.path()).skip ? 1 : 0;
+    for (; next < ranges.size(); ++next) {
+      TC_RETURN_IF_ERROR(ReadRange(cell, ranges[next]));
     }
     if (delivered_ == BytesOf(cell)) return {};
     return Internal("delivered " + std::to_string(delivered_) + " of " +
