@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -124,7 +125,8 @@ def run_scripts(
         ]
         end = time.monotonic() + 120
         statuses = [warm().wait(pid, max(0, end - time.monotonic())) for pid in pids]
-        said = [output.read_text() for output in outputs]
+        # torch 2.10 tells on standard output whom Gloo is connected to.
+        said = [re.sub(r"^\[Gloo\].*\n", "", o.read_text(), flags=re.MULTILINE) for o in outputs]
         ended = [status for status in statuses if status is not None]
         assert len(ended) == world, f"some hang, {statuses}:\n" + "\n".join(said)
         return list(zip(ended, said, strict=True))
