@@ -6,7 +6,7 @@ import concurrent.futures
 import multiprocessing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -36,26 +36,26 @@ def load_with_file_system(state: states.State, path: Path) -> None:
     load(state, storage_reader=FileSystemReader(path), no_dist=True)
 
 
-def load_with_safe_open(state: states.State, path: Path) -> None:
+def load_with_safe_open(state: states.State, path: Path, device: str = "cpu") -> None:
     """safe_open, one copy per tensor."""
-    with safe_open(path / "model.safetensors", framework="pt") as file:
+    with safe_open(path / "model.safetensors", framework="pt", device=device) as file:
         for name, tensor in state.items():
             tensor.copy_(file.get_tensor(name))
 
 
-def load_with_load_file(state: states.State, path: Path) -> None:
+def load_with_load_file(state: states.State, path: Path, device: str = "cpu") -> None:
     """load_file, then one copy per tensor."""
-    loaded = load_file(path / "model.safetensors")
+    loaded = load_file(path / "model.safetensors", device=device)
     for name, tensor in state.items():
         tensor.copy_(loaded[name])
 
 
-def load_with_fastsafetensors(state: states.State, path: Path) -> None:
+def load_with_fastsafetensors(state: states.State, path: Path, device: str = "cpu") -> None:
     """fastsafetensors without GPUDirect, then one copy per tensor."""
     from fastsafetensors import fastsafe_open
 
     files_ = [str(file) for file in sorted(path.glob("*.safetensors"))]
-    with fastsafe_open(files_, nogds=True, device="cpu") as file:
+    with fastsafe_open(files_, nogds=True, device=device) as file:
         for name, tensor in state.items():
             tensor.copy_(file.get_tensor(name))
 
@@ -152,19 +152,42 @@ def write_own_elsewhere(scale: float, path: Path) -> None:
         pool.submit(write_own, scale, path).result()
 
 
+class Inputs(NamedTuple):
+    """The same weights, as each package writes what it reads; ``own`` is left to be written."""
+
+    plain: Path
+    halves: Path
+    native: Path
+    zipped: Path
+    own: Path
+
+    @classmethod
+    def below(cls, directory: Path) -> Inputs:
+        """Named in ``directory``, and not there yet."""
+        return cls(*(directory / name for name in cls._fields))
+
+    def write(self, shapes: states.Shapes) -> states.State:
+        """Writes all but ``own``; returns the tensors to compare."""
+        state = states.random_state(shapes, torch.bfloat16)
+        row_save.save_with_safetensors(state, self.plain)
+        row_save.save_with_stock_hf_threads(state, self.halves)
+        row_save.save_with_file_system(state, self.native, 1)
+        row_save.save_with_torch(state, self.zipped)
+        return states.sample(state)
+
+    def remove(self) -> None:
+        """Those that are there."""
+        for path in self:
+            if path.exists():
+                files.remove(path)
+
+
 def load_row(context: Context, cold: bool) -> Row:
     """Builds both rows: each input is written once, by the package that reads it."""
     shapes = states.llama_1b(context.scale)
-    plain, halves, native, zipped, own = (
-        context.directory / name for name in ("plain", "halves", "native", "zipped", "own")
-    )
-    state = states.random_state(shapes, torch.bfloat16)
-    row_save.save_with_safetensors(state, plain)
-    row_save.save_with_stock_hf_threads(state, halves)
-    row_save.save_with_file_system(state, native, 1)
-    row_save.save_with_torch(state, zipped)
-    sample = states.sample(state)
-    del state
+    inputs = Inputs.below(context.directory)
+    plain, halves, native, zipped, own = inputs
+    sample = inputs.write(shapes)
     target = states.empty_like(shapes, torch.bfloat16)
 
     def add(
@@ -203,17 +226,12 @@ def load_row(context: Context, cold: bool) -> Row:
             write=lambda path: write_own_elsewhere(context.scale, path),
         ),
     ]
-    inputs = files.files_in(plain)
+    read = files.files_in(plain)
     if cold:
-        contenders.append(rivals.cold_read_limit(context, inputs))
+        contenders.append(rivals.cold_read_limit(context, read))
     else:
-        contenders.append(rivals.warm_read_limit(context, 1, inputs))
-        contenders.append(rivals.warm_read_limit(context, 2, inputs))
-
-    def close() -> None:
-        for path in (plain, halves, native, zipped, own):
-            if path.exists():
-                files.remove(path)
+        contenders.append(rivals.warm_read_limit(context, 1, read))
+        contenders.append(rivals.warm_read_limit(context, 2, read))
 
     return Row(
         title=f"Load into existing tensors, Llama 1B bfloat16, {'cold' if cold else 'warm'}",
@@ -222,7 +240,7 @@ def load_row(context: Context, cold: bool) -> Row:
         contenders=contenders,
         limit=rivals.COLD_READ if cold else rivals.WARM_READ,
         bound=rivals.READ_BOUND,
-        close=close,
+        close=inputs.remove,
     )
 
 

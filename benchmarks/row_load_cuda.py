@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
-from benchmarks import files, rivals, row_save, states
+from benchmarks import files, rivals, states
 from benchmarks.contender import Contender, Context, Role, Row, row
 from benchmarks.row_load import (
+    Inputs,
     Loader,
+    load_with_fastsafetensors,
     load_with_file_system,
+    load_with_load_file,
     load_with_our_load,
     load_with_our_reader,
+    load_with_safe_open,
     load_with_stock_hf,
     load_with_stock_hf_threads,
     load_with_streamer,
@@ -29,30 +32,6 @@ DEVICE = "cuda:0"
 COPY = "one copy from page-locked memory"
 
 
-def load_with_safe_open(state: states.State, path: Path) -> None:
-    """safe_open for the device, one copy per tensor."""
-    with safe_open(path / "model.safetensors", framework="pt", device=DEVICE) as file:
-        for name, tensor in state.items():
-            tensor.copy_(file.get_tensor(name))
-
-
-def load_with_load_file(state: states.State, path: Path) -> None:
-    """load_file for the device, then one copy per tensor."""
-    loaded = load_file(path / "model.safetensors", device=DEVICE)
-    for name, tensor in state.items():
-        tensor.copy_(loaded[name])
-
-
-def load_with_fastsafetensors(state: states.State, path: Path) -> None:
-    """fastsafetensors without GPUDirect, which needs a file system that has it; then copies."""
-    from fastsafetensors import fastsafe_open
-
-    files_ = [str(file) for file in sorted(path.glob("*.safetensors"))]
-    with fastsafe_open(files_, nogds=True, device=DEVICE) as file:
-        for name, tensor in state.items():
-            tensor.copy_(file.get_tensor(name))
-
-
 def load_with_instanttensor(state: states.State, path: Path) -> None:
     """InstantTensor lends a ring of device memory, from which each tensor is copied as it comes."""
     import instanttensor
@@ -61,6 +40,11 @@ def load_with_instanttensor(state: states.State, path: Path) -> None:
     with instanttensor.safe_open(files_, framework="pt", device=DEVICE, copy=False) as file:
         for name, tensor in file.tensors():
             state[name].copy_(tensor)
+
+
+def on_device(load_from: Callable[..., None]) -> Loader:
+    """One that reads for a device which it is told."""
+    return functools.partial(load_from, device=DEVICE)
 
 
 def waited_for(load_from: Loader) -> Loader:
@@ -78,20 +62,16 @@ def device_row(context: Context, *, cold: bool) -> Row:
     skip = "" if torch.cuda.is_available() else NO_DEVICE
     shapes = states.llama_1b(context.scale)
     size = states.total_bytes(shapes, torch.bfloat16)
-    plain, halves, native, zipped, own = (
-        context.directory / name for name in ("plain", "halves", "native", "zipped", "own")
-    )
+    inputs = Inputs.below(context.directory)
+    plain, halves, native, zipped, own = inputs
     sample: states.State = {}
     target: states.State = {}
     if not skip:
-        state = states.random_state(shapes, torch.bfloat16)
-        row_save.save_with_safetensors(state, plain)
-        row_save.save_with_stock_hf_threads(state, halves)
-        row_save.save_with_file_system(state, native, 1)
-        row_save.save_with_torch(state, zipped)
-        sample = {name: each.to(DEVICE) for name, each in states.sample(state).items()}
-        target = {name: torch.zeros_like(each, device=DEVICE) for name, each in state.items()}
-        del state
+        sample = {name: each.to(DEVICE) for name, each in inputs.write(shapes).items()}
+        target = {
+            name: torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
+            for name, shape in shapes.items()
+        }
 
     def add(
         name: str,
@@ -128,25 +108,25 @@ def device_row(context: Context, *, cold: bool) -> Row:
         torch.cuda.synchronize()
 
     stock = rivals.STOCK_PLANNER
-    inputs = files.files_in(plain) if not skip else []
-    limits = (
-        [rivals.cold_read_limit(context, inputs)]
-        if cold
-        else [rivals.warm_read_limit(context, threads, inputs) for threads in (1, 2)]
-    )
-    if skip:
-        limits = []
+    limits: list[Contender] = []
+    if not skip:
+        read = files.files_in(plain)
+        limits = (
+            [rivals.cold_read_limit(context, read)]
+            if cold
+            else [rivals.warm_read_limit(context, threads, read) for threads in (1, 2)]
+        )
     copy = Contender(name=COPY, role="limit", before=made, run=one_copy, skip=skip)
     none = rivals.why_not
     contenders = [
         add("DCP HF reader", load_with_stock_hf, plain, stock),
         add("DCP HF reader, 2 files, 2 threads", load_with_stock_hf_threads, halves, stock),
         add("DCP FileSystemReader", load_with_file_system, native, stock),
-        add("safetensors safe_open and copy_", load_with_safe_open, plain),
-        add("safetensors load_file and copy_", load_with_load_file, plain),
+        add("safetensors safe_open and copy_", on_device(load_with_safe_open), plain),
+        add("safetensors load_file and copy_", on_device(load_with_load_file), plain),
         add(
             "fastsafetensors and copy_",
-            load_with_fastsafetensors,
+            on_device(load_with_fastsafetensors),
             plain,
             missing=none("fastsafetensors"),
         ),
@@ -183,11 +163,6 @@ def device_row(context: Context, *, cold: bool) -> Row:
         copy,
     ]
 
-    def close() -> None:
-        for path in (plain, halves, native, zipped, own):
-            if path.exists():
-                files.remove(path)
-
     return Row(
         title=f"Load into CUDA tensors, Llama 1B bfloat16, {'cold' if cold else 'warm'}",
         bytes=size,
@@ -195,7 +170,7 @@ def device_row(context: Context, *, cold: bool) -> Row:
         contenders=contenders,
         limit=copy.name if skip or not cold else rivals.COLD_READ,
         bound=rivals.READ_BOUND,
-        close=close,
+        close=inputs.remove,
     )
 
 

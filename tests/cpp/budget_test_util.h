@@ -19,7 +19,7 @@ struct Cost {
   size_t bytes = 0;  // of the file
 };
 
-inline double ProcessorSeconds() {
+inline double CpuSeconds() {
   timespec now{};
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
   return static_cast<double>(now.tv_sec) +
@@ -36,21 +36,21 @@ void ExpectLinearTime(const Read& read, size_t n) {
   const auto best = [&](size_t size) {
     double least = 1e9;
     for (int i = 0; i < 3 && !refused; ++i) {
-      const double begin = ProcessorSeconds();
+      const double begin = CpuSeconds();
       const Cost cost = read(size);
-      least = std::min(least, ProcessorSeconds() - begin);
+      least = std::min(least, CpuSeconds() - begin);
       refused = !cost.status.ok() || cost.bytes > kLarge;
     }
     return least;
   };
-  double once = best(n), twice = best(2 * n);
-  while (!refused && once < kMeasurable) {
-    n *= 2;
+  for (double once = best(n); !refused; n *= 2) {
+    const double twice = best(2 * n);
+    if (once >= kMeasurable) {
+      EXPECT_LE(twice, 3.2 * once) << "of " << n << " and " << 2 * n;
+      return;
+    }
     once = twice;
-    twice = best(2 * n);
   }
-  if (once < kMeasurable) return;
-  EXPECT_LE(twice, 3.2 * once) << "of " << n << " and " << 2 * n;
 }
 
 // read(n) -> Cost of a file that grows with n. Twice the file takes at most 2.5

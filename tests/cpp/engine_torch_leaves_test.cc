@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-#include <time.h>
 
 #include <string>
 #include <utility>
@@ -121,13 +120,6 @@ TEST_F(TorchArchiveTest, ElementsOfExpandedTensorsCount) {
   }
   EXPECT_EQ(status.kind(), ErrorKind::kExhausted);
   EXPECT_LT(read, 10);
-}
-
-double CpuSeconds() {
-  timespec now;
-  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
-  return static_cast<double>(now.tv_sec) +
-         1e-9 * static_cast<double>(now.tv_nsec);
 }
 
 // DTensors of one spec, whose order says many mesh dimensions: none of them is

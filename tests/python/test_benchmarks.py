@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,14 +153,21 @@ def test_each_round_starts_with_another_contender(context: Context, monkeypatch:
     assert "".join(order) == "abcbcacab"
 
 
-def test_memory_held_by_ours_counts_in_every_round(context: Context, monkeypatch: Any) -> None:
-    size = 64 << 20
+def keeper(size: int) -> Callable[[], None]:
+    """What takes so much memory when it is called first, and keeps it."""
     kept: list[bytearray] = []
 
     def keep() -> None:
         if not kept:
             kept.append(bytearray(size))
             kept[0][::4096] = b"x" * (size // 4096)
+
+    return keep
+
+
+def test_memory_held_by_ours_counts_in_every_round(context: Context, monkeypatch: Any) -> None:
+    size = 64 << 20
+    keep = keeper(size)
 
     def borrow() -> None:
         held = bytearray(size)
@@ -184,12 +192,7 @@ def test_memory_held_by_ours_counts_in_every_round(context: Context, monkeypatch
 
 def test_memory_that_a_rival_keeps_is_not_ours(context: Context, monkeypatch: Any) -> None:
     size = 64 << 20
-    kept: list[bytearray] = []
-
-    def keep() -> None:
-        if not kept:
-            kept.append(bytearray(size))
-            kept[0][::4096] = b"x" * (size // 4096)
+    keep = keeper(size)
 
     fake_row(
         context,
