@@ -25,6 +25,8 @@ from torch_ckpt import HuggingFaceStorageWriter
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3, dtype=torch.bfloat16)}
 
 
+# Those of torch 2.11 and 2.12 close themselves at the end of stage().
+SPENT_BY_A_SAVE = torch.__version__.startswith(("2.11.", "2.12."))
 STAGERS: dict[str, Any] = {
     "the writer": lambda: None,
     "blocking": BlockingAsyncStager,
@@ -44,6 +46,8 @@ def test_async_save_in_threads(tmp_path: Path, group: Any, stager: str) -> None:
     made = STAGERS[stager]()
     writer = HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True)
     for number in range(3):
+        if isinstance(made, DefaultStager) and number and SPENT_BY_A_SAVE:
+            made = STAGERS[stager]()
         state = {
             "w": torch.full((100, 7), float(number)),
             "t": torch.randn(5, 6).t(),

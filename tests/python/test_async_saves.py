@@ -178,7 +178,7 @@ def test_saves_that_share_what_only_one_can_use_do_not_overlap(
     made: dict[str, Any] = {
         "storage_writer": GatedWriter(tmp_path / "0"),
         "planner": dcp.DefaultSavePlanner(),
-        "async_stager": dcp.staging.DefaultStager(BLOCKING),
+        "async_stager": dcp.staging.BlockingAsyncStager(),
     }
 
     def save(number: int) -> torch_ckpt.AsyncSave:

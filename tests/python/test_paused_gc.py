@@ -100,6 +100,17 @@ def test_what_was_made_inside_counts_as_old_but_garbage_from_before_goes():
     assert any(thing is kept for thing in gc.get_objects(0)), "after an error nothing is moved"
 
 
+def test_what_the_trainer_froze_stays_frozen():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with paused_gc():
+            pass
+        assert gc.get_freeze_count() >= frozen
+    finally:
+        gc.unfreeze()
+
+
 def test_a_save_ages_its_plan_and_not_what_it_leaves_behind(tmp_path):
     made = []
 
