@@ -18,17 +18,28 @@ DTYPE = torch.bfloat16
 Stage = Callable[[states.State], states.State]
 
 
+# Those of torch 2.11 and 2.12 close themselves at the end of stage().
+SPENT_BY_A_STAGE = torch.__version__.startswith(("2.11.", "2.12."))
+
+
 def stock_stager(*, shared: bool) -> Stage:
     """Stock's, with all that makes it fast on a device; it waits for the copy."""
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=True,
-            use_shared_memory=shared,
-            use_async_staging=False,
-            use_non_blocking_copy=True,
-        )
+    options = StagingOptions(
+        use_pinned_memory=True,
+        use_shared_memory=shared,
+        use_async_staging=False,
+        use_non_blocking_copy=True,
     )
-    return lambda state: stager.stage(state)  # type: ignore[return-value]  # is no Future
+    stager = DefaultStager(options)
+
+    def stage(state: states.State) -> states.State:
+        nonlocal stager
+        staged: states.State = stager.stage(state)  # type: ignore[assignment]  # is no Future
+        if SPENT_BY_A_STAGE:
+            stager = DefaultStager(options)
+        return staged
+
+    return stage
 
 
 def our_stager() -> Stage:
