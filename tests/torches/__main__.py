@@ -72,7 +72,7 @@ def recorded() -> dict[str, Record]:
 
 def failures(output: str) -> list[str]:
     """The tests that failed."""
-    return re.findall(r"^(?:FAILED|ERROR) (?:tests/python/)?(\S+)", output, re.MULTILINE)
+    return re.findall(r"^(?:FAILED|ERROR) (?:tests/python/)?(.+?)(?: - .*)?$", output, re.MULTILINE)
 
 
 def try_one(torch: str, python: str, only: str) -> Record:
