@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+# One kernel or two are compiled: no pool of processes that each import torch for it.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # Seconds: what is marked as slow may take longer than the bound of each test in pyproject.toml.
 BOUNDS = {"campaign": 3600, "slow": 900}
 
