@@ -84,10 +84,15 @@ class Warm:
         environment: Mapping[str, str],
         output: Path,
         errors: Path | None = None,
+        folder: Path | None = None,
     ) -> int:
         """The process id of a run of a script, whose output goes to files."""
         words = [str(HERE / argv[0]), *argv[1:]]
-        files = {"output": str(output), "errors": errors and str(errors)}
+        files = {
+            "output": str(output),
+            "errors": errors and str(errors),
+            "folder": folder and str(folder),
+        }
         return int(self._ask({"argv": words, "environment": dict(environment), **files}))
 
     def wait(self, pid: int, limit: float) -> int | None:

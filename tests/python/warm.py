@@ -3,10 +3,11 @@
 This process never uses the core, which it loads: in children of a process that has used it, it
 refuses to work. Requests and answers are JSON, one per line:
 
-    {"argv": [script, ...], "environment": {...}, "output": path}  ->  process id of the child
+    {"argv": [script, ...], "environment": {...}, "output": path, "folder": path}
+        ->  process id of the child
     {"wait": process id, "limit": seconds}  ->  exit status, as subprocess has it, or null: killed
 
-"errors" may be another path; else standard error is this process's.
+"errors" may be another path; else standard error is this process's. So may "folder", where it runs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ import torch_ckpt.dcp.plan.planners  # noqa: F401
 def run(request: dict[str, Any]) -> None:
     """The script's own process, which ends as the script does."""
     os.environ.update(request["environment"])
+    if request["folder"]:
+        os.chdir(request["folder"])
     out = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
