@@ -27,7 +27,11 @@ import torch.distributed.tensor
 
 # All that the children need, but nothing that uses the core.
 import torch_ckpt.consolidate
-import torch_ckpt.dcp.plan.planners  # noqa: F401
+import torch_ckpt.dcp.api
+import torch_ckpt.dcp.background.async_save
+import torch_ckpt.dcp.load.load
+import torch_ckpt.dcp.plan.planners
+import torch_ckpt.dcp.save.save  # noqa: F401
 
 
 def run(request: dict[str, Any]) -> None:
