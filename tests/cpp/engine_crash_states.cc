@@ -155,14 +155,6 @@ CrashStates::CrashStates(const Recorder& recorder, size_t prefix)
   }
 }
 
-// What comes out is seen by the plain build in every state. Sanitizers look at
-// the way there, which is much the same in all.
-#ifdef TORCH_CKPT_SANITIZED
-constexpr size_t kOneIn = 4;
-#else
-constexpr size_t kOneIn = 1;
-#endif
-
 void CrashStates::ForEach(
     const std::string& path, std::set<std::string>* done,
     const std::function<void(const std::string&)>& check) {
@@ -176,7 +168,7 @@ void CrashStates::ForEach(
       std::string key;
       for (const auto& [name, text] : files) key += name + "\n" + text;
       if (done->insert(std::move(key)).second &&
-          done->size() % kOneIn == 1 % kOneIn) {
+          done->size() % kOneInSanitized == 1 % kOneInSanitized) {
         Materialise(path, files);
         // Nobody is about to change what is there: there is nothing to wait
         // for.
