@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from one_memory import APART, OVERLAPS, random_views
 from safetensors.torch import save_file
 from wrong_plans import REFUSED
 
@@ -220,60 +220,42 @@ def test_targets_that_overlap_themselves_or_each_other(c: Path) -> None:
         OPS.read([memory], torch_ckpt.plan(c, ["x"], meeting="ask"), new_report())
 
 
-OVERLAPS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
-    "shifted": lambda w: (w[:4], w[1:5]),
-    "a row of it": lambda w: (w, w[3]),
-    "rows and a column": lambda w: (w[:4], w[:, 2]),
-    "columns": lambda w: (w[:, :4], w[:, 3:6]),
-    "a block of columns": lambda w: (w[:, :4], w[5:6, 3:5]),
-    "steps": lambda w: (w[:, ::2], w[:, ::4]),
-    "turned": lambda w: (w[:4, :3], w[:3, :4].t()),
-    "the same": lambda w: (w[:, :3], w[:, :3].t()),
-    "apart, columns": lambda w: (w[:, :3], w[:, 3:6]),
-    "apart, steps": lambda w: (w[:, ::2], w[:, 1::2]),
-    "apart, a diagonal": lambda w: (w.diagonal(), w.diagonal(1)),
-    "apart, blocks": lambda w: (w[:3, :2], w[3:, 1:5]),
-    "apart, blocks side by side": lambda w: (w[:3, 2:], w[1:, :2]),
-}
+# As "turned", but of the very same elements, in another order.
+CLASHES = {**OVERLAPS, "the same, turned": lambda w: (w[:, :3], w[:, :3].t())}
 
 
-@pytest.mark.parametrize("kind", OVERLAPS)
+@pytest.mark.parametrize("kind", CLASHES)
 @pytest.mark.parametrize("swapped", [False, True])
-def test_targets_of_one_memory(tmp_path: Path, kind: str, swapped: bool) -> None:
-    targets = list(OVERLAPS[kind](torch.zeros(8, 8)))[:: -1 if swapped else 1]
-    stored = {name: torch.ones(t.shape) for name, t in zip("ab", targets, strict=True)}
-    torch_ckpt.save(stored, tmp_path / "c", no_dist=True)
-    plan = torch_ckpt.plan(tmp_path / "c", list(stored))
-    if kind.startswith("apart"):
-        OPS.read(targets, plan, new_report())
-        assert all(bool((target == 1).all()) for target in targets)
-        return
-    with pytest.raises(REFUSED, match="tensor 'b': the target shares memory with that of 'a'"):
+def test_targets_that_share_memory_are_refused(tmp_path: Path, kind: str, swapped: bool) -> None:
+    targets = list(CLASHES[kind](torch.zeros(8, 8)))[:: -1 if swapped else 1]
+    plan = plan_of_ones(tmp_path / "c", targets)
+    with pytest.raises(REFUSED, match="tensor 't1': the target shares memory with that of 't0'"):
         OPS.read(targets, plan, new_report())
     assert not any(target.any() for target in targets)
+
+
+@pytest.mark.parametrize("kind", APART)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_targets_apart_in_one_memory_are_filled(tmp_path: Path, kind: str, swapped: bool) -> None:
+    targets = APART[kind](torch.zeros(8, 8))[:: -1 if swapped else 1]
+    OPS.read(targets, plan_of_ones(tmp_path / "c", targets), new_report())
+    assert all(bool((target == 1).all()) for target in targets)
+
+
+def plan_of_ones(path: Path, targets: list[torch.Tensor]) -> torch.Tensor:
+    """To read a checkpoint of ones into these: "t0", "t1" and so on."""
+    stored = {f"t{i}": torch.ones(t.shape, dtype=t.dtype) for i, t in enumerate(targets)}
+    torch_ckpt.save(stored, path, no_dist=True)
+    return torch_ckpt.plan(path, list(stored))
 
 
 def test_overlaps_are_those_that_loads_find(tmp_path: Path) -> None:
     """Views of one memory, of all kinds: the operator refuses what a load takes for tied or for
     an overlap, and nothing else."""
     generator = torch.Generator().manual_seed(2)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (1,), generator=generator))
-
     refused = 0
     for _ in range(300):
-        views = []
-        base = torch.zeros(128)
-        for _ in range(number(2, 4)):
-            sizes = [number(1, 5) for _ in range(number(1, 4))]
-            steps, least = [0] * len(sizes), 1  # no view overlaps itself
-            for d in torch.randperm(len(sizes), generator=generator).tolist():
-                steps[d] = least * number(1, 3)
-                least = steps[d] * sizes[d]
-            room = 127 - sum((n - 1) * s for n, s in zip(sizes, steps, strict=True))
-            if room >= 0:
-                views.append(base.as_strided(sizes, steps, number(0, room + 1)))
+        views = random_views(torch.zeros(128), generator)
         if len(views) < 2:
             continue
         names = [f"t{i}" for i in range(len(views))]
@@ -281,11 +263,8 @@ def test_overlaps_are_those_that_loads_find(tmp_path: Path) -> None:
             apart = not find_tied(names, views)
         except torch_ckpt.InvalidArgumentError:
             apart = False
-        stored = {n: torch.ones(v.shape) for n, v in zip(names, views, strict=True)}
-        path = tmp_path / "c"
-        torch_ckpt.save(stored, path, no_dist=True)
         try:
-            OPS.read(views, torch_ckpt.plan(path, names), new_report())
+            OPS.read(views, plan_of_ones(tmp_path / "c", views), new_report())
         except REFUSED as error:
             assert not apart and "shares memory" in str(error), error
             refused += 1

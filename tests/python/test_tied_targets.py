@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from one_memory import APART, OVERLAPS, random_views
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -153,18 +154,6 @@ def test_one_memory_in_two_shapes(tmp_path: Path) -> None:
     assert torch.equal(into, w + 2)
 
 
-OVERLAPS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
-    "shifted": lambda w: (w[:4], w[1:5]),
-    "a row of it": lambda w: (w, w[3]),
-    "rows and a column": lambda w: (w[:4], w[:, 2]),
-    "columns": lambda w: (w[:, :4], w[:, 3:6]),
-    "a block of columns": lambda w: (w[:, :4], w[5:6, 3:5]),
-    "steps": lambda w: (w[:, ::2], w[:, ::4]),
-    "turned": lambda w: (w[:4, :3], w[:3, :4].t()),
-    "other dtype": lambda w: (w[:4], w.view(torch.int16)[3:, 5:7]),
-}
-
-
 @pytest.mark.parametrize("kind", OVERLAPS)
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_part_in_common_is_an_error_before_anything_is_read(
@@ -186,22 +175,6 @@ def test_a_part_in_common_is_an_error_before_anything_is_read(
     ):
         torch_ckpt.load(state, tmp_path / "c")
     assert not any(value.any() for value in targets)
-
-
-APART: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
-    "rows": lambda w: list(w),
-    "columns": lambda w: list(w.t()),
-    "column blocks": lambda w: [w[:, :3], w[:, 3:4], w[:, 4:]],
-    "blocks": lambda w: [w[:3, :2], w[:3, 2:], w[3:, :5], w[3:, 5:]],
-    "steps": lambda w: [w[:, ::2], w[:, 1::2]],
-    "steps of rows": lambda w: [w[::2], w[1::2, ::3], w[1::2, 1::3]],
-    "a diagonal and what is above": lambda w: [w.diagonal(), w.diagonal(1), w[5:, 0]],
-    "real and imaginary": lambda w: [
-        torch.view_as_complex(w.view(8, 4, 2)).real,
-        torch.view_as_complex(w.view(8, 4, 2)).imag,
-    ],
-    "nothing": lambda w: [w[:0], w[4:4], w],
-}
 
 
 @pytest.mark.parametrize("kind", APART)
@@ -227,24 +200,10 @@ def test_tied_dtensors(tmp_path: Path) -> None:
 def test_found_against_brute_force() -> None:
     """Views of one memory, of all kinds: each byte of each is marked, one after another."""
     generator = torch.Generator().manual_seed(1)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (1,), generator=generator))
-
     apart = 0
     for _ in range(3000):
         base = torch.zeros(128, dtype=torch.int16)
-        views = []
-        for _ in range(number(2, 4)):
-            dims = number(1, 4)
-            sizes = [number(1, 5) for _ in range(dims)]
-            steps, least = [0] * dims, 1  # no view overlaps itself
-            for d in torch.randperm(dims, generator=generator).tolist():
-                steps[d] = least * number(1, 3)
-                least = steps[d] * sizes[d]
-            room = 127 - sum((n - 1) * s for n, s in zip(sizes, steps, strict=True))
-            if room >= 0:
-                views.append(base.as_strided(sizes, steps, number(0, room + 1)))
+        views = random_views(base, generator)
         marks = []
         for view in views:
             mark = torch.zeros_like(base)
