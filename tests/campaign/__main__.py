@@ -141,7 +141,7 @@ def page(records: Mapping[str, Record]) -> str:
 
 def pytest_words() -> list[str | Path]:
     long = [f"tests/python/test_{name}.py" for name in LONG]
-    return [sys.executable, "-m", "pytest", "-q", "-rP", "tests/faults", *long]
+    return [sys.executable, "-m", "pytest", "-q", "-rP", "-n", "auto", "tests/faults", *long]
 
 
 def orders_words() -> list[str | Path]:
