@@ -3,11 +3,11 @@
 This process never uses the core, which it loads: in children of a process that has used it, it
 refuses to work. Requests and answers are JSON, one per line:
 
-    {"argv": [script, ...], "environment": {...}, "output": path, "folder": path}
-        ->  process id of the child
+    {"argv": [script, ...], "environment": {...}, "output": path, "errors": path or null,
+     "folder": path or null}  ->  process id of the child
     {"wait": process id, "limit": seconds}  ->  exit status, as subprocess has it, or null: killed
 
-"errors" may be another path; else standard error is this process's. So may "folder", where it runs.
+Where "errors" is null, standard error is this process's; where "folder" is, so is the directory.
 """
 
 from __future__ import annotations
