@@ -23,8 +23,9 @@ MIB = 1 << 20
 
 WAYS = ("whole", "replica", "rows", "columns")
 
-# As rank RANK of RANKS, loads the 64 MiB that checkpoint argv[1] has in each of WAYS, and prints how
-# many bytes this process has read from the disk meanwhile: "rows 16777216".
+# As rank RANK of RANKS, loads the 64 MiB that checkpoint argv[1] has in each of WAYS, and adds to the
+# file argv[3] how many bytes this process has read from the disk meanwhile: "rows 16777216". Not to
+# stdout, where Gloo prints what it likes.
 LOAD = """
 import os, sys
 import torch, torch.distributed as dist
@@ -32,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 import torch_ckpt
 from test_neighbours import WAYS, drop_cache
 
-path, store = sys.argv[1:]
+path, store, told = sys.argv[1:]
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -57,7 +58,8 @@ def load(way):
     before = from_disk()
     torch_ckpt.load(state, checkpoint_id=path)
     dist.barrier()
-    print(way, from_disk() - before)
+    with open(told, "a") as file:
+        print(way, from_disk() - before, file=file)
     value = state["w"]
     local = value.to_local() if isinstance(value, DTensor) else value
     first = {"rows": rank * 1024 * 4096, "columns": rank * 1024}.get(way, 0)
@@ -66,7 +68,6 @@ def load(way):
 for way in WAYS:
     load(way)
 dist.destroy_process_group()
-sys.stdout.flush()
 # Not to the end of Python, where a thread of Gloo that still holds the last tensor of a collective
 # aborts now and then (github.com/pytorch/pytorch/pull/179291).
 os._exit(0)
@@ -121,21 +122,23 @@ def read(checkpoint: Path) -> dict[str, int]:
         "WORLD_SIZE": str(RANKS),
         "LOCAL_WORLD_SIZE": str(RANKS),
     }
+    store = checkpoint.parent / "store"
+    told = [checkpoint.parent / f"rank-{rank}" for rank in range(RANKS)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", LOAD, str(checkpoint), str(checkpoint.parent / "store")],
+            [sys.executable, "-c", LOAD, str(checkpoint), str(store), str(told[rank])],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(RANKS)
     ]
     total = dict.fromkeys(WAYS, 0)
-    for process in ranks:
-        out, err = process.communicate(timeout=120)
+    for process, file in zip(ranks, told, strict=True):
+        _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
-        for line in out.splitlines():
+        for line in file.read_text().splitlines():
             way, _, number = line.partition(" ")
             total[way] += int(number)
     return total
