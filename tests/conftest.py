@@ -27,9 +27,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for item in items:
+        # With TORCH_CKPT_FULL (./dev campaign) any test may try 50 times as much.
         marks = [mark for mark in BOUNDS if item.get_closest_marker(mark)]
+        marks = ["campaign"] if os.environ.get("TORCH_CKPT_FULL", "0") != "0" else marks
         if marks and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(BOUNDS[marks[0]]))
+        # Under --dist loadgroup (./dev campaign) any worker takes a fault, each of which takes long,
+        # and one takes all of another file, whose tests may follow from each other.
+        if item.path.parent.name != "faults":
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 PROBE = """

@@ -141,7 +141,8 @@ def page(records: Mapping[str, Record]) -> str:
 
 def pytest_words() -> list[str | Path]:
     long = [f"tests/python/test_{name}.py" for name in LONG]
-    return [sys.executable, "-m", "pytest", "-q", "-rP", "-n", "auto", "tests/faults", *long]
+    words = ["-m", "pytest", "-q", "-rP", "-n", "auto", "--dist", "loadgroup"]
+    return [sys.executable, *words, "tests/faults", *long]
 
 
 def orders_words() -> list[str | Path]:
