@@ -58,16 +58,9 @@ Result<Catalog> Catalog::Parse(std::string bytes,
   TC_ASSIGN_OR_RETURN(const ByteSpan body,
                       BinaryBody(AsBytes(bytes), kCatalogMagic, "catalog"));
   const auto version = static_cast<uint64_t>(body[0]);
-  if (version == 1) {
-    TC_ASSIGN_OR_RETURN(
-        CatalogBuilder builder,
-        internal::ReadCatalogV1(BinaryReader(body.subspan(1)), files));
-    return From(std::move(builder), files);
-  }
-  if (version == 0) return Malformed("version");
-  if (version > static_cast<uint64_t>(kCatalogVersion)) {
+  if (version != static_cast<uint64_t>(kCatalogVersion)) {
     return Unsupported("catalog version " + std::to_string(version) +
-                       ": written by a newer torch_ckpt");
+                       ": written by another torch_ckpt");
   }
   const size_t end = kCatalogMagic.size() + body.size();
   if (end < kCatalogHead) return Malformed("it is cut short");

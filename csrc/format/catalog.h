@@ -108,7 +108,7 @@ struct CatalogEntry {
 class Catalog {
  public:
   Catalog() = default;
-  // Reads a catalog file of version 1 or 2. `files` are those that it was made
+  // Reads a catalog file. `files` are those that it was made
   // for, in their order. kCorrupt or kUnsupported: arbitrary bytes give an
   // error, bounded memory, never a crash. Placements are not looked at.
   // kExhausted where aliases repeat more of them than so many bytes account

@@ -81,9 +81,4 @@ bool IsPath(std::string_view text);
 Result<uint64_t> PlacementBytes(const Placement& placement, Dtype dtype,
                                 const Dims& shape);
 
-// Version 1, which had a list of files of its own: as the builder of a catalog
-// with those of `files`.
-Result<CatalogBuilder> ReadCatalogV1(BinaryReader in,
-                                     std::span<const ManifestFile> files);
-
 }  // namespace torch_ckpt::internal

@@ -98,7 +98,7 @@ struct Journal {
 // checks; it is not checked here.
 std::string EncodeManifest(const Manifest& manifest);
 // Strict: versions, names (CheckFilePath), ids, segment counts, no duplicates,
-// no unknown keys. A manifest of a newer version is kUnsupported. The manifest
+// no unknown keys. A manifest of another version is kUnsupported. The manifest
 // in a journal is never a part.
 Result<Manifest> ParseManifest(ByteSpan text);
 std::string EncodeJournal(const Journal& journal);

@@ -66,12 +66,12 @@ class DocumentHandler final : public JsonHandler {
 
   bool OnKey(std::string_view key) override {
     if (at_ == At::kRoot && keys_ < 2) {
-      // Whoever made the text, these two come first, so that a newer version
+      // Whoever made the text, these two come first, so that another version
       // is told from a damaged file.
       if (key != (keys_ == 0 ? "format" : "version"))
         return Refuse("format and version do not come first");
     } else {
-      if (at_ == At::kRoot && version_ == 0) return Refuse("no version");
+      if (at_ == At::kRoot && !versioned_) return Refuse("no version");
       const auto known = KnownKeys();
       const auto found = std::find(known.begin(), known.end(), key);
       if (found == known.end()) return Refuse("unknown key");
@@ -119,12 +119,11 @@ class DocumentHandler final : public JsonHandler {
 
   bool OnUnsigned(uint64_t value) override {
     if (at_ == At::kRoot && key_ == "version") {
-      if (value > static_cast<uint64_t>(kManifestVersion)) {
+      if (value != static_cast<uint64_t>(kManifestVersion)) {
         return Fail(Unsupported("version " + std::to_string(value) +
-                                ": written by a newer torch_ckpt"));
+                                ": written by another torch_ckpt"));
       }
-      if (value == 0) return Refuse("version 0");
-      version_ = value;
+      versioned_ = true;
       return true;
     }
     if (at_ == At::kFile && key_ == "bytes") {
@@ -239,8 +238,7 @@ class DocumentHandler final : public JsonHandler {
                                                      "run_id", "sequence"};
     switch (at_) {
       case At::kFile:
-        return version_ == 1 ? std::span(kFileKeys).first(5)
-                             : std::span<const std::string_view>(kFileKeys);
+        return kFileKeys;
       case At::kRename:
         return kRenameKeys;
       case At::kPart:
@@ -260,10 +258,8 @@ class DocumentHandler final : public JsonHandler {
     *out = text;
     return true;
   }
-  // Version 1 knows files of the directory itself only.
   bool Path(std::string_view text, std::string* out) {
-    return Checked(version_ == 1 ? CheckFileName(text) : CheckFilePath(text),
-                   text, out);
+    return Checked(CheckFilePath(text), text, out);
   }
   bool Name(std::string_view text, std::string* out) {
     return Checked(CheckFileName(text), text, out);
@@ -296,8 +292,6 @@ class DocumentHandler final : public JsonHandler {
       const auto role = RoleFromName(text);
       if (!role) return Refuse("unknown role of a file");
       file.role = *role;
-      // Version 1 does not say it.
-      if (version_ == 1) file.container = ContainerOf(file.role);
       return true;
     }
     if (key_ == "container") {
@@ -327,7 +321,7 @@ class DocumentHandler final : public JsonHandler {
   At at_ = At::kStart;
   std::string key_;
   size_t keys_ = 0;  // seen in the root
-  uint64_t version_ = 0;
+  bool versioned_ = false;
   std::array<size_t, kStates> seen_{};  // keys of the open object, by place
 };
 
@@ -412,8 +406,8 @@ Status ParseDocument(ByteSpan bytes, bool journal, Journal* out) {
   const std::string_view text = AsText(bytes);
   DocumentHandler handler(journal, out);
   Status parsed = ParseJson(text, kDepth, &handler);
-  // What a newer version wrote is told from what was altered by the checksum. A
-  // newer one may have another last line: it stays a newer one.
+  // What another version wrote is told from what was altered by the checksum. A
+  // other one may have another last line, and stays another one.
   if (parsed.ok() ||
       (parsed.kind() == ErrorKind::kUnsupported && HasTail(text))) {
     TC_RETURN_IF_ERROR(CheckTail(text));
