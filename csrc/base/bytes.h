@@ -41,4 +41,18 @@ inline void AppendU64(std::string* out, uint64_t v) {
   out->append(raw, sizeof v);
 }
 
+inline constexpr std::string_view kHexDigits = "0123456789abcdef";
+
+// The last `digits` digits of a number.
+inline void AppendHex(std::string* out, uint64_t number, int digits) {
+  for (int shift = 4 * (digits - 1); shift >= 0; shift -= 4) {
+    *out += kHexDigits[number >> shift & 15];
+  }
+}
+inline void AppendHex(std::string* out, ByteSpan bytes) {
+  for (const std::byte byte : bytes) {
+    AppendHex(out, static_cast<uint64_t>(byte), 2);
+  }
+}
+
 }  // namespace torch_ckpt

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "base/bytes.h"
 #include "format/names.h"
 
 namespace torch_ckpt {
@@ -176,12 +177,9 @@ void AppendJsonString(std::string* out, std::string_view text) {
       case '\t':
         *out += "\\t";
         break;
-      default: {
-        constexpr char kDigits[] = "0123456789abcdef";
-        *out += "\\u00";
-        *out += kDigits[byte >> 4];
-        *out += kDigits[byte & 15];
-      }
+      default:
+        *out += "\\u";
+        AppendHex(out, byte, 4);
     }
   }
   out->append(text, plain);
@@ -191,11 +189,8 @@ void AppendJsonString(std::string* out, std::string_view text) {
 std::string AsciiJson(std::string_view text) {
   std::string out;
   const auto escape = [&](uint32_t unit) {
-    constexpr char kDigits[] = "0123456789abcdef";
     out += "\\u";
-    for (int shift = 12; shift >= 0; shift -= 4) {
-      out += kDigits[unit >> shift & 15];
-    }
+    AppendHex(&out, unit, 4);
   };
   for (size_t i = 0; i < text.size();) {
     const auto first = static_cast<unsigned char>(text[i]);

@@ -19,16 +19,10 @@ using internal::kContainerNames;
 constexpr std::array<std::string_view, 5> kRoleNames = {
     "data", "objects", "catalog", "index", "extra"};
 
-void AppendCrc(std::string* out, uint32_t crc) {
-  constexpr char kDigits[] = "0123456789abcdef";
-  for (int shift = 28; shift >= 0; shift -= 4)
-    *out += kDigits[(crc >> shift) & 15];
-}
-
 void AppendTail(std::string* out) {
   const uint32_t crc = Crc32c(0, out->data(), out->size());
   *out += internal::kTailStart;
-  AppendCrc(out, crc);
+  AppendHex(out, crc, 8);
   *out += internal::kTailEnd;
 }
 
@@ -75,7 +69,7 @@ void AppendManifest(std::string* out, const Manifest& manifest) {
     *out += ", \"bytes\": ";
     AppendUnsigned(out, file.bytes);
     *out += ", \"crc32c\": \"";
-    for (uint32_t crc : file.crc32c) AppendCrc(out, crc);
+    for (uint32_t crc : file.crc32c) AppendHex(out, crc, 8);
     *out += "\"}";
   }
   *out += "\n]";

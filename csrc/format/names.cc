@@ -295,15 +295,11 @@ std::string StagedName(std::string_view name, std::string_view file_id) {
 }
 
 std::string NewId() {
-  std::array<unsigned char, kIdBytes> raw;
-  FillRandom(std::as_writable_bytes(std::span(raw)));
-  constexpr char kDigits[] = "0123456789abcdef";
+  std::array<std::byte, kIdBytes> raw;
+  FillRandom(raw);
   std::string id;
   id.reserve(2 * kIdBytes);
-  for (unsigned char byte : raw) {
-    id += kDigits[byte >> 4];
-    id += kDigits[byte & 15];
-  }
+  AppendHex(&id, raw);
   return id;
 }
 

@@ -20,15 +20,6 @@ using Values = std::span<const PickleValue>;
 constexpr int kMaxDepth = 100;
 constexpr std::string_view kTag = "$";
 
-void AppendHex(std::string* out, std::string_view bytes) {
-  constexpr std::string_view kDigits = "0123456789abcdef";
-  for (const char c : bytes) {
-    const auto byte = static_cast<unsigned char>(c);
-    *out += kDigits[byte >> 4];
-    *out += kDigits[byte & 15];
-  }
-}
-
 void AppendBase64(std::string* out, std::string_view bytes) {
   constexpr std::string_view kDigits =
       "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
@@ -147,7 +138,8 @@ class ObjectWriter {
       }
     }
     std::string digits;
-    AppendHex(&digits, std::string(magnitude.rbegin(), magnitude.rend()));
+    AppendHex(&digits,
+              AsBytes(std::string(magnitude.rbegin(), magnitude.rend())));
     digits.erase(0, std::min(digits.find_first_not_of('0'), digits.size() - 1));
     Open("int");
     Member("v");
@@ -180,7 +172,7 @@ class ObjectWriter {
     Open("str");
     Member("v");
     out_ += '"';
-    AppendHex(&out_, text);
+    AppendHex(&out_, AsBytes(text));
     return Plain("\"}");
   }
   // The member that has `bytes`, and the end of the object.

@@ -239,14 +239,9 @@ Result<Dtype> ParseDtype(const Json& dtype, const std::string& name) {
 }
 
 std::string DigestsText(const std::vector<uint32_t>& crc32c) {
-  static constexpr char kDigits[] = "0123456789abcdef";
   std::string text;
   text.reserve(crc32c.size() * 8);
-  for (uint32_t crc : crc32c) {
-    for (int shift = 28; shift >= 0; shift -= 4) {
-      text += kDigits[(crc >> shift) & 15];
-    }
-  }
+  for (const uint32_t crc : crc32c) AppendHex(&text, crc, 8);
   return text;
 }
 

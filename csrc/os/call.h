@@ -37,6 +37,16 @@ auto SystemCall(const char* op, const std::string& path, Fn fn)
   return SystemCall(op, path, {}, fn);
 }
 
+// Whether the kernel, the file system or the program behind it lacks the call,
+// or a flag of it.
+inline bool LacksCall(int error) {
+  return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP;
+}
+
+// What is moved by one call at most. Linux moves 2 GiB less a page; a round
+// number below keeps the next piece of a direct transfer aligned.
+inline constexpr size_t kMaxTransfer = size_t{1} << 30;
+
 // What a transfer of `bytes` becomes under a "short" fault: about half, kept
 // on a page boundary so that direct I/O can go on from there.
 inline size_t ShortCount(size_t bytes) {

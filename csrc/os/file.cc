@@ -16,12 +16,10 @@
 namespace torch_ckpt {
 namespace {
 
+using internal::kMaxTransfer;
+using internal::LacksCall;
 using internal::SystemCall;
 using internal::TransferCall;
-
-// Linux moves at most 2 GiB less a page per call; a round number below keeps
-// the next piece of a direct transfer aligned.
-constexpr size_t kMaxTransfer = size_t{1} << 30;
 
 std::string At(const char* op, size_t bytes, uint64_t offset) {
   return std::string(op) + " of " + std::to_string(bytes) + " bytes at byte " +
@@ -136,10 +134,7 @@ Result<uint64_t> File::ReadCached(MutableByteSpan out, uint64_t offset) const {
         });
     if (got < 0) {
       // Not in the cache, or a file system or a sandbox without the flag.
-      if (errno == EAGAIN || errno == EOPNOTSUPP || errno == EINVAL ||
-          errno == ENOSYS) {
-        break;
-      }
+      if (errno == EAGAIN || LacksCall(errno)) break;
       return Status::Io(errno, At("preadv2", want, offset), path_);
     }
     done += static_cast<uint64_t>(got);

@@ -141,8 +141,7 @@ bool HoldsHiddenOnly(const Directory& directory) {
 // lock support, old kernels. NFS gives EBADF where flock wants a descriptor
 // open for writing, which a directory's cannot be.
 bool LacksLocks(int error) {
-  return error == EOPNOTSUPP || error == ENOSYS || error == ENOLCK ||
-         error == EINVAL || error == EBADF;
+  return internal::LacksCall(error) || error == ENOLCK || error == EBADF;
 }
 
 int LockOpenFile(const File& file, short type) {

@@ -85,11 +85,7 @@ Result<const Magic*> FindMagic(int fd, const std::string& path,
   return nullptr;
 }
 
-// What the kernel, or the program behind a mount, says to what it lacks.
-bool Lacks(int error) {
-  return error == EOPNOTSUPP || error == ENOSYS || error == EINVAL ||
-         error == ESPIPE;
-}
+bool Lacks(int error) { return internal::LacksCall(error) || error == ESPIPE; }
 
 Status TryWrites(const Directory& directory, const std::string& name,
                  const std::string& renamed) {

@@ -17,14 +17,9 @@ namespace torch_ckpt {
 namespace {
 
 using internal::CheckName;
+using internal::LacksCall;
 using internal::Steps;
 using internal::SystemCall;
-
-// What the file system, or the program behind it, says to a call or a flag of
-// it that it does not know.
-bool LacksIt(int error) {
-  return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP;
-}
 
 Status Exists(const std::string& target, const std::string& source) {
   return Conflict("exists already, so '" + source + "' was not renamed to it")
@@ -108,7 +103,7 @@ Status Directory::RenameNoReplace(const std::string& from, const Directory& to,
     return {};
   }
   if (errno == EEXIST || errno == ENOTEMPTY) return Exists(target, source);
-  if (!LacksIt(errno)) {
+  if (!LacksCall(errno)) {
     return Status::Io(errno, "renameat2 to '" + target + "'", source);
   }
   TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info, StatEntry(from));
@@ -120,7 +115,7 @@ Status Directory::RenameNoReplace(const std::string& from, const Directory& to,
         return linkat(fd(), from.c_str(), to.fd(), to_name.c_str(), 0);
       }) < 0) {
     const int error = errno;
-    if (LacksIt(error) || error == EPERM || error == EMLINK) {
+    if (LacksCall(error) || error == EPERM || error == EMLINK) {
       return LookAndRename(*this, from, to, to_name);
     }
     if (error != EEXIST) {

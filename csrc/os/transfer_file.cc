@@ -15,8 +15,6 @@
 namespace torch_ckpt::internal {
 namespace {
 
-// As in file.cc: a multiple of every unit, and less than what one call moves.
-constexpr uint64_t kMaxTransfer = uint64_t{1} << 30;
 // Smaller units gain nothing, and the page cache is made of pages.
 constexpr uint64_t kMinDirectUnit = 4096;
 

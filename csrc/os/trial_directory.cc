@@ -13,23 +13,19 @@ namespace torch_ckpt {
 namespace {
 
 constexpr std::string_view kPrefix = ".torch_ckpt-doctor-";
-constexpr std::string_view kHex = "0123456789abcdef";
 constexpr size_t kDigits = 16;
 
 std::string NewName() {
   std::array<std::byte, kDigits / 2> id;
   FillRandom(id);
   std::string name(kPrefix);
-  for (const std::byte byte : id) {
-    name += {kHex[static_cast<size_t>(byte) >> 4],
-             kHex[static_cast<size_t>(byte) & 15]};
-  }
+  AppendHex(&name, id);
   return name;
 }
 
 bool IsName(std::string_view name) {
   return name.size() == kPrefix.size() + kDigits && name.starts_with(kPrefix) &&
-         name.find_first_not_of(kHex, kPrefix.size()) == name.npos;
+         name.find_first_not_of(kHexDigits, kPrefix.size()) == name.npos;
 }
 
 // With what is in it.

@@ -93,7 +93,7 @@ Result<bool> TryNoReplace(const Directory& directory) {
       TC_RETURN_IF_ERROR(directory.Unlink(kOther, /*missing_ok=*/true));
       return true;
     }
-    if (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP) return false;
+    if (internal::LacksCall(errno)) return false;
     return Status::Io(errno, "renameat2", from);
   };
   return WithFile(directory, rename);

@@ -162,12 +162,12 @@ Status CheckParts(const std::vector<Manifest>& parts) {
 std::string PartsSaveId(const std::vector<Manifest>& parts) {
   // The ids are random: their digits added up are as good as any of them, and
   // one part is its own checkpoint.
-  constexpr std::string_view kDigits = "0123456789abcdef";
   std::string id(parts[0].save_id.size(), '0');
   for (const Manifest& part : parts) {
     for (size_t i = 0; i < id.size(); ++i) {
-      id[i] = kDigits[(kDigits.find(id[i]) + kDigits.find(part.save_id[i])) %
-                      kDigits.size()];
+      id[i] = kHexDigits[(kHexDigits.find(id[i]) +
+                          kHexDigits.find(part.save_id[i])) %
+                         kHexDigits.size()];
     }
   }
   return id;
