@@ -78,6 +78,7 @@ set(test_sources
     tests/cpp/engine_commit_damage_test.cc
     tests/cpp/engine_commit_fault_test.cc
     tests/cpp/engine_commit_interleave_test.cc
+    tests/cpp/engine_commit_many_test.cc
     tests/cpp/engine_commit_nodes_test.cc
     tests/cpp/engine_late_view_test.cc
     tests/cpp/engine_commit_test.cc

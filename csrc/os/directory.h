@@ -2,6 +2,8 @@
 // so that a checkpoint cannot change under a path while it is being used.
 #pragma once
 
+#include <cstddef>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -40,8 +42,8 @@ class Directory {
   // The directory `name` itself: where that is a link, ENOTDIR.
   Result<Directory> OpenDirectory(const std::string& name) const;
   Status MakeDirectory(const std::string& name) const;  // EEXIST is an error
-  // Makes the directories that lead to `path`, where they are missing.
-  Status MakeParents(const std::string& path) const;
+  // Makes the directories that lead to the paths, where they are missing.
+  Status MakeParents(const std::vector<std::string>& paths) const;
   // Removes those that are empty, the last one first; the others stay.
   Status RemoveEmptyParents(const std::string& path) const;
   // fsync of those that the paths lead through, as far as there are any.
@@ -57,8 +59,13 @@ class Directory {
   Status RemoveDirectory(const std::string& name, bool missing_ok) const;
   // Removes a file, or a directory with all that is in it, without following
   // links. What is not there is removed already. Goes on after an error and
-  // returns the first one.
-  Status RemoveTree(const std::string& name) const;
+  // returns the first one. `for_each` does a step for each of so many entries,
+  // in any order or at once.
+  using ForEach = std::function<Status(
+      size_t count, const std::function<Status(size_t)>& step)>;
+  static Status InTurn(size_t count, const std::function<Status(size_t)>& step);
+  Status RemoveTree(const std::string& name,
+                    const ForEach& for_each = InTurn) const;
   // Ok where a file could be renamed to `path`, or `path` unlinked, as far as
   // can be seen: kConflict, saying why, for a directory, and for what the mode
   // or the attributes of file or directory keep this process from replacing.

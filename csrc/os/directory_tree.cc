@@ -1,6 +1,7 @@
 // What Directory does with the directories below it.
 #include <cerrno>
 #include <map>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,15 +14,33 @@ namespace torch_ckpt {
 using internal::CheckName;
 using internal::Steps;
 
-Status Directory::MakeParents(const std::string& path) const {
-  const Steps steps(path);
-  if (!steps.deep()) return {};
-  Result<Directory> inner = OpenDirectory(steps.first);
-  if (inner.status().sys_errno() == ENOENT) {
-    TC_RETURN_IF_ERROR(MakeDirectory(steps.first));
-    inner = OpenDirectory(steps.first);
+namespace {
+
+// What lies below each directory that the paths lead through.
+std::map<std::string, std::vector<std::string>> Below(
+    const std::vector<std::string>& paths) {
+  std::map<std::string, std::vector<std::string>> below;
+  for (const std::string& path : paths) {
+    Steps steps(path);
+    if (steps.deep()) below[steps.first].push_back(std::move(steps.rest));
   }
-  return inner.ok() ? inner->MakeParents(steps.rest) : inner.status();
+  return below;
+}
+
+}  // namespace
+
+Status Directory::MakeParents(const std::vector<std::string>& paths) const {
+  for (const auto& [name, rest] : Below(paths)) {
+    Result<Directory> inner = OpenDirectory(name);
+    if (inner.status().sys_errno() == ENOENT) {
+      const Status made = MakeDirectory(name);
+      // EEXIST: another thread or node has made it.
+      if (!made.ok() && made.sys_errno() != EEXIST) return made;
+      inner = OpenDirectory(name);
+    }
+    TC_RETURN_IF_ERROR(inner.ok() ? inner->MakeParents(rest) : inner.status());
+  }
+  return {};
 }
 
 Status Directory::RemoveEmptyParents(const std::string& path) const {
@@ -39,12 +58,7 @@ Status Directory::RemoveEmptyParents(const std::string& path) const {
 }
 
 Status Directory::SyncParents(const std::vector<std::string>& paths) const {
-  std::map<std::string, std::vector<std::string>> below;
-  for (const std::string& path : paths) {
-    Steps steps(path);
-    if (steps.deep()) below[steps.first].push_back(std::move(steps.rest));
-  }
-  for (const auto& [name, rest] : below) {
+  for (const auto& [name, rest] : Below(paths)) {
     const Result<Directory> inner = OpenDirectory(name);
     if (inner.status().sys_errno() == ENOENT) continue;
     TC_RETURN_IF_ERROR(inner.status());
@@ -54,7 +68,8 @@ Status Directory::SyncParents(const std::vector<std::string>& paths) const {
   return {};
 }
 
-Status Directory::RemoveTree(const std::string& name) const {
+Status Directory::RemoveTree(const std::string& name,
+                             const ForEach& for_each) const {
   TC_RETURN_IF_ERROR(CheckName(*this, name));
   // Not a look and then a step: what is no directory, a link too, goes so.
   Status first = Unlink(name, /*missing_ok=*/true);
@@ -67,13 +82,24 @@ Status Directory::RemoveTree(const std::string& name) const {
   const Result<std::vector<std::string>> names = inner->List();
   if (names.status().sys_errno() == ENOENT) return {};
   TC_RETURN_IF_ERROR(names.status());
+  // One that cannot go keeps no other.
+  std::mutex mutex;
   first = Status();
-  for (const std::string& entry : *names) {
-    Status removed = inner->RemoveTree(entry);
+  Status each = for_each(names->size(), [&](size_t i) -> Status {
+    Status removed = inner->RemoveTree((*names)[i], for_each);
+    const std::lock_guard lock(mutex);
     if (first.ok()) first = std::move(removed);
-  }
+    return {};
+  });
+  if (first.ok()) first = std::move(each);
   Status removed = RemoveDirectory(name, /*missing_ok=*/true);
   return first.ok() ? removed : first;
+}
+
+Status Directory::InTurn(size_t count,
+                         const std::function<Status(size_t)>& step) {
+  for (size_t i = 0; i < count; ++i) TC_RETURN_IF_ERROR(step(i));
+  return {};
 }
 
 }  // namespace torch_ckpt

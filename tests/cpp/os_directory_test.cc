@@ -130,8 +130,8 @@ TEST_F(DirectoryTest, NamesCannotLeadOut) {
 
 TEST_F(DirectoryTest, PathsLeadBelow) {
   ASSERT_TRUE(dir().WriteFile("x", "one").ok());
-  ASSERT_TRUE(dir().MakeParents("a/b/c").ok());
-  ASSERT_TRUE(dir().MakeParents("a/b/c").ok()) << "they are there";
+  ASSERT_TRUE(dir().MakeParents({"a/b/c"}).ok());
+  ASSERT_TRUE(dir().MakeParents({"a/b/c"}).ok()) << "they are there";
   EXPECT_EQ(*dir().List(), (Names{"a", "x"}));
   EXPECT_TRUE(dir().CheckReplaceable("a/b/c").ok());
   ASSERT_TRUE(dir().Rename("x", dir(), "a/b/c").ok());
@@ -153,7 +153,7 @@ TEST_F(DirectoryTest, PathsLeadBelow) {
   ASSERT_TRUE(dir().WriteFile("y", "two").ok());
   EXPECT_EQ(dir().CheckReplaceable("a/b").kind(), ErrorKind::kConflict);
   EXPECT_EQ(dir().CheckReplaceable("a/b/c/d").kind(), ErrorKind::kConflict);
-  EXPECT_EQ(dir().MakeParents("y/b/c").sys_errno(), ENOTDIR);
+  EXPECT_EQ(dir().MakeParents({"y/b/c"}).sys_errno(), ENOTDIR);
 
   ASSERT_TRUE(dir().Rename("a/b/c", dir(), "a/d").ok());
   EXPECT_TRUE(dir().RemoveEmptyParents("a/b/c").ok());
@@ -165,8 +165,8 @@ TEST_F(DirectoryTest, PathsLeadBelow) {
 
 TEST_F(DirectoryTest, PathsLeadThroughNoLink) {
   const std::string outside = path() + "/outside";
-  ASSERT_TRUE(dir().MakeParents("outside/x").ok());
-  ASSERT_TRUE(dir().MakeParents("in/side/x").ok());
+  ASSERT_TRUE(dir().MakeParents({"outside/x"}).ok());
+  ASSERT_TRUE(dir().MakeParents({"in/side/x"}).ok());
   ASSERT_TRUE(dir().WriteFile("outside/x", "precious").ok());
   ASSERT_TRUE(dir().WriteFile("own", "").ok());
   std::filesystem::create_directory_symlink(outside, path() + "/link");
@@ -183,7 +183,7 @@ TEST_F(DirectoryTest, PathsLeadThroughNoLink) {
     EXPECT_FALSE(dir().Rename(way, dir(), "mine").ok()) << way;
     EXPECT_FALSE(dir().Rename("own", dir(), way).ok()) << way;
   }
-  EXPECT_FALSE(dir().MakeParents("link/y/z").ok());
+  EXPECT_FALSE(dir().MakeParents({"link/y/z"}).ok());
   EXPECT_FALSE(dir().RemoveEmptyParents("link/y").ok());
   EXPECT_FALSE(dir().SyncParents({"link/y"}).ok());
   EXPECT_EQ(*dir().ReadFile("outside/x", 10), "precious");

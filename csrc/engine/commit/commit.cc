@@ -5,6 +5,7 @@
 #include <iterator>
 #include <set>
 
+#include "engine/commit/each_file.h"
 #include "engine/commit/journal.h"
 #include "engine/commit/previous.h"
 #include "engine/commit/rank_parts.h"
@@ -60,17 +61,20 @@ std::vector<std::string> DataAndIndexNames(
 // After the commit point it is too late to find that a step cannot be done.
 Status CheckReplay(const Directory& staging, const Directory& target,
                    const Journal& journal) {
-  for (const std::string& name : journal.removes) {
-    TC_RETURN_IF_ERROR(target.CheckReplaceable(name));
-  }
+  TC_RETURN_IF_ERROR(ForEachFile(journal.removes.size(), [&](size_t i) {
+    return target.CheckReplaceable(journal.removes[i]);
+  }));
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> staged, staging.List());
-  for (const JournalRename& rename : journal.renames) {
-    TC_RETURN_IF_ERROR(target.CheckReplaceable(rename.to));
-    if (!std::binary_search(staged.begin(), staged.end(), rename.from)) {
-      return Incomplete("has gone from staging since it was written")
-          .WithFile(staging.Join(rename.from));
-    }
-  }
+  TC_RETURN_IF_ERROR(
+      ForEachFile(journal.renames.size(), [&](size_t i) -> Status {
+        const JournalRename& rename = journal.renames[i];
+        TC_RETURN_IF_ERROR(target.CheckReplaceable(rename.to));
+        if (std::binary_search(staged.begin(), staged.end(), rename.from)) {
+          return {};
+        }
+        return Incomplete("has gone from staging since it was written")
+            .WithFile(staging.Join(rename.from));
+      }));
   return target.CheckReplaceable(std::string(kManifestName));
 }
 
@@ -139,24 +143,23 @@ Result<bool> CommitFresh(SaveSession* session,
   const std::string name = BaseName(place.target);
   TC_ASSIGN_OR_RETURN(const auto existing, parent.StatEntry(name));
   if (existing) return false;
-  for (const CommitFile& file : files) {
-    TC_RETURN_IF_ERROR(staging.MakeParents(file.file.name));
-    TC_RETURN_IF_ERROR(staging.Rename(file.staged, staging, file.file.name));
-  }
+  std::vector<std::string> paths;
+  for (const CommitFile& file : files) paths.push_back(file.file.name);
+  TC_RETURN_IF_ERROR(staging.MakeParents(paths));
+  TC_RETURN_IF_ERROR(ForEachFile(files.size(), [&](size_t i) {
+    return staging.Rename(files[i].staged, staging, files[i].file.name);
+  }));
   TC_RETURN_IF_ERROR(
       staging.WriteFile(std::string(kManifestName), EncodeManifest(manifest)));
   TC_ASSIGN_OR_RETURN(const auto entries, staging.List());
   std::set<std::string, std::less<>> final_names = {std::string(kManifestName)};
-  std::vector<std::string> paths;
   for (const ManifestFile& file : manifest.files) {
     final_names.insert(file.name.substr(0, file.name.find('/')));
-    paths.push_back(file.name);
   }
   TC_RETURN_IF_ERROR(staging.SyncParents(paths));
   for (const std::string& entry : entries) {
-    if (!final_names.contains(entry)) {
-      TC_RETURN_IF_ERROR(staging.Unlink(entry, true));
-    }
+    if (final_names.contains(entry)) continue;
+    TC_RETURN_IF_ERROR(staging.Unlink(entry, /*missing_ok=*/true));
   }
   TC_RETURN_IF_ERROR(staging.Sync());
   TC_RETURN_IF_ERROR(session->CheckStillOurs());
@@ -181,9 +184,9 @@ Result<bool> CommitFresh(SaveSession* session,
   }
   if (renamed.kind() != ErrorKind::kConflict) return renamed;
   // Back to staged names, for the journal.
-  for (const CommitFile& file : files) {
-    TC_RETURN_IF_ERROR(staging.Rename(file.file.name, staging, file.staged));
-  }
+  TC_RETURN_IF_ERROR(ForEachFile(files.size(), [&](size_t i) {
+    return staging.Rename(files[i].file.name, staging, files[i].staged);
+  }));
   TC_RETURN_IF_ERROR(staging.Unlink(std::string(kManifestName), true));
   return false;
 }

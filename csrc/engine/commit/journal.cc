@@ -1,6 +1,7 @@
 #include "engine/commit/journal.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <memory>
 #include <optional>
@@ -8,16 +9,15 @@
 #include <utility>
 #include <vector>
 
+#include "engine/commit/each_file.h"
 #include "engine/commit/staging.h"
 #include "engine/open/checkpoint.h"
 #include "engine/open/file_set.h"
 #include "format/names.h"
-#include "runtime/workers.h"
 
 namespace torch_ckpt {
 namespace {
 
-constexpr int kProofThreads = 4;
 constexpr int kTries = 3;  // at a name that others are clearing too
 
 Status Superseded(const Directory& place) {
@@ -78,11 +78,9 @@ Status Prove(const Directory& staging, const Directory& target,
     if (!own || !seen) doubtful.push_back(f);
   }
   const FileSet files(std::move(list));
-  TC_RETURN_IF_ERROR(ForEachItem(
-      kProofThreads, static_cast<int64_t>(doubtful.size()), nullptr,
-      [&](int64_t i, int) -> Status {
-        return files.OpenFile(doubtful[static_cast<size_t>(i)]).status();
-      }));
+  TC_RETURN_IF_ERROR(ForEachFile(doubtful.size(), [&](size_t i) {
+    return files.OpenFile(doubtful[i]).status();
+  }));
   if (journal.IsRemoval()) return {};
   const std::string next = NextManifest(journal);
   if (own && staged(next)) return {};
@@ -144,12 +142,16 @@ Result<std::vector<std::string>> TakeAwayAll(const Directory& gone,
     }
   }
   if (journal.IsRemoval()) names.emplace_back(kManifestName);
-  for (size_t i = 0; i < names.size(); ++i) {
+  std::vector<char> count(names.size());
+  TC_RETURN_IF_ERROR(ForEachFile(names.size(), [&](size_t i) -> Status {
     TC_ASSIGN_OR_RETURN(const bool counts, TakeAway(target, names[i], gone, i));
-    if (!counts) continue;
-    (void)target.RemoveEmptyParents(
-        names[i]);  // what holds others' files stays
-    removed.push_back(std::move(names[i]));
+    count[i] = counts;
+    // What holds others' files stays.
+    if (counts) (void)target.RemoveEmptyParents(names[i]);
+    return {};
+  }));
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (count[i]) removed.push_back(std::move(names[i]));
   }
   return removed;
 }
@@ -161,7 +163,7 @@ Result<bool> Move(const Directory& staging, const std::string& from,
   Status moved = staging.Rename(from, target, to);
   if (PlacePatience::Changed(moved) && to.find('/') != to.npos) {
     // A removal beside this one may have found its directory empty.
-    TC_RETURN_IF_ERROR(target.MakeParents(to));
+    TC_RETURN_IF_ERROR(target.MakeParents({to}));
     moved = staging.Rename(from, target, to);
   }
   if (PlacePatience::Changed(moved)) return false;
@@ -174,29 +176,31 @@ Result<bool> MoveAll(const Directory& staging, const Directory& target,
                      const Journal& journal) {
   std::vector<std::string> below;  // subdirectories of the target
   for (const JournalRename& rename : journal.renames) {
-    if (rename.to.find('/') == rename.to.npos) continue;
-    TC_RETURN_IF_ERROR(target.MakeParents(rename.to));
-    below.push_back(rename.to);
+    if (rename.to.find('/') != rename.to.npos) below.push_back(rename.to);
   }
   if (!below.empty()) {
+    TC_RETURN_IF_ERROR(target.MakeParents(below));
     // Durable before staging gives up a file that goes there.
     TC_RETURN_IF_ERROR(target.SyncParents(below));
     TC_RETURN_IF_ERROR(target.Sync());
   }
-  bool all = true;
-  for (const JournalRename& rename : journal.renames) {
-    TC_ASSIGN_OR_RETURN(const bool moved,
-                        Move(staging, rename.from, target, rename.to));
-    all = all && moved;
-  }
+  std::atomic<bool> all = true;
+  TC_RETURN_IF_ERROR(
+      ForEachFile(journal.renames.size(), [&](size_t i) -> Status {
+        const JournalRename& rename = journal.renames[i];
+        TC_ASSIGN_OR_RETURN(const bool moved,
+                            Move(staging, rename.from, target, rename.to));
+        if (!moved) all = false;
+        return {};
+      }));
   if (!journal.IsRemoval()) {
     TC_ASSIGN_OR_RETURN(const bool moved,
                         Move(staging, NextManifest(journal), target,
                              std::string(kManifestName)));
-    all = all && moved;
+    if (!moved) all = false;
   }
   TC_RETURN_IF_ERROR(target.SyncParents(below));
-  return all;
+  return all.load();
 }
 
 // Steps 3c and 3d, after 3b. What was not there to be moved is looked for once

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/commit/each_file.h"
 #include "engine/commit/journal.h"
 #include "engine/commit/previous.h"
 #include "engine/commit/staging.h"
@@ -56,13 +57,18 @@ Result<std::vector<std::string>> Existing(const Directory& directory,
   for (const ManifestFile& file : named.files) names.push_back(file.name);
   names.insert(names.end(), named.part_manifests.begin(),
                named.part_manifests.end());
-  std::vector<std::string> existing;
-  for (std::string& name : names) {
-    const auto info = directory.StatEntry(name);
+  std::vector<char> exists(names.size());
+  TC_RETURN_IF_ERROR(ForEachFile(names.size(), [&](size_t i) -> Status {
+    const auto info = directory.StatEntry(names[i]);
     const int error = info.status().sys_errno();
-    if (error == ENOTDIR || error == ELOOP) continue;
+    if (error == ENOTDIR || error == ELOOP) return {};
     TC_RETURN_IF_ERROR(info.status());
-    if (*info && !(*info)->is_directory) existing.push_back(std::move(name));
+    exists[i] = *info && !(*info)->is_directory;
+    return {};
+  }));
+  std::vector<std::string> existing;
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (exists[i]) existing.push_back(std::move(names[i]));
   }
   return existing;
 }
@@ -78,9 +84,9 @@ Result<std::vector<std::string>> CommitNothing(const SaveSession& session,
   if (named.manifest) going.emplace_back(kManifestName);
   TC_RETURN_IF_ERROR(WriteJournal(
       session.root(), session.directory(), directory, journal, [&]() -> Status {
-        for (const std::string& name : going) {
-          TC_RETURN_IF_ERROR(directory.CheckReplaceable(name));
-        }
+        TC_RETURN_IF_ERROR(ForEachFile(going.size(), [&](size_t i) {
+          return directory.CheckReplaceable(going[i]);
+        }));
         // Where locks do not reach another node, its save may have gone ahead.
         TC_RETURN_IF_ERROR(session.CheckTarget(directory));
         return session.CheckStillOurs();

@@ -4,15 +4,14 @@
 #include <map>
 #include <set>
 
+#include "engine/commit/each_file.h"
 #include "format/names.h"
 #include "os/path.h"
 #include "runtime/crc32c.h"
-#include "runtime/workers.h"
 
 namespace torch_ckpt {
 namespace {
 
-constexpr int kHeaderThreads = 4;
 constexpr size_t kMaxShownName = 100;
 
 // The headers of the data files, once every file has a name of its own.
@@ -31,21 +30,19 @@ Result<std::vector<NamedHeader>> ReadHeaders(const Directory& staging,
     if (file.file.role == FileRole::kData) data.push_back(f);
   }
   std::vector<NamedHeader> headers(data.size());
-  TC_RETURN_IF_ERROR(ForEachItem(
-      kHeaderThreads, static_cast<int64_t>(data.size()), nullptr,
-      [&](int64_t item, int) -> Status {
-        NamedHeader& out = headers[static_cast<size_t>(item)];
-        out.position = data[static_cast<size_t>(item)];
-        const CommitFile& file = request.files[out.position];
-        TC_ASSIGN_OR_RETURN(out.file, ReadStagedHeader(staging, file.staged));
-        out.name = file.file.name;
-        if (out.file.sharding.file_id != file.file.id ||
-            out.file.header.file_bytes != file.file.bytes) {
-          return Corrupt("is not the file that its rank has written")
-              .WithFile(staging.Join(file.staged));
-        }
-        return {};
-      }));
+  TC_RETURN_IF_ERROR(ForEachFile(data.size(), [&](size_t i) -> Status {
+    NamedHeader& out = headers[i];
+    out.position = data[i];
+    const CommitFile& file = request.files[out.position];
+    TC_ASSIGN_OR_RETURN(out.file, ReadStagedHeader(staging, file.staged));
+    out.name = file.file.name;
+    if (out.file.sharding.file_id != file.file.id ||
+        out.file.header.file_bytes != file.file.bytes) {
+      return Corrupt("is not the file that its rank has written")
+          .WithFile(staging.Join(file.staged));
+    }
+    return {};
+  }));
   return headers;
 }
 
@@ -64,19 +61,23 @@ Status AddAliases(const CommitRequest& request, CatalogBuilder* catalog) {
 // Of files that are no data they are looked for, too.
 Status AddObjects(const Directory& staging, const CommitRequest& request,
                   CatalogBuilder* catalog) {
+  std::vector<const CommitFile*> others;
   std::map<std::string_view, uint32_t> object_files;
   for (uint32_t f = 0; f < request.files.size(); ++f) {
     const CommitFile& file = request.files[f];
     if (file.file.role == FileRole::kData) continue;
-    TC_ASSIGN_OR_RETURN(const auto info, staging.StatName(file.staged));
-    if (!info || info->bytes != file.file.bytes) {
-      return Incomplete("is not in staging as its rank has written it")
-          .WithFile(file.file.name);
-    }
+    others.push_back(&file);
     if (file.file.role == FileRole::kObjects) {
       object_files[file.file.name] = f;
     }
   }
+  TC_RETURN_IF_ERROR(ForEachFile(others.size(), [&](size_t i) -> Status {
+    const CommitFile& file = *others[i];
+    TC_ASSIGN_OR_RETURN(const auto info, staging.StatName(file.staged));
+    if (info && info->bytes == file.file.bytes) return {};
+    return Incomplete("is not in staging as its rank has written it")
+        .WithFile(file.file.name);
+  }));
   for (const ObjectEntry& object : request.objects) {
     const auto file = object_files.find(object.file);
     if (file == object_files.end()) {

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <iterator>
 
+#include "engine/commit/each_file.h"
 #include "engine/commit/journal.h"
 #include "engine/commit/rank_parts.h"
 #include "engine/open/read_dcp.h"
@@ -82,7 +83,7 @@ Status RemoveStaleSibling(const std::string& target) {
 
 // Removes what can never be committed. What cannot go yet is no error.
 Status Discard(const Directory& root, const std::string& name) {
-  Status removed = root.RemoveTree(name);
+  Status removed = root.RemoveTree(name, ForEachFile);
   const int error = removed.sys_errno();
   return error == ENOTEMPTY || error == EBUSY ? Status() : removed;
 }
@@ -152,7 +153,8 @@ Status RefuseLink(const std::string& path) {
 Status EmptyDirectory(const Directory& directory, std::string_view keep) {
   TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
   for (const std::string& name : names) {
-    if (name != keep) TC_RETURN_IF_ERROR(directory.RemoveTree(name));
+    if (name == keep) continue;
+    TC_RETURN_IF_ERROR(directory.RemoveTree(name, ForEachFile));
   }
   return {};
 }
@@ -408,7 +410,7 @@ void SaveSession::End() {
     // By their names: a rename whose answer was lost may have made the
     // directory the checkpoint.
     const std::string name(kSaveIdName);
-    (void)root().RemoveTree(save_id_);
+    (void)root().RemoveTree(save_id_, ForEachFile);
     const auto id = root().ReadFile(name, kMaxIdBytes, {.no_follow = true});
     if (id.ok() && *id == save_id_) (void)root().Unlink(name, true);
     (void)root().Unlink(StagedName(name, save_id_), true);
