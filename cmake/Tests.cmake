@@ -75,6 +75,8 @@ set(test_sources
     tests/cpp/engine_checkpoint_test.cc
     tests/cpp/engine_direct_io_test.cc
     tests/cpp/engine_open_files_test.cc
+    tests/cpp/engine_output_crcs_test.cc
+    tests/cpp/engine_stored_view_test.cc
     tests/cpp/engine_commit_damage_test.cc
     tests/cpp/engine_commit_fault_test.cc
     tests/cpp/engine_commit_interleave_test.cc

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -267,6 +267,16 @@ class OpenedCheckpoint:
         left.path = self.path
         left._take(_core.call(request)["checkpoint"], self.notes)
         return left
+
+    @contextlib.contextmanager
+    def files_open(self, direct_io: bool) -> Iterator[None]:
+        """Within it each file is opened once, however many jobs with that `direct_io` read it."""
+        request = {"op": "hold_files", "checkpoint": self.id, "direct_io": direct_io}
+        files = _core.call(request)["files"]
+        try:
+            yield
+        finally:
+            _core.call({"op": "release_files", "files": files})
 
     def describe(self, *, whole: bool = False, tensors: bool = True) -> dict[str, Any]:
         """What it holds, as `_core.describe` says it."""

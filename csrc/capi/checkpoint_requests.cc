@@ -45,7 +45,7 @@ Result<Json> PlacementsJson(const CatalogEntry& e,
     if (p.role == PlacementRole::kReplica) continue;
     // Of a range each box has its own first byte.
     TC_ASSIGN_OR_RETURN(const std::vector<StridedBox> stored,
-                        StoredBoxes(e, p));
+                        StoredBoxes(e.dtype, e.shape, p));
     const std::vector<Box> held = BoxesOf(p, e.shape);
     for (size_t i = 0; i < held.size(); ++i) {
       Json& box =
@@ -194,12 +194,29 @@ Result<Json> CloseRequest(const Json& request) {
   return Json::object();
 }
 
+// The files of "checkpoint" stay open from one job to the next, until
+// "release_files" with the number that this returns.
+Result<Json> HoldFilesRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
+  auto files = checkpoint->LendFiles(GetBool(request, "direct_io", true));
+  TC_ASSIGN_OR_RETURN(const int64_t id, HeldFiles().Add(std::move(files)));
+  return Json{{"files", id}};
+}
+
+Result<Json> ReleaseFilesRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "files"));
+  TC_RETURN_IF_ERROR(HeldFiles().Take(id).status());
+  return Json::object();
+}
+
 Result<Json> DescribeRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
   if (GetBool(request, "check_files", false)) {
     TC_RETURN_IF_ERROR(checkpoint->file_set()->CheckFiles());
   }
   const bool whole = GetBool(request, "whole", false);
+  // Of archives each is looked into.
+  const auto opened = whole ? checkpoint->LendFiles(true) : nullptr;
   const bool tensors = GetBool(request, "tensors", true);
   const Catalog& catalog = checkpoint->catalog();
   const size_t count = catalog.entries().size();

@@ -125,7 +125,8 @@ Result<bool> IsSameDirectory(const std::string& input,
 
 Result<NewFiles> NewFilesOf(const MergePlan& plan, bool in_place) {
   NewFiles files;
-  for (const auto& [spec, extents] : plan.outputs()) {
+  for (const Output& output : plan.outputs()) {
+    const OutputSpec& spec = output.spec;
     if (spec.role == FileRole::kData) files.names.push_back(spec.name);
   }
   if (!plan.index_name().empty()) files.names.push_back(plan.index_name());

@@ -18,6 +18,8 @@ Handler FindHandler(const std::string& op);
 Result<Json> OpenRequest(const Json& request);
 Result<Json> WithoutRequest(const Json& request);
 Result<Json> CloseRequest(const Json& request);
+Result<Json> HoldFilesRequest(const Json& request);
+Result<Json> ReleaseFilesRequest(const Json& request);
 Result<Json> DescribeRequest(const Json& request);
 Result<Json> FilesRequest(const Json& request);
 Result<Json> PlacementsRequest(const Json& request);

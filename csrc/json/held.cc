@@ -9,6 +9,12 @@ HandleTable<std::shared_ptr<const Checkpoint>>& Checkpoints() {
   return *table;
 }
 
+HandleTable<std::shared_ptr<OpenFiles>>& HeldFiles() {
+  static auto* const table =
+      new HandleTable<std::shared_ptr<OpenFiles>>("hold on open files");
+  return *table;
+}
+
 HandleTable<std::unique_ptr<SaveSession>>& Saves() {
   static auto* const table =
       new HandleTable<std::unique_ptr<SaveSession>>("save session");

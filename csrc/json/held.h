@@ -17,6 +17,9 @@ namespace torch_ckpt {
 // all shares of a merge.
 HandleTable<std::shared_ptr<const Checkpoint>>& Checkpoints();
 
+// Files of these that stay open between jobs.
+HandleTable<std::shared_ptr<OpenFiles>>& HeldFiles();
+
 // A save that is being committed is out of the table meanwhile. One that is
 // alive at exit keeps its staging directory for the next one to remove, as
 // after a kill: tables are never destroyed.

@@ -57,6 +57,14 @@ class ByteSource {
     file_.file().ReadAhead(lo, hi - lo);
   }
 
+  // fn(const File&), for who reads a few bytes here and there, with a
+  // descriptor that goes through the page cache.
+  template <class Fn>
+  auto ThroughCache(const Fn& fn) const {
+    used_cache_ = true;
+    return file_.Cached(fn);
+  }
+
   // Descriptors that sources and sinks of this process hold.
   static uint64_t OpenDescriptors() {
     return internal::TransferFile::OpenDescriptors();

@@ -248,6 +248,24 @@ TEST_F(MergeJobTest, HeadersAreReadOnce) {
   for (const auto& [path, count] : opened) EXPECT_EQ(count, 2) << path;
 }
 
+// Before the first tensor of an input there is a header, which is no part of
+// what is merged: no reason to read the segment that both are in once more.
+TEST_F(MergeJobTest, WhatIsReadIsReadOnce) {
+  const Array a = MakeArray(Dtype::kF32, {16, 1 << 17}, 1);  // 8 MiB
+  ASSERT_OK(SaveAll(Path("in"), GridPieces("a", a, {16, 1})).status());
+  std::atomic<uint64_t> bytes = 0;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    const bool input = site.path.starts_with(Path("in/shard"));
+    if (input && site.transfer) bytes += site.transfer->bytes;
+    return {};
+  });
+  const Status merged = Merge(Path("in"), Path("out")).status();
+  SetFaultHook(nullptr);
+  ASSERT_OK(merged);
+  EXPECT_GE(bytes, a.bytes.size());
+  EXPECT_LE(bytes, a.bytes.size() + a.bytes.size() / 8);
+}
+
 // Nothing in such files says which save they are of: one that is written anew
 // while it is read would make a mixture of two.
 TEST_F(MergeJobTest, AForeignFileThatChangesMeanwhileIsAConflict) {

@@ -79,6 +79,18 @@ TEST_F(OpenFilesTest, JobsOpenEachOfManyFilesOnce) {
   EXPECT_EQ(CountOpens(merge).first, kFiles);
   EXPECT_EQ(CountOpens(verify).first, kFiles);
   EXPECT_EQ(CountOpens(read).first, 20 * kFiles) << "a job for each tensor";
+  const uint64_t before = ByteSource::OpenDescriptors();
+  auto held = checkpoint_->LendFiles(true);
+  EXPECT_EQ(CountOpens(read).first, kFiles) << "held open between the jobs";
+  EXPECT_EQ(CountOpens(read).first, 0);
+  EXPECT_EQ(CountOpens(verify).first, kFiles) << "anew all the same";
+  ASSERT_TRUE(std::filesystem::remove(Path("c/" + Name(7))));
+  Job job;
+  EXPECT_EQ(RunVerifyJob(checkpoint_, {4}, &job).status().kind(),
+            ErrorKind::kIncomplete)
+      << "though the file is open";
+  held = nullptr;
+  EXPECT_EQ(ByteSource::OpenDescriptors(), before);
 }
 
 // Under a limit it closes what was used longest ago, and what was proved of a

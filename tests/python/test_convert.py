@@ -345,6 +345,24 @@ def test_a_large_checkpoint_takes_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", FORMATS)
+def test_what_is_written_is_not_read_again(tmp_path: Path, to: Any) -> None:
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+    sizes = (1 << 20, 3 << 20, (4 << 20) + 4)
+    tensors = {f"w{n}": torch.arange(n, dtype=torch.int32).view(-1, 4) for n in sizes}
+    save_file(tensors, tmp_path / "a.safetensors")
+    torch_ckpt.convert(tmp_path / "a.safetensors", tmp_path / "warm", to=to)
+    before = bytes_read()
+    torch_ckpt.convert(tmp_path / "a.safetensors", tmp_path / "out", to=to)
+    assert bytes_read() - before < 1.25 * sum(4 * n for n in sizes)
+    if to == "torch":
+        with zipfile.ZipFile(tmp_path / "out") as archive:
+            assert archive.testzip() is None
+    assert same(torch_ckpt.load(path=tmp_path / "out"), tensors)
+
+
+@pytest.mark.parametrize("to", FORMATS)
 def test_tensors_inside_of_other_leaves(tmp_path: Path, to: Any) -> None:
     what = {
         "w": torch.ones(2),

@@ -69,12 +69,6 @@ std::shared_ptr<const FileSet> SpillsOf(const std::vector<RankFinals>& ranks,
   return std::make_shared<const FileSet>(std::move(list));
 }
 
-// Rows of a tensor that ranks have left box by box.
-struct Gathered {
-  SafetensorsEntry rows;
-  std::vector<Placement> boxes;
-};
-
 // What ranks have left of the final files, as extents of these.
 class Spills {
  public:
@@ -82,15 +76,11 @@ class Spills {
   Spills(const std::vector<RankFinals>& ranks, Directory staging,
          const OutputOptions& options)
       : files_(SpillsOf(ranks, std::move(staging))),
-        inputs_(files_, /*verify=*/true, options.direct_io, options.workers),
+        inputs_(std::make_shared<OpenFiles>(files_, options.direct_io),
+                /*verify=*/true, options.workers),
         stretches_(&inputs_),
-        bands_(&inputs_, [this](uint32_t band) -> Result<StoredTensor> {
-          const auto& [rows, boxes] = gathered_[band];
-          StoredTensor tensor{{}, boxes};
-          tensor.entry.name = rows.name;
-          tensor.entry.dtype = rows.dtype;
-          tensor.entry.shape = rows.shape;
-          return tensor;
+        bands_(&inputs_, [this](uint32_t band) -> Result<StoredViewPtr> {
+          return gathered_[band];
         }) {
     uint32_t file = 0;
     for (const RankFinals& rank : ranks) {
@@ -159,21 +149,23 @@ class Spills {
         rows.name += " rows " + std::to_string(band->begin) + " to " +
                      std::to_string(band->end);
       }
-      Gathered gathered{std::move(rows), {}};
-      TC_RETURN_IF_ERROR(
-          Gather(*band, of_band, &gathered).WithTensor(gathered.rows.name));
-      const uint64_t begin = gathered.rows.begin, end = gathered.rows.end;
-      if (begin == end) continue;
+      Result<StoredViewPtr> gathered = Gather(*band, of_band, rows);
+      if (!gathered.ok()) {
+        return Status(gathered.status()).WithTensor(std::move(rows.name));
+      }
+      if (rows.begin == rows.end) continue;
       left->push_back(
-          {data + begin, data + end, {&bands_, gathered_.size()}, 0});
-      gathered_.push_back(std::move(gathered));
+          {data + rows.begin, data + rows.end, {&bands_, gathered_.size()}, 0});
+      gathered_.push_back(std::move(gathered).value());
     }
     return {};
   }
 
-  Status Gather(const FinalBand& band, const std::vector<LeftBox>& boxes,
-                Gathered* gathered) {
-    const SafetensorsEntry& rows = gathered->rows;
+  // Rows of a tensor that ranks have left box by box.
+  Result<StoredViewPtr> Gather(const FinalBand& band,
+                               const std::vector<LeftBox>& boxes,
+                               const SafetensorsEntry& rows) {
+    std::vector<Placement> placements;
     for (const auto& [file, box] : boxes) {
       Placement placement;
       placement.file = file;
@@ -191,9 +183,13 @@ class Spills {
         return Corrupt("a rank has left a box behind the end of its file")
             .WithFile(files_->files()[file].name);
       }
-      gathered->boxes.push_back(std::move(placement));
+      placements.push_back(std::move(placement));
     }
-    return ProveOwners(rows.shape, gathered->boxes);
+    TC_RETURN_IF_ERROR(ProveOwners(rows.shape, placements));
+    CatalogEntry entry;
+    entry.dtype = rows.dtype;
+    entry.shape = rows.shape;
+    return StoredView::Make(entry, placements);
   }
 
   const std::shared_ptr<const FileSet> files_;
@@ -202,7 +198,7 @@ class Spills {
   StoredTensors bands_;
   std::map<uint32_t, std::vector<Extent>> left_;  // by final file, no bands
   std::map<std::string_view, std::vector<LeftBox>> boxes_;  // by tensor
-  std::vector<Gathered> gathered_;
+  std::vector<StoredViewPtr> gathered_;
 };
 
 // Ok where what is left are the holes.
@@ -301,14 +297,14 @@ class AssembleJob {
     TC_ASSIGN_OR_RETURN(Directory staging, Directory::Open(staging_.path()));
     Spills spills(ranks, std::move(staging), options);
     for (size_t f = 0; f < files_.size(); ++f) {
-      auto& [spec, extents] = outputs_[f];
+      const OutputSpec& spec = outputs_[f].spec;
       TC_ASSIGN_OR_RETURN(
           const std::vector<Extent> left,
           spills.LeftOf(list_, static_cast<uint32_t>(f), files_[f].header));
       TC_RETURN_IF_ERROR(
           CheckCovered(files_[f], *spec.ranges, left, spec.name));
       for (const Extent& e : left) {
-        extents.Place(e.begin, e.end - e.begin, e.origin, e.from);
+        outputs_[f].extents.Place(e.begin, e.end - e.begin, e.origin, e.from);
       }
     }
     TC_ASSIGN_OR_RETURN(written_,

@@ -1,24 +1,19 @@
 #include "engine/merge/fill_archives.h"
 
 #include <algorithm>
+#include <deque>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "engine/open/open_files.h"
 #include "engine/open/torch_archive.h"
 #include "engine/write/casts.h"
 #include "engine/write/stored_providers.h"
 #include "format/cast.h"
 #include "plan/runs.h"
-#include "runtime/arena.h"
-#include "runtime/crc32.h"
-#include "runtime/workers.h"
 
 namespace torch_ckpt {
 namespace {
-
-constexpr uint64_t kStep = uint64_t{8} << 20;
 
 // A part of a file of the layout that the elements of a tensor go to.
 struct Slot {
@@ -33,27 +28,28 @@ class Filler {
       : source_(std::move(source)),
         layout_(std::move(layout)),
         options_(options),
-        inputs_(source_->file_set(), options.verify, options.output.direct_io,
+        inputs_(source_->LendFiles(options.output.direct_io), options.verify,
                 std::max(1, options.output.workers)),
-        own_(layout_->file_set(), /*verify=*/false, options.output.direct_io,
+        own_(layout_->LendFiles(options.output.direct_io), /*verify=*/false,
              std::max(1, options.output.workers)),
-        tensors_(&inputs_,
-                 [this](uint32_t e) { return FindStoredTensor(*source_, e); }),
+        tensors_(&inputs_, [this](uint32_t e) { return source_->View(e); }),
         files_(&own_),
-        slots_(layout_->files().size()) {}
+        slots_(layout_->files().size()),
+        unsealed_(layout_->files().size()) {}
 
   Status Run(const Directory& out, Job* job) {
     for (const auto& [name, stored] : options_.tensors) {
       Status added = AddTensor(name, stored);
       if (!added.ok()) return std::move(added).WithTensor(stored);
     }
+    TC_RETURN_IF_ERROR(FindUnsealed());
     OutputOptions unsynced = options_.output;
     unsynced.sync = false;  // the checksums come after
     TC_RETURN_IF_ERROR(WriteOutputs(out, Outputs(), unsynced, job).status());
     TC_RETURN_IF_ERROR(inputs_.Check(job));
     TC_RETURN_IF_ERROR(own_.Check(job));
     TC_RETURN_IF_ERROR(casts_.Check());
-    return Seal(out, job);
+    return Seal(out);
   }
 
  private:
@@ -111,73 +107,75 @@ class Filler {
       extents.Place(at, file.bytes - at, {&files_, f}, at);
       outputs.push_back(
           {{file.name, file.name, "", FileRole::kData, file.bytes, {}},
-           std::move(extents)});
+           std::move(extents),
+           &crcs_[f]});
     }
     return outputs;
   }
 
-  // Writes the checksums that torch has left out, and syncs.
-  Status Seal(const Directory& out, Job* job) {
-    struct Item {
-      uint32_t file;
-      ZipContent content;
-    };
-    std::vector<Item> items;
+  // The entries without a checksum, which torch leaves out with the elements.
+  Status FindUnsealed() {
     TC_ASSIGN_OR_RETURN(const auto archives, layout_->Archives());
     for (const Checkpoint::Archive& each : archives) {
-      const Placement& placement = each.placement;
-      TC_ASSIGN_OR_RETURN(const File file,
-                          layout_->file_set()->OpenFile(placement.file));
-      TC_ASSIGN_OR_RETURN(
-          const TorchArchive archive,
-          TorchArchive::Open(file, {placement.offset, placement.bytes},
-                             kMaxObjectPickle));
-      TC_ASSIGN_OR_RETURN(std::vector<ZipContent> contents, archive.Contents());
-      for (ZipContent& content : contents) {
-        if (content.crc32 != 0 || content.range.bytes == 0) continue;
-        items.push_back({placement.file, std::move(content)});
+      const Placement& at = each.placement;
+      TC_RETURN_IF_ERROR(
+          layout_->Look(at.file, [&](const File& file) -> Status {
+            TC_ASSIGN_OR_RETURN(const TorchArchive archive,
+                                TorchArchive::Open(file, {at.offset, at.bytes},
+                                                   kMaxObjectPickle));
+            TC_ASSIGN_OR_RETURN(std::vector<ZipContent> contents,
+                                archive.Contents());
+            for (ZipContent& content : contents) {
+              if (content.crc32 != 0 || content.range.bytes == 0) continue;
+              TC_RETURN_IF_ERROR(CheckTail(file, content));
+              unsealed_[at.file].push_back(std::move(content));
+            }
+            return {};
+          }));
+    }
+    for (std::vector<ZipContent>& contents : unsealed_) {
+      std::sort(contents.begin(), contents.end(),
+                [](const ZipContent& a, const ZipContent& b) {
+                  return a.range.offset < b.range.offset;
+                });
+      std::vector<ByteRange> ranges;
+      for (const ZipContent& content : contents) {
+        const FileRange& range = content.range;
+        ranges.push_back({range.offset, range.offset + range.bytes});
       }
-    }
-    std::vector<File> files;
-    for (const ManifestFile& file : layout_->files()) {
-      TC_ASSIGN_OR_RETURN(files.emplace_back(),
-                          out.OpenFile(file.name, {.write = true}));
-    }
-    TC_RETURN_IF_ERROR(ForEachItem(
-        std::max(1, options_.output.workers),
-        static_cast<int64_t>(items.size()), job, [&](int64_t i, int) -> Status {
-          const Item& item = items[static_cast<size_t>(i)];
-          return SealOne(files[item.file], item.content, job);
-        }));
-    for (const File& file : files) TC_RETURN_IF_ERROR(file.Sync());
-    return out.Sync();
-  }
-
-  static Status SealOne(const File& file, const ZipContent& content, Job* job) {
-    TC_ASSIGN_OR_RETURN(const ArenaLease lease, LeaseBuffer(kStep, job));
-    uint32_t crc = 0;
-    const uint64_t end = content.range.offset + content.range.bytes;
-    for (uint64_t at = content.range.offset; at < end; at += kStep) {
-      if (job->cancelled()) return Cancelled("the job was cancelled");
-      const MutableByteSpan bytes =
-          lease.span().first(std::min(kStep, end - at));
-      TC_RETURN_IF_ERROR(file.ReadExact(bytes, at));
-      crc = Crc32(crc, bytes.data(), bytes.size());
-    }
-    if (content.crc32_at.size() > 1) {
-      std::string magic(4, '\0');
-      TC_RETURN_IF_ERROR(file.ReadExact(
-          {reinterpret_cast<std::byte*>(magic.data()), magic.size()}, end));
-      if (magic != "PK\x07\x08") {
-        return Unsupported("torch lays out its archives in another way")
-            .WithFile(file.path());
-      }
-    }
-    for (const uint64_t at : content.crc32_at) {
-      TC_RETURN_IF_ERROR(file.WriteAll(
-          {reinterpret_cast<const std::byte*>(&crc), sizeof crc}, at));
+      crcs_.emplace_back(std::move(ranges));
     }
     return {};
+  }
+
+  // Of one whose checksum stands behind it as well.
+  static Status CheckTail(const File& file, const ZipContent& content) {
+    if (content.crc32_at.size() < 2) return {};
+    std::string magic(4, '\0');
+    TC_RETURN_IF_ERROR(file.ReadExact(
+        {reinterpret_cast<std::byte*>(magic.data()), magic.size()},
+        content.range.offset + content.range.bytes));
+    if (magic == "PK\x07\x08") return {};
+    return Unsupported("torch lays out its archives in another way")
+        .WithFile(file.path());
+  }
+
+  // Writes the checksums, and syncs.
+  Status Seal(const Directory& out) {
+    for (uint32_t f = 0; f < unsealed_.size(); ++f) {
+      TC_ASSIGN_OR_RETURN(
+          const File file,
+          out.OpenFile(layout_->files()[f].name, {.write = true}));
+      for (size_t i = 0; i < unsealed_[f].size(); ++i) {
+        TC_ASSIGN_OR_RETURN(const uint32_t crc, crcs_[f].Find(i));
+        for (const uint64_t at : unsealed_[f][i].crc32_at) {
+          TC_RETURN_IF_ERROR(file.WriteAll(
+              {reinterpret_cast<const std::byte*>(&crc), sizeof crc}, at));
+        }
+      }
+      TC_RETURN_IF_ERROR(file.Sync());
+    }
+    return out.Sync();
   }
 
   const std::shared_ptr<const Checkpoint> source_, layout_;
@@ -186,7 +184,10 @@ class Filler {
   StoredTensors tensors_;
   StoredFiles files_;
   Casts casts_;
-  std::vector<std::vector<Slot>> slots_;  // by file of the layout
+  // By file of the layout.
+  std::vector<std::vector<Slot>> slots_;
+  std::vector<std::vector<ZipContent>> unsealed_;
+  std::deque<OutputCrcs> crcs_;
 };
 
 }  // namespace

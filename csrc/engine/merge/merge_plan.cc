@@ -81,12 +81,10 @@ Result<Assigned> Assign(const Catalog& catalog, const MergeOptions& options) {
 
 MergePlan::Sources::Sources(const std::shared_ptr<const Checkpoint>& checkpoint,
                             const MergeOptions& options)
-    : inputs(checkpoint->file_set(), options.verify, options.output.direct_io,
+    : inputs(checkpoint->LendFiles(options.output.direct_io), options.verify,
              std::max(1, options.output.workers)),
       tensors(&inputs,
-              [checkpoint](uint32_t e) {
-                return FindStoredTensor(*checkpoint, e);
-              }),
+              [checkpoint](uint32_t e) { return checkpoint->View(e); }),
       files(&inputs) {}
 
 MergePlan::MergePlan(std::shared_ptr<const Checkpoint> checkpoint,

@@ -14,6 +14,17 @@ namespace torch_ckpt {
 Checkpoint::Checkpoint(Contents contents)
     : has_(std::move(contents)), proved_(has_.catalog.entries().size()) {}
 
+std::shared_ptr<OpenFiles> Checkpoint::LendFiles(bool direct_io) const {
+  const std::lock_guard lock(mutex_);
+  std::weak_ptr<OpenFiles>& lent = lent_[direct_io ? 1 : 0];
+  std::shared_ptr<OpenFiles> files = lent.lock();
+  if (!files) {
+    files = std::make_shared<OpenFiles>(has_.files, direct_io);
+    lent = files;
+  }
+  return files;
+}
+
 std::string_view Checkpoint::format() const {
   if (!has_.format.empty()) return has_.format;
   const bool whole = std::none_of(
@@ -31,6 +42,22 @@ std::string Checkpoint::CatalogPath() const {
     if (file.role == FileRole::kCatalog) return path() + "/" + file.name;
   }
   return path();
+}
+
+Status Checkpoint::Look(uint32_t file,
+                        const std::function<Status(const File&)>& look) const {
+  std::shared_ptr<OpenFiles> files;
+  {
+    // Those of a job that is going on, if there is one.
+    const std::lock_guard lock(mutex_);
+    for (const auto& lent : lent_) files = files ? files : lent.lock();
+  }
+  if (!files) files = LendFiles(true);
+  return files->Read(file, [&](const ByteSource& source) {
+    Status looked = source.ThroughCache(look);
+    const bool named = looked.ok() || !looked.file().empty();
+    return named ? looked : std::move(looked).WithFile(source.path());
+  });
 }
 
 bool Checkpoint::MayBePart(std::span<const Placement> placements) const {
@@ -87,10 +114,10 @@ Status Checkpoint::CheckRead(uint32_t entry) const {
                     : path());
 }
 
-Result<Checkpoint::Resolved> Checkpoint::Resolve(
+Result<StoredView::Resolved> Checkpoint::Resolve(
     uint32_t entry, const Placement& archive) const {
   const CatalogEntry& e = catalog().entries()[entry];
-  Resolved found;
+  StoredView::Resolved found;
   const auto look = [&](const File& file) -> Status {
     TC_ASSIGN_OR_RETURN(const bool zip, IsTorchArchive(file, archive.offset));
     if (!zip) {
@@ -104,8 +131,7 @@ Result<Checkpoint::Resolved> Checkpoint::Resolve(
     found = {std::move(in_archive.placement), in_archive.storage};
     return {};
   };
-  const Status resolved = file_set()->UntilSure([&]() -> Status {
-    TC_ASSIGN_OR_RETURN(const File file, file_set()->OpenFile(archive.file));
+  const Status resolved = Look(archive.file, [&](const File& file) -> Status {
     const Status looked = look(file);
     if (looked.ok()) return {};
     return Status(looked).WithFile(file.path() + " from byte " +
@@ -115,26 +141,22 @@ Result<Checkpoint::Resolved> Checkpoint::Resolve(
   return found;
 }
 
-void Checkpoint::AddStorageOf(const Placement& placement,
-                              std::vector<DigestedRange>* storages) const {
+DigestedRange Checkpoint::StorageAt(uint32_t file, uint64_t offset) const {
   // The last one that begins at or before it.
-  const auto after =
-      std::upper_bound(has_.storages.begin(), has_.storages.end(), placement,
-                       [](const Placement& p, const DigestedRange& each) {
-                         return std::pair(p.file, p.offset) <
-                                std::pair(each.file, each.range.offset);
-                       });
-  if (after == has_.storages.begin()) return;
+  const auto after = std::upper_bound(
+      has_.storages.begin(), has_.storages.end(), std::pair(file, offset),
+      [](const std::pair<uint32_t, uint64_t>& at, const DigestedRange& each) {
+        return at < std::pair(each.file, each.range.offset);
+      });
+  if (after == has_.storages.begin()) return {};
   const DigestedRange& storage = *(after - 1);
-  if (storage.file == placement.file &&
-      placement.offset < storage.range.offset + storage.range.bytes) {
-    storages->push_back(storage);
-  }
+  const bool inside = storage.file == file &&
+                      offset < storage.range.offset + storage.range.bytes;
+  return inside ? storage : DigestedRange{};
 }
 
-Result<std::vector<Placement>> Checkpoint::Placements(
-    uint32_t entry, const Box* needed,
-    std::vector<DigestedRange>* storages) const {
+Result<std::vector<Placement>> Checkpoint::ProvedPlacements(
+    uint32_t entry) const {
   TC_RETURN_IF_ERROR(CheckRead(entry));
   Result<std::vector<Placement>> placements =
       catalog().Placements(entry, files());
@@ -144,22 +166,35 @@ Result<std::vector<Placement>> Checkpoint::Placements(
   // Digests say that the catalog is what was written, not that it is true; and
   // what follows relies on boxes that tile.
   TC_RETURN_IF_ERROR(ProveTiled(entry, *placements));
-  if (needed) {
-    std::erase_if(*placements, [&](const Placement& placement) {
-      return placement.kind != PlacementKind::kRange &&
-             Intersect(placement.box, *needed).Empty();
-    });
-  }
-  for (Placement& placement : *placements) {
-    if (placement.kind == PlacementKind::kArchive) {
-      TC_ASSIGN_OR_RETURN(Resolved found, Resolve(entry, placement));
-      placement = std::move(found.placement);
-      if (storages && found.storage.crc32 != 0) {
-        storages->push_back(found.storage);
-      }
-    } else if (storages) {
-      AddStorageOf(placement, storages);
+  return placements;
+}
+
+Result<StoredViewPtr> Checkpoint::View(uint32_t entry) const {
+  return views_.Get(entry, [&]() -> Result<StoredViewPtr> {
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        ProvedPlacements(entry));
+    StoredView::FindStorage find_storage;
+    if (!has_.storages.empty()) {
+      find_storage = [this](uint32_t file, uint64_t offset) {
+        return StorageAt(file, offset);
+      };
     }
+    return StoredView::Make(
+        catalog().entries()[entry], placements,
+        [this, entry](const Placement& archive) {
+          return Resolve(entry, archive);
+        },
+        std::move(find_storage));
+  });
+}
+
+Result<std::vector<Placement>> Checkpoint::Placements(uint32_t entry) const {
+  TC_ASSIGN_OR_RETURN(std::vector<Placement> placements,
+                      ProvedPlacements(entry));
+  for (Placement& placement : placements) {
+    if (placement.kind != PlacementKind::kArchive) continue;
+    TC_ASSIGN_OR_RETURN(StoredView::Resolved found, Resolve(entry, placement));
+    placement = std::move(found.placement);
   }
   return placements;
 }
@@ -228,11 +263,8 @@ Result<std::vector<Result<std::string>>> Checkpoint::ArchivedObjects(
       leaves.push_back(entries[wanted[i]].archived->leaf);
     }
     std::vector<Result<std::string>> objects;
-    const Status looked = file_set()->UntilSure([&]() -> Status {
-      TC_ASSIGN_OR_RETURN(const File file, file_set()->OpenFile(number));
-      auto found = ReadArchivedObjects(file, range, leaves);
-      if (!found.ok()) return found.status().WithFile(file.path());
-      objects = std::move(found).value();
+    const Status looked = Look(number, [&](const File& file) -> Status {
+      TC_ASSIGN_OR_RETURN(objects, ReadArchivedObjects(file, range, leaves));
       return {};
     });
     for (size_t m = 0; m < members.size(); ++m) {

@@ -11,9 +11,12 @@
 // first asked for, since a rank of thousands needs few of either.
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <span>
@@ -23,7 +26,9 @@
 #include <vector>
 
 #include "engine/open/file_set.h"
+#include "engine/open/open_files.h"
 #include "engine/open/safetensors_blobs.h"
+#include "engine/open/stored_view.h"
 #include "format/catalog.h"
 #include "format/manifest.h"
 #include "format/torch_unread.h"
@@ -84,15 +89,21 @@ class Checkpoint {
   // another one. To the catalog it may be an object.
   const UnreadTensor* FindUnread(uint32_t entry) const;
 
-  // Those of a tensor or of what it is an alias of: those that `needed` meets,
-  // where that is given. Proves the first time that the owners among all tile
-  // it. None is a kArchive: the archives are looked at, and the storages that
-  // the placements are in are added to `storages`, where that is given and
-  // their CRC-32s are known. kCorrupt names the tensor, kUnsupported one that
-  // is not read.
-  Result<std::vector<Placement>> Placements(
-      uint32_t entry, const Box* needed = nullptr,
-      std::vector<DigestedRange>* storages = nullptr) const;
+  // The files, open as long as somebody holds this: jobs that run at once, or
+  // that follow each other while a caller holds it, open each once. Without
+  // `direct_io` all bytes come through the page cache.
+  std::shared_ptr<OpenFiles> LendFiles(bool direct_io) const;
+  // `look`, which reads a few bytes here and there, at one of the files. Its
+  // errors name that; the file may be looked at again, see FileSet::UntilSure.
+  Status Look(uint32_t file,
+              const std::function<Status(const File&)>& look) const;
+  // A tensor or what it is an alias of, for who reads it. Proves the first time
+  // that its owners tile it. It is kept for the next who asks while it is one
+  // of those that were asked for last, and is good while this checkpoint lives.
+  // kCorrupt names the tensor, kUnsupported one that is not read.
+  Result<StoredViewPtr> View(uint32_t entry) const;
+  // All placements of it, as they are in their files: none is a kArchive.
+  Result<std::vector<Placement>> Placements(uint32_t entry) const;
   // The same, of all boxes, for who looks and does not read: what one rank
   // saved of a DTensor need not tile it.
   Result<std::vector<Placement>> DescribedPlacements(uint32_t entry) const;
@@ -103,13 +114,9 @@ class Checkpoint {
   };
   // All there are; none in a checkpoint of ours.
   Result<std::vector<Archive>> Archives() const;
-  // A kArchive of an entry as what it is in its file, and its storage, of crc32
-  // 0 where nothing is known.
-  struct Resolved {
-    Placement placement;
-    DigestedRange storage;
-  };
-  Result<Resolved> Resolve(uint32_t entry, const Placement& archive) const;
+  // A kArchive of an entry as what it is in its file.
+  Result<StoredView::Resolved> Resolve(uint32_t entry,
+                                       const Placement& archive) const;
   // Objects that are archived, as typed JSON (docs/format.md, section 7). Each
   // may have an error of its own, which names it. REQUIRES: all are archived.
   Result<std::vector<Result<std::string>>> ArchivedObjects(
@@ -123,14 +130,15 @@ class Checkpoint {
       const std::map<std::string, std::string>& new_names) const;
 
  private:
+  // Of the catalog, proved to tile the tensor.
+  Result<std::vector<Placement>> ProvedPlacements(uint32_t entry) const;
   Status ProveTiled(uint32_t entry,
                     std::span<const Placement> placements) const;
   // Whether they are those of a leaf of a state dict in an archive, which may
   // be what one rank had of a DTensor.
   bool MayBePart(std::span<const Placement> placements) const;
-  // Adds that of Contents::storages that a placement is in.
-  void AddStorageOf(const Placement& placement,
-                    std::vector<DigestedRange>* storages) const;
+  // That of Contents::storages which has a byte of a file; of crc32 0: none.
+  DigestedRange StorageAt(uint32_t file, uint64_t offset) const;
   // The name that an entry has in the files.
   std::string_view StoredName(uint32_t entry) const;
   // kUnsupported, naming it, of a tensor that is not read.
@@ -141,6 +149,9 @@ class Checkpoint {
   const Contents has_;
   mutable std::vector<std::atomic<bool>> proved_;  // by TensorOf
   mutable SafetensorsBlobs blobs_;
+  mutable StoredViews views_;
+  mutable std::mutex mutex_;                              // guards lent_
+  mutable std::array<std::weak_ptr<OpenFiles>, 2> lent_;  // by direct_io
 };
 
 // `format`: a word of Checkpoint::format; empty to find out, which prefers our

@@ -79,9 +79,10 @@ void OpenFiles::Forget(uint32_t file) {
   slot->source.reset();
 }
 
-Status OpenFiles::CheckUnchanged() const {
+Status OpenFiles::CheckUnchanged() {
   std::vector<uint32_t> opened;
   for (size_t file = 0; file < slots_.size(); ++file) {
+    std::lock_guard<std::mutex> opening(slots_[file].opening);
     if (slots_[file].known) opened.push_back(static_cast<uint32_t>(file));
   }
   return set_->CheckUnchanged(opened);

@@ -1,4 +1,4 @@
-// The files of a set while a job reads them.
+// The files of a set while jobs read them.
 #pragma once
 
 #include <cstddef>
@@ -32,9 +32,8 @@ class OpenFiles {
   // anew before each time but the first.
   Status Read(uint32_t file,
               const std::function<Status(const ByteSource&)>& step);
-  // FileSet::CheckUnchanged of every file that was opened. When all is read,
-  // and no other thread is in here.
-  Status CheckUnchanged() const;
+  // FileSet::CheckUnchanged of every file that was opened, when all is read.
+  Status CheckUnchanged();
 
  private:
   struct Slot {

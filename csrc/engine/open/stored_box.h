@@ -18,20 +18,21 @@ inline std::vector<Box> BoxesOf(const Placement& placement, const Dims& shape) {
 
 // The same in units (format/dtype.h), each with the file offset of its first
 // byte and the bytes from one unit to the next.
-inline Result<std::vector<StridedBox>> StoredBoxes(const CatalogEntry& entry,
+inline Result<std::vector<StridedBox>> StoredBoxes(Dtype dtype,
+                                                   const Dims& shape,
                                                    const Placement& placement) {
   if (placement.kind != PlacementKind::kRange) {
     TC_ASSIGN_OR_RETURN(const UnitView view,
-                        InUnits(entry.dtype, entry.shape, placement.box));
+                        InUnits(dtype, shape, placement.box));
     return std::vector<StridedBox>{
         {view.box, placement.offset,
          placement.kind == PlacementKind::kStridedBox
              ? placement.strides
              : DenseStrides(view.box.sizes, view.unit_bytes)}};
   }
-  TC_ASSIGN_OR_RETURN(const UnitView whole, InUnits(entry.dtype, entry.shape,
-                                                    Box::Whole(entry.shape)));
-  const int64_t unit = DtypeUnit(entry.dtype).elements;
+  TC_ASSIGN_OR_RETURN(const UnitView whole,
+                      InUnits(dtype, shape, Box::Whole(shape)));
+  const int64_t unit = DtypeUnit(dtype).elements;
   // Part of a row-major tensor is row-major: the tensor's strides, and the
   // first byte of the range stands where the placement begins.
   const Dims strides = DenseStrides(whole.shape, whole.unit_bytes);

@@ -117,39 +117,87 @@ std::optional<uint32_t> InputDigests::Joined(const Digests& sorted,
   return crc;
 }
 
-Status InputDigests::CheckSegments(OpenFiles* files, const Job* job) {
+namespace {
+
+// The CRC-32C of a segment, read as far as its digests leave gaps: before the
+// first tensor of a file there is a header. All of it where bytes were digested
+// twice, or the gaps are many.
+template <class Digests>
+Result<uint32_t> CrcOfSegment(const ByteSource& source, const Digests& digests,
+                              uint64_t begin, uint64_t end,
+                              MutableByteSpan scratch) {
+  constexpr size_t kMostGaps = 4;
+  std::vector<std::pair<uint64_t, uint64_t>> gaps;
+  uint64_t at = begin;
+  for (const auto& each : digests) {
+    if (each.size == 0) continue;
+    if (each.offset > at) gaps.emplace_back(at, each.offset);
+    if (each.offset < at || gaps.size() > kMostGaps) {
+      TC_ASSIGN_OR_RETURN(const std::byte* bytes,
+                          source.Read(begin, end, scratch));
+      return Crc32c(0, bytes, end - begin);
+    }
+    at = each.offset + each.size;
+  }
+  if (at < end) gaps.emplace_back(at, end);
+  uint32_t crc = 0;
+  auto gap = gaps.begin();
+  const auto fill = [&](uint64_t until) -> Status {
+    if (gap == gaps.end() || gap->first >= until) return {};
+    const auto [lo, hi] = *gap++;
+    TC_ASSIGN_OR_RETURN(const std::byte* bytes, source.Read(lo, hi, scratch));
+    crc = Crc32c(crc, bytes, hi - lo);
+    return {};
+  };
+  for (const auto& each : digests) {
+    if (each.size == 0) continue;
+    TC_RETURN_IF_ERROR(fill(each.offset));
+    crc = Crc32cCombine(crc, each.crc, each.size);
+  }
+  TC_RETURN_IF_ERROR(fill(end));
+  return crc;
+}
+
+}  // namespace
+
+Status InputDigests::CheckSegments(OpenFiles* files, Job* job) {
   const FileSet& set = files->set();
   const Digests digests = SortedDigests();
-  ArenaLease scratch;
-  for (size_t i = 0; i < digests.size();) {
-    const uint32_t file = digests[i].file;
-    const ManifestFile& named = set.files()[file];
-    const uint64_t begin = RoundDown(digests[i].offset, kSegmentBytes);
-    const uint64_t end = std::min(begin + kSegmentBytes, named.bytes);
-    std::optional<uint32_t> crc = Joined(digests, i, file, begin, end);
-    while (i < digests.size() && digests[i].file == file &&
-           digests[i].offset < end) {
-      ++i;
-    }
-    if (!crc) {
-      if (job->cancelled()) return Cancelled("the job was cancelled");
-      if (!scratch) {
-        TC_ASSIGN_OR_RETURN(
-            scratch, LeaseBuffer(kSegmentBytes + ByteSource::kSlack, job));
-      }
-      TC_ASSIGN_OR_RETURN(const auto source, files->Get(file));
-      TC_ASSIGN_OR_RETURN(const std::byte* bytes,
-                          source->Read(begin, end, scratch.span()));
-      crc = Crc32c(0, bytes, end - begin);
-    }
-    if (*crc != named.crc32c[begin / kSegmentBytes]) {
-      return set.Explain(Corrupt("bytes " + std::to_string(begin) + " to " +
-                                 std::to_string(end) +
-                                 " do not match their CRC-32C")
-                             .WithFile(set.path() + "/" + named.name));
-    }
+  // Of each segment: its digests are those from this one on.
+  std::vector<size_t> segments;
+  for (size_t i = 0; i < digests.size(); ++i) {
+    const bool goes_on = i > 0 && digests[i].file == digests[i - 1].file &&
+                         digests[i].offset / kSegmentBytes ==
+                             digests[i - 1].offset / kSegmentBytes;
+    if (!goes_on) segments.push_back(i);
   }
-  return {};
+  const auto check = [&](size_t segment) -> Status {
+    const size_t first = segments[segment];
+    const size_t past =
+        segment + 1 < segments.size() ? segments[segment + 1] : digests.size();
+    const uint32_t file = digests[first].file;
+    const ManifestFile& named = set.files()[file];
+    const uint64_t begin = RoundDown(digests[first].offset, kSegmentBytes);
+    const uint64_t end = std::min(begin + kSegmentBytes, named.bytes);
+    std::optional<uint32_t> crc = Joined(digests, first, file, begin, end);
+    if (!crc) {
+      TC_ASSIGN_OR_RETURN(const ArenaLease scratch,
+                          LeaseBuffer(kSegmentBytes + ByteSource::kSlack, job));
+      TC_ASSIGN_OR_RETURN(const auto source, files->Get(file));
+      TC_ASSIGN_OR_RETURN(
+          crc,
+          CrcOfSegment(*source, std::span(digests).subspan(first, past - first),
+                       begin, end, scratch.span()));
+    }
+    if (*crc == named.crc32c[begin / kSegmentBytes]) return {};
+    return set.Explain(Corrupt("bytes " + std::to_string(begin) + " to " +
+                               std::to_string(end) +
+                               " do not match their CRC-32C")
+                           .WithFile(set.path() + "/" + named.name));
+  };
+  return ForEachItem(
+      static_cast<int>(workers_.size()), static_cast<int64_t>(segments.size()),
+      job, [&](int64_t i, int) { return check(static_cast<size_t>(i)); });
 }
 
 Status InputDigests::CheckStorages(OpenFiles* files, Untiled untiled,

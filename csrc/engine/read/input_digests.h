@@ -51,8 +51,9 @@ class InputDigests {
   void Expect(int worker, std::span<const DigestedRange> storages);
 
   // Compares every segment that was touched, or every storage that was expected
-  // and touched. One whose digests do not tile it exactly (a stretch was read
-  // twice, left out, or on another rank) is read again, a storage only with
+  // and touched. Of a segment whose digests do not tile it (a header before the
+  // first tensor, a stretch that was read twice or on another rank) what they
+  // leave out is read, or all of it; a storage is read again, only with
   // kReadAgain. kCorrupt names the file; kCancelled where `job` was.
   Status Check(OpenFiles* files, Untiled untiled, Job* job);
 
@@ -68,7 +69,7 @@ class InputDigests {
     std::vector<DigestedRange> expected;
   };
 
-  Status CheckSegments(OpenFiles* files, const Job* job);
+  Status CheckSegments(OpenFiles* files, Job* job);
   Status CheckStorages(OpenFiles* files, Untiled untiled, Job* job);
   // Of all workers, by file and offset; they are gone there then.
   Digests SortedDigests();

@@ -305,46 +305,55 @@ std::span<const DigestedRange> StoragesOf(std::span<const DigestedRange> sorted,
   return {first, last};
 }
 
+// Each once.
+std::vector<uint32_t> FilesOf(const PlannedReads& planned) {
+  std::vector<uint32_t> files;
+  for (size_t cell = 0; cell < planned.size(); ++cell) {
+    const uint32_t file = planned.FileOf(cell);
+    if (files.empty() || files.back() != file) files.push_back(file);
+  }
+  return files;
+}
+
 }  // namespace
 
 Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
                               const ReadPlan& plan,
                               const std::vector<TargetTensor>& targets,
                               Job* job, InputDigests* shared) {
+  const auto files = checkpoint->LendFiles(plan.direct_io);
   TC_ASSIGN_OR_RETURN(PlannedReads planned,
-                      PlanReads(*checkpoint, plan.items, targets));
-  const std::vector<ReadCell>& cells = planned.cells;
+                      PlannedReads::Make(*checkpoint, plan.items, targets));
   ReadReport report;
-  for (const ReadCell& cell : cells) report.bytes_needed += BytesOf(cell);
+  report.bytes_needed = planned.bytes();
   job->AddTotal(report.bytes_needed);
-  OpenFiles files(checkpoint->file_set(), plan.direct_io);
   // Files without an id inside are small, and only their digests tell them
   // from those of another save.
   const auto digests = [&](const ManifestFile& file) {
-    return files.set().has_digests() &&
+    return files->set().has_digests() &&
            (plan.verify || file.container != Container::kSafetensors);
   };
   const int workers = static_cast<int>(
       std::min<size_t>(static_cast<size_t>(std::max(1, plan.workers)),
-                       std::max<size_t>(1, cells.size())));
-  InputDigests own(workers, ArchivesOf(files.set(), plan.verify));
+                       std::max<size_t>(1, planned.size())));
+  InputDigests own(workers, ArchivesOf(files->set(), plan.verify));
   InputDigests* const sums = shared ? shared : &own;
-  if (sums->kind() == DigestKind::kNone) planned.storages.clear();
-  SortRanges(&planned.storages);
-  sums->Expect(0, planned.storages);
+  if (sums->kind() == DigestKind::kNone) planned.storages().clear();
+  const std::span<const DigestedRange> storages = planned.storages();
+  sums->Expect(0, storages);
   std::atomic<uint64_t> read{0}, verified{0};
   TC_RETURN_IF_ERROR(ForEachItem(
-      workers, static_cast<int64_t>(cells.size()), job,
+      workers, static_cast<int64_t>(planned.size()), job,
       [&](int64_t i, int worker) -> Status {
-        const ReadCell& cell = cells[static_cast<size_t>(i)];
+        const ReadCell cell = planned.Cell(static_cast<size_t>(i));
         // For one cell at a time: more workers than the budget holds just wait.
         TC_ASSIGN_OR_RETURN(const ArenaLease lease,
                             LeaseBuffer(kScratchBytes, job));
         const ManifestFile& listed = checkpoint->files()[cell.file];
-        TC_RETURN_IF_ERROR(files.Read(cell.file, [&](const ByteSource& file) {
+        TC_RETURN_IF_ERROR(files->Read(cell.file, [&](const ByteSource& file) {
           CellReader reader(file, digests(listed) ? &listed : nullptr,
-                            StoragesOf(planned.storages, cell.file),
-                            listed.bytes, plan.neighbours, lease.span());
+                            StoragesOf(storages, cell.file), listed.bytes,
+                            plan.neighbours, lease.span());
           Status status = reader.Read(cell);
           if (!status.ok()) return status;
           reader.CountLost();
@@ -356,9 +365,9 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
         job->AddDone(BytesOf(cell));
         return {};
       }));
-  TC_RETURN_IF_ERROR(files.CheckUnchanged());
-  TC_RETURN_IF_ERROR(own.Check(&files, Untiled::kPassedOver, job));
-  for (CastTarget& cast : planned.casts) TC_RETURN_IF_ERROR(cast.Finish());
+  TC_RETURN_IF_ERROR(files->set().CheckUnchanged(FilesOf(planned)));
+  TC_RETURN_IF_ERROR(own.Check(files.get(), Untiled::kPassedOver, job));
+  for (CastTarget& cast : planned.casts()) TC_RETURN_IF_ERROR(cast.Finish());
   report.bytes_read = read;
   report.bytes_verified = verified;
   return report;

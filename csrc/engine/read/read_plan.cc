@@ -3,40 +3,12 @@
 #include <algorithm>
 
 #include "base/checked.h"
-#include "engine/open/stored_box.h"
+#include "engine/open/stored_view.h"
 #include "format/cast.h"
 #include "plan/clip.h"
-#include "plan/cover.h"
 
 namespace torch_ckpt {
 namespace {
-
-struct CellRun {
-  uint32_t file;
-  ReadRun read;
-  bool shared;
-};
-
-// By cells; every byte of the run must be in one.
-Status AddRun(uint32_t file, const Run& run, CastTarget* cast, bool shared,
-              std::vector<CellRun>* out) {
-  uint64_t planned = 0;
-  std::vector<Run> parts;
-  const uint64_t end = run.src + run.SrcSpan();
-  for (uint64_t cell = RoundDown(run.src, kCellBytes); cell < end;
-       cell += kCellBytes) {
-    parts.clear();
-    ClipRun(run, cell, cell + kCellBytes, &parts);
-    for (const Run& part : parts) {
-      planned += part.TotalBytes();
-      out->push_back({file, {part, cast}, shared});
-    }
-  }
-  if (planned == run.TotalBytes()) return {};
-  return Internal("only " + std::to_string(planned) + " of " +
-                  std::to_string(run.TotalBytes()) +
-                  " bytes would be read: this is a bug of torch_ckpt");
-}
 
 // Target strides of the box in units. Flat views (sub-byte tensors that only
 // exist whole) need dense memory.
@@ -86,9 +58,11 @@ Result<StridedBox> CastBox(const UnitView& view, Dtype from,
   return box;
 }
 
-Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
-                  const TargetTensor& target, PlannedReads* planned,
-                  std::vector<CellRun>* out) {
+}  // namespace
+
+Status PlannedReads::AddTensor(const Checkpoint& checkpoint,
+                               const ReadItem& item,
+                               const TargetTensor& target) {
   const Catalog& catalog = checkpoint.catalog();
   const int64_t id = catalog.Find(item.name);
   if (id < 0) return Incomplete("is not in the checkpoint");
@@ -107,44 +81,20 @@ Status PlanTensor(const Checkpoint& checkpoint, const ReadItem& item,
   TC_ASSIGN_OR_RETURN(const StridedBox dst,
                       is_cast ? CastBox(wanted, entry.dtype, target)
                               : TargetBox(wanted, target));
-  CastTarget* cast = nullptr;
   if (is_cast) {
-    cast = &planned->casts.emplace_back(item.name, target.data, entry.dtype,
-                                        *target.cast_to);
+    deliveries_.back().cast = &casts_.emplace_back(
+        item.name, target.data, entry.dtype, *target.cast_to);
   }
-  uint64_t found = 0;
-  TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
-                      checkpoint.Placements(static_cast<uint32_t>(id),
-                                            &item.box, &planned->storages));
-  for (const Placement& placement : placements) {
-    // Owners tile the tensor; replicas repeat what an owner has.
-    if (placement.role == PlacementRole::kReplica) continue;
-    TC_ASSIGN_OR_RETURN(const std::vector<StridedBox> boxes,
-                        StoredBoxes(entry, placement));
-    for (const StridedBox& src : boxes) {
-      Run run;
-      if (!MakeRun(src, dst, wanted.unit_bytes, &run)) continue;
-      found += run.TotalBytes();
-      TC_RETURN_IF_ERROR(AddRun(placement.file, run, cast, item.shared, out));
-    }
-  }
-  const auto needed =
-      static_cast<uint64_t>(wanted.box.Volume() * wanted.unit_bytes);
-  if (found == needed) return {};
-  std::vector<Box> boxes;
-  for (const Placement& placement : placements) {
-    if (placement.role == PlacementRole::kReplica) continue;
-    for (Box& box : BoxesOf(placement, entry.shape)) {
-      boxes.push_back(std::move(box));
-    }
-  }
-  TC_RETURN_IF_ERROR(ProveDisjoint(boxes));
-  TC_RETURN_IF_ERROR(ProveCover(item.box, boxes));
-  return Internal("coverage and byte count disagree");
+  TC_ASSIGN_OR_RETURN(const StoredViewPtr stored,
+                      checkpoint.View(static_cast<uint32_t>(id)));
+  std::vector<StoredRun> runs;
+  TC_RETURN_IF_ERROR(stored->RunsOfBox(dst, &runs, &storages_));
+  for (const StoredRun& each : runs) TC_RETURN_IF_ERROR(AddRun(each));
+  return {};
 }
 
-Status PlanFile(const Checkpoint& checkpoint, const ReadItem& item,
-                const TargetTensor& target, std::vector<CellRun>* out) {
+Status PlannedReads::AddFile(const Checkpoint& checkpoint, const ReadItem& item,
+                             const TargetTensor& target) {
   const int64_t f = checkpoint.file_set()->FindFile(item.file);
   if (f < 0) {
     return Incomplete("is no file of the checkpoint").WithFile(item.file);
@@ -161,42 +111,110 @@ Status PlanFile(const Checkpoint& checkpoint, const ReadItem& item,
   Run run;
   run.dst = reinterpret_cast<uint64_t>(target.data);
   run.bytes = size;
-  return AddRun(static_cast<uint32_t>(f), run, nullptr, item.shared, out);
+  return AddRun({static_cast<uint32_t>(f), run});
 }
 
-}  // namespace
+Status PlannedReads::AddRun(const StoredRun& stored) {
+  const Run& run = stored.run;
+  uint64_t planned = 0;
+  const uint64_t end = run.src + run.SrcSpan();
+  for (uint64_t cell = RoundDown(run.src, kCellBytes); cell < end;
+       cell += kCellBytes) {
+    parts_.clear();
+    ClipRun(run, cell, cell + kCellBytes, &parts_);
+    for (const Run& part : parts_) {
+      planned += part.TotalBytes();
+      Keep(stored.file, part);
+    }
+  }
+  bytes_ += planned;
+  if (planned == run.TotalBytes()) return {};
+  return Internal("only " + std::to_string(planned) + " of " +
+                  std::to_string(run.TotalBytes()) +
+                  " bytes would be read: this is a bug of torch_ckpt");
+}
 
-Result<PlannedReads> PlanReads(const Checkpoint& checkpoint,
-                               const std::vector<ReadItem>& items,
-                               const std::vector<TargetTensor>& targets) {
+void PlannedReads::Keep(uint32_t file, const Run& part) {
+  runs_.push_back({part.src, part.dst,
+                   part.loops > 0 ? loops_.size() | kLoops : part.bytes, file,
+                   static_cast<uint32_t>(deliveries_.size() - 1)});
+  if (part.loops == 0) return;
+  loops_.push_back(static_cast<int64_t>(part.bytes));
+  loops_.push_back(part.loops);
+  for (size_t l = 0; l < static_cast<size_t>(part.loops); ++l) {
+    loops_.push_back(part.count[l]);
+    loops_.push_back(part.src_stride[l]);
+    loops_.push_back(part.dst_stride[l]);
+  }
+}
+
+Run PlannedReads::RunOf(const CompactRun& compact) const {
+  Run run;
+  run.src = compact.src;
+  run.dst = compact.dst;
+  run.bytes = compact.bytes;
+  if ((compact.bytes & kLoops) == 0) return run;
+  size_t at = compact.bytes & ~kLoops;
+  run.bytes = static_cast<uint64_t>(loops_[at++]);
+  run.loops = static_cast<int>(loops_[at++]);
+  for (size_t l = 0; l < static_cast<size_t>(run.loops); ++l) {
+    run.count[l] = loops_[at++];
+    run.src_stride[l] = loops_[at++];
+    run.dst_stride[l] = loops_[at++];
+  }
+  return run;
+}
+
+ReadCell PlannedReads::Cell(size_t cell) const {
+  const size_t first = cells_[cell];
+  const size_t past = cell + 1 < size() ? cells_[cell + 1] : runs_.size();
+  ReadCell out;
+  out.file = runs_[first].file;
+  out.begin = RoundDown(runs_[first].src, kCellBytes);
+  out.runs.reserve(past - first);
+  for (size_t i = first; i < past; ++i) {
+    const Delivery& delivery = deliveries_[runs_[i].item];
+    out.runs.push_back({RunOf(runs_[i]), delivery.cast});
+    out.shared = out.shared || delivery.shared;
+  }
+  return out;
+}
+
+void PlannedReads::MakeCells() {
+  std::sort(runs_.begin(), runs_.end(),
+            [](const CompactRun& a, const CompactRun& b) {
+              return a.file != b.file ? a.file < b.file : a.src < b.src;
+            });
+  for (size_t i = 0; i < runs_.size(); ++i) {
+    if (i > 0 && runs_[i].file == runs_[i - 1].file &&
+        runs_[i].src / kCellBytes == runs_[i - 1].src / kCellBytes) {
+      continue;
+    }
+    cells_.push_back(i);
+  }
+}
+
+Result<PlannedReads> PlannedReads::Make(
+    const Checkpoint& checkpoint, const std::vector<ReadItem>& items,
+    const std::vector<TargetTensor>& targets) {
   PlannedReads planned;
-  std::vector<CellRun> runs;
+  planned.deliveries_.reserve(items.size());
   for (const ReadItem& item : items) {
     if (item.target >= targets.size()) {
       return InvalidArgument("has no target").WithTensor(item.name);
     }
+    planned.deliveries_.push_back({nullptr, item.shared});
     const TargetTensor& target = targets[item.target];
     Status status = item.file.empty()
-                        ? PlanTensor(checkpoint, item, target, &planned, &runs)
-                        : PlanFile(checkpoint, item, target, &runs);
+                        ? planned.AddTensor(checkpoint, item, target)
+                        : planned.AddFile(checkpoint, item, target);
     if (!status.ok()) {
       return std::move(status).WithTensor(item.name).WithFile(
           checkpoint.path());
     }
   }
-  std::sort(runs.begin(), runs.end(), [](const CellRun& a, const CellRun& b) {
-    return a.file != b.file ? a.file < b.file : a.read.run.src < b.read.run.src;
-  });
-  std::vector<ReadCell>& cells = planned.cells;
-  for (const CellRun& r : runs) {
-    const uint64_t begin = RoundDown(r.read.run.src, kCellBytes);
-    if (cells.empty() || cells.back().file != r.file ||
-        cells.back().begin != begin) {
-      cells.push_back({r.file, begin, false, {}});
-    }
-    cells.back().runs.push_back(r.read);
-    cells.back().shared = cells.back().shared || r.shared;
-  }
+  planned.MakeCells();
+  SortRanges(&planned.storages_);
   return planned;
 }
 

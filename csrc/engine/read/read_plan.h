@@ -5,6 +5,7 @@
 #include <deque>
 #include <vector>
 
+#include "engine/open/stored_view.h"
 #include "engine/read/cast_target.h"
 #include "engine/read/read_job.h"
 #include "plan/runs.h"
@@ -30,16 +31,64 @@ struct ReadCell {
   std::vector<ReadRun> runs;  // by src
 };
 
-struct PlannedReads {
-  // What cells may be in (Checkpoint::Placements).
-  std::vector<DigestedRange> storages;
-  std::vector<ReadCell> cells;
-  std::deque<CastTarget> casts;  // cells point there
-};
+// All cells of a job. The ranks of one node that load what thousands of ranks
+// have saved have millions of runs: they are kept in as little memory as each
+// needs (32 bytes where its bytes are in a row, 24 more for each loop), and the
+// cells are made of them one at a time.
+class PlannedReads {
+ public:
+  // Proves coverage of every item; an error names its tensor or file.
+  static Result<PlannedReads> Make(const Checkpoint& checkpoint,
+                                   const std::vector<ReadItem>& items,
+                                   const std::vector<TargetTensor>& targets);
 
-// Proves coverage of every item; kIncomplete names the fqn and the missing box.
-Result<PlannedReads> PlanReads(const Checkpoint& checkpoint,
-                               const std::vector<ReadItem>& items,
-                               const std::vector<TargetTensor>& targets);
+  // What the runs deliver.
+  uint64_t bytes() const { return bytes_; }
+  // The storages that they may be in, by file and offset; for the caller to
+  // clear where nobody compares them.
+  std::vector<DigestedRange>& storages() { return storages_; }
+
+  // Cells are in ascending order of file and begin. Cell() is of the plan and
+  // of casts() in it. Thread-safe.
+  size_t size() const { return cells_.size(); }
+  uint32_t FileOf(size_t cell) const { return runs_[cells_[cell]].file; }
+  ReadCell Cell(size_t cell) const;
+  // Those of all items whose elements are cast.
+  std::deque<CastTarget>& casts() { return casts_; }
+
+ private:
+  static constexpr uint64_t kLoops = uint64_t{1} << 63;
+  struct CompactRun {
+    uint64_t src, dst;
+    // How many; of one that has loops, where these are in loops_, and kLoops.
+    uint64_t bytes;
+    uint32_t file, item;
+  };
+  // Of an item.
+  struct Delivery {
+    CastTarget* cast = nullptr;
+    bool shared = false;
+  };
+
+  Status AddTensor(const Checkpoint& checkpoint, const ReadItem& item,
+                   const TargetTensor& target);
+  Status AddFile(const Checkpoint& checkpoint, const ReadItem& item,
+                 const TargetTensor& target);
+  // By cells; every byte of the run must be in one.
+  Status AddRun(const StoredRun& stored);
+  void Keep(uint32_t file, const Run& part);
+  Run RunOf(const CompactRun& compact) const;
+  void MakeCells();
+
+  std::vector<DigestedRange> storages_;
+  std::deque<CompactRun> runs_;  // by file and src; no vector, which doubles
+  // Bytes, number of loops, and count and strides of each.
+  std::deque<int64_t> loops_;
+  std::vector<size_t> cells_;  // the first run of each
+  std::vector<Delivery> deliveries_;
+  std::deque<CastTarget> casts_;
+  std::vector<Run> parts_;
+  uint64_t bytes_ = 0;
+};
 
 }  // namespace torch_ckpt

@@ -31,6 +31,7 @@ Result<TensorStream> TensorStream::Open(
     Job* job) {
   TensorStream out(std::move(checkpoints), options, job);
   for (const auto& checkpoint : out.checkpoints_) {
+    out.files_.push_back(checkpoint->LendFiles(options.direct_io));
     out.digests_.emplace_back(
         std::max(1, options.workers),
         ArchivesOf(*checkpoint->file_set(), options.verify));
@@ -182,9 +183,9 @@ Status TensorStream::Read(const std::vector<Piece>& pieces, size_t c) {
 // not to read all of that.
 Status TensorStream::CheckDigests() {
   for (size_t c = 0; c < checkpoints_.size(); ++c) {
-    OpenFiles files(checkpoints_[c]->file_set(), options_.direct_io);
-    TC_RETURN_IF_ERROR(digests_[c].Check(&files, Untiled::kPassedOver, job_));
-    TC_RETURN_IF_ERROR(files.CheckUnchanged());
+    TC_RETURN_IF_ERROR(
+        digests_[c].Check(files_[c].get(), Untiled::kPassedOver, job_));
+    TC_RETURN_IF_ERROR(files_[c]->CheckUnchanged());
   }
   return {};
 }

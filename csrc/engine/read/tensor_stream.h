@@ -84,7 +84,9 @@ class TensorStream {
   StreamOptions options_;
   Job* job_;
   std::vector<Tensor> tensors_;
-  std::vector<InputDigests> digests_;  // by checkpoint
+  // By checkpoint. The files stay open from one read to the next.
+  std::vector<std::shared_ptr<OpenFiles>> files_;
+  std::vector<InputDigests> digests_;
   ArenaLease buffer_;
   size_t next_ = 0;         // tensor that is not cut yet
   std::vector<Box> boxes_;  // of the one before, the next one last

@@ -48,26 +48,29 @@ Status CheckContent(const ByteSource& source, const ZipContent& content,
 }
 
 Result<std::vector<ZipContent>> ContentsOf(const Checkpoint& checkpoint,
-                                           const Checkpoint::Archive& one) {
+                                           const Checkpoint::Archive& one,
+                                           OpenFiles* files) {
   const Placement& placement = one.placement;
   if (one.tensor && !checkpoint.FindUnread(*one.tensor)) {
     const Status found = checkpoint.Resolve(*one.tensor, placement).status();
     // One that is not read has digests all the same.
     if (!found.ok() && found.kind() != ErrorKind::kUnsupported) return found;
   }
-  TC_ASSIGN_OR_RETURN(const File file,
-                      checkpoint.file_set()->OpenFile(placement.file));
-  const auto contents = [&]() -> Result<std::vector<ZipContent>> {
+  std::vector<ZipContent> contents;
+  const auto look = [&](const File& file) -> Status {
     TC_ASSIGN_OR_RETURN(const bool zip, IsTorchArchive(file, placement.offset));
     // A blob of safetensors has no digests.
-    if (!zip) return std::vector<ZipContent>();
+    if (!zip) return {};
     TC_ASSIGN_OR_RETURN(
         const TorchArchive archive,
         TorchArchive::Open(file, {placement.offset, placement.bytes},
                            kMaxObjectPickle));
-    return archive.Contents();
-  }();
-  if (!contents.ok()) return contents.status().WithFile(file.path());
+    TC_ASSIGN_OR_RETURN(contents, archive.Contents());
+    return {};
+  };
+  TC_ASSIGN_OR_RETURN(const auto source, files->Get(placement.file));
+  const Status looked = source->ThroughCache(look);
+  if (!looked.ok()) return Status(looked).WithFile(source->path());
   return contents;
 }
 
@@ -95,7 +98,7 @@ Result<VerifyReport> VerifyArchives(const Checkpoint& checkpoint,
         const Checkpoint::Archive& one = archives[static_cast<size_t>(i)];
         const Placement& placement = one.placement;
         TC_ASSIGN_OR_RETURN(const std::vector<ZipContent> contents,
-                            ContentsOf(checkpoint, one));
+                            ContentsOf(checkpoint, one, &files));
         uint64_t of_archive = 0;
         for (const ZipContent& content : contents) {
           // Who saves without them writes 0.
@@ -141,6 +144,8 @@ Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
     ++report.files;
   }
   job->AddTotal(report.bytes);
+  // Opened anew: what is at their names now is to be verified, not what a job
+  // has left open.
   OpenFiles files(checkpoint->file_set(), options.direct_io);
   TC_RETURN_IF_ERROR(ForEachItem(
       std::max(1, options.workers), static_cast<int64_t>(items.size()), job,

@@ -190,9 +190,11 @@ class OutputWriter {
     const std::vector<Portion> portions =
         PortionsOf(outputs_[piece.file].extents, piece.begin, piece.bytes);
     TC_RETURN_IF_ERROR(AwaitPortions(portions, *job_));
+    OutputCrcs* const crcs = outputs_[piece.file].crcs;
     const std::vector<ByteSpan> places = SnapshotPlaces(portions);
     for (const ByteSpan& bytes : places) {
       TC_RETURN_IF_ERROR(sink->Write(bytes, digester.offset()));
+      if (crcs) crcs->Add(digester.offset(), bytes);
       digester.Add(bytes);
     }
     if (!places.empty()) return {};
@@ -211,6 +213,7 @@ class OutputWriter {
     TC_RETURN_IF_ERROR(
         FillPortions(portions, lease.span().subspan(kPieceBytes), &buffer));
     buffer.Digest(&digester);
+    if (crcs) crcs->Add(piece.begin, bytes);
     return sink->Write(bytes, piece.begin);
   }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/write/extents.h"
+#include "engine/write/output_crcs.h"
 #include "engine/write/written_ranges.h"
 #include "format/manifest.h"
 #include "os/directory.h"
@@ -42,6 +43,9 @@ struct OutputSpec {
 struct Output {
   OutputSpec spec;
   ExtentList extents;
+  // Gets the bytes that are written. Null: nobody wants more than the CRC-32Cs
+  // of segments.
+  OutputCrcs* crcs = nullptr;
 };
 
 struct OutputOptions {

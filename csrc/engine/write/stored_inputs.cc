@@ -30,10 +30,10 @@ void CopyInto(const Run& run, const std::byte* bytes, uint64_t origin,
 
 }  // namespace
 
-StoredInputs::StoredInputs(std::shared_ptr<const FileSet> files, bool verify,
-                           bool direct_io, int workers)
-    : files_(std::move(files), direct_io),
-      digests_(workers, DigestsOf(files_.set(), verify)) {}
+StoredInputs::StoredInputs(std::shared_ptr<OpenFiles> files, bool verify,
+                           int workers)
+    : files_(std::move(files)),
+      digests_(workers, DigestsOf(files_->set(), verify)) {}
 
 Status StoredInputs::Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
                           FillBuffer* buffer) {
@@ -55,7 +55,7 @@ Status StoredInputs::Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
     }
     const bool alone =
         last - i == 1 && first.run.loops == 0 && first.run.bytes >= kMinStream;
-    TC_RETURN_IF_ERROR(files_.set().Explain(
+    TC_RETURN_IF_ERROR(files_->set().Explain(
         alone ? Stream(first, scratch, buffer)
               : Fetch(&first, last - i, hi, scratch, buffer)));
     i = last;
@@ -66,7 +66,7 @@ Status StoredInputs::Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
 Status StoredInputs::Stream(const StoredRun& stored, MutableByteSpan scratch,
                             FillBuffer* buffer) {
   const Run& run = stored.run;
-  TC_ASSIGN_OR_RETURN(const auto source, files_.Get(stored.file));
+  TC_ASSIGN_OR_RETURN(const auto source, files_->Get(stored.file));
   const uint64_t end = run.src + run.bytes;
   const std::byte* rest = nullptr;  // from `rest_at` to the end of the run
   uint64_t rest_at = 0;
@@ -103,7 +103,7 @@ Status StoredInputs::Fetch(const StoredRun* group, size_t count, uint64_t hi,
   const uint32_t file = group->file;
   const uint64_t lo = group->run.src;
   const int worker = buffer->worker();
-  TC_ASSIGN_OR_RETURN(const auto source, files_.Get(file));
+  TC_ASSIGN_OR_RETURN(const auto source, files_->Get(file));
   if (count == 1 && group->run.loops == 0) {
     const MutableByteSpan into = buffer->Out(group->run.dst, hi - lo);
     TC_ASSIGN_OR_RETURN(const uint64_t cached, source->ReadCached(into, lo));
@@ -141,12 +141,12 @@ Status StoredInputs::FetchWindows(const ByteSource& source, const Run& run,
 }
 
 Status StoredInputs::Check(Job* job) {
-  TC_RETURN_IF_ERROR(files_.CheckUnchanged());
-  const FileSet& set = files_.set();
+  TC_RETURN_IF_ERROR(files_->CheckUnchanged());
+  const FileSet& set = files_->set();
   if (set.has_digests() && digests_.kind() == DigestKind::kNone) {
     return set.CheckCurrent();  // which digests would have told
   }
-  return digests_.Check(&files_, Untiled::kReadAgain, job);
+  return digests_.Check(files_.get(), Untiled::kReadAgain, job);
 }
 
 }  // namespace torch_ckpt

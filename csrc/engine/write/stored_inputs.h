@@ -7,17 +7,12 @@
 #include <vector>
 
 #include "engine/open/open_files.h"
+#include "engine/open/stored_view.h"
 #include "engine/read/input_digests.h"
 #include "engine/write/fill_buffer.h"
 #include "plan/runs.h"
 
 namespace torch_ckpt {
-
-// Bytes of a file. src: offset in the file; dst: in the buffer that is filled.
-struct StoredRun {
-  uint32_t file;
-  Run run;
-};
 
 class StoredInputs {
  public:
@@ -26,10 +21,10 @@ class StoredInputs {
   static constexpr uint64_t kScratchBytes = kFetchBytes + ByteSource::kSlack;
 
   // With `verify` what is read is compared with its digests.
-  StoredInputs(std::shared_ptr<const FileSet> files, bool verify,
-               bool direct_io, int workers);
+  StoredInputs(std::shared_ptr<OpenFiles> files, bool verify, int workers);
 
-  // Fills the buffer with what the runs are; sorts them. From several threads
+  // Fills the buffer with what the runs are, whose dst counts in it; sorts
+  // them. From several threads
   // at once, for different workers.
   Status Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
               FillBuffer* buffer);
@@ -56,7 +51,7 @@ class StoredInputs {
   Status FetchWindows(const ByteSource& source, const Run& run,
                       MutableByteSpan scratch, FillBuffer* buffer);
 
-  OpenFiles files_;
+  const std::shared_ptr<OpenFiles> files_;
   InputDigests digests_;
 };
 

@@ -2,32 +2,20 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <vector>
 
-#include "engine/open/checkpoint.h"
+#include "engine/open/stored_view.h"
 #include "engine/write/provider.h"
 #include "engine/write/stored_inputs.h"
-#include "format/catalog.h"
 
 namespace torch_ckpt {
-
-// A tensor, and where it is in the files.
-struct StoredTensor {
-  CatalogEntry entry;
-  std::vector<Placement> placements;  // the owners among these tile it
-  // That these are in, where CRC-32s of such are known.
-  std::vector<DigestedRange> storages = {};
-};
-
-// An entry of a checkpoint. Errors are those of Checkpoint::Placements.
-Result<StoredTensor> FindStoredTensor(const Checkpoint& checkpoint,
-                                      uint32_t entry);
 
 // Things are tensors, whole, in row-major order.
 class StoredTensors final : public Provider {
  public:
   // Finds a tensor by its number, in any thread.
-  using Finder = std::function<Result<StoredTensor>(uint32_t number)>;
+  using Finder = std::function<Result<StoredViewPtr>(uint32_t number)>;
 
   StoredTensors(StoredInputs* inputs, Finder find)
       : inputs_(inputs), find_(std::move(find)) {}

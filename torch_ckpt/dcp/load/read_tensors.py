@@ -163,11 +163,13 @@ class TensorReader:
             self._check_cast(request, type_of)
         if self.warns:
             _warn_of_narrow([r for r in casts.values() if not widens(r.stored, r.target.dtype)])
-        if plain:
-            tied, lost = self._fill_once(requests), _Pairs()
-        else:
-            tied, lost = self._fill_with_own_ways(requests)
-        _warn_of_tied([pair for pair in tied if not self._holds(*pair)] + lost)
+        with self.opened.files_open(self.direct_io):
+            if plain:
+                tied, lost = self._fill_once(requests), _Pairs()
+            else:
+                tied, lost = self._fill_with_own_ways(requests)
+            lost = [pair for pair in tied if not self._holds(*pair)] + lost
+        _warn_of_tied(lost)
         for request in requests:
             planner.commit_tensor(request.item, request.target)
 

@@ -1,0 +1,147 @@
+// A tensor of files, as jobs read it: where its bytes are is found once, and a
+// box or a range of it asks only for the pieces that it meets.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "format/catalog.h"
+#include "plan/runs.h"
+
+namespace torch_ckpt {
+
+// Bytes of a file. src: offset in the file; dst: whatever the job counts in.
+struct StoredRun {
+  uint32_t file;
+  Run run;
+};
+
+class StoredView;
+using StoredViewPtr = std::shared_ptr<const StoredView>;
+
+// Const access is thread-safe.
+class StoredView {
+ public:
+  // An archive as what it is in its file (never a kArchive), and its storage,
+  // of crc32 0 where nothing is known of it.
+  struct Resolved {
+    Placement placement;
+    DigestedRange storage;
+  };
+  // Looks into an archive. Called from any thread, once for each archive that
+  // is met; an error is that of who asked, and the next one looks again.
+  using Resolve = std::function<Result<Resolved>(const Placement& archive)>;
+  // The storage that bytes from a place in a file on are in; crc32 0: unknown.
+  using FindStorage = std::function<DigestedRange(uint32_t file, uint64_t at)>;
+
+  // Of `entry`, whose owners among `placements` tile it. `resolve` may be empty
+  // where none is a kArchive, `find_storage` where nothing is known of any.
+  // Errors: those of InUnits (format/dtype.h).
+  static Result<StoredViewPtr> Make(const CatalogEntry& entry,
+                                    std::span<const Placement> placements,
+                                    Resolve resolve = {},
+                                    FindStorage find_storage = {});
+
+  Dtype dtype() const { return dtype_; }
+  const Dims& shape() const { return shape_; }
+  // All of it in units (format/dtype.h).
+  const UnitView& whole() const { return whole_; }
+  // Memory that it takes.
+  uint64_t memory() const;
+
+  // Appends the runs that copy `to.box`, in units, and the storages that they
+  // are in. They copy each unit once.
+  Status RunsOfBox(const StridedBox& to, std::vector<StoredRun>* runs,
+                   std::vector<DigestedRange>* storages) const;
+  // The same of bytes [from, to) of the row-major tensor, to `dst` and behind
+  // it. Edges may cut a unit.
+  Status RunsOfBytes(uint64_t from, uint64_t to, uint64_t dst,
+                     std::vector<StoredRun>* runs,
+                     std::vector<DigestedRange>* storages) const;
+
+ private:
+  // A box with its bytes. Units are counted in the row-major order of the
+  // tensor.
+  struct Piece {
+    uint64_t base;  // file offset; of an archive its position in archives_
+    int64_t first;  // unit
+    int64_t past;   // behind the last unit of this and all before
+    uint32_t file;
+    bool archived;
+  };
+  struct Archive {
+    Placement placement;
+    std::optional<StridedBox> box;  // once it was looked into
+    DigestedRange storage;
+  };
+
+  StoredView(const CatalogEntry& entry, UnitView whole)
+      : dtype_(entry.dtype),
+        shape_(entry.shape),
+        whole_(std::move(whole)),
+        strides_(DenseStrides(whole_.shape, 1)) {}
+
+  StridedBox BoxOf(size_t piece) const;
+  Result<StridedBox> LookInto(size_t archive, DigestedRange* storage) const;
+  // Those of boxes that lie in units [first, past).
+  Status AddRuns(std::span<const StridedBox> wanted, int64_t first,
+                 int64_t past, std::vector<StoredRun>* runs,
+                 std::vector<DigestedRange>* storages) const;
+  // Bytes [from, to) inside one unit.
+  Status AddCutUnit(uint64_t from, uint64_t to, uint64_t dst,
+                    std::vector<StoredRun>* runs,
+                    std::vector<DigestedRange>* storages) const;
+
+  const Dtype dtype_;
+  const Dims shape_;
+  const UnitView whole_;
+  const Dims strides_;         // of whole_, in units
+  std::vector<Piece> pieces_;  // by first
+  // Of each piece offsets, sizes and, but of archives, strides in bytes: as
+  // many of each as whole_ has dimensions. A Placement is five times as large.
+  std::vector<int64_t> numbers_;
+  Resolve resolve_;
+  FindStorage find_storage_;
+  // Several locks, so that threads look into several archives at once.
+  mutable std::array<std::mutex, 8> looking_;
+  mutable std::vector<Archive> archives_;  // each guarded by one of looking_
+};
+
+// The views of a checkpoint that were asked for last, by entry. Thread-safe.
+class StoredViews {
+ public:
+  using Make = std::function<Result<StoredViewPtr>()>;
+
+  // Calls `make` where it has none. Who asks for the same entry meanwhile waits
+  // for it.
+  Result<StoredViewPtr> Get(uint32_t entry, const Make& make);
+
+ private:
+  struct Slot {
+    std::mutex making;
+    StoredViewPtr view;
+  };
+  struct Kept {
+    std::shared_ptr<Slot> slot = std::make_shared<Slot>();
+    uint64_t memory = 0;                  // of its view, once that is counted
+    std::list<uint32_t>::iterator place;  // in recent_
+  };
+
+  std::shared_ptr<Slot> Use(uint32_t entry);
+  void Count(uint32_t entry, const Slot* slot, uint64_t memory);
+
+  std::mutex mutex_;  // guards all but what is in the slots
+  std::unordered_map<uint32_t, Kept> kept_;
+  std::list<uint32_t> recent_;  // most recently used first
+  uint64_t memory_ = 0;
+};
+
+}  // namespace torch_ckpt

@@ -1,0 +1,38 @@
+// CRC-32s of parts of an output, taken while its bytes pass: archives say one
+// of each of their entries.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/status.h"
+#include "engine/write/written_ranges.h"
+
+namespace torch_ckpt {
+
+class OutputCrcs {
+ public:
+  // Of ranges that ascend and lie apart.
+  explicit OutputCrcs(std::vector<ByteRange> ranges);
+
+  const std::vector<ByteRange>& ranges() const { return ranges_; }
+  // Bytes of the output, each once, in any order and from any thread.
+  void Add(uint64_t offset, ByteSpan bytes);
+  // Of a range, by its position, when all was added; kInternal where some was
+  // not.
+  Result<uint32_t> Find(size_t range);
+
+ private:
+  struct Part {
+    uint64_t begin, bytes;
+    uint32_t crc;
+  };
+  const std::vector<ByteRange> ranges_;
+  std::mutex mutex_;
+  std::vector<std::vector<Part>> parts_;  // by range
+};
+
+}  // namespace torch_ckpt
