@@ -32,10 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marks = ["campaign"] if os.environ.get("TORCH_CKPT_FULL", "0") != "0" else marks
         if marks and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(BOUNDS[marks[0]]))
-        # Under --dist loadgroup (./dev campaign) any worker takes a fault, each of which takes long,
-        # and one takes all of another file, whose tests may follow from each other.
-        if item.path.parent.name != "faults":
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 PROBE = """

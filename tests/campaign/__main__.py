@@ -25,7 +25,7 @@ from benchmarks.environment import commit
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "build" / "campaign"
 PAGE = REPOSITORY / "docs" / "campaign_results.md"
-# Beside tests/faults: those with tests that only run here, or that try more here.
+# Files with tests that only run here, or that try more here.
 LONG = (
     *("parser_differential", "package", "ranks", "simulated_ranks", "benchmarks", "bench_async"),
     *("matrix", "final_layout", "demo", "stock_faults"),
@@ -139,10 +139,13 @@ def page(records: Mapping[str, Record]) -> str:
     return HEAD + "".join(lines)
 
 
-def pytest_words() -> list[str | Path]:
-    long = [f"tests/python/test_{name}.py" for name in LONG]
-    words = ["-m", "pytest", "-q", "-rP", "-n", "auto", "--dist", "loadgroup"]
-    return [sys.executable, *words, "tests/faults", *long]
+def pytest_words(*words: str) -> list[str | Path]:
+    return [sys.executable, "-m", "pytest", "-q", "-rP", "-n", "auto", *words]
+
+
+def tests_words() -> list[str | Path]:
+    # A worker runs all of a file: some tests follow from those before them.
+    return pytest_words("--dist", "loadfile", *(f"tests/python/test_{name}.py" for name in LONG))
 
 
 def orders_words() -> list[str | Path]:
@@ -161,7 +164,8 @@ def fuzz(minutes: float, names: Sequence[str]) -> bool:
 
 
 PARTS: dict[str, tuple[Callable[[], list[str | Path]], Callable[[str], list[Row]]] | None] = {
-    "faults": (pytest_words, tried),
+    "faults": (lambda: pytest_words("tests/faults"), tried),
+    "tests": (tests_words, tried),
     "orders": (orders_words, orders),
     "gcc11": (lambda: ["./dev", "gcc11"], cpp),
     "fuzz": None,  # a record for each target
