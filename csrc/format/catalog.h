@@ -38,7 +38,7 @@ enum class PlacementKind : uint8_t {
   kStridedBox,  // a box with a stride for each dimension
   kRange,       // elements of the tensor in its row-major order
   // A torch.save archive whose tensor is the box. Where in it the bytes are,
-  // and with which strides, only the archive says: Checkpoint::Placements
+  // and with which strides, only the archive says: Checkpoint::Resolve
   // looks.
   kArchive,
 };

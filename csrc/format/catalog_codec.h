@@ -9,7 +9,6 @@
 
 #include "format/binary.h"
 #include "format/catalog.h"
-#include "format/catalog_builder.h"
 
 namespace torch_ckpt::internal {
 

@@ -61,7 +61,6 @@ class ByteSource {
   // descriptor that goes through the page cache.
   template <class Fn>
   auto ThroughCache(const Fn& fn) const {
-    used_cache_ = true;
     return file_.Cached(fn);
   }
 

@@ -59,8 +59,8 @@ class Directory {
   Status RemoveDirectory(const std::string& name, bool missing_ok) const;
   // Removes a file, or a directory with all that is in it, without following
   // links. What is not there is removed already. Goes on after an error and
-  // returns the first one. `for_each` does a step for each of so many entries,
-  // in any order or at once.
+  // returns the first one. `for_each` does a step for each of so many entries
+  // of that directory, in any order or at once.
   using ForEach = std::function<Status(
       size_t count, const std::function<Status(size_t)>& step)>;
   static Status InTurn(size_t count, const std::function<Status(size_t)>& step);

@@ -86,7 +86,7 @@ Status Directory::RemoveTree(const std::string& name,
   std::mutex mutex;
   first = Status();
   Status each = for_each(names->size(), [&](size_t i) -> Status {
-    Status removed = inner->RemoveTree((*names)[i], for_each);
+    Status removed = inner->RemoveTree((*names)[i]);
     const std::lock_guard lock(mutex);
     if (first.ok()) first = std::move(removed);
     return {};

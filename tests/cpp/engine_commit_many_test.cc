@@ -135,6 +135,29 @@ TEST_F(ManyFilesTest, AnErrorOrTheEndAtAnyCallLeavesOldOrNew) {
   EXPECT_GT(fresh, 0);
 }
 
+// A removal that is cut off leaves a manifest as long as it leaves a file.
+TEST_F(ManyFilesTest, ARemovalTakesTheManifestLast) {
+  ASSERT_OK(Save(many_old_));
+  std::mutex mutex;
+  std::vector<std::string> moved;
+  SetFaultHook([&](const FaultSite& site) -> FaultAction {
+    const std::lock_guard lock(mutex);
+    if (site.op == std::string("renameat") &&
+        site.path2.find("/gone.") != std::string::npos) {
+      moved.push_back(site.path);
+    }
+    return {};
+  });
+  const Status removed = RemoveCheckpoint(Path("c")).status();
+  SetFaultHook(nullptr);
+  ASSERT_OK(removed);
+  const auto manifest =
+      std::find(moved.begin(), moved.end(), Path("c/torch_ckpt.json"));
+  ASSERT_NE(manifest, moved.end());
+  EXPECT_GE(manifest - moved.begin(), kFiles);
+  EXPECT_FALSE((manifest + 1)->starts_with(Path("c/shard")));
+}
+
 // Files of one subdirectory make it once, and leave none behind.
 TEST_F(ManyFilesTest, BelowSubdirectories) {
   ASSERT_OK(Save(many_old_, "x/y/"));

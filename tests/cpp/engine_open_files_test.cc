@@ -5,6 +5,7 @@
 #include "engine/open/open_files.h"
 #include "engine/read/verify_job.h"
 #include "engine_test_util.h"
+#include "runtime/arena.h"
 
 namespace torch_ckpt {
 namespace {
@@ -119,6 +120,48 @@ TEST_F(OpenFilesTest, ALimitOnDescriptorsIsKept) {
   EXPECT_GE(most, 20u);
   EXPECT_EQ(opens, 2 * kFiles);
   EXPECT_EQ(reads, kFiles) << "the id of each, once";
+}
+
+// Also where what is open opens a second descriptor: it was looked at through
+// the page cache, and is read past it.
+TEST_F(OpenFilesTest, ALimitIsKeptByFilesThatAreReadBothWays) {
+  constexpr int kFiles = 60;
+  constexpr uint64_t kBytes = uint64_t{512} << 10;
+  const Array array = MakeArray(Dtype::kU8, {kFiles, kBytes}, 1);
+  ASSERT_OK(SaveAll(Path("c"), GridPieces("a", array, {kFiles, 1})).status());
+  checkpoint_ = *OpenCheckpoint(Path("c"));
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const uint64_t used = Directory::Open("/proc/self/fd")->List()->size();
+  const uint64_t others = ByteSource::OpenDescriptors();
+  rlimit low = before;
+  low.rlim_cur = used + 40;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
+  uint64_t most = 0;
+  {
+    Job job;
+    const auto lease = LeaseBuffer(kBytes + ByteSource::kSlack, &job);
+    ASSERT_OK(lease.status());
+    OpenFiles files(checkpoint_->file_set(), true);
+    const auto look = [](const File& file) { return file.Stat().status(); };
+    for (int round = 0; round < 4; ++round) {
+      for (uint32_t f = 0; f < kFiles; ++f) {
+        const auto source = files.Get(f);
+        EXPECT_OK(source.status());
+        if (!source.ok()) continue;
+        if (round % 2 == 0) {
+          EXPECT_OK((*source)->ThroughCache(look));
+          std::byte byte{};
+          EXPECT_OK((*source)->ReadCached({&byte, 1}, 0).status());
+        } else {
+          EXPECT_OK((*source)->Read(4096, kBytes, lease->span()).status());
+        }
+        most = std::max(most, ByteSource::OpenDescriptors() - others);
+      }
+    }
+  }
+  EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_LE(most, 33u);
 }
 
 TEST_F(OpenFilesTest, WhenNoDescriptorIsLeftOthersAreClosed) {

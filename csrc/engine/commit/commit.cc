@@ -157,10 +157,11 @@ Result<bool> CommitFresh(SaveSession* session,
     final_names.insert(file.name.substr(0, file.name.find('/')));
   }
   TC_RETURN_IF_ERROR(staging.SyncParents(paths));
-  for (const std::string& entry : entries) {
-    if (final_names.contains(entry)) continue;
-    TC_RETURN_IF_ERROR(staging.Unlink(entry, /*missing_ok=*/true));
-  }
+  TC_RETURN_IF_ERROR(ForEachFile(entries.size(), [&](size_t i) {
+    return final_names.contains(entries[i])
+               ? Status()
+               : staging.Unlink(entries[i], /*missing_ok=*/true);
+  }));
   TC_RETURN_IF_ERROR(staging.Sync());
   TC_RETURN_IF_ERROR(session->CheckStillOurs());
   TC_ASSIGN_OR_RETURN(const FileInfo held, staging.Stat());

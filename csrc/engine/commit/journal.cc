@@ -78,9 +78,10 @@ Status Prove(const Directory& staging, const Directory& target,
     if (!own || !seen) doubtful.push_back(f);
   }
   const FileSet files(std::move(list));
-  TC_RETURN_IF_ERROR(ForEachFile(doubtful.size(), [&](size_t i) {
-    return files.OpenFile(doubtful[i]).status();
-  }));
+  TC_RETURN_IF_ERROR(ForEachFile(
+      doubtful.size(),
+      [&](size_t i) { return files.OpenFile(doubtful[i]).status(); },
+      kSeveral));
   if (journal.IsRemoval()) return {};
   const std::string next = NextManifest(journal);
   if (own && staged(next)) return {};
@@ -141,15 +142,19 @@ Result<std::vector<std::string>> TakeAwayAll(const Directory& gone,
       }
     }
   }
+  const size_t files = names.size();
   if (journal.IsRemoval()) names.emplace_back(kManifestName);
   std::vector<char> count(names.size());
-  TC_RETURN_IF_ERROR(ForEachFile(names.size(), [&](size_t i) -> Status {
+  const auto take_away = [&](size_t i) -> Status {
     TC_ASSIGN_OR_RETURN(const bool counts, TakeAway(target, names[i], gone, i));
     count[i] = counts;
     // What holds others' files stays.
     if (counts) (void)target.RemoveEmptyParents(names[i]);
     return {};
-  }));
+  };
+  TC_RETURN_IF_ERROR(ForEachFile(files, take_away));
+  // The manifest last: without it nobody knows the other files.
+  if (files < names.size()) TC_RETURN_IF_ERROR(take_away(files));
   for (size_t i = 0; i < names.size(); ++i) {
     if (count[i]) removed.push_back(std::move(names[i]));
   }

@@ -30,7 +30,7 @@ Result<std::vector<NamedHeader>> ReadHeaders(const Directory& staging,
     if (file.file.role == FileRole::kData) data.push_back(f);
   }
   std::vector<NamedHeader> headers(data.size());
-  TC_RETURN_IF_ERROR(ForEachFile(data.size(), [&](size_t i) -> Status {
+  const auto read = [&](size_t i) -> Status {
     NamedHeader& out = headers[i];
     out.position = data[i];
     const CommitFile& file = request.files[out.position];
@@ -42,7 +42,8 @@ Result<std::vector<NamedHeader>> ReadHeaders(const Directory& staging,
           .WithFile(staging.Join(file.staged));
     }
     return {};
-  }));
+  };
+  TC_RETURN_IF_ERROR(ForEachFile(data.size(), read, kSeveral));
   return headers;
 }
 

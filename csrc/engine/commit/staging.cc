@@ -83,7 +83,7 @@ Status RemoveStaleSibling(const std::string& target) {
 
 // Removes what can never be committed. What cannot go yet is no error.
 Status Discard(const Directory& root, const std::string& name) {
-  Status removed = root.RemoveTree(name, ForEachFile);
+  Status removed = root.RemoveTree(name, ForEachOf);
   const int error = removed.sys_errno();
   return error == ENOTEMPTY || error == EBUSY ? Status() : removed;
 }
@@ -151,10 +151,17 @@ Status RefuseLink(const std::string& path) {
 }
 
 Status EmptyDirectory(const Directory& directory, std::string_view keep) {
-  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
-  for (const std::string& name : names) {
-    if (name == keep) continue;
-    TC_RETURN_IF_ERROR(directory.RemoveTree(name, ForEachFile));
+  TC_ASSIGN_OR_RETURN(std::vector<std::string> names, directory.List());
+  std::erase(names, keep);
+  std::vector<char> left(names.size());
+  TC_RETURN_IF_ERROR(ForEachFile(names.size(), [&](size_t i) {
+    Status removed = directory.Unlink(names[i], /*missing_ok=*/true);
+    left[i] = removed.sys_errno() == EISDIR || removed.sys_errno() == EPERM;
+    return left[i] ? Status() : removed;
+  }));
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (!left[i]) continue;
+    TC_RETURN_IF_ERROR(directory.RemoveTree(names[i], ForEachOf));
   }
   return {};
 }
@@ -410,7 +417,7 @@ void SaveSession::End() {
     // By their names: a rename whose answer was lost may have made the
     // directory the checkpoint.
     const std::string name(kSaveIdName);
-    (void)root().RemoveTree(save_id_, ForEachFile);
+    (void)root().RemoveTree(save_id_, ForEachOf);
     const auto id = root().ReadFile(name, kMaxIdBytes, {.no_follow = true});
     if (id.ok() && *id == save_id_) (void)root().Unlink(name, true);
     (void)root().Unlink(StagedName(name, save_id_), true);

@@ -10,7 +10,6 @@
 #include "engine/write/casts.h"
 #include "engine/write/stored_providers.h"
 #include "format/cast.h"
-#include "plan/runs.h"
 
 namespace torch_ckpt {
 namespace {

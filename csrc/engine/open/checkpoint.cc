@@ -7,7 +7,6 @@
 #include "engine/open/build_catalog.h"
 #include "engine/open/torch_archive.h"
 #include "format/names.h"
-#include "plan/runs.h"
 
 namespace torch_ckpt {
 
@@ -45,18 +44,26 @@ std::string Checkpoint::CatalogPath() const {
 }
 
 Status Checkpoint::Look(uint32_t file,
-                        const std::function<Status(const File&)>& look) const {
-  std::shared_ptr<OpenFiles> files;
-  {
-    // Those of a job that is going on, if there is one.
+                        const std::function<Status(const File&)>& look,
+                        OpenFiles* files) const {
+  std::shared_ptr<OpenFiles> lent;
+  if (!files) {
     const std::lock_guard lock(mutex_);
-    for (const auto& lent : lent_) files = files ? files : lent.lock();
+    for (const auto& each : lent_) lent = lent ? lent : each.lock();
+    files = lent.get();
   }
-  if (!files) files = LendFiles(true);
-  return files->Read(file, [&](const ByteSource& source) {
-    Status looked = source.ThroughCache(look);
+  const auto name = [](Status looked, const std::string& path) {
     const bool named = looked.ok() || !looked.file().empty();
-    return named ? looked : std::move(looked).WithFile(source.path());
+    return named ? looked : std::move(looked).WithFile(path);
+  };
+  if (files) {
+    return files->Read(file, [&](const ByteSource& source) {
+      return name(source.ThroughCache(look), source.path());
+    });
+  }
+  return file_set()->UntilSure([&]() -> Status {
+    TC_ASSIGN_OR_RETURN(const File opened, file_set()->OpenFile(file));
+    return name(look(opened), opened.path());
   });
 }
 
@@ -114,8 +121,9 @@ Status Checkpoint::CheckRead(uint32_t entry) const {
                     : path());
 }
 
-Result<StoredView::Resolved> Checkpoint::Resolve(
-    uint32_t entry, const Placement& archive) const {
+Result<StoredView::Resolved> Checkpoint::Resolve(uint32_t entry,
+                                                 const Placement& archive,
+                                                 OpenFiles* files) const {
   const CatalogEntry& e = catalog().entries()[entry];
   StoredView::Resolved found;
   const auto look = [&](const File& file) -> Status {
@@ -131,12 +139,13 @@ Result<StoredView::Resolved> Checkpoint::Resolve(
     found = {std::move(in_archive.placement), in_archive.storage};
     return {};
   };
-  const Status resolved = Look(archive.file, [&](const File& file) -> Status {
+  const auto look_there = [&](const File& file) -> Status {
     const Status looked = look(file);
     if (looked.ok()) return {};
     return Status(looked).WithFile(file.path() + " from byte " +
                                    std::to_string(archive.offset) + " on");
-  });
+  };
+  const Status resolved = Look(archive.file, look_there, files);
   if (!resolved.ok()) return Status(resolved).WithTensor(std::string(e.name));
   return found;
 }
@@ -191,6 +200,12 @@ Result<StoredViewPtr> Checkpoint::View(uint32_t entry) const {
 Result<std::vector<Placement>> Checkpoint::Placements(uint32_t entry) const {
   TC_ASSIGN_OR_RETURN(std::vector<Placement> placements,
                       ProvedPlacements(entry));
+  const bool any = std::any_of(
+      placements.begin(), placements.end(), [](const Placement& placement) {
+        return placement.kind == PlacementKind::kArchive;
+      });
+  // A file may have several.
+  const auto files = any ? LendFiles(true) : nullptr;
   for (Placement& placement : placements) {
     if (placement.kind != PlacementKind::kArchive) continue;
     TC_ASSIGN_OR_RETURN(StoredView::Resolved found, Resolve(entry, placement));
@@ -255,6 +270,7 @@ Result<std::vector<Result<std::string>>> Checkpoint::ArchivedObjects(
     }
   }
   std::vector<uint32_t> read;
+  const auto opened = archives.empty() ? nullptr : LendFiles(true);
   for (const auto& [place, members] : archives) {
     const uint32_t number = place.first;
     const FileRange range = entries[wanted[members[0]]].archived->archive;

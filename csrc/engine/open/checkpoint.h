@@ -93,10 +93,12 @@ class Checkpoint {
   // that follow each other while a caller holds it, open each once. Without
   // `direct_io` all bytes come through the page cache.
   std::shared_ptr<OpenFiles> LendFiles(bool direct_io) const;
-  // `look`, which reads a few bytes here and there, at one of the files. Its
-  // errors name that; the file may be looked at again, see FileSet::UntilSure.
-  Status Look(uint32_t file,
-              const std::function<Status(const File&)>& look) const;
+  // `look`, which reads a few bytes here and there, at one of the files: as
+  // `files` have it open; null: as a job has that is going on, or opened for
+  // this. Its errors name the file, at which it may look again, see
+  // FileSet::UntilSure.
+  Status Look(uint32_t file, const std::function<Status(const File&)>& look,
+              OpenFiles* files = nullptr) const;
   // A tensor or what it is an alias of, for who reads it. Proves the first time
   // that its owners tile it. It is kept for the next who asks while it is one
   // of those that were asked for last, and is good while this checkpoint lives.
@@ -114,9 +116,9 @@ class Checkpoint {
   };
   // All there are; none in a checkpoint of ours.
   Result<std::vector<Archive>> Archives() const;
-  // A kArchive of an entry as what it is in its file.
-  Result<StoredView::Resolved> Resolve(uint32_t entry,
-                                       const Placement& archive) const;
+  // A kArchive of an entry as what it is in its file. `files`: see Look.
+  Result<StoredView::Resolved> Resolve(uint32_t entry, const Placement& archive,
+                                       OpenFiles* files = nullptr) const;
   // Objects that are archived, as typed JSON (docs/format.md, section 7). Each
   // may have an error of its own, which names it. REQUIRES: all are archived.
   Result<std::vector<Result<std::string>>> ArchivedObjects(

@@ -43,8 +43,6 @@ void OpenFiles::CloseSome(size_t count) {
 Result<std::shared_ptr<const ByteSource>> OpenFiles::Open(uint32_t at) {
   Slot* const slot = &slots_[at];
   const FileInfo* known = slot->known ? &*slot->known : nullptr;
-  // Two: the one before may have had a second descriptor.
-  if (ByteSource::OpenDescriptors() >= most_) CloseSome(2);
   Result<File> file = set_->OpenFile(at, known);
   if (file.status().sys_errno() == EMFILE) {
     // The rest of the process has taken what was free.
@@ -53,11 +51,15 @@ Result<std::shared_ptr<const ByteSource>> OpenFiles::Open(uint32_t at) {
   }
   if (!file.ok()) return file.status();
   TC_ASSIGN_OR_RETURN(slot->known, file->Stat());
+  slot->used = true;
   return std::make_shared<const ByteSource>(std::move(file).value(),
                                             slot->known->bytes, direct_io_);
 }
 
 Result<std::shared_ptr<const ByteSource>> OpenFiles::Get(uint32_t file) {
+  // Also where it is open: the one that was handed out last may have opened a
+  // second descriptor since. Two, for the same reason.
+  if (ByteSource::OpenDescriptors() >= most_) CloseSome(2);
   Slot* const slot = &slots_[file];
   if (auto source = Use(slot)) return source;
   std::lock_guard<std::mutex> opening(slot->opening);
@@ -83,7 +85,7 @@ Status OpenFiles::CheckUnchanged() {
   std::vector<uint32_t> opened;
   for (size_t file = 0; file < slots_.size(); ++file) {
     std::lock_guard<std::mutex> opening(slots_[file].opening);
-    if (slots_[file].known) opened.push_back(static_cast<uint32_t>(file));
+    if (slots_[file].used) opened.push_back(static_cast<uint32_t>(file));
   }
   return set_->CheckUnchanged(opened);
 }

@@ -40,6 +40,7 @@ class OpenFiles {
     std::mutex opening;  // the thread that opens it has this
     // What it was when its id was compared: opening it again need not.
     std::optional<FileInfo> known;
+    bool used = false;  // it was opened once
     std::shared_ptr<const ByteSource> source;
     std::list<Slot*>::iterator place;  // in recent_, where there is a source
   };

@@ -8,10 +8,10 @@
 namespace torch_ckpt {
 namespace {
 
-// Of views that are kept: what the workers of a job come back to. More is no
-// use, since jobs go through the entries in order.
+// Of views that are kept, or so many of any size: what the workers of a job
+// come back to. More is no use, since jobs go through the entries in order.
 constexpr uint64_t kMostMemory = uint64_t{8} << 20;
-constexpr size_t kLeast = 8;
+constexpr size_t kLeast = 2;
 
 int64_t UnitAt(const Dims& offsets, const Dims& strides) {
   int64_t unit = 0;
@@ -62,6 +62,9 @@ Result<StoredViewPtr> StoredView::Make(const CatalogEntry& entry,
     return a.piece.first < b.piece.first;
   });
   int64_t past = 0;
+  view->pieces_.reserve(held.size());
+  view->numbers_.reserve(held.size() * 3 * static_cast<size_t>(view->rank()));
+  view->archives_.shrink_to_fit();
   for (auto& [piece, box] : held) {
     past = std::max(past, piece.past);
     piece.past = past;
@@ -79,7 +82,7 @@ uint64_t StoredView::memory() const {
 }
 
 StridedBox StoredView::BoxOf(size_t piece) const {
-  const int rank = whole_.shape.size();
+  const int rank = this->rank();
   const int64_t* at = numbers_.data() + piece * 3 * static_cast<size_t>(rank);
   StridedBox out;
   out.base = pieces_[piece].base;
@@ -91,15 +94,21 @@ StridedBox StoredView::BoxOf(size_t piece) const {
 
 Result<StridedBox> StoredView::LookInto(size_t archive,
                                         DigestedRange* storage) const {
-  const std::lock_guard lock(looking_[archive % looking_.size()]);
   Archive& at = archives_[archive];
-  if (!at.box) {
-    TC_ASSIGN_OR_RETURN(const Resolved found, resolve_(at.placement));
-    TC_ASSIGN_OR_RETURN(const std::vector<StridedBox> boxes,
-                        StoredBoxes(dtype_, shape_, found.placement));
-    at.box = boxes.at(0);
-    at.storage = found.storage;
+  {
+    const std::lock_guard lock(mutex_);
+    if (at.box) {
+      *storage = at.storage;
+      return *at.box;
+    }
   }
+  // Two threads that meet it first both look: neither waits for the other.
+  TC_ASSIGN_OR_RETURN(const Resolved found, resolve_(at.placement));
+  TC_ASSIGN_OR_RETURN(const std::vector<StridedBox> boxes,
+                      StoredBoxes(dtype_, shape_, found.placement));
+  const std::lock_guard lock(mutex_);
+  at.box = boxes.at(0);
+  at.storage = found.storage;
   *storage = at.storage;
   return *at.box;
 }
@@ -137,7 +146,8 @@ Status StoredView::AddRuns(std::span<const StridedBox> wanted, int64_t first,
   }
   if (found == needed) return {};
   return Internal(std::to_string(found) + " of " + std::to_string(needed) +
-                  " bytes are in the files: this is a bug of torch_ckpt");
+                  " bytes are in the files: this is a bug of torch_ckpt")
+      .WithTensor(name_);
 }
 
 Status StoredView::RunsOfBox(const StridedBox& to, std::vector<StoredRun>* runs,

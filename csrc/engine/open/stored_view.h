@@ -2,7 +2,6 @@
 // box or a range of it asks only for the pieces that it meets.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <functional>
 #include <list>
@@ -10,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -36,8 +36,8 @@ class StoredView {
     Placement placement;
     DigestedRange storage;
   };
-  // Looks into an archive. Called from any thread, once for each archive that
-  // is met; an error is that of who asked, and the next one looks again.
+  // Looks into an archive. Called from any thread when the archive is first
+  // met; an error is that of who asked, and the next one looks again.
   using Resolve = std::function<Result<Resolved>(const Placement& archive)>;
   // The storage that bytes from a place in a file on are in; crc32 0: unknown.
   using FindStorage = std::function<DigestedRange(uint32_t file, uint64_t at)>;
@@ -50,15 +50,11 @@ class StoredView {
                                     Resolve resolve = {},
                                     FindStorage find_storage = {});
 
-  Dtype dtype() const { return dtype_; }
-  const Dims& shape() const { return shape_; }
-  // All of it in units (format/dtype.h).
-  const UnitView& whole() const { return whole_; }
   // Memory that it takes.
   uint64_t memory() const;
 
-  // Appends the runs that copy `to.box`, in units, and the storages that they
-  // are in. They copy each unit once.
+  // Appends the runs that copy `to.box`, in units (format/dtype.h), and the
+  // storages that they are in. They copy each unit once.
   Status RunsOfBox(const StridedBox& to, std::vector<StoredRun>* runs,
                    std::vector<DigestedRange>* storages) const;
   // The same of bytes [from, to) of the row-major tensor, to `dst` and behind
@@ -84,11 +80,13 @@ class StoredView {
   };
 
   StoredView(const CatalogEntry& entry, UnitView whole)
-      : dtype_(entry.dtype),
+      : name_(entry.name),
+        dtype_(entry.dtype),
         shape_(entry.shape),
         whole_(std::move(whole)),
         strides_(DenseStrides(whole_.shape, 1)) {}
 
+  int rank() const { return whole_.shape.size(); }
   StridedBox BoxOf(size_t piece) const;
   Result<StridedBox> LookInto(size_t archive, DigestedRange* storage) const;
   // Those of boxes that lie in units [first, past).
@@ -100,6 +98,7 @@ class StoredView {
                     std::vector<StoredRun>* runs,
                     std::vector<DigestedRange>* storages) const;
 
+  const std::string name_;
   const Dtype dtype_;
   const Dims shape_;
   const UnitView whole_;
@@ -110,9 +109,8 @@ class StoredView {
   std::vector<int64_t> numbers_;
   Resolve resolve_;
   FindStorage find_storage_;
-  // Several locks, so that threads look into several archives at once.
-  mutable std::array<std::mutex, 8> looking_;
-  mutable std::vector<Archive> archives_;  // each guarded by one of looking_
+  mutable std::mutex mutex_;  // guards archives_
+  mutable std::vector<Archive> archives_;
 };
 
 // The views of a checkpoint that were asked for last, by entry. Thread-safe.

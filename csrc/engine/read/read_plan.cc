@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/checked.h"
-#include "engine/open/stored_view.h"
 #include "format/cast.h"
 #include "plan/clip.h"
 

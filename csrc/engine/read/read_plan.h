@@ -33,8 +33,8 @@ struct ReadCell {
 
 // All cells of a job. The ranks of one node that load what thousands of ranks
 // have saved have millions of runs: they are kept in as little memory as each
-// needs (32 bytes where its bytes are in a row, 24 more for each loop), and the
-// cells are made of them one at a time.
+// needs (32 bytes where its bytes are in a row, else 48 and 24 for each loop),
+// and the cells are made of them one at a time.
 class PlannedReads {
  public:
   // Proves coverage of every item; an error names its tensor or file.

@@ -52,7 +52,8 @@ Result<std::vector<ZipContent>> ContentsOf(const Checkpoint& checkpoint,
                                            OpenFiles* files) {
   const Placement& placement = one.placement;
   if (one.tensor && !checkpoint.FindUnread(*one.tensor)) {
-    const Status found = checkpoint.Resolve(*one.tensor, placement).status();
+    const Status found =
+        checkpoint.Resolve(*one.tensor, placement, files).status();
     // One that is not read has digests all the same.
     if (!found.ok() && found.kind() != ErrorKind::kUnsupported) return found;
   }
@@ -68,9 +69,7 @@ Result<std::vector<ZipContent>> ContentsOf(const Checkpoint& checkpoint,
     TC_ASSIGN_OR_RETURN(contents, archive.Contents());
     return {};
   };
-  TC_ASSIGN_OR_RETURN(const auto source, files->Get(placement.file));
-  const Status looked = source->ThroughCache(look);
-  if (!looked.ok()) return Status(looked).WithFile(source->path());
+  TC_RETURN_IF_ERROR(checkpoint.Look(placement.file, look, files));
   return contents;
 }
 

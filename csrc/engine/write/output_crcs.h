@@ -18,7 +18,6 @@ class OutputCrcs {
   // Of ranges that ascend and lie apart.
   explicit OutputCrcs(std::vector<ByteRange> ranges);
 
-  const std::vector<ByteRange>& ranges() const { return ranges_; }
   // Bytes of the output, each once, in any order and from any thread.
   void Add(uint64_t offset, ByteSpan bytes);
   // Of a range, by its position, when all was added; kInternal where some was

@@ -33,7 +33,13 @@ void CopyInto(const Run& run, const std::byte* bytes, uint64_t origin,
 StoredInputs::StoredInputs(std::shared_ptr<OpenFiles> files, bool verify,
                            int workers)
     : files_(std::move(files)),
+      read_(files_->set().files().size()),
       digests_(workers, DigestsOf(files_->set(), verify)) {}
+
+Result<std::shared_ptr<const ByteSource>> StoredInputs::Open(uint32_t file) {
+  read_[file] = true;
+  return files_->Get(file);
+}
 
 Status StoredInputs::Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
                           FillBuffer* buffer) {
@@ -66,7 +72,7 @@ Status StoredInputs::Read(std::vector<StoredRun>* runs, MutableByteSpan scratch,
 Status StoredInputs::Stream(const StoredRun& stored, MutableByteSpan scratch,
                             FillBuffer* buffer) {
   const Run& run = stored.run;
-  TC_ASSIGN_OR_RETURN(const auto source, files_->Get(stored.file));
+  TC_ASSIGN_OR_RETURN(const auto source, Open(stored.file));
   const uint64_t end = run.src + run.bytes;
   const std::byte* rest = nullptr;  // from `rest_at` to the end of the run
   uint64_t rest_at = 0;
@@ -103,7 +109,7 @@ Status StoredInputs::Fetch(const StoredRun* group, size_t count, uint64_t hi,
   const uint32_t file = group->file;
   const uint64_t lo = group->run.src;
   const int worker = buffer->worker();
-  TC_ASSIGN_OR_RETURN(const auto source, files_->Get(file));
+  TC_ASSIGN_OR_RETURN(const auto source, Open(file));
   if (count == 1 && group->run.loops == 0) {
     const MutableByteSpan into = buffer->Out(group->run.dst, hi - lo);
     TC_ASSIGN_OR_RETURN(const uint64_t cached, source->ReadCached(into, lo));
@@ -141,7 +147,11 @@ Status StoredInputs::FetchWindows(const ByteSource& source, const Run& run,
 }
 
 Status StoredInputs::Check(Job* job) {
-  TC_RETURN_IF_ERROR(files_->CheckUnchanged());
+  std::vector<uint32_t> read;
+  for (uint32_t f = 0; f < read_.size(); ++f) {
+    if (read_[f]) read.push_back(f);
+  }
+  TC_RETURN_IF_ERROR(files_->set().CheckUnchanged(read));
   const FileSet& set = files_->set();
   if (set.has_digests() && digests_.kind() == DigestKind::kNone) {
     return set.CheckCurrent();  // which digests would have told

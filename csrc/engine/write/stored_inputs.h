@@ -2,6 +2,7 @@
 // together, and compared with its digests when all is done.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <span>
 #include <vector>
@@ -51,7 +52,11 @@ class StoredInputs {
   Status FetchWindows(const ByteSource& source, const Run& run,
                       MutableByteSpan scratch, FillBuffer* buffer);
 
+  Result<std::shared_ptr<const ByteSource>> Open(uint32_t file);
+
   const std::shared_ptr<OpenFiles> files_;
+  // By file: whether it was read here. Others may read of these, too.
+  std::vector<std::atomic<bool>> read_;
   InputDigests digests_;
 };
 
