@@ -11,6 +11,9 @@
 
 namespace torch_ckpt {
 
+// For steps that read, and need the CPU as well.
+inline constexpr size_t kSeveral = 4;
+
 // Does `step` for each of `count` files: many at once where there are many,
 // since they wait for the server of a network file system, a millisecond each.
 // `least` at once where there are as many; 1 does few in order, by the calling
@@ -31,8 +34,5 @@ inline Status ForEachOf(size_t count,
                         const std::function<Status(size_t)>& step) {
   return ForEachFile(count, step);
 }
-
-// For steps that read, and need the CPU as well.
-inline constexpr size_t kSeveral = 4;
 
 }  // namespace torch_ckpt

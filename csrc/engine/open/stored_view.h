@@ -104,8 +104,9 @@ class StoredView {
   const UnitView whole_;
   const Dims strides_;         // of whole_, in units
   std::vector<Piece> pieces_;  // by first
-  // Of each piece offsets, sizes and, but of archives, strides in bytes: as
-  // many of each as whole_ has dimensions. A Placement is five times as large.
+  // Of each piece offsets, sizes and strides in bytes, as many of each as
+  // whole_ has dimensions; an archive says other strides when it is looked
+  // into. A Placement is five times as large.
   std::vector<int64_t> numbers_;
   Resolve resolve_;
   FindStorage find_storage_;
