@@ -1,7 +1,6 @@
 #include "runtime/fresh_memory.h"
 
 #include <algorithm>
-#include <chrono>
 
 #include "os/memory.h"
 
@@ -28,9 +27,10 @@ void Touch(std::byte* data, size_t bytes) {
 
 }  // namespace
 
-FreshMemory::FreshMemory(const ArenaLease* lease, PageLocker* locker)
+FreshMemory::FreshMemory(const ArenaLease* lease, PageLocker* locker, Clock now)
     : lease_(lease),
       locker_(locker),
+      now_(now),
       locks_(locker != nullptr),
       tries_(lease->size() >= kWorthIt && lease->absent() == lease->size()),
       left_(2 * kTrial) {
@@ -54,12 +54,11 @@ Status FreshMemory::Take(int64_t chunk) {
 }
 
 Status FreshMemory::Try(int64_t chunk, size_t begin, size_t bytes) {
-  using Clock = std::chrono::steady_clock;
-  const auto start = Clock::now();
+  const auto start = now_();
   TC_RETURN_IF_ERROR(lease_->MakePresent(begin, bytes));
   Touch(lease_->data() + begin, bytes);
   took_[chunk < kTrial ? 0 : 1] +=
-      std::chrono::nanoseconds(Clock::now() - start).count();
+      std::chrono::nanoseconds(now_() - start).count();
   // The one that ends the trial changes the rest, which others may have begun
   // on: what is present stays as it is.
   if (--left_ == 0 && took_[0] > kMuchFaster * took_[1]) {

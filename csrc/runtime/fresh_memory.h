@@ -17,6 +17,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 
@@ -30,8 +31,12 @@ inline constexpr size_t kFillBytes = 2 * kArenaPage;
 
 class FreshMemory {
  public:
-  // The lease and the locker must outlive this; `locker` may be null.
-  FreshMemory(const ArenaLease* lease, PageLocker* locker);
+  using Clock = std::chrono::steady_clock::time_point (*)();
+
+  // The lease and the locker must outlive this; `locker` may be null. `now` is
+  // a test's where the time that passes is.
+  FreshMemory(const ArenaLease* lease, PageLocker* locker,
+              Clock now = std::chrono::steady_clock::now);
 
   // Has the system give the pages of a chunk, and page-locks them. Called
   // before the chunk is filled, by the thread that will, for the chunks in
@@ -45,6 +50,7 @@ class FreshMemory {
 
   const ArenaLease* const lease_;
   PageLocker* const locker_;
+  const Clock now_;
   std::atomic<bool> locks_;
   bool tries_;                                  // whether there is a trial
   std::array<std::atomic<int64_t>, 2> took_{};  // ns: huge pages, small ones

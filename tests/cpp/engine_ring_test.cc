@@ -162,7 +162,7 @@ TEST_F(RingTest, AMembersOwnRowsDoNotWaitForTheLeader) {
       written.notify_all();
     } else if (site.path.find(list_.files[0].staged) != std::string::npos &&
                !came_late) {
-      came_late = !written.wait_for(lock, std::chrono::seconds(10),
+      came_late = !written.wait_for(lock, std::chrono::seconds(120),
                                     [&] { return has_rows; });
     }
     return FaultAction{};

@@ -297,7 +297,7 @@ TEST_F(StageJobTest, AllWorkersTakeFreshMemory) {
     threads.insert(std::this_thread::get_id());
     came.notify_all();
     // All three are in here at once.
-    came.wait_for(lock, std::chrono::seconds(20),
+    came.wait_for(lock, std::chrono::seconds(120),
                   [&] { return threads.size() == 3; });
     return {};
   });

@@ -103,13 +103,11 @@ TEST(Arena, UnmapsIdleMemoryToMakeRoom) {
 
 TEST(Arena, RefusesWhatCanNeverFit) {
   Arena arena(4 * kMiB);
-  const auto start = std::chrono::steady_clock::now();
   for (size_t bytes : {6 * kMiB, SIZE_MAX, SIZE_MAX / 2}) {
     EXPECT_EQ(
         arena.Lease(bytes, {.patience = milliseconds::max()}).status().kind(),
         ErrorKind::kExhausted);
   }
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
 }
 
 TEST(Arena, WaitsUntilItsPatienceEnds) {

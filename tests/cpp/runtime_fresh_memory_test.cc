@@ -4,7 +4,6 @@
 
 #include <cerrno>
 #include <chrono>
-#include <thread>
 
 #include "os/fault.h"
 #include "os/memory.h"
@@ -18,6 +17,12 @@ namespace {
 constexpr size_t kMiB = size_t{1} << 20;
 constexpr int kChunks = 8;  // of a trial
 
+// The time, as far as these tests know it.
+std::chrono::steady_clock::time_point g_now;
+std::chrono::steady_clock::time_point Now() {
+  return g_now += std::chrono::milliseconds(1);
+}
+
 // Counts calls of madvise, and holds up or refuses those that give memory.
 class Advices {
  public:
@@ -28,7 +33,7 @@ class Advices {
       if (site.path != std::to_string(internal::kPopulateWrite)) return {};
       const int call = given++;
       if (slow_from <= call && call < slow_until) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(60));
+        g_now += std::chrono::milliseconds(60);
       }
       return {.sys_errno = call == refused ? ENOMEM : 0};
     });
@@ -61,7 +66,7 @@ TEST(FreshMemory, TheRestIsOfThePagesThatCameFaster) {
     // Huge pages come first.
     advices.slow_from = huge_are_slow ? 0 : kChunks / 2;
     advices.slow_until = advices.slow_from + kChunks / 2;
-    FreshMemory memory(&lease, nullptr);
+    FreshMemory memory(&lease, nullptr, Now);
     EXPECT_EQ(advices.small, 1);  // of those that are tried
     TakeAll(lease, &memory, kChunks + 2);
     EXPECT_EQ(advices.given, kChunks + 2);
