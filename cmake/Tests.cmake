@@ -40,29 +40,29 @@ set(test_sources
     tests/cpp/os_trials_test.cc
     tests/cpp/runtime_adopted_test.cc
     tests/cpp/runtime_arena_test.cc
+    tests/cpp/runtime_crc32_test.cc
     tests/cpp/runtime_crc32c_test.cc
     tests/cpp/runtime_cuda_copy_test.cc
-    tests/cpp/runtime_crc32_test.cc
     tests/cpp/runtime_cuda_driver_test.cc
     tests/cpp/runtime_fresh_memory_test.cc
     tests/cpp/runtime_handles_test.cc
     tests/cpp/runtime_jobs_test.cc
     tests/cpp/runtime_slots_test.cc
     tests/cpp/runtime_workers_test.cc
-    tests/cpp/format_cast_test.cc
     tests/cpp/format_catalog_test.cc
     tests/cpp/format_dtype_test.cc
-    tests/cpp/format_short_header_test.cc
     tests/cpp/format_hf_index_test.cc
     tests/cpp/format_hostile_test.cc
     tests/cpp/format_manifest_test.cc
     tests/cpp/format_name_index_test.cc
     tests/cpp/format_names_test.cc
-    tests/cpp/format_numbers_test.cc
     tests/cpp/format_pickle_test.cc
-    tests/cpp/format_zip_test.cc
     tests/cpp/format_safetensors_test.cc
     tests/cpp/format_sharding_info_test.cc
+    tests/cpp/format_short_header_test.cc
+    tests/cpp/format_zip_test.cc
+    tests/cpp/values_cast_test.cc
+    tests/cpp/values_numbers_test.cc
     tests/cpp/plan_byte_box_test.cc
     tests/cpp/plan_clip_test.cc
     tests/cpp/plan_copy_run_test.cc
@@ -72,52 +72,52 @@ set(test_sources
     tests/cpp/plan_mesh_test.cc
     tests/cpp/plan_ranges_test.cc
     tests/cpp/plan_runs_test.cc
+    tests/cpp/engine_casts_test.cc
     tests/cpp/engine_checkpoint_test.cc
-    tests/cpp/engine_direct_io_test.cc
-    tests/cpp/engine_open_files_test.cc
-    tests/cpp/engine_output_crcs_test.cc
-    tests/cpp/engine_stored_view_test.cc
     tests/cpp/engine_commit_damage_test.cc
     tests/cpp/engine_commit_fault_test.cc
     tests/cpp/engine_commit_interleave_test.cc
     tests/cpp/engine_commit_many_test.cc
     tests/cpp/engine_commit_nodes_test.cc
-    tests/cpp/engine_late_view_test.cc
     tests/cpp/engine_commit_test.cc
     tests/cpp/engine_crash_states.cc
     tests/cpp/engine_crash_test.cc
     tests/cpp/engine_cuda_test.cc
+    tests/cpp/engine_direct_io_test.cc
     tests/cpp/engine_fill_test.cc
     tests/cpp/engine_final_files_test.cc
     tests/cpp/engine_header_io_test.cc
+    tests/cpp/engine_late_view_test.cc
     tests/cpp/engine_merge_job_test.cc
+    tests/cpp/engine_open_files_test.cc
+    tests/cpp/engine_output_crcs_test.cc
     tests/cpp/engine_output_files_test.cc
     tests/cpp/engine_parts_test.cc
     tests/cpp/engine_random_test.cc
-    tests/cpp/engine_casts_test.cc
     tests/cpp/engine_read_casts_test.cc
     tests/cpp/engine_read_job_test.cc
     tests/cpp/engine_remove_test.cc
     tests/cpp/engine_ring_test.cc
-    tests/cpp/engine_scan_test.cc
     tests/cpp/engine_save_job_test.cc
+    tests/cpp/engine_scan_test.cc
     tests/cpp/engine_snapshot_job_test.cc
-    tests/cpp/engine_torch_leaves_test.cc
+    tests/cpp/engine_stored_view_test.cc
     tests/cpp/engine_test_util.cc
+    tests/cpp/engine_torch_leaves_test.cc
     tests/cpp/engine_value_jobs_test.cc
     tests/cpp/engine_verify_job_test.cc
     tests/cpp/engine_write_job_test.cc
-    tests/cpp/final_test_util.cc
-    tests/cpp/interleaver.cc
     tests/cpp/json_fields_test.cc
-    tests/cpp/capi_probe_requests_test.cc)
+    tests/cpp/capi_probe_requests_test.cc
+    tests/cpp/final_test_util.cc
+    tests/cpp/interleaver.cc)
 # A test that starts no thread shows nothing under the thread sanitizer. Those of
 # the engine have its jobs do it; below it a test says so itself, since no code
 # does (test_layering.py).
 if(TORCH_CKPT_SANITIZE STREQUAL "thread")
   foreach(source IN LISTS test_sources)
     file(STRINGS ${source} threads REGEX "std::thread|ForEachItem")
-    if(NOT threads AND source MATCHES "/(base|os|runtime|format|plan)_")
+    if(NOT threads AND source MATCHES "/(base|os|runtime|format|values|plan)_")
       list(REMOVE_ITEM test_sources ${source})
     endif()
   endforeach()

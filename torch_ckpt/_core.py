@@ -11,7 +11,7 @@ from typing import Any
 
 from torch_ckpt.errors import InvalidArgumentError, error_from
 
-# Of entries: EntryKind in csrc/format/catalog.h.
+# Of entries: EntryKind in csrc/format/ours/catalog.h.
 ALIAS = "1"  # a tensor that is stored under another name
 OBJECT = "2"  # a leaf that is no tensor
 STRUCTURE = "torch_ckpt.structure"  # the leaf that says the containers

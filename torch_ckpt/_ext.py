@@ -166,7 +166,7 @@ def stage(
     shared: bool = False,
 ) -> tuple[list[torch.Tensor], Region | None]:
     """Copies of `tensors`, dense, in one region of the process's staging arena, in the order of the
-    file that a save would make of them (csrc/engine/write/snapshot_job.h).
+    file that a save would make of them (csrc/engine/save/snapshot_job.h).
 
     Tensors are on the CPU, of any strides, or on CUDA devices, contiguous, with every kernel that
     writes them done. Blocks, with the GIL released, until all are copied. `timeout` is how many

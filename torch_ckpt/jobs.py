@@ -401,7 +401,7 @@ class SaveSession(_Session):
         return answer["files"]  # type: ignore[no-any-return]
 
     def stage_final(self, request: dict[str, Any]) -> None:
-        """Lay out final files and write their headers into staging (engine/final/final_files.h)."""
+        """Lay out final files and write their headers into staging (engine/save/final_files.h)."""
         _core.call({"op": "stage_final", "session": self.id, **request})
 
 

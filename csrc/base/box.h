@@ -2,7 +2,8 @@
 //
 // A tensor has a shape; a Box is an N-d interval (offsets, sizes) of it. Both
 // live inline (no allocation), since plans hold millions of them. At most
-// kMaxDims dimensions; whoever reads a shape from outside checks that first.
+// kMaxDims dimensions of kMaxDimension; whoever reads a shape from outside
+// checks that first.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 namespace torch_ckpt {
 
 inline constexpr int kMaxDims = 8;
+inline constexpr int64_t kMaxDimension = (int64_t{1} << 48) - 1;
 
 class Dims {
  public:

@@ -8,11 +8,11 @@
 
 #include "capi/requests.h"
 #include "engine/commit/commit.h"
-#include "engine/commit/remove.h"
 #include "engine/open/rank_manifests.h"
 #include "engine/open/stored_box.h"
 #include "engine/open/torch_archive.h"
 #include "engine/read/verify_job.h"
+#include "engine/upkeep/remove.h"
 #include "format/names.h"
 #include "json/held.h"
 #include "os/directory.h"

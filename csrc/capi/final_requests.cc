@@ -3,8 +3,8 @@
 #include <cerrno>
 
 #include "capi/requests.h"
-#include "engine/final/assemble_job.h"
-#include "engine/final/ring_link.h"
+#include "engine/save/assemble_job.h"
+#include "engine/save/ring_link.h"
 #include "json/held.h"
 #include "json/options.h"
 #include "json/written.h"

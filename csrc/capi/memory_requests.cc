@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "capi/requests.h"
-#include "engine/write/snapshot_job.h"
+#include "engine/save/snapshot_job.h"
 #include "runtime/adopted.h"
 #include "runtime/arena.h"
 #include "runtime/crc32c.h"

@@ -1,16 +1,13 @@
 // Requests about a merge, by one process or by several ranks.
-#include <cerrno>
 #include <map>
 
 #include "capi/requests.h"
-#include "engine/commit/commit.h"
 #include "engine/merge/fill_archives.h"
-#include "engine/merge/merge_plan.h"
+#include "engine/merge/merge_job.h"
 #include "format/names.h"
 #include "json/held.h"
 #include "json/options.h"
 #include "json/written.h"
-#include "os/path.h"
 
 namespace torch_ckpt::capi {
 namespace {
@@ -103,90 +100,6 @@ std::vector<std::string> IdsOf(const MergePlan& plan) {
   return ids;
 }
 
-struct Begun {
-  std::optional<MergePlan> plan;
-  std::unique_ptr<SaveSession> session;
-  bool in_place = false;
-};
-
-// By inode: another path may lead to the same directory. `output` may be
-// absent.
-Result<bool> IsSameDirectory(const std::string& input,
-                             const std::string& output) {
-  TC_ASSIGN_OR_RETURN(const Directory from, Directory::Open(input));
-  TC_ASSIGN_OR_RETURN(const FileInfo input_info, from.Stat());
-  Result<Directory> to = Directory::Open(output);
-  const int error = to.status().sys_errno();
-  if (error == ENOENT || error == ENOTDIR) return false;
-  if (!to.ok()) return to.status();
-  TC_ASSIGN_OR_RETURN(const FileInfo output_info, to->Stat());
-  return input_info.SameFile(output_info);
-}
-
-Result<NewFiles> NewFilesOf(const MergePlan& plan, bool in_place) {
-  NewFiles files;
-  for (const Output& output : plan.outputs()) {
-    const OutputSpec& spec = output.spec;
-    if (spec.role == FileRole::kData) files.names.push_back(spec.name);
-  }
-  if (!plan.index_name().empty()) files.names.push_back(plan.index_name());
-  if (in_place) {
-    TC_ASSIGN_OR_RETURN(files.keep, KeptInPlace(plan));
-  }
-  return files;
-}
-
-// kConflict, naming it, for what stands where a file is to be written.
-Status CheckNothingThere(const Json& request, const std::string& target,
-                         const NewFiles& files) {
-  Result<Directory> directory = Directory::Open(target);
-  if (directory.status().sys_errno() == ENOENT) return {};
-  TC_RETURN_IF_ERROR(directory.status());
-  std::vector<std::string> names = files.names;
-  TC_ASSIGN_OR_RETURN(const Json* extras, GetList(request, "extras"));
-  for (const Json& path : *extras) {
-    if (path.is_string()) names.push_back(BaseName(path.get<std::string>()));
-  }
-  for (const std::string& name : names) {
-    TC_ASSIGN_OR_RETURN(const auto there, directory->StatEntry(name));
-    if (!there) continue;
-    return Conflict(
-               "is there already; overwrite=True (--overwrite) replaces it")
-        .WithFile(directory->Join(name));
-  }
-  return {};
-}
-
-Result<Begun> Begin(const Json& request) {
-  TC_ASSIGN_OR_RETURN(const Input input, ParseInput(request));
-  TC_ASSIGN_OR_RETURN(const std::string output, GetString(request, "output"));
-  Begun begun;
-  // Before anything is on disk: what cannot be merged is refused here.
-  TC_ASSIGN_OR_RETURN(begun.plan, input.Plan({}));
-  TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(output));
-  TC_ASSIGN_OR_RETURN(begun.in_place,
-                      IsSameDirectory(input.checkpoint->path(), absolute));
-  TC_ASSIGN_OR_RETURN(const Json* left_out, GetList(request, "left_out"));
-  if (begun.in_place && !left_out->empty()) {
-    return InvalidArgument(
-               "a part of a checkpoint is not merged into its own directory, "
-               "where the rest would be lost; give another one")
-        .WithFile(absolute);
-  }
-  const bool overwrite = GetBool(request, "overwrite", false);
-  TC_ASSIGN_OR_RETURN(
-      SaveSession session,
-      BeginSave(output, overwrite || begun.in_place,
-                overwrite && GetBool(request, "others", false)));
-  const std::string& target = session.place().target;
-  TC_ASSIGN_OR_RETURN(const NewFiles files,
-                      NewFilesOf(*begun.plan, begun.in_place));
-  TC_RETURN_IF_ERROR(session.CheckNotHidden(files));
-  if (!overwrite) TC_RETURN_IF_ERROR(CheckNothingThere(request, target, files));
-  begun.session = std::make_unique<SaveSession>(std::move(session));
-  return begun;
-}
-
 // What is said of every output of the plan.
 Result<std::vector<std::vector<WrittenRange>>> ParseWrittenFiles(
     const MergePlan& plan, const Json& files) {
@@ -207,72 +120,60 @@ Json WrittenFilesJson(const std::vector<std::vector<WrittenRange>>& written) {
   return files;
 }
 
-Result<Json> Commit(const Json& request, const MergePlan& plan,
-                    SaveSession* session, bool in_place,
+// Where the merge of a request goes.
+Result<MergeTarget> ParseTarget(const Json& request) {
+  MergeTarget target;
+  TC_ASSIGN_OR_RETURN(target.path, GetString(request, "output"));
+  target.overwrite = GetBool(request, "overwrite", false);
+  target.others = target.overwrite && GetBool(request, "others", false);
+  TC_ASSIGN_OR_RETURN(target.extras, ExtrasOf(request));
+  return target;
+}
+
+Result<Json> Commit(const MergePlan& plan, BegunMerge* merge,
+                    const std::vector<std::string>& extras,
                     std::vector<std::vector<WrittenRange>> written) {
-  CommitRequest commit;
-  commit.index_name = plan.index_name();
-  if (in_place) {
-    TC_ASSIGN_OR_RETURN(commit.keep, KeptInPlace(plan));
-  }
-  for (size_t i = 0; i < plan.outputs().size(); ++i) {
-    const OutputSpec& spec = plan.outputs()[i].spec;
-    Result<std::vector<uint32_t>> digests =
-        CombineRanges(std::move(written[i]), spec.bytes);
-    if (!digests.ok()) return digests.status().WithFile(spec.name);
-    commit.files.push_back({spec.staged,
-                            {spec.name, spec.id, spec.role, spec.bytes,
-                             std::move(digests).value()}});
-  }
-  const Catalog& catalog = plan.checkpoint().catalog();
-  for (const uint32_t e : plan.entries()) {
-    const CatalogEntry& entry = catalog.entries()[e];
-    commit.planned.emplace_back(entry.name, entry.path);
-    if (entry.kind != EntryKind::kObject) continue;
-    commit.objects.push_back(
-        {std::string(entry.name), plan.ObjectsFile(entry)});
-  }
-  for (const uint32_t e : plan.aliases()) {
-    const CatalogEntry& entry = catalog.entries()[e];
-    commit.planned.emplace_back(entry.name, entry.path);
-    commit.aliases.emplace_back(entry.name, entry.alias_of);
-  }
-  TC_RETURN_IF_ERROR(AddExtras(request, session->directory(), &commit));
-  TC_ASSIGN_OR_RETURN(const Manifest manifest, CommitSave(session, commit));
+  TC_ASSIGN_OR_RETURN(const Manifest manifest,
+                      CommitMerge(plan, merge, extras, std::move(written)));
   uint64_t bytes = 0;
   for (const ManifestFile& file : manifest.files) bytes += file.bytes;
   return Json{{"save_id", manifest.save_id},
               {"files", plan.outputs().size()},
               {"hulls", plan.checkpoint().hulls()},
               {"bytes", bytes},
-              {"warnings", session->TakeWarnings()}};
+              {"warnings", merge->session->TakeWarnings()}};
 }
 
 }  // namespace
 
 Result<Json> MergeRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
-  TC_ASSIGN_OR_RETURN(Begun begun, Begin(request));
-  TC_ASSIGN_OR_RETURN(auto written,
-                      RunMergeJob(*begun.plan, begun.session->directory(),
-                                  begun.plan->outputs(), job.get()));
-  return Commit(request, *begun.plan, begun.session.get(), begun.in_place,
-                std::move(written));
+  TC_ASSIGN_OR_RETURN(const Input input, ParseInput(request));
+  TC_ASSIGN_OR_RETURN(const MergeTarget target, ParseTarget(request));
+  TC_ASSIGN_OR_RETURN(const MergePlan plan, input.Plan({}));
+  TC_ASSIGN_OR_RETURN(BegunMerge merge, BeginMerge(plan, target));
+  TC_ASSIGN_OR_RETURN(
+      auto written,
+      RunMergeJob(plan, merge.session->directory(), plan.outputs(), job.get()));
+  return Commit(plan, &merge, target.extras, std::move(written));
 }
 
 // Over several ranks: the coordinator begins, every rank writes a share of the
 // bytes, the coordinator commits with the digests of all.
 Result<Json> MergeBeginRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(Begun begun, Begin(request));
-  for (const Output& output : begun.plan->outputs()) {
-    TC_RETURN_IF_ERROR(CreateOutput(begun.session->directory(), output.spec));
+  TC_ASSIGN_OR_RETURN(const Input input, ParseInput(request));
+  TC_ASSIGN_OR_RETURN(const MergeTarget target, ParseTarget(request));
+  TC_ASSIGN_OR_RETURN(const MergePlan plan, input.Plan({}));
+  TC_ASSIGN_OR_RETURN(BegunMerge merge, BeginMerge(plan, target));
+  for (const Output& output : plan.outputs()) {
+    TC_RETURN_IF_ERROR(CreateOutput(merge.session->directory(), output.spec));
   }
-  Json out = {{"staging", begun.session->place().path},
-              {"ids", IdsOf(*begun.plan)},
-              {"in_place", begun.in_place},
-              {"warnings", begun.session->TakeWarnings()},
-              {"input_identity", begun.plan->checkpoint().identity()}};
-  TC_ASSIGN_OR_RETURN(out["session"], Saves().Add(std::move(begun.session)));
+  Json out = {{"staging", merge.session->place().path},
+              {"ids", IdsOf(plan)},
+              {"in_place", merge.in_place},
+              {"warnings", merge.session->TakeWarnings()},
+              {"input_identity", plan.checkpoint().identity()}};
+  TC_ASSIGN_OR_RETURN(out["session"], Saves().Add(std::move(merge.session)));
   return out;
 }
 
@@ -330,12 +231,12 @@ Result<Json> MergeCommitRequest(const Json& request) {
       written[f].insert(written[f].end(), own[f].begin(), own[f].end());
     }
   }
+  TC_ASSIGN_OR_RETURN(const auto extras, ExtrasOf(request));
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
-  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, Saves().Take(id));
-  Result<Json> result =
-      Commit(request, plan, session.get(), GetBool(request, "in_place", false),
-             std::move(written));
-  if (!result.ok()) Saves().PutBack(id, std::move(session));
+  TC_ASSIGN_OR_RETURN(auto session, Saves().Take(id));
+  BegunMerge merge{std::move(session), GetBool(request, "in_place", false)};
+  Result<Json> result = Commit(plan, &merge, extras, std::move(written));
+  if (!result.ok()) Saves().PutBack(id, std::move(merge.session));
   return result;
 }
 

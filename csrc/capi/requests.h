@@ -40,9 +40,8 @@ Result<Json> EndSaveRequest(const Json& request);
 Result<Json> BeginPartRequest(const Json& request);
 Result<Json> CommitPartRequest(const Json& request);
 Result<Json> EndPartRequest(const Json& request);
-// Copies the files of "extras" into staging, for the commit.
-Status AddExtras(const Json& request, const Directory& staging,
-                 CommitRequest* commit);
+// The paths of "extras", files that are to stand beside what is saved.
+Result<std::vector<std::string>> ExtrasOf(const Json& request);
 // final_requests.cc
 Result<Json> CheckFinalRequest(const Json& request);
 Result<Json> StageFinalRequest(const Json& request);

@@ -79,16 +79,14 @@ Json CommittedJson(const Manifest& manifest) {
 
 }  // namespace
 
-Status AddExtras(const Json& request, const Directory& staging,
-                 CommitRequest* commit) {
+Result<std::vector<std::string>> ExtrasOf(const Json& request) {
   TC_ASSIGN_OR_RETURN(const Json* extras, GetList(request, "extras"));
+  std::vector<std::string> paths;
   for (const Json& path : *extras) {
     if (!path.is_string()) return InvalidArgument("'extras' holds paths");
-    TC_ASSIGN_OR_RETURN(CommitFile file,
-                        AddStagedExtra(staging, path.get<std::string>()));
-    commit->files.push_back(std::move(file));
+    paths.push_back(path.get<std::string>());
   }
-  return {};
+  return paths;
 }
 
 Result<Json> BeginSaveRequest(const Json& request) {
@@ -115,11 +113,13 @@ Result<Json> JoinSaveRequest(const Json& request) {
 }
 
 Result<Json> StageExtrasRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const auto extras, ExtrasOf(request));
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
   TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, Saves().Take(id));
   CommitRequest added;
-  const Status status = ExplainGone(
-      AddExtras(request, session->directory(), &added), session->place().path);
+  const Status status =
+      ExplainGone(AddStagedExtras(session->directory(), extras, &added),
+                  session->place().path);
   Saves().PutBack(id, std::move(session));
   TC_RETURN_IF_ERROR(status);
   Json files = Json::array();

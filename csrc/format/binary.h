@@ -12,7 +12,6 @@
 #include "base/bytes.h"
 #include "base/status.h"
 #include "format/names.h"
-#include "format/safetensors.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {

@@ -12,7 +12,7 @@
 #include "base/box.h"
 #include "base/status.h"
 #include "format/dtype.h"
-#include "format/manifest.h"
+#include "format/ours/manifest.h"
 
 namespace torch_ckpt {
 

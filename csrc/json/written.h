@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "engine/commit/commit.h"
-#include "engine/final/assemble_job.h"
-#include "engine/final/write_job.h"
+#include "engine/save/assemble_job.h"
+#include "engine/save/write_job.h"
 #include "json/fields.h"
 
 namespace torch_ckpt {

@@ -6,7 +6,7 @@
 //    "direct_io": bool, "job": id or 0}
 // with a name per tensor. The files are called as transformers wants them. The
 // result, {"save_id", "files", "bytes"}, is kept in the job.
-#include "engine/final/save_job.h"
+#include "engine/save/save_job.h"
 #include "json/options.h"
 #include "ops/tensors.h"
 

@@ -13,8 +13,8 @@
 #include <chrono>
 #include <memory>
 
+#include "engine/save/snapshot_job.h"
 #include "engine/write/memory_providers.h"
-#include "engine/write/snapshot_job.h"
 #include "json/options.h"
 #include "ops/overlap.h"
 #include "ops/tensors.h"

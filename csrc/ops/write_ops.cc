@@ -19,7 +19,7 @@
 // tensor's own; either column may be null or absent as a whole. The result,
 // {"files": [{"staged", "name", "id", "role", "bytes", "crc32c"}], "final":
 // what json/written.h says}, is kept in the job.
-#include "engine/final/write_job.h"
+#include "engine/save/write_job.h"
 #include "json/options.h"
 #include "json/written.h"
 #include "ops/tensors.h"

@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-#include "format/safetensors.h"
+#include "format/safetensors/safetensors.h"
 
 namespace torch_ckpt {
 

@@ -10,7 +10,7 @@
 #include "engine/write/fill.h"
 #include "engine/write/memory_providers.h"
 #include "engine_test_util.h"
-#include "format/cast.h"
+#include "values/cast.h"
 
 namespace torch_ckpt {
 namespace {

@@ -3,7 +3,7 @@
 
 #include "engine/open/checkpoint.h"
 #include "engine_test_util.h"
-#include "format/catalog_builder.h"
+#include "format/ours/catalog_builder.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "engine/commit/previous.h"
-#include "engine/commit/remove.h"
+#include "engine/upkeep/remove.h"
 #include "engine_commit_test_util.h"
 
 namespace torch_ckpt {

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/commit/remove.h"
+#include "engine/upkeep/remove.h"
 #include "engine_commit_test_util.h"
 #include "interleaver.h"
 

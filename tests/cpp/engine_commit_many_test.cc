@@ -12,7 +12,7 @@
 
 #include "engine/commit/commit.h"
 #include "engine/commit/each_file.h"
-#include "engine/commit/remove.h"
+#include "engine/upkeep/remove.h"
 #include "engine_commit_test_util.h"
 
 namespace torch_ckpt {

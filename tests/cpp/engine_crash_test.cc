@@ -265,7 +265,6 @@ TEST_F(CrashTest, ConsolidationInPlace) {
   ASSERT_OK(SaveAll(Live("t"), NewPieces(), Settings()).status());
   MergeSettings settings;
   settings.output.workers = 1;
-  settings.in_place = true;
   Check("t", NewContents(), NewContents(),
         [&] { return Merge(Live("t"), Live("t"), settings).status(); });
 }

@@ -2,12 +2,12 @@
 #include <cerrno>
 #include <cstring>
 
-#include "engine/final/write_job.h"
 #include "engine/open/header_io.h"
+#include "engine/save/write_job.h"
 #include "fake_cuda.h"
 #include "final_test_util.h"
-#include "format/cast.h"
 #include "runtime/crc32c.h"
+#include "values/cast.h"
 
 namespace torch_ckpt {
 namespace {

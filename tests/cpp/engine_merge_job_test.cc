@@ -5,10 +5,10 @@
 #include <mutex>
 #include <thread>
 
-#include "engine/merge/merge_plan.h"
+#include "engine/merge/merge_job.h"
 #include "engine/open/header_io.h"
 #include "engine_test_util.h"
-#include "format/hf_index.h"
+#include "format/safetensors/hf_index.h"
 
 namespace torch_ckpt {
 namespace {
@@ -188,10 +188,8 @@ TEST_F(MergeJobTest, InPlaceKeepsTheShards) {
   save.object = "{\"step\": 3}";
   ASSERT_OK(SaveAll(Path("out"), GridPieces("a", a, {2, 2}), save).status());
   WriteText(Path("out/config.json"), "{}");
-  MergeSettings settings;
-  settings.in_place = true;
   for (int round = 0; round < 2; ++round) {  // the second reads the first's
-    ASSERT_OK(Merge(Path("out"), Path("out"), settings).status());
+    ASSERT_OK(Merge(Path("out"), Path("out")).status());
     auto all = ReadAll(Path("out"));
     ASSERT_OK(all.status());
     EXPECT_EQ(all->at("a"), a.bytes);

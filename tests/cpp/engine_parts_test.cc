@@ -157,9 +157,7 @@ TEST_F(PartsTest, MergesAndIsReplacedByAnOrdinarySave) {
   ASSERT_OK(Merge(Target(), Path("merged")).status());
   EXPECT_EQ(ReadAll(Path("merged"))->at("rows"), rows_.bytes);
   // In place: the shards stay, the part manifests do not.
-  MergeSettings in_place;
-  in_place.in_place = true;
-  ASSERT_OK(Merge(Target(), Target(), in_place).status());
+  ASSERT_OK(Merge(Target(), Target()).status());
   std::vector<std::string> names = Names(Target());
   EXPECT_TRUE(std::none_of(names.begin(), names.end(), IsPartManifestName));
   EXPECT_TRUE(

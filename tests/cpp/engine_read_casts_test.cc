@@ -10,8 +10,8 @@
 
 #include "engine/read/read_job.h"
 #include "engine_test_util.h"
-#include "format/cast.h"
 #include "plan/runs.h"
+#include "values/cast.h"
 
 namespace torch_ckpt {
 namespace {

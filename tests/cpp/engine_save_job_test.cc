@@ -1,5 +1,5 @@
 // A checkpoint of one process, from memory to the commit in one call.
-#include "engine/final/save_job.h"
+#include "engine/save/save_job.h"
 #include "engine_test_util.h"
 #include "fake_cuda.h"
 

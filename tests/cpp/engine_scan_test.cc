@@ -1,7 +1,7 @@
 // Directories that are not ours.
 #include "engine/open/scan.h"
 #include "engine_test_util.h"
-#include "format/hf_index.h"
+#include "format/safetensors/hf_index.h"
 
 namespace torch_ckpt {
 namespace {

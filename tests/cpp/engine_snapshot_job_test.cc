@@ -7,10 +7,10 @@
 #include <set>
 #include <thread>
 
-#include "engine/write/snapshot_job.h"
+#include "engine/save/snapshot_job.h"
 #include "engine_test_util.h"
 #include "fake_cuda.h"
-#include "format/safetensors.h"
+#include "format/safetensors/safetensors.h"
 #include "os/fault.h"
 #include "os/memory.h"
 #include "plan/layout.h"

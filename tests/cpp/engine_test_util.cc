@@ -213,29 +213,6 @@ Result<std::map<std::string, std::string>> ReadAll(const std::string& path,
   return out;
 }
 
-CommitRequest MergeCommit(const MergePlan& plan,
-                          std::vector<std::vector<WrittenRange>> written,
-                          bool in_place) {
-  CommitRequest request;
-  request.index_name = kIndexName;
-  if (in_place) request.keep = KeptInPlace(plan).value();
-  for (size_t i = 0; i < plan.outputs().size(); ++i) {
-    const OutputSpec& spec = plan.outputs()[i].spec;
-    request.files.push_back(
-        {spec.staged,
-         {spec.name, spec.id, spec.role, spec.bytes,
-          CombineRanges(std::move(written[i]), spec.bytes).value()}});
-  }
-  const Catalog& catalog = plan.checkpoint().catalog();
-  for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
-    const CatalogEntry& entry = catalog.entries()[e];
-    if (entry.kind != EntryKind::kObject) continue;
-    request.objects.push_back(
-        {std::string(entry.name), plan.checkpoint().files()[entry.file].name});
-  }
-  return request;
-}
-
 Result<Manifest> Merge(const std::string& from, const std::string& to,
                        const MergeSettings& settings) {
   TC_ASSIGN_OR_RETURN(const CheckpointPtr checkpoint, OpenCheckpoint(from));
@@ -245,16 +222,18 @@ Result<Manifest> Merge(const std::string& from, const std::string& to,
   options.output = settings.output;
   TC_ASSIGN_OR_RETURN(const MergePlan plan,
                       MergePlan::Make(checkpoint, options, {}));
-  TC_ASSIGN_OR_RETURN(SaveSession session, BeginSave(to, true));
+  TC_ASSIGN_OR_RETURN(BegunMerge merge,
+                      BeginMerge(plan, {.path = to, .overwrite = true}));
+  const Directory& staging = merge.session->directory();
   std::vector<std::vector<WrittenRange>> written;
   if (settings.ranks == 0) {
     Job job;
-    TC_ASSIGN_OR_RETURN(
-        written, RunMergeJob(plan, session.directory(), plan.outputs(), &job));
+    TC_ASSIGN_OR_RETURN(written,
+                        RunMergeJob(plan, staging, plan.outputs(), &job));
   } else {
     std::vector<std::string> ids;
     for (const Output& output : plan.outputs()) {
-      TC_RETURN_IF_ERROR(CreateOutput(session.directory(), output.spec));
+      TC_RETURN_IF_ERROR(CreateOutput(staging, output.spec));
       ids.push_back(output.spec.id);
     }
     written.resize(plan.outputs().size());
@@ -266,14 +245,13 @@ Result<Manifest> Merge(const std::string& from, const std::string& to,
       TakeShare(&outputs, rank, settings.ranks);
       Job job;
       TC_ASSIGN_OR_RETURN(const auto part,
-                          RunMergeJob(own, session.directory(), outputs, &job));
+                          RunMergeJob(own, staging, outputs, &job));
       for (size_t f = 0; f < part.size(); ++f) {
         written[f].insert(written[f].end(), part[f].begin(), part[f].end());
       }
     }
   }
-  return CommitSave(&session,
-                    MergeCommit(plan, std::move(written), settings.in_place));
+  return CommitMerge(plan, &merge, {}, std::move(written));
 }
 
 void WriteForeign(const std::string& path,

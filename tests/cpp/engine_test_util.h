@@ -18,10 +18,10 @@
 #include <vector>
 
 #include "engine/commit/commit.h"
-#include "engine/final/write_job.h"
-#include "engine/merge/merge_plan.h"
+#include "engine/merge/merge_job.h"
 #include "engine/open/checkpoint.h"
 #include "engine/read/read_job.h"
+#include "engine/save/write_job.h"
 #include "format/names.h"
 #include "os/fault.h"
 
@@ -100,15 +100,9 @@ Result<std::map<std::string, std::string>> ReadAll(const std::string& path,
 struct MergeSettings {
   std::vector<std::pair<std::string, int64_t>> mapping;
   bool strict = true;
-  bool in_place = false;
   OutputOptions output;
   int ranks = 0;  // 0: one process; else bytes divided over so many
 };
-
-// The request that commits a finished merge.
-CommitRequest MergeCommit(const MergePlan& plan,
-                          std::vector<std::vector<WrittenRange>> written,
-                          bool in_place);
 
 Result<Manifest> Merge(const std::string& from, const std::string& to,
                        const MergeSettings& settings = {});

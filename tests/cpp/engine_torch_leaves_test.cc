@@ -7,10 +7,10 @@
 #include "budget_test_util.h"
 #include "engine/open/torch_archive.h"
 #include "engine/open/torch_leaves.h"
-#include "format/pickle.h"
-#include "format/pickle_object.h"
-#include "format/torch_dtensor.h"
-#include "format/torch_unread.h"
+#include "format/torch/dtensor.h"
+#include "format/torch/pickle.h"
+#include "format/torch/pickle_object.h"
+#include "format/torch/unread.h"
 #include "os_test_util.h"
 
 namespace torch_ckpt {

@@ -4,9 +4,9 @@
 #include <cerrno>
 #include <filesystem>
 
-#include "engine/final/write_job.h"
 #include "engine/open/header_io.h"
-#include "engine/write/snapshot_job.h"
+#include "engine/save/snapshot_job.h"
+#include "engine/save/write_job.h"
 #include "engine_test_util.h"
 #include "os/probe.h"
 #include "runtime/adopted.h"

@@ -3,7 +3,7 @@
 
 #include <atomic>
 
-#include "engine/final/assemble_job.h"
+#include "engine/save/assemble_job.h"
 #include "engine_test_util.h"
 
 namespace torch_ckpt {

@@ -3,9 +3,9 @@
 #include <cstring>
 #include <random>
 
-#include "format/catalog.h"
-#include "format/catalog_builder.h"
-#include "format/catalog_codec.h"
+#include "format/ours/catalog.h"
+#include "format/ours/catalog_builder.h"
+#include "format/ours/catalog_codec.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {

@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "format/hf_index.h"
+#include "format/safetensors/hf_index.h"
 
 namespace torch_ckpt {
 namespace {

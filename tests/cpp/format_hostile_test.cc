@@ -4,12 +4,12 @@
 #include <string>
 
 #include "budget_test_util.h"
-#include "format/catalog.h"
-#include "format/catalog_builder.h"
-#include "format/dcp_metadata.h"
-#include "format/pickle.h"
-#include "format/pickle_object.h"
-#include "format/torch_state.h"
+#include "format/ours/catalog.h"
+#include "format/ours/catalog_builder.h"
+#include "format/torch/dcp_metadata.h"
+#include "format/torch/pickle.h"
+#include "format/torch/pickle_object.h"
+#include "format/torch/state.h"
 
 namespace torch_ckpt {
 namespace {

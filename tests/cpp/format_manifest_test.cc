@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "format/manifest.h"
+#include "format/ours/manifest.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {

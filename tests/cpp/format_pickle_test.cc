@@ -2,10 +2,10 @@
 
 #include <string>
 
-#include "format/pickle.h"
-#include "format/pickle_object.h"
-#include "format/torch_state.h"
-#include "format/torch_tensor.h"
+#include "format/torch/pickle.h"
+#include "format/torch/pickle_object.h"
+#include "format/torch/state.h"
+#include "format/torch/tensor.h"
 
 namespace torch_ckpt {
 namespace {

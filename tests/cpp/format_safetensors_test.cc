@@ -2,7 +2,7 @@
 
 #include <random>
 
-#include "format/safetensors.h"
+#include "format/safetensors/safetensors.h"
 
 namespace torch_ckpt {
 namespace {

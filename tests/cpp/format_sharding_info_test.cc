@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "format/sharding_info.h"
+#include "format/safetensors/sharding_info.h"
 
 namespace torch_ckpt {
 namespace {

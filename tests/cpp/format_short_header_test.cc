@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "format/binary.h"
-#include "format/short_header.h"
+#include "format/safetensors/short_header.h"
 
 namespace torch_ckpt {
 namespace {

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "format/zip.h"
+#include "format/torch/zip.h"
 
 namespace torch_ckpt {
 namespace {

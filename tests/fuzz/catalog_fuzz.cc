@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "format/catalog.h"
+#include "format/ours/catalog.h"
 #include "runtime/crc32c.h"
 
 using namespace torch_ckpt;

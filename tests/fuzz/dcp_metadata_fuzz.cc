@@ -2,8 +2,8 @@
 // each placement inside of the file that is named.
 #include <cstdlib>
 
-#include "format/catalog.h"
-#include "format/dcp_metadata.h"
+#include "format/ours/catalog.h"
+#include "format/torch/dcp_metadata.h"
 
 using namespace torch_ckpt;
 

@@ -3,8 +3,8 @@
 // data, and what our writer makes of it must be read back the same.
 #include <cstdlib>
 
-#include "format/safetensors.h"
-#include "format/sharding_info.h"
+#include "format/safetensors/safetensors.h"
+#include "format/safetensors/sharding_info.h"
 
 using namespace torch_ckpt;
 

@@ -2,8 +2,8 @@
 // write of it is read back the same.
 #include <cstdlib>
 
-#include "format/hf_index.h"
 #include "format/names.h"
+#include "format/safetensors/hf_index.h"
 
 using namespace torch_ckpt;
 

@@ -3,8 +3,8 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "format/manifest.h"
 #include "format/names.h"
+#include "format/ours/manifest.h"
 #include "runtime/crc32c.h"
 
 using namespace torch_ckpt;

@@ -2,11 +2,11 @@
 #include <cstdlib>
 #include <string>
 
-#include "format/pickle.h"
-#include "format/pickle_object.h"
-#include "format/torch_dtensor.h"
-#include "format/torch_state.h"
-#include "format/torch_unread.h"
+#include "format/torch/dtensor.h"
+#include "format/torch/pickle.h"
+#include "format/torch/pickle_object.h"
+#include "format/torch/state.h"
+#include "format/torch/unread.h"
 #include "json/fields.h"
 #include "plan/mesh.h"
 

@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "format/sharding_info.h"
+#include "format/safetensors/sharding_info.h"
 
 using namespace torch_ckpt;
 

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "format/binary.h"
-#include "format/short_header.h"
+#include "format/safetensors/short_header.h"
 
 using namespace torch_ckpt;
 

@@ -8,7 +8,7 @@
 
 #include "engine/open/torch_archive.h"
 #include "engine/open/torch_leaves.h"
-#include "format/catalog_codec.h"
+#include "format/ours/catalog_codec.h"
 #include "json/fields.h"
 
 using namespace torch_ckpt;

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "format/zip.h"
+#include "format/torch/zip.h"
 
 using namespace torch_ckpt;
 

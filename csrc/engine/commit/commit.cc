@@ -11,8 +11,8 @@
 #include "engine/commit/rank_parts.h"
 #include "engine/commit/staged_files.h"
 #include "engine/write/output_files.h"
-#include "format/hf_index.h"
 #include "format/names.h"
+#include "format/safetensors/hf_index.h"
 #include "os/path.h"
 
 namespace torch_ckpt {

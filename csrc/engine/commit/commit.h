@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "engine/commit/staging.h"
-#include "format/manifest.h"
+#include "format/ours/manifest.h"
 
 namespace torch_ckpt {
 
@@ -48,8 +48,8 @@ struct CommitRequest {
   // path; empty where that is just [fqn].
   std::vector<std::pair<std::string, std::string>> planned;
   std::string index_name;  // of the index to write; empty: none
-  // Files of the manifest that stands in T to keep and name again (KeptInPlace
-  // of a merge). All others that it names go.
+  // Files of the manifest that stands in T to keep and name again (of a
+  // merge). All others that it names go.
   std::vector<std::string> keep;
 };
 

@@ -40,7 +40,7 @@
 
 #include <functional>
 
-#include "format/manifest.h"
+#include "format/ours/manifest.h"
 #include "os/directory.h"
 
 namespace torch_ckpt {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "format/manifest.h"
+#include "format/ours/manifest.h"
 #include "os/directory.h"
 
 namespace torch_ckpt {

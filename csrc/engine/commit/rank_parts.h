@@ -25,7 +25,7 @@
 #include <string>
 
 #include "engine/commit/commit.h"
-#include "format/manifest.h"
+#include "format/ours/manifest.h"
 #include "os/directory.h"
 #include "os/lock.h"
 

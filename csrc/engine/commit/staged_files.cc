@@ -165,8 +165,9 @@ Result<CommitFile> AddStagedFile(const Directory& staging,
   return file;
 }
 
-Result<CommitFile> AddStagedExtra(const Directory& staging,
-                                  const std::string& path) {
+namespace {
+
+Result<CommitFile> AddExtra(const Directory& staging, const std::string& path) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(path));
   CommitFile file;
   file.file.name = BaseName(absolute);
@@ -204,6 +205,18 @@ Result<CommitFile> AddStagedExtra(const Directory& staging,
   TC_RETURN_IF_ERROR(out.Sync());
   TC_RETURN_IF_ERROR(out.Close());
   return file;
+}
+
+}  // namespace
+
+Status AddStagedExtras(const Directory& staging,
+                       const std::vector<std::string>& paths,
+                       CommitRequest* request) {
+  for (const std::string& path : paths) {
+    TC_ASSIGN_OR_RETURN(CommitFile file, AddExtra(staging, path));
+    request->files.push_back(std::move(file));
+  }
+  return {};
 }
 
 }  // namespace torch_ckpt

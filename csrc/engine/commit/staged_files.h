@@ -3,6 +3,7 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "engine/commit/commit.h"
 #include "engine/open/build_catalog.h"
@@ -30,11 +31,13 @@ Result<CommitFile> AddStagedFile(const Directory& staging,
                                  std::string_view name, FileRole role,
                                  const std::string& text);
 
-// Copies a file from anywhere into staging, durably, as an extra of the
-// checkpoint under its own name. kInvalidArgument where that is a name of ours,
-// or of a file of tensors or an index of such: what a directory holds beside
-// them is for readers that take every such file for data.
-Result<CommitFile> AddStagedExtra(const Directory& staging,
-                                  const std::string& path);
+// Copies files from anywhere into staging, durably, as extras of the checkpoint
+// under their own names, and adds them to the request. kInvalidArgument where
+// that is a name of ours, or of a file of tensors or an index of such: what a
+// directory holds beside them is for readers that take every such file for
+// data.
+Status AddStagedExtras(const Directory& staging,
+                       const std::vector<std::string>& paths,
+                       CommitRequest* request);
 
 }  // namespace torch_ckpt

@@ -9,7 +9,7 @@
 #include "engine/open/torch_archive.h"
 #include "engine/write/casts.h"
 #include "engine/write/stored_providers.h"
-#include "format/cast.h"
+#include "values/cast.h"
 
 namespace torch_ckpt {
 namespace {

@@ -3,11 +3,11 @@
 #include <map>
 #include <set>
 
-#include "engine/final/final_files.h"
 #include "engine/merge/cut_objects.h"
-#include "format/cast.h"
+#include "engine/save/final_files.h"
 #include "format/json.h"
 #include "format/names.h"
+#include "values/cast.h"
 
 namespace torch_ckpt {
 namespace {
@@ -276,42 +276,6 @@ Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
   }
   plan.index_name_ = IndexFileName(assigned.count, naming);
   return plan;
-}
-
-Result<std::vector<std::string>> KeptInPlace(const MergePlan& plan) {
-  const Checkpoint& input = plan.checkpoint();
-  if (input.source() != kManifestSource) {
-    return std::vector<std::string>();
-  }
-  std::set<std::string> keep;
-  for (const ManifestFile& file : input.files()) {
-    if (file.role == FileRole::kObjects || file.role == FileRole::kExtra ||
-        (file.role == FileRole::kData && IsShardName(file.name))) {
-      keep.insert(file.name);
-    }
-  }
-  const std::vector<CatalogEntry>& entries = input.catalog().entries();
-  const std::set<uint32_t> merged(plan.entries().begin(), plan.entries().end());
-  for (uint32_t e = 0; e < entries.size(); ++e) {
-    if (merged.contains(e) || entries[e].kind != EntryKind::kTensor) continue;
-    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
-                        input.Placements(e));
-    for (const Placement& placement : placements) {
-      keep.insert(input.files()[placement.file].name);
-    }
-  }
-  return std::vector<std::string>(keep.begin(), keep.end());
-}
-
-Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
-    const MergePlan& plan, const Directory& staging,
-    const std::vector<Output>& outputs, Job* job) {
-  const MergeOptions& options = plan.options();
-  TC_ASSIGN_OR_RETURN(auto written,
-                      WriteOutputs(staging, outputs, options.output, job));
-  TC_RETURN_IF_ERROR(plan.inputs()->Check(job));
-  TC_RETURN_IF_ERROR(plan.casts().Check());
-  return written;
 }
 
 }  // namespace torch_ckpt

@@ -97,20 +97,4 @@ class MergePlan {
   std::vector<uint32_t> entries_, aliases_;
 };
 
-// Writes the plan's files into staging, or a part of them that are there: see
-// OutputSpec::ranges and WriteOutputs. `outputs` are those of the plan, and
-// what to write of each. They are streamed: a piece of an output file is
-// gathered from the input files, digested and written, with two pieces of
-// memory a worker, three with casts. The bytes that are read are compared with
-// their digests before this returns; kCorrupt names an input file whose bytes
-// do not match, kInvalidArgument a tensor of which a cast has lost a value.
-Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
-    const MergePlan& plan, const Directory& staging,
-    const std::vector<Output>& outputs, Job* job);
-
-// The files of the input's manifest that stay where the output goes into the
-// input's own directory: shards (as with stock), what is no tensor, and what
-// holds tensors that the output lacks. Earlier final files go.
-Result<std::vector<std::string>> KeptInPlace(const MergePlan& plan);
-
 }  // namespace torch_ckpt

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "engine/open/header_io.h"
-#include "format/catalog_builder.h"
+#include "format/ours/catalog_builder.h"
 
 namespace torch_ckpt {
 

@@ -9,9 +9,9 @@
 #include <string_view>
 #include <vector>
 
-#include "format/catalog.h"
-#include "format/manifest.h"
-#include "format/torch_unread.h"
+#include "format/ours/catalog.h"
+#include "format/ours/manifest.h"
+#include "format/torch/unread.h"
 #include "os/directory.h"
 
 namespace torch_ckpt {

@@ -29,9 +29,9 @@
 #include "engine/open/open_files.h"
 #include "engine/open/safetensors_blobs.h"
 #include "engine/open/stored_view.h"
-#include "format/catalog.h"
-#include "format/manifest.h"
-#include "format/torch_unread.h"
+#include "format/ours/catalog.h"
+#include "format/ours/manifest.h"
+#include "format/torch/unread.h"
 #include "os/directory.h"
 
 namespace torch_ckpt {

@@ -7,7 +7,7 @@
 #include <optional>
 #include <utility>
 
-#include "format/sharding_info.h"
+#include "format/safetensors/sharding_info.h"
 #include "os/patience.h"
 #include "os/probe.h"
 #include "runtime/crc32c.h"

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "format/manifest.h"
+#include "format/ours/manifest.h"
 #include "os/directory.h"
 
 namespace torch_ckpt {

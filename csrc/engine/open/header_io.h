@@ -4,7 +4,7 @@
 #include <string>
 #include <string_view>
 
-#include "format/short_header.h"
+#include "format/safetensors/short_header.h"
 #include "os/directory.h"
 #include "os/file.h"
 

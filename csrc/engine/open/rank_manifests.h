@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "format/catalog_builder.h"
-#include "format/manifest.h"
+#include "format/ours/catalog_builder.h"
+#include "format/ours/manifest.h"
 #include "os/directory.h"
 
 namespace torch_ckpt {

@@ -8,8 +8,8 @@
 
 #include "base/bytes.h"
 #include "engine/open/not_weights.h"
-#include "format/dcp_metadata.h"
 #include "format/names.h"
+#include "format/torch/dcp_metadata.h"
 
 namespace torch_ckpt {
 

@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "engine/open/catalog_reader.h"
-#include "format/dcp_metadata.h"
+#include "format/torch/dcp_metadata.h"
 
 namespace torch_ckpt {
 

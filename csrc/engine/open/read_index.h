@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "format/hf_index.h"
+#include "format/safetensors/hf_index.h"
 #include "os/directory.h"
 
 namespace torch_ckpt {

@@ -12,9 +12,9 @@
 #include "engine/open/read_index.h"
 #include "engine/open/torch_archive.h"
 #include "engine/open/torch_leaves.h"
-#include "format/catalog_builder.h"
-#include "format/hf_index.h"
 #include "format/names.h"
+#include "format/ours/catalog_builder.h"
+#include "format/safetensors/hf_index.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {

@@ -10,8 +10,8 @@
 #include <string_view>
 #include <utility>
 
-#include "format/catalog.h"
-#include "format/short_header.h"
+#include "format/ours/catalog.h"
+#include "format/safetensors/short_header.h"
 #include "os/file.h"
 
 namespace torch_ckpt {

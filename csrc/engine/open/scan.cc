@@ -12,8 +12,8 @@
 #include "engine/open/build_catalog.h"
 #include "engine/open/numbered_files.h"
 #include "engine/open/read_index.h"
-#include "format/hf_index.h"
 #include "format/names.h"
+#include "format/safetensors/hf_index.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {

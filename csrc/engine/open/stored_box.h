@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "format/catalog.h"
+#include "format/ours/catalog.h"
 #include "plan/ranges.h"
 #include "plan/runs.h"
 

@@ -13,7 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "format/catalog.h"
+#include "format/ours/catalog.h"
 #include "plan/runs.h"
 
 namespace torch_ckpt {

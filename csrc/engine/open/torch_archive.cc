@@ -5,8 +5,8 @@
 #include <optional>
 #include <utility>
 
-#include "format/pickle_object.h"
-#include "format/torch_state.h"
+#include "format/torch/pickle_object.h"
+#include "format/torch/state.h"
 #include "plan/copy_run.h"
 #include "plan/runs.h"
 #include "runtime/crc32.h"

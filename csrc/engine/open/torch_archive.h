@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "base/budget.h"
-#include "format/catalog.h"
-#include "format/pickle.h"
-#include "format/torch_tensor.h"
-#include "format/zip.h"
+#include "format/ours/catalog.h"
+#include "format/torch/pickle.h"
+#include "format/torch/tensor.h"
+#include "format/torch/zip.h"
 #include "os/file.h"
 
 namespace torch_ckpt {

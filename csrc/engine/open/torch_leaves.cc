@@ -5,7 +5,7 @@
 
 #include "engine/open/torch_archive.h"
 #include "format/json.h"
-#include "format/torch_dtensor.h"
+#include "format/torch/dtensor.h"
 #include "plan/mesh.h"
 
 namespace torch_ckpt {

@@ -4,9 +4,9 @@
 #include <cstring>
 #include <utility>
 
-#include "format/cast.h"
 #include "plan/copy_run.h"
 #include "runtime/crc32c.h"
+#include "values/cast.h"
 
 namespace torch_ckpt {
 namespace {

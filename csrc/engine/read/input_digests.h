@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/open/open_files.h"
-#include "format/catalog.h"
+#include "format/ours/catalog.h"
 #include "runtime/jobs.h"
 
 namespace torch_ckpt {

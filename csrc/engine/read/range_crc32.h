@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include "format/catalog.h"
+#include "format/ours/catalog.h"
 #include "os/byte_source.h"
 #include "runtime/jobs.h"
 

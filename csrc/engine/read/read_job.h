@@ -59,7 +59,7 @@ struct ReadReport {
 
 // First proves that every element of every box is in the checkpoint and that
 // targets fit, before a byte is copied; then reads each file in ascending
-// order with bounded memory. A cast that loses values (format/cast.h) is
+// order with bounded memory. A cast that loses values (values/cast.h) is
 // kInvalidArgument. After an error targets may be partly filled. Who reads in
 // several calls gives `shared` ones, of kArchives or kNone, and checks them at
 // the end: what one call reads of a storage is compared by none.

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "base/checked.h"
-#include "format/cast.h"
 #include "plan/clip.h"
+#include "values/cast.h"
 
 namespace torch_ckpt {
 namespace {

@@ -7,9 +7,9 @@
 
 #include "engine/open/checkpoint.h"
 #include "engine/read/tensor_stream.h"
-#include "format/compare.h"
-#include "format/statistics.h"
 #include "runtime/jobs.h"
+#include "values/compare.h"
+#include "values/statistics.h"
 
 namespace torch_ckpt {
 

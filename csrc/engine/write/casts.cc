@@ -6,8 +6,8 @@
 
 #include "base/checked.h"
 #include "engine/write/fill.h"
-#include "format/cast.h"
 #include "runtime/crc32c.h"
+#include "values/cast.h"
 
 namespace torch_ckpt {
 namespace {

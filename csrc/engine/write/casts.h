@@ -19,7 +19,7 @@ class Casts final : public Provider {
   Origin Add(Origin of, Dtype from, Dtype to, std::string fqn);
 
   // When all is filled: whether every value is within the range of its new type
-  // (format/cast.h). kInvalidArgument names the first tensor of which one is
+  // (values/cast.h). kInvalidArgument names the first tensor of which one is
   // not.
   Status Check() const;
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "format/manifest.h"
+#include "format/ours/manifest.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {

@@ -8,7 +8,7 @@
 
 #include "base/checked.h"
 #include "engine/write/fill.h"
-#include "format/safetensors.h"
+#include "format/safetensors/safetensors.h"
 #include "os/byte_sink.h"
 #include "plan/ranges.h"
 #include "runtime/adopted.h"

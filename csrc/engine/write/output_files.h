@@ -13,7 +13,7 @@
 #include "engine/write/extents.h"
 #include "engine/write/output_crcs.h"
 #include "engine/write/written_ranges.h"
-#include "format/manifest.h"
+#include "format/ours/manifest.h"
 #include "os/directory.h"
 #include "runtime/crc32c.h"
 #include "runtime/jobs.h"

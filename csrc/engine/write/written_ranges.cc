@@ -4,7 +4,7 @@
 #include <string>
 
 #include "base/checked.h"
-#include "format/manifest.h"
+#include "format/ours/manifest.h"
 #include "runtime/crc32c.h"
 
 namespace torch_ckpt {

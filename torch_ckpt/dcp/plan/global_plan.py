@@ -26,7 +26,7 @@ from torch_ckpt.dcp.plan.rings import node_numbers, short_rows
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.torch_private import validate_global_plan
 
-MAX_CATALOG_BYTES = 1 << 30  # kMaxCatalogBytes in csrc/format/catalog.h
+MAX_CATALOG_BYTES = 1 << 30  # kMaxCatalogBytes in csrc/format/ours/catalog.h
 _PLACE_BYTES = 1 + 4 + 6  # at most: kind, file, and an offset below 4 TiB
 _MOST_BOX_BYTES = _PLACE_BYTES + 8 * 2 * 7  # of eight dimensions
 

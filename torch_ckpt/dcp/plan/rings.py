@@ -1,4 +1,4 @@
-"""Rings: ranks of one node that write short rows together (csrc/engine/final/ring_link.h)."""
+"""Rings: ranks of one node that write short rows together (csrc/engine/save/ring_link.h)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,260 @@
+#include "engine/save/write_job.h"
+
+#include <algorithm>
+
+#include "engine/commit/staging.h"
+#include "engine/open/header_io.h"
+#include "engine/write/literals.h"
+#include "format/names.h"
+#include "plan/layout.h"
+#include "runtime/workers.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr std::string_view kSpillName = "parts";  // on disk
+
+Status CheckBytes(const WriteTensor& tensor, const SourceTensor& source) {
+  TC_ASSIGN_OR_RETURN(const uint64_t bytes,
+                      ByteSize(tensor.dtype, tensor.shape));
+  if (bytes != source.bytes()) {
+    return InvalidArgument("has " + std::to_string(source.bytes()) +
+                           " bytes in memory, a " + DtypeName(tensor.dtype) +
+                           " box of " + tensor.shape.ToString() + " takes " +
+                           std::to_string(bytes));
+  }
+  if (!Inside({tensor.offsets, tensor.shape}, tensor.global_shape)) {
+    return InvalidArgument(
+        "box " + Box{tensor.offsets, tensor.shape}.ToString() +
+        " is not inside the global shape " + tensor.global_shape.ToString());
+  }
+  return {};
+}
+
+Status CheckSource(const WriteTensor& tensor,
+                   const std::vector<SourceTensor>& sources) {
+  Status checked = tensor.source < sources.size()
+                       ? CheckBytes(tensor, sources[tensor.source])
+                       : InvalidArgument("has no source");
+  return std::move(checked).WithTensor(tensor.name);
+}
+
+// The file's header, parsed and as text, and where its tensors come from. Takes
+// the names away from `file`.
+struct DataLayout {
+  FileHeader parsed;
+  std::string_view header;
+  ExtentList extents;
+};
+
+Result<DataLayout> LayOutData(WriteFile& file, const std::string& id,
+                              const std::vector<SourceTensor>& sources,
+                              MemorySources* memory, Texts* texts) {
+  DataLayout layout;
+  std::vector<SafetensorsEntry>& entries = layout.parsed.header.tensors;
+  entries.reserve(file.tensors.size());
+  for (WriteTensor& tensor : file.tensors) {
+    TC_RETURN_IF_ERROR(CheckSource(tensor, sources));
+    entries.push_back(
+        {std::move(tensor.name), tensor.dtype, tensor.shape, 0, 0});
+  }
+  const std::vector<uint32_t> order = LayOutFile(&entries);
+  ShardingInfo& sharding = layout.parsed.sharding;
+  sharding.entries.reserve(file.tensors.size());
+  for (const uint32_t i : order) {
+    const WriteTensor& tensor = file.tensors[i];
+    sharding.entries.push_back({tensor.offsets, tensor.global_shape});
+  }
+  TC_ASSIGN_OR_RETURN(
+      std::string header,
+      BuildSafetensorsHeader(BuildFileMetadata(id, entries, &sharding.entries),
+                             entries));
+  layout.extents.Reserve(order.size() + 1);
+  layout.header = texts->Append(std::move(header), &layout.extents);
+  for (const uint32_t i : order) {
+    const size_t source = file.tensors[i].source;
+    layout.extents.Append(memory->Of(source), sources[source].bytes());
+  }
+  layout.parsed.header.data_begin = layout.header.size();
+  layout.parsed.header.file_bytes = layout.extents.size();
+  sharding.file_id = id;
+  sharding.has_sharding_info = true;
+  return layout;
+}
+
+// The short headers of the files of this job: gone again unless it is done.
+class StagedHeaders {
+ public:
+  explicit StagedHeaders(const Directory& staging) : staging_(staging) {}
+  StagedHeaders(const StagedHeaders&) = delete;
+  StagedHeaders& operator=(const StagedHeaders&) = delete;
+  ~StagedHeaders() {
+    for (const std::string& staged : staged_) UnstageHeader(staging_, staged);
+  }
+
+  Status Stage(const std::string& staged, const FileHeader& file,
+               std::string_view text) {
+    staged_.push_back(staged);
+    return StageHeader(staging_, staged, file, text);
+  }
+  void Keep() { staged_.clear(); }
+
+ private:
+  const Directory& staging_;
+  std::vector<std::string> staged_;
+};
+
+// One call of RunWriteJob.
+class WriteJob {
+ public:
+  WriteJob(WritePlan plan, const std::vector<SourceTensor>& sources,
+           Directory staging, MemorySources memory, int workers, Job* job)
+      : plan_(std::move(plan)),
+        sources_(sources),
+        staging_(std::move(staging)),
+        memory_(std::move(memory)),
+        workers_(workers),
+        job_(job),
+        headers_(staging_) {}
+
+  // The files of this rank alone.
+  Status LayOutFiles() {
+    for (WriteFile& file : plan_.files) {
+      TC_RETURN_IF_ERROR(CheckFileName(file.name));
+      TC_RETURN_IF_ERROR(LayOut(file).WithFile(file.name));
+    }
+    return {};
+  }
+
+  // What this rank writes of the final files, and what it leaves for others.
+  Status LayOutFinals() {
+    if (plan_.final_tensors.empty()) return {};
+    for (const WriteTensor& tensor : plan_.final_tensors) {
+      TC_RETURN_IF_ERROR(CheckSource(tensor, sources_));
+    }
+    TC_ASSIGN_OR_RETURN(finals_, PlanFinalWrite(staging_, plan_.final_tensors,
+                                                &memory_, {plan_.rank, job_}));
+    for (Output& file : finals_.files) outputs_.push_back(std::move(file));
+    if (finals_.spill.size() == 0) return {};
+    AddOutput(std::string(kSpillName), FileRole::kExtra, NewId(),
+              std::move(finals_.spill));
+    return {};
+  }
+
+  Status Write() {
+    Status status = WriteAndSend();
+    if (status.ok()) status = memory_.CheckCasts();
+    if (status.ok()) return {};
+    // Some are written all the same.
+    for (const Output& output : outputs_) {
+      if (output.spec.ranges) continue;
+      (void)staging_.Unlink(output.spec.staged, true);
+    }
+    return status;
+  }
+
+  WrittenPlan Report() {
+    WrittenPlan report;
+    if (finals_.ring) report.ring_bytes = finals_.ring->own_bytes();
+    for (size_t f = 0; f < outputs_.size(); ++f) {
+      OutputSpec& spec = outputs_[f].spec;
+      const size_t of_final = f - plan_.files.size();
+      if (f < plan_.files.size()) {
+        report.files.push_back({spec, std::move(written_[f][0].crc32c)});
+      } else if (of_final < finals_.files.size()) {
+        report.final_files.push_back(
+            {static_cast<uint32_t>(of_final), spec.id, std::move(written_[f])});
+      } else {
+        report.spill = WrittenSpill{{spec, std::move(written_[f][0].crc32c)},
+                                    std::move(finals_.spill_bytes),
+                                    std::move(finals_.spill_boxes)};
+      }
+    }
+    headers_.Keep();
+    return report;
+  }
+
+ private:
+  Status WriteAndSend() {
+    const bool leads = finals_.ring && finals_.ring->leads();
+    OutputOptions options = plan_.options;
+    // The leader of a ring spends as long on a piece of what many ranks have as
+    // on writing it.
+    if (leads) options.workers = 2 * workers_;
+    const auto write = [&](int first_worker) -> Status {
+      TC_ASSIGN_OR_RETURN(written_, WriteOutputs(staging_, outputs_, options,
+                                                 job_, first_worker));
+      return {};
+    };
+    if (!finals_.ring || leads) return write(0);
+    // The leader has as much to write as all members send it: this rank's own
+    // bytes do not wait for that.
+    return ForEachItem(2, 2, nullptr, [&](int64_t item, int) {
+      return item == 0 ? finals_.ring->Send(workers_, job_) : write(workers_);
+    });
+  }
+
+  Status LayOut(WriteFile& file) {
+    const std::string id = NewId();
+    if (file.role == FileRole::kData) {
+      TC_ASSIGN_OR_RETURN(DataLayout layout,
+                          LayOutData(file, id, sources_, &memory_, &texts_));
+      TC_RETURN_IF_ERROR(headers_.Stage(StagedName(file.name, id),
+                                        layout.parsed, layout.header));
+      AddOutput(file.name, file.role, id, std::move(layout.extents));
+      return {};
+    }
+    ExtentList extents;
+    for (const size_t source : file.raw) {
+      if (source >= sources_.size()) return InvalidArgument("has no source");
+      extents.Append(memory_.Of(source), sources_[source].bytes());
+    }
+    AddOutput(file.name, file.role, id, std::move(extents));
+    return {};
+  }
+
+  void AddOutput(const std::string& name, FileRole role, const std::string& id,
+                 ExtentList extents) {
+    const uint64_t bytes = extents.size();
+    outputs_.push_back({{name, StagedName(name, id), id, role, bytes, {}},
+                        std::move(extents)});
+  }
+
+  WritePlan plan_;
+  const std::vector<SourceTensor>& sources_;
+  const Directory staging_;
+  MemorySources memory_;
+  Texts texts_;
+  const int workers_;
+  Job* const job_;
+  StagedHeaders headers_;
+  FinalWrite finals_;
+  std::vector<Output> outputs_;  // of files, then final ones, then the spill
+  std::vector<std::vector<WrittenRange>> written_;
+};
+
+}  // namespace
+
+Result<WrittenPlan> RunWriteJob(WritePlan plan,
+                                const std::vector<SourceTensor>& sources,
+                                Job* job) {
+  const std::string path = plan.staging;
+  const auto run = [&]() -> Result<WrittenPlan> {
+    TC_ASSIGN_OR_RETURN(Directory staging, Directory::Open(path));
+    const int workers = std::max(1, plan.options.workers);
+    // Sending to a ring and writing go on at once.
+    TC_ASSIGN_OR_RETURN(MemorySources memory,
+                        MemorySources::Make(sources, nullptr, 2 * workers));
+    WriteJob write(std::move(plan), sources, std::move(staging),
+                   std::move(memory), workers, job);
+    TC_RETURN_IF_ERROR(write.LayOutFiles());
+    TC_RETURN_IF_ERROR(write.LayOutFinals());
+    TC_RETURN_IF_ERROR(write.Write());
+    return write.Report();
+  };
+  Result<WrittenPlan> written = run();
+  if (written.ok()) return written;
+  return ExplainGone(written.status(), path);
+}
+
+}  // namespace torch_ckpt

@@ -1,0 +1,226 @@
+#include "format/safetensors/sharding_info.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "format/json.h"
+#include "format/names.h"
+
+namespace torch_ckpt {
+namespace {
+
+constexpr std::string_view kOffsetsKey = "saved_offsets";
+constexpr std::string_view kPeekPrefix =
+    "{\"__metadata__\":{\"torch_ckpt.file_id\":\"";
+
+// Finds the tensors of a file by name. Both metadata keys list them in the
+// order of the header when we wrote the file, so the next one is tried first;
+// the sorted list is made only when that fails.
+class TensorFinder {
+ public:
+  explicit TensorFinder(const std::vector<SafetensorsEntry>& tensors)
+      : tensors_(tensors) {}
+
+  // -1 when there is none.
+  int64_t Find(std::string_view name) {
+    if (next_ < tensors_.size() && tensors_[next_].name == name)
+      return static_cast<int64_t>(next_++);
+    if (sorted_.size() != tensors_.size()) {
+      sorted_.resize(tensors_.size());
+      std::iota(sorted_.begin(), sorted_.end(), size_t{0});
+      std::sort(sorted_.begin(), sorted_.end(), [this](size_t a, size_t b) {
+        return tensors_[a].name < tensors_[b].name;
+      });
+    }
+    const auto at = std::lower_bound(
+        sorted_.begin(), sorted_.end(), name,
+        [this](size_t i, std::string_view n) { return tensors_[i].name < n; });
+    if (at == sorted_.end() || tensors_[*at].name != name) return -1;
+    next_ = *at + 1;
+    return static_cast<int64_t>(*at);
+  }
+
+ private:
+  const std::vector<SafetensorsEntry>& tensors_;
+  std::vector<size_t> sorted_;
+  size_t next_ = 0;
+};
+
+// Both keys: {fqn: [int]} and, with one level more, {fqn: {"saved_offsets":
+// [int]}}. Calls back nothing; leaves the lists in `values`, by tensor.
+class DimsHandler final : public JsonHandler {
+ public:
+  DimsHandler(const std::vector<SafetensorsEntry>& tensors, bool nested,
+              std::vector<std::optional<Dims>>* values)
+      : tensors_(tensors), finder_(tensors), nested_(nested), values_(values) {}
+
+  bool OnKey(std::string_view key) override {
+    if (depth_ == 1) {
+      tensor_ = finder_.Find(key);
+      if (tensor_ < 0) {
+        return Fail(Corrupt("sharding info names a tensor that is not in the "
+                            "file")
+                        .WithTensor(std::string(key)));
+      }
+      return true;
+    }
+    if (key != kOffsetsKey) {
+      return Fail(Unsupported("unknown key in the sharding info"));
+    }
+    return true;
+  }
+  bool OnBeginObject() override {
+    if (in_array_ || depth_ == (nested_ ? 2 : 1))
+      return Refuse("unexpected object");
+    ++depth_;
+    return true;
+  }
+  bool OnEndObject() override {
+    --depth_;
+    if (depth_ == 1 && !Value()) return Refuse("saved_offsets is missing");
+    return true;
+  }
+  bool OnBeginArray() override {
+    if (in_array_ || depth_ != (nested_ ? 2 : 1))
+      return Refuse("unexpected array");
+    in_array_ = true;
+    Value() = Dims();
+    return true;
+  }
+  bool OnEndArray() override {
+    in_array_ = false;
+    const Dims& shape = tensors_[static_cast<size_t>(tensor_)].shape;
+    if (Value()->size() != shape.size())
+      return Refuse("the sharding info has another number of dimensions");
+    return true;
+  }
+  bool OnUnsigned(uint64_t value) override {
+    if (!in_array_) return Refuse("unexpected number");
+    if (value > static_cast<uint64_t>(kMaxDimension))
+      return Refuse("a number is larger than 2^48 - 1");
+    if (Value()->full())
+      return Refuse("the sharding info has another number of dimensions");
+    Value()->push_back(static_cast<int64_t>(value));
+    return true;
+  }
+
+ protected:
+  Status Locate(Status status) const override {
+    if (tensor_ < 0) return status;
+    return std::move(status).WithTensor(
+        tensors_[static_cast<size_t>(tensor_)].name);
+  }
+
+ private:
+  std::optional<Dims>& Value() {
+    return (*values_)[static_cast<size_t>(tensor_)];
+  }
+
+  const std::vector<SafetensorsEntry>& tensors_;
+  TensorFinder finder_;
+  const bool nested_;
+  std::vector<std::optional<Dims>>* values_;
+  int depth_ = 0;
+  int64_t tensor_ = -1;  // valid inside the root
+  bool in_array_ = false;
+};
+
+Status ParseDims(const SafetensorsHeader& header, std::string_view key,
+                 const std::string& text, bool nested,
+                 std::vector<std::optional<Dims>>* values) {
+  values->resize(header.tensors.size());
+  DimsHandler handler(header.tensors, nested, values);
+  const Status status = ParseJson(text, nested ? 3 : 2, &handler);
+  if (status.ok()) return status;
+  return Status(status.kind(),
+                "metadata " + std::string(key) + ": " + status.message())
+      .WithTensor(status.tensor());
+}
+
+}  // namespace
+
+Result<ShardingInfo> ParseShardingInfo(const SafetensorsHeader& header) {
+  ShardingInfo out;
+  if (const std::string* id = header.FindMetadata(kFileIdKey)) {
+    if (!IsId(*id)) return Corrupt("the file id in the header is malformed");
+    out.file_id = *id;
+  }
+  const std::string* text = header.FindMetadata(kShardingInfoKey);
+  const std::string* shapes_text = header.FindMetadata(kGlobalShapesKey);
+  if (!text && !shapes_text) return out;
+  std::vector<std::optional<Dims>> offsets(header.tensors.size());
+  std::vector<std::optional<Dims>> shapes(header.tensors.size());
+  if (text) {
+    out.has_sharding_info = true;
+    TC_RETURN_IF_ERROR(
+        ParseDims(header, kShardingInfoKey, *text, /*nested=*/true, &offsets));
+  }
+  if (shapes_text) {
+    TC_RETURN_IF_ERROR(ParseDims(header, kGlobalShapesKey, *shapes_text,
+                                 /*nested=*/false, &shapes));
+  }
+  // Where the key for global shapes is there, what it leaves out is whole.
+  const bool rest_is_whole = shapes_text != nullptr;
+  out.entries.reserve(header.tensors.size());
+  for (size_t i = 0; i < header.tensors.size(); ++i) {
+    const SafetensorsEntry& t = header.tensors[i];
+    ShardEntry entry{Dims::Filled(t.shape.size(), 0), shapes[i]};
+    if (offsets[i]) entry.offsets = *offsets[i];
+    if (!entry.global_shape && rest_is_whole) entry.global_shape = t.shape;
+    if (entry.global_shape) {
+      const Box box{entry.offsets, t.shape};
+      const auto bytes = ByteSize(t.dtype, *entry.global_shape);
+      if (!bytes.ok())
+        return Corrupt("global shape: " + bytes.status().message())
+            .WithTensor(t.name);
+      if (!Inside(box, *entry.global_shape)) {
+        return Corrupt("box " + box.ToString() +
+                       " is not inside the global shape " +
+                       entry.global_shape->ToString())
+            .WithTensor(t.name);
+      }
+    }
+    out.entries.push_back(std::move(entry));
+  }
+  return out;
+}
+
+std::vector<std::pair<std::string, std::string>> BuildFileMetadata(
+    std::string_view file_id, const std::vector<SafetensorsEntry>& tensors,
+    const std::vector<ShardEntry>* shards) {
+  std::vector<std::pair<std::string, std::string>> out;
+  if (!file_id.empty()) out.emplace_back(kFileIdKey, file_id);
+  out.emplace_back("format", "pt");
+  if (!shards) return out;
+  out.emplace_back("DCP_VERSION", "1.0");
+  std::string info = "{", shapes = "{";
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const ShardEntry& shard = (*shards)[i];
+    if (info.size() > 1) info += ',';
+    AppendJsonString(&info, tensors[i].name);
+    info += ":{\"saved_offsets\":";
+    AppendJsonDims(&info, shard.offsets);
+    info += '}';
+    if (!shard.global_shape || *shard.global_shape == tensors[i].shape)
+      continue;
+    if (shapes.size() > 1) shapes += ',';
+    AppendJsonString(&shapes, tensors[i].name);
+    shapes += ':';
+    AppendJsonDims(&shapes, *shard.global_shape);
+  }
+  out.emplace_back(kShardingInfoKey, info + '}');
+  out.emplace_back(kGlobalShapesKey, shapes + '}');
+  return out;
+}
+
+std::string PeekFileId(ByteSpan first_bytes) {
+  constexpr size_t kIdBytes = 32;
+  if (first_bytes.size() < 8 + kPeekPrefix.size() + kIdBytes + 1) return {};
+  const std::string_view text = AsText(first_bytes).substr(8);
+  if (!text.starts_with(kPeekPrefix)) return {};
+  const std::string_view id = text.substr(kPeekPrefix.size(), kIdBytes);
+  if (!IsId(id) || text[kPeekPrefix.size() + kIdBytes] != '"') return {};
+  return std::string(id);
+}
+
+}  // namespace torch_ckpt
