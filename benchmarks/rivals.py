@@ -58,7 +58,7 @@ def our_least_workers() -> int:
     """How many threads ours runs where fewer are asked for; 1 where torch_ckpt is not there."""
     if why_not_ours("consolidate_safetensors_files"):
         return 1
-    return int(importlib.import_module("torch_ckpt.jobs").MIN_WORKERS)
+    return int(importlib.import_module("torch_ckpt.native.jobs").MIN_WORKERS)
 
 
 def quiet() -> None:

@@ -30,13 +30,10 @@ from torch_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch_ckpt._core import library_path
-    from torch_ckpt._ext import plan
     from torch_ckpt._version import __version__ as __version__
-    from torch_ckpt.checkpoint import Checkpoint
-    from torch_ckpt.checkpoint import open as open
-    from torch_ckpt.consolidate import MergeFuture, consolidate_safetensors_files_on_every_rank
-    from torch_ckpt.conversion import convert
+    from torch_ckpt.checkpoint.checkpoint import Checkpoint
+    from torch_ckpt.checkpoint.checkpoint import open as open
+    from torch_ckpt.conversion.convert import convert
     from torch_ckpt.dcp.api import load, save
     from torch_ckpt.dcp.background.async_save import async_save
     from torch_ckpt.dcp.load.reader import CheckpointReader, HuggingFaceStorageReader
@@ -45,34 +42,40 @@ if TYPE_CHECKING:
     from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
     from torch_ckpt.dcp.saves import AsyncSave, SaveStats
     from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
-    from torch_ckpt.directory import CheckpointDirectory
-    from torch_ckpt.merge import consolidate_safetensors_files
+    from torch_ckpt.export.consolidate import (
+        MergeFuture,
+        consolidate_safetensors_files_on_every_rank,
+    )
+    from torch_ckpt.export.merge import consolidate_safetensors_files
+    from torch_ckpt.native.core import library_path
+    from torch_ckpt.native.operators import plan
     from torch_ckpt.patching.patch import TorchPatch, patch_torch
+    from torch_ckpt.runs.directory import CheckpointDirectory
 
 _LAZY = {
     "__version__": "torch_ckpt._version",
     "AsyncSave": "torch_ckpt.dcp.saves",
-    "Checkpoint": "torch_ckpt.checkpoint",
-    "CheckpointDirectory": "torch_ckpt.directory",
+    "Checkpoint": "torch_ckpt.checkpoint.checkpoint",
+    "CheckpointDirectory": "torch_ckpt.runs.directory",
     "CheckpointReader": "torch_ckpt.dcp.load.reader",
     "HuggingFaceStorageReader": "torch_ckpt.dcp.load.reader",
     "HuggingFaceStorageWriter": "torch_ckpt.dcp.save.writer",
     "LoadPlanner": "torch_ckpt.dcp.plan.planners",
-    "MergeFuture": "torch_ckpt.consolidate",
+    "MergeFuture": "torch_ckpt.export.consolidate",
     "PerRank": "torch_ckpt.dcp.plan.per_rank",
     "PinnedMemoryStager": "torch_ckpt.dcp.stage.stager",
     "SavePlanner": "torch_ckpt.dcp.plan.planners",
     "SaveStats": "torch_ckpt.dcp.saves",
     "TorchPatch": "torch_ckpt.patching.patch",
     "async_save": "torch_ckpt.dcp.background.async_save",
-    "consolidate_safetensors_files": "torch_ckpt.merge",
-    "consolidate_safetensors_files_on_every_rank": "torch_ckpt.consolidate",
-    "convert": "torch_ckpt.conversion",
-    "library_path": "torch_ckpt._core",
+    "consolidate_safetensors_files": "torch_ckpt.export.merge",
+    "consolidate_safetensors_files_on_every_rank": "torch_ckpt.export.consolidate",
+    "convert": "torch_ckpt.conversion.convert",
+    "library_path": "torch_ckpt.native.core",
     "load": "torch_ckpt.dcp.api",
-    "open": "torch_ckpt.checkpoint",
+    "open": "torch_ckpt.checkpoint.checkpoint",
     "patch_torch": "torch_ckpt.patching.patch",
-    "plan": "torch_ckpt._ext",
+    "plan": "torch_ckpt.native.operators",
     "save": "torch_ckpt.dcp.api",
 }
 
@@ -127,4 +130,4 @@ def __dir__() -> list[str]:
 
 # Beside torch its operators are there at once. The command line starts without either.
 if hasattr(sys.modules.get("torch"), "ops"):
-    importlib.import_module("torch_ckpt._ext")
+    importlib.import_module("torch_ckpt.native.operators")

@@ -1,4 +1,4 @@
-"""Errors. One class per kind of failure; a failed system call is an OSError.
+"""Errors: one class per kind of failure; a failed system call is an OSError. And warnings.
 
 Every error names what it can: file, tensor (its fqn) and rank. All of them survive pickling, since
 DCP sends them between ranks and processes.
@@ -6,7 +6,10 @@ DCP sends them between ranks and processes.
 
 from __future__ import annotations
 
+import sys
 import traceback
+import warnings
+from itertools import count
 from typing import Any, NoReturn
 
 
@@ -141,3 +144,21 @@ def forget_frames(error: BaseException) -> None:
             seen.append(each)
             traceback.clear_frames(each.__traceback__)
             todo += [each.__cause__, each.__context__]
+
+
+# What calls us, or is called by us, on behalf of somebody: stock's dcp.load, decorators of torch.
+_BETWEEN = ("torch_ckpt", "torch", "contextlib")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """`warnings.warn`, as of the innermost frame that is neither ours nor torch's; of the outermost
+    one where all are, as on a thread. Python shows equal texts once for each such line."""
+    for level in count(1):
+        try:
+            frame = sys._getframe(level)
+        except ValueError:  # no frame is left
+            level -= 1
+            break
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
+            break
+    warnings.warn(message, category, stacklevel=level + 1)

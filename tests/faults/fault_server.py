@@ -22,13 +22,13 @@ import fault_actions
 import torch
 import torch._dynamo  # what torch.compiler.disable needs: most of an import's time
 
-# All that the children need, but nothing that uses the core.
-import torch_ckpt.consolidate
 import torch_ckpt.dcp.api
 import torch_ckpt.dcp.background.async_save
 import torch_ckpt.dcp.load.load
 import torch_ckpt.dcp.plan.planners
 import torch_ckpt.dcp.save.save  # noqa: F401
+
+# All that the children need, but nothing that uses the core.
 
 LIMIT_SECONDS = 120
 

@@ -167,7 +167,6 @@ def prepare() -> None:
     import torch._dynamo
     import torch.distributed.tensor
 
-    import torch_ckpt.consolidate
     import torch_ckpt.dcp.plan.planners  # noqa: F401
 
     torch.set_num_threads(1)

@@ -84,7 +84,7 @@ SHARDING = {
 }
 KILLED = """
 import sys
-from torch_ckpt.merge import consolidate_safetensors_files
+from torch_ckpt.export.merge import consolidate_safetensors_files
 consolidate_safetensors_files(sys.argv[1], sys.argv[2], None, overwrite=True)
 """
 

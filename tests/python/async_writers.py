@@ -13,7 +13,8 @@ from sample_states import load_ours
 from torch.distributed.checkpoint.staging import StagingOptions
 
 import torch_ckpt
-from torch_ckpt import HuggingFaceStorageWriter, _core
+from torch_ckpt import HuggingFaceStorageWriter
+from torch_ckpt.native import core
 
 BLOCKING = StagingOptions(False, False, False, False)
 MIB = 1 << 20
@@ -26,7 +27,7 @@ MARKS = [
 
 
 def memory() -> dict[str, int]:
-    stats: dict[str, int] = _core.call({"op": "arena", "snapshots": True})
+    stats: dict[str, int] = core.call({"op": "arena", "snapshots": True})
     return stats
 
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from async_writers import GatedWriter, memory
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from torch_ckpt import _core
 from torch_ckpt.dcp import saves
 from torch_ckpt.dcp.plan import plan_cache
+from torch_ckpt.native import core
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,7 +51,7 @@ def nothing_is_left() -> Iterator[None]:
     yield
     saves.close(20)
     assert memory()["leased"] == before
-    _core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
+    core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-# Nothing that loads the core, which refuses to work in children of a process that has.
-import torch_ckpt.consolidate
 import torch_ckpt.dcp.plan.planners  # noqa: F401
+
+# Nothing that loads the core, which refuses to work in children of a process that has.
+import torch_ckpt.export.consolidate
 
 CALLS = ("mkdir", "open", "rename", "replace", "unlink", "rmdir", "fsync")
 

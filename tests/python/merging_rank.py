@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 import torch_ckpt
-from torch_ckpt import _core
+from torch_ckpt.native import core
 
 ENDED = 7  # exit status after an error of ours
 TIMEOUT = 10.0  # of ranks that do not answer, where one is stopped
@@ -36,7 +36,7 @@ def main() -> int:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
     pids = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    call = _core.call
+    call = core.call
 
     def watched(request: dict[str, Any]) -> Any:
         if request["op"] == "merge_share" and dist.get_rank() == 1:
@@ -59,7 +59,7 @@ def main() -> int:
             time.sleep(1)
         return call(request)
 
-    _core.call = watched
+    core.call = watched
     try:
         torch_ckpt.consolidate_safetensors_files_on_every_rank(
             source, out, None, timeout=TIMEOUT if what == "stop" else 600

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import torch_ckpt
-import torch_ckpt._ext
+import torch_ckpt.native.operators
 
 PACKAGE = Path(torch_ckpt.__file__).parent
 CORE, EXT = PACKAGE / "libtorch_ckpt_core.so", PACKAGE / "libtorch_ckpt_ext.so"
@@ -175,6 +175,6 @@ def test_exports() -> None:
 
 def test_both_libraries_load_only_once() -> None:
     """A second registration of the namespace would end the process."""
-    code = "import importlib, torch_ckpt._ext as ext; importlib.reload(ext); print('alive')"
+    code = "import importlib, torch_ckpt.native.operators as ext; importlib.reload(ext); print('alive')"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert out.stdout.strip() == "alive", out.stderr

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_ckpt
-from torch_ckpt.checkpoint import Checkpoint
-from torch_ckpt.conversion import TARGETS
-from torch_ckpt.jobs import OpenedCheckpoint
-from torch_ckpt.values import compare
+from torch_ckpt.checkpoint.checkpoint import Checkpoint
+from torch_ckpt.checkpoint.values import compare
+from torch_ckpt.conversion.convert import TARGETS
+from torch_ckpt.native.opened import OpenedCheckpoint
 
 
 def state() -> dict[str, torch.Tensor]:

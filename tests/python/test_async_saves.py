@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import torch_ckpt
-from torch_ckpt import PinnedMemoryStager, _ext
+from torch_ckpt import PinnedMemoryStager
 from torch_ckpt.dcp import saves
 from torch_ckpt.dcp.background import turn
+from torch_ckpt.native import operators
 
 pytestmark = MARKS
 
@@ -41,13 +42,13 @@ def test_tensors_may_change_when_the_call_has_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a stager that was made to prepare memory as well, and told nothing else."""
-    copy = _ext.stage
+    copy = operators.stage
 
     def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.3)
         return copy(*arguments, **options)
 
-    monkeypatch.setattr(_ext, "stage", slow)
+    monkeypatch.setattr(operators, "stage", slow)
     state = {f"w{i}": torch.zeros(1 << 20) for i in range(4)}
     stager = PinnedMemoryStager(prepare=state)
     save = torch_ckpt.async_save(state, checkpoint_id=tmp_path / "c", async_stager=stager)

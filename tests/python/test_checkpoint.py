@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 import torch_ckpt
 from torch_ckpt import Checkpoint
-from torch_ckpt.description import ObjectInfo, Placement
-from torch_ckpt.jobs import SaveSession
+from torch_ckpt.checkpoint.description import ObjectInfo, Placement
+from torch_ckpt.native.sessions import SaveSession
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -57,7 +57,7 @@ def kill_in_save(path: Path, call: str) -> None:
     other = path.parent / "other"
     torch_ckpt.save({"new": torch.arange(5)}, checkpoint_id=other)
     code = (
-        "import sys; from torch_ckpt.merge import consolidate_safetensors_files as merge; "
+        "import sys; from torch_ckpt.export.merge import consolidate_safetensors_files as merge; "
         "merge(sys.argv[1], sys.argv[2], overwrite=True)"
     )
     done = subprocess.run(
@@ -309,9 +309,7 @@ def test_killed_while_removing_is_incomplete_and_removed_again(path: Path, call:
         storage_writer=torch_ckpt.HuggingFaceStorageWriter(path, mapping),
         no_dist=True,
     )
-    code = (
-        "import sys; from torch_ckpt.checkpoint import Checkpoint; Checkpoint(sys.argv[1]).remove()"
-    )
+    code = "import sys; from torch_ckpt.checkpoint.checkpoint import Checkpoint; Checkpoint(sys.argv[1]).remove()"
     kept = killed = 0
     while killed == kept:
         copy = Path(shutil.copytree(path, path.with_name(f"copy{kept}")))

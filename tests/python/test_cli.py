@@ -317,7 +317,9 @@ def test_what_torch_prints_on_stdout_is_no_part_of_the_report(
     monkeypatch.setattr("torch.distributed.init_process_group", lambda _: os.write(1, b"Gloo\n"))
     monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
     monkeypatch.setattr("torch_ckpt.ranks.Ranks.of", lambda *_, **__: None)
-    monkeypatch.setattr("torch_ckpt.consolidate.merge_on_every_rank", lambda *_: {"files": 1})
+    monkeypatch.setattr(
+        "torch_ckpt.export.consolidate.merge_on_every_rank", lambda *_: {"files": 1}
+    )
     assert command._merge(pytest.fail, None) == {"files": 1}
     os.write(1, b"report\n")
     assert capfd.readouterr() == ("report\n", "Gloo\n")

@@ -20,8 +20,8 @@ from launch import HERE, PACKAGE
 
 import torch_ckpt
 from torch_ckpt.cli import cli
-from torch_ckpt.jobs import SaveSession
-from torch_ckpt.leftovers import leftovers
+from torch_ckpt.native.sessions import SaveSession
+from torch_ckpt.runs.leftovers import leftovers
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 STATE = {"w": torch.arange(100.0), "step": 3}
@@ -56,7 +56,7 @@ def a_process(program: str, *arguments: Any, faults: str = "") -> int:
 
 def killed_save(path: Path) -> None:
     program = (
-        "import os, sys\nfrom torch_ckpt.jobs import SaveSession\n"
+        "import os, sys\nfrom torch_ckpt.native.sessions import SaveSession\n"
         "session = SaveSession(sys.argv[1], overwrite=True)\n"
         "open(os.path.join(session.staging, 'x'), 'wb').write(b'x' * 5000)\n"
         "os.kill(os.getpid(), 9)\n"
@@ -151,7 +151,7 @@ def test_a_save_that_begins_between_finding_and_removing(root: Path) -> None:
         for name in ("step-2/.torch_ckpt-stage", "step-1", "step-2/.torch_ckpt-stage")
     ]
     program = (
-        "import sys\nfrom torch_ckpt.jobs import SaveSession\n"
+        "import sys\nfrom torch_ckpt.native.sessions import SaveSession\n"
         "sessions = [SaveSession(path, overwrite=True) for path in sys.argv[1:]]\n"
         "print(flush=True)\nsys.stdin.read()\n"
     )
@@ -271,7 +271,7 @@ def test_an_interrupted_commit_is_finished(root: Path) -> None:
     other = root.parent / "other"
     torch_ckpt.save({"new": torch.ones(3)}, other, no_dist=True)
     program = (
-        "import sys; from torch_ckpt.merge import consolidate_safetensors_files as merge; "
+        "import sys; from torch_ckpt.export.merge import consolidate_safetensors_files as merge; "
         "merge(sys.argv[1], sys.argv[2], None, overwrite=True)"
     )
     path = root / "step-2"

@@ -11,11 +11,11 @@ import pytest
 from test_cli_clean import SHARD, STATE, age, clean, everything, killed_save, run
 
 import torch_ckpt
-from torch_ckpt import leftovers as module
-from torch_ckpt.children import Deletions, newest_first, remove_tree
 from torch_ckpt.errors import ConflictError, UnsupportedError
-from torch_ckpt.jobs import SaveSession
-from torch_ckpt.leftovers import leftovers
+from torch_ckpt.native.sessions import SaveSession
+from torch_ckpt.runs import leftovers as module
+from torch_ckpt.runs.children import Deletions, newest_first, remove_tree
+from torch_ckpt.runs.leftovers import leftovers
 
 
 @pytest.fixture

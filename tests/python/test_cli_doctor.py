@@ -16,9 +16,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import torch_ckpt
-from torch_ckpt import _core
 from torch_ckpt.cli import cli
 from torch_ckpt.cli.checks import checks_of
+from torch_ckpt.native import core
 
 PACKAGE = str(Path(torch_ckpt.__file__).parents[1])
 
@@ -91,7 +91,7 @@ def test_facts_are_those_of_the_system(tmp_path: Path) -> None:
     assert directory["lock"] == {"excludes": True, "by_file": False}
     assert machine["cpus"] == len(os.sched_getaffinity(0))
     assert machine["open_files"] > 0
-    assert machine["crc32c"] == _core.call({"op": "arena"})["crc32c"]
+    assert machine["crc32c"] == core.call({"op": "arena"})["crc32c"]
 
 
 def test_no_speed_is_measured_where_none_is_asked_for(tmp_path: Path) -> None:
@@ -235,11 +235,11 @@ def test_ctrl_c_ends_it_and_leaves_nothing(fault_points: None, tmp_path: Path) -
 
 
 def test_a_cancelled_probe_raises(tmp_path: Path) -> None:
-    job = _core.call({"op": "job_create"})["job"]
-    _core.call({"op": "job_cancel", "job": job})
+    job = core.call({"op": "job_create"})["job"]
+    core.call({"op": "job_cancel", "job": job})
     with pytest.raises(torch_ckpt.CancelledError):
-        _core.call({"op": "probe", "path": str(tmp_path), "bytes": 64 << 20, "job": job})
-    _core.call({"op": "job_free", "job": job})
+        core.call({"op": "probe", "path": str(tmp_path), "bytes": 64 << 20, "job": job})
+    core.call({"op": "job_free", "job": job})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -22,13 +22,14 @@ from launch import PACKAGE
 from sample_states import stock_rows, stock_shard
 
 import torch_ckpt
-from torch_ckpt import _core
 from torch_ckpt.cli import cli
 from torch_ckpt.cli.leaves import value_text
 from torch_ckpt.cli.steps import step_in_name
 from torch_ckpt.cli.text import columns, natural
 from torch_ckpt.errors import IncompleteError
-from torch_ckpt.jobs import OpenedCheckpoint, SaveSession
+from torch_ckpt.native import core
+from torch_ckpt.native.opened import OpenedCheckpoint
+from torch_ckpt.native.sessions import SaveSession
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 Pair = namedtuple("Pair", "a b")
@@ -232,7 +233,7 @@ def test_values_of_a_commit_that_was_interrupted(tmp_path: Path) -> None:
     path = of_ours(tmp_path / "c", {"step": 1, "w": torch.ones(1)})
     other = of_ours(tmp_path / "other", {"step": 2, "w": torch.ones(1)})
     program = (
-        "import sys; from torch_ckpt.merge import consolidate_safetensors_files as merge; "
+        "import sys; from torch_ckpt.export.merge import consolidate_safetensors_files as merge; "
         "merge(sys.argv[1], sys.argv[2], overwrite=True)"
     )
     done = subprocess.run(
@@ -297,7 +298,7 @@ def test_an_objects_file_by_itself(tmp_path: Path) -> None:
 def killed_save(path: Path) -> None:
     """What a save that is killed leaves of a checkpoint at `path`."""
     program = (
-        "import os, sys\nfrom torch_ckpt.jobs import SaveSession\n"
+        "import os, sys\nfrom torch_ckpt.native.sessions import SaveSession\n"
         "session = SaveSession(sys.argv[1], overwrite=True)\n"
         "open(os.path.join(session.staging, 'x'), 'wb').write(b'x' * 5000)\n"
         "os.kill(os.getpid(), 9)\n"
@@ -439,7 +440,7 @@ def test_without_tensors_objects_are_described(tmp_path: Path) -> None:
     opened = OpenedCheckpoint(str(of_ours(tmp_path / "c", state)))
     whole, objects = opened.describe(), opened.describe(tensors=False)
     assert "step" in objects["names"] and not {"a", "b", "c"} & {*objects["names"]}
-    assert objects["names"] == _core.objects_of(whole) == _core.objects_of(objects)
+    assert objects["names"] == core.objects_of(whole) == core.objects_of(objects)
     assert len(objects["type_of"]) == len(objects["paths"]) == len(objects["names"])
     for described in (whole, objects):
         assert described["tensor_count"] == 3
@@ -459,7 +460,7 @@ def test_files_of_others_are_looked_at_when_opened(tmp_path: Path) -> None:
 
     def check(name: str) -> None:
         which = {"checkpoint": opened[name].id, "check_files": True}
-        _core.describe(which, whole=False, tensors=False)
+        core.describe(which, whole=False, tensors=False)
 
     check("stock")
     with pytest.raises(IncompleteError, match="is missing"):
@@ -530,7 +531,7 @@ def test_natural_order() -> None:
 
 def test_plain_inspect_makes_no_object_of_a_tensor(tmp_path: Path, monkeypatch: Any) -> None:
     path = of_ours(tmp_path / "c", nested())
-    monkeypatch.setattr("torch_ckpt.description.TensorInfo", pytest.fail)
+    monkeypatch.setattr("torch_ckpt.checkpoint.description.TensorInfo", pytest.fail)
     monkeypatch.setattr("torch_ckpt.cli.inspect.leaves_of", pytest.fail)
     assert run("inspect", path).exit_code == 0
     assert run("inspect", path, "--tensors").exit_code != 0

@@ -28,11 +28,11 @@ from matplotlib import image
 from safetensors.torch import save_file
 
 import torch_ckpt
+from torch_ckpt.checkpoint.description import Placement, TensorInfo, topology_of
 from torch_ckpt.cli import cli, layout
 from torch_ckpt.cli.layout_svg import svg
 from torch_ckpt.cli.picture import write_picture
 from torch_ckpt.cli.plane import Box, Plane, Slice, boxes_of, plane_of
-from torch_ckpt.description import Placement, TensorInfo, topology_of
 
 WORLD = 4
 PACKAGE = str(Path(torch_ckpt.__file__).parents[1])

@@ -330,7 +330,7 @@ def test_a_large_checkpoint_takes_little_memory(tmp_path: Path) -> None:
     tensors = {f"w{number}": torch.ones(32 << 20, dtype=torch.uint8) for number in range(12)}
     torch.save(tensors, tmp_path / "a.pt")
     program = (
-        "import resource, torch, sys, torch_ckpt, torch_ckpt.archives\n"
+        "import resource, torch, sys, torch_ckpt, torch_ckpt.conversion.archives\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
         "torch_ckpt.convert(*sys.argv[1:], memory_budget='64MiB')\n"
@@ -430,7 +430,7 @@ def test_a_kill_leaves_the_old_or_the_new(tmp_path: Path, to: Any) -> None:
     torch.save({"w": torch.arange(4_000_000)}, source)
     wanted = torch.load(source)
     program = (
-        "import sys, torch_ckpt, torch_ckpt.archives\n"
+        "import sys, torch_ckpt, torch_ckpt.conversion.archives\n"
         "print(flush=True)\n"
         "torch_ckpt.convert(*sys.argv[1:])\n"
     )

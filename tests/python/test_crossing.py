@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from wrapped_tensor import Wrapped
 
 import torch_ckpt
-from torch_ckpt import PinnedMemoryStager, _core, _ext
+from torch_ckpt import PinnedMemoryStager
 from torch_ckpt.dcp.stage import crossing
 from torch_ckpt.dcp.stage.staged_state import StagedState
+from torch_ckpt.native import core, operators
 
 MIB = 1 << 20
 
@@ -35,12 +36,12 @@ def stage(state: dict[str, Any]) -> StagedState:
 
 
 def leased() -> int:
-    bytes_: int = _core.call({"op": "arena", "snapshots": True})["leased"]
+    bytes_: int = core.call({"op": "arena", "snapshots": True})["leased"]
     return bytes_
 
 
 def trim() -> None:
-    _core.call({"op": "arena", "snapshots": True, "trim": True})
+    core.call({"op": "arena", "snapshots": True, "trim": True})
 
 
 @pytest.fixture(autouse=True)
@@ -292,7 +293,7 @@ def test_a_region_that_crossed_serves_others_when_it_ends(other: Other) -> None:
         staged.end()
         assert leased() == 0
         other.call(look)
-    assert _core.call({"op": "arena", "snapshots": True})["mapped"] == 4 * MIB
+    assert core.call({"op": "arena", "snapshots": True})["mapped"] == 4 * MIB
     assert len(mappings()) == 1
     trim()
     assert mappings() == []
@@ -311,7 +312,7 @@ def test_memory_that_was_prepared_is_of_the_kind_that_is_expected(
     staged = stager.stage({"w": torch.ones(3 * MIB, dtype=torch.uint8)})
     assert isinstance(staged, StagedState)
     assert staged._region is not None and staged._region.fd is not None
-    assert _core.call({"op": "arena", "snapshots": True})["mapped"] == 4 * MIB
+    assert core.call({"op": "arena", "snapshots": True})["mapped"] == 4 * MIB
     assert mappings() == [4 * MIB]
 
 
@@ -376,13 +377,13 @@ def test_only_regions_are_adopted() -> None:
             (fd, offset, 0),
         ):
             with pytest.raises(torch_ckpt.InvalidArgumentError):
-                _ext.adopt(number, begin, size, 0)
+                operators.adopt(number, begin, size, 0)
     os.close(read_end)
     os.close(write_end)
     with pytest.raises(OSError, match="mmap"):
-        _ext.adopt(fd, 1, MIB, 0)
+        operators.adopt(fd, 1, MIB, 0)
     assert len(mappings()) == before
-    adopted = _ext.adopt(fd, offset, 4096, 8)
+    adopted = operators.adopt(fd, offset, 4096, 8)
     assert adopted.memory[:4].view(torch.float32).item() == 1
     assert adopted.fd is None
     assert len(mappings()) == before + 1

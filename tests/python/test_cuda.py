@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import torch_ckpt
-import torch_ckpt._ext
+import torch_ckpt.native.operators
 from torch_ckpt.dcp.save import write_files
 
 State = dict[str, torch.Tensor]
@@ -66,10 +66,10 @@ def mixed_state(device: str) -> State:
 
 
 def test_the_kernel_of_the_cuda_key_is_that_of_the_cpu(tmp_path: Path) -> None:
-    x, report = torch.arange(12.0).reshape(3, 4), torch_ckpt._ext.new_report()
+    x, report = torch.arange(12.0).reshape(3, 4), torch_ckpt.native.operators.new_report()
     file = {"name": "model.safetensors", "role": "data", "names": ["x"], "dtypes": ["F32"]}
     plan = {"staging": str(tmp_path), "files": [{**file, "first_source": 0}]}
-    blob = torch_ckpt._ext.plan_tensor(plan)
+    blob = torch_ckpt.native.operators.plan_tensor(plan)
     torch.ops.dcp_ext.write.default._op_dk(torch._C.DispatchKey.CUDA, [x], blob, report)
     (written,) = tmp_path.iterdir()
     assert report[0] == 1 and torch.equal(load_file(written)["x"], x)
@@ -82,7 +82,7 @@ def test_the_kernel_of_the_cuda_key_is_that_of_the_cpu(tmp_path: Path) -> None:
 def test_operators_wait_for_kernels(tmp_path: Path) -> None:
     """Whatever stream they are on: nobody told the operator."""
     x = torch.zeros(1 << 20, device="cuda")
-    plan, report = torch_ckpt.plan(tmp_path / "c", ["x"]), torch_ckpt._ext.new_report()
+    plan, report = torch_ckpt.plan(tmp_path / "c", ["x"]), torch_ckpt.native.operators.new_report()
     region = torch.zeros(x.nbytes, dtype=torch.uint8, pin_memory=True)
     offsets = torch.zeros(1, dtype=torch.int64)
     torch.cuda.synchronize()
@@ -118,9 +118,9 @@ def test_a_bucket_of_copies_is_written_at_once(
         calls.append(len(sources))
         return write(sources, *args)
 
-    write, collect = torch_ckpt._ext.write, write_files.collect_tensors
+    write, collect = torch_ckpt.native.operators.write, write_files.collect_tensors
     monkeypatch.setattr(write_files, "collect_tensors", as_copies)
-    monkeypatch.setattr(torch_ckpt._ext, "write", counted)
+    monkeypatch.setattr(torch_ckpt.native.operators, "write", counted)
     save(state, tmp_path / "saved", fqn_to_index_mapping=mapping)
     assert calls == [4, 2]
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}

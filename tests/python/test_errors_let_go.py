@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt import jobs
+from torch_ckpt.native import jobs
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from thread_ranks import run_threads
 
-from torch_ckpt import _core
 from torch_ckpt.errors import CancelledError, CheckpointError, ConflictError
-from torch_ckpt.jobs import Job
+from torch_ckpt.native import core
+from torch_ckpt.native.jobs import Job
 from torch_ckpt.ranks import Ranks, links, tree
 
 
@@ -83,7 +83,7 @@ def test_the_jobs_of_all_are_cancelled_when_a_rank_fails() -> None:
             with Job() as job:
                 until = time.monotonic() + 20
                 while time.monotonic() < until:
-                    if _core.call({"op": "job_poll", "job": job.id})["cancelled"]:
+                    if core.call({"op": "job_poll", "job": job.id})["cancelled"]:
                         cancelled.append(ranks.rank)
                         raise CancelledError("was cancelled")
                     time.sleep(0.01)

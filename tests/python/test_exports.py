@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt import consolidate
 from torch_ckpt.dcp.plan import load_planner
+from torch_ckpt.export import consolidate
 
 
 def test_every_name_is_there() -> None:

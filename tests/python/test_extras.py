@@ -19,8 +19,8 @@ from test_extras_of_adapters import tiny_llama
 import torch_ckpt
 from torch_ckpt import Checkpoint, InvalidArgumentError, consolidate_safetensors_files
 from torch_ckpt.cli import cli
-from torch_ckpt.dtype_policy import DtypePolicy
-from torch_ckpt.extras import extra_files
+from torch_ckpt.export.dtype_policy import DtypePolicy
+from torch_ckpt.export.extras import extra_files
 
 STATE = {"w": torch.arange(6.0)}
 

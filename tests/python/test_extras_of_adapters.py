@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt.extras import extra_files
+from torch_ckpt.export.extras import extra_files
 
 pytestmark = pytest.mark.slow
 

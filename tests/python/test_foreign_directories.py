@@ -14,7 +14,7 @@ from sample_states import stock_rows
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader
-from torch_ckpt.dtypes import TORCH_DTYPES
+from torch_ckpt.native.dtypes import TORCH_DTYPES
 
 SHAPE_UNSAID = "no file says the whole shape of w"
 

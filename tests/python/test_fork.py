@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.staging import StagingOptions
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
-from torch_ckpt.jobs import SaveSession
+from torch_ckpt.native.sessions import SaveSession
 
 
 @pytest.mark.parametrize("what", ["save", "load", "consolidate"])

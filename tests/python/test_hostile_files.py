@@ -10,8 +10,8 @@ import torch
 from foreign_samples import of_dcp, of_torch
 
 import torch_ckpt
-from torch_ckpt.description import entries_of
-from torch_ckpt.jobs import OpenedCheckpoint
+from torch_ckpt.checkpoint.description import entries_of
+from torch_ckpt.native.opened import OpenedCheckpoint
 
 
 def entries(path: Path) -> dict[str, bytes]:
@@ -122,6 +122,6 @@ def test_expanded_tensors_are_told_of_before_they_are_written(
     stored = path.stat().st_size
     torch_ckpt.convert(path, tmp_path / "quiet", "hf")
     assert not caplog.records
-    monkeypatch.setattr("torch_ckpt.conversion._GROWTH", 1000)
+    monkeypatch.setattr("torch_ckpt.conversion.convert._GROWTH", 1000)
     torch_ckpt.convert(path, tmp_path / "told", "hf")
     assert f"of {stored} bytes in files 200012 will be written" in caplog.text

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import torch_ckpt
-from torch_ckpt.checkpoint import Checkpoint
+from torch_ckpt.checkpoint.checkpoint import Checkpoint
 from torch_ckpt.cli import cli as main
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -17,9 +17,10 @@ import torch
 from launch import PACKAGE
 
 import torch_ckpt
-from torch_ckpt import _core
 from torch_ckpt.errors import error_from, with_rank
-from torch_ckpt.jobs import Job, SaveSession, _Session
+from torch_ckpt.native import core
+from torch_ckpt.native.jobs import Job
+from torch_ckpt.native.sessions import SaveSession, _Session
 
 STATE = {"w": torch.arange(6.0)}
 
@@ -32,7 +33,7 @@ def check(path: Path) -> None:
 
 def patch_call(monkeypatch: pytest.MonkeyPatch, op: str, after: Any) -> None:
     """After the core has answered requests `op`, `after` is called."""
-    call = _core.call
+    call = core.call
 
     def patched(request: dict[str, Any]) -> Any:
         answer = call(request)
@@ -40,7 +41,7 @@ def patch_call(monkeypatch: pytest.MonkeyPatch, op: str, after: Any) -> None:
             after()
         return answer
 
-    monkeypatch.setattr(_core, "call", patched)
+    monkeypatch.setattr(core, "call", patched)
 
 
 @pytest.fixture(autouse=True)
@@ -150,8 +151,8 @@ def test_at_the_end_of_the_interpreter_calls_are_made_in_place() -> None:
     """Where Python 3.12 starts no thread."""
     script = """
 import atexit, threading
-from torch_ckpt import jobs
-from torch_ckpt.progress import told
+from torch_ckpt.native import jobs
+from torch_ckpt.native.progress import told
 
 @atexit.register
 def last() -> None:

@@ -25,7 +25,7 @@ from torch_ckpt import (
     consolidate_safetensors_files,
 )
 from torch_ckpt.cli import cli
-from torch_ckpt.key_mapping import renamed
+from torch_ckpt.export.renames import renamed
 
 TO_HF = [(r"^blocks\.(\d+)\.wq$", r"model.layers.\1.self_attn.q_proj"), (r"^blocks\.", "model.")]
 TO_OURS = [(r"^model\.layers\.(\d+)\.self_attn\.q_proj$", r"blocks.\1.wq"), ("^model", "blocks")]

@@ -7,6 +7,7 @@ so that the last test can show that each of them does find a breach.
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,38 +27,11 @@ ONLY_BY = {"format/torch": {"format/torch", "engine/open"}}
 STRANGERS = {("ops", "capi")}
 # Of torch_ckpt: modules and packages, each of which may import those before it.
 PYTHON_ROOMS = (
-    *(
-        "errors",
-        "_version",
-        "options",
-        "torch_private",
-        "hulls",
-        "warn",
-        "dtypes",
-        "tensors",
-        "_core",
-        "mapping",
-        "key_mapping",
-        "jobs",
-        "selection",
-        "progress",
-        "_ext",
-        "values",
-    ),
-    *(
-        "description",
-        "extras",
-        "checkpoint",
-        "dtype_policy",
-        "children",
-        "leftovers",
-        "merge",
-        "objects",
-        "ranks",
-        "dcp",
-    ),
-    *("archives", "conversion", "consolidate", "patching", "directory", "cli"),
+    *("_version", "errors", "options", "native", "checkpoint", "objects", "ranks"),
+    *("export", "dcp", "runs", "conversion", "patching", "cli"),
 )
+# Of which none has a room: everything else has.
+LOOSE = {"_version", "errors", "options"}
 # What reads values needs torch, and is imported when the first value is asked for.
 LATER = {("checkpoint", "torch_ckpt.dcp.load"), ("checkpoint", "torch_ckpt.dcp.load.stored")}
 # Of torch_ckpt/dcp.
@@ -237,6 +211,31 @@ def imported_modules(tree: ast.Module) -> set[str]:
     return found
 
 
+def imported_files(text: str, modules: set[str]) -> set[str]:
+    """The `modules` that a module of this text imports when it runs."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            named = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= named & modules or {node.module}
+    return found & modules
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; none where there is no circle."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def room_of(path: Path) -> str:
     return path.parent.relative_to(ROOT / "csrc").as_posix()
 
@@ -283,7 +282,21 @@ def test_no_python_room_imports_a_later_one() -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         breaches += [f"{path.relative_to(ROOT)}: {b}" for b in import_breaches(room, tree)]
     assert rooms == set(PYTHON_ROOMS)
+    assert {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"} == LOOSE
     assert not breaches, "\n".join(breaches)
+
+
+def test_no_file_imports_what_imports_it() -> None:
+    # With what is imported late, but not for types alone.
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in python_sources()
+    }
+    graph = {
+        module: imported_files(path.read_text(encoding="utf-8"), set(modules)) - {"torch_ckpt"}
+        for module, path in modules.items()
+    }
+    assert circle(graph) == []
 
 
 def test_no_room_of_dcp_imports_a_later_one() -> None:
@@ -324,22 +337,22 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
         for path in python_sources()
         if (found := set(torch_privates(ast.parse(path.read_text(encoding="utf-8")))))
     }
-    assert users.pop("torch_ckpt/torch_private.py")
+    assert users.pop("torch_ckpt/native/torch_private.py")
     assert users == {}
 
 
-def test_only_ext_says_torch_ops() -> None:
+def test_only_operators_says_torch_ops() -> None:
     users = {
         path.relative_to(ROOT).as_posix()
         for path in python_sources()
         if uses_torch_ops(ast.parse(path.read_text(encoding="utf-8")))
     }
-    assert users <= {"torch_ckpt/_ext.py"}
+    assert users <= {"torch_ckpt/native/operators.py"}
 
 
 def test_the_ctypes_door_works_without_torch() -> None:
     # Merge, verify and describe run in processes that never import torch.
-    path = ROOT / "torch_ckpt/_core.py"
+    path = ROOT / "torch_ckpt/native/core.py"
     assert "torch" not in imported_modules(ast.parse(path.read_text(encoding="utf-8")))
 
 
@@ -446,19 +459,27 @@ CHECKED = [
     (list(include_breaches("runtime", "#include <Python.h>\n")), True),
     (list(include_breaches("os", '#include "file.h"\n')), True),
     (list(include_breaches("os", '#include "../os/file.h"\n')), True),
-    (imports("dcp", "from torch_ckpt.consolidate import x"), True),
+    (imports("dcp", "from torch_ckpt.runs.directory import x"), True),
     (imports("dcp", "def f():\n    import torch_ckpt.cli.output"), True),
     (imports("dcp", "from torch_ckpt import cli"), True),
-    (imports("dcp", "from torch_ckpt import _ext, merge"), False),
+    (
+        imports("dcp", "from torch_ckpt.native import core\nfrom torch_ckpt.export import merge"),
+        False,
+    ),
     (dcp_imports("plan", "from torch_ckpt.dcp.save.writer import x"), True),
     (dcp_imports("plan", "from torch_ckpt.dcp import saves, stage"), True),
     (dcp_imports("save", "from torch_ckpt.dcp.plan import rings"), False),
+    (circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}), True),
+    (circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}), False),
+    (imported_files("def f():\n    from a import b", {"a", "a.b"}) ^ {"a.b"}, False),
+    (imported_files("from a.b import f", {"a", "a.b"}) ^ {"a.b"}, False),
+    (imported_files("if TYPE_CHECKING:\n    import a", {"a"}), False),
     (calls("dist.get_rank()\ndist.barrier(group)"), True),
     (calls("dist.get_rank()"), False),
     (list(torch_privates(ast.parse("from torch.a._b import c"))), True),
     (list(torch_privates(ast.parse("from torch.a import _c as c"))), True),
     (list(torch_privates(ast.parse("x._local_tensor"))), True),
-    (list(torch_privates(ast.parse("from torch_ckpt import _core\nself._x"))), False),
+    (list(torch_privates(ast.parse("from torch_ckpt.native import core\nself._x"))), False),
     (uses_torch_ops(ast.parse("import torch\ntorch.ops.dcp_ext.version()")), True),
     (uses_torch_ops(ast.parse("from torch import ops")), True),
     (uses_torch_ops(ast.parse("import torch.ops")), True),

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch_ckpt.dtypes import TORCH_DTYPES
+from torch_ckpt.native.dtypes import TORCH_DTYPES
 
 
 def saved(path: Path, state: dict[str, Any]) -> Path:

@@ -17,7 +17,7 @@ from merging_rank import ENDED
 from safetensors.torch import load_file
 
 import torch_ckpt
-from torch_ckpt import _core
+from torch_ckpt.native import core
 
 WORLD = 4  # one is no neighbour of rank 1
 
@@ -29,7 +29,7 @@ def launch(source: Path, out: Path, what: str) -> list[tuple[int, str]]:
 
 def merges_once_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A merge begins when its job has been cancelled, however late that is."""
-    call = _core.call
+    call = core.call
     cancelled = threading.Event()
 
     def waiting(request: dict[str, Any]) -> Any:
@@ -40,7 +40,7 @@ def merges_once_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
             cancelled.set()
         return answer
 
-    monkeypatch.setattr(_core, "call", waiting)
+    monkeypatch.setattr(core, "call", waiting)
 
 
 @pytest.mark.slow
@@ -129,16 +129,16 @@ def test_a_cancel_that_comes_too_late_is_none(tmp_path: Path) -> None:
 
 HALF = """
 import os, signal, sys
-from torch_ckpt import _core
-from torch_ckpt.dtype_policy import DtypePolicy
-from torch_ckpt.merge import merge_request
+from torch_ckpt.native import core
+from torch_ckpt.export.dtype_policy import DtypePolicy
+from torch_ckpt.export.merge import merge_request
 request = merge_request(
     *sys.argv[1:], None, 1, strict=True, verify=True, max_shard_size=None, naming="dcp",
     policy=DtypePolicy(None), memory_budget="1GiB", key_mapping=None, overwrite=True,
 )
-begun = _core.call({"op": "merge_begin", **request})
+begun = core.call({"op": "merge_begin", **request})
 share = {key: begun[key] for key in ("staging", "ids", "input_identity")}
-_core.call({"op": "merge_share", **request, **share, "share": 0, "shares": 2})
+core.call({"op": "merge_share", **request, **share, "share": 0, "shares": 2})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import torch_ckpt
-from torch_ckpt._core import names_text
+from torch_ckpt.native.core import names_text
 
 # UTF-8 cannot say lone surrogates, and docs/format.md forbids NUL.
 LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0")

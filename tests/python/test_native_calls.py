@@ -11,11 +11,11 @@ from click.testing import CliRunner
 from sample_states import assert_same, blank, load, save
 
 import torch_ckpt
-import torch_ckpt._core
-import torch_ckpt._ext
+import torch_ckpt.native.core
+import torch_ckpt.native.operators
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch_ckpt.cli import cli
-from torch_ckpt.jobs import MIN_WORKERS
+from torch_ckpt.native.jobs import MIN_WORKERS
 
 Calls = list[tuple[int, dict[str, Any]]]
 STATE = {f"layers.{n}.weight": torch.full((5, n + 1), float(n)) for n in range(100)}
@@ -24,13 +24,13 @@ STATE = {f"layers.{n}.weight": torch.full((5, n + 1), float(n)) for n in range(1
 def watch(monkeypatch: pytest.MonkeyPatch, name: str) -> Calls:
     """The calls of _ext.`name` from now on: (number of tensors, plan)."""
     calls: Calls = []
-    call = getattr(torch_ckpt._ext, name)
+    call = getattr(torch_ckpt.native.operators, name)
 
     def watched(tensors: list[torch.Tensor], plan: dict[str, Any], job: Any) -> Any:
         calls.append((len(tensors), plan))
         return call(tensors, plan, job)
 
-    monkeypatch.setattr(torch_ckpt._ext, name, watched)
+    monkeypatch.setattr(torch_ckpt.native.operators, name, watched)
     return calls
 
 
@@ -82,14 +82,14 @@ def test_threads_of_a_merge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, workers: int
 ) -> None:
     requests = []
-    call = torch_ckpt._core.call
+    call = torch_ckpt.native.core.call
 
     def watched(request: dict[str, Any]) -> Any:
         if request["op"] == "merge":
             requests.append(request)
         return call(request)
 
-    monkeypatch.setattr(torch_ckpt._core, "call", watched)
+    monkeypatch.setattr(torch_ckpt.native.core, "call", watched)
     writer = HuggingFaceStorageWriter(
         tmp_path / "c",
         save_distributed=True,

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate
 import torch_ckpt
 from torch_ckpt import CheckpointReader, HuggingFaceStorageWriter, PinnedMemoryStager
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.native.tensors import memory_of
+from torch_ckpt.native.torch_private import dtensor_of
 from torch_ckpt.objects import ObjectError
-from torch_ckpt.tensors import memory_of
-from torch_ckpt.torch_private import dtensor_of
 
 VALUES = torch.arange(8) / 2
 SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
@@ -202,7 +202,7 @@ def test_operators_have_no_kernel_for_it(tmp_path: Path, plain: Path, kind: str,
 
 
 def test_operators_take_what_has_memory(tmp_path: Path) -> None:
-    report = torch_ckpt._ext.new_report()
+    report = torch_ckpt.native.operators.new_report()
     names = [name for name in TURNED if name != "named"]  # whose class refuses to be asked
     values = [TURNED[name] for name in names]
     wanted = [

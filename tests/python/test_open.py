@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import torch_ckpt
-from torch_ckpt import _ext
+from torch_ckpt.native import operators
 
 STATE = {
     "w": torch.arange(60.0).view(3, 4, 5),
@@ -130,13 +130,13 @@ def test_an_index_is_torchs_own(tmp_path_factory: Any, case: tuple[torch.Tensor,
 def test_a_slice_reads_its_own_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"w": torch.arange(1 << 22).view(4096, 1024)}, tmp_path / "a.safetensors")
     told: list[dict[str, int]] = []
-    read = _ext.read
+    read = operators.read
 
     def spy(*arguments: Any) -> dict[str, int]:
         told.append(read(*arguments))
         return told[-1]
 
-    monkeypatch.setattr(_ext, "read", spy)
+    monkeypatch.setattr(operators, "read", spy)
     stored = torch_ckpt.open(tmp_path)["w"]
     assert torch.equal(stored[3:5, 7], torch.tensor([3 * 1024 + 7, 4 * 1024 + 7]))
     assert [each["bytes_needed"] for each in told] == [16]

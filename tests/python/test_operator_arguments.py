@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from wrong_plans import REFUSED
 
 import torch_ckpt
-import torch_ckpt._ext
+import torch_ckpt.native.operators
 from torch_ckpt.dcp.load.targets import find_tied
 
 OPS = torch.ops.dcp_ext
@@ -119,7 +119,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 def test_null_is_the_default_of_every_key(c: Path, op: str) -> None:
     path = {} if op == "stage" else {"path": str(c)}
     names = {} if op == "describe" else {"names": ["x"]}
-    plan = torch_ckpt._ext.plan_tensor({**path, **names, **DEFAULTS[op]})
+    plan = torch_ckpt.native.operators.plan_tensor({**path, **names, **DEFAULTS[op]})
     x, report = torch.zeros(1000), new_report()
     if op == "describe":
         assert OPS.describe(plan)[0] == ["square", "x"]
@@ -153,7 +153,7 @@ def test_values_that_no_key_has(c: Path, op: str, wrong: dict[str, Any], message
     wrong = dict(wrong)
     region = wrong.pop("region", torch.zeros(100, dtype=torch.uint8))
     plan: dict[str, Any] = {"names": ["x"]} | ({} if op == "stage" else {"path": str(c)})
-    blob = torch_ckpt._ext.plan_tensor({**plan, **wrong})
+    blob = torch_ckpt.native.operators.plan_tensor({**plan, **wrong})
     more = [torch.zeros(1, dtype=torch.int64)] if op == "stage" else []
     last = [region] if op == "stage" else []
     report = new_report()

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from wrong_plans import REFUSED
 
 import torch_ckpt
-import torch_ckpt._ext
-from torch_ckpt.dtypes import DTYPE_NAMES
+import torch_ckpt.native.operators
+from torch_ckpt.native.dtypes import DTYPE_NAMES
 
 OPS = torch.ops.dcp_ext
 BACKENDS = ("eager", "aot_eager", "inductor")
@@ -191,7 +191,7 @@ def test_errors_of_plans_say_which_key(
     plan: dict[str, Any] = {} if op == "stage" else {"path": str(tmp_path / "c")}
     if op != "describe":
         plan["names"] = ["x"]
-    blob = torch_ckpt._ext.plan_tensor({**plan, **wrong})
+    blob = torch_ckpt.native.operators.plan_tensor({**plan, **wrong})
     x, report = torch.zeros(3), new_report()
     with pytest.raises((ValueError, RuntimeError), match=message):
         if op == "describe":

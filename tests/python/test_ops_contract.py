@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_ckpt
-import torch_ckpt._ext
+import torch_ckpt.native.operators
 
 OPS = torch.ops.dcp_ext
 BACKENDS = ("eager", "aot_eager", "inductor")
@@ -121,7 +121,7 @@ def test_names_and_a_dtype_as_text(staging: Path) -> None:
     source = staging.parent / "source"
     source.mkdir()
     save_file({"x\ny": torch.arange(5.0)}, source / "model.safetensors")
-    names = torch_ckpt._core.names_text(["x\ny"])
+    names = torch_ckpt.native.core.names_text(["x\ny"])
     OPS.read([target], as_plan({"path": str(source), "names": names}), new_report())
     assert torch.equal(target, torch.arange(5.0))
 
@@ -158,11 +158,11 @@ def test_digests_are_of_the_elements_in_their_order() -> None:
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
     tensors = [letters, wide.t(), wide.t().contiguous(), torch.ones(3, 0), freed, letters[::2]]
-    first, *others = torch_ckpt._ext.digests(tensors)
+    first, *others = torch_ckpt.native.operators.digests(tensors)
     assert first == 0xE3069283
     assert others[0] == others[1] > 0 and others[2:4] == [0, -1]
-    assert others[4] == torch_ckpt._ext.crc32c(letters[::2].contiguous())
-    assert torch_ckpt._ext.digests([]) == []
+    assert others[4] == torch_ckpt.native.operators.crc32c(letters[::2].contiguous())
+    assert torch_ckpt.native.operators.digests([]) == []
     for numbers in (torch.zeros(1, dtype=torch.int64), torch.zeros(2), torch.zeros(4).long()[::2]):
         with pytest.raises((RuntimeError, ValueError), match="one for each tensor"):
             OPS.digests([letters, letters], numbers)

@@ -15,16 +15,13 @@ from safetensors.torch import load_file, save_file
 from sample_states import FAILED, assert_same, stock_rows
 
 import torch_ckpt
-from torch_ckpt import (
-    Checkpoint,
-    HuggingFaceStorageWriter,
-    _core,
-    consolidate_safetensors_files,
-)
+from torch_ckpt import Checkpoint, HuggingFaceStorageWriter, consolidate_safetensors_files
 from torch_ckpt.cli import cli
-from torch_ckpt.dtype_policy import DtypePolicy
-from torch_ckpt.jobs import Job, end_session
-from torch_ckpt.merge import merge_request
+from torch_ckpt.export.dtype_policy import DtypePolicy
+from torch_ckpt.export.merge import merge_request
+from torch_ckpt.native import core
+from torch_ckpt.native.jobs import Job
+from torch_ckpt.native.sessions import end_session
 
 STATE = {"a": torch.linspace(-1, 1, 100), "b": torch.arange(30.0).reshape(5, 6)}
 OLD = {name: torch.zeros_like(value) for name, value in STATE.items()}
@@ -218,15 +215,15 @@ def test_ranks_of_a_merge_that_see_another_input(tmp_path: Path) -> None:
                 policy=DtypePolicy(None, ()),
             )
         )
-    begun = _core.call({"op": "merge_begin", **requests[0]})
+    begun = core.call({"op": "merge_begin", **requests[0]})
     try:
         with Job() as job:
             share = {"op": "merge_share", "job": job.id, "share": 0, "shares": 1}
-            _core.call({**begun, **requests[0], **share})
+            core.call({**begun, **requests[0], **share})
             with pytest.raises(torch_ckpt.ConflictError, match=r"/1: is not what the merge began"):
-                _core.call({**begun, **requests[1], **share})
+                core.call({**begun, **requests[1], **share})
         with pytest.raises(torch_ckpt.ConflictError, match=r"/1: is not what the merge began"):
-            _core.call({**begun, **requests[1], "op": "merge_commit", "shares": []})
+            core.call({**begun, **requests[1], "op": "merge_commit", "shares": []})
     finally:
         end_session("save", begun["session"])
     assert not (tmp_path / "out").exists()

@@ -34,9 +34,10 @@ from torch.distributed.checkpoint import (
 )
 
 import torch_ckpt
-from torch_ckpt import children, patch_torch
+from torch_ckpt import patch_torch
 from torch_ckpt.patching import patch, storage
 from torch_ckpt.patching.stand_in import StandIn
+from torch_ckpt.runs import children
 
 # Torch 2.15 has a public one, and keeps the old name for what is in it.
 FSSPEC = sys.modules.get("torch.distributed.checkpoint.fsspec_filesystem", _fsspec_filesystem)

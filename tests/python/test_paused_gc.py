@@ -13,11 +13,11 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torch_ckpt
-from torch_ckpt import _ext
 from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.plan.planners import SavePlanner
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError
-from torch_ckpt.jobs import SaveSession
+from torch_ckpt.native import operators
+from torch_ckpt.native.sessions import SaveSession
 
 
 def is_on() -> bool:
@@ -167,7 +167,7 @@ def test_while_files_are_written_it_goes_on(tmp_path, monkeypatch):
     """Other threads go on meanwhile, and their garbage must not wait for the disk."""
     seen = []
     before = gc.get_threshold()
-    for owner, name in ((_ext, "write"), (SaveSession, "commit")):
+    for owner, name in ((operators, "write"), (SaveSession, "commit")):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name), seen))
     for layout in ("sharded", "final"):
         torch_ckpt.save({"w": torch.ones(2)}, tmp_path / layout, layout=layout)

@@ -19,12 +19,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _async_process_executor as stock
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch_ckpt import PinnedMemoryStager, _core
+from torch_ckpt import PinnedMemoryStager
+from torch_ckpt.native import core
 from torch_ckpt.dcp.background.process import _known
 group()
 
 def arena():
-    return _core.call({"op": "arena", "snapshots": True})
+    return core.call({"op": "arena", "snapshots": True})
 
 def child():
     ours = list(_known.get(dist.group.WORLD, {}).values())

@@ -82,6 +82,14 @@ def test_a_reader_that_is_not_overridden_is_not_asked(tmp_path: Path) -> None:
     assert len(metadata.state_dict_metadata["w"].chunks) == 1
 
 
+def test_chunks_beside_a_tensor_that_is_not_read(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "s": torch.ones(3).to_sparse(), "w": torch.ones(5)}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    entries = Doubling(tmp_path).read_metadata().state_dict_metadata
+    assert isinstance(entries["s"], BytesStorageMetadata)
+    assert [entries[name].chunks[0].sizes for name in "aw"] == [(2,), (5,)]
+
+
 # Metadata.
 
 

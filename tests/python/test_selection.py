@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import torch_ckpt
-from torch_ckpt.checkpoint import Checkpoint
+from torch_ckpt.checkpoint.checkpoint import Checkpoint
 from torch_ckpt.cli import cli as main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

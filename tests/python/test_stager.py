@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 
 import torch_ckpt
-from torch_ckpt import HuggingFaceStorageWriter, PinnedMemoryStager, _core
+from torch_ckpt import HuggingFaceStorageWriter, PinnedMemoryStager
 from torch_ckpt.dcp.stage.staged_state import StagedState
+from torch_ckpt.native import core
 
 # Whatever pytest makes of warnings: stock says that there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(autouse=True)
 def nothing_stays_leased() -> Any:
-    _core.call({"op": "arena", "snapshots": True, "trim": True})
+    core.call({"op": "arena", "snapshots": True, "trim": True})
     yield
     deadline = time.monotonic() + 60  # stock's threads end by themselves
     while memory()["leased"] and time.monotonic() < deadline:
@@ -110,7 +111,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_touched() -> No
         assert stage({"w": source})["w"].sum() == 0
         release.join()
     finally:
-        _core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
+        core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
 
 
 @pytest.mark.parametrize("budget", [0, -1, True, 1.5, "", "many", "-5 GB", "2 GiBB", "0"])
@@ -133,7 +134,7 @@ def test_a_budget_in_any_unit() -> None:
             PinnedMemoryStager(memory_budget=text)
             assert memory()["budget"] == value
     finally:
-        _core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
+        core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
 
 
 @pytest.mark.parametrize("config", [StagingOptions(), BLOCKING], ids=["overlapped", "blocking"])
@@ -141,7 +142,7 @@ def test_memory_that_was_prepared_is_taken(config: StagingOptions) -> None:
     source = {"w": torch.arange(8 * MIB, dtype=torch.uint8), "b": {"c": torch.ones(5)}}
     sizes: list[Any] = [source, 9 * MIB, "9MiB"]
     for prepare in sizes:
-        _core.call({"op": "arena", "snapshots": True, "trim": True})
+        core.call({"op": "arena", "snapshots": True, "trim": True})
         stager = PinnedMemoryStager(config, prepare=prepare)
         staged: Any = stager.stage(source)
         staged = staged.result() if isinstance(staged, Future) else staged
@@ -164,7 +165,7 @@ def test_memory_that_cannot_be_prepared_is_an_error_of_the_next_call() -> None:
         with pytest.raises(torch_ckpt.InvalidArgumentError, match="prepare"):
             PinnedMemoryStager(prepare="much")
     finally:
-        _core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
+        core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
 
 
 def test_a_failure_in_the_background_is_the_futures() -> None:
@@ -175,7 +176,7 @@ def test_a_failure_in_the_background_is_the_futures() -> None:
         with pytest.raises(torch_ckpt.ExhaustedError):
             staged.result()
     finally:
-        _core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
+        core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
         stager.close()
 
 

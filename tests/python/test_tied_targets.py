@@ -111,7 +111,7 @@ def test_names_that_are_one_in_the_checkpoint_are_not_read_twice(
     w = torch.randn(64, 3)
     torch_ckpt.save({"a": w, "b": w}, tmp_path / "c", layout="final")
     reads: list[int] = []
-    read = torch_ckpt._ext.read
+    read = torch_ckpt.native.operators.read
 
     def spy(into: list[torch.Tensor], *rest: Any) -> dict[str, Any]:
         done = read(into, *rest)
@@ -119,7 +119,7 @@ def test_names_that_are_one_in_the_checkpoint_are_not_read_twice(
             reads.append(len(into))
         return done
 
-    monkeypatch.setattr(torch_ckpt._ext, "read", spy)
+    monkeypatch.setattr(torch_ckpt.native.operators, "read", spy)
     target = torch.zeros(64, 3)
     assert loaded({"a": target, "b": target}, tmp_path / "c") == []
     assert torch.equal(target, w) and reads == [1]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torch_ckpt import torch_private as private
+from torch_ckpt.native import torch_private as private
 
 pytestmark = pytest.mark.usefixtures("group")
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torch_ckpt
-from torch_ckpt.checkpoint import Checkpoint
+from torch_ckpt.checkpoint.checkpoint import Checkpoint
 from torch_ckpt.cli import cli as main
 
 pytestmark = pytest.mark.filterwarnings("ignore")

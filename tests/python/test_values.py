@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torch_ckpt
+from torch_ckpt.checkpoint.values import compare
 from torch_ckpt.cli import cli
 from torch_ckpt.dcp.load import read_objects
-from torch_ckpt.dtypes import DTYPE_NAMES
-from torch_ckpt.jobs import OpenedCheckpoint
-from torch_ckpt.values import compare
+from torch_ckpt.native.dtypes import DTYPE_NAMES
+from torch_ckpt.native.opened import OpenedCheckpoint
 
 DTYPES = [dtype for dtype in DTYPE_NAMES if "float4" not in str(dtype)]
 

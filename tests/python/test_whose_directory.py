@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import torch_ckpt
-from torch_ckpt.checkpoint import Checkpoint
+from torch_ckpt.checkpoint.checkpoint import Checkpoint
 from torch_ckpt.cli import cli as main
 from torch_ckpt.cli.steps import find_steps
 from torch_ckpt.dcp.load.reader import CheckpointReader
@@ -88,7 +88,7 @@ def test_a_conflict_that_stays_is_said_at_once(
     torch_ckpt.save({"w": torch.ones(2)}, tmp_path / "c")
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
     slept: list[float] = []
-    monkeypatch.setattr("torch_ckpt.checkpoint.time.sleep", slept.append)
+    monkeypatch.setattr("torch_ckpt.checkpoint.checkpoint.time.sleep", slept.append)
     with pytest.raises(torch_ckpt.ConflictError, match="two checkpoints"):
         Checkpoint(tmp_path / "c").verify()
     assert slept == []

@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.staging import (
 )
 
 import torch_ckpt
-from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter, _ext
+from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch_ckpt.dcp.plan.load_planner import MissingKeyError
 from torch_ckpt.dcp.save.writer import WriterOptions
 from torch_ckpt.errors import error_from, with_rank
+from torch_ckpt.native import operators
 from torch_ckpt.objects.types import CorruptObjectError, UnsupportedObjectError
 
 FINAL = "model-00001-of-00001.safetensors"
@@ -404,13 +405,13 @@ def test_other_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, sync: bool, direct: bool
 ) -> None:
     plans = []
-    write = _ext.write
+    write = operators.write
 
     def watched(tensors: Any, plan: dict[str, Any], job: Any) -> Any:
         plans.append(plan)
         return write(tensors, plan, job)
 
-    monkeypatch.setattr(_ext, "write", watched)
+    monkeypatch.setattr(operators, "write", watched)
     save(STATE, HuggingFaceStorageWriter(tmp_path / "c", save_distributed=True, **options))
     assert [(plan["sync"], plan["direct_io"]) for plan in plans] == [(sync, direct)]
     assert_same(load_ours(tmp_path / "c", STATE), STATE)

@@ -45,7 +45,7 @@ HEAD = """# Versions of torch and Python
 Written by `./dev torches`; nothing here is typed by hand. The tests of `dcp/`, `patching/` and the
 operators run on each torch below, in an environment of its own that is removed afterwards. One build
 of the two libraries, made with torch {built}, serves them all. What differs between these torches,
-`torch_ckpt/torch_private.py` knows. A build with "+cu" in its name ran without a GPU.
+`torch_ckpt/native/torch_private.py` knows. A build with "+cu" in its name ran without a GPU.
 
 """
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch_ckpt import _core
 from torch_ckpt.cli.output import format_bytes
+from torch_ckpt.native import core
 
 State = Literal["ok", "slow", "missing"]
 
@@ -203,7 +203,7 @@ def _of_machine(facts: dict[str, Any]) -> Iterator[Check]:
 
 def _of_versions() -> Iterator[Check]:
     versions = {
-        "torch_ckpt": _core.version(),
+        "torch_ckpt": core.version(),
         "Python": platform.python_version(),
         "Linux": platform.release(),
     }

@@ -17,8 +17,8 @@ from torch_ckpt.cli.output import (
 )
 from torch_ckpt.cli.text import bold, columns
 from torch_ckpt.errors import CheckpointError, ConflictError
-from torch_ckpt.leftovers import Leftover, leftovers, tree_bytes
 from torch_ckpt.options import local_path
+from torch_ckpt.runs.leftovers import Leftover, leftovers, tree_bytes
 
 _DONE = {"remove": "removed", "finish": "finished", "keep": "kept"}
 

@@ -12,13 +12,13 @@ import click
 
 from torch_ckpt.cli.merge_options import with_merge_options
 from torch_ckpt.cli.output import Output, count, format_bytes, with_output, world_size
-from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
-from torch_ckpt.extras import ExtraFiles, extra_files
-from torch_ckpt.mapping import INDEX_NAME, NAMINGS, load_json
-from torch_ckpt.merge import FileNames, MergeRequest, merge, merge_request
+from torch_ckpt.export.dtype_policy import DtypePolicy
+from torch_ckpt.export.extras import ExtraFiles, extra_files
+from torch_ckpt.export.files import INDEX_NAME, NAMINGS, load_json
+from torch_ckpt.export.merge import FileNames, MergeRequest, merge, merge_request
+from torch_ckpt.native.progress import Progress
 from torch_ckpt.options import local_path
-from torch_ckpt.progress import Progress
 
 _TIMEOUT_S = 600.0  # until a rank that does not answer is taken for dead
 
@@ -125,7 +125,7 @@ def _merge(
         return merge(*make(), progress)
     import torch.distributed as dist  # only here: it takes seconds
 
-    from torch_ckpt.consolidate import merge_on_every_rank
+    from torch_ckpt.export.consolidate import merge_on_every_rank
     from torch_ckpt.ranks import Ranks
 
     with _stdout_to_stderr():

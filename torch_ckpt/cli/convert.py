@@ -6,10 +6,10 @@ import click
 
 from torch_ckpt.cli.merge_options import with_merge_options
 from torch_ckpt.cli.output import Output, count, format_bytes, with_output
-from torch_ckpt.conversion import TARGETS, Target
-from torch_ckpt.conversion import convert as converted
-from torch_ckpt.mapping import NAMINGS
-from torch_ckpt.merge import FileNames
+from torch_ckpt.conversion.convert import TARGETS, Target
+from torch_ckpt.conversion.convert import convert as converted
+from torch_ckpt.export.files import NAMINGS
+from torch_ckpt.export.merge import FileNames
 from torch_ckpt.options import local_path
 
 

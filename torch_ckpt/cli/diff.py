@@ -10,13 +10,13 @@ from typing import Any
 
 import click
 
+from torch_ckpt.checkpoint.values import compare
 from torch_ckpt.cli.leaves import leaves_of, values_of
 from torch_ckpt.cli.output import DIFFERENT, Output, count, printable, with_output
 from torch_ckpt.cli.text import bold, columns, natural
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError
-from torch_ckpt.jobs import OpenedCheckpoint
+from torch_ckpt.native.opened import OpenedCheckpoint
 from torch_ckpt.options import parse_bytes
-from torch_ckpt.values import compare
 
 _TOLERANCE = click.FloatRange(min=0.0, max=1e300)
 _LEAST_BUDGET = 32 << 20
@@ -83,19 +83,19 @@ class _Side:
     def __init__(self, path: str) -> None:
         self.opened = OpenedCheckpoint(path)
         self.path = self.opened.path
-        self.described = self.opened.describe()
-        self.leaves = {leaf["name"]: leaf for leaf in leaves_of(self.described)}
+        self.listing = self.opened.listing()
+        self.leaves = {leaf["name"]: leaf for leaf in leaves_of(self.listing)}
 
     def typed(self, names: list[str]) -> dict[str, Any]:
         """`values_of` of leaves that are no tensors."""
-        return values_of(self.opened, self.described, set(names))
+        return values_of(self.opened, self.listing, set(names))
 
     @functools.cached_property
     def objects(self) -> Mapping[str, Any]:
         """All of these, see StoredObjects. Needs torch."""
         from torch_ckpt.dcp.load.stored import StoredObjects
 
-        return StoredObjects(self.opened, self.described, verify=True)
+        return StoredObjects(self.opened, self.listing, verify=True)
 
 
 def _of_tensors(

@@ -7,12 +7,12 @@ from dataclasses import asdict
 
 import click
 
-from torch_ckpt import _core
 from torch_ckpt.cli.checks import Check, checks_of
 from torch_ckpt.cli.output import FAILED, Output, printable, with_output
-from torch_ckpt.jobs import Job
+from torch_ckpt.native import core
+from torch_ckpt.native.jobs import Job
+from torch_ckpt.native.progress import told
 from torch_ckpt.options import local_path
-from torch_ckpt.progress import told
 
 _COLOURS = {"ok": "green", "slow": "yellow", "missing": "red"}
 
@@ -46,7 +46,7 @@ def doctor(path: str, mib: int, output: Output) -> None:
     with output.progress("measuring") as progress, Job() as job:
         request = {"op": "probe", "path": where, "bytes": mib << 20, "job": job.id}
         with told(job, progress):
-            facts = job.run(lambda: _core.call(request))
+            facts = job.run(lambda: core.call(request))
     checks = checks_of(facts, measured=mib > 0)
     broken = [check for check in checks if check.needed and check.state == "missing"]
     fields = {

@@ -9,16 +9,15 @@ from typing import Any
 
 import click
 
-from torch_ckpt import _core
+from torch_ckpt.checkpoint.description import entries_of, topology_of
 from torch_ckpt.cli.leaves import cells_of, count_objects, leaves_of, with_values
 from torch_ckpt.cli.output import Output, count, format_bytes, printable, with_output
 from torch_ckpt.cli.shard_file import checkpoint_around, file_fields, file_text
 from torch_ckpt.cli.steps import find_steps, step_of, steps_text
 from torch_ckpt.cli.text import bold, columns, dim
 from torch_ckpt.cli.tree import tree_lines
-from torch_ckpt.description import entries_of, topology_of
 from torch_ckpt.errors import IncompleteError
-from torch_ckpt.jobs import OpenedCheckpoint
+from torch_ckpt.native.opened import ListedFile, Listing, OpenedCheckpoint
 from torch_ckpt.options import local_path
 
 _SOURCES = {
@@ -79,14 +78,13 @@ def inspect(
             return
         raise
     tree = tree or depth is not None
-    which = {"checkpoint": opened.id, "check_files": True}
-    described = _core.describe(which, whole=tensors, tensors=tensors or tree)
-    fields = _fields(opened, described)
+    listing = opened.listing(whole=tensors, tensors=tensors or tree, check_files=True)
+    fields = _fields(opened, listing)
     leaves: list[dict[str, Any]] = []
     if tensors or tree:
-        leaves = with_values(opened, described, leaves_of(described))
+        leaves = with_values(opened, listing, leaves_of(listing))
     if tensors:
-        fields.update(_every_leaf(described, leaves))
+        fields.update(_every_leaf(listing, leaves))
     if tree and output.as_json:
         fields["leaves"] = leaves
     output.report(fields, lambda: "\n".join(_lines(fields, leaves, tree, depth)))
@@ -97,35 +95,35 @@ def _report_steps(path: str, steps: list[dict[str, Any]], output: Output) -> Non
     output.report(fields, lambda: steps_text(fields))
 
 
-def _fields(opened: OpenedCheckpoint, described: dict[str, Any]) -> dict[str, Any]:
+def _fields(opened: OpenedCheckpoint, listing: Listing) -> dict[str, Any]:
     """What the report says: nothing here is done for each tensor in Python."""
-    files = _core.files_of(opened.id)
+    files = opened.files()
     dtypes = sorted(
-        described["dtypes"].items(), key=lambda each: (-each[1]["bytes"], each[0])
+        listing.dtypes.items(), key=lambda each: (-each[1]["bytes"], each[0])
     )  # what takes most bytes first
     return {
         "path": opened.path,
-        "format": described["format"],
-        "source": described["source"],
-        "step": step_of(opened, described),
-        "save_id": described["save_id"] or None,
-        "world_size": described["world_size"],
-        "files": files,
-        "beside": described["beside"],
-        "notes": described["notes"],
-        "unread": described["unread"],
-        "balance": _balance(described["world_size"], files),
-        "tensor_count": described["tensor_count"],
+        "format": listing.format,
+        "source": listing.source,
+        "step": step_of(opened, listing),
+        "save_id": listing.save_id or None,
+        "world_size": listing.world_size,
+        "files": [file._asdict() for file in files],
+        "beside": listing.beside,
+        "notes": listing.notes,
+        "unread": listing.unread,
+        "balance": _balance(listing.world_size, files),
+        "tensor_count": listing.tensor_count,
         "tensor_bytes": sum(each["bytes"] for _, each in dtypes),
         "dtypes": dict(dtypes),
-        "object_count": count_objects(described),
+        "object_count": count_objects(listing),
     }
 
 
-def _balance(world_size: int | None, files: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _balance(world_size: int | None, files: list[ListedFile]) -> dict[str, Any] | None:
     """How the bytes of data files are shared out among ranks, or else files; None of a single
     one. "ratio": the largest to the mean, 1.0 where all are alike."""
-    data = {file["name"]: file["bytes"] for file in files if file["role"] == "data"}
+    data = {file.name: file.bytes for file in files if file.role == "data"}
     ranks = topology_of(world_size, data).ranks
     if data and ranks.keys() == data.keys():
         sizes: Counter[int] = Counter()
@@ -147,8 +145,8 @@ def _balance(world_size: int | None, files: list[dict[str, Any]]) -> dict[str, A
     }
 
 
-def _every_leaf(described: dict[str, Any], leaves: list[dict[str, Any]]) -> dict[str, Any]:
-    tensors, objects = entries_of(described)
+def _every_leaf(listing: Listing, leaves: list[dict[str, Any]]) -> dict[str, Any]:
+    tensors, objects = entries_of(listing)
     values = {leaf["name"]: leaf["value"] for leaf in leaves}
     return {
         "tensors": [dataclasses.asdict(tensor) for tensor in tensors],

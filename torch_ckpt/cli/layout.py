@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
-from torch_ckpt import _core
+from torch_ckpt.checkpoint.description import Placement, TensorInfo, topology_of
 from torch_ckpt.cli.layout_svg import svg
 from torch_ckpt.cli.output import Output, count, format_bytes, printable, with_output
 from torch_ckpt.cli.picture import check_picture_name, write_picture
 from torch_ckpt.cli.plane import Box, Plane, Slice, boxes_of, owners_of, plane_of
-from torch_ckpt.description import Placement, TensorInfo, topology_of
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError, UnsupportedError
-from torch_ckpt.jobs import OpenedCheckpoint
+from torch_ckpt.native import core
+from torch_ckpt.native.opened import OpenedCheckpoint
 
 _WIDTH, _HEIGHT = 64, 16  # characters of a map, at the most
 _SLICES = 8  # that are drawn, at the most
@@ -57,29 +57,29 @@ def layout(path: str, fqn: str, picture: str | None, format: str | None, output:
 
 def _find(opened: OpenedCheckpoint, fqn: str) -> TensorInfo:
     """The boxes of this tensor alone: a checkpoint may have thousands of others."""
-    described = opened.describe()
-    names = described["names"]
+    listing = opened.listing()
+    names = listing.names
     if fqn not in names:
         near = difflib.get_close_matches(fqn, names, 3)
         said = f"; near: {', '.join(map(repr, near))}" if near else ""
         raise IncompleteError(f"is not in the checkpoint{said}", file=opened.path, tensor=fqn)
     at = names.index(fqn)
-    if described["kinds"][at] == _core.OBJECT:
+    if listing.kinds[at] == core.OBJECT:
         text = "is no tensor and has no boxes; 'torch-ckpt show' shows it"
         raise InvalidArgumentError(text, file=opened.path, tensor=fqn)
-    if fqn in described["unread"]:
-        text = f"{described['unread'][fqn]}, and is not read"
+    if fqn in listing.unread:
+        text = f"{listing.unread[fqn]}, and is not read"
         raise UnsupportedError(text, file=opened.path, tensor=fqn)
-    dtype, shape, size = described["types"][described["type_of"][at]]
-    answer = _core.call(
+    dtype, shape, size = listing.types[listing.type_of[at]]
+    answer = core.call(
         {"op": "placements", "checkpoint": opened.id, "name": fqn, "described": True}
     )
     placements = tuple(
         Placement(box["file"], box["offset"], tuple(box["offsets"]), tuple(box["sizes"]))
         for box in answer["placements"]
     )
-    alias_of = described["aliases"].get(fqn)
-    return TensorInfo(fqn, dtype, tuple(shape), size, (fqn,), placements, alias_of)
+    alias_of = listing.aliases.get(fqn)
+    return TensorInfo(fqn, dtype, tuple(shape or ()), size, (fqn,), placements, alias_of)
 
 
 def _title(tensor: TensorInfo, boxes: list[Box]) -> str:

@@ -8,49 +8,48 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from torch_ckpt import _core
 from torch_ckpt.cli.output import format_bytes, printable
 from torch_ckpt.cli.text import natural
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import CheckpointError, CorruptError
-from torch_ckpt.jobs import OpenedCheckpoint
+from torch_ckpt.native import core
+from torch_ckpt.native.opened import ListedFile, Listing, OpenedCheckpoint
 
 _MOST_BYTES = 16 << 20  # of an objects file that is read to show values
 _MOST_SHOWN = 60  # characters of a value
 
 
 def leaves_of(
-    described: dict[str, Any], wanted: Callable[[str], bool] = lambda _: True
+    listing: Listing, wanted: Callable[[str], bool] = lambda _: True
 ) -> list[dict[str, Any]]:
     """{"name", "dtype", "shape", "bytes", "alias_of", "unread"} of every leaf whose name is
     `wanted`, in natural order; of one that is no tensor the last five are None. "unread" says why
     a tensor is not read; such a one may have no shape."""
-    aliases, types = described["aliases"], described["types"]
-    columns = (described[column] for column in ("names", "kinds", "type_of"))
+    aliases, types = listing.aliases, listing.types
     leaves = []
-    for name, kind, at in zip(*columns, strict=True):
+    for name, kind, at in listing.entries():
         if name != STRUCTURE_FQN and wanted(name):
-            dtype, shape, size = types[at] if kind != _core.OBJECT else (None, None, None)
+            dtype, shape, size = types[at] if kind != core.OBJECT else (None, None, None)
             leaf = {"name": name, "dtype": dtype, "shape": shape, "bytes": size}
             leaves.append(
-                {**leaf, "alias_of": aliases.get(name), "unread": described["unread"].get(name)}
+                {**leaf, "alias_of": aliases.get(name), "unread": listing.unread.get(name)}
             )
     return sorted(leaves, key=lambda leaf: natural(leaf["name"]))
 
 
-def count_objects(described: dict[str, Any]) -> int:
+def count_objects(listing: Listing) -> int:
     """How many leaves are no tensors."""
-    objects = _core.objects_of(described)
+    objects = listing.objects()
     return len(objects) - (STRUCTURE_FQN in objects)
 
 
 def with_values(
-    opened: OpenedCheckpoint, described: dict[str, Any], leaves: list[dict[str, Any]]
+    opened: OpenedCheckpoint, listing: Listing, leaves: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The leaves with "value": the text of what is no tensor; None of tensors, and where it is not
     read."""
     wanted = {leaf["name"] for leaf in leaves if leaf["dtype"] is None}
-    values = values_of(opened, described, wanted)
+    values = values_of(opened, listing, wanted)
     return [
         {**leaf, "value": value_text(values[leaf["name"]]) if leaf["name"] in values else None}
         for leaf in leaves
@@ -71,21 +70,19 @@ def cells_of(leaf: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def values_of(
-    opened: OpenedCheckpoint, described: dict[str, Any], wanted: Collection[str]
+    opened: OpenedCheckpoint, listing: Listing, wanted: Collection[str]
 ) -> dict[str, Any]:
     """The typed JSON (docs/format.md, section 7) of those of the leaves `wanted` that are no
     tensors; an exception for one that cannot be read. Those in very large files are left out."""
-    archived = [name for name in described["archived"] if name in wanted]
+    archived = [name for name in listing.archived if name in wanted]
     found: dict[str, Any] = dict(zip(archived, opened.archived_objects(archived), strict=True))
-    by_file: dict[int, list[str]] = {}
-    held = zip(_core.objects_of(described), described["holders"], strict=True)
-    for name, holder in held:
-        if name in wanted and name not in found:
-            by_file.setdefault(holder, []).append(name)
-    for holder, names in by_file.items():
-        file = described["files"][holder]
-        if file["bytes"] <= _MOST_BYTES:
-            found.update(_of_file(opened, file["name"], names))
+    by_file: dict[ListedFile, list[str]] = {}
+    for name, file in listing.object_files().items():
+        if file is not None and name in wanted and name not in found:
+            by_file.setdefault(file, []).append(name)
+    for file, names in by_file.items():
+        if file.bytes <= _MOST_BYTES:
+            found.update(_of_file(opened, file.name, names))
     return found
 
 
@@ -93,7 +90,7 @@ def _of_file(opened: OpenedCheckpoint, file: str, names: list[str]) -> dict[str,
     """Of an objects file of ours, whose bytes the core compares with their digests."""
     request = {"op": "objects_file", "checkpoint": opened.id, "name": file}
     try:
-        text = _core.call(request)["text"]
+        text = core.call(request)["text"]
         objects = json.loads(text)["objects"]
         return {name: objects[name] for name in names}
     except CheckpointError as error:

@@ -11,7 +11,7 @@ import click
 from torch_ckpt.cli.leaves import cells_of, leaves_of, with_values
 from torch_ckpt.cli.output import Output, with_output
 from torch_ckpt.cli.text import bold, columns
-from torch_ckpt.jobs import OpenedCheckpoint
+from torch_ckpt.native.opened import OpenedCheckpoint
 
 # Of leaves that are in natural order, as sorting keeps it.
 _ORDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -44,9 +44,9 @@ def ls(path: str, pattern: str, sort: str, format: str | None, output: Output) -
     torch-ckpt ls checkpoint 'model.layers.*.weight' --sort size
     """
     opened = OpenedCheckpoint(path, format)
-    described = opened.describe()
-    leaves = leaves_of(described, lambda name: fnmatch.fnmatchcase(name, pattern))
-    leaves = with_values(opened, described, sorted(leaves, key=_ORDERS[sort]))
+    listing = opened.listing()
+    leaves = leaves_of(listing, lambda name: fnmatch.fnmatchcase(name, pattern))
+    leaves = with_values(opened, listing, sorted(leaves, key=_ORDERS[sort]))
     output.report(
         {"path": opened.path, "leaves": leaves},
         lambda: "\n".join(

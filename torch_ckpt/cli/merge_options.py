@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from torch_ckpt.merge import MEMORY_BUDGET
+from torch_ckpt.export.merge import MEMORY_BUDGET
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

@@ -24,7 +24,7 @@ from torch_ckpt.errors import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from torch_ckpt.progress import Progress
+from torch_ckpt.native.progress import Progress
 
 FAILED, USAGE, INCOMPLETE, DIFFERENT, INTERRUPTED = 1, 2, 3, 4, 130
 

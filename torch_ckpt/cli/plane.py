@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch_ckpt.description import TensorInfo, Topology
+from torch_ckpt.checkpoint.description import TensorInfo, Topology
 
 Interval = tuple[int, int]  # from, and to but not with
 

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from torch_ckpt.progress import Progress
+from torch_ckpt.native.progress import Progress
 
 
 @contextlib.contextmanager

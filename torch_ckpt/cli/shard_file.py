@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from torch_ckpt import _core
+from torch_ckpt.checkpoint.description import entries_of, topology_of
 from torch_ckpt.cli.output import count, format_bytes, printable
 from torch_ckpt.cli.text import bold, columns, natural
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
-from torch_ckpt.description import entries_of, topology_of
 from torch_ckpt.errors import CheckpointError, IncompleteError
-from torch_ckpt.jobs import OpenedCheckpoint
+from torch_ckpt.native.opened import OpenedCheckpoint
 from torch_ckpt.options import local_path
 
 _DISTCP = ".distcp"
@@ -28,7 +27,7 @@ def checkpoint_around(path: str) -> tuple[OpenedCheckpoint, str] | None:
         return None
     try:
         opened = OpenedCheckpoint(directory)
-        files = _core.files_of(opened.id)
+        files = opened.files()
     except CheckpointError as error:
         if not name.endswith(_DISTCP):
             return None
@@ -37,7 +36,7 @@ def checkpoint_around(path: str) -> tuple[OpenedCheckpoint, str] | None:
             f"others: {error.message}",
             file=local_path(path),
         ) from None
-    return (opened, name) if any(file["name"] == name for file in files) else None
+    return (opened, name) if any(file.name == name for file in files) else None
 
 
 def _is_part(path: str) -> bool:
@@ -53,9 +52,9 @@ def _is_part(path: str) -> bool:
 def file_fields(opened: OpenedCheckpoint, name: str) -> dict[str, Any]:
     """The boxes in the file `name`: of each the tensor, its dtype and shape, where the box begins
     in it, and its shape."""
-    described = opened.describe(whole=True)
-    (file,) = (each for each in described["files"] if each["name"] == name)
-    tensors, objects = entries_of(described)
+    listing = opened.listing(whole=True)
+    (file,) = (each for each in listing.files if each.name == name)
+    tensors, objects = entries_of(listing)
     boxes: list[dict[str, Any]] = []
     for tensor in tensors:
         if tensor.alias_of is not None:
@@ -73,14 +72,14 @@ def file_fields(opened: OpenedCheckpoint, name: str) -> dict[str, Any]:
                     }
                 )
     boxes.sort(key=lambda box: natural(box["name"]))
-    ranks = topology_of(described["world_size"], [name]).ranks
+    ranks = topology_of(listing.world_size, [name]).ranks
     return {
         "path": os.path.join(opened.path, name),
         "checkpoint": opened.path,
-        "format": described["format"],
-        "role": file["role"],
+        "format": listing.format,
+        "role": file.role,
         "rank": ranks.get(name),
-        "bytes": file["bytes"],
+        "bytes": file.bytes,
         "boxes": boxes,
         "objects": [
             leaf.name for leaf in objects if leaf.file == name and leaf.name != STRUCTURE_FQN

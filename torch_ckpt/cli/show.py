@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torch_ckpt.checkpoint import open as open_checkpoint
+from torch_ckpt.checkpoint.checkpoint import open as open_checkpoint
 from torch_ckpt.cli.output import Output, format_bytes, printable, with_output
 from torch_ckpt.errors import IncompleteError
-from torch_ckpt.progress import Progress
+from torch_ckpt.native.progress import Progress
 
 if TYPE_CHECKING:
     from torch_ckpt.dcp.load.stored import StoredTensor

@@ -8,12 +8,12 @@ import re
 import time
 from typing import Any
 
-from torch_ckpt import _core
 from torch_ckpt.cli.leaves import values_of
 from torch_ckpt.cli.output import count, format_bytes, printable
 from torch_ckpt.cli.text import bold, columns, natural, red
 from torch_ckpt.errors import CheckpointError, IncompleteError
-from torch_ckpt.jobs import OpenedCheckpoint
+from torch_ckpt.native import core
+from torch_ckpt.native.opened import Listing, OpenedCheckpoint
 from torch_ckpt.options import local_path
 
 # step-7 of ours, checkpoint-7 of Trainer, iter_0000007 of Megatron, global_step7 of DeepSpeed,
@@ -44,13 +44,13 @@ def step_in_name(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def step_of(opened: OpenedCheckpoint, described: dict[str, Any]) -> int | None:
+def step_of(opened: OpenedCheckpoint, listing: Listing) -> int | None:
     """The step of a checkpoint: by its name, else by a leaf that is called so."""
     step = step_in_name(os.path.basename(opened.path))
     if step is not None:
         return step
-    names = set(_LEAVES).intersection(_core.objects_of(described))
-    values = values_of(opened, described, names)
+    names = set(_LEAVES).intersection(listing.objects())
+    values = values_of(opened, listing, names)
     found = (values.get(name) for name in _LEAVES)
     return next((value for value in found if type(value) is int), None)
 
@@ -105,13 +105,11 @@ def _look(path: str) -> dict[str, Any]:
     entry = _entry(path)
     try:
         opened = OpenedCheckpoint(path)
-        described = opened.describe(tensors=False)
-        entry["format"] = described["format"]
-        files = _core.files_of(opened.id)
-        entry["bytes"] = sum(file["bytes"] for file in files)
+        listing = opened.listing(tensors=False)
+        entry["format"] = listing.format
+        entry["bytes"] = sum(file.bytes for file in opened.files())
         # As inspecting it alone does.
-        which = {"checkpoint": opened.id, "check_files": True}
-        _core.describe(which, whole=False, tensors=False)
+        opened.listing(tensors=False, check_files=True)
     except (CheckpointError, OSError) as error:
         # What is there must be the beginning of a checkpoint, or nothing.
         begun = _has_marks(path) or _is_empty(path)
@@ -144,7 +142,7 @@ def _staged(root: str, name: str) -> dict[str, Any]:
 
 def _in_use(path: str) -> bool:
     try:
-        places = _core.call({"op": "staged_places", "path": path})["places"]
+        places = core.call({"op": "staged_places", "path": path})["places"]
     except (CheckpointError, OSError):
         return False
     return any(place["in_use"] for place in places)
@@ -153,7 +151,7 @@ def _in_use(path: str) -> bool:
 def _measured(path: str, size: int | None) -> tuple[int, float]:
     """Bytes of `path`, those of all that is in it unless `size` says them; and when it was changed
     last, or something right in it."""
-    from torch_ckpt.leftovers import tree_bytes  # imports as much as all else of a command
+    from torch_ckpt.runs.leftovers import tree_bytes  # imports as much as all else of a command
 
     latest = os.stat(path).st_mtime
     if os.path.isdir(path):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
-import time
 from typing import Any
 
 import click
 
-from torch_ckpt.cli.output import Output, count, format_bytes, printable, with_output
+from torch_ckpt.cli.output import Output, count, format_bytes, with_output
 from torch_ckpt.cli.picture import check_picture_name, write_picture
 from torch_ckpt.cli.save_log import PHASES, LoggedSave, RankSave, Span, read_logs
+from torch_ckpt.cli.save_notes import heading, notes
 from torch_ckpt.errors import InvalidArgumentError
 
 # The character of a phase, and its colour on a terminal.
@@ -26,9 +25,7 @@ _LOOK = {
 }
 _NARROWEST = 24
 _DRAWN = 50  # saves of a picture, at the most
-_NAMED = 8  # ranks without a line, at the most
 _WAITING = ("queue", "wait", "unknown")
-_LATE = 0.05  # of the time of a save
 
 
 @click.command()
@@ -109,39 +106,6 @@ def _text(saves: list[LoggedSave], in_all: int) -> str:
 def _style(phase: str, length: int = 1) -> tuple[str, str]:
     character, colour = _LOOK[phase]
     return character * length, colour
-
-
-def heading(save: LoggedSave) -> str:
-    """ "step-100: 4 ranks, 2026-11-25 13:41:50, 1.84 s"."""
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(save.started))
-    ranks = count(save.world_size, "rank")
-    return f"{printable(save.path)}: {ranks}, {when}, {save.seconds:.3g} s"
-
-
-def notes(save: LoggedSave) -> list[str]:
-    """What stands out: ranks without a line, errors, and a rank that was late to write."""
-    out = []
-    if missing := save.world_size - len(save.ranks):
-        named = ", ".join(map(str, itertools.islice(save.missing(), _NAMED)))
-        more = ", ..." if missing > _NAMED else ""
-        out.append(f"no line of {count(missing, 'rank')}: {named}{more}")
-    errors: dict[str, list[int]] = {}
-    for rank, each in sorted(save.ranks.items()):
-        if each.error is not None:
-            errors.setdefault(each.error, []).append(rank)
-    for error, ranks_of in errors.items():
-        who = f"rank {ranks_of[0]}" if len(ranks_of) == 1 else f"{len(ranks_of):,} ranks"
-        out.append(f"failed on {who}: {printable(error)}")
-    ends = {
-        span.begin + span.seconds: rank
-        for rank in save.ranks
-        for span in save.spans(rank)
-        if span.phase == "write"
-    }
-    first, last = min(ends, default=0.0), max(ends, default=0.0)
-    if last - first > _LATE * save.seconds:
-        out.append(f"rank {ends[last]} was last to write, {last - first:.3g} s after the first")
-    return out
 
 
 def _save_lines(save: LoggedSave, width: int) -> list[str]:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from torch_ckpt.cli.save_log import PHASES, LoggedSave
-from torch_ckpt.cli.timeline import heading, notes
+from torch_ckpt.cli.save_notes import heading, notes
 
 _COLOURS = {
     "queue": "#c7c7c7",

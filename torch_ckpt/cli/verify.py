@@ -6,7 +6,7 @@ import dataclasses
 
 import click
 
-from torch_ckpt.checkpoint import Checkpoint
+from torch_ckpt.checkpoint.checkpoint import Checkpoint
 from torch_ckpt.cli.output import Output, count, format_bytes, with_output
 
 

@@ -1,6 +1,6 @@
 """Names that no leaf of the user's may have."""
 
-from torch_ckpt._core import STRUCTURE
+from torch_ckpt.native.core import STRUCTURE
 
 STRUCTURE_FQN = STRUCTURE  # the leaf that says the containers
 DIGESTS_KEY = "torch_ckpt.digests"  # in planner data: what the coordinator is to compare

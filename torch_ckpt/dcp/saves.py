@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError
-from torch_ckpt.warn import warn as warn_caller
+from torch_ckpt.errors import warn as warn_caller
 
 OnFailure = Literal["raise", "warn"]
 

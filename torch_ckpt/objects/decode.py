@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from torch_ckpt.errors import warn
 from torch_ckpt.objects.decode_values import ValueDecoder
 from torch_ckpt.objects.types import (
     FACTORIES,
@@ -30,7 +31,6 @@ from torch_ckpt.objects.types import (
     find_loaded_class,
     is_namedtuple_class,
 )
-from torch_ckpt.warn import warn
 
 _warned_classes: set[str] = set()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torch_ckpt.native.torch_private import timeout_of
 from torch_ckpt.ranks import TIMEOUT_S, rank_and_size
-from torch_ckpt.torch_private import timeout_of
 
 # By the default group, of which there is another one after each init_process_group.
 _groups: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter as StockFil
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as StockReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
 
-from torch_ckpt import torch_private
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.native import torch_private
 from torch_ckpt.patching import storage
 from torch_ckpt.patching.groups import DEFAULT_STORAGE, FILE_SYSTEM, HF, is_wanted, wanted
 from torch_ckpt.patching.stand_in import StandIn

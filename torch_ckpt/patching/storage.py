@@ -20,16 +20,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from torch_ckpt import consolidate, merge, torch_private
-from torch_ckpt.checkpoint import JOURNAL, MANIFEST
-from torch_ckpt.children import write_durably
+from torch_ckpt.checkpoint.checkpoint import JOURNAL, MANIFEST
 from torch_ckpt.dcp.load import reader
 from torch_ckpt.dcp.load.reader import CheckpointReader
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import ConflictError, UnsupportedError
-from torch_ckpt.leftovers import PART
+from torch_ckpt.export import consolidate, merge
+from torch_ckpt.native import torch_private
 from torch_ckpt.patching.groups import DEFAULT_STORAGE, HF, is_wanted
 from torch_ckpt.patching.own_group import own_group
+from torch_ckpt.runs.children import write_durably
+from torch_ckpt.runs.leftovers import PART
 
 _METADATA = ".metadata"
 _OF_RANK = re.compile(r"__[0-9]+\.metadata")  # of a save without collectives

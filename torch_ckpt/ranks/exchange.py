@@ -15,8 +15,8 @@ from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 from torch_ckpt.errors import CancelledError, CheckpointError, InvalidArgumentError, with_rank
-from torch_ckpt.jobs import Jobs, apart, in_thread
-from torch_ckpt.progress import Progress
+from torch_ckpt.native.jobs import Jobs, apart, in_thread
+from torch_ckpt.native.progress import Progress
 from torch_ckpt.ranks import tree
 from torch_ckpt.ranks.links import Links, LostError
 

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, raise_with_rank
-from torch_ckpt.jobs import Jobs
-from torch_ckpt.progress import Progress, told
+from torch_ckpt.native.jobs import Jobs
+from torch_ckpt.native.progress import Progress, told
+from torch_ckpt.native.torch_private import store_of, timeout_of
 from torch_ckpt.ranks.exchange import Exchange
 from torch_ckpt.ranks.links import Links
-from torch_ckpt.torch_private import store_of, timeout_of
 
 T = TypeVar("T")
 

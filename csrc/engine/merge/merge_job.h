@@ -19,7 +19,7 @@ struct MergeTarget {
   bool overwrite = false;
   bool others = false;  // see BeginSave
   // Paths of files that are to stand beside the tensors.
-  std::vector<std::string> extras;
+  std::vector<std::string> extras{};
 };
 
 struct BegunMerge {

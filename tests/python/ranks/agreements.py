@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ranks.run import Context, cases, raised
 
 import torch_ckpt
-from torch_ckpt import _core
-from torch_ckpt.jobs import Job
+from torch_ckpt.native import core
+from torch_ckpt.native.jobs import Job
 from torch_ckpt.ranks import Ranks, links, tree
 
 CASES, case = cases()
@@ -171,7 +171,7 @@ def at_work() -> None:
     with Job() as job:
         until = time.monotonic() + 60
         while time.monotonic() < until:
-            state = _core.call({"op": "job_poll", "job": job.id})
+            state = core.call({"op": "job_poll", "job": job.id})
             if state["cancelled"]:
                 raise torch_ckpt.CancelledError("was cancelled")
             time.sleep(0.01)

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_ckpt
-from torch_ckpt import PinnedMemoryStager, _core
+from torch_ckpt import PinnedMemoryStager
+from torch_ckpt.native import core
 
 CASES, case = cases()
 
@@ -29,7 +30,7 @@ BLOCKING = StagingOptions(False, False, False, False)
 
 
 def leased() -> int:
-    stats: dict[str, int] = _core.call({"op": "arena", "snapshots": True})
+    stats: dict[str, int] = core.call({"op": "arena", "snapshots": True})
     return stats["leased"]
 
 
@@ -373,4 +374,4 @@ def one_rank_has_no_memory(context: Context) -> None:
     assert (save.stats.staged_bytes is None) == (context.rank == 1)
     torch_ckpt.load(state, checkpoint_id=context.folder / "c")
     assert (state["w"].to_local() == context.rank).all()
-    _core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
+    core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})

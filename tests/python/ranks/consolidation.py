@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sample_states import stock_rows
 
 import torch_ckpt
-from torch_ckpt import _core
+from torch_ckpt.native import core
 
 CASES, case = cases()
 
@@ -114,13 +114,13 @@ def extras_that_there_are_not(context: Context) -> None:
     shards, out = context.folder / "in", context.folder / "out"
     torch_ckpt.save({"w": torch.ones(1000)}, checkpoint_id=shards)
     asked = []
-    call = _core.call
+    call = core.call
 
     def watched(request: dict[str, Any]) -> Any:
         asked.append(request["op"])
         return call(request)
 
-    with mock.patch.object(_core, "call", watched):
+    with mock.patch.object(core, "call", watched):
         raised(
             lambda: torch_ckpt.consolidate_safetensors_files_on_every_rank(
                 shards, out, None, extras=context.folder / "nothing"
@@ -225,7 +225,7 @@ def cancelled_by_one_rank(context: Context) -> None:
     shards, out = context.folder / "in", context.folder / "out"
     content = torch.arange(1 << 18)
     torch_ckpt.save({"w": content}, checkpoint_id=shards)
-    call = _core.call
+    call = core.call
     cancelled = threading.Event()
 
     def waiting(request: dict[str, Any]) -> Any:
@@ -236,7 +236,7 @@ def cancelled_by_one_rank(context: Context) -> None:
             cancelled.set()
         return answer
 
-    _core.call = waiting
+    core.call = waiting
     try:
         future = torch_ckpt.consolidate_safetensors_files_on_every_rank(
             shards, out, None, background=True
@@ -246,7 +246,7 @@ def cancelled_by_one_rank(context: Context) -> None:
             assert future.cancel()
         error = future.exception(timeout=60)
     finally:
-        _core.call = call
+        core.call = call
     assert isinstance(error, torch_ckpt.CancelledError), error
     assert f"rank {context.world - 1}" in str(error)
     assert not future.cancel()

@@ -18,7 +18,7 @@ from ranks.run import Context, cases, raised
 
 import torch_ckpt
 from torch_ckpt import CheckpointDirectory, IncompleteError, InvalidArgumentError
-from torch_ckpt import directory as directory_module
+from torch_ckpt.runs import directory as directory_module
 
 CASES, case = cases()
 

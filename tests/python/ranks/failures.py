@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch_ckpt.jobs import SaveSession
+from torch_ckpt.native.sessions import SaveSession
 
 CASES, case = cases()
 

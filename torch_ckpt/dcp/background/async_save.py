@@ -25,9 +25,9 @@ from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter, WriterOptions
 from torch_ckpt.dcp.saves import AsyncSave, OnFailure, SaveStats
 from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
 from torch_ckpt.errors import forget_frames
-from torch_ckpt.key_mapping import KeyMapping
+from torch_ckpt.export.renames import KeyMapping
+from torch_ckpt.native.progress import Progress
 from torch_ckpt.options import check_choice, local_path
-from torch_ckpt.progress import Progress
 from torch_ckpt.ranks import rank_and_size
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata, warn
 from torch_ckpt.dcp.stage import crossing
 from torch_ckpt.dcp.stage.staged_state import StagedState
 from torch_ckpt.errors import CheckpointError, ExhaustedError, forget_frames, with_rank
-from torch_ckpt.jobs import in_thread
+from torch_ckpt.native.jobs import in_thread
 
 
 def heard_from(error: BaseException, future: AsyncSave) -> Exception:

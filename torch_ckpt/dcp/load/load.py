@@ -19,7 +19,7 @@ from torch_ckpt.dcp.load.reader import CheckpointReader
 from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner as OurPlanner
 from torch_ckpt.dcp.plan.states import has_state, states_of
-from torch_ckpt.progress import Progress
+from torch_ckpt.native.progress import Progress
 from torch_ckpt.ranks import Ranks
 
 

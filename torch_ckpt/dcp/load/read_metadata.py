@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_ckpt import _core
-from torch_ckpt.dtypes import PACKED, TORCH_DTYPES
-from torch_ckpt.torch_private import HFStorageInfo
+from torch_ckpt.native import core
+from torch_ckpt.native.dtypes import PACKED, TORCH_DTYPES
+from torch_ckpt.native.opened import Listing
+from torch_ckpt.native.torch_private import HFStorageInfo
 
 logger = logging.getLogger(__name__)
 
@@ -51,41 +52,34 @@ class _Type:
         self.whole = ChunkStorageMetadata(_zeros(len(self.size)), self.size)
 
 
-def metadata_of(described: dict[str, Any], path: str, load_id: str, *, chunks: bool) -> Metadata:
-    """`described` is the answer of `_core.describe`; with `chunks` it has placements, and
-    storage_data says where each chunk is, which only stock's own way of reading looks at."""
+def metadata_of(listing: Listing, path: str, load_id: str, *, chunks: bool) -> Metadata:
+    """With `chunks` the listing is of the whole, and storage_data says where each chunk is, which
+    only stock's own way of reading looks at."""
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
     planner_data: dict[str, Any] = {}
-    files = [os.path.join(path, file["name"]) for file in described["files"]]
-    types = [_Type(*each) for each in described["types"]]
-    holders = iter(described["holders"])
-    names_of_tensors = (
-        name
-        for name, kind in zip(described["names"], described["kinds"], strict=True)
-        if kind != _core.OBJECT
-    )
-    # Those of aliases are None: they have their tensors'.
-    boxes = dict(zip(names_of_tensors, described["placements"], strict=True)) if chunks else {}
+    files = [os.path.join(path, file.name) for file in listing.files]
+    types = [_Type(*each) for each in listing.types]
+    holders = listing.object_files()
+    boxes = listing.boxes() if chunks else {}
     # One parse for all paths: a call for each costs more than all the rest.
-    paths = json.loads("[" + ",".join(text or "null" for text in described["paths"]) + "]")
-    columns = zip(described["names"], described["kinds"], described["type_of"], paths, strict=True)
-    for name, kind, at, names in columns:
+    paths = json.loads("[" + ",".join(text or "null" for text in listing.paths) + "]")
+    for (name, kind, at), names in zip(listing.entries(), paths, strict=True):
         path_of = (name,) if names is None else tuple(names)
-        if kind == _core.UNREAD:
+        if kind == core.UNREAD:
             # Whoever asks for it hears why it is not read; torch has no metadata of such tensors.
             planner_data[name] = path_of
             state[name] = BytesStorageMetadata()
             continue
-        if kind == _core.OBJECT:
+        if kind == core.OBJECT:
             planner_data[name] = path_of
             state[name] = BytesStorageMetadata()
-            holder = next(holders)
-            if chunks:
-                storage[MetadataIndex(name)] = files[holder]
+            holder = holders[name]
+            if chunks and holder is not None:
+                storage[MetadataIndex(name)] = os.path.join(path, holder.name)
             continue
         kept = types[at]
-        parts = boxes[described["aliases"].get(name, name)] if chunks else None
+        parts = boxes[name] if chunks else None
         if kept.properties is None:
             logger.warning(
                 "%s: tensor '%s' is left out: it has dtype %s, which this torch does not have",

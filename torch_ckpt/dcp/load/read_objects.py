@@ -13,12 +13,13 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner as OurLoadPlanner
 from torch_ckpt.dcp.plan.stock_planner import has_method_of
 from torch_ckpt.dcp.reserved import RAW_LEAVES
 from torch_ckpt.errors import CheckpointError, CorruptError, IncompleteError, UnsupportedError
-from torch_ckpt.jobs import Job, OpenedCheckpoint
+from torch_ckpt.native import core, operators
+from torch_ckpt.native.jobs import Job
+from torch_ckpt.native.opened import Listing, OpenedCheckpoint
 from torch_ckpt.objects import ObjectFile, decode_object
 
 _ARCHIVE = b"PK\x03\x04"  # how files of torch.save begin
@@ -49,15 +50,15 @@ class ObjectReader:
     def __init__(
         self,
         opened: OpenedCheckpoint,
-        described: dict[str, Any],
+        listing: Listing,
         *,
         verify: bool,
         allow_pickle: bool,
     ) -> None:
-        """`described` is what `opened` says of itself."""
+        """`listing` is what `opened` says of itself."""
         self.opened = opened
         self.path = opened.path
-        self.described = described
+        self.listing = listing
         self.verify = verify
         self.allow_pickle = allow_pickle
         self._holders: dict[str, str | None] | None = None  # fqn to objects file
@@ -100,17 +101,15 @@ class ObjectReader:
 
     def _file_of(self, fqn: str) -> str | None:
         """The objects file that holds it; None for an archive in a foreign file."""
-        described = self.described
+        listing = self.listing
         if self._holders is None:
-            archived = set(described["archived"])
+            archived = set(listing.archived)
             self._holders = {
-                name: None if name in archived else described["files"][holder]["name"]
-                for name, holder in zip(
-                    _core.objects_of(described), described["holders"], strict=True
-                )
+                name: None if file is None or name in archived else file.name
+                for name, file in listing.object_files().items()
             }
-        if fqn in described["unread"]:
-            raise not_read(self.path, fqn, described["unread"][fqn])
+        if fqn in listing.unread:
+            raise not_read(self.path, fqn, listing.unread[fqn])
         if fqn not in self._holders:
             raise IncompleteError("is not in the checkpoint", file=self.path, tensor=fqn)
         return self._holders[fqn]
@@ -128,7 +127,7 @@ class ObjectReader:
             "files": {"0": name},
         }
         with Job() as job:
-            _ext.read([target], plan, job)
+            operators.read([target], plan, job)
         return bytes(held)
 
     def _load(self, name: str, fqns: list[str]) -> tuple[dict[str, Any], set[str]]:
@@ -149,7 +148,7 @@ class ObjectReader:
 
     def _read_file(self, name: str) -> tuple[ObjectFile, bytes]:
         """An objects file, and the bytes of its side file."""
-        sizes = {file["name"]: file["bytes"] for file in self.described["files"]}
+        sizes = {file.name: file.bytes for file in self.listing.files}
         file = ObjectFile(self._bytes(name, sizes[name]), name=f"{self.path}/{name}")
         side_name = name.removesuffix(".json") + ".bin"
         if file.side_bytes and side_name not in sizes:
@@ -183,7 +182,7 @@ class ObjectReader:
             file.write(value)
             file.flush()
             try:
-                text = _core.call({"op": "read_archive", "path": file.name})["text"]
+                text = core.call({"op": "read_archive", "path": file.name})["text"]
             except CheckpointError as error:
                 error.tensor, error.file = fqn, self.path
                 raise

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.errors import IncompleteError
-from torch_ckpt.torch_private import ShardedTensor, local_tensor
+from torch_ckpt.native.torch_private import ShardedTensor, local_tensor
 
 
 def _local_elements(target: Any) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.load.neighbours import ranks_of_node, wanted_by_neighbours
 from torch_ckpt.dcp.load.targets import (
     check_places,
@@ -27,12 +26,12 @@ from torch_ckpt.dcp.load.targets import (
 from torch_ckpt.dcp.plan import load_planner
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.stock_planner import has_method_of
-from torch_ckpt.dtype_policy import CASTABLE
-from torch_ckpt.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES, widens
-from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
-from torch_ckpt.jobs import Job, OpenedCheckpoint
-from torch_ckpt.tensors import memory_of
-from torch_ckpt.warn import warn
+from torch_ckpt.errors import InvalidArgumentError, UnsupportedError, warn
+from torch_ckpt.native import core, operators
+from torch_ckpt.native.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES, widens
+from torch_ckpt.native.jobs import Job
+from torch_ckpt.native.opened import OpenedCheckpoint, StoredType
+from torch_ckpt.native.tensors import memory_of
 
 # Host memory for tensors that cannot be read in place: a wave of at most this much; and two where
 # devices copy from one while the other is read, so large that they seldom wait.
@@ -46,7 +45,7 @@ _CODES = frozenset(
 )
 SCALES = ("_scale_inv", "_scale")
 # What the core casts to each other while it reads, and refuses where a value would be lost.
-_CAST_BY_CORE = frozenset(TORCH_DTYPES[name] for name in CASTABLE if name in TORCH_DTYPES)
+_CAST_BY_CORE = frozenset(TORCH_DTYPES[name] for name in core.CASTABLE if name in TORCH_DTYPES)
 
 
 @dataclass(slots=True)
@@ -95,18 +94,20 @@ class TensorReader:
     def __init__(
         self,
         opened: OpenedCheckpoint,
-        described: dict[str, Any],
+        types: Mapping[str, StoredType],
         *,
         workers: int,
         verify: bool,
         strict_dtype: bool,
         direct_io: bool,
+        aliases: Mapping[str, str] | None = None,
         warns: bool = True,
     ) -> None:
-        """`described` is what `opened` says of itself. `warns` of targets that cannot hold every
-        value of what is stored."""
+        """`types` and `aliases`: of the tensors of `opened`, as its listing has them. `warns` of
+        targets that cannot hold every value of what is stored."""
         self.opened = opened
-        self.described = described
+        self.types = types
+        self.aliases = aliases or {}
         self.workers = workers
         self.verify = verify
         self.strict_dtype = strict_dtype
@@ -120,8 +121,6 @@ class TensorReader:
 
         Raises UnsupportedError, InvalidArgumentError for what cannot be filled, before a byte is.
         """
-        types = self.described["types"]
-        type_of = dict(zip(self.described["names"], self.described["type_of"], strict=True))
         leaves = getattr(planner, "state_dict", None) or {}
         # What `resolve_tensor` would return for a plain tensor, after three calls.
         values = leaves if _resolves_as_stock(planner) else {}
@@ -146,7 +145,7 @@ class TensorReader:
                 memory, plain = check_target(target, fqn), False
             elif memory.requires_grad:
                 memory = memory.detach()
-            name = types[type_of[fqn]][0]
+            name = self.types[fqn].dtype
             offsets = list(item.storage_offsets)
             packed = PACKED.get(name, 1) if offsets else 1
             if packed > 1:
@@ -160,7 +159,7 @@ class TensorReader:
                 casts[fqn, memory.dtype] = request
         # Refuse before a byte is copied.
         for request in casts.values():
-            self._check_cast(request, type_of)
+            self._check_cast(request)
         if self.warns:
             _warn_of_narrow([r for r in casts.values() if not widens(r.stored, r.target.dtype)])
         with self.opened.files_open(self.direct_io):
@@ -220,7 +219,7 @@ class TensorReader:
     def _holds(self, request: _Request, filled: _Request) -> bool:
         """Whether what is stored for `request` is what its target has by now, as `filled`: that is
         read and compared, unless both are one tensor of the checkpoint."""
-        aliases = self.described.get("aliases", {})
+        aliases = self.aliases
         own, other = (
             (aliases.get(name, name), r.offsets, r.target.dtype, r.target.shape, r.target.stride())
             for r in (request, filled)
@@ -271,14 +270,14 @@ class TensorReader:
             "workers": self.workers,
             "verify": self.verify,
             "direct_io": self.direct_io,
-            "names": _core.names_text([request.item.storage_index.fqn for request in requests]),
+            "names": core.names_text([request.item.storage_index.fqn for request in requests]),
             "offsets": [request.offsets for request in requests],
             "meeting": meeting,
         }
         if self.ranks > 1:
             plan["shared"] = [i for i, request in enumerate(requests) if request.shared]
         with Job() as job:
-            return "met" not in _ext.read(into, plan, job)
+            return "met" not in operators.read(into, plan, job)
 
     def _read_in_waves(self, requests: list[_Request]) -> None:
         """Read through a piece of host memory; where a CUDA device is to copy from it, through two
@@ -303,8 +302,7 @@ class TensorReader:
                 _check_values(request, value)
         _wait_for_copies(devices)
 
-    def _check_cast(self, request: _Request, names: Collection[str]) -> None:
-        """`names` are those of the checkpoint."""
+    def _check_cast(self, request: _Request) -> None:
         fqn, source, target = request.item.storage_index.fqn, request.stored, request.target.dtype
         if self.strict_dtype:
             raise InvalidArgumentError(
@@ -315,7 +313,9 @@ class TensorReader:
                 f"is stored as {source}; a cast to {target} would drop the imaginary part",
                 tensor=fqn,
             )
-        scales = [fqn + end for end in SCALES if fqn + end in names] if source in _CODES else []
+        scales = (
+            [fqn + end for end in SCALES if fqn + end in self.types] if source in _CODES else []
+        )
         if scales:
             raise UnsupportedError(
                 f"is stored as {source}, to be multiplied by '{scales[0]}'; a cast to {target} "

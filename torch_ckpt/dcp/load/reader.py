@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from torch_ckpt.checkpoint.hulls import warn_of_hulls, warn_of_notes
+from torch_ckpt.checkpoint.selection import Patterns, left_out_of
 from torch_ckpt.dcp.load.read_metadata import metadata_of
 from torch_ckpt.dcp.load.read_objects import ObjectReader
 from torch_ckpt.dcp.load.read_requests import check_filled
@@ -22,9 +24,8 @@ from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.plan.stock_planner import check_read_boxes
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import CheckpointError, ConflictError, raise_with_rank
-from torch_ckpt.hulls import warn_of_hulls, warn_of_notes
-from torch_ckpt.jobs import MIN_WORKERS, OpenedCheckpoint
-from torch_ckpt.selection import Patterns, left_out_of
+from torch_ckpt.native.jobs import MIN_WORKERS
+from torch_ckpt.native.opened import Listing, OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class CheckpointReader(StockReader):
         self.direct_io = direct_io
         # What read_metadata saw: a load fails if the checkpoint is replaced in between.
         self._opened: OpenedCheckpoint | None = None
-        self._described: dict[str, Any] | None = None
+        self._listing: Listing | None = None
 
     def _reads_by_request(self) -> bool:
         """Whether a subclass reads in its own way, as stock's hooks allow it to."""
@@ -112,10 +113,10 @@ class CheckpointReader(StockReader):
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_described": None}
+        return {**self.__dict__, "_opened": None, "_listing": None}
 
     def _forget(self) -> None:
-        self._opened, self._described = None, None
+        self._opened, self._listing = None, None
 
     def _format_here(self) -> str | None:
         """What the checkpoint at `path` is read as."""
@@ -128,10 +129,10 @@ class CheckpointReader(StockReader):
             self._opened = whole.without(left_out) if left_out else whole
         return self._opened
 
-    def _describe(self) -> dict[str, Any]:
-        if self._described is None:
-            self._described = self._open().describe(whole=self._reads_by_request())
-        return self._described
+    def _list(self) -> Listing:
+        if self._listing is None:
+            self._listing = self._open().listing(whole=self._reads_by_request())
+        return self._listing
 
     # No **kwargs here: DCP would retry a rank that failed without collectives, and hang the others.
     def read_metadata(self) -> Metadata:
@@ -147,14 +148,14 @@ class CheckpointReader(StockReader):
         try:
             with paused_gc(keeps=True):
                 metadata = metadata_of(
-                    self._describe(),
+                    self._list(),
                     os.fspath(self.path),
                     self.load_id,
                     chunks=self._reads_by_request(),
                 )
             self._take_structure(metadata)
             if not dist.is_initialized() or dist.get_rank() == 0:
-                warn_of_hulls(os.fspath(self.path), self._describe()["hulls"])
+                warn_of_hulls(os.fspath(self.path), self._list().hulls)
                 warn_of_notes(os.fspath(self.path), self._open().notes)
             return metadata
         except (CheckpointError, OSError) as error:
@@ -167,15 +168,13 @@ class CheckpointReader(StockReader):
         if not isinstance(metadata.state_dict_metadata.get(STRUCTURE_FQN), BytesStorageMetadata):
             return
         del metadata.state_dict_metadata[STRUCTURE_FQN]
-        reader = ObjectReader(
-            self._open(), self._describe(), verify=self.verify, allow_pickle=False
-        )
+        reader = ObjectReader(self._open(), self._list(), verify=self.verify, allow_pickle=False)
         metadata.planner_data[STRUCTURE_FQN] = reader.read_one(STRUCTURE_FQN)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Note which save this rank sees, for the coordinator."""
         plan = super().prepare_local_plan(plan)
-        seen = SeenSave(self.rank, self._describe()["save_id"])
+        seen = SeenSave(self.rank, self._list().save_id)
         return replace(plan, storage_data=seen) if plan.storage_data is None else plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -206,16 +205,17 @@ class CheckpointReader(StockReader):
                 strict = self.strict_dtype or bool(getattr(planner, "strict_dtype", False))
                 TensorReader(
                     self._open(),
-                    self._describe(),
+                    self._list().tensors(),
                     workers=workers,
                     verify=self.verify,
                     strict_dtype=strict,
                     direct_io=self.direct_io,
+                    aliases=self._list().aliases,
                 ).read(tensors, planner)
             if objects:
                 ObjectReader(
                     self._open(),
-                    self._describe(),
+                    self._list(),
                     verify=self.verify,
                     allow_pickle=self.allow_pickle,
                 ).read(objects, planner)

@@ -11,17 +11,18 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from torch_ckpt import _core
+from torch_ckpt.checkpoint.values import statistics
 from torch_ckpt.dcp.load.read_objects import ObjectReader, not_read
 from torch_ckpt.dcp.load.read_tensors import SCALES, TensorReader
 from torch_ckpt.dcp.load.targets import check_places, check_target, copy_by_itself, copy_into
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
-from torch_ckpt.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES
 from torch_ckpt.errors import CorruptError, InvalidArgumentError, UnsupportedError
-from torch_ckpt.jobs import MIN_WORKERS, OpenedCheckpoint
-from torch_ckpt.progress import Progress
-from torch_ckpt.tensors import memory_of
-from torch_ckpt.values import statistics
+from torch_ckpt.native import core
+from torch_ckpt.native.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES
+from torch_ckpt.native.jobs import MIN_WORKERS
+from torch_ckpt.native.opened import Listing, OpenedCheckpoint, StoredType
+from torch_ckpt.native.progress import Progress
+from torch_ckpt.native.tensors import memory_of
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
@@ -39,7 +40,7 @@ class StoredTensor:
         self,
         opened: OpenedCheckpoint,
         name: str,
-        stored: tuple[str, list[int], int],
+        stored: StoredType,
         names: Container[str],
         *,
         verify: bool,
@@ -67,11 +68,11 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype = TORCH_DTYPES.get(self._stored[0])
+        dtype = TORCH_DTYPES.get(self._stored.dtype)
         if dtype is None:
             self._check_read()
             raise UnsupportedError(
-                f"has dtype {self._stored[0]}, which this torch does not have",
+                f"has dtype {self._stored.dtype}, which this torch does not have",
                 file=self._opened.path,
                 tensor=self.name,
             )
@@ -80,10 +81,10 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return self._stored[2]
+        return self._stored.bytes
 
     def __repr__(self) -> str:
-        return f"StoredTensor({self.name!r}, {self._stored[0]}{list(self.shape)})"
+        return f"StoredTensor({self.name!r}, {self._stored.dtype}{list(self.shape)})"
 
     def __len__(self) -> int:
         if not self.shape:
@@ -156,12 +157,11 @@ class StoredTensor:
     def _fill(self, box: _Box, target: torch.Tensor) -> None:
         names = [self.name, *(self.name + end for end in SCALES if self.name + end in self._names)]
         # Of scales beside it only the names count.
-        described = {"types": [self._stored], "names": names, "type_of": [0] * len(names)}
         item = _item(self.name, box.offsets, box.sizes)
         planner: Any = _Targets({self.name: target})
         TensorReader(
             self._opened,
-            described,
+            dict.fromkeys(names, self._stored),
             workers=MIN_WORKERS,
             verify=self._verify,
             strict_dtype=False,
@@ -172,7 +172,7 @@ class StoredTensor:
     def _placements(self) -> list[dict[str, Any]]:
         """Where its boxes are. Raises ConflictError where their files are others by now."""
         request = {"op": "placements", "checkpoint": self._opened.id, "name": self.name}
-        placements: list[dict[str, Any]] = _core.call(request)["placements"]
+        placements: list[dict[str, Any]] = core.call(request)["placements"]
         return placements
 
     def mmap(self) -> torch.Tensor:
@@ -302,9 +302,9 @@ class StoredObjects(Mapping[str, Any]):
     is asked for, from typed JSON: no pickle is run. Raises UnsupportedError for a leaf that is an
     object of some class."""
 
-    def __init__(self, opened: OpenedCheckpoint, described: dict[str, Any], verify: bool) -> None:
-        self._reader = ObjectReader(opened, described, verify=verify, allow_pickle=False)
-        self._names = {name: None for name in _core.objects_of(described) if name != STRUCTURE_FQN}
+    def __init__(self, opened: OpenedCheckpoint, listing: Listing, verify: bool) -> None:
+        self._reader = ObjectReader(opened, listing, verify=verify, allow_pickle=False)
+        self._names = {name: None for name in listing.objects() if name != STRUCTURE_FQN}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
-from torch_ckpt.tensors import has_elements, keeps_its_own, memory_of, what_is_wrong
-from torch_ckpt.torch_private import own_word
+from torch_ckpt.native.tensors import has_elements, keeps_its_own, memory_of, what_is_wrong
+from torch_ckpt.native.torch_private import own_word
 
 _MOST_STEPS = 100_000  # to prove that two targets share nothing
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.torch_private import StridedShard, local_tensor, sharded_in_order
+from torch_ckpt.native.torch_private import StridedShard, local_tensor, sharded_in_order
 
 
 class LocalBox(NamedTuple):
@@ -94,13 +94,13 @@ def _expand(
     rule: tuple[tuple[Any, ...], ...],
     coordinate: tuple[int, ...],
 ) -> tuple[LocalBox, ...]:
-    from torch_ckpt import _core  # late: planning plain tensors needs no library
+    from torch_ckpt.native import core  # late: planning plain tensors needs no library
 
     placements = [
         {"kind": kind, **dict(zip(("dim", "split_factor"), arguments, strict=False))}
         for kind, *arguments in rule
     ]
-    reply = _core.call(
+    reply = core.call(
         {
             "op": "expand_rule",
             "shape": list(shape),

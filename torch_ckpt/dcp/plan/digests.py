@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from torch_ckpt import _ext
+from torch_ckpt.native import operators
+from torch_ckpt.native.tensors import PLAIN_TENSORS
 from torch_ckpt.objects import ObjectError, object_digest
-from torch_ckpt.tensors import PLAIN_TENSORS
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def tensor_digests(state_dict: Mapping[str, Any]) -> dict[str, Digest]:
         and not value.is_nested
         and value.nbytes <= limit
     }
-    numbers = _ext.digests(list(small.values()))
+    numbers = operators.digests(list(small.values()))
     if numbers and min(numbers) < 0:
         return {fqn: number for fqn, number in zip(small, numbers, strict=True) if number >= 0}
     return dict(zip(small, numbers, strict=True))

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt.dcp.plan.per_rank import PerRank, is_rank_part, rank_part
 from torch_ckpt.dcp.reserved import RESERVED, STRUCTURE_FQN
 from torch_ckpt.errors import CorruptError, InvalidArgumentError
+from torch_ckpt.native.torch_private import ShardedTensor
 from torch_ckpt.objects.types import FACTORIES
-from torch_ckpt.torch_private import ShardedTensor
 
 Path = tuple[Any, ...]
 Structure = dict[str, Any]

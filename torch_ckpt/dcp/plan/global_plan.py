@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import (
 from torch_ckpt.dcp.plan.items import ZEROS, WriteItems
 from torch_ckpt.dcp.plan.rings import node_numbers, short_rows
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
-from torch_ckpt.torch_private import validate_global_plan
+from torch_ckpt.native.torch_private import validate_global_plan
 
 MAX_CATALOG_BYTES = 1 << 30  # kMaxCatalogBytes in csrc/format/ours/catalog.h
 _PLACE_BYTES = 1 + 4 + 6  # at most: kind, file, and an offset below 4 TiB

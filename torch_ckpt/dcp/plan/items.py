@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt import tensors
 from torch_ckpt.dcp.plan.boxes import local_boxes, local_part
 from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
-from torch_ckpt.torch_private import (
+from torch_ckpt.native import tensors
+from torch_ckpt.native.torch_private import (
     ShardedTensor,
     create_chunk_list,
     create_write_items,

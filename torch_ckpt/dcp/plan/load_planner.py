@@ -41,8 +41,8 @@ from torch_ckpt.dcp.plan.renaming import new_names, rename_metadata
 from torch_ckpt.dcp.plan.ties import identity
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import InvalidArgumentError, MissingKeyError
-from torch_ckpt.key_mapping import KeyMapping
-from torch_ckpt.torch_private import (
+from torch_ckpt.export.renames import KeyMapping
+from torch_ckpt.native.torch_private import (
     flatten_sharded_tensors,
     init_state_dict,
     set_element,

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch_ckpt.dcp.plan.per_rank import is_rank_part
 from torch_ckpt.dcp.reserved import RESERVED
 from torch_ckpt.errors import InvalidArgumentError
-from torch_ckpt.key_mapping import KeyMapping, renamed
-from torch_ckpt.torch_private import ShardedTensor
+from torch_ckpt.export.renames import KeyMapping, renamed
+from torch_ckpt.native.torch_private import ShardedTensor
 
 V = TypeVar("V")
 _TENSORS = (torch.Tensor, ShardedTensor, TensorStorageMetadata)

@@ -22,8 +22,8 @@ from torch_ckpt.dcp.plan.per_rank import rank_part, world_of
 from torch_ckpt.dcp.plan.renaming import new_names, rename, rename_paths
 from torch_ckpt.dcp.plan.ties import drop_aliases, find_ties
 from torch_ckpt.dcp.reserved import DIGESTS_KEY, STRUCTURE_FQN, TIES_KEY
-from torch_ckpt.key_mapping import KeyMapping
-from torch_ckpt.torch_private import compare_save_plans, flatten_sharded_tensors
+from torch_ckpt.export.renames import KeyMapping
+from torch_ckpt.native.torch_private import compare_save_plans, flatten_sharded_tensors
 
 
 class _Begun(NamedTuple):

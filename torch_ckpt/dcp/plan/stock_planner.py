@@ -21,7 +21,7 @@ from torch_ckpt.dcp.plan.digests import Digest, object_digests, tensor_digests
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.torch_private import local_tensor
+from torch_ckpt.native.torch_private import local_tensor
 
 
 def check_written_boxes(planner: Any, items: list[WriteItem]) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS, WriteItems
 from torch_ckpt.dcp.reserved import TIES_KEY
-from torch_ckpt.torch_private import local_tensor
+from torch_ckpt.native.torch_private import local_tensor
 
 Ties = dict[str, str]  # an alias, and the name that its tensor is stored under
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_ckpt import _core
+from torch_ckpt.checkpoint.selection import warn_of_moments
 from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.dcp.plan.global_plan import check_catalog_size
 from torch_ckpt.dcp.plan.rings import RankNote, note_of, this_node
@@ -43,13 +43,14 @@ from torch_ckpt.errors import (
     InvalidArgumentError,
     raise_with_rank,
 )
-from torch_ckpt.extras import extra_files
-from torch_ckpt.jobs import MIN_WORKERS, Job, PartSession, SaveSession, replaces, warn_of
-from torch_ckpt.mapping import NAMINGS
-from torch_ckpt.merge import merge, merge_request
+from torch_ckpt.export.extras import extra_files
+from torch_ckpt.export.files import NAMINGS
+from torch_ckpt.export.merge import merge, merge_request
+from torch_ckpt.native import core
+from torch_ckpt.native.jobs import MIN_WORKERS, Job
+from torch_ckpt.native.sessions import PartSession, SaveSession, replaces, warn_of
+from torch_ckpt.native.torch_private import stocks_cached_plans
 from torch_ckpt.options import local_path
-from torch_ckpt.selection import warn_of_moments
-from torch_ckpt.torch_private import stocks_cached_plans
 
 if TYPE_CHECKING:
     from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
@@ -137,11 +138,11 @@ class DirectorySave:
             naming = NAMINGS[writer.naming]._asdict()
             output = local_path(writer.consolidated_output_path)
             request = {"op": "check_final", "path": output, **naming, **replaces(writer.overwrite)}
-            warn_of(_core.call(request))
+            warn_of(core.call(request))
         if tensors is not None and writer.naming != "dcp":
             warn_of_moments(
                 self._path,
-                _core.listed_names(tensors["names"]),
+                core.listed_names(tensors["names"]),
                 "save weights and optimizer into directories of their own",
             )
         shard_ranks = len(plans) if writer.save_distributed else 0
@@ -287,7 +288,7 @@ class DirectorySave:
         """The staging directory of the save, and its id."""
         if self._session is not None:
             return self._session.staging, self._session.save_id
-        joined = _core.call({"op": "join_save", "path": self._path})
+        joined = core.call({"op": "join_save", "path": self._path})
         return joined["staging"], joined["save_id"]
 
     def _refuse_ring(self) -> None:
@@ -295,7 +296,7 @@ class DirectorySave:
         for a minute."""
         with contextlib.suppress(CheckpointError, OSError):
             staging, _ = self._staging()
-            _core.call({"op": "refuse_ring", "staging": staging, "rank": self._rank})
+            core.call({"op": "refuse_ring", "staging": staging, "rank": self._rank})
 
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: commit, then consolidate where that was asked for. Without collectives

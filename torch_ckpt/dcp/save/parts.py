@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_ckpt.errors import InvalidArgumentError
-from torch_ckpt.torch_private import store_of
+from torch_ckpt.native.torch_private import store_of
 
 _STORE_KEY = "torch_ckpt/run"
 

@@ -13,7 +13,6 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from torch_ckpt import _core, _ext
 from torch_ckpt.dcp.plan import save_planner
 from torch_ckpt.dcp.plan.collector import resumed_gc
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS, UnwritableItem
@@ -21,12 +20,13 @@ from torch_ckpt.dcp.plan.stock_planner import check_written_boxes, has_method_of
 from torch_ckpt.dcp.reserved import RAW_LEAVES
 from torch_ckpt.dcp.save.commit import RankReport
 from torch_ckpt.dcp.stage.sources import MAX_DIMENSIONS, queued_kernels, reachable, wait_for
-from torch_ckpt.dtype_policy import DtypePolicy
-from torch_ckpt.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.errors import InternalError, InvalidArgumentError, UnsupportedError
-from torch_ckpt.jobs import Job
+from torch_ckpt.export.dtype_policy import DtypePolicy
+from torch_ckpt.native import core, operators
+from torch_ckpt.native.dtypes import DTYPE_NAMES, PACKED
+from torch_ckpt.native.jobs import Job
+from torch_ckpt.native.tensors import source_of
 from torch_ckpt.objects import dumps_objects
-from torch_ckpt.tensors import source_of
 
 _MAX_NAME_BYTES = 65_535  # kMaxNameBytes in csrc/format/names.h
 
@@ -143,7 +143,7 @@ def tensors_request(tensors: TensorColumns, sources: list[torch.Tensor]) -> dict
     dtypes = set(tensors.dtypes)
     request = {
         "first_source": len(sources),
-        "names": _core.names_text(tensors.fqns),
+        "names": core.names_text(tensors.fqns),
         "dtypes": dtypes.pop() if len(dtypes) == 1 else tensors.dtypes,
         "offsets": tensors.offsets if partial else None,
         "global_shapes": tensors.global_shapes if partial else None,
@@ -341,7 +341,7 @@ class RankWrite:
             **self.options,
         }
         with resumed_gc(), Job() as job:
-            result = _ext.write(sources, plan, job)
+            result = operators.write(sources, plan, job)
             self.report.written_bytes += job.progress()[0]
         self.report.files += result["files"]
         if into_final is not None:

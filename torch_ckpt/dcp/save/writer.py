@@ -22,11 +22,11 @@ from torch_ckpt.dcp.save.directory_save import DirectorySave
 from torch_ckpt.dcp.save.final_layout import checked_layout
 from torch_ckpt.dcp.save.parts import next_sequence
 from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
-from torch_ckpt.dtype_policy import DtypePolicy
 from torch_ckpt.errors import InvalidArgumentError
-from torch_ckpt.mapping import checked_mapping
+from torch_ckpt.export.dtype_policy import DtypePolicy
+from torch_ckpt.export.files import checked_mapping
+from torch_ckpt.native.torch_private import SHARDED_DIR_NAME
 from torch_ckpt.options import local_path
-from torch_ckpt.torch_private import SHARDED_DIR_NAME
 
 
 class WriterOptions(TypedDict, total=False):

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from torch_ckpt import _ext
 from torch_ckpt.dcp.stage.staged_state import StagedState
-from torch_ckpt.torch_private import storage_number
+from torch_ckpt.native import operators
+from torch_ckpt.native.torch_private import storage_number
 
 _expected = False
 
@@ -47,7 +47,7 @@ _Place = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int | torch.SymInt
 class _Pickler(reduction.ForkingPickler):
     """Has numbers for the tensors that lie in `region`."""
 
-    def __init__(self, buffer: io.BytesIO, region: _ext.Region) -> None:
+    def __init__(self, buffer: io.BytesIO, region: operators.Region) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
         self._storage = storage_number(region.memory)
         self._numbers: dict[int, int] = {}  # by id
@@ -113,7 +113,7 @@ def _receive(
 ) -> StagedState:
     fd = descriptor.detach()
     try:
-        region = _ext.adopt(fd, offset, size, used)
+        region = operators.adopt(fd, offset, size, used)
     finally:
         os.close(fd)
     storage = region.memory.untyped_storage()

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt._ext import Region
 from torch_ckpt.dcp.plan.flatten import too_deep
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.per_rank import PerRank
 from torch_ckpt.dcp.stage.sources import MAX_DIMENSIONS, reachable
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.tensors import has_elements, memory_of, what_is_wrong
-from torch_ckpt.torch_private import (
+from torch_ckpt.native.operators import Region
+from torch_ckpt.native.tensors import has_elements, memory_of, what_is_wrong
+from torch_ckpt.native.torch_private import (
     AsyncCollectiveTensor,
     LocalShardsWrapper,
     ShardedTensor,

@@ -9,13 +9,13 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from torch_ckpt import _core, _ext
 from torch_ckpt.dcp import saves
 from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.stage import crossing
 from torch_ckpt.dcp.stage.sources import queued_kernels, wait_for
 from torch_ckpt.dcp.stage.staged_state import StateCopy
 from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.native import core, operators
 from torch_ckpt.options import parse_bytes
 
 # More threads than this do not copy faster: memory is the limit.
@@ -73,7 +73,7 @@ class PinnedMemoryStager(AsyncStager):
             raise InvalidArgumentError(f"a timeout of {timeout} seconds")
         if memory_budget is not None:
             budget = parse_bytes(memory_budget, "memory_budget")
-            _core.call({"op": "arena", "snapshots": True, "budget": budget})
+            core.call({"op": "arena", "snapshots": True, "budget": budget})
         self.timeout = timeout
         if async_checkpointer_type is AsyncCheckpointerType.PROCESS:
             crossing.expect()
@@ -89,7 +89,7 @@ class PinnedMemoryStager(AsyncStager):
             shared = crossing.is_expected()
             request = {"op": "arena", "snapshots": True, "prepare": size, "shared": shared}
             request["workers"] = min(_MAX_WORKERS, os.cpu_count() or 1)
-            self._preparing = self._thread().submit(_core.call, request)
+            self._preparing = self._thread().submit(core.call, request)
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads do not cross to other processes; a config does.
@@ -126,7 +126,7 @@ class PinnedMemoryStager(AsyncStager):
         if preparing is not None:
             preparing.result()  # else this state would take other memory
         wait_for(events)  # before anything can fail: a state that is streamed needs it as well
-        staged, region = _ext.stage(
+        staged, region = operators.stage(
             state.tensors,
             state.names,
             workers=min(_MAX_WORKERS, os.cpu_count() or 1),

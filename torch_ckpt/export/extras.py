@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch_ckpt.description import is_shard
+from torch_ckpt.checkpoint.description import is_shard
 from torch_ckpt.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)

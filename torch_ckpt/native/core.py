@@ -14,10 +14,12 @@ from torch_ckpt.errors import InvalidArgumentError, error_from
 # Of entries: EntryKind in csrc/format/ours/catalog.h.
 ALIAS = "1"  # a tensor that is stored under another name
 OBJECT = "2"  # a leaf that is no tensor
+# The dtypes of which the core casts any one to any other: CanCast in csrc/values/cast.h.
+CASTABLE = frozenset(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"))
 STRUCTURE = "torch_ckpt.structure"  # the leaf that says the containers
 UNREAD = "3"  # a tensor that is not read, as a sparse one
 
-_PATH = pathlib.Path(__file__).with_name("libtorch_ckpt_core.so")
+_PATH = pathlib.Path(__file__).parents[1] / "libtorch_ckpt_core.so"
 
 
 def library_path() -> str:
@@ -70,43 +72,6 @@ def names_text(names: list[str]) -> str | list[str]:
 def listed_names(said: str | list[str]) -> list[str]:
     """What `names_text` was made of."""
     return said.split("\n") if isinstance(said, str) else said
-
-
-def describe(which: dict[str, Any], *, whole: bool, tensors: bool = True) -> dict[str, Any]:
-    """What the checkpoint holds that `which` names, by its "path" or by its number.
-
-    tensor_count: of tensors, tied ones too; dtypes: {"tensors", "bytes"} by dtype, of them once.
-    names, paths (None where a name is the path): of all entries, in one order;
-        without `tensors` of objects only, and so is all that follows.
-    kinds: a character for each: OBJECT for those that are no tensors, ALIAS for tied ones, UNREAD
-        for tensors that are not read: "unread" says why by name, their types may have dtypes of
-        torch's and None as the shape, and there is nothing else of them.
-    types: [dtype, shape, bytes], each once; type_of: the place in it, for each entry.
-    holders: for each object the place of its file in `files`; None for an archived one, unless
-        `whole`.
-    archived: the names of objects that are archives in files of a foreign format.
-    files: those of objects only, and placements empty, without `whole`; with it all files, and for
-        each tensor its boxes. Those of an alias are None: they are its tensor's.
-    """
-    request = {"op": "describe", "whole": whole, "tensors": tensors, **which}
-    answer: dict[str, Any] = call(request)
-    answer["names"] = listed_names(answer["names"])
-    return answer
-
-
-def files_of(checkpoint: int) -> list[dict[str, Any]]:
-    """{"name", "role", "bytes"} of every file of the checkpoint of that number."""
-    answer = call({"op": "files", "checkpoint": checkpoint})
-    columns = zip(
-        listed_names(answer["names"]), listed_names(answer["roles"]), answer["bytes"], strict=True
-    )
-    return [{"name": name, "role": role, "bytes": size} for name, role, size in columns]
-
-
-def objects_of(described: dict[str, Any]) -> list[str]:
-    """The names of the entries that are no tensors."""
-    columns = zip(described["names"], described["kinds"], strict=True)
-    return [name for name, kind in columns if kind == OBJECT]
 
 
 def call(request: dict[str, Any]) -> Any:

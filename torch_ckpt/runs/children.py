@@ -32,9 +32,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from torch_ckpt.checkpoint import Checkpoint, locked, was_committed
-from torch_ckpt.errors import ConflictError, InvalidArgumentError, UnsupportedError
-from torch_ckpt.warn import warn
+from torch_ckpt.checkpoint.checkpoint import Checkpoint, locked, was_committed
+from torch_ckpt.errors import ConflictError, InvalidArgumentError, UnsupportedError, warn
 
 CHILD = re.compile(r"step-([0-9]+)")
 REMOVED = re.compile(r"\.step-[0-9]+\.torch_ckpt-removed-[0-9a-f]+")

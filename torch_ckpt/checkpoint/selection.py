@@ -7,9 +7,9 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 
-from torch_ckpt import _core
 from torch_ckpt.errors import InvalidArgumentError
-from torch_ckpt.jobs import OpenedCheckpoint
+from torch_ckpt.native import core
+from torch_ckpt.native.opened import OpenedCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def left_out_of(opened: OpenedCheckpoint, include: Patterns, exclude: Patterns) 
     """`left_out` of the leaves of a checkpoint."""
     if include is None and exclude is None:
         return []
-    names = (name for name in opened.describe()["names"] if name != _core.STRUCTURE)
+    names = (name for name in opened.listing().names if name != core.STRUCTURE)
     return left_out(names, include, exclude)
 
 

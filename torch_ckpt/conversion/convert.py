@@ -8,19 +8,19 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from torch_ckpt import _core
-from torch_ckpt.description import is_shard
-from torch_ckpt.dtype_policy import DtypePolicy
+from torch_ckpt.checkpoint.description import is_shard
+from torch_ckpt.checkpoint.hulls import warn_of_hulls
+from torch_ckpt.checkpoint.selection import Patterns
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedError
-from torch_ckpt.extras import extra_files, files_beside
-from torch_ckpt.hulls import warn_of_hulls
-from torch_ckpt.jobs import OpenedCheckpoint
-from torch_ckpt.key_mapping import KeyMapping
-from torch_ckpt.mapping import NAMINGS, SHARDS, Naming
-from torch_ckpt.merge import MEMORY_BUDGET, FileNames, merge, merge_request
+from torch_ckpt.export.dtype_policy import DtypePolicy
+from torch_ckpt.export.extras import extra_files, files_beside
+from torch_ckpt.export.files import NAMINGS, SHARDS, Naming
+from torch_ckpt.export.merge import MEMORY_BUDGET, FileNames, merge, merge_request
+from torch_ckpt.export.renames import KeyMapping
+from torch_ckpt.native import core
+from torch_ckpt.native.opened import OpenedCheckpoint
+from torch_ckpt.native.progress import Progress
 from torch_ckpt.options import check_choice, local_path
-from torch_ckpt.progress import Progress
-from torch_ckpt.selection import Patterns
 
 logger = logging.getLogger(__name__)
 
@@ -123,11 +123,11 @@ def convert(
     opened = request.opened
     if not objects:
         _check_no_tensor_is_dropped(opened, verify)
-    listed = _core.files_of(opened.id)
-    files = [each["name"] for each in listed if each["role"] != "extra"]
-    names = [each["name"] for each in listed]
+    listed = opened.files()
+    files = [each.name for each in listed if each.role != "extra"]
+    names = [each.name for each in listed]
     _check_apart(opened.path, names, place, into_directory=kind != "torch")
-    _warn_of_growth(opened, sum(each["bytes"] for each in listed))
+    _warn_of_growth(opened, sum(each.bytes for each in listed))
     if kind == "hf" and naming is None:
         request.update(_naming_of(files)._asdict())
     beside = extra_files(extras, policy.torch_name)
@@ -137,15 +137,15 @@ def convert(
     try:
         if kind not in ("dcp", "torch"):
             return merge(request, beside, progress)
-        from torch_ckpt import archives  # imports torch
+        from torch_ckpt.conversion import archives  # imports torch
 
         write = archives.write_dcp if kind == "dcp" else archives.write_torch
         answer = write(request, place, progress)
     except UnsupportedError as error:
-        described = opened.describe()
-        if error.tensor in _core.objects_of(described):
+        listing = opened.listing()
+        if error.tensor in listing.objects():
             error.message += "; objects=False (--no-objects) leaves out what is no tensor"
-        elif error.tensor in described["names"]:
+        elif error.tensor in listing.names:
             error.message += (
                 f"; exclude={error.tensor!r} (--exclude {error.tensor!r}) leaves it out"
             )
@@ -156,20 +156,19 @@ def convert(
 
 def _format_of(source: str | os.PathLike[str], format: str | None) -> str:
     """In the words of Checkpoint.format; what is to be said of it is said when it is converted."""
-    found: str = OpenedCheckpoint(local_path(source), format).describe(tensors=False)["format"]
-    return found
+    return OpenedCheckpoint(local_path(source), format).listing(tensors=False).format
 
 
 def _check_no_tensor_is_dropped(opened: OpenedCheckpoint, verify: bool) -> None:
     """Raises UnsupportedError for a leaf that is no tensor and holds one, as a tuple may."""
-    described = opened.describe()
-    names = _core.objects_of(described)
+    listing = opened.listing()
+    names = listing.objects()
     if not names:
         return
     from torch_ckpt.dcp.load import read_objects  # imports torch
     from torch_ckpt.dcp.plan.per_rank import is_rank_part
 
-    reader = read_objects.ObjectReader(opened, described, verify=verify, allow_pickle=False)
+    reader = read_objects.ObjectReader(opened, listing, verify=verify, allow_pickle=False)
     for name in names:
         if is_rank_part(name.rpartition(".")[2]):
             continue  # what one rank had: a random state, and no part of a model
@@ -189,7 +188,7 @@ def _check_no_tensor_is_dropped(opened: OpenedCheckpoint, verify: bool) -> None:
 def _warn_of_growth(opened: OpenedCheckpoint, stored: int) -> None:
     """Log a warning where much more is written than `stored` bytes: a tensor that torch.save wrote
     of an expanded one has few bytes and may be of any size."""
-    totals = opened.describe(tensors=False)["dtypes"].values()
+    totals = opened.listing(tensors=False).dtypes.values()
     written = sum(total["bytes"] for total in totals)
     if written - stored > _GROWTH and written > 2 * stored:
         logger.warning(
@@ -224,7 +223,7 @@ def _names_of_others(target: str) -> set[str]:
         return set()
     ours: set[str] = set()
     with contextlib.suppress(CheckpointError):  # no manifest, or none that can be read
-        named = _core.call({"op": "manifest", "path": target})["files"]
+        named = core.call({"op": "manifest", "path": target})["files"]
         ours = {file["name"] for file in named}
     return set(os.listdir(target)) - ours
 

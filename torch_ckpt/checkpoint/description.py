@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
-from torch_ckpt import _core
+from torch_ckpt.native import core
+from torch_ckpt.native.opened import Format, Listing, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class Description:
     """
 
     path: str
-    format: Literal["torch_ckpt", "hf", "dcp", "megatron", "torch"]
-    source: Literal["manifest", "index", "headers", "dcp", "megatron", "torch"]
+    format: Format
+    source: Source
     save_id: str | None
     world_size: int | None
     files: tuple[FileInfo, ...]
@@ -132,29 +132,30 @@ def _path(name: str, text: str | None) -> tuple[str | int, ...]:
     return (name,) if text is None else tuple(json.loads(text))
 
 
-def entry_paths(answer: dict[str, Any]) -> list[tuple[str | int, ...]]:
-    """Where each entry of an answer of `_core.describe` stands in the state dict."""
-    return [_path(*each) for each in zip(answer["names"], answer["paths"], strict=True)]
+def entry_paths(listing: Listing) -> list[tuple[str | int, ...]]:
+    """Where each entry stands in the state dict."""
+    return [_path(*each) for each in zip(listing.names, listing.paths, strict=True)]
 
 
-def entries_of(answer: dict[str, Any]) -> tuple[tuple[TensorInfo, ...], tuple[ObjectInfo, ...]]:
-    """The tensors and the objects of an answer of `_core.describe` of the whole."""
-    files = [file["name"] for file in answer["files"]]
-    columns = ("names", "kinds", "type_of", "paths")
-    holders, of_tensors = iter(answer["holders"]), iter(answer["placements"])
+def entries_of(listing: Listing) -> tuple[tuple[TensorInfo, ...], tuple[ObjectInfo, ...]]:
+    """The tensors and the objects of a listing of the whole."""
+    files = [file.name for file in listing.files]
+    holders, of_tensors = listing.object_files(), iter(listing.placements)
     tensors, objects = [], []
     stored: dict[str, tuple[Placement, ...]] = {}
-    for name, kind, at, path in zip(*(answer[column] for column in columns), strict=True):
-        if kind == _core.UNREAD:
-            dtype, shape, size = answer["types"][at]
+    for (name, kind, at), path in zip(listing.entries(), listing.paths, strict=True):
+        if kind == core.UNREAD:
+            dtype, shape, size = listing.types[at]
             sizes = tuple(shape or ())
-            reason = answer["unread"][name]
+            reason = listing.unread[name]
             tensors.append(
                 TensorInfo(name, dtype, sizes, size, _path(name, path), (), unread=reason)
             )
             continue
-        if kind == _core.OBJECT:
-            objects.append(ObjectInfo(name, files[next(holders)], _path(name, path)))
+        if kind == core.OBJECT:
+            holder = holders[name]
+            assert holder is not None  # of a listing of the whole
+            objects.append(ObjectInfo(name, holder.name, _path(name, path)))
             continue
         boxes = next(of_tensors)
         if boxes is not None:
@@ -168,11 +169,17 @@ def entries_of(answer: dict[str, Any]) -> tuple[tuple[TensorInfo, ...], tuple[Ob
                 )
                 for part in boxes
             )
-        dtype, shape, size = answer["types"][at]
-        alias_of = answer["aliases"].get(name)
+        dtype, shape, size = listing.types[at]
+        alias_of = listing.aliases.get(name)
         tensors.append(
             TensorInfo(
-                name, dtype, tuple(shape), size, _path(name, path), stored.get(name, ()), alias_of
+                name,
+                dtype,
+                tuple(shape or ()),
+                size,
+                _path(name, path),
+                stored.get(name, ()),
+                alias_of,
             )
         )
     # Aliases share those of their tensors, which may come behind them.

@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_ckpt.children import (
+from torch_ckpt.dcp import api, saves
+from torch_ckpt.dcp.background.async_save import async_save
+from torch_ckpt.dcp.plan.states import HasState
+from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata
+from torch_ckpt.errors import IncompleteError, InvalidArgumentError, warn
+from torch_ckpt.options import integer, local_path
+from torch_ckpt.ranks import Ranks, rank_and_size
+from torch_ckpt.runs.children import (
     Deletions,
     check_latest,
     child_name,
@@ -21,15 +29,6 @@ from torch_ckpt.children import (
     newest_first,
     write_latest,
 )
-from torch_ckpt.dcp import api, saves
-from torch_ckpt.dcp.background.async_save import async_save
-from torch_ckpt.dcp.plan.states import HasState
-from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
-from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata
-from torch_ckpt.errors import IncompleteError, InvalidArgumentError
-from torch_ckpt.options import integer, local_path
-from torch_ckpt.ranks import Ranks, rank_and_size
-from torch_ckpt.warn import warn
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from torch_ckpt.jobs import Job, Jobs, at_exit, in_thread
+from torch_ckpt.native.jobs import Job, Jobs, at_exit, in_thread
 
 # (bytes done, bytes in all); the second is 0 while the job is still planning.
 Progress = Callable[[int, int], None]

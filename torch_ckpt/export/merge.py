@@ -7,17 +7,19 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from torch_ckpt import _core
-from torch_ckpt.dtype_policy import DtypePolicy
+from torch_ckpt.checkpoint.hulls import warn_of_hulls, warn_of_notes
+from torch_ckpt.checkpoint.selection import Patterns, left_out_of, warn_of_moments
 from torch_ckpt.errors import InvalidArgumentError
-from torch_ckpt.extras import ExtraFiles, extra_files
-from torch_ckpt.hulls import warn_of_hulls, warn_of_notes
-from torch_ckpt.jobs import MIN_WORKERS, Job, OpenedCheckpoint, replaces, warn_of
-from torch_ckpt.key_mapping import KeyMapping, renamed
-from torch_ckpt.mapping import NAMINGS, SHARDS, Naming, checked_mapping
+from torch_ckpt.export.dtype_policy import DtypePolicy
+from torch_ckpt.export.extras import ExtraFiles, extra_files
+from torch_ckpt.export.files import NAMINGS, SHARDS, Naming, checked_mapping
+from torch_ckpt.export.renames import KeyMapping, renamed
+from torch_ckpt.native import core
+from torch_ckpt.native.jobs import MIN_WORKERS, Job
+from torch_ckpt.native.opened import OpenedCheckpoint
+from torch_ckpt.native.progress import Progress, told
+from torch_ckpt.native.sessions import replaces, warn_of
 from torch_ckpt.options import check_choice, local_path, parse_bytes
-from torch_ckpt.progress import Progress, told
-from torch_ckpt.selection import Patterns, left_out_of, warn_of_moments
 
 WORKER_BYTES = 16 << 20  # that a worker leases at most: see OfExtents in engine/merge/merge_plan.cc
 MEMORY_BUDGET = "512MiB"
@@ -209,7 +211,7 @@ def merge(
     written by then."""
     with extras as files, Job() as job, told(job, progress, cancel):
         whole = {"op": "merge", "job": job.id, "extras": files, **request}
-        answer: dict[str, Any] = job.run(lambda: _core.call(whole))
+        answer: dict[str, Any] = job.run(lambda: core.call(whole))
     tell_of_merge(request, answer)
     return answer
 
@@ -219,11 +221,11 @@ def tell_of_merge(request: MergeRequest, answer: dict[str, Any]) -> None:
     warn_of(answer)
     warn_of_hulls(request.opened.path, answer["hulls"])
     if request["stem"] != SHARDS.stem:
-        described = request.opened.describe()
-        columns = zip(described["names"], described["kinds"], strict=True)
+        listing = request.opened.listing()
+        columns = zip(listing.names, listing.kinds, strict=True)
         warn_of_moments(
             request["output"],
-            (name for name, kind in columns if kind != _core.OBJECT),
+            (name for name, kind in columns if kind != core.OBJECT),
             "exclude=['optim*'] (--exclude 'optim*'), or what they are called here, leaves them "
             "out",
         )

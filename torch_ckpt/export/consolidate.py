@@ -11,12 +11,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from torch_ckpt import _core
-from torch_ckpt.dtype_policy import DtypePolicy
-from torch_ckpt.extras import ExtraFiles, extra_files
-from torch_ckpt.jobs import Job, end_session, in_thread, warn_of
-from torch_ckpt.key_mapping import KeyMapping
-from torch_ckpt.merge import (
+from torch_ckpt.checkpoint.selection import Patterns
+from torch_ckpt.export.dtype_policy import DtypePolicy
+from torch_ckpt.export.extras import ExtraFiles, extra_files
+from torch_ckpt.export.merge import (
     MEMORY_BUDGET,
     OUTPUT_FIELDS,
     FileNames,
@@ -26,9 +24,12 @@ from torch_ckpt.merge import (
     merge_request,
     tell_of_merge,
 )
-from torch_ckpt.progress import Progress
+from torch_ckpt.export.renames import KeyMapping
+from torch_ckpt.native import core
+from torch_ckpt.native.jobs import Job, in_thread
+from torch_ckpt.native.progress import Progress
+from torch_ckpt.native.sessions import end_session, warn_of
 from torch_ckpt.ranks import Ranks
-from torch_ckpt.selection import Patterns
 
 __all__ = [
     "consolidate_safetensors_files",
@@ -165,7 +166,7 @@ def merge_on_every_rank(
 
     def begin() -> Any:
         commit["extras"] = context.enter_context(extras)  # before the work: they may be refused
-        answer = _core.call({"op": "merge_begin", **request, "extras": commit["extras"]})
+        answer = core.call({"op": "merge_begin", **request, "extras": commit["extras"]})
         sessions.append(answer["session"])
         warn_of(answer)
         return answer
@@ -178,14 +179,14 @@ def merge_on_every_rank(
         def write() -> Any:
             with Job() as job:
                 whole = {"op": "merge_share", "job": job.id, **share}
-                return job.run(lambda: _core.call(whole))
+                return job.run(lambda: core.call(whole))
 
         def finish(shares: list[Any]) -> dict[str, Any]:
             commit.update(request, shares=[answer["written"] for answer in shares])
             commit.update(
                 {key: begun[key] for key in ("ids", "input_identity", "in_place", "session")}
             )
-            committed: dict[str, Any] = _core.call({"op": "merge_commit", **commit})
+            committed: dict[str, Any] = core.call({"op": "merge_commit", **commit})
             return committed
 
         told = progress if ranks.rank == 0 else None

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch_ckpt.checkpoint import Checkpoint
+from torch_ckpt.checkpoint.checkpoint import Checkpoint
 from torch_ckpt.errors import InvalidArgumentError
 
-# What people call them, torch's name first; after "torch." is taken away and in lower case.
+# What people call those of core.CASTABLE, torch's name first; after "torch." is taken away and in
+# lower case.
 _NAMES = {
     "F64": ("float64", "f64", "fp64", "double"),
     "F32": ("float32", "f32", "fp32", "float"),
@@ -19,7 +20,6 @@ _NAMES = {
     "F8_E4M3": ("float8_e4m3fn", "f8_e4m3", "fp8_e4m3"),
     "F8_E5M2": ("float8_e5m2", "f8_e5m2", "fp8_e5m2"),
 }
-CASTABLE = frozenset(_NAMES)  # the core casts between any two of them
 _BY_NAME = {name: dtype for dtype, names in _NAMES.items() for name in names}
 # Those that a dtype for all is for; the others (8 bits and less, integers, ...) mean what they mean
 # together with scales, or nothing else at all.

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from torch_ckpt import _core
 from torch_ckpt.errors import InvalidArgumentError
-from torch_ckpt.jobs import Job
+from torch_ckpt.native import core
+from torch_ckpt.native.jobs import Job
 from torch_ckpt.options import local_path
 
 
 def _load() -> None:
     """Load the library, unless torch or a program has. Raises ImportError where that was another
     copy: a second one would end the process, and either has its own table of jobs."""
-    ours = _core.library_path()
+    ours = core.library_path()
     if not hasattr(torch.ops.dcp_ext, "version"):
-        _core.version()  # loads libtorch_ckpt_core.so, or says why it cannot
+        core.version()  # loads libtorch_ckpt_core.so, or says why it cannot
         torch.ops.load_library(ours)
         return
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
@@ -52,7 +52,10 @@ def _of_wrappers(name: str, whose: str, advice: str = "") -> Callable[..., Any]:
     """
 
     def kernel(given: list[torch.Tensor], *rest: Any, **named: Any) -> Any:
-        from torch_ckpt import tensors, torch_private  # take long
+        from torch_ckpt.native import (
+            tensors,
+            torch_private,  # take long
+        )
 
         op = getattr(torch.ops.dcp_ext, name).default
         if torch_private.in_dispatch_mode():
@@ -103,7 +106,7 @@ def plan(
     if isinstance(names, str) or not all(isinstance(name, str) for name in listed):
         raise InvalidArgumentError(f"names is a list of names, not {names!r:.100}")
     if listed:
-        given["names"] = _core.names_text(listed)
+        given["names"] = core.names_text(listed)
     try:
         return plan_tensor({**given, **keys})
     except TypeError as error:
@@ -112,7 +115,7 @@ def plan(
 
 def plan_tensor(plan: dict[str, Any]) -> torch.Tensor:
     """The plan argument of an op: UTF-8 JSON in a uint8 tensor."""
-    return torch.frombuffer(bytearray(_core.request_text(plan)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(core.request_text(plan)), dtype=torch.uint8)
 
 
 def new_report() -> torch.Tensor:
@@ -181,7 +184,7 @@ def stage(
         "workers": workers,
         "patience_ms": round(1000 * timeout),
         "shared": shared,
-        "names": _core.names_text(names),
+        "names": core.names_text(names),
     }
     result = _run(torch.ops.dcp_ext.stage, tensors, plan, job, offsets)
     memory = _leased(job, result["address"], result["region_bytes"])
@@ -201,7 +204,7 @@ def adopt(fd: int, offset: int, size: int, used: int) -> Region:
     """
     job = Job()
     request = {"op": "adopt", "job": job.id, "fd": fd, "offset": offset, "bytes": size}
-    return Region(_leased(job, _core.call(request)["address"], size), used)
+    return Region(_leased(job, core.call(request)["address"], size), used)
 
 
 def _leased(job: Job, address: int, size: int) -> torch.Tensor:

@@ -22,9 +22,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch_ckpt import _core
-from torch_ckpt.checkpoint import Checkpoint
-from torch_ckpt.children import (
+from torch_ckpt.checkpoint.checkpoint import Checkpoint
+from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
+from torch_ckpt.native import core
+from torch_ckpt.native.opened import OpenedCheckpoint
+from torch_ckpt.options import local_path
+from torch_ckpt.runs.children import (
     BESIDE,
     CHILD,
     NEW_LATEST,
@@ -36,9 +39,6 @@ from torch_ckpt.children import (
     remove_tree,
     targets_below,
 )
-from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
-from torch_ckpt.jobs import OpenedCheckpoint
-from torch_ckpt.options import local_path
 
 CONVERSION = ".torch_ckpt-convert-"  # how the names of the directories begin that it stages in
 
@@ -140,9 +140,7 @@ def _is_whole(path: str) -> bool:
     try:
         if not Checkpoint(path).is_committed():
             return False
-        opened = OpenedCheckpoint(path)
-        which = {"checkpoint": opened.id, "check_files": True}
-        _core.describe(which, whole=False, tensors=False)
+        OpenedCheckpoint(path).listing(tensors=False, check_files=True)
     except (CheckpointError, OSError):
         return False
     return True
@@ -184,7 +182,7 @@ def _of_target(target: str) -> list[Leftover]:
 
 
 def _staged(target: str) -> list[dict[str, Any]]:
-    places: list[dict[str, Any]] = _core.call({"op": "staged_places", "path": target})["places"]
+    places: list[dict[str, Any]] = core.call({"op": "staged_places", "path": target})["places"]
     return places
 
 

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from torch_ckpt.dtypes import DTYPE_NAMES
 from torch_ckpt.errors import UnsupportedError
-from torch_ckpt.torch_private import AsyncCollectiveTensor, is_fake, own_word, without_functions
+from torch_ckpt.native.dtypes import DTYPE_NAMES
+from torch_ckpt.native.torch_private import (
+    AsyncCollectiveTensor,
+    is_fake,
+    own_word,
+    without_functions,
+)
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _QUANTIZED = frozenset(

@@ -17,13 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch_ckpt import _core
-from torch_ckpt.description import Description, FileInfo, Topology, entries_of, topology_of
+from torch_ckpt.checkpoint.description import (
+    Description,
+    FileInfo,
+    Topology,
+    entries_of,
+    topology_of,
+)
+from torch_ckpt.checkpoint.hulls import warn_of_notes
 from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
-from torch_ckpt.hulls import warn_of_notes
-from torch_ckpt.jobs import Job, OpenedCheckpoint, SaveSession, warn_of
+from torch_ckpt.native import core
+from torch_ckpt.native.jobs import Job
+from torch_ckpt.native.opened import OpenedCheckpoint, listing_of
+from torch_ckpt.native.progress import Progress, told
+from torch_ckpt.native.sessions import SaveSession, warn_of
 from torch_ckpt.options import local_path
-from torch_ckpt.progress import Progress, told
 
 if TYPE_CHECKING:
     from torch_ckpt.dcp.load.stored import StoredObjects, StoredTensor
@@ -146,15 +154,14 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
     def __getitem__(self, name: str) -> StoredTensor:
         """The tensor `name`, of which nothing is read yet. Raises KeyError."""
         look = self._looked()
-        stored = look.described["types"][look.tensors[name]]
         tensor: StoredTensor = _stored().StoredTensor(
             look.opened,
             name,
-            stored,
+            look.tensors[name],
             look.tensors,
             verify=self._verify,
             direct_io=self._direct_io,
-            unread=look.described["unread"].get(name),
+            unread=look.listing.unread.get(name),
         )
         return tensor
 
@@ -163,7 +170,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         """The leaves that are no tensors, as a mapping: see StoredObjects."""
         look = self._looked()
         if look.objects is None:
-            look.objects = _stored().StoredObjects(look.opened, look.described, self._verify)
+            look.objects = _stored().StoredObjects(look.opened, look.listing, self._verify)
         return look.objects
 
     @property
@@ -171,15 +178,14 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         """What the checkpoint is, in the words of `convert`: "torch_ckpt" for shards of ours, "hf"
         for safetensors of others and for whole tensors, "dcp" for .distcp files of stock DCP,
         "torch" for files of torch.save."""
-        word: str = self._looked().described["format"]
-        return word
+        return self._looked().listing.format
 
     @property
     def topology(self) -> Topology:
         """Which ranks wrote it."""
         look = self._looked()
-        names = [file["name"] for file in _core.files_of(look.opened.id)]
-        return topology_of(look.described["world_size"], names)
+        names = [file.name for file in look.opened.files()]
+        return topology_of(look.listing.world_size, names)
 
     def is_committed(self) -> bool:
         """Whether a save of torch_ckpt is there whole: its manifest, or the journal of a commit
@@ -197,18 +203,12 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
             if not self._holds(JOURNAL) and self._agrees_with_manifest():
                 return True
             # A journal, parts, or files that are missing or changed: as readers see it.
-            source: str = self._described(whole=False, tensors=False)["source"]
+            source = listing_of(self._place, tensors=False, check_files=True).source
         except IncompleteError:
             return False
         except CheckpointError:
             return self._holds(MANIFEST) or self._holds(JOURNAL)
         return source == "manifest"
-
-    def _described(
-        self, *, whole: bool, tensors: bool = True, check_files: bool = True
-    ) -> dict[str, Any]:
-        which = {**self._place, "check_files": check_files}
-        return _core.describe(which, whole=whole, tensors=tensors)
 
     def _holds(self, name: str) -> bool:
         return os.path.exists(os.path.join(self.path, name))
@@ -217,7 +217,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         """Whether the manifest is there and so are its files, of the right sizes. Raises
         IncompleteError where there is none, of parts neither."""
         try:
-            answer = _core.call({"op": "manifest", "path": self.path})
+            answer = core.call({"op": "manifest", "path": self.path})
             return answer["manifests"] == [MANIFEST] and all(
                 os.stat(os.path.join(self.path, file["name"])).st_size == file["bytes"]
                 for file in answer["files"]
@@ -236,20 +236,20 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         when there is no checkpoint or a part of it is missing, CorruptError, ConflictError for
         overlapping shards or while it is being replaced, OSError.
         """
-        answer = self._described(whole=True)
-        tensors, objects = entries_of(answer)
-        files = tuple(FileInfo(**file) for file in answer["files"])
+        listing = listing_of(self._place, whole=True, check_files=True)
+        tensors, objects = entries_of(listing)
+        files = tuple(FileInfo(*file) for file in listing.files)
         return Description(
             path=self.path,
-            format=answer["format"],
-            source=answer["source"],
-            save_id=answer["save_id"] or None,
-            world_size=answer["world_size"],
+            format=listing.format,
+            source=listing.source,
+            save_id=listing.save_id or None,
+            world_size=listing.world_size,
             files=files,
             tensors=tensors,
             objects=objects,
-            beside=tuple(answer["beside"]),
-            notes=tuple(answer["notes"]),
+            beside=tuple(listing.beside),
+            notes=tuple(listing.notes),
         )
 
     def dtypes(self) -> dict[str, str]:
@@ -286,7 +286,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
                     "job": job.id,
                 }
                 with told(job, progress):
-                    answer = job.run(lambda: _core.call(request))
+                    answer = job.run(lambda: core.call(request))
             return VerifyReport(answer["files"], answer["bytes"])
 
         return look_again(once, ConflictError)
@@ -298,7 +298,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         interrupted commit as it stands. True when there was something to do. Raises ConflictError
         while a save is in progress.
         """
-        return bool(_core.call({"op": "recover", "path": self.path})["recovered"])
+        return bool(core.call({"op": "recover", "path": self.path})["recovered"])
 
     def remove(self) -> RemoveReport:
         """Delete the checkpoint: the files that its manifest names, then the manifest.
@@ -312,7 +312,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         Raises IncompleteError for a directory without a manifest (nothing says which files belong
         to a checkpoint there), ConflictError while a save into it is in progress.
         """
-        answer = _core.call({"op": "remove", "path": self.path})
+        answer = core.call({"op": "remove", "path": self.path})
         warn_of(answer)
         return RemoveReport(
             tuple(answer["removed"]), tuple(answer["left"]), answer["directory_removed"]
@@ -327,17 +327,13 @@ def _stored() -> Any:
 
 
 class _Look:
-    """One look at a checkpoint. tensors: by name, the position of the type. objects: made when they
-    are asked for."""
+    """One look at a checkpoint. objects: made when they are asked for."""
 
     def __init__(self, opened: OpenedCheckpoint) -> None:
         self.opened = opened
         self.objects: StoredObjects | None = None
-        self.described = opened.describe()
-        columns = (self.described[column] for column in ("names", "kinds", "type_of"))
-        self.tensors: dict[str, int] = {
-            name: at for name, kind, at in zip(*columns, strict=True) if kind != _core.OBJECT
-        }
+        self.listing = opened.listing()
+        self.tensors = self.listing.tensors()
 
 
 def open(
@@ -377,7 +373,7 @@ def was_committed(path: str) -> bool:
     if not os.path.isdir(path):
         return False
     try:
-        source: str = checkpoint._described(whole=False, tensors=False, check_files=False)["source"]
+        source = listing_of(checkpoint._place, tensors=False).source
     except IncompleteError as error:
         # A commit brings such a file into its place with the journal beside it, and a removal takes
         # it away so. Alone it has lost its manifest, or, of a rank's part, is what is lost. (A

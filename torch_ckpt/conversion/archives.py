@@ -27,19 +27,20 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from torch_ckpt import _core
+from torch_ckpt.checkpoint.description import entry_paths
 from torch_ckpt.dcp.load.read_objects import ObjectReader, not_read
 from torch_ckpt.dcp.load.stored import StoredTensor
 from torch_ckpt.dcp.plan.flatten import Flat, check_structure, rebuild
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
-from torch_ckpt.description import entry_paths
-from torch_ckpt.dtypes import PACKED, TORCH_DTYPES
 from torch_ckpt.errors import ConflictError, InternalError, UnsupportedError
-from torch_ckpt.jobs import Job, OpenedCheckpoint
-from torch_ckpt.leftovers import CONVERSION, remove_dead_conversion
-from torch_ckpt.merge import MergeRequest
-from torch_ckpt.progress import Progress, told
-from torch_ckpt.torch_private import StorageInfo, without_elements
+from torch_ckpt.export.merge import MergeRequest
+from torch_ckpt.native import core
+from torch_ckpt.native.dtypes import PACKED, TORCH_DTYPES
+from torch_ckpt.native.jobs import Job
+from torch_ckpt.native.opened import OpenedCheckpoint
+from torch_ckpt.native.progress import Progress, told
+from torch_ckpt.native.torch_private import StorageInfo, without_elements
+from torch_ckpt.runs.leftovers import CONVERSION, remove_dead_conversion
 
 _DATA_FILE = "__0_0.distcp"
 # What says that a file system has no such lock, as csrc/os/lock.cc knows it.
@@ -82,7 +83,7 @@ def write_torch(request: MergeRequest, target: str, progress: Progress | None) -
         found = Flat(nested, 0, 1).values.items()
         tensors = {fqn: names[id(leaf)] for fqn, leaf in found if id(leaf) in names}
         # Where keys are no names, as tuples, all of a mapping is one leaf to who reads it.
-        known = OpenedCheckpoint(place, "torch").describe()["names"]
+        known = OpenedCheckpoint(place, "torch").listing().names
         inside = {tensors.pop(fqn) for fqn in tensors.keys() - set(known)}
         held = {
             id(tensor): _elements(request, leaves, name) if name in inside else torch.empty(0)
@@ -141,12 +142,10 @@ def _is_archive(path: str) -> bool:
 def _elements(request: MergeRequest, leaves: _Leaves, name: str) -> torch.Tensor:
     """All of a tensor, in memory."""
     opened, stored = request.opened, leaves.stored[name]
-    described = opened.describe()
-    at = described["type_of"][described["names"].index(stored)]
     tensor = StoredTensor(
         opened,
         stored,
-        described["types"][at],
+        opened.listing().tensors()[stored],
         (),
         verify=request["verify"],
         direct_io=request["direct_io"],
@@ -237,33 +236,32 @@ def _lock(directory: int) -> None:
 
 def _leaves_of(request: MergeRequest) -> _Leaves:
     opened = request.opened
-    described = opened.describe()
+    listing = opened.listing()
     new_names, dtypes = request["new_names"], request["dtypes"]
     tensors: dict[str, torch.Tensor] = {}
     paths: dict[str, tuple[Any, ...]] = {}
     names = []
-    columns = (described[column] for column in ("names", "kinds", "type_of"))
-    for (stored, kind, at), path in zip(
-        zip(*columns, strict=True), entry_paths(described), strict=True
-    ):
+    for (stored, kind, at), path in zip(listing.entries(), entry_paths(listing), strict=True):
         name = new_names.get(stored, stored)
-        if kind == _core.UNREAD:
-            raise not_read(opened.path, stored, described["unread"][stored])
-        if kind == _core.OBJECT:
+        if kind == core.UNREAD:
+            raise not_read(opened.path, stored, listing.unread[stored])
+        if kind == core.OBJECT:
             names.append(stored)
-        elif stored not in described["aliases"]:
-            dtype_name, shape, _ = described["types"][at]
-            tensors[name] = _without_elements(name, dtypes.get(name, dtype_name), shape, opened)
+        elif stored not in listing.aliases:
+            dtype_name, shape, _ = listing.types[at]
+            tensors[name] = _without_elements(
+                name, dtypes.get(name, dtype_name), shape or [], opened
+            )
         if stored != STRUCTURE_FQN:
             paths[name] = path if name == stored else _renamed_path(path, stored, name)
-    aliases = described["aliases"].items()
+    aliases = listing.aliases.items()
     for alias, of in aliases:
         tensors[new_names.get(alias, alias)] = tensors[new_names.get(of, of)]
-    sources = {new_names.get(name, name): name for name in described["names"]}
+    sources = {new_names.get(name, name): name for name in listing.names}
     sources.update({new_names.get(alias, alias): of for alias, of in aliases})
     objects: dict[str, Any] = {}
     if request["objects"]:
-        reader = ObjectReader(opened, described, verify=request["verify"], allow_pickle=False)
+        reader = ObjectReader(opened, listing, verify=request["verify"], allow_pickle=False)
         objects = {name: reader.read_one(name) for name in names}
     else:
         for name in names:
@@ -364,7 +362,7 @@ def _fill(
             "directory": place,
             **{key: request[key] for key in ("checkpoint", "workers", "verify", "direct_io")},
         }
-        answer: dict[str, Any] = job.run(lambda: _core.call(whole))
+        answer: dict[str, Any] = job.run(lambda: core.call(whole))
     return answer
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_ckpt import _core
-from torch_ckpt.jobs import MIN_WORKERS, Job, OpenedCheckpoint
-from torch_ckpt.progress import Progress, told
+from torch_ckpt.native import core
+from torch_ckpt.native.jobs import MIN_WORKERS, Job
+from torch_ckpt.native.opened import OpenedCheckpoint
+from torch_ckpt.native.progress import Progress, told
 
 MEMORY = 64 << 20  # bytes that tensors take at most
 
@@ -54,4 +55,4 @@ def statistics(
 
 def _run(request: dict[str, Any], progress: Progress | None) -> Any:
     with Job() as job, told(job, progress):
-        return job.run(lambda: _core.call({**request, "workers": MIN_WORKERS, "job": job.id}))
+        return job.run(lambda: core.call({**request, "workers": MIN_WORKERS, "job": job.id}))

@@ -1,0 +1,1 @@
+"""A checkpoint as an object and as data: no torch."""

@@ -1,0 +1,1 @@
+"""Every format to each that is written."""

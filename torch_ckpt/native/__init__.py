@@ -1,0 +1,1 @@
+"""The doors to both libraries, and what is held there."""
