@@ -18,8 +18,6 @@
 namespace torch_ckpt {
 namespace {
 
-using Values = std::span<const PickleValue>;
-
 constexpr size_t kNowhere = std::numeric_limits<size_t>::max();
 
 Status Lacks(const char* what) {
@@ -42,7 +40,8 @@ class Attributes {
                      attributes_[0] + " belongs");
     }
     const PickleValue& state = value.object().state;
-    const Values items = state.Is(PickleKind::kDict) ? state.items() : Values{};
+    const PickleValues items =
+        state.Is(PickleKind::kDict) ? state.items() : PickleValues{};
     if (HasSameKeys(items)) {
       for (size_t i = 0; i < N; ++i) {
         found_[i] = at_[i] == kNowhere ? nullptr : &items[at_[i]];
@@ -67,14 +66,14 @@ class Attributes {
   // Objects that have more are rare, and each is looked through.
   static constexpr size_t kMostKeys = 10;
 
-  bool HasSameKeys(Values items) const {
+  bool HasSameKeys(PickleValues items) const {
     if (keys_.empty() || items.size() != 2 * keys_.size()) return false;
     for (size_t i = 0; i < keys_.size(); ++i) {
       if (!items[2 * i].IsSame(keys_[i])) return false;
     }
     return true;
   }
-  void RememberKeys(Values items) {
+  void RememberKeys(PickleValues items) {
     keys_.clear();
     if (items.empty() || items.size() > 2 * kMostKeys) return;
     for (size_t i = 0; i < items.size(); i += 2) keys_.push_back(items[i]);
@@ -91,7 +90,7 @@ class Attributes {
   std::array<size_t, N> at_{};  // in items with these keys
 };
 
-constexpr size_t kMostParts = 100;  // of a path
+constexpr size_t kMostPathParts = 100;  // of a path
 // What is kept beside the text of one, here and in the catalog.
 constexpr size_t kBytesOfPath = 128;
 
@@ -103,16 +102,16 @@ Result<std::string> PathJson(const PickleValue& value, std::string_view name,
   if (!value.Is(PickleKind::kTuple) && !value.Is(PickleKind::kList)) {
     return none;
   }
-  const Values parts = value.items();
+  const PickleValues parts = value.items();
   if (parts.size() == 1 && parts[0].Is(PickleKind::kString) &&
       parts[0].text() == name) {
     return none;
   }
   size_t bytes = 0;
-  for (size_t i = 0; i < parts.size() && i < kMostParts; ++i) {
+  for (size_t i = 0; i < parts.size() && i < kMostPathParts; ++i) {
     if (parts[i].Is(PickleKind::kString)) bytes += parts[i].text().size();
   }
-  if (parts.size() > kMostParts || bytes > kMaxNameBytes) {
+  if (parts.size() > kMostPathParts || bytes > kMaxNameBytes) {
     return Unsupported("has a path of more than 100 parts or 64 KiB");
   }
   // Before it is known whether it is one: many may share the parts.
@@ -153,12 +152,12 @@ class MetadataReader {
         paths && paths->Is(PickleKind::kDict)) {
       TC_RETURN_IF_ERROR(ReadPaths(paths->items()));
     }
-    const Values names = state->items();
+    const PickleValues names = state->items();
     for (size_t i = 0; i + 1 < names.size(); i += 2) {
       Status added = AddEntry(names[i], names[i + 1]);
       if (!added.ok()) return WithName(std::move(added), names[i]);
     }
-    const Values places = storage->items();
+    const PickleValues places = storage->items();
     for (size_t i = 0; i + 1 < places.size(); i += 2) {
       TC_RETURN_IF_ERROR(AddPlace(places[i], places[i + 1]));
     }
@@ -171,7 +170,7 @@ class MetadataReader {
     return std::move(status).WithTensor(std::string(name.text()));
   }
 
-  Status ReadPaths(Values paths) {
+  Status ReadPaths(PickleValues paths) {
     for (size_t i = 0; i + 1 < paths.size(); i += 2) {
       if (!paths[i].Is(PickleKind::kString)) continue;
       if (!budget_.Touch(paths[i].text().size())) return budget_.Over();

@@ -13,17 +13,15 @@
 namespace torch_ckpt {
 namespace {
 
-using Values = std::span<const PickleValue>;
-
 // The arguments of torch._utils._rebuild_wrapper_subclass.
-enum WrapperArgument : size_t { kClass, kDtype, kShape };
+enum WrapperArgument : size_t { kWrapperClass, kWrapperDtype, kWrapperShape };
 // How deep the sizes of a layout nest.
 constexpr int kMaxNesting = 3;
 // What looking for the attributes of one takes: some forty, each among up to a
 // hundred.
 constexpr uint64_t kSteps = 1000;
 
-Status Lacks(const char* what) {
+Status DTensorLacks(const char* what) {
   return Corrupt(std::string("the pickle has a DTensor without ") + what);
 }
 
@@ -42,12 +40,12 @@ const PickleValue* FindState(const PickleValue& state, const char* name) {
 }
 
 Result<int64_t> ReadNumber(const PickleValue* value, const char* what) {
-  if (!value || !value->Is(PickleKind::kInt)) return Lacks(what);
+  if (!value || !value->Is(PickleKind::kInt)) return DTensorLacks(what);
   return value->integer();
 }
 
 Result<MeshPlacement> ReadPlacement(const PickleValue& value) {
-  if (!value.Is(PickleKind::kObject)) return Lacks("placements");
+  if (!value.Is(PickleKind::kObject)) return DTensorLacks("placements");
   if (const std::string_view name = UnknownName(value); !name.empty()) {
     return Unsupported("is a DTensor with the placement " + std::string(name) +
                        ", which is not known");
@@ -66,12 +64,12 @@ Result<MeshPlacement> ReadPlacement(const PickleValue& value) {
       out.kind = MeshPlacementKind::kStridedShard;
       break;
     default:
-      return Lacks("placements that are known");
+      return DTensorLacks("placements that are known");
   }
   TC_ASSIGN_OR_RETURN(
       const int64_t dim,
       ReadNumber(FindAttribute(value.object(), "dim"), "the dim of a shard"));
-  if (dim < 0 || dim >= kMaxDims) return Lacks("a dim that it has");
+  if (dim < 0 || dim >= kMaxDims) return DTensorLacks("a dim that it has");
   out.dim = static_cast<int>(dim);
   if (out.kind == MeshPlacementKind::kStridedShard) {
     TC_ASSIGN_OR_RETURN(
@@ -89,7 +87,7 @@ Result<int64_t> ReadMeshSize(const PickleValue& value, int depth,
   if (value.Is(PickleKind::kInt) && value.integer() > 0) return value.integer();
   if (!value.Is(PickleKind::kTuple) || value.items().size() > kMaxDims ||
       depth == 0) {
-    return Lacks("a mesh size");
+    return DTensorLacks("a mesh size");
   }
   uint64_t product = 1;
   for (const PickleValue& item : value.items()) {
@@ -97,15 +95,15 @@ Result<int64_t> ReadMeshSize(const PickleValue& value, int depth,
                         ReadMeshSize(item, depth - 1, budget));
     const auto more = CheckedMul(product, static_cast<uint64_t>(size));
     if (!more || *more > static_cast<uint64_t>(INT32_MAX)) {
-      return Lacks("a mesh of possible size");
+      return DTensorLacks("a mesh of possible size");
     }
     product = *more;
   }
   return static_cast<int64_t>(product);
 }
 
-Result<Dims> ReadMeshSizes(Values sizes, Budget* budget) {
-  if (sizes.size() > kMaxDims) return Lacks("a mesh of few dimensions");
+Result<Dims> ReadMeshSizes(PickleValues sizes, Budget* budget) {
+  if (sizes.size() > kMaxDims) return DTensorLacks("a mesh of few dimensions");
   Dims out;
   for (const PickleValue& size : sizes) {
     TC_ASSIGN_OR_RETURN(const int64_t each,
@@ -125,23 +123,25 @@ Result<Dims> ReadMesh(const PickleObject& mesh, Budget* budget) {
   }
   const PickleValue* layout = FindAttribute(mesh, "_layout");
   if (!layout || !layout->Is(PickleKind::kObject, PickleName::kMeshLayout)) {
-    return Lacks("a mesh that is known");
+    return DTensorLacks("a mesh that is known");
   }
   if (const PickleValue* shape = FindAttribute(layout->object(), "shape")) {
     return ReadMeshSizes(
-        shape->Is(PickleKind::kTuple) ? shape->items() : Values(shape, 1),
+        shape->Is(PickleKind::kTuple) ? shape->items() : PickleValues(shape, 1),
         budget);
   }
   const PickleValue* axes = FindAttribute(layout->object(), "axes");
-  if (!axes || !axes->Is(PickleKind::kTuple)) return Lacks("axes of its mesh");
-  if (axes->items().size() > kMaxDims) return Lacks("a mesh of few dimensions");
+  if (!axes || !axes->Is(PickleKind::kTuple))
+    return DTensorLacks("axes of its mesh");
+  if (axes->items().size() > kMaxDims)
+    return DTensorLacks("a mesh of few dimensions");
   Dims out;
   for (const PickleValue& axis : axes->items()) {
     const PickleValue* shape =
         axis.Is(PickleKind::kObject, PickleName::kMeshLayout)
             ? FindAttribute(axis.object(), "shape")
             : nullptr;
-    if (!shape) return Lacks("a mesh size");
+    if (!shape) return DTensorLacks("a mesh size");
     TC_ASSIGN_OR_RETURN(const int64_t size,
                         ReadMeshSize(*shape, kMaxNesting, budget));
     out.push_back(size);
@@ -154,7 +154,7 @@ Result<Dims> ReadMesh(const PickleObject& mesh, Budget* budget) {
 // stands behind those that split the dimension before it, into as many parts as
 // its factor says.
 bool IsOrderOfPlacements(const MeshRule& rule, int64_t tensor_dim,
-                         Values said) {
+                         PickleValues said) {
   if (rule.placements.size() != static_cast<size_t>(rule.mesh.size())) {
     return false;
   }
@@ -201,7 +201,7 @@ Status CheckOrder(const PickleObject& spec, const PickleObject& mesh,
           !entry.object().arguments.items()[1].Is(PickleKind::kTuple)) {
         return other;
       }
-      const Values said = entry.object().arguments.items();
+      const PickleValues said = entry.object().arguments.items();
       int64_t last = -1;
       if (said[1].items().size() > rule.placements.size()) return other;
       bool ascends = true;
@@ -240,33 +240,33 @@ Result<TorchDTensor> ReadTorchDTensor(const TorchRebuild& rebuild,
                                       Budget* budget) {
   if (!budget->Step(kSteps)) return budget->Over();
   TorchDTensor out;
-  if (rebuild.arguments.size() <= kShape || !rebuild.state) {
-    return Lacks("its arguments");
+  if (rebuild.arguments.size() <= kWrapperShape || !rebuild.state) {
+    return DTensorLacks("its arguments");
   }
-  TC_ASSIGN_OR_RETURN(out.shape, ReadSize(rebuild.arguments[kShape]));
+  TC_ASSIGN_OR_RETURN(out.shape, ReadSize(rebuild.arguments[kWrapperShape]));
   const PickleValue* local = FindState(*rebuild.state, "_local_tensor");
   const PickleValue* spec = FindState(*rebuild.state, "_spec");
-  if (!local || !IsTorchTensor(*local)) return Lacks("its local tensor");
+  if (!local || !IsTorchTensor(*local)) return DTensorLacks("its local tensor");
   if (!spec || !spec->Is(PickleKind::kObject, PickleName::kDTensorSpec)) {
-    return Lacks("its placements");
+    return DTensorLacks("its placements");
   }
   TC_ASSIGN_OR_RETURN(out.local, ReadTorchTensor(*local));
   if (DtypeUnit(out.local.dtype).elements > 1) {
     return Unsupported("is a DTensor of packed elements");
   }
-  const PickleValue& dtype = rebuild.arguments[kDtype];
+  const PickleValue& dtype = rebuild.arguments[kWrapperDtype];
   if (!dtype.Is(PickleKind::kName, PickleName::kDtype) ||
       dtype.dtype() != out.local.dtype) {
-    return Lacks("the dtype of its local tensor");
+    return DTensorLacks("the dtype of its local tensor");
   }
   const PickleValue* placements = FindAttribute(spec->object(), "placements");
   const PickleValue* mesh = FindAttribute(spec->object(), "mesh");
   if (!placements || (!placements->Is(PickleKind::kTuple) &&
                       !placements->Is(PickleKind::kList))) {
-    return Lacks("placements");
+    return DTensorLacks("placements");
   }
   if (!mesh || !mesh->Is(PickleKind::kObject, PickleName::kDeviceMesh)) {
-    return Lacks("a mesh");
+    return DTensorLacks("a mesh");
   }
   if (placements->items().size() > kMaxDims) {
     return Unsupported("is a DTensor on a mesh of more than " +

@@ -44,6 +44,9 @@ class PickleArena;
 struct PickleSequence;
 struct PickleObject;
 
+class PickleValue;
+using PickleValues = std::span<const PickleValue>;
+
 // 8 bytes, since there are millions: a kind, a name, and 48 bits of a number or
 // of an address. (A process has no longer ones on x86-64 and arm64, unless it
 // asks for them.) What it points to belongs to the Pickle, or is the operation
@@ -68,7 +71,7 @@ class PickleValue {
   std::string_view text() const;
   PickleName name() const { return static_cast<PickleName>(bits_ >> 8 & 0xff); }
   Dtype dtype() const { return static_cast<Dtype>(bits_ >> 16 & 0xff); }
-  std::span<const PickleValue> items() const;
+  PickleValues items() const;
   const PickleObject& object() const { return *At<const PickleObject>(); }
 
  private:

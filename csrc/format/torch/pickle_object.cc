@@ -15,9 +15,6 @@
 namespace torch_ckpt {
 namespace {
 
-using Values = std::span<const PickleValue>;
-
-constexpr int kMaxDepth = 100;
 constexpr std::string_view kTag = "$";
 
 void AppendBase64(std::string* out, std::string_view bytes) {
@@ -187,11 +184,11 @@ class ObjectWriter {
   // --- containers ---
 
   Status Enter() {
-    if (++depth_ <= kMaxDepth) return {};
+    if (++depth_ <= kMaxNestedContainers) return {};
     return Unsupported("the object nests deeper than " +
-                       std::to_string(kMaxDepth) + " containers");
+                       std::to_string(kMaxNestedContainers) + " containers");
   }
-  Status List(Values items) {
+  Status List(PickleValues items) {
     TC_RETURN_IF_ERROR(Enter());
     out_ += '[';
     for (size_t i = 0; i < items.size(); ++i) {
@@ -202,16 +199,16 @@ class ObjectWriter {
     --depth_;
     return {};
   }
-  Status Listed(Values items, std::string_view end) {
+  Status Listed(PickleValues items, std::string_view end) {
     Member("v");
     TC_RETURN_IF_ERROR(List(items));
     return Plain(end);
   }
-  Status Set(std::string_view tag, Values items) {
+  Status Set(std::string_view tag, PickleValues items) {
     Open(tag);
     return Listed(items, "}");
   }
-  Status Dict(Values items) {
+  Status Dict(PickleValues items) {
     bool plain = true;
     std::set<std::string_view> keys;
     for (size_t i = 0; plain && i + 1 < items.size(); i += 2) {
@@ -237,7 +234,7 @@ class ObjectWriter {
     --depth_;
     return {};
   }
-  Status Pairs(Values items) {
+  Status Pairs(PickleValues items) {
     TC_RETURN_IF_ERROR(Enter());
     Member("v");
     out_ += '[';
@@ -272,7 +269,7 @@ class ObjectWriter {
   }
   Status Made(const PickleValue& value) {
     if (IsTorchTensor(value)) return Tensor(value);
-    const Values arguments = value.items();
+    const PickleValues arguments = value.items();
     switch (value.name()) {
       case PickleName::kSize:
         return Size(arguments);
@@ -333,7 +330,7 @@ class ObjectWriter {
     }
     return Corrupt("the object has arguments that do not belong to it");
   }
-  Status Device(Values arguments) {
+  Status Device(PickleValues arguments) {
     if (arguments.empty() || !arguments[0].Is(PickleKind::kString)) {
       return Corrupt("the object has a device without a name");
     }
@@ -343,7 +340,7 @@ class ObjectWriter {
     }
     return Tagged("device", name);
   }
-  Status Layout(Values arguments) {
+  Status Layout(PickleValues arguments) {
     constexpr std::string_view kPrefix = "torch.";
     if (arguments.size() != 1 || !arguments[0].Is(PickleKind::kString) ||
         !arguments[0].text().starts_with(kPrefix)) {
@@ -351,7 +348,7 @@ class ObjectWriter {
     }
     return Tagged("layout", arguments[0].text().substr(kPrefix.size()));
   }
-  Status Size(Values arguments) {
+  Status Size(PickleValues arguments) {
     const bool listed =
         arguments.size() == 1 && (arguments[0].Is(PickleKind::kTuple) ||
                                   arguments[0].Is(PickleKind::kList));
@@ -365,7 +362,7 @@ class ObjectWriter {
     return Listed(arguments[0].items(), "}");
   }
   // Of its parts, the first of which may be a root that ends in `separator`.
-  Status Path(std::string_view type, char separator, Values parts) {
+  Status Path(std::string_view type, char separator, PickleValues parts) {
     std::string path;
     for (const PickleValue& part : parts) {
       if (!part.Is(PickleKind::kString)) {
@@ -411,7 +408,7 @@ class ObjectWriter {
 
   Status Object(const PickleValue& value) {
     const PickleObject& object = value.object();
-    const Values items = object.items.items();
+    const PickleValues items = object.items.items();
     switch (value.name()) {
       case PickleName::kOrderedDict:
         // Attributes of state dicts, which are versions of modules, are left
@@ -452,8 +449,8 @@ class ObjectWriter {
         (!state.Is(PickleKind::kDict) && !state.Is(PickleKind::kNone))) {
       return Corrupt("the object has arguments that do not belong to it");
     }
-    const Values attributes =
-        state.Is(PickleKind::kDict) ? state.items() : Values{};
+    const PickleValues attributes =
+        state.Is(PickleKind::kDict) ? state.items() : PickleValues{};
     for (size_t i = 0; i < attributes.size(); i += 2) {
       if (attributes[i].Is(PickleKind::kString)) continue;
       return Corrupt("the object has an attribute without a name");
@@ -464,7 +461,7 @@ class ObjectWriter {
     return Pairs(attributes);
   }
   // deque((), limit), to which items are added.
-  Status Deque(Values arguments, Values items) {
+  Status Deque(PickleValues arguments, PickleValues items) {
     const bool limited = arguments.size() == 2;
     if (arguments.size() > 2 ||
         (!arguments.empty() && !(arguments[0].Is(PickleKind::kTuple) &&
@@ -477,7 +474,7 @@ class ObjectWriter {
     out_ += limited ? std::to_string(arguments[1].integer()) : "null";
     return Listed(items, "}");
   }
-  Status ArrayScalar(Values arguments) {
+  Status ArrayScalar(PickleValues arguments) {
     if (arguments.size() != 2) {
       return Corrupt("the object has a numpy value without bytes");
     }
@@ -496,7 +493,7 @@ class ObjectWriter {
         !state.items()[3].Is(PickleKind::kBool)) {
       return Corrupt("the object has a numpy array without a state");
     }
-    const Values parts = state.items();
+    const PickleValues parts = state.items();
     return Array(parts[1], parts[2], parts[3].boolean(), parts[4]);
   }
   Status Array(const PickleValue& size, const PickleValue& type, bool fortran,

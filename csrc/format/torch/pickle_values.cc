@@ -5,11 +5,7 @@
 #include "format/names.h"
 
 namespace torch_ckpt {
-namespace {
-
-using Values = std::span<const PickleValue>;
-
-}  // namespace
+namespace {}  // namespace
 
 Result<std::string> BytesOfPickle(const PickleValue& value, Budget* budget) {
   const PickleValue* said = &value;
@@ -29,7 +25,7 @@ Result<std::string> BytesOfPickle(const PickleValue& value, Budget* budget) {
   if (!said->Is(PickleKind::kMade, PickleName::kEncode)) {
     return Corrupt("the object has bytes that are none");
   }
-  const Values arguments = said->items();
+  const PickleValues arguments = said->items();
   if (arguments.size() != 2 || !arguments[0].Is(PickleKind::kString) ||
       !arguments[1].Is(PickleKind::kString) ||
       arguments[1].text() != "latin1") {
@@ -59,13 +55,13 @@ Result<std::string> ArrayTypeOfPickle(const PickleValue& value,
   const Status other =
       Unsupported("the object has a numpy value of a type of its own");
   if (!value.Is(PickleKind::kObject, PickleName::kArrayDtype)) return other;
-  const Values arguments = value.object().arguments.items();
+  const PickleValues arguments = value.object().arguments.items();
   const PickleValue& state = value.object().state;
   if (arguments.empty() || !arguments[0].Is(PickleKind::kString) ||
       !state.Is(PickleKind::kTuple) || state.items().size() < 5) {
     return other;
   }
-  const Values parts = state.items();
+  const PickleValues parts = state.items();
   if (!parts[1].Is(PickleKind::kString) || !parts[2].Is(PickleKind::kNone) ||
       !parts[3].Is(PickleKind::kNone)) {
     return other;
@@ -80,7 +76,7 @@ Result<std::string> ArrayTypeOfPickle(const PickleValue& value,
         parts[8].items()[1].items().size() < 2) {
       return other;
     }
-    const Values unit = parts[8].items()[1].items();
+    const PickleValues unit = parts[8].items()[1].items();
     const Result<std::string> name = unit[0].Is(PickleKind::kString)
                                          ? std::string(unit[0].text())
                                          : BytesOfPickle(unit[0], budget);
@@ -97,7 +93,7 @@ Result<std::string> ArrayTypeOfPickle(const PickleValue& value,
 }
 
 std::optional<std::string_view> FactoryOfDefaultDict(const PickleValue& value) {
-  const Values arguments = value.object().arguments.items();
+  const PickleValues arguments = value.object().arguments.items();
   if (arguments.empty()) return "none";
   switch (const PickleValue& factory = arguments[0]; factory.kind()) {
     case PickleKind::kNone:

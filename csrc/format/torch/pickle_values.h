@@ -11,6 +11,9 @@
 
 namespace torch_ckpt {
 
+// How deep what becomes an object of ours may nest.
+inline constexpr int kMaxNestedContainers = 100;
+
 // Bytes or a bytearray, which protocol 2 makes of text: each character is one.
 // kCorrupt for anything else.
 Result<std::string> BytesOfPickle(const PickleValue& value, Budget* budget);

@@ -15,9 +15,6 @@
 namespace torch_ckpt {
 namespace {
 
-using Values = std::span<const PickleValue>;
-
-constexpr int kMaxDepth = 100;
 // What a leaf and a key are charged beside their text. Both take more, but not
 // for long: a mapping of numbers, which has them in five bytes each, is read.
 constexpr size_t kBytesOfLeaf = 64;
@@ -30,7 +27,7 @@ constexpr uint64_t kMostLeaves = uint64_t{1} << 21;
 // A mapping that is opened: its word in a structure, and its items.
 struct Mapping {
   std::string kind;
-  Values items;
+  PickleValues items;
 };
 
 std::optional<Mapping> MappingOf(const PickleValue& value) {
@@ -42,7 +39,7 @@ std::optional<Mapping> MappingOf(const PickleValue& value) {
     return Mapping{"counter", value.items()[0].items()};
   }
   if (!value.Is(PickleKind::kObject)) return std::nullopt;
-  const Values items = value.object().items.items();
+  const PickleValues items = value.object().items.items();
   if (value.name() == PickleName::kOrderedDict) {
     if (!value.object().arguments.items().empty()) return std::nullopt;
     return Mapping{"odict", items};
@@ -139,9 +136,9 @@ class Flattener {
 
  private:
   Status Enter() {
-    if (++depth_ <= kMaxDepth) return {};
-    return Unsupported("nests deeper than " + std::to_string(kMaxDepth) +
-                       " containers");
+    if (++depth_ <= kMaxNestedContainers) return {};
+    return Unsupported("nests deeper than " +
+                       std::to_string(kMaxNestedContainers) + " containers");
   }
 
   // A mapping that is opened below the root. One with other keys is a leaf.
@@ -157,7 +154,7 @@ class Flattener {
   // Whether DCP's flattening goes into this list.
   Result<bool> Opens(const PickleValue& list) {
     // Too deep to be said: a leaf, which says so when it is read.
-    if (depth_ == kMaxDepth) return false;
+    if (depth_ == kMaxNestedContainers) return false;
     ++depth_;
     bool opens = false;
     for (const PickleValue& item : list.items()) {
@@ -223,7 +220,7 @@ class Flattener {
   Result<bool> VisitList(const PickleValue& list, const std::string& prefix,
                          const std::string& path) {
     TC_RETURN_IF_ERROR(Enter());
-    const Values items = list.items();
+    const PickleValues items = list.items();
     const size_t place = out_.containers.size();
     bool listed = false;
     for (size_t i = 0; i < items.size(); ++i) {

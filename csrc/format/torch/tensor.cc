@@ -32,8 +32,6 @@ constexpr size_t kGradOfParameter = 1;
 // A persistent id: ("storage", type, key, location, number of elements).
 constexpr size_t kStorageFields = 5;
 
-using Values = std::span<const PickleValue>;
-
 // A parameter is what it was made of: how deep may that go?
 constexpr int kMaxWrappings = 4;
 
@@ -47,7 +45,7 @@ Result<Storage> ReadStorage(const PickleValue& value) {
   if (value.Is(PickleKind::kPersistent)) {
     const PickleValue& id = value.items()[0];
     if (id.Is(PickleKind::kTuple) && id.items().size() == kStorageFields) {
-      const Values fields = id.items();
+      const PickleValues fields = id.items();
       if (fields[0].Is(PickleKind::kString) && fields[0].text() == "storage" &&
           fields[1].Is(PickleKind::kName) &&
           fields[2].Is(PickleKind::kString) && fields[4].Is(PickleKind::kInt) &&
@@ -60,7 +58,7 @@ Result<Storage> ReadStorage(const PickleValue& value) {
   return Corrupt("the pickle has a tensor without a storage");
 }
 
-bool IsTrue(Values arguments, size_t at) {
+bool IsTrue(PickleValues arguments, size_t at) {
   return arguments.size() > at && arguments[at].Is(PickleKind::kBool) &&
          arguments[at].boolean();
 }
@@ -99,7 +97,7 @@ Status InBytes(uint64_t element_bytes, TorchTensor* tensor) {
   return {};
 }
 
-bool IsTyped(Values items) {
+bool IsTyped(PickleValues items) {
   return items.size() > kTypedArguments &&
          items[kTypedFunction].Is(PickleKind::kName) &&
          items[kTypedArguments].Is(PickleKind::kTuple) &&
@@ -120,7 +118,7 @@ std::optional<TorchRebuild> Unwrap(const PickleValue& value) {
     out.function = made->name();
     out.arguments = made->items();
     if (out.function == PickleName::kRebuildFromType) {
-      const Values typed = out.arguments;
+      const PickleValues typed = out.arguments;
       if (!IsTyped(typed)) return std::nullopt;
       out.function = typed[kTypedFunction].name();
       out.arguments = typed[kTypedArguments].items();
@@ -149,13 +147,13 @@ std::optional<TorchRebuild> Unwrap(const PickleValue& value) {
 }  // namespace
 
 Result<Dims> ReadSize(const PickleValue& value) {
-  Values items;
+  PickleValues items;
   if (value.Is(PickleKind::kMade, PickleName::kSize) &&
       value.items().size() == 1) {
     items = value.items()[0].Is(PickleKind::kTuple) ||
                     value.items()[0].Is(PickleKind::kList)
                 ? value.items()[0].items()
-                : Values{};
+                : PickleValues{};
   } else if (value.Is(PickleKind::kTuple) || value.Is(PickleKind::kList)) {
     items = value.items();
   } else {
@@ -197,7 +195,7 @@ Result<TorchTensor> ReadTorchTensor(const PickleValue& value) {
         "is a DTensor, of which one rank's part is read as a leaf of a state "
         "dict only");
   }
-  const Values arguments = rebuild.arguments;
+  const PickleValues arguments = rebuild.arguments;
   const bool v3 = rebuild.function == PickleName::kRebuildTensorV3;
   if (arguments.size() <= (v3 ? kDtypeArgument : kStrideArgument)) {
     return Corrupt("the pickle has a tensor without its arguments");

@@ -11,14 +11,12 @@
 namespace torch_ckpt {
 namespace {
 
-using Values = std::span<const PickleValue>;
-
 constexpr std::string_view kTorch = "torch.";
 constexpr std::string_view kRebuild = "torch._utils._rebuild_";
 constexpr int kMostWrapped = 8;
 constexpr size_t kMostParts = 8;  // of a sparse tensor
-// Values in each other that are looked through, more than Python can pickle;
-// those that hold themselves have no end.
+// PickleValues in each other that are looked through, more than Python can
+// pickle; those that hold themselves have no end.
 constexpr size_t kMostDeep = 1000;
 
 // Storages that have a dtype which ours lack, and that dtype.
@@ -34,13 +32,13 @@ constexpr std::array<std::pair<std::string_view, std::string_view>, 7>
 // The function that makes `value`, without kRebuild, and its arguments.
 struct Call {
   std::string_view function;  // empty: none of torch's
-  Values arguments;
+  PickleValues arguments;
 };
 
 Call CallOf(const PickleValue& value) {
   if (value.Is(PickleKind::kObject, PickleName::kUnknown)) {
     const std::string_view name = UnknownName(value);
-    const Values made = value.object().arguments.items();
+    const PickleValues made = value.object().arguments.items();
     if (!name.starts_with(kRebuild) || made.size() != 2 ||
         !made[1].Is(PickleKind::kTuple)) {
       return {};
@@ -70,7 +68,7 @@ Call CallOf(const PickleValue& function, const PickleValue& arguments) {
   if (!function.Is(PickleKind::kName) || !arguments.Is(PickleKind::kTuple)) {
     return {};
   }
-  const Values items = arguments.items();
+  const PickleValues items = arguments.items();
   switch (function.name()) {
     case PickleName::kRebuildTensor:
       return {"tensor_v2", items};
@@ -90,7 +88,7 @@ Call CallOf(const PickleValue& function, const PickleValue& arguments) {
   }
 }
 
-std::optional<Dims> SizeOf(Values arguments, size_t at) {
+std::optional<Dims> SizeOf(PickleValues arguments, size_t at) {
   if (at >= arguments.size()) return std::nullopt;
   Result<Dims> size = ReadSize(arguments[at]);
   return size.ok() ? std::optional(*std::move(size)) : std::nullopt;
@@ -105,7 +103,7 @@ std::string DtypeText(const PickleValue& value) {
 }
 
 // Of the persistent id of a storage.
-std::string DtypeOfStorage(Values arguments, size_t at) {
+std::string DtypeOfStorage(PickleValues arguments, size_t at) {
   if (at >= arguments.size() || !arguments[at].Is(PickleKind::kPersistent)) {
     return {};
   }
@@ -125,7 +123,7 @@ class Describer {
   }
 
   void Describe(const Call& call, int depth = 0) {
-    const Values items = call.arguments;
+    const PickleValues items = call.arguments;
     if (depth == kMostWrapped || call.function.empty()) return;
     if (call.function.starts_with("parameter")) {
       if (!items.empty()) Describe(CallOf(items[0]), depth + 1);
@@ -170,10 +168,10 @@ class Describer {
     }
   }
   // (layout, (indices, values, size, ...)), or two tensors of indices.
-  void Sparse(Values items) {
+  void Sparse(PickleValues items) {
     out_.reason = "is a sparse tensor";
     if (items.size() < 2 || !items[1].Is(PickleKind::kTuple)) return;
-    const Values parts = items[1].items();
+    const PickleValues parts = items[1].items();
     // Many leaves may share them.
     for (size_t i = 0; i < std::min(parts.size(), kMostParts); ++i) {
       if (!IsAnyTensor(parts[i])) {
@@ -207,7 +205,7 @@ std::string FindHiddenTensor(const PickleValue& value, Budget* budget) {
   const std::string inside = "is no tensor, but has one inside that ";
   bool found = false;
   std::string_view unknown;
-  std::vector<Values> left = {Values(&value, 1)};
+  std::vector<PickleValues> left = {PickleValues(&value, 1)};
   while (!left.empty()) {
     if (left.back().empty()) {
       left.pop_back();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch_ckpt.native.opened import Listing
 
 CASES, case = cases()
 
@@ -117,11 +119,11 @@ class _LateReader(HuggingFaceStorageReader):
 
     late = 0
 
-    def _describe(self) -> dict[str, Any]:
-        described = super()._describe()
+    def _list(self) -> Listing:
+        listing = super()._list()
         if dist.get_rank() == 1 and self.late > 0:
-            return {**described, "save_id": "0" * 32}
-        return described
+            return dataclasses.replace(listing, save_id="0" * 32)
+        return listing
 
     def reset(self, checkpoint_id: Any = None) -> None:
         super().reset(checkpoint_id)
