@@ -27,8 +27,7 @@ from torch_ckpt.cli.leaves import value_text
 from torch_ckpt.cli.steps import step_in_name
 from torch_ckpt.cli.text import columns, natural
 from torch_ckpt.errors import IncompleteError
-from torch_ckpt.native import core
-from torch_ckpt.native.opened import OpenedCheckpoint
+from torch_ckpt.native.opened import ListedFile, OpenedCheckpoint
 from torch_ckpt.native.sessions import SaveSession
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -399,7 +398,7 @@ def test_a_rank_by_name_takes_no_memory(tmp_path: Path) -> None:
     from torch_ckpt.cli.inspect import _balance
 
     files = [
-        {"name": f"__{rank}_0.distcp", "role": "data", "bytes": 8}
+        ListedFile(name=f"__{rank}_0.distcp", role="data", bytes=8)
         for rank in (0, 30_000_000_000_000)
     ]
     balance = _balance(None, files)
@@ -438,17 +437,17 @@ def test_without_tensors_objects_are_described(tmp_path: Path) -> None:
         "step": 7,
     }
     opened = OpenedCheckpoint(str(of_ours(tmp_path / "c", state)))
-    whole, objects = opened.describe(), opened.describe(tensors=False)
-    assert "step" in objects["names"] and not {"a", "b", "c"} & {*objects["names"]}
-    assert objects["names"] == core.objects_of(whole) == core.objects_of(objects)
-    assert len(objects["type_of"]) == len(objects["paths"]) == len(objects["names"])
-    for described in (whole, objects):
-        assert described["tensor_count"] == 3
-        assert described["dtypes"] == {
+    whole, objects = opened.listing(), opened.listing(tensors=False)
+    assert "step" in objects.names and not {"a", "b", "c"} & {*objects.names}
+    assert objects.names == whole.objects() == objects.objects()
+    assert len(objects.type_of) == len(objects.paths) == len(objects.names)
+    for listing in (whole, objects):
+        assert listing.tensor_count == 3
+        assert listing.dtypes == {
             "F32": {"tensors": 2, "bytes": 16},
             "I8": {"tensors": 1, "bytes": 3},
         }
-        assert described["holders"] == [0] * len(objects["names"])
+        assert listing.holders == [0] * len(objects.names)
 
 
 def test_files_of_others_are_looked_at_when_opened(tmp_path: Path) -> None:
@@ -459,8 +458,7 @@ def test_files_of_others_are_looked_at_when_opened(tmp_path: Path) -> None:
         file.unlink()
 
     def check(name: str) -> None:
-        which = {"checkpoint": opened[name].id, "check_files": True}
-        core.describe(which, whole=False, tensors=False)
+        opened[name].listing(tensors=False, check_files=True)
 
     check("stock")
     with pytest.raises(IncompleteError, match="is missing"):

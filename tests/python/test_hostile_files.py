@@ -105,9 +105,10 @@ def test_an_archive_may_have_a_comment(tmp_path: Path) -> None:
 def test_aliases_share_the_boxes_of_their_tensor(tmp_path: Path) -> None:
     tied = torch.ones(2, 3)
     path = of_torch(tmp_path / "c.pt", {"b": tied, "a": tied, "c": tied})
-    answer = OpenedCheckpoint(str(path)).describe(whole=True)
-    assert sorted(boxes is None for boxes in answer["placements"]) == [False, True, True]
-    tensors, _ = entries_of(answer)
+    listing = OpenedCheckpoint(str(path)).listing(whole=True)
+    assert sorted(boxes is None for boxes in listing.placements) == [False, True, True]
+    assert len({str(boxes) for boxes in listing.boxes().values()}) == 1
+    tensors, _ = entries_of(listing)
     assert len({id(tensor.placements) for tensor in tensors}) == 1
     assert all(len(tensor.placements) == 1 for tensor in tensors)
     metadata = torch_ckpt.CheckpointReader(path).read_metadata()
