@@ -87,6 +87,7 @@ set(test_sources
     tests/cpp/engine_fill_test.cc
     tests/cpp/engine_final_files_test.cc
     tests/cpp/engine_header_io_test.cc
+    tests/cpp/engine_joined_boxes_test.cc
     tests/cpp/engine_late_view_test.cc
     tests/cpp/engine_merge_job_test.cc
     tests/cpp/engine_open_files_test.cc

@@ -8,13 +8,6 @@
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
-namespace {
-
-// Small enough that a step is digested while it is in the cache.
-constexpr uint64_t kStepBytes = uint64_t{256} << 10;
-
-}  // namespace
-
 void RingWork::PlanTensors(const std::vector<FileHeader>& headers,
                            const std::vector<RingTensor>& tensors) {
   auto tensor = tensors.begin();
@@ -42,41 +35,42 @@ void RingWork::PlanTensors(const std::vector<FileHeader>& headers,
   }
 }
 
-Result<std::vector<RingWork::Flow>> RingWork::FlowsOf(
-    const std::vector<RingBox>& boxes, const std::vector<RingTensor>& tensors) {
+Result<std::vector<JoinedBox>> RingWork::BoxesOf(
+    const std::vector<RingBox>& boxes, const std::vector<RingTensor>& tensors,
+    std::vector<size_t>* numbers) {
   // All members in one order.
   std::vector<size_t> order(boxes.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
     return boxes[a].tensor < boxes[b].tensor;
   });
-  std::vector<Flow> flows;
-  flows.reserve(order.size());
+  std::vector<JoinedBox> joined;
+  joined.reserve(order.size());
   for (const size_t b : order) {
     const auto& [tensor, box] = boxes[b];
     if (box.Empty()) continue;  // no bytes
     const SafetensorsEntry& entry = tensors[tensor].entry;
     TC_ASSIGN_OR_RETURN(const ByteBox bytes,
                         ByteBox::Make(entry.dtype, entry.shape, box));
-    flows.push_back({tensor, bytes, b, {}});
+    joined.push_back({tensor, bytes, {}});
+    numbers->push_back(b);
   }
-  return flows;
+  return joined;
 }
 
 void RingWork::PlanEdges(const std::vector<size_t>& sources,
                          std::vector<RingEdge>* edges) const {
-  for (const Flow& flow : own_flows_) {
-    const Tensor& tensor = tensors_[flow.tensor];
+  for (size_t b = 0; b < sources.size(); ++b) {
+    const ByteBox& box = own_->boxes()[b].box;
+    const Tensor& tensor = tensors_[own_->boxes()[b].tensor];
     const auto add = [&](uint64_t begin, uint64_t end) {
       if (begin >= end) return;
       const uint64_t origin = tensor.bytes.begin;
-      uint64_t from = flow.box.Before(begin - origin);
-      const uint64_t bytes = flow.box.Before(end - origin) - from;
-      flow.box.ForEachRow(from, bytes, [&](uint64_t at, uint64_t part) {
-        edges->push_back({tensor.file,
-                          {origin + at, origin + at + part},
-                          sources[flow.number],
-                          from});
+      uint64_t from = box.Before(begin - origin);
+      const uint64_t bytes = box.Before(end - origin) - from;
+      box.ForEachRow(from, bytes, [&](uint64_t at, uint64_t part) {
+        edges->push_back(
+            {tensor.file, {origin + at, origin + at + part}, sources[b], from});
         from += part;
       });
     };
@@ -104,28 +98,24 @@ uint64_t RingWork::PieceOf(const Stretch& stretch) const {
   return static_cast<uint64_t>(after - pieces_.begin()) - 1;
 }
 
-template <class Fn>
-void RingWork::ForEachOf(const std::vector<Flow>& flows, const Piece& piece,
-                         const Fn& fn) const {
-  // The first tensor that reaches into the piece.
-  const auto first = std::upper_bound(
+std::vector<Stretch> RingWork::StretchesOf(const Piece& piece) const {
+  auto tensor = std::upper_bound(
       tensors_.begin(), tensors_.end(), piece,
       [](const Piece& a, const Tensor& b) {
         return a.file != b.file ? a.file < b.file : a.bytes.begin < b.bytes.end;
       });
-  auto flow = std::lower_bound(
-      flows.begin(), flows.end(), static_cast<size_t>(first - tensors_.begin()),
-      [](const Flow& a, size_t tensor) { return a.tensor < tensor; });
-  for (; flow != flows.end(); ++flow) {
-    const Tensor& tensor = tensors_[flow->tensor];
-    if (tensor.file != piece.file || tensor.bytes.begin >= piece.bytes.end) {
-      return;
-    }
-    const uint64_t origin = tensor.bytes.begin;
-    const uint64_t begin = std::max(piece.bytes.begin, origin) - origin;
-    const uint64_t end = std::min(piece.bytes.end, tensor.bytes.end) - origin;
-    fn(*flow, flow->box.Before(begin), flow->box.Before(end));
+  std::vector<Stretch> stretches;
+  for (; tensor != tensors_.end() && tensor->file == piece.file &&
+         tensor->bytes.begin < piece.bytes.end;
+       ++tensor) {
+    const uint64_t begin = std::max(piece.bytes.begin, tensor->bytes.begin);
+    const uint64_t end = std::min(piece.bytes.end, tensor->bytes.end);
+    if (begin >= end) continue;
+    stretches.push_back({static_cast<uint64_t>(tensor - tensors_.begin()),
+                         begin - tensor->bytes.begin, end - begin,
+                         begin - piece.bytes.begin});
   }
+  return stretches;
 }
 
 Status RingWork::Send(int workers, Job* job) const {
@@ -133,14 +123,16 @@ Status RingWork::Send(int workers, Job* job) const {
   const auto send = [&](int64_t item, int worker) -> Status {
     const auto i = static_cast<uint64_t>(item);
     ExtentList message;
-    ForEachOf(own_flows_, pieces_[i],
-              [&](const Flow& flow, uint64_t begin, uint64_t end) {
-                message.Place(message.size(), end - begin, flow.origin, begin);
-              });
+    for (const Stretch& stretch : StretchesOf(pieces_[i])) {
+      ForEachBoxIn(own_->boxes(), stretch,
+                   [&](const JoinedBox& box, uint64_t from, uint64_t to) {
+                     message.Place(message.size(), to - from, box.origin, from);
+                   });
+    }
     TC_RETURN_IF_ERROR(leader.slots.WaitFree(i, leader.Patience(*job)));
     ArenaLease scratch;
-    if (own_scratch_ > 0) {
-      TC_ASSIGN_OR_RETURN(scratch, LeaseBuffer(own_scratch_, job));
+    if (own_->origin_scratch() > 0) {
+      TC_ASSIGN_OR_RETURN(scratch, LeaseBuffer(own_->origin_scratch(), job));
     }
     FillBuffer buffer({leader.slots.slot(i), message.size()}, 0, worker,
                       FillBuffer::Copies::kCached);
@@ -160,47 +152,6 @@ Status RingWork::Await(const std::vector<Stretch>& stretches, const Job& job) {
   return {};
 }
 
-Status RingWork::AddOwn(const Piece& piece, MutableByteSpan room,
-                        MutableByteSpan scratch, int worker,
-                        std::vector<Stream>* streams) const {
-  ExtentList made;  // in `room`
-  ForEachOf(
-      own_flows_, piece, [&](const Flow& flow, uint64_t from, uint64_t to) {
-        if (from == to) return;
-        const std::byte* found =
-            flow.origin.provider->Find({flow.origin.index, from, to - from, 0});
-        if (found == nullptr) {
-          found = room.data() + made.size();
-          made.Place(made.size(), to - from, flow.origin, from);
-        }
-        streams->push_back({&flow, found, from});
-      });
-  FillBuffer buffer(room.first(made.size()), 0, worker,
-                    FillBuffer::Copies::kCached);
-  return FillPortions(PortionsOf(made, 0, made.size()), scratch, &buffer);
-}
-
-void RingWork::Scatter(const Piece& piece, uint64_t at, uint64_t end,
-                       std::vector<Stream>* streams, FillBuffer* buffer) const {
-  const uint64_t begin = piece.bytes.begin;
-  for (Stream& stream : *streams) {
-    const ByteRange& tensor = tensors_[stream.flow->tensor].bytes;
-    if (tensor.begin >= end || tensor.end <= at) continue;
-    // Positions in the tensor.
-    const uint64_t first = std::max(at, tensor.begin) - tensor.begin;
-    const uint64_t last = std::min(end, tensor.end) - tensor.begin;
-    const uint64_t until = stream.flow->box.Before(last);
-    std::byte* const to =
-        buffer->Out(tensor.begin + first - begin, last - first).data();
-    stream.flow->box.Scatter(stream.next, until - stream.next, stream.bytes, to,
-                             first);
-    buffer->Filled(until - stream.next);
-    stream.bytes += until - stream.next;
-    stream.next = until;
-  }
-  buffer->Made(at - begin, end - at);
-}
-
 Status RingWork::Fill(const std::vector<Stretch>& stretches,
                       MutableByteSpan scratch, FillBuffer* buffer) {
   const uint64_t i = PieceOf(stretches.front());
@@ -208,22 +159,20 @@ Status RingWork::Fill(const std::vector<Stretch>& stretches,
   if (piece.bytes.end - piece.bytes.begin != buffer->size()) {
     return Internal("is not written in the pieces that were planned");
   }
-  std::vector<Stream> streams;
-  TC_RETURN_IF_ERROR(AddOwn(piece, scratch.first(kPieceBytes),
-                            scratch.subspan(kPieceBytes), buffer->worker(),
-                            &streams));
-  for (size_t p = 0; p < peers_.size(); ++p) {
-    const std::byte* message = peers_[p].slots.slot(i);
-    ForEachOf(peer_flows_[p], piece,
-              [&](const Flow& flow, uint64_t from, uint64_t to) {
-                streams.push_back({&flow, message, from});
-                message += to - from;
-              });
-  }
-  for (uint64_t at = piece.bytes.begin; at < piece.bytes.end;
-       at += kStepBytes) {
-    Scatter(piece, at, std::min(piece.bytes.end, at + kStepBytes), &streams,
-            buffer);
+  std::vector<std::vector<BoxStream>> streams;
+  TC_RETURN_IF_ERROR(
+      own_->Gather(stretches, scratch, buffer->worker(), &streams));
+  std::vector<const std::byte*> messages;
+  for (const RingPeer& peer : peers_) messages.push_back(peer.slots.slot(i));
+  for (size_t s = 0; s < stretches.size(); ++s) {
+    for (size_t p = 0; p < peers_.size(); ++p) {
+      ForEachBoxIn(peer_boxes_[p], stretches[s],
+                   [&](const JoinedBox& box, uint64_t from, uint64_t to) {
+                     streams[s].push_back({&box.box, from, messages[p]});
+                     messages[p] += to - from;
+                   });
+    }
+    JoinStreams(stretches[s], &streams[s], buffer);
   }
   for (const RingPeer& peer : peers_) peer.slots.Free(i);
   return {};
@@ -251,15 +200,15 @@ Result<std::unique_ptr<RingWork>> PlanRingWork(
                      InBand(source.box, source.band)});
     numbers.push_back(s);
   }
-  TC_ASSIGN_OR_RETURN(work->own_flows_, RingWork::FlowsOf(boxes, tensors));
-  for (RingWork::Flow& flow : work->own_flows_) {
-    const RingSource& source = sources[numbers[flow.number]];
-    const Provider& provider = *source.origin.provider;
-    flow.origin = source.origin;
-    work->own_bytes_ += source.bytes;
-    work->own_scratch_ = std::max(work->own_scratch_, provider.ScratchBytes());
-    if (provider.Locker() != nullptr) work->own_locker_ = provider.Locker();
+  std::vector<size_t> places;  // in `boxes`, then in the sources
+  TC_ASSIGN_OR_RETURN(std::vector<JoinedBox> own,
+                      RingWork::BoxesOf(boxes, tensors, &places));
+  for (size_t b = 0; b < own.size(); ++b) {
+    places[b] = numbers[places[b]];
+    own[b].origin = sources[places[b]].origin;
+    work->own_bytes_ += sources[places[b]].bytes;
   }
+  work->own_.emplace(std::move(own));
   work->leads_ = rank == ring.leader;
   TC_ASSIGN_OR_RETURN(work->peers_,
                       work->leads_
@@ -268,12 +217,13 @@ Result<std::unique_ptr<RingWork>> PlanRingWork(
   if (work->peers_.empty()) return std::unique_ptr<RingWork>();
   if (work->leads_) {
     for (const RingPeer& peer : work->peers_) {
-      TC_ASSIGN_OR_RETURN(std::vector<RingWork::Flow> flows,
-                          RingWork::FlowsOf(peer.boxes, tensors));
-      work->peer_flows_.push_back(std::move(flows));
+      std::vector<size_t> unused;
+      TC_ASSIGN_OR_RETURN(std::vector<JoinedBox> of_peer,
+                          RingWork::BoxesOf(peer.boxes, tensors, &unused));
+      work->peer_boxes_.push_back(std::move(of_peer));
     }
   }
-  work->PlanEdges(numbers, edges);
+  work->PlanEdges(places, edges);
   return work;
 }
 

@@ -12,14 +12,15 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <vector>
 
 #include "engine/save/ring_link.h"
 #include "engine/write/extents.h"
+#include "engine/write/joined_boxes.h"
 #include "engine/write/output_files.h"
 #include "engine/write/provider.h"
-#include "plan/byte_box.h"
 
 namespace torch_ckpt {
 
@@ -66,8 +67,8 @@ class RingWork final : public Provider {
     }
   }
 
-  uint64_t ScratchBytes() const override { return kPieceBytes + own_scratch_; }
-  PageLocker* Locker() const override { return own_locker_; }
+  uint64_t ScratchBytes() const override { return own_->ScratchBytes(); }
+  PageLocker* Locker() const override { return own_->Locker(); }
   // Leader: waits until all members have sent what they have of the piece.
   Status Await(const std::vector<Stretch>& stretches, const Job& job) override;
   // REQUIRES: the stretches are all that the ring has of a piece.
@@ -89,53 +90,28 @@ class RingWork final : public Provider {
     uint32_t file = 0;
     ByteRange bytes;
   };
-  // A box of a member.
-  struct Flow {
-    size_t tensor = 0;
-    ByteBox box;
-    size_t number = 0;  // in the list of boxes
-    Origin origin;      // of own ones
-  };
-  // What a box has in a piece, from its byte `next` on.
-  struct Stream {
-    const Flow* flow;
-    const std::byte* bytes;
-    uint64_t next;
-  };
   // The tensors, ranges and pieces.
   void PlanTensors(const std::vector<FileHeader>& headers,
                    const std::vector<RingTensor>& tensors);
-  // By tensor.
-  static Result<std::vector<Flow>> FlowsOf(
-      const std::vector<RingBox>& boxes,
-      const std::vector<RingTensor>& tensors);
+  // Of the ring's boxes that have bytes, by tensor; `numbers` are their places
+  // in `boxes`.
+  static Result<std::vector<JoinedBox>> BoxesOf(
+      const std::vector<RingBox>& boxes, const std::vector<RingTensor>& tensors,
+      std::vector<size_t>* numbers);
   void PlanEdges(const std::vector<size_t>& sources,
                  std::vector<RingEdge>* edges) const;
-  // The piece that a stretch is in.
+  // The piece that a stretch is in, and the stretches of a piece.
   uint64_t PieceOf(const Stretch& stretch) const;
-  // The streams of own boxes: from where they are, or made in `room`.
-  Status AddOwn(const Piece& piece, MutableByteSpan room,
-                MutableByteSpan scratch, int worker,
-                std::vector<Stream>* streams) const;
-  // Moves the streams on to byte `end` of the file.
-  void Scatter(const Piece& piece, uint64_t at, uint64_t end,
-               std::vector<Stream>* streams, FillBuffer* buffer) const;
-  // Calls fn(flow, begin, end) for what each of `flows`, in their order, has in
-  // the piece: bytes [begin, end) of its box.
-  template <class Fn>
-  void ForEachOf(const std::vector<Flow>& flows, const Piece& piece,
-                 const Fn& fn) const;
+  std::vector<Stretch> StretchesOf(const Piece& piece) const;
 
   bool leads_ = false;
   std::vector<Tensor> tensors_;                 // by file and place
   std::vector<std::vector<ByteRange>> ranges_;  // by file
   std::vector<Piece> pieces_;
   std::vector<RingPeer> peers_;
-  std::vector<std::vector<Flow>> peer_flows_;  // by peer, each by tensor
-  std::vector<Flow> own_flows_;
+  std::vector<std::vector<JoinedBox>> peer_boxes_;  // by peer, no origins
+  std::optional<JoinedBoxes> own_;
   uint64_t own_bytes_ = 0;
-  uint64_t own_scratch_ = 0;  // of the providers of own boxes
-  PageLocker* own_locker_ = nullptr;
 };
 
 // Meets the other members. Nothing where there will be no ring.
