@@ -14,8 +14,9 @@ import torch_ckpt
 from torch_ckpt.errors import ConflictError, UnsupportedError
 from torch_ckpt.native.sessions import SaveSession
 from torch_ckpt.runs import leftovers as module
-from torch_ckpt.runs.children import Deletions, newest_first, remove_tree
 from torch_ckpt.runs.leftovers import leftovers
+from torch_ckpt.runs.place import newest_first, remove_tree
+from torch_ckpt.runs.retention import Deletions
 
 
 @pytest.fixture

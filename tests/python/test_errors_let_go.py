@@ -135,7 +135,7 @@ def test_what_a_signal_handler_raises_is_raised(
             if not begun.is_set():
                 begun.set()
                 os.kill(os.getpid(), signal.SIGUSR1)
-                while not jobs._core.call({"op": "job_poll", "job": self.id})["cancelled"]:
+                while not jobs.core.call({"op": "job_poll", "job": self.id})["cancelled"]:
                     pass
             return work()
 

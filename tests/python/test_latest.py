@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt.runs.children import newest_first, write_latest
+from torch_ckpt.runs.place import newest_first, write_latest
 
 
 def test_the_file_and_then_its_name_are_synced(

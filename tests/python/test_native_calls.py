@@ -22,7 +22,7 @@ STATE = {f"layers.{n}.weight": torch.full((5, n + 1), float(n)) for n in range(1
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, name: str) -> Calls:
-    """The calls of _ext.`name` from now on: (number of tensors, plan)."""
+    """The calls of operators.`name` from now on: (number of tensors, plan)."""
     calls: Calls = []
     call = getattr(torch_ckpt.native.operators, name)
 

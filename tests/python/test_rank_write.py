@@ -21,7 +21,7 @@ def test_kernels_that_are_queued_are_waited_for_before_the_write(
 ) -> None:
     """The engine reads on streams of its own; without a GPU the order of the calls must do."""
     calls: list[str] = []
-    write = write_files._ext.write
+    write = write_files.operators.write
 
     class Event:
         def synchronize(self) -> None:
@@ -36,7 +36,7 @@ def test_kernels_that_are_queued_are_waited_for_before_the_write(
         return write(*arguments)
 
     monkeypatch.setattr(write_files, "queued_kernels", queued_kernels)
-    monkeypatch.setattr(write_files._ext, "write", writing)
+    monkeypatch.setattr(write_files.operators, "write", writing)
     state = {"a": torch.ones(3), "b": torch.ones(5)}
     torch_ckpt.save(state, checkpoint_id=tmp_path / "c", layout=layout)
     assert calls == ["[3, 5]", "waited", "waited", "written"]

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from torch_ckpt.checkpoint.description import (
     topology_of,
 )
 from torch_ckpt.checkpoint.hulls import warn_of_notes
+from torch_ckpt.checkpoint.names import JOURNAL, MANIFEST, ONLY_OURS
 from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
 from torch_ckpt.native import core
 from torch_ckpt.native.jobs import Job
@@ -37,13 +37,6 @@ if TYPE_CHECKING:
     from torch_ckpt.dcp.load.stored import StoredObjects, StoredTensor
 
 T = TypeVar("T")
-
-MANIFEST = "torch_ckpt.json"
-JOURNAL = ".torch_ckpt-stage/committed/commit.json"
-# Files of ours that mean nothing without a manifest: RankOfFile in csrc/format/names.cc.
-_ONLY_OURS = re.compile(
-    r"torch_ckpt(-\d+-of-\d+)?\.catalog|objects-\d+\.json|shard-.*\.safetensors"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +373,7 @@ def was_committed(path: str) -> bool:
         # shard that is not there may be one of others, which their index names.)
         named = error.file or ""
         part = os.path.basename(named)
-        return _ONLY_OURS.fullmatch(part) is not None and (
+        return ONLY_OURS.fullmatch(part) is not None and (
             os.path.exists(named) or not part.startswith("shard-")
         )
     except CheckpointError:

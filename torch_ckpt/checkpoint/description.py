@@ -6,10 +6,10 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from torch_ckpt.checkpoint.names import rank_of
 from torch_ckpt.native import core
 from torch_ckpt.native.opened import Format, Listing, Source
 
@@ -108,21 +108,9 @@ class Topology:
     ranks: Mapping[str, int]
 
 
-_SHARD = re.compile(r"(?:shard|objects)-(\d{5})[-.]|__(\d{1,18})_\d+\.distcp$")
-
-
-def is_shard(name: str) -> bool:
-    """Whether a file is the part of one rank, by its name."""
-    return _SHARD.match(name) is not None
-
-
 def topology_of(world_size: int | None, files: Iterable[str]) -> Topology:
     """`world_size` is that of a manifest; else the names of `files` say it, where they do."""
-    ranks = {}
-    for name in files:
-        if match := _SHARD.match(name):
-            # Ours and stock's shards count from 1, .distcp files from 0.
-            ranks[name] = int(match[1]) - 1 if match[1] else int(match[2])
+    ranks = {name: rank for name in files if (rank := rank_of(name)) is not None}
     if world_size is None and ranks:
         world_size = 1 + max(ranks.values())
     return Topology(world_size, ranks)

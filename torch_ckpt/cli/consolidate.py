@@ -10,12 +10,13 @@ from typing import Any
 
 import click
 
+from torch_ckpt.checkpoint.names import INDEX
 from torch_ckpt.cli.merge_options import with_merge_options
 from torch_ckpt.cli.output import Output, count, format_bytes, with_output, world_size
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.export.dtype_policy import DtypePolicy
 from torch_ckpt.export.extras import ExtraFiles, extra_files
-from torch_ckpt.export.files import INDEX_NAME, NAMINGS, load_json
+from torch_ckpt.export.files import NAMINGS, load_json
 from torch_ckpt.export.merge import FileNames, MergeRequest, merge, merge_request
 from torch_ckpt.native.progress import Progress
 from torch_ckpt.options import local_path
@@ -34,7 +35,7 @@ _TIMEOUT_S = 600.0  # until a rank that does not answer is taken for dead
 @click.option(
     "--index",
     type=click.Path(exists=True),
-    help=f"Divide the tensors as this {INDEX_NAME} (or the one in this directory) does.",
+    help=f"Divide the tensors as this {INDEX} (or the one in this directory) does.",
 )
 @click.option(
     "--naming",

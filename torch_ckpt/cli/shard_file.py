@@ -6,14 +6,13 @@ import os
 from typing import Any
 
 from torch_ckpt.checkpoint.description import entries_of, topology_of
+from torch_ckpt.checkpoint.names import DISTCP
 from torch_ckpt.cli.output import count, format_bytes, printable
 from torch_ckpt.cli.text import bold, columns, natural
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import CheckpointError, IncompleteError
 from torch_ckpt.native.opened import OpenedCheckpoint
 from torch_ckpt.options import local_path
-
-_DISTCP = ".distcp"
 
 
 def checkpoint_around(path: str) -> tuple[OpenedCheckpoint, str] | None:
@@ -29,7 +28,7 @@ def checkpoint_around(path: str) -> tuple[OpenedCheckpoint, str] | None:
         opened = OpenedCheckpoint(directory)
         files = opened.files()
     except CheckpointError as error:
-        if not name.endswith(_DISTCP):
+        if not name.endswith(DISTCP):
             return None
         raise IncompleteError(
             "is a part of a checkpoint of stock DCP, and what is in it cannot be said without the "

@@ -28,6 +28,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from torch_ckpt.checkpoint.description import entry_paths
+from torch_ckpt.checkpoint.names import CONVERSION, DISTCP, METADATA
 from torch_ckpt.dcp.load.read_objects import ObjectReader, not_read
 from torch_ckpt.dcp.load.stored import StoredTensor
 from torch_ckpt.dcp.plan.flatten import Flat, check_structure, rebuild
@@ -40,9 +41,9 @@ from torch_ckpt.native.jobs import Job
 from torch_ckpt.native.opened import OpenedCheckpoint
 from torch_ckpt.native.progress import Progress, told
 from torch_ckpt.native.torch_private import StorageInfo, without_elements
-from torch_ckpt.runs.leftovers import CONVERSION, remove_dead_conversion
+from torch_ckpt.runs.leftovers import remove_dead_conversion
 
-_DATA_FILE = "__0_0.distcp"
+_DATA_FILE = f"__0_0{DISTCP}"
 # What says that a file system has no such lock, as csrc/os/lock.cc knows it.
 _NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF)
 _ARCHIVE = "archive.pt"
@@ -112,12 +113,12 @@ def write_dcp(request: MergeRequest, target: str, progress: Progress | None) -> 
             leaves.objects[STRUCTURE_FQN] = leaves.structure
             leaves.paths[STRUCTURE_FQN] = (STRUCTURE_FQN,)
         metadata = _lay_out_dcp(leaves, layout)
-        with open(os.path.join(layout, ".metadata"), "wb") as file:
+        with open(os.path.join(layout, METADATA), "wb") as file:
             pickle.dump(metadata, file)
         opened = OpenedCheckpoint(layout, "dcp")
         answer = _fill(request, opened, leaves.stored, filled, progress)
-        place = os.path.join(filled, ".metadata")
-        shutil.copyfile(os.path.join(layout, ".metadata"), place)
+        place = os.path.join(filled, METADATA)
+        shutil.copyfile(os.path.join(layout, METADATA), place)
         with open(place, "rb") as file:
             os.fsync(file.fileno())
         _sync_directory(filled)

@@ -8,8 +8,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from torch_ckpt.checkpoint.description import is_shard
 from torch_ckpt.checkpoint.hulls import warn_of_hulls
+from torch_ckpt.checkpoint.names import rank_of
 from torch_ckpt.checkpoint.selection import Patterns
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.export.dtype_policy import DtypePolicy
@@ -211,7 +211,7 @@ def _naming_of(files: list[str]) -> Naming:
 def _is_of_the_hub(source: str, files: list[str]) -> bool:
     """Whether it is a directory as the Hub has them, where more stands beside the tensors."""
     return not os.path.isfile(source) and any(
-        file.endswith(".bin") or (file.endswith(".safetensors") and not is_shard(file))
+        file.endswith(".bin") or (file.endswith(".safetensors") and rank_of(file) is None)
         for file in files
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch_ckpt.checkpoint.description import is_shard
+from torch_ckpt.checkpoint.names import JOURNAL_NAME, MANIFEST, rank_of
 from torch_ckpt.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"),
     *(".index.json", ".catalog"),
 )
-_OURS = ("torch_ckpt.json", "commit.json")
+_OURS = (MANIFEST, JOURNAL_NAME)
 # Of the directory that is converted, where nobody has said what to take: what configurations,
 # tokenizers and code are written as. All else may be weights of some kind, data or logs.
 _BESIDE = (
@@ -137,7 +137,7 @@ def _files_of(path: Path) -> list[Path]:
     for entry in sorted(path.iterdir()):
         if entry.name.startswith(".") or entry.name in _OURS or entry.name.endswith(_WEIGHTS):
             continue
-        if is_shard(entry.name):
+        if rank_of(entry.name) is not None:
             continue  # as objects-00001.json: the names of what we write ourselves
         if entry.is_dir():
             directories.append(entry.name)

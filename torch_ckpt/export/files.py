@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_ckpt.checkpoint.names import INDEX
 from torch_ckpt.errors import InvalidArgumentError
 
 MAX_INDEX = 99_999  # five digits, as everybody's file names have
 
-INDEX_NAME = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"-(\d{5})-of-\d{5}\.safetensors$")
 
 
@@ -68,7 +68,7 @@ def mapping_of_index(path: str | os.PathLike[str]) -> dict[str, int]:
     file = Path(path)
     if file.is_dir():
         found = sorted(file.glob("*.safetensors.index.json"))
-        file = found[0] if len(found) == 1 else file / INDEX_NAME
+        file = found[0] if len(found) == 1 else file / INDEX
     if not file.is_file():
         raise InvalidArgumentError("there is no such index", file=str(file))
     index = load_json(file)

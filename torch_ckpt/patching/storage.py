@@ -7,7 +7,6 @@ it when the patch is over does what stock does.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from torch_ckpt.checkpoint.checkpoint import JOURNAL, MANIFEST
+from torch_ckpt.checkpoint.names import JOURNAL, MANIFEST, METADATA, PART_MANIFEST, RANK_METADATA
 from torch_ckpt.dcp.load import reader
 from torch_ckpt.dcp.load.reader import CheckpointReader
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
@@ -29,11 +28,8 @@ from torch_ckpt.export import consolidate, merge
 from torch_ckpt.native import torch_private
 from torch_ckpt.patching.groups import DEFAULT_STORAGE, HF, is_wanted
 from torch_ckpt.patching.own_group import own_group
-from torch_ckpt.runs.children import write_durably
-from torch_ckpt.runs.leftovers import PART
+from torch_ckpt.runs.place import write_durably
 
-_METADATA = ".metadata"
-_OF_RANK = re.compile(r"__[0-9]+\.metadata")  # of a save without collectives
 _DCP_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # newer than torch 2.10
 # No pickle begins so: stock's reader raises UnpicklingError at once.
 _MARK = "# torch_ckpt"
@@ -94,7 +90,7 @@ class FileSystemWriter(HuggingFaceStorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         stocks = _name_of_stocks(self.path)
-        if stocks is not None and stocks != _METADATA:  # which `finish` would replace
+        if stocks is not None and stocks != METADATA:  # which `finish` would replace
             raise ConflictError(
                 f"holds what stock DCP saved without collectives ({stocks}); remove it, or a load "
                 "could not tell which of the two is meant",
@@ -112,7 +108,7 @@ class FileSystemWriter(HuggingFaceStorageWriter):
 
 def _leave_metadata(path: str | os.PathLike[str]) -> None:
     """`.metadata`, in the directory `path`. Several saves may come to this at the same time."""
-    name = os.path.join(path, _METADATA)
+    name = os.path.join(path, METADATA)
     if not _is_ours(name):
         write_durably(name, _SAYS, f"{name}.torch_ckpt-new-{secrets.token_hex(8)}")
 
@@ -137,15 +133,17 @@ def _name_of_ours(path: str | os.PathLike[str]) -> str | None:
     """A file by which the directory `path` holds a checkpoint of torch_ckpt; None: it does not."""
     if os.path.exists(os.path.join(path, JOURNAL)):
         return JOURNAL
-    return next((name for name in _names(path) if name == MANIFEST or PART.fullmatch(name)), None)
+    return next(
+        (name for name in _names(path) if name == MANIFEST or PART_MANIFEST.fullmatch(name)), None
+    )
 
 
 def _name_of_stocks(path: str | os.PathLike[str]) -> str | None:
     """The same of stock DCP, with collectives or without."""
     for name in _names(path):
-        if _OF_RANK.fullmatch(name):
+        if RANK_METADATA.fullmatch(name):
             return name
-        if name == _METADATA and not _is_ours(os.path.join(path, name)):
+        if name == METADATA and not _is_ours(os.path.join(path, name)):
             return name
     return None
 
@@ -178,7 +176,7 @@ class FileSystemReader(CheckpointReader):
         return super().read_metadata()
 
     def _format_here(self) -> str | None:
-        return "dcp" if _name_of_stocks(self.path) == _METADATA else None
+        return "dcp" if _name_of_stocks(self.path) == METADATA else None
 
 
 class HuggingFaceStorageReader(reader.HuggingFaceStorageReader):

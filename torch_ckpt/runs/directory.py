@@ -1,6 +1,6 @@
 """CheckpointDirectory: the checkpoints of a training run, by step, for all its ranks.
 
-What is on disk, and in which order it changes, is in children.py.
+What is on disk, and in which order it changes, is in place.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError, warn
 from torch_ckpt.options import integer, local_path
 from torch_ckpt.ranks import Ranks, rank_and_size
-from torch_ckpt.runs.children import (
-    Deletions,
+from torch_ckpt.runs.place import (
     check_latest,
     child_name,
     make_directory,
     newest_first,
     write_latest,
 )
+from torch_ckpt.runs.retention import Deletions
 
 T = TypeVar("T")
 

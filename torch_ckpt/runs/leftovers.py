@@ -2,7 +2,7 @@
 left, checkpoints that are not whole, and old ones. Nothing here needs torch.
 
 Finding writes nothing and holds no save off. Removing looks again, and is then
-left to what else does it: `Checkpoint.recover` and `remove`, and the deletions of children.py, each
+left to what else does it: `Checkpoint.recover` and `remove`, and those of retention.py, each
 under the lock that a save would take. So what a save owns stays, whatever was found a moment ago.
 
 What is no checkpoint of ours, and what bears a name that is none of ours, is never touched.
@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import itertools
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -23,26 +22,24 @@ from functools import partial
 from typing import Any
 
 from torch_ckpt.checkpoint.checkpoint import Checkpoint
+from torch_ckpt.checkpoint.names import (
+    CHILD,
+    CONVERSION,
+    MANIFEST,
+    NEW_LATEST,
+    PART_MANIFEST,
+    REMOVED,
+    SHARDED,
+    STAGE,
+    target_of,
+)
 from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
 from torch_ckpt.native import core
 from torch_ckpt.native.opened import OpenedCheckpoint
 from torch_ckpt.options import local_path
-from torch_ckpt.runs.children import (
-    BESIDE,
-    CHILD,
-    NEW_LATEST,
-    REMOVED,
-    SHARDED,
-    delete_child,
-    linked,
-    own_children,
-    remove_tree,
-    targets_below,
-)
+from torch_ckpt.runs.place import linked, own_children, remove_tree, targets_below
+from torch_ckpt.runs.retention import delete_child
 
-CONVERSION = ".torch_ckpt-convert-"  # how the names of the directories begin that it stages in
-
-PART = re.compile(r"torch_ckpt-[0-9]{5,}-of-[0-9]{5,}\.json")
 # Since its last change. A save without collectives holds no lock between the parts of its ranks,
 # and where a file system keeps locks to each node, those of other nodes are not seen.
 _QUIET_S = 3600.0
@@ -100,10 +97,10 @@ def leftovers(path: str | os.PathLike[str], keep_last: int | None = None) -> lis
         place = os.path.join(root, name)
         if name in old and keep_last is not None:
             found += _tried(place, partial(_old, place, keep_last))
-        elif not (match := BESIDE.fullmatch(name)):
+        elif (target := target_of(name)) is None:
             found += _tried(place, partial(_of_name, place, newest))
-        elif match[1] not in names:
-            found += _tried(place, partial(_of_target, os.path.join(root, match[1])))
+        elif target not in names:
+            found += _tried(place, partial(_of_target, os.path.join(root, target)))
     return list({each.path: each for each in found}.values())
 
 
@@ -259,7 +256,7 @@ def _is_ours(path: str) -> bool:
     if not names:
         return CHILD.fullmatch(os.path.basename(path)) is not None
     return any(
-        name == "torch_ckpt.json" or PART.fullmatch(name) or name.startswith(".torch_ckpt-stage-")
+        name == MANIFEST or PART_MANIFEST.fullmatch(name) or name.startswith(f"{STAGE}-")
         for name in names
     )
 

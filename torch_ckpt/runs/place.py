@@ -1,4 +1,5 @@
-"""The children of a CheckpointDirectory on disk. Nothing here needs torch.
+"""A directory of checkpoints on disk: what is in it, and what is written there. Nothing here needs
+torch.
 
     root/step-<n>     the checkpoint of step n; one with zeros before n, of another tool, counts too
     root/LATEST       the name of the newest one and a line break, for other tools, and for nodes
@@ -24,25 +25,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import secrets
 import shutil
 import stat
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from torch_ckpt.checkpoint.checkpoint import Checkpoint, locked, was_committed
-from torch_ckpt.errors import ConflictError, InvalidArgumentError, UnsupportedError, warn
+from torch_ckpt.checkpoint.checkpoint import was_committed
+from torch_ckpt.checkpoint.names import (
+    CHILD,
+    LATEST,
+    NEW_LATEST,
+    SHARDED,
+    STAGE,
+    child_of,
+    target_of,
+)
+from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 
-CHILD = re.compile(r"step-([0-9]+)")
-REMOVED = re.compile(r"\.step-[0-9]+\.torch_ckpt-removed-[0-9a-f]+")
-_STAGING = re.compile(r"\.(step-([0-9]+))\.torch_ckpt-stage")
-_LATEST = "LATEST"
 _MOST_OF_A_NAME = 256  # bytes
-NEW_LATEST = f".{_LATEST}.torch_ckpt-new-"
-BESIDE = re.compile(r"\.(.+)\.torch_ckpt-stage")  # where a save into what is not there stages
-SHARDED = "sharded"  # where stock's enable_consolidation puts the shards
 
 
 def make_directory(path: str) -> None:
@@ -52,14 +52,14 @@ def make_directory(path: str) -> None:
         make_directory(parent)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
-        _sync(parent)
+        sync_directory(parent)
     if not os.path.isdir(path):
         raise InvalidArgumentError("is not a directory", file=path)
 
 
 def child_name(root: str, step: int) -> str:
     """The name of the checkpoint of `step` in `root`, or what it would be."""
-    name = f"step-{step}"
+    name = child_of(step)
     if not os.path.lexists(os.path.join(root, name)):
         for other in sorted(os.listdir(root) if os.path.isdir(root) else ()):
             match = CHILD.fullmatch(other)
@@ -85,7 +85,7 @@ def _names_by_step(root: str) -> dict[int, str]:
     for name in [*sorted(os.listdir(root)), _read_latest(root)]:
         if match := CHILD.fullmatch(name):
             step = int(match[1])
-            if step not in names or name == f"step-{step}":
+            if step not in names or name == child_of(step):
                 names[step] = name
     return names
 
@@ -111,7 +111,7 @@ def linked(root: str) -> set[str]:
 def _read_latest(root: str) -> str:
     """What LATEST says; nothing where there is no such file, or one that is being replaced."""
     try:
-        fd = os.open(os.path.join(root, _LATEST), os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait
+        fd = os.open(os.path.join(root, LATEST), os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return ""
@@ -127,7 +127,7 @@ def _read_latest(root: str) -> str:
 
 def check_latest(root: str) -> None:
     """Raise InvalidArgumentError where LATEST cannot be written when a save is committed."""
-    place = os.path.join(root, _LATEST)
+    place = os.path.join(root, LATEST)
     if os.path.isdir(place) and not os.path.islink(place):
         raise InvalidArgumentError(
             "is a directory, and a CheckpointDirectory keeps a file of this name, which names the "
@@ -142,7 +142,7 @@ def write_latest(root: str, step: int) -> None:
         if name.startswith(NEW_LATEST):  # of a process that was killed
             _unlink(os.path.join(root, name))
     new = os.path.join(root, NEW_LATEST + secrets.token_hex(8))
-    write_durably(os.path.join(root, _LATEST), f"{child_name(root, step)}\n", new)
+    write_durably(os.path.join(root, LATEST), f"{child_name(root, step)}\n", new)
 
 
 def write_durably(path: str, text: str, new: str) -> None:
@@ -157,132 +157,7 @@ def write_durably(path: str, text: str, new: str) -> None:
     except BaseException:
         _unlink(new)
         raise
-    _sync(os.path.dirname(path))
-
-
-class Deletions:
-    """What rank 0 deletes in directory `root`, one thing after another on a thread of its own.
-
-    The thread is not a daemon: the interpreter waits for it at its end. All methods may be called
-    from any thread. A forked child has none of its parent's deletions.
-    """
-
-    def __init__(self, root: str, keep: int | None) -> None:
-        self._root = root
-        self._keep = keep
-        self._start_anew()
-
-    def _start_anew(self) -> None:
-        self._pid = os.getpid()
-        self._mutex = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
-        self._last: Future[None] | None = None
-        self._error: Exception | None = None
-        self._saving: set[int] = set()
-
-    def _leave_parents(self) -> None:
-        if self._pid != os.getpid():
-            self._start_anew()
-
-    def spare(self, step: int) -> None:
-        """A save of `step` is about to begin: what it stages is not what a dead one has left, until
-        it is committed. Waits for a deletion whose lock it could meet."""
-        self._leave_parents()
-        with self._mutex:
-            self._saving.add(step)
-        name = child_name(self._root, step)
-        if any(
-            os.path.lexists(os.path.join(self._root, each))
-            for each in (name, f".{name}.torch_ckpt-stage")
-        ):
-            self.wait()
-
-    def begin(self, step: int) -> None:
-        """`step` is committed: delete what that makes too old."""
-        self._leave_parents()
-        with self._mutex:
-            self._saving.discard(step)
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch_ckpt-delete")
-            try:
-                self._last = self._executor.submit(self._run, step)
-                return
-            except RuntimeError:
-                pass  # no thread is to be had, as when the interpreter is about to end
-        self._run(step)
-
-    def wait(self) -> None:
-        """Until all that has begun is through."""
-        self._leave_parents()
-        last = self._last
-        if last is not None:
-            wait([last])
-
-    def close(self) -> None:
-        self._leave_parents()
-        with self._mutex:
-            executor, self._executor, self._last = self._executor, None, None
-        if executor is not None:
-            executor.shutdown()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self, step: int) -> None:
-        """All that can be deleted is, even where something cannot. Every run tries everything, so
-        that the errors of earlier ones do not count any more."""
-        first: Exception | None = None
-        try:
-            names = os.listdir(self._root)
-            leftovers = [name for name in names if REMOVED.fullmatch(name)]
-            with self._mutex:
-                dead = [
-                    match[1]
-                    for match in map(_STAGING.fullmatch, names)
-                    if match and int(match[2]) <= step and int(match[2]) not in self._saving
-                ]
-            old: list[str] = []
-            if self._keep is not None:
-                whole = own_children(self._root, lambda path: Checkpoint(path).is_committed())
-                spared = linked(self._root)
-                old = [name for number, name in whole if number <= step][self._keep :]
-                old = [name for name in reversed(old) if name not in spared]
-        except Exception as error:
-            first, leftovers, dead, old = error, [], [], []
-        for work, what in [
-            *((remove_tree, os.path.join(self._root, name)) for name in leftovers),
-            *((_remove_staged, os.path.join(self._root, name)) for name in dead),
-            *((delete_child, os.path.join(self._root, name)) for name in old),
-        ]:
-            try:
-                work(what)
-            except Exception as error:
-                first = first or error
-        self._error = first
-        if first is not None:
-            warn(
-                f"{self._root}: an old checkpoint could not be deleted; the next save tries "
-                f"again: {first}"
-            )
-
-
-def delete_child(path: str) -> None:
-    """Delete the checkpoint at `path` with all that stands in it."""
-    if os.path.islink(path):
-        return  # what it points to is not ours
-    root, name = os.path.split(path)
-    hidden = os.path.join(root, f".{name}.torch_ckpt-removed-{secrets.token_hex(8)}")
-    with contextlib.ExitStack() as locks:
-        if os.path.isdir(path):
-            locks.enter_context(locked(path))
-            for place in targets_below(path):
-                locks.enter_context(locked(place))
-        try:
-            os.rename(path, hidden)
-        except FileNotFoundError:
-            return  # somebody else has deleted it
-        _sync(root)
-    remove_tree(hidden)
+    sync_directory(os.path.dirname(path))
 
 
 def targets_below(path: str) -> list[str]:
@@ -292,19 +167,14 @@ def targets_below(path: str) -> list[str]:
     found = []
     with os.scandir(path) as entries:
         for entry in entries:
-            if match := BESIDE.fullmatch(entry.name):
-                found.append(os.path.join(path, match[1]))
+            if target := target_of(entry.name):
+                found.append(os.path.join(path, target))
             elif entry.is_dir(follow_symlinks=False) and (
                 entry.name == SHARDED
-                or any(name.startswith(".torch_ckpt-stage") for name in os.listdir(entry.path))
+                or any(name.startswith(STAGE) for name in os.listdir(entry.path))
             ):
                 found.append(entry.path)
     return sorted(set(found))
-
-
-def _remove_staged(path: str) -> None:
-    with contextlib.suppress(ConflictError):  # its save goes on
-        Checkpoint(path).recover()
 
 
 def remove_tree(path: str) -> None:
@@ -325,7 +195,8 @@ def _unlink(path: str) -> None:
         os.unlink(path)
 
 
-def _sync(path: str) -> None:
+def sync_directory(path: str) -> None:
+    """Have the names in directory `path` outlive a crash of the machine."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

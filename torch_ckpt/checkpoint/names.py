@@ -1,0 +1,62 @@
+"""Every name on disk that Python knows, once. What stands in these files is in docs/format.md; the
+core's own names are in csrc/format/names.h."""
+
+from __future__ import annotations
+
+import re
+
+# In a checkpoint of ours.
+MANIFEST = "torch_ckpt.json"
+PART_MANIFEST = re.compile(r"torch_ckpt-[0-9]{5,}-of-[0-9]{5,}\.json")  # of a rank by itself
+# Files of ours that mean nothing without a manifest: RankOfFile in csrc/format/names.cc.
+ONLY_OURS = re.compile(r"torch_ckpt(-\d+-of-\d+)?\.catalog|objects-\d+\.json|shard-.*\.safetensors")
+SHARDED = "sharded"  # the directory in which stock's enable_consolidation puts the shards
+STAGE = ".torch_ckpt-stage"  # how all begins in which saves stage, below or beside the target
+JOURNAL = f"{STAGE}/committed/commit.json"
+JOURNAL_NAME = JOURNAL.rpartition("/")[2]
+_BESIDE = re.compile(rf"\.(.+){re.escape(STAGE)}")
+
+# In a directory of checkpoints.
+CHILD = re.compile(r"step-([0-9]+)")
+LATEST = "LATEST"
+NEW_LATEST = f".{LATEST}.torch_ckpt-new-"  # how the next one's begins
+_REMOVED = ".torch_ckpt-removed-"
+REMOVED = re.compile(rf"\.{CHILD.pattern}{re.escape(_REMOVED)}[0-9a-f]+")
+CONVERSION = ".torch_ckpt-convert-"  # how what a conversion stages in begins
+
+# Of others.
+INDEX = "model.safetensors.index.json"
+METADATA = ".metadata"  # of stock DCP
+RANK_METADATA = re.compile(r"__[0-9]+\.metadata")  # of its saves without collectives
+DISTCP = ".distcp"
+_OF_RANK = re.compile(r"(?:shard|objects)-(\d{5})[-.]|__(\d{1,18})_\d+\.distcp$")
+
+
+def child_of(step: int) -> str:
+    """What the checkpoint of a step is called."""
+    return f"step-{step}"
+
+
+def staged_beside(name: str) -> str:
+    """Where a save stages into what is called `name` and is not there yet."""
+    return f".{name}{STAGE}"
+
+
+def target_of(staged: str) -> str | None:
+    """What is staged in a directory called `staged`; None where that is no name of one."""
+    match = _BESIDE.fullmatch(staged)
+    return None if match is None else match[1]
+
+
+def removed(name: str, number: str) -> str:
+    """What a checkpoint is called while it is deleted; `number` is in hexadecimal digits."""
+    return f".{name}{_REMOVED}{number}"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that wrote a file, by its name; None for one that is not named after one."""
+    match = _OF_RANK.match(name)
+    if match is None:
+        return None
+    # Ours and stock's shards count from 1, .distcp files from 0.
+    return int(match[1]) - 1 if match[1] else int(match[2])
