@@ -71,4 +71,19 @@ Result<const std::byte*> ByteSource::Read(uint64_t lo, uint64_t hi,
   return at;
 }
 
+Result<const std::byte*> StepReader::Next(uint64_t at, uint64_t size) {
+  // Others take each step from the cache as well: none is left for later.
+  if (readers_ == Readers::kSeveral) {
+    return source_.Read(at, at + size, scratch_, readers_);
+  }
+  if (!rest_) {
+    TC_ASSIGN_OR_RETURN(const uint64_t cached,
+                        source_.ReadCached(scratch_.first(size), at));
+    if (cached == size) return scratch_.data();
+    TC_ASSIGN_OR_RETURN(rest_, source_.Read(at, end_, scratch_));
+    rest_at_ = at;
+  }
+  return rest_ + (at - rest_at_);
+}
+
 }  // namespace torch_ckpt

@@ -77,4 +77,27 @@ class ByteSource {
   mutable std::atomic<int> skip_{0};  // calls left to answer 0 unlooked
 };
 
+// A range of a source, one step after the other: what the page cache has in
+// steps that a core's second cache holds, and from where it gives out on all
+// the rest in one read. For one thread.
+class StepReader {
+ public:
+  // The range ends at `end`. `scratch` is as Read wants it for all that is
+  // asked for, and what Next returns is there until it is called again.
+  StepReader(const ByteSource& source, uint64_t end, MutableByteSpan scratch,
+             Readers readers = Readers::kThisProcess)
+      : source_(source), end_(end), scratch_(scratch), readers_(readers) {}
+
+  // Bytes [at, at + size), which follow those of the last call. Errors as Read.
+  Result<const std::byte*> Next(uint64_t at, uint64_t size);
+
+ private:
+  const ByteSource& source_;
+  const uint64_t end_;
+  const MutableByteSpan scratch_;
+  const Readers readers_;
+  const std::byte* rest_ = nullptr;  // from `rest_at_` to the end
+  uint64_t rest_at_ = 0;
+};
+
 }  // namespace torch_ckpt

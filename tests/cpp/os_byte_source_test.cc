@@ -73,6 +73,28 @@ TEST_F(ByteSourceTest, ReadsAnyRange) {
   }
 }
 
+TEST_F(ByteSourceTest, StepsAreTheBytesOfTheRange) {
+  const std::string text = Bytes(3 * kMiB + 1234);
+  ASSERT_TRUE(dir().WriteFile("f", text).ok());
+  const uint64_t lo = 4099, size = 200'000;
+  for (const bool dropped : {false, true}) {
+    for (const Readers readers : {Readers::kThisProcess, Readers::kSeveral}) {
+      const ByteSource source = Open("f");
+      if (dropped) DropCache(source.path());
+      Scratch scratch(text.size());
+      StepReader steps(source, text.size(), scratch.span(), readers);
+      for (uint64_t at = lo; at < text.size(); at += size) {
+        const uint64_t step = std::min<uint64_t>(size, text.size() - at);
+        const auto bytes = steps.Next(at, step);
+        ASSERT_TRUE(bytes.ok()) << bytes.status().ToString();
+        EXPECT_TRUE(std::string_view(reinterpret_cast<const char*>(*bytes),
+                                     step) == text.substr(at, step))
+            << at;
+      }
+    }
+  }
+}
+
 TEST_F(ByteSourceTest, AnEarlyEndSaysWhere) {
   ASSERT_TRUE(dir().WriteFile("f", Bytes(kMiB)).ok());
   const ByteSource source = Open("f");

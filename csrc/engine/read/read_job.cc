@@ -188,10 +188,8 @@ class CellReader {
   // Segment by segment, and those in steps: what was just read is still in the
   // CPU's cache for the digest and the copies.
   Status ReadRange(const ReadCell& cell, const Range& range) {
-    const std::byte* rest = nullptr;  // from `rest_lo` to the end of the range
-    uint64_t rest_lo = range.hi;
-    const bool several = readers_ == Readers::kSeveral;
-    if (several) file_.ReadAhead(range.lo, range.hi);
+    if (readers_ == Readers::kSeveral) file_.ReadAhead(range.lo, range.hi);
+    StepReader steps(file_, range.hi, scratch_, readers_);
     for (uint64_t lo = range.lo; lo < range.hi;) {
       const uint64_t end =
           std::min(RoundDown(lo, kSegmentBytes) + kSegmentBytes, range.hi);
@@ -204,21 +202,7 @@ class CellReader {
             sole ? reinterpret_cast<std::byte*>(sole->run.dst) +
                        (at - sole->run.src)
                  : nullptr;
-        const std::byte* bytes = nullptr;
-        if (several) {
-          TC_ASSIGN_OR_RETURN(bytes, file_.Read(at, hi, scratch_, readers_));
-        } else if (!rest) {
-          TC_ASSIGN_OR_RETURN(const uint64_t cached,
-                              file_.ReadCached(scratch_.first(hi - at), at));
-          bytes = scratch_.data();
-          if (cached < hi - at) {
-            // The page cache gave out: one large read for what is left.
-            TC_ASSIGN_OR_RETURN(rest,
-                                file_.Read(at, range.hi, scratch_, readers_));
-            rest_lo = at;
-          }
-        }
-        if (rest) bytes = rest + (at - rest_lo);
+        TC_ASSIGN_OR_RETURN(const std::byte* bytes, steps.Next(at, hi - at));
         Sum(at, hi, bytes);
         if (target) {
           // Faster than reading straight into the target, digest and all.

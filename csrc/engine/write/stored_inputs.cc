@@ -74,25 +74,14 @@ Status StoredInputs::Stream(const StoredRun& stored, MutableByteSpan scratch,
   const Run& run = stored.run;
   TC_ASSIGN_OR_RETURN(const auto source, Open(stored.file));
   const uint64_t end = run.src + run.bytes;
-  const std::byte* rest = nullptr;  // from `rest_at` to the end of the run
-  uint64_t rest_at = 0;
+  StepReader steps(*source, end, scratch);
   for (uint64_t at = run.src; at < end;) {
     const uint64_t dst = run.dst + (at - run.src);
     const uint64_t segment = RoundDown(at, kSegmentBytes) + kSegmentBytes;
     const uint64_t size =
         std::min({uint64_t{kDigestStep}, end - at, segment - at,
                   buffer->SegmentEnd(dst) - dst});
-    const std::byte* bytes = scratch.data();
-    if (!rest) {
-      TC_ASSIGN_OR_RETURN(const uint64_t cached,
-                          source->ReadCached(scratch.first(size), at));
-      if (cached < size) {
-        // The page cache gave out: one large read for what is left.
-        TC_ASSIGN_OR_RETURN(rest, source->Read(at, end, scratch));
-        rest_at = at;
-      }
-    }
-    if (rest) bytes = rest + (at - rest_at);
+    TC_ASSIGN_OR_RETURN(const std::byte* bytes, steps.Next(at, size));
     const uint32_t crc = buffer->CopyAndDigest(dst, {bytes, size});
     if (digests_.kind() == DigestKind::kSegments) {
       digests_.Add(buffer->worker(), stored.file, at, crc, size);
