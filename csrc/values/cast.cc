@@ -271,12 +271,20 @@ size_t CastElements(Dtype from, const std::byte* source, Dtype to,
   return CastBy(Implementations().front(), from, source, to, target, count);
 }
 
-Status LostInCast(uint64_t count, Dtype from, Dtype to, std::string_view fqn) {
-  if (count == 0) return {};
-  return InvalidArgument("at least " + std::to_string(count) + " values of " +
-                         DtypeName(from) + " would be out of range as " +
-                         DtypeName(to))
-      .WithTensor(std::string(fqn));
+Converter::Converter(std::string fqn, Dtype from, Dtype to)
+    : fqn_(std::move(fqn)),
+      from_(from),
+      to_(to),
+      from_bytes_(static_cast<uint64_t>(DtypeBits(from)) / 8),
+      to_bytes_(static_cast<uint64_t>(DtypeBits(to)) / 8) {}
+
+Status Converter::Check() const {
+  const uint64_t lost = lost_;
+  if (lost == 0) return {};
+  return InvalidArgument("at least " + std::to_string(lost) + " values of " +
+                         DtypeName(from_) + " would be out of range as " +
+                         DtypeName(to_))
+      .WithTensor(fqn_);
 }
 
 std::optional<size_t> CastElementsBy(std::string_view implementation,

@@ -1,9 +1,11 @@
 // Elements of one float type as elements of another.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
 
 #include "base/status.h"
@@ -25,9 +27,34 @@ bool CanCast(Dtype from, Dtype to);
 size_t CastElements(Dtype from, const std::byte* source, Dtype to,
                     std::byte* target, size_t count);
 
-// The error of a cast that has lost so many values of a part of a tensor; ok
-// for 0.
-Status LostInCast(uint64_t count, Dtype from, Dtype to, std::string_view fqn);
+// The elements of a tensor as elements of another type, part by part. From
+// several threads at once.
+class Converter {
+ public:
+  // Errors name `fqn`. REQUIRES: CanCast(from, to).
+  Converter(std::string fqn, Dtype from, Dtype to);
+
+  uint64_t from_bytes() const { return from_bytes_; }  // of an element
+  uint64_t to_bytes() const { return to_bytes_; }
+
+  // As CastElements. What was lost is the caller's to count, who may cast again
+  // what it casts now.
+  uint64_t Cast(const std::byte* source, std::byte* target,
+                uint64_t count) const {
+    return CastElements(from_, source, to_, target, count);
+  }
+  void AddLost(uint64_t count) {
+    if (count > 0) lost_ += count;
+  }
+  // kInvalidArgument where values were lost.
+  Status Check() const;
+
+ private:
+  const std::string fqn_;
+  const Dtype from_, to_;
+  const uint64_t from_bytes_, to_bytes_;
+  std::atomic<uint64_t> lost_{0};
+};
 
 // For tests: by the named implementation ("portable", "avx2", "avx512");
 // nullopt where this CPU or build does not have it.

@@ -6,7 +6,6 @@
 
 #include "plan/copy_run.h"
 #include "runtime/crc32c.h"
-#include "values/cast.h"
 
 namespace torch_ckpt {
 namespace {
@@ -29,12 +28,7 @@ Run Indices(Run run, int64_t first, int64_t count) {
 }  // namespace
 
 CastTarget::CastTarget(std::string fqn, std::byte* data, Dtype from, Dtype to)
-    : fqn_(std::move(fqn)),
-      data_(data),
-      from_(from),
-      to_(to),
-      from_bytes_(static_cast<uint64_t>(DtypeBits(from)) / 8),
-      to_bytes_(static_cast<uint64_t>(DtypeBits(to)) / 8) {}
+    : data_(data), converter_(std::move(fqn), from, to) {}
 
 uint64_t CastTarget::Deliver(const Run& run, const std::byte* bytes) {
   return run.loops == 0 ? DeliverBytes(run.dst, bytes, run.bytes)
@@ -47,34 +41,37 @@ Status CastTarget::Finish() {
     AddLost(Cast(element, bytes.data(), 1));
   }
   kept_.clear();
-  return LostInCast(lost_, from_, to_, fqn_);
+  return converter_.Check();
 }
 
 uint64_t CastTarget::DeliverBytes(uint64_t dst, const std::byte* bytes,
                                   uint64_t count) {
-  const uint64_t into = dst % from_bytes_;
-  const uint64_t head = into == 0 ? 0 : std::min(count, from_bytes_ - into);
-  const uint64_t tail = (count - head) % from_bytes_;
+  const uint64_t into = dst % converter_.from_bytes();
+  const uint64_t head =
+      into == 0 ? 0 : std::min(count, converter_.from_bytes() - into);
+  const uint64_t tail = (count - head) % converter_.from_bytes();
   const uint64_t whole = count - head - tail;
   if (head > 0) Keep(dst, bytes, head);
   if (tail > 0) Keep(dst + head + whole, bytes + head + whole, tail);
   if (whole == 0) return 0;
-  return Cast((dst + head) / from_bytes_, bytes + head, whole / from_bytes_);
+  return Cast((dst + head) / converter_.from_bytes(), bytes + head,
+              whole / converter_.from_bytes());
 }
 
 void CastTarget::Keep(uint64_t dst, const std::byte* bytes, uint64_t count) {
   const std::lock_guard lock(mutex_);
-  std::array<std::byte, 8>& element = kept_[dst / from_bytes_];
-  std::memcpy(element.data() + dst % from_bytes_, bytes, count);
+  std::array<std::byte, 8>& element = kept_[dst / converter_.from_bytes()];
+  std::memcpy(element.data() + dst % converter_.from_bytes(), bytes, count);
 }
 
 uint64_t CastTarget::DeliverLoops(const Run& run, const std::byte* bytes) {
   const Run inner = InnerRun(run);
-  const uint64_t slice = inner.TotalBytes() / from_bytes_;
+  const uint64_t slice = inner.TotalBytes() / converter_.from_bytes();
   // Rows that are no whole elements are clipped ones of expanded tensors.
-  const bool cut = run.dst % from_bytes_ != 0 || run.bytes % from_bytes_ != 0;
-  const bool apart =
-      cut || slice > kStepElements || run.bytes / from_bytes_ >= kLongRow;
+  const bool cut = run.dst % converter_.from_bytes() != 0 ||
+                   run.bytes % converter_.from_bytes() != 0;
+  const bool apart = cut || slice > kStepElements ||
+                     run.bytes / converter_.from_bytes() >= kLongRow;
   const auto at_once = apart ? 1 : static_cast<int64_t>(kStepElements / slice);
   uint64_t lost = 0;
   for (int64_t i = 0; i < run.count[0]; i += at_once) {
@@ -103,8 +100,8 @@ uint64_t CastTarget::DeliverBlock(const Run& run, const std::byte* bytes) {
   scatter.dst = static_cast<uint64_t>(InTarget(static_cast<int64_t>(run.dst)));
   CopyRun(gather, bytes, run.src, stored.data(), 0);
   const uint64_t lost =
-      CastElements(from_, stored.data(), to_, cast.data(),
-                   static_cast<uint64_t>(dense) / from_bytes_);
+      converter_.Cast(stored.data(), cast.data(),
+                      static_cast<uint64_t>(dense) / converter_.from_bytes());
   CopyRun(scatter, cast.data(), 0, data_, 0);
   return lost;
 }
@@ -113,14 +110,14 @@ uint64_t CastTarget::Cast(uint64_t element, const std::byte* bytes,
                           uint64_t count) {
   // By way of the cache, and from there past it: what is overwritten need not
   // be read.
+  const uint64_t from_bytes = converter_.from_bytes();
+  const uint64_t to_bytes = converter_.to_bytes();
   Step step;
   uint64_t lost = 0;
   for (uint64_t at = 0; at < count; at += kStepElements) {
     const uint64_t size = std::min(kStepElements, count - at);
-    lost +=
-        CastElements(from_, bytes + at * from_bytes_, to_, step.data(), size);
-    StreamCopy(data_ + (element + at) * to_bytes_, step.data(),
-               size * to_bytes_);
+    lost += converter_.Cast(bytes + at * from_bytes, step.data(), size);
+    StreamCopy(data_ + (element + at) * to_bytes, step.data(), size * to_bytes);
   }
   return lost;
 }

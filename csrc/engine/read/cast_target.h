@@ -2,7 +2,6 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -10,8 +9,8 @@
 #include <string>
 
 #include "base/status.h"
-#include "format/dtype.h"
 #include "plan/runs.h"
+#include "values/cast.h"
 
 namespace torch_ckpt {
 
@@ -27,7 +26,7 @@ class CastTarget {
   // begins or ends in, the bytes are kept until Finish. What is delivered again
   // takes the place of what was. Thread-safe for runs that share no byte.
   uint64_t Deliver(const Run& run, const std::byte* bytes);
-  void AddLost(uint64_t count) { lost_ += count; }
+  void AddLost(uint64_t count) { converter_.AddLost(count); }
 
   // When all is delivered: casts what was kept. kInvalidArgument if values are
   // lost.
@@ -43,15 +42,12 @@ class CastTarget {
   uint64_t Cast(uint64_t element, const std::byte* bytes, uint64_t count);
   // Where in the memory byte `dst` of elements of `from` is.
   int64_t InTarget(int64_t dst) const {
-    return dst / static_cast<int64_t>(from_bytes_) *
-           static_cast<int64_t>(to_bytes_);
+    return dst / static_cast<int64_t>(converter_.from_bytes()) *
+           static_cast<int64_t>(converter_.to_bytes());
   }
 
-  const std::string fqn_;
   std::byte* const data_;
-  const Dtype from_, to_;
-  const uint64_t from_bytes_, to_bytes_;  // of an element
-  std::atomic<uint64_t> lost_{0};
+  Converter converter_;
   std::mutex mutex_;
   // Elements that are cut, by number; guarded by mutex_.
   std::map<uint64_t, std::array<std::byte, 8>> kept_;

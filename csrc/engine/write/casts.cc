@@ -7,17 +7,12 @@
 #include "base/checked.h"
 #include "engine/write/fill.h"
 #include "runtime/crc32c.h"
-#include "values/cast.h"
 
 namespace torch_ckpt {
 namespace {
 
 // Elements before they are cast.
 constexpr uint64_t kElementBytes = uint64_t{4} << 20;
-
-uint64_t ElementBytes(Dtype dtype) {
-  return static_cast<uint64_t>(DtypeBits(dtype)) / 8;
-}
 
 }  // namespace
 
@@ -32,7 +27,8 @@ class Casts::Batch {
 
   // REQUIRES: its elements are not more than kElementBytes.
   Status Add(Section section) {
-    const uint64_t bytes = section.count * section.thing->from_bytes;
+    const uint64_t bytes =
+        section.count * section.thing->converter.from_bytes();
     if (!sections_.empty() &&
         (sections_.back().thing->of.provider != section.thing->of.provider ||
          used_ + bytes > kElementBytes)) {
@@ -49,7 +45,7 @@ class Casts::Batch {
     Provider* const provider = sections_.front().thing->of.provider;
     std::vector<Portion> portions = {{provider, {}}};
     for (const Section& section : sections_) {
-      const uint64_t each = section.thing->from_bytes;
+      const uint64_t each = section.thing->converter.from_bytes();
       portions[0].stretches.push_back(
           {section.thing->of.index, section.first * each, section.count * each,
            section.elements_at});
@@ -73,13 +69,7 @@ class Casts::Batch {
 };
 
 Origin Casts::Add(Origin of, Dtype from, Dtype to, std::string fqn) {
-  Thing& thing = things_.emplace_back();
-  thing.of = of;
-  thing.from = from;
-  thing.to = to;
-  thing.from_bytes = ElementBytes(from);
-  thing.to_bytes = ElementBytes(to);
-  thing.fqn = std::move(fqn);
+  things_.emplace_back(of, std::move(fqn), from, to);
   scratch_bytes_ = std::max(
       scratch_bytes_,
       kElementBytes + RoundUp(of.provider->ScratchBytes(), kScratchAlignment));
@@ -89,49 +79,49 @@ Origin Casts::Add(Origin of, Dtype from, Dtype to, std::string fqn) {
 
 Status Casts::Check() const {
   for (const Thing& thing : things_) {
-    TC_RETURN_IF_ERROR(LostInCast(thing.lost, thing.from, thing.to, thing.fqn));
+    TC_RETURN_IF_ERROR(thing.converter.Check());
   }
   return {};
 }
 
 Casts::Section Casts::SectionOf(Thing* thing, const Stretch& stretch) {
-  const uint64_t first = stretch.from / thing->to_bytes;
+  const uint64_t first = stretch.from / thing->converter.to_bytes();
   const uint64_t last =
-      (stretch.from + stretch.bytes + thing->to_bytes - 1) / thing->to_bytes;
+      (stretch.from + stretch.bytes + thing->converter.to_bytes() - 1) /
+      thing->converter.to_bytes();
   return {thing, stretch, first, last - first, 0};
 }
 
 // `elements` is where the section's first one is.
 void Casts::Cast(const Section& section, const std::byte* elements,
                  FillBuffer* buffer) {
-  Thing& thing = *section.thing;
+  Converter& converter = section.thing->converter;
+  const uint64_t from_bytes = converter.from_bytes();
+  const uint64_t to_bytes = converter.to_bytes();
   const Stretch& stretch = section.stretch;
   const MutableByteSpan out = buffer->Out(stretch.at, stretch.bytes);
   buffer->Filled(out.size());
-  if (stretch.from % thing.to_bytes != 0 ||
-      stretch.bytes % thing.to_bytes != 0) {
+  if (stretch.from % to_bytes != 0 || stretch.bytes % to_bytes != 0) {
     // It cuts an element.
-    std::vector<std::byte> whole(section.count * thing.to_bytes);
+    std::vector<std::byte> whole(section.count * to_bytes);
     // An element is counted where it begins.
-    const uint64_t head = stretch.from % thing.to_bytes != 0 ? 1 : 0;
-    CastElements(thing.from, elements, thing.to, whole.data(), head);
-    thing.lost += CastElements(thing.from, elements + head * thing.from_bytes,
-                               thing.to, whole.data() + head * thing.to_bytes,
-                               section.count - head);
+    const uint64_t head = stretch.from % to_bytes != 0 ? 1 : 0;
+    converter.Cast(elements, whole.data(), head);
+    converter.AddLost(converter.Cast(elements + head * from_bytes,
+                                     whole.data() + head * to_bytes,
+                                     section.count - head));
     std::memcpy(out.data(),
-                whole.data() + (stretch.from - section.first * thing.to_bytes),
+                whole.data() + (stretch.from - section.first * to_bytes),
                 out.size());
     return;
   }
-  const uint64_t step = kDigestStep / thing.to_bytes;
+  const uint64_t step = kDigestStep / to_bytes;
   for (uint64_t at = 0; at < section.count; at += step) {
     const uint64_t count = std::min(step, section.count - at);
-    const uint64_t to = at * thing.to_bytes;
-    const size_t lost =
-        CastElements(thing.from, elements + at * thing.from_bytes, thing.to,
-                     out.data() + to, count);
-    if (lost > 0) thing.lost += lost;
-    buffer->Made(stretch.at + to, count * thing.to_bytes);
+    const uint64_t to = at * to_bytes;
+    converter.AddLost(
+        converter.Cast(elements + at * from_bytes, out.data() + to, count));
+    buffer->Made(stretch.at + to, count * to_bytes);
   }
 }
 
@@ -141,18 +131,19 @@ Status Casts::Fill(const std::vector<Stretch>& stretches,
   for (Stretch stretch : stretches) {
     Thing& thing = things_[stretch.index];
     const Section whole = SectionOf(&thing, stretch);
-    const std::byte* const found =
-        thing.of.provider->Find({thing.of.index, whole.first * thing.from_bytes,
-                                 whole.count * thing.from_bytes, 0});
+    const std::byte* const found = thing.of.provider->Find(
+        {thing.of.index, whole.first * thing.converter.from_bytes(),
+         whole.count * thing.converter.from_bytes(), 0});
     if (found != nullptr) {
       Cast(whole, found, buffer);
       continue;
     }
     // Up to elements that fill the scratch.
-    const uint64_t most = kElementBytes / thing.from_bytes;
+    const uint64_t most = kElementBytes / thing.converter.from_bytes();
     while (stretch.bytes > 0) {
       const uint64_t until =
-          (stretch.from / thing.to_bytes + most) * thing.to_bytes;
+          (stretch.from / thing.converter.to_bytes() + most) *
+          thing.converter.to_bytes();
       Stretch head = stretch;
       head.bytes = std::min(stretch.bytes, until - stretch.from);
       TC_RETURN_IF_ERROR(batch.Add(SectionOf(&thing, head)));

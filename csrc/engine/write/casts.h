@@ -1,13 +1,13 @@
 // Elements of other providers' things, cast to another dtype.
 #pragma once
 
-#include <atomic>
 #include <deque>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/write/provider.h"
-#include "format/dtype.h"
+#include "values/cast.h"
 
 namespace torch_ckpt {
 
@@ -30,11 +30,11 @@ class Casts final : public Provider {
 
  private:
   struct Thing {
-    Origin of;
-    Dtype from, to;
-    uint64_t from_bytes, to_bytes;  // of an element
-    std::string fqn;
-    std::atomic<uint64_t> lost{0};  // see CastElements
+    Thing(Origin source, std::string fqn, Dtype from, Dtype to)
+        : of(source), converter(std::move(fqn), from, to) {}
+
+    const Origin of;
+    Converter converter;
   };
   // Elements that a stretch touches, whole or not, and its bytes of them.
   struct Section {
