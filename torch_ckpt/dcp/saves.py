@@ -132,26 +132,14 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
     error: what it failed with, or None.
     """
 
-    def __init__(
-        self,
-        stats: SaveStats,
-        on_failure: OnFailure = "raise",
-        log_path: str | None = None,
-        uses: tuple[Any, ...] = (),
-    ) -> None:
-        """`uses`: what other saves cannot use at the same time."""
+    def __init__(self, stats: SaveStats) -> None:
         Future.__init__(self)
         self.staging_completion: Future[None] = Future()
         for future in (self, self.staging_completion):
             future.set_running_or_notify_cancel()  # there is no way back
         self.stats = stats
         self.error: BaseException | None = None
-        self._uses = tuple(used for used in uses if used is not None)
-        self._finishing = threading.Lock()
-        self._log_path = log_path
-        self._began = time.perf_counter()
-        self._on_failure = on_failure
-        self._heard = False
+        self._heard = False  # whether its caller has heard, or will have, why it fails
         self._pid = os.getpid()
 
     # By identity, as futures are, and not by its fields, as a response.
@@ -168,7 +156,7 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
             return Future.result(self, timeout)
         except BaseException as error:
             if error is self.error:
-                self.told()
+                self._heard_of()
             raise
         finally:
             del self  # or the error would find itself in this frame
@@ -176,8 +164,12 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._is_ours()
         error = Future.exception(self, timeout)
-        self.told()
+        self._heard_of()
         return error
+
+    def _heard_of(self) -> None:
+        self._heard = True
+        known()  # or the register would keep it
 
     def _is_ours(self) -> None:
         if os.getpid() != self._pid and not self.done():
@@ -185,10 +177,31 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
                 f"the save into {self.stats.path} belongs to the parent of this forked process"
             )
 
+
+class RunningSave:
+    """A save in the background, as those know it who run it. future: what its caller has."""
+
+    def __init__(
+        self,
+        stats: SaveStats,
+        on_failure: OnFailure = "raise",
+        log_path: str | None = None,
+        uses: tuple[Any, ...] = (),
+    ) -> None:
+        """`uses`: what other saves cannot use at the same time."""
+        self.future = AsyncSave(stats)
+        self.stats = stats
+        self._uses = tuple(used for used in uses if used is not None)
+        self._finishing = threading.Lock()
+        self._log_path = log_path
+        self._began = time.perf_counter()
+        self._on_failure = on_failure
+
     def elapsed(self) -> float:
+        """Seconds since the call."""
         return time.perf_counter() - self._began
 
-    def shares_with(self, other: AsyncSave) -> bool:
+    def shares_with(self, other: RunningSave) -> bool:
         """Whether both use something that two saves cannot use at the same time."""
         return any(used is theirs for used in self._uses for theirs in other._uses)
 
@@ -196,17 +209,18 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
         """The tensors may change; or, with an error, were not read. The first call counts."""
         with contextlib.suppress(InvalidStateError):
             if error is None:
-                self.staging_completion.set_result(None)
+                self.future.staging_completion.set_result(None)
             else:
-                self.staging_completion.set_exception(error)
+                self.future.staging_completion.set_exception(error)
 
     def finish(self, metadata: Any, error: BaseException | None) -> None:
         """The save is over. The first call counts."""
+        future = self.future
         with self._finishing:
-            if self.done():
+            if future.done():
                 return
             self.stats.total_s = self.elapsed()
-            self.error = error
+            future.error = error
             if error is not None:
                 self.stats.error = str(error) or type(error).__name__
             not_logged = append_to_log(self._log_path, self.stats)
@@ -216,9 +230,9 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
             if warns:
                 self.told()
             if error is None or warns:
-                self.set_result(metadata)
+                future.set_result(metadata)
             else:
-                self.set_exception(error)
+                future.set_exception(error)
         known()  # or the register would keep it
         # Last: where warnings are errors, these raise.
         if warns:
@@ -228,38 +242,40 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
 
     def told(self) -> None:
         """Its caller has heard, or will have, why it fails."""
-        self._heard = True
-        known()  # or the register would keep it
+        self.future._heard_of()
+
+    def is_over(self) -> bool:
+        return self.future.done()
 
     def is_unheard(self) -> bool:
-        return self.done() and self.error is not None and not self._heard
+        return self.is_over() and self.future.error is not None and not self.future._heard
 
 
 _mutex = threading.Lock()
-_saves: list[AsyncSave] = []  # in the order of their calls
+_saves: list[RunningSave] = []  # in the order of their calls
 
 
-def register(save: AsyncSave) -> None:
+def register(save: RunningSave) -> None:
     with _mutex:
         _saves.append(save)
 
 
-def known() -> list[AsyncSave]:
+def known() -> list[RunningSave]:
     """The saves that are not over, and those that failed and that nobody has heard of."""
     with _mutex:
-        _saves[:] = [save for save in _saves if not save.done() or save.is_unheard()]
+        _saves[:] = [save for save in _saves if not save.is_over() or save.is_unheard()]
         return list(_saves)
 
 
-def running() -> list[AsyncSave]:
+def running() -> list[RunningSave]:
     """The saves that are not over, in the order of their calls."""
-    return [save for save in known() if not save.done()]
+    return [save for save in known() if not save.is_over()]
 
 
 def failures() -> str:
     """What nobody has heard of; empty if there is nothing."""
     return "; ".join(
-        f"an earlier save, into {save.stats.path}, failed: {save.error}"
+        f"an earlier save, into {save.stats.path}, failed: {save.future.error}"
         for save in known()
         if save.is_unheard()
     )
@@ -271,16 +287,16 @@ def hear() -> tuple[str, BaseException | None]:
     unheard = [save for save in known() if save.is_unheard()]
     for save in unheard:
         save.told()
-    return text, unheard[0].error if unheard else None
+    return text, unheard[0].future.error if unheard else None
 
 
 BUSY = "another save is going on"
 
 
-def wait_for(saves: list[AsyncSave], timeout: float | None) -> None:
+def wait_for(saves: list[RunningSave], timeout: float | None) -> None:
     """Wait until all of `saves` are over. Raises ConflictError after `timeout` seconds."""
-    wait(saves, timeout)
-    late = [save for save in saves if not save.done()]
+    wait([save.future for save in saves], timeout)
+    late = [save for save in saves if not save.is_over()]
     if late:
         path = late[0].stats.path
         raise ConflictError(f"{BUSY}, into {path}, and did not end within {timeout} seconds")
@@ -320,7 +336,7 @@ def warn(message: str) -> None:
 def _name_the_unheard() -> None:
     # Threads that save have been joined: what is not over now will not be.
     for save in known():
-        outcome = f"failed: {save.error}" if save.done() else "was not over"
+        outcome = f"failed: {save.future.error}" if save.is_over() else "was not over"
         warn(f"the save into {save.stats.path} {outcome}")
 
 

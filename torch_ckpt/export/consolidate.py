@@ -101,7 +101,7 @@ def consolidate_safetensors_files_on_every_rank(
         return request, extra_files(extras, policy.torch_name)
 
     future = MergeFuture()
-    cancel = future.wanted if background else None
+    cancel = future._wanted if background else None
     # In the background each has connections of its own: several may go on at the same time.
     if background:
         ranks = Ranks.connect(process_group, timeout=timeout)
@@ -126,12 +126,12 @@ class MergeFuture(Future[None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wanted = threading.Event()
+        self._wanted = threading.Event()
 
     def cancel(self) -> bool:
         """Ask the consolidation to stop, on all ranks. Returns whether it was still running;
         `result()` then raises CancelledError, unless everything was written already."""
-        self.wanted.set()
+        self._wanted.set()
         return not self.done()
 
 

@@ -22,7 +22,7 @@ from torch_ckpt.dcp.background.turn import OnBusy, Turn, begin
 from torch_ckpt.dcp.plan.states import HasState
 from torch_ckpt.dcp.save.save import Save
 from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter, WriterOptions
-from torch_ckpt.dcp.saves import AsyncSave, OnFailure, SaveStats
+from torch_ckpt.dcp.saves import AsyncSave, OnFailure, RunningSave, SaveStats
 from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
 from torch_ckpt.errors import forget_frames
 from torch_ckpt.export.renames import KeyMapping
@@ -116,7 +116,7 @@ def async_save(
         log = None if log_path is None else os.fsdecode(os.path.abspath(log_path))
     except Exception as error:
         bad_path = error
-    future = AsyncSave(
+    running = RunningSave(
         SaveStats(where, rank, size, time.time()),
         on_failure,
         log,
@@ -153,14 +153,14 @@ def async_save(
             )
 
         # What is wrong with one rank's arguments is an error of all.
-        turn = begin(future, ranks, lambda: made.append(make()), on_busy, on_failure, timeout)
+        turn = begin(running, ranks, lambda: made.append(make()), on_busy, on_failure, timeout)
         (save,) = made
         process = (lambda: saving_process(process_group, beside)) if in_process else None
         stager = async_stager
         if stager is None:
             # As stock does it.
             stager = save.writer if isinstance(save.writer, AsyncStager) else PinnedMemoryStager()
-        background = Background(future, save, stager, turn, process, on_commit)
+        background = Background(running, save, stager, turn, process, on_commit)
         background.start()
         background.stage(state_dict)
         background.let_go()
@@ -169,20 +169,20 @@ def async_save(
         if background is None:
             if turn is not None:  # other ranks go on to save
                 _refuse(made[0], error)
-            future.finish(None, heard_from(error, future))
+            running.finish(None, heard_from(error, running.stats))
             in_time = True
         else:
             in_time = background.give_up(error)
         if in_time:
             if on_failure == "warn" and isinstance(error, Exception):
-                return future
-            future.told()
+                return running.future
+            running.told()
         raise
     refused = background.refusal
     if refused is not None and (on_failure == "raise" or not isinstance(refused, Exception)):
-        future.told()
+        running.told()
         raise refused
-    return future
+    return running.future
 
 
 def _refuse(save: Save, error: BaseException) -> None:

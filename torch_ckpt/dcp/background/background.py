@@ -16,18 +16,17 @@ from torch_ckpt.dcp.background.process import SavingProcess
 from torch_ckpt.dcp.background.turn import Turn
 from torch_ckpt.dcp.plan.states import states_of
 from torch_ckpt.dcp.save.save import Save
-from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata, warn
+from torch_ckpt.dcp.saves import RunningSave, SavedMetadata, SaveStats, warn
 from torch_ckpt.dcp.stage import crossing
 from torch_ckpt.dcp.stage.staged_state import StagedState
 from torch_ckpt.errors import CheckpointError, ExhaustedError, forget_frames, with_rank
 from torch_ckpt.native.jobs import in_thread
 
 
-def heard_from(error: BaseException, future: AsyncSave) -> Exception:
-    """What the future raises: who waits for it was not interrupted."""
+def heard_from(error: BaseException, stats: SaveStats) -> Exception:
+    """What the future of a save raises: who waits for it was not interrupted."""
     if isinstance(error, Exception):
         return error
-    stats = future.stats
     text = f"{type(error).__name__}: {error}"
     heard = CheckpointError(text, file=stats.path, rank=stats.rank)
     heard.__cause__ = error
@@ -50,20 +49,20 @@ class Background:
 
     def __init__(
         self,
-        future: AsyncSave,
+        running: RunningSave,
         save: Save,
         stager: AsyncStager,
         turn: Turn,
         process: Callable[[], SavingProcess] | None,
         on_commit: Callable[[], None] | None,
     ) -> None:
-        self._future = future
+        self._running = running
         self._save = save
         self._stager = stager
         self._turn = turn
         self._process = process
         self._on_commit = on_commit
-        save.on_written = future.release_tensors
+        save.on_written = running.release_tensors
         # One state in a list, whose taker has it alone; or why there is none. The first counts.
         self._offered: Future[list[dict[str, Any]]] = Future()
         self._staged: StagedState | None = None  # that state, if it is a copy of ours
@@ -106,7 +105,7 @@ class Background:
         """`staged` returns a copy of `state`, or raises why there is none."""
         try:
             copy = staged()
-            stats = self._future.stats
+            stats = self._running.stats
             stats.staged_s = time.perf_counter() - began
             if isinstance(copy, StagedState):
                 stats.staged_bytes = copy.staged_bytes
@@ -120,7 +119,7 @@ class Background:
                 self._refuse(error)
             return
         self._offer(copy)
-        self._future.release_tensors()
+        self._running.release_tensors()
 
     def _offer(self, state: dict[str, Any]) -> None:
         with contextlib.suppress(InvalidStateError):  # `give_up` was here
@@ -138,17 +137,17 @@ class Background:
             self._offered.set_exception(known)
         except InvalidStateError:
             return False
-        self._future.release_tensors(heard_from(known, self._future))
+        self._running.release_tensors(heard_from(known, self._running.stats))
         return True
 
     def let_go(self) -> None:
         """The call returns: let the thread go on, and wait until the tensors may change, unless the
         stager stages beside the trainer."""
-        self._future.stats.blocked_s = self._future.elapsed()
+        self._running.stats.blocked_s = self._running.elapsed()
         self._returned.set()
         if self._blocks and self.refusal is None:
-            self._future.staging_completion.result()
-            self._future.stats.blocked_s = self._future.elapsed()
+            self._running.future.staging_completion.result()
+            self._running.stats.blocked_s = self._running.elapsed()
 
     def give_up(self, error: BaseException) -> bool:
         """The call ends with `error`. Whether that came in time: then the save fails with it."""
@@ -190,8 +189,8 @@ class Background:
         metadata = None if error is not None else saved[0]
         self._save.on_written = None  # which the future has
         try:
-            self._future.finish(
-                metadata, None if error is None else heard_from(error, self._future)
+            self._running.finish(
+                metadata, None if error is None else heard_from(error, self._running.stats)
             )
         finally:
             del self, error, after  # the frames of an error know who has called them
@@ -199,7 +198,7 @@ class Background:
     def _saved(self, saved: list[Metadata]) -> None:
         wait([self._offered])
         self._returned.wait()
-        wait(self._turn.running)
+        wait([save.future for save in self._turn.running])
         if self._process is None:
             saved.append(self._save.run(self._take))
         else:
@@ -213,7 +212,7 @@ class Background:
             except Exception as failure:  # which undoes no commit
                 warn(f"a staged state keeps its memory until its tensors are gone: {failure}")
         if saved:
-            saved[0] = SavedMetadata(saved[0], self._future.stats)
+            saved[0] = SavedMetadata(saved[0], self._running.stats)
             if self._on_commit is not None:
                 self._on_commit()
 

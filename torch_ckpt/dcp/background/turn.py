@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from torch_ckpt.dcp import saves
-from torch_ckpt.dcp.saves import AsyncSave, OnFailure
+from torch_ckpt.dcp.saves import OnFailure, RunningSave
 from torch_ckpt.errors import CheckpointError, ConflictError
 from torch_ckpt.ranks import Ranks
 
@@ -25,7 +25,7 @@ class Turn:
     """
 
     def __init__(
-        self, save: AsyncSave, running: list[AsyncSave], *, overlaps: bool, timeout: float
+        self, save: RunningSave, running: list[RunningSave], *, overlaps: bool, timeout: float
     ) -> None:
         self.running = running
         self.heard = ""  # of an earlier save that failed
@@ -44,7 +44,7 @@ class Turn:
 
 
 def begin(
-    save: AsyncSave,
+    save: RunningSave,
     ranks: Ranks,
     check: Callable[[], None],
     on_busy: OnBusy,
@@ -78,9 +78,9 @@ def begin(
     return turn
 
 
-def _verdict(running: list[AsyncSave], on_busy: OnBusy, on_failure: OnFailure) -> dict[str, str]:
+def _verdict(running: list[RunningSave], on_busy: OnBusy, on_failure: OnFailure) -> dict[str, str]:
     """Why rank 0 would not begin a save now: {"busy": text} or {"failed": text}; {} if it would."""
-    busy = [save for save in running if not save.done()] if on_busy == "raise" else []
+    busy = [save for save in running if not save.is_over()] if on_busy == "raise" else []
     if busy:
         return {"busy": f"{saves.BUSY}, into {busy[0].stats.path}"}
     failed = saves.failures() if on_failure == "raise" else ""
