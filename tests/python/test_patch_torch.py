@@ -37,7 +37,6 @@ import torch_ckpt
 from torch_ckpt import patch_torch
 from torch_ckpt.patching import patch, storage
 from torch_ckpt.patching.stand_in import StandIn
-from torch_ckpt.runs import children
 
 # Torch 2.15 has a public one, and keeps the old name for what is in it.
 FSSPEC = sys.modules.get("torch.distributed.checkpoint.fsspec_filesystem", _fsspec_filesystem)
@@ -632,11 +631,11 @@ def test_two_saves_leave_metadata_at_the_same_time(tmp_path: Path) -> None:
     replace = os.replace
 
     def meanwhile(new: str, path: str) -> None:
-        with mock.patch.object(children.os, "replace", replace):
+        with mock.patch.object(os, "replace", replace):
             storage._leave_metadata(tmp_path)
         replace(new, path)
 
-    with mock.patch.object(children.os, "replace", meanwhile):
+    with mock.patch.object(os, "replace", meanwhile):
         storage._leave_metadata(tmp_path)
     assert os.listdir(tmp_path) == [".metadata"]
 
