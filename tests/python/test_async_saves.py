@@ -83,6 +83,12 @@ def test_it_returns_what_stock_would(tmp_path: Path) -> None:
             assert not save.cancel()
 
 
+@pytest.mark.parametrize("kind", [torch_ckpt.AsyncSave, torch_ckpt.MergeFuture])
+def test_a_future_has_what_users_need(kind: type) -> None:
+    public = {name for name in dir(kind) if not name.startswith("_")}
+    assert public - set(dir(concurrent.futures.Future)) <= {"upload_completion"}
+
+
 def test_a_second_save_waits_for_the_first(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
