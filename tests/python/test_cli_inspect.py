@@ -22,9 +22,9 @@ from launch import PACKAGE
 from sample_states import stock_rows, stock_shard
 
 import torch_ckpt
+from torch_ckpt.checkpoint.names import step_in
 from torch_ckpt.cli import cli
 from torch_ckpt.cli.leaves import value_text
-from torch_ckpt.cli.steps import step_in_name
 from torch_ckpt.cli.text import columns, natural
 from torch_ckpt.errors import IncompleteError
 from torch_ckpt.native.opened import ListedFile, OpenedCheckpoint
@@ -91,7 +91,7 @@ def test_tied_tensors_count_once(tmp_path: Path) -> None:
     ],
 )
 def test_steps_in_names(name: str, step: int | None) -> None:
-    assert step_in_name(name) == step
+    assert step_in(name) == step
 
 
 @pytest.mark.parametrize("saver", SAVERS)

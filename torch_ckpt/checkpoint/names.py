@@ -29,6 +29,18 @@ INDEX = "model.safetensors.index.json"
 METADATA = ".metadata"  # of stock DCP
 RANK_METADATA = re.compile(r"__[0-9]+\.metadata")  # of its saves without collectives
 DISTCP = ".distcp"
+# step-7 of ours, checkpoint-7 of Trainer, iter_0000007 of Megatron, global_step7 of DeepSpeed,
+# epoch=1-step=7.ckpt of Lightning.
+_STEP = re.compile(
+    r"(?:.*[^a-z])?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?([0-9]+)(\.[a-z]+)?",
+    re.IGNORECASE,
+)
+# What shows that a directory holds a checkpoint of somebody's, or the beginning of one.
+MARK = re.compile(
+    rf"torch_ckpt[-.].*|{re.escape(STAGE)}.*|\.metadata|pytorch_model.*\.bin.*"
+    r"|.*\.(safetensors|distcp)"
+)
+TORCH_FILES = (".pt", ".pth", ".ckpt", ".bin")  # as people call files of torch.save
 _OF_RANK = re.compile(r"(?:shard|objects)-(\d{5})[-.]|__(\d{1,18})_\d+\.distcp$")
 
 
@@ -51,6 +63,12 @@ def target_of(staged: str) -> str | None:
 def removed(name: str, number: str) -> str:
     """What a checkpoint is called while it is deleted; `number` is in hexadecimal digits."""
     return f".{name}{_REMOVED}{number}"
+
+
+def step_in(name: str) -> int | None:
+    """The step that the name of a directory or a file says."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def rank_of(name: str) -> int | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from typing import Any
 
+from torch_ckpt.checkpoint.names import MARK, TORCH_FILES, step_in, target_of
 from torch_ckpt.cli.leaves import values_of
 from torch_ckpt.cli.output import count, format_bytes, printable
 from torch_ckpt.cli.text import bold, columns, natural, red
@@ -16,17 +16,6 @@ from torch_ckpt.native import core
 from torch_ckpt.native.opened import Listing, OpenedCheckpoint
 from torch_ckpt.options import local_path
 
-# step-7 of ours, checkpoint-7 of Trainer, iter_0000007 of Megatron, global_step7 of DeepSpeed,
-# epoch=1-step=7.ckpt of Lightning.
-_STEP = re.compile(
-    r"(?:.*[^a-z])?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?([0-9]+)(\.[a-z]+)?",
-    re.IGNORECASE,
-)
-_STAGED = re.compile(r"\.(.+)\.torch_ckpt-stage")
-_FILES = (".pt", ".pth", ".ckpt", ".bin")  # as people call files of torch.save
-_MARK = re.compile(
-    r"torch_ckpt[-.].*|\.torch_ckpt-stage.*|\.metadata|pytorch_model.*\.bin.*|.*\.(safetensors|distcp)"
-)
 _LEAVES = ("step", "global_step", "iteration")
 
 WHOLE, INCOMPLETE, WRITING, ABANDONED, UNREADABLE = (
@@ -38,15 +27,9 @@ WHOLE, INCOMPLETE, WRITING, ABANDONED, UNREADABLE = (
 )
 
 
-def step_in_name(name: str) -> int | None:
-    """The step that the name of a directory or a file says."""
-    match = _STEP.fullmatch(name)
-    return None if match is None else int(match[1])
-
-
 def step_of(opened: OpenedCheckpoint, listing: Listing) -> int | None:
     """The step of a checkpoint: by its name, else by a leaf that is called so."""
-    step = step_in_name(os.path.basename(opened.path))
+    step = step_in(os.path.basename(opened.path))
     if step is not None:
         return step
     names = set(_LEAVES).intersection(listing.objects())
@@ -66,9 +49,9 @@ def find_steps(root: str) -> list[dict[str, Any]]:
         names = {child.name: os.path.isdir(child.path) for child in children}
     found = []
     for name, is_directory in names.items():
-        staged = _STAGED.fullmatch(name)
-        if staged and staged[1] not in names:
-            found.append(_staged(root, staged[1]))
+        target = target_of(name)
+        if target is not None and target not in names:
+            found.append(_staged(root, target))
         elif not name.startswith(".") and _may_be_one(root, name, is_directory):
             found.append(_look(os.path.join(root, name)))
     return sorted(
@@ -77,15 +60,15 @@ def find_steps(root: str) -> list[dict[str, Any]]:
 
 
 def _may_be_one(root: str, name: str, is_directory: bool) -> bool:
-    if step_in_name(name) is not None:
-        return is_directory or name.endswith(_FILES)
+    if step_in(name) is not None:
+        return is_directory or name.endswith(TORCH_FILES)
     return is_directory and _has_marks(os.path.join(root, name))
 
 
 def _has_marks(path: str) -> bool:
     """Whether directory `path` has files that are called as those of a checkpoint are."""
     with contextlib.suppress(OSError):
-        return any(map(_MARK.fullmatch, os.listdir(path)))
+        return any(map(MARK.fullmatch, os.listdir(path)))
     return False
 
 
@@ -97,7 +80,7 @@ def _is_empty(path: str) -> bool:
 
 def _entry(path: str) -> dict[str, Any]:
     name = os.path.basename(path)
-    entry: dict[str, Any] = {"name": name, "step": step_in_name(name), "state": WHOLE}
+    entry: dict[str, Any] = {"name": name, "step": step_in(name), "state": WHOLE}
     return {**entry, "format": None, "bytes": None, "modified": None, "error": None}
 
 
