@@ -7,10 +7,10 @@
 // the graph a new tensor, and one that nobody reads goes, with what made it.
 //
 // Of a tensor whose class has a __torch_dispatch__ a kernel gets what that
-// hands over, which may be a copy, and nothing tells. torch_ckpt/native/operators.py has
-// kernels for the Python key of those that read or write memory, which see the
-// tensor itself; the stable ABI has no way from such a kernel on to the class
-// or the mode.
+// hands over, which may be a copy, and nothing tells.
+// torch_ckpt/native/operators.py has kernels for the Python key of those that
+// read or write memory, which see the tensor itself; the stable ABI has no way
+// from such a kernel on to the class or the mode.
 #include <string>
 
 #include "ops/tensors.h"
