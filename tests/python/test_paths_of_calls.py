@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
+from walks import walk
 
 import torch_ckpt
 
-PACKAGE = Path(torch_ckpt.__file__).parent
 DESIGN = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 STATE = {"model": {"w": torch.arange(4.0)}, "step": 3}
 
@@ -26,25 +21,6 @@ def printed(path: str) -> set[str]:
     block = re.search(rf"^{path} .*?(?=^[A-Z]+ |^```)", text, re.DOTALL | re.MULTILINE)
     assert block is not None
     return set(re.findall(r"[\w/]+\.py", block[0]))
-
-
-def touched(call: Callable[[], Any]) -> set[str]:
-    """The modules of torch_ckpt in which `call` runs functions, in any thread."""
-    files: set[str] = set()
-
-    def look(frame: FrameType, event: str, _: Any) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in path.parents:
-            files.add(path.relative_to(PACKAGE).as_posix())
-
-    threading.setprofile(look)
-    sys.setprofile(look)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return files
 
 
 # Beside what is printed: options, jobs, errors and the like. The numbers may fall, not grow.
@@ -58,7 +34,7 @@ def test_calls_take_the_path_that_is_printed(tmp_path: Path, path: str, most: in
         "LOAD": lambda: torch_ckpt.load(dict(STATE), tmp_path / "c"),
         "STAGE": lambda: torch_ckpt.async_save(STATE, tmp_path / "c").result(),
     }
-    files = touched(calls[path])
+    files = walk(calls[path]).files()
     assert len(printed(path)) <= 12
     # In another process, or of targets that share memory.
     elsewhere = {"dcp/background/process.py", "dcp/stage/crossing.py", "dcp/load/targets.py"}

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
+from walks import walk
 
 import torch_ckpt
 
-PACKAGE = f"{Path(torch_ckpt.__file__).parent}/"
 DESIGN = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 STATE = {"model": {"w": torch.arange(4.0), "b": torch.ones(2)}, "step": 3}
 JOBS = (
@@ -27,44 +23,6 @@ JOBS = (
     "convert to hf",
     "convert to torch",
 )
-
-
-@dataclass
-class Walk:
-    """functions: of torch_ckpt, in the order of their first calls. depth: most of them in each
-    other, on one thread."""
-
-    functions: dict[CodeType, None] = field(default_factory=dict)
-    depth: int = 0
-
-    def counts(self) -> list[int]:
-        """Files, functions, depth, and how often the next function was in another file."""
-        files = [code.co_filename for code in self.functions]
-        changes = sum(a != b for a, b in zip(files, files[1:], strict=False))
-        return [len(set(files)), len(files), self.depth, changes]
-
-
-def walk(call: Callable[[], Any]) -> Walk:
-    seen = Walk()
-
-    def look(frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(PACKAGE):
-            return
-        seen.functions[frame.f_code] = None
-        depth, at = 0, frame
-        while at is not None:
-            depth += at.f_code.co_filename.startswith(PACKAGE)
-            at = at.f_back
-        seen.depth = max(seen.depth, depth)
-
-    threading.setprofile(look)
-    sys.setprofile(look)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return seen
 
 
 def table() -> dict[str, list[int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch_ckpt.checkpoint.names import rank_of
 from torch_ckpt.native import core
@@ -128,7 +128,7 @@ def entry_paths(listing: Listing) -> list[tuple[str | int, ...]]:
 def entries_of(listing: Listing) -> tuple[tuple[TensorInfo, ...], tuple[ObjectInfo, ...]]:
     """The tensors and the objects of a listing of the whole."""
     files = [file.name for file in listing.files]
-    holders, of_tensors = listing.object_files(), iter(listing.placements)
+    holders, boxes = listing.object_files(), listing.boxes()
     tensors, objects = [], []
     stored: dict[str, tuple[Placement, ...]] = {}
     for (name, kind, at), path in zip(listing.entries(), listing.paths, strict=True):
@@ -145,9 +145,10 @@ def entries_of(listing: Listing) -> tuple[tuple[TensorInfo, ...], tuple[ObjectIn
             assert holder is not None  # of a listing of the whole
             objects.append(ObjectInfo(name, holder.name, _path(name, path)))
             continue
-        boxes = next(of_tensors)
-        if boxes is not None:
-            stored[name] = tuple(
+        # An alias shares those of its tensor.
+        of = listing.aliases.get(name, name)
+        if of not in stored:
+            stored[of] = tuple(
                 Placement(
                     files[part["file"]],
                     part["offset"],
@@ -155,24 +156,11 @@ def entries_of(listing: Listing) -> tuple[tuple[TensorInfo, ...], tuple[ObjectIn
                     tuple(part["sizes"]),
                     tuple(part["strides"]) if "strides" in part else None,
                 )
-                for part in boxes
+                for part in boxes[of]
             )
         dtype, shape, size = listing.types[at]
-        alias_of = listing.aliases.get(name)
+        sizes, alias_of = tuple(shape or ()), listing.aliases.get(name)
         tensors.append(
-            TensorInfo(
-                name,
-                dtype,
-                tuple(shape or ()),
-                size,
-                _path(name, path),
-                stored.get(name, ()),
-                alias_of,
-            )
+            TensorInfo(name, dtype, sizes, size, _path(name, path), stored[of], alias_of)
         )
-    # Aliases share those of their tensors, which may come behind them.
-    tensors = [
-        replace(each, placements=stored[each.alias_of]) if each.alias_of is not None else each
-        for each in tensors
-    ]
     return tuple(tensors), tuple(objects)

@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from torch_ckpt.checkpoint.names import MARK, TORCH_FILES, step_in, target_of
+from torch_ckpt.checkpoint.names import MARK, TORCH_FILES, staged_beside, step_in, target_of
 from torch_ckpt.cli.leaves import values_of
 from torch_ckpt.cli.output import count, format_bytes, printable
 from torch_ckpt.cli.text import bold, columns, natural, red
@@ -119,7 +119,7 @@ def _staged(root: str, name: str) -> dict[str, Any]:
     if entry["state"] == ABANDONED:
         entry["error"] = "left by a save that died; 'torch-ckpt clean' removes it"
     with contextlib.suppress(OSError):
-        entry["bytes"], entry["modified"] = _measured(f"{root}/.{name}.torch_ckpt-stage", None)
+        entry["bytes"], entry["modified"] = _measured(f"{root}/{staged_beside(name)}", None)
     return entry
 
 

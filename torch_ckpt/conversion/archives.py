@@ -42,6 +42,7 @@ from torch_ckpt.native.opened import OpenedCheckpoint
 from torch_ckpt.native.progress import Progress, told
 from torch_ckpt.native.torch_private import StorageInfo, without_elements
 from torch_ckpt.runs.leftovers import remove_dead_conversion
+from torch_ckpt.runs.place import sync_directory
 
 _DATA_FILE = f"__0_0{DISTCP}"
 # What says that a file system has no such lock, as csrc/os/lock.cc knows it.
@@ -97,7 +98,7 @@ def write_torch(request: MergeRequest, target: str, progress: Progress | None) -
         tensors = {fqn: leaves.stored[name] for fqn, name in tensors.items()}
         answer = _fill(request, OpenedCheckpoint(place, "torch"), tensors, filled, progress)
         os.replace(os.path.join(filled, _ARCHIVE), target)
-        _sync_directory(os.path.dirname(target))
+        sync_directory(os.path.dirname(target))
     return answer
 
 
@@ -121,14 +122,14 @@ def write_dcp(request: MergeRequest, target: str, progress: Progress | None) -> 
         shutil.copyfile(os.path.join(layout, METADATA), place)
         with open(place, "rb") as file:
             os.fsync(file.fileno())
-        _sync_directory(filled)
+        sync_directory(filled)
         try:
             os.rename(filled, target)  # onto what is not there, or empty
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise taken from None
             raise
-        _sync_directory(os.path.dirname(target))
+        sync_directory(os.path.dirname(target))
     return answer
 
 
@@ -365,11 +366,3 @@ def _fill(
         }
         answer: dict[str, Any] = job.run(lambda: core.call(whole))
     return answer
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
