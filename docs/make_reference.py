@@ -35,7 +35,9 @@ PAGE = Path(__file__).with_name("reference.md")
 EXPORTED = [*torch_ckpt.__all__, "open"]
 # Every one of these but the errors, and after them what those return or name.
 SECTIONS = {
-    "Saving and loading": ("save", "load", "async_save", "AsyncSave", "SaveStats", "PerRank"),
+    "Saving and loading": (
+        *("save", "load", "async_save", "AsyncSave", "SaveStats", "PerRank", "LocalBoxes"),
+    ),
     "Checkpoints on disk": ("CheckpointDirectory", "open", "Checkpoint"),
     "Consolidation and conversion": (
         "consolidate_safetensors_files",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch_ckpt.dcp.api import load, save
     from torch_ckpt.dcp.background.async_save import async_save
     from torch_ckpt.dcp.load.reader import CheckpointReader, HuggingFaceStorageReader
+    from torch_ckpt.dcp.plan.local_boxes import LocalBoxes
     from torch_ckpt.dcp.plan.per_rank import PerRank
     from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
     from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
@@ -61,6 +62,7 @@ _LAZY = {
     "HuggingFaceStorageReader": "torch_ckpt.dcp.load.reader",
     "HuggingFaceStorageWriter": "torch_ckpt.dcp.save.writer",
     "LoadPlanner": "torch_ckpt.dcp.plan.planners",
+    "LocalBoxes": "torch_ckpt.dcp.plan.local_boxes",
     "MergeFuture": "torch_ckpt.export.consolidate",
     "PerRank": "torch_ckpt.dcp.plan.per_rank",
     "PinnedMemoryStager": "torch_ckpt.dcp.stage.stager",
@@ -95,6 +97,7 @@ __all__ = [
     "InternalError",
     "InvalidArgumentError",
     "LoadPlanner",
+    "LocalBoxes",
     "MergeFuture",
     "MissingKeyError",
     "PerRank",

@@ -1,8 +1,9 @@
-"""Tensors of torchao and optimum-quanto: refused by name, or filled by their own `copy_`. Skipped
-where the packages are not installed (tests/requirements-optional.txt)."""
+"""Tensors of torchao and optimum-quanto: saved and loaded bit for bit, or filled by their own
+`copy_`. Skipped where the packages are not installed (tests/requirements-optional.txt)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.dcp.load.targets import memories_of, same_parts
+from torch_ckpt.errors import MissingKeyError, UnsupportedError
 
 VALUES = torch.linspace(-1, 1, 64 * 64).view(64, 64)
 
@@ -21,13 +23,23 @@ def plain(tmp_path: Path) -> Path:
     return tmp_path / "plain"
 
 
-def assert_not_saved(value: torch.Tensor, path: Path) -> None:
-    name = rf"tensor 'weight': is of class .*\.{type(value).__name__}"
-    with pytest.raises(UnsupportedError, match=name):
-        torch_ckpt.save({"weight": value}, path)
-    with pytest.raises(UnsupportedError, match=name):
-        torch_ckpt.async_save({"weight": value}, path).result()
-    assert not path.exists()
+def assert_comes_back(make: Callable[[], torch.Tensor], path: Path) -> None:
+    """Saved, and loaded into another one of its class, every bit is the same."""
+    value = make()
+    for save in (torch_ckpt.save, lambda *given: torch_ckpt.async_save(*given).result()):
+        save({"weight": value}, path)
+        target = make()
+        names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        for name in names:
+            for part in memories_of(getattr(target, name)):
+                part.zero_()
+        torch_ckpt.load({"weight": target}, path)
+        assert str(target.__tensor_flatten__()) == str((names, context))  # type: ignore[attr-defined]
+        for name in names:
+            wanted, got = (memories_of(getattr(each, name)) for each in (value, target))
+            assert wanted and same_parts(wanted, got), name
+    with pytest.raises(MissingKeyError, match=rf"the parts of a .*\.{type(value).__name__}"):
+        torch_ckpt.load({"weight": torch.zeros(value.shape)}, path)
 
 
 @pytest.mark.parametrize("kind", ["subclass_8bit.OptimState8bit", "subclass_4bit.OptimState4bit"])
@@ -35,7 +47,12 @@ def test_states_of_an_optimizer_in_few_bits(tmp_path: Path, plain: Path, kind: s
     module, _, name = kind.partition(".")
     made = pytest.importorskip(f"torchao.optim.{module}")
     state = getattr(made, name).zeros((64, 64), True, 64)
-    assert_not_saved(state, tmp_path / "c")
+
+    def make() -> torch.Tensor:
+        new: torch.Tensor = getattr(made, name).zeros((64, 64), True, 64)
+        return new.copy_(VALUES)
+
+    assert_comes_back(make, tmp_path / "c")
     wanted = getattr(made, name).zeros((64, 64), True, 64)
     wanted.copy_(VALUES)  # as stock does
     for _ in range(2):
@@ -44,12 +61,22 @@ def test_states_of_an_optimizer_in_few_bits(tmp_path: Path, plain: Path, kind: s
     assert (state.dequantize() - VALUES).abs().max() < 0.2
 
 
-def test_quantized_weights_of_torchao(tmp_path: Path, plain: Path) -> None:
+@pytest.mark.parametrize(
+    "config", ["Int8WeightOnly", "IntxWeightOnly", "Float8WeightOnly", "Int8DynamicActivationIntx"]
+)
+def test_quantized_weights_of_torchao(tmp_path: Path, plain: Path, config: str) -> None:
     quantization = pytest.importorskip("torchao.quantization")
-    linear = torch.nn.Linear(64, 64)
-    quantization.quantize_(linear, quantization.Int8WeightOnlyConfig())
-    assert_not_saved(linear.weight, tmp_path / "c")
+    name = config + ("WeightConfig" if config.endswith("Intx") else "Config")
+
+    def make() -> torch.Tensor:
+        linear = torch.nn.Linear(128, 64, dtype=torch.bfloat16)
+        quantization.quantize_(linear, getattr(quantization, name)())
+        return linear.weight
+
+    assert_comes_back(make, tmp_path / "c")
     # Its copy_ knows only its like.
+    linear = torch.nn.Linear(64, 64)
+    quantization.quantize_(linear, getattr(quantization, name)())
     with pytest.raises(UnsupportedError, match="tensor 'weight': its target, of class torchao"):
         torch_ckpt.load({"weight": linear.weight}, plain)
 
@@ -65,16 +92,28 @@ def test_weights_of_float8_training(tmp_path: Path, plain: Path) -> None:
         assert torch.equal(target._tensor, VALUES)
 
 
-def test_quantized_weights_of_quanto(tmp_path: Path, plain: Path) -> None:
+@pytest.mark.parametrize("kind", ["qint8", "qfloat8", "qint4", "qint2"])
+def test_quantized_weights_of_quanto(tmp_path: Path, plain: Path, kind: str) -> None:
     quanto = pytest.importorskip("optimum.quanto")
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+
+    def make() -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(128, 64))
+        quanto.quantize(model, weights=getattr(quanto, kind))
+        quanto.freeze(model)
+        return model
+
+    assert_comes_back(lambda: make()[0].weight, tmp_path / "c")
+    # What a state dict has of it is plain.
+    torch_ckpt.save(make().state_dict(), tmp_path / "c")
+
+
+def test_quanto_takes_no_plain_tensor(plain: Path) -> None:
+    quanto = pytest.importorskip("optimum.quanto")
+    model: Any = torch.nn.Sequential(torch.nn.Linear(64, 64))
     quanto.quantize(model, weights=quanto.qint8)
     quanto.freeze(model)
     weight = model[0].weight
-    assert_not_saved(weight, tmp_path / "c")
     before = weight._data.clone()
     with pytest.raises(UnsupportedError, match="tensor 'weight': its target, of class optimum"):
         torch_ckpt.load({"weight": weight}, plain)
     assert torch.equal(weight._data, before)
-    # What a state dict has of it is plain.
-    torch_ckpt.save(model.state_dict(), tmp_path / "c")

@@ -9,12 +9,15 @@ import pytest
 from launch import run_ranks
 
 # Modules that run one after the other in one launch, and how many ranks. In this order: the later
-# launches of "reshard" and "clients_reload" load what earlier ones have saved.
+# launches of "reshard", "wrapped" and "clients_reload" load what earlier ones have saved.
 LAUNCHES = [
-    ("sharding,saving,failures,differing,consolidation,final,frameworks,reshard", 4),
-    ("saving,failures,differing,asynchronous,consolidation,directories,empty_tensors,reshard", 2),
-    ("agreements,reshard", 3),
-    ("reshard", 1),
+    ("sharding,saving,failures,differing,consolidation,final,frameworks,reshard,wrapped", 4),
+    (
+        "saving,failures,differing,asynchronous,consolidation,directories,empty_tensors,reshard,wrapped",
+        2,
+    ),
+    ("agreements,reshard,wrapped", 3),
+    ("reshard,wrapped", 1),
     ("clients", 2),
     ("clients_reload", 2),
     ("clients_reload", 1),

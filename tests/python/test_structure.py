@@ -151,8 +151,25 @@ def test_structure_round_trip_without_planners():
         {"version": 1, "containers": [[["a"], "dict", 3]], "per_rank": []},
         {"version": 1, "containers": 5, "per_rank": []},
         {"version": 1, "containers": [], "per_rank": [[[]]]},
+        {"version": 1, "containers": [], "per_rank": [], "more": {}},
+        {"version": 1, "containers": [], "per_rank": [], "tensors": []},
+        {"version": 1, "containers": [], "per_rank": [], "tensors": {"w": 1}},
+        {"version": 1, "containers": [], "per_rank": [], "tensors": {"w": {"class": "a"}}},
+        {"version": 1, "containers": [], "per_rank": [], "tensors": {"w": {"parts": ["a"]}}},
+        {
+            "version": 1,
+            "containers": [],
+            "per_rank": [],
+            "tensors": {"w": {"class": "a", "parts": [1]}},
+        },
+        {
+            "version": 1,
+            "containers": [],
+            "per_rank": [],
+            "tensors": {3: {"class": "a", "parts": ["a"]}},
+        },
     ],
-    ids=range(8),
+    ids=range(15),
 )
 def test_malformed_structure_is_corrupt(value):
     with pytest.raises(CorruptError, match=STRUCTURE_FQN):

@@ -107,7 +107,7 @@ def test_the_rest_is_there() -> None:
     info = private.HFStorageInfo("file", torch.Size([2]), torch.float32)
     assert (info.relative_path, info.shape, info.dtype) == ("file", torch.Size([2]), torch.float32)
     assert private.StridedShard(0, split_factor=2).split_factor == 2
-    assert not private.is_traceable_wrapper_subclass(torch.ones(1))
+    assert not private.is_wrapper(torch.ones(1))
     assert hasattr(private.AsyncCollectiveTensor, "wait")
 
 

@@ -14,6 +14,7 @@ from torch_ckpt.native.dtypes import DTYPE_NAMES
 from torch_ckpt.native.torch_private import (
     AsyncCollectiveTensor,
     is_fake,
+    is_wrapper,
     own_word,
     without_functions,
 )
@@ -96,10 +97,21 @@ def what_is_wrong(value: torch.Tensor) -> str:
         return (
             f"is of class {kind.__module__}.{kind.__qualname__}, a tensor that is made of others: "
             "give those, or a plain tensor of its values"
+            + (
+                ", or save with torch_ckpt.SavePlanner, flattened and not as a PerRank"
+                if is_wrapper(value)
+                else ""
+            )
         )
     layout = own_word(value, "layout")
     word = layout if layout is not torch.strided else own_word(value, "dtype")
     return f"is {word}; safetensors cannot hold it"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of two tensors of one dtype and shape."""
+    a, b = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (a, b))
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def _inner_of(value: torch.Tensor) -> torch.Tensor | None:

@@ -81,7 +81,7 @@ __all__ = [
     "in_dispatch_mode",
     "init_state_dict",
     "is_fake",
-    "is_traceable_wrapper_subclass",
+    "is_wrapper",
     "local_tensor",
     "own_word",
     "set_element",
@@ -172,6 +172,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
         return False
     with torch._C.DisableTorchFunctionSubclass():
         return bool(fakes.is_fake(tensor))
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether it is a tensor of a subclass that says what tensors it is made of."""
+    return bool(is_traceable_wrapper_subclass(value))
 
 
 def in_dispatch_mode() -> bool:

@@ -20,7 +20,6 @@ from torch_ckpt.dcp.load.targets import (
     find_shared,
     find_tied,
     memories_of,
-    same_bits,
     same_parts,
 )
 from torch_ckpt.dcp.plan import load_planner
@@ -31,7 +30,7 @@ from torch_ckpt.native import core, operators
 from torch_ckpt.native.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES, widens
 from torch_ckpt.native.jobs import Job
 from torch_ckpt.native.opened import OpenedCheckpoint, StoredType
-from torch_ckpt.native.tensors import memory_of
+from torch_ckpt.native.tensors import memory_of, same_bits
 
 # Host memory for tensors that cannot be read in place: a wave of at most this much; and two where
 # devices copy from one while the other is read, so large that they seldom wait.

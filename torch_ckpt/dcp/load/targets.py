@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
-from torch_ckpt.native.tensors import has_elements, keeps_its_own, memory_of, what_is_wrong
+from torch_ckpt.native.tensors import (
+    has_elements,
+    keeps_its_own,
+    memory_of,
+    same_bits,
+    what_is_wrong,
+)
 from torch_ckpt.native.torch_private import own_word
 
 _MOST_STEPS = 100_000  # to prove that two targets share nothing
@@ -117,12 +123,6 @@ def same_parts(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
         a.dtype == b.dtype and a.shape == b.shape and same_bits(a, b)
         for a, b in zip(before, after, strict=True)
     )
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Of two tensors of one dtype and shape."""
-    a, b = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (a, b))
-    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def find_shared(

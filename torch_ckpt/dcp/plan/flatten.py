@@ -6,7 +6,8 @@ loses (types of keys, empty containers, types of mappings, order) is kept in a *
 
     {"version": 1,
      "containers": [[path, type, keys], ...],   # path: list of str (mapping) and int (list)
-     "per_rank": [path, ...]}
+     "per_rank": [path, ...],
+     "tensors": {fqn: words, ...}}              # see wrappers.py; only where there are any
 
 with one entry per container that the fqns do not describe, and no structure at all where they
 describe every one, as in a plain nested dict of tensors. docs/format.md has the grammar.
@@ -15,16 +16,19 @@ describe every one, as in a plain nested dict of tensors. docs/format.md has the
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.plan.per_rank import PerRank, is_rank_part, rank_part
+from torch_ckpt.dcp.plan.wrappers import Words, is_made_of_others, parts_of
 from torch_ckpt.dcp.reserved import RESERVED, STRUCTURE_FQN
 from torch_ckpt.errors import CorruptError, InvalidArgumentError
-from torch_ckpt.native.torch_private import ShardedTensor
+from torch_ckpt.native.tensors import PLAIN_TENSORS
+from torch_ckpt.native.torch_private import ShardedTensor, local_tensor
 from torch_ckpt.objects.types import FACTORIES
 
 Path = tuple[Any, ...]
@@ -43,6 +47,7 @@ class Flat:
     paths: {fqn: path}, the `planner_data` that stock planners know.
     slots: {fqn: (container, key)}, where a leaf is to be replaced; only when asked for.
     empty: the paths of empty mappings.
+    words: {fqn: words} of tensors that are made of others, whose parts stand in `values`.
     structured: whether the fqns leave something unsaid.
     has_sharded_tensor, has_meta: whether a leaf is one.
     """
@@ -52,21 +57,32 @@ class Flat:
         "paths",
         "slots",
         "empty",
+        "words",
         "structured",
         "has_sharded_tensor",
         "has_meta",
         "_part",
         "_per_rank_leaves",
+        "_whole",
     )
 
     def __init__(
-        self, state_dict: Mapping[Any, Any], rank: int, world_size: int, slots: bool = False
+        self,
+        state_dict: Mapping[Any, Any],
+        rank: int,
+        world_size: int,
+        slots: bool = False,
+        whole: Container[str] = (),
     ) -> None:
-        """Flatten `state_dict`. Raises InvalidArgumentError where two leaves have one fqn."""
+        """Flatten `state_dict`. Tensors that are made of others are opened, but for those of which
+        the fqn is in `whole`. Raises InvalidArgumentError where two leaves have one fqn,
+        UnsupportedError for what `parts_of` cannot open."""
         self.values: dict[str, Any] = {}
         self.paths: dict[str, Path] = {}
         self.slots: dict[str, tuple[Any, Any]] | None = {} if slots else None
         self.empty: set[Path] = set() if state_dict else {()}
+        self.words: dict[str, Words] = {}
+        self._whole = whole
         self.structured = type(state_dict) not in _PLAIN_MAPPINGS
         self.has_sharded_tensor = False
         self.has_meta = False
@@ -119,6 +135,11 @@ class Flat:
                     continue
                 elif isinstance(value, ShardedTensor):
                     self.has_sharded_tensor = True
+                elif isinstance(value, torch.Tensor) and self._opened(fqn, value, (*path, name)):
+                    continue
+            elif kind is DTensor and type(local_tensor(value)) not in PLAIN_TENSORS:
+                if self._opened(fqn, value, (*path, name)):
+                    continue
             if fqn in values:
                 self._collision(fqn, (*path, name), key, container)
             values[fqn] = value
@@ -128,6 +149,17 @@ class Flat:
                 # A ShardedTensor of several local shards has no is_meta, nor an __init_tensor__.
                 if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor):
                     self.has_meta |= value.is_meta
+
+    def _opened(self, fqn: str, value: torch.Tensor, path: Path) -> bool:
+        """Whether `value` is made of others, which are leaves now."""
+        if fqn in self._whole or not is_made_of_others(value):
+            return False
+        parts, self.words[fqn] = parts_of(value, fqn)
+        if fqn in self.values:
+            self._collision(fqn, path, path[-1])
+        # No slots are to be had there: whatever is put into a tensor is a copy.
+        self._visit(MappingProxyType(parts), parts.items(), f"{fqn}.", path)
+        return True
 
     def _per_rank(self, fqn: str, leaf: PerRank, path: Path) -> None:
         if isinstance(leaf.value, (DTensor, ShardedTensor, PerRank)):
@@ -213,6 +245,10 @@ def _mapping_type(value: Mapping[Any, Any]) -> str:
     return "dict"
 
 
+# What a structure says of a state dict whose containers the names say.
+NO_STRUCTURE: Structure = {"version": 1, "containers": [], "per_rank": []}
+
+
 def describe_structure(state_dict: Mapping[Any, Any]) -> Structure:
     """The structure of `state_dict`. Keys of other types than `_KEY_TYPES` are given as str."""
     containers: list[list[Any]] = []
@@ -253,7 +289,7 @@ def describe_structure(state_dict: Mapping[Any, Any]) -> Structure:
         return not container
 
     visit(state_dict, [])
-    return {"version": 1, "containers": containers, "per_rank": per_rank}
+    return {**NO_STRUCTURE, "containers": containers, "per_rank": per_rank}
 
 
 # Key types that come back as they are, beside tuples of them. Of Enum members and named tuples only
@@ -275,15 +311,21 @@ def _safe_key(key: Any) -> Any:
 def check_structure(value: Any) -> Structure:
     """`value`, which was read from a checkpoint, as a structure. Raises CorruptError."""
     try:
-        if set(value) != {"version", "containers", "per_rank"} or value["version"] != 1:
-            raise ValueError("its members or version")
+        if set(value) - {"tensors"} != {"version", "containers", "per_rank"}:
+            raise ValueError("its members")
+        if value["version"] != 1:
+            raise ValueError("its version")
+        for fqn, words in value.get("tensors", {}).items():
+            parts = words["parts"]
+            if any(type(text) is not str for text in (fqn, words["class"], *parts)):
+                raise ValueError("the words of a tensor")
         for path, kind, keys in value["containers"]:
             _check_path(path)
             if type(kind) is not str or type(keys) is not (int if kind == "list" else list):
                 raise ValueError("a container")
         for path in value["per_rank"]:
             _check_path(path)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"{STRUCTURE_FQN}: malformed: {error}") from error
     checked: Structure = value
     return checked
@@ -297,15 +339,17 @@ def _check_path(path: Any) -> None:
 def merge_structures(structures: Iterable[Structure | None]) -> Structure | None:
     """One structure for ranks that hold different parts of a state dict.
 
-    Where two ranks differ on a container's type the lower rank's holds; keys are united.
+    `structures` has one per rank. Where two ranks differ on a container's type the lower rank's
+    holds; keys are united. Raises InvalidArgumentError where they differ on what a tensor is.
     """
     merged: Structure | None = None
     by_path: dict[Path, list[Any]] = {}
-    for structure in structures:
+    said_by: dict[str, int] = {}
+    for rank, structure in enumerate(structures):
         if structure is None:
             continue
         if merged is None:
-            merged = {"version": 1, "containers": [], "per_rank": []}
+            merged = {**NO_STRUCTURE, "containers": [], "per_rank": []}
         for path, kind, keys in structure["containers"]:
             entry = by_path.get(tuple(path))
             if entry is None:
@@ -315,13 +359,20 @@ def merge_structures(structures: Iterable[Structure | None]) -> Structure | None
             elif keys == entry[2]:
                 continue
             elif type(keys) is list and type(entry[2]) is list:
-                known = {str(key) for key in entry[2]}
-                entry[2] = entry[2] + [key for key in keys if str(key) not in known]
+                texts = {str(key) for key in entry[2]}
+                entry[2] = entry[2] + [key for key in keys if str(key) not in texts]
             elif type(keys) is int and type(entry[2]) is int:
                 entry[2] = max(keys, entry[2])
         for path in structure["per_rank"]:
             if path not in merged["per_rank"]:
                 merged["per_rank"].append(path)
+        for fqn, words in structure.get("tensors", {}).items():
+            known = merged.setdefault("tensors", {}).setdefault(fqn, words)
+            if known != words:
+                raise InvalidArgumentError(
+                    f"ranks {said_by[fqn]} and {rank} disagree: {known} and {words}", tensor=fqn
+                )
+            said_by.setdefault(fqn, rank)
     return merged
 
 

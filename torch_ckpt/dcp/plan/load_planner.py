@@ -39,8 +39,9 @@ from torch_ckpt.dcp.plan.per_rank import (
 )
 from torch_ckpt.dcp.plan.renaming import new_names, rename_metadata
 from torch_ckpt.dcp.plan.ties import identity
+from torch_ckpt.dcp.plan.wrappers import Words, check_words
 from torch_ckpt.dcp.reserved import STRUCTURE_FQN
-from torch_ckpt.errors import InvalidArgumentError, MissingKeyError
+from torch_ckpt.errors import InvalidArgumentError, MissingKeyError, warn
 from torch_ckpt.export.renames import KeyMapping
 from torch_ckpt.native.torch_private import (
     flatten_sharded_tensors,
@@ -129,6 +130,8 @@ class LoadPlanner(DefaultLoadPlanner):
         self._stored: dict[str, str] = {}  # names in the checkpoint, of what is renamed
         self._slots: dict[str, tuple[Any, Any]] | None = None
         self._empty: set[tuple[Any, ...]] = set()  # the paths of the target's empty mappings
+        self._structure: Structure | None = None  # of what was saved
+        self._words: dict[str, Words] = {}  # of the target's tensors that are made of others
 
     def set_up_planner(
         self,
@@ -141,6 +144,7 @@ class LoadPlanner(DefaultLoadPlanner):
             names = new_names(self.key_mapping, metadata.state_dict_metadata)
             metadata = rename_metadata(metadata, names)
             self._stored = {new: stored for stored, new in names.items()}
+        self._structure = _saved_structure(metadata) if metadata is not None else None
         if self.rebuild and not state_dict and metadata is not None:
             with paused_gc():
                 state_dict.update(self._rebuilt(metadata))
@@ -148,15 +152,17 @@ class LoadPlanner(DefaultLoadPlanner):
             super().set_up_planner(state_dict, metadata, is_coordinator)
             self._slots = None
             return
-        rank, world_size = world_of(self._rank, self._world_size)
+        world = world_of(self._rank, self._world_size)
+        # What was saved in one piece is loaded by a target's own `copy_`.
+        saved = metadata.state_dict_metadata if metadata is not None else ()
         with paused_gc():
-            flat = Flat(state_dict, rank, world_size, slots=True)
+            flat = Flat(state_dict, *world, slots=True, whole=saved)
             if flat.has_meta:
                 _make_real(state_dict, flat)
-                flat = Flat(state_dict, rank, world_size, slots=True)
+                flat = Flat(state_dict, *world, slots=True, whole=saved)
         self.original_state_dict = state_dict
         self.state_dict, self.mappings, self._slots = flat.values, flat.paths, flat.slots
-        self._empty = flat.empty
+        self._empty, self._words = flat.empty, flat.words
         if flat.has_sharded_tensor and self.flatten_sharded_tensors:
             self.state_dict = flatten_sharded_tensors(flat.values)
         self.metadata = metadata
@@ -165,7 +171,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def _rebuilt(self, metadata: Metadata) -> dict[Any, Any]:
         """A state dict for everything in `metadata`, with new tensors and None for objects."""
         paths = metadata.planner_data or {}
-        structure = _saved_structure(metadata)
+        structure = self._structure
         rank, world_size = world_of(self._rank, self._world_size)
         per_rank = {
             f"{'.'.join(map(str, path))}.": tuple(path)
@@ -209,6 +215,7 @@ class LoadPlanner(DefaultLoadPlanner):
         saved = self.metadata.state_dict_metadata
         if self._slots is None:
             return super().create_local_plan()
+        self._check_words()
         missing = [fqn for fqn in self.state_dict if fqn not in saved]
         if missing and self._is_old_format():
             return super().create_local_plan()
@@ -234,6 +241,28 @@ class LoadPlanner(DefaultLoadPlanner):
                 raise _mismatch(mismatches)
         return LoadPlan(items)
 
+    def _check_words(self) -> None:
+        """Of tensors that are made of others: is the target what was saved?"""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        said = (self._structure or {}).get("tensors", {})
+        wrong, unsaid = [], []
+        for fqn, words in self._words.items():
+            if fqn in said:
+                try:
+                    check_words(fqn, words, said[fqn])
+                except InvalidArgumentError as error:
+                    wrong.append(str(error))
+            elif all(f"{fqn}.{part}" in saved for part in words["parts"]):
+                unsaid.append(fqn)
+        if wrong:
+            raise _mismatch(wrong)
+        if unsaid:
+            warn(
+                f"nothing in the checkpoint says what {_listed(unsaid)} was made of: the parts of "
+                "the target are filled by their names"
+            )
+
     def _is_old_format(self) -> bool:
         """Whether the checkpoint names leaves as torch up to 2.3 did. If so, stock loads it."""
         assert self.metadata is not None
@@ -256,7 +285,8 @@ class LoadPlanner(DefaultLoadPlanner):
         one error that names them."""
         assert self.metadata is not None and self._slots is not None
         saved = self.metadata.state_dict_metadata
-        empty = empty_containers(_saved_structure(self.metadata))
+        empty = empty_containers(self._structure)
+        said = (self._structure or {}).get("tensors", {})
         sizes_of = saved_world_sizes(saved)
         _, world_size = world_of(self._rank, self._world_size)
         tied = {
@@ -274,8 +304,15 @@ class LoadPlanner(DefaultLoadPlanner):
             if kind is not None:
                 container[key] = new_container(kind)
                 continue
-            if identity(self.state_dict[fqn]) in tied:
+            value = self.state_dict[fqn]
+            if identity(value) in tied:
                 continue  # the same memory is filled under another name
+            if fqn in said:
+                if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+                    continue  # this rank has nothing of it
+                hints[
+                    f" {fqn} was saved as the parts of a {said[fqn]['class']}: load into one."
+                ] = None
             path = fqn.rpartition(".")[0] if per_rank else fqn
             sizes = sizes_of.get(path)
             if per_rank and sizes:

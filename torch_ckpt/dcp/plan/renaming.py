@@ -10,7 +10,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torch_ckpt.dcp.plan.per_rank import is_rank_part
-from torch_ckpt.dcp.reserved import RESERVED
+from torch_ckpt.dcp.plan.wrappers import Words
+from torch_ckpt.dcp.reserved import RESERVED, STRUCTURE_FQN
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.export.renames import KeyMapping, renamed
 from torch_ckpt.native.torch_private import ShardedTensor
@@ -51,10 +52,34 @@ def rename_paths(paths: Mapping[str, Any], names: Mapping[str, str]) -> dict[str
     }
 
 
+def rename_words(words: Mapping[str, Words], names: Mapping[str, str]) -> dict[str, Words]:
+    """What is said of tensors that are made of others, whose parts get other names. Raises
+    InvalidArgumentError where they are no parts of one tensor any more."""
+    renamed_words = {}
+    for fqn, said in words.items():
+        prefixes = {
+            names.get(f"{fqn}.{part}", f"{fqn}.{part}").removesuffix(f".{part}")
+            for part in said["parts"]
+        }
+        if len(prefixes) > 1:
+            raise InvalidArgumentError(
+                "key_mapping gives its parts names that do not belong together", tensor=fqn
+            )
+        renamed_words[prefixes.pop() if prefixes else fqn] = said
+    return renamed_words
+
+
 def rename_metadata(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
     """`metadata` as if it were of a checkpoint with the new names."""
+    known = dict(metadata.planner_data or {})
+    structure = known.pop(STRUCTURE_FQN, None)
+    known = rename_paths(known, names)
+    if isinstance(structure, dict) and "tensors" in structure:
+        structure = {**structure, "tensors": rename_words(structure["tensors"], names)}
+    if structure is not None:
+        known[STRUCTURE_FQN] = structure
     return dataclasses.replace(
         metadata,
         state_dict_metadata=rename(metadata.state_dict_metadata, names),
-        planner_data=rename_paths(metadata.planner_data or {}, names),
+        planner_data=known,
     )

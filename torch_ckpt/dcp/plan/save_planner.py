@@ -15,11 +15,17 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.plan.digests import differences, object_digests, tensor_digests, warn_of
-from torch_ckpt.dcp.plan.flatten import Flat, Structure, describe_structure, merge_structures
+from torch_ckpt.dcp.plan.flatten import (
+    NO_STRUCTURE,
+    Flat,
+    Structure,
+    describe_structure,
+    merge_structures,
+)
 from torch_ckpt.dcp.plan.global_plan import assemble, dedup_plans
 from torch_ckpt.dcp.plan.items import PLAIN_TENSORS, WriteItems, dtensor_part, write_items
 from torch_ckpt.dcp.plan.per_rank import rank_part, world_of
-from torch_ckpt.dcp.plan.renaming import new_names, rename, rename_paths
+from torch_ckpt.dcp.plan.renaming import new_names, rename, rename_paths, rename_words
 from torch_ckpt.dcp.plan.ties import drop_aliases, find_ties
 from torch_ckpt.dcp.reserved import DIGESTS_KEY, STRUCTURE_FQN, TIES_KEY
 from torch_ckpt.export.renames import KeyMapping
@@ -37,7 +43,8 @@ class SavePlanner(DefaultSavePlanner):
     enable_plan_caching: a rank whose plan is that of its last save does not send it again. Through
         another process group than the default one this needs torch_ckpt.save.
     keep_structure: write the leaf "torch_ckpt.structure" where the names of the leaves do not say
-        the containers (keys that are not str, empty ones, OrderedDict, ...).
+        the containers (keys that are not str, empty ones, OrderedDict, ...). What tensors that are
+        made of others are is written in any case.
     rank, world_size: what PerRank values are saved under; the default group's if not given.
     key_mapping: other names to store tensors under: a function from name to name, or (regular
         expression, replacement) pairs, of which the first that is found in a name is applied. A
@@ -108,9 +115,12 @@ class SavePlanner(DefaultSavePlanner):
             return
         with paused_gc():
             flat = Flat(state_dict, *world_of(self._rank, self._world_size))
+            names = new_names(self.key_mapping, flat.values)
             if flat.structured and self.keep_structure:
                 self._structure = describe_structure(state_dict)
-            names = new_names(self.key_mapping, flat.values)
+            if flat.words:
+                said = rename_words(flat.words, names)
+                self._structure = {**(self._structure or NO_STRUCTURE), "tensors": said}
             self.mappings = rename_paths(flat.paths, names) if names else flat.paths
             self.state_dict = rename(flat.values, names) if names else flat.values
             if flat.has_sharded_tensor and self.flatten_sharded_tensors:

@@ -23,7 +23,7 @@ from torch_ckpt.native.torch_private import (
     LocalShardsWrapper,
     ShardedTensor,
     dtensor_of,
-    is_traceable_wrapper_subclass,
+    is_wrapper,
     local_tensor,
     sharded_tensor_like,
 )
@@ -206,7 +206,7 @@ class StateCopy:
             self._copy_sharded(into, key, value, name)
         elif isinstance(value, LocalShardsWrapper):
             self._copy_local_shards(into, key, value, name)
-        elif has_elements(value) and is_traceable_wrapper_subclass(value):
+        elif has_elements(value) and is_wrapper(value):
             self._copy_wrapper(into, key, value, name)
         elif hasattr(value, "__create_write_items__"):  # it says by itself what is in it
             self._copy_object(into, key, value, name)

@@ -1,0 +1,206 @@
+"""Tensors that are made of others: subclasses that torch calls traceable wrappers, as torchao's
+quantized weights and optimizer states are.
+
+Such a leaf is opened like a container: the tensors that `__tensor_flatten__` names become leaves of
+their own, `<fqn>.<attribute>`, so that a load fills them where they are, bit for bit. What else it
+says, and the class, is put into words (`Words`), which a save keeps and a load compares: the same
+bits in another class, or with another context, would be other numbers. Nothing is made of the
+words: what a checkpoint says is never looked up and called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torch_ckpt.dcp.plan.boxes import local_boxes
+from torch_ckpt.dcp.plan.local_boxes import LocalBoxes
+from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.native.tensors import PLAIN_TENSORS, has_elements, memory_of, same_bits
+from torch_ckpt.native.torch_private import (
+    AsyncCollectiveTensor,
+    is_wrapper,
+    local_tensor,
+)
+
+# Of one tensor: its class, dtype, shape, context, and the names of its parts.
+Words = dict[str, Any]
+# Fields of contexts that say where a tensor is, or is used, and nothing of its values.
+_NOT_VALUES = frozenset({"device", "requires_grad"})
+
+
+def is_made_of_others(value: Any) -> bool:
+    """Whether it is a leaf to be opened. Asked of every leaf that is of no usual type."""
+    if isinstance(value, DTensor):
+        value = local_tensor(value)
+    return (
+        type(value) not in PLAIN_TENSORS
+        and is_wrapper(value)
+        and not isinstance(value, AsyncCollectiveTensor)
+        and not hasattr(value, "__create_write_items__")  # it says by itself what is in it
+        and has_elements(value)
+        and memory_of(value) is None
+    )
+
+
+def parts_of(value: torch.Tensor, fqn: str) -> tuple[dict[str, torch.Tensor], Words]:
+    """The tensors that `value` is made of, by attribute, and what is to be said of it.
+
+    Of a DTensor they are LocalBoxes, where it is sharded; none on a rank that has nothing of it.
+    Raises UnsupportedError for what cannot be put into words, and where the class does not say how
+    its tensors are sharded.
+    """
+    local = local_tensor(value) if isinstance(value, DTensor) else value
+    names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
+    words = {
+        "class": _name_of(type(local)),
+        "dtype": str(value.dtype),
+        "shape": list(value.shape),
+        "context": _in_words(context, tuple(local.shape), fqn),
+        "parts": list(names),
+    }
+    parts = {name: getattr(local, name) for name in names}
+    return _sharded(value, parts, fqn) if isinstance(value, DTensor) else parts, words
+
+
+def check_words(fqn: str, target: Words, stored: Words) -> None:
+    """Raise InvalidArgumentError where a target is not what was saved."""
+    for what in ("class", "dtype", "shape", "context", "parts"):
+        if target[what] != stored.get(what):
+            raise InvalidArgumentError(
+                f"{fqn}: the target's {what} is {target[what]}, the checkpoint's is "
+                f"{stored.get(what)}: the bits of one mean other numbers in the other"
+            )
+
+
+def _sharded(
+    value: DTensor, parts: Mapping[str, torch.Tensor], fqn: str
+) -> dict[str, torch.Tensor]:
+    boxes = local_boxes(value, fqn)
+    local = local_tensor(value)
+    if len(boxes) > 1:
+        raise UnsupportedError(
+            f"is {len(boxes)} separate boxes on this rank, of class {_name_of(type(local))}; "
+            "redistribute it first",
+            tensor=fqn,
+        )
+    if not boxes:
+        return {}
+    box = boxes[0]
+    cut = [d for d, size in enumerate(box.sizes) if size != value.shape[d]]
+    if not cut:
+        return dict(parts)
+    if 0 in box.sizes:
+        return {}
+    shapes = {name: list(part.shape) for name, part in parts.items()}
+    offsets = {name: [0] * part.dim() for name, part in parts.items()}
+    for dim in cut:
+        for name, along in _follow(local, parts, dim, fqn).items():
+            at, size, whole = box.offsets[dim], box.sizes[dim], value.shape[dim]
+            held = parts[name].shape[along]
+            if at * held % size or whole * held % size or offsets[name][along]:
+                raise UnsupportedError(
+                    f"is sharded where its {name}, of {list(parts[name].shape)} here, cannot be: "
+                    f"rows {at} to {at + size} of {whole}",
+                    tensor=fqn,
+                )
+            offsets[name][along] = at * held // size
+            shapes[name][along] = whole * held // size
+    return {
+        name: part
+        if shapes[name] == list(part.shape)
+        else LocalBoxes(shapes[name], [(offsets[name], part)])
+        for name, part in parts.items()
+    }
+
+
+def _follow(
+    local: torch.Tensor, parts: Mapping[str, torch.Tensor], dim: int, fqn: str
+) -> dict[str, int]:
+    """The parts that are sharded when `local` is along `dim`, with the dimension of each.
+
+    The class says it: by what is left of its parts when nothing is left of it. In which half of a
+    part the second half is, is asked as well, where the class can halve it.
+    """
+    size = local.shape[dim]
+    try:
+        none = _slice(local, dim, 0, 0)
+    except Exception as error:
+        raise UnsupportedError(
+            f"is sharded along dimension {dim}, which its class {_name_of(type(local))} cannot be: "
+            f"{error}",
+            tensor=fqn,
+        ) from error
+    try:
+        half = _slice(local, dim, size // 2, size) if size % 2 == 0 else None
+    except Exception:  # where its blocks do not end there
+        half = None
+    along: dict[str, int] = {}
+    for name, part in parts.items():
+        empty = getattr(none, name)
+        emptied = [d for d in range(part.dim()) if part.shape[d] and not empty.shape[d]]
+        if not emptied:
+            continue
+        at = along[name] = emptied[0]
+        halved = None if half is None else getattr(half, name)
+        held = part.shape[at]
+        if len(emptied) > 1 or (
+            halved is not None
+            and (held % 2 or not same_bits(halved, part.narrow(at, held // 2, held // 2)))
+        ):
+            raise UnsupportedError(
+                f"is sharded along dimension {dim}, which in its {name} is none", tensor=fqn
+            )
+    return along
+
+
+def _slice(value: torch.Tensor, dim: int, start: int, end: int) -> torch.Tensor:
+    with torch.no_grad():
+        return value.narrow(dim, start, end - start)
+
+
+def _name_of(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _in_words(value: Any, shape: tuple[int, ...], fqn: str) -> Any:
+    """A context as dicts, lists, text and numbers, equal for what means the same."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.device):
+        return "device"
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return str(value)
+    if isinstance(value, enum.Enum):
+        return f"{_name_of(kind)}.{value.name}"
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {"class": _name_of(kind), **_fields(value._asdict(), shape, fqn)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        return {"class": _name_of(kind), **_fields(fields, shape, fqn)}
+    if isinstance(value, list | tuple):  # torch.Size among them
+        # Of the part that a rank has of a DTensor: on other ranks it is another.
+        if shape and all(isinstance(each, int) for each in value) and tuple(value) == shape:
+            return "shape"
+        return [_in_words(each, shape, fqn) for each in value]
+    if isinstance(value, Mapping) and all(type(key) is str for key in value):
+        return _fields(value, shape, fqn)
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        if "<" not in value.__qualname__:  # a lambda, or local to a function
+            return _name_of(value)
+    raise UnsupportedError(
+        f"its context holds a {_name_of(kind)}, which cannot be kept in words", tensor=fqn
+    )
+
+
+def _fields(value: Mapping[str, Any], shape: tuple[int, ...], fqn: str) -> dict[str, Any]:
+    return {
+        name: _in_words(each, shape, fqn) for name, each in value.items() if name not in _NOT_VALUES
+    }
