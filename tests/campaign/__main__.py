@@ -3,8 +3,8 @@
 Runs what is too long for CI: `faults` (a fault at every system call, and the long Python tests),
 `orders` (commits in every order), `gcc11` (a build by the oldest compiler) and `fuzz` (every fuzz
 target, or those named, for MINUTES each); all of them, if none is named. What came of each is kept
-in build/campaign, beside its log, and docs/campaign_results.md is written of all that is there,
-after each: the parts may be run on different days.
+in docs/campaign_results.json, and docs/campaign_results.md is written of all that is there, after
+each: the parts may be run on different days. Logs are in build/campaign.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from benchmarks.environment import commit
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "build" / "campaign"
 PAGE = REPOSITORY / "docs" / "campaign_results.md"
+RECORDS = PAGE.with_suffix(".json")
 # Files with tests that only run here, or that try more here.
 LONG = (
     *("parser_differential", "package", "ranks", "simulated_ranks", "benchmarks", "bench_async"),
@@ -118,13 +119,15 @@ def keep(part: str, rows: Sequence[Row], good: bool) -> None:
         rows = [*rows, (part, "FAILED")]
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     record = {"commit": BUILT, "date": date, "rows": rows}
-    (FOLDER / f"{part}.json").write_text(json.dumps(record))
-    PAGE.write_text(page(recorded()), encoding="utf-8")
+    records = {**recorded(), part: record}
+    RECORDS.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    PAGE.write_text(page(records), encoding="utf-8")
 
 
 def recorded() -> dict[str, Record]:
-    """Of this checkout, what came of each part, and of each fuzz target."""
-    return {file.stem: json.loads(file.read_text()) for file in FOLDER.glob("*.json")}
+    """What came of each part, and of each fuzz target, when it was run last."""
+    found: dict[str, Record] = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
+    return found
 
 
 def page(records: Mapping[str, Record]) -> str:

@@ -24,6 +24,7 @@
 #include "engine/save/write_job.h"
 #include "format/names.h"
 #include "os/fault.h"
+#include "sanitizers.h"
 
 namespace torch_ckpt {
 
@@ -128,15 +129,6 @@ void WriteText(const std::string& path, const std::string& text);
 std::string ReadText(const std::string& path);
 
 std::vector<std::string> Names(const std::string& path);
-
-// Of states and orders that are tried by the hundred, sanitizers try one in so
-// many: the plain build sees what comes out of all. They look at the way there,
-// which is much the same.
-#ifdef TORCH_CKPT_SANITIZED
-inline constexpr int kOneInSanitized = 12;
-#else
-inline constexpr int kOneInSanitized = 1;
-#endif
 
 // A directory for one test, in memory where there is one: fsync costs nothing
 // there, and what survives a crash is modelled, not tried.

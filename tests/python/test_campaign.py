@@ -43,18 +43,22 @@ def test_what_the_parts_print_becomes_rows() -> None:
 
 
 def test_a_part_that_failed_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(campaign, "FOLDER", tmp_path)
+    monkeypatch.setattr(campaign, "RECORDS", tmp_path / "records.json")
     monkeypatch.setattr(campaign, "PAGE", tmp_path / "page.md")
     campaign.keep("orders", campaign.orders("ORDERS 12\n"), good=False)
     page = (tmp_path / "page.md").read_text()
     assert "12 tried" in page and "| orders | FAILED |" in page
     assert "| faults | not run yet | |" in page
-    rows = json.loads((tmp_path / "orders.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "records.json").read_text())["orders"]["rows"]
     assert rows[-1] == ["orders", "FAILED"]
+    # Of another part, on another day: what is known stays.
+    campaign.keep("gcc11", [("C++ tests", "3 passed")], good=True)
+    page = (tmp_path / "page.md").read_text()
+    assert "12 tried" in page and "3 passed" in page
 
 
 def test_a_fuzz_target_fails_for_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(campaign, "FOLDER", tmp_path)
+    monkeypatch.setattr(campaign, "RECORDS", tmp_path / "records.json")
     monkeypatch.setattr(campaign, "PAGE", tmp_path / "page.md")
     said = FUZZED.replace("zip_fuzz", "short_header_fuzz") + "dev: failed: short_header_fuzz\n"
     monkeypatch.setattr(campaign, "run", lambda part, command: (said, False))
@@ -71,3 +75,4 @@ def test_every_fuzz_target_is_known_and_on_the_page() -> None:
     assert files == set(campaign.targets())
     page = campaign.PAGE.read_text()
     assert [name for name in files if f"| {name} for " not in page] == []
+    assert page == campaign.page(campaign.recorded())
