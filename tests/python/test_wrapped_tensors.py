@@ -214,13 +214,13 @@ def test_local_boxes_that_do_not_fit() -> None:
         LocalBoxes((3, 3), [((0, 0), one)]) + 1
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", sorted(SAVES.keys() - {"plain"}))
 def test_boxes_that_leave_a_hole_or_overlap(tmp_path: Path, save: str) -> None:
     one = torch.ones(2, 2)
     for held in ([((0, 0), one)], [((0, 0), one), ((0, 2), one), ((0, 1), one)]):
         with pytest.raises((*FAILED, ValueError), match="(?s)w.*"):
             SAVES[save]({"w": LocalBoxes((2, 4), held)}, tmp_path / "c")
-    assert save == "plain" or not (tmp_path / "c").exists()
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("save", SAVES)

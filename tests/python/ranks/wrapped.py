@@ -28,6 +28,7 @@ ROWS = {"even": 12, "uneven": 7, "few": 2}
 SAVES: dict[str, Callable[[Any, Path], Any]] = {
     "sharded": torch_ckpt.save,
     "final": lambda state, path: torch_ckpt.save(state, path, layout="final"),
+    "parts": lambda state, path: torch_ckpt.save(state, path, use_collectives=False),
     "async": lambda state, path: torch_ckpt.async_save(state, path).result(),
 }
 SHAPE = (9, 10)

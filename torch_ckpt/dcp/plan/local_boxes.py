@@ -27,9 +27,9 @@ class LocalBoxes(torch.Tensor):
     dtype: needed where there are no boxes.
 
     Boxes of one rank, and of several, must not overlap, but for those that several ranks have
-    alike, of which one is written; together they cover the whole. A save that finds otherwise is an
-    error on all ranks. It is DCP's protocol for such leaves (`__create_write_items__` and its kin),
-    so stock's planners take it as well.
+    alike, of which one is written; together they cover the whole. A save of ours that finds
+    otherwise is an error on all ranks. It is DCP's protocol for such leaves
+    (`__create_write_items__` and its kin), so stock's planners take it as well.
 
     No operator computes with it: use the tensors in `boxes`.
 
