@@ -174,7 +174,7 @@ def with_ours_on_own_nodes(part: Part, path: Path) -> None:
     ring can take their columns: the coordinator puts them together, alone."""
     rings = importlib.import_module("torch_ckpt.dcp.plan.rings")
     node = rings.Node("boot", str(dist.get_rank()), 0)
-    with mock.patch("torch_ckpt.dcp.save.directory_save.this_node", return_value=node):
+    with mock.patch("torch_ckpt.dcp.write.directory_save.this_node", return_value=node):
         rivals.ours("save")(part, checkpoint_id=str(path), layout="final")
 
 

@@ -31,18 +31,16 @@ from torch_ckpt.errors import (
 
 if TYPE_CHECKING:
     from torch_ckpt._version import __version__ as __version__
+    from torch_ckpt.calls.api import load, save
+    from torch_ckpt.calls.async_save import async_save
     from torch_ckpt.checkpoint.checkpoint import Checkpoint
     from torch_ckpt.checkpoint.checkpoint import open as open
     from torch_ckpt.conversion.convert import convert
-    from torch_ckpt.dcp.api import load, save
-    from torch_ckpt.dcp.background.async_save import async_save
-    from torch_ckpt.dcp.load.reader import CheckpointReader, HuggingFaceStorageReader
-    from torch_ckpt.dcp.plan.local_boxes import LocalBoxes
-    from torch_ckpt.dcp.plan.per_rank import PerRank
     from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
-    from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+    from torch_ckpt.dcp.read.reader import CheckpointReader, HuggingFaceStorageReader
     from torch_ckpt.dcp.saves import AsyncSave, SaveStats
-    from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
+    from torch_ckpt.dcp.stager import PinnedMemoryStager
+    from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
     from torch_ckpt.export.consolidate import (
         MergeFuture,
         consolidate_safetensors_files_on_every_rank,
@@ -51,6 +49,8 @@ if TYPE_CHECKING:
     from torch_ckpt.native.core import library_path
     from torch_ckpt.native.operators import plan
     from torch_ckpt.patching.patch import TorchPatch, patch_torch
+    from torch_ckpt.planning.local_boxes import LocalBoxes
+    from torch_ckpt.planning.per_rank import PerRank
     from torch_ckpt.runs.directory import CheckpointDirectory
 
 _LAZY = {
@@ -58,27 +58,27 @@ _LAZY = {
     "AsyncSave": "torch_ckpt.dcp.saves",
     "Checkpoint": "torch_ckpt.checkpoint.checkpoint",
     "CheckpointDirectory": "torch_ckpt.runs.directory",
-    "CheckpointReader": "torch_ckpt.dcp.load.reader",
-    "HuggingFaceStorageReader": "torch_ckpt.dcp.load.reader",
-    "HuggingFaceStorageWriter": "torch_ckpt.dcp.save.writer",
+    "CheckpointReader": "torch_ckpt.dcp.read.reader",
+    "HuggingFaceStorageReader": "torch_ckpt.dcp.read.reader",
+    "HuggingFaceStorageWriter": "torch_ckpt.dcp.write.writer",
     "LoadPlanner": "torch_ckpt.dcp.plan.planners",
-    "LocalBoxes": "torch_ckpt.dcp.plan.local_boxes",
+    "LocalBoxes": "torch_ckpt.planning.local_boxes",
     "MergeFuture": "torch_ckpt.export.consolidate",
-    "PerRank": "torch_ckpt.dcp.plan.per_rank",
-    "PinnedMemoryStager": "torch_ckpt.dcp.stage.stager",
+    "PerRank": "torch_ckpt.planning.per_rank",
+    "PinnedMemoryStager": "torch_ckpt.dcp.stager",
     "SavePlanner": "torch_ckpt.dcp.plan.planners",
     "SaveStats": "torch_ckpt.dcp.saves",
     "TorchPatch": "torch_ckpt.patching.patch",
-    "async_save": "torch_ckpt.dcp.background.async_save",
+    "async_save": "torch_ckpt.calls.async_save",
     "consolidate_safetensors_files": "torch_ckpt.export.merge",
     "consolidate_safetensors_files_on_every_rank": "torch_ckpt.export.consolidate",
     "convert": "torch_ckpt.conversion.convert",
     "library_path": "torch_ckpt.native.core",
-    "load": "torch_ckpt.dcp.api",
+    "load": "torch_ckpt.calls.api",
     "open": "torch_ckpt.checkpoint.checkpoint",
     "patch_torch": "torch_ckpt.patching.patch",
     "plan": "torch_ckpt.native.operators",
-    "save": "torch_ckpt.dcp.api",
+    "save": "torch_ckpt.calls.api",
 }
 
 __all__ = [

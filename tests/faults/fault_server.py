@@ -22,11 +22,10 @@ import fault_actions
 import torch
 import torch._dynamo  # what torch.compiler.disable needs: most of an import's time
 
-import torch_ckpt.dcp.api
-import torch_ckpt.dcp.background.async_save
-import torch_ckpt.dcp.load.load
-import torch_ckpt.dcp.plan.planners
-import torch_ckpt.dcp.save.save  # noqa: F401
+import torch_ckpt.calls.api
+import torch_ckpt.calls.async_save
+import torch_ckpt.calls.load
+import torch_ckpt.calls.save  # noqa: F401
 
 # All that the children need, but nothing that uses the core.
 

@@ -112,7 +112,7 @@ def load(state: dict[str, Any], reader: Any, *, no_dist: bool = True, **options:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torch_ckpt.dcp.load.reader")
+    logger = logging.getLogger("torch_ckpt.dcp.read.reader")
     logger.addHandler(handler)
     try:
         dcp.load(state, storage_reader=reader, no_dist=no_dist, **options)

@@ -200,7 +200,7 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_process_that_saves_and_is_killed_is_replaced(tmp_path: Path) -> None:
     program = """
-    from torch_ckpt.dcp.background.process import _known
+    from torch_ckpt.calls.process import _known
     group()
     def child():
         return _known[dist.group.WORLD][(0, 1)]

@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.staging import StagingOptions
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
+from torch_ckpt.calls.async_save import async_save as whole_call
+from torch_ckpt.calls.background import Background
 from torch_ckpt.dcp import saves
-from torch_ckpt.dcp.background.async_save import async_save as whole_call
-from torch_ckpt.dcp.background.background import Background
-from torch_ckpt.dcp.stage.staged_state import StagedState
+from torch_ckpt.staging.staged_state import StagedState
 
 pytestmark = MARKS
 

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
+from torch_ckpt.calls import turn
 from torch_ckpt.dcp import saves
-from torch_ckpt.dcp.background import turn
 from torch_ckpt.native import operators
 
 pytestmark = MARKS

@@ -22,9 +22,9 @@ from wrapped_tensor import Wrapped
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
-from torch_ckpt.dcp.stage import crossing
-from torch_ckpt.dcp.stage.staged_state import StagedState
 from torch_ckpt.native import core, operators
+from torch_ckpt.staging import crossing
+from torch_ckpt.staging.staged_state import StagedState
 
 MIB = 1 << 20
 

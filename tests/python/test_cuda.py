@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import torch_ckpt
 import torch_ckpt.native.operators
-from torch_ckpt.dcp.save import write_files
+from torch_ckpt.dcp.write import write_files
 
 State = dict[str, torch.Tensor]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -37,7 +37,7 @@ from torch_ckpt import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from torch_ckpt.dcp.save import directory_save
+from torch_ckpt.dcp.write import directory_save
 from torch_ckpt.native.sessions import SaveSession
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"

@@ -28,14 +28,14 @@ STRANGERS = {("ops", "capi")}
 # Of torch_ckpt: modules and packages, each of which may import those before it.
 PYTHON_ROOMS = (
     *("_version", "errors", "options", "native", "checkpoint", "objects", "ranks"),
-    *("export", "dcp", "runs", "conversion", "patching", "cli"),
+    *("export", "planning", "staging", "dcp", "calls", "runs", "conversion", "patching", "cli"),
 )
 # Of which none has a room: everything else has.
 LOOSE = {"_version", "errors", "options"}
 # What reads values needs torch, and is imported when the first value is asked for.
-LATER = {("checkpoint", "torch_ckpt.dcp.load"), ("checkpoint", "torch_ckpt.dcp.load.stored")}
+LATER = {("checkpoint", "torch_ckpt.dcp.read"), ("checkpoint", "torch_ckpt.dcp.read.stored")}
 # Of torch_ckpt/dcp.
-DCP_ROOMS = ("reserved", "saves", "plan", "stage", "save", "load", "api", "background")
+DCP_ROOMS = ("saves", "plan", "stager", "read", "write")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/|^Python\.h$")
 STABLE_HEADER = re.compile(r"^torch/(csrc/stable|headeronly|csrc/inductor/aoti_torch/c)/")
@@ -466,9 +466,9 @@ CHECKED = [
         imports("dcp", "from torch_ckpt.native import core\nfrom torch_ckpt.export import merge"),
         False,
     ),
-    (dcp_imports("plan", "from torch_ckpt.dcp.save.writer import x"), True),
-    (dcp_imports("plan", "from torch_ckpt.dcp import saves, stage"), True),
-    (dcp_imports("save", "from torch_ckpt.dcp.plan import rings"), False),
+    (dcp_imports("plan", "from torch_ckpt.dcp.write.writer import x"), True),
+    (dcp_imports("plan", "from torch_ckpt.dcp import saves, stager"), True),
+    (dcp_imports("write", "from torch_ckpt.dcp.plan import rings"), False),
     (circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}), True),
     (circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}), False),
     (imported_files("def f():\n    from a import b", {"a", "a.b"}) ^ {"a.b"}, False),

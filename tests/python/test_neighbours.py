@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ckpt
-from torch_ckpt.dcp.load import neighbours
+from torch_ckpt.dcp.read import neighbours
 
 HERE = Path(__file__).parent
 RANKS = 4

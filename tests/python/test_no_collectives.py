@@ -15,7 +15,7 @@ from ranks.layouts import layouts, whole
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter, IncompleteError
 from torch_ckpt.checkpoint.checkpoint import Checkpoint
-from torch_ckpt.dcp.save.parts import part_of, run_id
+from torch_ckpt.dcp.write.parts import part_of, run_id
 
 WORLD = 2
 LAUNCH_VARIABLES = (

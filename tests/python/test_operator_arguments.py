@@ -17,7 +17,7 @@ from wrong_plans import REFUSED
 
 import torch_ckpt
 import torch_ckpt.native.operators
-from torch_ckpt.dcp.load.targets import find_tied
+from torch_ckpt.dcp.read.targets import find_tied
 
 OPS = torch.ops.dcp_ext
 

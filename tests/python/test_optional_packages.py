@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt.dcp.load.targets import memories_of, same_parts
+from torch_ckpt.dcp.read.targets import memories_of, same_parts
 from torch_ckpt.errors import MissingKeyError, UnsupportedError
 
 VALUES = torch.linspace(-1, 1, 64 * 64).view(64, 64)

@@ -146,8 +146,8 @@ def test_names_that_other_modules_have_bound(module: types.ModuleType) -> None:
 
 
 def test_our_own_names_are_left(module: types.ModuleType) -> None:
-    from torch_ckpt.dcp.load import reader
-    from torch_ckpt.dcp.save import writer
+    from torch_ckpt.dcp.read import reader
+    from torch_ckpt.dcp.write import writer
 
     vars(module)["own"] = torch_ckpt.HuggingFaceStorageWriter
     with patch_torch(file_system=True, default_storage=True):

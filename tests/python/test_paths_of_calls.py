@@ -37,6 +37,6 @@ def test_calls_take_the_path_that_is_printed(tmp_path: Path, path: str, most: in
     files = walk(calls[path]).files()
     assert len(printed(path)) <= 12
     # In another process, or of targets that share memory.
-    elsewhere = {"dcp/background/process.py", "dcp/stage/crossing.py", "dcp/load/targets.py"}
+    elsewhere = {"calls/process.py", "staging/crossing.py", "dcp/read/targets.py"}
     assert printed(path) - elsewhere <= files
     assert len(files) <= most, sorted(files)

@@ -13,11 +13,11 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torch_ckpt
-from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.plan.planners import SavePlanner
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError
 from torch_ckpt.native import operators
 from torch_ckpt.native.sessions import SaveSession
+from torch_ckpt.planning.collector import paused_gc
 
 
 def is_on() -> bool:

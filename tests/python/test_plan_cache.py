@@ -15,8 +15,8 @@ import torch_ckpt
 from torch_ckpt import HuggingFaceStorageWriter
 from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.dcp.plan.planners import PerRank, SavePlanner
-from torch_ckpt.dcp.reserved import PLAN_TOKEN
 from torch_ckpt.errors import ConflictError, IncompleteError, InvalidArgumentError
+from torch_ckpt.planning.reserved import PLAN_TOKEN
 
 CACHED = {"enable_plan_caching": True}
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from test_async_ends import Trainer
 
-from torch_ckpt.dcp.background.process import SavingProcess
+from torch_ckpt.calls.process import SavingProcess
 
 # A trainer that saves in another process, and looks at what that has.
 PROGRAM = r"""
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch_ckpt import PinnedMemoryStager
 from torch_ckpt.native import core
-from torch_ckpt.dcp.background.process import _known
+from torch_ckpt.calls.process import _known
 group()
 
 def arena():
@@ -79,7 +79,7 @@ def test_training_does_not_wait_for_the_process_to_start(tmp_path: Path) -> None
         tmp_path,
         """
         import threading
-        from torch_ckpt.dcp.background.process import SavingProcess
+        from torch_ckpt.calls.process import SavingProcess
         may_start = threading.Event()
         start = SavingProcess.__init__
 

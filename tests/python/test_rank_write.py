@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_ckpt
 from torch_ckpt import ConflictError
-from torch_ckpt.dcp.save import write_files
-from torch_ckpt.dcp.save.commit import RankReport, commit_request
+from torch_ckpt.dcp.write import write_files
+from torch_ckpt.dcp.write.commit import RankReport, commit_request
 
 
 @pytest.mark.parametrize("layout", ["sharded", "final"])

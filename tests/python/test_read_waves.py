@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import torch_ckpt
-from torch_ckpt.dcp.load import read_tensors
+from torch_ckpt.dcp.read import read_tensors
 
 State = dict[str, torch.Tensor]
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
 
 from torch_ckpt.dcp.plan.global_plan import dedup_plans
 from torch_ckpt.dcp.plan.rings import MIN_ROW_BYTES, Band, Node, RankNote, note_of, short_rows
-from torch_ckpt.dcp.save.final_layout import final_tensors
+from torch_ckpt.dcp.write.final_layout import final_tensors
 from torch_ckpt.export.dtype_policy import DtypePolicy
 
 Shape = tuple[int, ...]

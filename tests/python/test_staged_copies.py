@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torch_ckpt
 from torch_ckpt import PerRank, PinnedMemoryStager
-from torch_ckpt.dcp.stage.staged_state import StagedState
 from torch_ckpt.native.torch_private import LocalShardsWrapper
+from torch_ckpt.staging.staged_state import StagedState
 
 
 def stage(state: dict[str, Any]) -> StagedState:

@@ -21,7 +21,7 @@ from wrapped_tensor import Wrapped
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
-from torch_ckpt.dcp.stage.staged_state import StagedState
+from torch_ckpt.staging.staged_state import StagedState
 
 
 def stage(state: dict[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageWriter, PinnedMemoryStager
-from torch_ckpt.dcp.stage.staged_state import StagedState
 from torch_ckpt.native import core
+from torch_ckpt.staging.staged_state import StagedState
 
 # Whatever pytest makes of warnings: stock says that there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

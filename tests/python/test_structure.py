@@ -19,21 +19,21 @@ from torch.distributed.checkpoint.default_planner import (
 )
 
 import torch_ckpt
-from torch_ckpt.dcp.plan.flatten import (
-    Flat,
-    check_structure,
-    describe_structure,
-    merge_structures,
-    rebuild,
-)
 from torch_ckpt.dcp.plan.planners import LoadPlanner, PerRank, SavePlanner
-from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptError,
     IncompleteError,
     InvalidArgumentError,
 )
+from torch_ckpt.planning.flatten import (
+    Flat,
+    check_structure,
+    describe_structure,
+    merge_structures,
+    rebuild,
+)
+from torch_ckpt.planning.reserved import STRUCTURE_FQN
 
 
 def nested():

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_ckpt
-from torch_ckpt.dcp.load import read_tensors
-from torch_ckpt.dcp.load.targets import find_tied
+from torch_ckpt.dcp.read import read_tensors
+from torch_ckpt.dcp.read.targets import find_tied
 from torch_ckpt.errors import InvalidArgumentError
 
 State = dict[str, torch.Tensor]

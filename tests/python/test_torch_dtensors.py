@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ckpt
 from torch_ckpt.cli import cli
-from torch_ckpt.dcp.plan.boxes import local_boxes
+from torch_ckpt.planning.boxes import local_boxes
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from sample_states import FAILED
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch_ckpt.dcp.reserved import RAW_LEAVES, RESERVED
-from torch_ckpt.dcp.save import directory_save
+from torch_ckpt.dcp.write import directory_save
+from torch_ckpt.planning.reserved import RAW_LEAVES, RESERVED
 
 ran: list[str] = []
 
@@ -39,9 +39,9 @@ def forge(path: Path, monkeypatch: pytest.MonkeyPatch, raw: Any, step: Any) -> N
     """A checkpoint whose objects file says that a planner has packed the leaves `raw`."""
     with monkeypatch.context() as patch:
         patch.setattr(directory_save, "RESERVED", frozenset())
-        patch.setattr("torch_ckpt.dcp.plan.flatten.RESERVED", frozenset())
+        patch.setattr("torch_ckpt.planning.flatten.RESERVED", frozenset())
         patch.setattr(
-            "torch_ckpt.dcp.save.commit.planned_entries",
+            "torch_ckpt.dcp.write.commit.planned_entries",
             lambda metadata: {"planned": [], "split": "", "paths": {}},
         )
         state = {RAW_LEAVES: raw, "step": step, "w": torch.ones(1)}

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import torch_ckpt
 from torch_ckpt.checkpoint.values import compare
 from torch_ckpt.cli import cli
-from torch_ckpt.dcp.load import read_objects
+from torch_ckpt.dcp.read import read_objects
 from torch_ckpt.native.dtypes import DTYPE_NAMES
 from torch_ckpt.native.opened import OpenedCheckpoint
 

@@ -18,7 +18,7 @@ import torch_ckpt
 from torch_ckpt.checkpoint.checkpoint import Checkpoint
 from torch_ckpt.cli import cli as main
 from torch_ckpt.cli.steps import find_steps
-from torch_ckpt.dcp.load.reader import CheckpointReader
+from torch_ckpt.dcp.read.reader import CheckpointReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -20,8 +20,8 @@ from sample_states import FAILED
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageWriter, LocalBoxes, PerRank, SavePlanner
-from torch_ckpt.dcp.plan.wrappers import parts_of
 from torch_ckpt.errors import InvalidArgumentError, MissingKeyError, UnsupportedError
+from torch_ckpt.planning.wrappers import parts_of
 
 SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
     "sharded": torch_ckpt.save,

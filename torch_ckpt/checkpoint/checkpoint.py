@@ -34,7 +34,7 @@ from torch_ckpt.native.sessions import SaveSession, warn_of
 from torch_ckpt.options import local_path
 
 if TYPE_CHECKING:
-    from torch_ckpt.dcp.load.stored import StoredObjects, StoredTensor
+    from torch_ckpt.dcp.read.stored import StoredObjects, StoredTensor
 
 T = TypeVar("T")
 
@@ -314,7 +314,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
 
 def _stored() -> Any:
     """The module that reads values, which needs torch."""
-    from torch_ckpt.dcp.load import stored
+    from torch_ckpt.dcp.read import stored
 
     return stored
 

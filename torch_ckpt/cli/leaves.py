@@ -10,10 +10,10 @@ from typing import Any
 
 from torch_ckpt.cli.output import format_bytes, printable
 from torch_ckpt.cli.text import natural
-from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import CheckpointError, CorruptError
 from torch_ckpt.native import core
 from torch_ckpt.native.opened import ListedFile, Listing, OpenedCheckpoint
+from torch_ckpt.planning.reserved import STRUCTURE_FQN
 
 _MOST_BYTES = 16 << 20  # of an objects file that is read to show values
 _MOST_SHOWN = 60  # characters of a value

@@ -9,10 +9,10 @@ from torch_ckpt.checkpoint.description import entries_of, topology_of
 from torch_ckpt.checkpoint.names import DISTCP
 from torch_ckpt.cli.output import count, format_bytes, printable
 from torch_ckpt.cli.text import bold, columns, natural
-from torch_ckpt.dcp.reserved import STRUCTURE_FQN
 from torch_ckpt.errors import CheckpointError, IncompleteError
 from torch_ckpt.native.opened import OpenedCheckpoint
 from torch_ckpt.options import local_path
+from torch_ckpt.planning.reserved import STRUCTURE_FQN
 
 
 def checkpoint_around(path: str) -> tuple[OpenedCheckpoint, str] | None:

@@ -29,10 +29,8 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from torch_ckpt.checkpoint.description import entry_paths
 from torch_ckpt.checkpoint.names import CONVERSION, DISTCP, METADATA
-from torch_ckpt.dcp.load.read_objects import ObjectReader, not_read
-from torch_ckpt.dcp.load.stored import StoredTensor
-from torch_ckpt.dcp.plan.flatten import Flat, check_structure, rebuild
-from torch_ckpt.dcp.reserved import STRUCTURE_FQN
+from torch_ckpt.dcp.read.read_objects import ObjectReader, not_read
+from torch_ckpt.dcp.read.stored import StoredTensor
 from torch_ckpt.errors import ConflictError, InternalError, UnsupportedError
 from torch_ckpt.export.merge import MergeRequest
 from torch_ckpt.native import core
@@ -41,6 +39,8 @@ from torch_ckpt.native.jobs import Job
 from torch_ckpt.native.opened import OpenedCheckpoint
 from torch_ckpt.native.progress import Progress, told
 from torch_ckpt.native.torch_private import StorageInfo, without_elements
+from torch_ckpt.planning.flatten import Flat, check_structure, rebuild
+from torch_ckpt.planning.reserved import STRUCTURE_FQN
 from torch_ckpt.runs.leftovers import remove_dead_conversion
 from torch_ckpt.runs.place import sync_directory
 

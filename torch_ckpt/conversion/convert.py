@@ -165,8 +165,8 @@ def _check_no_tensor_is_dropped(opened: OpenedCheckpoint, verify: bool) -> None:
     names = listing.objects()
     if not names:
         return
-    from torch_ckpt.dcp.load import read_objects  # imports torch
-    from torch_ckpt.dcp.plan.per_rank import is_rank_part
+    from torch_ckpt.dcp.read import read_objects  # imports torch
+    from torch_ckpt.planning.per_rank import is_rank_part
 
     reader = read_objects.ObjectReader(opened, listing, verify=verify, allow_pickle=False)
     for name in names:

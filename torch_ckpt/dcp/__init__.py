@@ -1,1 +1,1 @@
-"""torch.distributed.checkpoint's protocol on the engine: writer, reader, planners, entry points."""
+"""torch.distributed.checkpoint's protocol on the engine: planners, reader, stager, writer."""

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter as StockFil
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as StockReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
 
-from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.native import torch_private
 from torch_ckpt.patching import storage

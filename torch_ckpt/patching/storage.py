@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from torch_ckpt.checkpoint.names import JOURNAL, MANIFEST, METADATA, PART_MANIFEST, RANK_METADATA
-from torch_ckpt.dcp.load import reader
-from torch_ckpt.dcp.load.reader import CheckpointReader
-from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+from torch_ckpt.dcp.read import reader
+from torch_ckpt.dcp.read.reader import CheckpointReader
+from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import ConflictError, UnsupportedError
 from torch_ckpt.export import consolidate, merge
 from torch_ckpt.native import torch_private

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_ckpt.dcp import api, saves
-from torch_ckpt.dcp.background.async_save import async_save
-from torch_ckpt.dcp.plan.states import HasState
-from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+from torch_ckpt.calls import api
+from torch_ckpt.calls.async_save import async_save
+from torch_ckpt.dcp import saves
 from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata
+from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError, warn
 from torch_ckpt.options import integer, local_path
+from torch_ckpt.planning.states import HasState
 from torch_ckpt.ranks import Ranks, rank_and_size
 from torch_ckpt.runs.place import (
     check_latest,

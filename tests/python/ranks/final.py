@@ -52,7 +52,7 @@ def nodes(context: Context, count: int) -> Iterator[None]:
     does not come to its ring."""
     node = Node("boot", str(context.rank * count // context.world), 0)
     began = time.monotonic()
-    with mock.patch("torch_ckpt.dcp.save.directory_save.this_node", return_value=node):
+    with mock.patch("torch_ckpt.dcp.write.directory_save.this_node", return_value=node):
         yield
     assert time.monotonic() - began < 50, "somebody has waited for a minute"
 

@@ -1,1 +1,1 @@
-"""What a state dict's leaves are called, who writes or reads what of them, and the planners."""
+"""Planners: who writes or reads what, in stock's items."""

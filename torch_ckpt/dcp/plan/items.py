@@ -26,20 +26,20 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.dcp.plan.boxes import local_boxes, local_part
-from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.native import tensors
+from torch_ckpt.native.tensors import PLAIN_TENSORS
 from torch_ckpt.native.torch_private import (
     ShardedTensor,
     create_chunk_list,
     create_write_items,
     local_tensor,
 )
+from torch_ckpt.planning.boxes import local_boxes, local_part
+from torch_ckpt.planning.collector import paused_gc
 
 # An offset of zeros per number of dimensions: shared, since torch.Size is immutable.
 ZEROS = tuple(torch.Size((0,) * ndim) for ndim in range(65))
-PLAIN_TENSORS = tensors.PLAIN_TENSORS
 _NO_SIZE = torch.Size((0,))
 _TENSOR = LoadItemType.TENSOR  # looked up once: attributes of an Enum are slow
 

@@ -20,8 +20,19 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.dcp.plan.collector import paused_gc
-from torch_ckpt.dcp.plan.flatten import (
+from torch_ckpt.dcp.plan.items import dtensor_part, read_items
+from torch_ckpt.dcp.plan.ties import identity
+from torch_ckpt.errors import InvalidArgumentError, MissingKeyError, warn
+from torch_ckpt.export.renames import KeyMapping
+from torch_ckpt.native.tensors import PLAIN_TENSORS
+from torch_ckpt.native.torch_private import (
+    flatten_sharded_tensors,
+    init_state_dict,
+    set_element,
+    traverse_state_dict_v_2_3,
+)
+from torch_ckpt.planning.collector import paused_gc
+from torch_ckpt.planning.flatten import (
     Flat,
     Structure,
     check_structure,
@@ -29,26 +40,16 @@ from torch_ckpt.dcp.plan.flatten import (
     new_container,
     rebuild,
 )
-from torch_ckpt.dcp.plan.items import PLAIN_TENSORS, dtensor_part, read_items
-from torch_ckpt.dcp.plan.per_rank import (
+from torch_ckpt.planning.per_rank import (
     PerRank,
     is_rank_part,
     rank_part,
     saved_world_sizes,
     world_of,
 )
-from torch_ckpt.dcp.plan.renaming import new_names, rename_metadata
-from torch_ckpt.dcp.plan.ties import identity
-from torch_ckpt.dcp.plan.wrappers import Words, check_words
-from torch_ckpt.dcp.reserved import STRUCTURE_FQN
-from torch_ckpt.errors import InvalidArgumentError, MissingKeyError, warn
-from torch_ckpt.export.renames import KeyMapping
-from torch_ckpt.native.torch_private import (
-    flatten_sharded_tensors,
-    init_state_dict,
-    set_element,
-    traverse_state_dict_v_2_3,
-)
+from torch_ckpt.planning.renaming import new_names, rename_metadata
+from torch_ckpt.planning.reserved import STRUCTURE_FQN
+from torch_ckpt.planning.wrappers import Words, check_words
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torch_ckpt.dcp.reserved import PLAN_TOKEN
 from torch_ckpt.errors import ConflictError, InternalError
+from torch_ckpt.planning.reserved import PLAN_TOKEN
 
 Key = tuple[Any, ...]
 

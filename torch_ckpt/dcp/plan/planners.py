@@ -12,7 +12,7 @@ built over and over.
 """
 
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
-from torch_ckpt.dcp.plan.per_rank import PerRank
 from torch_ckpt.dcp.plan.save_planner import SavePlanner
+from torch_ckpt.planning.per_rank import PerRank
 
 __all__ = ["LoadPlanner", "PerRank", "SavePlanner"]

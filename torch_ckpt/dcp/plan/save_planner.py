@@ -13,23 +13,24 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.dcp.plan import plan_cache
-from torch_ckpt.dcp.plan.collector import paused_gc
-from torch_ckpt.dcp.plan.digests import differences, object_digests, tensor_digests, warn_of
-from torch_ckpt.dcp.plan.flatten import (
+from torch_ckpt.dcp.plan.global_plan import assemble, dedup_plans
+from torch_ckpt.dcp.plan.items import WriteItems, dtensor_part, write_items
+from torch_ckpt.dcp.plan.ties import drop_aliases, find_ties
+from torch_ckpt.export.renames import KeyMapping
+from torch_ckpt.native.tensors import PLAIN_TENSORS
+from torch_ckpt.native.torch_private import compare_save_plans, flatten_sharded_tensors
+from torch_ckpt.planning.collector import paused_gc
+from torch_ckpt.planning.digests import differences, object_digests, tensor_digests, warn_of
+from torch_ckpt.planning.flatten import (
     NO_STRUCTURE,
     Flat,
     Structure,
     describe_structure,
     merge_structures,
 )
-from torch_ckpt.dcp.plan.global_plan import assemble, dedup_plans
-from torch_ckpt.dcp.plan.items import PLAIN_TENSORS, WriteItems, dtensor_part, write_items
-from torch_ckpt.dcp.plan.per_rank import rank_part, world_of
-from torch_ckpt.dcp.plan.renaming import new_names, rename, rename_paths, rename_words
-from torch_ckpt.dcp.plan.ties import drop_aliases, find_ties
-from torch_ckpt.dcp.reserved import DIGESTS_KEY, STRUCTURE_FQN, TIES_KEY
-from torch_ckpt.export.renames import KeyMapping
-from torch_ckpt.native.torch_private import compare_save_plans, flatten_sharded_tensors
+from torch_ckpt.planning.per_rank import rank_part, world_of
+from torch_ckpt.planning.renaming import new_names, rename, rename_paths, rename_words
+from torch_ckpt.planning.reserved import DIGESTS_KEY, STRUCTURE_FQN, TIES_KEY
 
 
 class _Begun(NamedTuple):

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.dcp.plan.boxes import LocalBox, local_boxes
-from torch_ckpt.dcp.plan.digests import Digest, object_digests, tensor_digests
-from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
 from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.native.tensors import PLAIN_TENSORS
 from torch_ckpt.native.torch_private import local_tensor
+from torch_ckpt.planning.boxes import LocalBox, local_boxes
+from torch_ckpt.planning.digests import Digest, object_digests, tensor_digests
 
 
 def check_written_boxes(planner: Any, items: list[WriteItem]) -> None:

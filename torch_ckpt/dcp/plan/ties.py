@@ -10,9 +10,10 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.dcp.plan.items import PLAIN_TENSORS, WriteItems
-from torch_ckpt.dcp.reserved import TIES_KEY
+from torch_ckpt.dcp.plan.items import WriteItems
+from torch_ckpt.native.tensors import PLAIN_TENSORS
 from torch_ckpt.native.torch_private import local_tensor
+from torch_ckpt.planning.reserved import TIES_KEY
 
 Ties = dict[str, str]  # an alias, and the name that its tensor is stored under
 

@@ -12,15 +12,15 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from torch_ckpt.dcp.background.process import SavingProcess
-from torch_ckpt.dcp.background.turn import Turn
-from torch_ckpt.dcp.plan.states import states_of
-from torch_ckpt.dcp.save.save import Save
+from torch_ckpt.calls.process import SavingProcess
+from torch_ckpt.calls.save import Save
+from torch_ckpt.calls.turn import Turn
 from torch_ckpt.dcp.saves import RunningSave, SavedMetadata, SaveStats, warn
-from torch_ckpt.dcp.stage import crossing
-from torch_ckpt.dcp.stage.staged_state import StagedState
 from torch_ckpt.errors import CheckpointError, ExhaustedError, forget_frames, with_rank
 from torch_ckpt.native.jobs import in_thread
+from torch_ckpt.planning.states import states_of
+from torch_ckpt.staging import crossing
+from torch_ckpt.staging.staged_state import StagedState
 
 
 def heard_from(error: BaseException, stats: SaveStats) -> Exception:

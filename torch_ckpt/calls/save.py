@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.plan.save_planner import SavePlanner as OurPlanner
-from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.export.extras import extra_files
 from torch_ckpt.native.progress import Progress
+from torch_ckpt.planning.collector import paused_gc
 from torch_ckpt.ranks import Ranks
 
 

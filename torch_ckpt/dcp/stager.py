@@ -10,13 +10,13 @@ from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from torch_ckpt.dcp import saves
-from torch_ckpt.dcp.plan.collector import paused_gc
-from torch_ckpt.dcp.stage import crossing
-from torch_ckpt.dcp.stage.sources import queued_kernels, wait_for
-from torch_ckpt.dcp.stage.staged_state import StateCopy
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.native import core, operators
 from torch_ckpt.options import parse_bytes
+from torch_ckpt.planning.collector import paused_gc
+from torch_ckpt.staging import crossing
+from torch_ckpt.staging.sources import queued_kernels, wait_for
+from torch_ckpt.staging.staged_state import StateCopy
 
 # More threads than this do not copy faster: memory is the limit.
 _MAX_WORKERS = 8

@@ -12,10 +12,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_ckpt.checkpoint.values import statistics
-from torch_ckpt.dcp.load.read_objects import ObjectReader, not_read
-from torch_ckpt.dcp.load.read_tensors import SCALES, TensorReader
-from torch_ckpt.dcp.load.targets import check_places, check_target, copy_by_itself, copy_into
-from torch_ckpt.dcp.reserved import STRUCTURE_FQN
+from torch_ckpt.dcp.read.read_objects import ObjectReader, not_read
+from torch_ckpt.dcp.read.read_tensors import SCALES, TensorReader
+from torch_ckpt.dcp.read.targets import check_places, check_target, copy_by_itself, copy_into
 from torch_ckpt.errors import CorruptError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.native import core
 from torch_ckpt.native.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES
@@ -23,6 +22,7 @@ from torch_ckpt.native.jobs import MIN_WORKERS
 from torch_ckpt.native.opened import Listing, OpenedCheckpoint, StoredType
 from torch_ckpt.native.progress import Progress
 from torch_ckpt.native.tensors import memory_of
+from torch_ckpt.planning.reserved import STRUCTURE_FQN
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 

@@ -12,13 +12,13 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from torch_ckpt.dcp.plan.rings import Band, Boxes, node_numbers, note_of, plan_rings
-from torch_ckpt.dcp.reserved import TIES_KEY
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.export.dtype_policy import DtypePolicy
 from torch_ckpt.export.files import NAMINGS
 from torch_ckpt.native.core import names_text
 from torch_ckpt.native.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.options import check_choice, parse_bytes
+from torch_ckpt.planning.reserved import TIES_KEY
 
 
 def checked_layout(

@@ -25,17 +25,16 @@ from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.dcp.plan.global_plan import check_catalog_size
 from torch_ckpt.dcp.plan.rings import RankNote, note_of, this_node
 from torch_ckpt.dcp.plan.stock_planner import leaf_digests
-from torch_ckpt.dcp.reserved import RESERVED
-from torch_ckpt.dcp.save.commit import RankReport, commit_request, warn_of_differing_leaves
-from torch_ckpt.dcp.save.final_layout import (
+from torch_ckpt.dcp.saves import Phases, wall_time
+from torch_ckpt.dcp.write.commit import RankReport, commit_request, warn_of_differing_leaves
+from torch_ckpt.dcp.write.final_layout import (
     check_castable,
     check_mapped,
     check_planned,
     final_tensors,
 )
-from torch_ckpt.dcp.save.parts import Part, check_supported, part_of
-from torch_ckpt.dcp.save.write_files import RankWrite, check_item
-from torch_ckpt.dcp.saves import Phases, wall_time
+from torch_ckpt.dcp.write.parts import Part, check_supported, part_of
+from torch_ckpt.dcp.write.write_files import RankWrite, check_item
 from torch_ckpt.errors import (
     CheckpointError,
     ConflictError,
@@ -51,9 +50,10 @@ from torch_ckpt.native.jobs import MIN_WORKERS, Job
 from torch_ckpt.native.sessions import PartSession, SaveSession, replaces, warn_of
 from torch_ckpt.native.torch_private import stocks_cached_plans
 from torch_ckpt.options import local_path
+from torch_ckpt.planning.reserved import RESERVED
 
 if TYPE_CHECKING:
-    from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter
+    from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 
 T = TypeVar("T")
 

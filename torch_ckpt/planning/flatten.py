@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.dcp.plan.per_rank import PerRank, is_rank_part, rank_part
-from torch_ckpt.dcp.plan.wrappers import Words, is_made_of_others, parts_of
-from torch_ckpt.dcp.reserved import RESERVED, STRUCTURE_FQN
 from torch_ckpt.errors import CorruptError, InvalidArgumentError
 from torch_ckpt.native.tensors import PLAIN_TENSORS
 from torch_ckpt.native.torch_private import ShardedTensor, local_tensor
 from torch_ckpt.objects.types import FACTORIES
+from torch_ckpt.planning.per_rank import PerRank, is_rank_part, rank_part
+from torch_ckpt.planning.reserved import RESERVED, STRUCTURE_FQN
+from torch_ckpt.planning.wrappers import Words, is_made_of_others, parts_of
 
 Path = tuple[Any, ...]
 Structure = dict[str, Any]

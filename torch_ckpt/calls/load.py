@@ -15,11 +15,11 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torch_ckpt.dcp.load.reader import CheckpointReader
-from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner as OurPlanner
-from torch_ckpt.dcp.plan.states import has_state, states_of
+from torch_ckpt.dcp.read.reader import CheckpointReader
 from torch_ckpt.native.progress import Progress
+from torch_ckpt.planning.collector import paused_gc
+from torch_ckpt.planning.states import has_state, states_of
 from torch_ckpt.ranks import Ranks
 
 

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torch_ckpt.dcp.plan.per_rank import is_rank_part
-from torch_ckpt.dcp.plan.wrappers import Words
-from torch_ckpt.dcp.reserved import RESERVED, STRUCTURE_FQN
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.export.renames import KeyMapping, renamed
 from torch_ckpt.native.torch_private import ShardedTensor
+from torch_ckpt.planning.per_rank import is_rank_part
+from torch_ckpt.planning.reserved import RESERVED, STRUCTURE_FQN
+from torch_ckpt.planning.wrappers import Words
 
 V = TypeVar("V")
 _TENSORS = (torch.Tensor, ShardedTensor, TensorStorageMetadata)

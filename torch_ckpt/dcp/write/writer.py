@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torch_ckpt.dcp.save.directory_save import DirectorySave
-from torch_ckpt.dcp.save.final_layout import checked_layout
-from torch_ckpt.dcp.save.parts import next_sequence
-from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
+from torch_ckpt.dcp.stager import PinnedMemoryStager
+from torch_ckpt.dcp.write.directory_save import DirectorySave
+from torch_ckpt.dcp.write.final_layout import checked_layout
+from torch_ckpt.dcp.write.parts import next_sequence
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.export.dtype_policy import DtypePolicy
 from torch_ckpt.export.files import checked_mapping

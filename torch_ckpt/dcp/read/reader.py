@@ -16,16 +16,16 @@ from torch.futures import Future
 
 from torch_ckpt.checkpoint.hulls import warn_of_hulls, warn_of_notes
 from torch_ckpt.checkpoint.selection import Patterns, left_out_of
-from torch_ckpt.dcp.load.read_metadata import metadata_of
-from torch_ckpt.dcp.load.read_objects import ObjectReader
-from torch_ckpt.dcp.load.read_requests import check_filled
-from torch_ckpt.dcp.load.read_tensors import TensorReader
-from torch_ckpt.dcp.plan.collector import paused_gc
 from torch_ckpt.dcp.plan.stock_planner import check_read_boxes
-from torch_ckpt.dcp.reserved import STRUCTURE_FQN
+from torch_ckpt.dcp.read.read_metadata import metadata_of
+from torch_ckpt.dcp.read.read_objects import ObjectReader
+from torch_ckpt.dcp.read.read_requests import check_filled
+from torch_ckpt.dcp.read.read_tensors import TensorReader
 from torch_ckpt.errors import CheckpointError, ConflictError, raise_with_rank
 from torch_ckpt.native.jobs import MIN_WORKERS
 from torch_ckpt.native.opened import Listing, OpenedCheckpoint
+from torch_ckpt.planning.collector import paused_gc
+from torch_ckpt.planning.reserved import STRUCTURE_FQN
 
 logger = logging.getLogger(__name__)
 

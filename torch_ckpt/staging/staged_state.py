@@ -11,13 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.dcp.plan.flatten import too_deep
-from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
-from torch_ckpt.dcp.plan.per_rank import PerRank
-from torch_ckpt.dcp.stage.sources import MAX_DIMENSIONS, reachable
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.native.operators import Region
-from torch_ckpt.native.tensors import has_elements, memory_of, what_is_wrong
+from torch_ckpt.native.tensors import PLAIN_TENSORS, has_elements, memory_of, what_is_wrong
 from torch_ckpt.native.torch_private import (
     AsyncCollectiveTensor,
     LocalShardsWrapper,
@@ -27,6 +23,9 @@ from torch_ckpt.native.torch_private import (
     local_tensor,
     sharded_tensor_like,
 )
+from torch_ckpt.planning.flatten import too_deep
+from torch_ckpt.planning.per_rank import PerRank
+from torch_ckpt.staging.sources import MAX_DIMENSIONS, reachable
 
 # Immutable, so that a copy may share them.
 _VALUES = frozenset(

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_ckpt.dcp.plan.digests import Digest, differences, warn_of
-from torch_ckpt.dcp.reserved import STRUCTURE_FQN, TIES_KEY
 from torch_ckpt.dcp.saves import Phases
 from torch_ckpt.errors import ConflictError, InvalidArgumentError
 from torch_ckpt.native.core import names_text
+from torch_ckpt.planning.digests import Digest, differences, warn_of
+from torch_ckpt.planning.reserved import STRUCTURE_FQN, TIES_KEY
 
 
 @dataclass(slots=True)

@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import planner as stock_planner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from torch_ckpt.calls.load import Load
+from torch_ckpt.calls.save import Save
 from torch_ckpt.checkpoint.checkpoint import look_again
 from torch_ckpt.checkpoint.selection import Patterns
-from torch_ckpt.dcp.load.load import Load
-from torch_ckpt.dcp.load.reader import CheckpointReader, ReplacedError
 from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
-from torch_ckpt.dcp.plan.states import HasState, states_of
-from torch_ckpt.dcp.save.save import Save
-from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter, WriterOptions
+from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
 from torch_ckpt.dcp.saves import SavedMetadata, SaveStats, append_to_log, running, wait_for, warn
+from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter, WriterOptions
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.export.renames import KeyMapping
 from torch_ckpt.native.progress import Progress
+from torch_ckpt.planning.states import HasState, states_of
 from torch_ckpt.ranks import TIMEOUT_S, Ranks
 
 if TYPE_CHECKING:

@@ -11,8 +11,10 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torch_ckpt.dcp.load.neighbours import ranks_of_node, wanted_by_neighbours
-from torch_ckpt.dcp.load.targets import (
+from torch_ckpt.dcp.plan import load_planner
+from torch_ckpt.dcp.plan.stock_planner import has_method_of
+from torch_ckpt.dcp.read.neighbours import ranks_of_node, wanted_by_neighbours
+from torch_ckpt.dcp.read.targets import (
     check_places,
     check_target,
     copy_by_itself,
@@ -22,15 +24,12 @@ from torch_ckpt.dcp.load.targets import (
     memories_of,
     same_parts,
 )
-from torch_ckpt.dcp.plan import load_planner
-from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
-from torch_ckpt.dcp.plan.stock_planner import has_method_of
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError, warn
 from torch_ckpt.native import core, operators
 from torch_ckpt.native.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES, widens
 from torch_ckpt.native.jobs import Job
 from torch_ckpt.native.opened import OpenedCheckpoint, StoredType
-from torch_ckpt.native.tensors import memory_of, same_bits
+from torch_ckpt.native.tensors import PLAIN_TENSORS, memory_of, same_bits
 
 # Host memory for tensors that cannot be read in place: a wave of at most this much; and two where
 # devices copy from one while the other is read, so large that they seldom wait.

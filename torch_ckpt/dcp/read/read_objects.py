@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner as OurLoadPlanner
 from torch_ckpt.dcp.plan.stock_planner import has_method_of
-from torch_ckpt.dcp.reserved import RAW_LEAVES
 from torch_ckpt.errors import CheckpointError, CorruptError, IncompleteError, UnsupportedError
 from torch_ckpt.native import core, operators
 from torch_ckpt.native.jobs import Job
 from torch_ckpt.native.opened import Listing, OpenedCheckpoint
 from torch_ckpt.objects import ObjectFile, decode_object
+from torch_ckpt.planning.reserved import RAW_LEAVES
 
 _ARCHIVE = b"PK\x03\x04"  # how files of torch.save begin
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from torch_ckpt.dcp.stage.staged_state import StagedState
 from torch_ckpt.native import operators
 from torch_ckpt.native.torch_private import storage_number
+from torch_ckpt.staging.staged_state import StagedState
 
 _expected = False
 

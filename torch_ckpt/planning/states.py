@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.dcp.plan.items import PLAIN_TENSORS
 from torch_ckpt.errors import InvalidArgumentError
+from torch_ckpt.native.tensors import PLAIN_TENSORS
 
 
 class HasState(Protocol):

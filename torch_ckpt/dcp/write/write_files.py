@@ -14,19 +14,19 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from torch_ckpt.dcp.plan import save_planner
-from torch_ckpt.dcp.plan.collector import resumed_gc
-from torch_ckpt.dcp.plan.items import PLAIN_TENSORS, UnwritableItem
+from torch_ckpt.dcp.plan.items import UnwritableItem
 from torch_ckpt.dcp.plan.stock_planner import check_written_boxes, has_method_of
-from torch_ckpt.dcp.reserved import RAW_LEAVES
-from torch_ckpt.dcp.save.commit import RankReport
-from torch_ckpt.dcp.stage.sources import MAX_DIMENSIONS, queued_kernels, reachable, wait_for
+from torch_ckpt.dcp.write.commit import RankReport
 from torch_ckpt.errors import InternalError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.export.dtype_policy import DtypePolicy
 from torch_ckpt.native import core, operators
 from torch_ckpt.native.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.native.jobs import Job
-from torch_ckpt.native.tensors import source_of
+from torch_ckpt.native.tensors import PLAIN_TENSORS, source_of
 from torch_ckpt.objects import dumps_objects
+from torch_ckpt.planning.collector import resumed_gc
+from torch_ckpt.planning.reserved import RAW_LEAVES
+from torch_ckpt.staging.sources import MAX_DIMENSIONS, queued_kernels, reachable, wait_for
 
 _MAX_NAME_BYTES = 65_535  # kMaxNameBytes in csrc/format/names.h
 

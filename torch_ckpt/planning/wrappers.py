@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.dcp.plan.boxes import local_boxes
-from torch_ckpt.dcp.plan.local_boxes import LocalBoxes
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.native.tensors import PLAIN_TENSORS, has_elements, memory_of, same_bits
 from torch_ckpt.native.torch_private import (
@@ -28,6 +26,8 @@ from torch_ckpt.native.torch_private import (
     is_wrapper,
     local_tensor,
 )
+from torch_ckpt.planning.boxes import local_boxes
+from torch_ckpt.planning.local_boxes import LocalBoxes
 
 # Of one tensor: its class, dtype, shape, context, and the names of its parts.
 Words = dict[str, Any]

@@ -15,19 +15,19 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from torch_ckpt.dcp.api import F, PathLike, eager, make_save, one_path, ranks_of
-from torch_ckpt.dcp.background.background import Background, heard_from
-from torch_ckpt.dcp.background.process import expect_process, saving_process
-from torch_ckpt.dcp.background.turn import OnBusy, Turn, begin
-from torch_ckpt.dcp.plan.states import HasState
-from torch_ckpt.dcp.save.save import Save
-from torch_ckpt.dcp.save.writer import HuggingFaceStorageWriter, WriterOptions
+from torch_ckpt.calls.api import F, PathLike, eager, make_save, one_path, ranks_of
+from torch_ckpt.calls.background import Background, heard_from
+from torch_ckpt.calls.process import expect_process, saving_process
+from torch_ckpt.calls.save import Save
+from torch_ckpt.calls.turn import OnBusy, Turn, begin
 from torch_ckpt.dcp.saves import AsyncSave, OnFailure, RunningSave, SaveStats
-from torch_ckpt.dcp.stage.stager import PinnedMemoryStager
+from torch_ckpt.dcp.stager import PinnedMemoryStager
+from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter, WriterOptions
 from torch_ckpt.errors import forget_frames
 from torch_ckpt.export.renames import KeyMapping
 from torch_ckpt.native.progress import Progress
 from torch_ckpt.options import check_choice, local_path
+from torch_ckpt.planning.states import HasState
 from torch_ckpt.ranks import rank_and_size
 
 if TYPE_CHECKING:

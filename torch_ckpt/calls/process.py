@@ -18,10 +18,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_ckpt.dcp.save.save import Save
-from torch_ckpt.dcp.stage import crossing
+from torch_ckpt.calls.save import Save
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError
 from torch_ckpt.ranks import Ranks, portable
+from torch_ckpt.staging import crossing
 
 # This rank's, by process group, and by who saves: with no_dist that is one rank alone.
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], SavingProcess]]

@@ -1,0 +1,1 @@
+"""save, load and async_save: a whole call by all its ranks, over any planner and storage."""

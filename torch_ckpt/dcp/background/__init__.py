@@ -1,1 +1,0 @@
-"""Saves beside training, in a thread or in another process."""

@@ -1,1 +1,0 @@
-"""What the ranks read: the storage reader."""

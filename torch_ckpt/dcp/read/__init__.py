@@ -1,0 +1,1 @@
+"""What a rank reads: the storage reader, and the steps behind it."""

@@ -1,1 +1,0 @@
-"""What the ranks write, and its commit: the storage writer."""

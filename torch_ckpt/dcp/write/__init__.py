@@ -1,0 +1,1 @@
+"""What a rank writes, and its commit: the storage writer, and the steps behind it."""

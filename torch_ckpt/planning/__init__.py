@@ -1,0 +1,1 @@
+"""What the leaves of a state dict are: names, boxes, containers, what ranks compare of them."""

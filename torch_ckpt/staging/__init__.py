@@ -1,0 +1,1 @@
+"""Copies of states in host memory, and how they cross to another process."""
