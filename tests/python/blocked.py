@@ -30,11 +30,11 @@ class Blocked(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         return ["codes", "scale", "table"], {"signed": self.signed, "device": self.codes.device}
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], context: dict[str, Any], size: Any, stride: Any
+        cls, inner: dict[str, torch.Tensor], context: dict[str, Any], size: Any, stride: Any
     ) -> Blocked:
-        return Blocked(inner["codes"], inner["scale"], inner["table"], context["signed"])
+        return cls(inner["codes"], inner["scale"], inner["table"], context["signed"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,7 +43,7 @@ class Blocked(torch.Tensor):
             return cls.part(*args)
         if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
             assert func is torch.ops.aten.detach.default or list(args[1]) == list(self.shape)
-            return Blocked(self.codes, self.scale, self.table, self.signed)
+            return cls(self.codes, self.scale, self.table, self.signed)
         if func is torch.ops.aten.is_pinned.default:
             return False
         raise AssertionError(f"{func} was called")
@@ -54,7 +54,27 @@ class Blocked(torch.Tensor):
         if dim != 0 or start * row % BLOCK or end * row % BLOCK:
             raise ValueError(f"no block ends at {start} or {end} of dimension {dim}")
         scale = whole.scale[start * row // BLOCK : end * row // BLOCK]
-        return Blocked(whole.codes[start:end], scale, whole.table.clone(), whole.signed)
+        return cls(whole.codes[start:end], scale, whole.table.clone(), whole.signed)
+
+
+class Filled(Blocked):
+    """Its class knows no empty slices, as torchao's, which divide by what is in them."""
+
+    @classmethod
+    def part(cls, whole: Blocked, dim: int = 0, start: int = 0, end: int = 0) -> Blocked:
+        if start == end:
+            raise ZeroDivisionError("no blocks")
+        return super().part(whole, dim, start, end)
+
+
+class Mixed(Blocked):
+    """Its slices have elements of other places."""
+
+    @classmethod
+    def part(cls, whole: Blocked, dim: int = 0, start: int = 0, end: int = 0) -> Blocked:
+        made = super().part(whole, dim, start, end)
+        made.scale = whole.scale.flip(0)[: len(made.scale)]
+        return made
 
 
 class Halting(Blocked):

@@ -74,8 +74,8 @@ def check_words(fqn: str, target: Words, stored: Words) -> None:
     for what in ("class", "dtype", "shape", "context", "parts"):
         if target[what] != stored.get(what):
             raise InvalidArgumentError(
-                f"{fqn}: the target's {what} is {target[what]}, the checkpoint's is "
-                f"{stored.get(what)}: the bits of one mean other numbers in the other"
+                f"{fqn}: the target's {what} is {target[what]!s:.200}, the checkpoint's is "
+                f"{stored.get(what)!s:.200}: the bits of one mean other numbers in the other"
             )
 
 
@@ -125,39 +125,51 @@ def _follow(
 ) -> dict[str, int]:
     """The parts that are sharded when `local` is along `dim`, with the dimension of each.
 
-    The class says it: by what is left of its parts when nothing is left of it. In which half of a
-    part the second half is, is asked as well, where the class can halve it.
+    The class says it: by the parts of a slice. They must be those elements of the whole ones that
+    are in the place of the slice, or all.
     """
+    start, end, piece = _piece(local, dim, fqn)
     size = local.shape[dim]
-    try:
-        none = _slice(local, dim, 0, 0)
-    except Exception as error:
-        raise UnsupportedError(
-            f"is sharded along dimension {dim}, which its class {_name_of(type(local))} cannot be: "
-            f"{error}",
-            tensor=fqn,
-        ) from error
-    try:
-        half = _slice(local, dim, size // 2, size) if size % 2 == 0 else None
-    except Exception:  # where its blocks do not end there
-        half = None
     along: dict[str, int] = {}
     for name, part in parts.items():
-        empty = getattr(none, name)
-        emptied = [d for d in range(part.dim()) if part.shape[d] and not empty.shape[d]]
-        if not emptied:
-            continue
-        at = along[name] = emptied[0]
-        halved = None if half is None else getattr(half, name)
-        held = part.shape[at]
-        if len(emptied) > 1 or (
-            halved is not None
-            and (held % 2 or not same_bits(halved, part.narrow(at, held // 2, held // 2)))
-        ):
-            raise UnsupportedError(
-                f"is sharded along dimension {dim}, which in its {name} is none", tensor=fqn
-            )
+        found = getattr(piece, name)
+        cut = [d for d in range(part.dim()) if found.shape[d] != part.shape[d]]
+        expected = part
+        if cut:
+            at = along[name] = cut[0]
+            held = part.shape[at]
+            begin, left = start * held // size, (end - start) * held // size
+            if len(cut) > 1 or left != found.shape[at]:
+                raise _no_shards(name, dim, fqn)
+            expected = part.narrow(at, begin, left)
+        if not same_bits(found, expected):
+            raise _no_shards(name, dim, fqn)
     return along
+
+
+def _no_shards(name: str, dim: int, fqn: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"is sharded along dimension {dim}, and no dimension of its {name} is cut alike",
+        tensor=fqn,
+    )
+
+
+def _piece(local: torch.Tensor, dim: int, fqn: str) -> tuple[int, int, torch.Tensor]:
+    """A slice of `local` along `dim`, from where to where: the last half, third, ... that its class
+    takes, whose blocks may be longer than a row; or nothing of it."""
+    size = local.shape[dim]
+    count = [size // n for n in range(2, size + 1) if size % n == 0]
+    why: Exception | None = None
+    for start, end in [*((size - n, size) for n in count), (0, 0)]:
+        try:
+            return start, end, _slice(local, dim, start, end)
+        except Exception as error:  # whatever a class raises
+            why = why or error
+    raise UnsupportedError(
+        f"is sharded along dimension {dim}, which its class {_name_of(type(local))} cannot be: "
+        f"{why}",
+        tensor=fqn,
+    ) from why
 
 
 def _slice(value: torch.Tensor, dim: int, start: int, end: int) -> torch.Tensor:

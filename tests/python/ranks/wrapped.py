@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from blocked import Blocked, Halting, blocked, same, zeros_like
+from blocked import Blocked, Filled, Halting, Mixed, blocked, same, zeros_like
 from ranks.run import Context, cases, raised
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +24,8 @@ CASES, case = cases()
 
 WORLDS = (4, 2, 3, 1)
 # Rows of the whole: in some worlds a rank has fewer of them, or none.
-ROWS = {"even": 12, "uneven": 7, "few": 2}
+ROWS = {"even": 24, "uneven": 7, "few": 2}
+KINDS = {"even": Filled}
 SAVES: dict[str, Callable[[Any, Path], Any]] = {
     "sharded": torch_ckpt.save,
     "final": lambda state, path: torch_ckpt.save(state, path, layout="final"),
@@ -64,7 +65,7 @@ def part(value: DTensor) -> Any:
 def states(blank: bool = False) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for number, (name, rows) in enumerate(ROWS.items()):
-        whole = blocked(rows, number)
+        whole = blocked(rows, number, kind=KINDS.get(name, Blocked))
         whole = zeros_like(whole) if blank else whole
         state[name] = {"exp_avg": sharded(whole), "step": torch.tensor(0.0 if blank else 3.0)}
     whole = blocked(4, 9)
@@ -74,7 +75,7 @@ def states(blank: bool = False) -> dict[str, Any]:
 
 def check(state: dict[str, Any]) -> None:
     for number, (name, rows) in enumerate(ROWS.items()):
-        wanted = part(sharded(blocked(rows, number)))
+        wanted = part(sharded(blocked(rows, number, kind=KINDS.get(name, Blocked))))
         got = part(state[name]["exp_avg"])
         assert torch.equal(got.codes, wanted.codes) and torch.equal(got.scale, wanted.scale), name
         if wanted.numel():  # a rank that has no rows is given nothing
@@ -135,6 +136,11 @@ def what_a_class_does_not_say(context: Context) -> None:
     value._local_tensor = Halting(local.codes, local.scale, local.table)
     said = ("w", "blocked.Halting", "no slices")
     error = raised(lambda: torch_ckpt.save({"w": value}, context.folder / "c"), *said)
+    assert isinstance(error, UnsupportedError)
+    value._local_tensor = Mixed(local.codes, local.scale, local.table)
+    error = raised(
+        lambda: torch_ckpt.save({"w": value}, context.folder / "c"), "no dimension of its scale"
+    )
     assert isinstance(error, UnsupportedError)
     # Five rows, of which two have three scales: the whole would have seven and a half.
     odd = sharded(blocked(5, 1, columns=64))
