@@ -2,6 +2,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <filesystem>
 #include <map>
 #include <mutex>
@@ -165,6 +166,38 @@ TEST_F(ManyFilesTest, BelowSubdirectories) {
   ExpectHolds(many_new_);
   EXPECT_FALSE(std::filesystem::exists(Path("c/x")));
   ExpectNoStaging();
+}
+
+// No test but a figure: what a commit takes where each call takes a
+// millisecond, as over a network.
+//   ./dev cpp --gtest_also_run_disabled_tests --gtest_filter='*EightThousand*'
+TEST_F(ManyFilesTest, DISABLED_OfEightThousandAtAMillisecondACall) {
+  constexpr int64_t kMany = 8192;
+  const Array array = MakeArray(Dtype::kF32, {kMany, 4}, 1);
+  for (const char* what : {"a first save", "over another one"}) {
+    auto session = BeginSave(Path("c"), true);
+    ASSERT_OK(session.status());
+    SaveSettings settings;
+    settings.output.sync = false;
+    CommitRequest request;
+    ASSERT_OK(WriteRanks(session->place().path,
+                         GridPieces("a", array, {kMany, 1}), settings,
+                         &request));
+    std::atomic<int> calls = 0;
+    SetFaultHook([&](const FaultSite&) -> FaultAction {
+      ++calls;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      return {};
+    });
+    const auto start = std::chrono::steady_clock::now();
+    const Status committed = CommitSave(&*session, request).status();
+    const std::chrono::duration<double> took =
+        std::chrono::steady_clock::now() - start;
+    SetFaultHook(nullptr);
+    ASSERT_OK(committed);
+    std::printf("commit of %ld files, %s: %.2f s, %d calls\n",
+                static_cast<long>(kMany), what, took.count(), calls.load());
+  }
 }
 
 #endif  // TORCH_CKPT_FAULTS
