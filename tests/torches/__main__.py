@@ -3,7 +3,7 @@
 Runs the tests that meet torch on each torch and Python that is named (all of ALL, if none is), with
 the libraries that the build of this checkout made: one build serves them all. Each gets a virtual
 environment of its own, of up to 5 GB, which is removed before the next one is made. What came of it
-is kept in build/torches, and docs/versions.md is written of all that is there, after each.
+is kept in docs/versions.json, and docs/versions.md is written of all that is there, after each.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ LEFT_OUT = (
     *("test_others", "test_megatron", "test_clients_killed", "test_extras", "test_torches"),
 )
 PAGE = REPOSITORY / "docs" / "versions.md"
+RECORDS = PAGE.with_suffix(".json")
 Record = dict[str, Any]
 HEAD = """# Versions of torch and Python
 
-Written by `./dev torches`; nothing here is typed by hand. The tests of `dcp/`, `patching/` and the
-operators run on each torch below, in an environment of its own that is removed afterwards. One build
+Written by `./dev torches`; nothing here is typed by hand. The tests that meet
+torch run on each torch below, in an environment of its own that is removed afterwards. One build
 of the two libraries, made with torch {built}, serves them all. What differs between these torches,
 `torch_ckpt/native/torch_private.py` knows. A build with "+cu" in its name ran without a GPU.
 
@@ -66,8 +67,9 @@ def counts(output: str) -> dict[str, int]:
 
 
 def recorded() -> dict[str, Record]:
-    """Of this checkout, what was tried last under each name."""
-    return {file.stem: json.loads(file.read_text()) for file in FOLDER.glob("*@*.json")}
+    """What was tried last under each name."""
+    found: dict[str, Record] = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
+    return found
 
 
 def failures(output: str) -> list[str]:
@@ -154,8 +156,9 @@ def main() -> int:
         print("  ", record["outcome"], *record.get("failed", ()), sep="\n   ", file=sys.stderr)
         good &= record["outcome"].startswith(("passed", "could not be had"))
         if not options.only:  # at once: all of them take hours
-            (FOLDER / f"{torch}@{python}.json").write_text(json.dumps(record))
-            PAGE.write_text(page(recorded()), encoding="utf-8")
+            records = {**recorded(), f"{torch}@{python}": record}
+            RECORDS.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+            PAGE.write_text(page(records), encoding="utf-8")
             print(f"wrote {PAGE.relative_to(REPOSITORY)}", flush=True)
     return 0 if good else 1
 
