@@ -13,11 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from async_writers import GatedWriter, memory
+from hypothesis import HealthCheck, settings
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from torch_ckpt.dcp import saves
 from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.native import core
+
+# A busy machine may take any time for an example, and for making one.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -237,7 +237,8 @@ def test_flipped_bits_of_pickles_are_found_by_every_reader(tmp_path: Path, saver
 
 
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_views_of_one_storage(tmp_path: Path, data: st.DataObject) -> None:

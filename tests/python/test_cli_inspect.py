@@ -198,7 +198,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(value=JSON)
 def test_values_of_any_json_are_one_short_line(value: Any) -> None:
     told = value_text(value)

@@ -343,7 +343,7 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Any]]:
     return shape, boxes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tilings())
 def test_slices_tile_every_tensor(tiling: Any) -> None:
     shape, parts = tiling

@@ -211,7 +211,7 @@ def test_blobs_of_safetensors_which_stock_cannot_read_back(tmp_path: Path) -> No
         torch_ckpt.Checkpoint(tmp_path / "c").verify()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     state=st.dictionaries(st.sampled_from("abcdefgh"), tensors(), min_size=1),
     threads=st.integers(1, 3),

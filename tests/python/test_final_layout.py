@@ -469,9 +469,8 @@ def states(draw: Any) -> dict[str, torch.Tensor]:
 
 @settings(
     max_examples=40,
-    deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(state=states(), size=st.sampled_from([None, 100, 5000, "1MB"]))
 def test_any_state_comes_back(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_states import (
     FAILED,
@@ -259,7 +259,7 @@ def write_at(path: Path, value: torch.Tensor, odd: int) -> None:
     (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(
     source=st.sampled_from(FLOATS),
     target=st.sampled_from(FLOATS),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -21,7 +21,7 @@ ODD = st.sampled_from(["a\nb", "\n", "a\n", "a.b", ".", 'quo"te', "back\\slash",
 
 
 @given(st.lists(NAMES | ODD, min_size=1, max_size=6, unique=True))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 def test_any_names_come_back(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
     path = tmp_path_factory.mktemp("names") / "c"
     saved = {name: torch.full((i + 1,), float(i)) for i, name in enumerate(names)}
@@ -46,7 +46,7 @@ def test_names_of_a_request(names: list[str]) -> None:
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | ODD, unique=True))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 def test_any_keys_of_objects_come_back(
     tmp_path_factory: pytest.TempPathFactory, keys: list[str]
 ) -> None:

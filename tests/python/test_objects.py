@@ -213,7 +213,7 @@ _objects = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(_objects)
 def test_any_object_comes_back(obj):
     assert same(obj, round_trip(obj))

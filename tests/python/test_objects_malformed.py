@@ -131,7 +131,7 @@ def test_a_newer_version_is_refused_by_word():
         loads_objects('{"format_version":2,"anything":1}')
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

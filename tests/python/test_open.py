@@ -112,7 +112,7 @@ def tensors_and_indices(draw: st.DrawFn) -> tuple[torch.Tensor, Any]:
     return torch.arange(count).remainder(2).to(dtype).view(shape), whole
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=tensors_and_indices())
 def test_an_index_is_torchs_own(tmp_path_factory: Any, case: tuple[torch.Tensor, Any]) -> None:
     tensor, index = case

@@ -206,7 +206,6 @@ def compare_many(folder: Path, files: Any, examples: int) -> collections.Counter
 
     @settings(
         max_examples=examples * (50 if FULL else 1),
-        deadline=None,
         database=None,
         derandomize=not FULL,
         suppress_health_check=list(HealthCheck),

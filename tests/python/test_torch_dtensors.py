@@ -76,7 +76,7 @@ def expect_unread(checkpoint: torch_ckpt.Checkpoint, *names: str) -> None:
             checkpoint[name][...]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     mesh=st.sampled_from([(1,), (2,), (5,), (2, 3), (2, 2, 2)]),
     shape=st.tuples(st.integers(0, 9), st.integers(0, 7)),

@@ -95,7 +95,7 @@ def test_tied_tensors_and_views_of_one_storage(tmp_path: Path) -> None:
     assert same(target["part"], base[1:3, 2:4])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     what=st.recursive(
         tensors() | st.integers() | st.text(max_size=3) | st.none() | st.floats(allow_nan=False),

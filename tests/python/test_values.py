@@ -84,7 +84,8 @@ def random_bits(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
 
 
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_differences_are_those_of_torch(tmp_path: Path, data: st.DataObject) -> None:
@@ -106,7 +107,8 @@ def test_differences_are_those_of_torch(tmp_path: Path, data: st.DataObject) -> 
 
 
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(dtype=st.sampled_from(DTYPES), count=st.sampled_from([0, 1, 3000]), seed=st.integers(0, 50))
 def test_statistics_are_those_of_torch(
