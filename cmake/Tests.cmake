@@ -86,6 +86,7 @@ set(test_sources
     tests/cpp/engine_direct_io_test.cc
     tests/cpp/engine_fill_test.cc
     tests/cpp/engine_final_files_test.cc
+    tests/cpp/engine_foreign_target_test.cc
     tests/cpp/engine_header_io_test.cc
     tests/cpp/engine_joined_boxes_test.cc
     tests/cpp/engine_late_view_test.cc

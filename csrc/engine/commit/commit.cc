@@ -227,6 +227,17 @@ Result<Manifest> Commit(SaveSession* session, const CommitRequest& request) {
   return manifest;
 }
 
+// ENOTDIR: what is a file has no place in it.
+bool IsMissing(const Status& status) {
+  return status.sys_errno() == ENOENT || status.sys_errno() == ENOTDIR;
+}
+
+Result<std::optional<FileInfo>> StatPlace(const std::string& path) {
+  auto info = StatPathEntry(path);
+  if (IsMissing(info.status())) return std::optional<FileInfo>();
+  return info;
+}
+
 }  // namespace
 
 Result<Manifest> CommitSave(SaveSession* session,
@@ -260,12 +271,12 @@ Result<std::vector<StagedPlace>> StagedPlaces(const std::string& target) {
     for (const std::string& name : names) {
       if (RankOfPartStage(name)) paths.push_back(directory->Join(name));
     }
-  } else if (directory.status().sys_errno() != ENOENT) {
+  } else if (!IsMissing(directory.status())) {
     return directory.status();
   }
   std::vector<StagedPlace> found;
   for (std::string& path : paths) {
-    TC_ASSIGN_OR_RETURN(const auto info, StatPathEntry(path));
+    TC_ASSIGN_OR_RETURN(const auto info, StatPlace(path));
     if (!info || !info->is_directory) continue;
     const Result<bool> held = DirectoryLock::IsHeld(path);
     if (held.status().sys_errno() == ENOENT) continue;  // it went with its save
@@ -283,7 +294,7 @@ Result<bool> RecoverDirectory(const std::string& target) {
   bool acted = false;
   const std::string inner = PlaceInside(absolute);
   for (const std::string& place : {inner, PlaceBeside(absolute)}) {
-    TC_ASSIGN_OR_RETURN(const auto info, StatPathEntry(place));
+    TC_ASSIGN_OR_RETURN(const auto info, StatPlace(place));
     if (!info) continue;
     TC_RETURN_IF_ERROR(RefuseLink(place));
     Result<DirectoryLock> acquired = DirectoryLock::Acquire(place);
@@ -303,7 +314,7 @@ Result<bool> RecoverDirectory(const std::string& target) {
   }
   Result<Directory> directory = Directory::Open(absolute);
   if (!directory.ok()) {
-    if (directory.status().sys_errno() == ENOENT) return acted;
+    if (IsMissing(directory.status())) return acted;
     return directory.status();
   }
   TC_ASSIGN_OR_RETURN(const bool parts, RemoveDeadParts(*directory));

@@ -41,13 +41,17 @@ Result<bool> IsAbsent(const std::string& target) {
 }
 
 // Where a save into `target` stages, as things stand now; without `path`.
-Result<StagingPlace> LocatePlace(const std::string& target) {
+Result<StagingPlace> LocatePlace(const std::string& target, bool beside) {
   StagingPlace place;
   TC_ASSIGN_OR_RETURN(place.target, AbsolutePath(target));
   if (BaseName(place.target).empty()) {
     return InvalidArgument("cannot be a checkpoint").WithFile(place.target);
   }
-  TC_ASSIGN_OR_RETURN(place.fresh, IsAbsent(place.target));
+  if (beside) {
+    place.fresh = true;
+  } else {
+    TC_ASSIGN_OR_RETURN(place.fresh, IsAbsent(place.target));
+  }
   place.root =
       place.fresh ? PlaceBeside(place.target) : PlaceInside(place.target);
   return place;
@@ -200,7 +204,7 @@ Status SaveSession::Enter() {
   Result<DirectoryLock> lock = DirectoryLock::Acquire(place_.root);
   if (!lock.ok()) {
     if (lock.status().kind() != ErrorKind::kConflict) return lock.status();
-    return Conflict("another save into this directory is in progress (" +
+    return Conflict("another save to this path is in progress (" +
                     lock.status().message() + ")")
         .WithFile(place_.target);
   }
@@ -238,14 +242,15 @@ Status SaveSession::NameInPlace() const {
 }
 
 Result<SaveSession> SaveSession::Begin(const std::string& target,
-                                       bool overwrite, bool others) {
+                                       bool overwrite, bool others,
+                                       bool beside) {
   SaveSession session;
   session.overwrite_ = overwrite;
   session.others_ = others;
-  TC_ASSIGN_OR_RETURN(session.place_, LocatePlace(target));
+  TC_ASSIGN_OR_RETURN(session.place_, LocatePlace(target, beside));
   TC_RETURN_IF_ERROR(Directory::Create(session.place_.root));
   TC_RETURN_IF_ERROR(session.Enter());
-  TC_ASSIGN_OR_RETURN(const StagingPlace again, LocatePlace(target));
+  TC_ASSIGN_OR_RETURN(const StagingPlace again, LocatePlace(target, beside));
   if (again.root != session.place_.root) {
     return Status::Io(ESTALE, "looking for where to stage", target);
   }
@@ -267,14 +272,14 @@ Result<SaveSession> SaveSession::Begin(const std::string& target,
 }
 
 Result<SaveSession> BeginSave(const std::string& target, bool overwrite,
-                              bool others) {
+                              bool others, bool beside) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target));
   const std::string parent = ParentPath(absolute);
   TC_RETURN_IF_ERROR(Directory::CreateAll(parent));
   PlacePatience patience(parent);
   for (;;) {
     Result<SaveSession> session =
-        SaveSession::Begin(absolute, overwrite, others);
+        SaveSession::Begin(absolute, overwrite, others, beside);
     const Status& last = session.status();
     if (!PlacePatience::Changed(last)) return session;
     if (!patience.Wait()) {
@@ -305,7 +310,7 @@ Status ExplainGone(Status status, const std::string& path) {
   const auto there = StatPathEntry(path);
   if (!there.ok() || *there) return status;
   return Conflict(
-             "another save into this directory has begun since, or this "
+             "another save to this path has begun since, or this "
              "staging directory was removed (" +
              status.ToString() + ")")
       .WithFile(path);
@@ -348,7 +353,7 @@ Status SaveSession::CheckStillOurs() const {
     return ours.status();
   }
   return Conflict(
-             "another save into this directory has begun since, or its "
+             "another save to this path has begun since, or its "
              "staging directory was moved or replaced")
       .WithFile(place_.path);
 }

@@ -6,6 +6,8 @@
 //   T absent:    parent/.<name>.torch_ckpt-stage
 //   otherwise:   T/.torch_ckpt-stage
 //
+// What others read alone (foreign_target.h) is always staged beside T.
+//
 //   <place>/.lock            the lock of its coordinator (os/lock.h)
 //   <place>/save_id          the id of the save that is going on
 //   <place>/<save id>/       what its ranks write; the commit renames this
@@ -106,11 +108,12 @@ class SaveSession {
 
  private:
   friend Result<SaveSession> BeginSave(const std::string& target,
-                                       bool overwrite, bool others);
+                                       bool overwrite, bool others,
+                                       bool beside);
   SaveSession() = default;
   // One try. ENOENT or ESTALE when something changed meanwhile.
   static Result<SaveSession> Begin(const std::string& target, bool overwrite,
-                                   bool others);
+                                   bool others, bool beside);
   // Steps 1 to 3 at place_, whose lock is lock_ then.
   Status Enter();
   Status NameInPlace() const;  // step 4
@@ -149,8 +152,9 @@ class PlacePatience {
 // T holds one of stock DCP and `others` is false. Where
 // the place changes under its hands it begins again, for kPatience; on a shared
 // file system, where another node may have removed it, for kNamePatience.
+// `beside`: stages beside T whatever stands there, and does not look at it.
 Result<SaveSession> BeginSave(const std::string& target, bool overwrite,
-                              bool others = false);
+                              bool others = false, bool beside = false);
 
 // What a save is told that did not find what it had staged, or where it stages,
 // at `path`: kConflict where that is not there any more, since another save has

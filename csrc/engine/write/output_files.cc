@@ -23,7 +23,7 @@ namespace {
 Status WhereItWent(const Directory& staging, Status status) {
   const int error = status.sys_errno();
   if (error != ENOENT && error != ESTALE) return status;
-  return Conflict("another save into this directory has begun since: " +
+  return Conflict("another save to this path has begun since: " +
                   status.ToString())
       .WithFile(staging.path());
 }
