@@ -1,4 +1,5 @@
-// Requests about a merge, by one process or by several ranks.
+// Requests about a merge, by one process or by several ranks, and about a
+// conversion to archives of torch.
 #include <map>
 
 #include "capi/requests.h"
@@ -130,6 +131,18 @@ Result<MergeTarget> ParseTarget(const Json& request) {
   return target;
 }
 
+Result<ForeignTarget> ParseForeign(const Json& request) {
+  ForeignTarget target;
+  TC_ASSIGN_OR_RETURN(target.path, GetString(request, "path"));
+  TC_ASSIGN_OR_RETURN(const std::string to, GetString(request, "to"));
+  if (to != "torch" && to != "dcp") {
+    return InvalidArgument("'to' is no format of archives");
+  }
+  target.is_file = to == "torch";
+  target.overwrite = GetBool(request, "overwrite", false);
+  return target;
+}
+
 Result<Json> Commit(const MergePlan& plan, BegunMerge* merge,
                     const std::vector<std::string>& extras,
                     std::vector<std::vector<WrittenRange>> written) {
@@ -200,20 +213,37 @@ Result<Json> MergeShareRequest(const Json& request) {
   return Json{{"written", WrittenFilesJson(own)}};
 }
 
-// "layout" is the number of a checkpoint that is open, "directory" an empty
-// one, "tensors" names of the layout and of the checkpoint.
-Result<Json> FillArchivesRequest(const Json& request) {
+// Over two requests, since torch lays out between them. "layout" is the number
+// of a checkpoint that is open, "tensors" names of the layout and of the
+// checkpoint.
+Result<Json> BeginArchivesRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const ForeignTarget target, ParseForeign(request));
+  TC_ASSIGN_OR_RETURN(SaveSession begun, BeginForeign(target));
+  auto session = std::make_unique<SaveSession>(std::move(begun));
+  Json out = {{"staging", session->directory().Join(std::string(kLayoutName))},
+              {"save_id", session->save_id()}};
+  TC_ASSIGN_OR_RETURN(out["session"], Saves().Add(std::move(session)));
+  return out;
+}
+
+Result<Json> CommitArchivesRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const ForeignTarget target, ParseForeign(request));
   TC_ASSIGN_OR_RETURN(const auto source, CheckpointOf(request));
   TC_ASSIGN_OR_RETURN(auto tensors, GetTexts(request, "tensors"));
   TC_ASSIGN_OR_RETURN(const int64_t layout, GetInt(request, "layout"));
   TC_ASSIGN_OR_RETURN(const auto laid_out, Checkpoints().Find(layout));
-  TC_ASSIGN_OR_RETURN(const std::string path, GetString(request, "directory"));
-  TC_ASSIGN_OR_RETURN(const Directory out, Directory::Open(path));
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
   const FillOptions options{std::move(tensors),
                             GetBool(request, "verify", true),
                             OutputOptionsOf(request)};
-  TC_RETURN_IF_ERROR(FillArchives(source, laid_out, out, options, job.get()));
+  TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
+  TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, Saves().Take(id));
+  const Status status =
+      FillArchives(source, laid_out, options, target, session.get(), job.get());
+  if (!status.ok()) {
+    Saves().PutBack(id, std::move(session));
+    return status;
+  }
   uint64_t bytes = 0;
   for (const ManifestFile& file : laid_out->files()) bytes += file.bytes;
   return Json{{"files", laid_out->files().size()},

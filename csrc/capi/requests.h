@@ -55,7 +55,8 @@ Result<Json> MergeRequest(const Json& request);
 Result<Json> MergeBeginRequest(const Json& request);
 Result<Json> MergeShareRequest(const Json& request);
 Result<Json> MergeCommitRequest(const Json& request);
-Result<Json> FillArchivesRequest(const Json& request);
+Result<Json> BeginArchivesRequest(const Json& request);
+Result<Json> CommitArchivesRequest(const Json& request);
 // value_requests.cc
 Result<Json> CompareRequest(const Json& request);
 Result<Json> StatisticsRequest(const Json& request);

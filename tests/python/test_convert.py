@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import fcntl
-import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -271,17 +266,6 @@ def test_targets_that_stand_in_the_way(tmp_path: Path) -> None:
         torch_ckpt.convert(source, folder, "dcp")
     with pytest.raises(torch_ckpt.InvalidArgumentError, match="no shards"):
         torch_ckpt.convert(source, tmp_path / "x", "dcp", max_shard_size=100)
-    start = f".torch_ckpt-convert-{hashlib.sha256(b'x').hexdigest()[:16]}-"
-    dead, alive, strange = (tmp_path / f"{start}{name}" for name in ("dead", "alive", "strange"))
-    for left in (dead, alive, strange):
-        (left / "layout").mkdir(parents=True)
-    (strange / "mine").touch()
-    held = os.open(alive, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    torch_ckpt.convert(source, tmp_path / "x", "dcp")
-    os.close(held)
-    assert not dead.exists()
-    assert alive.exists() and strange.exists()
 
 
 def test_damage_in_the_source_leaves_nothing(tmp_path: Path) -> None:
@@ -422,48 +406,3 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert (tmp_path / "link.pt").is_symlink() and (tmp_path / "real.pt").is_file()
     torch_ckpt.convert(source, tmp_path / ".hidden")
     assert same(torch_ckpt.load(path=tmp_path / ".hidden"), torch_ckpt.load(path=source))
-
-
-@pytest.mark.parametrize("to", FORMATS)
-def test_a_kill_leaves_the_old_or_the_new(tmp_path: Path, to: Any) -> None:
-    source, target = tmp_path / "a.pt", tmp_path / "out"
-    torch.save({"w": torch.arange(4_000_000)}, source)
-    wanted = torch.load(source)
-    program = (
-        "import sys, torch_ckpt, torch_ckpt.conversion.archives\n"
-        "print(flush=True)\n"
-        "torch_ckpt.convert(*sys.argv[1:])\n"
-    )
-    for delay in (0.0, 0.01, 0.03):
-        arguments = [sys.executable, "-c", program, str(source), str(target), to]
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            process.stdout.readline()  # it has begun
-            time.sleep(delay)
-            process.kill()
-        try:
-            assert same(torch_ckpt.load(path=target), wanted)
-        except torch_ckpt.IncompleteError:
-            assert not (target.is_dir() and any(target.glob("*.metadata")))
-    if to == "dcp" and target.exists():
-        shutil.rmtree(target)  # it was whole, and none is replaced
-    torch_ckpt.convert(source, target, to)
-    assert same(torch_ckpt.load(path=target), wanted)
-    assert sorted(os.listdir(tmp_path)) == ["a.pt", "out"]
-
-
-@pytest.mark.parametrize("to", ["dcp", "torch"])
-def test_where_there_are_no_locks(tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = errno.EBADF
-
-    def refused(fd: int, operation: int) -> None:
-        raise OSError(error, os.strerror(error))
-
-    monkeypatch.setattr(fcntl, "flock", refused)
-    source = of_torch(tmp_path / "a.pt")
-    torch_ckpt.convert(source, tmp_path / "out" / "b", to)
-    assert os.listdir(tmp_path / "out") == ["b"]
-    error = errno.EIO
-    with pytest.raises(OSError, match="Input/output"):
-        torch_ckpt.convert(source, tmp_path / "other" / "b", to)
-    assert os.listdir(tmp_path / "other") == []

@@ -139,8 +139,7 @@ def convert(
             return merge(request, beside, progress)
         from torch_ckpt.conversion import archives  # imports torch
 
-        write = archives.write_dcp if kind == "dcp" else archives.write_torch
-        answer = write(request, place, progress)
+        answer = archives.write_archives(request, place, kind, progress)
     except UnsupportedError as error:
         listing = opened.listing()
         if error.tensor in listing.objects():

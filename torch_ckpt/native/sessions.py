@@ -132,6 +132,14 @@ class PartSession(_Session):
         super().__init__(path, part)
 
 
+class ArchiveSession(_Session):
+    """A conversion's hold on the directory `staging`, where torch lays out what is to be at `path`,
+    for the engine to fill (csrc/engine/merge/fill_archives.h). Raises ConflictError when another
+    save to `path` is going on, and for what stands there and is not replaced."""
+
+    _kind = "archives"
+
+
 def end_session(kind: str, session: int) -> None:
     """Give up session `session` of the core, which may be unknown: a commit has consumed it then,
     and only its answer did not arrive."""

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "engine/open/torch_archive.h"
 #include "engine/write/casts.h"
 #include "engine/write/stored_providers.h"
+#include "format/names.h"
 #include "values/cast.h"
 
 namespace torch_ckpt {
@@ -33,8 +35,7 @@ class Filler {
              std::max(1, options.output.workers)),
         tensors_(&inputs_, [this](uint32_t e) { return source_->View(e); }),
         files_(&own_),
-        slots_(layout_->files().size()),
-        unsealed_(layout_->files().size()) {}
+        slots_(layout_->files().size()) {}
 
   Status Run(const Directory& out, Job* job) {
     for (const auto& [name, stored] : options_.tensors) {
@@ -112,35 +113,54 @@ class Filler {
     return outputs;
   }
 
-  // The entries without a checksum, which torch leaves out with the elements.
-  Status FindUnsealed() {
+  using Entries = std::vector<std::vector<ZipContent>>;
+
+  // Those of all archives, by file and in the order of their bytes.
+  Result<Entries> EntriesOf(const std::vector<File>& files) const {
+    Entries entries(files.size());
     TC_ASSIGN_OR_RETURN(const auto archives, layout_->Archives());
     for (const Checkpoint::Archive& each : archives) {
       const Placement& at = each.placement;
-      TC_RETURN_IF_ERROR(
-          layout_->Look(at.file, [&](const File& file) -> Status {
-            TC_ASSIGN_OR_RETURN(const TorchArchive archive,
-                                TorchArchive::Open(file, {at.offset, at.bytes},
-                                                   kMaxObjectPickle));
-            TC_ASSIGN_OR_RETURN(std::vector<ZipContent> contents,
-                                archive.Contents());
-            for (ZipContent& content : contents) {
-              if (content.crc32 != 0 || content.range.bytes == 0) continue;
-              TC_RETURN_IF_ERROR(CheckTail(file, content));
-              unsealed_[at.file].push_back(std::move(content));
-            }
-            return {};
-          }));
+      const auto read = [&]() -> Result<std::vector<ZipContent>> {
+        TC_ASSIGN_OR_RETURN(
+            const TorchArchive archive,
+            TorchArchive::Open(files[at.file], {at.offset, at.bytes},
+                               kMaxObjectPickle));
+        return archive.Contents();
+      };
+      auto found = read();
+      if (!found.ok()) return found.status().WithFile(files[at.file].path());
+      std::move(found->begin(), found->end(),
+                std::back_inserter(entries[at.file]));
     }
-    for (std::vector<ZipContent>& contents : unsealed_) {
-      std::sort(contents.begin(), contents.end(),
+    for (std::vector<ZipContent>& of_file : entries) {
+      std::sort(of_file.begin(), of_file.end(),
                 [](const ZipContent& a, const ZipContent& b) {
                   return a.range.offset < b.range.offset;
                 });
+    }
+    return entries;
+  }
+
+  // Without a checksum, which torch leaves out with the elements.
+  static bool IsUnsealed(const ZipContent& entry) {
+    return entry.crc32 == 0 && entry.range.bytes > 0;
+  }
+
+  Status FindUnsealed() {
+    std::vector<File> files;
+    for (uint32_t f = 0; f < layout_->files().size(); ++f) {
+      TC_ASSIGN_OR_RETURN(File file, layout_->file_set()->OpenFile(f));
+      files.push_back(std::move(file));
+    }
+    TC_ASSIGN_OR_RETURN(entries_, EntriesOf(files));
+    for (uint32_t f = 0; f < files.size(); ++f) {
       std::vector<ByteRange> ranges;
-      for (const ZipContent& content : contents) {
-        const FileRange& range = content.range;
-        ranges.push_back({range.offset, range.offset + range.bytes});
+      for (const ZipContent& entry : entries_[f]) {
+        if (!IsUnsealed(entry)) continue;
+        TC_RETURN_IF_ERROR(CheckTail(files[f], entry));
+        ranges.push_back(
+            {entry.range.offset, entry.range.offset + entry.range.bytes});
       }
       crcs_.emplace_back(std::move(ranges));
     }
@@ -159,22 +179,33 @@ class Filler {
         .WithFile(file.path());
   }
 
-  // Writes the checksums, and syncs.
+  // Writes the checksums, syncs, and looks whether each archive is as it is to
+  // be: nothing else says later what belongs to it.
   Status Seal(const Directory& out) {
-    for (uint32_t f = 0; f < unsealed_.size(); ++f) {
+    std::vector<File> files;
+    for (uint32_t f = 0; f < entries_.size(); ++f) {
       TC_ASSIGN_OR_RETURN(
-          const File file,
-          out.OpenFile(layout_->files()[f].name, {.write = true}));
-      for (size_t i = 0; i < unsealed_[f].size(); ++i) {
-        TC_ASSIGN_OR_RETURN(const uint32_t crc, crcs_[f].Find(i));
-        for (const uint64_t at : unsealed_[f][i].crc32_at) {
-          TC_RETURN_IF_ERROR(file.WriteAll(
-              {reinterpret_cast<const std::byte*>(&crc), sizeof crc}, at));
+          File file, out.OpenFile(layout_->files()[f].name, {.write = true}));
+      size_t sealed = 0;
+      for (ZipContent& entry : entries_[f]) {
+        if (!IsUnsealed(entry)) continue;
+        TC_ASSIGN_OR_RETURN(entry.crc32, crcs_[f].Find(sealed++));
+        for (const uint64_t at : entry.crc32_at) {
+          TC_RETURN_IF_ERROR(
+              file.WriteAll({reinterpret_cast<const std::byte*>(&entry.crc32),
+                             sizeof entry.crc32},
+                            at));
         }
       }
       TC_RETURN_IF_ERROR(file.Sync());
+      files.push_back(std::move(file));
     }
-    return out.Sync();
+    TC_ASSIGN_OR_RETURN(const Entries written, EntriesOf(files));
+    for (uint32_t f = 0; f < files.size(); ++f) {
+      if (written[f] == entries_[f]) continue;
+      return Corrupt("is not what was written to it").WithFile(files[f].path());
+    }
+    return {};
   }
 
   const std::shared_ptr<const Checkpoint> source_, layout_;
@@ -185,7 +216,7 @@ class Filler {
   Casts casts_;
   // By file of the layout.
   std::vector<std::vector<Slot>> slots_;
-  std::vector<std::vector<ZipContent>> unsealed_;
+  Entries entries_;
   std::deque<OutputCrcs> crcs_;
 };
 
@@ -193,9 +224,22 @@ class Filler {
 
 Status FillArchives(const std::shared_ptr<const Checkpoint>& source,
                     const std::shared_ptr<const Checkpoint>& layout,
-                    const Directory& out, const FillOptions& options,
-                    Job* job) {
-  return Filler(source, layout, options).Run(out, job);
+                    const FillOptions& options, const ForeignTarget& target,
+                    SaveSession* session, Job* job) {
+  const Directory& staging = session->directory();
+  const auto fill = [&]() -> Status {
+    TC_RETURN_IF_ERROR(Filler(source, layout, options).Run(staging, job));
+    if (target.is_file) return {};
+    // What has no elements goes along as it is.
+    const std::string name(kStockMetadataNames[0]);
+    const std::string laid_out = std::string(kLayoutName) + "/" + name;
+    TC_ASSIGN_OR_RETURN(const File file, staging.OpenFile(laid_out, {}));
+    TC_RETURN_IF_ERROR(file.Sync());
+    return staging.Rename(laid_out, staging, name);
+  };
+  TC_RETURN_IF_ERROR(ExplainGone(fill(), session->place().path));
+  return CommitForeign(session, target,
+                       target.is_file ? layout->files()[0].name : "");
 }
 
 }  // namespace torch_ckpt

@@ -26,6 +26,8 @@ struct ZipContent {
   FileRange range;
   uint32_t crc32 = 0;              // 0: the writer did not say
   std::vector<uint64_t> crc32_at;  // where in the file that stands
+
+  bool operator==(const ZipContent&) const = default;
 };
 
 class TorchArchive {
