@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from launch import HERE, PACKAGE
 
 import torch_ckpt
 from torch_ckpt.cli import cli
-from torch_ckpt.native.sessions import SaveSession
+from torch_ckpt.native.sessions import ArchiveSession, SaveSession
 from torch_ckpt.runs.leftovers import leftovers
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -65,6 +64,17 @@ def killed_save(path: Path) -> None:
     for place in (path / ".torch_ckpt-stage", path.with_name(f".{path.name}.torch_ckpt-stage")):
         if place.exists():
             age(place)
+
+
+def killed_conversion(path: Path) -> Path:
+    """Where it has staged what was to become the file `path`."""
+    program = (
+        "import os, sys\nfrom torch_ckpt.native.sessions import ArchiveSession\n"
+        "session = ArchiveSession(sys.argv[1], {'to': 'torch', 'overwrite': True})\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert a_process(program, path) == -signal.SIGKILL
+    return path.with_name(f".{path.name}.torch_ckpt-stage")
 
 
 def age(path: Path) -> None:
@@ -231,7 +241,7 @@ def test_files_of_others_stay(root: Path) -> None:
 def test_others_are_not_touched(root: Path) -> None:
     dcp.save(STATE, storage_writer=dcp.FileSystemWriter(root / "step-0"), no_dist=True)
     (root / "step-0" / ".metadata").unlink()
-    for name in (".step-1.other-stage", "tmp", ".torch_ckpt-convert-mine"):
+    for name in (".step-1.other-stage", "tmp", "torch_ckpt-stage"):
         (root / name).mkdir()
         (root / name / "file").write_text("mine")
     age(root)
@@ -292,26 +302,23 @@ def test_deletions_and_conversions_that_were_killed(root: Path) -> None:
     shutil.copytree(root / "step-1", gone)
     new = root / ".LATEST.torch_ckpt-new-0123456789abcdef"
     new.write_text("step-3\n")
-    dead, alive = (
-        root / f".torch_ckpt-convert-0123456789abcdef-{name}" for name in ("dead", "alive")
-    )
-    for each in (dead, alive):
-        (each / "layout").mkdir(parents=True)
-    held = os.open(alive, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
+    (root / "a.pt").write_bytes(b"PK\x03\x04")  # which it was to replace
+    dead = killed_conversion(root / "a.pt")
+    alive = ArchiveSession(str(root / "b"), {"to": "dcp"})
     try:
         found = clean(root)
         assert found[new.name][0] == "keep"  # it may be about to be renamed
         assert found[dead.name][0] == "keep"  # it may be of another node
         age(new)
         age(dead)
+        assert clean(root / "a.pt") == {f"../{dead.name}": ("remove", None)}
         found = clean(root, "--yes")
-        assert found[alive.name][0] == "keep"
+        assert found[".b.torch_ckpt-stage"] == ("keep", "the save goes on")
         assert {found[each.name] for each in (gone, new, dead)} == {("remove", None)}
-        left = {"LATEST", "step-1", "step-2", "step-3", alive.name}
+        left = {"LATEST", "a.pt", "step-1", "step-2", "step-3", ".b.torch_ckpt-stage"}
         assert set(os.listdir(root)) == left
     finally:
-        os.close(held)
+        alive.end()
 
 
 def test_shards_of_a_save_that_consolidates(root: Path) -> None:

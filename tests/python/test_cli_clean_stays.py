@@ -8,7 +8,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_cli_clean import SHARD, STATE, age, clean, everything, killed_save, run
+from test_cli_clean import (
+    SHARD,
+    STATE,
+    age,
+    clean,
+    everything,
+    killed_conversion,
+    killed_save,
+    run,
+)
 
 import torch_ckpt
 from torch_ckpt.errors import ConflictError, UnsupportedError
@@ -90,8 +99,7 @@ def test_one_that_changes_or_becomes_whole_meanwhile(
 def test_saves_of_other_nodes_whose_locks_are_not_seen(root: Path) -> None:
     killed_save(root / "step-4")
     staged = root / ".step-4.torch_ckpt-stage"
-    conversion = root / ".torch_ckpt-convert-0123456789abcdef-x"
-    (conversion / "layout").mkdir(parents=True)
+    conversion = killed_conversion(root / "a.pt")
     age(conversion)
     found = {each.path: each for each in leftovers(root)}
     assert {each.kept for each in found.values()} == {None}

@@ -22,7 +22,6 @@ LATEST = "LATEST"
 NEW_LATEST = f".{LATEST}.torch_ckpt-new-"  # how the next one's begins
 _REMOVED = ".torch_ckpt-removed-"
 REMOVED = re.compile(rf"\.{CHILD.pattern}{re.escape(_REMOVED)}[0-9a-f]+")
-CONVERSION = ".torch_ckpt-convert-"  # how what a conversion stages in begins
 
 # Of others.
 INDEX = "model.safetensors.index.json"

@@ -11,10 +11,9 @@ What is no checkpoint of ours, and what bears a name that is none of ours, is ne
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import itertools
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from typing import Any
 from torch_ckpt.checkpoint.checkpoint import Checkpoint
 from torch_ckpt.checkpoint.names import (
     CHILD,
-    CONVERSION,
     MANIFEST,
     NEW_LATEST,
     PART_MANIFEST,
@@ -84,6 +82,8 @@ def leftovers(path: str | os.PathLike[str], keep_last: int | None = None) -> lis
         found = _of_target(root)
         if not found and not os.path.lexists(root):
             raise IncompleteError("there is no such file or directory", file=root)
+        if not found:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), root)
         return found
     found = _tried(root, partial(_of_target, root))
     whole = own_children(root, _is_whole)  # which looks at no more of them than it has to
@@ -99,7 +99,7 @@ def leftovers(path: str | os.PathLike[str], keep_last: int | None = None) -> lis
             found += _tried(place, partial(_old, place, keep_last))
         elif (target := target_of(name)) is None:
             found += _tried(place, partial(_of_name, place, newest))
-        elif target not in names:
+        elif not os.path.isdir(os.path.join(root, target)):  # else it is looked at itself
             found += _tried(place, partial(_of_target, os.path.join(root, target)))
     return list({each.path: each for each in found}.values())
 
@@ -124,8 +124,6 @@ def _of_name(place: str, newest: int | None) -> list[Leftover]:
     if name.startswith(NEW_LATEST):
         what, kept = "a LATEST that was not finished", _if_recent(place)
         return [_leftover(place, what, partial(_unlinked, place), kept=kept)]
-    if name.startswith(CONVERSION):
-        return _of_conversion(place)
     if name.startswith(".") or not os.path.isdir(place) or os.path.islink(place):
         return []
     return _unfinished(place, newest) or _of_target(place)
@@ -284,50 +282,6 @@ def _unlinked(path: str) -> None:
     _stay(_if_recent(path))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-
-
-def _of_conversion(path: str) -> list[Leftover]:
-    held = _lock_of_conversion(path, fcntl.LOCK_SH)
-    if held is not None:
-        os.close(held)
-    what = "staged by a conversion" if held is None else "staged by a conversion that died"
-    kept = "the conversion goes on, or it is none of ours" if held is None else _if_recent(path)
-    return [_leftover(path, what, partial(_conversion_removed, path), kept=kept)]
-
-
-def _conversion_removed(path: str) -> None:
-    _stay(_if_recent(path))
-    if not remove_dead_conversion(path) and os.path.lexists(path):
-        _stay("the conversion goes on, or a part of it could not be removed")
-
-
-def remove_dead_conversion(staging: str) -> bool:
-    """Remove the staging directory of a conversion (archives.py) whose process is gone; False if it
-    lives, or the directory is none of ours."""
-    held = _lock_of_conversion(staging, fcntl.LOCK_EX)
-    if held is None:
-        return False
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-    finally:
-        os.close(held)
-    return not os.path.lexists(staging)
-
-
-def _lock_of_conversion(staging: str, lock: int) -> int | None:
-    """A descriptor with the lock that the process of a conversion holds; None where it does."""
-    try:
-        held = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(held, lock | fcntl.LOCK_NB)
-        if set(os.listdir(held)) <= {"layout", "filled"}:
-            return held
-    except OSError:
-        pass
-    os.close(held)
-    return None
 
 
 def tree_bytes(path: str) -> int:
