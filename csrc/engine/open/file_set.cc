@@ -19,20 +19,6 @@ namespace {
 constexpr int kCheckThreads = 4;
 constexpr uint64_t kPeekBytes = 4096;
 
-Status CheckDigests(const ManifestFile& file, ByteSpan bytes) {
-  for (size_t i = 0; i < file.crc32c.size(); ++i) {
-    const uint64_t begin = i * kSegmentBytes;
-    const uint64_t size = std::min(kSegmentBytes, bytes.size() - begin);
-    if (Crc32c(0, bytes.data() + begin, size) != file.crc32c[i]) {
-      return Corrupt("bytes " + std::to_string(begin) + " to " +
-                     std::to_string(begin + size) +
-                     " do not match their CRC-32C")
-          .WithFile(file.name);
-    }
-  }
-  return {};
-}
-
 // The size agrees; the id tells a file of another save with that size.
 Status CheckFileId(const File& file, uint64_t bytes, const std::string& id) {
   std::array<std::byte, kPeekBytes> first;
@@ -176,7 +162,7 @@ Result<std::string> FileSet::ReadWhole(uint32_t file) const {
     TC_ASSIGN_OR_RETURN(const File in, LookForFile(listed, nullptr));
     TC_RETURN_IF_ERROR(in.ReadExact(
         {reinterpret_cast<std::byte*>(text.data()), text.size()}, 0));
-    return CheckDigests(listed, AsBytes(text));
+    return CheckSegments(listed, 0, AsBytes(text)).WithFile(listed.name);
   }));
   return text;
 }

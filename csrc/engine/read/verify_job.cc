@@ -17,23 +17,6 @@ namespace {
 
 constexpr uint64_t kStep = uint64_t{8} << 20;
 
-// `file` says the digests of the segments in [begin, end).
-Status CheckSegments(const ByteSource& source, const ManifestFile& file,
-                     uint64_t begin, uint64_t end, MutableByteSpan scratch) {
-  TC_ASSIGN_OR_RETURN(const std::byte* const bytes,
-                      source.Read(begin, end, scratch));
-  for (uint64_t at = begin; at < end; at += kSegmentBytes) {
-    const uint64_t size = std::min(kSegmentBytes, end - at);
-    if (Crc32c(0, bytes + (at - begin), size) !=
-        file.crc32c[at / kSegmentBytes]) {
-      return Corrupt("bytes " + std::to_string(at) + " to " +
-                     std::to_string(at + size) + " do not match their CRC-32C")
-          .WithFile(source.path());
-    }
-  }
-  return {};
-}
-
 // One entry of an archive.
 Status CheckContent(const ByteSource& source, const ZipContent& content,
                     Job* job) {
@@ -156,7 +139,10 @@ Result<VerifyReport> RunVerifyJob(std::shared_ptr<const Checkpoint> checkpoint,
                             LeaseBuffer(kStep + ByteSource::kSlack, job));
         const uint64_t end = std::min(begin + kStep, file.bytes);
         TC_RETURN_IF_ERROR(files.Read(f, [&](const ByteSource& source) {
-          return CheckSegments(source, file, begin, end, lease.span());
+          const auto bytes = source.Read(begin, end, lease.span());
+          if (!bytes.ok()) return bytes.status();
+          return CheckSegments(file, begin, {*bytes, end - begin})
+              .WithFile(source.path());
         }));
         job->AddDone(end - begin);
         return {};

@@ -87,6 +87,24 @@ std::optional<FileRole> RoleFromName(std::string_view name) {
   return static_cast<FileRole>(role - kRoleNames.begin());
 }
 
+Status CheckSegment(const ManifestFile& file, uint64_t begin, uint32_t crc32c) {
+  if (crc32c == file.crc32c[begin / kSegmentBytes]) return {};
+  return Corrupt(
+      "bytes " + std::to_string(begin) + " to " +
+      std::to_string(std::min(begin + kSegmentBytes, file.bytes)) +
+      " do not match their CRC-32C: the file was altered or the disk returned "
+      "wrong data");
+}
+
+Status CheckSegments(const ManifestFile& file, uint64_t begin, ByteSpan bytes) {
+  for (uint64_t at = 0; at < bytes.size(); at += kSegmentBytes) {
+    const uint64_t size = std::min<uint64_t>(kSegmentBytes, bytes.size() - at);
+    TC_RETURN_IF_ERROR(
+        CheckSegment(file, begin + at, Crc32c(0, bytes.data() + at, size)));
+  }
+  return {};
+}
+
 FilesByName::FilesByName(std::span<const ManifestFile> files)
     : files_(files), sorted_(files.size()) {
   std::iota(sorted_.begin(), sorted_.end(), 0u);

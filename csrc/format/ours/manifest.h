@@ -44,6 +44,12 @@ struct ManifestFile {
   Container container = ContainerOf(role);
 };
 
+// kCorrupt, for the caller to name the file, unless `crc32c` is the digest of
+// the segment that begins at `begin`.
+Status CheckSegment(const ManifestFile& file, uint64_t begin, uint32_t crc32c);
+// The same of all segments that `bytes` are, from `begin` on.
+Status CheckSegments(const ManifestFile& file, uint64_t begin, ByteSpan bytes);
+
 // Whose part a manifest describes, in a save without collectives. Parts with
 // one run id, sequence and world size make one checkpoint.
 struct ManifestPart {
