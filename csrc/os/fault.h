@@ -1,5 +1,5 @@
 // Fault points: one before every system call that os/ makes, and "cell", where
-// a read job begins with a cell of a file.
+// a job begins to read what it wants at once of a file.
 //
 // Compiled in with TORCH_CKPT_FAULTS (developer and test builds), otherwise
 // FaultPoint is empty. A test installs a hook, or a process is started with

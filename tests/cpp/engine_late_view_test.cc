@@ -113,6 +113,15 @@ TEST_F(LateViewTest, BytesThatAreNotSeenYet) {
   EXPECT_GE(opens, 4);
 }
 
+// A merge has many pieces: one that could not be read is read again.
+TEST_F(LateViewTest, AMergeReadsAnewWhatWasStale) {
+  Fail("preadv2", ".safetensors", ESTALE, 3, /*shared=*/true);
+  EXPECT_OK(Merge(Path("c"), Path("out")).status());
+  EXPECT_EQ(failed_, 3);
+  SetFaultHook(nullptr);
+  EXPECT_TRUE(*ReadAll(Path("out")) == *ReadAll(Path("c")));
+}
+
 // All doubts about one checkpoint together take the patience of one.
 TEST_F(LateViewTest, DamageIsToldInTheEnd) {
   for (const std::string& name : Names(Path("c"))) {

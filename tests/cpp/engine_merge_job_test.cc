@@ -320,6 +320,27 @@ TEST_F(MergeJobTest, DamagedInputLeavesNoOutput) {
   }
 }
 
+// Only their digests tell files without an id from those of another save.
+TEST_F(MergeJobTest, ObjectsAreComparedEvenUnverified) {
+  const Array a = MakeArray(Dtype::kF32, {8, 8}, 1);
+  SaveSettings save;
+  save.object = "{\"step\": 3}";
+  ASSERT_OK(SaveAll(Path("in"), {WholePiece("a", a)}, save).status());
+  MergeSettings unverified;
+  unverified.verify = false;
+  const auto flip_last = [](const std::string& path) {
+    std::string text = ReadText(path);
+    text.back() = static_cast<char>(text.back() ^ 1);
+    WriteText(path, text);
+  };
+  flip_last(Path("in/") + ShardFileName(0, 1, 1));
+  ASSERT_OK(Merge(Path("in"), Path("out"), unverified).status());
+  flip_last(Path("in/") + ObjectFileName(0));
+  const Status status = Merge(Path("in"), Path("out"), unverified).status();
+  EXPECT_EQ(status.kind(), ErrorKind::kCorrupt) << status.ToString();
+  EXPECT_TRUE(status.file().ends_with(ObjectFileName(0))) << status.file();
+}
+
 TEST_F(MergeJobTest, ProgressCountsTheBytesOfTheOutput) {
   const Array a = MakeArray(Dtype::kF32, {700, 3000}, 1);  // 8 MiB
   ASSERT_OK(SaveAll(Path("c"), GridPieces("a", a, {3, 1})).status());

@@ -219,6 +219,7 @@ Result<Manifest> Merge(const std::string& from, const std::string& to,
   MergeOptions options;
   if (!settings.mapping.empty()) options.files.mapping = settings.mapping;
   options.strict = settings.strict;
+  options.verify = settings.verify;
   options.output = settings.output;
   TC_ASSIGN_OR_RETURN(const MergePlan plan,
                       MergePlan::Make(checkpoint, options, {}));

@@ -101,6 +101,7 @@ Result<std::map<std::string, std::string>> ReadAll(const std::string& path,
 struct MergeSettings {
   std::vector<std::pair<std::string, int64_t>> mapping;
   bool strict = true;
+  bool verify = true;
   OutputOptions output;
   int ranks = 0;  // 0: one process; else bytes divided over so many
 };

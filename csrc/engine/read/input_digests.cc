@@ -12,105 +12,69 @@
 
 namespace torch_ckpt {
 
-DigestKind DigestsOf(const FileSet& files, bool verify) {
-  if (!verify) return DigestKind::kNone;
-  return files.has_digests() ? DigestKind::kSegments : DigestKind::kArchives;
+const ManifestFile* InputDigests::SegmentsOf(uint32_t file) const {
+  const ManifestFile& listed = files_.files()[file];
+  const bool compared = verify_ || listed.container != Container::kSafetensors;
+  return files_.has_digests() && compared ? &listed : nullptr;
 }
 
-DigestKind ArchivesOf(const FileSet& files, bool verify) {
-  return files.has_digests() ? DigestKind::kNone : DigestsOf(files, verify);
+uint32_t InputDigests::Combine(uint32_t crc, const ReadDigest& next) const {
+  return of_archives() ? Crc32Combine(crc, next.crc, next.size)
+                       : Crc32cCombine(crc, next.crc, next.size);
 }
 
-void InputDigests::Add(int worker, uint32_t file, uint64_t offset,
-                       const std::byte* data, uint64_t size) {
-  const Worker& own = workers_[static_cast<size_t>(worker)];
-  if (kind_ == DigestKind::kArchives && !own.expected.empty()) {
-    Add(worker, file, offset, Crc32(0, data, size), size);
-  }
-  while (kind_ == DigestKind::kSegments && size > 0) {
-    const uint64_t cut = RoundDown(offset, kSegmentBytes) + kSegmentBytes;
-    const uint64_t length = std::min(size, cut - offset);
-    Add(worker, file, offset, Crc32c(0, data, length), length);
-    data += length;
-    offset += length;
-    size -= length;
-  }
-}
-
-void InputDigests::Add(int worker, uint32_t file, uint64_t offset, uint32_t crc,
-                       uint64_t size) {
-  Digests& digests = workers_[static_cast<size_t>(worker)].digests;
-  const bool archives = kind_ == DigestKind::kArchives;
-  // Runs mostly continue where the last one ended.
-  if (!digests.empty() && digests.back().file == file &&
-      digests.back().offset + digests.back().size == offset &&
-      (archives || offset % kSegmentBytes != 0)) {
-    Digest& last = digests.back();
-    last.crc = archives ? Crc32Combine(last.crc, crc, size)
-                        : Crc32cCombine(last.crc, crc, size);
-    last.size += size;
+void InputDigests::Append(const ReadDigest& digest, ReadBytes* to) const {
+  std::vector<ReadDigest>& digests = to->digests;
+  if (!digests.empty() && digests.back().file == digest.file &&
+      digests.back().offset + digests.back().size == digest.offset &&
+      digest.offset % kSegmentBytes != 0) {
+    digests.back().crc = Combine(digests.back().crc, digest);
+    digests.back().size += digest.size;
   } else {
-    digests.push_back({file, crc, offset, size});
+    digests.push_back(digest);
   }
 }
 
-void InputDigests::Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi) {
-  Digests& digests = workers_[static_cast<size_t>(worker)].digests;
-  // An empty one marks what it is in; it never completes a tiling.
-  if (kind_ == DigestKind::kArchives) digests.push_back({file, 0, lo, 0});
-  if (kind_ != DigestKind::kSegments) return;
-  for (uint64_t at = RoundDown(lo, kSegmentBytes); at < hi;
-       at += kSegmentBytes) {
-    digests.push_back({file, 0, at, 0});
+void InputDigests::AppendStorage(const DigestedRange& storage, ReadBytes* to) {
+  if (!to->storages.empty() && to->storages.back() == storage) return;
+  to->storages.push_back(storage);
+}
+
+void InputDigests::Keep(int worker, const ReadBytes& read) {
+  ReadBytes* const own = &workers_[static_cast<size_t>(worker)];
+  for (const ReadDigest& digest : read.digests) Append(digest, own);
+  for (const DigestedRange& storage : read.storages) {
+    AppendStorage(storage, own);
   }
 }
 
-void InputDigests::Expect(int worker, std::span<const DigestedRange> storages) {
-  if (kind_ != DigestKind::kArchives || storages.empty()) return;
-  auto& expected = workers_[static_cast<size_t>(worker)].expected;
-  // Pieces of one tensor, which come one after another, are in the same ones.
-  const size_t count = storages.size();
-  const bool known = expected.size() >= count &&
-                     std::equal(storages.begin(), storages.end(),
-                                expected.end() - static_cast<ptrdiff_t>(count));
-  if (!known) expected.insert(expected.end(), storages.begin(), storages.end());
-}
-
-InputDigests::Digests InputDigests::SortedDigests() {
-  Digests sorted;
-  for (Worker& worker : workers_) {
-    sorted.insert(sorted.end(), worker.digests.begin(), worker.digests.end());
-    worker.digests.clear();
+ReadBytes InputDigests::TakeSorted() {
+  ReadBytes all;
+  for (ReadBytes& worker : workers_) {
+    all.digests.insert(all.digests.end(), worker.digests.begin(),
+                       worker.digests.end());
+    all.storages.insert(all.storages.end(), worker.storages.begin(),
+                        worker.storages.end());
+    worker = {};
   }
-  std::sort(sorted.begin(), sorted.end(), [](const Digest& a, const Digest& b) {
-    return a.file != b.file ? a.file < b.file : a.offset < b.offset;
-  });
-  return sorted;
+  std::sort(all.digests.begin(), all.digests.end(),
+            [](const ReadDigest& a, const ReadDigest& b) {
+              return a.file != b.file ? a.file < b.file : a.offset < b.offset;
+            });
+  SortRanges(&all.storages);
+  return all;
 }
 
-std::vector<DigestedRange> InputDigests::SortedStorages() {
-  std::vector<DigestedRange> sorted;
-  for (Worker& worker : workers_) {
-    sorted.insert(sorted.end(), worker.expected.begin(), worker.expected.end());
-    worker.expected.clear();
-  }
-  SortRanges(&sorted);
-  return sorted;
-}
-
-std::optional<uint32_t> InputDigests::Joined(const Digests& sorted,
-                                             size_t first, uint32_t file,
-                                             uint64_t begin,
-                                             uint64_t end) const {
+std::optional<uint32_t> InputDigests::Joined(
+    const std::vector<ReadDigest>& sorted, size_t first, uint32_t file,
+    uint64_t begin, uint64_t end) const {
   uint32_t crc = 0;
   uint64_t at = begin;
   for (size_t i = first;
        i < sorted.size() && sorted[i].file == file && sorted[i].offset < end;
        ++i) {
     if (sorted[i].offset != at) return std::nullopt;
-    crc = kind_ == DigestKind::kArchives
-              ? Crc32Combine(crc, sorted[i].crc, sorted[i].size)
-              : Crc32cCombine(crc, sorted[i].crc, sorted[i].size);
+    crc = Combine(crc, sorted[i]);
     at += sorted[i].size;
   }
   if (at != end) return std::nullopt;
@@ -122,15 +86,14 @@ namespace {
 // The CRC-32C of a segment, read as far as its digests leave gaps: before the
 // first tensor of a file there is a header. All of it where bytes were digested
 // twice, or the gaps are many.
-template <class Digests>
-Result<uint32_t> CrcOfSegment(const ByteSource& source, const Digests& digests,
+Result<uint32_t> CrcOfSegment(const ByteSource& source,
+                              std::span<const ReadDigest> digests,
                               uint64_t begin, uint64_t end,
                               MutableByteSpan scratch) {
   constexpr size_t kMostGaps = 4;
   std::vector<std::pair<uint64_t, uint64_t>> gaps;
   uint64_t at = begin;
-  for (const auto& each : digests) {
-    if (each.size == 0) continue;
+  for (const ReadDigest& each : digests) {
     if (each.offset > at) gaps.emplace_back(at, each.offset);
     if (each.offset < at || gaps.size() > kMostGaps) {
       TC_ASSIGN_OR_RETURN(const std::byte* bytes,
@@ -149,8 +112,7 @@ Result<uint32_t> CrcOfSegment(const ByteSource& source, const Digests& digests,
     crc = Crc32c(crc, bytes, hi - lo);
     return {};
   };
-  for (const auto& each : digests) {
-    if (each.size == 0) continue;
+  for (const ReadDigest& each : digests) {
     TC_RETURN_IF_ERROR(fill(each.offset));
     crc = Crc32cCombine(crc, each.crc, each.size);
   }
@@ -161,8 +123,7 @@ Result<uint32_t> CrcOfSegment(const ByteSource& source, const Digests& digests,
 }  // namespace
 
 Status InputDigests::CheckSegments(OpenFiles* files, Job* job) {
-  const FileSet& set = files->set();
-  const Digests digests = SortedDigests();
+  const std::vector<ReadDigest> digests = TakeSorted().digests;
   // Of each segment: its digests are those from this one on.
   std::vector<size_t> segments;
   for (size_t i = 0; i < digests.size(); ++i) {
@@ -176,7 +137,7 @@ Status InputDigests::CheckSegments(OpenFiles* files, Job* job) {
     const size_t past =
         segment + 1 < segments.size() ? segments[segment + 1] : digests.size();
     const uint32_t file = digests[first].file;
-    const ManifestFile& named = set.files()[file];
+    const ManifestFile& named = files_.files()[file];
     const uint64_t begin = RoundDown(digests[first].offset, kSegmentBytes);
     const uint64_t end = std::min(begin + kSegmentBytes, named.bytes);
     std::optional<uint32_t> crc = Joined(digests, first, file, begin, end);
@@ -189,37 +150,29 @@ Status InputDigests::CheckSegments(OpenFiles* files, Job* job) {
           CrcOfSegment(*source, std::span(digests).subspan(first, past - first),
                        begin, end, scratch.span()));
     }
-    if (*crc == named.crc32c[begin / kSegmentBytes]) return {};
-    return set.Explain(Corrupt("bytes " + std::to_string(begin) + " to " +
-                               std::to_string(end) +
-                               " do not match their CRC-32C")
-                           .WithFile(set.path() + "/" + named.name));
+    return files_.Explain(CheckSegment(named, begin, *crc)
+                              .WithFile(files_.path() + "/" + named.name));
   };
   return ForEachItem(
       static_cast<int>(workers_.size()), static_cast<int64_t>(segments.size()),
       job, [&](int64_t i, int) { return check(static_cast<size_t>(i)); });
 }
 
-Status InputDigests::CheckStorages(OpenFiles* files, Untiled untiled,
-                                   Job* job) {
-  const Digests digests = SortedDigests();
-  const std::vector<DigestedRange> storages = SortedStorages();
-  const FileSet& set = files->set();
+Status InputDigests::CheckStorages(OpenFiles* files, Wholes wholes, Job* job) {
+  const ReadBytes read = TakeSorted();
+  const std::vector<ReadDigest>& digests = read.digests;
   const auto check = [&](const DigestedRange& storage) -> Status {
     const uint64_t begin = storage.range.offset;
     const uint64_t end = begin + storage.range.bytes;
     const auto at = std::partition_point(
-        digests.begin(), digests.end(), [&](const Digest& digest) {
+        digests.begin(), digests.end(), [&](const ReadDigest& digest) {
           return digest.file != storage.file ? digest.file < storage.file
                                              : digest.offset < begin;
         });
-    if (at == digests.end() || at->file != storage.file || at->offset >= end) {
-      return {};
-    }
     std::optional<uint32_t> crc =
         Joined(digests, static_cast<size_t>(at - digests.begin()), storage.file,
                begin, end);
-    if (!crc && untiled == Untiled::kPassedOver) return {};
+    if (!crc && wholes == Wholes::kAtOnce) return {};
     if (!crc) {
       TC_RETURN_IF_ERROR(
           files->Read(storage.file, [&](const ByteSource& source) -> Status {
@@ -228,28 +181,21 @@ Status InputDigests::CheckStorages(OpenFiles* files, Untiled untiled,
           }));
     }
     if (*crc == storage.crc32) return {};
-    return set.Explain(
+    return files_.Explain(
         Corrupt("the entry of the archive at bytes " + std::to_string(begin) +
                 " to " + std::to_string(end) + " does not match its CRC-32")
-            .WithFile(set.path() + "/" + set.files()[storage.file].name));
+            .WithFile(files_.path() + "/" + files_.files()[storage.file].name));
   };
   return ForEachItem(static_cast<int>(workers_.size()),
-                     static_cast<int64_t>(storages.size()), job,
+                     static_cast<int64_t>(read.storages.size()), job,
                      [&](int64_t i, int) -> Status {
-                       return check(storages[static_cast<size_t>(i)]);
+                       return check(read.storages[static_cast<size_t>(i)]);
                      });
 }
 
-Status InputDigests::Check(OpenFiles* files, Untiled untiled, Job* job) {
-  switch (kind_) {
-    case DigestKind::kSegments:
-      return CheckSegments(files, job);
-    case DigestKind::kArchives:
-      return CheckStorages(files, untiled, job);
-    case DigestKind::kNone:
-      break;
-  }
-  return {};
+Status InputDigests::Check(OpenFiles* files, Wholes wholes, Job* job) {
+  return files_.has_digests() ? CheckSegments(files, job)
+                              : CheckStorages(files, wholes, job);
 }
 
 }  // namespace torch_ckpt

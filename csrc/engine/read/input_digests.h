@@ -13,75 +13,72 @@
 
 namespace torch_ckpt {
 
-// What says the digests of stored bytes.
-enum class DigestKind : uint8_t {
-  kNone,
-  kSegments,  // a manifest: CRC-32C of every segment
-  kArchives,  // archives of torch.save: CRC-32 of every storage
+// When bytes are compared that digests are known only of together with others:
+// those of their segment, or of their storage.
+enum class Wholes : uint8_t {
+  // Segments are read whole and compared before the read returns. Of storages
+  // those are compared that turn out to have been read whole, once.
+  kAtOnce,
+  // What is left out is read in the end.
+  kLater,
 };
 
-// Those of files, where what is read of them is to be verified.
-DigestKind DigestsOf(const FileSet& files, bool verify);
+// Bytes that were read, by their CRC-32C or, of archives, their CRC-32. They
+// lie in one segment.
+struct ReadDigest {
+  uint32_t file, crc;
+  uint64_t offset, size;
+};
 
-// The same of who compares segments by himself.
-DigestKind ArchivesOf(const FileSet& files, bool verify);
+// What was read and not compared yet.
+struct ReadBytes {
+  std::vector<ReadDigest> digests;
+  std::vector<DigestedRange> storages;  // that they are in
+};
 
-// What becomes of a storage that was not read as a whole, once.
-enum class Untiled : uint8_t { kReadAgain, kPassedOver };
-
+// What is compared: the segments of files that have digests in a manifest, all
+// with `verify`, else those of files without an id inside, which only digests
+// tell from those of another save; of others, with `verify`, the storages of
+// archives. `files` outlives this.
 class InputDigests {
  public:
-  InputDigests(int workers, DigestKind kind)
-      : kind_(kind), workers_(static_cast<size_t>(workers)) {}
+  InputDigests(const FileSet& files, bool verify, int workers)
+      : files_(files),
+        verify_(verify),
+        workers_(static_cast<size_t>(workers)) {}
 
-  DigestKind kind() const { return kind_; }
+  // Null where its segments are not compared.
+  const ManifestFile* SegmentsOf(uint32_t file) const;
+  bool of_archives() const { return verify_ && !files_.has_digests(); }
 
-  // Bytes [offset, offset + size) of a file were read as `data`. Each worker
-  // calls with its own number, so no lock is taken.
-  void Add(int worker, uint32_t file, uint64_t offset, const std::byte* data,
-           uint64_t size);
-  // The same of bytes that are known by their CRC: of kSegments in one segment
-  // by their CRC-32C, of kArchives by their CRC-32.
-  void Add(int worker, uint32_t file, uint64_t offset, uint32_t crc,
-           uint64_t size);
-  // Bytes of [lo, hi) were used, but not in a form that Add can digest.
-  void Touch(int worker, uint32_t file, uint64_t lo, uint64_t hi);
-  // Of kArchives: storages, with their CRC-32s, that bytes which are added from
-  // now on may be in. What is in none is not digested.
-  void Expect(int worker, std::span<const DigestedRange> storages);
+  // Adds it to others: mostly they continue where the last ones ended.
+  void Append(const ReadDigest& digest, ReadBytes* to) const;
+  static void AppendStorage(const DigestedRange& storage, ReadBytes* to);
+  // Each worker calls with its own number, so no lock is taken.
+  void Keep(int worker, const ReadBytes& read);
 
-  // Compares every segment that was touched, or every storage that was expected
-  // and touched. Of a segment whose digests do not tile it (a header before the
-  // first tensor, a stretch that was read twice or on another rank) what they
-  // leave out is read, or all of it; a storage is read again, only with
-  // kReadAgain. kCorrupt names the file; kCancelled where `job` was.
-  Status Check(OpenFiles* files, Untiled untiled, Job* job);
+  // Compares every segment and storage that something was kept of. Of a segment
+  // whose digests do not tile it (a header before the first tensor, a stretch
+  // that was read twice or on another rank) what they leave out is read, or all
+  // of it; a storage is read again, only with kLater. kCorrupt names the file;
+  // kCancelled where `job` was.
+  Status Check(OpenFiles* files, Wholes wholes, Job* job);
 
  private:
-  struct Digest {
-    uint32_t file;
-    uint32_t crc;
-    uint64_t offset, size;
-  };
-  using Digests = std::vector<Digest>;
-  struct Worker {
-    Digests digests;
-    std::vector<DigestedRange> expected;
-  };
-
   Status CheckSegments(OpenFiles* files, Job* job);
-  Status CheckStorages(OpenFiles* files, Untiled untiled, Job* job);
+  Status CheckStorages(OpenFiles* files, Wholes wholes, Job* job);
+  uint32_t Combine(uint32_t crc, const ReadDigest& next) const;
   // Of all workers, by file and offset; they are gone there then.
-  Digests SortedDigests();
-  std::vector<DigestedRange> SortedStorages();
+  ReadBytes TakeSorted();
   // The digests in [begin, end) of a file, from position `first` on in sorted
   // ones, as one; nullopt where they do not tile it.
-  std::optional<uint32_t> Joined(const Digests& sorted, size_t first,
-                                 uint32_t file, uint64_t begin,
+  std::optional<uint32_t> Joined(const std::vector<ReadDigest>& sorted,
+                                 size_t first, uint32_t file, uint64_t begin,
                                  uint64_t end) const;
 
-  const DigestKind kind_;
-  std::vector<Worker> workers_;
+  const FileSet& files_;
+  const bool verify_;
+  std::vector<ReadBytes> workers_;
 };
 
 }  // namespace torch_ckpt

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/open/checkpoint.h"
-#include "engine/read/input_digests.h"
+#include "engine/read/stored_inputs.h"
 #include "runtime/jobs.h"
 
 namespace torch_ckpt {
@@ -53,7 +53,7 @@ struct ReadPlan {
 
 struct ReadReport {
   uint64_t bytes_needed = 0;
-  uint64_t bytes_read = 0;
+  uint64_t bytes_read = 0;  // these two by all calls that share inputs
   uint64_t bytes_verified = 0;
 };
 
@@ -61,11 +61,11 @@ struct ReadReport {
 // targets fit, before a byte is copied; then reads each file in ascending
 // order with bounded memory. A cast that loses values (values/cast.h) is
 // kInvalidArgument. After an error targets may be partly filled. Who reads in
-// several calls gives `shared` ones, of kArchives or kNone, and checks them at
+// several calls gives `shared` ones, of Wholes::kAtOnce, and has them Check at
 // the end: what one call reads of a storage is compared by none.
 Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
                               const ReadPlan& plan,
                               const std::vector<TargetTensor>& targets,
-                              Job* job, InputDigests* shared = nullptr);
+                              Job* job, StoredInputs* shared = nullptr);
 
 }  // namespace torch_ckpt

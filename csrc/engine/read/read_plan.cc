@@ -117,10 +117,10 @@ Status PlannedReads::AddRun(const StoredRun& stored) {
   const Run& run = stored.run;
   uint64_t planned = 0;
   const uint64_t end = run.src + run.SrcSpan();
-  for (uint64_t cell = RoundDown(run.src, kCellBytes); cell < end;
-       cell += kCellBytes) {
+  for (uint64_t cell = RoundDown(run.src, kFetchBytes); cell < end;
+       cell += kFetchBytes) {
     parts_.clear();
-    ClipRun(run, cell, cell + kCellBytes, &parts_);
+    ClipRun(run, cell, cell + kFetchBytes, &parts_);
     for (const Run& part : parts_) {
       planned += part.TotalBytes();
       Keep(stored.file, part);
@@ -169,7 +169,6 @@ ReadCell PlannedReads::Cell(size_t cell) const {
   const size_t past = cell + 1 < size() ? cells_[cell + 1] : runs_.size();
   ReadCell out;
   out.file = runs_[first].file;
-  out.begin = RoundDown(runs_[first].src, kCellBytes);
   out.runs.reserve(past - first);
   for (size_t i = first; i < past; ++i) {
     const Delivery& delivery = deliveries_[runs_[i].item];
@@ -186,7 +185,7 @@ void PlannedReads::MakeCells() {
             });
   for (size_t i = 0; i < runs_.size(); ++i) {
     if (i > 0 && runs_[i].file == runs_[i - 1].file &&
-        runs_[i].src / kCellBytes == runs_[i - 1].src / kCellBytes) {
+        runs_[i].src / kFetchBytes == runs_[i - 1].src / kFetchBytes) {
       continue;
     }
     cells_.push_back(i);

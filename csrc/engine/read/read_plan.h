@@ -8,25 +8,16 @@
 #include "engine/open/stored_view.h"
 #include "engine/read/cast_target.h"
 #include "engine/read/read_job.h"
+#include "engine/read/stored_inputs.h"
 #include "plan/runs.h"
 
 namespace torch_ckpt {
 
-// The runs that need bytes [begin, begin + kCellBytes) of a file; run.src is a
-// file offset, run.dst an address. A run never leaves its cell, so a segment is
-// read once and each cell is one work item.
-inline constexpr uint64_t kCellBytes = uint64_t{4} << 20;
-
-struct ReadRun {
-  Run run;
-  // Null: run.dst is an address. Else it is where the stored elements would be
-  // in this.
-  CastTarget* cast = nullptr;
-};
-
+// The runs that need what a file has between two multiples of kFetchBytes:
+// run.src is a file offset. A run never leaves its cell, so a segment is read
+// once and each cell is one work item.
 struct ReadCell {
   uint32_t file = 0;
-  uint64_t begin = 0;
   bool shared = false;        // one of its items is
   std::vector<ReadRun> runs;  // by src
 };
@@ -44,14 +35,12 @@ class PlannedReads {
 
   // What the runs deliver.
   uint64_t bytes() const { return bytes_; }
-  // The storages that they may be in, by file and offset; for the caller to
-  // clear where nobody compares them.
-  std::vector<DigestedRange>& storages() { return storages_; }
+  // The storages that they may be in, by file and offset.
+  const std::vector<DigestedRange>& storages() const { return storages_; }
 
-  // Cells are in ascending order of file and begin. Cell() is of the plan and
+  // Cells are in ascending order of file and offset. Cell() is of the plan and
   // of casts() in it. Thread-safe.
   size_t size() const { return cells_.size(); }
-  uint32_t FileOf(size_t cell) const { return runs_[cells_[cell]].file; }
   ReadCell Cell(size_t cell) const;
   // Those of all items whose elements are cast.
   std::deque<CastTarget>& casts() { return casts_; }

@@ -4,10 +4,7 @@
 #include <utility>
 
 #include "base/checked.h"
-#include "engine/open/open_files.h"
 #include "engine/read/read_job.h"
-#include "engine/read/read_plan.h"
-#include "os/byte_source.h"
 
 namespace torch_ckpt {
 namespace {
@@ -31,10 +28,9 @@ Result<TensorStream> TensorStream::Open(
     Job* job) {
   TensorStream out(std::move(checkpoints), options, job);
   for (const auto& checkpoint : out.checkpoints_) {
-    out.files_.push_back(checkpoint->LendFiles(options.direct_io));
-    out.digests_.emplace_back(
-        std::max(1, options.workers),
-        ArchivesOf(*checkpoint->file_set(), options.verify));
+    out.inputs_.push_back(std::make_unique<StoredInputs>(
+        checkpoint->LendFiles(options.direct_io), options.verify,
+        std::max(1, options.workers), Wholes::kAtOnce));
   }
   for (const std::string& name : names) {
     TC_RETURN_IF_ERROR(out.AddTensor(name));
@@ -71,7 +67,7 @@ Status TensorStream::AddTensor(const std::string& name) {
 Status TensorStream::LeaseMemory() {
   const uint64_t workers =
       static_cast<uint64_t>(std::max(1, options_.workers)) *
-      RoundUp(kCellBytes + ByteSource::kSlack, kArenaPage);
+      RoundUp(kFetchScratch, kArenaPage);
   if (options_.memory < workers + kArenaPage) {
     return Exhausted("the memory budget is less than the " +
                      std::to_string(workers + kArenaPage) + " bytes that " +
@@ -175,18 +171,8 @@ Status TensorStream::Read(const std::vector<Piece>& pieces, size_t c) {
     const uint64_t bytes = BytesOf(tensor.dtypes[c], piece.box);
     targets.push_back({piece.bytes[c], {static_cast<int64_t>(bytes)}, {1}});
   }
-  return RunReadJob(checkpoints_[c], plan, targets, job_, &digests_[c])
+  return RunReadJob(checkpoints_[c], plan, targets, job_, inputs_[c].get())
       .status();
-}
-
-// Of storages, which pieces are parts of. Who looks at a view of a large one is
-// not to read all of that.
-Status TensorStream::CheckDigests() {
-  for (size_t c = 0; c < checkpoints_.size(); ++c) {
-    TC_RETURN_IF_ERROR(
-        digests_[c].Check(files_[c].get(), Untiled::kPassedOver, job_));
-  }
-  return {};
 }
 
 void TensorStream::Divide(const std::vector<Piece>& pieces) {
@@ -208,7 +194,11 @@ void TensorStream::Divide(const std::vector<Piece>& pieces) {
 
 Result<std::span<const TensorStream::Part>> TensorStream::Next() {
   TC_ASSIGN_OR_RETURN(const std::vector<Piece> pieces, TakePieces());
-  if (pieces.empty()) TC_RETURN_IF_ERROR(CheckDigests());
+  // Storages at the end, which pieces are parts of. Who looks at a view of a
+  // large one is not to read all of that.
+  for (size_t c = 0; pieces.empty() && c < checkpoints_.size(); ++c) {
+    TC_RETURN_IF_ERROR(inputs_[c]->Check(job_));
+  }
   for (size_t c = 0; !pieces.empty() && c < checkpoints_.size(); ++c) {
     TC_RETURN_IF_ERROR(Read(pieces, c));
   }

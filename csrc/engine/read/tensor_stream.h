@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "engine/open/checkpoint.h"
-#include "engine/read/input_digests.h"
+#include "engine/read/stored_inputs.h"
 #include "runtime/arena.h"
 #include "runtime/jobs.h"
 
@@ -77,7 +77,6 @@ class TensorStream {
   void Cut(size_t tensor, const Box& box);
   Result<std::vector<Piece>> TakePieces();
   Status Read(const std::vector<Piece>& pieces, size_t c);
-  Status CheckDigests();
   void Divide(const std::vector<Piece>& pieces);
 
   std::vector<std::shared_ptr<const Checkpoint>> checkpoints_;
@@ -85,8 +84,7 @@ class TensorStream {
   Job* job_;
   std::vector<Tensor> tensors_;
   // By checkpoint. The files stay open from one read to the next.
-  std::vector<std::shared_ptr<OpenFiles>> files_;
-  std::vector<InputDigests> digests_;
+  std::vector<std::unique_ptr<StoredInputs>> inputs_;
   ArenaLease buffer_;
   size_t next_ = 0;         // tensor that is not cut yet
   std::vector<Box> boxes_;  // of the one before, the next one last

@@ -87,13 +87,8 @@ void FillBuffer::Made(uint64_t at, uint64_t bytes) {
   });
 }
 
-uint32_t FillBuffer::CopyAndDigest(uint64_t at, ByteSpan bytes) {
-  Filled(bytes.size());
-  const uint32_t crc =
-      Crc32cCopy(0, out_.data() + at, bytes.data(), bytes.size());
-  if (copies_ == Copies::kDigested)
-    digested_.push_back({at, bytes.size(), crc});
-  return crc;
+void FillBuffer::Made(uint64_t at, uint64_t bytes, uint32_t crc32c) {
+  if (copies_ == Copies::kDigested) digested_.push_back({at, bytes, crc32c});
 }
 
 void FillBuffer::Digest(SegmentDigester* digester) {

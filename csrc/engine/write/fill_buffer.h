@@ -45,14 +45,15 @@ class FillBuffer {
       : out_(out), offset_(offset), worker_(worker), copies_(copies) {}
 
   int worker() const { return worker_; }
+  uint64_t offset() const { return offset_; }
   size_t size() const { return out_.size(); }
   MutableByteSpan Out(uint64_t at, uint64_t bytes) const {
     return out_.subspan(at, bytes);
   }
 
   // Providers say how many bytes they have put there, or have begun to: who
-  // asked compares it with what they were asked for. What is copied by the two
-  // functions below is counted already.
+  // asked compares it with what they were asked for. What Copy has copied is
+  // counted already.
   void Filled(uint64_t bytes) { filled_ += bytes; }
   uint64_t filled() const { return filled_; }
 
@@ -61,11 +62,8 @@ class FillBuffer {
   // Says that these bytes are there and still in the cache, which spares a
   // second pass for their digest. Nobody need say so.
   void Made(uint64_t at, uint64_t bytes);
-  // For who wants the digest of what it copies as well. REQUIRES: bytes do not
-  // reach beyond SegmentEnd(at).
-  uint32_t CopyAndDigest(uint64_t at, ByteSpan bytes);
-  // Where the segment of the output that `at` is in ends, in this buffer.
-  uint64_t SegmentEnd(uint64_t at) const;
+  // The same of bytes of one segment of the output whose CRC-32C is known.
+  void Made(uint64_t at, uint64_t bytes, uint32_t crc32c);
 
   // Gives all bytes of the buffer to `digester`, which is at its offset.
   void Digest(SegmentDigester* digester);
@@ -76,6 +74,8 @@ class FillBuffer {
     uint64_t at, bytes;
     uint32_t crc;
   };
+  // Where the segment of the output that `at` is in ends, in this buffer.
+  uint64_t SegmentEnd(uint64_t at) const;
   // Calls step(crc, at, bytes) -> crc for the part of a range in each segment,
   // if it goes on where the last one ended or is worth a digest by itself;
   // else does nothing and returns false.

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "engine/open/stored_view.h"
+#include "engine/read/stored_inputs.h"
 #include "engine/write/provider.h"
-#include "engine/write/stored_inputs.h"
 
 namespace torch_ckpt {
 
@@ -20,7 +20,7 @@ class StoredTensors final : public Provider {
   StoredTensors(StoredInputs* inputs, Finder find)
       : inputs_(inputs), find_(std::move(find)) {}
 
-  uint64_t ScratchBytes() const override { return StoredInputs::kScratchBytes; }
+  uint64_t ScratchBytes() const override { return kFetchScratch; }
   Status Fill(const std::vector<Stretch>& stretches, MutableByteSpan scratch,
               FillBuffer* buffer) override;
 
@@ -34,7 +34,7 @@ class StoredFiles final : public Provider {
  public:
   explicit StoredFiles(StoredInputs* inputs) : inputs_(inputs) {}
 
-  uint64_t ScratchBytes() const override { return StoredInputs::kScratchBytes; }
+  uint64_t ScratchBytes() const override { return kFetchScratch; }
   Status Fill(const std::vector<Stretch>& stretches, MutableByteSpan scratch,
               FillBuffer* buffer) override;
 
