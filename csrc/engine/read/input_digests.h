@@ -23,8 +23,8 @@ enum class Wholes : uint8_t {
   kLater,
 };
 
-// Bytes that were read, by their CRC-32C or, of archives, their CRC-32. They
-// lie in one segment.
+// Bytes that were read, by their CRC-32C, in one segment, or, of archives, by
+// their CRC-32.
 struct ReadDigest {
   uint32_t file, crc;
   uint64_t offset, size;

@@ -175,14 +175,16 @@ class ReadPass {
     return nullptr;
   }
 
-  // Segment by segment, and those in steps: what was just read is still in the
-  // CPU's cache for the digest and the copies.
+  // In steps, none of which is in two segments: what was just read is still in
+  // the CPU's cache for the digest and the copies.
   Status ReadRange(const Range& range) {
     if (readers_ == Readers::kSeveral) source_.ReadAhead(range.lo, range.hi);
     StepReader steps(source_, range.hi, scratch_, readers_);
     for (uint64_t at = range.lo; at < range.hi;) {
-      uint64_t hi = std::min({RoundDown(at, kSegmentBytes) + kSegmentBytes,
-                              at + uint64_t{kDigestStep}, range.hi});
+      uint64_t hi = std::min(at + uint64_t{kDigestStep}, range.hi);
+      if (segments_) {
+        hi = std::min(hi, RoundDown(at, kSegmentBytes) + kSegmentBytes);
+      }
       SkipTo(at);
       const ReadRun* const sole = Sole(at, &hi);
       TC_ASSIGN_OR_RETURN(const std::byte* bytes, steps.Next(at, hi - at));
