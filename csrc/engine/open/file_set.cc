@@ -10,7 +10,6 @@
 #include "format/safetensors/sharding_info.h"
 #include "os/patience.h"
 #include "os/probe.h"
-#include "runtime/crc32c.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {

@@ -1,6 +1,7 @@
 #include "engine/read/input_digests.h"
 
 #include <algorithm>
+#include <span>
 #include <string>
 
 #include "base/checked.h"

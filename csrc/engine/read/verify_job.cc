@@ -9,7 +9,6 @@
 #include "engine/open/torch_archive.h"
 #include "engine/read/range_crc32.h"
 #include "runtime/arena.h"
-#include "runtime/crc32c.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
