@@ -83,9 +83,6 @@ AS_IN = {
 RECEIVED = ("AsyncSave", "MergeFuture", "TorchPatch", "StoredTensor", "StoredObjects")
 # What only torch_ckpt calls, although the names do not say so.
 INTERNAL = {
-    "AsyncSave": {
-        *("elapsed", "finish", "is_unheard", "release_tensors", "shares_with", "told"),
-    },
     "DtypePolicy": {"check_tied", "stored", "stored_dtypes", "torch_name"},
     "HuggingFaceStorageWriter": {"count_save", "end_save", "mapped_names"},
     "SavePlanner": {"begin"},

@@ -17,10 +17,14 @@ from blocked import Blocked, blocked, same, zeros_like
 from safetensors import safe_open
 from safetensors.torch import save_file
 from sample_states import FAILED
+from test_simulated_ranks import as_rank
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageWriter, LocalBoxes, PerRank, SavePlanner
 from torch_ckpt.errors import InvalidArgumentError, MissingKeyError, UnsupportedError
+from torch_ckpt.native.torch_private import dtensor_of
 from torch_ckpt.planning.wrappers import parts_of
 
 SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
@@ -150,6 +154,27 @@ def test_files_that_do_not_say_what_it_was(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"nothing in the checkpoint says what a\.w was made of"):
         torch_ckpt.load({"a": {"w": target}}, tmp_path / "m.safetensors")
     assert same(target, blocked(4, 1))
+
+
+class Spread(Blocked):
+    """Its scales are cut whichever dimension is."""
+
+    @classmethod
+    def part(cls, whole: Blocked, dim: int = 0, start: int = 0, end: int = 0) -> Blocked:
+        scales = len(whole.scale)
+        begin, count = (scales * n // whole.shape[dim] for n in (start, end - start))
+        codes = whole.codes.narrow(dim, start, end - start)
+        return cls(codes, whole.scale.narrow(0, begin, count), whole.table)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_part_that_two_dimensions_cut(rank: int) -> None:
+    with as_rank(rank, 4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        like = DTensor.from_local(torch.empty(4, 16), mesh, [Shard(0), Shard(1)], run_check=False)
+        local = Spread(torch.zeros(4, 16, dtype=torch.uint8), torch.rand(4), torch.ones(2))
+        with pytest.raises(UnsupportedError, match="tensor 'w': is sharded where its scale"):
+            parts_of(dtensor_of(local, like), "w")
 
 
 class Shade(enum.Enum):

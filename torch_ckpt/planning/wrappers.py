@@ -21,11 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.native.tensors import PLAIN_TENSORS, has_elements, memory_of, same_bits
-from torch_ckpt.native.torch_private import (
-    AsyncCollectiveTensor,
-    is_wrapper,
-    local_tensor,
-)
+from torch_ckpt.native.torch_private import AsyncCollectiveTensor, is_wrapper, local_tensor
 from torch_ckpt.planning.boxes import local_boxes
 from torch_ckpt.planning.local_boxes import LocalBoxes
 
@@ -104,7 +100,8 @@ def _sharded(
         for name, along in _follow(local, parts, dim, fqn).items():
             at, size, whole = box.offsets[dim], box.sizes[dim], value.shape[dim]
             held = parts[name].shape[along]
-            if at * held % size or whole * held % size or offsets[name][along]:
+            twice = shapes[name][along] != held  # by another dimension, too
+            if twice or at * held % size or whole * held % size:
                 raise UnsupportedError(
                     f"is sharded where its {name}, of {list(parts[name].shape)} here, cannot be: "
                     f"rows {at} to {at + size} of {whole}",
