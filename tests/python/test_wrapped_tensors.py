@@ -239,6 +239,14 @@ def test_local_boxes_that_do_not_fit() -> None:
         LocalBoxes((3, 3), [((0, 0), one)]) + 1
 
 
+def test_local_boxes_without_boxes_are_staged() -> None:
+    import torch._subclasses.fake_tensor  # which says of no tensors that all of them are fake
+
+    staged = torch_ckpt.PinnedMemoryStager().stage({"w": LocalBoxes((3,), [], torch.int8)})
+    assert isinstance(staged, dict) and isinstance(staged["w"], LocalBoxes)
+    assert staged["w"].boxes == () and staged["w"].dtype is torch.int8
+
+
 @pytest.mark.parametrize("save", sorted(SAVES.keys() - {"plain"}))
 def test_boxes_that_leave_a_hole_or_overlap(tmp_path: Path, save: str) -> None:
     one = torch.ones(2, 2)

@@ -170,6 +170,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
     fakes = sys.modules.get("torch._subclasses.fake_tensor")  # takes long to import
     if fakes is None:
         return False
+    if is_wrapper(tensor) and not tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        return False  # torch takes none of nothing for a mixture
     with torch._C.DisableTorchFunctionSubclass():
         return bool(fakes.is_fake(tensor))
 
