@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,19 @@ STOCK_213 = FULL and torch.__version__.startswith("2.13.")
 
 # A failed dcp.save or dcp.load is a CheckpointException, which is no Exception.
 FAILED = (Exception, CheckpointException)
+
+# Every way in which a state is saved in one process.
+SAVES_OF_OURS: dict[str, Callable[[dict[str, Any], Path], Any]] = {
+    "sharded": torch_ckpt.save,
+    "final": lambda state, path: torch_ckpt.save(state, path, layout="final"),
+    "async": lambda state, path: torch_ckpt.async_save(state, path).result(),
+    "dcp": lambda state, path: dcp.save(
+        state,
+        storage_writer=torch_ckpt.HuggingFaceStorageWriter(path, layout="sharded"),
+        planner=torch_ckpt.SavePlanner(),
+        no_dist=True,
+    ),
+}
 
 FLOATS = [
     torch.float16,

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from odd_tensors import ODD, Coded, Deaf, Grumpy, codes
 from safetensors.torch import save_file
 from sample_states import FAILED
+from sample_states import SAVES_OF_OURS as SAVES
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -28,17 +29,6 @@ from torch_ckpt.native.torch_private import dtensor_of
 from torch_ckpt.objects import ObjectError
 
 VALUES = torch.arange(8) / 2
-SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
-    "sharded": torch_ckpt.save,
-    "final": lambda state, path: torch_ckpt.save(state, path, layout="final"),
-    "async": lambda state, path: torch_ckpt.async_save(state, path).result(),
-    "dcp": lambda state, path: dcp.save(
-        state,
-        storage_writer=HuggingFaceStorageWriter(path, layout="sharded"),
-        planner=torch_ckpt.SavePlanner(),
-        no_dist=True,
-    ),
-}
 
 
 @pytest.fixture

@@ -16,27 +16,21 @@ import torch.distributed.checkpoint as dcp
 from blocked import Blocked, blocked, same, zeros_like
 from safetensors import safe_open
 from safetensors.torch import save_file
-from sample_states import FAILED
+from sample_states import FAILED, SAVES_OF_OURS
 from test_simulated_ranks import as_rank
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from wrapped_tensor import Wrapped
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageWriter, LocalBoxes, PerRank, SavePlanner
 from torch_ckpt.errors import InvalidArgumentError, MissingKeyError, UnsupportedError
 from torch_ckpt.native.torch_private import dtensor_of
+from torch_ckpt.planning.renaming import rename_words
 from torch_ckpt.planning.wrappers import parts_of
 
 SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
-    "sharded": torch_ckpt.save,
-    "final": lambda state, path: torch_ckpt.save(state, path, layout="final"),
-    "async": lambda state, path: torch_ckpt.async_save(state, path).result(),
-    "dcp": lambda state, path: dcp.save(
-        state,
-        storage_writer=HuggingFaceStorageWriter(path, layout="sharded"),
-        planner=SavePlanner(),
-        no_dist=True,
-    ),
+    **SAVES_OF_OURS,
     "plain": lambda state, path: dcp.save(
         state, storage_writer=dcp.FileSystemWriter(path), planner=SavePlanner(), no_dist=True
     ),
@@ -140,6 +134,24 @@ def test_its_parts_can_have_other_names(tmp_path: Path, saved: Path) -> None:
         )
     with pytest.raises(InvalidArgumentError, match=r"'a\.w'.*do not belong together"):
         torch_ckpt.save({"a": {"w": value}}, tmp_path / "d", key_mapping=[("scale", "s")])
+
+
+def test_a_part_does_not_take_the_name_of_the_whole(tmp_path: Path) -> None:
+    # It would be loaded as values of the whole, by the target's `copy_`.
+    state = {"w": Wrapped(torch.arange(4, dtype=torch.int8), 0.5)}
+    with pytest.raises(InvalidArgumentError, match=r"'w'.*do not belong together"):
+        torch_ckpt.save(state, tmp_path / "c", key_mapping=[(r"^w\.inner$", "w")])
+    assert not (tmp_path / "c").exists()
+
+
+def test_names_of_parts_that_have_parts() -> None:
+    words = {"w": {"parts": ["data", "scale"]}, "w.data": {"parts": ["low", "high"]}}
+    old = ["w.data.low", "w.data.high", "w.scale"]
+    names = {name: f"v{name[1:]}" for name in old}
+    renamed = rename_words(words, names)
+    assert renamed == {"v": words["w"], "v.data": words["w.data"]}
+    with pytest.raises(InvalidArgumentError, match="do not belong together"):
+        rename_words(words, {"w.data.low": "v.data.low"})
 
 
 def test_a_name_that_a_part_would_have(tmp_path: Path) -> None:

@@ -55,18 +55,17 @@ def rename_paths(paths: Mapping[str, Any], names: Mapping[str, str]) -> dict[str
 def rename_words(words: Mapping[str, Words], names: Mapping[str, str]) -> dict[str, Words]:
     """What is said of tensors that are made of others, whose parts get other names. Raises
     InvalidArgumentError where they are no parts of one tensor any more."""
-    renamed_words = {}
-    for fqn, said in words.items():
-        prefixes = {
-            names.get(f"{fqn}.{part}", f"{fqn}.{part}").removesuffix(f".{part}")
-            for part in said["parts"]
-        }
-        if len(prefixes) > 1:
+    moved = dict(names)
+    for fqn in sorted(words, key=len, reverse=True):  # a part may have parts itself
+        olds = {f".{part}": f"{fqn}.{part}" for part in words[fqn]["parts"]}
+        news = {end: moved.get(old, old) for end, old in olds.items()}
+        wholes = {new.removesuffix(end) for end, new in news.items()} or {fqn}
+        if len(wholes) > 1 or not all(new.endswith(end) for end, new in news.items()):
             raise InvalidArgumentError(
                 "key_mapping gives its parts names that do not belong together", tensor=fqn
             )
-        renamed_words[prefixes.pop() if prefixes else fqn] = said
-    return renamed_words
+        moved[fqn] = wholes.pop()
+    return {moved[fqn]: said for fqn, said in words.items()}
 
 
 def rename_metadata(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
