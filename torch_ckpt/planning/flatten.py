@@ -370,7 +370,8 @@ def merge_structures(structures: Iterable[Structure | None]) -> Structure | None
             known = merged.setdefault("tensors", {}).setdefault(fqn, words)
             if known != words:
                 raise InvalidArgumentError(
-                    f"ranks {said_by[fqn]} and {rank} disagree: {known} and {words}", tensor=fqn
+                    f"ranks {said_by[fqn]} and {rank} disagree: {known!s:.500} and {words!s:.500}",
+                    tensor=fqn,
                 )
             said_by.setdefault(fqn, rank)
     return merged

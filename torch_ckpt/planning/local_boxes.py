@@ -57,6 +57,8 @@ class LocalBoxes(torch.Tensor):
             cls, shape, dtype=of.dtype, device=of.device
         )
         made.global_shape, made.boxes = shape, held
+        # What __tensor_flatten__ names are attributes.
+        made.__dict__.update((f"box_{number}", tensor) for number, (_, tensor) in enumerate(held))
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -80,7 +82,6 @@ class LocalBoxes(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [f"box_{number}" for number in range(len(self.boxes))]
-        self.__dict__.update(zip(names, (tensor for _, tensor in self.boxes), strict=True))
         return names, (self.global_shape, [offsets for offsets, _ in self.boxes], self.dtype)
 
     @staticmethod
