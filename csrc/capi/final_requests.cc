@@ -125,7 +125,7 @@ Status AssembleFinals(const Json& request, const SaveSession& session,
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
   TC_ASSIGN_OR_RETURN(const FinalFiles list,
                       ReadFinalFiles(session.directory()));
-  TC_ASSIGN_OR_RETURN(const std::vector<CommitFile> files,
+  TC_ASSIGN_OR_RETURN(const std::vector<StagedFile> files,
                       RunAssembleJob(session.directory(), list, ranks,
                                      OutputOptionsOf(request), job.get()));
   commit->files.insert(commit->files.end(), files.begin(), files.end());

@@ -97,7 +97,7 @@ Result<MergePlan> ParsePlan(const Json& request) {
 
 std::vector<std::string> IdsOf(const MergePlan& plan) {
   std::vector<std::string> ids;
-  for (const Output& output : plan.outputs()) ids.push_back(output.spec.id);
+  for (const Output& output : plan.outputs()) ids.push_back(output.file.id);
   return ids;
 }
 
@@ -179,7 +179,7 @@ Result<Json> MergeBeginRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const MergePlan plan, input.Plan({}));
   TC_ASSIGN_OR_RETURN(BegunMerge merge, BeginMerge(plan, target));
   for (const Output& output : plan.outputs()) {
-    TC_RETURN_IF_ERROR(CreateOutput(merge.session->directory(), output.spec));
+    TC_RETURN_IF_ERROR(CreateOutput(merge.session->directory(), output.file));
   }
   Json out = {{"staging", merge.session->place().path},
               {"ids", IdsOf(plan)},

@@ -30,7 +30,7 @@ Result<CommitRequest> ParseCommit(const Json& request) {
   TC_ASSIGN_OR_RETURN(commit.world_size, GetInt(request, "world_size", 1));
   TC_ASSIGN_OR_RETURN(const Json* files, GetList(request, "files"));
   for (const Json& item : *files) {
-    TC_ASSIGN_OR_RETURN(CommitFile file, ParseFile(item));
+    TC_ASSIGN_OR_RETURN(StagedFile file, ParseFile(item));
     commit.files.push_back(std::move(file));
   }
   TC_ASSIGN_OR_RETURN(const Json* objects, GetList(request, "objects"));
@@ -123,7 +123,7 @@ Result<Json> StageExtrasRequest(const Json& request) {
   Saves().PutBack(id, std::move(session));
   TC_RETURN_IF_ERROR(status);
   Json files = Json::array();
-  for (const CommitFile& file : added.files) {
+  for (const StagedFile& file : added.files) {
     files.push_back(FileJson(file));
   }
   return Json{{"files", std::move(files)}};

@@ -9,15 +9,15 @@ namespace {
 
 Result<WrittenSpill> ParseSpill(const Json& item) {
   WrittenSpill spill;
-  OutputSpec& spec = spill.file.spec;
-  TC_ASSIGN_OR_RETURN(spec.staged, GetString(item, "staged"));
-  TC_ASSIGN_OR_RETURN(spec.id, GetString(item, "id"));
+  StagedFile& file = spill.file;
+  TC_ASSIGN_OR_RETURN(file.staged, GetString(item, "staged"));
+  TC_ASSIGN_OR_RETURN(file.id, GetString(item, "id"));
   TC_ASSIGN_OR_RETURN(const int64_t bytes, GetInt(item, "bytes"));
-  spec.bytes = static_cast<uint64_t>(bytes);
-  TC_RETURN_IF_ERROR(CheckFileName(spec.staged));
+  file.bytes = static_cast<uint64_t>(bytes);
+  TC_RETURN_IF_ERROR(CheckFileName(file.staged));
   TC_ASSIGN_OR_RETURN(const std::string crc, GetString(item, "crc32c"));
-  TC_ASSIGN_OR_RETURN(spill.file.crc32c, ParseDigests(crc));
-  if (spill.file.crc32c.size() != SegmentCount({0, spec.bytes})) {
+  TC_ASSIGN_OR_RETURN(file.crc32c, ParseDigests(crc));
+  if (file.crc32c.size() != SegmentCount({0, file.bytes})) {
     return InvalidArgument("a rank's spill has too few digests");
   }
   TC_ASSIGN_OR_RETURN(const Json* pieces, GetList(item, "pieces"));
@@ -25,9 +25,9 @@ Result<WrittenSpill> ParseSpill(const Json& item) {
     if (!piece.is_array() || piece.size() != 4) {
       return InvalidArgument("a piece is a file, begin, end and place");
     }
-    TC_ASSIGN_OR_RETURN(const uint64_t file, ParseUnsigned(piece[0]));
+    TC_ASSIGN_OR_RETURN(const uint64_t final_file, ParseUnsigned(piece[0]));
     SpillBytes left;
-    left.file = static_cast<uint32_t>(file);
+    left.file = static_cast<uint32_t>(final_file);
     TC_ASSIGN_OR_RETURN(left.bytes.begin, ParseUnsigned(piece[1]));
     TC_ASSIGN_OR_RETURN(left.bytes.end, ParseUnsigned(piece[2]));
     TC_ASSIGN_OR_RETURN(left.at, ParseUnsigned(piece[3]));
@@ -49,7 +49,7 @@ Result<WrittenSpill> ParseSpill(const Json& item) {
 }
 
 Json SpillJson(const WrittenSpill& spill) {
-  const OutputSpec& spec = spill.file.spec;
+  const StagedFile& file = spill.file;
   Json pieces = Json::array(), boxes = Json::array();
   for (const SpillBytes& piece : spill.bytes) {
     pieces.push_back(
@@ -59,36 +59,30 @@ Json SpillJson(const WrittenSpill& spill) {
     boxes.push_back({box.tensor, DimsJson(box.box.offsets),
                      DimsJson(box.box.sizes), box.at});
   }
-  return {
-      {"staged", spec.staged},       {"id", spec.id},
-      {"bytes", spec.bytes},         {"crc32c", DigestsText(spill.file.crc32c)},
-      {"pieces", std::move(pieces)}, {"boxes", std::move(boxes)}};
+  return {{"staged", file.staged},       {"id", file.id},
+          {"bytes", file.bytes},         {"crc32c", DigestsText(file.crc32c)},
+          {"pieces", std::move(pieces)}, {"boxes", std::move(boxes)}};
 }
 
 }  // namespace
 
-Json FileJson(const OutputSpec& spec, const std::vector<uint32_t>& crc32c) {
-  return {{"staged", spec.staged}, {"name", spec.name},
-          {"id", spec.id},         {"role", RoleName(spec.role)},
-          {"bytes", spec.bytes},   {"crc32c", DigestsText(crc32c)}};
+Json FileJson(const StagedFile& file) {
+  return {{"staged", file.staged}, {"name", file.name},
+          {"id", file.id},         {"role", RoleName(file.role)},
+          {"bytes", file.bytes},   {"crc32c", DigestsText(file.crc32c)}};
 }
 
-Json FileJson(const CommitFile& file) {
-  const auto& [name, id, role, bytes, crc32c, container] = file.file;
-  return FileJson({name, file.staged, id, role, bytes, {}}, crc32c);
-}
-
-Result<CommitFile> ParseFile(const Json& item) {
-  CommitFile file;
+Result<StagedFile> ParseFile(const Json& item) {
+  StagedFile file;
   TC_ASSIGN_OR_RETURN(file.staged, GetString(item, "staged"));
-  TC_ASSIGN_OR_RETURN(file.file.name, GetString(item, "name"));
-  TC_ASSIGN_OR_RETURN(file.file.id, GetString(item, "id"));
-  TC_ASSIGN_OR_RETURN(file.file.role, GetRole(item));
-  file.file.container = ContainerOf(file.file.role);
+  TC_ASSIGN_OR_RETURN(file.name, GetString(item, "name"));
+  TC_ASSIGN_OR_RETURN(file.id, GetString(item, "id"));
+  TC_ASSIGN_OR_RETURN(file.role, GetRole(item));
+  file.container = ContainerOf(file.role);
   TC_ASSIGN_OR_RETURN(const int64_t bytes, GetInt(item, "bytes"));
-  file.file.bytes = static_cast<uint64_t>(bytes);
+  file.bytes = static_cast<uint64_t>(bytes);
   TC_ASSIGN_OR_RETURN(const std::string crc, GetString(item, "crc32c"));
-  TC_ASSIGN_OR_RETURN(file.file.crc32c, ParseDigests(crc));
+  TC_ASSIGN_OR_RETURN(file.crc32c, ParseDigests(crc));
   return file;
 }
 

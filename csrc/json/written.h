@@ -12,9 +12,8 @@
 namespace torch_ckpt {
 
 // A file: {"staged", "name", "id", "role", "bytes", "crc32c"}
-Json FileJson(const OutputSpec& spec, const std::vector<uint32_t>& crc32c);
-Json FileJson(const CommitFile& file);
-Result<CommitFile> ParseFile(const Json& object);
+Json FileJson(const StagedFile& file);
+Result<StagedFile> ParseFile(const Json& object);
 
 // Ranges of a file: [[begin, end, digests], ...]
 Json RangesJson(const std::vector<WrittenRange>& ranges);

@@ -150,16 +150,16 @@ Status RunWrite(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
                       RunWriteJob(std::move(write_plan), sources, job));
   Json files = Json::array();
   uint64_t bytes = 0;
-  for (const WrittenFile& file : written.files) {
-    files.push_back(FileJson(file.spec, file.crc32c));
-    bytes += file.spec.bytes;
+  for (const StagedFile& file : written.files) {
+    files.push_back(FileJson(file));
+    bytes += file.bytes;
   }
   for (const WrittenFinal& file : written.final_files) {
     for (const WrittenRange& range : file.ranges) {
       bytes += range.bytes.end - range.bytes.begin;
     }
   }
-  if (written.spill) bytes += written.spill->file.spec.bytes;
+  if (written.spill) bytes += written.spill->file.bytes;
   job->SetResult(
       Json{{"files", std::move(files)}, {"final", FinalsJson(written)}}.dump());
   report[0] = 1;

@@ -1,4 +1,4 @@
-// Fault points: one before every system call that os/ makes, and "cell", where
+// Fault points: one before every system call that os/ makes, and "piece", where
 // a job begins to read what it wants at once of a file.
 //
 // Compiled in with TORCH_CKPT_FAULTS (developer and test builds), otherwise

@@ -119,26 +119,26 @@ TEST_F(CommitTest, RefusesWhatTheRanksDidNotWrite) {
     std::filesystem::resize_file(stage + "/" + r->files[1].staged, 4100);
   });
   refuses(ErrorKind::kCorrupt,
-          [](Request r, Stage) { r->files[0].file.id = NewId(); });
+          [](Request r, Stage) { r->files[0].id = NewId(); });
   refuses(ErrorKind::kCorrupt,
-          [](Request r, Stage) { r->files[0].file.bytes += 1; });
+          [](Request r, Stage) { r->files[0].bytes += 1; });
   refuses(ErrorKind::kConflict, [](Request r, Stage) {
-    r->files[0].file.name = r->files[1].file.name;
+    r->files[0].name = r->files[1].name;
   });
   refuses(ErrorKind::kConflict, [](Request r, Stage) {  // the same box twice
     r->files.push_back(r->files[0]);
-    r->files.back().file.name = "x.safetensors";
+    r->files.back().name = "x.safetensors";
   });
   refuses(ErrorKind::kCorrupt,
-          [](Request r, Stage) { r->files[0].file.name = "../x.safetensors"; });
+          [](Request r, Stage) { r->files[0].name = "../x.safetensors"; });
   refuses(ErrorKind::kInvalidArgument, [](Request r, Stage) {
     r->objects.push_back({"step", "objects-00001.json"});
   });
   // A manifest that no reader would take.
   refuses(ErrorKind::kInvalidArgument,
-          [](Request r, Stage) { r->files[0].file.crc32c.clear(); });
+          [](Request r, Stage) { r->files[0].crc32c.clear(); });
   refuses(ErrorKind::kInvalidArgument,
-          [](Request r, Stage) { r->files[0].file.crc32c.push_back(1); });
+          [](Request r, Stage) { r->files[0].crc32c.push_back(1); });
   ExpectNoStaging();
   ExpectHolds(old_);
 }

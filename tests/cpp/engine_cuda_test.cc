@@ -38,7 +38,7 @@ class WriteFromDeviceTest : public EngineTest {
     expected_[name] = bytes;
   }
 
-  Result<std::vector<WrittenFile>> Write(int workers) {
+  Result<std::vector<StagedFile>> Write(int workers) {
     WritePlan plan;
     plan.staging = Path("stage");
     file_.name = "model-00001-of-00001.safetensors";
@@ -49,14 +49,14 @@ class WriteFromDeviceTest : public EngineTest {
     return std::move(written.files);
   }
 
-  void ExpectWritten(const WrittenFile& file) {
-    const std::string text = ReadText(Path("stage/" + file.spec.staged));
+  void ExpectWritten(const StagedFile& file) {
+    const std::string text = ReadText(Path("stage/" + file.staged));
     for (size_t i = 0; i < file.crc32c.size(); ++i) {
       const std::string segment = text.substr(i * kSegmentBytes, kSegmentBytes);
       EXPECT_EQ(file.crc32c[i], Crc32c(0, segment.data(), segment.size()));
     }
     auto stage = Directory::Open(Path("stage"));
-    auto opened = stage->OpenFile(file.spec.staged, {});
+    auto opened = stage->OpenFile(file.staged, {});
     auto header = ReadFileHeader(*opened, *opened->Stat());
     ASSERT_TRUE(header.ok()) << header.status().ToString();
     for (const SafetensorsEntry& entry : header->header.tensors) {
@@ -149,14 +149,7 @@ TEST_F(WriteFromDeviceTest, FinalFilesWithCasts) {
   auto files = RunAssembleJob(*stage, *list, {rank}, {}, &job);
   ASSERT_OK(files.status());
   expected_ = {{"cast", cast}, {"gathered", cast}, {"plain", plain}};
-  const CommitFile& file = (*files)[0];
-  ExpectWritten({{file.file.name,
-                  file.staged,
-                  file.file.id,
-                  FileRole::kData,
-                  file.file.bytes,
-                  {}},
-                 file.file.crc32c});
+  ExpectWritten((*files)[0]);
 }
 
 TEST_F(WriteFromDeviceTest, BuffersAreLockedByTheFirstJobOnly) {

@@ -30,7 +30,7 @@ Status FillWith(Provider* provider) {
   list.Append({provider, 0}, 8);
   std::vector<std::byte> bytes(24);
   FillBuffer buffer(bytes, 0, 0, FillBuffer::Copies::kCached);
-  return FillPortions(PortionsOf(list, 0, 24), {}, &buffer);
+  return FillStretches(StretchesByProvider(list, 0, 24), {}, &buffer);
 }
 
 TEST(FillTest, WhatAProviderLeavesOutIsAnError) {

@@ -235,7 +235,7 @@ TEST_F(FinalFilesTest, SpillsThatWereDamagedAreFound) {
   Begin(pieces_);
   WriteAll();
   const std::string path =
-      session_->place().path + "/" + ranks_[1].spills[0].file.spec.staged;
+      session_->place().path + "/" + ranks_[1].spills[0].file.staged;
   std::string text = ReadText(path);
   text[text.size() / 2] ^= 1;
   WriteText(path, text);
@@ -249,7 +249,7 @@ TEST_F(FinalFilesTest, ASpillThatIsGoneOrCutIsFound) {
     ranks_.clear();
     WriteAll();
     const std::string path =
-        session_->place().path + "/" + ranks_[1].spills[0].file.spec.staged;
+        session_->place().path + "/" + ranks_[1].spills[0].file.staged;
     if (gone) {
       ASSERT_EQ(std::remove(path.c_str()), 0);
     } else {
@@ -269,13 +269,12 @@ TEST_F(FinalFilesTest, ABoxThatIsNotInItsSpillIsFound) {
   WriteAll();
   std::vector<SpillBox>& boxes = ranks_[1].spills[0].boxes;
   ASSERT_FALSE(boxes.empty());
-  for (const uint64_t at :
-       {ranks_[1].spills[0].file.spec.bytes, ~uint64_t{0}}) {
+  for (const uint64_t at : {ranks_[1].spills[0].file.bytes, ~uint64_t{0}}) {
     boxes[0].at = at;
     const Status status = Assemble();
     EXPECT_EQ(status.kind(), ErrorKind::kCorrupt) << status.ToString();
     EXPECT_EQ(status.tensor(), boxes[0].tensor);
-    EXPECT_EQ(status.file(), ranks_[1].spills[0].file.spec.staged);
+    EXPECT_EQ(status.file(), ranks_[1].spills[0].file.staged);
   }
 }
 

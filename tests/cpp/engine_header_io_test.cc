@@ -64,9 +64,8 @@ class HeaderIoTest : public EngineTest {
     auto list =
         StageFinalFiles(*directory, FinalTensorsOf(pieces), {}, {}, false);
     ASSERT_OK(list.status());
-    for (const FinalFile& file : list->files) {
-      request_.files.push_back(
-          {file.staged, {file.name, file.id, FileRole::kData, 0, {}}});
+    for (const StagedFile& file : list->files) {
+      request_.files.push_back(file);
     }
   }
   FileHeader FromText(const std::string& staged) {
@@ -94,7 +93,7 @@ class HeaderIoTest : public EngineTest {
 TEST_F(HeaderIoTest, TheShortHeaderSaysWhatTheTextSays) {
   for (uint32_t seed = 0; seed < 20; ++seed) Stage(seed % 2 == 0, seed);
   ASSERT_GT(request_.files.size(), 20u);
-  for (const CommitFile& file : request_.files) {
+  for (const StagedFile& file : request_.files) {
     ASSERT_TRUE(
         std::filesystem::exists(staging_ + "/" + file.staged + ".header"));
     auto short_header = Staged(file.staged);

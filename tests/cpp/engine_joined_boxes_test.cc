@@ -47,8 +47,8 @@ std::string Filled(const ExtentList& list, uint64_t most, uint64_t scratch) {
     const uint64_t bytes = std::min<uint64_t>(most, out.size() - at);
     FillBuffer buffer({reinterpret_cast<std::byte*>(out.data()) + at, bytes},
                       at, 0, FillBuffer::Copies::kDigested);
-    const auto portions = PortionsOf(list, at, bytes);
-    EXPECT_OK(FillPortions(portions, room, &buffer));
+    const auto portions = StretchesByProvider(list, at, bytes);
+    EXPECT_OK(FillStretches(portions, room, &buffer));
   }
   return out;
 }
@@ -124,7 +124,7 @@ TEST(JoinedBoxesTest, AHoleIsAnError) {
   std::vector<std::byte> out(array.bytes.size()), room(joined.ScratchBytes());
   FillBuffer buffer(out, 0, 0, FillBuffer::Copies::kCached);
   const Status status =
-      FillPortions(PortionsOf(list, 0, out.size()), room, &buffer);
+      FillStretches(StretchesByProvider(list, 0, out.size()), room, &buffer);
   EXPECT_EQ(status.kind(), ErrorKind::kInternal) << status.ToString();
 }
 

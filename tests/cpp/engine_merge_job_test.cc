@@ -354,7 +354,7 @@ TEST_F(MergeJobTest, ProgressCountsTheBytesOfTheOutput) {
   ASSERT_OK(
       RunMergeJob(*plan, session->directory(), plan->outputs(), &job).status());
   EXPECT_GT(job.total(), a.bytes.size());
-  EXPECT_EQ(job.total(), plan->outputs()[0].spec.bytes);
+  EXPECT_EQ(job.total(), plan->outputs()[0].file.bytes);
   EXPECT_EQ(job.done(), job.total());
 }
 

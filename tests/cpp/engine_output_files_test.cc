@@ -121,11 +121,11 @@ class Computed final : public Provider {
 
 Computed computed;
 
-std::vector<Output> OutputsOf(const std::vector<OutputSpec>& specs) {
+std::vector<Output> OutputsOf(const std::vector<StagedFile>& files) {
   std::vector<Output> outputs;
-  for (const OutputSpec& spec : specs) {
-    outputs.push_back({spec, {}});
-    outputs.back().extents.Append({&computed, outputs.size() - 1}, spec.bytes);
+  for (const StagedFile& file : files) {
+    outputs.push_back({file, {}});
+    outputs.back().extents.Append({&computed, outputs.size() - 1}, file.bytes);
   }
   return outputs;
 }
@@ -135,8 +135,8 @@ TEST_F(OutputFilesTest, StagingThatHasGoneIsAnotherSave) {
   auto staging = Directory::Open(Path("stage"));
   ASSERT_OK(staging.status());
   std::filesystem::remove(Path("stage"));
-  const std::vector<OutputSpec> files = {
-      {"a", "a.staged", "", FileRole::kExtra, 10000, {}}};
+  const std::vector<StagedFile> files = {
+      {{"a", "", FileRole::kExtra, 10000, {}}, "a.staged"}};
   Job job;
   const auto written = WriteOutputs(*staging, OutputsOf(files), {}, &job);
   EXPECT_EQ(written.status().kind(), ErrorKind::kConflict)
@@ -147,14 +147,14 @@ TEST_F(OutputFilesTest, PartsOfSeveralWritersMakeTheFilesAndTheirDigests) {
   std::filesystem::create_directory(Path("stage"));
   auto staging = Directory::Open(Path("stage"));
   ASSERT_OK(staging.status());
-  const std::vector<OutputSpec> files = {
-      {"large", "large", "", FileRole::kExtra, 3 * kPieceBytes + 12345, {}},
-      {"empty", "empty", "", FileRole::kExtra, 0, {}},
-      {"small", "small", "", FileRole::kExtra, 100, {}},
-      {"other", "other", "", FileRole::kExtra, kSegmentBytes + 4096, {}}};
-  for (const OutputSpec& spec : files) ASSERT_OK(CreateOutput(*staging, spec));
+  const std::vector<StagedFile> files = {
+      {{"large", "", FileRole::kExtra, 3 * kPieceBytes + 12345, {}}, "large"},
+      {{"empty", "", FileRole::kExtra, 0, {}}, "empty"},
+      {{"small", "", FileRole::kExtra, 100, {}}, "small"},
+      {{"other", "", FileRole::kExtra, kSegmentBytes + 4096, {}}, "other"}};
+  for (const StagedFile& file : files) ASSERT_OK(CreateOutput(*staging, file));
   uint64_t total = 0;
-  for (const OutputSpec& file : files) total += file.bytes;
+  for (const StagedFile& file : files) total += file.bytes;
   constexpr int kShares = 5;
   std::vector<std::vector<WrittenRange>> written(files.size());
   for (int share = 0; share < kShares; ++share) {
@@ -190,16 +190,17 @@ TEST_F(OutputFilesTest, ARangeThatIsNoWholeBlocksIsRefused) {
   std::filesystem::create_directory(Path("stage"));
   auto staging = Directory::Open(Path("stage"));
   ASSERT_OK(staging.status());
-  std::vector<OutputSpec> files = {{"a", "a", "", FileRole::kExtra, 10000, {}}};
+  std::vector<StagedFile> files = {
+      {{"a", "", FileRole::kExtra, 10000, {}}, "a"}};
   ASSERT_OK(CreateOutput(*staging, files[0]));
   for (const ByteRange range :
        {ByteRange{1, 4096}, ByteRange{0, 4097}, ByteRange{4096, 4096},
         ByteRange{8192, 12288}}) {
-    files[0].ranges = {range};
+    std::vector<Output> outputs = OutputsOf(files);
+    outputs[0].ranges = {range};
     Job job;
-    EXPECT_EQ(
-        WriteOutputs(*staging, OutputsOf(files), {}, &job).status().kind(),
-        ErrorKind::kInternal);
+    EXPECT_EQ(WriteOutputs(*staging, outputs, {}, &job).status().kind(),
+              ErrorKind::kInternal);
   }
   EXPECT_EQ(Names(Path("stage")), std::vector<std::string>{"a"});
 }

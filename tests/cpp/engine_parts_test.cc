@@ -41,10 +41,8 @@ Status WritePart(const PartSession& session, const std::vector<Piece>& pieces,
   Job job;
   TC_ASSIGN_OR_RETURN(const WrittenPlan written,
                       RunWriteJob(work.plan, work.sources, &job));
-  for (const WrittenFile& file : written.files) {
-    request->files.push_back({file.spec.staged,
-                              {file.spec.name, file.spec.id, file.spec.role,
-                               file.spec.bytes, file.crc32c}});
+  for (const StagedFile& file : written.files) {
+    request->files.push_back(file);
   }
   return {};
 }

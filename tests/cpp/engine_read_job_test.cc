@@ -125,7 +125,7 @@ TEST_F(ReadJobTest, WhatIsNotDeliveredIsAnError) {
   auto checkpoint = OpenCheckpoint(Path("c"));
   ASSERT_OK(checkpoint.status());
   SetFaultHook([](const FaultSite& site) {
-    return FaultAction{.skip = std::string_view(site.op) == "cell"};
+    return FaultAction{.skip = std::string_view(site.op) == "piece"};
   });
   for (const bool verify : {true, false}) {
     const Status status =

@@ -39,7 +39,9 @@ struct Stored {
           found.strides = DenseStrides(view.box.sizes, view.unit_bytes);
           found.offset += 64;  // behind what the archive begins with
           return StoredView::Resolved{
-              found, {archive.file, {found.offset, archive.bytes - 64}, 7}};
+              found,
+              {archive.file, ByteRange::Of(found.offset, archive.bytes - 64),
+               7}};
         });
   }
 };

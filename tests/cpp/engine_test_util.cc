@@ -146,10 +146,8 @@ Status WriteRanks(const std::string& staging, const std::vector<Piece>& pieces,
     Job job;
     TC_ASSIGN_OR_RETURN(const WrittenPlan written,
                         RunWriteJob(work.plan, work.sources, &job));
-    for (const WrittenFile& file : written.files) {
-      request->files.push_back({file.spec.staged,
-                                {file.spec.name, file.spec.id, file.spec.role,
-                                 file.spec.bytes, file.crc32c}});
+    for (const StagedFile& file : written.files) {
+      request->files.push_back(file);
     }
   }
   request->world_size = ranks;
@@ -167,9 +165,9 @@ Result<Manifest> SaveAll(const std::string& target,
   CommitRequest request;
   TC_RETURN_IF_ERROR(
       WriteRanks(session.place().path, pieces, settings, &request));
-  for (CommitFile& file : request.files) {
-    if (file.file.role != FileRole::kData) continue;
-    file.file.name = settings.below + file.file.name;
+  for (StagedFile& file : request.files) {
+    if (file.role != FileRole::kData) continue;
+    file.name = settings.below + file.name;
   }
   return CommitSave(&session, request);
 }
@@ -234,8 +232,8 @@ Result<Manifest> Merge(const std::string& from, const std::string& to,
   } else {
     std::vector<std::string> ids;
     for (const Output& output : plan.outputs()) {
-      TC_RETURN_IF_ERROR(CreateOutput(staging, output.spec));
-      ids.push_back(output.spec.id);
+      TC_RETURN_IF_ERROR(CreateOutput(staging, output.file));
+      ids.push_back(output.file.id);
     }
     written.resize(plan.outputs().size());
     for (int rank = 0; rank < settings.ranks; ++rank) {

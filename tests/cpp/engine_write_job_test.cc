@@ -22,7 +22,7 @@ class WriteJobTest : public EngineDiskTest {
     ASSERT_OK(Directory::Create(Path("stage")));
   }
 
-  Result<std::vector<WrittenFile>> Write(
+  Result<std::vector<StagedFile>> Write(
       WriteFile file, const std::vector<SourceTensor>& sources,
       OutputOptions options = {}) {
     WritePlan plan;
@@ -34,17 +34,17 @@ class WriteJobTest : public EngineDiskTest {
     return std::move(written.files);
   }
 
-  std::string Text(const WrittenFile& file) {
-    return ReadText(Path("stage/" + file.spec.staged));
+  std::string Text(const StagedFile& file) {
+    return ReadText(Path("stage/" + file.staged));
   }
 
   // Data of one tensor as the file has it.
-  std::string Data(const WrittenFile& file, const std::string& name) {
+  std::string Data(const StagedFile& file, const std::string& name) {
     auto stage = Directory::Open(Path("stage"));
-    auto opened = stage->OpenFile(file.spec.staged, {});
+    auto opened = stage->OpenFile(file.staged, {});
     auto header = ReadFileHeader(*opened, *opened->Stat());
     EXPECT_TRUE(header.ok()) << header.status().ToString();
-    EXPECT_EQ(header->sharding.file_id, file.spec.id);
+    EXPECT_EQ(header->sharding.file_id, file.id);
     for (const SafetensorsEntry& entry : header->header.tensors) {
       if (entry.name != name) continue;
       return Text(file).substr(header->header.data_begin + entry.begin,
@@ -60,8 +60,8 @@ WriteTensor WholeTensor(const std::string& name, Dtype dtype, Dims shape,
   return {name, dtype, shape, Dims::Filled(shape.size(), 0), shape, source};
 }
 
-void ExpectDigests(const WrittenFile& file, const std::string& text) {
-  ASSERT_EQ(file.spec.bytes, text.size());
+void ExpectDigests(const StagedFile& file, const std::string& text) {
+  ASSERT_EQ(file.bytes, text.size());
   ASSERT_EQ(file.crc32c.size(),
             (text.size() + kSegmentBytes - 1) / kSegmentBytes);
   for (size_t i = 0; i < file.crc32c.size(); ++i) {
@@ -168,7 +168,7 @@ TEST_F(WriteJobTest, RawFilesAreTheirSourcesOneAfterAnother) {
   ExpectDigests((*written)[0], a + b + c);
   auto empty = Write({"x.bin", FileRole::kExtra, {}, {}}, {});
   ASSERT_OK(empty.status());
-  EXPECT_EQ((*empty)[0].spec.bytes, 0u);
+  EXPECT_EQ((*empty)[0].bytes, 0u);
   EXPECT_EQ(Text((*empty)[0]), "");
 }
 
@@ -191,7 +191,7 @@ TEST_F(WriteJobTest, LargeFilesInPiecesByAnyNumberOfWorkers) {
       EXPECT_TRUE(Data((*written)[0], "big") == big.bytes);
       EXPECT_TRUE(Data((*written)[0], "odd") == odd.bytes);
       ExpectDigests((*written)[0], Text((*written)[0]));
-      EXPECT_EQ((*written)[0].spec.bytes, Text((*written)[0]).size());
+      EXPECT_EQ((*written)[0].bytes, Text((*written)[0]).size());
     }
   }
 }
@@ -294,7 +294,7 @@ TEST_F(WriteJobTest, ProgressCountsTheBytesOfTheFiles) {
   auto written =
       RunWriteJob(PlanOf(a, Path("stage")), {BytesSource(a.bytes)}, &job);
   ASSERT_OK(written.status());
-  EXPECT_EQ(job.total(), written->files[0].spec.bytes);
+  EXPECT_EQ(job.total(), written->files[0].bytes);
   EXPECT_EQ(job.done(), job.total());
 }
 

@@ -33,8 +33,8 @@ void CheckLeaves(const TorchLeaves& found, const File& file, uint64_t size) {
           *bytes > size - placement.offset)
         abort();
     }
-    if (leaf.storage.range.offset > size ||
-        leaf.storage.range.bytes > size - leaf.storage.range.offset)
+    if (leaf.storage.range.begin > size ||
+        leaf.storage.range.size() > size - leaf.storage.range.begin)
       abort();
   }
   const auto read = ReadArchivedObjects(file, found.range, objects);
@@ -52,14 +52,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (!file.Truncate(0).ok() ||
       !file.WriteAll({reinterpret_cast<const std::byte*>(data), size}, 0).ok())
     abort();
-  const FileRange range{0, size};
+  const ByteRange range{0, size};
   const auto archive = TorchArchive::Open(file, range, kMaxObjectPickle);
   if (!archive.ok()) return 0;
   const auto contents = archive->Contents();
   if (contents.ok()) {
     for (const ZipContent& each : *contents) {
-      if (each.range.offset > size ||
-          each.range.bytes > size - each.range.offset)
+      if (each.range.begin > size ||
+          each.range.size() > size - each.range.begin)
         abort();
     }
   }

@@ -19,14 +19,14 @@ namespace torch_ckpt {
 namespace {
 
 Result<std::string> IndexText(const CatalogBuilder& catalog,
-                              const std::vector<CommitFile>& files) {
+                              const std::vector<StagedFile>& files) {
   HfIndex index;
   for (uint32_t e = 0; e < catalog.size(); ++e) {
     const CatalogBuilder::Entry& entry = catalog.entry(e);
     if (entry.kind != EntryKind::kTensor) continue;
     TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
                         catalog.Placements(e));
-    const std::string& file = files[placements[0].file].file.name;
+    const std::string& file = files[placements[0].file].name;
     TC_RETURN_IF_ERROR(CheckFileName(file));  // as readers of the index do
     index.weight_map.emplace_back(entry.name, file);
     TC_ASSIGN_OR_RETURN(const uint64_t bytes,
@@ -47,12 +47,11 @@ Status CheckEncoding(const Journal& journal) {
 }
 
 std::vector<std::string> DataAndIndexNames(
-    const std::vector<CommitFile>& files) {
+    const std::vector<StagedFile>& files) {
   std::vector<std::string> names;
-  for (const CommitFile& file : files) {
-    if (file.file.role == FileRole::kData ||
-        file.file.role == FileRole::kIndex) {
-      names.push_back(file.file.name);
+  for (const StagedFile& file : files) {
+    if (file.role == FileRole::kData || file.role == FileRole::kIndex) {
+      names.push_back(file.name);
     }
   }
   return names;
@@ -90,7 +89,7 @@ Status SyncNameOf(const Directory& target) {
 }
 
 Status CommitExisting(SaveSession* session, const CommitRequest& request,
-                      const std::vector<CommitFile>& files,
+                      const std::vector<StagedFile>& files,
                       Manifest* manifest) {
   const Directory& staging = session->directory();
   TC_ASSIGN_OR_RETURN(const Directory target,
@@ -117,8 +116,8 @@ Status CommitExisting(SaveSession* session, const CommitRequest& request,
   }
   // Behind the others: the catalog knows files by their place.
   std::move(kept.begin(), kept.end(), std::back_inserter(manifest->files));
-  for (const CommitFile& file : files) {
-    journal.renames.push_back({file.staged, file.file.name});
+  for (const StagedFile& file : files) {
+    journal.renames.push_back({file.staged, file.name});
   }
   journal.manifest = *manifest;
   TC_RETURN_IF_ERROR(CheckEncoding(journal));
@@ -134,7 +133,7 @@ Status CommitExisting(SaveSession* session, const CommitRequest& request,
 
 // Ok(true) when committed, Ok(false) when T has come to be meanwhile.
 Result<bool> CommitFresh(SaveSession* session,
-                         const std::vector<CommitFile>& files,
+                         const std::vector<StagedFile>& files,
                          const Manifest& manifest) {
   const Directory& staging = session->directory();
   const StagingPlace& place = session->place();
@@ -144,10 +143,10 @@ Result<bool> CommitFresh(SaveSession* session,
   TC_ASSIGN_OR_RETURN(const auto existing, parent.StatEntry(name));
   if (existing) return false;
   std::vector<std::string> paths;
-  for (const CommitFile& file : files) paths.push_back(file.file.name);
+  for (const StagedFile& file : files) paths.push_back(file.name);
   TC_RETURN_IF_ERROR(staging.MakeParents(paths));
   TC_RETURN_IF_ERROR(ForEachFile(files.size(), [&](size_t i) {
-    return staging.Rename(files[i].staged, staging, files[i].file.name);
+    return staging.Rename(files[i].staged, staging, files[i].name);
   }));
   TC_RETURN_IF_ERROR(
       staging.WriteFile(std::string(kManifestName), EncodeManifest(manifest)));
@@ -186,7 +185,7 @@ Result<bool> CommitFresh(SaveSession* session,
   if (renamed.kind() != ErrorKind::kConflict) return renamed;
   // Back to staged names, for the journal.
   TC_RETURN_IF_ERROR(ForEachFile(files.size(), [&](size_t i) {
-    return staging.Rename(files[i].file.name, staging, files[i].staged);
+    return staging.Rename(files[i].name, staging, files[i].staged);
   }));
   TC_RETURN_IF_ERROR(staging.Unlink(std::string(kManifestName), true));
   return false;
@@ -196,22 +195,22 @@ Result<Manifest> Commit(SaveSession* session, const CommitRequest& request) {
   const Directory& staging = session->directory();
   TC_ASSIGN_OR_RETURN(const CatalogBuilder catalog,
                       CatalogOfStaged(staging, request, BoxProof::kTiling));
-  std::vector<CommitFile> files = request.files;
-  TC_ASSIGN_OR_RETURN(CommitFile catalog_file,
+  std::vector<StagedFile> files = request.files;
+  TC_ASSIGN_OR_RETURN(StagedFile catalog_file,
                       AddStagedCatalog(staging, kCatalogName, catalog, files));
   files.push_back(std::move(catalog_file));
   if (!request.index_name.empty()) {
     TC_ASSIGN_OR_RETURN(const std::string text,
                         IndexText(catalog, request.files));
     TC_ASSIGN_OR_RETURN(
-        CommitFile index,
+        StagedFile index,
         AddStagedFile(staging, request.index_name, FileRole::kIndex, text));
     files.push_back(std::move(index));
   }
   Manifest manifest;
   manifest.save_id = session->save_id();
   manifest.world_size = request.world_size;
-  for (const CommitFile& file : files) manifest.files.push_back(file.file);
+  for (const StagedFile& file : files) manifest.files.push_back(file);
   TC_RETURN_IF_ERROR(CheckEncoding({manifest, {}, {}}));
   bool committed = false;
   if (session->place().fresh) {

@@ -24,14 +24,10 @@
 #include <vector>
 
 #include "engine/commit/staging.h"
+#include "engine/write/staged_file.h"
 #include "format/ours/manifest.h"
 
 namespace torch_ckpt {
-
-struct CommitFile {
-  std::string staged;
-  ManifestFile file;  // final name, id, role, size and digests
-};
 
 struct ObjectEntry {
   std::string name;  // fqn
@@ -40,7 +36,7 @@ struct ObjectEntry {
 
 struct CommitRequest {
   int64_t world_size = 1;
-  std::vector<CommitFile> files;
+  std::vector<StagedFile> files;
   std::vector<ObjectEntry> objects;
   // Names under which tensors are found as well, and those that they have.
   std::vector<std::pair<std::string, std::string>> aliases;

@@ -206,9 +206,9 @@ Result<Manifest> CommitPart(PartSession* session,
                       Directory::Open(session->target_));
   TC_ASSIGN_OR_RETURN(const CatalogBuilder catalog,
                       CatalogOfStaged(staging, request, BoxProof::kDisjoint));
-  std::vector<CommitFile> files = request.files;
+  std::vector<StagedFile> files = request.files;
   TC_ASSIGN_OR_RETURN(
-      CommitFile catalog_file,
+      StagedFile catalog_file,
       AddStagedCatalog(staging, PartCatalogName(part.rank, part.world_size),
                        catalog, files));
   files.push_back(std::move(catalog_file));
@@ -216,12 +216,11 @@ Result<Manifest> CommitPart(PartSession* session,
   manifest.save_id = session->save_id_;
   manifest.world_size = part.world_size;
   manifest.part = part;
-  for (const CommitFile& file : files) {
-    if (RankOfFile(file.file.name) != part.rank) {
-      return InvalidArgument("is not named after its rank")
-          .WithFile(file.file.name);
+  for (const StagedFile& file : files) {
+    if (RankOfFile(file.name) != part.rank) {
+      return InvalidArgument("is not named after its rank").WithFile(file.name);
     }
-    manifest.files.push_back(file.file);
+    manifest.files.push_back(file);
   }
   const std::string text = EncodeManifest(manifest);
   const Status readable = ParseManifest(AsBytes(text)).status();
@@ -236,9 +235,8 @@ Result<Manifest> CommitPart(PartSession* session,
   // manifest are.
   TC_RETURN_IF_ERROR(target.Sync());
   TC_RETURN_IF_ERROR(SyncName(target));
-  for (const CommitFile& file : files) {
-    TC_RETURN_IF_ERROR(
-        staging.RenameNoReplace(file.staged, target, file.file.name));
+  for (const StagedFile& file : files) {
+    TC_RETURN_IF_ERROR(staging.RenameNoReplace(file.staged, target, file.name));
   }
   TC_RETURN_IF_ERROR(SyncBoth(staging, target));
   TC_RETURN_IF_ERROR(staging.RenameNoReplace(name, target, name));

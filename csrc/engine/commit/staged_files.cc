@@ -20,24 +20,24 @@ Result<std::vector<NamedHeader>> ReadHeaders(const Directory& staging,
   std::vector<uint32_t> data;  // positions in the request
   std::set<std::string_view> names;
   for (uint32_t f = 0; f < request.files.size(); ++f) {
-    const CommitFile& file = request.files[f];
-    TC_RETURN_IF_ERROR(CheckFilePath(file.file.name));
+    const StagedFile& file = request.files[f];
+    TC_RETURN_IF_ERROR(CheckFilePath(file.name));
     TC_RETURN_IF_ERROR(CheckFileName(file.staged));
-    if (!names.insert(file.file.name).second) {
+    if (!names.insert(file.name).second) {
       return Conflict("two ranks wrote a file of this name")
-          .WithFile(file.file.name);
+          .WithFile(file.name);
     }
-    if (file.file.role == FileRole::kData) data.push_back(f);
+    if (file.role == FileRole::kData) data.push_back(f);
   }
   std::vector<NamedHeader> headers(data.size());
   const auto read = [&](size_t i) -> Status {
     NamedHeader& out = headers[i];
     out.position = data[i];
-    const CommitFile& file = request.files[out.position];
+    const StagedFile& file = request.files[out.position];
     TC_ASSIGN_OR_RETURN(out.file, ReadStagedHeader(staging, file.staged));
-    out.name = file.file.name;
-    if (out.file.sharding.file_id != file.file.id ||
-        out.file.header.file_bytes != file.file.bytes) {
+    out.name = file.name;
+    if (out.file.sharding.file_id != file.id ||
+        out.file.header.file_bytes != file.bytes) {
       return Corrupt("is not the file that its rank has written")
           .WithFile(staging.Join(file.staged));
     }
@@ -62,22 +62,22 @@ Status AddAliases(const CommitRequest& request, CatalogBuilder* catalog) {
 // Of files that are no data they are looked for, too.
 Status AddObjects(const Directory& staging, const CommitRequest& request,
                   CatalogBuilder* catalog) {
-  std::vector<const CommitFile*> others;
+  std::vector<const StagedFile*> others;
   std::map<std::string_view, uint32_t> object_files;
   for (uint32_t f = 0; f < request.files.size(); ++f) {
-    const CommitFile& file = request.files[f];
-    if (file.file.role == FileRole::kData) continue;
+    const StagedFile& file = request.files[f];
+    if (file.role == FileRole::kData) continue;
     others.push_back(&file);
-    if (file.file.role == FileRole::kObjects) {
-      object_files[file.file.name] = f;
+    if (file.role == FileRole::kObjects) {
+      object_files[file.name] = f;
     }
   }
   TC_RETURN_IF_ERROR(ForEachFile(others.size(), [&](size_t i) -> Status {
-    const CommitFile& file = *others[i];
+    const StagedFile& file = *others[i];
     TC_ASSIGN_OR_RETURN(const auto info, staging.StatName(file.staged));
-    if (info && info->bytes == file.file.bytes) return {};
+    if (info && info->bytes == file.bytes) return {};
     return Incomplete("is not in staging as its rank has written it")
-        .WithFile(file.file.name);
+        .WithFile(file.name);
   }));
   for (const ObjectEntry& object : request.objects) {
     const auto file = object_files.find(object.file);
@@ -124,13 +124,13 @@ Result<CatalogBuilder> CatalogOfStaged(const Directory& staging,
   return catalog;
 }
 
-Result<CommitFile> AddStagedCatalog(const Directory& staging,
+Result<StagedFile> AddStagedCatalog(const Directory& staging,
                                     std::string_view name,
                                     const CatalogBuilder& catalog,
-                                    const std::vector<CommitFile>& files) {
+                                    const std::vector<StagedFile>& files) {
   TC_ASSIGN_OR_RETURN(const std::string text, catalog.Encode());
   std::vector<ManifestFile> listed;
-  for (const CommitFile& file : files) listed.push_back(file.file);
+  for (const StagedFile& file : files) listed.push_back(file);
   const auto read = [&]() -> Status {
     TC_ASSIGN_OR_RETURN(const Catalog parsed, Catalog::Parse(text, listed));
     for (uint32_t e = 0; e < parsed.entries().size(); ++e) {
@@ -147,31 +147,31 @@ Result<CommitFile> AddStagedCatalog(const Directory& staging,
   return AddStagedFile(staging, name, FileRole::kCatalog, text);
 }
 
-Result<CommitFile> AddStagedFile(const Directory& staging,
+Result<StagedFile> AddStagedFile(const Directory& staging,
                                  std::string_view name, FileRole role,
                                  const std::string& text) {
-  CommitFile file;
-  file.file.name = std::string(name);
-  file.file.id = NewId();
-  file.file.role = role;
-  file.file.container = ContainerOf(role);
-  file.file.bytes = text.size();
+  StagedFile file;
+  file.name = std::string(name);
+  file.id = NewId();
+  file.role = role;
+  file.container = ContainerOf(role);
+  file.bytes = text.size();
   for (uint64_t at = 0; at < text.size(); at += kSegmentBytes) {
-    file.file.crc32c.push_back(
+    file.crc32c.push_back(
         Crc32c(0, text.data() + at, std::min(kSegmentBytes, text.size() - at)));
   }
-  file.staged = StagedName(name, file.file.id);
+  file.staged = StagedName(name, file.id);
   TC_RETURN_IF_ERROR(staging.WriteFile(file.staged, text));
   return file;
 }
 
 namespace {
 
-Result<CommitFile> AddExtra(const Directory& staging, const std::string& path) {
+Result<StagedFile> AddExtra(const Directory& staging, const std::string& path) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(path));
-  CommitFile file;
-  file.file.name = BaseName(absolute);
-  const std::string& name = file.file.name;
+  StagedFile file;
+  file.name = BaseName(absolute);
+  const std::string& name = file.name;
   TC_RETURN_IF_ERROR(CheckFileName(name).WithFile(absolute));
   if (name.ends_with(kDataSuffix) || name.ends_with(kIndexSuffix) ||
       name == kManifestName || name == kCatalogName || name == kJournalName ||
@@ -186,11 +186,11 @@ Result<CommitFile> AddExtra(const Directory& staging, const std::string& path) {
   if (!info.is_regular) {
     return InvalidArgument("is no regular file").WithFile(absolute);
   }
-  file.file.id = NewId();
-  file.file.role = FileRole::kExtra;
-  file.file.container = Container::kRaw;
-  file.file.bytes = info.bytes;
-  file.staged = StagedName(name, file.file.id);
+  file.id = NewId();
+  file.role = FileRole::kExtra;
+  file.container = Container::kRaw;
+  file.bytes = info.bytes;
+  file.staged = StagedName(name, file.id);
   TC_ASSIGN_OR_RETURN(
       File out,
       staging.OpenFile(file.staged, {.write = true, .create_new = true}));
@@ -199,7 +199,7 @@ Result<CommitFile> AddExtra(const Directory& staging, const std::string& path) {
     const MutableByteSpan bytes =
         MutableByteSpan(buffer).first(std::min(kSegmentBytes, info.bytes - at));
     TC_RETURN_IF_ERROR(in.ReadExact(bytes, at));
-    file.file.crc32c.push_back(Crc32c(0, bytes.data(), bytes.size()));
+    file.crc32c.push_back(Crc32c(0, bytes.data(), bytes.size()));
     TC_RETURN_IF_ERROR(out.WriteAll(bytes, at));
   }
   TC_RETURN_IF_ERROR(out.Sync());
@@ -213,7 +213,7 @@ Status AddStagedExtras(const Directory& staging,
                        const std::vector<std::string>& paths,
                        CommitRequest* request) {
   for (const std::string& path : paths) {
-    TC_ASSIGN_OR_RETURN(CommitFile file, AddExtra(staging, path));
+    TC_ASSIGN_OR_RETURN(StagedFile file, AddExtra(staging, path));
     request->files.push_back(std::move(file));
   }
   return {};

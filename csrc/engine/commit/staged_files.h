@@ -21,13 +21,13 @@ Result<CatalogBuilder> CatalogOfStaged(const Directory& staging,
 // Writes the catalog of `files` into staging, durably. kInvalidArgument, naming
 // what can, when readers would not take it: after the commit that would be too
 // late.
-Result<CommitFile> AddStagedCatalog(const Directory& staging,
+Result<StagedFile> AddStagedCatalog(const Directory& staging,
                                     std::string_view name,
                                     const CatalogBuilder& catalog,
-                                    const std::vector<CommitFile>& files);
+                                    const std::vector<StagedFile>& files);
 
 // Writes a small file of the commit itself into staging, durably.
-Result<CommitFile> AddStagedFile(const Directory& staging,
+Result<StagedFile> AddStagedFile(const Directory& staging,
                                  std::string_view name, FileRole role,
                                  const std::string& text);
 

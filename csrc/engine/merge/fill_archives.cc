@@ -106,9 +106,9 @@ class Filler {
       }
       extents.Place(at, file.bytes - at, {&files_, f}, at);
       outputs.push_back(
-          {{file.name, file.name, "", FileRole::kData, file.bytes, {}},
-           std::move(extents),
-           &crcs_[f]});
+          {{{file.name, "", FileRole::kData, file.bytes, {}}, file.name},
+           std::move(extents)});
+      outputs.back().crcs = &crcs_[f];
     }
     return outputs;
   }
@@ -124,7 +124,8 @@ class Filler {
       const auto read = [&]() -> Result<std::vector<ZipContent>> {
         TC_ASSIGN_OR_RETURN(
             const TorchArchive archive,
-            TorchArchive::Open(files[at.file], {at.offset, at.bytes},
+            TorchArchive::Open(files[at.file],
+                               ByteRange::Of(at.offset, at.bytes),
                                kMaxObjectPickle));
         return archive.Contents();
       };
@@ -136,7 +137,7 @@ class Filler {
     for (std::vector<ZipContent>& of_file : entries) {
       std::sort(of_file.begin(), of_file.end(),
                 [](const ZipContent& a, const ZipContent& b) {
-                  return a.range.offset < b.range.offset;
+                  return a.range.begin < b.range.begin;
                 });
     }
     return entries;
@@ -144,7 +145,7 @@ class Filler {
 
   // Without a checksum, which torch leaves out with the elements.
   static bool IsUnsealed(const ZipContent& entry) {
-    return entry.crc32 == 0 && entry.range.bytes > 0;
+    return entry.crc32 == 0 && entry.range.size() > 0;
   }
 
   Status FindUnsealed() {
@@ -159,8 +160,7 @@ class Filler {
       for (const ZipContent& entry : entries_[f]) {
         if (!IsUnsealed(entry)) continue;
         TC_RETURN_IF_ERROR(CheckTail(files[f], entry));
-        ranges.push_back(
-            {entry.range.offset, entry.range.offset + entry.range.bytes});
+        ranges.push_back(entry.range);
       }
       crcs_.emplace_back(std::move(ranges));
     }
@@ -173,7 +173,7 @@ class Filler {
     std::string magic(4, '\0');
     TC_RETURN_IF_ERROR(file.ReadExact(
         {reinterpret_cast<std::byte*>(magic.data()), magic.size()},
-        content.range.offset + content.range.bytes));
+        content.range.end));
     if (magic == "PK\x07\x08") return {};
     return Unsupported("torch lays out its archives in another way")
         .WithFile(file.path());

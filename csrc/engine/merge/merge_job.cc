@@ -54,8 +54,9 @@ Result<std::vector<std::string>> KeptInPlace(const MergePlan& plan) {
 Result<NewFiles> NewFilesOf(const MergePlan& plan, bool in_place) {
   NewFiles files;
   for (const Output& output : plan.outputs()) {
-    const OutputSpec& spec = output.spec;
-    if (spec.role == FileRole::kData) files.names.push_back(spec.name);
+    if (output.file.role == FileRole::kData) {
+      files.names.push_back(output.file.name);
+    }
   }
   if (!plan.index_name().empty()) files.names.push_back(plan.index_name());
   if (in_place) {
@@ -146,13 +147,12 @@ Result<Manifest> CommitMerge(const MergePlan& plan, BegunMerge* merge,
     TC_ASSIGN_OR_RETURN(commit.keep, KeptInPlace(plan));
   }
   for (size_t i = 0; i < plan.outputs().size(); ++i) {
-    const OutputSpec& spec = plan.outputs()[i].spec;
+    StagedFile file = plan.outputs()[i].file;
     Result<std::vector<uint32_t>> digests =
-        CombineRanges(std::move(written[i]), spec.bytes);
-    if (!digests.ok()) return digests.status().WithFile(spec.name);
-    commit.files.push_back({spec.staged,
-                            {spec.name, spec.id, spec.role, spec.bytes,
-                             std::move(digests).value()}});
+        CombineRanges(std::move(written[i]), file.bytes);
+    if (!digests.ok()) return digests.status().WithFile(file.name);
+    file.crc32c = std::move(digests).value();
+    commit.files.push_back(std::move(file));
   }
   NameLeaves(plan, &commit);
   TC_RETURN_IF_ERROR(

@@ -33,7 +33,7 @@ struct BegunMerge {
 Result<BegunMerge> BeginMerge(const MergePlan& plan, const MergeTarget& target);
 
 // Writes the plan's files into staging, or a part of them that are there: see
-// OutputSpec::ranges and WriteOutputs. `outputs` are those of the plan, and
+// Output::ranges and WriteOutputs. `outputs` are those of the plan, and
 // what to write of each. They are streamed: a piece of an output file is
 // gathered from the input files, digested and written, with two pieces of
 // memory a worker, three with casts. The bytes that are read are compared with

@@ -119,7 +119,7 @@ Status MergePlan::AddFile(std::string name, std::string id,
     }
     extents.Place(data + tensor.begin, tensor.end - tensor.begin, origin, 0);
   }
-  outputs_.push_back({std::move(file.spec), std::move(extents)});
+  outputs_.push_back({std::move(file.file), std::move(extents)});
   entries_.insert(entries_.end(), members.begin(), members.end());
   return {};
 }
@@ -129,12 +129,7 @@ void MergePlan::AddObjects(uint32_t index, const std::string& id) {
   const ManifestFile& file = checkpoint_->files()[index];
   ExtentList extents;
   extents.Append({&sources_->files, index}, file.bytes);
-  outputs_.push_back({{file.name,
-                       StagedName(file.name, id),
-                       id,
-                       FileRole::kObjects,
-                       file.bytes,
-                       {}},
+  outputs_.push_back({ToBeStaged(file.name, id, FileRole::kObjects, file.bytes),
                       std::move(extents)});
 }
 
@@ -177,9 +172,8 @@ void MergePlan::AddText(std::string name, std::string text,
   ExtentList extents;
   const uint64_t bytes = text.size();
   sources_->headers.Append(std::move(text), &extents);
-  std::string staged = StagedName(name, id);
   outputs_.push_back(
-      {{std::move(name), std::move(staged), id, FileRole::kObjects, bytes, {}},
+      {ToBeStaged(std::move(name), id, FileRole::kObjects, bytes),
        std::move(extents)});
 }
 

@@ -155,12 +155,11 @@ DigestedRange Checkpoint::StorageAt(uint32_t file, uint64_t offset) const {
   const auto after = std::upper_bound(
       has_.storages.begin(), has_.storages.end(), std::pair(file, offset),
       [](const std::pair<uint32_t, uint64_t>& at, const DigestedRange& each) {
-        return at < std::pair(each.file, each.range.offset);
+        return at < std::pair(each.file, each.range.begin);
       });
   if (after == has_.storages.begin()) return {};
   const DigestedRange& storage = *(after - 1);
-  const bool inside = storage.file == file &&
-                      offset < storage.range.offset + storage.range.bytes;
+  const bool inside = storage.file == file && offset < storage.range.end;
   return inside ? storage : DigestedRange{};
 }
 
@@ -226,13 +225,13 @@ Result<std::vector<Checkpoint::Archive>> Checkpoint::Archives() const {
   std::vector<Archive> out;
   // Objects may share one.
   std::set<std::pair<uint32_t, uint64_t>> known;
-  const auto add = [&](uint32_t file, FileRange range) {
-    if (range.bytes == 0 || !known.emplace(file, range.offset).second) return;
+  const auto add = [&](uint32_t file, ByteRange range) {
+    if (range.size() == 0 || !known.emplace(file, range.begin).second) return;
     Archive& archive = out.emplace_back();
     archive.placement.kind = PlacementKind::kArchive;
     archive.placement.file = file;
-    archive.placement.offset = range.offset;
-    archive.placement.bytes = range.bytes;
+    archive.placement.offset = range.begin;
+    archive.placement.bytes = range.size();
   };
   for (const TorchArchivePlace& each : has_.archives) {
     add(each.file, each.range);
@@ -266,14 +265,14 @@ Result<std::vector<Result<std::string>>> Checkpoint::ArchivedObjects(
     } else if (made != has_.made_objects.end()) {
       out[i] = made->second;
     } else {
-      archives[{entry.file, entry.archived->archive.offset}].push_back(i);
+      archives[{entry.file, entry.archived->archive.begin}].push_back(i);
     }
   }
   std::vector<uint32_t> read;
   const auto opened = archives.empty() ? nullptr : LendFiles(true);
   for (const auto& [place, members] : archives) {
     const uint32_t number = place.first;
-    const FileRange range = entries[wanted[members[0]]].archived->archive;
+    const ByteRange range = entries[wanted[members[0]]].archived->archive;
     std::vector<uint64_t> leaves;
     for (const size_t i : members) {
       leaves.push_back(entries[wanted[i]].archived->leaf);

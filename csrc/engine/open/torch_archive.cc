@@ -32,16 +32,16 @@ Status TooLarge(const char* what, uint64_t most) {
 }  // namespace
 
 Result<std::string> TorchArchive::Read(uint64_t offset, uint64_t bytes) const {
-  if (offset > range_.bytes || bytes > range_.bytes - offset) {
+  if (offset > range_.size() || bytes > range_.size() - offset) {
     return Foreign("ends too early");
   }
   if (offset + bytes <= head_.size()) return head_.substr(offset, bytes);
-  const uint64_t tail = range_.bytes - tail_.size();
+  const uint64_t tail = range_.size() - tail_.size();
   if (offset >= tail) return tail_.substr(offset - tail, bytes);
   std::string out(bytes, '\0');
   TC_RETURN_IF_ERROR(
       file_->ReadExact({reinterpret_cast<std::byte*>(out.data()), out.size()},
-                       range_.offset + offset));
+                       range_.begin + offset));
   return out;
 }
 
@@ -61,16 +61,16 @@ Result<std::string> TorchArchive::ReadEntry(const ZipEntry& entry) const {
 }
 
 Status TorchArchive::ReadDirectory(uint64_t most) {
-  const uint64_t end = std::min(range_.bytes, kEnd);
-  TC_ASSIGN_OR_RETURN(tail_, Read(range_.bytes - end, end));
+  const uint64_t end = std::min(range_.size(), kEnd);
+  TC_ASSIGN_OR_RETURN(tail_, Read(range_.size() - end, end));
   TC_ASSIGN_OR_RETURN(head_, Read(0, end));
   if (!EndsWithoutComment(AsBytes(tail_))) {
     const uint64_t more =
-        std::min<uint64_t>(range_.bytes, kZipTail + kMaxZipComment);
-    TC_ASSIGN_OR_RETURN(tail_, Read(range_.bytes - more, more));
+        std::min<uint64_t>(range_.size(), kZipTail + kMaxZipComment);
+    TC_ASSIGN_OR_RETURN(tail_, Read(range_.size() - more, more));
   }
   TC_ASSIGN_OR_RETURN(directory_,
-                      FindZipDirectory(AsBytes(tail_), range_.bytes));
+                      FindZipDirectory(AsBytes(tail_), range_.size()));
   if (directory_.bytes > most) return TooLarge("directory", most);
   TC_ASSIGN_OR_RETURN(std::string names,
                       Read(directory_.begin, directory_.bytes));
@@ -113,7 +113,7 @@ Status TorchArchive::ReadPickle(uint64_t most) {
   return {};
 }
 
-Result<TorchArchive> TorchArchive::Open(const File& file, FileRange range,
+Result<TorchArchive> TorchArchive::Open(const File& file, ByteRange range,
                                         uint64_t most) {
   TorchArchive out(file, range);
   TC_RETURN_IF_ERROR(out.ReadDirectory(most));
@@ -131,15 +131,14 @@ Result<std::vector<ZipContent>> TorchArchive::Contents() const {
                         ZipContentBegin(AsBytes(header), entry, directory_));
     ZipContent& content = out.emplace_back();
     content.name = name;
-    content.range = {range_.offset + begin, entry.bytes};
+    content.range = ByteRange::Of(range_.begin + begin, entry.bytes);
     content.crc32 = entry.crc32;
-    content.crc32_at.push_back(range_.offset + entry.crc32_at);
+    content.crc32_at.push_back(range_.begin + entry.crc32_at);
     if (entry.described) {
-      content.crc32_at.push_back(content.range.offset + entry.bytes +
+      content.crc32_at.push_back(content.range.begin + entry.bytes +
                                  kZipCrcBehind);
     }
-    spans.push_back(
-        {range_.offset + entry.header, content.range.offset + entry.bytes});
+    spans.push_back({range_.begin + entry.header, content.range.end});
   }
   // Who reads all of them reads no byte twice: only their headers say how long
   // these are.
@@ -147,7 +146,7 @@ Result<std::vector<ZipContent>> TorchArchive::Contents() const {
   for (size_t i = 1; i < spans.size(); ++i) {
     if (spans[i].first < spans[i - 1].second) {
       return Foreign("has two entries that overlap at byte " +
-                     std::to_string(spans[i].first - range_.offset));
+                     std::to_string(spans[i].first - range_.begin));
     }
   }
   return out;
@@ -180,10 +179,10 @@ Result<TorchArchive::Found> TorchArchive::Find(
       const uint64_t begin,
       ZipContentBegin(AsBytes(header), entry->second, directory_));
   Found out;
-  out.storage.range = {range_.offset + begin, entry->second.bytes};
+  out.storage.range = ByteRange::Of(range_.begin + begin, entry->second.bytes);
   out.storage.crc32 = entry->second.crc32;
   out.placement.kind = PlacementKind::kStridedBox;
-  out.placement.offset = range_.offset + begin + tensor.begin;
+  out.placement.offset = range_.begin + begin + tensor.begin;
   out.placement.box = Box::Whole(tensor.shape);
   out.placement.strides = tensor.strides;
   return out;
@@ -191,11 +190,11 @@ Result<TorchArchive::Found> TorchArchive::Find(
 
 Status TorchArchive::CheckStorage(const DigestedRange& storage) const {
   constexpr uint64_t kAtOnce = uint64_t{4} << 20;
-  if (storage.crc32 == 0 || !checked_.insert(storage.range.offset).second) {
+  if (storage.crc32 == 0 || !checked_.insert(storage.range.begin).second) {
     return {};
   }
-  const uint64_t begin = storage.range.offset - range_.offset;
-  const uint64_t end = begin + storage.range.bytes;
+  const uint64_t begin = storage.range.begin - range_.begin;
+  const uint64_t end = begin + storage.range.size();
   uint32_t crc = 0;
   for (uint64_t at = begin; at < end; at += kAtOnce) {
     TC_ASSIGN_OR_RETURN(const std::string bytes,
@@ -210,7 +209,7 @@ Status TorchArchive::CheckStorage(const DigestedRange& storage) const {
 Budget TorchArchive::MakeBudget() const {
   constexpr uint64_t kMost = uint64_t{256} << 20;
   // Elements as base64 are a third larger.
-  const uint64_t elements = range_.bytes < kMost ? 2 * range_.bytes : kMost;
+  const uint64_t elements = range_.size() < kMost ? 2 * range_.size() : kMost;
   return Budget("the pickle", pickle_.bytes(),
                 std::clamp(elements, Budget::kKeptAnyway, kMost));
 }
@@ -235,7 +234,7 @@ Result<std::string> TorchArchive::Elements(const TorchTensor& tensor,
   const Placement& found = placed.placement;
   TC_ASSIGN_OR_RETURN(
       const std::string stored,
-      Read(found.offset - range_.offset, tensor.end - tensor.begin));
+      Read(found.offset - range_.begin, tensor.end - tensor.begin));
   TC_ASSIGN_OR_RETURN(const UnitView view,
                       InUnits(tensor.dtype, tensor.shape, found.box));
   Run run;
@@ -249,7 +248,7 @@ Result<std::string> TorchArchive::Elements(const TorchTensor& tensor,
 }
 
 Result<std::vector<Result<std::string>>> ReadArchivedObjects(
-    const File& file, FileRange range, std::span<const uint64_t> leaves) {
+    const File& file, ByteRange range, std::span<const uint64_t> leaves) {
   TC_ASSIGN_OR_RETURN(const TorchArchive archive,
                       TorchArchive::Open(file, range, kMaxObjectPickle));
   std::optional<TorchState> state;
@@ -290,7 +289,7 @@ Result<TorchArchive::Found> ResolveArchive(const File& file,
                                            Dtype dtype) {
   TC_ASSIGN_OR_RETURN(
       const TorchArchive archive,
-      TorchArchive::Open(file, {placement.offset, placement.bytes},
+      TorchArchive::Open(file, ByteRange::Of(placement.offset, placement.bytes),
                          kMaxTensorPickle));
   if (!IsTorchTensor(archive.root())) {
     return Unsupported("the torch.save archive holds no plain tensor");

@@ -23,7 +23,7 @@ namespace torch_ckpt {
 // An entry of an archive: where its bytes are in the file, and their CRC-32.
 struct ZipContent {
   std::string name;
-  FileRange range;
+  ByteRange range;
   uint32_t crc32 = 0;              // 0: the writer did not say
   std::vector<uint64_t> crc32_at;  // where in the file that stands
 
@@ -38,7 +38,7 @@ class TorchArchive {
   // kUnsupported for what pickle.h and zip.h do not read, and for another byte
   // order; kExhausted where the pickle or the directory has more than `most`
   // bytes.
-  static Result<TorchArchive> Open(const File& file, FileRange range,
+  static Result<TorchArchive> Open(const File& file, ByteRange range,
                                    uint64_t most);
 
   const PickleValue& root() const { return pickle_.root(); }
@@ -62,7 +62,7 @@ class TorchArchive {
   Result<std::string> Elements(const TorchTensor& tensor, Budget* budget) const;
 
  private:
-  TorchArchive(const File& file, FileRange range)
+  TorchArchive(const File& file, ByteRange range)
       : file_(&file), range_(range) {}
 
   Result<std::string> Read(uint64_t offset, uint64_t bytes) const;
@@ -72,7 +72,7 @@ class TorchArchive {
   Status ReadPickle(uint64_t most);
 
   const File* file_;
-  FileRange range_;
+  ByteRange range_;
   // The first bytes of it, and the last: most that is asked for is there.
   std::string head_, tail_;
   ZipDirectory directory_;
@@ -87,7 +87,7 @@ class TorchArchive {
 // Objects that the archive at `range` holds (ArchivedObject::leaf), as typed
 // JSON (docs/format.md, section 7). Each may have an error of its own.
 Result<std::vector<Result<std::string>>> ReadArchivedObjects(
-    const File& file, FileRange range, std::span<const uint64_t> leaves);
+    const File& file, ByteRange range, std::span<const uint64_t> leaves);
 
 // What pickle and directory of an archive may have: of one tensor, of an
 // object.

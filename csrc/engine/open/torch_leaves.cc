@@ -83,7 +83,7 @@ Status PlaceTensor(const TorchArchive& archive, const PickleValue& value,
 
 }  // namespace
 
-Result<TorchLeaves> FindTorchLeaves(const File& file, FileRange range,
+Result<TorchLeaves> FindTorchLeaves(const File& file, ByteRange range,
                                     bool listed) {
   TC_ASSIGN_OR_RETURN(const TorchArchive archive,
                       TorchArchive::Open(file, range, kMaxObjectPickle));

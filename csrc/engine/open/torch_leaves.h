@@ -31,7 +31,7 @@ struct TorchLeaf {
 };
 
 struct TorchLeaves {
-  FileRange range;                // of the archive
+  ByteRange range;                // of the archive
   std::vector<TorchLeaf> leaves;  // in the order of FlattenState
   std::vector<StateContainer> containers;
   Budget left{"the pickle", 0};  // for who keeps more of them
@@ -43,7 +43,7 @@ struct TorchLeaves {
 // TorchLeaf::unread says so.
 // `listed`: whether it may be the only item of a list. kCorrupt names the
 // tensor; kUnsupported for what holds no state dict, and as TorchArchive::Open.
-Result<TorchLeaves> FindTorchLeaves(const File& file, FileRange range,
+Result<TorchLeaves> FindTorchLeaves(const File& file, ByteRange range,
                                     bool listed);
 
 // Adds them to a catalog, those of one archive after the other. For one thread.

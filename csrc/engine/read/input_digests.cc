@@ -163,8 +163,7 @@ Status InputDigests::CheckStorages(OpenFiles* files, Wholes wholes, Job* job) {
   const ReadBytes read = TakeSorted();
   const std::vector<ReadDigest>& digests = read.digests;
   const auto check = [&](const DigestedRange& storage) -> Status {
-    const uint64_t begin = storage.range.offset;
-    const uint64_t end = begin + storage.range.bytes;
+    const uint64_t begin = storage.range.begin, end = storage.range.end;
     const auto at = std::partition_point(
         digests.begin(), digests.end(), [&](const ReadDigest& digest) {
           return digest.file != storage.file ? digest.file < storage.file

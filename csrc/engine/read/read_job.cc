@@ -28,12 +28,13 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
   TC_RETURN_IF_ERROR(ForEachItem(
       workers, static_cast<int64_t>(planned.size()), job,
       [&](int64_t i, int worker) -> Status {
-        const ReadCell cell = planned.Cell(static_cast<size_t>(i));
-        // For one cell at a time: more workers than the budget holds just wait.
+        const ReadPiece piece = planned.Piece(static_cast<size_t>(i));
+        // For one piece at a time: more workers than the budget holds just
+        // wait.
         TC_ASSIGN_OR_RETURN(const ArenaLease lease,
                             LeaseBuffer(kFetchScratch, job));
-        const WantedRuns wanted{cell.file,          cell.runs,
-                                planned.storages(), cell.shared,
+        const WantedRuns wanted{piece.file,         piece.runs,
+                                planned.storages(), piece.shared,
                                 plan.neighbours,    nullptr};
         TC_ASSIGN_OR_RETURN(const uint64_t delivered,
                             inputs->Read(worker, wanted, lease.span()));

@@ -117,10 +117,10 @@ Status PlannedReads::AddRun(const StoredRun& stored) {
   const Run& run = stored.run;
   uint64_t planned = 0;
   const uint64_t end = run.src + run.SrcSpan();
-  for (uint64_t cell = RoundDown(run.src, kFetchBytes); cell < end;
-       cell += kFetchBytes) {
+  for (uint64_t piece = RoundDown(run.src, kFetchBytes); piece < end;
+       piece += kFetchBytes) {
     parts_.clear();
-    ClipRun(run, cell, cell + kFetchBytes, &parts_);
+    ClipRun(run, piece, piece + kFetchBytes, &parts_);
     for (const Run& part : parts_) {
       planned += part.TotalBytes();
       Keep(stored.file, part);
@@ -164,10 +164,10 @@ Run PlannedReads::RunOf(const CompactRun& compact) const {
   return run;
 }
 
-ReadCell PlannedReads::Cell(size_t cell) const {
-  const size_t first = cells_[cell];
-  const size_t past = cell + 1 < size() ? cells_[cell + 1] : runs_.size();
-  ReadCell out;
+ReadPiece PlannedReads::Piece(size_t piece) const {
+  const size_t first = pieces_[piece];
+  const size_t past = piece + 1 < size() ? pieces_[piece + 1] : runs_.size();
+  ReadPiece out;
   out.file = runs_[first].file;
   out.runs.reserve(past - first);
   for (size_t i = first; i < past; ++i) {
@@ -178,7 +178,7 @@ ReadCell PlannedReads::Cell(size_t cell) const {
   return out;
 }
 
-void PlannedReads::MakeCells() {
+void PlannedReads::MakePieces() {
   std::sort(runs_.begin(), runs_.end(),
             [](const CompactRun& a, const CompactRun& b) {
               return a.file != b.file ? a.file < b.file : a.src < b.src;
@@ -188,7 +188,7 @@ void PlannedReads::MakeCells() {
         runs_[i].src / kFetchBytes == runs_[i - 1].src / kFetchBytes) {
       continue;
     }
-    cells_.push_back(i);
+    pieces_.push_back(i);
   }
 }
 
@@ -211,7 +211,7 @@ Result<PlannedReads> PlannedReads::Make(
           checkpoint.path());
     }
   }
-  planned.MakeCells();
+  planned.MakePieces();
   SortRanges(&planned.storages_);
   return planned;
 }

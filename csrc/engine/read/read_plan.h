@@ -14,18 +14,18 @@
 namespace torch_ckpt {
 
 // The runs that need what a file has between two multiples of kFetchBytes:
-// run.src is a file offset. A run never leaves its cell, so a segment is read
-// once and each cell is one work item.
-struct ReadCell {
+// run.src is a file offset. A run never leaves its piece, so a segment is read
+// once and each piece is one work item.
+struct ReadPiece {
   uint32_t file = 0;
   bool shared = false;        // one of its items is
   std::vector<ReadRun> runs;  // by src
 };
 
-// All cells of a job. The ranks of one node that load what thousands of ranks
+// All pieces of a job. The ranks of one node that load what thousands of ranks
 // have saved have millions of runs: they are kept in as little memory as each
 // needs (32 bytes where its bytes are in a row, else 48 and 24 for each loop),
-// and the cells are made of them one at a time.
+// and the pieces are made of them one at a time.
 class PlannedReads {
  public:
   // Proves coverage of every item; an error names its tensor or file.
@@ -38,10 +38,10 @@ class PlannedReads {
   // The storages that they may be in, by file and offset.
   const std::vector<DigestedRange>& storages() const { return storages_; }
 
-  // Cells are in ascending order of file and offset. Cell() is of the plan and
-  // of casts() in it. Thread-safe.
-  size_t size() const { return cells_.size(); }
-  ReadCell Cell(size_t cell) const;
+  // Pieces are in ascending order of file and offset. Piece() is of the plan
+  // and of casts() in it. Thread-safe.
+  size_t size() const { return pieces_.size(); }
+  ReadPiece Piece(size_t piece) const;
   // Those of all items whose elements are cast.
   std::deque<CastTarget>& casts() { return casts_; }
 
@@ -63,17 +63,17 @@ class PlannedReads {
                    const TargetTensor& target);
   Status AddFile(const Checkpoint& checkpoint, const ReadItem& item,
                  const TargetTensor& target);
-  // By cells; every byte of the run must be in one.
+  // By pieces; every byte of the run must be in one.
   Status AddRun(const StoredRun& stored);
   void Keep(uint32_t file, const Run& part);
   Run RunOf(const CompactRun& compact) const;
-  void MakeCells();
+  void MakePieces();
 
   std::vector<DigestedRange> storages_;
   std::deque<CompactRun> runs_;  // by file and src; no vector, which doubles
   // Bytes, number of loops, and count and strides of each.
   std::deque<int64_t> loops_;
-  std::vector<size_t> cells_;  // the first run of each
+  std::vector<size_t> pieces_;  // the first run of each
   std::vector<Delivery> deliveries_;
   std::deque<CastTarget> casts_;
   std::vector<Run> parts_;

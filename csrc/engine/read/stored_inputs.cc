@@ -43,7 +43,7 @@ void AddStretches(const Run& run, int level, int outer, uint64_t at,
 
 // Appends what `run` needs of its file, as one where gaps are not above `gap`.
 // Of a dense box the gaps of an outer loop are the larger ones, so that this
-// makes no more stretches than a cell has gaps.
+// makes no more stretches than a piece has gaps.
 void AddStretches(const Run& run, uint64_t gap, std::vector<Range>* out) {
   int outer = run.loops;
   uint64_t span = run.bytes;
@@ -96,7 +96,7 @@ class ReadPass {
       readers_ = Readers::kSeveral;
     }
     // A test has one left out, to see that this is noticed below.
-    size_t next = FaultPoint("cell", source_.path()).skip ? 1 : 0;
+    size_t next = FaultPoint("piece", source_.path()).skip ? 1 : 0;
     for (; next < ranges.size(); ++next) {
       TC_RETURN_IF_ERROR(ReadRange(ranges[next]));
     }
@@ -225,14 +225,11 @@ class ReadPass {
   // Takes the CRC-32 of what each storage has in [lo, hi) of `bytes`.
   void SumStorages(uint64_t lo, uint64_t hi, const std::byte* bytes) {
     auto storage = std::partition_point(
-        storages_.begin(), storages_.end(), [&](const DigestedRange& each) {
-          return each.range.offset + each.range.bytes <= lo;
-        });
-    for (; storage != storages_.end() && storage->range.offset < hi;
-         ++storage) {
-      const uint64_t from = std::max(lo, storage->range.offset);
-      const uint64_t to =
-          std::min(hi, storage->range.offset + storage->range.bytes);
+        storages_.begin(), storages_.end(),
+        [&](const DigestedRange& each) { return each.range.end <= lo; });
+    for (; storage != storages_.end() && storage->range.begin < hi; ++storage) {
+      const uint64_t from = std::max(lo, storage->range.begin);
+      const uint64_t to = std::min(hi, storage->range.end);
       const uint32_t crc = Crc32(0, bytes + (from - lo), to - from);
       digests_.Append({file_, crc, from, to - from}, &passed_);
       InputDigests::AppendStorage(*storage, &passed_);

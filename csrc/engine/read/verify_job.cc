@@ -25,7 +25,7 @@ Status CheckContent(const ByteSource& source, const ZipContent& content,
   if (crc == content.crc32) return {};
   return Corrupt("the entry " + content.name +
                  " of the archive does not match its CRC-32, from byte " +
-                 std::to_string(content.range.offset) + " on")
+                 std::to_string(content.range.begin) + " on")
       .WithFile(source.path());
 }
 
@@ -46,7 +46,8 @@ Result<std::vector<ZipContent>> ContentsOf(const Checkpoint& checkpoint,
     if (!zip) return {};
     TC_ASSIGN_OR_RETURN(
         const TorchArchive archive,
-        TorchArchive::Open(file, {placement.offset, placement.bytes},
+        TorchArchive::Open(file,
+                           ByteRange::Of(placement.offset, placement.bytes),
                            kMaxObjectPickle));
     TC_ASSIGN_OR_RETURN(contents, archive.Contents());
     return {};
@@ -88,7 +89,7 @@ Result<VerifyReport> VerifyArchives(const Checkpoint& checkpoint,
               files.Read(placement.file, [&](const ByteSource& source) {
                 return CheckContent(source, content, job);
               }));
-          of_archive += content.range.bytes;
+          of_archive += content.range.size();
         }
         checked += of_archive;
         job->AddDone(placement.bytes - std::min(placement.bytes, of_archive));

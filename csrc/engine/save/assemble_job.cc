@@ -46,7 +46,7 @@ Status CheckIds(const FinalFiles& list, const RankFinals& rank) {
       return InvalidArgument("rank " + std::to_string(rank.rank) +
                              " has written a final file that there is not");
     }
-    const FinalFile& named = list.files[file.file];
+    const StagedFile& named = list.files[file.file];
     if (file.id == named.id) continue;
     return Conflict("rank " + std::to_string(rank.rank) +
                     " has written by the header " + file.id +
@@ -61,9 +61,11 @@ std::shared_ptr<const FileSet> SpillsOf(const std::vector<RankFinals>& ranks,
   FileList list{std::make_shared<const Directory>(std::move(staging)), {}};
   for (const RankFinals& rank : ranks) {
     for (const WrittenSpill& spill : rank.spills) {
-      const OutputSpec& spec = spill.file.spec;
-      list.files.push_back({spec.staged, spec.id, FileRole::kData, spec.bytes,
-                            spill.file.crc32c, Container::kRaw});
+      ManifestFile file = spill.file;
+      file.name = spill.file.staged;
+      file.role = FileRole::kData;
+      file.container = Container::kRaw;
+      list.files.push_back(std::move(file));
     }
   }
   return std::make_shared<const FileSet>(std::move(list));
@@ -245,7 +247,7 @@ class AssembleJob {
   // The files as they were laid out.
   Status ReadHeaders() {
     for (size_t f = 0; f < files_.size(); ++f) {
-      const FinalFile& named = list_.files[f];
+      const StagedFile& named = list_.files[f];
       Assembly& file = files_[f];
       TC_ASSIGN_OR_RETURN(file.header,
                           ReadStagedHeader(staging_, named.staged));
@@ -257,13 +259,8 @@ class AssembleJob {
           WrittenRange header,
           HeaderRange(staging_, named.staged, file.header.header.data_begin));
       file.ranges.push_back(std::move(header));
-      outputs_.push_back({{named.name,
-                           named.staged,
-                           named.id,
-                           FileRole::kData,
-                           file.header.header.file_bytes,
-                           {}},
-                          {}});
+      outputs_.push_back({named, {}});
+      outputs_.back().file.bytes = file.header.header.file_bytes;
     }
     return {};
   }
@@ -278,11 +275,11 @@ class AssembleJob {
       }
     }
     for (size_t f = 0; f < files_.size(); ++f) {
-      OutputSpec& spec = outputs_[f].spec;
-      auto holes = Holes(files_[f].ranges, spec.bytes);
-      if (!holes.ok()) return holes.status().WithFile(spec.name);
+      Output& output = outputs_[f];
+      auto holes = Holes(files_[f].ranges, output.file.bytes);
+      if (!holes.ok()) return holes.status().WithFile(output.file.name);
       for (const ByteRange& hole : *holes) left_ += hole.end - hole.begin;
-      spec.ranges = std::move(holes).value();
+      output.ranges = std::move(holes).value();
     }
     return {};
   }
@@ -297,14 +294,14 @@ class AssembleJob {
     TC_ASSIGN_OR_RETURN(Directory staging, Directory::Open(staging_.path()));
     Spills spills(ranks, std::move(staging), options);
     for (size_t f = 0; f < files_.size(); ++f) {
-      const OutputSpec& spec = outputs_[f].spec;
+      Output& output = outputs_[f];
       TC_ASSIGN_OR_RETURN(
           const std::vector<Extent> left,
           spills.LeftOf(list_, static_cast<uint32_t>(f), files_[f].header));
       TC_RETURN_IF_ERROR(
-          CheckCovered(files_[f], *spec.ranges, left, spec.name));
+          CheckCovered(files_[f], *output.ranges, left, output.file.name));
       for (const Extent& e : left) {
-        outputs_[f].extents.Place(e.begin, e.end - e.begin, e.origin, e.from);
+        output.extents.Place(e.begin, e.end - e.begin, e.origin, e.from);
       }
     }
     TC_ASSIGN_OR_RETURN(written_,
@@ -312,17 +309,16 @@ class AssembleJob {
     return spills.Check(job);
   }
 
-  Result<std::vector<CommitFile>> Finish() {
-    std::vector<CommitFile> done;
+  Result<std::vector<StagedFile>> Finish() {
+    std::vector<StagedFile> done;
     for (size_t f = 0; f < files_.size(); ++f) {
-      const OutputSpec& spec = outputs_[f].spec;
+      StagedFile file = outputs_[f].file;
       std::vector<WrittenRange>& all = files_[f].ranges;
       all.insert(all.end(), written_[f].begin(), written_[f].end());
-      auto digests = CombineRanges(std::move(all), spec.bytes);
-      if (!digests.ok()) return digests.status().WithFile(spec.name);
-      done.push_back({spec.staged,
-                      {spec.name, spec.id, FileRole::kData, spec.bytes,
-                       std::move(digests).value()}});
+      auto digests = CombineRanges(std::move(all), file.bytes);
+      if (!digests.ok()) return digests.status().WithFile(file.name);
+      file.crc32c = std::move(digests).value();
+      done.push_back(std::move(file));
     }
     return done;
   }
@@ -338,7 +334,7 @@ class AssembleJob {
 
 }  // namespace
 
-Result<std::vector<CommitFile>> RunAssembleJob(
+Result<std::vector<StagedFile>> RunAssembleJob(
     const Directory& staging, const FinalFiles& list,
     const std::vector<RankFinals>& ranks, const OutputOptions& options,
     Job* job) {

@@ -24,7 +24,7 @@ struct RankFinals {
 // final file or the spill, and the tensor: kConflict where ranks have written
 // by different headers, which names the rank, or have written the same bytes,
 // kIncomplete where nobody has written some. Returns the files for the commit.
-Result<std::vector<CommitFile>> RunAssembleJob(
+Result<std::vector<StagedFile>> RunAssembleJob(
     const Directory& staging, const FinalFiles& files,
     const std::vector<RankFinals>& ranks, const OutputOptions& options,
     Job* job);

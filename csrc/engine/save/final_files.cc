@@ -19,7 +19,7 @@ constexpr uint64_t kMaxRank = uint64_t{1} << 31;
 std::string EncodeList(const FinalFiles& list) {
   std::string out(kListMagic);
   PutVarint(&out, list.files.size());
-  for (const FinalFile& file : list.files) {
+  for (const StagedFile& file : list.files) {
     PutString(&out, file.name);
     PutString(&out, file.staged);
     PutString(&out, file.id);
@@ -65,7 +65,8 @@ Result<FinalFiles> DecodeList(ByteSpan bytes) {
     if (!name || !staged || !id || !IsId(*id) || !file_bytes) return damaged;
     TC_RETURN_IF_ERROR(CheckFileName(*name));
     TC_RETURN_IF_ERROR(CheckFileName(*staged));
-    list.files.push_back({*name, *staged, *id, *file_bytes});
+    list.files.push_back(
+        {{*name, *id, FileRole::kData, *file_bytes, {}}, *staged});
   }
   const auto index_name = in.String(kMaxNameBytes);
   const auto rings = in.Bounded(in.left());
@@ -130,18 +131,18 @@ Status CheckBands(const FinalTensor& tensor, size_t rings) {
 // The file at full size, with its header.
 Status StageFile(const Directory& staging, const FinalLayout& layout,
                  bool sync) {
-  TC_RETURN_IF_ERROR(CreateOutput(staging, layout.spec));
+  TC_RETURN_IF_ERROR(CreateOutput(staging, layout.file));
   TC_ASSIGN_OR_RETURN(File file,
-                      staging.OpenFile(layout.spec.staged, {.write = true}));
+                      staging.OpenFile(layout.file.staged, {.write = true}));
   TC_RETURN_IF_ERROR(file.WriteAll(AsBytes(layout.header), 0));
   if (sync) TC_RETURN_IF_ERROR(file.Sync());
   TC_RETURN_IF_ERROR(file.Close());
   FileHeader parsed;
   parsed.header.tensors = layout.tensors;
   parsed.header.data_begin = layout.header.size();
-  parsed.header.file_bytes = layout.spec.bytes;
-  parsed.sharding.file_id = layout.spec.id;
-  return StageHeader(staging, layout.spec.staged, parsed, layout.header);
+  parsed.header.file_bytes = layout.file.bytes;
+  parsed.sharding.file_id = layout.file.id;
+  return StageHeader(staging, layout.file.staged, parsed, layout.header);
 }
 
 Status WriteList(const Directory& staging, const FinalFiles& list) {
@@ -184,7 +185,7 @@ Result<const FinalBand*> FinalFiles::BandOf(FinalPlace tensor,
 
 NewFiles NewFilesOf(const FinalFiles& list) {
   NewFiles files;
-  for (const FinalFile& file : list.files) files.names.push_back(file.name);
+  for (const StagedFile& file : list.files) files.names.push_back(file.name);
   if (!list.index_name.empty()) files.names.push_back(list.index_name);
   return files;
 }
@@ -247,12 +248,8 @@ Result<FinalLayout> LayOutFinalFile(const std::string& name,
                              tensors));
   const uint64_t data_bytes = tensors.empty() ? 0 : tensors.back().end;
   layout.tensors = std::move(tensors);
-  layout.spec = {name,
-                 StagedName(name, id),
-                 id,
-                 FileRole::kData,
-                 layout.header.size() + data_bytes,
-                 {}};
+  layout.file =
+      ToBeStaged(name, id, FileRole::kData, layout.header.size() + data_bytes);
   return layout;
 }
 
@@ -302,8 +299,7 @@ Result<FinalFiles> StageFinalFiles(const Directory& staging,
       const auto file = static_cast<uint32_t>(list.files.size());
       list.banded.push_back({{file, entry}, tensor.bands});
     }
-    list.files.push_back(
-        {name, layout->spec.staged, layout->spec.id, layout->spec.bytes});
+    list.files.push_back(std::move(layout->file));
   }
   TC_RETURN_IF_ERROR(WriteList(staging, list));
   return list;

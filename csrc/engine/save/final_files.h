@@ -24,7 +24,7 @@ namespace torch_ckpt {
 
 // A final file on paper.
 struct FinalLayout {
-  OutputSpec spec;
+  StagedFile file;
   std::string header;                     // all before the data
   std::vector<SafetensorsEntry> tensors;  // in the order of their data
   std::vector<uint32_t> order;  // position of each in the list that was given
@@ -57,13 +57,6 @@ struct FinalRing {
   std::vector<int64_t> senders;  // the others, ascending
 };
 
-struct FinalFile {
-  std::string name;    // final name
-  std::string staged;  // name in staging
-  std::string id;
-  uint64_t bytes = 0;
-};
-
 // A tensor of the final files, by number: of its file, and of its entry in the
 // header there.
 struct FinalPlace {
@@ -73,7 +66,7 @@ struct FinalPlace {
 };
 
 struct FinalFiles {
-  std::vector<FinalFile> files;
+  std::vector<StagedFile> files;
   std::string index_name;  // of the index beside them, if any
   struct Banded {
     FinalPlace tensor;

@@ -67,7 +67,7 @@ Status NotLaidOut(const WriteTensor& tensor) {
 }
 
 Status CheckFits(const WriteTensor& tensor, const SafetensorsEntry& entry,
-                 const FinalFile& file) {
+                 const StagedFile& file) {
   const Dtype stored = tensor.stored.value_or(tensor.dtype);
   if (entry.dtype == stored && entry.shape == tensor.global_shape &&
       (stored == tensor.dtype || CanCast(tensor.dtype, stored))) {
@@ -111,7 +111,7 @@ bool ByBegin(const Row& a, const Row& b) {
 // its spill. Leaves the former.
 Status PlaceRows(std::vector<Row>* rows, uint32_t file, FinalWrite* out) {
   std::sort(rows->begin(), rows->end(), ByBegin);
-  OutputSpec& spec = out->files[file].spec;
+  Output& output = out->files[file];
   ExtentList own;
   std::vector<ByteRange> ranges;  // of rows that lie side by side
   own.Reserve(rows->size());
@@ -120,7 +120,7 @@ Status PlaceRows(std::vector<Row>* rows, uint32_t file, FinalWrite* out) {
     if (begin < own.size()) {
       return Conflict("this rank writes bytes " + std::to_string(begin) +
                       " to " + std::to_string(own.size()) + " twice")
-          .WithFile(spec.name);
+          .WithFile(output.file.name);
     }
     own.Place(begin, end - begin, row.origin, row.from);
     if (ranges.empty() || ranges.back().end != begin) {
@@ -138,12 +138,12 @@ Status PlaceRows(std::vector<Row>* rows, uint32_t file, FinalWrite* out) {
                 });
   };
   for (const ByteRange& range : ranges) {
-    const ByteRange inner = Interior(range, spec.bytes);
+    const ByteRange inner = Interior(range, output.file.bytes);
     if (inner.begin >= inner.end) {
       to_spill(range.begin, range.end);
       continue;
     }
-    spec.ranges->push_back(inner);
+    output.ranges->push_back(inner);
     to_spill(range.begin, inner.begin);
     to_spill(inner.end, range.end);
     uint64_t at = inner.begin;
@@ -159,12 +159,12 @@ Status PlaceRows(std::vector<Row>* rows, uint32_t file, FinalWrite* out) {
 // Adds what the ring writes into a file, in ranges of its own: its members have
 // agreed how these are cut into pieces.
 void PlaceRing(RingWork* ring, uint32_t file, std::vector<Row>* rows,
-               OutputSpec* spec) {
+               Output* output) {
   for (const ByteRange& range : ring->RangesOf(file)) {
-    spec->ranges->push_back(range);
+    output->ranges->push_back(range);
   }
   std::sort(
-      spec->ranges->begin(), spec->ranges->end(),
+      output->ranges->begin(), output->ranges->end(),
       [](const ByteRange& a, const ByteRange& b) { return a.begin < b.begin; });
   ring->ForEachTensor(file, [&](uint64_t index, const ByteRange& bytes) {
     rows->push_back({bytes, {ring, index}, 0});
@@ -182,17 +182,16 @@ class FinalPlanner {
   // The files that the coordinator has laid out, as their headers say.
   Status ReadHeaders() {
     TC_ASSIGN_OR_RETURN(list_, ReadFinalFiles(staging_));
-    for (const FinalFile& file : list_.files) {
+    for (const StagedFile& file : list_.files) {
       TC_ASSIGN_OR_RETURN(FileHeader header,
                           ReadStagedHeader(staging_, file.staged));
       if (header.sharding.file_id != file.id) {
         return Conflict("is not the file that the coordinator has laid out")
             .WithFile(staging_.Join(file.staged));
       }
-      out_.files.push_back(
-          {{file.name, file.staged, file.id, FileRole::kData,
-            header.header.file_bytes, std::vector<ByteRange>()},
-           {}});
+      Output output{file, {}, std::vector<ByteRange>()};
+      output.file.bytes = header.header.file_bytes;
+      out_.files.push_back(std::move(output));
       headers_.push_back(std::move(header));
     }
     rows_.resize(list_.files.size());
@@ -243,7 +242,7 @@ class FinalPlanner {
       TC_RETURN_IF_ERROR(PlaceRows(&rows_[f], f, &out_));
       Output& file = out_.files[f];
       if (out_.ring && out_.ring->leads()) {
-        PlaceRing(out_.ring.get(), f, &rows_[f], &file.spec);
+        PlaceRing(out_.ring.get(), f, &rows_[f], &file);
       }
       file.extents.Reserve(rows_[f].size());
       for (const Row& row : rows_[f]) {

@@ -136,8 +136,9 @@ Status RingWork::Send(int workers, Job* job) const {
     }
     FillBuffer buffer({leader.slots.slot(i), message.size()}, 0, worker,
                       FillBuffer::Copies::kCached);
-    TC_RETURN_IF_ERROR(FillPortions(PortionsOf(message, 0, message.size()),
-                                    scratch.span(), &buffer));
+    TC_RETURN_IF_ERROR(
+        FillStretches(StretchesByProvider(message, 0, message.size()),
+                      scratch.span(), &buffer));
     leader.slots.Fill(i);
     return {};
   };
@@ -159,20 +160,20 @@ Status RingWork::Fill(const std::vector<Stretch>& stretches,
   if (piece.bytes.end - piece.bytes.begin != buffer->size()) {
     return Internal("is not written in the pieces that were planned");
   }
-  std::vector<std::vector<BoxStream>> streams;
+  std::vector<std::vector<BoxCursor>> cursors;
   TC_RETURN_IF_ERROR(
-      own_->Gather(stretches, scratch, buffer->worker(), &streams));
+      own_->Gather(stretches, scratch, buffer->worker(), &cursors));
   std::vector<const std::byte*> messages;
   for (const RingPeer& peer : peers_) messages.push_back(peer.slots.slot(i));
   for (size_t s = 0; s < stretches.size(); ++s) {
     for (size_t p = 0; p < peers_.size(); ++p) {
       ForEachBoxIn(peer_boxes_[p], stretches[s],
                    [&](const JoinedBox& box, uint64_t from, uint64_t to) {
-                     streams[s].push_back({&box.box, from, messages[p]});
+                     cursors[s].push_back({&box.box, from, messages[p]});
                      messages[p] += to - from;
                    });
     }
-    JoinStreams(stretches[s], &streams[s], buffer);
+    JoinBoxes(stretches[s], &cursors[s], buffer);
   }
   for (const RingPeer& peer : peers_) peer.slots.Free(i);
   return {};

@@ -93,8 +93,8 @@ Status FillRegion(const ExtentList& extents, int workers,
         std::min<uint64_t>(kFillBytes, extents.size() - begin);
     FillBuffer buffer(region.subspan(begin, bytes), begin, worker,
                       FillBuffer::Copies::kStreamed);
-    TC_RETURN_IF_ERROR(
-        BeginPortions(PortionsOf(extents, begin, bytes), {}, &buffer));
+    TC_RETURN_IF_ERROR(BeginStretches(
+        StretchesByProvider(extents, begin, bytes), {}, &buffer));
     job->AddDone(bytes);
     return {};
   };

@@ -147,8 +147,8 @@ class WriteJob {
     if (status.ok()) return {};
     // Some are written all the same.
     for (const Output& output : outputs_) {
-      if (output.spec.ranges) continue;
-      (void)staging_.Unlink(output.spec.staged, true);
+      if (output.ranges) continue;
+      (void)staging_.Unlink(output.file.staged, true);
     }
     return status;
   }
@@ -157,17 +157,19 @@ class WriteJob {
     WrittenPlan report;
     if (finals_.ring) report.ring_bytes = finals_.ring->own_bytes();
     for (size_t f = 0; f < outputs_.size(); ++f) {
-      OutputSpec& spec = outputs_[f].spec;
+      StagedFile& file = outputs_[f].file;
       const size_t of_final = f - plan_.files.size();
       if (f < plan_.files.size()) {
-        report.files.push_back({spec, std::move(written_[f][0].crc32c)});
+        file.crc32c = std::move(written_[f][0].crc32c);
+        report.files.push_back(std::move(file));
       } else if (of_final < finals_.files.size()) {
         report.final_files.push_back(
-            {static_cast<uint32_t>(of_final), spec.id, std::move(written_[f])});
+            {static_cast<uint32_t>(of_final), file.id, std::move(written_[f])});
       } else {
-        report.spill = WrittenSpill{{spec, std::move(written_[f][0].crc32c)},
-                                    std::move(finals_.spill_bytes),
-                                    std::move(finals_.spill_boxes)};
+        file.crc32c = std::move(written_[f][0].crc32c);
+        report.spill =
+            WrittenSpill{std::move(file), std::move(finals_.spill_bytes),
+                         std::move(finals_.spill_boxes)};
       }
     }
     headers_.Keep();
@@ -216,8 +218,7 @@ class WriteJob {
   void AddOutput(const std::string& name, FileRole role, const std::string& id,
                  ExtentList extents) {
     const uint64_t bytes = extents.size();
-    outputs_.push_back({{name, StagedName(name, id), id, role, bytes, {}},
-                        std::move(extents)});
+    outputs_.push_back({ToBeStaged(name, id, role, bytes), std::move(extents)});
   }
 
   WritePlan plan_;

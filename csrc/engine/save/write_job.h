@@ -26,11 +26,6 @@ struct WritePlan {
   OutputOptions options;
 };
 
-struct WrittenFile {
-  OutputSpec spec;
-  std::vector<uint32_t> crc32c;
-};
-
 // What this rank has written of a final file, be it nothing.
 struct WrittenFinal {
   uint32_t file = 0;  // in the list of final files
@@ -40,13 +35,13 @@ struct WrittenFinal {
 
 // What it has left for the coordinator to put in place.
 struct WrittenSpill {
-  WrittenFile file;
+  StagedFile file;
   std::vector<SpillBytes> bytes;
   std::vector<SpillBox> boxes;
 };
 
 struct WrittenPlan {
-  std::vector<WrittenFile> files;
+  std::vector<StagedFile> files;
   std::vector<WrittenFinal> final_files;
   std::optional<WrittenSpill> spill;
   uint64_t ring_bytes = 0;  // what this rank has had of tensors of a ring

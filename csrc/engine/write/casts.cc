@@ -16,7 +16,7 @@ constexpr uint64_t kElementBytes = uint64_t{4} << 20;
 
 }  // namespace
 
-// Sections of one provider's things that are made together: a device is waited
+// Stretches of one provider's things that are made together: a device is waited
 // for once.
 class Casts::Batch {
  public:
@@ -26,37 +26,35 @@ class Casts::Batch {
         buffer_(buffer) {}
 
   // REQUIRES: its elements are not more than kElementBytes.
-  Status Add(Section section) {
-    const uint64_t bytes =
-        section.count * section.thing->converter.from_bytes();
-    if (!sections_.empty() &&
-        (sections_.back().thing->of.provider != section.thing->of.provider ||
+  Status Add(CastStretch cast) {
+    const uint64_t bytes = cast.count * cast.thing->converter.from_bytes();
+    if (!stretches_.empty() &&
+        (stretches_.back().thing->of.provider != cast.thing->of.provider ||
          used_ + bytes > kElementBytes)) {
       TC_RETURN_IF_ERROR(Cast());
     }
-    section.elements_at = used_;
+    cast.elements_at = used_;
     used_ += bytes;
-    sections_.push_back(section);
+    stretches_.push_back(cast);
     return {};
   }
 
   Status Cast() {
-    if (sections_.empty()) return {};
-    Provider* const provider = sections_.front().thing->of.provider;
-    std::vector<Portion> portions = {{provider, {}}};
-    for (const Section& section : sections_) {
-      const uint64_t each = section.thing->converter.from_bytes();
-      portions[0].stretches.push_back(
-          {section.thing->of.index, section.first * each, section.count * each,
-           section.elements_at});
+    if (stretches_.empty()) return {};
+    Provider* const provider = stretches_.front().thing->of.provider;
+    std::vector<ProviderStretches> asked = {{provider, {}}};
+    for (const CastStretch& cast : stretches_) {
+      const uint64_t each = cast.thing->converter.from_bytes();
+      asked[0].stretches.push_back({cast.thing->of.index, cast.first * each,
+                                    cast.count * each, cast.elements_at});
     }
     FillBuffer elements(elements_.first(used_), 0, buffer_->worker(),
                         FillBuffer::Copies::kCached);
-    TC_RETURN_IF_ERROR(FillPortions(portions, rest_, &elements));
-    for (const Section& section : sections_) {
-      Casts::Cast(section, elements_.data() + section.elements_at, buffer_);
+    TC_RETURN_IF_ERROR(FillStretches(asked, rest_, &elements));
+    for (const CastStretch& cast : stretches_) {
+      Casts::Cast(cast, elements_.data() + cast.elements_at, buffer_);
     }
-    sections_.clear();
+    stretches_.clear();
     used_ = 0;
     return {};
   }
@@ -64,7 +62,7 @@ class Casts::Batch {
  private:
   const MutableByteSpan elements_, rest_;
   FillBuffer* const buffer_;
-  std::vector<Section> sections_;
+  std::vector<CastStretch> stretches_;
   uint64_t used_ = 0;
 };
 
@@ -84,7 +82,7 @@ Status Casts::Check() const {
   return {};
 }
 
-Casts::Section Casts::SectionOf(Thing* thing, const Stretch& stretch) {
+Casts::CastStretch Casts::StretchOf(Thing* thing, const Stretch& stretch) {
   const uint64_t first = stretch.from / thing->converter.to_bytes();
   const uint64_t last =
       (stretch.from + stretch.bytes + thing->converter.to_bytes() - 1) /
@@ -92,32 +90,32 @@ Casts::Section Casts::SectionOf(Thing* thing, const Stretch& stretch) {
   return {thing, stretch, first, last - first, 0};
 }
 
-// `elements` is where the section's first one is.
-void Casts::Cast(const Section& section, const std::byte* elements,
+// `elements` is where the cast's first one is.
+void Casts::Cast(const CastStretch& cast, const std::byte* elements,
                  FillBuffer* buffer) {
-  Converter& converter = section.thing->converter;
+  Converter& converter = cast.thing->converter;
   const uint64_t from_bytes = converter.from_bytes();
   const uint64_t to_bytes = converter.to_bytes();
-  const Stretch& stretch = section.stretch;
+  const Stretch& stretch = cast.stretch;
   const MutableByteSpan out = buffer->Out(stretch.at, stretch.bytes);
   buffer->Filled(out.size());
   if (stretch.from % to_bytes != 0 || stretch.bytes % to_bytes != 0) {
     // It cuts an element.
-    std::vector<std::byte> whole(section.count * to_bytes);
+    std::vector<std::byte> whole(cast.count * to_bytes);
     // An element is counted where it begins.
     const uint64_t head = stretch.from % to_bytes != 0 ? 1 : 0;
     converter.Cast(elements, whole.data(), head);
     converter.AddLost(converter.Cast(elements + head * from_bytes,
                                      whole.data() + head * to_bytes,
-                                     section.count - head));
+                                     cast.count - head));
     std::memcpy(out.data(),
-                whole.data() + (stretch.from - section.first * to_bytes),
+                whole.data() + (stretch.from - cast.first * to_bytes),
                 out.size());
     return;
   }
   const uint64_t step = kDigestStep / to_bytes;
-  for (uint64_t at = 0; at < section.count; at += step) {
-    const uint64_t count = std::min(step, section.count - at);
+  for (uint64_t at = 0; at < cast.count; at += step) {
+    const uint64_t count = std::min(step, cast.count - at);
     const uint64_t to = at * to_bytes;
     converter.AddLost(
         converter.Cast(elements + at * from_bytes, out.data() + to, count));
@@ -130,7 +128,7 @@ Status Casts::Fill(const std::vector<Stretch>& stretches,
   Batch batch(scratch, buffer);
   for (Stretch stretch : stretches) {
     Thing& thing = things_[stretch.index];
-    const Section whole = SectionOf(&thing, stretch);
+    const CastStretch whole = StretchOf(&thing, stretch);
     const std::byte* const found = thing.of.provider->Find(
         {thing.of.index, whole.first * thing.converter.from_bytes(),
          whole.count * thing.converter.from_bytes(), 0});
@@ -146,7 +144,7 @@ Status Casts::Fill(const std::vector<Stretch>& stretches,
           thing.converter.to_bytes();
       Stretch head = stretch;
       head.bytes = std::min(stretch.bytes, until - stretch.from);
-      TC_RETURN_IF_ERROR(batch.Add(SectionOf(&thing, head)));
+      TC_RETURN_IF_ERROR(batch.Add(StretchOf(&thing, head)));
       stretch.from += head.bytes;
       stretch.at += head.bytes;
       stretch.bytes -= head.bytes;

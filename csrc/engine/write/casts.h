@@ -37,7 +37,7 @@ class Casts final : public Provider {
     Converter converter;
   };
   // Elements that a stretch touches, whole or not, and its bytes of them.
-  struct Section {
+  struct CastStretch {
     Thing* thing;
     Stretch stretch;        // after the cast
     uint64_t first, count;  // elements
@@ -45,8 +45,8 @@ class Casts final : public Provider {
   };
   class Batch;
 
-  static Section SectionOf(Thing* thing, const Stretch& stretch);
-  static void Cast(const Section& section, const std::byte* elements,
+  static CastStretch StretchOf(Thing* thing, const Stretch& stretch);
+  static void Cast(const CastStretch& cast, const std::byte* elements,
                    FillBuffer* buffer);
 
   std::deque<Thing> things_;

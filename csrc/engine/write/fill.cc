@@ -28,65 +28,68 @@ PageLocker* Providers::locker() const {
   return nullptr;
 }
 
-std::vector<Portion> PortionsOf(const ExtentList& list, uint64_t begin,
-                                uint64_t bytes) {
-  std::vector<Portion> portions;
+std::vector<ProviderStretches> StretchesByProvider(const ExtentList& list,
+                                                   uint64_t begin,
+                                                   uint64_t bytes) {
+  std::vector<ProviderStretches> asked;
   uint64_t at = 0;
   list.ForEach(begin, bytes, [&](Origin origin, uint64_t from, uint64_t size) {
-    auto portion = std::find_if(
-        portions.begin(), portions.end(),
-        [&](const Portion& p) { return p.provider == origin.provider; });
-    if (portion == portions.end()) {
-      portion = portions.insert(portions.end(), {origin.provider, {}});
+    auto of_provider = std::find_if(asked.begin(), asked.end(),
+                                    [&](const ProviderStretches& p) {
+                                      return p.provider == origin.provider;
+                                    });
+    if (of_provider == asked.end()) {
+      of_provider = asked.insert(asked.end(), {origin.provider, {}});
     }
-    portion->stretches.push_back({origin.index, from, size, at});
+    of_provider->stretches.push_back({origin.index, from, size, at});
     at += size;
   });
-  return portions;
+  return asked;
 }
 
-Status AwaitPortions(const std::vector<Portion>& portions, const Job& job) {
-  for (const Portion& portion : portions) {
-    TC_RETURN_IF_ERROR(portion.provider->Await(portion.stretches, job));
+Status AwaitStretches(const std::vector<ProviderStretches>& asked,
+                      const Job& job) {
+  for (const ProviderStretches& of_provider : asked) {
+    TC_RETURN_IF_ERROR(of_provider.provider->Await(of_provider.stretches, job));
   }
   return {};
 }
 
-Status BeginPortions(const std::vector<Portion>& portions,
-                     MutableByteSpan scratch, FillBuffer* buffer) {
-  for (const Portion& portion : portions) {
-    uint64_t asked = 0;
-    for (const Stretch& stretch : portion.stretches) asked += stretch.bytes;
+Status BeginStretches(const std::vector<ProviderStretches>& asked,
+                      MutableByteSpan scratch, FillBuffer* buffer) {
+  for (const ProviderStretches& of_provider : asked) {
+    uint64_t bytes = 0;
+    for (const Stretch& stretch : of_provider.stretches) bytes += stretch.bytes;
     const uint64_t before = buffer->filled();
     TC_RETURN_IF_ERROR(
-        portion.provider->Fill(portion.stretches, scratch, buffer));
+        of_provider.provider->Fill(of_provider.stretches, scratch, buffer));
     const uint64_t made = buffer->filled() - before;
-    if (made == asked) continue;
+    if (made == bytes) continue;
     return Internal("made " + std::to_string(made) + " of " +
-                    std::to_string(asked) +
+                    std::to_string(bytes) +
                     " bytes: this is a bug of torch_ckpt");
   }
   return {};
 }
 
-Status FillPortions(const std::vector<Portion>& portions,
-                    MutableByteSpan scratch, FillBuffer* buffer) {
+Status FillStretches(const std::vector<ProviderStretches>& asked,
+                     MutableByteSpan scratch, FillBuffer* buffer) {
   // Waits after an exception as well: the memory must not go back while a
   // device writes into it.
   struct Finisher {
-    const std::vector<Portion>& portions;
+    const std::vector<ProviderStretches>& asked;
     int worker;
     Status All() {
       Status first;
-      for (const Portion& portion : portions) {
-        Status status = portion.provider->Finish(worker);
+      for (const ProviderStretches& of_provider : asked) {
+        Status status = of_provider.provider->Finish(worker);
         if (first.ok()) first = std::move(status);
       }
       return first;
     }
     ~Finisher() { (void)All(); }
-  } finisher{portions, buffer->worker()};
-  TC_RETURN_IF_ERROR(BeginPortions(portions, scratch, buffer));
+  } finisher{asked, buffer->worker()};
+  TC_RETURN_IF_ERROR(BeginStretches(asked, scratch, buffer));
   return finisher.All();
 }
 

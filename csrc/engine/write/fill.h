@@ -27,25 +27,27 @@ class Providers {
 };
 
 // What one provider makes of a part of an output.
-struct Portion {
+struct ProviderStretches {
   Provider* provider = nullptr;
   std::vector<Stretch> stretches;
 };
 
-// The portions of [begin, begin + bytes).
-std::vector<Portion> PortionsOf(const ExtentList& list, uint64_t begin,
-                                uint64_t bytes);
+// Those of [begin, begin + bytes).
+std::vector<ProviderStretches> StretchesByProvider(const ExtentList& list,
+                                                   uint64_t begin,
+                                                   uint64_t bytes);
 
 // Waits until filling them would not have to wait for anybody.
-Status AwaitPortions(const std::vector<Portion>& portions, const Job& job);
+Status AwaitStretches(const std::vector<ProviderStretches>& asked,
+                      const Job& job);
 
 // Fills `buffer` with them. What they have begun goes on until their providers'
 // Finish has returned. `scratch` is as large as Providers says.
-Status BeginPortions(const std::vector<Portion>& portions,
-                     MutableByteSpan scratch, FillBuffer* buffer);
+Status BeginStretches(const std::vector<ProviderStretches>& asked,
+                      MutableByteSpan scratch, FillBuffer* buffer);
 
 // Fills `buffer`. However it ends, nobody writes there any more.
-Status FillPortions(const std::vector<Portion>& portions,
-                    MutableByteSpan scratch, FillBuffer* buffer);
+Status FillStretches(const std::vector<ProviderStretches>& asked,
+                     MutableByteSpan scratch, FillBuffer* buffer);
 
 }  // namespace torch_ckpt

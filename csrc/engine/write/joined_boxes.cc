@@ -13,20 +13,20 @@ constexpr uint64_t kStepBytes = uint64_t{256} << 10;
 
 }  // namespace
 
-void JoinStreams(const Stretch& stretch, std::vector<BoxStream>* streams,
-                 FillBuffer* buffer) {
+void JoinBoxes(const Stretch& stretch, std::vector<BoxCursor>* cursors,
+               FillBuffer* buffer) {
   const uint64_t end = stretch.from + stretch.bytes;
   for (uint64_t at = stretch.from; at < end;) {
     const uint64_t step = std::min(kStepBytes, end - at);
     const uint64_t to = stretch.at + (at - stretch.from);
     std::byte* const out = buffer->Out(to, step).data();
-    for (BoxStream& stream : *streams) {
-      const uint64_t until = stream.box->Before(at + step);
-      stream.box->Scatter(stream.next, until - stream.next, stream.bytes, out,
+    for (BoxCursor& cursor : *cursors) {
+      const uint64_t until = cursor.box->Before(at + step);
+      cursor.box->Scatter(cursor.next, until - cursor.next, cursor.bytes, out,
                           at);
-      buffer->Filled(until - stream.next);
-      stream.bytes += until - stream.next;
-      stream.next = until;
+      buffer->Filled(until - cursor.next);
+      cursor.bytes += until - cursor.next;
+      cursor.next = until;
     }
     buffer->Made(to, step);
     at += step;
@@ -49,10 +49,10 @@ uint64_t JoinedBoxes::ScratchBytes() const {
 
 Status JoinedBoxes::Gather(const std::vector<Stretch>& stretches,
                            MutableByteSpan scratch, int worker,
-                           std::vector<std::vector<BoxStream>>* streams) const {
+                           std::vector<std::vector<BoxCursor>>* cursors) const {
   const MutableByteSpan room = scratch.first(kPieceBytes);
   ExtentList made;  // in `room`
-  streams->resize(stretches.size());
+  cursors->resize(stretches.size());
   for (size_t s = 0; s < stretches.size(); ++s) {
     ForEachBoxIn(boxes_, stretches[s],
                  [&](const JoinedBox& box, uint64_t from, uint64_t to) {
@@ -63,21 +63,21 @@ Status JoinedBoxes::Gather(const std::vector<Stretch>& stretches,
                      found = room.data() + made.size();
                      made.Place(made.size(), to - from, box.origin, from);
                    }
-                   (*streams)[s].push_back({&box.box, from, found});
+                   (*cursors)[s].push_back({&box.box, from, found});
                  });
   }
   FillBuffer buffer(room.first(made.size()), 0, worker,
                     FillBuffer::Copies::kCached);
-  return FillPortions(PortionsOf(made, 0, made.size()),
-                      scratch.subspan(kPieceBytes), &buffer);
+  return FillStretches(StretchesByProvider(made, 0, made.size()),
+                       scratch.subspan(kPieceBytes), &buffer);
 }
 
 Status JoinedBoxes::Fill(const std::vector<Stretch>& stretches,
                          MutableByteSpan scratch, FillBuffer* buffer) {
-  std::vector<std::vector<BoxStream>> streams;
-  TC_RETURN_IF_ERROR(Gather(stretches, scratch, buffer->worker(), &streams));
+  std::vector<std::vector<BoxCursor>> cursors;
+  TC_RETURN_IF_ERROR(Gather(stretches, scratch, buffer->worker(), &cursors));
   for (size_t s = 0; s < stretches.size(); ++s) {
-    JoinStreams(stretches[s], &streams[s], buffer);
+    JoinBoxes(stretches[s], &cursors[s], buffer);
   }
   return {};
 }

@@ -32,16 +32,16 @@ void ForEachBoxIn(const std::vector<JoinedBox>& boxes, const Stretch& stretch,
 }
 
 // Bytes of a box from `next` on, in a row.
-struct BoxStream {
+struct BoxCursor {
   const ByteBox* box = nullptr;
   uint64_t next = 0;
   const std::byte* bytes = nullptr;
 };
 
-// Puts what `streams` have of the stretch where it belongs in the buffer, and
+// Puts what `cursors` have of the stretch where it belongs in the buffer, and
 // moves them on to its end. REQUIRES: what they have of it tiles it.
-void JoinStreams(const Stretch& stretch, std::vector<BoxStream>* streams,
-                 FillBuffer* buffer);
+void JoinBoxes(const Stretch& stretch, std::vector<BoxCursor>* cursors,
+               FillBuffer* buffer);
 
 class JoinedBoxes final : public Provider {
  public:
@@ -53,11 +53,11 @@ class JoinedBoxes final : public Provider {
   // What the providers of the boxes want.
   uint64_t origin_scratch() const { return origin_scratch_; }
 
-  // The streams of all boxes for each of `stretches`, which are a part of an
+  // The cursors of all boxes for each of `stretches`, which are a part of an
   // output of at most kPieceBytes: from where the bytes are, or made in
   // `scratch`, of ScratchBytes.
   Status Gather(const std::vector<Stretch>& stretches, MutableByteSpan scratch,
-                int worker, std::vector<std::vector<BoxStream>>* streams) const;
+                int worker, std::vector<std::vector<BoxCursor>>* cursors) const;
 
   uint64_t ScratchBytes() const override;
   PageLocker* Locker() const override { return locker_; }

@@ -28,27 +28,28 @@ Status WhereItWent(const Directory& staging, Status status) {
       .WithFile(staging.path());
 }
 
-Status CheckRange(const OutputSpec& spec, const ByteRange& range) {
+Status CheckRange(const StagedFile& file, const ByteRange& range) {
   const auto [begin, end] = range;
-  if (begin < end && end <= spec.bytes && begin % kWriterBlock == 0 &&
-      (end % kWriterBlock == 0 || end == spec.bytes)) {
+  if (begin < end && end <= file.bytes && begin % kWriterBlock == 0 &&
+      (end % kWriterBlock == 0 || end == file.bytes)) {
     return {};
   }
   return Internal("cannot write bytes " + std::to_string(begin) + " to " +
                   std::to_string(end) + " by themselves")
-      .WithFile(spec.name);
+      .WithFile(file.name);
 }
 
 // Where a piece lies in a snapshot, aligned so that it can be written from
 // there; empty where a part of it does not, or where writing so many short
 // stretches would take longer than copying them together.
-std::vector<ByteSpan> SnapshotPlaces(const std::vector<Portion>& portions) {
+std::vector<ByteSpan> SnapshotPlaces(
+    const std::vector<ProviderStretches>& asked) {
   constexpr size_t kMaxPlaces = 16;
   std::vector<ByteSpan> places;
   // Of several providers only one has snapshots.
-  if (portions.size() != 1) return places;
-  for (const Stretch& stretch : portions[0].stretches) {
-    const std::byte* const found = portions[0].provider->Find(stretch);
+  if (asked.size() != 1) return places;
+  for (const Stretch& stretch : asked[0].stretches) {
+    const std::byte* const found = asked[0].provider->Find(stretch);
     if (found == nullptr) return {};
     if (!places.empty() &&
         places.back().data() + places.back().size() == found) {
@@ -87,16 +88,16 @@ class OutputWriter {
   Status Plan() {
     written_.resize(outputs_.size());
     for (size_t f = 0; f < outputs_.size(); ++f) {
-      const OutputSpec& spec = outputs_[f].spec;
-      if (spec.ranges) {
-        for (const ByteRange& range : *spec.ranges) {
-          TC_RETURN_IF_ERROR(CheckRange(spec, range));
+      const StagedFile& file = outputs_[f].file;
+      if (outputs_[f].ranges) {
+        for (const ByteRange& range : *outputs_[f].ranges) {
+          TC_RETURN_IF_ERROR(CheckRange(file, range));
           written_[f].push_back({range, {}});
         }
       } else {
-        written_[f].push_back({{0, spec.bytes}, {}});
+        written_[f].push_back({{0, file.bytes}, {}});
         // It is to be there, whether it has a piece or not.
-        if (spec.bytes == 0) pieces_.push_back({f, 0, 0, nullptr});
+        if (file.bytes == 0) pieces_.push_back({f, 0, 0, nullptr});
       }
       for (WrittenRange& range : written_[f]) AddPieces(f, &range);
     }
@@ -106,8 +107,8 @@ class OutputWriter {
 
   Status Run() {
     for (const Output& output : outputs_) {
-      if (output.spec.ranges) continue;
-      TC_RETURN_IF_ERROR(CreateOutput(staging_, output.spec));
+      if (output.ranges) continue;
+      TC_RETURN_IF_ERROR(CreateOutput(staging_, output.file));
     }
     const int workers = static_cast<int>(std::min<uint64_t>(
         static_cast<uint64_t>(std::max(1, options_.workers)), pieces_.size()));
@@ -122,8 +123,8 @@ class OutputWriter {
   // first error is the one to report.
   void Undo() const {
     for (const Output& output : outputs_) {
-      if (output.spec.ranges) continue;
-      (void)staging_.Unlink(output.spec.staged, true);
+      if (output.ranges) continue;
+      (void)staging_.Unlink(output.file.staged, true);
     }
   }
 
@@ -162,22 +163,22 @@ class OutputWriter {
     });
   }
 
-  Status OpenOnce(const OutputSpec& spec, Sink* sink) const {
+  Status OpenOnce(const StagedFile& file, Sink* sink) const {
     std::lock_guard<std::mutex> lock(sink->opening);
     if (sink->sink) return {};
     auto opened =
-        ByteSink::Open(staging_, spec.staged, spec.bytes, options_.direct_io);
+        ByteSink::Open(staging_, file.staged, file.bytes, options_.direct_io);
     if (!opened.ok()) return WhereItWent(staging_, opened.status());
     sink->sink = std::move(opened).value();
     return {};
   }
 
   Status WritePiece(const Piece& piece, int worker) {
-    const OutputSpec& spec = outputs_[piece.file].spec;
+    const StagedFile& file = outputs_[piece.file].file;
     Sink* const sink = &sinks_[piece.file];
-    TC_RETURN_IF_ERROR(OpenOnce(spec, sink));
+    TC_RETURN_IF_ERROR(OpenOnce(file, sink));
     TC_RETURN_IF_ERROR(
-        WriteBytes(piece, sink->sink.get(), worker).WithFile(spec.name));
+        WriteBytes(piece, sink->sink.get(), worker).WithFile(file.name));
     job_->AddDone(piece.bytes);
     if (--sink->left > 0) return {};
     Status closed = sink->sink->Close(options_.sync);
@@ -187,11 +188,11 @@ class OutputWriter {
 
   Status WriteBytes(const Piece& piece, ByteSink* sink, int worker) const {
     SegmentDigester digester(piece.digests, piece.begin);
-    const std::vector<Portion> portions =
-        PortionsOf(outputs_[piece.file].extents, piece.begin, piece.bytes);
-    TC_RETURN_IF_ERROR(AwaitPortions(portions, *job_));
+    const std::vector<ProviderStretches> asked = StretchesByProvider(
+        outputs_[piece.file].extents, piece.begin, piece.bytes);
+    TC_RETURN_IF_ERROR(AwaitStretches(asked, *job_));
     OutputCrcs* const crcs = outputs_[piece.file].crcs;
-    const std::vector<ByteSpan> places = SnapshotPlaces(portions);
+    const std::vector<ByteSpan> places = SnapshotPlaces(asked);
     for (const ByteSpan& bytes : places) {
       TC_RETURN_IF_ERROR(sink->Write(bytes, digester.offset()));
       if (crcs) crcs->Add(digester.offset(), bytes);
@@ -211,7 +212,7 @@ class OutputWriter {
     FillBuffer buffer(bytes, piece.begin, worker,
                       FillBuffer::Copies::kDigested);
     TC_RETURN_IF_ERROR(
-        FillPortions(portions, lease.span().subspan(kPieceBytes), &buffer));
+        FillStretches(asked, lease.span().subspan(kPieceBytes), &buffer));
     buffer.Digest(&digester);
     if (crcs) crcs->Add(piece.begin, bytes);
     return sink->Write(bytes, piece.begin);
@@ -243,12 +244,12 @@ void TakeShare(std::vector<Output>* outputs, int share, int shares) {
   constexpr uint64_t kGrain = uint64_t{64} << 10;
   uint64_t total = 0;
   for (Output& output : *outputs) {
-    OutputSpec& file = output.spec;
-    if (!file.ranges) {
-      file.ranges.emplace();
-      if (file.bytes > 0) file.ranges->push_back({0, file.bytes});
+    if (!output.ranges) {
+      output.ranges.emplace();
+      const uint64_t bytes = output.file.bytes;
+      if (bytes > 0) output.ranges->push_back({0, bytes});
     }
-    for (const auto& [begin, end] : *file.ranges) {
+    for (const auto& [begin, end] : *output.ranges) {
       total += RoundUp(end - begin, kGrain);
     }
   }
@@ -258,7 +259,7 @@ void TakeShare(std::vector<Output>* outputs, int share, int shares) {
   uint64_t at = 0;  // of the range, counted through all of them
   for (Output& output : *outputs) {
     std::vector<ByteRange> own;
-    for (const auto& [begin, end] : *output.spec.ranges) {
+    for (const auto& [begin, end] : *output.ranges) {
       const uint64_t next = at + RoundUp(end - begin, kGrain);
       const uint64_t from = begin + std::clamp(first, at, next) - at;
       const uint64_t to =
@@ -266,13 +267,13 @@ void TakeShare(std::vector<Output>* outputs, int share, int shares) {
       if (from < to) own.push_back({from, to});
       at = next;
     }
-    output.spec.ranges = std::move(own);
+    output.ranges = std::move(own);
   }
 }
 
-Status CreateOutput(const Directory& staging, const OutputSpec& spec) {
+Status CreateOutput(const Directory& staging, const StagedFile& file) {
   return WhereItWent(staging,
-                     ByteSink::Create(staging, spec.staged, spec.bytes));
+                     ByteSink::Create(staging, file.staged, file.bytes));
 }
 
 Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(

@@ -12,8 +12,8 @@
 
 #include "engine/write/extents.h"
 #include "engine/write/output_crcs.h"
+#include "engine/write/staged_file.h"
 #include "engine/write/written_ranges.h"
-#include "format/ours/manifest.h"
 #include "os/directory.h"
 #include "runtime/crc32c.h"
 #include "runtime/jobs.h"
@@ -27,22 +27,14 @@ inline constexpr uint64_t kWriterBlock = 4096;
 static_assert(kPieceBytes % kSegmentBytes == 0);
 static_assert(kSegmentBytes % kDigestStep == 0);
 
-struct OutputSpec {
-  std::string name;    // final name
-  std::string staged;  // name in staging
-  std::string id;      // empty for files that carry none
-  FileRole role = FileRole::kData;
-  uint64_t bytes = 0;
+// A file, and where its bytes come from: all those that are written.
+struct Output {
+  StagedFile file;
+  ExtentList extents;
   // What a call writes of a file that CreateOutput has made: ascending, apart,
   // cut at multiples of kWriterBlock or at the end of the file. Without: the
   // call creates the file and writes all of it.
-  std::optional<std::vector<ByteRange>> ranges;
-};
-
-// A file, and where its bytes come from: all those that are written.
-struct Output {
-  OutputSpec spec;
-  ExtentList extents;
+  std::optional<std::vector<ByteRange>> ranges{};
   // Gets the bytes that are written. Null: nobody wants more than the CRC-32Cs
   // of segments.
   OutputCrcs* crcs = nullptr;
@@ -86,6 +78,6 @@ Result<std::vector<std::vector<WrittenRange>>> WriteOutputs(
     const OutputOptions& options, Job* job, int first_worker = 0);
 
 // Creates the file at full size (blocks reserved) without writing it.
-Status CreateOutput(const Directory& staging, const OutputSpec& spec);
+Status CreateOutput(const Directory& staging, const StagedFile& file);
 
 }  // namespace torch_ckpt

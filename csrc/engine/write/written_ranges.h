@@ -4,17 +4,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/byte_range.h"
 #include "base/status.h"
 
 namespace torch_ckpt {
-
-// Bytes [begin, end) of a file.
-struct ByteRange {
-  uint64_t begin = 0;
-  uint64_t end = 0;
-
-  friend bool operator==(const ByteRange&, const ByteRange&) = default;
-};
 
 // Bytes that were written, with the CRC-32C of the part in each segment.
 struct WrittenRange {

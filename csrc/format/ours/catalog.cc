@@ -39,9 +39,7 @@ uint32_t LoadU32(const std::string& bytes, size_t at) {
 bool MayHold(const ManifestFile& file,
              const std::optional<ArchivedObject>& archived) {
   if (!archived) return file.role == FileRole::kObjects;
-  const FileRange& archive = archived->archive;
-  const auto end = CheckedAdd(archive.offset, archive.bytes);
-  return file.role == FileRole::kData && end && *end <= file.bytes;
+  return file.role == FileRole::kData && archived->archive.end <= file.bytes;
 }
 
 // A name for a message about an entry that may have none.
@@ -129,8 +127,11 @@ Status Catalog::ParseEntry(size_t begin, size_t end,
         const auto from = range.Varint();
         const auto size = range.Varint();
         const auto leaf = range.empty() ? 0 : range.Varint();
-        archive_ok = from && size && leaf && range.empty();
-        if (archive_ok) entry.archived = {{*from, *size}, *leaf};
+        archive_ok =
+            from && size && leaf && range.empty() && CheckedAdd(*from, *size);
+        if (archive_ok) {
+          entry.archived = {ByteRange::Of(*from, *size), *leaf};
+        }
         return true;
       }
       default:
@@ -210,7 +211,7 @@ int64_t Catalog::Find(std::string_view name) const {
 
 void SortRanges(std::vector<DigestedRange>* ranges) {
   const auto place = [](const DigestedRange& each) {
-    return std::pair(each.file, each.range.offset);
+    return std::pair(each.file, each.range.begin);
   };
   std::sort(ranges->begin(), ranges->end(),
             [&](const DigestedRange& a, const DigestedRange& b) {

@@ -19,6 +19,7 @@
 
 #include "base/box.h"
 #include "base/budget.h"
+#include "base/byte_range.h"
 #include "base/bytes.h"
 #include "base/status.h"
 #include "format/dtype.h"
@@ -58,17 +59,10 @@ struct Placement {
   bool operator==(const Placement&) const = default;
 };
 
-// Bytes [offset, offset + bytes) of a file.
-struct FileRange {
-  uint64_t offset = 0, bytes = 0;
-
-  bool operator==(const FileRange&) const = default;
-};
-
 // Bytes of a file whose CRC-32 is known, as an archive says it of its entries.
 struct DigestedRange {
   uint32_t file = 0;
-  FileRange range;
+  ByteRange range;
   uint32_t crc32 = 0;
 
   bool operator==(const DigestedRange&) const = default;
@@ -79,12 +73,12 @@ void SortRanges(std::vector<DigestedRange>* ranges);
 // An archive of torch.save.
 struct TorchArchivePlace {
   uint32_t file = 0;
-  FileRange range;
+  ByteRange range;
 };
 
 // An object inside of a torch.save archive.
 struct ArchivedObject {
-  FileRange archive;
+  ByteRange archive;
   // 0: what the archive holds; n: the n-th leaf of the state dict that it is
   // (format/torch/state.h).
   uint64_t leaf = 0;

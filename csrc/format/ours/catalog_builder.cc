@@ -137,8 +137,8 @@ Result<std::string> CatalogBuilder::Encode() const {
     }
     if (e.archived) {
       std::string range;
-      PutVarint(&range, e.archived->archive.offset);
-      PutVarint(&range, e.archived->archive.bytes);
+      PutVarint(&range, e.archived->archive.begin);
+      PutVarint(&range, e.archived->archive.size());
       if (e.archived->leaf > 0) PutVarint(&range, e.archived->leaf);
       PutVarint(&out, static_cast<uint64_t>(EntryField::kArchive) << 1 |
                           internal::kCriticalBit);

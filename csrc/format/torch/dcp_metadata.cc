@@ -334,15 +334,15 @@ class MetadataReader {
       return Corrupt("the metadata says where it is, and not what");
     }
     if (name == apart_ && !out_.apart) {
-      out_.apart = TorchArchivePlace{placement.file,
-                                     {placement.offset, placement.bytes}};
+      out_.apart = TorchArchivePlace{
+          placement.file, ByteRange::Of(placement.offset, placement.bytes)};
       return {};
     }
     TC_ASSIGN_OR_RETURN(
         const uint32_t entry,
         out_.catalog.AddObject(
             std::string(name), placement.file,
-            ArchivedObject{{placement.offset, placement.bytes}}));
+            ArchivedObject{ByteRange::Of(placement.offset, placement.bytes)}));
     SetPath(entry, name);
     return {};
   }
