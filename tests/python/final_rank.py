@@ -47,7 +47,7 @@ def main() -> int:
         print(f"{type(error).__name__}: {error}", flush=True)
         return ENDED
     phases = metadata.storage_data[rank]
-    print(phases.ring_bytes, phases.parts_bytes, flush=True)
+    print(phases.ring_bytes, phases.spill_bytes, flush=True)
     return 0
 
 

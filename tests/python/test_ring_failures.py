@@ -38,9 +38,9 @@ def save(path: Path, faults: dict[int, str] | None = None) -> list[tuple[int, st
 @pytest.mark.slow
 def test_nearly_all_goes_through_the_ring(tmp_path: Path) -> None:
     for status, said in save(tmp_path / "c"):
-        ring_bytes, parts_bytes = map(int, said.split())
+        ring_bytes, spill_bytes = map(int, said.split())
         assert status == 0
-        assert ring_bytes == columns(0).nbytes + SMALL * 1200 and parts_bytes <= 2 * 4096
+        assert ring_bytes == columns(0).nbytes + SMALL * 1200 and spill_bytes <= 2 * 4096
     check_saved(tmp_path / "c")
 
 

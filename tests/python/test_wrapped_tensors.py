@@ -1,4 +1,4 @@
-"""Tensors that are made of others, in one process: saved as their parts, loaded into their like,
+"""Tensors that are made of others, in one process: saved as these, loaded into their like,
 refused elsewhere. Sharded ones are in ranks/wrapped.py, those of torchao in
 test_optional_packages.py."""
 
@@ -27,7 +27,7 @@ from torch_ckpt import HuggingFaceStorageWriter, LocalBoxes, PerRank, SavePlanne
 from torch_ckpt.errors import InvalidArgumentError, MissingKeyError, UnsupportedError
 from torch_ckpt.native.torch_private import dtensor_of
 from torch_ckpt.planning.renaming import rename_words
-from torch_ckpt.planning.wrappers import parts_of
+from torch_ckpt.planning.wrappers import inner_tensors
 
 SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
     **SAVES_OF_OURS,
@@ -76,15 +76,18 @@ def test_without_a_target_the_parts_come_in_a_dict(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (Sub(*(torch.zeros_like(p) for p in parts_of(blocked(4, 1), "")[0].values())), "class"),
-        (Blocked(*parts_of(blocked(4, 1), "")[0].values(), signed=False), "context"),
+        (
+            Sub(*(torch.zeros_like(p) for p in inner_tensors(blocked(4, 1), "")[0].values())),
+            "class",
+        ),
+        (Blocked(*inner_tensors(blocked(4, 1), "")[0].values(), signed=False), "context"),
         (blocked(5, 1), "shape"),
-        (blocked(4, 1).codes, "was saved as the parts of a blocked.Blocked: load into one"),
+        (blocked(4, 1).codes, "was saved as the inner tensors of a blocked.Blocked: load into one"),
     ],
 )
 def test_another_target_is_an_error(saved: Path, target: Any, message: str) -> None:
     before = (
-        {name: part.clone() for name, part in parts_of(target, "")[0].items()}
+        {name: part.clone() for name, part in inner_tensors(target, "")[0].items()}
         if isinstance(target, Blocked)
         else {}
     )
@@ -130,7 +133,7 @@ def test_its_parts_can_have_other_names(tmp_path: Path, saved: Path) -> None:
     assert same(target, value)
     with pytest.raises(InvalidArgumentError, match="context"):
         torch_ckpt.load(
-            {"v": Blocked(*parts_of(target, "")[0].values(), signed=False)}, tmp_path / "c"
+            {"v": Blocked(*inner_tensors(target, "")[0].values(), signed=False)}, tmp_path / "c"
         )
     with pytest.raises(InvalidArgumentError, match=r"'a\.w'.*do not belong together"):
         torch_ckpt.save({"a": {"w": value}}, tmp_path / "d", key_mapping=[("scale", "s")])
@@ -145,7 +148,7 @@ def test_a_part_does_not_take_the_name_of_the_whole(tmp_path: Path) -> None:
 
 
 def test_names_of_parts_that_have_parts() -> None:
-    words = {"w": {"parts": ["data", "scale"]}, "w.data": {"parts": ["low", "high"]}}
+    words = {"w": {"inner": ["data", "scale"]}, "w.data": {"inner": ["low", "high"]}}
     old = ["w.data.low", "w.data.high", "w.scale"]
     names = {name: f"v{name[1:]}" for name in old}
     renamed = rename_words(words, names)
@@ -160,7 +163,7 @@ def test_a_name_that_a_part_would_have(tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_say_what_it_was(tmp_path: Path) -> None:
-    parts = parts_of(blocked(4, 1), "")[0]
+    parts = inner_tensors(blocked(4, 1), "")[0]
     save_file({f"a.w.{name}": part for name, part in parts.items()}, tmp_path / "m.safetensors")
     target = zeros_like(blocked(4, 1))
     with pytest.warns(UserWarning, match=r"nothing in the checkpoint says what a\.w was made of"):
@@ -186,7 +189,7 @@ def test_a_part_that_two_dimensions_cut(rank: int) -> None:
         like = DTensor.from_local(torch.empty(4, 16), mesh, [Shard(0), Shard(1)], run_check=False)
         local = Spread(torch.zeros(4, 16, dtype=torch.uint8), torch.rand(4), torch.ones(2))
         with pytest.raises(UnsupportedError, match="tensor 'w': is sharded where its scale"):
-            parts_of(dtensor_of(local, like), "w")
+            inner_tensors(dtensor_of(local, like), "w")
 
 
 class Shade(enum.Enum):
@@ -211,7 +214,7 @@ def words_of(context: Any) -> Any:
             return ["codes"], context
 
     one = blocked(4, 1)
-    return parts_of(Odd(one.codes, one.scale, one.table), "w")[1]["context"]
+    return inner_tensors(Odd(one.codes, one.scale, one.table), "w")[1]["context"]
 
 
 def test_contexts_in_words() -> None:

@@ -141,7 +141,7 @@ def save(
     waits for async saves.
 
     Returns DCP's Metadata, with `stats`, the SaveStats of this rank. Its `storage_data` has by rank
-    what each wrote: `written_bytes`, `ring_bytes`, `parts_bytes`, and seconds.
+    what each wrote: `written_bytes`, `ring_bytes`, `spill_bytes`, and seconds.
     """
     ranks = ranks_of(process_group, no_dist)
     stats = SaveStats("", ranks.rank, ranks.size, time.time())

@@ -37,7 +37,7 @@ class Phases:
     written_s, written_bytes: this rank's files, durable.
     committed_at, committed_s: what the coordinator did after the last rank had written; when it
         began, by its own clock, in seconds since 1970.
-    ring_bytes, parts_bytes: of tensors in final files that are sharded in short rows, what this
+    ring_bytes, spill_bytes: of tensors in final files that are sharded in short rows, what this
         rank had of those that the ranks of its node wrote together, through shared memory, and what
         it left, with the ends of its own rows, for the coordinator to put in place.
     """
@@ -50,7 +50,7 @@ class Phases:
     committed_at: float = 0.0
     committed_s: float = 0.0
     ring_bytes: int = 0
-    parts_bytes: int = 0
+    spill_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class SaveStats:
     agreed_s: of these, what followed its own plan: waiting for the plans of others, and for the
         coordinator, which lays out the files.
     written_s, written_bytes: then, this rank's files, durable.
-    ring_bytes, parts_bytes: how what is sharded in short rows went into final files: through shared
+    ring_bytes, spill_bytes: how what is sharded in short rows went into final files: through shared
         memory to a rank of the same node, or through a file to the coordinator.
     committed_at, committed_s: what the coordinator did after the last rank had written; when it
         began, by its own clock, in seconds since 1970.
@@ -90,7 +90,7 @@ class SaveStats:
     written_s: float | None = None
     written_bytes: int | None = None
     ring_bytes: int | None = None
-    parts_bytes: int | None = None
+    spill_bytes: int | None = None
     committed_at: float | None = None
     committed_s: float | None = None
     total_s: float | None = None

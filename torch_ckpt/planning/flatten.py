@@ -29,7 +29,7 @@ from torch_ckpt.native.torch_private import ShardedTensor, local_tensor
 from torch_ckpt.objects.types import FACTORIES
 from torch_ckpt.planning.per_rank import PerRank, is_rank_part, rank_part
 from torch_ckpt.planning.reserved import RESERVED, STRUCTURE_FQN
-from torch_ckpt.planning.wrappers import Words, is_made_of_others, parts_of
+from torch_ckpt.planning.wrappers import Words, inner_tensors, is_made_of_others
 
 Path = tuple[Any, ...]
 Structure = dict[str, Any]
@@ -47,7 +47,7 @@ class Flat:
     paths: {fqn: path}, the `planner_data` that stock planners know.
     slots: {fqn: (container, key)}, where a leaf is to be replaced; only when asked for.
     empty: the paths of empty mappings.
-    words: {fqn: words} of tensors that are made of others, whose parts stand in `values`.
+    words: {fqn: words} of tensors that are made of others, whose inner tensors stand in `values`.
     structured: whether the fqns leave something unsaid.
     has_sharded_tensor, has_meta: whether a leaf is one.
     """
@@ -76,7 +76,7 @@ class Flat:
     ) -> None:
         """Flatten `state_dict`. Tensors that are made of others are opened, but for those of which
         the fqn is in `whole`. Raises InvalidArgumentError where two leaves have one fqn,
-        UnsupportedError for what `parts_of` cannot open."""
+        UnsupportedError for what `inner_tensors` cannot open."""
         self.values: dict[str, Any] = {}
         self.paths: dict[str, Path] = {}
         self.slots: dict[str, tuple[Any, Any]] | None = {} if slots else None
@@ -154,11 +154,11 @@ class Flat:
         """Whether `value` is made of others, which are leaves now."""
         if fqn in self._whole or not is_made_of_others(value):
             return False
-        parts, self.words[fqn] = parts_of(value, fqn)
+        inner, self.words[fqn] = inner_tensors(value, fqn)
         if fqn in self.values:
             self._collision(fqn, path, path[-1])
         # No slots are to be had there: whatever is put into a tensor is a copy.
-        self._visit(MappingProxyType(parts), parts.items(), f"{fqn}.", path)
+        self._visit(MappingProxyType(inner), inner.items(), f"{fqn}.", path)
         return True
 
     def _per_rank(self, fqn: str, leaf: PerRank, path: Path) -> None:
@@ -316,8 +316,7 @@ def check_structure(value: Any) -> Structure:
         if value["version"] != 1:
             raise ValueError("its version")
         for fqn, words in value.get("tensors", {}).items():
-            parts = words["parts"]
-            if any(type(text) is not str for text in (fqn, words["class"], *parts)):
+            if any(type(text) is not str for text in (fqn, words["class"], *words["inner"])):
                 raise ValueError("the words of a tensor")
         for path, kind, keys in value["containers"]:
             _check_path(path)

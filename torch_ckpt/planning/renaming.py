@@ -53,16 +53,16 @@ def rename_paths(paths: Mapping[str, Any], names: Mapping[str, str]) -> dict[str
 
 
 def rename_words(words: Mapping[str, Words], names: Mapping[str, str]) -> dict[str, Words]:
-    """What is said of tensors that are made of others, whose parts get other names. Raises
-    InvalidArgumentError where they are no parts of one tensor any more."""
+    """What is said of tensors that are made of others, whose inner tensors get other names.
+    Raises InvalidArgumentError where these are not of one tensor any more."""
     moved = dict(names)
-    for fqn in sorted(words, key=len, reverse=True):  # a part may have parts itself
-        olds = {f".{part}": f"{fqn}.{part}" for part in words[fqn]["parts"]}
+    for fqn in sorted(words, key=len, reverse=True):  # an inner one may have some itself
+        olds = {f".{name}": f"{fqn}.{name}" for name in words[fqn]["inner"]}
         news = {end: moved.get(old, old) for end, old in olds.items()}
         wholes = {new.removesuffix(end) for end, new in news.items()} or {fqn}
         if len(wholes) > 1 or not all(new.endswith(end) for end, new in news.items()):
             raise InvalidArgumentError(
-                "key_mapping gives its parts names that do not belong together", tensor=fqn
+                "key_mapping gives its inner tensors names that do not belong together", tensor=fqn
             )
         moved[fqn] = wholes.pop()
     return {moved[fqn]: said for fqn, said in words.items()}

@@ -25,7 +25,7 @@ from torch_ckpt.native.torch_private import AsyncCollectiveTensor, is_wrapper, l
 from torch_ckpt.planning.boxes import local_boxes
 from torch_ckpt.planning.local_boxes import LocalBoxes
 
-# Of one tensor: its class, dtype, shape, context, and the names of its parts.
+# Of one tensor: its class, dtype, shape, context, and the names of its inner tensors.
 Words = dict[str, Any]
 # Fields of contexts that say where a tensor is, or is used, and nothing of its values.
 _NOT_VALUES = frozenset({"device", "requires_grad"})
@@ -45,7 +45,7 @@ def is_made_of_others(value: Any) -> bool:
     )
 
 
-def parts_of(value: torch.Tensor, fqn: str) -> tuple[dict[str, torch.Tensor], Words]:
+def inner_tensors(value: torch.Tensor, fqn: str) -> tuple[dict[str, torch.Tensor], Words]:
     """The tensors that `value` is made of, by attribute, and what is to be said of it.
 
     Of a DTensor they are LocalBoxes, where it is sharded; none on a rank that has nothing of it.
@@ -59,15 +59,15 @@ def parts_of(value: torch.Tensor, fqn: str) -> tuple[dict[str, torch.Tensor], Wo
         "dtype": str(value.dtype),
         "shape": list(value.shape),
         "context": _in_words(context, tuple(local.shape), fqn),
-        "parts": list(names),
+        "inner": list(names),
     }
-    parts = {name: getattr(local, name) for name in names}
-    return _sharded(value, parts, fqn) if isinstance(value, DTensor) else parts, words
+    inner = {name: getattr(local, name) for name in names}
+    return _sharded(value, inner, fqn) if isinstance(value, DTensor) else inner, words
 
 
 def check_words(fqn: str, target: Words, stored: Words) -> None:
     """Raise InvalidArgumentError where a target is not what was saved."""
-    for what in ("class", "dtype", "shape", "context", "parts"):
+    for what in ("class", "dtype", "shape", "context", "inner"):
         if target[what] != stored.get(what):
             raise InvalidArgumentError(
                 f"{fqn}: the target's {what} is {target[what]!s:.200}, the checkpoint's is "
@@ -76,7 +76,7 @@ def check_words(fqn: str, target: Words, stored: Words) -> None:
 
 
 def _sharded(
-    value: DTensor, parts: Mapping[str, torch.Tensor], fqn: str
+    value: DTensor, inner: Mapping[str, torch.Tensor], fqn: str
 ) -> dict[str, torch.Tensor]:
     boxes = local_boxes(value, fqn)
     local = local_tensor(value)
@@ -91,54 +91,54 @@ def _sharded(
     box = boxes[0]
     cut = [d for d, size in enumerate(box.sizes) if size != value.shape[d]]
     if not cut:
-        return dict(parts)
+        return dict(inner)
     if 0 in box.sizes:
         return {}
-    shapes = {name: list(part.shape) for name, part in parts.items()}
-    offsets = {name: [0] * part.dim() for name, part in parts.items()}
+    shapes = {name: list(tensor.shape) for name, tensor in inner.items()}
+    offsets = {name: [0] * tensor.dim() for name, tensor in inner.items()}
     for dim in cut:
-        for name, along in _follow(local, parts, dim, fqn).items():
+        for name, along in _follow(local, inner, dim, fqn).items():
             at, size, whole = box.offsets[dim], box.sizes[dim], value.shape[dim]
-            held = parts[name].shape[along]
+            held = inner[name].shape[along]
             twice = shapes[name][along] != held  # by another dimension, too
             if twice or at * held % size or whole * held % size:
                 raise UnsupportedError(
-                    f"is sharded where its {name}, of {list(parts[name].shape)} here, cannot be: "
+                    f"is sharded where its {name}, of {list(inner[name].shape)} here, cannot be: "
                     f"rows {at} to {at + size} of {whole}",
                     tensor=fqn,
                 )
             offsets[name][along] = at * held // size
             shapes[name][along] = whole * held // size
     return {
-        name: part
-        if shapes[name] == list(part.shape)
-        else LocalBoxes(shapes[name], [(offsets[name], part)])
-        for name, part in parts.items()
+        name: tensor
+        if shapes[name] == list(tensor.shape)
+        else LocalBoxes(shapes[name], [(offsets[name], tensor)])
+        for name, tensor in inner.items()
     }
 
 
 def _follow(
-    local: torch.Tensor, parts: Mapping[str, torch.Tensor], dim: int, fqn: str
+    local: torch.Tensor, inner: Mapping[str, torch.Tensor], dim: int, fqn: str
 ) -> dict[str, int]:
-    """The parts that are sharded when `local` is along `dim`, with the dimension of each.
+    """The inner tensors that are sharded when `local` is along `dim`, with the dimension of each.
 
-    The class says it: by the parts of a slice. They must be those elements of the whole ones that
+    The class says it: by those of a slice. They must be those elements of the whole ones that
     are in the place of the slice, or all.
     """
     start, end, piece = _piece(local, dim, fqn)
     size = local.shape[dim]
     along: dict[str, int] = {}
-    for name, part in parts.items():
+    for name, tensor in inner.items():
         found = getattr(piece, name)
-        cut = [d for d in range(part.dim()) if found.shape[d] != part.shape[d]]
-        expected = part
+        cut = [d for d in range(tensor.dim()) if found.shape[d] != tensor.shape[d]]
+        expected = tensor
         if cut:
             at = along[name] = cut[0]
-            held = part.shape[at]
+            held = tensor.shape[at]
             begin, left = start * held // size, (end - start) * held // size
             if len(cut) > 1 or left != found.shape[at]:
                 raise _no_shards(name, dim, fqn)
-            expected = part.narrow(at, begin, left)
+            expected = tensor.narrow(at, begin, left)
         if not same_bits(found, expected):
             raise _no_shards(name, dim, fqn)
     return along

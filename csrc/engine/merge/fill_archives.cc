@@ -105,10 +105,11 @@ class Filler {
         at = slot.offset + slot.bytes;
       }
       extents.Place(at, file.bytes - at, {&files_, f}, at);
-      outputs.push_back(
-          {{{file.name, "", FileRole::kData, file.bytes, {}}, file.name},
-           std::move(extents)});
-      outputs.back().crcs = &crcs_[f];
+      Output& output = outputs.emplace_back();
+      output.file.name = output.file.staged = file.name;
+      output.file.bytes = file.bytes;
+      output.extents = std::move(extents);
+      output.crcs = &crcs_[f];
     }
     return outputs;
   }

@@ -110,7 +110,7 @@ def columns_over_nodes(context: Context) -> None:
     path = context.folder / "c"
     metadata = torch_ckpt.save(source, checkpoint_id=path, layout="final")
     if nodes_of_the_ranks() > 1:
-        assert total(metadata, "parts_bytes") >= tensor.nbytes, metadata.storage_data
+        assert total(metadata, "spill_bytes") >= tensor.nbytes, metadata.storage_data
     check_columns(context, "columns")
 
 

@@ -214,7 +214,7 @@ def columns_on_nodes(context: Context) -> None:
             tensor.nbytes for tensor in saved.values()
         )
         edges = 2 * 4096 * len(source) * (context.world // 2)
-        assert sum(of_rank.parts_bytes for of_rank in phases) <= edges
+        assert sum(of_rank.spill_bytes for of_rank in phases) <= edges
         dist.barrier()
 
 

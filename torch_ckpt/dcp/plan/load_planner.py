@@ -254,14 +254,14 @@ class LoadPlanner(DefaultLoadPlanner):
                     check_words(fqn, words, said[fqn])
                 except InvalidArgumentError as error:
                     wrong.append(str(error))
-            elif all(f"{fqn}.{part}" in saved for part in words["parts"]):
+            elif all(f"{fqn}.{name}" in saved for name in words["inner"]):
                 unsaid.append(fqn)
         if wrong:
             raise _mismatch(wrong)
         if unsaid:
             warn(
-                f"nothing in the checkpoint says what {_listed(unsaid)} was made of: the parts of "
-                "the target are filled by their names"
+                f"nothing in the checkpoint says what {_listed(unsaid)} was made of: the inner "
+                "tensors of the target are filled by their names"
             )
 
     def _is_old_format(self) -> bool:
@@ -311,9 +311,8 @@ class LoadPlanner(DefaultLoadPlanner):
             if fqn in said:
                 if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
                     continue  # this rank has nothing of it
-                hints[
-                    f" {fqn} was saved as the parts of a {said[fqn]['class']}: load into one."
-                ] = None
+                of = f"the inner tensors of a {said[fqn]['class']}"
+                hints[f" {fqn} was saved as {of}: load into one."] = None
             path = fqn.rpartition(".")[0] if per_rank else fqn
             sizes = sizes_of.get(path)
             if per_rank and sizes:

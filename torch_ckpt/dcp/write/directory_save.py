@@ -280,7 +280,7 @@ class DirectorySave:
             time.perf_counter() - began,
             report.written_bytes,
             ring_bytes=sum(call["ring_bytes"] for call in report.final),
-            parts_bytes=sum(call["spill"]["bytes"] for call in report.final if call["spill"]),
+            spill_bytes=sum(call["spill"]["bytes"] for call in report.final if call["spill"]),
         )
         return report
 
