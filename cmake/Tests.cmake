@@ -68,6 +68,7 @@ set(test_sources
     tests/cpp/plan_copy_run_test.cc
     tests/cpp/plan_cover_test.cc
     tests/cpp/plan_divide_test.cc
+    tests/cpp/plan_join_test.cc
     tests/cpp/plan_layout_test.cc
     tests/cpp/plan_mesh_test.cc
     tests/cpp/plan_ranges_test.cc
@@ -88,6 +89,7 @@ set(test_sources
     tests/cpp/engine_final_files_test.cc
     tests/cpp/engine_foreign_target_test.cc
     tests/cpp/engine_header_io_test.cc
+    tests/cpp/engine_data_layout_test.cc
     tests/cpp/engine_joined_boxes_test.cc
     tests/cpp/engine_late_view_test.cc
     tests/cpp/engine_merge_job_test.cc

@@ -3,7 +3,7 @@
 // Plan:
 //   {"staging": directory, "job": id or 0, "workers": int, "sync": bool,
 //    "direct_io": bool, "files": [file, ...], "final": tensors or null,
-//    "rank": int (with "final")}
+//    "rank": int (with "final"), "join": bool}
 //   tensors = {"first_source": int,
 //              "names": [fqn] or one text, a name a line,
 //              "dtypes": [str] or one for all,
@@ -14,9 +14,11 @@
 //           "source_count": int}
 // Those of "final" go to the files that the coordinator has staged, cast to the
 // dtypes of "stored" where that is there, which must be those of the files'
-// headers. A file takes its tensors one after another from `tensors`, from
-// number `first_source` on. Null offsets mean zeros, a null global shape the
-// tensor's own; either column may be null or absent as a whole. The result,
+// headers. Boxes of one tensor in a file are one where they make a box, but for
+// "join" false, and else packed. A file takes its tensors one after another
+// from `tensors`, from number `first_source` on. Null offsets mean zeros, a
+// null global shape the tensor's own; either column may be null or absent as a
+// whole. The result,
 // {"files": [{"staged", "name", "id", "role", "bytes", "crc32c"}], "final":
 // what json/written.h says}, is kept in the job.
 #include "engine/save/write_job.h"
@@ -31,7 +33,8 @@ constexpr Field kWritePlan[] = {
     {"staging", FieldType::kString},  {"files", FieldType::kList},
     {"final", FieldType::kObject},    {"rank", FieldType::kInteger},
     {"workers", FieldType::kInteger}, {"sync", FieldType::kBool},
-    {"direct_io", FieldType::kBool},  {"job", FieldType::kInteger}};
+    {"direct_io", FieldType::kBool},  {"job", FieldType::kInteger},
+    {"join", FieldType::kBool}};
 
 // What column `field` says of every name.
 Result<std::vector<Dtype>> ParseDtypes(const Json& file, const char* field,
@@ -135,6 +138,7 @@ Status RunWrite(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
   WritePlan write_plan;
   TC_ASSIGN_OR_RETURN(write_plan.staging, GetString(plan, "staging"));
   write_plan.options = OutputOptionsOf(plan);
+  write_plan.join = GetBool(plan, "join", true);
   TC_ASSIGN_OR_RETURN(const Json* planned, GetList(plan, "files"));
   for (const Json& item : *planned) {
     TC_ASSIGN_OR_RETURN(WriteFile file, ParseFile(item, sources));

@@ -38,6 +38,11 @@ Result<ByteBox> ByteBox::Make(Dtype dtype, const Dims& shape, const Box& box) {
   return made;
 }
 
+bool ByteBox::InARow() const {
+  return std::all_of(dims_.begin(), dims_.begin() + count_ - 1,
+                     [](const Dimension& dim) { return dim.size == 1; });
+}
+
 uint64_t ByteBox::Before(uint64_t at) const {
   uint64_t before = 0;
   for (int d = 0; d < count_; ++d) {

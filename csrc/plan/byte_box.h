@@ -21,6 +21,8 @@ class ByteBox {
   static Result<ByteBox> Make(Dtype dtype, const Dims& shape, const Box& box);
 
   uint64_t size() const { return size_; }
+  // Whether its bytes are one stretch of the tensor.
+  bool InARow() const;
   // How many bytes of the box lie before byte `at` of the tensor. REQUIRES: the
   // tensor has bytes.
   uint64_t Before(uint64_t at) const;

@@ -122,9 +122,8 @@ TEST_F(CommitTest, RefusesWhatTheRanksDidNotWrite) {
           [](Request r, Stage) { r->files[0].id = NewId(); });
   refuses(ErrorKind::kCorrupt,
           [](Request r, Stage) { r->files[0].bytes += 1; });
-  refuses(ErrorKind::kConflict, [](Request r, Stage) {
-    r->files[0].name = r->files[1].name;
-  });
+  refuses(ErrorKind::kConflict,
+          [](Request r, Stage) { r->files[0].name = r->files[1].name; });
   refuses(ErrorKind::kConflict, [](Request r, Stage) {  // the same box twice
     r->files.push_back(r->files[0]);
     r->files.back().name = "x.safetensors";

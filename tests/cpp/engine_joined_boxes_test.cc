@@ -7,37 +7,10 @@
 #include "engine/write/joined_boxes.h"
 #include "engine/write/memory_providers.h"
 #include "engine_test_util.h"
+#include "memory_boxes.h"
 
 namespace torch_ckpt {
 namespace {
-
-// Memory with a box of an array: a row-major copy of it, or the box where it
-// lies in the whole array.
-class Boxes {
- public:
-  void Add(const Array& array, const Box& box, bool dense) {
-    const int64_t unit = DtypeBits(array.dtype) / 8;
-    SourceTensor& source = sources.emplace_back();
-    source.element_bytes = unit;
-    source.sizes = box.sizes;
-    source.strides = box.sizes;  // as many
-    const Dims& outer = dense ? box.sizes : array.shape;
-    int64_t stride = unit, before = 0;
-    for (int d = outer.size() - 1; d >= 0; --d) {
-      source.strides[d] = stride;
-      if (!dense) before += box.offsets[d] * stride;
-      stride *= outer[d];
-    }
-    if (dense) texts_.push_back(BoxBytes(array, box));
-    const std::string& text = dense ? texts_.back() : array.bytes;
-    source.data = reinterpret_cast<const std::byte*>(text.data()) + before;
-  }
-
-  std::vector<SourceTensor> sources;
-
- private:
-  std::deque<std::string> texts_;
-};
 
 // All of the list, filled in parts of at most `most` bytes.
 std::string Filled(const ExtentList& list, uint64_t most, uint64_t scratch) {
@@ -47,8 +20,8 @@ std::string Filled(const ExtentList& list, uint64_t most, uint64_t scratch) {
     const uint64_t bytes = std::min<uint64_t>(most, out.size() - at);
     FillBuffer buffer({reinterpret_cast<std::byte*>(out.data()) + at, bytes},
                       at, 0, FillBuffer::Copies::kDigested);
-    const auto portions = StretchesByProvider(list, at, bytes);
-    EXPECT_OK(FillStretches(portions, room, &buffer));
+    const auto asked = StretchesByProvider(list, at, bytes);
+    EXPECT_OK(FillStretches(asked, room, &buffer));
   }
   return out;
 }
@@ -57,7 +30,7 @@ TEST(JoinedBoxesTest, TensorsAreWhatTheirBoxesHave) {
   std::mt19937 random(7);
   for (int round = 0; round < 40; ++round) {
     std::deque<Array> arrays;
-    Boxes memory;
+    MemoryBoxes memory;
     std::vector<JoinedBox> boxes;
     for (uint64_t t = 0; t < 3; ++t) {
       Dims shape, parts;
@@ -93,7 +66,7 @@ TEST(JoinedBoxesTest, TensorsAreWhatTheirBoxesHave) {
 // Larger than a step.
 TEST(JoinedBoxesTest, ALargeTensorOfColumns) {
   const Array array = MakeArray(Dtype::kF32, {1000, 700}, 1);
-  Boxes memory;
+  MemoryBoxes memory;
   std::vector<JoinedBox> boxes;
   for (const Piece& piece : GridPieces("w", array, {1, 7})) {
     auto bytes = ByteBox::Make(array.dtype, array.shape, piece.box);
@@ -112,7 +85,7 @@ TEST(JoinedBoxesTest, ALargeTensorOfColumns) {
 // What its boxes leave out is noticed by who asked.
 TEST(JoinedBoxesTest, AHoleIsAnError) {
   const Array array = MakeArray(Dtype::kF32, {8, 8}, 1);
-  Boxes memory;
+  MemoryBoxes memory;
   const Box half{{0, 0}, {8, 4}};
   memory.Add(array, half, true);
   HostMemory host(memory.sources);

@@ -266,13 +266,13 @@ TEST_F(WriteJobTest, RefusesWhatDoesNotFitAndLeavesNothing) {
   expect_refused(
       {name, data, {{"t", Dtype::kF32, {4, 4}, {6, 0}, {8, 4}, 0}}, {}},
       ErrorKind::kInvalidArgument);
-  // One name twice.
+  // One box twice.
   expect_refused({name,
                   data,
                   {WholeTensor("t", Dtype::kF32, {4, 4}, 0),
                    WholeTensor("t", Dtype::kF32, {4, 4}, 0)},
                   {}},
-                 ErrorKind::kInvalidArgument);
+                 ErrorKind::kConflict);
   expect_refused({"../x", data, {WholeTensor("t", Dtype::kF32, {4, 4}, 0)}, {}},
                  ErrorKind::kCorrupt);
 }

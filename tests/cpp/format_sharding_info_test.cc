@@ -146,6 +146,78 @@ TEST(ShardingInfo, BuildAndParse) {
   EXPECT_FALSE(ParseShardingInfo(Header(final_file))->has_sharding_info);
 }
 
+// What a packed tensor "p" of 6 elements says, and its global shape.
+Result<ShardingInfo> ParsePacked(const std::string& boxes,
+                                 const std::string& shapes = "[4,5]",
+                                 Dims in_file = {6}) {
+  SafetensorsHeader header =
+      Header({{"DCP_SHARDING_INFO", "{\"a\":{\"saved_offsets\":[0,0]}}"},
+              {"torch_ckpt.global_shapes", "{\"p\":" + shapes + "}"},
+              {"torch_ckpt.packed_boxes", "{\"p\":" + boxes + "}"}});
+  header.tensors.push_back({"p", Dtype::kI16, in_file, 28, 40});
+  return ParseShardingInfo(header);
+}
+
+TEST(ShardingInfo, PackedBoxes) {
+  const auto info = ParsePacked("[[0,1,2,2],[3,0,1,2]]");
+  ASSERT_TRUE(info.ok()) << info.status().ToString();
+  const ShardEntry& entry = info->entries[3];
+  EXPECT_EQ(entry.packed,
+            (std::vector<Box>{{{0, 1}, {2, 2}}, {{3, 0}, {1, 2}}}));
+  EXPECT_EQ(entry.global_shape, (Dims{4, 5}));
+  EXPECT_EQ(entry.offsets, (Dims{0}));
+  EXPECT_TRUE(info->entries[0].packed.empty());
+
+  std::vector<SafetensorsEntry> tensors = Header({}).tensors;
+  tensors.push_back({"p", Dtype::kI16, {6}, 28, 40});
+  const std::vector<ShardEntry> shards = {
+      {{0, 0}, Dims{2, 3}}, {{}, Dims{}}, {{0, 0}, Dims{0, 4}}, entry};
+  SafetensorsHeader header;
+  header.metadata = BuildFileMetadata(kId, tensors, &shards);
+  header.tensors = tensors;
+  ASSERT_EQ(header.metadata.size(), 6u);
+  EXPECT_EQ(header.metadata[3].second.find("\"p\""), std::string::npos);
+  EXPECT_EQ(header.metadata[5].second, "{\"p\":[[0,1,2,2],[3,0,1,2]]}");
+  const auto again = ParseShardingInfo(header);
+  ASSERT_TRUE(again.ok()) << again.status().ToString();
+  EXPECT_EQ(again->entries[3].packed, entry.packed);
+  EXPECT_EQ(again->entries[3].global_shape, entry.global_shape);
+}
+
+TEST(ShardingInfo, RefusesBadPackedBoxes) {
+  for (const char* boxes :
+       {"", "[]", "[[]]", "{}", "6", "[6]", "[[0,1,2,2],3]", "[[[0,1,2,2]]]",
+        "[[0,1,2,2]]",              // four elements of six
+        "[[0,1,2,2],[3,0,1,3]]",    // seven
+        "[[0,1,2,2],[3,0,1]]",      // an odd number
+        "[[0,1,2,2],[3,2]]",        // another number of dimensions
+        "[[0,1,2,2],[3,4,1,2]]",    // outside
+        "[[0,1,2,3],[3,0,0,3]]",    // one of nothing
+        "[[0,1,2,2],[3,0,-1,-2]]",  // no sizes
+        "[[0,1,2,2],[281474976710656,0,1,2]]",
+        "[[0,0,0,0,0,0,0,0,0,1,1,1,1,1,1,1,1,6]]"}) {
+    EXPECT_EQ(ParsePacked(boxes).status().kind(), ErrorKind::kCorrupt) << boxes;
+  }
+  const char* const boxes = "[[0,1,2,2],[3,0,1,2]]";
+  EXPECT_EQ(ParsePacked(boxes, "[4]").status().tensor(), "p");
+  EXPECT_EQ(
+      ParsePacked(boxes, "[281474976710655,281474976710655]").status().kind(),
+      ErrorKind::kCorrupt);
+  EXPECT_EQ(ParsePacked(boxes, "[4,5]", {2, 3}).status().kind(),
+            ErrorKind::kCorrupt);
+  // With offsets, without a shape, of a tensor that there is not.
+  for (const std::vector<std::pair<std::string, std::string>>& metadata :
+       {std::vector<std::pair<std::string, std::string>>{
+            {"DCP_SHARDING_INFO", "{\"c\":{\"saved_offsets\":[0,0]}}"},
+            {"torch_ckpt.global_shapes", "{\"c\":[4,5]}"},
+            {"torch_ckpt.packed_boxes", "{\"c\":[[0,0,1,1]]}"}},
+        {{"torch_ckpt.packed_boxes", "{\"b\":[[]]}"}},
+        {{"torch_ckpt.packed_boxes", "{\"z\":[[0,1]]}"}}}) {
+    EXPECT_EQ(ParseShardingInfo(Header(metadata)).status().kind(),
+              ErrorKind::kCorrupt);
+  }
+}
+
 TEST(ShardingInfo, PeekFileId) {
   const auto header =
       BuildSafetensorsHeader(BuildFileMetadata(kId, {}, nullptr), {});

@@ -9,21 +9,25 @@ namespace {
 
 constexpr uint32_t kTextCrc = 0x89abcdef;
 
-// Tensors: a whole one, a part, a scalar, an empty part of something.
+// Tensors: a whole one, a part, a scalar, a packed one, an empty part of
+// something.
 FileHeader Sample() {
   FileHeader file;
   file.header.tensors = {{"a", Dtype::kBF16, {2, 3}, 0, 12},
                          {"b.c", Dtype::kF32, {1, 4}, 12, 28},
                          {"s", Dtype::kI64, {}, 28, 36},
-                         {"e", Dtype::kU8, {0, 5}, 36, 36}};
+                         {"p", Dtype::kI16, {3}, 36, 42},
+                         {"e", Dtype::kU8, {0, 5}, 42, 42}};
   file.header.data_begin = 4096;
-  file.header.file_bytes = 4096 + 36;
+  file.header.file_bytes = 4096 + 42;
   file.sharding.file_id = std::string(32, 'c');
   file.sharding.has_sharding_info = true;
-  file.sharding.entries = {{{0, 0}, Dims{2, 3}},
-                           {{3, 0}, Dims{4, 4}},
-                           {{}, Dims{}},
-                           {{7, 0}, Dims{7, 5}}};
+  file.sharding.entries = {
+      {{0, 0}, Dims{2, 3}},
+      {{3, 0}, Dims{4, 4}},
+      {{}, Dims{}},
+      {{0}, Dims{4, 2}, {{{0, 0}, {1, 2}}, {{3, 1}, {1, 1}}}},
+      {{7, 0}, Dims{7, 5}}};
   return file;
 }
 
@@ -52,6 +56,8 @@ TEST(ShortHeader, SaysWhatTheHeaderSays) {
               expected.sharding.entries[i].offsets);
     EXPECT_EQ(file.sharding.entries[i].global_shape,
               expected.sharding.entries[i].global_shape);
+    EXPECT_EQ(file.sharding.entries[i].packed,
+              expected.sharding.entries[i].packed);
   }
 }
 
@@ -101,6 +107,10 @@ TEST(ShortHeader, RefusesWhatAHeaderCannotSay) {
   refused([](FileHeader* f) { f->sharding.has_sharding_info = false; });
   refused([](FileHeader* f) { f->sharding.entries[1].offsets = {4, 0}; });
   refused([](FileHeader* f) { f->sharding.entries[0].offsets = {1, 0}; });
+  refused([](FileHeader* f) { f->sharding.entries[3].packed.pop_back(); });
+  refused(
+      [](FileHeader* f) { f->sharding.entries[3].packed[0].offsets = {4, 0}; });
+  refused([](FileHeader* f) { f->header.tensors[3].shape = {1, 3}; });
   refused([](FileHeader* f) {  // 2^96 elements
     f->header.tensors[0].shape = {int64_t{1} << 48, int64_t{1} << 48};
     f->sharding.entries[0].global_shape = f->header.tensors[0].shape;

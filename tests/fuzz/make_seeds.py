@@ -61,6 +61,7 @@ WORDS = {
     "header_fuzz": [
         *("__metadata__", "dtype", "shape", "data_offsets", "torch_ckpt.file_id", "format", "pt"),
         *("DCP_VERSION", "DCP_SHARDING_INFO", "saved_offsets", "torch_ckpt.global_shapes"),
+        "torch_ckpt.packed_boxes",
         *("BOOL", "U8", "I64", "F16", "BF16", "F32", "F64", "F8_E4M3", "F4", "F6_E2M3", "C64"),
     ],
     "manifest_fuzz": [
@@ -72,11 +73,13 @@ WORDS = {
     "hf_index_fuzz": ["metadata", "total_size", "weight_map", "model.safetensors"],
     "sharding_info_fuzz": ["saved_offsets"],
 }
-# Before the byte FF the sharding info, behind it the global shapes; the tensors are in the target.
+# Between bytes FF the sharding info, the global shapes, and the packed boxes; the tensors are in the
+# target.
 SHARDING = {
     "whole": b"{}",
     "stock": b'{"a": {"saved_offsets": [0, 0]}, "b": {"saved_offsets": []}}',
     "ours": b'{"a": {"saved_offsets": [2, 3]}}\xff{"a": [4, 6], "c": [0, 4]}',
+    "packed": b'{}\xff{"p": [4, 5]}\xff{"p": [[0, 1, 2, 2], [3, 0, 1, 2]]}',
     "outside": b'{"a": {"saved_offsets": [2, 3]}}\xff{"a": [3, 6]}',
     "unknown_tensor": b'{"d": {"saved_offsets": [0]}}',
     "unknown_key": b'{"a": {"saved_offsets": [0, 0], "more": 1}}',

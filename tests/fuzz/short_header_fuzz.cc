@@ -9,7 +9,7 @@
 using namespace torch_ckpt;
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  std::string bytes = "TCKPTHDR\x01";
+  std::string bytes = "TCKPTHDR\x02";
   bytes.append(reinterpret_cast<const char*>(data), size);
   PutCrc(&bytes);
   const auto decoded = DecodeShortHeader(AsBytes(bytes));

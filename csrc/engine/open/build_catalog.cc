@@ -76,10 +76,18 @@ const ShardEntry* ShardOf(const std::vector<NamedHeader>& files,
   return files[place.file].file.sharding.Find(place.entry);
 }
 
-Box BoxOf(const std::vector<NamedHeader>& files, const Place& place) {
-  const Dims& sizes = EntryOf(files, place).shape;
+template <class Fn>
+void ForEachBoxAt(const std::vector<NamedHeader>& files, const Place& place,
+                  const Fn& fn) {
+  ForEachBox(EntryOf(files, place).shape, ShardOf(files, place), fn);
+}
+
+// How many dimensions the tensor has, as that place says.
+int DimsAt(const std::vector<NamedHeader>& files, const Place& place) {
   const ShardEntry* shard = ShardOf(files, place);
-  return shard ? Box{shard->offsets, sizes} : Box::Whole(sizes);
+  const bool packed = shard && !shard->packed.empty();
+  return packed ? shard->global_shape->size()
+                : EntryOf(files, place).shape.size();
 }
 
 // What the file says of the tensor's global shape, null when nothing.
@@ -111,7 +119,7 @@ Result<Dims> GlobalShape(const std::vector<NamedHeader>& files,
   const SafetensorsEntry& first = EntryOf(files, first_place);
   const Place* said_by = nullptr;
   const Dims* said = nullptr;
-  Dims hull = Dims::Filled(first.shape.size(), 0);
+  Dims hull = Dims::Filled(DimsAt(files, first_place), 0);
   for (const Place& place : tensor.places) {
     const SafetensorsEntry& entry = EntryOf(files, place);
     if (entry.dtype != first.dtype) {
@@ -119,7 +127,7 @@ Result<Dims> GlobalShape(const std::vector<NamedHeader>& files,
                       std::string("is ") + DtypeName(first.dtype) + " and " +
                           DtypeName(entry.dtype));
     }
-    if (entry.shape.size() != first.shape.size()) {
+    if (DimsAt(files, place) != hull.size()) {
       return Disagree(files, tensor, first_place, place,
                       "has another number of dimensions");
     }
@@ -132,10 +140,11 @@ Result<Dims> GlobalShape(const std::vector<NamedHeader>& files,
       said = shape;
       said_by = &place;
     }
-    const Box box = BoxOf(files, place);
-    for (int d = 0; d < hull.size(); ++d) {
-      hull[d] = std::max(hull[d], box.offsets[d] + box.sizes[d]);
-    }
+    ForEachBoxAt(files, place, [&](const Box& box) {
+      for (int d = 0; d < hull.size(); ++d) {
+        hull[d] = std::max(hull[d], box.offsets[d] + box.sizes[d]);
+      }
+    });
   }
   *is_said = said != nullptr;
   return said ? *said : hull;
@@ -173,10 +182,15 @@ Result<CatalogBuilder> BuildCatalog(const std::vector<NamedHeader>& files,
       Placement placement;
       placement.file = file.position;
       placement.offset = file.file.header.data_begin + in_file.begin;
-      placement.box = BoxOf(files, place);
-      Status added = catalog.AddPlacement(id, placement);
+      Status added;
+      ForEachBoxAt(files, place, [&](const Box& box) {
+        placement.box = box;
+        if (added.ok()) added = catalog.AddPlacement(id, placement);
+        // The header was checked: it has a size.
+        placement.offset += ByteSize(dtype, box.sizes).value();
+        boxes.push_back(box);
+      });
       if (!added.ok()) return std::move(added).WithFile(file.name);
-      boxes.push_back(placement.box);
     }
     if (boxes.size() == 1 && boxes[0] == Box::Whole(shape)) continue;
     Status proved = proof == BoxProof::kTiling

@@ -173,7 +173,7 @@ Status RingWork::Fill(const std::vector<Stretch>& stretches,
                      messages[p] += to - from;
                    });
     }
-    JoinBoxes(stretches[s], &cursors[s], buffer);
+    FillFromBoxes(stretches[s], &cursors[s], buffer);
   }
   for (const RingPeer& peer : peers_) peer.slots.Free(i);
   return {};

@@ -4,83 +4,14 @@
 
 #include "engine/commit/staging.h"
 #include "engine/open/header_io.h"
-#include "engine/write/literals.h"
+#include "engine/save/data_layout.h"
 #include "format/names.h"
-#include "plan/layout.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
 namespace {
 
-constexpr std::string_view kSpillName = "parts";  // on disk
-
-Status CheckBytes(const WriteTensor& tensor, const SourceTensor& source) {
-  TC_ASSIGN_OR_RETURN(const uint64_t bytes,
-                      ByteSize(tensor.dtype, tensor.shape));
-  if (bytes != source.bytes()) {
-    return InvalidArgument("has " + std::to_string(source.bytes()) +
-                           " bytes in memory, a " + DtypeName(tensor.dtype) +
-                           " box of " + tensor.shape.ToString() + " takes " +
-                           std::to_string(bytes));
-  }
-  if (!Inside({tensor.offsets, tensor.shape}, tensor.global_shape)) {
-    return InvalidArgument(
-        "box " + Box{tensor.offsets, tensor.shape}.ToString() +
-        " is not inside the global shape " + tensor.global_shape.ToString());
-  }
-  return {};
-}
-
-Status CheckSource(const WriteTensor& tensor,
-                   const std::vector<SourceTensor>& sources) {
-  Status checked = tensor.source < sources.size()
-                       ? CheckBytes(tensor, sources[tensor.source])
-                       : InvalidArgument("has no source");
-  return std::move(checked).WithTensor(tensor.name);
-}
-
-// The file's header, parsed and as text, and where its tensors come from. Takes
-// the names away from `file`.
-struct DataLayout {
-  FileHeader parsed;
-  std::string_view header;
-  ExtentList extents;
-};
-
-Result<DataLayout> LayOutData(WriteFile& file, const std::string& id,
-                              const std::vector<SourceTensor>& sources,
-                              MemorySources* memory, Texts* texts) {
-  DataLayout layout;
-  std::vector<SafetensorsEntry>& entries = layout.parsed.header.tensors;
-  entries.reserve(file.tensors.size());
-  for (WriteTensor& tensor : file.tensors) {
-    TC_RETURN_IF_ERROR(CheckSource(tensor, sources));
-    entries.push_back(
-        {std::move(tensor.name), tensor.dtype, tensor.shape, 0, 0});
-  }
-  const std::vector<uint32_t> order = LayOutFile(&entries);
-  ShardingInfo& sharding = layout.parsed.sharding;
-  sharding.entries.reserve(file.tensors.size());
-  for (const uint32_t i : order) {
-    const WriteTensor& tensor = file.tensors[i];
-    sharding.entries.push_back({tensor.offsets, tensor.global_shape});
-  }
-  TC_ASSIGN_OR_RETURN(
-      std::string header,
-      BuildSafetensorsHeader(BuildFileMetadata(id, entries, &sharding.entries),
-                             entries));
-  layout.extents.Reserve(order.size() + 1);
-  layout.header = texts->Append(std::move(header), &layout.extents);
-  for (const uint32_t i : order) {
-    const size_t source = file.tensors[i].source;
-    layout.extents.Append(memory->Of(source), sources[source].bytes());
-  }
-  layout.parsed.header.data_begin = layout.header.size();
-  layout.parsed.header.file_bytes = layout.extents.size();
-  sharding.file_id = id;
-  sharding.has_sharding_info = true;
-  return layout;
-}
+constexpr std::string_view kSpillName = "spill";
 
 // The short headers of the files of this job: gone again unless it is done.
 class StagedHeaders {
@@ -200,7 +131,8 @@ class WriteJob {
     const std::string id = NewId();
     if (file.role == FileRole::kData) {
       TC_ASSIGN_OR_RETURN(DataLayout layout,
-                          LayOutData(file, id, sources_, &memory_, &texts_));
+                          LayOutData(&file.tensors, id, sources_, &memory_,
+                                     plan_.join ? &joined_ : nullptr, &texts_));
       TC_RETURN_IF_ERROR(headers_.Stage(StagedName(file.name, id),
                                         layout.parsed, layout.header));
       AddOutput(file.name, file.role, id, std::move(layout.extents));
@@ -225,6 +157,7 @@ class WriteJob {
   const std::vector<SourceTensor>& sources_;
   const Directory staging_;
   MemorySources memory_;
+  JoinedBoxes joined_;
   Texts texts_;
   const int workers_;
   Job* const job_;

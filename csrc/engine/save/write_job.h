@@ -23,6 +23,7 @@ struct WritePlan {
   std::vector<WriteFile> files;
   std::vector<WriteTensor> final_tensors;  // into files in staging
   int64_t rank = 0;  // this one, as the list of final files counts them
+  bool join = true;  // boxes to one; see LayOutData
   OutputOptions options;
 };
 

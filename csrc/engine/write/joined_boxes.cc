@@ -13,8 +13,8 @@ constexpr uint64_t kStepBytes = uint64_t{256} << 10;
 
 }  // namespace
 
-void JoinBoxes(const Stretch& stretch, std::vector<BoxCursor>* cursors,
-               FillBuffer* buffer) {
+void FillFromBoxes(const Stretch& stretch, std::vector<BoxCursor>* cursors,
+                   FillBuffer* buffer) {
   const uint64_t end = stretch.from + stretch.bytes;
   for (uint64_t at = stretch.from; at < end;) {
     const uint64_t step = std::min(kStepBytes, end - at);
@@ -35,11 +35,23 @@ void JoinBoxes(const Stretch& stretch, std::vector<BoxCursor>* cursors,
 
 JoinedBoxes::JoinedBoxes(std::vector<JoinedBox> boxes)
     : boxes_(std::move(boxes)) {
-  for (const JoinedBox& box : boxes_) {
-    const Provider& provider = *box.origin.provider;
-    origin_scratch_ = std::max(origin_scratch_, provider.ScratchBytes());
-    if (provider.Locker() != nullptr) locker_ = provider.Locker();
+  for (const JoinedBox& box : boxes_) TakeIn(box);
+}
+
+void JoinedBoxes::TakeIn(const JoinedBox& box) {
+  const Provider& provider = *box.origin.provider;
+  origin_scratch_ = std::max(origin_scratch_, provider.ScratchBytes());
+  if (provider.Locker() != nullptr) locker_ = provider.Locker();
+}
+
+Origin JoinedBoxes::Add(std::vector<JoinedBox> boxes) {
+  const uint64_t tensor = boxes_.empty() ? 0 : boxes_.back().tensor + 1;
+  for (JoinedBox& box : boxes) {
+    box.tensor = tensor;
+    TakeIn(box);
+    boxes_.push_back(std::move(box));
   }
+  return {this, tensor};
 }
 
 uint64_t JoinedBoxes::ScratchBytes() const {
@@ -77,7 +89,7 @@ Status JoinedBoxes::Fill(const std::vector<Stretch>& stretches,
   std::vector<std::vector<BoxCursor>> cursors;
   TC_RETURN_IF_ERROR(Gather(stretches, scratch, buffer->worker(), &cursors));
   for (size_t s = 0; s < stretches.size(); ++s) {
-    JoinBoxes(stretches[s], &cursors[s], buffer);
+    FillFromBoxes(stretches[s], &cursors[s], buffer);
   }
   return {};
 }

@@ -40,14 +40,19 @@ struct BoxCursor {
 
 // Puts what `cursors` have of the stretch where it belongs in the buffer, and
 // moves them on to its end. REQUIRES: what they have of it tiles it.
-void JoinBoxes(const Stretch& stretch, std::vector<BoxCursor>* cursors,
-               FillBuffer* buffer);
+void FillFromBoxes(const Stretch& stretch, std::vector<BoxCursor>* cursors,
+                   FillBuffer* buffer);
 
 class JoinedBoxes final : public Provider {
  public:
+  JoinedBoxes() = default;
   // The boxes ascend by tensor. Of what is asked for of a tensor, its boxes
   // tile all.
   explicit JoinedBoxes(std::vector<JoinedBox> boxes);
+
+  // Adds a tensor, the last one, of its boxes: their `tensor` is set here.
+  // Before anybody fills.
+  Origin Add(std::vector<JoinedBox> boxes);
 
   const std::vector<JoinedBox>& boxes() const { return boxes_; }
   // What the providers of the boxes want.
@@ -65,7 +70,9 @@ class JoinedBoxes final : public Provider {
               FillBuffer* buffer) override;
 
  private:
-  const std::vector<JoinedBox> boxes_;
+  void TakeIn(const JoinedBox& box);  // what its provider wants
+
+  std::vector<JoinedBox> boxes_;
   uint64_t origin_scratch_ = 0;
   PageLocker* locker_ = nullptr;
 };

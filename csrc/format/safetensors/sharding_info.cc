@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
+#include "base/checked.h"
 #include "format/json.h"
 #include "format/names.h"
 
@@ -50,9 +52,16 @@ class TensorFinder {
 // [int]}}. Calls back nothing; leaves the lists in `values`, by tensor.
 class DimsHandler final : public JsonHandler {
  public:
+  // Of tensors that have boxes in `packed` it takes other numbers of
+  // dimensions.
   DimsHandler(const std::vector<SafetensorsEntry>& tensors, bool nested,
+              const std::vector<std::vector<Box>>& packed,
               std::vector<std::optional<Dims>>* values)
-      : tensors_(tensors), finder_(tensors), nested_(nested), values_(values) {}
+      : tensors_(tensors),
+        finder_(tensors),
+        nested_(nested),
+        packed_(packed),
+        values_(values) {}
 
   bool OnKey(std::string_view key) override {
     if (depth_ == 1) {
@@ -90,7 +99,8 @@ class DimsHandler final : public JsonHandler {
   bool OnEndArray() override {
     in_array_ = false;
     const Dims& shape = tensors_[static_cast<size_t>(tensor_)].shape;
-    if (Value()->size() != shape.size())
+    const bool packed = !packed_[static_cast<size_t>(tensor_)].empty();
+    if (!packed && Value()->size() != shape.size())
       return Refuse("the sharding info has another number of dimensions");
     return true;
   }
@@ -119,25 +129,134 @@ class DimsHandler final : public JsonHandler {
   const std::vector<SafetensorsEntry>& tensors_;
   TensorFinder finder_;
   const bool nested_;
+  const std::vector<std::vector<Box>>& packed_;
   std::vector<std::optional<Dims>>* values_;
   int depth_ = 0;
   int64_t tensor_ = -1;  // valid inside the root
   bool in_array_ = false;
 };
 
-Status ParseDims(const SafetensorsHeader& header, std::string_view key,
-                 const std::string& text, bool nested,
-                 std::vector<std::optional<Dims>>* values) {
-  values->resize(header.tensors.size());
-  DimsHandler handler(header.tensors, nested, values);
-  const Status status = ParseJson(text, nested ? 3 : 2, &handler);
+// {fqn: [[int]]}. Leaves the boxes in `values`, by tensor.
+class BoxesHandler final : public JsonHandler {
+ public:
+  BoxesHandler(const std::vector<SafetensorsEntry>& tensors,
+               std::vector<std::vector<Box>>* values)
+      : tensors_(tensors), finder_(tensors), values_(values) {}
+
+  bool OnKey(std::string_view key) override {
+    tensor_ = finder_.Find(key);
+    if (tensor_ >= 0) return true;
+    return Fail(Corrupt("names a tensor that is not in the file")
+                    .WithTensor(std::string(key)));
+  }
+  bool OnBeginObject() override {
+    return !std::exchange(in_root_, true) || Refuse("unexpected object");
+  }
+  bool OnEndObject() override { return true; }
+  bool OnBeginArray() override {
+    if (arrays_ == 2 || tensor_ < 0) return Refuse("unexpected array");
+    ++arrays_;
+    numbers_.clear();
+    return true;
+  }
+  bool OnEndArray() override {
+    if (--arrays_ == 0) {
+      return !Boxes().empty() || Refuse("a packed tensor has no boxes");
+    }
+    const size_t dims = numbers_.size() / 2;
+    if (numbers_.size() % 2 != 0) return Refuse("a box has an odd number");
+    Box box;
+    for (size_t d = 0; d < dims; ++d) {
+      box.offsets.push_back(numbers_[d]);
+      box.sizes.push_back(numbers_[dims + d]);
+    }
+    Boxes().push_back(std::move(box));
+    return true;
+  }
+  bool OnUnsigned(uint64_t value) override {
+    if (arrays_ != 2) return Refuse("unexpected number");
+    if (value > static_cast<uint64_t>(kMaxDimension))
+      return Refuse("a number is larger than 2^48 - 1");
+    if (numbers_.size() == 2 * static_cast<size_t>(kMaxDims))
+      return Refuse("a box has too many dimensions");
+    numbers_.push_back(static_cast<int64_t>(value));
+    return true;
+  }
+
+ protected:
+  Status Locate(Status status) const override {
+    if (tensor_ < 0) return status;
+    return std::move(status).WithTensor(
+        tensors_[static_cast<size_t>(tensor_)].name);
+  }
+
+ private:
+  std::vector<Box>& Boxes() { return (*values_)[static_cast<size_t>(tensor_)]; }
+
+  const std::vector<SafetensorsEntry>& tensors_;
+  TensorFinder finder_;
+  std::vector<std::vector<Box>>* values_;
+  std::vector<int64_t> numbers_;  // of the box
+  int arrays_ = 0;                // that are open
+  bool in_root_ = false;
+  int64_t tensor_ = -1;
+};
+
+// The text of metadata key `key`, to `handler`.
+Status ParseValues(std::string_view key, const std::string& text, int depth,
+                   JsonHandler* handler) {
+  const Status status = ParseJson(text, depth, handler);
   if (status.ok()) return status;
   return Status(status.kind(),
                 "metadata " + std::string(key) + ": " + status.message())
       .WithTensor(status.tensor());
 }
 
+void AppendBoxes(std::string* out, const std::vector<Box>& boxes) {
+  char next = '[';
+  for (const Box& box : boxes) {
+    *out += std::exchange(next, ',');
+    *out += '[';
+    for (const Dims* dims : {&box.offsets, &box.sizes}) {
+      for (const int64_t n : *dims) {
+        if (out->back() != '[') *out += ',';
+        *out += std::to_string(n);
+      }
+    }
+    *out += ']';
+  }
+  *out += ']';
+}
+
 }  // namespace
+
+Status CheckPacked(Dtype dtype, const Dims& shape, const ShardEntry& shard) {
+  if (!shard.global_shape) return Corrupt("a packed tensor has no shape");
+  const Status whole = ByteSize(dtype, *shard.global_shape).status();
+  if (!whole.ok()) return Corrupt("global shape: " + whole.message());
+  if (shape.size() != 1) return Corrupt("a packed tensor has one dimension");
+  TC_ASSIGN_OR_RETURN(const uint64_t bytes, ByteSize(dtype, shape));
+  uint64_t of_boxes = 0;
+  for (const Box& box : shard.packed) {
+    if (!Inside(box, *shard.global_shape)) {
+      return Corrupt("box " + box.ToString() +
+                     " is not inside the global shape " +
+                     shard.global_shape->ToString());
+    }
+    TC_ASSIGN_OR_RETURN(const uint64_t of_box, ByteSize(dtype, box.sizes));
+    const auto sum = CheckedAdd(of_boxes, of_box);
+    if (of_box == 0 || !sum || *sum > bytes) {
+      return Corrupt("box " + box.ToString() +
+                     " is not in a packed tensor of " + std::to_string(bytes) +
+                     " bytes");
+    }
+    of_boxes = *sum;
+  }
+  if (of_boxes == bytes) return {};
+  return Corrupt("the boxes of a packed tensor have " +
+                 std::to_string(of_boxes) + " of its " + std::to_string(bytes) +
+                 " bytes");
+}
 
 Result<ShardingInfo> ParseShardingInfo(const SafetensorsHeader& header) {
   ShardingInfo out;
@@ -147,24 +266,39 @@ Result<ShardingInfo> ParseShardingInfo(const SafetensorsHeader& header) {
   }
   const std::string* text = header.FindMetadata(kShardingInfoKey);
   const std::string* shapes_text = header.FindMetadata(kGlobalShapesKey);
-  if (!text && !shapes_text) return out;
+  const std::string* packed_text = header.FindMetadata(kPackedBoxesKey);
+  if (!text && !shapes_text && !packed_text) return out;
   std::vector<std::optional<Dims>> offsets(header.tensors.size());
   std::vector<std::optional<Dims>> shapes(header.tensors.size());
+  std::vector<std::vector<Box>> packed(header.tensors.size());
+  if (packed_text) {
+    BoxesHandler handler(header.tensors, &packed);
+    TC_RETURN_IF_ERROR(ParseValues(kPackedBoxesKey, *packed_text, 3, &handler));
+  }
   if (text) {
     out.has_sharding_info = true;
-    TC_RETURN_IF_ERROR(
-        ParseDims(header, kShardingInfoKey, *text, /*nested=*/true, &offsets));
+    DimsHandler handler(header.tensors, /*nested=*/true, packed, &offsets);
+    TC_RETURN_IF_ERROR(ParseValues(kShardingInfoKey, *text, 3, &handler));
   }
   if (shapes_text) {
-    TC_RETURN_IF_ERROR(ParseDims(header, kGlobalShapesKey, *shapes_text,
-                                 /*nested=*/false, &shapes));
+    DimsHandler handler(header.tensors, /*nested=*/false, packed, &shapes);
+    TC_RETURN_IF_ERROR(
+        ParseValues(kGlobalShapesKey, *shapes_text, 2, &handler));
   }
   // Where the key for global shapes is there, what it leaves out is whole.
   const bool rest_is_whole = shapes_text != nullptr;
   out.entries.reserve(header.tensors.size());
   for (size_t i = 0; i < header.tensors.size(); ++i) {
     const SafetensorsEntry& t = header.tensors[i];
-    ShardEntry entry{Dims::Filled(t.shape.size(), 0), shapes[i]};
+    ShardEntry entry{Dims::Filled(t.shape.size(), 0), shapes[i],
+                     std::move(packed[i])};
+    if (!entry.packed.empty()) {
+      TC_RETURN_IF_ERROR((offsets[i] ? Corrupt("a packed tensor has offsets")
+                                     : CheckPacked(t.dtype, t.shape, entry))
+                             .WithTensor(t.name));
+      out.entries.push_back(std::move(entry));
+      continue;
+    }
     if (offsets[i]) entry.offsets = *offsets[i];
     if (!entry.global_shape && rest_is_whole) entry.global_shape = t.shape;
     if (entry.global_shape) {
@@ -193,23 +327,33 @@ std::vector<std::pair<std::string, std::string>> BuildFileMetadata(
   out.emplace_back("format", "pt");
   if (!shards) return out;
   out.emplace_back("DCP_VERSION", "1.0");
-  std::string info = "{", shapes = "{";
+  std::string info = "{", shapes = "{", packed = "{";
+  const auto add_name = [](std::string* text, const std::string& name) {
+    if (text->size() > 1) *text += ',';
+    AppendJsonString(text, name);
+    *text += ':';
+  };
   for (size_t i = 0; i < tensors.size(); ++i) {
     const ShardEntry& shard = (*shards)[i];
-    if (info.size() > 1) info += ',';
-    AppendJsonString(&info, tensors[i].name);
-    info += ":{\"saved_offsets\":";
-    AppendJsonDims(&info, shard.offsets);
-    info += '}';
-    if (!shard.global_shape || *shard.global_shape == tensors[i].shape)
-      continue;
-    if (shapes.size() > 1) shapes += ',';
-    AppendJsonString(&shapes, tensors[i].name);
-    shapes += ':';
+    if (!shard.packed.empty()) {
+      add_name(&packed, tensors[i].name);
+      AppendBoxes(&packed, shard.packed);
+    } else {
+      // A packed one has none: stock's readers then say that it is missing,
+      // where they would take it for a tensor of one dimension.
+      add_name(&info, tensors[i].name);
+      info += "{\"saved_offsets\":";
+      AppendJsonDims(&info, shard.offsets);
+      info += '}';
+      if (!shard.global_shape || *shard.global_shape == tensors[i].shape)
+        continue;
+    }
+    add_name(&shapes, tensors[i].name);
     AppendJsonDims(&shapes, *shard.global_shape);
   }
   out.emplace_back(kShardingInfoKey, info + '}');
   out.emplace_back(kGlobalShapesKey, shapes + '}');
+  if (packed.size() > 1) out.emplace_back(kPackedBoxesKey, packed + '}');
   return out;
 }
 

@@ -10,13 +10,39 @@ namespace torch_ckpt {
 namespace {
 
 constexpr std::string_view kMagic = "TCKPTHDR";
-constexpr uint64_t kVersion = 1;
+constexpr uint64_t kVersion = 2;
 // Room made at once; more comes as tensors do, so that a count that lies costs
 // little memory.
 constexpr uint64_t kMaxReserved = uint64_t{1} << 16;
 
 Status Malformed(const char* what) {
   return Corrupt(std::string("the short header is damaged: ") + what);
+}
+
+// How the box of a tensor is said.
+enum BoxForm : uint64_t { kOneBox, kWholeTensor, kPackedBoxes, kBoxForms };
+
+// The boxes of a packed tensor of `entry`.
+Status ReadPacked(BinaryReader* in, const SafetensorsEntry& entry,
+                  ShardEntry* shard) {
+  const auto rank = in->Bounded(kMaxDims);
+  if (!rank) return Malformed("a packed tensor");
+  const int dims = static_cast<int>(*rank);
+  shard->global_shape = in->Sizes(dims);
+  const auto count = in->Bounded(in->left());
+  if (!shard->global_shape || !count || *count == 0) {
+    return Malformed("a packed tensor");
+  }
+  for (uint64_t i = 0; i < *count; ++i) {
+    const auto offsets = in->Sizes(dims);
+    const auto sizes = in->Sizes(dims);
+    if (!offsets || !sizes) return Malformed("a packed box");
+    shard->packed.push_back({*offsets, *sizes});
+  }
+  shard->offsets = {0};
+  return CheckPacked(entry.dtype, entry.shape, *shard).ok()
+             ? Status()
+             : Malformed("packed boxes");
 }
 
 // Tensor `name` from `begin` of the data on.
@@ -26,27 +52,32 @@ Status ReadTensor(BinaryReader* in, uint64_t begin, FileHeader* out) {
   const auto rank = in->Bounded(kMaxDims);
   if (!name || !dtype || !rank) return Malformed("a tensor");
   const auto shape = in->Sizes(static_cast<int>(*rank));
-  const auto whole = in->Bounded(1);
-  if (!shape || !whole) return Malformed("a shape");
+  const auto form = in->Bounded(kBoxForms - 1);
+  if (!shape || !form) return Malformed("a shape");
   SafetensorsEntry entry{std::move(*name), static_cast<Dtype>(*dtype), *shape,
                          begin, 0};
   ShardEntry shard{Dims::Filled(shape->size(), 0), *shape};
-  if (!*whole) {
+  if (*form != kWholeTensor && !out->sharding.has_sharding_info) {
+    return Malformed("a box");
+  }
+  if (*form == kPackedBoxes) {
+    TC_RETURN_IF_ERROR(ReadPacked(in, entry, &shard));
+  } else if (*form == kOneBox) {
     const auto offsets = in->Sizes(shape->size());
     const auto global_shape = in->Sizes(shape->size());
-    if (!offsets || !global_shape || !out->sharding.has_sharding_info)
-      return Malformed("a box");
+    if (!offsets || !global_shape) return Malformed("a box");
     if (Box{*offsets, *shape} == Box::Whole(*global_shape)) {
       return Malformed("a whole box that is not marked as one");
     }
-    shard = {*offsets, *global_shape};
+    shard = {*offsets, *global_shape, {}};
   }
   const auto bytes = ByteSize(entry.dtype, entry.shape);
   const auto end = CheckedAdd(begin, bytes.ok() ? *bytes : 0);
   if (!bytes.ok() || !end || !ByteSize(entry.dtype, *shard.global_shape).ok()) {
     return Malformed("a size");
   }
-  if (!Inside({shard.offsets, entry.shape}, *shard.global_shape)) {
+  if (shard.packed.empty() &&
+      !Inside({shard.offsets, entry.shape}, *shard.global_shape)) {
     return Malformed("a box outside its tensor");
   }
   entry.end = *end;
@@ -77,9 +108,20 @@ std::string EncodeShortHeader(const FileHeader& file, uint32_t text_crc32c) {
     PutVarint(&out, static_cast<uint64_t>(entry.dtype));
     PutVarint(&out, static_cast<uint64_t>(entry.shape.size()));
     PutDims(&out, entry.shape);
+    if (shard && !shard->packed.empty()) {
+      PutVarint(&out, kPackedBoxes);
+      PutVarint(&out, static_cast<uint64_t>(shard->global_shape->size()));
+      PutDims(&out, *shard->global_shape);
+      PutVarint(&out, shard->packed.size());
+      for (const Box& box : shard->packed) {
+        PutDims(&out, box.offsets);
+        PutDims(&out, box.sizes);
+      }
+      continue;
+    }
     const bool whole = !shard || Box{shard->offsets, entry.shape} ==
                                      Box::Whole(*shard->global_shape);
-    PutVarint(&out, whole ? 1 : 0);
+    PutVarint(&out, whole ? kWholeTensor : kOneBox);
     if (whole) continue;
     PutDims(&out, shard->offsets);
     PutDims(&out, *shard->global_shape);

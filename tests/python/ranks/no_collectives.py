@@ -20,6 +20,7 @@ from torch_ckpt import (
     HuggingFaceStorageWriter,
     IncompleteError,
     InvalidArgumentError,
+    LocalBoxes,
     consolidate_safetensors_files,
 )
 
@@ -70,6 +71,25 @@ def our_planner(context: Context) -> None:
     loaded = state(table, blank=True)
     torch_ckpt.load(loaded, checkpoint_id=path)
     check(loaded, table)
+
+
+@case
+def a_box_that_ranks_have_beside_others(context: Context) -> None:
+    """All have the first row; beside it each has rows of its own, next to it or not."""
+    rows = 2 * context.world + 1
+    content = torch.arange(rows * 3.0).view(rows, 3)
+
+    def boxes(source: torch.Tensor) -> LocalBoxes:
+        own = range(1 + 2 * context.rank, 3 + 2 * context.rank)
+        return LocalBoxes((rows, 3), [((i, 0), source[i : i + 1].clone()) for i in (0, *own)])
+
+    path = context.folder / "c"
+    torch_ckpt.save({"w": boxes(content)}, path, use_collectives=False)
+    target = {"w": boxes(torch.zeros_like(content))}
+    torch_ckpt.load(target, path)
+    for (at, got), (_, wanted) in zip(target["w"].boxes, boxes(content).boxes, strict=True):
+        assert torch.equal(got, wanted), at
+    assert torch.equal(torch_ckpt.load(None, path)["w"], content)
 
 
 @case

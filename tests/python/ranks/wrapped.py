@@ -105,7 +105,10 @@ def save(context: Context) -> None:
         state = {**states(), "boxes": boxes(), "nothing": LocalBoxes((0, 3), [], torch.int8)}
         if context.rank == 0:  # of what has no elements one rank has all
             state["nothing"] = LocalBoxes((0, 3), [((0, 0), torch.empty(0, 3).to(torch.int8))])
-        save_as(state, directory(context.shared, context.world, name))
+        path = directory(context.shared, context.world, name)
+        save_as(state, path)
+        # Of this rank, whose boxes make no box in most worlds.
+        assert len(list(path.glob(f"shard-{context.rank + 1:05}-*"))) == (name != "final")
 
 
 @case

@@ -367,6 +367,9 @@ class DirectorySave:
             "workers": max(MIN_WORKERS, self._writer.thread_count),
             "sync": self._writer.sync_files,
             "direct_io": self._writer.direct_io,
+            # Ranks that know nothing of each other may each have other boxes beside one that both
+            # have. Readers know a replica by its box, which therefore stays as it is.
+            "join": self._part is None,
         }
 
     def _file_count(self) -> int:

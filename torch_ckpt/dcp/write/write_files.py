@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import secrets
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -52,16 +51,6 @@ class TensorColumns:
         self.global_shapes += other.global_shapes
         self.data += other.data
         self.gathered |= other.gathered
-
-    def rows(self, positions: list[int]) -> TensorColumns:
-        """The tensors at `positions`."""
-        return TensorColumns(
-            [self.fqns[i] for i in positions],
-            [self.dtypes[i] for i in positions],
-            [self.offsets[i] for i in positions],
-            [self.global_shapes[i] for i in positions],
-            [self.data[i] for i in positions],
-        )
 
 
 def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColumns:
@@ -152,42 +141,16 @@ def tensors_request(tensors: TensorColumns, sources: list[torch.Tensor]) -> dict
     return request
 
 
-def shard_files(
+def shard_file(
     tensors: TensorColumns, index: int, count: int, rank: int, sources: list[torch.Tensor]
-) -> list[dict[str, Any]]:
-    """The files of this rank for the tensors of mapping index `index` of `count`; appends to
-    `sources`.
-
-    Box k of a tensor that has several on this rank goes to file index + k * count: stock readers
-    load that right, and two entries of one name cannot stand in one file.
-    """
-    layers = _layers(tensors)
-    files = []
-    for layer, members in enumerate(layers):
-        number, total = index + layer * count, count * len(layers)
-        files.append(
-            {
-                "name": f"shard-{rank + 1:05}-model-{number:05}-of-{total:05}.safetensors",
-                "role": "data",
-                **tensors_request(members, sources),
-            }
-        )
-    return files
-
-
-def _layers(tensors: TensorColumns) -> list[TensorColumns]:
-    """The first box of every tensor, the second of those that have one, and so on."""
-    if tensors.fqns and len(set(tensors.fqns)) == len(tensors.fqns):
-        return [tensors]
-    positions: list[list[int]] = []
-    seen: defaultdict[str, int] = defaultdict(int)
-    for position, fqn in enumerate(tensors.fqns):
-        layer = seen[fqn]
-        seen[fqn] += 1
-        if layer == len(positions):
-            positions.append([])
-        positions[layer].append(position)
-    return [tensors.rows(of_layer) for of_layer in positions]
+) -> dict[str, Any]:
+    """The file of this rank for the tensors of mapping index `index` of `count`; appends to
+    `sources`. The boxes of one tensor are one entry of it (csrc/engine/save/data_layout.h)."""
+    return {
+        "name": f"shard-{rank + 1:05}-model-{index:05}-of-{count:05}.safetensors",
+        "role": "data",
+        **tensors_request(tensors, sources),
+    }
 
 
 def check_item(item: WriteItem, rank: int | None) -> None:
@@ -288,7 +251,7 @@ class RankWrite:
     policy: tensors go, in these dtypes, to final files that are there already, whose headers say
         where; None: to shards of this rank.
     file_count: into which mapping indices shards are divided, at most.
-    options: "workers", "sync" and "direct_io", as the write op takes them.
+    options: "workers", "sync", "direct_io" and "join", as the write op takes them.
     """
 
     planner: SavePlanner
@@ -308,7 +271,8 @@ class RankWrite:
             check_written_boxes(self.planner, items)
             tensors = collect_tensors(self.planner, items)
             if self.policy is None:
-                files += shard_files(tensors, index, self.file_count, self.report.rank, sources)
+                rank = self.report.rank
+                files.append(shard_file(tensors, index, self.file_count, rank, sources))
             else:
                 final.extend(tensors)
             if tensors.gathered:
