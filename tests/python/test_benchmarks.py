@@ -429,7 +429,7 @@ def test_a_page_is_of_a_commit(monkeypatch: Any, capsys: Any) -> None:
 
 
 # Measured before `--page` refused a tree that differs, or where there was one run only.
-DUE = {"load", "cuda"}
+DUE = {"cuda"}
 
 
 def test_pages_are_of_commits() -> None:
