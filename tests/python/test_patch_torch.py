@@ -35,7 +35,8 @@ from torch.distributed.checkpoint import (
 
 import torch_ckpt
 from torch_ckpt import patch_torch
-from torch_ckpt.patching import patch, storage
+from torch_ckpt.patching import storage
+from torch_ckpt.patching.rebind import Rebinding
 from torch_ckpt.patching.stand_in import StandIn
 
 # Torch 2.15 has a public one, and keeps the old name for what is in it.
@@ -174,16 +175,16 @@ def test_what_somebody_else_has_bound_meanwhile_is_left(
 def test_modules_that_are_imported_during_the_walk() -> None:
     """By other threads, as it were: one before each step of it."""
     made: list[types.ModuleType] = []
-    bind = patch._bind
+    bind = Rebinding._bind
 
-    def importing(module: types.ModuleType) -> None:
+    def importing(self: Rebinding, module: types.ModuleType) -> None:
         made.append(types.ModuleType(f"a_client_{len(made)}"))
         sys.modules[made[-1].__name__] = made[-1]
         exec("from torch.distributed.checkpoint import FileSystemReader as late", vars(made[-1]))
-        bind(module)
+        bind(self, module)
 
     with mock.patch.dict(sys.modules):
-        with mock.patch.object(patch, "_bind", importing):
+        with mock.patch.object(Rebinding, "_bind", importing):
             active = patch_torch(file_system=True)
             assert {each.late for each in made} == {dcp.FileSystemReader}
             made.clear()
@@ -194,17 +195,17 @@ def test_modules_that_are_imported_during_the_walk() -> None:
 @pytest.mark.parametrize("at", [0, 5, 500])
 def test_ctrl_c_in_the_walk(at: int, module: types.ModuleType) -> None:
     module.a = KEPT["FileSystemWriter"]
-    bind = patch._bind
+    bind = Rebinding._bind
     step = 0
 
-    def interrupted(module: types.ModuleType) -> None:
+    def interrupted(self: Rebinding, module: types.ModuleType) -> None:
         nonlocal step
         step += 1
         if step == at + 1:
             raise KeyboardInterrupt
-        bind(module)
+        bind(self, module)
 
-    with mock.patch.object(patch, "_bind", interrupted):
+    with mock.patch.object(Rebinding, "_bind", interrupted):
         with pytest.raises(KeyboardInterrupt):
             patch_torch(file_system=True)
         assert rebound() == set() and module.a is KEPT["FileSystemWriter"]
@@ -218,16 +219,16 @@ def test_ctrl_c_in_the_walk(at: int, module: types.ModuleType) -> None:
 
 
 def test_a_signal_handler_patches_during_the_walk() -> None:
-    bind = patch._bind
+    bind = Rebinding._bind
 
-    def handler(module: types.ModuleType) -> None:
-        with mock.patch.object(patch, "_bind", bind), patch_torch(default_storage=True):
+    def handler(self: Rebinding, module: types.ModuleType) -> None:
+        with mock.patch.object(Rebinding, "_bind", bind), patch_torch(default_storage=True):
             pass
-        patch._bind = bind  # once
-        bind(module)
+        Rebinding._bind = bind  # type: ignore[method-assign]  # once
+        bind(self, module)
 
     def work() -> None:
-        with mock.patch.object(patch, "_bind", handler), patch_torch(file_system=True):
+        with mock.patch.object(Rebinding, "_bind", handler), patch_torch(file_system=True):
             assert rebound() == {"hf", "file_system"}
             done.set()
 
