@@ -63,15 +63,15 @@ class Entries {
   void Reserve(size_t count) {
     entries_.reserve(count);
     shards_.reserve(count);
-    parts_.reserve(count);
-    first_part_.reserve(count);
+    begins_.reserve(count + 1);
+    data_.Reserve(count);
   }
 
   // An entry of one box.
   void Add(WriteTensor&& tensor) {
     Begin(std::move(tensor.name), tensor.dtype, tensor.shape,
           {tensor.offsets, tensor.global_shape, {}});
-    AddPart(tensor.source);
+    Append(tensor.source);
   }
 
   // Of those of `tensors` at the positions `all`, which have one name.
@@ -92,9 +92,7 @@ class Entries {
     const uint32_t any = all[0];
     std::erase_if(all, [&](uint32_t i) { return BoxOf(tensors[i]).Empty(); });
     if (all.size() <= 1) {
-      WriteTensor& one = tensors[all.empty() ? any : all[0]];
-      if (&one != &first) one.name = first.name;
-      Add(std::move(one));
+      Add(std::move(tensors[all.empty() ? any : all[0]]));
       return {};
     }
     std::sort(all.begin(), all.end(), [&](uint32_t a, uint32_t b) {
@@ -104,14 +102,14 @@ class Entries {
     });
     std::vector<Box> boxes;
     for (const uint32_t i : all) boxes.push_back(BoxOf(tensors[i]));
-    const std::optional<Box> box = joined_ ? JoinBoxes(boxes) : std::nullopt;
-    if (box) return AddJoined(tensors, all, *box);
+    const std::optional<Box> whole = joined_ ? JoinBoxes(boxes) : std::nullopt;
+    if (whole) return AddJoined(tensors, all, *whole);
     TC_RETURN_IF_ERROR(ProveDisjoint(boxes));
     int64_t elements = 0;
     for (const Box& box : boxes) elements += box.sizes.Product();
     Begin(first.name, first.dtype, {elements},
           {{0}, first.global_shape, std::move(boxes)});
-    for (const uint32_t i : all) AddPart(tensors[i].source);
+    for (const uint32_t i : all) Append(tensors[i].source);
     return {};
   }
 
@@ -127,13 +125,14 @@ class Entries {
         std::string header,
         BuildSafetensorsHeader(
             BuildFileMetadata(id, entries_, &sharding.entries), entries_));
-    layout.extents.Reserve(parts_.size() + 1);
+    layout.extents.Reserve(data_.extents().size() + 1);
     layout.header = texts->Append(std::move(header), &layout.extents);
-    first_part_.push_back(parts_.size());
+    begins_.push_back(data_.size());
     for (const uint32_t i : order) {
-      for (size_t p = first_part_[i]; p < first_part_[i + 1]; ++p) {
-        layout.extents.Append(parts_[p].origin, parts_[p].bytes);
-      }
+      data_.ForEach(begins_[i], begins_[i + 1] - begins_[i],
+                    [&](Origin origin, uint64_t, uint64_t bytes) {
+                      layout.extents.Append(origin, bytes);
+                    });
     }
     layout.parsed.header.tensors = std::move(entries_);
     layout.parsed.header.data_begin = layout.header.size();
@@ -144,11 +143,6 @@ class Entries {
   }
 
  private:
-  struct Part {
-    Origin origin;
-    uint64_t bytes;
-  };
-
   static Box BoxOf(const WriteTensor& tensor) {
     return {tensor.offsets, tensor.shape};
   }
@@ -157,11 +151,11 @@ class Entries {
              ShardEntry shard) {
     entries_.push_back({std::move(name), dtype, shape, 0, 0});
     shards_.push_back(std::move(shard));
-    first_part_.push_back(parts_.size());
+    begins_.push_back(data_.size());
   }
 
-  void AddPart(size_t source) {
-    parts_.push_back({memory_->Of(source), sources_[source].bytes()});
+  void Append(size_t source) {
+    data_.Append(memory_->Of(source), sources_[source].bytes());
   }
 
   // The tensors tile `box`.
@@ -171,24 +165,22 @@ class Entries {
     bool in_rows = true;
     uint64_t bytes = 0;
     for (const uint32_t i : all) {
-      Box part = BoxOf(tensors[i]);
-      for (int d = 0; d < part.offsets.size(); ++d) {
-        part.offsets[d] -= box.offsets[d];
-      }
-      TC_ASSIGN_OR_RETURN(const ByteBox of_part,
-                          ByteBox::Make(tensors[i].dtype, box.sizes, part));
-      in_rows &= of_part.InARow();
-      bytes += of_part.size();
-      within.push_back({0, of_part, memory_->Of(tensors[i].source)});
+      Box each = BoxOf(tensors[i]);
+      for (int d = 0; d < each.rank(); ++d) each.offsets[d] -= box.offsets[d];
+      TC_ASSIGN_OR_RETURN(const ByteBox in_bytes,
+                          ByteBox::Make(tensors[i].dtype, box.sizes, each));
+      in_rows &= in_bytes.InARow();
+      bytes += in_bytes.size();
+      within.push_back({0, in_bytes, memory_->Of(tensors[i].source)});
     }
     Begin(tensors[all[0]].name, tensors[all[0]].dtype, box.sizes,
           {box.offsets, tensors[all[0]].global_shape, {}});
     if (!in_rows) {
-      parts_.push_back({joined_->Add(std::move(within)), bytes});
+      data_.Append(joined_->Add(std::move(within)), bytes);
       return {};
     }
     // Sorted by their offsets they stand in the order of their bytes.
-    for (const uint32_t i : all) AddPart(tensors[i].source);
+    for (const uint32_t i : all) Append(tensors[i].source);
     return {};
   }
 
@@ -197,8 +189,8 @@ class Entries {
   JoinedBoxes* const joined_;
   std::vector<SafetensorsEntry> entries_;
   std::vector<ShardEntry> shards_;  // of each entry
-  std::vector<size_t> first_part_;  // of each entry, in parts_
-  std::vector<Part> parts_;
+  ExtentList data_;                 // of all entries, one after another
+  std::vector<uint64_t> begins_;    // of each, in data_
 };
 
 }  // namespace
