@@ -19,7 +19,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -244,16 +243,10 @@ def entry(name: str, item: Any) -> Iterator[str]:
 
 
 def members(name: str, item: type) -> Iterator[str]:
-    """Methods and properties with docstrings of their own, also those of base classes of ours that
-    are not public; then the names of those without: they override a method of a base class, and do
-    what its documentation says."""
+    """Methods and properties with docstrings of their own, then the names of those without: they
+    override a method of a base class, and do what its documentation says."""
     silent = []
-    inherited = [
-        each
-        for each in item.__mro__[1:]
-        if each.__module__.startswith("torch_ckpt.") and not hasattr(torch_ckpt, each.__name__)
-    ]
-    for member, value in chain(vars(item).items(), *(vars(each).items() for each in inherited)):
+    for member, value in vars(item).items():
         if member.startswith("_") or member in INTERNAL.get(name, ()):
             continue
         is_property = isinstance(value, property)

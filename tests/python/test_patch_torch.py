@@ -35,8 +35,7 @@ from torch.distributed.checkpoint import (
 
 import torch_ckpt
 from torch_ckpt import patch_torch
-from torch_ckpt.patching import storage
-from torch_ckpt.patching.rebind import Rebinding
+from torch_ckpt.patching import patch, storage
 from torch_ckpt.patching.stand_in import StandIn
 
 # Torch 2.15 has a public one, and keeps the old name for what is in it.
@@ -175,16 +174,16 @@ def test_what_somebody_else_has_bound_meanwhile_is_left(
 def test_modules_that_are_imported_during_the_walk() -> None:
     """By other threads, as it were: one before each step of it."""
     made: list[types.ModuleType] = []
-    bind = Rebinding._bind
+    bind = patch._TABLE._rebind_in
 
-    def importing(self: Rebinding, module: types.ModuleType) -> None:
+    def importing(module: types.ModuleType) -> None:
         made.append(types.ModuleType(f"a_client_{len(made)}"))
         sys.modules[made[-1].__name__] = made[-1]
         exec("from torch.distributed.checkpoint import FileSystemReader as late", vars(made[-1]))
-        bind(self, module)
+        bind(module)
 
     with mock.patch.dict(sys.modules):
-        with mock.patch.object(Rebinding, "_bind", importing):
+        with mock.patch.object(patch._TABLE, "_rebind_in", importing):
             active = patch_torch(file_system=True)
             assert {each.late for each in made} == {dcp.FileSystemReader}
             made.clear()
@@ -195,17 +194,17 @@ def test_modules_that_are_imported_during_the_walk() -> None:
 @pytest.mark.parametrize("at", [0, 5, 500])
 def test_ctrl_c_in_the_walk(at: int, module: types.ModuleType) -> None:
     module.a = KEPT["FileSystemWriter"]
-    bind = Rebinding._bind
+    bind = patch._TABLE._rebind_in
     step = 0
 
-    def interrupted(self: Rebinding, module: types.ModuleType) -> None:
+    def interrupted(module: types.ModuleType) -> None:
         nonlocal step
         step += 1
         if step == at + 1:
             raise KeyboardInterrupt
-        bind(self, module)
+        bind(module)
 
-    with mock.patch.object(Rebinding, "_bind", interrupted):
+    with mock.patch.object(patch._TABLE, "_rebind_in", interrupted):
         with pytest.raises(KeyboardInterrupt):
             patch_torch(file_system=True)
         assert rebound() == set() and module.a is KEPT["FileSystemWriter"]
@@ -219,16 +218,16 @@ def test_ctrl_c_in_the_walk(at: int, module: types.ModuleType) -> None:
 
 
 def test_a_signal_handler_patches_during_the_walk() -> None:
-    bind = Rebinding._bind
+    bind = patch._TABLE._rebind_in
 
-    def handler(self: Rebinding, module: types.ModuleType) -> None:
-        with mock.patch.object(Rebinding, "_bind", bind), patch_torch(default_storage=True):
+    def handler(module: types.ModuleType) -> None:
+        with mock.patch.object(patch._TABLE, "_rebind_in", bind), patch_torch(default_storage=True):
             pass
-        Rebinding._bind = bind  # type: ignore[method-assign]  # once
-        bind(self, module)
+        patch._TABLE._rebind_in = bind  # once
+        bind(module)
 
     def work() -> None:
-        with mock.patch.object(Rebinding, "_bind", handler), patch_torch(file_system=True):
+        with mock.patch.object(patch._TABLE, "_rebind_in", handler), patch_torch(file_system=True):
             assert rebound() == {"hf", "file_system"}
             done.set()
 

@@ -1,7 +1,6 @@
 """patch_torch: programs written for stock DCP run on this engine, unchanged.
 
-The stock objects below get stand-ins wherever a module has one under a name: in DCP itself, where
-later imports find them, and where `from torch.distributed.checkpoint import ...` has bound them.
+`rebind.py` binds the names of these stock objects to stand-ins:
 
     group            stock objects
     hf               HuggingFaceStorageWriter and -Reader, consolidate_safetensors_files and
@@ -14,7 +13,6 @@ later imports find them, and where `from torch.distributed.checkpoint import ...
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
 
 # Names of stock are looked up here, when this is imported: before anything is patched.
 from torch.distributed.checkpoint.filesystem import FileSystemReader as StockFileSystemReader
@@ -25,58 +23,42 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as 
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.native import torch_private
 from torch_ckpt.patching import storage
-from torch_ckpt.patching.groups import DEFAULT_STORAGE, FILE_SYSTEM, HF, is_wanted
-from torch_ckpt.patching.rebind import Patch, Rebinding
+from torch_ckpt.patching.groups import DEFAULT_STORAGE, FILE_SYSTEM, HF
+from torch_ckpt.patching.rebind import Patch, Replacement, Table
 from torch_ckpt.patching.stand_in import StandIn
 
 
-class _Pair(NamedTuple):
-    stock: Any
-    stand_in: Any
-    group: str
+def _of_class(stock: type, ours: type, group: str, module: ModuleType | None = None) -> Replacement:
+    return Replacement(stock, StandIn.of(stock, ours, group), group, module)
 
 
-def _of_class(stock: type, ours: type, group: str) -> _Pair:
-    return _Pair(stock, StandIn.of(stock, ours, group), group)
-
-
-_PAIRS = [
-    _of_class(StockWriter, HuggingFaceStorageWriter, HF),
-    _of_class(StockReader, storage.HuggingFaceStorageReader, HF),
-    _of_class(StockFileSystemWriter, storage.FileSystemWriter, FILE_SYSTEM),
-    _of_class(StockFileSystemReader, storage.FileSystemReader, FILE_SYSTEM),
-    _Pair(torch_private.stock_consolidate, storage.consolidate_safetensors_files, HF),
-    _Pair(
-        torch_private.stock_consolidate_on_every_rank,
-        storage.consolidate_safetensors_files_on_every_rank,
-        HF,
-    ),
-    _Pair(torch_private.ThreadExecutor, storage.ThreadExecutor, HF),
-    _Pair(torch_private.ProcessExecutor, storage.ProcessExecutor, DEFAULT_STORAGE),
-]
-_PAIRS_OF_DEFAULT = [  # in the module that chooses one
-    _of_class(StockFileSystemWriter, storage.FileSystemWriter, DEFAULT_STORAGE),
-    _of_class(StockFileSystemReader, storage.FileSystemReader, DEFAULT_STORAGE),
-]
-_BY_STOCK = {id(pair.stock): pair for pair in _PAIRS}
-_BY_STOCK_OF_DEFAULT = {**_BY_STOCK, **{id(pair.stock): pair for pair in _PAIRS_OF_DEFAULT}}
-
-
-def _due(module: ModuleType, stock: Any) -> Any:
-    pairs = _BY_STOCK_OF_DEFAULT if module is torch_private.storage_choice else _BY_STOCK
-    pair = pairs[id(stock)]
-    return pair.stand_in if is_wanted(pair.group) else stock
-
-
-_REBINDING = Rebinding(
-    [(pair.stock, pair.stand_in) for pair in (*_PAIRS, *_PAIRS_OF_DEFAULT)],
-    _due,
+_CHOICE = torch_private.storage_choice  # the module that chooses a default
+_TABLE = Table(
+    "patch_torch",
     "torch.distributed.checkpoint",
+    [
+        _of_class(StockWriter, HuggingFaceStorageWriter, HF),
+        _of_class(StockReader, storage.HuggingFaceStorageReader, HF),
+        _of_class(StockFileSystemWriter, storage.FileSystemWriter, FILE_SYSTEM),
+        _of_class(StockFileSystemReader, storage.FileSystemReader, FILE_SYSTEM),
+        _of_class(StockFileSystemWriter, storage.FileSystemWriter, DEFAULT_STORAGE, _CHOICE),
+        _of_class(StockFileSystemReader, storage.FileSystemReader, DEFAULT_STORAGE, _CHOICE),
+        Replacement(torch_private.stock_consolidate, storage.consolidate_safetensors_files, HF),
+        Replacement(
+            torch_private.stock_consolidate_on_every_rank,
+            storage.consolidate_safetensors_files_on_every_rank,
+            HF,
+        ),
+        Replacement(torch_private.ThreadExecutor, storage.ThreadExecutor, HF),
+        Replacement(torch_private.ProcessExecutor, storage.ProcessExecutor, DEFAULT_STORAGE),
+    ],
 )
 
 
 class TorchPatch(Patch):
     """An active `patch_torch`. As a context manager it is undone at the end of the block."""
+
+    undo = Patch.undo  # of this class for the reference as well
 
 
 def patch_torch(*, file_system: bool = False, default_storage: bool = False) -> TorchPatch:
@@ -116,4 +98,4 @@ def patch_torch(*, file_system: bool = False, default_storage: bool = False) -> 
         groups.append(FILE_SYSTEM)
     if default_storage:
         groups.append(DEFAULT_STORAGE)
-    return TorchPatch(_REBINDING, tuple(groups))
+    return TorchPatch(_TABLE, groups)

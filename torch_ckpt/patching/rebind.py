@@ -1,10 +1,16 @@
-"""The walk behind patches: names in all modules get the objects that are due.
+"""Objects of ours under the names of somebody else's functions and classes, until that is undone.
 
-A name is known by the object that it has: a global of a module that is bound to one of a table's
-objects, or to what stands for it, whoever bound it (`from ... import ...` does). Nothing else is
-looked at: attributes of objects, default arguments, `functools.partial`, containers and local
-variables keep what they have. Modules of torch_ckpt are left as they are. Undoing is the same walk,
-so it reaches modules that were imported meanwhile.
+A `Table` says what takes the place of what, and a `Patch` is active for a time. It walks the
+modules that are imported and rebinds every global name of an object in the table, and nothing else:
+those of the package itself, where later imports find them, and those that `from ... import ...` has
+bound elsewhere. Undoing walks again and gives every name of an object of ours the other one back,
+also in modules that were imported meanwhile. Modules of torch_ckpt are left as they are.
+
+Names that are no globals of a module are left too: attributes of classes and of other objects, base
+classes, default arguments, functools.partial, entries of dicts, local variables; and what stands in
+sys.modules and is no module. What such a place holds of stock stays stock's; what it has taken of
+ours meanwhile it keeps, so that ours asks `is_wanted` when it is called, and else does what stock
+does.
 """
 
 from __future__ import annotations
@@ -12,116 +18,130 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from types import ModuleType, TracebackType
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 from torch_ckpt.errors import InvalidArgumentError
-from torch_ckpt.patching.groups import wanted
+from torch_ckpt.patching.groups import is_wanted, wanted
 
 logger = logging.getLogger(__name__)
-
+_P = TypeVar("_P", bound="Patch")
 # Signal handlers run in the middle of what this thread does, and may save.
 _lock = threading.RLock()
+_table_of: weakref.WeakValueDictionary[int, Table] = weakref.WeakValueDictionary()
 _MISSING = object()
-P = TypeVar("P", bound="Patch")
 
 
-class Rebinding:
-    """A table of objects and what stands for them.
+class Replacement(NamedTuple):
+    """`ours` in the place of `stock` while a patch wants `group`, a word that no other table uses;
+    with `module`, in that one instead of what holds elsewhere. `ours` needs to be an object that
+    has no other name, since undoing gives all its names to `stock`."""
 
-    pairs: (an object of others, what stands for it).
-    due: which of the two a module is to have now, of such an object.
-    first: the package of these objects. Its modules are the first to be rebound: what other threads
-        import meanwhile is in `sys.modules` by then, or takes its names from these.
-    """
+    stock: Callable[..., Any]
+    ours: Callable[..., Any]
+    group: str
+    module: ModuleType | None = None
 
-    def __init__(
-        self,
-        pairs: Iterable[tuple[Any, Any]],
-        due: Callable[[ModuleType, Any], Any],
-        first: str,
-    ) -> None:
-        self._pairs = list(pairs)  # alive, so that nothing else gets their ids
-        self._original = {id(each): pair[0] for pair in self._pairs for each in pair}
-        self._due = due
-        self._first = first
-        self._bound: set[tuple[ModuleType, str]] = set()  # the names that stand for ours
 
-    def walk(self) -> None:
+class Table:
+    """All that one function replaces: `call` is its name, for messages, and `package` the one whose
+    modules are walked first. Patches of a table nest, and are undone in any order. No object may be
+    in two tables: the patch that is undone last would bind what the other one has put there."""
+
+    def __init__(self, call: str, package: str, rows: Sequence[Replacement]) -> None:
+        self.call = call
+        self._package = package
+        self._rows = {(id(row.stock), id(row.module)): row for row in rows}
+        both = [(each, row.stock) for row in rows for each in (row.stock, row.ours)]
+        self._stock_of = {id(each): stock for each, stock in both}
+        self._bound: dict[tuple[int, str], ModuleType] = {}  # the names that stand for ours
+        for each, stock in both:
+            if id(each) in _table_of or self._stock_of[id(each)] is not stock:
+                raise InvalidArgumentError(f"{call}: {each!r} is in a table already")
+        _table_of.update(dict.fromkeys(self._stock_of, self))
+
+    def rebind(self) -> None:
         """Give every name the object that is due. Can be interrupted, and called again."""
-        for module in _modules(lambda name: f"{name}.".startswith(f"{self._first}.")):
-            self._bind(module)
-        others = _modules(lambda name: name.partition(".")[0] != "torch_ckpt")
-        for module in {*others, *(module for module, _ in self._bound)}:
-            self._bind(module)
-        for module, name in list(self._bound):
-            value = vars(module).get(name, _MISSING)
-            if id(value) in self._original:
+        # The package's own modules first: what other threads import meanwhile is in `sys.modules`
+        # by then, or takes its names from these.
+        for prefix in (f"{self._package}.", ""):
+            for module in [*_modules(prefix), *self._bound.values()]:
+                self._rebind_in(module)
+        for (key, name), module in list(self._bound.items()):
+            names = _names_of(module)
+            value = names.get(name, _MISSING)
+            if id(value) in self._stock_of:
                 continue
-            self._bound.discard((module, name))
+            self._bound.pop((key, name), None)
             if value is not _MISSING:
-                said = f"{module.__name__}.{name}"
+                said = f"{names.get('__name__')}.{name}"
                 logger.warning("%s has been rebound by other code meanwhile: it is left", said)
         logger.info("names that stand for torch_ckpt in other modules: %d", len(self._bound))
 
-    def _bind(self, module: ModuleType) -> None:
-        names = vars(module)  # asks no `__getattr__` of the module for anything
-        for name, value in list(names.items()):
-            original = self._original.get(id(value), _MISSING)
-            if original is _MISSING:
+    def _rebind_in(self, module: ModuleType) -> None:
+        names = _names_of(module)
+        for name, value in names.copy().items():  # other threads may bind names meanwhile
+            stock = self._stock_of.get(id(value))
+            if stock is None:
                 continue
-            due = self._due(module, original)
-            if due is original:
-                names[name] = original
-                self._bound.discard((module, name))
+            row = self._rows.get((id(stock), id(module))) or self._rows.get((id(stock), id(None)))
+            if row is not None and is_wanted(row.group):
+                self._bound[id(module), name] = module
+                names[name] = row.ours
             else:
-                self._bound.add((module, name))
-                names[name] = due
-
-
-def _modules(which: Callable[[str], bool]) -> list[ModuleType]:
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and which(name)
-    ]
+                names[name] = stock
+                self._bound.pop((id(module), name), None)
 
 
 class Patch:
-    """An active patch of names. As a context manager it is undone at the end of the block."""
+    """An active patch by a table, of some of its groups. Threads and signal handlers may make one,
+    and undo it."""
 
-    def __init__(self, rebinding: Rebinding, groups: tuple[str, ...]) -> None:
-        self._rebinding = rebinding
+    def __init__(self, table: Table, groups: Sequence[str]) -> None:
+        self._table = table
         self._is_over = False
         with _lock:
-            wanted[self] = groups
+            wanted[self] = tuple(groups)
             try:
-                rebinding.walk()
+                table.rebind()
             except BaseException:  # Ctrl-C: nobody has this patch, who could undo it
                 self.undo()
                 raise
 
     def undo(self) -> None:
-        """Give every name its own object back, but those that another patch still wants. Once
+        """Give every name its stock object back, but those that another patch still wants. Once
         more does nothing, but for what an exception such as Ctrl-C has left undone. A name that
         other code has rebound while the patch was active is left as it is, with a warning in the
         log. What a program has kept of ours elsewhere makes stock's from now on."""
         with _lock:
             if not self._is_over:
                 wanted.pop(self, None)
-                self._rebinding.walk()
+                self._table.rebind()
                 self._is_over = True
 
-    def __enter__(self: P) -> P:
+    def __enter__(self: _P) -> _P:
         if self not in wanted:
-            raise InvalidArgumentError("this patch is over: make another one")
+            raise InvalidArgumentError(f"this patch is over: call {self._table.call} again")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
+
+
+def _modules(prefix: str) -> list[ModuleType]:
+    return [
+        module
+        for name, module in sys.modules.copy().items()
+        # By type(): isinstance also asks the object for its __class__, which may load something.
+        if issubclass(type(module), ModuleType)
+        and f"{name}.".startswith(prefix)
+        and not f"{name}.".startswith("torch_ckpt.")
+    ]
+
+
+def _names_of(module: ModuleType) -> dict[str, Any]:
+    """Not by vars(), which loads a module of importlib's LazyLoader."""
+    names: dict[str, Any] | None = vars(ModuleType)["__dict__"].__get__(module)
+    return names or {}  # None on Python 3.10, where a module has been made without __init__
