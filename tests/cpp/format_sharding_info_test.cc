@@ -199,6 +199,13 @@ TEST(ShardingInfo, RefusesBadPackedBoxes) {
     EXPECT_EQ(ParsePacked(boxes).status().kind(), ErrorKind::kCorrupt) << boxes;
   }
   const char* const boxes = "[[0,1,2,2],[3,0,1,2]]";
+  std::string many = "[[0,0,1,1]";
+  for (int i = 0; i < 12; ++i) many += ",[0,0,1,1]";
+  const Status too_many = ParsePacked(many + "]").status();
+  EXPECT_NE(too_many.message().find("more boxes than bytes"), std::string::npos)
+      << too_many.ToString();
+  EXPECT_EQ(ParsePacked("[[],[],[],[],[],[]]", "[]").status().kind(),
+            ErrorKind::kCorrupt);
   EXPECT_EQ(ParsePacked(boxes, "[4]").status().tensor(), "p");
   EXPECT_EQ(
       ParsePacked(boxes, "[281474976710655,281474976710655]").status().kind(),

@@ -111,6 +111,10 @@ TEST(ShortHeader, RefusesWhatAHeaderCannotSay) {
   refused(
       [](FileHeader* f) { f->sharding.entries[3].packed[0].offsets = {4, 0}; });
   refused([](FileHeader* f) { f->header.tensors[3].shape = {1, 3}; });
+  refused([](FileHeader* f) {  // boxes without dimensions take no bytes to say
+    f->sharding.entries[3].global_shape = Dims{};
+    f->sharding.entries[3].packed.assign(3, Box());
+  });
   refused([](FileHeader* f) {  // 2^96 elements
     f->header.tensors[0].shape = {int64_t{1} << 48, int64_t{1} << 48};
     f->sharding.entries[0].global_shape = f->header.tensors[0].shape;

@@ -48,31 +48,50 @@ class TensorFinder {
   size_t next_ = 0;
 };
 
+// Of an object whose keys are names of tensors.
+class TensorsHandler : public JsonHandler {
+ protected:
+  explicit TensorsHandler(const std::vector<SafetensorsEntry>& tensors)
+      : tensors_(tensors), finder_(tensors) {}
+
+  bool OnTensor(std::string_view name) {
+    tensor_ = finder_.Find(name);
+    if (tensor_ >= 0) return true;
+    return Fail(Corrupt("sharding info names a tensor that is not in the file")
+                    .WithTensor(std::string(name)));
+  }
+  const SafetensorsEntry& Tensor() const { return tensors_[Number()]; }
+  // REQUIRES: a tensor was named.
+  size_t Number() const { return static_cast<size_t>(tensor_); }
+  bool HasTensor() const { return tensor_ >= 0; }
+
+  Status Locate(Status status) const override {
+    if (tensor_ < 0) return status;
+    return std::move(status).WithTensor(Tensor().name);
+  }
+
+ private:
+  const std::vector<SafetensorsEntry>& tensors_;
+  TensorFinder finder_;
+  int64_t tensor_ = -1;
+};
+
 // Both keys: {fqn: [int]} and, with one level more, {fqn: {"saved_offsets":
 // [int]}}. Calls back nothing; leaves the lists in `values`, by tensor.
-class DimsHandler final : public JsonHandler {
+class DimsHandler final : public TensorsHandler {
  public:
   // Of tensors that have boxes in `packed` it takes other numbers of
   // dimensions.
   DimsHandler(const std::vector<SafetensorsEntry>& tensors, bool nested,
               const std::vector<std::vector<Box>>& packed,
               std::vector<std::optional<Dims>>* values)
-      : tensors_(tensors),
-        finder_(tensors),
+      : TensorsHandler(tensors),
         nested_(nested),
         packed_(packed),
         values_(values) {}
 
   bool OnKey(std::string_view key) override {
-    if (depth_ == 1) {
-      tensor_ = finder_.Find(key);
-      if (tensor_ < 0) {
-        return Fail(Corrupt("sharding info names a tensor that is not in the "
-                            "file")
-                        .WithTensor(std::string(key)));
-      }
-      return true;
-    }
+    if (depth_ == 1) return OnTensor(key);
     if (key != kOffsetsKey) {
       return Fail(Unsupported("unknown key in the sharding info"));
     }
@@ -98,9 +117,8 @@ class DimsHandler final : public JsonHandler {
   }
   bool OnEndArray() override {
     in_array_ = false;
-    const Dims& shape = tensors_[static_cast<size_t>(tensor_)].shape;
-    const bool packed = !packed_[static_cast<size_t>(tensor_)].empty();
-    if (!packed && Value()->size() != shape.size())
+    const bool packed = !packed_[Number()].empty();
+    if (!packed && Value()->size() != Tensor().shape.size())
       return Refuse("the sharding info has another number of dimensions");
     return true;
   }
@@ -114,47 +132,30 @@ class DimsHandler final : public JsonHandler {
     return true;
   }
 
- protected:
-  Status Locate(Status status) const override {
-    if (tensor_ < 0) return status;
-    return std::move(status).WithTensor(
-        tensors_[static_cast<size_t>(tensor_)].name);
-  }
-
  private:
-  std::optional<Dims>& Value() {
-    return (*values_)[static_cast<size_t>(tensor_)];
-  }
+  std::optional<Dims>& Value() { return (*values_)[Number()]; }
 
-  const std::vector<SafetensorsEntry>& tensors_;
-  TensorFinder finder_;
   const bool nested_;
   const std::vector<std::vector<Box>>& packed_;
   std::vector<std::optional<Dims>>* values_;
   int depth_ = 0;
-  int64_t tensor_ = -1;  // valid inside the root
   bool in_array_ = false;
 };
 
 // {fqn: [[int]]}. Leaves the boxes in `values`, by tensor.
-class BoxesHandler final : public JsonHandler {
+class BoxesHandler final : public TensorsHandler {
  public:
   BoxesHandler(const std::vector<SafetensorsEntry>& tensors,
                std::vector<std::vector<Box>>* values)
-      : tensors_(tensors), finder_(tensors), values_(values) {}
+      : TensorsHandler(tensors), values_(values) {}
 
-  bool OnKey(std::string_view key) override {
-    tensor_ = finder_.Find(key);
-    if (tensor_ >= 0) return true;
-    return Fail(Corrupt("names a tensor that is not in the file")
-                    .WithTensor(std::string(key)));
-  }
+  bool OnKey(std::string_view key) override { return OnTensor(key); }
   bool OnBeginObject() override {
     return !std::exchange(in_root_, true) || Refuse("unexpected object");
   }
   bool OnEndObject() override { return true; }
   bool OnBeginArray() override {
-    if (arrays_ == 2 || tensor_ < 0) return Refuse("unexpected array");
+    if (arrays_ == 2 || !HasTensor()) return Refuse("unexpected array");
     ++arrays_;
     numbers_.clear();
     return true;
@@ -164,7 +165,11 @@ class BoxesHandler final : public JsonHandler {
       return !Boxes().empty() || Refuse("a packed tensor has no boxes");
     }
     const size_t dims = numbers_.size() / 2;
-    if (numbers_.size() % 2 != 0) return Refuse("a box has an odd number");
+    if (numbers_.empty() || numbers_.size() % 2 != 0)
+      return Refuse("a box has an odd number, or none");
+    // Each has some: so that small text costs little memory.
+    if (Boxes().size() == Tensor().end - Tensor().begin)
+      return Refuse("a packed tensor has more boxes than bytes");
     Box box;
     for (size_t d = 0; d < dims; ++d) {
       box.offsets.push_back(numbers_[d]);
@@ -183,23 +188,13 @@ class BoxesHandler final : public JsonHandler {
     return true;
   }
 
- protected:
-  Status Locate(Status status) const override {
-    if (tensor_ < 0) return status;
-    return std::move(status).WithTensor(
-        tensors_[static_cast<size_t>(tensor_)].name);
-  }
-
  private:
-  std::vector<Box>& Boxes() { return (*values_)[static_cast<size_t>(tensor_)]; }
+  std::vector<Box>& Boxes() { return (*values_)[Number()]; }
 
-  const std::vector<SafetensorsEntry>& tensors_;
-  TensorFinder finder_;
   std::vector<std::vector<Box>>* values_;
   std::vector<int64_t> numbers_;  // of the box
   int arrays_ = 0;                // that are open
   bool in_root_ = false;
-  int64_t tensor_ = -1;
 };
 
 // The text of metadata key `key`, to `handler`.
@@ -234,7 +229,8 @@ Status CheckPacked(Dtype dtype, const Dims& shape, const ShardEntry& shard) {
   if (!shard.global_shape) return Corrupt("a packed tensor has no shape");
   const Status whole = ByteSize(dtype, *shard.global_shape).status();
   if (!whole.ok()) return Corrupt("global shape: " + whole.message());
-  if (shape.size() != 1) return Corrupt("a packed tensor has one dimension");
+  if (shape.size() != 1 || shard.global_shape->empty())
+    return Corrupt("a packed tensor has one dimension, of others");
   TC_ASSIGN_OR_RETURN(const uint64_t bytes, ByteSize(dtype, shape));
   uint64_t of_boxes = 0;
   for (const Box& box : shard.packed) {

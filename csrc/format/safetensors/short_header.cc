@@ -30,7 +30,9 @@ Status ReadPacked(BinaryReader* in, const SafetensorsEntry& entry,
   const int dims = static_cast<int>(*rank);
   shard->global_shape = in->Sizes(dims);
   const auto count = in->Bounded(in->left());
-  if (!shard->global_shape || !count || *count == 0) {
+  const auto bytes = ByteSize(entry.dtype, entry.shape);
+  if (!shard->global_shape || dims == 0 || !count || *count == 0 ||
+      !bytes.ok() || *count > *bytes) {
     return Malformed("a packed tensor");
   }
   for (uint64_t i = 0; i < *count; ++i) {
