@@ -49,7 +49,8 @@ PAGES = {
             *("convert_", "diff_formats", "diff_values", "inspect_"),
         ),
     ),
-    "cuda": Page("saves from CUDA devices, and loads onto them", ("save_cuda", "load_cuda_")),
+    "cuda": Page("saves from CUDA devices", ("save_cuda",)),
+    "cuda_load": Page("loads onto CUDA devices", ("load_cuda_",)),
     "cuda_staging": Page("staging from CUDA devices", ("stage_cuda_",)),
 }
 
