@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks.frameworks import Built, leaves, net, same, state_of
-from ranks.run import Context, cases, everywhere, raised
+from ranks.run import Context, cases, everywhere, raised, stock_load_says
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
@@ -523,6 +523,5 @@ def values_of_each_rank_are_refused(context: Context) -> None:
             ),
             "use_collectives=True only",
         )
-        says = "metadata is None" if torch.__version__ < "2.12" else "__0.metadata"
-        raised(lambda: dcp.load(loaded, checkpoint_id=stock), says)
+        raised(lambda: dcp.load(loaded, checkpoint_id=stock), stock_load_says("__0.metadata"))
     assert not ours.exists()
