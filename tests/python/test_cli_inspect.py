@@ -174,6 +174,7 @@ def test_values_are_cut_and_printable() -> None:
         {"$": "tuple", "v": 3},
         {"$": "complex", "v": [1]},
         {"$": "namedtuple"},
+        {"$": "record", "c": "m:C", "v": 1},
         {"$": 7},
     ):
         assert "\n" not in value_text(malformed)  # and no error
@@ -182,7 +183,17 @@ def test_values_are_cut_and_printable() -> None:
 TAGS = (
     *("int", "float", "str", "complex", "bytes", "tuple", "set", "deque", "namedtuple", "dict"),
     *("odict", "counter", "defaultdict", "range", "size", "datetime", "path", "fraction", "dtype"),
-    *("tensor", "ndarray", "npscalar", "namespace", "enum", "pickle", "device", "strange"),
+    *(
+        "tensor",
+        "ndarray",
+        "npscalar",
+        "namespace",
+        "enum",
+        "record",
+        "pickle",
+        "device",
+        "strange",
+    ),
 )
 PLAIN_JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 JSON = st.recursive(

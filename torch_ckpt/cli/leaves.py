@@ -142,6 +142,9 @@ def _tagged(tag: str, value: dict[str, Any], room: int) -> str:
         if tag == "tuple":
             return f"({items},)" if len(inner or ()) == 1 else f"({items})"
         return f"{tag}({items})" if tag in ("range", "slice") else f"{tag}([{items}])"
+    if tag == "record":
+        pairs = (f"{name}={_shown(member, room)}" for name, member in inner or ())
+        return f"{value['c'].rpartition(':')[2]}({_items(pairs, room)})"
     if tag in ("dict", "odict", "counter", "defaultdict"):
         pairs = (f"{_shown(key, room)}: {_shown(member, room)}" for key, member in inner or ())
         return f"{{{_items(pairs, room)}}}"
@@ -155,7 +158,8 @@ def _tagged(tag: str, value: dict[str, Any], room: int) -> str:
     if tag in ("tensor", "parameter", "ndarray"):
         return f"{tag} {value['t']}{value['s']}"
     if tag == "enum":
-        return f"{value['c'].rpartition(':')[2]}.{value['n']}"
+        name = value["c"].rpartition(":")[2]
+        return f"{name}.{value['n']}" if "n" in value else f"{name}({_shown(inner, room)})"
     if tag == "int":
         return str(int(inner, 16)) if len(inner) <= room else "int"
     if tag == "float":

@@ -8,10 +8,12 @@ cannot be given back here (an enum class that is not imported, a pickle) an Unsu
 from __future__ import annotations
 
 import collections
+import dataclasses
 import enum
 import functools
 import math
 import pickle
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +27,7 @@ from torch_ckpt.objects.types import (
     MAX_DEPTH,
     MAX_PLAIN_INT,
     NAMESPACES,
+    STOOD_FOR,
     TAG,
     CorruptObjectError,
     UnsupportedObjectError,
@@ -74,13 +77,8 @@ class Decoder(ValueDecoder):
         if entry is None:
             raise self.fail(f"unknown tag {tag!r:.100}")
         members, handler = entry
-        given = set(value)
-        if given != members and not (
-            "data" in members
-            and given - {"b", "at"} == members - {"data"}
-            and len(given & _DATA) == 1
-        ):
-            raise self.fail(f"tag {tag!r} with members {sorted(given)!r:.200}")
+        if frozenset(value) not in members:
+            raise self.fail(f"tag {tag!r} with members {sorted(value)!r:.200}")
         try:
             return handler(self, value)
         except (
@@ -198,17 +196,49 @@ class Decoder(ValueDecoder):
 
     # What needs a class or an opt-in.
 
-    def _enum(self, value: dict[str, Any]) -> enum.Enum:
-        reference, name = self._text(value["c"]), self._text(value["n"])
+    def _enum(self, value: dict[str, Any]) -> Any:
+        reference = self._text(value["c"])
         cls = find_loaded_class(reference)
+        if cls is None and reference in STOOD_FOR and "v" in value:
+            self._warn_of(reference, "its value takes its place")
+            return self.decode(value["v"])
         if cls is None or not issubclass(cls, enum.Enum):
+            if "n" not in value:
+                hint = "" if cls is not None else "; if it is an enum, import its module first"
+                raise self._unsupported(_not_listed(reference) + hint)
             raise self._unsupported(
                 f"the enum class {reference} is not imported here; import its module before loading"
             )
-        member = type.__getattribute__(cls, "_member_map_").get(name)
-        if member is None:
-            raise self._unsupported(f"the enum class {reference} has no member {name!r}")
-        return member  # type: ignore[no-any-return]
+        found: Any
+        if "n" in value:
+            name = self._text(value["n"])
+            found = type.__getattribute__(cls, "_member_map_").get(name)
+        else:
+            name = self.decode(value["v"])
+            found = _member_of(cls, name)
+        if found is None:
+            raise self._unsupported(f"the enum class {reference} has no member {name!r:.100}")
+        return found
+
+    def _record(self, value: dict[str, Any]) -> Any:
+        reference, attributes = self._text(value["c"]), self._pairs(value["v"])
+        if not all(type(name) is str for name in attributes):
+            raise self.fail("an attribute has no name")
+        if reference not in STOOD_FOR:
+            raise self._unsupported(_not_listed(reference))
+        cls = find_loaded_class(reference)
+        if cls is None or not dataclasses.is_dataclass(cls):
+            self._warn_of(reference, "a SimpleNamespace takes its place")
+            return types.SimpleNamespace(**attributes)
+        # Not cls(...): no code of a class is run on a file's values.
+        made = object.__new__(cls)
+        vars(made).update(attributes)
+        return made
+
+    def _warn_of(self, reference: str, what: str) -> None:
+        if reference not in _warned_classes:
+            _warned_classes.add(reference)
+            warn(f"{self.path}: the class {reference} is not imported here; {what}")
 
     def _pickle(self, value: dict[str, Any]) -> Any:
         if not self._allow_pickle:
@@ -223,8 +253,28 @@ class Decoder(ValueDecoder):
             raise self._unsupported(f"cannot be unpickled: {error}") from error
 
 
+def _not_listed(reference: str) -> str:
+    return (
+        f"the pickle names {reference.replace(':', '.')}, which is not on the list of what is read "
+        "without running code"
+    )
+
+
+def _member_of(cls: Any, value: Any) -> Any:
+    """The member of an enum that has this value; None if there is none. Of the class's own code
+    nothing is run, but for what flags say of several of their values."""
+    found = type.__getattribute__(cls, "_value2member_map_").get(value)
+    own = vars(enum.Flag)["_missing_"].__func__
+    missing = getattr(type.__getattribute__(cls, "_missing_"), "__func__", None)
+    if found is None and type(value) is int and issubclass(cls, enum.Flag) and missing is own:
+        try:
+            found = cls(value)
+        except ValueError:
+            return None
+    return found
+
+
 _PLAIN = frozenset({type(None), bool, int, float})
-_DATA = frozenset({"b", "at"})
 
 
 @functools.lru_cache(maxsize=256)
@@ -239,11 +289,17 @@ def _plain_namedtuple(name: str, fields: tuple[str, ...]) -> type:
 
 def _entry(
     members: str, handler: Callable[[Decoder, dict[str, Any]], Any]
-) -> tuple[frozenset[str], Callable[[Decoder, dict[str, Any]], Any]]:
-    return frozenset([TAG, *members.split()]), handler
+) -> tuple[frozenset[frozenset[str]], Callable[[Decoder, dict[str, Any]], Any]]:
+    """`members`: "data" stands for either "b" or "at", and "|" for another set of members."""
+    sets: set[frozenset[str]] = set()
+    for each in members.split("|"):
+        names = each.split()
+        for data in ("b", "at") if "data" in names else ("",):
+            sets.add(frozenset([TAG, *(data if name == "data" else name for name in names)]))
+    return frozenset(sets), handler
 
 
-# Tag -> the members it must have beside "$" ("data" stands for either "b" or "at") and its reader.
+# Tag -> the members it must have beside "$", and its reader.
 _HANDLERS = {
     "int": _entry("v", Decoder._int),
     "float": _entry("v", Decoder._float),
@@ -281,7 +337,8 @@ _HANDLERS = {
     "parameter": _entry("t s g data", Decoder._tensor),
     "npscalar": _entry("t data", Decoder._npscalar),
     "ndarray": _entry("t s o data", Decoder._ndarray),
-    "enum": _entry("c n", Decoder._enum),
+    "enum": _entry("c n|c v|c n v", Decoder._enum),
+    "record": _entry("c v", Decoder._record),
     "pickle": _entry("data", Decoder._pickle),
 }
 

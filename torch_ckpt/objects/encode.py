@@ -40,6 +40,7 @@ from torch_ckpt.objects.types import (
     MICROSECOND,
     NAMESPACES,
     PATHS,
+    STOOD_FOR,
     TAG,
     UnsupportedObjectError,
     class_reference,
@@ -334,6 +335,8 @@ class Encoder:
             scalar = isinstance(obj, numpy.generic) and cls is obj.dtype.type
             if scalar or cls is numpy.ndarray:
                 return self._numpy(obj, numpy)
+        if class_reference(cls) in STOOD_FOR and dataclasses.is_dataclass(cls):
+            return {TAG: "record", "c": class_reference(cls), "v": self._pairs(vars(obj))}
         if self._allow_pickle:
             return self._pickle(obj)
         if isinstance(obj, torch.Tensor):
@@ -355,7 +358,11 @@ class Encoder:
         elif find_loaded_class(class_reference(cls)) is not cls:
             why = f"{_type_name(cls)} is not what its module has by that name; no reader finds it"
         if why is None:
-            return {TAG: "enum", "c": class_reference(cls), "n": name}
+            reference = class_reference(cls)
+            said = {TAG: "enum", "c": reference, "n": name}
+            if reference in STOOD_FOR and type(obj.value) in (int, str):
+                said["v"] = self._child("value", obj.value)
+            return said
         if self._allow_pickle:
             return self._pickle(obj)
         raise self.fail(why)

@@ -96,6 +96,26 @@ FACTORIES: dict[str, Callable[[], Any] | None] = {
     },
 }
 
+# Classes of Megatron's that its checkpoints name, enums and records: where one is not imported, a
+# value, or a SimpleNamespace, takes the place of what it would be.
+STOOD_FOR = frozenset(
+    {
+        *(f"megatron.core.enums:{name}" for name in ("ModelType", "Fp8Recipe", "Fp4Recipe")),
+        *(
+            f"megatron.core.transformer.enums:{name}"
+            for name in (
+                *("ModelType", "LayerType", "AttnType", "AttnMaskType", "AttnBackend"),
+                *("CudaGraphModule", "CudaGraphScope", "InferenceCudaGraphScope"),
+            )
+        ),
+        *(
+            f"megatron.core.rerun_state_machine:{name}"
+            for name in ("RerunDiagnostic", "RerunMode", "RerunState")
+        ),
+        "megatron.core.optimizer.optimizer_config:OptimizerConfig",
+    }
+)
+
 MICROSECOND = datetime.timedelta(microseconds=1)
 
 

@@ -70,6 +70,7 @@ constexpr auto kRows = Sorted(std::to_array<Row>({
     {"__builtin__", "slice", Made(kSlice)},
     {"__builtin__", "xrange", Made(kRange)},
     {"_codecs", "encode", Made(kEncode)},
+    {"_io", "BytesIO", Object(kBytesIo)},
     {"argparse", "Namespace", Object(kNamespace)},
     {"builtins", "bytearray", Made(kBytearray)},
     {"builtins", "bytes", Made(kBytes)},

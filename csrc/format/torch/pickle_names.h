@@ -62,6 +62,7 @@ enum class PickleName : uint8_t {
   kDeque,
   kNamespace,
   kSimpleNamespace,
+  kBytesIo,
   kSet,
   kFrozenSet,
   kBytes,

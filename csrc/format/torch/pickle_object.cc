@@ -1,5 +1,6 @@
 #include "format/torch/pickle_object.h"
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cmath>
@@ -256,9 +257,7 @@ class ObjectWriter {
                        ", which typed JSON cannot say");
   }
   Status Named(const PickleValue& value) {
-    if (value.name() == PickleName::kUnknown) {
-      return RefuseUnknownName(value.text());
-    }
+    if (value.name() == PickleName::kUnknown) return NamedSignal(value.text());
     if (value.name() == PickleName::kOtherDtype) {
       return CannotSay("a dtype that safetensors has no name for");
     }
@@ -266,6 +265,22 @@ class ObjectWriter {
       return CannotSay("a class or a function");
     }
     return Tagged("dtype", TorchDtypeName(value.dtype()));
+  }
+  // Members of signal.Signals are pickled by their own names.
+  Status NamedSignal(std::string_view name) {
+    constexpr std::string_view kPrefix = "signal.SIG";
+    if (!name.starts_with(kPrefix) ||
+        !std::all_of(name.begin() + kPrefix.size(), name.end(), [](char c) {
+          return (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9');
+        })) {
+      return RefuseUnknownName(name);
+    }
+    Open("enum");
+    Member("c");
+    out_ += "\"signal:Signals\"";
+    Member("n");
+    AppendJsonString(&out_, name.substr(name.find('.') + 1));
+    return Plain("}");
   }
   Status Made(const PickleValue& value) {
     if (IsTorchTensor(value)) return Tensor(value);
@@ -436,11 +451,73 @@ class ObjectWriter {
         return Deque(object.arguments.items(), items);
       case PickleName::kReconstructArray:
         return ArrayOfState(object.state);
+      case PickleName::kBytesIo:
+        return BytesIo(object);
       case PickleName::kUnknown:
-        return RefuseUnknownName(UnknownName(value));
+        return Unknown(value);
       default:
         return CannotSay("something of torch's own");
     }
+  }
+  // What a class that is not on the list has made, in the two forms that are
+  // data: a member of an enum is made of its value, a record of nothing, and
+  // its attributes are its state. Whether it is such a class who reads this
+  // has to know.
+  Status Unknown(const PickleValue& value) {
+    const std::string_view name = UnknownName(value);
+    const PickleObject& object = value.object();
+    const size_t dot = name.rfind('.');
+    const PickleValues called = object.arguments.items();
+    if (dot == name.npos || !object.items.Is(PickleKind::kNone) ||
+        called.size() != 2 || !called[1].Is(PickleKind::kTuple)) {
+      return RefuseUnknownName(name);
+    }
+    const PickleValues arguments = called[1].items();
+    const bool is_record =
+        arguments.empty() && HasAttributesAlone(object.state);
+    const bool is_member = arguments.size() == 1 && IsScalar(arguments[0]) &&
+                           object.state.Is(PickleKind::kNone);
+    if (!is_record && !is_member) return RefuseUnknownName(name);
+    Open(is_record ? "record" : "enum");
+    Member("c");
+    TC_RETURN_IF_ERROR(Text(std::string(name.substr(0, dot)) + ":" +
+                            std::string(name.substr(dot + 1))));
+    if (is_record) return Pairs(object.state.items());
+    Member("v");
+    TC_RETURN_IF_ERROR(Write(arguments[0]));
+    return Plain("}");
+  }
+  static bool IsScalar(const PickleValue& value) {
+    return value.Is(PickleKind::kInt) || value.Is(PickleKind::kBigInt) ||
+           value.Is(PickleKind::kString) || value.Is(PickleKind::kFloat) ||
+           value.Is(PickleKind::kBool);
+  }
+  // Whether a state is a dict of names.
+  static bool HasAttributesAlone(const PickleValue& state) {
+    if (!state.Is(PickleKind::kDict)) return false;
+    const PickleValues attributes = state.items();
+    for (size_t i = 0; i < attributes.size(); i += 2) {
+      if (!attributes[i].Is(PickleKind::kString)) return false;
+    }
+    return true;
+  }
+  // Its state is (bytes, position, attributes).
+  Status BytesIo(const PickleObject& object) {
+    const PickleValue& state = object.state;
+    const bool fits =
+        object.arguments.items().empty() && state.Is(PickleKind::kTuple) &&
+        state.items().size() == 3 && state.items()[1].Is(PickleKind::kInt) &&
+        state.items()[1].integer() >= 0;
+    if (!fits) return Corrupt("the object has a BytesIO without a state");
+    if (!state.items()[2].Is(PickleKind::kNone)) {
+      return CannotSay("a BytesIO with attributes");
+    }
+    TC_ASSIGN_OR_RETURN(const std::string bytes,
+                        BytesOfPickle(state.items()[0], &budget_));
+    Open("bytesio");
+    Member("p");
+    out_ += std::to_string(state.items()[1].integer());
+    return Data(bytes);
   }
   // Its attributes are its state.
   Status Namespace(std::string_view kind, const PickleObject& object) {

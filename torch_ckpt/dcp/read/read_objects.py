@@ -19,7 +19,7 @@ from torch_ckpt.errors import CheckpointError, CorruptError, IncompleteError, Un
 from torch_ckpt.native import core, operators
 from torch_ckpt.native.jobs import Job
 from torch_ckpt.native.opened import Listing, OpenedCheckpoint
-from torch_ckpt.objects import ObjectFile, decode_object
+from torch_ckpt.objects import ObjectError, ObjectFile, decode_object
 from torch_ckpt.planning.reserved import RAW_LEAVES
 
 _ARCHIVE = b"PK\x03\x04"  # how files of torch.save begin
@@ -96,8 +96,18 @@ class ObjectReader:
         for fqn, value in zip(fqns, self.opened.archived_objects(fqns), strict=True):
             if isinstance(value, Exception):
                 raise value
-            values.append(decode_object(value, fqn))
+            values.append(self._decoded(value, fqn))
         return values
+
+    def _decoded(self, value: Any, fqn: str) -> Any:
+        """The object that a file of others holds as `fqn`; what is wrong names that as the core
+        does."""
+        try:
+            return decode_object(value, fqn)
+        except ObjectError as error:
+            error.message = error.message.removeprefix(f"{fqn}: ")
+            error.tensor, error.file = fqn, self.path
+            raise
 
     def _file_of(self, fqn: str) -> str | None:
         """The objects file that holds it; None for an archive in a foreign file."""
@@ -186,7 +196,7 @@ class ObjectReader:
             except CheckpointError as error:
                 error.tensor, error.file = fqn, self.path
                 raise
-        return decode_object(json.loads(text), fqn)
+        return self._decoded(json.loads(text), fqn)
 
 
 def _give(planner: LoadPlanner, item: ReadItem, value: Any) -> None:

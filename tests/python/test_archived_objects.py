@@ -1,0 +1,181 @@
+"""Objects in archives of torch.save whose classes are not on the list: read as data, or refused."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import io
+import signal
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_ckpt
+from torch_ckpt.objects import decode, decode_object, encode_object
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = 2
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Bits(enum.Flag):
+    A = 1
+    B = 2
+
+
+class Tricky(enum.Flag):
+    A = 1
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        raise AssertionError("a file's value has run this")
+
+
+class Celsius:
+    """Made of one number, as an enum's member is of its value."""
+
+    def __init__(self, degrees: int = 0) -> None:
+        self.degrees = degrees
+
+    def __reduce__(self) -> Any:
+        return Celsius, (self.degrees,)
+
+
+class Record:
+    def __init__(self) -> None:
+        self.a = 1
+
+
+def read(path: Path) -> Any:
+    return torch_ckpt.open(path).objects
+
+
+def test_what_is_data_is_read(tmp_path: Path) -> None:
+    stream = io.BytesIO(b"abc\xff")
+    stream.seek(2)
+    values = {
+        "enums": [Color.RED, Color.BLUE, Level.LOW],
+        "flags": [Bits.A, Bits.A | Bits.B],
+        "signals": (signal.SIGTERM, signal.SIGUSR1),
+        "args": argparse.Namespace(color=Color.RED, exit_signal=signal.SIGINT, lr=0.5),
+        "keys": {Color.BLUE: 1},
+    }
+    torch.save({**values, "stream": stream}, tmp_path / "a.pt")
+    objects = read(tmp_path / "a.pt")
+    for name, value in values.items():
+        assert objects[name] == value, name
+        assert type(objects[name]) is type(value)
+    assert type(objects["signals"][0]) is signal.Signals
+    found = objects["stream"]
+    assert type(found) is io.BytesIO and found.tell() == 2 and found.getvalue() == b"abc\xff"
+
+
+def test_what_is_not_is_refused_alone(tmp_path: Path) -> None:
+    values = {
+        "celsius": Celsius(5),
+        "record": Record(),
+        "tricky": [Tricky.A],
+        "step": 7,
+    }
+    torch.save(values, tmp_path / "a.pt")
+    objects = read(tmp_path / "a.pt")
+    for name, says in (("celsius", "Celsius"), ("record", "Record")):
+        with pytest.raises(torch_ckpt.UnsupportedError, match=f"{name}.*({says}).*not on the list"):
+            objects[name]
+    assert objects["step"] == 7 and objects["tricky"] == [Tricky.A]
+    with pytest.raises(torch_ckpt.CheckpointError, match="Celsius"):
+        torch_ckpt.load(path=tmp_path / "a.pt")
+    loaded = torch_ckpt.load(path=tmp_path / "a.pt", include=["step", "tricky"])
+    assert loaded == {"step": 7, "tricky": [Tricky.A]}
+
+
+def test_no_code_of_an_enum_is_run() -> None:
+    for value in (7, "x", 1.5):
+        said = {"$": "enum", "c": f"{__name__}:Tricky", "v": value}
+        with pytest.raises(torch_ckpt.UnsupportedError, match="has no member"):
+            decode_object(said)
+    for value in (1, 3):
+        assert decode_object({"$": "enum", "c": f"{__name__}:Bits", "v": value}) == Bits(value)
+    with pytest.raises(torch_ckpt.UnsupportedError, match="has no member 'A'|has no member"):
+        decode_object({"$": "enum", "c": f"{__name__}:Bits", "v": "A"})
+    with pytest.raises(torch_ckpt.UnsupportedError, match="import its module first"):
+        decode_object({"$": "enum", "c": "not_imported:Color", "v": 1})
+    with pytest.raises(torch_ckpt.UnsupportedError, match="not on the list"):
+        decode_object({"$": "record", "c": f"{__name__}:Record", "v": [["a", 1]]})
+    with pytest.raises(torch_ckpt.CorruptError):
+        decode_object({"$": "enum", "c": f"{__name__}:Bits"})
+
+
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch) -> dict[str, types.ModuleType]:
+    """Modules of Megatron's names, with an enum and a record; whether they are imported is for the
+    test to say."""
+    enums = types.ModuleType("megatron.core.enums")
+    optimizer = types.ModuleType("megatron.core.optimizer.optimizer_config")
+
+    class ModelType(enum.Enum):
+        encoder_or_decoder = 1
+
+    @dataclasses.dataclass
+    class OptimizerConfig:
+        lr: float = 0.1
+
+    for module, cls in ((enums, ModelType), (optimizer, OptimizerConfig)):
+        cls.__module__, cls.__qualname__ = module.__name__, cls.__name__
+        setattr(module, cls.__name__, cls)
+    monkeypatch.setattr(decode, "_warned_classes", set())
+    return {module.__name__: module for module in (enums, optimizer)}
+
+
+def test_classes_of_megatron(
+    tmp_path: Path, megatron: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, config = (
+        megatron["megatron.core.enums"].ModelType,
+        megatron["megatron.core.optimizer.optimizer_config"].OptimizerConfig,
+    )
+    values = [kind.encoder_or_decoder, config(0.3)]
+    with monkeypatch.context() as imported:
+        for name, module in megatron.items():
+            imported.setitem(sys.modules, name, module)
+        torch.save({"both": values}, tmp_path / "a.pt")
+        said = encode_object(values)
+        for found in (read(tmp_path / "a.pt")["both"], decode_object(said)):
+            assert found == values and found[0] is kind.encoder_or_decoder
+            assert type(found[1]) is config
+    for name in megatron:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for look in (lambda: read(tmp_path / "a.pt")["both"], lambda: decode_object(said)):
+        monkeypatch.setattr(decode, "_warned_classes", set())
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert look() == [1, types.SimpleNamespace(lr=0.3)]
+            assert look() == [1, types.SimpleNamespace(lr=0.3)]
+        texts = [str(each.message) for each in told]
+        assert len(texts) == 2, texts  # each class once
+        assert "megatron.core.enums:ModelType is not imported" in texts[0]
+        assert "OptimizerConfig" in texts[1]
+
+
+@pytest.mark.parametrize("to", ["torch_ckpt", "hf", "dcp", "megatron", "torch"])
+def test_conversions(tmp_path: Path, to: Any) -> None:
+    values = {"w": torch.ones(2), "color": [Color.RED], "signal": signal.SIGTERM}
+    torch.save(values, tmp_path / "a.pt")
+    torch_ckpt.convert(tmp_path / "a.pt", tmp_path / "out", to)
+    loaded = torch_ckpt.load(path=tmp_path / "out")
+    assert loaded["color"] == [Color.RED] and loaded["signal"] is signal.SIGTERM
+    torch.save({**values, "celsius": Celsius(5)}, tmp_path / "b.pt")
+    with pytest.raises(torch_ckpt.UnsupportedError, match="celsius.*Celsius.*--no-objects"):
+        torch_ckpt.convert(tmp_path / "b.pt", tmp_path / "none", to)
+    assert not (tmp_path / "none").exists()
