@@ -44,6 +44,7 @@ Handler FindHandler(const std::string& op) {
       {"refuse_ring", RefuseRingRequest},
       {"release_files", ReleaseFilesRequest},
       {"remove", RemoveRequest},
+      {"share", ShareRequest},
       {"stage_extras", StageExtrasRequest},
       {"stage_final", StageFinalRequest},
       {"staged_places", StagedPlacesRequest},

@@ -31,6 +31,8 @@ Result<Json> VerifyRequest(const Json& request);
 Result<Json> StagedPlacesRequest(const Json& request);
 Result<Json> RecoverRequest(const Json& request);
 Result<Json> RemoveRequest(const Json& request);
+// plan_requests.cc
+Result<Json> ShareRequest(const Json& request);
 // save_requests.cc
 Result<Json> BeginSaveRequest(const Json& request);
 Result<Json> JoinSaveRequest(const Json& request);

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import (
 from torch_ckpt.dcp.plan.items import ZEROS, WriteItems
 from torch_ckpt.dcp.plan.rings import node_numbers, short_rows
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.native import core
 from torch_ckpt.native.torch_private import validate_global_plan
 
 MAX_CATALOG_BYTES = 1 << 30  # kMaxCatalogBytes in csrc/format/ours/catalog.h
@@ -63,9 +64,9 @@ def dedup_plans(
 ) -> list[SavePlan]:
     """Leave each item that several ranks offer with one of them.
 
-    A tensor's box goes to the rank with the fewest bytes so far (the lowest rank if
-    `to_lowest_rank`), an object and what is in `differing` to the lowest rank that offers it, so
-    that which of several differing values is kept does not depend on sizes, and that they are of
+    A tensor's box goes to a rank that has little to write (the lowest rank if `to_lowest_rank`),
+    see csrc/plan/share.h; an object and what is in `differing` to the lowest rank that offers it,
+    so that which of several differing values is kept does not depend on sizes, and that they are of
     one rank. The boxes of a tensor in short rows stay on
     one node where plans say theirs (those for final files do), or on few: ranks of a node can write
     them together.
@@ -85,34 +86,9 @@ def dedup_plans(
             elif ranks[-1] != rank:
                 ranks.append(rank)
                 _check_replica(item, rank, first[key], ranks[0])
-    load = [0] * len(plans)
-    nodes = node_numbers(plans)
-    several = 1 < len(set(nodes)) < len(nodes)  # nodes, with several ranks
-    used: dict[str, set[int]] = {}  # the nodes of a tensor so far
-    short: dict[int, bool] = {}  # by description
-    chosen: dict[tuple[str, Any], int] = {}
-    for plan in plans:
-        for item in plan.items:
-            index = item.index
-            key = (index.fqn, index.offset)
-            if key in chosen:
-                continue
-            ranks = holders[key]
-            data = item.tensor_data
-            if data is None or to_lowest_rank or index.fqn in differing:
-                rank = ranks[0]
-            elif not several:
-                rank = min(ranks, key=load.__getitem__)
-            else:
-                if id(data) not in short:
-                    short[id(data)] = short_rows(data) > 0
-                near = used.setdefault(index.fqn, set()) if short[id(data)] else set()
-                closest = [rank for rank in ranks if nodes[rank] in near]
-                rank = min(closest or ranks, key=load.__getitem__)
-                near.add(nodes[rank])
-            if data is not None:
-                load[rank] += math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-            chosen[key] = rank
+    chosen = {key: ranks[0] for key, ranks in holders.items()}
+    if not to_lowest_rank and any(len(ranks) > 1 for ranks in holders.values()):
+        chosen.update(_shared_out(plans, holders, first, differing))
     return [
         dataclasses.replace(
             plan,
@@ -122,6 +98,36 @@ def dedup_plans(
         )
         for rank, plan in enumerate(plans)
     ]
+
+
+def _shared_out(
+    plans: list[SavePlan],
+    holders: dict[tuple[str, Any], list[int]],
+    first: dict[tuple[str, Any], WriteItem],
+    differing: Collection[str],
+) -> dict[tuple[str, Any], int]:
+    """The rank that writes each tensor's box, by its key."""
+    nodes = node_numbers(plans)
+    several = 1 < len(set(nodes)) < len(nodes)  # nodes, with several ranks
+    short: dict[int, bool] = {}  # by description
+    sets: dict[tuple[int, ...], int] = {}
+    tensors: dict[str, int] = {}
+    keys = []
+    columns: dict[str, list[int]] = {"holders": [], "tensors": [], "near": [], "bytes": []}
+    for key, ranks in holders.items():
+        data = first[key].tensor_data
+        if data is None:
+            continue
+        if id(data) not in short:
+            short[id(data)] = several and short_rows(data) > 0
+        keys.append(key)
+        held = (ranks[0],) if key[0] in differing else tuple(ranks)
+        columns["holders"].append(sets.setdefault(held, len(sets)))
+        columns["tensors"].append(tensors.setdefault(key[0], len(tensors)))
+        columns["near"].append(int(short[id(data)]))
+        columns["bytes"].append(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize)
+    answer = core.call({"op": "share", "nodes": nodes, "sets": list(sets), **columns})
+    return dict(zip(keys, answer["ranks"], strict=True))
 
 
 def _check_replica(item: WriteItem, rank: int, other: WriteItem, other_rank: int) -> None:

@@ -1,0 +1,57 @@
+// Requests about plans, which touch no file.
+#include "capi/requests.h"
+#include "plan/share.h"
+
+namespace torch_ckpt::capi {
+namespace {
+
+Result<std::vector<uint32_t>> Numbers(const Json& list) {
+  if (!list.is_array()) return InvalidArgument("a list of numbers is due");
+  std::vector<uint32_t> out;
+  out.reserve(list.size());
+  for (const Json& each : list) {
+    TC_ASSIGN_OR_RETURN(const uint64_t number, ParseUnsigned(each));
+    if (number > UINT32_MAX) return InvalidArgument("a number above 2^32");
+    out.push_back(static_cast<uint32_t>(number));
+  }
+  return out;
+}
+
+Result<std::vector<uint32_t>> NumbersAt(const Json& request,
+                                        const char* field) {
+  TC_ASSIGN_OR_RETURN(const Json* list, GetList(request, field));
+  return Numbers(*list);
+}
+
+}  // namespace
+
+// In columns: of each box the position of its holders in "sets", its tensor,
+// its bytes, and whether it is to stay near. Returns the rank of each.
+Result<Json> ShareRequest(const Json& request) {
+  ShareProblem problem;
+  TC_ASSIGN_OR_RETURN(problem.nodes, NumbersAt(request, "nodes"));
+  TC_ASSIGN_OR_RETURN(const Json* sets, GetList(request, "sets"));
+  for (const Json& set : *sets) {
+    TC_ASSIGN_OR_RETURN(std::vector<uint32_t> ranks, Numbers(set));
+    problem.sets.push_back(std::move(ranks));
+  }
+  TC_ASSIGN_OR_RETURN(const auto holders, NumbersAt(request, "holders"));
+  TC_ASSIGN_OR_RETURN(const auto tensors, NumbersAt(request, "tensors"));
+  TC_ASSIGN_OR_RETURN(const auto near, NumbersAt(request, "near"));
+  TC_ASSIGN_OR_RETURN(const Json* bytes, GetList(request, "bytes"));
+  if (tensors.size() != holders.size() || near.size() != holders.size() ||
+      bytes->size() != holders.size()) {
+    return InvalidArgument("columns of different lengths");
+  }
+  for (size_t i = 0; i < holders.size(); ++i) {
+    SharedBox& box = problem.boxes.emplace_back();
+    box.holders = holders[i];
+    box.tensor = tensors[i];
+    box.near = near[i] != 0;
+    TC_ASSIGN_OR_RETURN(box.bytes, ParseUnsigned((*bytes)[i]));
+  }
+  TC_ASSIGN_OR_RETURN(std::vector<uint32_t> ranks, ShareOut(problem));
+  return Json{{"ranks", std::move(ranks)}};
+}
+
+}  // namespace torch_ckpt::capi
