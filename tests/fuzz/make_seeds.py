@@ -72,6 +72,10 @@ WORDS = {
     ],
     "hf_index_fuzz": ["metadata", "total_size", "weight_map", "model.safetensors"],
     "sharding_info_fuzz": ["saved_offsets"],
+    "zarr_array_fuzz": [
+        *("zarr_format", "shape", "chunks", "dtype", "order", "compressor", "filters"),
+        *("fill_value", "dimension_separator", "bfloat16", "<f4", "|b1", "<c16", ">f4", "C", "F"),
+    ],
 }
 # Between bytes FF the sharding info, the global shapes, and the packed boxes; the tensors are in the
 # target.
@@ -346,6 +350,24 @@ def valid_seeds(folder: Path) -> Iterator[tuple[str, str, bytes]]:
         yield "torch_archive_fuzz", name, data
     for name, data in archives():
         yield "zip_fuzz", name, data
+    for name, data in zarr_arrays():
+        yield "zarr_array_fuzz", name, data
+
+
+def zarr_arrays() -> Iterator[tuple[str, bytes]]:
+    """As Megatron writes them; one of no dimensions; and one that is compressed."""
+    checkpoint = ROOT / "tests" / "fixtures" / "megatron_zarr_2ranks" / "checkpoint"
+    for path in sorted(checkpoint.rglob(".zarray")):
+        name = "-".join(path.parent.relative_to(checkpoint).parts)
+        yield name, path.read_bytes()
+    said = json.loads((checkpoint / "vocab" / ".zarray").read_bytes())
+    for name, changed in (
+        ("scalar", {"shape": [], "chunks": []}),
+        ("compressed", {"compressor": {"id": "zlib", "level": 1}}),
+        ("chunk", {"shape": [1 << 40] * 8, "chunks": [1] * 8}),
+    ):
+        yield name, json.dumps({**said, **changed}).encode()
+    yield "name", b"2.0.11"
 
 
 def large_seeds(folder: Path) -> Iterator[tuple[str, str, bytes]]:

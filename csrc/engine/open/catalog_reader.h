@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <map>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -30,6 +31,9 @@ struct ForeignCatalog {
   std::vector<DigestedRange> storages;
   // Tensors that are not read, by name. To the catalog they may be objects.
   std::map<std::string, UnreadTensor, std::less<>> unread;
+  // Leaves of a state that all ranks have alike, beside what is stored by keys:
+  // Megatron's common state.
+  std::set<std::string, std::less<>> common;
   // Objects that stand in no file, by their names: typed JSON. Their entries
   // are ArchivedObjects of no bytes.
   std::map<std::string, std::string, std::less<>> made_objects;

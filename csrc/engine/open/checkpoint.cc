@@ -110,6 +110,10 @@ const UnreadTensor* Checkpoint::FindUnread(uint32_t entry) const {
   return found == has_.unread.end() ? nullptr : &found->second;
 }
 
+bool Checkpoint::IsCommon(uint32_t entry) const {
+  return !has_.common.empty() && has_.common.contains(StoredName(entry));
+}
+
 Status Checkpoint::CheckRead(uint32_t entry) const {
   const UnreadTensor* unread = FindUnread(entry);
   if (!unread) return {};

@@ -65,6 +65,7 @@ class Checkpoint {
     std::vector<DigestedRange> storages = {};
     std::map<std::string, std::string, std::less<>> made_objects = {};
     std::map<std::string, UnreadTensor, std::less<>> unread = {};
+    std::set<std::string, std::less<>> common = {};
     // What entries are called in the files, where that is another name.
     std::map<std::string, std::string, std::less<>> stored_names = {};
   };
@@ -88,6 +89,8 @@ class Checkpoint {
   // What is said of an entry that is a tensor which is not read; null of
   // another one. To the catalog it may be an object.
   const UnreadTensor* FindUnread(uint32_t entry) const;
+  // Whether it is of a common state: ForeignCatalog::common.
+  bool IsCommon(uint32_t entry) const;
 
   // The files, open as long as somebody holds this: jobs that run at once, or
   // that follow each other while a caller holds it, open each once. Without

@@ -200,6 +200,7 @@ Result<Contents> LoadForeign(const DirectoryPtr& directory,
   out.storages = std::move(scan.storages);
   out.made_objects = std::move(scan.made_objects);
   out.unread = std::move(scan.unread);
+  out.common = std::move(scan.common);
   return out;
 }
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/open/read_dcp.h"
+#include "engine/open/read_zarr.h"
 #include "engine/open/torch_leaves.h"
 #include "format/json.h"
 
@@ -13,7 +14,7 @@ namespace {
 constexpr std::string_view kConfigName = "metadata.json";
 constexpr std::string_view kCommonFile = "common.pt";
 constexpr std::string_view kCommonObject = "common_state/shard_0_1";
-constexpr std::string_view kBackend = "torch_dist";
+constexpr std::string_view kBackend = "torch_dist", kZarrBackend = "zarr";
 constexpr uint64_t kMaxConfigBytes = uint64_t{1} << 20;
 constexpr int kMaxConfigDepth = 16;
 
@@ -76,43 +77,64 @@ Status AddCommon(const Directory& directory, const TorchArchivePlace& archive,
   return {};
 }
 
+Status AddCommonFile(const Directory& directory, DcpDirectory* read,
+                     TorchLeavesAdder* adder) {
+  const std::string name(kCommonFile);
+  TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info,
+                      directory.StatName(name));
+  if (!info) {
+    return Conflict("went while it was read").WithFile(directory.Join(name));
+  }
+  read->found.AddFile(name, *info);
+  read->found.identity += " " + std::to_string(info->modified_ns);
+  const auto number = static_cast<uint32_t>(read->found.files.size() - 1);
+  return AddCommon(directory, {number, {0, info->bytes}}, read, adder);
+}
+
 }  // namespace
 
 Result<bool> IsMegatron(const Directory& directory,
                         std::span<const std::string> names) {
-  if (!Has(names, kConfigName) || !HasDcpMetadata(names)) return false;
+  if (!Has(names, kConfigName)) return false;
   TC_ASSIGN_OR_RETURN(const std::string backend, ReadBackend(directory));
-  return !backend.empty();
+  return backend == kZarrBackend || (!backend.empty() && HasDcpMetadata(names));
 }
 
 Result<ForeignCatalog> ReadMegatron(const Directory& directory,
                                     std::span<const std::string> names, bool) {
   TC_ASSIGN_OR_RETURN(const std::string backend, ReadBackend(directory));
-  if (backend != kBackend) {
+  if (backend != kBackend && backend != kZarrBackend) {
     return Unsupported("is of Megatron's backend '" + backend +
-                       "'; only torch_dist is read")
+                       "'; torch_dist and zarr are read")
         .WithFile(directory.Join(std::string(kConfigName)));
   }
-  TC_ASSIGN_OR_RETURN(DcpDirectory read,
-                      ReadDcpDirectory(directory, kCommonObject));
+  if (backend == kZarrBackend && !Has(names, kCommonFile)) {
+    return Incomplete("is missing, and metadata.json says that it was written")
+        .WithFile(directory.Join(std::string(kCommonFile)));
+  }
+  if (backend == kZarrBackend && HasDcpMetadata(names)) {
+    return Conflict(
+               "is of stock DCP, in a directory whose metadata.json says zarr")
+        .WithFile(directory.Join(std::string(kDcpMetadataName)));
+  }
+  DcpDirectory read;
+  if (backend == kBackend) {
+    TC_ASSIGN_OR_RETURN(read, ReadDcpDirectory(directory, kCommonObject));
+  } else {
+    TC_RETURN_IF_ERROR(ReadZarrTree(directory, &read.found, &read.catalog));
+  }
   read.found.source = "megatron";
   TorchLeavesAdder adder(&read.catalog);
   if (read.apart) {
     TC_RETURN_IF_ERROR(AddCommon(directory, *read.apart, &read, &adder));
   }
   if (Has(names, kCommonFile)) {
-    const std::string name(kCommonFile);
-    TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info,
-                        directory.StatName(name));
-    if (!info) {
-      return Conflict("went while it was read").WithFile(directory.Join(name));
-    }
-    read.found.AddFile(name, *info);
-    read.found.identity += " " + std::to_string(info->modified_ns);
-    const auto number = static_cast<uint32_t>(read.found.files.size() - 1);
-    TC_RETURN_IF_ERROR(
-        AddCommon(directory, {number, {0, info->bytes}}, &read, &adder));
+    TC_RETURN_IF_ERROR(AddCommonFile(directory, &read, &adder));
   }
+  if (backend == kZarrBackend) {
+    read.found.identity = IdentityOf(read.found.files, read.found.infos);
+  }
+  read.found.common = adder.Names();
   Status finished = adder.Finish(&read.found);
   if (!finished.ok()) return std::move(finished).WithFile(directory.path());
   return std::move(read.found);

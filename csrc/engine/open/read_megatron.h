@@ -1,6 +1,6 @@
-// Directories of Megatron Core's dist_checkpointing, its format torch_dist:
-// those of stock DCP, with metadata.json, and a common state that all ranks
-// have.
+// Directories of Megatron Core's dist_checkpointing, which have metadata.json
+// and a common state that all ranks have: of its format torch_dist, those of
+// stock DCP, and of zarr.
 #pragma once
 
 #include <span>
@@ -10,14 +10,14 @@
 
 namespace torch_ckpt {
 
-// Whether there is a .metadata, and metadata.json names a backend of Megatron,
-// which writes it last. `names` are sorted.
+// Whether metadata.json, which Megatron writes last, names the backend zarr, or
+// another one beside a .metadata. `names` are sorted.
 Result<bool> IsMegatron(const Directory& directory,
                         std::span<const std::string> names);
 
-// As ReadDcp; and the leaves of the common state, which is common.pt or the
-// object common_state/shard_0_1, beside the tensors, under their own names.
-// kUnsupported for other backends, such as zarr.
+// As ReadDcp or ReadZarrTree; and the leaves of the common state, which is
+// common.pt or the object common_state/shard_0_1, beside the tensors, under
+// their own names. kUnsupported for other backends.
 Result<ForeignCatalog> ReadMegatron(const Directory& directory,
                                     std::span<const std::string> names,
                                     bool is_file);

@@ -216,6 +216,12 @@ Status TorchLeavesAdder::Add(uint32_t number, const std::string& file_name,
   return {};
 }
 
+std::set<std::string, std::less<>> TorchLeavesAdder::Names() const {
+  std::set<std::string, std::less<>> names;
+  for (const auto& [name, file] : files_) names.insert(names.end(), name);
+  return names;
+}
+
 Status TorchLeavesAdder::Finish(ForeignCatalog* out) {
   // Entries that are of no state dict stand at its root.
   const auto root = by_path_.find(std::string(kRootPath));

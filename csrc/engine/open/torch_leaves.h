@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <unordered_set>
@@ -56,6 +57,8 @@ class TorchLeavesAdder {
   // `file_name`. kExhausted where tied ones say too long a name too often.
   Status Add(uint32_t number, const std::string& file_name,
              const TorchLeaves& found);
+  // Of all that were added.
+  std::set<std::string, std::less<>> Names() const;
   // Whether some file had it.
   bool Has(const std::string& name) const { return files_.contains(name); }
   // Keys that uniting the containers of several archives has looked at.

@@ -1,0 +1,238 @@
+"""Directories of Megatron's old backend zarr, as megatron-core 0.13.1 has written one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+import torch_ckpt
+from torch_ckpt.cli import cli
+from torch_ckpt.megatron import dist_checkpointing
+from torch_ckpt.megatron.dist_checkpointing.core import CheckpointingException
+from torch_ckpt.megatron.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "megatron_zarr_2ranks"
+SAID = json.loads((FIXTURE / "expected.json").read_text())
+
+
+def wanted() -> dict[str, torch.Tensor]:
+    return load_file(FIXTURE / "expected.safetensors")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copytree(FIXTURE / "checkpoint", tmp_path / "c")
+    return tmp_path / "c"
+
+
+def test_it_is_read() -> None:
+    checkpoint = torch_ckpt.open(FIXTURE / "checkpoint")
+    assert checkpoint.format == "megatron"
+    for name, value in wanted().items():
+        found = checkpoint[name][...]
+        assert found.dtype == value.dtype and torch.equal(found, value), name
+    for name, value in SAID["objects"].items():
+        assert checkpoint.objects[name] == value, name
+    assert checkpoint.objects["iteration"] == SAID["iteration"]
+    loaded = torch_ckpt.load(path=FIXTURE / "checkpoint")
+    assert all(torch.equal(loaded[name], value) for name, value in wanted().items())
+
+
+def test_it_is_loaded_as_megatron_does() -> None:
+    path = FIXTURE / "checkpoint"
+    assert dist_checkpointing.check_is_distributed_checkpoint(path)
+    assert dist_checkpointing.load_common_state_dict(path)["iteration"] == SAID["iteration"]
+    found = dist_checkpointing.load_sharded_metadata(path)
+    assert found.keys() == wanted().keys() | SAID["objects"].keys()
+    loaded = dist_checkpointing.load(
+        dict(found), path, validate_access_integrity=False, strict="raise_all"
+    )
+    for name, value in wanted().items():
+        assert torch.equal(loaded[name], value), name
+    for name, value in SAID["objects"].items():
+        assert isinstance(found[name], ShardedObject) and loaded[name] == value
+    # In other cuts, over the edges of chunks.
+    rows = wanted()["rows"]
+    part = ShardedTensor(
+        "rows",
+        torch.zeros_like(rows[1:-1]),
+        rows.dtype,
+        tuple(rows[1:-1].shape),
+        tuple(rows.shape),
+        (1, *[0] * (rows.dim() - 1)),
+        None,
+    )
+    loaded = dist_checkpointing.load({"x": part}, path, validate_access_integrity=False)
+    assert torch.equal(loaded["x"], rows[1:-1])
+
+
+@pytest.mark.parametrize("to", ["torch_ckpt", "hf", "dcp", "megatron", "torch"])
+def test_it_converts(tmp_path: Path, to: Any) -> None:
+    torch_ckpt.convert(FIXTURE / "checkpoint", tmp_path / "out", to)
+    loaded = torch_ckpt.load(path=tmp_path / "out")
+    for name, value in wanted().items():
+        assert torch.equal(loaded[name], value), name
+    assert loaded["iteration"] == SAID["iteration"]
+
+
+def test_the_command_line() -> None:
+    told = CliRunner().invoke(cli, ["ls", str(FIXTURE / "checkpoint")])
+    assert told.exit_code == 0, told.output
+    assert all(name in told.output for name in wanted())
+
+
+def test_chunks_at_an_edge(copy: Path) -> None:
+    """Chunks are as large as the others where they reach beyond the tensor."""
+    folder = copy / "edge"
+    folder.mkdir()
+    value = torch.arange(35.0).view(7, 5)
+    padded = torch.full((8, 6), -1.0)
+    padded[:7, :5] = value
+    for row in range(2):
+        for column in range(3):
+            chunk = padded[4 * row : 4 * row + 4, 2 * column : 2 * column + 2].contiguous()
+            (folder / f"{row}.{column}").write_bytes(chunk.numpy().tobytes())
+    array = json.loads((copy / "vocab" / ".zarray").read_text())
+    (folder / ".zarray").write_text(json.dumps({**array, "shape": [7, 5], "chunks": [4, 2]}))
+    assert torch.equal(torch_ckpt.open(copy)["edge"][...], value)
+    assert torch.equal(torch_ckpt.open(copy)["edge"][3:6, 1:], value[3:6, 1:])
+
+
+def test_many_chunks(copy: Path) -> None:
+    folder = copy / "many"
+    folder.mkdir()
+    count = 3000
+    for number in range(count):
+        (folder / str(number)).write_bytes(number.to_bytes(4, "little"))
+    array = json.loads((copy / "vocab" / ".zarray").read_text())
+    said = {**array, "shape": [count], "chunks": [1], "dtype": "<i4"}
+    (folder / ".zarray").write_text(json.dumps(said))
+    assert torch.equal(torch_ckpt.open(copy)["many"][...], torch.arange(count, dtype=torch.int32))
+
+
+def first_chunk(copy: Path) -> Path:
+    return copy / "vocab" / "1.0"
+
+
+def damaged(copy: Path, kind: str) -> tuple[str, str]:
+    """Damages it; what file the error names, and what it says."""
+    chunk, array = first_chunk(copy), copy / "vocab" / ".zarray"
+    said = json.loads(array.read_text())
+    if kind == "missing":
+        chunk.unlink()
+        return "vocab/1.0", "is missing"
+    if kind == "short":
+        chunk.write_bytes(chunk.read_bytes()[:-1])
+        return "vocab/1.0", "bytes, and its chunk has"
+    if kind == "long":
+        chunk.write_bytes(chunk.read_bytes() + b"x")
+        return "vocab/1.0", "bytes, and its chunk has"
+    if kind == "outside":
+        chunk.rename(copy / "vocab" / "7.0")
+        return "vocab/7.0", "does not have"
+    if kind == "link":
+        chunk.unlink()
+        chunk.symlink_to("/etc/passwd")
+        return "vocab/1.0", "is no file"
+    if kind == "directory":
+        chunk.unlink()
+        chunk.mkdir()
+        return "vocab/1.0", "is no file"
+    if kind == "no JSON":
+        array.write_text("{")
+        return "vocab/.zarray", ""
+    changed = {
+        "compressed": {"compressor": {"id": "blosc"}},
+        "filtered": {"filters": [{"id": "delta"}]},
+        "big-endian": {"dtype": ">f4"},
+        "F order": {"order": "F"},
+        "version 3": {"zarr_format": 3},
+        "huge": {"shape": [1 << 40, 4], "chunks": [1, 4]},
+        "other chunks": {"chunks": [8, 4]},
+    }[kind]
+    array.write_text(json.dumps({**said, **changed}))
+    return ("vocab/", "") if kind in ("huge", "other chunks") else ("vocab/.zarray", "")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("missing", "short", "long", "outside", "link", "directory", "no JSON", "compressed"),
+        *("filtered", "big-endian", "F order", "version 3", "huge", "other chunks"),
+    ],
+)
+def test_what_is_wrong_is_named(copy: Path, kind: str) -> None:
+    file, says = damaged(copy, kind)
+    with pytest.raises(torch_ckpt.CheckpointError, match=f"{file}.*{says}"):
+        torch_ckpt.open(copy)
+    with pytest.raises(CheckpointingException, match=f"{file}.*{says}"):
+        dist_checkpointing.load({}, copy)
+
+
+def test_locks_and_strangers_are_left_out(copy: Path) -> None:
+    before = list(torch_ckpt.open(copy))
+    (copy / "vocab.sync").mkdir()
+    (copy / "vocab.sync" / "0.0").touch()
+    (copy / "tokenizer").mkdir()
+    (copy / "tokenizer" / "vocab.json").write_text("{}")
+    (copy / "elsewhere").symlink_to("/")
+    (copy / ".hidden").mkdir()
+    assert list(torch_ckpt.open(copy)) == before
+
+
+def test_names_that_cannot_be_keys(copy: Path) -> None:
+    (copy / "a:b").mkdir()
+    with pytest.raises(torch_ckpt.CheckpointError, match="a:b"):
+        torch_ckpt.open(copy)
+    (copy / "a:b").rmdir()
+    deep = copy.joinpath(*"abcdefghijklmnopqrst")
+    deep.mkdir(parents=True)
+    with pytest.raises(torch_ckpt.CheckpointError, match="too deep"):
+        torch_ckpt.open(copy)
+
+
+def test_a_key_that_the_common_state_has(copy: Path) -> None:
+    shutil.copytree(copy / "flag", copy / "iteration")
+    with pytest.raises(torch_ckpt.ConflictError, match="iteration.*another file"):
+        torch_ckpt.open(copy)
+
+
+def test_dtypes_that_safetensors_has_no_name_for(copy: Path) -> None:
+    array = copy / "f64" / ".zarray"
+    said = json.loads(array.read_text())
+    whole = copy / "f64"
+    chunks = {path.name: path.read_bytes() for path in whole.iterdir() if path.name != ".zarray"}
+    for name, data in chunks.items():
+        (whole / name).write_bytes(data * 2)
+    array.write_text(json.dumps({**said, "dtype": "<c16"}))
+    checkpoint = torch_ckpt.open(copy)
+    with pytest.raises(torch_ckpt.UnsupportedError, match="f64.*complex128"):
+        checkpoint["f64"][...]
+    assert torch.equal(checkpoint["vocab"][...], wanted()["vocab"])
+
+
+def test_a_chunk_that_is_written_meanwhile(copy: Path) -> None:
+    checkpoint = torch_ckpt.open(copy)
+    chunk = first_chunk(copy)
+    data = chunk.read_bytes()
+    chunk.unlink()
+    chunk.write_bytes(data)
+    with pytest.raises(torch_ckpt.ConflictError, match=r"vocab/1\.0"):
+        checkpoint["vocab"][...]
+
+
+def test_what_is_no_whole_directory(copy: Path, tmp_path: Path) -> None:
+    (copy / "common.pt").rename(tmp_path / "common.pt")
+    with pytest.raises(torch_ckpt.IncompleteError, match=r"common\.pt.*missing"):
+        torch_ckpt.open(copy)
+    (tmp_path / "common.pt").rename(copy / "common.pt")
+    (copy / ".metadata").touch()
+    with pytest.raises(torch_ckpt.ConflictError, match=r"\.metadata.*zarr"):
+        torch_ckpt.open(copy)
