@@ -237,7 +237,8 @@ Result<Json> DescribeRequest(const Json& request) {
   std::vector<size_t> type_of;
   Json paths = Json::array(), placements = Json::array(),
        holders = Json::array(), archived = Json::array(),
-       aliases = Json::object(), unread_reasons = Json::object();
+       common = Json::array(), aliases = Json::object(),
+       unread_reasons = Json::object();
   for (uint32_t i = 0; i < count; ++i) {
     const CatalogEntry& entry = catalog.entries()[i];
     const UnreadTensor* unread = checkpoint->FindUnread(i);
@@ -261,6 +262,7 @@ Result<Json> DescribeRequest(const Json& request) {
       }
     }
     names.push_back(entry.name);
+    if (checkpoint->IsCommon(i)) common.push_back(entry.name);
     if (unread) {
       kinds += kUnreadKind;
       type_of.push_back(types.Find(*unread));
@@ -303,6 +305,7 @@ Result<Json> DescribeRequest(const Json& request) {
               {"aliases", std::move(aliases)},
               {"holders", std::move(holders)},
               {"archived", std::move(archived)},
+              {"common", std::move(common)},
               {"unread", std::move(unread_reasons)},
               {"placements", std::move(placements)}};
 }
@@ -443,8 +446,13 @@ Result<Json> VerifyRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t workers, GetInt(request, "workers", 2));
   TC_ASSIGN_OR_RETURN(const auto job, JobOf(request));
   TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
-  const VerifyOptions options{static_cast<int>(workers),
-                              GetBool(request, "direct_io", true)};
+  VerifyOptions options{static_cast<int>(workers),
+                        GetBool(request, "direct_io", true)};
+  TC_ASSIGN_OR_RETURN(options.share, GetInt(request, "share", 0));
+  TC_ASSIGN_OR_RETURN(options.shares, GetInt(request, "shares", 1));
+  if (options.share < 0 || options.share >= options.shares) {
+    return InvalidArgument("there is no such share of the bytes");
+  }
   TC_ASSIGN_OR_RETURN(const VerifyReport report,
                       RunVerifyJob(checkpoint, options, job.get()));
   return Json{{"bytes", report.bytes}, {"files", report.files}};

@@ -127,6 +127,7 @@ Result<MergeTarget> ParseTarget(const Json& request) {
   TC_ASSIGN_OR_RETURN(target.path, GetString(request, "output"));
   target.overwrite = GetBool(request, "overwrite", false);
   target.others = target.overwrite && GetBool(request, "others", false);
+  target.replaces = GetBool(request, "replaces", false);
   TC_ASSIGN_OR_RETURN(target.extras, ExtrasOf(request));
   return target;
 }
@@ -135,7 +136,7 @@ Result<ForeignTarget> ParseForeign(const Json& request) {
   ForeignTarget target;
   TC_ASSIGN_OR_RETURN(target.path, GetString(request, "path"));
   TC_ASSIGN_OR_RETURN(const std::string to, GetString(request, "to"));
-  if (to != "torch" && to != "dcp") {
+  if (to != "torch" && to != "dcp" && to != "megatron") {
     return InvalidArgument("'to' is no format of archives");
   }
   target.is_file = to == "torch";

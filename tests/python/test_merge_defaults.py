@@ -29,4 +29,7 @@ def test_all_else_is_as_stock_has_it() -> None:
     for own, theirs in zip(ours, stock, strict=False):
         assert (own.name, own.kind) == (theirs.name, theirs.kind)
         assert own is ours[2] or own.default == theirs.default
-    assert {own.kind for own in ours[len(stock) :]} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {own.kind for own in ours[len(stock) :]} <= {
+        inspect.Parameter.KEYWORD_ONLY,
+        inspect.Parameter.VAR_KEYWORD,  # MergeOptions
+    }

@@ -252,16 +252,23 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         return OpenedCheckpoint(self.path, self._format).dtypes()
 
     def verify(
-        self, workers: int = 2, progress: Progress | None = None, *, direct_io: bool = True
+        self,
+        workers: int = 2,
+        progress: Progress | None = None,
+        *,
+        direct_io: bool = True,
+        share: tuple[int, int] = (0, 1),
     ) -> VerifyReport:
         """Compare every byte of every file with its digest; of files of stock DCP and torch.save,
         every entry of their archives with its CRC-32. Begins again, a few times, when a save
         replaces the checkpoint meanwhile.
 
         workers: threads. progress: called with bytes done and bytes in all, about ten times a
-        second, on another thread. direct_io: False reads through the page cache. Raises
-        CorruptError that names the file and the bytes; UnsupportedError for a directory that has
-        neither, as plain safetensors; and what `describe` raises.
+        second, on another thread. direct_io: False reads through the page cache. share: (which, of
+        how many) shares of the bytes, for ranks that verify together. Raises InvalidArgumentError
+        for a share that there is not; CorruptError that names the file and the bytes;
+        UnsupportedError for a directory that has neither, as plain safetensors; and what `describe`
+        raises.
         """
 
         # What is wrong with a directory is raised by the first look, which takes its time where a
@@ -277,6 +284,8 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
                     "workers": workers,
                     "direct_io": direct_io,
                     "job": job.id,
+                    "share": share[0],
+                    "shares": share[1],
                 }
                 with told(job, progress):
                     answer = job.run(lambda: core.call(request))

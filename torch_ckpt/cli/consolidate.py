@@ -14,10 +14,9 @@ from torch_ckpt.checkpoint.names import INDEX
 from torch_ckpt.cli.merge_options import with_merge_options
 from torch_ckpt.cli.output import Output, count, format_bytes, with_output, world_size
 from torch_ckpt.errors import InvalidArgumentError
-from torch_ckpt.export.dtype_policy import DtypePolicy
-from torch_ckpt.export.extras import ExtraFiles, extra_files
+from torch_ckpt.export.extras import ExtraFiles
 from torch_ckpt.export.files import NAMINGS, load_json
-from torch_ckpt.export.merge import FileNames, MergeRequest, merge, merge_request
+from torch_ckpt.export.merge import FileNames, MergeRequest, make_merge, merge
 from torch_ckpt.native.progress import Progress
 from torch_ckpt.options import local_path
 
@@ -86,11 +85,10 @@ def consolidate(
     """
     if mapping and index:
         raise click.UsageError("--mapping and --index exclude each other.")
-    policy = DtypePolicy(dtype, keep_fp32)
     paths = {"input": local_path(input_dir), "output": local_path(output_dir)}
 
     def make() -> tuple[MergeRequest, ExtraFiles]:
-        request = merge_request(
+        return make_merge(
             input_dir,
             output_dir,
             _read_mapping(mapping) if mapping else index,
@@ -99,7 +97,9 @@ def consolidate(
             verify=not no_verify,
             max_shard_size=max_shard_size,
             naming=naming,
-            policy=policy,
+            dtype=dtype,
+            keep_fp32=keep_fp32,
+            extras=extras,
             memory_budget=memory_budget,
             key_mapping=key_mapping,
             include=include,
@@ -107,7 +107,6 @@ def consolidate(
             overwrite=overwrite,
             direct_io=not no_direct_io,
         )
-        return request, extra_files(extras, policy.torch_name)
 
     with output.progress("consolidating") as progress:
         answer = _merge(make, progress)

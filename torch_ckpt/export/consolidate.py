@@ -5,31 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from torch_ckpt.checkpoint.selection import Patterns
-from torch_ckpt.export.dtype_policy import DtypePolicy
-from torch_ckpt.export.extras import ExtraFiles, extra_files
+from torch_ckpt.export.extras import ExtraFiles
 from torch_ckpt.export.merge import (
-    MEMORY_BUDGET,
     OUTPUT_FIELDS,
-    FileNames,
+    MergeOptions,
     MergeRequest,
     consolidate_safetensors_files,
+    make_merge,
     merge,
-    merge_request,
     tell_of_merge,
 )
-from torch_ckpt.export.renames import KeyMapping
 from torch_ckpt.native import core
 from torch_ckpt.native.jobs import Job, in_thread
 from torch_ckpt.native.progress import Progress
 from torch_ckpt.native.sessions import end_session, warn_of
 from torch_ckpt.ranks import Ranks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
 
 __all__ = [
     "consolidate_safetensors_files",
@@ -45,22 +44,10 @@ def consolidate_safetensors_files_on_every_rank(
     num_threads: int = 1,
     process_group: dist.ProcessGroup | None = None,
     *,
-    strict: bool = True,
-    verify: bool = True,
-    max_shard_size: int | str | None = None,
-    naming: FileNames = "dcp",
-    dtype: Any = None,
-    keep_fp32: Sequence[str] = (),
-    memory_budget: int | str = MEMORY_BUDGET,
-    extras: Any = None,
-    key_mapping: KeyMapping | None = None,
-    include: Patterns = None,
-    exclude: Patterns = None,
-    overwrite: bool | Literal["all"] = False,
-    direct_io: bool = True,
     progress: Progress | None = None,
     background: bool = False,
     timeout: float | None = None,
+    **options: Unpack[MergeOptions],
 ) -> MergeFuture | None:
     """`consolidate_safetensors_files` by all ranks of `process_group` together: a collective call.
 
@@ -80,25 +67,7 @@ def consolidate_safetensors_files_on_every_rank(
     """
 
     def make() -> tuple[MergeRequest, ExtraFiles]:
-        policy = DtypePolicy(dtype, keep_fp32)
-        request = merge_request(
-            input_dir,
-            output_dir,
-            fqn_to_index_mapping,
-            num_threads,
-            strict=strict,
-            verify=verify,
-            max_shard_size=max_shard_size,
-            naming=naming,
-            policy=policy,
-            memory_budget=memory_budget,
-            key_mapping=key_mapping,
-            include=include,
-            exclude=exclude,
-            overwrite=overwrite,
-            direct_io=direct_io,
-        )
-        return request, extra_files(extras, policy.torch_name)
+        return make_merge(input_dir, output_dir, fqn_to_index_mapping, num_threads, **options)
 
     future = MergeFuture()
     cancel = future._wanted if background else None

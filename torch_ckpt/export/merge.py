@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch_ckpt.checkpoint.hulls import warn_of_hulls, warn_of_notes
 from torch_ckpt.checkpoint.selection import Patterns, left_out_of, warn_of_moments
@@ -21,9 +21,31 @@ from torch_ckpt.native.progress import Progress, told
 from torch_ckpt.native.sessions import replaces, warn_of
 from torch_ckpt.options import check_choice, local_path, parse_bytes
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
+
 WORKER_BYTES = 16 << 20  # that a worker leases at most: see OfExtents in engine/merge/merge_plan.cc
 MEMORY_BUDGET = "512MiB"
 FileNames = Literal["dcp", "hf", "diffusers", "peft"]
+
+
+class MergeOptions(TypedDict, total=False):
+    """The keywords of the functions that consolidate, for editors and type checkers; what they mean
+    is in `consolidate_safetensors_files`."""
+
+    strict: bool
+    verify: bool
+    max_shard_size: int | str | None
+    naming: FileNames
+    dtype: Any
+    keep_fp32: Sequence[str]
+    memory_budget: int | str
+    extras: Any
+    key_mapping: KeyMapping | None
+    include: Patterns
+    exclude: Patterns
+    overwrite: bool | Literal["all"]
+    direct_io: bool
 
 
 def consolidate_safetensors_files(
@@ -32,20 +54,8 @@ def consolidate_safetensors_files(
     fqn_to_index_mapping: Mapping[str, int] | str | os.PathLike[str] | None = None,
     num_threads: int = 1,
     *,
-    strict: bool = True,
-    verify: bool = True,
-    max_shard_size: int | str | None = None,
-    naming: FileNames = "dcp",
-    dtype: Any = None,
-    keep_fp32: Sequence[str] = (),
-    memory_budget: int | str = MEMORY_BUDGET,
-    extras: Any = None,
-    key_mapping: KeyMapping | None = None,
-    include: Patterns = None,
-    exclude: Patterns = None,
-    overwrite: bool | Literal["all"] = False,
-    direct_io: bool = True,
     progress: Progress | None = None,
+    **options: Unpack[MergeOptions],
 ) -> None:
     """Merge the checkpoint in `input_dir` into whole tensors in `output_dir`, on this process.
 
@@ -58,18 +68,19 @@ def consolidate_safetensors_files(
         that divides the tensors so; None: one file, or files by `max_shard_size`.
     num_threads: threads; fewer than 4 mean 4, and `memory_budget` may hold fewer.
     strict: a tensor that is not in the mapping, or a name of the mapping that is not in the
-        checkpoint, is an error (else left out).
-    verify: compare all bytes that are read with their digests, where there are any.
+        checkpoint, is an error. False leaves it out.
+    verify: compare all bytes that are read with their digests, where there are any. True by
+        default.
     max_shard_size, naming, dtype, keep_fp32, extras: as HuggingFaceStorageWriter's, of the files
         that are written.
-    memory_budget: bytes, or text as "512MiB", that the threads' buffers take at most.
+    memory_budget: bytes, or text, that the threads' buffers take at most; "512MiB" by default.
     key_mapping: other names for the tensors that are written: a function from name to name, or
         (regular expression, replacement) pairs, of which the first that is found in a name is
         applied. All other arguments but include and exclude mean the new names.
     include, exclude: patterns of names as in a shell ("optim*"), or a list of such: of the
         checkpoint's leaves those that one of `include` matches, and none of `exclude`.
-    overwrite: False replaces nothing that is there, and refuses a directory with another checkpoint
-        (ConflictError). True, "all": as HuggingFaceStorageWriter's.
+    overwrite: False, the default, replaces nothing that is there, and refuses a directory with
+        another checkpoint (ConflictError). True, "all": as HuggingFaceStorageWriter's.
     direct_io: False reads and writes through the page cache.
     progress: called with bytes written and bytes in all, about ten times a second, on another
         thread.
@@ -78,25 +89,27 @@ def consolidate_safetensors_files(
     damage, InvalidArgumentError for a value that `dtype` loses, OSError; they name file and tensor.
     Logs a warning for shapes that no file says (stock's shards).
     """
-    policy = DtypePolicy(dtype, keep_fp32)
-    request = merge_request(
-        input_dir,
-        output_dir,
-        fqn_to_index_mapping,
-        num_threads,
-        strict=strict,
-        verify=verify,
-        max_shard_size=max_shard_size,
-        naming=naming,
-        policy=policy,
-        memory_budget=memory_budget,
-        key_mapping=key_mapping,
-        include=include,
-        exclude=exclude,
-        overwrite=overwrite,
-        direct_io=direct_io,
+    request, extras = make_merge(
+        input_dir, output_dir, fqn_to_index_mapping, num_threads, **options
     )
-    merge(request, extra_files(extras, policy.torch_name), progress)
+    merge(request, extras, progress)
+
+
+def make_merge(
+    input_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    mapping: Mapping[str, int] | str | os.PathLike[str] | None,
+    num_threads: int,
+    *,
+    dtype: Any = None,
+    keep_fp32: Sequence[str] = (),
+    extras: Any = None,
+    **others: Any,
+) -> tuple[MergeRequest, ExtraFiles]:
+    """The request that `merge` carries out, of MergeOptions, and what is to stand beside."""
+    policy = DtypePolicy(dtype, keep_fp32)
+    request = merge_request(input_dir, output_dir, mapping, num_threads, policy=policy, **others)
+    return request, extra_files(extras, policy.torch_name)
 
 
 def merge_request(
@@ -105,11 +118,11 @@ def merge_request(
     mapping: Mapping[str, int] | str | os.PathLike[str] | None,
     num_threads: int,
     *,
-    strict: bool,
-    verify: bool = True,
-    max_shard_size: int | str | None,
-    naming: FileNames | Naming,
     policy: DtypePolicy,
+    strict: bool = True,
+    verify: bool = True,
+    max_shard_size: int | str | None = None,
+    naming: FileNames | Naming = "dcp",
     memory_budget: int | str = MEMORY_BUDGET,
     key_mapping: KeyMapping | None = None,
     direct_io: bool = True,

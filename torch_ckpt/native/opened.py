@@ -57,6 +57,7 @@ class Listing:
     holders: for each object the place of its file in `files`; None for an archived one, unless all
         is listed.
     archived: the names of objects that are archives in files of a foreign format.
+    common: the names of what belongs to the common state of a checkpoint of Megatron's.
     files: all files, or those of objects only; placements: for each tensor its boxes, or nothing.
         Those of an alias are None: they are its tensor's.
     """
@@ -79,6 +80,7 @@ class Listing:
     aliases: dict[str, str]
     holders: list[int | None]
     archived: list[str]
+    common: list[str]
     unread: dict[str, str]
     placements: list[list[dict[str, Any]] | None]
 

@@ -1,7 +1,7 @@
 // Checkpoints in a format of others, of which no manifest says what belongs to
-// them: a file of torch.save, a directory of stock DCP. They are staged as a
-// first save is (staging.h), but beside T whatever stands there, and take its
-// place by one rename:
+// them: a file of torch.save, a directory of stock DCP or Megatron's. They are
+// staged as a first save is (staging.h), but beside T whatever stands there,
+// and take its place by one rename:
 //
 //   a directory   <place>/<save id> itself, onto nothing or an empty directory;
 //   a file        out of that directory, onto nothing or, where it may be
@@ -23,7 +23,7 @@ namespace torch_ckpt {
 
 struct ForeignTarget {
   std::string path;
-  bool is_file = false;    // of torch.save; else a directory of stock DCP
+  bool is_file = false;    // of torch.save; else a directory of .distcp files
   bool overwrite = false;  // of a file: replaces one of torch.save
 };
 

@@ -26,18 +26,21 @@ Result<bool> IsSameDirectory(const std::string& input,
 }
 
 // The files of the input's manifest that stay, see CommitMerge.
-Result<std::vector<std::string>> KeptInPlace(const MergePlan& plan) {
+Result<std::vector<std::string>> KeptInPlace(const MergePlan& plan,
+                                             bool replaces) {
   const Checkpoint& input = plan.checkpoint();
   if (input.source() != kManifestSource) {
     return std::vector<std::string>();
   }
   std::set<std::string> keep;
   for (const ManifestFile& file : input.files()) {
-    if (file.role == FileRole::kObjects || file.role == FileRole::kExtra ||
-        (file.role == FileRole::kData && IsShardName(file.name))) {
-      keep.insert(file.name);
-    }
+    const bool stays_anyway = file.role == FileRole::kExtra;
+    const bool stays_beside =
+        file.role == FileRole::kObjects ||
+        (file.role == FileRole::kData && IsShardName(file.name));
+    if (stays_anyway || (stays_beside && !replaces)) keep.insert(file.name);
   }
+  if (replaces) return std::vector<std::string>(keep.begin(), keep.end());
   const std::vector<CatalogEntry>& entries = input.catalog().entries();
   const std::set<uint32_t> merged(plan.entries().begin(), plan.entries().end());
   for (uint32_t e = 0; e < entries.size(); ++e) {
@@ -51,7 +54,7 @@ Result<std::vector<std::string>> KeptInPlace(const MergePlan& plan) {
   return std::vector<std::string>(keep.begin(), keep.end());
 }
 
-Result<NewFiles> NewFilesOf(const MergePlan& plan, bool in_place) {
+Result<NewFiles> NewFilesOf(const MergePlan& plan, const BegunMerge& merge) {
   NewFiles files;
   for (const Output& output : plan.outputs()) {
     if (output.file.role == FileRole::kData) {
@@ -59,8 +62,8 @@ Result<NewFiles> NewFilesOf(const MergePlan& plan, bool in_place) {
     }
   }
   if (!plan.index_name().empty()) files.names.push_back(plan.index_name());
-  if (in_place) {
-    TC_ASSIGN_OR_RETURN(files.keep, KeptInPlace(plan));
+  if (merge.in_place) {
+    TC_ASSIGN_OR_RETURN(files.keep, KeptInPlace(plan, merge.replaces));
   }
   return files;
 }
@@ -108,7 +111,8 @@ Result<BegunMerge> BeginMerge(const MergePlan& plan,
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(target.path));
   TC_ASSIGN_OR_RETURN(merge.in_place,
                       IsSameDirectory(plan.checkpoint().path(), absolute));
-  if (merge.in_place && plan.options().cut) {
+  merge.replaces = merge.in_place && target.replaces;
+  if (merge.in_place && plan.options().cut && !merge.replaces) {
     return InvalidArgument(
                "a part of a checkpoint is not merged into its own directory, "
                "where the rest would be lost; give another one")
@@ -117,7 +121,7 @@ Result<BegunMerge> BeginMerge(const MergePlan& plan,
   TC_ASSIGN_OR_RETURN(SaveSession session,
                       BeginSave(target.path, target.overwrite || merge.in_place,
                                 target.others));
-  TC_ASSIGN_OR_RETURN(const NewFiles files, NewFilesOf(plan, merge.in_place));
+  TC_ASSIGN_OR_RETURN(const NewFiles files, NewFilesOf(plan, merge));
   TC_RETURN_IF_ERROR(session.CheckNotHidden(files));
   if (!target.overwrite) {
     TC_RETURN_IF_ERROR(
@@ -144,7 +148,7 @@ Result<Manifest> CommitMerge(const MergePlan& plan, BegunMerge* merge,
   CommitRequest commit;
   commit.index_name = plan.index_name();
   if (merge->in_place) {
-    TC_ASSIGN_OR_RETURN(commit.keep, KeptInPlace(plan));
+    TC_ASSIGN_OR_RETURN(commit.keep, KeptInPlace(plan, merge->replaces));
   }
   for (size_t i = 0; i < plan.outputs().size(); ++i) {
     StagedFile file = plan.outputs()[i].file;

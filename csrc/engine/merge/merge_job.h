@@ -18,6 +18,9 @@ struct MergeTarget {
   std::string path;
   bool overwrite = false;
   bool others = false;  // see BeginSave
+  // Of a merge into the input's own directory: the output takes the place of
+  // the input, of which nothing stays but its extras.
+  bool replaces = false;
   // Paths of files that are to stand beside the tensors.
   std::vector<std::string> extras{};
 };
@@ -25,11 +28,13 @@ struct MergeTarget {
 struct BegunMerge {
   std::unique_ptr<SaveSession> session;
   bool in_place = false;  // the output goes into the input's own directory
+  bool replaces = false;  // MergeTarget's
 };
 
 // Begins the save of the output. kConflict, naming it, for what stands where
 // the merge would write, unless that may be overwritten; kInvalidArgument for a
-// part of a checkpoint that would take the place of all of it.
+// part of a checkpoint that would take the place of all of it, where nobody has
+// said `replaces`.
 Result<BegunMerge> BeginMerge(const MergePlan& plan, const MergeTarget& target);
 
 // Writes the plan's files into staging, or a part of them that are there: see

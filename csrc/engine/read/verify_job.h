@@ -11,8 +11,12 @@ namespace torch_ckpt {
 struct VerifyOptions {
   int workers = 2;
   bool direct_io = true;  // past the page cache, where that goes
+  // Of the bytes, or of the archives, one of so many shares that together are
+  // all.
+  int64_t share = 0, shares = 1;
 };
 
+// Of the share.
 struct VerifyReport {
   uint64_t bytes = 0;
   uint64_t files = 0;
