@@ -1,0 +1,163 @@
+"""Rows: saves and loads by the calls of Megatron Core's dist_checkpointing, on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import environment, files, ranks, rivals
+from benchmarks.contender import Contender, Context, Figure, Row, row
+from benchmarks.program import Timing
+
+WORLD = 2
+GPT_BYTES = 2 * (7 * (4 * 2048 * 2048 + 3 * 5632 * 2048 + 2048) + 2 * 25600 * 2048)
+UPSTREAM, OURS = "Megatron Core", "ours, dist_checkpointing"
+FIGURES = (
+    Figure("seconds", "s", worst=True, compared=True),
+    Figure("cpu", "CPU s"),
+    Figure("memory", "extra MB"),
+)
+READ = (*FIGURES, Figure("read_of_needed", "bytes asked for of those needed"))
+PACKAGES = {UPSTREAM: "megatron", OURS: "ours"}
+
+
+def _run(context: Context, package: str, job: str, state: str, path: Path, bytes_: int) -> Timing:
+    words = [package, job, "--state", state, "--scale", str(context.scale)]
+    words += ["--path", str(path), "--program", str(context.program.path)]
+    answer = ranks.run_ranks("benchmarks.megatron_rank", [words] * WORLD)[0]
+    assert answer is not None  # rank 0 speaks for all
+    figures = {
+        "seconds": answer["seconds"],
+        "cpu": answer["cpu"],
+        "memory": answer["extra_memory"] / 1e6,
+        "read_of_needed": answer["read"] / max(1.0, answer["needed"]),
+    }
+    return Timing(
+        answer["seconds"], answer["cpu"], bytes_, int(answer["extra_memory"]), figures=figures
+    )
+
+
+def _why_not() -> str:
+    there = environment.version("megatron-core") != "not installed"
+    return rivals.why_not_ours("LocalBoxes") if there else "megatron-core is not installed"
+
+
+def _save_row(context: Context, state: str, title: str, bytes_: int, count: int) -> Row:
+    folder = context.directory / "megatron"
+    path = folder / "saved"
+
+    def add(name: str, package: str) -> Contender:
+        def check() -> None:
+            _run(context, package, "load", state, path, bytes_)
+
+        return Contender(
+            name=name,
+            role="ours" if package == "ours" else "rival",
+            before=folder.mkdir,
+            run=lambda: _run(context, package, "save", state, path, bytes_),
+            check=check,
+            after=lambda: files.remove(folder),
+            skip=_why_not(),
+        )
+
+    contenders = [add(name, package) for name, package in PACKAGES.items()]
+    limit = ""
+    if state == "gpt":
+        contenders.append(rivals.write_limit(context, rivals.FRESH, "direct", bytes_))
+        limit = rivals.FRESH
+    # What is written by Megatron is durable by one sync of it afterwards.
+    figures = FIGURES if state != "gpt" else ()
+    return Row(title, bytes_, count, contenders, limit, figures=figures)
+
+
+def _load_row(
+    context: Context, state: str, title: str, bytes_: int, count: int, *, cold: bool
+) -> Row:
+    folder = context.directory / "megatron"
+    paths = {package: folder / package for package in PACKAGES.values()}
+
+    def make(package: str) -> None:
+        folder.mkdir(exist_ok=True)
+        if not paths[package].exists():
+            _run(context, package, "save", state, paths[package], bytes_)
+        found = files.files_in(paths[package])
+        if cold:
+            files.drop_from_memory(found)
+        else:
+            files.bring_into_memory(found)
+
+    def add(name: str, package: str, source: str) -> Contender:
+        return Contender(
+            name=name,
+            role="ours" if package == "ours" else "rival",
+            before=lambda: make(source),
+            run=lambda: _run(context, package, "load", state, paths[source], bytes_),
+            skip=_why_not(),
+        )
+
+    contenders = [add(name, package, package) for name, package in PACKAGES.items()]
+    contenders.append(add("ours, Megatron's directory", "ours", "megatron"))
+    return Row(
+        title,
+        bytes_,
+        count,
+        contenders,
+        limit="",
+        figures=READ,
+        close=lambda: files.empty(context.directory),
+    )
+
+
+def _gpt_bytes(context: Context) -> int:
+    return int(GPT_BYTES * context.scale)
+
+
+@row("megatron_save_gpt")
+def megatron_save_gpt(context: Context) -> Row:
+    """A GPT of 0.98 GB, TP 2."""
+    return _save_row(context, "gpt", "Save a GPT, TP 2, durable", _gpt_bytes(context), 37)
+
+
+@row("megatron_load_gpt_cold")
+def megatron_load_gpt_cold(context: Context) -> Row:
+    """The same, from the disk."""
+    title = "Load a GPT, TP 2, cold"
+    return _load_row(context, "gpt", title, _gpt_bytes(context), 37, cold=True)
+
+
+@row("megatron_load_gpt_warm", memory=("as-is",))
+def megatron_load_gpt_warm(context: Context) -> Row:
+    """The same, from the page cache."""
+    title = "Load a GPT, TP 2, warm"
+    return _load_row(context, "gpt", title, _gpt_bytes(context), 37, cold=False)
+
+
+@row("megatron_save_many", memory=("as-is",))
+def megatron_save_many(context: Context) -> Row:
+    """5,000 small tensors that both ranks have."""
+    count = max(1, round(5000 * context.scale))
+    title = "Save 5,000 tensors of 512 B, on both of 2 ranks, durable"
+    return _save_row(context, "many", title, 512 * count, count)
+
+
+@row("megatron_load_many", memory=("as-is",))
+def megatron_load_many(context: Context) -> Row:
+    """The same."""
+    count = max(1, round(5000 * context.scale))
+    title = "Load 5,000 tensors of 512 B, on both of 2 ranks, warm"
+    return _load_row(context, "many", title, 512 * count, count, cold=False)
+
+
+@row("megatron_save_objects", memory=("as-is",))
+def megatron_save_objects(context: Context) -> Row:
+    """10,000 objects that both ranks have."""
+    count = max(1, round(10_000 * context.scale))
+    title = "Save 10,000 objects, on both of 2 ranks, durable"
+    return _save_row(context, "objects", title, count, count)
+
+
+@row("megatron_load_objects", memory=("as-is",))
+def megatron_load_objects(context: Context) -> Row:
+    """The same."""
+    count = max(1, round(10_000 * context.scale))
+    title = "Load 10,000 objects, on both of 2 ranks, warm"
+    return _load_row(context, "objects", title, count, count, cold=False)
