@@ -60,6 +60,7 @@ set(test_sources
     tests/cpp/format_safetensors_test.cc
     tests/cpp/format_sharding_info_test.cc
     tests/cpp/format_short_header_test.cc
+    tests/cpp/format_zarr_array_test.cc
     tests/cpp/format_zip_test.cc
     tests/cpp/values_cast_test.cc
     tests/cpp/values_numbers_test.cc
@@ -73,6 +74,7 @@ set(test_sources
     tests/cpp/plan_mesh_test.cc
     tests/cpp/plan_ranges_test.cc
     tests/cpp/plan_runs_test.cc
+    tests/cpp/plan_share_test.cc
     tests/cpp/engine_casts_test.cc
     tests/cpp/engine_checkpoint_test.cc
     tests/cpp/engine_commit_damage_test.cc

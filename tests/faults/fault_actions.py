@@ -164,3 +164,44 @@ def load_many(path: str, numbers: list[int], done: str) -> dict[str, int]:
                 raise
             seen["conflicts"] += 1
     return seen
+
+
+def _keys(prefix: str) -> dict[str, torch.Tensor]:
+    return {f"{prefix}.{number}": torch.arange(1000.0 + number) for number in range(3)}
+
+
+def save_megatron(path: str) -> None:
+    from torch_ckpt.megatron import dist_checkpointing
+    from torch_ckpt.megatron.dist_checkpointing import ShardedObject, ShardedTensor
+
+    values = {**_keys("keep"), **_keys("go")}
+    state = {key: ShardedTensor.from_rank_offsets(key, each) for key, each in values.items()}
+    object_ = ShardedObject("object", "text", (1,), (0,))
+    dist_checkpointing.save({**state, "object": object_, "step": 7}, path)
+
+
+def remove_tensors(path: str) -> None:
+    from torch_ckpt.megatron import dist_checkpointing
+
+    dist_checkpointing.remove_sharded_tensors(path, "go.")
+
+
+def whole_megatron(paths: list[str]) -> list[bool]:
+    """Of each path whether what goes is still there; all else must be."""
+    from torch_ckpt.megatron import dist_checkpointing
+
+    answers = []
+    for path in paths:
+        assert dist_checkpointing.check_is_distributed_checkpoint(path), path
+        loaded = dist_checkpointing.load_plain_tensors(path)
+        assert loaded.pop("step") == 7
+        wanted = _keys("keep")
+        if "go.0" in loaded:
+            wanted.update(_keys("go"))
+        assert loaded.keys() == wanted.keys()
+        assert all(torch.equal(loaded[key], value) for key, value in wanted.items())
+        request = dist_checkpointing.load_sharded_metadata(path)
+        name = "object/shard_0_1"
+        assert dist_checkpointing.load({name: request[name]}, path)[name] == "text"
+        answers.append("go.0" in wanted)
+    return answers

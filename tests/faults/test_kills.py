@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,3 +55,22 @@ def test_a_killed_consolidation_is_in_nobodys_way(make_scenario: Any, server: An
         left = {name for name in os.listdir(path) if "stage" in name or name == "commit.json"}
         assert left == set(), left
         assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)]
+
+
+def test_killed_while_tensors_are_removed(fault_points: None, server: Any, tmp_path: Path) -> None:
+    """The checkpoint is there with them or without them, and the next removal finishes it."""
+    server.call("save_megatron", path=str(tmp_path / "template"))
+    paths = []
+    for nth in itertools.count(1, 7):
+        path = tmp_path / str(nth) / "c"
+        shutil.copytree(tmp_path / "template", path)
+        paths.append(str(path))
+        outcome = server.outcome("remove_tensors", faults=f"*:{nth}:kill", path=str(path))
+        if not outcome["signal"]:
+            assert "ok" in outcome, outcome
+            break
+    there = server.call("whole_megatron", paths=paths)
+    assert there[0] and not there[-1]
+    for path in paths[:-1]:
+        server.call("remove_tensors", path=path)
+    assert not any(server.call("whole_megatron", paths=paths))

@@ -21,7 +21,12 @@ from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.native import core
 
 # A busy machine may take any time for an example, and for making one.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "unhurried",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=50 if os.environ.get("TORCH_CKPT_FULL", "") in ("", "0") else 100,
+)
 settings.load_profile("unhurried")
 
 

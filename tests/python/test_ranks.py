@@ -11,13 +11,17 @@ from launch import run_ranks
 # Modules that run one after the other in one launch, and how many ranks. In this order: the later
 # launches of "reshard", "wrapped" and "clients_reload" load what earlier ones have saved.
 LAUNCHES = [
-    ("sharding,saving,failures,differing,consolidation,final,frameworks,reshard,wrapped", 4),
     (
-        "saving,failures,differing,asynchronous,consolidation,directories,empty_tensors,reshard,wrapped",
+        "sharding,saving,failures,differing,consolidation,final,frameworks,reshard,wrapped,dist_checkpointing",
+        4,
+    ),
+    (
+        "saving,failures,differing,asynchronous,consolidation,directories,empty_tensors,reshard,wrapped,"
+        "dist_checkpointing",
         2,
     ),
     ("agreements,reshard,wrapped", 3),
-    ("reshard,wrapped", 1),
+    ("reshard,wrapped,dist_checkpointing", 1),
     ("clients", 2),
     ("clients_reload", 2),
     ("clients_reload", 1),
@@ -28,6 +32,7 @@ CAMPAIGN = [
     ("asynchronous", 4),
     ("directories", 4),
     ("agreements", 8),
+    ("dist_checkpointing", 3),
     *(("final", world) for world in (1, 2, 3, 5, 6, 7, 8)),
 ]
 

@@ -137,7 +137,8 @@ def test_replicas_on_several_nodes_are_taken_from_few() -> None:
         items = [item("all", (1 << 20,), (0,), (1 << 20,))]
         place = (4 * (rank // 2 % 2), 50 * (rank % 2))
         items += [item(f"t{number}", (8, 100), place, (4, 50)) for number in range(9)]
-        plans.append(SavePlan(items, storage_data=RankNote(node)))
+        names = [each.index.fqn for each in items]
+        plans.append(SavePlan(items, storage_data=RankNote(node, names)))
     of_all, *of_others = bands_in(final_tensors(dedup_plans(plans, False), DtypePolicy()))
     assert of_all == []
     for own in of_others:

@@ -100,7 +100,7 @@ def place_of(save: Save) -> str:
     return type(save.writer).__name__
 
 
-def _wait_for_saves_beside(world_size: int) -> None:
+def wait_for_saves_beside(world_size: int) -> None:
     """Their writers and directories are not free before, on some ranks earlier than on others."""
     if world_size > 1:
         wait_for(running(), TIMEOUT_S)
@@ -153,7 +153,7 @@ def save(
         log = None if log_path is None else os.fsdecode(log_path)
         place = one_path(path, checkpoint_id)
         stats.path = "" if place is None else os.fsdecode(place)
-        _wait_for_saves_beside(ranks.size)
+        wait_for_saves_beside(ranks.size)
         stats.waited_s = time.perf_counter() - began
         made_save = make_save(
             place,
@@ -258,7 +258,7 @@ def load(
     target: MutableMapping[str, Any] | HasState = {} if state_dict is None else state_dict
 
     def make() -> Load:
-        _wait_for_saves_beside(ranks.size)
+        wait_for_saves_beside(ranks.size)
         place = one_path(path, checkpoint_id)
         reader, own_planner = storage_reader, planner
         if reader is None:

@@ -28,6 +28,13 @@ INDEX = "model.safetensors.index.json"
 METADATA = ".metadata"  # of stock DCP
 RANK_METADATA = re.compile(r"__[0-9]+\.metadata")  # of its saves without collectives
 DISTCP = ".distcp"
+# Of Megatron Core: objects are lists of one under their unique keys, and so is what belongs to no
+# key, rank 0's common state, and what says of a checkpoint what it holds.
+MEGATRON_CONFIG = "metadata.json"
+MEGATRON_COMMON = "common_state/shard_0_1"
+MEGATRON_CONTENT = "content_metadata/shard_0_1"
+MEGATRON_COMMON_FILE = "common.pt"
+MEGATRON_OBJECT = "/shard_"  # within the name of every object
 # step-7 of ours, checkpoint-7 of Trainer, iter_0000007 of Megatron, global_step7 of DeepSpeed,
 # epoch=1-step=7.ckpt of Lightning.
 _STEP = re.compile(

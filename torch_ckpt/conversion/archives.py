@@ -1,5 +1,5 @@
-"""Files of torch.save and directories of stock DCP: laid out by the installed torch, filled by the
-engine.
+"""Files of torch.save, directories of stock DCP and of Megatron's: laid out by the installed torch,
+filled by the engine.
 
 torch pickles tensors that have no elements and leaves room for these; the core streams them in, and
 puts what is whole into place (csrc/engine/merge/fill_archives.h). So the pickles are those of this
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import pickle
 import struct
@@ -21,7 +22,15 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from torch_ckpt.checkpoint.description import entry_paths
-from torch_ckpt.checkpoint.names import DISTCP, METADATA
+from torch_ckpt.checkpoint.names import (
+    DISTCP,
+    MEGATRON_COMMON,
+    MEGATRON_COMMON_FILE,
+    MEGATRON_CONFIG,
+    MEGATRON_CONTENT,
+    MEGATRON_OBJECT,
+    METADATA,
+)
 from torch_ckpt.dcp.read.read_objects import ObjectReader, not_read
 from torch_ckpt.dcp.read.stored import StoredTensor
 from torch_ckpt.errors import InternalError, UnsupportedError
@@ -59,13 +68,13 @@ def write_archives(
 ) -> dict[str, Any]:
     """The checkpoint of `request` at `target`: with "torch" as one file of torch.save, which where
     the request says so replaces such a file, as a whole, and nothing else; with "dcp" as a
-    directory of stock DCP, of one rank, which must not be there, or be empty."""
+    directory of stock DCP, of one rank, which must not be there, or be empty; with "megatron" as
+    one of Megatron's."""
     place = {"to": to, "overwrite": request["overwrite"]}
     session = ArchiveSession(target, place)
     try:
         leaves = _leaves_of(request)
-        lay_out = _lay_out_dcp if to == "dcp" else _lay_out_torch
-        layout, tensors = lay_out(request, leaves, session.staging)
+        layout, tensors = _LAYOUTS[to](request, leaves, session.staging)
         with Job() as job, told(job, progress):
             whole = {
                 "job": job.id,
@@ -117,6 +126,49 @@ def _lay_out_dcp(
     with open(os.path.join(staging, METADATA), "wb") as file:
         pickle.dump(metadata, file)
     return OpenedCheckpoint(staging, "dcp"), leaves.stored
+
+
+def _lay_out_megatron(
+    request: MergeRequest, leaves: _Leaves, staging: str
+) -> tuple[OpenedCheckpoint, dict[str, str]]:
+    """The same."""
+    listing = request.opened.listing()
+    common_names = set(listing.common)
+    of_common = {name for name, stored in leaves.stored.items() if stored in common_names}
+    values: dict[str, Any] = {name: _elements(request, leaves, name) for name in of_common}
+    cells: dict[str, Any] = {}
+    common: dict[Any, Any] = {}
+    # Of Megatron's zarr, objects have files of their own, and are no lists.
+    is_zarr = listing.format == "megatron" and not os.path.exists(
+        os.path.join(request.opened.path, METADATA)
+    )
+    for name, value in leaves.objects.items():
+        if name in (MEGATRON_COMMON, MEGATRON_CONTENT) and _is_list_of_dict(value):
+            key = name.partition(MEGATRON_OBJECT)[0]
+            common.update(value[0] if name == MEGATRON_COMMON else {key: value[0]})
+        elif MEGATRON_OBJECT in name and name not in common_names:
+            cells[name] = [value] if is_zarr else value
+        else:
+            values[name] = value
+    nested = rebuild(values, leaves.paths, leaves.structure)
+    torch.save({**nested, **common}, os.path.join(staging, MEGATRON_COMMON_FILE))
+    tensors = {name: each for name, each in leaves.tensors.items() if name not in of_common}
+    stored = {name: leaves.stored[name] for name in tensors}
+    paths: dict[str, tuple[Any, ...]] = {name: (name,) for name in (*tensors, *cells)}
+    metadata = _write_data_file(_Leaves(tensors, stored, cells, paths, None), staging)
+    with open(os.path.join(staging, METADATA), "wb") as file:
+        pickle.dump(metadata, file)
+    said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    with open(os.path.join(staging, MEGATRON_CONFIG), "w", encoding="utf-8") as text:
+        json.dump(said, text)
+    return OpenedCheckpoint(staging, "megatron"), stored
+
+
+def _is_list_of_dict(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)
+
+
+_LAYOUTS = {"torch": _lay_out_torch, "dcp": _lay_out_dcp, "megatron": _lay_out_megatron}
 
 
 def _elements(request: MergeRequest, leaves: _Leaves, name: str) -> torch.Tensor:

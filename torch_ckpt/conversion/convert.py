@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 
 _GROWTH = 1 << 30  # bytes that are worth a warning
 
-Target = Literal["torch_ckpt", "hf", "dcp", "torch"]
-TARGETS = ("torch_ckpt", "hf", "dcp", "torch")
+Target = Literal["torch_ckpt", "hf", "dcp", "megatron", "torch"]
+TARGETS = ("torch_ckpt", "hf", "dcp", "megatron", "torch")
+_ARCHIVES = ("dcp", "megatron", "torch")  # which are pickles of torch's
 
 
 def convert(
@@ -62,9 +63,11 @@ def convert(
     to: what `target` is to be; None for what the source is.
         "torch_ckpt": a directory of shards as `save` writes them. "hf": one of whole tensors as
         `from_pretrained` reads them (model.safetensors, or several files and their index). "dcp":
-        one of stock DCP, as if saved by one rank, which must not be there yet. "torch": a file of
-        `torch.save`, with `overwrite` in place of such a file and of nothing else. The last two
-        import torch, which pickles what is no tensor's elements.
+        one of stock DCP, as if saved by one rank, which must not be there yet. "megatron": the
+        same as torch_dist of Megatron Core, which loads it; what is no tensor and no object of its
+        own is its common state. "torch": a file of `torch.save`, with `overwrite` in place of such
+        a file and of nothing else. The last three import torch, which pickles what is no tensor's
+        elements.
     format: what the source is read as, see Checkpoint; None to find out.
     include, exclude, overwrite: as those of `consolidate_safetensors_files`.
     objects: False leaves out the leaves that are no tensors; one that holds a tensor, as a tuple
@@ -86,13 +89,8 @@ def convert(
     way, UnsupportedError, and what `consolidate_safetensors_files` raises.
     """
     kind = _format_of(source, format) if to is None else to
-    if to is None and kind not in TARGETS:
-        raise InvalidArgumentError(
-            f"to: {kind}, the format of the source, is read and not written; "
-            f"say one of {', '.join(TARGETS)}"
-        )
     check_choice("to", kind, TARGETS)
-    if kind in ("dcp", "torch") and max_shard_size is not None:
+    if kind in _ARCHIVES and max_shard_size is not None:
         raise InvalidArgumentError(f"max_shard_size: there are no shards of the format {kind}")
     if kind != "hf" and (naming is not None or extras):
         given = "extras" if naming is None else "naming"
@@ -135,7 +133,9 @@ def convert(
         taken = _names_of_others(place)
         beside = files_beside(opened.path, files, taken, policy.torch_name)
     try:
-        if kind not in ("dcp", "torch"):
+        if objects:
+            _check_classes_are_known(opened, verify)
+        if kind not in _ARCHIVES:
             return merge(request, beside, progress)
         from torch_ckpt.conversion import archives  # imports torch
 
@@ -156,6 +156,37 @@ def convert(
 def _format_of(source: str | os.PathLike[str], format: str | None) -> str:
     """In the words of Checkpoint.format; what is to be said of it is said when it is converted."""
     return OpenedCheckpoint(local_path(source), format).listing(tensors=False).format
+
+
+def _check_classes_are_known(opened: OpenedCheckpoint, verify: bool) -> None:
+    """Raises UnsupportedError for an archived leaf that nobody could read where it is written to:
+    the core says of some class what it is made of, and who reads that has to know the class."""
+    listing = opened.listing(tensors=False)
+    values = opened.archived_objects(listing.archived)
+    named = [
+        name for name, value in zip(listing.archived, values, strict=True) if _names_class(value)
+    ]
+    if not named:
+        return
+    from torch_ckpt.dcp.read import read_objects  # imports torch
+
+    reader = read_objects.ObjectReader(opened, listing, verify=verify, allow_pickle=False)
+    for name in named:
+        reader.read_one(name)
+
+
+def _names_class(value: Any) -> bool:
+    """Whether a member of an enum, or a record, is in the typed JSON of an object."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            if each.get("$") in ("enum", "record"):
+                return True
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
+    return False
 
 
 def _check_no_tensor_is_dropped(opened: OpenedCheckpoint, verify: bool) -> None:

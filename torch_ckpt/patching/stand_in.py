@@ -43,7 +43,7 @@ class StandIn(type(FileSystemWriter)):  # type: ignore[misc]
             "ours": ours,
             "group": group,
             # for callers of `FileSystemWriter.__init__(self, ...)`
-            "__init__": vars(stock)["__init__"],
+            "__init__": stock.__init__,  # type: ignore[misc]
             "__module__": stock.__module__,  # by which the class pickles
             "__doc__": ours.__doc__,
             "__signature__": inspect.signature(ours),

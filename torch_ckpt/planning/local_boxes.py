@@ -26,9 +26,9 @@ class LocalBoxes(torch.Tensor):
         dimensions as the whole, one dtype and one device.
     dtype: needed where there are no boxes.
 
-    Boxes of one rank, and of several, must not overlap, but for those that several ranks have
-    alike, of which one is written; together they cover the whole. A save of ours that finds
-    otherwise is an error on all ranks. It is DCP's protocol for such leaves
+    Boxes of one rank, and of several, that are saved must not overlap, but for those that several
+    ranks have alike, of which one is written; together they cover the whole. A save of ours that
+    finds otherwise is an error on all ranks. It is DCP's protocol for such leaves
     (`__create_write_items__` and its kin), so stock's planners take it as well.
 
     No operator computes with it: use the tensors in `boxes`.
@@ -110,6 +110,12 @@ class LocalBoxes(torch.Tensor):
         return [ChunkStorageMetadata(offsets, tensor.size()) for offsets, tensor in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        # The number tells those of a load apart that begin at one offset.
+        number = index.index
+        if number is not None and number < len(self.boxes):
+            offsets, tensor = self.boxes[number]
+            if offsets == index.offset:
+                return tensor
         for offsets, tensor in self.boxes:
             if offsets == index.offset:
                 return tensor

@@ -10,7 +10,6 @@
 #include "engine/open/torch_archive.h"
 #include "engine/write/casts.h"
 #include "engine/write/stored_providers.h"
-#include "format/names.h"
 #include "values/cast.h"
 
 namespace torch_ckpt {
@@ -221,6 +220,20 @@ class Filler {
   std::deque<OutputCrcs> crcs_;
 };
 
+// What of a layout has no elements goes along as it is.
+Status TakeOthers(const Checkpoint& layout, const Directory& staging) {
+  TC_ASSIGN_OR_RETURN(const Directory laid_out,
+                      staging.OpenDirectory(std::string(kLayoutName)));
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, laid_out.List());
+  for (const std::string& name : names) {
+    if (layout.file_set()->FindFile(name) >= 0) continue;
+    TC_ASSIGN_OR_RETURN(const File file, laid_out.OpenFile(name, {}));
+    TC_RETURN_IF_ERROR(file.Sync());
+    TC_RETURN_IF_ERROR(laid_out.Rename(name, staging, name));
+  }
+  return {};
+}
+
 }  // namespace
 
 Status FillArchives(const std::shared_ptr<const Checkpoint>& source,
@@ -230,13 +243,7 @@ Status FillArchives(const std::shared_ptr<const Checkpoint>& source,
   const Directory& staging = session->directory();
   const auto fill = [&]() -> Status {
     TC_RETURN_IF_ERROR(Filler(source, layout, options).Run(staging, job));
-    if (target.is_file) return {};
-    // What has no elements goes along as it is.
-    const std::string name(kStockMetadataNames[0]);
-    const std::string laid_out = std::string(kLayoutName) + "/" + name;
-    TC_ASSIGN_OR_RETURN(const File file, staging.OpenFile(laid_out, {}));
-    TC_RETURN_IF_ERROR(file.Sync());
-    return staging.Rename(laid_out, staging, name);
+    return target.is_file ? Status() : TakeOthers(*layout, staging);
   };
   TC_RETURN_IF_ERROR(ExplainGone(fill(), session->place().path));
   return CommitForeign(session, target,

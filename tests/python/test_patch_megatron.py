@@ -1,0 +1,101 @@
+"""patch_megatron: Megatron's own names, on this engine and back."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_ckpt.megatron import patch_megatron
+
+pytest.importorskip("megatron.core.dist_checkpointing")
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import core, serialization
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import async_utils
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.validation import StrictHandling
+
+
+def state(value: float) -> dict[str, Any]:
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", torch.full((3,), value)),
+        "o": ShardedObject("o", {"x": value}, (1,), (0,)),
+        "step": 4,
+    }
+
+
+def test_their_calls_are_ours_and_theirs_again(tmp_path: Path) -> None:
+    names = [
+        (dist_checkpointing, "save"),
+        (serialization, "load"),
+        (async_utils, "AsyncCallsQueue"),
+    ]
+    stock = [getattr(module, name) for module, name in names]
+    path = str(tmp_path / "c")
+    with patch_megatron():
+        program = types.ModuleType("a_program")
+        program.save = dist_checkpointing.save  # type: ignore[attr-defined]
+        sys.modules["a_program"] = program
+        assert all(getattr(m, n) is not s for (m, n), s in zip(names, stock, strict=True))
+        dist_checkpointing.save(state(2.0), path, content_metadata={"a": 1})
+        assert '"torch_ckpt"' in (tmp_path / "c" / "metadata.json").read_text()
+        loaded = dist_checkpointing.load(state(0.0), path, strict=StrictHandling.RAISE_ALL)
+        assert loaded["w"].tolist() == [2.0] * 3 and loaded["o"] == {"x": 2.0}
+        assert dist_checkpointing.load_content_metadata(path) == {"a": 1}
+        assert dist_checkpointing.check_is_distributed_checkpoint(path)
+        found = serialization.load_sharded_metadata(path)
+        assert type(found["w"]) is ShardedTensor and type(found["o/shard_0_1"]) is ShardedObject
+    assert [getattr(module, name) for module, name in names] == stock
+    assert program.save is stock[0]
+    del sys.modules["a_program"]
+
+
+def test_errors_are_caught_as_theirs(tmp_path: Path) -> None:
+    with patch_megatron():
+        with pytest.raises(core.CheckpointingException, match="no such directory"):
+            dist_checkpointing.load({}, str(tmp_path / "absent"))
+        with pytest.raises(ValueError):
+            dist_checkpointing.load({}, str(tmp_path), strict="what")
+
+
+def test_their_strategies_are_options(tmp_path: Path) -> None:
+    class Own(TorchDistSaveShardedStrategy):
+        """As Megatron-Bridge derives one."""
+
+    path = str(tmp_path / "c")
+    with patch_megatron():
+        saving = FullyParallelSaveStrategyWrapper(Own("torch_dist", 1))
+        dist_checkpointing.save(state(2.0), path, saving)
+        reading = serialization.get_default_load_sharded_strategy
+        with pytest.raises(TypeError, match="no strategy"):
+            dist_checkpointing.load(state(0.0), path, object())
+        assert callable(reading)
+        wrapped = FullyParallelLoadStrategyWrapper(None)
+        loaded = dist_checkpointing.load(state(0.0), path, wrapped)
+        assert loaded["step"] == 4 and loaded["w"].tolist() == [2.0] * 3
+
+
+def test_async_saves(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    with patch_megatron():
+        request = dist_checkpointing.save(state(5.0), path, async_sharded_save=True)
+        called: list[int] = []
+        request.add_finalize_fn(lambda: called.append(1))
+        queue = async_utils.AsyncCallsQueue()
+        assert queue.schedule_async_request(request) == 0
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+        assert called == [1]
+        assert dist_checkpointing.load(state(0.0), path)["w"].tolist() == [5.0] * 3
+        own = async_utils.AsyncRequest(lambda: called.append(2), (), [])
+        queue.schedule_async_request(own)
+        queue.close()
+        assert called == [1, 2]

@@ -1,0 +1,243 @@
+"""Saves in the background, as Megatron's training loop runs them: scheduled, polled, finalized."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from torch_ckpt.megatron.config import as_megatron_says
+from torch_ckpt.native.jobs import in_thread
+from torch_ckpt.native.torch_private import store_of
+from torch_ckpt.ranks import Ranks
+
+_OTHERS = ("megatron.core.dist_checkpointing.", "nvidia_resiliency_ext.")
+_queues = itertools.count()  # all ranks make them in one order
+
+
+class StartableSave:
+    """The async_fn of a request that `save` has made. A call runs the save; `start` begins it in
+    the background, and returns its future when the tensors may change."""
+
+    def __init__(self, start: Callable[[], Future[Any]]) -> None:
+        self.start = start
+
+    def __call__(self) -> None:
+        with as_megatron_says():
+            self.start().result()
+
+
+class AsyncRequest(NamedTuple):
+    """A save that is prepared, and what is to be done when it is committed.
+
+    async_fn: what a queue runs in the background with the arguments, None for nothing.
+    finalize_fns: called in this order on every rank, at the same poll, after that.
+    preload_fn: if given, what it returns when the request is scheduled is the second argument.
+    is_frozen: no more functions are added. call_idx: as scheduled.
+    """
+
+    async_fn: Callable[..., Any] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], Any]]
+    async_fn_kwargs: dict[str, Any] = {}
+    preload_fn: Callable[[], Any] | None = None
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
+        """Call `fn` after those that are there. Raises RuntimeError when it is frozen."""
+        if self.is_frozen:
+            raise RuntimeError("the request is frozen: it takes no more functions")
+        self.finalize_fns.append(fn)
+
+    def execute_sync(self) -> None:
+        """Do all of it now. A collective call."""
+        if self.async_fn is not None:
+            self.async_fn(*_arguments(self), **self.async_fn_kwargs)
+        Ranks.of(None).together("finalizing a save", lambda: None)
+        for finalize in self.finalize_fns:
+            finalize()
+
+    def freeze(self) -> AsyncRequest:
+        """The same, frozen."""
+        return self._replace(is_frozen=True)
+
+
+def _arguments(request: Any) -> list[Any]:
+    arguments = list(request.async_fn_args)
+    if request.preload_fn is not None:
+        arguments[1] = request.preload_fn()
+    return arguments
+
+
+class _Call:
+    """A request that is under way. told: whether rank 0 has been told that it is over here."""
+
+    def __init__(self, number: int, request: Any, future: Future[Any]) -> None:
+        self.number = number
+        self.request = request
+        self.future = future
+        self.is_ours = isinstance(request.async_fn, StartableSave)
+        self.told = False
+
+
+class AsyncCallsQueue:
+    """Requests under way, which are finalized in their order.
+
+    All ranks make the same calls: they schedule, poll and close together. No poll is a collective:
+    when a call is over rank 0 says in the process group's store at which of the coming polls it is
+    to be finalized, and all do it there. Functions may hold barriers, and a rank that waits in one
+    while the others train would never be met.
+
+    persistent, and what else is given, do nothing: no process is started.
+    """
+
+    def __init__(self, persistent: bool = False, **_: Any) -> None:
+        self.persistent = persistent
+        self._calls: deque[_Call] = deque()
+        self._numbers = itertools.count()
+        self._polls = 0
+        self._name = f"torch_ckpt/async_calls/{next(_queues)}"
+
+    @classmethod
+    def warmup_persistent_caller(cls, *_: Any, **__: Any) -> None:
+        """Does nothing."""
+
+    def schedule_async_request(self, async_request: Any) -> int:
+        """Begin it; when this returns, tensors may change. Returns its number. A collective call.
+
+        Raises TypeError for what is no request, and for one of another checkpoint package's, which
+        would start processes; what staging raises, on the rank where it does;
+        CheckpointingException, on all ranks, for an earlier save that failed and that no poll has
+        told of yet.
+        """
+        fields = ("async_fn", "async_fn_args", "finalize_fns", "async_fn_kwargs", "preload_fn")
+        if any(not hasattr(async_request, name) for name in fields):
+            raise TypeError(f"a {type(async_request).__qualname__} is no AsyncRequest")
+        made_by = _module_of(async_request.async_fn)
+        if made_by.startswith(_OTHERS):
+            raise TypeError(f"the request is of {made_by}: make it by the save of torch_ckpt")
+        number = next(self._numbers)
+        request = async_request._replace(is_frozen=True, call_idx=number)
+        self._calls.append(_Call(number, request, _begun(request)))
+        return number
+
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
+        """Finalize the calls that are over, in their order; their numbers. A poll: it does not
+        wait, and is no collective, but all ranks make it.
+
+        blocking: wait for all that are under way. no_dist: go by this rank alone.
+
+        Raises CheckpointingException or OSError of a save that failed, on all ranks at the same
+        poll; its functions are not called.
+        """
+        self._polls += 1
+        if blocking:
+            last = self._calls[-1].number if self._calls else -1
+        elif no_dist or not dist.is_initialized() or dist.get_world_size() == 1:
+            last = self._over()
+        else:
+            last = self._agreed()
+        finalized = []
+        while self._calls and self._calls[0].number <= last:
+            call = self._calls.popleft()
+            with as_megatron_says():
+                call.future.result()
+            for finalize in call.request.finalize_fns:
+                finalize()
+            finalized.append(call.number)
+        return finalized
+
+    def _over(self) -> int:
+        """The last of the calls that are over here, with all before it."""
+        last = -1
+        for call in self._calls:
+            if not call.future.done():
+                break
+            last = call.number
+        return last
+
+    def _agreed(self) -> int:
+        """The last of the calls that all ranks finalize at this poll."""
+        if not self._calls:
+            return -1
+        store = store_of(dist.group.WORLD)
+        for call in self._calls:
+            if not call.is_ours and call.future.done() and not call.told:
+                call.told = True
+                store.add(f"{self._name}/{call.number}", 1)
+        # Ranks come to a poll in any order, and may be polls apart: the first says it for all.
+        key = f"{self._name}/at/{self._polls}"
+        last = int(store.compare_set(key, "", str(self._over_everywhere(store))))
+        if store.add(f"{key}/read", 1) == dist.get_world_size():
+            store.delete_key(key)
+            store.delete_key(f"{key}/read")
+        return last
+
+    def _over_everywhere(self, store: Any) -> int:
+        """As `_over`, for all ranks. A save of ours is over where it is committed, or has failed;
+        of the application's own calls each rank tells."""
+        last = -1
+        for call in self._calls:
+            if not call.future.done():
+                break
+            if not call.is_ours:
+                told = store.add(f"{self._name}/{call.number}", 0)
+                if told < dist.get_world_size():
+                    break
+            last = call.number
+        return last
+
+    def get_num_unfinalized_calls(self) -> int:
+        return len(self._calls)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize all calls. With `abort` none is: it waits until they are over, whatever becomes
+        of them."""
+        if not abort:
+            self.maybe_finalize_async_calls(blocking=True)
+            return
+        while self._calls:
+            self._calls.popleft().future.exception()
+
+
+def _module_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None) or ""
+
+
+def _begun(request: Any) -> Future[Any]:
+    if isinstance(request.async_fn, StartableSave):
+        with as_megatron_says():
+            return request.async_fn.start()
+    done: Future[Any] = Future()
+    if request.async_fn is None:
+        done.set_result(None)
+        return done
+    arguments = _arguments(request)
+    return in_thread(
+        lambda: request.async_fn(*arguments, **request.async_fn_kwargs), "torch_ckpt-async-call"
+    )
+
+
+def get_async_strategy(async_strategy: str, module: str | None = None) -> Any:
+    """What `get_async_strategy` gives: the name, and the classes or the one named `module`. Raises
+    TypeError for another strategy, KeyError for another class."""
+    check_async_strategy(async_strategy)
+    classes = {"AsyncCallsQueue": AsyncCallsQueue, "AsyncRequest": AsyncRequest}
+    return async_strategy, classes if module is None else classes[module]
+
+
+def check_async_strategy(async_strategy: str) -> None:
+    if async_strategy not in ("nvrx", "mcore"):
+        raise TypeError(
+            f'async_strategy is "nvrx" or "mcore", not {async_strategy!r}: both are ours'
+        )

@@ -1,0 +1,85 @@
+"""What a checkpoint's metadata.json says, and the error of this package."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch_ckpt.checkpoint.checkpoint import Checkpoint
+from torch_ckpt.checkpoint.names import MEGATRON_CONFIG
+from torch_ckpt.errors import CheckpointError
+
+BACKEND, VERSION = "torch_ckpt", 1
+
+
+class CheckpointingException(CheckpointError):
+    """What Megatron's programs catch. Names key, box and ranks where they are known."""
+
+
+@contextlib.contextmanager
+def as_megatron_says() -> Iterator[None]:
+    """Errors of torch_ckpt are those that Megatron's programs catch."""
+    try:
+        yield
+    except CheckpointingException:
+        raise
+    except CheckpointError as error:
+        raise CheckpointingException(
+            error.message, file=error.file, tensor=error.tensor, rank=error.rank
+        ) from error
+
+
+@dataclass
+class CheckpointingConfig:
+    """sharded_backend: which format the tensors are in. sharded_backend_version: of that."""
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+
+
+def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig | None:
+    """What metadata.json in the directory says; None where there is none.
+
+    Raises CheckpointingException where it is no such file.
+    """
+    path = Path(checkpoint_dir) / MEGATRON_CONFIG
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UnicodeDecodeError as error:
+        raise CheckpointingException(f"is no UTF-8: {error}", file=str(path)) from error
+    try:
+        said = json.loads(text)
+        backend, version = said["sharded_backend"], said.get("sharded_backend_version", 1)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointingException(
+            "is not the metadata.json of a distributed checkpoint, an object with a "
+            f"sharded_backend: {error}",
+            file=str(path),
+        ) from error
+    if type(backend) is not str or type(version) is not int:
+        raise CheckpointingException(
+            f"says the backend {backend!r} of version {version!r}: a text and a number are due",
+            file=str(path),
+        )
+    return CheckpointingConfig(backend, version)
+
+
+def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Write metadata.json into the directory. A save does that by itself, as a part of its
+    commit: call this for directories that are made by hand."""
+    path = Path(checkpoint_dir) / MEGATRON_CONFIG
+    path.write_text(json.dumps(asdict(config)), encoding="utf-8")
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """Whether a distributed checkpoint is there: one of ours is when it is committed."""
+    config = maybe_load_config(checkpoint_dir)
+    if config is None or config.sharded_backend != BACKEND:
+        return config is not None
+    return Checkpoint(checkpoint_dir).is_committed()

@@ -1,0 +1,232 @@
+"""save, load, and what tells of a checkpoint. See docs/megatron.md."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_ckpt.megatron.async_calls import AsyncRequest, check_async_strategy
+from torch_ckpt.megatron.config import as_megatron_says, check_is_distributed_checkpoint
+from torch_ckpt.megatron.leaves import (
+    CommonStateDict,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
+from torch_ckpt.megatron.loading import LoadOptions, load_request
+from torch_ckpt.megatron.removal import remove_tensors
+from torch_ckpt.megatron.saving import SaveOptions, prepared_save, save_now
+from torch_ckpt.megatron.stored import CONTENT_KEY, Stored
+from torch_ckpt.megatron.strategies import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    check_load_strategy,
+    sharers_of,
+)
+from torch_ckpt.megatron.strict import StrictHandling, parse_strict_flag
+
+__all__ = [
+    "CkptShardedMetadata",
+    "check_is_distributed_checkpoint",
+    "get_default_load_sharded_strategy",
+    "get_default_save_sharded_strategy",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "remove_sharded_tensors",
+    "save",
+]
+
+CheckpointDir = str | os.PathLike[str]
+CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
+
+
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: CheckpointDir,
+    sharded_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: (
+        Callable[[CommonStateDict], StateDict] | None
+    ) = None,
+    content_metadata: dict[str, Any] | None = None,
+    async_strategy: str = "nvrx",
+    verify_integrity: bool = False,
+    *,
+    common_strategy: Any = None,
+) -> AsyncRequest | None:
+    """Save what all ranks have, all or nothing: the directory has the old checkpoint or the new
+    one. A collective call of all ranks.
+
+    sharded_state_dict: nested dicts and lists, which stay as they are. ShardedTensors,
+        ShardedObjects and factories are stored under their keys; of everything else, common state,
+        what rank 0 has.
+    checkpoint_dir: is made where it is not there. A checkpoint in it is replaced; other files stay.
+    sharded_strategy: None, ("torch_dist", 1), or one of `strategies`: options.
+    validate_access_integrity: prove that every part has one main replica, and tell of common state
+        that differs between ranks. False: of equal parts one is stored; that they make whole
+        tensors is proved all the same.
+    preprocess_common_before_consistancy_check: makes of the common state what is compared between
+        ranks; it must not change it.
+    content_metadata: what the checkpoint is to say of itself: see `load_content_metadata`.
+    async_sharded_save: return a request, which an AsyncCallsQueue begins and finalizes. The state
+        dict is looked at now; its tensors and values are copied when the request is scheduled.
+    async_strategy: "nvrx" or "mcore", which are the same.
+    common_strategy, verify_integrity: do nothing. Every file has digests.
+
+    Raises CheckpointingException or OSError, on every rank, that names key, box and ranks; nothing
+    of a failed save is left. TypeError for another async_strategy.
+    """
+    check_async_strategy(async_strategy)
+    shares, group = sharers_of(sharded_strategy)
+    options = SaveOptions(
+        replicas=validate_access_integrity,
+        shares=shares,
+        group=group,
+        preprocess=preprocess_common_before_consistancy_check,
+        content=content_metadata,
+    )
+    with as_megatron_says():
+        if async_sharded_save:
+            prepared = prepared_save(sharded_state_dict, checkpoint_dir, options)
+            return AsyncRequest(prepared, (), [])
+        save_now(sharded_state_dict, checkpoint_dir, options)
+    return None
+
+
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: CheckpointDir,
+    sharded_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    common_strategy: Any = None,
+) -> StateDict | tuple[StateDict, set[str], set[str]]:
+    """Load what `sharded_state_dict` asks for, whatever ranks and cuts it was saved with. A
+    collective call of the ranks of `process_group`, which is the default one if None.
+
+    sharded_state_dict: as of a save. It stays as it is, but for the memory of its tensors: the data
+        of ShardedTensors are filled, and made on the CPU where there are none. Common values in it
+        are ignored.
+    checkpoint_dir: one of ours, or of Megatron's torch_dist.
+    sharded_strategy: None, ("torch_dist", 1), or one of `strategies`.
+    validate_access_integrity: prove that all ranks' main replicas make whole tensors.
+    strict: what to do about keys that are asked for and not stored, or stored and not asked for:
+        see StrictHandling.
+    verify_integrity: compare every byte of the checkpoint with its digest first. What is read is
+        compared in any case.
+    common_strategy: does nothing.
+
+    Returns the common state that was stored, with what was loaded in its places; for the two
+    `return_*` flags that, the missing and the unexpected keys. Raises ValueError for another flag;
+    CheckpointingException or OSError, on every rank; tensors may then be filled in part.
+    """
+    flag = parse_strict_flag(strict)
+    check_load_strategy(sharded_strategy)
+    options = LoadOptions(
+        strict=flag,
+        replicas=validate_access_integrity,
+        verify=verify_integrity,
+        group=process_group,
+    )
+    with as_megatron_says():
+        loaded = load_request(sharded_state_dict, checkpoint_dir, options)
+    if flag in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL):
+        return loaded.state, loaded.missing, loaded.unexpected
+    return loaded.state
+
+
+def load_common_state_dict(checkpoint_dir: CheckpointDir) -> StateDict:
+    """The common state: what was saved of rank 0 under no key. Not a collective call."""
+    with as_megatron_says():
+        return Stored(checkpoint_dir).common()
+
+
+def load_content_metadata(
+    checkpoint_dir: CheckpointDir | None = None, *, preloaded_state_dict: StateDict | None = None
+) -> dict[str, Any] | None:
+    """What a save was given as `content_metadata`, None if nothing: of the checkpoint in a
+    directory, or as it stands in the common state of one that was loaded. Raises ValueError where
+    neither is given."""
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("load_content_metadata needs a directory, or a state that was loaded")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(CONTENT_KEY)
+
+
+def load_tensors_metadata(
+    checkpoint_dir: CheckpointDir, sharded_strategy: Any = None
+) -> CkptShardedMetadata:
+    """A ShardedTensor without data of each whole tensor that is stored, by its key: a request for
+    `load`, with validate_access_integrity=False where several ranks make it."""
+    check_load_strategy(sharded_strategy)
+    with as_megatron_says():
+        found = Stored(checkpoint_dir).tensors()
+    return {
+        key: ShardedTensor(
+            key, None, dtype, shape, shape, (0,) * len(shape), (1,) * len(shape), replica_id=0
+        )
+        for key, (dtype, shape) in found.items()
+    }
+
+
+def load_sharded_metadata(
+    checkpoint_dir: CheckpointDir, sharded_strategy: Any = None, common_strategy: Any = None
+) -> CkptShardedMetadata:
+    """What `load_tensors_metadata` gives, and a ShardedObject without data of each object that is
+    stored, by its unique key. Nothing of the common state."""
+    check_load_strategy(sharded_strategy)
+    with as_megatron_says():
+        objects = Stored(checkpoint_dir).objects()
+        return {
+            **load_tensors_metadata(checkpoint_dir),
+            **{name: ShardedObject.empty_from_unique_key(name) for name in objects},
+        }
+
+
+def load_plain_tensors(checkpoint_dir: CheckpointDir) -> StateDict:
+    """All tensors, whole, by their keys, and the common state. A collective call."""
+    request: ShardedStateDict = dict(load_tensors_metadata(checkpoint_dir))
+    state = load(request, checkpoint_dir, validate_access_integrity=False)
+    assert isinstance(state, dict)
+    return state
+
+
+def remove_sharded_tensors(checkpoint_dir: CheckpointDir, key_prefix: str) -> None:
+    """Remove the tensors whose keys begin with `key_prefix` from a checkpoint of ours: a commit, in
+    which the others are written anew. One process calls it. After a kill the checkpoint is there
+    as it was, or without them. Logs a warning where there are none.
+
+    Raises CheckpointingException for a checkpoint of Megatron's, and where no tensor would be left;
+    OSError.
+    """
+    with as_megatron_says():
+        remove_tensors(checkpoint_dir, key_prefix)
+
+
+def get_default_save_sharded_strategy(
+    backend: str = "torch_dist", version: int = 1
+) -> TorchDistSaveShardedStrategy:
+    """The options of a plain save."""
+    sharers_of((backend, version))
+    return TorchDistSaveShardedStrategy(backend, version)
+
+
+def get_default_load_sharded_strategy(
+    checkpoint_dir: str | Path | None = None,
+) -> TorchDistLoadShardedStrategy:
+    """The options of a plain load, whatever the directory holds."""
+    return TorchDistLoadShardedStrategy()

@@ -1,0 +1,1 @@
+"""How to save and load: options."""

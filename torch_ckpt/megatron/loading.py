@@ -1,0 +1,221 @@
+"""Loads of Megatron's state dicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from torch_ckpt.calls.api import wait_for_saves_beside
+from torch_ckpt.calls.load import Load
+from torch_ckpt.checkpoint.checkpoint import Checkpoint, look_again
+from torch_ckpt.dcp.plan.items import read_items
+from torch_ckpt.dcp.plan.load_planner import LoadPlanner
+from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
+from torch_ckpt.megatron.boxes import Box, Numbers
+from torch_ckpt.megatron.config import CheckpointingException
+from torch_ckpt.megatron.request import Request
+from torch_ckpt.megatron.sharding import RankLayout, check_layouts
+from torch_ckpt.megatron.stored import Stored
+from torch_ckpt.megatron.strict import StrictHandling
+from torch_ckpt.planning.local_boxes import LocalBoxes
+from torch_ckpt.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+_SHOWN = 10  # keys in a message
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadOptions:
+    """replicas: prove that what all ranks ask for is each part once, as main replicas.
+    verify: compare every byte of the checkpoint with its digest first.
+    group: the ranks that load together.
+    """
+
+    strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
+    replicas: bool = True
+    verify: bool = False
+    group: dist.ProcessGroup | None = None
+
+
+class Loaded(NamedTuple):
+    """missing, unexpected: keys, where `strict` asks for them."""
+
+    state: dict[Any, Any]
+    missing: set[str]
+    unexpected: set[str]
+
+
+def load_request(
+    state_dict: dict[Any, Any], path: str | os.PathLike[str], options: LoadOptions
+) -> Loaded:
+    """Load what `state_dict` asks for. A collective call of the ranks of the group."""
+    ranks = Ranks.of(options.group)
+    found: list[tuple[Request, Stored]] = []
+
+    def ask() -> RankLayout:
+        wait_for_saves_beside(ranks.size)
+        if options.verify:
+            Checkpoint(path).verify(share=(ranks.rank, ranks.size))
+        stored = Stored(path)
+        found.append((Request(state_dict), stored))
+        request = found[0][0]
+        return RankLayout.of(request.boxes, request.cells)
+
+    def settle(asked: list[RankLayout]) -> list[tuple[set[str], set[str]]]:
+        check_layouts(asked, replicas=options.replicas)
+        return _settled(asked, found[0][1].keys(), options.strict)
+
+    missing, unexpected = ranks.scatter("what a load asks for", ask, settle)
+    request, stored = found[0]
+    _tell(options.strict, ranks.rank, missing, unexpected)
+    for leaf in request.leaves():
+        leaf.absent = leaf.key in unexpected
+    values = _read(request, stored, ranks)
+    state: dict[Any, Any] = {}
+
+    def answer() -> None:
+        for cell in request.cells:
+            if not cell.absent:
+                cell.value = stored.object_of(values[cell.name], cell.name)
+        state.update(request.answer(stored.common_of(values)))
+
+    ranks.together("what a load gives", answer)
+    if options.strict is StrictHandling.IGNORE_ALL:
+        missing, unexpected = set(), set()
+    return Loaded(state, missing, unexpected)
+
+
+def _settled(
+    asked: list[RankLayout], stored: set[str], strict: StrictHandling
+) -> list[tuple[set[str], set[str]]]:
+    """Missing and unexpected keys of each rank."""
+    keys = [each.keys() for each in asked]
+    unexpected = [of_rank - stored for of_rank in keys]
+    looks_at_all = strict in (
+        StrictHandling.LOG_ALL,
+        StrictHandling.RAISE_ALL,
+        StrictHandling.RETURN_ALL,
+    )
+    missing = stored.difference(*keys) if looks_at_all else set()
+    raises = strict in (
+        StrictHandling.ASSUME_OK_UNEXPECTED,
+        StrictHandling.RAISE_UNEXPECTED,
+        StrictHandling.RAISE_ALL,
+    )
+    wrong = []
+    if raises and any(unexpected):
+        said = {key: rank for rank, of_rank in enumerate(unexpected) for key in of_rank}
+        words = [f"{key} (rank {rank})" for key, rank in sorted(said.items())]
+        wrong.append(f"Unexpected keys, which are asked for and not stored: {_listed(words)}")
+    if strict is StrictHandling.RAISE_ALL and missing:
+        words = sorted(missing)
+        wrong.append(f"Missing keys, which are stored and no rank asks for: {_listed(words)}")
+    if wrong:
+        raise CheckpointingException("; ".join(wrong))
+    return [(missing, each) for each in unexpected]
+
+
+def _listed(words: list[str]) -> str:
+    more = f", and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
+    return ", ".join(words[:_SHOWN]) + more
+
+
+def _tell(strict: StrictHandling, rank: int, missing: set[str], unexpected: set[str]) -> None:
+    if strict not in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
+        return
+    if unexpected:
+        logger.warning(
+            "Unexpected keys, which rank %d asks for and are not stored; they are left out: %s",
+            rank,
+            _listed(sorted(unexpected)),
+        )
+    if missing and rank == 0:
+        logger.warning(
+            "Missing keys, which are stored and no rank asks for: %s", _listed(sorted(missing))
+        )
+
+
+def _read(request: Request, stored: Stored, ranks: Ranks) -> dict[str, Any]:
+    """Fill the boxes of `request`. Returns the values of what else is read, by name."""
+    names = stored.common_names()
+
+    def state() -> dict[str, Any]:
+        targets: dict[str, Any] = dict.fromkeys(names)
+        targets.update((cell.name, None) for cell in request.cells if not cell.absent)
+        targets.update(_targets(request.boxes, stored.shapes()))
+        return targets
+
+    held: list[dict[str, Any]] = []
+    ranks.together("where a load goes", lambda: held.append(state()))
+    reader = CheckpointReader(stored.path, format=stored.format)
+    look_again(lambda: Load(_Planner(), reader, stored.path, ranks).run(held[0]), ReplacedError)
+    return held[0]
+
+
+class _Planner(LoadPlanner):
+    """Of a flat state dict, which has all that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        items = []
+        for name, target in self.state_dict.items():
+            if name not in saved:
+                raise CheckpointingException("is not in the checkpoint", tensor=name)
+            items += read_items(name, saved[name], target)
+        return LoadPlan(items)
+
+
+def _targets(boxes: list[Box], shapes: dict[str, Numbers | None]) -> dict[str, torch.Tensor]:
+    """What a load fills, by key: the memory of each box, which is made where there is none."""
+    held: dict[str, list[tuple[Numbers, torch.Tensor]]] = {}
+    for box in boxes:
+        if box.absent:
+            continue
+        if box.data is None or box.data.is_meta:
+            box.data = torch.empty(box.sizes[box.prepended :], dtype=box.dtype, device="cpu")
+        box.data = box.data.detach()
+        shape = shapes.get(box.key)
+        if shape is None:
+            raise box.wrong("is an object in the checkpoint, and a tensor is asked for")
+        place = _place(box, shape)
+        if place is not None:
+            held.setdefault(box.key, []).append(place)
+    targets: dict[str, torch.Tensor] = {}
+    for key, places in held.items():
+        shape = shapes[key]
+        assert shape is not None
+        offset, memory = places[0]
+        is_whole = len(places) == 1 and tuple(memory.shape) == shape
+        targets[key] = memory if is_whole else LocalBoxes(shape, places)
+    return targets
+
+
+def _place(box: Box, shape: Numbers) -> tuple[Numbers, torch.Tensor] | None:
+    """Where in a tensor of `shape` that is stored the memory of `box` is filled from, and what of
+    it; the rest is zeros. None where nothing is."""
+    memory = box.memory()
+    if shape == box.shape and box.is_inside():
+        return (box.offset, memory) if box.elements else None
+    if not box.bends or len(shape) != len(box.shape):
+        what = "is stored with shape" if shape != box.shape else "is not inside of"
+        raise box.wrong(f"{what} {list(shape)}; asked for is {box.words()}")
+    memory.zero_()
+    sizes = [
+        min(size, whole - at) for size, whole, at in zip(box.sizes, shape, box.offset, strict=True)
+    ]
+    if min(sizes, default=1) <= 0:
+        return None
+    for axis, size in enumerate(sizes):
+        memory = memory.narrow(axis, 0, size)
+    return (box.offset, memory) if math.prod(sizes) else None

@@ -1,0 +1,151 @@
+"""patch_megatron: programs written for Megatron's dist_checkpointing run on this engine, unchanged.
+
+These functions and classes of `megatron.core.dist_checkpointing` have stand-ins:
+
+    core                     check_is_distributed_checkpoint
+    serialization            save, load and what tells of a checkpoint
+    strategies.torch         get_async_strategy (since 0.17)
+    strategies.async_utils   AsyncCallsQueue, AsyncRequest
+
+Strategies stay Megatron's: ours takes them for options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch_ckpt.errors import UnsupportedError
+from torch_ckpt.megatron.async_calls import AsyncCallsQueue, AsyncRequest, get_async_strategy
+from torch_ckpt.megatron.config import CheckpointingException, check_is_distributed_checkpoint
+from torch_ckpt.megatron.dist_checkpointing import serialization
+from torch_ckpt.patching.groups import is_wanted
+from torch_ckpt.patching.rebind import Patch, Replacement, Table
+from torch_ckpt.patching.stand_in import StandIn
+
+_PACKAGE = "megatron.core.dist_checkpointing"
+_GROUP = "megatron"
+_FUNCTIONS = (
+    *("save", "load", "load_common_state_dict", "load_content_metadata", "load_plain_tensors"),
+    *("load_tensors_metadata", "load_sharded_metadata", "remove_sharded_tensors"),
+)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{_PACKAGE}.{name}")
+
+
+@functools.cache
+def _error() -> type[CheckpointingException]:
+    """Our error, which programs catch as Megatron's."""
+    theirs = _module("core").CheckpointingException
+    bases = (CheckpointingException, theirs)
+    return type("CheckpointingException", bases, {"__doc__": theirs.__doc__})
+
+
+def _function(stock: Callable[..., Any], ours: Callable[..., Any]) -> Replacement:
+    """`ours` in the place of `stock`, whose arguments it is given by their names: which come first
+    has changed between releases."""
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not is_wanted(_GROUP):
+            return stock(*arguments, **keywords)
+        given = signature.bind(*arguments, **keywords).arguments
+        try:
+            return ours(**given)
+        except CheckpointingException as error:
+            raise _error()(
+                error.message, file=error.file, tensor=error.tensor, rank=error.rank
+            ) from error
+
+    return Replacement(stock, call, _GROUP)
+
+
+def _told(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """What `ours` tells of a checkpoint, in Megatron's classes."""
+    mapping = _module("mapping")
+
+    def call(**keywords: Any) -> Any:
+        found = ours(**keywords)
+        return {name: _as_theirs(mapping, entry) for name, entry in found.items()}
+
+    return call
+
+
+def _as_theirs(mapping: ModuleType, entry: Any) -> Any:
+    kind = getattr(mapping, type(entry).__name__)
+    taken = {field.name for field in dataclasses.fields(kind)}
+    return kind(
+        **{
+            field.name: getattr(entry, field.name)
+            for field in dataclasses.fields(entry)
+            if field.name in taken
+        }
+    )
+
+
+def _async_strategy(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours under both names, beside what serves other formats."""
+
+    def call(async_strategy: str = "nvrx", module: str | None = None) -> Any:
+        name, ours = get_async_strategy(async_strategy)
+        if module in ours:
+            return name, ours[module]
+        theirs = stock("mcore", module)[1]
+        return name, theirs if module is not None else {**theirs, **ours}
+
+    return call
+
+
+@functools.cache
+def _table() -> Table:
+    try:
+        core, stock = _module("core"), _module("serialization")
+    except ImportError as error:
+        raise UnsupportedError(f"patch_megatron needs megatron-core: {error}") from error
+    queues, strategies = _module("strategies.async_utils"), _module("strategies.torch")
+    rows = [_function(core.check_is_distributed_checkpoint, check_is_distributed_checkpoint)]
+    for name in _FUNCTIONS:
+        ours = getattr(serialization, name)
+        if name in ("load_tensors_metadata", "load_sharded_metadata"):
+            ours = _told(ours)
+        if hasattr(stock, name):
+            rows.append(_function(getattr(stock, name), ours))
+    if hasattr(strategies, "get_async_strategy"):
+        theirs = strategies.get_async_strategy
+        rows.append(_function(theirs, _async_strategy(theirs)))
+    for ours in (AsyncCallsQueue, AsyncRequest):
+        theirs = getattr(queues, ours.__name__)
+        rows.append(Replacement(theirs, StandIn.of(theirs, ours, _GROUP), _GROUP))
+    return Table("patch_megatron", _PACKAGE, rows)
+
+
+class MegatronPatch(Patch):
+    """An active `patch_megatron`. As a context manager it is undone at the end of the block."""
+
+    undo = Patch.undo  # of this class for the reference as well
+
+
+def patch_megatron() -> MegatronPatch:
+    """Let programs that call `megatron.core.dist_checkpointing` run on this engine as they are:
+    Megatron-LM, Megatron-Bridge, verl and others. Call it on every rank, before the first save or
+    load.
+
+    At once, and until `undo()` or the end of a `with` block, `save`, `load` and the functions that
+    tell of a checkpoint, AsyncCallsQueue, AsyncRequest and `get_async_strategy` are ours, in every
+    module of this process that has them as globals, also in those that are imported meanwhile.
+    Checkpoints of Megatron's are read as before.
+
+    What stays Megatron's: its classes, strategies among them, which ours takes as they are; other
+    checkpoint formats (torch_dcp, fsdp_dtensor); names that are no globals of a module.
+
+    Raises UnsupportedError where megatron-core cannot be imported.
+    """
+    return MegatronPatch(_table(), [_GROUP])

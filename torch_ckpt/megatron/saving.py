@@ -1,0 +1,221 @@
+"""Saves of Megatron's state dicts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_ckpt.calls.api import wait_for_saves_beside
+from torch_ckpt.calls.async_save import async_save
+from torch_ckpt.calls.save import Save
+from torch_ckpt.checkpoint.names import MEGATRON_COMMON, MEGATRON_CONFIG, MEGATRON_CONTENT
+from torch_ckpt.dcp.plan.save_planner import SavePlanner
+from torch_ckpt.dcp.saves import AsyncSave
+from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
+from torch_ckpt.megatron.async_calls import StartableSave
+from torch_ckpt.megatron.boxes import Box, Numbers
+from torch_ckpt.megatron.config import (
+    BACKEND,
+    VERSION,
+    CheckpointingConfig,
+    CheckpointingException,
+)
+from torch_ckpt.megatron.request import Request
+from torch_ckpt.megatron.sharding import RankLayout, check_layouts, check_stored
+from torch_ckpt.megatron.sharing import share_out
+from torch_ckpt.megatron.stored import COMMON_KEY, CONTENT_KEY
+from torch_ckpt.objects import ObjectError, object_digest
+from torch_ckpt.options import local_path
+from torch_ckpt.planning.digests import differences, warn_of
+from torch_ckpt.planning.local_boxes import LocalBoxes
+from torch_ckpt.planning.reserved import RESERVED
+from torch_ckpt.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """replicas: prove that each part has one main replica.
+    shares: all that have a part offer to write it, and not its main replica alone: the members of
+        `group`, of all ranks if None, of which the main replica is one.
+    preprocess: makes of the common state what is compared between ranks.
+    content: what the checkpoint is to say of itself.
+    """
+
+    replicas: bool = True
+    shares: bool = False
+    group: dist.ProcessGroup | None = None
+    preprocess: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    content: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a rank tells rank 0. sharers: the ranks that share with it, by their places."""
+
+    layout: RankLayout
+    digests: dict[str, bytes | int]
+    sharers: set[int]
+
+
+def save_now(
+    state_dict: dict[Any, Any], path: str | os.PathLike[str], options: SaveOptions
+) -> None:
+    """Save the sharded `state_dict`. A collective call."""
+    ranks = Ranks.of(None)
+    state = _agreed_state(state_dict, ranks, options)
+    Save(_planner(), _writer(path), path, ranks).run(lambda: state)
+
+
+def prepared_save(
+    state_dict: dict[Any, Any], path: str | os.PathLike[str], options: SaveOptions
+) -> StartableSave:
+    """The same, looked at now: it is staged, and goes on in the background, when it is started. A
+    collective call, and so is starting it."""
+    held = [_agreed_state(state_dict, Ranks.of(None), options)]
+    place = local_path(path)  # it goes on in another working directory
+
+    def start() -> AsyncSave:
+        if not held:
+            raise CheckpointingException("this save was begun already", file=place)
+        return async_save(
+            held.pop(), storage_writer=_writer(place), planner=_planner(), on_busy="overlap"
+        )
+
+    return StartableSave(start)
+
+
+def _planner() -> SavePlanner:
+    return SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+def _writer(path: str | os.PathLike[str]) -> HuggingFaceStorageWriter:
+    return HuggingFaceStorageWriter(path, layout="sharded", extras=_Config(), overwrite="all")
+
+
+class _Config:
+    """metadata.json, as a file that the commit brings along."""
+
+    def save_pretrained(self, directory: str) -> None:
+        text = json.dumps(asdict(CheckpointingConfig(BACKEND, VERSION)))
+        Path(directory, MEGATRON_CONFIG).write_text(text, encoding="utf-8")
+
+
+def _agreed_state(state_dict: dict[Any, Any], ranks: Ranks, options: SaveOptions) -> dict[str, Any]:
+    """What this rank writes, flat. Rank 0 has looked whether the entries of all ranks fit, and
+    raises CheckpointingException on all where they do not."""
+    requests: list[Request] = []
+
+    def say() -> _Said:
+        wait_for_saves_beside(ranks.size)
+        requests.append(Request(state_dict))
+        return _said(requests[0], ranks, options)
+
+    def settle(said: list[_Said]) -> list[list[int] | None]:
+        layouts = [each.layout for each in said]
+        check_layouts(layouts, replicas=options.replicas)
+        check_stored(layouts)
+        warn_of(
+            differences([each.digests for each in said]),
+            "rank 0's",
+            "Common state is what all ranks have alike: make what is each rank's own a "
+            "ShardedObject, or leave it out by preprocess_common_before_consistancy_check",
+        )
+        if not options.shares:
+            return [None] * len(said)
+        return [*share_out(layouts, [each.sharers for each in said])]
+
+    share = ranks.scatter("what a save has", say, settle)
+    request = requests[0]
+    boxes = [box for box in request.boxes if box.main]
+    if share is not None:
+        boxes = [request.boxes[place] for place in share]
+    state: dict[str, Any] = {}
+    ranks.together("what a save writes", lambda: state.update(_tensors(boxes)))
+    state.update((cell.name, [cell.value]) for cell in request.cells if cell.main)
+    if ranks.rank == 0:
+        state[MEGATRON_COMMON] = [request.common]
+        if options.content is not None:
+            state[MEGATRON_CONTENT] = [options.content]
+    return state
+
+
+def _said(request: Request, ranks: Ranks, options: SaveOptions) -> _Said:
+    _check_names(request)
+    for box in request.boxes:
+        if box.main and (box.data is None or box.data.is_meta):
+            raise box.wrong(f"has no data to save here, and is a main replica: {box.words()}")
+        if not box.is_inside():
+            raise box.wrong(f"has a box that is not inside of it: {box.words()}")
+    if options.content is not None and CONTENT_KEY in request.common:
+        raise CheckpointingException(
+            f"the state dict has values under '{CONTENT_KEY}', where content_metadata goes"
+        )
+    compared = request.common
+    if options.replicas and options.preprocess is not None:
+        compared = options.preprocess(compared)
+    sharers = {ranks.rank}
+    if options.shares:
+        group = options.group
+        members = ranks.members if group is None else dist.get_process_group_ranks(group)
+        sharers |= {ranks.members.index(each) for each in members if each in ranks.members}
+    return _Said(
+        RankLayout.of(request.boxes, request.cells),
+        _digests(compared) if options.replicas and ranks.size > 1 else {},
+        sharers,
+    )
+
+
+def _check_names(request: Request) -> None:
+    for key in {leaf.key for leaf in request.leaves()}:
+        if key in RESERVED or key in (COMMON_KEY, CONTENT_KEY):
+            raise CheckpointingException("this key is reserved: give it another", tensor=key)
+    names = {cell.name for cell in request.cells}
+    for box in request.boxes:
+        if box.key in names:
+            raise CheckpointingException("is the name of an object, too", tensor=box.key)
+
+
+def _tensors(boxes: list[Box]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `boxes` are of each key."""
+    held: dict[str, dict[tuple[Numbers, Numbers], Box]] = {}
+    for box in boxes:
+        held.setdefault(box.key, {})[box.offset, box.sizes] = box
+    for key, of_key in held.items():
+        first = next(iter(of_key.values()))
+        if not math.prod(first.shape):  # each rank that has any of it has all
+            yield key, torch.empty(first.shape, dtype=first.dtype, device="cpu")
+            continue
+        filled = [box for box in of_key.values() if box.elements]
+        if len(filled) == 1 and filled[0].sizes == filled[0].shape:
+            yield key, filled[0].memory()
+        elif filled:
+            yield key, LocalBoxes(first.shape, [(box.offset, box.memory()) for box in filled])
+
+
+def _digests(common: dict[Any, Any]) -> dict[str, bytes | int]:
+    """Of each value of the common state, by its path."""
+    found: dict[str, bytes | int] = {}
+
+    def visit(value: Any, path: str) -> None:
+        if isinstance(value, dict | list) and value:
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, entry in entries:
+                visit(entry, f"{path}.{key}" if path else str(key))
+            return
+        try:
+            found[path] = object_digest(value, path)
+        except ObjectError:
+            if dist.get_rank() == 0:
+                raise  # it is the one that is saved
+            found[path] = 0
+
+    visit(common, "")
+    return found

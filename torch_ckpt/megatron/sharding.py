@@ -1,0 +1,177 @@
+"""Do the entries of all ranks make whole tensors and objects? Rank 0 is told, and says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from torch_ckpt.megatron.boxes import Box, Cell, Numbers
+from torch_ckpt.megatron.config import CheckpointingException
+
+
+class BoxLayout(NamedTuple):
+    """A Box without its memory. held: whether it has any."""
+
+    key: str
+    dtype: torch.dtype
+    shape: Numbers
+    offset: Numbers
+    sizes: Numbers
+    grid: Numbers | None
+    main: bool
+    held: bool
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+    def words(self) -> str:
+        return f"{list(self.sizes)} at {list(self.offset)} of {list(self.shape)}"
+
+
+class CellLayout(NamedTuple):
+    """A Cell without its value."""
+
+    key: str
+    shape: Numbers
+    offset: Numbers
+    main: bool
+    name: str
+
+
+class RankLayout(NamedTuple):
+    """What one rank has, or asks for."""
+
+    boxes: list[BoxLayout]
+    cells: list[CellLayout]
+
+    def keys(self) -> set[str]:
+        return {box.key for box in self.boxes} | {cell.key for cell in self.cells}
+
+    @staticmethod
+    def of(boxes: Iterable[Box], cells: Iterable[Cell]) -> RankLayout:
+        return RankLayout(
+            [
+                BoxLayout(
+                    *(b.key, b.dtype, b.shape, b.offset, b.sizes, b.grid, b.main),
+                    b.data is not None and not b.data.is_meta,
+                )
+                for b in boxes
+            ],
+            [CellLayout(c.key, c.shape, c.offset, c.main, c.name) for c in cells],
+        )
+
+
+def check_layouts(ranks: Sequence[RankLayout], *, replicas: bool) -> None:
+    """Raise CheckpointingException, which names key, box and ranks, where tensors or objects of all
+    `ranks` are not what each other say, or, with `replicas`, where what is stored is not each part
+    once: one main replica for each."""
+    tensors: dict[str, list[tuple[int, BoxLayout]]] = {}
+    objects: dict[str, list[tuple[int, CellLayout]]] = {}
+    for rank, layout in enumerate(ranks):
+        for box in layout.boxes:
+            tensors.setdefault(box.key, []).append((rank, box))
+        for cell in layout.cells:
+            objects.setdefault(cell.key, []).append((rank, cell))
+    for key in tensors.keys() & objects.keys():
+        raise CheckpointingException(
+            f"is a tensor on rank {tensors[key][0][0]} and an object on rank {objects[key][0][0]}",
+            tensor=key,
+        )
+    for key, boxes in tensors.items():
+        _check_alike(key, boxes)
+        if replicas:
+            _check_tiled(key, boxes)
+    for key, cells in objects.items():
+        _check_cells(key, cells, replicas)
+
+
+def check_stored(ranks: Sequence[RankLayout]) -> None:
+    """Raise CheckpointingException, which names the key, where no rank would store any of it."""
+    keys = set[str]().union(*(layout.keys() for layout in ranks))
+    for layout in ranks:
+        stored = (box for box in layout.boxes if box.main)
+        keys -= {box.key for box in stored if box.elements or not math.prod(box.shape)}
+        keys -= {cell.key for cell in layout.cells if cell.main}
+    for key in sorted(keys):
+        raise CheckpointingException("no rank is the main replica of any of it", tensor=key)
+
+
+def _check_alike(key: str, boxes: list[tuple[int, BoxLayout]]) -> None:
+    first_rank, first = boxes[0]
+    for rank, box in boxes[1:]:
+        differs = (
+            box.dtype != first.dtype
+            or box.shape != first.shape
+            or (box.grid is None) != (first.grid is None)
+            or (box.grid is not None and box.sizes != first.sizes)
+        )
+        if differs:
+            raise CheckpointingException(
+                f"ranks {first_rank} and {rank} disagree: {_said(first)}, and {_said(box)}",
+                tensor=key,
+            )
+
+
+def _said(box: BoxLayout) -> str:
+    grid = "boxes of any sizes" if box.grid is None else f"a grid of {list(box.sizes)}"
+    return f"{box.dtype} of {list(box.shape)} in {grid}"
+
+
+def _check_tiled(key: str, boxes: list[tuple[int, BoxLayout]]) -> None:
+    whole = math.prod(boxes[0][1].shape)
+    mains: dict[tuple[Numbers, Numbers], int] = {}
+    stored = 0
+    for rank, box in boxes:
+        if not box.main:
+            continue
+        elements = box.elements
+        other = mains.get((box.offset, box.sizes))
+        if other is not None and elements:
+            where = f"ranks {other} and {rank}" if other != rank else f"rank {rank}, twice"
+            raise CheckpointingException(
+                f"its box {box.words()} is a main replica on {where}: give all but one of them "
+                "another replica_id",
+                tensor=key,
+            )
+        mains[box.offset, box.sizes] = rank
+        stored += elements
+    if stored == whole:
+        return
+    held = sorted({box.offset for _, box in boxes} - {offset for offset, _ in mains})
+    lacking = f"; no rank is the main replica of its box at {list(held[0])}" if held else ""
+    what = "overlap" if stored > whole else "leave a hole"
+    raise CheckpointingException(
+        f"its main replicas {what}: they have {stored} of its {whole} elements{lacking}", tensor=key
+    )
+
+
+def _check_cells(key: str, cells: list[tuple[int, CellLayout]], replicas: bool) -> None:
+    first_rank, first = cells[0]
+    mains: dict[Numbers, int] = {}
+    for rank, cell in cells:
+        if cell.shape != first.shape:
+            raise CheckpointingException(
+                f"ranks {first_rank} and {rank} disagree: a grid of {list(first.shape)} objects, "
+                f"and one of {list(cell.shape)}",
+                tensor=key,
+            )
+        if not cell.main:
+            continue
+        other = mains.get(cell.offset)
+        if replicas and other is not None:
+            where = f"ranks {other} and {rank}" if other != rank else f"rank {rank}, twice"
+            raise CheckpointingException(
+                f"its object at {list(cell.offset)} is a main replica on {where}", tensor=key
+            )
+        mains[cell.offset] = rank
+    number = math.prod(first.shape)
+    if replicas and len(mains) != number and -1 not in first.shape:
+        raise CheckpointingException(
+            f"{len(mains)} of its grid of {list(first.shape)} objects have a main replica, "
+            f"{number} are due",
+            tensor=key,
+        )

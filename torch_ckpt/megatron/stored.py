@@ -1,0 +1,147 @@
+"""A checkpoint that Megatron's programs load: ours, or a directory of Megatron's own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_ckpt.calls.api import load
+from torch_ckpt.checkpoint.checkpoint import Checkpoint
+from torch_ckpt.checkpoint.names import (
+    MEGATRON_COMMON,
+    MEGATRON_COMMON_FILE,
+    MEGATRON_CONTENT,
+    MEGATRON_OBJECT,
+)
+from torch_ckpt.errors import CorruptError
+from torch_ckpt.megatron.boxes import Numbers
+from torch_ckpt.megatron.config import BACKEND, VERSION, CheckpointingException, maybe_load_config
+from torch_ckpt.native.core import STRUCTURE
+from torch_ckpt.native.dtypes import TORCH_DTYPES
+from torch_ckpt.native.opened import OpenedCheckpoint
+from torch_ckpt.options import local_path
+
+COMMON_KEY, CONTENT_KEY = (
+    name.partition(MEGATRON_OBJECT)[0] for name in (MEGATRON_COMMON, MEGATRON_CONTENT)
+)
+
+
+class _Backend(NamedTuple):
+    """format: what a CheckpointReader reads it as; None for ours. lists: whether objects are
+    stored as lists of one."""
+
+    format: str | None
+    lists: bool
+
+
+_BACKENDS = {
+    (BACKEND, VERSION): _Backend(None, True),
+    ("torch_dist", 1): _Backend("dcp", True),  # without the leaves of its common state
+    ("zarr", 1): _Backend("megatron", False),
+}
+
+
+class Stored:
+    """One look at the checkpoint in a directory.
+
+    format: what a CheckpointReader is to read it as; None for ours.
+    """
+
+    def __init__(self, checkpoint_dir: str | os.PathLike[str]) -> None:
+        """Raises CheckpointingException where there is no checkpoint that is read here, and what
+        opening one raises."""
+        self.path = local_path(checkpoint_dir)
+        if not os.path.isdir(self.path):
+            raise CheckpointingException("there is no such directory", file=self.path)
+        config = maybe_load_config(self.path)
+        if config is None:
+            raise CheckpointingException(
+                "is no distributed checkpoint: it has no metadata.json", file=self.path
+            )
+        backend = (config.sharded_backend, config.sharded_backend_version)
+        if backend not in _BACKENDS:
+            words = ", ".join(f"{name} {version}" for name, version in _BACKENDS)
+            raise CheckpointingException(
+                f"is of the backend {backend[0]}, version {backend[1]}; {words} are read",
+                file=self.path,
+            )
+        self.format, self._lists = _BACKENDS[backend]
+        listing = OpenedCheckpoint(self.path, self.format).listing()
+        self._stored_objects = listing.objects()
+        # Of zarr the catalog has the leaves of the common state beside the tensors.
+        common = {MEGATRON_COMMON, MEGATRON_CONTENT, STRUCTURE, *listing.common}
+        self._tensors = {key: each for key, each in listing.tensors().items() if key not in common}
+        self._objects = [name for name in self._stored_objects if name not in common]
+
+    def tensors(self) -> dict[str, tuple[torch.dtype, Numbers]]:
+        """Dtype and shape of each tensor by its key. Raises CorruptError for one that this torch
+        cannot say."""
+        found: dict[str, tuple[torch.dtype, Numbers]] = {}
+        for key, stored in self._tensors.items():
+            dtype = TORCH_DTYPES.get(stored.dtype)
+            if dtype is None or stored.shape is None:
+                raise CorruptError(
+                    f"is {stored.dtype} of {stored.shape}, which this torch cannot hold",
+                    file=self.path,
+                    tensor=key,
+                )
+            found[key] = (dtype, tuple(stored.shape))
+        return found
+
+    def shapes(self) -> dict[str, Numbers | None]:
+        """The shape of each tensor by its key."""
+        found = self._tensors.items()
+        return {key: None if each.shape is None else tuple(each.shape) for key, each in found}
+
+    def objects(self) -> list[str]:
+        """The names of all objects: their unique keys."""
+        return self._objects
+
+    def keys(self) -> set[str]:
+        """Of tensors and objects."""
+        return {*self._tensors, *(key_of(name) for name in self._objects)}
+
+    def common_names(self) -> list[str]:
+        """The names of what `common_of` is to be given."""
+        return [
+            name for name in (MEGATRON_COMMON, MEGATRON_CONTENT) if name in self._stored_objects
+        ]
+
+    def common_of(self, values: dict[str, Any]) -> dict[Any, Any]:
+        """The common state, and what the checkpoint says of itself in it, of the values by name."""
+        common: Any = {}
+        if MEGATRON_COMMON in values:
+            common = self.object_of(values[MEGATRON_COMMON], MEGATRON_COMMON)
+        elif self.format is not None:
+            common = load(None, os.path.join(self.path, MEGATRON_COMMON_FILE), no_dist=True)
+        if not isinstance(common, dict):
+            raise CheckpointingException(
+                f"its common state is a {type(common).__name__}, not a dict", file=self.path
+            )
+        if MEGATRON_CONTENT in values:
+            common[CONTENT_KEY] = self.object_of(values[MEGATRON_CONTENT], MEGATRON_CONTENT)
+        return common
+
+    def common(self) -> dict[Any, Any]:
+        """Reads it."""
+        objects = Checkpoint(self.path, format=self.format).objects
+        return self.common_of({name: objects[name] for name in self.common_names()})
+
+    def object_of(self, value: Any, name: str) -> Any:
+        """The object that is stored as `value` under the unique key `name`."""
+        if not self._lists:
+            return value
+        if not isinstance(value, list) or len(value) != 1:
+            raise CheckpointingException(
+                "is not stored as a list of one, as objects of Megatron are",
+                file=self.path,
+                tensor=name,
+            )
+        return value[0]
+
+
+def key_of(name: str) -> str:
+    """The key of the object of that unique key."""
+    return name.rpartition(MEGATRON_OBJECT)[0] or name

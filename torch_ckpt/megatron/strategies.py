@@ -1,0 +1,178 @@
+"""Strategies: how Megatron's programs want to save and load. They are options, and do no I/O.
+
+Those of Megatron's own are taken as well, known by their names and read by their fields.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+BACKENDS = ("torch_dist", "torch_ckpt")  # the first is what programs name, and mean ours
+_ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
+
+
+class TorchDistSaveShardedStrategy:
+    """How a save is made. Each rank writes its main replicas, into a file of its own.
+
+    keep_only_main_replica: False lets all ranks that have a part share in writing it.
+    backend, version, thread_count, cached_metadata, separation_hint, cpu_shm_mode, and the
+        attributes use_cached_ckpt_structure and cached_global_metadata do nothing: there are always
+        as many threads as it takes, no plan is taken for that of another save, and
+        `remove_sharded_tensors` needs no files that are apart.
+    """
+
+    def __init__(
+        self,
+        backend: str = "torch_dist",
+        version: int = 1,
+        keep_only_main_replica: bool = True,
+        thread_count: int = 1,
+        cached_metadata: bool = False,
+        separation_hint: str | None = None,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        self.backend = backend
+        self.version = version
+        self.keep_only_main_replica = keep_only_main_replica
+        self.thread_count = thread_count
+        self.use_cached_ckpt_structure = cached_metadata
+        self.separation_hint = separation_hint
+        self.cpu_shm_mode = cpu_shm_mode
+        self.cached_global_metadata: Any = None
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+
+class TorchDistLoadShardedStrategy:
+    """How a load is made. Its arguments do nothing: a checkpoint is looked at anew each time, and
+    what its directory holds says how it is read."""
+
+    def __init__(
+        self,
+        cache_metadata: bool = False,
+        stream_ckpt_dequant: bool = True,
+        checkpoint_name: str | None = None,
+    ) -> None:
+        self.cache_metadata = cache_metadata
+        self.stream_ckpt_dequant = stream_ckpt_dequant
+        self.checkpoint_name = checkpoint_name
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+
+class FullyParallelSaveStrategyWrapper:
+    """All ranks of a group that have a part share in writing it: the one with the least to write
+    so far does.
+
+    strategy: what it wraps. parallelization_group: the group, of which the main replica is one; all
+    ranks if None. do_cache_distribution, backend, version, pg_cache_path, pg_cache_create and
+    validate_access_integrity do nothing.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        parallelization_group: dist.ProcessGroup | None = None,
+        do_cache_distribution: bool = False,
+        backend: str = "torch_dist",
+        version: int = 1,
+        validate_access_integrity: bool = True,
+        pg_cache_path: str | None = None,
+        pg_cache_create: bool = False,
+    ) -> None:
+        self.base_strategy = strategy
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
+        self.backend = backend
+        self.version = version
+        self.validate_access_integrity = validate_access_integrity
+        self.pg_cache_path = pg_cache_path
+        self.pg_cache_create = pg_cache_create
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+
+class FullyParallelLoadStrategyWrapper:
+    """Taken as `strategy` itself: each rank reads what it needs. Raises NotImplementedError for an
+    exchange_algo that is none of Megatron's."""
+
+    def __init__(
+        self,
+        strategy: Any,
+        parallelization_group: dist.ProcessGroup | None = None,
+        do_cache_distribution: bool = False,
+        exchange_algo: str = "broadcast",
+        per_rank_object_load: bool = False,
+        pg_cache_path: str | None = None,
+        pg_cache_create: bool = False,
+    ) -> None:
+        if exchange_algo not in _ALGORITHMS:
+            raise NotImplementedError(
+                f"exchange_algo is one of {', '.join(_ALGORITHMS)}, not {exchange_algo!r}"
+            )
+        self.base_strategy = strategy
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
+        self.exchange_algo = exchange_algo
+        self.per_rank_object_load = per_rank_object_load
+        self.pg_cache_path = pg_cache_path
+        self.pg_cache_create = pg_cache_create
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+
+def sharers_of(strategy: Any) -> tuple[bool, dist.ProcessGroup | None]:
+    """Whether ranks share in writing what several have, and in which group, as `strategy` of a save
+    says. Raises TypeError for what is none, ValueError for a backend that is not written."""
+    if _is_default(strategy):
+        return False, None
+    if _is(strategy, "FullyParallelSaveStrategyWrapper"):
+        sharers_of(strategy.base_strategy)
+        return True, strategy.parallelization_group
+    if _is(strategy, "TorchDistSaveShardedStrategy"):
+        return not getattr(strategy, "keep_only_main_replica", True), None
+    raise TypeError(f"a {type(strategy).__qualname__} is no strategy of a save")
+
+
+def check_load_strategy(strategy: Any) -> None:
+    """As `sharers_of`, of a load."""
+    if _is_default(strategy):
+        return
+    if _is(strategy, "FullyParallelLoadStrategyWrapper"):
+        check_load_strategy(strategy.base_strategy)
+    elif not _is(strategy, "TorchDistLoadShardedStrategy"):
+        raise TypeError(f"a {type(strategy).__qualname__} is no strategy of a load")
+
+
+def _is_default(strategy: Any) -> bool:
+    if strategy is None:
+        return True
+    if not isinstance(strategy, tuple):
+        return False
+    if len(strategy) != 2 or strategy[0] not in BACKENDS or strategy[1] != 1:
+        raise ValueError(f"{strategy!r} is no backend that is written; ('torch_dist', 1) is")
+    return True
+
+
+_MODULES = (
+    "torch_ckpt.megatron.strategies",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+)
+
+
+def _is(strategy: Any, name: str) -> bool:
+    """Whether it is of a class of that name, of ours or Megatron's, or of one below it."""
+    return any(
+        base.__qualname__ == name and base.__module__ in _MODULES for base in type(strategy).__mro__
+    )
