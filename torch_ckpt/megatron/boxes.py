@@ -24,6 +24,7 @@ class Box:
     bends: whether a load takes what there is of it in a tensor of another shape.
     data: the memory of the box; it has fewer axes where some are prepended. None where there is
         none. A load puts the tensor that it fills here.
+    quantized: in a load, the quantized tensor that is set to what `data` was filled with.
     prepended: how many axes `data` lacks.
     absent: whether the load found that it is not stored, and is to leave it out.
     """
@@ -39,6 +40,7 @@ class Box:
     prepended: int
     data: torch.Tensor | None
     absent: bool = False
+    quantized: torch.Tensor | None = None
 
     @staticmethod
     def of(leaf: Any) -> Box:
@@ -89,9 +91,14 @@ class Box:
         return math.prod(self.sizes)
 
     def memory(self) -> torch.Tensor:
-        """`data` with all axes of the box: a view. There must be data."""
+        """`data` with all axes of the box: a view. There must be data. Those of a quantized tensor
+        are dequantized, one tensor at a time on its device, into memory of the CPU."""
         assert self.data is not None
         view = self.data.detach()
+        if is_quantized(view):
+            view = view.dequantize().to("cpu", self.dtype)
+            if view.shape != self.data.shape:
+                raise self.wrong(f"of {list(self.data.shape)} is dequantized to {list(view.shape)}")
         for _ in range(self.prepended):
             view = view.unsqueeze(0)
         return view
@@ -105,6 +112,11 @@ class Box:
 
     def words(self) -> str:
         return f"{list(self.sizes)} at {list(self.offset)} of {list(self.shape)}"
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether its class says how it is dequantized, as those of Transformer Engine do."""
+    return type(tensor).dequantize is not torch.Tensor.dequantize
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,7 @@ from torch_ckpt.checkpoint.checkpoint import Checkpoint, look_again
 from torch_ckpt.dcp.plan.items import read_items
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
 from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
-from torch_ckpt.megatron.boxes import Box, Numbers
+from torch_ckpt.megatron.boxes import Box, Numbers, is_quantized
 from torch_ckpt.megatron.config import CheckpointingException
 from torch_ckpt.megatron.request import Request
 from torch_ckpt.megatron.sharding import RankLayout, check_layouts
@@ -84,6 +84,12 @@ def load_request(
         for cell in request.cells:
             if not cell.absent:
                 cell.value = stored.object_of(values[cell.name], cell.name)
+        for box in request.boxes:
+            if box.quantized is not None:
+                assert box.data is not None
+                with torch.no_grad():
+                    box.quantized.copy_(box.data)
+                box.data = box.quantized
         state.update(request.answer(stored.common_of(values)))
 
     ranks.together("what a load gives", answer)
@@ -182,6 +188,8 @@ def _targets(boxes: list[Box], shapes: dict[str, Numbers | None]) -> dict[str, t
     for box in boxes:
         if box.absent:
             continue
+        if box.data is not None and is_quantized(box.data):
+            box.quantized, box.data = box.data.detach(), None
         if box.data is None or box.data.is_meta:
             box.data = torch.empty(box.sizes[box.prepended :], dtype=box.dtype, device="cpu")
         box.data = box.data.detach()

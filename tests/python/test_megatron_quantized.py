@@ -1,0 +1,99 @@
+"""Quantized tensors in Megatron's state dicts: a stand-in for those of Transformer Engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+
+from torch_ckpt.megatron import dist_checkpointing
+from torch_ckpt.megatron.dist_checkpointing.core import CheckpointingException
+from torch_ckpt.megatron.dist_checkpointing.mapping import ShardedTensor
+
+place = ShardedTensor.from_rank_offsets
+
+
+class Float8(torch.Tensor):
+    """bfloat16 to torch; int8 and a scale in memory."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: float) -> Float8:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, codes.shape, dtype=torch.bfloat16, device=codes.device
+        )
+
+    def __init__(self, codes: torch.Tensor, scale: float) -> None:
+        self.codes, self.scale = codes, scale
+
+    def dequantize(self) -> torch.Tensor:
+        return (self.codes.float() * self.scale).bfloat16()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Float8(args[0].codes, args[0].scale)
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], Float8):
+            args[0].codes.copy_((args[1].float() / args[0].scale).round())
+            return args[0]
+        plain = tree_map_only(Float8, lambda each: each.dequantize(), (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+def quantized(*codes: int) -> Float8:
+    return Float8(torch.tensor(codes, dtype=torch.int8).view(2, -1), 0.5)
+
+
+@pytest.mark.parametrize("as_parameter", [False, True])
+def test_values_are_stored_and_come_back(as_parameter: bool, tmp_path: Path) -> None:
+    value: torch.Tensor = quantized(1, -2, 3, 100)
+    if as_parameter:
+        value = torch.nn.Parameter(value)
+    save = dist_checkpointing.save
+    save({"w": place("w", value), "v": place("v", torch.ones(3))}, tmp_path / "c")
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "c")["w"]
+    assert type(stored) is torch.Tensor and stored.dtype == torch.bfloat16
+    assert stored.tolist() == [[0.5, -1.0], [1.5, 50.0]]
+    target = quantized(0, 0, 0, 0)
+    codes = target.codes
+    loaded = dist_checkpointing.load({"w": place("w", target)}, tmp_path / "c")["w"]
+    assert type(loaded) is Float8 and loaded.codes is codes
+    assert codes.tolist() == [[1, -2], [3, 100]]
+
+
+def test_layers_and_cuts(tmp_path: Path) -> None:
+    """Prepended axes, and several boxes of one tensor."""
+    layers = {
+        str(layer): place("w", quantized(layer, 2, 3, 4), (0, layer, 3), prepend_axis_num=1)
+        for layer in range(3)
+    }
+    dist_checkpointing.save(layers, tmp_path / "c")
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "c")["w"]
+    assert stored.shape == (3, 2, 2) and stored[:, 0, 0].tolist() == [0.0, 0.5, 1.0]
+    targets = {
+        name: place("w", quantized(0, 0, 0, 0), (0, int(name), 3), prepend_axis_num=1)
+        for name in layers
+    }
+    loaded = dist_checkpointing.load(targets, tmp_path / "c")
+    assert [loaded[name].codes[0, 0].item() for name in sorted(loaded)] == [0, 1, 2]
+
+
+def test_values_of_another_shape_are_refused(tmp_path: Path) -> None:
+    class Padded(Float8):
+        def dequantize(self) -> torch.Tensor:
+            return super().dequantize().view(-1)
+
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.detach.default:
+                return Padded(args[0].codes, args[0].scale)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    padded = Padded(torch.ones(2, 2, dtype=torch.int8), 1.0)
+    with pytest.raises(CheckpointingException, match=r"'w'.*\[2, 2\] is dequantized to \[4\]"):
+        dist_checkpointing.save({"w": place("w", padded)}, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
