@@ -38,9 +38,10 @@ place = ShardedTensor.from_rank_offsets
 def gpt(rank: int, world: int, scale: float, *, filled: bool) -> State:
     """A GPT of 0.98 GB at full scale, cut as by tensor parallelism: layers along an axis that is
     prepended, gate and up projection in one factory, norms on all ranks, an object a layer."""
-    generator = torch.Generator().manual_seed(rank)
+    own = torch.Generator().manual_seed(1 + rank)
+    common = torch.Generator().manual_seed(0)  # of what all ranks have
 
-    def made(*shape: int) -> torch.Tensor:
+    def made(*shape: int, generator: torch.Generator = own) -> torch.Tensor:
         if not filled:
             return torch.zeros(shape, dtype=DTYPE)
         return torch.randint(0, 256, (*shape, 2), dtype=torch.uint8, generator=generator).view(
@@ -74,7 +75,7 @@ def gpt(rank: int, world: int, scale: float, *, filled: bool) -> State:
             f"decoder.{prefix}.fc1", made(2 * (INNER // world), width), build, torch.cat
         )
         state[f"{prefix}.norm"] = place(
-            f"decoder.{prefix}.norm", made(WIDTH), replica_id=(0, rank, 0)
+            f"decoder.{prefix}.norm", made(WIDTH, generator=common), replica_id=(0, rank, 0)
         )
         state[f"{prefix}._extra_state"] = ShardedObject(
             f"decoder.{prefix}._extra_state", {"scale": layer}, (1,), (0,), (0, rank, 0)
@@ -171,6 +172,7 @@ def main(arguments: list[str]) -> int:
     package = megatron if options.package == "megatron" else ours
     at = dist.get_rank(), dist.get_world_size(), options.scale
     state = STATES[options.state](*at, filled=options.job == "save")
+    needed = sum(tensor.nbytes for tensor in tensors_in(state).values())  # Megatron changes it
     if options.job == "save":
         answer = measured(options.program, lambda: save(package, state, options.path))
     else:
@@ -179,7 +181,6 @@ def main(arguments: list[str]) -> int:
             options.program, lambda: loaded.append(package.load(state, str(options.path)))
         )
         check(loaded[0], STATES[options.state](*at, filled=True))
-    needed = sum(tensor.nbytes for tensor in tensors_in(state).values())
     total = torch.tensor([float(needed)], dtype=torch.float64)
     dist.all_reduce(total)
     if dist.get_rank() == 0:
