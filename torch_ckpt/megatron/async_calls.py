@@ -76,7 +76,7 @@ def _arguments(request: Any) -> list[Any]:
 
 
 class _Call:
-    """A request that is under way. told: whether rank 0 has been told that it is over here."""
+    """A request that is under way. told: whether the store has been told that it is over here."""
 
     def __init__(self, number: int, request: Any, future: Future[Any]) -> None:
         self.number = number
@@ -90,9 +90,9 @@ class AsyncCallsQueue:
     """Requests under way, which are finalized in their order.
 
     All ranks make the same calls: they schedule, poll and close together. No poll is a collective:
-    when a call is over rank 0 says in the process group's store at which of the coming polls it is
-    to be finalized, and all do it there. Functions may hold barriers, and a rank that waits in one
-    while the others train would never be met.
+    the first rank that comes to it says in the process group's store which calls are over, and all
+    finalize those there. Functions may hold barriers, and a rank that waits in one while the others
+    train would never be met.
 
     persistent, and what else is given, do nothing: no process is started.
     """

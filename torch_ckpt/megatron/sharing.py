@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from torch_ckpt.megatron.boxes import Numbers
 from torch_ckpt.megatron.sharding import RankLayout
-from torch_ckpt.native import core
+from torch_ckpt.planning.share import SharedBox, share_boxes
 
 Part = tuple[str, Numbers, Numbers]  # key, offset, sizes
 
 
 def share_out(ranks: Sequence[RankLayout], sharers: Sequence[set[int]]) -> list[list[int]]:
     """For each rank the places of the boxes in its layout that it writes. Of those that are alike
-    one is written, by a rank that has little to write (csrc/plan/share.h); none where no rank is
+    one is written, by a rank that has little to write (planning/share.py); none where no rank is
     their main replica.
 
     sharers: of each rank those that share with it: who has a part writes it only for a main replica
@@ -31,19 +31,17 @@ def share_out(ranks: Sequence[RankLayout], sharers: Sequence[set[int]]) -> list[
             if box.held:
                 held.setdefault(part, {}).setdefault(rank, place)
                 bytes_of[part] = math.prod(box.sizes) * box.dtype.itemsize
-    sets: dict[tuple[int, ...], int] = {}
-    keys: dict[str, int] = {}
-    columns: dict[str, list[int]] = {"holders": [], "tensors": [], "near": [], "bytes": []}
     held = {part: places for part, places in held.items() if part in mains}
-    for part, places in held.items():
-        near = tuple(rank for rank in places if mains[part] in sharers[rank])
-        columns["holders"].append(sets.setdefault(near, len(sets)))
-        columns["tensors"].append(keys.setdefault(part[0], len(keys)))
-        columns["near"].append(0)
-        columns["bytes"].append(bytes_of[part])
-    nodes = list(range(len(ranks)))
-    answer = core.call({"op": "share", "nodes": nodes, "sets": list(sets), **columns})
+    boxes = (
+        SharedBox(
+            tuple(rank for rank in places if mains[part] in sharers[rank]),
+            part[0],
+            bytes_of[part],
+        )
+        for part, places in held.items()
+    )
+    chosen = share_boxes(range(len(ranks)), boxes)
     shares: list[list[int]] = [[] for _ in ranks]
-    for places, rank in zip(held.values(), answer["ranks"], strict=True):
+    for places, rank in zip(held.values(), chosen, strict=True):
         shares[rank].append(places[rank])
     return [sorted(each) for each in shares]

@@ -13,7 +13,11 @@ BACKENDS = ("torch_dist", "torch_ckpt")  # the first is what programs name, and 
 _ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
 
 
-class TorchDistSaveShardedStrategy:
+class _Options:
+    can_handle_sharded_objects = True
+
+
+class TorchDistSaveShardedStrategy(_Options):
     """How a save is made. Each rank writes its main replicas, into a file of its own.
 
     keep_only_main_replica: False lets all ranks that have a part share in writing it.
@@ -42,12 +46,8 @@ class TorchDistSaveShardedStrategy:
         self.cpu_shm_mode = cpu_shm_mode
         self.cached_global_metadata: Any = None
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
-
-class TorchDistLoadShardedStrategy:
+class TorchDistLoadShardedStrategy(_Options):
     """How a load is made. Its arguments do nothing: a checkpoint is looked at anew each time, and
     what its directory holds says how it is read."""
 
@@ -61,12 +61,8 @@ class TorchDistLoadShardedStrategy:
         self.stream_ckpt_dequant = stream_ckpt_dequant
         self.checkpoint_name = checkpoint_name
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
-
-class FullyParallelSaveStrategyWrapper:
+class FullyParallelSaveStrategyWrapper(_Options):
     """All ranks of a group that have a part share in writing it: the one with the least to write
     so far does.
 
@@ -95,12 +91,8 @@ class FullyParallelSaveStrategyWrapper:
         self.pg_cache_path = pg_cache_path
         self.pg_cache_create = pg_cache_create
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
-
-class FullyParallelLoadStrategyWrapper:
+class FullyParallelLoadStrategyWrapper(_Options):
     """Taken as `strategy` itself: each rank reads what it needs. Raises NotImplementedError for an
     exchange_algo that is none of Megatron's."""
 
@@ -125,10 +117,6 @@ class FullyParallelLoadStrategyWrapper:
         self.per_rank_object_load = per_rank_object_load
         self.pg_cache_path = pg_cache_path
         self.pg_cache_create = pg_cache_create
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
 
 def sharers_of(strategy: Any) -> tuple[bool, dist.ProcessGroup | None]:

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import (
 from torch_ckpt.dcp.plan.items import ZEROS, WriteItems
 from torch_ckpt.dcp.plan.rings import node_numbers, short_rows
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
-from torch_ckpt.native import core
 from torch_ckpt.native.torch_private import validate_global_plan
+from torch_ckpt.planning.share import SharedBox, share_boxes
 
 MAX_CATALOG_BYTES = 1 << 30  # kMaxCatalogBytes in csrc/format/ours/catalog.h
 _PLACE_BYTES = 1 + 4 + 6  # at most: kind, file, and an offset below 4 TiB
@@ -65,7 +65,7 @@ def dedup_plans(
     """Leave each item that several ranks offer with one of them.
 
     A tensor's box goes to a rank that has little to write (the lowest rank if `to_lowest_rank`),
-    see csrc/plan/share.h; an object and what is in `differing` to the lowest rank that offers it,
+    see planning/share.py; an object and what is in `differing` to the lowest rank that offers it,
     so that which of several differing values is kept does not depend on sizes, and that they are of
     one rank. The boxes of a tensor in short rows stay on
     one node where plans say theirs (those for final files do), or on few: ranks of a node can write
@@ -110,24 +110,17 @@ def _shared_out(
     nodes = node_numbers(plans)
     several = 1 < len(set(nodes)) < len(nodes)  # nodes, with several ranks
     short: dict[int, bool] = {}  # by description
-    sets: dict[tuple[int, ...], int] = {}
-    tensors: dict[str, int] = {}
-    keys = []
-    columns: dict[str, list[int]] = {"holders": [], "tensors": [], "near": [], "bytes": []}
+    boxes: dict[tuple[str, Any], SharedBox] = {}
     for key, ranks in holders.items():
         data = first[key].tensor_data
         if data is None:
             continue
         if id(data) not in short:
             short[id(data)] = several and short_rows(data) > 0
-        keys.append(key)
         held = (ranks[0],) if key[0] in differing else tuple(ranks)
-        columns["holders"].append(sets.setdefault(held, len(sets)))
-        columns["tensors"].append(tensors.setdefault(key[0], len(tensors)))
-        columns["near"].append(int(short[id(data)]))
-        columns["bytes"].append(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize)
-    answer = core.call({"op": "share", "nodes": nodes, "sets": list(sets), **columns})
-    return dict(zip(keys, answer["ranks"], strict=True))
+        bytes_ = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+        boxes[key] = SharedBox(held, key[0], bytes_, short[id(data)])
+    return dict(zip(boxes, share_boxes(nodes, boxes.values()), strict=True))
 
 
 def _check_replica(item: WriteItem, rank: int, other: WriteItem, other_rank: int) -> None:

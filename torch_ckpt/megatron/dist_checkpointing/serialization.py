@@ -79,7 +79,8 @@ def save(
         ranks; it must not change it.
     content_metadata: what the checkpoint is to say of itself: see `load_content_metadata`.
     async_sharded_save: return a request, which an AsyncCallsQueue begins and finalizes. The state
-        dict is looked at now; its tensors and values are copied when the request is scheduled.
+        dict is looked at now; its tensors and values are copied when the request is scheduled, but
+        for quantized tensors, which are dequantized now.
     async_strategy: "nvrx" or "mcore", which are the same.
     common_strategy, verify_integrity: do nothing. Every file has digests.
 
@@ -120,7 +121,7 @@ def load(
     sharded_state_dict: as of a save. It stays as it is, but for the memory of its tensors: the data
         of ShardedTensors are filled, and made on the CPU where there are none. Common values in it
         are ignored.
-    checkpoint_dir: one of ours, or of Megatron's torch_dist.
+    checkpoint_dir: one of ours, or of Megatron's, torch_dist or zarr.
     sharded_strategy: None, ("torch_dist", 1), or one of `strategies`.
     validate_access_integrity: prove that all ranks' main replicas make whole tensors.
     strict: what to do about keys that are asked for and not stored, or stored and not asked for:
