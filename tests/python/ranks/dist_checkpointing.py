@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks.layouts import DEVICE
 from ranks.run import Context, cases, everywhere, raised
 
 import torch_ckpt
@@ -67,7 +68,7 @@ def gpt(rank: int, world: int, filled: bool = True) -> dict[str, Any]:
     """The state of a model that is cut as Megatron's are by tensor parallelism."""
 
     def of(value: torch.Tensor) -> torch.Tensor:
-        return value if filled else torch.full_like(value, -1.0)
+        return (value if filled else torch.full_like(value, -1.0)).to(DEVICE)
 
     state: dict[str, Any] = {"layers": []}
     for layer in range(LAYERS):
@@ -101,12 +102,14 @@ def gpt(rank: int, world: int, filled: bool = True) -> dict[str, Any]:
 
 def check(loaded: dict[str, Any], rank: int, world: int, saved_by: int) -> None:
     for layer, found in enumerate(loaded["layers"]):
-        assert torch.equal(found["qkv"], part(whole(f"qkv{layer}", HIDDEN, 5), 0, rank, world))
+        assert torch.equal(
+            found["qkv"].cpu(), part(whole(f"qkv{layer}", HIDDEN, 5), 0, rank, world)
+        )
         halves = [
             part(whole(f"{name}{layer}", HIDDEN, 3), 0, rank, world) for name in ("gate", "up")
         ]
-        assert torch.equal(found["fc1"], torch.cat(halves))
-        assert torch.equal(found["norm"], whole(f"norm{layer}", 7))
+        assert torch.equal(found["fc1"].cpu(), torch.cat(halves))
+        assert torch.equal(found["norm"].cpu(), whole(f"norm{layer}", 7))
         assert found["_extra_state"] == b"scale"
     assert len(loaded["layers"]) == LAYERS
     assert loaded["local"] == {"rank": rank}
