@@ -72,9 +72,10 @@ def plain(seed: int) -> Built:
 
 
 def fsdp2(seed: int) -> Built:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # where there is a GPU too
     model = net(seed)
-    fully_shard(model.first)
-    fully_shard(model)
+    fully_shard(model.first, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return trained(model)
 
 
