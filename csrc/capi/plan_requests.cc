@@ -38,9 +38,10 @@ Result<Json> ShareRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const auto holders, NumbersAt(request, "holders"));
   TC_ASSIGN_OR_RETURN(const auto tensors, NumbersAt(request, "tensors"));
   TC_ASSIGN_OR_RETURN(const auto near, NumbersAt(request, "near"));
-  TC_ASSIGN_OR_RETURN(const Json* bytes, GetList(request, "bytes"));
+  TC_ASSIGN_OR_RETURN(const Json* rows, GetList(request, "rows"));
+  TC_ASSIGN_OR_RETURN(const Json* row_bytes, GetList(request, "row_bytes"));
   if (tensors.size() != holders.size() || near.size() != holders.size() ||
-      bytes->size() != holders.size()) {
+      rows->size() != holders.size() || row_bytes->size() != holders.size()) {
     return InvalidArgument("columns of different lengths");
   }
   for (size_t i = 0; i < holders.size(); ++i) {
@@ -48,10 +49,21 @@ Result<Json> ShareRequest(const Json& request) {
     box.holders = holders[i];
     box.tensor = tensors[i];
     box.near = near[i] != 0;
-    TC_ASSIGN_OR_RETURN(box.bytes, ParseUnsigned((*bytes)[i]));
+    TC_ASSIGN_OR_RETURN(box.rows, ParseUnsigned((*rows)[i]));
+    TC_ASSIGN_OR_RETURN(box.row_bytes, ParseUnsigned((*row_bytes)[i]));
   }
-  TC_ASSIGN_OR_RETURN(std::vector<uint32_t> ranks, ShareOut(problem));
-  return Json{{"ranks", std::move(ranks)}};
+  TC_ASSIGN_OR_RETURN(const auto pieces, ShareOut(problem));
+  Json columns = {{"boxes", Json::array()},
+                  {"ranks", Json::array()},
+                  {"begins", Json::array()},
+                  {"ends", Json::array()}};
+  for (const BoxShare& piece : pieces) {
+    columns["boxes"].push_back(piece.box);
+    columns["ranks"].push_back(piece.rank);
+    columns["begins"].push_back(piece.begin);
+    columns["ends"].push_back(piece.end);
+  }
+  return columns;
 }
 
 }  // namespace torch_ckpt::capi

@@ -1,4 +1,4 @@
-// Which rank writes each of the boxes that several ranks hold alike.
+// Which rank writes what of the boxes that several ranks hold alike.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,10 @@ struct SharedBox {
   uint32_t tensor = 0;   // a number of its tensor
   // Whether those of its tensor are to stay on few nodes.
   bool near = false;
-  uint64_t bytes = 0;
+  // Steps along its outermost axis, between which it may be cut; 1 for a box
+  // that stays whole. Not 0.
+  uint64_t rows = 1;
+  uint64_t row_bytes = 0;
 };
 
 struct ShareProblem {
@@ -22,11 +25,22 @@ struct ShareProblem {
   std::vector<SharedBox> boxes;
 };
 
-// The rank of each box: one that holds it. Boxes of the fewest holders come
-// first, of these the largest, and each goes to the holder that has the least
-// to write so far, the lowest rank of several: of a node that has a box of its
-// tensor already, where these are to stay near. Takes boxes x holders.
-// kInvalidArgument for a number that there is not.
-Result<std::vector<uint32_t>> ShareOut(const ShareProblem& problem);
+// The rows [begin, end) of a box, and who writes them.
+struct BoxShare {
+  uint32_t box = 0;
+  uint32_t rank = 0;
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+// The pieces of all boxes, by box and row, each with a rank that holds the box.
+// Boxes of the fewest holders come first, of these the largest, and each goes
+// to the holder that has the least to write so far, the lowest rank of several:
+// of a node that has a box of its tensor already, where these are to stay near.
+// A box is cut where that holder would come to more than an equal share of what
+// its holders write by more than 1 MiB and 1/64.
+//
+// Takes boxes x holders. kInvalidArgument for a number that there is not.
+Result<std::vector<BoxShare>> ShareOut(const ShareProblem& problem);
 
 }  // namespace torch_ckpt

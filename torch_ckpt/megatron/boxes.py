@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torch_ckpt.megatron.config import CheckpointingException
 from torch_ckpt.megatron.leaves import is_main_replica
+from torch_ckpt.planning.share import outermost
 
 Numbers = tuple[int, ...]
 
 
-@dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Box:
     """A ShardedTensor: the box of `sizes` at `offset` of a tensor of `shape`.
 
@@ -103,6 +104,24 @@ class Box:
             view = view.unsqueeze(0)
         return view
 
+    def rows(self, begin: int, end: int) -> Box:
+        """What it is from row `begin` to `end` along its outermost axis: `self`, or a box of a view
+        of its memory."""
+        axis = outermost(self.sizes)
+        if not self.sizes or (begin, end) == (0, max(1, self.sizes[axis])):
+            return self
+        offset, sizes = [*self.offset], [*self.sizes]
+        offset[axis] += begin
+        sizes[axis] = end - begin
+        return dataclasses.replace(
+            self,
+            offset=tuple(offset),
+            sizes=tuple(sizes),
+            grid=None,
+            prepended=0,
+            data=self.memory().narrow(axis, begin, end - begin),
+        )
+
     def is_inside(self) -> bool:
         """Whether the tensor holds all of it."""
         return all(
@@ -119,7 +138,7 @@ def is_quantized(tensor: torch.Tensor) -> bool:
     return type(tensor).dequantize is not torch.Tensor.dequantize
 
 
-@dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Cell:
     """A ShardedObject: the one at `offset` of a grid of `shape` objects.
 

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch_ckpt.megatron.boxes import Numbers
-from torch_ckpt.megatron.sharding import RankLayout
+from torch_ckpt.megatron.sharding import BoxLayout, RankLayout
 from torch_ckpt.planning.share import SharedBox, share_boxes
 
 Part = tuple[str, Numbers, Numbers]  # key, offset, sizes
 
 
-def share_out(ranks: Sequence[RankLayout], sharers: Sequence[set[int]]) -> list[list[int]]:
-    """For each rank the places of the boxes in its layout that it writes. Of those that are alike
-    one is written, by a rank that has little to write (planning/share.py); none where no rank is
-    their main replica.
+class Share(NamedTuple):
+    """What a rank writes of the box at `place` of its layout: the rows from `begin` to `end`."""
+
+    place: int
+    begin: int
+    end: int
+
+
+def share_out(ranks: Sequence[RankLayout], sharers: Sequence[set[int]]) -> list[list[Share]]:
+    """What each rank writes. Of boxes that are alike each row is written once, by a rank that has
+    little to write (planning/share.py); none where no rank is their main replica.
 
     sharers: of each rank those that share with it: who has a part writes it only for a main replica
         among these.
     """
     held: dict[Part, dict[int, int]] = {}
     mains: dict[Part, int] = {}
-    bytes_of: dict[Part, int] = {}
+    first: dict[Part, BoxLayout] = {}
     for rank, layout in enumerate(ranks):
         for place, box in enumerate(layout.boxes):
             part = (box.key, box.offset, box.sizes)
@@ -30,18 +37,19 @@ def share_out(ranks: Sequence[RankLayout], sharers: Sequence[set[int]]) -> list[
                 mains[part] = rank
             if box.held:
                 held.setdefault(part, {}).setdefault(rank, place)
-                bytes_of[part] = math.prod(box.sizes) * box.dtype.itemsize
+                first[part] = box
     held = {part: places for part, places in held.items() if part in mains}
     boxes = (
-        SharedBox(
+        SharedBox.of(
             tuple(rank for rank in places if mains[part] in sharers[rank]),
             part[0],
-            bytes_of[part],
+            first[part].sizes,
+            first[part].dtype,
         )
         for part, places in held.items()
     )
-    chosen = share_boxes(range(len(ranks)), boxes)
-    shares: list[list[int]] = [[] for _ in ranks]
-    for places, rank in zip(held.values(), chosen, strict=True):
-        shares[rank].append(places[rank])
+    shares: list[list[Share]] = [[] for _ in ranks]
+    for places, pieces in zip(held.values(), share_boxes(range(len(ranks)), boxes), strict=True):
+        for rank, begin, end in pieces:
+            shares[rank].append(Share(places[rank], begin, end))
     return [sorted(each) for each in shares]

@@ -7,11 +7,20 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks.layouts import check, layouts, odd_nesting, several_boxes, state, whole
+from ranks.layouts import (
+    DEVICE,
+    check,
+    layouts,
+    mesh_of,
+    odd_nesting,
+    several_boxes,
+    state,
+    whole,
+)
 from ranks.run import Context, cases, everywhere, raised, stock_load_says
 from safetensors.torch import load_file
 from sample_states import STOCK_213, listing
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -196,12 +205,55 @@ def into_whole_tensors(context: Context) -> None:
             assert torch.equal(target[name], whole(name, layout.shape)), name
 
 
+def replicas(world: int, add: float) -> dict[str, Any]:
+    """2 MiB for each rank in each tensor, which all ranks have, or half of them."""
+    value = (whole("replica", (500 * world, 1024)) + add).to(DEVICE)
+    halves = [Replicate(), Shard(0)]
+    return {
+        "rows": value,
+        "columns": value.clone().t(),
+        "prepended": value.clone().view(1, 1, *value.shape),
+        "halves": distribute_tensor(value, mesh_of((2, world // 2)), halves, src_data_rank=None),
+        "step": torch.tensor(add),
+    }
+
+
+@case
+def large_replicas_are_written_by_all(context: Context) -> None:
+    """In rows: no rank has much more to write than another."""
+    world = context.world
+    assert world % 2 == 0
+    modes: list[dict[str, Any]] = [
+        {"save_distributed": True},
+        {"layout": "final"},
+        {"save_distributed": True, "enable_consolidation": True},
+    ]
+    for number, options in enumerate(modes):
+        path = context.folder / str(number)
+        for add in (0.0, 1.0):  # the second time by plans that are kept
+            planner = torch_ckpt.SavePlanner(enable_plan_caching=True)
+            writer = HuggingFaceStorageWriter(path, overwrite="all", **options)
+            torch_ckpt.save(replicas(world, add), storage_writer=writer, planner=planner)
+        shards = path / "sharded" if "enable_consolidation" in options else path
+        sizes = [file.stat().st_size for file in shards.glob("shard-*.safetensors")]
+        if "layout" not in options:
+            assert len(sizes) == world and max(sizes) - min(sizes) < 1.2 * (1 << 20), sizes
+        wanted = replicas(world, 1.0)
+        for reader in (HuggingFaceStorageReader(path), dcp.HuggingFaceStorageReader(str(path))):
+            target = {name: torch.full_like(value, -5.0) for name, value in wanted.items()}
+            dcp.load(target, storage_reader=reader)
+            for name, value in wanted.items():
+                assert torch.equal(full(target[name]), full(value)), name
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 @case
 def every_dtype(context: Context) -> None:
     """Shards of every dtype that collectives of this test need not know."""
-    from ranks.layouts import mesh_of
     from sample_states import DTYPES, bits, sample
-    from torch.distributed.tensor import Shard
 
     mesh = mesh_of((context.world,))
     wholes = {str(dtype): sample(dtype, 2 * context.world, 5) for dtype in DTYPES}

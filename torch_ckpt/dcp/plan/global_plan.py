@@ -4,8 +4,7 @@ pieces of every tensor fit."""
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
@@ -21,11 +20,11 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from torch_ckpt.dcp.plan.items import ZEROS, WriteItems
+from torch_ckpt.dcp.plan.items import ZEROS, PieceItem, WriteItems
 from torch_ckpt.dcp.plan.rings import node_numbers, short_rows
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.native.torch_private import validate_global_plan
-from torch_ckpt.planning.share import SharedBox, share_boxes
+from torch_ckpt.planning.share import BoxShare, SharedBox, outermost, share_boxes
 
 MAX_CATALOG_BYTES = 1 << 30  # kMaxCatalogBytes in csrc/format/ours/catalog.h
 _PLACE_BYTES = 1 + 4 + 6  # at most: kind, file, and an offset below 4 TiB
@@ -64,12 +63,11 @@ def dedup_plans(
 ) -> list[SavePlan]:
     """Leave each item that several ranks offer with one of them.
 
-    A tensor's box goes to a rank that has little to write (the lowest rank if `to_lowest_rank`),
-    see planning/share.py; an object and what is in `differing` to the lowest rank that offers it,
-    so that which of several differing values is kept does not depend on sizes, and that they are of
-    one rank. The boxes of a tensor in short rows stay on
-    one node where plans say theirs (those for final files do), or on few: ranks of a node can write
-    them together.
+    A tensor's box goes to a rank that has little to write (the lowest rank if `to_lowest_rank`), or
+    in pieces to several, see planning/share.py; an object and what is in `differing` to the lowest
+    rank that offers it, so that which of several differing values is kept does not depend on sizes,
+    and that they are of one rank. The boxes of a tensor in short rows stay on one node where plans
+    say theirs (those for final files do), or on few: ranks of a node can write them together.
     """
     if len(plans) == 1:
         return plans
@@ -87,15 +85,26 @@ def dedup_plans(
                 ranks.append(rank)
                 _check_replica(item, rank, first[key], ranks[0])
     chosen = {key: ranks[0] for key, ranks in holders.items()}
+    cut: dict[tuple[str, Any], list[BoxShare]] = {}
     if not to_lowest_rank and any(len(ranks) > 1 for ranks in holders.values()):
-        chosen.update(_shared_out(plans, holders, first, differing))
+        for key, pieces in _shared_out(plans, holders, first, differing):
+            chosen[key] = pieces[0].rank
+            if len(pieces) > 1:
+                cut[key] = pieces
+
+    def items_of(rank: int, plan: SavePlan) -> Iterator[WriteItem]:
+        for item in plan.items:
+            key = (item.index.fqn, item.index.offset)
+            if key in cut and item.tensor_data is not None:
+                axis = outermost(item.tensor_data.chunk.sizes)
+                for piece in cut[key]:
+                    if piece.rank == rank:
+                        yield PieceItem.of(item, axis, piece.begin, piece.end)
+            elif chosen[key] == rank:
+                yield item
+
     return [
-        dataclasses.replace(
-            plan,
-            items=WriteItems(
-                item for item in plan.items if chosen[item.index.fqn, item.index.offset] == rank
-            ),
-        )
+        dataclasses.replace(plan, items=WriteItems(items_of(rank, plan)))
         for rank, plan in enumerate(plans)
     ]
 
@@ -105,8 +114,8 @@ def _shared_out(
     holders: dict[tuple[str, Any], list[int]],
     first: dict[tuple[str, Any], WriteItem],
     differing: Collection[str],
-) -> dict[tuple[str, Any], int]:
-    """The rank that writes each tensor's box, by its key."""
+) -> Iterator[tuple[tuple[str, Any], list[BoxShare]]]:
+    """Who writes each tensor's box, by its key."""
     nodes = node_numbers(plans)
     several = 1 < len(set(nodes)) < len(nodes)  # nodes, with several ranks
     short: dict[int, bool] = {}  # by description
@@ -118,9 +127,10 @@ def _shared_out(
         if id(data) not in short:
             short[id(data)] = several and short_rows(data) > 0
         held = (ranks[0],) if key[0] in differing else tuple(ranks)
-        bytes_ = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-        boxes[key] = SharedBox(held, key[0], bytes_, short[id(data)])
-    return dict(zip(boxes, share_boxes(nodes, boxes.values()), strict=True))
+        boxes[key] = SharedBox.of(
+            held, key[0], data.chunk.sizes, data.properties.dtype, short[id(data)]
+        )
+    return zip(boxes, share_boxes(nodes, boxes.values()), strict=True)
 
 
 def _check_replica(item: WriteItem, rank: int, other: WriteItem, other_rank: int) -> None:
@@ -194,7 +204,7 @@ def assemble(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
                 entry.chunks.append(data.chunk)
             if index.index != position:
                 index = MetadataIndex(fqn, index.offset, position)
-                item = WriteItem(index, item.type, item.bytes_io_data, data)
+                item = dataclasses.replace(item, index=index)
                 changed = True
             items.append(item)
         new_plans.append(dataclasses.replace(plan, items=items) if changed else plan)

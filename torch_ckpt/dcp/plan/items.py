@@ -55,6 +55,42 @@ class UnwritableItem(WriteItem):
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class PieceItem(WriteItem):
+    """A piece of a box that a rank has, which is cut because several have it.
+
+    held: the item by which the rank offered all of the box.
+    """
+
+    held: WriteItem | None = None
+
+    @staticmethod
+    def of(held: WriteItem, axis: int, begin: int, end: int) -> PieceItem:
+        """What `held` has from `begin` to `end` along `axis`."""
+        data = held.tensor_data
+        assert data is not None
+        offsets, sizes = [*data.chunk.offsets], [*data.chunk.sizes]
+        offsets[axis] += begin
+        sizes[axis] = end - begin
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        return PieceItem(
+            MetadataIndex(held.index.fqn, chunk.offsets),
+            WriteItemType.SHARD,
+            None,
+            TensorWriteData(chunk, data.properties, data.size),
+            held,
+        )
+
+    def of_held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its part of `tensor`, the box that `held` offers: a view."""
+        assert self.held is not None and self.held.tensor_data is not None
+        assert self.tensor_data is not None
+        held, own = self.held.tensor_data.chunk, self.tensor_data.chunk
+        for axis, (at, size) in enumerate(zip(own.offsets, own.sizes, strict=True)):
+            tensor = tensor.narrow(axis, at - held.offsets[axis], size)
+        return tensor
+
+
 class WriteItems(list[WriteItem]):
     """Items of a plan, which pickle as their names and what else many of them have in common: a
     tenth of the time, and most of it in Python, so that other threads run meanwhile."""

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from torch_ckpt.dcp.plan import save_planner
-from torch_ckpt.dcp.plan.items import UnwritableItem
+from torch_ckpt.dcp.plan.items import PieceItem, UnwritableItem
 from torch_ckpt.dcp.plan.stock_planner import check_written_boxes, has_method_of
 from torch_ckpt.dcp.write.commit import RankReport
 from torch_ckpt.errors import InternalError, InvalidArgumentError, UnsupportedError
@@ -69,9 +69,11 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColum
         fqn = item.index.fqn
         tensor = values.get(fqn)
         if type(tensor) not in PLAIN_TENSORS:
-            tensor = resolve(item)
+            tensor = resolve(item.held if type(item) is PieceItem and item.held else item)
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError("the planner gave no tensor for a tensor", tensor=fqn)
+        if type(item) is PieceItem:
+            tensor = item.of_held(tensor)
         tensor = source_of(tensor, fqn)
         dtype = DTYPE_NAMES[tensor.dtype]
         if tensor.dim() > MAX_DIMENSIONS:
@@ -157,8 +159,9 @@ def check_item(item: WriteItem, rank: int | None) -> None:
     """Raise InvalidArgumentError or UnsupportedError for an item that the format cannot hold."""
     fqn = item.index.fqn
     check_object_name(fqn, rank)
-    if type(item) is UnwritableItem:
-        raise UnsupportedError(item.reason, tensor=fqn, rank=rank)
+    held = item.held if type(item) is PieceItem else item
+    if type(held) is UnwritableItem:
+        raise UnsupportedError(held.reason, tensor=fqn, rank=rank)
     if item.type is WriteItemType.BYTE_IO:
         return
     # Rules of safetensors (CheckTensorName in csrc/format/names.h).
