@@ -358,6 +358,26 @@ Result<Json> PlacementsRequest(const Json& request) {
   return Json{{"placements", std::move(boxes)}};
 }
 
+// Where the archive is that an object is in, for who unpickles it.
+Result<Json> ArchiveRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));
+  TC_ASSIGN_OR_RETURN(const std::string name, GetString(request, "name"));
+  const Catalog& catalog = checkpoint->catalog();
+  const int64_t found = catalog.Find(name);
+  const CatalogEntry* const entry =
+      found < 0 ? nullptr : &catalog.entries()[static_cast<size_t>(found)];
+  if (entry == nullptr || !entry->archived ||
+      entry->archived->archive.size() == 0) {
+    return Incomplete("is in no archive of the checkpoint").WithTensor(name);
+  }
+  const ArchivedObject& archived = *entry->archived;
+  return Json{{"file", checkpoint->files()[entry->file].name},
+              {"begin", archived.archive.begin},
+              {"bytes", archived.archive.size()},
+              {"leaf", archived.leaf},
+              {"path", std::string(entry->path)}};
+}
+
 // Objects that are archived in files, each as JSON text or as an error.
 Result<Json> ReadObjectsRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const auto checkpoint, CheckpointOf(request));

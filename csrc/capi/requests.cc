@@ -7,6 +7,7 @@ namespace torch_ckpt::capi {
 Handler FindHandler(const std::string& op) {
   static const std::map<std::string, Handler> handlers = {
       {"adopt", AdoptRequest},
+      {"archive_of", ArchiveRequest},
       {"arena", ArenaRequest},
       {"begin_archives", BeginArchivesRequest},
       {"begin_part", BeginPartRequest},

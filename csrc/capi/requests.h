@@ -23,6 +23,7 @@ Result<Json> ReleaseFilesRequest(const Json& request);
 Result<Json> DescribeRequest(const Json& request);
 Result<Json> FilesRequest(const Json& request);
 Result<Json> PlacementsRequest(const Json& request);
+Result<Json> ArchiveRequest(const Json& request);
 Result<Json> ReadObjectsRequest(const Json& request);
 Result<Json> ReadArchiveRequest(const Json& request);
 Result<Json> ObjectsFileRequest(const Json& request);

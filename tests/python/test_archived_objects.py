@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
 from torch_ckpt.objects import decode, decode_object, encode_object
@@ -98,6 +99,63 @@ def test_what_is_not_is_refused_alone(tmp_path: Path) -> None:
         torch_ckpt.load(path=tmp_path / "a.pt")
     loaded = torch_ckpt.load(path=tmp_path / "a.pt", include=["step", "tricky"])
     assert loaded == {"step": 7, "tricky": [Tricky.A]}
+
+
+class Tokens:
+    """What nothing reads as data: its pickle calls a function."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+
+    def __reduce__(self) -> Any:
+        return tokens_of, (" ".join(self.words),)
+
+
+def tokens_of(text: str) -> Tokens:
+    runs.append(text)
+    return Tokens(text.split())
+
+
+runs: list[str] = []
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "stock"])
+def test_pickles_are_run_where_that_is_allowed(tmp_path: Path, kind: str) -> None:
+    """Of the leaves that need it alone."""
+    state = {
+        "w": torch.arange(6.0),
+        "tokens": Tokens(["a", "b"]),
+        "nested": {"deep": [1, Tokens(["c"])], "step": 7},
+    }
+    path = tmp_path / "c"
+    if kind == "stock":
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    else:
+        path.mkdir(exist_ok=True)
+        path = path / "pytorch_model.bin"
+        torch.save(state, path)
+        path = path if kind == "file" else path.parent
+
+    def target() -> dict[str, Any]:
+        return {
+            "w": torch.zeros(6),
+            "tokens": None,
+            "nested": {"deep": [0, None], "step": 0},
+        }
+
+    runs.clear()
+    with pytest.raises(torch_ckpt.UnsupportedError, match="tokens"):
+        torch_ckpt.load(target(), path)
+    assert not runs
+    loaded = target()
+    reader = torch_ckpt.CheckpointReader(path, allow_pickle=True)
+    torch_ckpt.load({"w": loaded["w"], "nested": {"step": 0}}, storage_reader=reader)
+    assert not runs  # none of these needs it
+    torch_ckpt.load(loaded, storage_reader=reader)
+    assert torch.equal(loaded["w"], state["w"])
+    assert loaded["tokens"].words == ["a", "b"] and loaded["nested"]["deep"][1].words == ["c"]
+    assert loaded["nested"]["deep"][0] == 1 and loaded["nested"]["step"] == 7
+    assert sorted(set(runs)) == ["a b", "c"] and len(runs) == 2
 
 
 def test_no_code_of_an_enum_is_run() -> None:

@@ -39,6 +39,16 @@ class StoredType(NamedTuple):
     bytes: int
 
 
+class Archive(NamedTuple):
+    """An archive of torch.save, `bytes` of a file from `begin` on. path: the keys of a leaf in the
+    state dict that it holds; None for all that it holds."""
+
+    file: str
+    begin: int
+    bytes: int
+    path: tuple[Any, ...] | None
+
+
 @dataclass(frozen=True)
 class Listing:
     """What a checkpoint holds, in columns: of all entries in one order, or only of its objects.
@@ -202,6 +212,18 @@ class OpenedCheckpoint:
             error_from(each["error"]) if "error" in each else json.loads(each["text"])
             for each in answer["objects"]
         ]
+
+    def archive_of(self, name: str) -> Archive:
+        """Where the archive is that holds the object `name`, of which `listing` says that it is
+        archived. Raises IncompleteError for another one."""
+        found = core.call({"op": "archive_of", "checkpoint": self.id, "name": name})
+        path = tuple(json.loads(found["path"])) if found["path"] else (name,)
+        return Archive(
+            os.path.join(self.path, found["file"]) if os.path.isdir(self.path) else self.path,
+            found["begin"],
+            found["bytes"],
+            path if found["leaf"] else None,
+        )
 
     def dtypes(self) -> dict[str, str]:
         """The dtype of every tensor by its name, as safetensors calls it ("BF16")."""

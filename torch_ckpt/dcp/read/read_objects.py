@@ -20,6 +20,7 @@ from torch_ckpt.native import core, operators
 from torch_ckpt.native.jobs import Job
 from torch_ckpt.native.opened import Listing, OpenedCheckpoint
 from torch_ckpt.objects import ObjectError, ObjectFile, decode_object
+from torch_ckpt.objects.archive import run_pickle
 from torch_ckpt.planning.reserved import RAW_LEAVES
 
 _ARCHIVE = b"PK\x03\x04"  # how files of torch.save begin
@@ -63,6 +64,7 @@ class ObjectReader:
         self.allow_pickle = allow_pickle
         self._holders: dict[str, str | None] | None = None  # fqn to objects file
         self._last: tuple[str, ObjectFile, bytes] | None = None  # of the file read last, its side
+        self._last_archive: tuple[tuple[Any, ...], Any] | None = None  # what its pickle has made
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         """Give every item's object to the planner."""
@@ -94,10 +96,35 @@ class ObjectReader:
     def _archived(self, fqns: list[str]) -> list[Any]:
         values = []
         for fqn, value in zip(fqns, self.opened.archived_objects(fqns), strict=True):
-            if isinstance(value, Exception):
-                raise value
-            values.append(self._decoded(value, fqn))
+            try:
+                if isinstance(value, Exception):
+                    raise value
+                values.append(self._decoded(value, fqn))
+            except UnsupportedError:
+                if not self.allow_pickle:
+                    raise
+                values.append(self._unpickled(fqn))
         return values
+
+    def _unpickled(self, fqn: str) -> Any:
+        """A leaf that only its own pickle can make, which is run."""
+        archive = self.opened.archive_of(fqn)
+        place = archive[:3]
+        if self._last_archive is None or self._last_archive[0] != place:
+            self._last_archive = (place, run_pickle(*place))
+        value = self._last_archive[1]
+        try:
+            if archive.path is not None and isinstance(value, list) and len(value) == 1:
+                value = value[0]  # Megatron's objects are in lists of one
+            for key in archive.path or ():
+                value = value[key]
+        except (LookupError, TypeError) as error:
+            raise UnsupportedError(
+                f"its pickle has made a state dict that has no such leaf: {error!r}",
+                file=archive.file,
+                tensor=fqn,
+            ) from error
+        return value
 
     def _decoded(self, value: Any, fqn: str) -> Any:
         """The object that a file of others holds as `fqn`; what is wrong names that as the core

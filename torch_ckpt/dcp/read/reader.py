@@ -65,9 +65,9 @@ class CheckpointReader(StockReader):
         torch.save and stock DCP every storage that is read as a whole with its CRC-32. Safetensors
         of others have no digests.
     strict_dtype: refuse a target whose dtype is not the stored one.
-    allow_pickle: unpickle leaves that were saved with allow_pickle, and let stock's planners and
-        ours unpickle what a planner of the user's has packed. Never do that with a checkpoint that
-        you do not trust.
+    allow_pickle: unpickle leaves that were saved with allow_pickle, and those of torch.save and
+        stock DCP that are read in no other way; and let stock's planners and ours unpickle what a
+        planner of the user's has packed. Never do that with a checkpoint that you do not trust.
     direct_io: False reads through the page cache.
 
     A subclass that overrides `_process_read_request(f, req, planner)` is handed one request per
