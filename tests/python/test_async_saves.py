@@ -89,6 +89,24 @@ def test_a_future_has_what_users_need(kind: type) -> None:
     assert public - set(dir(concurrent.futures.Future)) <= {"upload_completion"}
 
 
+def test_a_save_that_is_cancelled_leaves_nothing(tmp_path: Path, gate: threading.Event) -> None:
+    gate.set()
+    begin(tmp_path / "c", 1).result(20)
+    gate.clear()
+    save = begin(tmp_path / "c", 2, on_busy="overlap")
+    later = begin(tmp_path / "d", 3, on_busy="overlap")
+    assert save.cancel() and later.cancel()
+    gate.set()
+    for each in (save, later):
+        with pytest.raises(torch_ckpt.CancelledError):
+            each.result(20)
+        assert not each.cancelled() and not each.cancel()
+    assert loads(tmp_path / "c", 1)
+    assert not (tmp_path / "d").exists() or not any((tmp_path / "d").iterdir())
+    begin(tmp_path / "c", 4).result(20)
+    assert loads(tmp_path / "c", 4)
+
+
 def test_a_second_save_waits_for_the_first(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -73,6 +74,7 @@ def make_save(
     key_mapping: KeyMapping | None,
     progress: Progress | None,
     options: dict[str, Any],
+    cancel: threading.Event | None = None,
 ) -> Save:
     """A save with ours in the places of what is not given; `options` are the writer's."""
     if writer is None:
@@ -89,7 +91,7 @@ def make_save(
         planner = SavePlanner(rank=ranks.rank, world_size=ranks.size, key_mapping=key_mapping)
     elif key_mapping is not None:
         raise InvalidArgumentError("key_mapping: give it to the planner")
-    return Save(planner, writer, path, ranks, use_collectives, progress=progress)
+    return Save(planner, writer, path, ranks, use_collectives, progress=progress, cancel=cancel)
 
 
 def place_of(save: Save) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
@@ -116,14 +117,15 @@ def async_save(
         log = None if log_path is None else os.fsdecode(os.path.abspath(log_path))
     except Exception as error:
         bad_path = error
+    in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
     running = RunningSave(
         SaveStats(where, rank, size, time.time()),
         on_failure,
         log,
         # What two saves cannot use at a time.
         (storage_writer, planner, None if own_stager else async_stager),
+        None if in_process else threading.Event(),
     )
-    in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
     background: Background | None = None
     turn: Turn | None = None
     made: list[Save] = []
@@ -150,6 +152,7 @@ def async_save(
                 key_mapping=key_mapping,
                 progress=progress,
                 options=dict(writer_options),
+                cancel=running.cancel,
             )
 
         # What is wrong with one rank's arguments is an error of all.

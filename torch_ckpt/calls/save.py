@@ -11,6 +11,7 @@ import contextlib
 import copy
 import inspect
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ class Save:
     path: None where the writer has one.
     use_collectives: False: every rank saves its own part, and they agree at the end alone.
     on_written: called when this rank has written, or could not; by writers of ours alone.
+    cancel: once it is set on any rank, the save fails with a CancelledError, if it still can.
     """
 
     planner: SavePlanner
@@ -45,9 +47,11 @@ class Save:
     use_collectives: bool = True
     on_written: Callable[[], None] | None = None
     progress: Progress | None = None
+    cancel: threading.Event | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "ranks": None, "on_written": None, "progress": None}
+        here = ("ranks", "on_written", "progress", "cancel")
+        return {**self.__dict__, **dict.fromkeys(here)}
 
     @contextlib.contextmanager
     def portable(self) -> Iterator[Save]:
@@ -105,7 +109,11 @@ class Save:
             with paused_gc(keeps=False):
                 final_plan = self.ranks.scatter(f"plan of {what}", plan, lay_out)
             return self.ranks.gather(
-                what, lambda: write(final_plan), commit, progress=self.progress
+                what,
+                lambda: write(final_plan),
+                commit,
+                progress=self.progress,
+                cancel=self.cancel,
             )
         finally:
             # The frames of an error keep these functions, and they what gives the state.
@@ -132,7 +140,12 @@ class Save:
         # another place under the path, leaves no checkpoint to any.
         first = self.ranks.together(f"plan of {what}", begin)[0]
         results: list[list[WriteResult]] = []
-        self.ranks.together(what, lambda: results.append(write_here()), progress=self.progress)
+        self.ranks.together(
+            what,
+            lambda: results.append(write_here()),
+            progress=self.progress,
+            cancel=self.cancel,
+        )
         self.ranks.together(f"commit of {what}", lambda: saved.append(commit(results)))
         return saved[0]
 

@@ -124,6 +124,7 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
     """A save that goes on in the background: the future of its upload, and stock's response with
     both futures, whichever of the two a caller expects.
 
+    cancel(): ask it to stop.
     result(), exception(): wait until the checkpoint is committed, or the save has failed. The
         result is DCP's Metadata; None for a failure with on_failure="warn".
     staging_completion: a future; when it is done the trainer may change its tensors.
@@ -132,7 +133,7 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
     error: what it failed with, or None.
     """
 
-    def __init__(self, stats: SaveStats) -> None:
+    def __init__(self, stats: SaveStats, cancel: threading.Event | None = None) -> None:
         Future.__init__(self)
         self.staging_completion: Future[None] = Future()
         for future in (self, self.staging_completion):
@@ -141,6 +142,7 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
         self.error: BaseException | None = None
         self._heard = False  # whether its caller has heard, or will have, why it fails
         self._pid = os.getpid()
+        self._cancel = cancel
 
     # By identity, as futures are, and not by its fields, as a response.
     __eq__ = object.__eq__
@@ -167,6 +169,15 @@ class AsyncSave(Future[Any], AsyncSaveResponse):
         self._heard_of()
         return error
 
+    def cancel(self) -> bool:
+        """Ask the save to stop, on all ranks. Returns whether that could be: it was still running,
+        and in no process of its own. `result()` then raises CancelledError, and nothing of the save
+        is left, unless it was about to be committed."""
+        if self._cancel is None or self.done():
+            return False
+        self._cancel.set()
+        return True
+
     def _heard_of(self) -> None:
         self._heard = True
         known()  # or the register would keep it
@@ -187,9 +198,11 @@ class RunningSave:
         on_failure: OnFailure = "raise",
         log_path: str | None = None,
         uses: tuple[Any, ...] = (),
+        cancel: threading.Event | None = None,
     ) -> None:
-        """`uses`: what other saves cannot use at the same time."""
-        self.future = AsyncSave(stats)
+        """`uses`: what other saves cannot use at the same time. `cancel`: what asks it to stop."""
+        self.future = AsyncSave(stats, cancel)
+        self.cancel = cancel
         self.stats = stats
         self._uses = tuple(used for used in uses if used is not None)
         self._finishing = threading.Lock()

@@ -136,7 +136,8 @@ class AsyncCallsQueue:
         blocking: wait for all that are under way. no_dist: go by this rank alone.
 
         Raises CheckpointingException or OSError of a save that failed, on all ranks at the same
-        poll; its functions are not called.
+        poll, and so for what a call of the application's own raised on any; the functions of that
+        call are not called.
         """
         self._polls += 1
         if blocking:
@@ -149,7 +150,11 @@ class AsyncCallsQueue:
         while self._calls and self._calls[0].number <= last:
             call = self._calls.popleft()
             with as_megatron_says():
-                call.future.result()
+                if call.is_ours or no_dist:
+                    call.future.result()
+                else:  # its error on one rank is that of all
+                    what = f"call {call.number} of the application"
+                    Ranks.of(None).together(what, functools.partial(_wait_for, call.future))
             for finalize in call.request.finalize_fns:
                 finalize()
             finalized.append(call.number)
@@ -199,13 +204,21 @@ class AsyncCallsQueue:
         return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalize all calls. With `abort` none is: it waits until they are over, whatever becomes
-        of them."""
+        """Finalize all calls. With `abort` none is: saves end, and what they would have replaced
+        stays, unless they are committed already; the application's own calls are waited for."""
         if not abort:
             self.maybe_finalize_async_calls(blocking=True)
             return
+        for call in self._calls:
+            if call.is_ours:
+                call.future.cancel()
         while self._calls:
             self._calls.popleft().future.exception()
+
+
+def _wait_for(future: Future[Any]) -> None:
+    """Raises what it does. Its result is nobody's, and is not sent to the others."""
+    future.result()
 
 
 def _module_of(function: Any) -> str:

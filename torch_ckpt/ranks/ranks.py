@@ -9,7 +9,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_ckpt.errors import CheckpointError, InvalidArgumentError, raise_with_rank
+from torch_ckpt.errors import (
+    CancelledError,
+    CheckpointError,
+    InvalidArgumentError,
+    raise_with_rank,
+)
 from torch_ckpt.native.jobs import Jobs
 from torch_ckpt.native.progress import Progress, told
 from torch_ckpt.native.torch_private import store_of, timeout_of
@@ -98,6 +103,13 @@ class Ranks:
         links = Links(store, f"torch_ckpt/ranks/{count}", rank, size, timeout)
         return Ranks(rank, tuple(dist.get_process_group_ranks(made)), links)
 
+    def places_of(self, group: dist.ProcessGroup | None) -> set[int]:
+        """Those of these ranks that are in `group`; all if None."""
+        if group is None:
+            return set(range(self.size))
+        members = dist.get_process_group_ranks(group)
+        return {self.members.index(each) for each in members if each in self.members}
+
     def _is_broken(self) -> bool:
         return self._links is not None and self._links.are_broken
 
@@ -170,7 +182,10 @@ class Ranks:
                 return Exchange(self._links, what, progress, cancel).run(own, answers)
         try:
             with Jobs() as jobs, told(jobs, progress, cancel):
-                return answers([own()])[0]
+                value = own()
+                if cancel is not None and cancel.is_set():
+                    raise CancelledError("was cancelled")
+                return answers([value])[0]
         except Exception as error:
             raise_with_rank(error, self.rank)
 
