@@ -6,24 +6,28 @@ import dataclasses
 import logging
 import math
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from torch_ckpt.calls.api import wait_for_saves_beside
 from torch_ckpt.calls.load import Load
 from torch_ckpt.checkpoint.checkpoint import Checkpoint, look_again
 from torch_ckpt.dcp.plan.items import read_items
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
+from torch_ckpt.dcp.plan.rings import Node, numbers_of, this_node
 from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
 from torch_ckpt.megatron.boxes import Box, Numbers, is_quantized
 from torch_ckpt.megatron.config import CheckpointingException
+from torch_ckpt.megatron.deliveries import Asked, Reads, boxes_to_read, deliver, plan_reads
 from torch_ckpt.megatron.request import Request
 from torch_ckpt.megatron.sharding import RankLayout, check_layouts
 from torch_ckpt.megatron.stored import Stored
 from torch_ckpt.megatron.strict import StrictHandling
+from torch_ckpt.planning.collector import paused_gc
 from torch_ckpt.planning.local_boxes import LocalBoxes
 from torch_ckpt.ranks import Ranks
 
@@ -36,12 +40,16 @@ class LoadOptions:
     """replicas: prove that what all ranks ask for is each part once, as main replicas.
     verify: compare every byte of the checkpoint with its digest first.
     group: the ranks that load together.
+    shares: what several nodes ask for is read on one of them, and sent to the others: within
+        `readers`, or all ranks if None.
     """
 
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
     replicas: bool = True
     verify: bool = False
     group: dist.ProcessGroup | None = None
+    shares: bool = False
+    readers: dist.ProcessGroup | None = None
 
 
 class Loaded(NamedTuple):
@@ -59,25 +67,33 @@ def load_request(
     ranks = Ranks.of(options.group)
     found: list[tuple[Request, Stored]] = []
 
-    def ask() -> RankLayout:
+    def ask() -> tuple[RankLayout, Node | None, frozenset[int] | None]:
         wait_for_saves_beside(ranks.size)
         if options.verify:
             Checkpoint(path).verify(share=(ranks.rank, ranks.size))
         stored = Stored(path)
         found.append((Request(state_dict), stored))
         request = found[0][0]
-        return RankLayout.of(request.boxes, request.cells)
+        readers = frozenset(ranks.places_of(options.readers)) if options.shares else None
+        return RankLayout.of(request.boxes, request.cells), this_node(), readers
 
-    def settle(asked: list[RankLayout]) -> list[tuple[set[str], set[str]]]:
-        check_layouts(asked, replicas=options.replicas)
-        return _settled(asked, found[0][1].keys(), options.strict)
+    def settle(
+        said: list[tuple[RankLayout, Node | None, frozenset[int] | None]],
+    ) -> list[tuple[set[str], set[str], Reads]]:
+        layouts, nodes, readers = zip(*said, strict=True)
+        check_layouts(layouts, replicas=options.replicas)
+        keys = _settled(layouts, found[0][1].keys(), options.strict)
+        asked = [*map(Asked, layouts, numbers_of(nodes), readers)]
+        return [(*of_rank, reads) for of_rank, reads in zip(keys, plan_reads(asked), strict=True)]
 
-    missing, unexpected = ranks.scatter("what a load asks for", ask, settle)
+    with paused_gc(keeps=False):  # rank 0 makes and drops what all ranks have said
+        missing, unexpected, reads = ranks.scatter("what a load asks for", ask, settle)
     request, stored = found[0]
     _tell(options.strict, ranks.rank, missing, unexpected)
     for leaf in request.leaves():
         leaf.absent = leaf.key in unexpected
-    values = _read(request, stored, ranks)
+    values = _read(request, stored, reads, ranks)
+    deliver(request.boxes, reads, ranks)
     state: dict[Any, Any] = {}
 
     def answer() -> None:
@@ -99,7 +115,7 @@ def load_request(
 
 
 def _settled(
-    asked: list[RankLayout], stored: set[str], strict: StrictHandling
+    asked: Sequence[RankLayout], stored: set[str], strict: StrictHandling
 ) -> list[tuple[set[str], set[str]]]:
     """Missing and unexpected keys of each rank."""
     keys = [each.keys() for each in asked]
@@ -148,28 +164,36 @@ def _tell(strict: StrictHandling, rank: int, missing: set[str], unexpected: set[
         )
 
 
-def _read(request: Request, stored: Stored, ranks: Ranks) -> dict[str, Any]:
-    """Fill the boxes of `request`. Returns the values of what else is read, by name."""
+def _read(request: Request, stored: Stored, reads: Reads, ranks: Ranks) -> dict[str, Any]:
+    """Fill the boxes of `request` that this rank reads. Returns the values of what else it reads,
+    by name."""
     names = stored.common_names()
 
     def state() -> dict[str, Any]:
         targets: dict[str, Any] = dict.fromkeys(names)
         targets.update((cell.name, None) for cell in request.cells if not cell.absent)
-        targets.update(_targets(request.boxes, stored.shapes()))
+        for box in request.boxes:
+            _make_memory(box)
+        targets.update(_targets(boxes_to_read(request.boxes, reads), stored.shapes()))
         return targets
 
     held: list[dict[str, Any]] = []
     ranks.together("where a load goes", lambda: held.append(state()))
     reader = CheckpointReader(stored.path, format=stored.format)
-    look_again(lambda: Load(_Planner(), reader, stored.path, ranks).run(held[0]), ReplacedError)
+    beside = {(request.boxes[at].key, request.boxes[at].offset) for at in reads.beside}
+    look_again(
+        lambda: Load(_Planner(beside), reader, stored.path, ranks).run(held[0]), ReplacedError
+    )
     return held[0]
 
 
 class _Planner(LoadPlanner):
-    """Of a flat state dict, which has all that is asked for."""
+    """Of a flat state dict, which has all that is asked for. beside: of which boxes it is known
+    that another rank of this node reads them, too; of no others."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: set[tuple[str, Numbers]]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._beside = beside
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -181,18 +205,25 @@ class _Planner(LoadPlanner):
             items += read_items(name, saved[name], target)
         return LoadPlan(items)
 
+    def is_read_beside(self, item: ReadItem) -> bool:
+        return (item.storage_index.fqn, tuple(item.storage_offsets)) in self._beside
+
+
+def _make_memory(box: Box) -> None:
+    """Where there is none, and beside what is quantized."""
+    if box.absent:
+        return
+    if box.data is not None and is_quantized(box.data):
+        box.quantized, box.data = box.data.detach(), None
+    if box.data is None or box.data.is_meta:
+        box.data = torch.empty(box.sizes[box.prepended :], dtype=box.dtype, device="cpu")
+    box.data = box.data.detach()
+
 
 def _targets(boxes: list[Box], shapes: dict[str, Numbers | None]) -> dict[str, torch.Tensor]:
-    """What a load fills, by key: the memory of each box, which is made where there is none."""
+    """What a load fills, by key: the memory of each box."""
     held: dict[str, list[tuple[Numbers, torch.Tensor]]] = {}
     for box in boxes:
-        if box.absent:
-            continue
-        if box.data is not None and is_quantized(box.data):
-            box.quantized, box.data = box.data.detach(), None
-        if box.data is None or box.data.is_meta:
-            box.data = torch.empty(box.sizes[box.prepended :], dtype=box.dtype, device="cpu")
-        box.data = box.data.detach()
         shape = shapes.get(box.key)
         if shape is None:
             raise box.wrong("is an object in the checkpoint, and a tensor is asked for")

@@ -20,6 +20,7 @@ from torch_ckpt.checkpoint.names import MEGATRON_COMMON, MEGATRON_CONFIG, MEGATR
 from torch_ckpt.dcp.plan.save_planner import SavePlanner
 from torch_ckpt.dcp.saves import AsyncSave
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
+from torch_ckpt.megatron.agreed import agree
 from torch_ckpt.megatron.async_calls import StartableSave
 from torch_ckpt.megatron.boxes import Box, Numbers
 from torch_ckpt.megatron.config import (
@@ -30,10 +31,12 @@ from torch_ckpt.megatron.config import (
 )
 from torch_ckpt.megatron.request import Request
 from torch_ckpt.megatron.sharding import RankLayout, check_layouts, check_stored
-from torch_ckpt.megatron.sharing import share_out
+from torch_ckpt.megatron.sharing import Share, share_out
 from torch_ckpt.megatron.stored import COMMON_KEY, CONTENT_KEY
+from torch_ckpt.megatron.strategies import Sharing
 from torch_ckpt.objects import ObjectError, object_digest
 from torch_ckpt.options import local_path
+from torch_ckpt.planning.collector import paused_gc
 from torch_ckpt.planning.digests import differences, warn_of
 from torch_ckpt.planning.local_boxes import LocalBoxes
 from torch_ckpt.planning.reserved import RESERVED
@@ -43,15 +46,14 @@ from torch_ckpt.ranks import Ranks
 @dataclass(frozen=True)
 class SaveOptions:
     """replicas: prove that each part has one main replica.
-    shares: all that have a part offer to write it, and not its main replica alone: the members of
-        `group`, of all ranks if None, of which the main replica is one.
+    sharing: where all that have a part offer to write it, and not its main replica alone, they do
+        so for a main replica in the same group.
     preprocess: makes of the common state what is compared between ranks.
     content: what the checkpoint is to say of itself.
     """
 
     replicas: bool = True
-    shares: bool = False
-    group: dist.ProcessGroup | None = None
+    sharing: Sharing = Sharing()
     preprocess: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     content: dict[str, Any] | None = None
 
@@ -70,8 +72,8 @@ def save_now(
 ) -> None:
     """Save the sharded `state_dict`. A collective call."""
     ranks = Ranks.of(None)
-    state = _agreed_state(state_dict, ranks, options)
-    Save(_planner(), _writer(path), path, ranks).run(lambda: state)
+    state = _agreed_state(state_dict, ranks, options, beside=False)
+    Save(_planner(options), _writer(path), path, ranks).run(lambda: state)
 
 
 def prepared_save(
@@ -79,21 +81,25 @@ def prepared_save(
 ) -> StartableSave:
     """The same, looked at now: it is staged, and goes on in the background, when it is started. A
     collective call, and so is starting it."""
-    held = [_agreed_state(state_dict, Ranks.of(None), options)]
+    held = [_agreed_state(state_dict, Ranks.of(None), options, beside=True)]
     place = local_path(path)  # it goes on in another working directory
 
     def start() -> AsyncSave:
         if not held:
             raise CheckpointingException("this save was begun already", file=place)
         return async_save(
-            held.pop(), storage_writer=_writer(place), planner=_planner(), on_busy="overlap"
+            held.pop(), storage_writer=_writer(place), planner=_planner(options), on_busy="overlap"
         )
 
     return StartableSave(start)
 
 
-def _planner() -> SavePlanner:
-    return SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+def _planner(options: SaveOptions) -> SavePlanner:
+    return SavePlanner(
+        flatten_state_dict=False,
+        flatten_sharded_tensors=False,
+        enable_plan_caching=options.sharing.memory is not None,
+    )
 
 
 def _writer(path: str | os.PathLike[str]) -> HuggingFaceStorageWriter:
@@ -108,17 +114,21 @@ class _Config:
         Path(directory, MEGATRON_CONFIG).write_text(text, encoding="utf-8")
 
 
-def _agreed_state(state_dict: dict[Any, Any], ranks: Ranks, options: SaveOptions) -> dict[str, Any]:
+def _agreed_state(
+    state_dict: dict[Any, Any], ranks: Ranks, options: SaveOptions, *, beside: bool
+) -> dict[str, Any]:
     """What this rank writes, flat. Rank 0 has looked whether the entries of all ranks fit, and
-    raises CheckpointingException on all where they do not."""
+    raises CheckpointingException on all where they do not. Where the save does not go on `beside`
+    others, these are waited for."""
     requests: list[Request] = []
 
     def say() -> _Said:
-        wait_for_saves_beside(ranks.size)
+        if not beside:
+            wait_for_saves_beside(ranks.size)
         requests.append(Request(state_dict))
         return _said(requests[0], ranks, options)
 
-    def settle(said: list[_Said]) -> list[list[int] | None]:
+    def settle(said: list[_Said]) -> list[list[Share] | None]:
         layouts = [each.layout for each in said]
         check_layouts(layouts, replicas=options.replicas)
         check_stored(layouts)
@@ -128,17 +138,26 @@ def _agreed_state(state_dict: dict[Any, Any], ranks: Ranks, options: SaveOptions
             "Common state is what all ranks have alike: make what is each rank's own a "
             "ShardedObject, or leave it out by preprocess_common_before_consistancy_check",
         )
-        if not options.shares:
+        if not options.sharing.shares:
             return [None] * len(said)
         return [*share_out(layouts, [each.sharers for each in said])]
 
-    share = ranks.scatter("what a save has", say, settle)
+    def fields(said: _Said) -> tuple[Any, Any]:
+        depends = (options.replicas, options.sharing.shares, said.layout, sorted(said.sharers))
+        return depends, sorted(said.digests.items())
+
+    with paused_gc(keeps=False):  # rank 0 makes and drops what all ranks have said
+        share = agree(ranks, "what a save has", say, settle, options.sharing.memory, fields)
     request = requests[0]
-    boxes = [box for box in request.boxes if box.main]
-    if share is not None:
-        boxes = [request.boxes[place] for place in share]
     state: dict[str, Any] = {}
-    ranks.together("what a save writes", lambda: state.update(_tensors(boxes)))
+
+    def collect() -> None:
+        boxes = [box for box in request.boxes if box.main]
+        if share is not None:
+            boxes = [request.boxes[place].rows(begin, end) for place, begin, end in share]
+        state.update(_tensors(boxes))
+
+    ranks.together("what a save writes", collect)
     state.update((cell.name, [cell.value]) for cell in request.cells if cell.main)
     if ranks.rank == 0:
         state[MEGATRON_COMMON] = [request.common]
@@ -162,10 +181,8 @@ def _said(request: Request, ranks: Ranks, options: SaveOptions) -> _Said:
     if options.replicas and options.preprocess is not None:
         compared = options.preprocess(compared)
     sharers = {ranks.rank}
-    if options.shares:
-        group = options.group
-        members = ranks.members if group is None else dist.get_process_group_ranks(group)
-        sharers |= {ranks.members.index(each) for each in members if each in ranks.members}
+    if options.sharing.shares:
+        sharers |= ranks.places_of(options.sharing.group)
     return _Said(
         RankLayout.of(request.boxes, request.cells),
         _digests(compared) if options.replicas and ranks.size > 1 else {},

@@ -5,7 +5,7 @@ Those of Megatron's own are taken as well, known by their names and read by thei
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -21,9 +21,11 @@ class TorchDistSaveShardedStrategy(_Options):
     """How a save is made. Each rank writes its main replicas, into a file of its own.
 
     keep_only_main_replica: False lets all ranks that have a part share in writing it.
-    backend, version, thread_count, cached_metadata, separation_hint, cpu_shm_mode, and the
-        attributes use_cached_ckpt_structure and cached_global_metadata do nothing: there are always
-        as many threads as it takes, no plan is taken for that of another save, and
+    cached_metadata, and the attribute use_cached_ckpt_structure: ranks tell each other digests of
+        what they have, and all of it only where it is not what it was in the last save with this
+        strategy.
+    backend, version, thread_count, separation_hint, cpu_shm_mode, and the attribute
+        cached_global_metadata do nothing: there are always as many threads as it takes, and
         `remove_sharded_tensors` needs no files that are apart.
     """
 
@@ -67,8 +69,8 @@ class FullyParallelSaveStrategyWrapper(_Options):
     so far does.
 
     strategy: what it wraps. parallelization_group: the group, of which the main replica is one; all
-    ranks if None. do_cache_distribution, backend, version, pg_cache_path, pg_cache_create and
-    validate_access_integrity do nothing.
+    ranks if None. do_cache_distribution: as cached_metadata of TorchDistSaveShardedStrategy.
+    backend, version, pg_cache_path, pg_cache_create and validate_access_integrity do nothing.
     """
 
     def __init__(
@@ -93,8 +95,12 @@ class FullyParallelSaveStrategyWrapper(_Options):
 
 
 class FullyParallelLoadStrategyWrapper(_Options):
-    """Taken as `strategy` itself: each rank reads what it needs. Raises NotImplementedError for an
-    exchange_algo that is none of Megatron's."""
+    """What ranks of several nodes ask for is read by one of them, and sent to the others. On one
+    node all read it, from the page cache.
+
+    strategy: what it wraps. parallelization_group: the ranks that share; all if None. What else is
+    given does nothing. Raises NotImplementedError for an exchange_algo that is none of Megatron's.
+    """
 
     def __init__(
         self,
@@ -119,27 +125,42 @@ class FullyParallelLoadStrategyWrapper(_Options):
         self.pg_cache_create = pg_cache_create
 
 
-def sharers_of(strategy: Any) -> tuple[bool, dist.ProcessGroup | None]:
-    """Whether ranks share in writing what several have, and in which group, as `strategy` of a save
-    says. Raises TypeError for what is none, ValueError for a backend that is not written."""
+class Sharing(NamedTuple):
+    """shares: whether ranks share in writing what several have, within `group`, which is all ranks
+    if None. memory: the strategy with which they keep what they agreed on, None for none."""
+
+    shares: bool = False
+    group: dist.ProcessGroup | None = None
+    memory: Any = None
+
+
+def sharing_of(strategy: Any) -> Sharing:
+    """What `strategy` of a save says. Raises TypeError for what is none, ValueError for a backend
+    that is not written."""
     if _is_default(strategy):
-        return False, None
+        return Sharing()
     if _is(strategy, "FullyParallelSaveStrategyWrapper"):
-        sharers_of(strategy.base_strategy)
-        return True, strategy.parallelization_group
+        base = sharing_of(strategy.base_strategy)
+        caches = getattr(strategy, "do_cache_distribution", False) or base.memory is not None
+        return Sharing(True, strategy.parallelization_group, strategy if caches else None)
     if _is(strategy, "TorchDistSaveShardedStrategy"):
-        return not getattr(strategy, "keep_only_main_replica", True), None
+        caches = getattr(strategy, "use_cached_ckpt_structure", False)
+        shares = not getattr(strategy, "keep_only_main_replica", True)
+        return Sharing(shares, None, strategy if caches else None)
     raise TypeError(f"a {type(strategy).__qualname__} is no strategy of a save")
 
 
-def check_load_strategy(strategy: Any) -> None:
-    """As `sharers_of`, of a load."""
+def readers_of(strategy: Any) -> tuple[bool, dist.ProcessGroup | None]:
+    """Whether ranks share in reading what several nodes ask for, and in which group, as `strategy`
+    of a load says. Raises as `sharing_of`."""
     if _is_default(strategy):
-        return
+        return False, None
     if _is(strategy, "FullyParallelLoadStrategyWrapper"):
-        check_load_strategy(strategy.base_strategy)
-    elif not _is(strategy, "TorchDistLoadShardedStrategy"):
-        raise TypeError(f"a {type(strategy).__qualname__} is no strategy of a load")
+        readers_of(strategy.base_strategy)
+        return True, strategy.parallelization_group
+    if _is(strategy, "TorchDistLoadShardedStrategy"):
+        return False, None
+    raise TypeError(f"a {type(strategy).__qualname__} is no strategy of a load")
 
 
 def _is_default(strategy: Any) -> bool:

@@ -159,6 +159,10 @@ class Job:
         """Ask the job to stop; its call then raises CancelledError."""
         core.call({"op": "job_cancel", "job": self.id})
 
+    def is_cancelled(self) -> bool:
+        """Whether somebody has asked it to stop, for work that no native call does."""
+        return bool(self._poll()["cancelled"])
+
     def error(self) -> CheckpointError | OSError | None:
         """What the job failed with, or None."""
         fields = self._poll()["error"]

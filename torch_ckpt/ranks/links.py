@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hmac
 import json
 import os
 import select
@@ -18,12 +17,10 @@ from typing import Any
 
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ranks import tree
-from torch_ckpt.ranks.listener import listener
+from torch_ckpt.ranks.listener import Address, exactly, listener
 
 _MOMENT_S = 2.0  # that ranks have to say that they are here, when one is missed
-_STRANGER_S = 5.0  # that who connects has to say who it is
-_TOKEN_BYTES = 16
-_LENGTH, _RANK = struct.Struct("<Q"), struct.Struct("<I")
+_LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 20
 
 
@@ -129,8 +126,8 @@ class Links:
     def _receive(self, rank: int) -> bytes:
         try:
             connection = self._sockets[rank]
-            (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-            return _exactly(connection, length)
+            (length,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
+            return exactly(connection, length)
         except OSError as error:
             raise LostError(f"receiving from rank {rank}: {error}") from error
 
@@ -139,17 +136,14 @@ class Links:
         with contextlib.ExitStack() as stack:
             if self.below:
                 heard = stack.enter_context(listener())
-                token = os.urandom(_TOKEN_BYTES)
-                at = [*heard.getsockname()[:2], token.hex()]
+                at = Address.of(heard)
                 self._store.set(f"{self._key}/at/{self.rank}", json.dumps(at))
             if self.above is not None:
                 self._store.wait([self._at(self.above)], _seconds(until))
-                host, port, theirs = json.loads(self._store.get(self._at(self.above)))
-                above = socket.create_connection((host, port), _left(until))
-                self._keep(self.above, above)
-                above.sendall(bytes.fromhex(theirs) + _RANK.pack(self.rank))
+                theirs = Address(*json.loads(self._store.get(self._at(self.above))))
+                self._keep(self.above, theirs.connect(self.rank, _left(until)))
             while len(self._sockets) < len(self.below) + (self.above is not None):
-                self._accept(heard, token, until)
+                self._accept(heard, at, until)
         # All below are there when each has said so, and all others when rank 0 has.
         self.from_below()
         if self.above is not None:
@@ -161,8 +155,8 @@ class Links:
     def _at(self, rank: int) -> str:
         return f"{self._key}/at/{rank}"
 
-    def _accept(self, heard: socket.socket, token: bytes, until: float) -> None:
-        """Who comes next, if it is one of those below. Others do not know the token."""
+    def _accept(self, heard: socket.socket, at: Address, until: float) -> None:
+        """Who comes next, if it is one of those below."""
         poll = select.poll()
         poll.register(heard, select.POLLIN)
         for connection in self._sockets.values():
@@ -172,23 +166,13 @@ class Links:
             raise LostError("not all ranks have come in time")
         if all(number != heard.fileno() for number, _ in events):
             raise LostError("a rank has closed its connection")
-        connection, _ = heard.accept()
-        try:
-            connection.settimeout(_STRANGER_S)
-            said = _exactly(connection, _TOKEN_BYTES + _RANK.size)
-            (rank,) = _RANK.unpack(said[_TOKEN_BYTES:])
-            known = hmac.compare_digest(said[:_TOKEN_BYTES], token) and rank in self.below
-        except OSError:
-            known = False
-        if known:
-            self._keep(rank, connection)
-        else:
-            connection.close()
+        known = at.accept(heard, self.below)
+        if known is not None:
+            self._keep(*known)
 
     def _keep(self, rank: int, connection: socket.socket) -> None:
         self._sockets[rank] = connection
         connection.settimeout(self._timeout)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def give_up(self, what: str, error: LostError, steps: list[Future[Any]]) -> CheckpointError:
         """What `error` says, with the ranks that are missed in `what`, once `steps` have ended."""
@@ -233,18 +217,6 @@ class Links:
         return CheckpointError(
             f"is gone, or has not answered in time{others}; {noticed}", rank=gone[0]
         )
-
-
-def _exactly(connection: socket.socket, length: int) -> bytes:
-    """Raises OSError; ConnectionError where the connection is closed before."""
-    got = bytearray(length)
-    view = memoryview(got)
-    while view:
-        count = connection.recv_into(view)
-        if count == 0:
-            raise ConnectionError("it has closed its connection")
-        view = view[count:]
-    return bytes(got)
 
 
 def _left(until: float) -> float:

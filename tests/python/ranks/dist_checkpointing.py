@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
-import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,17 +13,13 @@ from ranks.layouts import DEVICE
 from ranks.run import Context, cases, everywhere, raised
 
 import torch_ckpt
-from torch_ckpt.megatron import dist_checkpointing
+from torch_ckpt.megatron import dist_checkpointing, saving
 from torch_ckpt.megatron.dist_checkpointing.core import CheckpointingException
 from torch_ckpt.megatron.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
-)
-from torch_ckpt.megatron.dist_checkpointing.strategies.async_utils import (
-    AsyncCallsQueue,
-    AsyncRequest,
 )
 from torch_ckpt.megatron.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -195,6 +190,93 @@ def ranks_share_what_they_all_have(context: Context) -> None:
 
 
 @case
+def large_parts_are_written_by_all_that_have_them(context: Context) -> None:
+    path, world = context.folder / "c", context.world
+    value = whole("large", 3, 500 * world, 1024)  # 6 MiB for each rank
+
+    def state(filled: bool) -> dict[str, Any]:
+        return {
+            "layers": [
+                ShardedTensor.from_rank_offsets(
+                    "large",
+                    layer.clone() if filled else torch.zeros_like(layer),
+                    (0, number, 3),
+                    prepend_axis_num=1,
+                    replica_id=context.rank,
+                )
+                for number, layer in enumerate(value)
+            ]
+        }
+
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy())
+    dist_checkpointing.save(state(True), path, strategy)
+    sizes = [each.stat().st_size for each in path.glob("shard-*.safetensors")]
+    assert len(sizes) == world and max(sizes) - min(sizes) < 1.2 * (1 << 20), sizes
+    loaded = dist_checkpointing.load(state(False), path, verify_integrity=True)
+    assert torch.equal(torch.stack(loaded["layers"]), value)
+    whole_ones = dist_checkpointing.load_plain_tensors(path)
+    assert torch.equal(whole_ones["large"], value)
+
+
+@case
+def what_ranks_agreed_on_is_kept_while_nothing_changes(context: Context) -> None:
+    rank, world = context.rank, context.world
+    wrapper = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), None, True)
+    strategies = [wrapper, TorchDistSaveShardedStrategy(cached_metadata=True)]
+    looked: list[int] = []
+
+    def check_layouts(layouts: Any, *, replicas: bool) -> None:
+        looked.append(len(layouts))
+        return stock(layouts, replicas=replicas)
+
+    def state(value: float, more: int = 0, step: int = 0) -> dict[str, Any]:
+        made: dict[str, Any] = {
+            str(number): ShardedTensor.from_rank_offsets(
+                f"w{number}", torch.full((3,), value + number), replica_id=rank
+            )
+            for number in range(5)
+        }
+        for number in range(more):
+            made[f"more{number}"] = ShardedTensor.from_rank_offsets(
+                f"more{number}", torch.full((2,), value)
+            )
+        return {**made, "step": step}
+
+    stock = saving.check_layouts
+    with mock.patch.object(saving, "check_layouts", check_layouts):
+        for number, strategy in enumerate(strategies):
+            path = context.folder / str(number)
+
+            def save(state: dict[str, Any], strategy: Any = strategy, path: Any = path) -> bool:
+                """Whether rank 0 has looked at all."""
+                looked.clear()
+                dist_checkpointing.save(state, path, strategy)
+                return bool(everywhere(len(looked))[0])
+
+            last = rank == world - 1
+            assert save(state(0.0))
+            for value in (1.0, 2.0):
+                assert not save(state(value, step=int(value)))
+            found = dist_checkpointing.load_plain_tensors(path)
+            assert all(torch.equal(found[f"w{n}"], torch.full((3,), 2.0 + n)) for n in range(5))
+            assert found["step"] == 2
+            assert save(state(3.0, more=int(last)))  # on one rank
+            assert not save(state(4.0, more=int(last)))
+            found = dist_checkpointing.load_plain_tensors(path)
+            assert found["more0"].tolist() == [4.0, 4.0] and found["w4"].tolist() == [8.0] * 3
+            assert world == 1 or save(state(5.0, step=rank))  # what is to be alike is not
+            hole = state(6.0)
+            if rank == 0:
+                hole["0"] = ShardedTensor.from_rank_offsets("w0", torch.ones(3), replica_id=9)
+            raised(lambda hole=hole: save(hole), "hole", "'w0'")
+            raised(lambda hole=hole: save(hole), "hole", "'w0'")
+            assert save(state(7.0)) == (world == 1)  # as in the last one that was agreed on
+            assert "more0" not in dist_checkpointing.load_plain_tensors(path)
+            assert not save(state(8.0))
+    assert dist_checkpointing.load_plain_tensors(context.folder / "1")["w0"].tolist() == [8.0] * 3
+
+
+@case
 def ranks_share_within_groups(context: Context) -> None:
     if context.world < 4:
         return
@@ -285,7 +367,7 @@ def boxes_that_are_not_each_once_are_errors_of_all(context: Context) -> None:
         error = raised(lambda state=state: dist_checkpointing.save(state, path), says, "'w'")
         assert isinstance(error, CheckpointingException)
         assert dist_checkpointing.load_common_state_dict(path) == {"step": 1}
-    error = raised(lambda: dist_checkpointing.save({"w": _without_data(last)}, path), "no data")
+    error = raised(lambda: dist_checkpointing.save({"w": without_data(last)}, path), "no data")
     assert isinstance(error, CheckpointingException)
     # Without the count of replicas equal boxes are one, and a hole is a hole.
     dist_checkpointing.save(cut(offset=(0, 1), replica=0), path, validate_access_integrity=False)
@@ -293,7 +375,7 @@ def boxes_that_are_not_each_once_are_errors_of_all(context: Context) -> None:
     raised(lambda: dist_checkpointing.save(holed, path, validate_access_integrity=False), "w")
 
 
-def _without_data(lacks: bool) -> ShardedTensor:
+def without_data(lacks: bool) -> ShardedTensor:
     rank, world = dist.get_rank(), dist.get_world_size()
     made = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, world))
     return made.without_data() if lacks else made
@@ -379,182 +461,3 @@ def boxes_of_any_sizes(context: Context) -> None:
         each for each in dist_checkpointing.load_plain_tensors(path).values() if each.numel() > 1
     ]
     assert torch.equal(plain, value)
-
-
-def polled(queue: AsyncCallsQueue, calls: int) -> list[tuple[int, int]]:
-    """Train, and poll as Megatron does, until `calls` are finalized: (number, poll) of each."""
-    done: list[tuple[int, int]] = []
-    step = torch.zeros(1)
-    for poll in range(20_000):
-        done += [(number, poll) for number in queue.maybe_finalize_async_calls()]
-        if len(done) == calls:
-            return done
-        dist.all_reduce(step)
-        time.sleep(0.001)
-    raise AssertionError(f"finalized {done}")
-
-
-@case
-def async_saves_are_finalized_at_one_poll(context: Context) -> None:
-    rank, world = context.rank, context.world
-    queue = AsyncCallsQueue()
-    order: list[Any] = []
-    for number in range(3):
-        state = gpt(rank, world)
-        path = context.folder / f"c{number}"
-        request = dist_checkpointing.save(state, path, async_sharded_save=True)
-        assert request is not None
-        request.add_finalize_fn(dist.barrier)
-        request.add_finalize_fn(
-            lambda number=number, path=path: order.append(
-                (number, dist_checkpointing.check_is_distributed_checkpoint(path))
-            )
-        )
-        assert queue.schedule_async_request(request) == number
-        for layer in state["layers"]:  # training goes on
-            for entry in layer.values():
-                if isinstance(entry.data, torch.Tensor):
-                    entry.data.fill_(-7.0)
-        state["optimizer"]["param_groups"][0]["lr"] = -7.0
-    assert queue.get_num_unfinalized_calls() > 0
-    done = polled(queue, 3)
-    assert [number for number, _ in done] == [0, 1, 2]
-    assert len({tuple(each) for each in everywhere(done)}) == 1, everywhere(done)
-    assert order == [(0, True), (1, True), (2, True)]
-    assert queue.get_num_unfinalized_calls() == 0
-    for number in range(3):
-        loaded = dist_checkpointing.load(
-            gpt(rank, world, filled=False), context.folder / f"c{number}"
-        )
-        check(loaded, rank, world, world)
-
-
-@case
-def ranks_may_be_polls_apart(context: Context) -> None:
-    """Nothing but the polls is between them, and a rank may have made many before another."""
-    queue = AsyncCallsQueue()
-    request = dist_checkpointing.save({"step": 1}, context.folder / "a", async_sharded_save=True)
-    request.add_finalize_fn(dist.barrier)
-    queue.schedule_async_request(request)
-    done = []
-    for poll in range(5000):
-        done += [(number, poll) for number in queue.maybe_finalize_async_calls()]
-        if done:
-            break
-        time.sleep(0.002 * (1 + 3 * ((context.rank + poll // 50) % context.world)))
-    assert len({tuple(each) for each in everywhere(done)}) == 1 and done, everywhere(done)
-
-
-@case
-def an_async_save_that_fails_is_an_error_at_the_poll(context: Context) -> None:
-    queue = AsyncCallsQueue()
-    called: list[int] = []
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=context.rank)}
-    (context.folder / "file").touch()
-    nowhere = context.folder / "file" / "c"
-    request = dist_checkpointing.save(state, nowhere, async_sharded_save=True)
-    assert request is not None
-    request.add_finalize_fn(lambda: called.append(1))
-    queue.schedule_async_request(request)
-    raised(lambda: polled(queue, 1), "file")
-    assert not called and queue.get_num_unfinalized_calls() == 0
-    request = dist_checkpointing.save(state, context.folder / "c", async_sharded_save=True)
-    assert request is not None
-    queue.schedule_async_request(request)
-    queue.close()
-    assert torch.equal(
-        dist_checkpointing.load_plain_tensors(context.folder / "c")["w"], torch.ones(2)
-    )
-
-
-@case
-def requests_of_the_application(context: Context) -> None:
-    queue = AsyncCallsQueue(persistent=True)
-    rank = context.rank
-    go = threading.Event()
-    ran: list[Any] = []
-
-    def work(first: str, staged: int, last: str, *, more: int) -> None:
-        assert go.wait(60)
-        ran.append(
-            (first, staged, last, more, threading.current_thread() is threading.main_thread())
-        )
-
-    queue.schedule_async_request(
-        AsyncRequest(
-            work,
-            ("a", None, "b"),
-            [dist.barrier],
-            async_fn_kwargs={"more": 1},
-            preload_fn=lambda: 5,
-        )
-    )
-    queue.schedule_async_request(AsyncRequest(None, (), [lambda: ran.append("end")]))
-    for _ in range(3):
-        assert queue.maybe_finalize_async_calls() == []
-        dist.barrier()
-    if rank == 0:
-        go.set()
-        time.sleep(0.05)
-    for _ in range(3):  # the others are still at work
-        assert context.world == 1 or queue.maybe_finalize_async_calls() == []
-        dist.barrier()
-    go.set()
-    done = polled(queue, 2)
-    assert [number for number, _ in done] == [0, 1]
-    assert len({tuple(each) for each in everywhere(done)}) == 1
-    assert ran == [("a", 5, "b", 1, False), "end"]
-
-    def fails() -> None:
-        if rank == context.world - 1:
-            raise ValueError("of the application")
-
-    frozen = AsyncRequest(fails, (), []).freeze()
-    try:
-        frozen.add_finalize_fn(print)
-        raise AssertionError("a frozen request has taken a function")
-    except RuntimeError:
-        pass
-    queue.schedule_async_request(frozen)
-    if rank == context.world - 1:
-        try:
-            polled(queue, 1)
-            raise AssertionError("no error")
-        except ValueError:
-            pass
-    else:
-        polled(queue, 1)
-
-
-@case
-def a_queue_that_is_aborted(context: Context) -> None:
-    queue = AsyncCallsQueue()
-    path, called = context.folder / "c", []
-    for value in (1.0, 2.0):
-        state = {
-            "w": ShardedTensor.from_rank_offsets(
-                "w", torch.full((2,), value), replica_id=context.rank
-            )
-        }
-        request = dist_checkpointing.save(state, path, async_sharded_save=True)
-        assert request is not None
-        request.add_finalize_fn(lambda: called.append(1))
-        queue.schedule_async_request(request)
-    queue.close(abort=True)
-    assert not called and queue.get_num_unfinalized_calls() == 0
-    state = {
-        "w": ShardedTensor.from_rank_offsets("w", torch.full((2,), 3.0), replica_id=context.rank)
-    }
-    dist_checkpointing.save(state, path)
-    assert dist_checkpointing.load_plain_tensors(path)["w"].tolist() == [3.0, 3.0]
-
-
-@case
-def errors_while_it_is_prepared_are_of_all(context: Context) -> None:
-    last = context.rank == context.world - 1
-    raised(
-        lambda: dist_checkpointing.save(
-            {"w": _without_data(last)}, context.folder / "c", async_sharded_save=True
-        ),
-        "no data",
-    )

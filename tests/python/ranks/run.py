@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import megatron_source
 import torch
 import torch.distributed as dist
 
+megatron_source.use()
 # A case that leaves ranks waiting for each other fails after this.
 _TIMEOUT = datetime.timedelta(seconds=int(os.environ.get("RANKS_TIMEOUT", "20")))
 

@@ -49,9 +49,13 @@ def note_of(plan: SavePlan) -> RankNote:
 
 
 def node_numbers(plans: Sequence[SavePlan]) -> list[int]:
-    """A number for each rank's node, which its plan says. Ranks that do not say are alone on it."""
+    """A number for each rank's node, which its plan says."""
+    return numbers_of([note_of(plan).node for plan in plans])
+
+
+def numbers_of(nodes: Sequence[Node | None]) -> list[int]:
+    """A number for each rank's node. Ranks that do not say are alone on theirs."""
     first: dict[Node, int] = {}
-    nodes = (note_of(plan).node for plan in plans)
     return [first.setdefault(node, rank) if node else rank for rank, node in enumerate(nodes)]
 
 

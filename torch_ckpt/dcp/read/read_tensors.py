@@ -124,6 +124,8 @@ class TensorReader:
         values = leaves if _resolves_as_stock(planner) else {}
         requests: list[_Request] = []
         plain = True  # all of them
+        # A planner of ours that was told says whether another rank of this node reads an item too.
+        is_read_beside = getattr(planner, "is_read_beside", None)
         # Several boxes of one tensor are cast alike.
         casts: dict[tuple[str, torch.dtype], _Request] = {}
         for item in items:
@@ -148,8 +150,10 @@ class TensorReader:
             packed = PACKED.get(name, 1) if offsets else 1
             if packed > 1:
                 offsets[-1] *= packed
-            shared = self.ranks > 1 and wanted_by_neighbours(
-                leaves.get(item.dest_index.fqn), item.lengths, self.ranks
+            shared = self.ranks > 1 and (
+                is_read_beside(item)
+                if is_read_beside
+                else wanted_by_neighbours(leaves.get(item.dest_index.fqn), item.lengths, self.ranks)
             )
             request = _Request(item, memory, offsets, TORCH_DTYPES[name], packed, shared, own_way)
             requests.append(request)

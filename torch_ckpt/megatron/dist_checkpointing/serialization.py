@@ -25,8 +25,8 @@ from torch_ckpt.megatron.stored import CONTENT_KEY, Stored
 from torch_ckpt.megatron.strategies import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
-    check_load_strategy,
-    sharers_of,
+    readers_of,
+    sharing_of,
 )
 from torch_ckpt.megatron.strict import StrictHandling, parse_strict_flag
 
@@ -88,11 +88,9 @@ def save(
     of a failed save is left. TypeError for another async_strategy.
     """
     check_async_strategy(async_strategy)
-    shares, group = sharers_of(sharded_strategy)
     options = SaveOptions(
         replicas=validate_access_integrity,
-        shares=shares,
-        group=group,
+        sharing=sharing_of(sharded_strategy),
         preprocess=preprocess_common_before_consistancy_check,
         content=content_metadata,
     )
@@ -135,12 +133,14 @@ def load(
     CheckpointingException or OSError, on every rank; tensors may then be filled in part.
     """
     flag = parse_strict_flag(strict)
-    check_load_strategy(sharded_strategy)
+    shares, readers = readers_of(sharded_strategy)
     options = LoadOptions(
         strict=flag,
         replicas=validate_access_integrity,
         verify=verify_integrity,
         group=process_group,
+        shares=shares,
+        readers=readers,
     )
     with as_megatron_says():
         loaded = load_request(sharded_state_dict, checkpoint_dir, options)
@@ -173,7 +173,7 @@ def load_tensors_metadata(
 ) -> CkptShardedMetadata:
     """A ShardedTensor without data of each whole tensor that is stored, by its key: a request for
     `load`, with validate_access_integrity=False where several ranks make it."""
-    check_load_strategy(sharded_strategy)
+    readers_of(sharded_strategy)
     with as_megatron_says():
         found = Stored(checkpoint_dir).tensors()
     return {
@@ -189,7 +189,7 @@ def load_sharded_metadata(
 ) -> CkptShardedMetadata:
     """What `load_tensors_metadata` gives, and a ShardedObject without data of each object that is
     stored, by its unique key. Nothing of the common state."""
-    check_load_strategy(sharded_strategy)
+    readers_of(sharded_strategy)
     with as_megatron_says():
         objects = Stored(checkpoint_dir).objects()
         return {
@@ -222,7 +222,7 @@ def get_default_save_sharded_strategy(
     backend: str = "torch_dist", version: int = 1
 ) -> TorchDistSaveShardedStrategy:
     """The options of a plain save."""
-    sharers_of((backend, version))
+    sharing_of((backend, version))
     return TorchDistSaveShardedStrategy(backend, version)
 
 
