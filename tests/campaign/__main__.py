@@ -1,10 +1,11 @@
 """python -m tests.campaign [PART ...] [--minutes MINUTES] [--targets TARGET ...]
 
-Runs what is too long for CI: `faults` (a fault at every system call, and the long Python tests),
-`orders` (commits in every order), `gcc11` (a build by the oldest compiler) and `fuzz` (every fuzz
-target, or those named, for MINUTES each); all of them, if none is named. What came of each is kept
-in docs/campaign_results.json, and docs/campaign_results.md is written of all that is there, after
-each: the parts may be run on different days. Logs are in build/campaign.
+Runs what is too long for CI: `faults` (a fault at every system call), `tests` (the long Python
+tests), `megatron` (tests with another release of Megatron Core), `orders` (commits in every order),
+`gcc11` (a build by the oldest compiler) and `fuzz` (every fuzz target, or those named, for MINUTES
+each); all of them, if none is named. What came of each is kept in docs/campaign_results.json, and
+docs/campaign_results.md is written of all that is there, after each: the parts may be run on
+different days. Logs are in build/campaign.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import commit
+from tests.campaign import megatron
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "build" / "campaign"
@@ -29,7 +31,7 @@ RECORDS = PAGE.with_suffix(".json")
 # Files with tests that only run here, or that try more here.
 LONG = (
     *("parser_differential", "package", "ranks", "simulated_ranks", "benchmarks", "bench_async"),
-    *("matrix", "final_layout", "demo", "stock_faults"),
+    *("matrix", "final_layout", "demo", "stock_faults", "megatron_training", "dist_kills"),
 )
 Record = dict[str, Any]
 Row = tuple[str, str]
@@ -60,6 +62,12 @@ def tried(output: str) -> list[Row]:
     found: list[Row] = re.findall(r"^tried: ([^:]*): (.*)", output, re.MULTILINE)
     last = re.findall(r"^=* ?(\d.* in [\d.]+s.*?) ?=*$", output, re.MULTILINE)
     return [*found, *(("pytest", words) for words in last[-1:])]
+
+
+def other_megatron(output: str) -> list[Row]:
+    """What pytest says of another release of Megatron Core."""
+    what = f"tests that meet Megatron Core, with {megatron.VERSION}"
+    return [(what, words) for _, words in tried(output)]
 
 
 def orders(output: str) -> list[Row]:
@@ -172,6 +180,7 @@ def fuzz(minutes: float, names: Sequence[str]) -> bool:
 PARTS: dict[str, tuple[Callable[[], list[str | Path]], Callable[[str], list[Row]]] | None] = {
     "faults": (lambda: pytest_words("tests/faults"), tried),
     "tests": (tests_words, tried),
+    "megatron": (lambda: [sys.executable, "-m", "tests.campaign.megatron"], other_megatron),
     "orders": (orders_words, orders),
     "gcc11": (lambda: ["./dev", "gcc11"], cpp),
     "fuzz": None,  # a record for each target

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import megatron_source
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ settings.register_profile(
     max_examples=50 if os.environ.get("TORCH_CKPT_FULL", "") in ("", "0") else 100,
 )
 settings.load_profile("unhurried")
+megatron_source.use()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,11 +3,11 @@
 These functions and classes of `megatron.core.dist_checkpointing` have stand-ins:
 
     core                     check_is_distributed_checkpoint
-    serialization            save, load and what tells of a checkpoint
+    serialization            save, load, what tells of a checkpoint, and default strategies
     strategies.torch         get_async_strategy (since 0.17)
     strategies.async_utils   AsyncCallsQueue, AsyncRequest
 
-Strategies stay Megatron's: ours takes them for options.
+Other strategies stay Megatron's: ours takes them for options.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _GROUP = "megatron"
 _FUNCTIONS = (
     *("save", "load", "load_common_state_dict", "load_content_metadata", "load_plain_tensors"),
     *("load_tensors_metadata", "load_sharded_metadata", "remove_sharded_tensors"),
+    # Which look at the directory, and know no backend of ours.
+    *("get_default_save_sharded_strategy", "get_default_load_sharded_strategy"),
 )
 
 
