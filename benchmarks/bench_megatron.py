@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import environment, files, ranks, rivals
+from benchmarks import files, ranks, rivals
+from benchmarks.bench_megatron_plan import why_not
 from benchmarks.contender import Contender, Context, Figure, Row, row
 from benchmarks.program import Timing
 
@@ -16,29 +17,39 @@ FIGURES = (
     Figure("cpu", "CPU s"),
     Figure("memory", "extra MB"),
 )
+BESIDE = (
+    Figure("blocked", "blocked ms", worst=True, compared=True),
+    Figure("seconds", "durable s", worst=True, compared=True),
+    Figure("cpu", "CPU s"),
+    Figure("memory", "extra MB"),
+)
 READ = (*FIGURES, Figure("read_of_needed", "bytes asked for of those needed"))
 PACKAGES = {UPSTREAM: "megatron", OURS: "ours"}
 
 
-def _run(context: Context, package: str, job: str, state: str, path: Path, bytes_: int) -> Timing:
+def _run(
+    context: Context,
+    package: str,
+    job: str,
+    state: str,
+    path: Path,
+    bytes_: int,
+    world: int = WORLD,
+) -> Timing:
     words = [package, job, "--state", state, "--scale", str(context.scale)]
     words += ["--path", str(path), "--program", str(context.program.path)]
-    answer = ranks.run_ranks("benchmarks.megatron_rank", [words] * WORLD)[0]
+    answer = ranks.run_ranks("benchmarks.megatron_rank", [words] * world)[0]
     assert answer is not None  # rank 0 speaks for all
     figures = {
         "seconds": answer["seconds"],
         "cpu": answer["cpu"],
         "memory": answer["extra_memory"] / 1e6,
+        "blocked": 1e3 * answer.get("blocked", 0.0),
         "read_of_needed": answer["read"] / max(1.0, answer["needed"]),
     }
     return Timing(
         answer["seconds"], answer["cpu"], bytes_, int(answer["extra_memory"]), figures=figures
     )
-
-
-def _why_not() -> str:
-    there = environment.version("megatron-core") != "not installed"
-    return rivals.why_not_ours("LocalBoxes") if there else "megatron-core is not installed"
 
 
 def _save_row(context: Context, state: str, title: str, bytes_: int, count: int) -> Row:
@@ -56,7 +67,7 @@ def _save_row(context: Context, state: str, title: str, bytes_: int, count: int)
             run=lambda: _run(context, package, "save", state, path, bytes_),
             check=check,
             after=lambda: files.remove(folder),
-            skip=_why_not(),
+            skip=why_not(),
         )
 
     contenders = [add(name, package) for name, package in PACKAGES.items()]
@@ -70,7 +81,14 @@ def _save_row(context: Context, state: str, title: str, bytes_: int, count: int)
 
 
 def _load_row(
-    context: Context, state: str, title: str, bytes_: int, count: int, *, cold: bool
+    context: Context,
+    state: str,
+    title: str,
+    bytes_: int,
+    count: int,
+    *,
+    cold: bool,
+    world: int = WORLD,
 ) -> Row:
     folder = context.directory / "megatron"
     paths = {package: folder / package for package in PACKAGES.values()}
@@ -90,8 +108,8 @@ def _load_row(
             name=name,
             role="ours" if package == "ours" else "rival",
             before=lambda: make(source),
-            run=lambda: _run(context, package, "load", state, paths[source], bytes_),
-            skip=_why_not(),
+            run=lambda: _run(context, package, "load", state, paths[source], bytes_, world),
+            skip=why_not(),
         )
 
     contenders = [add(name, package, package) for name, package in PACKAGES.items()]
@@ -102,7 +120,7 @@ def _load_row(
         count,
         contenders,
         limit="",
-        figures=READ,
+        figures=FIGURES if state == "objects" else READ,
         close=lambda: files.empty(context.directory),
     )
 
@@ -129,6 +147,41 @@ def megatron_load_gpt_warm(context: Context) -> Row:
     """The same, from the page cache."""
     title = "Load a GPT, TP 2, warm"
     return _load_row(context, "gpt", title, _gpt_bytes(context), 37, cold=False)
+
+
+@row("megatron_reshard_gpt")
+def megatron_reshard_gpt(context: Context) -> Row:
+    """Saved by TP 2, loaded by TP 4, from the disk."""
+    title = "Load a GPT of TP 2 into TP 4, cold"
+    return _load_row(context, "gpt", title, _gpt_bytes(context), 37, cold=True, world=4)
+
+
+@row("megatron_async_gpt", memory=("as-is",))
+def megatron_async_gpt(context: Context) -> Row:
+    """Saves in the background, of the same."""
+    folder, bytes_ = context.directory / "megatron", _gpt_bytes(context)
+    path = folder / "saved"
+
+    def add(name: str, package: str) -> Contender:
+        def run() -> Timing:
+            return _run(context, package, "save_beside", "gpt", path, bytes_)
+
+        def check() -> None:
+            _run(context, package, "load", "gpt", path, bytes_)
+
+        return Contender(
+            name=name,
+            role="ours" if package == "ours" else "rival",
+            before=folder.mkdir,
+            run=run,
+            check=check,
+            after=lambda: files.remove(folder),
+            skip=why_not(),
+        )
+
+    title = "Save a GPT, TP 2, in the background, durable"
+    contenders = [add(name, package) for name, package in PACKAGES.items()]
+    return Row(title, bytes_, 37, contenders, limit="", figures=BESIDE)
 
 
 @row("megatron_save_many", memory=("as-is",))

@@ -8,6 +8,7 @@ the bytes that they asked the kernel to read, of those that they needed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -23,11 +24,13 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing as megatron
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies import async_utils as megatron_queue
 
 from benchmarks import files, rivals, states
 from benchmarks.program import LimitsProgram, MemoryWatcher
 from benchmarks.reshard_rank import bytes_asked_for
 from torch_ckpt.megatron import dist_checkpointing as ours
+from torch_ckpt.megatron.dist_checkpointing.strategies import async_utils as ours_queue
 
 DTYPE = torch.bfloat16
 LAYERS, WIDTH, INNER, WORDS = 7, 2048, 5632, 25600
@@ -35,20 +38,29 @@ State = dict[str, Any]
 place = ShardedTensor.from_rank_offsets
 
 
+def content(seed: int, shape: tuple[int, int], row: int = 0, column: int = 0) -> torch.Tensor:
+    """The box at `row` and `column` of a matrix, whose elements their places say."""
+    rows = (torch.arange(row, row + shape[0], dtype=torch.int32) * 31 + seed * 7919)[:, None]
+    columns = torch.arange(column, column + shape[1], dtype=torch.int32) * 17
+    return (rows + columns).to(torch.int16).view(DTYPE)
+
+
 def gpt(rank: int, world: int, scale: float, *, filled: bool) -> State:
-    """A GPT of 0.98 GB at full scale, cut as by tensor parallelism: layers along an axis that is
-    prepended, gate and up projection in one factory, norms on all ranks, an object a layer."""
-    own = torch.Generator().manual_seed(1 + rank)
-    common = torch.Generator().manual_seed(0)  # of what all ranks have
+    """A GPT of 0.98 GB at full scale, cut as by tensor parallelism of at most 8: layers along an
+    axis that is prepended, gate and up projection in one factory, norms on all ranks, an object a
+    layer. Whole tensors are the same for any number of ranks."""
 
-    def made(*shape: int, generator: torch.Generator = own) -> torch.Tensor:
+    def box(seed: int, shape: tuple[int, int], axis: int, first: int = 0) -> torch.Tensor:
+        """Of a matrix of `shape`, from `first` on along `axis`, this rank's part of it."""
+        sizes = [*shape]
+        sizes[axis] //= world
+        at = [0, 0]
+        at[axis] = first + rank * sizes[axis]
         if not filled:
-            return torch.zeros(shape, dtype=DTYPE)
-        return torch.randint(0, 256, (*shape, 2), dtype=torch.uint8, generator=generator).view(
-            DTYPE
-        )[..., 0]
+            return torch.zeros(*sizes, dtype=DTYPE)
+        return content(seed, (sizes[0], sizes[1]), *at)
 
-    width = states.scaled(WIDTH, scale)
+    width = 8 * max(1, states.scaled(WIDTH // 8, scale))
     state: State = {}
     for layer in range(LAYERS):
 
@@ -68,20 +80,20 @@ def gpt(rank: int, world: int, scale: float, *, filled: bool) -> State:
             ]
 
         prefix = f"layers.{layer}"
-        state[f"{prefix}.qkv"] = cut("qkv", made(3 * width // world, WIDTH), 0)
-        state[f"{prefix}.proj"] = cut("proj", made(width, WIDTH // world), 1)
-        state[f"{prefix}.fc2"] = cut("fc2", made(width, INNER // world), 1)
+        state[f"{prefix}.qkv"] = cut("qkv", box(layer, (3 * width, WIDTH), 0), 0)
+        state[f"{prefix}.proj"] = cut("proj", box(layer + 100, (width, WIDTH), 1), 1)
+        state[f"{prefix}.fc2"] = cut("fc2", box(layer + 200, (width, INNER), 1), 1)
+        halves = [box(layer + 300, (INNER, width), 0, first) for first in (0, INNER)]
         state[f"{prefix}.fc1"] = ShardedTensorFactory(
-            f"decoder.{prefix}.fc1", made(2 * (INNER // world), width), build, torch.cat
+            f"decoder.{prefix}.fc1", torch.cat(halves), build, torch.cat
         )
-        state[f"{prefix}.norm"] = place(
-            f"decoder.{prefix}.norm", made(WIDTH, generator=common), replica_id=(0, rank, 0)
-        )
+        norm = content(layer + 400, (1, WIDTH))[0] if filled else torch.zeros(WIDTH, dtype=DTYPE)
+        state[f"{prefix}.norm"] = place(f"decoder.{prefix}.norm", norm, replica_id=(0, rank, 0))
         state[f"{prefix}._extra_state"] = ShardedObject(
             f"decoder.{prefix}._extra_state", {"scale": layer}, (1,), (0,), (0, rank, 0)
         )
-    for name in ("embedding", "output"):
-        state[name] = place(name, made(WORDS // world, width), (0, rank, world))
+    for seed, name in enumerate(("embedding", "output")):
+        state[name] = place(name, box(seed + 500, (WORDS, width), 0), (0, rank, world))
     return {**state, "iteration": 100, "args": {"lr": 1e-4}}
 
 
@@ -120,44 +132,86 @@ def end_children() -> None:
     """Megatron's manager process stays when a save is over."""
     for child in multiprocessing.active_children():
         child.kill()
+        child.join()
 
 
-def save(package: Any, state: State, path: Path) -> None:
+def begin_save(path: Path) -> None:
+    """As Megatron's trainer does."""
     if dist.get_rank() == 0:
         path.mkdir()
     dist.barrier()
-    package.save(state, str(path))
-    if package is megatron:  # whose files are not synced
+
+
+def end_save(package: Any, path: Path) -> None:
+    """Durable, what Megatron has written as well: its files are not synced."""
+    if package is megatron:
         dist.barrier()
         if dist.get_rank() == 0:
             files.make_durable(path)
     dist.barrier()
 
 
-def measured(program: Path, work: Callable[[], Any]) -> dict[str, float]:
-    """What `work` takes, between two barriers, of all ranks."""
-    with MemoryWatcher(LimitsProgram(program)) as watcher:
+def save(package: Any, state: State, path: Path) -> dict[str, float]:
+    begin_save(path)
+    package.save(state, str(path))
+    end_save(package, path)
+    return {}
+
+
+def save_beside(package: Any, state: State, path: Path) -> dict[str, float]:
+    """In the background of a trainer that does nothing but poll. "blocked": what it waits for."""
+    kinds = ours_queue if package is ours else megatron_queue
+    queue = kinds.AsyncCallsQueue()
+    begin_save(path)
+    start = time.perf_counter()
+    request = package.save(state, str(path), async_sharded_save=True)
+    queue.schedule_async_request(request)
+    blocked = time.perf_counter() - start
+    while not queue.maybe_finalize_async_calls():
+        time.sleep(0.002)
         dist.barrier()
-        before, asked = watcher.begin(), bytes_asked_for()
-        usage = resource.getrusage(resource.RUSAGE_SELF)
+    end_save(package, path)
+    return {"blocked": blocked}
+
+
+def measured(program: Path, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What `work` takes, between two barriers, of all ranks and of the processes that they start,
+    and what it returns, of the slowest rank. Rank 0 watches the memory of them all."""
+    watches = dist.get_rank() == 0
+    pid = os.getppid()
+    with contextlib.ExitStack() as stack:
+        watcher = None
+        if watches:
+            watcher = stack.enter_context(MemoryWatcher(LimitsProgram(program), True, pid))
+        dist.barrier()
+        before = watcher.begin() if watcher is not None else 0
+        asked, cpu = bytes_asked_for(), _cpu()
         start = time.perf_counter()
-        work()
+        answer = work()
         dist.barrier()
         seconds = time.perf_counter() - start
-        ended = resource.getrusage(resource.RUSAGE_SELF)
-        extra = watcher.end() - before
-    cpu = ended.ru_utime + ended.ru_stime - usage.ru_utime - usage.ru_stime
-    sums = torch.tensor([cpu, float(extra), bytes_asked_for() - asked], dtype=torch.float64)
+        extra = watcher.end() - before if watcher is not None else 0
+        asked = bytes_asked_for() - asked
+    end_children()
+    sums = torch.tensor([_cpu() - cpu, float(extra), float(asked)], dtype=torch.float64)
     dist.all_reduce(sums)
-    names = ("cpu", "extra_memory", "read")
-    return {"seconds": seconds, **dict(zip(names, sums.tolist(), strict=True))}
+    most = torch.tensor([*answer.values()], dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    found = {"seconds": seconds, **dict(zip(answer, most.tolist(), strict=True))}
+    return found | dict(zip(("cpu", "extra_memory", "read"), sums.tolist(), strict=True))
+
+
+def _cpu() -> float:
+    """Of this process, and of those that it has started and that have ended."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def main(arguments: list[str]) -> int:
     """Saves or loads as the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.megatron_rank")
     parser.add_argument("package", choices=("megatron", "ours"))
-    parser.add_argument("job", choices=("save", "load"))
+    parser.add_argument("job", choices=("save", "save_beside", "load"))
     parser.add_argument("--state", choices=STATES, required=True)
     parser.add_argument("--scale", type=float, required=True)
     parser.add_argument("--path", type=Path, required=True)
@@ -171,16 +225,20 @@ def main(arguments: list[str]) -> int:
     dist.init_process_group("gloo")
     package = megatron if options.package == "megatron" else ours
     at = dist.get_rank(), dist.get_world_size(), options.scale
-    state = STATES[options.state](*at, filled=options.job == "save")
+    state = STATES[options.state](*at, filled=options.job != "load")
     needed = sum(tensor.nbytes for tensor in tensors_in(state).values())  # Megatron changes it
-    if options.job == "save":
-        answer = measured(options.program, lambda: save(package, state, options.path))
-    else:
+    if options.job == "load":
         loaded: list[State] = []
-        answer = measured(
-            options.program, lambda: loaded.append(package.load(state, str(options.path)))
-        )
+
+        def load() -> dict[str, float]:
+            loaded.append(package.load(state, str(options.path)))
+            return {}
+
+        answer = measured(options.program, load)
         check(loaded[0], STATES[options.state](*at, filled=True))
+    else:
+        job = save if options.job == "save" else save_beside
+        answer = measured(options.program, lambda: job(package, state, options.path))
     total = torch.tensor([float(needed)], dtype=torch.float64)
     dist.all_reduce(total)
     if dist.get_rank() == 0:

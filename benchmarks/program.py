@@ -79,16 +79,18 @@ class LimitsProgram:
 
 
 class MemoryWatcher:
-    """Finds the peak of this process's anonymous and shared memory, sampled from outside.
+    """Finds the peak of the anonymous and shared memory of this process, or of `pid`, sampled from
+    outside.
 
     With ``tree`` that of its descendants is added, and shared memory is that of the machine,
     which counts what several processes share once. A context manager. Not for use by several
     threads.
     """
 
-    def __init__(self, program: LimitsProgram, tree: bool = False) -> None:
+    def __init__(self, program: LimitsProgram, tree: bool = False, pid: int | None = None) -> None:
+        words = ["watch_tree" if tree else "watch", str(os.getpid() if pid is None else pid)]
         self._process = subprocess.Popen(
-            [str(program.path), "watch_tree" if tree else "watch", str(os.getpid())],
+            [str(program.path), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

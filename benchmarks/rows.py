@@ -17,5 +17,6 @@ from benchmarks import row_reshard
 from benchmarks import row_convert
 from benchmarks import row_open
 from benchmarks import bench_megatron
+from benchmarks import bench_megatron_plan
 from benchmarks import row_many_ranks
 from benchmarks import row_colliding
