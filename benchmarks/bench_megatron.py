@@ -129,13 +129,13 @@ def _gpt_bytes(context: Context) -> int:
     return int(GPT_BYTES * context.scale)
 
 
-@row("megatron_save_gpt")
+@row("megatron_save_gpt", memory=("as-is",))
 def megatron_save_gpt(context: Context) -> Row:
     """A GPT of 0.98 GB, TP 2."""
     return _save_row(context, "gpt", "Save a GPT, TP 2, durable", _gpt_bytes(context), 37)
 
 
-@row("megatron_load_gpt_cold")
+@row("megatron_load_gpt_cold", memory=("as-is",))
 def megatron_load_gpt_cold(context: Context) -> Row:
     """The same, from the disk."""
     title = "Load a GPT, TP 2, cold"
@@ -149,7 +149,7 @@ def megatron_load_gpt_warm(context: Context) -> Row:
     return _load_row(context, "gpt", title, _gpt_bytes(context), 37, cold=False)
 
 
-@row("megatron_reshard_gpt")
+@row("megatron_reshard_gpt", memory=("as-is",))
 def megatron_reshard_gpt(context: Context) -> Row:
     """Saved by TP 2, loaded by TP 4, from the disk."""
     title = "Load a GPT of TP 2 into TP 4, cold"
