@@ -128,6 +128,18 @@ def test_each_row_is_written_once(seed: int) -> None:
         written(layouts, sharers)
 
 
+@pytest.mark.parametrize(("nodes", "beside"), [((0, 0), {0}), ((0, 1), set())])
+def test_columns_of_the_same_rows_are_read_from_the_page_cache(
+    nodes: tuple[int, int], beside: set[int]
+) -> None:
+    for axis, expected in ((1, beside), (0, set())):
+        boxes = [part("w", (8, 6), rank, 2, main=True, axis=axis) for rank in range(2)]
+        asked = [
+            Asked(RankLayout([box], []), node, None) for box, node in zip(boxes, nodes, strict=True)
+        ]
+        assert [each.beside for each in plan_reads(asked)] == [expected] * 2
+
+
 @given(st.integers(0, 2**32))
 def test_each_row_is_read_or_sent_once(seed: int) -> None:
     """To every rank that asks for it, and read once for ranks that read together."""

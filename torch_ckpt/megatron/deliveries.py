@@ -36,7 +36,7 @@ class Reads(NamedTuple):
 
     gives: what it reads for others as well, and which.
     takes: what it is sent, and by whom.
-    beside: the places of boxes that another rank of its node reads too.
+    beside: the places of boxes of which another rank of its node reads the same rows, too.
     sends: whether any rank is sent anything.
     """
 
@@ -51,11 +51,13 @@ def plan_reads(asked: Sequence[Asked]) -> list[Reads]:
     them, so that it comes from storage once; of one node they all read it, from the page cache."""
     wanted: dict[Part, dict[int, int]] = {}
     first: dict[Part, BoxLayout] = {}
+    of_rows: dict[tuple[Part, int], set[int]] = {}  # ranks of a node that ask for these
     for rank, each in enumerate(asked):
         for place, box in enumerate(each.layout.boxes):
             part = (box.key, box.offset, box.sizes)
             wanted.setdefault(part, {}).setdefault(rank, place)
             first.setdefault(part, box)
+            of_rows.setdefault((_rows(box), each.node), set()).add(rank)
     sent: list[tuple[dict[int, int], SharedBox]] = []
     reads = [Reads([], [], set(), False) for _ in asked]
     for part, places in wanted.items():
@@ -71,8 +73,7 @@ def plan_reads(asked: Sequence[Asked]) -> list[Reads]:
                 sent.append((places, SharedBox.of(holders, box.key, box.sizes, box.dtype)))
                 continue
             for rank in ranks:
-                node = asked[rank].node
-                if any(asked[other].node == node for other in places if other != rank):
+                if len(of_rows[_rows(box), asked[rank].node]) > 1:
                     reads[rank].beside.add(places[rank])
     nodes = [each.node for each in asked]
     for (places, shared), pieces in zip(
@@ -84,6 +85,13 @@ def plan_reads(asked: Sequence[Asked]) -> list[Reads]:
             for rank in others:
                 reads[rank].takes.append((Share(places[rank], begin, end), source))
     return [each._replace(sends=bool(sent)) for each in reads]
+
+
+def _rows(box: BoxLayout) -> Part:
+    """Where it is along its outermost axis: of boxes that differ in others alone, each row is read
+    by all who read one."""
+    end = outermost(box.sizes) + 1
+    return box.key, box.offset[:end], box.sizes[:end]
 
 
 def boxes_to_read(boxes: Sequence[Box], reads: Reads) -> list[Box]:
