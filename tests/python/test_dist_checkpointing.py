@@ -99,6 +99,23 @@ def test_what_has_no_elements_is_stored(tmp_path: Path) -> None:
     assert [tuple(half.shape) for half in load({"e": halves}, tmp_path / "c")["e"]] == [(0, 2)] * 2
 
 
+@pytest.mark.parametrize(
+    "count", [5_000, pytest.param(50_000, marks=pytest.mark.campaign)], ids=str
+)
+def test_many_objects(tmp_path: Path, count: int) -> None:
+    def state(filled: bool) -> dict[str, Any]:
+        return {
+            str(n): ShardedObject(f"o.{n}", {"n": n} if filled else None, (1,), (0,))
+            for n in range(count)
+        }
+
+    save(state(True), tmp_path / "c")
+    assert len([*(tmp_path / "c").iterdir()]) < 10  # they share a file
+    loaded = load(state(False), tmp_path / "c")
+    assert all(loaded[str(n)] == {"n": n} for n in range(count))
+    assert len(dist_checkpointing.load_sharded_metadata(tmp_path / "c")) == count
+
+
 def test_an_empty_main_replica_stores_nothing(tmp_path: Path) -> None:
     state = [
         ShardedTensor("k", torch.empty(0), torch.float32, (0,), (4,), (0,), None),

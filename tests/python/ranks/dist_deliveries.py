@@ -97,7 +97,9 @@ def each_byte_is_read_once(context: Context) -> None:
 def into_memory_of_every_kind(context: Context) -> None:
     path = context.folder / "c"
     value = whole("kinds", 40, 30)
-    keys = ["strided", "every_second", "other", "prepended", "bends", "none", "cast", "empty"]
+    keys = ["strided", "every_second", "middle", "other", "prepended", "bends", "none", "cast"]
+    keys.append("empty")
+    around = {"every_second": torch.full((80, 30), -3.0), "middle": torch.full((60, 30), -3.0)}
     saved: dict[str, Any] = {key: entry(context, key, value.clone()) for key in keys[:-1]}
     saved["prepended"] = entry(context, "prepended", value.clone(), prepend_axis_num=0)
     saved["empty"] = entry(context, "empty", torch.empty(0, 3))
@@ -107,7 +109,8 @@ def into_memory_of_every_kind(context: Context) -> None:
         bent = torch.full((44, 28), -1.0)
         return {
             "strided": entry(context, "strided", torch.zeros(30, 40).t()),
-            "every_second": entry(context, "every_second", torch.zeros(80, 30)[::2]),
+            "every_second": entry(context, "every_second", around["every_second"][::2]),
+            "middle": entry(context, "middle", around["middle"][10:50]),
             "other": entry(context, "other", torch.zeros(40, 30, requires_grad=True)),
             "prepended": entry(context, "prepended", torch.zeros(40, 30)),
             "bends": entry(context, "bends", bent, allow_shape_mismatch=True),
@@ -125,6 +128,9 @@ def into_memory_of_every_kind(context: Context) -> None:
             assert torch.equal(loaded[key], wanted)
         elif key != "empty":
             assert torch.equal(loaded[key], value.to(loaded[key].dtype)), key
+    assert torch.equal(around["every_second"][1::2], torch.full((40, 30), -3.0))
+    for edge in (around["middle"][:10], around["middle"][50:]):
+        assert torch.equal(edge, torch.full((10, 30), -3.0))
     assert loaded["other"].requires_grad is False and loaded["cast"].dtype == torch.float64
 
 
