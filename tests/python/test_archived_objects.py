@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_ckpt
+from torch_ckpt.dcp.read import read_objects
 from torch_ckpt.objects import decode, decode_object, encode_object
 
 
@@ -156,6 +157,26 @@ def test_pickles_are_run_where_that_is_allowed(tmp_path: Path, kind: str) -> Non
     assert loaded["tokens"].words == ["a", "b"] and loaded["nested"]["deep"][1].words == ["c"]
     assert loaded["nested"]["deep"][0] == 1 and loaded["nested"]["step"] == 7
     assert sorted(set(runs)) == ["a b", "c"] and len(runs) == 2
+
+
+def test_a_file_that_is_replaced_while_its_pickle_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"tokens": Tokens(["a"])}, path)
+    run = read_objects.run_pickle
+
+    def replaced(*place: Any) -> Any:
+        torch.save({"tokens": Tokens(["b"])}, tmp_path / "b.pt")
+        (tmp_path / "b.pt").replace(path)
+        return run(*place)
+
+    monkeypatch.setattr(read_objects, "run_pickle", replaced)
+    target = {"tokens": None}
+    reader = torch_ckpt.CheckpointReader(path, allow_pickle=True)
+    with pytest.raises(torch_ckpt.ConflictError):
+        torch_ckpt.load(target, storage_reader=reader)
+    assert target == {"tokens": None}
 
 
 def test_no_code_of_an_enum_is_run() -> None:

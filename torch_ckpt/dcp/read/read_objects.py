@@ -112,6 +112,8 @@ class ObjectReader:
         place = archive[:3]
         if self._last_archive is None or self._last_archive[0] != place:
             self._last_archive = (place, run_pickle(*place))
+            # Another file may stand there by now: looked at again, that is a ConflictError.
+            self.opened.archived_objects([fqn])
         value = self._last_archive[1]
         try:
             if archive.path is not None and isinstance(value, list) and len(value) == 1:
