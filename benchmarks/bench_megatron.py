@@ -131,7 +131,7 @@ def _gpt_bytes(context: Context) -> int:
 
 @row("megatron_save_gpt", memory=("as-is",))
 def megatron_save_gpt(context: Context) -> Row:
-    """A GPT of 0.98 GB, TP 2."""
+    """A GPT of 0.93 GB, TP 2."""
     return _save_row(context, "gpt", "Save a GPT, TP 2, durable", _gpt_bytes(context), 37)
 
 

@@ -46,7 +46,7 @@ def content(seed: int, shape: tuple[int, int], row: int = 0, column: int = 0) ->
 
 
 def gpt(rank: int, world: int, scale: float, *, filled: bool) -> State:
-    """A GPT of 0.98 GB at full scale, cut as by tensor parallelism of at most 8: layers along an
+    """A GPT of 0.93 GB at full scale, cut as by tensor parallelism of at most 8: layers along an
     axis that is prepended, gate and up projection in one factory, norms on all ranks, an object a
     layer. Whole tensors are the same for any number of ranks."""
 

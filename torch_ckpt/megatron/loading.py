@@ -26,6 +26,7 @@ from torch_ckpt.megatron.deliveries import Asked, Reads, boxes_to_read, deliver,
 from torch_ckpt.megatron.request import Request
 from torch_ckpt.megatron.sharding import RankLayout, check_layouts
 from torch_ckpt.megatron.stored import Stored
+from torch_ckpt.megatron.strategies import Sharing
 from torch_ckpt.megatron.strict import StrictHandling
 from torch_ckpt.planning.collector import paused_gc
 from torch_ckpt.planning.local_boxes import LocalBoxes
@@ -40,16 +41,15 @@ class LoadOptions:
     """replicas: prove that what all ranks ask for is each part once, as main replicas.
     verify: compare every byte of the checkpoint with its digest first.
     group: the ranks that load together.
-    shares: what several nodes ask for is read on one of them, and sent to the others: within
-        `readers`, or all ranks if None.
+    sharing: where ranks share, what several nodes ask for is read on one of them, and sent to the
+        others of the group.
     """
 
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
     replicas: bool = True
     verify: bool = False
     group: dist.ProcessGroup | None = None
-    shares: bool = False
-    readers: dist.ProcessGroup | None = None
+    sharing: Sharing = Sharing()
 
 
 class Loaded(NamedTuple):
@@ -74,7 +74,8 @@ def load_request(
         stored = Stored(path)
         found.append((Request(state_dict), stored))
         request = found[0][0]
-        readers = frozenset(ranks.places_of(options.readers)) if options.shares else None
+        shares, group, _ = options.sharing
+        readers = frozenset(ranks.places_of(group)) if shares else None
         return RankLayout.of(request.boxes, request.cells), this_node(), readers
 
     def settle(

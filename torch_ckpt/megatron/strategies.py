@@ -65,8 +65,8 @@ class TorchDistLoadShardedStrategy(_Options):
 
 
 class FullyParallelSaveStrategyWrapper(_Options):
-    """All ranks of a group that have a part share in writing it: the one with the least to write
-    so far does.
+    """All ranks of a group that have a part share in writing it, large ones in rows: so that none
+    has much more to write than another.
 
     strategy: what it wraps. parallelization_group: the group, of which the main replica is one; all
     ranks if None. do_cache_distribution: as cached_metadata of TorchDistSaveShardedStrategy.
@@ -126,8 +126,9 @@ class FullyParallelLoadStrategyWrapper(_Options):
 
 
 class Sharing(NamedTuple):
-    """shares: whether ranks share in writing what several have, within `group`, which is all ranks
-    if None. memory: the strategy with which they keep what they agreed on, None for none."""
+    """shares: whether ranks share in writing what several have, or in reading what several nodes
+    ask for, within `group`, which is all ranks if None. memory: the strategy with which they keep
+    what they agreed on, None for none."""
 
     shares: bool = False
     group: dist.ProcessGroup | None = None
@@ -150,16 +151,15 @@ def sharing_of(strategy: Any) -> Sharing:
     raise TypeError(f"a {type(strategy).__qualname__} is no strategy of a save")
 
 
-def readers_of(strategy: Any) -> tuple[bool, dist.ProcessGroup | None]:
-    """Whether ranks share in reading what several nodes ask for, and in which group, as `strategy`
-    of a load says. Raises as `sharing_of`."""
+def sharing_of_load(strategy: Any) -> Sharing:
+    """As `sharing_of`, of a load."""
     if _is_default(strategy):
-        return False, None
+        return Sharing()
     if _is(strategy, "FullyParallelLoadStrategyWrapper"):
-        readers_of(strategy.base_strategy)
-        return True, strategy.parallelization_group
+        sharing_of_load(strategy.base_strategy)
+        return Sharing(True, strategy.parallelization_group)
     if _is(strategy, "TorchDistLoadShardedStrategy"):
-        return False, None
+        return Sharing()
     raise TypeError(f"a {type(strategy).__qualname__} is no strategy of a load")
 
 

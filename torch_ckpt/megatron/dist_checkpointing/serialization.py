@@ -25,8 +25,8 @@ from torch_ckpt.megatron.stored import CONTENT_KEY, Stored
 from torch_ckpt.megatron.strategies import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
-    readers_of,
     sharing_of,
+    sharing_of_load,
 )
 from torch_ckpt.megatron.strict import StrictHandling, parse_strict_flag
 
@@ -133,14 +133,13 @@ def load(
     CheckpointingException or OSError, on every rank; tensors may then be filled in part.
     """
     flag = parse_strict_flag(strict)
-    shares, readers = readers_of(sharded_strategy)
+    sharing = sharing_of_load(sharded_strategy)
     options = LoadOptions(
         strict=flag,
         replicas=validate_access_integrity,
         verify=verify_integrity,
         group=process_group,
-        shares=shares,
-        readers=readers,
+        sharing=sharing,
     )
     with as_megatron_says():
         loaded = load_request(sharded_state_dict, checkpoint_dir, options)
@@ -173,7 +172,7 @@ def load_tensors_metadata(
 ) -> CkptShardedMetadata:
     """A ShardedTensor without data of each whole tensor that is stored, by its key: a request for
     `load`, with validate_access_integrity=False where several ranks make it."""
-    readers_of(sharded_strategy)
+    sharing_of_load(sharded_strategy)
     with as_megatron_says():
         found = Stored(checkpoint_dir).tensors()
     return {
@@ -189,7 +188,7 @@ def load_sharded_metadata(
 ) -> CkptShardedMetadata:
     """What `load_tensors_metadata` gives, and a ShardedObject without data of each object that is
     stored, by its unique key. Nothing of the common state."""
-    readers_of(sharded_strategy)
+    sharing_of_load(sharded_strategy)
     with as_megatron_says():
         objects = Stored(checkpoint_dir).objects()
         return {
