@@ -216,11 +216,12 @@ class Exchange:
             ended = down.ended
 
     def _outcome(self) -> bytes:
-        """This rank's call, and True and what its step returned, or False and why it has not."""
+        """This rank's call, and True and what its step returned, or False and why it has not. Rank
+        0 has what it returned itself."""
         rank = self._links.rank
         error = self._stopped or self._own.exception()
         if error is None:
-            outcome = (self._what, True, self._own.result())
+            outcome = (self._what, True, self._own.result() if rank != 0 else None)
             try:
                 return pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)
             except Exception as unpicklable:
@@ -278,9 +279,12 @@ class Exchange:
         error = self._answers.exception()
         if error is None:
             try:
+                answers = self._answers.result()
+                if len(answers) > 1:  # of which it has its own already
+                    answers = [None, *answers[1:]]
                 return [
                     pickle.dumps((True, answer, None), pickle.HIGHEST_PROTOCOL)
-                    for answer in self._answers.result()
+                    for answer in answers
                 ]
             except Exception as unpicklable:
                 error = unpicklable
