@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -397,3 +398,29 @@ def test_a_target_whose_elements_share_memory(tmp_path: Path) -> None:
     target = {"w": torch.zeros(1).expand(3)}
     with pytest.raises(FAILED, match="'w': the target is expanded"):
         load(target, HuggingFaceStorageReader(tmp_path / "c"))
+
+
+def test_planners_and_readers_of_the_users_see_whole_plans(tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Planner(torch_ckpt.LoadPlanner):
+        def create_global_plan(self, global_plan):  # type: ignore[no-untyped-def]
+            seen.append(("planner", len(global_plan[0].items)))
+            return super().create_global_plan(global_plan)
+
+    class Reader(torch_ckpt.HuggingFaceStorageReader):
+        def prepare_global_plan(self, plans):  # type: ignore[no-untyped-def]
+            seen.append(("reader", len(plans[0].items)))
+            return [dataclasses.replace(plan, items=plan.items[:1]) for plan in plans]
+
+    torch_ckpt.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "c")
+    for planner, reader, found, filled in (
+        (Planner(), None, [("planner", 2)], 4.0),
+        (None, Reader(tmp_path / "c"), [("reader", 2)], 2.0),
+        (Planner(), Reader(tmp_path / "c"), [("planner", 2), ("reader", 2)], 2.0),
+    ):
+        seen.clear()
+        target = {"a": torch.zeros(2), "b": torch.zeros(2)}
+        torch_ckpt.load(target, tmp_path / "c", storage_reader=reader, planner=planner)
+        assert seen == found
+        assert float(sum(value.sum() for value in target.values())) == filled

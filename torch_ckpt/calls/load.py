@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner as OurPlanner
+from torch_ckpt.dcp.plan.stock_planner import has_method_of
 from torch_ckpt.dcp.read.reader import CheckpointReader
 from torch_ckpt.native.progress import Progress
 from torch_ckpt.planning.collector import paused_gc
@@ -49,11 +50,6 @@ class Load:
             states.update(states_of(state_dict))
             return self._plan(states)
 
-        def lay_out(plans: list[LoadPlan]) -> list[LoadPlan]:
-            plans = self.planner.create_global_plan(plans)
-            laid_out: list[LoadPlan] = self.reader.prepare_global_plan(plans)
-            return laid_out
-
         def read() -> bool:
             """Whether this rank has entries that take their states themselves."""
             plan = self.planner.finish_plan(final_plan)
@@ -64,7 +60,7 @@ class Load:
 
         # The objects of a plan are made in no time beside what collecting between them takes.
         with paused_gc(keeps=False):
-            final_plan = self.ranks.scatter(f"plan of {what}", plan, lay_out)
+            final_plan = self._agreed(f"plan of {what}", plan)
         taken = self.ranks.gather(what, read, any, progress=self.progress)
         if isinstance(self.planner, OurPlanner) and self.planner.rebuild and not state_dict:
             state_dict.update(states)
@@ -73,6 +69,36 @@ class Load:
             self.ranks.gather(f"states of {what}", lambda: _give(state_dict, states), len)
         else:
             _give(state_dict, states)
+
+    def _agreed(self, what: str, plan: Callable[[], LoadPlan]) -> LoadPlan:
+        """This rank's plan, when rank 0 has seen what it looks at of all."""
+        planner, reader = self.planner, self.reader
+        if not (
+            isinstance(planner, OurPlanner)
+            and isinstance(reader, CheckpointReader)
+            and has_method_of(planner, "create_global_plan", OurPlanner)
+            and has_method_of(reader, "prepare_global_plan", CheckpointReader)
+        ):
+
+            def lay_out(plans: list[LoadPlan]) -> list[LoadPlan]:
+                laid_out: list[LoadPlan] = reader.prepare_global_plan(
+                    planner.create_global_plan(plans)
+                )
+                return laid_out
+
+            return self.ranks.scatter(what, plan, lay_out)
+        own: list[LoadPlan] = []  # stays what it is, and would be most of what ranks say
+
+        def say() -> tuple[set[str], Any]:
+            own.append(plan())
+            return planner.asked(own[0]), own[0].storage_data
+
+        def look(said: list[tuple[set[str], Any]]) -> None:
+            planner.mention_unasked(set[str]().union(*(asked for asked, _ in said)))
+            reader.check_seen([seen for _, seen in said])
+
+        self.ranks.gather(what, say, look)
+        return own[0]
 
     def _plan(self, states: dict[str, Any]) -> LoadPlan:
         reader, ranks = self.reader, self.ranks

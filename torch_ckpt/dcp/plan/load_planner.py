@@ -335,16 +335,20 @@ class LoadPlanner(DefaultLoadPlanner):
             )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        asked = {item.storage_index.fqn for plan in global_plan for item in plan.items}
-        if self._slots is not None:
-            self._mention_unasked(asked)
+        self.mention_unasked(set[str]().union(*map(self.asked, global_plan)))
         return super().create_global_plan(global_plan)
 
-    def _mention_unasked(self, asked: set[str]) -> None:
+    def asked(self, plan: LoadPlan) -> set[str]:
+        """What `mention_unasked` is to know of a rank's plan: the names of what it reads."""
+        return {item.storage_index.fqn for item in plan.items} if self._slots is not None else set()
+
+    def mention_unasked(self, asked: set[str]) -> None:
         """Log one warning of what the checkpoint has and no rank's target, where that is what an
-        earlier model or a fresh optimizer lacks: beside as much that is asked for in the same
+        earlier model or a fresh optimizer lacks: beside as much that is `asked` for in the same
         container, or below a mapping that is empty in the target. Whoever loads a few values of
         many, or a model without its optimizer, means it."""
+        if self._slots is None:
+            return  # names of torch up to 2.3, or a state dict that was made flat by its maker
         assert self.metadata is not None
         if asked >= self.metadata.state_dict_metadata.keys():
             return  # as a rule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,9 +179,13 @@ class CheckpointReader(StockReader):
         return replace(plan, storage_data=seen) if plan.storage_data is None else plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse to mix two saves: while one is replaced by another, ranks on different nodes can
-        see different ones, and each would be right by itself."""
-        seen = [plan.storage_data for plan in plans if isinstance(plan.storage_data, SeenSave)]
+        self.check_seen([plan.storage_data for plan in plans])
+        return super().prepare_global_plan(plans)
+
+    def check_seen(self, storage_data: Sequence[Any]) -> None:
+        """Of the plans of all ranks. Refuse to mix two saves: while one is replaced by another,
+        ranks on different nodes can see different ones, and each would be right by itself."""
+        seen = [each for each in storage_data if isinstance(each, SeenSave)]
         other = next((each for each in seen if each.save_id != seen[0].save_id), None)
         if other is not None:
             raise ReplacedError(
@@ -188,7 +193,6 @@ class CheckpointReader(StockReader):
                 f"rank {other.rank} sees {other.save_id or 'none'}",
                 file=os.fspath(self.path),
             )
-        return super().prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors and objects. Coverage is proved before a byte is copied."""
