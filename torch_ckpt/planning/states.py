@@ -20,11 +20,12 @@ class HasState(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
-_NO_STATE = PLAIN_TENSORS | {DTensor}
+# Asking a protocol takes longer than staging a small tensor.
+_NO_STATE = PLAIN_TENSORS | {DTensor, type(None), bool, int, float, str, bytes, list, tuple, dict}
 
 
 def has_state(value: Any) -> bool:
-    # Asking a protocol takes longer than staging a small tensor.
+    """Whether it is a Stateful of DCP's."""
     return type(value) not in _NO_STATE and isinstance(value, Stateful)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -199,14 +200,14 @@ class RawBytes:
         self.data = data
 
 
-def _leaf(planner: SavePlanner, item: WriteItem) -> Any:
-    """The object of a leaf: itself where the planner leaves pickling to stock's default."""
+def _leaves(planner: SavePlanner, items: list[WriteItem]) -> Iterator[Any]:
+    """The objects of `items`: themselves where the planner leaves pickling to stock's default."""
     if _transforms_as_stock(planner):
-        return planner.lookup_object(item.index)
-    data = planner.resolve_data(item)
-    if isinstance(data, io.BytesIO):
-        return RawBytes(data.getvalue())
-    return data
+        yield from (planner.lookup_object(item.index) for item in items)
+        return
+    for item in items:
+        data = planner.resolve_data(item)
+        yield RawBytes(data.getvalue()) if isinstance(data, io.BytesIO) else data
 
 
 def collect_objects(
@@ -219,12 +220,10 @@ def collect_objects(
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """The leaves that are no tensors: their fqns, and the objects file with its side file."""
     leaves, raw = {}, []
-    for item in items:
-        leaf = _leaf(planner, item)
+    for item, leaf in zip(items, _leaves(planner, items), strict=True):
         if isinstance(leaf, RawBytes):
             raw.append(item.index.fqn)
-            leaf = leaf.data
-        leaves[item.index.fqn] = leaf
+        leaves[item.index.fqn] = leaf.data if isinstance(leaf, RawBytes) else leaf
     if raw:
         leaves[RAW_LEAVES] = raw
     text, side = dumps_objects(leaves, file_id=secrets.token_hex(16), allow_pickle=allow_pickle)
