@@ -21,8 +21,10 @@ constexpr uint64_t kMergeGap = uint64_t{64} << 10;
 // Below this a run is not worth a digest of its own.
 constexpr uint64_t kMinRow = uint64_t{64} << 10;
 
+// readers: who wants what is in it.
 struct Range {
   uint64_t lo, hi;
+  Readers readers = Readers::kThisProcess;
 };
 
 // Appends the stretches that loops [level, outer) of `run` make of one of
@@ -83,18 +85,18 @@ class ReadPass {
                       ? StoragesOf(wanted.storages, wanted.file)
                       : std::span<const DigestedRange>()),
         scratch_(scratch),
-        readers_(wanted.shared ? Readers::kSeveral : Readers::kThisProcess) {
+        shared_(wanted.shared),
+        neighbours_(wanted.neighbours) {
     for (const ReadRun& read : runs_) needed_ += read.run.TotalBytes();
   }
 
-  Status ReadAll(bool neighbours) {
-    const std::vector<Range> ranges = Ranges();
-    for (const Range& range : ranges) read_ += range.hi - range.lo;
-    // Edges that are shared weigh little in large shards, and make up most of
-    // what is read of small ones.
-    if (neighbours && read_ > needed_ + needed_ / 4) {
-      readers_ = Readers::kSeveral;
+  Status ReadAll() {
+    std::vector<Range> ranges = Ranges();
+    for (Range& range : ranges) {
+      read_ += range.hi - range.lo;
+      if (shared_) range.readers = Readers::kSeveral;
     }
+    if (neighbours_ && !shared_) ranges = WithReaders(ranges);
     // A test has one left out, to see that this is noticed below.
     size_t next = FaultPoint("piece", source_.path()).skip ? 1 : 0;
     for (; next < ranges.size(); ++next) {
@@ -132,7 +134,8 @@ class ReadPass {
     }
     std::sort(stretches.begin(), stretches.end(),
               [](const Range& a, const Range& b) { return a.lo < b.lo; });
-    for (auto [lo, hi] : stretches) {
+    for (const Range& stretch : stretches) {
+      uint64_t lo = stretch.lo, hi = stretch.hi;
       if (whole) {
         lo = RoundDown(lo, kSegmentBytes);
         hi = std::min(RoundUp(hi, kSegmentBytes), segments_->bytes);
@@ -150,6 +153,53 @@ class ReadPass {
       }
     }
     return ranges;
+  }
+
+  // The same with who reads it: of a segment, or a stretch that is read as one,
+  // of which a fifth or more is not needed here, that is for neighbours.
+  std::vector<Range> WithReaders(const std::vector<Range>& ranges) const {
+    std::vector<Range> parts;
+    for (const Range& range : ranges) {
+      for (uint64_t lo = range.lo; lo < range.hi;) {
+        const uint64_t end = RoundDown(lo, kSegmentBytes) + kSegmentBytes;
+        const uint64_t hi = segments_ ? std::min(range.hi, end) : range.hi;
+        parts.push_back({lo, hi});
+        lo = hi;
+      }
+    }
+    std::vector<double> needed(parts.size());
+    for (const ReadRun& read : runs_) {
+      const uint64_t begin = read.run.src, end = begin + read.run.SrcSpan();
+      if (begin == end) continue;
+      // As if what a run needs of its span were the same everywhere.
+      const double density = static_cast<double>(read.run.TotalBytes()) /
+                             static_cast<double>(end - begin);
+      size_t at =
+          static_cast<size_t>(std::partition_point(parts.begin(), parts.end(),
+                                                   [&](const Range& part) {
+                                                     return part.hi <= begin;
+                                                   }) -
+                              parts.begin());
+      for (; at < parts.size() && parts[at].lo < end; ++at) {
+        const uint64_t overlap =
+            std::min(parts[at].hi, end) - std::max(parts[at].lo, begin);
+        needed[at] += density * static_cast<double>(overlap);
+      }
+    }
+    std::vector<Range> joined;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      Range part = parts[i];
+      const auto size = static_cast<double>(part.hi - part.lo);
+      if (needed[i] <= size * 4 / 5) part.readers = Readers::kSeveral;
+      Range* const last = joined.empty() ? nullptr : &joined.back();
+      if (last && last->hi == part.lo && last->readers == part.readers &&
+          part.hi <= last->lo + kFetchBytes) {
+        last->hi = part.hi;
+      } else {
+        joined.push_back(part);
+      }
+    }
+    return joined;
   }
 
   // Runs that end at or before `lo` are done with.
@@ -179,8 +229,10 @@ class ReadPass {
   // In steps, none of which is in two segments: what was just read is still in
   // the CPU's cache for the digest and the copies.
   Status ReadRange(const Range& range) {
-    if (readers_ == Readers::kSeveral) source_.ReadAhead(range.lo, range.hi);
-    StepReader steps(source_, range.hi, scratch_, readers_);
+    if (range.readers == Readers::kSeveral) {
+      source_.ReadAhead(range.lo, range.hi);
+    }
+    StepReader steps(source_, range.hi, scratch_, range.readers);
     for (uint64_t at = range.lo; at < range.hi;) {
       uint64_t hi = std::min(at + uint64_t{kDigestStep}, range.hi);
       if (segments_) {
@@ -271,7 +323,7 @@ class ReadPass {
   const ManifestFile* const segments_;
   const std::span<const DigestedRange> storages_;
   const MutableByteSpan scratch_;
-  Readers readers_;
+  const bool shared_, neighbours_;
   ReadBytes passed_;
   std::vector<Run> parts_;
   std::map<CastTarget*, uint64_t> lost_;
@@ -296,7 +348,7 @@ Result<uint64_t> StoredInputs::Read(int worker, const WantedRuns& wanted,
   TC_RETURN_IF_ERROR(
       files_->Read(wanted.file, [&](const ByteSource& source) -> Status {
         ReadPass pass(source, wanted, wholes_, digests_, scratch);
-        TC_RETURN_IF_ERROR(pass.ReadAll(wanted.neighbours));
+        TC_RETURN_IF_ERROR(pass.ReadAll());
         pass.HandOver(worker, &digests_);
         read_ += pass.bytes_read();
         verified_ += pass.bytes_verified();
