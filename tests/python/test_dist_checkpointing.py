@@ -6,6 +6,8 @@ import collections
 import inspect
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +325,19 @@ def test_signatures_are_those_of_megatron() -> None:
             continue
         ours = set(inspect.signature(getattr(serialization, name)).parameters)
         assert inspect.signature(their).parameters.keys() <= ours, name
+
+
+def test_modules_are_reached_through_the_package_as_megatrons_are() -> None:
+    script = (
+        "from torch_ckpt.megatron import dist_checkpointing as ours\n"
+        "for name in ('core', 'dict_utils', 'mapping', 'optimizer', 'serialization', 'utils'):\n"
+        "    getattr(ours, name)\n"
+        "ours.validation.StrictHandling, ours.strategies.async_utils.AsyncRequest\n"
+        "ours.strategies.torch.get_async_strategy\n"
+        "ours.strategies.fully_parallel.FullyParallelLoadStrategyWrapper\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_classes_of_megatron_are_taken(tmp_path: Path) -> None:

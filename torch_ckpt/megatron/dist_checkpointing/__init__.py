@@ -6,6 +6,16 @@ Classes of Megatron's own (ShardedTensor and its kin, strategies) are taken as t
 """
 
 from torch_ckpt.megatron.config import check_is_distributed_checkpoint
+from torch_ckpt.megatron.dist_checkpointing import (
+    core,
+    dict_utils,
+    mapping,
+    optimizer,
+    serialization,
+    strategies,
+    utils,
+    validation,
+)
 from torch_ckpt.megatron.dist_checkpointing.serialization import (
     load,
     load_common_state_dict,
@@ -23,12 +33,20 @@ __all__ = [
     "ShardedObject",
     "ShardedTensor",
     "check_is_distributed_checkpoint",
+    "core",
+    "dict_utils",
     "load",
     "load_common_state_dict",
     "load_content_metadata",
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensors_metadata",
+    "mapping",
+    "optimizer",
     "remove_sharded_tensors",
     "save",
+    "serialization",
+    "strategies",
+    "utils",
+    "validation",
 ]
