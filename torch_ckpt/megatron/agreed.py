@@ -1,4 +1,4 @@
-"""What ranks agreed on in their last save, for one in which nothing has changed."""
+"""What ranks agreed on in their last save or load, for one in which nothing has changed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Offer(NamedTuple):
     compared: bytes
 
 
-# By the strategy with which it was saved.
+# By the strategy with which it was saved or loaded.
 _last: weakref.WeakKeyDictionary[Any, _Agreed] = weakref.WeakKeyDictionary()
 
 
@@ -48,8 +48,9 @@ def agree(
     fields: Callable[[S], tuple[Any, Any]],
 ) -> T:
     """`ranks.scatter(what, say, settle)`, whose answers are kept in `memory`, an object that this
-    rank saves with; None keeps nothing. They are given again where every rank says what it said
-    then, of which digests are compared: a change on any rank settles all anew. A collective call.
+    rank saves or loads with; None keeps nothing. They are given again where every rank says what it
+    said then, of which digests are compared: a change on any rank settles all anew. A collective
+    call.
 
     fields: of what a rank says, that on which the answers depend, and what is compared between
         ranks; where the latter differs, all is settled anew, and told. Their `repr` says all of

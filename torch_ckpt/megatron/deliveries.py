@@ -49,42 +49,60 @@ class Reads(NamedTuple):
 def plan_reads(asked: Sequence[Asked]) -> list[Reads]:
     """For each rank. What ranks of several nodes ask for, and read together, is read by one of
     them, so that it comes from storage once; of one node they all read it, from the page cache."""
-    wanted: dict[Part, dict[int, int]] = {}
-    first: dict[Part, BoxLayout] = {}
-    of_rows: dict[tuple[Part, int], set[int]] = {}  # ranks of a node that ask for these
-    for rank, each in enumerate(asked):
-        for place, box in enumerate(each.layout.boxes):
-            part = (box.key, box.offset, box.sizes)
-            wanted.setdefault(part, {}).setdefault(rank, place)
-            first.setdefault(part, box)
-            of_rows.setdefault((_rows(box), each.node), set()).add(rank)
-    sent: list[tuple[dict[int, int], SharedBox]] = []
-    reads = [Reads([], [], set(), False) for _ in asked]
-    for part, places in wanted.items():
-        box = first[part]
-        if not box.elements:
-            continue
-        by_group: dict[frozenset[int] | None, list[int]] = {}
-        for rank in places:
-            by_group.setdefault(asked[rank].readers, []).append(rank)
-        for readers, ranks in by_group.items():
-            if readers is not None and len({asked[rank].node for rank in ranks}) > 1:
-                holders = tuple(ranks)
-                sent.append((places, SharedBox.of(holders, box.key, box.sizes, box.dtype)))
-                continue
-            for rank in ranks:
-                if len(of_rows[_rows(box), asked[rank].node]) > 1:
-                    reads[rank].beside.add(places[rank])
+    sent = _sent(asked)
+    reads = [Reads([], [], set(), bool(sent)) for _ in asked]
+    for rank, place in _beside(asked):
+        reads[rank].beside.add(place)
     nodes = [each.node for each in asked]
     for (places, shared), pieces in zip(
         sent, share_boxes(nodes, [box for _, box in sent]), strict=True
     ):
+        for rank in shared.holders:
+            reads[rank].beside.discard(places[rank])
         for source, begin, end in pieces:
             others = [rank for rank in shared.holders if rank != source]
             reads[source].gives.append((Share(places[source], begin, end), others))
             for rank in others:
                 reads[rank].takes.append((Share(places[rank], begin, end), source))
-    return [each._replace(sends=bool(sent)) for each in reads]
+    return reads
+
+
+def _sent(asked: Sequence[Asked]) -> list[tuple[dict[int, int], SharedBox]]:
+    """What ranks on several nodes ask for that read together: where it is among the boxes of each
+    that asks for it, and which of these read together."""
+    groups = {each.readers for each in asked if each.readers is not None}
+    spread = {group for group in groups if len({asked[rank].node for rank in group}) > 1}
+    if not spread:
+        return []
+    wanted: dict[Part, dict[int, int]] = {}
+    first: dict[Part, BoxLayout] = {}
+    for rank, each in enumerate(asked):
+        for place, box in enumerate(each.layout.boxes):
+            part = (box.key, box.offset, box.sizes)
+            wanted.setdefault(part, {}).setdefault(rank, place)
+            first.setdefault(part, box)
+    sent: list[tuple[dict[int, int], SharedBox]] = []
+    for part, places in wanted.items():
+        by_group: dict[frozenset[int] | None, list[int]] = {}
+        for rank in places:
+            by_group.setdefault(asked[rank].readers, []).append(rank)
+        box = first[part]
+        for readers, ranks in by_group.items():
+            if readers in spread and len({asked[rank].node for rank in ranks}) > 1 and box.elements:
+                shared = SharedBox.of(tuple(ranks), box.key, box.sizes, box.dtype)
+                sent.append((places, shared))
+    return sent
+
+
+def _beside(asked: Sequence[Asked]) -> Iterator[tuple[int, int]]:
+    """Rank and place of each box of which another rank of its node reads the same rows, too."""
+    held: dict[tuple[int, Part], list[tuple[int, int]]] = {}
+    for rank, each in enumerate(asked):
+        for place, box in enumerate(each.layout.boxes):
+            held.setdefault((each.node, _rows(box)), []).append((rank, place))
+    for boxes in held.values():
+        if boxes[0][0] != boxes[-1][0]:  # they stand in the order of ranks
+            yield from boxes
 
 
 def _rows(box: BoxLayout) -> Part:

@@ -20,6 +20,7 @@ from torch_ckpt.dcp.plan.items import read_items
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
 from torch_ckpt.dcp.plan.rings import Node, numbers_of, this_node
 from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
+from torch_ckpt.megatron.agreed import agree
 from torch_ckpt.megatron.boxes import Box, Numbers, is_quantized
 from torch_ckpt.megatron.config import CheckpointingException
 from torch_ckpt.megatron.deliveries import Asked, Reads, boxes_to_read, deliver, plan_reads
@@ -52,6 +53,15 @@ class LoadOptions:
     sharing: Sharing = Sharing()
 
 
+class _Said(NamedTuple):
+    """What a rank tells rank 0. readers: the ranks, by their places, that read with it; None where
+    it reads by itself."""
+
+    layout: RankLayout
+    node: Node | None
+    readers: frozenset[int] | None
+
+
 class Loaded(NamedTuple):
     """missing, unexpected: keys, where `strict` asks for them."""
 
@@ -64,10 +74,17 @@ def load_request(
     state_dict: dict[Any, Any], path: str | os.PathLike[str], options: LoadOptions
 ) -> Loaded:
     """Load what `state_dict` asks for. A collective call of the ranks of the group."""
-    ranks = Ranks.of(options.group)
+    # Most of what is made on the way, rank 0 has that of all, is dropped again.
+    with paused_gc(keeps=False):
+        return _loaded(state_dict, path, options, Ranks.of(options.group))
+
+
+def _loaded(
+    state_dict: dict[Any, Any], path: str | os.PathLike[str], options: LoadOptions, ranks: Ranks
+) -> Loaded:
     found: list[tuple[Request, Stored]] = []
 
-    def ask() -> tuple[RankLayout, Node | None, frozenset[int] | None]:
+    def ask() -> _Said:
         wait_for_saves_beside(ranks.size)
         if options.verify:
             Checkpoint(path).verify(share=(ranks.rank, ranks.size))
@@ -76,19 +93,21 @@ def load_request(
         request = found[0][0]
         shares, group, _ = options.sharing
         readers = frozenset(ranks.places_of(group)) if shares else None
-        return RankLayout.of(request.boxes, request.cells), this_node(), readers
+        return _Said(RankLayout.of(request.boxes, request.cells), this_node(), readers)
 
-    def settle(
-        said: list[tuple[RankLayout, Node | None, frozenset[int] | None]],
-    ) -> list[tuple[set[str], set[str], Reads]]:
+    def settle(said: list[_Said]) -> list[tuple[set[str], set[str], Reads]]:
         layouts, nodes, readers = zip(*said, strict=True)
         check_layouts(layouts, replicas=options.replicas)
         keys = _settled(layouts, found[0][1].keys(), options.strict)
         asked = [*map(Asked, layouts, numbers_of(nodes), readers)]
         return [(*of_rank, reads) for of_rank, reads in zip(keys, plan_reads(asked), strict=True)]
 
-    with paused_gc(keeps=False):  # rank 0 makes and drops what all ranks have said
-        missing, unexpected, reads = ranks.scatter("what a load asks for", ask, settle)
+    def fields(said: _Said) -> tuple[Any, Any]:
+        depends = (options.strict, options.replicas, sorted(found[0][1].keys()))
+        return (said.layout, said.node, sorted(said.readers or ()), depends), None
+
+    memory = options.sharing.memory
+    missing, unexpected, reads = agree(ranks, "what a load asks for", ask, settle, memory, fields)
     request, stored = found[0]
     _tell(options.strict, ranks.rank, missing, unexpected)
     for leaf in request.leaves():

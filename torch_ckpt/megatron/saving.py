@@ -72,8 +72,9 @@ def save_now(
 ) -> None:
     """Save the sharded `state_dict`. A collective call."""
     ranks = Ranks.of(None)
-    state = _agreed_state(state_dict, ranks, options, beside=False)
-    Save(_planner(options), _writer(path), path, ranks).run(lambda: state)
+    with paused_gc(keeps=False):
+        state = _agreed_state(state_dict, ranks, options, beside=False)
+        Save(_planner(options), _writer(path), path, ranks).run(lambda: state)
 
 
 def prepared_save(

@@ -98,8 +98,10 @@ class FullyParallelLoadStrategyWrapper(_Options):
     """What ranks of several nodes ask for is read by one of them, and sent to the others. On one
     node all read it, from the page cache.
 
-    strategy: what it wraps. parallelization_group: the ranks that share; all if None. What else is
-    given does nothing. Raises NotImplementedError for an exchange_algo that is none of Megatron's.
+    strategy: what it wraps. parallelization_group: the ranks that share; all if None.
+    do_cache_distribution: ranks tell each other digests of what they ask for, and all of it only
+    where it is not what it was in the last load with this strategy. What else is given does
+    nothing. Raises NotImplementedError for an exchange_algo that is none of Megatron's.
     """
 
     def __init__(
@@ -157,7 +159,8 @@ def sharing_of_load(strategy: Any) -> Sharing:
         return Sharing()
     if _is(strategy, "FullyParallelLoadStrategyWrapper"):
         sharing_of_load(strategy.base_strategy)
-        return Sharing(True, strategy.parallelization_group)
+        caches = getattr(strategy, "do_cache_distribution", False)
+        return Sharing(True, strategy.parallelization_group, strategy if caches else None)
     if _is(strategy, "TorchDistLoadShardedStrategy"):
         return Sharing()
     raise TypeError(f"a {type(strategy).__qualname__} is no strategy of a load")

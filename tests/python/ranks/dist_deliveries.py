@@ -14,7 +14,7 @@ from ranks.layouts import DEVICE
 from ranks.run import Context, cases, everywhere, raised
 
 from torch_ckpt.dcp.plan.rings import Node
-from torch_ckpt.megatron import deliveries, dist_checkpointing
+from torch_ckpt.megatron import deliveries, dist_checkpointing, loading
 from torch_ckpt.megatron.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch_ckpt.megatron.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -151,6 +151,52 @@ def ranks_read_within_groups(context: Context) -> None:
     assert torch.equal(loaded["w"], value)
     read = sum(everywhere(sum(sizes)))
     assert 2 * value.nbytes <= read < 2.2 * value.nbytes + 5000, read
+
+
+@case
+def who_reads_what_is_kept_while_nothing_changes(context: Context) -> None:
+    rank, world = context.rank, context.world
+    sharing = FullyParallelLoadStrategyWrapper(None, do_cache_distribution=True)
+    looked: list[int] = []
+
+    def check_layouts(layouts: Any, *, replicas: bool) -> None:
+        looked.append(len(layouts))
+        return stock(layouts, replicas=replicas)
+
+    def state(value: float, count: int) -> dict[str, Any]:
+        filled = (torch.full((40,), value + number) for number in range(count))
+        return {str(n): entry(context, f"w{n}", each) for n, each in enumerate(filled)}
+
+    def load(name: str, asked: int, **options: Any) -> bool:
+        """Whether rank 0 has looked at all."""
+        looked.clear()
+        path = context.folder / name
+        loaded = dist_checkpointing.load(state(-1.0, asked), path, sharing, **options)
+        for n in range(min(asked, 5)):
+            value = {"a": 1.0, "b": 2.0}[name] + n
+            assert torch.equal(loaded[str(n)], torch.full((40,), value)), (name, n)
+        assert len(loaded) == min(asked, 5)
+        return bool(everywhere(len(looked))[0])
+
+    dist_checkpointing.save(state(1.0, 5), context.folder / "a")
+    dist_checkpointing.save(state(2.0, 5), context.folder / "b")
+    stock = loading.check_layouts
+    with mock.patch.object(loading, "check_layouts", check_layouts):
+        with on_nodes(context, min(2, world)):
+            assert load("a", 5)
+            assert not load("a", 5)
+            assert not load("b", 5)
+            last = 4 if rank == world - 1 else 5
+            assert load("b", last, validate_access_integrity=False)  # one rank asks for less
+            assert not load("b", last, validate_access_integrity=False)
+            assert load("b", 5, validate_access_integrity=False)
+            unasked = {"strict": dist_checkpointing.validation.StrictHandling.LOG_UNEXPECTED}
+            assert load("b", 6, **unasked)  # which are not in it
+            assert not load("b", 6, **unasked)
+            raised(lambda: load("b", 6), "Unexpected keys", "w5")
+            raised(lambda: load("b", 6), "Unexpected keys", "w5")
+        with on_nodes(context, world):  # who runs where, too
+            assert load("b", 6, **unasked) == (world > 2)
 
 
 Cells = dict[tuple[str, int, int], tuple[int, int, list[int]]]  # how a key is cut, who has it
