@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from benchmarks import files, ranks, rivals
@@ -12,18 +13,25 @@ from benchmarks.program import Timing
 WORLD = 2
 GPT_BYTES = 2 * (7 * (4 * 2048 * 2048 + 3 * 5632 * 2048 + 2048) + 2 * 25600 * 2048)
 UPSTREAM, OURS = "Megatron Core", "ours, dist_checkpointing"
-FIGURES = (
+COSTS = (Figure("cpu", "CPU s"), Figure("memory", "extra MB"))
+SAVE = (
     Figure("seconds", "s", worst=True, compared=True),
-    Figure("cpu", "CPU s"),
-    Figure("memory", "extra MB"),
+    Figure("first_seconds", "first save of a process, s", worst=True),
+    *COSTS,
 )
 BESIDE = (
     Figure("blocked", "blocked ms", worst=True, compared=True),
     Figure("seconds", "durable s", worst=True, compared=True),
-    Figure("cpu", "CPU s"),
-    Figure("memory", "extra MB"),
+    Figure("first_blocked", "first save of a process: blocked ms", worst=True),
+    Figure("first_seconds", "durable s", worst=True),
+    *COSTS,
 )
-READ = (*FIGURES, Figure("read_of_needed", "bytes asked for of those needed"))
+LOAD = (Figure("seconds", "s", worst=True, compared=True), *COSTS)
+READ = (
+    *LOAD,
+    Figure("asked", "bytes asked for of those needed"),
+    Figure("from_disk", "read from the disk of those needed"),
+)
 PACKAGES = {UPSTREAM: "megatron", OURS: "ours"}
 
 
@@ -40,12 +48,16 @@ def _run(
     words += ["--path", str(path), "--program", str(context.program.path)]
     answer = ranks.run_ranks("benchmarks.megatron_rank", [words] * world)[0]
     assert answer is not None  # rank 0 speaks for all
+    needed = max(1.0, answer["needed"])
     figures = {
         "seconds": answer["seconds"],
+        "first_seconds": answer["first_seconds"],
         "cpu": answer["cpu"],
         "memory": answer["extra_memory"] / 1e6,
         "blocked": 1e3 * answer.get("blocked", 0.0),
-        "read_of_needed": answer["read"] / max(1.0, answer["needed"]),
+        "first_blocked": 1e3 * answer.get("first_blocked", 0.0),
+        "asked": answer["read"] / needed,
+        "from_disk": answer["from_disk"] / needed,
     }
     return Timing(
         answer["seconds"], answer["cpu"], bytes_, int(answer["extra_memory"]), figures=figures
@@ -70,14 +82,19 @@ def _save_row(context: Context, state: str, title: str, bytes_: int, count: int)
             skip=why_not(),
         )
 
+    # What is written by Megatron is durable by one sync of it afterwards.
     contenders = [add(name, package) for name, package in PACKAGES.items()]
     limit = ""
     if state == "gpt":
-        contenders.append(rivals.write_limit(context, rivals.FRESH, "direct", bytes_))
         limit = rivals.FRESH
-    # What is written by Megatron is durable by one sync of it afterwards.
-    figures = FIGURES if state != "gpt" else ()
-    return Row(title, bytes_, count, contenders, limit, figures=figures)
+        disk = rivals.write_limit(context, limit, "direct", bytes_)
+        contenders.append(dataclasses.replace(disk, run=lambda: _with_seconds(disk.run())))
+    return Row(title, bytes_, count, contenders, limit, figures=SAVE)
+
+
+def _with_seconds(timing: Timing | None) -> Timing:
+    assert timing is not None
+    return dataclasses.replace(timing, figures={"seconds": timing.seconds})
 
 
 def _load_row(
@@ -114,13 +131,24 @@ def _load_row(
 
     contenders = [add(name, package, package) for name, package in PACKAGES.items()]
     contenders.append(add("ours, Megatron's directory", "ours", "megatron"))
+    limit = ""
+    if state == "gpt":
+        limit = rivals.COLD_READ if cold else rivals.WARM_READ
+
+        def read() -> Timing:
+            words = ["read_cold"] if cold else ["read_warm", 2]
+            shards = sorted(paths["ours"].glob("*.safetensors"))
+            return _with_seconds(context.program.time(*words, *shards))
+
+        contenders.append(Contender(limit, "limit", read, before=lambda: make("ours")))
     return Row(
         title,
         bytes_,
         count,
         contenders,
-        limit="",
-        figures=FIGURES if state == "objects" else READ,
+        limit,
+        bound=rivals.READ_BOUND,
+        figures=LOAD if state == "objects" else READ,
         close=lambda: files.empty(context.directory),
     )
 

@@ -143,8 +143,8 @@ def megatron_plan(context: Context) -> Row:
         return Contender(name, role, lambda: timed(work), before=make, skip=why_not())
 
     return Row(
-        f"Check and share out {SHARDS} parts of {RANKS} ranks, on rank 0",
-        1,
+        f"Check and share out {SHARDS:,} parts of {RANKS} ranks, on rank 0",
+        0,
         tensors,
         [
             add(MEGATRON, "rival", theirs),
@@ -247,8 +247,8 @@ def _balance_row(tensor_parallel: int) -> Row:
 
     return Row(
         f"Who writes what of a 7B GPT, {world} ranks, {replicas} replicas",
-        1,
-        1,
+        0,
+        0,
         [add(MEGATRON, "rival", theirs), add(OURS, "ours", ours)],
         limit="",
         figures=BALANCE,

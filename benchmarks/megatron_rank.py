@@ -1,8 +1,10 @@
 """One rank of a program that saves or loads by Megatron Core's dist_checkpointing, its own or ours.
 
-``python -m benchmarks.megatron_rank`` is started once for each rank. Rank 0 prints a line of JSON:
-how long the slowest rank took, the CPU of all, the most memory that all took beside the state, and
-the bytes that they asked the kernel to read, of those that they needed.
+``python -m benchmarks.megatron_rank`` is started once for each rank, which loads once, or saves
+twice: what a first save of a process costs besides, no later one does. Rank 0 prints a line of
+JSON: how long the slowest rank took, for the last time and for the first, the CPU of all, the most
+memory that all took beside the state, and what they read: bytes that they asked the kernel for, and
+bytes that came from the disk.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +31,7 @@ from megatron.core.dist_checkpointing.strategies import async_utils as megatron_
 
 from benchmarks import files, rivals, states
 from benchmarks.program import LimitsProgram, MemoryWatcher
-from benchmarks.reshard_rank import bytes_asked_for
+from benchmarks.reshard_rank import bytes_asked_for, bytes_from_disk
 from torch_ckpt.megatron import dist_checkpointing as ours
 from torch_ckpt.megatron.dist_checkpointing.strategies import async_utils as ours_queue
 
@@ -174,37 +177,59 @@ def save_beside(package: Any, state: State, path: Path) -> dict[str, float]:
     return {"blocked": blocked}
 
 
-def measured(program: Path, work: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What `work` takes, between two barriers, of all ranks and of the processes that they start,
-    and what it returns, of the slowest rank. Rank 0 watches the memory of them all."""
-    watches = dist.get_rank() == 0
-    pid = os.getppid()
+def measured(program: Path, works: Sequence[Callable[[], dict[str, float]]]) -> dict[str, float]:
+    """What the last of `works` takes, between two barriers, of all ranks and of the processes that
+    they start, and what it returns, of the slowest rank; "first..." is that of the first. Rank 0
+    watches the memory of them all, through all of `works`."""
     with contextlib.ExitStack() as stack:
         watcher = None
-        if watches:
-            watcher = stack.enter_context(MemoryWatcher(LimitsProgram(program), True, pid))
-        dist.barrier()
+        if dist.get_rank() == 0:
+            watched = MemoryWatcher(LimitsProgram(program), True, os.getppid())
+            watcher = stack.enter_context(watched)
         before = watcher.begin() if watcher is not None else 0
-        asked, cpu = bytes_asked_for(), _cpu()
-        start = time.perf_counter()
-        answer = work()
-        dist.barrier()
-        seconds = time.perf_counter() - start
+        taken = [_taken(work) for work in works]
         extra = watcher.end() - before if watcher is not None else 0
-        asked = bytes_asked_for() - asked
-    end_children()
-    sums = torch.tensor([_cpu() - cpu, float(extra), float(asked)], dtype=torch.float64)
+    sums = torch.tensor([*taken[-1].sums, float(extra)], dtype=torch.float64)
     dist.all_reduce(sums)
-    most = torch.tensor([*answer.values()], dtype=torch.float64)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    found = {"seconds": seconds, **dict(zip(answer, most.tolist(), strict=True))}
-    return found | dict(zip(("cpu", "extra_memory", "read"), sums.tolist(), strict=True))
+    found = dict(zip(("cpu", "read", "from_disk", "extra_memory"), sums.tolist(), strict=True))
+    for prefix, each in (("first_", taken[0].slowest), ("", taken[-1].slowest)):
+        most = torch.tensor([*each.values()], dtype=torch.float64)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        found |= {prefix + key: value for key, value in zip(each, most.tolist(), strict=True)}
+    return found
+
+
+class _Taken(NamedTuple):
+    """slowest: what is the most of all ranks; sums: what is of all together."""
+
+    slowest: dict[str, float]
+    sums: list[float]
+
+
+def _taken(work: Callable[[], dict[str, float]]) -> _Taken:
+    dist.barrier()
+    before = _cpu(), bytes_asked_for(), bytes_from_disk()
+    start = time.perf_counter()
+    answer = work()
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    after = _cpu(), bytes_asked_for(), bytes_from_disk()
+    return _Taken(
+        {"seconds": seconds, **answer}, [b - a for a, b in zip(before, after, strict=True)]
+    )
 
 
 def _cpu() -> float:
-    """Of this process, and of those that it has started and that have ended."""
+    """Of this process, and of those that it has started."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    ended = sum(each.ru_utime + each.ru_stime for each in used)
+    return ended + sum(_cpu_of(child.pid) for child in multiprocessing.active_children())
+
+
+def _cpu_of(pid: int | None) -> float:
+    """Of a process that is there."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main(arguments: list[str]) -> int:
@@ -234,11 +259,21 @@ def main(arguments: list[str]) -> int:
             loaded.append(package.load(state, str(options.path)))
             return {}
 
-        answer = measured(options.program, load)
+        answer = measured(options.program, [load])
         check(loaded[0], STATES[options.state](*at, filled=True))
     else:
         job = save if options.job == "save" else save_beside
-        answer = measured(options.program, lambda: job(package, state, options.path))
+        before = options.path.with_name("first")
+
+        def first() -> dict[str, float]:
+            return job(package, state, before)
+
+        def again() -> dict[str, float]:
+            return job(package, state, options.path)
+
+        answer = measured(options.program, [first, again])
+        if dist.get_rank() == 0:
+            shutil.rmtree(before)
     total = torch.tensor([float(needed)], dtype=torch.float64)
     dist.all_reduce(total)
     if dist.get_rank() == 0:

@@ -20,11 +20,20 @@ from benchmarks.export_rank import part_of
 
 def bytes_asked_for() -> int:
     """What this process has asked the kernel to read, in bytes, from files of any kind."""
+    return _of_io("rchar")
+
+
+def bytes_from_disk() -> int:
+    """What the kernel has read from storage for it."""
+    return _of_io("read_bytes")
+
+
+def _of_io(wanted: str) -> int:
     for line in Path("/proc/self/io").read_text().splitlines():
         key, _, value = line.partition(":")
-        if key == "rchar":
+        if key == wanted:
             return int(value)
-    raise OSError("/proc/self/io has no rchar")
+    raise OSError(f"/proc/self/io has no {wanted}")
 
 
 def main(arguments: list[str]) -> int:
