@@ -23,15 +23,16 @@ Result<Json> ReleaseFilesRequest(const Json& request);
 Result<Json> DescribeRequest(const Json& request);
 Result<Json> FilesRequest(const Json& request);
 Result<Json> PlacementsRequest(const Json& request);
-Result<Json> ArchiveRequest(const Json& request);
-Result<Json> ReadObjectsRequest(const Json& request);
-Result<Json> ReadArchiveRequest(const Json& request);
-Result<Json> ObjectsFileRequest(const Json& request);
 Result<Json> ManifestRequest(const Json& request);
 Result<Json> VerifyRequest(const Json& request);
 Result<Json> StagedPlacesRequest(const Json& request);
 Result<Json> RecoverRequest(const Json& request);
 Result<Json> RemoveRequest(const Json& request);
+// object_requests.cc
+Result<Json> ArchiveRequest(const Json& request);
+Result<Json> ReadObjectsRequest(const Json& request);
+Result<Json> ReadArchiveRequest(const Json& request);
+Result<Json> ObjectsFileRequest(const Json& request);
 // plan_requests.cc
 Result<Json> ShareRequest(const Json& request);
 // save_requests.cc
