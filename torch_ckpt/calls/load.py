@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner as OurPlanner
+from torch_ckpt.dcp.plan.load_planner import mention_unasked, names_asked
 from torch_ckpt.dcp.plan.stock_planner import has_method_of
-from torch_ckpt.dcp.read.reader import CheckpointReader
+from torch_ckpt.dcp.read.reader import CheckpointReader, check_seen
 from torch_ckpt.native.progress import Progress
 from torch_ckpt.planning.collector import paused_gc
 from torch_ckpt.planning.states import has_state, states_of
@@ -91,11 +92,11 @@ class Load:
 
         def say() -> tuple[set[str], Any]:
             own.append(plan())
-            return planner.asked(own[0]), own[0].storage_data
+            return names_asked(planner, own[0]), own[0].storage_data
 
         def look(said: list[tuple[set[str], Any]]) -> None:
-            planner.mention_unasked(set[str]().union(*(asked for asked, _ in said)))
-            reader.check_seen([seen for _, seen in said])
+            mention_unasked(planner, set[str]().union(*(names for names, _ in said)))
+            check_seen(os.fspath(reader.path), [seen for _, seen in said])
 
         self.ranks.gather(what, say, look)
         return own[0]

@@ -335,47 +335,9 @@ class LoadPlanner(DefaultLoadPlanner):
             )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        self.mention_unasked(set[str]().union(*map(self.asked, global_plan)))
+        names = (names_asked(self, plan) for plan in global_plan)
+        mention_unasked(self, set[str]().union(*names))
         return super().create_global_plan(global_plan)
-
-    def asked(self, plan: LoadPlan) -> set[str]:
-        """What `mention_unasked` is to know of a rank's plan: the names of what it reads."""
-        return {item.storage_index.fqn for item in plan.items} if self._slots is not None else set()
-
-    def mention_unasked(self, asked: set[str]) -> None:
-        """Log one warning of what the checkpoint has and no rank's target, where that is what an
-        earlier model or a fresh optimizer lacks: beside as much that is `asked` for in the same
-        container, or below a mapping that is empty in the target. Whoever loads a few values of
-        many, or a model without its optimizer, means it."""
-        if self._slots is None:
-            return  # names of torch up to 2.3, or a state dict that was made flat by its maker
-        assert self.metadata is not None
-        if asked >= self.metadata.state_dict_metadata.keys():
-            return  # as a rule
-        paths = self.metadata.planner_data or {}
-        beside: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}  # unasked, asked
-        below: list[str] = []
-        for fqn, stored in self.metadata.state_dict_metadata.items():
-            path = tuple(paths.get(fqn, (fqn,)))
-            if fqn == STRUCTURE_FQN or is_rank_part(str(path[-1])):
-                continue
-            if isinstance(stored, TensorStorageMetadata) and 0 in stored.size:
-                continue  # nothing of it is left out, and no rank asks for a part
-            names = beside.setdefault(path[:-1], ([], []))
-            is_asked = self._stored.get(fqn, fqn) in asked
-            names[is_asked].append(fqn)
-            if not is_asked and any(path[:depth] in self._empty for depth in range(len(path))):
-                below.append(fqn)
-        unasked = dict.fromkeys(below)
-        for left, found in beside.values():
-            if found and len(left) <= len(found):
-                unasked.update(dict.fromkeys(left))
-        if unasked:
-            logger.warning(
-                "the checkpoint has values that the target has no place for; they are not "
-                "loaded: %s",
-                _listed(list(unasked)),
-            )
 
     def load_object(self, read_item: ReadItem, obj: Any) -> None:
         """Put the loaded object `obj` where `read_item` says. Once per object; in any thread."""
@@ -419,3 +381,43 @@ class LoadPlanner(DefaultLoadPlanner):
         if tensor.size() == read_item.lengths:
             return tensor
         return super().transform_tensor(read_item, tensor)  # type: ignore[no-any-return]
+
+
+def names_asked(planner: LoadPlanner, plan: LoadPlan) -> set[str]:
+    """What `mention_unasked` is to know of a rank's plan: the names of what it reads."""
+    return {item.storage_index.fqn for item in plan.items} if planner._slots is not None else set()
+
+
+def mention_unasked(planner: LoadPlanner, asked: set[str]) -> None:
+    """Log one warning of what the checkpoint has and no rank's target, where that is what an
+    earlier model or a fresh optimizer lacks: beside as much that is `asked` for in the same
+    container, or below a mapping that is empty in the target. Whoever loads a few values of
+    many, or a model without its optimizer, means it."""
+    if planner._slots is None:
+        return  # names of torch up to 2.3, or a state dict that was made flat by its maker
+    assert planner.metadata is not None
+    if asked >= planner.metadata.state_dict_metadata.keys():
+        return  # as a rule
+    paths = planner.metadata.planner_data or {}
+    beside: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}  # unasked, asked
+    below: list[str] = []
+    for fqn, stored in planner.metadata.state_dict_metadata.items():
+        path = tuple(paths.get(fqn, (fqn,)))
+        if fqn == STRUCTURE_FQN or is_rank_part(str(path[-1])):
+            continue
+        if isinstance(stored, TensorStorageMetadata) and 0 in stored.size:
+            continue  # nothing of it is left out, and no rank asks for a part
+        names = beside.setdefault(path[:-1], ([], []))
+        is_asked = planner._stored.get(fqn, fqn) in asked
+        names[is_asked].append(fqn)
+        if not is_asked and any(path[:depth] in planner._empty for depth in range(len(path))):
+            below.append(fqn)
+    unasked = dict.fromkeys(below)
+    for left, found in beside.values():
+        if found and len(left) <= len(found):
+            unasked.update(dict.fromkeys(left))
+    if unasked:
+        logger.warning(
+            "the checkpoint has values that the target has no place for; they are not loaded: %s",
+            _listed(list(unasked)),
+        )

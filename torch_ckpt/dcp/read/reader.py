@@ -47,6 +47,20 @@ class ReplacedError(ConflictError):
     again in a second will see the newer one."""
 
 
+def check_seen(path: str, storage_data: Sequence[Any]) -> None:
+    """Of the plans of all ranks, of which `CheckpointReader` has noted which save they see. Refuse
+    to mix two: while one is replaced by another, ranks on different nodes can see different ones,
+    and each would be right by itself. Raises ReplacedError."""
+    seen = [each for each in storage_data if isinstance(each, SeenSave)]
+    other = next((each for each in seen if each.save_id != seen[0].save_id), None)
+    if other is not None:
+        raise ReplacedError(
+            f"is being replaced: rank {seen[0].rank} sees save {seen[0].save_id or 'none'}, "
+            f"rank {other.rank} sees {other.save_id or 'none'}",
+            file=path,
+        )
+
+
 class CheckpointReader(StockReader):
     """A StorageReader over every format that is read: see `torch_ckpt.open`.
 
@@ -179,20 +193,8 @@ class CheckpointReader(StockReader):
         return replace(plan, storage_data=seen) if plan.storage_data is None else plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        self.check_seen([plan.storage_data for plan in plans])
+        check_seen(os.fspath(self.path), [plan.storage_data for plan in plans])
         return super().prepare_global_plan(plans)
-
-    def check_seen(self, storage_data: Sequence[Any]) -> None:
-        """Of the plans of all ranks. Refuse to mix two saves: while one is replaced by another,
-        ranks on different nodes can see different ones, and each would be right by itself."""
-        seen = [each for each in storage_data if isinstance(each, SeenSave)]
-        other = next((each for each in seen if each.save_id != seen[0].save_id), None)
-        if other is not None:
-            raise ReplacedError(
-                f"is being replaced: rank {seen[0].rank} sees save {seen[0].save_id or 'none'}, "
-                f"rank {other.rank} sees {other.save_id or 'none'}",
-                file=os.fspath(self.path),
-            )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors and objects. Coverage is proved before a byte is copied."""
