@@ -90,12 +90,12 @@ class Load:
             return self.ranks.scatter(what, plan, lay_out)
         own: list[LoadPlan] = []  # stays what it is, and would be most of what ranks say
 
-        def say() -> tuple[set[str], Any]:
+        def say() -> tuple[set[str] | None, Any]:
             own.append(plan())
             return names_asked(planner, own[0]), own[0].storage_data
 
-        def look(said: list[tuple[set[str], Any]]) -> None:
-            mention_unasked(planner, set[str]().union(*(names for names, _ in said)))
+        def look(said: list[tuple[set[str] | None, Any]]) -> None:
+            mention_unasked(planner, [names for names, _ in said])
             check_seen(os.fspath(reader.path), [seen for _, seen in said])
 
         self.ranks.gather(what, say, look)

@@ -335,8 +335,7 @@ class LoadPlanner(DefaultLoadPlanner):
             )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        names = (names_asked(self, plan) for plan in global_plan)
-        mention_unasked(self, set[str]().union(*names))
+        mention_unasked(self, [names_asked(self, plan) for plan in global_plan])
         return super().create_global_plan(global_plan)
 
     def load_object(self, read_item: ReadItem, obj: Any) -> None:
@@ -383,21 +382,28 @@ class LoadPlanner(DefaultLoadPlanner):
         return super().transform_tensor(read_item, tensor)  # type: ignore[no-any-return]
 
 
-def names_asked(planner: LoadPlanner, plan: LoadPlan) -> set[str]:
-    """What `mention_unasked` is to know of a rank's plan: the names of what it reads."""
-    return {item.storage_index.fqn for item in plan.items} if planner._slots is not None else set()
+def names_asked(planner: LoadPlanner, plan: LoadPlan) -> set[str] | None:
+    """What `mention_unasked` is to know of a rank's plan: the names of what it reads. None where
+    they are all, as a rule, or their containers are not known: there is nothing to mention then."""
+    if planner._slots is None or planner.metadata is None:
+        return None
+    asked = {item.storage_index.fqn for item in plan.items}
+    return None if asked >= planner.metadata.state_dict_metadata.keys() else asked
 
 
-def mention_unasked(planner: LoadPlanner, asked: set[str]) -> None:
+def mention_unasked(planner: LoadPlanner, of_ranks: list[set[str] | None]) -> None:
     """Log one warning of what the checkpoint has and no rank's target, where that is what an
-    earlier model or a fresh optimizer lacks: beside as much that is `asked` for in the same
+    earlier model or a fresh optimizer lacks: beside as much that is asked for in the same
     container, or below a mapping that is empty in the target. Whoever loads a few values of
-    many, or a model without its optimizer, means it."""
-    if planner._slots is None:
-        return  # names of torch up to 2.3, or a state dict that was made flat by its maker
+    many, or a model without its optimizer, means it. `of_ranks`: their `names_asked`."""
+    asked: set[str] = set()
+    for of_rank in of_ranks:
+        if of_rank is None:
+            return
+        asked |= of_rank
     assert planner.metadata is not None
     if asked >= planner.metadata.state_dict_metadata.keys():
-        return  # as a rule
+        return
     paths = planner.metadata.planner_data or {}
     beside: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}  # unasked, asked
     below: list[str] = []
