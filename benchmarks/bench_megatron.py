@@ -18,6 +18,7 @@ SAVE = (
     Figure("seconds", "s", worst=True, compared=True),
     Figure("first_seconds", "first save of a process, s", worst=True),
     *COSTS,
+    Figure("files", "data files a rank"),
 )
 BESIDE = (
     Figure("blocked", "blocked ms", worst=True, compared=True),
@@ -32,6 +33,7 @@ READ = (
     Figure("asked", "bytes asked for of those needed"),
     Figure("from_disk", "read from the disk of those needed"),
 )
+DATA = (".distcp", ".safetensors")
 PACKAGES = {UPSTREAM: "megatron", OURS: "ours"}
 
 
@@ -58,6 +60,7 @@ def _run(
         "first_blocked": 1e3 * answer.get("first_blocked", 0.0),
         "asked": answer["read"] / needed,
         "from_disk": answer["from_disk"] / needed,
+        "files": sum(1 for each in path.iterdir() if each.suffix in DATA) / world,
     }
     return Timing(
         answer["seconds"], answer["cpu"], bytes_, int(answer["extra_memory"]), figures=figures
@@ -207,9 +210,15 @@ def megatron_async_gpt(context: Context) -> Row:
             skip=why_not(),
         )
 
+    def copy() -> Timing:
+        timing = context.program.time("memcpy", bytes_, 2)
+        return dataclasses.replace(timing, figures={"blocked": 1e3 * timing.seconds})
+
     title = "Save a GPT, TP 2, in the background, durable"
+    limit = "memcpy, 2 threads"
     contenders = [add(name, package) for name, package in PACKAGES.items()]
-    return Row(title, bytes_, 37, contenders, limit="", figures=BESIDE)
+    contenders.append(Contender(limit, "limit", copy))
+    return Row(title, bytes_, 37, contenders, limit, bound=rivals.READ_BOUND, figures=BESIDE)
 
 
 @row("megatron_save_many", memory=("as-is",))
