@@ -87,7 +87,8 @@ class Load:
                 )
                 return laid_out
 
-            return self.ranks.scatter(what, plan, lay_out)
+            # Under a name of its own: ranks of both kinds hear that they make different calls.
+            return self.ranks.scatter(f"{what}, whole", plan, lay_out)
         own: list[LoadPlan] = []  # stays what it is, and would be most of what ranks say
 
         def say() -> tuple[set[str] | None, Any]:

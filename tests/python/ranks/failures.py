@@ -172,6 +172,22 @@ def an_error_of_metadata_is_itself_on_every_rank(context: Context) -> None:
     torch_ckpt.load(state(table, blank=True), checkpoint_id=path)
 
 
+@case
+def ranks_whose_planners_work_otherwise_are_told(context: Context) -> None:
+    """One rank's planner wants whole plans, the others' do not: nobody waits, and all hear it."""
+    path, last = context.folder / "c", context.rank == context.world - 1
+    torch_ckpt.save(plain(), checkpoint_id=path)
+    planner = dcp.DefaultLoadPlanner() if last else None
+    if context.world > 1:
+        raised(
+            lambda: torch_ckpt.load(plain(), checkpoint_id=path, planner=planner),
+            "ranks make different calls",
+            ", whole'",
+        )
+    torch_ckpt.load(plain(), checkpoint_id=path)
+    torch_ckpt.load(plain(), checkpoint_id=path, planner=dcp.DefaultLoadPlanner())
+
+
 class FailingWriter(HuggingFaceStorageWriter):
     """Fails where `fails` says, on every rank that comes there."""
 
