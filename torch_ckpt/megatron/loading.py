@@ -74,8 +74,7 @@ def load_request(
     state_dict: dict[Any, Any], path: str | os.PathLike[str], options: LoadOptions
 ) -> Loaded:
     """Load what `state_dict` asks for. A collective call of the ranks of the group."""
-    # Most of what is made on the way, rank 0 has that of all, is dropped again.
-    with paused_gc(keeps=False):
+    with paused_gc(keeps=False):  # what is made on the way, rank 0 has that of all, is dropped
         return _loaded(state_dict, path, options, Ranks.of(options.group))
 
 

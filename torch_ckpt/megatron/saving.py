@@ -72,7 +72,7 @@ def save_now(
 ) -> None:
     """Save the sharded `state_dict`. A collective call."""
     ranks = Ranks.of(None)
-    with paused_gc(keeps=False):
+    with paused_gc(keeps=False):  # what is made on the way, rank 0 has that of all, is dropped
         state = _agreed_state(state_dict, ranks, options, beside=False)
         Save(_planner(options), _writer(path), path, ranks).run(lambda: state)
 
@@ -82,7 +82,8 @@ def prepared_save(
 ) -> StartableSave:
     """The same, looked at now: it is staged, and goes on in the background, when it is started. A
     collective call, and so is starting it."""
-    held = [_agreed_state(state_dict, Ranks.of(None), options, beside=True)]
+    with paused_gc(keeps=False):
+        held = [_agreed_state(state_dict, Ranks.of(None), options, beside=True)]
     place = local_path(path)  # it goes on in another working directory
 
     def start() -> AsyncSave:
@@ -147,8 +148,7 @@ def _agreed_state(
         depends = (options.replicas, options.sharing.shares, said.layout, sorted(said.sharers))
         return depends, sorted(said.digests.items())
 
-    with paused_gc(keeps=False):  # rank 0 makes and drops what all ranks have said
-        share = agree(ranks, "what a save has", say, settle, options.sharing.memory, fields)
+    share = agree(ranks, "what a save has", say, settle, options.sharing.memory, fields)
     request = requests[0]
     state: dict[str, Any] = {}
 
