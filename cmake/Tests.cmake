@@ -101,6 +101,7 @@ set(test_sources
     tests/cpp/engine_parts_test.cc
     tests/cpp/engine_random_test.cc
     tests/cpp/engine_read_casts_test.cc
+    tests/cpp/engine_read_cache_test.cc
     tests/cpp/engine_read_job_test.cc
     tests/cpp/engine_remove_test.cc
     tests/cpp/engine_ring_test.cc

@@ -76,14 +76,16 @@ Result<const std::byte*> StepReader::Next(uint64_t at, uint64_t size) {
   if (readers_ == Readers::kSeveral) {
     return source_.Read(at, at + size, scratch_, readers_);
   }
-  if (!rest_) {
-    TC_ASSIGN_OR_RETURN(const uint64_t cached,
-                        source_.ReadCached(scratch_.first(size), at));
-    if (cached == size) return scratch_.data();
-    TC_ASSIGN_OR_RETURN(rest_, source_.Read(at, end_, scratch_));
-    rest_at_ = at;
-  }
-  return rest_ + (at - rest_at_);
+  if (rest_) return rest_ + (at - rest_at_);
+  TC_ASSIGN_OR_RETURN(const uint64_t cached,
+                      source_.ReadCached(scratch_.first(size), at));
+  return cached == size ? scratch_.data() : nullptr;
+}
+
+Status StepReader::FetchRest(uint64_t at) {
+  TC_ASSIGN_OR_RETURN(rest_, source_.Read(at, end_, scratch_));
+  rest_at_ = at;
+  return {};
 }
 
 }  // namespace torch_ckpt

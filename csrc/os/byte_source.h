@@ -82,14 +82,19 @@ class ByteSource {
 // the rest in one read. For one thread.
 class StepReader {
  public:
-  // The range ends at `end`. `scratch` is as Read wants it for all that is
-  // asked for, and what Next returns is there until it is called again.
+  // The range ends at `end`. `scratch` is as ByteSource::Read wants it for all
+  // that is fetched, and what Next returns is there until it is called again.
   StepReader(const ByteSource& source, uint64_t end, MutableByteSpan scratch,
              Readers readers = Readers::kThisProcess)
       : source_(source), end_(end), scratch_(scratch), readers_(readers) {}
 
-  // Bytes [at, at + size), which follow those of the last call. Errors as Read.
+  // Bytes [at, at + size), which follow those of the last call. Null where the
+  // page cache gives out: FetchRest has to be called first. Until then nothing
+  // behind the first size + kSlack bytes of the scratch is touched. Errors as
+  // Read.
   Result<const std::byte*> Next(uint64_t at, uint64_t size);
+  // Reads [at, end). Errors as Read.
+  Status FetchRest(uint64_t at);
 
  private:
   const ByteSource& source_;

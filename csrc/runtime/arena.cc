@@ -379,9 +379,10 @@ Result<ArenaLease> Arena::Lease(size_t bytes, const LeaseOptions& options) {
   return lease;
 }
 
-Result<ArenaLease> LeaseBuffer(size_t bytes, const Job* job) {
+Result<ArenaLease> LeaseBuffer(size_t bytes, const Job* job, bool present) {
   return Arena::Process().Lease(
-      bytes, {.patience = std::chrono::minutes(10), .job = job});
+      bytes,
+      {.patience = std::chrono::minutes(10), .job = job, .present = present});
 }
 
 bool Arena::IsLeased(ByteSpan bytes) const {

@@ -130,8 +130,10 @@ class Arena {
 };
 
 // A buffer for a worker of `job`, of the process's arena. Waits for one until
-// others have kept theirs for ten minutes, or the job ends.
-Result<ArenaLease> LeaseBuffer(size_t bytes, const Job* job);
+// others have kept theirs for ten minutes, or the job ends. `present`: see
+// LeaseOptions.
+Result<ArenaLease> LeaseBuffer(size_t bytes, const Job* job,
+                               bool present = true);
 
 // Of the process's buffers. Snapshots have no limit until one is set.
 inline constexpr uint64_t kDefaultArenaBudget = uint64_t{256} << 20;

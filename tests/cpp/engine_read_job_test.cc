@@ -1,8 +1,6 @@
 #include <atomic>
 #include <cerrno>
 #include <filesystem>
-#include <fstream>
-#include <limits>
 #include <random>
 
 #include "engine/read/read_job.h"
@@ -401,85 +399,6 @@ TEST_F(ReadJobTest, CancelStops) {
 }
 
 #ifdef TORCH_CKPT_FAULTS
-// A cache that holds nothing, a part, or answers short: the same bytes.
-TEST_F(ReadJobTest, TheCacheMayGiveOutAnywhere) {
-  const Array a = MakeArray(Dtype::kF32, {1024, 1024}, 1);
-  ASSERT_OK(SaveAll(Path("c"), GridPieces("a", a, {1, 2})).status());
-  // Mode 3 and up: the same where the kernel does not say what is cached.
-  for (int mode = 0; mode < 6; ++mode) {
-    for (const auto& file : std::filesystem::directory_iterator(Path("c"))) {
-      std::ifstream(file.path()).ignore(std::numeric_limits<int>::max());
-    }
-    std::atomic<int> calls = 0;  // workers come here too
-    SetFaultHook([&](const FaultSite& site) -> FaultAction {
-      const std::string op = site.op;
-      if (op == "cachestat") return {.sys_errno = mode < 3 ? 0 : ENOSYS};
-      if (op != "preadv2") return {};
-      ++calls;
-      if (mode % 3 == 0) return {.sys_errno = EAGAIN};
-      if (mode % 3 == 1) return {.short_count = true};
-      return {.sys_errno = calls % 2 == 0 ? EOPNOTSUPP : 0};
-    });
-    auto all = ReadAll(Path("c"));
-    SetFaultHook(nullptr);
-    ASSERT_OK(all.status());
-    EXPECT_TRUE(all->at("a") == a.bytes) << mode;
-    if (mode >= 3) {
-      EXPECT_GT(calls, 0) << mode;
-    }
-  }
-}
-
-// What other processes of the machine want as well goes through the page cache,
-// in pieces that stay in the CPU's.
-TEST_F(ReadJobTest, WhatNeighboursWantIsReadThroughTheCache) {
-  const Array a = MakeArray(Dtype::kF32, {2048, 2048}, 1);  // 16 MiB
-  ASSERT_OK(SaveAll(Path("c"), {WholePiece("a", a)}).status());
-  auto checkpoint = OpenCheckpoint(Path("c"));
-  ASSERT_OK(checkpoint.status());
-  // Bytes that were read past the cache.
-  const auto past = [&](const Box& box, bool neighbours, bool shared) {
-    std::string memory(static_cast<size_t>(box.sizes.Product()) * 4, '\0');
-    ReadPlan plan;
-    plan.neighbours = neighbours;
-    plan.items.push_back({"a", box, {}, 0, shared});
-    std::atomic<uint64_t> direct = 0;
-    SetFaultHook([&](const FaultSite& site) -> FaultAction {
-      const std::string op = site.op;
-      if (op == "cachestat") return {.sys_errno = ENOSYS};
-      if (op == "preadv2") return {.sys_errno = EAGAIN};
-      if (site.transfer && site.transfer->direct) {
-        direct += site.transfer->bytes;
-      } else if (site.transfer && shared) {
-        EXPECT_LE(site.transfer->bytes, kDigestStep);
-      }
-      return {};
-    });
-    Job job;
-    const Status status =
-        RunReadJob(*checkpoint, plan,
-                   {{reinterpret_cast<std::byte*>(memory.data()), box.sizes,
-                     DenseStrides(box.sizes, 4), 4}},
-                   &job)
-            .status();
-    SetFaultHook(nullptr);
-    EXPECT_OK(status);
-    EXPECT_TRUE(memory == BoxBytes(a, box));
-    return direct.load();
-  };
-  const Box whole = Box::Whole(a.shape);
-  const Box rows{{512, 0}, {1024, 2048}}, columns{{0, 512}, {2048, 512}};
-  if (past(whole, false, false) == 0) GTEST_SKIP() << "no direct I/O here";
-  EXPECT_EQ(past(whole, true, true), 0u);
-  EXPECT_GE(past(rows, true, false), uint64_t{8} << 20);
-  EXPECT_EQ(past(columns, true, false), 0u);
-  EXPECT_GE(past(columns, false, false), uint64_t{15} << 20);
-  // From the middle of a segment to that of another: these two are shared.
-  const Box inner{{64, 0}, {512, 2048}};
-  EXPECT_EQ(past(inner, true, false) >> 20, 3u);
-  EXPECT_EQ(past(inner, false, false) >> 20, 5u);
-}
-
 TEST_F(ReadJobTest, AReadErrorNamesTheFile) {
   const Array a = MakeArray(Dtype::kF32, {64, 64}, 1);
   ASSERT_OK(SaveAll(Path("c"), {WholePiece("a", a)}).status());

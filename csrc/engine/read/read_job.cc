@@ -32,12 +32,12 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
         // For one piece at a time: more workers than the budget holds just
         // wait.
         TC_ASSIGN_OR_RETURN(const ArenaLease lease,
-                            LeaseBuffer(kFetchScratch, job));
+                            LeaseBuffer(kFetchScratch, job, /*present=*/false));
         const WantedRuns wanted{piece.file,         piece.runs,
                                 planned.storages(), piece.shared,
                                 plan.neighbours,    nullptr};
         TC_ASSIGN_OR_RETURN(const uint64_t delivered,
-                            inputs->Read(worker, wanted, lease.span()));
+                            inputs->Read(worker, wanted, lease.span(), &lease));
         job->AddDone(delivered);
         return {};
       }));

@@ -73,7 +73,8 @@ std::span<const DigestedRange> StoragesOf(std::span<const DigestedRange> sorted,
 class ReadPass {
  public:
   ReadPass(const ByteSource& source, const WantedRuns& wanted, Wholes wholes,
-           const InputDigests& digests, MutableByteSpan scratch)
+           const InputDigests& digests, MutableByteSpan scratch,
+           const ArenaLease* absent)
       : source_(source),
         runs_(wanted.runs),
         output_(wanted.output),
@@ -85,6 +86,7 @@ class ReadPass {
                       ? StoragesOf(wanted.storages, wanted.file)
                       : std::span<const DigestedRange>()),
         scratch_(scratch),
+        absent_(absent),
         shared_(wanted.shared),
         neighbours_(wanted.neighbours) {
     for (const ReadRun& read : runs_) needed_ += read.run.TotalBytes();
@@ -232,6 +234,7 @@ class ReadPass {
     if (range.readers == Readers::kSeveral) {
       source_.ReadAhead(range.lo, range.hi);
     }
+    TC_RETURN_IF_ERROR(MakePresent(kDigestStep));
     StepReader steps(source_, range.hi, scratch_, range.readers);
     for (uint64_t at = range.lo; at < range.hi;) {
       uint64_t hi = std::min(at + uint64_t{kDigestStep}, range.hi);
@@ -241,6 +244,11 @@ class ReadPass {
       SkipTo(at);
       const ReadRun* const sole = Sole(at, &hi);
       TC_ASSIGN_OR_RETURN(const std::byte* bytes, steps.Next(at, hi - at));
+      if (!bytes) {
+        TC_RETURN_IF_ERROR(MakePresent(range.hi - at));
+        TC_RETURN_IF_ERROR(steps.FetchRest(at));
+        continue;
+      }
       SumStorages(at, hi, bytes);
       uint32_t crc = 0;
       if (sole) {
@@ -257,6 +265,12 @@ class ReadPass {
       at = hi;
     }
     return {};
+  }
+
+  // The pages of the scratch that a read of `bytes` needs.
+  Status MakePresent(uint64_t bytes) const {
+    if (!absent_) return {};
+    return absent_->MakePresent(0, bytes + ByteSource::kSlack);
   }
 
   // Bytes of one segment, which is compared when it is whole.
@@ -323,6 +337,7 @@ class ReadPass {
   const ManifestFile* const segments_;
   const std::span<const DigestedRange> storages_;
   const MutableByteSpan scratch_;
+  const ArenaLease* const absent_;
   const bool shared_, neighbours_;
   ReadBytes passed_;
   std::vector<Run> parts_;
@@ -342,12 +357,13 @@ StoredInputs::StoredInputs(std::shared_ptr<OpenFiles> files, bool verify,
       digests_(files_->set(), verify, workers) {}
 
 Result<uint64_t> StoredInputs::Read(int worker, const WantedRuns& wanted,
-                                    MutableByteSpan scratch) {
+                                    MutableByteSpan scratch,
+                                    const ArenaLease* absent) {
   used_[wanted.file] = true;
   uint64_t delivered = 0;
   TC_RETURN_IF_ERROR(
       files_->Read(wanted.file, [&](const ByteSource& source) -> Status {
-        ReadPass pass(source, wanted, wholes_, digests_, scratch);
+        ReadPass pass(source, wanted, wholes_, digests_, scratch, absent);
         TC_RETURN_IF_ERROR(pass.ReadAll());
         pass.HandOver(worker, &digests_);
         read_ += pass.bytes_read();

@@ -13,6 +13,7 @@
 #include "engine/read/cast_target.h"
 #include "engine/read/input_digests.h"
 #include "plan/runs.h"
+#include "runtime/arena.h"
 
 namespace torch_ckpt {
 
@@ -57,11 +58,14 @@ class StoredInputs {
                Wholes wholes = Wholes::kLater);
 
   // Delivers the runs. Returns their bytes. `scratch`: see ByteSource::Read, of
-  // kFetchScratch. What turns out missing, wrong or stale is read once more
-  // where FileSet::UntilSure says so; after an error targets may be partly
-  // filled. From several threads at once, for different workers.
+  // kFetchScratch. Where pages of it may be absent it is `absent`, which is
+  // asked for those that are needed: from the page cache a few. What turns out
+  // missing, wrong or stale is read once more where FileSet::UntilSure says so;
+  // after an error targets may be partly filled. From several threads at once,
+  // for different workers.
   Result<uint64_t> Read(int worker, const WantedRuns& wanted,
-                        MutableByteSpan scratch);
+                        MutableByteSpan scratch,
+                        const ArenaLease* absent = nullptr);
 
   // When all is read: whether the files are still those that were opened, and
   // what was not compared yet is what its digests say. kCorrupt names a file
