@@ -67,6 +67,15 @@ class Filled(Blocked):
         return super().part(whole, dim, start, end)
 
 
+class Rows(Blocked):
+    """Its context has the shape of its blocks, as torchao's float8 weights with a scale a row: that
+    of a part of one row is the same."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        names, context = super().__tensor_flatten__()
+        return names, {**context, "block": [min(1, self.shape[0]), self.shape[1]]}
+
+
 class Mixed(Blocked):
     """Its slices have elements of other places."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from torch_ckpt import HuggingFaceStorageWriter, LocalBoxes, PerRank, SavePlanne
 from torch_ckpt.errors import InvalidArgumentError, MissingKeyError, UnsupportedError
 from torch_ckpt.native.torch_private import dtensor_of
 from torch_ckpt.planning.renaming import rename_words
-from torch_ckpt.planning.wrappers import inner_tensors
+from torch_ckpt.planning.wrappers import agreed_words, inner_tensors
 
 SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
     **SAVES_OF_OURS,
@@ -219,7 +220,7 @@ def words_of(context: Any) -> Any:
 
 def test_contexts_in_words() -> None:
     assert words_of(None) is None
-    assert words_of((4, 48)) == "shape"  # of this rank's part: others have another
+    assert words_of((4, 48)) == {"shape or": [4, 48]}  # of this rank's part: others have another
     assert words_of({"b": [1, (2.5, "t")], "device": torch.device("cpu")}) == {"b": [1, [2.5, "t"]]}
     assert words_of([torch.device("cuda")]) == ["device"]
     assert words_of([torch.int8, torch.strided]) == ["torch.int8", "torch.strided"]
@@ -234,9 +235,26 @@ def test_contexts_in_words() -> None:
         "first": 1,
         "second": "blocked.same",
     }
-    for value in (object(), lambda: 1, {1: 2}, torch.ones(2)):
+    for value in (object(), lambda: 1, {1: 2}, {"shape or": 2}, torch.ones(2)):
         with pytest.raises(UnsupportedError, match="tensor 'w': its context holds a"):
             words_of([value])
+
+
+def test_what_ranks_say_together() -> None:
+    def said(*blocks: Any) -> Any:
+        words = [{"class": "c", "context": {"block": block}} for block in blocks]
+        return functools.reduce(agreed_words, words)["context"]["block"]
+
+    one, two, three = ({"shape or": [rows, 4]} for rows in (1, 2, 3))
+    assert said(one, one) == one
+    assert said([1, 4], one) == said(one, [1, 4], one) == [1, 4]
+    assert said(one, two) == said(one, two, three) == said("shape", one) == "shape"
+    assert said([7, one], [7, [1, 4]]) == [7, [1, 4]]
+    for blocks in ([2, 4], one), (one, two, [1, 4]), ("shape", [1, 4]), ([1], [1, 2]):
+        with pytest.raises(ValueError):
+            said(*blocks)
+    with pytest.raises(ValueError):
+        agreed_words({"class": "c", "context": one}, {"class": "d", "context": one})
 
 
 def test_local_boxes_that_do_not_fit() -> None:

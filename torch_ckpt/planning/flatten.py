@@ -29,7 +29,7 @@ from torch_ckpt.native.torch_private import ShardedTensor, local_tensor
 from torch_ckpt.objects.types import FACTORIES
 from torch_ckpt.planning.per_rank import PerRank, is_rank_part, rank_part
 from torch_ckpt.planning.reserved import RESERVED, STRUCTURE_FQN
-from torch_ckpt.planning.wrappers import Words, inner_tensors, is_made_of_others
+from torch_ckpt.planning.wrappers import Words, agreed_words, inner_tensors, is_made_of_others
 
 Path = tuple[Any, ...]
 Structure = dict[str, Any]
@@ -154,7 +154,9 @@ class Flat:
         """Whether `value` is made of others, which are leaves now."""
         if fqn in self._whole or not is_made_of_others(value):
             return False
-        inner, self.words[fqn] = inner_tensors(value, fqn)
+        inner, words = inner_tensors(value, fqn, compared=self.slots is None)
+        if words is not None:
+            self.words[fqn] = words
         if fqn in self.values:
             self._collision(fqn, path, path[-1])
         # No slots are to be had there: whatever is put into a tensor is a copy.
@@ -343,6 +345,7 @@ def merge_structures(structures: Iterable[Structure | None]) -> Structure | None
     """
     merged: Structure | None = None
     by_path: dict[Path, list[Any]] = {}
+    tensors: dict[str, Words] = {}
     said_by: dict[str, int] = {}
     for rank, structure in enumerate(structures):
         if structure is None:
@@ -366,13 +369,20 @@ def merge_structures(structures: Iterable[Structure | None]) -> Structure | None
             if path not in merged["per_rank"]:
                 merged["per_rank"].append(path)
         for fqn, words in structure.get("tensors", {}).items():
-            known = merged.setdefault("tensors", {}).setdefault(fqn, words)
-            if known != words:
+            known = tensors.setdefault(fqn, words)
+            try:
+                tensors[fqn] = agreed_words(known, words)
+            except ValueError:
                 raise InvalidArgumentError(
                     f"ranks {said_by[fqn]} and {rank} disagree: {known!s:.500} and {words!s:.500}",
                     tensor=fqn,
-                )
+                ) from None
             said_by.setdefault(fqn, rank)
+    if merged is not None and tensors:
+        merged["tensors"] = {
+            fqn: {what: said for what, said in words.items() if what != "shared"}
+            for fqn, words in tensors.items()
+        }
     return merged
 
 

@@ -20,13 +20,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.native import operators
 from torch_ckpt.native.tensors import PLAIN_TENSORS, has_elements, memory_of, same_bits
 from torch_ckpt.native.torch_private import AsyncCollectiveTensor, is_wrapper, local_tensor
 from torch_ckpt.planning.boxes import local_boxes
 from torch_ckpt.planning.local_boxes import LocalBoxes
 
-# Of one tensor: its class, dtype, shape, context, and the names of its inner tensors.
+# Of one tensor: its class, dtype, shape, context, and the names of its inner tensors. Until ranks
+# have compared them, "shared" too: digests of inner tensors of which each rank has the whole.
 Words = dict[str, Any]
+# Of numbers in a context that are the shape of the part that a rank has: they say that, or they
+# are these numbers on all ranks. Other ranks know which.
+_SHAPE_OR = "shape or"
 # Fields of contexts that say where a tensor is, or is used, and nothing of its values.
 _NOT_VALUES = frozenset({"device", "requires_grad"})
 
@@ -45,15 +50,24 @@ def is_made_of_others(value: Any) -> bool:
     )
 
 
-def inner_tensors(value: torch.Tensor, fqn: str) -> tuple[dict[str, torch.Tensor], Words]:
+def inner_tensors(
+    value: torch.Tensor, fqn: str, *, compared: bool = False
+) -> tuple[dict[str, torch.Tensor], Words | None]:
     """The tensors that `value` is made of, by attribute, and what is to be said of it.
 
-    Of a DTensor they are LocalBoxes, where it is sharded; none on a rank that has nothing of it.
+    Of a DTensor they are LocalBoxes, where it is sharded. A rank that has no element of it has
+    none, and nothing to say.
+    compared: of a sharded one also say what all ranks must have alike, for `agreed_words`.
+
     Raises UnsupportedError for what cannot be put into words, and where the class does not say how
     its tensors are sharded.
     """
     local = local_tensor(value) if isinstance(value, DTensor) else value
     names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: getattr(local, name) for name in names}
+    held = _sharded(value, inner, fqn) if isinstance(value, DTensor) else inner
+    if not held and value.numel():
+        return {}, None
     words = {
         "class": _name_of(type(local)),
         "dtype": str(value.dtype),
@@ -61,18 +75,61 @@ def inner_tensors(value: torch.Tensor, fqn: str) -> tuple[dict[str, torch.Tensor
         "context": _in_words(context, tuple(local.shape), fqn),
         "inner": list(names),
     }
-    inner = {name: getattr(local, name) for name in names}
-    return _sharded(value, inner, fqn) if isinstance(value, DTensor) else inner, words
+    if compared and any(type(part) is LocalBoxes for part in held.values()):
+        shared = {name: _digests(part) for name, part in held.items() if part is inner[name]}
+        words["shared"] = shared
+    return held, words
+
+
+def agreed_words(one: Words, other: Words) -> Words:
+    """What two ranks say of their parts of a tensor, as what both mean. Raises ValueError where
+    that is nothing."""
+    if one == other:
+        return one
+    context = _agreed(one["context"], other["context"])
+    if any(one.get(what) != other.get(what) for what in {*one, *other} - {"context"}):
+        raise ValueError
+    return {**one, "context": context}
+
+
+def _agreed(one: Any, other: Any) -> Any:
+    if one == other:
+        return one
+    for said, also in ((one, other), (other, one)):
+        if _is_shape_or(said):
+            if also == "shape" or _is_shape_or(also):
+                return "shape"
+            if also == said[_SHAPE_OR]:
+                return also
+    if type(one) is dict and type(other) is dict and one.keys() == other.keys():
+        return {name: _agreed(each, other[name]) for name, each in one.items()}
+    if type(one) is list and type(other) is list and len(one) == len(other):
+        return [_agreed(each, also) for each, also in zip(one, other, strict=True)]
+    raise ValueError
+
+
+def _is_shape_or(said: Any) -> bool:
+    return type(said) is dict and said.keys() == {_SHAPE_OR}
+
+
+def _digests(value: torch.Tensor) -> list[int]:
+    """Of its elements, or of those of the tensors that it is made of."""
+    if is_made_of_others(value):
+        names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [digest for name in names for digest in _digests(getattr(value, name))]
+    return operators.digests([value.detach().cpu()])
 
 
 def check_words(fqn: str, target: Words, stored: Words) -> None:
     """Raise InvalidArgumentError where a target is not what was saved."""
     for what in ("class", "dtype", "shape", "context", "inner"):
-        if target[what] != stored.get(what):
+        try:
+            _agreed(target[what], stored.get(what))
+        except ValueError:
             raise InvalidArgumentError(
                 f"{fqn}: the target's {what} is {target[what]!s:.200}, the checkpoint's is "
                 f"{stored.get(what)!s:.200}: the bits of one mean other numbers in the other"
-            )
+            ) from None
 
 
 def _sharded(
@@ -195,11 +252,10 @@ def _in_words(value: Any, shape: tuple[int, ...], fqn: str) -> Any:
         fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
         return {"class": _name_of(kind), **_fields(fields, shape, fqn)}
     if isinstance(value, list | tuple):  # torch.Size among them
-        # Of the part that a rank has of a DTensor: on other ranks it is another.
         if shape and all(isinstance(each, int) for each in value) and tuple(value) == shape:
-            return "shape"
+            return {_SHAPE_OR: [int(each) for each in value]}
         return [_in_words(each, shape, fqn) for each in value]
-    if isinstance(value, Mapping) and all(type(key) is str for key in value):
+    if isinstance(value, Mapping) and all(type(key) is str and key != _SHAPE_OR for key in value):
         return _fields(value, shape, fqn)
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         if "<" not in value.__qualname__:  # a lambda, or local to a function

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from blocked import Blocked, Filled, Halting, Mixed, blocked, same, zeros_like
+from blocked import Blocked, Filled, Halting, Mixed, Rows, blocked, same, zeros_like
 from ranks.run import Context, cases, raised
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +25,7 @@ CASES, case = cases()
 WORLDS = (4, 2, 3, 1)
 # Rows of the whole: in some worlds a rank has fewer of them, or none.
 ROWS = {"even": 24, "uneven": 7, "few": 2}
-KINDS = {"even": Filled}
+KINDS = {"even": Filled, "uneven": Rows, "few": Rows}
 SAVES: dict[str, Callable[[Any, Path], Any]] = {
     "sharded": torch_ckpt.save,
     "final": lambda state, path: torch_ckpt.save(state, path, layout="final"),
@@ -167,6 +167,11 @@ def ranks_that_say_different_things(context: Context) -> None:
         lambda: torch_ckpt.save({"w": sharded(whole)}, context.folder / "c"), "w", "disagree"
     )
     assert isinstance(error, InvalidArgumentError)
+    # A tensor that no rank has a part of, of which one rank's would be stored.
+    value = sharded(blocked(12, 1))
+    value._local_tensor = Blocked(part(value).codes, part(value).scale, part(value).table.clone())
+    part(value).table[0] -= float(context.rank)
+    raised(lambda: torch_ckpt.save({"w": value}, context.folder / "c"), "w", "disagree", "shared")
     overlapping = LocalBoxes((4,), [((context.rank % 2,), torch.ones(2))])
     raised(lambda: torch_ckpt.save({"w": overlapping}, context.folder / "c"), "w")
     assert not (context.folder / "c").exists()
