@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import multiprocessing
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from torch_ckpt.megatron import patch_megatron
+from torch_ckpt.megatron.patch import _async_strategy
 
 pytest.importorskip("megatron.core.dist_checkpointing")
 from megatron.core import dist_checkpointing
@@ -67,6 +71,38 @@ def test_errors_are_caught_as_theirs(tmp_path: Path) -> None:
             dist_checkpointing.load({}, str(tmp_path), strict="what")
 
 
+@pytest.mark.parametrize("how", ["at a poll", "at once"])
+def test_errors_of_async_saves_are_caught_as_theirs(tmp_path: Path, how: str) -> None:
+    directory = tmp_path / "c"
+    with patch_megatron():
+        request = dist_checkpointing.save(state(5.0), str(directory), async_sharded_save=True)
+        assert isinstance(request, async_utils.AsyncRequest)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.write_text("a file")
+        with pytest.raises(core.CheckpointingException, match="c"):
+            if how == "at once":
+                request.execute_sync()
+            queue = async_utils.AsyncCallsQueue()
+            queue.schedule_async_request(request)
+            queue.close()
+
+
+def test_no_process_is_started_for_saves() -> None:
+    """As Megatron's training/async_utils.py calls what `get_async_strategy` gives."""
+    before = set(multiprocessing.active_children())
+    with patch_megatron():
+        _, classes = _async_strategy(lambda *_: (None, {}))("nvrx")
+        for queue in (classes["AsyncCallsQueue"], async_utils.AsyncCallsQueue):
+            queue.warmup_persistent_caller(0, cpu_priority=10, io_priority=None, cpu_shm_mode=True)
+        kind = classes["AsyncCallsQueue"]
+        for call in (kind.__init__, kind.warmup_persistent_caller):
+            assert "cpu_shm_mode" in inspect.signature(call).parameters
+        assert "mp_mode" in inspect.signature(classes["get_write_results_queue"]).parameters
+        classes["get_write_results_queue"](mp_mode="fork")
+        assert isinstance(kind(persistent=True, cpu_shm_mode=True), async_utils.AsyncCallsQueue)
+    assert set(multiprocessing.active_children()) == before
+
+
 def test_their_strategies_are_options(tmp_path: Path) -> None:
     class Own(TorchDistSaveShardedStrategy):
         """As Megatron-Bridge derives one."""
@@ -82,6 +118,11 @@ def test_their_strategies_are_options(tmp_path: Path) -> None:
         wrapped = FullyParallelLoadStrategyWrapper(None)
         loaded = dist_checkpointing.load(state(0.0), path, wrapped)
         assert loaded["step"] == 4 and loaded["w"].tolist() == [2.0] * 3
+        unknown = FullyParallelLoadStrategyWrapper(None, exchange_algo="telepathy")
+        with pytest.raises(NotImplementedError, match="telepathy"):
+            dist_checkpointing.load(state(0.0), path, unknown)
+        with pytest.raises(core.CheckpointingException, match="is a URL"):
+            dist_checkpointing.check_is_distributed_checkpoint("msc://profile/c")
 
 
 def test_async_saves(tmp_path: Path) -> None:

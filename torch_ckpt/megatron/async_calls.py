@@ -94,10 +94,17 @@ class AsyncCallsQueue:
     finalize those there. Functions may hold barriers, and a rank that waits in one while the others
     train would never be met.
 
-    persistent, and what else is given, do nothing: no process is started.
+    No process is started: persistent, cpu_shm_mode, is_daemon, and what else is given, do nothing.
+    Megatron looks some of them up in the signature.
     """
 
-    def __init__(self, persistent: bool = False, **_: Any) -> None:
+    def __init__(
+        self,
+        persistent: bool = False,
+        cpu_shm_mode: bool = False,
+        is_daemon: bool = True,
+        **_: Any,
+    ) -> None:
         self.persistent = persistent
         self._calls: deque[_Call] = deque()
         self._numbers = itertools.count()
@@ -105,7 +112,16 @@ class AsyncCallsQueue:
         self._name = f"torch_ckpt/async_calls/{next(_queues)}"
 
     @classmethod
-    def warmup_persistent_caller(cls, *_: Any, **__: Any) -> None:
+    def warmup_persistent_caller(
+        cls,
+        rank: int,
+        mp_mode: str = "spawn",
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        cpu_shm_mode: bool = False,
+        is_daemon: bool = True,
+        **_: Any,
+    ) -> None:
         """Does nothing."""
 
     def schedule_async_request(self, async_request: Any) -> int:
@@ -241,12 +257,20 @@ def _begun(request: Any) -> Future[Any]:
     )
 
 
-def get_async_strategy(async_strategy: str, module: str | None = None) -> Any:
-    """What `get_async_strategy` gives: the name, and the classes or the one named `module`. Raises
-    TypeError for another strategy, KeyError for another class."""
+def get_write_results_queue(mp_mode: str = "spawn") -> None:
+    """Does nothing: writers are threads, and need no queue between processes."""
+
+
+def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> Any:
+    """What `get_async_strategy` gives: the name, and the objects or the one named `module`. Raises
+    TypeError for another strategy, KeyError for another name."""
     check_async_strategy(async_strategy)
-    classes = {"AsyncCallsQueue": AsyncCallsQueue, "AsyncRequest": AsyncRequest}
-    return async_strategy, classes if module is None else classes[module]
+    objects = {
+        "AsyncCallsQueue": AsyncCallsQueue,
+        "AsyncRequest": AsyncRequest,
+        "get_write_results_queue": get_write_results_queue,
+    }
+    return async_strategy, objects if module is None else objects[module]
 
 
 def check_async_strategy(async_strategy: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch_ckpt.checkpoint.checkpoint import Checkpoint
 from torch_ckpt.checkpoint.names import MEGATRON_CONFIG
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.options import local_path
 
 BACKEND, VERSION = "torch_ckpt", 1
 
@@ -44,9 +45,9 @@ class CheckpointingConfig:
 def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig | None:
     """What metadata.json in the directory says; None where there is none.
 
-    Raises CheckpointingException where it is no such file.
+    Raises CheckpointingException where it is no such file, and for a URL.
     """
-    path = Path(checkpoint_dir) / MEGATRON_CONFIG
+    path = _path_in(checkpoint_dir)
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -72,13 +73,20 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write metadata.json into the directory. A save does that by itself, as a part of its
-    commit: call this for directories that are made by hand."""
-    path = Path(checkpoint_dir) / MEGATRON_CONFIG
+    commit: call this for directories that are made by hand. Raises CheckpointingException for a
+    URL."""
+    path = _path_in(checkpoint_dir)
     path.write_text(json.dumps(asdict(config)), encoding="utf-8")
 
 
+def _path_in(checkpoint_dir: str | os.PathLike[str]) -> Path:
+    with as_megatron_says():
+        return Path(local_path(checkpoint_dir)) / MEGATRON_CONFIG
+
+
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Whether a distributed checkpoint is there: one of ours is when it is committed."""
+    """Whether a distributed checkpoint is there: one of ours is when it is committed. Raises
+    CheckpointingException for a URL, which would else look like a checkpoint of another format."""
     config = maybe_load_config(checkpoint_dir)
     if config is None or config.sharded_backend != BACKEND:
         return config is not None

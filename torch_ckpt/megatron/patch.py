@@ -12,11 +12,12 @@ Other strategies stay Megatron's: ours takes them for options.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -50,6 +51,45 @@ def _error() -> type[CheckpointingException]:
     return type("CheckpointingException", bases, {"__doc__": theirs.__doc__})
 
 
+@contextlib.contextmanager
+def _as_theirs_raised() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointingException as error:
+        if isinstance(error, _error()):
+            raise
+        raise _error()(
+            error.message, file=error.file, tensor=error.tensor, rank=error.rank
+        ) from error
+
+
+class _Queue(AsyncCallsQueue):
+    """Ours, whose errors programs catch as Megatron's."""
+
+    def schedule_async_request(self, async_request: Any) -> int:
+        with _as_theirs_raised():
+            return super().schedule_async_request(async_request)
+
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
+        with _as_theirs_raised():
+            return super().maybe_finalize_async_calls(blocking, no_dist)
+
+
+class _Request(AsyncRequest):
+    """The same of a request."""
+
+    __slots__ = ()
+
+    def execute_sync(self) -> None:
+        with _as_theirs_raised():
+            super().execute_sync()
+
+
+_CLASSES = {"AsyncCallsQueue": _Queue, "AsyncRequest": _Request}
+
+
 def _function(stock: Callable[..., Any], ours: Callable[..., Any]) -> Replacement:
     """`ours` in the place of `stock`, whose arguments it is given by their names: which come first
     has changed between releases."""
@@ -60,12 +100,9 @@ def _function(stock: Callable[..., Any], ours: Callable[..., Any]) -> Replacemen
         if not is_wanted(_GROUP):
             return stock(*arguments, **keywords)
         given = signature.bind(*arguments, **keywords).arguments
-        try:
-            return ours(**given)
-        except CheckpointingException as error:
-            raise _error()(
-                error.message, file=error.file, tensor=error.tensor, rank=error.rank
-            ) from error
+        with _as_theirs_raised():
+            result = ours(**given)
+        return _Request(*result) if type(result) is AsyncRequest else result
 
     return Replacement(stock, call, _GROUP)
 
@@ -98,6 +135,7 @@ def _async_strategy(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(async_strategy: str = "nvrx", module: str | None = None) -> Any:
         name, ours = get_async_strategy(async_strategy)
+        ours |= _CLASSES
         if module in ours:
             return name, ours[module]
         theirs = stock("mcore", module)[1]
@@ -123,8 +161,8 @@ def _table() -> Table:
     if hasattr(strategies, "get_async_strategy"):
         theirs = strategies.get_async_strategy
         rows.append(_function(theirs, _async_strategy(theirs)))
-    for ours in (AsyncCallsQueue, AsyncRequest):
-        theirs = getattr(queues, ours.__name__)
+    for name, ours in _CLASSES.items():
+        theirs = getattr(queues, name)
         rows.append(Replacement(theirs, StandIn.of(theirs, ours, _GROUP), _GROUP))
     return Table("patch_megatron", _PACKAGE, rows)
 

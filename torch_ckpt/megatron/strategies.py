@@ -114,10 +114,7 @@ class FullyParallelLoadStrategyWrapper(_Options):
         pg_cache_path: str | None = None,
         pg_cache_create: bool = False,
     ) -> None:
-        if exchange_algo not in _ALGORITHMS:
-            raise NotImplementedError(
-                f"exchange_algo is one of {', '.join(_ALGORITHMS)}, not {exchange_algo!r}"
-            )
+        _check_exchange_algo(exchange_algo)
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
@@ -125,6 +122,13 @@ class FullyParallelLoadStrategyWrapper(_Options):
         self.per_rank_object_load = per_rank_object_load
         self.pg_cache_path = pg_cache_path
         self.pg_cache_create = pg_cache_create
+
+
+def _check_exchange_algo(exchange_algo: str) -> None:
+    if exchange_algo not in _ALGORITHMS:
+        raise NotImplementedError(
+            f"exchange_algo is one of {', '.join(_ALGORITHMS)}, not {exchange_algo!r}"
+        )
 
 
 class Sharing(NamedTuple):
@@ -154,10 +158,12 @@ def sharing_of(strategy: Any) -> Sharing:
 
 
 def sharing_of_load(strategy: Any) -> Sharing:
-    """As `sharing_of`, of a load."""
+    """As `sharing_of`, of a load. Raises NotImplementedError for an exchange_algo that is none of
+    Megatron's."""
     if _is_default(strategy):
         return Sharing()
     if _is(strategy, "FullyParallelLoadStrategyWrapper"):
+        _check_exchange_algo(strategy.exchange_algo)
         sharing_of_load(strategy.base_strategy)
         caches = getattr(strategy, "do_cache_distribution", False)
         return Sharing(True, strategy.parallelization_group, strategy if caches else None)

@@ -16,10 +16,10 @@ _SET_BY_ABC_META = {"__abstractmethods__", "_abc_impl"}  # on every class that i
 # Of stock's kind: a class that is derived from it may have abstract bases as well.
 class StandIn(type(FileSystemWriter)):  # type: ignore[misc]
     """A class in the place of a class of stock. Called, it makes one of ours, or one of stock's
-    when no patch wants its group any more. In all else it is the stock class: to isinstance and
-    issubclass, in its attributes, also when they are set, and in a `class` statement, so that a
-    class which is derived while the patch is active overrides stock's internals as one that was
-    derived before does.
+    when no patch wants its group any more. In all else it is the stock class: in its attributes,
+    also when they are set, and in a `class` statement, so that a class which is derived while the
+    patch is active overrides stock's internals as one that was derived before does. Instances and
+    subclasses of either are its own. Where ours is no subclass of stock's its attributes are ours.
 
     It is no subclass of either: abstract base classes ask their subclasses what is an instance.
     """
@@ -59,7 +59,8 @@ class StandIn(type(FileSystemWriter)):  # type: ignore[misc]
         return (cls.ours if is_wanted(cls.group) else cls.stock)(*arguments, **keywords)
 
     def __getattr__(cls, name: str) -> Any:
-        return getattr(cls.stock, name)
+        apart = not issubclass(cls.ours, cls.stock)
+        return getattr(cls.ours if apart and is_wanted(cls.group) else cls.stock, name)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if name in _SET_BY_ABC_META:
@@ -76,7 +77,7 @@ class StandIn(type(FileSystemWriter)):  # type: ignore[misc]
         return vars(cls.stock)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.stock)
+        return isinstance(instance, (cls.stock, cls.ours))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, cls.stock)
+        return issubclass(subclass, (cls.stock, cls.ours))
