@@ -37,7 +37,7 @@ from torch_ckpt.megatron.strategies import Sharing
 from torch_ckpt.objects import ObjectError, object_digest
 from torch_ckpt.options import local_path
 from torch_ckpt.planning.collector import paused_gc
-from torch_ckpt.planning.digests import differences, warn_of
+from torch_ckpt.planning.digests import Digest, differences, warn_of
 from torch_ckpt.planning.local_boxes import LocalBoxes
 from torch_ckpt.planning.reserved import RESERVED
 from torch_ckpt.ranks import Ranks
@@ -135,7 +135,7 @@ def _agreed_state(
         check_layouts(layouts, replicas=options.replicas)
         check_stored(layouts)
         warn_of(
-            differences([each.digests for each in said]),
+            differences(_of_same_names([each.digests for each in said])),
             "rank 0's",
             "Common state is what all ranks have alike: make what is each rank's own a "
             "ShardedObject, or leave it out by preprocess_common_before_consistancy_check",
@@ -218,9 +218,15 @@ def _tensors(boxes: list[Box]) -> Iterator[tuple[str, torch.Tensor]]:
             yield key, LocalBoxes(first.shape, [(box.offset, box.memory()) for box in filled])
 
 
-def _digests(common: dict[Any, Any]) -> dict[str, bytes | int]:
+def _of_same_names(digests: list[dict[str, Digest]]) -> list[dict[str, Digest]]:
+    """The same, where a rank that lacks a value has another one."""
+    names = dict.fromkeys(name for of_rank in digests for name in of_rank)
+    return [{name: of_rank.get(name, b"absent") for name in names} for of_rank in digests]
+
+
+def _digests(common: dict[Any, Any]) -> dict[str, Digest]:
     """Of each value of the common state, by its path."""
-    found: dict[str, bytes | int] = {}
+    found: dict[str, Digest] = {}
 
     def visit(value: Any, path: str) -> None:
         if isinstance(value, dict | list) and value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from typing import Any
 from unittest import mock
 
@@ -419,15 +420,36 @@ def keys_that_do_not_fit(context: Context) -> None:
 @case
 def common_state_that_differs_is_told_once(context: Context) -> None:
     path = context.folder / "c"
-    state = {"step": 7, "own": {"rank": context.rank}}
-    dist_checkpointing.save(state, path)
-    assert dist_checkpointing.load_common_state_dict(path) == {"step": 7, "own": {"rank": 0}}
-    dist_checkpointing.save(
-        state,
-        path,
-        preprocess_common_before_consistancy_check=lambda common: {"step": common["step"]},
-    )
-    assert dist_checkpointing.load({}, path) == {"step": 7, "own": {"rank": 0}}
+    own = {"last": 1} if context.rank == context.world - 1 else {}
+    state = {"step": 7, "own": {"rank": context.rank}, "lr": {"at": 1, **own}}
+    told: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = told.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch_ckpt")
+    logger.addHandler(handler)
+    try:
+        dist_checkpointing.save(state, path)
+        common = {
+            "step": 7,
+            "own": {"rank": 0},
+            "lr": {"at": 1, **(own if context.world == 1 else {})},
+        }
+        assert dist_checkpointing.load_common_state_dict(path) == common
+        differ = context.rank == 0 and context.world > 1
+        assert len(told) == differ, told
+        if differ:
+            said = told[0].getMessage()
+            assert "own.rank (ranks 0 and 1)" in said and "lr.last (ranks 0 and" in said, said
+            assert "step" not in said and "lr.at" not in said, said
+        dist_checkpointing.save(
+            state,
+            path,
+            preprocess_common_before_consistancy_check=lambda common: {"step": common["step"]},
+        )
+        assert len(told) == differ, told
+    finally:
+        logger.removeHandler(handler)
+    assert dist_checkpointing.load({}, path) == common
 
 
 @case
