@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -82,6 +83,28 @@ def test_diff_of_dicts(a: Any, b: Any) -> None:
     ours, theirs = dict_utils.diff(a, b), their_dict_utils.diff(a, b)
     for mine, their in zip(ours, theirs, strict=True):
         assert sorted(mine, key=repr) == sorted(their, key=repr)
+
+
+def test_diff_of_arrays_and_sharded_leaves() -> None:
+    def tree(value: float, kinds: Any) -> dict[str, Any]:
+        data = torch.full((2,), value)
+        return {
+            "array": np.full(3, value),
+            "tensor": kinds.ShardedTensor.from_rank_offsets("w", data),
+            "object": kinds.ShardedObject("o", {"x": value}, (1,), (0,)),
+        }
+
+    assert dict_utils.diff(tree(1.0, mapping), tree(1.0, mapping)) == ([], [], [])
+    paths = [path for path, *_ in dict_utils.diff(tree(1.0, mapping), tree(2.0, mapping))[2]]
+    assert paths == [
+        ("array",),
+        ("tensor", mapping.ShardedTensor),
+        ("object", mapping.ShardedObject, "x"),
+    ]
+    theirs = their_dict_utils.diff(tree(1.0, their_mapping), tree(2.0, their_mapping))[2]
+    # Of arrays they name each element.
+    assert {path[0] for path, *_ in theirs} == {path[0] for path in paths}
+    assert dict_utils.diff(np.ones(2), np.ones(3))[2] == [((), np.ndarray, np.ndarray)]
 
 
 @given(st.lists(st.integers(0, 9)))

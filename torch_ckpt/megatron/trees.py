@@ -62,7 +62,8 @@ def diff(
     x1: Any, x2: Any, prefix: Path = ()
 ) -> tuple[list[Path], list[Path], list[tuple[Path, type, type]]]:
     """Paths that only `x1` has, that only `x2` has, and those at which they differ, with both
-    types. Lists and tuples go by position, tensors by shape, dtype and values."""
+    types. Lists and tuples go by position, tensors and arrays by shape, dtype and values, sharded
+    ones and objects by their data."""
     only_left: list[Path] = []
     only_right: list[Path] = []
     differing: list[tuple[Path, type, type]] = []
@@ -74,6 +75,8 @@ def diff(
         only_left = [(*prefix, i) for i in range(len(x2), len(x1))]
         only_right = [(*prefix, i) for i in range(len(x1), len(x2))]
         common = [(i, a, b) for i, (a, b) in enumerate(zip(x1, x2, strict=False))]
+    elif type(x1) is type(x2) and hasattr(x1, "replica_id"):
+        common = [(type(x1), x1.data, x2.data)]
     else:
         if not _equal(x1, x2):
             differing.append((prefix, type(x1), type(x2)))
@@ -87,11 +90,11 @@ def diff(
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
     try:
+        if isinstance(a, torch.Tensor) or type(a).__name__ == "ndarray":
+            return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
         return bool(a == b)
-    except (TypeError, ValueError, RuntimeError):  # arrays, and what else says no yes or no
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # of what says neither yes nor no
         return False
 
 
