@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Iterable
@@ -91,7 +92,7 @@ def optim_state_to_sharding_state(
                 id_to_sharded_param_map[number], value, f"optimizer.state.{kind}"
             )
     optim_state_dict["state"] = states
-    optim_state_dict["param_groups"] = [dict(each) for each in optim_state_dict["param_groups"]]
+    optim_state_dict["param_groups"] = copy.deepcopy(optim_state_dict["param_groups"])
     for group in optim_state_dict["param_groups"]:
         group["params"] = LocalNonpersistentObject(group["params"])
 
