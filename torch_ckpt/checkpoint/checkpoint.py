@@ -170,7 +170,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
     def format(self) -> str:
         """What the checkpoint is, in the words of `convert`: "torch_ckpt" for shards of ours, "hf"
         for safetensors of others and for whole tensors, "dcp" for .distcp files of stock DCP,
-        "torch" for files of torch.save."""
+        "megatron" for those of Megatron Core, "torch" for files of torch.save."""
         return self._looked().listing.format
 
     @property
