@@ -73,6 +73,25 @@ def test_it_is_loaded_as_megatron_does() -> None:
     assert torch.equal(loaded["x"], rows[1:-1])
 
 
+def test_objects_under_names_of_early_releases(copy: Path) -> None:
+    """Which lacked the last size of the grid."""
+    for number in range(2):
+        early = copy / "rng_state" / f"shard_0.{number}_1.pt"
+        (copy / "rng_state" / f"shard_0.{number}_1.2.pt").rename(early)
+    asked = {at: ShardedObject("rng_state", None, (1, 2), (0, at)) for at in range(2)}
+    loaded = dist_checkpointing.load({"rng": asked}, copy)
+    for at in range(2):
+        assert loaded["rng"][at] == SAID["objects"][f"rng_state/shard_0.{at}_1.2"]
+    told = dist_checkpointing.load_sharded_metadata(copy)
+    name = "rng_state/shard_0.1_1"
+    assert told[name].global_shape == (1, -1)
+    found = dist_checkpointing.load({"x": told[name]}, copy, validate_access_integrity=False)
+    assert found["x"] == SAID["objects"][f"{name}.2"]
+    beyond = ShardedObject("rng_state", None, (1, 3), (0, 2))
+    with pytest.raises(CheckpointingException, match="rng_state/shard_0.2_1.3"):
+        dist_checkpointing.load({"x": beyond}, copy, validate_access_integrity=False)
+
+
 @pytest.mark.parametrize("to", ["torch_ckpt", "hf", "dcp", "megatron", "torch"])
 def test_it_converts(tmp_path: Path, to: Any) -> None:
     torch_ckpt.convert(FIXTURE / "checkpoint", tmp_path / "out", to)

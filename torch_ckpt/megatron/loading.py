@@ -118,7 +118,8 @@ def _loaded(
     def answer() -> None:
         for cell in request.cells:
             if not cell.absent:
-                cell.value = stored.object_of(values[cell.name], cell.name)
+                name = stored.name_of(cell.name)
+                cell.value = stored.object_of(values[name], name)
         for box in request.boxes:
             if box.quantized is not None:
                 assert box.data is not None
@@ -190,7 +191,8 @@ def _read(request: Request, stored: Stored, reads: Reads, ranks: Ranks) -> dict[
 
     def state() -> dict[str, Any]:
         targets: dict[str, Any] = dict.fromkeys(names)
-        targets.update((cell.name, None) for cell in request.cells if not cell.absent)
+        cells = (cell for cell in request.cells if not cell.absent)
+        targets.update((stored.name_of(cell.name), None) for cell in cells)
         for box in request.boxes:
             _make_memory(box)
         targets.update(_targets(boxes_to_read(request.boxes, reads), stored.shapes()))

@@ -69,11 +69,12 @@ class Stored:
             )
         self.format, self._lists = _BACKENDS[backend]
         listing = OpenedCheckpoint(self.path, self.format).listing()
-        self._stored_objects = listing.objects()
+        objects = listing.objects()
+        self._stored_objects = frozenset(objects)
         # Of zarr the catalog has the leaves of the common state beside the tensors.
         common = {MEGATRON_COMMON, MEGATRON_CONTENT, STRUCTURE, *listing.common}
         self._tensors = {key: each for key, each in listing.tensors().items() if key not in common}
-        self._objects = [name for name in self._stored_objects if name not in common]
+        self._objects = [name for name in objects if name not in common]
 
     def tensors(self) -> dict[str, tuple[torch.dtype, Numbers]]:
         """Dtype and shape of each tensor by its key. Raises CorruptError for one that this torch
@@ -98,6 +99,15 @@ class Stored:
     def objects(self) -> list[str]:
         """The names of all objects: their unique keys."""
         return self._objects
+
+    def name_of(self, unique_key: str) -> str:
+        """Under which name the object of that unique key is stored: early releases of Megatron
+        left out the last size of its grid."""
+        early = unique_key.rpartition(".")[0]
+        if early in self._stored_objects and unique_key not in self._stored_objects:
+            if early.rpartition("/")[2].count("_") == 2:
+                return early
+        return unique_key
 
     def keys(self) -> set[str]:
         """Of tensors and objects."""
