@@ -28,11 +28,12 @@ def part(
     key: str, shape: tuple[int, ...], at: int, of: int, *, main: bool, axis: int = 0
 ) -> BoxLayout:
     """Part `at` of `of` along an axis."""
-    sizes, offset = [*shape], [0] * len(shape)
+    sizes, offset, grid = [*shape], [0] * len(shape), [1] * len(shape)
     sizes[axis] //= of
     offset[axis] = at * sizes[axis]
+    grid[axis] = of
     return BoxLayout(
-        *(key, torch.float32, shape, tuple(offset), tuple(sizes), tuple(sizes), main, True)
+        *(key, torch.float32, shape, tuple(offset), tuple(sizes), tuple(grid), main, True)
     )
 
 

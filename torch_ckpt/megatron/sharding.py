@@ -106,7 +106,7 @@ def _check_alike(key: str, boxes: list[tuple[int, BoxLayout]]) -> None:
         differs = (
             box.dtype != first.dtype
             or box.shape != first.shape
-            or (box.grid is None) != (first.grid is None)
+            or box.grid != first.grid
             or (box.grid is not None and box.sizes != first.sizes)
         )
         if differs:
@@ -117,12 +117,21 @@ def _check_alike(key: str, boxes: list[tuple[int, BoxLayout]]) -> None:
 
 
 def _said(box: BoxLayout) -> str:
-    grid = "boxes of any sizes" if box.grid is None else f"a grid of {list(box.sizes)}"
+    grid = "boxes of any sizes"
+    if box.grid is not None:
+        grid = f"a grid of {list(box.grid)} boxes of {list(box.sizes)}"
     return f"{box.dtype} of {list(box.shape)} in {grid}"
 
 
 def _check_tiled(key: str, boxes: list[tuple[int, BoxLayout]]) -> None:
-    whole = math.prod(boxes[0][1].shape)
+    rank, first = boxes[0]
+    whole = math.prod(first.shape)
+    if first.grid is not None:
+        made = tuple(n * size for n, size in zip(first.grid, first.sizes, strict=True))
+        if made != first.shape:
+            raise CheckpointingException(
+                f"is {_said(first)} on rank {rank}, which make {list(made)}", tensor=key
+            )
     mains: dict[tuple[Numbers, Numbers], int] = {}
     stored = 0
     for rank, box in boxes:

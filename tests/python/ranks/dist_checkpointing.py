@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -361,9 +362,19 @@ def boxes_that_are_not_each_once_are_errors_of_all(context: Context) -> None:
         "hole": cut(replica=1 if last else 0),
         "disagree": cut(dtype=torch.float16 if last else torch.float32),
         "ranks 0 and": cut(shape=(5, 2) if last else (4, 2)),
+        "boxes of any sizes": {
+            "w": replace(cut()["w"], axis_fragmentations=None if last else (world, 1))
+        },
+        "which make": {"w": replace(cut()["w"], axis_fragmentations=(2 * world, 1))},
+        "is a tensor on rank": (
+            {"w": ShardedObject("w", 1, (1,), (0,), replica_id=rank)} if last else cut()
+        ),
+        "grid of": {"w": ShardedObject("w", 1, (world + 1 if last else world,), (rank,))},
+        "are due": {"w": ShardedObject("w", 1, (world + 1,), (rank,))},
+        "its object at": {"w": ShardedObject("w", 1, (world,), (0,))},
     }
     if world == 1:
-        wrong = {"hole": wrong["hole"]}
+        wrong = {says: wrong[says] for says in ("hole", "which make", "are due")}
     for says, state in wrong.items():
         error = raised(lambda state=state: dist_checkpointing.save(state, path), says, "'w'")
         assert isinstance(error, CheckpointingException)
