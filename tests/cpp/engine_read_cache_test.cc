@@ -18,7 +18,21 @@ namespace {
 
 #ifdef TORCH_CKPT_FAULTS
 
-using ReadCacheTest = EngineDiskTest;
+class ReadCacheTest : public EngineDiskTest {
+ protected:
+  // Runs `plan` of one item, into memory of `sizes` float32.
+  static std::string ReadF32(const CheckpointPtr& checkpoint,
+                             const ReadPlan& plan, const Dims& sizes) {
+    std::string memory(static_cast<size_t>(sizes.Product()) * 4, '\0');
+    Job job;
+    EXPECT_OK(RunReadJob(checkpoint, plan,
+                         {{reinterpret_cast<std::byte*>(memory.data()), sizes,
+                           DenseStrides(sizes, 4), 4}},
+                         &job)
+                  .status());
+    return memory;
+  }
+};
 
 // A cache that holds nothing, a part, or answers short: the same bytes.
 TEST_F(ReadCacheTest, TheCacheMayGiveOutAnywhere) {
@@ -58,7 +72,6 @@ TEST_F(ReadCacheTest, WhatNeighboursWantIsReadThroughTheCache) {
   ASSERT_OK(checkpoint.status());
   // Bytes that were read past the cache.
   const auto past = [&](const Box& box, bool neighbours, bool shared) {
-    std::string memory(static_cast<size_t>(box.sizes.Product()) * 4, '\0');
     ReadPlan plan;
     plan.neighbours = neighbours;
     plan.items.push_back({"a", box, {}, 0, shared});
@@ -74,15 +87,8 @@ TEST_F(ReadCacheTest, WhatNeighboursWantIsReadThroughTheCache) {
       }
       return {};
     });
-    Job job;
-    const Status status =
-        RunReadJob(*checkpoint, plan,
-                   {{reinterpret_cast<std::byte*>(memory.data()), box.sizes,
-                     DenseStrides(box.sizes, 4), 4}},
-                   &job)
-            .status();
+    const std::string memory = ReadF32(*checkpoint, plan, box.sizes);
     SetFaultHook(nullptr);
-    EXPECT_OK(status);
     EXPECT_TRUE(memory == BoxBytes(a, box));
     return direct.load();
   };
@@ -116,19 +122,11 @@ TEST_F(ReadCacheTest, BuffersHaveThePagesThatAreNeeded) {
       return {.sys_errno = op == "preadv2" && !cached ? EAGAIN : 0};
     });
     Arena::Process().Trim();
-    std::string memory(a.bytes.size(), '\0');
     ReadPlan plan;
     plan.workers = 1;
     plan.items.push_back({"a", Box::Whole(a.shape), {}, 0});
-    Job job;
-    const Status status =
-        RunReadJob(*checkpoint, plan,
-                   {{reinterpret_cast<std::byte*>(memory.data()), a.shape,
-                     DenseStrides(a.shape, 4), 4}},
-                   &job)
-            .status();
+    const std::string memory = ReadF32(*checkpoint, plan, a.shape);
     SetFaultHook(nullptr);
-    EXPECT_OK(status);
     EXPECT_TRUE(memory == a.bytes);
     // The memory that the job has given back.
     const auto lease = LeaseBuffer(kFetchScratch, nullptr, /*present=*/false);

@@ -240,6 +240,16 @@ def test_contexts_in_words() -> None:
             words_of([value])
 
 
+def test_one_without_inner_tensors_has_words() -> None:
+    class Empty(Blocked):
+        def __tensor_flatten__(self) -> Any:
+            return [], {"value": 3}
+
+    one = blocked(4, 1)
+    inner, words = inner_tensors(Empty(one.codes, one.scale, one.table), "w")
+    assert inner == {} and words is not None and words["context"] == {"value": 3}
+
+
 def test_what_ranks_say_together() -> None:
     def said(*blocks: Any) -> Any:
         words = [{"class": "c", "context": {"block": block}} for block in blocks]

@@ -63,8 +63,9 @@ def _as_theirs_raised() -> Iterator[None]:
         ) from error
 
 
+# Ours, whose errors programs catch as Megatron's.
 class _Queue(AsyncCallsQueue):
-    """Ours, whose errors programs catch as Megatron's."""
+    __doc__ = AsyncCallsQueue.__doc__
 
     def schedule_async_request(self, async_request: Any) -> int:
         with _as_theirs_raised():
@@ -78,8 +79,7 @@ class _Queue(AsyncCallsQueue):
 
 
 class _Request(AsyncRequest):
-    """The same of a request."""
-
+    __doc__ = AsyncRequest.__doc__ or ""
     __slots__ = ()
 
     def execute_sync(self) -> None:

@@ -104,10 +104,12 @@ class Stored:
         """Under which name the object of that unique key is stored: early releases of Megatron
         left out the last size of its grid."""
         early = unique_key.rpartition(".")[0]
-        if early in self._stored_objects and unique_key not in self._stored_objects:
-            if early.rpartition("/")[2].count("_") == 2:
-                return early
-        return unique_key
+        is_early = (
+            unique_key not in self._stored_objects
+            and early in self._stored_objects
+            and early.rpartition("/")[2].count("_") == 2  # shard_<offset>_<sizes>
+        )
+        return early if is_early else unique_key
 
     def keys(self) -> set[str]:
         """Of tensors and objects."""

@@ -58,23 +58,28 @@ class StandIn(type(FileSystemWriter)):  # type: ignore[misc]
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
         return (cls.ours if is_wanted(cls.group) else cls.stock)(*arguments, **keywords)
 
-    def __getattr__(cls, name: str) -> Any:
+    @property
+    def _behind(cls) -> type:
+        """The class whose attributes are its own."""
         apart = not issubclass(cls.ours, cls.stock)
-        return getattr(cls.ours if apart and is_wanted(cls.group) else cls.stock, name)
+        return cls.ours if apart and is_wanted(cls.group) else cls.stock
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls._behind, name)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if name in _SET_BY_ABC_META:
             super().__setattr__(name, value)
         else:
-            setattr(cls.stock, name, value)
+            setattr(cls._behind, name, value)
 
     def __delattr__(cls, name: str) -> None:
-        delattr(cls.stock, name)
+        delattr(cls._behind, name)
 
     @property
     def __dict__(cls) -> Any:  # type: ignore[override]
-        """Stock's: unittest.mock looks here whether it has to put an attribute back."""
-        return vars(cls.stock)
+        """Of the class behind: unittest.mock looks here whether it has to put an attribute back."""
+        return vars(cls._behind)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, (cls.stock, cls.ours))

@@ -66,7 +66,7 @@ def inner_tensors(
     names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {name: getattr(local, name) for name in names}
     held = _sharded(value, inner, fqn) if isinstance(value, DTensor) else inner
-    if not held and value.numel():
+    if inner and not held and value.numel():
         return {}, None
     words = {
         "class": _name_of(type(local)),

@@ -58,11 +58,11 @@ class StoredInputs {
                Wholes wholes = Wholes::kLater);
 
   // Delivers the runs. Returns their bytes. `scratch`: see ByteSource::Read, of
-  // kFetchScratch. Where pages of it may be absent it is `absent`, which is
-  // asked for those that are needed: from the page cache a few. What turns out
-  // missing, wrong or stale is read once more where FileSet::UntilSure says so;
-  // after an error targets may be partly filled. From several threads at once,
-  // for different workers.
+  // kFetchScratch. `absent`: the lease that it is, where pages of it may not be
+  // there; those that are needed are asked for, few of what is in the page
+  // cache. What turns out missing, wrong or stale is read once more where
+  // FileSet::UntilSure says so; after an error targets may be partly filled.
+  // From several threads at once, for different workers.
   Result<uint64_t> Read(int worker, const WantedRuns& wanted,
                         MutableByteSpan scratch,
                         const ArenaLease* absent = nullptr);
