@@ -1,5 +1,6 @@
 // Requests about plans, which touch no file.
 #include "capi/requests.h"
+#include "plan/cover.h"
 #include "plan/share.h"
 
 namespace torch_ckpt::capi {
@@ -64,6 +65,26 @@ Result<Json> ShareRequest(const Json& request) {
     columns["ends"].push_back(piece.end);
   }
   return columns;
+}
+
+// Of boxes of one tensor, as lists of "offsets" and "sizes": the positions of
+// two that overlap, or null.
+Result<Json> FindOverlapRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const Json* offsets, GetList(request, "offsets"));
+  TC_ASSIGN_OR_RETURN(const Json* sizes, GetList(request, "sizes"));
+  if (offsets->size() != sizes->size()) {
+    return InvalidArgument("columns of different lengths");
+  }
+  std::vector<Box> boxes;
+  boxes.reserve(sizes->size());
+  for (size_t i = 0; i < sizes->size(); ++i) {
+    Box& box = boxes.emplace_back();
+    TC_ASSIGN_OR_RETURN(box.offsets, ParseDims((*offsets)[i]));
+    TC_ASSIGN_OR_RETURN(box.sizes, ParseDims((*sizes)[i]));
+  }
+  TC_ASSIGN_OR_RETURN(const auto pair, FindOverlap(boxes));
+  if (!pair) return Json(nullptr);
+  return Json::array({pair->first, pair->second});
 }
 
 }  // namespace torch_ckpt::capi

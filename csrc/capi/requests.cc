@@ -24,6 +24,7 @@ Handler FindHandler(const std::string& op) {
       {"end_save", EndSaveRequest},
       {"expand_rule", ExpandRuleRequest},
       {"files", FilesRequest},
+      {"find_overlap", FindOverlapRequest},
       {"hold_files", HoldFilesRequest},
       {"job_cancel", JobCancelRequest},
       {"job_create", JobCreateRequest},

@@ -34,6 +34,7 @@ Result<Json> ReadObjectsRequest(const Json& request);
 Result<Json> ReadArchiveRequest(const Json& request);
 Result<Json> ObjectsFileRequest(const Json& request);
 // plan_requests.cc
+Result<Json> FindOverlapRequest(const Json& request);
 Result<Json> ShareRequest(const Json& request);
 // save_requests.cc
 Result<Json> BeginSaveRequest(const Json& request);

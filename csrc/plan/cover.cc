@@ -360,7 +360,8 @@ Status TooIrregular(const Budget& budget, const char* how) {
       budget.Over().message());
 }
 
-Status FindOverlap(int rank, const std::vector<Box>& boxes, Budget* budget) {
+Result<Pair> OverlapOf(int rank, const std::vector<Box>& boxes,
+                       Budget* budget) {
   std::vector<size_t> items;
   items.reserve(boxes.size());
   for (size_t i = 0; i < boxes.size(); ++i) {
@@ -369,6 +370,11 @@ Status FindOverlap(int rank, const std::vector<Box>& boxes, Budget* budget) {
   OverlapFinder finder(boxes, rank, budget);
   const Pair pair = finder.Find(items, 0, 0, 0);
   if (finder.exhausted()) return TooIrregular(*budget, "interlock");
+  return pair;
+}
+
+Status RefuseOverlap(int rank, const std::vector<Box>& boxes, Budget* budget) {
+  TC_ASSIGN_OR_RETURN(const Pair pair, OverlapOf(rank, boxes, budget));
   if (!pair) return {};
   const auto [a, b] = *pair;
   return Conflict("box " + std::to_string(a) + " " + Text(boxes[a]) +
@@ -406,7 +412,7 @@ Status ProveTiling(const Box& region, const std::vector<Box>& boxes,
     }
     volume += static_cast<uint64_t>(boxes[i].Volume());
   }
-  TC_RETURN_IF_ERROR(FindOverlap(region.rank(), boxes, budget));
+  TC_RETURN_IF_ERROR(RefuseOverlap(region.rank(), boxes, budget));
   if (!HasVolume(region) || volume == static_cast<uint64_t>(region.Volume())) {
     return {};
   }
@@ -427,7 +433,15 @@ Status ProveDisjoint(const std::vector<Box>& boxes, Budget* budget) {
   if (!budget) budget = &own;
   if (boxes.empty()) return {};
   TC_RETURN_IF_ERROR(CheckRanks(boxes[0].rank(), boxes));
-  return FindOverlap(boxes[0].rank(), boxes, budget);
+  return RefuseOverlap(boxes[0].rank(), boxes, budget);
+}
+
+Result<std::optional<std::pair<size_t, size_t>>> FindOverlap(
+    const std::vector<Box>& boxes) {
+  Budget budget = BudgetOf(boxes);
+  if (boxes.empty()) return Pair();
+  TC_RETURN_IF_ERROR(CheckRanks(boxes[0].rank(), boxes));
+  return OverlapOf(boxes[0].rank(), boxes, &budget);
 }
 
 }  // namespace torch_ckpt

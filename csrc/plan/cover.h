@@ -1,6 +1,8 @@
 // Proof that boxes tile a region: no hole, no overlap.
 #pragma once
 
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/box.h"
@@ -27,5 +29,10 @@ Status ProveCover(const Box& region, const std::vector<Box>& boxes,
 
 // kConflict naming a pair that overlaps, or ok.
 Status ProveDisjoint(const std::vector<Box>& boxes, Budget* budget = nullptr);
+
+// The positions of such a pair, for who names boxes in other words; nullopt
+// where there is none.
+Result<std::optional<std::pair<size_t, size_t>>> FindOverlap(
+    const std::vector<Box>& boxes);
 
 }  // namespace torch_ckpt

@@ -208,6 +208,20 @@ TEST_F(RandomBoxes, InterlockedBoxesAgreeWithCells) {
   }
 }
 
+TEST(FindOverlap, TellsThePositions) {
+  const auto pair =
+      FindOverlap(Boxes{{{0}, {2}}, {{4}, {0}}, {{5}, {2}}, {{1}, {2}}});
+  ASSERT_TRUE(pair.ok());
+  ASSERT_TRUE(pair->has_value());
+  const auto [a, b] = **pair;
+  EXPECT_EQ(std::min(a, b), 0u);
+  EXPECT_EQ(std::max(a, b), 3u);
+  EXPECT_FALSE(FindOverlap(Boxes{{{0}, {2}}, {{2}, {2}}})->has_value());
+  EXPECT_FALSE(FindOverlap(Boxes{})->has_value());
+  EXPECT_EQ(FindOverlap(Boxes{{{0}, {2}}, {{0, 0}, {2, 2}}}).status().kind(),
+            ErrorKind::kInvalidArgument);
+}
+
 TEST(ProveTiling, NamesTheBoxes) {
   const Box region = Box::Whole({4, 6});
   Status status = ProveTiling(region, {{{0, 0}, {2, 6}}, {{2, 0}, {2, 3}}});

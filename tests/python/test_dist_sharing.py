@@ -88,7 +88,7 @@ def gpt(tp: int, pp: int, dp: int, layers: int, width: int) -> list[RankLayout]:
 def test_no_rank_writes_much_more_than_another(tp: int, pp: int, dp: int) -> None:
     """1,024 ranks, and 64."""
     ranks = gpt(tp, pp, dp, layers=2 * pp, width=1024)
-    check_layouts(ranks, replicas=True)
+    check_layouts(ranks, whole=True, replicas=True)
     check_stored(ranks)
     step = tp * pp
     groups = [set(range(first, tp * pp * dp, step)) for first in range(step)]
@@ -125,7 +125,7 @@ def test_each_row_is_written_once(seed: int) -> None:
         [next(group for group in groups if rank in group) for rank in range(world)],
     ):
         layouts = [RankLayout(boxes, []) for boxes in ranks]
-        check_layouts(layouts, replicas=True)
+        check_layouts(layouts, whole=True, replicas=True)
         written(layouts, sharers)
 
 

@@ -96,7 +96,7 @@ def _loaded(
 
     def settle(said: list[_Said]) -> list[tuple[set[str], set[str], Reads]]:
         layouts, nodes, readers = zip(*said, strict=True)
-        check_layouts(layouts, replicas=options.replicas)
+        check_layouts(layouts, whole=options.replicas, replicas=options.replicas)
         keys = _settled(layouts, found[0][1].keys(), options.strict)
         asked = [*map(Asked, layouts, numbers_of(nodes), readers)]
         return [(*of_rank, reads) for of_rank, reads in zip(keys, plan_reads(asked), strict=True)]

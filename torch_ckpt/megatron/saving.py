@@ -132,7 +132,7 @@ def _agreed_state(
 
     def settle(said: list[_Said]) -> list[list[Share] | None]:
         layouts = [each.layout for each in said]
-        check_layouts(layouts, replicas=options.replicas)
+        check_layouts(layouts, whole=True, replicas=options.replicas)
         check_stored(layouts)
         warn_of(
             differences(_of_same_names([each.digests for each in said])),

@@ -10,6 +10,7 @@ import torch
 
 from torch_ckpt.megatron.boxes import Box, Cell, Numbers
 from torch_ckpt.megatron.config import CheckpointingException
+from torch_ckpt.native import core
 
 
 class BoxLayout(NamedTuple):
@@ -65,10 +66,10 @@ class RankLayout(NamedTuple):
         )
 
 
-def check_layouts(ranks: Sequence[RankLayout], *, replicas: bool) -> None:
+def check_layouts(ranks: Sequence[RankLayout], *, whole: bool, replicas: bool) -> None:
     """Raise CheckpointingException, which names key, box and ranks, where tensors or objects of all
-    `ranks` are not what each other say, or, with `replicas`, where what is stored is not each part
-    once: one main replica for each."""
+    `ranks` are not what each other say; with `whole`, where the main replicas do not make whole
+    tensors; with `replicas`, where a part has several of them, or an object none."""
     tensors: dict[str, list[tuple[int, BoxLayout]]] = {}
     objects: dict[str, list[tuple[int, CellLayout]]] = {}
     for rank, layout in enumerate(ranks):
@@ -83,8 +84,8 @@ def check_layouts(ranks: Sequence[RankLayout], *, replicas: bool) -> None:
         )
     for key, boxes in tensors.items():
         _check_alike(key, boxes)
-        if replicas:
-            _check_tiled(key, boxes)
+        if whole:
+            _check_tiled(key, boxes, replicas)
     for key, cells in objects.items():
         _check_cells(key, cells, replicas)
 
@@ -123,7 +124,7 @@ def _said(box: BoxLayout) -> str:
     return f"{box.dtype} of {list(box.shape)} in {grid}"
 
 
-def _check_tiled(key: str, boxes: list[tuple[int, BoxLayout]]) -> None:
+def _check_tiled(key: str, boxes: list[tuple[int, BoxLayout]], replicas: bool) -> None:
     rank, first = boxes[0]
     whole = math.prod(first.shape)
     if first.grid is not None:
@@ -132,22 +133,24 @@ def _check_tiled(key: str, boxes: list[tuple[int, BoxLayout]]) -> None:
             raise CheckpointingException(
                 f"is {_said(first)} on rank {rank}, which make {list(made)}", tensor=key
             )
-    mains: dict[tuple[Numbers, Numbers], int] = {}
-    stored = 0
+    mains: dict[tuple[Numbers, Numbers], tuple[int, BoxLayout]] = {}
     for rank, box in boxes:
-        if not box.main:
+        if not box.main or not box.elements:
             continue
-        elements = box.elements
-        other = mains.get((box.offset, box.sizes))
-        if other is not None and elements:
+        part = (box.offset, box.sizes)
+        if part not in mains:
+            mains[part] = (rank, box)
+        elif replicas:
+            other, _ = mains[part]
             where = f"ranks {other} and {rank}" if other != rank else f"rank {rank}, twice"
             raise CheckpointingException(
                 f"its box {box.words()} is a main replica on {where}: give all but one of them "
                 "another replica_id",
                 tensor=key,
             )
-        mains[box.offset, box.sizes] = rank
-        stored += elements
+    stored = sum(box.elements for _, box in mains.values())
+    if stored >= whole and first.grid is None:
+        _check_disjoint(key, [*mains.values()])
     if stored == whole:
         return
     held = sorted({box.offset for _, box in boxes} - {offset for offset, _ in mains})
@@ -155,6 +158,19 @@ def _check_tiled(key: str, boxes: list[tuple[int, BoxLayout]]) -> None:
     what = "overlap" if stored > whole else "leave a hole"
     raise CheckpointingException(
         f"its main replicas {what}: they have {stored} of its {whole} elements{lacking}", tensor=key
+    )
+
+
+def _check_disjoint(key: str, boxes: list[tuple[int, BoxLayout]]) -> None:
+    offsets, sizes = [box.offset for _, box in boxes], [box.sizes for _, box in boxes]
+    pair = core.call({"op": "find_overlap", "offsets": offsets, "sizes": sizes})
+    if pair is None:
+        return
+    (rank, box), (other_rank, other) = (boxes[place] for place in pair)
+    raise CheckpointingException(
+        f"its main replicas overlap: {box.words()} on rank {rank}, and "
+        f"{other.words()} on rank {other_rank}",
+        tensor=key,
     )
 
 

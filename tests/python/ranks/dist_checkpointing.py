@@ -227,9 +227,9 @@ def what_ranks_agreed_on_is_kept_while_nothing_changes(context: Context) -> None
     strategies = [wrapper, TorchDistSaveShardedStrategy(cached_metadata=True)]
     looked: list[int] = []
 
-    def check_layouts(layouts: Any, *, replicas: bool) -> None:
+    def check_layouts(layouts: Any, **options: bool) -> None:
         looked.append(len(layouts))
-        return stock(layouts, replicas=replicas)
+        return stock(layouts, **options)
 
     def state(value: float, more: int = 0, step: int = 0) -> dict[str, Any]:
         made: dict[str, Any] = {
@@ -384,7 +384,25 @@ def boxes_that_are_not_each_once_are_errors_of_all(context: Context) -> None:
     # Without the count of replicas equal boxes are one, and a hole is a hole.
     dist_checkpointing.save(cut(offset=(0, 1), replica=0), path, validate_access_integrity=False)
     holed = cut(replica=1 if last else 0)
-    raised(lambda: dist_checkpointing.save(holed, path, validate_access_integrity=False), "w")
+    unchecked = {"validate_access_integrity": False}
+    raised(lambda: dist_checkpointing.save(holed, path, **unchecked), "hole", "'w'")
+    if world == 1:
+        return
+
+    # As many elements as the tensor has, yet not each once.
+    def lapping() -> dict[str, Any]:
+        box = (torch.zeros(2, 2), torch.float32, (2, 2), (4, 2), (1 if last else 0, 0), None)
+        return {"w": ShardedTensor("w", *box, replica_id=0 if last else rank)}
+
+    said = ("'w'", "overlap", "on rank 0", f"on rank {world - 1}")
+    for call in (
+        lambda: dist_checkpointing.save(lapping(), path),
+        lambda: dist_checkpointing.save(lapping(), path, **unchecked),
+        lambda: dist_checkpointing.load(lapping(), path),
+    ):
+        assert isinstance(raised(call, *said), CheckpointingException)
+    found = dist_checkpointing.load(lapping(), path, **unchecked)["w"]
+    assert torch.equal(found, torch.ones(2, 2))
 
 
 def without_data(lacks: bool) -> ShardedTensor:

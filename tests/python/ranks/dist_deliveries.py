@@ -159,9 +159,9 @@ def who_reads_what_is_kept_while_nothing_changes(context: Context) -> None:
     sharing = FullyParallelLoadStrategyWrapper(None, do_cache_distribution=True)
     looked: list[int] = []
 
-    def check_layouts(layouts: Any, *, replicas: bool) -> None:
+    def check_layouts(layouts: Any, **options: bool) -> None:
         looked.append(len(layouts))
-        return stock(layouts, replicas=replicas)
+        return stock(layouts, **options)
 
     def state(value: float, count: int) -> dict[str, Any]:
         filled = (torch.full((40,), value + number) for number in range(count))
