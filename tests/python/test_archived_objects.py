@@ -102,6 +102,54 @@ def test_what_is_not_is_refused_alone(tmp_path: Path) -> None:
     assert loaded == {"step": 7, "tricky": [Tricky.A]}
 
 
+class Rewarmed:
+    def __init__(self) -> None:
+        self.a = 1
+
+    def __setstate__(self, state: Any) -> None:
+        raise AssertionError("a file's value has run this")
+
+
+def test_classes_that_the_process_lists(tmp_path: Path) -> None:
+    """As those that torch.load takes with weights_only."""
+    torch.save({"record": Record(), "rewarmed": Rewarmed(), "moved": Record()}, tmp_path / "a.pt")
+    for refused in (lambda: read(tmp_path / "a.pt")["record"], lambda: encode_object(Record())):
+        with pytest.raises(torch_ckpt.UnsupportedError, match="Record"):
+            refused()
+    with torch.serialization.safe_globals([Record, Rewarmed]):
+        objects = read(tmp_path / "a.pt")
+        assert type(objects["record"]) is Record and vars(objects["record"]) == {"a": 1}
+        said = encode_object(Record())
+        with pytest.raises(torch_ckpt.UnsupportedError, match="rewarmed.*code of its own"):
+            objects["rewarmed"]
+        with pytest.raises(torch_ckpt.UnsupportedError, match="Rewarmed"):
+            encode_object(Rewarmed())
+        assert vars(decode_object(said)) == {"a": 1}
+    with pytest.raises(torch_ckpt.UnsupportedError, match="not on the list.*add_safe_globals"):
+        decode_object(said)
+    # A class that has moved since.
+    said["c"] = "of_old:Record"
+    with torch.serialization.safe_globals([(Record, "of_old.Record")]):
+        assert type(decode_object(said)) is Record
+
+
+def test_random_number_generators(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(7)
+    torch.rand(3, generator=generator)
+    torch.save({"generator": generator, "step": 1}, tmp_path / "a.pt")
+    expected = torch.rand(5, generator=generator.clone_state())
+    for found in (read(tmp_path / "a.pt")["generator"], decode_object(encode_object(generator))):
+        assert type(found) is torch.Generator and found.device == torch.device("cpu")
+        assert torch.equal(torch.rand(5, generator=found), expected)
+    said = encode_object(generator)
+    for wrong in ({"b": ""}, {"b": said["b"][:400]}, {"d": 1}, {"d": "nowhere"}):
+        with pytest.raises(torch_ckpt.CorruptError, match="malformed"):
+            decode_object({**said, **wrong})
+    if not torch.cuda.is_available():
+        with pytest.raises(torch_ckpt.UnsupportedError, match="generator of cuda:1"):
+            decode_object({**said, "d": "cuda:1"})
+
+
 class Tokens:
     """What nothing reads as data: its pickle calls a function."""
 
@@ -214,6 +262,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> dict[str, types.ModuleType]:
         cls.__module__, cls.__qualname__ = module.__name__, cls.__name__
         setattr(module, cls.__name__, cls)
     monkeypatch.setattr(decode, "_warned_classes", set())
+    monkeypatch.setattr(torch.serialization, "get_safe_globals", list)  # Megatron's own, once it is
     return {module.__name__: module for module in (enums, optimizer)}
 
 

@@ -60,6 +60,8 @@ from torch_ckpt.objects import (
         {"$": "namedtuple", "c": "a:b", "f": ["a"], "v": []},
         {"$": "dtype", "v": "load"},
         {"$": "device", "v": "nowhere:99999999999"},
+        {"$": "generator", "d": "cpu", "b": "AAAA"},
+        {"$": "generator", "d": "cpu"},
         {"$": "path", "t": "Template", "v": ""},
         {"$": "date", "v": [2023, 2, 29]},
         {"$": "datetime", "v": [1, 1, 1, 0, 0, 0, 0, 2], "tz": None},

@@ -8,7 +8,6 @@ cannot be given back here (an enum class that is not imported, a pickle) an Unsu
 from __future__ import annotations
 
 import collections
-import dataclasses
 import enum
 import functools
 import math
@@ -31,8 +30,10 @@ from torch_ckpt.objects.types import (
     TAG,
     CorruptObjectError,
     UnsupportedObjectError,
+    find_listed_class,
     find_loaded_class,
     is_namedtuple_class,
+    is_record_class,
 )
 
 _warned_classes: set[str] = set()
@@ -198,7 +199,7 @@ class Decoder(ValueDecoder):
 
     def _enum(self, value: dict[str, Any]) -> Any:
         reference = self._text(value["c"])
-        cls = find_loaded_class(reference)
+        cls = find_listed_class(reference) or find_loaded_class(reference)
         if cls is None and reference in STOOD_FOR and "v" in value:
             self._warn_of(reference, "its value takes its place")
             return self.decode(value["v"])
@@ -224,14 +225,19 @@ class Decoder(ValueDecoder):
         reference, attributes = self._text(value["c"]), self._pairs(value["v"])
         if not all(type(name) is str for name in attributes):
             raise self.fail("an attribute has no name")
-        if reference not in STOOD_FOR:
-            raise self._unsupported(_not_listed(reference))
-        cls = find_loaded_class(reference)
-        if cls is None or not dataclasses.is_dataclass(cls):
+        cls = find_listed_class(reference)
+        if cls is None and reference not in STOOD_FOR:
+            raise self._unsupported(
+                f"{_not_listed(reference)}; torch.serialization.add_safe_globals puts it there"
+            )
+        cls = cls or find_loaded_class(reference)
+        if cls is None:
             self._warn_of(reference, "a SimpleNamespace takes its place")
             return types.SimpleNamespace(**attributes)
+        if not is_record_class(cls):
+            raise self._unsupported(f"{reference} makes its objects by code of its own")
         # Not cls(...): no code of a class is run on a file's values.
-        made = object.__new__(cls)
+        made: Any = object.__new__(cls)
         vars(made).update(attributes)
         return made
 
@@ -331,6 +337,7 @@ _HANDLERS = {
     "fraction": _entry("v", Decoder._fraction),
     "dtype": _entry("v", Decoder._dtype),
     "device": _entry("v", Decoder._device),
+    "generator": _entry("d data", Decoder._generator),
     "layout": _entry("v", Decoder._layout),
     "memory_format": _entry("v", Decoder._memory_format),
     "tensor": _entry("t s g data", Decoder._tensor),

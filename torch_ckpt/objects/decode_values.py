@@ -198,6 +198,18 @@ class ValueDecoder(abc.ABC):
     def _device(self, value: dict[str, Any]) -> torch.device:
         return torch.device(self._text(value["v"]))
 
+    def _generator(self, value: dict[str, Any]) -> torch.Generator:
+        device = torch.device(self._text(value["d"]))
+        state = bytearray(self._bytes(value))
+        try:
+            generator = torch.Generator(device)
+        except RuntimeError as error:
+            raise self._unsupported(
+                f"a random number generator of {device}, which this process cannot make: {error}"
+            ) from error
+        generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
+        return generator
+
     def _layout(self, value: dict[str, Any]) -> torch.layout:
         return LAYOUTS[value["v"]]
 

@@ -44,8 +44,10 @@ from torch_ckpt.objects.types import (
     TAG,
     UnsupportedObjectError,
     class_reference,
+    find_listed_class,
     find_loaded_class,
     is_namedtuple_class,
+    is_record_class,
     torch_name,
 )
 
@@ -285,6 +287,11 @@ class Encoder:
     def _device(self, obj: torch.device) -> Any:
         return {TAG: "device", "v": str(obj)}
 
+    def _generator(self, obj: torch.Generator) -> Any:
+        state = obj.get_state()  # of all that it is, on the CPU
+        data = ctypes.string_at(state.data_ptr(), state.nbytes)
+        return {TAG: "generator", "d": str(obj.device), **self._data(data)}
+
     def _layout(self, obj: torch.layout) -> Any:
         if torch_name(obj) not in LAYOUTS:
             raise self.fail(f"{obj!r} cannot be written")
@@ -335,8 +342,10 @@ class Encoder:
             scalar = isinstance(obj, numpy.generic) and cls is obj.dtype.type
             if scalar or cls is numpy.ndarray:
                 return self._numpy(obj, numpy)
-        if class_reference(cls) in STOOD_FOR and dataclasses.is_dataclass(cls):
-            return {TAG: "record", "c": class_reference(cls), "v": self._pairs(vars(obj))}
+        reference = class_reference(cls)
+        listed = reference in STOOD_FOR or find_listed_class(reference) is cls
+        if listed and is_record_class(cls):
+            return {TAG: "record", "c": reference, "v": self._pairs(vars(obj))}
         if self._allow_pickle:
             return self._pickle(obj)
         if isinstance(obj, torch.Tensor):
@@ -456,6 +465,7 @@ _HANDLERS: dict[type, Callable[[Encoder, Any], Any]] = {
     fractions.Fraction: Encoder._fraction,
     torch.dtype: Encoder._dtype,
     torch.device: Encoder._device,
+    torch.Generator: Encoder._generator,
     torch.layout: Encoder._layout,
     torch.memory_format: Encoder._memory_format,
     torch.Tensor: Encoder._tensor,

@@ -143,6 +143,28 @@ def class_reference(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+def find_listed_class(reference: str) -> type | None:
+    """The class that this process lists under that name by torch.serialization.add_safe_globals."""
+    name = reference.replace(":", ".")
+    for entry in torch.serialization.get_safe_globals():
+        cls, alias = entry if isinstance(entry, tuple) else (entry, "")
+        if isinstance(cls, type) and name == (alias or f"{cls.__module__}.{cls.__qualname__}"):
+            return cls
+    return None
+
+
+def is_record_class(cls: type) -> bool:
+    """Whether its objects are their attributes: pickle makes them by no code of the class."""
+    own = {
+        *("__new__", "__getnewargs__", "__getnewargs_ex__", "__getstate__", "__setstate__"),
+        *("__reduce__", "__reduce_ex__"),
+    }
+    namespaces = [vars(base) for base in cls.__mro__ if base is not object]
+    return cls.__dictoffset__ != 0 and not any(
+        own.intersection(names) or names.get("__slots__") for names in namespaces
+    )
+
+
 def find_loaded_class(reference: str) -> type | None:
     """Return the class that `reference` names if its module is already imported, else None.
 

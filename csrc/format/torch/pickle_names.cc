@@ -161,6 +161,7 @@ constexpr auto kRows = Sorted(std::to_array<Row>({
     {"torch", "uint32", OfDtype(Dtype::kU32)},
     {"torch", "uint64", OfDtype(Dtype::kU64)},
     {"torch", "uint8", OfDtype(Dtype::kU8)},
+    {"torch._C", "Generator", Object(kGenerator)},
     {"torch._tensor", "_rebuild_from_type_v2", Made(kRebuildFromType)},
     {"torch._utils", "_rebuild_parameter", Made(kRebuildParameter)},
     {"torch._utils", "_rebuild_parameter_with_state",

@@ -20,6 +20,7 @@ enum class PickleName : uint8_t {
   kUntypedStorage,
   kSize,
   kDevice,
+  kGenerator,
   kLayout,
   kRebuildTensor,    // of a storage that has a dtype
   kRebuildTensorV3,  // of one that has none

@@ -345,7 +345,7 @@ class ObjectWriter {
     }
     return Corrupt("the object has arguments that do not belong to it");
   }
-  Status Device(PickleValues arguments) {
+  static Result<std::string> DeviceName(PickleValues arguments) {
     if (arguments.empty() || !arguments[0].Is(PickleKind::kString)) {
       return Corrupt("the object has a device without a name");
     }
@@ -353,6 +353,10 @@ class ObjectWriter {
     if (arguments.size() > 1 && arguments[1].Is(PickleKind::kInt)) {
       name += ":" + std::to_string(arguments[1].integer());
     }
+    return name;
+  }
+  Status Device(PickleValues arguments) {
+    TC_ASSIGN_OR_RETURN(const std::string name, DeviceName(arguments));
     return Tagged("device", name);
   }
   Status Layout(PickleValues arguments) {
@@ -453,6 +457,8 @@ class ObjectWriter {
         return ArrayOfState(object.state);
       case PickleName::kBytesIo:
         return BytesIo(object);
+      case PickleName::kGenerator:
+        return Generator(object);
       case PickleName::kUnknown:
         return Unknown(value);
       default:
@@ -517,6 +523,30 @@ class ObjectWriter {
     Open("bytesio");
     Member("p");
     out_ += std::to_string(state.items()[1].integer());
+    return Data(bytes);
+  }
+  // It is made of a device. Its state is (seed, offset, bytes), of which the
+  // bytes say all.
+  Status Generator(const PickleObject& object) {
+    const PickleValues made_of = object.arguments.items();
+    const PickleValue& state = object.state;
+    const bool fits = made_of.size() == 1 && made_of[0].Is(PickleKind::kMade) &&
+                      made_of[0].name() == PickleName::kDevice &&
+                      state.Is(PickleKind::kTuple) &&
+                      state.items().size() == 3 &&
+                      IsTorchTensor(state.items()[2]);
+    if (!fits) return Corrupt("the object has a Generator without a state");
+    TC_ASSIGN_OR_RETURN(const std::string device,
+                        DeviceName(made_of[0].items()));
+    TC_ASSIGN_OR_RETURN(const TorchTensor tensor,
+                        ReadTorchTensor(state.items()[2]));
+    if (tensor.dtype != Dtype::kU8) {
+      return Corrupt("the object has a Generator whose state is no bytes");
+    }
+    TC_ASSIGN_OR_RETURN(const std::string bytes, tensor_bytes_(tensor));
+    Open("generator");
+    Member("d");
+    TC_RETURN_IF_ERROR(Text(device));
     return Data(bytes);
   }
   // Its attributes are its state.
