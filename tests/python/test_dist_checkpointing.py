@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 import inspect
 import json
 import shutil
@@ -250,6 +251,42 @@ def test_damage_is_an_error(tmp_path: Path) -> None:
     assert torch.equal(load(request(), path, verify_integrity=True)["w"], value)
 
 
+def test_the_digests_that_megatron_writes_are_compared(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    shutil.copytree(TORCH_DIST / "checkpoint", path)
+    files = {
+        each.name: hashlib.sha256(each.read_bytes()).hexdigest()
+        for each in path.iterdir()
+        if each.is_file()
+    }
+
+    def lists(listed: Any, algorithm: str = "sha256") -> None:
+        said = {"algorithm": algorithm, "files": listed}
+        (path / "integrity.json").write_text(json.dumps(said))
+
+    lists(files)
+    load({}, path, verify_integrity=True)
+    place = path / "metadata.json"
+    whole = place.read_bytes()
+    place.write_bytes(whole + b" ")  # of which nothing else tells
+    load({}, path)
+    with pytest.raises(CheckpointingException, match=r"metadata\.json.*not what was written"):
+        load({}, path, verify_integrity=True)
+    place.write_bytes(whole)
+    for listed, algorithm, says in (
+        ({**files, "gone": "0"}, "sha256", "gone.*no such file"),
+        ({"../c/metadata.json": files["metadata.json"]}, "sha256", "no such file"),
+        (files, "md5", "integrity.json.*'md5'"),
+        ([1], "sha256", "integrity.json"),
+    ):
+        lists(listed, algorithm)
+        with pytest.raises(CheckpointingException, match=says):
+            load({}, path, verify_integrity=True)
+    (path / "integrity.json").write_text("{")
+    with pytest.raises(CheckpointingException, match="integrity.json.*no list"):
+        load({}, path, verify_integrity=True)
+
+
 def test_arguments(tmp_path: Path) -> None:
     path = tmp_path / "c"
     save({"a": 1}, path, ("torch_dist", 1), common_strategy=("torch", 1))
@@ -257,8 +294,9 @@ def test_arguments(tmp_path: Path) -> None:
     for strict in ("no", True, None):
         with pytest.raises(ValueError, match="strict is one of"):
             load({}, path, strict=strict)
-    with pytest.raises(ValueError, match="no backend"):
-        save({}, path, ("zarr", 1))
+    for call, backend in ((save, ("zarr", 1)), (load, ("zarr", 2)), (load, ("other", 1))):
+        with pytest.raises(ValueError, match="is none of .'torch_dist', 1."):
+            call({}, path, backend)
     for call in (save, load):
         with pytest.raises(TypeError, match="no strategy"):
             call({}, path, object())
@@ -267,7 +305,7 @@ def test_arguments(tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match="is a dict"):
         save([1], path)
     for path_like in ("msc://profile/c", "s3://bucket/c"):
-        with pytest.raises((CheckpointingException, ValueError), match=r"://"):
+        with pytest.raises(CheckpointingException, match=r"://"):
             save({"a": 1}, path_like)
 
 
@@ -276,7 +314,7 @@ def test_an_unstorable_value_is_named(tmp_path: Path) -> None:
         pass
 
     for state in ({"a": {"b": Own()}}, {"a": ShardedObject("o", [Own()], (1,), (0,))}):
-        with pytest.raises((CheckpointingException, TypeError), match="Own"):
+        with pytest.raises(CheckpointingException, match="Own"):
             save(state, tmp_path / "c")
     assert not (tmp_path / "c").exists()
 

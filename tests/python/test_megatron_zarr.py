@@ -52,7 +52,7 @@ def test_it_is_loaded_as_megatron_does() -> None:
     found = dist_checkpointing.load_sharded_metadata(path)
     assert found.keys() == wanted().keys() | SAID["objects"].keys()
     loaded = dist_checkpointing.load(
-        dict(found), path, validate_access_integrity=False, strict="raise_all"
+        dict(found), path, ("zarr", 1), validate_access_integrity=False, strict="raise_all"
     )
     for name, value in wanted().items():
         assert torch.equal(loaded[name], value), name
@@ -71,6 +71,14 @@ def test_it_is_loaded_as_megatron_does() -> None:
     )
     loaded = dist_checkpointing.load({"x": part}, path, validate_access_integrity=False)
     assert torch.equal(loaded["x"], rows[1:-1])
+
+
+def test_it_has_nothing_to_be_verified_by() -> None:
+    path = FIXTURE / "checkpoint"
+    with pytest.raises(torch_ckpt.UnsupportedError, match="has no digest"):
+        torch_ckpt.Checkpoint(path).verify()
+    with pytest.raises(CheckpointingException, match="has no digest"):
+        dist_checkpointing.load({}, path, verify_integrity=True)
 
 
 def test_objects_under_names_of_early_releases(copy: Path) -> None:

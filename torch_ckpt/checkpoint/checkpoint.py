@@ -260,15 +260,15 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         share: tuple[int, int] = (0, 1),
     ) -> VerifyReport:
         """Compare every byte of every file with its digest; of files of stock DCP and torch.save,
-        every entry of their archives with its CRC-32. Begins again, a few times, when a save
-        replaces the checkpoint meanwhile.
+        every entry of their archives with its CRC-32. What has neither is an error. Begins again, a
+        few times, when a save replaces the checkpoint meanwhile.
 
         workers: threads. progress: called with bytes done and bytes in all, about ten times a
         second, on another thread. direct_io: False reads through the page cache. share: (which, of
         how many) shares of the bytes, for ranks that verify together. Raises InvalidArgumentError
         for a share that there is not; CorruptError that names the file and the bytes;
-        UnsupportedError for a directory that has neither, as plain safetensors; and what `describe`
-        raises.
+        UnsupportedError where there is nothing to compare some of it with, as of plain safetensors
+        and zarr; and what `describe` raises.
         """
 
         # What is wrong with a directory is raised by the first look, which takes its time where a

@@ -31,6 +31,7 @@ DISTCP = ".distcp"
 # Of Megatron Core: objects are lists of one under their unique keys, and so is what belongs to no
 # key, rank 0's common state, and what says of a checkpoint what it holds.
 MEGATRON_CONFIG = "metadata.json"
+MEGATRON_INTEGRITY = "integrity.json"
 MEGATRON_COMMON = "common_state/shard_0_1"
 MEGATRON_CONTENT = "content_metadata/shard_0_1"
 MEGATRON_COMMON_FILE = "common.pt"

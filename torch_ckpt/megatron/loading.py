@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from torch_ckpt.calls.api import wait_for_saves_beside
 from torch_ckpt.calls.load import Load
-from torch_ckpt.checkpoint.checkpoint import Checkpoint, look_again
+from torch_ckpt.checkpoint.checkpoint import look_again
 from torch_ckpt.dcp.plan.items import read_items
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
 from torch_ckpt.dcp.plan.rings import Node, numbers_of, this_node
@@ -24,6 +24,7 @@ from torch_ckpt.megatron.agreed import agree
 from torch_ckpt.megatron.boxes import Box, Numbers, is_quantized
 from torch_ckpt.megatron.config import CheckpointingException
 from torch_ckpt.megatron.deliveries import Asked, Reads, boxes_to_read, deliver, plan_reads
+from torch_ckpt.megatron.integrity import verify_share
 from torch_ckpt.megatron.request import Request
 from torch_ckpt.megatron.sharding import RankLayout, check_layouts
 from torch_ckpt.megatron.stored import Stored
@@ -85,9 +86,9 @@ def _loaded(
 
     def ask() -> _Said:
         wait_for_saves_beside(ranks.size)
-        if options.verify:
-            Checkpoint(path).verify(share=(ranks.rank, ranks.size))
         stored = Stored(path)
+        if options.verify:
+            verify_share(stored, (ranks.rank, ranks.size))
         found.append((Request(state_dict), stored))
         request = found[0][0]
         shares, group, _ = options.sharing
@@ -153,8 +154,11 @@ def _settled(
     )
     wrong = []
     if raises and any(unexpected):
-        said = {key: rank for rank, of_rank in enumerate(unexpected) for key in of_rank}
-        words = [f"{key} (rank {rank})" for key, rank in sorted(said.items())]
+        asking: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(unexpected):
+            for key in of_rank:
+                asking.setdefault(key, []).append(rank)
+        words = [f"{key} ({_ranks(of_key)})" for key, of_key in sorted(asking.items())]
         wrong.append(f"Unexpected keys, which are asked for and not stored: {_listed(words)}")
     if strict is StrictHandling.RAISE_ALL and missing:
         words = sorted(missing)
@@ -162,6 +166,12 @@ def _settled(
     if wrong:
         raise CheckpointingException("; ".join(wrong))
     return [(missing, each) for each in unexpected]
+
+
+def _ranks(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    return f"ranks {_listed([str(number) for number in numbers])}"
 
 
 def _listed(words: list[str]) -> str:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-BACKENDS = ("torch_dist", "torch_ckpt")  # the first is what programs name, and mean ours
+_WRITTEN = ("torch_dist", "torch_ckpt")  # the first is what programs name, and mean ours
+_READ = (*_WRITTEN, "zarr")
 _ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
 
 
@@ -144,7 +145,7 @@ class Sharing(NamedTuple):
 def sharing_of(strategy: Any) -> Sharing:
     """What `strategy` of a save says. Raises TypeError for what is none, ValueError for a backend
     that is not written."""
-    if _is_default(strategy):
+    if _is_default(strategy, _WRITTEN):
         return Sharing()
     if _is(strategy, "FullyParallelSaveStrategyWrapper"):
         base = sharing_of(strategy.base_strategy)
@@ -158,9 +159,9 @@ def sharing_of(strategy: Any) -> Sharing:
 
 
 def sharing_of_load(strategy: Any) -> Sharing:
-    """As `sharing_of`, of a load. Raises NotImplementedError for an exchange_algo that is none of
-    Megatron's."""
-    if _is_default(strategy):
+    """As `sharing_of`, of a load. The directory says how it is read, whichever backend is named.
+    Raises NotImplementedError for an exchange_algo that is none of Megatron's."""
+    if _is_default(strategy, _READ):
         return Sharing()
     if _is(strategy, "FullyParallelLoadStrategyWrapper"):
         _check_exchange_algo(strategy.exchange_algo)
@@ -172,13 +173,14 @@ def sharing_of_load(strategy: Any) -> Sharing:
     raise TypeError(f"a {type(strategy).__qualname__} is no strategy of a load")
 
 
-def _is_default(strategy: Any) -> bool:
+def _is_default(strategy: Any, backends: tuple[str, ...]) -> bool:
     if strategy is None:
         return True
     if not isinstance(strategy, tuple):
         return False
-    if len(strategy) != 2 or strategy[0] not in BACKENDS or strategy[1] != 1:
-        raise ValueError(f"{strategy!r} is no backend that is written; ('torch_dist', 1) is")
+    if len(strategy) != 2 or strategy[0] not in backends or strategy[1] != 1:
+        words = ", ".join(repr((backend, 1)) for backend in backends)
+        raise ValueError(f"{strategy!r} is none of {words}")
     return True
 
 

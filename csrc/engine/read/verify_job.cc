@@ -2,7 +2,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
+#include <map>
 #include <set>
+#include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "engine/open/open_files.h"
@@ -34,11 +39,18 @@ Status CheckContent(const ByteSource& source, const ZipContent& content,
                       Crc32OfRange(source, content.range, job,
                                    [&](uint64_t n) { job->AddDone(n); }));
   if (crc == content.crc32) return {};
+  // Who saves without them writes 0.
+  if (content.crc32 == 0) {
+    return Unsupported("has an archive that says no checksums to compare")
+        .WithFile(source.path());
+  }
   return Corrupt("the entry " + content.name +
                  " of the archive does not match its CRC-32, from byte " +
                  std::to_string(content.range.begin) + " on")
       .WithFile(source.path());
 }
+
+Status NothingToCompare() { return Unsupported("has no digest to compare"); }
 
 Result<std::vector<ZipContent>> ContentsOf(const Checkpoint& checkpoint,
                                            const Checkpoint::Archive& one,
@@ -53,8 +65,7 @@ Result<std::vector<ZipContent>> ContentsOf(const Checkpoint& checkpoint,
   std::vector<ZipContent> contents;
   const auto look = [&](const File& file) -> Status {
     TC_ASSIGN_OR_RETURN(const bool zip, IsTorchArchive(file, placement.offset));
-    // A blob of safetensors has no digests.
-    if (!zip) return {};
+    if (!zip) return NothingToCompare();  // a blob of safetensors
     TC_ASSIGN_OR_RETURN(
         const TorchArchive archive,
         TorchArchive::Open(file,
@@ -63,8 +74,42 @@ Result<std::vector<ZipContent>> ContentsOf(const Checkpoint& checkpoint,
     TC_ASSIGN_OR_RETURN(contents, archive.Contents());
     return {};
   };
-  TC_RETURN_IF_ERROR(checkpoint.Look(placement.file, look, files));
+  Status looked = checkpoint.Look(placement.file, look, files);
+  if (!looked.ok() && one.tensor) {
+    const std::string_view name =
+        checkpoint.catalog().entries()[*one.tensor].name;
+    looked = std::move(looked).WithTensor(std::string(name));
+  }
+  TC_RETURN_IF_ERROR(looked);
   return contents;
+}
+
+// Names a tensor with bytes that are in none of `archives`, as a chunk of zarr.
+Status CheckArchived(const Checkpoint& checkpoint,
+                     const std::vector<Checkpoint::Archive>& archives) {
+  std::map<std::pair<uint32_t, uint64_t>, uint64_t> ends;  // by file and begin
+  for (const Checkpoint::Archive& one : archives) {
+    const Placement& at = one.placement;
+    ends[{at.file, at.offset}] = at.offset + at.bytes;
+  }
+  const Catalog& catalog = checkpoint.catalog();
+  for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
+    if (catalog.entries()[e].kind != EntryKind::kTensor) continue;
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        catalog.Placements(e, checkpoint.files()));
+    for (const Placement& at : placements) {
+      if (at.box.Volume() == 0) continue;
+      const auto after = ends.upper_bound({at.file, at.offset});
+      if (after != ends.begin()) {
+        const auto& [begin, end] = *std::prev(after);
+        if (begin.first == at.file && at.offset < end) continue;
+      }
+      return NothingToCompare()
+          .WithTensor(std::string(catalog.entries()[e].name))
+          .WithFile(checkpoint.path() + "/" + checkpoint.files()[at.file].name);
+    }
+  }
+  return {};
 }
 
 // Of a checkpoint without digests, what its archives say of themselves.
@@ -76,6 +121,7 @@ Result<VerifyReport> VerifyArchives(const Checkpoint& checkpoint,
     return Unsupported("has no manifest and so no digests to compare")
         .WithFile(checkpoint.path());
   }
+  TC_RETURN_IF_ERROR(CheckArchived(checkpoint, archives));
   archives = ShareOf(std::move(archives), options);
   std::set<uint32_t> named;
   uint64_t total = 0;
@@ -95,8 +141,6 @@ Result<VerifyReport> VerifyArchives(const Checkpoint& checkpoint,
                             ContentsOf(checkpoint, one, &files));
         uint64_t of_archive = 0;
         for (const ZipContent& content : contents) {
-          // Who saves without them writes 0.
-          if (content.crc32 == 0) continue;
           TC_RETURN_IF_ERROR(
               files.Read(placement.file, [&](const ByteSource& source) {
                 return CheckContent(source, content, job);
@@ -108,10 +152,6 @@ Result<VerifyReport> VerifyArchives(const Checkpoint& checkpoint,
         return {};
       }));
   TC_RETURN_IF_ERROR(files.CheckUnchanged());
-  if (checked == 0 && options.shares == 1) {
-    return Unsupported("its archives say no checksums to compare")
-        .WithFile(checkpoint.path());
-  }
   return VerifyReport{checked, named.size()};
 }
 

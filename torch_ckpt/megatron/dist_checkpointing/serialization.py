@@ -85,7 +85,8 @@ def save(
     common_strategy, verify_integrity: do nothing. Every file has digests.
 
     Raises CheckpointingException or OSError, on every rank, that names key, box and ranks; nothing
-    of a failed save is left. TypeError for another async_strategy.
+    of a failed save is left. TypeError for another async_strategy, and for what is no strategy of
+    a save; ValueError for a backend that is not written.
     """
     check_async_strategy(async_strategy)
     options = SaveOptions(
@@ -129,8 +130,10 @@ def load(
     common_strategy: does nothing.
 
     Returns the common state that was stored, with what was loaded in its places; for the two
-    `return_*` flags that, the missing and the unexpected keys. Raises ValueError for another flag;
-    CheckpointingException or OSError, on every rank; tensors may then be filled in part.
+    `return_*` flags that, the missing and the unexpected keys. Raises ValueError for another flag,
+    and for a backend that is not read; TypeError for what is no strategy of a load;
+    NotImplementedError for an exchange_algo that is none of Megatron's; CheckpointingException or
+    OSError, on every rank: tensors may then be filled in part.
     """
     flag = parse_strict_flag(strict)
     sharing = sharing_of_load(sharded_strategy)
