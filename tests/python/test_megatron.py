@@ -84,6 +84,13 @@ def test_dist_checkpointing_loads_it(written: Path) -> None:
     assert dist_checkpointing.load_tensors_metadata(written).keys() == whole().keys()
 
 
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.campaign), 2])
+def test_the_same_calls_have_the_same_answers(tmp_path: Path, world: int) -> None:
+    pytest.importorskip("megatron.core.dist_checkpointing")
+    outcome = run_ranks("megatron_beside", world, tmp_path)
+    assert outcome and set(outcome.values()) == {"ok"}, outcome
+
+
 def test_stock_load_through_our_reader(written: Path) -> None:
     target = {name: torch.zeros_like(value) for name, value in whole().items()}
     dcp.load(target, storage_reader=torch_ckpt.CheckpointReader(written))
@@ -217,6 +224,15 @@ def test_stock_directories_with_dtypes_that_are_not_read(tmp_path: Path) -> None
     assert same(checkpoint["w"][...], torch.ones(3))
     with pytest.raises(torch_ckpt.UnsupportedError, match="z.*complex128"):
         checkpoint["z"][...]
+    # As a directory of Megatron's.
+    config = dist_checkpointing.core.CheckpointingConfig("torch_dist", 1)
+    dist_checkpointing.core.save_config(config, tmp_path / "a")
+    torch.save({}, tmp_path / "a" / "common.pt")
+    found = dist_checkpointing.load_tensors_metadata(tmp_path / "a")
+    assert {name: (each.dtype, each.global_shape) for name, each in found.items()} == {
+        "w": (torch.float32, (3,)),
+        "z": (torch.complex128, (2, 2)),
+    }
 
 
 def test_it_is_looked_into(written: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import multiprocessing
 import shutil
@@ -20,7 +21,7 @@ pytest.importorskip("megatron.core.dist_checkpointing")
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import core, serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies import async_utils
+from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -101,6 +102,21 @@ def test_no_process_is_started_for_saves() -> None:
         classes["get_write_results_queue"](mp_mode="fork")
         assert isinstance(kind(persistent=True, cpu_shm_mode=True), async_utils.AsyncCallsQueue)
     assert set(multiprocessing.active_children()) == before
+
+
+def test_requests_of_others_are_refused() -> None:
+    """They would start processes: those of Megatron's own strategies and of its other formats."""
+    with patch_megatron():
+        queue = async_utils.AsyncCallsQueue()
+        for function in (
+            filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc,
+            functools.partial(filesystem_async.FileSystemWriterAsync.preload_tensors, None),
+        ):
+            with pytest.raises(TypeError, match="make it by the save of torch_ckpt"):
+                queue.schedule_async_request(async_utils.AsyncRequest(function, (), []))
+        with pytest.raises(TypeError, match="no AsyncRequest"):
+            queue.schedule_async_request(print)
+        assert queue.get_num_unfinalized_calls() == 0
 
 
 def test_their_strategies_are_options(tmp_path: Path) -> None:

@@ -77,12 +77,12 @@ class Stored:
         self._objects = [name for name in objects if name not in common]
 
     def tensors(self) -> dict[str, tuple[torch.dtype, Numbers]]:
-        """Dtype and shape of each tensor by its key. Raises CorruptError for one that this torch
-        cannot say."""
+        """Dtype and shape of each tensor by its key, also of one that is not read. Raises
+        CorruptError for one that this torch cannot say."""
         found: dict[str, tuple[torch.dtype, Numbers]] = {}
         for key, stored in self._tensors.items():
-            dtype = TORCH_DTYPES.get(stored.dtype)
-            if dtype is None or stored.shape is None:
+            dtype = TORCH_DTYPES.get(stored.dtype) or getattr(torch, stored.dtype, None)
+            if not isinstance(dtype, torch.dtype) or stored.shape is None:
                 raise CorruptError(
                     f"is {stored.dtype} of {stored.shape}, which this torch cannot hold",
                     file=self.path,

@@ -131,8 +131,8 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Tree) -> Tree:
 def merge(x1: Tree, x2: Tree, key: Path = ()) -> Tree:
     """Add the leaves of `x2` to `x1`, which is changed and returned.
 
-    A list may be met by one of as many entries, or by a dict of positions. Raises ValueError that
-    names the path of lists of other lengths, and of a leaf that both have.
+    A list may be met by one of as many entries. Raises ValueError that names the path of lists of
+    other lengths, and of a leaf that both have.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         for name, value in x2.items():
