@@ -19,6 +19,7 @@ SAVE = (
     Figure("first_seconds", "first save of a process, s", worst=True),
     *COSTS,
     Figure("files", "data files a rank"),
+    Figure("disk", "MB on the disk"),
 )
 BESIDE = (
     Figure("blocked", "blocked ms", worst=True, compared=True),
@@ -61,6 +62,7 @@ def _run(
         "asked": answer["read"] / needed,
         "from_disk": answer["from_disk"] / needed,
         "files": sum(1 for each in path.iterdir() if each.suffix in DATA) / world,
+        "disk": sum(each.stat().st_blocks for each in path.iterdir()) * 512 / 1e6,
     }
     return Timing(
         answer["seconds"], answer["cpu"], bytes_, int(answer["extra_memory"]), figures=figures
@@ -151,7 +153,7 @@ def _load_row(
         contenders,
         limit,
         bound=rivals.READ_BOUND,
-        figures=LOAD if state == "objects" else READ,
+        figures=LOAD if state.endswith("objects") else READ,
         close=lambda: files.empty(context.directory),
     )
 
@@ -221,6 +223,21 @@ def megatron_async_gpt(context: Context) -> Row:
     return Row(title, bytes_, 37, contenders, limit, bound=rivals.READ_BOUND, figures=BESIDE)
 
 
+@row("megatron_save_layers", memory=("as-is",))
+def megatron_save_layers(context: Context) -> Row:
+    """Many boxes that lie in a row, and become one."""
+    count = max(1, round(96 * context.scale))
+    return _save_row(context, "layers", "Save 96 layers of 1 MiB, TP 2, durable", count << 20, 1)
+
+
+@row("megatron_save_apart", memory=("as-is",))
+def megatron_save_apart(context: Context) -> Row:
+    """Boxes that do not make one."""
+    bytes_ = 40 * max(1, round(256 * context.scale)) * 2048 * 2
+    title = "Save a matrix of 20 boxes apart on each of 2 ranks, durable"
+    return _save_row(context, "apart", title, bytes_, 1)
+
+
 @row("megatron_save_many", memory=("as-is",))
 def megatron_save_many(context: Context) -> Row:
     """5,000 small tensors that both ranks have."""
@@ -251,3 +268,19 @@ def megatron_load_objects(context: Context) -> Row:
     count = max(1, round(10_000 * context.scale))
     title = "Load 10,000 objects, on both of 2 ranks, warm"
     return _load_row(context, "objects", title, count, count, cold=False)
+
+
+@row("megatron_save_more_objects", memory=("as-is",))
+def megatron_save_more_objects(context: Context) -> Row:
+    """Five times as many."""
+    count = max(1, round(50_000 * context.scale))
+    title = "Save 50,000 objects, on both of 2 ranks, durable"
+    return _save_row(context, "more_objects", title, count, count)
+
+
+@row("megatron_load_more_objects", memory=("as-is",))
+def megatron_load_more_objects(context: Context) -> Row:
+    """The same."""
+    count = max(1, round(50_000 * context.scale))
+    title = "Load 50,000 objects, on both of 2 ranks, warm"
+    return _load_row(context, "more_objects", title, count, count, cold=False)

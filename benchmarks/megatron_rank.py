@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -109,17 +110,52 @@ def many(rank: int, world: int, scale: float, *, filled: bool) -> State:
     }
 
 
-def objects(rank: int, world: int, scale: float, *, filled: bool) -> State:
-    """10,000 objects that all ranks have."""
+def layers(rank: int, world: int, scale: float, *, filled: bool) -> State:
+    """96 layers of a matrix of 1 MiB, along an axis that is prepended, in rows of each rank's."""
+    count, rows = max(1, round(96 * scale)), 1024 // world
+    return {
+        f"{layer}": place(
+            "layers",
+            content(layer, (rows, 512), rank * rows)
+            if filled
+            else torch.zeros(rows, 512, dtype=DTYPE),
+            (0, layer, count),
+            (1, rank, world),
+            prepend_axis_num=1,
+        )
+        for layer in range(count)
+    }
+
+
+def apart(rank: int, world: int, scale: float, *, filled: bool) -> State:
+    """A matrix of which each rank has 20 boxes, with those of others between them."""
+    rows = max(1, round(256 * scale))
+
+    def box(at: int) -> torch.Tensor:
+        return content(1, (rows, 2048), at * rows) if filled else torch.zeros(rows, 2048).to(DTYPE)
+
+    places = range(rank, 20 * world, world)
+    return {f"{at}": place("apart", box(at), (0, at, 20 * world)) for at in places}
+
+
+def objects(rank: int, world: int, scale: float, *, filled: bool, count: int = 10_000) -> State:
+    """So many objects that all ranks have."""
     return {
         f"{n}": ShardedObject(
             f"object.{n}", {"step": n, "name": "x"} if filled else None, (1,), (0,), rank
         )
-        for n in range(max(1, round(10_000 * scale)))
+        for n in range(max(1, round(count * scale)))
     }
 
 
-STATES: dict[str, Callable[..., State]] = {"gpt": gpt, "many": many, "objects": objects}
+STATES: dict[str, Callable[..., State]] = {
+    "gpt": gpt,
+    "layers": layers,
+    "apart": apart,
+    "many": many,
+    "objects": objects,
+    "more_objects": functools.partial(objects, count=50_000),
+}
 
 
 def tensors_in(state: State) -> dict[str, torch.Tensor]:

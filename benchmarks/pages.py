@@ -39,7 +39,7 @@ PAGES = {
         "many files, many ranks, first use of memory",
         (
             *("open_", "load_cast", "load_node", "merge_opens", "commit_ranks"),
-            *("describe_colliding", "async_first"),
+            *("describe_colliding", "async_first", "import_"),
         ),
     ),
     "formats": Page(
