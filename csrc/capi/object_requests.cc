@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "capi/requests.h"
-#include "engine/open/torch_archive.h"
+#include "engine/open/archives.h"
 #include "json/held.h"
 #include "os/directory.h"
 #include "os/path.h"

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/open/torch_archive.h"
+#include "engine/open/archives.h"
 #include "os/path.h"
 
 namespace torch_ckpt {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/open/torch_archive.h"
+#include "engine/open/archives.h"
 #include "engine/write/casts.h"
 #include "engine/write/stored_providers.h"
 #include "values/cast.h"
@@ -121,15 +121,8 @@ class Filler {
     TC_ASSIGN_OR_RETURN(const auto archives, layout_->Archives());
     for (const Checkpoint::Archive& each : archives) {
       const Placement& at = each.placement;
-      const auto read = [&]() -> Result<std::vector<ZipContent>> {
-        TC_ASSIGN_OR_RETURN(
-            const TorchArchive archive,
-            TorchArchive::Open(files[at.file],
-                               ByteRange::Of(at.offset, at.bytes),
-                               kMaxObjectPickle));
-        return archive.Contents();
-      };
-      auto found = read();
+      const ByteRange range = ByteRange::Of(at.offset, at.bytes);
+      auto found = ReadZipContents(files[at.file], range);
       if (!found.ok()) return found.status().WithFile(files[at.file].path());
       std::move(found->begin(), found->end(),
                 std::back_inserter(entries[at.file]));

@@ -12,7 +12,6 @@
 
 #include "format/ours/catalog.h"
 #include "format/ours/manifest.h"
-#include "format/torch/unread.h"
 #include "os/directory.h"
 
 namespace torch_ckpt {

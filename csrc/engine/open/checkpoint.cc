@@ -4,8 +4,8 @@
 #include <set>
 #include <utility>
 
+#include "engine/open/archives.h"
 #include "engine/open/build_catalog.h"
-#include "engine/open/torch_archive.h"
 #include "format/names.h"
 
 namespace torch_ckpt {
@@ -138,9 +138,7 @@ Result<StoredView::Resolved> Checkpoint::Resolve(uint32_t entry,
           blobs_.Resolve(file, archive, StoredName(entry), e.dtype));
       return {};
     }
-    TC_ASSIGN_OR_RETURN(TorchArchive::Found in_archive,
-                        ResolveArchive(file, archive, e.dtype));
-    found = {std::move(in_archive.placement), in_archive.storage};
+    TC_ASSIGN_OR_RETURN(found, ResolveArchive(file, archive, e.dtype));
     return {};
   };
   const auto look_there = [&](const File& file) -> Status {

@@ -31,7 +31,6 @@
 #include "engine/open/stored_view.h"
 #include "format/ours/catalog.h"
 #include "format/ours/manifest.h"
-#include "format/torch/unread.h"
 #include "os/directory.h"
 
 namespace torch_ckpt {

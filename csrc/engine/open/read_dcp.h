@@ -5,9 +5,11 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "engine/open/catalog_reader.h"
-#include "format/torch/dcp_metadata.h"
+#include "format/ours/catalog.h"
+#include "format/ours/catalog_builder.h"
 
 namespace torch_ckpt {
 

@@ -7,6 +7,7 @@
 #include "engine/open/read_zarr.h"
 #include "engine/open/torch_leaves.h"
 #include "format/json.h"
+#include "format/torch/dcp_metadata.h"
 
 namespace torch_ckpt {
 namespace {

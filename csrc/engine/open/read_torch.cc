@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "engine/open/archives.h"
 #include "engine/open/not_weights.h"
 #include "engine/open/numbered_files.h"
 #include "engine/open/read_index.h"
-#include "engine/open/torch_archive.h"
 #include "engine/open/torch_leaves.h"
 #include "format/names.h"
 #include "format/ours/catalog_builder.h"

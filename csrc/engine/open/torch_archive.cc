@@ -1,12 +1,8 @@
 #include "engine/open/torch_archive.h"
 
 #include <algorithm>
-#include <array>
-#include <optional>
 #include <utility>
 
-#include "format/torch/pickle_object.h"
-#include "format/torch/state.h"
 #include "plan/copy_run.h"
 #include "plan/runs.h"
 #include "runtime/crc32.h"
@@ -152,7 +148,7 @@ Result<std::vector<ZipContent>> TorchArchive::Contents() const {
   return out;
 }
 
-Result<TorchArchive::Found> TorchArchive::Find(
+Result<StoredView::Resolved> TorchArchive::Find(
     const TorchTensor& tensor) const {
   const auto entry =
       entries_.find(stem_ + "data/" + std::string(tensor.storage));
@@ -178,7 +174,7 @@ Result<TorchArchive::Found> TorchArchive::Find(
   TC_ASSIGN_OR_RETURN(
       const uint64_t begin,
       ZipContentBegin(AsBytes(header), entry->second, directory_));
-  Found out;
+  StoredView::Resolved out;
   out.storage.range = ByteRange::Of(range_.begin + begin, entry->second.bytes);
   out.storage.crc32 = entry->second.crc32;
   out.placement.kind = PlacementKind::kStridedBox;
@@ -229,7 +225,7 @@ Result<std::string> TorchArchive::Elements(const TorchTensor& tensor,
   }
   std::string out(bytes, '\0');
   if (bytes == 0) return out;
-  TC_ASSIGN_OR_RETURN(const Found placed, Find(tensor));
+  TC_ASSIGN_OR_RETURN(const StoredView::Resolved placed, Find(tensor));
   TC_RETURN_IF_ERROR(CheckStorage(placed.storage));
   const Placement& found = placed.placement;
   TC_ASSIGN_OR_RETURN(
@@ -245,67 +241,6 @@ Result<std::string> TorchArchive::Elements(const TorchTensor& tensor,
             reinterpret_cast<std::byte*>(out.data()), 0);
   }
   return out;
-}
-
-Result<std::vector<Result<std::string>>> ReadArchivedObjects(
-    const File& file, ByteRange range, std::span<const uint64_t> leaves) {
-  TC_ASSIGN_OR_RETURN(const TorchArchive archive,
-                      TorchArchive::Open(file, range, kMaxObjectPickle));
-  std::optional<TorchState> state;
-  std::vector<Result<std::string>> out;
-  // Of all together, those that cannot be read included.
-  Budget budget = archive.MakeBudget();
-  for (const uint64_t leaf : leaves) {
-    const PickleValue* value = &archive.root();
-    if (leaf > 0) {
-      if (!state) {
-        Budget of_names = archive.MakeBudget();
-        TC_ASSIGN_OR_RETURN(state, FlattenState(archive.root(), &of_names));
-      }
-      if (leaf > state->leaves.size()) {
-        return Foreign("has no leaf " + std::to_string(leaf));
-      }
-      value = state->leaves[leaf - 1].value;
-    }
-    out.push_back(ObjectOfPickle(
-        *value,
-        [&](const TorchTensor& tensor) {
-          return archive.Elements(tensor, &budget);
-        },
-        &budget));
-  }
-  return out;
-}
-
-Result<bool> IsTorchArchive(const File& file, uint64_t offset) {
-  constexpr std::string_view kMagic("PK\x03\x04");
-  std::array<std::byte, kMagic.size()> first;
-  TC_RETURN_IF_ERROR(file.ReadExact(first, offset));
-  return AsText(first) == kMagic;
-}
-
-Result<TorchArchive::Found> ResolveArchive(const File& file,
-                                           const Placement& placement,
-                                           Dtype dtype) {
-  TC_ASSIGN_OR_RETURN(
-      const TorchArchive archive,
-      TorchArchive::Open(file, ByteRange::Of(placement.offset, placement.bytes),
-                         kMaxTensorPickle));
-  if (!IsTorchTensor(archive.root())) {
-    return Unsupported("the torch.save archive holds no plain tensor");
-  }
-  TC_ASSIGN_OR_RETURN(const TorchTensor tensor,
-                      ReadTorchTensor(archive.root()));
-  if (tensor.dtype != dtype || !(tensor.shape == placement.box.sizes)) {
-    return Foreign(std::string("holds ") + DtypeName(tensor.dtype) + " " +
-                   tensor.shape.ToString() + " where the metadata says " +
-                   DtypeName(dtype) + " " + placement.box.sizes.ToString());
-  }
-  TC_ASSIGN_OR_RETURN(TorchArchive::Found found, archive.Find(tensor));
-  found.storage.file = found.placement.file = placement.file;
-  found.placement.role = placement.role;
-  found.placement.box = placement.box;
-  return found;
 }
 
 }  // namespace torch_ckpt

@@ -6,29 +6,20 @@
 #include <map>
 #include <memory>
 #include <set>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/budget.h"
-#include "format/ours/catalog.h"
+#include "base/byte_range.h"
+#include "engine/open/archives.h"
+#include "engine/open/stored_view.h"
 #include "format/torch/pickle.h"
 #include "format/torch/tensor.h"
 #include "format/torch/zip.h"
 #include "os/file.h"
 
 namespace torch_ckpt {
-
-// An entry of an archive: where its bytes are in the file, and their CRC-32.
-struct ZipContent {
-  std::string name;
-  ByteRange range;
-  uint32_t crc32 = 0;              // 0: the writer did not say
-  std::vector<uint64_t> crc32_at;  // where in the file that stands
-
-  bool operator==(const ZipContent&) const = default;
-};
 
 class TorchArchive {
  public:
@@ -50,11 +41,7 @@ class TorchArchive {
   // Where in the file the tensor is: kStridedBox of all of it, and the storage
   // that it is in. No `file` is set. Reads the header of the storage. kCorrupt
   // where that has too few bytes, or other ones than the pickle says.
-  struct Found {
-    Placement placement;
-    DigestedRange storage;  // of crc32 0 where the writer did not say
-  };
-  Result<Found> Find(const TorchTensor& tensor) const;
+  Result<StoredView::Resolved> Find(const TorchTensor& tensor) const;
   // Its elements in row-major order, for those of objects: kUnsupported where
   // more than 128 MiB were to be read or made for them, kExhausted where
   // `budget` has not so much. Compares its storage with its CRC-32, the first
@@ -84,23 +71,9 @@ class TorchArchive {
   mutable std::set<uint64_t> checked_;  // where storages begin
 };
 
-// Objects that the archive at `range` holds (ArchivedObject::leaf), as typed
-// JSON (docs/format.md, section 7). Each may have an error of its own.
-Result<std::vector<Result<std::string>>> ReadArchivedObjects(
-    const File& file, ByteRange range, std::span<const uint64_t> leaves);
-
 // What pickle and directory of an archive may have: of one tensor, of an
 // object.
 inline constexpr uint64_t kMaxTensorPickle = uint64_t{1} << 20;
 inline constexpr uint64_t kMaxObjectPickle = uint64_t{256} << 20;
-
-// Whether one begins there, by its first bytes.
-Result<bool> IsTorchArchive(const File& file, uint64_t offset);
-
-// `placement`, a kArchive of a tensor of `dtype`, as the kStridedBox that
-// it is, and its storage. kCorrupt where the archive holds something else.
-Result<TorchArchive::Found> ResolveArchive(const File& file,
-                                           const Placement& placement,
-                                           Dtype dtype);
 
 }  // namespace torch_ckpt

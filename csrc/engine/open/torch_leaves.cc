@@ -6,6 +6,7 @@
 #include "engine/open/torch_archive.h"
 #include "format/json.h"
 #include "format/torch/dtensor.h"
+#include "format/torch/unread.h"
 #include "plan/mesh.h"
 
 namespace torch_ckpt {
@@ -31,7 +32,7 @@ Status PlaceDTensor(const TorchArchive& archive, const TorchRebuild& rebuild,
       !budget->Touch(found.local.storage.size())) {
     return budget->Over();
   }
-  TC_ASSIGN_OR_RETURN(const TorchArchive::Found placed,
+  TC_ASSIGN_OR_RETURN(const StoredView::Resolved placed,
                       archive.Find(found.local));
   const Placement& local = placed.placement;
   leaf->storage = placed.storage;
@@ -73,7 +74,7 @@ Status PlaceTensor(const TorchArchive& archive, const PickleValue& value,
   }
   TC_ASSIGN_OR_RETURN(const TorchTensor tensor, ReadTorchTensor(value));
   if (!budget->Touch(tensor.storage.size())) return budget->Over();
-  TC_ASSIGN_OR_RETURN(TorchArchive::Found placed, archive.Find(tensor));
+  TC_ASSIGN_OR_RETURN(StoredView::Resolved placed, archive.Find(tensor));
   leaf->dtype = tensor.dtype;
   leaf->shape = tensor.shape;
   leaf->storage = placed.storage;

@@ -12,9 +12,9 @@
 
 #include "base/budget.h"
 #include "engine/open/catalog_reader.h"
+#include "format/ours/catalog.h"
 #include "format/ours/catalog_builder.h"
 #include "format/torch/state.h"
-#include "format/torch/unread.h"
 #include "os/file.h"
 
 namespace torch_ckpt {

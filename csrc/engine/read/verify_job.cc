@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine/open/archives.h"
 #include "engine/open/open_files.h"
-#include "engine/open/torch_archive.h"
 #include "engine/read/range_crc32.h"
 #include "runtime/arena.h"
 #include "runtime/workers.h"
@@ -66,12 +66,8 @@ Result<std::vector<ZipContent>> ContentsOf(const Checkpoint& checkpoint,
   const auto look = [&](const File& file) -> Status {
     TC_ASSIGN_OR_RETURN(const bool zip, IsTorchArchive(file, placement.offset));
     if (!zip) return NothingToCompare();  // a blob of safetensors
-    TC_ASSIGN_OR_RETURN(
-        const TorchArchive archive,
-        TorchArchive::Open(file,
-                           ByteRange::Of(placement.offset, placement.bytes),
-                           kMaxObjectPickle));
-    TC_ASSIGN_OR_RETURN(contents, archive.Contents());
+    const ByteRange range = ByteRange::Of(placement.offset, placement.bytes);
+    TC_ASSIGN_OR_RETURN(contents, ReadZipContents(file, range));
     return {};
   };
   Status looked = checkpoint.Look(placement.file, look, files);

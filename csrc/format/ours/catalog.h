@@ -84,6 +84,13 @@ struct ArchivedObject {
   uint64_t leaf = 0;
 };
 
+// A tensor whose elements nobody here can make of what files have of it.
+struct UnreadTensor {
+  std::string dtype;  // of safetensors, else as torch calls it; "?": not said
+  std::optional<Dims> shape;  // nullopt: not said
+  std::string reason;         // "is a sparse tensor"
+};
+
 // The views are of the catalog and live as long as any copy of it.
 struct CatalogEntry {
   std::string_view name;

@@ -14,6 +14,7 @@
 #include "format/torch/dcp_chunks.h"
 #include "format/torch/pickle.h"
 #include "format/torch/tensor.h"
+#include "format/torch/unread.h"
 
 namespace torch_ckpt {
 namespace {

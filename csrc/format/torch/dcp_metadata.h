@@ -11,8 +11,8 @@
 #include "base/budget.h"
 #include "base/bytes.h"
 #include "base/status.h"
+#include "format/ours/catalog.h"
 #include "format/ours/catalog_builder.h"
-#include "format/torch/unread.h"
 
 namespace torch_ckpt {
 

@@ -2,21 +2,14 @@
 // of somebody's class: what is said of them.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <string_view>
 
-#include "base/box.h"
 #include "base/budget.h"
+#include "format/ours/catalog.h"
 #include "format/torch/pickle.h"
 
 namespace torch_ckpt {
-
-struct UnreadTensor {
-  std::string dtype;  // of safetensors, else as torch calls it; "?": not said
-  std::optional<Dims> shape;  // nullopt: not said
-  std::string reason;         // "is a sparse tensor"
-};
 
 // Whether some function of torch makes a tensor of it, of whatever kind. What
 // a class of somebody's pickles in a way of its own is no tensor here.
