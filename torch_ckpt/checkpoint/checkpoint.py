@@ -24,7 +24,7 @@ from torch_ckpt.checkpoint.description import (
     topology_of,
 )
 from torch_ckpt.checkpoint.hulls import warn_of_notes
-from torch_ckpt.checkpoint.names import JOURNAL, MANIFEST, ONLY_OURS
+from torch_ckpt.checkpoint.names import JOURNAL, MANIFEST, ONLY_OURS, SHARD
 from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
 from torch_ckpt.native import core
 from torch_ckpt.native.jobs import Job
@@ -383,7 +383,7 @@ def was_committed(path: str) -> bool:
         named = error.file or ""
         part = os.path.basename(named)
         return ONLY_OURS.fullmatch(part) is not None and (
-            os.path.exists(named) or not part.startswith("shard-")
+            os.path.exists(named) or not part.startswith(SHARD)
         )
     except CheckpointError:
         return False

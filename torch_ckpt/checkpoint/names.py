@@ -8,10 +8,20 @@ import re
 # In a checkpoint of ours.
 MANIFEST = "torch_ckpt.json"
 PART_MANIFEST = re.compile(r"torch_ckpt-[0-9]{5,}-of-[0-9]{5,}\.json")  # of a rank by itself
+# The files of a rank, to be formatted with its number and, of a shard, those of the file and of all
+# files; each counts from 1.
+SHARD, _OBJECTS = "shard-", "objects-"
+SHARD_STEM = SHARD + "{:05}-model"
+SHARD_FILE = SHARD_STEM + "-{:05}-of-{:05}.safetensors"
+OBJECT_FILE = _OBJECTS + "{:05}.json"
+SIDE_FILE = _OBJECTS + "{:05}.bin"  # what would be long in that
 # Files of ours that mean nothing without a manifest: RankOfFile in csrc/format/names.cc.
-ONLY_OURS = re.compile(r"torch_ckpt(-\d+-of-\d+)?\.catalog|objects-\d+\.json|shard-.*\.safetensors")
+ONLY_OURS = re.compile(
+    rf"torch_ckpt(-\d+-of-\d+)?\.catalog|{_OBJECTS}\d+\.json|{SHARD}.*\.safetensors"
+)
 SHARDED = "sharded"  # the directory in which stock's enable_consolidation puts the shards
 STAGE = ".torch_ckpt-stage"  # how all begins in which saves stage, below or beside the target
+SAVE_ID = "save_id"  # in there: which save it is that stages
 JOURNAL = f"{STAGE}/committed/commit.json"
 JOURNAL_NAME = JOURNAL.rpartition("/")[2]
 _BESIDE = re.compile(rf"\.(.+){re.escape(STAGE)}")
@@ -48,7 +58,9 @@ MARK = re.compile(
     r"|.*\.(safetensors|distcp)"
 )
 TORCH_FILES = (".pt", ".pth", ".ckpt", ".bin")  # as people call files of torch.save
-_OF_RANK = re.compile(r"(?:shard|objects)-(\d{5})[-.]|__(\d{1,18})_\d+\.distcp$")
+_OF_RANK = re.compile(
+    rf"(?:{SHARD}|{_OBJECTS})(\d{{5}})[-.]|__(\d{{1,18}})_\d+{re.escape(DISTCP)}$"
+)
 
 
 def child_of(step: int) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_ckpt.checkpoint.names import INDEX
+from torch_ckpt.checkpoint.names import INDEX, SHARD_STEM
 from torch_ckpt.errors import InvalidArgumentError
 
 MAX_INDEX = 99_999  # five digits, as everybody's file names have
@@ -34,7 +34,7 @@ NAMINGS = {
 }
 
 # As the shards of the one rank of a save.
-SHARDS = Naming("shard-00001-model", True, has_index=False)
+SHARDS = Naming(SHARD_STEM.format(1), True, has_index=False)
 
 
 def checked_mapping(

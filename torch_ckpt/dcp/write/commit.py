@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_ckpt.checkpoint.names import OBJECT_FILE
 from torch_ckpt.dcp.saves import Phases
 from torch_ckpt.errors import ConflictError, InvalidArgumentError
 from torch_ckpt.native.core import names_text
@@ -68,9 +69,8 @@ def commit_request(
         files += report.files
         if final:
             finals.append({"rank": report.rank, "calls": report.final})
-        objects += [
-            {"name": name, "file": f"objects-{report.rank + 1:05}.json"} for name in report.objects
-        ]
+        file = OBJECT_FILE.format(report.rank + 1)
+        objects += [{"name": name, "file": file} for name in report.objects]
     return {
         "world_size": len(results),
         "files": files,

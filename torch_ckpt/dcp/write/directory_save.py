@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_ckpt.checkpoint.names import SAVE_ID
 from torch_ckpt.checkpoint.selection import warn_of_moments
 from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.dcp.plan.global_plan import check_catalog_size
@@ -59,7 +60,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_SAVE_ID = "save_id"  # as in the staging directory of other saves
 _PATIENCE_S = 5.0
 
 
@@ -164,7 +164,7 @@ class DirectorySave:
         that see it have one directory under the path."""
         assert isinstance(self._session, PartSession)
         staging, save_id = self._session.staging, self._session.save_id
-        with open(os.path.join(staging, _SAVE_ID), "w", encoding="ascii") as file:
+        with open(os.path.join(staging, SAVE_ID), "w", encoding="ascii") as file:
             file.write(save_id)
         return os.path.basename(staging), save_id
 
@@ -184,7 +184,7 @@ class DirectorySave:
 
     def _seen(self, staging: str) -> str | None:
         try:
-            with open(os.path.join(self._path, staging, _SAVE_ID), encoding="ascii") as file:
+            with open(os.path.join(self._path, staging, SAVE_ID), encoding="ascii") as file:
                 return file.read()
         except OSError:
             return None

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
+from torch_ckpt.checkpoint.names import OBJECT_FILE, SHARD_FILE, SIDE_FILE
 from torch_ckpt.dcp.plan import save_planner
 from torch_ckpt.dcp.plan.items import PieceItem, UnwritableItem
 from torch_ckpt.dcp.plan.stock_planner import check_written_boxes, has_method_of
@@ -150,7 +151,7 @@ def shard_file(
     """The file of this rank for the tensors of mapping index `index` of `count`; appends to
     `sources`. The boxes of one tensor are one entry of it (csrc/engine/save/data_layout.h)."""
     return {
-        "name": f"shard-{rank + 1:05}-model-{index:05}-of-{count:05}.safetensors",
+        "name": SHARD_FILE.format(rank + 1, index, count),
         "role": "data",
         **tensors_request(tensors, sources),
     }
@@ -229,8 +230,8 @@ def collect_objects(
     text, side = dumps_objects(leaves, file_id=secrets.token_hex(16), allow_pickle=allow_pickle)
     files = []
     for name, pieces in (
-        (f"objects-{rank + 1:05}.json", [text.encode("ascii")]),
-        (f"objects-{rank + 1:05}.bin", side),
+        (OBJECT_FILE.format(rank + 1), [text.encode("ascii")]),
+        (SIDE_FILE.format(rank + 1), side),
     ):
         if not pieces:
             continue
