@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/byte_range.h"
 #include "base/checked.h"
 #include "os/fault.h"
 #include "plan/clip.h"
@@ -21,16 +22,16 @@ constexpr uint64_t kMergeGap = uint64_t{64} << 10;
 // Below this a run is not worth a digest of its own.
 constexpr uint64_t kMinRow = uint64_t{64} << 10;
 
-// readers: who wants what is in it.
-struct Range {
-  uint64_t lo, hi;
+// What is read as one. readers: who wants what is in it.
+struct Fetch {
+  ByteRange bytes;
   Readers readers = Readers::kThisProcess;
 };
 
 // Appends the stretches that loops [level, outer) of `run` make of one of
 // `span` bytes at `at`.
 void AddStretches(const Run& run, int level, int outer, uint64_t at,
-                  uint64_t span, std::vector<Range>* out) {
+                  uint64_t span, std::vector<ByteRange>* out) {
   if (level == outer) {
     out->push_back({at, at + span});
     return;
@@ -46,7 +47,7 @@ void AddStretches(const Run& run, int level, int outer, uint64_t at,
 // Appends what `run` needs of its file, as one where gaps are not above `gap`.
 // Of a dense box the gaps of an outer loop are the larger ones, so that this
 // makes no more stretches than a piece has gaps.
-void AddStretches(const Run& run, uint64_t gap, std::vector<Range>* out) {
+void AddStretches(const Run& run, uint64_t gap, std::vector<ByteRange>* out) {
   int outer = run.loops;
   uint64_t span = run.bytes;
   for (; outer > 0; --outer) {
@@ -93,16 +94,16 @@ class ReadPass {
   }
 
   Status ReadAll() {
-    std::vector<Range> ranges = Ranges();
-    for (Range& range : ranges) {
-      read_ += range.hi - range.lo;
-      if (shared_) range.readers = Readers::kSeveral;
+    std::vector<Fetch> fetches = Fetches();
+    for (Fetch& fetch : fetches) {
+      read_ += fetch.bytes.size();
+      if (shared_) fetch.readers = Readers::kSeveral;
     }
-    if (neighbours_ && !shared_) ranges = WithReaders(ranges);
+    if (neighbours_ && !shared_) fetches = WithReaders(fetches);
     // A test has one left out, to see that this is noticed below.
     size_t next = FaultPoint("piece", source_.path()).skip ? 1 : 0;
-    for (; next < ranges.size(); ++next) {
-      TC_RETURN_IF_ERROR(ReadRange(ranges[next]));
+    for (; next < fetches.size(); ++next) {
+      TC_RETURN_IF_ERROR(Read(fetches[next]));
     }
     if (delivered_ == needed_) return {};
     return Internal("delivered " + std::to_string(delivered_) + " of " +
@@ -126,79 +127,82 @@ class ReadPass {
  private:
   // What to read, apart and ascending, each at most kFetchBytes: whole segments
   // when they are compared at once, else what is needed with small gaps filled.
-  std::vector<Range> Ranges() const {
+  std::vector<Fetch> Fetches() const {
     const bool whole = segments_ && wholes_ == Wholes::kAtOnce;
     const bool alone = segments_ || wholes_ == Wholes::kLater;
     const uint64_t gap = alone ? 0 : kMergeGap;
-    std::vector<Range> stretches, ranges;
+    std::vector<ByteRange> stretches;
+    std::vector<Fetch> fetches;
     for (const ReadRun& read : runs_) {
       AddStretches(read.run, whole ? kSegmentBytes : kMergeGap, &stretches);
     }
     std::sort(stretches.begin(), stretches.end(),
-              [](const Range& a, const Range& b) { return a.lo < b.lo; });
-    for (const Range& stretch : stretches) {
-      uint64_t lo = stretch.lo, hi = stretch.hi;
+              [](const ByteRange& a, const ByteRange& b) {
+                return a.begin < b.begin;
+              });
+    for (const ByteRange& stretch : stretches) {
+      uint64_t lo = stretch.begin, hi = stretch.end;
       if (whole) {
         lo = RoundDown(lo, kSegmentBytes);
         hi = std::min(RoundUp(hi, kSegmentBytes), segments_->bytes);
       }
-      if (!ranges.empty()) {
-        Range& last = ranges.back();
-        lo = std::max(lo, last.hi);
-        if (lo <= last.hi + gap && hi <= last.lo + kFetchBytes) {
-          last.hi = std::max(last.hi, hi);
+      if (!fetches.empty()) {
+        ByteRange& last = fetches.back().bytes;
+        lo = std::max(lo, last.end);
+        if (lo <= last.end + gap && hi <= last.begin + kFetchBytes) {
+          last.end = std::max(last.end, hi);
           continue;
         }
       }
       for (; lo < hi; lo += kFetchBytes) {
-        ranges.push_back({lo, std::min(lo + kFetchBytes, hi)});
+        fetches.push_back({{lo, std::min(lo + kFetchBytes, hi)}});
       }
     }
-    return ranges;
+    return fetches;
   }
 
   // The same with who reads it: of a segment, or a stretch that is read as one,
   // of which a fifth or more is not needed here, that is for neighbours.
-  std::vector<Range> WithReaders(const std::vector<Range>& ranges) const {
-    std::vector<Range> parts;
-    for (const Range& range : ranges) {
-      for (uint64_t lo = range.lo; lo < range.hi;) {
+  std::vector<Fetch> WithReaders(const std::vector<Fetch>& fetches) const {
+    std::vector<Fetch> cut;
+    for (const Fetch& fetch : fetches) {
+      for (uint64_t lo = fetch.bytes.begin; lo < fetch.bytes.end;) {
         const uint64_t end = RoundDown(lo, kSegmentBytes) + kSegmentBytes;
-        const uint64_t hi = segments_ ? std::min(range.hi, end) : range.hi;
-        parts.push_back({lo, hi});
+        const uint64_t hi =
+            segments_ ? std::min(fetch.bytes.end, end) : fetch.bytes.end;
+        cut.push_back({{lo, hi}});
         lo = hi;
       }
     }
-    std::vector<double> needed(parts.size());
+    std::vector<double> needed(cut.size());
     for (const ReadRun& read : runs_) {
       const uint64_t begin = read.run.src, end = begin + read.run.SrcSpan();
       if (begin == end) continue;
       // As if what a run needs of its span were the same everywhere.
       const double density = static_cast<double>(read.run.TotalBytes()) /
                              static_cast<double>(end - begin);
-      size_t at =
-          static_cast<size_t>(std::partition_point(parts.begin(), parts.end(),
-                                                   [&](const Range& part) {
-                                                     return part.hi <= begin;
-                                                   }) -
-                              parts.begin());
-      for (; at < parts.size() && parts[at].lo < end; ++at) {
-        const uint64_t overlap =
-            std::min(parts[at].hi, end) - std::max(parts[at].lo, begin);
+      const auto first = std::partition_point(
+          cut.begin(), cut.end(),
+          [&](const Fetch& each) { return each.bytes.end <= begin; });
+      for (auto at = static_cast<size_t>(first - cut.begin());
+           at < cut.size() && cut[at].bytes.begin < end; ++at) {
+        const uint64_t overlap = std::min(cut[at].bytes.end, end) -
+                                 std::max(cut[at].bytes.begin, begin);
         needed[at] += density * static_cast<double>(overlap);
       }
     }
-    std::vector<Range> joined;
-    for (size_t i = 0; i < parts.size(); ++i) {
-      Range part = parts[i];
-      const auto size = static_cast<double>(part.hi - part.lo);
-      if (needed[i] <= size * 4 / 5) part.readers = Readers::kSeveral;
-      Range* const last = joined.empty() ? nullptr : &joined.back();
-      if (last && last->hi == part.lo && last->readers == part.readers &&
-          part.hi <= last->lo + kFetchBytes) {
-        last->hi = part.hi;
+    std::vector<Fetch> joined;
+    for (size_t i = 0; i < cut.size(); ++i) {
+      Fetch next = cut[i];
+      const auto size = static_cast<double>(next.bytes.size());
+      if (needed[i] <= size * 4 / 5) next.readers = Readers::kSeveral;
+      Fetch* const last = joined.empty() ? nullptr : &joined.back();
+      if (last && last->bytes.end == next.bytes.begin &&
+          last->readers == next.readers &&
+          next.bytes.end <= last->bytes.begin + kFetchBytes) {
+        last->bytes.end = next.bytes.end;
       } else {
-        joined.push_back(part);
+        joined.push_back(next);
       }
     }
     return joined;
@@ -230,14 +234,13 @@ class ReadPass {
 
   // In steps, none of which is in two segments: what was just read is still in
   // the CPU's cache for the digest and the copies.
-  Status ReadRange(const Range& range) {
-    if (range.readers == Readers::kSeveral) {
-      source_.ReadAhead(range.lo, range.hi);
-    }
+  Status Read(const Fetch& fetch) {
+    const auto [begin, end] = fetch.bytes;
+    if (fetch.readers == Readers::kSeveral) source_.ReadAhead(begin, end);
     TC_RETURN_IF_ERROR(MakePresent(kDigestStep));
-    StepReader steps(source_, range.hi, scratch_, range.readers);
-    for (uint64_t at = range.lo; at < range.hi;) {
-      uint64_t hi = std::min(at + uint64_t{kDigestStep}, range.hi);
+    StepReader steps(source_, end, scratch_, fetch.readers);
+    for (uint64_t at = begin; at < end;) {
+      uint64_t hi = std::min(at + uint64_t{kDigestStep}, end);
       if (segments_) {
         hi = std::min(hi, RoundDown(at, kSegmentBytes) + kSegmentBytes);
       }
@@ -245,7 +248,7 @@ class ReadPass {
       const ReadRun* const sole = Sole(at, &hi);
       TC_ASSIGN_OR_RETURN(const std::byte* bytes, steps.Next(at, hi - at));
       if (!bytes) {
-        TC_RETURN_IF_ERROR(MakePresent(range.hi - at));
+        TC_RETURN_IF_ERROR(MakePresent(end - at));
         TC_RETURN_IF_ERROR(steps.FetchRest(at));
         continue;
       }

@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint64_t kMostBuffer = uint64_t{64} << 20;  // more gains nothing
 constexpr size_t kMostPieces = size_t{1} << 14;  // a plan of each takes memory
-constexpr int64_t kPartElements = int64_t{1} << 16;
+constexpr int64_t kStretchElements = int64_t{1} << 16;
 constexpr uint64_t kAlignment = 64;
 
 uint64_t BytesOf(Dtype dtype, const Box& box) {
@@ -176,23 +176,23 @@ Status TensorStream::Read(const std::vector<Piece>& pieces, size_t c) {
 }
 
 void TensorStream::Divide(const std::vector<Piece>& pieces) {
-  parts_.clear();
+  stretches_.clear();
   for (const Piece& piece : pieces) {
     const std::vector<Dtype>& dtypes = tensors_[piece.tensor].dtypes;
     const int64_t elements = piece.box.Volume();
-    for (int64_t at = 0; at < elements; at += kPartElements) {
-      Part& part = parts_.emplace_back();
-      part.tensor = piece.tensor;
-      part.elements =
-          static_cast<size_t>(std::min(kPartElements, elements - at));
+    for (int64_t at = 0; at < elements; at += kStretchElements) {
+      Stretch& next = stretches_.emplace_back();
+      next.tensor = piece.tensor;
+      next.elements =
+          static_cast<size_t>(std::min(kStretchElements, elements - at));
       for (size_t c = 0; c < dtypes.size(); ++c) {
-        part.bytes.push_back(piece.bytes[c] + at * DtypeBits(dtypes[c]) / 8);
+        next.bytes.push_back(piece.bytes[c] + at * DtypeBits(dtypes[c]) / 8);
       }
     }
   }
 }
 
-Result<std::span<const TensorStream::Part>> TensorStream::Next() {
+Result<std::span<const TensorStream::Stretch>> TensorStream::Next() {
   TC_ASSIGN_OR_RETURN(const std::vector<Piece> pieces, TakePieces());
   // Storages at the end, which pieces are parts of. Who looks at a view of a
   // large one is not to read all of that.
@@ -203,7 +203,7 @@ Result<std::span<const TensorStream::Part>> TensorStream::Next() {
     TC_RETURN_IF_ERROR(Read(pieces, c));
   }
   Divide(pieces);
-  return std::span<const Part>(parts_);
+  return std::span<const Stretch>(stretches_);
 }
 
 }  // namespace torch_ckpt

@@ -30,7 +30,7 @@ class TensorStream {
  public:
   // Elements of a tensor that follow each other, row-major, in each of the
   // checkpoints: a whole number of units of the dtypes.
-  struct Part {
+  struct Stretch {
     size_t tensor = 0;  // position among the names
     size_t elements = 0;
     std::vector<const std::byte*> bytes;
@@ -43,10 +43,10 @@ class TensorStream {
       const std::vector<std::string>& names, const StreamOptions& options,
       Job* job);
 
-  // The parts that come next, small enough that threads share them evenly; none
-  // at the end. They are there until the next call. After an error, which is
-  // one of RunReadJob, there are no more.
-  Result<std::span<const Part>> Next();
+  // The stretches that come next, small enough that threads share them evenly;
+  // none at the end. They are there until the next call. After an error, which
+  // is one of RunReadJob, there are no more.
+  Result<std::span<const Stretch>> Next();
 
   // In checkpoint `c`.
   Dtype dtype(size_t tensor, size_t c) const {
@@ -88,7 +88,7 @@ class TensorStream {
   ArenaLease buffer_;
   size_t next_ = 0;         // tensor that is not cut yet
   std::vector<Box> boxes_;  // of the one before, the next one last
-  std::vector<Part> parts_;
+  std::vector<Stretch> stretches_;
 };
 
 }  // namespace torch_ckpt

@@ -1,34 +1,31 @@
 #include "engine/read/value_jobs.h"
 
 #include <algorithm>
-#include <span>
 
 #include "runtime/workers.h"
 
 namespace torch_ckpt {
 namespace {
 
-using Part = TensorStream::Part;
-
-// What `of` says of every part, added up for each of the tensors in order, so
-// that the outcome does not depend on threads.
+// What `of` says of every stretch, added up for each of the tensors in order,
+// so that the outcome does not depend on threads.
 template <class Value, class Of>
 Result<std::vector<Value>> Sum(TensorStream* stream, size_t tensors,
                                int workers, Job* job, const Of& of) {
   std::vector<Value> sums(tensors), values;
   while (true) {
-    TC_ASSIGN_OR_RETURN(const std::span<const Part> parts, stream->Next());
-    if (parts.empty()) return sums;
-    values.resize(parts.size());
+    TC_ASSIGN_OR_RETURN(const auto next, stream->Next());
+    if (next.empty()) return sums;
+    values.resize(next.size());
     TC_RETURN_IF_ERROR(ForEachItem(std::max(1, workers),
-                                   static_cast<int64_t>(parts.size()), job,
+                                   static_cast<int64_t>(next.size()), job,
                                    [&](int64_t i, int) -> Status {
                                      const auto at = static_cast<size_t>(i);
-                                     values[at] = of(parts[at]);
+                                     values[at] = of(next[at]);
                                      return {};
                                    }));
-    for (size_t i = 0; i < parts.size(); ++i) {
-      sums[parts[i].tensor].Add(values[i]);
+    for (size_t i = 0; i < next.size(); ++i) {
+      sums[next[i].tensor].Add(values[i]);
     }
   }
 }
@@ -43,10 +40,10 @@ Result<std::vector<Difference>> RunCompareJob(
   TC_ASSIGN_OR_RETURN(TensorStream stream,
                       TensorStream::Open({a, b}, names, options, job));
   return Sum<Difference>(
-      &stream, names.size(), options.workers, job, [&](const Part& part) {
-        return CompareElements(stream.dtype(part.tensor, 0), part.bytes[0],
-                               stream.dtype(part.tensor, 1), part.bytes[1],
-                               part.elements, tolerances);
+      &stream, names.size(), options.workers, job, [&](const auto& each) {
+        return CompareElements(stream.dtype(each.tensor, 0), each.bytes[0],
+                               stream.dtype(each.tensor, 1), each.bytes[1],
+                               each.elements, tolerances);
       });
 }
 
@@ -62,8 +59,8 @@ Result<TensorStatistics> RunStatisticsJob(
   }
   TC_ASSIGN_OR_RETURN(
       const std::vector<Statistics> sums,
-      Sum<Statistics>(&stream, 1, options.workers, job, [&](const Part& part) {
-        return StatisticsOf(dtype, part.bytes[0], part.elements);
+      Sum<Statistics>(&stream, 1, options.workers, job, [&](const auto& each) {
+        return StatisticsOf(dtype, each.bytes[0], each.elements);
       }));
   return TensorStatistics{dtype, sums[0]};
 }

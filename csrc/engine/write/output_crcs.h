@@ -1,4 +1,4 @@
-// CRC-32s of parts of an output, taken while its bytes pass: archives say one
+// CRC-32s of ranges of an output, taken while its bytes pass: archives say one
 // of each of their entries.
 #pragma once
 
@@ -7,9 +7,9 @@
 #include <mutex>
 #include <vector>
 
+#include "base/byte_range.h"
 #include "base/bytes.h"
 #include "base/status.h"
-#include "engine/write/written_ranges.h"
 
 namespace torch_ckpt {
 
@@ -25,13 +25,13 @@ class OutputCrcs {
   Result<uint32_t> Find(size_t range);
 
  private:
-  struct Part {
-    uint64_t begin, bytes;
-    uint32_t crc;
+  struct Added {
+    ByteRange bytes;
+    uint32_t crc32;
   };
   const std::vector<ByteRange> ranges_;
   std::mutex mutex_;
-  std::vector<std::vector<Part>> parts_;  // by range
+  std::vector<std::vector<Added>> added_;  // by range
 };
 
 }  // namespace torch_ckpt
