@@ -17,6 +17,11 @@ int internal::Advise(std::byte* data, size_t bytes, int advice) {
                               [&] { return madvise(data, bytes, advice); });
 }
 
+int internal::Populate(std::byte* data, size_t bytes) {
+  if (Advise(data, bytes, kPopulateWrite) == 0) return 0;
+  return errno == EINVAL || errno == EPERM ? ENOSYS : errno;
+}
+
 namespace {
 
 using internal::Advise;
@@ -64,11 +69,9 @@ bool UnmapMemory(std::byte* data, size_t bytes) {
 }
 
 Status MakePresent(std::byte* data, size_t bytes) {
-  if (Advise(data, bytes, internal::kPopulateWrite) == 0) return {};
-  if (errno != EINVAL && errno != ENOSYS && errno != EPERM) {
-    return NoMemory("madvise", bytes, errno);
-  }
-  // A kernel without the call.
+  const int error = internal::Populate(data, bytes);
+  if (error == 0) return {};
+  if (error != ENOSYS) return NoMemory("madvise", bytes, error);
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   for (size_t at = 0; at < bytes; at += page) {
     *const_cast<volatile std::byte*>(data + at) = std::byte{0};

@@ -39,6 +39,10 @@ inline constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 // number.
 int Advise(std::byte* data, size_t bytes, int advice);
 
+// Makes pages present, before anybody writes to them, by kPopulateWrite. 0, or
+// an errno: ENOSYS from every kernel and sandbox that has not got the call.
+int Populate(std::byte* data, size_t bytes);
+
 }  // namespace internal
 
 }  // namespace torch_ckpt

@@ -151,12 +151,11 @@ Result<std::byte*> SharedMemory::Map(size_t bytes) {
 }
 
 Status SharedMemory::MakePresent(std::byte* data, size_t bytes) {
-  if (internal::Advise(data, bytes, internal::kPopulateWrite) == 0) return {};
-  if (errno != EINVAL && errno != ENOSYS && errno != EPERM) {
-    return NothingToShare("madvise", bytes, errno);
-  }
-  // A kernel without the call. Never by touching pages: where there is no
-  // memory for one of a file, that is SIGBUS.
+  const int error = internal::Populate(data, bytes);
+  if (error == 0) return {};
+  if (error != ENOSYS) return NothingToShare("madvise", bytes, error);
+  // Never by touching pages: where there is no memory for one of a file, that
+  // is SIGBUS.
   if (internal::Allocate(fd(), FALLOC_FL_KEEP_SIZE, OffsetOf(data), bytes,
                          kName) == 0) {
     return {};
