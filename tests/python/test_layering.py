@@ -254,6 +254,15 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
+LISTED = re.compile(r"`(?:(?:csrc|torch_ckpt)/)?([\w/]+?)(?:/|\.py)`")
+
+
+def listed_rooms(house: str, text: str) -> list[str]:
+    """The rooms of `house`, "csrc" or "torch_ckpt", that a table lists, in its order."""
+    rows = re.findall(rf"^\| (`{house}/[^|]*) \|", text, re.MULTILINE)
+    return [room for row in rows for room in LISTED.findall(row)]
+
+
 def room_of(path: Path) -> str:
     return path.parent.relative_to(ROOT / "csrc").as_posix()
 
@@ -274,6 +283,15 @@ def test_no_room_includes_a_later_one() -> None:
     ]
     assert core_sources(), "no sources found"
     assert not breaches, "\n".join(breaches)
+
+
+def test_the_design_lists_the_rooms_in_their_order() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    assert listed_rooms("csrc", text) == list(ROOMS)
+    assert listed_rooms("torch_ckpt", text) == list(PYTHON_ROOMS)
+    of_dcp = re.search(r"^\| `torch_ckpt/dcp/` \| (.*) \|$", text, re.MULTILINE)
+    assert of_dcp is not None
+    assert LISTED.findall(of_dcp[1]) == list(DCP_ROOMS)
 
 
 def test_pickles_are_reached_by_their_readers_alone() -> None:
@@ -502,6 +520,8 @@ CHECKED = [
     (dcp_imports("plan", "from torch_ckpt.dcp.write.writer import x"), True),
     (dcp_imports("plan", "from torch_ckpt.dcp import saves, stager"), True),
     (dcp_imports("write", "from torch_ckpt.dcp.plan import rings"), False),
+    (listed_rooms("csrc", "| `csrc/b/c/` | `csrc/d/` |\n| `e/` | x |\n") != ["b/c"], False),
+    (listed_rooms("csrc", "| `csrc/b.py`, `c/` | x |\n") != ["b", "c"], False),
     (circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}), True),
     (circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}), False),
     (imported_files("def f():\n    from a import b", {"a", "a.b"}) ^ {"a.b"}, False),
