@@ -1,14 +1,18 @@
 """Tensors of torchao and optimum-quanto: saved and loaded bit for bit, or filled by their own
-`copy_`. Skipped where the packages are not installed (tests/requirements-optional.txt)."""
+`copy_`. Skipped where the packages are not installed (tests/requirements-optional.txt), but for
+what a checkpoint of such tensors is there. Those of Transformer Engine, which has no CPU, have a
+stand-in in test_megatron_quantized.py."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from blocked import Blocked
 
 import torch_ckpt
 from torch_ckpt.dcp.read.targets import memories_of, same_parts
@@ -119,3 +123,29 @@ def test_quanto_takes_no_plain_tensor(plain: Path) -> None:
     with pytest.raises(UnsupportedError, match="tensor 'weight': its target, of class optimum"):
         torch_ckpt.load({"weight": weight}, plain)
     assert torch.equal(weight._data, before)
+
+
+class Float8(Blocked):
+    """float8 codes with scales, of a package that cannot be imported."""
+
+    __module__ = "package_that_is_not_here"
+
+    def dequantize(self) -> torch.Tensor:
+        raise AssertionError("what it is made of is saved")
+
+
+def test_what_was_saved_is_read_where_the_package_is_not(tmp_path: Path) -> None:
+    value = Float8(VALUES.to(torch.float8_e4m3fn), torch.linspace(1, 2, 4), torch.ones(1))
+    torch_ckpt.save({"weight": value}, tmp_path / "c")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(Float8.__module__)
+    found: Any = torch_ckpt.load(path=tmp_path / "c")["weight"]
+    assert list(found) == ["codes", "scale", "table"]
+    for name, part in found.items():
+        wanted = getattr(value, name)
+        assert part.dtype == wanted.dtype
+        assert torch.equal(part.view(torch.uint8), wanted.view(torch.uint8)), name
+    with pytest.raises(
+        MissingKeyError, match=r"the inner tensors of a package_that_is_not_here\.Float8"
+    ):
+        torch_ckpt.load({"weight": torch.zeros(64, 64)}, tmp_path / "c")
