@@ -8,7 +8,6 @@
 // are ten times as many); and a sample of those of three actors.
 #include <cerrno>
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 #include <map>
 #include <optional>
@@ -34,11 +33,6 @@ struct Case {
   World world;
   std::vector<Kind> actors;
 };
-
-bool Full() {
-  const char* const full = std::getenv("TORCH_CKPT_FULL");
-  return full != nullptr && std::string(full) != "" && std::string(full) != "0";
-}
 
 class InterleaveTest : public CommitTest {
  protected:

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <sys/file.h>
 
+#include <cstdlib>
 #include <filesystem>
 #include <string>
 #include <system_error>
@@ -15,6 +16,12 @@
 #include "engine_test_util.h"
 
 namespace torch_ckpt {
+
+// Whether all is to be tried of what is a sample otherwise: ./dev campaign.
+inline bool Full() {
+  const char* const full = std::getenv("TORCH_CKPT_FULL");
+  return full != nullptr && std::string(full) != "" && std::string(full) != "0";
+}
 
 class CommitTest : public EngineTest {
  protected:

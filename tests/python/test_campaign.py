@@ -38,7 +38,8 @@ def test_what_the_parts_print_becomes_rows() -> None:
         ("15000 headers against the safetensors crate", "15000 accepted"),
         ("pytest", "692 passed, 357 warnings in 1317.05s (0:21:57)"),
     ]
-    assert campaign.orders("ORDERS 12\nORDERS 30\n")[0][1] == "42 tried"
+    tried, took = campaign.orders("ORDERS 12\nORDERS 30\nCOMMIT a save: 1.2 s, 3 calls\n")
+    assert tried[1] == "42 tried" and took == ("a save", "1.2 s, 3 calls")
     assert campaign.cpp("[  PASSED  ] 45 tests.\n[  PASSED  ] 1 test.\n")[0][1] == "46 passed"
 
 
