@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -209,7 +208,9 @@ def _of_versions() -> Iterator[Check]:
     }
     for name, version in versions.items():
         yield Check("versions", name, version, "ok", "")
+    from importlib import metadata  # as long as `--help` takes for all the rest of this file
+
     try:
-        yield Check("versions", "torch", importlib.metadata.version("torch"), "ok", "")
-    except importlib.metadata.PackageNotFoundError:
+        yield Check("versions", "torch", metadata.version("torch"), "ok", "")
+    except metadata.PackageNotFoundError:
         yield Check("versions", "torch", "none", "missing", "saves and loads need it", needed=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Iterable, Sequence
-from xml.sax.saxutils import escape
+from html import escape
 
 from torch_ckpt.cli.output import format_bytes, printable
 from torch_ckpt.cli.plane import Box, Plane, Rectangle, Slice, name_of, owners_of
