@@ -30,8 +30,8 @@ Status ProveCover(const Box& region, const std::vector<Box>& boxes,
 // kConflict naming a pair that overlaps, or ok.
 Status ProveDisjoint(const std::vector<Box>& boxes, Budget* budget = nullptr);
 
-// The positions of such a pair, for who names boxes in other words; nullopt
-// where there is none.
+// The positions of such a pair, for callers that name boxes in their own words;
+// nullopt where there is none. The other errors of ProveDisjoint.
 Result<std::optional<std::pair<size_t, size_t>>> FindOverlap(
     const std::vector<Box>& boxes);
 

@@ -52,7 +52,8 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, dict):
         return set(left) == set(right) and all(same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
+        kinds = type(left) is type(right)
+        return kinds and len(left) == len(right) and all(map(same, left, right))
     return type(left) is type(right) and bool(left == right)
 
 

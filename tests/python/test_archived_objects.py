@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import dataclasses
 import enum
 import io
 import signal
+import sqlite3
+import struct
 import sys
 import types
 import warnings
@@ -133,6 +136,55 @@ def test_classes_that_the_process_lists(tmp_path: Path) -> None:
         assert type(decode_object(said)) is Record
 
 
+class Slotted:
+    __slots__ = ("a",)
+
+
+class Ending(Record):
+    def __del__(self) -> None:
+        runs.append("del")
+
+
+class Reduced(Record):
+    def __reduce__(self) -> Any:
+        return Reduced, ()
+
+
+class Mapping(dict[str, int]):
+    pass
+
+
+class Connection(sqlite3.Connection):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    a: int
+
+
+def test_classes_whose_objects_are_more_than_their_attributes() -> None:
+    for cls in (Slotted, Ending, Reduced, Mapping, Rewarmed, Connection, int, ValueError):
+        said = {"$": "record", "c": f"{cls.__module__}:{cls.__qualname__}", "v": [["a", 1]]}
+        with torch.serialization.safe_globals([cls]):
+            with pytest.raises(torch_ckpt.UnsupportedError, match="code of its own"):
+                decode_object(said)
+    record = Record()
+    vars(record)[1] = 2
+    space = types.SimpleNamespace()
+    vars(space)[1] = 2
+    with torch.serialization.safe_globals([Record, Key]):
+        for odd in (record, space):
+            with pytest.raises(torch_ckpt.UnsupportedError, match="attribute 1"):
+                encode_object(odd)
+        assert decode_object(encode_object({Key(1): 2})) == {Key(1): 2}
+        lacks = {"$": "record", "c": f"{__name__}:Key", "v": []}
+        with pytest.raises(torch_ckpt.CorruptError):
+            decode_object({"$": "dict", "v": [[lacks, 1]]})
+        # For who reads pickles, whatever he lists.
+        assert encode_object(Record(), allow_pickle=True)["$"] == "pickle"
+
+
 def test_random_number_generators(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(7)
     torch.rand(3, generator=generator)
@@ -142,7 +194,19 @@ def test_random_number_generators(tmp_path: Path) -> None:
         assert type(found) is torch.Generator and found.device == torch.device("cpu")
         assert torch.equal(torch.rand(5, generator=found), expected)
     said = encode_object(generator)
-    for wrong in ({"b": ""}, {"b": said["b"][:400]}, {"d": 1}, {"d": "nowhere"}):
+    state = bytearray(base64.b64decode(said["b"]))
+
+    def of_numbers(left: int, place: int, seeded: int = 1) -> dict[str, str]:
+        """Of which torch reads the numbers behind its own."""
+        struct.pack_into("<iiQ", state, 8, left, seeded, place)
+        return {"b": base64.b64encode(state).decode()}
+
+    for draws in range(0, 1300, 13):
+        after = torch.Generator().manual_seed(draws)
+        torch.randint(9, (draws,), generator=after)
+        assert torch.equal(decode_object(encode_object(after)).get_state(), after.get_state())
+    odd = [of_numbers(*each) for each in ((600, 624), (0, 625), (625, 0), (-5, 630), (1, 0, 0))]
+    for wrong in (*odd, {"b": ""}, {"b": said["b"][:400]}, {"d": 1}, {"d": "nowhere"}):
         with pytest.raises(torch_ckpt.CorruptError, match="malformed"):
             decode_object({**said, **wrong})
     if not torch.cuda.is_available():

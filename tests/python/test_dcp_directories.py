@@ -287,6 +287,35 @@ def test_verify_needs_checksums(tmp_path: Path) -> None:
             torch_ckpt.Checkpoint(path).verify(share=share)
 
 
+def test_an_object_that_is_no_archive_any_more(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", {"x": torch.ones(1), "step": 7})
+    file = data_file(path)
+    content = file.read_bytes()
+    begins = [
+        at for at in range(len(content)) if content.startswith(b"PK\x03\x04archive/data.pkl", at)
+    ]
+    for at in [content.find(b"PK\x03\x04"), *begins]:
+        file.write_bytes(content[:at] + b"X" + content[at + 1 :])
+        with pytest.raises(torch_ckpt.CheckpointError):
+            torch_ckpt.Checkpoint(path).verify()
+
+
+def test_all_of_a_tensor_that_is_not_read_is_verified(tmp_path: Path) -> None:
+    """Its first chunk stands for it, and the others have digests too."""
+    parts = [torch.full((2,), value, dtype=torch.complex128) for value in (1.5, 2.5)]
+    boxes = torch_ckpt.LocalBoxes((4,), [((0,), parts[0]), ((2,), parts[1])])
+    path = saved(tmp_path / "c", {"z": boxes, "w": torch.ones(2)})
+    torch_ckpt.Checkpoint(path).verify()
+    file = data_file(path)
+    content = file.read_bytes()
+    for part in parts:
+        at = content.find(part.numpy().tobytes())
+        assert at > 0
+        file.write_bytes(content[:at] + b"X" + content[at + 1 :])
+        with pytest.raises(torch_ckpt.CorruptError, match="CRC-32"):
+            torch_ckpt.Checkpoint(path).verify()
+
+
 def test_blobs_under_other_names(tmp_path: Path) -> None:
     what = {"a": torch.ones(2), "b": torch.zeros(3)}
     writer = dcp.FileSystemWriter(

@@ -211,7 +211,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         load({}, path)
     for text, says in (
         ("[]", "is not the metadata.json"),
-        ("{", "is not the metadata.json"),
+        ("{", r"metadata\.json.*is no JSON"),
         ('{"sharded_backend": 5}', "a text and a number"),
         ('{"sharded_backend": "zarr3"}', "is of the backend zarr3"),
         ('{"sharded_backend": "torch_ckpt", "sharded_backend_version": 2}', "version 2"),
@@ -266,6 +266,12 @@ def test_the_digests_that_megatron_writes_are_compared(tmp_path: Path) -> None:
 
     lists(files)
     load({}, path, verify_integrity=True)
+    data = path / "__0_0.distcp"
+    content = data.read_bytes()
+    data.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointingException, match=r"__0_0\.distcp.*not what was written"):
+        load({}, path, verify_integrity=True)
+    data.write_bytes(content)
     place = path / "metadata.json"
     whole = place.read_bytes()
     place.write_bytes(whole + b" ")  # of which nothing else tells
@@ -275,15 +281,22 @@ def test_the_digests_that_megatron_writes_are_compared(tmp_path: Path) -> None:
     place.write_bytes(whole)
     for listed, algorithm, says in (
         ({**files, "gone": "0"}, "sha256", "gone.*no such file"),
-        ({"../c/metadata.json": files["metadata.json"]}, "sha256", "no such file"),
-        (files, "md5", "integrity.json.*'md5'"),
+        ({**files, "../c/metadata.json": "0"}, "sha256", "no such file"),
+        (files, "md5", "integrity.json.*no list"),
+        ({}, "sha256", "has no digest of it"),
+        ({k: v for k, v in files.items() if k != "__1_0.distcp"}, "sha256", "__1_0.*no digest"),
         ([1], "sha256", "integrity.json"),
     ):
         lists(listed, algorithm)
         with pytest.raises(CheckpointingException, match=says):
             load({}, path, verify_integrity=True)
-    (path / "integrity.json").write_text("{")
-    with pytest.raises(CheckpointingException, match="integrity.json.*no list"):
+    for text in ("{", "[" * 100_000, "null", "[]"):
+        (path / "integrity.json").write_text(text)
+        with pytest.raises(CheckpointingException, match="integrity.json.*(is no|null)"):
+            load({}, path, verify_integrity=True)
+    (path / "integrity.json").unlink()
+    (path / "integrity.json").mkdir()
+    with pytest.raises(CheckpointingException, match="integrity.json.*is no file"):
         load({}, path, verify_integrity=True)
 
 

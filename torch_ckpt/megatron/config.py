@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch_ckpt.checkpoint.checkpoint import Checkpoint
 from torch_ckpt.checkpoint.names import MEGATRON_CONFIG
@@ -15,6 +17,7 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import local_path
 
 BACKEND, VERSION = "torch_ckpt", 1
+_MAX_JSON = 64 << 20  # a name and a digest of 500,000 files
 
 
 class CheckpointingException(CheckpointError):
@@ -48,16 +51,12 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
     Raises CheckpointingException where it is no such file, and for a URL.
     """
     path = _path_in(checkpoint_dir)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+    said = read_json(path)
+    if said is None:
         return None
-    except UnicodeDecodeError as error:
-        raise CheckpointingException(f"is no UTF-8: {error}", file=str(path)) from error
     try:
-        said = json.loads(text)
         backend, version = said["sharded_backend"], said.get("sharded_backend_version", 1)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointingException(
             "is not the metadata.json of a distributed checkpoint, an object with a "
             f"sharded_backend: {error}",
@@ -69,6 +68,24 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
             file=str(path),
         )
     return CheckpointingConfig(backend, version)
+
+
+def read_json(path: Path) -> Any:
+    """What a file of Megatron's says; None where there is none. Raises CheckpointingException for
+    one that is no JSON, too large or no regular file."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_JSON:
+        raise CheckpointingException(f"is no file of at most {_MAX_JSON >> 20} MiB", file=str(path))
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointingException(f"is no JSON: {error}", file=str(path)) from error
+    if said is None:
+        raise CheckpointingException("says null", file=str(path))
+    return said
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+from pathlib import Path
 from typing import Any
 
 from torch_ckpt.checkpoint.checkpoint import Checkpoint
 from torch_ckpt.checkpoint.names import MEGATRON_INTEGRITY
-from torch_ckpt.megatron.config import CheckpointingException
+from torch_ckpt.megatron.config import CheckpointingException, read_json
 from torch_ckpt.megatron.stored import Stored
+from torch_ckpt.native.opened import OpenedCheckpoint
 
 _ALGORITHM = "sha256"  # the only one that Megatron writes
 _STEP = 8 << 20
@@ -21,13 +22,22 @@ def verify_share(stored: Stored, share: tuple[int, int]) -> None:
     Megatron's own checkpoints those of integrity.json, where there is one, else the CRC-32s of
     their archives.
 
-    Raises CheckpointingException that names the file where a byte or a file is another or is
-    missing, and where integrity.json is not understood; what Checkpoint.verify raises.
+    Raises CheckpointingException that names the file where a byte or a file is another, is missing
+    or is not listed, and where integrity.json is not understood; what Checkpoint.verify raises.
     """
-    listed = None if stored.format is None else _listed(stored.path)
+    # As "megatron" the common state belongs to it.
+    format = None if stored.format is None else "megatron"
+    listed = None if format is None else _listed(stored.path)
     if listed is None:
-        Checkpoint(stored.path).verify(share=share)
+        Checkpoint(stored.path, format=format).verify(share=share)
         return
+    listing = OpenedCheckpoint(stored.path, format).listing(whole=True, tensors=False)
+    for file in listing.files:
+        if file.name not in listed:
+            raise CheckpointingException(
+                f"{MEGATRON_INTEGRITY} has no digest of it",
+                file=os.path.join(stored.path, file.name),
+            )
     which, of = share
     for name in sorted(listed)[which::of]:
         path = os.path.join(stored.path, name)
@@ -42,21 +52,14 @@ def verify_share(stored: Stored, share: tuple[int, int]) -> None:
 
 def _listed(path: str) -> dict[str, Any] | None:
     """The digests of the files by their names; None where none are written."""
-    place = os.path.join(path, MEGATRON_INTEGRITY)
-    try:
-        with open(place, encoding="utf-8") as file:
-            said = json.load(file)
-        files = said["files"]
-        algorithm = said.get("algorithm", _ALGORITHM)
-    except FileNotFoundError:
+    place = Path(path, MEGATRON_INTEGRITY)
+    said = read_json(place)
+    if said is None:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    files = said.get("files") if isinstance(said, dict) else None
+    if not isinstance(files, dict) or said.get("algorithm", _ALGORITHM) != _ALGORITHM:
         raise CheckpointingException(
-            f"is no list of the digests of files: {error}", file=place
-        ) from error
-    if algorithm != _ALGORITHM or not isinstance(files, dict):
-        raise CheckpointingException(
-            f"has digests of the kind {algorithm!r}; {_ALGORITHM} is read", file=place
+            f"is no list of the {_ALGORITHM} of files, which is what is read", file=str(place)
         )
     return files
 

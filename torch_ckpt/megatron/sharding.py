@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.boxes import Box, Cell, Numbers
 from torch_ckpt.megatron.config import CheckpointingException
 from torch_ckpt.native import core
@@ -155,7 +156,7 @@ def _check_tiled(key: str, boxes: list[tuple[int, BoxLayout]], replicas: bool) -
         return
     held = sorted({box.offset for _, box in boxes} - {offset for offset, _ in mains})
     lacking = f"; no rank is the main replica of its box at {list(held[0])}" if held else ""
-    what = "overlap" if stored > whole else "leave a hole"
+    what = "overlap or reach outside of it" if stored > whole else "leave a hole"
     raise CheckpointingException(
         f"its main replicas {what}: they have {stored} of its {whole} elements{lacking}", tensor=key
     )
@@ -163,7 +164,10 @@ def _check_tiled(key: str, boxes: list[tuple[int, BoxLayout]], replicas: bool) -
 
 def _check_disjoint(key: str, boxes: list[tuple[int, BoxLayout]]) -> None:
     offsets, sizes = [box.offset for _, box in boxes], [box.sizes for _, box in boxes]
-    pair = core.call({"op": "find_overlap", "offsets": offsets, "sizes": sizes})
+    try:
+        pair = core.call({"op": "find_overlap", "offsets": offsets, "sizes": sizes})
+    except CheckpointError as error:  # they interlock in too many ways
+        raise CheckpointingException(error.message, tensor=key) from error
     if pair is None:
         return
     (rank, box), (other_rank, other) = (boxes[place] for place in pair)

@@ -21,6 +21,7 @@ from torch_ckpt.megatron.config import BACKEND, VERSION, CheckpointingException,
 from torch_ckpt.native.core import STRUCTURE
 from torch_ckpt.native.dtypes import TORCH_DTYPES
 from torch_ckpt.native.opened import OpenedCheckpoint
+from torch_ckpt.objects.types import DTYPES
 from torch_ckpt.options import local_path
 
 COMMON_KEY, CONTENT_KEY = (
@@ -81,8 +82,8 @@ class Stored:
         CorruptError for one that this torch cannot say."""
         found: dict[str, tuple[torch.dtype, Numbers]] = {}
         for key, stored in self._tensors.items():
-            dtype = TORCH_DTYPES.get(stored.dtype) or getattr(torch, stored.dtype, None)
-            if not isinstance(dtype, torch.dtype) or stored.shape is None:
+            dtype = TORCH_DTYPES.get(stored.dtype) or DTYPES.get(stored.dtype)
+            if dtype is None or stored.shape is None:
                 raise CorruptError(
                     f"is {stored.dtype} of {stored.shape}, which this torch cannot hold",
                     file=self.path,

@@ -90,6 +90,7 @@ class Decoder(ValueDecoder):
             OverflowError,
             ArithmeticError,
             RuntimeError,
+            AttributeError,  # of a record's own __hash__, as a key
             SyntaxError,  # of a named tuple's fields
         ) as error:
             if isinstance(error, (CorruptObjectError, UnsupportedObjectError, RecursionError)):
@@ -236,7 +237,7 @@ class Decoder(ValueDecoder):
             return types.SimpleNamespace(**attributes)
         if not is_record_class(cls):
             raise self._unsupported(f"{reference} makes its objects by code of its own")
-        # Not cls(...): no code of a class is run on a file's values.
+        # Not cls(...): no code of a class is run to make it.
         made: Any = object.__new__(cls)
         vars(made).update(attributes)
         return made

@@ -13,6 +13,7 @@ import fractions
 import io
 import math
 import re
+import struct
 import uuid
 from typing import Any
 
@@ -34,6 +35,19 @@ _NUMPY_CODE = re.compile(
     r"[<>|=](b1|[iu][1248]|[qQ]|f(2|4|8|12|16)|c(8|16|24|32)|[SU][0-9]{1,9}"
     r"|[mM]8(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
+
+
+_MT19937 = struct.Struct("<QiiQ")  # of torch's: the seed, numbers left, whether seeded, the next
+_MT19937_NUMBERS = 624
+
+
+def _is_state_of_mt19937(state: bytearray) -> bool:
+    """Whether it begins as one. Torch does not look, and would read behind the last number."""
+    if len(state) < _MT19937.size:
+        return False
+    _, left, seeded, place = _MT19937.unpack_from(state)
+    used = left + place == _MT19937_NUMBERS + 1 and 0 < left <= _MT19937_NUMBERS
+    return seeded == 1 and (used or (left, place) == (1, 0))
 
 
 class ValueDecoder(abc.ABC):
@@ -201,6 +215,8 @@ class ValueDecoder(abc.ABC):
     def _generator(self, value: dict[str, Any]) -> torch.Generator:
         device = torch.device(self._text(value["d"]))
         state = bytearray(self._bytes(value))
+        if device.type == "cpu" and not _is_state_of_mt19937(state):
+            raise self.fail("a random number generator whose state cannot be")
         try:
             generator = torch.Generator(device)
         except RuntimeError as error:

@@ -194,7 +194,13 @@ class Encoder:
     def _counter(self, obj: Counter[Any]) -> Any:
         return {TAG: "counter", "v": self._pairs(obj)}
 
+    def _check_attributes(self, obj: Any) -> None:
+        for name in vars(obj):
+            if type(name) is not str:
+                raise self.fail(f"has an attribute {name!r:.100}, which is no name")
+
     def _namespace(self, obj: argparse.Namespace | types.SimpleNamespace) -> Any:
+        self._check_attributes(obj)
         return {TAG: "namespace", "t": _NAMESPACE_NAMES[type(obj)], "v": self._pairs(vars(obj))}
 
     def _defaultdict(self, obj: defaultdict[Any, Any]) -> Any:
@@ -343,8 +349,12 @@ class Encoder:
             if scalar or cls is numpy.ndarray:
                 return self._numpy(obj, numpy)
         reference = class_reference(cls)
-        listed = reference in STOOD_FOR or find_listed_class(reference) is cls
+        listed = reference in STOOD_FOR or (
+            # A reader may list other classes: a pickle is read by any that runs pickles.
+            not self._allow_pickle and find_listed_class(reference) is cls
+        )
         if listed and is_record_class(cls):
+            self._check_attributes(obj)
             return {TAG: "record", "c": reference, "v": self._pairs(vars(obj))}
         if self._allow_pickle:
             return self._pickle(obj)

@@ -153,16 +153,29 @@ def find_listed_class(reference: str) -> type | None:
     return None
 
 
-def is_record_class(cls: type) -> bool:
-    """Whether its objects are their attributes: pickle makes them by no code of the class."""
-    own = {
+class _Plain:
+    """What any class is that adds nothing."""
+
+
+# By which a class makes, tells, ends or shows its objects itself.
+_OWN_WAYS = frozenset(
+    {
         *("__new__", "__getnewargs__", "__getnewargs_ex__", "__getstate__", "__setstate__"),
-        *("__reduce__", "__reduce_ex__"),
+        *("__reduce__", "__reduce_ex__", "__del__", "__getattribute__"),
     }
-    namespaces = [vars(base) for base in cls.__mro__ if base is not object]
-    return cls.__dictoffset__ != 0 and not any(
-        own.intersection(names) or names.get("__slots__") for names in namespaces
-    )
+)
+
+
+def is_record_class(cls: type) -> bool:
+    """Whether its objects are their attributes: pickle makes them by no code of the class, and
+    nothing of them is anywhere else."""
+    ways = (_OWN_WAYS.intersection(vars(base)) for base in cls.__mro__ if base is not object)
+    return _memory_of(cls) == _memory_of(_Plain) and not any(ways)
+
+
+def _memory_of(cls: type) -> tuple[int, ...]:
+    """What an object has beside its attributes, in slots or of the interpreter's."""
+    return cls.__basicsize__, cls.__itemsize__, cls.__dictoffset__, cls.__weakrefoffset__
 
 
 def find_loaded_class(reference: str) -> type | None:

@@ -1,5 +1,5 @@
-// Archives of torch.save in files, for who knows nothing of pickles: what they
-// hold, and where.
+// Archives of torch.save in files, for callers that know nothing of pickles:
+// what they hold, and where.
 #pragma once
 
 #include <cstdint>

@@ -82,6 +82,7 @@ Result<DcpDirectory> ReadDcpDirectory(const Directory& directory,
                        std::to_string(seen->modified_ns);
   out.catalog = std::move(parsed->catalog);
   out.found.unread = std::move(parsed->unread);
+  out.found.archives = std::move(parsed->more);
   out.apart = parsed->apart;
   return out;
 }

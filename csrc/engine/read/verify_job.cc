@@ -65,7 +65,11 @@ Result<std::vector<ZipContent>> ContentsOf(const Checkpoint& checkpoint,
   std::vector<ZipContent> contents;
   const auto look = [&](const File& file) -> Status {
     TC_ASSIGN_OR_RETURN(const bool zip, IsTorchArchive(file, placement.offset));
-    if (!zip) return NothingToCompare();  // a blob of safetensors
+    if (!zip && one.tensor) return NothingToCompare();  // a safetensors blob
+    if (!zip) {
+      return Corrupt("has no archive of torch.save at byte " +
+                     std::to_string(placement.offset));
+    }
     const ByteRange range = ByteRange::Of(placement.offset, placement.bytes);
     TC_ASSIGN_OR_RETURN(contents, ReadZipContents(file, range));
     return {};
@@ -86,22 +90,29 @@ Status CheckArchived(const Checkpoint& checkpoint,
   std::map<std::pair<uint32_t, uint64_t>, uint64_t> ends;  // by file and begin
   for (const Checkpoint::Archive& one : archives) {
     const Placement& at = one.placement;
-    ends[{at.file, at.offset}] = at.offset + at.bytes;
+    if (!one.tensor) ends[{at.file, at.offset}] = at.offset + at.bytes;
   }
   const Catalog& catalog = checkpoint.catalog();
   for (uint32_t e = 0; e < catalog.entries().size(); ++e) {
-    if (catalog.entries()[e].kind != EntryKind::kTensor) continue;
+    const CatalogEntry& entry = catalog.entries()[e];
+    if (entry.archived && entry.archived->archive.size() == 0 &&
+        checkpoint.FindUnread(e)) {
+      return NothingToCompare()
+          .WithTensor(std::string(entry.name))
+          .WithFile(checkpoint.path());
+    }
+    if (entry.kind != EntryKind::kTensor) continue;
     TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
                         catalog.Placements(e, checkpoint.files()));
     for (const Placement& at : placements) {
-      if (at.box.Volume() == 0) continue;
+      if (at.kind == PlacementKind::kArchive || at.box.Volume() == 0) continue;
       const auto after = ends.upper_bound({at.file, at.offset});
       if (after != ends.begin()) {
         const auto& [begin, end] = *std::prev(after);
         if (begin.first == at.file && at.offset < end) continue;
       }
       return NothingToCompare()
-          .WithTensor(std::string(catalog.entries()[e].name))
+          .WithTensor(std::string(entry.name))
           .WithFile(checkpoint.path() + "/" + checkpoint.files()[at.file].name);
     }
   }

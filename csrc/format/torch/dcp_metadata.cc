@@ -283,7 +283,12 @@ class MetadataReader {
     const int64_t known = Find(fqn.text());
     if (known < 0) return AddObject(fqn.text(), place);
     // The first chunk of such a tensor stands for all.
-    if (others_.contains(fqn.text())) return {};
+    if (others_.contains(fqn.text())) {
+      if (!budget_.Keep(sizeof(TorchArchivePlace))) return budget_.Over();
+      out_.more.push_back(
+          {place.file, ByteRange::Of(place.offset, place.bytes)});
+      return {};
+    }
     if (static_cast<size_t>(known) >= chunks_.size()) {
       return Conflict("the metadata says twice where it is");
     }

@@ -32,6 +32,8 @@ struct DcpMetadata {
   // Tensors that are not read: objects of the catalog where their dtypes are
   // none of ours, else tensors.
   std::map<std::string, UnreadTensor, std::less<>> unread;
+  // The later chunks of those that are objects.
+  std::vector<TorchArchivePlace> more;
   // The object that was asked for, which is no entry of the catalog then.
   std::optional<TorchArchivePlace> apart;
 };

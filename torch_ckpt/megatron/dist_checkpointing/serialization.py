@@ -121,12 +121,13 @@ def load(
         of ShardedTensors are filled, and made on the CPU where there are none. Common values in it
         are ignored.
     checkpoint_dir: one of ours, or of Megatron's, torch_dist or zarr.
-    sharded_strategy: None, ("torch_dist", 1), or one of `strategies`.
+    sharded_strategy: None, ("torch_dist", 1), ("zarr", 1), or one of `strategies`.
     validate_access_integrity: prove that all ranks' main replicas make whole tensors.
     strict: what to do about keys that are asked for and not stored, or stored and not asked for:
         see StrictHandling.
-    verify_integrity: compare every byte of the checkpoint with its digest first. What is read is
-        compared in any case.
+    verify_integrity: compare all of the checkpoint that has a digest first, and what is read anew
+        then: of Megatron's own with those of integrity.json, else with its archives' CRC-32s. What
+        has none at all, as zarr, is an error.
     common_strategy: does nothing.
 
     Returns the common state that was stored, with what was loaded in its places; for the two
