@@ -21,7 +21,7 @@ pytest.importorskip("megatron.core.dist_checkpointing")
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import core, serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -108,10 +108,16 @@ def test_requests_of_others_are_refused() -> None:
     """They would start processes: those of Megatron's own strategies and of its other formats."""
     with patch_megatron():
         queue = async_utils.AsyncCallsQueue()
-        for function in (
-            filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc,
-            functools.partial(filesystem_async.FileSystemWriterAsync.preload_tensors, None),
+        for module in (
+            "megatron.core.dist_checkpointing.strategies.filesystem_async",
+            "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
         ):
+
+            def write() -> None:
+                raise AssertionError
+
+            write.__module__ = module
+            function = functools.partial(write)
             with pytest.raises(TypeError, match="make it by the save of torch_ckpt"):
                 queue.schedule_async_request(async_utils.AsyncRequest(function, (), []))
         with pytest.raises(TypeError, match="no AsyncRequest"):
