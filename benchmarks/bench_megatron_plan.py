@@ -128,7 +128,7 @@ def megatron_plan(context: Context) -> Row:
 
         with paused_gc(keeps=False):  # as saves do
             layouts = [pickle.loads(message) for message in state["ours"]]
-            check_layouts(layouts, replicas=True)
+            check_layouts(layouts, whole=True, replicas=True)
             check_stored(layouts)
             share_out(layouts, [set(range(RANKS))] * RANKS)
         return {"sent": len(state["ours"][0]) / 1e6}

@@ -80,8 +80,8 @@ def failures(records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-# Of a save, a consolidation and an export each; the campaign runs all.
-ALWAYS = {"save_llama", "consolidate_columns_cast", "export_llama_1"}
+# Of a save, a consolidation, an export and a plan each; the campaign runs all.
+ALWAYS = {"save_llama", "consolidate_columns_cast", "export_llama_1", "megatron_plan"}
 
 
 @pytest.mark.parametrize(
