@@ -32,7 +32,7 @@ RECORDS = PAGE.with_suffix(".json")
 LONG = (
     *("parser_differential", "package", "ranks", "simulated_ranks", "benchmarks", "bench_async"),
     *("matrix", "final_layout", "demo", "stock_faults", "megatron_training", "dist_kills"),
-    "dist_checkpointing",
+    *("dist_checkpointing", "megatron", "megatron_zarr", "example_megatron"),
 )
 Record = dict[str, Any]
 Row = tuple[str, str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -26,6 +27,17 @@ tried: 724 faults in test_an_error_of_any_call[fresh]: 395 failed, 329 succeeded
 tried: 15000 headers against the safetensors crate: 15000 accepted
 692 passed, 357 warnings in 1317.05s (0:21:57)
 """
+
+
+def test_every_file_with_long_tests_is_run() -> None:
+    tests = (REPOSITORY / "tests" / "python").glob("test_*.py")
+    own = Path(__file__).name
+    marked = {
+        test.stem.removeprefix("test_")
+        for test in tests
+        if test.name != own and re.search(r"mark\.campaign|\bFULL\b", test.read_text())
+    }
+    assert marked <= set(campaign.LONG)
 
 
 def test_what_the_parts_print_becomes_rows() -> None:

@@ -50,7 +50,17 @@ def is_whole(folder: Path) -> None:
     assert dist_checkpointing.load({}, path) == {"again": 5}
 
 
-@pytest.mark.parametrize(("job", "phase", "victim", "how"), CASES)
+STOPS = [
+    *(("save", *each, "stop") for each in SAVE),
+    *(("save_beside", *each, "stop") for each in BESIDE),
+    *(("load", *each, "stop") for each in LOAD),
+]
+
+
+@pytest.mark.parametrize(
+    ("job", "phase", "victim", "how"),
+    [*CASES, *(pytest.param(*each, marks=pytest.mark.campaign) for each in STOPS)],
+)
 def test_a_rank_that_dies_or_is_stopped(
     tmp_path: Path, job: str, phase: str, victim: int, how: str
 ) -> None:

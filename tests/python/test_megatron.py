@@ -23,6 +23,7 @@ import torch_ckpt
 from torch_ckpt.cli import cli
 from torch_ckpt.megatron import dist_checkpointing
 from torch_ckpt.megatron.dist_checkpointing import ShardedObject, ShardedTensor
+from torch_ckpt.objects.types import STOOD_FOR, class_reference
 
 of_common_file = pytest.mark.skipif(
     bool(os.environ.get("MEGATRON_SOURCE")), reason="this release writes no common.pt"
@@ -192,6 +193,38 @@ def test_other_backends_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a" / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr3"}))
     with pytest.raises(torch_ckpt.UnsupportedError, match=r"metadata\.json.*'zarr3'.*torch_dist"):
         torch_ckpt.open(tmp_path / "a")
+
+
+class Options:
+    """Of no library's."""
+
+    def __init__(self) -> None:
+        self.rate = 0.5
+
+
+@of_common_file
+def test_a_class_in_the_common_state_that_nobody_lists(written: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    shutil.copytree(written, path)
+    torch.save({"iteration": 7, "own": Options()}, path / "common.pt")
+    calls = (
+        lambda: dist_checkpointing.load({}, path),
+        lambda: dist_checkpointing.load_common_state_dict(path),
+    )
+    for call in calls:
+        with pytest.raises(
+            dist_checkpointing.core.CheckpointingException, match="own.*Options.*add_safe_globals"
+        ):
+            call()
+    with torch.serialization.safe_globals([Options]):
+        for call in calls:
+            assert call()["iteration"] == 7 and call()["own"].rate == 0.5
+
+
+def test_classes_that_megatron_lists_are_read() -> None:
+    safe_globals = pytest.importorskip("megatron.core.safe_globals").SAFE_GLOBALS
+    of_megatron = {class_reference(cls) for cls in safe_globals if "megatron" in cls.__module__}
+    assert of_megatron and of_megatron <= STOOD_FOR
 
 
 @of_common_file

@@ -66,11 +66,14 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), (4, 4), (2, 2), (4, 1)])
-def test_another_cut_has_the_same_state(tmp_path: Path, world: int, tp: int) -> None:
+def test_another_cut_of_a_run_that_was_killed_has_the_same_state(
+    tmp_path: Path, world: int, tp: int
+) -> None:
     kind = "fully_reshardable"
-    run(tmp_path, "first", 4, 2, kind, "--steps", "2")
+    run(tmp_path, "dead", 4, 2, kind, "--steps", str(STEPS), "--die-at", "5", dies=True)
+    saved = (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip()
     run(tmp_path, "other", world, tp, kind, "--resume")
-    wanted = tensors_of(tmp_path / "checkpoints" / "iter_2")
+    wanted = tensors_of(tmp_path / "checkpoints" / f"iter_{saved}")
     assert any("exp_avg" in name for name in wanted)
     same(tensors_of(tmp_path / "other.again"), wanted)
 

@@ -132,10 +132,12 @@ def test_chunks_at_an_edge(copy: Path) -> None:
     assert torch.equal(torch_ckpt.open(copy)["edge"][3:6, 1:], value[3:6, 1:])
 
 
-def test_many_chunks(copy: Path) -> None:
+@pytest.mark.parametrize(
+    "count", [3_000, pytest.param(100_000, marks=pytest.mark.campaign)], ids=str
+)
+def test_many_chunks(copy: Path, count: int) -> None:
     folder = copy / "many"
     folder.mkdir()
-    count = 3000
     for number in range(count):
         (folder / str(number)).write_bytes(number.to_bytes(4, "little"))
     array = json.loads((copy / "vocab" / ".zarray").read_text())

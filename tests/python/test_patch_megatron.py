@@ -22,6 +22,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import core, serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import async_utils
+from megatron.core.dist_checkpointing.strategies import torch as their_torch
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -102,6 +103,22 @@ def test_no_process_is_started_for_saves() -> None:
         classes["get_write_results_queue"](mp_mode="fork")
         assert isinstance(kind(persistent=True, cpu_shm_mode=True), async_utils.AsyncCallsQueue)
     assert set(multiprocessing.active_children()) == before
+
+
+@pytest.mark.skipif(
+    not hasattr(their_torch, "get_async_strategy"), reason="Megatron has it since 0.17"
+)
+def test_async_strategies_have_two_names_and_our_queue() -> None:
+    with patch_megatron():
+        for name in ("nvrx", "mcore"):
+            said, classes = their_torch.get_async_strategy(name)
+            assert said == name
+            assert isinstance(classes["AsyncCallsQueue"](), async_utils.AsyncCallsQueue)
+            assert "FileSystemWriterAsync" in classes  # of other formats
+            kind = their_torch.get_async_strategy(name, "AsyncRequest")[1]
+            assert isinstance(kind(None, (), []), async_utils.AsyncRequest)
+        with pytest.raises(TypeError, match="async_strategy"):
+            their_torch.get_async_strategy("other")
 
 
 def test_requests_of_others_are_refused() -> None:

@@ -12,6 +12,7 @@ from walks import walk
 import torch_ckpt
 
 DESIGN = Path(__file__).resolve().parents[2] / "docs" / "design.md"
+PLACES = ("torch_ckpt", "csrc")
 STATE = {"model": {"w": torch.arange(4.0)}, "step": 3}
 
 
@@ -21,6 +22,16 @@ def printed(path: str) -> set[str]:
     block = re.search(rf"^{path} .*?(?=^[A-Z]+ |^```)", text, re.DOTALL | re.MULTILINE)
     assert block is not None
     return set(re.findall(r"[\w/]+\.py", block[0]))
+
+
+def test_the_files_that_are_printed_are_there() -> None:
+    text = DESIGN.read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```\n(SAVE .*?)^```", text, re.DOTALL | re.MULTILINE)
+    files = set(re.findall(r"[\w/]+\.(?:py|cc|h)\b", block))
+    assert len(files) > 40
+    root = DESIGN.parents[1]
+    gone = {name for name in files if not any((root / at / name).is_file() for at in PLACES)}
+    assert not gone, gone
 
 
 # Beside what is printed: options, jobs, errors and the like. The numbers may fall, not grow.

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,57 @@ def ranks_may_be_polls_apart(context: Context) -> None:
             break
         time.sleep(0.002 * (1 + 3 * ((context.rank + poll // 50) % context.world)))
     assert len({tuple(each) for each in everywhere(done)}) == 1 and done, everywhere(done)
+
+
+@case
+def polls_wait_for_no_rank(context: Context) -> None:
+    """Rank 0 polls while the others are elsewhere, with a save under way or over, and without."""
+    queue, go = AsyncCallsQueue(), threading.Event()
+    queue.schedule_async_request(AsyncRequest(go.wait, (60,), []))
+    polls = context.folder / "polls"
+    if context.rank > 0:
+        deadline = time.monotonic() + 15
+        while not polls.exists():
+            assert time.monotonic() < deadline, "rank 0 has not come through its polls"
+            time.sleep(0.01)
+    for _ in range(20):
+        assert queue.maybe_finalize_async_calls() == []
+    if context.rank == 0:
+        polls.touch()
+    go.set()
+    polled(queue, 1)
+
+
+@case
+def a_rank_that_cannot_stage_is_an_error_of_all(context: Context) -> None:
+    """There at once, elsewhere at a poll; and the old checkpoint stays."""
+    last = context.rank == context.world - 1
+    path = context.folder / "c"
+
+    def state(value: float) -> dict[str, Any]:
+        data = torch.full((2,), value)
+        own = ShardedTensor.from_rank_offsets("own", data, (0, context.rank, context.world))
+        return {"own": own}
+
+    dist_checkpointing.save(state(1.0), path)
+    queue = AsyncCallsQueue()
+    request = dist_checkpointing.save(state(2.0), path, async_sharded_save=True)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise torch_ckpt.ExhaustedError("no memory to stage")
+
+    def attempt() -> None:
+        with mock.patch.object(operators, "stage", fails) if last else contextlib.nullcontext():
+            queue.schedule_async_request(request)
+        for _ in range(5000):  # without the rank that has failed
+            queue.maybe_finalize_async_calls()
+            time.sleep(0.002)
+
+    raised(attempt, "no memory to stage")
+    queue.close(abort=True)
+    assert dist_checkpointing.load(state(0.0), path)["own"].tolist() == [1.0, 1.0]
+    dist_checkpointing.save(state(3.0), path)
+    assert dist_checkpointing.load(state(0.0), path)["own"].tolist() == [3.0, 3.0]
 
 
 @case

@@ -405,6 +405,69 @@ def boxes_that_are_not_each_once_are_errors_of_all(context: Context) -> None:
     assert torch.equal(found, torch.ones(2, 2))
 
 
+class Unstorable:
+    """Nothing says what it is."""
+
+
+@case
+def an_unstorable_value_of_one_rank_is_an_error_of_all(context: Context) -> None:
+    last, path = context.rank == context.world - 1, context.folder / "c"
+    dist_checkpointing.save({"step": 1}, path)
+    value = Unstorable() if last else 1
+    own = ShardedObject("o", [value], (context.world,), (context.rank,))
+    common = {"args": {"deep": Unstorable() if context.rank == 0 else 1}}
+    for state, says in (({"own": own}, f"o/shard_{context.world - 1}_"), (common, "args.deep")):
+        error = raised(lambda state=state: dist_checkpointing.save(state, path), says, "Unstorable")
+        assert isinstance(error, CheckpointingException)
+        assert dist_checkpointing.load_common_state_dict(path) == {"step": 1}
+
+
+@case
+def damage_is_an_error_of_all(context: Context) -> None:
+    """Of files that only one rank reads."""
+    path = context.folder / "c"
+
+    def state(filled: bool) -> dict[str, Any]:
+        data = torch.full((500,), float(context.rank)) if filled else torch.zeros(500)
+        own = ShardedTensor.from_rank_offsets("own", data, (0, context.rank, context.world))
+        return {"own": own}
+
+    dist_checkpointing.save(state(True), path)
+    file = sorted(path.glob("shard-*.safetensors"))[-1]
+    good = file.read_bytes()
+    flipped = good[:-100] + bytes([good[-100] ^ 4]) + good[-99:]
+    for damaged in (flipped, good[:-8], None):
+        dist.barrier()
+        if context.rank == 0:
+            file.unlink()
+            if damaged is not None:
+                file.write_bytes(damaged)
+        dist.barrier()
+        for options in ({}, {"verify_integrity": True}):
+            error = raised(
+                lambda options=options: dist_checkpointing.load(state(False), path, **options),
+                "shard-",
+            )
+            assert isinstance(error, CheckpointingException)
+
+
+@case
+def any_one_rank_removes_tensors(context: Context) -> None:
+    path = context.folder / "c"
+
+    def entry(key: str) -> ShardedTensor:
+        data = torch.arange(4.0) + context.rank
+        return ShardedTensor.from_rank_offsets(key, data, (0, context.rank, context.world))
+
+    dist_checkpointing.save({"a": entry("a"), "b": entry("optimizer.b"), "step": 2}, path)
+    if context.rank == context.world - 1:
+        dist_checkpointing.remove_sharded_tensors(path, "optimizer.")
+    dist.barrier()
+    assert dist_checkpointing.load_sharded_metadata(path).keys() == {"a"}
+    loaded = dist_checkpointing.load({"a": entry("a")}, path)
+    assert torch.equal(loaded["a"], torch.arange(4.0) + context.rank) and loaded["step"] == 2
+
+
 def without_data(lacks: bool) -> ShardedTensor:
     rank, world = dist.get_rank(), dist.get_world_size()
     made = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, world))

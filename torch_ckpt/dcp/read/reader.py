@@ -72,8 +72,8 @@ class CheckpointReader(StockReader):
 
     Keyword-only arguments of ours:
 
-    format: what the checkpoint is read as: "torch_ckpt", "hf", "dcp" or "torch"; None to find out
-        by the names in the directory.
+    format: what the checkpoint is read as: "torch_ckpt", "hf", "dcp", "megatron" or "torch"; None
+        to find out by the names in the directory.
     include, exclude: patterns of names as in a shell ("optim*"), or a list of such: what none of
         `include` matches, and what one of `exclude` does, is as if it were not in the checkpoint.
     verify: compare every segment (1 MiB of a file) that is read with its CRC-32C, and in files of
