@@ -33,7 +33,6 @@ CAMPAIGN = [
     ("directories", 4),
     ("agreements", 8),
     ("dist_checkpointing,dist_async,dist_deliveries", 3),
-    ("dist_checkpointing,dist_deliveries", 8),
     *(("final", world) for world in (1, 2, 3, 5, 6, 7, 8)),
 ]
 
