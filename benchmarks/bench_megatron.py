@@ -254,33 +254,33 @@ def megatron_load_many(context: Context) -> Row:
     return _load_row(context, "many", title, 512 * count, count, cold=False)
 
 
+OBJECTS = {"objects": 10_000, "more_objects": 50_000}
+
+
+def _objects(context: Context, state: str, *, saves: bool) -> Row:
+    """Objects that both ranks have."""
+    count = max(1, round(OBJECTS[state] * context.scale))
+    what = f"{OBJECTS[state]:,} objects, on both of 2 ranks"
+    if saves:
+        return _save_row(context, state, f"Save {what}, durable", count, count)
+    return _load_row(context, state, f"Load {what}, warm", count, count, cold=False)
+
+
 @row("megatron_save_objects", memory=("as-is",))
 def megatron_save_objects(context: Context) -> Row:
-    """10,000 objects that both ranks have."""
-    count = max(1, round(10_000 * context.scale))
-    title = "Save 10,000 objects, on both of 2 ranks, durable"
-    return _save_row(context, "objects", title, count, count)
+    return _objects(context, "objects", saves=True)
 
 
 @row("megatron_load_objects", memory=("as-is",))
 def megatron_load_objects(context: Context) -> Row:
-    """The same."""
-    count = max(1, round(10_000 * context.scale))
-    title = "Load 10,000 objects, on both of 2 ranks, warm"
-    return _load_row(context, "objects", title, count, count, cold=False)
+    return _objects(context, "objects", saves=False)
 
 
 @row("megatron_save_more_objects", memory=("as-is",))
 def megatron_save_more_objects(context: Context) -> Row:
-    """Five times as many."""
-    count = max(1, round(50_000 * context.scale))
-    title = "Save 50,000 objects, on both of 2 ranks, durable"
-    return _save_row(context, "more_objects", title, count, count)
+    return _objects(context, "more_objects", saves=True)
 
 
 @row("megatron_load_more_objects", memory=("as-is",))
 def megatron_load_more_objects(context: Context) -> Row:
-    """The same."""
-    count = max(1, round(50_000 * context.scale))
-    title = "Load 50,000 objects, on both of 2 ranks, warm"
-    return _load_row(context, "more_objects", title, count, count, cold=False)
+    return _objects(context, "more_objects", saves=False)

@@ -12,16 +12,16 @@ from launch import run_ranks
 # launches of "reshard", "wrapped" and "clients_reload" load what earlier ones have saved.
 LAUNCHES = [
     (
-        "sharding,saving,failures,differing,consolidation,final,frameworks,reshard,wrapped,dist_checkpointing,dist_async,dist_deliveries",
+        "sharding,saving,failures,differing,consolidation,final,frameworks,reshard,wrapped,dist_checkpointing,dist_errors,dist_async,dist_deliveries",
         4,
     ),
     (
         "saving,failures,differing,asynchronous,consolidation,directories,empty_tensors,reshard,wrapped,"
-        "dist_checkpointing,dist_async,dist_deliveries",
+        "dist_checkpointing,dist_errors,dist_async,dist_deliveries",
         2,
     ),
     ("agreements,reshard,wrapped", 3),
-    ("reshard,wrapped,dist_checkpointing,dist_async,dist_deliveries", 1),
+    ("reshard,wrapped,dist_checkpointing,dist_errors,dist_async,dist_deliveries", 1),
     ("clients", 2),
     ("clients_reload", 2),
     ("clients_reload", 1),
@@ -32,7 +32,7 @@ CAMPAIGN = [
     ("asynchronous", 4),
     ("directories", 4),
     ("agreements", 8),
-    ("dist_checkpointing,dist_async,dist_deliveries", 3),
+    ("dist_checkpointing,dist_errors,dist_async,dist_deliveries", 3),
     *(("final", world) for world in (1, 2, 3, 5, 6, 7, 8)),
 ]
 

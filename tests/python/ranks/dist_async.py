@@ -11,7 +11,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ranks.dist_checkpointing import check, gpt, without_data
+from ranks.dist_checkpointing import check, gpt
+from ranks.dist_errors import without_data
 from ranks.run import Context, cases, everywhere, raised
 
 import torch_ckpt
