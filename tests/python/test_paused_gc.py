@@ -10,14 +10,16 @@ import weakref
 
 import pytest
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import torch_ckpt
 from torch_ckpt.dcp.plan.planners import SavePlanner
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError
 from torch_ckpt.native import operators
 from torch_ckpt.native.sessions import SaveSession
-from torch_ckpt.planning.collector import paused_gc
+from torch_ckpt.planning.collector import SeldomFullCollections, paused_gc
 
 
 def is_on() -> bool:
@@ -180,6 +182,67 @@ def watched(call, seen):
         return call(*arguments)
 
     return calling
+
+
+def test_stocks_planner_is_not_held_up_by_full_collections(tmp_path):
+    state = {f"layer.{i}": torch.ones(1) for i in range(20)}
+    before = gc.get_threshold()
+    gc.set_threshold(50, 2, 2)
+
+    class Planner(DefaultSavePlanner):
+        def create_local_plan(self):
+            seen.append(gc.get_threshold())
+            return super().create_local_plan()
+
+    class Reading(DefaultLoadPlanner):
+        def create_local_plan(self):
+            seen.append(gc.get_threshold())
+            return super().create_local_plan()
+
+    seen: list[tuple[int, ...]] = []
+    try:
+        writer = torch_ckpt.HuggingFaceStorageWriter(str(tmp_path / "a"))
+        dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
+        assert gc.get_threshold() == (50, 2, 2)
+        reader = torch_ckpt.HuggingFaceStorageReader(str(tmp_path / "a"))
+        dcp.load(state, storage_reader=reader, planner=Reading(), no_dist=True)
+        assert gc.get_threshold() == (50, 2, 2)
+    finally:
+        gc.set_threshold(*before)
+    assert [thresholds[:2] for thresholds in seen] == [(50, 2)] * 2
+    assert all(thresholds[2] >= 1000 for thresholds in seen)
+
+
+def test_after_an_error_of_the_planner_full_collections_come_as_before(tmp_path):
+    class Failing(DefaultSavePlanner):
+        def create_local_plan(self):
+            assert gc.get_threshold()[2] > before[2]
+            raise RuntimeError("no plan")
+
+    before = gc.get_threshold()
+    writer = torch_ckpt.HuggingFaceStorageWriter(str(tmp_path / "a"))
+    with pytest.raises(CheckpointException):
+        dcp.save({"w": torch.ones(1)}, storage_writer=writer, planner=Failing(), no_dist=True)
+    del writer
+    gc.collect()
+    assert gc.get_threshold() == before
+
+
+def test_thresholds_that_somebody_sets_meanwhile_stay():
+    before = gc.get_threshold()
+    try:
+        seldom = SeldomFullCollections()
+        gc.set_threshold(123, 5, 6)
+        seldom.end()
+        assert gc.get_threshold() == (123, 5, 6)
+        with paused_gc():  # begun in a pause, ended after it, and the other way round
+            seldom = SeldomFullCollections()
+        assert gc.get_threshold() == (123, 5, 1000)
+        with paused_gc():
+            seldom.end()
+        assert gc.get_threshold() == (123, 5, 6)
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_failed_save_lets_its_tensors_go(tmp_path):

@@ -6,10 +6,13 @@ import contextlib
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 
 # Python 3.12 begins with 375 objects that are frozen. Who freezes, freezes all: thousands.
 _FROZEN_BY_PYTHON = 1000
+# Of the third threshold, 10 by default: so many collections of young objects, to a full one.
+_SELDOM = 1000
 _own: tuple[int, int, int] | None = None  # the thresholds before a pause of ours
 
 
@@ -39,10 +42,8 @@ def paused_gc(*, keeps: bool = True) -> Iterator[None]:
         gc.set_threshold(0, *_own[1:])
     try:
         yield
-        # Else unfreeze would undo the trainer's own.
-        if keeps and gc.get_freeze_count() <= _FROZEN_BY_PYTHON:
-            gc.freeze()
-            gc.unfreeze()
+        if keeps:
+            _count_as_old()
     finally:
         if outermost:
             _resume()
@@ -62,6 +63,52 @@ def resumed_gc() -> Iterator[None]:
         if paused:
             _own = gc.get_threshold()
             gc.set_threshold(0, *_own[1:])
+
+
+class SeldomFullCollections:
+    """Full collections come a hundred times as seldom, from when this is made to `end`, in the main
+    thread.
+
+    For a bare `dcp.save` or `dcp.load`, where stock's planner makes its plan, of many objects that
+    all stay, between two calls of ours: each full collection walks those and whatever else the
+    process has, and takes as long as planning 5,000 tensors. It is no pause, as nothing tells us of
+    an error in between: garbage of that time is found all the same, and the thresholds return when
+    the last reference to this is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._back: weakref.finalize[..., SeldomFullCollections] | None = None
+        third = (_own or gc.get_threshold())[2]
+        if (
+            threading.current_thread() is threading.main_thread()
+            and gc.isenabled()
+            and 0 < third < _SELDOM
+        ):
+            _set_third(third, _SELDOM)
+            self._back = weakref.finalize(self, _set_third, _SELDOM, third)
+
+    def end(self) -> None:
+        """What was made meanwhile counts as old. Once more is fine."""
+        if self._back is not None and self._back.alive:
+            _count_as_old()
+            self._back()
+
+
+def _set_third(old: int, new: int) -> None:
+    """The third threshold, now and after a pause, where nobody has set another."""
+    global _own
+    if _own is not None and _own[2] == old:
+        _own = (*_own[:2], new)
+    thresholds = gc.get_threshold()
+    if thresholds[2] == old:
+        gc.set_threshold(*thresholds[:2], new)
+
+
+def _count_as_old() -> None:
+    """Move all objects to the oldest generation, without looking at them."""
+    if gc.get_freeze_count() <= _FROZEN_BY_PYTHON:  # else unfreeze would undo the trainer's own
+        gc.freeze()
+        gc.unfreeze()
 
 
 def _resume() -> None:

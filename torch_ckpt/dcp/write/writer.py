@@ -27,6 +27,7 @@ from torch_ckpt.export.dtype_policy import DtypePolicy
 from torch_ckpt.export.files import checked_mapping
 from torch_ckpt.native.torch_private import SHARDED_DIR_NAME
 from torch_ckpt.options import local_path
+from torch_ckpt.planning.collector import SeldomFullCollections
 
 
 class WriterOptions(TypedDict, total=False):
@@ -154,6 +155,7 @@ class HuggingFaceStorageWriter(StockWriter):
         self.is_coordinator = False
         self._sequence: int | None = None  # see count_save
         self._save: DirectorySave | None = None  # that is going on
+        self._collections: SeldomFullCollections | None = None
         self._place(os.fspath(path))
 
     def _place(self, path: str) -> None:
@@ -168,7 +170,7 @@ class HuggingFaceStorageWriter(StockWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # Process-based async save pickles the writer; a save lives in one process.
-        return {**self.__dict__, "_save": None}
+        return {**self.__dict__, "_save": None, "_collections": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, into `checkpoint_id` where given. Twice with one id is fine."""
@@ -209,6 +211,7 @@ class HuggingFaceStorageWriter(StockWriter):
             kwargs.get("on_written"),
             time.perf_counter() if began is None else began,
         )
+        self._collections = SeldomFullCollections()  # while the planner plans
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse here, before anything is on disk, what could not be written."""
@@ -228,6 +231,8 @@ class HuggingFaceStorageWriter(StockWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into staging. The future holds one RankReport."""
         save = self._going_on()
+        if self._collections is not None:
+            self._collections.end()
         return save.write(plan, lambda: self._write_plan(plan, planner))
 
     # Stock's private hooks, which subclasses override: it fills a queue by file and empties it.
@@ -280,6 +285,7 @@ class HuggingFaceStorageWriter(StockWriter):
         """Give up a save that failed on another rank, of which DCP does not tell the writer. Once
         more, and after one that is committed, is fine."""
         save, self._save = self._save, None
+        self._collections = None
         if save is not None:
             save.end()
 
