@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "format/zarr_array.h"
+#include "format/zarr/zarr_array.h"
 
 namespace torch_ckpt {
 namespace {

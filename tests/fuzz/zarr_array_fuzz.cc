@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "format/zarr_array.h"
+#include "format/zarr/zarr_array.h"
 
 using namespace torch_ckpt;
 

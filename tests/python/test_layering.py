@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The rooms of csrc, paths below it.
-FORMAT_ROOMS = ("format", "format/safetensors", "format/ours", "format/torch")
+FORMAT_ROOMS = ("format", "format/safetensors", "format/ours", "format/torch", "format/zarr")
 ENGINE_ROOMS = ("open", "read", "write", "commit", "save", "merge", "upkeep")
 ROOMS = (
     *("base", "os", "runtime", *FORMAT_ROOMS, "values", "plan"),

@@ -7,7 +7,7 @@
 
 #include "base/byte_range.h"
 #include "format/names.h"
-#include "format/zarr_array.h"
+#include "format/zarr/zarr_array.h"
 #include "runtime/workers.h"
 
 namespace torch_ckpt {

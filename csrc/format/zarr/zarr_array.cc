@@ -1,4 +1,4 @@
-#include "format/zarr_array.h"
+#include "format/zarr/zarr_array.h"
 
 #include <array>
 #include <charconv>
