@@ -11,8 +11,8 @@
 #include <bit>
 #include <cerrno>
 #include <cstddef>
-#include <cstdio>
 
+#include "base/bytes.h"
 #include "os/call.h"
 
 namespace torch_ckpt {
@@ -163,10 +163,9 @@ Result<std::string> FileSystemName(int fd, const std::string& path) {
   uint64_t number = 0;
   TC_ASSIGN_OR_RETURN(const Magic* const magic, FindMagic(fd, path, &number));
   if (magic) return std::string(magic->name);
-  std::array<char, 16> text;
-  std::snprintf(text.data(), text.size(), "0x%08x",
-                static_cast<unsigned>(number));
-  return std::string(text.data());
+  std::string text = "0x";
+  AppendHex(&text, number, 8);
+  return text;
 }
 
 bool IsShared(const Directory& directory) {

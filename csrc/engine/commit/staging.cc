@@ -1,11 +1,10 @@
 #include "engine/commit/staging.h"
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
-#include <cstdio>
 #include <iterator>
 
+#include "base/bytes.h"
 #include "engine/commit/each_file.h"
 #include "engine/commit/journal.h"
 #include "engine/commit/rank_parts.h"
@@ -133,10 +132,9 @@ std::string PlaceBeside(const std::string& target) {
   std::string name = "." + base + std::string(kStageSuffix);
   if (name.size() > kMaxFileNameBytes) {
     // Twins only share a lock.
-    std::array<char, 9> crc;
-    std::snprintf(crc.data(), crc.size(), "%08x",
-                  Crc32c(0, base.data(), base.size()));
-    name = "." + std::string(crc.data()) + std::string(kStageSuffix);
+    name = ".";
+    AppendHex(&name, Crc32c(0, base.data(), base.size()), 8);
+    name += kStageSuffix;
   }
   return (parent == "/" ? "" : parent) + "/" + name;
 }
