@@ -43,6 +43,10 @@ inline bool LacksCall(int error) {
   return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP;
 }
 
+// Whether the kernel does not know the call at all, or a sandbox that does not
+// know it refuses it.
+inline bool UnknownCall(int error) { return error == ENOSYS || error == EPERM; }
+
 // What is moved by one call at most. Linux moves 2 GiB less a page; a round
 // number below keeps the next piece of a direct transfer aligned.
 inline constexpr size_t kMaxTransfer = size_t{1} << 30;

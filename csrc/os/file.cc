@@ -175,7 +175,8 @@ Result<bool> File::Allocate(uint64_t bytes) const {
   // Not posix_fallocate: where the file system has no such call, that one
   // writes into every block, which is the whole save's I/O once more.
   if (internal::Allocate(fd_, 0, 0, bytes, path_) == 0) return true;
-  // NFSv3, some FUSE; or it is cut off again and again.
+  // NFSv3, some FUSE; or it is cut off again and again. Not LacksCall: EINVAL
+  // would be of the range, which is ours.
   if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINTR) return false;
   return Status::Io(errno, "fallocate of " + std::to_string(bytes) + " bytes",
                     path_);

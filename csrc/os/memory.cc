@@ -19,7 +19,8 @@ int internal::Advise(std::byte* data, size_t bytes, int advice) {
 
 int internal::Populate(std::byte* data, size_t bytes) {
   if (Advise(data, bytes, kPopulateWrite) == 0) return 0;
-  return errno == EINVAL || errno == EPERM ? ENOSYS : errno;
+  // EINVAL: a kernel that knows the call, but not the advice.
+  return errno == EINVAL || UnknownCall(errno) ? ENOSYS : errno;
 }
 
 namespace {

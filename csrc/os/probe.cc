@@ -127,8 +127,7 @@ Result<DirectIo> ProbeDirectIo(const File& file) {
                           : syscall(SYS_statx, file.fd(), "",
                                     AT_EMPTY_PATH | AT_STATX_DONT_SYNC,
                                     kStatxDirectAlignment, &st);
-  // ENOSYS and EPERM: an old kernel, or a sandbox that does not know the call.
-  if (result < 0 && errno != ENOSYS && errno != EPERM) {
+  if (result < 0 && !internal::UnknownCall(errno)) {
     return Status::Io(errno, "statx", file.path());
   }
   if (result < 0 || (st.mask & kStatxDirectAlignment) == 0) {

@@ -148,9 +148,8 @@ Status Directory::CheckReplaceable(const std::string& path) const {
         return statx(fd(), path.c_str(), AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS,
                      &file);
       }) < 0) {
-    // A sandbox or a kernel that does not know the call; the step itself will
-    // tell.
-    if (errno == ENOENT || errno == ENOSYS || errno == EPERM) return {};
+    // The step itself will tell.
+    if (errno == ENOENT || internal::UnknownCall(errno)) return {};
     return Status::Io(errno, "statx", joined);
   }
   if (S_ISDIR(file.stx_mode)) {

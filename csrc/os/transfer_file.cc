@@ -31,8 +31,6 @@ Status SetDirect(const File& file, bool on) {
   return {};
 }
 
-bool IsRefusal(int error) { return error == EINVAL || error == EOPNOTSUPP; }
-
 // Moves `size` bytes in units by call(at, count), which returns what pread and
 // pwrite do, until `needed` are done. A count that ends inside a unit is taken
 // back to its start; one that gets nowhere counts as a refusal.
@@ -45,7 +43,7 @@ Result<DirectMoved> MoveDirect(const char* op, const std::string& path,
     const uint64_t want = std::min(size - done, kMaxTransfer);
     const ssize_t moved = call(done, static_cast<size_t>(want));
     if (moved < 0) {
-      if (IsRefusal(errno)) return DirectMoved{done, true};
+      if (LacksCall(errno)) return DirectMoved{done, true};
       return Status::Io(errno,
                         std::string(op) + " of " + std::to_string(want) +
                             " bytes at byte " + std::to_string(offset + done),
