@@ -216,14 +216,12 @@ class OverlapFinder {
 
 class HoleFinder {
  public:
-  // Boxes outside `region` are ignored, the others clipped to it.
+  // REQUIRES: boxes that have volume lie inside `region` and do not overlap.
   HoleFinder(const Box& region, const std::vector<Box>& boxes, Budget* budget)
       : region_(region), budget_(*budget) {
     boxes_.reserve(boxes.size());
     for (const Box& box : boxes) {
-      if (!HasVolume(box)) continue;
-      const Box inside = Intersect(box, region);
-      if (HasVolume(inside)) boxes_.push_back(inside);
+      if (HasVolume(box)) boxes_.push_back(box);
     }
   }
 
@@ -353,10 +351,10 @@ Status CheckRanks(int rank, const std::vector<Box>& boxes) {
   return {};
 }
 
-Status TooIrregular(const Budget& budget, const char* how) {
+Status TooIrregular(const Budget& budget) {
   return Exhausted(
-      std::string("the boxes ") + how +
-      " in too many ways to prove that they are all of a tensor: " +
+      "the boxes interlock in too many ways to prove that they are all of a "
+      "tensor: " +
       budget.Over().message());
 }
 
@@ -369,7 +367,7 @@ Result<Pair> OverlapOf(int rank, const std::vector<Box>& boxes,
   }
   OverlapFinder finder(boxes, rank, budget);
   const Pair pair = finder.Find(items, 0, 0, 0);
-  if (finder.exhausted()) return TooIrregular(*budget, "interlock");
+  if (finder.exhausted()) return TooIrregular(*budget);
   return pair;
 }
 
@@ -387,7 +385,7 @@ Status FindHole(const Box& region, const std::vector<Box>& boxes,
   HoleFinder finder(region, boxes, budget);
   const std::optional<Box> hole = finder.Find();
   if (hole) return Incomplete("nothing covers " + hole->ToString());
-  if (finder.exhausted()) return TooIrregular(*budget, "overlap");
+  if (finder.exhausted()) return TooIrregular(*budget);
   return {};
 }
 
@@ -416,15 +414,6 @@ Status ProveTiling(const Box& region, const std::vector<Box>& boxes,
   if (!HasVolume(region) || volume == static_cast<uint64_t>(region.Volume())) {
     return {};
   }
-  return FindHole(region, boxes, budget);
-}
-
-Status ProveCover(const Box& region, const std::vector<Box>& boxes,
-                  Budget* budget) {
-  Budget own = BudgetOf(boxes);
-  if (!budget) budget = &own;
-  TC_RETURN_IF_ERROR(CheckRanks(region.rank(), boxes));
-  if (!HasVolume(region)) return {};
   return FindHole(region, boxes, budget);
 }
 

@@ -19,13 +19,9 @@ namespace torch_ckpt {
 // `region` fits in int64 unless it is empty; any numbers do for the boxes,
 // sizes below 0 included (they count as empty). kExhausted when they interlock
 // or overlap in so many ways that the proof would take more than `budget` has;
-// without one, more than belongs to so many boxes. All three proofs do so.
+// without one, more than belongs to so many boxes. Both proofs do so.
 Status ProveTiling(const Box& region, const std::vector<Box>& boxes,
                    Budget* budget = nullptr);
-
-// Like ProveTiling, but boxes may overlap (replicas) and may reach outside.
-Status ProveCover(const Box& region, const std::vector<Box>& boxes,
-                  Budget* budget = nullptr);
 
 // kConflict naming a pair that overlaps, or ok.
 Status ProveDisjoint(const std::vector<Box>& boxes, Budget* budget = nullptr);
