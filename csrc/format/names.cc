@@ -102,11 +102,6 @@ std::string SingleFileName(std::string_view index_name) {
   return std::string(index_name) + std::string(kDataSuffix);
 }
 
-std::string ShardFileName(int64_t rank, int64_t index, int64_t count) {
-  return std::string(kShardStem) + Padded(rank + 1) + "-" +
-         FinalFileName(index, count);
-}
-
 std::string FinalFileName(int64_t index, int64_t count,
                           const FileNaming& naming) {
   if (count == 1 && !naming.number_single) {

@@ -48,8 +48,7 @@ struct FileNaming {
 inline constexpr std::array<std::string_view, 3> kFinalStems = {
     "model", "diffusion_pytorch_model", "adapter_model"};
 
-// Ranks count from 0, indices from 1.
-std::string ShardFileName(int64_t rank, int64_t index, int64_t count);
+// Indices count from 1, ranks from 0.
 std::string FinalFileName(int64_t index, int64_t count,
                           const FileNaming& naming = {});
 // Of the index that stands beside `count` files; empty where none does.

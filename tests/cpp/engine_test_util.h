@@ -23,6 +23,7 @@
 #include "engine/read/read_job.h"
 #include "engine/save/write_job.h"
 #include "format/names.h"
+#include "names_test_util.h"
 #include "os/fault.h"
 #include "sanitizers.h"
 

@@ -4,22 +4,20 @@
 #include <vector>
 
 #include "format/names.h"
+#include "names_test_util.h"
 
 namespace torch_ckpt {
 namespace {
 
 TEST(FormatNames, StockNames) {
-  EXPECT_EQ(ShardFileName(0, 1, 3),
-            "shard-00001-model-00001-of-00003.safetensors");
-  EXPECT_EQ(ShardFileName(123456, 2, 100000),
-            "shard-123457-model-00002-of-100000.safetensors");
   EXPECT_EQ(FinalFileName(2, 10), "model-00002-of-00010.safetensors");
   EXPECT_EQ(ObjectFileName(7), "objects-00008.json");
 }
 
 TEST(FormatNames, Shards) {
-  EXPECT_EQ(RankOfShard(ShardFileName(7, 1, 3)), 7);
-  EXPECT_EQ(RankOfShard(ShardFileName(123456, 1, 3)), 123456);
+  EXPECT_EQ(RankOfShard("shard-00008-model-00001-of-00003.safetensors"), 7);
+  EXPECT_EQ(RankOfShard("shard-123457-model-00002-of-100000.safetensors"),
+            123456);
   EXPECT_EQ(RankOfShard("shard-x-model-00001-of-00001.safetensors"),
             std::nullopt);
   EXPECT_TRUE(IsShardName("shard-x-model-00001-of-00001.safetensors"));
