@@ -119,11 +119,11 @@ Status PlannedReads::AddRun(const StoredRun& stored) {
   const uint64_t end = run.src + run.SrcSpan();
   for (uint64_t piece = RoundDown(run.src, kFetchBytes); piece < end;
        piece += kFetchBytes) {
-    parts_.clear();
-    ClipRun(run, piece, piece + kFetchBytes, &parts_);
-    for (const Run& part : parts_) {
-      planned += part.TotalBytes();
-      Keep(stored.file, part);
+    clipped_.clear();
+    ClipRun(run, piece, piece + kFetchBytes, &clipped_);
+    for (const Run& inside : clipped_) {
+      planned += inside.TotalBytes();
+      Keep(stored.file, inside);
     }
   }
   bytes_ += planned;
@@ -133,17 +133,17 @@ Status PlannedReads::AddRun(const StoredRun& stored) {
                   " bytes would be read: this is a bug of torch_ckpt");
 }
 
-void PlannedReads::Keep(uint32_t file, const Run& part) {
-  runs_.push_back({part.src, part.dst,
-                   part.loops > 0 ? loops_.size() | kLoops : part.bytes, file,
+void PlannedReads::Keep(uint32_t file, const Run& run) {
+  runs_.push_back({run.src, run.dst,
+                   run.loops > 0 ? loops_.size() | kLoops : run.bytes, file,
                    static_cast<uint32_t>(deliveries_.size() - 1)});
-  if (part.loops == 0) return;
-  loops_.push_back(static_cast<int64_t>(part.bytes));
-  loops_.push_back(part.loops);
-  for (size_t l = 0; l < static_cast<size_t>(part.loops); ++l) {
-    loops_.push_back(part.count[l]);
-    loops_.push_back(part.src_stride[l]);
-    loops_.push_back(part.dst_stride[l]);
+  if (run.loops == 0) return;
+  loops_.push_back(static_cast<int64_t>(run.bytes));
+  loops_.push_back(run.loops);
+  for (size_t l = 0; l < static_cast<size_t>(run.loops); ++l) {
+    loops_.push_back(run.count[l]);
+    loops_.push_back(run.src_stride[l]);
+    loops_.push_back(run.dst_stride[l]);
   }
 }
 

@@ -65,7 +65,7 @@ class PlannedReads {
                  const TargetTensor& target);
   // By pieces; every byte of the run must be in one.
   Status AddRun(const StoredRun& stored);
-  void Keep(uint32_t file, const Run& part);
+  void Keep(uint32_t file, const Run& run);
   Run RunOf(const CompactRun& compact) const;
   void MakePieces();
 
@@ -76,7 +76,7 @@ class PlannedReads {
   std::vector<size_t> pieces_;  // the first run of each
   std::vector<Delivery> deliveries_;
   std::deque<CastTarget> casts_;
-  std::vector<Run> parts_;
+  std::vector<Run> clipped_;
   uint64_t bytes_ = 0;
 };
 

@@ -317,16 +317,17 @@ class ReadPass {
   // What the run has in [lo, hi) from `bytes`, which hold that range.
   void Deliver(const ReadRun& read, uint64_t lo, uint64_t hi,
                const std::byte* bytes) {
-    parts_.clear();
-    ClipRun(read.run, lo, hi, &parts_);
-    for (const Run& part : parts_) {
-      delivered_ += part.TotalBytes();
+    clipped_.clear();
+    ClipRun(read.run, lo, hi, &clipped_);
+    for (const Run& inside : clipped_) {
+      delivered_ += inside.TotalBytes();
       if (!read.cast) {
-        CopyRun(part, bytes, lo, reinterpret_cast<std::byte*>(part.dst),
-                part.dst);
+        CopyRun(inside, bytes, lo, reinterpret_cast<std::byte*>(inside.dst),
+                inside.dst);
         continue;
       }
-      const uint64_t lost = read.cast->Deliver(part, bytes + (part.src - lo));
+      const uint64_t lost =
+          read.cast->Deliver(inside, bytes + (inside.src - lo));
       if (lost > 0) lost_[read.cast] += lost;
     }
   }
@@ -343,7 +344,7 @@ class ReadPass {
   const ArenaLease* const absent_;
   const bool shared_, neighbours_;
   ReadBytes passed_;
-  std::vector<Run> parts_;
+  std::vector<Run> clipped_;
   std::map<CastTarget*, uint64_t> lost_;
   std::vector<DigestedOutput::Row> rows_;
   size_t first_ = 0;  // of the runs that still need bytes

@@ -20,12 +20,12 @@ class IndexHandler final : public JsonHandler {
   bool OnKey(std::string_view key) override {
     if (skip_depth_ > 0) return true;
     if (depth_ == 1) {
-      part_ = key == "metadata"     ? Part::kMetadata
-              : key == "weight_map" ? Part::kWeightMap
-                                    : Part::kOther;
+      key_ = key == "metadata"     ? Key::kMetadata
+             : key == "weight_map" ? Key::kWeightMap
+                                   : Key::kOther;
       return true;
     }
-    if (part_ == Part::kMetadata) {
+    if (key_ == Key::kMetadata) {
       is_total_size_ = key == "total_size";
       return true;
     }
@@ -36,7 +36,7 @@ class IndexHandler final : public JsonHandler {
   }
   bool OnString(std::string_view text) override {
     if (Skipping() || AtTotalSize()) return true;
-    if (depth_ != 2 || part_ != Part::kWeightMap)
+    if (depth_ != 2 || key_ != Key::kWeightMap)
       return Refuse("unexpected string");
     // As people write paths below the directory.
     while (text.starts_with("./")) text.remove_prefix(2);
@@ -76,8 +76,7 @@ class IndexHandler final : public JsonHandler {
     return Skipping() || AtTotalSize() || Refuse("unexpected true or false");
   }
   bool OnNull() override {
-    if (Skipping() || AtTotalSize() ||
-        (depth_ == 1 && part_ == Part::kMetadata))
+    if (Skipping() || AtTotalSize() || (depth_ == 1 && key_ == Key::kMetadata))
       return true;
     return Refuse("unexpected null");
   }
@@ -87,15 +86,15 @@ class IndexHandler final : public JsonHandler {
   bool OnEndArray() override { return End(); }
 
  private:
-  enum class Part { kMetadata, kWeightMap, kOther };
+  enum class Key { kMetadata, kWeightMap, kOther };
 
   bool AtTotalSize() const {
-    return depth_ == 2 && part_ == Part::kMetadata && is_total_size_;
+    return depth_ == 2 && key_ == Key::kMetadata && is_total_size_;
   }
   // True when the value at hand belongs to a key that we do not know.
   bool Skipping() const {
-    return skip_depth_ > 0 || (depth_ == 1 && part_ == Part::kOther) ||
-           (depth_ == 2 && part_ == Part::kMetadata && !is_total_size_);
+    return skip_depth_ > 0 || (depth_ == 1 && key_ == Key::kOther) ||
+           (depth_ == 2 && key_ == Key::kMetadata && !is_total_size_);
   }
   bool Begin(bool object) {
     if (depth_ > 0 && (Skipping() || AtTotalSize())) {
@@ -104,7 +103,7 @@ class IndexHandler final : public JsonHandler {
     }
     if (!object || depth_ == 2)
       return Refuse(object ? "unexpected object" : "unexpected array");
-    if (++depth_ == 2 && part_ == Part::kWeightMap) has_weight_map_ = true;
+    if (++depth_ == 2 && key_ == Key::kWeightMap) has_weight_map_ = true;
     return true;
   }
   bool End() {
@@ -117,7 +116,7 @@ class IndexHandler final : public JsonHandler {
   bool has_weight_map_ = false;
   int depth_ = 0;       // of the objects that we read
   int skip_depth_ = 0;  // below them
-  Part part_ = Part::kOther;
+  Key key_ = Key::kOther;
   bool is_total_size_ = false;
 };
 
