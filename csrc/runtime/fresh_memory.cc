@@ -7,7 +7,7 @@
 namespace torch_ckpt {
 namespace {
 
-// Of each size of page; enough to look past one slow chunk.
+// Of each size of page; enough to look past one slow piece.
 constexpr int64_t kTrial = 4;
 constexpr size_t kTrialBytes = 2 * kTrial * kFillBytes;
 // Smaller regions are not worth a trial.
@@ -39,11 +39,11 @@ FreshMemory::FreshMemory(const ArenaLease* lease, PageLocker* locker, Clock now)
   }
 }
 
-Status FreshMemory::Take(int64_t chunk) {
-  const size_t begin = static_cast<size_t>(chunk) * kFillBytes;
+Status FreshMemory::Take(int64_t piece) {
+  const size_t begin = static_cast<size_t>(piece) * kFillBytes;
   const size_t bytes = std::min(kFillBytes, lease_->size() - begin);
-  if (tries_ && chunk < 2 * kTrial) {
-    TC_RETURN_IF_ERROR(Try(chunk, begin, bytes));
+  if (tries_ && piece < 2 * kTrial) {
+    TC_RETURN_IF_ERROR(Try(piece, begin, bytes));
   } else {
     TC_RETURN_IF_ERROR(lease_->MakePresent(begin, bytes));
   }
@@ -53,11 +53,11 @@ Status FreshMemory::Take(int64_t chunk) {
   return {};
 }
 
-Status FreshMemory::Try(int64_t chunk, size_t begin, size_t bytes) {
+Status FreshMemory::Try(int64_t piece, size_t begin, size_t bytes) {
   const auto start = now_();
   TC_RETURN_IF_ERROR(lease_->MakePresent(begin, bytes));
   Touch(lease_->data() + begin, bytes);
-  took_[chunk < kTrial ? 0 : 1] +=
+  took_[piece < kTrial ? 0 : 1] +=
       std::chrono::nanoseconds(now_() - start).count();
   // The one that ends the trial changes the rest, which others may have begun
   // on: what is present stays as it is.

@@ -26,7 +26,7 @@
 
 namespace torch_ckpt {
 
-// A leased region is filled in chunks of this.
+// A leased region is filled in pieces of this.
 inline constexpr size_t kFillBytes = 2 * kArenaPage;
 
 class FreshMemory {
@@ -38,15 +38,15 @@ class FreshMemory {
   FreshMemory(const ArenaLease* lease, PageLocker* locker,
               Clock now = std::chrono::steady_clock::now);
 
-  // Has the system give the pages of a chunk, and page-locks them. Called
-  // before the chunk is filled, by the thread that will, for the chunks in
+  // Has the system give the pages of a piece, and page-locks them. Called
+  // before the piece is filled, by the thread that will, for the pieces in
   // about ascending order. kExhausted where there is no memory; that a page
   // cannot be locked is no error.
-  Status Take(int64_t chunk);
+  Status Take(int64_t piece);
 
  private:
-  // Times and counts chunks of the trial, and ends it with the last.
-  Status Try(int64_t chunk, size_t begin, size_t bytes);
+  // Times and counts pieces of the trial, and ends it with the last.
+  Status Try(int64_t piece, size_t begin, size_t bytes);
 
   const ArenaLease* const lease_;
   PageLocker* const locker_;
@@ -54,7 +54,7 @@ class FreshMemory {
   std::atomic<bool> locks_;
   bool tries_;                                  // whether there is a trial
   std::array<std::atomic<int64_t>, 2> took_{};  // ns: huge pages, small ones
-  std::atomic<int64_t> left_;                   // chunks of the trial
+  std::atomic<int64_t> left_;                   // pieces of the trial
 };
 
 }  // namespace torch_ckpt

@@ -121,18 +121,18 @@ struct Double {
 };
 
 // What the loops below hold between reading and writing: in the first cache.
-constexpr size_t kChunk = 1024;
+constexpr size_t kBlock = 1024;
 
 // Returns how many numbers became infinite.
 template <class Type>
-[[gnu::always_inline]] inline size_t ReadChunk(const std::byte* source,
+[[gnu::always_inline]] inline size_t ReadBlock(const std::byte* source,
                                                float* out, size_t count) {
   using Element = typename Type::Element;
   if constexpr (std::is_same_v<Element, float>) {
     std::memcpy(out, source, count * sizeof(float));
     return 0;
   }
-  std::array<Element, kChunk> elements;
+  std::array<Element, kBlock> elements;
   std::memcpy(elements.data(), source, count * sizeof(Element));
   for (size_t i = 0; i < count; ++i) out[i] = Type::ToFloat(elements[i]);
   if constexpr (sizeof(Element) <= sizeof(float)) return 0;
@@ -145,11 +145,11 @@ template <class Type>
 
 // Returns how many values are too large.
 template <class Type>
-[[gnu::always_inline]] inline size_t WriteChunk(const float* values,
+[[gnu::always_inline]] inline size_t WriteBlock(const float* values,
                                                 std::byte* target,
                                                 size_t count) {
   using Element = typename Type::Element;
-  std::array<Element, kChunk> elements;
+  std::array<Element, kBlock> elements;
   for (size_t i = 0; i < count; ++i) elements[i] = Type::FromFloat(values[i]);
   std::memcpy(target, elements.data(), count * sizeof(Element));
   // NaNs are above kInfinity.
@@ -168,11 +168,11 @@ template <class Type>
   struct Name {                                                    \
     target static size_t Read(const std::byte* source, float* out, \
                               size_t count) {                      \
-      return ReadChunk<Type>(source, out, count);                  \
+      return ReadBlock<Type>(source, out, count);                  \
     }                                                              \
     target static size_t Write(const float* values, std::byte* to, \
                                size_t count) {                     \
-      return WriteChunk<Type>(values, to, count);                  \
+      return WriteBlock<Type>(values, to, count);                  \
     }                                                              \
   };
 TC_LOOPS(Portable, )
@@ -247,10 +247,10 @@ size_t CastBy(const Implementation& implementation, Dtype from,
   const auto target_bytes = static_cast<size_t>(DtypeBits(to)) / 8;
   const Functions in = implementation.functions(from);
   const Functions out = implementation.functions(to);
-  std::array<float, kChunk> values;
+  std::array<float, kBlock> values;
   size_t lost = 0;
-  for (size_t at = 0; at < count; at += kChunk) {
-    const size_t size = std::min(kChunk, count - at);
+  for (size_t at = 0; at < count; at += kBlock) {
+    const size_t size = std::min(kBlock, count - at);
     const size_t infinite =
         in.read(source + at * source_bytes, values.data(), size);
     lost += out.write(values.data(), target + at * target_bytes, size);

@@ -21,7 +21,7 @@ namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
-class StageJobTest : public testing::Test {
+class SnapshotJobTest : public testing::Test {
  protected:
   static void SetUpTestSuite() { FakeCuda::UseForProcess(); }
 
@@ -80,7 +80,7 @@ SourceTensor Dense(const std::string& bytes, Dims sizes, int64_t unit) {
   return source;
 }
 
-TEST_F(StageJobTest, IntoMemoryOfTheCaller) {
+TEST_F(SnapshotJobTest, IntoMemoryOfTheCaller) {
   const std::string a = RandomBytes(3 * kMiB, 1), b = RandomBytes(4 * 5001, 2);
   Add("a", BytesSource(a));
   Add("b", Dense(b, {3, 1667}, 4));
@@ -121,7 +121,7 @@ TEST_F(StageJobTest, IntoMemoryOfTheCaller) {
   EXPECT_EQ(memory.get()[64 + bytes], std::byte{7});
 }
 
-TEST_F(StageJobTest, StandAsTheyWillInTheFile) {
+TEST_F(SnapshotJobTest, StandAsTheyWillInTheFile) {
   std::vector<std::string> memory;
   std::vector<SafetensorsEntry> entries;
   std::mt19937 random(5);
@@ -148,7 +148,7 @@ TEST_F(StageJobTest, StandAsTheyWillInTheFile) {
   EXPECT_EQ(job_.done(), region->bytes);
 }
 
-TEST_F(StageJobTest, StridedSourcesBecomeDense) {
+TEST_F(SnapshotJobTest, StridedSourcesBecomeDense) {
   const std::string memory = RandomBytes(64 * 48 * 4, 1);
   Add("transposed", {AsBytes(memory).data(), {48, 64}, {4, 48 * 4}, 4, -1});
   Add("columns", {AsBytes(memory).data() + 8, {64, 10}, {48 * 4, 4}, 4, -1});
@@ -160,7 +160,7 @@ TEST_F(StageJobTest, StridedSourcesBecomeDense) {
   ExpectStaged(*region);
 }
 
-TEST_F(StageJobTest, SharedMemoryIsStagedOnce) {
+TEST_F(SnapshotJobTest, SharedMemoryIsStagedOnce) {
   const std::string memory = RandomBytes(1000 * 4, 1);
   Add("tied", Dense(memory, {1000}, 4));
   Add("whole", Dense(memory, {10, 100}, 4));
@@ -184,7 +184,7 @@ TEST_F(StageJobTest, SharedMemoryIsStagedOnce) {
 }
 
 // Whatever stands before it, a container begins where its parts are aligned.
-TEST_F(StageJobTest, PartsOfLargerElementsAreAligned) {
+TEST_F(SnapshotJobTest, PartsOfLargerElementsAreAligned) {
   const std::string memory = RandomBytes(64, 1), small = RandomBytes(3, 2);
   for (const char* name : {"a", "c"}) {
     names_.clear();
@@ -202,7 +202,7 @@ TEST_F(StageJobTest, PartsOfLargerElementsAreAligned) {
   }
 }
 
-TEST_F(StageJobTest, DeviceMemoryToo) {
+TEST_F(SnapshotJobTest, DeviceMemoryToo) {
   FakeCuda fake;
   const std::string large = RandomBytes(5 * kMiB + 3, 1);
   const std::string host = RandomBytes(3 * kMiB, 2);
@@ -226,7 +226,7 @@ TEST_F(StageJobTest, DeviceMemoryToo) {
   arena_.Trim();
 }
 
-TEST_F(StageJobTest, ManyTensorsOfDevicesAreFewOperations) {
+TEST_F(SnapshotJobTest, ManyTensorsOfDevicesAreFewOperations) {
   FakeCuda fake;
   std::vector<std::string> memory;
   std::mt19937 random(7);
@@ -256,9 +256,9 @@ TEST_F(StageJobTest, ManyTensorsOfDevicesAreFewOperations) {
 }
 
 #ifdef TORCH_CKPT_FAULTS
-// Of memory that nobody has touched each worker takes, locks and fills a chunk
+// Of memory that nobody has touched each worker takes, locks and fills a piece
 // at a time.
-TEST_F(StageJobTest, FreshMemoryIsTakenAndLockedChunkByChunk) {
+TEST_F(SnapshotJobTest, FreshMemoryIsTakenAndLockedPieceByPiece) {
   FakeCuda fake;
   const std::string memory = RandomBytes(24 * kMiB, 1);
   SourceTensor device = Dense(memory, {24 * static_cast<int64_t>(kMiB)}, 1);
@@ -284,7 +284,7 @@ TEST_F(StageJobTest, FreshMemoryIsTakenAndLockedChunkByChunk) {
   arena_.Trim();
 }
 
-TEST_F(StageJobTest, AllWorkersTakeFreshMemory) {
+TEST_F(SnapshotJobTest, AllWorkersTakeFreshMemory) {
   const std::string memory = RandomBytes(24 * kMiB, 1);
   Add("t", Dense(memory, {24 * static_cast<int64_t>(kMiB)}, 1));
   const std::string populate = std::to_string(internal::kPopulateWrite);
@@ -321,7 +321,7 @@ TEST_F(StageJobTest, AllWorkersTakeFreshMemory) {
   EXPECT_TRUE(threads.empty());
 }
 
-TEST_F(StageJobTest, NoMemoryOnTheWayIsAnErrorAndLeavesNothingLeased) {
+TEST_F(SnapshotJobTest, NoMemoryOnTheWayIsAnErrorAndLeavesNothingLeased) {
   const std::string memory = RandomBytes(24 * kMiB, 1);
   Add("t", Dense(memory, {24 * static_cast<int64_t>(kMiB)}, 1));
   const std::string populate = std::to_string(internal::kPopulateWrite);
@@ -341,7 +341,7 @@ TEST_F(StageJobTest, NoMemoryOnTheWayIsAnErrorAndLeavesNothingLeased) {
 }
 #endif
 
-TEST_F(StageJobTest, ACopyThatIsRefusedNamesItsTensor) {
+TEST_F(SnapshotJobTest, ACopyThatIsRefusedNamesItsTensor) {
   FakeCuda fake;
   std::vector<std::string> memory;
   memory.reserve(40);
@@ -361,7 +361,7 @@ TEST_F(StageJobTest, ACopyThatIsRefusedNamesItsTensor) {
   arena_.Trim();
 }
 
-TEST_F(StageJobTest, ViewsOfOneBufferAreOneCopy) {
+TEST_F(SnapshotJobTest, ViewsOfOneBufferAreOneCopy) {
   FakeCuda fake;
   const std::string memory = RandomBytes(60 * 512, 1);
   const std::byte* device = FakeCuda::OnDevice(memory.data());
@@ -378,7 +378,7 @@ TEST_F(StageJobTest, ViewsOfOneBufferAreOneCopy) {
   arena_.Trim();
 }
 
-TEST_F(StageJobTest, AFailedDeviceCopyIsAnErrorAndLeavesNothingLeased) {
+TEST_F(SnapshotJobTest, AFailedDeviceCopyIsAnErrorAndLeavesNothingLeased) {
   FakeCuda fake;
   const std::string large = RandomBytes(9 * kMiB, 1);
   for (const char* call : {"copy", "cuStreamSynchronize"}) {
@@ -397,7 +397,7 @@ TEST_F(StageJobTest, AFailedDeviceCopyIsAnErrorAndLeavesNothingLeased) {
   arena_.Trim();
 }
 
-TEST_F(StageJobTest, WhatTheBudgetDoesNotAllowIsRefused) {
+TEST_F(SnapshotJobTest, WhatTheBudgetDoesNotAllowIsRefused) {
   const std::string memory = RandomBytes(3 * kMiB, 1);
   Add("t", Dense(memory, {3 * static_cast<int64_t>(kMiB)}, 1));
   arena_.SetBudget(2 * kMiB);
@@ -412,7 +412,7 @@ TEST_F(StageJobTest, WhatTheBudgetDoesNotAllowIsRefused) {
   ExpectStaged(*second);
 }
 
-TEST_F(StageJobTest, CancelledAndNothingIsLeased) {
+TEST_F(SnapshotJobTest, CancelledAndNothingIsLeased) {
   const std::string memory = RandomBytes(9 * kMiB, 1);
   Add("t", Dense(memory, {9 * static_cast<int64_t>(kMiB)}, 1));
   job_.Cancel();
@@ -420,7 +420,7 @@ TEST_F(StageJobTest, CancelledAndNothingIsLeased) {
   EXPECT_EQ(arena_.Stats().leased, 0u);
 }
 
-TEST_F(StageJobTest, NothingToStage) {
+TEST_F(SnapshotJobTest, NothingToStage) {
   auto region = Stage();
   ASSERT_OK(region.status());
   EXPECT_EQ(region->bytes, 0u);

@@ -15,7 +15,7 @@ namespace {
 #ifdef TORCH_CKPT_FAULTS
 
 constexpr size_t kMiB = size_t{1} << 20;
-constexpr int kChunks = 8;  // of a trial
+constexpr int kPieces = 8;  // of a trial
 
 // The time, as far as these tests know it.
 std::chrono::steady_clock::time_point g_now;
@@ -51,10 +51,10 @@ ArenaLease Unfilled(Arena* arena, size_t bytes) {
   return std::move(lease).value();
 }
 
-void TakeAll(const ArenaLease& lease, FreshMemory* memory, int64_t chunks) {
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    ASSERT_TRUE(memory->Take(chunk).ok());
-    lease.data()[static_cast<size_t>(chunk) * kFillBytes] = std::byte{1};
+void TakeAll(const ArenaLease& lease, FreshMemory* memory, int64_t pieces) {
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    ASSERT_TRUE(memory->Take(piece).ok());
+    lease.data()[static_cast<size_t>(piece) * kFillBytes] = std::byte{1};
   }
 }
 
@@ -64,14 +64,14 @@ TEST(FreshMemory, TheRestIsOfThePagesThatCameFaster) {
     const ArenaLease lease = Unfilled(&arena, 200 * kMiB);
     Advices advices;
     // Huge pages come first.
-    advices.slow_from = huge_are_slow ? 0 : kChunks / 2;
-    advices.slow_until = advices.slow_from + kChunks / 2;
+    advices.slow_from = huge_are_slow ? 0 : kPieces / 2;
+    advices.slow_until = advices.slow_from + kPieces / 2;
     FreshMemory memory(&lease, nullptr, Now);
     EXPECT_EQ(advices.small, 1);  // of those that are tried
-    TakeAll(lease, &memory, kChunks + 2);
-    EXPECT_EQ(advices.given, kChunks + 2);
+    TakeAll(lease, &memory, kPieces + 2);
+    EXPECT_EQ(advices.given, kPieces + 2);
     EXPECT_EQ(advices.small, huge_are_slow ? 2 : 1);
-    EXPECT_EQ(lease.absent(), lease.size() - (kChunks + 2) * kFillBytes);
+    EXPECT_EQ(lease.absent(), lease.size() - (kPieces + 2) * kFillBytes);
   }
 }
 
@@ -116,7 +116,7 @@ class Locker final : public PageLocker {
   int calls = 0, refused = 0;
 };
 
-TEST(FreshMemory, IsLockedByChunkUntilThatIsRefused) {
+TEST(FreshMemory, IsLockedByPieceUntilThatIsRefused) {
   Locker locker;
   Arena arena(64 * kMiB);
   const ArenaLease lease = Unfilled(&arena, 30 * kMiB);
@@ -125,7 +125,7 @@ TEST(FreshMemory, IsLockedByChunkUntilThatIsRefused) {
   ASSERT_TRUE(memory.Take(0).ok());
   EXPECT_EQ(locker.calls, 2);  // each 2 MiB by itself
   ASSERT_TRUE(memory.Take(7).ok());
-  EXPECT_EQ(locker.calls, 3);  // half a chunk
+  EXPECT_EQ(locker.calls, 3);  // half a piece
   EXPECT_EQ(arena.Stats().page_locked, 6 * kMiB);
   locker.refused = 5;
   ASSERT_TRUE(memory.Take(1).ok());

@@ -86,9 +86,9 @@ Status FillRegion(const ExtentList& extents, int workers,
   const Providers providers({&extents});
   std::optional<FreshMemory> memory;
   if (lease) memory.emplace(lease, providers.locker());
-  const auto fill = [&](int64_t chunk, int worker) -> Status {
-    if (memory) TC_RETURN_IF_ERROR(memory->Take(chunk));
-    const uint64_t begin = static_cast<uint64_t>(chunk) * kFillBytes;
+  const auto fill = [&](int64_t piece, int worker) -> Status {
+    if (memory) TC_RETURN_IF_ERROR(memory->Take(piece));
+    const uint64_t begin = static_cast<uint64_t>(piece) * kFillBytes;
     const uint64_t bytes =
         std::min<uint64_t>(kFillBytes, extents.size() - begin);
     FillBuffer buffer(region.subspan(begin, bytes), begin, worker,
@@ -98,8 +98,8 @@ Status FillRegion(const ExtentList& extents, int workers,
     job->AddDone(bytes);
     return {};
   };
-  const uint64_t chunks = (extents.size() + kFillBytes - 1) / kFillBytes;
-  Status first = ForEachItem(workers, static_cast<int64_t>(chunks), job, fill);
+  const uint64_t pieces = (extents.size() + kFillBytes - 1) / kFillBytes;
+  Status first = ForEachItem(workers, static_cast<int64_t>(pieces), job, fill);
   for (Provider* provider : providers.all()) {
     for (int worker = 0; worker < workers; ++worker) {
       Status status = provider->Finish(worker);
@@ -185,7 +185,7 @@ Status PrepareRegion(uint64_t bytes, const SnapshotOptions& options,
   return ForEachItem(
       options.workers,
       static_cast<int64_t>((lease.size() + kFillBytes - 1) / kFillBytes),
-      nullptr, [&](int64_t chunk, int) { return memory.Take(chunk); });
+      nullptr, [&](int64_t piece, int) { return memory.Take(piece); });
 }
 
 }  // namespace torch_ckpt

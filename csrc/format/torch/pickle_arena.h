@@ -13,7 +13,7 @@
 
 namespace torch_ckpt {
 
-// What values point to, in chunks that are freed together. Large ones are of
+// What values point to, in blocks that are freed together. Large ones are of
 // the system's huge pages: giving small ones takes as long as all else.
 class PickleArena {
  public:
@@ -42,7 +42,7 @@ class PickleArena {
   T* New(size_t count) {
     const size_t bytes = count * sizeof(T);
     if (bytes > left_ && !Grow(bytes)) return nullptr;
-    // Chunks are aligned for any of the types, which are multiples of 8 bytes.
+    // Blocks are aligned for any of the types, which are multiples of 8 bytes.
     auto* made = reinterpret_cast<T*>(at_);
     at_ += bytes;
     left_ -= bytes;
@@ -50,14 +50,14 @@ class PickleArena {
   }
 
  private:
-  static constexpr size_t kMinChunk = size_t{1} << 14;
+  static constexpr size_t kMinBlock = size_t{1} << 14;
   static constexpr size_t kHugePage = size_t{2} << 20;
-  static constexpr size_t kMaxChunk = size_t{64} << 20;
+  static constexpr size_t kMaxBlock = size_t{64} << 20;
 
   bool Grow(size_t bytes) {
-    next_ = std::min(std::max(kMinChunk, 2 * next_), kMaxChunk);
+    next_ = std::min(std::max(kMinBlock, 2 * next_), kMaxBlock);
     size_t size = RoundUp(std::max(bytes, next_), next_);
-    if (size > limit_ - used_) size = RoundUp(bytes, kMinChunk);
+    if (size > limit_ - used_) size = RoundUp(bytes, kMinBlock);
     if (size > limit_ - used_) return false;
     if (size >= kHugePage) {
       const Result<std::byte*> mapped = MapMemory(size, kHugePage);
