@@ -15,12 +15,6 @@
 namespace torch_ckpt {
 namespace {
 
-// A part of a file of the layout that the elements of a tensor go to.
-struct Slot {
-  uint64_t offset, bytes;
-  Origin origin;
-};
-
 class Filler {
  public:
   Filler(std::shared_ptr<const Checkpoint> source,
@@ -34,7 +28,7 @@ class Filler {
              std::max(1, options.output.workers)),
         tensors_(&inputs_, [this](uint32_t e) { return source_->View(e); }),
         files_(&own_),
-        slots_(layout_->files().size()) {}
+        elements_(layout_->files().size()) {}
 
   Status Run(const Directory& out, Job* job) {
     for (const auto& [name, stored] : options_.tensors) {
@@ -72,7 +66,7 @@ class Filler {
     if (bytes == 0) return {};
     if (placements.size() != 1 ||
         !(placements[0].box == Box::Whole(wanted.shape))) {
-      return InvalidArgument("is in several pieces in the layout");
+      return InvalidArgument("is in several boxes in the layout");
     }
     Origin origin{&tensors_, static_cast<uint32_t>(found)};
     if (stored.dtype != wanted.dtype) {
@@ -84,24 +78,24 @@ class Filler {
       origin = casts_.Add(origin, stored.dtype, wanted.dtype,
                           std::string(wanted.name));
     }
-    slots_[placements[0].file].push_back({placements[0].offset, bytes, origin});
+    const uint64_t begin = placements[0].offset;
+    elements_[placements[0].file].push_back({begin, begin + bytes, origin, 0});
     return {};
   }
 
   std::vector<Output> Outputs() {
     std::vector<Output> outputs;
-    for (uint32_t f = 0; f < slots_.size(); ++f) {
+    for (uint32_t f = 0; f < elements_.size(); ++f) {
       const ManifestFile& file = layout_->files()[f];
-      std::vector<Slot>& slots = slots_[f];
-      std::sort(slots.begin(), slots.end(), [](const Slot& a, const Slot& b) {
-        return a.offset < b.offset;
-      });
+      std::sort(
+          elements_[f].begin(), elements_[f].end(),
+          [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
       ExtentList extents;
       uint64_t at = 0;
-      for (const Slot& slot : slots) {
-        extents.Place(at, slot.offset - at, {&files_, f}, at);
-        extents.Place(slot.offset, slot.bytes, slot.origin, 0);
-        at = slot.offset + slot.bytes;
+      for (const Extent& extent : elements_[f]) {
+        extents.Place(at, extent.begin - at, {&files_, f}, at);
+        at = extent.end;
+        extents.Place(extent.begin, at - extent.begin, extent.origin, 0);
       }
       extents.Place(at, file.bytes - at, {&files_, f}, at);
       Output& output = outputs.emplace_back();
@@ -207,8 +201,8 @@ class Filler {
   StoredTensors tensors_;
   StoredFiles files_;
   Casts casts_;
-  // By file of the layout.
-  std::vector<std::vector<Slot>> slots_;
+  // By file of the layout: where the elements of a tensor go.
+  std::vector<std::vector<Extent>> elements_;
   Entries entries_;
   std::deque<OutputCrcs> crcs_;
 };

@@ -23,13 +23,13 @@ OpenFiles::OpenFiles(std::shared_ptr<const FileSet> set, bool direct_io)
     : set_(std::move(set)),
       direct_io_(direct_io),
       most_(MostDescriptors()),
-      slots_(set_->files().size()) {}
+      states_(set_->files().size()) {}
 
-std::shared_ptr<const ByteSource> OpenFiles::Use(Slot* slot) {
+std::shared_ptr<const ByteSource> OpenFiles::Use(FileState* state) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!slot->source) return nullptr;
-  recent_.splice(recent_.begin(), recent_, slot->place);
-  return slot->source;
+  if (!state->source) return nullptr;
+  recent_.splice(recent_.begin(), recent_, state->place);
+  return state->source;
 }
 
 void OpenFiles::CloseSome(size_t count) {
@@ -41,8 +41,8 @@ void OpenFiles::CloseSome(size_t count) {
 }
 
 Result<std::shared_ptr<const ByteSource>> OpenFiles::Open(uint32_t at) {
-  Slot* const slot = &slots_[at];
-  const FileInfo* known = slot->known ? &*slot->known : nullptr;
+  FileState* const state = &states_[at];
+  const FileInfo* known = state->known ? &*state->known : nullptr;
   Result<File> file = set_->OpenFile(at, known);
   if (file.status().sys_errno() == EMFILE) {
     // The rest of the process has taken what was free.
@@ -50,42 +50,42 @@ Result<std::shared_ptr<const ByteSource>> OpenFiles::Open(uint32_t at) {
     file = set_->OpenFile(at, known);
   }
   if (!file.ok()) return file.status();
-  TC_ASSIGN_OR_RETURN(slot->known, file->Stat());
-  slot->used = true;
+  TC_ASSIGN_OR_RETURN(state->known, file->Stat());
+  state->used = true;
   return std::make_shared<const ByteSource>(std::move(file).value(),
-                                            slot->known->bytes, direct_io_);
+                                            state->known->bytes, direct_io_);
 }
 
 Result<std::shared_ptr<const ByteSource>> OpenFiles::Get(uint32_t file) {
   // Also where it is open: the one that was handed out last may have opened a
   // second descriptor since. Two, for the same reason.
   if (ByteSource::OpenDescriptors() >= most_) CloseSome(2);
-  Slot* const slot = &slots_[file];
-  if (auto source = Use(slot)) return source;
-  std::lock_guard<std::mutex> opening(slot->opening);
-  if (auto source = Use(slot)) return source;  // another thread has opened it
+  FileState* const state = &states_[file];
+  if (auto source = Use(state)) return source;
+  std::lock_guard<std::mutex> opening(state->opening);
+  if (auto source = Use(state)) return source;  // another thread has opened it
   TC_ASSIGN_OR_RETURN(std::shared_ptr<const ByteSource> source, Open(file));
   std::lock_guard<std::mutex> lock(mutex_);
-  slot->source = source;
-  slot->place = recent_.insert(recent_.begin(), slot);
+  state->source = source;
+  state->place = recent_.insert(recent_.begin(), state);
   return source;
 }
 
 void OpenFiles::Forget(uint32_t file) {
-  Slot* const slot = &slots_[file];
-  std::lock_guard<std::mutex> opening(slot->opening);
-  slot->known.reset();
+  FileState* const state = &states_[file];
+  std::lock_guard<std::mutex> opening(state->opening);
+  state->known.reset();
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!slot->source) return;
-  recent_.erase(slot->place);
-  slot->source.reset();
+  if (!state->source) return;
+  recent_.erase(state->place);
+  state->source.reset();
 }
 
 Status OpenFiles::CheckUnchanged() {
   std::vector<uint32_t> opened;
-  for (size_t file = 0; file < slots_.size(); ++file) {
-    std::lock_guard<std::mutex> opening(slots_[file].opening);
-    if (slots_[file].used) opened.push_back(static_cast<uint32_t>(file));
+  for (size_t file = 0; file < states_.size(); ++file) {
+    std::lock_guard<std::mutex> opening(states_[file].opening);
+    if (states_[file].used) opened.push_back(static_cast<uint32_t>(file));
   }
   return set_->CheckUnchanged(opened);
 }

@@ -36,17 +36,18 @@ class OpenFiles {
   Status CheckUnchanged();
 
  private:
-  struct Slot {
+  struct FileState {
     std::mutex opening;  // the thread that opens it has this
     // What it was when its id was compared: opening it again need not.
     std::optional<FileInfo> known;
     bool used = false;  // it was opened once
     std::shared_ptr<const ByteSource> source;
-    std::list<Slot*>::iterator place;  // in recent_, where there is a source
+    // In recent_, where there is a source.
+    std::list<FileState*>::iterator place;
   };
 
   // The source of an open one, which counts as used.
-  std::shared_ptr<const ByteSource> Use(Slot* slot);
+  std::shared_ptr<const ByteSource> Use(FileState* state);
   Result<std::shared_ptr<const ByteSource>> Open(uint32_t file);
   void Forget(uint32_t file);
   // Closes at most `count`, those first that were not used for longest.
@@ -56,8 +57,8 @@ class OpenFiles {
   const bool direct_io_;
   const uint64_t most_;  // descriptors that the sources of this process hold
   std::mutex mutex_;     // guards all but what `opening` does
-  std::vector<Slot> slots_;  // one for each file, all made at once
-  std::list<Slot*> recent_;  // open, most recently used first
+  std::vector<FileState> states_;  // one for each file, all made at once
+  std::list<FileState*> recent_;   // open, most recently used first
 };
 
 }  // namespace torch_ckpt

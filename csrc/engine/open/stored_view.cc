@@ -201,7 +201,7 @@ Status StoredView::AddCutUnit(uint64_t from, uint64_t to, uint64_t dst,
   return {};
 }
 
-std::shared_ptr<StoredViews::Slot> StoredViews::Use(uint32_t entry) {
+std::shared_ptr<StoredViews::LateView> StoredViews::Use(uint32_t entry) {
   const std::lock_guard lock(mutex_);
   const auto [found, added] = kept_.try_emplace(entry);
   Kept& kept = found->second;
@@ -210,13 +210,13 @@ std::shared_ptr<StoredViews::Slot> StoredViews::Use(uint32_t entry) {
   } else {
     recent_.splice(recent_.begin(), recent_, kept.place);
   }
-  return kept.slot;
+  return kept.late;
 }
 
-void StoredViews::Count(uint32_t entry, const Slot* slot, uint64_t memory) {
+void StoredViews::Count(uint32_t entry, const LateView* late, uint64_t memory) {
   const std::lock_guard lock(mutex_);
   const auto found = kept_.find(entry);
-  if (found == kept_.end() || found->second.slot.get() != slot) return;
+  if (found == kept_.end() || found->second.late.get() != late) return;
   found->second.memory = memory;
   memory_ += memory;
   while (memory_ > kMostMemory && recent_.size() > kLeast) {
@@ -228,13 +228,13 @@ void StoredViews::Count(uint32_t entry, const Slot* slot, uint64_t memory) {
 }
 
 Result<StoredViewPtr> StoredViews::Get(uint32_t entry, const Make& make) {
-  const std::shared_ptr<Slot> slot = Use(entry);
-  const std::lock_guard making(slot->making);
-  if (!slot->view) {
-    TC_ASSIGN_OR_RETURN(slot->view, make());
-    Count(entry, slot.get(), slot->view->memory());
+  const std::shared_ptr<LateView> late = Use(entry);
+  const std::lock_guard making(late->making);
+  if (!late->view) {
+    TC_ASSIGN_OR_RETURN(late->view, make());
+    Count(entry, late.get(), late->view->memory());
   }
-  return slot->view;
+  return late->view;
 }
 
 }  // namespace torch_ckpt

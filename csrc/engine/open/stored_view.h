@@ -124,20 +124,20 @@ class StoredViews {
   Result<StoredViewPtr> Get(uint32_t entry, const Make& make);
 
  private:
-  struct Slot {
+  struct LateView {
     std::mutex making;
     StoredViewPtr view;
   };
   struct Kept {
-    std::shared_ptr<Slot> slot = std::make_shared<Slot>();
+    std::shared_ptr<LateView> late = std::make_shared<LateView>();
     uint64_t memory = 0;                  // of its view, once that is counted
     std::list<uint32_t>::iterator place;  // in recent_
   };
 
-  std::shared_ptr<Slot> Use(uint32_t entry);
-  void Count(uint32_t entry, const Slot* slot, uint64_t memory);
+  std::shared_ptr<LateView> Use(uint32_t entry);
+  void Count(uint32_t entry, const LateView* late, uint64_t memory);
 
-  std::mutex mutex_;  // guards all but what is in the slots
+  std::mutex mutex_;  // guards all but the late views
   std::unordered_map<uint32_t, Kept> kept_;
   std::list<uint32_t> recent_;  // most recently used first
   uint64_t memory_ = 0;
