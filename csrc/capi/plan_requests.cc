@@ -53,16 +53,16 @@ Result<Json> ShareRequest(const Json& request) {
     TC_ASSIGN_OR_RETURN(box.rows, ParseUnsigned((*rows)[i]));
     TC_ASSIGN_OR_RETURN(box.row_bytes, ParseUnsigned((*row_bytes)[i]));
   }
-  TC_ASSIGN_OR_RETURN(const auto pieces, ShareOut(problem));
+  TC_ASSIGN_OR_RETURN(const auto shares, ShareOut(problem));
   Json columns = {{"boxes", Json::array()},
                   {"ranks", Json::array()},
                   {"begins", Json::array()},
                   {"ends", Json::array()}};
-  for (const BoxShare& piece : pieces) {
-    columns["boxes"].push_back(piece.box);
-    columns["ranks"].push_back(piece.rank);
-    columns["begins"].push_back(piece.begin);
-    columns["ends"].push_back(piece.end);
+  for (const BoxShare& share : shares) {
+    columns["boxes"].push_back(share.box);
+    columns["ranks"].push_back(share.rank);
+    columns["begins"].push_back(share.begin);
+    columns["ends"].push_back(share.end);
   }
   return columns;
 }

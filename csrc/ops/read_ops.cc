@@ -177,12 +177,12 @@ Status RunRead(const std::vector<Tensor>& tensors, const Json& plan, Job* job,
 uint32_t DigestOf(const SourceTensor& source) {
   const uint64_t bytes = source.bytes();
   if (source.IsDense()) return torch_ckpt::Crc32c(0, source.data, bytes);
-  std::array<std::byte, 4096> piece;
+  std::array<std::byte, 4096> scratch;
   uint32_t crc = 0;
-  for (uint64_t from = 0; from < bytes; from += piece.size()) {
-    const uint64_t size = std::min<uint64_t>(piece.size(), bytes - from);
-    Gather(source, from, MutableByteSpan(piece.data(), size));
-    crc = torch_ckpt::Crc32c(crc, piece.data(), size);
+  for (uint64_t from = 0; from < bytes; from += scratch.size()) {
+    const uint64_t size = std::min<uint64_t>(scratch.size(), bytes - from);
+    Gather(source, from, MutableByteSpan(scratch.data(), size));
+    crc = torch_ckpt::Crc32c(crc, scratch.data(), size);
   }
   return crc;
 }

@@ -48,7 +48,7 @@ inline bool LacksCall(int error) {
 inline bool UnknownCall(int error) { return error == ENOSYS || error == EPERM; }
 
 // What is moved by one call at most. Linux moves 2 GiB less a page; a round
-// number below keeps the next piece of a direct transfer aligned.
+// number below keeps what is left of a direct transfer aligned.
 inline constexpr size_t kMaxTransfer = size_t{1} << 30;
 
 // What a transfer of `bytes` becomes under a "short" fault: about half, kept

@@ -129,8 +129,8 @@ Result<uint64_t> File::ReadCached(MutableByteSpan out, uint64_t offset) const {
     const size_t want = std::min(out.size(), kMaxTransfer);
     const ssize_t got = TransferCall(
         "preadv2", path_, {out.data(), want, offset}, [&](size_t count) {
-          const iovec piece{out.data(), count};
-          return preadv2(fd_, &piece, 1, ToOffset(offset), RWF_NOWAIT);
+          const iovec target{out.data(), count};
+          return preadv2(fd_, &target, 1, ToOffset(offset), RWF_NOWAIT);
         });
     if (got < 0) {
       // Not in the cache, or a file system or a sandbox without the flag.

@@ -21,7 +21,7 @@ namespace {
 
 const char kName[] = "torch_ckpt";
 
-// Addresses cost nothing; this many, so that gaps between pieces do no harm.
+// Addresses cost nothing; this many, so that gaps in between do no harm.
 uint64_t RangeBytes(size_t alignment) {
   const auto pages = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES));
   const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
@@ -120,7 +120,7 @@ SharedMemory::~SharedMemory() { (void)UnmapMemory(base_, size_); }
 Result<std::byte*> SharedMemory::Map(size_t bytes) {
   std::byte* data = nullptr;
   {
-    // The lowest gap: pieces stay close.
+    // The lowest gap: stretches stay close.
     std::lock_guard<std::mutex> lock(mutex_);
     auto gap = gaps_.begin();
     while (gap != gaps_.end() && gap->second < bytes) ++gap;
@@ -180,7 +180,7 @@ void SharedMemory::AddGap(std::byte* data, size_t bytes) {
   }
 }
 
-Result<SharedPiece> FindShared(int fd, uint64_t offset, size_t bytes) {
+Result<SharedRange> FindShared(int fd, uint64_t offset, size_t bytes) {
   const std::string what = Descriptor(fd);
   const int seals = internal::SystemCall(
       "fcntl", kName, [&] { return fcntl(fd, F_GET_SEALS); });
@@ -197,14 +197,14 @@ Result<SharedPiece> FindShared(int fd, uint64_t offset, size_t bytes) {
                            ", before byte " + std::to_string(offset) + " + " +
                            std::to_string(bytes));
   }
-  return SharedPiece{st.st_dev, st.st_ino, offset, bytes};
+  return SharedRange{st.st_dev, st.st_ino, offset, bytes};
 }
 
-Result<std::byte*> MapShared(int fd, const SharedPiece& piece) {
-  std::byte* const data = MapFile(fd, piece.offset, piece.bytes, nullptr);
+Result<std::byte*> MapShared(int fd, const SharedRange& range) {
+  std::byte* const data = MapFile(fd, range.offset, range.bytes, nullptr);
   if (data == nullptr) return Status::Io(errno, "mmap", Descriptor(fd));
   // A child that only wants to exec must not copy the page tables.
-  (void)internal::Advise(data, piece.bytes, MADV_DONTFORK);
+  (void)internal::Advise(data, range.bytes, MADV_DONTFORK);
   return data;
 }
 

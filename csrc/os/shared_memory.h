@@ -13,17 +13,18 @@
 namespace torch_ckpt {
 
 // A sparse memory file (memfd_create) and a range of addresses for it, of which
-// pieces are mapped. The byte at an address is always the same byte of the
-// file: neighbouring pieces are one stretch in memory and in the file. The file
-// can never shrink, or whoever maps it could meet SIGBUS. Methods may be called
+// stretches are mapped. The byte at an address is always the same byte of the
+// file: neighbouring stretches are one in memory and in the file. The file can
+// never shrink, or whoever maps it could meet SIGBUS. Methods may be called
 // from any thread, but not in a forked child.
 class SharedMemory {
  public:
   // kUnsupported, with the call that failed, where the system refuses such a
-  // file, so many addresses, or to take pages back. Every piece will begin at a
-  // multiple of `alignment`. REQUIRES: that is a power of two, of pages.
+  // file, so many addresses, or to take pages back. Every stretch will begin at
+  // a multiple of `alignment`. REQUIRES: that is a power of two, of pages.
   static Result<std::unique_ptr<SharedMemory>> Create(size_t alignment);
-  ~SharedMemory();  // of pieces too; another process keeps what it has mapped
+  ~SharedMemory();  // of stretches too; another process keeps what it has
+                    // mapped
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
@@ -58,18 +59,18 @@ class SharedMemory {
 };
 
 // Bytes of a memory file, as this machine tells files apart.
-struct SharedPiece {
+struct SharedRange {
   uint64_t device = 0, inode = 0, offset = 0;
   size_t bytes = 0;
-  friend bool operator==(const SharedPiece&, const SharedPiece&) = default;
+  friend bool operator==(const SharedRange&, const SharedRange&) = default;
 };
 
-// A piece of another process's SharedMemory. kInvalidArgument where `fd` is no
-// such file, or ends before the piece does.
-Result<SharedPiece> FindShared(int fd, uint64_t offset, size_t bytes);
+// A range of another process's SharedMemory. kInvalidArgument where `fd` is no
+// such file, or ends before the range does.
+Result<SharedRange> FindShared(int fd, uint64_t offset, size_t bytes);
 
-// Maps a piece that was found in `fd`, to read and to write; the caller unmaps
+// Maps a range that was found in `fd`, to read and to write; the caller unmaps
 // it with UnmapMemory and may close `fd` before.
-Result<std::byte*> MapShared(int fd, const SharedPiece& piece);
+Result<std::byte*> MapShared(int fd, const SharedRange& range);
 
 }  // namespace torch_ckpt

@@ -53,10 +53,10 @@ Box Intersect(const Box& a, const Box& b);
 bool MakeRun(const StridedBox& src, const StridedBox& dst, int64_t unit_bytes,
              Run* out);
 
-// Splits `run` so that each piece has SrcSpan() <= max_span, cutting the
-// outermost loops first and contiguous bytes last; pieces come in ascending
-// order of src for runs from MakeRun. Loops whose src stride is 0 stay whole in
-// every piece. A max_span of 0 counts as 1. Calls fn(piece).
+// Splits `run` into slices of SrcSpan() <= max_span, cutting the outermost
+// loops first and contiguous bytes last; they come in ascending order of src
+// for runs from MakeRun. Loops whose src stride is 0 stay whole in every slice.
+// A max_span of 0 counts as 1. Calls fn(slice).
 template <class Fn>
 void SplitBySrcSpan(const Run& run, uint64_t max_span, Fn&& fn);
 

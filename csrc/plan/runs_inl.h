@@ -13,23 +13,23 @@ namespace runs_internal {
 // `run` advanced by `steps` of its loop `level`, which then has `count`
 // iterations. A loop of one iteration is removed.
 inline Run SliceLoop(const Run& run, int level, int64_t steps, int64_t count) {
-  Run piece = run;
+  Run slice = run;
   const size_t at = static_cast<size_t>(level);
-  piece.src += static_cast<uint64_t>(steps * run.src_stride[at]);
-  piece.dst += static_cast<uint64_t>(steps * run.dst_stride[at]);
-  piece.count[at] = count;
-  if (count > 1) return piece;
-  --piece.loops;
-  for (size_t l = at; l < static_cast<size_t>(piece.loops); ++l) {
-    piece.count[l] = run.count[l + 1];
-    piece.src_stride[l] = run.src_stride[l + 1];
-    piece.dst_stride[l] = run.dst_stride[l + 1];
+  slice.src += static_cast<uint64_t>(steps * run.src_stride[at]);
+  slice.dst += static_cast<uint64_t>(steps * run.dst_stride[at]);
+  slice.count[at] = count;
+  if (count > 1) return slice;
+  --slice.loops;
+  for (size_t l = at; l < static_cast<size_t>(slice.loops); ++l) {
+    slice.count[l] = run.count[l + 1];
+    slice.src_stride[l] = run.src_stride[l + 1];
+    slice.dst_stride[l] = run.dst_stride[l + 1];
   }
-  return piece;
+  return slice;
 }
 
 // Cuts the loops from `level` on. Loops before it have a src stride of 0 and
-// stay whole in every piece, so that a span of src is visited only once.
+// stay whole in every slice, so that a span of src is visited only once.
 template <class Fn>
 void SplitFrom(const Run& run, int level, uint64_t max_span, Fn& fn) {
   if (run.SrcSpan() <= max_span) {
@@ -40,12 +40,12 @@ void SplitFrom(const Run& run, int level, uint64_t max_span, Fn& fn) {
     ++level;
   }
   if (level == run.loops) {
-    Run piece = run;
-    for (uint64_t done = 0; done < run.bytes; done += piece.bytes) {
-      piece.src = run.src + done;
-      piece.dst = run.dst + done;
-      piece.bytes = std::min(max_span, run.bytes - done);
-      fn(std::as_const(piece));
+    Run slice = run;
+    for (uint64_t done = 0; done < run.bytes; done += slice.bytes) {
+      slice.src = run.src + done;
+      slice.dst = run.dst + done;
+      slice.bytes = std::min(max_span, run.bytes - done);
+      fn(std::as_const(slice));
     }
     return;
   }
@@ -58,8 +58,8 @@ void SplitFrom(const Run& run, int level, uint64_t max_span, Fn& fn) {
     // The whole loop does not fit, hence more < count - 1.
     const int64_t step = static_cast<int64_t>(more) + 1;
     for (int64_t i = 0; i < count; i += step) {
-      const Run piece = SliceLoop(run, level, i, std::min(step, count - i));
-      fn(piece);
+      const Run slice = SliceLoop(run, level, i, std::min(step, count - i));
+      fn(slice);
     }
     return;
   }

@@ -33,7 +33,7 @@ struct BoxShare {
   uint64_t end = 0;
 };
 
-// The pieces of all boxes, by box and row, each with a rank that holds the box.
+// The shares of all boxes, by box and row, each with a rank that holds the box.
 // Boxes of the fewest holders come first, of these the largest, and each goes
 // to the holder that has the least to write so far, the lowest rank of several:
 // of a node that has a box of its tensor already, where these are to stay near.

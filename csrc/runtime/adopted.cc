@@ -10,7 +10,7 @@
 namespace torch_ckpt {
 namespace {
 
-// Pieces that stay mapped although nobody holds them: those of saves that
+// Ranges that stay mapped although nobody holds them: those of saves that
 // overlap.
 constexpr size_t kIdle = 4;
 
@@ -24,23 +24,23 @@ AdoptedMemory& AdoptedMemory::Process() {
 Result<std::shared_ptr<std::byte>> AdoptedMemory::Adopt(int fd, uint64_t offset,
                                                         size_t bytes) {
   TC_RETURN_IF_ERROR(NotInForkedChild());
-  TC_ASSIGN_OR_RETURN(const SharedPiece piece, FindShared(fd, offset, bytes));
+  TC_ASSIGN_OR_RETURN(const SharedRange range, FindShared(fd, offset, bytes));
   std::lock_guard<std::mutex> lock(mutex_);
   const auto at =
       std::find_if(adopted_.begin(), adopted_.end(),
-                   [&](const Adopted& other) { return other.piece == piece; });
+                   [&](const Adopted& other) { return other.range == range; });
   if (at != adopted_.end()) {
     std::rotate(at, at + 1, adopted_.end());
     return adopted_.back().data;
   }
   try {
     adopted_.reserve(adopted_.size() + 1);
-    TC_ASSIGN_OR_RETURN(std::byte* const mapped, MapShared(fd, piece));
+    TC_ASSIGN_OR_RETURN(std::byte* const mapped, MapShared(fd, range));
     std::shared_ptr<std::byte> data(mapped, [bytes](std::byte* begin) {
       // A forked child has nothing there, or something else.
       if (!InForkedChild()) UnmapMemory(begin, bytes);
     });
-    adopted_.push_back({piece, data});
+    adopted_.push_back({range, data});
     Trim(kIdle);
     return data;
   } catch (const std::bad_alloc&) {
@@ -54,7 +54,7 @@ bool AdoptedMemory::Holds(ByteSpan bytes) const {
   return std::any_of(adopted_.begin(), adopted_.end(), [&](const Adopted& one) {
     const std::byte* const begin = one.data.get();
     return one.held() && begin <= bytes.data() &&
-           bytes.data() + bytes.size() <= begin + one.piece.bytes;
+           bytes.data() + bytes.size() <= begin + one.range.bytes;
   });
 }
 

@@ -24,17 +24,17 @@ class AdoptedMemory {
 
   // The bytes, mapped as long as anybody holds them, and longer. `fd` may be
   // closed. Whoever adopts the same bytes has the same mapping.
-  // kInvalidArgument for anything but a piece of such memory.
+  // kInvalidArgument for anything but a range of such memory.
   Result<std::shared_ptr<std::byte>> Adopt(int fd, uint64_t offset,
                                            size_t bytes);
-  // Whether somebody holds a piece that has all of these bytes.
+  // Whether somebody holds a range that has all of these bytes.
   bool Holds(ByteSpan bytes) const;
   // Unmaps what nobody holds.
   void Trim();
 
  private:
   struct Adopted {
-    SharedPiece piece;
+    SharedRange range;
     std::shared_ptr<std::byte> data;
     bool held() const { return data.use_count() > 1; }
   };

@@ -46,10 +46,10 @@ Status EnoughRoom(size_t bytes, const std::string& root) {
 }  // namespace
 
 // Idle memory is kept by address, and neighbours of a kind are joined, so that
-// what came back in small pieces can go out again as a large one. A lease takes
-// just the bytes that it needs from an idle region: leased bytes are always the
-// sum of the rounded requests, and whoever plans within the budget never waits
-// on waste.
+// what came back in small stretches can go out again as a large one. A lease
+// takes just the bytes that it needs from an idle region: leased bytes are
+// always the sum of the rounded requests, and whoever plans within the budget
+// never waits on waste.
 struct Arena::Impl {
   mutable std::mutex mutex;
   std::condition_variable returned;

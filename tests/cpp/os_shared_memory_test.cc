@@ -38,8 +38,8 @@ std::byte* Mapped(SharedMemory* memory, size_t bytes) {
 
 // What another process would map.
 Result<std::byte*> Shown(int fd, uint64_t offset, size_t bytes) {
-  TC_ASSIGN_OR_RETURN(const SharedPiece piece, FindShared(fd, offset, bytes));
-  return MapShared(fd, piece);
+  TC_ASSIGN_OR_RETURN(const SharedRange range, FindShared(fd, offset, bytes));
+  return MapShared(fd, range);
 }
 
 // What the file takes of the machine's memory.

@@ -38,7 +38,7 @@ Result<StoredViewPtr> StoredView::Make(const CatalogEntry& entry,
   view->resolve_ = std::move(resolve);
   view->find_storage_ = std::move(find_storage);
   struct Held {
-    Piece piece;
+    PlacedBox placed;
     StridedBox box;
   };
   std::vector<Held> held;
@@ -59,16 +59,16 @@ Result<StoredViewPtr> StoredView::Make(const CatalogEntry& entry,
     if (archived) view->archives_.push_back({placement, std::nullopt, {}});
   }
   std::sort(held.begin(), held.end(), [](const Held& a, const Held& b) {
-    return a.piece.first < b.piece.first;
+    return a.placed.first < b.placed.first;
   });
   int64_t past = 0;
-  view->pieces_.reserve(held.size());
+  view->boxes_.reserve(held.size());
   view->numbers_.reserve(held.size() * 3 * static_cast<size_t>(view->rank()));
   view->archives_.shrink_to_fit();
-  for (auto& [piece, box] : held) {
-    past = std::max(past, piece.past);
-    piece.past = past;
-    view->pieces_.push_back(piece);
+  for (auto& [placed, box] : held) {
+    past = std::max(past, placed.past);
+    placed.past = past;
+    view->boxes_.push_back(placed);
     for (const Dims* dims : {&box.box.offsets, &box.box.sizes, &box.strides}) {
       view->numbers_.insert(view->numbers_.end(), dims->begin(), dims->end());
     }
@@ -77,17 +77,17 @@ Result<StoredViewPtr> StoredView::Make(const CatalogEntry& entry,
 }
 
 uint64_t StoredView::memory() const {
-  return sizeof *this + pieces_.size() * sizeof(Piece) +
+  return sizeof *this + boxes_.size() * sizeof(PlacedBox) +
          numbers_.size() * sizeof(int64_t) + archives_.size() * sizeof(Archive);
 }
 
-StridedBox StoredView::BoxOf(size_t piece) const {
+StridedBox StoredView::BoxOf(size_t at) const {
   const int rank = this->rank();
-  const int64_t* at = numbers_.data() + piece * 3 * static_cast<size_t>(rank);
+  const int64_t* number = numbers_.data() + at * 3 * static_cast<size_t>(rank);
   StridedBox out;
-  out.base = pieces_[piece].base;
+  out.base = boxes_[at].base;
   for (Dims* dims : {&out.box.offsets, &out.box.sizes, &out.strides}) {
-    for (int d = 0; d < rank; ++d) dims->push_back(*at++);
+    for (int d = 0; d < rank; ++d) dims->push_back(*number++);
   }
   return out;
 }
@@ -116,29 +116,29 @@ Result<StridedBox> StoredView::LookInto(size_t archive,
 Status StoredView::AddRuns(std::span<const StridedBox> wanted, int64_t first,
                            int64_t past, std::vector<StoredRun>* runs,
                            std::vector<DigestedRange>* storages) const {
-  auto piece = std::partition_point(
-      pieces_.begin(), pieces_.end(),
-      [&](const Piece& each) { return each.past <= first; });
+  auto placed = std::partition_point(
+      boxes_.begin(), boxes_.end(),
+      [&](const PlacedBox& each) { return each.past <= first; });
   uint64_t found = 0, needed = 0;
-  for (; piece != pieces_.end() && piece->first < past; ++piece) {
-    StridedBox box = BoxOf(static_cast<size_t>(piece - pieces_.begin()));
+  for (; placed != boxes_.end() && placed->first < past; ++placed) {
+    StridedBox box = BoxOf(static_cast<size_t>(placed - boxes_.begin()));
     if (std::none_of(wanted.begin(), wanted.end(), [&](const StridedBox& to) {
           return !Intersect(box.box, to.box).Empty();
         })) {
       continue;
     }
     DigestedRange storage;
-    if (piece->archived) {
-      TC_ASSIGN_OR_RETURN(box, LookInto(piece->base, &storage));
+    if (placed->archived) {
+      TC_ASSIGN_OR_RETURN(box, LookInto(placed->base, &storage));
     } else if (find_storage_) {
-      storage = find_storage_(piece->file, box.base);
+      storage = find_storage_(placed->file, box.base);
     }
     if (storage.crc32 != 0) storages->push_back(storage);
     for (const StridedBox& to : wanted) {
       Run run;
       if (!MakeRun(box, to, whole_.unit_bytes, &run)) continue;
       found += run.TotalBytes();
-      runs->push_back({piece->file, run});
+      runs->push_back({placed->file, run});
     }
   }
   for (const StridedBox& to : wanted) {

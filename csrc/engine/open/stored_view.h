@@ -1,5 +1,5 @@
 // A tensor of files, as jobs read it: where its bytes are is found once, and a
-// box or a range of it asks only for the pieces that it meets.
+// box or a range of it asks only for the boxes that it meets.
 #pragma once
 
 #include <cstdint>
@@ -66,7 +66,7 @@ class StoredView {
  private:
   // A box with its bytes. Units are counted in the row-major order of the
   // tensor.
-  struct Piece {
+  struct PlacedBox {
     uint64_t base;  // file offset; of an archive its position in archives_
     int64_t first;  // unit
     int64_t past;   // behind the last unit of this and all before
@@ -87,7 +87,7 @@ class StoredView {
         strides_(DenseStrides(whole_.shape, 1)) {}
 
   int rank() const { return whole_.shape.size(); }
-  StridedBox BoxOf(size_t piece) const;
+  StridedBox BoxOf(size_t at) const;
   Result<StridedBox> LookInto(size_t archive, DigestedRange* storage) const;
   // Those of boxes that lie in units [first, past).
   Status AddRuns(std::span<const StridedBox> wanted, int64_t first,
@@ -102,9 +102,9 @@ class StoredView {
   const Dtype dtype_;
   const Dims shape_;
   const UnitView whole_;
-  const Dims strides_;         // of whole_, in units
-  std::vector<Piece> pieces_;  // by first
-  // Of each piece offsets, sizes and strides in bytes, as many of each as
+  const Dims strides_;            // of whole_, in units
+  std::vector<PlacedBox> boxes_;  // by first
+  // Of each box offsets, sizes and strides in bytes, as many of each as
   // whole_ has dimensions; an archive says other strides when it is looked
   // into. A Placement is five times as large.
   std::vector<int64_t> numbers_;

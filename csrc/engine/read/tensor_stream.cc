@@ -10,7 +10,7 @@ namespace torch_ckpt {
 namespace {
 
 constexpr uint64_t kMostBuffer = uint64_t{64} << 20;  // more gains nothing
-constexpr size_t kMostPieces = size_t{1} << 14;  // a plan of each takes memory
+constexpr size_t kMostBoxes = size_t{1} << 14;  // a plan of each takes memory
 constexpr int64_t kStretchElements = int64_t{1} << 16;
 constexpr uint64_t kAlignment = 64;
 
@@ -80,7 +80,7 @@ Status TensorStream::LeaseMemory() {
     needed += Taken(i, Box::Whole(tensors_[i].shape));
   }
   if (needed == 0) return {};
-  // Each piece of a tensor is aligned, which takes a bit more than the whole.
+  // Each box of a tensor is aligned, which takes a bit more than the whole.
   TC_ASSIGN_OR_RETURN(buffer_,
                       LeaseBuffer(std::min(needed + kArenaPage, most), job_));
   return {};
@@ -127,10 +127,10 @@ void TensorStream::Cut(size_t tensor, const Box& box) {
   }
 }
 
-Result<std::vector<TensorStream::Piece>> TensorStream::TakePieces() {
-  std::vector<Piece> pieces;
+Result<std::vector<TensorStream::BufferedBox>> TensorStream::TakeBoxes() {
+  std::vector<BufferedBox> boxes;
   uint64_t at = 0;
-  while (pieces.size() < kMostPieces) {
+  while (boxes.size() < kMostBoxes) {
     if (boxes_.empty()) {
       if (next_ == tensors_.size()) break;
       Cut(next_, Box::Whole(tensors_[next_].shape));
@@ -145,64 +145,64 @@ Result<std::vector<TensorStream::Piece>> TensorStream::TakePieces() {
           .WithTensor(tensors_[tensor].name);
     }
     if (at + taken > buffer_.size()) break;
-    Piece piece{tensor, box, {}};
+    BufferedBox buffered{tensor, box, {}};
     for (const Dtype dtype : tensors_[tensor].dtypes) {
-      piece.bytes.push_back(buffer_.data() + at);
+      buffered.bytes.push_back(buffer_.data() + at);
       at += RoundUp(BytesOf(dtype, box), kAlignment);
     }
-    if (taken > 0) pieces.push_back(std::move(piece));
+    if (taken > 0) boxes.push_back(std::move(buffered));
     boxes_.pop_back();
   }
-  return pieces;
+  return boxes;
 }
 
-Status TensorStream::Read(const std::vector<Piece>& pieces, size_t c) {
+Status TensorStream::Read(const std::vector<BufferedBox>& boxes, size_t c) {
   ReadPlan plan;
   plan.workers = options_.workers;
   plan.verify = options_.verify;
   plan.direct_io = options_.direct_io;
   std::vector<TargetTensor> targets;
-  for (const Piece& piece : pieces) {
-    const Tensor& tensor = tensors_[piece.tensor];
+  for (const BufferedBox& buffered : boxes) {
+    const Tensor& tensor = tensors_[buffered.tensor];
     ReadItem& item = plan.items.emplace_back();
     item.name = tensor.name;
-    item.box = piece.box;
+    item.box = buffered.box;
     item.target = targets.size();
-    const uint64_t bytes = BytesOf(tensor.dtypes[c], piece.box);
-    targets.push_back({piece.bytes[c], {static_cast<int64_t>(bytes)}, {1}});
+    const uint64_t bytes = BytesOf(tensor.dtypes[c], buffered.box);
+    targets.push_back({buffered.bytes[c], {static_cast<int64_t>(bytes)}, {1}});
   }
   return RunReadJob(checkpoints_[c], plan, targets, job_, inputs_[c].get())
       .status();
 }
 
-void TensorStream::Divide(const std::vector<Piece>& pieces) {
+void TensorStream::Divide(const std::vector<BufferedBox>& boxes) {
   stretches_.clear();
-  for (const Piece& piece : pieces) {
-    const std::vector<Dtype>& dtypes = tensors_[piece.tensor].dtypes;
-    const int64_t elements = piece.box.Volume();
+  for (const BufferedBox& buffered : boxes) {
+    const std::vector<Dtype>& dtypes = tensors_[buffered.tensor].dtypes;
+    const int64_t elements = buffered.box.Volume();
     for (int64_t at = 0; at < elements; at += kStretchElements) {
       Stretch& next = stretches_.emplace_back();
-      next.tensor = piece.tensor;
+      next.tensor = buffered.tensor;
       next.elements =
           static_cast<size_t>(std::min(kStretchElements, elements - at));
       for (size_t c = 0; c < dtypes.size(); ++c) {
-        next.bytes.push_back(piece.bytes[c] + at * DtypeBits(dtypes[c]) / 8);
+        next.bytes.push_back(buffered.bytes[c] + at * DtypeBits(dtypes[c]) / 8);
       }
     }
   }
 }
 
 Result<std::span<const TensorStream::Stretch>> TensorStream::Next() {
-  TC_ASSIGN_OR_RETURN(const std::vector<Piece> pieces, TakePieces());
-  // Storages at the end, which pieces are parts of. Who looks at a view of a
+  TC_ASSIGN_OR_RETURN(const std::vector<BufferedBox> boxes, TakeBoxes());
+  // Storages at the end, which boxes are parts of. Who looks at a view of a
   // large one is not to read all of that.
-  for (size_t c = 0; pieces.empty() && c < checkpoints_.size(); ++c) {
+  for (size_t c = 0; boxes.empty() && c < checkpoints_.size(); ++c) {
     TC_RETURN_IF_ERROR(inputs_[c]->Check(job_));
   }
-  for (size_t c = 0; !pieces.empty() && c < checkpoints_.size(); ++c) {
-    TC_RETURN_IF_ERROR(Read(pieces, c));
+  for (size_t c = 0; !boxes.empty() && c < checkpoints_.size(); ++c) {
+    TC_RETURN_IF_ERROR(Read(boxes, c));
   }
-  Divide(pieces);
+  Divide(boxes);
   return std::span<const Stretch>(stretches_);
 }
 

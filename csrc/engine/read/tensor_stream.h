@@ -60,7 +60,7 @@ class TensorStream {
     std::vector<Dtype> dtypes;
   };
   // What is read at once of a tensor, and where in the buffer it goes.
-  struct Piece {
+  struct BufferedBox {
     size_t tensor = 0;
     Box box;
     std::vector<std::byte*> bytes;
@@ -75,9 +75,9 @@ class TensorStream {
   // Of a box of a tensor in the buffer, all checkpoints together.
   uint64_t Taken(size_t tensor, const Box& box) const;
   void Cut(size_t tensor, const Box& box);
-  Result<std::vector<Piece>> TakePieces();
-  Status Read(const std::vector<Piece>& pieces, size_t c);
-  void Divide(const std::vector<Piece>& pieces);
+  Result<std::vector<BufferedBox>> TakeBoxes();
+  Status Read(const std::vector<BufferedBox>& boxes, size_t c);
+  void Divide(const std::vector<BufferedBox>& boxes);
 
   std::vector<std::shared_ptr<const Checkpoint>> checkpoints_;
   StreamOptions options_;

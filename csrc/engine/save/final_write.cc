@@ -97,8 +97,8 @@ Status AddRows(const WriteTensor& tensor, Origin origin, Dtype to,
                view.unit_bytes, &run)) {
     return {};  // no elements
   }
-  SplitBySrcSpan(run, run.bytes, [&](const Run& piece) {
-    out->push_back({{piece.dst, piece.dst + piece.bytes}, origin, piece.src});
+  SplitBySrcSpan(run, run.bytes, [&](const Run& row) {
+    out->push_back({{row.dst, row.dst + row.bytes}, origin, row.src});
   });
   return {};
 }

@@ -99,10 +99,10 @@ Result<RingPeer> PeerOf(LocalSocket socket, LocalMessage message) {
   }
   if (!in.empty()) return malformed;
   const size_t bytes = SlotMemory();
-  TC_ASSIGN_OR_RETURN(const SharedPiece piece,
+  TC_ASSIGN_OR_RETURN(const SharedRange range,
                       FindShared(message.descriptor.fd(), *offset, bytes));
   TC_ASSIGN_OR_RETURN(std::byte* const data,
-                      MapShared(message.descriptor.fd(), piece));
+                      MapShared(message.descriptor.fd(), range));
   std::shared_ptr<std::byte> memory(
       data, [bytes](std::byte* mapped) { UnmapMemory(mapped, bytes); });
   return RingPeer{static_cast<int64_t>(*rank), std::move(boxes),
