@@ -1,5 +1,6 @@
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "os/byte_sink.h"
@@ -101,12 +102,14 @@ TEST_F(ByteSinkTest, AFileIsNeverLongerThanItIsToBe) {
 TEST_F(ByteSinkTest, ARefusalIsForGoodAndLosesNothing) {
   const uint64_t size = 6 * kMiB + 5;
   const Memory memory(size);
-  for (const int refused : {1, 2, 3}) {
+  for (const auto& [refused, error] :
+       {std::pair{1, EINVAL}, std::pair{2, EOPNOTSUPP}, std::pair{3, ENOSYS}}) {
     int direct = 0;
-    SetFaultHook([&](const FaultSite& site) -> FaultAction {
-      const bool is = site.transfer && site.transfer->direct;
-      return {.sys_errno = is && ++direct >= refused ? EINVAL : 0};
-    });
+    SetFaultHook(
+        [&, most = refused, as = error](const FaultSite& site) -> FaultAction {
+          const bool is = site.transfer && site.transfer->direct;
+          return {.sys_errno = is && ++direct >= most ? as : 0};
+        });
     const Status status =
         WriteAt(memory, size, {kMiB, 2 * kMiB, 3 * kMiB, 5 * kMiB});
     SetFaultHook(nullptr);
