@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from torch_ckpt.checkpoint.checkpoint import Checkpoint
     from torch_ckpt.checkpoint.checkpoint import open as open
     from torch_ckpt.conversion.convert import convert
-    from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
+    from torch_ckpt.dcp.plan.load_planner import LoadPlanner
+    from torch_ckpt.dcp.plan.save_planner import SavePlanner
     from torch_ckpt.dcp.read.reader import CheckpointReader, HuggingFaceStorageReader
     from torch_ckpt.dcp.saves import AsyncSave, SaveStats
     from torch_ckpt.dcp.stager import PinnedMemoryStager
@@ -61,12 +62,12 @@ _LAZY = {
     "CheckpointReader": "torch_ckpt.dcp.read.reader",
     "HuggingFaceStorageReader": "torch_ckpt.dcp.read.reader",
     "HuggingFaceStorageWriter": "torch_ckpt.dcp.write.writer",
-    "LoadPlanner": "torch_ckpt.dcp.plan.planners",
+    "LoadPlanner": "torch_ckpt.dcp.plan.load_planner",
     "LocalBoxes": "torch_ckpt.planning.local_boxes",
     "MergeFuture": "torch_ckpt.export.consolidate",
     "PerRank": "torch_ckpt.planning.per_rank",
     "PinnedMemoryStager": "torch_ckpt.dcp.stager",
-    "SavePlanner": "torch_ckpt.dcp.plan.planners",
+    "SavePlanner": "torch_ckpt.dcp.plan.save_planner",
     "SaveStats": "torch_ckpt.dcp.saves",
     "TorchPatch": "torch_ckpt.patching.patch",
     "async_save": "torch_ckpt.calls.async_save",

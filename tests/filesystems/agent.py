@@ -167,7 +167,8 @@ def prepare() -> None:
     import torch._dynamo
     import torch.distributed.tensor
 
-    import torch_ckpt.dcp.plan.planners  # noqa: F401
+    import torch_ckpt.dcp.plan.load_planner
+    import torch_ckpt.dcp.plan.save_planner  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-import torch_ckpt.dcp.plan.planners  # noqa: F401
+import torch_ckpt.dcp.plan.load_planner
+import torch_ckpt.dcp.plan.save_planner  # noqa: F401
 
 # Nothing that loads the core, which refuses to work in children of a process that has.
 import torch_ckpt.export.consolidate

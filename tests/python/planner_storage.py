@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torch_ckpt.dcp.plan.planners import LoadPlanner, PerRank, SavePlanner
+from torch_ckpt.dcp.plan.load_planner import LoadPlanner
+from torch_ckpt.dcp.plan.save_planner import SavePlanner
+from torch_ckpt.planning.per_rank import PerRank
 
 
 class as_rank:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import torch_ckpt
-from torch_ckpt.dcp.plan.planners import SavePlanner
+from torch_ckpt.dcp.plan.save_planner import SavePlanner
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError
 from torch_ckpt.native import operators
 from torch_ckpt.native.sessions import SaveSession

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageWriter
 from torch_ckpt.dcp.plan import plan_cache
-from torch_ckpt.dcp.plan.planners import PerRank, SavePlanner
+from torch_ckpt.dcp.plan.save_planner import SavePlanner
 from torch_ckpt.errors import ConflictError, IncompleteError, InvalidArgumentError
+from torch_ckpt.planning.per_rank import PerRank
 from torch_ckpt.planning.reserved import PLAN_TOKEN
 
 CACHED = {"enable_plan_caching": True}

@@ -26,12 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_ckpt.dcp.plan.planners import LoadPlanner, PerRank, SavePlanner
+from torch_ckpt.dcp.plan.load_planner import LoadPlanner
+from torch_ckpt.dcp.plan.save_planner import SavePlanner
 from torch_ckpt.errors import (
     IncompleteError,
     InvalidArgumentError,
     UnsupportedError,
 )
+from torch_ckpt.planning.per_rank import PerRank
 
 LAYOUTS = {
     "shard": ((2,), [Shard(0)]),

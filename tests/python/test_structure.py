@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.default_planner import (
 )
 
 import torch_ckpt
-from torch_ckpt.dcp.plan.planners import LoadPlanner, PerRank, SavePlanner
+from torch_ckpt.dcp.plan.load_planner import LoadPlanner
+from torch_ckpt.dcp.plan.save_planner import SavePlanner
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -33,6 +34,7 @@ from torch_ckpt.planning.flatten import (
     merge_structures,
     rebuild,
 )
+from torch_ckpt.planning.per_rank import PerRank
 from torch_ckpt.planning.reserved import STRUCTURE_FQN
 
 

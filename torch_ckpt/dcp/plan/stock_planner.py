@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
-from torch_ckpt.dcp.plan.planners import LoadPlanner, SavePlanner
+from torch_ckpt.dcp.plan.load_planner import LoadPlanner
+from torch_ckpt.dcp.plan.save_planner import SavePlanner
 from torch_ckpt.errors import UnsupportedError
 from torch_ckpt.native.tensors import PLAIN_TENSORS
 from torch_ckpt.native.torch_private import local_tensor
