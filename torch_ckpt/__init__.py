@@ -30,7 +30,6 @@ from torch_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch_ckpt._version import __version__ as __version__
     from torch_ckpt.calls.api import load, save
     from torch_ckpt.calls.async_save import async_save
     from torch_ckpt.checkpoint.checkpoint import Checkpoint
@@ -54,8 +53,9 @@ if TYPE_CHECKING:
     from torch_ckpt.planning.per_rank import PerRank
     from torch_ckpt.runs.directory import CheckpointDirectory
 
+    __version__: str
+
 _LAZY = {
-    "__version__": "torch_ckpt._version",
     "AsyncSave": "torch_ckpt.dcp.saves",
     "Checkpoint": "torch_ckpt.checkpoint.checkpoint",
     "CheckpointDirectory": "torch_ckpt.runs.directory",
@@ -119,11 +119,21 @@ __all__ = [
 ]  # but not `open`, which would hide the built-in one
 
 
+def _installed_version() -> str:
+    # Imported here: it takes longer to find out than the command takes to start.
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("torch_ckpt")
+    except PackageNotFoundError:  # a checkout on the path that was never installed
+        return "0.0.0"
+
+
 def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
-    if module is None:
+    if module is None and name != "__version__":
         raise AttributeError(f"module 'torch_ckpt' has no attribute '{name}'")
-    value = getattr(importlib.import_module(module), name)
+    value = getattr(importlib.import_module(module), name) if module else _installed_version()
     globals()[name] = value
     return value
 

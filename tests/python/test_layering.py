@@ -38,12 +38,12 @@ PICKLE_READERS = {
 STRANGERS = {("ops", "capi")}
 # Of torch_ckpt: modules and packages, each of which may import those before it.
 PYTHON_ROOMS = (
-    *("_version", "errors", "options", "native", "checkpoint", "objects", "ranks"),
+    *("errors", "options", "native", "checkpoint", "objects", "ranks"),
     *("export", "planning", "staging", "dcp", "calls", "runs", "conversion", "patching"),
     *("megatron", "cli"),
 )
 # Of which none has a room: everything else has.
-LOOSE = {"_version", "errors", "options"}
+LOOSE = {"errors", "options"}
 # What reads values needs torch, and is imported when the first value is asked for.
 LATER = {("checkpoint", "torch_ckpt.dcp.read"), ("checkpoint", "torch_ckpt.dcp.read.stored")}
 # Of torch_ckpt/dcp.
