@@ -26,7 +26,7 @@ from typing import Any
 import click
 
 import torch_ckpt
-import torch_ckpt.dcp.read.stored  # of what `open` gives
+import torch_ckpt.calls.stored  # of what `open` gives
 from torch_ckpt.cli import cli
 
 PAGE = Path(__file__).with_name("reference.md")

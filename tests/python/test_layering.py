@@ -45,7 +45,7 @@ PYTHON_ROOMS = (
 # Of which none has a room: everything else has.
 LOOSE = {"errors", "options"}
 # What reads values needs torch, and is imported when the first value is asked for.
-LATER = {("checkpoint", "torch_ckpt.dcp.read"), ("checkpoint", "torch_ckpt.dcp.read.stored")}
+LATER = {("checkpoint", "torch_ckpt.calls.stored")}
 # Of torch_ckpt/dcp.
 DCP_ROOMS = ("saves", "plan", "stager", "read", "write")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)

@@ -34,7 +34,7 @@ from torch_ckpt.native.sessions import SaveSession, warn_of
 from torch_ckpt.options import local_path
 
 if TYPE_CHECKING:
-    from torch_ckpt.dcp.read.stored import StoredObjects, StoredTensor
+    from torch_ckpt.calls.stored import StoredObjects, StoredTensor
 
 T = TypeVar("T")
 
@@ -323,9 +323,9 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
 
 def _stored() -> Any:
     """The module that reads values, which needs torch."""
-    from torch_ckpt.dcp.read import stored
+    import torch_ckpt.calls.stored
 
-    return stored
+    return torch_ckpt.calls.stored
 
 
 class _Look:

@@ -93,7 +93,7 @@ class _Side:
     @functools.cached_property
     def objects(self) -> Mapping[str, Any]:
         """All of these, see StoredObjects. Needs torch."""
-        from torch_ckpt.dcp.read.stored import StoredObjects
+        from torch_ckpt.calls.stored import StoredObjects
 
         return StoredObjects(self.opened, self.listing, verify=True)
 

@@ -12,7 +12,7 @@ from torch_ckpt.errors import IncompleteError
 from torch_ckpt.native.progress import Progress
 
 if TYPE_CHECKING:
-    from torch_ckpt.dcp.read.stored import StoredTensor
+    from torch_ckpt.calls.stored import StoredTensor
 
 _CORNER = 6  # values of a dimension that are shown
 _MOST_SHOWN = 20_000  # characters of what is no tensor

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
+from torch_ckpt.calls.stored import StoredTensor
 from torch_ckpt.checkpoint.description import entry_paths
 from torch_ckpt.checkpoint.names import (
     DISTCP,
@@ -32,7 +33,6 @@ from torch_ckpt.checkpoint.names import (
     METADATA,
 )
 from torch_ckpt.dcp.read.read_objects import ObjectReader, not_read
-from torch_ckpt.dcp.read.stored import StoredTensor
 from torch_ckpt.errors import InternalError, UnsupportedError
 from torch_ckpt.export.merge import MergeRequest
 from torch_ckpt.native import core
