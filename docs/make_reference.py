@@ -169,9 +169,14 @@ def signature(shown: str, item: Any, *, bound: bool = False) -> str:
 
 
 def fields(item: Any) -> str:
-    """A fenced block of the fields of a dataclass."""
-    lines = [f"class {item.__name__}:"]
+    """A fenced block of the fields of a dataclass, but for those of a base that has an entry."""
+    ours = [base for base in item.__bases__ if base.__name__ in BESIDE]
+    known = {field.name for base in ours for field in dataclasses.fields(base)}
+    bases = f"({', '.join(base.__name__ for base in ours)})" if ours else ""
+    lines = [f"class {item.__name__}{bases}:"]
     for field in dataclasses.fields(item):
+        if field.name in known:
+            continue
         value = "" if field.default is dataclasses.MISSING else f" = {default(field.default)}"
         lines.append(f"    {field.name}: {annotation(field.type)}{value}")
     return "```python\n" + "\n".join(lines) + "\n```\n"

@@ -32,13 +32,14 @@ from torch_ckpt.errors import (
 if TYPE_CHECKING:
     from torch_ckpt.calls.api import load, save
     from torch_ckpt.calls.async_save import async_save
+    from torch_ckpt.calls.futures import AsyncSave
+    from torch_ckpt.calls.save import SaveStats
     from torch_ckpt.checkpoint.checkpoint import Checkpoint
     from torch_ckpt.checkpoint.checkpoint import open as open
     from torch_ckpt.conversion.convert import convert
     from torch_ckpt.dcp.plan.load_planner import LoadPlanner
     from torch_ckpt.dcp.plan.save_planner import SavePlanner
     from torch_ckpt.dcp.read.reader import CheckpointReader, HuggingFaceStorageReader
-    from torch_ckpt.dcp.saves import AsyncSave, SaveStats
     from torch_ckpt.dcp.stager import PinnedMemoryStager
     from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
     from torch_ckpt.export.consolidate import (
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _LAZY = {
-    "AsyncSave": "torch_ckpt.dcp.saves",
+    "AsyncSave": "torch_ckpt.calls.futures",
     "Checkpoint": "torch_ckpt.checkpoint.checkpoint",
     "CheckpointDirectory": "torch_ckpt.runs.directory",
     "CheckpointReader": "torch_ckpt.dcp.read.reader",
@@ -68,7 +69,7 @@ _LAZY = {
     "PerRank": "torch_ckpt.planning.per_rank",
     "PinnedMemoryStager": "torch_ckpt.dcp.stager",
     "SavePlanner": "torch_ckpt.dcp.plan.save_planner",
-    "SaveStats": "torch_ckpt.dcp.saves",
+    "SaveStats": "torch_ckpt.calls.save",
     "TorchPatch": "torch_ckpt.patching.patch",
     "async_save": "torch_ckpt.calls.async_save",
     "consolidate_safetensors_files": "torch_ckpt.export.merge",

@@ -17,7 +17,7 @@ from async_writers import GatedWriter, memory
 from hypothesis import HealthCheck, settings
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from torch_ckpt.dcp import saves
+from torch_ckpt.calls import futures
 from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.native import core
 
@@ -61,7 +61,7 @@ def nothing_is_left() -> Iterator[None]:
     gc.collect()  # errors of other tests, with states in their tracebacks
     before = memory()["leased"]
     yield
-    saves.close(20)
+    futures.close(20)
     assert memory()["leased"] == before
     core.call({"op": "arena", "snapshots": True, "budget": 1 << 62})
 

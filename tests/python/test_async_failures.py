@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.staging import StagingOptions
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
+from torch_ckpt.calls import futures
 from torch_ckpt.calls.async_save import async_save as whole_call
 from torch_ckpt.calls.background import Background
-from torch_ckpt.dcp import saves
 from torch_ckpt.staging.staged_state import StagedState
 
 pytestmark = MARKS
@@ -119,7 +119,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_saves(
                 stager.stage(weights()).result(20)  # type: ignore[union-attr]
             except torch_ckpt.UnsupportedError as error:
                 said += str(error)
-            said += f" {saves.running()}"
+            said += f" {futures.running()}"
         except BaseException as error:
             said = repr(error)
         os.write(write, said.encode())
@@ -174,8 +174,8 @@ def test_ctrl_c_at_any_line(tmp_path: Path, function: Any) -> None:
             interrupted = True
         finally:
             sys.settrace(before)
-        saves.wait_for(saves.running(), 20)
-        for save in saves.known():
+        futures.wait_for(futures.running(), 20)
+        for save in futures.known():
             save.told()
         interrupts += interrupted
         gc.collect()
@@ -220,7 +220,7 @@ class BrokenLater(dcp.staging.BlockingAsyncStager):
 def test_a_stager_that_fails_when_it_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no copy"):
         async_save(weights(), checkpoint_id=tmp_path / "1", async_stager=BrokenLater())
-    saves.wait_for(saves.running(), 20)
+    futures.wait_for(futures.running(), 20)
     assert not (tmp_path / "1").exists()
 
 
@@ -254,7 +254,7 @@ def keeps_no_states(tmp_path: Path) -> None:
     del state, mark, save
     gc.collect()
     assert seen() is None
-    assert saves._saves == []
+    assert futures._saves == []
 
 
 class Passing(dcp.staging.BlockingAsyncStager):

@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import torch_ckpt
 from torch_ckpt import PinnedMemoryStager
-from torch_ckpt.calls import turn
-from torch_ckpt.dcp import saves
+from torch_ckpt.calls import futures, turn
 from torch_ckpt.native import operators
 
 pytestmark = MARKS
@@ -111,14 +110,14 @@ def test_a_second_save_waits_for_the_first(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = begin(tmp_path / "1", 1)
-    wait = saves.wait_for
+    wait = futures.wait_for
 
     def waits(*arguments: Any) -> None:
         assert gate.is_set() or not first.done()
         gate.set()
         wait(*arguments)
 
-    monkeypatch.setattr(saves, "wait_for", waits)
+    monkeypatch.setattr(futures, "wait_for", waits)
     second = begin(tmp_path / "2", 2)
     assert first.done()
     second.result(20)
@@ -261,9 +260,9 @@ def test_errors_of_several_saves_are_all_named(tmp_path: Path, gate: threading.E
         async_save(weights(), storage_writer=kind(tmp_path / str(number)), on_busy="overlap")
     gate.set()
     with pytest.raises(torch_ckpt.CheckpointError, match=r"/1, failed: .*; .*/2, failed: ") as told:
-        saves.close(20)
+        futures.close(20)
     assert isinstance(told.value.__cause__, OSError)
-    saves.close(20)
+    futures.close(20)
 
 
 @pytest.mark.parametrize("ask", ["result", "exception"])
@@ -308,7 +307,7 @@ def test_failures_may_be_warnings(tmp_path: Path, gate: threading.Event) -> None
 
 def test_an_unheard_error_is_a_warning_where_that_was_asked_for(tmp_path: Path) -> None:
     async_save(weights(), storage_writer=FailingWriter(tmp_path / "1"))
-    saves.wait_for(saves.running(), 20)
+    futures.wait_for(futures.running(), 20)
     with pytest.warns(RuntimeWarning, match="/1, failed: .*broken disk"):
         save = async_save(weights(), checkpoint_id=tmp_path / "2", on_failure="warn")
     save.result(20)
@@ -408,7 +407,7 @@ def test_no_save_hangs_where_warnings_are_errors(tmp_path: Path) -> None:
         writer = FailingWriter(tmp_path / "2")
         save = async_save(weights(), storage_writer=writer, on_failure="warn")
         assert save.result(20) is None and save.error is not None
-        saves.close(20)
+        futures.close(20)
     finally:
         logging.disable(logging.NOTSET)
 

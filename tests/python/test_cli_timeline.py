@@ -18,11 +18,11 @@ from matplotlib import colors, image
 from matplotlib.backends.backend_agg import RendererAgg
 
 import torch_ckpt
+from torch_ckpt.calls.save import SaveStats
 from torch_ckpt.cli import cli
 from torch_ckpt.cli.save_log import PHASES, LoggedSave, RankSave, read_logs
 from torch_ckpt.cli.timeline import _LOOK
 from torch_ckpt.cli.timeline_png import _COLOURS, draw
-from torch_ckpt.dcp.saves import SaveStats
 
 WORLD = 2
 

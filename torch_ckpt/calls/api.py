@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import planner as stock_planner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from torch_ckpt.calls.futures import running, wait_for, warn
 from torch_ckpt.calls.load import Load
-from torch_ckpt.calls.save import Save
+from torch_ckpt.calls.save import Save, SavedMetadata, SaveStats, append_to_log
 from torch_ckpt.checkpoint.checkpoint import look_again
 from torch_ckpt.checkpoint.selection import Patterns
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
 from torch_ckpt.dcp.plan.save_planner import SavePlanner
 from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
-from torch_ckpt.dcp.saves import SavedMetadata, SaveStats, append_to_log, running, wait_for, warn
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter, WriterOptions
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.export.renames import KeyMapping

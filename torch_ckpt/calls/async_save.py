@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from torch_ckpt.calls.api import F, PathLike, eager, make_save, one_path, ranks_of
 from torch_ckpt.calls.background import Background, heard_from
+from torch_ckpt.calls.futures import AsyncSave, OnFailure, RunningSave
 from torch_ckpt.calls.process import expect_process, saving_process
-from torch_ckpt.calls.save import Save
+from torch_ckpt.calls.save import Save, SaveStats
 from torch_ckpt.calls.turn import OnBusy, Turn, begin
-from torch_ckpt.dcp.saves import AsyncSave, OnFailure, RunningSave, SaveStats
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter, WriterOptions
 from torch_ckpt.errors import forget_frames

@@ -12,10 +12,10 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
 
+from torch_ckpt.calls.futures import RunningSave, warn
 from torch_ckpt.calls.process import SavingProcess
-from torch_ckpt.calls.save import Save
+from torch_ckpt.calls.save import Save, SavedMetadata, SaveStats
 from torch_ckpt.calls.turn import Turn
-from torch_ckpt.dcp.saves import RunningSave, SavedMetadata, SaveStats, warn
 from torch_ckpt.errors import CheckpointError, ExhaustedError, forget_frames, with_rank
 from torch_ckpt.native.jobs import in_thread
 from torch_ckpt.planning.states import states_of

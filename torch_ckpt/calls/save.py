@@ -1,4 +1,5 @@
-"""Save: one save by all its ranks, in five steps: plan, gather, lay out, write, commit.
+"""Save: one save by all its ranks, in five steps: plan, gather, lay out, write, commit. And
+SaveStats: what it took.
 
 They are the calls of DCP's protocols, in the order of `torch.distributed.checkpoint.save`, so that
 any planner and any storage writer can be given. What our writer does in them for a directory is in
@@ -10,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -23,11 +25,74 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from torch_ckpt.dcp.plan.save_planner import SavePlanner as OurPlanner
+from torch_ckpt.dcp.write.commit import Phases
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.export.extras import extra_files
 from torch_ckpt.native.progress import Progress
 from torch_ckpt.planning.collector import paused_gc
 from torch_ckpt.ranks import Ranks
+
+
+@dataclass(slots=True)
+class SaveStats(Phases):
+    """Times in seconds and bytes of one save, as this rank has seen it: its Phases, and what is
+    around them; None where it is not known (yet). A planner, writer or stager that is not ours does
+    not tell. `log_path` of a save appends these to a file, and `torch-ckpt timeline` draws them.
+
+    started: when it was called, in seconds since 1970.
+    waited_s: for earlier saves, before anything else.
+    staged_s, staged_bytes: the copy into host memory that follows, of a save in the background.
+    blocked_s: the whole call of `async_save`.
+    total_s: from the call until the save was over.
+    """
+
+    path: str
+    rank: int
+    world_size: int
+    started: float
+    error: str | None = None
+    waited_s: float | None = None
+    staged_s: float | None = None
+    staged_bytes: int | None = None
+    blocked_s: float | None = None
+    total_s: float | None = None
+
+    def count(self, metadata: Metadata) -> None:
+        """Take the phases of this rank, which our writer has left in the save's metadata."""
+        phases = metadata.storage_data
+        mine = phases.get(self.rank) if isinstance(phases, dict) else None
+        if isinstance(mine, Phases):
+            for field in fields(Phases):
+                setattr(self, field.name, getattr(mine, field.name))
+
+
+class SavedMetadata(Metadata):
+    """DCP's Metadata of a save that is committed, and `stats`, the SaveStats of this rank."""
+
+    stats: SaveStats
+
+    def __init__(self, metadata: Metadata, stats: SaveStats) -> None:
+        self.__dict__.update(vars(metadata))
+        self.stats = stats
+        stats.count(metadata)
+
+
+def append_to_log(path: str | None, stats: SaveStats) -> str | None:
+    """Append one line to the log of saves, where there is one. Why there is no line now, for a
+    warning: a log that cannot be written is no reason to fail a save."""
+    if path is None:
+        return None
+    # First which save it was.
+    line = json.dumps(dict.fromkeys(SaveStats.__annotations__) | asdict(stats)) + "\n"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(descriptor, line.encode())  # at once, or lines of ranks would mix
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        return f"no line in the log of saves: {error}"
+    return None
 
 
 @dataclass

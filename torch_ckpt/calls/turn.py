@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from torch_ckpt.dcp import saves
-from torch_ckpt.dcp.saves import OnFailure, RunningSave
+from torch_ckpt.calls import futures
+from torch_ckpt.calls.futures import OnFailure, RunningSave
 from torch_ckpt.errors import CheckpointError, ConflictError
 from torch_ckpt.ranks import Ranks
 
@@ -37,10 +37,10 @@ class Turn:
         """Until it may be staged. Raises ConflictError; on this rank alone, where others of its own
         are late."""
         if not self._overlaps:
-            saves.wait_for(self.running, self._timeout)
+            futures.wait_for(self.running, self._timeout)
         self._save.stats.waited_s = self._save.elapsed()
         if self.heard != "":
-            saves.warn(self.heard)
+            futures.warn(self.heard)
 
 
 def begin(
@@ -58,20 +58,20 @@ def begin(
     registered until it has finished: finish it then.
     """
     with _beginning:
-        running = saves.running()
-        saves.register(save)
+        running = futures.running()
+        futures.register(save)
     overlaps = on_busy == "overlap" and not any(save.shares_with(other) for other in running)
     turn = Turn(save, running, overlaps=overlaps, timeout=timeout)
 
     def own() -> None:
         check()
         if on_busy != "raise" and not overlaps:
-            saves.wait_for(running, timeout)
+            futures.wait_for(running, timeout)
 
     verdict = ranks.gather("async_save", own, lambda _: _verdict(running, on_busy, on_failure))
     if "busy" in verdict:
         raise ConflictError(verdict["busy"], rank=ranks.rank)
-    turn.heard, error = saves.hear()
+    turn.heard, error = futures.hear()
     if "failed" in verdict:
         raise CheckpointError(verdict["failed"], rank=ranks.rank) from error
     # Heard of in a warning: on_failure="warn", or rank 0 has heard of it before.
@@ -82,8 +82,8 @@ def _verdict(running: list[RunningSave], on_busy: OnBusy, on_failure: OnFailure)
     """Why rank 0 would not begin a save now: {"busy": text} or {"failed": text}; {} if it would."""
     busy = [save for save in running if not save.is_over()] if on_busy == "raise" else []
     if busy:
-        return {"busy": f"{saves.BUSY}, into {busy[0].stats.path}"}
-    failed = saves.failures() if on_failure == "raise" else ""
+        return {"busy": f"{futures.BUSY}, into {busy[0].stats.path}"}
+    failed = futures.failures() if on_failure == "raise" else ""
     return {"failed": failed} if failed != "" else {}
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from torch_ckpt.dcp import saves
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.native import core, operators
 from torch_ckpt.options import parse_bytes
@@ -20,6 +20,10 @@ from torch_ckpt.staging.staged_state import StateCopy
 
 # More threads than this do not copy faster: memory is the limit.
 _MAX_WORKERS = 8
+
+# Each waits, for so many seconds at most, until saves of this process are over. There is one for
+# those of `torch_ckpt.async_save`, from calls/futures.py, as soon as that is imported.
+saves_beside: list[Callable[[float], None]] = []
 
 
 class PinnedMemoryStager(AsyncStager):
@@ -155,4 +159,5 @@ class PinnedMemoryStager(AsyncStager):
             executor.shutdown()
         if preparing is not None:
             preparing.result()  # its error, if nobody has heard of it
-        saves.close(self.timeout)
+        for close in saves_beside:
+            close(self.timeout)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from torch_ckpt.calls.api import wait_for_saves_beside
 from torch_ckpt.calls.async_save import async_save
+from torch_ckpt.calls.futures import AsyncSave
 from torch_ckpt.calls.save import Save
 from torch_ckpt.checkpoint.names import MEGATRON_COMMON, MEGATRON_CONFIG, MEGATRON_CONTENT
 from torch_ckpt.dcp.plan.save_planner import SavePlanner
-from torch_ckpt.dcp.saves import AsyncSave
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.megatron.agreed import agree
 from torch_ckpt.megatron.async_calls import StartableSave

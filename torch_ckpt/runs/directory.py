@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_ckpt.calls import api
+from torch_ckpt.calls import api, futures
 from torch_ckpt.calls.async_save import async_save
-from torch_ckpt.dcp import saves
-from torch_ckpt.dcp.saves import AsyncSave, SavedMetadata
+from torch_ckpt.calls.futures import AsyncSave
+from torch_ckpt.calls.save import SavedMetadata
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError, warn
 from torch_ckpt.options import integer, local_path
@@ -185,7 +185,7 @@ class CheckpointDirectory:
         of a deletion that failed and was not made up for by a later one.
         """
         try:
-            saves.close()
+            futures.close()
         finally:
             self._deletions.close()
 

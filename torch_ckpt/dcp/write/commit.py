@@ -8,11 +8,38 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt.checkpoint.names import OBJECT_FILE
-from torch_ckpt.dcp.saves import Phases
 from torch_ckpt.errors import ConflictError, InvalidArgumentError
 from torch_ckpt.native.core import names_text
 from torch_ckpt.planning.digests import Digest, differences, warn_of
 from torch_ckpt.planning.reserved import STRUCTURE_FQN, TIES_KEY
+
+
+@dataclass(slots=True, kw_only=True)
+class Phases:
+    """What one rank's part of a save took, in seconds, and the bytes that it wrote; None where it
+    is not known (yet).
+
+    planned_at: when the save began, in the background of `async_save`, in seconds since 1970.
+    planned_s: from then until this rank began to write.
+    agreed_s: of these, what followed its own plan: waiting for the plans of others, and for the
+        coordinator, which lays out the files.
+    written_s, written_bytes: then, this rank's files, durable.
+    ring_bytes, spill_bytes: of tensors in final files that are sharded in short rows, what this
+        rank had of those that the ranks of its node wrote together, through shared memory, and what
+        it left, with the ends of its own rows, for the coordinator to put in place.
+    committed_at, committed_s: what the coordinator did after the last rank had written; when it
+        began, by its own clock, in seconds since 1970.
+    """
+
+    planned_at: float | None = None
+    planned_s: float | None = None
+    agreed_s: float | None = None
+    written_s: float | None = None
+    written_bytes: int | None = None
+    ring_bytes: int | None = None
+    spill_bytes: int | None = None
+    committed_at: float | None = None
+    committed_s: float | None = None
 
 
 @dataclass(slots=True)

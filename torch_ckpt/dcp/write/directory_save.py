@@ -26,8 +26,12 @@ from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.dcp.plan.global_plan import check_catalog_size
 from torch_ckpt.dcp.plan.rings import RankNote, note_of, this_node
 from torch_ckpt.dcp.plan.stock_planner import leaf_digests
-from torch_ckpt.dcp.saves import Phases, wall_time
-from torch_ckpt.dcp.write.commit import RankReport, commit_request, warn_of_differing_leaves
+from torch_ckpt.dcp.write.commit import (
+    Phases,
+    RankReport,
+    commit_request,
+    warn_of_differing_leaves,
+)
 from torch_ckpt.dcp.write.final_layout import (
     check_castable,
     check_mapped,
@@ -61,6 +65,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0
+
+
+def _wall_time(then: float) -> float:
+    """A reading of `time.perf_counter`, in seconds since 1970."""
+    return time.time() - (time.perf_counter() - then)
 
 
 class DirectorySave:
@@ -274,11 +283,11 @@ class DirectorySave:
             raise_with_rank(error, rank)
         report.digests, report.contents = leaf_digests(planner)
         report.phases = Phases(
-            wall_time(self._began),
-            began - self._began,
-            began - self._planned,
-            time.perf_counter() - began,
-            report.written_bytes,
+            planned_at=_wall_time(self._began),
+            planned_s=began - self._began,
+            agreed_s=began - self._planned,
+            written_s=time.perf_counter() - began,
+            written_bytes=report.written_bytes,
             ring_bytes=sum(call["ring_bytes"] for call in report.final),
             spill_bytes=sum(call["spill"]["bytes"] for call in report.final if call["spill"]),
         )
@@ -319,7 +328,7 @@ class DirectorySave:
             raise
         if writer.save_distributed and writer.consolidated_output_path is not None:
             self._consolidate(writer.consolidated_output_path)
-        took, committed_at = time.perf_counter() - began, wall_time(began)
+        took, committed_at = time.perf_counter() - began, _wall_time(began)
         # DCP brings the metadata to every rank, from a process that saves too; nothing writes them.
         metadata.storage_data = {
             report.rank: replace(report.phases, committed_at=committed_at, committed_s=took)

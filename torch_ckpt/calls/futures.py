@@ -1,123 +1,27 @@
-"""One save as its caller sees it: what it took, and the future of one in the background.
+"""Saves in the background: the future of each, and the register of those of this process.
 
-The saves in the background of this process are registered from their call until they are over, and
-failed ones until somebody has heard of it: from the future, from the next save, from `close`, or in
-a warning when the interpreter ends.
+They are registered from their call until they are over, and failed ones until somebody has heard of
+it: from the future, from the next save, from `close`, or in a warning when the interpreter ends.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError, wait
-from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from torch_ckpt.calls.save import SaveStats, append_to_log
+from torch_ckpt.dcp import stager
 from torch_ckpt.errors import CheckpointError, ConflictError, InvalidArgumentError
 from torch_ckpt.errors import warn as warn_caller
 
 OnFailure = Literal["raise", "warn"]
-
-
-@dataclass(slots=True)
-class Phases:
-    """What one rank's part of a save took, in seconds, and the bytes that it wrote.
-
-    planned_at: when the save began, in seconds since 1970.
-    planned_s: from then until this rank began to write.
-    agreed_s: of these, what followed its own plan: waiting for the plans of others, and for the
-        coordinator, which lays out the files.
-    written_s, written_bytes: this rank's files, durable.
-    committed_at, committed_s: what the coordinator did after the last rank had written; when it
-        began, by its own clock, in seconds since 1970.
-    ring_bytes, spill_bytes: of tensors in final files that are sharded in short rows, what this
-        rank had of those that the ranks of its node wrote together, through shared memory, and what
-        it left, with the ends of its own rows, for the coordinator to put in place.
-    """
-
-    planned_at: float
-    planned_s: float
-    agreed_s: float
-    written_s: float
-    written_bytes: int
-    committed_at: float = 0.0
-    committed_s: float = 0.0
-    ring_bytes: int = 0
-    spill_bytes: int = 0
-
-
-@dataclass(slots=True)
-class SaveStats:
-    """Times in seconds and bytes of one save, as this rank has seen it; None where it is not known
-    (yet). A planner, writer or stager that is not ours does not tell. `log_path` of a save appends
-    these to a file, and `torch-ckpt timeline` draws them.
-
-    started: when it was called, in seconds since 1970.
-    waited_s: for earlier saves, before anything else.
-    staged_s, staged_bytes: the copy into host memory that follows, of a save in the background.
-    blocked_s: the whole call of `async_save`.
-    planned_at: when the save began, in the background of `async_save`, in seconds since 1970.
-    planned_s: from then until this rank began to write.
-    agreed_s: of these, what followed its own plan: waiting for the plans of others, and for the
-        coordinator, which lays out the files.
-    written_s, written_bytes: then, this rank's files, durable.
-    ring_bytes, spill_bytes: how what is sharded in short rows went into final files: through shared
-        memory to a rank of the same node, or through a file to the coordinator.
-    committed_at, committed_s: what the coordinator did after the last rank had written; when it
-        began, by its own clock, in seconds since 1970.
-    total_s: from the call until the save was over.
-    """
-
-    path: str
-    rank: int
-    world_size: int
-    started: float
-    error: str | None = None
-    waited_s: float | None = None
-    staged_s: float | None = None
-    staged_bytes: int | None = None
-    blocked_s: float | None = None
-    planned_at: float | None = None
-    planned_s: float | None = None
-    agreed_s: float | None = None
-    written_s: float | None = None
-    written_bytes: int | None = None
-    ring_bytes: int | None = None
-    spill_bytes: int | None = None
-    committed_at: float | None = None
-    committed_s: float | None = None
-    total_s: float | None = None
-
-    def count(self, metadata: Metadata) -> None:
-        """Take the phases of this rank, which our writer has left in the save's metadata."""
-        phases = metadata.storage_data
-        mine = phases.get(self.rank) if isinstance(phases, dict) else None
-        if isinstance(mine, Phases):
-            for field in fields(Phases):
-                setattr(self, field.name, getattr(mine, field.name))
-
-
-def wall_time(then: float) -> float:
-    """A reading of `time.perf_counter`, in seconds since 1970."""
-    return time.time() - (time.perf_counter() - then)
-
-
-class SavedMetadata(Metadata):
-    """DCP's Metadata of a save that is committed, and `stats`, the SaveStats of this rank."""
-
-    stats: SaveStats
-
-    def __init__(self, metadata: Metadata, stats: SaveStats) -> None:
-        self.__dict__.update(vars(metadata))
-        self.stats = stats
-        stats.count(metadata)
 
 
 class AsyncSave(Future[Any], AsyncSaveResponse):
@@ -324,21 +228,7 @@ def close(timeout: float | None = None) -> None:
         raise CheckpointError(text) from error
 
 
-def append_to_log(path: str | None, stats: SaveStats) -> str | None:
-    """Append one line to the log of saves, where there is one. Why there is no line now, for a
-    warning: a log that cannot be written is no reason to fail a save."""
-    if path is None:
-        return None
-    line = json.dumps(asdict(stats)) + "\n"
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(descriptor, line.encode())  # at once, or lines of ranks would mix
-        finally:
-            os.close(descriptor)
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-        return f"no line in the log of saves: {error}"
-    return None
+stager.saves_beside.append(close)
 
 
 def warn(message: str) -> None:
