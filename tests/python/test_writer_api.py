@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.staging import (
 import torch_ckpt
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch_ckpt.dcp.plan.load_planner import MissingKeyError
-from torch_ckpt.dcp.write.writer import WriterOptions
+from torch_ckpt.dcp.write.options import WriterOptions
 from torch_ckpt.errors import error_from, with_rank
 from torch_ckpt.native import operators
 from torch_ckpt.objects.types import CorruptObjectError, UnsupportedObjectError

@@ -23,7 +23,8 @@ from torch_ckpt.checkpoint.selection import Patterns
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
 from torch_ckpt.dcp.plan.save_planner import SavePlanner
 from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
-from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter, WriterOptions
+from torch_ckpt.dcp.write.options import WriterOptions
+from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.export.renames import KeyMapping
 from torch_ckpt.native.progress import Progress

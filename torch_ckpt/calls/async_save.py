@@ -23,7 +23,8 @@ from torch_ckpt.calls.process import expect_process, saving_process
 from torch_ckpt.calls.save import Save, SaveStats
 from torch_ckpt.calls.turn import OnBusy, Turn, begin
 from torch_ckpt.dcp.stager import PinnedMemoryStager
-from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter, WriterOptions
+from torch_ckpt.dcp.write.options import WriterOptions
+from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import forget_frames
 from torch_ckpt.export.renames import KeyMapping
 from torch_ckpt.native.progress import Progress

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -38,6 +38,7 @@ from torch_ckpt.dcp.write.final_layout import (
     check_planned,
     final_tensors,
 )
+from torch_ckpt.dcp.write.options import SaveOptions
 from torch_ckpt.dcp.write.parts import Part, check_supported, part_of
 from torch_ckpt.dcp.write.write_files import RankWrite, check_item
 from torch_ckpt.errors import (
@@ -57,9 +58,6 @@ from torch_ckpt.native.torch_private import stocks_cached_plans
 from torch_ckpt.options import local_path
 from torch_ckpt.planning.reserved import RESERVED
 
-if TYPE_CHECKING:
-    from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -73,40 +71,43 @@ def _wall_time(then: float) -> float:
 
 
 class DirectorySave:
-    """The steps of a save by `writer`, which says where and how. Made when the save begins."""
+    """The steps of one save. Made when it begins."""
 
     def __init__(
         self,
-        writer: HuggingFaceStorageWriter,
+        options: SaveOptions,
         world_size: int | None,
         sequence: int | None,
         on_written: Callable[[], None] | None,
         began: float,
     ) -> None:
         """`began`: when the save did, as `time.perf_counter` says it."""
-        self._writer = writer
-        self._path = str(writer.path)
-        self._rank = writer.rank or 0
+        self._options = options
+        self._path = str(options.path)
+        self._rank = options.rank or 0
         self._began = self._planned = began
         self._on_written = on_written
         self._checked = False  # the plan that is being saved, by `check`
+        self._mapping: dict[str, int] | None = None  # of tensors to files, from then on
         self._extra_files: list[dict[str, Any]] = []  # coordinator: in staging
         # On every rank, before the coordinator of this save locks the directory: one of another
         # rank, that failed elsewhere or in a writer of the user's, may have been coordinated here.
         SaveSession.end_earlier(self._path)
         self._session: SaveSession | PartSession | None = None
         self._part: Part | None = None  # with collectives there are no parts
-        if not writer.use_collectives:
+        if not options.use_collectives:
             check_supported(
-                save_distributed=writer.save_distributed,
-                enable_consolidation=writer.enable_consolidation,
-                extras=writer.extras,
+                save_distributed=options.save_distributed,
+                enable_consolidation=options.enable_consolidation,
+                extras=options.extras,
             )
-            self._part = part_of(self._path, writer.rank, world_size, sequence)
+            self._part = part_of(self._path, options.rank, world_size, sequence)
 
-    def check(self, plan: SavePlan) -> SavePlan:
-        """This rank's plan, with a note for the coordinator. Refuses what could not be written."""
-        writer, rank = self._writer, self._writer.rank
+    def check(self, plan: SavePlan, mapping: dict[str, int] | None) -> SavePlan:
+        """This rank's plan, with a note for the coordinator. Refuses what could not be written.
+        `mapping`: of tensors to files, for all steps that follow."""
+        self._mapping = mapping
+        options, rank = self._options, self._options.rank
         for item in plan.items:
             fqn = item.index.fqn
             if fqn in RESERVED:
@@ -114,11 +115,11 @@ class DirectorySave:
                     "this name is reserved for torch_ckpt", tensor=fqn, rank=rank
                 )
             check_item(item, rank)
-        check_mapped(plan, writer.fqn_to_index_mapping, rank)
+        check_mapped(plan, self._mapping, rank)
         # A cached plan comes as an empty one; what it stands for is seen when it is written.
         self._checked = plan.usable
         self._planned = time.perf_counter()
-        if writer.save_distributed or not plan.usable:
+        if options.save_distributed or not plan.usable:
             return plan
         fqns = list(dict.fromkeys(item.index.fqn for item in plan.items))
         return replace(plan, storage_data=RankNote(this_node(), fqns))
@@ -126,15 +127,15 @@ class DirectorySave:
     def lay_out(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator, and without collectives every rank: lock the staging directory, clear what a
         dead save left, and stage what is there before any rank writes."""
-        writer = self._writer
+        options = self._options
         # A plan that is not usable stands for a cached one: `commit` looks again.
         if all(plan.usable for plan in plans):
-            if writer.fqn_to_index_mapping:
+            if self._mapping:
                 planned = {item.index.fqn for plan in plans for item in plan.items}
                 # Names that are tied to others are no items any more.
                 self._check_planned(planned.union(*(note_of(plan).fqns for plan in plans)))
-            if writer.save_distributed and writer.dtype_policy:  # it consolidates
-                check_castable(plans, writer.dtype_policy)
+            if options.save_distributed and options.dtype_policy:  # it consolidates
+                check_castable(plans, options.dtype_policy)
         check_catalog_size(plans)
         if self._part is not None:
             try:
@@ -142,20 +143,20 @@ class DirectorySave:
             except (CheckpointError, OSError) as error:
                 raise_with_rank(error, self._part.rank)
             return plans
-        tensors = None if writer.save_distributed else self._final_tensors(plans)
-        if writer.save_distributed and writer.consolidated_output_path is not None:
-            naming = NAMINGS[writer.naming]._asdict()
-            output = local_path(writer.consolidated_output_path)
-            request = {"op": "check_final", "path": output, **naming, **replaces(writer.overwrite)}
+        tensors = None if options.save_distributed else self._final_tensors(plans)
+        if options.save_distributed and options.consolidated_output_path is not None:
+            naming = NAMINGS[options.naming]._asdict()
+            output = local_path(options.consolidated_output_path)
+            request = {"op": "check_final", "path": output, **naming, **replaces(options.overwrite)}
             warn_of(core.call(request))
-        if tensors is not None and writer.naming != "dcp":
+        if tensors is not None and options.naming != "dcp":
             warn_of_moments(
                 self._path,
                 core.listed_names(tensors["names"]),
                 "save weights and optimizer into directories of their own",
             )
-        shard_ranks = len(plans) if writer.save_distributed else 0
-        session = SaveSession(self._path, overwrite=writer.overwrite, shard_ranks=shard_ranks)
+        shard_ranks = len(plans) if options.save_distributed else 0
+        session = SaveSession(self._path, overwrite=options.overwrite, shard_ranks=shard_ranks)
         self._session = session
         try:
             self._stage(session, tensors)
@@ -199,22 +200,22 @@ class DirectorySave:
             return None
 
     def _stage(self, session: SaveSession, tensors: dict[str, Any] | None) -> None:
-        writer = self._writer
+        options = self._options
         # With shards and final files they stand beside the final ones.
-        consolidates = writer.save_distributed and writer.enable_consolidation
-        given = None if consolidates else writer.extras
+        consolidates = options.save_distributed and options.enable_consolidation
+        given = None if consolidates else options.extras
         if given is not None:
-            with extra_files(given, writer.dtype_policy.torch_name) as extras:
+            with extra_files(given, options.dtype_policy.torch_name) as extras:
                 self._extra_files = session.stage_extras(extras) if extras else []
         if tensors is None:
             return
         session.stage_final(
             {
                 **tensors,
-                "mapping": writer.fqn_to_index_mapping,
-                "max_bytes": writer.max_shard_size,
-                **NAMINGS[writer.naming]._asdict(),
-                "sync": writer.sync_files,
+                "mapping": self._mapping,
+                "max_bytes": options.max_shard_size,
+                **NAMINGS[options.naming]._asdict(),
+                "sync": options.sync_files,
             }
         )
 
@@ -226,25 +227,25 @@ class DirectorySave:
                 "planners of several classes have cached plans, and which of them is meant is not "
                 "known; save with torch_ckpt.SavePlanner, or without enable_plan_caching"
             )
-        return final_tensors(whole, self._writer.dtype_policy)
+        return final_tensors(whole, self._options.dtype_policy)
 
     def _check_planned(self, planned: Collection[str]) -> None:
         """Before anything is committed: would final files lack what the mapping names?"""
-        writer = self._writer
-        final = not writer.save_distributed or writer.enable_consolidation
-        if final and writer.strict:
-            check_planned(planned, writer.fqn_to_index_mapping)
+        options = self._options
+        final = not options.save_distributed or options.enable_consolidation
+        if final and options.strict:
+            check_planned(planned, self._mapping)
 
     def write(self, plan: SavePlan, write: Callable[[], T]) -> T:
         """What `write` returns, which calls `write_items` with what is in `plan`."""
         try:
             if not self._checked:
-                check_mapped(plan, self._writer.fqn_to_index_mapping, self._writer.rank)
+                check_mapped(plan, self._mapping, self._options.rank)
             return write()
         except BaseException:
             # Final files take their room on the disk from the beginning: the coordinator's failure
             # ends the save at once.
-            if not self._writer.save_distributed:
+            if not self._options.save_distributed:
                 self._refuse_ring()
                 self.end()
             raise
@@ -259,7 +260,7 @@ class DirectorySave:
         objects: list[WriteItem],
     ) -> RankReport:
         """Write the tensors of every mapping index, and the objects, into staging."""
-        writer, rank = self._writer, self._rank
+        options, rank = self._options, self._rank
         began = time.perf_counter()
         report = RankReport(rank, "", [], [])
         try:
@@ -271,10 +272,10 @@ class DirectorySave:
                     planner,
                     staging,
                     report,
-                    policy=None if writer.save_distributed else writer.dtype_policy,
+                    policy=None if options.save_distributed else options.dtype_policy,
                     file_count=self._file_count(),
-                    allow_pickle=writer.allow_pickle,
-                    options=self._options(),
+                    allow_pickle=options.allow_pickle,
+                    options=self._how(),
                 )
                 write.run(buckets, objects)
         except (CheckpointError, OSError) as error:
@@ -310,14 +311,14 @@ class DirectorySave:
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: commit, then consolidate where that was asked for. Without collectives
         every rank: commit its part."""
-        writer = self._writer
+        options = self._options
         session, self._session = self._session, None
         if session is None:
             raise InvalidArgumentError("finish was called on a writer that has not begun a save")
         try:
             self._check_planned(metadata.state_dict_metadata)
             request = commit_request(
-                metadata, results, session.save_id, final=not writer.save_distributed
+                metadata, results, session.save_id, final=not options.save_distributed
             )
             reports: list[RankReport] = [report for of_rank in results for report in of_rank]  # type: ignore[misc]
             warn_of_differing_leaves(reports)
@@ -326,8 +327,8 @@ class DirectorySave:
         except BaseException:
             session.end()  # not when the error is garbage: its frames hold this
             raise
-        if writer.save_distributed and writer.consolidated_output_path is not None:
-            self._consolidate(writer.consolidated_output_path)
+        if options.save_distributed and options.consolidated_output_path is not None:
+            self._consolidate(options.consolidated_output_path)
         took, committed_at = time.perf_counter() - began, _wall_time(began)
         # DCP brings the metadata to every rank, from a process that saves too; nothing writes them.
         metadata.storage_data = {
@@ -351,39 +352,38 @@ class DirectorySave:
             return
         # What the ranks have left of final files is put in place first, which may take time.
         with Job() as job:
-            whole = {**request, "job": job.id, **self._options()}
+            whole = {**request, "job": job.id, **self._how()}
             job.run(lambda: session.commit(whole))
 
     def _consolidate(self, output: str) -> None:
-        writer = self._writer
+        options = self._options
         request = merge_request(
             self._path,
             output,
-            writer.fqn_to_index_mapping,
-            writer.thread_count_consolidation,
-            strict=writer.strict,
-            max_shard_size=writer.max_shard_size,
-            naming=writer.naming,
-            policy=writer.dtype_policy,
-            direct_io=writer.direct_io,
-            overwrite=writer.overwrite,
+            self._mapping,
+            options.thread_count_consolidation,
+            strict=options.strict,
+            max_shard_size=options.max_shard_size,
+            naming=options.naming,
+            policy=options.dtype_policy,
+            direct_io=options.direct_io,
+            overwrite=options.overwrite,
         )
-        merge(request, extra_files(writer.extras, writer.dtype_policy.torch_name))
+        merge(request, extra_files(options.extras, options.dtype_policy.torch_name))
 
-    def _options(self) -> dict[str, Any]:
+    def _how(self) -> dict[str, Any]:
         """How native calls write."""
         return {
-            "workers": max(MIN_WORKERS, self._writer.thread_count),
-            "sync": self._writer.sync_files,
-            "direct_io": self._writer.direct_io,
+            "workers": max(MIN_WORKERS, self._options.thread_count),
+            "sync": self._options.sync_files,
+            "direct_io": self._options.direct_io,
             # Ranks that know nothing of each other may each have other boxes beside one that both
             # have. Readers know a replica by its box, which therefore stays as it is.
             "join": self._part is None,
         }
 
     def _file_count(self) -> int:
-        mapping = self._writer.fqn_to_index_mapping
-        return max(mapping.values(), default=1) if mapping else 1
+        return max(self._mapping.values(), default=1) if self._mapping else 1
 
     def end(self) -> None:
         """Give up what is not committed. Once more is fine."""

@@ -1,6 +1,7 @@
 """HuggingFaceStorageWriter: DCP's StorageWriter protocol on the engine.
 
-It is a configuration. What one save does, step by step, is in directory_save.py.
+It is a configuration. What one save does, step by step, is in directory_save.py, which has the
+options as they were when it began (options.py) and knows no writer.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import os
 import queue
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -21,6 +23,7 @@ from torch.futures import Future
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.write.directory_save import DirectorySave
 from torch_ckpt.dcp.write.final_layout import checked_layout
+from torch_ckpt.dcp.write.options import SaveOptions
 from torch_ckpt.dcp.write.parts import next_sequence
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.export.dtype_policy import DtypePolicy
@@ -28,28 +31,6 @@ from torch_ckpt.export.files import checked_mapping
 from torch_ckpt.native.torch_private import SHARDED_DIR_NAME
 from torch_ckpt.options import local_path
 from torch_ckpt.planning.collector import SeldomFullCollections
-
-
-class WriterOptions(TypedDict, total=False):
-    """The keywords of HuggingFaceStorageWriter, but for its path, for editors and type checkers."""
-
-    fqn_to_index_mapping: dict[str, int] | str | os.PathLike[str] | None
-    thread_count: int
-    save_distributed: bool
-    enable_consolidation: bool
-    thread_count_consolidation: int
-    layout: Literal["sharded", "final"] | None
-    max_shard_size: int | str | None
-    naming: Literal["dcp", "hf", "diffusers", "peft"]
-    dtype: Any
-    keep_fp32: Sequence[str]
-    extras: Any
-    overwrite: bool | Literal["all"]
-    sync_files: bool
-    direct_io: bool
-    strict: bool
-    allow_pickle: bool
-    world_size: int | None
 
 
 class HuggingFaceStorageWriter(StockWriter):
@@ -201,11 +182,12 @@ class HuggingFaceStorageWriter(StockWriter):
             )
         self.is_coordinator = is_coordinator
         self.end_save()
+        options = {field.name: getattr(self, field.name) for field in fields(SaveOptions)}
         sequence, self._sequence = self._sequence, None
         world_size = kwargs.get("world_size") if self.world_size is None else self.world_size
         began = kwargs.get("began")
         self._save = DirectorySave(
-            self,
+            SaveOptions(**options),
             world_size,
             sequence,
             kwargs.get("on_written"),
@@ -216,7 +198,7 @@ class HuggingFaceStorageWriter(StockWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse here, before anything is on disk, what could not be written."""
         self.fqn_to_index_mapping = checked_mapping(self.fqn_to_index_mapping)
-        return self._going_on().check(plan)
+        return self._going_on().check(plan, self.fqn_to_index_mapping)
 
     def mapped_names(self) -> frozenset[str]:
         """The tensors that `fqn_to_index_mapping` names."""
