@@ -79,6 +79,16 @@ def server() -> Iterator[Server]:
         running.close()
 
 
+# What a scenario does, where it is not `save`.
+ACTIONS = {
+    "async": "async_save",
+    "final": "save_final",
+    "megatron_fresh": "save_sharded",
+    "megatron_overwrite": "save_sharded",
+    "megatron_async": "async_save_sharded",
+}
+
+
 class Scenario:
     """A save of state 2 over what was there before, repeatable from a template."""
 
@@ -86,12 +96,15 @@ class Scenario:
 
     def __init__(self, name: str, server: Server, root: pathlib.Path) -> None:
         self.name, self.server, self.root, self.count = name, server, root, 0
-        self.numbers = [2] if name == "fresh" else [1, 2]
+        self.is_fresh = name in ("fresh", "megatron_fresh")
+        self.numbers = [2] if self.is_fresh else [1, 2]
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.template = root / "template"
         self.source = root / "source"
         if name in ("overwrite", "async", "final"):
             server.call("save", path=str(self.template), number=1)
+        if name in ("megatron_overwrite", "megatron_async"):
+            server.call("save_sharded", path=str(self.template), number=1)
         if name == "consolidate":
             old = root / "old"
             server.call("save", path=str(old), number=1)
@@ -109,7 +122,7 @@ class Scenario:
         if self.name == "consolidate":
             args["source"] = str(self.source)
             return str(path), self.server.start("consolidate", faults=faults, **args)
-        action = {"async": "async_save", "final": "save_final"}.get(self.name, "save")
+        action = ACTIONS.get(self.name, "save")
         return str(path), self.server.start(action, faults=faults, number=2, **args)
 
     def run(self, faults: list[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -154,15 +167,22 @@ class Scenario:
 
     def check(self, paths: list[str]) -> list[dict[str, Any]]:
         """Every path holds the old state or the new one, and the next save leaves nothing."""
+        inspect = "inspect_sharded" if self.name.startswith("megatron") else "inspect"
         answers: list[dict[str, Any]] = self.server.call(
-            "inspect", paths=paths, numbers=self.numbers, following=3
+            inspect, paths=paths, numbers=self.numbers, following=3
         )
         for answer in answers:
-            if self.name != "fresh":
+            if not self.is_fresh:
                 assert answer["found"] is not None, answer
             assert answer["then"] == 3, answer
             assert answer["leftovers"] == [], answer
         return answers
+
+
+@pytest.fixture
+def full() -> bool:
+    """Whether every call is tried, and no sample."""
+    return FULL
 
 
 @pytest.fixture

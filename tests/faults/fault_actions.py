@@ -92,6 +92,64 @@ def load(path: str, numbers: list[int]) -> int:
     raise AssertionError(f"{path} holds a mixture: step {loaded['step']}")
 
 
+def _megatron_state(number: int, *, filled: bool = True) -> dict[str, Any]:
+    """`state(number)` as Megatron would cut it: in boxes, with an axis before, with an object."""
+    from torch_ckpt.megatron.dist_checkpointing import ShardedObject, ShardedTensor
+
+    of = state(number)
+    place = ShardedTensor.from_rank_offsets
+    model = of["model"]
+    if not filled:
+        model = {name: torch.full_like(value, -1) for name, value in model.items()}
+    upper, lower = model["w"].chunk(2)
+    return {
+        "upper": place("w", upper, (0, 0, 2)),
+        "lower": place("w", lower, (0, 1, 2)),
+        "layer": place("layers", model["b"], (0, 0, 1), prepend_axis_num=1),
+        "t": place("t", model["t"]),
+        "object": ShardedObject("object", of["name"] if filled else None, (1,), (0,)),
+        "step": number if filled else -1,
+    }
+
+
+def save_sharded(path: str, number: int) -> None:
+    from torch_ckpt.megatron import dist_checkpointing
+
+    dist_checkpointing.save(_megatron_state(number), path)
+
+
+def async_save_sharded(path: str, number: int) -> None:
+    """Changes its tensors as soon as the request is scheduled."""
+    from torch_ckpt.megatron import dist_checkpointing
+    from torch_ckpt.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    queue = AsyncCallsQueue()
+    saved = _megatron_state(number)
+    queue.schedule_async_request(dist_checkpointing.save(saved, path, async_sharded_save=True))
+    for name in ("upper", "lower", "layer", "t"):
+        saved[name].data.fill_(-1)
+    queue.maybe_finalize_async_calls(blocking=True)
+
+
+def load_sharded(path: str, numbers: list[int]) -> int | None:
+    """As `load`, by Megatron's calls. None where these say that there is no checkpoint."""
+    from torch_ckpt.megatron import dist_checkpointing
+
+    if not dist_checkpointing.check_is_distributed_checkpoint(path):
+        return None
+    loaded = dist_checkpointing.load(_megatron_state(0, filled=False), path)
+    model = {
+        "w": torch.cat([loaded["upper"], loaded["lower"]]),
+        "b": loaded["layer"],
+        "t": loaded["t"],
+    }
+    found = {"model": model, "step": loaded["step"], "name": loaded["object"]}
+    for number in numbers:
+        if _equal(found, state(number)):
+            return number
+    raise AssertionError(f"{path} holds a mixture: step {found['step']}, {found['name']}")
+
+
 def leftovers(path: str) -> list[str]:
     """Staging directories and locks in `path` and beside it."""
     folder = pathlib.Path(path)
@@ -114,6 +172,18 @@ def inspect(paths: list[str], numbers: list[int], following: int) -> list[dict[s
             answer["why"] = str(error)
         save(path, following)
         answer["then"] = load(path, [following])
+        answer["leftovers"] = leftovers(path)
+        answers.append(answer)
+    return answers
+
+
+def inspect_sharded(paths: list[str], numbers: list[int], following: int) -> list[dict[str, Any]]:
+    """As `inspect`, by Megatron's calls."""
+    answers = []
+    for path in paths:
+        answer: dict[str, Any] = {"path": path, "found": load_sharded(path, numbers)}
+        save_sharded(path, following)
+        answer["then"] = load_sharded(path, [following])
         answer["leftovers"] = leftovers(path)
         answers.append(answer)
     return answers
