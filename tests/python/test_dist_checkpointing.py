@@ -420,6 +420,51 @@ def test_signatures_are_those_of_megatron() -> None:
         assert inspect.signature(their).parameters.keys() <= ours, name
 
 
+def comes_first(theirs: Any, ours: Any, name: str) -> None:
+    """A call of `theirs`, by places or names, is one of `ours`, and what it leaves out is the same:
+    but for arguments that do nothing here."""
+    own = list(inspect.signature(ours).parameters.values())
+    for place, their in enumerate(inspect.signature(theirs).parameters.values()):
+        our = own[place]
+        assert (our.name, our.kind) == (their.name, their.kind), name
+        if their.default is not their.empty and their.name != "thread_count":
+            assert our.default == their.default, (name, their.name)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("torch", ["TorchDistLoadShardedStrategy", "TorchDistSaveShardedStrategy"]),
+        (
+            "fully_parallel",
+            ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"],
+        ),
+        ("async_utils", ["AsyncCallsQueue", "AsyncRequest"]),
+    ],
+)
+def test_strategies_and_queues_are_made_and_called_as_megatrons(
+    module: str, names: list[str]
+) -> None:
+    theirs = pytest.importorskip(f"megatron.core.dist_checkpointing.strategies.{module}")
+    ours = getattr(dist_checkpointing.strategies, module)
+    assert set(names) == set(ours.__all__) - {"get_async_strategy"}
+    for name in names:
+        their, our = getattr(theirs, name), getattr(ours, name)
+        comes_first(their, our, name)
+        # Methods of strategies do I/O, and nobody calls them here.
+        for method in vars(their) if module == "async_utils" else ():
+            if callable(getattr(their, method)) and not method.startswith("_"):
+                comes_first(getattr(their, method), getattr(our, method), f"{name}.{method}")
+
+
+def test_async_strategies_are_asked_for_as_megatrons() -> None:
+    theirs = pytest.importorskip("megatron.core.dist_checkpointing.strategies.torch")
+    if not hasattr(theirs, "get_async_strategy"):
+        pytest.skip("since 0.17")
+    ours = dist_checkpointing.strategies.torch.get_async_strategy
+    comes_first(theirs.get_async_strategy, ours, "get_async_strategy")
+
+
 def test_modules_are_reached_through_the_package_as_megatrons_are() -> None:
     script = (
         "from torch_ckpt.megatron import dist_checkpointing as ours\n"
