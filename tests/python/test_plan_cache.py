@@ -12,7 +12,7 @@ from planner_storage import Storage, same
 from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
-from torch_ckpt import HuggingFaceStorageWriter
+from torch_ckpt import HuggingFaceStorageWriter, LocalBoxes
 from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.dcp.plan.save_planner import SavePlanner
 from torch_ckpt.errors import ConflictError, IncompleteError, InvalidArgumentError
@@ -51,6 +51,41 @@ def test_cached_plans_follow_a_change_of_dtype():
     Storage().save([lambda: {"t": torch.ones(2)}], **CACHED)
     storage = Storage().save([lambda: {"t": torch.ones(2, dtype=torch.float16)}], **CACHED)
     assert storage.metadata.state_dict_metadata["t"].properties.dtype is torch.float16
+
+
+def test_cached_plans_follow_boxes() -> None:
+    """Cut otherwise, exchanged between ranks, named in another order: of one rank and of both."""
+    cuts = [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]
+    add = [0.0]
+
+    def state(rank: int) -> Any:
+        def make() -> dict[str, Any]:
+            whole = torch.arange(8.0) + add[0]
+            held = [((begin,), whole[begin:end]) for begin, end in cuts[rank]]
+            return {"w": LocalBoxes((8,), held), "t": torch.full((2,), add[0])}
+
+        return make
+
+    def saved(*usable: bool) -> None:
+        add[0] += 1
+        storage = Storage().save([state(0), state(1)], **CACHED)
+        assert torch.equal(storage.whole("w"), torch.arange(8.0) + add[0])
+        assert torch.equal(storage.whole("t"), torch.full((2,), add[0]))
+        assert tuple(plan.usable for plan in storage.sent) == usable
+
+    saved(True, True)
+    saved(False, False)
+    cuts[1] = [(2, 3), (3, 4), (6, 8)]
+    saved(False, True)
+    saved(False, False)
+    cuts[0], cuts[1] = cuts[1], cuts[0]
+    saved(True, True)
+    cuts[0].reverse()
+    saved(True, False)
+    cuts[0] = cuts[0][:1]
+    cuts[1] = [(0, 2), (2, 6)]
+    saved(True, True)
+    saved(False, False)
 
 
 def save(state: dict[str, Any], path: Path, make: Any = SavePlanner, **options: Any) -> None:

@@ -112,6 +112,25 @@ def save(context: Context) -> None:
 
 
 @case
+def cached_plans_of_boxes(context: Context) -> None:
+    """Saved twice alike, then with rows that other ranks had, then cut elsewhere."""
+    whole = torch.arange(90.0).view(SHAPE)
+    for number in range(5):
+        turn, cut = int(number > 1), 2 if number < 4 else 7
+        rows = range((context.rank + turn) % context.world, SHAPE[0], context.world)
+        held = [
+            ((row, begin), whole[row : row + 1, begin:end] + number)
+            for row in rows
+            for begin, end in ((0, cut), (cut, SHAPE[1]))
+        ]
+        planner = torch_ckpt.SavePlanner(enable_plan_caching=True)
+        state = {"boxes": LocalBoxes(SHAPE, held, torch.float32)}
+        torch_ckpt.save(state, context.folder / "c", planner=planner)
+        loaded = torch_ckpt.load(None, context.folder / "c")
+        assert torch.equal(loaded["boxes"], whole + number), number
+
+
+@case
 def load_in_other_worlds(context: Context) -> None:
     found = [
         path
