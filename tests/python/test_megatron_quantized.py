@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
 from torch_ckpt.megatron import dist_checkpointing
 from torch_ckpt.megatron.dist_checkpointing.core import CheckpointingException
 from torch_ckpt.megatron.dist_checkpointing.mapping import ShardedTensor
+from torch_ckpt.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch_ckpt.megatron.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 
 place = ShardedTensor.from_rank_offsets
 
@@ -78,6 +83,61 @@ def test_layers_and_cuts(tmp_path: Path) -> None:
     }
     loaded = dist_checkpointing.load(targets, tmp_path / "c")
     assert [loaded[name].codes[0, 0].item() for name in sorted(loaded)] == [0, 1, 2]
+
+
+class Counted(Float8):
+    """Counts how many dequantized copies are alive. They are float32, as those on a device are of
+    another place: what is kept of them in host memory, in bfloat16, is none of them."""
+
+    made: ClassVar[list[StorageWeakRef]] = []
+    most: ClassVar[int] = 0
+
+    def dequantize(self) -> torch.Tensor:
+        copy = super().dequantize().float()
+        Counted.made.append(StorageWeakRef(copy.untyped_storage()))
+        alive = sum(not each.expired() for each in Counted.made)
+        Counted.most = max(Counted.most, alive)
+        return copy
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Counted(args[0].codes, args[0].scale)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def in_the_background(state: dict[str, Any], path: Path) -> None:
+    queue = AsyncCallsQueue()
+    request = dist_checkpointing.save(state, path, async_sharded_save=True)
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        dist_checkpointing.save,
+        lambda state, path: dist_checkpointing.save(
+            state, path, FullyParallelSaveStrategyWrapper(None)
+        ),
+        in_the_background,
+    ],
+    ids=["now", "sharing", "background"],
+)
+def test_one_is_dequantized_at_a_time(tmp_path: Path, save: Any) -> None:
+    Counted.made, Counted.most = [], 0
+    state: dict[str, Any] = {}
+    for number in range(6):
+        codes = torch.full((4, 256), number, dtype=torch.int8)
+        state[f"w{number}"] = place(f"w{number}", Counted(codes, 1.0))
+        layer = Counted(codes + 1, 1.0)
+        state[f"l{number}"] = place("l", layer, (0, number, 6), prepend_axis_num=1)
+    save(state, tmp_path / "c")
+    assert (len(Counted.made), Counted.most) == (12, 1)
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "c")
+    assert [stored[f"w{number}"][0, 0].item() for number in range(6)] == [*range(6)]
+    assert stored["l"][:, 0, 0].tolist() == [number + 1.0 for number in range(6)]
+    assert Counted.most == 1 and all(each.expired() for each in Counted.made)
 
 
 def test_values_of_another_shape_are_refused(tmp_path: Path) -> None:
