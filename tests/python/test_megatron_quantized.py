@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
 from torch_ckpt.megatron import dist_checkpointing
+from torch_ckpt.megatron.boxes import Box
 from torch_ckpt.megatron.dist_checkpointing.core import CheckpointingException
 from torch_ckpt.megatron.dist_checkpointing.mapping import ShardedTensor
 from torch_ckpt.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -138,6 +139,14 @@ def test_one_is_dequantized_at_a_time(tmp_path: Path, save: Any) -> None:
     assert [stored[f"w{number}"][0, 0].item() for number in range(6)] == [*range(6)]
     assert stored["l"][:, 0, 0].tolist() == [number + 1.0 for number in range(6)]
     assert Counted.most == 1 and all(each.expired() for each in Counted.made)
+
+
+def test_of_rows_no_more_is_kept_than_these() -> None:
+    """In host memory, where ranks share in writing a tensor."""
+    box = Box.of(place("l", quantized(1, 2, 3, 4, 5, 6), (0, 1, 3), prepend_axis_num=1))
+    data = box.rows(1, 2).data
+    assert data is not None and data.tolist() == [[[2.0, 2.5, 3.0]]]
+    assert data.untyped_storage().nbytes() == 3 * data.dtype.itemsize
 
 
 def test_values_of_another_shape_are_refused(tmp_path: Path) -> None:

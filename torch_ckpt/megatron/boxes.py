@@ -106,20 +106,23 @@ class Box:
 
     def rows(self, begin: int, end: int) -> Box:
         """What it is from row `begin` to `end` along its outermost axis: `self`, or a box of a view
-        of its memory."""
+        of its memory; of a quantized tensor, of a copy of these rows alone."""
         axis = outermost(self.sizes)
         if not self.sizes or (begin, end) == (0, max(1, self.sizes[axis])):
             return self
         offset, sizes = [*self.offset], [*self.sizes]
         offset[axis] += begin
         sizes[axis] = end - begin
+        data = self.memory().narrow(axis, begin, end - begin)
+        if self.data is not None and is_quantized(self.data):
+            data = data.clone()  # or all of it is kept until the save is over
         return dataclasses.replace(
             self,
             offset=tuple(offset),
             sizes=tuple(sizes),
             grid=None,
             prepended=0,
-            data=self.memory().narrow(axis, begin, end - begin),
+            data=data,
         )
 
     def is_inside(self) -> bool:
