@@ -14,6 +14,7 @@ import ast
 import dataclasses
 import enum
 import functools
+import importlib
 import inspect
 import re
 import sys
@@ -27,6 +28,7 @@ import click
 
 import torch_ckpt
 import torch_ckpt.calls.stored  # of what `open` gives
+import torch_ckpt.megatron.dist_checkpointing
 from torch_ckpt.cli import cli
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -56,6 +58,34 @@ SECTIONS = {
     ),
     "For programs that call stock": ("patch_torch", "TorchPatch"),
 }
+# Below torch_ckpt.megatron, by the names under which programs import them.
+MEGATRON = (
+    *("patch_megatron", "MegatronPatch"),
+    *(
+        f"dist_checkpointing.{name}"
+        for name in (
+            *("save", "load", "load_common_state_dict", "load_content_metadata"),
+            *("load_tensors_metadata", "load_sharded_metadata", "load_plain_tensors"),
+            *("check_is_distributed_checkpoint", "remove_sharded_tensors"),
+            *("mapping.ShardedBase", "ShardedTensor", "ShardedObject"),
+            "mapping.ShardedTensorFactory",
+            *("LocalNonpersistentObject", "validation.StrictHandling"),
+            "core.CheckpointingException",
+            "strategies.torch.TorchDistSaveShardedStrategy",
+            "strategies.torch.TorchDistLoadShardedStrategy",
+            "strategies.fully_parallel.FullyParallelSaveStrategyWrapper",
+            "strategies.fully_parallel.FullyParallelLoadStrategyWrapper",
+            *("strategies.async_utils.AsyncCallsQueue", "strategies.async_utils.AsyncRequest"),
+        )
+    ),
+)
+MEGATRON_TITLE = """\
+## For programs on Megatron Core
+
+[megatron.md](megatron.md) says how a state dict is stored, what differs from Megatron, and which
+arguments do nothing. What else the modules of `torch_ckpt.megatron.dist_checkpointing` have
+(`dict_utils`, `optimizer`, `utils`, and more of `core` and `mapping`) is told by its docstrings.
+"""
 ERRORS = "Errors"
 BESIDE = (
     *("StoredTensor", "StoredObjects", "Topology"),
@@ -80,7 +110,10 @@ AS_IN = {
 }
 
 # Users receive these and do not make them.
-RECEIVED = ("AsyncSave", "MergeFuture", "TorchPatch", "StoredTensor", "StoredObjects")
+RECEIVED = (
+    *("AsyncSave", "MergeFuture", "TorchPatch", "MegatronPatch", "StoredTensor", "StoredObjects"),
+    "dist_checkpointing.core.CheckpointingException",
+)
 # What only torch_ckpt calls, although the names do not say so.
 INTERNAL = {
     "DtypePolicy": {"check_tied", "stored", "stored_dtypes", "torch_name"},
@@ -127,6 +160,7 @@ def aliases() -> dict[str, str]:
 
 
 def annotation(text: Any) -> str:
+    text = getattr(text, "__forward_arg__", text)  # of a NamedTuple
     said = text if isinstance(text, str) else getattr(text, "__name__", str(text))
     said = re.sub(r"\b(dist|stock_planner|threading)\.", "", said)
     said = re.sub(r"(?<![.\w])_?[A-Z]\w+", lambda match: aliases().get(match[0], match[0]), said)
@@ -134,6 +168,8 @@ def annotation(text: Any) -> str:
 
 
 def default(value: Any) -> str:
+    if inspect.isroutine(value):
+        return str(value.__name__)
     # In the quotes of `ruff format`, which formats Markdown too.
     return str(value) if isinstance(value, enum.Enum) else repr(value).replace("'", '"')
 
@@ -156,7 +192,7 @@ def signature(shown: str, item: Any, *, bound: bool = False) -> str:
     """A fenced block: on one line where it fits, else a line for each parameter."""
     said: list[str] = []
     for parameter in parameters_of(item, bound=bound):
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in said:
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(s.startswith("*") for s in said):
             said.append("*")
         said.append(parameter_text(parameter))
     returned = inspect.signature(item).return_annotation
@@ -179,6 +215,12 @@ def fields(item: Any) -> str:
             continue
         value = "" if field.default is dataclasses.MISSING else f" = {default(field.default)}"
         lines.append(f"    {field.name}: {annotation(field.type)}{value}")
+    return "```python\n" + "\n".join(lines) + "\n```\n"
+
+
+def enum_members(item: type[enum.Enum]) -> str:
+    lines = [f"class {item.__name__}(Enum):"]
+    lines += [f"    {member.name} = {default(member.value)}" for member in item]
     return "```python\n" + "\n".join(lines) + "\n```\n"
 
 
@@ -234,12 +276,21 @@ def undescribed(item: Any) -> list[str]:
 # --- the page -----------------------------------------------------------------
 
 
+def of_megatron(name: str) -> Any:
+    """What programs import by `name`, which is one of MEGATRON."""
+    module, _, last = f"torch_ckpt.megatron.{name}".rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
 def entry(name: str, item: Any) -> Iterator[str]:
     yield f"### {name}\n"
-    if dataclasses.is_dataclass(item) and name not in RECEIVED:
+    if inspect.isclass(item) and issubclass(item, enum.Enum):
+        yield enum_members(item)
+    elif dataclasses.is_dataclass(item) and name not in RECEIVED:
         yield fields(item)
     elif name not in RECEIVED:
-        yield signature(f"torch_ckpt.{name}" if name in EXPORTED else name, item)
+        room = "torch_ckpt.megatron." if name in MEGATRON else "torch_ckpt."
+        yield signature(room + name if name in (*EXPORTED, *MEGATRON) else name, item)
     yield markdown(item.__doc__)
     if name in AS_IN:
         yield listed(f"As in {names_text(AS_IN[name], ' and ')}", undescribed(item))
@@ -255,6 +306,7 @@ def members(name: str, item: type) -> Iterator[str]:
         if member.startswith("_") or member in INTERNAL.get(name, ()):
             continue
         is_property = isinstance(value, property)
+        value = value.__func__ if isinstance(value, classmethod) else value
         if not is_property and not inspect.isfunction(value):
             continue
         if value.__doc__ is None:
@@ -336,6 +388,9 @@ def page() -> str:
         out.append(f"## {title}\n")
         for name in names:
             out += entry(name, getattr(torch_ckpt, name))
+    out.append(MEGATRON_TITLE)
+    for name in MEGATRON:
+        out += entry(name, of_megatron(name))
     out.append("## What these return or name\n")
     for name in BESIDE:
         out += entry(name, of_package(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import inspect
 from functools import reduce
@@ -13,6 +14,7 @@ import pytest
 import torch.distributed.checkpoint  # noqa: F401  # named by AS_IN
 
 import torch_ckpt
+from torch_ckpt.megatron import dist_checkpointing
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -37,6 +39,26 @@ def test_every_exported_name_is_there(maker: ModuleType) -> None:
         assert f"### {name}" in lines or any(line.startswith(f"| `{name}`") for line in lines), name
 
 
+def test_every_call_of_megatron_is_there(maker: ModuleType) -> None:
+    """What the package itself has, strategies, and what runs saves in the background."""
+    strategies = dist_checkpointing.strategies
+    rooms: dict[str, ModuleType] = {
+        "": dist_checkpointing,
+        **{f"strategies.{name}.": getattr(strategies, name) for name in strategies.__all__},
+    }
+    names = {
+        f"dist_checkpointing.{room}{name}"
+        for room, module in rooms.items()
+        for name in module.__all__
+        if not inspect.ismodule(getattr(module, name))
+    }
+    # It is called by Megatron, which asks it for the queue.
+    names -= {"dist_checkpointing.strategies.torch.get_async_strategy"}
+    assert names | {"patch_megatron", "MegatronPatch"} <= {*maker.MEGATRON}
+    lines = maker.page().splitlines()
+    assert [name for name in maker.MEGATRON if f"### {name}" not in lines] == []
+
+
 def found(dotted: str) -> Any:
     """The object of a name as "torch.distributed.checkpoint.save"."""
     first, *rest = dotted.split(".")
@@ -45,14 +67,13 @@ def found(dotted: str) -> Any:
 
 def test_every_argument_is_told(maker: ModuleType) -> None:
     """By the docstring, or by that of the function which the page names."""
-    callables = [
-        name
-        for names in maker.SECTIONS.values()
-        for name in names
-        if name not in maker.RECEIVED and name != "SaveStats"
-    ]
-    for name in callables:
-        left = set(maker.undescribed(getattr(torch_ckpt, name)))
+    items = {name: getattr(torch_ckpt, name) for names in maker.SECTIONS.values() for name in names}
+    items |= {name: maker.of_megatron(name) for name in maker.MEGATRON}
+    for name, item in items.items():
+        is_enum = inspect.isclass(item) and issubclass(item, enum.Enum)
+        if name in maker.RECEIVED or name == "SaveStats" or is_enum:
+            continue
+        left = set(maker.undescribed(item))
         for other in maker.AS_IN.get(name, ()):
             left -= inspect.signature(found(other)).parameters.keys()
         assert left == set(), name

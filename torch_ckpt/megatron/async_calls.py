@@ -36,9 +36,11 @@ class AsyncRequest(NamedTuple):
     """A save that is prepared, and what is to be done when it is committed.
 
     async_fn: what a queue runs in the background with the arguments, None for nothing.
+    async_fn_args, async_fn_kwargs: the arguments, by place and by name.
     finalize_fns: called in this order on every rank, at the same poll, after that.
     preload_fn: if given, what it returns when the request is scheduled is the second argument.
-    is_frozen: no more functions are added. call_idx: as scheduled.
+    is_frozen: no more functions are added.
+    call_idx: its number, as scheduled.
     """
 
     async_fn: Callable[..., Any] | None
@@ -56,7 +58,7 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Do all of it now. A collective call."""
+        """Do all of it now. A collective call. Raises what `async_fn` and the functions do."""
         if self.async_fn is not None:
             self.async_fn(*_arguments(self), **self.async_fn_kwargs)
         Ranks.of(None).together("finalizing a save", lambda: None)
@@ -94,8 +96,8 @@ class AsyncCallsQueue:
     finalize those there. Functions may hold barriers, and a rank that waits in one while the others
     train would never be met.
 
-    No process is started: persistent, cpu_shm_mode, is_daemon, and what else is given, do nothing.
-    Megatron looks some of them up in the signature.
+    persistent, cpu_shm_mode, is_daemon: do nothing, as what else is given: no process is started.
+        Megatron looks some of them up in the signature.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class AsyncCallsQueue:
         is_daemon: bool = True,
         **_: Any,
     ) -> None:
-        """Does nothing."""
+        """Does nothing: there is no process to start."""
 
     def schedule_async_request(self, async_request: Any) -> int:
         """Begin it; when this returns, tensors may change. Returns its number. A collective call.
@@ -149,7 +151,8 @@ class AsyncCallsQueue:
         """Finalize the calls that are over, in their order; their numbers. A poll: it does not
         wait, and is no collective, but all ranks make it.
 
-        blocking: wait for all that are under way. no_dist: go by this rank alone.
+        blocking: wait for all that are under way.
+        no_dist: go by this rank alone.
 
         Raises CheckpointingException or OSError of a save that failed, on all ranks at the same
         poll, and so for what a call of the application's own raised on any; the functions of that
@@ -217,11 +220,13 @@ class AsyncCallsQueue:
         return last
 
     def get_num_unfinalized_calls(self) -> int:
+        """How many requests were scheduled and are not finalized yet."""
         return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
         """Finalize all calls. With `abort` none is: saves end, and what they would have replaced
-        stays, unless they are committed already; the application's own calls are waited for."""
+        stays, unless they are committed already; the application's own calls are waited for. Raises
+        what `maybe_finalize_async_calls` does, with `abort` nothing."""
         if not abort:
             self.maybe_finalize_async_calls(blocking=True)
             return

@@ -21,7 +21,8 @@ _MAX_JSON = 64 << 20  # a name and a digest of 500,000 files
 
 
 class CheckpointingException(CheckpointError):
-    """What Megatron's programs catch. Names key, box and ranks where they are known."""
+    """The CheckpointError that Megatron's programs catch. Names key, box and ranks where they are
+    known; under `patch_megatron` it is Megatron's CheckpointingException, too."""
 
 
 @contextlib.contextmanager
@@ -102,8 +103,9 @@ def _path_in(checkpoint_dir: str | os.PathLike[str]) -> Path:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Whether a distributed checkpoint is there: one of ours is when it is committed. Raises
-    CheckpointingException for a URL, which would else look like a checkpoint of another format."""
+    """Whether `checkpoint_dir` has a distributed checkpoint: one of ours is when it is committed.
+    Not a collective call. Raises CheckpointingException for a metadata.json that is none, and for a
+    URL, which would else look like a checkpoint of another format; OSError."""
     config = maybe_load_config(checkpoint_dir)
     if config is None or config.sharded_backend != BACKEND:
         return config is not None

@@ -39,14 +39,18 @@ class ShardedBase:
 
 @dataclass
 class ShardedTensor(ShardedBase):
-    """The box of a tensor that `data` is: at `global_offset`, in a tensor of `global_shape`.
+    """The box of a tensor that `data` is: at `global_offset`, in a tensor of `global_shape`, all in
+    elements. The memory stays the caller's: a save reads it, and a load fills it.
 
+    key: under which the tensor is stored.
     dtype, local_shape: those of `data`, which is None where there is none (yet).
     axis_fragmentations: into how many boxes of this size each axis is cut; None where boxes are of
         any sizes: then a rank may have several of one key.
+    replica_id: 0, or all 0, where this rank's is the one that is stored of several alike.
     prepend_axis_num: so many leading axes only the global shape has; the box is 1 wide in them.
     allow_shape_mismatch: a load takes what it finds of the box in a tensor of another shape; the
         rest is 0.
+    flattened_range: None. Parts of a tensor that was made flat are not supported.
 
     Raises CheckpointingException that names the key, where these do not fit each other.
     """
@@ -114,7 +118,8 @@ class ShardedTensor(ShardedBase):
         return self.axis_fragmentations is not None
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """The how-manieth box of the grid it is, in each axis."""
+        """The how-manieth box of the grid it is, in each axis. Raises CheckpointingException where
+        boxes are on no grid."""
         if not self.has_regular_grid:
             raise self._wrong("is on no regular grid")
         return tuple(
@@ -134,7 +139,9 @@ class ShardedTensor(ShardedBase):
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """What is left when every rank narrows its box alike, as `torch.narrow` does: a list of
-        one, on the grid of these smaller boxes. `dim` counts the axes of `data`."""
+        one, on the grid of these smaller boxes, with a view of the data. `dim` counts the axes of
+        `data`. Raises IndexError for one that there is not, CheckpointingException where boxes
+        differ along it."""
         if not -len(self.local_shape) <= dim < len(self.local_shape):
             raise IndexError(f"{self.key}: its data have no dimension {dim}")
         dim %= len(self.local_shape)
@@ -168,7 +175,8 @@ class ShardedTensor(ShardedBase):
         **init_kwargs: Any,
     ) -> ShardedTensor:
         """The box that is number `offset` of `fragments` alike along `axis`, for each (axis,
-        offset, fragments) of `rank_offsets`; axes count those before the tensor's own.
+        offset, fragments) of `rank_offsets`; axes count those before the tensor's own. Where none
+        is named, `data` is all of the tensor. Other arguments are those of the class.
 
         Raises CheckpointingException for numbers that make no box, and for an axis that is named
         twice; IndexError for one that there is not; ValueError for a flattened_range.
@@ -207,7 +215,15 @@ class ShardedTensor(ShardedBase):
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """Any object that pickles: the one at `global_offset` of a grid of `global_shape` objects."""
+    """Any object that typed JSON can say (format.md, section 7): the one at `global_offset` of a
+    grid of `global_shape` objects.
+
+    key: under which the grid is stored, each object with its place.
+    data: the object; None where there is none (yet).
+    replica_id: 0, or all 0, where this rank's is the one that is stored of several alike.
+
+    Raises CheckpointingException that names the key, for a place that is not on the grid.
+    """
 
     key: str
     data: object
@@ -238,7 +254,8 @@ class ShardedObject(ShardedBase):
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
         """The object of that unique key, without data. Keys may hold slashes. In names of old
-        checkpoints the last size is missing: it is -1 then."""
+        checkpoints the last size is missing: it is -1 then. Raises CheckpointingException for what
+        is no unique key."""
         key, _, place = unique_key.rpartition("/")
         try:
             word, offsets, sizes = place.split("_")
@@ -265,8 +282,10 @@ class ShardedObject(ShardedBase):
 class ShardedTensorFactory(ShardedBase):
     """Makes entries of `data` right before a save or load, and one of what was loaded after it.
 
-    build_fn: (key, data, replica_id, flattened_range) to a tree of entries. merge_fn: such a tree,
-    of what was loaded, to what belongs in the place of `data`.
+    key, replica_id, flattened_range: what `build_fn` is given beside `data`.
+    build_fn: (key, data, replica_id, flattened_range) to a tree of entries: dicts and lists of
+        ShardedTensors, ShardedObjects and factories, and nothing else. A save and a load call it.
+    merge_fn: such a tree, of what was loaded, to what belongs in the place of `data`.
     """
 
     key: str
@@ -277,6 +296,7 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
 
     def build(self) -> ShardedStateDict:
+        """What `build_fn` gives."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
     def validate_metadata_integrity(self) -> None:
@@ -290,12 +310,14 @@ class ShardedTensorFactory(ShardedBase):
 
 
 class LocalNonpersistentObject:
-    """A value of this rank that is not stored, and that a load gives back as it was asked with."""
+    """A value of this rank, `obj`, that is not stored, and that a load gives back as it was asked
+    with."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
 
     def unwrap(self) -> Any:
+        """The value."""
         return self.obj
 
 

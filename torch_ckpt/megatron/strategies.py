@@ -22,11 +22,11 @@ class TorchDistSaveShardedStrategy(_Options):
     """How a save is made. Each rank writes its main replicas, into a file of its own.
 
     keep_only_main_replica: False lets all ranks that have a part share in writing it.
-    cached_metadata, and the attribute use_cached_ckpt_structure: ranks tell each other digests of
-        what they have, and all of it only where it is not what it was in the last save with this
-        strategy.
-    backend, version, thread_count, separation_hint, cpu_shm_mode, and the attribute
-        cached_global_metadata do nothing: there are always as many threads as it takes, and
+    cached_metadata: ranks tell each other digests of what they have, and all of it only where it is
+        not what it was in the last save with this strategy. The attribute is
+        `use_cached_ckpt_structure`.
+    backend, version, thread_count, separation_hint, cpu_shm_mode: do nothing, and so does the
+        attribute `cached_global_metadata`: there are always as many threads as it takes, and
         `remove_sharded_tensors` needs no files that are apart.
     """
 
@@ -51,8 +51,11 @@ class TorchDistSaveShardedStrategy(_Options):
 
 
 class TorchDistLoadShardedStrategy(_Options):
-    """How a load is made. Its arguments do nothing: a checkpoint is looked at anew each time, and
-    what its directory holds says how it is read."""
+    """How a load is made.
+
+    cache_metadata, stream_ckpt_dequant, checkpoint_name: do nothing. A checkpoint is looked at anew
+        each time, and what its directory holds says how it is read.
+    """
 
     def __init__(
         self,
@@ -69,9 +72,10 @@ class FullyParallelSaveStrategyWrapper(_Options):
     """All ranks of a group that have a part share in writing it, large ones in rows: so that none
     has much more to write than another.
 
-    strategy: what it wraps. parallelization_group: the group, of which the main replica is one; all
-    ranks if None. do_cache_distribution: as cached_metadata of TorchDistSaveShardedStrategy.
-    backend, version, pg_cache_path, pg_cache_create and validate_access_integrity do nothing.
+    strategy: what it wraps.
+    parallelization_group: the group, of which the main replica is one; all ranks if None.
+    do_cache_distribution: as `cached_metadata` of TorchDistSaveShardedStrategy.
+    backend, version, pg_cache_path, pg_cache_create, validate_access_integrity: do nothing.
     """
 
     def __init__(
@@ -99,10 +103,14 @@ class FullyParallelLoadStrategyWrapper(_Options):
     """What ranks of several nodes ask for is read by one of them, and sent to the others. On one
     node all read it, from the page cache.
 
-    strategy: what it wraps. parallelization_group: the ranks that share; all if None.
+    strategy: what it wraps.
+    parallelization_group: the ranks that share; all if None.
     do_cache_distribution: ranks tell each other digests of what they ask for, and all of it only
-    where it is not what it was in the last load with this strategy. What else is given does
-    nothing. Raises NotImplementedError for an exchange_algo that is none of Megatron's.
+        where it is not what it was in the last load with this strategy.
+    exchange_algo: one of Megatron's words, which does nothing.
+    per_rank_object_load, pg_cache_path, pg_cache_create: do nothing.
+
+    Raises NotImplementedError for another `exchange_algo`.
     """
 
     def __init__(

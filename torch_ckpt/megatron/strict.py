@@ -6,8 +6,8 @@ from enum import Enum
 
 
 class StrictHandling(Enum):
-    """*Unexpected* keys are asked for and not stored, as each rank sees it; *missing* ones are
-    stored and no rank asks for them. `*_UNEXPECTED` look at the former only, `*_ALL` at both."""
+    """Unexpected keys are asked for and not stored, as each rank sees it; missing ones are stored
+    and no rank asks for them. `*_UNEXPECTED` look at the former only, `*_ALL` at both."""
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
     LOG_UNEXPECTED = "log_unexpected"

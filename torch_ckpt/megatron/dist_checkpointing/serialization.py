@@ -153,7 +153,11 @@ def load(
 
 
 def load_common_state_dict(checkpoint_dir: CheckpointDir) -> StateDict:
-    """The common state: what was saved of rank 0 under no key. Not a collective call."""
+    """The common state of the checkpoint in `checkpoint_dir`, ours or Megatron's: what was saved of
+    rank 0 under no key. Where a list had entries under keys, a dict of the others by their places.
+    Not a collective call. Raises CheckpointingException where no checkpoint is, or where it cannot
+    be read; OSError.
+    """
     with as_megatron_says():
         return Stored(checkpoint_dir).common()
 
@@ -161,9 +165,10 @@ def load_common_state_dict(checkpoint_dir: CheckpointDir) -> StateDict:
 def load_content_metadata(
     checkpoint_dir: CheckpointDir | None = None, *, preloaded_state_dict: StateDict | None = None
 ) -> dict[str, Any] | None:
-    """What a save was given as `content_metadata`, None if nothing: of the checkpoint in a
-    directory, or as it stands in the common state of one that was loaded. Raises ValueError where
-    neither is given."""
+    """What a save was given as `content_metadata`, None if nothing: of the checkpoint in
+    `checkpoint_dir`, or as it stands in `preloaded_state_dict`, the state that a load returned,
+    which is looked at alone where it is given. Not a collective call. Raises ValueError where
+    neither is given, else as `load_common_state_dict`."""
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
             raise ValueError("load_content_metadata needs a directory, or a state that was loaded")
@@ -174,8 +179,16 @@ def load_content_metadata(
 def load_tensors_metadata(
     checkpoint_dir: CheckpointDir, sharded_strategy: Any = None
 ) -> CkptShardedMetadata:
-    """A ShardedTensor without data of each whole tensor that is stored, by its key: a request for
-    `load`, with validate_access_integrity=False where several ranks make it."""
+    """A ShardedTensor without data of each whole tensor that is stored, by its key, with its global
+    shape, in elements, and dtype: a request for `load`, with validate_access_integrity=False where
+    several ranks make it. Not a collective call.
+
+    checkpoint_dir: one of ours, or of Megatron's. No data of tensors are read.
+    sharded_strategy: as of `load`; it is looked at and does nothing.
+
+    Raises CheckpointingException where no checkpoint is, or where it cannot be read; OSError; for
+    `sharded_strategy` what `load` does.
+    """
     sharing_of_load(sharded_strategy)
     with as_megatron_says():
         found = Stored(checkpoint_dir).tensors()
@@ -191,7 +204,11 @@ def load_sharded_metadata(
     checkpoint_dir: CheckpointDir, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> CkptShardedMetadata:
     """What `load_tensors_metadata` gives, and a ShardedObject without data of each object that is
-    stored, by its unique key. Nothing of the common state."""
+    stored, by its unique key. Nothing of the common state. Not a collective call.
+
+    checkpoint_dir, sharded_strategy: as of `load_tensors_metadata`, and so are the errors.
+    common_strategy: does nothing.
+    """
     sharing_of_load(sharded_strategy)
     with as_megatron_says():
         objects = Stored(checkpoint_dir).objects()
@@ -202,7 +219,9 @@ def load_sharded_metadata(
 
 
 def load_plain_tensors(checkpoint_dir: CheckpointDir) -> StateDict:
-    """All tensors, whole, by their keys, and the common state. A collective call."""
+    """All tensors of the checkpoint in `checkpoint_dir`, of their global shapes and dtypes, in new
+    memory of the CPU on every rank, by their keys, and the common state. A collective call. Raises
+    CheckpointingException or OSError, on every rank."""
     request: ShardedStateDict = dict(load_tensors_metadata(checkpoint_dir))
     state = load(request, checkpoint_dir, validate_access_integrity=False)
     assert isinstance(state, dict)
@@ -210,9 +229,9 @@ def load_plain_tensors(checkpoint_dir: CheckpointDir) -> StateDict:
 
 
 def remove_sharded_tensors(checkpoint_dir: CheckpointDir, key_prefix: str) -> None:
-    """Remove the tensors whose keys begin with `key_prefix` from a checkpoint of ours: a commit, in
-    which the others are written anew. One process calls it. After a kill the checkpoint is there
-    as it was, or without them. Logs a warning where there are none.
+    """Remove the tensors whose keys begin with `key_prefix` from the checkpoint of ours in
+    `checkpoint_dir`: a commit, in which the others are written anew. One process calls it. After a
+    kill the checkpoint is there as it was, or without them. Logs a warning where there are none.
 
     Raises CheckpointingException for a checkpoint of Megatron's, and where no tensor would be left;
     OSError.
