@@ -7,6 +7,7 @@ import fcntl
 import importlib
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -221,22 +222,47 @@ def test_sizes_in_words() -> None:
     ]
 
 
-def test_starts_without_torch_and_without_bars(path: Path, tmp_path: Path) -> None:
-    # What makes a command start in a tenth of a second and not in two.
-    code = (
-        "import sys\nfrom torch_ckpt.cli import cli\n"
-        "cli(sys.argv[1:], standalone_mode=False)\n"
-        "late = {'torch', 'rich', 'tqdm', 'numpy', 'importlib.metadata', 'xml', 'urllib.request'}\n"
-        "if sys.argv[1:] != ['--help']:\n    late.add('torch_ckpt.cli.convert')\n"
-        "assert not late & set(sys.modules), sorted(sys.modules)"
+def imported(*words: str | Path) -> set[str]:
+    """The modules that a process of Python asks for, from its start to its end."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *map(str, words)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
     )
-    commands = (("inspect", path), ("verify", path), ("consolidate", path, tmp_path / "out"))
-    for arguments in (*commands, ("--help",)):
-        subprocess.run(
-            [sys.executable, "-c", code, *map(str, arguments)],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+    return set(re.findall(r"^import time: .* ([\w.]+)$", done.stderr, re.MULTILINE))
+
+
+# What makes a command start in a tenth of a second and not in two.
+LATE = {
+    *("torch", "numpy", "safetensors", "rich", "tqdm", "matplotlib", "importlib.metadata"),
+    *("xml", "http", "email", "ssl", "urllib.request", "asyncio", "multiprocessing"),
+}
+
+
+def test_starts_without_torch_and_without_bars(path: Path, tmp_path: Path) -> None:
+    plain = imported("-c", "pass")
+    helps = imported("-m", "torch_ckpt", "--help") - plain
+    assert {"click", "torch_ckpt.cli", "torch_ckpt.cli.leaves"} <= helps
+    assert not helps & LATE
+    for words in (("inspect", path), ("verify", path), ("consolidate", path, tmp_path / "out")):
+        found = imported("-m", "torch_ckpt", *words) - plain
+        assert "torch_ckpt.cli" in found
+        assert not found & {*LATE, "torch_ckpt.cli.convert"}, words
+
+
+def test_an_import_beside_torch_brings_little() -> None:
+    beside = imported("-c", "import torch, torch_ckpt") - imported("-c", "import torch")
+    own = {name for name in beside if name.split(".")[0] == "torch_ckpt"}
+    assert own <= {
+        *("torch_ckpt", "torch_ckpt.errors", "torch_ckpt.options", "torch_ckpt.native"),
+        *(f"torch_ckpt.native.{name}" for name in ("core", "jobs", "operators", "progress")),
+    }
+    # Nor torch.distributed.checkpoint, which is slow to import.
+    others = {name.split(".")[0] for name in beside - own}
+    assert others <= set(sys.stdlib_module_names) and not (beside & LATE), beside
 
 
 def test_as_a_module(path: Path) -> None:
