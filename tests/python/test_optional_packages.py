@@ -48,18 +48,25 @@ def assert_comes_back(make: Callable[[], torch.Tensor], path: Path) -> None:
         torch_ckpt.load({"weight": torch.zeros(value.shape)}, path)
 
 
-@pytest.mark.parametrize("kind", ["subclass_8bit.OptimState8bit", "subclass_4bit.OptimState4bit"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "subclass_8bit.OptimState8bit",
+        "subclass_4bit.OptimState4bit",
+        "subclass_fp8.OptimStateFp8",
+    ],
+)
 def test_states_of_an_optimizer_in_few_bits(tmp_path: Path, plain: Path, kind: str) -> None:
     module, _, name = kind.partition(".")
     made = pytest.importorskip(f"torchao.optim.{module}")
-    state = getattr(made, name).zeros((64, 64), True, 64)
+    state = getattr(made, name).zeros((64, 64), block_size=64)
 
     def make() -> torch.Tensor:
-        new: torch.Tensor = getattr(made, name).zeros((64, 64), True, 64)
+        new: torch.Tensor = getattr(made, name).zeros((64, 64), block_size=64)
         return new.copy_(VALUES)
 
     assert_comes_back(make, tmp_path / "c")
-    wanted = getattr(made, name).zeros((64, 64), True, 64)
+    wanted = getattr(made, name).zeros((64, 64), block_size=64)
     wanted.copy_(VALUES)  # as stock does
     for _ in range(2):
         torch_ckpt.load({"weight": state}, plain)
