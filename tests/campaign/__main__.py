@@ -1,11 +1,12 @@
 """python -m tests.campaign [PART ...] [--minutes MINUTES] [--targets TARGET ...]
 
 Runs what is too long for CI: `faults` (a fault at every system call), `tests` (the long Python
-tests), `megatron` (tests with another release of Megatron Core), `orders` (commits in every order,
-and of 8,192 files), `gcc11` (a build by the oldest compiler) and `fuzz` (every fuzz target, or
-those named, for MINUTES each); all of them, if none is named. What came of each is kept in
-docs/campaign_results.json, and docs/campaign_results.md is written of all that is there, after
-each: the parts may be run on different days. Logs are in build/campaign.
+tests), `megatron` (tests with another release of Megatron Core), `optional` (tests with packages
+that CI does not install), `orders` (commits in every order, and of 8,192 files), `gcc11` (a build
+by the oldest compiler) and `fuzz` (every fuzz target, or those named, for MINUTES each); all of
+them, if none is named. What came of each is kept in docs/campaign_results.json, and
+docs/campaign_results.md is written of all that is there, after each: the parts may be run on
+different days. Logs are in build/campaign.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import commit
-from tests.campaign import megatron
+from tests.campaign import megatron, optional
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "build" / "campaign"
@@ -68,6 +69,12 @@ def tried(output: str) -> list[Row]:
 def other_megatron(output: str) -> list[Row]:
     """What pytest says of another release of Megatron Core."""
     what = f"tests that meet Megatron Core, with {megatron.VERSION}"
+    return [(what, words) for _, words in tried(output)]
+
+
+def optional_packages(output: str) -> list[Row]:
+    """What pytest says of tensors of packages that CI does not install."""
+    what = f"tests of tensors of {' and '.join(optional.packages())}"
     return [(what, words) for _, words in tried(output)]
 
 
@@ -183,6 +190,7 @@ PARTS: dict[str, tuple[Callable[[], list[str | Path]], Callable[[str], list[Row]
     "faults": (lambda: pytest_words("tests/faults"), tried),
     "tests": (tests_words, tried),
     "megatron": (lambda: [sys.executable, "-m", "tests.campaign.megatron"], other_megatron),
+    "optional": (lambda: [sys.executable, "-m", "tests.campaign.optional"], optional_packages),
     "orders": (orders_words, orders),
     "gcc11": (lambda: ["./dev", "gcc11"], cpp),
     "fuzz": None,  # a record for each target

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
 from tests.campaign import __main__ as campaign  # noqa: E402
+from tests.campaign import optional  # noqa: E402
+from tests.torches import environments  # noqa: E402
 
 FUZZED = """
 == header_fuzz for 3600 s
@@ -89,3 +92,21 @@ def test_every_fuzz_target_is_known_and_on_the_page() -> None:
     page = campaign.PAGE.read_text()
     assert [name for name in files if f"| {name} for " not in page] == []
     assert page == campaign.page(campaign.recorded())
+
+
+def test_optional_packages_are_pinned_and_have_tests() -> None:
+    names = [each.partition("==")[0] for each in optional.packages()]
+    assert names == ["torchao", "optimum-quanto"]
+    tests = (REPOSITORY / optional.TESTS).read_text()
+    assert all(f'"{name.replace("-", ".")}' in tests for name in names)
+    (row,) = campaign.optional_packages("14 passed in 5.73s\n")
+    assert row[1] == "14 passed in 5.73s" and all(each in row[0] for each in optional.packages())
+
+
+def test_an_environment_beside_this_one_has_what_this_has(tmp_path: Path) -> None:
+    """And no other torch: what is installed into it comes first, and brings nothing along."""
+    inside = optional.beside(tmp_path / "made", [sysconfig.get_path("purelib")])
+    code = "import importlib.util as u, sys; print(sys.prefix, u.find_spec('torch').origin)"
+    prefix, torch = environments.said(inside, code).split()
+    here = environments.said(Path(sys.executable), code).split()
+    assert prefix == str(tmp_path / "made") != here[0] and torch == here[1]
