@@ -15,6 +15,7 @@ from benchmarks import row_load_plan
 from benchmarks import row_load_dcp
 from benchmarks import row_reshard
 from benchmarks import row_convert
+from benchmarks import row_convert_chunks
 from benchmarks import row_open
 from benchmarks import row_import
 from benchmarks import bench_megatron
