@@ -17,6 +17,7 @@ from benchmarks import row_reshard
 from benchmarks import row_convert
 from benchmarks import row_convert_chunks
 from benchmarks import row_open
+from benchmarks import row_boxes
 from benchmarks import row_import
 from benchmarks import bench_megatron
 from benchmarks import bench_megatron_plan
