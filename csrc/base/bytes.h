@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -53,6 +54,18 @@ inline void AppendHex(std::string* out, ByteSpan bytes) {
   for (const std::byte byte : bytes) {
     AppendHex(out, static_cast<uint64_t>(byte), 2);
   }
+}
+// The number that AppendHex wrote with so many digits as `text` has, 16 at
+// most; nullopt for anything else.
+inline std::optional<uint64_t> ParseHex(std::string_view text) {
+  if (text.empty() || text.size() > 16) return std::nullopt;
+  uint64_t number = 0;
+  for (const char c : text) {
+    const size_t digit = kHexDigits.find(c);
+    if (digit == kHexDigits.npos) return std::nullopt;
+    number = number << 4 | digit;
+  }
+  return number;
 }
 
 }  // namespace torch_ckpt

@@ -158,8 +158,7 @@ void TryAll(const TrialDirectory& own, uint64_t bytes, Job* job, Json* out) {
 
 Result<Json> ProbeDirectory(const std::string& path, uint64_t bytes, Job* job) {
   TC_ASSIGN_OR_RETURN(const Directory directory, Directory::Open(path));
-  TC_ASSIGN_OR_RETURN(const std::string kind,
-                      FileSystemName(directory.fd(), path));
+  TC_ASSIGN_OR_RETURN(const std::string kind, FileSystemName(directory));
   Json out = {{"file_system", kind},
               {"shared", IsShared(directory)},
               {"space", SpaceJson(SpaceOf(directory))}};

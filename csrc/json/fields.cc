@@ -247,18 +247,12 @@ std::string DigestsText(const std::vector<uint32_t>& crc32c) {
 
 Result<std::vector<uint32_t>> ParseDigests(const std::string& hex) {
   if (hex.size() % 8 != 0) return InvalidArgument("a digest is cut short");
-  std::vector<uint32_t> crc32c(hex.size() / 8, 0);
-  for (size_t i = 0; i < hex.size(); ++i) {
-    const char c = hex[i];
-    uint32_t digit = 0;
-    if (c >= '0' && c <= '9') {
-      digit = static_cast<uint32_t>(c - '0');
-    } else if (c >= 'a' && c <= 'f') {
-      digit = static_cast<uint32_t>(c - 'a' + 10);
-    } else {
-      return InvalidArgument("a digest is not hexadecimal");
-    }
-    crc32c[i / 8] = crc32c[i / 8] << 4 | digit;
+  std::vector<uint32_t> crc32c;
+  crc32c.reserve(hex.size() / 8);
+  for (size_t i = 0; i < hex.size(); i += 8) {
+    const auto crc = ParseHex(std::string_view(hex).substr(i, 8));
+    if (!crc) return InvalidArgument("a digest is not hexadecimal");
+    crc32c.push_back(static_cast<uint32_t>(*crc));
   }
   return crc32c;
 }

@@ -71,11 +71,11 @@ constexpr Magic kMagics[] = {
     {0x5346414f, "afs"},
 };
 
-Result<const Magic*> FindMagic(int fd, const std::string& path,
-                               uint64_t* number) {
+Result<const Magic*> FindMagic(const Directory& directory, uint64_t* number) {
   struct statfs st;
-  if (SystemCall("fstatfs", path, [&] { return fstatfs(fd, &st); }) < 0) {
-    return Status::Io(errno, "fstatfs", path);
+  if (SystemCall("fstatfs", directory.path(),
+                 [&] { return fstatfs(directory.fd(), &st); }) < 0) {
+    return Status::Io(errno, "fstatfs", directory.path());
   }
   // f_type is signed on some platforms; the magic numbers have 32 bits.
   *number = static_cast<uint32_t>(st.f_type);
@@ -108,8 +108,7 @@ Status ProbeWrites(const Directory& directory) {
     if (tried.ok()) tried = gone;
   }
   if (!Lacks(tried.sys_errno())) return tried;
-  const Result<std::string> kind =
-      FileSystemName(directory.fd(), directory.path());
+  const Result<std::string> kind = FileSystemName(directory);
   return Unsupported("the file system (" + (kind.ok() ? *kind : "unknown") +
                      ") cannot write out of order and rename, as a save has "
                      "to: " +
@@ -158,9 +157,9 @@ uint64_t FreeDescriptors() {
   return limit.rlim_cur > used ? limit.rlim_cur - used : 0;
 }
 
-Result<std::string> FileSystemName(int fd, const std::string& path) {
+Result<std::string> FileSystemName(const Directory& directory) {
   uint64_t number = 0;
-  TC_ASSIGN_OR_RETURN(const Magic* const magic, FindMagic(fd, path, &number));
+  TC_ASSIGN_OR_RETURN(const Magic* const magic, FindMagic(directory, &number));
   if (magic) return std::string(magic->name);
   std::string text = "0x";
   AppendHex(&text, number, 8);
@@ -169,7 +168,7 @@ Result<std::string> FileSystemName(int fd, const std::string& path) {
 
 bool IsShared(const Directory& directory) {
   uint64_t number = 0;
-  const auto magic = FindMagic(directory.fd(), directory.path(), &number);
+  const auto magic = FindMagic(directory, &number);
   return !magic.ok() || !*magic || !(*magic)->local;
 }
 

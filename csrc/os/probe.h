@@ -35,7 +35,7 @@ Status ProbeWrites(const Directory& directory);
 
 // "ext4", "xfs", "nfs", ...; "0x" and the magic number in hex for one that has
 // no name here. For messages and reports, never to decide what to do.
-Result<std::string> FileSystemName(int fd, const std::string& path);
+Result<std::string> FileSystemName(const Directory& directory);
 
 // Whether other nodes may change what is in `directory`, so that caches of this
 // one may show what was there before: false for the kinds of file systems that

@@ -18,7 +18,7 @@ namespace torch_ckpt {
 // that sharding makes; never quadratic on one-dimensional cuts. The volume of
 // `region` fits in int64 unless it is empty; any numbers do for the boxes,
 // sizes below 0 included (they count as empty). kExhausted when they interlock
-// or overlap in so many ways that the proof would take more than `budget` has;
+// in so many ways that the proof would take more than `budget` has;
 // without one, more than belongs to so many boxes. Both proofs do so.
 Status ProveTiling(const Box& region, const std::vector<Box>& boxes,
                    Budget* budget = nullptr);

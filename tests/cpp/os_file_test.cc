@@ -160,7 +160,9 @@ TEST_F(FileTest, ProbesTheFileSystem) {
   ASSERT_TRUE(direct.ok()) << direct.status().ToString();
   EXPECT_EQ(4096 % direct->memory_alignment, 0u);
   EXPECT_GT(direct->offset_alignment, 0u);
-  auto name = FileSystemName(file.fd(), file.path());
+  const auto directory = Directory::Open(path());
+  ASSERT_TRUE(directory.ok());
+  auto name = FileSystemName(*directory);
   ASSERT_TRUE(name.ok());
   EXPECT_FALSE(name->empty());
 }

@@ -34,6 +34,13 @@ class SlowWriter(torch_ckpt.HuggingFaceStorageWriter):
         time.sleep(1)
         return super().write_data(plan, planner)
 
+class GatedWriter(torch_ckpt.HuggingFaceStorageWriter):
+    # Until the trainer says so.
+    gate = threading.Event()
+    def write_data(self, plan, planner):
+        assert self.gate.wait(60)
+        return super().write_data(plan, planner)
+
 class HeldWriter(torch_ckpt.HuggingFaceStorageWriter):
     # Until it is killed, on the last rank.
     def write_data(self, plan, planner):
@@ -132,12 +139,15 @@ def test_ctrl_c(tmp_path: Path) -> None:
             call()
         except KeyboardInterrupt:
             say("interrupted")
-    began = save(1)
+    began = save(1, GatedWriter)
     interrupted(began.result)
     assert not began.done()
+    GatedWriter.gate.set()
     began.result()
-    save(2)
+    GatedWriter.gate.clear()
+    save(2, GatedWriter)
     interrupted(lambda: save(3))  # which waits for its turn
+    GatedWriter.gate.set()
     save(4).result()
     """
     trainer = Trainer(tmp_path, program)

@@ -19,7 +19,17 @@ from torch_ckpt.dcp.plan.save_planner import SavePlanner
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError
 from torch_ckpt.native import operators
 from torch_ckpt.native.sessions import SaveSession
-from torch_ckpt.planning.collector import SeldomFullCollections, paused_gc
+from torch_ckpt.planning.collector import (
+    paused_gc,
+    seldom_full_collections,
+    usual_full_collections,
+)
+
+
+@pytest.fixture(autouse=True)
+def as_usual() -> None:
+    """Nothing is left of a failed save of another test."""
+    usual_full_collections()
 
 
 def is_on() -> bool:
@@ -228,21 +238,47 @@ def test_after_an_error_of_the_planner_full_collections_come_as_before(tmp_path)
     assert gc.get_threshold() == before
 
 
+class Owner:
+    """Something that a planner plans for."""
+
+
 def test_thresholds_that_somebody_sets_meanwhile_stay():
     before = gc.get_threshold()
+    owner = Owner()
     try:
-        seldom = SeldomFullCollections()
+        seldom_full_collections(owner)
         gc.set_threshold(123, 5, 6)
-        seldom.end()
+        usual_full_collections()
         assert gc.get_threshold() == (123, 5, 6)
-        with paused_gc():  # begun in a pause, ended after it, and the other way round
-            seldom = SeldomFullCollections()
+        seldom_full_collections(owner)
         assert gc.get_threshold() == (123, 5, 1000)
         with paused_gc():
-            seldom.end()
+            usual_full_collections()
         assert gc.get_threshold() == (123, 5, 6)
+        with paused_gc():  # in a pause there are none
+            seldom_full_collections(owner)
+            assert gc.get_threshold() == (0, 5, 6)
     finally:
         gc.set_threshold(*before)
+
+
+def test_after_an_error_the_next_save_brings_the_usual_back(tmp_path):
+    before = gc.get_threshold()
+    failed = Owner()
+    seldom_full_collections(failed)  # and no step follows
+    assert gc.get_threshold()[2] > before[2]
+    torch_ckpt.save({"w": torch.ones(1)}, tmp_path / "a", no_dist=True)
+    assert gc.get_threshold() == before
+
+
+def test_garbage_does_not_grow_old_with_a_plan():
+    owner, garbage = Owner(), Owner()
+    held = weakref.ref(garbage)
+    seldom_full_collections(owner)
+    garbage.itself = garbage
+    del garbage
+    usual_full_collections()
+    assert held() is None
 
 
 def test_a_failed_save_lets_its_tensors_go(tmp_path):

@@ -1,8 +1,8 @@
 """Megatron Core's checkpoints on the engine of torch_ckpt.
 
-`dist_checkpointing` has the modules of `megatron.core.dist_checkpointing` and the names that programs use;
-`patch_megatron` puts its functions into the places of Megatron's. Nothing of Megatron is imported
-before that.
+`dist_checkpointing` has the modules of `megatron.core.dist_checkpointing` and the names that
+programs use; `patch_megatron` puts its functions into the places of Megatron's. Nothing of Megatron
+is imported before that.
 """
 
 from __future__ import annotations

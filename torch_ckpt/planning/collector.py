@@ -14,6 +14,7 @@ _FROZEN_BY_PYTHON = 1000
 # Of the third threshold, 10 by default: so many collections of young objects, to a full one.
 _SELDOM = 1000
 _own: tuple[int, int, int] | None = None  # the thresholds before a pause of ours
+_usual: weakref.finalize[..., object] | None = None  # brings the third threshold back
 
 
 @contextlib.contextmanager
@@ -65,33 +66,35 @@ def resumed_gc() -> Iterator[None]:
             gc.set_threshold(0, *_own[1:])
 
 
-class SeldomFullCollections:
-    """Full collections come a hundred times as seldom, from when this is made to `end`, in the main
-    thread.
+def seldom_full_collections(planning: object) -> None:
+    """Let full collections come a hundred times as seldom, until `usual_full_collections` or until
+    `planning` is gone. In the main thread, and in no pause, where there are none.
 
     For a bare `dcp.save` or `dcp.load`, where stock's planner makes its plan, of many objects that
     all stay, between two calls of ours: each full collection walks those and whatever else the
     process has, and takes as long as planning 5,000 tensors. It is no pause, as nothing tells us of
-    an error in between: garbage of that time is found all the same, and the thresholds return when
-    the last reference to this is dropped.
+    an error in between: garbage of that time is found all the same.
     """
+    global _usual
+    third = gc.get_threshold()[2]
+    if (
+        threading.current_thread() is threading.main_thread()
+        and gc.isenabled()
+        and _own is None
+        and 0 < third < _SELDOM
+    ):
+        _set_third(third, _SELDOM)
+        _usual = weakref.finalize(planning, _set_third, _SELDOM, third)
 
-    def __init__(self) -> None:
-        self._back: weakref.finalize[..., SeldomFullCollections] | None = None
-        third = (_own or gc.get_threshold())[2]
-        if (
-            threading.current_thread() is threading.main_thread()
-            and gc.isenabled()
-            and 0 < third < _SELDOM
-        ):
-            _set_third(third, _SELDOM)
-            self._back = weakref.finalize(self, _set_third, _SELDOM, third)
 
-    def end(self) -> None:
-        """What was made meanwhile counts as old. Once more is fine."""
-        if self._back is not None and self._back.alive:
-            _count_as_old()
-            self._back()
+def usual_full_collections() -> None:
+    """What was made since `seldom_full_collections` counts as old, as at the end of a pause."""
+    global _usual
+    usual, _usual = _usual, None
+    if usual is not None and usual.alive:
+        gc.collect(1)
+        _count_as_old()
+        usual()
 
 
 def _set_third(old: int, new: int) -> None:

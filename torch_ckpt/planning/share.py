@@ -46,7 +46,7 @@ class BoxShare(NamedTuple):
 
 
 def share_boxes(nodes: Sequence[int], boxes: Iterable[SharedBox]) -> list[list[BoxShare]]:
-    """Who writes each of `boxes`, in whole or in pieces: holders that have little to write
+    """Who writes each of `boxes`, in whole or in shares: holders that have little to write
     (csrc/plan/share.h). nodes: the node of each rank."""
     sets: dict[tuple[int, ...], int] = {}
     tensors: dict[str, int] = {}
@@ -59,14 +59,14 @@ def share_boxes(nodes: Sequence[int], boxes: Iterable[SharedBox]) -> list[list[B
         columns["rows"].append(box.rows)
         columns["row_bytes"].append(box.row_bytes)
     answer = core.call({"op": "share", "nodes": list(nodes), "sets": list(sets), **columns})
-    pieces: list[list[BoxShare]] = [[] for _ in columns["holders"]]
+    shares: list[list[BoxShare]] = [[] for _ in columns["holders"]]
     found = (answer[name] for name in ("boxes", "ranks", "begins", "ends"))
     for number, rank, begin, end in zip(*found, strict=True):
-        pieces[number].append(BoxShare(rank, begin, end))
-    return pieces
+        shares[number].append(BoxShare(rank, begin, end))
+    return shares
 
 
 def outermost(sizes: Sequence[int]) -> int:
-    """The axis along which a box of `sizes` is cut into pieces that each are in one piece of its
+    """The axis along which a box of `sizes` is cut into shares that each are in a row in its
     memory, as rows are: the first that has several."""
     return next((axis for axis, size in enumerate(sizes) if size > 1), 0)

@@ -53,16 +53,16 @@ Result<FinalFiles> DecodeList(ByteSpan bytes) {
   TC_ASSIGN_OR_RETURN(const ByteSpan body,
                       BinaryBody(bytes, kListMagic, "list of final files"));
   BinaryReader in(body);
-  const Status damaged = Corrupt("the list of final files is malformed");
+  const Status malformed = Corrupt("the list of final files is malformed");
   FinalFiles list;
   const auto files = in.Bounded(in.left());
-  if (!files) return damaged;
+  if (!files) return malformed;
   for (uint64_t i = 0; i < *files; ++i) {
     const auto name = in.String(kMaxNameBytes);
     const auto staged = in.String(kMaxNameBytes);
     const auto id = in.String(kMaxNameBytes);
     const auto file_bytes = in.Bounded(UINT64_MAX >> 1);
-    if (!name || !staged || !id || !IsId(*id) || !file_bytes) return damaged;
+    if (!name || !staged || !id || !IsId(*id) || !file_bytes) return malformed;
     TC_RETURN_IF_ERROR(CheckFileName(*name));
     TC_RETURN_IF_ERROR(CheckFileName(*staged));
     list.files.push_back(
@@ -70,43 +70,44 @@ Result<FinalFiles> DecodeList(ByteSpan bytes) {
   }
   const auto index_name = in.String(kMaxNameBytes);
   const auto rings = in.Bounded(in.left());
-  if (!index_name || !rings) return damaged;
+  if (!index_name || !rings) return malformed;
   list.index_name = *index_name;
   for (uint64_t i = 0; i < *rings; ++i) {
     const auto leader = in.Bounded(kMaxRank);
     const auto senders = in.Bounded(in.left());
-    if (!leader || !senders) return damaged;
+    if (!leader || !senders) return malformed;
     FinalRing ring{static_cast<int64_t>(*leader), {}};
     for (uint64_t s = 0; s < *senders; ++s) {
       const auto rank = in.Bounded(kMaxRank);
-      if (!rank) return damaged;
+      if (!rank) return malformed;
       ring.senders.push_back(static_cast<int64_t>(*rank));
     }
     list.rings.push_back(std::move(ring));
   }
   const auto banded = in.Bounded(in.left());
-  if (!banded) return damaged;
+  if (!banded) return malformed;
   for (uint64_t i = 0; i < *banded; ++i) {
     const auto file = in.Bounded(UINT32_MAX);
     const auto entry = in.Bounded(UINT32_MAX);
     const auto bands = in.Bounded(in.left());
-    if (!file || !entry || !bands || *file >= list.files.size()) return damaged;
+    if (!file || !entry || !bands || *file >= list.files.size())
+      return malformed;
     const FinalPlace place{static_cast<uint32_t>(*file),
                            static_cast<uint32_t>(*entry)};
-    if (i > 0 && list.banded.back().tensor >= place) return damaged;
+    if (i > 0 && list.banded.back().tensor >= place) return malformed;
     FinalFiles::Banded& tensor = list.banded.emplace_back();
     tensor.tensor = place;
     for (uint64_t b = 0; b < *bands; ++b) {
       const auto ring = in.Bounded(list.rings.size());
       const auto begin = in.Bounded(INT64_MAX);
       const auto end = in.Bounded(INT64_MAX);
-      if (!ring || !begin || !end) return damaged;
+      if (!ring || !begin || !end) return malformed;
       tensor.bands.push_back({static_cast<int64_t>(*ring) - 1,
                               static_cast<int64_t>(*begin),
                               static_cast<int64_t>(*end)});
     }
   }
-  if (!in.empty()) return damaged;
+  if (!in.empty()) return malformed;
   return list;
 }
 

@@ -1,7 +1,6 @@
 // Reads manifests and journals (manifest.h).
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <functional>
 #include <optional>
 #include <span>
@@ -25,18 +24,6 @@ using internal::kTailStart;
 
 constexpr int kDepth = 4;  // journal, manifest, files, file
 
-std::optional<uint32_t> CrcFromHex(std::string_view digits) {
-  uint32_t crc = 0;
-  const char* end = digits.data() + digits.size();
-  for (char c : digits) {
-    if (c >= 'A' && c <= 'F') return std::nullopt;
-  }
-  const auto [last, error] = std::from_chars(digits.data(), end, crc, 16);
-  if (digits.size() != kCrcDigits || error != std::errc() || last != end)
-    return std::nullopt;
-  return crc;
-}
-
 constexpr size_t kTailBytes = kTailStart.size() + kCrcDigits + kTailEnd.size();
 
 // Whether the last line looks like a checksum, right or wrong.
@@ -50,7 +37,7 @@ Status CheckTail(std::string_view text) {
   if (text.size() < kTailBytes) return Corrupt("the text is cut short");
   const std::string_view body = text.substr(0, text.size() - kTailBytes);
   const std::string_view tail = text.substr(body.size());
-  const auto crc = CrcFromHex(tail.substr(kTailStart.size(), kCrcDigits));
+  const auto crc = ParseHex(tail.substr(kTailStart.size(), kCrcDigits));
   if (!tail.starts_with(kTailStart) || !tail.ends_with(kTailEnd) || !crc)
     return Corrupt("the last line is not the checksum");
   if (*crc != Crc32c(0, body.data(), body.size()))
@@ -309,9 +296,9 @@ class DocumentHandler final : public JsonHandler {
       return Refuse("crc32c has no whole number of checksums");
     file.crc32c.reserve(text.size() / kCrcDigits);
     for (size_t i = 0; i < text.size(); i += kCrcDigits) {
-      const auto crc = CrcFromHex(text.substr(i, kCrcDigits));
+      const auto crc = ParseHex(text.substr(i, kCrcDigits));
       if (!crc) return Refuse("crc32c is not lower-case hex");
-      file.crc32c.push_back(*crc);
+      file.crc32c.push_back(static_cast<uint32_t>(*crc));
     }
     return true;
   }

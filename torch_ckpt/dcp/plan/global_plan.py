@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from torch_ckpt.dcp.plan.items import ZEROS, PieceItem, WriteItems
+from torch_ckpt.dcp.plan.items import ZEROS, ShareItem, WriteItems
 from torch_ckpt.dcp.plan.rings import node_numbers, short_rows
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.native.torch_private import validate_global_plan
@@ -64,7 +64,7 @@ def dedup_plans(
     """Leave each item that several ranks offer with one of them.
 
     A tensor's box goes to a rank that has little to write (the lowest rank if `to_lowest_rank`), or
-    in pieces to several, see planning/share.py; an object and what is in `differing` to the lowest
+    in shares to several, see planning/share.py; an object and what is in `differing` to the lowest
     rank that offers it, so that which of several differing values is kept does not depend on sizes,
     and that they are of one rank. The boxes of a tensor in short rows stay on one node where plans
     say theirs (those for final files do), or on few: ranks of a node can write them together.
@@ -87,19 +87,19 @@ def dedup_plans(
     chosen = {key: ranks[0] for key, ranks in holders.items()}
     cut: dict[tuple[str, Any], list[BoxShare]] = {}
     if not to_lowest_rank and any(len(ranks) > 1 for ranks in holders.values()):
-        for key, pieces in _shared_out(plans, holders, first, differing):
-            chosen[key] = pieces[0].rank
-            if len(pieces) > 1:
-                cut[key] = pieces
+        for key, shares in _shared_out(plans, holders, first, differing):
+            chosen[key] = shares[0].rank
+            if len(shares) > 1:
+                cut[key] = shares
 
     def items_of(rank: int, plan: SavePlan) -> Iterator[WriteItem]:
         for item in plan.items:
             key = (item.index.fqn, item.index.offset)
             if key in cut and item.tensor_data is not None:
                 axis = outermost(item.tensor_data.chunk.sizes)
-                for piece in cut[key]:
-                    if piece.rank == rank:
-                        yield PieceItem.of(item, axis, piece.begin, piece.end)
+                for share in cut[key]:
+                    if share.rank == rank:
+                        yield ShareItem.of(item, axis, share.begin, share.end)
             elif chosen[key] == rank:
                 yield item
 

@@ -56,8 +56,8 @@ class UnwritableItem(WriteItem):
 
 
 @dataclass(frozen=True)
-class PieceItem(WriteItem):
-    """A piece of a box that a rank has, which is cut because several have it.
+class ShareItem(WriteItem):
+    """A share of a box that a rank has, which is cut because several have it.
 
     held: the item by which the rank offered all of the box.
     """
@@ -65,7 +65,7 @@ class PieceItem(WriteItem):
     held: WriteItem | None = None
 
     @staticmethod
-    def of(held: WriteItem, axis: int, begin: int, end: int) -> PieceItem:
+    def of(held: WriteItem, axis: int, begin: int, end: int) -> ShareItem:
         """What `held` has from `begin` to `end` along `axis`."""
         data = held.tensor_data
         assert data is not None
@@ -73,7 +73,7 @@ class PieceItem(WriteItem):
         offsets[axis] += begin
         sizes[axis] = end - begin
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        return PieceItem(
+        return ShareItem(
             MetadataIndex(held.index.fqn, chunk.offsets),
             WriteItemType.SHARD,
             None,

@@ -25,7 +25,7 @@ from torch_ckpt.dcp.read.read_tensors import TensorReader
 from torch_ckpt.errors import CheckpointError, ConflictError, raise_with_rank
 from torch_ckpt.native.jobs import MIN_WORKERS
 from torch_ckpt.native.opened import Listing, OpenedCheckpoint
-from torch_ckpt.planning.collector import SeldomFullCollections, paused_gc
+from torch_ckpt.planning.collector import paused_gc, seldom_full_collections, usual_full_collections
 from torch_ckpt.planning.reserved import STRUCTURE_FQN
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,6 @@ class CheckpointReader(StockReader):
         # What read_metadata saw: a load fails if the checkpoint is replaced in between.
         self._opened: OpenedCheckpoint | None = None
         self._listing: Listing | None = None
-        self._collections: SeldomFullCollections | None = None
 
     def _reads_by_request(self) -> bool:
         """Whether a subclass reads in its own way, as stock's hooks allow it to."""
@@ -129,10 +128,10 @@ class CheckpointReader(StockReader):
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_listing": None, "_collections": None}
+        return {**self.__dict__, "_opened": None, "_listing": None}
 
     def _forget(self) -> None:
-        self._opened, self._listing, self._collections = None, None, None
+        self._opened, self._listing = None, None
 
     def _format_here(self) -> str | None:
         """What the checkpoint at `path` is read as."""
@@ -191,7 +190,7 @@ class CheckpointReader(StockReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        self._collections = SeldomFullCollections()  # while the planner plans
+        seldom_full_collections(self)  # while the planner plans
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Note which save this rank sees, for the coordinator."""
@@ -205,8 +204,7 @@ class CheckpointReader(StockReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors and objects. Coverage is proved before a byte is copied."""
-        if self._collections is not None:
-            self._collections.end()
+        usual_full_collections()
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         path = os.fspath(self.path)

@@ -88,7 +88,7 @@ class DirectorySave:
         self._began = self._planned = began
         self._on_written = on_written
         self._checked = False  # the plan that is being saved, by `check`
-        self._mapping: dict[str, int] | None = None  # of tensors to files, from then on
+        self.mapping: dict[str, int] | None = None  # the writer's, of tensors to files, checked
         self._extra_files: list[dict[str, Any]] = []  # coordinator: in staging
         # On every rank, before the coordinator of this save locks the directory: one of another
         # rank, that failed elsewhere or in a writer of the user's, may have been coordinated here.
@@ -103,10 +103,8 @@ class DirectorySave:
             )
             self._part = part_of(self._path, options.rank, world_size, sequence)
 
-    def check(self, plan: SavePlan, mapping: dict[str, int] | None) -> SavePlan:
-        """This rank's plan, with a note for the coordinator. Refuses what could not be written.
-        `mapping`: of tensors to files, for all steps that follow."""
-        self._mapping = mapping
+    def check(self, plan: SavePlan) -> SavePlan:
+        """This rank's plan, with a note for the coordinator. Refuses what could not be written."""
         options, rank = self._options, self._options.rank
         for item in plan.items:
             fqn = item.index.fqn
@@ -115,7 +113,7 @@ class DirectorySave:
                     "this name is reserved for torch_ckpt", tensor=fqn, rank=rank
                 )
             check_item(item, rank)
-        check_mapped(plan, self._mapping, rank)
+        check_mapped(plan, self.mapping, rank)
         # A cached plan comes as an empty one; what it stands for is seen when it is written.
         self._checked = plan.usable
         self._planned = time.perf_counter()
@@ -130,7 +128,7 @@ class DirectorySave:
         options = self._options
         # A plan that is not usable stands for a cached one: `commit` looks again.
         if all(plan.usable for plan in plans):
-            if self._mapping:
+            if self.mapping:
                 planned = {item.index.fqn for plan in plans for item in plan.items}
                 # Names that are tied to others are no items any more.
                 self._check_planned(planned.union(*(note_of(plan).fqns for plan in plans)))
@@ -212,7 +210,7 @@ class DirectorySave:
         session.stage_final(
             {
                 **tensors,
-                "mapping": self._mapping,
+                "mapping": self.mapping,
                 "max_bytes": options.max_shard_size,
                 **NAMINGS[options.naming]._asdict(),
                 "sync": options.sync_files,
@@ -234,13 +232,13 @@ class DirectorySave:
         options = self._options
         final = not options.save_distributed or options.enable_consolidation
         if final and options.strict:
-            check_planned(planned, self._mapping)
+            check_planned(planned, self.mapping)
 
     def write(self, plan: SavePlan, write: Callable[[], T]) -> T:
         """What `write` returns, which calls `write_items` with what is in `plan`."""
         try:
             if not self._checked:
-                check_mapped(plan, self._mapping, self._options.rank)
+                check_mapped(plan, self.mapping, self._options.rank)
             return write()
         except BaseException:
             # Final files take their room on the disk from the beginning: the coordinator's failure
@@ -360,7 +358,7 @@ class DirectorySave:
         request = merge_request(
             self._path,
             output,
-            self._mapping,
+            self.mapping,
             options.thread_count_consolidation,
             strict=options.strict,
             max_shard_size=options.max_shard_size,
@@ -383,7 +381,7 @@ class DirectorySave:
         }
 
     def _file_count(self) -> int:
-        return max(self._mapping.values(), default=1) if self._mapping else 1
+        return max(self.mapping.values(), default=1) if self.mapping else 1
 
     def end(self) -> None:
         """Give up what is not committed. Once more is fine."""

@@ -42,7 +42,7 @@ class SaveOptions:
     consolidated_output_path: of the final files, where they are asked for.
     rank: None where the writer was not told, as the coordinator's need not be.
 
-    `fqn_to_index_mapping` comes with the plan, when both are checked.
+    `fqn_to_index_mapping` is not among them: a subclass may make it of the plan.
     """
 
     path: Path

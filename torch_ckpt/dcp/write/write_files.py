@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from torch_ckpt.checkpoint.names import OBJECT_FILE, SHARD_FILE, SIDE_FILE
 from torch_ckpt.dcp.plan import save_planner
-from torch_ckpt.dcp.plan.items import PieceItem, UnwritableItem
+from torch_ckpt.dcp.plan.items import ShareItem, UnwritableItem
 from torch_ckpt.dcp.plan.stock_planner import check_written_boxes, has_method_of
 from torch_ckpt.dcp.write.commit import RankReport
 from torch_ckpt.errors import InternalError, InvalidArgumentError, UnsupportedError
@@ -71,10 +71,10 @@ def collect_tensors(planner: SavePlanner, items: list[WriteItem]) -> TensorColum
         fqn = item.index.fqn
         tensor = values.get(fqn)
         if type(tensor) not in PLAIN_TENSORS:
-            tensor = resolve(item.held if type(item) is PieceItem and item.held else item)
+            tensor = resolve(item.held if type(item) is ShareItem and item.held else item)
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError("the planner gave no tensor for a tensor", tensor=fqn)
-        if type(item) is PieceItem:
+        if type(item) is ShareItem:
             tensor = item.of_held(tensor)
         tensor = source_of(tensor, fqn)
         dtype = DTYPE_NAMES[tensor.dtype]
@@ -161,7 +161,7 @@ def check_item(item: WriteItem, rank: int | None) -> None:
     """Raise InvalidArgumentError or UnsupportedError for an item that the format cannot hold."""
     fqn = item.index.fqn
     check_object_name(fqn, rank)
-    held = item.held if type(item) is PieceItem else item
+    held = item.held if type(item) is ShareItem else item
     if type(held) is UnwritableItem:
         raise UnsupportedError(held.reason, tensor=fqn, rank=rank)
     if item.type is WriteItemType.BYTE_IO:

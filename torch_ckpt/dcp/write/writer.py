@@ -30,7 +30,7 @@ from torch_ckpt.export.dtype_policy import DtypePolicy
 from torch_ckpt.export.files import checked_mapping
 from torch_ckpt.native.torch_private import SHARDED_DIR_NAME
 from torch_ckpt.options import local_path
-from torch_ckpt.planning.collector import SeldomFullCollections
+from torch_ckpt.planning.collector import seldom_full_collections, usual_full_collections
 
 
 class HuggingFaceStorageWriter(StockWriter):
@@ -136,7 +136,6 @@ class HuggingFaceStorageWriter(StockWriter):
         self.is_coordinator = False
         self._sequence: int | None = None  # see count_save
         self._save: DirectorySave | None = None  # that is going on
-        self._collections: SeldomFullCollections | None = None
         self._place(os.fspath(path))
 
     def _place(self, path: str) -> None:
@@ -151,7 +150,7 @@ class HuggingFaceStorageWriter(StockWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # Process-based async save pickles the writer; a save lives in one process.
-        return {**self.__dict__, "_save": None, "_collections": None}
+        return {**self.__dict__, "_save": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, into `checkpoint_id` where given. Twice with one id is fine."""
@@ -193,16 +192,17 @@ class HuggingFaceStorageWriter(StockWriter):
             kwargs.get("on_written"),
             time.perf_counter() if began is None else began,
         )
-        self._collections = SeldomFullCollections()  # while the planner plans
+        self._check_mapping()  # here too: a subclass need not call our prepare_local_plan
+        seldom_full_collections(self)  # while the planner plans
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse here, before anything is on disk, what could not be written."""
-        self.fqn_to_index_mapping = checked_mapping(self.fqn_to_index_mapping)
-        return self._going_on().check(plan, self.fqn_to_index_mapping)
+        self._check_mapping()
+        return self._going_on().check(plan)
 
     def mapped_names(self) -> frozenset[str]:
         """The tensors that `fqn_to_index_mapping` names."""
-        self.fqn_to_index_mapping = checked_mapping(self.fqn_to_index_mapping)
+        self._check_mapping()
         return frozenset(self.fqn_to_index_mapping or ())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -213,8 +213,7 @@ class HuggingFaceStorageWriter(StockWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into staging. The future holds one RankReport."""
         save = self._going_on()
-        if self._collections is not None:
-            self._collections.end()
+        usual_full_collections()
         return save.write(plan, lambda: self._write_plan(plan, planner))
 
     # Stock's private hooks, which subclasses override: it fills a queue by file and empties it.
@@ -267,11 +266,14 @@ class HuggingFaceStorageWriter(StockWriter):
         """Give up a save that failed on another rank, of which DCP does not tell the writer. Once
         more, and after one that is committed, is fine."""
         save, self._save = self._save, None
-        self._collections = None
         if save is not None:
             save.end()
 
     def _going_on(self) -> DirectorySave:
         if self._save is None:
             raise InvalidArgumentError("was called on a writer that has not begun a save")
+        self._save.mapping = self.fqn_to_index_mapping  # a subclass may have set another in a step
         return self._save
+
+    def _check_mapping(self) -> None:
+        self.fqn_to_index_mapping = checked_mapping(self.fqn_to_index_mapping)
