@@ -452,3 +452,29 @@ def test_the_writers_options_are_typed() -> None:
     """`save` and `async_save` take them as keywords."""
     own = inspect.signature(torch_ckpt.HuggingFaceStorageWriter).parameters.keys() - {"path"}
     assert own == WriterOptions.__annotations__.keys()
+
+
+@pytest.mark.parametrize("options", [{"layout": "final"}, {"save_distributed": True}])
+def test_the_mapping_holds_for_a_subclass_that_prepares_plans_itself(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    class Own(torch_ckpt.HuggingFaceStorageWriter):
+        def prepare_local_plan(self, plan):
+            return plan
+
+    class Mapping(torch_ckpt.HuggingFaceStorageWriter):
+        def prepare_local_plan(self, plan):
+            self.fqn_to_index_mapping = {"a": 1, "b": 2}
+            return super().prepare_local_plan(plan)
+
+    state = {"a": torch.ones(2), "b": torch.zeros(3)}
+    for name, kind, mapping in (
+        ("own", Own, {"a": 1, "b": 2}),
+        ("mapping", Mapping, {"a": 1, "b": 1}),
+    ):
+        path = tmp_path / name
+        writer = kind(path, fqn_to_index_mapping=mapping, **options)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        assert len(list(path.glob("*.safetensors"))) == 2
+        loaded = torch_ckpt.load(path=path)
+        assert all(torch.equal(loaded[key], value) for key, value in state.items())
