@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import inspect
 import json
+import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -572,3 +575,27 @@ def test_ranks_verify_shares(tmp_path: Path) -> None:
         except torch_ckpt.CorruptError:
             outcomes.append("corrupt")
     assert sorted(outcomes) == ["corrupt", "ok", "ok"]
+
+
+def test_a_queue_of_others_finalizes_no_save_that_was_not(tmp_path: Path) -> None:
+    """Megatron's runs a request in a process of its own, does not look how that ended, and then
+    calls the functions, of which one says to all that the checkpoint is there."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+    request = dist_checkpointing.save(state, tmp_path / "c", async_sharded_save=True)
+    assert request is not None
+    with pytest.raises(CheckpointingException, match="AsyncCallsQueue of torch_ckpt"):
+        pickle.dumps(request.async_fn)  # as one does that is started and not forked
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(CheckpointingException):
+            request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+            status = 0
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(CheckpointingException, match="AsyncCallsQueue of torch_ckpt"):
+        for finalize in request.finalize_fns:
+            finalize()
+    request.execute_sync()
+    assert dist_checkpointing.check_is_distributed_checkpoint(tmp_path / "c")

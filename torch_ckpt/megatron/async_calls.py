@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,25 +12,51 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from torch_ckpt.megatron.config import as_megatron_says
+from torch_ckpt.megatron.config import CheckpointingException, as_megatron_says
 from torch_ckpt.native.jobs import in_thread
 from torch_ckpt.native.torch_private import store_of
 from torch_ckpt.ranks import Ranks
 
 _OTHERS = ("megatron.core.dist_checkpointing.", "nvidia_resiliency_ext.")
+_OTHER_QUEUE = (
+    "a save of torch_ckpt runs in the process that has the tensors: schedule its request with an "
+    "AsyncCallsQueue of torch_ckpt.megatron.dist_checkpointing.strategies.async_utils"
+)
 _queues = itertools.count()  # all ranks make them in one order
 
 
 class StartableSave:
     """The async_fn of a request that `save` has made. A call runs the save; `start` begins it in
-    the background, and returns its future when the tensors may change."""
+    the background, and returns its future when the tensors may change.
+
+    A queue of another package would run it in a process of its own, and finalize what failed there:
+    so `committed` is the first function of the request, and raises where no save of this process
+    has been committed.
+    """
 
     def __init__(self, start: Callable[[], Future[Any]]) -> None:
-        self.start = start
+        self._start = start
+        self._future: Future[Any] | None = None
+        self._pid = os.getpid()
+
+    def start(self) -> Future[Any]:
+        if os.getpid() != self._pid:
+            raise CheckpointingException(_OTHER_QUEUE)
+        self._future = self._start()
+        return self._future
 
     def __call__(self) -> None:
         with as_megatron_says():
             self.start().result()
+
+    def committed(self) -> None:
+        if self._future is None or os.getpid() != self._pid:
+            raise CheckpointingException(_OTHER_QUEUE)
+        with as_megatron_says():
+            self._future.result()
+
+    def __reduce__(self) -> Any:
+        raise CheckpointingException(_OTHER_QUEUE)
 
 
 class AsyncRequest(NamedTuple):
@@ -59,11 +86,17 @@ class AsyncRequest(NamedTuple):
 
     def execute_sync(self) -> None:
         """Do all of it now. A collective call. Raises what `async_fn` and the functions do."""
-        if self.async_fn is not None:
-            self.async_fn(*_arguments(self), **self.async_fn_kwargs)
+        if isinstance(self.async_fn, StartableSave):
+            self.async_fn()
+        elif self.async_fn is not None:  # its error on one rank is that of all
+            Ranks.of(None).together("a call of the application", self._call)
         Ranks.of(None).together("finalizing a save", lambda: None)
         for finalize in self.finalize_fns:
             finalize()
+
+    def _call(self) -> None:
+        assert self.async_fn is not None
+        self.async_fn(*_arguments(self), **self.async_fn_kwargs)
 
     def freeze(self) -> AsyncRequest:
         """The same, frozen."""
@@ -130,9 +163,9 @@ class AsyncCallsQueue:
         """Begin it; when this returns, tensors may change. Returns its number. A collective call.
 
         Raises TypeError for what is no request, and for one of another checkpoint package's, which
-        would start processes; what staging raises, on the rank where it does;
+        would start processes; what staging a save raises, on the rank where it does;
         CheckpointingException, on all ranks, for an earlier save that failed and that no poll has
-        told of yet.
+        told of yet. What `preload_fn` raises is an error of the call, which polls tell.
         """
         fields = ("async_fn", "async_fn_args", "finalize_fns", "async_fn_kwargs", "preload_fn")
         if any(not hasattr(async_request, name) for name in fields):
@@ -158,7 +191,6 @@ class AsyncCallsQueue:
         poll, and so for what a call of the application's own raised on any; the functions of that
         call are not called.
         """
-        self._polls += 1
         if blocking:
             last = self._calls[-1].number if self._calls else -1
         elif no_dist or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -190,6 +222,7 @@ class AsyncCallsQueue:
 
     def _agreed(self) -> int:
         """The last of the calls that all ranks finalize at this poll."""
+        self._polls += 1  # here, as one rank may look at its own without the others
         if not self._calls:
             return -1
         store = store_of(dist.group.WORLD)
@@ -256,7 +289,11 @@ def _begun(request: Any) -> Future[Any]:
     if request.async_fn is None:
         done.set_result(None)
         return done
-    arguments = _arguments(request)
+    try:
+        arguments = _arguments(request)
+    except Exception as error:
+        done.set_exception(error)
+        return done
     return in_thread(
         lambda: request.async_fn(*arguments, **request.async_fn_kwargs), "torch_ckpt-async-call"
     )

@@ -228,6 +228,46 @@ def requests_of_the_application(context: Context) -> None:
 
 
 @case
+def calls_of_the_application_that_fail_on_one_rank(context: Context) -> None:
+    """All hear of it, at a poll or in the call that does all of it now; and the next save is
+    right."""
+    last = context.rank == context.world - 1
+    queue = AsyncCallsQueue()
+
+    def fails(*_: Any) -> None:
+        if last:
+            raise ValueError("of the application")
+
+    with_preload = AsyncRequest(lambda *_: None, (1, 2), [], preload_fn=fails)
+    queue.schedule_async_request(with_preload)
+    raised(lambda: polled(queue, 1), "of the application")
+    queue.schedule_async_request(with_preload)
+    raised(queue.close, "of the application")
+    raised(with_preload.execute_sync, "of the application")
+    called: list[int] = []
+    now = AsyncRequest(fails, (), [lambda: called.append(1)])
+    raised(now.execute_sync, "of the application")
+    assert not called
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=context.rank)}
+    dist_checkpointing.save(state, context.folder / "c")
+    AsyncRequest(called.append, (2,), [lambda: called.append(3)]).execute_sync()
+    assert called == [2, 3]
+
+
+@case
+def a_rank_that_looks_at_its_own_calls(context: Context) -> None:
+    """Polls of one rank alone do not count among those that all make."""
+    queue = AsyncCallsQueue()
+    for _ in range(3 if context.rank == 0 else 0):
+        assert queue.maybe_finalize_async_calls(no_dist=True) == []
+    ran: list[int] = []
+    queue.schedule_async_request(AsyncRequest(ran.append, (1,), [lambda: ran.append(2)]))
+    done = polled(queue, 1)
+    assert len({tuple(each) for each in everywhere(done)}) == 1
+    assert ran == [1, 2]
+
+
+@case
 def a_queue_that_is_aborted(context: Context) -> None:
     queue = AsyncCallsQueue()
     path, called = context.folder / "c", []

@@ -98,7 +98,7 @@ def save(
     with as_megatron_says():
         if async_sharded_save:
             prepared = prepared_save(sharded_state_dict, checkpoint_dir, options)
-            return AsyncRequest(prepared, (), [])
+            return AsyncRequest(prepared, (), [prepared.committed])
         save_now(sharded_state_dict, checkpoint_dir, options)
     return None
 
