@@ -33,6 +33,8 @@ READ = (
     *LOAD,
     Figure("asked", "bytes asked for of those needed"),
     Figure("from_disk", "read from the disk of those needed"),
+    Figure("merging", "merges, ms"),
+    Figure("cached", "MB that the page cache then has"),
 )
 DATA = (".distcp", ".safetensors")
 PACKAGES = {UPSTREAM: "megatron", OURS: "ours"}
@@ -62,6 +64,8 @@ def _run(
         "asked": answer["read"] / needed,
         "from_disk": answer["from_disk"] / needed,
         "files": sum(1 for each in path.iterdir() if each.suffix in DATA) / world,
+        "merging": 1e3 * answer.get("merging", 0.0),
+        "cached": files.bytes_in_memory(files.files_in(path)) / 1e6,
         "disk": sum(each.stat().st_blocks for each in path.iterdir()) * 512 / 1e6,
     }
     return Timing(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import shutil
 from collections.abc import Iterable
@@ -51,6 +53,25 @@ def bring_into_memory(paths: Iterable[Path]) -> None:
         with open(path, "rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
+
+
+def bytes_in_memory(paths: Iterable[Path]) -> int:
+    """How many bytes of these files the page cache has."""
+    pages = 0
+    for path in paths:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                continue
+            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as mapped:
+                found = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+                start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+                libc = ctypes.CDLL(None, use_errno=True)
+                where = ctypes.c_void_p(start), ctypes.c_size_t(size)
+                if libc.mincore(*where, found) != 0:
+                    raise OSError(ctypes.get_errno(), "mincore", str(path))
+                pages += sum(each & 1 for each in found)
+    return pages * mmap.PAGESIZE
 
 
 def empty(directory: Path) -> None:

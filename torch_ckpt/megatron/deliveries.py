@@ -36,7 +36,7 @@ class Reads(NamedTuple):
 
     gives: what it reads for others as well, and which.
     takes: what it is sent, and by whom.
-    beside: the places of boxes of which another rank of its node reads the same rows, too.
+    beside: the places of boxes that another rank of its node reads, too.
     sends: whether any rank is sent anything.
     """
 
@@ -95,21 +95,16 @@ def _sent(asked: Sequence[Asked]) -> list[tuple[dict[int, int], SharedBox]]:
 
 
 def _beside(asked: Sequence[Asked]) -> Iterator[tuple[int, int]]:
-    """Rank and place of each box of which another rank of its node reads the same rows, too."""
+    """Rank and place of each box that another rank of its node reads, too. Of boxes that share
+    what is stored otherwise, as columns may, the engine sees that much of it is not needed here.
+    """
     held: dict[tuple[int, Part], list[tuple[int, int]]] = {}
     for rank, each in enumerate(asked):
         for place, box in enumerate(each.layout.boxes):
-            held.setdefault((each.node, _rows(box)), []).append((rank, place))
+            held.setdefault((each.node, (box.key, box.offset, box.sizes)), []).append((rank, place))
     for boxes in held.values():
         if boxes[0][0] != boxes[-1][0]:  # they stand in the order of ranks
             yield from boxes
-
-
-def _rows(box: BoxLayout) -> Part:
-    """Where it is along its outermost axis: of boxes that differ in others alone, each row is read
-    by all who read one."""
-    end = outermost(box.sizes) + 1
-    return box.key, box.offset[:end], box.sizes[:end]
 
 
 def boxes_to_read(boxes: Sequence[Box], reads: Reads) -> list[Box]:
