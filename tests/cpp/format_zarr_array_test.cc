@@ -116,6 +116,13 @@ TEST(ZarrArrayTest, NamesChunks) {
   }
   EXPECT_EQ(ParseZarrChunkName("1", 0), std::nullopt);
   EXPECT_EQ(ParseZarrChunkName("1", 2), std::nullopt);
+  for (const char* name : {"0", "12", "0.0", "1.2.3.4.5.6.7.8"}) {
+    EXPECT_TRUE(IsZarrChunkName(name)) << name;
+  }
+  for (const char* name :
+       {"", ".", "x", "0.", "01", "0.x", ".zarray", "1.2.3.4.5.6.7.8.9"}) {
+    EXPECT_FALSE(IsZarrChunkName(name)) << name;
+  }
   const std::vector<int64_t> chunk = {3, 0};
   EXPECT_EQ(ZarrChunkName(chunk), "3.0");
   EXPECT_EQ(ZarrChunkName({}), "0");

@@ -177,6 +177,16 @@ def damaged(copy: Path, kind: str) -> tuple[str, str]:
     if kind == "no JSON":
         array.write_text("{")
         return "vocab/.zarray", ""
+    if kind == "no array":
+        array.unlink()
+        return "vocab/.zarray", "is missing.*0.0"
+    if kind == "no array of no dimensions":
+        (copy / "scalarish" / ".zarray").unlink()
+        return "scalarish/.zarray", "is missing.*'0'"
+    if kind == "array link":
+        array.rename(copy / "elsewhere")
+        array.symlink_to(copy / "elsewhere")
+        return "vocab/.zarray", "is a link"
     changed = {
         "compressed": {"compressor": {"id": "blosc"}},
         "filtered": {"filters": [{"id": "delta"}]},
@@ -194,7 +204,8 @@ def damaged(copy: Path, kind: str) -> tuple[str, str]:
     "kind",
     [
         *("missing", "short", "long", "outside", "link", "directory", "no JSON", "compressed"),
-        *("filtered", "big-endian", "F order", "version 3", "huge", "other chunks"),
+        *("filtered", "big-endian", "F order", "version 3", "huge", "other chunks", "no array"),
+        *("no array of no dimensions", "array link"),
     ],
 )
 def test_what_is_wrong_is_named(copy: Path, kind: str) -> None:
@@ -207,13 +218,50 @@ def test_what_is_wrong_is_named(copy: Path, kind: str) -> None:
 
 def test_locks_and_strangers_are_left_out(copy: Path) -> None:
     before = list(torch_ckpt.open(copy))
+    # What zarr's ProcessSynchronizer leaves of flattened tensors: locks, called as the files are.
     (copy / "vocab.sync").mkdir()
+    (copy / "vocab.sync" / ".zarray").touch()
     (copy / "vocab.sync" / "0.0").touch()
+    (copy / "model" / "with" / "slash.sync").mkdir()
+    (copy / "model" / "with" / "slash.sync" / ".zarray").touch()
     (copy / "tokenizer").mkdir()
     (copy / "tokenizer" / "vocab.json").write_text("{}")
-    (copy / "elsewhere").symlink_to("/")
-    (copy / ".hidden").mkdir()
+    (copy / "tokenizer" / "merges.txt").symlink_to("vocab.json")
+    (copy / "tokenizer" / "1.2.3.4.5.6.7.8.9").touch()  # more dimensions than there are
+    (copy / "7").touch()
+    (copy / ".hidden" / "deep").mkdir(parents=True)
+    (copy / ".hidden" / "deep" / "0.0").write_bytes(b"1234")
     assert list(torch_ckpt.open(copy)) == before
+
+
+def test_numbers_in_keys(copy: Path) -> None:
+    shutil.copytree(copy / "vocab", copy / "layers" / "0" / "weight")
+    assert torch.equal(torch_ckpt.open(copy)["layers/0/weight"][...], wanted()["vocab"])
+
+
+@pytest.mark.parametrize("at", ["vocab", "model/with", "dangling", ".dots"])
+def test_links_are_refused(copy: Path, tmp_path: Path, at: str) -> None:
+    """A tensor behind one would be lost without a word."""
+    if (copy / at).exists():
+        (copy / at).rename(tmp_path / "moved")
+    elif at == ".dots":
+        (tmp_path / "moved").mkdir()
+    (copy / at).symlink_to(tmp_path / "moved")
+    with pytest.raises(torch_ckpt.UnsupportedError, match=f"{at}.*is a link"):
+        torch_ckpt.open(copy)
+    with pytest.raises(torch_ckpt.UnsupportedError, match=f"{at}.*is a link"):
+        torch_ckpt.convert(copy, tmp_path / "out", "torch_ckpt")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["vocab.sync", ".vocab", ".x/vocab", "x.sync/a/vocab", "x/.vocab"])
+@pytest.mark.parametrize("of", ["vocab", "rng_state"])
+def test_keys_that_look_like_locks_are_refused(copy: Path, key: str, of: str) -> None:
+    (copy / key).parent.mkdir(parents=True, exist_ok=True)
+    (copy / of).rename(copy / key)
+    file = ".zarray" if of == "vocab" else "shard_0.0_1.2.pt"
+    with pytest.raises(torch_ckpt.UnsupportedError, match=f"{key}/{file}.*begins with a dot"):
+        torch_ckpt.open(copy)
 
 
 def test_names_that_cannot_be_keys(copy: Path) -> None:

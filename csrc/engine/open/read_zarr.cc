@@ -22,6 +22,12 @@ bool IsObject(std::string_view name) {
   return name.starts_with(kObjectBegin) && name.ends_with(kObjectEnd);
 }
 
+// Of a directory that is left out: <key>.sync has zarr's locks, and what begins
+// with a dot is of others.
+bool IsLeftOut(std::string_view name) {
+  return name.starts_with('.') || name.ends_with(kLockEnd);
+}
+
 // A file that an entry is made of, before it was looked at.
 struct WantedFile {
   std::string path;                    // below the directory
@@ -71,13 +77,14 @@ class TreeReader {
   // `key`: of the directory, with a '/' at its end; empty for the root.
   Status Visit(const Directory& directory, const std::string& key, int depth) {
     TC_ASSIGN_OR_RETURN(std::vector<std::string> names, directory.List());
-    std::optional<ZarrArray> array;
-    if (!key.empty() &&
-        std::binary_search(names.begin(), names.end(), kZarrArrayName)) {
-      Status read = ReadArray(directory, &array);
-      if (!read.ok()) {
-        return std::move(read).WithFile(
-            directory.Join(std::string(kZarrArrayName)));
+    const bool is_array =
+        !key.empty() &&
+        std::binary_search(names.begin(), names.end(), kZarrArrayName);
+    if (is_array) {
+      const Result<ZarrArray> array = ReadArray(directory);
+      if (!array.ok()) {
+        return Status(array.status())
+            .WithFile(directory.Join(std::string(kZarrArrayName)));
       }
       TC_RETURN_IF_ERROR(AddTensor(directory, key, *array, &names));
     }
@@ -86,10 +93,18 @@ class TreeReader {
         TC_RETURN_IF_ERROR(AddObject(key, name));
         continue;
       }
-      if (name.starts_with('.') || name.ends_with(kLockEnd)) continue;
+      if (is_array && name == kZarrArrayName) continue;
       const Result<Directory> inner = directory.OpenDirectory(name);
       const int error = inner.status().sys_errno();
-      if (error == ENOTDIR || error == ELOOP || error == ENOENT) continue;
+      if (error == ENOTDIR || error == ELOOP || error == ENOENT) {
+        const bool is_lost = !key.empty() && !is_array;
+        TC_RETURN_IF_ERROR(CheckStranger(directory, name, is_lost));
+        continue;
+      }
+      if (IsLeftOut(name)) {
+        if (inner.ok()) TC_RETURN_IF_ERROR(CheckLeftOut(*inner, depth + 1));
+        continue;
+      }
       if (!inner.ok()) return inner.status();
       Status fits = depth < kMaxDepth ? CheckFileName(name)
                                       : Unsupported("is too deep in the tree");
@@ -99,12 +114,54 @@ class TreeReader {
     return {};
   }
 
-  static Status ReadArray(const Directory& directory,
-                          std::optional<ZarrArray>* out) {
-    TC_ASSIGN_OR_RETURN(
-        const std::string text,
-        directory.ReadFile(std::string(kZarrArrayName), kMaxZarrArrayBytes));
-    TC_ASSIGN_OR_RETURN(*out, ParseZarrArray(text));
+  static Result<ZarrArray> ReadArray(const Directory& directory) {
+    const Result<std::string> text = directory.ReadFile(
+        std::string(kZarrArrayName), kMaxZarrArrayBytes, {.no_follow = true});
+    if (text.status().sys_errno() == ELOOP) {
+      return Unsupported("is a link, and links are not followed");
+    }
+    if (!text.ok()) return text.status();
+    return ParseZarrArray(*text);
+  }
+
+  // Of a name that is no directory: whether a tensor is lost with it. A link to
+  // a directory may be a tensor, and so may one that leads nowhere: those to
+  // files are as other files. `is_lost`: a chunk would be one without .zarray.
+  static Status CheckStranger(const Directory& directory,
+                              const std::string& name, bool is_lost) {
+    TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info,
+                        directory.StatEntry(name));
+    if (!info) return {};
+    if (info->is_link) {
+      const Result<std::optional<FileInfo>> to = directory.StatName(name);
+      if (!to.ok() || !*to || (*to)->is_directory) {
+        return Unsupported("is a link, and links are not followed")
+            .WithFile(directory.Join(name));
+      }
+    }
+    if (!is_lost || !IsZarrChunkName(name)) return {};
+    return Incomplete("is missing, and beside it is a chunk, '" + name + "'")
+        .WithFile(directory.Join(std::string(kZarrArrayName)));
+  }
+
+  // Of a directory that is left out, and those below: locks are called as the
+  // files of their array are, .zarray too, but they are empty.
+  static Status CheckLeftOut(const Directory& directory, int depth) {
+    TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
+    for (const std::string& name : names) {
+      if (name == kZarrArrayName || IsObject(name)) {
+        TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info,
+                            directory.StatEntry(name));
+        if (!info || info->is_directory || info->bytes == 0) continue;
+        return Unsupported(
+                   "is of a key that is not read: a name in it begins with a "
+                   "dot or ends in .sync")
+            .WithFile(directory.Join(name));
+      }
+      if (depth > kMaxDepth) continue;
+      const Result<Directory> inner = directory.OpenDirectory(name);
+      if (inner.ok()) TC_RETURN_IF_ERROR(CheckLeftOut(*inner, depth + 1));
+    }
     return {};
   }
 

@@ -13,9 +13,12 @@ namespace torch_ckpt {
 // are not followed, and directories that hold neither are left out.
 //
 // kCorrupt or kUnsupported for a .zarray that says something else than plain
-// chunks, kIncomplete for a chunk that is missing or too short, kCorrupt for
-// one that is too long or that the tensor does not have; each names the file.
-// kCorrupt for a directory whose name cannot be a part of a key.
+// chunks, kIncomplete for a chunk that is missing or too short and for chunks
+// without .zarray, kCorrupt for a chunk that is too long or that the tensor
+// does not have; each names the file. kCorrupt for a directory whose name
+// cannot be a part of a key. kUnsupported for a link that a tensor may be
+// behind, and for a .zarray or an object below a name that begins with a dot or
+// ends in .sync, as the locks of zarr do.
 Status ReadZarrTree(const Directory& directory, ForeignCatalog* found,
                     CatalogBuilder* catalog);
 

@@ -1,5 +1,6 @@
 #include "format/zarr/zarr_array.h"
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <utility>
@@ -185,6 +186,11 @@ std::optional<Dims> ParseZarrChunkName(std::string_view name, int dims) {
     name.remove_prefix(dot + 1);
   }
   return out.size() == dims ? std::optional<Dims>(out) : std::nullopt;
+}
+
+bool IsZarrChunkName(std::string_view name) {
+  const auto dims = std::count(name.begin(), name.end(), '.') + 1;
+  return dims <= kMaxDims && ParseZarrChunkName(name, static_cast<int>(dims));
 }
 
 std::string ZarrChunkName(std::span<const int64_t> chunk) {

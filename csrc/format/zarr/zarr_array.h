@@ -33,6 +33,7 @@ Result<ZarrArray> ParseZarrArray(std::string_view text);
 // The chunk that a file is called after: "2.0.1", of as many dimensions as
 // there are; "0" where there are none. nullopt for another name.
 std::optional<Dims> ParseZarrChunkName(std::string_view name, int dims);
+bool IsZarrChunkName(std::string_view name);  // of any number of dimensions
 std::string ZarrChunkName(std::span<const int64_t> chunk);
 
 }  // namespace torch_ckpt
