@@ -41,10 +41,10 @@ HEAD = """# Results of the last campaign
 
 Written by `./dev campaign`; nothing here is typed by hand.
 
-A fault is a kill, an error, an interrupt or a short count at one system call of a save
-or a consolidation (*succeeded*: it got over that, or made fewer calls). Tested
-after each: the checkpoint is the old one or the new one, whole (a first save: none or the
-new one), and the next save leaves nothing behind.
+A fault is a kill, an error, an interrupt or a short count at one system call of a save,
+a consolidation or a removal of tensors (*succeeded*: it got over that, or made fewer calls).
+Tested after each: the checkpoint is the old one or the new one, whole (a first save: none or
+the new one), and the next save leaves nothing behind; the next removal finishes.
 *Stricter*: refused for a reason in `docs/format.md`, where the crate accepts. Fuzz targets run
 under the address and undefined-behaviour sanitizers, with inputs of up to 1 MB.
 
