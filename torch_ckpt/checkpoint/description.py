@@ -73,10 +73,10 @@ class Description:
     """What a checkpoint holds.
 
     format: "torch_ckpt" for shards of ours, "hf" for safetensors of others and for whole tensors,
-        "dcp" for .distcp files of stock DCP, "megatron" for those of Megatron Core (torch_dist),
-        "torch" for files of torch.save.
+        "dcp" for .distcp files of stock DCP, "megatron" for those of Megatron Core (torch_dist)
+        and its zarr, "torch" for files of torch.save.
     source: "manifest" for a directory that torch_ckpt wrote; "dcp" for one of stock DCP
-        (.metadata beside .distcp files), "megatron" for the same with Megatron's metadata.json;
+        (.metadata beside .distcp files), "megatron" for one with Megatron's metadata.json;
         "torch" for files of torch.save; "index" (its index.json) or "headers" (all .safetensors
         files) for any other.
     save_id, world_size: of the save; None without a manifest.
