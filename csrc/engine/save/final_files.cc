@@ -49,6 +49,33 @@ std::string EncodeList(const FinalFiles& list) {
   return out;
 }
 
+// The bands behind the files and rings of a list; false where they are none.
+bool ReadBands(BinaryReader* in, FinalFiles* list) {
+  const auto banded = in->Bounded(in->left());
+  if (!banded) return false;
+  for (uint64_t i = 0; i < *banded; ++i) {
+    const auto file = in->Bounded(UINT32_MAX);
+    const auto entry = in->Bounded(UINT32_MAX);
+    const auto bands = in->Bounded(in->left());
+    if (!file || !entry || !bands || *file >= list->files.size()) return false;
+    const FinalPlace place{static_cast<uint32_t>(*file),
+                           static_cast<uint32_t>(*entry)};
+    if (i > 0 && list->banded.back().tensor >= place) return false;
+    FinalFiles::Banded& tensor = list->banded.emplace_back();
+    tensor.tensor = place;
+    for (uint64_t b = 0; b < *bands; ++b) {
+      const auto ring = in->Bounded(list->rings.size());
+      const auto begin = in->Bounded(INT64_MAX);
+      const auto end = in->Bounded(INT64_MAX);
+      if (!ring || !begin || !end) return false;
+      tensor.bands.push_back({static_cast<int64_t>(*ring) - 1,
+                              static_cast<int64_t>(*begin),
+                              static_cast<int64_t>(*end)});
+    }
+  }
+  return true;
+}
+
 Result<FinalFiles> DecodeList(ByteSpan bytes) {
   TC_ASSIGN_OR_RETURN(const ByteSpan body,
                       BinaryBody(bytes, kListMagic, "list of final files"));
@@ -84,30 +111,7 @@ Result<FinalFiles> DecodeList(ByteSpan bytes) {
     }
     list.rings.push_back(std::move(ring));
   }
-  const auto banded = in.Bounded(in.left());
-  if (!banded) return malformed;
-  for (uint64_t i = 0; i < *banded; ++i) {
-    const auto file = in.Bounded(UINT32_MAX);
-    const auto entry = in.Bounded(UINT32_MAX);
-    const auto bands = in.Bounded(in.left());
-    if (!file || !entry || !bands || *file >= list.files.size())
-      return malformed;
-    const FinalPlace place{static_cast<uint32_t>(*file),
-                           static_cast<uint32_t>(*entry)};
-    if (i > 0 && list.banded.back().tensor >= place) return malformed;
-    FinalFiles::Banded& tensor = list.banded.emplace_back();
-    tensor.tensor = place;
-    for (uint64_t b = 0; b < *bands; ++b) {
-      const auto ring = in.Bounded(list.rings.size());
-      const auto begin = in.Bounded(INT64_MAX);
-      const auto end = in.Bounded(INT64_MAX);
-      if (!ring || !begin || !end) return malformed;
-      tensor.bands.push_back({static_cast<int64_t>(*ring) - 1,
-                              static_cast<int64_t>(*begin),
-                              static_cast<int64_t>(*end)});
-    }
-  }
-  if (!in.empty()) return malformed;
+  if (!ReadBands(&in, &list) || !in.empty()) return malformed;
   return list;
 }
 
