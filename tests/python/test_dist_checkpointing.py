@@ -218,7 +218,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         ("{", r"metadata\.json.*is no JSON"),
         ('{"sharded_backend": 5}', "a text and a number"),
         ('{"sharded_backend": "zarr3"}', "is of the backend zarr3"),
-        ('{"sharded_backend": "torch_ckpt", "sharded_backend_version": 2}', "version 2"),
+        ('{"sharded_backend": "torch_ckpt", "sharded_backend_version": 3}', "version 3"),
     ):
         (path / "metadata.json").write_text(text)
         with pytest.raises(CheckpointingException, match=says):

@@ -45,6 +45,7 @@ MEGATRON_INTEGRITY = "integrity.json"
 MEGATRON_COMMON = "common_state/shard_0_1"
 MEGATRON_CONTENT = "content_metadata/shard_0_1"
 MEGATRON_COMMON_FILE = "common.pt"
+MEGATRON_LEAVES = "common_state.json"  # ours: see megatron_form.py
 MEGATRON_OBJECT = "/shard_"  # within the name of every object
 # step-7 of ours, checkpoint-7 of Trainer, iter_0000007 of Megatron, global_step7 of DeepSpeed,
 # epoch=1-step=7.ckpt of Lightning.

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from torch_ckpt.calls.stored import StoredTensor
 from torch_ckpt.checkpoint.description import entry_paths
+from torch_ckpt.checkpoint.megatron_form import MegatronForm, form_of
 from torch_ckpt.checkpoint.names import (
     DISTCP,
     MEGATRON_COMMON,
@@ -132,22 +133,18 @@ def _lay_out_megatron(
     request: MergeRequest, leaves: _Leaves, staging: str
 ) -> tuple[OpenedCheckpoint, dict[str, str]]:
     """The same."""
-    listing = request.opened.listing()
-    common_names = set(listing.common)
+    form = form_of(request.opened) or MegatronForm()
+    common_names = form.leaves or frozenset()
     of_common = {name for name, stored in leaves.stored.items() if stored in common_names}
     values: dict[str, Any] = {name: _elements(request, leaves, name) for name in of_common}
     cells: dict[str, Any] = {}
     common: dict[Any, Any] = {}
-    # Of Megatron's zarr, objects have files of their own, and are no lists.
-    is_zarr = listing.format == "megatron" and not os.path.exists(
-        os.path.join(request.opened.path, METADATA)
-    )
     for name, value in leaves.objects.items():
         if name in (MEGATRON_COMMON, MEGATRON_CONTENT) and _is_list_of_dict(value):
             key = name.partition(MEGATRON_OBJECT)[0]
             common.update(value[0] if name == MEGATRON_COMMON else {key: value[0]})
         elif MEGATRON_OBJECT in name and name not in common_names:
-            cells[name] = [value] if is_zarr else value
+            cells[name] = [value] if form.bare else value
         else:
             values[name] = value
     nested = rebuild(values, leaves.paths, leaves.structure)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch_ckpt.checkpoint.hulls import warn_of_hulls
+from torch_ckpt.checkpoint.megatron_form import form_files, form_of
 from torch_ckpt.checkpoint.names import rank_of
 from torch_ckpt.checkpoint.selection import Patterns
 from torch_ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedError
@@ -61,7 +62,8 @@ def convert(
     `exclude` does. The source is untouched; `target` must be elsewhere.
 
     to: what `target` is to be; None for what the source is.
-        "torch_ckpt": a directory of shards as `save` writes them. "hf": one of whole tensors as
+        "torch_ckpt": a directory of shards as `save` writes them; of a checkpoint of Megatron's
+        programs one that `torch_ckpt.megatron` loads. "hf": one of whole tensors as
         `from_pretrained` reads them (model.safetensors, or several files and their index). "dcp":
         one of stock DCP, as if saved by one rank, which must not be there yet. "megatron": the
         same as torch_dist of Megatron Core, which loads it; what is no tensor and no object of its
@@ -132,6 +134,11 @@ def convert(
     if kind == "hf" and extras is None and _is_of_the_hub(opened.path, files):
         taken = _names_of_others(place)
         beside = files_beside(opened.path, files, taken, policy.torch_name)
+    form = form_of(opened) if kind == "torch_ckpt" else None
+    if form is not None:
+        listing = opened.listing()
+        kept = listing.names if objects else listing.tensors()
+        beside = form_files(form.of(kept, request["new_names"]))
     try:
         if objects:
             _check_classes_are_known(opened, verify)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from torch_ckpt.checkpoint.checkpoint import Checkpoint
+from torch_ckpt.checkpoint.megatron_form import BACKEND
 from torch_ckpt.checkpoint.names import MEGATRON_CONFIG
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.options import local_path
 
-BACKEND, VERSION = "torch_ckpt", 1
 _MAX_JSON = 64 << 20  # a name and a digest of 500,000 files
 
 

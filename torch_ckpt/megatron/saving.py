@@ -17,18 +17,14 @@ from torch_ckpt.calls.api import wait_for_saves_beside
 from torch_ckpt.calls.async_save import async_save
 from torch_ckpt.calls.futures import AsyncSave
 from torch_ckpt.calls.save import Save
+from torch_ckpt.checkpoint.megatron_form import BACKEND, WITH_OBJECT
 from torch_ckpt.checkpoint.names import MEGATRON_COMMON, MEGATRON_CONFIG, MEGATRON_CONTENT
 from torch_ckpt.dcp.plan.save_planner import SavePlanner
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.megatron.agreed import agree
 from torch_ckpt.megatron.async_calls import StartableSave
 from torch_ckpt.megatron.boxes import Box, Numbers
-from torch_ckpt.megatron.config import (
-    BACKEND,
-    VERSION,
-    CheckpointingConfig,
-    CheckpointingException,
-)
+from torch_ckpt.megatron.config import CheckpointingConfig, CheckpointingException
 from torch_ckpt.megatron.request import Request
 from torch_ckpt.megatron.sharding import RankLayout, check_layouts, check_stored
 from torch_ckpt.megatron.sharing import Share, share_out
@@ -112,7 +108,7 @@ class _Config:
     """metadata.json, as a file that the commit brings along."""
 
     def save_pretrained(self, directory: str) -> None:
-        text = json.dumps(asdict(CheckpointingConfig(BACKEND, VERSION)))
+        text = json.dumps(asdict(CheckpointingConfig(BACKEND, WITH_OBJECT)))
         Path(directory, MEGATRON_CONFIG).write_text(text, encoding="utf-8")
 
 

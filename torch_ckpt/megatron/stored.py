@@ -9,20 +9,30 @@ import torch
 
 from torch_ckpt.calls.api import load
 from torch_ckpt.checkpoint.checkpoint import Checkpoint
+from torch_ckpt.checkpoint.description import entry_paths
+from torch_ckpt.checkpoint.megatron_form import (
+    BACKEND,
+    WITH_LEAVES,
+    WITH_OBJECT,
+    form_with_leaves,
+)
 from torch_ckpt.checkpoint.names import (
     MEGATRON_COMMON,
     MEGATRON_COMMON_FILE,
     MEGATRON_CONTENT,
+    MEGATRON_LEAVES,
     MEGATRON_OBJECT,
 )
+from torch_ckpt.dcp.read.read_objects import ObjectReader
 from torch_ckpt.errors import CorruptError
 from torch_ckpt.megatron.boxes import Numbers
-from torch_ckpt.megatron.config import BACKEND, VERSION, CheckpointingException, maybe_load_config
+from torch_ckpt.megatron.config import CheckpointingException, maybe_load_config
 from torch_ckpt.native.core import STRUCTURE
 from torch_ckpt.native.dtypes import TORCH_DTYPES
 from torch_ckpt.native.opened import OpenedCheckpoint
 from torch_ckpt.objects.types import DTYPES
 from torch_ckpt.options import local_path
+from torch_ckpt.planning.flatten import check_structure, rebuild
 
 COMMON_KEY, CONTENT_KEY = (
     name.partition(MEGATRON_OBJECT)[0] for name in (MEGATRON_COMMON, MEGATRON_CONTENT)
@@ -38,7 +48,8 @@ class _Backend(NamedTuple):
 
 
 _BACKENDS = {
-    (BACKEND, VERSION): _Backend(None, True),
+    (BACKEND, WITH_OBJECT): _Backend(None, True),
+    (BACKEND, WITH_LEAVES): _Backend(None, True),  # lists where common_state.json says so
     ("torch_dist", 1): _Backend("dcp", True),  # without the leaves of its common state
     ("zarr", 1): _Backend("megatron", False),
 }
@@ -69,11 +80,22 @@ class Stored:
                 file=self.path,
             )
         self.format, self._lists = _BACKENDS[backend]
+        self._leaves: frozenset[str] | None = None
+        if backend == (BACKEND, WITH_LEAVES):
+            self._leaves, bare = form_with_leaves(self.path)
+            self._lists = not bare
         listing = OpenedCheckpoint(self.path, self.format).listing()
         objects = listing.objects()
         self._stored_objects = frozenset(objects)
+        if lost := (self._leaves or frozenset()).difference(listing.names):
+            raise CorruptError(
+                f"is of the common state by {MEGATRON_LEAVES}, and not in the checkpoint",
+                file=self.path,
+                tensor=min(lost),
+            )
         # Of zarr the catalog has the leaves of the common state beside the tensors.
-        common = {MEGATRON_COMMON, MEGATRON_CONTENT, STRUCTURE, *listing.common}
+        leaves = self._leaves or listing.common
+        common = {MEGATRON_COMMON, MEGATRON_CONTENT, STRUCTURE, *leaves}
         self._tensors = {key: each for key, each in listing.tensors().items() if key not in common}
         self._objects = [name for name in objects if name not in common]
 
@@ -125,7 +147,9 @@ class Stored:
     def common_of(self, values: dict[str, Any]) -> dict[Any, Any]:
         """The common state, and what the checkpoint says of itself in it, of the values by name."""
         common: Any = {}
-        if MEGATRON_COMMON in values:
+        if self._leaves is not None:
+            common = self._of_leaves(self._leaves)
+        elif MEGATRON_COMMON in values:
             common = self.object_of(values[MEGATRON_COMMON], MEGATRON_COMMON)
         elif self.format is not None:
             common = load(None, os.path.join(self.path, MEGATRON_COMMON_FILE), no_dist=True)
@@ -136,6 +160,22 @@ class Stored:
         if MEGATRON_CONTENT in values:
             common[CONTENT_KEY] = self.object_of(values[MEGATRON_CONTENT], MEGATRON_CONTENT)
         return common
+
+    def _of_leaves(self, leaves: frozenset[str]) -> dict[Any, Any]:
+        whole = Checkpoint(self.path)
+        opened = OpenedCheckpoint(self.path)
+        listing = opened.listing()
+        values = {
+            name: whole[name][...] if name in whole else whole.objects[name]
+            for name in listing.names
+            if name in leaves
+        }
+        structure = None
+        if STRUCTURE in self._stored_objects:
+            reader = ObjectReader(opened, listing, verify=True, allow_pickle=False)
+            structure = check_structure(reader.read_one(STRUCTURE))
+        paths = dict(zip(listing.names, entry_paths(listing), strict=True))
+        return rebuild(values, paths, structure)
 
     def common(self) -> dict[Any, Any]:
         """Reads it."""
