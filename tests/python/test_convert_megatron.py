@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import io
 import json
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +24,8 @@ from torch_ckpt.cli import cli
 from torch_ckpt.megatron import dist_checkpointing
 from torch_ckpt.megatron.dist_checkpointing import ShardedObject, ShardedTensor
 from torch_ckpt.megatron.dist_checkpointing.core import CheckpointingException, maybe_load_config
+from torch_ckpt.native.opened import OpenedCheckpoint
+from torch_ckpt.objects.types import STOOD_FOR
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 OF_MEGATRON = [
@@ -219,3 +227,142 @@ def test_a_form_that_is_not_known(ours: Path, tmp_path: Path) -> None:
         with pytest.raises(torch_ckpt.UnsupportedError, match=r"metadata\.json.*9"):
             torch_ckpt.convert(tmp_path / "a", tmp_path / "b", to)
     torch_ckpt.convert(tmp_path / "a", tmp_path / "b", "hf")
+
+
+class ModelType(enum.Enum):
+    """As Megatron's."""
+
+    encoder_or_decoder = 1
+    other = "b"
+
+
+class OptimizerConfig:
+    """As Megatron's: a record, here of values of all kinds."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+Import = Callable[[bool], None]
+
+
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch) -> Import:
+    """Puts modules with these classes into the places of Megatron's, or takes away all that are."""
+
+    def put(there: bool) -> None:
+        for name in {name.partition(":")[0] for name in STOOD_FOR}:
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        for cls, name in (
+            (ModelType, "megatron.core.enums"),
+            (OptimizerConfig, "megatron.core.optimizer.optimizer_config"),
+        ):
+            monkeypatch.setattr(cls, "__module__", name)
+            parts = name.split(".")
+            for end in range(1, len(parts) + 1 if there else 0):
+                part = ".".join(parts[:end])
+                if part == name or part not in sys.modules:
+                    monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+            if there:
+                setattr(sys.modules[name], cls.__name__, cls)
+
+    return put
+
+
+def odd_args() -> argparse.Namespace:
+    kind = ModelType.encoder_or_decoder
+    config = OptimizerConfig(lr=0.1, kind=kind, nested=[{"x": kind}])
+    return argparse.Namespace(
+        kind=kind,
+        kinds=[kind, ModelType.other, kind],
+        keyed={kind: 1, ModelType.other: (kind, 2)},
+        config=config,
+        dtype=torch.bfloat16,
+    )
+
+
+def check_args(found: argparse.Namespace) -> None:
+    wanted = odd_args()
+    for name in ("kind", "kinds", "keyed", "dtype"):
+        assert getattr(found, name) == getattr(wanted, name), name
+    assert type(found.config) is OptimizerConfig
+    assert same(vars(found.config), vars(wanted.config))
+
+
+def said_of(path: Path, names: list[str]) -> list[Any]:
+    return OpenedCheckpoint(str(path)).archived_objects(names)
+
+
+@pytest.mark.parametrize("to", ["megatron", "dcp", "torch"])
+def test_classes_that_are_not_imported_stay(imported: Import, tmp_path: Path, to: Any) -> None:
+    """An enum's member, or a record, is pickled by the name of its class, which nobody imports."""
+    source = tmp_path / "source"
+    torch_ckpt.convert(OF_MEGATRON[0], source, "megatron", objects=False)
+    imported(True)
+    torch.save({"args": odd_args(), "kind": ModelType.other}, source / "common.pt")
+    imported(False)
+    said = said_of(source, ["args", "kind"])
+    for path in (tmp_path / "direct", tmp_path / "by ours" / "b"):
+        by = source
+        if path.name == "b":
+            by = tmp_path / "by ours" / "a"
+            torch_ckpt.convert(source, by, "torch_ckpt")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing takes the place of anything
+            torch_ckpt.convert(by, path, to)
+        assert said_of(path, ["args", "kind"]) == said
+        # And those who have the classes.
+        imported(True)
+        if to != "dcp":
+            file = path / "common.pt" if to == "megatron" else path
+            common = torch.load(file, weights_only=False)
+            check_args(common["args"])
+            assert common["kind"] is ModelType.other
+        check_args(torch_ckpt.open(path).objects["args"])
+        imported(False)
+
+
+def test_megatrons_own_classes_come_back(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core.dist_checkpointing")
+    write = """
+import sys, torch, torch_ckpt
+torch_ckpt.convert(sys.argv[1], sys.argv[2], "megatron")
+assert "megatron" not in sys.modules
+"""
+    read = """
+import os, sys, torch
+from megatron.core.transformer.enums import AttnBackend
+args = torch.load(os.path.join(sys.argv[2], "common.pt"), weights_only=False)["args"]
+assert args.attention_backend is AttnBackend.auto, args
+"""
+    for code in (write, read):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(OF_MEGATRON[0]), str(tmp_path / "a")],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "takes its place" not in done.stderr
+    assert said_of(tmp_path / "a", ["args"]) == said_of(OF_MEGATRON[0], ["args"])
+
+
+def test_to_files_without_pickles_no_warning(imported: Import, tmp_path: Path) -> None:
+    """Their objects name the class."""
+    imported(False)
+    for to in ("torch_ckpt", "hf"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch_ckpt.convert(OF_MEGATRON[0], tmp_path / to, to)
+
+
+def test_an_enum_that_nobody_knows(imported: Import, tmp_path: Path) -> None:
+    imported(True)
+    name = "megatron.core.enums"
+    sys.modules[name].Own = (own := enum.Enum("Own", ["a"], module=name))
+    torch_ckpt.save({"x": own.a, "w": torch.ones(2)}, tmp_path / "a", no_dist=True)
+    imported(False)
+    for to in ("torch", "dcp", "megatron"):
+        with pytest.raises(torch_ckpt.UnsupportedError, match=r"x.*enums:Own.*import its module"):
+            torch_ckpt.convert(tmp_path / "a", tmp_path / "b", to)
+        assert not (tmp_path / "b").exists()

@@ -43,6 +43,7 @@ from torch_ckpt.native.opened import OpenedCheckpoint
 from torch_ckpt.native.progress import Progress, told
 from torch_ckpt.native.sessions import ArchiveSession
 from torch_ckpt.native.torch_private import StorageInfo, without_elements
+from torch_ckpt.objects.stand_ins import StandIns
 from torch_ckpt.planning.flatten import Flat, check_structure, rebuild
 from torch_ckpt.planning.reserved import STRUCTURE_FQN
 
@@ -62,6 +63,7 @@ class _Leaves:
     objects: dict[str, Any]
     paths: dict[str, tuple[Any, ...]]
     structure: Any
+    stand_ins: StandIns
 
 
 def write_archives(
@@ -98,7 +100,7 @@ def _lay_out_torch(
     nested = rebuild({**leaves.tensors, **leaves.objects}, leaves.paths, leaves.structure)
     place = os.path.join(staging, "archive.pt")
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(nested, place)
+        leaves.stand_ins.save(nested, place)
     # By identity: a list from which a leaf was left out counts anew.
     names = {id(tensor): name for name, tensor in leaves.tensors.items()}
     found = Flat(nested, 0, 1).values.items()
@@ -111,7 +113,8 @@ def _lay_out_torch(
         for name, tensor in leaves.tensors.items()
     }
     values = {name: held[id(tensor)] for name, tensor in leaves.tensors.items()}
-    _fill_in_objects(place, rebuild({**values, **leaves.objects}, leaves.paths, leaves.structure))
+    whole = rebuild({**values, **leaves.objects}, leaves.paths, leaves.structure)
+    _fill_in_objects(place, whole, leaves.stand_ins)
     tensors = {fqn: leaves.stored[name] for fqn, name in tensors.items()}
     return OpenedCheckpoint(place, "torch"), tensors
 
@@ -148,11 +151,13 @@ def _lay_out_megatron(
         else:
             values[name] = value
     nested = rebuild(values, leaves.paths, leaves.structure)
-    torch.save({**nested, **common}, os.path.join(staging, MEGATRON_COMMON_FILE))
+    leaves.stand_ins.save({**nested, **common}, os.path.join(staging, MEGATRON_COMMON_FILE))
     tensors = {name: each for name, each in leaves.tensors.items() if name not in of_common}
     stored = {name: leaves.stored[name] for name in tensors}
     paths: dict[str, tuple[Any, ...]] = {name: (name,) for name in (*tensors, *cells)}
-    metadata = _write_data_file(_Leaves(tensors, stored, cells, paths, None), staging)
+    metadata = _write_data_file(
+        _Leaves(tensors, stored, cells, paths, None, leaves.stand_ins), staging
+    )
     with open(os.path.join(staging, METADATA), "wb") as file:
         pickle.dump(metadata, file)
     said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -183,13 +188,13 @@ def _elements(request: MergeRequest, leaves: _Leaves, name: str) -> torch.Tensor
     return tensor.read(out=torch.empty(like.shape, dtype=like.dtype, device="cpu"))
 
 
-def _fill_in_objects(place: str, nested: Any) -> None:
+def _fill_in_objects(place: str, nested: Any, stand_ins: StandIns) -> None:
     """Writes the tensors that stand inside of other leaves into the archive at `place`, where they
     were left out like all the others. `nested` is what it holds, with tensors of no elements in the
     places of those that the engine fills in: torch numbers storages in the order in which it meets
     them."""
     packed = io.BytesIO()
-    torch.save(nested, packed)
+    stand_ins.save(nested, packed)
     with zipfile.ZipFile(packed) as archive, zipfile.ZipFile(place) as laid_out:
         holes = {m.filename.partition("/")[2]: m for m in laid_out.infolist()}
         with open(place, "r+b") as file:
@@ -238,8 +243,11 @@ def _leaves_of(request: MergeRequest) -> _Leaves:
     sources = {new_names.get(name, name): name for name in listing.names}
     sources.update({new_names.get(alias, alias): of for alias, of in aliases})
     objects: dict[str, Any] = {}
+    stand_ins = StandIns()
     if request["objects"]:
-        reader = ObjectReader(opened, listing, verify=request["verify"], allow_pickle=False)
+        reader = ObjectReader(
+            opened, listing, verify=request["verify"], allow_pickle=False, stand_ins=stand_ins
+        )
         objects = {name: reader.read_one(name) for name in names}
     else:
         for name in names:
@@ -247,7 +255,8 @@ def _leaves_of(request: MergeRequest) -> _Leaves:
     structure = objects.pop(STRUCTURE_FQN, None)
     if structure is not None:
         structure = check_structure(structure)
-    return _Leaves(tensors, {name: sources[name] for name in tensors}, objects, paths, structure)
+    held = {name: sources[name] for name in tensors}
+    return _Leaves(tensors, held, objects, paths, structure, stand_ins)
 
 
 def _renamed_path(path: tuple[Any, ...], stored: str, name: str) -> tuple[Any, ...]:
@@ -281,7 +290,7 @@ def _write_data_file(leaves: _Leaves, layout: str) -> dcp.Metadata:
     with open(os.path.join(layout, _DATA_FILE), "wb") as out:
         for name, value in leaves.objects.items():
             packed = io.BytesIO()
-            torch.save(value, packed)
+            leaves.stand_ins.save(value, packed)
             state[name] = dcp.BytesStorageMetadata()
             begin = out.tell()
             size = out.write(packed.getvalue())

@@ -176,8 +176,11 @@ def _check_classes_are_known(opened: OpenedCheckpoint, verify: bool) -> None:
     if not named:
         return
     from torch_ckpt.dcp.read import read_objects  # imports torch
+    from torch_ckpt.objects.stand_ins import StandIns
 
-    reader = read_objects.ObjectReader(opened, listing, verify=verify, allow_pickle=False)
+    reader = read_objects.ObjectReader(
+        opened, listing, verify=verify, allow_pickle=False, stand_ins=StandIns()
+    )
     for name in named:
         reader.read_one(name)
 
@@ -203,9 +206,12 @@ def _check_no_tensor_is_dropped(opened: OpenedCheckpoint, verify: bool) -> None:
     if not names:
         return
     from torch_ckpt.dcp.read import read_objects  # imports torch
+    from torch_ckpt.objects.stand_ins import StandIns
     from torch_ckpt.planning.per_rank import is_rank_part
 
-    reader = read_objects.ObjectReader(opened, listing, verify=verify, allow_pickle=False)
+    reader = read_objects.ObjectReader(
+        opened, listing, verify=verify, allow_pickle=False, stand_ins=StandIns()
+    )
     for name in names:
         if is_rank_part(name.rpartition(".")[2]):
             continue  # what one rank had: a random state, and no part of a model

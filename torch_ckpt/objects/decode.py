@@ -21,6 +21,7 @@ import torch
 
 from torch_ckpt.errors import warn
 from torch_ckpt.objects.decode_values import ValueDecoder
+from torch_ckpt.objects.stand_ins import StandIns
 from torch_ckpt.objects.types import (
     FACTORIES,
     MAX_DEPTH,
@@ -43,7 +44,18 @@ class Decoder(ValueDecoder):
     """Decodes one leaf after another against one side file. Not for several threads.
 
     Side bytes may be used once in total, so that a small file cannot expand into much memory.
+    stand_ins: makes what takes the places of objects of STOOD_FOR's classes; None for their values.
     """
+
+    def __init__(
+        self,
+        side: bytes | memoryview,
+        allow_pickle: bool,
+        path: str = "",
+        stand_ins: StandIns | None = None,
+    ) -> None:
+        super().__init__(side, allow_pickle, path)
+        self._stand_ins = stand_ins
 
     def decode(self, value: Any) -> Any:
         """Return the object that `value` describes. Raises ObjectError."""
@@ -202,6 +214,8 @@ class Decoder(ValueDecoder):
         reference = self._text(value["c"])
         cls = find_listed_class(reference) or find_loaded_class(reference)
         if cls is None and reference in STOOD_FOR and "v" in value:
+            if self._stand_ins is not None:
+                return self._stand_ins.member(reference, self.decode(value["v"]))
             self._warn_of(reference, "its value takes its place")
             return self.decode(value["v"])
         if cls is None or not issubclass(cls, enum.Enum):
@@ -233,6 +247,8 @@ class Decoder(ValueDecoder):
             )
         cls = cls or find_loaded_class(reference)
         if cls is None:
+            if self._stand_ins is not None:
+                return self._stand_ins.record(reference, attributes)
             self._warn_of(reference, "a SimpleNamespace takes its place")
             return types.SimpleNamespace(**attributes)
         if not is_record_class(cls):
@@ -352,14 +368,19 @@ _HANDLERS = {
 
 
 def decode_object(
-    value: Any, path: str = "", *, allow_pickle: bool = False, side: bytes | memoryview = b""
+    value: Any,
+    path: str = "",
+    *,
+    allow_pickle: bool = False,
+    side: bytes | memoryview = b"",
+    stand_ins: StandIns | None = None,
 ) -> Any:
     """Return the object that `value`, as encode_object made it and JSON brought it back, describes.
 
     Raises CorruptObjectError where `value` breaks the grammar, UnsupportedObjectError for a pickle
     without `allow_pickle` and for an enum class that is not imported. Both name `path`.
     """
-    decoder = Decoder(side, allow_pickle, path)
+    decoder = Decoder(side, allow_pickle, path, stand_ins)
     try:
         return decoder.decode(value)
     except RecursionError as error:

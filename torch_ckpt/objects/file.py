@@ -16,6 +16,7 @@ from typing import Any
 
 from torch_ckpt.objects.decode import Decoder
 from torch_ckpt.objects.encode import Encoder, SideBytes
+from torch_ckpt.objects.stand_ins import StandIns
 from torch_ckpt.objects.types import FORMAT_VERSION, CorruptObjectError, UnsupportedObjectError
 
 _MEMBERS = ["format_version", "file_id", "side_bytes", "objects"]
@@ -91,6 +92,7 @@ class ObjectFile:
         *,
         side: bytes | memoryview = b"",
         allow_pickle: bool = False,
+        stand_ins: StandIns | None = None,
     ) -> dict[str, Any]:
         """Return {fqn: object} for `fqns` (all of them by default).
 
@@ -101,7 +103,7 @@ class ObjectFile:
             raise CorruptObjectError(
                 f"{self.name}: its side file has {len(side)} bytes instead of {self.side_bytes}"
             )
-        decoder = Decoder(side, allow_pickle)
+        decoder = Decoder(side, allow_pickle, stand_ins=stand_ins)
         found = {}
         for fqn in self._objects if fqns is None else fqns:
             decoder.path = fqn

@@ -21,6 +21,7 @@ from torch_ckpt.native.jobs import Job
 from torch_ckpt.native.opened import Listing, OpenedCheckpoint
 from torch_ckpt.objects import ObjectError, ObjectFile, decode_object
 from torch_ckpt.objects.archive import run_pickle
+from torch_ckpt.objects.stand_ins import StandIns
 from torch_ckpt.planning.reserved import RAW_LEAVES
 
 _ARCHIVE = b"PK\x03\x04"  # how files of torch.save begin
@@ -55,13 +56,16 @@ class ObjectReader:
         *,
         verify: bool,
         allow_pickle: bool,
+        stand_ins: StandIns | None = None,
     ) -> None:
-        """`listing` is what `opened` says of itself."""
+        """`listing` is what `opened` says of itself. stand_ins: what makes objects that are only
+        written on; None for those that are used."""
         self.opened = opened
         self.path = opened.path
         self.listing = listing
         self.verify = verify
         self.allow_pickle = allow_pickle
+        self.stand_ins = stand_ins
         self._holders: dict[str, str | None] | None = None  # fqn to objects file
         self._last: tuple[str, ObjectFile, bytes] | None = None  # of the file read last, its side
         self._last_archive: tuple[tuple[Any, ...], Any] | None = None  # what its pickle has made
@@ -132,7 +136,7 @@ class ObjectReader:
         """The object that a file of others holds as `fqn`; what is wrong names that as the core
         does."""
         try:
-            return decode_object(value, fqn)
+            return decode_object(value, fqn, stand_ins=self.stand_ins)
         except ObjectError as error:
             error.message = error.message.removeprefix(f"{fqn}: ")
             error.tensor, error.file = fqn, self.path
@@ -179,7 +183,9 @@ class ObjectReader:
         for fqn in names:
             if fqn not in stored:
                 raise CorruptError("is not in its objects file", file=file.name, tensor=fqn)
-        objects = file.load(names, side=side, allow_pickle=self.allow_pickle)
+        objects = file.load(
+            names, side=side, allow_pickle=self.allow_pickle, stand_ins=self.stand_ins
+        )
         raw = objects.get(RAW_LEAVES, [])
         if type(raw) is not list or not all(type(fqn) is str for fqn in raw):
             raise CorruptError(f"{RAW_LEAVES} is no list of names", file=file.name)
