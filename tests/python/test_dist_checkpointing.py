@@ -191,9 +191,19 @@ def test_reserved_keys(tmp_path: Path, key: str) -> None:
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("key", ["common_state/shard_0_1", "content_metadata/shard_0_1"])
+def test_keys_that_are_names_of_what_is_beside(tmp_path: Path, key: str) -> None:
+    for content in (None, {"kind": "x"}):
+        with pytest.raises(CheckpointingException, match=f"rank 0: tensor '{key}'.*reserved"):
+            save({"a": place(key, torch.ones(3))}, tmp_path / "c", content_metadata=content)
+    assert not (tmp_path / "c").exists()
+
+
 def test_content_metadata(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointingException, match="content_metadata"):
-        save({"content_metadata": 1}, tmp_path / "c", content_metadata={})
+    entry = place("w", torch.ones(1))
+    for value in (1, entry, {"w": entry}, [entry], LocalNonpersistentObject(1)):
+        with pytest.raises(CheckpointingException, match="content_metadata"):
+            save({"content_metadata": value}, tmp_path / "c", content_metadata={})
     save({"common_state": 4}, tmp_path / "c", content_metadata={"kind": "x"})
     loaded = load({}, tmp_path / "c")
     assert loaded == {"common_state": 4, "content_metadata": {"kind": "x"}}

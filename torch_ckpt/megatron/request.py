@@ -51,6 +51,7 @@ class Request:
     """What a state dict of Megatron's says: of what is stored under keys, and of common values. It
     is not changed, but its factories build.
 
+    names: the names that its outermost dict has.
     boxes, cells: its ShardedTensors and ShardedObjects, those of factories too.
     common: everything else, in the same containers. A list that has lost entries to the above is a
         dict by place.
@@ -62,6 +63,7 @@ class Request:
             raise CheckpointingException(
                 f"a sharded state dict is a dict, not a {type(state_dict).__name__}"
             )
+        self.names = frozenset(state_dict)
         self.boxes: list[Box] = []
         self.cells: list[Cell] = []
         self._tree, common = self._visit(state_dict, ())

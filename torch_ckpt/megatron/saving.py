@@ -38,6 +38,9 @@ from torch_ckpt.planning.local_boxes import LocalBoxes
 from torch_ckpt.planning.reserved import RESERVED
 from torch_ckpt.ranks import Ranks
 
+# Keys, and names under which a save keeps what has no key.
+_RESERVED = RESERVED | {COMMON_KEY, CONTENT_KEY, MEGATRON_COMMON, MEGATRON_CONTENT}
+
 
 @dataclass(frozen=True)
 class SaveOptions:
@@ -170,7 +173,7 @@ def _said(request: Request, ranks: Ranks, options: SaveOptions) -> _Said:
             raise box.wrong(f"has no data to save here, and is a main replica: {box.words()}")
         if not box.is_inside():
             raise box.wrong(f"has a box that is not inside of it: {box.words()}")
-    if options.content is not None and CONTENT_KEY in request.common:
+    if options.content is not None and CONTENT_KEY in request.names:
         raise CheckpointingException(
             f"the state dict has values under '{CONTENT_KEY}', where content_metadata goes"
         )
@@ -188,13 +191,9 @@ def _said(request: Request, ranks: Ranks, options: SaveOptions) -> _Said:
 
 
 def _check_names(request: Request) -> None:
-    for key in {leaf.key for leaf in request.leaves()}:
-        if key in RESERVED or key in (COMMON_KEY, CONTENT_KEY):
-            raise CheckpointingException("this key is reserved: give it another", tensor=key)
-    names = {cell.name for cell in request.cells}
-    for box in request.boxes:
-        if box.key in names:
-            raise CheckpointingException("is the name of an object, too", tensor=box.key)
+    for leaf in request.leaves():
+        if leaf.key in _RESERVED:
+            raise CheckpointingException("this key is reserved: give it another", tensor=leaf.key)
 
 
 def _tensors(boxes: list[Box]) -> Iterator[tuple[str, torch.Tensor]]:

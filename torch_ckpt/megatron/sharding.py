@@ -73,14 +73,17 @@ def check_layouts(ranks: Sequence[RankLayout], *, whole: bool, replicas: bool) -
     tensors; with `replicas`, where a part has several of them, or an object none."""
     tensors: dict[str, list[tuple[int, BoxLayout]]] = {}
     objects: dict[str, list[tuple[int, CellLayout]]] = {}
+    names: dict[str, int] = {}  # of objects: their keys, and under which each is stored
     for rank, layout in enumerate(ranks):
         for box in layout.boxes:
             tensors.setdefault(box.key, []).append((rank, box))
         for cell in layout.cells:
             objects.setdefault(cell.key, []).append((rank, cell))
-    for key in tensors.keys() & objects.keys():
+            names.setdefault(cell.key, rank)
+            names.setdefault(cell.name, rank)
+    for key in sorted(tensors.keys() & names.keys()):
         raise CheckpointingException(
-            f"is a tensor on rank {tensors[key][0][0]} and an object on rank {objects[key][0][0]}",
+            f"is a tensor on rank {tensors[key][0][0]} and an object on rank {names[key]}",
             tensor=key,
         )
     for key, boxes in tensors.items():

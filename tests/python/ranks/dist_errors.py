@@ -104,6 +104,30 @@ def boxes_that_are_not_each_once_are_errors_of_all(context: Context) -> None:
     assert torch.equal(found, torch.ones(2, 2))
 
 
+@case
+def a_name_of_two_entries_is_an_error_of_all(context: Context) -> None:
+    """A tensor under the key that an object has with its place, on another rank."""
+    rank, last, path = context.rank, context.world - 1, context.folder / "c"
+    dist_checkpointing.save({"step": 1}, path)
+    state: dict[str, Any] = {}
+    if rank == 0:
+        state["t"] = ShardedTensor.from_rank_offsets("o/shard_1_2", torch.ones(2))
+        state["first"] = ShardedObject("o", 1, (2,), (0,))
+    if rank == last:
+        state["o"] = ShardedObject("o", 1, (2,), (1,))
+    said = ("'o/shard_1_2'", "is a tensor on rank 0", f"object on rank {last}")
+    for call in (dist_checkpointing.save, dist_checkpointing.load):
+        error = raised(lambda call=call: call(state, path), *said)
+        assert isinstance(error, CheckpointingException)
+    reserved = {}
+    if rank == last:
+        key = "common_state/shard_0_1"
+        reserved["w"] = ShardedTensor.from_rank_offsets(key, torch.ones(2))
+    error = raised(lambda: dist_checkpointing.save(reserved, path), f"rank {last}", "reserved")
+    assert isinstance(error, CheckpointingException)
+    assert dist_checkpointing.load_common_state_dict(path) == {"step": 1}
+
+
 class Unstorable:
     """Nothing says what it is."""
 
