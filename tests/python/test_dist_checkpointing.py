@@ -531,6 +531,17 @@ def test_merges_of_other_parts_are_copies(tmp_path: Path) -> None:
     assert torch.equal(loaded["f"], value.t().reshape(-1))
 
 
+def test_the_sets_of_a_cached_load_are_the_callers(tmp_path: Path) -> None:
+    save({"a": place("a", torch.ones(2)), "b": place("b", torch.ones(2))}, tmp_path / "c")
+    strategy = FullyParallelLoadStrategyWrapper(None, do_cache_distribution=True)
+    for _ in range(3):
+        request = {"a": place("a", torch.zeros(2)), "x": place("x", torch.zeros(2))}
+        loaded, missing, unexpected = load(request, tmp_path / "c", strategy, strict="return_all")
+        assert loaded.keys() == {"a"} and missing == {"b"} and unexpected == {"x"}
+        missing.add("y")
+        unexpected.clear()
+
+
 def removable(path: Path) -> dict[str, torch.Tensor]:
     values = {
         f"{part}.{number}": torch.arange(number + 2.0) for part in "ab" for number in range(3)

@@ -132,7 +132,7 @@ def _loaded(
     ranks.together("what a load gives", answer)
     if options.strict is StrictHandling.IGNORE_ALL:
         missing, unexpected = set(), set()
-    return Loaded(state, missing, unexpected)
+    return Loaded(state, {*missing}, {*unexpected})  # which the caller may change
 
 
 def _settled(
