@@ -203,9 +203,12 @@ def _read(request: Request, stored: Stored, reads: Reads, ranks: Ranks) -> dict[
         targets: dict[str, Any] = dict.fromkeys(names)
         cells = (cell for cell in request.cells if not cell.absent)
         targets.update((stored.name_of(cell.name), None) for cell in cells)
+        shapes = stored.shapes()
         for box in request.boxes:
-            _make_memory(box)
-        targets.update(_targets(boxes_to_read(request.boxes, reads), stored.shapes()))
+            if not box.absent:
+                _check_stored(box, shapes)  # also what another rank reads
+                _make_memory(box)
+        targets.update(_targets(boxes_to_read(request.boxes, reads), shapes))
         return targets
 
     held: list[dict[str, Any]] = []
@@ -242,8 +245,6 @@ class _Planner(LoadPlanner):
 
 def _make_memory(box: Box) -> None:
     """Where there is none, and beside what is quantized."""
-    if box.absent:
-        return
     if box.data is not None and is_quantized(box.data):
         box.quantized, box.data = box.data.detach(), None
     if box.data is None or box.data.is_meta:
@@ -251,13 +252,24 @@ def _make_memory(box: Box) -> None:
     box.data = box.data.detach()
 
 
+def _check_stored(box: Box, shapes: dict[str, Numbers | None]) -> None:
+    """Raises CheckpointingException where `box` is not to be had of what is stored."""
+    shape = shapes.get(box.key)
+    if shape is None:
+        raise box.wrong("is an object in the checkpoint, and a tensor is asked for")
+    alike = shape == box.shape and box.is_inside()
+    if alike or (box.bends and len(shape) == len(box.shape)):
+        return
+    what = "is stored with shape" if shape != box.shape else "is not inside of"
+    raise box.wrong(f"{what} {list(shape)}; asked for is {box.words()}")
+
+
 def _targets(boxes: list[Box], shapes: dict[str, Numbers | None]) -> dict[str, torch.Tensor]:
     """What a load fills, by key: the memory of each box."""
     held: dict[str, list[tuple[Numbers, torch.Tensor]]] = {}
     for box in boxes:
-        shape = shapes.get(box.key)
-        if shape is None:
-            raise box.wrong("is an object in the checkpoint, and a tensor is asked for")
+        shape = shapes[box.key]
+        assert shape is not None
         place = _place(box, shape)
         if place is not None:
             held.setdefault(box.key, []).append(place)
@@ -277,9 +289,6 @@ def _place(box: Box, shape: Numbers) -> tuple[Numbers, torch.Tensor] | None:
     memory = box.memory()
     if shape == box.shape and box.is_inside():
         return (box.offset, memory) if box.elements else None
-    if not box.bends or len(shape) != len(box.shape):
-        what = "is stored with shape" if shape != box.shape else "is not inside of"
-        raise box.wrong(f"{what} {list(shape)}; asked for is {box.words()}")
     memory.zero_()
     sizes = [
         min(size, whole - at) for size, whole, at in zip(box.sizes, shape, box.offset, strict=True)

@@ -135,6 +135,26 @@ def into_memory_of_every_kind(context: Context) -> None:
 
 
 @case
+def each_rank_says_for_itself_whether_another_shape_will_do(context: Context) -> None:
+    path, last = context.folder / "c", context.rank == context.world - 1
+    value = whole("w", 10)
+    dist_checkpointing.save({"w": entry(context, "w", value.clone())}, path)
+    wrapper = FullyParallelLoadStrategyWrapper(None, do_cache_distribution=True)
+
+    def load(*sizes: int, bends: bool) -> torch.Tensor:
+        asked = entry(context, "w", torch.full(sizes, 7.0), allow_shape_mismatch=bends)
+        loaded: torch.Tensor = dist_checkpointing.load({"w": asked}, path, wrapper)["w"]
+        return loaded
+
+    with on_nodes(context, context.world):
+        for bends in (False, not last) if context.world == 1 else (False, not last, last):
+            raised(lambda bends=bends: load(16, bends=bends), "'w'", "stored with shape [10]")
+        assert torch.equal(load(16, bends=True)[:10], value)  # which the next knows
+        raised(lambda: load(16, bends=not last), f"rank {context.world - 1}", "shape [10]")
+        assert torch.equal(load(10, bends=last), value)
+
+
+@case
 def ranks_read_within_groups(context: Context) -> None:
     """Groups of ranks on several nodes; what others ask for is theirs to read."""
     if context.world < 4:
