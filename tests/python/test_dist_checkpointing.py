@@ -531,6 +531,73 @@ def test_merges_of_other_parts_are_copies(tmp_path: Path) -> None:
     assert torch.equal(loaded["f"], value.t().reshape(-1))
 
 
+WRONG = [
+    ("global_offset", (1,), r"off its grid.*\[4\] at \[1\] of \[8\]"),
+    ("global_offset", (-4,), "no such numbers"),
+    ("global_offset", (4, 0), "dimensions differ"),
+    ("global_offset", (4.0,), "no such numbers"),
+    ("global_offset", None, "no such numbers"),
+    ("global_shape", (-8,), "no such numbers"),
+    ("global_shape", None, "no such numbers"),
+    ("local_shape", (3,), "its data are"),
+    ("local_shape", (4.0,), "no such numbers"),
+    ("local_shape", None, "no such numbers"),
+    ("axis_fragmentations", (2, 1), "dimensions differ"),
+    ("axis_fragmentations", (4,), "which make"),
+    ("axis_fragmentations", 5, "no such numbers"),
+    ("prepend_axis_num", "a", "no such numbers"),
+    ("prepend_axis_num", -1, "no such numbers"),
+    ("prepend_axis_num", 1, "dimensions differ"),
+    ("replica_id", None, "replica_id"),
+    ("replica_id", 0.0, "replica_id"),
+    ("replica_id", "x", "replica_id"),
+    ("replica_id", (None,), "replica_id"),
+    ("dtype", torch.float64, "its data are"),
+    ("dtype", None, "no dtype"),
+    ("data", torch.ones(4, 1), "its data are"),
+    ("flattened_range", slice(0, 2), "flattened_range"),
+]
+
+
+@pytest.mark.parametrize(("attribute", "value", "says"), WRONG)
+def test_attributes_that_were_changed(
+    tmp_path: Path, attribute: str, value: Any, says: str
+) -> None:
+    """After the class has looked at them."""
+
+    def state() -> dict[str, Any]:
+        made = {str(n): place("w", torch.ones(4), (0, n, 2)) for n in range(2)}
+        for each in made.values() if attribute == "axis_fragmentations" else [made["1"]]:
+            setattr(each, attribute, value)
+        return made
+
+    match = f"rank 0: tensor 'w': .*{says}"
+    with pytest.raises(CheckpointingException, match=match):
+        save(state(), tmp_path / "new")
+    save({str(n): place("w", torch.ones(4), (0, n, 2)) for n in range(2)}, tmp_path / "c")
+    with pytest.raises(CheckpointingException, match=match):
+        load(state(), tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        *(("global_shape", value) for value in (None, ("x",), (2.0,), (0,), (1, 1))),
+        *(("global_offset", value) for value in (None, ("x",), (0.0,), (2,), (-1,))),
+        *(("replica_id", value) for value in (None, "x", 0.0)),
+    ],
+)
+def test_attributes_of_objects_that_were_changed(
+    tmp_path: Path, attribute: str, value: Any
+) -> None:
+    entry = ShardedObject("o", 1, (1,), (0,))
+    save({"o": entry}, tmp_path / "c")
+    setattr(entry, attribute, value)
+    for call in (save, load):
+        with pytest.raises(CheckpointingException, match="rank 0: tensor 'o': "):
+            call({"o": entry}, tmp_path / "c")
+
+
 def test_the_sets_of_a_cached_load_are_the_callers(tmp_path: Path) -> None:
     save({"a": place("a", torch.ones(2)), "b": place("b", torch.ones(2))}, tmp_path / "c")
     strategy = FullyParallelLoadStrategyWrapper(None, do_cache_distribution=True)

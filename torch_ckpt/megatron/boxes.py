@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from torch_ckpt.megatron.config import CheckpointingException
-from torch_ckpt.megatron.leaves import is_main_replica
 from torch_ckpt.planning.share import outermost
 
 Numbers = tuple[int, ...]
@@ -46,16 +46,19 @@ class Box:
     @staticmethod
     def of(leaf: Any) -> Box:
         """Raises CheckpointingException, which names the key, for what is no box."""
+        if type(leaf.key) is not str or not leaf.key:
+            raise CheckpointingException(f"the key of a ShardedTensor is {leaf.key!r}")
         prepended = leaf.prepend_axis_num
-        grid = leaf.axis_fragmentations
+        if not isinstance(prepended, int) or prepended < 0:
+            raise _no_numbers(leaf, "prepend_axis_num", prepended)
         box = Box(
             leaf.key,
             leaf.dtype,
-            tuple(leaf.global_shape),
-            tuple(leaf.global_offset),
-            (1,) * prepended + tuple(leaf.local_shape),
-            None if grid is None else tuple(grid),
-            is_main_replica(leaf.replica_id),
+            _sizes(leaf, "global_shape"),
+            _sizes(leaf, "global_offset"),
+            (1,) * prepended + _sizes(leaf, "local_shape"),
+            None if leaf.axis_fragmentations is None else _sizes(leaf, "axis_fragmentations"),
+            _is_main(leaf),
             bool(leaf.allow_shape_mismatch),
             prepended,
             leaf.data,
@@ -64,18 +67,23 @@ class Box:
         return box
 
     def _check(self, leaf: Any) -> None:
-        if type(self.key) is not str or not self.key:
-            raise CheckpointingException(f"the key of a ShardedTensor is {self.key!r}")
+        # All that the class looks at when it is made: attributes may be set since.
         if getattr(leaf, "flattened_range", None) is not None:
             raise self.wrong("has a flattened_range, which is not supported")
-        if not len(self.shape) == len(self.offset) == len(self.sizes):
-            raise self.wrong(
-                f"is {list(self.sizes)} at {list(self.offset)} of {list(self.shape)}: the numbers "
-                "of dimensions differ"
-            )
-        data = self.data
-        if data is None:
-            return
+        grid = self.shape if self.grid is None else self.grid
+        if not len(self.shape) == len(self.offset) == len(self.sizes) == len(grid):
+            cut = "" if self.grid is None else f" in a grid of {list(grid)}"
+            raise self.wrong(f"is {self.words()}{cut}: the numbers of dimensions differ")
+        if not isinstance(self.dtype, torch.dtype):
+            raise self.wrong(f"is said to be {self.dtype!r}, which is no dtype")
+        if self.data is not None:
+            self._check_data(self.data)
+        if self.grid is not None and any(
+            size and at % size for at, size in zip(self.offset, self.sizes, strict=True)
+        ):
+            raise self.wrong(f"is off its grid: {self.words()}")
+
+    def _check_data(self, data: Any) -> None:
         if not isinstance(data, torch.Tensor):
             raise self.wrong(f"has a {type(data).__name__} for data")
         if data.dtype != self.dtype or tuple(data.shape) != self.sizes[self.prepended :]:
@@ -158,9 +166,9 @@ class Cell:
 
     @staticmethod
     def of(leaf: Any) -> Cell:
-        shape, offset = tuple(leaf.global_shape), tuple(leaf.global_offset)
         if type(leaf.key) is not str or not leaf.key:
             raise CheckpointingException(f"the key of a ShardedObject is {leaf.key!r}")
+        shape, offset = _numbers(leaf, "global_shape"), _numbers(leaf, "global_offset")
         fits = len(shape) == len(offset) and all(
             0 <= at and (at < size or size == -1) for at, size in zip(offset, shape, strict=True)
         )
@@ -168,10 +176,39 @@ class Cell:
             raise CheckpointingException(
                 f"is the object at {list(offset)} of a grid of {list(shape)}", tensor=leaf.key
             )
-        main = is_main_replica(leaf.replica_id)
-        return Cell(leaf.key, shape, offset, main, name_of(leaf.key, offset, shape), leaf.data)
+        name = name_of(leaf.key, offset, shape)
+        return Cell(leaf.key, shape, offset, _is_main(leaf), name, leaf.data)
 
 
 def name_of(key: str, offset: Iterable[int], shape: Iterable[int]) -> str:
     """The unique key of an object: under which it is stored, in our checkpoints and Megatron's."""
     return f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
+
+
+def _numbers(leaf: Any, attribute: str) -> Numbers:
+    """What an attribute of `leaf` says. Raises CheckpointingException, which names the key, where
+    that is not integers."""
+    said = getattr(leaf, attribute)
+    try:
+        return tuple(map(operator.index, said))
+    except TypeError:
+        raise _no_numbers(leaf, attribute, said) from None
+
+
+def _sizes(leaf: Any, attribute: str) -> Numbers:
+    """The same, none of them negative."""
+    numbers = _numbers(leaf, attribute)
+    if min(numbers, default=0) < 0:
+        raise _no_numbers(leaf, attribute, numbers)
+    return numbers
+
+
+def _no_numbers(leaf: Any, attribute: str, said: Any) -> CheckpointingException:
+    return CheckpointingException(
+        f"says {said!r} as its {attribute}, where no such numbers can stand", tensor=leaf.key
+    )
+
+
+def _is_main(leaf: Any) -> bool:
+    said = leaf.replica_id
+    return not said if isinstance(said, int) else not any(_numbers(leaf, "replica_id"))
