@@ -28,8 +28,8 @@ from torch_ckpt.errors import CorruptError
 from torch_ckpt.megatron.boxes import Numbers
 from torch_ckpt.megatron.config import CheckpointingException, maybe_load_config
 from torch_ckpt.native.core import STRUCTURE
-from torch_ckpt.native.dtypes import TORCH_DTYPES
-from torch_ckpt.native.opened import OpenedCheckpoint
+from torch_ckpt.native.dtypes import PACKED, TORCH_DTYPES
+from torch_ckpt.native.opened import OpenedCheckpoint, StoredType
 from torch_ckpt.objects.types import DTYPES
 from torch_ckpt.options import local_path
 from torch_ckpt.planning.flatten import check_structure, rebuild
@@ -105,19 +105,19 @@ class Stored:
         found: dict[str, tuple[torch.dtype, Numbers]] = {}
         for key, stored in self._tensors.items():
             dtype = TORCH_DTYPES.get(stored.dtype) or DTYPES.get(stored.dtype)
-            if dtype is None or stored.shape is None:
+            shape = _shape_of(stored)
+            if dtype is None or shape is None:
                 raise CorruptError(
                     f"is {stored.dtype} of {stored.shape}, which this torch cannot hold",
                     file=self.path,
                     tensor=key,
                 )
-            found[key] = (dtype, tuple(stored.shape))
+            found[key] = (dtype, shape)
         return found
 
     def shapes(self) -> dict[str, Numbers | None]:
         """The shape of each tensor by its key."""
-        found = self._tensors.items()
-        return {key: None if each.shape is None else tuple(each.shape) for key, each in found}
+        return {key: _shape_of(each) for key, each in self._tensors.items()}
 
     def objects(self) -> list[str]:
         """The names of all objects: their unique keys."""
@@ -193,6 +193,16 @@ class Stored:
                 tensor=name,
             )
         return value[0]
+
+
+def _shape_of(stored: StoredType) -> Numbers | None:
+    """In elements as torch counts them, of which one may be several of the file's."""
+    if stored.shape is None:
+        return None
+    sizes = [*stored.shape]
+    if sizes:
+        sizes[-1] //= PACKED.get(stored.dtype, 1)
+    return tuple(sizes)
 
 
 def key_of(name: str) -> str:
