@@ -614,7 +614,8 @@ def removable(path: Path) -> dict[str, torch.Tensor]:
         f"{part}.{number}": torch.arange(number + 2.0) for part in "ab" for number in range(3)
     }
     state = {name: place(name, value) for name, value in values.items()}
-    state["a.object"] = ShardedObject("a.object", "text", (1,), (0,))
+    for key in ("a.object", "b.object", "c.object"):
+        state[key] = ShardedObject(key, "text", (1,), (0,))
     save({**state, "step": 5}, path, content_metadata={"kind": "x"})
     return values
 
@@ -626,6 +627,11 @@ def test_tensors_are_removed(tmp_path: Path, caplog: Any) -> None:
     dist_checkpointing.remove_sharded_tensors(path, "none")
     assert "no key begins with 'none'" in caplog.text
     dist_checkpointing.remove_sharded_tensors(path, "b.")
+    dist_checkpointing.remove_sharded_tensors(path, "c.")  # where there are only objects
+    for prefix in ("common_state", "content_metadata"):
+        caplog.clear()
+        dist_checkpointing.remove_sharded_tensors(path, prefix)
+        assert f"no key begins with '{prefix}'" in caplog.text
     assert dist_checkpointing.check_is_distributed_checkpoint(path)
     found = dist_checkpointing.load_sharded_metadata(path)
     assert found.keys() == {"a.0", "a.1", "a.2", "a.object/shard_0_1"}
@@ -640,6 +646,9 @@ def test_tensors_are_removed(tmp_path: Path, caplog: Any) -> None:
         dist_checkpointing.remove_sharded_tensors(path, "a.")
     with pytest.raises(CheckpointingException, match="Megatron's"):
         dist_checkpointing.remove_sharded_tensors(TORCH_DIST / "checkpoint", "a")
+    save({"o": ShardedObject("o", 1, (1,), (0,))}, tmp_path / "objects")
+    with pytest.raises(CheckpointingException, match="no tensor .*'o': remove the checkpoint"):
+        dist_checkpointing.remove_sharded_tensors(tmp_path / "objects", "o")
 
 
 def test_ranks_verify_shares(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Removing tensors from a checkpoint that is committed."""
+"""Removing tensors and objects from a checkpoint that is committed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> N
         raise CheckpointingException(
             "is a checkpoint of Megatron's, from which nothing is removed here", file=stored.path
         )
-    keys = list(stored.shapes())
-    gone = [key for key in keys if key.startswith(key_prefix)]
+    tensors = list(stored.shapes())
+    gone = [name for name in (*tensors, *stored.objects()) if name.startswith(key_prefix)]
     if not gone:
         logger.warning("%s: no key begins with %r: nothing is removed", stored.path, key_prefix)
         return
-    if len(gone) == len(keys):
+    if not set(tensors).difference(gone):
         raise CheckpointingException(
-            f"all its tensors have keys that begin with {key_prefix!r}: remove the checkpoint",
+            f"has no tensor but those whose keys begin with {key_prefix!r}: remove the checkpoint",
             file=stored.path,
         )
     request = merge_request(

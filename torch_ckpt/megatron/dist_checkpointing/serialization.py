@@ -229,12 +229,13 @@ def load_plain_tensors(checkpoint_dir: CheckpointDir) -> StateDict:
 
 
 def remove_sharded_tensors(checkpoint_dir: CheckpointDir, key_prefix: str) -> None:
-    """Remove the tensors whose keys begin with `key_prefix` from the checkpoint of ours in
-    `checkpoint_dir`: a commit, in which the others are written anew. One process calls it. After a
-    kill the checkpoint is there as it was, or without them. Logs a warning where there are none.
+    """Remove the tensors and objects whose keys begin with `key_prefix` from the checkpoint of ours
+    in `checkpoint_dir`: a commit, in which the others are written anew. The common state stays, and
+    content_metadata. One process calls it. After a kill the checkpoint is there as it was, or
+    without them. Logs a warning where there are none.
 
-    Raises CheckpointingException for a checkpoint of Megatron's, and where no tensor would be left;
-    OSError.
+    Raises CheckpointingException for a checkpoint of Megatron's, and where none of its tensors
+    would be left; OSError.
     """
     with as_megatron_says():
         remove_tensors(checkpoint_dir, key_prefix)
