@@ -67,9 +67,12 @@ class Decoder(ValueDecoder):
         if kind is dict:
             if TAG in value:
                 return self._tagged(value)
-            self._enter()
-            out = {self._unicode(key): self.decode(member) for key, member in value.items()}
-            self._depth -= 1
+            names = self._enter()
+            out = {}
+            for key, member in value.items():
+                names[-1] = key
+                out[self._unicode(key)] = self.decode(member)
+            names.pop()
             return out
         if kind is int and not -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT:
             raise self.fail("an integer of more than 64 bits that is not hexadecimal text")
@@ -79,10 +82,12 @@ class Decoder(ValueDecoder):
             return value
         raise self.fail(f"a value of type {kind.__name__}")
 
-    def _enter(self) -> None:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
+    def _enter(self) -> list[Any]:
+        """Count a container, whose members' names are the last of the names that it returns."""
+        if len(self._names) >= MAX_DEPTH:
             raise self.fail(f"nested deeper than {MAX_DEPTH} containers")
+        self._names.append(None)
+        return self._names
 
     def _tagged(self, value: dict[str, Any]) -> Any:
         tag = value[TAG]
@@ -114,9 +119,12 @@ class Decoder(ValueDecoder):
     def _items(self, value: Any) -> list[Any]:
         if type(value) is not list:
             raise self.fail(f"expected a list, found {type(value).__name__}")
-        self._enter()
-        out = [self.decode(item) for item in value]
-        self._depth -= 1
+        names = self._enter()
+        out = []
+        for place, item in enumerate(value):
+            names[-1] = place
+            out.append(self.decode(item))
+        names.pop()
         return out
 
     def _hashables(self, value: Any) -> list[Any]:
@@ -128,16 +136,18 @@ class Decoder(ValueDecoder):
     def _pairs(self, value: Any) -> dict[Any, Any]:
         if type(value) is not list:
             raise self.fail(f"expected a list of pairs, found {type(value).__name__}")
-        self._enter()
+        names = self._enter()
         out: dict[Any, Any] = {}
         for pair in value:
+            names[-1] = "(a key)"
             if type(pair) is not list or len(pair) != 2:
                 raise self.fail("a mapping entry that is not a pair")
             key = self.decode(pair[0])
+            names[-1] = key
             if key in out:
                 raise self.fail("a mapping with a repeated key")
             out[key] = self.decode(pair[1])
-        self._depth -= 1
+        names.pop()
         return out
 
     # Containers.
@@ -158,8 +168,8 @@ class Decoder(ValueDecoder):
             if reference not in _warned_classes:
                 _warned_classes.add(reference)
                 warn(
-                    f"{self.path}: the named tuple class {reference} is not imported or has other "
-                    "fields here; a plain named tuple with the saved fields takes its place"
+                    f"{self._where()}: the named tuple class {reference} is not imported or has "
+                    "other fields here; a plain named tuple with the saved fields takes its place"
                 )
         # Not cls(...): a class's own __new__ is not run on a file's values.
         return tuple.__new__(cls, items)
@@ -261,13 +271,13 @@ class Decoder(ValueDecoder):
     def _warn_of(self, reference: str, what: str) -> None:
         if reference not in _warned_classes:
             _warned_classes.add(reference)
-            warn(f"{self.path}: the class {reference} is not imported here; {what}")
+            warn(f"{self._where()}: the class {reference} is not imported here; {what}")
 
     def _pickle(self, value: dict[str, Any]) -> Any:
         if not self._allow_pickle:
             raise self._unsupported(
-                "was saved as a pickle, which can run any code when read; pass allow_pickle=True "
-                "if you trust who wrote this checkpoint"
+                "was saved as a pickle, which can run any code when read; torch_ckpt.load and its "
+                "readers read it with allow_pickle=True, if you trust who wrote this checkpoint"
             )
         data = self._bytes(value)
         try:

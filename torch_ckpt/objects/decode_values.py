@@ -23,6 +23,7 @@ from torch_ckpt.objects.types import (
     DTYPES,
     LAYOUTS,
     MAX_DIMENSIONS,
+    MAX_PLAIN_INT,
     MEMORY_FORMATS,
     PATHS,
     TAG,
@@ -50,6 +51,14 @@ def _is_state_of_mt19937(state: bytearray) -> bool:
     return seeded == 1 and (used or (left, place) == (1, 0))
 
 
+def _name_text(name: Any) -> str:
+    """A path component for messages, short; no code of a class is run to say a key."""
+    if type(name) is str:
+        return name[:200].encode("utf-8", "backslashreplace").decode("utf-8")
+    plain = type(name) is int and -MAX_PLAIN_INT <= name <= MAX_PLAIN_INT
+    return str(name) if plain else f"({type(name).__name__})"
+
+
 class ValueDecoder(abc.ABC):
     """Not for several threads. Side bytes may be used once in total, so that a small file cannot
     expand into much memory."""
@@ -59,7 +68,7 @@ class ValueDecoder(abc.ABC):
         self._side = memoryview(side)
         self._side_left = len(self._side)
         self._allow_pickle = allow_pickle
-        self._depth = 0
+        self._names: list[Any] = []  # of what is decoded, in each container that it is in
 
     @abc.abstractmethod
     def decode(self, value: Any) -> Any:
@@ -79,10 +88,16 @@ class ValueDecoder(abc.ABC):
         return text
 
     def fail(self, why: str) -> CorruptObjectError:
-        return CorruptObjectError(f"{self.path or '(object)'}: malformed object: {why}")
+        return CorruptObjectError(f"{self._where()}: malformed object: {why}")
 
     def _unsupported(self, why: str) -> UnsupportedObjectError:
-        return UnsupportedObjectError(f"{self.path or '(object)'}: {why}")
+        return UnsupportedObjectError(f"{self._where()}: {why}")
+
+    def _where(self) -> str:
+        """The path of what is decoded, for messages."""
+        names = [self.path] if self.path else []
+        names += [_name_text(name) for name in self._names if name is not None]
+        return ".".join(names) or "(object)"
 
     def _ints(self, value: Any, count: int | None = None) -> list[int]:
         if type(value) is not list or any(type(item) is not int for item in value):

@@ -361,11 +361,12 @@ class Encoder:
         if isinstance(obj, torch.Tensor):
             raise self.fail(
                 f"tensors of type {_type_name(cls)} inside a container that is written as one "
-                "object cannot be written; put them into a dict or list"
+                "object cannot be written; give plain tensors of their values; "
+                "torch_ckpt.save takes them in dicts and lists"
             )
         raise self.fail(
-            f"objects of type {_type_name(cls)} cannot be written; convert it {_way_out(obj)}, or "
-            "pass allow_pickle=True to store it as a pickle"
+            f"objects of type {_type_name(cls)} cannot be written; convert it {_way_out(obj)}; "
+            "torch_ckpt.save and its writers store a pickle with allow_pickle=True"
         )
 
     def _enum(self, obj: enum.Enum) -> Any:
