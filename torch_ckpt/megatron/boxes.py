@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from torch_ckpt.megatron.config import CheckpointingException
 from torch_ckpt.planning.share import outermost
@@ -86,6 +87,8 @@ class Box:
     def _check_data(self, data: Any) -> None:
         if not isinstance(data, torch.Tensor):
             raise self.wrong(f"has a {type(data).__name__} for data")
+        if isinstance(data, DTensor) and self.sizes != self.shape:
+            raise self.wrong("has a DTensor, a whole tensor, for data: give its to_local(), a box")
         if data.dtype != self.dtype or tuple(data.shape) != self.sizes[self.prepended :]:
             raise self.wrong(
                 f"is said to be {self.dtype} of {list(self.sizes[self.prepended :])} here, and its "

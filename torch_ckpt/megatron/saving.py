@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torch_ckpt.calls.api import wait_for_saves_beside
 from torch_ckpt.calls.async_save import async_save
@@ -177,6 +178,7 @@ def _said(request: Request, ranks: Ranks, options: SaveOptions) -> _Said:
         raise CheckpointingException(
             f"the state dict has values under '{CONTENT_KEY}', where content_metadata goes"
         )
+    _check_common(request.common, ())
     compared = request.common
     if options.replicas and options.preprocess is not None:
         compared = options.preprocess(compared)
@@ -194,6 +196,18 @@ def _check_names(request: Request) -> None:
     for leaf in request.leaves():
         if leaf.key in _RESERVED:
             raise CheckpointingException("this key is reserved: give it another", tensor=leaf.key)
+
+
+def _check_common(value: Any, path: tuple[Any, ...]) -> None:
+    """Common state holds no DTensor: what rank 0 has of one is not what all have."""
+    if isinstance(value, dict | list | tuple):
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_common(entry, (*path, key))
+    elif isinstance(value, DTensor):
+        raise CheckpointingException(
+            f"{'.'.join(map(str, path))}: a DTensor has no key: give its to_local() in a "
+            "ShardedTensor, which says key and box"
+        )
 
 
 def _tensors(boxes: list[Box]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks.run import Context, cases, everywhere, raised
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from torch_ckpt.megatron import dist_checkpointing
 from torch_ckpt.megatron.dist_checkpointing.core import CheckpointingException
@@ -143,6 +145,22 @@ def an_unstorable_value_of_one_rank_is_an_error_of_all(context: Context) -> None
         error = raised(lambda state=state: dist_checkpointing.save(state, path), says, "Unstorable")
         assert isinstance(error, CheckpointingException)
         assert dist_checkpointing.load_common_state_dict(path) == {"step": 1}
+
+
+@case
+def a_dtensor_that_is_no_part_is_an_error_of_all(context: Context) -> None:
+    """What is common state has no key, and what has a box is this rank's alone."""
+    rank, world, path = context.rank, context.world, context.folder / "c"
+    whole = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (world,)), [Shard(0)])
+    box = (torch.float32, tuple(whole.shape), (4 * world * world,), (4 * world * rank,), (world,))
+    states = {"x.0.w": {"x": [{"w": whole} if rank == world - 1 else 1]}}
+    if world > 1:
+        states["'w'"] = {"w": ShardedTensor("w", whole, *box)}
+    for says, state in states.items():
+        error = raised(
+            lambda state=state: dist_checkpointing.save(state, path), says, "DTensor", "to_local()"
+        )
+        assert isinstance(error, CheckpointingException)
 
 
 @case
