@@ -70,7 +70,7 @@ class RankLayout(NamedTuple):
 def check_layouts(ranks: Sequence[RankLayout], *, whole: bool, replicas: bool) -> None:
     """Raise CheckpointingException, which names key, box and ranks, where tensors or objects of all
     `ranks` are not what each other say; with `whole`, where the main replicas do not make whole
-    tensors; with `replicas`, where a part has several of them, or an object none."""
+    tensors and grids of objects; with `replicas`, where a part or an object has several."""
     tensors: dict[str, list[tuple[int, BoxLayout]]] = {}
     objects: dict[str, list[tuple[int, CellLayout]]] = {}
     names: dict[str, int] = {}  # of objects: their keys, and under which each is stored
@@ -91,7 +91,7 @@ def check_layouts(ranks: Sequence[RankLayout], *, whole: bool, replicas: bool) -
         if whole:
             _check_tiled(key, boxes, replicas)
     for key, cells in objects.items():
-        _check_cells(key, cells, replicas)
+        _check_cells(key, cells, whole, replicas)
 
 
 def check_stored(ranks: Sequence[RankLayout]) -> None:
@@ -181,7 +181,9 @@ def _check_disjoint(key: str, boxes: list[tuple[int, BoxLayout]]) -> None:
     )
 
 
-def _check_cells(key: str, cells: list[tuple[int, CellLayout]], replicas: bool) -> None:
+def _check_cells(
+    key: str, cells: list[tuple[int, CellLayout]], whole: bool, replicas: bool
+) -> None:
     first_rank, first = cells[0]
     mains: dict[Numbers, int] = {}
     for rank, cell in cells:
@@ -201,7 +203,7 @@ def _check_cells(key: str, cells: list[tuple[int, CellLayout]], replicas: bool) 
             )
         mains[cell.offset] = rank
     number = math.prod(first.shape)
-    if replicas and len(mains) != number and -1 not in first.shape:
+    if whole and len(mains) != number and -1 not in first.shape:
         raise CheckpointingException(
             f"{len(mains)} of its grid of {list(first.shape)} objects have a main replica, "
             f"{number} are due",

@@ -87,6 +87,8 @@ def boxes_that_are_not_each_once_are_errors_of_all(context: Context) -> None:
     holed = cut(replica=1 if last else 0)
     unchecked = {"validate_access_integrity": False}
     raised(lambda: dist_checkpointing.save(holed, path, **unchecked), "hole", "'w'")
+    lacking = {"w": ShardedObject("w", 1, (world + 1,), (rank,))}
+    raised(lambda: dist_checkpointing.save(lacking, path, **unchecked), "are due", "'w'")
     if world == 1:
         return
 

@@ -74,7 +74,7 @@ def save(
     sharded_strategy: None, ("torch_dist", 1), or one of `strategies`: options.
     validate_access_integrity: prove that every part has one main replica, and tell of common state
         that differs between ranks. False: of equal parts one is stored; that they make whole
-        tensors is proved all the same.
+        tensors and grids of objects is proved all the same.
     preprocess_common_before_consistancy_check: makes of the common state what is compared between
         ranks; it must not change it.
     content_metadata: what the checkpoint is to say of itself: see `load_content_metadata`.
