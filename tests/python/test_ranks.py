@@ -17,7 +17,7 @@ LAUNCHES = [
     ),
     (
         "saving,failures,differing,asynchronous,consolidation,directories,empty_tensors,reshard,wrapped,"
-        "dist_checkpointing,dist_errors,dist_async,dist_deliveries",
+        "dist_checkpointing,dist_errors,dist_async,dist_deliveries,dist_random",
         2,
     ),
     ("agreements,reshard,wrapped", 3),
@@ -33,6 +33,7 @@ CAMPAIGN = [
     ("directories", 4),
     ("agreements", 8),
     ("dist_checkpointing,dist_errors,dist_async,dist_deliveries", 3),
+    *(("dist_random", world) for world in (1, 3, 4, 5, 6, 7, 8)),
     *(("final", world) for world in (1, 2, 3, 5, 6, 7, 8)),
 ]
 
