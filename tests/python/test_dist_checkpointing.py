@@ -343,6 +343,7 @@ def test_an_unstorable_value_is_named(tmp_path: Path) -> None:
     for state, says in (
         ({"a": {"b": Own()}}, r"a\.b.*Own"),
         ({"a": ShardedObject("o", [Own()], (1,), (0,))}, "o/shard_0_1.*Own"),
+        ({"a": [(1, place("w", torch.ones(1)))]}, r"a\.0\.1: a ShardedTensor in a tuple.*a list"),
     ):
         with pytest.raises(CheckpointingException, match=says):
             save(state, tmp_path / "c")

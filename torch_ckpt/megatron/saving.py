@@ -26,6 +26,7 @@ from torch_ckpt.megatron.agreed import agree
 from torch_ckpt.megatron.async_calls import StartableSave
 from torch_ckpt.megatron.boxes import Box, Numbers
 from torch_ckpt.megatron.config import CheckpointingConfig, CheckpointingException
+from torch_ckpt.megatron.kinds import Kind, kind_of
 from torch_ckpt.megatron.request import Request
 from torch_ckpt.megatron.sharding import RankLayout, check_layouts, check_stored
 from torch_ckpt.megatron.sharing import Share, share_out
@@ -199,15 +200,23 @@ def _check_names(request: Request) -> None:
 
 
 def _check_common(value: Any, path: tuple[Any, ...]) -> None:
-    """Common state holds no DTensor: what rank 0 has of one is not what all have."""
+    """Common state holds no DTensor, of which each rank has a part, and no entries, which are not
+    looked for in tuples."""
     if isinstance(value, dict | list | tuple):
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
             _check_common(entry, (*path, key))
-    elif isinstance(value, DTensor):
-        raise CheckpointingException(
-            f"{'.'.join(map(str, path))}: a DTensor has no key: give its to_local() in a "
-            "ShardedTensor, which says key and box"
+        return
+    wrong = None
+    if isinstance(value, DTensor):
+        wrong = (
+            "a DTensor has no key: give its to_local() in a ShardedTensor, which says key and box"
         )
+    elif kind_of(value) is not Kind.VALUE:
+        wrong = (
+            f"a {type(value).__name__} in a tuple, which is a value: put it into a list or a dict"
+        )
+    if wrong is not None:
+        raise CheckpointingException(f"{'.'.join(map(str, path))}: {wrong}")
 
 
 def _tensors(boxes: list[Box]) -> Iterator[tuple[str, torch.Tensor]]:
