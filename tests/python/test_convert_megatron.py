@@ -21,10 +21,12 @@ from foreign_samples import same
 
 import torch_ckpt
 from torch_ckpt.cli import cli
+from torch_ckpt.errors import CorruptError
 from torch_ckpt.megatron import dist_checkpointing
 from torch_ckpt.megatron.dist_checkpointing import ShardedObject, ShardedTensor
 from torch_ckpt.megatron.dist_checkpointing.core import CheckpointingException, maybe_load_config
 from torch_ckpt.native.opened import OpenedCheckpoint
+from torch_ckpt.objects.stand_ins import StandIns
 from torch_ckpt.objects.types import STOOD_FOR
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -190,7 +192,7 @@ def test_others_do_not_become_megatrons(ours: Path, tmp_path: Path) -> None:
     (tmp_path / "plain" / "metadata.json").write_text('{"sharded_backend": "torch_ckpt"}')
     torch_ckpt.convert(tmp_path / "plain", tmp_path / "a", "torch_ckpt")  # it belongs to nobody
     (tmp_path / "own").mkdir()
-    for number, text in enumerate(('{"own": 1}', "[", "[1]", '{"sharded_backend": "other"}')):
+    for number, text in enumerate(('{"own": 1}', "1", "[1]", '{"sharded_backend": "other"}')):
         (tmp_path / "own" / "metadata.json").write_text(text)
         place = tmp_path / f"own{number}"
         torch_ckpt.save({"w": torch.ones(2)}, place, no_dist=True, extras=tmp_path / "own")
@@ -199,6 +201,26 @@ def test_others_do_not_become_megatrons(ours: Path, tmp_path: Path) -> None:
     torch_ckpt.convert(ours, tmp_path / "d", "hf")
     for name in ("a", "b0", "b1", "b2", "b3", "c", "d"):
         assert not (tmp_path / name / "metadata.json").exists(), name
+
+
+@pytest.mark.parametrize("text", ["{", "[]", None])
+def test_what_says_the_backend_is_damaged(tmp_path: Path, text: str | None) -> None:
+    torch_ckpt.convert(OF_MEGATRON[0], tmp_path / "a", "torch_ckpt")
+    said = tmp_path / "a" / "metadata.json"
+    said.unlink()
+    if text is not None:
+        said.write_text(text)
+    for to in ("torch_ckpt", "megatron"):
+        with pytest.raises(CorruptError, match=r"metadata\.json"):
+            torch_ckpt.convert(tmp_path / "a", tmp_path / to, to)
+
+
+def test_a_name_of_the_common_state_is_given_to_no_tensor(tmp_path: Path) -> None:
+    torch_ckpt.convert(OF_MEGATRON[0], tmp_path / "a", "torch_ckpt")
+    name = next(iter(torch_ckpt.open(tmp_path / "a")))
+    mapping = [(f"^{name}$", "common_state/shard_0_1")]
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match="common state"):
+        torch_ckpt.convert(tmp_path / "a", tmp_path / "b", "torch_ckpt", key_mapping=mapping)
 
 
 WRONG = (
@@ -249,6 +271,8 @@ Import = Callable[[bool], None]
 @pytest.fixture
 def imported(monkeypatch: pytest.MonkeyPatch) -> Import:
     """Puts modules with these classes into the places of Megatron's, or takes away all that are."""
+    # Megatron lists its own, if another test has imported it.
+    monkeypatch.setattr(torch.serialization, "get_safe_globals", list)
 
     def put(there: bool) -> None:
         for name in {name.partition(":")[0] for name in STOOD_FOR}:
@@ -320,6 +344,17 @@ def test_classes_that_are_not_imported_stay(imported: Import, tmp_path: Path, to
             assert common["kind"] is ModelType.other
         check_args(torch_ckpt.open(path).objects["args"])
         imported(False)
+
+
+def test_an_attribute_of_a_record_is_never_called(imported: Import) -> None:
+    attributes = {"__getstate__": 1, "__reduce_ex__": 2, "__reduce__": 3, "lr": 0.1}
+    stand_ins, archive = StandIns(), io.BytesIO()
+    reference = "megatron.core.optimizer.optimizer_config:OptimizerConfig"
+    stand_ins.save([stand_ins.record(reference, attributes)], archive)
+    archive.seek(0)
+    imported(True)
+    (found,) = torch.load(archive, weights_only=False)
+    assert type(found) is OptimizerConfig and vars(found) == attributes
 
 
 def test_megatrons_own_classes_come_back(tmp_path: Path) -> None:

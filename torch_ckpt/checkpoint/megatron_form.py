@@ -17,8 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_ckpt.checkpoint.names import MEGATRON_CONFIG, MEGATRON_LEAVES, METADATA
-from torch_ckpt.errors import CorruptError, UnsupportedError
+from torch_ckpt.checkpoint.names import (
+    MEGATRON_COMMON,
+    MEGATRON_CONFIG,
+    MEGATRON_CONTENT,
+    MEGATRON_LEAVES,
+    METADATA,
+)
+from torch_ckpt.errors import CorruptError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.native.opened import OpenedCheckpoint
 
 BACKEND = "torch_ckpt"
@@ -36,6 +42,9 @@ class MegatronForm(NamedTuple):
         """The same of what has these names, and some of it new ones."""
         if self.leaves is None:
             return self
+        for name in new_names.values():
+            if name in (MEGATRON_COMMON, MEGATRON_CONTENT):
+                raise InvalidArgumentError("is what the common state is stored under", tensor=name)
         kept = self.leaves.intersection(names)
         return self._replace(leaves=frozenset(new_names.get(name, name) for name in kept))
 
@@ -54,10 +63,16 @@ def form_of(opened: OpenedCheckpoint) -> MegatronForm | None:
     place = Path(opened.path, MEGATRON_CONFIG)
     try:
         said = json.loads(place.read_bytes())
-    except (ValueError, RecursionError):
-        return None  # somebody's own
+    except (FileNotFoundError, ValueError, RecursionError) as error:
+        raise CorruptError(
+            f"does not say whose checkpoint it is: {error}", file=str(place)
+        ) from error
     if not isinstance(said, dict) or said.get("sharded_backend") != BACKEND:
-        return None
+        if MEGATRON_LEAVES in extras:
+            raise CorruptError(
+                f"does not say {BACKEND}, as {MEGATRON_LEAVES} does", file=str(place)
+            )
+        return None  # somebody's own
     version = said.get("sharded_backend_version", WITH_OBJECT)
     if version not in (WITH_OBJECT, WITH_LEAVES):
         raise UnsupportedError(

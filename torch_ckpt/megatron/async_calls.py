@@ -56,7 +56,13 @@ class StartableSave:
             self._future.result()
 
     def __reduce__(self) -> Any:
-        raise CheckpointingException(_OTHER_QUEUE)
+        # A queue that pickles would lose the error, and wait for ever: the process that it has
+        # started does nothing instead, and `committed` tells why.
+        return functools.partial, (_nothing,)
+
+
+def _nothing() -> None:
+    """What a save of this process is in another one."""
 
 
 class AsyncRequest(NamedTuple):

@@ -49,9 +49,12 @@ class Box:
         """Raises CheckpointingException, which names the key, for what is no box."""
         if type(leaf.key) is not str or not leaf.key:
             raise CheckpointingException(f"the key of a ShardedTensor is {leaf.key!r}")
-        prepended = leaf.prepend_axis_num
-        if not isinstance(prepended, int) or prepended < 0:
-            raise _no_numbers(leaf, "prepend_axis_num", prepended)
+        try:
+            prepended = operator.index(leaf.prepend_axis_num)
+        except TypeError:
+            prepended = -1
+        if prepended < 0:
+            raise _no_numbers(leaf, "prepend_axis_num", leaf.prepend_axis_num)
         box = Box(
             leaf.key,
             leaf.dtype,

@@ -10,7 +10,7 @@ from torch_ckpt.export.extras import extra_files
 from torch_ckpt.export.files import SHARDS
 from torch_ckpt.export.merge import merge, merge_request
 from torch_ckpt.megatron.config import CheckpointingException
-from torch_ckpt.megatron.stored import Stored
+from torch_ckpt.megatron.stored import Stored, key_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,8 @@ def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> N
             "is a checkpoint of Megatron's, from which nothing is removed here", file=stored.path
         )
     tensors = list(stored.shapes())
-    gone = [name for name in (*tensors, *stored.objects()) if name.startswith(key_prefix)]
+    gone = [name for name in tensors if name.startswith(key_prefix)]
+    gone += [name for name in stored.objects() if key_of(name).startswith(key_prefix)]
     if not gone:
         logger.warning("%s: no key begins with %r: nothing is removed", stored.path, key_prefix)
         return

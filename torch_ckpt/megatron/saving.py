@@ -199,12 +199,14 @@ def _check_names(request: Request) -> None:
             raise CheckpointingException("this key is reserved: give it another", tensor=leaf.key)
 
 
-def _check_common(value: Any, path: tuple[Any, ...]) -> None:
+def _check_common(value: Any, path: tuple[Any, ...], within: tuple[int, ...] = ()) -> None:
     """Common state holds no DTensor, of which each rank has a part, and no entries, which are not
-    looked for in tuples."""
+    looked for in tuples. What contains itself is refused when it is written."""
     if isinstance(value, dict | list | tuple):
+        inner = (*within, id(value))
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_common(entry, (*path, key))
+            if id(entry) not in inner:
+                _check_common(entry, (*path, key), inner)
         return
     wrong = None
     if isinstance(value, DTensor):

@@ -97,7 +97,8 @@ class ValueDecoder(abc.ABC):
         """The path of what is decoded, for messages."""
         names = [self.path] if self.path else []
         names += [_name_text(name) for name in self._names if name is not None]
-        return ".".join(names) or "(object)"
+        where = ".".join(names) or "(object)"
+        return where if len(where) <= 1000 else f"{where[:500]}...{where[-500:]}"
 
     def _ints(self, value: Any, count: int | None = None) -> list[int]:
         if type(value) is not list or any(type(item) is not int for item in value):

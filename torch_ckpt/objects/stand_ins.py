@@ -6,6 +6,7 @@ such a class is pickled as the object would be, with that name, and nothing is i
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 import types
 from typing import Any
@@ -75,6 +76,12 @@ _PythonPickler: Any = pickle._Pickler
 class _Pickler(_PythonPickler):  # type: ignore[misc]
     """The one in Python, as torch.package takes: that in C looks whether a class is what its module
     has by that name."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, _Record):
+            return NotImplemented
+        # As object.__reduce_ex__, which an attribute of that name would hide.
+        return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if not isinstance(obj, type) or not issubclass(obj, _StandIn):

@@ -102,7 +102,7 @@ class TreeReader {
         continue;
       }
       if (IsLeftOut(name)) {
-        if (inner.ok()) TC_RETURN_IF_ERROR(CheckLeftOut(*inner, depth + 1));
+        if (inner.ok()) TC_RETURN_IF_ERROR(CheckLeftOut(*inner));
         continue;
       }
       if (!inner.ok()) return inner.status();
@@ -144,23 +144,21 @@ class TreeReader {
         .WithFile(directory.Join(std::string(kZarrArrayName)));
   }
 
-  // Of a directory that is left out, and those below: locks are called as the
-  // files of their array are, .zarray too, but they are empty.
-  static Status CheckLeftOut(const Directory& directory, int depth) {
+  // Of a directory that is left out: whether it is a tensor or has an object.
+  // Locks are called as the files of their array are, .zarray too, but they are
+  // empty. What is below may be anybody's: snapshots of the file system have
+  // whole checkpoints.
+  static Status CheckLeftOut(const Directory& directory) {
     TC_ASSIGN_OR_RETURN(const std::vector<std::string> names, directory.List());
     for (const std::string& name : names) {
-      if (name == kZarrArrayName || IsObject(name)) {
-        TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info,
-                            directory.StatEntry(name));
-        if (!info || info->is_directory || info->bytes == 0) continue;
-        return Unsupported(
-                   "is of a key that is not read: a name in it begins with a "
-                   "dot or ends in .sync")
-            .WithFile(directory.Join(name));
-      }
-      if (depth > kMaxDepth) continue;
-      const Result<Directory> inner = directory.OpenDirectory(name);
-      if (inner.ok()) TC_RETURN_IF_ERROR(CheckLeftOut(*inner, depth + 1));
+      if (name != kZarrArrayName && !IsObject(name)) continue;
+      TC_ASSIGN_OR_RETURN(const std::optional<FileInfo> info,
+                          directory.StatEntry(name));
+      if (!info || info->is_directory || info->bytes == 0) continue;
+      return Unsupported(
+                 "is of a key that is not read: a name in it begins with a dot "
+                 "or ends in .sync")
+          .WithFile(directory.Join(name));
     }
     return {};
   }
