@@ -49,19 +49,15 @@ class Box:
         """Raises CheckpointingException, which names the key, for what is no box."""
         if type(leaf.key) is not str or not leaf.key:
             raise CheckpointingException(f"the key of a ShardedTensor is {leaf.key!r}")
-        try:
-            prepended = operator.index(leaf.prepend_axis_num)
-        except TypeError:
-            prepended = -1
-        if prepended < 0:
-            raise _no_numbers(leaf, "prepend_axis_num", leaf.prepend_axis_num)
+        prepended = _as_sizes(leaf, "prepend_axis_num", (leaf.prepend_axis_num,))[0]
+        grid = leaf.axis_fragmentations
         box = Box(
             leaf.key,
             leaf.dtype,
-            _sizes(leaf, "global_shape"),
-            _sizes(leaf, "global_offset"),
-            (1,) * prepended + _sizes(leaf, "local_shape"),
-            None if leaf.axis_fragmentations is None else _sizes(leaf, "axis_fragmentations"),
+            _as_sizes(leaf, "global_shape", leaf.global_shape),
+            _as_sizes(leaf, "global_offset", leaf.global_offset),
+            (1,) * prepended + _as_sizes(leaf, "local_shape", leaf.local_shape),
+            None if grid is None else _as_sizes(leaf, "axis_fragmentations", grid),
             _is_main(leaf),
             bool(leaf.allow_shape_mismatch),
             prepended,
@@ -82,10 +78,10 @@ class Box:
             raise self.wrong(f"is said to be {self.dtype!r}, which is no dtype")
         if self.data is not None:
             self._check_data(self.data)
-        if self.grid is not None and any(
-            size and at % size for at, size in zip(self.offset, self.sizes, strict=True)
-        ):
-            raise self.wrong(f"is off its grid: {self.words()}")
+        if self.grid is not None:
+            for at, size in zip(self.offset, self.sizes, strict=True):
+                if size and at % size:
+                    raise self.wrong(f"is off its grid: {self.words()}")
 
     def _check_data(self, data: Any) -> None:
         if not isinstance(data, torch.Tensor):
@@ -174,7 +170,8 @@ class Cell:
     def of(leaf: Any) -> Cell:
         if type(leaf.key) is not str or not leaf.key:
             raise CheckpointingException(f"the key of a ShardedObject is {leaf.key!r}")
-        shape, offset = _numbers(leaf, "global_shape"), _numbers(leaf, "global_offset")
+        shape = _as_numbers(leaf, "global_shape", leaf.global_shape)
+        offset = _as_numbers(leaf, "global_offset", leaf.global_offset)
         fits = len(shape) == len(offset) and all(
             0 <= at and (at < size or size == -1) for at, size in zip(offset, shape, strict=True)
         )
@@ -191,21 +188,26 @@ def name_of(key: str, offset: Iterable[int], shape: Iterable[int]) -> str:
     return f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
 
 
-def _numbers(leaf: Any, attribute: str) -> Numbers:
-    """What an attribute of `leaf` says. Raises CheckpointingException, which names the key, where
-    that is not integers."""
-    said = getattr(leaf, attribute)
+def _as_numbers(leaf: Any, attribute: str, said: Any) -> Numbers:
+    """`said`, which is that attribute of `leaf`. Raises CheckpointingException, which names the
+    key, where it is not integers."""
     try:
         return tuple(map(operator.index, said))
     except TypeError:
         raise _no_numbers(leaf, attribute, said) from None
 
 
-def _sizes(leaf: Any, attribute: str) -> Numbers:
+def _as_sizes(leaf: Any, attribute: str, said: Any) -> Numbers:
     """The same, none of them negative."""
-    numbers = _numbers(leaf, attribute)
-    if min(numbers, default=0) < 0:
-        raise _no_numbers(leaf, attribute, numbers)
+    if type(said) is tuple:  # as nearly always: of many boxes this is most of the time
+        for number in said:
+            if type(number) is not int or number < 0:
+                break
+        else:
+            return said
+    numbers = _as_numbers(leaf, attribute, said)
+    if numbers and min(numbers) < 0:
+        raise _no_numbers(leaf, attribute, said)
     return numbers
 
 
@@ -217,4 +219,4 @@ def _no_numbers(leaf: Any, attribute: str, said: Any) -> CheckpointingException:
 
 def _is_main(leaf: Any) -> bool:
     said = leaf.replica_id
-    return not said if isinstance(said, int) else not any(_numbers(leaf, "replica_id"))
+    return not said if isinstance(said, int) else not any(_as_numbers(leaf, "replica_id", said))
