@@ -203,13 +203,17 @@ def test_others_do_not_become_megatrons(ours: Path, tmp_path: Path) -> None:
         assert not (tmp_path / name / "metadata.json").exists(), name
 
 
+def converted(path: Path, name: str, text: str | None) -> None:
+    """Megatron's as ours, where the extra `name` says `text`, or is gone."""
+    torch_ckpt.convert(OF_MEGATRON[0], path, "torch_ckpt")
+    (path / name).unlink()
+    if text is not None:
+        (path / name).write_text(text)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", None])
 def test_what_says_the_backend_is_damaged(tmp_path: Path, text: str | None) -> None:
-    torch_ckpt.convert(OF_MEGATRON[0], tmp_path / "a", "torch_ckpt")
-    said = tmp_path / "a" / "metadata.json"
-    said.unlink()
-    if text is not None:
-        said.write_text(text)
+    converted(tmp_path / "a", "metadata.json", text)
     for to in ("torch_ckpt", "megatron"):
         with pytest.raises(CorruptError, match=r"metadata\.json"):
             torch_ckpt.convert(tmp_path / "a", tmp_path / to, to)
@@ -231,11 +235,7 @@ WRONG = (
 
 @pytest.mark.parametrize("text", WRONG)
 def test_what_says_the_leaves_is_damaged(tmp_path: Path, text: str | None) -> None:
-    torch_ckpt.convert(OF_MEGATRON[0], tmp_path / "a", "torch_ckpt")
-    said = tmp_path / "a" / "common_state.json"
-    said.unlink()
-    if text is not None:
-        said.write_text(text)
+    converted(tmp_path / "a", "common_state.json", text)
     with pytest.raises(CheckpointingException, match=r"common_state\.json"):
         dist_checkpointing.load_common_state_dict(tmp_path / "a")
 
