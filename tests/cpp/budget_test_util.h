@@ -42,7 +42,8 @@ double LeastCpuSeconds(const Read& read) {
 // See ExpectLinear. Files grow until one takes long enough to be measured, or
 // is large or refused. Four times the file takes sixteen times as long where
 // that is quadratic: between that and four lies what a busy machine adds, of
-// which the best of several tries has the least.
+// which the best of several tries has the least, and what memory costs that is
+// in no cache any more, twice as much and a bit.
 template <class Read>
 void ExpectLinearTime(const Read& read, size_t n) {
   if (kSanitized) return;
@@ -61,7 +62,7 @@ void ExpectLinearTime(const Read& read, size_t n) {
   while (!refused && (once = least(n)) < kMeasurable) n *= 2;
   for (int i = 0; i < kTries && !refused; ++i) {
     many = least(4 * n);
-    if (refused || many <= 8 * once) return;
+    if (refused || many <= 11 * once) return;
     once = least(n);
   }
   if (!refused)
