@@ -25,7 +25,7 @@ namespace torch_ckpt::capi {
 namespace {
 
 constexpr uint64_t kPiece = uint64_t{4} << 20;  // as jobs transfer
-constexpr int kWorkers = 4;                     // as many as jobs have
+constexpr int kWorkers = 12;                    // as many as jobs have
 constexpr const char* kFile = "speed";
 
 // A finding, or the error instead: one that fails hides no other.
@@ -86,7 +86,7 @@ Result<double> TimeWrite(ByteSink* sink, int64_t pieces, Job* job) {
 Result<double> TimeRead(const ByteSource& source, int64_t pieces, Job* job) {
   std::array<ArenaLease, kWorkers> leases;
   for (ArenaLease& lease : leases) {
-    TC_ASSIGN_OR_RETURN(lease, LeaseBuffer(kPiece + ByteSource::kSlack, job));
+    TC_ASSIGN_OR_RETURN(lease, LeaseBuffer(kPiece, job));
   }
   const auto begin = std::chrono::steady_clock::now();
   TC_RETURN_IF_ERROR(ForEachItem(

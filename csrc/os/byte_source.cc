@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
 
 #include "base/checked.h"
 
@@ -42,6 +43,13 @@ Result<const std::byte*> ByteSource::Read(uint64_t lo, uint64_t hi,
                                           Readers readers) const {
   // Bytes stand in scratch as in the file, which suits every unit.
   const uint64_t first = RoundDown(lo, internal::kMaxDirectUnit);
+  if (RoundUp(hi, internal::kMaxDirectUnit) - first > scratch.size()) {
+    return Internal("bytes from " + std::to_string(lo) + " to " +
+                    std::to_string(hi) + " do not fit in a buffer of " +
+                    std::to_string(scratch.size()) +
+                    ": this is a bug of torch_ckpt")
+        .WithFile(path());
+  }
   std::byte* const at = scratch.data() + (lo - first);
   uint64_t done = lo;
   const auto read_cached_way = [&]() -> Status {

@@ -46,7 +46,7 @@ class ByteSource {
   // Reads [lo, hi) into `scratch` and returns where byte `lo` stands in it.
   // From the page cache what is there, and the rest by whichever way is better.
   // kCorrupt where the file ends before. REQUIRES: scratch is aligned to
-  // kSlack / 2 and holds hi - lo + kSlack bytes.
+  // kSlack / 2 and holds [lo, hi) rounded out to multiples of that.
   Result<const std::byte*> Read(uint64_t lo, uint64_t hi,
                                 MutableByteSpan scratch,
                                 Readers readers = Readers::kThisProcess) const;

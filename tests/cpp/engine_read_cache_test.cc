@@ -129,12 +129,12 @@ TEST_F(ReadCacheTest, BuffersHaveThePagesThatAreNeeded) {
     SetFaultHook(nullptr);
     EXPECT_TRUE(memory == a.bytes);
     // The memory that the job has given back.
-    const auto lease = LeaseBuffer(kFetchScratch, nullptr, /*present=*/false);
+    const auto lease = LeaseBuffer(kFetchBytes, nullptr, /*present=*/false);
     EXPECT_OK(lease.status());
     return lease->absent();
   };
   EXPECT_EQ(absent(/*cached=*/true),
-            RoundUp(kFetchScratch, kArenaPage) - kArenaPage);
+            RoundUp(kFetchBytes, kArenaPage) - kArenaPage);
   EXPECT_EQ(absent(/*cached=*/false), 0u);
 }
 

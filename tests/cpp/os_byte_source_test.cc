@@ -115,6 +115,27 @@ TEST_F(ByteSourceTest, AnEarlyEndSaysWhere) {
   }
 }
 
+TEST_F(ByteSourceTest, ARangeFitsInABufferOfItsUnitsAndInNoSmallerOne) {
+  const std::string text = Bytes(2 * kMiB);
+  ASSERT_TRUE(dir().WriteFile("f", text).ok());
+  const ByteSource source = Open("f");
+  Scratch scratch(2 * kMiB);
+  for (const uint64_t lo : {uint64_t{0}, uint64_t{5000}, kMiB - 1}) {
+    for (const uint64_t hi : {kMiB, kMiB + 1, 2 * kMiB}) {
+      if (hi - lo < 2) continue;
+      constexpr uint64_t kUnit = ByteSource::kSlack / 2;
+      const uint64_t units =
+          (hi + kUnit - 1) / kUnit * kUnit - lo / kUnit * kUnit;
+      const auto bytes = source.Read(lo, hi, scratch.span().first(units));
+      ASSERT_TRUE(bytes.ok()) << bytes.status().ToString();
+      EXPECT_EQ(std::memcmp(*bytes, text.data() + lo, hi - lo), 0);
+      EXPECT_EQ(
+          source.Read(lo, hi, scratch.span().first(units - 1)).status().kind(),
+          ErrorKind::kInternal);
+    }
+  }
+}
+
 #ifdef TORCH_CKPT_FAULTS
 
 struct Seen {

@@ -47,7 +47,7 @@ LOOSE = {"errors", "options"}
 # What reads values needs torch, and is imported when the first value is asked for.
 LATER = {("checkpoint", "torch_ckpt.calls.stored")}
 # Of torch_ckpt/dcp.
-DCP_ROOMS = ("plan", "stager", "read", "write")
+DCP_ROOMS = ("node", "plan", "stager", "read", "write")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/|^Python\.h$")
 STABLE_HEADER = re.compile(r"^torch/(csrc/stable|headeronly|csrc/inductor/aoti_torch/c)/")

@@ -15,7 +15,7 @@ import torch_ckpt.native.core
 import torch_ckpt.native.operators
 from torch_ckpt import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch_ckpt.cli import cli
-from torch_ckpt.native.jobs import MIN_WORKERS
+from torch_ckpt.dcp.node import transfer_workers
 
 Calls = list[tuple[int, dict[str, Any]]]
 STATE = {f"layers.{n}.weight": torch.full((5, n + 1), float(n)) for n in range(100)}
@@ -35,7 +35,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, name: str) -> Calls:
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.parametrize(("threads", "workers"), [(1, 4), (9, 9)])
+@pytest.mark.parametrize(("threads", "workers"), [(1, 12), (15, 15)])
 def test_threads_of_a_save(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -50,10 +50,17 @@ def test_threads_of_a_save(
     )
     save(STATE, writer)
     assert [plan["workers"] for _, plan in calls] == [workers]
-    assert MIN_WORKERS == 4
 
 
-@pytest.mark.parametrize(("threads", "workers"), [(1, 4), (9, 9)])
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 6), (3, 4), (8, 4)])
+def test_threads_of_ranks_that_share_a_node(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, workers: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert transfer_workers() == workers
+
+
+@pytest.mark.parametrize(("threads", "workers"), [(1, 12), (15, 15)])
 def test_threads_of_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, workers: int
 ) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ckpt
+from torch_ckpt.dcp import node
 from torch_ckpt.dcp.read import neighbours
 
 HERE = Path(__file__).parent
@@ -151,16 +152,16 @@ def test_four_ranks_read_the_same_bytes_from_disk_once(read: dict[str, int], way
 
 
 def test_what_a_launcher_says_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in neighbours._LOCAL_SIZES:
+    for name in node._LOCAL_SIZES:
         monkeypatch.delenv(name, raising=False)
-    assert neighbours.ranks_of_node() == 1
+    assert node.ranks_of_node() == 1
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "8")
-    assert neighbours.ranks_of_node() == 8
+    assert node.ranks_of_node() == 8
     for nonsense in ("", "x", "0", "-1"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", nonsense)
-        assert neighbours.ranks_of_node() == 8
+        assert node.ranks_of_node() == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert neighbours.ranks_of_node() == 2
+    assert node.ranks_of_node() == 2
 
 
 @pytest.mark.parametrize(

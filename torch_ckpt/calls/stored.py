@@ -12,13 +12,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_ckpt.checkpoint.values import statistics
+from torch_ckpt.dcp.node import transfer_workers
 from torch_ckpt.dcp.read.read_objects import ObjectReader, not_read
 from torch_ckpt.dcp.read.read_tensors import SCALES, TensorReader
 from torch_ckpt.dcp.read.targets import check_places, check_target, copy_by_itself, copy_into
 from torch_ckpt.errors import CorruptError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.native import core
 from torch_ckpt.native.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES
-from torch_ckpt.native.jobs import MIN_WORKERS
 from torch_ckpt.native.opened import Listing, OpenedCheckpoint, StoredType
 from torch_ckpt.native.progress import Progress
 from torch_ckpt.native.tensors import memory_of
@@ -162,7 +162,7 @@ class StoredTensor:
         TensorReader(
             self._opened,
             dict.fromkeys(names, self._stored),
-            workers=MIN_WORKERS,
+            workers=transfer_workers(),
             verify=self._verify,
             strict_dtype=False,
             direct_io=self._direct_io,

@@ -23,8 +23,8 @@ from torch_ckpt.native import core
 T = TypeVar("T")
 
 # Threads of a native call at the least, whatever the caller asks for: a worker that waits for the
-# disk costs no CPU, and with fewer than this the disk waits for copies. On 2 cores four wrote at
-# 1.5 times the rate of two, and more gained nothing (python -m benchmarks save_llama).
+# disk costs no CPU, and with fewer than this the disk waits for copies. Loads and saves have more
+# where few ranks share a node (dcp/node.py).
 MIN_WORKERS = 4
 
 

@@ -32,7 +32,7 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
         // For one piece at a time: more workers than the budget holds just
         // wait.
         TC_ASSIGN_OR_RETURN(const ArenaLease lease,
-                            LeaseBuffer(kFetchScratch, job, /*present=*/false));
+                            LeaseBuffer(kFetchBytes, job, /*present=*/false));
         const WantedRuns wanted{piece.file,         piece.runs,
                                 planned.storages(), piece.shared,
                                 plan.neighbours,    nullptr};

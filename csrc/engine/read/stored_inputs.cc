@@ -273,7 +273,8 @@ class ReadPass {
   // The pages of the scratch that a read of `bytes` needs.
   Status MakePresent(uint64_t bytes) const {
     if (!absent_) return {};
-    return absent_->MakePresent(0, bytes + ByteSource::kSlack);
+    return absent_->MakePresent(
+        0, std::min(bytes + ByteSource::kSlack, uint64_t{scratch_.size()}));
   }
 
   // Bytes of one segment, which is compared when it is whole.

@@ -67,7 +67,7 @@ Status TensorStream::AddTensor(const std::string& name) {
 Status TensorStream::LeaseMemory() {
   const uint64_t workers =
       static_cast<uint64_t>(std::max(1, options_.workers)) *
-      RoundUp(kFetchScratch, kArenaPage);
+      RoundUp(kFetchBytes, kArenaPage);
   if (options_.memory < workers + kArenaPage) {
     return Exhausted("the memory budget is less than the " +
                      std::to_string(workers + kArenaPage) + " bytes that " +

@@ -6,26 +6,11 @@ no more than speed: some CPU here, bytes that are read twice there.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-
-# Set by torchrun, Open MPI, and MPICH with its kin.
-_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-
-
-def ranks_of_node() -> int:
-    """How many processes of this job run on this node; all of the job, where nobody says."""
-    for name in _LOCAL_SIZES:
-        value = os.environ.get(name, "")
-        if value.isdecimal() and int(value) > 0:
-            return int(value)
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return 1
 
 
 def wanted_by_neighbours(value: Any, lengths: Sequence[int], ranks: int) -> bool:

@@ -11,9 +11,10 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from torch_ckpt.dcp.node import ranks_of_node
 from torch_ckpt.dcp.plan import load_planner
 from torch_ckpt.dcp.plan.stock_planner import has_method_of
-from torch_ckpt.dcp.read.neighbours import ranks_of_node, wanted_by_neighbours
+from torch_ckpt.dcp.read.neighbours import wanted_by_neighbours
 from torch_ckpt.dcp.read.targets import (
     check_places,
     check_target,

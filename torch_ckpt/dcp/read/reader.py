@@ -17,13 +17,13 @@ from torch.futures import Future
 
 from torch_ckpt.checkpoint.hulls import warn_of_hulls, warn_of_notes
 from torch_ckpt.checkpoint.selection import Patterns, left_out_of
+from torch_ckpt.dcp.node import transfer_workers
 from torch_ckpt.dcp.plan.stock_planner import check_read_boxes
 from torch_ckpt.dcp.read.read_metadata import metadata_of
 from torch_ckpt.dcp.read.read_objects import ObjectReader
 from torch_ckpt.dcp.read.read_requests import check_filled
 from torch_ckpt.dcp.read.read_tensors import TensorReader
 from torch_ckpt.errors import CheckpointError, ConflictError, raise_with_rank
-from torch_ckpt.native.jobs import MIN_WORKERS
 from torch_ckpt.native.opened import Listing, OpenedCheckpoint
 from torch_ckpt.planning.collector import paused_gc, seldom_full_collections, usual_full_collections
 from torch_ckpt.planning.reserved import STRUCTURE_FQN
@@ -68,7 +68,7 @@ class CheckpointReader(StockReader):
     `torch.distributed.checkpoint.HuggingFaceStorageReader`:
 
     path: the checkpoint directory, or a file of safetensors or torch.save.
-    thread_count: threads that read; fewer than 4 mean 4.
+    thread_count: threads that read; at least 4, and 12 among the ranks of a node.
 
     Keyword-only arguments of ours:
 
@@ -208,7 +208,7 @@ class CheckpointReader(StockReader):
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         path = os.fspath(self.path)
-        workers = max(MIN_WORKERS, self.thread_count)
+        workers = transfer_workers(self.thread_count)
         try:
             check_read_boxes(planner, tensors)
             if tensors and self._reads_by_request():

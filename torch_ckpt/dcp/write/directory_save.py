@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt.checkpoint.names import SAVE_ID
 from torch_ckpt.checkpoint.selection import warn_of_moments
+from torch_ckpt.dcp.node import transfer_workers
 from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.dcp.plan.global_plan import check_catalog_size
 from torch_ckpt.dcp.plan.rings import RankNote, note_of, this_node
@@ -52,7 +53,7 @@ from torch_ckpt.export.extras import extra_files
 from torch_ckpt.export.files import NAMINGS
 from torch_ckpt.export.merge import merge, merge_request
 from torch_ckpt.native import core
-from torch_ckpt.native.jobs import MIN_WORKERS, Job
+from torch_ckpt.native.jobs import Job
 from torch_ckpt.native.sessions import PartSession, SaveSession, replaces, warn_of
 from torch_ckpt.native.torch_private import stocks_cached_plans
 from torch_ckpt.options import local_path
@@ -372,7 +373,7 @@ class DirectorySave:
     def _how(self) -> dict[str, Any]:
         """How native calls write."""
         return {
-            "workers": max(MIN_WORKERS, self._options.thread_count),
+            "workers": transfer_workers(self._options.thread_count),
             "sync": self._options.sync_files,
             "direct_io": self._options.direct_io,
             # Ranks that know nothing of each other may each have other boxes beside one that both

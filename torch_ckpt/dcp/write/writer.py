@@ -42,7 +42,8 @@ class HuggingFaceStorageWriter(StockWriter):
     path: the checkpoint directory. It appears (or its new content does) when the save is whole.
     fqn_to_index_mapping: fqn to index of its file, from 1; every saved tensor must be in it. Or a
         model.safetensors.index.json, or the directory of one, whose division is taken.
-    thread_count: threads that write this rank's files; fewer than 4 mean 4.
+    thread_count: threads that write this rank's files; at least 4, and 12 among the ranks of a
+        node.
     save_distributed: every rank writes its own shards. False: final files of whole tensors, into
         which every rank writes what it has.
     enable_consolidation: with save_distributed, shards go to path/sharded and final files to path;
