@@ -25,7 +25,7 @@ namespace torch_ckpt::capi {
 namespace {
 
 constexpr uint64_t kPiece = uint64_t{4} << 20;  // as jobs transfer
-constexpr int kWorkers = 12;                    // as many as jobs have
+constexpr int kWorkers = 12;                    // as dcp/node.py has
 constexpr const char* kFile = "speed";
 
 // A finding, or the error instead: one that fails hides no other.

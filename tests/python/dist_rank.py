@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch_ckpt.dcp.write.writer
 import torch_ckpt.ranks.ranks
 import torch_ckpt.ranks.transfers
-from torch_ckpt.dcp.plan.rings import Node
+from torch_ckpt.dcp.node import Node
 from torch_ckpt.megatron import deliveries, dist_checkpointing, loading, saving
 from torch_ckpt.megatron.dist_checkpointing.mapping import ShardedTensor
 from torch_ckpt.megatron.dist_checkpointing.strategies.async_utils import AsyncCallsQueue

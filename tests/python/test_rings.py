@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from torch_ckpt.dcp.node import Node
 from torch_ckpt.dcp.plan.global_plan import dedup_plans
-from torch_ckpt.dcp.plan.rings import MIN_ROW_BYTES, Band, Node, RankNote, note_of, short_rows
+from torch_ckpt.dcp.plan.rings import MIN_ROW_BYTES, Band, RankNote, note_of, short_rows
 from torch_ckpt.dcp.write.final_layout import final_tensors
 from torch_ckpt.export.dtype_policy import DtypePolicy
 

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch_ckpt.calls.api import wait_for_saves_beside
 from torch_ckpt.calls.load import Load
 from torch_ckpt.checkpoint.checkpoint import look_again
+from torch_ckpt.dcp.node import Node, numbers_of, this_node
 from torch_ckpt.dcp.plan.items import read_items
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
-from torch_ckpt.dcp.plan.rings import Node, numbers_of, this_node
 from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
 from torch_ckpt.megatron.agreed import agree
 from torch_ckpt.megatron.boxes import Box, Numbers, is_quantized

@@ -18,7 +18,7 @@
 namespace torch_ckpt {
 
 // What is fetched at once, and the memory for it: kFetchBytes where it is cut
-// at multiples of these in its file, as loads are.
+// at multiples of that in its file, as loads are.
 inline constexpr uint64_t kFetchBytes = uint64_t{4} << 20;
 inline constexpr uint64_t kFetchScratch = kFetchBytes + ByteSource::kSlack;
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks.layouts import DEVICE
 from ranks.run import Context, cases, everywhere, raised
 
-from torch_ckpt.dcp.plan.rings import Node
+from torch_ckpt.dcp.node import Node
 from torch_ckpt.megatron import deliveries, dist_checkpointing, loading
 from torch_ckpt.megatron.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch_ckpt.megatron.dist_checkpointing.strategies.fully_parallel import (

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_ckpt
 from torch_ckpt import Checkpoint, HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch_ckpt.dcp.plan.rings import Node
+from torch_ckpt.dcp.node import Node
 
 CASES, case = cases()
 

@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
 
+from torch_ckpt.dcp.node import Node, numbers_of
+
 # Bytes in a row, in the file, below which a rank does not write a box by itself: the blocks that it
 # shares with other ranks, one at each end of a row, must be few beside the row.
 MIN_ROW_BYTES = 64 * 1024
-
-
-class Node(NamedTuple):
-    """What processes have in common that can hand each other memory: they find each other by names
-    of one kernel, network namespace and user."""
-
-    boot_id: str
-    network: str
-    user: int
-
-
-def this_node() -> Node | None:
-    """None where the system does not say."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return Node(boot_id, os.readlink("/proc/self/ns/net"), os.geteuid())
-    except OSError:
-        return None
 
 
 class RankNote(NamedTuple):
@@ -51,12 +33,6 @@ def note_of(plan: SavePlan) -> RankNote:
 def node_numbers(plans: Sequence[SavePlan]) -> list[int]:
     """A number for each rank's node, which its plan says."""
     return numbers_of([note_of(plan).node for plan in plans])
-
-
-def numbers_of(nodes: Sequence[Node | None]) -> list[int]:
-    """A number for each rank's node. Ranks that do not say are alone on theirs."""
-    first: dict[Node, int] = {}
-    return [first.setdefault(node, rank) if node else rank for rank, node in enumerate(nodes)]
 
 
 def short_rows(data: TensorWriteData) -> int:

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ckpt.checkpoint.names import SAVE_ID
 from torch_ckpt.checkpoint.selection import warn_of_moments
-from torch_ckpt.dcp.node import transfer_workers
+from torch_ckpt.dcp.node import this_node, transfer_workers
 from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.dcp.plan.global_plan import check_catalog_size
-from torch_ckpt.dcp.plan.rings import RankNote, note_of, this_node
+from torch_ckpt.dcp.plan.rings import RankNote, note_of
 from torch_ckpt.dcp.plan.stock_planner import leaf_digests
 from torch_ckpt.dcp.write.commit import (
     Phases,
