@@ -157,6 +157,25 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         assert "connecting" in str(error)
 
 
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_a_rank_that_cannot_connect_is_named_by_all(
+    bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, not when their time is over: those wait for it that are above, below or beside."""
+    connect = links.Links._connect
+
+    def without(self: links.Links, until: float) -> None:
+        if self.rank == bad:
+            raise OSError("GLOO_SOCKET_IFNAME is nosuch0")
+        connect(self, until)
+
+    monkeypatch.setattr(links.Links, "_connect", without)
+    outcomes = run_threads(9, lambda ranks: None, timeout=300)
+    for error in outcomes:
+        assert isinstance(error, CheckpointError) and error.rank == bad, outcomes
+        assert "nosuch0" in str(error)
+
+
 class Unknown:
     """Can be pickled, and not made again."""
 

@@ -22,6 +22,8 @@ from torch_ckpt.ranks.listener import Address, exactly, listener
 _MOMENT_S = 2.0  # that ranks have to say that they are here, when one is missed
 _LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 20
+_FAILURE = "/failure"  # why a rank cannot connect, in the store
+_LOOK_S = 2.0  # how often who waits for another looks for that
 
 
 class LostError(Exception):
@@ -53,8 +55,9 @@ class Links:
             self._say("come")
             self._connect(time.monotonic() + timeout)
         except (OSError, RuntimeError, LostError) as error:  # RuntimeError: of the store
+            failure = self._failure(error)
             self.close()
-            raise self._without("come", "connecting", error) from error
+            raise failure from error
         except BaseException:
             self.close()
             raise
@@ -139,9 +142,12 @@ class Links:
                 at = Address.of(heard)
                 self._store.set(f"{self._key}/at/{self.rank}", json.dumps(at))
             if self.above is not None:
-                self._store.wait([self._at(self.above)], _seconds(until))
+                self._wait_for(self._at(self.above), until)
                 theirs = Address(*json.loads(self._store.get(self._at(self.above))))
-                self._keep(self.above, theirs.connect(self.rank, _left(until)))
+                try:
+                    self._keep(self.above, theirs.connect(self.rank, _left(until)))
+                except OSError as error:
+                    raise LostError(f"connecting to rank {self.above}: {error}") from error
             while len(self._sockets) < len(self.below) + (self.above is not None):
                 self._accept(heard, at, until)
         # All below are there when each has said so, and all others when rank 0 has.
@@ -152,6 +158,39 @@ class Links:
         for rank in self.below:
             self.send(rank, b"")
 
+    def _wait_for(self, key: str, until: float) -> None:
+        """Until somebody has set `key`. Raises LostError where a rank cannot connect."""
+        while True:
+            began = time.monotonic()
+            try:
+                self._store.wait([key], _seconds(min(until, began + _LOOK_S)))
+                return
+            except RuntimeError:  # of time that is over, or of the store
+                self._look_for_failure()
+                now = time.monotonic()
+                if now >= until or now < began + _LOOK_S / 2:
+                    raise
+
+    def _look_for_failure(self) -> None:
+        if self._store.check([self._key + _FAILURE]):
+            raise LostError("a rank cannot connect")
+
+    def _failure(self, error: Exception) -> CheckpointError:
+        """Why the ranks do not connect, which those hear that still wait for this one: what a rank
+        has said first."""
+        key = self._key + _FAILURE
+        with contextlib.suppress(RuntimeError):  # of the store
+            if self._store.check([key]):
+                message, rank = json.loads(self._store.get(key))
+                return CheckpointError(message, rank=rank)
+        if isinstance(error, OSError):
+            failure = CheckpointError(f"cannot connect: {error}", rank=self.rank)
+        else:
+            failure = self._without("come", "connecting", error)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(key, json.dumps([failure.message, failure.rank]))
+        return failure
+
     def _at(self, rank: int) -> str:
         return f"{self._key}/at/{rank}"
 
@@ -161,9 +200,12 @@ class Links:
         poll.register(heard, select.POLLIN)
         for connection in self._sockets.values():
             poll.register(connection, select.POLLHUP)  # who has come may have gone
-        events = poll.poll(1000 * _left(until))
+        events = poll.poll(1000 * min(_LOOK_S, _left(until)))
         if not events:
-            raise LostError("not all ranks have come in time")
+            self._look_for_failure()
+            if time.monotonic() >= until:
+                raise LostError("not all ranks have come in time")
+            return
         if all(number != heard.fileno() for number, _ in events):
             raise LostError("a rank has closed its connection")
         known = at.accept(heard, self.below)

@@ -107,6 +107,7 @@ class Ranks:
         """Those of these ranks that are in `group`; all if None."""
         if group is None:
             return set(range(self.size))
+        rank_and_size(group)
         members = dist.get_process_group_ranks(group)
         return {self.members.index(each) for each in members if each in self.members}
 
@@ -162,6 +163,12 @@ class Ranks:
     ) -> list[T]:
         """As `gather`: what `own` has returned on every rank."""
         return self.gather(what, own, lambda values: values, progress=progress, cancel=cancel)
+
+    def each(self, what: str, own: Callable[[], T]) -> T:
+        """As `gather`: what `own` has returned here, of which the others hear nothing."""
+        made: list[T] = []
+        self.gather(what, lambda: made.append(own()), lambda _: None)
+        return made[0]
 
     def decide(self, what: str, decide: Callable[[], T]) -> T:
         """As `gather`: what `decide`, which is called on rank 0 alone, has returned."""
