@@ -166,3 +166,21 @@ def test_values_of_another_shape_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match=r"'w'.*\[2, 2\] is dequantized to \[4\]"):
         dist_checkpointing.save({"w": place("w", padded)}, tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+class Frozen(Float8):
+    """To its `copy_`, as to any operator, it gives a plain copy of itself."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Frozen(args[0].codes, args[0].scale)
+        plain = tree_map_only(Float8, lambda each: each.dequantize(), (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+def test_a_target_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
+    dist_checkpointing.save({"w": place("w", quantized(1, -2, 3, 100))}, tmp_path / "c")
+    target = Frozen(torch.zeros(2, 2, dtype=torch.int8), 0.5)
+    with pytest.raises(CheckpointingException, match="'w'.*its copy_ changes nothing"):
+        dist_checkpointing.load({"w": place("w", target)}, tmp_path / "c")

@@ -164,16 +164,23 @@ def test_their_strategies_are_options(tmp_path: Path) -> None:
             dist_checkpointing.check_is_distributed_checkpoint("msc://profile/c")
 
 
+def _children() -> set[str]:
+    lists = Path("/proc/self/task").glob("*/children")
+    return {pid for each in lists for pid in each.read_text().split()}
+
+
 def test_async_saves(tmp_path: Path) -> None:
     path = str(tmp_path / "c")
+    before = _children()
     with patch_megatron():
         request = dist_checkpointing.save(state(5.0), path, async_sharded_save=True)
         called: list[int] = []
         request.add_finalize_fn(lambda: called.append(1))
         queue = async_utils.AsyncCallsQueue()
         assert queue.schedule_async_request(request) == 0
+        assert _children() == before
         assert queue.maybe_finalize_async_calls(blocking=True) == [0]
-        assert called == [1]
+        assert called == [1] and _children() == before
         assert dist_checkpointing.load(state(0.0), path)["w"].tolist() == [5.0] * 3
         own = async_utils.AsyncRequest(lambda: called.append(2), (), [])
         queue.schedule_async_request(own)

@@ -172,11 +172,10 @@ def save(
         stats.path = place_of(made_save)
         return made_save
 
-    made: list[Save] = []
     try:
         # What is wrong with one rank's arguments is an error of all.
-        ranks.together("save", lambda: made.append(make()))
-        metadata = SavedMetadata(made[0].run(lambda: states_of(state_dict)), stats)
+        made = ranks.each("save", make)
+        metadata = SavedMetadata(made.run(lambda: states_of(state_dict)), stats)
     except BaseException as error:
         stats.error = str(error) or type(error).__name__
         raise
@@ -292,8 +291,6 @@ def load(
             raise InvalidArgumentError("a load without a state_dict makes its own planner")
         return Load(own_planner, reader, place, ranks, progress)
 
-    made: list[Load] = []
-    # What is wrong with one rank's arguments is an error of all.
-    ranks.together("load", lambda: made.append(make()))
-    look_again(lambda: made[0].run(target), ReplacedError)  # what was read is read again
+    made = ranks.each("load", make)  # what is wrong with one rank's arguments is an error of all
+    look_again(lambda: made.run(target), ReplacedError)  # what was read is read again
     return target

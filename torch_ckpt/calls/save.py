@@ -188,7 +188,6 @@ class Save:
     def _run_alone(self, plan: Any, lay_out: Any, write: Any, commit: Any) -> Metadata:
         what, writer = self._what(), self.writer
         planned: list[SavePlan] = []
-        saved: list[Metadata] = []
 
         def begin() -> tuple[str, str] | None:
             with paused_gc(keeps=False):
@@ -211,8 +210,8 @@ class Save:
             progress=self.progress,
             cancel=self.cancel,
         )
-        self.ranks.together(f"commit of {what}", lambda: saved.append(commit(results)))
-        return saved[0]
+        metadata: Metadata = self.ranks.each(f"commit of {what}", lambda: commit(results))
+        return metadata
 
     def _what(self) -> str:
         if not isinstance(self.writer, HuggingFaceStorageWriter):

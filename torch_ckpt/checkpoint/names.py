@@ -1,5 +1,5 @@
-"""Every name on disk that Python knows, once. What stands in these files is in docs/format.md; the
-core's own names are in csrc/format/names.h."""
+"""The names on disk by which Python finds things, each once. What stands in these files is in
+docs/format.md; the core's own names are in csrc/format/names.h."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _BESIDE = re.compile(rf"\.(.+){re.escape(STAGE)}")
 # In a directory of checkpoints.
 CHILD = re.compile(r"step-([0-9]+)")
 LATEST = "LATEST"
-NEW_LATEST = f".{LATEST}.torch_ckpt-new-"  # how the next one's begins
+NEW = ".torch_ckpt-new-"  # behind the name of a file: what is written to take its place
+NEW_LATEST = f".{LATEST}{NEW}"  # how the next one's begins
 _REMOVED = ".torch_ckpt-removed-"
 REMOVED = re.compile(rf"\.{CHILD.pattern}{re.escape(_REMOVED)}[0-9a-f]+")
 

@@ -86,8 +86,9 @@ class Box:
     def _check_data(self, data: Any) -> None:
         if not isinstance(data, torch.Tensor):
             raise self.wrong(f"has a {type(data).__name__} for data")
-        if isinstance(data, DTensor) and self.sizes != self.shape:
-            raise self.wrong("has a DTensor, a whole tensor, for data: give its to_local(), a box")
+        if isinstance(data, DTensor):
+            # Of views of it torch would gather the parts, which not all ranks do.
+            raise self.wrong("has a DTensor for data: give its to_local(), and the box that it is")
         if data.dtype != self.dtype or tuple(data.shape) != self.sizes[self.prepended :]:
             raise self.wrong(
                 f"is said to be {self.dtype} of {list(self.sizes[self.prepended :])} here, and its "

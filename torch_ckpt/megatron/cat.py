@@ -11,7 +11,19 @@ from torch.overrides import TorchFunctionMode
 _CATS = frozenset({torch.cat, torch.concat, torch.concatenate})
 
 
-class _Views(TorchFunctionMode):
+class ViewsForCat(TorchFunctionMode):
+    """Within it torch.cat of what lies in a row gives that memory: the parts of a tensor that a
+    factory has split, as SwiGLU's, were loaded in their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: list[tuple[torch.Tensor, int]] = []  # of such memory, and their versions
+
+    def parts_have_changed(self) -> bool:
+        """Whether a part was written into after it was put in a row: so was what torch.cat gave,
+        which is to be a copy."""
+        return any(part._version != version for part, version in self._parts)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -20,15 +32,10 @@ class _Views(TorchFunctionMode):
             tensors = args[0] if args else keywords.get("tensors")
             dim = args[1] if len(args) > 1 else keywords.get("dim", keywords.get("axis", 0))
             view = in_a_row(tensors, dim)
-            if view is not None:
+            if tensors is not None and view is not None:
+                self._parts += [(part, part._version) for part in tensors]
                 return view
         return func(*args, **keywords)
-
-
-def views_for_cat() -> TorchFunctionMode:
-    """Within it torch.cat of what lies in a row gives that memory: the parts of a tensor that a
-    factory has split, as SwiGLU's, were loaded in their places."""
-    return _Views()
 
 
 def in_a_row(tensors: Any, dim: Any) -> torch.Tensor | None:
@@ -39,7 +46,8 @@ def in_a_row(tensors: Any, dim: Any) -> torch.Tensor | None:
     if not all(type(each) is torch.Tensor and _is_alike(each, first) for each in tensors):
         return None
     dims = first.dim()
-    if not -dims <= dim < dims or first.requires_grad:
+    # Those of inference_mode have no versions.
+    if not -dims <= dim < dims or first.requires_grad or first.is_inference():
         return None
     dim %= dims
     length = _length_in_a_row(tensors, dim)
@@ -47,7 +55,8 @@ def in_a_row(tensors: Any, dim: Any) -> torch.Tensor | None:
         return None
     sizes = list(first.shape)
     sizes[dim] = length
-    return first.as_strided(sizes, first.stride(), first.storage_offset())
+    # `data` has versions of its own: it may be written into, the parts may not.
+    return first.as_strided(sizes, first.stride(), first.storage_offset()).data
 
 
 def _is_alike(each: torch.Tensor, first: torch.Tensor) -> bool:

@@ -19,14 +19,16 @@ from torch_ckpt.checkpoint.checkpoint import look_again
 from torch_ckpt.dcp.node import Node, numbers_of, this_node
 from torch_ckpt.dcp.plan.items import read_items
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
-from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
+from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError, SeenSave, check_seen
+from torch_ckpt.dcp.read.targets import copy_by_itself
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.agreed import agree
 from torch_ckpt.megatron.boxes import Box, Numbers, is_quantized
 from torch_ckpt.megatron.config import CheckpointingException
 from torch_ckpt.megatron.deliveries import Asked, Reads, boxes_to_read, deliver, plan_reads
 from torch_ckpt.megatron.integrity import verify_share
 from torch_ckpt.megatron.request import Request
-from torch_ckpt.megatron.sharding import RankLayout, check_layouts
+from torch_ckpt.megatron.sharding import RankLayout, check_layouts, in_words, listed
 from torch_ckpt.megatron.stored import Stored
 from torch_ckpt.megatron.strategies import Sharing
 from torch_ckpt.megatron.strict import StrictHandling
@@ -35,7 +37,6 @@ from torch_ckpt.planning.local_boxes import LocalBoxes
 from torch_ckpt.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-_SHOWN = 10  # keys in a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +56,10 @@ class LoadOptions:
 
 
 class _Said(NamedTuple):
-    """What a rank tells rank 0. readers: the ranks, by their places, that read with it; None where
-    it reads by itself."""
+    """What a rank tells rank 0. seen: the save that it looks at. readers: the ranks, by their
+    places, that read with it; None where it reads by itself."""
 
+    seen: SeenSave
     layout: RankLayout
     node: Node | None
     readers: frozenset[int] | None
@@ -75,8 +77,13 @@ def load_request(
     state_dict: dict[Any, Any], path: str | os.PathLike[str], options: LoadOptions
 ) -> Loaded:
     """Load what `state_dict` asks for. A collective call of the ranks of the group."""
-    with paused_gc(keeps=False):  # what is made on the way, rank 0 has that of all, is dropped
-        return _loaded(state_dict, path, options, Ranks.of(options.group))
+    ranks = Ranks.of(options.group)
+    try:
+        with paused_gc(keeps=False):  # what is made on the way, rank 0 has that of all, is dropped
+            return look_again(lambda: _loaded(state_dict, path, options, ranks), ReplacedError)
+    except CheckpointError as error:
+        error.file = error.file or os.fsdecode(path)
+        raise
 
 
 def _loaded(
@@ -93,10 +100,12 @@ def _loaded(
         request = found[0][0]
         shares, group, _ = options.sharing
         readers = frozenset(ranks.places_of(group)) if shares else None
-        return _Said(RankLayout.of(request.boxes, request.cells), this_node(), readers)
+        seen = SeenSave(ranks.rank, stored.save_id)
+        return _Said(seen, RankLayout.of(request.boxes, request.cells), this_node(), readers)
 
     def settle(said: list[_Said]) -> list[tuple[set[str], set[str], Reads]]:
-        layouts, nodes, readers = zip(*said, strict=True)
+        seen, layouts, nodes, readers = zip(*said, strict=True)
+        check_seen(found[0][1].path, seen)
         check_layouts(layouts, whole=options.replicas, replicas=options.replicas)
         keys = _settled(layouts, found[0][1].keys(), options.strict)
         asked = [*map(Asked, layouts, numbers_of(nodes), readers)]
@@ -104,7 +113,7 @@ def _loaded(
 
     def fields(said: _Said) -> tuple[Any, Any]:
         depends = (options.strict, options.replicas, sorted(found[0][1].keys()))
-        return (said.layout, said.node, sorted(said.readers or ()), depends), None
+        return (said.layout, said.node, sorted(said.readers or ()), depends), said.seen.save_id
 
     memory = options.sharing.memory
     missing, unexpected, reads = agree(ranks, "what a load asks for", ask, settle, memory, fields)
@@ -124,8 +133,7 @@ def _loaded(
         for box in request.boxes:
             if box.quantized is not None:
                 assert box.data is not None
-                with torch.no_grad():
-                    box.quantized.copy_(box.data)
+                copy_by_itself(box.quantized, box.data, box.key)
                 box.data = box.quantized
         state.update(request.answer(stored.common_of(values)))
 
@@ -158,25 +166,14 @@ def _settled(
         for rank, of_rank in enumerate(unexpected):
             for key in of_rank:
                 asking.setdefault(key, []).append(rank)
-        words = [f"{key} ({_ranks(of_key)})" for key, of_key in sorted(asking.items())]
-        wrong.append(f"Unexpected keys, which are asked for and not stored: {_listed(words)}")
+        words = [f"{key} ({in_words(of_key)})" for key, of_key in sorted(asking.items())]
+        wrong.append(f"Unexpected keys, which are asked for and not stored: {listed(words)}")
     if strict is StrictHandling.RAISE_ALL and missing:
         words = sorted(missing)
-        wrong.append(f"Missing keys, which are stored and no rank asks for: {_listed(words)}")
+        wrong.append(f"Missing keys, which are stored and no rank asks for: {listed(words)}")
     if wrong:
         raise CheckpointingException("; ".join(wrong))
     return [(missing, each) for each in unexpected]
-
-
-def _ranks(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    return f"ranks {_listed([str(number) for number in numbers])}"
-
-
-def _listed(words: list[str]) -> str:
-    more = f", and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
-    return ", ".join(words[:_SHOWN]) + more
 
 
 def _tell(strict: StrictHandling, rank: int, missing: set[str], unexpected: set[str]) -> None:
@@ -186,11 +183,11 @@ def _tell(strict: StrictHandling, rank: int, missing: set[str], unexpected: set[
         logger.warning(
             "Unexpected keys, which rank %d asks for and are not stored; they are left out: %s",
             rank,
-            _listed(sorted(unexpected)),
+            listed(sorted(unexpected)),
         )
     if missing and rank == 0:
         logger.warning(
-            "Missing keys, which are stored and no rank asks for: %s", _listed(sorted(missing))
+            "Missing keys, which are stored and no rank asks for: %s", listed(sorted(missing))
         )
 
 
@@ -211,26 +208,29 @@ def _read(request: Request, stored: Stored, reads: Reads, ranks: Ranks) -> dict[
         targets.update(_targets(boxes_to_read(request.boxes, reads), shapes))
         return targets
 
-    held: list[dict[str, Any]] = []
-    ranks.together("where a load goes", lambda: held.append(state()))
+    values = ranks.each("where a load goes", state)
     reader = CheckpointReader(stored.path, format=stored.format)
     beside = {(request.boxes[at].key, request.boxes[at].offset) for at in reads.beside}
-    look_again(
-        lambda: Load(_Planner(beside), reader, stored.path, ranks).run(held[0]), ReplacedError
-    )
-    return held[0]
+    Load(_Planner(beside, stored, reader), reader, stored.path, ranks).run(values)
+    return values
 
 
 class _Planner(LoadPlanner):
-    """Of a flat state dict, which has all that is asked for. beside: of which boxes it is known
-    that another rank of this node reads them, too; of no others."""
+    """Of a flat state dict, which has all that is asked for of `stored`. beside: of which boxes it
+    is known that another rank of this node reads them, too; of no others."""
 
-    def __init__(self, beside: set[tuple[str, Numbers]]) -> None:
+    def __init__(
+        self, beside: set[tuple[str, Numbers]], stored: Stored, reader: CheckpointReader
+    ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._beside = beside
+        self._source = stored
+        self._reader = reader
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
+        looks = (self._source.save_id, self._reader.save_id)
+        check_seen(self._source.path, [SeenSave(None, each) for each in looks])
         saved = self.metadata.state_dict_metadata
         items = []
         for name, target in self.state_dict.items():

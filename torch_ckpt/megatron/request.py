@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence, Set
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from torch_ckpt.megatron.boxes import Box, Cell
-from torch_ckpt.megatron.cat import views_for_cat
+from torch_ckpt.megatron.cat import ViewsForCat
 from torch_ckpt.megatron.config import CheckpointingException
 from torch_ckpt.megatron.kinds import Kind, kind_of
 
@@ -23,11 +26,17 @@ ABSENT = _Absent()
 
 
 class _Places(dict[int, Any]):
-    """The entries of a list of `length`, where some are missing, by their places."""
+    """The entries of a list of `length`, where some are missing, by their places.
 
-    def __init__(self, entries: Iterable[tuple[int, Any]], length: int) -> None:
+    absent: where a load asks for what is not stored.
+    """
+
+    def __init__(
+        self, entries: Iterable[tuple[int, Any]], length: int, absent: Iterable[int] = ()
+    ) -> None:
         super().__init__(entries)
         self.length = length
+        self.absent = frozenset(absent)
 
 
 class _Built:
@@ -67,6 +76,7 @@ class Request:
         self.boxes: list[Box] = []
         self.cells: list[Cell] = []
         self._tree, common = self._visit(state_dict, ())
+        _check_values(common)
         self.common: dict[Any, Any] = {} if common is ABSENT else dict(common)
 
     def _visit(self, value: Any, path: Path) -> tuple[Any, Any]:
@@ -139,7 +149,9 @@ class Request:
         there = [(key, value) for key, value in entries if value is not ABSENT]
         if not there:
             return ABSENT
-        return _Places(there, node.length) if isinstance(node, _Places) else dict(there)
+        if not isinstance(node, _Places):
+            return dict(there)
+        return _Places(there, node.length, (key for key, value in entries if value is ABSENT))
 
     def _merged_of(self, node: _Built) -> Any:
         parts = self._loaded(node.tree)
@@ -151,8 +163,53 @@ class Request:
                 "only some of the entries that its factory builds are stored",
                 tensor=node.factory.key,
             )
-        with torch.no_grad(), views_for_cat():
-            return _Leaf(node.factory.merge_fn(_closed(parts)))
+        with torch.no_grad(), ViewsForCat() as views:
+            merged = node.factory.merge_fn(_closed(parts))
+        if views.parts_have_changed():
+            raise CheckpointingException(
+                "its merge_fn writes into parts that it has given to torch.cat, which gives the "
+                "memory of loaded parts, not a copy: let it clone the parts first",
+                tensor=node.factory.key,
+            )
+        return _Leaf(merged)
+
+
+# Which look like containers, and hold no entries.
+_TEXTS = (str, bytes, bytearray, memoryview, range)
+
+
+def _check_values(value: Any, path: Path = (), within: tuple[int, ...] = (), of: str = "") -> None:
+    """Raise CheckpointingException, which names the path, where common state holds a DTensor, of
+    which each rank has a part, or an entry, which is looked for in dicts and lists alone. What
+    contains itself is refused when it is written.
+
+    of: the container around `value` that is a value as a whole; "" where there is none.
+    """
+    inside: Any = None
+    if isinstance(value, Mapping):
+        inside = value.items()
+    elif isinstance(value, Sequence | Set) and not isinstance(value, _TEXTS):
+        inside = enumerate(value)
+    elif isinstance(value, Namespace | SimpleNamespace):
+        inside = vars(value).items()
+    if inside is not None:
+        if not of and not isinstance(value, dict | list):
+            of = type(value).__name__
+        for key, entry in inside:
+            if id(entry) not in within:
+                _check_values(entry, (*path, key), (*within, id(entry)), of)
+        return
+    wrong = None
+    if isinstance(value, DTensor):
+        wrong = (
+            "a DTensor has no key: give its to_local() in a ShardedTensor, which says key and box"
+        )
+    elif kind_of(value) is not Kind.VALUE:
+        wrong = (
+            f"a {type(value).__name__} in a {of}, which is a value: put it into a list or a dict"
+        )
+    if wrong is not None:
+        raise CheckpointingException(f"{_said(path)}: {wrong}")
 
 
 def _leaves(node: Any) -> Iterable[Box | Cell]:
@@ -185,7 +242,13 @@ def _merged(common: Any, loaded: Any, path: Path) -> Any:
             for place, entry in loaded.items():
                 there = place in united
                 united[place] = _merged(united[place], entry, (*path, place)) if there else entry
-            return _Places(sorted(united.items()), loaded.length)
+            lost = {*range(loaded.length)} - united.keys() - loaded.absent
+            if lost:  # those behind it would move up
+                raise CheckpointingException(
+                    f"{_said(path)}: {loaded.length} entries are asked for in this list, and the "
+                    f"checkpoint has none at {min(lost)}"
+                )
+            return united
     elif isinstance(loaded, dict) and isinstance(common, dict):
         for key, entry in loaded.items():
             common[key] = _merged(common[key], entry, (*path, key)) if key in common else entry

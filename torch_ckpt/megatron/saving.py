@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from torch_ckpt.calls.api import wait_for_saves_beside
 from torch_ckpt.calls.async_save import async_save
@@ -26,7 +25,6 @@ from torch_ckpt.megatron.agreed import agree
 from torch_ckpt.megatron.async_calls import StartableSave
 from torch_ckpt.megatron.boxes import Box, Numbers
 from torch_ckpt.megatron.config import CheckpointingConfig, CheckpointingException
-from torch_ckpt.megatron.kinds import Kind, kind_of
 from torch_ckpt.megatron.request import Request
 from torch_ckpt.megatron.sharding import RankLayout, check_layouts, check_stored
 from torch_ckpt.megatron.sharing import Share, share_out
@@ -151,15 +149,14 @@ def _agreed_state(
 
     share = agree(ranks, "what a save has", say, settle, options.sharing.memory, fields)
     request = requests[0]
-    state: dict[str, Any] = {}
 
-    def collect() -> None:
+    def collect() -> dict[str, Any]:
         boxes = [box for box in request.boxes if box.main]
         if share is not None:
             boxes = [request.boxes[place].rows(begin, end) for place, begin, end in share]
-        state.update(_tensors(boxes))
+        return dict(_tensors(boxes))
 
-    ranks.together("what a save writes", collect)
+    state = ranks.each("what a save writes", collect)
     state.update((cell.name, [cell.value]) for cell in request.cells if cell.main)
     if ranks.rank == 0:
         state[MEGATRON_COMMON] = [request.common]
@@ -179,7 +176,6 @@ def _said(request: Request, ranks: Ranks, options: SaveOptions) -> _Said:
         raise CheckpointingException(
             f"the state dict has values under '{CONTENT_KEY}', where content_metadata goes"
         )
-    _check_common(request.common, ())
     compared = request.common
     if options.replicas and options.preprocess is not None:
         compared = options.preprocess(compared)
@@ -197,28 +193,6 @@ def _check_names(request: Request) -> None:
     for leaf in request.leaves():
         if leaf.key in _RESERVED:
             raise CheckpointingException("this key is reserved: give it another", tensor=leaf.key)
-
-
-def _check_common(value: Any, path: tuple[Any, ...], within: tuple[int, ...] = ()) -> None:
-    """Common state holds no DTensor, of which each rank has a part, and no entries, which are not
-    looked for in tuples. What contains itself is refused when it is written."""
-    if isinstance(value, dict | list | tuple):
-        inner = (*within, id(value))
-        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-            if id(entry) not in inner:
-                _check_common(entry, (*path, key), inner)
-        return
-    wrong = None
-    if isinstance(value, DTensor):
-        wrong = (
-            "a DTensor has no key: give its to_local() in a ShardedTensor, which says key and box"
-        )
-    elif kind_of(value) is not Kind.VALUE:
-        wrong = (
-            f"a {type(value).__name__} in a tuple, which is a value: put it into a list or a dict"
-        )
-    if wrong is not None:
-        raise CheckpointingException(f"{'.'.join(map(str, path))}: {wrong}")
 
 
 def _tensors(boxes: list[Box]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -252,7 +226,9 @@ def _digests(common: dict[Any, Any]) -> dict[str, Digest]:
         if isinstance(value, dict | list) and value:
             entries = value.items() if isinstance(value, dict) else enumerate(value)
             for key, entry in entries:
-                visit(entry, f"{path}.{key}" if path else str(key))
+                # The key 1 is none of "1", nor "a.b" what "a" has under "b".
+                word = key if isinstance(key, str) and "." not in key else repr(key)
+                visit(entry, f"{path}.{word}" if path else word)
             return
         try:
             found[path] = object_digest(value, path)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.boxes import Box, Cell, Numbers
 from torch_ckpt.megatron.config import CheckpointingException
 from torch_ckpt.native import core
+
+_SHOWN = 10  # words in a message
 
 
 class BoxLayout(NamedTuple):
@@ -102,7 +105,10 @@ def check_stored(ranks: Sequence[RankLayout]) -> None:
         keys -= {box.key for box in stored if box.elements or not math.prod(box.shape)}
         keys -= {cell.key for cell in layout.cells if cell.main}
     for key in sorted(keys):
-        raise CheckpointingException("no rank is the main replica of any of it", tensor=key)
+        having = in_words(rank for rank, layout in enumerate(ranks) if key in layout.keys())
+        raise CheckpointingException(
+            f"no rank is the main replica of any of it; replicas are on {having}", tensor=key
+        )
 
 
 def _check_alike(key: str, boxes: list[tuple[int, BoxLayout]]) -> None:
@@ -157,12 +163,62 @@ def _check_tiled(key: str, boxes: list[tuple[int, BoxLayout]], replicas: bool) -
         _check_disjoint(key, [*mains.values()])
     if stored == whole:
         return
-    held = sorted({box.offset for _, box in boxes} - {offset for offset, _ in mains})
-    lacking = f"; no rank is the main replica of its box at {list(held[0])}" if held else ""
+    where = in_words({rank for rank, _ in mains.values()})
     what = "overlap or reach outside of it" if stored > whole else "leave a hole"
+    lacking = ""
+    if stored < whole:
+        grid = None
+        if first.grid is not None:
+            cuts = zip(first.grid, first.sizes, strict=True)
+            grid = [range(0, n * size, size or 1) for n, size in cuts]
+        offsets = [(rank, box.offset) for rank, box in boxes]
+        lacking = _lacking("box", offsets, {offset for offset, _ in mains}, grid)
     raise CheckpointingException(
-        f"its main replicas {what}: they have {stored} of its {whole} elements{lacking}", tensor=key
+        f"its main replicas, on {where}, {what}: they have {stored} of its {whole} "
+        f"elements{lacking}",
+        tensor=key,
     )
+
+
+def _lacking(
+    what: str,
+    offsets: list[tuple[int, Numbers]],
+    mains: Container[Numbers],
+    grid: Sequence[range] | None,
+) -> str:
+    """The first offset, of those that ranks have and of `grid`, at which none is the main replica:
+    in words, with the ranks that have it; "" where none is known."""
+    held: dict[Numbers, set[int]] = {}
+    for rank, offset in offsets:
+        if offset not in mains:
+            held.setdefault(offset, set()).add(rank)
+    if held:
+        offset = min(held)
+        have = (
+            f", which {in_words(held[offset])} has"
+            if len(held[offset]) == 1
+            else (f", which {in_words(held[offset])} have")
+        )
+        return f"; no rank is the main replica of its {what} at {list(offset)}{have}"
+    for offset in itertools.product(*grid) if grid is not None else ():
+        if offset not in mains:
+            return f"; no rank has its {what} at {list(offset)}"
+    return ""
+
+
+def in_words(ranks: Iterable[int]) -> str:
+    """ "rank 3", or "ranks 0, 1, and 12 more"."""
+    numbers = sorted(ranks)
+    if not numbers:
+        return "no rank"
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {listed(map(str, numbers))}"
+
+
+def listed(words: Iterable[str]) -> str:
+    """The first of them, and how many more there are."""
+    all_ = [*words]
+    more = f", and {len(all_) - _SHOWN} more" if len(all_) > _SHOWN else ""
+    return ", ".join(all_[:_SHOWN]) + more
 
 
 def _check_disjoint(key: str, boxes: list[tuple[int, BoxLayout]]) -> None:
@@ -203,9 +259,10 @@ def _check_cells(
             )
         mains[cell.offset] = rank
     number = math.prod(first.shape)
+    offsets = [(rank, cell.offset) for rank, cell in cells]
     if whole and len(mains) != number and -1 not in first.shape:
         raise CheckpointingException(
             f"{len(mains)} of its grid of {list(first.shape)} objects have a main replica, "
-            f"{number} are due",
+            f"{number} are due" + _lacking("object", offsets, mains, [*map(range, first.shape)]),
             tensor=key,
         )

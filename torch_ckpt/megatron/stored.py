@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_ckpt.calls.api import load
+from torch_ckpt.calls.stored import StoredObjects, StoredTensor
 from torch_ckpt.checkpoint.checkpoint import Checkpoint
 from torch_ckpt.checkpoint.description import entry_paths
 from torch_ckpt.checkpoint.megatron_form import (
@@ -24,12 +25,13 @@ from torch_ckpt.checkpoint.names import (
     MEGATRON_OBJECT,
 )
 from torch_ckpt.dcp.read.read_objects import ObjectReader
-from torch_ckpt.errors import CorruptError
+from torch_ckpt.dcp.read.reader import ReplacedError
+from torch_ckpt.errors import ConflictError, CorruptError
 from torch_ckpt.megatron.boxes import Numbers
 from torch_ckpt.megatron.config import CheckpointingException, maybe_load_config
 from torch_ckpt.native.core import STRUCTURE
 from torch_ckpt.native.dtypes import PACKED, TORCH_DTYPES
-from torch_ckpt.native.opened import OpenedCheckpoint, StoredType
+from torch_ckpt.native.opened import Listing, OpenedCheckpoint, StoredType
 from torch_ckpt.objects.types import DTYPES
 from torch_ckpt.options import local_path
 from torch_ckpt.planning.flatten import check_structure, rebuild
@@ -59,6 +61,7 @@ class Stored:
     """One look at the checkpoint in a directory.
 
     format: what a CheckpointReader is to read it as; None for ours.
+    save_id: of the save that is seen; "" for a directory of Megatron's.
     """
 
     def __init__(self, checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -84,7 +87,10 @@ class Stored:
         if backend == (BACKEND, WITH_LEAVES):
             self._leaves, bare = form_with_leaves(self.path)
             self._lists = not bare
-        listing = OpenedCheckpoint(self.path, self.format).listing()
+        opened = OpenedCheckpoint(self.path, self.format)
+        listing = opened.listing()
+        self._look = (opened, listing) if self._leaves is not None else None
+        self.save_id = listing.save_id
         objects = listing.objects()
         self._stored_objects = frozenset(objects)
         if lost := (self._leaves or frozenset()).difference(listing.names):
@@ -126,9 +132,10 @@ class Stored:
     def name_of(self, unique_key: str) -> str:
         """Under which name the object of that unique key is stored: early releases of Megatron
         left out the last size of its grid."""
-        early = unique_key.rpartition(".")[0]
+        early, _, last = unique_key.rpartition(".")
         is_early = (
             unique_key not in self._stored_objects
+            and last.isdigit()
             and early in self._stored_objects
             and early.rpartition("/")[2].count("_") == 2  # shard_<offset>_<sizes>
         )
@@ -147,8 +154,8 @@ class Stored:
     def common_of(self, values: dict[str, Any]) -> dict[Any, Any]:
         """The common state, and what the checkpoint says of itself in it, of the values by name."""
         common: Any = {}
-        if self._leaves is not None:
-            common = self._of_leaves(self._leaves)
+        if self._leaves is not None and self._look is not None:
+            common = self._of_leaves(self._leaves, *self._look)
         elif MEGATRON_COMMON in values:
             common = self.object_of(values[MEGATRON_COMMON], MEGATRON_COMMON)
         elif self.format is not None:
@@ -161,19 +168,29 @@ class Stored:
             common[CONTENT_KEY] = self.object_of(values[MEGATRON_CONTENT], MEGATRON_CONTENT)
         return common
 
-    def _of_leaves(self, leaves: frozenset[str]) -> dict[Any, Any]:
-        whole = Checkpoint(self.path)
-        opened = OpenedCheckpoint(self.path)
-        listing = opened.listing()
-        values = {
-            name: whole[name][...] if name in whole else whole.objects[name]
-            for name in listing.names
-            if name in leaves
-        }
+    def _of_leaves(
+        self, leaves: frozenset[str], opened: OpenedCheckpoint, listing: Listing
+    ) -> dict[Any, Any]:
+        tensors = listing.tensors()
+        objects = StoredObjects(opened, listing, True)
+
+        def value_of(name: str) -> Any:
+            if name not in tensors:
+                return objects[name]
+            stored, why = tensors[name], listing.unread.get(name)
+            tensor = StoredTensor(
+                opened, name, stored, tensors, verify=True, direct_io=True, unread=why
+            )
+            return tensor[...]
+
         structure = None
-        if STRUCTURE in self._stored_objects:
-            reader = ObjectReader(opened, listing, verify=True, allow_pickle=False)
-            structure = check_structure(reader.read_one(STRUCTURE))
+        try:
+            values = {name: value_of(name) for name in listing.names if name in leaves}
+            if STRUCTURE in self._stored_objects:
+                reader = ObjectReader(opened, listing, verify=True, allow_pickle=False)
+                structure = check_structure(reader.read_one(STRUCTURE))
+        except ConflictError as error:
+            raise ReplacedError(error.message, file=error.file) from error
         paths = dict(zip(listing.names, entry_paths(listing), strict=True))
         return rebuild(values, paths, structure)
 

@@ -19,7 +19,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from torch_ckpt.checkpoint.names import JOURNAL, MANIFEST, METADATA, PART_MANIFEST, RANK_METADATA
+from torch_ckpt.checkpoint.names import (
+    JOURNAL,
+    MANIFEST,
+    METADATA,
+    NEW,
+    PART_MANIFEST,
+    RANK_METADATA,
+)
 from torch_ckpt.dcp.read import reader
 from torch_ckpt.dcp.read.reader import CheckpointReader
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
@@ -110,7 +117,7 @@ def _leave_metadata(path: str | os.PathLike[str]) -> None:
     """`.metadata`, in the directory `path`. Several saves may come to this at the same time."""
     name = os.path.join(path, METADATA)
     if not _is_ours(name):
-        write_durably(name, _SAYS, f"{name}.torch_ckpt-new-{secrets.token_hex(8)}")
+        write_durably(name, _SAYS, f"{name}{NEW}{secrets.token_hex(8)}")
 
 
 def _is_ours(metadata: str) -> bool:

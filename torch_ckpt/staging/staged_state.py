@@ -41,7 +41,7 @@ class StagedState(dict[str, Any]):
 
     Equal to the state it was made of, type for type but for the outermost dict. The region is
     leased until `end`, or until the state and the last of its tensors are gone. How it goes to
-    another process is in dcp/crossing.py.
+    another process is in staging/crossing.py.
     """
 
     def __init__(self, *items: Any) -> None:

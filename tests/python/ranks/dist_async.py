@@ -51,6 +51,7 @@ def async_saves_are_finalized_at_one_poll(context: Context) -> None:
         request = dist_checkpointing.save(state, path, async_sharded_save=True)
         assert request is not None
         request.add_finalize_fn(dist.barrier)
+        request.add_finalize_fn(lambda number=number: order.append(number))
         request.add_finalize_fn(
             lambda number=number, path=path: order.append(
                 (number, dist_checkpointing.check_is_distributed_checkpoint(path))
@@ -66,7 +67,7 @@ def async_saves_are_finalized_at_one_poll(context: Context) -> None:
     done = polled(queue, 3)
     assert [number for number, _ in done] == [0, 1, 2]
     assert len({tuple(each) for each in everywhere(done)}) == 1, everywhere(done)
-    assert order == [(0, True), (1, True), (2, True)]
+    assert order == [0, (0, True), 1, (1, True), 2, (2, True)]
     assert queue.get_num_unfinalized_calls() == 0
     for number in range(3):
         loaded = dist_checkpointing.load(

@@ -15,6 +15,7 @@ from ranks.run import Context, cases, everywhere, raised
 
 import torch_ckpt
 from torch_ckpt.megatron import dist_checkpointing, saving
+from torch_ckpt.megatron.dist_checkpointing.core import CheckpointingException
 from torch_ckpt.megatron.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -208,10 +209,13 @@ def large_parts_are_written_by_all_that_have_them(context: Context) -> None:
             ]
         }
 
-    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy())
-    dist_checkpointing.save(state(True), path, strategy)
-    sizes = [each.stat().st_size for each in path.glob("shard-*.safetensors")]
-    assert len(sizes) == world and max(sizes) - min(sizes) < 1.2 * (1 << 20), sizes
+    for strategy in (
+        TorchDistSaveShardedStrategy(keep_only_main_replica=False),
+        FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy()),
+    ):
+        dist_checkpointing.save(state(True), path, strategy)
+        sizes = [each.stat().st_size for each in path.glob("shard-*.safetensors")]
+        assert len(sizes) == world and max(sizes) - min(sizes) < 1.2 * (1 << 20), sizes
     loaded = dist_checkpointing.load(state(False), path, verify_integrity=True)
     assert torch.equal(torch.stack(loaded["layers"]), value)
     whole_ones = dist_checkpointing.load_plain_tensors(path)
@@ -299,6 +303,43 @@ def ranks_share_within_groups(context: Context) -> None:
     assert all(torch.equal(loaded[name], whole(name, 512)) for name in ("a", "b"))
     files = torch_ckpt.open(path).describe().files
     assert len([each for each in files if each.name.endswith(".safetensors")]) == 2
+
+
+@case
+def a_group_loads_by_itself(context: Context) -> None:
+    """Each asks for what the others do not, and its errors count ranks within it."""
+    if context.world < 4:
+        return
+    path = context.folder / "c"
+    names = ("a", "b")
+    dist_checkpointing.save(
+        {
+            name: ShardedTensor.from_rank_offsets(name, whole(name, 8), replica_id=context.rank)
+            for name in names
+        },
+        path,
+    )
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own = context.rank // 2
+
+    def request(size: int) -> dict[str, Any]:
+        place = (0, context.rank % 2, 2)
+        return {"w": ShardedTensor.from_rank_offsets(names[own], torch.zeros(size), place)}
+
+    half = slice(4 * (context.rank % 2), 4 * (context.rank % 2) + 4)
+    loaded = dist_checkpointing.load(request(4), path, process_group=groups[own])["w"]
+    assert torch.equal(loaded, whole(names[own], 8)[half])
+    error = raised(
+        lambda: dist_checkpointing.load(
+            request(4 if context.rank % 2 == 0 else 3), path, process_group=groups[own]
+        ),
+        "ranks 0 and 1 disagree",
+        f"'{names[own]}'",
+    )
+    assert isinstance(error, CheckpointingException)
+    outside = groups[1 - own]
+    error = raised(lambda: dist_checkpointing.load({}, path, process_group=outside), "is not in")
+    assert isinstance(error, CheckpointingException)
 
 
 @case

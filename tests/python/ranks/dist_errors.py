@@ -3,6 +3,10 @@ checkpoint stays."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +65,10 @@ def boxes_that_are_not_each_once_are_errors_of_all(context: Context) -> None:
     wrong = {
         "main replica": cut(offset=(0, world)),
         "hole": cut(replica=1 if last else 0),
+        f"main replica of its box at [{4 * (world - 1)}, 0], which rank {world - 1} has": cut(
+            replica=1 if last else 0
+        ),
+        f"no rank has its box at [{4 * world}, 0]": cut(offset=(rank, world + 1)),
         "disagree": cut(dtype=torch.float16 if last else torch.float32),
         "ranks 0 and": cut(shape=(5, 2) if last else (4, 2)),
         "boxes of any sizes": {
@@ -72,10 +80,18 @@ def boxes_that_are_not_each_once_are_errors_of_all(context: Context) -> None:
         ),
         "grid of": {"w": ShardedObject("w", 1, (world + 1 if last else world,), (rank,))},
         "are due": {"w": ShardedObject("w", 1, (world + 1,), (rank,))},
+        f"no rank has its object at [{world}]": {"w": ShardedObject("w", 1, (world + 1,), (rank,))},
+        f"its object at [{world - 1}], which rank {world - 1} has": {
+            "w": ShardedObject("w", 1, (world,), (rank,), replica_id=1 if last else 0)
+        },
         "its object at": {"w": ShardedObject("w", 1, (world,), (0,))},
     }
     if world == 1:
-        wrong = {says: wrong[says] for says in ("hole", "which make", "are due")}
+        wrong = {
+            says: state
+            for says, state in wrong.items()
+            if says in ("hole", "which make", "are due") or says.startswith("no rank has")
+        }
     for says, state in wrong.items():
         error = raised(lambda state=state: dist_checkpointing.save(state, path), says, "'w'")
         assert isinstance(error, CheckpointingException)
@@ -186,12 +202,85 @@ def damage_is_an_error_of_all(context: Context) -> None:
             if damaged is not None:
                 file.write_bytes(damaged)
         dist.barrier()
-        for options in ({}, {"verify_integrity": True}):
+        for asked, options in ((state(False), {}), ({}, {"verify_integrity": True})):
             error = raised(
-                lambda options=options: dist_checkpointing.load(state(False), path, **options),
+                lambda asked=asked, options=options: dist_checkpointing.load(
+                    asked, path, **options
+                ),
                 "shard-",
             )
             assert isinstance(error, CheckpointingException)
+
+
+@case
+def arguments_of_one_rank_are_an_error_of_all(context: Context) -> None:
+    """Before anything is waited for: also what has no path, or is of no kind."""
+    last, path = context.rank == context.world - 1, context.folder / "c"
+    save, load = dist_checkpointing.save, dist_checkpointing.load
+    save({"step": 1}, path)
+    own = ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=context.rank)
+    calls = {
+        "PathLike": lambda: save({"w": own}, None if last else path),
+        "or os.PathLike": lambda: save({"w": own}, None if last else path, async_sharded_save=True),
+        "://": lambda: save({"w": own}, "msc://profile/c" if last else path),
+        "no strategy of a save": lambda: save({}, path, object() if last else None),
+        "async_strategy": lambda: save({}, path, async_strategy="other" if last else "nvrx"),
+        "strict is one of": lambda: load({}, path, strict="oops" if last else "raise_all"),
+        "no strategy of a load": lambda: load({}, path, object() if last else None),
+        "no such directory": lambda: dist_checkpointing.load_plain_tensors(
+            context.folder / "nowhere" if last else path
+        ),
+    }
+    for says, call in calls.items():
+        raised(call, says)
+        assert load({}, path) == {"step": 1}
+
+
+@case
+def entries_that_are_no_entries_are_an_error_of_all(context: Context) -> None:
+    """In a value, as of a rank whose common state is not the one that is stored."""
+    rank, path = context.rank, context.folder / "c"
+    dist_checkpointing.save({"step": 1}, path)
+    last = rank == context.world - 1
+    own = ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=0 if last else 1)
+    state = {"held": deque([own])} if last else {"step": 2}
+    for call in (dist_checkpointing.save, dist_checkpointing.load):
+        error = raised(lambda call=call: call(state, path), f"rank {context.world - 1}", "held.0")
+        assert isinstance(error, CheckpointingException) and "in a deque" in str(error)
+
+
+@case
+def what_is_no_checkpoint_is_an_error_of_all(context: Context) -> None:
+    path = context.folder / "c"
+    wrong = {
+        "no such directory": None,
+        "no metadata.json": "",
+        "is no JSON": "{",
+        "is of the backend other": '{"sharded_backend": "other"}',
+    }
+    for says, config in wrong.items():
+        dist.barrier()
+        if context.rank == 0 and config is not None:
+            path.mkdir(exist_ok=True)
+            if config:
+                (path / "metadata.json").write_text(config)
+        dist.barrier()
+        error = raised(lambda: dist_checkpointing.load({}, path), says, str(path))
+        assert isinstance(error, CheckpointingException)
+
+
+@contextlib.contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """What the loggers below `name` say."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
 
 
 def without_data(lacks: bool) -> ShardedTensor:
@@ -222,13 +311,21 @@ def keys_that_do_not_fit(context: Context) -> None:
     unexpected = {f"more.{rank}"} if last else set()
     for strict in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
         error = raised(
-            lambda strict=strict: load(request(), path, strict=strict), "Unexpected keys", "more."
+            lambda strict=strict: load(request(), path, strict=strict),
+            "Unexpected keys",
+            f"more.{context.world - 1} (rank {context.world - 1})",
+            str(path),
         )
         assert isinstance(error, CheckpointingException)
         assert ("Missing keys" in str(error)) == (strict == "raise_all")
     for strict in ("log_unexpected", "log_all", "ignore_all"):
-        loaded = load(request(), path, strict=strict)
+        with logged("torch_ckpt.megatron") as told:
+            loaded = load(request(), path, strict=strict)
         assert loaded.keys() == {"a", "x"}, loaded
+        said = [each.partition(" keys")[0] for each in told]
+        unexpected_here = ["Unexpected"] * (last and strict != "ignore_all")
+        missing_here = ["Missing"] * (rank == 0 and strict == "log_all")
+        assert said == unexpected_here + missing_here, everywhere(told)
     for strict, missing in (("return_unexpected", set()), ("return_all", {"b"})):
         loaded, lacking, left = load(request(), path, strict=strict)
         assert loaded.keys() == {"a", "x"}

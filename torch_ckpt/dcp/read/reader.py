@@ -55,10 +55,14 @@ def check_seen(path: str, storage_data: Sequence[Any]) -> None:
     other = next((each for each in seen if each.save_id != seen[0].save_id), None)
     if other is not None:
         raise ReplacedError(
-            f"is being replaced: rank {seen[0].rank} sees save {seen[0].save_id or 'none'}, "
-            f"rank {other.rank} sees {other.save_id or 'none'}",
+            f"is being replaced: {_who(seen[0])} sees save {seen[0].save_id or 'none'}, "
+            f"{_who(other)} sees {other.save_id or 'none'}",
             file=path,
         )
+
+
+def _who(seen: SeenSave) -> str:
+    return "this look" if seen.rank is None else f"rank {seen.rank}"
 
 
 class CheckpointReader(StockReader):
@@ -122,6 +126,11 @@ class CheckpointReader(StockReader):
             own._process_read_request is not StockReader._process_read_request
             or own._read_files_from_queue is not StockReader._read_files_from_queue
         )
+
+    @property
+    def save_id(self) -> str:
+        """Of the save that it sees; "" where there is none."""
+        return self._list().save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(checkpoint_id)
@@ -195,7 +204,7 @@ class CheckpointReader(StockReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Note which save this rank sees, for the coordinator."""
         plan = super().prepare_local_plan(plan)
-        seen = SeenSave(self.rank, self._list().save_id)
+        seen = SeenSave(self.rank, self.save_id)
         return replace(plan, storage_data=seen) if plan.storage_data is None else plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

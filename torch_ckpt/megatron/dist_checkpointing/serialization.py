@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torch_ckpt.checkpoint.checkpoint import look_again
+from torch_ckpt.dcp.read.reader import ReplacedError
 from torch_ckpt.megatron.async_calls import AsyncRequest, check_async_strategy
 from torch_ckpt.megatron.config import as_megatron_says, check_is_distributed_checkpoint
 from torch_ckpt.megatron.leaves import (
@@ -29,6 +31,8 @@ from torch_ckpt.megatron.strategies import (
     sharing_of_load,
 )
 from torch_ckpt.megatron.strict import StrictHandling, parse_strict_flag
+from torch_ckpt.options import local_path
+from torch_ckpt.ranks import Ranks
 
 __all__ = [
     "CkptShardedMetadata",
@@ -88,14 +92,19 @@ def save(
     of a failed save is left. TypeError for another async_strategy, and for what is no strategy of
     a save; ValueError for a backend that is not written.
     """
-    check_async_strategy(async_strategy)
-    options = SaveOptions(
-        replicas=validate_access_integrity,
-        sharing=sharing_of(sharded_strategy),
-        preprocess=preprocess_common_before_consistancy_check,
-        content=content_metadata,
-    )
+
+    def arguments() -> SaveOptions:
+        check_async_strategy(async_strategy)
+        local_path(checkpoint_dir)
+        return SaveOptions(
+            replicas=validate_access_integrity,
+            sharing=sharing_of(sharded_strategy),
+            preprocess=preprocess_common_before_consistancy_check,
+            content=content_metadata,
+        )
+
     with as_megatron_says():
+        options = Ranks.of(None).each("arguments of a save", arguments)
         if async_sharded_save:
             prepared = prepared_save(sharded_state_dict, checkpoint_dir, options)
             return AsyncRequest(prepared, (), [prepared.committed])
@@ -136,18 +145,20 @@ def load(
     NotImplementedError for an exchange_algo that is none of Megatron's; CheckpointingException or
     OSError, on every rank: tensors may then be filled in part.
     """
-    flag = parse_strict_flag(strict)
-    sharing = sharing_of_load(sharded_strategy)
-    options = LoadOptions(
-        strict=flag,
-        replicas=validate_access_integrity,
-        verify=verify_integrity,
-        group=process_group,
-        sharing=sharing,
-    )
+
+    def arguments() -> LoadOptions:
+        return LoadOptions(
+            strict=parse_strict_flag(strict),
+            replicas=validate_access_integrity,
+            verify=verify_integrity,
+            group=process_group,
+            sharing=sharing_of_load(sharded_strategy),
+        )
+
     with as_megatron_says():
+        options = Ranks.of(process_group).each("arguments of a load", arguments)
         loaded = load_request(sharded_state_dict, checkpoint_dir, options)
-    if flag in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL):
+    if options.strict in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL):
         return loaded.state, loaded.missing, loaded.unexpected
     return loaded.state
 
@@ -159,7 +170,7 @@ def load_common_state_dict(checkpoint_dir: CheckpointDir) -> StateDict:
     be read; OSError.
     """
     with as_megatron_says():
-        return Stored(checkpoint_dir).common()
+        return look_again(lambda: Stored(checkpoint_dir).common(), ReplacedError)
 
 
 def load_content_metadata(
@@ -222,7 +233,10 @@ def load_plain_tensors(checkpoint_dir: CheckpointDir) -> StateDict:
     """All tensors of the checkpoint in `checkpoint_dir`, of their global shapes and dtypes, in new
     memory of the CPU on every rank, by their keys, and the common state. A collective call. Raises
     CheckpointingException or OSError, on every rank."""
-    request: ShardedStateDict = dict(load_tensors_metadata(checkpoint_dir))
+    with as_megatron_says():
+        ranks = Ranks.of(None)
+        found = ranks.each("tensors that are stored", lambda: load_tensors_metadata(checkpoint_dir))
+    request: ShardedStateDict = dict(found)
     state = load(request, checkpoint_dir, validate_access_integrity=False)
     assert isinstance(state, dict)
     return state
