@@ -57,4 +57,5 @@ def test_the_table_says_what_is_walked(job: str, tmp_path: Path) -> None:
     counts = walk(calls(tmp_path)[job]).counts()
     printed = table()[job]
     # Versions of torch and Python differ by a little, and so does who waits for whom.
+    assert abs(counts[0] - printed[0]) <= 1, counts
     assert all(abs(a - b) <= 2 + b / 10 for a, b in zip(counts, printed, strict=True)), counts
