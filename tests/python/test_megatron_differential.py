@@ -286,6 +286,31 @@ def test_states_of_optimizers() -> None:
         )
 
 
+def test_parameters_and_states_of_them() -> None:
+    model = torch.nn.Linear(3, 2)
+    given = [*model.parameters(), model.weight]
+
+    def made(kinds: Any, functions: Any) -> list[Any]:
+        numbers = functions.get_optim_param_to_id_map(given)
+        entry = kinds.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2))
+        make = functions.make_sharded_optimizer_tensor
+        moment = make(entry, torch.ones(2, 3, dtype=torch.bfloat16), "optimizer.state.exp_avg")
+        factory = kinds.ShardedTensorFactory("f", torch.zeros(2), lambda *_: {}, sum)
+        of_factory = make(factory, torch.ones(2), "optimizer")
+        with pytest.raises((CheckpointingException, AssertionError), match=r"\(?\[?3, 3"):
+            make(entry, torch.ones(3, 3), "optimizer")
+        empty = entry.without_data()
+        empty.init_data("cpu", torch.ones)
+        filled = empty.data
+        empty.init_data("cpu", torch.zeros)
+        ids = [numbers[id(parameter)] for parameter in model.parameters()]
+        assert empty.data is filled and filled.dtype == torch.float32 and filled.all()
+        return [ids, said(moment), of_factory.key, of_factory.data.tolist(), filled.shape]
+
+    ours, theirs = made(mapping, optimizer), made(their_mapping, their_optimizer)
+    assert ours == theirs
+
+
 def test_factories() -> None:
     for kinds in (mapping, their_mapping):
         tree = {"a": [kinds.ShardedTensorFactory("k", 1, lambda *_: {"x": 1, "y": 2}, sum), 4]}

@@ -17,6 +17,7 @@ from torch_ckpt.cli import cli
 from torch_ckpt.megatron import dist_checkpointing
 from torch_ckpt.megatron.dist_checkpointing.core import CheckpointingException
 from torch_ckpt.megatron.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch_ckpt.megatron.dist_checkpointing.validation import StrictHandling
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "megatron_zarr_2ranks"
 SAID = json.loads((FIXTURE / "expected.json").read_text())
@@ -43,6 +44,34 @@ def test_it_is_read() -> None:
     assert checkpoint.objects["iteration"] == SAID["iteration"]
     loaded = torch_ckpt.load(path=FIXTURE / "checkpoint")
     assert all(torch.equal(loaded[name], value) for name, value in wanted().items())
+
+
+@pytest.mark.parametrize("strict", [*StrictHandling], ids=lambda each: each.value)
+def test_keys_that_do_not_fit(strict: StrictHandling) -> None:
+    path = FIXTURE / "checkpoint"
+    request: dict[str, Any] = dict(dist_checkpointing.load_sharded_metadata(path))
+    lacking = request.pop("rows")
+    more = ShardedTensor.from_rank_offsets("more", torch.zeros(2))
+    request["more"] = more
+
+    def load() -> Any:
+        return dist_checkpointing.load(
+            request, path, validate_access_integrity=False, strict=strict
+        )
+
+    if strict.value in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
+        with pytest.raises(CheckpointingException, match="Unexpected keys.*more") as caught:
+            load()
+        assert ("Missing keys" in str(caught.value)) == (strict.value == "raise_all")
+        return
+    found = load()
+    if strict.value.startswith("return"):
+        found, missing, unexpected = found
+        all_ = strict.value == "return_all"
+        assert (missing, unexpected) == ({lacking.key} if all_ else set(), {"more"})
+    assert "more" not in found and "rows" not in found
+    others = [name for name in wanted() if name != "rows"]
+    assert others and all(torch.equal(found[name], wanted()[name]) for name in others)
 
 
 def test_it_is_loaded_as_megatron_does() -> None:

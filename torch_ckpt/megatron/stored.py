@@ -135,7 +135,7 @@ class Stored:
         early, _, last = unique_key.rpartition(".")
         is_early = (
             unique_key not in self._stored_objects
-            and last.isdigit()
+            and last.lstrip("-").isdigit()
             and early in self._stored_objects
             and early.rpartition("/")[2].count("_") == 2  # shard_<offset>_<sizes>
         )
