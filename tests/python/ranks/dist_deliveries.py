@@ -32,16 +32,25 @@ def whole(name: str, *shape: int) -> torch.Tensor:
     return torch.rand(shape, generator=generator)
 
 
-@contextlib.contextmanager
-def on_nodes(context: Context, count: int) -> Iterator[list[int]]:
-    """As if the ranks were on `count` nodes, with small pieces. Yields a list of the bytes that each
-    native call of this rank reads."""
-    node = Node("boot", str(context.rank * count // context.world), 0)
-    read, sizes = operators.read, []
+class Reads(list[int]):
+    """The bytes that each native call of this rank reads.
 
-    def counted(into: Any, *arguments: Any) -> Any:
+    shared: of how many targets it is told that another rank of this node reads them as well.
+    """
+
+    shared = 0
+
+
+@contextlib.contextmanager
+def on_nodes(context: Context, count: int) -> Iterator[Reads]:
+    """As if the ranks were on `count` nodes, with small pieces."""
+    node = Node("boot", str(context.rank * count // context.world), 0)
+    read, sizes = operators.read, Reads()
+
+    def counted(into: Any, plan: dict[str, Any], *arguments: Any) -> Any:
         sizes.append(sum(each.nbytes for each in into))
-        return read(into, *arguments)
+        sizes.shared += len(plan.get("shared", ()))
+        return read(into, plan, *arguments)
 
     with (
         mock.patch("torch_ckpt.megatron.loading.this_node", return_value=node),
@@ -91,6 +100,7 @@ def each_byte_is_read_once(context: Context) -> None:
             assert total <= whole_job < 1.1 * total + 20_000, (count, whole_job, total)
         else:
             assert whole_job >= world * (total - own.nbytes)  # from the page cache
+            assert sizes.shared == (len(names) if world > 1 else 0), everywhere(sizes.shared)
 
 
 @case
