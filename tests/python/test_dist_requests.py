@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_ckpt
-from torch_ckpt.megatron import dist_checkpointing, loading
+from torch_ckpt.megatron import dist_checkpointing, loading, stored
 from torch_ckpt.megatron.dist_checkpointing.core import CheckpointingException
 from torch_ckpt.megatron.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -48,7 +48,7 @@ TORCH_DIST = Path(__file__).parents[1] / "fixtures" / "megatron_torch_dist_019_2
     [place("w", torch.zeros(2)), ShardedObject("w", 1, (1,), (0,)), LocalNonpersistentObject(1)],
 )
 def test_entries_in_values_are_refused(tmp_path: Path, held: Any, entry: Any) -> None:
-    """They are looked for in dicts and lists; none is passed over, by a load neither."""
+    """They are looked for in dicts and lists; none is passed over, not by a load either."""
     save({"m": [place("w", torch.ones(2))]}, tmp_path / "c")
     for call in (save, load):
         with pytest.raises(CheckpointingException, match=r"m\..*a (Sharded|Local)\w+ in a \w+"):
@@ -78,6 +78,10 @@ def test_no_entry_moves_up_in_a_list(tmp_path: Path) -> None:
     save({"l": ["x", place("a", torch.ones(1)), "y"]}, tmp_path / "c")
     with pytest.raises(CheckpointingException, match=r"l: 4 entries .* has none at 1"):
         load({"l": [0, 0, 0, entry("a")]}, tmp_path / "c")
+    with pytest.raises(CheckpointingException, match=r"new: 2 entries .* has none at 0"):
+        load({"new": [0, entry("a")]}, tmp_path / "c")
+    # An empty group of this rank's stays where it is.
+    assert load({"new": [[], [entry("a")], {}]}, tmp_path / "c")["new"] == [[], [torch.ones(1)], {}]
     # What is asked for and not stored is left out, as the caller wants it.
     left_out = load({"l": [0, entry("no"), 0, entry("a")]}, tmp_path / "c", strict="ignore_all")
     assert left_out["l"] == ["x", "y", torch.ones(1)]
@@ -181,3 +185,18 @@ def test_objects_of_keys_with_dots(tmp_path: Path) -> None:
     save({"a": ShardedObject("a", 1, (1,), (0,)), **cells}, tmp_path / "c")
     with pytest.raises(CheckpointingException, match=f"'{key}/shard_0_1'.*not in the checkpoint"):
         load({"b": ShardedObject(key, 1, (1,), (0,))}, tmp_path / "c")
+
+
+def test_common_state_is_of_one_save(tmp_path: Path) -> None:
+    """Where it is replaced between the look and the reading, it is looked at again."""
+    path = tmp_path / "c"
+    save({"step": 1, "w": place("w", torch.ones(1))}, path, content_metadata={"of": 1})
+    keep, left = stored.Stored.common_names, [{"step": 2, "w": place("w", torch.ones(1))}]
+
+    def names(self: stored.Stored) -> list[str]:
+        while left:
+            save(left.pop(), path)
+        return keep(self)
+
+    with mock.patch.object(stored.Stored, "common_names", names):
+        assert dist_checkpointing.load_common_state_dict(path) == {"step": 2}

@@ -21,7 +21,6 @@ from torch_ckpt.dcp.plan.items import read_items
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
 from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError, SeenSave, check_seen
 from torch_ckpt.dcp.read.targets import copy_by_itself
-from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.agreed import agree
 from torch_ckpt.megatron.boxes import Box, Numbers, is_quantized
 from torch_ckpt.megatron.config import CheckpointingException
@@ -81,7 +80,7 @@ def load_request(
     try:
         with paused_gc(keeps=False):  # what is made on the way, rank 0 has that of all, is dropped
             return look_again(lambda: _loaded(state_dict, path, options, ranks), ReplacedError)
-    except CheckpointError as error:
+    except CheckpointingException as error:  # others say what they are about, a file or ranks
         error.file = error.file or os.fsdecode(path)
         raise
 
@@ -118,7 +117,6 @@ def _loaded(
     memory = options.sharing.memory
     missing, unexpected, reads = agree(ranks, "what a load asks for", ask, settle, memory, fields)
     request, stored = found[0]
-    _tell(options.strict, ranks.rank, missing, unexpected)
     for leaf in request.leaves():
         leaf.absent = leaf.key in unexpected
     values = _read(request, stored, reads, ranks)
@@ -138,6 +136,7 @@ def _loaded(
         state.update(request.answer(stored.common_of(values)))
 
     ranks.together("what a load gives", answer)
+    _tell(options.strict, ranks.rank, missing, unexpected)
     if options.strict is StrictHandling.IGNORE_ALL:
         missing, unexpected = set(), set()
     return Loaded(state, {*missing}, {*unexpected})  # which the caller may change
@@ -229,8 +228,13 @@ class _Planner(LoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        looks = (self._source.save_id, self._reader.save_id)
-        check_seen(self._source.path, [SeenSave(None, each) for each in looks])
+        first, now = self._source.save_id, self._reader.save_id
+        if first != now:
+            raise ReplacedError(
+                f"was replaced while it was loaded: save {first or 'none'} first, {now or 'none'} "
+                "now",
+                file=self._source.path,
+            )
         saved = self.metadata.state_dict_metadata
         items = []
         for name, target in self.state_dict.items():

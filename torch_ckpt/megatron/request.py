@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
+from collections import UserString
 from collections.abc import Iterable, Mapping, Sequence, Set
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +30,20 @@ ABSENT = _Absent()
 class _Places(dict[int, Any]):
     """The entries of a list of `length`, where some are missing, by their places.
 
+    empty: containers that hold nothing, by their places: of no rank's common state but the first's.
     absent: where a load asks for what is not stored.
     """
 
     def __init__(
-        self, entries: Iterable[tuple[int, Any]], length: int, absent: Iterable[int] = ()
+        self,
+        entries: Iterable[tuple[int, Any]],
+        length: int,
+        empty: dict[int, Any],
+        absent: Iterable[int] = (),
     ) -> None:
         super().__init__(entries)
         self.length = length
+        self.empty = empty
         self.absent = frozenset(absent)
 
 
@@ -121,7 +129,10 @@ class Request:
             rest = list(common.values())
         if not found:
             return ABSENT, rest
-        return (_Places(found.items(), len(value)) if is_list else found), rest
+        if not is_list:
+            return found, rest
+        empty = {at: copy.copy(entry) for at, entry in enumerate(value) if _is_empty(entry)}
+        return _Places(found.items(), len(value), empty), rest
 
     def leaves(self) -> list[Box | Cell]:
         """Boxes and cells."""
@@ -151,7 +162,8 @@ class Request:
             return ABSENT
         if not isinstance(node, _Places):
             return dict(there)
-        return _Places(there, node.length, (key for key, value in entries if value is ABSENT))
+        absent = (key for key, value in entries if value is ABSENT)
+        return _Places(there, node.length, node.empty, absent)
 
     def _merged_of(self, node: _Built) -> Any:
         parts = self._loaded(node.tree)
@@ -175,7 +187,7 @@ class Request:
 
 
 # Which look like containers, and hold no entries.
-_TEXTS = (str, bytes, bytearray, memoryview, range)
+_TEXTS = (str, bytes, bytearray, memoryview, range, UserString)
 
 
 def _check_values(value: Any, path: Path = (), within: tuple[int, ...] = (), of: str = "") -> None:
@@ -212,6 +224,10 @@ def _check_values(value: Any, path: Path = (), within: tuple[int, ...] = (), of:
         raise CheckpointingException(f"{_said(path)}: {wrong}")
 
 
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict | list) and not value
+
+
 def _leaves(node: Any) -> Iterable[Box | Cell]:
     if isinstance(node, Box | Cell):
         yield node
@@ -223,10 +239,12 @@ def _leaves(node: Any) -> Iterable[Box | Cell]:
 
 
 def _merged(common: Any, loaded: Any, path: Path) -> Any:
-    """`common` with what is in `loaded`. A list may be met by one of as many entries, or by a dict
-    of its places."""
-    if isinstance(loaded, _Leaf) and loaded.own:
+    """`common`, ABSENT where there is none, with what is in `loaded`. A list may be met by one of
+    as many entries, or by a dict of its places."""
+    if isinstance(loaded, _Leaf) and (loaded.own or common is ABSENT):
         return loaded
+    if common is ABSENT:
+        common = {}
     if isinstance(loaded, _Places):
         if isinstance(common, list) and len(common) != loaded.length:
             raise CheckpointingException(
@@ -238,10 +256,9 @@ def _merged(common: Any, loaded: Any, path: Path) -> Any:
                 common[place] = _merged(common[place], entry, (*path, place))
             return common
         if isinstance(common, dict) and all(type(place) is int for place in common):
-            united = _Places(common.items(), loaded.length)
+            united = _Places({**loaded.empty, **common}.items(), loaded.length, {})
             for place, entry in loaded.items():
-                there = place in united
-                united[place] = _merged(united[place], entry, (*path, place)) if there else entry
+                united[place] = _merged(common.get(place, ABSENT), entry, (*path, place))
             lost = {*range(loaded.length)} - united.keys() - loaded.absent
             if lost:  # those behind it would move up
                 raise CheckpointingException(
@@ -251,7 +268,7 @@ def _merged(common: Any, loaded: Any, path: Path) -> Any:
             return united
     elif isinstance(loaded, dict) and isinstance(common, dict):
         for key, entry in loaded.items():
-            common[key] = _merged(common[key], entry, (*path, key)) if key in common else entry
+            common[key] = _merged(common.get(key, ABSENT), entry, (*path, key))
         return common
     raise CheckpointingException(
         f"{_said(path)}: the checkpoint's common state has a {type(common).__name__} here, where "

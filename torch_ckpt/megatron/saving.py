@@ -227,7 +227,7 @@ def _digests(common: dict[Any, Any]) -> dict[str, Digest]:
             entries = value.items() if isinstance(value, dict) else enumerate(value)
             for key, entry in entries:
                 # The key 1 is none of "1", nor "a.b" what "a" has under "b".
-                word = key if isinstance(key, str) and "." not in key else repr(key)
+                word = key if isinstance(key, str) and key.isidentifier() else repr(key)
                 visit(entry, f"{path}.{word}" if path else word)
             return
         try:

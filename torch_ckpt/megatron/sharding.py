@@ -171,7 +171,7 @@ def _check_tiled(key: str, boxes: list[tuple[int, BoxLayout]], replicas: bool) -
         if first.grid is not None:
             cuts = zip(first.grid, first.sizes, strict=True)
             grid = [range(0, n * size, size or 1) for n, size in cuts]
-        offsets = [(rank, box.offset) for rank, box in boxes]
+        offsets = [(rank, box.offset) for rank, box in boxes if box.elements]
         lacking = _lacking("box", offsets, {offset for offset, _ in mains}, grid)
     raise CheckpointingException(
         f"its main replicas, on {where}, {what}: they have {stored} of its {whole} "
@@ -194,12 +194,11 @@ def _lacking(
             held.setdefault(offset, set()).add(rank)
     if held:
         offset = min(held)
-        have = (
-            f", which {in_words(held[offset])} has"
-            if len(held[offset]) == 1
-            else (f", which {in_words(held[offset])} have")
+        have = "has" if len(held[offset]) == 1 else "have"
+        return (
+            f"; no rank is the main replica of its {what} at {list(offset)}, which "
+            f"{in_words(held[offset])} {have}"
         )
-        return f"; no rank is the main replica of its {what} at {list(offset)}{have}"
     for offset in itertools.product(*grid) if grid is not None else ():
         if offset not in mains:
             return f"; no rank has its {what} at {list(offset)}"
@@ -259,8 +258,8 @@ def _check_cells(
             )
         mains[cell.offset] = rank
     number = math.prod(first.shape)
-    offsets = [(rank, cell.offset) for rank, cell in cells]
     if whole and len(mains) != number and -1 not in first.shape:
+        offsets = [(rank, cell.offset) for rank, cell in cells]
         raise CheckpointingException(
             f"{len(mains)} of its grid of {list(first.shape)} objects have a main replica, "
             f"{number} are due" + _lacking("object", offsets, mains, [*map(range, first.shape)]),

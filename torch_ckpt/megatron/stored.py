@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from torch_ckpt.calls.api import load
-from torch_ckpt.calls.stored import StoredObjects, StoredTensor
-from torch_ckpt.checkpoint.checkpoint import Checkpoint
+from torch_ckpt.calls.stored import StoredTensor
 from torch_ckpt.checkpoint.description import entry_paths
 from torch_ckpt.checkpoint.megatron_form import (
     BACKEND,
@@ -31,7 +32,7 @@ from torch_ckpt.megatron.boxes import Numbers
 from torch_ckpt.megatron.config import CheckpointingException, maybe_load_config
 from torch_ckpt.native.core import STRUCTURE
 from torch_ckpt.native.dtypes import PACKED, TORCH_DTYPES
-from torch_ckpt.native.opened import Listing, OpenedCheckpoint, StoredType
+from torch_ckpt.native.opened import OpenedCheckpoint, StoredType
 from torch_ckpt.objects.types import DTYPES
 from torch_ckpt.options import local_path
 from torch_ckpt.planning.flatten import check_structure, rebuild
@@ -89,7 +90,7 @@ class Stored:
             self._lists = not bare
         opened = OpenedCheckpoint(self.path, self.format)
         listing = opened.listing()
-        self._look = (opened, listing) if self._leaves is not None else None
+        self._look = (opened, listing)
         self.save_id = listing.save_id
         objects = listing.objects()
         self._stored_objects = frozenset(objects)
@@ -154,8 +155,8 @@ class Stored:
     def common_of(self, values: dict[str, Any]) -> dict[Any, Any]:
         """The common state, and what the checkpoint says of itself in it, of the values by name."""
         common: Any = {}
-        if self._leaves is not None and self._look is not None:
-            common = self._of_leaves(self._leaves, *self._look)
+        if self._leaves is not None:
+            common = self._of_leaves(self._leaves)
         elif MEGATRON_COMMON in values:
             common = self.object_of(values[MEGATRON_COMMON], MEGATRON_COMMON)
         elif self.format is not None:
@@ -168,36 +169,37 @@ class Stored:
             common[CONTENT_KEY] = self.object_of(values[MEGATRON_CONTENT], MEGATRON_CONTENT)
         return common
 
-    def _of_leaves(
-        self, leaves: frozenset[str], opened: OpenedCheckpoint, listing: Listing
-    ) -> dict[Any, Any]:
+    def _of_leaves(self, leaves: frozenset[str]) -> dict[Any, Any]:
+        opened, listing = self._look
         tensors = listing.tensors()
-        objects = StoredObjects(opened, listing, True)
 
         def value_of(name: str) -> Any:
             if name not in tensors:
-                return objects[name]
+                return self._read(name)
             stored, why = tensors[name], listing.unread.get(name)
             tensor = StoredTensor(
                 opened, name, stored, tensors, verify=True, direct_io=True, unread=why
             )
             return tensor[...]
 
-        structure = None
-        try:
+        with _or_replaced():
             values = {name: value_of(name) for name in listing.names if name in leaves}
-            if STRUCTURE in self._stored_objects:
-                reader = ObjectReader(opened, listing, verify=True, allow_pickle=False)
-                structure = check_structure(reader.read_one(STRUCTURE))
-        except ConflictError as error:
-            raise ReplacedError(error.message, file=error.file) from error
+            said = self._read(STRUCTURE) if STRUCTURE in self._stored_objects else None
+        structure = None if said is None else check_structure(said)
         paths = dict(zip(listing.names, entry_paths(listing), strict=True))
         return rebuild(values, paths, structure)
 
+    def _read(self, name: str) -> Any:
+        """The object under that name, of the save that is seen."""
+        opened, listing = self._look
+        reader = ObjectReader(opened, listing, verify=True, allow_pickle=False)
+        return reader.read_one(name)
+
     def common(self) -> dict[Any, Any]:
-        """Reads it."""
-        objects = Checkpoint(self.path, format=self.format).objects
-        return self.common_of({name: objects[name] for name in self.common_names()})
+        """Reads it. Raises ReplacedError where it is no longer there."""
+        with _or_replaced():
+            values = {name: self._read(name) for name in self.common_names()}
+        return self.common_of(values)
 
     def object_of(self, value: Any, name: str) -> Any:
         """The object that is stored as `value` under the unique key `name`."""
@@ -210,6 +212,15 @@ class Stored:
                 tensor=name,
             )
         return value[0]
+
+
+@contextlib.contextmanager
+def _or_replaced() -> Iterator[None]:
+    """What was read is no longer that of the save that was seen: a ReplacedError."""
+    try:
+        yield
+    except ConflictError as error:
+        raise ReplacedError(error.message, file=error.file, tensor=error.tensor) from error
 
 
 def _shape_of(stored: StoredType) -> Numbers | None:

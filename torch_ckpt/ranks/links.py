@@ -24,6 +24,7 @@ _LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 20
 _FAILURE = "/failure"  # why a rank cannot connect, in the store
 _LOOK_S = 2.0  # how often who waits for another looks for that
+_MOST_PAUSE_S = 0.1  # between two looks whether it has come
 
 
 class LostError(Exception):
@@ -47,11 +48,14 @@ class Links:
         self.rank, self.size = rank, size
         self.above = tree.above(rank)
         self.below = tree.below(rank, size)
-        # A client of its own where there can be one: others wait in theirs, with all who share it.
-        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store = store
         self._key = key
         self._timeout = timeout
         try:
+            # A client of its own where there can be one: others wait in theirs, with all who share
+            # it.
+            if hasattr(store, "clone"):
+                self._store = store.clone()
             self._say("come")
             self._connect(time.monotonic() + timeout)
         except (OSError, RuntimeError, LostError) as error:  # RuntimeError: of the store
@@ -160,16 +164,17 @@ class Links:
 
     def _wait_for(self, key: str, until: float) -> None:
         """Until somebody has set `key`. Raises LostError where a rank cannot connect."""
-        while True:
-            began = time.monotonic()
-            try:
-                self._store.wait([key], _seconds(min(until, began + _LOOK_S)))
-                return
-            except RuntimeError:  # of time that is over, or of the store
+        # Not by waits of the store that end, of which TCPStore tells the log.
+        pause, look = 0.001, time.monotonic() + _LOOK_S
+        while not self._store.check([key]):
+            now = time.monotonic()
+            if now >= until:
+                raise LostError("not all ranks have come in time")
+            if now >= look:
                 self._look_for_failure()
-                now = time.monotonic()
-                if now >= until or now < began + _LOOK_S / 2:
-                    raise
+                look = now + _LOOK_S
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_PAUSE_S)
 
     def _look_for_failure(self) -> None:
         if self._store.check([self._key + _FAILURE]):

@@ -55,14 +55,10 @@ def check_seen(path: str, storage_data: Sequence[Any]) -> None:
     other = next((each for each in seen if each.save_id != seen[0].save_id), None)
     if other is not None:
         raise ReplacedError(
-            f"is being replaced: {_who(seen[0])} sees save {seen[0].save_id or 'none'}, "
-            f"{_who(other)} sees {other.save_id or 'none'}",
+            f"is being replaced: rank {seen[0].rank} sees save {seen[0].save_id or 'none'}, "
+            f"rank {other.rank} sees {other.save_id or 'none'}",
             file=path,
         )
-
-
-def _who(seen: SeenSave) -> str:
-    return "this look" if seen.rank is None else f"rank {seen.rank}"
 
 
 class CheckpointReader(StockReader):

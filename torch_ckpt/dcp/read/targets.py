@@ -63,7 +63,8 @@ def copy_by_itself(target: torch.Tensor, value: torch.Tensor, name: str) -> None
         with torch.no_grad(), torch.inference_mode(target.is_inference()):
             into = target.detach() if target.requires_grad else target
             # What it was before may be the right values, or all that it ever is.
-            for each in (value, torch.zeros_like(value), torch.ones_like(value)):
+            for make in (lambda _: value, torch.zeros_like, torch.ones_like):
+                each = make(value)
                 into.copy_(each)
                 if not before or not value.numel() or not same_parts(before, _parts(target)):
                     if each is not value:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from torch_ckpt.checkpoint.checkpoint import look_again
 from torch_ckpt.dcp.read.reader import ReplacedError
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.megatron.async_calls import AsyncRequest, check_async_strategy
 from torch_ckpt.megatron.config import as_megatron_says, check_is_distributed_checkpoint
 from torch_ckpt.megatron.leaves import (
@@ -49,6 +50,7 @@ __all__ = [
     "save",
 ]
 
+T = TypeVar("T")
 CheckpointDir = str | os.PathLike[str]
 CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
 
@@ -104,7 +106,7 @@ def save(
         )
 
     with as_megatron_says():
-        options = Ranks.of(None).each("arguments of a save", arguments)
+        options = _agreed("arguments of a save", None, arguments)
         if async_sharded_save:
             prepared = prepared_save(sharded_state_dict, checkpoint_dir, options)
             return AsyncRequest(prepared, (), [prepared.committed])
@@ -156,11 +158,33 @@ def load(
         )
 
     with as_megatron_says():
-        options = Ranks.of(process_group).each("arguments of a load", arguments)
+        options = _agreed("arguments of a load", process_group, arguments)
         loaded = load_request(sharded_state_dict, checkpoint_dir, options)
     if options.strict in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL):
         return loaded.state, loaded.missing, loaded.unexpected
     return loaded.state
+
+
+def _agreed(what: str, group: dist.ProcessGroup | None, make: Callable[[], T]) -> T:
+    """What `make` gives on this rank. A collective call: what it raises on one rank is an error of
+    all, and where it raises on this one, too, that is raised here."""
+    own: list[Exception] = []
+
+    def made() -> T:
+        try:
+            return make()
+        except Exception as error:
+            own.append(error)
+            raise
+
+    try:
+        return Ranks.of(group).each(what, made)
+    except CheckpointError as error:
+        if own and own[0] is not error:
+            raise own[0] from None
+        raise
+    finally:
+        own.clear()
 
 
 def load_common_state_dict(checkpoint_dir: CheckpointDir) -> StateDict:
@@ -232,7 +256,8 @@ def load_sharded_metadata(
 def load_plain_tensors(checkpoint_dir: CheckpointDir) -> StateDict:
     """All tensors of the checkpoint in `checkpoint_dir`, of their global shapes and dtypes, in new
     memory of the CPU on every rank, by their keys, and the common state. A collective call. Raises
-    CheckpointingException or OSError, on every rank."""
+    CheckpointingException or OSError, on every rank; also where it is replaced meanwhile by one
+    that lacks some."""
     with as_megatron_says():
         ranks = Ranks.of(None)
         found = ranks.each("tensors that are stored", lambda: load_tensors_metadata(checkpoint_dir))
