@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import enum
 import io
+import os
 import signal
 import sqlite3
 import struct
@@ -271,8 +272,9 @@ def test_pickles_are_run_where_that_is_allowed(tmp_path: Path, kind: str) -> Non
     assert sorted(set(runs)) == ["a b", "c"] and len(runs) == 2
 
 
+@pytest.mark.parametrize("same_time", [False, True])
 def test_a_file_that_is_replaced_while_its_pickle_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_time: bool
 ) -> None:
     path = tmp_path / "a.pt"
     torch.save({"tokens": Tokens(["a"])}, path)
@@ -280,6 +282,8 @@ def test_a_file_that_is_replaced_while_its_pickle_is_run(
 
     def replaced(*place: Any) -> Any:
         torch.save({"tokens": Tokens(["b"])}, tmp_path / "b.pt")
+        if same_time:  # as within a tick of the clock
+            os.utime(tmp_path / "b.pt", ns=(0, path.stat().st_mtime_ns))
         (tmp_path / "b.pt").replace(path)
         return run(*place)
 
