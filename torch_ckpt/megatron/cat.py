@@ -32,8 +32,8 @@ class ViewsForCat(TorchFunctionMode):
             tensors = args[0] if args else keywords.get("tensors")
             dim = args[1] if len(args) > 1 else keywords.get("dim", keywords.get("axis", 0))
             view = in_a_row(tensors, dim)
-            if tensors is not None and view is not None:
-                self._parts += [(part, part._version) for part in tensors]
+            if view is not None:
+                self._parts.extend((part, part._version) for part in tensors or ())
                 return view
         return func(*args, **keywords)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import select
@@ -52,8 +51,8 @@ class Links:
         self._key = key
         self._timeout = timeout
         try:
-            # A client of its own where there can be one: others wait in theirs, with all who share
-            # it.
+            # A client of its own where there can be one: others wait in theirs, and so does all
+            # that shares it.
             if hasattr(store, "clone"):
                 self._store = store.clone()
             self._say("come")
@@ -268,10 +267,6 @@ class Links:
 
 def _left(until: float) -> float:
     return max(0.001, until - time.monotonic())
-
-
-def _seconds(until: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=_left(until))
 
 
 _all: weakref.WeakSet[Links] = weakref.WeakSet()

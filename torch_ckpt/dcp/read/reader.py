@@ -125,7 +125,8 @@ class CheckpointReader(StockReader):
 
     @property
     def save_id(self) -> str:
-        """Of the save that it sees; "" where there is none."""
+        """The id of the save that is seen, which is looked for if it was not yet; "" for what has
+        none. Raises what `read_metadata` does."""
         return self._list().save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
