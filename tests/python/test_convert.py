@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import os
 import subprocess
@@ -378,6 +379,28 @@ def of_ours_of(path: Path, what: Any) -> Path:
 def of_dcp_of(path: Path, what: Any) -> Path:
     dcp.save(what, storage_writer=dcp.FileSystemWriter(path))
     return path
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "megatron"])
+def test_named_tuples_whose_class_is_not_imported(tmp_path: Path, to: Any) -> None:
+    """A pickle would name the class, which a file says, and make an object of it when it is read."""
+    gone = collections.namedtuple("Gone", "x y")
+    gone.__module__ = f"not_imported_{to}"  # of each class is warned once
+    source, holder = tmp_path / "a", tmp_path / "b"
+    torch_ckpt.save({"w": torch.ones(2), "pair": gone(1, 2)}, source)
+    with pytest.raises(
+        torch_ckpt.UnsupportedError,
+        match=f"{source}: .*'pair'.*not_imported_{to}:Gone.*--no-objects",
+    ):
+        torch_ckpt.convert(source, tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
+    torch_ckpt.convert(source, tmp_path / "out", to, objects=False)
+    torch_ckpt.convert(source, tmp_path / "same", "torch_ckpt")
+    with pytest.warns(UserWarning, match=f"not_imported_{to}:Gone"):
+        assert torch_ckpt.open(tmp_path / "same").objects["pair"] == (1, 2)
+    torch_ckpt.save({"w": torch.ones(2), "pair": gone(1, torch.ones(1))}, holder)
+    with pytest.raises(torch_ckpt.UnsupportedError, match="'pair'.*holds one"):
+        torch_ckpt.convert(holder, tmp_path / "none", to, objects=False)
 
 
 def test_leaves_of_one_rank_and_lists_with_holes(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ def convert(
 
         answer = archives.write_archives(request, place, kind, progress)
     except UnsupportedError as error:
+        error.file = error.file or opened.path
         listing = opened.listing()
         if error.tensor in listing.objects():
             error.message += "; objects=False (--no-objects) leaves out what is no tensor"

@@ -44,7 +44,8 @@ class Decoder(ValueDecoder):
     """Decodes one leaf after another against one side file. Not for several threads.
 
     Side bytes may be used once in total, so that a small file cannot expand into much memory.
-    stand_ins: makes what takes the places of objects of STOOD_FOR's classes; None for their values.
+    stand_ins: makes what takes the places of named tuples, and of objects of STOOD_FOR's classes,
+        that are not imported; None for plain named tuples, and for the objects' values.
     """
 
     def __init__(
@@ -164,6 +165,13 @@ class Decoder(ValueDecoder):
             raise self.fail("a named tuple with a field name that is not text")
         cls: Any = find_loaded_class(reference)
         if cls is None or not is_namedtuple_class(cls) or list(cls._fields) != fields:
+            if self._stand_ins is not None:
+                message = (
+                    f"holds a named tuple of {reference}, a class that is not imported or has "
+                    "other fields here, and a pickle names classes; import its module first"
+                )
+                error = UnsupportedObjectError(message, tensor=self.path or None)
+                return self._stand_ins.named_tuple(items, error)
             cls = _plain_namedtuple(reference.rpartition(":")[2].rpartition(".")[2], tuple(fields))
             if reference not in _warned_classes:
                 _warned_classes.add(reference)

@@ -38,6 +38,16 @@ class _Record(_StandIn):
     """An object that is its attributes, as pickle knows it."""
 
 
+class _NamedTuple(tuple[Any, ...]):
+    """The values of a named tuple, to look at. It is not pickled: that would make a pickle that has
+    whatever class a file names make an object."""
+
+    error: Exception
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.error
+
+
 class StandIns:
     """Those of one conversion. Not for several threads."""
 
@@ -51,6 +61,12 @@ class StandIns:
     def record(self, reference: str, attributes: dict[str, Any]) -> Any:
         made = self._class_of(reference, _Record)()
         vars(made).update(attributes)
+        return made
+
+    def named_tuple(self, values: list[Any], error: Exception) -> Any:
+        """`error` is raised where it would be written."""
+        made = _NamedTuple(values)
+        made.error = error
         return made
 
     def _class_of(self, reference: str, base: type) -> type:
