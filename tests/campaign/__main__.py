@@ -1,7 +1,7 @@
 """python -m tests.campaign [PART ...] [--minutes MINUTES] [--targets TARGET ...]
 
 Runs what is too long for CI: `faults` (a fault at every system call), `tests` (the long Python
-tests), `megatron` (tests with another release of Megatron Core), `optional` (tests with packages
+tests), `megatron` (tests with other releases of Megatron Core), `optional` (tests with packages
 that CI does not install), `orders` (commits in every order, and of 8,192 files), `gcc11` (a build
 by the oldest compiler) and `fuzz` (every fuzz target, or those named, for MINUTES each); all of
 them, if none is named. What came of each is kept in docs/campaign_results.json, and
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import commit
-from tests.campaign import megatron, optional
+from tests.campaign import optional
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "build" / "campaign"
@@ -67,9 +67,13 @@ def tried(output: str) -> list[Row]:
 
 
 def other_megatron(output: str) -> list[Row]:
-    """What pytest says of another release of Megatron Core."""
-    what = f"tests that meet Megatron Core, with {megatron.VERSION}"
-    return [(what, words) for _, words in tried(output)]
+    """What pytest says of other releases of Megatron Core."""
+    _, *parts = re.split(r"^== megatron-core (\S+)$", output, flags=re.MULTILINE)
+    return [
+        (f"tests that meet Megatron Core, with {version}", words)
+        for version, of_version in zip(parts[::2], parts[1::2], strict=True)
+        for _, words in tried(of_version)
+    ]
 
 
 def optional_packages(output: str) -> list[Row]:

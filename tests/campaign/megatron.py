@@ -1,5 +1,6 @@
-"""python -m tests.campaign.megatron: the tests that meet Megatron Core, on another release than the
-one that is installed. Its wheel is for other Pythons, so its source is unpacked and imported."""
+"""python -m tests.campaign.megatron [VERSION ...]: the tests that meet Megatron Core, on other releases
+than the one that is installed. Their wheels are for other Pythons, so the source is unpacked and
+imported."""
 
 from __future__ import annotations
 
@@ -10,27 +11,40 @@ import zipfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-VERSION = "0.19.2"
-FOLDER = REPOSITORY / "build" / "megatron" / VERSION
+VERSIONS = {"0.13.1": "3.11", "0.14.0": "3.12", "0.15.3": "3.12", "0.19.2": "3.12"}  # and Pythons
+FOLDER = REPOSITORY / "build" / "megatron"
 FILES = ("megatron_differential", "megatron", "patch_megatron", "dist_checkpointing")
 
 
-def main() -> int:
-    if not FOLDER.exists():
-        words = ["download", "-q", "--no-deps", "--only-binary=:all:", "--python-version", "3.12"]
-        words += ["-d", str(FOLDER.parent), f"megatron-core=={VERSION}"]
+def source_of(version: str) -> Path:
+    """The folder with that release."""
+    folder = FOLDER / version
+    if not folder.exists():
+        words = ["download", "-q", "--no-deps", "--only-binary=:all:"]
+        words += ["--python-version", VERSIONS[version], "-d", str(FOLDER)]
+        words += [f"megatron-core=={version}"]
         subprocess.run([sys.executable, "-m", "pip", *words], check=True)
-        (wheel,) = FOLDER.parent.glob(f"megatron_core-{VERSION}-*.whl")
+        (wheel,) = FOLDER.glob(f"megatron_core-{version}-*.whl")
         with zipfile.ZipFile(wheel) as packed:
-            packed.extractall(FOLDER)
+            packed.extractall(folder)
         wheel.unlink()
+    return folder
+
+
+def main() -> int:
     files = [f"tests/python/test_{name}.py" for name in FILES]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rP", *files],
-        cwd=REPOSITORY,
-        env={**os.environ, "MEGATRON_SOURCE": str(FOLDER)},
-        check=False,
-    ).returncode
+    status = 0
+    for version in sys.argv[1:] or VERSIONS:
+        source = source_of(version)
+        print(f"== megatron-core {version}", flush=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-rP", *files],
+            cwd=REPOSITORY,
+            env={**os.environ, "MEGATRON_SOURCE": str(source)},
+            check=False,
+        )
+        status = status or done.returncode
+    return status
 
 
 if __name__ == "__main__":

@@ -24,4 +24,5 @@ def use() -> None:
         above = module
     if source:
         importlib.import_module("megatron.core.parallel_state")  # or utils imports itself
-        importlib.import_module("megatron.core.safe_globals").register_safe_globals()
+        if Path(source, "megatron", "core", "safe_globals.py").exists():  # since 0.14
+            importlib.import_module("megatron.core.safe_globals").register_safe_globals()

@@ -55,6 +55,11 @@ def test_what_the_parts_print_becomes_rows() -> None:
     ]
     tried, took = campaign.orders("ORDERS 12\nORDERS 30\nCOMMIT a save: 1.2 s, 3 calls\n")
     assert tried[1] == "42 tried" and took == ("a save", "1.2 s, 3 calls")
+    both = "== megatron-core 0.13.1\n2 passed in 1.2s\n== megatron-core 0.19.2\n3 passed in 1.5s\n"
+    assert campaign.other_megatron(both) == [
+        ("tests that meet Megatron Core, with 0.13.1", "2 passed in 1.2s"),
+        ("tests that meet Megatron Core, with 0.19.2", "3 passed in 1.5s"),
+    ]
     assert campaign.cpp("[  PASSED  ] 45 tests.\n[  PASSED  ] 1 test.\n")[0][1] == "46 passed"
 
 
