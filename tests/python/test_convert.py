@@ -383,7 +383,7 @@ def of_dcp_of(path: Path, what: Any) -> Path:
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "megatron"])
 def test_named_tuples_whose_class_is_not_imported(tmp_path: Path, to: Any) -> None:
-    """A pickle would name the class, which a file says, and make an object of it when it is read."""
+    """Who reads the pickle would import whatever class the file names, and run its `__new__`."""
     gone = collections.namedtuple("Gone", "x y")
     gone.__module__ = f"not_imported_{to}"  # of each class is warned once
     source, holder = tmp_path / "a", tmp_path / "b"

@@ -39,8 +39,8 @@ class _Record(_StandIn):
 
 
 class _NamedTuple(tuple[Any, ...]):
-    """The values of a named tuple, to look at. It is not pickled: that would make a pickle that has
-    whatever class a file names make an object."""
+    """The values of a named tuple, to look at. Pickling it raises `error`: whoever reads the pickle
+    would import whatever class the file names, and run its `__new__`."""
 
     error: Exception
 
