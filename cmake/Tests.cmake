@@ -93,6 +93,7 @@ set(test_sources
     tests/cpp/engine_header_io_test.cc
     tests/cpp/engine_data_layout_test.cc
     tests/cpp/engine_joined_boxes_test.cc
+    tests/cpp/engine_two_layouts_test.cc
     tests/cpp/engine_late_view_test.cc
     tests/cpp/engine_merge_job_test.cc
     tests/cpp/engine_open_files_test.cc

@@ -8,6 +8,7 @@
 
 #include "capi/requests.h"
 #include "engine/commit/commit.h"
+#include "engine/open/committed.h"
 #include "engine/open/rank_manifests.h"
 #include "engine/open/stored_box.h"
 #include "engine/read/verify_job.h"
@@ -149,6 +150,11 @@ Json ManifestFilesJson(const Manifest& manifest) {
 Result<Json> PartManifests(const Directory& directory) {
   TC_ASSIGN_OR_RETURN(const std::vector<Manifest> parts, ReadParts(directory));
   if (parts.empty()) {
+    // One that is part of a checkpoint has none of its own.
+    TC_ASSIGN_OR_RETURN(const auto above, FindAbove(directory));
+    if (above) {
+      return Json{{"manifests", Json::array()}, {"files", Json::array()}};
+    }
     return Incomplete("holds no checkpoint of torch_ckpt: there is no " +
                       std::string(kManifestName))
         .WithFile(directory.path());
@@ -285,8 +291,13 @@ Result<Json> DescribeRequest(const Json& request) {
       placements.push_back(std::move(boxes));
     }
   }
+  Json metadata = Json::array();
+  for (const auto& [name, text] : checkpoint->metadata()) {
+    metadata.push_back({name, text});
+  }
   const bool ours = checkpoint->source() == kManifestSource;
-  return Json{{"source", checkpoint->source()},
+  return Json{{"metadata", std::move(metadata)},
+              {"source", checkpoint->source()},
               {"format", checkpoint->format()},
               {"save_id", checkpoint->save_id()},
               {"world_size", ours ? Json(checkpoint->world_size()) : Json()},

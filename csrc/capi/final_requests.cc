@@ -109,7 +109,7 @@ Result<Json> CheckFinalRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(SaveSession session,
                       BeginSave(path, true, GetBool(request, "others", false)));
   TC_RETURN_IF_ERROR(session.CheckNotHidden(
-      {{FinalFileName(1, 1, naming), IndexFileName(1, naming)}, 0, {}}));
+      {{FinalFileName(1, 1, naming), IndexFileName(1, naming)}}));
   return Json{{"warnings", session.TakeWarnings()}};
 }
 

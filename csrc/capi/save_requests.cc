@@ -6,6 +6,7 @@
 #include "engine/commit/staged_files.h"
 #include "format/json.h"
 #include "json/held.h"
+#include "json/options.h"
 #include "json/written.h"
 
 namespace torch_ckpt::capi {
@@ -45,6 +46,13 @@ Result<CommitRequest> ParseCommit(const Json& request) {
     for (const auto& [name, of] : aliases->items()) {
       if (!of.is_string()) return InvalidArgument("'aliases' holds names");
       commit.aliases.emplace_back(name, of.get<std::string>());
+    }
+  }
+  const auto metadata = request.find("metadata");
+  if (metadata != request.end() && metadata->is_object()) {
+    for (const auto& [name, text] : metadata->items()) {
+      if (!text.is_string()) return InvalidArgument("'metadata' holds texts");
+      commit.metadata.emplace_back(name, text.get<std::string>());
     }
   }
   TC_ASSIGN_OR_RETURN(std::vector<std::string> planned,
@@ -96,6 +104,7 @@ Result<Json> BeginSaveRequest(const Json& request) {
                                 GetBool(request, "others", false)));
   NewFiles shards;
   TC_ASSIGN_OR_RETURN(shards.shard_ranks, GetInt(request, "shard_ranks", 0));
+  TC_ASSIGN_OR_RETURN(shards.shards_in, SubdirectoryIn(request));
   if (shards.shard_ranks > 0) TC_RETURN_IF_ERROR(begun.CheckNotHidden(shards));
   auto session = std::make_unique<SaveSession>(std::move(begun));
   Json out = {{"staging", session->place().path},
@@ -114,12 +123,13 @@ Result<Json> JoinSaveRequest(const Json& request) {
 
 Result<Json> StageExtrasRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const auto extras, ExtrasOf(request));
+  TC_ASSIGN_OR_RETURN(const std::string subdirectory, SubdirectoryIn(request));
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "session"));
   TC_ASSIGN_OR_RETURN(std::unique_ptr<SaveSession> session, Saves().Take(id));
   CommitRequest added;
-  const Status status =
-      ExplainGone(AddStagedExtras(session->directory(), extras, &added),
-                  session->place().path);
+  const Status status = ExplainGone(
+      AddStagedExtras(session->directory(), extras, subdirectory, &added),
+      session->place().path);
   Saves().PutBack(id, std::move(session));
   TC_RETURN_IF_ERROR(status);
   Json files = Json::array();

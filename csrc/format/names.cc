@@ -102,18 +102,34 @@ std::string SingleFileName(std::string_view index_name) {
   return std::string(index_name) + std::string(kDataSuffix);
 }
 
+std::string_view SubdirectoryOf(std::string_view path) {
+  const size_t slash = path.rfind('/');
+  return slash == path.npos ? std::string_view() : path.substr(0, slash);
+}
+
+std::string_view FileNameOf(std::string_view path) {
+  return path.substr(path.rfind('/') + 1);  // npos + 1 is 0
+}
+
+std::string PathIn(std::string_view subdirectory, std::string_view name) {
+  std::string path(subdirectory);
+  if (!path.empty()) path += '/';
+  path += name;
+  return path;
+}
+
 std::string FinalFileName(int64_t index, int64_t count,
                           const FileNaming& naming) {
-  if (count == 1 && !naming.number_single) {
-    return naming.stem + std::string(kDataSuffix);
+  std::string name = naming.stem;
+  if (count != 1 || naming.number_single) {
+    name += "-" + Padded(index) + "-of-" + Padded(count);
   }
-  return naming.stem + "-" + Padded(index) + "-of-" + Padded(count) +
-         std::string(kDataSuffix);
+  return PathIn(naming.subdirectory, name + std::string(kDataSuffix));
 }
 
 std::string IndexFileName(int64_t count, const FileNaming& naming) {
   if (!naming.has_index || (count == 1 && !naming.number_single)) return {};
-  return naming.stem + std::string(kIndexSuffix);
+  return PathIn(naming.subdirectory, naming.stem + std::string(kIndexSuffix));
 }
 
 std::optional<NumberedName> ParseNumberedName(std::string_view name,
@@ -282,8 +298,8 @@ std::optional<std::string_view> FindDuplicate(
   return std::nullopt;
 }
 
-std::string StagedName(std::string_view name, std::string_view file_id) {
-  std::string out(name);
+std::string StagedName(std::string_view path, std::string_view file_id) {
+  std::string out(FileNameOf(path));
   out += '.';
   out += file_id;
   return out;

@@ -35,13 +35,21 @@ inline constexpr std::string_view kTorchFormat = "torch";
 // Of a tensor's name, and of every key in a JSON text that is read.
 inline constexpr size_t kMaxNameBytes = 65535;
 
+// Of a path below the directory of a checkpoint: "a/b" and "c" of "a/b/c". The
+// first is empty where that is the checkpoint's own.
+std::string_view SubdirectoryOf(std::string_view path);
+std::string_view FileNameOf(std::string_view path);
+// Both as one path.
+std::string PathIn(std::string_view subdirectory, std::string_view name);
+
 // What final files are called: "<stem>-{i:05}-of-{n:05}.safetensors".
 struct FileNaming {
   std::string stem = "model";
   // One file is called that too, and not "<stem>.safetensors", without an
   // index.
   bool number_single = true;
-  bool has_index = true;  // else no index stands beside the files
+  bool has_index = true;          // else no index stands beside the files
+  std::string subdirectory = {};  // where they stand, and their index
 };
 
 // The stems that we write and readers look for by themselves.
@@ -110,8 +118,9 @@ bool IsUtf8(std::string_view text);
 std::optional<std::string_view> FindDuplicate(
     std::span<const std::string_view> names);
 
-// "<name>.<file id>": a data file in staging; never ends in .safetensors.
-std::string StagedName(std::string_view name, std::string_view file_id);
+// "<name>.<file id>": a file in staging, whatever subdirectory it is for; never
+// ends in .safetensors.
+std::string StagedName(std::string_view path, std::string_view file_id);
 // 128 random bits from the kernel as 32 lower-case hex digits.
 std::string NewId();
 bool IsId(std::string_view text);

@@ -18,11 +18,20 @@ OutputOptions OutputOptionsOf(const Json& object) {
   return options;
 }
 
+Result<std::string> SubdirectoryIn(const Json& object) {
+  const auto field = object.find("subdirectory");
+  if (field == object.end() || field->is_null()) return std::string();
+  TC_ASSIGN_OR_RETURN(std::string name, GetString(object, "subdirectory"));
+  if (!name.empty()) TC_RETURN_IF_ERROR(CheckFileName(name));
+  return name;
+}
+
 Result<FileNaming> FileNamingOf(const Json& object) {
   FileNaming naming;
   TC_ASSIGN_OR_RETURN(naming.stem, GetString(object, "stem"));
   naming.number_single = GetBool(object, "number_single", true);
   naming.has_index = GetBool(object, "has_index", true);
+  TC_ASSIGN_OR_RETURN(naming.subdirectory, SubdirectoryIn(object));
   return naming;
 }
 

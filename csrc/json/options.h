@@ -14,7 +14,10 @@ inline constexpr int kMaxWorkers = 256;
 int WorkersOf(const Json& object);
 // Of "workers", "sync" and "direct_io".
 OutputOptions OutputOptionsOf(const Json& object);
-// Of "stem", "number_single" and "has_index".
+// Of "subdirectory", a plain name; empty where it is absent: the checkpoint's
+// own directory.
+Result<std::string> SubdirectoryIn(const Json& object);
+// Of "stem", "number_single", "has_index" and "subdirectory".
 Result<FileNaming> FileNamingOf(const Json& object);
 // Of "mapping", fqn to index of its file, or "max_bytes"; one file without
 // them.

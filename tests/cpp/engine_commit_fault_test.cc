@@ -56,8 +56,12 @@ bool MayFailUnseen(const FaultSite& site, const Phases& phases,
   }
   // Tried a second time.
   if (op == "mkdirat" && site.path == parent) return true;
-  // A parent that may not be read was made by others.
-  return op == "openat" && error == EACCES && site.path == parent;
+  // A parent that may not be read was made by others, and so was where saves
+  // into it stage.
+  if (op != "openat" || error != EACCES) return false;
+  const std::string stage = "/" + std::string(kStageSuffix);
+  return site.path == parent || site.path == parent + stage ||
+         site.path.ends_with("/..") || site.path.ends_with("/.." + stage);
 }
 
 // Every call of a save fails once, in each of several ways.

@@ -85,6 +85,16 @@ class CrashTest : public EngineTest {
           Fail(recorder, prefix, path, read.status());
           return;
         }
+        for (const auto& [name, contents] : parts_) {
+          const std::string below = at + "/" + name;
+          // Before the replay it may not be there yet.
+          if (!is_new || !fs::exists(below)) continue;
+          const auto part = ReadAll(below);
+          if (!part.ok() || *part != contents) {
+            Fail(recorder, prefix, path, part.status());
+            return;
+          }
+        }
         if (states_ % 2 == 0) {
           const auto recovered = RecoverDirectory(at);
           const auto again = ReadAll(at);
@@ -155,7 +165,9 @@ class CrashTest : public EngineTest {
   const Array third_ = MakeArray(Dtype::kF32, {3, 4}, 4);
   int states_ = 0;
   std::optional<Contents> middle_;  // may be found on the way
-  Recorder* recorder_ = nullptr;    // while Check runs the save
+  // Of the new checkpoint, by its subdirectories.
+  std::map<std::string, Contents> parts_;
+  Recorder* recorder_ = nullptr;  // while Check runs the save
 };
 
 TEST_F(CrashTest, FreshTarget) {
@@ -218,6 +230,31 @@ TEST_F(CrashTest, FinalFiles) {
   fs::remove_all(Live("t"));
   ASSERT_OK(SaveAll(Live("t"), OldPieces()).status());
   Check("t", Contents{{"a", old_.bytes}}, fresh, save);
+}
+
+// Final files and shards, each in a subdirectory, take the place of a plain
+// save and give way to one.
+TEST_F(CrashTest, TwoLayouts) {
+  FinalSettings settings;
+  settings.output.workers = 1;
+  settings.naming.subdirectory = "model";
+  settings.shards = GridPieces("state", new_, {2, 1});
+  settings.of_shards = Settings();
+  settings.of_shards.below = "state/";
+  const auto save = [&] {
+    return SaveFinal(Live("t"), NewPieces(), settings).status();
+  };
+  Contents two = NewContents();
+  two["state"] = new_.bytes;
+  parts_["model"] = {{"a", new_.bytes}, {"b", extra_.bytes}};
+  parts_["state"] = {{"state", new_.bytes}, {"step", kObject}};
+  Check("t", std::nullopt, two, save);
+  fs::remove_all(Live("t"));
+  ASSERT_OK(SaveAll(Live("t"), OldPieces()).status());
+  Check("t", Contents{{"a", old_.bytes}}, two, save);
+  parts_.clear();
+  Check("t", two, NewContents(),
+        [&] { return SaveAll(Live("t"), NewPieces(), Settings()).status(); });
 }
 
 TEST_F(CrashTest, OtherFilesButNoCheckpoint) {

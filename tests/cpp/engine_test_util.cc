@@ -117,7 +117,8 @@ void PlanRank(int64_t rank, const std::vector<Piece>& pieces,
   for (size_t f = 0; f < files; ++f) {
     const auto index = static_cast<int64_t>(f + 1);
     const auto count = static_cast<int64_t>(files);
-    work->plan.files[f].name = ShardFileName(rank, index, count);
+    work->plan.files[f].name =
+        settings.below + ShardFileName(rank, index, count);
   }
   for (size_t i = 0; i < mine.size(); ++i) {
     const Piece& piece = *mine[i].first;
@@ -127,7 +128,7 @@ void PlanRank(int64_t rank, const std::vector<Piece>& pieces,
   }
   if (rank == 0 && !settings.object.empty()) {
     WriteFile objects;
-    objects.name = ObjectFileName(0);
+    objects.name = settings.below + ObjectFileName(0);
     objects.role = FileRole::kObjects;
     objects.raw = {work->sources.size() - 1};
     work->plan.files.push_back(std::move(objects));
@@ -153,7 +154,7 @@ Status WriteRanks(const std::string& staging, const std::vector<Piece>& pieces,
   request->world_size = ranks;
   if (settings.index) request->index_name = kIndexName;
   if (!settings.object.empty()) {
-    request->objects.push_back({"step", ObjectFileName(0)});
+    request->objects.push_back({"step", settings.below + ObjectFileName(0)});
   }
   return {};
 }
@@ -165,10 +166,6 @@ Result<Manifest> SaveAll(const std::string& target,
   CommitRequest request;
   TC_RETURN_IF_ERROR(
       WriteRanks(session.place().path, pieces, settings, &request));
-  for (StagedFile& file : request.files) {
-    if (file.role != FileRole::kData) continue;
-    file.name = settings.below + file.name;
-  }
   return CommitSave(&session, request);
 }
 

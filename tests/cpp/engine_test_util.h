@@ -66,7 +66,7 @@ struct SaveSettings {
   int64_t world_size = 1;
   OutputOptions output;
   std::string object;  // content of rank 0's objects file, when not empty
-  std::string below;   // "a/b/": the data files lie there
+  std::string below;   // "a/b/": the files lie there
 };
 
 // The plan and memory of one rank.

@@ -75,9 +75,14 @@ Result<Manifest> SaveFinal(const std::string& target,
   }
   Job job;
   CommitRequest request;
+  if (!settings.shards.empty()) {
+    TC_RETURN_IF_ERROR(WriteRanks(session.place().path, settings.shards,
+                                  settings.of_shards, &request));
+  }
   TC_ASSIGN_OR_RETURN(
-      request.files,
+      const std::vector<StagedFile> finals,
       RunAssembleJob(session.directory(), list, ranks, settings.output, &job));
+  request.files.insert(request.files.end(), finals.begin(), finals.end());
   request.world_size = world_size;
   request.index_name = list.index_name;
   return CommitSave(&session, request);

@@ -13,6 +13,9 @@ struct FinalSettings {
   std::vector<std::string> gathered;
   FileNaming naming;
   OutputOptions output;
+  // Beside the final files: shards, as SaveAll writes them.
+  std::vector<Piece> shards;
+  SaveSettings of_shards;
 };
 
 // The tensors of all pieces, by first appearance.

@@ -288,7 +288,36 @@ TEST(ManifestFormat, FilesInSubdirectories) {
     EXPECT_EQ(with(5, name), ErrorKind::kCorrupt) << name;
   }
   EXPECT_EQ(with(3, "a/torch_ckpt.catalog"), ErrorKind::kCorrupt);
-  EXPECT_EQ(with(4, "a/model.safetensors.index.json"), ErrorKind::kCorrupt);
+  EXPECT_EQ(with(4, "a/model.safetensors.index.json"), ErrorKind::kOk);
+}
+
+TEST(ManifestFormat, MetadataIsNamesAndTexts) {
+  Manifest m = Sample();
+  m.metadata = {{"step", "7"}, {"", "{\"a\": [1, \"\\n\"]}"}, {"\u00fc", ""}};
+  const std::string text = EncodeManifest(m);
+  const auto parsed = ParseManifest(AsBytes(text));
+  ASSERT_TRUE(parsed.ok()) << parsed.status().ToString();
+  EXPECT_EQ(parsed->metadata, m.metadata);
+  EXPECT_EQ(EncodeManifest(*parsed), text);
+  m.part = ManifestPart{3, 4, kIdB, 7};
+  const auto part = ParseManifest(AsBytes(EncodeManifest(m)));
+  ASSERT_TRUE(part.ok()) << part.status().ToString();
+  EXPECT_EQ(part->metadata, m.metadata);
+  Journal journal = SampleJournal();
+  journal.manifest.metadata = m.metadata;
+  const auto read = ParseJournal(AsBytes(EncodeJournal(journal)));
+  ASSERT_TRUE(read.ok()) << read.status().ToString();
+  EXPECT_EQ(read->manifest.metadata, m.metadata);
+  EXPECT_EQ(EncodeJournal(*read), EncodeJournal(journal));
+  for (const char* to : {"7", "null", "{}", "[\"7\"]", "true"}) {
+    EXPECT_EQ(
+        Kind(Edited(text, "\"step\": \"7\"", std::string("\"step\": ") + to)),
+        ErrorKind::kCorrupt)
+        << to;
+  }
+  EXPECT_EQ(Kind(Edited(text, "\"step\"", "\"\"")), ErrorKind::kCorrupt);
+  EXPECT_EQ(Kind(Edited(text, "\"metadata\": {", "\"metadata\": 1, \"x\": {")),
+            ErrorKind::kCorrupt);
 }
 
 TEST(JournalFormat, RoundTrip) {

@@ -73,8 +73,9 @@ def test_each_shard_is_opened_once(
         ("load", ["a"], SHARDS + OF_OURS),
         ("diff", ["a", "b"], 2 * (SHARDS + OF_OURS)),
         # For its header and for its data, as docs/design.md says; beside them the directory is
-        # listed, and files of ours are looked for, when it is opened and when all has been read.
-        ("load", ["stock"], 2 * SHARDS + 12),
+        # listed, and files of ours are looked for, there and in the directory above, when it is
+        # opened and when all has been read.
+        ("load", ["stock"], 2 * SHARDS + 16),
     ],
 )
 def test_what_is_opened_in_a_checkpoint(

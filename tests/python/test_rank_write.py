@@ -13,6 +13,7 @@ import torch_ckpt
 from torch_ckpt import ConflictError
 from torch_ckpt.dcp.write import write_files
 from torch_ckpt.dcp.write.commit import RankReport, commit_request
+from torch_ckpt.dcp.write.layouts import Layout, Layouts
 
 
 @pytest.mark.parametrize("layout", ["sharded", "final"])
@@ -44,13 +45,14 @@ def test_kernels_that_are_queued_are_waited_for_before_the_write(
 
 @pytest.mark.parametrize("final", [False, True])
 def test_a_rank_that_wrote_for_another_save_is_refused(final: bool) -> None:
+    layouts = Layouts(Layout(final))
     file = {"staged": "0", "name": "a", "id": "", "role": "data", "bytes": 1, "crc32c": 0}
     files, finals = ([], [{}]) if final else ([file], [])
     reports = [[RankReport(rank, save_id, files, [], finals)] for rank, save_id in enumerate("aab")]
     with pytest.raises(ConflictError, match="found another save") as error:
-        commit_request(Metadata({}), reports, "a", final=final)
+        commit_request(Metadata({}), reports, "a", layouts)
     assert error.value.rank == 2
-    assert commit_request(Metadata({}), reports[:2], "a", final=final)["world_size"] == 2
+    assert commit_request(Metadata({}), reports[:2], "a", layouts)["world_size"] == 2
     nothing = [[RankReport(0, "a", [], [])], [RankReport(1, "b", [], [])]]
     with pytest.raises(ConflictError, match="found another save"):
-        commit_request(Metadata({}), nothing, "a", final=False)
+        commit_request(Metadata({}), nothing, "a", layouts)

@@ -25,9 +25,10 @@ from torch_ckpt.dcp.node import Node
 from torch_ckpt.dcp.plan.global_plan import dedup_plans
 from torch_ckpt.dcp.plan.rings import MIN_ROW_BYTES, Band, RankNote, note_of, short_rows
 from torch_ckpt.dcp.write.final_layout import final_tensors
-from torch_ckpt.export.dtype_policy import DtypePolicy
+from torch_ckpt.dcp.write.layouts import Layout, Layouts
 
 Shape = tuple[int, ...]
+LAYOUTS = Layouts(Layout(final=True))
 NODES = [Node("boot", "net", 0), Node("other boot", "net", 0)]
 
 
@@ -56,7 +57,7 @@ def bands(
             shape = tuple(map(max, zip(*ends, strict=True)))
             items.append(item(fqn, shape, *boxes[rank]))
         plans.append(SavePlan(items, storage_data=RankNote(node)))
-    answer = final_tensors(plans, DtypePolicy())
+    answer = final_tensors(plans, LAYOUTS)
     return dict(zip(tensors, bands_in(answer), strict=True))
 
 
@@ -124,7 +125,7 @@ def test_replicas_of_a_tensor_are_taken_from_one_node() -> None:
     ]
     chosen = dedup_plans(plans, False)
     assert [len(plan.items) for plan in chosen] == [4, 4, 4, 4]  # the work is shared all the same
-    answer = final_tensors(chosen, DtypePolicy())
+    answer = final_tensors(chosen, LAYOUTS)
     assert answer["rings"] == [[0, 1], [2, 3]]
     assert sorted(band for [band] in bands_in(answer)) == [(0, 0, 8)] * 4 + [(1, 0, 8)] * 4
 
@@ -140,7 +141,7 @@ def test_replicas_on_several_nodes_are_taken_from_few() -> None:
         items += [item(f"t{number}", (8, 100), place, (4, 50)) for number in range(9)]
         names = [each.index.fqn for each in items]
         plans.append(SavePlan(items, storage_data=RankNote(node, names)))
-    of_all, *of_others = bands_in(final_tensors(dedup_plans(plans, False), DtypePolicy()))
+    of_all, *of_others = bands_in(final_tensors(dedup_plans(plans, False), LAYOUTS))
     assert of_all == []
     for own in of_others:
         assert [band[1:] for band in own] == [(0, 4), (4, 8)]
@@ -159,7 +160,7 @@ def test_who_has_nothing_for_a_ring_is_no_member_of_it() -> None:
     for rank in range(2):
         half = MIN_ROW_BYTES // 2
         plans[rank].items.append(item("gate", gate, (rank * half,), (half,)))
-    answer = final_tensors(plans, DtypePolicy())
+    answer = final_tensors(plans, LAYOUTS)
     assert answer["rings"] == [[0, 1]]
     assert bands_in(answer) == [[], [(0, 0, MIN_ROW_BYTES)]]
 
@@ -182,7 +183,7 @@ def test_empty_boxes_count_nowhere(
         for rank, box in enumerate(boxes)
     ]
     plans[3].items.append(item("long", long, (0, 0), long))
-    answer = final_tensors(plans, DtypePolicy())
+    answer = final_tensors(plans, LAYOUTS)
     assert answer["rings"] == rings
     assert bands_in(answer) == [of_columns, []]
 
@@ -201,7 +202,7 @@ def test_rows_of_packed_elements() -> None:
         )
         for rank in range(2)
     ]
-    answer = final_tensors(plans, DtypePolicy())
+    answer = final_tensors(plans, LAYOUTS)
     assert [answer["kinds"][number][1] for number in answer["kind_of"]] == [[4 * half], [8, 200]]
     assert bands_in(answer) == [[(0, 0, 4 * half)], [(0, 0, 8)]]
 
@@ -231,7 +232,7 @@ def random_plans(chance: random.Random) -> list[SavePlan]:
 @pytest.mark.parametrize("seed", range(200))
 def test_members_of_rings_are_those_who_have_something_for_them(seed: int) -> None:
     plans = random_plans(random.Random(seed))
-    answer = final_tensors(plans, DtypePolicy())
+    answer = final_tensors(plans, LAYOUTS)
     names = dict.fromkeys(item.index.fqn for plan in plans for item in plan.items)
     bands = dict(zip(names, bands_in(answer), strict=True))
     members: list[set[int]] = [set() for _ in answer["rings"]]

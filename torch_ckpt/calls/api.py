@@ -19,6 +19,7 @@ from torch_ckpt.calls.futures import running, wait_for, warn
 from torch_ckpt.calls.load import Load
 from torch_ckpt.calls.save import Save, SavedMetadata, SaveStats, append_to_log
 from torch_ckpt.checkpoint.checkpoint import look_again
+from torch_ckpt.checkpoint.metadata import encoded
 from torch_ckpt.checkpoint.selection import Patterns
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
 from torch_ckpt.dcp.plan.save_planner import SavePlanner
@@ -75,6 +76,7 @@ def make_save(
     use_collectives: bool,
     key_mapping: KeyMapping | None,
     progress: Progress | None,
+    metadata: Mapping[str, Any] | None,
     options: dict[str, Any],
     cancel: threading.Event | None = None,
 ) -> Save:
@@ -93,7 +95,10 @@ def make_save(
         planner = SavePlanner(rank=ranks.rank, world_size=ranks.size, key_mapping=key_mapping)
     elif key_mapping is not None:
         raise InvalidArgumentError("key_mapping: give it to the planner")
-    return Save(planner, writer, path, ranks, use_collectives, progress=progress, cancel=cancel)
+    said = encoded(metadata)
+    return Save(
+        planner, writer, path, ranks, use_collectives, said, progress=progress, cancel=cancel
+    )
 
 
 def place_of(save: Save) -> str:
@@ -124,6 +129,7 @@ def save(
     key_mapping: KeyMapping | None = None,
     progress: Progress | None = None,
     log_path: PathLike | None = None,
+    metadata: Mapping[str, Any] | None = None,
     **writer_options: Unpack[WriterOptions],
 ) -> SavedMetadata:
     """`torch.distributed.checkpoint.save` with our writer and planner as defaults.
@@ -138,7 +144,9 @@ def save(
     the names that `key_mapping`, see SavePlanner, makes of theirs. `progress` is called about ten
     times a second, on another thread, with bytes written and bytes in all, of all ranks. `log_path`
     is a file to which each rank appends its SaveStats, a line of JSON, also when the save fails;
-    where that cannot be done there is a warning. Raises
+    where that cannot be done there is a warning. `metadata`, names and values that JSON has, at
+    most 1 MiB as text, is what `open(path).metadata` and `torch-ckpt inspect` tell of the
+    checkpoint; rank 0's counts. Raises
     CheckpointError kinds or OSError, naming the rank, on every rank; nothing of a failed save is
     left, and what stood there before still loads. Called from the main thread, it keeps Python's
     cyclic garbage collector off while it plans, but not while it writes. With several ranks it
@@ -167,6 +175,7 @@ def save(
             use_collectives=use_collectives,
             key_mapping=key_mapping,
             progress=progress,
+            metadata=metadata,
             options=dict(writer_options),
         )
         stats.path = place_of(made_save)
@@ -175,7 +184,7 @@ def save(
     try:
         # What is wrong with one rank's arguments is an error of all.
         made = ranks.each("save", make)
-        metadata = SavedMetadata(made.run(lambda: states_of(state_dict)), stats)
+        saved = SavedMetadata(made.run(lambda: states_of(state_dict)), stats)
     except BaseException as error:
         stats.error = str(error) or type(error).__name__
         raise
@@ -184,7 +193,7 @@ def save(
         not_logged = append_to_log(log, stats)
         if not_logged is not None:
             warn(not_logged)
-    return metadata
+    return saved
 
 
 @overload

@@ -71,6 +71,7 @@ def async_save(
     on_failure: OnFailure = "raise",
     on_commit: Callable[[], None] | None = None,
     log_path: PathLike | None = None,
+    metadata: Mapping[str, Any] | None = None,
     timeout: float = 600.0,
     key_mapping: KeyMapping | None = None,
     progress: Progress | None = None,
@@ -101,6 +102,7 @@ def async_save(
         which would wait for this save.
     log_path: as for `save`; the line is there before the future is done.
     timeout: seconds to wait for earlier saves.
+    metadata: as for `save`.
     key_mapping, progress: as for `save`, but called in the background, or in another process;
         `progress` not from there.
     writer_options: keywords of HuggingFaceStorageWriter, as for `save`.
@@ -152,6 +154,7 @@ def async_save(
                 use_collectives=use_collectives,
                 key_mapping=key_mapping,
                 progress=progress,
+                metadata=metadata,
                 options=dict(writer_options),
                 cancel=running.cancel,
             )

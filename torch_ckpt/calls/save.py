@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -26,7 +26,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from torch_ckpt.dcp.plan.save_planner import SavePlanner as OurPlanner
 from torch_ckpt.dcp.write.commit import Phases
+from torch_ckpt.dcp.write.layouts import Layout
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
+from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.export.extras import extra_files
 from torch_ckpt.native.progress import Progress
 from torch_ckpt.planning.collector import paused_gc
@@ -62,8 +64,8 @@ class SaveStats(Phases):
         phases = metadata.storage_data
         mine = phases.get(self.rank) if isinstance(phases, dict) else None
         if isinstance(mine, Phases):
-            for field in fields(Phases):
-                setattr(self, field.name, getattr(mine, field.name))
+            for each in fields(Phases):
+                setattr(self, each.name, getattr(mine, each.name))
 
 
 class SavedMetadata(Metadata):
@@ -101,6 +103,7 @@ class Save:
 
     path: None where the writer has one.
     use_collectives: False: every rank saves its own part, and they agree at the end alone.
+    metadata: JSON texts by their names, for the manifest.
     on_written: called when this rank has written, or could not; by writers of ours alone.
     cancel: once it is set on any rank, the save fails with a CancelledError, if it still can.
     """
@@ -110,6 +113,7 @@ class Save:
     path: str | os.PathLike[str] | None
     ranks: Ranks
     use_collectives: bool = True
+    metadata: dict[str, str] = field(default_factory=dict)
     on_written: Callable[[], None] | None = None
     progress: Progress | None = None
     cancel: threading.Event | None = None
@@ -122,14 +126,22 @@ class Save:
     def portable(self) -> Iterator[Save]:
         """This save as it crosses to another process: until the end of the block there are files
         for `extras` that are objects. A model among them would cross with all of its memory."""
-        writer = self.writer
-        if not isinstance(writer, HuggingFaceStorageWriter) or writer.extras is None:
+        if not isinstance(self.writer, HuggingFaceStorageWriter):
             yield self
             return
-        given = writer.extras if self.ranks.rank == 0 else []  # asked there alone
-        with extra_files(given, writer.dtype_policy.torch_name) as files:
-            writer = copy.copy(writer)
-            writer.extras = files
+        with contextlib.ExitStack() as until:
+
+            def with_files(layout: Layout) -> Layout:
+                if layout.extras is None:
+                    return layout
+                given = layout.extras if self.ranks.rank == 0 else []  # asked there alone
+                files = until.enter_context(extra_files(given, layout.dtype_policy.torch_name))
+                return replace(layout, extras=files)
+
+            writer = copy.copy(self.writer)
+            writer.layouts = writer.layouts.mapped(with_files)
+            if writer.consolidated is not None:
+                writer.consolidated = with_files(writer.consolidated)
             yield replace(self, writer=writer)
 
     def run(self, state: Callable[[], dict[str, Any]]) -> Metadata:
@@ -223,12 +235,9 @@ class Save:
     def _plan(self, state_dict: dict[str, Any], began: float) -> SavePlan:
         planner, writer, ranks = self.planner, self.writer, self.ranks
         coordinates = ranks.rank == 0
-        ours = isinstance(writer, HuggingFaceStorageWriter)
+        ours = writer if isinstance(writer, HuggingFaceStorageWriter) else None
         if isinstance(planner, OurPlanner):
-            stored_names = None
-            if isinstance(writer, HuggingFaceStorageWriter) and not writer.save_distributed:
-                stored_names = writer.mapped_names()
-            planner.begin(ranks.members, stored_names)
+            planner.begin(ranks.members, None if ours is None else ours.final_names())
         set_up: dict[str, Any] = {"state_dict": state_dict, "is_coordinator": coordinates}
         if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
             set_up["storage_meta"] = writer.storage_meta()
@@ -236,12 +245,18 @@ class Save:
         told: dict[str, Any] = {}
         if "kwargs" in inspect.signature(writer.set_up_storage_writer).parameters:
             told = {"rank": ranks.rank, "use_collectives": self.use_collectives}
-            if ours:
+            if ours is not None:
                 told |= {
                     "world_size": ranks.size,
                     "on_written": self.on_written,
                     "began": began,
+                    "metadata": self.metadata,
                 }
+        if self.metadata and "metadata" not in told:
+            raise InvalidArgumentError(
+                "metadata needs a torch_ckpt.HuggingFaceStorageWriter whose set_up_storage_writer "
+                "takes **kwargs"
+            )
         writer.set_up_storage_writer(coordinates, **told)
         plan: SavePlan = writer.prepare_local_plan(planner.create_local_plan())
         return plan

@@ -24,6 +24,7 @@ from torch_ckpt.checkpoint.description import (
     topology_of,
 )
 from torch_ckpt.checkpoint.hulls import warn_of_notes
+from torch_ckpt.checkpoint.metadata import decoded
 from torch_ckpt.checkpoint.names import JOURNAL, MANIFEST, ONLY_OURS, SHARD
 from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
 from torch_ckpt.native import core
@@ -174,6 +175,11 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
         return self._looked().listing.format
 
     @property
+    def metadata(self) -> dict[str, Any]:
+        """What `save` was given as such; a CheckpointDirectory says `step` and `metrics`."""
+        return decoded(self._looked().listing.metadata)
+
+    @property
     def topology(self) -> Topology:
         """Which ranks wrote it."""
         look = self._looked()
@@ -243,6 +249,7 @@ class Checkpoint(Mapping[str, "StoredTensor"]):
             objects=objects,
             beside=tuple(listing.beside),
             notes=tuple(listing.notes),
+            metadata=decoded(listing.metadata),
         )
 
     def dtypes(self) -> dict[str, str]:

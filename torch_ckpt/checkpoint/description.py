@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch_ckpt.checkpoint.names import rank_of
 from torch_ckpt.native import core
@@ -80,6 +81,7 @@ class Description:
         "torch" for files of torch.save; "index" (its index.json) or "headers" (all .safetensors
         files) for any other.
     save_id, world_size: of the save; None without a manifest.
+    metadata: what `save` was given as such.
     beside: data files that are no part of such a directory's checkpoint, and are not read.
     notes: what is wrong with it and no error, and what lies beside; a load logs it.
     """
@@ -94,6 +96,7 @@ class Description:
     objects: tuple[ObjectInfo, ...]
     beside: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class Listing:
 
     source: "manifest", or what else the checkpoint was read by; format: a word of `convert`.
     save_id: "" where there is none; world_size: None where nothing says it.
+    metadata: what was said of it when it was saved: names, and JSON texts.
     hulls: tensors whose global shape no file says; beside: files that are no part of it; notes:
         what is wrong and no error.
     tensor_count: of all tensors, tied ones too; dtypes: {"tensors", "bytes"} by dtype, where a
@@ -76,6 +77,7 @@ class Listing:
     format: Format
     save_id: str
     world_size: int | None
+    metadata: list[tuple[str, str]]
     hulls: list[str]
     beside: list[str]
     notes: list[str]

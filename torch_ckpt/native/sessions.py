@@ -101,17 +101,25 @@ class SaveSession(_Session):
     _kind = "save"
 
     def __init__(
-        self, path: str, *, overwrite: bool | Literal["all"], shard_ranks: int = 0
+        self,
+        path: str,
+        *,
+        overwrite: bool | Literal["all"],
+        shard_ranks: int = 0,
+        shards_in: str = "",
     ) -> None:
         """Begin a save into directory `path`. Raises ConflictError when another one is going on,
         when there is what `overwrite` (of HuggingFaceStorageWriter) does not replace, and with
-        `shard_ranks`, how many are to write shards, when a file of others in the directory would be
-        read instead of them."""
-        super().__init__(path, {**replaces(overwrite), "shard_ranks": shard_ranks})
+        `shard_ranks`, how many are to write shards into the subdirectory `shards_in` (""
+        for none), when a file of others there would be read instead of them."""
+        shards = {"shard_ranks": shard_ranks, "subdirectory": shards_in}
+        super().__init__(path, {**replaces(overwrite), **shards})
 
-    def stage_extras(self, paths: list[str]) -> list[dict[str, Any]]:
-        """Copy files into staging; returns what the commit needs to know of them."""
-        answer = core.call({"op": "stage_extras", "session": self.id, "extras": paths})
+    def stage_extras(self, paths: list[str], subdirectory: str = "") -> list[dict[str, Any]]:
+        """Copy files into staging, for that subdirectory ("": none); returns what the commit needs
+        to know of them."""
+        request = {"session": self.id, "extras": paths, "subdirectory": subdirectory}
+        answer = core.call({"op": "stage_extras", **request})
         return answer["files"]  # type: ignore[no-any-return]
 
     def stage_final(self, request: dict[str, Any]) -> None:

@@ -18,7 +18,9 @@
 namespace torch_ckpt {
 namespace {
 
-Result<std::string> IndexText(const CatalogBuilder& catalog,
+// Of the tensors in the directory that the index `name` is to stand in.
+Result<std::string> IndexText(std::string_view name,
+                              const CatalogBuilder& catalog,
                               const std::vector<StagedFile>& files) {
   HfIndex index;
   for (uint32_t e = 0; e < catalog.size(); ++e) {
@@ -26,7 +28,9 @@ Result<std::string> IndexText(const CatalogBuilder& catalog,
     if (entry.kind != EntryKind::kTensor) continue;
     TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
                         catalog.Placements(e));
-    const std::string& file = files[placements[0].file].name;
+    const std::string& path = files[placements[0].file].name;
+    if (SubdirectoryOf(path) != SubdirectoryOf(name)) continue;
+    const std::string_view file = FileNameOf(path);
     TC_RETURN_IF_ERROR(CheckFileName(file));  // as readers of the index do
     index.weight_map.emplace_back(entry.name, file);
     TC_ASSIGN_OR_RETURN(const uint64_t bytes,
@@ -95,7 +99,9 @@ Status CommitExisting(SaveSession* session, const CommitRequest& request,
   TC_ASSIGN_OR_RETURN(const Directory target,
                       Directory::Open(session->place().target));
   TC_ASSIGN_OR_RETURN(Previous previous, ReadPrevious(target));
-  const NewFiles new_files{DataAndIndexNames(files), 0, request.keep};
+  NewFiles new_files;
+  new_files.names = DataAndIndexNames(files);
+  new_files.keep = request.keep;
   TC_RETURN_IF_ERROR(CheckNotHidden(target, previous, new_files));
   const std::set<std::string> keep(request.keep.begin(), request.keep.end());
   Journal journal;
@@ -201,7 +207,7 @@ Result<Manifest> Commit(SaveSession* session, const CommitRequest& request) {
   files.push_back(std::move(catalog_file));
   if (!request.index_name.empty()) {
     TC_ASSIGN_OR_RETURN(const std::string text,
-                        IndexText(catalog, request.files));
+                        IndexText(request.index_name, catalog, request.files));
     TC_ASSIGN_OR_RETURN(
         StagedFile index,
         AddStagedFile(staging, request.index_name, FileRole::kIndex, text));
@@ -210,8 +216,12 @@ Result<Manifest> Commit(SaveSession* session, const CommitRequest& request) {
   Manifest manifest;
   manifest.save_id = session->save_id();
   manifest.world_size = request.world_size;
+  manifest.metadata = request.metadata;
   for (const StagedFile& file : files) manifest.files.push_back(file);
   TC_RETURN_IF_ERROR(CheckEncoding({manifest, {}, {}}));
+  // As at the begin, when an old view was looked at again.
+  Status part = RefusePart(session->place().target);
+  if (!PlacePatience::Changed(part)) TC_RETURN_IF_ERROR(std::move(part));
   bool committed = false;
   if (session->place().fresh) {
     TC_ASSIGN_OR_RETURN(committed, CommitFresh(session, files, manifest));

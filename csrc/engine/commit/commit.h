@@ -44,6 +44,7 @@ struct CommitRequest {
   // path; empty where that is just [fqn].
   std::vector<std::pair<std::string, std::string>> planned;
   std::string index_name;  // of the index to write; empty: none
+  std::vector<std::pair<std::string, std::string>> metadata;  // Manifest's
   // Files of the manifest that stands in T to keep and name again (of a
   // merge). All others that it names go.
   std::vector<std::string> keep;

@@ -11,7 +11,7 @@
 
 #include "engine/commit/each_file.h"
 #include "engine/commit/staging.h"
-#include "engine/open/checkpoint.h"
+#include "engine/open/committed.h"
 #include "engine/open/file_set.h"
 #include "format/names.h"
 
@@ -142,6 +142,11 @@ Result<std::vector<std::string>> TakeAwayAll(const Directory& gone,
       }
     }
   }
+  // What files are about to come to stays.
+  std::set<std::string, std::less<>> needed;
+  for (const JournalRename& rename : journal.renames) {
+    needed.emplace(SubdirectoryOf(rename.to));
+  }
   const size_t files = names.size();
   if (journal.IsRemoval()) names.emplace_back(kManifestName);
   std::vector<char> count(names.size());
@@ -149,7 +154,9 @@ Result<std::vector<std::string>> TakeAwayAll(const Directory& gone,
     TC_ASSIGN_OR_RETURN(const bool counts, TakeAway(target, names[i], gone, i));
     count[i] = counts;
     // What holds others' files stays.
-    if (counts) (void)target.RemoveEmptyParents(names[i]);
+    if (counts && !needed.contains(SubdirectoryOf(names[i]))) {
+      (void)target.RemoveEmptyParents(names[i]);
+    }
     return {};
   };
   TC_RETURN_IF_ERROR(ForEachFile(files, take_away));

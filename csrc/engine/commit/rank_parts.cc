@@ -164,6 +164,7 @@ Result<PartSession> BeginPart(const std::string& target,
 
 Result<PartSession> PartSession::Begin(const std::string& target,
                                        const ManifestPart& part) {
+  TC_RETURN_IF_ERROR(RefusePart(target));
   PartSession session;
   session.target_ = target;
   session.part_ = part;
@@ -216,6 +217,7 @@ Result<Manifest> CommitPart(PartSession* session,
   manifest.save_id = session->save_id_;
   manifest.world_size = part.world_size;
   manifest.part = part;
+  manifest.metadata = request.metadata;
   for (const StagedFile& file : files) {
     if (RankOfFile(file.name) != part.rank) {
       return InvalidArgument("is not named after its rank").WithFile(file.name);

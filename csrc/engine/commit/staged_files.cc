@@ -167,11 +167,12 @@ Result<StagedFile> AddStagedFile(const Directory& staging,
 
 namespace {
 
-Result<StagedFile> AddExtra(const Directory& staging, const std::string& path) {
+Result<StagedFile> AddExtra(const Directory& staging, const std::string& path,
+                            const std::string& subdirectory) {
   TC_ASSIGN_OR_RETURN(const std::string absolute, AbsolutePath(path));
   StagedFile file;
-  file.name = BaseName(absolute);
-  const std::string& name = file.name;
+  const std::string name = BaseName(absolute);
+  file.name = PathIn(subdirectory, name);
   TC_RETURN_IF_ERROR(CheckFileName(name).WithFile(absolute));
   if (name.ends_with(kDataSuffix) || name.ends_with(kIndexSuffix) ||
       name == kManifestName || name == kCatalogName || name == kJournalName ||
@@ -211,9 +212,10 @@ Result<StagedFile> AddExtra(const Directory& staging, const std::string& path) {
 
 Status AddStagedExtras(const Directory& staging,
                        const std::vector<std::string>& paths,
+                       const std::string& subdirectory,
                        CommitRequest* request) {
   for (const std::string& path : paths) {
-    TC_ASSIGN_OR_RETURN(StagedFile file, AddExtra(staging, path));
+    TC_ASSIGN_OR_RETURN(StagedFile file, AddExtra(staging, path, subdirectory));
     request->files.push_back(std::move(file));
   }
   return {};

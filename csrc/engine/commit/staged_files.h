@@ -32,12 +32,13 @@ Result<StagedFile> AddStagedFile(const Directory& staging,
                                  const std::string& text);
 
 // Copies files from anywhere into staging, durably, as extras of the checkpoint
-// under their own names, and adds them to the request. kInvalidArgument where
+// under their own names in `subdirectory` (empty: in the checkpoint's own
+// directory), and adds them to the request. kInvalidArgument where
 // that is a name of ours, or of a file of tensors or an index of such: what a
 // directory holds beside them is for readers that take every such file for
 // data.
 Status AddStagedExtras(const Directory& staging,
                        const std::vector<std::string>& paths,
-                       CommitRequest* request);
+                       const std::string& subdirectory, CommitRequest* request);
 
 }  // namespace torch_ckpt

@@ -8,6 +8,7 @@
 #include "engine/commit/each_file.h"
 #include "engine/commit/journal.h"
 #include "engine/commit/rank_parts.h"
+#include "engine/open/committed.h"
 #include "engine/open/read_dcp.h"
 #include "engine/open/read_torch.h"
 #include "format/names.h"
@@ -127,6 +128,31 @@ Result<JoinedSave> JoinAt(const std::string& path) {
 
 }  // namespace
 
+Status RefusePart(const std::string& target) {
+  const auto check = [&]() -> Result<bool> {
+    const Result<Directory> directory = Directory::Open(target);
+    if (directory.ok()) {
+      TC_ASSIGN_OR_RETURN(const auto above, FindAbove(*directory));
+      return above.has_value();
+    }
+    // What is no directory the save itself refuses.
+    const int error = directory.status().sys_errno();
+    if (error != ENOENT && error != ENOTDIR) return directory.status();
+    TC_ASSIGN_OR_RETURN(const Directory parent,
+                        Directory::Open(ParentPath(target)));
+    return HasFilesIn(parent, BaseName(target));
+  };
+  const Result<bool> part = check();
+  // A damaged manifest names nothing for sure.
+  if (part.status().kind() == ErrorKind::kCorrupt) return {};
+  TC_RETURN_IF_ERROR(part.status());
+  if (!*part) return {};
+  return Conflict(
+             "is a part of the checkpoint in the directory above it: save into "
+             "another directory, or all of that checkpoint anew")
+      .WithFile(target);
+}
+
 std::string PlaceBeside(const std::string& target) {
   const std::string parent = ParentPath(target), base = BaseName(target);
   std::string name = "." + base + std::string(kStageSuffix);
@@ -245,6 +271,7 @@ Result<SaveSession> SaveSession::Begin(const std::string& target,
   SaveSession session;
   session.overwrite_ = overwrite;
   session.others_ = others;
+  TC_RETURN_IF_ERROR(RefusePart(target));
   TC_ASSIGN_OR_RETURN(session.place_, LocatePlace(target, beside));
   TC_RETURN_IF_ERROR(Directory::Create(session.place_.root));
   TC_RETURN_IF_ERROR(session.Enter());

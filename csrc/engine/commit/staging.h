@@ -60,6 +60,10 @@ struct StagingPlace {
   bool fresh = false;  // the commit renames the directory itself
 };
 
+// kConflict where `target`, absolute, is a subdirectory of a checkpoint that
+// has files in it: what is saved there would take their place.
+Status RefusePart(const std::string& target);
+
 // The two places of an absolute T. A name beside T that would be too long for a
 // file has T's name as a number in it.
 std::string PlaceBeside(const std::string& target);

@@ -37,7 +37,7 @@ Result<std::vector<std::string>> KeptInPlace(const MergePlan& plan,
     const bool stays_anyway = file.role == FileRole::kExtra;
     const bool stays_beside =
         file.role == FileRole::kObjects ||
-        (file.role == FileRole::kData && IsShardName(file.name));
+        (file.role == FileRole::kData && IsShardName(FileNameOf(file.name)));
     if (stays_anyway || (stays_beside && !replaces)) keep.insert(file.name);
   }
   if (replaces) return std::vector<std::string>(keep.begin(), keep.end());
@@ -147,6 +147,7 @@ Result<Manifest> CommitMerge(const MergePlan& plan, BegunMerge* merge,
                              std::vector<std::vector<WrittenRange>> written) {
   CommitRequest commit;
   commit.index_name = plan.index_name();
+  commit.metadata = plan.checkpoint().metadata();
   if (merge->in_place) {
     TC_ASSIGN_OR_RETURN(commit.keep, KeptInPlace(plan, merge->replaces));
   }
@@ -160,7 +161,7 @@ Result<Manifest> CommitMerge(const MergePlan& plan, BegunMerge* merge,
   }
   NameLeaves(plan, &commit);
   TC_RETURN_IF_ERROR(
-      AddStagedExtras(merge->session->directory(), extras, &commit));
+      AddStagedExtras(merge->session->directory(), extras, {}, &commit));
   return CommitSave(merge->session.get(), commit);
 }
 

@@ -26,10 +26,11 @@ std::shared_ptr<OpenFiles> Checkpoint::LendFiles(bool direct_io) const {
 
 std::string_view Checkpoint::format() const {
   if (!has_.format.empty()) return has_.format;
-  const bool whole = std::none_of(
-      files().begin(), files().end(), [](const ManifestFile& file) {
-        return file.role == FileRole::kData && IsShardName(file.name);
-      });
+  const bool whole = std::none_of(files().begin(), files().end(),
+                                  [](const ManifestFile& file) {
+                                    return file.role == FileRole::kData &&
+                                           IsShardName(FileNameOf(file.name));
+                                  });
   const bool any = std::any_of(
       files().begin(), files().end(),
       [](const ManifestFile& file) { return file.role == FileRole::kData; });

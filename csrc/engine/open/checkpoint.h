@@ -65,6 +65,8 @@ class Checkpoint {
     std::map<std::string, std::string, std::less<>> made_objects = {};
     std::map<std::string, UnreadTensor, std::less<>> unread = {};
     std::set<std::string, std::less<>> common = {};
+    std::vector<std::pair<std::string, std::string>> metadata =
+        {};  // Manifest's
     // What entries are called in the files, where that is another name.
     std::map<std::string, std::string, std::less<>> stored_names = {};
   };
@@ -84,6 +86,9 @@ class Checkpoint {
   const std::vector<std::string>& hulls() const { return has_.hulls; }
   const std::vector<std::string>& beside() const { return has_.beside; }
   const std::vector<std::string>& notes() const { return has_.notes; }
+  const std::vector<std::pair<std::string, std::string>>& metadata() const {
+    return has_.metadata;
+  }
 
   // What is said of an entry that is a tensor which is not read; null of
   // another one. To the catalog it may be an object.
@@ -165,14 +170,5 @@ class Checkpoint {
 // kPatience only.
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
     const std::string& path, std::string_view format = {});
-
-// The journal of a save into a directory that is committed and, as far as can
-// be seen, not carried out. No link is followed to it.
-struct FoundJournal {
-  Directory staging;  // where it lies, with the files that it renames
-  std::string text;
-};
-// `place`: where saves stage inside the directory. nullopt where there is none.
-Result<std::optional<FoundJournal>> FindJournal(const Directory& place);
 
 }  // namespace torch_ckpt

@@ -10,6 +10,7 @@
 #include "engine/open/build_catalog.h"
 #include "engine/open/catalog_reader.h"
 #include "engine/open/checkpoint.h"
+#include "engine/open/committed.h"
 #include "engine/open/header_io.h"
 #include "engine/open/rank_manifests.h"
 #include "engine/open/read_dcp.h"
@@ -24,87 +25,21 @@ namespace {
 // On a local file system: as long as a commit takes that is in its replay.
 constexpr std::chrono::milliseconds kReplayPatience{700};
 
-// What says which files count: a journal while it stands, else the manifest,
-// else the part manifests.
-struct Committed {
-  std::optional<std::string> text;  // nullopt: none of them
-  bool journal = false;
-  Directory staging;            // of the journal
-  std::vector<Manifest> parts;  // `text` is their save id
-};
-
-Result<Committed> ReadCommitted(const Directory& directory) {
-  Committed out;
-  const auto look = [&]() -> Result<std::optional<FoundJournal>> {
-    TC_ASSIGN_OR_RETURN(const Directory place,
-                        directory.OpenDirectory(std::string(kStageSuffix)));
-    return FindJournal(place);
-  };
-  Result<std::optional<FoundJournal>> journal = look();
-  // Where only their owner may look, the manifest and the ids of the files say
-  // enough: what they tell to be whole is.
-  const int error = journal.status().sys_errno();
-  if (error == ENOTDIR) {
-    return Corrupt(
-               "is a symbolic link or a file where saves of torch_ckpt stage, "
-               "and is not followed: remove it if no save of yours made it")
-        .WithFile(directory.Join(std::string(kStageSuffix)));
-  }
-  if (!journal.ok() && error != ENOENT && error != EACCES) {
-    return journal.status();
-  }
-  if (journal.ok() && *journal) {
-    out.text = std::move((*journal)->text);
-    out.journal = true;
-    out.staging = std::move((*journal)->staging);
-    return out;
-  }
-  Result<std::string> read =
-      directory.ReadFile(std::string(kManifestName), kMaxManifestBytes);
-  if (read.ok()) {
-    out.text = std::move(read).value();
-    return out;
-  }
-  if (read.status().sys_errno() != ENOENT) return read.status();
-  TC_ASSIGN_OR_RETURN(out.parts, ReadParts(directory));
-  if (!out.parts.empty()) out.text = PartsSaveId(out.parts);
-  return out;
-}
-
-Result<std::string> SaveIdOf(const Committed& committed) {
-  if (!committed.text) return std::string();
-  if (!committed.parts.empty()) return *committed.text;
-  if (committed.journal) {
-    TC_ASSIGN_OR_RETURN(const Journal journal,
-                        ParseJournal(AsBytes(*committed.text)));
-    return journal.manifest.save_id;
-  }
-  TC_ASSIGN_OR_RETURN(const Manifest manifest,
-                      ParseManifest(AsBytes(*committed.text)));
-  return manifest.save_id;
-}
-
-// kConflict when `id` is not the save that stands in the directory by now.
-Status CheckSave(const Directory& directory, const std::string& id) {
-  TC_ASSIGN_OR_RETURN(const Committed now, ReadCommitted(directory));
-  TC_ASSIGN_OR_RETURN(const std::string current, SaveIdOf(now));
-  if (current == id) return {};
-  return Conflict("is being replaced by a save").WithFile(directory.path());
-}
-
 using DirectoryPtr = std::shared_ptr<const Directory>;
 using Contents = Checkpoint::Contents;
 
-// All but the catalog. Saves take the place of files in `directory`, but not of
-// those that were asked for by their own name or format.
-Contents FilesOf(Manifest manifest, FileList list, bool replaceable = true) {
+// All but the catalog. `replaced_in`: where saves take the place of the files;
+// null: nowhere, as of those that were asked for by their own name or format.
+Contents ContentsOf(Manifest manifest, FileList list,
+                    const DirectoryPtr& replaced_in) {
   Contents out;
   out.save_id = out.identity = std::move(manifest.save_id);
   out.world_size = manifest.world_size;
+  out.metadata = std::move(manifest.metadata);
   list.files = std::move(manifest.files);
-  if (replaceable) {
-    list.check_current = [directory = list.directory, id = out.save_id] {
-      return CheckSave(*directory, id);
+  if (replaced_in) {
+    list.check_current = [replaced_in, id = out.save_id] {
+      return CheckSave(*replaced_in, id);
     };
   }
   out.files = std::make_shared<const FileSet>(std::move(list));
@@ -129,34 +64,63 @@ Result<Catalog> ReadCatalog(const FileSet& set,
   return parsed;
 }
 
-Result<Contents> LoadManifest(const DirectoryPtr& directory,
-                              const std::string& text) {
-  TC_ASSIGN_OR_RETURN(Manifest manifest, ParseManifest(AsBytes(text)));
-  if (manifest.part) return Corrupt("is the manifest of one rank's part");
-  Contents out = FilesOf(std::move(manifest), {directory, {}});
+Result<Contents> LoadCommitted(const DirectoryPtr& directory,
+                               CommittedFiles named) {
+  FileList list{directory, {}};
+  list.staging = std::move(named.staging);
+  list.staged = std::move(named.staged);
+  Contents out =
+      ContentsOf(std::move(named.manifest), std::move(list), directory);
   TC_ASSIGN_OR_RETURN(out.catalog, ReadCatalog(*out.files, out.files->files()));
   return out;
 }
 
-Result<Contents> LoadJournal(const DirectoryPtr& directory, Directory staging,
-                             const std::string& text) {
-  Result<Journal> journal = ParseJournal(AsBytes(text));
-  if (!journal.ok()) {
-    return journal.status().WithFile(staging.Join(std::string(kJournalName)));
+// What `above` has in `directory`, as if that held nothing else: its files by
+// their names there, and the entries that lie in them.
+Result<Contents> LoadBelow(const DirectoryPtr& directory,
+                           const CheckpointAbove& above) {
+  TC_ASSIGN_OR_RETURN(CommittedFiles named,
+                      FilesOf(*above.directory, above.committed));
+  TC_ASSIGN_OR_RETURN(const Contents whole,
+                      LoadCommitted(above.directory, named));
+  const std::string prefix = above.name + "/";
+  std::vector<uint32_t> kept;  // numbers in the whole
+  std::vector<ManifestFile> files;
+  for (uint32_t f = 0; f < named.manifest.files.size(); ++f) {
+    ManifestFile& file = named.manifest.files[f];
+    if (!file.name.starts_with(prefix)) continue;
+    file.name.erase(0, prefix.size());
+    files.push_back(std::move(file));
+    kept.push_back(f);
   }
-  if (journal->IsRemoval()) {
-    return Incomplete(
-               "is being removed, or the removal was interrupted: remove it "
-               "again, or recover it, to carry that out")
+  named.manifest.files = std::move(files);
+  FileList list{directory, {}};
+  list.staging = std::move(named.staging);
+  for (auto& [path, staged] : named.staged) {
+    if (!path.starts_with(prefix)) continue;
+    list.staged[path.substr(prefix.size())] = std::move(staged);
+  }
+  Contents out =
+      ContentsOf(std::move(named.manifest), std::move(list), above.directory);
+  out.identity += "/" + above.name;
+  TC_ASSIGN_OR_RETURN(
+      out.catalog,
+      whole.catalog.InFiles(kept, whole.files->files(), out.files->files()));
+  const auto& left = out.files->files();
+  const auto& entries = out.catalog.entries();
+  const bool has_data = std::any_of(
+      left.begin(), left.end(),
+      [](const ManifestFile& file) { return file.role == FileRole::kData; });
+  const bool has_tensors = std::any_of(
+      entries.begin(), entries.end(), [](const CatalogEntry& entry) {
+        return entry.kind == EntryKind::kTensor;
+      });
+  // Its files are being removed, or their tensors are elsewhere by now, as
+  // after a consolidation that has left the shards.
+  if (left.empty() || (has_data && !has_tensors)) {
+    return Incomplete("has no tensor of the checkpoint above it any more")
         .WithFile(directory->path());
   }
-  FileList list{directory, {}};
-  list.staging = std::make_shared<const Directory>(std::move(staging));
-  for (const JournalRename& rename : journal->renames) {
-    list.staged[rename.to] = rename.from;
-  }
-  Contents out = FilesOf(std::move(journal->manifest), std::move(list));
-  TC_ASSIGN_OR_RETURN(out.catalog, ReadCatalog(*out.files, out.files->files()));
   return out;
 }
 
@@ -164,7 +128,7 @@ Result<Contents> LoadParts(const DirectoryPtr& directory,
                            const std::vector<Manifest>& parts) {
   TC_RETURN_IF_ERROR(CheckParts(parts));
   TC_ASSIGN_OR_RETURN(Manifest manifest, MergeManifests(parts));
-  Contents out = FilesOf(std::move(manifest), {directory, {}});
+  Contents out = ContentsOf(std::move(manifest), {directory, {}}, directory);
   std::vector<CatalogPart> catalogs;
   for (const Manifest& part : parts) {
     TC_ASSIGN_OR_RETURN(Catalog read, ReadCatalog(*out.files, part.files));
@@ -187,8 +151,8 @@ Result<Contents> LoadForeign(const DirectoryPtr& directory,
   Manifest manifest;  // of the files alone
   manifest.world_size = 0;
   manifest.files = std::move(scan.files);
-  Contents out =
-      FilesOf(std::move(manifest), std::move(list), !file && format.empty());
+  Contents out = ContentsOf(std::move(manifest), std::move(list),
+                            !file && format.empty() ? directory : nullptr);
   out.catalog = std::move(scan.catalog);
   out.source = scan.source;
   out.format = scan.format;
@@ -284,6 +248,7 @@ struct Look {
   Result<Contents> found = Contents();
   std::optional<std::string> text;  // of what names its files
   bool journal = false;             // `text` is one
+  std::string manifest;             // where it is, or would be
   bool changed = false;             // under the look
   bool shared = false;              // IsShared
   bool late = false;                // an error may go with another look
@@ -306,8 +271,41 @@ Result<Contents> LoadFile(const std::string& path, std::string_view format,
       format);
 }
 
+// Of a directory in which nothing of ours names any file.
+Result<Contents> LoadUnnamed(const DirectoryPtr& directory,
+                             const std::string& path, std::string_view format,
+                             Look* look) {
+  // Data files of a part may be here already, but they do not count yet.
+  TC_ASSIGN_OR_RETURN(const bool begun, HasPartStaging(*directory));
+  if (begun) {
+    return Incomplete(
+               "no rank has committed its part: a save without collectives "
+               "is still going on, or died")
+        .WithFile(path);
+  }
+  if (format == kOurFormat) {
+    return Incomplete("holds no " + std::string(kManifestName)).WithFile(path);
+  }
+  Status cut_off = CheckNotCutOff(*directory);
+  Result<Contents> loaded = cut_off.ok()
+                                ? LoadForeign(directory, nullptr, format)
+                                : Result<Contents>(cut_off);
+  if (cut_off.ok()) cut_off = CheckNoShards(*directory, loaded);
+  if (!cut_off.ok()) loaded = cut_off;
+  look->late = look->shared && !cut_off.ok();
+  // A save may have committed over these files meanwhile: then what was
+  // read may be a mixture.
+  TC_ASSIGN_OR_RETURN(const Committed again, ReadCommitted(*directory));
+  TC_ASSIGN_OR_RETURN(const auto above, FindAbove(*directory));
+  if (!again.text && !above) return loaded;
+  look->late = look->changed = true;
+  return Conflict("a save has begun to replace it");
+}
+
 Look LookAt(const std::string& path, std::string_view format) {
+  const std::string name(kManifestName);
   Look look;
+  look.manifest = path + "/" + name;
   const auto load = [&]() -> Result<Contents> {
     Result<Directory> opened = Directory::Open(path);
     if (!opened.ok()) return LoadFile(path, format, opened.status(), &look);
@@ -318,46 +316,31 @@ Look LookAt(const std::string& path, std::string_view format) {
       return LoadForeign(directory, nullptr, format);
     }
     TC_ASSIGN_OR_RETURN(Committed committed, ReadCommitted(*directory));
-    look.text = committed.text;
-    look.journal = committed.journal;
+    std::optional<CheckpointAbove> above;
+    if (!committed.text) {
+      look.late = look.shared;  // an error may be of an old view
+      TC_ASSIGN_OR_RETURN(above, FindAbove(*directory));
+      look.late = false;
+      if (above) look.manifest = above->directory->Join(name);
+    }
+    const Committed& found = above ? above->committed : committed;
+    look.text = found.text;
+    look.journal = found.journal;
     // While a journal is there, it may be about to remove the other one.
     if (look.text && !look.journal && format.empty()) {
       TC_RETURN_IF_ERROR(CheckAlone(*directory));
     }
+    if (above) return LoadBelow(directory, *above);
     if (!committed.parts.empty()) {
       Result<Contents> loaded = LoadParts(directory, committed.parts);
       if (!loaded.ok()) return loaded.status().WithFile(path);
       return loaded;
     }
-    if (look.journal) {
-      return LoadJournal(directory, std::move(committed.staging), *look.text);
+    if (look.text) {
+      TC_ASSIGN_OR_RETURN(CommittedFiles named, FilesOf(*directory, committed));
+      return LoadCommitted(directory, std::move(named));
     }
-    if (look.text) return LoadManifest(directory, *look.text);
-    // Data files of a part may be here already, but they do not count yet.
-    TC_ASSIGN_OR_RETURN(const bool begun, HasPartStaging(*directory));
-    if (begun) {
-      return Incomplete(
-                 "no rank has committed its part: a save without collectives "
-                 "is still going on, or died")
-          .WithFile(path);
-    }
-    if (format == kOurFormat) {
-      return Incomplete("holds no " + std::string(kManifestName))
-          .WithFile(path);
-    }
-    Status cut_off = CheckNotCutOff(*directory);
-    Result<Contents> loaded = cut_off.ok()
-                                  ? LoadForeign(directory, nullptr, format)
-                                  : Result<Contents>(cut_off);
-    if (cut_off.ok()) cut_off = CheckNoShards(*directory, loaded);
-    if (!cut_off.ok()) loaded = cut_off;
-    look.late = look.shared && !cut_off.ok();
-    // A save may have committed over these files meanwhile: then what was
-    // read may be a mixture.
-    TC_ASSIGN_OR_RETURN(const Committed again, ReadCommitted(*directory));
-    if (!again.text) return loaded;
-    look.late = look.changed = true;
-    return Conflict("a save has begun to replace it");
+    return LoadUnnamed(directory, path, format, &look);
   };
   look.found = load();
   if (look.found.status().sys_errno() == ESTALE) {
@@ -399,28 +382,10 @@ Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(
         return Conflict("is being replaced by a save: " + status.ToString())
             .WithFile(path);
       }
-      return std::move(status).WithFile(path + "/" +
-                                        std::string(kManifestName));
+      return std::move(status).WithFile(look.manifest);
     }
     last_text = std::move(look.text);
   }
-}
-
-Result<std::optional<FoundJournal>> FindJournal(const Directory& place) {
-  Result<Directory> staging = place.OpenDirectory(std::string(kCommittedName));
-  if (staging.ok()) {
-    Result<std::string> text = staging->ReadFile(
-        std::string(kJournalName), kMaxManifestBytes, {.no_follow = true});
-    if (text.ok()) {
-      return std::optional(
-          FoundJournal{std::move(staging).value(), std::move(text).value()});
-    }
-    if (text.status().sys_errno() != ENOENT) return text.status();
-  } else if (staging.status().sys_errno() != ENOENT &&
-             staging.status().sys_errno() != ENOTDIR) {
-    return staging.status();
-  }
-  return std::optional<FoundJournal>();
 }
 
 }  // namespace torch_ckpt

@@ -177,6 +177,7 @@ Result<Manifest> MergeManifests(const std::vector<Manifest>& parts) {
   Manifest merged;
   merged.save_id = PartsSaveId(parts);
   merged.world_size = parts[0].world_size;
+  merged.metadata = parts[0].metadata;
   std::set<std::string_view> names;
   for (const Manifest& part : parts) {
     for (const ManifestFile& file : part.files) {

@@ -90,7 +90,7 @@ Result<FinalFiles> DecodeList(ByteSpan bytes) {
     const auto id = in.String(kMaxNameBytes);
     const auto file_bytes = in.Bounded(UINT64_MAX >> 1);
     if (!name || !staged || !id || !IsId(*id) || !file_bytes) return malformed;
-    TC_RETURN_IF_ERROR(CheckFileName(*name));
+    TC_RETURN_IF_ERROR(CheckFilePath(*name));
     TC_RETURN_IF_ERROR(CheckFileName(*staged));
     list.files.push_back(
         {{*name, *id, FileRole::kData, *file_bytes, {}}, *staged});

@@ -51,7 +51,7 @@ class WriteJob {
   // The files of this rank alone.
   Status LayOutFiles() {
     for (WriteFile& file : plan_.files) {
-      TC_RETURN_IF_ERROR(CheckFileName(file.name));
+      TC_RETURN_IF_ERROR(CheckFilePath(file.name));
       TC_RETURN_IF_ERROR(LayOut(file).WithFile(file.name));
     }
     return {};

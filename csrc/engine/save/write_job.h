@@ -12,7 +12,7 @@
 namespace torch_ckpt {
 
 struct WriteFile {
-  std::string name;
+  std::string name;  // below the checkpoint's directory (CheckFilePath)
   FileRole role = FileRole::kData;
   std::vector<WriteTensor> tensors;  // kData: shards
   std::vector<size_t> raw;  // any other role: these sources, one after another

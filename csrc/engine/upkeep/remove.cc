@@ -9,7 +9,7 @@
 #include "engine/commit/journal.h"
 #include "engine/commit/previous.h"
 #include "engine/commit/staging.h"
-#include "engine/open/checkpoint.h"
+#include "engine/open/committed.h"
 #include "format/names.h"
 #include "os/directory.h"
 #include "os/path.h"

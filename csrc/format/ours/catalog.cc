@@ -332,4 +332,58 @@ Result<Catalog> Catalog::Renamed(
   return From(std::move(builder), files);
 }
 
+Result<Catalog> Catalog::InFiles(std::span<const uint32_t> kept,
+                                 std::span<const ManifestFile> files,
+                                 std::span<const ManifestFile> left) const {
+  std::vector<int64_t> numbers(files.size(), -1);
+  for (size_t i = 0; i < kept.size(); ++i) {
+    numbers[kept[i]] = static_cast<int64_t>(i);
+  }
+  std::vector<char> stays(entries_.size());
+  CatalogBuilder builder;
+  for (uint32_t e = 0; e < entries_.size(); ++e) {
+    const CatalogEntry& entry = entries_[e];
+    if (entry.kind == EntryKind::kAlias) continue;
+    std::string name(entry.name);
+    if (entry.kind == EntryKind::kObject) {
+      const int64_t number = numbers[entry.file];
+      if (number < 0) continue;
+      TC_ASSIGN_OR_RETURN(
+          const uint32_t added,
+          builder.AddObject(std::move(name), static_cast<uint32_t>(number),
+                            entry.archived));
+      builder.SetPath(added, std::string(entry.path));
+      continue;
+    }
+    TC_ASSIGN_OR_RETURN(std::vector<Placement> placements,
+                        Placements(e, files));
+    size_t inside = 0;
+    for (Placement& placement : placements) {
+      const int64_t number = numbers[placement.file];
+      if (number < 0) continue;
+      placement.file = static_cast<uint32_t>(number);
+      ++inside;
+    }
+    if (inside == 0) continue;
+    if (inside < placements.size()) {
+      return Corrupt("lies in several directories").WithTensor(std::move(name));
+    }
+    stays[e] = true;
+    TC_ASSIGN_OR_RETURN(
+        const uint32_t added,
+        builder.AddTensor(std::move(name), entry.dtype, entry.shape));
+    builder.SetPath(added, std::string(entry.path));
+    builder.SetPlacements(added, placements);
+  }
+  for (uint32_t e = 0; e < entries_.size(); ++e) {
+    const CatalogEntry& entry = entries_[e];
+    if (entry.kind != EntryKind::kAlias || !stays[TensorOf(e)]) continue;
+    TC_ASSIGN_OR_RETURN(
+        const uint32_t added,
+        builder.AddAlias(std::string(entry.name), std::string(entry.alias_of)));
+    builder.SetPath(added, std::string(entry.path));
+  }
+  return From(std::move(builder), left);
+}
+
 }  // namespace torch_ckpt

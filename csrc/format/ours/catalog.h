@@ -146,6 +146,12 @@ class Catalog {
   Result<Catalog> Renamed(const std::map<std::string, std::string>& new_names,
                           std::span<const ManifestFile> files) const;
 
+  // The entries that lie in those of `files` which `kept` numbers, for these
+  // alone: `left`, in that order. kCorrupt for one that lies in others too.
+  Result<Catalog> InFiles(std::span<const uint32_t> kept,
+                          std::span<const ManifestFile> files,
+                          std::span<const ManifestFile> left) const;
+
   // As it is stored.
   std::string_view bytes() const {
     return bytes_ ? std::string_view(*bytes_) : std::string_view();

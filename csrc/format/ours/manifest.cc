@@ -73,6 +73,15 @@ void AppendManifest(std::string* out, const Manifest& manifest) {
     *out += "\"}";
   }
   *out += "\n]";
+  if (manifest.metadata.empty()) return;
+  *out += ",\n\"metadata\": {";
+  for (size_t i = 0; i < manifest.metadata.size(); ++i) {
+    *out += i ? ",\n" : "\n";
+    AppendJsonString(out, manifest.metadata[i].first);
+    *out += ": ";
+    AppendJsonString(out, manifest.metadata[i].second);
+  }
+  *out += "\n}";
 }
 
 }  // namespace

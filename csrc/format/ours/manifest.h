@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/bytes.h"
@@ -69,6 +70,9 @@ struct Manifest {
   int64_t world_size = 1;
   std::optional<ManifestPart> part;  // of one rank; absent when it is of all
   std::vector<ManifestFile> files;
+  // What people say of the checkpoint: names, and JSON texts, which nobody here
+  // looks into.
+  std::vector<std::pair<std::string, std::string>> metadata;
 };
 
 // Finds files by name. The list must outlive it and stay as it is.

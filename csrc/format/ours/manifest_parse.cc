@@ -52,6 +52,10 @@ class DocumentHandler final : public JsonHandler {
   DocumentHandler(bool journal, Journal* out) : journal_(journal), out_(out) {}
 
   bool OnKey(std::string_view key) override {
+    if (at_ == At::kMetadata) {
+      key_ = key;
+      return true;
+    }
     if (at_ == At::kRoot && keys_ < 2) {
       // Whoever made the text, these two come first, so that another version
       // is told from a damaged file.
@@ -99,6 +103,9 @@ class DocumentHandler final : public JsonHandler {
       case At::kPart:
         return key_ == "run_id" ? Id(text, &Target().part->run_id)
                                 : Refuse("unexpected string");
+      case At::kMetadata:
+        Target().metadata.emplace_back(key_, text);
+        return true;
       default:
         return Refuse("unexpected string");
     }
@@ -147,14 +154,24 @@ class DocumentHandler final : public JsonHandler {
       Target().part.emplace();
       return Enter(At::kPart);
     }
+    if (InManifest() && key_ == "metadata") {
+      has_metadata_ = true;
+      return Enter(At::kMetadata);
+    }
     return Refuse("unexpected object");
   }
 
   // Twin keys are refused by ParseJson, unknown ones above: the count tells
   // whether all are there.
   bool OnEndObject() override {
+    if (at_ == At::kMetadata) {
+      at_ = journal_ ? At::kManifest : At::kRoot;
+      return true;
+    }
     size_t keys = KnownKeys().size();
-    if (at_ == At::kRoot && !journal_ && !Target().part) --keys;  // optional
+    // These are optional.
+    if (at_ == At::kRoot && !journal_ && !Target().part) --keys;
+    if (InManifest() && !has_metadata_) --keys;
     if (seen_[static_cast<size_t>(at_)] != keys)
       return Refuse("a key is missing");
     switch (at_) {
@@ -198,9 +215,10 @@ class DocumentHandler final : public JsonHandler {
     kRenames,
     kRename,
     kRemoves,
-    kPart
+    kPart,
+    kMetadata
   };
-  static constexpr size_t kStates = 9;
+  static constexpr size_t kStates = 10;
 
   Manifest& Target() { return out_->manifest; }
   bool InManifest() const {
@@ -219,8 +237,8 @@ class DocumentHandler final : public JsonHandler {
     static constexpr std::string_view kJournalKeys[] = {
         "format", "version", "manifest", "renames", "removes", "crc32c"};
     static constexpr std::string_view kAllKeys[] = {
-        "format",        "version", "save_id", "world_size",
-        "segment_bytes", "files",   "crc32c",  "part"};
+        "format", "version",  "save_id", "world_size", "segment_bytes",
+        "files",  "metadata", "crc32c",  "part"};
     static constexpr std::string_view kPartKeys[] = {"rank", "world_size",
                                                      "run_id", "sequence"};
     switch (at_) {
@@ -231,7 +249,7 @@ class DocumentHandler final : public JsonHandler {
       case At::kPart:
         return kPartKeys;
       case At::kManifest:
-        return std::span(kAllKeys).subspan(2, 4);
+        return std::span(kAllKeys).subspan(2, 5);
       case At::kRoot:
         if (journal_) return kJournalKeys;
         return kAllKeys;
@@ -309,6 +327,7 @@ class DocumentHandler final : public JsonHandler {
   std::string key_;
   size_t keys_ = 0;  // seen in the root
   bool versioned_ = false;
+  bool has_metadata_ = false;
   std::array<size_t, kStates> seen_{};  // keys of the open object, by place
 };
 
@@ -328,10 +347,8 @@ Status CheckFiles(const Manifest& manifest) {
     const std::string_view top = name.substr(0, name.find('/'));
     if (top == kManifestName || top == kJournalName || IsPartManifestName(top))
       return Corrupt("the name is reserved").WithFile(file.name);
-    if (top != name &&
-        (file.role == FileRole::kCatalog || file.role == FileRole::kIndex)) {
-      return Corrupt("a catalog or an index lies in a subdirectory")
-          .WithFile(file.name);
+    if (top != name && file.role == FileRole::kCatalog) {
+      return Corrupt("a catalog lies in a subdirectory").WithFile(file.name);
     }
     if (file.container != ContainerOf(file.role))
       return Unsupported("its container is not that of its role")

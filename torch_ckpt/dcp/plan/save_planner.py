@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt.dcp.plan import plan_cache
 from torch_ckpt.dcp.plan.global_plan import assemble, dedup_plans
 from torch_ckpt.dcp.plan.items import WriteItems, dtensor_part, write_items
-from torch_ckpt.dcp.plan.ties import drop_aliases, find_ties
+from torch_ckpt.dcp.plan.ties import FinalNames, drop_aliases
 from torch_ckpt.export.renames import KeyMapping
 from torch_ckpt.native.tensors import PLAIN_TENSORS
 from torch_ckpt.native.torch_private import compare_save_plans, flatten_sharded_tensors
@@ -35,7 +34,7 @@ from torch_ckpt.planning.reserved import DIGESTS_KEY, STRUCTURE_FQN, TIES_KEY
 
 class _Begun(NamedTuple):
     members: tuple[int, ...] | None
-    stored_names: Collection[str] | None
+    final: FinalNames | None
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -89,14 +88,13 @@ class SavePlanner(DefaultSavePlanner):
         self._written_structure: Structure | None = None
         self._differing: dict[str, tuple[int, int]] = {}  # coordinator: see digests.differences
 
-    def begin(self, members: tuple[int, ...], stored_names: Collection[str] | None) -> None:
+    def begin(self, members: tuple[int, ...], final: FinalNames | None) -> None:
         """Say of the save whose `set_up_planner` comes next what DCP does not say.
 
         members: the global ranks that save.
-        stored_names: for final files, in which tied tensors are stored once; these names are stored
-            all the same. None for others.
+        final: what stands in final files, in which tied tensors are stored once; None for nothing.
         """
-        self._begun = _Begun(members, stored_names)
+        self._begun = _Begun(members, final)
 
     def set_up_planner(
         self,
@@ -137,7 +135,7 @@ class SavePlanner(DefaultSavePlanner):
         kind = type(self)
         name = (kind.__module__, kind.__qualname__, self._cached_plans_key)
         # With final files the coordinator is told more than the items, and caches that with them.
-        final = self._save.stored_names is not None
+        final = None if self._save.final is None else self._save.final.beside
         self._cache_key = (*name, *ranks, self._save.members, final)
         last = self._last_plans = plan_cache.begin(self._cache_key)
         if last is not None and _same_plan(plan, last.local):
@@ -151,8 +149,8 @@ class SavePlanner(DefaultSavePlanner):
         data: dict[str, Any] = dict(self.mappings)
         if self._structure is not None:
             data[STRUCTURE_FQN] = self._structure
-        if self._save.stored_names is not None:
-            ties = find_ties(self.state_dict, self._save.stored_names)
+        if self._save.final is not None:
+            ties = self._save.final.ties(self.state_dict)
             if ties:
                 data[TIES_KEY] = ties
         rank, world_size = world_of(self._rank, self._world_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
@@ -16,6 +16,27 @@ from torch_ckpt.native.torch_private import local_tensor
 from torch_ckpt.planning.reserved import TIES_KEY
 
 Ties = dict[str, str]  # an alias, and the name that its tensor is stored under
+
+
+class FinalNames(NamedTuple):
+    """Which names of a save stand in final files.
+
+    mapped: names that are stored there in any case, whatever they are tied to.
+    beside: what is not there, but in shards: names that have one of these before their first dot.
+    """
+
+    mapped: frozenset[str]
+    beside: frozenset[str]
+
+    def ties(self, state_dict: Mapping[str, Any]) -> Ties:
+        """`find_ties` of what stands there."""
+        if self.beside:
+            state_dict = {
+                fqn: value
+                for fqn, value in state_dict.items()
+                if fqn.partition(".")[0] not in self.beside
+            }
+        return find_ties(state_dict, self.mapped)
 
 
 def find_ties(state_dict: Mapping[str, Any], stored: Collection[str]) -> Ties:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_ckpt.checkpoint.names import OBJECT_FILE
+from torch_ckpt.dcp.write.layouts import Layouts
 from torch_ckpt.errors import ConflictError, InvalidArgumentError
 from torch_ckpt.native.core import names_text
 from torch_ckpt.planning.digests import Digest, differences, warn_of
@@ -70,13 +71,11 @@ def commit_request(
     metadata: Metadata,
     results: list[list[Any]],
     save_id: str,
-    *,
-    final: bool,
+    layouts: Layouts,
 ) -> dict[str, Any]:
     """The request that commits `results`, one list per rank (csrc/engine/commit/commit.h).
 
-    final: the tensors are in files that the coordinator has staged. Raises ConflictError when
-    a rank wrote for another save than `save_id`.
+    Raises ConflictError when a rank wrote for another save than `save_id`.
     """
     reports = [report for of_rank in results for report in of_rank]
     files: list[dict[str, Any]] = []
@@ -94,16 +93,16 @@ def commit_request(
                 rank=report.rank,
             )
         files += report.files
-        if final:
+        if layouts.final is not None:
             finals.append({"rank": report.rank, "calls": report.final})
-        file = OBJECT_FILE.format(report.rank + 1)
+        file = layouts.of_objects.path(OBJECT_FILE.format(report.rank + 1))
         objects += [{"name": name, "file": file} for name in report.objects]
     return {
         "world_size": len(results),
         "files": files,
         "objects": objects,
         **planned_entries(metadata),
-        "final": finals if final else None,
+        "final": None if layouts.final is None else finals,
         "aliases": (metadata.planner_data or {}).get(TIES_KEY),
     }
 

@@ -39,6 +39,7 @@ from torch_ckpt.dcp.write.final_layout import (
     check_planned,
     final_tensors,
 )
+from torch_ckpt.dcp.write.layouts import Layout
 from torch_ckpt.dcp.write.options import SaveOptions
 from torch_ckpt.dcp.write.parts import Part, check_supported, part_of
 from torch_ckpt.dcp.write.write_files import RankWrite, check_item
@@ -50,7 +51,6 @@ from torch_ckpt.errors import (
     raise_with_rank,
 )
 from torch_ckpt.export.extras import extra_files
-from torch_ckpt.export.files import NAMINGS
 from torch_ckpt.export.merge import merge, merge_request
 from torch_ckpt.native import core
 from torch_ckpt.native.jobs import Job
@@ -81,8 +81,10 @@ class DirectorySave:
         sequence: int | None,
         on_written: Callable[[], None] | None,
         began: float,
+        metadata: dict[str, str],
     ) -> None:
-        """`began`: when the save did, as `time.perf_counter` says it."""
+        """`began`: when the save did, by `time.perf_counter`. `metadata`: for the manifest."""
+        self._metadata = metadata
         self._options = options
         self._path = str(options.path)
         self._rank = options.rank or 0
@@ -97,11 +99,7 @@ class DirectorySave:
         self._session: SaveSession | PartSession | None = None
         self._part: Part | None = None  # with collectives there are no parts
         if not options.use_collectives:
-            check_supported(
-                save_distributed=options.save_distributed,
-                enable_consolidation=options.enable_consolidation,
-                extras=options.extras,
-            )
+            check_supported(options.layouts, options.consolidated)
             self._part = part_of(self._path, options.rank, world_size, sequence)
 
     def check(self, plan: SavePlan) -> SavePlan:
@@ -118,9 +116,9 @@ class DirectorySave:
         # A cached plan comes as an empty one; what it stands for is seen when it is written.
         self._checked = plan.usable
         self._planned = time.perf_counter()
-        if options.save_distributed or not plan.usable:
+        if options.layouts.final is None or not plan.usable:
             return plan
-        fqns = list(dict.fromkeys(item.index.fqn for item in plan.items))
+        fqns = list(dict.fromkeys(fqn for fqn, _ in options.layouts.in_final_files(plan)))
         return replace(plan, storage_data=RankNote(this_node(), fqns))
 
     def lay_out(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -133,8 +131,8 @@ class DirectorySave:
                 planned = {item.index.fqn for plan in plans for item in plan.items}
                 # Names that are tied to others are no items any more.
                 self._check_planned(planned.union(*(note_of(plan).fqns for plan in plans)))
-            if options.save_distributed and options.dtype_policy:  # it consolidates
-                check_castable(plans, options.dtype_policy)
+            if options.consolidated is not None and options.consolidated.dtype_policy:
+                check_castable(plans, options.consolidated.dtype_policy)
         check_catalog_size(plans)
         if self._part is not None:
             try:
@@ -142,20 +140,26 @@ class DirectorySave:
             except (CheckpointError, OSError) as error:
                 raise_with_rank(error, self._part.rank)
             return plans
-        tensors = None if options.save_distributed else self._final_tensors(plans)
-        if options.save_distributed and options.consolidated_output_path is not None:
-            naming = NAMINGS[options.naming]._asdict()
+        final, sharded = options.layouts.final, options.layouts.sharded
+        tensors = None if final is None else self._final_tensors(plans)
+        if options.consolidated is not None:
+            assert options.consolidated_output_path is not None
             output = local_path(options.consolidated_output_path)
+            naming = options.consolidated.naming_request()
             request = {"op": "check_final", "path": output, **naming, **replaces(options.overwrite)}
             warn_of(core.call(request))
-        if tensors is not None and options.naming != "dcp":
+        if final is not None and tensors is not None and final.naming != "dcp":
             warn_of_moments(
                 self._path,
                 core.listed_names(tensors["names"]),
                 "save weights and optimizer into directories of their own",
             )
-        shard_ranks = len(plans) if options.save_distributed else 0
-        session = SaveSession(self._path, overwrite=options.overwrite, shard_ranks=shard_ranks)
+        session = SaveSession(
+            self._path,
+            overwrite=options.overwrite,
+            shard_ranks=0 if sharded is None else len(plans),
+            shards_in="" if sharded is None else sharded.subdirectory,
+        )
         self._session = session
         try:
             self._stage(session, tensors)
@@ -200,20 +204,22 @@ class DirectorySave:
 
     def _stage(self, session: SaveSession, tensors: dict[str, Any] | None) -> None:
         options = self._options
-        # With shards and final files they stand beside the final ones.
-        consolidates = options.save_distributed and options.enable_consolidation
-        given = None if consolidates else options.extras
-        if given is not None:
-            with extra_files(given, options.dtype_policy.torch_name) as extras:
-                self._extra_files = session.stage_extras(extras) if extras else []
+        # The extras of what is consolidated stand beside the final files.
+        for layout in options.layouts:
+            if layout.extras is None:
+                continue
+            with extra_files(layout.extras, layout.dtype_policy.torch_name) as extras:
+                if extras:
+                    self._extra_files += session.stage_extras(extras, layout.subdirectory)
         if tensors is None:
             return
+        final = options.layouts.main
         session.stage_final(
             {
                 **tensors,
                 "mapping": self.mapping,
-                "max_bytes": options.max_shard_size,
-                **NAMINGS[options.naming]._asdict(),
+                "max_bytes": final.max_shard_size,
+                **final.naming_request(),
                 "sync": options.sync_files,
             }
         )
@@ -226,13 +232,13 @@ class DirectorySave:
                 "planners of several classes have cached plans, and which of them is meant is not "
                 "known; save with torch_ckpt.SavePlanner, or without enable_plan_caching"
             )
-        return final_tensors(whole, self._options.dtype_policy)
+        return final_tensors(whole, self._options.layouts)
 
     def _check_planned(self, planned: Collection[str]) -> None:
         """Before anything is committed: would final files lack what the mapping names?"""
         options = self._options
-        final = not options.save_distributed or options.enable_consolidation
-        if final and options.strict:
+        final = options.layouts.final or options.consolidated
+        if final is not None and options.strict:
             check_planned(planned, self.mapping)
 
     def write(self, plan: SavePlan, write: Callable[[], T]) -> T:
@@ -244,7 +250,7 @@ class DirectorySave:
         except BaseException:
             # Final files take their room on the disk from the beginning: the coordinator's failure
             # ends the save at once.
-            if not self._options.save_distributed:
+            if self._options.layouts.final is not None:
                 self._refuse_ring()
                 self.end()
             raise
@@ -271,7 +277,7 @@ class DirectorySave:
                     planner,
                     staging,
                     report,
-                    policy=None if options.save_distributed else options.dtype_policy,
+                    layouts=options.layouts,
                     file_count=self._file_count(),
                     allow_pickle=options.allow_pickle,
                     options=self._how(),
@@ -316,9 +322,7 @@ class DirectorySave:
             raise InvalidArgumentError("finish was called on a writer that has not begun a save")
         try:
             self._check_planned(metadata.state_dict_metadata)
-            request = commit_request(
-                metadata, results, session.save_id, final=not options.save_distributed
-            )
+            request = commit_request(metadata, results, session.save_id, options.layouts)
             reports: list[RankReport] = [report for of_rank in results for report in of_rank]  # type: ignore[misc]
             warn_of_differing_leaves(reports)
             began = time.perf_counter()
@@ -326,8 +330,8 @@ class DirectorySave:
         except BaseException:
             session.end()  # not when the error is garbage: its frames hold this
             raise
-        if options.save_distributed and options.consolidated_output_path is not None:
-            self._consolidate(options.consolidated_output_path)
+        if options.consolidated is not None and options.consolidated_output_path is not None:
+            self._consolidate(options.consolidated_output_path, options.consolidated)
         took, committed_at = time.perf_counter() - began, _wall_time(began)
         # DCP brings the metadata to every rank, from a process that saves too; nothing writes them.
         metadata.storage_data = {
@@ -346,6 +350,7 @@ class DirectorySave:
 
     def _commit(self, session: SaveSession | PartSession, request: dict[str, Any]) -> None:
         request["files"] += self._extra_files
+        request["metadata"] = self._metadata
         if request["final"] is None:
             session.commit(request)
             return
@@ -354,7 +359,7 @@ class DirectorySave:
             whole = {**request, "job": job.id, **self._how()}
             job.run(lambda: session.commit(whole))
 
-    def _consolidate(self, output: str) -> None:
+    def _consolidate(self, output: str, layout: Layout) -> None:
         options = self._options
         request = merge_request(
             self._path,
@@ -362,13 +367,13 @@ class DirectorySave:
             self.mapping,
             options.thread_count_consolidation,
             strict=options.strict,
-            max_shard_size=options.max_shard_size,
-            naming=options.naming,
-            policy=options.dtype_policy,
+            max_shard_size=layout.max_shard_size,
+            naming=layout.naming,
+            policy=layout.dtype_policy,
             direct_io=options.direct_io,
             overwrite=options.overwrite,
         )
-        merge(request, extra_files(options.extras, options.dtype_policy.torch_name))
+        merge(request, extra_files(layout.extras, layout.dtype_policy.torch_name))
 
     def _how(self) -> dict[str, Any]:
         """How native calls write."""

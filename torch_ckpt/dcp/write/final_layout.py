@@ -1,5 +1,4 @@
-"""Final files: the arguments that ask for them, and what the coordinator says of them: which
-tensors they hold, and who writes these."""
+"""Final files: what the coordinator says of them: which tensors they hold, and who writes these."""
 
 from __future__ import annotations
 
@@ -12,49 +11,12 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from torch_ckpt.dcp.plan.rings import Band, Boxes, node_numbers, note_of, plan_rings
+from torch_ckpt.dcp.write.layouts import Layouts
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.export.dtype_policy import DtypePolicy
-from torch_ckpt.export.files import NAMINGS
 from torch_ckpt.native.core import names_text
 from torch_ckpt.native.dtypes import DTYPE_NAMES, PACKED
-from torch_ckpt.options import check_choice, parse_bytes
 from torch_ckpt.planning.reserved import TIES_KEY
-
-
-def checked_layout(
-    layout: str | None,
-    max_shard_size: int | str | None,
-    policy: DtypePolicy,
-    naming: str,
-    *,
-    save_distributed: bool,
-    enable_consolidation: bool,
-    has_mapping: bool,
-) -> tuple[bool, int | None]:
-    """Whether every rank writes shards, and the bytes of a final file at most, as the arguments of
-    a writer say. Raises InvalidArgumentError for those that exclude each other."""
-    check_choice("naming", naming, NAMINGS)
-    if layout is not None:
-        check_choice("layout", layout, ("sharded", "final"))
-        if save_distributed and layout == "final":
-            raise InvalidArgumentError(
-                "save_distributed=True and layout='final' exclude each other"
-            )
-        save_distributed = layout == "sharded"
-    if save_distributed and not enable_consolidation:
-        if policy:
-            raise InvalidArgumentError("dtype and keep_fp32 are of final files")
-        if naming != "dcp":
-            raise InvalidArgumentError("naming is of final files")
-    if max_shard_size is None:
-        if layout != "final" or has_mapping:
-            return save_distributed, None
-        max_shard_size = "5GB"
-    if has_mapping or (save_distributed and not enable_consolidation):
-        raise InvalidArgumentError(
-            "max_shard_size is of final files, and without fqn_to_index_mapping"
-        )
-    return save_distributed, parse_bytes(max_shard_size, "max_shard_size")
 
 
 def check_mapped(plan: SavePlan, mapping: Mapping[str, int] | None, rank: int | None) -> None:
@@ -90,15 +52,16 @@ def check_castable(plans: list[SavePlan], policy: DtypePolicy) -> None:
                 policy.stored(fqn, _dtype_name(item.tensor_data.properties, fqn))
 
 
-def final_tensors(plans: list[SavePlan], policy: DtypePolicy) -> dict[str, Any]:
-    """The tensors of all plans, in the order of the state dict, in the dtypes that they are stored
-    in, and who writes what of them, as fields of a request: their names; "kinds", each a dtype,
-    shape and bands that tensors have in common; which of these each has; and the rings."""
+def final_tensors(plans: list[SavePlan], layouts: Layouts) -> dict[str, Any]:
+    """The tensors of all plans that go to final files, in the order of the state dict, in the
+    dtypes that they are stored in, and who writes what of them, as fields of a request: their
+    names; "kinds", each a dtype, shape and bands that tensors have in common; which of these each
+    has; and the rings."""
+    policy = layouts.main.dtype_policy
     planned: dict[str, Boxes] = {}
     for rank, plan in enumerate(plans):
-        for item in plan.items:
-            if item.tensor_data is not None:
-                planned.setdefault(item.index.fqn, []).append((rank, item.tensor_data))
+        for fqn, data in layouts.in_final_files(plan):
+            planned.setdefault(fqn, []).append((rank, data))
     # Who writes a replica goes by load, not by order.
     ordered = dict.fromkeys(itertools.chain(*(note_of(plan).fqns for plan in plans), planned))
     tensors = {fqn: planned[fqn] for fqn in ordered if fqn in planned}

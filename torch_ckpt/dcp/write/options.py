@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from torch_ckpt.export.dtype_policy import DtypePolicy
+from torch_ckpt.dcp.write.layouts import Layout, Layouts
 
 
 class WriterOptions(TypedDict, total=False):
@@ -38,8 +38,9 @@ class SaveOptions:
     """What a save takes over from its writer when it begins, under the writer's names: where it
     saves to and which rank this is, and the options, read and checked.
 
-    path: of the shards, or of the final files where there are no shards.
-    consolidated_output_path: of the final files, where they are asked for.
+    path: of what ranks write: the shards, or the final files where there are no shards.
+    consolidated_output_path, consolidated: of the final files into which the shards are
+        consolidated then, where that is asked for: their directory, and their layout.
     rank: None where the writer was not told, as the coordinator's need not be.
 
     `fqn_to_index_mapping` is not among them: a subclass may make it of the plan.
@@ -49,12 +50,8 @@ class SaveOptions:
     consolidated_output_path: str | None
     rank: int | None
     use_collectives: bool
-    save_distributed: bool
-    enable_consolidation: bool
-    max_shard_size: int | None
-    naming: Literal["dcp", "hf", "diffusers", "peft"]
-    dtype_policy: DtypePolicy
-    extras: Any
+    layouts: Layouts
+    consolidated: Layout | None
     overwrite: bool | Literal["all"]
     thread_count: int
     thread_count_consolidation: int

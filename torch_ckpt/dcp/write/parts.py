@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torch_ckpt.dcp.write.layouts import Layout, Layouts
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.native.torch_private import store_of
 
@@ -109,20 +110,20 @@ def part_of(
     return Part(own, world_size, run_id(), sequence)
 
 
-def check_supported(*, save_distributed: bool, enable_consolidation: bool, extras: Any) -> None:
+def check_supported(layouts: Layouts, consolidated: Layout | None) -> None:
     """Raise InvalidArgumentError, saying why, for what cannot be saved without collectives."""
-    if not save_distributed:
+    if layouts.final is not None:
         raise InvalidArgumentError(
             "use_collectives=False needs save_distributed=True: final files of whole tensors are "
             "named and numbered over all ranks, which needs one rank that hears of all others"
         )
-    if enable_consolidation:
+    if consolidated is not None:
         raise InvalidArgumentError(
             "use_collectives=False cannot consolidate, since no rank knows when the others are "
             "done: leave enable_consolidation out and call torch_ckpt."
             "consolidate_safetensors_files(path, output, None) after the save"
         )
-    if extras is not None:
+    if layouts.main.extras is not None:
         raise InvalidArgumentError(
             "use_collectives=False cannot save extras, since no rank saves for all"
         )

@@ -18,8 +18,8 @@ from torch_ckpt.dcp.plan import save_planner
 from torch_ckpt.dcp.plan.items import ShareItem, UnwritableItem
 from torch_ckpt.dcp.plan.stock_planner import check_written_boxes, has_method_of
 from torch_ckpt.dcp.write.commit import RankReport
+from torch_ckpt.dcp.write.layouts import Layout, Layouts
 from torch_ckpt.errors import InternalError, InvalidArgumentError, UnsupportedError
-from torch_ckpt.export.dtype_policy import DtypePolicy
 from torch_ckpt.native import core, operators
 from torch_ckpt.native.dtypes import DTYPE_NAMES, PACKED
 from torch_ckpt.native.jobs import Job
@@ -145,13 +145,11 @@ def tensors_request(tensors: TensorColumns, sources: list[torch.Tensor]) -> dict
     return request
 
 
-def shard_file(
-    tensors: TensorColumns, index: int, count: int, rank: int, sources: list[torch.Tensor]
-) -> dict[str, Any]:
-    """The file of this rank for the tensors of mapping index `index` of `count`; appends to
+def shard_file(tensors: TensorColumns, path: str, sources: list[torch.Tensor]) -> dict[str, Any]:
+    """The file `path` of this rank for tensors of one mapping index; appends to
     `sources`. The boxes of one tensor are one entry of it (csrc/engine/save/data_layout.h)."""
     return {
-        "name": SHARD_FILE.format(rank + 1, index, count),
+        "name": path,
         "role": "data",
         **tensors_request(tensors, sources),
     }
@@ -215,6 +213,7 @@ def collect_objects(
     planner: SavePlanner,
     items: list[WriteItem],
     rank: int,
+    layout: Layout,
     sources: list[torch.Tensor],
     *,
     allow_pickle: bool,
@@ -236,7 +235,7 @@ def collect_objects(
         if not pieces:
             continue
         request = {
-            "name": name,
+            "name": layout.path(name),
             "role": "objects",
             "first_source": len(sources),
             "source_count": len(pieces),
@@ -251,8 +250,8 @@ class RankWrite:
     """planner: resolves the items.
     staging: the directory.
     report: what was written is added to it.
-    policy: tensors go, in these dtypes, to final files that are there already, whose headers say
-        where; None: to shards of this rank.
+    layouts: which tensors go to final files, which are there already and whose headers say where,
+        and which to shards of this rank.
     file_count: into which mapping indices shards are divided, at most.
     options: "workers", "sync", "direct_io" and "join", as the write op takes them.
     """
@@ -260,7 +259,7 @@ class RankWrite:
     planner: SavePlanner
     staging: str
     report: RankReport
-    policy: DtypePolicy | None
+    layouts: Layouts
     file_count: int
     allow_pickle: bool
     options: dict[str, Any]
@@ -270,14 +269,15 @@ class RankWrite:
         sources: list[torch.Tensor] = []
         files: list[dict[str, Any]] = []
         final = TensorColumns()
-        for index, items in buckets.items():
+        rank = self.report.rank
+        for index, layout, items in self._by_file(buckets):
             check_written_boxes(self.planner, items)
             tensors = collect_tensors(self.planner, items)
-            if self.policy is None:
-                rank = self.report.rank
-                files.append(shard_file(tensors, index, self.file_count, rank, sources))
-            else:
+            if layout.final:
                 final.extend(tensors)
+            else:
+                name = SHARD_FILE.format(rank + 1, index, self.file_count)
+                files.append(shard_file(tensors, layout.path(name), sources))
             if tensors.gathered:
                 # At most one bucket of copies on the device at a time.
                 self._write(files, final, sources)
@@ -285,20 +285,40 @@ class RankWrite:
                 sources, files, final = [], [], TensorColumns()
         if objects:
             self.report.objects, object_files = collect_objects(
-                self.planner, objects, self.report.rank, sources, allow_pickle=self.allow_pickle
+                self.planner,
+                objects,
+                rank,
+                self.layouts.of_objects,
+                sources,
+                allow_pickle=self.allow_pickle,
             )
             files += object_files
         if files or final.fqns:
             self._write(files, final, sources)
+
+    def _by_file(
+        self, buckets: dict[int, list[WriteItem]]
+    ) -> Iterator[tuple[int, Layout, list[WriteItem]]]:
+        """The tensors of every mapping index, by their layout."""
+        layouts = self.layouts
+        for index, items in buckets.items():
+            if layouts.beside is None:
+                yield index, layouts.main, items
+                continue
+            for layout in layouts:
+                of_layout = [item for item in items if layouts.of(item.index.fqn) is layout]
+                if of_layout:
+                    yield index, layout, of_layout
 
     def _write(
         self, files: list[dict[str, Any]], final: TensorColumns, sources: list[torch.Tensor]
     ) -> None:
         """Write `files`, and the tensors of `final` into final files, in one call."""
         into_final = None
-        if final.fqns and self.policy is not None:
+        if final.fqns:
+            policy = self.layouts.main.dtype_policy
             into_final = tensors_request(final, sources)
-            into_final["stored"] = self.policy.stored_dtypes(final.fqns, final.dtypes)
+            into_final["stored"] = policy.stored_dtypes(final.fqns, final.dtypes)
         wait_for(queued_kernels(sources))
         plan = {
             "staging": self.staging,

@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torch_ckpt.dcp.plan.ties import FinalNames
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.write.directory_save import DirectorySave
-from torch_ckpt.dcp.write.final_layout import checked_layout
+from torch_ckpt.dcp.write.layouts import Layouts, layout_of_arguments
 from torch_ckpt.dcp.write.options import SaveOptions
 from torch_ckpt.dcp.write.parts import next_sequence
 from torch_ckpt.errors import InvalidArgumentError
@@ -106,26 +107,25 @@ class HuggingFaceStorageWriter(StockWriter):
         allow_pickle: bool = False,
         world_size: int | None = None,
     ) -> None:
-        self.dtype_policy = DtypePolicy(dtype, keep_fp32)
-        save_distributed, self.max_shard_size = checked_layout(
+        written, self.consolidated = layout_of_arguments(
             layout,
             max_shard_size,
-            self.dtype_policy,
+            DtypePolicy(dtype, keep_fp32),
             naming,
+            extras,
             save_distributed=save_distributed,
             enable_consolidation=enable_consolidation,
             has_mapping=fqn_to_index_mapping is not None,
         )
+        self.layouts = Layouts(written)
         super().__init__(
             path=os.fspath(path),
             fqn_to_index_mapping=fqn_to_index_mapping,  # type: ignore[arg-type]  # or a path
             thread_count=thread_count,
-            save_distributed=save_distributed,
+            save_distributed=not written.final,
             enable_consolidation=enable_consolidation,
             thread_count_consolidation=thread_count_consolidation,
         )
-        self.naming = naming
-        self.extras = extras
         if overwrite not in (True, False, "all"):
             raise InvalidArgumentError(f'overwrite is True, False or "all"; it was {overwrite!r}')
         self.overwrite: bool | Literal["all"] = overwrite  # type: ignore[assignment]  # stock's: bool
@@ -171,9 +171,10 @@ class HuggingFaceStorageWriter(StockWriter):
         return stager.stage(state_dict)  # type: ignore[return-value]  # is no Future
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """As DCP calls it, with three more keywords of ours. world_size: how many ranks save,
+        """As DCP calls it, with four more keywords of ours. world_size: how many ranks save,
         where the constructor was not told. on_written: called when this rank has written, or could
-        not. began: when the save did, as `time.perf_counter` says it; now, if it is not given."""
+        not. began: when the save did, as `time.perf_counter` says it; now, if it is not given.
+        metadata: JSON texts that the manifest is to say of the checkpoint, by their names."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if self.rank is None and not is_coordinator:
             raise InvalidArgumentError(
@@ -192,6 +193,7 @@ class HuggingFaceStorageWriter(StockWriter):
             sequence,
             kwargs.get("on_written"),
             time.perf_counter() if began is None else began,
+            kwargs.get("metadata") or {},
         )
         self._check_mapping()  # here too: a subclass need not call our prepare_local_plan
         seldom_full_collections(self)  # while the planner plans
@@ -201,10 +203,12 @@ class HuggingFaceStorageWriter(StockWriter):
         self._check_mapping()
         return self._going_on().check(plan)
 
-    def mapped_names(self) -> frozenset[str]:
-        """The tensors that `fqn_to_index_mapping` names."""
+    def final_names(self) -> FinalNames | None:
+        """Which names stand in final files; None where there are none."""
         self._check_mapping()
-        return frozenset(self.fqn_to_index_mapping or ())
+        if self.layouts.final is None:
+            return None
+        return FinalNames(frozenset(self.fqn_to_index_mapping or ()), self.layouts.names_beside)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator, and without collectives every rank: lock the staging directory and clear
