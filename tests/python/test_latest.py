@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torch_ckpt
-from torch_ckpt.runs.place import newest_first, write_latest
+from torch_ckpt.runs.place import newest_first, write_pointer
 
 
 def test_the_file_and_then_its_name_are_synced(
@@ -30,7 +30,7 @@ def test_the_file_and_then_its_name_are_synced(
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(os, "replace", watched_replace)
-    write_latest(str(tmp_path), 7)
+    write_pointer(str(tmp_path), "LATEST", 7)
     latest = (tmp_path / "LATEST").stat().st_ino
     assert done == [("fsync", latest), ("replace", latest), ("fsync", tmp_path.stat().st_ino)]
 
@@ -49,7 +49,7 @@ def test_a_sync_that_fails_is_an_error(
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        write_latest(str(tmp_path), 7)
+        write_pointer(str(tmp_path), "LATEST", 7)
     assert [name for name in os.listdir(tmp_path) if name != "LATEST"] == []
 
 

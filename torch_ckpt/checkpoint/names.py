@@ -28,9 +28,9 @@ _BESIDE = re.compile(rf"\.(.+){re.escape(STAGE)}")
 
 # In a directory of checkpoints.
 CHILD = re.compile(r"step-([0-9]+)")
-LATEST = "LATEST"
+LATEST, BEST = "LATEST", "BEST"
 NEW = ".torch_ckpt-new-"  # behind the name of a file: what is written to take its place
-NEW_LATEST = f".{LATEST}{NEW}"  # how the next one's begins
+NEW_POINTERS = tuple(f".{name}{NEW}" for name in (LATEST, BEST))  # how the next ones' begin
 _REMOVED = ".torch_ckpt-removed-"
 REMOVED = re.compile(rf"\.{CHILD.pattern}{re.escape(_REMOVED)}[0-9a-f]+")
 
@@ -93,8 +93,8 @@ def step_in(name: str) -> int | None:
 
 
 def rank_of(name: str) -> int | None:
-    """The rank that wrote a file, by its name; None for one that is not named after one."""
-    match = _OF_RANK.match(name)
+    """The rank that wrote a file, by its name or path; None for one that is not named after one."""
+    match = _OF_RANK.match(name.rpartition("/")[2])
     if match is None:
         return None
     # Ours and stock's shards count from 1, .distcp files from 0.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections import Counter
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import click
 
 from torch_ckpt.checkpoint.description import entries_of, topology_of
+from torch_ckpt.checkpoint.metadata import decoded
 from torch_ckpt.cli.leaves import cells_of, count_objects, leaves_of, with_values
 from torch_ckpt.cli.output import Output, count, format_bytes, printable, with_output
 from torch_ckpt.cli.shard_file import checkpoint_around, file_fields, file_text
@@ -29,6 +31,7 @@ _SOURCES = {
     "torch": "written by torch.save",
 }
 _FILES_SHOWN = 24
+_LONGEST_VALUE = 200  # of metadata
 
 
 @click.command()
@@ -108,6 +111,7 @@ def _fields(opened: OpenedCheckpoint, listing: Listing) -> dict[str, Any]:
         "step": step_of(opened, listing),
         "save_id": listing.save_id or None,
         "world_size": listing.world_size,
+        "metadata": decoded(listing.metadata),
         "files": [file._asdict() for file in files],
         "beside": listing.beside,
         "notes": listing.notes,
@@ -168,6 +172,11 @@ def _lines(
         known.append(f"save {fields['save_id']}, by {count(fields['world_size'] or 1, 'rank')}")
     if known:
         lines.append(f"  {', '.join(known)}")
+    for name, value in fields["metadata"].items():
+        if name != "step":
+            said = printable(json.dumps(value, ensure_ascii=False))
+            more = " ..., --json shows all" if len(said) > _LONGEST_VALUE else ""
+            lines.append(f"  {printable(name)}: {said[:_LONGEST_VALUE]}{more}")
     dtypes = fields["dtypes"]
     size = format_bytes(fields["tensor_bytes"])
     said = ", ".join(f"{dtype} {format_bytes(each['bytes'])}" for dtype, each in dtypes.items())

@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+from torch_ckpt.checkpoint.metadata import decoded
 from torch_ckpt.checkpoint.names import MARK, TORCH_FILES, staged_beside, step_in, target_of
 from torch_ckpt.cli.leaves import values_of
 from torch_ckpt.cli.output import count, format_bytes, printable
@@ -28,7 +29,11 @@ WHOLE, INCOMPLETE, WRITING, ABANDONED, UNREADABLE = (
 
 
 def step_of(opened: OpenedCheckpoint, listing: Listing) -> int | None:
-    """The step of a checkpoint: by its name, else by a leaf that is called so."""
+    """The step of a checkpoint: as a CheckpointDirectory has said it, else by its name, else by a
+    leaf that is called so."""
+    step = decoded(listing.metadata).get("step")
+    if type(step) is int:
+        return step
     step = step_in(os.path.basename(opened.path))
     if step is not None:
         return step

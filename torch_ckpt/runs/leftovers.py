@@ -22,9 +22,10 @@ from typing import Any
 
 from torch_ckpt.checkpoint.checkpoint import Checkpoint
 from torch_ckpt.checkpoint.names import (
+    BEST,
     CHILD,
     MANIFEST,
-    NEW_LATEST,
+    NEW_POINTERS,
     PART_MANIFEST,
     REMOVED,
     SHARDED,
@@ -35,7 +36,13 @@ from torch_ckpt.errors import CheckpointError, ConflictError, IncompleteError
 from torch_ckpt.native import core
 from torch_ckpt.native.opened import OpenedCheckpoint
 from torch_ckpt.options import local_path
-from torch_ckpt.runs.place import linked, own_children, remove_tree, targets_below
+from torch_ckpt.runs.place import (
+    linked,
+    own_children,
+    remove_tree,
+    step_named,
+    targets_below,
+)
 from torch_ckpt.runs.retention import delete_child
 
 # Since its last change. A save without collectives holds no lock between the parts of its ranks,
@@ -71,7 +78,7 @@ def leftovers(path: str | os.PathLike[str], keep_last: int | None = None) -> lis
     """What may go of the checkpoint `path`, or right below a directory of checkpoints.
 
     keep_last: how many of the newest whole checkpoints `step-<n>` stay; None for all. Links are not
-    counted, and what they lead to stays.
+    counted, and what they lead to stays, as does what BEST names.
 
     A checkpoint of ours that is not whole may go if a whole one of a later step is there, and it
     has not changed for an hour. What cannot be looked at stays, and says why. Raises OSError, and
@@ -91,7 +98,9 @@ def leftovers(path: str | os.PathLike[str], keep_last: int | None = None) -> lis
         newest, old = next(whole, (None, ""))[0], set[str]()
     else:
         steps = list(whole)
-        newest, old = steps[0][0] if steps else None, {name for _, name in steps[keep_last:]}
+        best = step_named(root, BEST)
+        newest = steps[0][0] if steps else None
+        old = {name for step, name in steps[keep_last:] if step != best}
     names = sorted(os.listdir(root))
     for name in names:
         place = os.path.join(root, name)
@@ -121,8 +130,9 @@ def _of_name(place: str, newest: int | None) -> list[Leftover]:
     if REMOVED.fullmatch(name):
         what = "a checkpoint whose deletion was interrupted"
         return [_leftover(place, what, partial(remove_tree, place))]
-    if name.startswith(NEW_LATEST):
-        what, kept = "a LATEST that was not finished", _if_recent(place)
+    if name.startswith(NEW_POINTERS):
+        pointer = name[1:].partition(".")[0]
+        what, kept = f"a {pointer} that was not finished", _if_recent(place)
         return [_leftover(place, what, partial(_unlinked, place), kept=kept)]
     if name.startswith(".") or not os.path.isdir(place) or os.path.islink(place):
         return []

@@ -6,13 +6,14 @@ torch.
                       to which a file system still shows what root held some seconds ago
     root/.step-<n>.torch_ckpt-removed-<id>   one that is being deleted
     root/.step-<n>.torch_ckpt-stage          of a save that is going on, or of one that died
-    root/.LATEST.torch_ckpt-new-<id>         the next LATEST
+    root/BEST         the same of the best one, where a metric says which that is
+    root/.LATEST.torch_ckpt-new-<id>         the next LATEST; so of BEST
 
 What happens after a save, all on rank 0, and what a kill leaves:
 
 1. The save commits step-<n> (docs/design.md). Only what is committed counts.
 2. LATEST is written under another name, synced and renamed, and root is synced. A kill before the
-   rename leaves it behind, so it only adds to what root lists.
+   rename leaves it behind, so it only adds to what root lists. Then BEST in the same way.
 3. A background thread deletes what is too old: under the lock that a save into it would take, a
    child gets its hidden name, and root is synced; then the tree is removed. A kill leaves the child
    whole, or a hidden name that the next deletion removes: a child is never seen half removed.
@@ -34,7 +35,7 @@ from torch_ckpt.checkpoint.checkpoint import was_committed
 from torch_ckpt.checkpoint.names import (
     CHILD,
     LATEST,
-    NEW_LATEST,
+    NEW,
     SHARDED,
     STAGE,
     child_of,
@@ -82,7 +83,7 @@ def _names_by_step(root: str) -> dict[int, str]:
     # A listing may be as old as the caches of a network file system let it be; a file is read as it
     # is on the server.
     names: dict[int, str] = {}
-    for name in [*sorted(os.listdir(root)), _read_latest(root)]:
+    for name in [*sorted(os.listdir(root)), read_pointer(root, LATEST)]:
         if match := CHILD.fullmatch(name):
             step = int(match[1])
             if step not in names or name == child_of(step):
@@ -108,10 +109,10 @@ def linked(root: str) -> set[str]:
     return {os.path.relpath(os.path.realpath(link), real).split(os.sep)[0] for link in links}
 
 
-def _read_latest(root: str) -> str:
-    """What LATEST says; nothing where there is no such file, or one that is being replaced."""
+def read_pointer(root: str, pointer: str) -> str:
+    """What LATEST or BEST says; nothing where there is none, or it is being replaced."""
     try:
-        fd = os.open(os.path.join(root, LATEST), os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait
+        fd = os.open(os.path.join(root, pointer), os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return ""
@@ -125,24 +126,37 @@ def _read_latest(root: str) -> str:
         raise
 
 
-def check_latest(root: str) -> None:
-    """Raise InvalidArgumentError where LATEST cannot be written when a save is committed."""
-    place = os.path.join(root, LATEST)
+def step_named(root: str, pointer: str) -> int | None:
+    """The step that LATEST or BEST names, be it there or not."""
+    match = CHILD.fullmatch(read_pointer(root, pointer))
+    return None if match is None else int(match[1])
+
+
+def check_pointer(root: str, pointer: str) -> None:
+    """Raise InvalidArgumentError where LATEST or BEST could not be written after a commit."""
+    place = os.path.join(root, pointer)
     if os.path.isdir(place) and not os.path.islink(place):
         raise InvalidArgumentError(
-            "is a directory, and a CheckpointDirectory keeps a file of this name, which names the "
-            "newest checkpoint; move it elsewhere",
+            "is a directory, and a CheckpointDirectory keeps a file of this name, which names "
+            "a checkpoint; move it elsewhere",
             file=place,
         )
 
 
-def write_latest(root: str, step: int) -> None:
-    """Make LATEST name the checkpoint of `step`, at once and durably. One thread at a time."""
+def write_pointer(root: str, pointer: str, step: int | None) -> None:
+    """Make LATEST or BEST name the checkpoint of `step`, at once and durably; None: remove it. One
+    thread at a time."""
+    place = os.path.join(root, pointer)
+    begin = f".{pointer}{NEW}"
     for name in os.listdir(root):
-        if name.startswith(NEW_LATEST):  # of a process that was killed
+        if name.startswith(begin):  # of a process that was killed
             _unlink(os.path.join(root, name))
-    new = os.path.join(root, NEW_LATEST + secrets.token_hex(8))
-    write_durably(os.path.join(root, LATEST), f"{child_name(root, step)}\n", new)
+    if step is not None:
+        new = os.path.join(root, begin + secrets.token_hex(8))
+        write_durably(place, f"{child_name(root, step)}\n", new)
+    elif os.path.lexists(place):
+        _unlink(place)
+        sync_directory(root)
 
 
 def write_durably(path: str, text: str, new: str) -> None:

@@ -9,13 +9,14 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from torch_ckpt.checkpoint.checkpoint import Checkpoint, locked
-from torch_ckpt.checkpoint.names import CHILD, REMOVED, removed, staged_beside, target_of
+from torch_ckpt.checkpoint.names import BEST, CHILD, REMOVED, removed, staged_beside, target_of
 from torch_ckpt.errors import ConflictError, warn
 from torch_ckpt.runs.place import (
     child_name,
     linked,
     own_children,
     remove_tree,
+    step_named,
     sync_directory,
     targets_below,
 )
@@ -24,13 +25,17 @@ from torch_ckpt.runs.place import (
 class Deletions:
     """What rank 0 deletes in directory `root`, one thing after another on a thread of its own.
 
+    keep: how many of the newest checkpoints stay; None for all. keep_every: multiples of it stay
+    too. And so does what BEST names.
+
     The thread is not a daemon: the interpreter waits for it at its end. All methods may be called
     from any thread. A forked child has none of its parent's deletions.
     """
 
-    def __init__(self, root: str, keep: int | None) -> None:
+    def __init__(self, root: str, keep: int | None, keep_every: int | None = None) -> None:
         self._root = root
         self._keep = keep
+        self._keep_every = keep_every
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -106,9 +111,13 @@ class Deletions:
             old: list[str] = []
             if self._keep is not None:
                 whole = own_children(self._root, lambda path: Checkpoint(path).is_committed())
-                spared = linked(self._root)
-                old = [name for number, name in whole if number <= step][self._keep :]
-                old = [name for name in reversed(old) if name not in spared]
+                spared, best = linked(self._root), step_named(self._root, BEST)
+                older = [(number, name) for number, name in whole if number <= step][self._keep :]
+                old = [
+                    name
+                    for number, name in reversed(older)
+                    if name not in spared and number != best and not self._is_kept(number)
+                ]
         except Exception as error:
             first, leftovers, dead, old = error, [], [], []
         for work, what in [
@@ -126,6 +135,9 @@ class Deletions:
                 f"{self._root}: an old checkpoint could not be deleted; the next save tries "
                 f"again: {first}"
             )
+
+    def _is_kept(self, step: int) -> bool:
+        return self._keep_every is not None and step % self._keep_every == 0
 
 
 def delete_child(path: str) -> None:

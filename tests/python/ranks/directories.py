@@ -47,7 +47,7 @@ def seen_by_rank_0_alone(context: Context) -> Iterator[None]:
         "newest_first": mock.Mock(side_effect=lambda *args, **options: iter([999, 5])),
         **{
             name: mock.Mock(side_effect=AssertionError(f"{name} on rank {context.rank}"))
-            for name in ("write_latest", "make_directory", "child_name")
+            for name in ("write_pointer", "make_directory", "child_name")
         },
     }
     deletes = mock.Mock(side_effect=AssertionError(f"deletes on rank {context.rank}"))
@@ -137,7 +137,7 @@ def what_fails_on_rank_0(context: Context) -> None:
     assert isinstance(error, InvalidArgumentError)
     directory = CheckpointDirectory(root)
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(directory_module, "write_latest", mock.Mock(side_effect=full)):
+    with mock.patch.object(directory_module, "write_pointer", mock.Mock(side_effect=full)):
         raised(lambda: directory.save(content(context, 1), 1), "No space left")
         # Committed all the same.
         assert load(context, directory) == 1
