@@ -40,6 +40,7 @@ SECTIONS = {
     "Saving and loading": (
         *("save", "load", "async_save", "AsyncSave", "SaveStats", "PerRank", "LocalBoxes"),
     ),
+    "A training run": ("Checkpointer", "load_model", "save_model"),
     "Checkpoints on disk": ("CheckpointDirectory", "open", "Checkpoint"),
     "Consolidation and conversion": (
         "consolidate_safetensors_files",
@@ -90,7 +91,7 @@ ERRORS = "Errors"
 BESIDE = (
     *("StoredTensor", "StoredObjects", "Topology"),
     *("Description", "FileInfo", "TensorInfo", "ObjectInfo", "Placement"),
-    *("VerifyReport", "RemoveReport", "SavedMetadata", "Phases", "DtypePolicy"),
+    *("VerifyReport", "RemoveReport", "LoadReport", "SavedMetadata", "Phases", "DtypePolicy"),
 )
 
 # Where the arguments that a docstring does not describe are described.
@@ -117,7 +118,8 @@ RECEIVED = (
 # What only torch_ckpt calls, although the names do not say so.
 INTERNAL = {
     "DtypePolicy": {"check_tied", "stored", "stored_dtypes", "torch_name"},
-    "HuggingFaceStorageWriter": {"count_save", "end_save", "mapped_names"},
+    "HuggingFaceStorageWriter": {"count_save", "end_save", "final_names"},
+    "LoadPlanner": {"look", "new_value", "say"},
     "SavePlanner": {"begin"},
     "SaveStats": {"count"},
 }

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from torch_ckpt.planning.local_boxes import LocalBoxes
     from torch_ckpt.planning.per_rank import PerRank
     from torch_ckpt.runs.directory import CheckpointDirectory
+    from torch_ckpt.training.checkpointer import Checkpointer
+    from torch_ckpt.training.models import load_model, save_model
 
     __version__: str
 
@@ -61,6 +63,7 @@ _LAZY = {
     "Checkpoint": "torch_ckpt.checkpoint.checkpoint",
     "CheckpointDirectory": "torch_ckpt.runs.directory",
     "CheckpointReader": "torch_ckpt.dcp.read.reader",
+    "Checkpointer": "torch_ckpt.training.checkpointer",
     "HuggingFaceStorageReader": "torch_ckpt.dcp.read.reader",
     "HuggingFaceStorageWriter": "torch_ckpt.dcp.write.writer",
     "LoadPlanner": "torch_ckpt.dcp.plan.load_planner",
@@ -77,10 +80,12 @@ _LAZY = {
     "convert": "torch_ckpt.conversion.convert",
     "library_path": "torch_ckpt.native.core",
     "load": "torch_ckpt.calls.api",
+    "load_model": "torch_ckpt.training.models",
     "open": "torch_ckpt.checkpoint.checkpoint",
     "patch_torch": "torch_ckpt.patching.patch",
     "plan": "torch_ckpt.native.operators",
     "save": "torch_ckpt.calls.api",
+    "save_model": "torch_ckpt.training.models",
 }
 
 __all__ = [
@@ -90,6 +95,7 @@ __all__ = [
     "CheckpointDirectory",
     "CheckpointError",
     "CheckpointReader",
+    "Checkpointer",
     "ConflictError",
     "CorruptError",
     "ExhaustedError",
@@ -114,9 +120,11 @@ __all__ = [
     "convert",
     "library_path",
     "load",
+    "load_model",
     "patch_torch",
     "plan",
     "save",
+    "save_model",
 ]  # but not `open`, which would hide the built-in one
 
 

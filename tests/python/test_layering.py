@@ -39,7 +39,17 @@ STRANGERS = {("ops", "capi")}
 # Of torch_ckpt: modules and packages, each of which may import those before it.
 PYTHON_ROOMS = (
     *("errors", "options", "native", "checkpoint", "objects", "ranks"),
-    *("export", "planning", "staging", "dcp", "calls", "runs", "conversion", "patching"),
+    *(
+        "export",
+        "planning",
+        "staging",
+        "dcp",
+        "calls",
+        "runs",
+        "conversion",
+        "training",
+        "patching",
+    ),
     *("megatron", "cli"),
 )
 # Of which none has a room: everything else has.

@@ -25,7 +25,7 @@ def fences(page: str, language: str) -> list[str]:
 
 
 README = fences("README.md", "python")
-EXAMPLES = README + fences("docs/guide.md", "python")
+EXAMPLES = README + fences("docs/guide.md", "python") + fences("docs/training.md", "python")
 OPERATORS = fences("docs/operators.md", "python")
 
 
@@ -74,7 +74,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
 
 
 FIGURES = [

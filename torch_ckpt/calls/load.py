@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner as OurPlanner
-from torch_ckpt.dcp.plan.load_planner import mention_unasked, names_asked
 from torch_ckpt.dcp.plan.stock_planner import has_method_of
 from torch_ckpt.dcp.read.reader import CheckpointReader, check_seen
 from torch_ckpt.native.progress import Progress
@@ -91,12 +90,12 @@ class Load:
             return self.ranks.scatter(f"{what}, whole", plan, lay_out)
         own: list[LoadPlan] = []  # stays what it is, and would be most of what ranks say
 
-        def say() -> tuple[set[str] | None, Any]:
+        def say() -> tuple[Any, Any]:
             own.append(plan())
-            return names_asked(planner, own[0]), own[0].storage_data
+            return planner.say(own[0]), own[0].storage_data
 
-        def look(said: list[tuple[set[str] | None, Any]]) -> None:
-            mention_unasked(planner, [names for names, _ in said])
+        def look(said: list[tuple[Any, Any]]) -> None:
+            planner.look([each for each, _ in said])
             check_seen(os.fspath(reader.path), [seen for _, seen in said])
 
         self.ranks.gather(what, say, look)

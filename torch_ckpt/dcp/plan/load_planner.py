@@ -183,9 +183,7 @@ class LoadPlanner(DefaultLoadPlanner):
         for fqn, saved in metadata.state_dict_metadata.items():
             if fqn == STRUCTURE_FQN and isinstance(saved, BytesStorageMetadata):
                 continue
-            value = None
-            if isinstance(saved, TensorStorageMetadata):
-                value = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+            value = self.new_value(fqn, tuple(paths.get(fqn, (fqn,))), saved)
             prefix, _, part = fqn.rpartition(".")
             path = per_rank.get(f"{prefix}.")
             if path is not None and is_rank_part(part):
@@ -196,6 +194,17 @@ class LoadPlanner(DefaultLoadPlanner):
             else:
                 values[fqn] = value
         return rebuild(values, own_paths, structure)
+
+    def new_value(
+        self,
+        fqn: str,
+        path: tuple[Any, ...],
+        saved: TensorStorageMetadata | BytesStorageMetadata,
+    ) -> Any:
+        """What an empty target has for a leaf: a tensor to be filled, None for an object."""
+        if isinstance(saved, BytesStorageMetadata):
+            return None
+        return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
 
     def create_local_plan(self) -> LoadPlan:
         plan = self._plan_under_new_names()
@@ -335,8 +344,22 @@ class LoadPlanner(DefaultLoadPlanner):
             )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        mention_unasked(self, [names_asked(self, plan) for plan in global_plan])
+        self.look([self.say(plan) for plan in global_plan])
         return super().create_global_plan(global_plan)
+
+    def say(self, plan: LoadPlan) -> Any:
+        """What rank 0 is to hear of a rank's plan, for `look`: the names of what it reads. None
+        where they are all, as a rule, or their containers are not known."""
+        if self._slots is None or self.metadata is None:
+            return None
+        asked = {item.storage_index.fqn for item in plan.items}
+        return None if asked >= self.metadata.state_dict_metadata.keys() else asked
+
+    def look(self, said: list[Any]) -> None:
+        """On rank 0, what all ranks say: log one warning of what the checkpoint has and no rank's
+        target, where that is what an earlier model or a fresh optimizer lacks."""
+        if None not in said:
+            _mention_unasked(self, set().union(*said))
 
     def load_object(self, read_item: ReadItem, obj: Any) -> None:
         """Put the loaded object `obj` where `read_item` says. Once per object; in any thread."""
@@ -382,25 +405,10 @@ class LoadPlanner(DefaultLoadPlanner):
         return super().transform_tensor(read_item, tensor)  # type: ignore[no-any-return]
 
 
-def names_asked(planner: LoadPlanner, plan: LoadPlan) -> set[str] | None:
-    """What `mention_unasked` is to know of a rank's plan: the names of what it reads. None where
-    they are all, as a rule, or their containers are not known: there is nothing to mention then."""
-    if planner._slots is None or planner.metadata is None:
-        return None
-    asked = {item.storage_index.fqn for item in plan.items}
-    return None if asked >= planner.metadata.state_dict_metadata.keys() else asked
-
-
-def mention_unasked(planner: LoadPlanner, of_ranks: list[set[str] | None]) -> None:
-    """Log one warning of what the checkpoint has and no rank's target, where that is what an
-    earlier model or a fresh optimizer lacks: beside as much that is asked for in the same
-    container, or below a mapping that is empty in the target. Whoever loads a few values of
-    many, or a model without its optimizer, means it. `of_ranks`: their `names_asked`."""
-    asked: set[str] = set()
-    for of_rank in of_ranks:
-        if of_rank is None:
-            return
-        asked |= of_rank
+def _mention_unasked(planner: LoadPlanner, asked: set[str]) -> None:
+    """Log one warning of what the checkpoint has and is not among `asked`, where it stands beside
+    as much that is in the same container, or below a mapping that is empty in the target. Whoever
+    loads a few values of many, or a model without its optimizer, means it."""
     assert planner.metadata is not None
     if asked >= planner.metadata.state_dict_metadata.keys():
         return

@@ -1,0 +1,199 @@
+"""A model by itself: loaded from a Hugging Face directory, or any checkpoint, into any sharding,
+and saved as one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_ckpt.calls import api
+from torch_ckpt.calls.futures import running, wait_for
+from torch_ckpt.calls.load import Load
+from torch_ckpt.calls.save import SavedMetadata
+from torch_ckpt.checkpoint.checkpoint import look_again
+from torch_ckpt.dcp.plan.load_planner import LoadPlanner
+from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
+from torch_ckpt.errors import IncompleteError, InvalidArgumentError
+from torch_ckpt.export.renames import KeyMapping
+from torch_ckpt.options import local_path
+from torch_ckpt.ranks import TIMEOUT_S, Ranks
+from torch_ckpt.training.model_state import ModelState, is_extra, listed, memory_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What `load_model` has not loaded.
+
+    missing: names of the model that the checkpoint lacks, on any rank.
+    unexpected: names of the checkpoint that the model lacks, on every rank.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+@dataclasses.dataclass(slots=True)
+class _Lacking:
+    """What one rank says of a model and a checkpoint."""
+
+    missing: set[str]
+    unexpected: set[str]
+    common: bool  # whether there is a name that both have
+
+
+class _ModelPlanner(LoadPlanner):
+    """Fills the tensors of `model` under the names that are not skipped; rank 0 hears what does not
+    fit, and decides whether that is an error."""
+
+    def __init__(
+        self,
+        model: ModelState,
+        skip: tuple[str, ...],
+        strict: bool,
+        path: str,
+        key_mapping: KeyMapping | None,
+        ranks: Ranks,
+    ) -> None:
+        super().__init__(
+            allow_partial_load=True, rank=ranks.rank, world_size=ranks.size, key_mapping=key_mapping
+        )
+        self._model = model.state_dict()
+        self._tied = model.tied_names()
+        self._skip = skip
+        self._strict = strict
+        self._path = path
+        self.report = LoadReport([], [])
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        state_dict.update(
+            {name: value for name, value in self._model.items() if not name.startswith(self._skip)}
+        )
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        # Two tensors here that are one there.
+        ties = {name: of for name, of in self._tied.items() if name not in saved and of in saved}
+        entries = {name: saved[of] for name, of in ties.items() if name in state_dict}
+        self.metadata = dataclasses.replace(self.metadata, state_dict_metadata={**saved, **entries})
+        self._stored.update({name: self._stored.get(of, of) for name, of in ties.items()})
+
+    def say(self, plan: Any) -> Any:
+        assert self.metadata is not None
+        saved = {
+            name for name in self.metadata.state_dict_metadata if not name.startswith(self._skip)
+        }
+        wanted = self.state_dict.keys()
+        # The same memory is filled under another name.
+        filled = {memory_of(self.state_dict[name]) for name in saved & wanted}
+        # Extra states are no part of a Hugging Face directory.
+        missing = {
+            name
+            for name in wanted - saved
+            if memory_of(self.state_dict[name]) not in filled and not is_extra(name)
+        }
+        return _Lacking(missing, saved - wanted, bool(saved & wanted))
+
+    def look(self, said: list[Any]) -> None:
+        missing = set[str]().union(*(each.missing for each in said))
+        unexpected = set.intersection(*(each.unexpected for each in said))
+        if not any(each.common for each in said):
+            raise InvalidArgumentError(
+                f"has no name of the model's: the model has {listed(missing)}, this "
+                f"{listed(unexpected)}",
+                file=self._path,
+            )
+        if self._strict and missing:
+            raise IncompleteError(
+                f"lacks what the model has: {listed(missing)}; skip= leaves names alone that begin "
+                "so, strict=False all",
+                file=self._path,
+            )
+        if self._strict and unexpected:
+            raise InvalidArgumentError(
+                f"has what the model lacks: {listed(unexpected)}; skip= leaves names alone that "
+                "begin so, strict=False all",
+                file=self._path,
+            )
+        self.report = LoadReport(sorted(missing), sorted(unexpected))
+
+
+def load_model(
+    model: nn.Module | Sequence[nn.Module],
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    skip: str | Sequence[str] = (),
+    key_mapping: KeyMapping | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Fill `model`, a module or the parts of one that this rank has, from the checkpoint at `path`:
+    a directory of Hugging Face's, or what else `torch_ckpt.open` reads. Each rank reads what it
+    holds; names are without what DDP, torch.compile and activation wrappers add.
+
+    strict: names that the model or the checkpoint lacks are an error; else they are in what is
+        returned.
+    skip: names that begin so stay as they are.
+    key_mapping: from names in the checkpoint to those in the model, as `torch_ckpt.load`'s.
+    process_group: the ranks that load together; the default one if None.
+
+    A tied tensor may be there under any of its names. Raises IncompleteError for missing names and
+    files, InvalidArgumentError for unexpected names, for other shapes, and where there is no common
+    name; naming them, on all ranks.
+    """
+    ranks = Ranks.of(process_group)
+
+    def make() -> tuple[ModelState, _ModelPlanner, str]:
+        wait_for(running(), TIMEOUT_S)
+        place = local_path(path)
+        prefixes = (skip,) if isinstance(skip, str) else tuple(skip)
+        if not all(type(prefix) is str and prefix for prefix in prefixes):
+            raise InvalidArgumentError(f"skip is a list of prefixes of names; it was {skip!r}")
+        state = ModelState(model)
+        planner = _ModelPlanner(state, prefixes, strict, place, key_mapping, ranks)
+        return state, planner, place
+
+    state, planner, place = ranks.each("load_model", make)
+    load = Load(planner, CheckpointReader(place), place, ranks)
+    look_again(lambda: load.run({}), ReplacedError)
+    filled = planner.original_state_dict
+    ranks.gather("state of a model", lambda: state.take(filled), lambda _: None)
+    return ranks.decide("report of load_model", lambda: planner.report)
+
+
+def save_model(
+    model: nn.Module | Sequence[nn.Module],
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    extras: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> SavedMetadata:
+    """Save `model`, a module or the parts of one that this rank has, as a Hugging Face directory at
+    `path`: its tensors under its own names, in `dtype` where they are floats, its configuration,
+    and `extras`; of a PEFT model the adapter alone. As the model's part of a step of a
+    Checkpointer. The ranks of `process_group`, or of the default one, call it together.
+
+    Raises what `torch_ckpt.save` does, and UnsupportedError for what cannot be saved by name.
+    """
+    state = Ranks.of(process_group).each("save_model", lambda: ModelState(model))
+    return api.save(
+        state,
+        path,
+        layout="final",
+        naming=state.naming,
+        dtype=dtype,
+        extras=state.beside(extras),
+        process_group=process_group,
+    )
