@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,13 +29,20 @@ _WRAPPERS = {
 _FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
 
-def _classes(module: nn.Module) -> Iterator[tuple[str, str]]:
-    return ((kind.__module__, kind.__qualname__) for kind in type(module).__mro__)
+@functools.cache
+def _classes(kind: type) -> tuple[tuple[str, str], ...]:
+    """Module and name of a class and its bases."""
+    return tuple((each.__module__, each.__qualname__) for each in kind.__mro__)
+
+
+@functools.cache
+def _wrapped_by(kind: type) -> str | None:
+    return next((_WRAPPERS[each] for each in _classes(kind) if each in _WRAPPERS), None)
 
 
 def _inner_name(module: nn.Module) -> str | None:
     """The attribute that holds what `module` wraps; None where it is no wrapper."""
-    return next((_WRAPPERS[kind] for kind in _classes(module) if kind in _WRAPPERS), None)
+    return _wrapped_by(type(module))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -98,7 +106,7 @@ class ModelState:
             raise InvalidArgumentError("model is a torch.nn.Module, or a list of its parts")
         for part in self.parts:
             for name, module in part.named_modules():
-                if _FSDP1 in _classes(module):
+                if _FSDP1 in _classes(type(module)):
                     raise UnsupportedError(
                         f"{name or type(module).__name__} is sharded by FullyShardedDataParallel, "
                         "whose parameters have no names of their own: use fully_shard"
