@@ -42,7 +42,12 @@ def _wrapped_by(kind: type) -> str | None:
 
 def _inner_name(module: nn.Module) -> str | None:
     """The attribute that holds what `module` wraps; None where it is no wrapper."""
-    return _wrapped_by(type(module))
+    return _wrapped_by(_kind(module))
+
+
+def _kind(module: nn.Module) -> Any:
+    """Its class. To mypy, modules have a hash of their own and so their classes have none."""
+    return type(module)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -106,7 +111,7 @@ class ModelState:
             raise InvalidArgumentError("model is a torch.nn.Module, or a list of its parts")
         for part in self.parts:
             for name, module in part.named_modules():
-                if _FSDP1 in _classes(type(module)):
+                if _FSDP1 in _classes(_kind(module)):
                     raise UnsupportedError(
                         f"{name or type(module).__name__} is sharded by FullyShardedDataParallel, "
                         "whose parameters have no names of their own: use fully_shard"
