@@ -15,7 +15,7 @@ from torch_ckpt.calls.load import Load
 from torch_ckpt.checkpoint.checkpoint import Checkpoint, look_again
 from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
 from torch_ckpt.dcp.stager import PinnedMemoryStager
-from torch_ckpt.dcp.write.layouts import Layout, Layouts
+from torch_ckpt.dcp.write.layouts import MOST_BYTES, Layout, Layouts
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError
 from torch_ckpt.options import integer
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _PARTS = "parts"  # in the metadata of a step: what its names begin with that are not the model's
-_MOST_BYTES = 5 * 10**9  # of a file of the model
 
 
 class _Alike(NamedTuple):
@@ -170,7 +169,7 @@ class Checkpointer:
     def _writer(self) -> HuggingFaceStorageWriter:
         model = self._state.model
         extras = model.beside(self._extras)
-        final = Layout(True, MODEL, model.naming, _MOST_BYTES, extras=extras)
+        final = Layout(True, MODEL, model.naming, MOST_BYTES, extras=extras)
         writer = HuggingFaceStorageWriter(self.directory.root, layout="final")
         writer.layouts = Layouts(final, Layout(False, "state"), self._state.parts())
         return writer
@@ -213,7 +212,7 @@ class Checkpointer:
             return step, tuple(sorted(left)), reshard is None
 
         def once() -> int:
-            found = ranks.gather("step to load", check, lambda asked: self._named(asked))
+            found = ranks.gather("step to load", check, self._named)
             if found is None:
                 return 0
             number, name, parts = found

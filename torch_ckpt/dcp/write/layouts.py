@@ -16,6 +16,8 @@ from torch_ckpt.options import check_choice, parse_bytes
 
 NamingWord = Literal["dcp", "hf", "diffusers", "peft"]
 
+MOST_BYTES = 5 * 10**9  # of a final file, where nobody says max_shard_size
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -133,7 +135,7 @@ def layout_of_arguments(
             raise InvalidArgumentError("naming is of final files")
     if max_shard_size is None:
         divides = layout == "final" and not has_mapping
-        most = parse_bytes("5GB", "max_shard_size") if divides else None
+        most = MOST_BYTES if divides else None
     elif has_mapping or (save_distributed and not enable_consolidation):
         raise InvalidArgumentError(
             "max_shard_size is of final files, and without fqn_to_index_mapping"
