@@ -1,7 +1,7 @@
 """python -m tests.campaign [PART ...] [--minutes MINUTES] [--targets TARGET ...]
 
 Runs what is too long for CI: `faults` (a fault at every system call), `tests` (the long Python
-tests), `megatron` (tests with other releases of Megatron Core), `optional` (tests with packages
+tests), `megatron` (tests with other releases of Megatron Core), `optional` and `frameworks` (tests with packages
 that CI does not install), `orders` (commits in every order, and of 8,192 files), `gcc11` (a build
 by the oldest compiler) and `fuzz` (every fuzz target, or those named, for MINUTES each); all of
 them, if none is named. What came of each is kept in docs/campaign_results.json, and
@@ -76,10 +76,18 @@ def other_megatron(output: str) -> list[Row]:
     ]
 
 
-def optional_packages(output: str) -> list[Row]:
-    """What pytest says of tensors of packages that CI does not install."""
-    what = f"tests of tensors of {' and '.join(optional.packages())}"
-    return [(what, words) for _, words in tried(output)]
+def of_packages(group: str, what: str) -> Callable[[str], list[Row]]:
+    """What pytest says of a group of packages that CI does not install."""
+
+    def rows(output: str) -> list[Row]:
+        named = f"tests of {what} {' and '.join(optional.GROUPS[group].packages())}"
+        return [(named, words) for _, words in tried(output)]
+
+    return rows
+
+
+def optional_words(group: str) -> list[str | Path]:
+    return [sys.executable, "-m", "tests.campaign.optional", group]
 
 
 def orders(output: str) -> list[Row]:
@@ -194,7 +202,8 @@ PARTS: dict[str, tuple[Callable[[], list[str | Path]], Callable[[str], list[Row]
     "faults": (lambda: pytest_words("tests/faults"), tried),
     "tests": (tests_words, tried),
     "megatron": (lambda: [sys.executable, "-m", "tests.campaign.megatron"], other_megatron),
-    "optional": (lambda: [sys.executable, "-m", "tests.campaign.optional"], optional_packages),
+    "optional": (lambda: optional_words("optional"), of_packages("optional", "tensors of")),
+    "frameworks": (lambda: optional_words("frameworks"), of_packages("frameworks", "runs of")),
     "orders": (orders_words, orders),
     "gcc11": (lambda: ["./dev", "gcc11"], cpp),
     "fuzz": None,  # a record for each target

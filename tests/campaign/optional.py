@@ -1,4 +1,4 @@
-"""python -m tests.campaign.optional: the tests of tensors of packages that CI does not install, in an
+"""python -m tests.campaign.optional GROUP: the tests of packages that CI does not install, in an
 environment of its own. That has these packages alone, without what they ask for: all else, torch
 first, is found where this interpreter has it."""
 
@@ -10,21 +10,44 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.torches.environments import NotHad, install, said
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-REQUIREMENTS = REPOSITORY / "tests" / "requirements-optional.txt"
-FOLDER = REPOSITORY / "build" / "optional"
-TESTS = "tests/python/test_optional_packages.py"
-# What a package would do to the tests by not being there: skip them.
-ASK = "import optimum.quanto, torch, torchao; print(torch.__version__)"
 
 
-def packages() -> list[str]:
-    """As they are pinned: "torchao==0.18.0"."""
-    return re.findall(r"^[\w-]+==\S+$", REQUIREMENTS.read_text(), re.MULTILINE)
+@dataclass(frozen=True)
+class Group:
+    """Packages that are tested together. tests: their files, which skip what is not installed;
+    so all of `modules` must be."""
+
+    name: str
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]
+
+    @property
+    def requirements(self) -> Path:
+        return REPOSITORY / "tests" / f"requirements-{self.name}.txt"
+
+    def packages(self) -> list[str]:
+        """As they are pinned, "torchao==0.18.0", without what they import."""
+        first, _, _ = self.requirements.read_text().partition("\n\n")
+        return re.findall(r"^[\w-]+==\S+$", first, re.MULTILINE)
+
+
+GROUPS = {
+    group.name: group
+    for group in (
+        Group(
+            "optional",
+            ("optimum.quanto", "torchao"),
+            ("tests/python/test_optional_packages.py",),
+        ),
+        Group("frameworks", ("torchtitan",), ("tests/python/test_torchtitan.py",)),
+    )
+}
 
 
 def beside(folder: Path, sites: Sequence[str]) -> Path:
@@ -40,12 +63,14 @@ def beside(folder: Path, sites: Sequence[str]) -> Path:
     return inside
 
 
-def main() -> int:
-    sites = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
-    inside = beside(FOLDER, list(sites))
+def main(name: str) -> int:
+    group = GROUPS[name]
+    sites = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+    inside = beside(REPOSITORY / "build" / name, list(sites))
+    ask = f"import {', '.join(group.modules)}, torch; print(torch.__version__)"
     try:
-        install(inside, "--no-deps", "-r", str(REQUIREMENTS))
-        torch = said(inside, ASK).strip()
+        install(inside, "--no-deps", "-r", str(group.requirements))
+        torch = said(inside, ask).strip().rpartition("\n")[2]
         here = said(Path(sys.executable), "import torch; print(torch.__version__)").strip()
     except NotHad as error:
         print(error)
@@ -53,9 +78,9 @@ def main() -> int:
     if torch != here:
         print(f"the packages brought torch {torch}, beside {here}")
         return 1
-    words = [inside, "-m", "pytest", "-q", "-rP", TESTS]
+    words = [inside, "-m", "pytest", "-q", "-rP", *group.tests]
     return subprocess.run(words, cwd=REPOSITORY, check=False).returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

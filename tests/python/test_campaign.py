@@ -100,12 +100,17 @@ def test_every_fuzz_target_is_known_and_on_the_page() -> None:
 
 
 def test_optional_packages_are_pinned_and_have_tests() -> None:
-    names = [each.partition("==")[0] for each in optional.packages()]
-    assert names == ["torchao", "optimum-quanto"]
-    tests = (REPOSITORY / optional.TESTS).read_text()
-    assert all(f'"{name.replace("-", ".")}' in tests for name in names)
-    (row,) = campaign.optional_packages("14 passed in 5.73s\n")
-    assert row[1] == "14 passed in 5.73s" and all(each in row[0] for each in optional.packages())
+    names = {
+        group: [each.partition("==")[0] for each in of.packages()]
+        for group, of in optional.GROUPS.items()
+    }
+    assert names == {"optional": ["torchao", "optimum-quanto"], "frameworks": ["torchtitan"]}
+    for group, of in optional.GROUPS.items():
+        tests = "".join((REPOSITORY / file).read_text() for file in of.tests)
+        assert all(f'"{name.replace("-", ".")}' in tests for name in names[group])
+        _, rows = campaign.PARTS[group]
+        (row,) = rows("14 passed in 5.73s\n")
+        assert row[1] == "14 passed in 5.73s" and all(each in row[0] for each in of.packages())
 
 
 def test_an_environment_beside_this_one_has_what_this_has(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ PYTHON_ROOMS = (
         "training",
         "patching",
     ),
-    *("megatron", "cli"),
+    *("megatron", "integrations", "cli"),
 )
 # Of which none has a room: everything else has.
 LOOSE = {"errors", "options"}

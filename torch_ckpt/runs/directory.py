@@ -33,7 +33,7 @@ from torch_ckpt.runs.place import (
     step_named,
     write_pointer,
 )
-from torch_ckpt.runs.retention import Deletions
+from torch_ckpt.runs.retention import Deletions, is_committed
 
 T = TypeVar("T")
 
@@ -71,6 +71,11 @@ class CheckpointDirectory:
     Raises InvalidArgumentError for arguments that make no sense, OSError; on all ranks alike.
     """
 
+    # Which children are checkpoints, by their paths, and which of these are whole and may go: those
+    # of torch_ckpt. A subclass may know those of another tool as well.
+    _counts = staticmethod(was_committed)
+    _is_whole = staticmethod(is_committed)
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -93,7 +98,7 @@ class CheckpointDirectory:
         self._best = None if best is None else Best(self.root, best, best_mode)
         self._group = process_group
         self._publishing = threading.Lock()
-        self._deletions = Deletions(self.root, kept, every)
+        self._deletions = Deletions(self.root, kept, every, self._is_whole)
         self._decide("CheckpointDirectory", lambda: make_directory(self.root))
 
     def _decide(self, what: str, decide: Callable[[], T]) -> T:
@@ -107,7 +112,7 @@ class CheckpointDirectory:
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, in ascending order."""
-        return sorted(newest_first(self.root))
+        return sorted(newest_first(self.root, self._counts))
 
     def latest(self) -> str | None:
         """The path of the newest committed checkpoint; None if there is none."""
@@ -115,7 +120,7 @@ class CheckpointDirectory:
         return None if step is None else self.path(step)
 
     def _latest_step(self) -> int | None:
-        return next(newest_first(self.root), None)
+        return next(newest_first(self.root, self._counts), None)
 
     def best(self) -> str | None:
         """The path of the best committed checkpoint; None if there is none."""
@@ -287,7 +292,7 @@ class CheckpointDirectory:
         """On rank 0, when `step` is committed."""
         step = _checked_step(step)
         with self._publishing:  # two saves in the background may end at once
-            newest = next(newest_first(self.root), None)
+            newest = next(newest_first(self.root, self._counts), None)
             if newest is None:
                 return  # somebody has removed them all
             write_pointer(self.root, LATEST, newest)

@@ -69,12 +69,13 @@ def child_name(root: str, step: int) -> str:
     return name
 
 
-def newest_first(root: str) -> Iterator[int]:
-    """The steps of the committed children, highest first; also of one that has lost a file since,
-    which is an error for who loads it. Looks no further than it is asked."""
+def newest_first(root: str, counts: Callable[[str], bool] = was_committed) -> Iterator[int]:
+    """The steps of the children that `counts` says of their paths, highest first: the committed
+    ones, also one that has lost a file since, which is an error for who loads it. Looks no further
+    than it is asked."""
     names = _names_by_step(root)
     for step in sorted(names, reverse=True):
-        if was_committed(os.path.join(root, names[step])):
+        if counts(os.path.join(root, names[step])):
             yield step
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from torch_ckpt.checkpoint.checkpoint import Checkpoint, locked
@@ -22,20 +23,33 @@ from torch_ckpt.runs.place import (
 )
 
 
+def is_committed(path: str) -> bool:
+    """Whether a save of ours is committed at `path`."""
+    return Checkpoint(path).is_committed()
+
+
 class Deletions:
     """What rank 0 deletes in directory `root`, one thing after another on a thread of its own.
 
     keep: how many of the newest checkpoints stay; None for all. keep_every: multiples of it stay
-    too. And so does what BEST names.
+    too. And so does what BEST names. is_whole: says of a child's path whether it is a checkpoint
+    that counts, and may go.
 
     The thread is not a daemon: the interpreter waits for it at its end. All methods may be called
     from any thread. A forked child has none of its parent's deletions.
     """
 
-    def __init__(self, root: str, keep: int | None, keep_every: int | None = None) -> None:
+    def __init__(
+        self,
+        root: str,
+        keep: int | None,
+        keep_every: int | None = None,
+        is_whole: Callable[[str], bool] = is_committed,
+    ) -> None:
         self._root = root
         self._keep = keep
         self._keep_every = keep_every
+        self._is_whole = is_whole
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -110,7 +124,7 @@ class Deletions:
                 ]
             old: list[str] = []
             if self._keep is not None:
-                whole = own_children(self._root, lambda path: Checkpoint(path).is_committed())
+                whole = own_children(self._root, self._is_whole)
                 spared, best = linked(self._root), step_named(self._root, BEST)
                 older = [(number, name) for number, name in whole if number <= step][self._keep :]
                 old = [
