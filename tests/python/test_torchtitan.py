@@ -3,11 +3,14 @@ installed in CI; ./dev campaign optional runs these."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import run_ranks
+from launch import PACKAGE, run_ranks
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
@@ -28,3 +31,48 @@ def test_cases(world: int, outcome: dict[int, dict[str, str]]) -> None:
     assert outcome[world]
     bad = {name: said for name, said in outcome[world].items() if said != "ok"}
     assert not bad, "\n".join(f"{name}: {said}" for name, said in bad.items())
+
+
+PROGRAM = """
+import sys
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.components.checkpoint import CheckpointManager
+import torchtitan.components.checkpointer.dcp as dcp
+owner = type(llama3_debugmodel().checkpoint)._owner
+print(owner.__module__, owner is CheckpointManager is dcp.CheckpointManager)
+if "undo" in sys.argv:
+    from torch_ckpt.integrations import torchtitan as ours
+    with ours.install() as patch:
+        owner = type(llama3_debugmodel().checkpoint)._owner
+        print(owner.__module__, ours.CheckpointManager is dcp.CheckpointManager)
+    owner = type(llama3_debugmodel().checkpoint)._owner
+    print(owner.__module__)
+"""
+
+
+def outputs(*words: str, folder: Path) -> list[str]:
+    (folder / "program.py").write_text(PROGRAM)
+    path = os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "LOCAL_RANK": "0"},
+        stdout=subprocess.PIPE,
+        timeout=240,
+        check=True,
+        text=True,
+    )
+    return done.stdout.splitlines()
+
+
+OURS, THEIRS = "torch_ckpt.integrations.torchtitan", "torchtitan.components.checkpointer.dcp"
+
+
+def test_a_program_runs_with_ours(tmp_path: Path) -> None:
+    said = outputs("-m", "torch_ckpt", "run", "program.py", folder=tmp_path)
+    assert said == [f"{OURS} True"]
+
+
+def test_install_is_undone(tmp_path: Path) -> None:
+    said = outputs("program.py", "undo", folder=tmp_path)
+    assert said == [f"{THEIRS} True", f"{OURS} True", THEIRS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import click
 
@@ -20,6 +21,7 @@ _MODULES = {
     "layout": "layout",
     "ls": "ls",
     "recover": "verify",
+    "run": "run",
     "show": "show",
     "timeline": "timeline",
     "verify": "verify",
@@ -63,5 +65,11 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point; leaves by SystemExit."""
-    cli(prog_name="torch-ckpt")
+    """Entry point; leaves by SystemExit, but for `run`, which leaves as its program does."""
+    programs: list[Callable[[], None]] = []
+    try:
+        cli(prog_name="torch-ckpt", obj=programs)
+    except SystemExit as end:
+        if end.code or not programs:
+            raise
+    programs[0]()  # not within click, which takes some errors for its own

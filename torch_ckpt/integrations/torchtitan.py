@@ -2,6 +2,8 @@
 
     torchtitan ... --override.imports torch_ckpt.integrations.torchtitan.use_torch_ckpt
 
+or `torch-ckpt run` before the program, which needs no flag.
+
 What is saved and loaded, and when, stays torchtitan's code (components/checkpointer, of 0.3.0 and
 of the development version in August 2026). How it is written and read, which steps count, and what
 goes when there are too many, is ours.
@@ -30,6 +32,7 @@ from torch_ckpt.checkpoint.names import CHILD
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
+from torch_ckpt.patching.rebind import Patch, Replacement, Table
 from torch_ckpt.ranks import Ranks
 from torch_ckpt.runs.directory import CheckpointDirectory
 from torch_ckpt.runs.place import newest_first
@@ -294,3 +297,16 @@ def use_torch_ckpt(config: Any) -> CheckpointManager.Config:
         )
     made: CheckpointManager.Config = derive(config, CheckpointManager.Config)
     return made
+
+
+_TABLE = Table(
+    "torch_ckpt.integrations.torchtitan.install",
+    "torchtitan",
+    [Replacement(Titans, CheckpointManager, "torchtitan")],
+)
+
+
+def install() -> Patch:
+    """Put our CheckpointManager in the place of torchtitan's in all modules, as `torch-ckpt run`
+    does; to be called before the configuration is made. Returns what undoes it."""
+    return Patch(_TABLE, ["torchtitan"])

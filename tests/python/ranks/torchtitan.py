@@ -126,6 +126,22 @@ def steps_of_torchtitan_go_on_and_go(context: Context) -> None:
 
 
 @case
+def torchtitan_goes_on_from_a_converted_step(context: Context) -> None:
+    job = begin(context.folder)
+    job.train(2)
+    wanted = job.train(2, saves=False)
+    job.manager.close()
+    back = context.folder / "back"
+    if context.rank == 0:
+        (back / "steps").mkdir(parents=True)
+        torch_ckpt.convert(context.folder / "steps/step-2", back / "steps/step-2", "dcp")
+    again = begin(back, ours=False)
+    assert again.manager.load() is True and again.step == 2
+    assert again.train(2, saves=False) == wanted
+    again.manager.close()
+
+
+@case
 def whole_steps_alone_count_and_go(context: Context) -> None:
     for mode in MODES:
         root = context.folder / mode
