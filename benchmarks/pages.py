@@ -49,6 +49,7 @@ PAGES = {
             *("convert_", "diff_formats", "diff_values", "inspect_"),
         ),
     ),
+    "training": Page("steps of training runs, and base models", ("train_",)),
     "megatron": Page("Megatron Core's dist_checkpointing", ("megatron_",)),
     "cuda": Page("saves from CUDA devices", ("save_cuda",)),
     "cuda_load": Page("loads onto CUDA devices", ("load_cuda_",)),

@@ -19,8 +19,11 @@ class RankError(RuntimeError):
     """A rank failed."""
 
 
-def run_ranks(module: str, words: list[list[str]]) -> list[dict[str, Any] | None]:
+def run_ranks(
+    module: str, words: list[list[str]], python: str | None = None
+) -> list[dict[str, Any] | None]:
     """Runs ``python -m module``, rank i with ``words[i]``; the last line that each says, of JSON.
+    ``python`` is the interpreter, this one if None.
 
     None for a rank that says nothing.
 
@@ -32,7 +35,7 @@ def run_ranks(module: str, words: list[list[str]]) -> list[dict[str, Any] | None
     world = len(words)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", module, *words[rank]],
+            [python or sys.executable, "-m", module, *words[rank]],
             cwd=environment.REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,6 +1,7 @@
-"""python -m tests.campaign.optional GROUP: the tests of packages that CI does not install, in an
-environment of its own. That has these packages alone, without what they ask for: all else, torch
-first, is found where this interpreter has it."""
+"""python -m tests.campaign.optional GROUP [--install]: the tests of packages that CI does not
+install, in an environment of its own; with --install that environment alone, if it is not there.
+It has these packages alone, without what they ask for: all else, torch first, is found where this
+interpreter has it."""
 
 from __future__ import annotations
 
@@ -30,6 +31,10 @@ class Group:
     @property
     def requirements(self) -> Path:
         return REPOSITORY / "tests" / f"requirements-{self.name}.txt"
+
+    @property
+    def folder(self) -> Path:
+        return REPOSITORY / "build" / self.name
 
     def packages(self) -> list[str]:
         """As they are pinned, "torchao==0.18.0", without what they import."""
@@ -63,24 +68,37 @@ def beside(folder: Path, sites: Sequence[str]) -> Path:
     return inside
 
 
-def main(name: str) -> int:
-    group = GROUPS[name]
+def make(group: Group) -> Path:
+    """The interpreter of the group's environment, which is made anew.
+
+    Raises:
+        NotHad: the packages cannot be had, or brought another torch.
+    """
     sites = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
-    inside = beside(REPOSITORY / "build" / name, list(sites))
+    inside = beside(group.folder, list(sites))
     ask = f"import {', '.join(group.modules)}, torch; print(torch.__version__)"
+    install(inside, "--no-deps", "-r", str(group.requirements))
+    torch = said(inside, ask).strip().rpartition("\n")[2]
+    here = said(Path(sys.executable), "import torch; print(torch.__version__)").strip()
+    if torch != here:
+        raise NotHad(f"the packages brought torch {torch}, beside {here}")
+    return inside
+
+
+def main(name: str, *options: str) -> int:
+    group = GROUPS[name]
+    if options and (group.folder / "bin" / "python").exists():
+        return 0
     try:
-        install(inside, "--no-deps", "-r", str(group.requirements))
-        torch = said(inside, ask).strip().rpartition("\n")[2]
-        here = said(Path(sys.executable), "import torch; print(torch.__version__)").strip()
+        inside = make(group)
     except NotHad as error:
         print(error)
         return 1
-    if torch != here:
-        print(f"the packages brought torch {torch}, beside {here}")
-        return 1
+    if options:
+        return 0
     words = [inside, "-m", "pytest", "-q", "-rP", *group.tests]
     return subprocess.run(words, cwd=REPOSITORY, check=False).returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))
