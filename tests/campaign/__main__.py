@@ -33,6 +33,7 @@ RECORDS = PAGE.with_suffix(".json")
 LONG = (
     *("parser_differential", "package", "ranks", "simulated_ranks", "benchmarks", "bench_async"),
     *("matrix", "final_layout", "demo", "stock_faults", "megatron_training", "dist_kills"),
+    "training_kills",
     *("dist_checkpointing", "megatron", "megatron_zarr", "example_megatron"),
 )
 Record = dict[str, Any]

@@ -6,21 +6,15 @@ stopped, on its way.
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import dying
 import torch
 import torch.distributed as dist
 
 import torch_ckpt.dcp.write.writer
-import torch_ckpt.ranks.ranks
-import torch_ckpt.ranks.transfers
 from torch_ckpt.dcp.node import Node
 from torch_ckpt.megatron import deliveries, dist_checkpointing, loading, saving
 from torch_ckpt.megatron.dist_checkpointing.mapping import ShardedTensor
@@ -46,7 +40,6 @@ PHASES: dict[str, tuple[Any, str]] = {
     "sent": (deliveries, "transfer"),
     "answered": (loading.Request, "answer"),
 }
-TIMEOUT_S = 4.0
 
 
 def state(value: float) -> dict[str, Any]:
@@ -80,45 +73,16 @@ JOBS = {
 }
 
 
-def arm(phase: str, how: str) -> None:
-    owner, name = PHASES[phase]
-
-    def fatal(*_: Any, **__: Any) -> Any:
-        if how == "stop":  # and ended when the others have long given up
-            end = f"import os, time; time.sleep({5 * TIMEOUT_S}); os.kill({os.getpid()}, 9)"
-            subprocess.Popen([sys.executable, "-S", "-c", end])
-            os.kill(os.getpid(), signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(owner, name, fatal)
-
-
 def main(folder: str, job: str, phase: str, victim: str, how: str) -> None:
     dist.init_process_group("gloo")
     path = Path(folder) / "c"
     dist_checkpointing.save(state(1.0), path)
     dist.barrier()
     if how == "stop":
-        torch_ckpt.ranks.ranks._known.clear()  # connections that wait for ten minutes
-        torch_ckpt.ranks.ranks.TIMEOUT_S = torch_ckpt.ranks.transfers.TIMEOUT_S = TIMEOUT_S
-        torch_ckpt.ranks.ranks.timeout_of = lambda _: 0.0
+        dying.wait_less()
     if dist.get_rank() == int(victim):
-        arm(phase, how)
-    began = time.monotonic()
-    try:
-        JOBS[job](path)
-        said = ""
-    except BaseException as error:
-        said = f"{type(error).__name__}: {error}"
-    report = {"said": said, "seconds": time.monotonic() - began}
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(report))
-    others = [rank for rank in range(dist.get_world_size()) if rank != int(victim)]
-    until = time.monotonic() + 60
-    # Rank 0 has the store, which the others ask who is gone.
-    while not all(Path(folder, f"{rank}.json").exists() for rank in others):
-        assert time.monotonic() < until, "the others have not heard of it"
-        time.sleep(0.01)
-    os._exit(0)
+        dying.arm(*PHASES[phase], how)
+    dying.run(lambda: JOBS[job](path), Path(folder), int(victim))
 
 
 if __name__ == "__main__":

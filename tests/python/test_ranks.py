@@ -32,6 +32,7 @@ CAMPAIGN = [
     ("asynchronous", 4),
     ("directories", 4),
     ("agreements", 8),
+    ("training", 8),
     ("dist_checkpointing,dist_errors,dist_async,dist_deliveries", 3),
     *(("dist_random", world) for world in (1, 3, 4, 5, 6, 7, 8)),
     *(("final", world) for world in (1, 2, 3, 5, 6, 7, 8)),
