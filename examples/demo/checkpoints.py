@@ -1,6 +1,6 @@
 """Where the demo keeps its checkpoints and which of them are whole, as seen from outside.
 
-The training script uses a CheckpointDirectory; this is the view of the process that kills it. The
+The training script uses a Checkpointer; this is the view of the process that kills a rank. The
 checkpoint of step 20 is the directory ``step-20`` below the root. torch_ckpt writes it under a
 staging name and puts ``torch_ckpt.json`` in last, so the file says that the save is whole.
 """

@@ -43,10 +43,11 @@ def read_tokens(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
 class Batches:
     """Global batches of ``batch`` sequences of ``length`` + 1 tokens, in a random order.
 
-    The text is cut into windows; each epoch visits them in a new order drawn from this object's
-    own generator, and each sequence starts at a random place in its window, drawn from torch's
-    global generator. So a resumed run sees the data of an unbroken one only if the position, the
-    own generator and the global generator were all saved and restored right.
+    The text is cut into windows; each epoch visits them in a new order drawn from a generator, and
+    each sequence starts at a random place in its window, drawn from another one. So a resumed run
+    sees the data of an unbroken one only if the position and both generators were saved and
+    restored right. They are this object's own: a run that goes on with other processes has other
+    random numbers elsewhere, and the same data.
 
     Every rank draws the same global batch and trains on its slice of it.
     """
@@ -59,6 +60,7 @@ class Batches:
         if self._windows < batch:
             raise ValueError(f"the text has only {self._windows} windows of {length} tokens")
         self._generator = torch.Generator().manual_seed(seed)
+        self._places = torch.Generator().manual_seed(seed + 1)
         self._start_epoch(0)
 
     def _start_epoch(self, epoch: int) -> None:
@@ -73,7 +75,8 @@ class Batches:
             self._start_epoch(self._epoch + 1)
         windows = self._order[self._cursor : self._cursor + self._batch]
         self._cursor += self._batch
-        starts = windows * self._length + torch.randint(self._length, (self._batch,))
+        places = torch.randint(self._length, (self._batch,), generator=self._places)
+        starts = windows * self._length + places
         return self._tokens[starts[:, None] + torch.arange(self._length + 1)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,10 +84,12 @@ class Batches:
             "epoch": self._epoch,
             "cursor": self._cursor,
             "generator": self._generator_at_epoch.clone(),
+            "places": self._places.get_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._generator.set_state(state["generator"])
+        self._places.set_state(state["places"])
         self._start_epoch(state["epoch"])
         self._cursor = state["cursor"]
 

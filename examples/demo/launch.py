@@ -1,4 +1,5 @@
-"""Starting torchrun, following what its workers report, and stopping all of them at one instant."""
+"""Starting torchrun, following what its workers report, stopping all of them at one instant, and
+losing one."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ _ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 _STOP_SECONDS = 30.0
+_ENDS_SECONDS = 120.0
 
 
 class DemoError(Exception):
@@ -127,7 +129,24 @@ class Job:
     def thaw(self) -> None:
         """Lets processes that freeze() stopped go on."""
         for pid in self.processes():
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def lose(self, rank: int) -> float:
+        """Kills one worker of a job that freeze() has stopped, lets the others go on, and waits
+        until they have ended too; returns the seconds until then."""
+        workers = self.find("ready")[0]["pids"]
+        os.kill(workers[rank], signal.SIGKILL)
+        begin = time.monotonic()
+        self.thaw()
+        try:
+            code = self._running().wait(timeout=_ENDS_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise DemoError(f"the ranks that are left go on after {_ENDS_SECONDS:.0f} s") from None
+        if code == 0:
+            raise DemoError(f"the job {self.name!r} did not notice that a rank is gone")
+        self.poll()
+        return time.monotonic() - begin
 
     def kill(self) -> None:
         """Sends SIGKILL to every process and waits for their end."""

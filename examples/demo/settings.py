@@ -12,8 +12,9 @@ class Settings:
     """Sizes of the model, of the training run and of the comparison.
 
     ``global_batch`` sequences make one step, whatever the number of processes; it must divide by
-    both world sizes. ``kill_at`` is the first save (a multiple of ``save_every``) that may be
-    interrupted.
+    both world sizes. ``world_before`` processes train until one is lost, ``world_after`` go on, and
+    ``world_again`` load what these have saved. ``kill_at`` is the first save (a multiple of
+    ``save_every``) that may be interrupted.
     """
 
     hidden_size: int = 384
@@ -22,17 +23,17 @@ class Settings:
     heads: int = 6
     vocabulary: int = 257
     sequence_length: int = 128
-    global_batch: int = 6
+    global_batch: int = 4
     steps: int = 80
     save_every: int = 10
     kill_at: int = 50
     learning_rate: float = 1e-3
     warmup_steps: int = 5
     seed: int = 2026
-    world_before: int = 2
-    world_after: int = 3
+    world_before: int = 4
+    world_after: int = 2
+    world_again: int = 3
     speed_rounds: int = 5
-    export_shard_size: str = "20MB"
     generated_tokens: int = 160
     # Largest relative difference of a loss allowed after the resume; docs/demo.md says why it
     # is not zero.
@@ -59,7 +60,6 @@ QUICK = Settings(
     steps=18,
     save_every=3,
     kill_at=6,
-    export_shard_size="1MB",
     speed_rounds=1,
     generated_tokens=8,
 )

@@ -17,15 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import files_in, latest_whole
-from export import REFERENCE_FILE
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-)
+from checkpoints import files_in
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from verify import different_names
-from worker import Worker, joined
+from worker import REFERENCE_FILE, Worker, joined
 
 import torch_ckpt
 
@@ -34,23 +29,21 @@ STOCK = "stock DCP"
 
 
 def check_reload(worker: Worker, root: Path) -> None:
-    """Loads the newest checkpoint into this job's own world size and compares the weights."""
-    newest = latest_whole(root)
-    if newest is None:
-        raise FileNotFoundError(f"no whole checkpoint below {root}")
-    torch_ckpt.load({"app": worker.state}, checkpoint_id=newest, process_group=worker.saves)
-    everything = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    full = get_model_state_dict(worker.state.model, options=everything)
+    """Loads the newest step into this job's own world size and compares the weights."""
+    step = worker.training.checkpointer(root).load()
+    full = worker.whole_weights()
     if worker.rank == 0:
         expected = torch.load(worker.work / REFERENCE_FILE, weights_only=True)
         different = different_names(full, expected)
-        worker.report("reloaded", step=worker.state.step, different=different, tensors=len(full))
+        worker.report("reloaded", step=step, different=different, tensors=len(full))
 
 
 def tensors_of(worker: Worker) -> dict[str, torch.Tensor]:
     """Returns weights and optimizer moments as one flat dict; stock DCP's writer takes no other."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    model, optimizer = get_state_dict(worker.state.model, worker.state.optimizer, options=options)
+    model, optimizer = get_state_dict(
+        worker.training.model, worker.training.optimizer, options=options
+    )
     both: dict[str, Any] = model | optimizer
     return {name: value for name, value in both.items() if isinstance(value, torch.Tensor)}
 
@@ -73,10 +66,10 @@ def timed_save(
     begin = time.perf_counter()
     if side == OURS:
         ours = torch_ckpt.HuggingFaceStorageWriter(path=str(directory), save_distributed=True)
-        torch_ckpt.save(state, storage_writer=ours, process_group=worker.saves)
+        torch_ckpt.save(state, storage_writer=ours)
     else:
         stock = dcp.HuggingFaceStorageWriter(path=str(directory), save_distributed=True)
-        dcp.save(state, storage_writer=stock, process_group=worker.saves)
+        dcp.save(state, storage_writer=stock)
     if worker.rank == 0:
         sync(directory)
     dist.barrier()

@@ -1,18 +1,19 @@
-"""Everything a run needs to go on: model, optimizer, scheduler, generators, step, data position."""
+"""Everything a run needs to go on, and the Checkpointer that saves and loads it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from corpus import Batches
 from settings import Settings
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from torch_ckpt import Checkpointer
 
 
 def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -48,11 +49,10 @@ def shard_model(model: LlamaForCausalLM, mesh: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-class TrainingState(Stateful):
-    """The state of one training run as one object that DCP saves and loads."""
+class Training:
+    """What a training run changes: the model, its optimizer, the schedule and the data position."""
 
     def __init__(self, model: LlamaForCausalLM, batches: Batches, settings: Settings) -> None:
-        self.step = 0
         self.model = model
         self.batches = batches
         self.optimizer = torch.optim.AdamW(
@@ -65,25 +65,15 @@ class TrainingState(Stateful):
 
         self.scheduler = LambdaLR(self.optimizer, rate)
 
-    def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": self.scheduler.state_dict(),
-            "generator": torch.get_rng_state(),
-            "data": self.batches.state_dict(),
-            "step": self.step,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_state_dict(
+    def checkpointer(self, root: Path, **options: Any) -> Checkpointer:
+        """Saves and loads all of it below ``root``."""
+        return Checkpointer(
+            root,
             self.model,
             self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
+            scheduler=self.scheduler,
+            dataloader=self.batches,
+            data_rank=(0, 1),  # every rank draws the same batches
+            keep_last=3,
+            **options,
         )
-        self.scheduler.load_state_dict(state_dict["scheduler"])
-        torch.set_rng_state(state_dict["generator"])
-        self.batches.load_state_dict(state_dict["data"])
-        self.step = state_dict["step"]
