@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -18,7 +20,7 @@ from torch_ckpt.errors import (
 from torch_ckpt.native.jobs import Jobs
 from torch_ckpt.native.progress import Progress, told
 from torch_ckpt.native.torch_private import store_of, timeout_of
-from torch_ckpt.ranks.exchange import Exchange
+from torch_ckpt.ranks.exchange import BETWEEN, Exchange
 from torch_ckpt.ranks.links import Links
 
 T = TypeVar("T")
@@ -174,6 +176,24 @@ class Ranks:
         """As `gather`: what `decide`, which is called on rank 0 alone, has returned."""
         return self.gather(what, lambda: None, lambda _: decide())
 
+    @contextlib.contextmanager
+    def as_one(self, what: str) -> Iterator[None]:
+        """A block of all ranks, with calls of these ranks in it and code that knows nothing of
+        them: an error of one rank, at whichever line, is raised on all.
+
+        The others hear of it in their next call, whichever that is, and at the latest at the end of
+        the block, where all wait for each other. What has come out of such a call is raised on all
+        already. Where several ranks fail it is the first one's. Ctrl-C is raised here alone.
+        """
+        before = sys.exc_info()[1]
+        try:
+            yield
+        except Exception as error:
+            if not self._is_broken() and not _is_of_all(error, before):
+                self._exchange(BETWEEN, _raising(error), lambda values: values, None, None)
+            raise
+        self.decide(f"end of {what}", lambda: None)
+
     def _exchange(
         self,
         what: str,
@@ -185,8 +205,12 @@ class Ranks:
         if self._links is not None:
             if self._links.are_broken:
                 raise CheckpointError("another rank was lost in an earlier call", rank=self.rank)
-            with self._mutex:
-                return Exchange(self._links, what, progress, cancel).run(own, answers)
+            try:
+                with self._mutex:
+                    return Exchange(self._links, what, progress, cancel).run(own, answers)
+            except Exception as error:
+                error._of_all_ranks = True  # type: ignore[attr-defined]  # see as_one
+                raise
         try:
             with Jobs() as jobs, told(jobs, progress, cancel):
                 value = own()
@@ -195,6 +219,23 @@ class Ranks:
                 return answers([value])[0]
         except Exception as error:
             raise_with_rank(error, self.rank)
+
+
+def _raising(error: Exception) -> Callable[[], NoReturn]:
+    def own() -> NoReturn:
+        raise error
+
+    return own
+
+
+def _is_of_all(error: BaseException | None, before: BaseException | None) -> bool:
+    """Whether `error` is one that all ranks have, or came of one. `before`: what was being handled
+    already."""
+    while error is not None and error is not before:
+        if hasattr(error, "_of_all_ranks"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _made(group: dist.ProcessGroup | None) -> Any:

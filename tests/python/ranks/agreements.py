@@ -38,6 +38,43 @@ def answers(context: Context) -> None:
 
 
 @case
+def a_block_of_all_ranks(context: Context) -> None:
+    """What fails in it between two calls is heard of in whichever call the others are."""
+    ranks = Ranks.of(None)
+    for failing in {0, context.world - 1}:
+        for line in range(3):
+            went_on = []
+
+            def block(
+                failing: int = failing, line: int = line, went_on: list[int] = went_on
+            ) -> None:
+                with ranks.as_one("block"):
+                    for number in range(2):
+                        if (context.rank, line) == (failing, number):
+                            raise ZeroDivisionError("between")
+                        ranks.decide(f"call {number}", lambda: went_on.append(1))
+                    if (context.rank, line) == (failing, 2):
+                        raise ZeroDivisionError("between")
+
+            error = raised(block, "between")
+            own = context.rank == failing
+            assert isinstance(error, ZeroDivisionError if own else torch_ckpt.CheckpointError)
+            assert own or error.rank == failing
+            assert len(went_on) == (line if context.rank == 0 else 0)
+            assert ranks.together("after", lambda: context.rank) == list(range(context.world))
+        try:  # while the error of another block is handled, another rank fails
+            raise error
+        except Exception:
+
+            def of_a_call() -> None:
+                with ranks.as_one("block"):
+                    ranks.each("call", lambda: 1 // (0 if context.rank else 1))
+
+            raised(of_a_call, "by zero") if context.world > 1 else None
+            raised(block, "between")
+
+
+@case
 def a_rank_outside_of_the_group(context: Context) -> None:
     """Is told so, and named; the others go on."""
     outside = context.world - 1
