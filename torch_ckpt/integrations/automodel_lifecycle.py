@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from functools import partial
@@ -32,6 +33,10 @@ from torch_ckpt.ranks import Ranks
 from torch_ckpt.runs.place import sync_directory
 
 logger = logging.getLogger(__name__)
+
+_NEW_POINTER = re.compile(
+    r"\.(LATEST|LOWEST_VAL)\.[0-9a-f]{32}\.tmp"
+)  # that is not in its place yet
 
 
 def error_of(future: Future[Any]) -> BaseException | None:
@@ -86,8 +91,12 @@ class Lifecycle(CheckpointLifecycle):
         when the step is done."""
 
         def clear() -> None:
+            root = os.fspath(self.config.checkpoint_dir)
+            for name in os.listdir(root) if os.path.isdir(root) else ():
+                if _NEW_POINTER.fullmatch(name):  # of a save that was killed: it keeps a step
+                    os.unlink(os.path.join(root, name))
             for pointer in ("LATEST", "LOWEST_VAL"):
-                place = os.path.join(os.fspath(self.config.checkpoint_dir), pointer)
+                place = os.path.join(root, pointer)
                 if os.path.isdir(place) and not os.path.islink(place):
                     raise InvalidArgumentError(
                         "is a directory, and a link of this name is to lead to a step; move it "
