@@ -117,8 +117,7 @@ class Recipe(BaseRecipe):
             loss = self.model(input_ids=tokens, labels=tokens).loss
             self.optimizer.zero_grad()
             loss.backward()
-            self.checkpointer.maybe_wait_for_staging()
-            self.optimizer.step()
+            self.optimizer.step()  # which waits for the copy by itself
             self.lr_scheduler[0].step(1)
             self.step_scheduler.step += 1
             losses.append(loss.item())

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
@@ -97,9 +98,10 @@ class Checkpointer(stock.Checkpointer):
         self.lifecycle = Lifecycle(config, process_group, self._saves)
         self._stager: PinnedMemoryStager | None = None
         if config.is_async:
-            # Beside the training: AutoModel's recipes wait before the optimizer steps.
+            # Beside the training, until the optimizer steps.
             self._stager = PinnedMemoryStager(StagingOptions(False, False, True, False))
         self._export: Future[None] | None = None  # of an async save
+        self._waits: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, for the copy
         self._told = False  # whether the step that is being saved has failed already
 
     @property
@@ -125,10 +127,13 @@ class Checkpointer(stock.Checkpointer):
         with self._of_the_step(), self._as_one("save of the model"):
             super().save_model(*arguments, **keywords)
 
-    def save_optimizer(self, *arguments: Any, **keywords: Any) -> None:
+    def save_optimizer(self, optimizer: Any, *arguments: Any, **keywords: Any) -> None:
         """As AutoModel's."""
         with self._of_the_step(), self._as_one("save of the optimizer"):
-            super().save_optimizer(*arguments, **keywords)
+            super().save_optimizer(optimizer, *arguments, **keywords)
+        if self.config.is_async:
+            for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+                self._wait_before_steps(each)
 
     @contextlib.contextmanager
     def _of_the_step(self) -> Iterator[None]:
@@ -167,9 +172,9 @@ class Checkpointer(stock.Checkpointer):
         if not self.config.is_async:
             api.save(state_dict, path, **saving)
             return None
-        context = self._model_ctx if is_model else self._optim_ctx
         saved = async_save(state_dict, path, async_stager=self._stager, on_busy="overlap", **saving)
-        context.staging_active = True
+        context = self._model_ctx if is_model else self._optim_ctx
+        context.future, context.staging_active = saved, True
         return saved
 
     def _do_load(
@@ -287,6 +292,33 @@ class Checkpointer(stock.Checkpointer):
         )
 
     # --- in the background ----------------------------------------------------
+
+    def _wait_before_steps(self, optimizer: Any) -> None:
+        """Half of AutoModel's recipes do not wait for the copy before the optimizer changes what is
+        being copied."""
+        if optimizer in self._waits:
+            return
+        this = weakref.ref(self)
+
+        def wait_for_the_copy(*_: Any) -> None:
+            checkpointer = this()
+            if checkpointer is not None:
+                checkpointer.maybe_wait_for_staging()
+
+        register = getattr(optimizer, "register_step_pre_hook", None)
+        if register is None:
+            self.maybe_wait_for_staging()
+        else:
+            register(wait_for_the_copy)
+            self._waits.add(optimizer)
+
+    def maybe_wait_for_staging(self) -> None:
+        """Wait until the trainer may change its tensors. What the copy has failed with is raised on
+        all ranks, by `async_wait`, and not here on one."""
+        contexts = (self._model_ctx, self._optim_ctx)
+        wait([each.future.staging_completion for each in contexts if each.staging_active])
+        for context in contexts:
+            context.staging_active = False
 
     def _saves(self) -> list[Future[Any]]:
         """What goes on in the background."""

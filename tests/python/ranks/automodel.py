@@ -17,9 +17,15 @@ import torch
 import torch.distributed as dist
 from automodel_recipe import Recipe, llama, whole_state
 from nemo_automodel.components.checkpoint import checkpointing, lifecycle
+from nemo_automodel.components.checkpoint.state_dict_adapter import (
+    CheckpointLoadPart,
+    StateDictAdapter,
+)
 from nemo_automodel.components.checkpoint.utils import is_checkpoint_incomplete
 from ranks.run import Context, cases, everywhere, raised
 from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
 import torch_ckpt
@@ -136,6 +142,47 @@ def a_run_that_automodel_saved(context: Context) -> None:
     recipe.checkpointer.load_on_global_ranks(recipe.rng, "rng", step)
     recipe.checkpointer.load_on_dp_ranks(recipe.dataloader, "dataloader", step)
     same_state(whole_state(recipe.model), torch.load(f"{ours}.pt")[0])
+
+
+@case
+def other_forms_of_a_step(context: Context) -> None:
+    """torch_save, and the names that random states had before 0.7."""
+    root = context.folder / "stock"
+    wanted = run_and_save(context, root, model_save_format="torch_save")
+    rng = root / "epoch_0_step_2/rng"
+    if context.rank == 0:
+        assert (root / "epoch_0_step_2/model/.metadata").exists()
+        for file in rng.iterdir():
+            file.rename(rng / file.name.replace("_global_", "_dp_"))
+    dist.barrier()
+    with install():
+        ours = context.folder / "ours"
+        assert run_and_save(context, ours, model_save_format="torch_save") == wanted
+        for each in (root, ours):
+            recipe = Recipe(each, 5, model_save_format="torch_save")
+            recipe.load_checkpoint()
+            assert recipe.train(3) == wanted
+
+
+@case
+def tied_weights_under_ddp(context: Context) -> None:
+    def made(seed: int) -> Recipe:
+        model: torch.nn.Module = llama(1, shard=False, tie_word_embeddings=True)
+        model = DistributedDataParallel(model) if context.world > 1 else model
+        return Recipe(context.folder / "run", seed, model=model, save_consolidated="every")
+
+    with install():
+        recipe = made(3)
+        recipe.train(2)
+        held = whole_state(getattr(recipe.model, "module", recipe.model))
+        step = recipe.save()
+        wanted = recipe.train(2)
+        recipe = made(4)
+        recipe.train(1)
+        recipe.load_checkpoint()
+        assert recipe.train(2) == wanted
+        loaded = LlamaForCausalLM.from_pretrained(f"{step}/model/consolidated")
+        same_state(loaded.state_dict(), held)
 
 
 @case
@@ -348,6 +395,20 @@ def base_models(context: Context) -> None:
             if context.rank == 0:
                 (context.folder / lost.name).rename(lost)
         dist.barrier()
+        # Under other names.
+        model = llama(1)
+        checkpointer = Recipe(context.folder / "run", 1, model=model, loader=False).checkpointer
+        prefixed = context.folder / "prefixed"
+        if context.rank == 0:
+            prefixed.mkdir()
+            renamed = {name.replace("model.", "base.", 1): t for name, t in wanted.items()}
+            save_file(renamed, prefixed / "model.safetensors")
+        dist.barrier()
+        for mapping in ({"^base": "model"}, lambda name: name.replace("base.", "model.", 1)):
+            with torch.no_grad():
+                model.lm_head.weight.zero_()
+            checkpointer.load_model(model, str(prefixed), is_init_step=True, key_mapping=mapping)
+            same_state(whole_state(model), wanted)
         # A tensor that the base lacks.
         raised(lambda: load(attention_bias=True), "bias")
         # .bin files alone.
@@ -360,6 +421,56 @@ def base_models(context: Context) -> None:
         hub = bins
         load()
         raised(lambda: load(attention_bias=True), "bias")
+
+
+class Transposing(StateDictAdapter):
+    """Matrices are stored the other way round, under other names; in parts on demand."""
+
+    def to_hf(self, state_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+        return {f"hf.{k}": v.t() if v.ndim == 2 else v for k, v in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        return {
+            k.removeprefix("hf."): v.t() if v.ndim == 2 else v for k, v in hf_state_dict.items()
+        }
+
+    def convert_single_tensor_to_hf(self, fqn: str, tensor: Any, **_: Any) -> Any:
+        return list(self.to_hf({fqn: tensor}).items())
+
+    def iter_checkpoint_load_parts(
+        self, model_state_dict: dict[str, Any], device_mesh: Any = None
+    ) -> Iterator[CheckpointLoadPart]:
+        for name, value in model_state_dict.items():
+            part = self.to_hf({name: value})
+            yield CheckpointLoadPart(part, frozenset([name]), frozenset(), lambda: None)
+
+
+@case
+def adapters_of_names(context: Context) -> None:
+    """Tensors that are views of the model's: read in place."""
+
+    def made(seed: int) -> torch.nn.Module:
+        model = llama(seed, shard=False)
+        model.state_dict_adapter = Transposing()
+        return model
+
+    root = context.folder / "run"
+    with install():
+        recipe = Recipe(root, 3, model=made(3), loader=False, save_consolidated="every")
+        step = recipe.save()
+        out = torch_ckpt.open(f"{step}/model/consolidated")
+        assert out["hf.model.layers.0.mlp.up_proj.weight"].shape == (16, 24)
+        loaded = Recipe(root, 4, model=made(4), loader=False)
+        loaded.load_checkpoint()
+        same_state(whole_state(loaded.model), whole_state(recipe.model))
+        # A quantized base, part by part.
+        model = made(5)
+        model.config.quantization_config = {"quant_method": "of a test"}
+        base = f"{step}/model/consolidated"
+        loaded.checkpointer.load_model(model, base, is_init_step=True)
+        same_state(whole_state(model), whole_state(recipe.model))
+        model.register_buffer("more", torch.zeros(1))
+        raised(lambda: loaded.checkpointer.load_model(model, base, is_init_step=True), "more")
 
 
 # --- what goes wrong ------------------------------------------------------------------------
