@@ -52,6 +52,12 @@ def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(value) for name, value in model.state_dict().items()}
 
 
+def same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
 class Steps:
     """What a step scheduler is for a checkpoint."""
 

@@ -1,4 +1,4 @@
-"""NeMo AutoModel's real Checkpointer, lifecycle and BaseRecipe: the cases are in ranks/automodel.py.
+"""NeMo AutoModel's real Checkpointer, lifecycle and BaseRecipe: the cases are in ranks/automodel*.py.
 Its package is not installed in CI; ./dev campaign frameworks runs these."""
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ WORLDS = (2, 1, 4)
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("automodel")
-    return {world: run_ranks("automodel", world, folder, timeout=1200) for world in WORLDS}
+    return {
+        world: run_ranks("automodel,automodel_models", world, folder, timeout=1200)
+        for world in WORLDS
+    }
 
 
 @pytest.mark.slow

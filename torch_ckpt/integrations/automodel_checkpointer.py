@@ -63,15 +63,16 @@ class Checkpointer(stock.Checkpointer):
     - A step appears when all of it is there, an async one as well: see Lifecycle.
     - `model/` is shards that AutoModel reads without us, of either `model_save_format`. `optim/`
       and what `save_distributed_state` saves are of our format, which it does not read. Steps that
-      AutoModel saved are read, of any version of this layout.
+      AutoModel saved are read.
     - `model/consolidated` is divided once for all ranks, and all of them write each of its files;
       with `single_rank_consolidation` rank 0 does. A name that no file has is in no index.
       `staging_dir` is not needed: files are staged where they will stand. `diffusers_compatible`
       gives the files, too, the names that diffusers gives them.
-    - A file, a shard or a tensor that is missing, and bytes that are not those that were saved, are
-      errors, in steps and in base models.
+    - A file, a shard or a tensor that is missing is an error, in steps and in base models; so are
+      bytes of a step that are not those that were saved.
     - With more or fewer ranks than saved, random states begin anew, with a warning; a loader is an
       error that says how to leave it out.
+    - An optimizer that steps while its state or the model is still being copied waits for that.
     - An error of one rank is raised on all, and names it.
 
     Made by `install()`, whose names in AutoModel's modules it needs. Raises UnsupportedError for
