@@ -37,8 +37,6 @@ def run(
 
 def why_not(contender: str) -> str:
     """Why a contender cannot run; empty if it can."""
-    if contender == "torchtitan, async_with_pinned_mem":
-        return "torchtitan's pinned memory needs a CUDA device"
     if "torchtitan" in contender or "AutoModel" in contender:
         return "" if FRAMEWORKS.exists() else "./dev bench makes an environment of frameworks"
     return rivals.why_not_ours("Checkpointer") if contender.startswith("ours") else ""
@@ -80,7 +78,7 @@ def _state(context: Context) -> tuple[int, int]:
     return 3 * bytes_of(model) + 4 * count, 4 * count
 
 
-@row("train_step")
+@row("train_step", memory=("touched",))
 def train_step(context: Context) -> Row:
     """A step, waited for."""
     size, tensors = _state(context)
@@ -96,7 +94,7 @@ def train_step(context: Context) -> Row:
     )
 
 
-@row("train_background")
+@row("train_background", memory=("touched",))
 def train_background(context: Context) -> Row:
     """A step in the background."""
     size, tensors = _state(context)
@@ -130,7 +128,7 @@ def train_background(context: Context) -> Row:
     )
 
 
-@row("train_base")
+@row("train_base", memory=("touched",))
 def train_base(context: Context) -> Row:
     """A base model from the Hub, cold, into FSDP2."""
     directory = context.directory / "base"

@@ -112,6 +112,12 @@ def one_sharded_save(model: nn.Module, optimizer: torch.optim.Optimizer, root: P
     return Saver(save, lambda step: root / f"step-{step}", True)
 
 
+def stager_without_device() -> Any:
+    """Stock's stager as both frameworks have it, but for pinned memory, which needs a device."""
+    staging = importlib.import_module("torch.distributed.checkpoint.staging")
+    return staging.DefaultStager(staging.StagingOptions(False, True, True, False))
+
+
 def titan(mode: str, ours: bool) -> Make:
     """torchtitan's manager of 0.3.0, with its container of optimizers; or the same with ours."""
 
@@ -131,7 +137,7 @@ def titan(mode: str, ours: bool) -> Make:
         config = kind.Config(
             enable=True, folder="steps", interval=1, async_mode=mode, keep_latest_k=0
         )
-        manager = config.build(
+        manager: Any = config.build(
             dataloader=None,
             model_parts=[model],
             optimizers=container,
@@ -140,6 +146,9 @@ def titan(mode: str, ours: bool) -> Make:
             sd_adapter=None,
             base_folder=str(root),
         )
+
+        if mode == "async_with_pinned_mem" and not ours:
+            manager.stager = stager_without_device()
 
         def save(step: int) -> Future[Any] | None:
             manager.maybe_wait_for_saving()
@@ -153,18 +162,82 @@ def titan(mode: str, ours: bool) -> Make:
     return make
 
 
+def automodel(ours: bool, *, background: bool = False, final: bool = False) -> Make:
+    """NeMo AutoModel's Checkpointer of 0.7.0, by the calls of its recipes; or the same with ours.
+    final: with the consolidated form of the model in each step."""
+
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer, root: Path) -> Saver:
+        if ours:
+            importlib.import_module("torch_ckpt.integrations.automodel").install()
+        elif background:
+            module = importlib.import_module("nemo_automodel.components.checkpoint.checkpointing")
+            module.DefaultStager = lambda: stager_without_device()
+        config = importlib.import_module("nemo_automodel.components.checkpoint.config")
+        made = config.CheckpointingConfig(
+            checkpoint_dir=str(root),
+            save_consolidated="every" if final else "false",
+            is_async=background,
+        ).build(dist.get_rank(), 0, 0)
+
+        def save(step: int) -> Future[Any] | None:
+            made.async_wait()
+            made.lifecycle.complete_pending()
+            path = str(root / f"epoch_0_step_{step}")
+            made.lifecycle.reserve(path)
+            made.save_model(model, path)
+            made.save_optimizer(optimizer, model, path)
+            made.maybe_wait_for_staging()
+            values = {"best_val_metric": None, "metric_key": None}
+            if not background:
+                made.lifecycle.publish(path, **values)
+                return None
+            futures = [each.future for each in (made._model_ctx, made._optim_ctx)]
+            made.lifecycle.defer_publication(path, **values)
+            if ours:  # until the step counts, which rank 0 makes it do
+                published = made.lifecycle._work
+                return _all_of([*futures, *([published] if published else ())])
+            return _all_of([each.upload_completion for each in futures])
+
+        def close() -> None:
+            made.finalize()
+            made.close()
+
+        return Saver(save, lambda step: root / f"epoch_0_step_{step}", ours, close)
+
+    return make
+
+
+def _all_of(futures: list[Future[Any]]) -> Future[Any]:
+    """Done when all are."""
+    both: Future[Any] = Future()
+
+    def done(_: Future[Any]) -> None:
+        if all(each.done() for each in futures) and not both.done():
+            both.set_result(None)
+
+    for each in futures:
+        each.add_done_callback(done)
+    return both
+
+
 STEPS: Mapping[str, Make] = {
     "torchtitan": titan("disabled", ours=False),
+    "AutoModel, sharded": automodel(ours=False),
+    "AutoModel, consolidated": automodel(ours=False, final=True),
     "ours, Checkpointer": checkpointer(background=False),
     "ours, torchtitan's manager": titan("disabled", ours=True),
+    "ours, AutoModel's, sharded": automodel(ours=True),
+    "ours, AutoModel's, consolidated": automodel(ours=True, final=True),
     "ours, one sharded save": one_sharded_save,
 }
 BACKGROUND: Mapping[str, Make] = {
     "torchtitan, async": titan("async", ours=False),
-    "torchtitan, async_with_pinned_mem": titan("async_with_pinned_mem", ours=False),
+    "torchtitan, async_with_pinned_mem, not pinned": titan("async_with_pinned_mem", ours=False),
+    "AutoModel, async, not pinned": automodel(ours=False, background=True),
     "ours, Checkpointer": checkpointer(background=True),
     "ours, torchtitan's async": titan("async", ours=True),
     "ours, torchtitan's async_with_pinned_mem": titan("async_with_pinned_mem", ours=True),
+    "ours, AutoModel's async": automodel(ours=True, background=True),
 }
 
 
@@ -200,6 +273,25 @@ def load_with_transformers(model: nn.Module, path: Path) -> None:
             target.copy_(source)
 
 
+def base_of_automodel(ours: bool) -> Callable[[nn.Module, Path], None]:
+    """Its load of a base model, and the same with ours."""
+
+    def load(model: nn.Module, path: Path) -> None:
+        if ours:
+            importlib.import_module("torch_ckpt.integrations.automodel").install()
+        config = importlib.import_module("nemo_automodel.components.checkpoint.config")
+        made = config.CheckpointingConfig(
+            checkpoint_dir=str(path.with_name("none")), save_consolidated="false"
+        ).build(dist.get_rank(), 0, 0)
+        made.load_model(model, str(path), is_init_step=True)
+
+    return load
+
+
+def import_automodel() -> None:
+    importlib.import_module("torch_ckpt.integrations.automodel")
+
+
 def import_rivals() -> None:
     transformers = importlib.import_module("transformers")
     _ = transformers.AutoModelForCausalLM
@@ -209,8 +301,10 @@ def import_rivals() -> None:
 LOADS: Mapping[str, Callable[[nn.Module, Path], None]] = {
     "transformers": load_with_transformers,
     "DCP HF reader": load_with_stock,
+    "AutoModel": base_of_automodel(ours=False),
     "ours, load_model": load_with_ours,
     "ours, bare load": load_bare,
+    "ours, AutoModel's": base_of_automodel(ours=True),
 }
 
 

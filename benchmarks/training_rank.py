@@ -28,6 +28,7 @@ from benchmarks.training_jobs import (
     STEPS,
     Saver,
     adamw,
+    import_automodel,
     import_rivals,
     llama,
     sharded,
@@ -101,6 +102,8 @@ def load(options: argparse.Namespace, program: LimitsProgram) -> dict[str, float
         rivals.ours("load_model")
     else:
         import_rivals()
+    if "AutoModel" in options.contender:
+        import_automodel()
     files.drop_from_memory(files.files_in(options.path))
     with MemoryWatcher(program) as watcher:
         dist.barrier()

@@ -50,7 +50,11 @@ GROUPS = {
             ("optimum.quanto", "torchao"),
             ("tests/python/test_optional_packages.py",),
         ),
-        Group("frameworks", ("torchtitan",), ("tests/python/test_torchtitan.py",)),
+        Group(
+            "frameworks",
+            ("torchtitan", "nemo_automodel"),
+            ("tests/python/test_torchtitan.py", "tests/python/test_automodel.py"),
+        ),
     )
 }
 

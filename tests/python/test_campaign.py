@@ -104,7 +104,10 @@ def test_optional_packages_are_pinned_and_have_tests() -> None:
         group: [each.partition("==")[0] for each in of.packages()]
         for group, of in optional.GROUPS.items()
     }
-    assert names == {"optional": ["torchao", "optimum-quanto"], "frameworks": ["torchtitan"]}
+    assert names == {
+        "optional": ["torchao", "optimum-quanto"],
+        "frameworks": ["torchtitan", "nemo_automodel"],
+    }
     for group, of in optional.GROUPS.items():
         tests = "".join((REPOSITORY / file).read_text() for file in of.tests)
         assert all(f'"{name.replace("-", ".")}' in tests for name in names[group])

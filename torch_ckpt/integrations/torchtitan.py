@@ -135,7 +135,7 @@ class CheckpointManager(Titans):
         mapping: dict[Any, int] | None = None
         if to_hf:
             adapter = self._adapter()
-            state_dict = self._ranks.each("Hugging Face form", lambda: adapter.to_hf(state_dict))
+            state_dict = adapter.to_hf(state_dict)
             mapping = adapter.fqn_to_index_mapping
         writer = HuggingFaceStorageWriter(
             checkpoint_id,
@@ -182,6 +182,21 @@ class CheckpointManager(Titans):
             state_dict, step, storage_writer=writer, async_stager=self.stager
         )
 
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        # Asked here as well: most calls are of steps that are not saved, and wait for nobody.
+        if not self._should_save(curr_step, last_step):
+            return False
+        try:
+            with self._ranks.as_one(f"save of step {curr_step}"):
+                saved: bool = super()._save(curr_step, last_step)
+        except Exception:
+            # What this rank has begun fails on all: who waits next does not hear of it again.
+            future, self.save_future, self.staging_future = self.save_future, None, None
+            if future is not None:
+                future.exception()
+            raise
+        return saved
+
     def _save_last_step(self, curr_step: int) -> None:
         if not self.last_save_model_only:
             super()._save_last_step(curr_step)
@@ -189,7 +204,7 @@ class CheckpointManager(Titans):
         logger.info("Saving the model alone at the last step, in %s.", self.export_dtype)
         # Not cast here, as torchtitan does, which takes the memory of another model.
         self.dcp_save(
-            self._model_state(),
+            self.states[MODEL].state_dict(),
             checkpoint_id=self._create_checkpoint_id(curr_step),
             async_mode=AsyncMode.DISABLED,
             enable_garbage_collection=True,
@@ -200,37 +215,16 @@ class CheckpointManager(Titans):
     def _purge_stale_checkpoints(self) -> None:
         """Nothing: each save does, when it is committed."""
 
-    # --- what is saved and loaded -------------------------------------------
-
-    # Where one rank cannot say it, the others hear why.
-
-    def _model_state(self) -> dict[str, Any]:
-        return self._ranks.each("state of the model", self.states[MODEL].state_dict)
-
-    def _flattened_model_states_sd(
-        self, state_dict: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        def flat() -> dict[str, Any]:
-            states: dict[str, Any] = Titans._flattened_model_states_sd(self, state_dict)
-            return states
-
-        return self._ranks.each("state of the model", flat)
-
-    def _states_to_load(self, model_only: bool) -> dict[str, Any]:
-        if model_only:
-            return self._model_state()
-        states: dict[str, Any] = super()._states_to_load(model_only)
-        return states
-
     # --- loading ------------------------------------------------------------
 
     def _load(self, step: int = -1) -> bool:
-        if step == -1:
-            self._newest = self._ranks.decide("step to load", self._find_load_step)
-        try:
-            loaded: bool = super()._load(step)
-        finally:
-            self._newest = None
+        with self._ranks.as_one("load of a step"):
+            if step == -1:
+                self._newest = self._ranks.decide("step to load", self._find_load_step)
+            try:
+                loaded: bool = super()._load(step)
+            finally:
+                self._newest = None
         return loaded
 
     def _find_load_step(self, folder: str = "") -> int:
@@ -256,7 +250,7 @@ class CheckpointManager(Titans):
                 self.states[MODEL].load_state_dict(state_dict)
             return
         adapter = self._adapter()
-        stored = self._ranks.each("Hugging Face form", lambda: adapter.to_hf(state_dict))
+        stored = adapter.to_hf(state_dict)
         if from_quantized:
             api.load(stored, storage_reader=adapter.get_hf_storage_reader(checkpoint_id, True))
         else:
