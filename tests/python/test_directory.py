@@ -511,3 +511,24 @@ def test_a_program_that_ends_during_a_save(root: Path) -> None:
     )
     assert "the last: None" in done.stdout, done.stdout + done.stderr
     assert visible(root) == [3] and latest_file(root) == 3
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_two_jobs_in_one_directory(tmp_path: Path, beside: bool) -> None:
+    def save(directory: CheckpointDirectory, step: int) -> None:
+        if beside:
+            directory.async_save({"x": step}, step).result()
+        else:
+            directory.save({"x": step}, step)
+
+    one = CheckpointDirectory(tmp_path)
+    save(one, 1)
+    save(one, 2)
+    other = CheckpointDirectory(tmp_path)  # which goes on, or so it seems
+    save(other, 3)
+    with pytest.raises(ConflictError, match="another job has saved step 3 here"):
+        save(one, 3)
+    save(other, 4)
+    assert other.steps() == [1, 2, 3, 4]
+    (tmp_path / "LATEST").unlink()  # as who goes back by hand
+    save(other, 5)

@@ -65,7 +65,7 @@ def saver() -> Iterator[Saver]:
 
 def test_killed_before_any_call_of_ours(saver: Saver, tmp_path: Path) -> None:
     """Between commit, LATEST and deletion, and in the middle of each; the next saver as well."""
-    newest = 1  # the first call comes when it is committed
+    newest = 0  # the first call comes before it is committed
     for call in range(1, 1000):
         root = tmp_path / str(call)
         saver.start(root, keep=1, first=1, count=3, call=call)

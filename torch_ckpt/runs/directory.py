@@ -20,7 +20,7 @@ from torch_ckpt.calls.save import SavedMetadata
 from torch_ckpt.checkpoint.checkpoint import was_committed
 from torch_ckpt.checkpoint.names import BEST, LATEST
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
-from torch_ckpt.errors import IncompleteError, InvalidArgumentError, warn
+from torch_ckpt.errors import ConflictError, IncompleteError, InvalidArgumentError, warn
 from torch_ckpt.options import check_choice, integer, local_path
 from torch_ckpt.planning.states import HasState
 from torch_ckpt.ranks import Ranks, rank_and_size
@@ -64,6 +64,9 @@ class CheckpointDirectory:
     are saved. With a writer of sync_files=False, checkpoints that are durable make way for one that
     is not.
 
+    Two jobs cannot share a directory: a save after another job's is a ConflictError, and what both
+    have saved stays.
+
     All ranks call the constructor, `save`, `async_save` and `load`, in one order and from one
     thread at a time. Rank 0 alone writes LATEST and BEST, deletes, and says which step is loaded
     where none is named. The other methods look at the disk, on whichever rank calls them.
@@ -98,8 +101,14 @@ class CheckpointDirectory:
         self._best = None if best is None else Best(self.root, best, best_mode)
         self._group = process_group
         self._publishing = threading.Lock()
+        # On rank 0: what LATEST named when this was made, or what it has written there since.
+        self._latest: int | None = None
         self._deletions = Deletions(self.root, kept, every, self._is_whole)
-        self._decide("CheckpointDirectory", lambda: make_directory(self.root))
+        self._decide("CheckpointDirectory", self._make)
+
+    def _make(self) -> None:
+        make_directory(self.root)
+        self._latest = step_named(self.root, LATEST)
 
     def _decide(self, what: str, decide: Callable[[], T]) -> T:
         """What `decide` returns on rank 0."""
@@ -282,11 +291,23 @@ class CheckpointDirectory:
                     )
             for pointer in (LATEST, BEST):
                 check_pointer(self.root, pointer)
+            self._check_alone()
             self._deletions.spare(steps[0])
             return os.path.basename(self.path(steps[0]))
 
         name = Ranks.of(self._group).gather("beginning of a save", check, begin)
         return os.path.join(self.root, name)
+
+    def _check_alone(self) -> None:
+        """Raise ConflictError where LATEST names what this job has not saved."""
+        with self._publishing:
+            named = step_named(self.root, LATEST)
+            if named is not None and named != self._latest:
+                raise ConflictError(
+                    f"another job has saved step {named} here meanwhile; each job needs a "
+                    "directory of its own",
+                    file=self.root,
+                )
 
     def _publish(self, step: int) -> None:
         """On rank 0, when `step` is committed."""
@@ -296,6 +317,7 @@ class CheckpointDirectory:
             if newest is None:
                 return  # somebody has removed them all
             write_pointer(self.root, LATEST, newest)
+            self._latest = newest
             if self._best is not None:
                 self._best.committed(step)
         if newest > step:
