@@ -619,6 +619,43 @@ def test_a_hugging_face_model(tmp_path: Path) -> None:
     assert torch.equal(fresh.lm_head.weight, model.lm_head.weight)
 
 
+@pytest.mark.parametrize("saved", ["plain", "wrapped", "compiled"])
+def test_an_adapter_inside_wrappers(tmp_path: Path, saved: str) -> None:
+    peft = pytest.importorskip("peft")
+
+    def made(how: str) -> Any:
+        torch.manual_seed(3)
+        block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model = peft.get_peft_model(
+            nn.Sequential(block, nn.Linear(4, 2)),
+            peft.LoraConfig(
+                target_modules=["0.0"], modules_to_save=["0.1", "1"], r=2, init_lora_weights=False
+            ),
+        )
+        layers = model.base_model.model
+        if how == "wrapped":
+            layers[0] = checkpoint_wrapper(layers[0])
+        elif how == "compiled":
+            layers[0] = torch.compile(layers[0])
+        return model
+
+    model = made(saved)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    with Checkpointer(tmp_path, model, background=False) as checkpointer:
+        checkpointer.save(1)
+    tensors = load_file(tmp_path / "step-1/model/adapter_model.safetensors")
+    wanted = peft.get_peft_model_state_dict(made("plain"))
+    assert tensors.keys() == wanted.keys() and len(tensors) > 6
+    for how in ("plain", "wrapped", "compiled"):
+        other = made(how)
+        assert Checkpointer(tmp_path, other).load() == 1
+        for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+            if a.requires_grad:
+                assert torch.equal(a, b), name
+
+
 def test_an_adapter(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 

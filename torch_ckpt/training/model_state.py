@@ -175,11 +175,7 @@ class ModelState:
 
     def _of_adapter(self) -> dict[str, Any]:
         model = self.adapter
-        state: dict[str, Any] = sys.modules["peft"].get_peft_model_state_dict(
-            model,
-            adapter_name=_active(model),
-            save_embedding_layers=self._with_embeddings,
-        )
+        state = _state_by_peft(model, save_embedding_layers=self._with_embeddings)
         saved = {memory_of(value) for value in state.values() if isinstance(value, torch.Tensor)}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and memory_of(parameter) not in saved:
@@ -246,8 +242,19 @@ def _active(model: Any) -> str:
 def _saves_embeddings(model: Any) -> bool:
     """Whether peft saves embeddings beside the adapter: where they are targets of it, or have
     another size than those of the base model."""
+    return len(_state_by_peft(model)) > len(_state_by_peft(model, save_embedding_layers=False))
+
+
+def _state_by_peft(model: Any, **options: Any) -> dict[str, Any]:
+    """What peft saves of the adapter, by its names, and those of wrappers inside the model."""
+    given: dict[str, Any] | None = None
+    if any(_inner_name(module) is not None for module in model.modules()):
+        # peft looks for the names of modules, which those of wrappers belong to, in a state dict
+        # that has left them out: it finds nothing.
+        given = dict(model.named_parameters(remove_duplicate=False))
+        for name, module in model.named_modules():
+            for key in module._buffers.keys() - module._non_persistent_buffers_set:
+                given[f"{name}.{key}" if name else key] = module._buffers[key]
     get = sys.modules["peft"].get_peft_model_state_dict
-    name = _active(model)
-    return len(get(model, adapter_name=name)) > len(
-        get(model, adapter_name=name, save_embedding_layers=False)
-    )
+    state: dict[str, Any] = get(model, given, adapter_name=_active(model), **options)
+    return state
