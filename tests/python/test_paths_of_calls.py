@@ -53,10 +53,32 @@ def doctor(path: Path) -> None:
         cli(["doctor", str(path), "-q"], standalone_mode=False)
 
 
+def step(root: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    with torch_ckpt.Checkpointer(root, model, optimizer, keep_last=2) as checkpointer:
+        checkpointer.save(1)
+
+
+def test_a_step_is_few_files_more_than_a_save(tmp_path: Path) -> None:
+    def both(to: Path) -> None:
+        torch_ckpt.save(STATE, to / "final", layout="final")
+        torch_ckpt.async_save(STATE, to / "beside").result()
+
+    for call in (both, step):
+        call(tmp_path / f"warm-{call.__name__}")
+    of_saves = walk(lambda: both(tmp_path / "saves")).files()
+    of_a_step = walk(lambda: step(tmp_path / "step")).files()
+    assert len(of_a_step - of_saves) <= 14, sorted(of_a_step - of_saves)
+
+
 # Beside what is printed: options, jobs, errors and the like. The numbers may fall, not grow.
 @pytest.mark.parametrize(
     ("path", "most"),
-    [("SAVE", 34), ("FINAL", 36), ("LOAD", 28), ("STAGE", 41), ("MERGE", 15), ("DOCTOR", 8)],
+    [
+        *(("SAVE", 34), ("FINAL", 36), ("LOAD", 28), ("STAGE", 41), ("STEP", 57)),
+        *(("MERGE", 15), ("DOCTOR", 8)),
+    ],
 )
 def test_calls_take_the_path_that_is_printed(tmp_path: Path, path: str, most: int) -> None:
     tensors = {"w": torch.arange(4.0)}
@@ -69,6 +91,7 @@ def test_calls_take_the_path_that_is_printed(tmp_path: Path, path: str, most: in
         "FINAL": lambda to: torch_ckpt.save(STATE, to, layout="final"),
         "LOAD": lambda _: torch_ckpt.load(dict(STATE), tmp_path / "c"),
         "STAGE": lambda to: torch_ckpt.async_save(STATE, to).result(),
+        "STEP": step,
         "MERGE": lambda to: [merge(tmp_path / "shards", to / merge.__name__) for merge in merges],
         "DOCTOR": lambda _: doctor(tmp_path),
     }

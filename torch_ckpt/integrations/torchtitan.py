@@ -84,6 +84,8 @@ class CheckpointManager(Titans):
 
     enable: bool
     folder: str
+    save_future: Future[Any] | None
+    staging_future: Future[Any] | None
 
     @dataclass(kw_only=True, slots=True)
     class Config(Titans.Config):
