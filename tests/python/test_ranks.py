@@ -12,16 +12,19 @@ from launch import run_ranks
 # launches of "reshard", "wrapped" and "clients_reload" load what earlier ones have saved.
 LAUNCHES = [
     (
-        "sharding,saving,failures,differing,consolidation,final,two_layouts,frameworks,reshard,wrapped,training,dist_checkpointing,dist_errors,dist_async,dist_deliveries",
+        "sharding,saving,failures,differing,consolidation,final,two_layouts,frameworks,reshard,wrapped,training,trajectories,dist_checkpointing,dist_errors,dist_async,dist_deliveries",
         4,
     ),
     (
-        "saving,failures,differing,asynchronous,consolidation,two_layouts,directories,empty_tensors,reshard,wrapped,training,"
+        "saving,failures,differing,asynchronous,consolidation,two_layouts,directories,empty_tensors,reshard,wrapped,training,trajectories,"
         "dist_checkpointing,dist_errors,dist_async,dist_deliveries,dist_random",
         2,
     ),
-    ("agreements,reshard,wrapped,training", 3),
-    ("reshard,wrapped,training,dist_checkpointing,dist_errors,dist_async,dist_deliveries", 1),
+    ("agreements,reshard,wrapped,training,trajectories", 3),
+    (
+        "reshard,wrapped,training,trajectories,dist_checkpointing,dist_errors,dist_async,dist_deliveries",
+        1,
+    ),
     ("clients", 2),
     ("clients_reload", 2),
     ("clients_reload", 1),
@@ -32,7 +35,7 @@ CAMPAIGN = [
     ("asynchronous", 4),
     ("directories", 4),
     ("agreements", 8),
-    ("training", 8),
+    ("training,trajectories", 8),
     ("dist_checkpointing,dist_errors,dist_async,dist_deliveries", 3),
     *(("dist_random", world) for world in (1, 3, 4, 5, 6, 7, 8)),
     *(("final", world) for world in (1, 2, 3, 5, 6, 7, 8)),

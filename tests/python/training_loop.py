@@ -11,6 +11,23 @@ import numpy
 import torch
 from torch import nn
 
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.05),
+    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
+    "fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "tensor lr": lambda p: torch.optim.AdamW(p, torch.tensor(0.01), foreach=False),
+    "NAdam": lambda p: torch.optim.NAdam(p, 0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, 0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.01, centered=True, momentum=0.5),
+    "ASGD": lambda p: torch.optim.ASGD(p, 0.01, t0=2),
+    "Rprop": lambda p: torch.optim.Rprop(p, 0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
+}
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
