@@ -101,14 +101,14 @@ class CheckpointDirectory:
         self._best = None if best is None else Best(self.root, best, best_mode)
         self._group = process_group
         self._publishing = threading.Lock()
-        # On rank 0: what LATEST named when this was made, or what it has written there since.
-        self._latest: int | None = None
+        # On rank 0, what LATEST may name: as when this was made, or as it has written it since.
+        self._known: set[int | None] = set()
         self._deletions = Deletions(self.root, kept, every, self._is_whole)
         self._decide("CheckpointDirectory", self._make)
 
     def _make(self) -> None:
         make_directory(self.root)
-        self._latest = step_named(self.root, LATEST)
+        self._known = {None, step_named(self.root, LATEST)}
 
     def _decide(self, what: str, decide: Callable[[], T]) -> T:
         """What `decide` returns on rank 0."""
@@ -302,7 +302,7 @@ class CheckpointDirectory:
         """Raise ConflictError where LATEST names what this job has not saved."""
         with self._publishing:
             named = step_named(self.root, LATEST)
-            if named is not None and named != self._latest:
+            if named not in self._known:
                 raise ConflictError(
                     f"another job has saved step {named} here meanwhile; each job needs a "
                     "directory of its own",
@@ -316,8 +316,9 @@ class CheckpointDirectory:
             newest = next(newest_first(self.root, self._counts), None)
             if newest is None:
                 return  # somebody has removed them all
+            self._known.add(newest)  # before: an error may come when it is written
             write_pointer(self.root, LATEST, newest)
-            self._latest = newest
+            self._known = {None, newest}
             if self._best is not None:
                 self._best.committed(step)
         if newest > step:
