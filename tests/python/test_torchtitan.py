@@ -42,11 +42,14 @@ owner = type(llama3_debugmodel().checkpoint)._owner
 print(owner.__module__, owner is CheckpointManager is dcp.CheckpointManager)
 if "undo" in sys.argv:
     from torch_ckpt.integrations import torchtitan as ours
+    from torch_ckpt.integrations.torchtitan import CheckpointManager as kept
     with ours.install() as patch:
-        owner = type(llama3_debugmodel().checkpoint)._owner
-        print(owner.__module__, ours.CheckpointManager is dcp.CheckpointManager)
+        config = llama3_debugmodel().checkpoint
+        owner = type(config)._owner
+        print(owner.__module__, issubclass(dcp.CheckpointManager, kept))
+        assert type(ours.use_torch_ckpt(config)) is ours.CheckpointManager.Config
     owner = type(llama3_debugmodel().checkpoint)._owner
-    print(owner.__module__)
+    print(owner.__module__, kept is ours.CheckpointManager)
 """
 
 
@@ -75,4 +78,4 @@ def test_a_program_runs_with_ours(tmp_path: Path) -> None:
 
 def test_install_is_undone(tmp_path: Path) -> None:
     said = outputs("program.py", "undo", folder=tmp_path)
-    assert said == [f"{THEIRS} True", f"{OURS} True", THEIRS]
+    assert said == [f"{THEIRS} True", f"{OURS} True", f"{THEIRS} True"]

@@ -286,7 +286,7 @@ class CheckpointManager(Titans):
 @override(target=Titans.Config, description="torch_ckpt saves and loads checkpoints")
 def use_torch_ckpt(config: Any) -> CheckpointManager.Config:
     """The override for `--override.imports`: the same configuration, of our CheckpointManager."""
-    if type(config) not in (Titans.Config, CheckpointManager.Config):
+    if type(config) is not Titans.Config and not isinstance(config, CheckpointManager.Config):
         raise UnsupportedError(
             f"use_torch_ckpt takes the place of torchtitan's CheckpointManager, and the training "
             f"has a {type(config).__qualname__} of {type(config).__module__}"
@@ -295,10 +295,19 @@ def use_torch_ckpt(config: Any) -> CheckpointManager.Config:
     return made
 
 
+class _Installed(CheckpointManager):
+    """Ours under torchtitan's name: what a program has imported of ours by itself stays when that
+    is undone."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """Fields and defaults are torchtitan's."""
+
+
 _TABLE = Table(
     "torch_ckpt.integrations.torchtitan.install",
     "torchtitan",
-    [Replacement(Titans, CheckpointManager, "torchtitan")],
+    [Replacement(Titans, _Installed, "torchtitan")],
 )
 
 
