@@ -64,8 +64,8 @@ class CheckpointDirectory:
     are saved. With a writer of sync_files=False, checkpoints that are durable make way for one that
     is not.
 
-    Two jobs cannot share a directory: a save after another job's is a ConflictError, and what both
-    have saved stays.
+    Two jobs cannot share a directory: each may replace and delete the other's steps, until a save
+    finds in LATEST what its own job has not written there, which is a ConflictError.
 
     All ranks call the constructor, `save`, `async_save` and `load`, in one order and from one
     thread at a time. Rank 0 alone writes LATEST and BEST, deletes, and says which step is loaded
