@@ -28,8 +28,9 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks import files, rivals, states
+from benchmarks import rivals, states
 from benchmarks.program import LimitsProgram, MemoryWatcher
+from benchmarks.ranks import sync_everything
 
 DTYPE = torch.bfloat16
 Part = dict[str, DTensor]
@@ -70,14 +71,6 @@ def part_of(shapes: Mapping[str, tuple[int, ...]], dim: int) -> Part:
             stride=tensor.stride(),
         )
     return part
-
-
-def sync_everything(path: Path) -> None:
-    """What stock's files lack: rank 0 syncs them when all ranks are done."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        files.make_durable(path)
-    dist.barrier()
 
 
 def with_stock(part: Part, path: Path) -> None:

@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks import environment
+from benchmarks import environment, files
 
 TIMEOUT_SECONDS = 900
 
@@ -64,3 +65,11 @@ def run_ranks(
             raise RankError(": ".join([f"a rank ended with status {rank.returncode}", *last]))
     lines = [out.splitlines()[-1:] for out, _ in said]
     return [json.loads(line[0]) if line else None for line in lines]
+
+
+def sync_everything(path: Path) -> None:
+    """What stock's files lack: rank 0 syncs them when all ranks are done."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        files.make_durable(path)
+    dist.barrier()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks import files, rivals
+from benchmarks import rivals
 
 DTYPE = torch.bfloat16
 
@@ -67,11 +67,11 @@ def bytes_of(model: nn.Module) -> int:
 class Saver:
     """One way to save a step.
 
-    save: the step of this number; a future where that goes on in the background. place: the
-    directory of that step. is_durable: whether what it has written is synced when it is done.
+    save: the step of this number; futures of what goes on in the background. place: the directory
+    of that step. is_durable: whether what it has written is synced when it is done.
     """
 
-    save: Callable[[int], Future[Any] | None]
+    save: Callable[[int], list[Future[Any]]]
     place: Callable[[int], Path]
     is_durable: bool
     close: Callable[[], None] = lambda: None
@@ -86,9 +86,8 @@ def checkpointer(background: bool) -> Make:
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, root: Path) -> Saver:
         made = rivals.ours("Checkpointer")(root, model, optimizer, background=background)
 
-        def save(step: int) -> Future[Any] | None:
-            future: Future[Any] = made.save(step)
-            return future if background else None
+        def save(step: int) -> list[Future[Any]]:
+            return [made.save(step)]
 
         return Saver(save, lambda step: root / f"step-{step}", True, made.close)
 
@@ -106,8 +105,9 @@ def one_sharded_save(model: nn.Module, optimizer: torch.optim.Optimizer, root: P
                 found[f"optimizer.state.{names[id(parameter)]}.{key}"] = value
         return found
 
-    def save(step: int) -> None:
+    def save(step: int) -> list[Future[Any]]:
         rivals.ours("save")(state(), root / f"step-{step}")
+        return []
 
     return Saver(save, lambda step: root / f"step-{step}", True)
 
@@ -150,12 +150,11 @@ def titan(mode: str, ours: bool) -> Make:
         if mode == "async_with_pinned_mem" and not ours:
             manager.stager = stager_without_device()
 
-        def save(step: int) -> Future[Any] | None:
+        def save(step: int) -> list[Future[Any]]:
             manager.maybe_wait_for_saving()
             manager.save(step)
             manager.maybe_wait_for_staging()
-            future: Future[Any] | None = manager.save_future
-            return future
+            return [manager.save_future] if manager.save_future else []
 
         return Saver(save, lambda step: root / f"steps/step-{step}", ours, manager.close)
 
@@ -179,7 +178,7 @@ def automodel(ours: bool, *, background: bool = False, final: bool = False) -> M
             is_async=background,
         ).build(dist.get_rank(), 0, 0)
 
-        def save(step: int) -> Future[Any] | None:
+        def save(step: int) -> list[Future[Any]]:
             made.async_wait()
             made.lifecycle.complete_pending()
             path = str(root / f"epoch_0_step_{step}")
@@ -190,13 +189,13 @@ def automodel(ours: bool, *, background: bool = False, final: bool = False) -> M
             values = {"best_val_metric": None, "metric_key": None}
             if not background:
                 made.lifecycle.publish(path, **values)
-                return None
+                return []
             futures = [each.future for each in (made._model_ctx, made._optim_ctx)]
             made.lifecycle.defer_publication(path, **values)
             if ours:  # until the step counts, which rank 0 makes it do
                 published = made.lifecycle._work
-                return _all_of([*futures, *([published] if published else ())])
-            return _all_of([each.upload_completion for each in futures])
+                return [*futures, *([published] if published else ())]
+            return [each.upload_completion for each in futures]
 
         def close() -> None:
             made.finalize()
@@ -205,19 +204,6 @@ def automodel(ours: bool, *, background: bool = False, final: bool = False) -> M
         return Saver(save, lambda step: root / f"epoch_0_step_{step}", ours, close)
 
     return make
-
-
-def _all_of(futures: list[Future[Any]]) -> Future[Any]:
-    """Done when all are."""
-    both: Future[Any] = Future()
-
-    def done(_: Future[Any]) -> None:
-        if all(each.done() for each in futures) and not both.done():
-            both.set_result(None)
-
-    for each in futures:
-        each.add_done_callback(done)
-    return both
 
 
 STEPS: Mapping[str, Make] = {
@@ -306,11 +292,3 @@ LOADS: Mapping[str, Callable[[nn.Module, Path], None]] = {
     "ours, bare load": load_bare,
     "ours, AutoModel's": base_of_automodel(ours=True),
 }
-
-
-def sync(path: Path) -> None:
-    """What a rival's files lack, when all ranks are done."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        files.make_durable(path)
-    dist.barrier()

@@ -10,54 +10,68 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import sys
 import time
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import files, rivals
+from benchmarks import files, processes, rivals
 from benchmarks.program import LimitsProgram, MemoryWatcher
+from benchmarks.ranks import sync_everything
 from benchmarks.training_jobs import (
     BACKGROUND,
     LOADS,
     STEPS,
     Saver,
     adamw,
+    bytes_of,
     import_automodel,
     import_rivals,
     llama,
     sharded,
-    sync,
 )
 
 
-def cpu_seconds() -> float:
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+class Watch:
+    """CPU of this rank and of what it has started, and on rank 0 the memory of all ranks and of
+    what they have: some save in a process of their own."""
+
+    def __init__(self, program: LimitsProgram) -> None:
+        self._watcher: MemoryWatcher | None = None
+        self._before = 0
+        if dist.get_rank() == 0:  # the parent has started all ranks
+            self._watcher = MemoryWatcher(program, tree=True, pid=os.getppid())
+            self._before = self._watcher.begin()
+
+    def cpu(self) -> float:
+        return processes.cpu_seconds(self._watcher.pid if self._watcher else 0)
+
+    def memory(self) -> float:
+        """The most since it began, in bytes. Ends the watch."""
+        if self._watcher is None:
+            return 0.0
+        with self._watcher:
+            return float(self._watcher.end() - self._before)
 
 
-def save_once(saver: Saver, step: int) -> dict[str, float]:
+def save_once(saver: Saver, step: int, watch: Watch) -> dict[str, float]:
     """One save between two barriers: until the step may change what is saved, until it is on the
     disk, and CPU seconds of this rank."""
     dist.barrier()
-    cpu, start = cpu_seconds(), time.perf_counter()
-    future: Future[Any] | None = saver.save(step)
+    cpu, start = watch.cpu(), time.perf_counter()
+    futures = saver.save(step)
     blocked = time.perf_counter() - start
-    if future is not None:
+    for future in futures:
         future.result()
     if not saver.is_durable:
-        sync(saver.place(step))
+        sync_everything(saver.place(step))
     dist.barrier()
     return {
         "blocked": blocked,
         "seconds": time.perf_counter() - start,
-        "cpu": cpu_seconds() - cpu,
+        "cpu": watch.cpu() - cpu,
     }
 
 
@@ -77,17 +91,19 @@ def saves(options: argparse.Namespace, program: LimitsProgram) -> dict[str, floa
     optimizer = adamw(model)
     make = (STEPS if options.job == "step" else BACKGROUND)[options.contender]
     saver = make(model, optimizer, options.path)
-    with MemoryWatcher(program) as watcher:
-        before = watcher.begin()
-        first = save_once(saver, 1)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            files.remove(saver.place(1))
-        last = save_once(saver, 2)
-        extra = watcher.end() - before
+    watch = Watch(program)
+    first = save_once(saver, 1, watch)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        files.remove(saver.place(1))
+    last = save_once(saver, 2, watch)
+    memory = watch.memory()
+    found = sum(path.stat().st_size for path in files.files_in(saver.place(2)))
+    if found < 3 * bytes_of(model):  # weights and two moments
+        raise RuntimeError(f"{options.contender} has written {found} bytes, less than the state")
     saver.close()
     figures = last | {f"first_{name}": first[name] for name in ("blocked", "seconds")}
-    return most(figures | {"memory": float(extra)})
+    return most(figures | {"memory": memory})
 
 
 def load(options: argparse.Namespace, program: LimitsProgram) -> dict[str, float]:
@@ -105,20 +121,18 @@ def load(options: argparse.Namespace, program: LimitsProgram) -> dict[str, float
     if "AutoModel" in options.contender:
         import_automodel()
     files.drop_from_memory(files.files_in(options.path))
-    with MemoryWatcher(program) as watcher:
-        dist.barrier()
-        before = watcher.begin()
-        cpu, start = cpu_seconds(), time.perf_counter()
-        LOADS[options.contender](model, options.path)
-        dist.barrier()
-        seconds = time.perf_counter() - start
-        figures = {"seconds": seconds, "cpu": cpu_seconds() - cpu}
-        extra = watcher.end() - before
+    watch = Watch(program)
+    dist.barrier()
+    cpu, start = watch.cpu(), time.perf_counter()
+    LOADS[options.contender](model, options.path)
+    dist.barrier()
+    figures = {"seconds": time.perf_counter() - start, "cpu": watch.cpu() - cpu}
+    figures["memory"] = watch.memory()
     with torch.no_grad():
         total = sum(float(p.full_tensor().float().abs().sum()) for p in model.parameters())
     if total != options.total:
         raise RuntimeError(f"{options.contender} loaded values of sum {total}, not {options.total}")
-    return most(figures | {"memory": float(extra)})
+    return most(figures)
 
 
 def make_base(options: argparse.Namespace, _: LimitsProgram) -> dict[str, float]:
