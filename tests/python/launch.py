@@ -58,6 +58,17 @@ def run_ranks(modules: str, world: int, folder: Path, *, timeout: int = 600) -> 
     return outcome
 
 
+def run_worlds(modules: str, worlds: Sequence[int], folder: Path) -> dict[int, dict[str, str]]:
+    """`run_ranks` at each of `worlds`, in this order: what some have saved, others load."""
+    return {world: run_ranks(modules, world, folder, timeout=1200) for world in worlds}
+
+
+def assert_ok(outcome: Mapping[str, str]) -> None:
+    """Of `run_ranks`: there are cases, and all are fine."""
+    bad = {name: said for name, said in outcome.items() if said != "ok"}
+    assert outcome and not bad, "\n".join(f"{name}: {said}" for name, said in bad.items())
+
+
 class Warm:
     """warm.py, which has imported torch for all that it runs."""
 

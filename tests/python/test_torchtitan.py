@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import PACKAGE, run_ranks
+from launch import PACKAGE, assert_ok, run_worlds
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
@@ -20,17 +20,14 @@ WORLDS = (2, 1, 4)
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.mktemp("titan")
-    return {world: run_ranks("torchtitan", world, folder, timeout=1200) for world in WORLDS}
+    return run_worlds("torchtitan", WORLDS, tmp_path_factory.mktemp("titan"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", WORLDS)
 def test_cases(world: int, outcome: dict[int, dict[str, str]]) -> None:
-    assert outcome[world]
-    bad = {name: said for name, said in outcome[world].items() if said != "ok"}
-    assert not bad, "\n".join(f"{name}: {said}" for name, said in bad.items())
+    assert_ok(outcome[world])
 
 
 PROGRAM = """

@@ -85,6 +85,7 @@ def other_numbers_of_ranks(context: Context) -> None:
     job = begin(root, load_only=True, exclude_from_loading=["dataloader"])
     assert job.manager.load() is True
     assert_same(tensors_of(job), wanted)
+    assert job.step == 2 and job.schedulers.state_dict()["last_epoch"] == 2
     job.manager.close()
     with_loader = begin(root, load_only=True)
     try:
@@ -327,6 +328,24 @@ def a_seed_is_a_step_0(context: Context) -> None:
     found = {name: whole(value) for name, value in again.model.state_dict().items()}
     assert_same(found, {name: wanted[name] for name in model})
     again.manager.close()
+
+
+@case
+def a_save_elsewhere(context: Context) -> None:
+    """By a program's own call: no step of the folder, so nothing of that goes."""
+    for mode in MODES:
+        job = begin(context.folder / mode, async_mode=mode, keep_latest_k=2)
+        job.train(2)
+        job.manager.maybe_wait_for_saving()
+        place = context.folder / mode / "mine"
+        state = {"w": torch.arange(3.0), "step": 7}
+        saved = job.manager.dcp_save(state, str(place), job.manager.async_mode)
+        if saved is not None:
+            saved.result()
+        found = torch_ckpt.load(path=place, no_dist=True)
+        assert torch.equal(found["w"], state["w"]) and found["step"] == 7
+        assert names_in(context.folder / mode / "steps") == ["LATEST", "step-1", "step-2"]
+        job.manager.close()
 
 
 @case
