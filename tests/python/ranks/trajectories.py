@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,6 +18,35 @@ from training_loop import Loader
 from torch_ckpt import Checkpoint, Checkpointer
 
 CASES, case = cases()
+
+
+def goes_on(
+    root: Path,
+    begun: Callable[[int], Any],
+    steps: Callable[[Any, int], list[float]],
+    data_rank: tuple[int, int],
+) -> None:
+    """The losses after a save are those of a run of another seed that has loaded it.
+
+    begun: of a seed, model, optimizers, schedulers and loader. steps: trains these, so often.
+    """
+
+    def checkpointer_of(run: Any) -> Checkpointer:
+        model, optimizer, scheduler, loader = run
+        return Checkpointer(
+            root, model, optimizer, scheduler=scheduler, dataloader=loader, data_rank=data_rank
+        )
+
+    run = begun(3)
+    with checkpointer_of(run) as checkpointer:
+        steps(run, 3)
+        checkpointer.save(3)
+        wanted = steps(run, 3)
+    run = begun(11)
+    assert steps(run, 1)[0] not in wanted
+    with checkpointer_of(run) as checkpointer:
+        assert checkpointer.load() == 3
+    assert steps(run, 3) == wanted
 
 
 @case
@@ -93,22 +124,7 @@ def losses_of_tensor_parallel_ranks_go_on_to_the_bit(context: Context) -> None:
                 losses.append(loss.item())
             return losses
 
-        root = context.folder / layout
-        run = begun(3)
-        more: dict[str, Any] = {"data_rank": data_rank}
-        with Checkpointer(
-            root, run[0], run[1], scheduler=run[2], dataloader=run[3], **more
-        ) as checkpointer:
-            steps(run, 3)
-            checkpointer.save(3)
-            wanted = steps(run, 3)
-        run = begun(11)
-        steps(run, 1)
-        with Checkpointer(
-            root, run[0], run[1], scheduler=run[2], dataloader=run[3], **more
-        ) as checkpointer:
-            assert checkpointer.load() == 3
-        assert steps(run, 3) == wanted, layout
+        goes_on(context.folder / layout, begun, steps, data_rank)
 
 
 @case
@@ -154,18 +170,4 @@ def losses_of_a_pipeline_go_on_to_the_bit(context: Context) -> None:
             losses.append(y.square().mean().item())
         return losses
 
-    run = begun(3)
-    more: dict[str, Any] = {"data_rank": (0, 1)}
-    with Checkpointer(
-        context.folder, run[0], run[1], scheduler=run[2], dataloader=run[3], **more
-    ) as checkpointer:
-        steps(run, 3)
-        checkpointer.save(3)
-        wanted = steps(run, 3)
-    run = begun(11)
-    steps(run, 1)
-    with Checkpointer(
-        context.folder, run[0], run[1], scheduler=run[2], dataloader=run[3], **more
-    ) as checkpointer:
-        assert checkpointer.load() == 3
-    assert steps(run, 3) == wanted
+    goes_on(context.folder, begun, steps, (0, 1))
