@@ -3,7 +3,6 @@
 #ifdef TORCH_CKPT_FAULTS
 
 #include <signal.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <charconv>
@@ -92,7 +91,9 @@ class Faults {
                                : rule.op == site.op  ? own
                                                      : 0;
           if (nth == 0 || (rule.nth != 0 && rule.nth != nth)) continue;
-          if (rule.signal != 0) kill(getpid(), rule.signal);
+          // To this thread: of one to the process a SIGSTOP may reach another
+          // thread first, while this one goes on to make the call.
+          if (rule.signal != 0) raise(rule.signal);
           return rule.action;
         }
       }

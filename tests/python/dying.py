@@ -35,7 +35,7 @@ def arm(owner: Any, name: str, how: str) -> None:
         if how == "stop":  # and ended when the others have long given up
             end = f"import os, time; time.sleep({5 * TIMEOUT_S}); os.kill({os.getpid()}, 9)"
             subprocess.Popen([sys.executable, "-S", "-c", end])
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.raise_signal(signal.SIGSTOP)  # this thread, now
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(owner, name, fatal)

@@ -44,7 +44,7 @@ def main() -> int:
                 time.sleep(1)  # the others write their parts
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.raise_signal(signal.SIGSTOP)  # this thread, now
             if what == "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
             if what == "kill the first":
