@@ -64,6 +64,7 @@ set(test_sources
     tests/cpp/format_zip_test.cc
     tests/cpp/values_cast_test.cc
     tests/cpp/values_numbers_test.cc
+    tests/cpp/values_scaled_test.cc
     tests/cpp/plan_byte_box_test.cc
     tests/cpp/plan_clip_test.cc
     tests/cpp/plan_copy_run_test.cc
