@@ -27,6 +27,10 @@ Json ListedJson(const ManifestFile& file) {
           {"bytes", file.bytes}};
 }
 
+// What tensors are said to be whose elements are codes: their numbers are made
+// in it, and then rounded to what they are read as.
+constexpr Dtype kScaledAs = Dtype::kF32;
+
 // Whether the elements are row-major, one after another.
 bool IsDense(Dtype dtype, const StridedBox& stored) {
   const Dims& sizes = stored.box.sizes;
@@ -67,7 +71,9 @@ struct Types {
   // [dtype, shape, bytes], ...
   Json list = Json::array();
 
-  size_t Find(const CatalogEntry& entry) {
+  size_t Find(const CatalogEntry& of, bool scaled) {
+    CatalogEntry entry = of;
+    if (scaled) entry.dtype = kScaledAs;
     key_.assign(1, static_cast<char>(entry.dtype));
     for (const int64_t size : entry.shape) {
       key_.append(reinterpret_cast<const char*>(&size), sizeof size);
@@ -97,11 +103,12 @@ struct Types {
 // How many tensors there are of each dtype and their bytes; tied ones are one.
 class DtypeTotals {
  public:
-  void Add(const CatalogEntry& entry) {
+  void Add(const CatalogEntry& entry, bool scaled) {
     if (entry.kind != EntryKind::kTensor) return;
-    Total& total = totals_[static_cast<size_t>(entry.dtype)];
+    const Dtype dtype = scaled ? kScaledAs : entry.dtype;
+    Total& total = totals_[static_cast<size_t>(dtype)];
     ++total.tensors;
-    const Result<uint64_t> bytes = ByteSize(entry.dtype, entry.shape);
+    const Result<uint64_t> bytes = ByteSize(dtype, entry.shape);
     total.bytes += bytes.ok() ? *bytes : 0;
   }
 
@@ -192,6 +199,37 @@ Result<Json> WithoutRequest(const Json& request) {
   return Json{{"checkpoint", id}};
 }
 
+// The same checkpoint with numbers for codes and scales, under a number of its
+// own: see PairScales. "blocks" and "only" may be missing.
+Result<Json> DequantizeRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(auto checkpoint, CheckpointOf(request));
+  ScaleOptions options;
+  options.keeps_scales = GetBool(request, "keeps_scales", false);
+  options.keeps_names = GetBool(request, "keeps_names", false);
+  if (request.find("only") != request.end()) {
+    TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                        GetNames(request, "only"));
+    options.only.emplace(names.begin(), names.end());
+  }
+  if (request.find("blocks") != request.end()) {
+    TC_ASSIGN_OR_RETURN(const Json* sizes, GetList(request, "blocks"));
+    Dims blocks;
+    for (const Json& size : *sizes) {
+      if (!size.is_number_integer() || size.get<int64_t>() < 1 ||
+          size.get<int64_t>() > kMaxDimension || blocks.size() == 2) {
+        return InvalidArgument("'blocks' are two sizes of at least 1");
+      }
+      blocks.push_back(size.get<int64_t>());
+    }
+    options.blocks = blocks;
+  }
+  TC_ASSIGN_OR_RETURN(const Checkpoint::Dequantized made,
+                      Checkpoint::Dequantize(std::move(checkpoint), options));
+  Json out = {{"unscaled", made.unscaled}, {"orphans", made.orphans}};
+  TC_ASSIGN_OR_RETURN(out["checkpoint"], Checkpoints().Add(made.checkpoint));
+  return out;
+}
+
 // Jobs that still use it keep it.
 Result<Json> CloseRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "checkpoint"));
@@ -242,12 +280,13 @@ Result<Json> DescribeRequest(const Json& request) {
   std::vector<size_t> type_of;
   Json paths = Json::array(), placements = Json::array(),
        holders = Json::array(), archived = Json::array(),
-       common = Json::array(), aliases = Json::object(),
+       common = Json::array(), scaled = Json::array(), aliases = Json::object(),
        unread_reasons = Json::object();
   for (uint32_t i = 0; i < count; ++i) {
     const CatalogEntry& entry = catalog.entries()[i];
     const UnreadTensor* unread = checkpoint->FindUnread(i);
-    if (!unread) dtypes.Add(entry);
+    const bool is_scaled = checkpoint->FindScaled(i) != nullptr;
+    if (!unread) dtypes.Add(entry, is_scaled);
     const bool is_tensor = unread || entry.kind != EntryKind::kObject;
     tensor_count += is_tensor;
     if (unread) unread_reasons[std::string(entry.name)] = unread->reason;
@@ -268,13 +307,14 @@ Result<Json> DescribeRequest(const Json& request) {
     }
     names.push_back(entry.name);
     if (checkpoint->IsCommon(i)) common.push_back(entry.name);
+    if (is_scaled) scaled.push_back(entry.name);
     if (unread) {
       kinds += kUnreadKind;
       type_of.push_back(types.Find(*unread));
       unread_reasons[std::string(entry.name)] = unread->reason;
     } else {
       kinds += static_cast<char>('0' + static_cast<int>(entry.kind));
-      type_of.push_back(types.Find(entry));
+      type_of.push_back(types.Find(entry, is_scaled));
     }
     paths.push_back(entry.path.empty() ? Json() : Json(entry.path));
     if (unread) continue;
@@ -316,6 +356,7 @@ Result<Json> DescribeRequest(const Json& request) {
               {"holders", std::move(holders)},
               {"archived", std::move(archived)},
               {"common", std::move(common)},
+              {"scaled", std::move(scaled)},
               {"unread", std::move(unread_reasons)},
               {"placements", std::move(placements)}};
 }

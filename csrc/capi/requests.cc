@@ -53,6 +53,7 @@ Handler FindHandler(const std::string& op) {
       {"statistics", StatisticsRequest},
       {"verify", VerifyRequest},
       {"without", WithoutRequest},
+      {"dequantize", DequantizeRequest},
   };
   const auto it = handlers.find(op);
   return it == handlers.end() ? nullptr : it->second;

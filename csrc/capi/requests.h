@@ -17,6 +17,7 @@ Handler FindHandler(const std::string& op);
 // checkpoint_requests.cc
 Result<Json> OpenRequest(const Json& request);
 Result<Json> WithoutRequest(const Json& request);
+Result<Json> DequantizeRequest(const Json& request);
 Result<Json> CloseRequest(const Json& request);
 Result<Json> HoldFilesRequest(const Json& request);
 Result<Json> ReleaseFilesRequest(const Json& request);

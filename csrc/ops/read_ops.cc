@@ -59,7 +59,10 @@ Result<ReadItem> ParseItem(const Json& plan, size_t i, std::string name,
   if (entry >= 0) {
     const Dtype dtype =
         checkpoint.catalog().entries()[static_cast<size_t>(entry)].dtype;
-    if (DtypeBits(dtype) < 8 && !item.box.sizes.empty()) {
+    // Of codes that are made numbers the target has each.
+    const bool packed =
+        checkpoint.FindScaled(static_cast<uint32_t>(entry)) == nullptr;
+    if (packed && DtypeBits(dtype) < 8 && !item.box.sizes.empty()) {
       item.box.sizes[item.box.sizes.size() - 1] *= DtypeUnit(dtype).elements;
     }
   }

@@ -48,8 +48,9 @@ Converter::Converter(std::string fqn, Dtype from, Dtype to)
     : fqn_(std::move(fqn)),
       from_(from),
       to_(to),
-      from_bytes_(static_cast<uint64_t>(DtypeBits(from)) / 8),
-      to_bytes_(static_cast<uint64_t>(DtypeBits(to)) / 8) {}
+      unit_(static_cast<uint64_t>(DtypeUnit(from).elements)),
+      from_bytes_(static_cast<uint64_t>(DtypeUnit(from).bytes)),
+      to_bytes_(unit_ * static_cast<uint64_t>(DtypeBits(to)) / 8) {}
 
 Status Converter::Check() const {
   const uint64_t lost = lost_;

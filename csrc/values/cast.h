@@ -10,6 +10,7 @@
 
 #include "base/status.h"
 #include "format/dtype.h"
+#include "values/scaled.h"
 
 namespace torch_ckpt {
 
@@ -27,21 +28,27 @@ bool CanCast(Dtype from, Dtype to);
 size_t CastElements(Dtype from, const std::byte* source, Dtype to,
                     std::byte* target, size_t count);
 
-// The elements of a tensor as elements of another type, part by part. From
-// several threads at once.
+// The elements of a tensor as elements of another type, part by part, counted
+// in units (format/dtype.h). From several threads at once.
 class Converter {
  public:
-  // Errors name `fqn`. REQUIRES: CanCast(from, to).
+  // Errors name `fqn`. REQUIRES: CanCast(from, to), or CanScale and scales for
+  // every Cast.
   Converter(std::string fqn, Dtype from, Dtype to);
 
-  uint64_t from_bytes() const { return from_bytes_; }  // of an element
-  uint64_t to_bytes() const { return to_bytes_; }
+  uint64_t from_bytes() const { return from_bytes_; }  // of a unit
+  uint64_t to_bytes() const { return to_bytes_; }      // of its elements
 
-  // As CastElements. What was lost is the caller's to count, who may cast again
-  // what it casts now.
-  uint64_t Cast(const std::byte* source, std::byte* target,
-                uint64_t count) const {
-    return CastElements(from_, source, to_, target, count);
+  // As CastElements; of codes with `scales`, as Scales::Scale, where `first` is
+  // the first unit in the row-major order of the tensor. What was lost is the
+  // caller's to count, who may cast again what it casts now.
+  uint64_t Cast(const std::byte* source, std::byte* target, uint64_t count,
+                const Scales* scales = nullptr, uint64_t first = 0) const {
+    if (scales == nullptr) {
+      return CastElements(from_, source, to_, target, count);
+    }
+    return scales->Scale(from_, source, to_, target, first * unit_,
+                         count * unit_);
   }
   void AddLost(uint64_t count) {
     if (count > 0) lost_ += count;
@@ -52,7 +59,7 @@ class Converter {
  private:
   const std::string fqn_;
   const Dtype from_, to_;
-  const uint64_t from_bytes_, to_bytes_;
+  const uint64_t unit_, from_bytes_, to_bytes_;
   std::atomic<uint64_t> lost_{0};
 };
 

@@ -21,17 +21,6 @@ bool IsScaleDtype(Dtype dtype) {
          dtype == Dtype::kF16 || dtype == Dtype::kF8E8M0;
 }
 
-// The blocks that a box touches.
-Box BlocksOf(const Box& box, const Dims& blocks) {
-  Box out = box;
-  for (int d = 0; d < box.rank(); ++d) {
-    const int64_t past = box.offsets[d] + box.sizes[d];
-    out.offsets[d] = box.offsets[d] / blocks[d];
-    out.sizes[d] = (past + blocks[d] - 1) / blocks[d] - out.offsets[d];
-  }
-  return out;
-}
-
 uint64_t LastOf(const Dims& dims) {
   return dims.empty() ? 1 : static_cast<uint64_t>(dims[dims.size() - 1]);
 }
@@ -64,13 +53,23 @@ bool CanScale(Dtype codes, Dtype scales, Dtype to) {
   return is_code && IsScaleDtype(scales) && is_float;
 }
 
+Box BoxOfScales(const Box& codes, const Dims& blocks) {
+  Box out = codes;
+  for (int d = 0; d < codes.rank(); ++d) {
+    const int64_t past = codes.offsets[d] + codes.sizes[d];
+    out.offsets[d] = codes.offsets[d] / blocks[d];
+    out.sizes[d] = (past + blocks[d] - 1) / blocks[d] - out.offsets[d];
+  }
+  return out;
+}
+
 Scales::Scales(Dtype dtype, Dims shape, Dims blocks, const Box& box)
     : dtype_(dtype),
       shape_(std::move(shape)),
       blocks_(std::move(blocks)),
       columns_(LastOf(shape_)),
       block_(LastOf(blocks_)),
-      held_(BlocksOf(box, blocks_)),
+      held_(BoxOfScales(box, blocks_)),
       bytes_(static_cast<size_t>(held_.Volume()) *
              static_cast<size_t>(DtypeBits(dtype)) / 8) {}
 

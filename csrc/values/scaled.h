@@ -18,6 +18,9 @@ namespace torch_ckpt {
 // is F64, F32, BF16 or F16.
 bool CanScale(Dtype codes, Dtype scales, Dtype to);
 
+// The scales of a box of codes, of which `blocks` have one in common.
+Box BoxOfScales(const Box& codes, const Dims& blocks);
+
 // The scales of a box of a tensor of codes.
 class Scales {
  public:

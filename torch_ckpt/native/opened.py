@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -68,6 +68,8 @@ class Listing:
     holders: for each object the place of its file in `files`; None for an archived one, unless all
         is listed.
     archived: the names of objects that are archives in files of a foreign format.
+    scaled: the names of tensors whose stored elements are codes that scales make numbers of, see
+        `OpenedCheckpoint.dequantized`. Their dtype is F32, in which these are made.
     common: the names of what belongs to the common state of a checkpoint of Megatron's.
     files: all files, or those of objects only; placements: for each tensor its boxes, or nothing.
         Those of an alias are None: they are its tensor's.
@@ -93,6 +95,7 @@ class Listing:
     holders: list[int | None]
     archived: list[str]
     common: list[str]
+    scaled: list[str]
     unread: dict[str, str]
     placements: list[list[dict[str, Any]] | None]
 
@@ -183,6 +186,38 @@ class OpenedCheckpoint:
         left._take(core.call(request)["checkpoint"], self.notes)
         return left
 
+    def dequantized(
+        self,
+        *,
+        blocks: tuple[int, int] | None = None,
+        only: Collection[str] | None = None,
+        keeps_scales: bool = False,
+        keeps_names: bool = False,
+    ) -> Dequantized:
+        """The same look with a tensor of numbers in place of each pair of codes and scales.
+
+        blocks: rows and columns of float8 codes that have a scale in common; None: 128 and 128.
+        only: the names of codes that become numbers; None: all that have scales.
+        keeps_scales: scales stay as tensors. keeps_names: `x_blocks` is not called `x`.
+
+        Raises UnsupportedError, naming both, for scales that do not fit.
+        """
+        request: dict[str, Any] = {
+            "op": "dequantize",
+            "checkpoint": self.id,
+            "keeps_scales": keeps_scales,
+            "keeps_names": keeps_names,
+        }
+        if blocks is not None:
+            request["blocks"] = blocks
+        if only is not None:
+            request["only"] = sorted(only)
+        answer = core.call(request)
+        made = object.__new__(OpenedCheckpoint)
+        made.path = self.path
+        made._take(answer["checkpoint"], self.notes)
+        return Dequantized(made, answer["unscaled"], answer["orphans"])
+
     @contextlib.contextmanager
     def files_open(self, direct_io: bool) -> Iterator[None]:
         """Within it each file is opened once, however many jobs with that `direct_io` read it."""
@@ -230,6 +265,14 @@ class OpenedCheckpoint:
     def dtypes(self) -> dict[str, str]:
         """The dtype of every tensor by its name, as safetensors calls it ("BF16")."""
         return {name: stored.dtype for name, stored in self.listing().tensors().items()}
+
+
+class Dequantized(NamedTuple):
+    """unscaled: the names of codes that have no scales; orphans: of scales that have no codes."""
+
+    opened: OpenedCheckpoint
+    unscaled: list[str]
+    orphans: list[str]
 
 
 def _close_checkpoint(checkpoint: int) -> None:

@@ -8,9 +8,8 @@
 #include <vector>
 
 #include "engine/open/archives.h"
-#include "engine/write/casts.h"
+#include "engine/write/converted_tensors.h"
 #include "engine/write/stored_providers.h"
-#include "values/cast.h"
 
 namespace torch_ckpt {
 namespace {
@@ -26,7 +25,7 @@ class Filler {
                 std::max(1, options.output.workers)),
         own_(layout_->LendFiles(options.output.direct_io), /*verify=*/false,
              std::max(1, options.output.workers)),
-        tensors_(&inputs_, [this](uint32_t e) { return source_->View(e); }),
+        tensors_(source_, &inputs_),
         files_(&own_),
         elements_(layout_->files().size()) {}
 
@@ -41,7 +40,7 @@ class Filler {
     TC_RETURN_IF_ERROR(WriteOutputs(out, Outputs(), unsynced, job).status());
     TC_RETURN_IF_ERROR(inputs_.Check(job));
     TC_RETURN_IF_ERROR(own_.Check(job));
-    TC_RETURN_IF_ERROR(casts_.Check());
+    TC_RETURN_IF_ERROR(tensors_.Check());
     return Seal(out);
   }
 
@@ -68,16 +67,9 @@ class Filler {
         !(placements[0].box == Box::Whole(wanted.shape))) {
       return InvalidArgument("is in several boxes in the layout");
     }
-    Origin origin{&tensors_, static_cast<uint32_t>(found)};
-    if (stored.dtype != wanted.dtype) {
-      if (!CanCast(stored.dtype, wanted.dtype)) {
-        return InvalidArgument(std::string("is ") + DtypeName(stored.dtype) +
-                               ", which is not cast to " +
-                               DtypeName(wanted.dtype));
-      }
-      origin = casts_.Add(origin, stored.dtype, wanted.dtype,
-                          std::string(wanted.name));
-    }
+    const auto stored_entry = static_cast<uint32_t>(found);
+    TC_RETURN_IF_ERROR(CheckConverts(*source_, stored_entry, wanted.dtype));
+    const Origin origin = tensors_.Find(stored_entry, wanted.dtype);
     const uint64_t begin = placements[0].offset;
     elements_[placements[0].file].push_back({begin, begin + bytes, origin, 0});
     return {};
@@ -198,9 +190,8 @@ class Filler {
   const std::shared_ptr<const Checkpoint> source_, layout_;
   const FillOptions& options_;
   StoredInputs inputs_, own_;
-  StoredTensors tensors_;
+  ConvertedTensors tensors_;
   StoredFiles files_;
-  Casts casts_;
   // By file of the layout: where the elements of a tensor go.
   std::vector<std::vector<Extent>> elements_;
   Entries entries_;

@@ -138,7 +138,7 @@ Result<std::vector<std::vector<WrittenRange>>> RunMergeJob(
   TC_ASSIGN_OR_RETURN(auto written,
                       WriteOutputs(staging, outputs, options.output, job));
   TC_RETURN_IF_ERROR(plan.inputs()->Check(job));
-  TC_RETURN_IF_ERROR(plan.casts().Check());
+  TC_RETURN_IF_ERROR(plan.CheckCasts());
   return written;
 }
 

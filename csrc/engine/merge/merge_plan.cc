@@ -7,21 +7,18 @@
 #include "engine/save/final_files.h"
 #include "format/json.h"
 #include "format/names.h"
-#include "values/cast.h"
 
 namespace torch_ckpt {
 namespace {
 
-Result<Dtype> OutputDtype(const CatalogEntry& entry,
+Result<Dtype> OutputDtype(const Checkpoint& checkpoint, uint32_t e,
                           const MergeOptions& options) {
-  const auto wanted = options.dtypes.find(entry.name);
-  if (wanted == options.dtypes.end()) return entry.dtype;
-  if (wanted->second == entry.dtype || CanCast(entry.dtype, wanted->second)) {
-    return wanted->second;
-  }
-  return InvalidArgument(std::string("is ") + DtypeName(entry.dtype) +
-                         ", which is not cast to " + DtypeName(wanted->second))
-      .WithTensor(std::string(entry.name));
+  const auto wanted =
+      options.dtypes.find(checkpoint.catalog().entries()[e].name);
+  const Dtype dtype = wanted == options.dtypes.end() ? UsualDtype(checkpoint, e)
+                                                     : wanted->second;
+  TC_RETURN_IF_ERROR(CheckConverts(checkpoint, e, dtype));
+  return dtype;
 }
 
 // Output file index -> catalog entries, by index.
@@ -30,7 +27,9 @@ struct Assigned {
   int64_t count = 1;
 };
 
-Result<Assigned> Assign(const Catalog& catalog, const MergeOptions& options) {
+Result<Assigned> Assign(const Checkpoint& checkpoint,
+                        const MergeOptions& options) {
+  const Catalog& catalog = checkpoint.catalog();
   std::vector<uint32_t> tensors;
   std::vector<std::string_view> names;
   std::vector<uint64_t> bytes;
@@ -44,7 +43,7 @@ Result<Assigned> Assign(const Catalog& catalog, const MergeOptions& options) {
     const CatalogEntry& entry = catalog.entries()[e];
     if (entry.kind == EntryKind::kObject) continue;
     if (entry.kind == EntryKind::kAlias && !mapped.count(entry.name)) continue;
-    TC_ASSIGN_OR_RETURN(const Dtype dtype, OutputDtype(entry, options));
+    TC_ASSIGN_OR_RETURN(const Dtype dtype, OutputDtype(checkpoint, e, options));
     TC_ASSIGN_OR_RETURN(const uint64_t size, ByteSize(dtype, entry.shape));
     tensors.push_back(e);
     names.push_back(entry.name);
@@ -83,8 +82,7 @@ MergePlan::Sources::Sources(const std::shared_ptr<const Checkpoint>& checkpoint,
                             const MergeOptions& options)
     : inputs(checkpoint->LendFiles(options.output.direct_io), options.verify,
              std::max(1, options.output.workers)),
-      tensors(&inputs,
-              [checkpoint](uint32_t e) { return checkpoint->View(e); }),
+      tensors(checkpoint, &inputs),
       files(&inputs) {}
 
 MergePlan::MergePlan(std::shared_ptr<const Checkpoint> checkpoint,
@@ -99,7 +97,8 @@ Status MergePlan::AddFile(std::string name, std::string id,
   const std::vector<CatalogEntry>& catalog = checkpoint_->catalog().entries();
   std::vector<SafetensorsEntry> entries;
   for (const uint32_t e : members) {
-    TC_ASSIGN_OR_RETURN(const Dtype dtype, OutputDtype(catalog[e], options_));
+    TC_ASSIGN_OR_RETURN(const Dtype dtype,
+                        OutputDtype(*checkpoint_, e, options_));
     entries.push_back(
         {std::string(catalog[e].name), dtype, catalog[e].shape, 0, 0});
   }
@@ -112,12 +111,8 @@ Status MergePlan::AddFile(std::string name, std::string id,
   for (size_t i = 0; i < file.tensors.size(); ++i) {
     const SafetensorsEntry& tensor = file.tensors[i];
     const uint32_t e = members[file.order[i]];
-    Origin origin{&sources_->tensors, e};
-    if (catalog[e].dtype != tensor.dtype) {
-      origin = sources_->casts.Add(origin, catalog[e].dtype, tensor.dtype,
-                                   tensor.name);
-    }
-    extents.Place(data + tensor.begin, tensor.end - tensor.begin, origin, 0);
+    extents.Place(data + tensor.begin, tensor.end - tensor.begin,
+                  sources_->tensors.Find(e, tensor.dtype), 0);
   }
   outputs_.push_back({std::move(file.file), std::move(extents)});
   entries_.insert(entries_.end(), members.begin(), members.end());
@@ -239,8 +234,7 @@ Status MergePlan::AddObjectFiles(const std::function<std::string()>& take_id) {
 Result<MergePlan> MergePlan::Make(std::shared_ptr<const Checkpoint> checkpoint,
                                   MergeOptions options,
                                   std::vector<std::string> ids) {
-  TC_ASSIGN_OR_RETURN(const Assigned assigned,
-                      Assign(checkpoint->catalog(), options));
+  TC_ASSIGN_OR_RETURN(const Assigned assigned, Assign(*checkpoint, options));
   // Whatever becomes of other leaves: no tensor is left out unasked.
   for (uint32_t e = 0; e < checkpoint->catalog().entries().size(); ++e) {
     if (checkpoint->FindUnread(e)) {

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "engine/open/checkpoint.h"
-#include "engine/write/casts.h"
+#include "engine/write/converted_tensors.h"
 #include "engine/write/literals.h"
 #include "engine/write/output_files.h"
 #include "engine/write/stored_providers.h"
@@ -63,7 +63,8 @@ class MergePlan {
 
   // What the outputs read. Their files open when they are read.
   StoredInputs* inputs() const { return &sources_->inputs; }
-  const Casts& casts() const { return sources_->casts; }
+  // Whether no value was lost in a cast; when all is written.
+  Status CheckCasts() const { return sources_->tensors.Check(); }
 
  private:
   // The providers of the outputs.
@@ -72,9 +73,8 @@ class MergePlan {
             const MergeOptions& options);
 
     StoredInputs inputs;
-    StoredTensors tensors;
+    ConvertedTensors tensors;
     StoredFiles files;
-    Casts casts;
     Texts headers;
   };
 

@@ -111,6 +111,12 @@ const UnreadTensor* Checkpoint::FindUnread(uint32_t entry) const {
   return found == has_.unread.end() ? nullptr : &found->second;
 }
 
+const ScaledTensor* Checkpoint::FindScaled(uint32_t entry) const {
+  if (has_.scaled.empty()) return nullptr;
+  const auto found = has_.scaled.find(StoredName(entry));
+  return found == has_.scaled.end() ? nullptr : &found->second;
+}
+
 bool Checkpoint::IsCommon(uint32_t entry) const {
   return !has_.common.empty() && has_.common.contains(StoredName(entry));
 }
@@ -320,6 +326,21 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Renamed(
         before == has_.stored_names.end() ? name : before->second;
   }
   return std::make_shared<const Checkpoint>(std::move(renamed));
+}
+
+Result<Checkpoint::Dequantized> Checkpoint::Dequantize(
+    std::shared_ptr<const Checkpoint> checkpoint, const ScaleOptions& options) {
+  Result<ScaledCatalog> paired =
+      PairScales(checkpoint->catalog(), checkpoint->files(), options);
+  if (!paired.ok()) {
+    return Status(paired.status()).WithFile(checkpoint->path());
+  }
+  Contents contents = checkpoint->has_;
+  contents.catalog = std::move(paired->catalog);
+  contents.scaled = std::move(paired->scaled);
+  contents.as_stored = std::move(checkpoint);
+  return Dequantized{std::make_shared<const Checkpoint>(std::move(contents)),
+                     std::move(paired->unscaled), std::move(paired->orphans)};
 }
 
 }  // namespace torch_ckpt

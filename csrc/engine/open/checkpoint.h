@@ -28,6 +28,7 @@
 #include "engine/open/file_set.h"
 #include "engine/open/open_files.h"
 #include "engine/open/safetensors_blobs.h"
+#include "engine/open/scaled.h"
 #include "engine/open/stored_view.h"
 #include "format/ours/catalog.h"
 #include "format/ours/manifest.h"
@@ -69,6 +70,10 @@ class Checkpoint {
         {};  // Manifest's
     // What entries are called in the files, where that is another name.
     std::map<std::string, std::string, std::less<>> stored_names = {};
+    // Of a Dequantized one: how numbers are made of codes, by the name of their
+    // entry when it was made, and the checkpoint that has the scales.
+    std::map<std::string, ScaledTensor, std::less<>> scaled = {};
+    std::shared_ptr<const Checkpoint> as_stored = {};
   };
   explicit Checkpoint(Contents contents);
 
@@ -95,6 +100,14 @@ class Checkpoint {
   const UnreadTensor* FindUnread(uint32_t entry) const;
   // Whether it is of a common state: ForeignCatalog::common.
   bool IsCommon(uint32_t entry) const;
+
+  // How numbers are made of the elements of an entry, which are codes then;
+  // null of any other.
+  const ScaledTensor* FindScaled(uint32_t entry) const;
+  // What has the scales that it names.
+  const std::shared_ptr<const Checkpoint>& as_stored() const {
+    return has_.as_stored;
+  }
 
   // The files, open as long as somebody holds this: jobs that run at once, or
   // that follow each other while a caller holds it, open each once. Without
@@ -137,6 +150,15 @@ class Checkpoint {
   // The same checkpoint with a catalog that is Renamed.
   Result<std::shared_ptr<const Checkpoint>> Renamed(
       const std::map<std::string, std::string>& new_names) const;
+  // `checkpoint` with a catalog that has numbers for codes and scales. Codes
+  // that have no scales, and scales that have no codes, are named there.
+  struct Dequantized {
+    std::shared_ptr<const Checkpoint> checkpoint;
+    std::vector<std::string> unscaled, orphans;
+  };
+  static Result<Dequantized> Dequantize(
+      std::shared_ptr<const Checkpoint> checkpoint,
+      const ScaleOptions& options);
 
  private:
   // Of the catalog, proved to tile the tensor.

@@ -92,6 +92,14 @@ StridedBox StoredView::BoxOf(size_t at) const {
   return out;
 }
 
+std::vector<StoredView::StoredBox> StoredView::Boxes() const {
+  std::vector<StoredBox> out;
+  for (size_t at = 0; at < boxes_.size(); ++at) {
+    if (!boxes_[at].archived) out.push_back({boxes_[at].file, BoxOf(at)});
+  }
+  return out;
+}
+
 Result<StridedBox> StoredView::LookInto(size_t archive,
                                         DigestedRange* storage) const {
   Archive& at = archives_[archive];

@@ -53,6 +53,15 @@ class StoredView {
   // Memory that it takes.
   uint64_t memory() const;
 
+  // Its shape in units, and where its boxes are, but for those in archives.
+  const Dims& shape_in_units() const { return whole_.shape; }
+  int64_t unit_bytes() const { return whole_.unit_bytes; }
+  struct StoredBox {
+    uint32_t file;
+    StridedBox box;
+  };
+  std::vector<StoredBox> Boxes() const;
+
   // Appends the runs that copy `to.box`, in units (format/dtype.h), and the
   // storages that they are in. They copy each unit once.
   Status RunsOfBox(const StridedBox& to, std::vector<StoredRun>* runs,

@@ -27,62 +27,73 @@ Run Indices(Run run, int64_t first, int64_t count) {
 
 }  // namespace
 
-CastTarget::CastTarget(std::string fqn, std::byte* data, Dtype from, Dtype to)
-    : data_(data), converter_(std::move(fqn), from, to) {}
+CastTarget::CastTarget(std::string fqn, std::byte* data, Dtype from, Dtype to,
+                       std::optional<CodesOf> codes)
+    : data_(data),
+      converter_(std::move(fqn), from, to),
+      codes_(std::move(codes)),
+      step_units_(kStepElements /
+                  static_cast<uint64_t>(DtypeUnit(from).elements)) {}
 
-uint64_t CastTarget::Deliver(const Run& run, const std::byte* bytes) {
-  return run.loops == 0 ? DeliverBytes(run.dst, bytes, run.bytes)
-                        : DeliverLoops(run, bytes);
+uint64_t CastTarget::Deliver(uint32_t file, const Run& run,
+                             const std::byte* bytes) {
+  return run.loops == 0
+             ? DeliverBytes(run.dst, {file, run.src, bytes}, run.bytes)
+             : DeliverLoops(file, run, bytes);
 }
 
 Status CastTarget::Finish() {
   const std::lock_guard lock(mutex_);
   for (const auto& [element, bytes] : kept_) {
-    AddLost(Cast(element, bytes.data(), 1));
+    AddLost(Cast(element, {0, 0, bytes.data()}, 1));
   }
   kept_.clear();
   return converter_.Check();
 }
 
-uint64_t CastTarget::DeliverBytes(uint64_t dst, const std::byte* bytes,
+uint64_t CastTarget::DeliverBytes(uint64_t dst, const Stored& from,
                                   uint64_t count) {
   const uint64_t into = dst % converter_.from_bytes();
   const uint64_t head =
       into == 0 ? 0 : std::min(count, converter_.from_bytes() - into);
   const uint64_t tail = (count - head) % converter_.from_bytes();
   const uint64_t whole = count - head - tail;
-  if (head > 0) Keep(dst, bytes, head);
-  if (tail > 0) Keep(dst + head + whole, bytes + head + whole, tail);
+  if (head > 0) Keep(dst, from.bytes, head);
+  if (tail > 0) Keep(dst + head + whole, from.bytes + head + whole, tail);
   if (whole == 0) return 0;
-  return Cast((dst + head) / converter_.from_bytes(), bytes + head,
+  return Cast((dst + head) / converter_.from_bytes(), from.After(head),
               whole / converter_.from_bytes());
 }
 
+// Never of codes, which are bytes.
 void CastTarget::Keep(uint64_t dst, const std::byte* bytes, uint64_t count) {
   const std::lock_guard lock(mutex_);
   std::array<std::byte, 8>& element = kept_[dst / converter_.from_bytes()];
   std::memcpy(element.data() + dst % converter_.from_bytes(), bytes, count);
 }
 
-uint64_t CastTarget::DeliverLoops(const Run& run, const std::byte* bytes) {
+uint64_t CastTarget::DeliverLoops(uint32_t file, const Run& run,
+                                  const std::byte* bytes) {
   const Run inner = InnerRun(run);
   const uint64_t slice = inner.TotalBytes() / converter_.from_bytes();
   // Rows that are no whole elements are clipped ones of expanded tensors.
   const bool cut = run.dst % converter_.from_bytes() != 0 ||
                    run.bytes % converter_.from_bytes() != 0;
-  const bool apart = cut || slice > kStepElements ||
+  const bool apart = cut || slice > step_units_ ||
                      run.bytes / converter_.from_bytes() >= kLongRow;
-  const auto at_once = apart ? 1 : static_cast<int64_t>(kStepElements / slice);
+  const auto at_once = apart ? 1 : static_cast<int64_t>(step_units_ / slice);
   uint64_t lost = 0;
   for (int64_t i = 0; i < run.count[0]; i += at_once) {
     const Run part = Indices(run, i, std::min(at_once, run.count[0] - i));
     const std::byte* const from = bytes + (part.src - run.src);
-    lost += apart ? Deliver(InnerRun(part), from) : DeliverBlock(part, from);
+    lost += apart ? Deliver(file, InnerRun(part), from)
+                  : DeliverBlock(file, part, from);
   }
   return lost;
 }
 
-uint64_t CastTarget::DeliverBlock(const Run& run, const std::byte* bytes) {
+uint64_t CastTarget::DeliverBlock(uint32_t file, const Run& run,
+                                  const std::byte* bytes) {
   Step stored, cast;
   // Its rows one after another, and from there to their places.
   Run gather = run, scatter = run;
@@ -98,26 +109,65 @@ uint64_t CastTarget::DeliverBlock(const Run& run, const std::byte* bytes) {
   scatter.bytes =
       static_cast<uint64_t>(InTarget(static_cast<int64_t>(run.bytes)));
   scatter.dst = static_cast<uint64_t>(InTarget(static_cast<int64_t>(run.dst)));
-  CopyRun(gather, bytes, run.src, stored.data(), 0);
-  const uint64_t lost =
-      converter_.Cast(stored.data(), cast.data(),
-                      static_cast<uint64_t>(dense) / converter_.from_bytes());
+  uint64_t lost = 0;
+  if (codes_) {
+    std::byte* out = cast.data();
+    lost = ConvertRows(run, 0, {file, run.src, bytes}, &out);
+  } else {
+    CopyRun(gather, bytes, run.src, stored.data(), 0);
+    lost =
+        converter_.Cast(stored.data(), cast.data(),
+                        static_cast<uint64_t>(dense) / converter_.from_bytes());
+  }
   CopyRun(scatter, cast.data(), 0, data_, 0);
   return lost;
 }
 
-uint64_t CastTarget::Cast(uint64_t element, const std::byte* bytes,
-                          uint64_t count) {
+uint64_t CastTarget::ConvertRows(const Run& run, int level, const Stored& from,
+                                 std::byte** out) const {
+  if (level == run.loops) {
+    const uint64_t units = run.bytes / converter_.from_bytes();
+    const uint64_t lost = Convert(from, *out, units);
+    *out += units * converter_.to_bytes();
+    return lost;
+  }
+  const auto at = static_cast<size_t>(level);
+  uint64_t lost = 0;
+  for (int64_t i = 0; i < run.count[at]; ++i) {
+    const auto skipped = static_cast<uint64_t>(i * run.src_stride[at]);
+    lost += ConvertRows(run, level + 1, from.After(skipped), out);
+  }
+  return lost;
+}
+
+uint64_t CastTarget::Convert(const Stored& from, std::byte* out,
+                             uint64_t units) const {
+  if (!codes_) return converter_.Cast(from.bytes, out, units);
+  uint64_t lost = 0;
+  for (uint64_t done = 0; done < units;) {
+    const uint64_t bytes = done * converter_.from_bytes();
+    const StoredPlaces::Place place =
+        codes_->places.Find(from.file, from.offset + bytes);
+    const uint64_t size = std::min(units - done, place.units);
+    lost +=
+        converter_.Cast(from.bytes + bytes, out + done * converter_.to_bytes(),
+                        size, codes_->scales.get(), place.first);
+    done += size;
+  }
+  return lost;
+}
+
+uint64_t CastTarget::Cast(uint64_t unit, const Stored& from, uint64_t count) {
   // By way of the cache, and from there past it: what is overwritten need not
   // be read.
-  const uint64_t from_bytes = converter_.from_bytes();
   const uint64_t to_bytes = converter_.to_bytes();
   Step step;
   uint64_t lost = 0;
-  for (uint64_t at = 0; at < count; at += kStepElements) {
-    const uint64_t size = std::min(kStepElements, count - at);
-    lost += converter_.Cast(bytes + at * from_bytes, step.data(), size);
-    StreamCopy(data_ + (element + at) * to_bytes, step.data(), size * to_bytes);
+  for (uint64_t at = 0; at < count; at += step_units_) {
+    const uint64_t size = std::min(step_units_, count - at);
+    lost +=
+        Convert(from.After(at * converter_.from_bytes()), step.data(), size);
+    StreamCopy(data_ + (unit + at) * to_bytes, step.data(), size * to_bytes);
   }
   return lost;
 }

@@ -1,6 +1,7 @@
 #include "engine/read/read_plan.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/checked.h"
 #include "plan/clip.h"
@@ -36,25 +37,51 @@ Result<StridedBox> TargetBox(const UnitView& view, const TargetTensor& target) {
 }
 
 // The same of a CastTarget, which counts in stored elements from its own start.
-Result<StridedBox> CastBox(const UnitView& view, Dtype from,
+Result<StridedBox> CastBox(const UnitView& view, const Box& item, Dtype from,
                            const TargetTensor& target) {
   const Dtype to = *target.cast_to;
-  if (!CanCast(from, to)) {
-    return Unsupported(std::string("cannot be cast from ") + DtypeName(from) +
-                       " to " + DtypeName(to));
-  }
-  if (view.box.sizes != target.sizes ||
-      target.element_bytes * 8 != DtypeBits(to)) {
+  if (item.sizes != target.sizes || target.element_bytes * 8 != DtypeBits(to)) {
     return InvalidArgument(
         "the target does not have the shape of the box, or "
         "no elements of " +
         std::string(DtypeName(to)));
   }
+  // Elements of a unit stand one after another in the target too.
+  const int64_t unit = DtypeUnit(from).elements;
   StridedBox box{view.box, 0, target.strides};
-  for (int d = 0; d < box.strides.size(); ++d) {
-    box.strides[d] = target.strides[d] / target.element_bytes * view.unit_bytes;
+  const int last = box.strides.size() - 1;
+  for (int d = 0; d <= last; ++d) {
+    const int64_t stride = target.strides[d] / target.element_bytes;
+    if (unit == 1 || target.sizes[d] == 1) {
+      box.strides[d] = stride * view.unit_bytes;
+    } else if (d == last ? stride == 1 : stride % unit == 0) {
+      box.strides[d] = (d == last ? 1 : stride / unit) * view.unit_bytes;
+    } else {
+      return Unsupported(
+          "needs a target whose rows are contiguous and begin at even "
+          "elements");
+    }
   }
   return box;
+}
+
+Status CheckCast(Dtype from, const ScaledTensor* scaled,
+                 const TargetTensor& target) {
+  if (scaled != nullptr) {
+    if (target.cast_to &&
+        CanScale(from, scaled->scale_dtype, *target.cast_to)) {
+      return {};
+    }
+    return Unsupported("is stored as " + std::string(DtypeName(from)) +
+                       ", to be multiplied by '" + scaled->scales +
+                       "': that is read as F64, F32, BF16 or F16");
+  }
+  if (!target.cast_to || *target.cast_to == from ||
+      CanCast(from, *target.cast_to)) {
+    return {};
+  }
+  return Unsupported(std::string("cannot be cast from ") + DtypeName(from) +
+                     " to " + DtypeName(*target.cast_to));
 }
 
 }  // namespace
@@ -76,20 +103,40 @@ Status PlannedReads::AddTensor(const Checkpoint& checkpoint,
   }
   TC_ASSIGN_OR_RETURN(const UnitView wanted,
                       InUnits(entry.dtype, entry.shape, item.box));
-  const bool is_cast = target.cast_to && *target.cast_to != entry.dtype;
+  const ScaledTensor* const scaled =
+      checkpoint.FindScaled(static_cast<uint32_t>(id));
+  const bool is_cast =
+      scaled != nullptr || (target.cast_to && *target.cast_to != entry.dtype);
+  TC_RETURN_IF_ERROR(CheckCast(entry.dtype, scaled, target));
   TC_ASSIGN_OR_RETURN(const StridedBox dst,
-                      is_cast ? CastBox(wanted, entry.dtype, target)
+                      is_cast ? CastBox(wanted, item.box, entry.dtype, target)
                               : TargetBox(wanted, target));
-  if (is_cast) {
-    deliveries_.back().cast = &casts_.emplace_back(
-        item.name, target.data, entry.dtype, *target.cast_to);
-  }
   TC_ASSIGN_OR_RETURN(const StoredViewPtr stored,
                       checkpoint.View(static_cast<uint32_t>(id)));
+  if (is_cast) {
+    std::optional<CodesOf> codes;
+    if (scaled != nullptr && !item.box.Empty()) {
+      TC_ASSIGN_OR_RETURN(codes, AddScales(*scaled, item, entry, *stored));
+    }
+    deliveries_.back().cast = &casts_.emplace_back(
+        item.name, target.data, entry.dtype, *target.cast_to, std::move(codes));
+  }
   std::vector<StoredRun> runs;
   TC_RETURN_IF_ERROR(stored->RunsOfBox(dst, &runs, &storages_));
   for (const StoredRun& each : runs) TC_RETURN_IF_ERROR(AddRun(each));
   return {};
+}
+
+Result<CodesOf> PlannedReads::AddScales(const ScaledTensor& scaled,
+                                        const ReadItem& item,
+                                        const CatalogEntry& entry,
+                                        const StoredView& codes) {
+  TC_ASSIGN_OR_RETURN(StoredPlaces places, StoredPlaces::Of(codes));
+  auto scales = std::make_shared<Scales>(scaled.scale_dtype, entry.shape,
+                                         scaled.blocks, item.box);
+  scales_.push_back(
+      {scaled.scales, StoredScales(scaled, scales->held()), scales});
+  return CodesOf{std::move(scales), std::move(places)};
 }
 
 Status PlannedReads::AddFile(const Checkpoint& checkpoint, const ReadItem& item,

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "engine/open/stored_view.h"
@@ -45,6 +47,15 @@ class PlannedReads {
   // Those of all items whose elements are cast.
   std::deque<CastTarget>& casts() { return casts_; }
 
+  // What these need before anything is delivered: boxes of tensors of scales,
+  // and whom they fill, row by row.
+  struct WantedScales {
+    std::string name;  // in Checkpoint::as_stored
+    Box box;
+    std::shared_ptr<Scales> scales;
+  };
+  const std::vector<WantedScales>& scales() const { return scales_; }
+
  private:
   static constexpr uint64_t kLoops = uint64_t{1} << 63;
   struct CompactRun {
@@ -61,6 +72,8 @@ class PlannedReads {
 
   Status AddTensor(const Checkpoint& checkpoint, const ReadItem& item,
                    const TargetTensor& target);
+  Result<CodesOf> AddScales(const ScaledTensor& scaled, const ReadItem& item,
+                            const CatalogEntry& entry, const StoredView& codes);
   Status AddFile(const Checkpoint& checkpoint, const ReadItem& item,
                  const TargetTensor& target);
   // By pieces; every byte of the run must be in one.
@@ -76,6 +89,7 @@ class PlannedReads {
   std::vector<size_t> pieces_;  // the first run of each
   std::vector<Delivery> deliveries_;
   std::deque<CastTarget> casts_;
+  std::vector<WantedScales> scales_;
   std::vector<Run> clipped_;
   uint64_t bytes_ = 0;
 };

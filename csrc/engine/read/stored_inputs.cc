@@ -328,7 +328,7 @@ class ReadPass {
         continue;
       }
       const uint64_t lost =
-          read.cast->Deliver(inside, bytes + (inside.src - lo));
+          read.cast->Deliver(file_, inside, bytes + (inside.src - lo));
       if (lost > 0) lost_[read.cast] += lost;
     }
   }

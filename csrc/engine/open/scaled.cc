@@ -1,0 +1,428 @@
+#include "engine/open/scaled.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "base/checked.h"
+#include "format/ours/catalog_builder.h"
+
+namespace torch_ckpt {
+namespace {
+
+// What people call the scales of `w`, and of `a.weight`.
+constexpr std::array<std::string_view, 2> kEnds = {"_scale_inv", "_scale"};
+constexpr std::array<std::string_view, 2> kBeside = {"scale", "qscale_weight"};
+constexpr std::string_view kWeight = "weight", kBlocks = "_blocks",
+                           kBlockScales = "_scales";
+constexpr int64_t kMxBlock = 32;      // elements that share a scale in MX
+constexpr int64_t kMxBytes = 16;      // of these, in FP4
+constexpr int64_t kUsualBlock = 128;  // of float8, in both dimensions
+
+bool IsFloat8(Dtype dtype) {
+  return dtype == Dtype::kF8E4M3 || dtype == Dtype::kF8E5M2;
+}
+
+bool IsByte(Dtype dtype) { return dtype == Dtype::kU8 || dtype == Dtype::kI8; }
+
+int64_t DividedUp(int64_t size, int64_t by) { return (size + by - 1) / by; }
+
+std::string Kind(const CatalogEntry& entry) {
+  return std::string(DtypeName(entry.dtype)) + " of shape " +
+         entry.shape.ToString();
+}
+
+// Two tensors that belong together.
+struct Pair {
+  uint32_t codes, scales;
+  std::string name;  // of what they are
+  Dtype dtype;       // of the codes, as they are used
+  Dims shape;        // in elements
+  Dtype scale_dtype;
+  Dims blocks;
+};
+
+// How a shape of scales divides one of codes; nullopt where it does not.
+std::optional<Dims> OneFor(const Dims& shape, const Dims& stored) {
+  if (stored.Product() != 1) return std::nullopt;
+  Dims blocks = shape;
+  for (int d = 0; d < blocks.size(); ++d) {
+    blocks[d] = std::max<int64_t>(1, blocks[d]);
+  }
+  return blocks;
+}
+
+// One for each index of the first dimensions: rows, experts.
+std::optional<Dims> OneForEach(const Dims& shape, const Dims& stored) {
+  if (stored.size() > shape.size()) return std::nullopt;
+  Dims blocks;
+  int d = 0;
+  for (; d < stored.size() && stored[d] == shape[d] && d < shape.size() - 1;
+       ++d) {
+    blocks.push_back(1);
+  }
+  if (d == 0) return std::nullopt;
+  for (int rest = d; rest < stored.size(); ++rest) {
+    if (stored[rest] != 1) return std::nullopt;
+  }
+  for (; d < shape.size(); ++d) {
+    blocks.push_back(std::max<int64_t>(1, shape[d]));
+  }
+  return blocks;
+}
+
+// Of the last two dimensions, as many scales in all others.
+std::optional<Dims> Grid(const Dims& shape, const Dims& stored,
+                         const Dims& block) {
+  const int rank = shape.size();
+  if (stored.size() != rank || rank < 1) return std::nullopt;
+  Dims blocks = Dims::Filled(rank, 1);
+  for (int b = 0; b < std::min(rank, block.size()); ++b) {
+    blocks[rank - 1 - b] = block[block.size() - 1 - b];
+  }
+  for (int d = 0; d < rank; ++d) {
+    if (stored[d] != DividedUp(shape[d], blocks[d])) return std::nullopt;
+  }
+  return blocks;
+}
+
+class Pairing {
+ public:
+  Pairing(const Catalog& catalog, std::span<const ManifestFile> files,
+          const ScaleOptions& options)
+      : catalog_(catalog), files_(files), options_(options) {}
+
+  Result<ScaledCatalog> Run() {
+    TC_RETURN_IF_ERROR(FindPairs());
+    TC_RETURN_IF_ERROR(CheckAsked());
+    std::set<uint32_t> taken;  // as scales
+    std::map<uint32_t, const Pair*> of;
+    for (const Pair& pair : pairs_) {
+      of[pair.codes] = &pair;
+      taken.insert(pair.scales);
+    }
+    FindOrphans(taken);
+    CatalogBuilder builder;
+    for (uint32_t e = 0; e < entries().size(); ++e) {
+      if (taken.contains(e) && !options_.keeps_scales) continue;
+      const auto pair = of.find(e);
+      TC_RETURN_IF_ERROR(pair == of.end() ? Copy(e, &builder)
+                                          : Add(*pair->second, &builder));
+    }
+    TC_ASSIGN_OR_RETURN(out_.catalog,
+                        Catalog::From(std::move(builder), files_));
+    return std::move(out_);
+  }
+
+ private:
+  const std::vector<CatalogEntry>& entries() const {
+    return catalog_.entries();
+  }
+
+  bool IsAsked(std::string_view name) const {
+    return !options_.only || options_.only->contains(name);
+  }
+
+  // The tensor of this name, which may be an alias.
+  const CatalogEntry* FindTensor(const std::string& name,
+                                 uint32_t* number) const {
+    const int64_t found = catalog_.Find(name);
+    if (found < 0) return nullptr;
+    *number = static_cast<uint32_t>(found);
+    const CatalogEntry& entry = entries()[*number];
+    return entry.kind == EntryKind::kObject ? nullptr : &entry;
+  }
+
+  // The names that the scales of `codes` may have.
+  static std::vector<std::string> ScaleNames(std::string_view codes) {
+    std::vector<std::string> names;
+    for (const std::string_view end : kEnds) {
+      names.push_back(std::string(codes) + std::string(end));
+    }
+    if (codes.ends_with(kWeight) &&
+        (codes.size() == kWeight.size() ||
+         codes[codes.size() - kWeight.size() - 1] == '.')) {
+      const auto module = codes.substr(0, codes.size() - kWeight.size());
+      for (const std::string_view name : kBeside) {
+        names.push_back(std::string(module) + std::string(name));
+      }
+    }
+    return names;
+  }
+
+  Status FindPairs() {
+    for (uint32_t e = 0; e < entries().size(); ++e) {
+      const CatalogEntry& entry = entries()[e];
+      if (entry.kind == EntryKind::kObject) continue;
+      const bool is_code = IsFloat8(entry.dtype) || entry.dtype == Dtype::kF4;
+      if (!is_code && !IsByte(entry.dtype)) continue;
+      if (entry.dtype == Dtype::kU8 && entry.name.ends_with(kBlocks)) {
+        TC_RETURN_IF_ERROR(PairBlocks(e));
+        continue;
+      }
+      std::vector<uint32_t> found;
+      for (const std::string& name : ScaleNames(entry.name)) {
+        uint32_t number = 0;
+        if (FindTensor(name, &number) != nullptr) found.push_back(number);
+      }
+      if (IsByte(entry.dtype) &&
+          std::none_of(found.begin(), found.end(), [&](uint32_t s) {
+            return entries()[s].dtype == Dtype::kF8E8M0;
+          })) {
+        continue;  // bytes
+      }
+      if (found.empty()) {
+        out_.unscaled.emplace_back(entry.name);
+        continue;
+      }
+      if (!IsAsked(entry.name)) continue;
+      if (found.size() > 1) {
+        return Unsupported("has scales twice: as '" +
+                           std::string(entries()[found[0]].name) + "' and '" +
+                           std::string(entries()[found[1]].name) + "'")
+            .WithTensor(std::string(entry.name));
+      }
+      TC_RETURN_IF_ERROR(PairWith(e, found[0]));
+    }
+    return {};
+  }
+
+  // x_blocks, with 16 bytes of two codes for each of x_scales.
+  Status PairBlocks(uint32_t e) {
+    const CatalogEntry& codes = entries()[e];
+    std::string name(codes.name.substr(0, codes.name.size() - kBlocks.size()));
+    uint32_t number = 0;
+    const CatalogEntry* const scales =
+        FindTensor(name + std::string(kBlockScales), &number);
+    if (scales == nullptr) {
+      out_.unscaled.emplace_back(codes.name);
+      return {};
+    }
+    if (!IsAsked(codes.name)) return {};
+    const int rank = codes.shape.size();
+    bool fits =
+        rank >= 2 && codes.shape[rank - 1] == kMxBytes &&
+        scales->shape.size() == rank - 1 &&
+        (scales->dtype == Dtype::kU8 || scales->dtype == Dtype::kF8E8M0);
+    Dims shape;
+    for (int d = 0; fits && d < rank - 1; ++d) {
+      fits = scales->shape[d] == codes.shape[d];
+      shape.push_back(codes.shape[d]);
+    }
+    if (!fits) return DoNotFit(codes, *scales, "one scale for 16 bytes");
+    shape[rank - 2] *= kMxBlock;
+    Dims blocks = Dims::Filled(rank - 1, 1);
+    blocks[rank - 2] = kMxBlock;
+    if (options_.keeps_names) name = codes.name;
+    pairs_.push_back({e, number, std::move(name), Dtype::kF4, shape,
+                      Dtype::kF8E8M0, blocks});
+    return {};
+  }
+
+  Status PairWith(uint32_t e, uint32_t s) {
+    const CatalogEntry& codes = entries()[e];
+    const CatalogEntry& scales = entries()[s];
+    Pair pair{e,           s,           std::string(codes.name),
+              codes.dtype, codes.shape, scales.dtype,
+              {}};
+    const bool packed = !IsFloat8(codes.dtype);
+    if (IsByte(codes.dtype)) {
+      if (codes.shape.empty()) {
+        return DoNotFit(codes, scales, "two codes in a byte");
+      }
+      pair.dtype = Dtype::kF4;
+      pair.shape[codes.shape.size() - 1] *= 2;
+    }
+    const bool powers = scales.dtype == Dtype::kF8E8M0 ||
+                        (IsFloat8(codes.dtype) && scales.dtype == Dtype::kU8);
+    if (powers) pair.scale_dtype = Dtype::kF8E8M0;
+    const std::optional<Dims> blocks =
+        BlocksOf(pair.shape, scales.shape, packed, powers);
+    if (!blocks || !IsScale(pair.scale_dtype)) {
+      return DoNotFit(codes, scales,
+                      packed ? "one scale for 32 codes" : Known().c_str());
+    }
+    pair.blocks = *blocks;
+    pairs_.push_back(std::move(pair));
+    return {};
+  }
+
+  static bool IsScale(Dtype dtype) {
+    return dtype == Dtype::kF32 || dtype == Dtype::kBF16 ||
+           dtype == Dtype::kF16 || dtype == Dtype::kF8E8M0;
+  }
+
+  // Where several fit they are the same division.
+  std::optional<Dims> BlocksOf(const Dims& shape, const Dims& stored,
+                               bool packed, bool powers) const {
+    std::optional<Dims> blocks;
+    if (!packed) {
+      blocks = OneFor(shape, stored);
+      if (!blocks) blocks = OneForEach(shape, stored);
+      if (!blocks) blocks = Grid(shape, stored, Usual());
+    }
+    if (!blocks && powers) blocks = Grid(shape, stored, {1, kMxBlock});
+    return blocks;
+  }
+
+  Dims Usual() const {
+    return options_.blocks ? *options_.blocks : Dims{kUsualBlock, kUsualBlock};
+  }
+
+  std::string Known() const {
+    return "one scale, one for each row, or one for blocks of " +
+           Usual().ToString();
+  }
+
+  static Status DoNotFit(const CatalogEntry& codes, const CatalogEntry& scales,
+                         const char* known) {
+    return Unsupported("is " + Kind(codes) + ", and its scales '" +
+                       std::string(scales.name) + "' are " + Kind(scales) +
+                       ", which is not " + known)
+        .WithTensor(std::string(codes.name));
+  }
+
+  Status CheckAsked() const {
+    if (!options_.only) return {};
+    for (const std::string& name : *options_.only) {
+      const bool found = std::any_of(
+          pairs_.begin(), pairs_.end(),
+          [&](const Pair& pair) { return entries()[pair.codes].name == name; });
+      if (!found) {
+        return InvalidArgument("has no scales in the checkpoint")
+            .WithTensor(name);
+      }
+    }
+    return {};
+  }
+
+  // What only scales are called.
+  void FindOrphans(const std::set<uint32_t>& taken) {
+    for (uint32_t e = 0; e < entries().size(); ++e) {
+      const CatalogEntry& entry = entries()[e];
+      if (entry.kind == EntryKind::kObject || taken.contains(e)) continue;
+      for (const auto& [end, codes] : {std::pair(kEnds[0], std::string_view()),
+                                       std::pair(kBlockScales, kBlocks)}) {
+        if (!entry.name.ends_with(end)) continue;
+        if (codes == kBlocks && entry.dtype != Dtype::kU8) continue;
+        const std::string of(
+            entry.name.substr(0, entry.name.size() - end.size()));
+        if (catalog_.Find(of + std::string(codes)) < 0) {
+          out_.orphans.emplace_back(entry.name);
+        }
+      }
+    }
+  }
+
+  Status Copy(uint32_t e, CatalogBuilder* builder) {
+    const CatalogEntry& entry = entries()[e];
+    std::string name(entry.name);
+    // What is an alias of codes would be none of the numbers.
+    const bool alone = entry.kind == EntryKind::kAlias &&
+                       !IsFloat8(entry.dtype) && !IsByte(entry.dtype);
+    const Result<uint32_t> added = [&] {
+      if (entry.kind == EntryKind::kObject) {
+        return builder->AddObject(std::move(name), entry.file, entry.archived);
+      }
+      if (alone) {
+        return builder->AddAlias(std::move(name), std::string(entry.alias_of));
+      }
+      return builder->AddTensor(std::move(name), entry.dtype, entry.shape);
+    }();
+    TC_RETURN_IF_ERROR(added.status());
+    builder->SetPath(*added, std::string(entry.path));
+    if (entry.kind == EntryKind::kObject || alone) return {};
+    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
+                        catalog_.Placements(e, files_));
+    builder->SetPlacements(*added, placements);
+    return {};
+  }
+
+  Status Add(const Pair& pair, CatalogBuilder* builder) {
+    const CatalogEntry& codes = entries()[pair.codes];
+    const CatalogEntry& scales = entries()[pair.scales];
+    TC_ASSIGN_OR_RETURN(std::vector<Placement> placements,
+                        catalog_.Placements(pair.codes, files_));
+    for (Placement& placement : placements) {
+      TC_RETURN_IF_ERROR(
+          InCodes(codes, pair, &placement).WithTensor(std::string(codes.name)));
+    }
+    if (catalog_.Find(pair.name) >= 0 && pair.name != codes.name) {
+      return Unsupported("stands beside '" + std::string(codes.name) +
+                         "', which are codes of the same tensor")
+          .WithTensor(pair.name);
+    }
+    TC_ASSIGN_OR_RETURN(const uint32_t added,
+                        builder->AddTensor(pair.name, pair.dtype, pair.shape));
+    if (pair.name == codes.name) {
+      builder->SetPath(added, std::string(codes.path));
+    }
+    builder->SetPlacements(added, placements);
+    out_.scaled[pair.name] = {std::string(codes.name), std::string(scales.name),
+                              pair.scale_dtype, scales.shape, pair.blocks};
+    return {};
+  }
+
+  // A placement of bytes as one of codes.
+  static Status InCodes(const CatalogEntry& codes, const Pair& pair,
+                        Placement* placement) {
+    if (placement->kind == PlacementKind::kArchive ||
+        placement->kind == PlacementKind::kStridedBox) {
+      return Unsupported(
+          "is stored in an archive of torch.save; scaled tensors are read from "
+          "safetensors");
+    }
+    if (!IsByte(codes.dtype)) return {};
+    if (placement->kind == PlacementKind::kRange) {
+      placement->begin *= 2;
+      placement->end *= 2;
+      return {};
+    }
+    Box& box = placement->box;
+    const int last = box.rank() - 1;
+    if (pair.shape.size() == box.rank()) {
+      box.offsets[last] *= 2;
+      box.sizes[last] *= 2;
+      return {};
+    }
+    // The bytes of a group become part of the dimension before.
+    if (box.offsets[last] != 0 || box.sizes[last] != kMxBytes) {
+      return Unsupported("is stored in boxes that cut the bytes of a scale");
+    }
+    Box whole;
+    for (int d = 0; d < last; ++d) {
+      const int64_t by = d == last - 1 ? kMxBlock : 1;
+      whole.offsets.push_back(box.offsets[d] * by);
+      whole.sizes.push_back(box.sizes[d] * by);
+    }
+    box = whole;
+    return {};
+  }
+
+  const Catalog& catalog_;
+  const std::span<const ManifestFile> files_;
+  const ScaleOptions& options_;
+  std::vector<Pair> pairs_;
+  ScaledCatalog out_;
+};
+
+}  // namespace
+
+Box StoredScales(const ScaledTensor& scaled, const Box& held) {
+  if (scaled.stored.Product() == 1) return Box::Whole(scaled.stored);
+  // What dimensions it lacks have one scale.
+  Box box;
+  for (int d = 0; d < scaled.stored.size(); ++d) {
+    box.offsets.push_back(held.offsets[d]);
+    box.sizes.push_back(held.sizes[d]);
+  }
+  return box;
+}
+
+Result<ScaledCatalog> PairScales(const Catalog& catalog,
+                                 std::span<const ManifestFile> files,
+                                 const ScaleOptions& options) {
+  return Pairing(catalog, files, options).Run();
+}
+
+}  // namespace torch_ckpt
