@@ -225,7 +225,13 @@ Result<Json> DequantizeRequest(const Json& request) {
   }
   TC_ASSIGN_OR_RETURN(const Checkpoint::Dequantized made,
                       Checkpoint::Dequantize(std::move(checkpoint), options));
-  Json out = {{"unscaled", made.unscaled}, {"orphans", made.orphans}};
+  Json pairs = Json::array();
+  for (const auto& [name, of] : made.checkpoint->scaled()) {
+    pairs.push_back({name, of.codes, of.scales});
+  }
+  Json out = {{"pairs", std::move(pairs)},
+              {"unscaled", made.unscaled},
+              {"orphans", made.orphans}};
   TC_ASSIGN_OR_RETURN(out["checkpoint"], Checkpoints().Add(made.checkpoint));
   return out;
 }
@@ -290,6 +296,7 @@ Result<Json> DescribeRequest(const Json& request) {
     const bool is_tensor = unread || entry.kind != EntryKind::kObject;
     tensor_count += is_tensor;
     if (unread) unread_reasons[std::string(entry.name)] = unread->reason;
+    if (is_scaled) scaled.push_back(entry.name);
     if (is_tensor && !tensors) continue;
     Json boxes;
     UnreadTensor refused;
@@ -307,7 +314,6 @@ Result<Json> DescribeRequest(const Json& request) {
     }
     names.push_back(entry.name);
     if (checkpoint->IsCommon(i)) common.push_back(entry.name);
-    if (is_scaled) scaled.push_back(entry.name);
     if (unread) {
       kinds += kUnreadKind;
       type_of.push_back(types.Find(*unread));

@@ -75,7 +75,9 @@ def convert(
     objects: False leaves out the leaves that are no tensors; one that holds a tensor, as a tuple
         may, is an error that names it, unless it is a PerRank value. Else one that cannot be
         written, as an object of some class in a pickle, is an error that names it.
-    dtype, keep_fp32, max_shard_size: as HuggingFaceStorageWriter's.
+    dtype, keep_fp32, max_shard_size: as HuggingFaceStorageWriter's. With a dtype of 16 bits or more
+        for all floats, or for these, codes with scales (float8, MXFP4) become the numbers that they
+        are, rounded once, and config.json says no quantization any more; else they stay codes.
     naming: with "hf", what the files are called, as HuggingFaceStorageWriter's; None as those of
         the source are: of an adapter as "peft", of a diffusion model as "diffusers", else as "hf".
     extras: with "hf", what stands beside the tensors, as HuggingFaceStorageWriter's. None takes
@@ -133,7 +135,8 @@ def convert(
     beside = extra_files(extras, policy.torch_name)
     if kind == "hf" and extras is None and _is_of_the_hub(opened.path, files):
         taken = _names_of_others(place)
-        beside = files_beside(opened.path, files, taken, policy.torch_name)
+        plain = bool(opened.listing(tensors=False).scaled)
+        beside = files_beside(opened.path, files, taken, policy.torch_name, plain=plain)
     form = form_of(opened) if kind == "torch_ckpt" else None
     if form is not None:
         listing = opened.listing()
@@ -232,7 +235,10 @@ def _check_no_tensor_is_dropped(opened: OpenedCheckpoint, verify: bool) -> None:
 def _warn_of_growth(opened: OpenedCheckpoint, stored: int) -> None:
     """Log a warning where much more is written than `stored` bytes: a tensor that torch.save wrote
     of an expanded one has few bytes and may be of any size."""
-    totals = opened.listing(tensors=False).dtypes.values()
+    listing = opened.listing(tensors=False)
+    if listing.scaled:
+        return  # from codes, as was asked for
+    totals = listing.dtypes.values()
     written = sum(total["bytes"] for total in totals)
     if written - stored > _GROWTH and written > 2 * stored:
         logger.warning(

@@ -88,6 +88,11 @@ class DtypePolicy:
             )
         return wanted
 
+    def makes_numbers(self, fqn: str) -> bool:
+        """Whether a tensor that is stored as codes and scales is to be floats of 16 bits or more:
+        where one dtype is for all, or this name has one."""
+        return (self._for_all or self._by_name.get(fqn)) in _ORDINARY
+
     def check_tied(self, alias: str, fqn: str, dtype: str) -> None:
         """Raise InvalidArgumentError where something is said of `alias` that does not hold for
         `fqn`, under which it is stored."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_ckpt.checkpoint.names import JOURNAL_NAME, MANIFEST, rank_of
+from torch_ckpt.checkpoint.quantization import CONFIGS_OF_PARTS, QUANTIZATION_KEYS
 from torch_ckpt.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ _BESIDE = (
     *("LICENSE", "NOTICE"),
 )
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the second before transformers 4.56
-_CONFIGS_OF_PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
 
 # Entered once, by who commits them.
 ExtraFiles = contextlib.AbstractContextManager[list[str]]
@@ -74,12 +74,17 @@ def extra_files(extras: Any, dtype: str | None = None) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def files_beside(
-    directory: str, weights: Collection[str], taken: Collection[str], dtype: str | None
+    directory: str,
+    weights: Collection[str],
+    taken: Collection[str],
+    dtype: str | None,
+    *,
+    plain: bool = False,
 ) -> Iterator[list[str]]:
     """The paths of what stands beside the `weights` of a Hugging Face directory: configuration,
     tokenizer and code, by their names. What else is there is left out, with a line in the log; so
     are the names that are `taken`, with a warning there. With a `dtype` the one of config.json is a
-    copy that says it."""
+    copy that says it; with `plain` one that says nothing of quantization."""
     found: list[Path] = []
     left: list[Path] = []
     stay: list[Path] = []
@@ -100,27 +105,29 @@ def files_beside(
         logger.info("left out of what stands beside the weights in %s: %s", directory, names)
     with tempfile.TemporaryDirectory(prefix="torch_ckpt-extras-") as made:
         yield [
-            _saying_dtype(file, dtype, made) if dtype and file.name == "config.json" else str(file)
+            _changed(file, dtype, plain, made) if file.name == "config.json" else str(file)
             for file in found
         ]
 
 
-def _saying_dtype(file: Path, dtype: str, made: str) -> str:
+def _changed(file: Path, dtype: str | None, plain: bool, made: str) -> str:
     """A copy of the configuration `file` of a model, in the directory `made`, that says `dtype`
-    where it says one; `file` itself where it says none."""
+    where it says one, and with `plain` nothing of quantization; `file` itself where nothing
+    changes."""
     try:
         config = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
         return str(file)  # it is copied as it is
     if not isinstance(config, dict):
         return str(file)
-    # Models of several parts have a configuration for each.
-    of_parts = [each for key, each in config.items() if key in _CONFIGS_OF_PARTS]
+    of_parts = [each for key, each in config.items() if key in CONFIGS_OF_PARTS]
     changed = False
     for part in (config, *(each for each in of_parts if isinstance(each, dict))):
-        for key in _DTYPE_KEYS:
+        for key in _DTYPE_KEYS if dtype else ():
             if isinstance(part.get(key), str):
                 part[key], changed = dtype, True
+        for key in QUANTIZATION_KEYS if plain else ():
+            changed = part.pop(key, None) is not None or changed
     if not changed:
         return str(file)
     copied = os.path.join(made, file.name)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch_ckpt.checkpoint.hulls import warn_of_hulls, warn_of_notes
+from torch_ckpt.checkpoint.quantization import with_numbers
 from torch_ckpt.checkpoint.selection import Patterns, left_out_of, warn_of_moments
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.export.dtype_policy import DtypePolicy
@@ -16,7 +17,7 @@ from torch_ckpt.export.files import NAMINGS, SHARDS, Naming, checked_mapping
 from torch_ckpt.export.renames import KeyMapping, renamed
 from torch_ckpt.native import core
 from torch_ckpt.native.jobs import MIN_WORKERS, Job
-from torch_ckpt.native.opened import OpenedCheckpoint
+from torch_ckpt.native.opened import OpenedCheckpoint, ScaledPair
 from torch_ckpt.native.progress import Progress, told
 from torch_ckpt.native.sessions import replaces, warn_of
 from torch_ckpt.options import check_choice, local_path, parse_bytes
@@ -150,6 +151,13 @@ def merge_request(
     checked = checked_mapping(mapping)
     whole = OpenedCheckpoint(local_path(input_dir), format)
     warn_of_notes(whole.path, whole.notes)
+    if policy:
+
+        def is_number(pair: ScaledPair) -> bool:
+            new = renamed(key_mapping, [pair.name])
+            return policy.makes_numbers(new.get(pair.name, pair.name))
+
+        whole = with_numbers(whole, is_number)
     left_out = left_out_of(whole, include, exclude)
     opened = whole.without(left_out) if left_out else whole
     dtypes = opened.dtypes() if policy or key_mapping else {}

@@ -216,7 +216,8 @@ class OpenedCheckpoint:
         made = object.__new__(OpenedCheckpoint)
         made.path = self.path
         made._take(answer["checkpoint"], self.notes)
-        return Dequantized(made, answer["unscaled"], answer["orphans"])
+        pairs = [ScaledPair(*each) for each in answer["pairs"]]
+        return Dequantized(made, pairs, answer["unscaled"], answer["orphans"])
 
     @contextlib.contextmanager
     def files_open(self, direct_io: bool) -> Iterator[None]:
@@ -267,10 +268,19 @@ class OpenedCheckpoint:
         return {name: stored.dtype for name, stored in self.listing().tensors().items()}
 
 
+class ScaledPair(NamedTuple):
+    """Names: of a tensor of numbers, and of the codes and scales that it is stored as."""
+
+    name: str
+    codes: str
+    scales: str
+
+
 class Dequantized(NamedTuple):
     """unscaled: the names of codes that have no scales; orphans: of scales that have no codes."""
 
     opened: OpenedCheckpoint
+    pairs: list[ScaledPair]
     unscaled: list[str]
     orphans: list[str]
 

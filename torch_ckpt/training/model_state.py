@@ -198,6 +198,13 @@ class ModelState:
         given = extras if isinstance(extras, list | tuple) else [extras]
         return [*own, *(each for each in given if each is not None)] or None
 
+    def forget_quantization(self) -> None:
+        """Take what says how weights were quantized from its configuration: they are numbers."""
+        for part in self.parts:
+            config: Any = getattr(unwrapped(part), "config", None)
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config
+
     def load_state_dict(self, state: Any, /) -> None:
         """For the protocol of what has a state; loads go by `take`."""
         self.take(state)

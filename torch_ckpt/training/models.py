@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from torch_ckpt.calls.futures import running, wait_for
 from torch_ckpt.calls.load import Load
 from torch_ckpt.calls.save import SavedMetadata
 from torch_ckpt.checkpoint.checkpoint import look_again
+from torch_ckpt.checkpoint.quantization import quantization_of, with_numbers
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
 from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
-from torch_ckpt.errors import IncompleteError, InvalidArgumentError
-from torch_ckpt.export.renames import KeyMapping
+from torch_ckpt.errors import IncompleteError, InvalidArgumentError, UnsupportedError
+from torch_ckpt.export.renames import KeyMapping, renamed
+from torch_ckpt.native.opened import Listing, OpenedCheckpoint
 from torch_ckpt.options import local_path
 from torch_ckpt.ranks import TIMEOUT_S, Ranks
 from torch_ckpt.training.model_state import ModelState, is_extra, listed, memory_of
@@ -64,7 +66,7 @@ class _ModelPlanner(LoadPlanner):
         super().__init__(
             allow_partial_load=True, rank=ranks.rank, world_size=ranks.size, key_mapping=key_mapping
         )
-        self._model = model.state_dict()
+        self.model = model.state_dict()
         self._tied = model.tied_names()
         self._skip = skip
         self._strict = strict
@@ -78,7 +80,7 @@ class _ModelPlanner(LoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         state_dict.update(
-            {name: value for name, value in self._model.items() if not name.startswith(self._skip)}
+            {name: value for name, value in self.model.items() if not name.startswith(self._skip)}
         )
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert self.metadata is not None
@@ -129,6 +131,72 @@ class _ModelPlanner(LoadPlanner):
         self.report = LoadReport(sorted(missing), sorted(unexpected))
 
 
+class _ModelReader(CheckpointReader):
+    """Reads codes and scales as the numbers that the tensors of `model` are."""
+
+    def __init__(self, path: str, model: Mapping[str, Any], key_mapping: KeyMapping | None) -> None:
+        super().__init__(path)
+        self._model = model
+        self._key_mapping = key_mapping
+
+    def _look(self) -> OpenedCheckpoint:
+        opened = super()._look()
+        listing = opened.listing()
+        said = quantization_of(opened.path)
+        if said is not None and said.refused is not None:
+            self._check_plain(listing, said.refused)
+        names = renamed(self._key_mapping, [*listing.names, *_presented(listing.names)])
+        model = self._model
+        return with_numbers(
+            opened,
+            # What has its scales itself, or is no float, takes codes as they are.
+            lambda pair: (
+                names.get(pair.scales, pair.scales) not in model
+                and _is_float(model.get(names.get(pair.codes, pair.codes)))
+            ),
+            kept=[name for name in listing.names if names.get(name, name) in model],
+        )
+
+    def _check_plain(self, listing: Listing, method: str) -> None:
+        """Raises UnsupportedError for a float of the model that is stored as codes."""
+        types = listing.tensors()
+        names = renamed(self._key_mapping, list(types))
+        stored = {names.get(name, name): each for name, each in types.items()}
+        for name, value in self._model.items():
+            if not isinstance(value, torch.Tensor) or not _is_float(value):
+                continue
+            is_there = name in stored
+            if is_there and stored[name].dtype in _FLOATS:
+                continue
+            how = f"{stored[name].dtype} of shape {stored[name].shape}" if is_there else "codes"
+            raise UnsupportedError(
+                f"is stored as {how}, by {method} as config.json says, and the model has "
+                f"{value.dtype} of shape {tuple(value.shape)}: such codes are not made numbers",
+                file=os.fspath(self.path),
+                tensor=name,
+            )
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether codes are read as numbers."""
+        return bool(self._list().scaled)
+
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def _presented(names: Sequence[str]) -> list[str]:
+    """What MXFP4 is called when it is numbers."""
+    return [name.removesuffix("_blocks") for name in names if name.endswith("_blocks")]
+
+
+def _is_float(value: Any) -> bool:
+    """Whether a tensor has floats of 16 bits or more; what is none is not asked for here."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    return value.is_floating_point() and value.dtype.itemsize > 1
+
+
 def load_model(
     model: nn.Module | Sequence[nn.Module],
     path: str | os.PathLike[str],
@@ -148,7 +216,10 @@ def load_model(
     key_mapping: from names in the checkpoint to those in the model, as `torch_ckpt.load`'s.
     process_group: the ranks that load together; the default one if None.
 
-    A tied tensor may be there under any of its names. Raises IncompleteError for missing names and
+    Codes with scales (float8, MXFP4) are read as the numbers that they are, rounded once, where the
+    model has floats of 16 bits or more; its `config` then has no `quantization_config` any more. A
+    model that has codes and scales itself gets these. A tied tensor may be there under any of its
+    names. Raises UnsupportedError for codes of another kind, IncompleteError for missing names and
     files, InvalidArgumentError for unexpected names, for other shapes, and where there is no common
     name; naming them, on all ranks.
     """
@@ -165,10 +236,17 @@ def load_model(
         return state, planner, place
 
     state, planner, place = ranks.each("load_model", make)
-    load = Load(planner, CheckpointReader(place), place, ranks)
+    reader = _ModelReader(place, planner.model, key_mapping)
+    load = Load(planner, reader, place, ranks)
     look_again(lambda: load.run({}), ReplacedError)
     filled = planner.original_state_dict
-    ranks.gather("state of a model", lambda: state.take(filled), lambda _: None)
+
+    def take() -> None:
+        state.take(filled)
+        if reader.has_numbers:
+            state.forget_quantization()
+
+    ranks.gather("state of a model", take, lambda _: None)
     return ranks.decide("report of load_model", lambda: planner.report)
 
 

@@ -108,6 +108,10 @@ class Checkpoint {
   const std::shared_ptr<const Checkpoint>& as_stored() const {
     return has_.as_stored;
   }
+  // All of them, by the names that Dequantize gave.
+  const std::map<std::string, ScaledTensor, std::less<>>& scaled() const {
+    return has_.scaled;
+  }
 
   // The files, open as long as somebody holds this: jobs that run at once, or
   // that follow each other while a caller holds it, open each once. Without

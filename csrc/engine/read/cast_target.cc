@@ -28,8 +28,11 @@ Run Indices(Run run, int64_t first, int64_t count) {
 }  // namespace
 
 CastTarget::CastTarget(std::string fqn, std::byte* data, Dtype from, Dtype to,
-                       std::optional<CodesOf> codes)
-    : data_(data),
+                       std::optional<CodesOf> codes,
+                       std::optional<Detour> detour)
+    : home_(data),
+      detour_(std::move(detour)),
+      data_(detour_ ? const_cast<std::byte*>(detour_->memory.data()) : data),
       converter_(std::move(fqn), from, to),
       codes_(std::move(codes)),
       step_units_(kStepElements /
@@ -48,6 +51,7 @@ Status CastTarget::Finish() {
     AddLost(Cast(element, {0, 0, bytes.data()}, 1));
   }
   kept_.clear();
+  if (detour_) CopyRun(detour_->home, data_, 0, home_, 0);
   return converter_.Check();
 }
 

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "engine/read/stored_places.h"
@@ -23,13 +24,21 @@ struct CodesOf {
   StoredPlaces places;
 };
 
+// Where the elements of a box are that cuts a unit of codes, or of a target
+// that does: with all units that it touches in memory of their own first.
+struct Detour {
+  std::vector<std::byte> memory;
+  Run home;  // from there to the target, by their first elements
+};
+
 class CastTarget {
  public:
   // Errors name `fqn`. `data` is the first element. Without `codes` REQUIRES:
   // CanCast(from, to); with them CanScale, and scales that are filled before
   // anything is delivered.
   CastTarget(std::string fqn, std::byte* data, Dtype from, Dtype to,
-             std::optional<CodesOf> codes = std::nullopt);
+             std::optional<CodesOf> codes = std::nullopt,
+             std::optional<Detour> detour = std::nullopt);
 
   // Casts the elements of `run` of `file`, whose source begins at `bytes`; its
   // `dst` is where they would be if the memory, from 0 on, had elements of
@@ -73,7 +82,9 @@ class CastTarget {
            static_cast<int64_t>(converter_.to_bytes());
   }
 
-  std::byte* const data_;
+  std::byte* const home_;  // where the caller wants them
+  const std::optional<Detour> detour_;
+  std::byte* const data_;  // and where they are cast to
   Converter converter_;
   const std::optional<CodesOf> codes_;
   const uint64_t step_units_;  // that are cast at once

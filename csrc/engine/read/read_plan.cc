@@ -37,6 +37,7 @@ Result<StridedBox> TargetBox(const UnitView& view, const TargetTensor& target) {
 }
 
 // The same of a CastTarget, which counts in stored elements from its own start.
+// REQUIRES: !CutsUnits.
 Result<StridedBox> CastBox(const UnitView& view, const Box& item, Dtype from,
                            const TargetTensor& target) {
   const Dtype to = *target.cast_to;
@@ -52,36 +53,46 @@ Result<StridedBox> CastBox(const UnitView& view, const Box& item, Dtype from,
   const int last = box.strides.size() - 1;
   for (int d = 0; d <= last; ++d) {
     const int64_t stride = target.strides[d] / target.element_bytes;
-    if (unit == 1 || target.sizes[d] == 1) {
-      box.strides[d] = stride * view.unit_bytes;
-    } else if (d == last ? stride == 1 : stride % unit == 0) {
-      box.strides[d] = (d == last ? 1 : stride / unit) * view.unit_bytes;
-    } else {
-      return Unsupported(
-          "needs a target whose rows are contiguous and begin at even "
-          "elements");
-    }
+    box.strides[d] =
+        (unit > 1 && d == last ? 1 : stride / unit) * view.unit_bytes;
   }
   return box;
 }
 
-Status CheckCast(Dtype from, const ScaledTensor* scaled,
-                 const TargetTensor& target) {
-  if (scaled != nullptr) {
-    if (target.cast_to &&
-        CanScale(from, scaled->scale_dtype, *target.cast_to)) {
-      return {};
+// Whether elements of one unit are in the box and outside, or apart in the
+// target.
+bool CutsUnits(Dtype dtype, const Box& box, const TargetTensor& target) {
+  const int64_t unit = DtypeUnit(dtype).elements;
+  const int last = box.rank() - 1;
+  if (unit == 1) return false;
+  if (box.offsets[last] % unit != 0 || box.sizes[last] % unit != 0) return true;
+  for (int d = 0; d <= last; ++d) {
+    const int64_t stride = target.strides[d] / target.element_bytes;
+    if (d == last ? stride != 1 : box.sizes[d] > 1 && stride % unit != 0) {
+      return true;
     }
-    return Unsupported("is stored as " + std::string(DtypeName(from)) +
-                       ", to be multiplied by '" + scaled->scales +
-                       "': that is read as F64, F32, BF16 or F16");
   }
-  if (!target.cast_to || *target.cast_to == from ||
-      CanCast(from, *target.cast_to)) {
-    return {};
-  }
-  return Unsupported(std::string("cannot be cast from ") + DtypeName(from) +
-                     " to " + DtypeName(*target.cast_to));
+  return false;
+}
+
+// With all elements of the units that it touches.
+Box WithWholeUnits(Dtype dtype, Box box) {
+  const int64_t unit = DtypeUnit(dtype).elements;
+  const int last = box.rank() - 1;
+  const int64_t past = box.offsets[last] + box.sizes[last];
+  box.offsets[last] -= box.offsets[last] % unit;
+  box.sizes[last] = (past + unit - 1) / unit * unit - box.offsets[last];
+  return box;
+}
+
+Detour DetourOf(const Box& box, const Box& whole, const TargetTensor& target) {
+  Detour detour;
+  detour.memory.resize(
+      static_cast<size_t>(whole.Volume() * target.element_bytes));
+  const StridedBox from{whole, 0,
+                        DenseStrides(whole.sizes, target.element_bytes)};
+  MakeRun(from, {box, 0, target.strides}, target.element_bytes, &detour.home);
+  return detour;
 }
 
 }  // namespace
@@ -101,42 +112,75 @@ Status PlannedReads::AddTensor(const Checkpoint& checkpoint,
                            " is not inside the stored shape " +
                            entry.shape.ToString());
   }
-  TC_ASSIGN_OR_RETURN(const UnitView wanted,
-                      InUnits(entry.dtype, entry.shape, item.box));
-  const ScaledTensor* const scaled =
-      checkpoint.FindScaled(static_cast<uint32_t>(id));
-  const bool is_cast =
-      scaled != nullptr || (target.cast_to && *target.cast_to != entry.dtype);
-  TC_RETURN_IF_ERROR(CheckCast(entry.dtype, scaled, target));
-  TC_ASSIGN_OR_RETURN(const StridedBox dst,
-                      is_cast ? CastBox(wanted, item.box, entry.dtype, target)
-                              : TargetBox(wanted, target));
   TC_ASSIGN_OR_RETURN(const StoredViewPtr stored,
                       checkpoint.View(static_cast<uint32_t>(id)));
-  if (is_cast) {
-    std::optional<CodesOf> codes;
-    if (scaled != nullptr && !item.box.Empty()) {
-      TC_ASSIGN_OR_RETURN(codes, AddScales(*scaled, item, entry, *stored));
-    }
-    deliveries_.back().cast = &casts_.emplace_back(
-        item.name, target.data, entry.dtype, *target.cast_to, std::move(codes));
+  const ScaledTensor* const scaled =
+      checkpoint.FindScaled(static_cast<uint32_t>(id));
+  if (scaled != nullptr) {
+    return AddScaled(*scaled, entry, item, target, *stored);
   }
-  std::vector<StoredRun> runs;
-  TC_RETURN_IF_ERROR(stored->RunsOfBox(dst, &runs, &storages_));
-  for (const StoredRun& each : runs) TC_RETURN_IF_ERROR(AddRun(each));
-  return {};
+  TC_ASSIGN_OR_RETURN(const UnitView wanted,
+                      InUnits(entry.dtype, entry.shape, item.box));
+  if (!target.cast_to || *target.cast_to == entry.dtype) {
+    TC_ASSIGN_OR_RETURN(const StridedBox to, TargetBox(wanted, target));
+    return AddRuns(*stored, to);
+  }
+  if (!CanCast(entry.dtype, *target.cast_to)) {
+    return Unsupported(std::string("cannot be cast from ") +
+                       DtypeName(entry.dtype) + " to " +
+                       DtypeName(*target.cast_to));
+  }
+  TC_ASSIGN_OR_RETURN(const StridedBox to,
+                      CastBox(wanted, item.box, entry.dtype, target));
+  deliveries_.back().cast = &casts_.emplace_back(item.name, target.data,
+                                                 entry.dtype, *target.cast_to);
+  return AddRuns(*stored, to);
 }
 
-Result<CodesOf> PlannedReads::AddScales(const ScaledTensor& scaled,
-                                        const ReadItem& item,
-                                        const CatalogEntry& entry,
-                                        const StoredView& codes) {
-  TC_ASSIGN_OR_RETURN(StoredPlaces places, StoredPlaces::Of(codes));
-  auto scales = std::make_shared<Scales>(scaled.scale_dtype, entry.shape,
-                                         scaled.blocks, item.box);
+// Numbers of codes.
+Status PlannedReads::AddScaled(const ScaledTensor& scaled,
+                               const CatalogEntry& entry, const ReadItem& item,
+                               const TargetTensor& target,
+                               const StoredView& stored) {
+  if (!target.cast_to ||
+      !CanScale(entry.dtype, scaled.scale_dtype, *target.cast_to)) {
+    return Unsupported("is stored as " + std::string(DtypeName(entry.dtype)) +
+                       ", to be multiplied by '" + scaled.scales +
+                       "': that is read as F64, F32, BF16 or F16");
+  }
+  if (item.box.sizes != target.sizes) {
+    return InvalidArgument("the target does not have the shape of the box");
+  }
+  if (item.box.Empty()) return {};
+  Box box = item.box;
+  TargetTensor into = target;
+  std::optional<Detour> detour;
+  if (CutsUnits(entry.dtype, item.box, target)) {
+    box = WithWholeUnits(entry.dtype, item.box);
+    into.sizes = box.sizes;
+    into.strides = DenseStrides(box.sizes, target.element_bytes);
+    detour = DetourOf(item.box, box, target);
+  }
+  TC_ASSIGN_OR_RETURN(const UnitView wanted,
+                      InUnits(entry.dtype, entry.shape, box));
+  TC_ASSIGN_OR_RETURN(const StridedBox to,
+                      CastBox(wanted, box, entry.dtype, into));
+  TC_ASSIGN_OR_RETURN(StoredPlaces places, StoredPlaces::Of(stored));
+  const auto scales = std::make_shared<Scales>(scaled.scale_dtype, entry.shape,
+                                               scaled.blocks, box);
   scales_.push_back(
       {scaled.scales, StoredScales(scaled, scales->held()), scales});
-  return CodesOf{std::move(scales), std::move(places)};
+  deliveries_.back().cast = &casts_.emplace_back(
+      item.name, target.data, entry.dtype, *target.cast_to,
+      CodesOf{scales, std::move(places)}, std::move(detour));
+  return AddRuns(stored, to);
+}
+
+Status PlannedReads::AddRuns(const StoredView& stored, const StridedBox& to) {
+  std::vector<StoredRun> runs;
+  TC_RETURN_IF_ERROR(stored.RunsOfBox(to, &runs, &storages_));
+  for (const StoredRun& each : runs) TC_RETURN_IF_ERROR(AddRun(each));
+  return {};
 }
 
 Status PlannedReads::AddFile(const Checkpoint& checkpoint, const ReadItem& item,

@@ -72,8 +72,10 @@ class PlannedReads {
 
   Status AddTensor(const Checkpoint& checkpoint, const ReadItem& item,
                    const TargetTensor& target);
-  Result<CodesOf> AddScales(const ScaledTensor& scaled, const ReadItem& item,
-                            const CatalogEntry& entry, const StoredView& codes);
+  Status AddScaled(const ScaledTensor& scaled, const CatalogEntry& entry,
+                   const ReadItem& item, const TargetTensor& target,
+                   const StoredView& stored);
+  Status AddRuns(const StoredView& stored, const StridedBox& to);
   Status AddFile(const Checkpoint& checkpoint, const ReadItem& item,
                  const TargetTensor& target);
   // By pieces; every byte of the run must be in one.

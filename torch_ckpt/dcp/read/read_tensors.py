@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -100,13 +100,15 @@ class TensorReader:
         strict_dtype: bool,
         direct_io: bool,
         aliases: Mapping[str, str] | None = None,
+        scaled: Collection[str] = (),
         warns: bool = True,
     ) -> None:
-        """`types` and `aliases`: of the tensors of `opened`, as its listing has them. `warns` of
-        targets that cannot hold every value of what is stored."""
+        """`types`, `aliases` and `scaled`: of the tensors of `opened`, as its listing has them.
+        `warns` of targets that cannot hold every value of what is stored."""
         self.opened = opened
         self.types = types
         self.aliases = aliases or {}
+        self.scaled = frozenset(scaled)
         self.workers = workers
         self.verify = verify
         self.strict_dtype = strict_dtype
@@ -164,7 +166,13 @@ class TensorReader:
         for request in casts.values():
             self._check_cast(request)
         if self.warns:
-            _warn_of_narrow([r for r in casts.values() if not widens(r.stored, r.target.dtype)])
+            _warn_of_narrow(
+                [
+                    r
+                    for (fqn, _), r in casts.items()
+                    if fqn not in self.scaled and not widens(r.stored, r.target.dtype)
+                ]
+            )
         with self.opened.files_open(self.direct_io):
             if plain:
                 tied, lost = self._fill_once(requests), _Pairs()

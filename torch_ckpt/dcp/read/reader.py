@@ -143,9 +143,13 @@ class CheckpointReader(StockReader):
         """What the checkpoint at `path` is read as."""
         return self.format
 
+    def _look(self) -> OpenedCheckpoint:
+        """The checkpoint at `path`, with tensors as a subclass has them."""
+        return OpenedCheckpoint(os.fspath(self.path), self._format_here())
+
     def _open(self) -> OpenedCheckpoint:
         if self._opened is None:
-            whole = OpenedCheckpoint(os.fspath(self.path), self._format_here())
+            whole = self._look()
             left_out = left_out_of(whole, self.include, self.exclude)
             self._opened = whole.without(left_out) if left_out else whole
         return self._opened
@@ -230,6 +234,7 @@ class CheckpointReader(StockReader):
                     strict_dtype=strict,
                     direct_io=self.direct_io,
                     aliases=self._list().aliases,
+                    scaled=self._list().scaled,
                 ).read(tensors, planner)
             if objects:
                 ObjectReader(

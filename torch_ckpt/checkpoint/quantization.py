@@ -1,0 +1,223 @@
+"""Bases whose weights are codes and scales: what their configuration says, and which tensors become
+numbers. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from torch_ckpt.errors import IncompleteError, UnsupportedError
+from torch_ckpt.native.opened import Dequantized, OpenedCheckpoint, ScaledPair
+
+QUANTIZATION_KEYS = (
+    "quantization_config",
+    "compression_config",
+)  # the second of early compressed-tensors
+# Models of several parts have a configuration for each.
+CONFIGS_OF_PARTS = (
+    *("text_config", "language_config", "llm_config", "thinker_config"),
+    *("vision_config", "audio_config", "encoder", "decoder"),
+)
+_FLOAT8 = ("fp8", "fbgemm_fp8", "finegrained_fp8")
+_BLOCKS = ("mxfp4", "mxfp8")
+# What compressed-tensors calls its formats whose codes are float8.
+_COMPRESSED = ("float-quantized", "naive-quantized", "mxfp8-quantized")
+# Of activations, caches and outputs: parts of the quantization, and not of a model of floats.
+ACTIVATIONS = re.compile(
+    r"(?:^|[._])(?:input|activation|output|k|v|q|prob)_scale(?:_inv)?$|\.activation_scale_ub$"
+)
+# Beside codes: they are no number times a scale.
+_OTHERS = re.compile(r"_zero_point$|_global_scale$|\.weight_scale_2$|\.qzeros$|\.quant_state\.")
+
+
+class Quantization(NamedTuple):
+    """What a configuration says.
+
+    method: as it calls it. blocks: rows and columns of codes that share a scale, where it says so.
+    plain: the modules that are left as they are: names, or expressions after "re:".
+    refused: why its codes are not made numbers; None where they are.
+    """
+
+    method: str
+    blocks: tuple[int, int] | None
+    plain: tuple[str, ...]
+    refused: str | None = None
+
+    def is_plain(self, tensor: str) -> bool:
+        """Whether it leaves the module of a tensor as it is."""
+        module = tensor.rpartition(".")[0]
+        return any(
+            re.match(each[3:], module) is not None
+            if each.startswith("re:")
+            else each in (tensor, module) or f".{each}." in f".{module}."
+            for each in self.plain
+        )
+
+
+def quantization_of(path: str) -> Quantization | None:
+    """What the configuration beside the weights at `path` says; None where it says nothing."""
+    directory = path if os.path.isdir(path) else os.path.dirname(path)
+    file = os.path.join(directory, "config.json")
+    try:
+        with open(file, encoding="utf-8") as text:
+            config = json.load(text)
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        return None  # no configuration of a model
+    said = _said(config)
+    return None if said is None else _parsed(said)
+
+
+def _said(config: Any) -> Mapping[str, Any] | None:
+    if not isinstance(config, dict):
+        return None
+    for part in (config, *(config.get(key) for key in CONFIGS_OF_PARTS)):
+        if isinstance(part, dict):
+            for key in QUANTIZATION_KEYS:
+                if isinstance(part.get(key), dict):
+                    found: dict[str, Any] = part[key]
+                    return found
+    return None
+
+
+def _parsed(said: Mapping[str, Any]) -> Quantization:
+    method = str(said.get("quant_method") or "a method without a name").lower()
+    plain: list[Any] = []
+    for key in ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules"):
+        given = said.get(key)
+        plain += given if isinstance(given, list) else []
+    names = tuple(str(each) for each in plain)
+    if method in _FLOAT8:
+        blocks = said.get("weight_block_size")
+        return Quantization(method, _blocks_of(blocks), names, _refused(method, blocks))
+    if method in _BLOCKS:
+        return Quantization(method, None, names)
+    if method == "modelopt" and str(said.get("quant_algo", "")).upper() in ("FP8", "MXFP8"):
+        return Quantization(method, None, names)
+    if method == "compressed-tensors":
+        return _compressed(said, method, names)
+    words = [str(said[key]) for key in ("quant_algo", "format", "bits") if said.get(key)]
+    return Quantization(method, None, names, f"{method} {' '.join(words)}".strip())
+
+
+def _blocks_of(given: Any) -> tuple[int, int] | None:
+    known = isinstance(given, list) and len(given) == 2
+    if known and all(type(each) is int and each > 0 for each in given):
+        return given[0], given[1]
+    return None
+
+
+def _refused(method: str, blocks: Any) -> str | None:
+    if blocks is None or _blocks_of(blocks) is not None:
+        return None
+    return f"{method} with blocks of {blocks!r}"
+
+
+def _compressed(said: Mapping[str, Any], method: str, plain: tuple[str, ...]) -> Quantization:
+    """Of compressed-tensors, whose weights are to be float8 without zero points."""
+    groups = said.get("config_groups")
+    known: set[tuple[int, int] | None] = set()
+    refused: str | None = None
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            continue
+        form = group.get("format") or said.get("format")
+        kind = weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True)
+        blocks = weights.get("block_structure")
+        if kind != ("float", 8, True) or form not in (*_COMPRESSED, None):
+            zeros = "" if kind[2] else " with zero points"
+            refused = f"{method} {form}, {kind[1]} bits of {kind[0]}{zeros}"
+        refused = refused or _refused(method, blocks)
+        known.add(_blocks_of(blocks))
+    known -= {None}
+    return Quantization(method, known.pop() if len(known) == 1 else None, plain, refused)
+
+
+def with_numbers(
+    opened: OpenedCheckpoint,
+    wanted: Callable[[ScaledPair], bool] | None = None,
+    *,
+    kept: Collection[str] = (),
+    blocks: tuple[int, int] | None = None,
+    keeps_scales: bool = False,
+    keeps_names: bool = False,
+) -> OpenedCheckpoint:
+    """`opened` with numbers in place of codes and scales, of those pairs that are `wanted`; itself
+    where there are none. Scales of activations are left out, but for those `kept`.
+
+    blocks: rows and columns of codes that have a scale in common; None: what the configuration
+        says. Raises UnsupportedError for codes whose scales do not fit, or for what is more than a
+        number times a scale, IncompleteError for codes or scales that lack the other, naming them.
+    """
+    said = quantization_of(opened.path)
+    if blocks is None and said is not None:
+        blocks = said.blocks
+    options: dict[str, Any] = {
+        "blocks": blocks,
+        "keeps_scales": keeps_scales,
+        "keeps_names": keeps_names,
+    }
+    found = opened.dequantized(**options)
+    if said is not None:
+        _check_whole(opened, said, found, wanted)
+    pairs = [pair for pair in found.pairs if wanted is None or wanted(pair)]
+    if not pairs:
+        return opened
+    if said is not None and said.refused is not None:
+        raise UnsupportedError(
+            f"is stored as codes, by {said.refused} as config.json says, which are not made "
+            "numbers: float8 with scales and MXFP4 are",
+            file=opened.path,
+            tensor=pairs[0].codes,
+        )
+    if len(pairs) < len(found.pairs):
+        found = opened.dequantized(only=[pair.codes for pair in pairs], **options)
+    names = found.opened.listing().names
+    _check_alone(opened, pairs, names)
+    left_out = [name for name in names if ACTIVATIONS.search(name) and name not in kept]
+    return found.opened.without(left_out) if left_out and not keeps_scales else found.opened
+
+
+def _check_whole(
+    opened: OpenedCheckpoint,
+    said: Quantization,
+    found: Dequantized,
+    wanted: Callable[[ScaledPair], bool] | None,
+) -> None:
+    """Raises IncompleteError for what lacks its other half."""
+    for name in found.unscaled:
+        if said.is_plain(name) or not (wanted is None or wanted(ScaledPair(name, name, ""))):
+            continue
+        raise IncompleteError(
+            f"is stored as codes, by {said.method} as config.json says, and has no scales",
+            file=opened.path,
+            tensor=name,
+        )
+    for name in found.orphans:
+        of = re.sub(r"(_scale_inv|_scales)$", "", name)
+        if wanted is None or wanted(ScaledPair(of, of, name)):
+            raise IncompleteError(
+                f"scales codes, by {said.method} as config.json says, that are not there",
+                file=opened.path,
+                tensor=name,
+            )
+
+
+def _check_alone(
+    opened: OpenedCheckpoint, pairs: Collection[ScaledPair], names: Collection[str]
+) -> None:
+    """Raises UnsupportedError where something else belongs to the codes of `pairs`."""
+    modules = {pair.codes.rpartition(".")[0] for pair in pairs}
+    for name in names:
+        if _OTHERS.search(name) and name.rpartition(".")[0] in modules:
+            raise UnsupportedError(
+                "belongs to codes that are more than a number times a scale, which are not made "
+                "numbers",
+                file=opened.path,
+                tensor=name,
+            )
