@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scaled_bases
 import torch
 from safetensors.torch import save_file
 from sample_states import FAILED
 
 import torch_ckpt
 
-CODES = [
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-]
+SCALED = [torch.float8_e4m3fn, torch.float8_e5m2]
+REFUSED = [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 
 
 def hub(path: Path, dtype: torch.dtype, scale: str) -> Path:
@@ -32,7 +29,7 @@ def hub(path: Path, dtype: torch.dtype, scale: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dtype", CODES, ids=str)
+@pytest.mark.parametrize("dtype", REFUSED, ids=str)
 @pytest.mark.parametrize("scale", ["weight_scale_inv", "weight_scale"])
 def test_codes_are_not_widened_without_their_scales(
     tmp_path: Path, dtype: torch.dtype, scale: str
@@ -51,17 +48,79 @@ def test_codes_are_not_widened_without_their_scales(
         assert not target["head.weight"].any()  # refused before anything is read
 
 
-def test_the_error_is_our_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", SCALED, ids=str)
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"])
+def test_numbers_for_targets_of_floats(tmp_path: Path, dtype: torch.dtype, scale: str) -> None:
+    path = hub(tmp_path / "in", dtype, scale)
+    for wanted in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        target: dict[str, Any] = {
+            "layer.weight": torch.zeros(4, 4).to(wanted),
+            "head.weight": torch.zeros(2, 2),
+            f"layer.{scale}": torch.zeros(1, 1),
+        }
+        torch_ckpt.load(target, path)
+        assert target["layer.weight"].eq(0.5).all() and target["head.weight"].eq(1).all()
+        assert target[f"layer.{scale}"].item() == 0.5
+    with pytest.raises(FAILED, match="strict_dtype"):
+        torch_ckpt.load(target, path, strict_dtype=True)
+    with pytest.raises(FAILED, match=f"load it as {dtype}"):
+        torch_ckpt.load({"layer.weight": torch.zeros(4, 4).to(torch.float8_e8m0fnu)}, path)
+
+
+def test_by_an_opened_checkpoint(tmp_path: Path) -> None:
     path = hub(tmp_path / "in", torch.float8_e4m3fn, "weight_scale_inv")
-    with pytest.raises(torch_ckpt.UnsupportedError):
-        torch_ckpt.load({"layer.weight": torch.zeros(4, 4)}, path)
+    out = torch.zeros(2, 4)
+    torch_ckpt.open(path)["layer.weight"].read(slice(1, 3), out=out)
+    assert out.eq(0.5).all()
+
+
+def test_targets_that_the_engine_does_not_fill_in_place(tmp_path: Path) -> None:
+    path = hub(tmp_path / "in", torch.float8_e4m3fn, "weight_scale_inv")
+    parameter = torch.nn.Parameter(torch.zeros(4, 4).t())
+    conjugate = torch.zeros(4, 4, dtype=torch.complex64).imag
+    for target in (parameter, conjugate, torch.zeros(8, 4)[::2]):
+        torch_ckpt.load({"layer.weight": target}, path)
+        assert target.eq(0.5).all()
+
+
+def test_boxes_of_a_sharded_save(tmp_path: Path) -> None:
+    """Codes and scales that ranks have saved in boxes of their own."""
+    generator = torch.Generator().manual_seed(3)
+    codes = scaled_bases.float8((300, 300), torch.float8_e4m3fn, generator)
+    grid = scaled_bases.scales((3, 3), torch.float32, generator)
+    torch_ckpt.save({"m.weight": codes, "m.weight_scale_inv": grid}, tmp_path / "c")
+    target = {"m.weight": torch.zeros(300, 300)}
+    torch_ckpt.load(target, tmp_path / "c")
+    assert torch.equal(target["m.weight"], scaled_bases.numbers(codes, grid, (128, 128)))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8], ids=str)
+def test_bytes_of_two_codes_are_not_widened(tmp_path: Path, dtype: torch.dtype) -> None:
+    powers = torch.full((4, 2), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    stored = {"m.weight": torch.ones(4, 32, dtype=dtype), "m.scale": powers}
+    path = scaled_bases.base(tmp_path / "base", stored)
+    target = {"m.weight": torch.zeros(4, 32)}
+    with pytest.raises(FAILED, match=r"m\.weight.*two codes each.*m\.scale"):
+        torch_ckpt.load(target, path)
+    assert not target["m.weight"].any()
+    same = {"m.weight": torch.zeros(4, 32, dtype=dtype)}
+    torch_ckpt.load(same, path)
+    assert same["m.weight"].eq(1).all()
+
+
+def test_blocks_of_mxfp4_are_not_widened(tmp_path: Path) -> None:
+    stored, _ = scaled_bases.kinds(torch.Generator())["mxfp4"]
+    path = scaled_bases.base(tmp_path / "base", stored)
+    with pytest.raises(FAILED, match=r"m_blocks.*two codes each.*m_scales"):
+        torch_ckpt.load({"m_blocks": torch.zeros(stored["m_blocks"].shape)}, path)
 
 
 def test_under_other_names(tmp_path: Path) -> None:
     """The names that count are the checkpoint's."""
     path = hub(tmp_path / "in", torch.float8_e4m3fn, "weight_scale_inv")
-    with pytest.raises(FAILED, match=r"layer\.weight_scale_inv"):
-        torch_ckpt.load({"mlp": torch.zeros(4, 4)}, path, key_mapping=[(r"layer\.weight$", "mlp")])
+    target = {"mlp": torch.zeros(4, 4)}
+    torch_ckpt.load(target, path, key_mapping=[(r"layer\.weight$", "mlp")])
+    assert target["mlp"].eq(0.5).all()
 
 
 def test_what_is_loaded_as_before(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from torch_ckpt.checkpoint.quantization import scale_names
 from torch_ckpt.checkpoint.values import statistics
 from torch_ckpt.dcp.node import transfer_workers
 from torch_ckpt.dcp.read.read_objects import ObjectReader, not_read
-from torch_ckpt.dcp.read.read_tensors import SCALES, TensorReader
+from torch_ckpt.dcp.read.read_tensors import TensorReader
 from torch_ckpt.dcp.read.targets import check_places, check_target, copy_by_itself, copy_into
 from torch_ckpt.errors import CorruptError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.native import core
@@ -155,7 +156,7 @@ class StoredTensor:
         )
 
     def _fill(self, box: _Box, target: torch.Tensor) -> None:
-        names = [self.name, *(self.name + end for end in SCALES if self.name + end in self._names)]
+        names = [self.name, *(name for name in scale_names(self.name) if name in self._names)]
         # Of scales beside it only the names count.
         item = _item(self.name, box.offsets, box.sizes)
         planner: Any = _Targets({self.name: target})

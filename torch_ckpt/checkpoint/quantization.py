@@ -33,6 +33,15 @@ ACTIVATIONS = re.compile(
 _OTHERS = re.compile(r"_zero_point$|_global_scale$|\.weight_scale_2$|\.qzeros$|\.quant_state\.")
 
 
+def scale_names(codes: str) -> list[str]:
+    """What the scales of `codes` may be called, as csrc/engine/open/scaled.cc pairs them."""
+    names = [f"{codes}_scale_inv", f"{codes}_scale"]
+    module, dot, last = codes.rpartition(".")
+    if last == "weight":
+        names += [f"{module}{dot}scale", f"{module}{dot}qscale_weight"]
+    return names
+
+
 class Quantization(NamedTuple):
     """What a configuration says.
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from torch_ckpt.checkpoint.quantization import scale_names, with_numbers
 from torch_ckpt.dcp.node import ranks_of_node
 from torch_ckpt.dcp.plan import load_planner
 from torch_ckpt.dcp.plan.stock_planner import has_method_of
@@ -29,7 +30,7 @@ from torch_ckpt.errors import InvalidArgumentError, UnsupportedError, warn
 from torch_ckpt.native import core, operators
 from torch_ckpt.native.dtypes import DTYPE_NAMES, PACKED, TORCH_DTYPES, widens
 from torch_ckpt.native.jobs import Job
-from torch_ckpt.native.opened import OpenedCheckpoint, StoredType
+from torch_ckpt.native.opened import OpenedCheckpoint, ScaledPair, StoredType
 from torch_ckpt.native.tensors import PLAIN_TENSORS, memory_of, same_bits
 
 # Host memory for tensors that cannot be read in place: a wave of at most this much; and two where
@@ -38,11 +39,12 @@ _WAVE_BYTES = 32 << 20
 _DEVICE_WAVE_BYTES = 128 << 20
 _ALIGNMENT = 64  # of a tensor in a wave, in bytes; more than any dtype needs
 _MOST_NAMED = 5
-# Floats that are kept beside scales, and the names of those, after the name of what they scale.
+# Floats that are kept beside scales.
 _CODES = frozenset(
     {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 )
-SCALES = ("_scale_inv", "_scale")
+_MAYBE_CODES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8})
+_FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 # What the core casts to each other while it reads, and refuses where a value would be lost.
 _CAST_BY_CORE = frozenset(TORCH_DTYPES[name] for name in core.CASTABLE if name in TORCH_DTYPES)
 
@@ -163,6 +165,8 @@ class TensorReader:
             if memory.dtype is not request.stored:
                 casts[fqn, memory.dtype] = request
         # Refuse before a byte is copied.
+        if not self.strict_dtype:
+            self._take_numbers(requests, [*casts.values()])
         for request in casts.values():
             self._check_cast(request)
         if self.warns:
@@ -182,6 +186,34 @@ class TensorReader:
         _warn_of_tied(lost)
         for request in requests:
             planner.commit_tensor(request.item, request.target)
+
+    def _take_numbers(self, requests: list[_Request], casts: list[_Request]) -> None:
+        """Read the numbers that codes and scales are into targets of floats. Raises
+        UnsupportedError for bytes that are two codes each, whose numbers have another shape."""
+        codes = {
+            request.item.storage_index.fqn
+            for request in casts
+            if request.target.dtype in _FLOATS and request.stored in _MAYBE_CODES
+        } - self.scaled
+        if not codes:
+            return
+
+        def is_wanted(pair: ScaledPair) -> bool:
+            if pair.codes in codes and self.types[pair.codes].dtype in ("U8", "I8"):
+                raise UnsupportedError(
+                    f"is stored as bytes of two codes each, to be multiplied by '{pair.scales}'; a "
+                    "cast would leave that out: load_model, convert and "
+                    "QuantizedHuggingFaceStorageReader make numbers of them",
+                    file=self.opened.path,
+                    tensor=pair.codes,
+                )
+            return pair.codes in codes
+
+        self.opened = with_numbers(self.opened, is_wanted, keeps_scales=True, keeps_names=True)
+        self.scaled |= frozenset(self.opened.listing().scaled)
+        for request in requests:
+            if request.item.storage_index.fqn in self.scaled:
+                request.stored = torch.float32  # in which they are made
 
     def _fill_with_own_ways(self, requests: list[_Request]) -> tuple[_Pairs, _Pairs]:
         """Fill the targets; what fills itself, and what shares memory with that, one after the
@@ -325,7 +357,9 @@ class TensorReader:
                 tensor=fqn,
             )
         scales = (
-            [fqn + end for end in SCALES if fqn + end in self.types] if source in _CODES else []
+            [name for name in scale_names(fqn) if name in self.types]
+            if source in _CODES and fqn not in self.scaled
+            else []
         )
         if scales:
             raise UnsupportedError(
