@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch_ckpt.conversion.convert import convert
     from torch_ckpt.dcp.plan.load_planner import LoadPlanner
     from torch_ckpt.dcp.plan.save_planner import SavePlanner
+    from torch_ckpt.dcp.read.quantized import QuantizedHuggingFaceStorageReader
     from torch_ckpt.dcp.read.reader import CheckpointReader, HuggingFaceStorageReader
     from torch_ckpt.dcp.stager import PinnedMemoryStager
     from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
@@ -71,6 +72,7 @@ _LAZY = {
     "MergeFuture": "torch_ckpt.export.consolidate",
     "PerRank": "torch_ckpt.planning.per_rank",
     "PinnedMemoryStager": "torch_ckpt.dcp.stager",
+    "QuantizedHuggingFaceStorageReader": "torch_ckpt.dcp.read.quantized",
     "SavePlanner": "torch_ckpt.dcp.plan.save_planner",
     "SaveStats": "torch_ckpt.calls.save",
     "TorchPatch": "torch_ckpt.patching.patch",
@@ -110,6 +112,7 @@ __all__ = [
     "MissingKeyError",
     "PerRank",
     "PinnedMemoryStager",
+    "QuantizedHuggingFaceStorageReader",
     "SavePlanner",
     "SaveStats",
     "TorchPatch",

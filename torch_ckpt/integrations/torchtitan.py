@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.quantized_hf_storage import (
+    QuantizedHuggingFaceStorageReader as StockQuantizedReader,
+)
 from torch.distributed.checkpoint.staging import StagingOptions
 from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.components.checkpointer.dcp import AsyncMode
@@ -29,6 +32,7 @@ from torch_ckpt.calls import api
 from torch_ckpt.calls.async_save import async_save
 from torch_ckpt.checkpoint.checkpoint import was_committed
 from torch_ckpt.checkpoint.names import CHILD
+from torch_ckpt.dcp.read.quantized import QuantizedHuggingFaceStorageReader
 from torch_ckpt.dcp.stager import PinnedMemoryStager
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
@@ -254,7 +258,12 @@ class CheckpointManager(Titans):
         adapter = self._adapter()
         stored = adapter.to_hf(state_dict)
         if from_quantized:
-            api.load(stored, storage_reader=adapter.get_hf_storage_reader(checkpoint_id, True))
+            reader = adapter.get_hf_storage_reader(checkpoint_id, True)
+            if type(reader) is StockQuantizedReader:
+                reader = QuantizedHuggingFaceStorageReader(
+                    checkpoint_id, reader.thread_count, reader.target_dtype, reader.block_size
+                )
+            api.load(stored, storage_reader=reader)
         else:
             api.load(stored, checkpoint_id)
         loaded = adapter.from_hf(stored)

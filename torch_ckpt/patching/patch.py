@@ -3,7 +3,8 @@
 `rebind.py` binds the names of these stock objects to stand-ins:
 
     group            stock objects
-    hf               HuggingFaceStorageWriter and -Reader, consolidate_safetensors_files and
+    hf               HuggingFaceStorageWriter and -Reader, QuantizedHuggingFaceStorageReader,
+                     consolidate_safetensors_files and
                      consolidate_safetensors_files_on_every_rank; and what carries out
                      `dcp.async_save` in a thread
     file_system      FileSystemWriter and -Reader, but in the module that chooses a default
@@ -19,7 +20,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader as StockFil
 from torch.distributed.checkpoint.filesystem import FileSystemWriter as StockFileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as StockReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as StockWriter
+from torch.distributed.checkpoint.quantized_hf_storage import (
+    QuantizedHuggingFaceStorageReader as StockQuantizedReader,
+)
 
+from torch_ckpt.dcp.read.quantized import QuantizedHuggingFaceStorageReader
 from torch_ckpt.dcp.write.writer import HuggingFaceStorageWriter
 from torch_ckpt.native import torch_private
 from torch_ckpt.patching import storage
@@ -39,6 +44,7 @@ _TABLE = Table(
     [
         _of_class(StockWriter, HuggingFaceStorageWriter, HF),
         _of_class(StockReader, storage.HuggingFaceStorageReader, HF),
+        _of_class(StockQuantizedReader, QuantizedHuggingFaceStorageReader, HF),
         _of_class(StockFileSystemWriter, storage.FileSystemWriter, FILE_SYSTEM),
         _of_class(StockFileSystemReader, storage.FileSystemReader, FILE_SYSTEM),
         _of_class(StockFileSystemWriter, storage.FileSystemWriter, DEFAULT_STORAGE, _CHOICE),
@@ -65,9 +71,9 @@ def patch_torch(*, file_system: bool = False, default_storage: bool = False) -> 
     """Let programs that call stock DCP run on this engine as they are: accelerate, transformers,
     torchtitan, Lightning and others. Call it on every rank, before the first save or load.
 
-    At once, and until `undo()` or the end of a `with` block, DCP's HuggingFaceStorageWriter and
-    HuggingFaceStorageReader, `consolidate_safetensors_files` and
-    `consolidate_safetensors_files_on_every_rank` are ours, in every module of this process.
+    At once, and until `undo()` or the end of a `with` block, DCP's HuggingFaceStorageWriter,
+    HuggingFaceStorageReader and QuantizedHuggingFaceStorageReader, `consolidate_safetensors_files`
+    and `consolidate_safetensors_files_on_every_rank` are ours, in every module of this process.
 
     file_system: FileSystemWriter and FileSystemReader are too. The writer writes our sharded
         format; the reader reads every format, stock's among them.
