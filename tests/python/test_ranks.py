@@ -12,17 +12,17 @@ from launch import run_ranks
 # launches of "reshard", "wrapped" and "clients_reload" load what earlier ones have saved.
 LAUNCHES = [
     (
-        "sharding,saving,failures,differing,consolidation,final,two_layouts,frameworks,reshard,wrapped,training,trajectories,dist_checkpointing,dist_errors,dist_async,dist_deliveries",
+        "sharding,saving,failures,differing,consolidation,final,two_layouts,frameworks,reshard,wrapped,training,scaled,trajectories,dist_checkpointing,dist_errors,dist_async,dist_deliveries",
         4,
     ),
     (
-        "saving,failures,differing,asynchronous,consolidation,two_layouts,directories,empty_tensors,reshard,wrapped,training,trajectories,"
+        "saving,failures,differing,asynchronous,consolidation,two_layouts,directories,empty_tensors,reshard,wrapped,training,scaled,trajectories,"
         "dist_checkpointing,dist_errors,dist_async,dist_deliveries,dist_random",
         2,
     ),
-    ("agreements,reshard,wrapped,training,trajectories", 3),
+    ("agreements,reshard,wrapped,training,scaled,trajectories", 3),
     (
-        "reshard,wrapped,training,trajectories,dist_checkpointing,dist_errors,dist_async,dist_deliveries",
+        "reshard,wrapped,training,scaled,trajectories,dist_checkpointing,dist_errors,dist_async,dist_deliveries",
         1,
     ),
     ("clients", 2),

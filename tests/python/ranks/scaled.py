@@ -1,0 +1,103 @@
+"""Bases of codes and scales into sharded models: boxes that cut blocks, and bytes of two codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import scaled_bases
+import torch
+import torch.distributed as dist
+from ranks.run import Context, cases, raised
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import torch_ckpt
+from torch_ckpt import QuantizedHuggingFaceStorageReader
+
+CASES, case = cases()
+KINDS = (
+    "float8_e4m3fn float32 m.weight_scale_inv",
+    "float8_e4m3fn bfloat16 rows (300,)",
+    "float8_e5m2 float8_e8m0fnu mx",
+    "float8_e4m3fn float32 one (1,)",
+    "float8_e4m3fn float32 experts",
+    "mxfp4",
+    "fp4 in torch.int8",
+)
+
+
+def base_of(context: Context, kind: str, number: int) -> tuple[Path, str, torch.Tensor]:
+    """The directory, which rank 0 writes; the name of the tensor; and its numbers."""
+    stored, whole = scaled_bases.kinds(torch.Generator().manual_seed(4))[kind]
+    path = context.folder / str(number)
+    if context.rank == 0:
+        scaled_bases.base(path, stored)
+    dist.barrier()
+    return path, next(iter(stored)).removesuffix("_blocks"), whole
+
+
+def model_of(name: str, parameter: nn.Parameter) -> nn.Module:
+    model = nn.Module()
+    *modules, last = name.split(".")
+    at = model
+    for module in modules:
+        at.add_module(module, nn.Module())
+        at = getattr(at, module)
+    at.register_parameter(last, parameter)
+    return model
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@case
+def into_any_sharding(context: Context) -> None:
+    mesh = init_device_mesh("cpu", (context.world,))
+    for number, kind in enumerate(KINDS):
+        path, name, whole = base_of(context, kind, number)
+        for dim in range(whole.dim()):
+            # Uneven, so that ranks begin in the middle of blocks and of bytes.
+            for dtype in (torch.bfloat16, torch.float32):
+                zeros = torch.zeros(whole.shape, dtype=dtype)
+                sharded = distribute_tensor(zeros, mesh, [Shard(dim)])
+                model = model_of(name, nn.Parameter(sharded, requires_grad=False))
+                torch_ckpt.load_model(model, path)
+                wanted = distribute_tensor(whole.to(dtype), mesh, [Shard(dim)])
+                assert torch.equal(local(sharded), local(wanted)), (kind, dim, dtype)
+
+
+@case
+def into_fsdp(context: Context) -> None:
+    path, name, whole = base_of(context, KINDS[0], 0)
+    model = model_of(name, nn.Parameter(torch.zeros(whole.shape, dtype=torch.bfloat16)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (context.world,)))
+    torch_ckpt.load_model(model, path)
+    (parameter,) = model.parameters()
+    assert isinstance(parameter, DTensor)
+    assert torch.equal(parameter.full_tensor(), whole.bfloat16())
+
+
+@case
+def by_the_reader(context: Context) -> None:
+    mesh = init_device_mesh("cpu", (context.world,))
+    path, name, whole = base_of(context, "mxfp4", 0)
+    target = distribute_tensor(torch.zeros(whole.shape), mesh, [Shard(2)])
+    reader = QuantizedHuggingFaceStorageReader(path)
+    torch_ckpt.load({f"{name}_blocks": target}, storage_reader=reader)
+    assert torch.equal(local(target), local(distribute_tensor(whole, mesh, [Shard(2)])))
+
+
+@case
+def what_is_refused_is_refused_on_all_ranks(context: Context) -> None:
+    path = context.folder / "base"
+    codes = torch.ones(8, 8).to(torch.float8_e4m3fn)
+    if context.rank == 0:
+        scaled_bases.base(path, {"m.weight": codes, "m.weight_scale": torch.ones(3)})
+    dist.barrier()
+    # A rank has something else of the model.
+    name = "m.weight" if context.rank == context.world - 1 else "n.weight"
+    model = model_of(name, nn.Parameter(torch.zeros(8, 8)))
+    raised(lambda: torch_ckpt.load_model(model, path, strict=False), "m.weight", "(8, 8)", "(3)")
