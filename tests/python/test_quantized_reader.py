@@ -117,3 +117,12 @@ def test_patched(tmp_path: Path) -> None:
         dcp.load(target, storage_reader=reader)
     assert torch.equal(target["m.weight"], whole)
     assert type(stock.QuantizedHuggingFaceStorageReader(str(path))) is not Ours
+
+
+def test_scales_are_not_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored, whole = KINDS[KIND]
+    more = {"m.input_scale": torch.ones(1), "m.bias": torch.ones(1)}
+    path = scaled_bases.base(tmp_path / "base", {**stored, **more})
+    target = {"m.weight": torch.zeros(whole.shape), "m.bias": torch.zeros(1)}
+    torch_ckpt.load(target, storage_reader=Ours(path))
+    assert not caplog.records

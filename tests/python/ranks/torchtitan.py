@@ -9,10 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import scaled_bases
 import torch
 import torch.distributed as dist
 from ranks.run import Context, cases, everywhere, raised
 from titan_job import Job
+from torch.distributed.checkpoint.quantized_hf_storage import (
+    QuantizedHuggingFaceStorageReader as StockQuantizedReader,
+)
 from torch.distributed.tensor import DTensor
 
 import torch_ckpt
@@ -223,6 +227,43 @@ def the_last_step_is_a_model_of_the_hub(context: Context) -> None:
     fresh = begin(context.folder / "fresh2", initial_load_path=broken_path, initial_load_in_hf=True)
     raised(fresh.manager.load, "model-00002-of-00002.safetensors")
     fresh.manager.close()
+
+
+@case
+def it_begins_with_a_quantized_base(context: Context) -> None:
+    """As torchtitan's DeepSeek, whose adapter asks for stock's reader of such bases. Each rank has
+    rows that begin in the middle of blocks."""
+    folder = context.folder / "base"
+    job = begin(
+        context.folder / "run",
+        initial_load_path=str(folder.resolve()),
+        initial_load_in_hf=True,
+        initial_load_in_hf_quantized=True,
+    )
+    adapter = job.manager.sd_adapter
+    adapter.get_hf_storage_reader = lambda path, _=False: StockQuantizedReader(
+        path=path, target_dtype=torch.float32, block_size=128, thread_count=4
+    )
+    wanted: dict[str, torch.Tensor] = {}
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in hub_of(job).items():
+        wanted[name] = stored[name] = tensor
+        if tensor.dim() == 2 and "embed" not in name:
+            codes = tensor.to(torch.float8_e4m3fn)
+            grid = torch.rand([-(-size // 128) for size in tensor.shape]) + 0.5
+            stored |= {name: codes, f"{name}_scale_inv": grid}
+            wanted[name] = scaled_bases.numbers(codes, grid, (128, 128))
+    if context.rank == 0:
+        scaled_bases.base(folder, {name: each.contiguous() for name, each in stored.items()})
+    given = [wanted if context.rank == 0 else None]
+    dist.broadcast_object_list(given)
+    assert given[0] is not None and len(stored) > len(wanted)
+    with torch.no_grad():
+        for parameter in job.model.parameters():
+            parameter.fill_(9)
+    assert job.manager.load() is True
+    assert_same(hub_of(job), given[0])
+    job.manager.close()
 
 
 @case

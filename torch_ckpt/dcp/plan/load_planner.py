@@ -413,11 +413,12 @@ def _mention_unasked(planner: LoadPlanner, asked: set[str]) -> None:
     if asked >= planner.metadata.state_dict_metadata.keys():
         return
     paths = planner.metadata.planner_data or {}
+    used = getattr(planner.metadata, "used_by_others", ())  # scales, whose codes are asked for
     beside: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}  # unasked, asked
     below: list[str] = []
     for fqn, stored in planner.metadata.state_dict_metadata.items():
         path = tuple(paths.get(fqn, (fqn,)))
-        if fqn == STRUCTURE_FQN or is_rank_part(str(path[-1])):
+        if fqn == STRUCTURE_FQN or is_rank_part(str(path[-1])) or fqn in used:
             continue
         if isinstance(stored, TensorStorageMetadata) and 0 in stored.size:
             continue  # nothing of it is left out, and no rank asks for a part

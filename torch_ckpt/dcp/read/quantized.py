@@ -8,7 +8,12 @@ import os
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
-from torch_ckpt.checkpoint.quantization import quantization_of, with_numbers
+from torch_ckpt.checkpoint.quantization import (
+    ACTIVATIONS,
+    quantization_of,
+    scale_names,
+    with_numbers,
+)
 from torch_ckpt.dcp.read.reader import HuggingFaceStorageReader
 from torch_ckpt.errors import InvalidArgumentError
 from torch_ckpt.native.opened import OpenedCheckpoint
@@ -67,4 +72,13 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             found = state.get(name)
             if isinstance(found, TensorStorageMetadata):
                 state[name] = dataclasses.replace(found, properties=properties)
+        scales = {
+            scale
+            for name in self._list().scaled
+            for scale in (*scale_names(name), f"{name.removesuffix('_blocks')}_scales")
+        }
+        # Who leaves these alone has not forgotten them: the planner does not mention them.
+        metadata.used_by_others = frozenset(  # type: ignore[attr-defined]
+            name for name in state if name in scales or ACTIVATIONS.search(name)
+        )
         return metadata
