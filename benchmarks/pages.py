@@ -50,6 +50,7 @@ PAGES = {
         ),
     ),
     "training": Page("steps of training runs, and base models", ("train_",)),
+    "bases": Page("base models of codes and scales", ("bases_",)),
     "megatron": Page("Megatron Core's dist_checkpointing", ("megatron_",)),
     "cuda": Page("saves from CUDA devices", ("save_cuda",)),
     "cuda_load": Page("loads onto CUDA devices", ("load_cuda_",)),

@@ -13,6 +13,7 @@ from benchmarks import row_consolidate
 from benchmarks import bench_export
 from benchmarks import bench_training
 from benchmarks import row_training_calls
+from benchmarks import bench_bases
 from benchmarks import row_load_plan
 from benchmarks import row_load_dcp
 from benchmarks import row_reshard

@@ -35,7 +35,8 @@ size_t CastBy(const FloatImplementation& implementation, Dtype from,
 }  // namespace
 
 bool CanCast(Dtype from, Dtype to) {
-  return Best().loops(from).read != nullptr &&
+  const FloatLoops in = Best().loops(from);  // scales are read and not written
+  return in.read != nullptr && in.write != nullptr &&
          Best().loops(to).write != nullptr;
 }
 

@@ -18,6 +18,7 @@ using float_types::Double;
 using float_types::E2M1;
 using float_types::E4M3;
 using float_types::E5M2;
+using float_types::E8M0;
 using float_types::Half;
 using float_types::kInfinity;
 using float_types::Single;
@@ -78,7 +79,15 @@ template <class Type>
   } else {
     std::memcpy(codes.data(), source, count);
   }
-  for (size_t at = 0; at < count; ++scales, into = 0) {
+  constexpr size_t kMx = 32;  // a loop of that length has no end to look for
+  size_t at = 0;
+  for (; block == kMx && into == 0 && at + kMx <= count; at += kMx) {
+    const float scale = *scales++;
+    for (size_t i = 0; i < kMx; ++i) {
+      out[at + i] = Type::ToFloat(codes[at + i]) * scale;
+    }
+  }
+  for (; at < count; ++scales, into = 0) {
     const size_t end = std::min(count, at + (block - into));
     const float scale = *scales;
     for (; at < end; ++at) out[at] = Type::ToFloat(codes[at]) * scale;
@@ -136,6 +145,8 @@ FloatLoops LoopsOf(Dtype dtype) {
       return LoopsFor<Loops, E4M3>();
     case Dtype::kF8E5M2:
       return LoopsFor<Loops, E5M2>();
+    case Dtype::kF8E8M0:
+      return {Loops<E8M0>::Read, nullptr, nullptr, true};
     case Dtype::kF4:
       return {nullptr, Loops<E2M1>::ReadScaled, nullptr, true};
     default:

@@ -14,7 +14,7 @@ inline constexpr size_t kFloatsAtOnce = 1024;
 
 // Null where there is none for a dtype.
 struct FloatLoops {
-  // Returns how many became infinite.
+  // Returns how many became infinite. Of F8_E8M0, which is a scale.
   size_t (*read)(const std::byte* source, float* out, size_t count) = nullptr;
   // Of codes of 4 and 8 bits: each times its scale. `block` elements have one,
   // of the first of which `into` are left out. Of F4, `count` is even.

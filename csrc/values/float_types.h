@@ -100,6 +100,7 @@ struct E2M1 {
 
 // 2 to the power of code - 127, as a scale; the last code is NaN.
 struct E8M0 {
+  using Element = uint8_t;
   static float ToFloat(uint8_t code) {
     const uint32_t power = Select(code == 0, 0x00400000u, uint32_t{code} << 23);
     return std::bit_cast<float>(Select(code == 0xff, 0x7fc00000u, power));

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <utility>
 
 #include "values/float_loops.h"
@@ -13,12 +13,22 @@
 namespace torch_ckpt {
 namespace {
 
-// A product of a code and a scale up to this is finite.
-constexpr float kSmallEnough = std::numeric_limits<float>::max() / 65536;
+// A product of a code and a scale of fewer bits than this is finite.
+constexpr uint32_t kLarge = uint32_t{127 + 111} << 23;
 
 bool IsScaleDtype(Dtype dtype) {
   return dtype == Dtype::kF32 || dtype == Dtype::kBF16 ||
          dtype == Dtype::kF16 || dtype == Dtype::kF8E8M0;
+}
+
+// Whether a finite one may make an infinite product.
+bool AnyLarge(const float* scales, size_t count) {
+  uint32_t any = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t magnitude = std::bit_cast<uint32_t>(scales[i]) & 0x7fffffffu;
+    any |= magnitude - kLarge < float_types::kInfinity - kLarge ? 1u : 0u;
+  }
+  return any != 0;
 }
 
 uint64_t LastOf(const Dims& dims) {
@@ -38,7 +48,6 @@ struct Scales::Loops {
         read(of.loops(codes).read_scaled),
         write(of.loops(to).write) {}
 
-  // Null for F8_E8M0.
   size_t (*const read_scales)(const std::byte*, float*, size_t);
   void (*const read)(const std::byte*, const float*, size_t, size_t, float*,
                      size_t);
@@ -101,22 +110,13 @@ size_t Scales::ScaleRow(const Loops& loops, const std::byte* source,
     const size_t needed = (at + size - 1) / block_ - block + 1;
     const std::byte* const stored =
         bytes_.data() + (of_row + block - first_held) * scale_bytes;
-    if (loops.read_scales != nullptr) {
-      for (size_t s = 0; s < needed; s += kFloatsAtOnce) {
-        loops.read_scales(stored + s * scale_bytes, scales.data() + s,
-                          std::min(kFloatsAtOnce, needed - s));
-      }
-    } else {
-      for (size_t s = 0; s < needed; ++s) {
-        scales[s] =
-            float_types::E8M0::ToFloat(std::to_integer<uint8_t>(stored[s]));
-      }
+    for (size_t s = 0; s < needed; s += kFloatsAtOnce) {
+      loops.read_scales(stored + s * scale_bytes, scales.data() + s,
+                        std::min(kFloatsAtOnce, needed - s));
     }
     const std::byte* const codes = source + done * bits / 8;
     loops.read(codes, scales.data(), at % block_, block_, values.data(), size);
-    if (std::any_of(scales.data(), scales.data() + needed, [](float scale) {
-          return std::fabs(scale) > kSmallEnough && std::isfinite(scale);
-        })) {
+    if (AnyLarge(scales.data(), needed)) {
       // What is infinite though its code is not.
       std::array<float, kFloatsAtOnce + 1> ones;
       std::array<float, kFloatsAtOnce> plain;
