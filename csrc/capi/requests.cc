@@ -54,6 +54,7 @@ Handler FindHandler(const std::string& op) {
       {"verify", VerifyRequest},
       {"without", WithoutRequest},
       {"dequantize", DequantizeRequest},
+      {"map", MapRequest},
   };
   const auto it = handlers.find(op);
   return it == handlers.end() ? nullptr : it->second;

@@ -18,6 +18,7 @@ Handler FindHandler(const std::string& op);
 Result<Json> OpenRequest(const Json& request);
 Result<Json> WithoutRequest(const Json& request);
 Result<Json> DequantizeRequest(const Json& request);
+Result<Json> MapRequest(const Json& request);
 Result<Json> CloseRequest(const Json& request);
 Result<Json> HoldFilesRequest(const Json& request);
 Result<Json> ReleaseFilesRequest(const Json& request);

@@ -38,7 +38,7 @@ PICKLE_READERS = {
 STRANGERS = {("ops", "capi")}
 # Of torch_ckpt: modules and packages, each of which may import those before it.
 PYTHON_ROOMS = (
-    *("errors", "options", "native", "checkpoint", "objects", "ranks"),
+    *("errors", "options", "native", "checkpoint", "tensor_mapping", "objects", "ranks"),
     *(
         "export",
         "planning",

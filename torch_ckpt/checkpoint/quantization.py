@@ -66,18 +66,21 @@ class Quantization(NamedTuple):
         )
 
 
-def quantization_of(path: str) -> Quantization | None:
-    """What the configuration beside the weights at `path` says; None where it says nothing."""
+def config_at(path: str) -> Any:
+    """What config.json beside the weights at `path` holds; None where it is none of a model."""
     directory = path if os.path.isdir(path) else os.path.dirname(path)
-    file = os.path.join(directory, "config.json")
     try:
-        with open(file, encoding="utf-8") as text:
-            config = json.load(text)
+        with open(os.path.join(directory, "config.json"), encoding="utf-8") as text:
+            return json.load(text)
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError):
-        return None  # no configuration of a model
-    said = _said(config)
+        return None
+
+
+def quantization_of(path: str) -> Quantization | None:
+    """What the configuration beside the weights at `path` says; None where it says nothing."""
+    said = _said(config_at(path))
     return None if said is None else _parsed(said)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -219,6 +219,32 @@ class OpenedCheckpoint:
         pairs = [ScaledPair(*each) for each in answer["pairs"]]
         return Dequantized(made, pairs, answer["unscaled"], answer["orphans"])
 
+    def mapped(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        natives: Mapping[str, Sequence[int]],
+        numbers: Mapping[str, int],
+    ) -> Mapped:
+        """The same look with the tensors of a model, `natives` by name and shape, in place of the
+        stored ones that `pairs` say they are made of; all others stay.
+
+        numbers: by the names that views have for them. Raises InvalidArgumentError, naming pair and
+        tensor, for what is no mapping: csrc/engine/open/derived.h.
+        """
+        request = {
+            "op": "map",
+            "checkpoint": self.id,
+            "pairs": list(pairs),
+            "names": core.names_text(list(natives)),
+            "shapes": list(natives.values()),
+            "numbers": dict(numbers),
+        }
+        answer = core.call(request)
+        made = object.__new__(OpenedCheckpoint)
+        made.path = self.path
+        made._take(answer["checkpoint"], self.notes)
+        return Mapped(made, [PartlyUsed(*each) for each in answer["partly"]])
+
     @contextlib.contextmanager
     def files_open(self, direct_io: bool) -> Iterator[None]:
         """Within it each file is opened once, however many jobs with that `direct_io` read it."""
@@ -283,6 +309,20 @@ class Dequantized(NamedTuple):
     pairs: list[ScaledPair]
     unscaled: list[str]
     orphans: list[str]
+
+
+class PartlyUsed(NamedTuple):
+    """`elements` of the `of` ones of a stored tensor are in a native one; some are in none."""
+
+    stored: str
+    native: str
+    elements: int
+    of: int
+
+
+class Mapped(NamedTuple):
+    opened: OpenedCheckpoint
+    partly: list[PartlyUsed]
 
 
 def _close_checkpoint(checkpoint: int) -> None:

@@ -198,6 +198,11 @@ class ModelState:
         given = extras if isinstance(extras, list | tuple) else [extras]
         return [*own, *(each for each in given if each is not None)] or None
 
+    @property
+    def config(self) -> Any:
+        """Its configuration; None where it has none."""
+        return getattr(unwrapped(self.parts[0]), "config", None)
+
     def forget_quantization(self) -> None:
         """Take what says how weights were quantized from its configuration: they are numbers."""
         for part in self.parts:

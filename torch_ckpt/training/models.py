@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,15 @@ from torch_ckpt.calls.futures import running, wait_for
 from torch_ckpt.calls.load import Load
 from torch_ckpt.calls.save import SavedMetadata
 from torch_ckpt.checkpoint.checkpoint import look_again
-from torch_ckpt.checkpoint.quantization import quantization_of, with_numbers
+from torch_ckpt.checkpoint.quantization import config_at, quantization_of, with_numbers
 from torch_ckpt.dcp.plan.load_planner import LoadPlanner
 from torch_ckpt.dcp.read.reader import CheckpointReader, ReplacedError
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError, UnsupportedError
 from torch_ckpt.export.renames import KeyMapping, renamed
-from torch_ckpt.native.opened import Listing, OpenedCheckpoint
+from torch_ckpt.native.opened import Listing, OpenedCheckpoint, PartlyUsed
 from torch_ckpt.options import local_path
 from torch_ckpt.ranks import TIMEOUT_S, Ranks
+from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping, numbers_of
 from torch_ckpt.training.model_state import ModelState, is_extra, listed, memory_of
 
 
@@ -48,6 +49,7 @@ class _Lacking:
     missing: set[str]
     unexpected: set[str]
     common: bool  # whether there is a name that both have
+    partly: list[PartlyUsed]
 
 
 class _ModelPlanner(LoadPlanner):
@@ -72,6 +74,7 @@ class _ModelPlanner(LoadPlanner):
         self._strict = strict
         self._path = path
         self.report = LoadReport([], [])
+        self.partly: list[PartlyUsed] = []  # said by the reader
 
     def set_up_planner(
         self,
@@ -105,7 +108,7 @@ class _ModelPlanner(LoadPlanner):
             for name in wanted - saved
             if memory_of(self.state_dict[name]) not in filled and not is_extra(name)
         }
-        return _Lacking(missing, saved - wanted, bool(saved & wanted))
+        return _Lacking(missing, saved - wanted, bool(saved & wanted), self.partly)
 
     def look(self, said: list[Any]) -> None:
         missing = set[str]().union(*(each.missing for each in said))
@@ -128,19 +131,62 @@ class _ModelPlanner(LoadPlanner):
                 "begin so, strict=False all",
                 file=self._path,
             )
+        self._check_used(said)
         self.report = LoadReport(sorted(missing), sorted(unexpected))
+
+    def _check_used(self, said: list[_Lacking]) -> None:
+        """Raises InvalidArgumentError where a mapping leaves elements of a stored tensor out. Other
+        parts of the model may have what one rank's lack."""
+        used: dict[str, dict[str, PartlyUsed]] = {}
+        for own in said:
+            for each in own.partly:
+                used.setdefault(each.stored, {})[each.native] = each
+        for stored, parts in used.items():
+            elements = sum(each.elements for each in parts.values())
+            of = next(iter(parts.values())).of
+            if elements != of:
+                raise InvalidArgumentError(
+                    f"{elements} of {of} elements are in {listed(parts)}, by tensor_mapping, and "
+                    "the rest is in no tensor of the model: a pair with '0' leaves it out",
+                    file=self._path,
+                    tensor=stored,
+                )
 
 
 class _ModelReader(CheckpointReader):
     """Reads codes and scales as the numbers that the tensors of `model` are."""
 
-    def __init__(self, path: str, model: Mapping[str, Any], key_mapping: KeyMapping | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        planner: _ModelPlanner,
+        key_mapping: KeyMapping | None,
+        pairs: Pairs | None,
+        config: Any,
+    ) -> None:
         super().__init__(path)
-        self._model = model
+        self._planner = planner
+        self._model = planner.model
         self._key_mapping = key_mapping
+        self._pairs = pairs
+        self._config = config
 
     def _look(self) -> OpenedCheckpoint:
-        opened = super()._look()
+        opened = self._with_numbers()
+        if self._pairs is None:
+            return opened
+        natives = {
+            name: list(value.shape)
+            for name, value in self._model.items()
+            if isinstance(value, torch.Tensor)
+        }
+        numbers = numbers_of(config_at(opened.path)) | numbers_of(self._config)
+        found = opened.mapped(self._pairs.pairs, natives, numbers)
+        self._planner.partly = found.partly
+        return found.opened
+
+    def _with_numbers(self) -> OpenedCheckpoint:
+        opened = CheckpointReader._look(self)
         listing = opened.listing()
         said = quantization_of(opened.path)
         if said is not None and said.refused is not None:
@@ -204,6 +250,7 @@ def load_model(
     strict: bool = True,
     skip: str | Sequence[str] = (),
     key_mapping: KeyMapping | None = None,
+    tensor_mapping: TensorMapping | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Fill `model`, a module or the parts of one that this rank has, from the checkpoint at `path`:
@@ -214,6 +261,10 @@ def load_model(
         returned.
     skip: names that begin so stay as they are.
     key_mapping: from names in the checkpoint to those in the model, as `torch_ckpt.load`'s.
+    tensor_mapping: which elements of the checkpoint are which of the model: pairs (stored view,
+        native view), as ("experts.{e}.up", "up[{e}].T"), the name of a table of torch_ckpt's, a
+        path of a JSON file, or what one holds: docs/tensor_mapping.md. Every element of both is in
+        one pair, or it is an error, before anything is read. What no pair names keeps its name.
     process_group: the ranks that load together; the default one if None.
 
     Codes with scales (float8, MXFP4) are read as the numbers that they are, rounded once, where the
@@ -225,18 +276,23 @@ def load_model(
     """
     ranks = Ranks.of(process_group)
 
-    def make() -> tuple[ModelState, _ModelPlanner, str]:
+    def make() -> tuple[ModelState, _ModelPlanner, _ModelReader, str]:
         wait_for(running(), TIMEOUT_S)
+        if key_mapping is not None and tensor_mapping is not None:
+            raise InvalidArgumentError(
+                "key_mapping and tensor_mapping exclude each other: pairs give other names too"
+            )
+        pairs = None if tensor_mapping is None else Pairs.of(tensor_mapping)
         place = local_path(path)
         prefixes = (skip,) if isinstance(skip, str) else tuple(skip)
         if not all(type(prefix) is str and prefix for prefix in prefixes):
             raise InvalidArgumentError(f"skip is a list of prefixes of names; it was {skip!r}")
         state = ModelState(model)
         planner = _ModelPlanner(state, prefixes, strict, place, key_mapping, ranks)
-        return state, planner, place
+        reader = _ModelReader(place, planner, key_mapping, pairs, state.config)
+        return state, planner, reader, place
 
-    state, planner, place = ranks.each("load_model", make)
-    reader = _ModelReader(place, planner.model, key_mapping)
+    state, planner, reader, place = ranks.each("load_model", make)
     load = Load(planner, reader, place, ranks)
     look_again(lambda: load.run({}), ReplacedError)
     filled = planner.original_state_dict

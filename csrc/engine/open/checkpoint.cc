@@ -117,6 +117,19 @@ const ScaledTensor* Checkpoint::FindScaled(uint32_t entry) const {
   return found == has_.scaled.end() ? nullptr : &found->second;
 }
 
+const DerivedTensor* Checkpoint::FindDerived(std::string_view name) const {
+  if (has_.derived.empty()) return nullptr;
+  const auto found = has_.derived.find(name);
+  return found == has_.derived.end() ? nullptr : &found->second;
+}
+
+bool Checkpoint::MakesNumbers(uint32_t entry) const {
+  if (FindScaled(entry) != nullptr) return true;
+  const DerivedTensor* const derived =
+      FindDerived(catalog().entries()[entry].name);
+  return derived != nullptr && derived->scaled;
+}
+
 bool Checkpoint::IsCommon(uint32_t entry) const {
   return !has_.common.empty() && has_.common.contains(StoredName(entry));
 }
@@ -175,6 +188,12 @@ DigestedRange Checkpoint::StorageAt(uint32_t file, uint64_t offset) const {
 Result<std::vector<Placement>> Checkpoint::ProvedPlacements(
     uint32_t entry) const {
   TC_RETURN_IF_ERROR(CheckRead(entry));
+  if (FindDerived(catalog().entries()[entry].name) != nullptr) {
+    return Unsupported(
+               "is made of several tensors, and has no place of its own")
+        .WithTensor(std::string(catalog().entries()[entry].name))
+        .WithFile(path());
+  }
   Result<std::vector<Placement>> placements =
       catalog().Placements(entry, files());
   if (!placements.ok()) {
@@ -341,6 +360,23 @@ Result<Checkpoint::Dequantized> Checkpoint::Dequantize(
   contents.as_stored = std::move(checkpoint);
   return Dequantized{std::make_shared<const Checkpoint>(std::move(contents)),
                      std::move(paired->unscaled), std::move(paired->orphans)};
+}
+
+Result<Checkpoint::Mapped> Checkpoint::Map(
+    std::shared_ptr<const Checkpoint> checkpoint,
+    const std::vector<MappingPair>& pairs,
+    const std::vector<NativeTensor>& natives, const Numbers& numbers) {
+  Result<MappedCatalog> mapped =
+      MapTensors(*checkpoint, pairs, natives, numbers);
+  if (!mapped.ok()) {
+    return Status(mapped.status()).WithFile(checkpoint->path());
+  }
+  Contents contents = checkpoint->has_;
+  contents.catalog = std::move(mapped->catalog);
+  contents.derived = std::move(mapped->derived);
+  contents.mapped_from = std::move(checkpoint);
+  return Mapped{std::make_shared<const Checkpoint>(std::move(contents)),
+                std::move(mapped->partly)};
 }
 
 }  // namespace torch_ckpt

@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/open/derived.h"
 #include "engine/open/file_set.h"
 #include "engine/open/open_files.h"
 #include "engine/open/safetensors_blobs.h"
@@ -74,6 +75,10 @@ class Checkpoint {
     // entry when it was made, and the checkpoint that has the scales.
     std::map<std::string, ScaledTensor, std::less<>> scaled = {};
     std::shared_ptr<const Checkpoint> as_stored = {};
+    // Of a Mapped one: what its tensors are made of, and the checkpoint that
+    // has these.
+    std::map<std::string, DerivedTensor, std::less<>> derived = {};
+    std::shared_ptr<const Checkpoint> mapped_from = {};
   };
   explicit Checkpoint(Contents contents);
 
@@ -112,6 +117,17 @@ class Checkpoint {
   const std::map<std::string, ScaledTensor, std::less<>>& scaled() const {
     return has_.scaled;
   }
+
+  // What an entry is made of that has no placements of its own; null of any
+  // other.
+  const DerivedTensor* FindDerived(std::string_view name) const;
+  // What has the tensors that it names, and all others of this; null where
+  // there are none.
+  const std::shared_ptr<const Checkpoint>& mapped_from() const {
+    return has_.mapped_from;
+  }
+  // Whether numbers are made of codes for some of its elements.
+  bool MakesNumbers(uint32_t entry) const;
 
   // The files, open as long as somebody holds this: jobs that run at once, or
   // that follow each other while a caller holds it, open each once. Without
@@ -163,6 +179,15 @@ class Checkpoint {
   static Result<Dequantized> Dequantize(
       std::shared_ptr<const Checkpoint> checkpoint,
       const ScaleOptions& options);
+  // `checkpoint` with a catalog of MapTensors.
+  struct Mapped {
+    std::shared_ptr<const Checkpoint> checkpoint;
+    std::vector<PartlyUsed> partly;
+  };
+  static Result<Mapped> Map(std::shared_ptr<const Checkpoint> checkpoint,
+                            const std::vector<MappingPair>& pairs,
+                            const std::vector<NativeTensor>& natives,
+                            const Numbers& numbers);
 
  private:
   // Of the catalog, proved to tile the tensor.

@@ -96,19 +96,19 @@ class Pairing {
     TC_RETURN_IF_ERROR(FindPairs());
     TC_RETURN_IF_ERROR(CheckAsked());
     std::set<uint32_t> taken;  // as scales
-    std::map<uint32_t, const Pair*> of;
-    for (const Pair& pair : pairs_) {
-      of[pair.codes] = &pair;
-      taken.insert(pair.scales);
-    }
+    for (const Pair& pair : pairs_) taken.insert(pair.scales);
     FindOrphans(taken);
-    CatalogBuilder builder;
-    for (uint32_t e = 0; e < entries().size(); ++e) {
-      if (taken.contains(e) && !options_.keeps_scales) continue;
-      const auto pair = of.find(e);
-      TC_RETURN_IF_ERROR(pair == of.end() ? Copy(e, &builder)
-                                          : Add(*pair->second, &builder));
+    // What is an alias of codes becomes a tensor of these.
+    std::set<std::string, std::less<>> gone;
+    for (const Pair& pair : pairs_) {
+      gone.emplace(entries()[pair.codes].name);
+      if (!options_.keeps_scales) gone.emplace(entries()[pair.scales].name);
     }
+    CatalogBuilder builder;
+    for (const Pair& pair : pairs_) {
+      TC_RETURN_IF_ERROR(Add(pair, &builder));
+    }
+    TC_RETURN_IF_ERROR(catalog_.CopyTo(&builder, gone, files_));
     TC_ASSIGN_OR_RETURN(out_.catalog,
                         Catalog::From(std::move(builder), files_));
     return std::move(out_);
@@ -312,30 +312,6 @@ class Pairing {
         }
       }
     }
-  }
-
-  Status Copy(uint32_t e, CatalogBuilder* builder) {
-    const CatalogEntry& entry = entries()[e];
-    std::string name(entry.name);
-    // What is an alias of codes would be none of the numbers.
-    const bool alone = entry.kind == EntryKind::kAlias &&
-                       !IsFloat8(entry.dtype) && !IsByte(entry.dtype);
-    const Result<uint32_t> added = [&] {
-      if (entry.kind == EntryKind::kObject) {
-        return builder->AddObject(std::move(name), entry.file, entry.archived);
-      }
-      if (alone) {
-        return builder->AddAlias(std::move(name), std::string(entry.alias_of));
-      }
-      return builder->AddTensor(std::move(name), entry.dtype, entry.shape);
-    }();
-    TC_RETURN_IF_ERROR(added.status());
-    builder->SetPath(*added, std::string(entry.path));
-    if (entry.kind == EntryKind::kObject || alone) return {};
-    TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
-                        catalog_.Placements(e, files_));
-    builder->SetPlacements(*added, placements);
-    return {};
   }
 
   Status Add(const Pair& pair, CatalogBuilder* builder) {

@@ -29,20 +29,33 @@ Run Indices(Run run, int64_t first, int64_t count) {
 
 CastTarget::CastTarget(std::string fqn, std::byte* data, Dtype from, Dtype to,
                        std::optional<CodesOf> codes,
-                       std::optional<Detour> detour)
+                       std::optional<Detour> detour,
+                       std::optional<int64_t> spread)
     : home_(data),
       detour_(std::move(detour)),
       data_(detour_ ? const_cast<std::byte*>(detour_->memory.data()) : data),
       converter_(std::move(fqn), from, to),
       codes_(std::move(codes)),
-      step_units_(kStepElements /
-                  static_cast<uint64_t>(DtypeUnit(from).elements)) {}
+      spread_(spread),
+      unit_(DtypeUnit(from).elements),
+      element_bytes_(DtypeBits(to) / 8),
+      step_units_(kStepElements / static_cast<uint64_t>(unit_)) {}
 
 uint64_t CastTarget::Deliver(uint32_t file, const Run& run,
                              const std::byte* bytes) {
-  return run.loops == 0
-             ? DeliverBytes(run.dst, {file, run.src, bytes}, run.bytes)
-             : DeliverLoops(file, run, bytes);
+  if (run.loops > 0) return DeliverLoops(file, run, bytes);
+  if (!spread_) {
+    return DeliverBytes(run.dst, {file, run.src, bytes}, run.bytes);
+  }
+  uint64_t lost = 0;
+  Run part = run;
+  for (uint64_t at = 0; at < run.bytes; at += part.bytes) {
+    part.src = run.src + at;
+    part.dst = run.dst + at;
+    part.bytes = std::min(step_units_, run.bytes - at);
+    lost += DeliverBlock(file, part, bytes + at);
+  }
+  return lost;
 }
 
 Status CastTarget::Finish() {
@@ -106,12 +119,14 @@ uint64_t CastTarget::DeliverBlock(uint32_t file, const Run& run,
   for (int l = run.loops - 1; l >= 0; --l) {
     const auto at = static_cast<size_t>(l);
     gather.dst_stride[at] = dense;
-    scatter.src_stride[at] = InTarget(dense);
+    scatter.src_stride[at] = dense /
+                             static_cast<int64_t>(converter_.from_bytes()) *
+                             static_cast<int64_t>(converter_.to_bytes());
     scatter.dst_stride[at] = InTarget(run.dst_stride[at]);
     dense *= run.count[at];
   }
-  scatter.bytes =
-      static_cast<uint64_t>(InTarget(static_cast<int64_t>(run.bytes)));
+  scatter.bytes = run.bytes / converter_.from_bytes() * converter_.to_bytes();
+  if (spread_) SpreadUnits(run.bytes, &scatter);
   scatter.dst = static_cast<uint64_t>(InTarget(static_cast<int64_t>(run.dst)));
   uint64_t lost = 0;
   if (codes_) {
@@ -127,6 +142,20 @@ uint64_t CastTarget::DeliverBlock(uint32_t file, const Run& run,
   return lost;
 }
 
+void CastTarget::SpreadUnits(uint64_t units, Run* scatter) const {
+  const auto add = [&](int64_t count, int64_t from, int64_t to) {
+    const auto at = static_cast<size_t>(scatter->loops++);
+    scatter->count[at] = count;
+    scatter->src_stride[at] = from;
+    scatter->dst_stride[at] = to;
+  };
+  if (units > 1) {
+    add(static_cast<int64_t>(units), unit_ * element_bytes_, element_bytes_);
+  }
+  add(unit_, element_bytes_, *spread_);
+  scatter->bytes = static_cast<uint64_t>(element_bytes_);
+}
+
 uint64_t CastTarget::ConvertRows(const Run& run, int level, const Stored& from,
                                  std::byte** out) const {
   if (level == run.loops) {
@@ -137,6 +166,14 @@ uint64_t CastTarget::ConvertRows(const Run& run, int level, const Stored& from,
   }
   const auto at = static_cast<size_t>(level);
   uint64_t lost = 0;
+  if (level == run.loops - 1 &&
+      run.src_stride[at] == static_cast<int64_t>(run.bytes)) {
+    // In a row there, if not in the target.
+    Run row = run;
+    row.loops = level;
+    row.bytes *= static_cast<uint64_t>(run.count[at]);
+    return ConvertRows(row, level, from, out);
+  }
   for (int64_t i = 0; i < run.count[at]; ++i) {
     const auto skipped = static_cast<uint64_t>(i * run.src_stride[at]);
     lost += ConvertRows(run, level + 1, from.After(skipped), out);

@@ -24,8 +24,8 @@ struct CodesOf {
   StoredPlaces places;
 };
 
-// Where the elements of a box are that cuts a unit of codes, or of a target
-// that does: with all units that it touches in memory of their own first.
+// Where the elements of a box are that cuts a unit of codes: with all units
+// that it touches in memory of their own first.
 struct Detour {
   std::vector<std::byte> memory;
   Run home;  // from there to the target, by their first elements
@@ -35,10 +35,12 @@ class CastTarget {
  public:
   // Errors name `fqn`. `data` is the first element. Without `codes` REQUIRES:
   // CanCast(from, to); with them CanScale, and scales that are filled before
-  // anything is delivered.
+  // anything is delivered. `spread`: bytes from one element of a unit to the
+  // next in the memory; runs count in elements of it then, and not in units.
   CastTarget(std::string fqn, std::byte* data, Dtype from, Dtype to,
              std::optional<CodesOf> codes = std::nullopt,
-             std::optional<Detour> detour = std::nullopt);
+             std::optional<Detour> detour = std::nullopt,
+             std::optional<int64_t> spread = std::nullopt);
 
   // Casts the elements of `run` of `file`, whose source begins at `bytes`; its
   // `dst` is where they would be if the memory, from 0 on, had elements of
@@ -69,6 +71,8 @@ class CastTarget {
   uint64_t DeliverLoops(uint32_t file, const Run& run, const std::byte* bytes);
   // As many elements as a step holds at most.
   uint64_t DeliverBlock(uint32_t file, const Run& run, const std::byte* bytes);
+  // Of a scatter of `units` in a row, the elements of each apart.
+  void SpreadUnits(uint64_t units, Run* scatter) const;
   // All rows of a run, one after another.
   uint64_t ConvertRows(const Run& run, int level, const Stored& from,
                        std::byte** out) const;
@@ -78,6 +82,7 @@ class CastTarget {
   uint64_t Cast(uint64_t unit, const Stored& from, uint64_t count);
   // Where in the memory byte `dst` of elements of `from` is.
   int64_t InTarget(int64_t dst) const {
+    if (spread_) return dst * element_bytes_;
     return dst / static_cast<int64_t>(converter_.from_bytes()) *
            static_cast<int64_t>(converter_.to_bytes());
   }
@@ -87,7 +92,9 @@ class CastTarget {
   std::byte* const data_;  // and where they are cast to
   Converter converter_;
   const std::optional<CodesOf> codes_;
-  const uint64_t step_units_;  // that are cast at once
+  const std::optional<int64_t> spread_;
+  const int64_t unit_, element_bytes_;  // elements, and bytes of one once cast
+  const uint64_t step_units_;           // that are cast at once
   std::mutex mutex_;
   // Elements that are cut, by number; guarded by mutex_.
   std::map<uint64_t, std::array<std::byte, 8>> kept_;

@@ -1,6 +1,7 @@
 #include "engine/read/read_job.h"
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <optional>
 #include <utility>
@@ -111,12 +112,107 @@ Result<std::deque<PlannedReads>> PlanGroups(
   return groups;
 }
 
+// Items of tensors that are made of stored ones, as items of these.
+struct StoredItems {
+  ReadPlan plan;
+  std::vector<TargetTensor> targets;
+  std::vector<TargetTensor> zeros;  // what nothing is stored for
+};
+
+TargetTensor TargetAt(const TargetTensor& whole, const StridedBox& part) {
+  TargetTensor target = whole;
+  target.data = reinterpret_cast<std::byte*>(part.base);
+  target.sizes = part.box.sizes;
+  target.strides = part.strides;
+  return target;
+}
+
+Status AddParts(const DerivedTensor& derived, const ReadItem& item,
+                const TargetTensor& target, StoredItems* out) {
+  const StridedBox wanted{item.box, reinterpret_cast<uint64_t>(target.data),
+                          target.strides};
+  std::vector<StridedBox> boxes;
+  int64_t left = item.box.Volume();
+  for (const DerivedPart& part : derived.parts) {
+    boxes.clear();
+    MapBox(part.pair, wanted, &boxes);
+    for (const StridedBox& box : boxes) {
+      left -= box.box.Volume();
+      if (part.stored.empty()) {
+        out->zeros.push_back(TargetAt(target, box));
+        continue;
+      }
+      out->plan.items.push_back(
+          {part.stored, box.box, "", out->targets.size(), item.shared});
+      out->targets.push_back(TargetAt(target, box));
+    }
+  }
+  if (left == 0) return {};
+  return Internal(std::to_string(left) +
+                  " elements would not be read: this is a bug of torch_ckpt")
+      .WithTensor(item.name);
+}
+
+Result<StoredItems> AsStored(const Checkpoint& checkpoint, const ReadPlan& plan,
+                             const std::vector<TargetTensor>& targets) {
+  StoredItems out;
+  out.plan = plan;
+  out.plan.items.clear();
+  for (const ReadItem& item : plan.items) {
+    if (item.target >= targets.size()) {
+      return InvalidArgument("has no target").WithTensor(item.name);
+    }
+    const TargetTensor& target = targets[item.target];
+    const DerivedTensor* const derived =
+        item.file.empty() ? checkpoint.FindDerived(item.name) : nullptr;
+    if (derived == nullptr) {
+      ReadItem same = item;
+      same.target = out.targets.size();
+      out.plan.items.push_back(std::move(same));
+      out.targets.push_back(target);
+      continue;
+    }
+    const auto entry =
+        static_cast<uint32_t>(checkpoint.catalog().Find(item.name));
+    const Dims& shape = checkpoint.catalog().entries()[entry].shape;
+    if (!Inside(item.box, shape) || item.box.sizes != target.sizes) {
+      return InvalidArgument("box " + item.box.ToString() +
+                             " is not inside the shape " + shape.ToString() +
+                             ", or not that of the target")
+          .WithTensor(item.name);
+    }
+    TC_RETURN_IF_ERROR(AddParts(*derived, item, target, &out));
+  }
+  return out;
+}
+
+void FillWithZeros(const TargetTensor& target, int dim, std::byte* data) {
+  if (dim == target.sizes.size()) {
+    std::memset(data, 0, static_cast<size_t>(target.element_bytes));
+    return;
+  }
+  for (int64_t i = 0; i < target.sizes[dim]; ++i) {
+    FillWithZeros(target, dim + 1, data + i * target.strides[dim]);
+  }
+}
+
 }  // namespace
 
 Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
                               const ReadPlan& plan,
                               const std::vector<TargetTensor>& targets,
                               Job* job, StoredInputs* shared) {
+  if (checkpoint->mapped_from()) {
+    TC_ASSIGN_OR_RETURN(const StoredItems stored,
+                        AsStored(*checkpoint, plan, targets));
+    TC_ASSIGN_OR_RETURN(const ReadReport report,
+                        RunReadJob(checkpoint->mapped_from(), stored.plan,
+                                   stored.targets, job, shared));
+    for (const TargetTensor& zeros : stored.zeros) {
+      FillWithZeros(zeros, 0, zeros.data);
+    }
+    return report;
+  }
   const auto files = checkpoint->LendFiles(plan.direct_io);
   TC_ASSIGN_OR_RETURN(std::deque<PlannedReads> groups,
                       PlanGroups(*checkpoint, plan, targets));

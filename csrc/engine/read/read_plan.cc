@@ -36,8 +36,22 @@ Result<StridedBox> TargetBox(const UnitView& view, const TargetTensor& target) {
   return box;
 }
 
-// The same of a CastTarget, which counts in stored elements from its own start.
-// REQUIRES: !CutsUnits.
+// Whether the elements of a unit are apart in the target, or units do not begin
+// at whole numbers of them.
+bool IsSpread(Dtype dtype, const TargetTensor& target) {
+  const int64_t unit = DtypeUnit(dtype).elements;
+  const int last = target.sizes.size() - 1;
+  for (int d = 0; unit > 1 && d <= last; ++d) {
+    const int64_t stride = target.strides[d] / target.element_bytes;
+    if (target.sizes[d] > 1 && (d == last ? stride != 1 : stride % unit != 0)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// The same of a CastTarget, which counts in stored units from its own start, or
+// in elements where these are spread. REQUIRES: !CutsUnits.
 Result<StridedBox> CastBox(const UnitView& view, const Box& item, Dtype from,
                            const TargetTensor& target) {
   const Dtype to = *target.cast_to;
@@ -47,32 +61,28 @@ Result<StridedBox> CastBox(const UnitView& view, const Box& item, Dtype from,
         "no elements of " +
         std::string(DtypeName(to)));
   }
-  // Elements of a unit stand one after another in the target too.
   const int64_t unit = DtypeUnit(from).elements;
+  const bool spread = IsSpread(from, target);
   StridedBox box{view.box, 0, target.strides};
   const int last = box.strides.size() - 1;
   for (int d = 0; d <= last; ++d) {
     const int64_t stride = target.strides[d] / target.element_bytes;
-    box.strides[d] =
-        (unit > 1 && d == last ? 1 : stride / unit) * view.unit_bytes;
+    if (spread) {
+      box.strides[d] = d == last ? stride * unit : stride;
+    } else {
+      box.strides[d] =
+          (unit > 1 && d == last ? 1 : stride / unit) * view.unit_bytes;
+    }
   }
   return box;
 }
 
-// Whether elements of one unit are in the box and outside, or apart in the
-// target.
-bool CutsUnits(Dtype dtype, const Box& box, const TargetTensor& target) {
+// Whether elements of one unit are in the box and outside.
+bool CutsUnits(Dtype dtype, const Box& box) {
   const int64_t unit = DtypeUnit(dtype).elements;
   const int last = box.rank() - 1;
-  if (unit == 1) return false;
-  if (box.offsets[last] % unit != 0 || box.sizes[last] % unit != 0) return true;
-  for (int d = 0; d <= last; ++d) {
-    const int64_t stride = target.strides[d] / target.element_bytes;
-    if (d == last ? stride != 1 : box.sizes[d] > 1 && stride % unit != 0) {
-      return true;
-    }
-  }
-  return false;
+  return unit > 1 &&
+         (box.offsets[last] % unit != 0 || box.sizes[last] % unit != 0);
 }
 
 // With all elements of the units that it touches.
@@ -155,7 +165,7 @@ Status PlannedReads::AddScaled(const ScaledTensor& scaled,
   Box box = item.box;
   TargetTensor into = target;
   std::optional<Detour> detour;
-  if (CutsUnits(entry.dtype, item.box, target)) {
+  if (CutsUnits(entry.dtype, item.box)) {
     box = WithWholeUnits(entry.dtype, item.box);
     into.sizes = box.sizes;
     into.strides = DenseStrides(box.sizes, target.element_bytes);
@@ -165,6 +175,13 @@ Status PlannedReads::AddScaled(const ScaledTensor& scaled,
                       InUnits(entry.dtype, entry.shape, box));
   TC_ASSIGN_OR_RETURN(const StridedBox to,
                       CastBox(wanted, box, entry.dtype, into));
+  std::optional<int64_t> spread;
+  if (IsSpread(entry.dtype, into)) {
+    if (into.sizes.size() > kMaxDims - 2) {
+      return Unsupported("has too many dimensions for a target like this");
+    }
+    spread = into.strides[into.sizes.size() - 1];
+  }
   TC_ASSIGN_OR_RETURN(StoredPlaces places, StoredPlaces::Of(stored));
   const auto scales = std::make_shared<Scales>(scaled.scale_dtype, entry.shape,
                                                scaled.blocks, box);
@@ -172,7 +189,7 @@ Status PlannedReads::AddScaled(const ScaledTensor& scaled,
       {scaled.scales, StoredScales(scaled, scales->held()), scales});
   deliveries_.back().cast = &casts_.emplace_back(
       item.name, target.data, entry.dtype, *target.cast_to,
-      CodesOf{scales, std::move(places)}, std::move(detour));
+      CodesOf{scales, std::move(places)}, std::move(detour), spread);
   return AddRuns(stored, to);
 }
 

@@ -265,6 +265,13 @@ Result<Catalog> Catalog::Without(
     const std::set<std::string, std::less<>>& names,
     std::span<const ManifestFile> files) const {
   CatalogBuilder builder;
+  TC_RETURN_IF_ERROR(CopyTo(&builder, names, files));
+  return From(std::move(builder), files);
+}
+
+Status Catalog::CopyTo(CatalogBuilder* builder,
+                       const std::set<std::string, std::less<>>& names,
+                       std::span<const ManifestFile> files) const {
   std::map<std::string_view, std::string> heirs;  // of tensors that go
   for (uint32_t e = 0; e < entries_.size(); ++e) {
     const CatalogEntry& entry = entries_[e];
@@ -279,21 +286,21 @@ Result<Catalog> Catalog::Without(
     }
     const Result<uint32_t> added = [&] {
       if (entry.kind == EntryKind::kObject) {
-        return builder.AddObject(std::move(name), entry.file, entry.archived);
+        return builder->AddObject(std::move(name), entry.file, entry.archived);
       }
       if (entry.kind == EntryKind::kAlias && !heir) {
-        return builder.AddAlias(std::move(name), std::move(alias_of));
+        return builder->AddAlias(std::move(name), std::move(alias_of));
       }
-      return builder.AddTensor(std::move(name), entry.dtype, entry.shape);
+      return builder->AddTensor(std::move(name), entry.dtype, entry.shape);
     }();
     TC_RETURN_IF_ERROR(added.status());
-    builder.SetPath(*added, std::string(entry.path));
+    builder->SetPath(*added, std::string(entry.path));
     if (entry.kind != EntryKind::kTensor && !heir) continue;
     TC_ASSIGN_OR_RETURN(const std::vector<Placement> placements,
                         Placements(e, files));
-    builder.SetPlacements(*added, placements);
+    builder->SetPlacements(*added, placements);
   }
-  return From(std::move(builder), files);
+  return {};
 }
 
 Result<Catalog> Catalog::Renamed(

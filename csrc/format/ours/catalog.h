@@ -141,6 +141,10 @@ class Catalog {
   // that goes takes its place.
   Result<Catalog> Without(const std::set<std::string, std::less<>>& names,
                           std::span<const ManifestFile> files) const;
+  // Adds those that are left then to `builder`. kCorrupt where a name is taken.
+  Status CopyTo(CatalogBuilder* builder,
+                const std::set<std::string, std::less<>>& without,
+                std::span<const ManifestFile> files) const;
   // The same under other names, and paths of just them; names that are not
   // there do not matter. kInvalidArgument where two would have one name.
   Result<Catalog> Renamed(const std::map<std::string, std::string>& new_names,

@@ -1,0 +1,91 @@
+"""What people give as `tensor_mapping`: pairs of views, a table's name, a path or a dict."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ckpt.checkpoint.quantization import CONFIGS_OF_PARTS
+from torch_ckpt.errors import InvalidArgumentError
+
+# Pairs (stored view, native view); a table's name; a path of a JSON file; or what one holds.
+TensorMapping = Sequence[tuple[str, str]] | str | os.PathLike[str] | Mapping[str, Any]
+
+_TABLES = "torch_ckpt.tensor_mapping.tables"
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pairs of views of the same elements, stored first. The language is that of
+    csrc/plan/view.h, and what pairs must be to each other what engine/open/derived.h says."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(given: TensorMapping) -> Pairs:
+        """Raises InvalidArgumentError for what holds no pairs of texts, OSError for a file that
+        cannot be read."""
+        if isinstance(given, str) and given in table_names():
+            return Pairs.of(json.loads(_table(given).read_text(encoding="utf-8")))
+        if isinstance(given, str | os.PathLike):
+            return Pairs.of(_of_file(os.fspath(given)))
+        pairs = given.get("pairs") if isinstance(given, Mapping) else given
+        if isinstance(given, Mapping) and given.keys() - {"pairs", "about"}:
+            unknown = sorted(given.keys() - {"pairs", "about"})
+            raise InvalidArgumentError(f"tensor_mapping has {unknown}: it has 'pairs' and 'about'")
+        if not isinstance(pairs, list | tuple) or not all(map(_is_pair, pairs)):
+            raise InvalidArgumentError(
+                f"tensor_mapping is a list of pairs of texts, a table's name or a path; it was "
+                f"{given!r}"
+            )
+        return Pairs(tuple((stored, native) for stored, native in pairs))
+
+
+def table_names() -> list[str]:
+    """Of the tables that come with torch_ckpt."""
+    found = (each.name for each in importlib.resources.files(_TABLES).iterdir())
+    return sorted(name.removesuffix(".json") for name in found if name.endswith(".json"))
+
+
+def numbers_of(config: Any) -> dict[str, int]:
+    """The integers of a model's configuration, by their names: those of its language model where it
+    has several parts, then its own."""
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    numbers: dict[str, int] = {}
+    if not isinstance(config, Mapping):
+        return numbers
+    for part in (config, *(config.get(key) for key in CONFIGS_OF_PARTS)):
+        for name, value in part.items() if isinstance(part, Mapping) else ():
+            if type(value) is int and str(name).isidentifier():
+                numbers.setdefault(str(name), value)
+    return numbers
+
+
+def _table(name: str) -> Any:
+    return importlib.resources.files(_TABLES).joinpath(f"{name}.json")
+
+
+def _of_file(path: str) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        raise InvalidArgumentError(
+            f"tensor_mapping: there is neither a file {path!r} nor a table of that name; there are "
+            f"{', '.join(table_names())}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"tensor_mapping is no JSON: {error}", file=path) from error
+
+
+def _is_pair(pair: Any) -> bool:
+    return (
+        isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and all(isinstance(view, str) for view in pair)
+    )

@@ -1,0 +1,1 @@
+"""Tables: {"about": text, "pairs": [[stored view, native view], ...]}."""
