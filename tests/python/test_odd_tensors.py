@@ -155,11 +155,15 @@ def test_a_target_that_has_the_values_already(plain: Path) -> None:
     torch_ckpt.open(plain)["w"].read(slice(0, 8, 2), out=Coded(codes(4)))
 
 
-def test_codes_with_scales_beside_do_not_pass_through_a_copy(tmp_path: Path) -> None:
-    stored = {"w": VALUES.to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1)}
+def test_codes_with_scales_beside_pass_through_a_copy_as_numbers(tmp_path: Path) -> None:
+    halves = VALUES.to(torch.float8_e4m3fn).float()
+    stored = {"w": VALUES.to(torch.float8_e4m3fn), "w_scale_inv": torch.full((1,), 2.0)}
     save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedError, match="multiplied by 'w_scale_inv'"):
-        torch_ckpt.load({"w": Coded(codes())}, tmp_path)
+    target = Coded(codes())
+    torch_ckpt.load({"w": target}, tmp_path)
+    wanted = Coded(codes())
+    wanted.copy_(2 * halves)
+    assert torch.equal(target.codes, wanted.codes)
 
 
 @pytest.mark.usefixtures("group")

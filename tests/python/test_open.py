@@ -230,11 +230,12 @@ def test_the_dtype_of_out_is_the_callers_and_warned_of_nowhere(tmp_path: Path) -
         torch_ckpt.open(tmp_path / "a.pt")["w"].read(out=torch.zeros(4, dtype=torch.bfloat16))
 
 
-def test_codes_beside_a_scale_are_not_cast(tmp_path: Path) -> None:
-    what = {"w": torch.ones(3).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1)}
+def test_codes_beside_a_scale_are_cast_with_it(tmp_path: Path) -> None:
+    what = {"w": torch.ones(3).to(torch.float8_e4m3fn), "w_scale_inv": torch.full((1,), 2.0)}
     torch.save(what, tmp_path / "a.pt")
-    with pytest.raises(torch_ckpt.UnsupportedError, match="w_scale_inv"):
-        torch_ckpt.open(tmp_path / "a.pt")["w"].read(out=torch.zeros(3))
+    out = torch.zeros(3)
+    torch_ckpt.open(tmp_path / "a.pt")["w"].read(out=out)
+    assert out.eq(2).all()
 
 
 def test_iteration_is_over_the_first_dimension(tmp_path: Path) -> None:

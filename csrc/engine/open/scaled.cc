@@ -342,13 +342,13 @@ class Pairing {
   // A placement of bytes as one of codes.
   static Status InCodes(const CatalogEntry& codes, const Pair& pair,
                         Placement* placement) {
+    if (!IsByte(codes.dtype)) return {};
     if (placement->kind == PlacementKind::kArchive ||
         placement->kind == PlacementKind::kStridedBox) {
       return Unsupported(
-          "is stored in an archive of torch.save; scaled tensors are read from "
-          "safetensors");
+          "is stored in an archive of torch.save; bytes of two codes are read "
+          "from safetensors");
     }
-    if (!IsByte(codes.dtype)) return {};
     if (placement->kind == PlacementKind::kRange) {
       placement->begin *= 2;
       placement->end *= 2;

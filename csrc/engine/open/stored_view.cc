@@ -94,8 +94,14 @@ StridedBox StoredView::BoxOf(size_t at) const {
 
 std::vector<StoredView::StoredBox> StoredView::Boxes() const {
   std::vector<StoredBox> out;
+  const std::lock_guard lock(mutex_);
   for (size_t at = 0; at < boxes_.size(); ++at) {
-    if (!boxes_[at].archived) out.push_back({boxes_[at].file, BoxOf(at)});
+    const PlacedBox& placed = boxes_[at];
+    if (!placed.archived) {
+      out.push_back({placed.file, BoxOf(at)});
+    } else if (archives_[placed.base].box) {
+      out.push_back({placed.file, *archives_[placed.base].box});
+    }
   }
   return out;
 }

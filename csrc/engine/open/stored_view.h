@@ -53,7 +53,8 @@ class StoredView {
   // Memory that it takes.
   uint64_t memory() const;
 
-  // Its shape in units, and where its boxes are, but for those in archives.
+  // Its shape in units, and where its boxes are; of those in archives the ones
+  // that runs were asked for.
   const Dims& shape_in_units() const { return whole_.shape; }
   int64_t unit_bytes() const { return whole_.unit_bytes; }
   struct StoredBox {

@@ -28,15 +28,13 @@ Run Indices(Run run, int64_t first, int64_t count) {
 }  // namespace
 
 CastTarget::CastTarget(std::string fqn, std::byte* data, Dtype from, Dtype to,
-                       std::optional<CodesOf> codes,
-                       std::optional<Detour> detour,
-                       std::optional<int64_t> spread)
-    : home_(data),
-      detour_(std::move(detour)),
-      data_(detour_ ? const_cast<std::byte*>(detour_->memory.data()) : data),
+                       std::unique_ptr<const CodesTarget> codes)
+    : codes_(std::move(codes)),
+      home_(data),
+      data_(codes_ && codes_->detour
+                ? const_cast<std::byte*>(codes_->detour->memory.data())
+                : data),
       converter_(std::move(fqn), from, to),
-      codes_(std::move(codes)),
-      spread_(spread),
       unit_(DtypeUnit(from).elements),
       element_bytes_(DtypeBits(to) / 8),
       step_units_(kStepElements / static_cast<uint64_t>(unit_)) {}
@@ -44,7 +42,7 @@ CastTarget::CastTarget(std::string fqn, std::byte* data, Dtype from, Dtype to,
 uint64_t CastTarget::Deliver(uint32_t file, const Run& run,
                              const std::byte* bytes) {
   if (run.loops > 0) return DeliverLoops(file, run, bytes);
-  if (!spread_) {
+  if (!codes_ || !codes_->spread) {
     return DeliverBytes(run.dst, {file, run.src, bytes}, run.bytes);
   }
   uint64_t lost = 0;
@@ -64,7 +62,9 @@ Status CastTarget::Finish() {
     AddLost(Cast(element, {0, 0, bytes.data()}, 1));
   }
   kept_.clear();
-  if (detour_) CopyRun(detour_->home, data_, 0, home_, 0);
+  if (codes_ && codes_->detour) {
+    CopyRun(codes_->detour->home, data_, 0, home_, 0);
+  }
   return converter_.Check();
 }
 
@@ -126,7 +126,7 @@ uint64_t CastTarget::DeliverBlock(uint32_t file, const Run& run,
     dense *= run.count[at];
   }
   scatter.bytes = run.bytes / converter_.from_bytes() * converter_.to_bytes();
-  if (spread_) SpreadUnits(run.bytes, &scatter);
+  if (codes_ && codes_->spread) SpreadUnits(run.bytes, &scatter);
   scatter.dst = static_cast<uint64_t>(InTarget(static_cast<int64_t>(run.dst)));
   uint64_t lost = 0;
   if (codes_) {
@@ -152,7 +152,7 @@ void CastTarget::SpreadUnits(uint64_t units, Run* scatter) const {
   if (units > 1) {
     add(static_cast<int64_t>(units), unit_ * element_bytes_, element_bytes_);
   }
-  add(unit_, element_bytes_, *spread_);
+  add(unit_, element_bytes_, *codes_->spread);
   scatter->bytes = static_cast<uint64_t>(element_bytes_);
 }
 

@@ -18,12 +18,6 @@
 
 namespace torch_ckpt {
 
-// What codes are multiplied by, and which of these the bytes of a file are.
-struct CodesOf {
-  std::shared_ptr<const Scales> scales;
-  StoredPlaces places;
-};
-
 // Where the elements of a box are that cuts a unit of codes: with all units
 // that it touches in memory of their own first.
 struct Detour {
@@ -31,16 +25,23 @@ struct Detour {
   Run home;  // from there to the target, by their first elements
 };
 
+// How codes become numbers in the memory.
+struct CodesTarget {
+  std::shared_ptr<const Scales> scales;
+  StoredPlaces places;  // of the bytes of files
+  std::optional<Detour> detour;
+  // Bytes from one element of a unit to the next in the memory: runs count in
+  // elements of it then, and not in units.
+  std::optional<int64_t> spread;
+};
+
 class CastTarget {
  public:
   // Errors name `fqn`. `data` is the first element. Without `codes` REQUIRES:
   // CanCast(from, to); with them CanScale, and scales that are filled before
-  // anything is delivered. `spread`: bytes from one element of a unit to the
-  // next in the memory; runs count in elements of it then, and not in units.
+  // anything is delivered.
   CastTarget(std::string fqn, std::byte* data, Dtype from, Dtype to,
-             std::optional<CodesOf> codes = std::nullopt,
-             std::optional<Detour> detour = std::nullopt,
-             std::optional<int64_t> spread = std::nullopt);
+             std::unique_ptr<const CodesTarget> codes = nullptr);
 
   // Casts the elements of `run` of `file`, whose source begins at `bytes`; its
   // `dst` is where they would be if the memory, from 0 on, had elements of
@@ -82,17 +83,15 @@ class CastTarget {
   uint64_t Cast(uint64_t unit, const Stored& from, uint64_t count);
   // Where in the memory byte `dst` of elements of `from` is.
   int64_t InTarget(int64_t dst) const {
-    if (spread_) return dst * element_bytes_;
+    if (codes_ && codes_->spread) return dst * element_bytes_;
     return dst / static_cast<int64_t>(converter_.from_bytes()) *
            static_cast<int64_t>(converter_.to_bytes());
   }
 
+  const std::unique_ptr<const CodesTarget> codes_;
   std::byte* const home_;  // where the caller wants them
-  const std::optional<Detour> detour_;
   std::byte* const data_;  // and where they are cast to
   Converter converter_;
-  const std::optional<CodesOf> codes_;
-  const std::optional<int64_t> spread_;
   const int64_t unit_, element_bytes_;  // elements, and bytes of one once cast
   const uint64_t step_units_;           // that are cast at once
   std::mutex mutex_;

@@ -235,8 +235,8 @@ Result<ReadReport> RunReadJob(std::shared_ptr<const Checkpoint> checkpoint,
       report.bytes_needed += read.bytes_needed;
     }
     TC_RETURN_IF_ERROR(Deliver(planned, plan, workers, inputs, job));
-    for (CastTarget& each : planned.casts()) {
-      if (cast.ok()) cast = each.Finish();
+    for (const auto& each : planned.casts()) {
+      if (cast.ok()) cast = each->Finish();
     }
     planned = PlannedReads();  // and its scales
   }

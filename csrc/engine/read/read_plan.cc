@@ -142,8 +142,7 @@ Status PlannedReads::AddTensor(const Checkpoint& checkpoint,
   }
   TC_ASSIGN_OR_RETURN(const StridedBox to,
                       CastBox(wanted, item.box, entry.dtype, target));
-  deliveries_.back().cast = &casts_.emplace_back(item.name, target.data,
-                                                 entry.dtype, *target.cast_to);
+  AddCast(item, target, entry, nullptr);
   return AddRuns(*stored, to);
 }
 
@@ -182,15 +181,26 @@ Status PlannedReads::AddScaled(const ScaledTensor& scaled,
     }
     spread = into.strides[into.sizes.size() - 1];
   }
+  // First, which looks into archives.
+  TC_RETURN_IF_ERROR(AddRuns(stored, to));
   TC_ASSIGN_OR_RETURN(StoredPlaces places, StoredPlaces::Of(stored));
   const auto scales = std::make_shared<Scales>(scaled.scale_dtype, entry.shape,
                                                scaled.blocks, box);
   scales_.push_back(
       {scaled.scales, StoredScales(scaled, scales->held()), scales});
-  deliveries_.back().cast = &casts_.emplace_back(
-      item.name, target.data, entry.dtype, *target.cast_to,
-      CodesOf{scales, std::move(places)}, std::move(detour), spread);
-  return AddRuns(stored, to);
+  auto codes = std::unique_ptr<const CodesTarget>(
+      new CodesTarget{scales, std::move(places), std::move(detour), spread});
+  AddCast(item, target, entry, std::move(codes));
+  return {};
+}
+
+void PlannedReads::AddCast(const ReadItem& item, const TargetTensor& target,
+                           const CatalogEntry& entry,
+                           std::unique_ptr<const CodesTarget> codes) {
+  // Not emplace_back, whose symbol would pass for one of ours.
+  casts_.push_back(std::unique_ptr<CastTarget>(new CastTarget(
+      item.name, target.data, entry.dtype, *target.cast_to, std::move(codes))));
+  deliveries_.back().cast = casts_.back().get();
 }
 
 Status PlannedReads::AddRuns(const StoredView& stored, const StridedBox& to) {

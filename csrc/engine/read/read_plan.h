@@ -45,7 +45,7 @@ class PlannedReads {
   size_t size() const { return pieces_.size(); }
   ReadPiece Piece(size_t piece) const;
   // Those of all items whose elements are cast.
-  std::deque<CastTarget>& casts() { return casts_; }
+  const std::vector<std::unique_ptr<CastTarget>>& casts() { return casts_; }
 
   // What these need before anything is delivered: boxes of tensors of scales,
   // and whom they fill, row by row.
@@ -75,6 +75,9 @@ class PlannedReads {
   Status AddScaled(const ScaledTensor& scaled, const CatalogEntry& entry,
                    const ReadItem& item, const TargetTensor& target,
                    const StoredView& stored);
+  void AddCast(const ReadItem& item, const TargetTensor& target,
+               const CatalogEntry& entry,
+               std::unique_ptr<const CodesTarget> codes);
   Status AddRuns(const StoredView& stored, const StridedBox& to);
   Status AddFile(const Checkpoint& checkpoint, const ReadItem& item,
                  const TargetTensor& target);
@@ -90,7 +93,7 @@ class PlannedReads {
   std::deque<int64_t> loops_;
   std::vector<size_t> pieces_;  // the first run of each
   std::vector<Delivery> deliveries_;
-  std::deque<CastTarget> casts_;
+  std::vector<std::unique_ptr<CastTarget>> casts_;
   std::vector<WantedScales> scales_;
   std::vector<Run> clipped_;
   uint64_t bytes_ = 0;
