@@ -6,12 +6,12 @@ namespace torch_ckpt {
 namespace {
 
 // Indices [first, first + count) of an axis.
-struct Interval {
+struct Taken {
   int64_t first = 0, count = 0;
 };
 
 // Those of the axis whose places in the tensor are in [begin, begin + size).
-Interval Inside(const Selection::Axis& axis, int64_t begin, int64_t size) {
+Taken Inside(const Selection::Axis& axis, int64_t begin, int64_t size) {
   const auto first_at = [&](int64_t place) {  // or behind it
     if (place <= axis.start) return int64_t{0};
     return std::min(axis.count,
@@ -22,8 +22,8 @@ Interval Inside(const Selection::Axis& axis, int64_t begin, int64_t size) {
 }
 
 // Fills in the boxes of axes [at, ...), of the indices in `taken`.
-void AddBoxes(const Selection& to, const std::vector<Interval>& taken,
-              size_t at, const StridedBox& box, std::vector<StridedBox>* out) {
+void AddBoxes(const Selection& to, const std::vector<Taken>& taken, size_t at,
+              const StridedBox& box, std::vector<StridedBox>* out) {
   if (at == to.axes.size()) {
     out->push_back(box);
     return;
@@ -60,7 +60,7 @@ std::vector<Box> BoxesOf(const Selection& selection) {
   const int rank = selection.at.size();
   StridedBox none{
       {selection.at, Dims::Filled(rank, 1)}, 0, Dims::Filled(rank, 0)};
-  std::vector<Interval> all;
+  std::vector<Taken> all;
   for (const Selection::Axis& axis : selection.axes) {
     if (axis.count == 0) return {};
     all.push_back({0, axis.count});
@@ -90,11 +90,11 @@ void MapBox(const SelectionPair& pair, const StridedBox& box,
   const int rank = pair.to.at.size();
   StridedBox mapped{
       {pair.to.at, Dims::Filled(rank, 1)}, 0, Dims::Filled(rank, 0)};
-  std::vector<Interval> taken;
+  std::vector<Taken> taken;
   for (size_t i = 0; i < pair.from.axes.size(); ++i) {
     const Selection::Axis& axis = pair.from.axes[i];
     const int d = axis.dim;
-    const Interval indices = Inside(axis, box.box.offsets[d], box.box.sizes[d]);
+    const Taken indices = Inside(axis, box.box.offsets[d], box.box.sizes[d]);
     if (indices.count <= 0) return;
     taken.push_back(indices);
     const int64_t first = axis.start + axis.step * indices.first;

@@ -36,7 +36,7 @@ int64_t ElementsOf(const Selection& selection) {
   return count;
 }
 
-struct Pair {
+struct ViewPair {
   View stored, native;
 
   std::string Text() const {
@@ -76,7 +76,8 @@ class Mapper {
   const CatalogEntry& entry(uint32_t e) const { return catalog().entries()[e]; }
 
   // The tensor of this name; its error says who asks for it.
-  Result<uint32_t> FindStored(const std::string& name, const Pair& pair) const {
+  Result<uint32_t> FindStored(const std::string& name,
+                              const ViewPair& pair) const {
     const int64_t found = catalog().Find(name);
     if (found >= 0 &&
         entry(static_cast<uint32_t>(found)).kind != EntryKind::kObject) {
@@ -90,7 +91,7 @@ class Mapper {
     const NativeTensor& native = natives_[n];
     DerivedTensor derived;
     bool any = false;
-    for (const Pair& pair : pairs_) {
+    for (const ViewPair& pair : pairs_) {
       Numbers numbers = numbers_;
       if (!pair.native.Match(native.name, &numbers)) continue;
       any = true;
@@ -116,7 +117,7 @@ class Mapper {
   }
 
   // Every combination of what its names do not bind.
-  Status Expand(size_t n, const Pair& pair, const Numbers& bound,
+  Status Expand(size_t n, const ViewPair& pair, const Numbers& bound,
                 DerivedTensor* derived) {
     const Dims& shape = natives_[n].shape;
     Numbers ranges;
@@ -156,7 +157,7 @@ class Mapper {
     return {};
   }
 
-  Status Add(size_t n, const Pair& pair, const Numbers& numbers,
+  Status Add(size_t n, const ViewPair& pair, const Numbers& numbers,
              DerivedTensor* derived) {
     Numbers none;
     DerivedPart part;
@@ -185,7 +186,7 @@ class Mapper {
 
   // Of stored tensors what pairs say that nobody has.
   Status TakeUnused() {
-    for (const Pair& pair : pairs_) {
+    for (const ViewPair& pair : pairs_) {
       if (!pair.native.is_padding()) continue;
       for (uint32_t e = 0; e < catalog().entries().size(); ++e) {
         Numbers numbers = numbers_;
@@ -288,7 +289,7 @@ class Mapper {
   const Checkpoint& checkpoint_;
   const std::vector<NativeTensor>& natives_;
   const Numbers& numbers_;
-  std::vector<Pair> pairs_;
+  std::vector<ViewPair> pairs_;
   std::map<uint32_t, std::vector<Use>> uses_;  // by entry
   int64_t parts_ = 0;
   MappedCatalog out_;
