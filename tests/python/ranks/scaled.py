@@ -101,3 +101,81 @@ def what_is_refused_is_refused_on_all_ranks(context: Context) -> None:
     name = "m.weight" if context.rank == context.world - 1 else "n.weight"
     model = model_of(name, nn.Parameter(torch.zeros(8, 8)))
     raised(lambda: torch_ckpt.load_model(model, path, strict=False), "m.weight", "(8, 8)", "(3)")
+
+
+def experts(context: Context, scaled: bool) -> tuple[Path, dict[str, torch.Tensor]]:
+    """One by one on disk, of two layers; and fused, turned groups of them."""
+    generator = torch.Generator().manual_seed(6)
+    stored: dict[str, torch.Tensor] = {}
+    groups: dict[str, torch.Tensor] = {}
+    for layer in range(2):
+        fused = []
+        for expert in range(3):
+            parts = []
+            for name in ("gate", "up"):
+                values = torch.randn(140, 130, generator=generator)
+                at = f"l.{layer}.e.{expert}.{name}"
+                if scaled:
+                    codes = values.to(torch.float8_e4m3fn)
+                    grid = scaled_bases.scales((2, 2), torch.float32, generator)
+                    stored |= {at: codes, f"{at}_scale_inv": grid}
+                    values = scaled_bases.numbers(codes, grid, (128, 128))
+                else:
+                    stored[at] = values
+                parts.append(values)
+            fused.append(torch.cat(parts).T)
+        groups[f"n.{layer}.gate_up"] = torch.stack(fused)
+    path = context.folder / str(scaled)
+    if context.rank == 0:
+        scaled_bases.base(path, stored)
+    dist.barrier()
+    return path, groups
+
+
+PAIRS = [
+    ("l.{i}.e.{e}.gate", "n.{i}.gate_up[{e}, :, 0/2].T"),
+    ("l.{i}.e.{e}.up", "n.{i}.gate_up[{e}, :, 1/2].T"),
+]
+
+
+@case
+def groups_of_experts(context: Context) -> None:
+    mesh = init_device_mesh("cpu", (context.world,))
+    for scaled in (False, True):
+        path, groups = experts(context, scaled)
+        for dim in range(3):
+            model, wanted = nn.Module(), {}
+            for name, whole in groups.items():
+                zeros = torch.zeros(whole.shape, dtype=torch.bfloat16)
+                sharded = distribute_tensor(zeros, mesh, [Shard(dim)])
+                wanted[name] = distribute_tensor(whole.bfloat16(), mesh, [Shard(dim)])
+                layer = model_of(name, nn.Parameter(sharded, requires_grad=False))
+                if hasattr(model, "n"):
+                    model.n.add_module("1", layer.n.get_submodule("1"))
+                else:
+                    model = layer
+            torch_ckpt.load_model(model, path, tensor_mapping=PAIRS)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(local(parameter), local(wanted[name])), (scaled, dim, name)
+
+
+@case
+def a_part_of_the_model_on_each_rank(context: Context) -> None:
+    """As the stages of a pipeline: what one has not, another has."""
+    path = context.folder / "base"
+    stack = torch.randn(context.world, 4, 3, generator=torch.Generator().manual_seed(7))
+    if context.rank == 0:
+        scaled_bases.base(path, {"stack": stack})
+    dist.barrier()
+    own = f"m.{context.rank}.w"
+    model = model_of(own, nn.Parameter(torch.zeros(4, 3)))
+    torch_ckpt.load_model(model, path, tensor_mapping=[("stack[{l}]", "m.{l}.w")])
+    assert torch.equal(next(model.parameters()).data, stack[context.rank])
+    if context.world > 1:
+        # None has the last one.
+        some = model_of(f"m.{context.rank // 2}.w", nn.Parameter(torch.zeros(4, 3)))
+        raised(
+            lambda: torch_ckpt.load_model(some, path, tensor_mapping=[("stack[{l}]", "m.{l}.w")]),
+            "stack",
+            "in no tensor of the model",
+        )
