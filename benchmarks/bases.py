@@ -16,7 +16,6 @@ from benchmarks import rivals
 DTYPE = torch.bfloat16
 ROWS, COLUMNS = 2816, 2880
 LAYERS = 40
-KINDS = ("bf16", "fp8", "fp4")
 OURS, STOCK = "ours, load_model", "DCP, quantized reader"
 READER = "ours, quantized reader"
 

@@ -143,14 +143,20 @@ def bases_convert(context: Context) -> Row:
         bytes=size,
         tensors=layers,
         contenders=[
-            Contender(
-                name="ours, torch-ckpt convert",
-                role="ours",
-                before=lambda: files.drop_from_memory(files.files_in(source)),
-                run=lambda: run_command(words, size),
-                check=check,
-                after=lambda: files.remove(target),
-                skip=rivals.why_not_ours("convert"),
+            *(
+                Contender(
+                    name=f"ours, torch-ckpt convert, {where}",
+                    role="ours",
+                    before=lambda bring=bring: bring(files.files_in(source)),  # type: ignore[misc]
+                    run=lambda: run_command(words, size),
+                    check=check,
+                    after=lambda: files.remove(target),
+                    skip=rivals.why_not_ours("convert"),
+                )
+                for where, bring in (
+                    ("read from the page cache", files.bring_into_memory),
+                    ("read from the same disk", files.drop_from_memory),
+                )
             ),
             rivals.write_limit(context, rivals.FRESH, "direct", size),
         ],
