@@ -236,49 +236,6 @@ Result<Json> DequantizeRequest(const Json& request) {
   return out;
 }
 
-// The same checkpoint with the tensors "natives" of a model, [name, sizes], in
-// place of the stored ones that "pairs" say they are made of: MapTensors.
-Result<Json> MapRequest(const Json& request) {
-  TC_ASSIGN_OR_RETURN(auto checkpoint, CheckpointOf(request));
-  TC_ASSIGN_OR_RETURN(const Json* given, GetList(request, "pairs"));
-  std::vector<MappingPair> pairs;
-  for (const Json& pair : *given) {
-    if (!pair.is_array() || pair.size() != 2 || !pair[0].is_string() ||
-        !pair[1].is_string()) {
-      return InvalidArgument("'pairs' has two texts in each");
-    }
-    pairs.push_back({pair[0].get<std::string>(), pair[1].get<std::string>()});
-  }
-  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
-                      GetNames(request, "names"));
-  std::vector<NativeTensor> natives;
-  for (size_t i = 0; i < names.size(); ++i) {
-    TC_ASSIGN_OR_RETURN(const auto shape, GetDimsAt(request, "shapes", i));
-    if (!shape) return InvalidArgument("'shapes' has one for each name");
-    natives.push_back({names[i], *shape});
-  }
-  Numbers numbers;
-  const auto known = request.find("numbers");
-  if (known != request.end() && known->is_object()) {
-    for (const auto& [name, value] : known->items()) {
-      if (!value.is_number_integer()) {
-        return InvalidArgument("'numbers' are integers");
-      }
-      numbers[name] = value.get<int64_t>();
-    }
-  }
-  TC_ASSIGN_OR_RETURN(
-      const Checkpoint::Mapped mapped,
-      Checkpoint::Map(std::move(checkpoint), pairs, natives, numbers));
-  Json partly = Json::array();
-  for (const PartlyUsed& each : mapped.partly) {
-    partly.push_back({each.stored, each.native, each.elements, each.of});
-  }
-  Json out = {{"partly", std::move(partly)}};
-  TC_ASSIGN_OR_RETURN(out["checkpoint"], Checkpoints().Add(mapped.checkpoint));
-  return out;
-}
-
 // Jobs that still use it keep it.
 Result<Json> CloseRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const int64_t id, GetInt(request, "checkpoint"));

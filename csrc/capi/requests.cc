@@ -55,6 +55,7 @@ Handler FindHandler(const std::string& op) {
       {"without", WithoutRequest},
       {"dequantize", DequantizeRequest},
       {"map", MapRequest},
+      {"map_memory", MapMemoryRequest},
   };
   const auto it = handlers.find(op);
   return it == handlers.end() ? nullptr : it->second;

@@ -18,7 +18,6 @@ Handler FindHandler(const std::string& op);
 Result<Json> OpenRequest(const Json& request);
 Result<Json> WithoutRequest(const Json& request);
 Result<Json> DequantizeRequest(const Json& request);
-Result<Json> MapRequest(const Json& request);
 Result<Json> CloseRequest(const Json& request);
 Result<Json> HoldFilesRequest(const Json& request);
 Result<Json> ReleaseFilesRequest(const Json& request);
@@ -64,6 +63,9 @@ Result<Json> MergeShareRequest(const Json& request);
 Result<Json> MergeCommitRequest(const Json& request);
 Result<Json> BeginArchivesRequest(const Json& request);
 Result<Json> CommitArchivesRequest(const Json& request);
+// map_requests.cc
+Result<Json> MapRequest(const Json& request);
+Result<Json> MapMemoryRequest(const Json& request);
 // value_requests.cc
 Result<Json> CompareRequest(const Json& request);
 Result<Json> StatisticsRequest(const Json& request);

@@ -412,4 +412,72 @@ Result<Selection> View::Select(const Dims& shape, const Numbers& numbers,
   return selector.TakeOut();
 }
 
+Result<int64_t> View::SizeFor(const Item& item, int64_t count,
+                              const Numbers& numbers) {
+  switch (item.kind) {
+    case Item::Kind::kAll:
+    case Item::Kind::kIndex:
+      return count;
+    case Item::Kind::kInterval: {
+      int64_t begin = 0;
+      if (!item.first.empty()) {
+        TC_ASSIGN_OR_RETURN(begin, item.first.Value(numbers, false));
+      }
+      if (begin < 0) return Bad("an interval begins before all");
+      return begin + count;
+    }
+    case Item::Kind::kPiece:
+    case Item::Kind::kEvery:
+      break;
+  }
+  TC_ASSIGN_OR_RETURN(const int64_t pieces,
+                      item.second.Value(numbers, false));
+  if (pieces < 1 || count > kMaxDimension / pieces) {
+    return Bad("there are not so many pieces");
+  }
+  return count * pieces;
+}
+
+Result<Dims> View::ShapeFor(const Selection& other,
+                            const Numbers& numbers) const {
+  std::vector<int64_t> counts;
+  for (const Selection::Axis& axis : other.axes) counts.push_back(axis.count);
+  if (turned_) {
+    if (counts.size() < 2) return Bad(".T needs two dimensions");
+    std::swap(counts[counts.size() - 1], counts[counts.size() - 2]);
+  }
+  for (auto items = indexes_.rbegin(); items != indexes_.rend(); ++items) {
+    std::vector<int64_t> before;
+    size_t next = 0;
+    for (const Item& item : *items) {
+      if (item.kind == Item::Kind::kIndex) {
+        TC_ASSIGN_OR_RETURN(const int64_t at,
+                            item.first.Value(numbers, false));
+        if (at < 0 || at >= kMaxDimension) return Bad("there is no such index");
+        before.push_back(at + 1);
+        continue;
+      }
+      if (next == counts.size()) {
+        return Bad("it has more indexes than dimensions");
+      }
+      TC_ASSIGN_OR_RETURN(const int64_t size,
+                          SizeFor(item, counts[next++], numbers));
+      before.push_back(size);
+    }
+    before.insert(before.end(),
+                  counts.begin() + static_cast<std::ptrdiff_t>(next),
+                  counts.end());
+    counts = std::move(before);
+  }
+  if (counts.size() > static_cast<size_t>(kMaxDims)) {
+    return Bad("it has too many dimensions");
+  }
+  Dims shape;
+  for (const int64_t count : counts) {
+    if (count > kMaxDimension) return Bad("a dimension is too large");
+    shape.push_back(count);
+  }
+  return shape;
+}
+
 }  // namespace torch_ckpt

@@ -53,6 +53,9 @@ class View {
   // does not divide.
   Result<Selection> Select(const Dims& shape, const Numbers& numbers,
                            Numbers* ranges) const;
+  // The smallest shape of which it takes as many indices as `other` does of its
+  // tensor. REQUIRES: `numbers` has all placeholders.
+  Result<Dims> ShapeFor(const Selection& other, const Numbers& numbers) const;
 
  private:
   // In postfix order.
@@ -86,6 +89,10 @@ class View {
   };
   class Parser;
   class Selector;
+
+  // Of a dimension that an item leaves with `count` indices.
+  static Result<int64_t> SizeFor(const Item& item, int64_t count,
+                                 const Numbers& numbers);
 
   std::string text_;
   bool padding_ = false;

@@ -21,6 +21,8 @@ from torch_ckpt.errors import IncompleteError, InvalidArgumentError
 from torch_ckpt.options import integer
 from torch_ckpt.ranks import TIMEOUT_S, Ranks, rank_and_size
 from torch_ckpt.runs.directory import CheckpointDirectory
+from torch_ckpt.tensor_mapping.mapping import TensorMapping
+from torch_ckpt.training.mapped_model import Kinds, merged
 from torch_ckpt.training.model_state import listed
 from torch_ckpt.training.rank_state import Reshard
 from torch_ckpt.training.step_planner import StepPlanner
@@ -39,12 +41,14 @@ class _Alike(NamedTuple):
     data_size: int
     naming: str
     data_rank: int
+    kinds: Kinds  # of its model's tensors, where these are mapped
 
 
-def _check_alike(of_ranks: list[_Alike]) -> None:
+def _check_alike(of_ranks: list[_Alike]) -> Kinds:
+    """Returns the kinds of all parts of the model."""
     first = of_ranks[0]
     for rank, own in enumerate(of_ranks):
-        if own[:-1] != first[:-1]:
+        if own[:3] != first[:3]:
             raise InvalidArgumentError(
                 f"rank 0 has the parts {sorted(first.parts)}, {first.data_size} data ranks and "
                 f"a model of {first.naming}, rank {rank} has {sorted(own.parts)}, {own.data_size} "
@@ -54,6 +58,7 @@ def _check_alike(of_ranks: list[_Alike]) -> None:
     missing = set(range(first.data_size)) - {own.data_rank for own in of_ranks}
     if DATALOADER in first.parts and missing:
         raise InvalidArgumentError(f"data_rank: nobody is data rank {min(missing)}")
+    return merged([own.kinds for own in of_ranks])
 
 
 class DirectoryOptions(TypedDict, total=False):
@@ -92,6 +97,8 @@ class Checkpointer:
         training.
     data_rank: (rank, size) of this rank's loader among those that have different data; this rank
         among all if None. Ranks that share a loader say the same.
+    tensor_mapping: as load_model's and save_model's: how the model's tensors are stored in each
+        step, where that is not as they are. Optimizer state stays under the model's names.
     directory: keywords of CheckpointDirectory.
 
     All ranks make the same calls in the same order. A context manager, which closes. Raises
@@ -110,6 +117,7 @@ class Checkpointer:
         extras: Any = None,
         background: bool = True,
         data_rank: tuple[int, int] | None = None,
+        tensor_mapping: TensorMapping | None = None,
         **directory: Unpack[DirectoryOptions],
     ) -> None:
         self._group = directory.get("process_group")
@@ -127,12 +135,20 @@ class Checkpointer:
                 rank=rank,
                 world_size=size,
                 data_rank=(rank, size) if data_rank is None else data_rank,
+                tensor_mapping=tensor_mapping,
             )
             made.append(state)
-            return _Alike(state.parts(), state.data_size, state.model.naming, state.data_rank)
+            return _Alike(
+                state.parts(),
+                state.data_size,
+                state.model.naming,
+                state.data_rank,
+                state.model.own_kinds(),
+            )
 
-        ranks.gather("Checkpointer", make, _check_alike)
+        kinds = ranks.gather("Checkpointer", make, _check_alike)
         (self._state,) = made
+        self._state.model.kinds = kinds
         self._extras = extras
         self._background = background
         self._stager = PinnedMemoryStager()

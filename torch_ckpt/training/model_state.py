@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch_ckpt.errors import InvalidArgumentError, UnsupportedError
 from torch_ckpt.native.torch_private import local_tensor
 from torch_ckpt.planning.wrappers import is_made_of_others
+from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping, numbers_of
+from torch_ckpt.training.mapped_model import Kinds, as_stored, kinds_of
 
 # What wraps a module and is no part of it: by module and name of its class, the attribute that
 # holds the module. A class counts that derives from one of these.
@@ -99,13 +101,19 @@ class ModelState:
     """The state of a model, or of the parts of one that this rank has (pipeline stages).
 
     adapter: the PeftModel that it is, whose adapter alone is saved; None for any other model.
+    pairs: how its tensors are stored, where that is not as they are; kinds: those of all ranks
+        then, which whoever makes this sets: see `merged`.
 
     Raises InvalidArgumentError where two parts have one name and for tensors without memory,
     UnsupportedError, naming it, for what cannot be saved by name: a module of FSDP1, a tensor that
     is made of others, and what is trained beside a PEFT adapter.
     """
 
-    def __init__(self, model: nn.Module | Sequence[nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module | Sequence[nn.Module], tensor_mapping: TensorMapping | None = None
+    ) -> None:
+        self.pairs = None if tensor_mapping is None else Pairs.of(tensor_mapping)
+        self.kinds: Kinds = {}
         self.parts = [model] if isinstance(model, nn.Module) else list(model)
         if not self.parts or not all(isinstance(part, nn.Module) for part in self.parts):
             raise InvalidArgumentError("model is a torch.nn.Module, or a list of its parts")
@@ -124,6 +132,8 @@ class ModelState:
         if found and len(models) > 1:
             raise UnsupportedError("a PeftModel in parts cannot be saved")
         self.adapter: Any = found[0] if found else None
+        if found and self.pairs is not None:
+            raise UnsupportedError("an adapter has no tensor_mapping: peft reads it as it is")
         # Whether embeddings are saved as well. Decided once: peft may ask the Hub for it.
         self._with_embeddings = bool(found) and _saves_embeddings(found[0])
 
@@ -173,6 +183,17 @@ class ModelState:
                 state[name] = value
         return state
 
+    def own_kinds(self) -> Kinds:
+        """What this rank says of its tensors, for `kinds`; nothing where nothing is mapped."""
+        return {} if self.pairs is None else kinds_of(self.state_dict())
+
+    def stored_state(self) -> dict[str, Any]:
+        """`state_dict`, as it is stored: of what is mapped there are LocalBoxes in its memory."""
+        state = self.state_dict()
+        if self.pairs is None:
+            return state
+        return as_stored(state, self.kinds, self.pairs, numbers_of(self.config))
+
     def _of_adapter(self) -> dict[str, Any]:
         model = self.adapter
         state = _state_by_peft(model, save_embedding_layers=self._with_embeddings)
@@ -215,8 +236,9 @@ class ModelState:
         self.take(state)
 
     def take(self, loaded: Mapping[str, Any]) -> None:
-        """Make `loaded` the state, whose tensors were filled in place where `state_dict` has given
-        them: the rest goes through the modules' own `load_state_dict`. Other names stay."""
+        """Make `loaded` the state, whose tensors were filled in place where `state_dict` or
+        `stored_state` has given them: the rest goes through the modules' own `load_state_dict`.
+        Other names stay."""
         for part in self.parts:
             module = part if self.adapter is None else self.adapter
             live = {memory_of(each) for each in [*module.parameters(), *module.buffers()]}

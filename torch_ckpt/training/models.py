@@ -27,6 +27,7 @@ from torch_ckpt.native.opened import Listing, OpenedCheckpoint, PartlyUsed
 from torch_ckpt.options import local_path
 from torch_ckpt.ranks import TIMEOUT_S, Ranks
 from torch_ckpt.tensor_mapping.mapping import Pairs, TensorMapping, numbers_of
+from torch_ckpt.training.mapped_model import Kinds, merged
 from torch_ckpt.training.model_state import ModelState, is_extra, listed, memory_of
 
 
@@ -306,12 +307,21 @@ def load_model(
     return ranks.decide("report of load_model", lambda: planner.report)
 
 
+class _Stored:
+    """A model's state as it is stored, which `save` asks for on all ranks together."""
+
+    def __init__(self, model: ModelState) -> None:
+        self.state_dict = model.stored_state
+        self.load_state_dict = model.load_state_dict
+
+
 def save_model(
     model: nn.Module | Sequence[nn.Module],
     path: str | os.PathLike[str],
     *,
     dtype: torch.dtype | str | None = None,
     extras: Any = None,
+    tensor_mapping: TensorMapping | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> SavedMetadata:
     """Save `model`, a module or the parts of one that this rank has, as a Hugging Face directory at
@@ -319,11 +329,23 @@ def save_model(
     and `extras`; of a PEFT model the adapter alone. As the model's part of a step of a
     Checkpointer. The ranks of `process_group`, or of the default one, call it together.
 
-    Raises what `torch_ckpt.save` does, and UnsupportedError for what cannot be saved by name.
+    tensor_mapping: as that of `load_model`, the other way: the stored tensors that pairs name are
+        written, from where their elements are in the model, in the smallest shapes that have these.
+
+    Raises what `torch_ckpt.save` does, UnsupportedError for what cannot be saved by name, and
+    InvalidArgumentError for what is no mapping.
     """
-    state = Ranks.of(process_group).each("save_model", lambda: ModelState(model))
+    made: list[ModelState] = []
+
+    def make() -> Kinds:
+        made.append(ModelState(model, tensor_mapping))
+        return made[0].own_kinds()
+
+    kinds = Ranks.of(process_group).gather("save_model", make, merged)
+    (state,) = made
+    state.kinds = kinds
     return api.save(
-        state,
+        _Stored(state),
         path,
         layout="final",
         naming=state.naming,

@@ -20,7 +20,9 @@ from torch import nn
 
 from torch_ckpt.errors import IncompleteError, InvalidArgumentError, warn
 from torch_ckpt.planning.flatten import Flat
+from torch_ckpt.planning.local_boxes import LocalBoxes
 from torch_ckpt.planning.states import has_state
+from torch_ckpt.tensor_mapping.mapping import TensorMapping
 from torch_ckpt.training.model_state import ModelState, is_extra, listed
 from torch_ckpt.training.optimizer_state import OptimizerState
 from torch_ckpt.training.rank_state import (
@@ -60,8 +62,9 @@ class StepState:
         rank: int,
         world_size: int,
         data_rank: tuple[int, int],
+        tensor_mapping: TensorMapping | None = None,
     ) -> None:
-        self.model = ModelState(model)
+        self.model = ModelState(model, tensor_mapping)
         self.optimizer = None if optimizer is None else OptimizerState(optimizer)
         schedulers = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
         self.schedulers = [each for each in schedulers if each is not None]
@@ -114,7 +117,7 @@ class StepState:
             set_random_state(own)
 
     def _state_dict(self, rng: dict[str, Any]) -> dict[str, Any]:
-        state = self.model.state_dict()
+        state = self.model.stored_state()
         for name in state:
             if name.partition(".")[0] in (*PARTS, *self.states):
                 raise InvalidArgumentError(
@@ -187,7 +190,7 @@ class Wanted:
                 f"was saved without {listed(lost)}: leave that alone with exclude={sorted(lost)}",
                 file=self._path,
             )
-        self._model = state.model.state_dict()
+        self._model = state.model.stored_state()
         of_model = {fqn for fqn in leaves if fqn.partition(".")[0] not in self._parts}
         missing = self._model.keys() - of_model
         if missing:
@@ -262,7 +265,9 @@ class Wanted:
     def give(self, loaded: Mapping[str, Any]) -> None:
         """Hand out what was loaded. Random states last: whatever draws numbers has drawn them."""
         state, taken = self._state, self._taken
-        state.model.take({name: loaded[name] for name in self._model})
+        # What is mapped was filled where it is.
+        own = [name for name, value in self._model.items() if type(value) is not LocalBoxes]
+        state.model.take({name: loaded[name] for name in own})
         if OPTIMIZER in taken and state.optimizer is not None:
             state.optimizer.take(self._names, loaded.get(OPTIMIZER, {}))
         if SCHEDULER in taken:

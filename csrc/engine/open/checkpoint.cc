@@ -367,7 +367,7 @@ Result<Checkpoint::Mapped> Checkpoint::Map(
     const std::vector<MappingPair>& pairs,
     const std::vector<NativeTensor>& natives, const Numbers& numbers) {
   Result<MappedCatalog> mapped =
-      MapTensors(*checkpoint, pairs, natives, numbers);
+      DeriveCatalog(*checkpoint, pairs, natives, numbers);
   if (!mapped.ok()) {
     return Status(mapped.status()).WithFile(checkpoint->path());
   }

@@ -179,7 +179,7 @@ class Checkpoint {
   static Result<Dequantized> Dequantize(
       std::shared_ptr<const Checkpoint> checkpoint,
       const ScaleOptions& options);
-  // `checkpoint` with a catalog of MapTensors.
+  // `checkpoint` with a catalog of DeriveCatalog.
   struct Mapped {
     std::shared_ptr<const Checkpoint> checkpoint;
     std::vector<PartlyUsed> partly;

@@ -133,7 +133,7 @@ Status AddParts(const DerivedTensor& derived, const ReadItem& item,
                           target.strides};
   std::vector<StridedBox> boxes;
   int64_t left = item.box.Volume();
-  for (const DerivedPart& part : derived.parts) {
+  for (const MappedPart& part : derived.parts) {
     boxes.clear();
     MapBox(part.pair, wanted, &boxes);
     for (const StridedBox& box : boxes) {

@@ -179,3 +179,27 @@ def a_part_of_the_model_on_each_rank(context: Context) -> None:
             "stack",
             "in no tensor of the model",
         )
+
+
+@case
+def groups_of_experts_are_saved_one_by_one(context: Context) -> None:
+    mesh = init_device_mesh("cpu", (context.world,))
+    _, groups = experts(context, False)
+    whole = groups["n.0.gate_up"]
+    for dim in range(3):
+        path = context.folder / f"saved-{dim}"
+        sharded = distribute_tensor(whole, mesh, [Shard(dim)])
+        model = model_of("n.0.gate_up", nn.Parameter(sharded, requires_grad=False))
+        torch_ckpt.save_model(model, path, tensor_mapping=PAIRS)
+        found = torch_ckpt.load(path=path, no_dist=True)
+        assert len(found) == 6
+        for expert in range(3):
+            gate, up = whole[expert].T.chunk(2)
+            assert torch.equal(found[f"l.0.e.{expert}.gate"], gate), (dim, expert)
+            assert torch.equal(found[f"l.0.e.{expert}.up"], up), (dim, expert)
+    # And as the stages of a pipeline: each rank has a layer, all make one stack.
+    own = model_of(f"m.{context.rank}.w", nn.Parameter(torch.full((2, 3), float(context.rank))))
+    torch_ckpt.save_model(own, context.folder / "stack", tensor_mapping=[("s[{l}]", "m.{l}.w")])
+    stack = torch_ckpt.load(path=context.folder / "stack", no_dist=True)["s"]
+    assert stack.shape == (context.world, 2, 3)
+    assert all(stack[rank].eq(rank).all() for rank in range(context.world))

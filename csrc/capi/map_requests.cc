@@ -1,0 +1,150 @@
+// Requests about mappings of tensors.
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "capi/requests.h"
+#include "engine/open/checkpoint.h"
+#include "json/held.h"
+#include "plan/tensor_map.h"
+
+namespace torch_ckpt::capi {
+namespace {
+
+// What the requests below have in common: "pairs" of views, and the tensors of a
+// model as "names" and "shapes"; "numbers" by name.
+struct Mapping {
+  std::vector<MappingPair> pairs;
+  std::vector<NativeTensor> natives;
+  Numbers numbers;
+};
+
+Result<Mapping> MappingOf(const Json& request) {
+  Mapping mapping;
+  TC_ASSIGN_OR_RETURN(const Json* given, GetList(request, "pairs"));
+  for (const Json& pair : *given) {
+    if (!pair.is_array() || pair.size() != 2 || !pair[0].is_string() ||
+        !pair[1].is_string()) {
+      return InvalidArgument("'pairs' has two texts in each");
+    }
+    mapping.pairs.push_back(
+        {pair[0].get<std::string>(), pair[1].get<std::string>()});
+  }
+  TC_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                      GetNames(request, "names"));
+  for (size_t i = 0; i < names.size(); ++i) {
+    TC_ASSIGN_OR_RETURN(const auto shape, GetDimsAt(request, "shapes", i));
+    if (!shape) return InvalidArgument("'shapes' has one for each name");
+    mapping.natives.push_back({names[i], *shape});
+  }
+  const auto known = request.find("numbers");
+  if (known != request.end() && known->is_object()) {
+    for (const auto& [name, value] : known->items()) {
+      if (!value.is_number_integer()) {
+        return InvalidArgument("'numbers' are integers");
+      }
+      mapping.numbers[name] = value.get<int64_t>();
+    }
+  }
+  return mapping;
+}
+
+// A box of a native tensor in memory, whose strides and place are in elements.
+struct HeldBox {
+  size_t native;
+  StridedBox box;
+};
+
+Result<std::vector<HeldBox>> HeldBoxes(const Json& request,
+                                       const Mapping& mapping) {
+  TC_ASSIGN_OR_RETURN(const Json* given, GetList(request, "boxes"));
+  std::vector<HeldBox> boxes;
+  for (const Json& each : *given) {
+    TC_ASSIGN_OR_RETURN(const int64_t native, GetInt(each, "native"));
+    HeldBox held{static_cast<size_t>(native), {}};
+    const auto dims = [&](const char* field) -> Result<Dims> {
+      const auto found = each.find(field);
+      return ParseDims(found == each.end() ? Json() : *found);
+    };
+    TC_ASSIGN_OR_RETURN(held.box.box.offsets, dims("offsets"));
+    TC_ASSIGN_OR_RETURN(held.box.box.sizes, dims("sizes"));
+    TC_ASSIGN_OR_RETURN(held.box.strides, dims("strides"));
+    if (native < 0 || held.native >= mapping.natives.size() ||
+        !Inside(held.box.box, mapping.natives[held.native].shape) ||
+        held.box.strides.size() != held.box.box.rank()) {
+      return InvalidArgument("a box is in no native tensor");
+    }
+    boxes.push_back(std::move(held));
+  }
+  return boxes;
+}
+
+}  // namespace
+
+// The same checkpoint with the tensors "natives" of a model, [name, sizes], in
+// place of the stored ones that "pairs" say they are made of: MapTensors.
+Result<Json> MapRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(auto checkpoint, CheckpointOf(request));
+  TC_ASSIGN_OR_RETURN(const Mapping mapping, MappingOf(request));
+  TC_ASSIGN_OR_RETURN(
+      const Checkpoint::Mapped mapped,
+      Checkpoint::Map(std::move(checkpoint), mapping.pairs, mapping.natives,
+                      mapping.numbers));
+  Json partly = Json::array();
+  for (const PartlyUsed& each : mapped.partly) {
+    partly.push_back({each.stored, each.native, each.elements, each.of});
+  }
+  Json out = {{"partly", std::move(partly)}};
+  TC_ASSIGN_OR_RETURN(out["checkpoint"], Checkpoints().Add(mapped.checkpoint));
+  return out;
+}
+
+// "boxes" that this process has in memory of the native tensors, as boxes of
+// stored ones that are to be made: "stored" has for each its name, its shape, the
+// position of a native tensor that has some of it, and [box, its first element
+// there, offsets, sizes, strides], ...; "natives" are the names of those that
+// pairs name.
+Result<Json> MapMemoryRequest(const Json& request) {
+  TC_ASSIGN_OR_RETURN(const Mapping mapping, MappingOf(request));
+  TC_ASSIGN_OR_RETURN(const std::vector<HeldBox> boxes,
+                      HeldBoxes(request, mapping));
+  TC_ASSIGN_OR_RETURN(
+      const TensorMap map,
+      MapOntoNew(mapping.pairs, mapping.natives, mapping.numbers));
+  std::map<std::string_view, Json> held;
+  std::vector<StridedBox> mapped;
+  for (size_t b = 0; b < boxes.size(); ++b) {
+    const auto parts = map.natives.find(boxes[b].native);
+    if (parts == map.natives.end()) continue;
+    for (const MappedPart& part : parts->second) {
+      if (part.stored.empty()) continue;  // nobody asks for padding
+      mapped.clear();
+      MapBox(part.pair, boxes[b].box, &mapped);
+      for (const StridedBox& box : mapped) {
+        held.try_emplace(part.stored, Json::array())
+            .first->second.push_back({b, box.base, DimsJson(box.box.offsets),
+                                      DimsJson(box.box.sizes),
+                                      DimsJson(box.strides)});
+      }
+    }
+  }
+  std::map<std::string_view, size_t> some;
+  for (const auto& [native, parts] : map.natives) {
+    for (const MappedPart& part : parts) some.try_emplace(part.stored, native);
+  }
+  Json stored = Json::array();
+  for (const auto& [name, shape] : map.stored) {
+    const auto found = held.find(name);
+    stored.push_back({name, DimsJson(shape), some[name],
+                      found == held.end() ? Json::array()
+                                          : std::move(found->second)});
+  }
+  Json natives = Json::array();
+  for (const auto& each : map.natives) {
+    natives.push_back(mapping.natives[each.first].name);
+  }
+  return Json{{"stored", std::move(stored)}, {"natives", std::move(natives)}};
+}
+
+}  // namespace torch_ckpt::capi

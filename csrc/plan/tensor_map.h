@@ -1,0 +1,72 @@
+// A mapping of tensors, expanded: which elements of the tensors of a model are
+// which of stored ones.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/box.h"
+#include "base/status.h"
+#include "plan/box_map.h"
+#include "plan/view.h"
+
+namespace torch_ckpt {
+
+// One pair of a mapping, as people write it: both are the same elements.
+struct MappingPair {
+  std::string stored, native;
+};
+
+// A tensor of a model, under its own name.
+struct NativeTensor {
+  std::string name;
+  Dims shape;
+};
+
+// Of a native tensor (`from`) the elements that a stored one (`to`) has.
+struct MappedPart {
+  std::string stored;  // empty: zeros, of which `to` is `from`
+  SelectionPair pair;
+};
+
+// Of a stored tensor what one native tensor has, where all native ones together
+// do not have all of it. On a rank that has a part of a model others may have
+// the rest.
+struct PartlyUsed {
+  std::string stored, native;
+  int64_t elements = 0, of = 0;
+};
+
+struct TensorMap {
+  // By the position of a native tensor that pairs name: each of its elements is
+  // in one part.
+  std::map<size_t, std::vector<MappedPart>> natives;
+  // The stored tensors that pairs name. Each element is in one native tensor,
+  // but for those of `partly`.
+  std::map<std::string, Dims, std::less<>> stored;
+  std::vector<PartlyUsed> partly;
+};
+
+// The tensors of a checkpoint, by name.
+using StoredShapes = std::map<std::string, Dims, std::less<>>;
+
+// Native tensors that no pair names keep theirs, and are not in the result.
+// kInvalidArgument names the pair and the tensors: for a syntax error, an
+// overlap, a hole in a native tensor, a name that no stored tensor has, shapes
+// that differ, a division that does not go.
+Result<TensorMap> MapTensors(const std::vector<MappingPair>& pairs,
+                             const std::vector<NativeTensor>& natives,
+                             const Numbers& numbers,
+                             const StoredShapes& stored);
+
+// The same for stored tensors that are to be made: their shapes are the smallest
+// that have all elements of the native ones, which are all that there are. Then
+// no element of one is in none.
+Result<TensorMap> MapOntoNew(const std::vector<MappingPair>& pairs,
+                             const std::vector<NativeTensor>& natives,
+                             const Numbers& numbers);
+
+}  // namespace torch_ckpt
