@@ -12,8 +12,8 @@
 namespace torch_ckpt::capi {
 namespace {
 
-// What the requests below have in common: "pairs" of views, and the tensors of a
-// model as "names" and "shapes"; "numbers" by name.
+// What the requests below have in common: "pairs" of views, and the tensors of
+// a model as "names" and "shapes"; "numbers" by name.
 struct Mapping {
   std::vector<MappingPair> pairs;
   std::vector<NativeTensor> natives;
@@ -87,10 +87,9 @@ Result<std::vector<HeldBox>> HeldBoxes(const Json& request,
 Result<Json> MapRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(auto checkpoint, CheckpointOf(request));
   TC_ASSIGN_OR_RETURN(const Mapping mapping, MappingOf(request));
-  TC_ASSIGN_OR_RETURN(
-      const Checkpoint::Mapped mapped,
-      Checkpoint::Map(std::move(checkpoint), mapping.pairs, mapping.natives,
-                      mapping.numbers));
+  TC_ASSIGN_OR_RETURN(const Checkpoint::Mapped mapped,
+                      Checkpoint::Map(std::move(checkpoint), mapping.pairs,
+                                      mapping.natives, mapping.numbers));
   Json partly = Json::array();
   for (const PartlyUsed& each : mapped.partly) {
     partly.push_back({each.stored, each.native, each.elements, each.of});
@@ -101,10 +100,10 @@ Result<Json> MapRequest(const Json& request) {
 }
 
 // "boxes" that this process has in memory of the native tensors, as boxes of
-// stored ones that are to be made: "stored" has for each its name, its shape, the
-// position of a native tensor that has some of it, and [box, its first element
-// there, offsets, sizes, strides], ...; "natives" are the names of those that
-// pairs name.
+// stored ones that are to be made: "stored" has for each its name, its shape,
+// the position of a native tensor that has some of it, and [box, its first
+// element there, offsets, sizes, strides], ...; "natives" are the names of
+// those that pairs name.
 Result<Json> MapMemoryRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(const Mapping mapping, MappingOf(request));
   TC_ASSIGN_OR_RETURN(const std::vector<HeldBox> boxes,
@@ -136,9 +135,9 @@ Result<Json> MapMemoryRequest(const Json& request) {
   Json stored = Json::array();
   for (const auto& [name, shape] : map.stored) {
     const auto found = held.find(name);
-    stored.push_back({name, DimsJson(shape), some[name],
-                      found == held.end() ? Json::array()
-                                          : std::move(found->second)});
+    stored.push_back(
+        {name, DimsJson(shape), some[name],
+         found == held.end() ? Json::array() : std::move(found->second)});
   }
   Json natives = Json::array();
   for (const auto& each : map.natives) {

@@ -153,15 +153,14 @@ class Mapper {
     Numbers none;
     TC_ASSIGN_OR_RETURN(const Selection from,
                         pair.native.Select(natives_[n].shape, numbers, &none));
-    TC_ASSIGN_OR_RETURN(const Dims least,
-                        pair.stored.ShapeFor(from, numbers));
+    TC_ASSIGN_OR_RETURN(const Dims least, pair.stored.ShapeFor(from, numbers));
     const auto [at, fresh] =
         made_.try_emplace(pair.stored.Name(numbers), least);
     if (at->second.size() != least.size()) {
-      return InvalidArgument("'" + at->first + "' has " +
-                             std::to_string(least.size()) + " dimensions, and " +
-                             std::to_string(at->second.size()) +
-                             " in another pair");
+      return InvalidArgument(
+          "'" + at->first + "' has " + std::to_string(least.size()) +
+          " dimensions, and " + std::to_string(at->second.size()) +
+          " in another pair");
     }
     for (int d = 0; d < least.size(); ++d) {
       at->second[d] = std::max(at->second[d], least[d]);
@@ -199,8 +198,8 @@ class Mapper {
              std::vector<MappedPart>* parts) {
     Numbers none;
     MappedPart part;
-    TC_ASSIGN_OR_RETURN(
-        part.pair.from, pair.native.Select(natives_[n].shape, numbers, &none));
+    TC_ASSIGN_OR_RETURN(part.pair.from,
+                        pair.native.Select(natives_[n].shape, numbers, &none));
     if (pair.stored.is_padding()) {
       part.pair.to = part.pair.from;
       parts->push_back(std::move(part));
@@ -211,11 +210,10 @@ class Mapper {
     TC_ASSIGN_OR_RETURN(part.pair.to,
                         pair.stored.Select(shape, numbers, &none));
     if (!HaveOneShape(part.pair.from, part.pair.to)) {
-      return InvalidArgument("has the shape " + CountsOf(part.pair.to) +
-                             " in '" + part.stored + "' of " +
-                             shape.ToString() + ", and " +
-                             CountsOf(part.pair.from) + " in " +
-                             natives_[n].shape.ToString());
+      return InvalidArgument(
+          "has the shape " + CountsOf(part.pair.to) + " in '" + part.stored +
+          "' of " + shape.ToString() + ", and " + CountsOf(part.pair.from) +
+          " in " + natives_[n].shape.ToString());
     }
     uses_[part.stored].push_back({n, part.pair.to});
     parts->push_back(std::move(part));

@@ -62,9 +62,9 @@ Result<TensorMap> MapTensors(const std::vector<MappingPair>& pairs,
                              const Numbers& numbers,
                              const StoredShapes& stored);
 
-// The same for stored tensors that are to be made: their shapes are the smallest
-// that have all elements of the native ones, which are all that there are. Then
-// no element of one is in none.
+// The same for stored tensors that are to be made: their shapes are the
+// smallest that have all elements of the native ones, which are all that there
+// are. Then no element of one is in none.
 Result<TensorMap> MapOntoNew(const std::vector<MappingPair>& pairs,
                              const std::vector<NativeTensor>& natives,
                              const Numbers& numbers);

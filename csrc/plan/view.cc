@@ -430,8 +430,7 @@ Result<int64_t> View::SizeFor(const Item& item, int64_t count,
     case Item::Kind::kEvery:
       break;
   }
-  TC_ASSIGN_OR_RETURN(const int64_t pieces,
-                      item.second.Value(numbers, false));
+  TC_ASSIGN_OR_RETURN(const int64_t pieces, item.second.Value(numbers, false));
   if (pieces < 1 || count > kMaxDimension / pieces) {
     return Bad("there are not so many pieces");
   }
@@ -451,8 +450,7 @@ Result<Dims> View::ShapeFor(const Selection& other,
     size_t next = 0;
     for (const Item& item : *items) {
       if (item.kind == Item::Kind::kIndex) {
-        TC_ASSIGN_OR_RETURN(const int64_t at,
-                            item.first.Value(numbers, false));
+        TC_ASSIGN_OR_RETURN(const int64_t at, item.first.Value(numbers, false));
         if (at < 0 || at >= kMaxDimension) return Bad("there is no such index");
         before.push_back(at + 1);
         continue;

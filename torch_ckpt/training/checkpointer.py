@@ -58,7 +58,8 @@ def _check_alike(of_ranks: list[_Alike]) -> Kinds:
     missing = set(range(first.data_size)) - {own.data_rank for own in of_ranks}
     if DATALOADER in first.parts and missing:
         raise InvalidArgumentError(f"data_rank: nobody is data rank {min(missing)}")
-    return merged([own.kinds for own in of_ranks])
+    mapped = [own.kinds for own in of_ranks if own.kinds]
+    return merged(mapped) if mapped else {}
 
 
 class DirectoryOptions(TypedDict, total=False):

@@ -48,8 +48,8 @@ Result<MappedCatalog> DeriveCatalog(const Checkpoint& checkpoint,
                                     const std::vector<NativeTensor>& natives,
                                     const Numbers& numbers) {
   const Catalog& catalog = checkpoint.catalog();
-  TC_ASSIGN_OR_RETURN(
-      TensorMap map, MapTensors(pairs, natives, numbers, ShapesOf(catalog)));
+  TC_ASSIGN_OR_RETURN(TensorMap map,
+                      MapTensors(pairs, natives, numbers, ShapesOf(catalog)));
   MappedCatalog out;
   out.partly = std::move(map.partly);
   CatalogBuilder builder;
@@ -57,10 +57,9 @@ Result<MappedCatalog> DeriveCatalog(const Checkpoint& checkpoint,
     DerivedTensor derived{std::move(parts)};
     for (const MappedPart& part : derived.parts) {
       const int64_t e = part.stored.empty() ? -1 : catalog.Find(part.stored);
-      derived.scaled =
-          derived.scaled ||
-          (e >= 0 &&
-           checkpoint.FindScaled(static_cast<uint32_t>(e)) != nullptr);
+      derived.scaled = derived.scaled ||
+                       (e >= 0 && checkpoint.FindScaled(
+                                      static_cast<uint32_t>(e)) != nullptr);
     }
     const Result<Dtype> dtype = DtypeOf(catalog, derived);
     if (!dtype.ok()) return Status(dtype.status()).WithTensor(natives[n].name);

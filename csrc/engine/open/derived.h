@@ -20,8 +20,8 @@ struct DerivedTensor {
 };
 
 struct MappedCatalog {
-  // With native tensors in place of the stored ones that they are made of, which
-  // have no placements; all others under their own names.
+  // With native tensors in place of the stored ones that they are made of,
+  // which have no placements; all others under their own names.
   Catalog catalog;
   std::map<std::string, DerivedTensor, std::less<>> derived;
   std::vector<PartlyUsed> partly;
