@@ -90,3 +90,59 @@ LOADS: Mapping[str, Callable[[nn.Module, Path], None]] = {
     READER: load_with_reader,
     STOCK: load_with_stock,
 }
+
+
+# --- experts ----------------------------------------------------------------
+
+EXPERTS, EXPERT_ROWS, EXPERT_COLUMNS, EXPERT_LAYERS = 128, 96, 512, 48
+GROUPS = [
+    ("l.{i}.e.{e}.gate", "l.{i}.gate_up[{e}, 0/2]"),
+    ("l.{i}.e.{e}.up", "l.{i}.gate_up[{e}, 1/2]"),
+    ("l.{i}.e.{e}.down", "l.{i}.down[{e}]"),
+]
+TURNED = [
+    ("l.{i}.e.{e}.gate", "l.{i}.gate_up[{e}, :, 0/2].T"),
+    ("l.{i}.e.{e}.up", "l.{i}.gate_up[{e}, :, 1/2].T"),
+    ("l.{i}.e.{e}.down", "l.{i}.down[{e}].T"),
+]
+
+
+def _layers(make: Callable[[nn.Module], None], layers: int) -> nn.Module:
+    model = nn.Module()
+    model.l = nn.ModuleList()
+    for _ in range(layers):
+        layer = nn.Module()
+        make(layer)
+        model.l.append(layer)
+    return model
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape).to(DTYPE), requires_grad=False)
+
+
+def one_by_one(layers: int) -> nn.Module:
+    """A model that has experts as the Hub has them."""
+
+    def make(layer: nn.Module) -> None:
+        layer.e = nn.ModuleList()
+        for _ in range(EXPERTS):
+            expert = nn.Module()
+            expert.gate = _parameter(EXPERT_ROWS, EXPERT_COLUMNS)
+            expert.up = _parameter(EXPERT_ROWS, EXPERT_COLUMNS)
+            expert.down = _parameter(EXPERT_COLUMNS, EXPERT_ROWS)
+            layer.e.append(expert)
+
+    return _layers(make, layers)
+
+
+def in_groups(layers: int, *, turned: bool) -> nn.Module:
+    """One that has them in groups, of [out, in] or, turned, of [in, out]."""
+
+    def make(layer: nn.Module) -> None:
+        shapes = (2 * EXPERT_ROWS, EXPERT_COLUMNS), (EXPERT_COLUMNS, EXPERT_ROWS)
+        for name, shape in zip(("gate_up", "down"), shapes, strict=True):
+            in_order = reversed(shape) if turned else shape
+            setattr(layer, name, _parameter(EXPERTS, *in_order))
+
+    return _layers(make, layers)

@@ -163,3 +163,76 @@ def bases_convert(context: Context) -> Row:
         limit=rivals.FRESH,
         close=lambda: files.empty(context.directory),
     )
+
+
+def _experts(context: Context, title: str, *, saves: bool) -> Row:
+    layers = max(1, round(bases.EXPERT_LAYERS * context.scale))
+    models = {
+        "one by one": (bases.one_by_one(layers), None),
+        "in groups": (bases.in_groups(layers, turned=False), bases.GROUPS),
+        "in turned groups": (bases.in_groups(layers, turned=True), bases.TURNED),
+    }
+    flat = models["one by one"][0]
+    tensors = len(list(flat.parameters()))
+    size = sum(parameter.nbytes for parameter in flat.parameters())
+    source, target = context.directory / "source", context.directory / "target"
+    skip = rivals.why_not_ours("save_model")
+    if not saves and not skip:
+        rivals.ours("save_model")(flat, source)
+
+    def run(name: str) -> None:
+        model, pairs = models[name]
+        if saves:
+            rivals.ours("save_model")(model, target, tensor_mapping=pairs)
+        else:
+            rivals.ours("load_model")(model, source, tensor_mapping=pairs)
+
+    shards = [p for p in files.files_in(source) if p.suffix == ".safetensors"] if not saves else []
+    limit = (
+        rivals.write_limit(context, rivals.FRESH, "direct", size)
+        if saves
+        else rivals.cold_read_limit(context, shards)
+    )
+    return Row(
+        title=title,
+        bytes=size,
+        tensors=tensors,
+        contenders=[
+            *(
+                Contender(
+                    name=f"ours, {'save' if saves else 'load'}_model, {name}",
+                    role="ours",
+                    before=lambda: None if saves else files.drop_from_memory(shards),
+                    run=lambda name=name: run(name),  # type: ignore[misc]
+                    after=lambda: files.remove(target),
+                    skip=skip,
+                )
+                for name in models
+            ),
+            limit,
+        ],
+        limit=rivals.FRESH if saves else rivals.COLD_READ,
+        bound="limit" if saves else rivals.READ_BOUND,
+        close=lambda: files.empty(context.directory),
+    )
+
+
+@row("bases_experts_load", memory=("touched",))
+def bases_experts_load(context: Context) -> Row:
+    """Experts one by one on disk."""
+    return _experts(
+        context,
+        "Experts that are stored one by one, cold, by load_model into a model that has them so, "
+        "and by tensor_mapping into groups, and into groups that are transposed; one process",
+        saves=False,
+    )
+
+
+@row("bases_experts_save", memory=("touched",))
+def bases_experts_save(context: Context) -> Row:
+    """And back."""
+    return _experts(
+        context,
+        "The same models by save_model into one by one, durable; one process",
+        saves=True,
+    )
