@@ -80,6 +80,15 @@ def test_without_a_dtype_codes_stay_codes(tmp_path: Path) -> None:
     assert said["quantization_config"] == FP8
 
 
+def test_scales_of_activations_do_not_go_along(tmp_path: Path) -> None:
+    stored, _ = KINDS["float8_e4m3fn float32 m.weight_scale_inv"]
+    more = {"m.input_scale": torch.ones(1), "m.k_scale": torch.tensor(1.0)}
+    own = {"m.q_scale": torch.ones(8)}  # a part of the model, since it is no one number
+    path = scaled_bases.base(tmp_path / "base", {**stored, **more, **own})
+    torch_ckpt.convert(path, tmp_path / "out", "hf", dtype="bf16")
+    assert sorted(load_file(tmp_path / "out" / "model.safetensors")) == ["m.q_scale", "m.weight"]
+
+
 def test_some_by_name(tmp_path: Path) -> None:
     stored, whole = KINDS["float8_e4m3fn float32 m.weight_scale_inv"]
     both = {**stored, **{name.replace("m.", "n."): value for name, value in stored.items()}}

@@ -4,6 +4,8 @@ numbers. Nothing here needs torch."""
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -21,6 +23,9 @@ CONFIGS_OF_PARTS = (
     *("text_config", "language_config", "llm_config", "thinker_config"),
     *("vision_config", "audio_config", "encoder", "decoder"),
 )
+logger = logging.getLogger(__name__)
+
+_MOST_SHOWN = 5
 _FLOAT8 = ("fp8", "fbgemm_fp8", "finegrained_fp8")
 _BLOCKS = ("mxfp4", "mxfp8")
 # What compressed-tensors calls its formats whose codes are float8.
@@ -160,7 +165,8 @@ def with_numbers(
     keeps_names: bool = False,
 ) -> OpenedCheckpoint:
     """`opened` with numbers in place of codes and scales, of those pairs that are `wanted`; itself
-    where there are none. Scales of activations are left out, but for those `kept`.
+    where there are none. Scales of activations, which are one number each, are left out, but for
+    those `kept`.
 
     blocks: rows and columns of codes that have a scale in common; None: what the configuration
         says. Raises UnsupportedError for codes whose scales do not fit, or for what is more than a
@@ -189,10 +195,22 @@ def with_numbers(
         )
     if len(pairs) < len(found.pairs):
         found = opened.dequantized(only=[pair.codes for pair in pairs], **options)
-    names = found.opened.listing().names
-    _check_alone(opened, pairs, names)
-    left_out = [name for name in names if ACTIVATIONS.search(name) and name not in kept]
-    return found.opened.without(left_out) if left_out and not keeps_scales else found.opened
+    stored = found.opened.listing().tensors()
+    _check_alone(opened, pairs, stored)
+    if keeps_scales:
+        return found.opened
+    left_out = [
+        name
+        for name, kind in stored.items()
+        # One number, or it is something else of the model's.
+        if ACTIVATIONS.search(name) and name not in kept and math.prod(kind.shape or ()) == 1
+    ]
+    if left_out:
+        shown = ", ".join(left_out[:_MOST_SHOWN])
+        logger.info(
+            "%s: left out are %d scales of activations, as %s", opened.path, len(left_out), shown
+        )
+    return found.opened.without(left_out) if left_out else found.opened
 
 
 def _check_whole(

@@ -98,6 +98,10 @@ class Pairing {
     std::set<uint32_t> taken;  // as scales
     for (const Pair& pair : pairs_) taken.insert(pair.scales);
     FindOrphans(taken);
+    if (pairs_.empty()) {
+      out_.catalog = catalog_;
+      return std::move(out_);
+    }
     // What is an alias of codes becomes a tensor of these.
     std::set<std::string, std::less<>> gone;
     for (const Pair& pair : pairs_) {
