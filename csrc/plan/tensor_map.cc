@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "format/dtype.h"
 #include "plan/cover.h"
 
 namespace torch_ckpt {
@@ -29,6 +30,17 @@ bool HaveOneShape(const Selection& a, const Selection& b) {
 int64_t ElementsOf(const Selection& selection) {
   int64_t count = 1;
   for (const Selection::Axis& axis : selection.axes) count *= axis.count;
+  return count;
+}
+
+// Boxes that BoxesOf makes of it, or more than kMostParts.
+int64_t BoxCountOf(const Selection& selection) {
+  int64_t count = 1;
+  for (const Selection::Axis& axis : selection.axes) {
+    if (axis.step == 1 || axis.count == 0) continue;
+    if (count > kMostParts / axis.count) return kMostParts + 1;
+    count *= axis.count;
+  }
   return count;
 }
 
@@ -165,7 +177,8 @@ class Mapper {
     for (int d = 0; d < least.size(); ++d) {
       at->second[d] = std::max(at->second[d], least[d]);
     }
-    return {};
+    // As many elements as can be counted.
+    return ByteSize(Dtype::kF64, at->second).status();
   }
 
   Status Map(size_t n) {
@@ -201,6 +214,8 @@ class Mapper {
     TC_ASSIGN_OR_RETURN(part.pair.from,
                         pair.native.Select(natives_[n].shape, numbers, &none));
     if (pair.stored.is_padding()) {
+      boxes_ += BoxCountOf(part.pair.from);
+      if (boxes_ > kMostParts) return Exhausted("it has too many parts");
       part.pair.to = part.pair.from;
       parts->push_back(std::move(part));
       return {};
@@ -215,6 +230,9 @@ class Mapper {
           "' of " + shape.ToString() + ", and " + CountsOf(part.pair.from) +
           " in " + natives_[n].shape.ToString());
     }
+    // Steps make a box for each index.
+    boxes_ += BoxCountOf(part.pair.from) + BoxCountOf(part.pair.to);
+    if (boxes_ > kMostParts) return Exhausted("it has too many parts");
     uses_[part.stored].push_back({n, part.pair.to});
     parts->push_back(std::move(part));
     return {};
@@ -285,7 +303,7 @@ class Mapper {
   StoredShapes made_;
   std::vector<ViewPair> pairs_;
   std::map<std::string, std::vector<Use>, std::less<>> uses_;
-  int64_t parts_ = 0;
+  int64_t parts_ = 0, boxes_ = 0;
   TensorMap out_;
 };
 
