@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import torch_ckpt
+from torch_ckpt.tensor_mapping.mapping import table_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -139,7 +140,8 @@ def test_installs_of_the_sdist(source: Path, tmp_path: Path) -> None:
             if name.endswith(".so"):
                 assert b".debug_info" not in archive.read(name), f"{name} is not stripped"
     libraries = {"torch_ckpt/libtorch_ckpt_core.so", "torch_ckpt/libtorch_ckpt_ext.so"}
-    assert names == modules() | libraries | {"torch_ckpt/py.typed"}
+    tables = {f"torch_ckpt/tensor_mapping/tables/{name}.json" for name in table_names()}
+    assert names == modules() | libraries | tables | {"torch_ckpt/py.typed"}
 
     python = fresh_environment(tmp_path / "venv")
     run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], cwd=tmp_path)
