@@ -25,7 +25,12 @@ def fences(page: str, language: str) -> list[str]:
 
 
 README = fences("README.md", "python")
-EXAMPLES = README + fences("docs/guide.md", "python") + fences("docs/training.md", "python")
+EXAMPLES = [
+    *README,
+    *fences("docs/guide.md", "python"),
+    *fences("docs/training.md", "python"),
+    *fences("docs/tensor_mapping.md", "python"),
+]
 OPERATORS = fences("docs/operators.md", "python")
 
 
