@@ -58,6 +58,13 @@ def test_what_pairs_leave_out(tmp_path: Path) -> None:
     assert torch.equal(found["v"], numbered(8, 2)[:5])
 
 
+def test_what_has_no_elements_is_stored_too(tmp_path: Path) -> None:
+    pairs = [("a.{e}", "w[{e}]"), ("v", "m.v")]
+    natives = {"w": torch.zeros(2, 3, 0), "m.v": torch.zeros(0, 4)}
+    parts = {"a.0": torch.zeros(3, 0), "a.1": torch.zeros(3, 0), "v": torch.zeros(0, 4)}
+    check(tmp_path / "c", pairs, natives, parts)
+
+
 @pytest.mark.parametrize(
     ("pairs", "words"),
     [

@@ -86,6 +86,9 @@ def as_stored(
     mapped = set(answer["natives"])
     out = {name: value for name, value in state.items() if name not in mapped}
     for name, shape, native, parts in answer["stored"]:
+        if 0 in shape:  # no rank has a box of it, and it is stored all the same
+            out[name] = torch.empty(shape, dtype=kinds[names[native]].dtype, device="cpu")
+            continue
         out[name] = LocalBoxes(
             shape,
             [
