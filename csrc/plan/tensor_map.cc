@@ -253,6 +253,8 @@ class Mapper {
                                              : taken.status().message()))
               .WithTensor(name);
         }
+        boxes_ += BoxCountOf(*taken);
+        if (boxes_ > kMostParts) return Exhausted("there are too many parts");
         uses_[name].push_back({natives_.size(), std::move(*taken)});
       }
     }

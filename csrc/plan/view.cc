@@ -335,6 +335,7 @@ class View::Selector {
                      std::to_string(pieces));
         }
         TC_ASSIGN_OR_RETURN(const int64_t piece, OneOf(item.first, pieces));
+        if (axis->count == 0) return true;  // of nothing all pieces are alike
         axis->count /= pieces;
         if (item.kind == Item::Kind::kPiece) {
           axis->start += axis->step * piece * axis->count;

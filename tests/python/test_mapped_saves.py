@@ -58,6 +58,12 @@ def test_what_pairs_leave_out(tmp_path: Path) -> None:
     assert torch.equal(found["v"], numbered(8, 2)[:5])
 
 
+def test_a_stored_name_that_another_tensor_has(tmp_path: Path) -> None:
+    with pytest.raises(torch_ckpt.InvalidArgumentError, match=r"'b'.*no pair names"):
+        saved(tmp_path / "c", [("b", "a")], a=torch.ones(2), b=torch.ones(2))
+    assert not (tmp_path / "c").exists()
+
+
 def test_what_has_no_elements_is_stored_too(tmp_path: Path) -> None:
     pairs = [("a.{e}", "w[{e}]"), ("v", "m.v")]
     natives = {"w": torch.zeros(2, 3, 0), "m.v": torch.zeros(0, 4)}

@@ -85,6 +85,19 @@ def test_a_model_of_codes_gets_codes(tmp_path: Path) -> None:
         assert torch.equal(value.float(), stored[name].float())
 
 
+def test_numbers_and_codes_are_not_mixed_in_silence(tmp_path: Path) -> None:
+    """A model of floats that has one of the scales as well."""
+    codes = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    stored = {f"{name}.weight": codes for name in "ab"}
+    stored |= {f"{name}.weight_scale": torch.tensor(2.0) for name in "ab"}
+    path = scaled_bases.base(tmp_path / "base", stored)
+    floats = {f"{name}.weight": torch.zeros(4, 4) for name in "ab"}
+    model = Model(**floats, **{"b.weight_scale": torch.tensor(0.0)})
+    with pytest.raises(torch_ckpt.UnsupportedError, match=r"'b\.weight'.*codes and scales"):
+        torch_ckpt.load_model(model, path)
+    assert not any(value.any() for value in model.parameters())
+
+
 def test_scales_of_activations_are_nobodys(tmp_path: Path) -> None:
     stored = {
         "m.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),

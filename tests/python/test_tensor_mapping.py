@@ -302,6 +302,12 @@ def test_what_is_no_mapping(tmp_path: Path, pairs: Any, words: list[str]) -> Non
     assert not next(model.parameters()).any()
 
 
+def test_pieces_of_nothing(tmp_path: Path) -> None:
+    path = scaled_bases.base(tmp_path / "base", {"w": torch.ones(4)})
+    nothing = "w[0:0][2::4611686018427387904][2::4611686018427387904]"
+    check(path, [("w", "w"), ("0", nothing)], {"w": torch.ones(4)})
+
+
 def test_as_a_dict_and_a_file(tmp_path: Path) -> None:
     path = scaled_bases.base(tmp_path / "base", BASE)
     given = {"about": "two", "pairs": [["a", "w[0/2]"], ["b", "w[1/2]"]]}

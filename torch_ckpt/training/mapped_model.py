@@ -86,6 +86,11 @@ def as_stored(
     mapped = set(answer["natives"])
     out = {name: value for name, value in state.items() if name not in mapped}
     for name, shape, native, parts in answer["stored"]:
+        if name in out or (name in kinds and name not in mapped):
+            raise InvalidArgumentError(
+                "is a stored tensor of tensor_mapping, and one of the model's that no pair names",
+                tensor=name,
+            )
         if 0 in shape:  # no rank has a box of it, and it is stored all the same
             out[name] = torch.empty(shape, dtype=kinds[names[native]].dtype, device="cpu")
             continue

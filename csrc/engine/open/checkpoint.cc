@@ -354,6 +354,15 @@ Result<Checkpoint::Dequantized> Checkpoint::Dequantize(
   if (!paired.ok()) {
     return Status(paired.status()).WithFile(checkpoint->path());
   }
+  // Numbers would lose the scales that they are made with.
+  if (!paired->scaled.empty() &&
+      (!checkpoint->has_.scaled.empty() || checkpoint->has_.mapped_from)) {
+    return Unsupported(
+               "is stored as codes and scales, of which others are numbers "
+               "already: it is read as codes, or all are numbers at once")
+        .WithTensor(paired->scaled.begin()->first)
+        .WithFile(checkpoint->path());
+  }
   Contents contents = checkpoint->has_;
   contents.catalog = std::move(paired->catalog);
   contents.scaled = std::move(paired->scaled);

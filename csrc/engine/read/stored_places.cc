@@ -31,6 +31,15 @@ Result<StoredPlaces> StoredPlaces::Of(const StoredView& view) {
             [](const PlacedBox& a, const PlacedBox& b) {
               return std::tie(a.file, a.base) < std::tie(b.file, b.base);
             });
+  for (size_t i = 1; i < places.boxes_.size(); ++i) {
+    const PlacedBox& before = places.boxes_[i - 1];
+    const PlacedBox& next = places.boxes_[i];
+    const auto units = static_cast<uint64_t>(before.box.Volume());
+    if (before.file == next.file &&
+        next.base - before.base < units * places.unit_bytes_) {
+      return Corrupt("has two boxes in the same bytes of a file");
+    }
+  }
   return places;
 }
 
