@@ -7,7 +7,6 @@ seconds of the slowest rank, the CPU of all, and the most memory that all took b
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from benchmarks import bases, files, rivals
+from benchmarks import bases, files, ranks, rivals
 from benchmarks.program import LimitsProgram
 from benchmarks.training_rank import Watch, most
 
@@ -71,16 +70,9 @@ def main(arguments: list[str]) -> int:
     figures = {"seconds": time.perf_counter() - start, "cpu": watch.cpu() - cpu}
     figures["memory"] = watch.memory()
     answer = most(figures) | {"sum": checksum(model)}
-    if dist.get_rank() == 0:
-        sys.stdout.write("\n" + json.dumps(answer) + "\n")
-        sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+    ranks.say(answer)
     return 0
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    # As export_rank.py, for torch's teardown after functional collectives.
-    sys.stdout.flush()
-    os._exit(status)
+    ranks.leave(main(sys.argv[1:]))

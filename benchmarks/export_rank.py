@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import os
 import resource
 import sys
 import time
@@ -28,7 +26,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks import rivals, states
+from benchmarks import ranks, rivals, states
 from benchmarks.program import LimitsProgram, MemoryWatcher
 from benchmarks.ranks import sync_everything
 
@@ -226,16 +224,9 @@ def main(arguments: list[str]) -> int:
     cpu = ended.ru_utime + ended.ru_stime - usage.ru_utime - usage.ru_stime
     sums = torch.tensor([cpu, float(extra)], dtype=torch.float64)
     dist.all_reduce(sums)
-    if dist.get_rank() == 0:
-        answer = {"seconds": seconds, "cpu": sums[0].item(), "extra_memory": int(sums[1].item())}
-        sys.stdout.write(json.dumps(answer) + "\n")
-    dist.destroy_process_group()
+    ranks.say({"seconds": seconds, "cpu": sums[0].item(), "extra_memory": int(sums[1].item())})
     return 0
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    # Torch 2.13 now and then aborts where it is torn down after functional collectives, which
-    # full_tensor uses: 1 of 48 ranks did that called nothing else. Nothing of it is measured.
-    sys.stdout.flush()
-    os._exit(status)
+    ranks.leave(main(sys.argv[1:]))

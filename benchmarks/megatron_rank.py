@@ -329,7 +329,7 @@ def main(arguments: list[str]) -> int:
     dist.barrier()
     sys.stdout.flush()
     end_children()
-    os._exit(0)  # as export_rank: the teardown of torch 2.13 aborts now and then
+    os._exit(0)  # see ranks.leave: the teardown of torch 2.13 aborts now and then
 
 
 def check(loaded: State, wanted: State) -> None:

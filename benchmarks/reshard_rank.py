@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
         sys.stdout.write(json.dumps(answer) + "\n")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # as export_rank: the teardown of torch 2.13 aborts now and then
+    os._exit(0)  # see ranks.leave: the teardown of torch 2.13 aborts now and then
 
 
 if __name__ == "__main__":

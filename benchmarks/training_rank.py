@@ -8,7 +8,6 @@ state; of saves those of the second one, and what the first one took.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks import files, processes, rivals
+from benchmarks import files, processes, ranks, rivals
 from benchmarks.program import LimitsProgram, MemoryWatcher
 from benchmarks.ranks import sync_everything
 from benchmarks.training_jobs import (
@@ -163,16 +162,9 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     answer = JOBS[options.job](options, LimitsProgram(options.program))
-    if dist.get_rank() == 0:
-        sys.stdout.write("\n" + json.dumps(answer) + "\n")
-        sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+    ranks.say(answer)
     return 0
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    # As export_rank.py, for torch's teardown after functional collectives.
-    sys.stdout.flush()
-    os._exit(status)
+    ranks.leave(main(sys.argv[1:]))

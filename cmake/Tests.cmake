@@ -110,6 +110,7 @@ set(test_sources
     tests/cpp/engine_save_job_test.cc
     tests/cpp/engine_scan_test.cc
     tests/cpp/engine_snapshot_job_test.cc
+    tests/cpp/engine_stored_places_test.cc
     tests/cpp/engine_stored_view_test.cc
     tests/cpp/engine_test_util.cc
     tests/cpp/engine_torch_leaves_test.cc

@@ -17,6 +17,7 @@
 #include "json/held.h"
 #include "os/directory.h"
 #include "os/path.h"
+#include "values/scaled.h"
 
 namespace torch_ckpt::capi {
 namespace {
@@ -26,10 +27,6 @@ Json ListedJson(const ManifestFile& file) {
           {"role", RoleName(file.role)},
           {"bytes", file.bytes}};
 }
-
-// What tensors are said to be whose elements are codes: their numbers are made
-// in it, and then rounded to what they are read as.
-constexpr Dtype kScaledAs = Dtype::kF32;
 
 // Whether the elements are row-major, one after another.
 bool IsDense(Dtype dtype, const StridedBox& stored) {

@@ -82,8 +82,8 @@ Result<std::vector<HeldBox>> HeldBoxes(const Json& request,
 
 }  // namespace
 
-// The same checkpoint with the tensors "natives" of a model, [name, sizes], in
-// place of the stored ones that "pairs" say they are made of: MapTensors.
+// The same checkpoint with the tensors of a model in place of the stored ones
+// that "pairs" say they are made of: DeriveCatalog.
 Result<Json> MapRequest(const Json& request) {
   TC_ASSIGN_OR_RETURN(auto checkpoint, CheckpointOf(request));
   TC_ASSIGN_OR_RETURN(const Mapping mapping, MappingOf(request));

@@ -18,6 +18,7 @@ Handler FindHandler(const std::string& op) {
       {"commit_part", CommitPartRequest},
       {"commit_save", CommitSaveRequest},
       {"compare", CompareRequest},
+      {"dequantize", DequantizeRequest},
       {"describe", DescribeRequest},
       {"end_archives", EndSaveRequest},
       {"end_part", EndPartRequest},
@@ -32,6 +33,8 @@ Handler FindHandler(const std::string& op) {
       {"job_poll", JobPollRequest},
       {"join_save", JoinSaveRequest},
       {"manifest", ManifestRequest},
+      {"map", MapRequest},
+      {"map_memory", MapMemoryRequest},
       {"merge", MergeRequest},
       {"merge_begin", MergeBeginRequest},
       {"merge_commit", MergeCommitRequest},
@@ -53,9 +56,6 @@ Handler FindHandler(const std::string& op) {
       {"statistics", StatisticsRequest},
       {"verify", VerifyRequest},
       {"without", WithoutRequest},
-      {"dequantize", DequantizeRequest},
-      {"map", MapRequest},
-      {"map_memory", MapMemoryRequest},
   };
   const auto it = handlers.find(op);
   return it == handlers.end() ? nullptr : it->second;

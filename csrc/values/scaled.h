@@ -13,6 +13,10 @@
 
 namespace torch_ckpt {
 
+// What numbers are that are made of codes, before they are rounded to what
+// somebody wants.
+inline constexpr Dtype kScaledAs = Dtype::kF32;
+
 // Whether elements of `codes` times scales of `scales` are elements of `to`:
 // codes are F8_E4M3, F8_E5M2 or F4, scales F32, BF16, F16 or F8_E8M0, and `to`
 // is F64, F32, BF16 or F16.

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_scaled_models import Model
-from test_tensor_mapping import Leaf, numbered, splits
+from test_tensor_mapping import Leaf, numbered, small_moe, splits
 
 import torch_ckpt
 
@@ -91,19 +91,7 @@ def test_what_is_no_mapping(tmp_path: Path, pairs: Any, words: list[str]) -> Non
 
 def test_experts_of_transformers(tmp_path: Path) -> None:
     """transformers reads what we write, and we what it writes."""
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts=3,
-        num_experts_per_tok=2,
-        vocab_size=20,
-        head_dim=8,
-    )
-    model = transformers.Qwen3MoeForCausalLM(config)
+    model = transformers.Qwen3MoeForCausalLM(small_moe())
     torch_ckpt.save_model(model, tmp_path / "ours", tensor_mapping="qwen3_moe")
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))

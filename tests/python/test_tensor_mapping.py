@@ -245,13 +245,24 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
         assert torch.equal(value, wanted[name]), name
 
 
+def small_moe() -> Any:
+    return transformers.Qwen3MoeConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=3,
+        num_experts_per_tok=2,
+        vocab_size=20,
+        head_dim=8,
+    )
+
+
 def test_experts_of_transformers(tmp_path: Path) -> None:
     """As transformers itself makes them of what the Hub has."""
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=16, intermediate_size=24, moe_intermediate_size=12, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, num_experts=3, num_experts_per_tok=2,
-        vocab_size=20, head_dim=8,
-    )  # fmt: skip
+    config = small_moe()
     model = transformers.Qwen3MoeForCausalLM(config)
     model.save_pretrained(tmp_path / "hub")
     names = torch_ckpt.open(tmp_path / "hub")

@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 from torch_ckpt.errors import IncompleteError, UnsupportedError
 from torch_ckpt.native.opened import Dequantized, OpenedCheckpoint, ScaledPair
 
-QUANTIZATION_KEYS = (
-    "quantization_config",
-    "compression_config",
-)  # the second of early compressed-tensors
+# The second is what compressed-tensors wrote first.
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 # Models of several parts have a configuration for each.
 CONFIGS_OF_PARTS = (
     *("text_config", "language_config", "llm_config", "thinker_config"),
     *("vision_config", "audio_config", "encoder", "decoder"),
 )
+
 logger = logging.getLogger(__name__)
 
 _MOST_SHOWN = 5

@@ -6,6 +6,7 @@
 
 #include "engine/open/checkpoint.h"
 #include "format/ours/catalog_builder.h"
+#include "values/scaled.h"
 
 namespace torch_ckpt {
 namespace {
@@ -21,7 +22,7 @@ StoredShapes ShapesOf(const Catalog& catalog) {
 
 // The one dtype of all parts; of codes that in which numbers are made.
 Result<Dtype> DtypeOf(const Catalog& catalog, const DerivedTensor& derived) {
-  if (derived.scaled) return Dtype::kF32;
+  if (derived.scaled) return kScaledAs;
   std::optional<Dtype> dtype;
   for (const MappedPart& part : derived.parts) {
     if (part.stored.empty()) continue;

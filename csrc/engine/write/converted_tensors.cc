@@ -11,7 +11,7 @@ namespace torch_ckpt {
 
 Dtype UsualDtype(const Checkpoint& checkpoint, uint32_t entry) {
   return checkpoint.FindScaled(entry) != nullptr
-             ? Dtype::kF32
+             ? kScaledAs
              : checkpoint.catalog().entries()[entry].dtype;
 }
 

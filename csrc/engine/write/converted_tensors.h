@@ -10,8 +10,8 @@
 
 namespace torch_ckpt {
 
-// The dtype of an entry where nobody wants another: of codes with scales F32,
-// in which their numbers are made.
+// The dtype of an entry where nobody wants another: of codes with scales that
+// of values/scaled.h.
 Dtype UsualDtype(const Checkpoint& checkpoint, uint32_t entry);
 // kInvalidArgument, naming it, where its elements are not made `dtype`.
 Status CheckConverts(const Checkpoint& checkpoint, uint32_t entry, Dtype dtype);
